@@ -1,0 +1,38 @@
+# Two commands do all the set-up: `make quickstart` and `make test`. The active virtual environment is used, else .venv.
+VENV := $(or $(VIRTUAL_ENV),.venv)
+PYTHON := $(VENV)/bin/python
+PIP := $(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help quickstart install test check clean
+
+help: ## Show this help
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
+
+quickstart: install ## Install, then run the main job on the checkpoint that ships with the project
+	$(PYTHON) quantize.py quant_level=3 alpha=0.8
+
+install: $(VENV)/.sd-quant-run ## Install what the commands need
+
+test: $(VENV)/.sd-quant-test ## Install what the tests need, then run all of them
+	$(PYTHON) -m pytest
+
+check: $(VENV)/.sd-quant-test ## Style, types and unit tests, in under two minutes
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
+	$(PYTHON) -m pytest tests/unit
+
+clean: ## Remove what runs have written
+	rm -rf outputs multirun
+
+$(PYTHON):
+	python3.11 -m venv $(VENV)
+
+$(VENV)/.sd-quant-run: pyproject.toml constraints.txt | $(PYTHON)
+	$(PIP) --editable '.[rtx]'
+	touch $@
+
+$(VENV)/.sd-quant-test: pyproject.toml constraints.txt | $(PYTHON)
+	$(PIP) --editable '.[test]'
+	touch $@

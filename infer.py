@@ -1,0 +1,19 @@
+"""Pictures and latency from exported engines: ``python infer.py run=<directory of an earlier run>``."""
+
+import hydra
+from omegaconf import DictConfig
+
+from sd_quant.cli import job_of, output_directory, run
+from sd_quant.config import InferJob
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="infer")
+def main(config: DictConfig) -> None:
+    job = job_of(InferJob, config)
+    from sd_quant.stages.infer import infer
+
+    infer(job, output_directory())
+
+
+if __name__ == "__main__":
+    run(main, InferJob, "infer")

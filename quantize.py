@@ -1,0 +1,19 @@
+"""From a checkpoint to a quantized one, with ONNX files, engines, pictures and numbers: ``quantize.py --help``."""
+
+import hydra
+from omegaconf import DictConfig
+
+from sd_quant.cli import job_of, output_directory, run
+from sd_quant.config import QuantizeJob
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="quantize")
+def main(config: DictConfig) -> float | None:
+    job = job_of(QuantizeJob, config)
+    from sd_quant.stages.quantize import quantize
+
+    return quantize(job, output_directory())
+
+
+if __name__ == "__main__":
+    run(main, QuantizeJob, "quantize")

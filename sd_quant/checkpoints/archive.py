@@ -1,0 +1,230 @@
+"""Named files inside a ``.nemo`` archive, read in place.
+
+A ``.nemo`` is hostile input, so its tar headers are read one by one and anything but plain files and directories with
+plain names refuses the whole archive. Nothing is extracted: a member is a range of the archive's own bytes.
+The road not taken is ``tarfile.open``: it skips damage at the end, lets the last of two equal names win, reads extended
+headers of any declared size into memory, and its extraction filters have been bypassed more than once.
+"""
+
+import gzip
+import io
+import os
+import shutil
+import tarfile
+import tempfile
+import weakref
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO
+
+from sd_quant.errors import ArtifactError, ConfigError, ResourceError
+
+BLOCK = tarfile.BLOCKSIZE
+MAX_MEMBERS = 64
+MAX_EXTENDED_HEADER = 64 * 1024  # holds a long name, a float mtime and a size over 8 GiB; needs a few hundred bytes
+GZIP_SLACK = 64 * 2**20
+GZIP_RATIO = 16  # float weights shrink by a few per cent, a gzip bomb by a factor of about 1000
+
+
+class OpenFile:
+    """A file that stays open as long as anything refers to it, whatever became of its name."""
+
+    def __init__(self, file: BinaryIO):
+        self.descriptor = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self.descriptor)
+
+
+@dataclass(frozen=True)
+class Member:
+    """``size`` bytes of ``file`` from ``offset`` on; the name is for messages."""
+
+    name: str
+    file: OpenFile
+    offset: int
+    size: int
+
+    def read(self, start: int, length: int) -> bytearray:
+        """Raises ArtifactError when the range leaves the member or the file has been cut since it was opened."""
+        if start < 0 or length < 0 or start + length > self.size:
+            raise ArtifactError(
+                f"{self.name} has {self.size} bytes but refers to bytes {start} to {start + length}; "
+                "it is damaged, so fetch it again"
+            )
+        data = bytearray(length)
+        view, position = memoryview(data), self.offset + start
+        while view:
+            count = os.preadv(self.file.descriptor, [view], position)
+            if count == 0:
+                raise ArtifactError(f"{self.name} became shorter while it was read; let its writer finish, then rerun")
+            view, position = view[count:], position + count
+        return data
+
+    def open(self) -> BinaryIO:
+        """The member as a seekable file that cannot see the bytes around it."""
+        return io.BufferedReader(_MemberStream(self))
+
+
+class _MemberStream(io.RawIOBase):
+    def __init__(self, member: Member):
+        self.member, self.position = member, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self.position, os.SEEK_END: self.member.size}[whence]
+        if start + offset < 0:
+            raise OSError(f"seek to {start + offset}, before the start of {self.member.name}")
+        self.position = start + offset
+        return self.position
+
+    def readinto(self, buffer) -> int:
+        length = max(0, min(len(buffer), self.member.size - self.position))
+        buffer[:length] = self.member.read(self.position, length) if length else b""
+        self.position += length
+        return length
+
+
+def open_members(path: Path) -> dict[str, Member]:
+    """The files of a ``.nemo`` archive, or of a directory it was extracted to, by name without the leading ``./``.
+
+    Raises ConfigError when ``path`` does not exist, ArtifactError when the archive is damaged or holds anything but
+    regular files and directories below ``./``, ResourceError when there is no room to unpack a gzipped one.
+    """
+    if not path.exists():
+        raise ConfigError(f"checkpoint {path} does not exist; give the path of a .nemo file or an extracted directory")
+    if path.is_dir():
+        files = sorted(entry for entry in path.iterdir() if entry.is_file())
+        if len(files) > MAX_MEMBERS:
+            raise ArtifactError(f"{path} holds {len(files)} files; expected an extracted .nemo, so check the path")
+        members: dict[str, Member] = {}
+        for file_path in files:
+            with file_path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                members[file_path.name] = Member(f"{path}: {file_path.name}", OpenFile(file), 0, size)
+        return members
+    if not path.is_file():
+        raise ArtifactError(f"{path} is a device or a pipe; expected a .nemo file or an extracted directory")
+    with path.open("rb") as file:
+        gzipped = file.read(2) == b"\x1f\x8b"  # NeMo before 1.7
+        archive = _gunzipped(path, file) if gzipped else OpenFile(file)
+    members = {}
+    for member_name, member in _tar_members(path, archive):
+        if member_name in members:
+            raise ArtifactError(f"{path} holds {member_name!r} twice; expected each name once, so fetch it again")
+        members[member_name] = member
+    return members
+
+
+def _gunzipped(path: Path, compressed: BinaryIO) -> OpenFile:
+    """An unnamed temporary file in $TMPDIR: reading tensors in any order needs random access, which gzip has not."""
+    limit = GZIP_SLACK + GZIP_RATIO * path.stat().st_size
+    size = 0
+    compressed.seek(0)
+    try:
+        with tempfile.TemporaryFile() as temporary, gzip.open(compressed) as stream:
+            while chunk := stream.read(2**20):
+                size += len(chunk)
+                if size > limit:
+                    raise ArtifactError(
+                        f"{path} unpacks to more than {limit} bytes, {GZIP_RATIO} times its size; expected weights, "
+                        "which hardly shrink, so do not use this file"
+                    )
+                temporary.write(chunk)
+            temporary.flush()
+            return OpenFile(temporary)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ArtifactError(f"{path} is a damaged or cut gzip file ({error}); fetch it again") from error
+    except OSError as error:
+        free = shutil.disk_usage(tempfile.gettempdir()).free
+        raise ResourceError(
+            f"{path} is gzipped and could not be unpacked into {tempfile.gettempdir()} ({error.strerror}, {free} bytes "
+            "free); set TMPDIR to a larger disk, or gunzip it once and use the result"
+        ) from error
+
+
+def _tar_members(path: Path, file: OpenFile) -> Iterator[tuple[str, Member]]:
+    file_size = os.fstat(file.descriptor).st_size
+    whole = Member(str(path), file, 0, file_size)
+    extended: dict[str, str] = {}
+    position, count = 0, 0
+    while True:
+        if position + BLOCK > file_size:
+            raise ArtifactError(
+                f"{path} ends after {file_size} bytes without the end-of-archive mark of a tar; it is cut off, so "
+                "fetch it again"
+            )
+        block = whole.read(position, BLOCK)
+        if not any(block):
+            if position + 2 * BLOCK > file_size or any(whole.read(position + BLOCK, BLOCK)):
+                raise ArtifactError(
+                    f"{path} has half an end-of-archive mark at byte {position}; it is cut off, so fetch it again"
+                )
+            return
+        try:
+            header = tarfile.TarInfo.frombuf(bytes(block), "utf-8", "surrogateescape")
+            size = int(extended.get("size", header.size))
+        except (tarfile.HeaderError, ValueError) as error:
+            raise ArtifactError(
+                f"{path} has no valid tar header at byte {position} ({error}); expected a plain or gzipped .nemo "
+                "archive, so check the path or fetch it again"
+            ) from error
+        name = extended.get("path", header.name)
+        start = position + BLOCK
+        if size < 0 or start + size > file_size:
+            raise ArtifactError(
+                f"{path} is cut inside {name!r}: {size} bytes declared, {file_size - start} present; fetch it again"
+            )
+        count += 1
+        if count > 2 * MAX_MEMBERS:  # an extended header counts too
+            raise ArtifactError(f"{path} holds more than {MAX_MEMBERS} members; NeMo writes two, so check the path")
+        position = start + -(-size // BLOCK) * BLOCK
+        if header.type == tarfile.XHDTYPE:
+            extended = _extended_header(path, whole, start, size)
+            continue
+        extended = {}
+        plain_name = _checked_name(path, name)
+        if header.type in (tarfile.REGTYPE, tarfile.AREGTYPE):
+            yield plain_name, Member(f"{path}: {plain_name}", file, start, size)
+        elif header.type != tarfile.DIRTYPE:
+            kind = {tarfile.SYMTYPE: "a symbolic link", tarfile.LNKTYPE: "a hard link"}.get(header.type)
+            raise ArtifactError(
+                f"{path}: member {name!r} is {kind or f'of tar type {header.type!r}'}; expected regular files and "
+                "directories only, so do not use this file"
+            )
+
+
+def _extended_header(path: Path, whole: Member, start: int, size: int) -> dict[str, str]:
+    """Records ``"<length> <key>=<value>\\n"`` of POSIX.1-2001, which Python's tarfile writes for every float mtime."""
+    if size > MAX_EXTENDED_HEADER:
+        raise ArtifactError(
+            f"{path} has an extended tar header of {size} bytes; expected at most {MAX_EXTENDED_HEADER}, so do not use "
+            "this file"
+        )
+    data, records = bytes(whole.read(start, size)), {}
+    try:
+        while data:
+            length = int(data[: data.index(b" ")])
+            key, value = data[data.index(b" ") + 1 : length - 1].decode("utf-8").split("=", 1)
+            if length < 5 or data[length - 1 : length] != b"\n":
+                raise ValueError("a record does not end where it says")
+            records[key], data = value, data[length:]
+    except ValueError as error:
+        raise ArtifactError(
+            f"{path} has a malformed extended tar header at byte {start} ({error}); fetch it again"
+        ) from error
+    if any(key.startswith("GNU.sparse") for key in records):
+        raise ArtifactError(f"{path} holds a sparse member; expected plain files, so pack it without --sparse")
+    return records
+
+
+def _checked_name(path: Path, name: str) -> str:
+    pure = PurePosixPath(name)
+    if pure.is_absolute() or ".." in pure.parts or "\\" in name or "\0" in name:
+        raise ArtifactError(f"{path}: member {name!r} points outside the archive; do not use this file")
+    return str(pure)

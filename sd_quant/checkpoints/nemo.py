@@ -1,0 +1,259 @@
+"""NeMo's SDXL checkpoints: open one safely, build its networks, write one.
+
+Opening reads the config and the directory of the weights, and compares every key and shape with the networks that the
+config describes; it reads no weights. From then on a component is a mapping from diffusers' parameter names to tensors
+that are read when asked for, so that 14 GB of weights never have to be in memory at once.
+The road not taken is NeMo's SaveRestoreConnector: it extracts the archive, unpickles and instantiates ``target``.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from tarfile import BLOCKSIZE, GNU_FORMAT, TarInfo
+from typing import BinaryIO
+
+import torch
+import yaml
+
+from sd_quant.checkpoints import sdxl_keys
+from sd_quant.checkpoints.archive import Member, open_members
+from sd_quant.checkpoints.torch_weights import StoredTensor, stored_tensors
+from sd_quant.errors import ArtifactError
+from sd_quant.files import atomic_path
+from sd_quant.models.sdxl import TextShape, build_modules
+
+CONFIG, WEIGHTS = "model_config.yaml", "model_weights.ckpt"
+MAX_CONFIG = 2**20
+MAX_DEPTH = 100  # of any list or count of blocks in a config: SDXL's largest is 32, and a billion would build for ever
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, eq=False)
+class WeightSource(Mapping[str, torch.Tensor]):
+    """Weights of one component by diffusers name; ``source[name]`` reads that tensor, in the dtype it is stored in."""
+
+    component: str
+    shapes: dict[str, tuple[int, ...]] = field(repr=False)
+    places: dict[str, sdxl_keys.Stored] = field(repr=False)
+    tensors: dict[str, StoredTensor] = field(repr=False)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        place = self.places[name]
+        return place.parameter(self.tensors[place.key].read())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.places)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.shapes[name]
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.tensors[self.places[name].key].dtype
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """``components`` are 'unet', 'vae', 'text_encoder' and 'text_encoder_2', complete and of the right shapes."""
+
+    path: Path
+    model_config: dict
+    components: dict[str, WeightSource]
+    clip1: TextShape
+    clip2: TextShape
+
+
+def open_nemo(path: Path) -> Checkpoint:
+    """A NeMo SDXL archive (plain or gzipped) or the directory it was extracted to, checked but not loaded.
+
+    Raises ConfigError when ``path`` does not exist, ArtifactError when it is not a whole and harmless SDXL checkpoint.
+    """
+    members = open_members(path)
+    for name in (CONFIG, WEIGHTS):
+        if name not in members:
+            raise ArtifactError(
+                f"{path} holds no {name} but {_listing(sorted(members)) or 'nothing'}; expected a whole single-GPU "
+                "checkpoint, so fetch it again or merge its model-parallel parts"
+            )
+    model_config = _read_config(members[CONFIG])
+    tensors = _by_plain_key(path, stored_tensors(members[WEIGHTS]))
+    stored_shapes = {key: tensor.shape for key, tensor in tensors.items()}
+    try:
+        clip1, clip2 = sdxl_keys.text_shapes(stored_shapes)
+    except (KeyError, IndexError, ValueError) as error:
+        raise ArtifactError(
+            f"{path} lacks the weights that tell the sizes of its text encoders, or they have another rank ({error}); "
+            f"expected SDXL's two, under {sdxl_keys.PREFIX['text_encoder']} and {sdxl_keys.PREFIX['text_encoder_2']}"
+        ) from error
+    modules = _empty_modules(path, model_config, clip1, clip2)
+    shapes = {
+        component: {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+        for component, module in modules.items()
+    }
+    places = {component: sdxl_keys.stored(component, shapes[component]) for component in shapes}
+    expected = {
+        place.key: place.stored_shape(shapes[component][name])
+        for component in shapes
+        for name, place in places[component].items()
+    }
+    _check_keys(path, stored_shapes, expected)
+    for key in expected:
+        if tensors[key].dtype not in DTYPES:
+            raise ArtifactError(
+                f"{path}: {key!r} is stored as {tensors[key].dtype}; expected float32, float16 or bfloat16, so start "
+                "from the checkpoint as it was before quantization"
+            )
+    components = {
+        component: WeightSource(
+            component, shapes[component], places[component], {p.key: tensors[p.key] for p in places[component].values()}
+        )
+        for component in shapes
+    }
+    return Checkpoint(path, model_config, components, clip1, clip2)
+
+
+def check_finite(source: WeightSource) -> None:
+    """Reads every tensor once. Raises ArtifactError naming the first that holds a NaN or an infinity."""
+    for key, stored in source.tensors.items():
+        tensor = stored.read()
+        broken = tensor.numel() - int(torch.isfinite(tensor).sum())
+        if broken:
+            raise ArtifactError(
+                f"{stored.member.name}: {key!r} of the {source.component} holds {broken} NaN or infinite values out of "
+                f"{tensor.numel()}; expected finite weights, so fetch the checkpoint again or repair its training"
+            )
+
+
+def build_pipeline_modules(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> dict[str, torch.nn.Module]:
+    """The four networks with their weights, in ``dtype``, in eval mode and without gradients, on the CPU.
+
+    The peak is one copy of the weights and one tensor: the networks are built without memory, then filled.
+    """
+    modules = _empty_modules(checkpoint.path, checkpoint.model_config, checkpoint.clip1, checkpoint.clip2)
+    for component, module in modules.items():
+        source = checkpoint.components[component]
+        module.load_state_dict({name: source[name].to(dtype) for name in source}, assign=True)
+        for owner in module.modules():
+            positions = owner._buffers.get("position_ids")
+            if positions is not None:  # 0, 1, 2, ... and in no checkpoint, so still without memory
+                owner._buffers["position_ids"] = torch.arange(positions.shape[-1])[None]
+        module.eval().requires_grad_(False)
+    return modules
+
+
+def write_nemo(path: Path, model_config: dict, modules: dict[str, torch.nn.Module], dtype: torch.dtype) -> None:
+    """Writes a single-GPU archive with weights in ``dtype``; the same input gives the same bytes.
+
+    ``modules`` are the four of ``sd_quant.models.sdxl.build_modules``. Raises ResourceError when the disk is full.
+    """
+    state = {}
+    for component in sdxl_keys.PREFIX:
+        for key, tensor in sdxl_keys.to_nemo(component, dict(modules[component].named_parameters())).items():
+            plain = tensor.detach().to("cpu", dtype).contiguous()
+            state[key] = plain.view(-1).view(plain.shape)  # contiguous() keeps odd strides on axes of length 1
+    state[sdxl_keys.LOGIT_SCALE] = torch.tensor(math.log(1 / 0.07), dtype=dtype)  # CLIP's start; only training uses it
+    state[sdxl_keys.SIGMAS] = denoiser_sigmas(model_config["denoiser_config"]["num_idx"])
+    config = yaml.safe_dump(model_config, sort_keys=False).encode()
+    with atomic_path(path) as temporary, temporary.open("wb") as file:
+        _write_member(file, CONFIG, lambda target: target.write(config))
+        _write_member(file, WEIGHTS, lambda target: torch.save(state, target))
+        file.write(bytes(2 * BLOCKSIZE))  # the end-of-archive mark
+
+
+def denoiser_sigmas(count: int) -> torch.Tensor:
+    """Noise levels of SGM's DiscreteDenoiser on LegacyDDPMDiscretization: fp32 [count], ascending."""
+    betas = torch.linspace(0.00085**0.5, 0.012**0.5, count, dtype=torch.float64) ** 2
+    alphas = torch.cumprod(1 - betas, dim=0)
+    return ((1 - alphas) / alphas).sqrt().float()
+
+
+def _read_config(member: Member) -> dict:
+    if member.size > MAX_CONFIG:
+        raise ArtifactError(f"{member.name} has {member.size} bytes; expected at most {MAX_CONFIG}, so check the path")
+    try:
+        config = yaml.safe_load(bytes(member.read(0, member.size)))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ArtifactError(f"{member.name} is not plain YAML ({reason}); fetch it again") from error
+    if isinstance(config, dict) and isinstance(config.get("model"), dict):  # the wrapper that NeMo's loader accepts too
+        config = config["model"]
+    if not isinstance(config, dict):
+        raise ArtifactError(
+            f"{member.name} holds a {type(config).__name__}; expected the mapping of an SDXL model section"
+        )
+    return config
+
+
+def _by_plain_key(path: Path, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Without the marks that torch.compile and NeMo's O2 mixed precision leave in the keys."""
+    plain = {}
+    for name, tensor in tensors.items():
+        key = re.sub(r"^model\.module\.", "model.", name.replace("._orig_mod", ""))
+        if key in plain:
+            raise ArtifactError(f"{path} holds {key[:200]!r} plain and wrapped; expected it once, so save it again")
+        plain[key] = tensor
+    return plain
+
+
+def _empty_modules(path: Path, config: dict, clip1: TextShape, clip2: TextShape) -> dict[str, torch.nn.Module]:
+    """The networks on the meta device: shapes without memory."""
+    try:
+        unet, vae = config["unet_config"], config["first_stage_config"]["ddconfig"]
+        lists = (unet["channel_mult"], unet["transformer_depth"], vae["ch_mult"], unet["attention_resolutions"])
+        counts = (unet["num_res_blocks"], vae["num_res_blocks"], *unet["transformer_depth"], clip1.layers, clip2.layers)
+        if max(*map(len, lists), *counts) > MAX_DEPTH:
+            raise ValueError(f"more than {MAX_DEPTH} blocks")
+        with torch.device("meta"):
+            return build_modules(config, clip1, clip2)
+    except Exception as error:  # the config is the file's own: any value, of any type, may be wrong in it
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise ArtifactError(f"{path}: {CONFIG} does not describe an SDXL that can be built ({reason})") from error
+
+
+def _check_keys(path: Path, found: Mapping[str, tuple], expected: Mapping[str, tuple]) -> None:
+    known = expected.keys() | sdxl_keys.UNUSED
+    missing = [key for key in expected if key not in found]
+    unknown = [key for key in found if key not in known]
+    misshapen = [
+        f"{key} {list(found[key])} instead of {list(shape)}"
+        for key, shape in expected.items()
+        if key in found and found[key] != shape
+    ]
+    problems = [
+        f"{len(keys)} {what}: {_listing(keys)}"
+        for what, keys in (("missing", missing), ("unknown", unknown), ("misshapen", misshapen))
+        if keys
+    ]
+    if problems:
+        raise ArtifactError(
+            f"{path} does not hold the weights that its {CONFIG} describes, {len(expected)} keys expected "
+            f"({'; '.join(problems)}); use the config and the weights of one training"
+        )
+
+
+def _listing(names: Iterable[str]) -> str:
+    names = list(names)
+    shown = ", ".join(ascii(name[:200])[1:-1] for name in names[:10])  # ascii: they come from the file
+    return shown + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+
+
+def _write_member(file: BinaryIO, name: str, write: Callable[[BinaryIO], object]) -> None:
+    """The size stands before the content and is known after it, so the header is written last.
+
+    GNU format keeps it at one block for any size.
+    """
+    header_at = file.tell()
+    file.write(bytes(BLOCKSIZE))
+    write(file)
+    end = file.tell()
+    header = TarInfo(f"./{name}")
+    header.size = end - header_at - BLOCKSIZE
+    file.write(bytes(-end % BLOCKSIZE))
+    after = file.tell()
+    file.seek(header_at)
+    file.write(header.tobuf(GNU_FORMAT))
+    file.seek(after)

@@ -1,0 +1,300 @@
+"""Every knob, typed and checked before anything heavy is imported (no torch here).
+
+Hydra composes YAML into a plain mapping; ``read`` turns that into these dataclasses. They refuse what they do not
+know, so a knob added with ``+`` cannot be misspelt in silence. Relative paths are taken from the repository.
+"""
+
+import dataclasses
+import difflib
+import os
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from sd_quant.calibration.prompts import read_prompts
+from sd_quant.errors import ConfigError
+from sd_quant.quantization.levels import QUANT_LEVELS
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+COLLECT_METHODS = ("global_min", "min-max", "min-mean", "mean-max")
+PART_NAMES = ("unet_xl", "vae", "clip1", "clip2")
+
+
+def check(holds: bool, knob: str, found: object, expected: str) -> None:
+    if not holds:
+        raise ConfigError(f"{knob} is {found}, expected {expected}")
+
+
+def check_choice(knob: str, found: object, choices) -> None:
+    known = ", ".join(f"{choice:g}" if isinstance(choice, float) else str(choice) for choice in choices)
+    check(found in choices, knob, found, f"one of {known}")
+
+
+def check_at_least(knob: str, found: int | float, least: int | float) -> None:
+    check(found >= least, knob, found, f"at least {least}")
+
+
+def check_picture(group: str, width: int, height: int) -> None:
+    for axis, size in (("width", width), ("height", height)):
+        check(64 <= size <= 4096 and size % 64 == 0, f"{group}.{axis}", size, "a multiple of 64 from 64 to 4096")
+
+
+def anchored(path: str | Path) -> Path:
+    """``path``, taken from the repository when it is relative."""
+    return REPOSITORY / Path(path).expanduser()
+
+
+@dataclass(slots=True)
+class Model:
+    """The checkpoint and what belongs to it."""
+
+    family: str
+    path: str
+    calibration_prompts: str
+    prompts: str
+    width: int
+    height: int
+
+    def __post_init__(self):
+        check_choice("model.family", self.family, ("sdxl",))
+        check_picture("model", self.width, self.height)
+
+
+@dataclass(slots=True)
+class Quantize:
+    """NeMo's ``quantize`` section, with its names and defaults."""
+
+    exp_name: str
+    n_steps: int
+    format: str
+    percentile: float
+    collect_method: str
+    batch_size: int
+    calib_size: int
+    quant_level: float
+    alpha: float
+    seed: int
+
+    def __post_init__(self):
+        check_choice("quantize.format", self.format, ("int8",))
+        check_choice("quant_level", self.quant_level, QUANT_LEVELS)
+        check(0 <= self.alpha <= 1, "alpha", self.alpha, "a number from 0 to 1")
+        check(0 < self.percentile <= 1, "percentile", self.percentile, "a number above 0 and up to 1")
+        check_choice("collect_method", self.collect_method, COLLECT_METHODS)
+        for knob in ("n_steps", "batch_size", "calib_size"):
+            check_at_least(f"quantize.{knob}", getattr(self, knob), 1)
+
+
+@dataclass(slots=True)
+class Trt:
+    """How plans are built. ``library`` none builds no plan, auto takes tensorrt on a GPU and tensorrt_rtx elsewhere."""
+
+    library: str
+    targets: list[str]
+    static_batch: bool
+    min_batch_size: int
+    max_batch_size: int
+    optimization_level: int | None
+    workspace_gib: float | None
+
+    def __post_init__(self):
+        check_choice("trt.library", self.library, ("auto", "tensorrt", "tensorrt_rtx", "none"))
+        check_at_least("trt.min_batch_size", self.min_batch_size, 1)
+        check_at_least("trt.max_batch_size", self.max_batch_size, self.min_batch_size)
+
+
+@dataclass(slots=True)
+class ExportShape:
+    """NeMo's ``infer`` section of an export: where the plans go and the pictures that they are tuned for."""
+
+    out_path: str | None
+    width: int
+    height: int
+    batch_size: int
+
+    def __post_init__(self):
+        check_picture("infer", self.width, self.height)
+        check_at_least("infer.batch_size", self.batch_size, 1)
+
+
+@dataclass(slots=True)
+class Infer:
+    """How pictures are made and timed. ``prompts`` is a list or the path of a text file."""
+
+    engine: str
+    out_path: str | None
+    width: int
+    height: int
+    batch_size: int
+    prompts: list[str] | str
+    num_samples: int
+    steps: int
+    scale: float
+    seed: int
+    num_warmup_runs: int
+    num_timed_runs: int
+    allow_untrusted_plan: bool
+
+    def __post_init__(self):
+        check_choice("infer.engine", self.engine, ("openvino", "onnxruntime", "tensorrt", "tensorrt_rtx", "torch"))
+        check_picture("infer", self.width, self.height)
+        for knob in ("batch_size", "num_samples", "steps", "num_timed_runs"):
+            check_at_least(f"infer.{knob}", getattr(self, knob), 1)
+        check_at_least("infer.num_warmup_runs", self.num_warmup_runs, 0)
+        check_at_least("infer.scale", self.scale, 0)
+
+    def prompt_list(self) -> list[str]:
+        """Every prompt, repeated ``num_samples`` times. Raises ConfigError when there is none."""
+        prompts = read_prompts(anchored(self.prompts)) if isinstance(self.prompts, str) else self.prompts
+        check(bool(prompts), "infer.prompts", "empty", "at least one prompt")
+        return [prompt for prompt in prompts for _ in range(self.num_samples)]
+
+
+@dataclass(slots=True)
+class QuantizeJob:
+    model: Model
+    quantize: Quantize
+    trt: Trt
+    infer: Infer
+
+    def __post_init__(self):
+        check_batch(self.trt, self.infer)
+
+    def calibration_prompts(self) -> list[str]:
+        """The first ``calib_size`` prompts. Raises ConfigError when the file holds fewer."""
+        prompts = read_prompts(anchored(self.model.calibration_prompts))
+        size = self.quantize.calib_size
+        check(size <= len(prompts), "calib_size", size, f"at most the {len(prompts)} prompts of the prompt file")
+        return prompts[:size]
+
+    def check_files(self) -> None:
+        """Everything that can be refused without loading anything."""
+        check_file("model.path", self.model.path)
+        self.calibration_prompts()
+        self.infer.prompt_list()
+
+
+@dataclass(slots=True)
+class ExportJob:
+    """``run`` is an earlier run's directory; a path given for a part goes before it."""
+
+    run: str | None
+    unet_xl: str | None
+    vae: str | None
+    clip1: str | None
+    clip2: str | None
+    trt: Trt
+    infer: ExportShape
+
+    def __post_init__(self):
+        check_batch(self.trt, self.infer)
+
+    def check_files(self) -> None:
+        check_parts(self, "onnx")
+
+
+@dataclass(slots=True)
+class InferJob:
+    run: str | None
+    unet_xl: str | None
+    vae: str | None
+    clip1: str | None
+    clip2: str | None
+    model: Model
+    infer: Infer
+
+    def check_files(self) -> None:
+        self.infer.prompt_list()
+        check_file("model.path", self.model.path)
+        if self.infer.engine != "torch":
+            check_parts(self, "plan" if self.infer.engine.startswith("tensorrt") else "onnx")
+
+
+def check_batch(trt: Trt, infer: Infer | ExportShape) -> None:
+    fits = trt.library == "none" or trt.min_batch_size <= infer.batch_size <= trt.max_batch_size
+    expected = f"from trt.min_batch_size={trt.min_batch_size} to trt.max_batch_size={trt.max_batch_size}"
+    check(fits, "infer.batch_size", infer.batch_size, expected)
+
+
+def check_file(knob: str, path: str) -> None:
+    if not anchored(path).exists():
+        raise ConfigError(f"{knob} names {path}, which does not exist; give the path of an existing file")
+
+
+def artifact(run: Path, kind: str, part: str) -> Path:
+    """Where a run keeps a part: ``onnx/<part>/<part>.onnx`` or ``plan/<part>.plan``."""
+    return run / "onnx" / part / f"{part}.onnx" if kind == "onnx" else run / "plan" / f"{part}.plan"
+
+
+def part_paths(job: ExportJob | InferJob, kind: str) -> dict[str, Path]:
+    """The file of each part that the job names, in NeMo's order."""
+    run = anchored(job.run) if job.run else None
+    paths = {}
+    for part in PART_NAMES:
+        if given := getattr(job, part):
+            paths[part] = anchored(given)
+        elif run is not None:
+            paths[part] = artifact(run, kind, part)
+    return paths
+
+
+def check_parts(job: ExportJob | InferJob, kind: str) -> None:
+    paths = part_paths(job, kind)
+    missing = [part for part in PART_NAMES if part not in paths]
+    if missing and (isinstance(job, InferJob) or not paths):
+        raise ConfigError(
+            f"no file is given for {', '.join(missing)}; set run=<directory of an earlier run>, "
+            f"or {missing[0]}=<path of its .{kind}>"
+        )
+    for part, path in paths.items():
+        if not path.is_file():
+            raise ConfigError(f"{part} should be at {path}, which does not exist; check run= or set {part}=<path>")
+
+
+def near(name: str, known) -> str:
+    """``; did you mean ...`` for a misspelt name, or the names that exist."""
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    return f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(sorted(known))}"
+
+
+def read(job: type, mapping: Mapping, path: str = ""):
+    """``mapping`` as a dataclass, every type checked. Raises ConfigError with the knob's full name."""
+    hints = typing.get_type_hints(job)
+    known = {field.name: hints[field.name] for field in dataclasses.fields(job)}
+    for name in mapping:
+        if name not in known:
+            raise ConfigError(f"there is no knob {path}{name}; {near(str(name), known)}")
+    for name in known:
+        if name not in mapping:
+            raise ConfigError(f"the knob {path}{name} is missing; give it a value")
+    return job(**{name: read_value(hint, mapping[name], path + name) for name, hint in known.items()})
+
+
+def read_value(hint, value: object, knob: str):
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{knob} is {value!r}, expected a group of knobs")
+        return read(typing.cast(type, hint), value, knob + ".")
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    for option in options:
+        origin = typing.get_origin(option) or option
+        if origin is list and isinstance(value, list) and all(isinstance(item, str) for item in value):
+            return value
+        if origin is float and isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        if origin in (int, str, bool, types.NoneType) and type(value) is origin:
+            return value
+    names = {float: "a number", int: "a whole number", str: "text", bool: "true or false", types.NoneType: "null"}
+    expected = " or ".join(names.get(option, "a list of texts") for option in options)
+    raise ConfigError(f"{knob} is {value!r}, expected {expected}")
+
+
+def check_writable(directory: Path) -> None:
+    """The run's directory can be made. Raises ConfigError otherwise; makes nothing."""
+    parent = directory.absolute()
+    while not os.path.lexists(parent):
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"the output directory {directory} cannot be written, because of {parent}; set hydra.run.dir")

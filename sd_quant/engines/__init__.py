@@ -1,0 +1,39 @@
+"""Engines: one interface over the runtimes that execute the exported graphs.
+
+To add a backend, write ``sd_quant/engines/<name>.py`` with a function ``load(path, **options) -> Engine`` (base.py says
+what an engine is) and add one line to ``ENGINES``: its name and where that function is, as ``module:function``. Nothing
+is imported until an engine of that name is loaded: a runtime that is not installed is missed only by who asks for it.
+"""
+
+import pkgutil
+from difflib import get_close_matches
+from pathlib import Path
+
+from sd_quant.engines.base import Engine
+from sd_quant.errors import ConfigError, ResourceError
+
+ENGINES = {
+    "onnxruntime": "sd_quant.engines.onnxruntime:load",
+    "openvino": "sd_quant.engines.openvino:load",
+    "tensorrt": "sd_quant.engines.tensorrt:load",
+    "tensorrt_rtx": "sd_quant.engines.tensorrt:load_rtx",
+}
+
+
+def load_engine(name: str, path: Path, **options: object) -> Engine:
+    """The file at ``path`` (.onnx, or .plan for TensorRT) ready to be called; ``options`` are those of its ``load``.
+
+    Raises ConfigError for an unknown name, ResourceError for a runtime or device that is missing here, ArtifactError
+    for a broken file.
+    """
+    if name not in ENGINES:
+        nearest = get_close_matches(name, ENGINES, n=1) or sorted(ENGINES)
+        raise ConfigError(f"there is no engine {name!r}; did you mean {', '.join(nearest)}?")
+    try:
+        load = pkgutil.resolve_name(ENGINES[name])
+    except ImportError as error:
+        extra = name.replace("_", "-")
+        raise ResourceError(
+            f"the engine {name} cannot be imported here ({error}); install it with: pip install 'sd-quant[{extra}]'"
+        ) from error
+    return load(path, **options)

@@ -1,0 +1,68 @@
+"""ONNX Runtime on the CPU: the reference that reads ONNX as it is written.
+
+It is here for agreement, not for speed: its CPU provider runs most Q/DQ pairs of this export unfused, in float.
+"""
+
+from pathlib import Path
+
+import onnxruntime
+import torch
+
+from sd_quant.engines.base import cast_inputs, one_line, onnx_files
+from sd_quant.errors import ArtifactError, ResourceError
+
+PROVIDER = "CPUExecutionProvider"
+ERRORS_ONLY = 3  # ONNX Runtime's log severity
+DTYPES = {
+    "tensor(float16)": torch.float16,
+    "tensor(float)": torch.float32,
+    "tensor(double)": torch.float64,
+    "tensor(int8)": torch.int8,
+    "tensor(uint8)": torch.uint8,
+    "tensor(int32)": torch.int32,
+    "tensor(int64)": torch.int64,
+    "tensor(bool)": torch.bool,
+}
+
+
+class OnnxRuntimeEngine:
+    name = "onnxruntime"
+
+    def __init__(self, session: onnxruntime.InferenceSession):
+        self.session = session
+        self.inputs = {port.name: DTYPES[port.type] for port in session.get_inputs()}
+        self.outputs = [port.name for port in session.get_outputs()]
+
+    def __call__(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        arrays = {name: tensor.numpy() for name, tensor in cast_inputs(self.inputs, inputs).items()}
+        try:
+            outputs = self.session.run(self.outputs, arrays)  # fresh arrays, which keep their own memory alive
+        except Exception as error:  # ONNX Runtime's exceptions have no common base class
+            shapes = {name: array.shape for name, array in arrays.items()}
+            raise ValueError(f"ONNX Runtime refused inputs of shapes {shapes}: {one_line(error)}") from error
+        return {name: torch.from_numpy(output) for name, output in zip(self.outputs, outputs, strict=True)}
+
+    def close(self) -> None:
+        del self.session
+
+
+def load(path: Path, *, threads: int | None = None) -> OnnxRuntimeEngine:
+    """A session on exactly the CPU provider.
+
+    Raises ArtifactError when the file is broken and ResourceError when another provider would run it: ONNX Runtime by
+    itself warns and falls back, and the latency table is then that of another device.
+    """
+    onnx_files(path)
+    if PROVIDER not in onnxruntime.get_available_providers():
+        raise ResourceError(f"this build of ONNX Runtime has no {PROVIDER}; install the package onnxruntime")
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = ERRORS_ONLY
+    if threads is not None:
+        options.intra_op_num_threads = threads
+    try:
+        session = onnxruntime.InferenceSession(path, options, providers=[PROVIDER])
+    except Exception as error:  # ONNX Runtime's exceptions have no common base class
+        raise ArtifactError(f"ONNX Runtime cannot load {path}: {one_line(error)}") from error
+    if session.get_providers() != [PROVIDER]:
+        raise ResourceError(f"ONNX Runtime was asked for {PROVIDER} but would run on {session.get_providers()}")
+    return OnnxRuntimeEngine(session)

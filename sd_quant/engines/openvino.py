@@ -1,0 +1,98 @@
+"""OpenVINO on the CPU: the embedded runtime where there is no GPU. It runs the QDQ ONNX of TensorRT with int8 kernels.
+
+What is not quantized is computed in fp32 (INFERENCE_PRECISION_HINT): left to itself OpenVINO takes bf16 or fp16 on
+processors that have them, so that the same file would give other images and other speed-ups on the next machine, and a
+comparison of int8 with "full precision" would silently be one with bf16.
+"""
+
+from collections import Counter
+from pathlib import Path
+
+import openvino
+import torch
+
+from sd_quant.engines.base import cast_inputs, one_line, onnx_files
+from sd_quant.errors import ArtifactError, ResourceError
+
+DTYPES = {
+    "f16": torch.float16,
+    "f32": torch.float32,
+    "f64": torch.float64,
+    "i8": torch.int8,
+    "u8": torch.uint8,
+    "i32": torch.int32,
+    "i64": torch.int64,
+    "boolean": torch.bool,
+}
+ARITHMETIC = ("Convolution", "Deconvolution", "FullyConnected", "MatMul", "ScaledDotProductAttention")
+
+
+class OpenVinoEngine:
+    name = "openvino"
+
+    def __init__(self, compiled: openvino.CompiledModel, inputs: list[str], outputs: list[str]):
+        """``inputs`` and ``outputs`` are the ONNX file's names, in its order, which compiling keeps.
+
+        A compiled port cannot say its name: an input that reaches a node which was optimised away has both names.
+        """
+        self.compiled, self.outputs = compiled, outputs
+        types = (DTYPES[port.element_type.get_type_name()] for port in compiled.inputs)
+        self.inputs = dict(zip(inputs, types, strict=True))
+
+    def __call__(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        arrays = {name: tensor.numpy() for name, tensor in cast_inputs(self.inputs, inputs).items()}
+        try:
+            # inputs may be read in place, they outlive the call; outputs are copied out of the engine
+            outputs = self.compiled(list(arrays.values()), share_inputs=True, share_outputs=False)
+        except RuntimeError as error:
+            shapes = {name: array.shape for name, array in arrays.items()}
+            raise ValueError(f"OpenVINO refused inputs of shapes {shapes}: {one_line(error)}") from error
+        return {name: torch.from_numpy(outputs[index]) for index, name in enumerate(self.outputs)}
+
+    def close(self) -> None:
+        del self.compiled
+
+
+def load(path: Path, *, threads: int | None = None) -> OpenVinoEngine:
+    """Compile an ONNX file for this machine's CPU; dynamic dimensions stay dynamic.
+
+    Raises ArtifactError when the file is broken and ResourceError when OpenVINO has no CPU plugin or ran elsewhere.
+    """
+    onnx_files(path)
+    core = openvino.Core()
+    if "CPU" not in core.available_devices:
+        raise ResourceError(f"OpenVINO offers {core.available_devices} but not CPU; reinstall the package openvino")
+    settings: dict[str, str | int] = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}
+    if threads is not None:
+        settings["INFERENCE_NUM_THREADS"] = threads
+    try:
+        model = core.read_model(path)
+        names = [port.node.friendly_name for port in model.inputs], [port.any_name for port in model.outputs]
+        compiled = core.compile_model(model, "CPU", settings)
+    except RuntimeError as error:
+        raise ArtifactError(f"OpenVINO cannot compile {path}: {one_line(error)}") from error
+    if (devices := compiled.get_property("EXECUTION_DEVICES")) != ["CPU"]:
+        raise ResourceError(f"OpenVINO was asked for CPU but runs {path.name} on {devices}; set the device explicitly")
+    return OpenVinoEngine(compiled, *names)
+
+
+def layer_precisions(engine: OpenVinoEngine) -> dict[str, dict[str, int]]:
+    """How many multiply-accumulate layers of each kind execute in each precision: {"MatMul": {"i8": 70, "f32": 2}}.
+
+    Read from the graph that runs, after fusion, not from the one that was asked for.
+    """
+    counts: dict[str, Counter] = {}
+    for layer in engine.compiled.get_runtime_model().get_ops():
+        info = layer.get_rt_info()
+        kind = info["layerType"].astype(str)
+        if kind in ARITHMETIC:
+            counts.setdefault(kind, Counter())[info["runtimePrecision"].astype(str)] += 1
+    return {kind: dict(precisions) for kind, precisions in counts.items()}
+
+
+def int8_layers(engine: OpenVinoEngine) -> int:
+    """How many convolutions and matrix products execute with int8 kernels. 0 on a quantized file means: no speed-up.
+
+    u8 counts: OpenVINO shifts the signed inputs of a convolution to unsigned for the processor's dot product.
+    """
+    return sum(count["i8"] + count["u8"] for count in map(Counter, layer_precisions(engine).values()))

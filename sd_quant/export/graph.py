@@ -1,0 +1,100 @@
+"""The graph of a part without its weights: traced once with fake tensors, cleaned, weights left as named inputs.
+
+Tracing needs shapes only, so a 2.57 B-parameter UNet costs no memory, and the graph depends on the architecture alone:
+every recipe shares it. Leaving the weights out also keeps constant folding cheap, which on a graph that carries them
+reads them all. Not taken: ModelOpt's own export of a quantized model, which holds every weight in fp32 and writes
+INT8 weights as floats with a QuantizeLinear behind them.
+"""
+
+import logging
+import warnings
+from collections.abc import Callable
+
+import onnx_ir as ir
+import torch
+from torch import nn
+
+from sd_quant.models.parts import Contract
+
+OPSET = 20  # the first with fp16 scales, group normalisation and GELU, and below the opset that fuses attention
+EXAMPLE_AXES = {"batch": 2, "height": 8, "width": 8}
+
+
+def fake_module(build: Callable[[], nn.Module], dtype: torch.dtype):
+    """The module with shapes but no storage, and the mode it lives in."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode, previous = FakeTensorMode(), torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # fake parameters cannot be cast afterwards
+    try:
+        with mode:
+            return mode, build().eval().requires_grad_(False)
+    finally:
+        torch.set_default_dtype(previous)
+
+
+def trace(build: Callable[[], nn.Module], contract: Contract) -> ir.Model:
+    """ONNX graph of the module that ``build`` returns, with the contract's names and dynamic axes.
+
+    Weights are graph inputs under their parameter's name, and come after the contract's own inputs.
+    """
+    from onnxscript import optimizer
+
+    mode, module = fake_module(build, contract.weights)
+    with mode, torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's exporter warns about its own internals
+        logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+        shapes = contract.shapes(**EXAMPLE_AXES)
+        example = {name: torch.zeros(shape, dtype=contract.dtypes[name]) for name, shape in shapes.items()}
+        dynamic = {
+            name: {index: torch.export.Dim.DYNAMIC for index, axis in enumerate(shape) if isinstance(axis, str)}
+            for name, shape in contract.inputs.items()
+        }
+        program = torch.export.export(module, (), example, dynamic_shapes=dynamic, strict=False)
+        model = torch.onnx.export(
+            program,
+            dynamo=True,
+            opset_version=OPSET,
+            optimize=False,
+            verbose=False,
+            output_names=list(contract.outputs),
+        ).model
+    for value in list(model.graph.initializers.values()):
+        value.const_value = None
+        del model.graph.initializers[value.name]
+        model.graph.inputs.append(value)
+    optimizer.optimize(model)
+    name_axes(model, contract)
+    strip(model)
+    return model
+
+
+def copy_of(model: ir.Model) -> ir.Model:
+    """Another graph to give weights to; cheap, because it has none yet."""
+    return ir.from_proto(ir.to_proto(model))
+
+
+def name_axes(model: ir.Model, contract: Contract) -> None:
+    """The contract's axis names instead of the tracer's; outputs keep only the axis they share by name, the batch."""
+    for value in model.graph.inputs:
+        if value.name in contract.inputs:
+            value.shape = ir.Shape(contract.inputs[value.name])
+    for value in model.graph.outputs:
+        axes = [axis if isinstance(axis, int) else None for axis in value.shape]
+        value.shape = ir.Shape(["batch", *axes[1:]])
+
+
+def strip(model: ir.Model) -> None:
+    """Stack traces and intermediate shapes, which are most of a small model's file, and say nothing to an engine."""
+    model.metadata_props.clear()
+    model.graph.metadata_props.clear()
+    boundary = {*model.graph.inputs, *model.graph.outputs}
+    for node in model.graph:
+        node.metadata_props.clear()
+        node.doc_string = None
+        for value in node.outputs:
+            value.metadata_props.clear()
+            if value not in boundary:
+                value.shape = value.type = None
+    for value in boundary:
+        value.metadata_props.clear()

@@ -1,0 +1,175 @@
+"""Pictures from engines: the ordinary diffusers SDXL pipeline with its networks swapped.
+
+Scheduler, guidance and image processing stay diffusers' own. What is NeMo's: text context padded to 80 tokens (inside
+the text engines), an unconditional embedding of zeros, and size ids in the order original, crop, target. Text is
+encoded before the pipeline is called, so negative and positive prompts never share an engine's output buffer.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from diffusers import StableDiffusionXLPipeline
+from diffusers.models.embeddings import get_timestep_embedding
+from torch import Tensor
+
+from sd_quant.engines.base import Engine
+from sd_quant.errors import SdQuantError
+from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
+
+
+class UnetAdapter(torch.nn.Module):
+    """Looks like ``UNet2DConditionModel`` to the pipeline, calls an engine with NeMo's names.
+
+    ``on_step`` is told the index of each denoising step before it is computed, counted by the scheduler, so that a
+    sampler that calls the UNet twice in a step is counted right.
+    """
+
+    dtype, device = torch.float32, torch.device("cpu")
+
+    def __init__(self, engine: Engine, config, scheduler, on_step: Callable[[int], object] = lambda step: None):
+        super().__init__()
+        self.engine, self.config, self.scheduler, self.on_step = engine, config, scheduler, on_step
+        added_width = config.projection_class_embeddings_input_dim
+        self.add_embedding = SimpleNamespace(linear_1=SimpleNamespace(in_features=added_width))
+
+    def forward(self, sample, timestep, encoder_hidden_states, added_cond_kwargs, return_dict=False, **_):
+        self.on_step(self.scheduler.step_index or 0)
+        output = self.engine(
+            x=sample,
+            timesteps=timestep.to(torch.float32).expand(len(sample)),
+            context=encoder_hidden_states,
+            y=vector_condition(**added_cond_kwargs, width=self.config.addition_time_embed_dim),
+        )
+        return (output["out"].to(sample),)
+
+
+class VaeAdapter(torch.nn.Module):
+    """Looks like ``AutoencoderKL`` to the pipeline; decodes only."""
+
+    dtype, device = torch.float32, torch.device("cpu")
+
+    def __init__(self, engine: Engine, config):
+        super().__init__()
+        self.engine, self.config = engine, config
+
+    def decode(self, latents: Tensor, return_dict: bool = False, generator=None):
+        return (self.engine(z=latents)["dec"].to(latents),)
+
+
+class PooledWidth:
+    """What the pipeline asks of the second text encoder when it is given embeddings instead of prompts."""
+
+    def __init__(self, width: int):
+        self.config, self.dtype = SimpleNamespace(projection_dim=width), torch.float32
+
+
+def vector_condition(text_embeds: Tensor, time_ids: Tensor, width: int) -> Tensor:
+    """NeMo's ``y`` [B, P + 6 * width]: pooled text, then ``width`` sinusoids of each size id (cosines first)."""
+    sizes = get_timestep_embedding(time_ids.flatten(), width, flip_sin_to_cos=True, downscale_freq_shift=0)
+    return torch.cat([text_embeds, sizes.view(len(text_embeds), -1)], dim=-1)
+
+
+@dataclass(slots=True)
+class Sampling:
+    """How pictures are made. The n-th picture starts from noise of ``seed + n``, whatever the batch size."""
+
+    steps: int
+    guidance_scale: float
+    height: int
+    width: int
+    batch_size: int
+    seed: int
+
+
+@dataclass(slots=True)
+class Generated:
+    """``images`` uint8 [N, H, W, 3], or None when only latents were wanted; ``latents`` fp32 [N, steps, 4, h, w]."""
+
+    images: np.ndarray | None
+    latents: Tensor
+
+
+class Pipeline:
+    """Engines for ``unet_xl``, ``vae``, ``clip1``, ``clip2`` joined to a text-to-image pipeline."""
+
+    def __init__(self, engines: Mapping[str, Engine], tokenizers, unet_config, vae_config, scheduler):
+        self.engines, self.tokenizers = engines, tokenizers
+        self.unet = UnetAdapter(engines["unet_xl"], unet_config, scheduler)
+        vae = VaeAdapter(engines["vae"], vae_config) if "vae" in engines else None
+        pooled = unet_config.projection_class_embeddings_input_dim - 6 * unet_config.addition_time_embed_dim
+        self.diffusers = StableDiffusionXLPipeline(
+            vae=vae, text_encoder=None, text_encoder_2=PooledWidth(pooled), tokenizer=None, tokenizer_2=None,
+            unet=self.unet, scheduler=scheduler, add_watermarker=False,
+        )  # fmt: skip
+        self.diffusers.set_progress_bar_config(disable=True)
+
+    def encode(self, prompts: list[str]) -> tuple[Tensor, Tensor]:
+        """Text context fp32 [B, 80, C] and pooled vector fp32 [B, P]."""
+        ids = [
+            torch.tensor(
+                tokenizer(prompts, padding="max_length", truncation=True, max_length=CONTEXT_LENGTH)["input_ids"]
+            )
+            for tokenizer in self.tokenizers
+        ]
+        first, second = self.engines["clip1"](input_ids=ids[0]), self.engines["clip2"](input_ids=ids[1])
+        return torch.cat([first["z"], second["z"]], dim=-1).float().cpu(), second["z_pooled"].float().cpu()
+
+    def noise(self, indices: range, sampling: Sampling) -> Tensor:
+        """fp32 [B, 4, h, w], each picture's from its own seed, the same on every device."""
+        factor = self.diffusers.vae_scale_factor
+        shape = (self.unet.config.in_channels, sampling.height // factor, sampling.width // factor)
+        seeded = [torch.Generator().manual_seed(sampling.seed + index) for index in indices]
+        return torch.stack([torch.randn(shape, generator=generator) for generator in seeded])
+
+    def __call__(
+        self,
+        prompts: list[str],
+        sampling: Sampling,
+        *,
+        decode: bool = True,
+        on_batch: Callable[[range], object] = lambda indices: None,
+        on_step: Callable[[int], object] = lambda step: None,
+    ) -> Generated:
+        """One picture per prompt. ``on_batch`` hears which prompts come next, ``on_step`` which step.
+
+        Raises SdQuantError when a latent becomes NaN or infinite, naming prompt and step.
+        """
+        self.unet.on_step = on_step
+        images, latents = [], []
+        for start in range(0, len(prompts), sampling.batch_size):
+            indices = range(start, min(start + sampling.batch_size, len(prompts)))
+            on_batch(indices)
+            steps: list[Tensor] = []
+
+            def remember(pipeline, step, timestep, values, indices=indices, steps=steps):
+                finite = torch.isfinite(values["latents"]).flatten(1).all(dim=1)
+                if not finite.all():
+                    prompt = indices[int((~finite).nonzero()[0])]
+                    raise SdQuantError(
+                        f"{self.engines['unet_xl'].name} gave a latent that is not finite for prompt {prompt} at step "
+                        f"{step}; a lower quant_level or a calibration with more prompts may keep it in range"
+                    )
+                steps.append(values["latents"].float().cpu().clone())
+                return values
+
+            context, pooled = self.encode([prompts[index] for index in indices])
+            result = self.diffusers(
+                prompt_embeds=context,
+                negative_prompt_embeds=torch.zeros_like(context),
+                pooled_prompt_embeds=pooled,
+                negative_pooled_prompt_embeds=torch.zeros_like(pooled),
+                num_inference_steps=sampling.steps,
+                guidance_scale=sampling.guidance_scale,
+                height=sampling.height,
+                width=sampling.width,
+                latents=self.noise(indices, sampling),
+                callback_on_step_end=remember,
+                output_type="np" if decode else "latent",
+            ).images
+            latents.append(torch.stack(steps, dim=1))
+            if decode:
+                images.append((result * 255).round().astype(np.uint8))
+        return Generated(np.concatenate(images) if decode else None, torch.cat(latents))

@@ -1,0 +1,1 @@
+"""What is measured: fidelity to full precision, latency, memory. The stages put it in the record."""

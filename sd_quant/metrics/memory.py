@@ -1,0 +1,56 @@
+"""Peak memory of this process, and the seconds and peak of each stage of a run.
+
+The peak comes from the kernel's own high-water mark (VmHWM). ``getrusage`` is the usual road and only the second choice
+here: a process inherits its ru_maxrss from the one that started it, so a small job would report a large sweep's.
+"""
+
+import logging
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+LOG = logging.getLogger("sd_quant")
+
+
+def peak_memory_bytes() -> int:
+    """Most resident memory that this process has had so far."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        status = ""
+    for line in status.splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
+
+
+def peak_cuda_memory_bytes() -> int | None:
+    """Most memory that torch, engines not counted, has had allocated on the current GPU; None without one."""
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+
+
+class StageTimer:
+    """``with timer("calibrate"): ...`` fills ``timer.stages["calibrate"]``, also when the block fails.
+
+    ``stages``: name -> ``{seconds, peak_memory_bytes}``, the peak being the process's up to the stage's end.
+    """
+
+    def __init__(self) -> None:
+        self.stages: dict[str, dict[str, float | int]] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        LOG.info("%s ...", name)
+        start = perf_counter()
+        try:
+            yield
+        finally:
+            seconds, peak = perf_counter() - start, peak_memory_bytes()
+            self.stages[name] = {"seconds": seconds, "peak_memory_bytes": peak}
+            LOG.info("%s: %.1f s, peak %.2f GiB", name, seconds, peak / 2**30)

@@ -1,0 +1,31 @@
+"""Progress of long work: a bar with an ETA on a terminal, plain lines in a log."""
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+LOG = logging.getLogger(__name__)
+
+
+@contextmanager
+def progress(total: int, description: str) -> Iterator[Callable[[], object]]:
+    """Yields a function to call once per finished unit."""
+    if sys.stderr.isatty():
+        from tqdm import tqdm
+
+        with tqdm(total=total, desc=description, leave=False) as bar:
+            yield lambda: bar.update()
+        return
+    started, done, said = time.monotonic(), 0, time.monotonic()
+
+    def advance() -> None:
+        nonlocal done, said
+        done += 1
+        now = time.monotonic()
+        if now - said >= 30 and done < total:
+            said = now
+            LOG.info("%s: %d of %d, about %.0f s to go", description, done, total, (now - started) * (total / done - 1))
+
+    yield advance

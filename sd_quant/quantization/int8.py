@@ -1,0 +1,34 @@
+"""Symmetric INT8: ``q = clamp(round(x / scale), -128, 127)``, ``scale = amax / 127``, zero point 0.
+
+Weights have a scale per output channel, activations one per tensor. Scales are rounded to fp16 *before* anything is
+quantized with them, because fp16 is what the exported graph stores: the torch simulation, the INT8 weights and the
+engine then use one and the same number.
+"""
+
+import torch
+from torch import Tensor
+
+QMAX = 127.0
+SMALLEST_SCALE = 2.0**-20  # fp16 would round smaller ones to a few bits, then to zero; weights this small do not matter
+
+
+def scale_of(amax: Tensor) -> Tensor:
+    """fp32 scale, exactly representable in fp16. Channels that are all zero get scale 1.
+
+    Raises OverflowError when a scale does not fit fp16.
+    """
+    scale = torch.where(amax > 0, (amax.float() / QMAX).clamp(min=SMALLEST_SCALE), 1.0).half().float()
+    if not torch.isfinite(scale).all():
+        raise OverflowError(f"an amax of {amax.max().item():g} gives a scale that fp16 cannot hold")
+    return scale
+
+
+def per_channel(scale: Tensor, weight: Tensor) -> Tensor:
+    """``scale`` [out] shaped to broadcast over ``weight`` [out, ...]."""
+    return scale.view(-1, *[1] * (weight.ndim - 1))
+
+
+def quantize_weight(weight: Tensor, scale: Tensor, pre_quant_scale: Tensor | None) -> Tensor:
+    """INT8 [out, ...] of a weight whose input channels are first divided by ``pre_quant_scale`` [in]."""
+    smoothed = weight.float() if pre_quant_scale is None else weight.float() / pre_quant_scale
+    return (smoothed / per_channel(scale, weight)).round().clamp(-QMAX - 1, QMAX).to(torch.int8)

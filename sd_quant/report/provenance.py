@@ -1,0 +1,111 @@
+"""Where a run came from: versions, machine, commit, input hashes. Enough to repeat it or to see why it differs.
+
+What cannot be found out is null, never a failure. The road not taken is ``pip freeze`` and ``os.environ``: long, and
+the latter holds other people's secrets.
+"""
+
+import hashlib
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from sd_quant.files import sha256
+
+PACKAGES = (
+    "sd-quant", "torch", "diffusers", "transformers", "nvidia-modelopt", "onnx", "onnxruntime", "openvino", "tensorrt",
+    "tensorrt_rtx", "hydra-core",
+)  # fmt: skip
+REPOSITORY = Path(__file__).resolve().parents[2]
+INT8_INSTRUCTIONS = {"avx_vnni", "avx512_vnni", "amx_int8", "asimddp", "i8mm"}  # they decide whether int8 pays on a CPU
+
+
+def provenance(inputs: dict[str, Path], overrides: list[str]) -> dict:
+    """``{started, overrides, versions, machine, git, inputs}``; ``inputs``: name -> file or folder, hashed here.
+
+    A path in the result is the path as given. Call it first: ``started`` is the time of the call.
+    """
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "overrides": list(overrides),
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        "machine": machine(),
+        "git": git_state(REPOSITORY),
+        "inputs": {name: fingerprint(path) for name, path in inputs.items()},
+    }
+
+
+def machine() -> dict:
+    """Platform, processor, memory and GPUs. ``usable_cores`` are those that this process may run on."""
+    processor = _processor()
+    flags = set((processor.get("flags") or processor.get("Features") or "").split())
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "platform": platform.platform(),
+        "cpu": processor.get("model name") or platform.processor() or None,
+        "cpu_int8": sorted(flags & INT8_INSTRUCTIONS),
+        "logical_cores": os.cpu_count(),
+        "usable_cores": usable,
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "cuda": torch.version.cuda,
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+    }
+
+
+def git_state(repository: Path) -> dict:
+    """``{commit, dirty}`` of ``repository``, both None when it is not the top of a git repository with a commit.
+
+    The top, because an installed copy may lie inside somebody else's repository.
+    """
+    top = _git(repository, "rev-parse", "--show-toplevel")
+    commit = _git(repository, "rev-parse", "--verify", "HEAD")
+    if not top or not commit or Path(top).resolve() != repository.resolve():
+        return {"commit": None, "dirty": None}
+    changes = _git(repository, "status", "--porcelain")
+    return {"commit": commit, "dirty": None if changes is None else bool(changes)}
+
+
+def fingerprint(path: Path) -> dict:
+    """``{path, sha256, bytes}`` of a file; of a folder, the digest of its sorted ``<sha256>  <name>`` lines.
+
+    An absent path has null digest and size, and a reason.
+    """
+    if path.is_file():
+        return {"path": str(path), "sha256": sha256(path), "bytes": path.stat().st_size}
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file())
+        lines = "".join(f"{sha256(file)}  {file.relative_to(path).as_posix()}\n" for file in files)
+        size = sum(file.stat().st_size for file in files)
+        return {"path": str(path), "sha256": hashlib.sha256(lines.encode()).hexdigest(), "bytes": size}
+    return {"path": str(path), "sha256": None, "bytes": None, "reason": "no such file or folder"}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _processor() -> dict[str, str]:
+    """The first processor of /proc/cpuinfo, empty where there is none."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return {}
+    lines = (line.partition(":") for line in text.split("\n\n")[0].splitlines())
+    return {key.strip(): value.strip() for key, _, value in lines}
+
+
+def _git(repository: Path, *arguments: str) -> str | None:
+    """What git prints, or None when it fails or is not installed."""
+    command = ["git", "-C", str(repository), *arguments]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout.strip()

@@ -1,0 +1,75 @@
+"""Plans from ONNX files."""
+
+import logging
+from pathlib import Path
+
+import onnx
+
+from sd_quant.config import ExportJob, ExportShape, Infer, Trt, anchored, artifact, part_paths
+from sd_quant.engines.tensorrt import PlanReport, build_plan, describe_plan
+from sd_quant.progress import progress
+
+LOG = logging.getLogger(__name__)
+GUIDANCE = 2  # classifier-free guidance runs the UNet on twice as many samples as there are pictures
+LATENT_FACTOR = 8  # pixels per latent
+
+
+def export_trt(job: ExportJob, directory: Path) -> None:
+    out = anchored(job.infer.out_path) if job.infer.out_path else directory
+    reports = build_plans(part_paths(job, "onnx"), out, job.trt, job.infer)
+    for part, report in reports.items():
+        print(f"{part:8} {report.bytes / 1e6:8.1f} MB  {report.seconds:6.1f} s  {' '.join(report.targets)}")
+    print(f"plans: {out / 'plan'}")
+
+
+def plan_library(trt: Trt) -> str:
+    """``auto`` is TensorRT where it and a GPU are there, TensorRT for RTX, which needs no GPU to build, elsewhere."""
+    import importlib.util
+
+    import torch
+
+    if trt.library != "auto":
+        return trt.library
+    mainline = torch.cuda.is_available() and importlib.util.find_spec("tensorrt") is not None
+    return "tensorrt" if mainline else "tensorrt_rtx"
+
+
+def profile(onnx_path: Path, part: str, trt: Trt, infer: Infer | ExportShape) -> dict[str, tuple]:
+    """Least, best and most of every input's shape, from the graph's own axis names.
+
+    Batch sizes count pictures, so the UNet's are doubled for guidance; its least stays undoubled, for use without.
+    """
+    doubled = GUIDANCE if part == "unet_xl" else 1
+    best = infer.batch_size * doubled
+    fewest, most = (best, best) if trt.static_batch else (trt.min_batch_size, trt.max_batch_size * doubled)
+    sizes = {"height": infer.height // LATENT_FACTOR, "width": infer.width // LATENT_FACTOR}
+    shapes = {}
+    for value in onnx.load(onnx_path, load_external_data=False).graph.input:
+        axes = [axis.dim_param or axis.dim_value for axis in value.type.tensor_type.shape.dim]
+        shapes[value.name] = tuple(
+            tuple((sizes | {"batch": batch}).get(axis, axis) for axis in axes) for batch in (fewest, best, most)
+        )
+    return shapes
+
+
+def build_plans(paths: dict[str, Path], out: Path, trt: Trt, infer: Infer | ExportShape) -> dict[str, PlanReport]:
+    """``out/plan/<part>.plan`` for every ONNX file in ``paths``."""
+    library = plan_library(trt)
+    targets = trt.targets if library == "tensorrt_rtx" else []
+    reports = {}
+    with progress(len(paths), "build plans") as advance:
+        for part, path in paths.items():
+            reports[part] = build_plan(
+                path,
+                artifact(out, "plan", part),
+                library=library,
+                profile=profile(path, part, trt, infer),
+                compute_capabilities=targets,
+                optimization_level=trt.optimization_level,
+                workspace_gib=trt.workspace_gib,
+            )
+            found = describe_plan(artifact(out, "plan", part))
+            LOG.info("%s.plan: %.1f MB, %s %s for %s", part, reports[part].bytes / 1e6, library, found["version"],
+                     " ".join(reports[part].targets))  # fmt: skip
+            advance()
+    return reports

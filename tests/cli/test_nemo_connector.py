@@ -1,0 +1,66 @@
+"""Our archives in NeMo's own hands and the other way round."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from sd_quant.checkpoints.nemo import build_pipeline_modules, open_nemo, write_nemo
+from sd_quant.models.sdxl import TextShape, build_modules
+
+pytestmark = pytest.mark.nemo
+
+MINI_CONFIG = Path(__file__).parents[2] / "examples/sdxl_mini/model_config.yaml"
+
+
+@pytest.fixture(scope="module")
+def connector():
+    pytest.importorskip("nemo.core", reason="needs nemo_toolkit[core]")
+    from nemo.core.connectors.save_restore_connector import SaveRestoreConnector
+
+    return SaveRestoreConnector
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A random SDXL of few channels, and the archive that we write of it."""
+    config = yaml.safe_load(MINI_CONFIG.read_text())
+    config["unet_config"] |= {"model_channels": 32, "context_dim": 128, "adm_in_channels": 32 + 6 * 64}
+    clip1 = TextShape(vocab_size=100, width=64, layers=1, context=16, mlp_width=96)
+    clip2 = TextShape(vocab_size=100, width=64, layers=1, context=16, mlp_width=96, projection=32)
+    modules = build_modules(config, clip1, clip2)
+    path = tmp_path_factory.mktemp("written") / "ours.nemo"
+    write_nemo(path, config, modules, torch.float32)
+    return path, config, modules
+
+
+def unpack_with_nemo(connector, path: Path, folder: Path) -> dict[str, torch.Tensor]:
+    folder.mkdir()
+    connector._unpack_nemo_file(str(path), str(folder))
+    assert sorted(file.name for file in folder.iterdir()) == ["model_config.yaml", "model_weights.ckpt"]
+    return connector._load_state_dict_from_disk(str(folder / "model_weights.ckpt"))
+
+
+def test_nemo_loads_our_archive(tmp_path, connector, written):
+    path, config, modules = written
+    state = unpack_with_nemo(connector, path, tmp_path / "unpacked")
+    assert yaml.safe_load((tmp_path / "unpacked/model_config.yaml").read_text()) == config
+    prefix = "model.model.diffusion_model."
+    assert torch.equal(state[prefix + "input_blocks.0.0.weight"], modules["unet"].conv_in.weight)
+    assert torch.equal(state[prefix + "out.1.weight"], modules["unet"].conv_out.weight)
+    attention = modules["text_encoder_2"].text_model.encoder.layers[0].self_attn
+    joined = torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
+    assert torch.equal(state["model.conditioner.embedders.1.model.transformer.resblocks.0.attn.in_proj_weight"], joined)
+    expected = sum(parameter.numel() for module in modules.values() for parameter in module.parameters())
+    assert sum(tensor.numel() for tensor in state.values()) == expected + 1000 + 1  # sigmas and logit_scale
+
+
+def test_we_load_an_archive_that_nemo_packed(tmp_path, connector, written):
+    path, _, modules = written
+    unpack_with_nemo(connector, path, tmp_path / "unpacked")
+    connector._make_nemo_file_from_folder(str(tmp_path / "theirs.nemo"), str(tmp_path / "unpacked"))
+    built = build_pipeline_modules(open_nemo(tmp_path / "theirs.nemo"))
+    for component, module in modules.items():
+        for name, tensor in module.state_dict().items():
+            assert torch.equal(built[component].state_dict()[name], tensor), (component, name)

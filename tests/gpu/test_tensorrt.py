@@ -1,0 +1,115 @@
+"""A plan built for this GPU computes what torch computes. Skipped, with the reason, where it cannot run."""
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+
+from sd_quant.engines import load_engine, tensorrt
+from sd_quant.errors import ArtifactError
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU on this machine")
+
+WIDTH, OUT, SCALE = 64, 32, 2.0**-5
+
+
+@pytest.fixture(scope="module", params=["tensorrt", "tensorrt_rtx"])
+def library(request) -> str:
+    trt = pytest.importorskip(request.param, reason=f"{request.param} is not installed")
+    target = "SM{}{}".format(*torch.cuda.get_device_capability())
+    if request.param == "tensorrt_rtx" and target not in trt.ComputeCapability.__members__:
+        pytest.skip(f"TensorRT for RTX does not build for this GPU ({target})")
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def weight() -> np.ndarray:
+    return np.random.default_rng(0).integers(-127, 128, (WIDTH, OUT)).astype(np.int8)
+
+
+@pytest.fixture(scope="module")
+def plan(library, weight, tmp_path_factory):
+    """y [B, 32] fp16 = QDQ(x [B, 64] fp16) @ DQ(int8 weight), B from 1 to 8; and the ids passed through, int64."""
+    folder = tmp_path_factory.mktemp(library)
+    constants = {
+        "scale": np.array(SCALE, np.float16),
+        "zero": np.array(0, np.int8),
+        "w": weight,
+        "w_scale": np.full(OUT, 2.0**-8, np.float16),
+        "w_zero": np.zeros(OUT, np.int8),
+        "one": np.array(1, np.int64),
+    }
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "scale", "zero"], ["x_int8"]),
+        helper.make_node("DequantizeLinear", ["x_int8", "scale", "zero"], ["x_dq"]),
+        helper.make_node("DequantizeLinear", ["w", "w_scale", "w_zero"], ["w_dq"], axis=1),
+        helper.make_node("MatMul", ["x_dq", "w_dq"], ["y"]),
+        helper.make_node("Add", ["ids", "one"], ["next_ids"]),
+    ]
+    value = helper.make_tensor_value_info
+    graph = helper.make_graph(
+        nodes,
+        "tiny",
+        [value("x", TensorProto.FLOAT16, ["B", WIDTH]), value("ids", TensorProto.INT64, ["B"])],
+        [value("y", TensorProto.FLOAT16, ["B", OUT]), value("next_ids", TensorProto.INT64, ["B"])],
+        [numpy_helper.from_array(array, name) for name, array in constants.items()],
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9), folder / "tiny.onnx")
+    path = folder / "tiny.plan"
+    profile = {"x": ((1, WIDTH), (2, WIDTH), (8, WIDTH)), "ids": ((1,), (2,), (8,))}
+    tensorrt.build_plan(folder / "tiny.onnx", path, library=library, profile=profile)
+    return path
+
+
+@pytest.fixture
+def engine(library, plan):
+    engine = load_engine(library, plan)
+    yield engine
+    engine.close()
+
+
+def inputs(batch: int) -> dict[str, torch.Tensor]:
+    x = torch.randn(batch, WIDTH, generator=torch.Generator().manual_seed(batch)).half()
+    return {"x": x, "ids": torch.arange(batch)}
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_it_computes_what_torch_computes(engine, weight, batch):
+    given = inputs(batch)
+    outputs = engine(**given)
+    levels = (given["x"].float() / SCALE).round().clamp(-128, 127)
+    expected = levels * SCALE @ (torch.from_numpy(weight).float() * 2.0**-8)
+    assert outputs["y"].is_cuda and outputs["y"].dtype == torch.float16
+    torch.testing.assert_close(outputs["y"].float().cpu(), expected, rtol=2e-3, atol=2e-2)
+    assert outputs["next_ids"].tolist() == [index + 1 for index in range(batch)]
+
+
+def test_outputs_survive_the_next_call(engine):
+    first = engine(**inputs(3))["y"]
+    before = first.clone()
+    engine(**inputs(8))
+    assert torch.equal(first, before)
+
+
+def test_it_runs_on_the_stream_of_the_caller(engine):
+    expected = engine(**inputs(3))["y"].cpu()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        actual = engine(**inputs(3))["y"].cpu()
+    assert torch.equal(actual, expected)
+
+
+def test_a_batch_outside_the_profile_is_refused(engine):
+    with pytest.raises(ValueError, match=r"from \(1, 64\) to \(8, 64\)"):
+        engine(**inputs(9))
+
+
+def test_a_plan_of_another_gpu_is_refused(library, plan, tmp_path):
+    copy = tmp_path / plan.name
+    copy.write_bytes(plan.read_bytes())
+    target = "SM{}{}".format(*torch.cuda.get_device_capability())
+    record = tensorrt.record_path(plan).read_text().replace(f'"{target}"', '"SM10"')
+    tensorrt.record_path(copy).write_text(record)
+    with pytest.raises(ArtifactError, match="runs on SM10"):
+        load_engine(library, copy)

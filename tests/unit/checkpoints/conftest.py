@@ -1,0 +1,53 @@
+"""A NeMo SDXL checkpoint small enough to be built, written and read in every test."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from sd_quant.checkpoints.nemo import write_nemo
+from sd_quant.models.sdxl import TextShape, build_modules
+
+MINI_CONFIG = Path(__file__).parents[3] / "examples/sdxl_mini/model_config.yaml"
+CLIP1 = TextShape(vocab_size=100, width=64, layers=2, context=16, mlp_width=96)
+CLIP2 = TextShape(vocab_size=100, width=64, layers=2, context=16, mlp_width=96, projection=32)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny_config() -> dict:
+    config = yaml.safe_load(MINI_CONFIG.read_text())
+    config["unet_config"] |= {
+        "adm_in_channels": 32 + 6 * 8,
+        "model_channels": 32,
+        "channel_mult": [1, 2],
+        "attention_resolutions": [2],
+        "transformer_depth": [1, 2],
+        "context_dim": 128,
+    }
+    config["first_stage_config"]["ddconfig"] |= {"ch": 32, "ch_mult": [1, 2]}
+    for index in (2, 3, 4):
+        config["conditioner_config"]["emb_models"][index]["emb_model"]["outdim"] = 8
+    return config
+
+
+@pytest.fixture(scope="session")
+def tiny_modules(tiny_config) -> dict[str, torch.nn.Module]:
+    torch.manual_seed(0)
+    modules = build_modules(tiny_config, CLIP1, CLIP2)
+    for module in modules.values():
+        for parameter in module.parameters():  # no two weights alike, biases and norms included
+            torch.nn.init.normal_(parameter, std=0.1)
+    return modules
+
+
+@pytest.fixture(scope="session")
+def tiny_nemo(tmp_path_factory, tiny_config, tiny_modules) -> Path:
+    path = tmp_path_factory.mktemp("checkpoint") / "tiny.nemo"
+    write_nemo(path, tiny_config, tiny_modules, torch.float32)
+    return path

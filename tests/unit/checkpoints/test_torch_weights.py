@@ -1,0 +1,139 @@
+"""Files of torch.save: tensors are found with no bytes read, and nothing in a pickle ever runs."""
+
+import io
+import os
+import pickle
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from sd_quant.checkpoints.archive import open_members
+from sd_quant.checkpoints.torch_weights import stored_tensors
+from sd_quant.errors import ArtifactError
+
+
+def saved(value: object, **options) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer, **options)
+    return buffer.getvalue()
+
+
+def stored(folder: Path, content: bytes):
+    (folder / "weights").write_bytes(content)
+    return stored_tensors(open_members(folder)["weights"])
+
+
+def rewritten(content: bytes, change) -> bytes:
+    """The same zip after ``change(name, data)``; what it returns replaces the data."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as source, zipfile.ZipFile(buffer, "w") as target:
+        for entry in source.infolist():
+            target.writestr(entry.filename, change(entry.filename, source.read(entry)))
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int64])
+def test_reads_what_was_saved(tmp_path, dtype):
+    base = torch.arange(24).reshape(2, 3, 4).to(dtype)
+    state = {
+        "plain": base,
+        "view": base[1:, 1:],
+        "transposed": base[0].t(),
+        "expanded": base[:1, :1, :1].expand(1, 1, 1),
+        "channels_last": torch.arange(48).reshape(1, 3, 4, 4).to(dtype).contiguous(memory_format=torch.channels_last),
+        "scalar": base[1, 2, 3],
+        "empty": base[:0],
+        "parameter": torch.nn.Parameter(base.float(), requires_grad=False),
+    }
+    found = stored(tmp_path, saved(state))
+    assert found.keys() == state.keys()
+    for name, tensor in state.items():
+        read = found[name].read()
+        assert read.dtype == tensor.dtype and read.is_contiguous() and torch.equal(read, tensor), name
+
+
+class Malicious:
+    def __init__(self, canary: Path):
+        self.canary = canary
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.canary),)
+
+
+@pytest.mark.parametrize(
+    "save", [saved, pickle.dumps, lambda value: saved(value, _use_new_zipfile_serialization=False)]
+)
+def test_a_malicious_pickle_does_not_run(tmp_path, save):
+    canary = tmp_path / "canary"
+    content = save({"a": torch.ones(2), "b": Malicious(canary)})
+    pickle.loads(pickle.dumps(Malicious(canary)))  # the canary sings where a pickle does run
+    canary.rmdir()
+    with pytest.raises(ArtifactError) as caught:
+        stored(tmp_path, content)
+    assert not canary.exists()
+    assert "weights_only" not in str(caught.value)
+    if save is saved:
+        assert caught.value.__suppress_context__  # torch's own error, which gives that advice, is not shown
+        assert f"asks for '{os.mkdir.__module__}.mkdir', which was not run" in str(caught.value)
+
+
+def test_what_other_libraries_allow_is_not_allowed_here(tmp_path):
+    canary = tmp_path / "canary"
+    content = saved({"a": Malicious(canary)})
+    with torch.serialization.safe_globals([os.mkdir]):
+        before = set(torch.serialization.get_safe_globals())
+        with pytest.raises(ArtifactError, match="was not run"):
+            stored(tmp_path, content)
+        assert set(torch.serialization.get_safe_globals()) == before and os.mkdir in before
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize(
+    "value, message",
+    [
+        ([torch.ones(2)], "holds a list"),
+        ({}, "non-empty dict"),
+        ({"state_dict": {"a": torch.ones(2)}}, "'state_dict' is a dict"),
+        ({"a": 1.0}, "'a' is a float"),
+        ({1: torch.ones(2)}, "key of type int"),
+        ({"a": torch.eye(3).to_sparse()}, "dense tensors"),
+        ({"a": torch.ones(1).expand(10**6)}, "claims bytes"),
+    ],
+)
+def test_only_flat_dicts_of_dense_tensors(tmp_path, value, message):
+    with pytest.raises(ArtifactError, match=message):
+        stored(tmp_path, saved(value))
+
+
+@pytest.mark.parametrize("content", [b"", b"PK", b"PK\x03\x04" + bytes(5000), b"\x80\x02garbage" * 50])
+def test_garbage(tmp_path, content):
+    with pytest.raises(ArtifactError, match="weights"):
+        stored(tmp_path, content)
+
+
+def test_bytes_missing_at_the_end(tmp_path):
+    content = saved({"a": torch.arange(5000)})
+    for length in (len(content) - 10, len(content) // 2, 600):
+        with pytest.raises(ArtifactError, match="damaged"):
+            stored(tmp_path, content[:length])
+
+
+def test_a_storage_shorter_than_its_tensor(tmp_path):
+    content = saved({"a": torch.arange(5000), "b": torch.arange(10)})
+    short = rewritten(content, lambda name, data: data[:100] if name.endswith("/data/0") else data)
+    with pytest.raises(ArtifactError, match="claims bytes that the file does not hold"):
+        stored(tmp_path, short)
+
+
+def test_compressed_and_big_endian_files(tmp_path):
+    content = saved({"a": torch.arange(50)})
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as source, zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as target:
+        for entry in source.infolist():
+            target.writestr(entry.filename, source.read(entry))
+    with pytest.raises(ArtifactError, match="compressed"):
+        stored(tmp_path, buffer.getvalue())
+    with pytest.raises(ArtifactError, match="big-endian"):
+        stored(tmp_path, rewritten(content, lambda name, data: b"big" if name.endswith("/byteorder") else data))

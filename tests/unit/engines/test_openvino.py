@@ -1,0 +1,80 @@
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+
+from sd_quant.engines import load_engine, openvino
+from sd_quant.errors import ArtifactError
+
+
+def test_it_computes_the_quantized_layer_at_every_batch_size(tiny, samples):
+    engine = load_engine("openvino", tiny.path, threads=1)
+    assert (engine.name, engine.inputs) == ("openvino", {"x": torch.float16})
+    for batch in (1, 3, 5):
+        y = engine(x=torch.from_numpy(samples[:batch]))["y"]
+        assert y.dtype == torch.float16
+        np.testing.assert_allclose(y.numpy(), tiny.expected(samples[:batch]), rtol=2e-3, atol=2e-3)
+
+
+def test_int8_layers_are_told_from_float_layers(tiny, float_onnx):
+    quantized, plain = openvino.load(tiny.path, threads=1), openvino.load(float_onnx, threads=1)
+    assert openvino.int8_layers(quantized) == 1
+    assert openvino.int8_layers(plain) == 0
+    assert openvino.layer_precisions(plain) == {"FullyConnected": {"f32": 1}}
+
+
+def test_quantized_convolutions_count_as_int8(tmp_path):
+    constants = {
+        "scale": np.array(2.0**-5, np.float16),
+        "zero": np.array(0, np.int8),
+        "w": np.ones((32, 16, 3, 3), np.int8),
+        "w_scale": np.full(32, 2.0**-8, np.float16),
+        "w_zero": np.zeros(32, np.int8),
+    }
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "scale", "zero"], ["x_int8"]),
+        helper.make_node("DequantizeLinear", ["x_int8", "scale", "zero"], ["x_dq"]),
+        helper.make_node("DequantizeLinear", ["w", "w_scale", "w_zero"], ["w_dq"], axis=0),
+        helper.make_node("Conv", ["x_dq", "w_dq"], ["y"], pads=[1, 1, 1, 1]),
+    ]
+    x, y = (
+        helper.make_tensor_value_info(name, TensorProto.FLOAT16, ["B", channels, "H", "W"])
+        for name, channels in (("x", 16), ("y", 32))
+    )
+    initializers = [numpy_helper.from_array(array, name) for name, array in constants.items()]
+    graph = helper.make_graph(nodes, "conv", [x], [y], initializers)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9), tmp_path / "c.onnx")
+    engine = openvino.load(tmp_path / "c.onnx", threads=1)
+    assert openvino.int8_layers(engine) == 1
+    assert engine(x=torch.ones(1, 16, 4, 4))["y"][0, 0, 1, 1].item() == 16 * 9 / 2**8
+
+
+def test_inputs_of_another_dtype_are_cast(tiny, samples):
+    engine = openvino.load(tiny.path, threads=1)
+    x = torch.from_numpy(samples)
+    assert torch.equal(engine(x=x.to(torch.float64))["y"], engine(x=x)["y"])
+
+
+def test_outputs_survive_the_next_call(tiny, samples):
+    engine = openvino.load(tiny.path, threads=1)
+    first = engine(x=torch.from_numpy(samples))["y"]
+    before = first.clone()
+    engine(x=torch.from_numpy(-samples))
+    assert torch.equal(first, before) and before.abs().max() > 0
+
+
+def test_a_shape_that_the_graph_does_not_take_is_refused(tiny):
+    with pytest.raises(ValueError, match=r"'x': \(1, 65\)"):
+        openvino.load(tiny.path, threads=1)(x=torch.ones(1, 65))
+
+
+def test_what_it_cannot_compile_is_an_artifact_error(unknown_operator_onnx):
+    with pytest.raises(ArtifactError, match="NoSuchOperator"):
+        openvino.load(unknown_operator_onnx)
+
+
+def test_float_layers_compute_in_fp32(tiny):
+    compiled = openvino.load(tiny.path, threads=1).compiled
+    assert compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name() == "f32"
+    assert compiled.get_property("INFERENCE_NUM_THREADS") == 1

@@ -1,0 +1,204 @@
+"""Plans are built for real (TensorRT for RTX, ahead of time); running one needs the GPU of tests/gpu."""
+
+import json
+import signal
+import time
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from sd_quant.engines import load_engine, tensorrt
+from sd_quant.errors import ArtifactError, ConfigError, ResourceError
+from sd_quant.files import sha256
+
+trt = pytest.importorskip("tensorrt_rtx", reason="TensorRT for RTX is not installed")
+
+PROFILE = {"x": ((1, 64), (2, 64), (8, 64))}
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="shows what a machine without a GPU says")
+
+
+def build(tiny, targets=("SM89",), **options):
+    plan = tiny.path.with_suffix(".plan")
+    options = {"library": "tensorrt_rtx", "profile": PROFILE, "compute_capabilities": targets} | options
+    return plan, tensorrt.build_plan(tiny.path, plan, **options)
+
+
+@pytest.mark.parametrize("targets", [["SM89"], ["SM89", "SM120"], ["SM75", "SM80", "SM86", "SM89", "SM120", "SM121"]])
+def test_a_plan_says_in_its_header_what_it_was_built_for(tiny, targets):
+    plan, report = build(tiny, targets)
+    assert tensorrt.describe_plan(plan) == {
+        "is_plan": True,
+        "library": "tensorrt_rtx",
+        "version": trt.__version__,
+        "targets": targets,
+        "complete": True,
+        "bytes": plan.stat().st_size,
+    }
+    assert report.targets == targets
+
+
+def test_the_record_beside_the_plan_is_the_report(tiny):
+    plan, report = build(tiny, workspace_gib=1, optimization_level=0)
+    assert json.loads(tensorrt.record_path(plan).read_text()) == asdict(report)
+    assert tensorrt.read_record(plan) == report
+    assert report.sha256 == sha256(plan)
+    assert report.onnx == {file: sha256(tiny.path.parent / file) for file in ("tiny.onnx", "weights.bin")}
+    assert report.profile == {"x": [[1, 64], [2, 64], [8, 64]]}
+    assert report.seconds > 0 and report.bytes == plan.stat().st_size and report.peak_memory_bytes > report.bytes
+
+
+def test_an_error_in_progress_stops_the_build_and_is_raised(tiny):
+    steps = []
+
+    def fail(*step):
+        steps.append(step)
+        raise LookupError("no such bar")
+
+    with pytest.raises(LookupError, match="no such bar"):
+        build(tiny, progress=fail)
+    assert len(steps) == 1
+
+
+def test_progress_counts_up_to_each_phase_total(tiny):
+    steps = []
+    build(tiny, progress=lambda *step: steps.append(step))
+    assert steps and all(0 < done <= total for _, done, total in steps)
+
+
+def test_an_interrupted_build_stops_and_leaves_nothing(tiny):
+    """As by Ctrl-C: the signal arrives in the middle of the build, from a step of which it is sent."""
+    phases = []
+
+    def interrupt(phase, done, total):
+        if not phases:
+            signal.raise_signal(signal.SIGINT)
+        phases.append(phase)
+        time.sleep(0.02)
+
+    with pytest.raises(KeyboardInterrupt):
+        build(tiny, progress=interrupt)
+    assert phases
+    assert {file.name for file in tiny.path.parent.iterdir()} == {"tiny.onnx", "weights.bin"}
+
+
+@pytest.mark.parametrize("target", ["SM90", "sm89", "CURRENT", "Ada"])
+def test_an_unknown_target_is_refused_with_the_known_ones(tiny, target):
+    with pytest.raises(ConfigError, match=rf"cannot build for '{target}'; it builds for SM75.*SM121"):
+        build(tiny, [target])
+
+
+@pytest.mark.parametrize(
+    ("profile", "message"),
+    [
+        ({}, "dynamic shape"),
+        (PROFILE | {"z": PROFILE["x"]}, r"shapes for \['z'\]"),
+        ({"x": ((1, 65), (2, 65), (8, 65))}, "fit"),
+        ({"x": ((1,), (2,), (8,))}, "fit"),
+        ({"x": ((4, 64), (2, 64), (8, 64))}, "growing"),
+    ],
+)
+def test_a_profile_that_does_not_fit_the_graph_is_refused(tiny, profile, message):
+    with pytest.raises(ConfigError, match=message):
+        build(tiny, profile=profile)
+
+
+def test_an_optimization_level_that_tensorrt_would_clamp_is_refused(tiny):
+    with pytest.raises(ConfigError, match="optimization_level is 9"):
+        build(tiny, optimization_level=9)
+
+
+def test_an_unknown_library_is_refused(tiny):
+    with pytest.raises(ConfigError, match="tensorrt_rtx"):
+        build(tiny, library="tensorrt_llm")
+
+
+def test_a_graph_that_tensorrt_does_not_take_names_the_node(tmp_path, unknown_operator_onnx):
+    with pytest.raises(ArtifactError, match=r"node culprit \(NoSuchOperator\)"):
+        tensorrt.build_plan(
+            unknown_operator_onnx,
+            tmp_path / "x.plan",
+            library="tensorrt_rtx",
+            profile=PROFILE,
+            compute_capabilities=["SM89"],
+        )
+    assert not (tmp_path / "x.plan").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"hello"])
+def test_what_is_not_onnx_is_refused(tiny, content):
+    tiny.path.write_bytes(content)
+    with pytest.raises(ArtifactError, match="tiny.onnx"):
+        build(tiny)
+
+
+@no_gpu
+def test_building_for_the_current_gpu_needs_one(tiny):
+    with pytest.raises(ResourceError, match="no NVIDIA GPU"):
+        build(tiny, [])
+
+
+def test_what_is_not_a_plan_is_told_apart(tiny):
+    assert not tensorrt.is_plan(tiny.path)
+    plan, _ = build(tiny)
+    assert tensorrt.is_plan(plan)
+    plan.write_bytes(plan.read_bytes()[:-1])
+    assert tensorrt.describe_plan(plan)["complete"] is False
+
+
+def test_an_unchanged_plan_gets_as_far_as_the_gpu(tiny):
+    if torch.cuda.is_available():
+        pytest.skip("shows what a machine without a GPU says")
+    plan, _ = build(tiny)
+    with pytest.raises(ResourceError, match="infer=openvino"):
+        load_engine("tensorrt_rtx", plan)
+
+
+@pytest.mark.parametrize("offset", [0, 32, 70, -1])
+def test_a_changed_plan_is_refused_before_the_runtime_sees_it(tiny, offset):
+    plan, _ = build(tiny)
+    changed = bytearray(plan.read_bytes())
+    changed[offset] ^= 1
+    plan.write_bytes(changed)
+    with pytest.raises(ArtifactError, match="damaged or was replaced"):
+        load_engine("tensorrt_rtx", plan)
+
+
+def test_a_plan_without_a_record_needs_the_callers_word(tiny):
+    plan, _ = build(tiny)
+    tensorrt.record_path(plan).unlink()
+    with pytest.raises(ArtifactError, match="allow_untrusted_plan"):
+        load_engine("tensorrt_rtx", plan)
+    if not torch.cuda.is_available():
+        with pytest.raises(ResourceError, match="no NVIDIA GPU"):
+            load_engine("tensorrt_rtx", plan, allow_untrusted_plan=True)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"sha256": 1}'])
+def test_a_broken_record_is_refused(tiny, content):
+    plan, _ = build(tiny)
+    tensorrt.record_path(plan).write_text(content)
+    with pytest.raises(ArtifactError, match="no readable record tiny.plan.json"):
+        load_engine("tensorrt_rtx", plan)
+
+
+def test_even_a_trusted_file_has_to_be_a_whole_plan(tiny):
+    plan, _ = build(tiny)
+    for content in (b"hello" * 100, plan.read_bytes()[:-1], b""):
+        plan.write_bytes(content)
+        with pytest.raises(ArtifactError, match="not a whole TensorRT plan"):
+            load_engine("tensorrt_rtx", plan, allow_untrusted_plan=True)
+
+
+def test_a_plan_of_the_other_library_or_another_version_is_refused(tiny):
+    plan, report = build(tiny)
+    with pytest.raises(ArtifactError, match="a plan of tensorrt_rtx, not of tensorrt;"):
+        load_engine("tensorrt", plan)
+    tensorrt.record_path(plan).write_text(json.dumps(asdict(report) | {"version": "1.0.0.1"}))
+    with pytest.raises(ArtifactError, match=r"built by tensorrt_rtx 1\.0\.0\.1.*export_trt"):
+        load_engine("tensorrt_rtx", plan)
+
+
+def test_mainline_builds_for_its_own_gpu_only_or_says_what_to_install(tiny):
+    with pytest.raises((ConfigError, ResourceError), match=r"builds only for the GPU|sd-quant\[tensorrt\]"):
+        build(tiny, library="tensorrt")

@@ -1,0 +1,100 @@
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from sd_quant.errors import ArtifactError
+from sd_quant.metrics import fidelity
+
+
+@pytest.fixture
+def images() -> np.ndarray:
+    return np.random.default_rng(0).integers(20, 235, (3, 64, 64, 3), dtype=np.uint8)
+
+
+def test_psnr_is_the_textbook_formula_and_none_for_identical_images(images):
+    shifted = images.copy()
+    shifted[1:] += 5
+    exact, *rest = fidelity.psnr(images, shifted)
+    assert exact is None
+    assert rest == pytest.approx([20 * math.log10(255 / 5)] * 2, abs=1e-5)
+
+
+def test_psnr_does_not_wrap_around_uint8():
+    black, white = np.zeros((1, 8, 8, 3), np.uint8), np.full((1, 8, 8, 3), 255, np.uint8)
+    assert fidelity.psnr(black, white) == pytest.approx([0.0], abs=1e-5)
+
+
+def test_ssim_falls_with_noise_and_is_one_for_identical_images(images):
+    generator = np.random.default_rng(1)
+    scores = []
+    for deviation in (0, 5, 40):
+        noisy = np.clip(images + generator.normal(0, deviation, images.shape), 0, 255).astype(np.uint8)
+        scores.append(fidelity.ssim(images, noisy))
+    assert scores[0] == pytest.approx([1.0] * 3, abs=1e-6)
+    assert all(a > b > c for a, b, c in zip(*scores, strict=True))
+
+
+def test_ssim_of_flat_images_is_its_luminance_term():
+    a, b = np.full((1, 64, 64, 3), 100, np.uint8), np.full((1, 64, 64, 3), 120, np.uint8)
+    constant = (0.01 * 255) ** 2
+    assert fidelity.ssim(a, b) == pytest.approx([(2 * 100 * 120 + constant) / (100**2 + 120**2 + constant)], abs=1e-3)
+
+
+@pytest.mark.parametrize("other", [np.zeros((3, 32, 32, 3), np.uint8), np.zeros((3, 64, 64, 3), np.float32)])
+def test_images_that_do_not_match_are_refused(images, other):
+    with pytest.raises(ArtifactError, match="uint8"):
+        fidelity.psnr(images, other)
+
+
+def test_latent_sqnr_is_per_step():
+    reference = torch.ones(2, 3, 4, 8, 8)
+    latents = reference.clone()
+    latents[:, 0] += 0.1
+    latents[0, 1] += 0.01  # the other image is exact here and has no ratio
+    first, second, third = fidelity.latent_sqnr(reference, latents)
+    assert first == pytest.approx(20, abs=1e-4)
+    assert second == pytest.approx(40, abs=1e-3)
+    assert third is None
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_one_broken_latent_leaves_its_step_without_a_ratio(broken):
+    reference = torch.ones(2, 2, 4, 8, 8)
+    latents = reference + 0.1
+    latents[1, 0, 0, 0, 0] = broken
+    first, second = fidelity.latent_sqnr(reference, latents)
+    assert first is None
+    assert second == pytest.approx(20, abs=1e-4)
+
+
+def test_latents_of_other_steps_are_refused():
+    with pytest.raises(ArtifactError, match="same prompts, steps and size"):
+        fidelity.latent_sqnr(torch.ones(1, 3, 4, 8, 8), torch.ones(1, 2, 4, 8, 8))
+
+
+def test_relative_error():
+    reference = torch.tensor([3.0, 4.0])
+    assert fidelity.relative_error(reference, torch.tensor([3.0, 4.5])) == pytest.approx(0.1)
+    assert fidelity.relative_error(torch.zeros(2), reference) is None
+    assert fidelity.relative_error(reference, torch.tensor([3.0, math.nan])) is None
+
+
+def test_summary_names_the_worst_image_and_counts_the_missing_ones():
+    result = fidelity.summary([30.0, None, 20.0])
+    assert (result["mean"], result["min"], result["worst_index"]) == (25.0, 20.0, 2)
+    assert result["reason"].startswith("1 of 3 images")
+    nothing = fidelity.summary([None])
+    assert (nothing["mean"], nothing["min"], nothing["worst_index"]) == (None, None, None)
+
+
+@pytest.mark.parametrize("error", [0.0, 0.1, math.nan])
+def test_the_record_is_valid_json_and_explains_each_null(images, error):
+    reference = torch.ones(3, 2, 4, 8, 8)
+    result = fidelity.fidelity(images, images + np.uint8(error == 0.1), reference, reference + error)
+    json.dumps(result, allow_nan=False)
+    assert (result["psnr"]["reason"] is None) == (error == 0.1)
+    assert result["latent_sqnr_reason"] == {0.0: fidelity.IDENTICAL, 0.1: None}.get(error, fidelity.NOT_FINITE)
+    assert result["lpips"]["value"] is None and result["lpips"]["reason"]

@@ -1,0 +1,46 @@
+import logging
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from sd_quant.metrics.memory import StageTimer, peak_cuda_memory_bytes, peak_memory_bytes
+
+PEAK = """
+import sys, types
+sys.modules["torch"] = types.ModuleType("torch")  # keeps the child small
+from sd_quant.metrics.memory import peak_memory_bytes
+print(peak_memory_bytes())
+"""
+
+
+def test_peak_covers_what_was_allocated_and_freed():
+    block = np.ones(200 * 2**20, np.uint8)
+    del block
+    assert 200 * 2**20 < peak_memory_bytes() < 2**40
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the high-water mark is Linux's")
+def test_a_small_child_of_a_large_process_reports_its_own_peak():
+    block = np.ones(400 * 2**20, np.uint8)
+    child = int(subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True).stdout)
+    assert child < block.nbytes / 2
+
+
+def test_cuda_peak_is_none_exactly_where_there_is_no_gpu():
+    import torch
+
+    assert (peak_cuda_memory_bytes() is None) == (not torch.cuda.is_available())
+
+
+def test_stages_are_timed_and_logged_also_when_they_fail(caplog):
+    timer = StageTimer()
+    with caplog.at_level(logging.INFO, "sd_quant"):
+        with timer("calibrate"):
+            pass
+        with pytest.raises(RuntimeError), timer("export"):
+            raise RuntimeError
+    assert list(timer.stages) == ["calibrate", "export"]
+    assert all(stage["seconds"] >= 0 and stage["peak_memory_bytes"] > 2**20 for stage in timer.stages.values())
+    assert [message.split()[0] for message in caplog.messages] == ["calibrate", "calibrate:", "export", "export:"]

@@ -1,0 +1,72 @@
+import hashlib
+import json
+import shutil
+import subprocess
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from sd_quant.report.provenance import fingerprint, git_state, provenance
+
+
+def test_the_record_is_json_and_tells_when_with_what_and_on_what(tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_bytes(b"a red apple\n")
+    result = json.loads(json.dumps(provenance({"prompts": prompts}, ["quant_level=3"]), allow_nan=False))
+    assert abs(datetime.now(UTC) - datetime.fromisoformat(result["started"])) < timedelta(minutes=1)
+    assert result["overrides"] == ["quant_level=3"]
+    assert result["versions"]["python"].startswith("3.") and result["versions"]["torch"]
+    assert 0 < result["machine"]["usable_cores"] <= result["machine"]["logical_cores"]
+    assert result["machine"]["memory_bytes"] > 2**28
+    assert result["inputs"]["prompts"] == {
+        "path": str(prompts),
+        "sha256": hashlib.sha256(b"a red apple\n").hexdigest(),
+        "bytes": 12,
+    }
+
+
+def test_a_folder_is_known_by_its_files_names_and_contents(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder / "unet").mkdir(parents=True)
+        (tmp_path / folder / "unet" / "weights").write_bytes(b"123")
+    first, second = fingerprint(tmp_path / "a"), fingerprint(tmp_path / "b")
+    assert first["sha256"] == second["sha256"] and first["bytes"] == 3
+    (tmp_path / "b" / "unet" / "weights").rename(tmp_path / "b" / "unet" / "other")
+    assert fingerprint(tmp_path / "b")["sha256"] != first["sha256"]
+
+
+def test_an_absent_input_is_null_with_a_reason():
+    assert fingerprint(Path("no/such/file")) == {
+        "path": "no/such/file",
+        "sha256": None,
+        "bytes": None,
+        "reason": "no such file or folder",
+    }
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_git_state_of_a_clean_a_changed_and_a_foreign_repository(tmp_path, monkeypatch):
+    for variable in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):  # set when a git hook runs the tests
+        monkeypatch.delenv(variable, raising=False)
+    nothing = {"commit": None, "dirty": None}
+    assert git_state(tmp_path) == nothing
+
+    def git(*arguments: str) -> str:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false", "-c", "core.hooksPath="]
+        command = ["git", "-C", str(tmp_path), *identity, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    git("init")
+    assert git_state(tmp_path) == nothing  # no commit yet
+    git("commit", "--allow-empty", "-m", "first")
+    assert git_state(tmp_path) == {"commit": git("rev-parse", "HEAD"), "dirty": False}
+    (tmp_path / "site-packages").mkdir()
+    assert git_state(tmp_path / "site-packages") == nothing
+    (tmp_path / "new.py").write_text("")
+    assert git_state(tmp_path)["dirty"] is True
+
+
+def test_git_state_is_null_without_git(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert git_state(tmp_path) == {"commit": None, "dirty": None}

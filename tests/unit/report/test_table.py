@@ -1,0 +1,116 @@
+import pytest
+
+from sd_quant.report.table import run_table
+
+
+def latency(p50: float) -> dict:
+    return {"p50_ms": p50, "mean_ms": p50 + 1, "n": 20, "warmup": 3}
+
+
+def record() -> dict:
+    not_quantized = {"p50_ms": None, "reason": "not quantized"}
+    sizes = {"onnx_full_precision": 64 * 2**20, "onnx_quantized": 32 * 2**20, "plan": 3 * 2**30}
+    return {
+        "schema_version": 1,
+        "status": "done",
+        "knobs": {"format": "int8", "quant_level": 2.5, "alpha": 0.8},
+        "sizes_bytes": {"unet_xl": sizes, "vae": {**sizes, "onnx_quantized": None, "reason": "not quantized"}},
+        "latency": {
+            "torch": {"image": {"1": {"full_precision": latency(800.0)}}},
+            "openvino": {
+                "unet_xl": {"2": {"full_precision": latency(30.0), "quantized": latency(10.0), "speedup": 2.9}},
+                "vae": {"1": {"full_precision": latency(5.0), "quantized": not_quantized}},
+                "image": {"1": {"full_precision": latency(400.0), "quantized": latency(200.0), "speedup": 2.1}},
+            },
+        },
+        "fidelity": {
+            "psnr": {"mean": 24.31, "min": 18.2, "reason": "1 of 8 images: identical"},
+            "ssim": {"mean": 0.88125, "min": 0.7, "reason": None},
+            "latent_sqnr_db": [30.0, 17.5],
+            "latent_sqnr_reason": None,
+            "lpips": {"value": None, "reason": "no weights"},
+        },
+        "peak_memory_bytes": 2**31,
+        "stages": {"calibrate": {"seconds": 12.34, "peak_memory_bytes": 2**30}},
+    }
+
+
+def row(table: str, start: str, after: str = "") -> list[str]:
+    """Cells of the first line beginning with ``start`` below the line beginning with ``after``."""
+    lines = table.splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith(after))
+    return next(line for line in lines[first:] if line.startswith(start)).removeprefix(start).split()
+
+
+def test_every_number_stands_in_its_place():
+    table = run_table(record())
+    assert "format=int8  quant_level=2.5  alpha=0.8" in table.splitlines()[0]
+    assert row(table, "unet_xl", "size") == ["64.0", "MiB", "32.0", "MiB", "2.00x", "3.00", "GiB"]
+    assert row(table, "unet_xl", "one call, openvino") == ["2", "30.00", "ms", "10.00", "ms", "2.90x"]
+    assert row(table, "torch, full precision") == ["1", "800", "ms"]
+    assert row(table, "openvino, full precision") == ["1", "400", "ms", "2.00x"]
+    assert row(table, "openvino, quantized") == ["1", "200", "ms", "4.00x", "2.10x"]
+    assert row(table, "SSIM") == ["0.8812", "0.7000"]
+    assert row(table, "latent SQNR, last step") == ["17.5", "dB"]
+    assert "peak memory 2.00 GiB; calibrate 12.3 s" in table
+    assert "SLOWER" not in table
+
+
+def test_each_null_is_a_dash_with_its_reason():
+    table = run_table(record())
+    notes = {line.split()[0]: line.partition(" ")[2] for line in table.splitlines() if line.startswith("[")}
+
+    def reason(cells: list[str]) -> str:
+        return notes[cells[cells.index("–") + 1]]
+
+    assert reason(row(table, "vae", "size")) == "not quantized"
+    assert reason(row(table, "vae", "one call")) == "not quantized"
+    assert reason(row(table, "clip1", "size")) == "not in the record"
+    assert reason(row(table, "LPIPS")) == "no weights"
+    assert notes[row(table, "PSNR")[2]] == "1 of 8 images: identical"  # a number whose mean leaves images out
+    assert len(set(notes.values())) == len(notes)
+
+
+def test_a_slower_engine_is_called_slower_in_words():
+    slow = record()
+    slow["latency"]["openvino"]["unet_xl"]["2"]["speedup"] = 0.8
+    slow["latency"]["openvino"]["image"]["1"].update(quantized=latency(500.0), speedup=None)
+    table = run_table(slow)
+    assert "SLOWER: on openvino, unet_xl at batch 2 takes 1.25 times as long quantized as unquantized." in table
+    assert "SLOWER: on openvino, prompt to image at batch 1 takes 1.25 times as long" in table
+
+
+def test_columns_line_up():
+    blocks = run_table(record()).split("\n\n")
+    tables = [block.splitlines() for block in blocks if "\n---" in block]
+    assert len(tables) == 4
+    for header, rule, *rows in tables:
+        assert len(header) == len(rule) >= max(map(len, rows))
+
+
+NULL = {"value": None, "reason": "the engine is missing"}
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {},
+        {"status": "failed", "reason": "the disk is full", "latency": None, "stages": {}},
+        {"latency": NULL, "fidelity": NULL, "sizes_bytes": NULL},
+        {"latency": {"tensorrt": NULL}, "fidelity": {"latent_sqnr_db": NULL}},
+        {"latency": {"tensorrt": {"unet_xl": NULL, "image": {"1": NULL}}}, "fidelity": {"latent_sqnr_db": []}},
+        {"fidelity": {"latent_sqnr_db": [3.0, None], "latent_sqnr_reason": "NaN"}},
+    ],
+)
+def test_an_unfinished_record_still_gives_a_table(broken):
+    table = run_table(broken)
+    assert row(table, "unet_xl", "size")[0] == "–"
+    assert broken.get("status", "unfinished") in table
+    for reason in ("the engine is missing", "the disk is full", "NaN"):
+        assert (reason in table) == (reason in str(broken))
+
+
+def test_reasons_cannot_steer_the_terminal():
+    table = run_table({"status": "failed", "reason": "layer \x1b[2J\r\x07evil\nSLOWER: nothing"})
+    assert all(letter.isprintable() or letter == "\n" for letter in table)
+    assert table.splitlines()[0] == "failed: layer  [2J  evil SLOWER: nothing"
