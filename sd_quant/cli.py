@@ -4,6 +4,8 @@ A single run is composed and checked once before Hydra makes its directory, so a
 Nothing heavy is imported before that.
 """
 
+import functools
+import logging
 import os
 import re
 import sys
@@ -14,14 +16,19 @@ from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from sd_quant.config import REPOSITORY, check_writable, near, read
 from sd_quant.errors import ConfigError, SdQuantError
 
+LOG = logging.getLogger(__name__)
 CONF = REPOSITORY / "conf"
-SHORTHANDS = ("quant_level", "alpha", "percentile", "collect_method", "calib_size")
+SHORTHANDS = {
+    *("quant_level", "alpha", "percentile", "collect_method", "calib_size"),
+    *("out_path", "prompts", "num_samples", "steps", "scale", "seed", "num_warmup_runs"),
+}
 CANCELLED = 130
 
 
@@ -70,7 +77,7 @@ def check_command(job: type, config_name: str) -> None:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             config = compose(config_name, arguments.overrides, return_hydra_config=True)
             directory = str(config.hydra.run.dir)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:  # ValueError: infer=3
         raise refusal(error, config_name) from error
     try:
         job_of(job, config)
@@ -81,6 +88,25 @@ def check_command(job: type, config_name: str) -> None:
 
 def output_directory() -> Path:
     return Path(HydraConfig.get().runtime.output_dir)
+
+
+def told_once(task: Callable[[DictConfig], object]) -> Callable[[DictConfig], object]:
+    """The task, its refusals in its log and, for a single run, past Hydra, which would print a line of its own.
+
+    In a sweep Hydra has to see them: it names the job that failed.
+    """
+
+    @functools.wraps(task)
+    def refusing(config: DictConfig) -> object:
+        try:
+            return task(config)
+        except SdQuantError as error:
+            LOG.error("%s", error)
+            if HydraConfig.get().mode == RunMode.MULTIRUN:
+                raise
+            sys.exit(fail(str(error), error.exit_code))
+
+    return refusing
 
 
 def run(main: Callable[[], object], job: type, config_name: str) -> None:

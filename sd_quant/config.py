@@ -6,6 +6,8 @@ know, so a knob added with ``+`` cannot be misspelt in silence. Relative paths a
 
 import dataclasses
 import difflib
+import importlib.util
+import math
 import os
 import types
 import typing
@@ -13,8 +15,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 from sd_quant.calibration.prompts import read_prompts
-from sd_quant.errors import ConfigError
+from sd_quant.checkpoints.archive import is_gzipped, open_members
+from sd_quant.errors import ArtifactError, ConfigError, ResourceError
 from sd_quant.quantization.levels import QUANT_LEVELS
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -34,6 +39,10 @@ def check_choice(knob: str, found: object, choices) -> None:
 
 def check_at_least(knob: str, found: int | float, least: int | float) -> None:
     check(found >= least, knob, found, f"at least {least}")
+
+
+def check_seed(knob: str, seed: int) -> None:
+    check(0 <= seed < 2**32, knob, seed, "a whole number from 0 to 2^32 - 1")
 
 
 def check_picture(group: str, width: int, height: int) -> None:
@@ -85,6 +94,7 @@ class Quantize:
         check_choice("collect_method", self.collect_method, COLLECT_METHODS)
         for knob in ("n_steps", "batch_size", "calib_size"):
             check_at_least(f"quantize.{knob}", getattr(self, knob), 1)
+        check_seed("quantize.seed", self.seed)
 
 
 @dataclass(slots=True)
@@ -103,6 +113,10 @@ class Trt:
         check_choice("trt.library", self.library, ("auto", "tensorrt", "tensorrt_rtx", "none"))
         check_at_least("trt.min_batch_size", self.min_batch_size, 1)
         check_at_least("trt.max_batch_size", self.max_batch_size, self.min_batch_size)
+        if self.optimization_level is not None:
+            check_choice("trt.optimization_level", self.optimization_level, range(6))
+        if self.workspace_gib is not None:
+            check(self.workspace_gib > 0, "trt.workspace_gib", self.workspace_gib, "more than 0")
 
 
 @dataclass(slots=True)
@@ -144,6 +158,7 @@ class Infer:
             check_at_least(f"infer.{knob}", getattr(self, knob), 1)
         check_at_least("infer.num_warmup_runs", self.num_warmup_runs, 0)
         check_at_least("infer.scale", self.scale, 0)
+        check_seed("infer.seed", self.seed)
 
     def prompt_list(self) -> list[str]:
         """Every prompt, repeated ``num_samples`` times. Raises ConfigError when there is none."""
@@ -161,6 +176,8 @@ class QuantizeJob:
 
     def __post_init__(self):
         check_batch(self.trt, self.infer)
+        expected = "an engine for the quantized model, such as infer=openvino, because torch is every job's baseline"
+        check(self.infer.engine != "torch", "infer.engine", "torch", expected)
 
     def calibration_prompts(self) -> list[str]:
         """The first ``calib_size`` prompts. Raises ConfigError when the file holds fewer."""
@@ -171,9 +188,12 @@ class QuantizeJob:
 
     def check_files(self) -> None:
         """Everything that can be refused without loading anything."""
-        check_file("model.path", self.model.path)
+        check_checkpoint(self.model.path)
         self.calibration_prompts()
         self.infer.prompt_list()
+        check_installed(self.infer.engine)
+        if self.trt.library.startswith("tensorrt"):
+            check_installed(self.trt.library)
 
 
 @dataclass(slots=True)
@@ -193,6 +213,9 @@ class ExportJob:
 
     def check_files(self) -> None:
         check_parts(self, "onnx")
+        check_out_path(self.infer.out_path)
+        if self.trt.library.startswith("tensorrt"):
+            check_installed(self.trt.library)
 
 
 @dataclass(slots=True)
@@ -207,9 +230,21 @@ class InferJob:
 
     def check_files(self) -> None:
         self.infer.prompt_list()
-        check_file("model.path", self.model.path)
+        check_checkpoint(self.checkpoint_model().path)
+        check_out_path(self.infer.out_path)
+        check_installed(self.infer.engine)
         if self.infer.engine != "torch":
             check_parts(self, "plan" if self.infer.engine.startswith("tensorrt") else "onnx")
+
+    def checkpoint_model(self) -> Model:
+        """The model of the earlier run, when there is one: its pictures then come from its own checkpoint."""
+        resolved = anchored(self.run) / "config.yaml" if self.run else None
+        if resolved is None or not resolved.is_file():
+            return self.model
+        try:
+            return read(Model, yaml.safe_load(resolved.read_text(encoding="utf-8"))["model"], "model.")
+        except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError) as error:
+            raise ArtifactError(f"{resolved} is not the config of a run; give another run, or run=null") from error
 
 
 def check_batch(trt: Trt, infer: Infer | ExportShape) -> None:
@@ -218,9 +253,22 @@ def check_batch(trt: Trt, infer: Infer | ExportShape) -> None:
     check(fits, "infer.batch_size", infer.batch_size, expected)
 
 
-def check_file(knob: str, path: str) -> None:
+def check_checkpoint(path: str) -> None:
+    """It is there and its archive is whole; its weights are the job's to check, and so is a gzipped archive."""
     if not anchored(path).exists():
-        raise ConfigError(f"{knob} names {path}, which does not exist; give the path of an existing file")
+        raise ConfigError(f"model.path names {path}, which does not exist; give the path of an existing file")
+    if not is_gzipped(anchored(path)):
+        open_members(anchored(path))
+
+
+def check_installed(module: str) -> None:
+    """Raises ResourceError when the package of an engine or a plan builder is missing."""
+    if importlib.util.find_spec(module) is None:
+        extra = {"tensorrt_rtx": "rtx"}.get(module, module)
+        raise ResourceError(
+            f"the package {module} is not installed, which this job needs; "
+            f"pip install -e '.[{extra}]', or choose another infer= or export_trt="
+        )
 
 
 def artifact(run: Path, kind: str, part: str) -> Path:
@@ -283,6 +331,7 @@ def read_value(hint, value: object, knob: str):
         if origin is list and isinstance(value, list) and all(isinstance(item, str) for item in value):
             return value
         if origin is float and isinstance(value, int | float) and not isinstance(value, bool):
+            check(math.isfinite(value), knob, value, "a finite number")
             return float(value)
         if origin in (int, str, bool, types.NoneType) and type(value) is origin:
             return value
@@ -291,10 +340,15 @@ def read_value(hint, value: object, knob: str):
     raise ConfigError(f"{knob} is {value!r}, expected {expected}")
 
 
-def check_writable(directory: Path) -> None:
-    """The run's directory can be made. Raises ConfigError otherwise; makes nothing."""
+def check_out_path(path: str | None) -> None:
+    if path is not None:
+        check_writable(anchored(path), "infer.out_path")
+
+
+def check_writable(directory: Path, knob: str = "hydra.run.dir") -> None:
+    """The directory that ``knob`` names can be made. Raises ConfigError otherwise; makes nothing."""
     parent = directory.absolute()
     while not os.path.lexists(parent):
         parent = parent.parent
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"the output directory {directory} cannot be written, because of {parent}; set hydra.run.dir")
+        raise ConfigError(f"the output directory {directory} cannot be written, because of {parent}; set {knob}")

@@ -11,7 +11,8 @@ LONGEST = 2000  # characters; CLIP reads 77 tokens
 def read_prompts(path: Path) -> list[str]:
     """The non-empty lines of a text file, a byte order mark accepted.
 
-    Raises ConfigError when there is no such file or no prompt in it, ArtifactError when it is not text.
+    Raises ConfigError when there is no such file or no prompt in it, when a line is too long or is not UTF-8 (named by
+    line and byte), ArtifactError when the file is too large to read.
     """
     if not path.is_file():
         raise ConfigError(f"there is no prompt file {path}; name a text file with one prompt a line")

@@ -111,14 +111,21 @@ def open_members(path: Path) -> dict[str, Member]:
     if not path.is_file():
         raise ArtifactError(f"{path} is a device or a pipe; expected a .nemo file or an extracted directory")
     with path.open("rb") as file:
-        gzipped = file.read(2) == b"\x1f\x8b"  # NeMo before 1.7
-        archive = _gunzipped(path, file) if gzipped else OpenFile(file)
+        archive = _gunzipped(path, file) if is_gzipped(path) else OpenFile(file)
     members = {}
     for member_name, member in _tar_members(path, archive):
         if member_name in members:
             raise ArtifactError(f"{path} holds {member_name!r} twice; expected each name once, so fetch it again")
         members[member_name] = member
     return members
+
+
+def is_gzipped(path: Path) -> bool:
+    """Whether ``path`` is a gzip file, as NeMo's archives were before 1.7."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(2) == b"\x1f\x8b"
 
 
 def _gunzipped(path: Path, compressed: BinaryIO) -> OpenFile:

@@ -29,6 +29,7 @@ POSITION_IDS = PREFIX["text_encoder"] + "embeddings.position_ids"
 UNUSED = {SIGMAS, LOGIT_SCALE, POSITION_IDS}  # part of the file, not of the four networks
 
 Layout = Literal["same", "conv1x1", "transposed", "third 0", "third 1", "third 2"]
+THIRDS: dict[str, Layout] = {"q": "third 0", "k": "third 1", "v": "third 2"}
 
 
 @dataclass(frozen=True)
@@ -237,7 +238,7 @@ def _open_clip(names: list[str]) -> dict[str, Stored]:
             return Stored(key)
         head, rest = re.fullmatch(r"(transformer\.resblocks\.\d+)\.(.*)", key).groups()
         if joined := re.fullmatch(r"self_attn\.([qkv])_proj\.(weight|bias)", rest):
-            return Stored(f"{head}.attn.in_proj_{joined[2]}", f"third {'qkv'.index(joined[1])}")
+            return Stored(f"{head}.attn.in_proj_{joined[2]}", THIRDS[joined[1]])
         return Stored(f"{head}.{_replace(rest, inner)}")
 
     return {name: place(name) for name in names}

@@ -32,7 +32,7 @@ def load_engine(name: str, path: Path, **options: object) -> Engine:
     try:
         load = pkgutil.resolve_name(ENGINES[name])
     except ImportError as error:
-        extra = name.replace("_", "-")
+        extra = {"tensorrt_rtx": "rtx"}.get(name, name)  # as pyproject.toml calls it
         raise ResourceError(
             f"the engine {name} cannot be imported here ({error}); install it with: pip install 'sd-quant[{extra}]'"
         ) from error

@@ -34,7 +34,7 @@ from sd_quant.engines.base import cast_inputs, one_line, onnx_files
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError, SdQuantError
 from sd_quant.files import atomic_path, sha256, write_json
 
-EXTRAS = {"tensorrt": "tensorrt", "tensorrt_rtx": "tensorrt-rtx"}
+EXTRAS = {"tensorrt": "tensorrt", "tensorrt_rtx": "rtx"}
 REBUILD = "rebuild it from its ONNX with: python export_trt.py"
 
 Shape = Sequence[int]
@@ -61,7 +61,7 @@ def _logger(library: str):
     """The library's one logger: TensorRT keeps the first it is given for the whole process and ignores the others."""
     trt = runtime_module(library)
 
-    class Logger(trt.ILogger):
+    class Logger(trt.ILogger):  # type: ignore[name-defined]  # the base is only known at run time
         def __init__(self):
             trt.ILogger.__init__(self)
             self.errors: deque[str] = deque(maxlen=8)
@@ -309,7 +309,7 @@ def _optimization_profile(builder, network, profile: Profile):
 
 
 def _monitor(trt: ModuleType, progress: Progress | None):
-    class Monitor(trt.IProgressMonitor):
+    class Monitor(trt.IProgressMonitor):  # type: ignore[name-defined]  # the base is only known at run time
         """Reports progress, and turns an exception into TensorRT's way to stop a build: "false" from a step."""
 
         def __init__(self):

@@ -8,6 +8,7 @@ the file is written and its bytes are due. MatMul weights are stored transposed,
 """
 
 import math
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -125,7 +126,21 @@ def write_onnx(
     save(model, path, external=total > LARGEST_SINGLE_FILE)
 
 
+def origin_of(error: BaseException) -> BaseException:
+    """What went wrong while a weight was read, under the serializer's own wrappings."""
+    return error if error.__cause__ is None else origin_of(error.__cause__)
+
+
 def save(model: ir.Model, path: Path, external: bool) -> None:
-    data = path.name + ".data"
-    with atomic_path(path) as temporary:
-        ir.save(model, temporary, external_data=data if external else None)
+    """Written in a folder of its own, because a graph holds its data file's name; the graph takes its name last."""
+    data = path.with_name(path.name + ".data")
+    with atomic_path(path) as graph, tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        staged = Path(folder)
+        try:
+            ir.save(model, staged / path.name, external_data=data.name if external else None)
+        except ir.serde.SerdeError as error:
+            raise origin_of(error) from error
+        if external:
+            with atomic_path(data) as weights:
+                (staged / data.name).replace(weights)
+        (staged / path.name).replace(graph)

@@ -5,6 +5,7 @@ the text engines), an unconditional embedding of zeros, and size ids in the orde
 encoded before the pipeline is called, so negative and positive prompts never share an engine's output buffer.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -18,6 +19,8 @@ from torch import Tensor
 from sd_quant.engines.base import Engine
 from sd_quant.errors import SdQuantError
 from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
+
+LOG = logging.getLogger(__name__)
 
 
 class UnetAdapter(torch.nn.Module):
@@ -106,6 +109,15 @@ class Pipeline:
         )  # fmt: skip
         self.diffusers.set_progress_bar_config(disable=True)
 
+    def warn_of_long(self, prompts: list[str]) -> None:
+        lengths = [len(ids) for ids in self.tokenizers[0](prompts, truncation=False, verbose=False)["input_ids"]]
+        longer = sum(length > CONTEXT_LENGTH for length in lengths)
+        if longer:
+            LOG.warning(
+                "%d of %d prompts are longer than CLIP's %d tokens (the longest has %d); the rest of them is not read",
+                longer, len(prompts), CONTEXT_LENGTH, max(lengths),
+            )  # fmt: skip
+
     def encode(self, prompts: list[str]) -> tuple[Tensor, Tensor]:
         """Text context fp32 [B, 80, C] and pooled vector fp32 [B, P]."""
         ids = [
@@ -138,6 +150,7 @@ class Pipeline:
         Raises SdQuantError when a latent becomes NaN or infinite, naming prompt and step.
         """
         self.unet.on_step = on_step
+        self.warn_of_long(prompts)
         images, latents = [], []
         for start in range(0, len(prompts), sampling.batch_size):
             indices = range(start, min(start + sampling.batch_size, len(prompts)))

@@ -124,7 +124,9 @@ COMPONENTS = {
 def wrap(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
     """Parts around a pipeline's modules. The UNet is changed in place: it then takes ``y`` and nothing else."""
     return {
-        "unet_xl": UnetPart(modules["unet"], modules["text_encoder_2"].text_projection.out_features),
+        "unet_xl": UnetPart(
+            modules["unet"], modules["text_encoder_2"].get_parameter("text_projection.weight").shape[0]
+        ),
         "vae": VaePart(modules["vae"]),
         "clip1": Clip1Part(modules["text_encoder"]),
         "clip2": Clip2Part(modules["text_encoder_2"]),

@@ -81,14 +81,21 @@ def assign_layer(name: str, role: str, weight: Tensor, statistics: LayerStatisti
             f"layer {name} only ever saw zeros during calibration, so its input has no scale; "
             "calibrate with more prompts or a lower quant_level"
         )
+    try:
+        weight_scale = scale_of(weight.flatten(1).abs().amax(dim=1))
+        activation_scale = scale_of(torch.tensor(activation_amax)).item()
+    except OverflowError as error:
+        raise SdQuantError(
+            f"layer {name} cannot be quantized: {error}; keep it out with a lower quant_level"
+        ) from error
     return LayerAssignment(
         name=name,
         role=role,
         weight_shape=tuple(weight.shape),
         format="int8",
         weight_axis=0,
-        weight_scale=scale_of(weight.flatten(1).abs().amax(dim=1)),
-        activation_scale=scale_of(torch.tensor(activation_amax)).item(),
+        weight_scale=weight_scale,
+        activation_scale=activation_scale,
         pre_quant_scale=smoothing,
         alpha=None if smoothing is None else recipe.alpha,
     )

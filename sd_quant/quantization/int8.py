@@ -15,9 +15,9 @@ SMALLEST_SCALE = 2.0**-20  # fp16 would round smaller ones to a few bits, then t
 def scale_of(amax: Tensor) -> Tensor:
     """fp32 scale, exactly representable in fp16. Channels that are all zero get scale 1.
 
-    Raises OverflowError when a scale does not fit fp16.
+    Raises OverflowError when a scale does not fit fp16 or is NaN.
     """
-    scale = torch.where(amax > 0, (amax.float() / QMAX).clamp(min=SMALLEST_SCALE), 1.0).half().float()
+    scale = torch.where(amax == 0, 1.0, (amax.float() / QMAX).clamp(min=SMALLEST_SCALE)).half().float()
     if not torch.isfinite(scale).all():
         raise OverflowError(f"an amax of {amax.max().item():g} gives a scale that fp16 cannot hold")
     return scale

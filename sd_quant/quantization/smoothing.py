@@ -3,9 +3,10 @@
     s = a^alpha / w^(1 - alpha)      x / s  and  w * s  give the same product
 
 with ``a`` the per-channel amax of the input and ``w`` that of the weight. The field stores ``pre_quant_scale = 1 / s``,
-which multiplies the input; that is what is returned here. Clamping and dead channels follow ModelOpt's
-``model_calib.smoothquant``. Not taken: folding the scale into the preceding normalisation. Query, key and value of one
-attention share that normalisation and, for alpha < 1, want three different scales.
+which multiplies the input; that is what is returned here. Clamping follows ModelOpt's ``model_calib.smoothquant``; a
+channel that is never active gets 1, where ModelOpt's mask usually misses it and leaves it at the clamp. Not taken:
+folding the scale into the preceding normalisation. Query, key and value of one attention share that normalisation and,
+for alpha < 1, want three different scales.
 """
 
 import torch

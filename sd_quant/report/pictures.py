@@ -6,6 +6,7 @@ difference image: at 20 dB everything differs somewhere, and the eye asks whethe
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -68,7 +69,7 @@ def comparison_grid(
     width, height = max(1, round(width * factor)), max(1, round(height * factor))
 
     font = ImageFont.load_default(size=15)
-    caption_font = ImageFont.load_default(size=12)
+    caption_font: Any = ImageFont.load_default(size=12)
     line = sum(caption_font.getmetrics())
     gutter = max(round(font.getlength(label)) for label in labels) + 12
     caption_height = CAPTION_LINES * line + 4 if captions else 0

@@ -5,10 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-import yaml
 
 from sd_quant.checkpoints.nemo import Checkpoint, open_nemo
-from sd_quant.config import REPOSITORY, Infer, InferJob, Model, anchored, part_paths, read
+from sd_quant.config import REPOSITORY, Infer, InferJob, anchored, part_paths
 from sd_quant.engines import load_engine
 from sd_quant.engines.base import Engine
 from sd_quant.files import write_json
@@ -25,7 +24,7 @@ LOG = logging.getLogger(__name__)
 
 def infer(job: InferJob, directory: Path) -> None:
     out = anchored(job.infer.out_path) if job.infer.out_path else directory
-    model = model_of_run(job)
+    model = job.checkpoint_model()
     paths = {"checkpoint": anchored(model.path)}
     checkpoint = open_nemo(paths["checkpoint"])
     if job.infer.engine == "torch":
@@ -53,14 +52,6 @@ def infer(job: InferJob, directory: Path) -> None:
         for batch, times in by_batch.items():
             print(f"{part:8} batch {batch}: {times['p50_ms']:9.2f} ms")
     print(f"pictures: {out / 'images'}")
-
-
-def model_of_run(job: InferJob) -> Model:
-    """The model of the earlier run, when there is one: its pictures then come from its own checkpoint."""
-    resolved = anchored(job.run) / "config.yaml" if job.run else None
-    if resolved is None or not resolved.is_file():
-        return job.model
-    return read(Model, yaml.safe_load(resolved.read_text(encoding="utf-8"))["model"], "model.")
 
 
 def image_names(prompts: list[str]) -> list[str]:

@@ -104,7 +104,7 @@ def layer_parity(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "layers.onnx"
         cut_layers(artifact(directory, "onnx", "unet_xl"), assignment, path)
-        outputs = load_engine(engine if not engine.startswith("tensorrt") else "onnxruntime", path)(**captured)
+        outputs = load_engine("openvino" if engine.startswith("tensorrt") else engine, path)(**captured)
     errors = {name: relative_error(expected[name], outputs[f"{name}.output"].float()) for name in layers}
     worst = max(errors, key=errors.get)
     engine_error = relative_error(full_output, quantized(**inputs)["out"].float())

@@ -1,7 +1,6 @@
 """The main job: checkpoint, statistics, assignment, ONNX, plans, pictures, latency, parity, record."""
 
 import dataclasses
-import importlib.util
 import logging
 from functools import partial
 from pathlib import Path
@@ -10,10 +9,9 @@ import yaml
 
 from sd_quant.calibration.statistics import LayerStatistics, collect
 from sd_quant.checkpoints.nemo import open_nemo
-from sd_quant.config import PART_NAMES, QuantizeJob, anchored, artifact
+from sd_quant.config import PART_NAMES, QuantizeJob, anchored, artifact, check_installed
 from sd_quant.engines import load_engine
 from sd_quant.engines.base import Engine
-from sd_quant.errors import ConfigError, ResourceError
 from sd_quant.export.graph import copy_of, trace
 from sd_quant.export.quantized import write_onnx
 from sd_quant.files import write_json, write_text
@@ -39,10 +37,12 @@ LOG = logging.getLogger(__name__)
 
 def quantize(job: QuantizeJob, directory: Path) -> float | None:
     """Run the job into ``directory`` and return the mean PSNR in dB; the record is written last."""
-    check_runtimes(job)
+    if job.trt.library != "none":
+        check_installed(plan_library(job.trt))  # before the first stage works for minutes
     timer, path = StageTimer(), anchored(job.model.path)
     inputs = {"checkpoint": path, "calibration_prompts": anchored(job.model.calibration_prompts)}
-    origin = provenance(inputs, [])
+    given = directory / ".hydra" / "overrides.yaml"
+    origin = provenance(inputs, yaml.safe_load(given.read_text(encoding="utf-8")) if given.exists() else [])
     knobs = dataclasses.asdict(job)
     write_text(directory / "config.yaml", yaml.safe_dump(knobs, sort_keys=False))
     prompts = job.infer.prompt_list()
@@ -67,6 +67,9 @@ def quantize(job: QuantizeJob, directory: Path) -> float | None:
         if job.trt.library != "none":
             onnx_paths = {part: artifact(directory, "onnx", part) for part in PART_NAMES}
             plans = build_plans(onnx_paths, directory, job.trt, job.infer)
+            if job.infer.engine.startswith("tensorrt"):  # the side to compare with runs from a plan too
+                unquantized_unet = {"unet_xl": artifact(directory / "full_precision", "onnx", "unet_xl")}
+                build_plans(unquantized_unet, directory / "full_precision", job.trt, job.infer)
 
     framework = model.torch_engines()
     with timer("engines"):
@@ -119,22 +122,6 @@ def quantize(job: QuantizeJob, directory: Path) -> float | None:
     print(run_table(record))
     print(f"run directory: {shown(directory)}")
     return closeness["psnr"]["mean"]
-
-
-def check_runtimes(job: QuantizeJob) -> None:
-    """What the last stages need, before the first one works for minutes."""
-    if job.infer.engine == "torch":
-        raise ConfigError(
-            "infer=torch is every job's baseline; expected an engine for the quantized model, such as infer=openvino"
-        )
-    needed = [job.infer.engine] if job.trt.library == "none" else [job.infer.engine, plan_library(job.trt)]
-    for module in needed:
-        if importlib.util.find_spec(module) is None:
-            extra = {"tensorrt_rtx": "rtx"}.get(module, module)
-            raise ResourceError(
-                f"the package {module} is not installed, which this job needs; "
-                f"pip install -e '.[{extra}]', or choose export_trt=none or another infer="
-            )
 
 
 def calibrate(model: LoadedModel, roles: dict[str, str], job: QuantizeJob) -> dict[str, LayerStatistics]:

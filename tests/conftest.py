@@ -1,0 +1,108 @@
+"""An SDXL UNet with a conv and an attention level, one layer a block: every role of layer, a second to run."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from torch import Tensor, nn
+
+from sd_quant.calibration.statistics import LayerStatistics, collect
+from sd_quant.models.parts import UnetPart
+from sd_quant.models.sdxl import layer_roles, unet_config
+from sd_quant.quantization.assignment import LayerAssignment, Recipe, derive
+
+MINI_CONFIG = Path(__file__).parents[1] / "examples/sdxl_mini/model_config.yaml"
+POOLED, SIZE_FEATURES = 32, 8
+PROMPTS = 2
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def small_config() -> dict:
+    """NeMo's ``model:`` section; the pooled text is 32 wide and a size id has 8 features."""
+    config = yaml.safe_load(MINI_CONFIG.read_text())
+    config["unet_config"] |= {
+        "adm_in_channels": POOLED + 6 * SIZE_FEATURES,
+        "model_channels": 32,
+        "channel_mult": [1, 2],
+        "attention_resolutions": [2],
+        "transformer_depth": [1, 1],
+        "context_dim": 48,
+    }
+    for index in (2, 3, 4):
+        config["conditioner_config"]["emb_models"][index]["emb_model"]["outdim"] = SIZE_FEATURES
+    return config
+
+
+@pytest.fixture(scope="session")
+def build_unet(small_config) -> Callable[[], nn.Module]:
+    """Always the same fp32 weights. Norms have uneven gains, so that input channels differ and smoothing matters."""
+    from diffusers import UNet2DConditionModel  # seconds, which tests without a UNet need not wait
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        unet = UNet2DConditionModel(**unet_config(small_config)).eval().requires_grad_(False)
+        for module in unet.modules():
+            if isinstance(module, nn.LayerNorm | nn.GroupNorm):
+                module.weight.uniform_(0.1, 4.0)
+        return unet
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def unet_inputs() -> Callable[..., dict[str, Tensor]]:
+    """The contract's inputs of the UNet for a batch, different for every seed."""
+
+    def draw(batch: int, seed: int = 0) -> dict[str, Tensor]:
+        random = torch.Generator().manual_seed(seed)
+        return {
+            "x": torch.randn(batch, 4, 8, 8, generator=random),
+            "timesteps": torch.full((batch,), 500.0),
+            "context": torch.randn(batch, 80, 48, generator=random),
+            "y": torch.randn(batch, POOLED + 6 * SIZE_FEATURES, generator=random),
+        }
+
+    return draw
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """``part()`` is a fresh UNet with the weights that the statistics belong to."""
+
+    part: Callable[[], UnetPart]
+    calls: list[dict[str, Tensor]]
+    roles: dict[str, str]
+    statistics: dict[str, LayerStatistics]
+
+    def run(self, part: nn.Module) -> None:
+        for inputs in self.calls:
+            part(**inputs)
+
+    def assignment(self, alpha: float, quant_level: float = 3.0) -> dict[str, LayerAssignment]:
+        """``min-max`` over one step is the max calibrator, which is what ModelOpt has."""
+        weights = self.part().unet
+        recipe = Recipe(quant_level, alpha, percentile=1.0, collect_method="min-max")
+        return derive(self.roles, lambda name: weights.get_submodule(name).weight, self.statistics, recipe)
+
+
+@pytest.fixture(scope="session")
+def calibrated(build_unet, unet_inputs) -> Calibrated:
+    """Statistics of the UNet over two prompts, one step, as calibration collects them."""
+    calls = [unet_inputs(batch=2, seed=prompt) for prompt in range(PROMPTS)]
+    part = UnetPart(build_unet(), POOLED)
+    roles = layer_roles(part.unet)
+    names = {name: role for name, role in roles.items() if role != "excluded"}
+    now = {}
+    with collect(part.unet, names, PROMPTS, 1, lambda: (0, [now["prompt"]])) as statistics:
+        for prompt, inputs in enumerate(calls):
+            now["prompt"] = prompt
+            part(**inputs)
+    return Calibrated(lambda: UnetPart(build_unet(), POOLED), calls, roles, statistics)

@@ -1,0 +1,77 @@
+import onnx_ir as ir
+import pytest
+import torch
+from torch import nn
+
+from sd_quant.export.graph import OPSET, copy_of, fake_module
+
+
+def shapes_of(values) -> dict[str, tuple]:
+    return {
+        value.name: tuple(axis if isinstance(axis, int) else axis.value for axis in value.shape) for value in values
+    }
+
+
+def test_inputs_are_the_contracts_with_its_dynamic_axes(traced, contract):
+    inputs = traced.graph.inputs[: len(contract.inputs)]
+    assert shapes_of(inputs) == contract.inputs == {
+        "x": ("batch", 4, "height", "width"),
+        "timesteps": ("batch",),
+        "context": ("batch", 80, 48),
+        "y": ("batch", 80),
+    }  # fmt: skip
+    dtypes = {value.name: value.dtype for value in inputs}
+    assert dtypes == {name: ir.DataType.FLOAT16 for name in ("x", "context", "y")} | {"timesteps": ir.DataType.FLOAT}
+
+
+def test_the_output_shares_the_batch(traced):
+    assert shapes_of(traced.graph.outputs) == {"out": ("batch", 4, None, None)}
+    assert traced.graph.outputs[0].dtype == ir.DataType.FLOAT16
+
+
+def test_every_weight_is_an_fp16_input_of_its_own_name_and_shape(traced, contract, weights):
+    inputs = traced.graph.inputs[len(contract.inputs) :]
+    assert shapes_of(inputs) == {name: tuple(weight.shape) for name, weight in weights.items()}
+    assert {value.dtype for value in inputs} == {ir.DataType.FLOAT16}
+    assert all(value.const_value is None for value in inputs)
+
+
+def test_no_weight_has_become_a_constant(traced):
+    assert sum(value.const_value.size for value in traced.graph.initializers.values()) < 1000
+
+
+def test_only_operators_that_every_engine_takes(traced):
+    operators = {(node.domain, node.op_type) for node in traced.graph}
+    assert {domain for domain, _ in operators} == {""}
+    assert not {name for _, name in operators if "Sequence" in name or name in ("If", "Loop", "Scan", "Constant")}
+    assert traced.opset_imports[""] == OPSET and not traced.functions
+
+
+def test_nothing_but_the_graph_is_kept(traced):
+    inner = [value for node in traced.graph for value in node.outputs if value not in set(traced.graph.outputs)]
+    assert not any(node.metadata_props or node.doc_string for node in traced.graph)
+    assert all(value.shape is None and not value.metadata_props for value in inner)
+
+
+def test_a_copy_is_another_graph(traced):
+    copy = copy_of(traced)
+    before = len(traced.graph.inputs), [node.op_type for node in traced.graph]
+    del copy.graph.inputs[4:]
+    copy.graph.remove(list(copy.graph)[-1], safe=False)
+    assert (len(traced.graph.inputs), [node.op_type for node in traced.graph]) == before
+
+
+def test_a_fake_module_has_shapes_but_no_memory():
+    mode, module = fake_module(lambda: nn.Linear(2**20, 2**20), torch.float16)  # 2 TiB
+    assert module.weight.shape == (2**20, 2**20) and module.weight.dtype == torch.float16
+    assert not module.training and not module.weight.requires_grad
+
+
+def test_the_default_dtype_is_put_back_even_after_a_failure():
+    def fail() -> nn.Module:
+        assert torch.get_default_dtype() == torch.float16
+        raise RuntimeError("no such architecture")
+
+    with pytest.raises(RuntimeError, match="no such architecture"):
+        fake_module(fail, torch.float16)
+    assert torch.get_default_dtype() == torch.float32

@@ -1,0 +1,60 @@
+import pytest
+
+from sd_quant.models.clip_tokenizer import CLIP_VOCAB_SIZE, CONTEXT_LENGTH, byte_symbols, clip_tokenizer
+
+START, END = 49406, 49407
+
+
+@pytest.fixture(scope="module")
+def clip():
+    return clip_tokenizer()
+
+
+@pytest.mark.parametrize(
+    "text, ids",
+    [
+        ("a photo of a cat", [320, 1125, 539, 320, 2368]),
+        ("A  Photo of a CAT ", [320, 1125, 539, 320, 2368]),
+        ("", []),
+    ],
+)
+def test_the_ids_that_openai_published(clip, text, ids):
+    assert clip(text)["input_ids"] == [START, *ids, END]
+
+
+def test_its_vocabulary_is_clips(clip):
+    assert len(clip) == clip.vocab_size == CLIP_VOCAB_SIZE
+    assert (clip.bos_token_id, clip.eos_token_id, clip.pad_token_id) == (START, END, END)
+    assert clip.convert_ids_to_tokens([0, 255, 256, 511, 512, END]) == [
+        "!", "Ń", "!</w>", "Ń</w>", "in", "<|endoftext|>"
+    ]  # fmt: skip
+
+
+def test_openclip_pads_with_zero():
+    padded = clip_tokenizer(pad_token="!")("a cat", padding="max_length", max_length=6)["input_ids"]
+    assert padded == [START, 320, 2368, END, 0, 0]
+
+
+def test_texts_of_any_length_become_a_context(clip):
+    for text in ("", "cat " * 200):
+        ids = clip(text, padding="max_length", truncation=True, max_length=CONTEXT_LENGTH)["input_ids"]
+        assert len(ids) == CONTEXT_LENGTH and ids[0] == START and ids[-1] == END
+
+
+@pytest.mark.parametrize("vocab_size", [514, 1000, 8192])
+def test_a_smaller_vocabulary_knows_fewer_merges_but_every_text(vocab_size):
+    tokenizer = clip_tokenizer(vocab_size)
+    ids = tokenizer("a photo of a cat, ein Kätzchen 🐈")["input_ids"]
+    assert len(tokenizer) == vocab_size and max(ids) == ids[-1] == vocab_size - 1 and ids[0] == vocab_size - 2
+    assert tokenizer.decode(ids, skip_special_tokens=True).replace(" ", "") == "aphotoofacat,einkätzchen🐈"
+
+
+def test_without_merges_every_byte_is_a_symbol():
+    assert len(clip_tokenizer(514)("cat")["input_ids"]) == 5
+    assert len(set(byte_symbols())) == 256
+
+
+@pytest.mark.parametrize("vocab_size", [0, 513, CLIP_VOCAB_SIZE + 1])
+def test_other_sizes_are_refused(vocab_size):
+    with pytest.raises(ValueError, match=f"not {vocab_size}"):
+        clip_tokenizer(vocab_size)

@@ -1,0 +1,39 @@
+"""Against a table worked by hand; against ModelOpt's on a network see test_against_modelopt.py."""
+
+import pytest
+import torch
+
+from sd_quant.quantization.smoothing import pre_quant_scale
+
+ACTIVATION, WEIGHT = torch.tensor([4.0, 16.0, 1.0]), torch.tensor([1.0, 4.0, 9.0])
+
+
+@pytest.mark.parametrize(
+    "alpha, expected",
+    [
+        (0.0, [1.0, 4.0, 9.0]),  # w: all difficulty stays with the input
+        (0.5, [0.5, 0.5, 3.0]),  # sqrt(w / a)
+        (1.0, [0.25, 0.0625, 1.0]),  # 1 / a: every input channel gets the same range
+    ],
+)
+def test_a_table_worked_by_hand(alpha, expected):
+    torch.testing.assert_close(pre_quant_scale(ACTIVATION, WEIGHT, alpha), torch.tensor(expected), rtol=1e-6, atol=0)
+
+
+def test_the_product_is_unchanged():
+    random = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(5, 3, generator=random) * ACTIVATION, torch.randn(7, 3, generator=random)
+    scale = pre_quant_scale(x.abs().amax(0), weight.abs().amax(0), 0.8)
+    torch.testing.assert_close((x * scale) @ (weight / scale).T, x @ weight.T)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 0.8, 1.0])
+def test_dead_channels_are_left_alone(alpha):
+    dead = torch.tensor([0.0, 2.0**-31, 1.0, 1.0])
+    assert pre_quant_scale(dead, torch.tensor([1.0, 1.0, 0.0, 1.0]), alpha).tolist() == [1, 1, 1, 1]
+
+
+def test_extremes_are_clamped_to_what_fp16_holds():
+    scale = pre_quant_scale(torch.tensor([1e-7, 1e7]), torch.tensor([1.0, 1.0]), 1.0)
+    assert scale.tolist() == pytest.approx([1e4, 1e-4])
+    assert scale.half().isfinite().all() and (scale.half() > 0).all()

@@ -1,0 +1,110 @@
+import logging
+from types import SimpleNamespace
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import ConfigCompositionException, HydraException
+from hydra.types import RunMode
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from sd_quant.cli import CONF, fail, job_of, knobs_of, refusal, told_once
+from sd_quant.config import QuantizeJob
+from sd_quant.errors import ArtifactError, ConfigError, ResourceError, SdQuantError
+
+
+def composed(*overrides: str):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose("quantize", list(overrides))
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("quant_levle=3", "there is no knob quant_levle; did you mean quant_level"),
+        ("quantize.n_step=3", "there is no knob quantize.n_step; did you mean quantize.n_steps"),
+        ("infer=openvin", "there is no preset infer=openvin; did you mean openvino?"),
+        ("model=xyzzy", "there is no preset model=xyzzy; known are sdxl_mini, sdxl_nemo"),
+    ],
+)
+def test_hydras_complaint_becomes_one_sentence_with_the_nearest_name(override, sentence):
+    with pytest.raises(HydraException) as complaint:
+        composed(override)
+    refused = refusal(complaint.value, "quantize")
+    assert isinstance(refused, ConfigError)
+    assert str(refused).startswith(sentence)
+    assert "\n" not in str(refused)
+
+
+@pytest.mark.parametrize("override", ["alpha=[", "nosuch/group=a", "alpha=${nowhere}", "~nosuch"])
+def test_any_other_complaint_is_one_line(override):
+    with pytest.raises((HydraException, OmegaConfBaseException)) as complaint:
+        job_of(QuantizeJob, composed(override))
+    sentence = str(refusal(complaint.value, "quantize"))
+    assert sentence and "\n" not in sentence
+
+
+def test_a_complaint_without_a_pattern_keeps_its_words():
+    assert str(refusal(ConfigCompositionException("two\n  lines"), "quantize")) == "two lines"
+
+
+def test_the_names_of_all_knobs_are_known():
+    names = knobs_of(composed())
+    assert {"alpha", "quantize", "quantize.alpha", "infer.prompts", "trt.targets", "model.path"} <= set(names)
+    assert len(names) == len(set(names))
+
+
+def test_a_mandatory_value_is_missed():
+    with pytest.raises(MissingMandatoryValue) as missing:
+        job_of(QuantizeJob, composed("model=sdxl_nemo"))
+    assert missing.value.full_key == "model.path"
+
+
+def test_a_knob_added_with_a_plus_is_refused_all_the_same():
+    with pytest.raises(ConfigError, match=r"^there is no knob quantize\.alhpa; did you mean alpha\?$"):
+        job_of(QuantizeJob, composed("+quantize.alhpa=0.5"))
+
+
+def test_a_failure_is_one_line_on_stderr_and_its_code(capsys):
+    assert fail("no", 4) == 4
+    assert capsys.readouterr().err == "error: no\n"
+
+
+@pytest.fixture
+def hydra_mode(monkeypatch):
+    """Pretends that a job runs in the given mode."""
+    return lambda mode: monkeypatch.setattr(HydraConfig, "get", lambda: SimpleNamespace(mode=mode))
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(SdQuantError, 1), (ConfigError, 2), (ArtifactError, 3), (ResourceError, 4)]
+)
+def test_a_refusal_of_a_single_run_is_told_once_and_logged(hydra_mode, capsys, caplog, error, code):
+    @told_once
+    def task(config):
+        raise error("the file is broken")
+
+    hydra_mode(RunMode.RUN)
+    with pytest.raises(SystemExit) as left, caplog.at_level(logging.ERROR):
+        task(None)
+    assert left.value.code == code
+    assert capsys.readouterr().err == "error: the file is broken\n"
+    assert caplog.messages == ["the file is broken"]
+
+
+def test_in_a_sweep_hydra_sees_the_refusal_and_the_log_has_it(hydra_mode, capsys, caplog):
+    @told_once
+    def task(config):
+        raise ArtifactError("the file is broken")
+
+    hydra_mode(RunMode.MULTIRUN)
+    with pytest.raises(ArtifactError), caplog.at_level(logging.ERROR):
+        task(None)
+    assert capsys.readouterr().err == ""
+    assert caplog.messages == ["the file is broken"]
+
+
+def test_a_result_and_other_errors_pass_unchanged():
+    assert told_once(lambda config: config + 1)(1) == 2
+    with pytest.raises(ZeroDivisionError):
+        told_once(lambda config: 1 / config)(0)

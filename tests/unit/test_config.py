@@ -1,0 +1,353 @@
+"""Every YAML file under conf/ composes into its job, and what a job refuses it refuses by the knob's name."""
+
+import dataclasses
+import importlib.util
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from sd_quant.cli import SHORTHANDS
+from sd_quant.config import (
+    PART_NAMES,
+    REPOSITORY,
+    ExportJob,
+    InferJob,
+    QuantizeJob,
+    Trt,
+    anchored,
+    artifact,
+    check_writable,
+    part_paths,
+    read,
+)
+from sd_quant.errors import ArtifactError, ConfigError, ResourceError
+
+CONF = REPOSITORY / "conf"
+JOBS = {"quantize": QuantizeJob, "export_trt": ExportJob, "infer": InferJob}
+NEEDED = {"model=sdxl_nemo": ["model.path=some.nemo"]}  # mandatory values of an option
+
+
+def composed(primary: str, *overrides: str) -> dict:
+    """What Hydra makes of a primary, without its own section and the short names of knobs."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose(primary, list(overrides))
+    plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    return {name: value for name, value in plain.items() if name not in SHORTHANDS}
+
+
+def groups_of(primary: str) -> set[str]:
+    defaults = yaml.safe_load((CONF / f"{primary}.yaml").read_text())["defaults"]
+    return {name.removeprefix("optional ") for entry in defaults if isinstance(entry, dict) for name in entry}
+
+
+def options() -> list[tuple[str, str]]:
+    """Each primary alone, then with each option of each of its groups."""
+    pairs = [(primary, "") for primary in JOBS]
+    for path in sorted(CONF.glob("*/*.yaml")):
+        pairs += [(name, f"{path.parent.name}={path.stem}") for name in JOBS if path.parent.name in groups_of(name)]
+    return pairs
+
+
+def test_every_file_under_conf_is_composed_by_the_test_below():
+    covered = {f"{primary}.yaml" for primary in JOBS} | {f"{o.replace('=', '/')}.yaml" for _, o in options() if o}
+    assert covered == {str(path.relative_to(CONF)) for path in CONF.rglob("*.yaml")}
+    assert len(options()) > 15
+
+
+@pytest.mark.parametrize(("primary", "option"), options())
+def test_every_option_of_every_primary_is_a_job(primary, option):
+    overrides = [option, *NEEDED.get(option, [])] if option else []
+    refused = {("quantize", "infer=torch")}  # the baseline of every job is no engine for the quantized model
+    if (primary, option) in refused:
+        with pytest.raises(ConfigError, match=r"^infer\.engine is torch, expected an engine for the quantized model"):
+            read(JOBS[primary], composed(primary, *overrides))
+        return
+    job = read(JOBS[primary], composed(primary, *overrides))
+    group, _, choice = option.partition("=")
+    if group == "infer":
+        assert job.infer.engine == choice
+    if group == "export_trt":
+        assert job.trt.library == choice
+    for prompts in ("prompts", "calibration_prompts") if hasattr(job, "model") else ():
+        assert anchored(getattr(job.model, prompts)).is_file()
+
+
+def test_the_preset_is_nemos():
+    """Names and defaults of NeMo's sdxl_quantize.yaml, and a seed."""
+    job = read(QuantizeJob, composed("quantize"))
+    found = dataclasses.asdict(job.quantize)
+    assert found == {
+        "exp_name": "nemo",
+        "n_steps": 20,
+        "format": "int8",
+        "percentile": 1.0,
+        "collect_method": "global_min",
+        "batch_size": 1,
+        "calib_size": 32,
+        "quant_level": 2.5,
+        "alpha": 0.8,
+        "seed": 42,
+    }
+
+
+@pytest.mark.parametrize(
+    ("knob", "value"),
+    [("quant_level", "3"), ("alpha", "0.5"), ("percentile", "0.9"), ("collect_method", "min-max"), ("calib_size", "8")],
+)
+def test_a_knob_has_the_same_meaning_at_the_top_and_in_its_group(knob, value):
+    assert knob in SHORTHANDS
+    short, full = (read(QuantizeJob, composed("quantize", f"{p}{knob}={value}")) for p in ("", "quantize."))
+    assert short == full != read(QuantizeJob, composed("quantize"))
+
+
+# ------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.fixture(scope="module")
+def mappings() -> dict[str, dict]:
+    return {primary: composed(primary) for primary in JOBS}
+
+
+def changed(mapping: dict, knob: str, value: object) -> dict:
+    mapping = deepcopy(mapping)
+    *groups, name = knob.split(".")
+    inner = mapping
+    for group in groups:
+        inner = inner[group]
+    inner[name] = value
+    return mapping
+
+
+NAN, INFINITY = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("knob", "value", "sentence"),
+    [
+        ("model.family", "flux", "model.family is flux, expected one of sdxl"),
+        ("model.width", 100, "model.width is 100, expected a multiple of 64 from 64 to 4096"),
+        ("model.height", 0, "model.height is 0, expected a multiple of 64 from 64 to 4096"),
+        ("model.height", 8192, "model.height is 8192, expected a multiple of 64 from 64 to 4096"),
+        ("model.path", 3, "model.path is 3, expected text"),
+        ("quantize.format", "int3", "quantize.format is int3, expected one of int8"),
+        ("quantize.quant_level", 5, "quant_level is 5.0, expected one of 1, 2, 2.5, 3"),
+        ("quantize.quant_level", "three", "quantize.quant_level is 'three', expected a number"),
+        ("quantize.quant_level", True, "quantize.quant_level is True, expected a number"),
+        ("quantize.alpha", 1.5, "alpha is 1.5, expected a number from 0 to 1"),
+        ("quantize.alpha", -0.1, "alpha is -0.1, expected a number from 0 to 1"),
+        ("quantize.alpha", NAN, "quantize.alpha is nan, expected a finite number"),
+        ("quantize.alpha", None, "quantize.alpha is None, expected a number"),
+        ("quantize.percentile", 0, "percentile is 0.0, expected a number above 0 and up to 1"),
+        ("quantize.percentile", 99, "percentile is 99.0, expected a number above 0 and up to 1"),
+        (
+            "quantize.collect_method",
+            "mean",
+            "collect_method is mean, expected one of global_min, min-max, min-mean, mean-max",
+        ),
+        ("quantize.n_steps", 0, "quantize.n_steps is 0, expected at least 1"),
+        ("quantize.n_steps", 2.5, "quantize.n_steps is 2.5, expected a whole number"),
+        ("quantize.n_steps", True, "quantize.n_steps is True, expected a whole number"),
+        ("quantize.batch_size", 0, "quantize.batch_size is 0, expected at least 1"),
+        ("quantize.calib_size", -1, "quantize.calib_size is -1, expected at least 1"),
+        ("quantize.seed", -1, "quantize.seed is -1, expected a whole number from 0 to 2^32 - 1"),
+        ("quantize.exp_name", None, "quantize.exp_name is None, expected text"),
+        ("trt.library", "rtx", "trt.library is rtx, expected one of auto, tensorrt, tensorrt_rtx, none"),
+        ("trt.targets", "SM89", "trt.targets is 'SM89', expected a list of texts"),
+        ("trt.targets", [89], "trt.targets is [89], expected a list of texts"),
+        ("trt.static_batch", 1, "trt.static_batch is 1, expected true or false"),
+        ("trt.min_batch_size", 0, "trt.min_batch_size is 0, expected at least 1"),
+        ("trt.min_batch_size", 9, "trt.max_batch_size is 8, expected at least 9"),
+        ("trt.optimization_level", 6, "trt.optimization_level is 6, expected one of 0, 1, 2, 3, 4, 5"),
+        ("trt.optimization_level", "best", "trt.optimization_level is 'best', expected a whole number or null"),
+        ("trt.workspace_gib", 0, "trt.workspace_gib is 0.0, expected more than 0"),
+        ("trt.workspace_gib", INFINITY, "trt.workspace_gib is inf, expected a finite number"),
+        (
+            "infer.batch_size",
+            9,
+            "infer.batch_size is 9, expected from trt.min_batch_size=1 to trt.max_batch_size=8",
+        ),
+        ("infer.width", 65, "infer.width is 65, expected a multiple of 64 from 64 to 4096"),
+        ("infer.num_samples", 0, "infer.num_samples is 0, expected at least 1"),
+        ("infer.num_warmup_runs", -1, "infer.num_warmup_runs is -1, expected at least 0"),
+        ("infer.num_timed_runs", 0, "infer.num_timed_runs is 0, expected at least 1"),
+        ("infer.scale", -1, "infer.scale is -1.0, expected at least 0"),
+        ("infer.scale", INFINITY, "infer.scale is inf, expected a finite number"),
+        ("infer.seed", 2**32, "infer.seed is 4294967296, expected a whole number from 0 to 2^32 - 1"),
+        ("infer.prompts", 5, "infer.prompts is 5, expected a list of texts or text"),
+        ("infer.allow_untrusted_plan", "yes", "infer.allow_untrusted_plan is 'yes', expected true or false"),
+        ("infer", 3, "infer is 3, expected a group of knobs"),
+        ("quantize.quant_levle", 3, "there is no knob quantize.quant_levle; did you mean quant_level?"),
+        ("trt.xyzzy", 1, "there is no knob trt.xyzzy; known are library, max_batch_size, min_batch_size, "
+         "optimization_level, static_batch, targets, workspace_gib"),
+        ("modle", {}, "there is no knob modle; did you mean model?"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_refused_by_its_name(mappings, knob, value, sentence):
+    with pytest.raises(ConfigError) as refusal:
+        read(QuantizeJob, changed(mappings["quantize"], knob, value))
+    assert str(refusal.value) == sentence
+
+
+@pytest.mark.parametrize("primary", JOBS)
+def test_every_missing_knob_is_named(mappings, primary):
+    complete = mappings[primary]
+    read(JOBS[primary], complete)
+    knobs = list(complete) + [
+        f"{group}.{name}" for group, inner in complete.items() if isinstance(inner, dict) for name in inner
+    ]
+    for knob in knobs:
+        *groups, name = knob.split(".")
+        mapping = deepcopy(complete)
+        del (mapping[groups[0]] if groups else mapping)[name]
+        with pytest.raises(ConfigError) as refusal:
+            read(JOBS[primary], mapping)
+        assert str(refusal.value) == f"the knob {knob} is missing; give it a value"
+
+
+def test_whole_numbers_are_numbers(mappings):
+    job = read(QuantizeJob, changed(mappings["quantize"], "quantize.alpha", 1))
+    assert job.quantize.alpha == 1.0 and isinstance(job.quantize.alpha, float)
+
+
+def test_a_batch_needs_no_profile_when_no_plan_is_built(mappings):
+    mapping = changed(changed(mappings["quantize"], "trt.library", "none"), "infer.batch_size", 64)
+    assert read(QuantizeJob, mapping).infer.batch_size == 64
+
+
+# ----------------------------------------------------------------------------------------- files that jobs name
+
+
+@pytest.fixture
+def archive(tmp_path) -> Path:
+    """An empty tar: whole, though no checkpoint."""
+    path = tmp_path / "empty.nemo"
+    path.write_bytes(bytes(1024))
+    return path
+
+
+@pytest.fixture
+def quantize_mapping(mappings, archive) -> dict:
+    return changed(mappings["quantize"], "model.path", str(archive))
+
+
+def test_more_calibration_prompts_than_there_are_is_refused(quantize_mapping, tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("one\n\ntwo\nthree\n")
+    mapping = changed(quantize_mapping, "model.calibration_prompts", str(prompts))
+    assert read(QuantizeJob, changed(mapping, "quantize.calib_size", 2)).calibration_prompts() == ["one", "two"]
+    job = read(QuantizeJob, changed(mapping, "quantize.calib_size", 4))
+    with pytest.raises(ConfigError, match="^calib_size is 4, expected at most the 3 prompts of the prompt file$"):
+        job.check_files()
+
+
+def test_prompts_come_from_a_list_or_a_file(quantize_mapping, tmp_path):
+    listed = changed(changed(quantize_mapping, "infer.prompts", ["a", "b"]), "infer.num_samples", 2)
+    assert read(QuantizeJob, listed).infer.prompt_list() == ["a", "a", "b", "b"]
+    (tmp_path / "prompts.txt").write_text("c\nd\n")
+    named = changed(quantize_mapping, "infer.prompts", str(tmp_path / "prompts.txt"))
+    assert read(QuantizeJob, named).infer.prompt_list() == ["c", "d"]
+    with pytest.raises(ConfigError, match=r"^infer\.prompts is empty, expected at least one prompt$"):
+        read(QuantizeJob, changed(quantize_mapping, "infer.prompts", [])).check_files()
+
+
+def test_a_checkpoint_has_to_be_there_and_whole(mappings, quantize_mapping, archive):
+    read(QuantizeJob, quantize_mapping).check_files()
+    absent = read(QuantizeJob, changed(mappings["quantize"], "model.path", "no/such.nemo"))
+    with pytest.raises(ConfigError, match=r"^model\.path names no/such\.nemo, which does not exist"):
+        absent.check_files()
+    archive.write_bytes(b"not a tar" * 100)
+    with pytest.raises(ArtifactError, match="no valid tar header"):
+        read(QuantizeJob, quantize_mapping).check_files()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorrt") is not None, reason="tensorrt is installed here")
+@pytest.mark.parametrize("knob", ["infer.engine", "trt.library"])
+def test_a_missing_runtime_is_refused_with_its_extra(quantize_mapping, knob):
+    job = read(QuantizeJob, changed(quantize_mapping, knob, "tensorrt"))
+    with pytest.raises(ResourceError, match=r"the package tensorrt is not installed.* pip install -e '\.\[tensorrt\]'"):
+        job.check_files()
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """The directory of an earlier run, as far as the checks look."""
+    for part in PART_NAMES:
+        path = artifact(tmp_path / "run", "onnx", part)
+        path.parent.mkdir(parents=True)
+        path.touch()
+    return tmp_path / "run"
+
+
+def test_parts_come_from_the_run_and_single_paths_go_before(mappings, run, tmp_path):
+    mapping = changed(mappings["export_trt"], "run", str(run))
+    own = tmp_path / "own.onnx"
+    own.touch()
+    job = read(ExportJob, changed(mapping, "vae", str(own)))
+    job.check_files()
+    paths = part_paths(job, "onnx")
+    assert list(paths) == list(PART_NAMES)
+    assert paths["vae"] == own
+    assert paths["unet_xl"] == run / "onnx/unet_xl/unet_xl.onnx"
+    assert artifact(run, "plan", "unet_xl") == run / "plan/unet_xl.plan"
+
+
+def test_an_export_takes_some_parts_and_pictures_need_all(mappings, run, archive):
+    unet = str(artifact(run, "onnx", "unet_xl"))
+    read(ExportJob, changed(mappings["export_trt"], "unet_xl", unet)).check_files()
+    mapping = changed(changed(mappings["infer"], "unet_xl", unet), "model.path", str(archive))
+    with pytest.raises(ConfigError, match=r"^no file is given for vae, clip1, clip2; set run=.* or vae=<path of its"):
+        read(InferJob, mapping).check_files()
+    with pytest.raises(ConfigError, match="^no file is given for unet_xl, vae, clip1, clip2; set run="):
+        read(ExportJob, mappings["export_trt"]).check_files()
+
+
+def test_a_missing_part_is_named_with_its_path(mappings, run):
+    missing = artifact(run, "onnx", "clip1")
+    missing.unlink()
+    with pytest.raises(ConfigError, match=f"^clip1 should be at {missing}, which does not exist"):
+        read(ExportJob, changed(mappings["export_trt"], "run", str(run))).check_files()
+
+
+def test_pictures_of_a_run_come_from_its_checkpoint(mappings, run, archive):
+    mapping = changed(changed(mappings["infer"], "run", str(run)), "model.path", "no/such.nemo")
+    with pytest.raises(ConfigError, match="no/such.nemo"):
+        read(InferJob, mapping).check_files()
+    model = mappings["infer"]["model"] | {"path": str(archive)}
+    (run / "config.yaml").write_text(yaml.safe_dump({"model": model}))
+    job = read(InferJob, mapping)
+    assert job.checkpoint_model().path == str(archive)
+    job.check_files()
+    for broken in ("a: [", "just text", "other: 1"):
+        (run / "config.yaml").write_text(broken)
+        with pytest.raises(ArtifactError, match=r"config\.yaml is not the config of a run"):
+            job.check_files()
+
+
+def test_an_out_path_below_a_file_is_refused(mappings, run, archive):
+    mapping = changed(mappings["export_trt"], "run", str(run))
+    read(ExportJob, changed(mapping, "infer.out_path", str(run / "new"))).check_files()
+    assert not (run / "new").exists()
+    below = changed(mapping, "infer.out_path", str(archive / "new"))
+    with pytest.raises(ConfigError, match=r"cannot be written, because of .*empty\.nemo; set infer\.out_path$"):
+        read(ExportJob, below).check_files()
+
+
+def test_writable_makes_nothing(tmp_path):
+    check_writable(tmp_path / "a/b/c")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "broken").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"because of .*broken; set hydra\.run\.dir"):
+        check_writable(tmp_path / "broken/run")
+
+
+def test_relative_paths_are_taken_from_the_repository(tmp_path):
+    assert anchored("conf/quantize.yaml").is_file()
+    assert anchored(tmp_path) == tmp_path
+
+
+def test_reading_a_group_alone(mappings):
+    assert read(Trt, mappings["quantize"]["trt"], "trt.").targets == ["SM89", "SM120"]

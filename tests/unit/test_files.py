@@ -1,0 +1,66 @@
+import errno
+import hashlib
+import json
+
+import pytest
+
+from sd_quant.errors import ResourceError
+from sd_quant.files import atomic_path, sha256, write_json, write_text
+
+
+def test_the_name_is_replaced_when_the_block_ends_well(tmp_path):
+    path = tmp_path / "new/folder/file.txt"
+    write_text(path, "old")
+    with atomic_path(path) as temporary:
+        temporary.write_text("new")
+        assert path.read_text() == "old"
+        assert temporary.parent == path.parent  # a rename must stay on one file system
+    assert path.read_text() == "new"
+    assert [file.name for file in path.parent.iterdir()] == ["file.txt"]
+
+
+@pytest.mark.parametrize("failure", [RuntimeError("no"), KeyboardInterrupt(), OSError(errno.EIO, "no")])
+def test_a_failed_block_leaves_the_old_file_and_nothing_else(tmp_path, failure):
+    path = tmp_path / "file.txt"
+    path.write_text("old")
+    with pytest.raises(type(failure)), atomic_path(path) as temporary:
+        temporary.write_text("half of the n")
+        raise failure
+    assert path.read_text() == "old"
+    assert [file.name for file in tmp_path.iterdir()] == ["file.txt"]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_a_resource_error_that_names_the_file(tmp_path, code):
+    path = tmp_path / "file.txt"
+    with pytest.raises(ResourceError, match=r"the disk is full: .*file\.txt could not be written"):
+        with atomic_path(path) as temporary:
+            temporary.write_text("half")
+            raise OSError(code, "No space left on device")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_block_that_writes_nothing_fails(tmp_path):
+    with pytest.raises(FileNotFoundError), atomic_path(tmp_path / "file.txt"):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_json_reads_back(tmp_path):
+    path = tmp_path / "record.json"
+    write_json(path, {"psnr": None, "name": "Größe", "values": [1, 0.5]})
+    assert json.loads(path.read_text(encoding="utf-8")) == {"psnr": None, "name": "Größe", "values": [1, 0.5]}
+    assert path.read_text().endswith("}\n")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_json_refuses_numbers_that_are_none(tmp_path, value):
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json(tmp_path / "record.json", {"psnr": [1.0, value]})
+    assert not list(tmp_path.iterdir())
+
+
+def test_sha256_is_that_of_the_bytes(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"abc" * 100_000)
+    assert sha256(path) == hashlib.sha256(b"abc" * 100_000).hexdigest()

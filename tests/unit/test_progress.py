@@ -1,0 +1,63 @@
+import io
+import logging
+import sys
+import time
+
+import pytest
+
+from sd_quant import progress as module
+from sd_quant.progress import progress
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds that pass when the test says so."""
+    now = [1000.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_a_log_hears_every_half_minute_how_long_it_takes(monkeypatch, caplog, clock):
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with caplog.at_level(logging.INFO, "sd_quant.progress"), progress(10, "calibrate") as advance:
+        for _ in range(10):
+            clock[0] += 12
+            advance()
+    assert caplog.messages == [
+        "calibrate: 3 of 10, about 84 s to go",
+        "calibrate: 6 of 10, about 48 s to go",
+        "calibrate: 9 of 10, about 12 s to go",
+    ]
+    assert sys.stderr.getvalue() == ""
+
+
+def test_short_work_and_the_last_unit_say_nothing(monkeypatch, caplog, clock):
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with caplog.at_level(logging.INFO, "sd_quant.progress"), progress(2, "export") as advance:
+        advance()
+        clock[0] += 100
+        advance()
+    assert caplog.messages == []
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_gets_a_bar(monkeypatch, caplog):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with caplog.at_level(logging.INFO), progress(2, "calibrate") as advance:
+        assert "calibrate:   0%" in sys.stderr.getvalue()
+        advance()
+        time.sleep(0.15)  # the bar redraws ten times a second
+        advance()
+    assert "calibrate: 100%" in sys.stderr.getvalue() and "2/2" in sys.stderr.getvalue()
+    assert caplog.messages == []
+
+
+def test_an_exception_passes_through(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with pytest.raises(KeyboardInterrupt), progress(2, "calibrate") as advance:
+        advance()
+        raise KeyboardInterrupt
