@@ -15,7 +15,7 @@ from pathlib import Path
 from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -55,6 +55,8 @@ def knobs_of(node: DictConfig, prefix: str = "") -> list[str]:
 def refusal(error: Exception, config_name: str) -> ConfigError:
     """Hydra's or OmegaConf's complaint in one sentence."""
     text = " ".join(str(error).split())
+    if isinstance(error, OverrideParseException):
+        return ConfigError(f"the argument {error.override} cannot be read: {text}")
     unknown = re.search(r"Could not override '([^']+)'", text)
     if unknown:
         with initialize_config_dir(str(CONF), version_base="1.3"):

@@ -178,6 +178,12 @@ class QuantizeJob:
         check_batch(self.trt, self.infer)
         expected = "an engine for the quantized model, such as infer=openvino, because torch is every job's baseline"
         check(self.infer.engine != "torch", "infer.engine", "torch", expected)
+        if self.infer.engine.startswith("tensorrt"):
+            fits = self.trt.library in ("auto", self.infer.engine)
+            expected = (
+                f"auto or {self.infer.engine}, because infer.engine={self.infer.engine} runs the plans that it builds"
+            )
+            check(fits, "trt.library", self.trt.library, expected)
 
     def calibration_prompts(self) -> list[str]:
         """The first ``calib_size`` prompts. Raises ConfigError when the file holds fewer."""

@@ -1,13 +1,13 @@
 """Train ``sdxl_mini``: first the VAE, then the UNet together with its two text encoders, both with Lightning.
 
     pip install -e '.[examples]'
-    python examples/sdxl_mini/train.py vae   --steps 2600
-    python examples/sdxl_mini/train.py unet  --steps 12000
+    python examples/sdxl_mini/train.py vae   --steps 4000 --decay 1500
+    python examples/sdxl_mini/train.py unet  --steps 4300 --decay 1200
     python examples/sdxl_mini/train.py pack              # writes checkpoints/sdxl_mini.nemo
 
-Every command resumes where it was stopped (Ctrl-C included) and is seeded. The learning rate is constant with a linear
-decay over the last ``--decay`` steps, so that a run can be continued or ended at any step without a schedule planned
-ahead. Real SDXL freezes its text encoders; here nothing pretrained exists, so they learn with the UNet.
+Every command resumes where it was stopped (Ctrl-C and SIGTERM save first) and is seeded. The learning rate is constant
+with a linear decay over the last ``--decay`` steps, so that a run can be continued or ended at any step without a
+schedule planned ahead. Real SDXL freezes its text encoders; here nothing is pretrained, so they learn with the UNet.
 """
 
 import argparse

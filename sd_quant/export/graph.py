@@ -17,6 +17,7 @@ from torch import nn
 from sd_quant.models.parts import Contract
 
 OPSET = 20  # the first with fp16 scales, group normalisation and GELU, and below the opset that fuses attention
+TALKATIVE = ("torch.onnx", "onnx_ir", "onnxscript")  # they tell of every node that they touch
 EXAMPLE_AXES = {"batch": 2, "height": 8, "width": 8}
 
 
@@ -43,7 +44,8 @@ def trace(build: Callable[[], nn.Module], contract: Contract) -> ir.Model:
     mode, module = fake_module(build, contract.weights)
     with mode, torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's exporter warns about its own internals
-        logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+        for name in TALKATIVE:
+            logging.getLogger(name).setLevel(logging.ERROR)
         shapes = contract.shapes(**EXAMPLE_AXES)
         example = {name: torch.zeros(shape, dtype=contract.dtypes[name]) for name, shape in shapes.items()}
         dynamic = {

@@ -3,6 +3,9 @@
 The result is an ordinary ModelOpt model: ``mto.save`` writes it and ``mto.restore`` takes it back.
 """
 
+import contextlib
+import io
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -29,9 +32,11 @@ def modelopt_config(assignment: Mapping[str, LayerAssignment]) -> dict:
 @torch.no_grad()
 def simulate(module: nn.Module, assignment: Mapping[str, LayerAssignment]) -> nn.Module:
     """``module`` with fake quantization in place (it is changed). Weights are smoothed, not yet rounded."""
-    import modelopt.torch.quantization as mtq
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):  # it prints how many it inserted
+        warnings.filterwarnings("ignore", "transformers .* is not tested")
+        import modelopt.torch.quantization as mtq
 
-    module = mtq.quantize(module, modelopt_config(assignment))
+        module = mtq.quantize(module, modelopt_config(assignment))
     for layer in assignment.values():
         if layer.format != "int8":
             continue

@@ -218,6 +218,20 @@ def test_a_batch_needs_no_profile_when_no_plan_is_built(mappings):
     assert read(QuantizeJob, mapping).infer.batch_size == 64
 
 
+@pytest.mark.parametrize(
+    ("library", "fits"), [("auto", True), ("tensorrt", True), ("tensorrt_rtx", False), ("none", False)]
+)
+def test_an_engine_that_runs_plans_needs_the_library_that_builds_them(mappings, library, fits):
+    mapping = changed(changed(mappings["quantize"], "infer.engine", "tensorrt"), "trt.library", library)
+    if fits:
+        assert read(QuantizeJob, mapping).trt.library == library
+        return
+    with pytest.raises(
+        ConfigError, match=f"^trt.library is {library}, expected auto or tensorrt, because infer.engine="
+    ):
+        read(QuantizeJob, mapping)
+
+
 # ----------------------------------------------------------------------------------------- files that jobs name
 
 

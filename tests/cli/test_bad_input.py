@@ -1,0 +1,192 @@
+"""Bad input to the real commands: one sentence, the right exit code, nothing left behind."""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+tensorrt_missing = pytest.mark.skipif(importlib.util.find_spec("tensorrt") is not None, reason="tensorrt is installed")
+
+
+def listing(folder: Path) -> set[Path]:
+    """Everything in ``folder`` and where commands write by default."""
+    folders = [folder, *(REPOSITORY / "outputs" / name for name in ("quantize", "export_trt", "infer"))]
+    return {path for folder in folders for path in folder.rglob("*")}
+
+
+@pytest.fixture
+def files(tmp_path) -> Path:
+    """A whole archive that holds no checkpoint, a broken one, and prompts that are no text."""
+    (tmp_path / "empty.nemo").write_bytes(bytes(1024))
+    (tmp_path / "garbage.nemo").write_bytes(b"this is not a tar archive " * 100)
+    (tmp_path / "latin1.txt").write_bytes("ein rotes Häuschen\n".encode("latin-1"))
+    (tmp_path / "three.txt").write_text("one\ntwo\nthree\n")
+    (tmp_path / "empty_run").mkdir()
+    return tmp_path
+
+
+CHECKPOINT_GIVEN = "model.path={files}/empty.nemo"
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "code", "words"),
+    [
+        ("quantize.py", ["quant_levle=3"], 2, "there is no knob quant_levle; did you mean quant_level"),
+        ("quantize.py", ["+quantize.alhpa=0.5"], 2, "there is no knob quantize.alhpa; did you mean alpha?"),
+        ("quantize.py", ["quantize=int4"], 2, "there is no preset quantize=int4; did you mean int8?"),
+        ("quantize.py", ["infer=3"], 2, "Config group override must be a string"),
+        ("quantize.py", ["alpha=["], 2, "the argument alpha=[ cannot be read"),
+        ("quantize.py", ["alpha=0.5,0.8"], 2, "--multirun"),
+        ("quantize.py", ["quant_level=5"], 2, "quant_level is 5.0, expected one of 1, 2, 2.5, 3"),
+        ("quantize.py", ["alpha=1.5"], 2, "alpha is 1.5, expected a number from 0 to 1"),
+        ("quantize.py", ["calib_size=many"], 2, "quantize.calib_size is 'many', expected a whole number"),
+        ("quantize.py", ["infer=torch"], 2, "infer.engine is torch, expected an engine for the quantized model"),
+        ("quantize.py", ["model=sdxl_nemo"], 2, "the knob model.path has no value; give it one on the command line"),
+        ("quantize.py", ["model.path=no/such.nemo"], 2, "model.path names no/such.nemo, which does not exist"),
+        ("quantize.py", ["model.path={files}/garbage.nemo"], 3, "garbage.nemo has no valid tar header at byte 0"),
+        (
+            "quantize.py",
+            [CHECKPOINT_GIVEN, "model.calibration_prompts={files}/three.txt"],
+            2,
+            "calib_size is 32, expected at most the 3 prompts of the prompt file",
+        ),
+        ("quantize.py", [CHECKPOINT_GIVEN, "infer.prompts={files}/latin1.txt"], 2, "is not UTF-8 at line 1, byte 12"),
+        ("quantize.py", [CHECKPOINT_GIVEN, "infer.prompts={files}/none.txt"], 2, "there is no prompt file"),
+        pytest.param(
+            "quantize.py",
+            [CHECKPOINT_GIVEN, "export_trt=tensorrt"],
+            4,
+            "the package tensorrt is not installed",
+            marks=tensorrt_missing,
+        ),
+        (
+            "quantize.py",
+            [CHECKPOINT_GIVEN, "hydra.run.dir={files}/empty.nemo/run"],
+            2,
+            "empty.nemo; set hydra.run.dir",
+        ),
+        ("export_trt.py", [], 2, "no file is given for unet_xl, vae, clip1, clip2; set run="),
+        ("export_trt.py", ["run={files}/empty_run"], 2, "unet_xl should be at"),
+        ("export_trt.py", ["export_trt=tensort"], 2, "there is no preset export_trt=tensort; did you mean tensorrt"),
+        ("infer.py", [CHECKPOINT_GIVEN, "run={files}/empty_run"], 2, "unet_xl should be at"),
+        ("infer.py", [CHECKPOINT_GIVEN, "infer=tensort"], 2, "there is no preset infer=tensort; did you mean tensorrt"),
+        ("infer.py", ["infer.engine=tvm"], 2, "infer.engine is tvm, expected one of openvino, onnxruntime"),
+        pytest.param(
+            "infer.py",
+            [CHECKPOINT_GIVEN, "run={files}/empty_run", "infer=tensorrt"],
+            4,
+            "the package tensorrt is not installed",
+            marks=tensorrt_missing,
+        ),
+    ],
+)  # fmt: skip
+def test_a_refused_command_says_one_sentence_and_leaves_nothing(command, files, script, arguments, code, words):
+    arguments = [argument.format(files=files) for argument in arguments]
+    if not any(argument.startswith("hydra.run.dir") for argument in arguments):
+        arguments.append(f"hydra.run.dir={files}/run")
+    before = listing(files)
+    result = command(script, *arguments)
+    assert (result.returncode, result.stdout) == (code, ""), result.stderr
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
+    assert words in result.stderr
+    assert listing(files) == before
+
+
+def test_a_refused_command_does_not_make_the_default_directory(command, files):
+    before = listing(files)
+    assert command("quantize.py", "quant_level=5").returncode == 2
+    assert listing(files) == before
+
+
+def test_an_archive_without_a_checkpoint_fails_with_one_sentence_and_leaves_only_its_log(command, files):
+    result = command("quantize.py", f"model.path={files}/empty.nemo", f"hydra.run.dir={files}/run")
+    assert result.returncode == 3
+    refusals = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert result.stderr.splitlines()[-1:] == refusals
+    assert "empty.nemo holds no model_config.yaml but nothing" in refusals[0]
+    assert "Traceback" not in result.stderr + result.stdout and "Error executing job" not in result.stderr
+    left = {path.name for path in (files / "run").iterdir()}
+    assert left == {".hydra", "quantize.log", "config.yaml"}
+    assert refusals[0].removeprefix("error: ") in (files / "run/quantize.log").read_text()
+
+
+def test_a_sweep_with_a_broken_job_fails_and_logs_it_in_the_jobs_own_log(command, files):
+    arguments = [f"model.path={files}/garbage.nemo", "quant_level=1,2", f"hydra.sweep.dir={files}/sweep"]
+    result = command("quantize.py", "--multirun", *arguments)
+    assert result.returncode == 3
+    assert "Traceback" not in result.stderr + result.stdout
+    lines = result.stderr.splitlines()
+    assert "garbage.nemo has no valid tar header" in lines[-1] and lines[-1].startswith("error: ")
+    assert sum(line.startswith("error: ") for line in lines) == 1
+    for job in ("0", "1"):
+        assert "no valid tar header" in (files / "sweep" / job / "quantize.log").read_text()
+
+
+def test_ctrl_c_ends_the_job_soon_and_without_a_record(start, checkpoint, tmp_path):
+    directory = tmp_path / "run"
+    with start("quantize.py", f"model.path={checkpoint}", f"hydra.run.dir={directory}") as process:
+        try:
+            for line in process.stdout:
+                if "calibrate ..." in line:
+                    break
+            time.sleep(1)
+            pressed = time.monotonic()
+            os.killpg(process.pid, signal.SIGINT)
+            _, stderr = process.communicate(timeout=60)
+            seconds = time.monotonic() - pressed
+        finally:
+            process.kill()
+    assert process.returncode == 130, stderr
+    assert stderr.splitlines()[-1].startswith("error: cancelled")
+    assert "Traceback" not in stderr
+    assert seconds < 15
+    assert not (directory / "metrics.json").exists()
+    assert not list(directory.rglob("*.part"))
+
+
+def test_help_is_fast(command):
+    seconds = []
+    for _ in range(3):
+        started = time.perf_counter()
+        result = command("quantize.py", "--help")
+        seconds.append(time.perf_counter() - started)
+        assert result.returncode == 0
+        assert "Quantize a diffusion checkpoint" in result.stdout
+        assert "quant_level: 2.5" in result.stdout
+    assert min(seconds) < 1.5
+
+
+@pytest.mark.parametrize("script", ["quantize.py", "export_trt.py", "infer.py"])
+def test_help_and_checks_import_nothing_heavy(script):
+    heavy = ("torch", "numpy", "diffusers", "transformers", "onnx", "openvino", "tensorrt_rtx", "modelopt")
+    program = f"""
+import runpy, sys
+for arguments in (["--help"], ["nope=1"]):
+    sys.argv = [{script!r}, *arguments]
+    try:
+        runpy.run_path({script!r}, run_name="__main__")
+    except SystemExit:
+        pass
+print("imported", *(name for name in {heavy!r} if name in sys.modules))
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert result.stdout.splitlines()[-1].strip() == "imported"
+
+
+def test_commands_work_from_any_directory(files):
+    result = subprocess.run(
+        [sys.executable, REPOSITORY / "quantize.py", "model.path=no/such.nemo"],
+        cwd=files,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)

@@ -1,0 +1,306 @@
+"""One real run of the main job on the checkpoint that ships, and the two commands that go on from its directory."""
+
+import csv
+import hashlib
+import json
+import math
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+from sd_quant.checkpoints.nemo import open_nemo
+from sd_quant.config import PART_NAMES
+from sd_quant.engines import openvino
+from sd_quant.engines.tensorrt import describe_plan
+from sd_quant.models.sdxl import build_modules
+from sd_quant.quantization.levels import QUANT_LEVELS
+
+# Layers of the mini checkpoint's UNet by role, counted by hand from its config: 26 convolutions in ResBlocks and
+# samplers, 11 transformer blocks with 2 feed-forward layers, 6 query/key/value and 2 output projections, and 7
+# attention blocks with an input and an output projection.
+ROLES = {"conv": 26, "ffn": 11 * 2, "qkv": 11 * 6, "linear": 11 * 2 + 7 * 2}
+EXCLUDED = 24
+PARITY = {*PART_NAMES, "int8_layers", "unet_xl_quantized"}
+
+
+def onnx_path(directory: Path, part: str) -> Path:
+    return directory / "onnx" / part / f"{part}.onnx"
+
+
+def picture(path: Path) -> np.ndarray:
+    with Image.open(path) as image:
+        return np.array(image)
+
+
+def numbers(value: object, place: str = "") -> list[tuple[str, float]]:
+    """Every number of a record with its place."""
+    if isinstance(value, dict):
+        return [pair for name, inner in value.items() for pair in numbers(inner, f"{place}.{name}")]
+    if isinstance(value, list):
+        return [pair for index, inner in enumerate(value) for pair in numbers(inner, f"{place}.{index}")]
+    return [(place, value)] if isinstance(value, int | float) else []
+
+
+def nulls_without_reason(value: object, place: str = "") -> list[str]:
+    if isinstance(value, list):
+        return [null for index, inner in enumerate(value) for null in nulls_without_reason(inner, f"{place}.{index}")]
+    if not isinstance(value, dict):
+        return []
+    values = {name: inner for name, inner in value.items() if not name.endswith("reason")}
+    own = [f"{place}.{name}" for name, inner in values.items() if inner is None and not value.get("reason")]
+    return own + [null for name, inner in value.items() for null in nulls_without_reason(inner, f"{place}.{name}")]
+
+
+@pytest.fixture(scope="module")
+def run(main_job) -> Path:
+    return main_job.directory
+
+
+@pytest.fixture(scope="module")
+def record(run) -> dict:
+    return json.loads((run / "metrics.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def layers(run) -> list[dict]:
+    with (run / "layers.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def unet(run) -> onnx.ModelProto:
+    return onnx.load(onnx_path(run, "unet_xl"))
+
+
+def test_everything_that_a_run_leaves_is_there(run, main_job):
+    files = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
+    names = [f"{index:04}.png" for index in range(len(main_job.prompts))]
+    expected = {"config.yaml", "layers.csv", "metrics.json", "provenance.json", "quantize.log", "quantized_unet.pt"}
+    expected |= {f"onnx/{part}/{part}.onnx" for part in PART_NAMES}
+    expected |= {f"plan/{part}.plan{record}" for part in PART_NAMES for record in ("", ".json")}
+    expected |= {"images/grid.png"} | {f"images/{side}/{n}" for side in ("full_precision", "quantized") for n in names}
+    assert expected <= files
+    assert not [name for name in files if name.endswith(".part")]
+
+
+def test_the_resolved_config_is_that_of_the_command(run, main_job):
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert (config["quantize"]["quant_level"], config["quantize"]["alpha"]) == (3.0, 0.8)
+    assert (config["quantize"]["calib_size"], config["quantize"]["n_steps"]) == (4, 5)
+    assert config["infer"]["prompts"] == main_job.prompts
+
+
+def test_the_closing_table_is_printed_and_the_log_has_every_stage(run, main_job, record):
+    assert "done  format=int8  quant_level=3.0  alpha=0.8" in main_job.stdout
+    for words in ("unet_xl", "speed-up", "PSNR", "peak memory", f"run directory: {run}"):
+        assert words in main_job.stdout
+    log = (run / "quantize.log").read_text()
+    stages = ("load", "calibrate", "assign", "export", "plans", "engines", "pictures", "latency", "parity")
+    assert tuple(record["stages"]) == stages
+    assert all(f"{stage} ..." in log for stage in stages)
+
+
+def test_each_layer_has_a_row_with_its_scale_or_its_reason(layers):
+    quantized = [row for row in layers if row["format"] == "int8"]
+    assert Counter(row["role"] for row in quantized) == ROLES
+    for row in quantized:
+        assert row["reason"] == "" and float(row["activation_scale"]) > 0 and float(row["weight_scale_min"]) > 0
+        smoothed = row["role"] != "conv"
+        assert bool(row["pre_quant_scale_max"]) == bool(row["alpha"]) == smoothed
+    kept = [row for row in layers if row["format"] != "int8"]
+    assert {(row["role"], row["format"], row["reason"]) for row in kept} == {
+        ("excluded", "high precision", "excluded by the model family")
+    }
+    assert len(kept) == EXCLUDED
+
+
+def test_levels_add_roles(layers):
+    roles = Counter(row["role"] for row in layers)
+    per_level = {level: sum(roles[role] for role in included) for level, included in QUANT_LEVELS.items()}
+    assert per_level == {1.0: 26, 2.0: 48, 2.5: 114, 3.0: 150}
+
+
+@pytest.mark.parametrize("part", PART_NAMES)
+def test_each_onnx_file_is_valid_and_has_nemos_names(run, part):
+    path = onnx_path(run, part)
+    onnx.checker.check_model(path, full_check=True)
+    graph = onnx.load(path, load_external_data=False).graph
+    names = {
+        "unet_xl": (["x", "timesteps", "context", "y"], ["out"]),
+        "vae": (["z"], ["dec"]),
+        "clip1": (["input_ids"], ["z"]),
+        "clip2": (["input_ids"], ["z", "z_pooled"]),
+    }
+    assert ([value.name for value in graph.input], [value.name for value in graph.output]) == names[part]
+
+
+def test_the_weights_of_exactly_the_assigned_layers_are_int8(unet, layers):
+    int8 = [tensor.name for tensor in unet.graph.initializer if tensor.data_type == onnx.TensorProto.INT8]
+    weights = {name for name in int8 if not name.endswith("zero_point")}
+    assert weights == {f"unet.{row['name']}.weight.int8" for row in layers if row["format"] == "int8"}
+    counts = Counter(node.op_type for node in unet.graph.node)
+    assert counts["QuantizeLinear"] == len(weights) == sum(ROLES.values())
+    assert counts["DequantizeLinear"] == 2 * len(weights)
+
+
+def test_zero_points_are_zero(unet):
+    points = [tensor for tensor in unet.graph.initializer if tensor.name.endswith("zero_point")]
+    assert points
+    assert not any(onnx.numpy_helper.to_array(tensor).any() for tensor in points)
+
+
+def test_the_quantized_file_is_at_most_three_tenths_of_the_fp32_weights(record, run):
+    sizes = record["sizes_bytes"]["unet_xl"]
+    assert sizes["onnx_quantized"] == sum(file.stat().st_size for file in onnx_path(run, "unet_xl").parent.iterdir())
+    assert sizes["onnx_quantized"] <= 0.30 * sizes["weights_fp32"]
+    assert sizes["onnx_quantized"] <= 0.60 * sizes["onnx_full_precision"]
+
+
+def test_every_quantized_layer_executes_with_an_int8_kernel(run):
+    engine = openvino.load(onnx_path(run, "unet_xl"))
+    assert openvino.int8_layers(engine) == sum(ROLES.values()), openvino.layer_precisions(engine)
+
+
+@pytest.mark.parametrize("part", PART_NAMES)
+def test_each_plan_is_one_for_both_targets(run, record, part):
+    plan = run / "plan" / f"{part}.plan"
+    described = describe_plan(plan)
+    assert described["is_plan"] and described["complete"]
+    assert (described["library"], described["targets"]) == ("tensorrt_rtx", ["SM89", "SM120"])
+    built = json.loads(plan.with_name(f"{part}.plan.json").read_text())
+    assert built == record["plans"][part]
+    assert built["sha256"] == hashlib.sha256(plan.read_bytes()).hexdigest()
+    source = onnx_path(run, part)
+    assert built["onnx"] == {source.name: hashlib.sha256(source.read_bytes()).hexdigest()}
+
+
+def test_the_pictures_are_twins_that_differ(run, main_job, record):
+    width, height = record["knobs"]["infer"]["width"], record["knobs"]["infer"]["height"]
+    pairs = []
+    for index in range(len(main_job.prompts)):
+        name = f"{index:04}.png"
+        full, quantized = (picture(run / "images" / side / name) for side in ("full_precision", "quantized"))
+        assert full.shape == quantized.shape == (height, width, 3)
+        assert full.std() > 1 and (full != quantized).any()
+        pairs.append((full, quantized))
+    assert (pairs[0][0] != pairs[1][0]).any()
+    errors = [np.mean((a.astype(float) - b) ** 2) for a, b in pairs]
+    expected = [10 * math.log10(255**2 / error) for error in errors]
+    np.testing.assert_allclose(record["fidelity"]["psnr"]["values"], expected, rtol=1e-4)
+    grid = picture(run / "images/grid.png")
+    assert grid.shape[0] >= 2 * height and grid.shape[1] >= 2 * width
+
+
+def test_the_record_is_complete(record, main_job):
+    assert (record["schema_version"], record["status"]) == (1, "done")
+    assert record["prompts"] == main_job.prompts
+    assert (record["knobs"]["quant_level"], record["knobs"]["alpha"], record["knobs"]["seed"]) == (3.0, 0.8, 42)
+    assert record["layers"] == {"quantized": sum(ROLES.values()), "high_precision": EXCLUDED}
+    assert record["inputs"]["checkpoint"]["sha256"] and record["inputs"]["calibration_prompts"]["sha256"]
+    assert record["environment"]["versions"]["torch"] == torch.__version__
+    assert record["peak_memory_bytes"] > 2**28
+    assert set(record["sizes_bytes"]) == set(PART_NAMES) == set(record["plans"])
+    for name in ("sizes_bytes", "latency", "fidelity", "fidelity_unquantized_engine", "parity", "layers", "stages"):
+        assert numbers(record[name]) and not nulls_without_reason(record[name]), name
+    assert all(math.isfinite(value) for _, value in numbers(record))
+
+
+def test_latency_is_measured_for_both_engines(record):
+    assert set(record["latency"]) == {"torch", "openvino"}
+    for part in (*PART_NAMES, "image"):
+        batch = "2" if part == "unet_xl" else "1"  # guidance doubles the UNet's
+        sides = [record["latency"]["torch"][part][batch]["full_precision"]]
+        engine = record["latency"]["openvino"][part][batch]
+        sides.append(engine["full_precision"])
+        if part in ("unet_xl", "image"):
+            sides.append(engine["quantized"])
+            assert engine["speedup"] > 0
+        else:
+            assert engine["quantized"] == {"p50_ms": None, "reason": "not quantized"}
+        for times in sides:
+            assert times["n"] == len(times["samples_ms"]) == 3 and times["warmup"] == 1
+            assert 0 < times["min_ms"] <= times["p50_ms"] <= times["p90_ms"] <= times["p99_ms"]
+
+
+def test_the_engine_computes_what_torch_computes(record):
+    assert set(record["parity"]) == PARITY
+    for entry in record["parity"].values():
+        assert 0 <= entry["relative_error"] <= entry["tolerance"]
+    assert record["parity"]["int8_layers"]["count"] == sum(ROLES.values())
+    assert record["parity"]["unet_xl_quantized"]["relative_error"] > record["parity"]["unet_xl"]["relative_error"]
+    unquantized, quantized = (record[name]["psnr"]["min"] for name in ("fidelity_unquantized_engine", "fidelity"))
+    assert unquantized > 40 > quantized > 15
+
+
+def test_provenance_repeats_the_inputs_of_the_record(run, record, checkpoint):
+    provenance = json.loads((run / "provenance.json").read_text())
+    assert provenance["inputs"] == record["inputs"]
+    assert provenance["inputs"]["checkpoint"]["sha256"] == hashlib.sha256(checkpoint.read_bytes()).hexdigest()
+    assert provenance["started"].endswith("+00:00")
+
+
+def test_modelopt_restores_the_quantized_unet(run, checkpoint, layers):
+    import modelopt.torch.opt as mto
+
+    opened = open_nemo(checkpoint)
+    unet = build_modules(opened.model_config, opened.clip1, opened.clip2)["unet"]
+    unet = mto.restore(unet, run / "quantized_unet.pt")
+    by_name = {row["name"]: row for row in layers}
+    enabled = 0
+    for name, row in by_name.items():
+        layer = unet.get_submodule(name)
+        quantizers = [getattr(layer, kind, None) for kind in ("weight_quantizer", "input_quantizer")]
+        if row["format"] != "int8":
+            assert not any(quantizer is not None and quantizer.is_enabled for quantizer in quantizers)
+            continue
+        enabled += 1
+        assert all(quantizer.is_enabled for quantizer in quantizers)
+        assert quantizers[1].amax.item() == pytest.approx(127 * float(row["activation_scale"]), rel=1e-4)
+        assert quantizers[0].amax.max().item() == pytest.approx(127 * float(row["weight_scale_max"]), rel=1e-4)
+    assert enabled == sum(ROLES.values())
+
+
+# ----------------------------------------------------------------------------------- the commands that go on from a run
+
+
+def test_plans_are_built_alone_into_the_directory_that_was_asked_for(command, run, tmp_path):
+    result = command("export_trt.py", f"run={run}", f"hydra.run.dir={tmp_path}/plans")
+    assert result.returncode == 0, result.stderr
+    for part in PART_NAMES:
+        assert describe_plan(tmp_path / "plans/plan" / f"{part}.plan")["targets"] == ["SM89", "SM120"]
+    assert f"plans: {tmp_path}/plans/plan" in result.stdout
+
+
+def test_one_part_can_be_built_for_one_target(command, run, tmp_path):
+    result = command(
+        "export_trt.py", f"clip1={onnx_path(run, 'clip1')}", "trt.targets=[SM120]", "trt.static_batch=true",
+        f"infer.out_path={tmp_path}/out", f"hydra.run.dir={tmp_path}/job",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert [path.name for path in (tmp_path / "out/plan").glob("*.plan")] == ["clip1.plan"]
+    record = json.loads((tmp_path / "out/plan/clip1.plan.json").read_text())
+    assert (record["targets"], record["profile"]) == (["SM120"], {"input_ids": [[2, 77]] * 3})
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_pictures_of_the_run_come_out_the_same(command, run, main_job, checkpoint, tmp_path, explicit):
+    if explicit:
+        paths = [f"{part}={onnx_path(run, part)}" for part in PART_NAMES] + [f"model.path={checkpoint}"]
+    else:
+        paths = [f"run={run}"]
+    prompts = f"infer.prompts=[{','.join(main_job.prompts)}]"
+    result = command("infer.py", *paths, prompts, *main_job.sampling, f"hydra.run.dir={tmp_path}/pictures")
+    assert result.returncode == 0, result.stderr
+    for index in range(len(main_job.prompts)):
+        found = picture(tmp_path / "pictures/images" / f"{index:04}.png")
+        np.testing.assert_array_equal(found, picture(run / "images/quantized" / f"{index:04}.png"))
+    record = json.loads((tmp_path / "pictures/metrics.json").read_text())
+    assert (record["status"], record["prompts"]) == ("done", main_job.prompts)
+    assert set(record["latency"]["openvino"]) == {*PART_NAMES, "image"}
+    assert all(math.isfinite(value) for _, value in numbers(record))
