@@ -20,7 +20,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from sd_quant.config import REPOSITORY, check_writable, near, read
+from sd_quant.config import REPOSITORY, check_writable, near, read, run_model
 from sd_quant.errors import ConfigError, SdQuantError
 
 LOG = logging.getLogger(__name__)
@@ -35,6 +35,8 @@ CANCELLED = 130
 def job_of(job: type, config: DictConfig):
     """The composed config as the stage's dataclass, every file it names checked."""
     knobs = OmegaConf.masked_copy(config, [name for name in config if name != "hydra"])
+    if "model" in knobs and knobs.get("run") and (model := run_model(knobs.run)):
+        knobs.model = model  # before the size and the prompts are taken from it
     plain = OmegaConf.to_container(knobs, resolve=True, throw_on_missing=True)
     parsed = read(job, {name: value for name, value in plain.items() if name not in SHORTHANDS})
     parsed.check_files()

@@ -24,6 +24,7 @@ from sd_quant.quantization.levels import QUANT_LEVELS
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 COLLECT_METHODS = ("global_min", "min-max", "min-mean", "mean-max")
+RTX_TARGETS = ("SM75", "SM80", "SM86", "SM89", "SM120", "SM121")  # of TensorRT for RTX 1.7
 PART_NAMES = ("unet_xl", "vae", "clip1", "clip2")
 
 
@@ -111,6 +112,8 @@ class Trt:
 
     def __post_init__(self):
         check_choice("trt.library", self.library, ("auto", "tensorrt", "tensorrt_rtx", "none"))
+        for target in self.targets:
+            check_choice("trt.targets", target, RTX_TARGETS)
         check_at_least("trt.min_batch_size", self.min_batch_size, 1)
         check_at_least("trt.max_batch_size", self.max_batch_size, self.min_batch_size)
         if self.optimization_level is not None:
@@ -178,6 +181,8 @@ class QuantizeJob:
         check_batch(self.trt, self.infer)
         expected = "an engine for the quantized model, such as infer=openvino, because torch is every job's baseline"
         check(self.infer.engine != "torch", "infer.engine", "torch", expected)
+        expected = "null, because a run keeps everything in hydra.run.dir"
+        check(self.infer.out_path is None, "infer.out_path", self.infer.out_path, expected)
         if self.infer.engine.startswith("tensorrt"):
             fits = self.trt.library in ("auto", self.infer.engine)
             expected = (
@@ -236,21 +241,26 @@ class InferJob:
 
     def check_files(self) -> None:
         self.infer.prompt_list()
-        check_checkpoint(self.checkpoint_model().path)
+        check_checkpoint(self.model.path)
         check_out_path(self.infer.out_path)
         check_installed(self.infer.engine)
         if self.infer.engine != "torch":
             check_parts(self, "plan" if self.infer.engine.startswith("tensorrt") else "onnx")
 
-    def checkpoint_model(self) -> Model:
-        """The model of the earlier run, when there is one: its pictures then come from its own checkpoint."""
-        resolved = anchored(self.run) / "config.yaml" if self.run else None
-        if resolved is None or not resolved.is_file():
-            return self.model
-        try:
-            return read(Model, yaml.safe_load(resolved.read_text(encoding="utf-8"))["model"], "model.")
-        except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError) as error:
-            raise ArtifactError(f"{resolved} is not the config of a run; give another run, or run=null") from error
+
+def run_model(run: str) -> dict | None:
+    """The ``model`` section of an earlier run, or None where it left no configuration.
+
+    Raises ArtifactError when its configuration is damaged.
+    """
+    resolved = anchored(run) / "config.yaml"
+    if not resolved.is_file():
+        return None
+    try:
+        model = yaml.safe_load(resolved.read_text(encoding="utf-8"))["model"]
+    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise ArtifactError(f"{resolved} is not the config of a run; give another run, or run=null") from error
+    return dataclasses.asdict(read(Model, model, "model."))
 
 
 def check_batch(trt: Trt, infer: Infer | ExportShape) -> None:

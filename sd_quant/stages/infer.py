@@ -24,8 +24,7 @@ LOG = logging.getLogger(__name__)
 
 def infer(job: InferJob, directory: Path) -> None:
     out = anchored(job.infer.out_path) if job.infer.out_path else directory
-    model = job.checkpoint_model()
-    paths = {"checkpoint": anchored(model.path)}
+    paths = {"checkpoint": anchored(job.model.path)}
     checkpoint = open_nemo(paths["checkpoint"])
     if job.infer.engine == "torch":
         engines = load_model(checkpoint).torch_engines()

@@ -5,6 +5,7 @@ import logging
 from functools import partial
 from pathlib import Path
 
+import torch
 import yaml
 
 from sd_quant.calibration.statistics import LayerStatistics, collect
@@ -12,6 +13,7 @@ from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.config import PART_NAMES, QuantizeJob, anchored, artifact, check_installed
 from sd_quant.engines import load_engine
 from sd_quant.engines.base import Engine
+from sd_quant.errors import ResourceError
 from sd_quant.export.graph import copy_of, trace
 from sd_quant.export.quantized import write_onnx
 from sd_quant.files import write_json, write_text
@@ -39,6 +41,10 @@ def quantize(job: QuantizeJob, directory: Path) -> float | None:
     """Run the job into ``directory`` and return the mean PSNR in dB; the record is written last."""
     if job.trt.library != "none":
         check_installed(plan_library(job.trt))  # before the first stage works for minutes
+    if job.infer.engine.startswith("tensorrt") and not torch.cuda.is_available():
+        raise ResourceError(
+            f"infer={job.infer.engine} runs plans on an NVIDIA GPU and this machine has none; use infer=openvino"
+        )
     timer, path = StageTimer(), anchored(job.model.path)
     inputs = {"checkpoint": path, "calibration_prompts": anchored(job.model.calibration_prompts)}
     given = directory / ".hydra" / "overrides.yaml"

@@ -2,14 +2,16 @@ import logging
 from types import SimpleNamespace
 
 import pytest
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import ConfigCompositionException, HydraException
 from hydra.types import RunMode
+from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from sd_quant.cli import CONF, fail, job_of, knobs_of, refusal, told_once
-from sd_quant.config import QuantizeJob
+from sd_quant.config import PART_NAMES, InferJob, QuantizeJob, artifact
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError, SdQuantError
 
 
@@ -63,6 +65,19 @@ def test_a_mandatory_value_is_missed():
 def test_a_knob_added_with_a_plus_is_refused_all_the_same():
     with pytest.raises(ConfigError, match=r"^there is no knob quantize\.alhpa; did you mean alpha\?$"):
         job_of(QuantizeJob, composed("+quantize.alhpa=0.5"))
+
+
+def test_pictures_of_a_run_have_its_size_and_come_from_its_checkpoint(tmp_path):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose("infer", [f"run={tmp_path}", "model.path=no/such.nemo"])
+    model = OmegaConf.to_container(config.model) | {"path": "checkpoints/sdxl_mini.nemo", "width": 128}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"model": model}))
+    for part in PART_NAMES:
+        path = artifact(tmp_path, "onnx", part)
+        path.parent.mkdir(parents=True)
+        path.touch()
+    job = job_of(InferJob, config)
+    assert (job.model.path, job.infer.width) == ("checkpoints/sdxl_mini.nemo", 128)
 
 
 def test_a_failure_is_one_line_on_stderr_and_its_code(capsys):

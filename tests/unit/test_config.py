@@ -23,6 +23,7 @@ from sd_quant.config import (
     check_writable,
     part_paths,
     read,
+    run_model,
 )
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError
 
@@ -326,19 +327,25 @@ def test_a_missing_part_is_named_with_its_path(mappings, run):
         read(ExportJob, changed(mappings["export_trt"], "run", str(run))).check_files()
 
 
-def test_pictures_of_a_run_come_from_its_checkpoint(mappings, run, archive):
-    mapping = changed(changed(mappings["infer"], "run", str(run)), "model.path", "no/such.nemo")
-    with pytest.raises(ConfigError, match="no/such.nemo"):
-        read(InferJob, mapping).check_files()
-    model = mappings["infer"]["model"] | {"path": str(archive)}
+def test_the_model_of_a_run_is_read_from_its_configuration(mappings, run):
+    assert run_model(str(run)) is None
+    model = mappings["infer"]["model"] | {"path": "some.nemo", "width": 128}
     (run / "config.yaml").write_text(yaml.safe_dump({"model": model}))
-    job = read(InferJob, mapping)
-    assert job.checkpoint_model().path == str(archive)
-    job.check_files()
+    assert run_model(str(run)) == model
     for broken in ("a: [", "just text", "other: 1"):
         (run / "config.yaml").write_text(broken)
         with pytest.raises(ArtifactError, match=r"config\.yaml is not the config of a run"):
-            job.check_files()
+            run_model(str(run))
+
+
+def test_a_target_that_is_none_is_refused(mappings):
+    with pytest.raises(ConfigError, match="^trt.targets is SM90, expected one of SM75"):
+        read(QuantizeJob, changed(mappings["quantize"], "trt.targets", ["SM89", "SM90"]))
+
+
+def test_a_run_keeps_its_pictures_in_its_own_directory(mappings):
+    with pytest.raises(ConfigError, match="^infer.out_path is elsewhere, expected null"):
+        read(QuantizeJob, changed(mappings["quantize"], "infer.out_path", "elsewhere"))
 
 
 def test_an_out_path_below_a_file_is_refused(mappings, run, archive):

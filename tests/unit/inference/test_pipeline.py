@@ -1,0 +1,122 @@
+"""The diffusers pipeline around engines that are simple functions."""
+
+import pytest
+import torch
+from diffusers import AutoencoderKL, UNet2DConditionModel
+
+from sd_quant.errors import SdQuantError
+from sd_quant.inference.pipeline import Pipeline, Sampling, vector_condition
+from sd_quant.models.sdxl import scheduler, unet_config, vae_config
+
+SAMPLING = Sampling(steps=3, guidance_scale=2.0, height=64, width=64, batch_size=2, seed=5)
+PROMPTS = ["one", "two", "three"]
+
+
+class Function:
+    def __init__(self, name, function):
+        self.name, self.function, self.calls = name, function, []
+
+    def __call__(self, **inputs):
+        self.calls.append(inputs)
+        return self.function(**inputs)
+
+
+def tokenizer(prompts, **options):
+    ids = [[len(prompt)] * (77 if options.get("padding") else 3) for prompt in prompts]
+    return {"input_ids": ids}
+
+
+@pytest.fixture
+def engines(small_config):
+    unet = unet_config(small_config)
+    pooled = unet["projection_class_embeddings_input_dim"] - 6 * unet["addition_time_embed_dim"]
+    half = unet["cross_attention_dim"] // 2
+
+    def clip(input_ids, width, **_):
+        return torch.ones(len(input_ids), 80, width) * input_ids[:, :1, None]
+
+    return {
+        "unet_xl": Function("unet_xl", lambda x, timesteps, context, y: {"out": 0.1 * x + context.mean() * 0.01}),
+        "vae": Function("vae", lambda z: {"dec": torch.nn.functional.interpolate(z[:, :3], scale_factor=8)}),
+        "clip1": Function("clip1", lambda input_ids: {"z": clip(input_ids, half)}),
+        "clip2": Function(
+            "clip2", lambda input_ids: {"z": clip(input_ids, half), "z_pooled": torch.ones(len(input_ids), pooled)}
+        ),
+    }
+
+
+@pytest.fixture
+def pipeline(engines, small_config):
+    with torch.device("meta"):
+        unet = UNet2DConditionModel(**unet_config(small_config)).config
+        vae = AutoencoderKL(**vae_config(small_config)).config
+    return Pipeline(engines, (tokenizer, tokenizer), unet, vae, scheduler())
+
+
+def test_a_picture_does_not_depend_on_its_batch(pipeline):
+    # engines here see the mean of the batch's context, so every prompt gets the same one
+    prompts = ["same", "same", "same"]
+    together = pipeline(prompts, SAMPLING)
+    alone = pipeline(prompts, Sampling(**{**SAMPLING_FIELDS, "batch_size": 1}))
+    assert together.images.shape == (3, 64, 64, 3)
+    assert together.latents.shape == (3, 3, 4, 8, 8)
+    torch.testing.assert_close(together.latents, alone.latents)
+
+
+SAMPLING_FIELDS = {name: getattr(SAMPLING, name) for name in Sampling.__dataclass_fields__}
+
+
+def test_each_picture_has_noise_of_its_own_seed(pipeline):
+    noise = pipeline.noise(range(0, 3), SAMPLING)
+    assert not torch.equal(noise[0], noise[1])
+    assert torch.equal(noise[2], pipeline.noise(range(2, 3), SAMPLING)[0])
+
+
+def test_the_unconditional_half_comes_first_and_is_zero(pipeline, engines):
+    pipeline(PROMPTS[:2], SAMPLING, decode=False)
+    call = engines["unet_xl"].calls[0]
+    assert call["x"].shape[0] == call["timesteps"].shape[0] == 4
+    assert not call["context"][:2].any() and call["context"][2:].all()
+    pooled = call["y"].shape[1] - 6 * pipeline.unet.config.addition_time_embed_dim
+    assert not call["y"][:2, :pooled].any() and call["y"][2:, :pooled].all()
+    assert call["timesteps"].tolist() == [999] * 4
+
+
+def test_it_says_where_it_stands(pipeline):
+    batches, steps = [], []
+    pipeline(
+        PROMPTS, SAMPLING, decode=False, on_batch=lambda indices: batches.append(list(indices)), on_step=steps.append
+    )
+    assert batches == [[0, 1], [2]]
+    assert steps == [0, 1, 2, 0, 1, 2]
+
+
+def test_without_decoding_the_vae_is_not_called(pipeline, engines):
+    assert pipeline(PROMPTS, SAMPLING, decode=False).images is None
+    assert not engines["vae"].calls
+
+
+def test_a_latent_that_is_not_finite_is_named(pipeline, engines):
+    def broken(x, timesteps, context, y):
+        out = 0.1 * x
+        if timesteps[0] < 700:
+            out[-1] = torch.nan
+        return {"out": out}
+
+    engines["unet_xl"].function = broken
+    with pytest.raises(SdQuantError, match="not finite for prompt 1 at step 1"):
+        pipeline(PROMPTS, SAMPLING)
+
+
+def test_long_prompts_are_told_of(pipeline, caplog):
+    pipeline.tokenizers = (lambda prompts, **options: {"input_ids": [[1] * 90] * len(prompts)},) * 2
+    with caplog.at_level("WARNING"):
+        pipeline.warn_of_long(["long"])
+    assert "1 of 1 prompts are longer than CLIP's 77 tokens (the longest has 90)" in caplog.text
+
+
+def test_size_ids_become_cosines_then_sines():
+    condition = vector_condition(torch.zeros(1, 2), torch.tensor([[0.0, 1, 2, 3, 4, 5]]), width=4)
+    assert condition.shape == (1, 2 + 6 * 4)
+    assert condition[0, 2:6].tolist() == [1, 1, 0, 0]  # of size 0
+    torch.testing.assert_close(condition[0, 6], torch.cos(torch.tensor(1.0)))
