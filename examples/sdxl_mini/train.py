@@ -3,6 +3,7 @@
     pip install -e '.[examples]'
     python examples/sdxl_mini/train.py vae   --steps 4000 --decay 1500
     python examples/sdxl_mini/train.py unet  --steps 4300 --decay 1200
+    python examples/sdxl_mini/train.py unet  --steps 5000 --decay 1200   # continues
     python examples/sdxl_mini/train.py pack              # writes checkpoints/sdxl_mini.nemo
 
 Every command resumes where it was stopped (Ctrl-C and SIGTERM save first) and is seeded. The learning rate is constant
