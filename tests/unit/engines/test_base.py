@@ -63,5 +63,5 @@ def test_unknown_engine_names_the_nearest(tmp_path):
 
 def test_a_runtime_that_is_not_installed_names_its_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(ENGINES, "not_there", "sd_quant.engines.not_there:load")
-    with pytest.raises(ResourceError, match=r"sd-quant\[not-there\]"):
+    with pytest.raises(ResourceError, match=r"sd-quant\[not_there\]"):
         load_engine("not_there", tmp_path)
