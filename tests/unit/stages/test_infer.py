@@ -1,0 +1,91 @@
+"""The latency of the record: which engine was timed for which number, on a clock that only the engines move."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sd_quant.checkpoints.nemo import open_nemo
+from sd_quant.config import PART_NAMES, REPOSITORY
+from sd_quant.metrics import latency
+from sd_quant.models.loading import contracts_of
+from sd_quant.stages.infer import compare_latency
+
+INFER = SimpleNamespace(
+    engine="openvino",
+    width=64,
+    height=64,
+    batch_size=1,
+    steps=2,
+    scale=5.0,
+    seed=1,
+    num_warmup_runs=1,
+    num_timed_runs=3,
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint():
+    return open_nemo(REPOSITORY / "checkpoints/sdxl_mini.nemo")
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr(latency, "perf_counter", lambda: now.seconds)
+    return now
+
+
+def engines_taking(seconds: dict[str, float], clock, contracts) -> dict:
+    """Engines that give zeros of the right shapes and take the given time."""
+
+    def engine(part: str):
+        def call(**inputs):
+            clock.seconds += seconds[part]
+            batch = len(next(iter(inputs.values())))
+            if part == "unet_xl":
+                return {"out": torch.zeros_like(inputs["x"])}
+            if part == "vae":
+                return {"dec": torch.zeros(batch, 3, 64, 64)}
+            context = contracts["unet_xl"].inputs["context"][2]
+            width = {"clip1": 64, "clip2": context - 64}[part]
+            return {"z": torch.zeros(batch, 80, width), "z_pooled": torch.zeros(batch, 128)}
+
+        call.name = part
+        return call
+
+    return {part: engine(part) for part in PART_NAMES}
+
+
+def test_each_number_is_of_its_own_side(checkpoint, clock):
+    contracts = contracts_of(checkpoint)
+    framework = engines_taking(dict.fromkeys(PART_NAMES, 8.0), clock, contracts)
+    full_precision = engines_taking(dict.fromkeys(PART_NAMES, 4.0), clock, contracts)
+    quantized = full_precision | {"unet_xl": engines_taking({"unet_xl": 1.0}, clock, contracts)["unet_xl"]}
+    found = compare_latency(checkpoint, framework, full_precision, quantized, ["a rocket"], INFER)
+
+    unet = found["openvino"]["unet_xl"]["2"]  # guidance doubles the batch
+    assert found["torch"]["unet_xl"]["2"]["full_precision"]["p50_ms"] == 8000
+    assert (unet["full_precision"]["p50_ms"], unet["quantized"]["p50_ms"], unet["speedup"]) == (4000, 1000, 4)
+    assert (unet["quantized"]["n"], unet["quantized"]["warmup"]) == (3, 1)
+
+    # a picture: both text encoders, two steps of the UNet, the VAE
+    image = found["openvino"]["image"]["1"]
+    assert found["torch"]["image"]["1"]["full_precision"]["p50_ms"] == 5 * 8000
+    assert (image["full_precision"]["p50_ms"], image["quantized"]["p50_ms"]) == (5 * 4000, 3 * 4000 + 2 * 1000)
+    assert image["speedup"] == pytest.approx(20 / 14)
+
+
+def test_a_slower_quantized_engine_is_said_to_be_slower(checkpoint, clock):
+    contracts = contracts_of(checkpoint)
+    fast = engines_taking(dict.fromkeys(PART_NAMES, 1.0), clock, contracts)
+    slow = fast | {"unet_xl": engines_taking({"unet_xl": 2.0}, clock, contracts)["unet_xl"]}
+    found = compare_latency(checkpoint, fast, fast, slow, ["a rocket"], INFER)
+    assert found["openvino"]["unet_xl"]["2"]["speedup"] == 0.5
+
+
+def test_a_part_that_is_not_quantized_has_no_number_of_its_own(checkpoint, clock):
+    same = engines_taking(dict.fromkeys(PART_NAMES, 1.0), clock, contracts_of(checkpoint))
+    found = compare_latency(checkpoint, same, same, dict(same), ["a rocket"], INFER)
+    assert found["openvino"]["vae"]["1"]["quantized"] == {"p50_ms": None, "reason": "not quantized"}
+    assert "speedup" not in found["openvino"]["vae"]["1"]
