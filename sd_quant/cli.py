@@ -20,8 +20,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from sd_quant.config import REPOSITORY, check_writable, near, read, run_model
+from sd_quant.config import REPOSITORY, check_writable, run_model
 from sd_quant.errors import ConfigError, SdQuantError
+from sd_quant.knobs import near, read
 
 LOG = logging.getLogger(__name__)
 CONF = REPOSITORY / "conf"

@@ -1,17 +1,12 @@
 """Every knob, typed and checked before anything heavy is imported (no torch here).
 
-Hydra composes YAML into a plain mapping; ``read`` turns that into these dataclasses. They refuse what they do not
-know, so a knob added with ``+`` cannot be misspelt in silence. Relative paths are taken from the repository.
+Hydra composes YAML into a plain mapping; ``sd_quant.knobs.read`` turns that into these dataclasses. They refuse what
+they do not know, so a knob added with ``+`` is never misspelt in silence. Relative paths are taken from the repository.
 """
 
 import dataclasses
-import difflib
 import importlib.util
-import math
 import os
-import types
-import typing
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,26 +15,13 @@ import yaml
 from sd_quant.calibration.prompts import read_prompts
 from sd_quant.checkpoints.archive import is_gzipped, open_members
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError
+from sd_quant.knobs import check, check_at_least, check_choice, read
 from sd_quant.quantization.levels import QUANT_LEVELS
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 COLLECT_METHODS = ("global_min", "min-max", "min-mean", "mean-max")
 RTX_TARGETS = ("SM75", "SM80", "SM86", "SM89", "SM120", "SM121")  # of TensorRT for RTX 1.7
 PART_NAMES = ("unet_xl", "vae", "clip1", "clip2")
-
-
-def check(holds: bool, knob: str, found: object, expected: str) -> None:
-    if not holds:
-        raise ConfigError(f"{knob} is {found}, expected {expected}")
-
-
-def check_choice(knob: str, found: object, choices) -> None:
-    known = ", ".join(f"{choice:g}" if isinstance(choice, float) else str(choice) for choice in choices)
-    check(found in choices, knob, found, f"one of {known}")
-
-
-def check_at_least(knob: str, found: int | float, least: int | float) -> None:
-    check(found >= least, knob, found, f"at least {least}")
 
 
 def check_seed(knob: str, seed: int) -> None:
@@ -315,45 +297,6 @@ def check_parts(job: ExportJob | InferJob, kind: str) -> None:
     for part, path in paths.items():
         if not path.is_file():
             raise ConfigError(f"{part} should be at {path}, which does not exist; check run= or set {part}=<path>")
-
-
-def near(name: str, known) -> str:
-    """``; did you mean ...`` for a misspelt name, or the names that exist."""
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    return f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(sorted(known))}"
-
-
-def read(job: type, mapping: Mapping, path: str = ""):
-    """``mapping`` as a dataclass, every type checked. Raises ConfigError with the knob's full name."""
-    hints = typing.get_type_hints(job)
-    known = {field.name: hints[field.name] for field in dataclasses.fields(job)}
-    for name in mapping:
-        if name not in known:
-            raise ConfigError(f"there is no knob {path}{name}; {near(str(name), known)}")
-    for name in known:
-        if name not in mapping:
-            raise ConfigError(f"the knob {path}{name} is missing; give it a value")
-    return job(**{name: read_value(hint, mapping[name], path + name) for name, hint in known.items()})
-
-
-def read_value(hint, value: object, knob: str):
-    if dataclasses.is_dataclass(hint):
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"{knob} is {value!r}, expected a group of knobs")
-        return read(typing.cast(type, hint), value, knob + ".")
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    for option in options:
-        origin = typing.get_origin(option) or option
-        if origin is list and isinstance(value, list) and all(isinstance(item, str) for item in value):
-            return value
-        if origin is float and isinstance(value, int | float) and not isinstance(value, bool):
-            check(math.isfinite(value), knob, value, "a finite number")
-            return float(value)
-        if origin in (int, str, bool, types.NoneType) and type(value) is origin:
-            return value
-    names = {float: "a number", int: "a whole number", str: "text", bool: "true or false", types.NoneType: "null"}
-    expected = " or ".join(names.get(option, "a list of texts") for option in options)
-    raise ConfigError(f"{knob} is {value!r}, expected {expected}")
 
 
 def check_out_path(path: str | None) -> None:

@@ -22,10 +22,10 @@ from sd_quant.config import (
     artifact,
     check_writable,
     part_paths,
-    read,
     run_model,
 )
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError
+from sd_quant.knobs import read
 
 CONF = REPOSITORY / "conf"
 JOBS = {"quantize": QuantizeJob, "export_trt": ExportJob, "infer": InferJob}
