@@ -19,7 +19,7 @@ from sd_quant.knobs import check, check_at_least, check_choice, read
 from sd_quant.quantization.levels import QUANT_LEVELS
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-COLLECT_METHODS = ("global_min", "min-max", "min-mean", "mean-max")
+COLLECT_METHODS = ("global_min", "min-max", "min-mean", "mean-max", "default")
 RTX_TARGETS = ("SM75", "SM80", "SM86", "SM89", "SM120", "SM121")  # of TensorRT for RTX 1.7
 PART_NAMES = ("unet_xl", "vae", "clip1", "clip2")
 
@@ -56,7 +56,7 @@ class Model:
 
 @dataclass(slots=True)
 class Quantize:
-    """NeMo's ``quantize`` section, with its names and defaults."""
+    """NeMo's ``quantize`` section, with its names and defaults, and what NeMo does not have."""
 
     exp_name: str
     n_steps: int
@@ -66,18 +66,39 @@ class Quantize:
     batch_size: int
     calib_size: int
     quant_level: float
-    alpha: float
+    alpha: float | str
     seed: int
+    smoothing: str
+    observer: str
+    percentile_calibrator: str
+    keep: int | float
+    snapshots: list[int]
+    cache_dir: str | None
+    accelerator: str
+    devices: int
 
     def __post_init__(self):
         check_choice("quantize.format", self.format, ("int8",))
         check_choice("quant_level", self.quant_level, QUANT_LEVELS)
-        check(0 <= self.alpha <= 1, "alpha", self.alpha, "a number from 0 to 1")
+        fits = self.alpha == "auto" if isinstance(self.alpha, str) else 0 <= self.alpha <= 1
+        check(fits, "alpha", self.alpha, "a number from 0 to 1, or auto")
         check(0 < self.percentile <= 1, "percentile", self.percentile, "a number above 0 and up to 1")
         check_choice("collect_method", self.collect_method, COLLECT_METHODS)
-        for knob in ("n_steps", "batch_size", "calib_size"):
+        for knob in ("n_steps", "batch_size", "calib_size", "devices"):
             check_at_least(f"quantize.{knob}", getattr(self, knob), 1)
+        expected = f"at least {1 / self.n_steps:g}, one of the {self.n_steps} steps, because it selects no step"
+        check(int(self.n_steps * self.percentile) > 0, "percentile", self.percentile, expected)
         check_seed("quantize.seed", self.seed)
+        check_choice("smoothing", self.smoothing, ("folded", "modelopt"))
+        check_choice("quantize.observer", self.observer, ("max", "percentile", "entropy", "mse"))
+        check_choice("quantize.percentile_calibrator", self.percentile_calibrator, ("corrected", "modelopt"))
+        ignored = self.observer != "max" and self.percentile != 1
+        expected = f"1 with quantize.observer={self.observer}, which takes no range from the steps"
+        check(not ignored, "percentile", self.percentile, expected)
+        fits = self.keep >= 0 if isinstance(self.keep, int) else 0 <= self.keep < 1
+        check(fits, "keep", self.keep, "a number of layers or a fraction below 1: keeping all would quantize nothing")
+        check(all(size > 0 for size in self.snapshots), "quantize.snapshots", self.snapshots, "numbers of prompts")
+        check_choice("quantize.accelerator", self.accelerator, ("auto", "cpu", "cuda"))
 
 
 @dataclass(slots=True)
@@ -184,6 +205,8 @@ class QuantizeJob:
         check_checkpoint(self.model.path)
         self.calibration_prompts()
         self.infer.prompt_list()
+        if self.quantize.cache_dir is not None:
+            check_writable(anchored(self.quantize.cache_dir), "quantize.cache_dir", "the cache of statistics")
         check_installed(self.infer.engine)
         if self.trt.library.startswith("tensorrt"):
             check_installed(self.trt.library)
@@ -304,10 +327,10 @@ def check_out_path(path: str | None) -> None:
         check_writable(anchored(path), "infer.out_path")
 
 
-def check_writable(directory: Path, knob: str = "hydra.run.dir") -> None:
+def check_writable(directory: Path, knob: str = "hydra.run.dir", what: str = "the output directory") -> None:
     """The directory that ``knob`` names can be made. Raises ConfigError otherwise; makes nothing."""
     parent = directory.absolute()
     while not os.path.lexists(parent):
         parent = parent.parent
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"the output directory {directory} cannot be written, because of {parent}; set {knob}")
+        raise ConfigError(f"{what} {directory} cannot be written, because of {parent}; set {knob}")

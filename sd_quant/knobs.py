@@ -54,7 +54,7 @@ def read_value(hint, value: object, knob: str):
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     for option in options:
         origin = typing.get_origin(option) or option
-        if origin is list and isinstance(value, list) and all(isinstance(item, str) for item in value):
+        if origin is list and isinstance(value, list) and all(type(item) in typing.get_args(option) for item in value):
             return value
         if origin is float and isinstance(value, int | float) and not isinstance(value, bool):
             check(math.isfinite(value), knob, value, "a finite number")
@@ -62,5 +62,8 @@ def read_value(hint, value: object, knob: str):
         if origin in (int, str, bool, types.NoneType) and type(value) is origin:
             return value
     names = {float: "a number", int: "a whole number", str: "text", bool: "true or false", types.NoneType: "null"}
-    expected = " or ".join(names.get(option, "a list of texts") for option in options)
+    lists = {str: "a list of texts", int: "a list of whole numbers"}
+    expected = " or ".join(
+        names[option] if option in names else lists[typing.get_args(option)[0]] for option in options
+    )
     raise ConfigError(f"{knob} is {value!r}, expected {expected}")

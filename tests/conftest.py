@@ -1,6 +1,6 @@
 """An SDXL UNet with a conv and an attention level, one layer a block: every role of layer, a second to run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,9 +9,9 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from sd_quant.calibration.statistics import LayerStatistics, collect
+from sd_quant.calibration.statistics import Statistics, collect, draw
 from sd_quant.models.parts import UnetPart
-from sd_quant.models.sdxl import layer_roles, unet_config
+from sd_quant.models.sdxl import layer_roles, shared_inputs, unet_config
 from sd_quant.quantization.assignment import LayerAssignment, Recipe, derive
 
 MINI_CONFIG = Path(__file__).parents[1] / "examples/sdxl_mini/model_config.yaml"
@@ -43,7 +43,7 @@ def small_config() -> dict:
 
 @pytest.fixture(scope="session")
 def build_unet(small_config) -> Callable[[], nn.Module]:
-    """Always the same fp32 weights. Norms have uneven gains, so that input channels differ and smoothing matters."""
+    """Always the same fp32 weights. Norms have uneven gains and biases: channels differ, so smoothing matters."""
     from diffusers import UNet2DConditionModel  # seconds, which tests without a UNet need not wait
 
     def build() -> nn.Module:
@@ -52,6 +52,7 @@ def build_unet(small_config) -> Callable[[], nn.Module]:
         for module in unet.modules():
             if isinstance(module, nn.LayerNorm | nn.GroupNorm):
                 module.weight.uniform_(0.1, 4.0)
+                module.bias.uniform_(-1, 1)
         return unet
 
     return build
@@ -80,17 +81,21 @@ class Calibrated:
     part: Callable[[], UnetPart]
     calls: list[dict[str, Tensor]]
     roles: dict[str, str]
-    statistics: dict[str, LayerStatistics]
+    statistics: Statistics
 
     def run(self, part: nn.Module) -> None:
         for inputs in self.calls:
             part(**inputs)
 
-    def assignment(self, alpha: float, quant_level: float = 3.0) -> dict[str, LayerAssignment]:
+    def assignment(
+        self, alpha: float | str, quant_level: float = 3.0, smoothing: str = "folded", kept: Collection[str] = ()
+    ) -> dict[str, LayerAssignment]:
         """``min-max`` over one step is the max calibrator, which is what ModelOpt has."""
         weights = self.part().unet
-        recipe = Recipe(quant_level, alpha, percentile=1.0, collect_method="min-max")
-        return derive(self.roles, lambda name: weights.get_submodule(name).weight, self.statistics, recipe)
+        recipe = Recipe(quant_level, alpha, collect_method="min-max", smoothing=smoothing)
+        inputs = shared_inputs(self.roles)
+        weight_of = lambda name: weights.get_submodule(name).weight  # noqa: E731
+        return derive(self.roles, weight_of, self.statistics.layers, recipe, inputs, kept)
 
 
 @pytest.fixture(scope="session")
@@ -99,9 +104,10 @@ def calibrated(build_unet, unet_inputs) -> Calibrated:
     calls = [unet_inputs(batch=2, seed=prompt) for prompt in range(PROMPTS)]
     part = UnetPart(build_unet(), POOLED)
     roles = layer_roles(part.unet)
-    names = {name: role for name, role in roles.items() if role != "excluded"}
+    layers = {name: part.unet.get_submodule(name) for name, role in roles.items() if role != "excluded"}
     now = {}
-    with collect(part.unet, names, PROMPTS, 1, lambda: (0, [now["prompt"]])) as statistics:
+    wanted = draw(layers, range(PROMPTS), 1, seed=0)
+    with collect(part, layers, range(PROMPTS), 1, lambda: (0, [now["prompt"]]), wanted) as statistics:
         for prompt, inputs in enumerate(calls):
             now["prompt"] = prompt
             part(**inputs)

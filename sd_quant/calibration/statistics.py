@@ -1,70 +1,248 @@
 """What calibration remembers of a layer's inputs, collected by hooks while the real pipeline runs.
 
-Nothing here knows a recipe: per-channel ranges of linear inputs by step, and per-tensor ranges of convolution inputs by
-prompt and step, are enough to derive every quant_level, alpha, percentile and collect_method.
+Nothing here knows a recipe. Ranges are kept per denoising step: per channel for a linear, per prompt for a convolution,
+which is enough for every quant_level, alpha, percentile and collect_method. Beside them stands a small sample of real
+inputs to measure errors on: each row is what one output element multiplies, a token of a linear or a padded patch of a
+convolution.
+
+Which rows are kept is drawn before the pass: a position has a random priority that depends on the seed, the layer and
+the prompt alone, and the lowest priorities win. So statistics of different prompts merge exactly, by a maximum and by
+keeping the lowest priorities, whatever ran where and in which order. The road not taken is reservoir sampling proper
+(Vitter's algorithm R), which depends on the order of what it sees and costs a random number per row.
+
+Memory is bounded by ``bytes_bound``, however many prompts there are.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial, reduce
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sd_quant.errors import SdQuantError
 
+ROWS = 128  # of a layer's inputs that are kept
+ROWS_A_CALL = 8  # candidates per prompt and step, so that few prompts fill the sample too
+CALLS = 8  # of the whole network that are kept
+
+# (prompt, step) to layer to the rows to keep: (priority, place among all there are in 0..1)
+Wanted = Mapping[tuple[int, int], Mapping[str, Sequence[tuple[float, float]]]]
+
+
+@dataclass(slots=True)
+class Sample:
+    """``values`` [rows, ...] with their ``priority`` fp64 [rows], ascending."""
+
+    values: Tensor
+    priority: Tensor
+
 
 @dataclass(slots=True)
 class LayerStatistics:
-    """``amax`` is fp32: [steps, in_features] for a ``linear``, [prompts, steps] for a ``conv``."""
+    """``amax`` is fp32: [steps, in_features] for a ``linear``, [prompts, steps] for a ``conv``.
+
+    ``rows`` holds up to ``ROWS`` inputs, fp16: [rows, in_features], or patches [rows, in_channels * kh * kw].
+    """
 
     kind: str
     amax: Tensor
+    rows: Sample
+
+
+@dataclass(slots=True)
+class Statistics:
+    """Of every layer by name, and ``calls``: up to ``CALLS`` inputs of the whole network, each name to a sample."""
+
+    layers: dict[str, LayerStatistics]
+    calls: dict[str, Sample]
 
 
 def kind_of(module: nn.Module) -> str:
     return "conv" if isinstance(module, nn.Conv2d) else "linear"
 
 
+def width_of(layer: nn.Module) -> int:
+    """Numbers that one output element multiplies: in_features, or in_channels * kh * kw."""
+    return layer.get_parameter("weight")[0].numel()
+
+
+def draw(names: Iterable[str], prompts: Sequence[int], steps: int, seed: int) -> Wanted:
+    """What to keep of each layer, and under the name "" of the whole network: the lowest of random priorities."""
+    wanted: dict[tuple[int, int], dict[str, list[tuple[float, float]]]] = {}
+    for name, limit, candidates in (("", CALLS, 1), *((name, ROWS, ROWS_A_CALL) for name in names)):
+        key, size = zlib.crc32(name.encode()), (steps * candidates, 2)
+        drawn = np.stack([np.random.default_rng([seed, key, prompt]).random(size) for prompt in prompts])
+        priority, place = drawn.reshape(-1, 2).T
+        for index in priority.argsort()[:limit]:
+            prompt, step = divmod(int(index) // candidates, steps)
+            kept = wanted.setdefault((prompts[prompt], step), {}).setdefault(name, [])
+            kept.append((float(priority[index]), float(place[index])))
+    return wanted
+
+
+def lowest(samples: Sequence[Sample], limit: int) -> Sample:
+    """The ``limit`` rows of lowest priority of all."""
+    priority = torch.cat([sample.priority for sample in samples])
+    order = priority.argsort()[:limit]
+    return Sample(torch.cat([sample.values for sample in samples])[order], priority[order])
+
+
+def merge(statistics: Sequence[Statistics]) -> Statistics:
+    """Statistics of disjoint prompts as those of all of them; exact, in any order."""
+    names = dict.fromkeys(name for part in statistics for name in part.layers)
+    layers = {}
+    for name in names:
+        parts = [part.layers[name] for part in statistics if name in part.layers]
+        prompts = max(len(part.amax) for part in parts)  # of a linear these are steps, the same everywhere
+        padded = [F.pad(part.amax, (0, 0, 0, prompts - len(part.amax))) for part in parts]
+        rows = lowest([part.rows for part in parts], ROWS)
+        layers[name] = LayerStatistics(parts[0].kind, reduce(torch.maximum, padded), rows)
+    inputs = dict.fromkeys(name for part in statistics for name in part.calls)
+    calls = {name: lowest([part.calls[name] for part in statistics if name in part.calls], CALLS) for name in inputs}
+    return Statistics(layers, calls)
+
+
+def bytes_bound(layers: Mapping[str, nn.Module], prompts: int, steps: int) -> int:
+    """Most bytes that statistics of these layers can take, the few whole calls left out."""
+    total = 0
+    for layer in layers.values():
+        width = width_of(layer)
+        amax = prompts * steps if kind_of(layer) == "conv" else steps * width
+        total += 4 * amax + ROWS * (2 * width + 8)
+    return total
+
+
+def take_rows(layer: nn.Module, x: Tensor, places: list[float]) -> Tensor:
+    """fp16 [rows, width]: the inputs of ``layer`` at ``places`` (0..1 of all there are) of one prompt's ``x`` [n, ...].
+
+    What fp16 cannot hold is cut to its largest value.
+    """
+    row = partial(patch, layer) if isinstance(layer, nn.Conv2d) else token
+    return torch.stack([row(x, place) for place in places]).half().clamp_(-65504, 65504)
+
+
+def token(x: Tensor, place: float) -> Tensor:
+    """[in_features] of ``x`` [n, ..., in_features], a view; flattening all of ``x`` might copy it."""
+    tokens = x[0, ..., 0].numel()
+    sample, position = divmod(int(place * len(x) * tokens), tokens)
+    return x[sample].flatten(0, -2)[position]
+
+
+def patch(layer: nn.Conv2d, x: Tensor, place: float) -> Tensor:
+    """[in_channels * kh * kw] under the kernel at one output position of ``x`` [n, C, H, W], zeros around it."""
+    kernel, stride, dilation = layer.kernel_size, layer.stride, layer.dilation
+    left, right, above, below = padding = layer._reversed_padding_repeated_twice
+    height, width = x.shape[2] + above + below, x.shape[3] + left + right
+    spans = [dilation[axis] * (kernel[axis] - 1) + 1 for axis in (0, 1)]
+    rows, columns = (height - spans[0]) // stride[0] + 1, (width - spans[1]) // stride[1] + 1
+    sample, position = divmod(int(place * len(x) * rows * columns), rows * columns)
+    top, left = position // columns * stride[0], position % columns * stride[1]
+    padded = F.pad(x[sample], padding)
+    return padded[:, top : top + spans[0] : dilation[0], left : left + spans[1] : dilation[1]].flatten()
+
+
 @contextmanager
 def collect(
     module: nn.Module,
-    names: Mapping[str, str],
-    prompts: int,
+    layers: Mapping[str, nn.Module],
+    prompts: Sequence[int],
     steps: int,
-    position: Callable[[], tuple[int, list[int]]],
-) -> Iterator[dict[str, LayerStatistics]]:
-    """Fill statistics of the layers in ``names`` while the block runs ``module``.
+    position: Callable[[], tuple[int, Sequence[int]]],
+    wanted: Wanted,
+) -> Iterator[Statistics]:
+    """Statistics of ``layers``, filled when the block, which runs ``module`` on ``prompts``, has ended.
 
     ``position()`` says where the pipeline stands: the denoising step, and the prompts in the batch. With guidance the
-    UNet sees the unconditional half first, then the conditional one; both halves count for their prompt.
+    UNet sees the unconditional half first, then the conditional one; both halves count for their prompt. Several calls
+    in one step, as of samplers of second order, widen the same ranges; rows are taken from the first of them.
+    Inputs that ``module`` is given by name are sampled too.
     Raises SdQuantError naming layer, prompt and step when an input is not finite.
     """
-    statistics: dict[str, LayerStatistics] = {}
+    kinds = {name: kind_of(layer) for name, layer in layers.items()}
+    rows: dict[str, list[Tensor]] = {name: [] for name in layers}
+    priorities: dict[str, list[float]] = {name: [] for name in layers}
+    calls: dict[str, list[Sample]] = {}
+    seen: dict[str, Tensor] = {}  # by this call of the module: the ranges of each layer's input, [samples, width]
+    ranges: dict[tuple[str, ...], Tensor] = {}  # layers of one kind, reached in one call, to their ranges side by side
+    last: list[Tensor | None] = [None, None]  # query, key and value read one tensor
+    drawn: dict[str, list[tuple[int, Sequence[tuple[float, float]]]]] = {}  # for this call: layer to (index, rows)
+    remaining = dict(wanted)
+
+    def begin(module: nn.Module, arguments: tuple, inputs: dict[str, Tensor]) -> None:
+        step, batch = position()
+        drawn.clear()
+        for index, prompt in enumerate(batch):
+            for name, places in remaining.pop((prompt, step), {}).items():
+                drawn.setdefault(name, []).append((index, places))
+        for index, [(priority, _)] in drawn.get("", ()):
+            for name, value in inputs.items():
+                sample = value[index :: len(batch)][None].float().cpu().clone()  # who calls may use the buffer again
+                calls.setdefault(name, []).append(Sample(sample, torch.tensor([priority], dtype=torch.float64)))
 
     def observe(name: str, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        magnitude = inputs[0].detach().float().abs()
-        step, batch = position()
-        by_sample = magnitude.flatten(1).amax(dim=1).view(-1, len(batch)).amax(dim=0)
-        if not torch.isfinite(by_sample).all():
-            prompt = batch[int((~torch.isfinite(by_sample)).nonzero()[0])]
-            raise SdQuantError(f"the input of layer {name} is not finite at prompt {prompt}, step {step}")
-        kind = kind_of(layer)
-        if name not in statistics:
-            shape = (prompts, steps) if kind == "conv" else (steps, magnitude.shape[-1])
-            statistics[name] = LayerStatistics(kind, torch.zeros(shape))
-        amax = statistics[name].amax
-        if kind == "conv":
-            amax[batch, step] = torch.maximum(amax[batch, step], by_sample.cpu())
-        else:
-            amax[step] = torch.maximum(amax[step], magnitude.flatten(0, -2).amax(dim=0).cpu())
+        x = inputs[0]
+        if x is not last[0]:
+            size = x.detach().abs()
+            last[:] = x, size.flatten(1).amax(1, keepdim=True) if x.ndim == 4 else size.flatten(1, -2).amax(1)
+        seen[name] = torch.maximum(seen[name], last[1]) if name in seen else last[1]
+        for index, places in drawn.pop(name, ()):
+            of_prompt = x.detach()[index :: len(position()[1])]
+            rows[name].append(take_rows(layer, of_prompt, [place for _, place in places]))
+            priorities[name] += [priority for priority, _ in places]
 
-    hooks = []
-    for name in names:
-        layer = module.get_submodule(name)
+    def settle(*_: object) -> None:
+        """One look at all that this call of the module has seen: per layer it would cost more than the ranges."""
+        step, batch = position()
+        check_finite(seen, step, batch)
+        for kind in ("linear", "conv"):
+            names = tuple(name for name in seen if kinds[name] == kind)
+            if not names:
+                continue
+            found = torch.cat([seen[name] for name in names], dim=1).float()
+            if kind == "linear":
+                if names not in ranges:
+                    ranges[names] = found.new_zeros(steps, found.shape[1])
+                ranges[names][step] = torch.maximum(ranges[names][step], found.amax(0))
+            else:
+                if names not in ranges:
+                    ranges[names] = found.new_zeros(max(prompts) + 1, steps, len(names))
+                by_prompt = found.view(-1, len(batch), len(names)).amax(0)
+                ranges[names][batch, step] = torch.maximum(ranges[names][batch, step], by_prompt)
+        seen.clear()
+        last[:] = None, None
+
+    hooks = [module.register_forward_pre_hook(begin, with_kwargs=True), module.register_forward_hook(settle)]
+    for name, layer in layers.items():
         hooks.append(layer.register_forward_pre_hook(lambda layer, inputs, name=name: observe(name, layer, inputs)))
+    statistics = Statistics({}, {})
     try:
         yield statistics
     finally:
         for hook in hooks:
             hook.remove()
+    for names, found in ranges.items():
+        widths = [1 if kinds[name] == "conv" else width_of(layers[name]) for name in names]
+        for name, amax in zip(names, found.cpu().split(widths, dim=-1), strict=True):
+            amax = amax[..., 0] if kinds[name] == "conv" else amax
+            known = statistics.layers.get(name)
+            amax = amax.clone() if known is None else torch.maximum(known.amax, amax)
+            kept = torch.cat(rows[name]).cpu() if rows[name] else torch.empty(0, width_of(layers[name])).half()
+            sample = Sample(kept, torch.tensor(priorities[name], dtype=torch.float64))
+            statistics.layers[name] = LayerStatistics(kinds[name], amax, lowest([sample], ROWS))
+    statistics.calls |= {name: lowest(samples, CALLS) for name, samples in calls.items()}
+
+
+def check_finite(seen: Mapping[str, Tensor], step: int, batch: Sequence[int]) -> None:
+    """``seen``: layer to ranges [samples, width], in the order of the network."""
+    if torch.isfinite(torch.cat([by_sample.flatten() for by_sample in seen.values()])).all():
+        return
+    for name, by_sample in seen.items():
+        finite = torch.isfinite(by_sample).all(dim=1)
+        if not finite.all():
+            prompt = batch[int((~finite).nonzero()[0]) % len(batch)]
+            raise SdQuantError(f"the input of layer {name} is not finite at prompt {prompt}, step {step}")

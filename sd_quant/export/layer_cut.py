@@ -10,35 +10,44 @@ from pathlib import Path
 import onnx_ir as ir
 
 from sd_quant.files import atomic_path
+from sd_quant.models.parts import COMPONENTS
 from sd_quant.quantization.assignment import LayerAssignment
 
+PREFIX = COMPONENTS["unet_xl"][1]
 
-def cut_layers(onnx_path: Path, assignment: Mapping[str, LayerAssignment], path: Path) -> list[str]:
-    """Write a graph with an input ``<layer>`` and an output ``<layer>.output`` per quantized layer; returns the names.
 
-    The output is that of the Conv (bias included) or of the MatMul (bias excluded).
+def cut_layers(onnx_path: Path, assignment: Mapping[str, LayerAssignment], path: Path) -> dict[str, str]:
+    """Write a graph with an output ``<layer>.output`` per quantized layer; returns the input that each layer reads.
+
+    The output is that of the Conv (bias included) or of the MatMul (bias excluded). Layers that share a quantized input
+    share it here too, and it has the name of one of them.
     """
     model = ir.load(onnx_path)
-    nodes = {node.outputs[0].name: node for node in model.graph}
-    quantized = [layer for layer in assignment.values() if layer.format == "int8"]
-    inputs, outputs = [], []
-    for layer in quantized:
-        first = nodes[
-            f"{layer.name}.smoothed" if layer.pre_quant_scale is not None else f"{layer.name}.input_quantized"
-        ]
-        last = next(iter(nodes[f"{layer.name}.input_dequantized"].outputs[0].uses())).node
+    makers = {node.outputs[0].name: node for node in model.graph}
+    inputs: dict[ir.Node, ir.Value] = {}
+    outputs, reads = [], {}
+    for layer in assignment.values():
+        if layer.format != "int8":
+            continue
+        (last,) = [usage.node for usage in makers[f"{PREFIX}{layer.name}.weight.dequantized"].outputs[0].uses()]
+        first = last.inputs[0].producer().inputs[0].producer()
+        smoothing = first.inputs[0].producer()
+        if smoothing is not None and smoothing.outputs[0].name.endswith(".smoothed"):
+            first = smoothing
         channels = layer.weight_shape[1]
         shape = [None, channels, None, None] if len(layer.weight_shape) == 4 else [None, None, channels]
-        value = ir.Value(name=layer.name, shape=ir.Shape(shape), type=ir.TensorType(ir.DataType.FLOAT16))
-        first.replace_input_with(0, value)
+        if first not in inputs:
+            value = ir.Value(name=layer.name, shape=ir.Shape(shape), type=ir.TensorType(ir.DataType.FLOAT16))
+            first.replace_input_with(0, value)
+            inputs[first] = value
+        reads[layer.name] = inputs[first].name
         output = last.outputs[0]
         output.name, output.type = f"{layer.name}.output", ir.TensorType(ir.DataType.FLOAT16)
         output.shape = ir.Shape([None] * len(shape))
-        inputs.append(value)
         outputs.append(output)
-    model.graph.inputs[:] = inputs
+    model.graph.inputs[:] = inputs.values()
     model.graph.outputs[:] = outputs
     ir.passes.common.RemoveUnusedNodesPass()(model)
     with atomic_path(path) as temporary:
         ir.save(model, temporary)
-    return [layer.name for layer in quantized]
+    return reads

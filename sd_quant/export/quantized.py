@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sd_quant.errors import ArtifactError
 from sd_quant.files import atomic_path
-from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from sd_quant.quantization.int8 import quantize_weight
 
 ReadWeight = Callable[[str], Tensor]
@@ -54,19 +54,29 @@ def insert(graph: ir.Graph, before: ir.Node, op_type: str, inputs: list[ir.Value
     return node.outputs[0]
 
 
-def quantize_activation(graph: ir.Graph, node: ir.Node, layer: LayerAssignment) -> None:
+def quantize_activation(graph: ir.Graph, node: ir.Node, layer: LayerAssignment, made: dict[tuple, ir.Value]) -> None:
+    """Layers that read one tensor with the same scales read one quantized copy of it, kept in ``made``."""
+    value = node.inputs[0]
+    key = (value, layer.activation_scale, id(layer.pre_quant_scale) if layer.multiplies else None)
+    if key not in made:
+        made[key] = quantized_copy(graph, node, layer)
+    node.replace_input_with(0, made[key])
+
+
+def quantized_copy(graph: ir.Graph, node: ir.Node, layer: LayerAssignment) -> ir.Value:
     value, name = node.inputs[0], layer.name
-    if layer.pre_quant_scale is not None:
+    if layer.multiplies:
         scale = constant(graph, f"{name}.pre_quant_scale", layer.pre_quant_scale.half().numpy())
         value = insert(graph, node, "Mul", [value, scale], f"{name}.smoothed")
     scale = constant(graph, f"{name}.input_scale", np.array(layer.activation_scale, np.float16))
     zero_point = constant(graph, f"{name}.input_zero_point", np.array(0, np.int8))
     value = insert(graph, node, "QuantizeLinear", [value, scale, zero_point], f"{name}.input_quantized")
-    value = insert(graph, node, "DequantizeLinear", [value, scale, zero_point], f"{name}.input_dequantized")
-    node.replace_input_with(0, value)
+    return insert(graph, node, "DequantizeLinear", [value, scale, zero_point], f"{name}.input_dequantized")
 
 
-def quantize_layer(graph: ir.Graph, weight: ir.Value, layer: LayerAssignment, read: ReadWeight) -> None:
+def quantize_layer(
+    graph: ir.Graph, weight: ir.Value, layer: LayerAssignment, read: ReadWeight, made: dict[tuple, ir.Value]
+) -> None:
     """Rewrite the one node that multiplies with ``weight``, a graph input."""
     (node,) = [usage.node for usage in weight.uses()]
     transposed = node.op_type == "Transpose"
@@ -77,10 +87,10 @@ def quantize_layer(graph: ir.Graph, weight: ir.Value, layer: LayerAssignment, re
     shape = layer.weight_shape[::-1] if transposed else layer.weight_shape
 
     def read_int8() -> Tensor:
-        quantized = quantize_weight(read(name), layer.weight_scale, layer.pre_quant_scale)
+        quantized = quantize_weight(rewritten(read(name), layer), layer.weight_scale)
         return quantized.T if transposed else quantized
 
-    quantize_activation(graph, node, layer)
+    quantize_activation(graph, node, layer, made)
     stored = initializer(graph, f"{name}.int8", ir.DataType.INT8, shape, read_int8)
     scale = constant(graph, f"{name}.scale", layer.weight_scale.half().numpy())
     zero_point = constant(graph, f"{name}.zero_point", np.zeros(len(layer.weight_scale), np.int8))
@@ -109,19 +119,26 @@ def write_onnx(
     weights = list(graph.inputs[inputs:])
     del graph.inputs[inputs:]
     total, pending = 0, {name for name, layer in assignment.items() if layer.format}
+    made: dict[tuple, ir.Value] = {}
     for value in weights:
-        layer_name = value.name.removeprefix(prefix).removesuffix(".weight")
+        layer_name = value.name.removeprefix(prefix).rpartition(".")[0]
         shape = value.shape.numpy()
         total += math.prod(shape) * int(value.dtype.itemsize)
         if layer_name in pending and value.name.endswith(".weight"):
-            quantize_layer(graph, value, assignment[layer_name], read)
+            quantize_layer(graph, value, assignment[layer_name], read, made)
             pending.discard(layer_name)
             continue
         dtype = torch.float16 if value.dtype == ir.DataType.FLOAT16 else torch.float32
-        stored = initializer(graph, value.name, value.dtype, shape, lambda n=value.name, d=dtype: read(n).to(d))
+        layer = assignment.get(layer_name)
+
+        def read_kept(name=value.name, dtype=dtype, layer=layer) -> Tensor:
+            return (read(name) if layer is None else rewritten(read(name), layer)).to(dtype)
+
+        stored = initializer(graph, value.name, value.dtype, shape, read_kept)
         ir.convenience.replace_all_uses_with(value, stored)
     if pending:
         raise ArtifactError(f"the graph has no layer {sorted(pending)[0]}, which the assignment quantizes")
+    graph.sort()  # a quantized copy was made where the first of its readers was found
     model.producer_name = "sd-quant"
     save(model, path, external=total > LARGEST_SINGLE_FILE)
 

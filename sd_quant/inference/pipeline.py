@@ -6,7 +6,7 @@ encoded before the pipeline is called, so negative and positive prompts never sh
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -26,8 +26,7 @@ LOG = logging.getLogger(__name__)
 class UnetAdapter(torch.nn.Module):
     """Looks like ``UNet2DConditionModel`` to the pipeline, calls an engine with NeMo's names.
 
-    ``on_step`` is told the index of each denoising step before it is computed, counted by the scheduler, so that a
-    sampler that calls the UNet twice in a step is counted right.
+    ``on_step`` is told the denoising step of each call before it is computed; see ``denoising_step``.
     """
 
     dtype, device = torch.float32, torch.device("cpu")
@@ -39,7 +38,7 @@ class UnetAdapter(torch.nn.Module):
         self.add_embedding = SimpleNamespace(linear_1=SimpleNamespace(in_features=added_width))
 
     def forward(self, sample, timestep, encoder_hidden_states, added_cond_kwargs, return_dict=False, **_):
-        self.on_step(self.scheduler.step_index or 0)
+        self.on_step(denoising_step(self.scheduler))
         output = self.engine(
             x=sample,
             timesteps=timestep.to(torch.float32).expand(len(sample)),
@@ -67,6 +66,14 @@ class PooledWidth:
 
     def __init__(self, width: int):
         self.config, self.dtype = SimpleNamespace(projection_dim=width), torch.float32
+
+
+def denoising_step(scheduler) -> int:
+    """Which of the ``num_inference_steps`` comes next, counted by the scheduler.
+
+    Samplers of second order (Heun, DPM2) list 2n - 1 timesteps for n steps: both calls of a step count as that step.
+    """
+    return (scheduler.step_index or 0) * scheduler.num_inference_steps // len(scheduler.timesteps)
 
 
 def vector_condition(text_embeds: Tensor, time_ids: Tensor, width: int) -> Tensor:
@@ -109,8 +116,8 @@ class Pipeline:
         )  # fmt: skip
         self.diffusers.set_progress_bar_config(disable=True)
 
-    def warn_of_long(self, prompts: list[str]) -> None:
-        lengths = [len(ids) for ids in self.tokenizers[0](prompts, truncation=False, verbose=False)["input_ids"]]
+    def warn_of_long(self, prompts: Sequence[str]) -> None:
+        lengths = [len(ids) for ids in self.tokenizers[0](list(prompts), truncation=False, verbose=False)["input_ids"]]
         longer = sum(length > CONTEXT_LENGTH for length in lengths)
         if longer:
             LOG.warning(
@@ -129,7 +136,7 @@ class Pipeline:
         first, second = self.engines["clip1"](input_ids=ids[0]), self.engines["clip2"](input_ids=ids[1])
         return torch.cat([first["z"], second["z"]], dim=-1).float().cpu(), second["z_pooled"].float().cpu()
 
-    def noise(self, indices: range, sampling: Sampling) -> Tensor:
+    def noise(self, indices: Sequence[int], sampling: Sampling) -> Tensor:
         """fp32 [B, 4, h, w], each picture's from its own seed, the same on every device."""
         factor = self.diffusers.vae_scale_factor
         shape = (self.unet.config.in_channels, sampling.height // factor, sampling.width // factor)
@@ -138,22 +145,26 @@ class Pipeline:
 
     def __call__(
         self,
-        prompts: list[str],
+        prompts: Sequence[str],
         sampling: Sampling,
         *,
+        numbers: Sequence[int] | None = None,
         decode: bool = True,
-        on_batch: Callable[[range], object] = lambda indices: None,
+        on_batch: Callable[[Sequence[int]], object] = lambda numbers: None,
         on_step: Callable[[int], object] = lambda step: None,
     ) -> Generated:
-        """One picture per prompt. ``on_batch`` hears which prompts come next, ``on_step`` which step.
+        """One picture per prompt, or of the prompts whose ``numbers`` are given; each has its number's own noise.
+
+        ``on_batch`` hears which prompts come next, ``on_step`` which step.
 
         Raises SdQuantError when a latent becomes NaN or infinite, naming prompt and step.
         """
         self.unet.on_step = on_step
         self.warn_of_long(prompts)
         images, latents = [], []
-        for start in range(0, len(prompts), sampling.batch_size):
-            indices = range(start, min(start + sampling.batch_size, len(prompts)))
+        numbers = range(len(prompts)) if numbers is None else numbers
+        for start in range(0, len(numbers), sampling.batch_size):
+            indices = numbers[start : start + sampling.batch_size]
             on_batch(indices)
             steps: list[Tensor] = []
 

@@ -1,27 +1,28 @@
 """How far the quantized pipeline's pictures are from full precision's, on the same prompts and seeds.
 
 The reference is the full-precision run, not a photograph: quantization is to change nothing, so pixel distances (PSNR,
-SSIM) apply although they say little about generated pictures otherwise. The signal-to-quantization-noise ratio of the
-latents, step by step, says when in the denoising the pictures part. The road not taken is FID: it needs thousands of
-pictures and cannot tell two recipes apart on a handful.
+SSIM) apply although they say little about generated pictures otherwise; LPIPS is nearer to what people notice. The
+signal-to-quantization-noise ratio of the latents, step by step, says when in the denoising the pictures part. The road
+not taken is FID: it needs thousands of pictures and cannot tell two recipes apart on a handful.
 
 A value that does not exist (infinite, undefined) is None and comes with a reason: a record holds no NaN or infinity.
 """
 
 import math
 from collections.abc import Sequence
+from operator import itemgetter
 
 import numpy as np
 import torch
 from torchmetrics.functional.image import peak_signal_noise_ratio, structural_similarity_index_measure
 
 from sd_quant.errors import ArtifactError
+from sd_quant.metrics.lpips import lpips
 
 SSIM_SIGMA = 1.5  # Wang et al. 2004: an 11 x 11 Gaussian window, at 64 x 64 pixels as at 1024 x 1024
 SSIM_WINDOW = 11
 IDENTICAL = "identical to full precision, which makes the ratio infinite"
 NOT_FINITE = "NaN or infinite latents"
-NO_LPIPS = "LPIPS needs the weights of a pretrained network, which are not installed"
 
 
 def psnr(reference: np.ndarray, image: np.ndarray) -> list[float | None]:
@@ -78,17 +79,18 @@ def relative_error(reference: torch.Tensor, output: torch.Tensor) -> float | Non
     return _finite((torch.linalg.vector_norm(output - reference) / torch.linalg.vector_norm(reference)).item())
 
 
-def summary(values: Sequence[float | None], reason: str = IDENTICAL) -> dict:
-    """``{mean, min, worst_index, values, reason}`` of per-image scores where higher is better.
+def summary(values: Sequence[float | None], reason: str = IDENTICAL, lower_is_better: bool = False) -> dict:
+    """``{mean, min, worst_index, values, reason}`` of per-image scores; with ``max`` for ``min`` if lower is better.
 
-    Mean and minimum are over the values that exist; ``reason`` says how many do not and why, None when all do.
+    Mean and extreme are over the values that exist; ``reason`` says how many do not and why, None when all do.
     """
     present = [(value, index) for index, value in enumerate(values) if value is not None]
-    worst, worst_index = min(present, default=(None, None))
+    extreme, name = (max, "max") if lower_is_better else (min, "min")
+    worst, worst_index = extreme(present, default=(None, None), key=itemgetter(0))
     missing = len(values) - len(present)
     return {
         "mean": math.fsum(value for value, _ in present) / len(present) if present else None,
-        "min": worst,
+        name: worst,
         "worst_index": worst_index,
         "values": list(values),
         "reason": f"{missing} of {len(values)} images: {reason}" if missing else None,
@@ -98,7 +100,7 @@ def summary(values: Sequence[float | None], reason: str = IDENTICAL) -> dict:
 def fidelity(
     reference_images: np.ndarray, images: np.ndarray, reference_latents: torch.Tensor, latents: torch.Tensor
 ) -> dict:
-    """The record's ``fidelity``: ``{psnr, ssim, latent_sqnr_db, latent_sqnr_reason, lpips}``; shapes as above."""
+    """The record's ``fidelity``: ``{psnr, ssim, latent_sqnr_db, latent_sqnr_reason, lpips}``; images of H, W >= 64."""
     ratios = latent_sqnr(reference_latents, latents)
     finite = bool(torch.isfinite(reference_latents).all() and torch.isfinite(latents).all())
     return {
@@ -106,7 +108,7 @@ def fidelity(
         "ssim": summary(ssim(reference_images, images)),
         "latent_sqnr_db": ratios,
         "latent_sqnr_reason": (IDENTICAL if finite else NOT_FINITE) if None in ratios else None,
-        "lpips": {"value": None, "reason": NO_LPIPS},
+        "lpips": summary(lpips(reference_images, images), lower_is_better=True),
     }
 
 

@@ -5,8 +5,10 @@ from their weights, because NeMo's config names those encoders instead of descri
 imported or instantiated: ``_target_`` and ``target`` strings are data.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+
+from sd_quant.quantization.smoothing import SharedInput
 
 CLIP_HEAD_WIDTH = 64  # of CLIP-L (768/12), OpenCLIP bigG (1280/20) and every other CLIP text model
 
@@ -133,3 +135,34 @@ def layer_roles(unet) -> dict[str, str]:
 
     layers = {name: module for name, module in unet.named_modules() if isinstance(module, Linear | Conv2d)}
     return {name: layer_role(name, isinstance(module, Conv2d)) for name, module in layers.items()}
+
+
+def shared_inputs(roles: Iterable[str]) -> list[SharedInput]:
+    """Which linears of the UNet read one tensor, and what makes it, by their diffusers names.
+
+    Query, key and value of self-attention read a LayerNorm, and so does the gated feed-forward's first linear; its
+    second reads value * gelu(gate), so a factor moves into the value half, the first rows of the first linear. An
+    attention's output is a mean of value rows, so a factor moves into to_v. proj_in reads the GroupNorm. The text that
+    cross-attention's key and value read is an input of the network, and proj_out reads a residual stream: neither has
+    anything in front that could take a factor.
+    """
+    inputs = []
+    for name in roles:
+        block, _, layer = name.rpartition(".")
+        if layer == "proj_in":
+            inputs.append(SharedInput((name,), f"{block}.norm"))
+        elif layer == "proj_out":
+            inputs.append(SharedInput((name,)))
+        elif name.endswith(".attn1.to_q"):
+            block = name.removesuffix(".attn1.to_q")
+            attention, cross = f"{block}.attn1", f"{block}.attn2"
+            inputs += [
+                SharedInput((f"{attention}.to_q", f"{attention}.to_k", f"{attention}.to_v"), f"{block}.norm1"),
+                SharedInput((f"{attention}.to_out.0",), f"{attention}.to_v"),
+                SharedInput((f"{cross}.to_q",), f"{block}.norm2"),
+                SharedInput((f"{cross}.to_k", f"{cross}.to_v")),
+                SharedInput((f"{cross}.to_out.0",), f"{cross}.to_v"),
+                SharedInput((f"{block}.ff.net.0.proj",), f"{block}.norm3"),
+                SharedInput((f"{block}.ff.net.2",), f"{block}.ff.net.0.proj"),
+            ]
+    return inputs

@@ -4,35 +4,50 @@ Deriving it is a pure function of the statistics, the weights and the recipe, so
 calibration. The torch simulation, the ONNX export and the layer report decide nothing themselves.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sd_quant.calibration.statistics import LayerStatistics
-from sd_quant.errors import SdQuantError
-from sd_quant.quantization.int8 import scale_of
+from sd_quant.errors import ConfigError, SdQuantError
+from sd_quant.quantization.int8 import per_channel, rounded, scale_of
 from sd_quant.quantization.levels import reason_kept
-from sd_quant.quantization.percentile import percentile_amax
-from sd_quant.quantization.smoothing import pre_quant_scale
+from sd_quant.quantization.observers import OBSERVERS
+from sd_quant.quantization.percentile import PERCENTILE_CALIBRATORS
+from sd_quant.quantization.smoothing import SMOOTHINGS, SharedInput, pre_quant_scale
+
+FIXED_ALPHA = 0.8  # what NeMo and ModelOpt recommend for SDXL; alpha=auto is compared with it
+ALPHAS = tuple(index / 10 for index in range(11))  # that alpha=auto tries
+SEARCHED_OUTPUTS, SEARCHED_ROWS = 256, 64  # of a layer, that the search looks at
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What a user chooses. Ranges are checked where the configuration is read."""
+    """What a user chooses. Ranges are checked where the configuration is read; ``alpha`` is a number or "auto"."""
 
     quant_level: float
-    alpha: float
-    percentile: float
-    collect_method: str
+    alpha: float | str
+    percentile: float = 1.0
+    collect_method: str = "mean-max"
+    percentile_calibrator: str = "corrected"
+    observer: str = "max"
+    smoothing: str = "folded"
+    batch_size: int = 1  # of the calibration, which ModelOpt's own calibrator depends on
 
 
 @dataclass(frozen=True, slots=True)
 class LayerAssignment:
     """How one layer is computed. ``format`` None means high precision, and ``reason`` says why.
 
-    ``weight_scale`` [out_channels] and ``pre_quant_scale`` [in_features] are fp32, representable in fp16.
+    ``weight_amax`` fp32 [out_channels] and ``activation_amax`` are ranges after smoothing. ``pre_quant_scale`` fp32
+    [in_features] divides the weight; the input is multiplied by it, in the graph or, with ``folded_into``, in the
+    module of that name. ``output_scale`` fp32 [out_channels] is what this module takes over from the linear behind it:
+    it multiplies weight and bias. Norms have a row only when they have one.
+    ``output_error`` is that of the layer's output on its sampled inputs, relative to the output's norm;
+    ``fixed_alpha_error`` what it would be with alpha ``FIXED_ALPHA``, where alpha was searched.
     """
 
     name: str
@@ -41,14 +56,40 @@ class LayerAssignment:
     format: str | None = None
     reason: str | None = None
     weight_axis: int | None = None
-    weight_scale: Tensor | None = None
-    activation_scale: float | None = None
+    weight_amax: Tensor | None = None
+    activation_amax: float | None = None
     pre_quant_scale: Tensor | None = None
+    folded_into: str | None = None
+    output_scale: Tensor | None = None
     alpha: float | None = None
+    output_error: float | None = None
+    fixed_alpha_error: float | None = None
+
+    @property
+    def weight_scale(self) -> Tensor:
+        """fp32 [out_channels], representable in fp16."""
+        return scale_of(self.weight_amax)
+
+    @property
+    def activation_scale(self) -> float:
+        return scale_of(torch.tensor(self.activation_amax)).item()
+
+    @property
+    def multiplies(self) -> bool:
+        """The graph has a multiplication before this layer."""
+        return self.pre_quant_scale is not None and self.folded_into is None
+
+    @property
+    def smoothing(self) -> str:
+        """In words: where the input is multiplied by ``pre_quant_scale``."""
+        if self.pre_quant_scale is None:
+            return ""
+        return f"folded into {self.folded_into}" if self.folded_into else "multiplication"
 
     def row(self) -> dict[str, object]:
         """The row of ``layers.csv``."""
-        smoothing, weight = self.pre_quant_scale, self.weight_scale
+        smoothing, quantized = self.pre_quant_scale, self.format is not None
+        weight_scale = self.weight_scale if quantized else None
         return {
             "name": self.name,
             "role": self.role,
@@ -56,49 +97,116 @@ class LayerAssignment:
             "format": self.format or "high precision",
             "reason": self.reason or "",
             "alpha": self.alpha,
-            "activation_scale": self.activation_scale,
-            "weight_scale_min": None if weight is None else weight.min().item(),
-            "weight_scale_max": None if weight is None else weight.max().item(),
+            "smoothing": self.smoothing,
+            "output_error": self.output_error,
+            f"output_error_alpha_{FIXED_ALPHA}": self.fixed_alpha_error,
+            "activation_scale": self.activation_scale if quantized else None,
+            "weight_scale_min": None if weight_scale is None else weight_scale.min().item(),
+            "weight_scale_max": None if weight_scale is None else weight_scale.max().item(),
             "pre_quant_scale_min": None if smoothing is None else smoothing.min().item(),
             "pre_quant_scale_max": None if smoothing is None else smoothing.max().item(),
         }
 
 
-def assign_layer(name: str, role: str, weight: Tensor, statistics: LayerStatistics, recipe: Recipe) -> LayerAssignment:
-    """INT8 for one layer: smoothing and a per-tensor input for linears, the percentile calibrator for convolutions."""
-    weight = weight.float()
-    if statistics.kind == "conv":
-        smoothing = None
-        activation_amax = percentile_amax(statistics.amax, recipe.percentile, recipe.collect_method)
-    else:
-        channel_amax = statistics.amax.amax(dim=0)
-        # rounded to fp16, which is how the graph stores it, before the weight is divided by it
-        smoothing = pre_quant_scale(channel_amax, weight.abs().amax(dim=0), recipe.alpha).half().float()
-        weight = weight / smoothing
-        activation_amax = (channel_amax * smoothing).max().item()
+def rewritten(parameter: Tensor, layer: LayerAssignment) -> Tensor:
+    """A weight [out, ...] or bias [out] of the layer with smoothing in it, fp32, not yet rounded."""
+    parameter = parameter.float()
+    if layer.pre_quant_scale is not None and parameter.ndim > 1:
+        parameter = parameter / layer.pre_quant_scale
+    if layer.output_scale is not None:
+        parameter = parameter * per_channel(layer.output_scale, parameter)
+    return parameter
+
+
+def output_error(layer: LayerAssignment, weight: Tensor, rows: Tensor) -> float | None:
+    """||quantized output - output|| / ||output|| on ``rows`` [n, in]; a patch of a convolution is a row too.
+
+    ``weight`` is the checkpoint's. None without rows or with an output of zeros.
+    """
+    rows, smoothed = rows.float(), rewritten(weight, layer).flatten(1)
+    expected = rows @ weight.float().flatten(1).T
+    inputs = rows if layer.pre_quant_scale is None else rows * layer.pre_quant_scale
+    weight_scale, activation_scale = per_channel(layer.weight_scale, smoothed), layer.activation_scale
+    found = (rounded(inputs, activation_scale) * activation_scale) @ (rounded(smoothed, weight_scale) * weight_scale).T
+    norm = torch.linalg.vector_norm(expected).item()
+    return torch.linalg.vector_norm(found - expected).item() / norm if norm else None
+
+
+def with_ranges(layer: LayerAssignment, weight: Tensor, activation_amax: float) -> LayerAssignment:
+    """The layer as INT8. Raises SdQuantError when a range is zero or its scale does not fit fp16."""
     if activation_amax == 0:
         raise SdQuantError(
-            f"layer {name} only ever saw zeros during calibration, so its input has no scale; "
+            f"layer {layer.name} only ever saw zeros during calibration, so its input has no scale; "
             "calibrate with more prompts or a lower quant_level"
         )
+    weight_amax = rewritten(weight, layer).flatten(1).abs().amax(dim=1)
+    layer = replace(
+        layer, format="int8", weight_axis=0, weight_amax=weight_amax, activation_amax=activation_amax, reason=None
+    )
     try:
-        weight_scale = scale_of(weight.flatten(1).abs().amax(dim=1))
-        activation_scale = scale_of(torch.tensor(activation_amax)).item()
+        layer.weight_scale, layer.activation_scale  # noqa: B018
     except OverflowError as error:
         raise SdQuantError(
-            f"layer {name} cannot be quantized: {error}; keep it out with a lower quant_level"
+            f"layer {layer.name} cannot be quantized: {error}; keep it out with a lower quant_level"
         ) from error
-    return LayerAssignment(
-        name=name,
-        role=role,
-        weight_shape=tuple(weight.shape),
-        format="int8",
-        weight_axis=0,
-        weight_scale=weight_scale,
-        activation_scale=activation_scale,
-        pre_quant_scale=smoothing,
-        alpha=None if smoothing is None else recipe.alpha,
-    )
+    return layer
+
+
+def assign_convolution(
+    layer: LayerAssignment, weight: Tensor, statistics: LayerStatistics, recipe: Recipe
+) -> LayerAssignment:
+    """Not smoothed; the range of its input by the percentile calibrator, or by an observer of its sampled inputs."""
+    if recipe.observer == "max":
+        calibrator = PERCENTILE_CALIBRATORS[recipe.percentile_calibrator]
+        amax = calibrator(statistics.amax, recipe.percentile, recipe.collect_method, recipe.batch_size)
+    else:
+        amax = OBSERVERS[recipe.observer](statistics.rows.values.float(), statistics.amax.max().item())
+    layer = with_ranges(layer, weight, amax)
+    return replace(layer, output_error=output_error(layer, weight, statistics.rows.values))
+
+
+def assign_readers(
+    layers: Sequence[LayerAssignment],
+    weights: Mapping[str, Tensor],
+    weight_amax: Tensor,
+    statistics: LayerStatistics,
+    alpha: float,
+    observer: str,
+) -> list[LayerAssignment]:
+    """Linears of one input with one smoothing vector. Readers that stay in high precision get the vector alone.
+
+    ``weight_amax`` fp32 [in_features] is the largest of the quantized readers' weights.
+    """
+    channel_amax, rows = statistics.amax.amax(dim=0), statistics.rows.values
+    scale = pre_quant_scale(channel_amax, weight_amax, alpha)
+    amax = OBSERVERS[observer](rows.float() * scale, (channel_amax * scale).max().item())
+    assigned = []
+    for layer in layers:
+        layer = replace(layer, pre_quant_scale=scale, alpha=alpha)
+        if layer.reason is None:
+            layer = with_ranges(layer, weights[layer.name], amax)
+            layer = replace(layer, output_error=output_error(layer, weights[layer.name], rows))
+        assigned.append(layer)
+    return assigned
+
+
+def search_alpha(
+    layers: Sequence[LayerAssignment], weights: Mapping[str, Tensor], weight_amax: Tensor, statistics: LayerStatistics
+) -> float:
+    """The alpha of ``ALPHAS`` with the least sum of squared output errors of the readers.
+
+    It looks at ``SEARCHED_OUTPUTS`` output channels of each, evenly spaced, on the first ``SEARCHED_ROWS`` inputs, and
+    takes the maximum as the range: all of them, or an observer, would cost more than everything else in a recipe.
+    """
+    outputs = {name: weight[:: -(-len(weight) // SEARCHED_OUTPUTS)] for name, weight in weights.items()}
+    rows = replace(statistics.rows, values=statistics.rows.values[:SEARCHED_ROWS])
+    statistics = replace(statistics, rows=rows)
+
+    def cost(alpha: float) -> float:
+        tried = assign_readers(layers, outputs, weight_amax, statistics, alpha, "max")
+        return sum((layer.output_error or 0) ** 2 for layer in tried)
+
+    return min(ALPHAS, key=cost)
 
 
 def derive(
@@ -106,21 +214,80 @@ def derive(
     weight_of: Callable[[str], Tensor],
     statistics: Mapping[str, LayerStatistics],
     recipe: Recipe,
+    inputs: Sequence[SharedInput],
+    kept: Collection[str] = (),
 ) -> dict[str, LayerAssignment]:
-    """The assignment of every layer in ``roles`` (name to role), reading one weight at a time.
+    """The assignment of every layer in ``roles`` (name to role), reading the weights of one input at a time.
 
-    Raises SdQuantError when a layer to quantize was never reached by calibration or saw only zeros.
+    ``inputs`` are the family's shared inputs of linears, ``kept`` layers that stay in high precision whatever the
+    level. Raises SdQuantError when a layer to quantize was never reached by calibration or saw only zeros, ConfigError
+    when nothing is left to quantize.
     """
     assignment = {}
     for name, role in roles.items():
-        weight = weight_of(name)
-        reason = reason_kept(role, recipe.quant_level)
-        if reason is not None:
-            assignment[name] = LayerAssignment(name, role, tuple(weight.shape), reason=reason)
-        elif name not in statistics:
+        reason = reason_kept(role, recipe.quant_level) or ("among the most sensitive layers" if name in kept else None)
+        if reason is None and name not in statistics:
             raise SdQuantError(
                 f"layer {name} was never reached during calibration, so it has no range to quantize with"
             )
-        else:
-            assignment[name] = assign_layer(name, role, weight, statistics[name], recipe)
+        layer = LayerAssignment(name, role, tuple((weight := weight_of(name)).shape), reason=reason)
+        if reason is None and role == "conv":
+            layer = assign_convolution(layer, weight, statistics[name], recipe)
+        assignment[name] = layer
+    for shared in SMOOTHINGS[recipe.smoothing](inputs):
+        assignment |= assign_input(shared, assignment, weight_of, statistics, recipe)
+    if not any(layer.format for layer in assignment.values()):
+        raise ConfigError(
+            f"quant_level={recipe.quant_level:g} with {len(kept)} layers kept leaves no layer to quantize; "
+            "raise quant_level or lower keep"
+        )
     return assignment
+
+
+def assign_input(
+    shared: SharedInput,
+    assignment: Mapping[str, LayerAssignment],
+    weight_of: Callable[[str], Tensor],
+    statistics: Mapping[str, LayerStatistics],
+    recipe: Recipe,
+) -> dict[str, LayerAssignment]:
+    """What changes with one input: the rows of its readers and of its producer."""
+    layers = [assignment[name] for name in shared.readers]
+    quantized = [layer for layer in layers if layer.reason is None]
+    if not quantized:
+        return {}
+    weights = {layer.name: weight_of(layer.name) for layer in layers}
+
+    weight_amax = torch.stack([weights[layer.name].float().abs().amax(dim=0) for layer in quantized]).amax(dim=0)
+    known = (layers, weights, weight_amax, statistics[quantized[0].name])
+    if recipe.alpha == "auto":
+        chosen = assign_readers(*known, search_alpha(*known), recipe.observer)
+        fixed = assign_readers(*known, FIXED_ALPHA, recipe.observer)
+        chosen = [replace(layer, fixed_alpha_error=at.output_error) for layer, at in zip(chosen, fixed, strict=True)]
+    else:
+        chosen = assign_readers(*known, float(recipe.alpha), recipe.observer)
+    if shared.producer is None:
+        return {layer.name: layer for layer in chosen if layer.format}
+    taken_over = taking_over(shared, assignment.get(shared.producer), weight_of, chosen[0].pre_quant_scale)
+    stays = [rewritten(weights[layer.name], layer) for layer in chosen if not layer.format]
+    if taken_over is None or not all(torch.isfinite(weight.half()).all() for weight in stays):
+        return {layer.name: layer for layer in chosen if layer.format}
+    return {layer.name: replace(layer, folded_into=shared.producer) for layer in chosen} | {taken_over.name: taken_over}
+
+
+def taking_over(
+    shared: SharedInput, producer: LayerAssignment | None, weight_of: Callable[[str], Tensor], scale: Tensor
+) -> LayerAssignment | None:
+    """The producer's row with ``scale`` on its first outputs, or None when fp16 cannot hold its parameters then."""
+    weight = weight_of(shared.producer)
+    output_scale = F.pad(scale, (0, len(weight) - len(scale)), value=1.0)
+    if producer is None:
+        producer = LayerAssignment(
+            shared.producer, "norm", tuple(weight.shape), reason=f"takes over the smoothing of {shared.readers[0]}"
+        )
+    producer = replace(producer, output_scale=output_scale)
+    if not torch.isfinite(rewritten(weight, producer).half()).all():
+        return None
+    if producer.format:
+        producer = replace(producer, weight_amax=producer.weight_amax * output_scale)
+    return producer

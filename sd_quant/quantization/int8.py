@@ -28,7 +28,11 @@ def per_channel(scale: Tensor, weight: Tensor) -> Tensor:
     return scale.view(-1, *[1] * (weight.ndim - 1))
 
 
-def quantize_weight(weight: Tensor, scale: Tensor, pre_quant_scale: Tensor | None) -> Tensor:
-    """INT8 [out, ...] of a weight whose input channels are first divided by ``pre_quant_scale`` [in]."""
-    smoothed = weight.float() if pre_quant_scale is None else weight.float() / pre_quant_scale
-    return (smoothed / per_channel(scale, weight)).round().clamp(-QMAX - 1, QMAX).to(torch.int8)
+def rounded(x: Tensor, scale: Tensor | float) -> Tensor:
+    """The integers of ``x``, still floating point; ``scale`` broadcasts."""
+    return (x / scale).round().clamp(-QMAX - 1, QMAX)
+
+
+def quantize_weight(weight: Tensor, scale: Tensor) -> Tensor:
+    """INT8 of ``weight`` [out, ...] with ``scale`` [out]."""
+    return rounded(weight.float(), per_channel(scale, weight)).to(torch.int8)

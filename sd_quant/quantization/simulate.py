@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from sd_quant.files import atomic_path
-from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from sd_quant.quantization.int8 import QMAX, per_channel
 
 
@@ -38,16 +38,16 @@ def simulate(module: nn.Module, assignment: Mapping[str, LayerAssignment]) -> nn
 
         module = mtq.quantize(module, modelopt_config(assignment))
     for layer in assignment.values():
-        if layer.format != "int8":
-            continue
         target = module.get_submodule(layer.name)
+        for parameter in target.parameters(recurse=False):
+            parameter.copy_(rewritten(parameter, layer))
         weight = target.get_parameter("weight")
-        if layer.pre_quant_scale is not None:
-            weight.div_(layer.pre_quant_scale.to(weight))
+        if layer.multiplies:
             target.input_quantizer._enable_pre_quant_scale = True
-            target.input_quantizer.pre_quant_scale = layer.pre_quant_scale.to(weight)
-        target.weight_quantizer.amax = per_channel(layer.weight_scale * QMAX, weight).to(weight)
-        target.input_quantizer.amax = torch.tensor(layer.activation_scale * QMAX).to(weight)
+            target.input_quantizer.pre_quant_scale = layer.pre_quant_scale.half().to(weight)  # as in the graph
+        if layer.format == "int8":
+            target.weight_quantizer.amax = per_channel(layer.weight_scale * QMAX, weight).to(weight)
+            target.input_quantizer.amax = torch.tensor(layer.activation_scale * QMAX).to(weight)
     return module
 
 

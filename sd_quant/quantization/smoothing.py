@@ -4,16 +4,32 @@
 
 with ``a`` the per-channel amax of the input and ``w`` that of the weight. The field stores ``pre_quant_scale = 1 / s``,
 which multiplies the input; that is what is returned here. Clamping follows ModelOpt's ``model_calib.smoothquant``; a
-channel that is never active gets 1, where ModelOpt's mask usually misses it and leaves it at the clamp. Not taken:
-folding the scale into the preceding normalisation. Query, key and value of one attention share that normalisation and,
-for alpha < 1, want three different scales.
+channel that is never active gets 1, where ModelOpt's mask usually misses it and leaves it at the clamp.
+
+The multiplication costs nothing when the module that makes the input does it: a norm in its gain and bias, a linear in
+the rows of its weight. Linears that read one tensor then have to share one vector, with ``w`` the largest of all their
+weights. ModelOpt multiplies before every layer instead, each with a vector of its own; ``SMOOTHINGS`` offers both.
 """
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 SMALLEST, LARGEST = 1e-4, 1e4
 DEAD_CHANNEL = 2.0**-31
+
+
+@dataclass(frozen=True, slots=True)
+class SharedInput:
+    """Linears that read one tensor, and the module whose first outputs are that tensor's channels.
+
+    ``producer`` is None when nothing can take a factor per channel: a residual stream, an input of the network.
+    """
+
+    readers: tuple[str, ...]
+    producer: str | None = None
 
 
 def pre_quant_scale(activation_amax: Tensor, weight_amax: Tensor, alpha: float) -> Tensor:
@@ -24,3 +40,16 @@ def pre_quant_scale(activation_amax: Tensor, weight_amax: Tensor, alpha: float) 
     scale = weight_amax.pow(1 - alpha) / activation_amax.pow(alpha)
     dead = (activation_amax <= DEAD_CHANNEL) | (weight_amax <= DEAD_CHANNEL)
     return torch.where(dead, 1.0, scale.clamp(SMALLEST, LARGEST))
+
+
+def folded(inputs: Sequence[SharedInput]) -> list[SharedInput]:
+    """One vector per input, moved into what makes the input."""
+    return list(inputs)
+
+
+def by_layer(inputs: Sequence[SharedInput]) -> list[SharedInput]:
+    """A vector and a multiplication of its own before every layer."""
+    return [SharedInput((reader,)) for shared in inputs for reader in shared.readers]
+
+
+SMOOTHINGS: dict[str, Callable[[Sequence[SharedInput]], list[SharedInput]]] = {"folded": folded, "modelopt": by_layer}

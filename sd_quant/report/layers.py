@@ -14,7 +14,7 @@ from sd_quant.files import write_text
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")  # OWASP, "CSV Injection"
 
 
-def write_layers_csv(rows: list[dict], path: Path) -> None:
+def write_csv(rows: list[dict], path: Path) -> None:
     """Write ``rows`` with the columns of the first one, atomically; None and absent cells are empty.
 
     Raises ValueError for a row with a column that the first does not have, ResourceError when the disk is full.

@@ -110,16 +110,16 @@ def _image(record: dict, engine: str, reasons: list[str]) -> list[str]:
 
 def _fidelity(record: dict, reasons: list[str]) -> list[str]:
     rows = []
-    for key, title, show in (("psnr", "PSNR", _decibel), ("ssim", "SSIM", _similarity)):
+    scores = (("psnr", "PSNR", _decibel, "min"), ("ssim", "SSIM", _score, "min"), ("lpips", "LPIPS", _score, "max"))
+    for key, title, show, extreme in scores:
         reason = _at(record, "fidelity", key, "reason", default=None)
-        mean, worst = (_at(record, "fidelity", key, name) for name in ("mean", "min"))
+        mean, worst = (_at(record, "fidelity", key, name) for name in ("mean", extreme))
         rows.append([title, _cell(mean, show, reasons, note=reason), _cell(worst, show, reasons)])
     steps = _at(record, "fidelity", "latent_sqnr_db")
     if isinstance(steps, list):
         reason = _at(record, "fidelity", "latent_sqnr_reason", default=None)
         steps = steps[-1] if steps and steps[-1] is not None else {"value": None, "reason": reason}
     rows.append(["latent SQNR, last step", _cell(steps, _decibel, reasons), ""])
-    rows.append(["LPIPS", _cell(_at(record, "fidelity", "lpips"), _similarity, reasons), ""])
     return _align(["fidelity to full precision", "mean", "worst"], rows)
 
 
@@ -220,5 +220,5 @@ def _decibel(value: float) -> str:
     return f"{value:.1f} dB"
 
 
-def _similarity(value: float) -> str:
+def _score(value: float) -> str:
     return f"{value:.4f}"

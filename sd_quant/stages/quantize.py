@@ -1,16 +1,20 @@
 """The main job: checkpoint, statistics, assignment, ONNX, plans, pictures, latency, parity, record."""
 
+import copy
 import dataclasses
 import logging
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 
+import onnx
 import torch
 import yaml
 
-from sd_quant.calibration.statistics import LayerStatistics, collect
-from sd_quant.checkpoints.nemo import open_nemo
-from sd_quant.config import PART_NAMES, QuantizeJob, anchored, artifact, check_installed
+from sd_quant.calibration.collection import calibrate
+from sd_quant.calibration.statistics import Statistics
+from sd_quant.checkpoints.nemo import Checkpoint, open_nemo
+from sd_quant.config import PART_NAMES, Quantize, QuantizeJob, anchored, artifact, check_installed
 from sd_quant.engines import load_engine
 from sd_quant.engines.base import Engine
 from sd_quant.errors import ResourceError
@@ -22,13 +26,17 @@ from sd_quant.metrics.fidelity import fidelity
 from sd_quant.metrics.memory import StageTimer, peak_memory_bytes
 from sd_quant.models.loading import LoadedModel, load_model, pipeline_of
 from sd_quant.models.parts import COMPONENTS, wrap
-from sd_quant.models.sdxl import build_modules, layer_roles
+from sd_quant.models.sdxl import build_modules, layer_roles, shared_inputs
 from sd_quant.progress import progress
 from sd_quant.quantization.assignment import LayerAssignment, Recipe, derive
+from sd_quant.quantization.levels import reason_kept
+from sd_quant.quantization.sensitivity import Sensitivity, budget, measure, points
+from sd_quant.quantization.sensitivity import rows as sensitivity_rows
 from sd_quant.quantization.simulate import save_quantized, simulate
-from sd_quant.report.layers import write_layers_csv
+from sd_quant.report.layers import write_csv
 from sd_quant.report.pictures import comparison_grid, save_images
 from sd_quant.report.provenance import provenance
+from sd_quant.report.sensitivity import plot_sensitivity
 from sd_quant.report.table import run_table
 from sd_quant.stages.export_trt import build_plans, plan_library
 from sd_quant.stages.infer import compare_latency, generate, image_names, shown
@@ -57,15 +65,22 @@ def quantize(job: QuantizeJob, directory: Path) -> float | None:
         checkpoint = open_nemo(path)
         model = load_model(checkpoint)
         roles = layer_roles(model.modules["unet"])
-    with timer("calibrate"):
-        statistics = calibrate(model, roles, job)
-    with timer("assign"):
-        weights = checkpoint.components["unet"]
-        recipe = Recipe(
-            job.quantize.quant_level, job.quantize.alpha, job.quantize.percentile, job.quantize.collect_method
+        kept = budget(
+            job.quantize.keep, sum(reason_kept(role, job.quantize.quant_level) is None for role in roles.values())
         )
-        assignment = derive(roles, lambda name: weights[f"{name}.weight"], statistics, recipe)
-        write_layers_csv([layer.row() for layer in assignment.values()], directory / "layers.csv")
+    with timer("calibrate"):
+        statistics = statistics_of(model, roles, job, origin["inputs"]["checkpoint"]["sha256"])
+    with timer("assign"):
+        assignment = derive_for(checkpoint, roles, statistics, job.quantize)
+    sensitivity = None
+    if kept:
+        with timer("sensitivity"):
+            sensitivity = measure_sensitivity(model, assignment, statistics, kept)
+            table = sensitivity_rows(sensitivity, assignment, kept)
+            write_csv(table, directory / "sensitivity.csv")
+            plot_sensitivity(table, sensitivity.curve, directory / "sensitivity.png")
+            assignment = derive_for(checkpoint, roles, statistics, job.quantize, list(sensitivity.network_error)[:kept])
+    write_csv([layer.row() for layer in assignment.values()], directory / "layers.csv")
     with timer("export"):
         export_parts(model, assignment, directory)
     with timer("plans"):
@@ -118,6 +133,8 @@ def quantize(job: QuantizeJob, directory: Path) -> float | None:
         ),
         "parity": parity,
         "layers": count_layers(assignment),
+        "smoothing": count_smoothing(assignment, directory),
+        "sensitivity": {"curve": sensitivity.curve} if sensitivity else {"curve": None, "reason": "keep is 0"},
         "peak_memory_bytes": peak_memory_bytes(),
         "stages": timer.stages,
         "environment": {"versions": origin["versions"], "machine": origin["machine"]},
@@ -130,34 +147,42 @@ def quantize(job: QuantizeJob, directory: Path) -> float | None:
     return closeness["psnr"]["mean"]
 
 
-def calibrate(model: LoadedModel, roles: dict[str, str], job: QuantizeJob) -> dict[str, LayerStatistics]:
-    """The one statistics pass: the real pipeline on the calibration prompts, without decoding a picture."""
-    knobs, prompts = job.quantize, job.calibration_prompts()
-    engines = {name: engine for name, engine in model.torch_engines().items() if name != "vae"}
-    pipeline = pipeline_of(model.checkpoint, engines)
-    sampling = Sampling(knobs.n_steps, job.infer.scale, job.model.height, job.model.width, knobs.batch_size, knobs.seed)
-    names = {name: role for name, role in roles.items() if role != "excluded"}
-    now: dict = {}
-    batches = -(-len(prompts) // knobs.batch_size)
-    with (
-        progress(batches * knobs.n_steps, "calibrate") as advance,
-        collect(
-            model.modules["unet"], names, len(prompts), knobs.n_steps, lambda: (now["step"], now["batch"])
-        ) as statistics,
-    ):
+def statistics_of(model: LoadedModel, roles: dict[str, str], job: QuantizeJob, checkpoint_sha256: str) -> Statistics:
+    knobs = job.quantize
+    return calibrate(
+        model,
+        [name for name, role in roles.items() if role != "excluded"],
+        job.calibration_prompts(),
+        Sampling(knobs.n_steps, job.infer.scale, job.model.height, job.model.width, knobs.batch_size, knobs.seed),
+        checkpoint_sha256=checkpoint_sha256,
+        snapshots=knobs.snapshots,
+        cache=anchored(knobs.cache_dir) if knobs.cache_dir else None,
+        accelerator=knobs.accelerator,
+        devices=knobs.devices,
+    )
 
-        def on_step(step: int) -> None:
-            now["step"] = step
-            advance()
 
-        pipeline(
-            prompts,
-            sampling,
-            decode=False,
-            on_batch=lambda indices: now.update(batch=list(indices)),
-            on_step=on_step,
-        )
-    return statistics
+def derive_for(
+    checkpoint: Checkpoint, roles: dict[str, str], statistics: Statistics, knobs: Quantize, kept: Collection[str] = ()
+) -> dict[str, LayerAssignment]:
+    fields = {field.name: getattr(knobs, field.name) for field in dataclasses.fields(Recipe)}
+    weights = checkpoint.components["unet"]
+    return derive(
+        roles, lambda name: weights[f"{name}.weight"], statistics.layers, Recipe(**fields), shared_inputs(roles), kept
+    )
+
+
+def measure_sensitivity(
+    model: LoadedModel, assignment: dict[str, LayerAssignment], statistics: Statistics, kept: int
+) -> Sensitivity:
+    """On the UNet inputs that calibration kept, one call at a time."""
+    part = copy.deepcopy(model.parts["unet_xl"])
+    simulated = simulate(part.get_submodule("unet"), assignment)
+    inputs = {name: sample.values for name, sample in statistics.calls.items()}
+    calls = [dict(zip(inputs, values, strict=True)) for values in zip(*inputs.values(), strict=True)]
+    layers = [layer.name for layer in assignment.values() if layer.format]
+    with progress(1 + len(layers) + len(points(kept, len(layers))), "sensitivity") as advance:
+        return measure(simulated, lambda: torch.cat([part(**call) for call in calls]), layers, kept, advance)
 
 
 def export_parts(model: LoadedModel, assignment: dict[str, LayerAssignment], directory: Path) -> None:
@@ -224,5 +249,18 @@ def bytes_of(onnx_path: Path) -> int:
 
 
 def count_layers(assignment: dict[str, LayerAssignment]) -> dict[str, int]:
-    quantized = sum(layer.format is not None for layer in assignment.values())
-    return {"quantized": quantized, "high_precision": len(assignment) - quantized}
+    layers = [layer for layer in assignment.values() if layer.role != "norm"]
+    quantized = sum(layer.format is not None for layer in layers)
+    return {"quantized": quantized, "high_precision": len(layers) - quantized}
+
+
+def count_smoothing(assignment: dict[str, LayerAssignment], directory: Path) -> dict[str, int]:
+    """Smoothed layers, and the multiplications that the exported graph really has for them."""
+    graph = onnx.load(artifact(directory, "onnx", "unet_xl"), load_external_data=False).graph
+    return {
+        "smoothed_layers": sum(
+            layer.pre_quant_scale is not None and bool(layer.format) for layer in assignment.values()
+        ),
+        "folded_layers": sum(layer.folded_into is not None and bool(layer.format) for layer in assignment.values()),
+        "multiplications": sum(node.output[0].endswith(".smoothed") for node in graph.node),
+    }

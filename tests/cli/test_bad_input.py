@@ -45,6 +45,16 @@ CHECKPOINT_GIVEN = "model.path={files}/empty.nemo"
         ("quantize.py", ["alpha=0.5,0.8"], 2, "--multirun"),
         ("quantize.py", ["quant_level=5"], 2, "quant_level is 5.0, expected one of 1, 2, 2.5, 3"),
         ("quantize.py", ["alpha=1.5"], 2, "alpha is 1.5, expected a number from 0 to 1"),
+        ("quantize.py", ["alpha=best"], 2, "alpha is best, expected a number from 0 to 1, or auto"),
+        ("quantize.py", ["percentile=0.01"], 2, "percentile is 0.01, expected at least 0.05"),
+        ("quantize.py", ["keep=1.0"], 2, "keeping all would quantize nothing"),
+        ("quantize.py", ["smoothing=none"], 2, "smoothing is none, expected one of folded, modelopt"),
+        (
+            "quantize.py",
+            [CHECKPOINT_GIVEN, "quantize.cache_dir={files}/empty.nemo/cache"],
+            2,
+            "empty.nemo; set quantize.cache_dir",
+        ),
         ("quantize.py", ["calib_size=many"], 2, "quantize.calib_size is 'many', expected a whole number"),
         ("quantize.py", ["infer=torch"], 2, "infer.engine is torch, expected an engine for the quantized model"),
         ("quantize.py", ["model=sdxl_nemo"], 2, "the knob model.path has no value; give it one on the command line"),
@@ -116,6 +126,16 @@ def test_an_archive_without_a_checkpoint_fails_with_one_sentence_and_leaves_only
     assert refusals[0].removeprefix("error: ") in (files / "run/quantize.log").read_text()
 
 
+def test_a_keep_that_keeps_everything_is_refused_before_calibration(command, checkpoint, tmp_path):
+    arguments = [f"model.path={checkpoint}", "quant_level=1", "keep=26", f"hydra.run.dir={tmp_path}/run"]
+    result = command("quantize.py", *arguments)
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1] == (
+        "error: keep is 26, which keeps all 26 layers that quant_level selects and quantizes nothing; keep at most 25"
+    )
+    assert "calibrate" not in result.stderr + result.stdout and not (tmp_path / "run/onnx").exists()
+
+
 def test_a_sweep_with_a_broken_job_fails_and_logs_it_in_the_jobs_own_log(command, files):
     arguments = [f"model.path={files}/garbage.nemo", "quant_level=1,2", f"hydra.sweep.dir={files}/sweep"]
     result = command("quantize.py", "--multirun", *arguments)
@@ -130,7 +150,9 @@ def test_a_sweep_with_a_broken_job_fails_and_logs_it_in_the_jobs_own_log(command
 
 def test_ctrl_c_ends_the_job_soon_and_without_a_record(start, checkpoint, tmp_path):
     directory = tmp_path / "run"
-    with start("quantize.py", f"model.path={checkpoint}", f"hydra.run.dir={directory}") as process:
+    with start(
+        "quantize.py", f"model.path={checkpoint}", f"hydra.run.dir={directory}", "quantize.cache_dir=null"
+    ) as process:
         try:
             for line in process.stdout:
                 if "calibrate ..." in line:

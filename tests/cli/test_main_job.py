@@ -236,6 +236,8 @@ def test_the_engine_computes_what_torch_computes(record):
     assert record["parity"]["unet_xl_quantized"]["relative_error"] > record["parity"]["unet_xl"]["relative_error"]
     unquantized, quantized = (record[name]["psnr"]["min"] for name in ("fidelity_unquantized_engine", "fidelity"))
     assert unquantized > 40 > quantized > 15
+    unquantized, quantized = (record[name]["lpips"]["max"] for name in ("fidelity_unquantized_engine", "fidelity"))
+    assert 0 <= unquantized < quantized < 0.5
 
 
 def test_provenance_repeats_the_inputs_of_the_record(run, record, checkpoint):

@@ -78,26 +78,46 @@ def test_every_option_of_every_primary_is_a_job(primary, option):
 
 
 def test_the_preset_is_nemos():
-    """Names and defaults of NeMo's sdxl_quantize.yaml, and a seed."""
+    """Names and defaults of NeMo's sdxl_quantize.yaml; ours, which it does not have, change nothing that it does."""
     job = read(QuantizeJob, composed("quantize"))
     found = dataclasses.asdict(job.quantize)
-    assert found == {
+    ours = {
+        "collect_method": "mean-max",
+        "seed": 42,
+        "smoothing": "folded",
+        "observer": "max",
+        "percentile_calibrator": "corrected",
+        "keep": 0,
+        "snapshots": [32, 64, 128, 256, 512, 1024],
+        "cache_dir": "outputs/cache",
+        "accelerator": "auto",
+        "devices": 1,
+    }
+    assert found == ours | {
         "exp_name": "nemo",
         "n_steps": 20,
         "format": "int8",
         "percentile": 1.0,
-        "collect_method": "global_min",
         "batch_size": 1,
         "calib_size": 32,
         "quant_level": 2.5,
         "alpha": 0.8,
-        "seed": 42,
     }
 
 
 @pytest.mark.parametrize(
     ("knob", "value"),
-    [("quant_level", "3"), ("alpha", "0.5"), ("percentile", "0.9"), ("collect_method", "min-max"), ("calib_size", "8")],
+    [
+        ("quant_level", "3"),
+        ("alpha", "0.5"),
+        ("alpha", "auto"),
+        ("smoothing", "modelopt"),
+        ("keep", "10"),
+        ("keep", "0.1"),
+        ("percentile", "0.9"),
+        ("collect_method", "min-max"),
+        ("calib_size", "8"),
+    ],
 )
 def test_a_knob_has_the_same_meaning_at_the_top_and_in_its_group(knob, value):
     assert knob in SHORTHANDS
@@ -138,16 +158,46 @@ NAN, INFINITY = float("nan"), float("inf")
         ("quantize.quant_level", 5, "quant_level is 5.0, expected one of 1, 2, 2.5, 3"),
         ("quantize.quant_level", "three", "quantize.quant_level is 'three', expected a number"),
         ("quantize.quant_level", True, "quantize.quant_level is True, expected a number"),
-        ("quantize.alpha", 1.5, "alpha is 1.5, expected a number from 0 to 1"),
-        ("quantize.alpha", -0.1, "alpha is -0.1, expected a number from 0 to 1"),
+        ("quantize.alpha", 1.5, "alpha is 1.5, expected a number from 0 to 1, or auto"),
+        ("quantize.alpha", -0.1, "alpha is -0.1, expected a number from 0 to 1, or auto"),
+        ("quantize.alpha", "best", "alpha is best, expected a number from 0 to 1, or auto"),
         ("quantize.alpha", NAN, "quantize.alpha is nan, expected a finite number"),
-        ("quantize.alpha", None, "quantize.alpha is None, expected a number"),
+        ("quantize.alpha", None, "quantize.alpha is None, expected a number or text"),
+        ("quantize.smoothing", "none", "smoothing is none, expected one of folded, modelopt"),
+        ("quantize.observer", "min", "quantize.observer is min, expected one of max, percentile, entropy, mse"),
+        (
+            "quantize.percentile_calibrator",
+            "nemo",
+            "quantize.percentile_calibrator is nemo, expected one of corrected, modelopt",
+        ),
+        (
+            "quantize.keep",
+            1.0,
+            "keep is 1.0, expected a number of layers or a fraction below 1: keeping all would quantize nothing",
+        ),
+        (
+            "quantize.keep",
+            -1,
+            "keep is -1, expected a number of layers or a fraction below 1: keeping all would quantize nothing",
+        ),
+        ("quantize.keep", "all", "quantize.keep is 'all', expected a whole number or a number"),
+        ("quantize.snapshots", [0, 8], "quantize.snapshots is [0, 8], expected numbers of prompts"),
+        ("quantize.snapshots", ["8"], "quantize.snapshots is ['8'], expected a list of whole numbers"),
+        ("quantize.snapshots", 8, "quantize.snapshots is 8, expected a list of whole numbers"),
+        ("quantize.cache_dir", 3, "quantize.cache_dir is 3, expected text or null"),
+        ("quantize.accelerator", "tpu", "quantize.accelerator is tpu, expected one of auto, cpu, cuda"),
+        ("quantize.devices", 0, "quantize.devices is 0, expected at least 1"),
+        (
+            "quantize.percentile",
+            0.04,
+            "percentile is 0.04, expected at least 0.05, one of the 20 steps, because it selects no step",
+        ),
         ("quantize.percentile", 0, "percentile is 0.0, expected a number above 0 and up to 1"),
         ("quantize.percentile", 99, "percentile is 99.0, expected a number above 0 and up to 1"),
         (
             "quantize.collect_method",
             "mean",
-            "collect_method is mean, expected one of global_min, min-max, min-mean, mean-max",
+            "collect_method is mean, expected one of global_min, min-max, min-mean, mean-max, default",
         ),
         ("quantize.n_steps", 0, "quantize.n_steps is 0, expected at least 1"),
         ("quantize.n_steps", 2.5, "quantize.n_steps is 2.5, expected a whole number"),
@@ -207,6 +257,26 @@ def test_every_missing_knob_is_named(mappings, primary):
         with pytest.raises(ConfigError) as refusal:
             read(JOBS[primary], mapping)
         assert str(refusal.value) == f"the knob {knob} is missing; give it a value"
+
+
+def test_an_observer_takes_no_percentile_of_steps(mappings):
+    mapping = changed(changed(mappings["quantize"], "quantize.observer", "mse"), "quantize.percentile", 0.5)
+    with pytest.raises(ConfigError, match=r"^percentile is 0\.5, expected 1 with quantize\.observer=mse, which takes"):
+        read(QuantizeJob, mapping)
+
+
+def test_a_whole_number_of_layers_to_keep_stays_one(mappings):
+    for value, kind in ((1, int), (0.5, float)):
+        assert type(read(QuantizeJob, changed(mappings["quantize"], "quantize.keep", value)).quantize.keep) is kind
+
+
+def test_a_cache_that_cannot_be_written_is_refused(mappings, tmp_path):
+    (tmp_path / "file").touch()
+    job = read(QuantizeJob, changed(mappings["quantize"], "quantize.cache_dir", str(tmp_path / "file" / "cache")))
+    with pytest.raises(
+        ConfigError, match=r"^the cache of statistics .* cannot be written, .*; set quantize\.cache_dir"
+    ):
+        job.check_files()
 
 
 def test_whole_numbers_are_numbers(mappings):

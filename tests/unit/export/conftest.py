@@ -1,4 +1,4 @@
-"""The small UNet traced once, and written unquantized and with an assignment."""
+"""The small UNet traced once, and written unquantized and with an assignment of either smoothing."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,6 +15,13 @@ from sd_quant.models.sdxl import unet_config
 from sd_quant.quantization.assignment import LayerAssignment
 
 POOLED = 32
+BLOCK = "mid_block.attentions.0.transformer_blocks.0"
+KEPT = (
+    f"{BLOCK}.attn1.to_k",  # reads an input that is folded
+    f"{BLOCK}.attn2.to_k",  # reads one that is not
+    f"{BLOCK}.ff.net.0.proj",  # takes over the smoothing of the linear behind it
+    "mid_block.resnets.0.conv1",
+)
 Write = Callable[..., Path]
 
 
@@ -35,9 +42,22 @@ def weights(calibrated) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="session")
-def assignment(calibrated) -> Mapping[str, LayerAssignment]:
-    """Level 2.5, so that some linears are quantized and others are not."""
-    return calibrated.assignment(0.8, quant_level=2.5)
+def assignments(calibrated) -> dict[str, Mapping[str, LayerAssignment]]:
+    """By smoothing; in each some linears are quantized and others are not."""
+    return {
+        "folded": calibrated.assignment(0.8, quant_level=3.0, kept=KEPT),
+        "modelopt": calibrated.assignment(0.8, quant_level=2.5, smoothing="modelopt"),
+    }
+
+
+@pytest.fixture(scope="session", params=["folded", "modelopt"])
+def smoothing(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def assignment(assignments, smoothing) -> Mapping[str, LayerAssignment]:
+    return assignments[smoothing]
 
 
 @pytest.fixture(scope="session")
@@ -58,5 +78,12 @@ def full_precision(tmp_path_factory, write) -> Path:
 
 
 @pytest.fixture(scope="session")
-def quantized(tmp_path_factory, write, assignment) -> Path:
-    return write(tmp_path_factory.mktemp("quantized") / "unet_xl.onnx", assignment=assignment)
+def written(tmp_path_factory, write, assignments) -> dict[str, Path]:
+    """By smoothing."""
+    folder = tmp_path_factory.mktemp("quantized")
+    return {name: write(folder / name / "unet_xl.onnx", assignment=found) for name, found in assignments.items()}
+
+
+@pytest.fixture(scope="session")
+def quantized(written, smoothing) -> Path:
+    return written[smoothing]

@@ -1,15 +1,24 @@
 """The diffusers pipeline around engines that are simple functions."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from diffusers import AutoencoderKL, UNet2DConditionModel
+from diffusers import (
+    AutoencoderKL,
+    DPMSolverMultistepScheduler,
+    EulerDiscreteScheduler,
+    HeunDiscreteScheduler,
+    KDPM2DiscreteScheduler,
+    UNet2DConditionModel,
+)
 
 from sd_quant.errors import SdQuantError
-from sd_quant.inference.pipeline import Pipeline, Sampling, vector_condition
+from sd_quant.inference.pipeline import Pipeline, Sampling, denoising_step, vector_condition
 from sd_quant.models.sdxl import scheduler, unet_config, vae_config
 
 SAMPLING = Sampling(steps=3, guidance_scale=2.0, height=64, width=64, batch_size=2, seed=5)
-PROMPTS = ["one", "two", "three"]
+PROMPTS = ["one", "four", "three"]  # of different lengths, which is all that the tokenizer here sees
 
 
 class Function:
@@ -35,8 +44,11 @@ def engines(small_config):
     def clip(input_ids, width, **_):
         return torch.ones(len(input_ids), 80, width) * input_ids[:, :1, None]
 
+    def unet_xl(x, timesteps, context, y):
+        return {"out": 0.1 * x + 0.01 * context.mean(dim=(1, 2)).view(-1, 1, 1, 1)}
+
     return {
-        "unet_xl": Function("unet_xl", lambda x, timesteps, context, y: {"out": 0.1 * x + context.mean() * 0.01}),
+        "unet_xl": Function("unet_xl", unet_xl),
         "vae": Function("vae", lambda z: {"dec": torch.nn.functional.interpolate(z[:, :3], scale_factor=8)}),
         "clip1": Function("clip1", lambda input_ids: {"z": clip(input_ids, half)}),
         "clip2": Function(
@@ -46,24 +58,37 @@ def engines(small_config):
 
 
 @pytest.fixture
-def pipeline(engines, small_config):
+def build(engines, small_config):
+    """A pipeline with a given scheduler."""
     with torch.device("meta"):
         unet = UNet2DConditionModel(**unet_config(small_config)).config
         vae = AutoencoderKL(**vae_config(small_config)).config
-    return Pipeline(engines, (tokenizer, tokenizer), unet, vae, scheduler())
+    return lambda scheduler: Pipeline(engines, (tokenizer, tokenizer), unet, vae, scheduler)
+
+
+@pytest.fixture
+def pipeline(build):
+    return build(scheduler())
 
 
 def test_a_picture_does_not_depend_on_its_batch(pipeline):
-    # engines here see the mean of the batch's context, so every prompt gets the same one
-    prompts = ["same", "same", "same"]
-    together = pipeline(prompts, SAMPLING)
-    alone = pipeline(prompts, Sampling(**{**SAMPLING_FIELDS, "batch_size": 1}))
+    together = pipeline(PROMPTS, SAMPLING)
+    alone = pipeline(PROMPTS, replace(SAMPLING, batch_size=1))
     assert together.images.shape == (3, 64, 64, 3)
     assert together.latents.shape == (3, 3, 4, 8, 8)
     torch.testing.assert_close(together.latents, alone.latents)
 
 
-SAMPLING_FIELDS = {name: getattr(SAMPLING, name) for name in Sampling.__dataclass_fields__}
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+@pytest.mark.parametrize("numbers", [[2], [2, 0], range(1, 3), range(0, 3, 2), [0, 1, 2]], ids=str)
+def test_chosen_prompts_give_the_pictures_of_the_full_run(pipeline, numbers, batch_size):
+    batches = []
+    full = pipeline(PROMPTS, SAMPLING)
+    some = pipeline(PROMPTS, replace(SAMPLING, batch_size=batch_size), numbers=numbers, on_batch=batches.append)
+    torch.testing.assert_close(some.latents, full.latents[list(numbers)])
+    assert (some.images == full.images[list(numbers)]).all()
+    assert [number for batch in batches for number in batch] == list(numbers)
+    assert all(len(batch) <= batch_size for batch in batches)
 
 
 def test_each_picture_has_noise_of_its_own_seed(pipeline):
@@ -91,6 +116,32 @@ def test_it_says_where_it_stands(pipeline):
     assert steps == [0, 1, 2, 0, 1, 2]
 
 
+ONCE, TWICE = (EulerDiscreteScheduler, DPMSolverMultistepScheduler), (HeunDiscreteScheduler, KDPM2DiscreteScheduler)
+
+
+@pytest.mark.parametrize("steps", [2, 3, 20, 50])
+@pytest.mark.parametrize("kind", ONCE + TWICE)
+def test_steps_are_counted_by_the_scheduler(kind, steps):
+    sampler, sample, counted = kind(), torch.ones(1, 4, 2, 2), []
+    for _ in range(2):  # set anew, as for the next batch, it counts from 0 again
+        sampler.set_timesteps(steps)
+        for timestep in sampler.timesteps:
+            model_input = sampler.scale_model_input(sample, timestep)
+            counted.append(denoising_step(sampler))
+            sample = sampler.step(0.1 * model_input, timestep, sample).prev_sample
+    calls = [[step] * (2 if kind in TWICE and step < steps - 1 else 1) for step in range(steps)]
+    assert counted == sum(calls, []) * 2
+
+
+@pytest.mark.parametrize("kind", TWICE)
+def test_a_sampler_of_second_order_stays_two_calls_in_a_step(build, engines, kind):
+    batches, steps = [], []
+    generated = build(kind())(PROMPTS, SAMPLING, decode=False, on_batch=batches.append, on_step=steps.append)
+    assert steps == [0, 0, 1, 1, 2] * len(batches) and len(batches) == 2
+    assert len(engines["unet_xl"].calls) == len(steps)
+    assert generated.latents.shape[1] == 5
+
+
 def test_without_decoding_the_vae_is_not_called(pipeline, engines):
     assert pipeline(PROMPTS, SAMPLING, decode=False).images is None
     assert not engines["vae"].calls
@@ -106,6 +157,12 @@ def test_a_latent_that_is_not_finite_is_named(pipeline, engines):
     engines["unet_xl"].function = broken
     with pytest.raises(SdQuantError, match="not finite for prompt 1 at step 1"):
         pipeline(PROMPTS, SAMPLING)
+
+
+def test_a_latent_that_is_not_finite_is_named_by_the_prompts_own_number(pipeline, engines):
+    engines["unet_xl"].function = lambda x, **_: {"out": torch.full_like(x, torch.nan)}
+    with pytest.raises(SdQuantError, match="not finite for prompt 2 at step 0"):
+        pipeline(PROMPTS, SAMPLING, numbers=[2, 0])
 
 
 def test_long_prompts_are_told_of(pipeline, caplog):

@@ -90,6 +90,12 @@ def test_summary_names_the_worst_image_and_counts_the_missing_ones():
     assert (nothing["mean"], nothing["min"], nothing["worst_index"]) == (None, None, None)
 
 
+def test_the_worst_distance_is_the_largest():
+    result = fidelity.summary([0.1, 0.4, 0.4, 0.3], lower_is_better=True)
+    assert (result["mean"], result["max"], result["worst_index"]) == (pytest.approx(0.3), 0.4, 1)
+    assert "min" not in result
+
+
 @pytest.mark.parametrize("error", [0.0, 0.1, math.nan])
 def test_the_record_is_valid_json_and_explains_each_null(images, error):
     reference = torch.ones(3, 2, 4, 8, 8)
@@ -97,4 +103,5 @@ def test_the_record_is_valid_json_and_explains_each_null(images, error):
     json.dumps(result, allow_nan=False)
     assert (result["psnr"]["reason"] is None) == (error == 0.1)
     assert result["latent_sqnr_reason"] == {0.0: fidelity.IDENTICAL, 0.1: None}.get(error, fidelity.NOT_FINITE)
-    assert result["lpips"]["value"] is None and result["lpips"]["reason"]
+    assert result["lpips"]["reason"] is None and len(result["lpips"]["values"]) == 3
+    assert (result["lpips"]["max"] > 0) == (error == 0.1)

@@ -11,7 +11,9 @@ from diffusers import UNet2DConditionModel
 from torch import nn
 
 from sd_quant.checkpoints.sdxl_keys import PREFIX, stored
-from sd_quant.models.sdxl import layer_roles, scheduler, unet_config, vae_config
+from sd_quant.metrics.fidelity import relative_error
+from sd_quant.models.parts import UnetPart
+from sd_quant.models.sdxl import layer_roles, scheduler, shared_inputs, unet_config, vae_config
 from sd_quant.quantization.levels import reason_kept
 
 NEMO_EXCLUDED = "emb_layers.1|time_embed|input_blocks.0.0|^out.1$|skip_connection|label_emb"
@@ -117,6 +119,92 @@ RULES = {"time_emb_proj", "time_embedding", "add_embedding", "conv_in", "conv_ou
 )
 def test_roles_by_example(layers, name, role):
     assert layers[name][0] == role
+
+
+def test_every_linear_that_may_be_quantized_reads_exactly_one_input(layers):
+    readers = Counter(reader for shared in shared_inputs(layers) for reader in shared.readers)
+    expected = [name for name, (role, kind) in layers.items() if kind == "Linear" and role != "excluded"]
+    assert readers == dict.fromkeys(expected, 1)
+
+
+def test_producers_are_norms_or_linears_with_enough_outputs(unet, layers):
+    for shared in shared_inputs(layers):
+        widths = {unet.get_submodule(reader).in_features for reader in shared.readers}
+        assert len(widths) == 1
+        if shared.producer is not None:
+            producer = unet.get_submodule(shared.producer)
+            assert isinstance(producer, nn.LayerNorm | nn.GroupNorm | nn.Linear)
+            outputs = len(producer.weight)
+            assert outputs == 2 * widths.pop() if shared.producer.endswith(".proj") else outputs in widths
+
+
+@pytest.mark.parametrize("level, multiplications", [(1, 0), (2, 0), (2.5, 70), (3, 81)])
+def test_multiplications_that_folding_leaves(layers, level, multiplications):
+    """There are 2 * 2 + 2 * 10 + 10 + 3 * 10 + 3 * 2 = 70 transformer blocks in 2 + 2 + 1 + 3 + 3 = 11 stacks.
+
+    Feed-forward folds entirely. Of query, key and value, those that read the text do not: one input in each block. Of
+    the other linears only the proj_out of each stack is left.
+    """
+    quantized = {name for name, (role, _) in layers.items() if reason_kept(role, level) is None}
+    left = [shared for shared in shared_inputs(layers) if not shared.producer and quantized & set(shared.readers)]
+    assert len(left) == multiplications
+
+
+@pytest.fixture(scope="module")
+def small(build_unet) -> UnetPart:
+    """Norms have a bias: a factor has to go into it too."""
+    unet = build_unet()
+    for module in unet.modules():
+        if isinstance(module, nn.LayerNorm | nn.GroupNorm):
+            module.bias.uniform_(-1, 1)
+    return UnetPart(unet, pooled_width=32)
+
+
+@torch.no_grad()
+def test_a_factor_in_front_of_an_input_and_its_inverse_behind_it_cancel(small, unet_inputs):
+    """What ``shared_inputs`` claims of the network, one input at a time: the producer's first outputs are the readers'
+    channels, and nobody else reads them. Either half alone is seen in the output, so neither is idle."""
+    inputs, unet = unet_inputs(1), small.unet
+    expected, random = small(**inputs), torch.Generator().manual_seed(0)
+    folded = [shared for shared in shared_inputs(layer_roles(unet)) if shared.producer]
+    assert len(folded) == 28  # 7 in each of the 4 stacks of one block
+    for shared in folded:
+        readers = [unet.get_submodule(name) for name in shared.readers]
+        producer, width = unet.get_submodule(shared.producer), readers[0].in_features
+        kept = {parameter: parameter.clone() for module in (producer, *readers) for parameter in module.parameters()}
+        factor = 2 ** torch.empty(width).uniform_(-2, 2, generator=random)
+        for parameter in producer.parameters():
+            parameter[:width] *= factor.view(-1, *[1] * (parameter.ndim - 1))
+        assert relative_error(expected, small(**inputs)) > 1e-3, shared
+        for reader in readers:
+            reader.weight /= factor
+        assert relative_error(expected, small(**inputs)) < 1e-4, shared  # measured 1e-6
+        for parameter, value in kept.items():
+            parameter.copy_(value)
+    assert torch.equal(small(**inputs), expected)
+
+
+@torch.no_grad()
+def test_readers_of_one_input_read_one_tensor_and_those_of_another_do_not(small, unet_inputs):
+    read = {}
+    inputs = shared_inputs(layer_roles(small.unet))
+    names = [reader for shared in inputs for reader in shared.readers]
+    hooks = [
+        small.unet.get_submodule(name).register_forward_pre_hook(
+            lambda layer, arguments, name=name: read.__setitem__(name, arguments[0])
+        )
+        for name in names
+    ]
+    given = unet_inputs(1)
+    small(**given)
+    for hook in hooks:
+        hook.remove()
+    tensors = [{id(read[name]) for name in shared.readers} for shared in inputs]
+    assert all(len(ids) == 1 for ids in tensors)
+    text = {id(given["context"])}
+    assert sum(ids == text for ids in tensors) == 4  # of every block's cross-attention
+    others = [ids.pop() for ids in tensors if ids != text]
+    assert len(set(others)) == len(others)
 
 
 @pytest.mark.parametrize("steps", [20, 40, 50])

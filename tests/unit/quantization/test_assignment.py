@@ -3,83 +3,389 @@ import io
 
 import pytest
 import torch
+from torch import Tensor
 
-from sd_quant.calibration.statistics import LayerStatistics
-from sd_quant.errors import SdQuantError
-from sd_quant.quantization.assignment import LayerAssignment, Recipe, derive
+from sd_quant.calibration.statistics import LayerStatistics, Sample
+from sd_quant.errors import ConfigError, SdQuantError
+from sd_quant.quantization.assignment import (
+    ALPHAS,
+    FIXED_ALPHA,
+    SEARCHED_OUTPUTS,
+    SEARCHED_ROWS,
+    LayerAssignment,
+    Recipe,
+    derive,
+    output_error,
+    rewritten,
+    with_ranges,
+)
+from sd_quant.quantization.observers import OBSERVERS
+from sd_quant.quantization.smoothing import SharedInput
 
-ROLES = {"conv_in": "excluded", "conv": "conv", "ff": "ffn", "to_q": "qkv"}
+# A block as in SDXL, two channels wide: to_q and to_k read a norm, ``up`` reads a residual stream, ``down`` reads the
+# first half of what ``up`` makes. The other half is the gate.
+ROLES = {"conv_in": "excluded", "conv": "conv", "to_q": "qkv", "to_k": "qkv", "up": "ffn", "down": "ffn"}
+INPUTS = [SharedInput(("to_q", "to_k"), "norm"), SharedInput(("up",)), SharedInput(("down",), "up")]
 WEIGHTS = {
     "conv_in": torch.ones(2, 4, 3, 3),
     "conv": torch.tensor([2.54, -5.08]).view(2, 1, 1, 1).expand(2, 3, 3, 3),
-    "ff": torch.tensor([[127.0, 0.0], [-127.0, 508.0]]),
-    "to_q": torch.ones(2, 2),
+    "norm": torch.tensor([3.0, 5.0]),
+    "to_q": torch.tensor([[127.0, 0.0], [-127.0, 8.0]]),
+    "to_k": torch.tensor([[1.0, 508.0], [2.0, 4.0]]),
+    "up": torch.tensor([[127.0, 1.0], [0.0, 127.0], [-127.0, 0.0], [3.0, -254.0]]),
+    "down": torch.tensor([[127.0, 0.0], [-127.0, 508.0]]),
 }
+
+
+def seen(kind: str, amax: list, rows: Tensor | None = None) -> LayerStatistics:
+    """``amax`` [prompts, steps] of a conv, [steps, in_features] of a linear; no rows unless given."""
+    rows = torch.empty(0, 27 if kind == "conv" else 2) if rows is None else rows
+    return LayerStatistics(kind, torch.tensor(amax), Sample(rows.half(), torch.arange(len(rows)).double()))
+
+
 STATISTICS = {
-    "conv": LayerStatistics("conv", torch.tensor([[254.0, 127.0], [381.0, 254.0]])),  # [prompts, steps]
-    "ff": LayerStatistics("linear", torch.tensor([[127.0, 1.0], [1.0, 2032.0]])),  # [steps, in_features]
-    "to_q": LayerStatistics("linear", torch.ones(2, 2)),
+    "conv": seen("conv", [[254.0, 127.0], [381.0, 254.0]]),
+    "to_q": seen("linear", [[127.0, 1.0], [1.0, 2032.0]]),
+    "to_k": seen("linear", [[127.0, 1.0], [1.0, 2032.0]]),
+    "up": seen("linear", [[127.0, 254.0]]),
+    "down": seen("linear", [[127.0, 1.0], [1.0, 2032.0]]),
 }
 
 
-def assign(quant_level: float = 2.5, collect_method: str = "min-max", **changes) -> dict[str, LayerAssignment]:
-    return derive(ROLES, WEIGHTS.__getitem__, STATISTICS | changes, Recipe(quant_level, 0.5, 1.0, collect_method))
+def assign(quant_level: float = 2.5, *, weights=(), statistics=(), kept=(), **recipe) -> dict[str, LayerAssignment]:
+    """The block with alpha 0.5, what is given changed."""
+    recipe = Recipe(quant_level, **({"alpha": 0.5, "collect_method": "min-max"} | recipe))
+    weights = WEIGHTS | dict(weights)
+    return derive(ROLES, weights.__getitem__, STATISTICS | dict(statistics), recipe, INPUTS, kept)
 
 
 def test_a_convolution_worked_by_hand():
     layer = assign()["conv"]
+    assert layer.weight_amax.tolist() == pytest.approx([2.54, 5.08])
     assert layer.weight_scale.tolist() == [float(torch.tensor(scale).half()) for scale in (0.02, 0.04)]
-    assert layer.activation_scale == 2.0  # over prompts max (381, 254), over steps min 254
+    assert (layer.activation_amax, layer.activation_scale) == (
+        254.0,
+        2.0,
+    )  # over prompts max (381, 254), over steps min
     assert (layer.pre_quant_scale, layer.alpha, layer.weight_axis) == (None, None, 0)
+    assert not layer.multiplies
 
 
-def test_a_linear_worked_by_hand():
-    layer = assign()["ff"]
-    assert layer.pre_quant_scale.tolist() == [1.0, 0.5]  # sqrt(127 / 127), sqrt(508 / 2032)
-    assert layer.weight_scale.tolist() == [1.0, 8.0]  # rows (127, 0) and (-127, 1016)
-    assert layer.activation_scale == 8.0  # max(127 * 1, 2032 * 0.5) / 127
-    assert (layer.format, layer.alpha) == ("int8", 0.5)
+def test_two_readers_share_one_vector_that_goes_into_their_norm():
+    """a = (127, 2032), w = (127, 508) over both weights: the vector is (sqrt(127 / 127), sqrt(508 / 2032))."""
+    rows = assign()
+    query, key = rows["to_q"], rows["to_k"]
+    assert query.pre_quant_scale is key.pre_quant_scale
+    assert query.pre_quant_scale.tolist() == [1.0, 0.5]
+    assert (query.folded_into, key.folded_into) == ("norm", "norm")
+    assert not query.multiplies and not key.multiplies
+    assert query.activation_amax == key.activation_amax == 1016.0  # max(127 * 1, 2032 * 0.5)
+    assert query.activation_scale == 8.0
+    assert query.weight_amax.tolist() == [127.0, 127.0]  # rows (127, 0) and (-127, 16)
+    assert key.weight_amax.tolist() == [1016.0, 8.0]  # rows (1, 1016) and (2, 8)
+    assert (query.format, query.alpha, query.smoothing) == ("int8", 0.5, "folded into norm")
+
+
+def test_a_norm_that_takes_over_has_a_row():
+    norm = assign()["norm"]
+    assert (norm.role, norm.format, norm.weight_shape) == ("norm", None, (2,))
+    assert norm.output_scale.tolist() == [1.0, 0.5]
+    assert norm.reason == "takes over the smoothing of to_q"
+    assert rewritten(WEIGHTS["norm"], norm).tolist() == [3.0, 2.5]  # the gain; the bias likewise
+    assert rewritten(torch.tensor([-1.0, 7.0]), norm).tolist() == [-1.0, 3.5]
+
+
+def test_a_quantized_linear_that_takes_over_has_other_ranges_in_the_half_that_is_read():
+    """``up``: a = (127, 254), w = (127, 254), so its own vector is (1, 1); ``down`` has (1, 0.5), of two channels."""
+    rows = assign()
+    up, down = rows["up"], rows["down"]
+    assert (down.pre_quant_scale.tolist(), down.folded_into) == ([1.0, 0.5], "up")
+    assert up.output_scale.tolist() == [1.0, 0.5, 1.0, 1.0]
+    assert up.weight_amax.tolist() == [127.0, 63.5, 127.0, 254.0]
+    assert up.weight_scale.tolist() == [1.0, 0.5, 1.0, 2.0]
+    assert (up.format, up.multiplies, up.smoothing) == ("int8", True, "multiplication")  # nothing is in front of it
+    assert rewritten(WEIGHTS["up"], up).tolist() == [[127, 1], [0, 63.5], [-127, 0], [3, -254]]
+    assert rewritten(torch.tensor([8.0, 8.0, 8.0, 8.0]), up).tolist() == [8, 4, 8, 8]
+
+
+def test_a_linear_in_high_precision_takes_over_all_the_same():
+    up = assign(kept=["up"])["up"]
+    assert (up.format, up.reason, up.weight_amax) == (None, "among the most sensitive layers", None)
+    assert up.pre_quant_scale is None
+    assert up.output_scale.tolist() == [1.0, 0.5, 1.0, 1.0]
+
+
+def test_a_kept_reader_is_divided_by_the_vector_but_not_asked_for_it():
+    """Its input is multiplied whether it likes it or not."""
+    rows = assign(kept=["to_k"])
+    query, key = rows["to_q"], rows["to_k"]
+    assert (key.format, key.weight_amax, key.output_error) == (None, None, None)
+    assert (key.reason, key.folded_into) == ("among the most sensitive layers", "norm")
+    expected = torch.tensor([1.0, (8 / 2032) ** 0.5])  # w = (127, 8): of to_q alone
+    torch.testing.assert_close(query.pre_quant_scale, expected)
+    assert key.pre_quant_scale is query.pre_quant_scale
+    torch.testing.assert_close(rewritten(WEIGHTS["to_k"], key), WEIGHTS["to_k"] / expected)
+
+
+def test_a_kept_reader_of_an_input_that_is_not_folded_is_left_alone():
+    rows = assign(kept=["to_k"], smoothing="modelopt")
+    assert rows["to_k"].pre_quant_scale is None
+    assert rows["to_q"].pre_quant_scale is not None
+
+
+def test_a_vector_that_fp16_cannot_hold_in_the_norm_is_a_multiplication():
+    """The second gain would be 5 * 1e4 * 2; smaller by half it fits."""
+    almost_dead = {"to_q": seen("linear", [[127.0, 1e-8]]), "to_k": seen("linear", [[127.0, 1e-8]])}
+    folded = assign(statistics=almost_dead)
+    assert folded["to_q"].pre_quant_scale[1] == 1e4
+    assert folded["norm"].output_scale[1] == 1e4
+    rows = assign(statistics=almost_dead, weights={"norm": torch.tensor([3.0, 10.0])}, kept=["to_k"])
+    assert "norm" not in rows
+    assert rows["to_q"].multiplies and rows["to_q"].folded_into is None
+    assert rows["to_k"].pre_quant_scale is None  # its input is as it was
+    assert torch.equal(
+        rows["to_q"].pre_quant_scale, assign(statistics=almost_dead, kept=["to_k"])["to_q"].pre_quant_scale
+    )
+
+
+def test_modelopts_smoothing_is_a_vector_and_a_multiplication_for_every_layer():
+    rows = assign(smoothing="modelopt")
+    assert rows.keys() == ROLES.keys()  # no norm takes anything over
+    assert all(layer.output_scale is None and layer.folded_into is None for layer in rows.values())
+    assert all(rows[name].multiplies for name in ("to_q", "to_k", "up", "down"))
+    torch.testing.assert_close(rows["to_q"].pre_quant_scale, torch.tensor([1.0, (8 / 2032) ** 0.5]))  # w = (127, 8)
+    torch.testing.assert_close(rows["to_k"].pre_quant_scale, torch.tensor([2 / 127, 508 / 2032]).sqrt())  # (2, 508)
+    assert rows["up"].weight_amax.tolist() == [127.0, 127.0, 127.0, 254.0]
 
 
 def test_percentile_and_collect_method_are_for_convolutions_alone():
-    one, other = assign(collect_method="min-max"), assign(collect_method="global_min")
-    assert (one["conv"].activation_scale, other["conv"].activation_scale) == (2.0, 1.0)
-    assert one["ff"].activation_scale == other["ff"].activation_scale
+    """Prompts (254, 127) and (381, 254); in the first half of the steps 254 and 381."""
+    ranges = {
+        ("corrected", "min-max", 1.0): 254.0,
+        ("corrected", "global_min", 1.0): 127.0,
+        ("corrected", "min-mean", 1.0): 190.5,
+        ("corrected", "min-max", 0.5): 381.0,
+        ("modelopt", "min-mean", 1.0): 254 * 1 / 2,  # one call of two prompts, divided by two steps
+    }
+    for (calibrator, method, percentile), expected in ranges.items():
+        rows = assign(percentile_calibrator=calibrator, collect_method=method, percentile=percentile, batch_size=2)
+        assert rows["conv"].activation_amax == expected
+        assert rows["to_q"].activation_amax == 1016.0
 
 
-def test_every_layer_has_a_row_and_every_row_in_high_precision_a_reason():
-    for level, quantized in ((1, {"conv"}), (2, {"conv", "ff"}), (2.5, {"conv", "ff", "to_q"})):
-        rows = {name: layer.row() for name, layer in assign(level).items()}
-        assert list(rows) == list(ROLES)
-        assert {name for name, row in rows.items() if row["format"] == "int8"} == quantized
-        assert all(bool(row["reason"]) != (row["format"] == "int8") for row in rows.values())
+def test_the_observer_sees_the_sampled_inputs_that_the_quantizer_will_see(monkeypatch):
+    """A convolution's patches as they are, a linear's rows smoothed; beside them the largest value of all."""
+    given = []
+    monkeypatch.setitem(OBSERVERS, "half", lambda values, amax: given.append((values, amax)) or amax / 2)
+    patches, tokens = torch.full((3, 27), 5.0), torch.tensor([[2.0, 8.0], [-4.0, 16.0]])
+    statistics = {
+        "conv": seen("conv", [[254.0, 127.0], [381.0, 254.0]], patches),
+        "to_q": seen("linear", [[127.0, 1.0], [1.0, 2032.0]], tokens),
+    }
+    rows = assign(statistics=statistics, observer="half")
+    conv, query = given[:2]
+    assert (conv[0].tolist(), conv[1]) == (patches.tolist(), 381.0)
+    assert (query[0].tolist(), query[1]) == ([[2.0, 4.0], [-4.0, 8.0]], 1016.0)
+    assert (rows["conv"].activation_amax, rows["to_q"].activation_amax) == (190.5, 508.0)
 
 
-def test_a_row_is_plain_values_that_a_csv_holds():
-    row = assign()["ff"].row()
-    text = io.StringIO()
-    csv.DictWriter(text, row).writerow(row)
-    assert text.getvalue().strip() == "ff,ffn,2x2,int8,,0.5,8.0,1.0,8.0,0.5,1.0"
+@pytest.mark.parametrize("observer", ["percentile", "entropy", "mse"])
+def test_an_observer_clips_outliers_of_both_kinds(observer):
+    random = torch.Generator().manual_seed(0)
+    patches, tokens = (torch.randn(128, width, generator=random).half().float() for width in (27, 2))
+    conv, linear = seen("conv", [[100.0]], patches), seen("linear", [[100.0, 100.0]], tokens)
+    rows = assign(statistics={"conv": conv, "to_q": linear, "to_k": linear}, observer=observer, alpha=1.0)
+    assert 0 < rows["conv"].activation_amax <= patches.abs().max()
+    assert 0 < rows["to_q"].activation_amax <= tokens.abs().max() / 100 * 1.001  # alpha 1: divided by the range, 100
+    assert rows["conv"].output_error < assign(statistics={"conv": conv})["conv"].output_error
+
+
+def random_input(seed: int = 0, readers: int = 2, tokens: int = 64, width: int = 24, outputs: int = 16):
+    """Weights of layers that read one input with a few outlier channels, and its statistics."""
+    random = torch.Generator().manual_seed(seed)
+    rows = torch.randn(tokens, width, generator=random) * torch.randn(width, generator=random).exp() * 3
+    rows = rows.half().float()
+    names = [f"reader{index}" for index in range(readers)]
+    weights = {name: torch.randn(outputs, width, generator=random) for name in names}
+    amax = 1.1 * rows.abs().amax(0)  # of the whole calibration, so a little more than the sample's
+    statistics = LayerStatistics("linear", amax[None], Sample(rows.half(), torch.arange(tokens).double()))
+    return weights, rows, statistics
+
+
+def derive_readers(weights, statistics, alpha, **recipe) -> list[LayerAssignment]:
+    shared = SharedInput(tuple(weights))
+    recipe = Recipe(2, alpha, **recipe)
+    return list(
+        derive(
+            dict.fromkeys(weights, "ffn"), weights.get, dict.fromkeys(weights, statistics), recipe, [shared]
+        ).values()
+    )
+
+
+def torchs_output_error(layer: LayerAssignment, weight: Tensor, rows: Tensor) -> float:
+    """With torch's own fake quantization."""
+    scale = torch.ones(()) if layer.pre_quant_scale is None else layer.pre_quant_scale
+    weight, smoothed, zeros = (
+        weight.flatten(1),
+        (weight / scale).flatten(1),
+        torch.zeros(len(weight), dtype=torch.int32),
+    )
+    quantized = torch.fake_quantize_per_channel_affine(smoothed, layer.weight_scale, zeros, 0, -128, 127)
+    inputs = torch.fake_quantize_per_tensor_affine(rows * scale, layer.activation_scale, 0, -128, 127)
+    expected = rows @ weight.T
+    return ((inputs @ quantized.T - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 0.8, 1.0])
+def test_the_output_error_is_that_of_torchs_fake_quantization(alpha):
+    weights, rows, statistics = random_input()
+    for layer in derive_readers(weights, statistics, alpha):
+        expected = torchs_output_error(layer, weights[layer.name], rows)
+        assert 1e-3 < expected < 0.2
+        assert layer.output_error == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_output_error_of_a_convolution_is_that_of_its_patches():
+    random = torch.Generator().manual_seed(0)
+    weight, patches = torch.randn(8, 3, 3, 3, generator=random), torch.randn(64, 27, generator=random).half().float()
+    layer = with_ranges(LayerAssignment("conv", "conv", (8, 3, 3, 3)), weight, patches.abs().max().item() / 2)
+    assert output_error(layer, weight, patches) == pytest.approx(torchs_output_error(layer, weight, patches), rel=1e-4)
+    assert output_error(layer, weight, patches[:0]) is None
+    assert output_error(layer, weight, 0 * patches) is None
+
+
+def test_the_output_error_of_what_int8_holds_exactly_is_zero():
+    weight, rows = torch.tensor([[127.0, -3.0], [5.0, 127.0]]), torch.tensor([[127.0, 1.0], [-4.0, 99.0]])
+    layer = with_ranges(LayerAssignment("layer", "ffn", (2, 2)), weight, 127.0)
+    assert output_error(layer, weight, rows) == 0.0
+
+
+def test_at_alpha_1_every_channel_of_the_input_has_range_1():
+    weights, _, statistics = random_input()
+    for layer in derive_readers(weights, statistics, 1.0):
+        torch.testing.assert_close(statistics.amax[0] * layer.pre_quant_scale, torch.ones(24))
+        assert layer.activation_amax == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("readers", [1, 3])
+def test_at_alpha_0_every_column_of_the_readers_weights_has_range_1(readers):
+    weights, _, statistics = random_input(readers=readers)
+    layers = derive_readers(weights, statistics, 0.0)
+    columns = [rewritten(weights[layer.name], layer).abs().amax(0) for layer in layers]
+    torch.testing.assert_close(torch.stack(columns).amax(0), torch.ones(24))
+
+
+@pytest.mark.parametrize("readers", [1, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_no_alpha_has_a_smaller_error_than_auto(seed, readers):
+    """Brute force, with torch's fake quantization as the judge. The search sees all of a layer as small as these."""
+    weights, rows, statistics = random_input(seed, readers)
+    cost = {
+        alpha: sum(
+            torchs_output_error(layer, weights[layer.name], rows) ** 2
+            for layer in derive_readers(weights, statistics, alpha)
+        )
+        for alpha in ALPHAS
+    }
+    found = derive_readers(weights, statistics, "auto")
+    assert {layer.alpha for layer in found} == {min(cost, key=cost.get)}
+    assert sum(layer.output_error**2 for layer in found) == pytest.approx(min(cost.values()), rel=1e-4)
+    assert len({round(value, 9) for value in cost.values()}) == len(ALPHAS)  # there was something to choose
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_search_on_a_part_of_a_large_layer_is_good_for_all_of_it(seed):
+    large = {"tokens": 2 * SEARCHED_ROWS, "outputs": SEARCHED_OUTPUTS + 64, "width": 48}
+    weights, _, statistics = random_input(seed, **large)
+    cost = {
+        alpha: sum(layer.output_error**2 for layer in derive_readers(weights, statistics, alpha)) for alpha in ALPHAS
+    }
+    found = derive_readers(weights, statistics, "auto")
+    assert sum(layer.output_error**2 for layer in found) == cost[found[0].alpha]  # measured on all of it
+    assert cost[found[0].alpha] <= 1.02 * min(cost.values())
+
+
+def test_auto_says_what_the_fixed_alpha_would_have_cost():
+    weights, _, statistics = random_input()
+    fixed, found = derive_readers(weights, statistics, FIXED_ALPHA), derive_readers(weights, statistics, "auto")
+    assert [layer.fixed_alpha_error for layer in found] == [layer.output_error for layer in fixed]
+    assert [layer.fixed_alpha_error for layer in fixed] == [None, None]
+    assert found[0].row()["output_error_alpha_0.8"] == fixed[0].output_error
+
+
+def test_auto_chooses_by_the_maximum_and_leaves_the_range_to_the_observer():
+    """An observer for each alpha would cost more than everything else."""
+    weights, _, statistics = random_input()
+    plain, found = (derive_readers(weights, statistics, "auto", observer=observer) for observer in ("max", "mse"))
+    again, fixed = (
+        derive_readers(weights, statistics, alpha, observer="mse") for alpha in (plain[0].alpha, FIXED_ALPHA)
+    )
+    assert [layer.alpha for layer in found] == [layer.alpha for layer in plain]
+    assert [layer.activation_amax for layer in found] == [layer.activation_amax for layer in again]
+    assert found[0].activation_amax < plain[0].activation_amax
+    assert [layer.fixed_alpha_error for layer in found] == [layer.output_error for layer in fixed]
+
+
+def test_auto_without_sampled_inputs_still_assigns():
+    assert assign(alpha="auto")["to_q"].alpha in ALPHAS
+
+
+def test_a_smoothed_weight_in_fp16_is_not_divided_in_fp16():
+    layer = LayerAssignment("layer", "ffn", (1, 4), pre_quant_scale=torch.full((4,), 1e-4))
+    found = rewritten(torch.full((1, 4), 60000.0).half(), layer)  # beyond fp16
+    torch.testing.assert_close(found, torch.full((1, 4), 60000.0).half().float() * 1e4)
+
+
+@pytest.mark.parametrize("level, quantized", [(1, "conv"), (2, "conv up down"), (2.5, "conv up down to_q to_k")])
+def test_every_layer_has_a_row_and_every_row_in_high_precision_a_reason(level, quantized):
+    rows = {name: layer.row() for name, layer in assign(level).items()}
+    assert list(rows)[: len(ROLES)] == list(ROLES)
+    assert {name for name, row in rows.items() if row["format"] == "int8"} == set(quantized.split())
+    assert all(bool(row["reason"]) != (row["format"] == "int8") for row in rows.values())
+    assert ("norm" in rows) == (level == 2.5)
+
+
+def test_rows_are_plain_values_that_a_csv_holds():
+    found = {}
+    for name, layer in assign().items():
+        text = io.StringIO()
+        csv.DictWriter(text, layer.row()).writerow(layer.row())
+        found[name] = text.getvalue().strip()
+    assert found["down"] == "down,ffn,2x2,int8,,0.5,folded into up,,,8.0,1.0,8.0,0.5,1.0"
+    assert found["norm"] == "norm,norm,2,high precision,takes over the smoothing of to_q,,,,,,,,,"
 
 
 def test_nothing_that_was_given_is_changed():
-    before = {name: weight.clone() for name, weight in WEIGHTS.items()}, STATISTICS["ff"].amax.clone()
+    before = {name: weight.clone() for name, weight in WEIGHTS.items()}, STATISTICS["to_q"].amax.clone()
     assign()
     assert all(torch.equal(before[0][name], weight) for name, weight in WEIGHTS.items())
-    assert torch.equal(before[1], STATISTICS["ff"].amax)
+    assert torch.equal(before[1], STATISTICS["to_q"].amax)
 
 
-def test_a_layer_that_only_saw_zeros_is_refused_by_name():
-    with pytest.raises(SdQuantError, match="layer ff only ever saw zeros"):
-        assign(ff=LayerStatistics("linear", torch.zeros(2, 2)))
+@pytest.mark.parametrize("name, zeros", [("conv", seen("conv", [[0.0]])), ("up", seen("linear", [[0.0, 0.0]]))])
+def test_a_layer_that_only_saw_zeros_is_refused_by_name(name, zeros):
+    with pytest.raises(SdQuantError, match=f"layer {name} only ever saw zeros"):
+        assign(statistics={name: zeros})
 
 
-def test_a_layer_that_calibration_never_reached_is_refused_by_name():
-    with pytest.raises(SdQuantError, match="layer to_q was never reached"):
-        derive(ROLES, WEIGHTS.__getitem__, {"conv": STATISTICS["conv"], "ff": STATISTICS["ff"]},
-               Recipe(2.5, 0.5, 1.0, "min-max"))  # fmt: skip
+def test_a_range_that_fp16_cannot_hold_is_refused_by_name():
+    with pytest.raises(SdQuantError, match="layer conv cannot be quantized: an amax of 1e.07"):
+        assign(statistics={"conv": seen("conv", [[1e7]])})
+
+
+@pytest.mark.parametrize("name", ["conv", "to_k"])
+def test_a_layer_that_calibration_never_reached_is_refused_by_name(name):
+    reached = {other: found for other, found in STATISTICS.items() if other != name}
+    with pytest.raises(SdQuantError, match=f"layer {name} was never reached"):
+        derive(ROLES, WEIGHTS.__getitem__, reached, Recipe(2.5, 0.5), INPUTS)
 
 
 def test_a_layer_in_high_precision_needs_no_statistics():
-    recipe = Recipe(1, 0.5, 1.0, "min-max")
-    assert derive(ROLES, WEIGHTS.__getitem__, {"conv": STATISTICS["conv"]}, recipe)["to_q"].format is None
+    reached = {"conv": STATISTICS["conv"], "to_q": STATISTICS["to_q"]}
+    rows = derive(ROLES, WEIGHTS.__getitem__, reached, Recipe(2.5, 0.5), INPUTS, kept=["to_k", "up", "down"])
+    assert {name for name, layer in rows.items() if layer.format} == {"conv", "to_q"}
+
+
+def test_nothing_left_to_quantize_is_refused():
+    with pytest.raises(ConfigError, match="quant_level=1 with 1 layers kept leaves no layer to quantize"):
+        assign(1, kept=["conv"])

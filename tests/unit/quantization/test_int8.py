@@ -30,26 +30,15 @@ def test_weights_are_quantized_as_onnx_would(shape):
     # the first channel: halves, which round to the even neighbour, and values beyond the range on both sides
     weight[0] = ((torch.arange(weight[0].numel()) - weight[0].numel() // 2) * 4.5).view(shape[1:])
     scale[0] = 1.0
-    ours = quantize_weight(weight, scale, None)
+    ours = quantize_weight(weight, scale)
     assert ours.dtype == torch.int8 and {-128, 127, 4, 14, -14} <= set(ours[0].flatten().tolist())
     assert np.array_equal(ours.numpy(), onnx_quantize(weight.numpy(), scale.numpy()))
-
-
-def test_a_smoothed_weight_is_divided_first():
-    weight, smoothing = torch.tensor([[8.0, 3.0], [-4.0, 1.0]]), torch.tensor([4.0, 0.5])
-    assert quantize_weight(weight, torch.tensor([2.0, 0.5]), smoothing).tolist() == [[1, 3], [-2, 4]]
-
-
-def test_fp16_weights_are_not_divided_in_fp16():
-    weight = torch.full((1, 4), 60000.0).half()
-    smoothing = torch.full((4,), 1e-4)  # the quotient is beyond fp16
-    assert quantize_weight(weight, scale_of(torch.tensor([6e8 / 100])), smoothing).tolist() == [[127] * 4]
 
 
 def test_no_weight_is_further_than_half_a_step_and_what_rounding_the_scale_costs():
     weight = torch.randn(32, 128, generator=torch.Generator().manual_seed(0))
     scale = scale_of(weight.abs().amax(1))
-    error = (quantize_weight(weight, scale, None) * per_channel(scale, weight) - weight).abs()
+    error = (quantize_weight(weight, scale) * per_channel(scale, weight) - weight).abs()
     assert (error <= scale[:, None] * (0.5 + 127 * 2.0**-11)).all()  # fp16 keeps 11 bits of the scale
 
 

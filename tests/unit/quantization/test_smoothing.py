@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sd_quant.quantization.smoothing import pre_quant_scale
+from sd_quant.quantization.smoothing import SMOOTHINGS, SharedInput, pre_quant_scale
 
 ACTIVATION, WEIGHT = torch.tensor([4.0, 16.0, 1.0]), torch.tensor([1.0, 4.0, 9.0])
 
@@ -37,3 +37,19 @@ def test_extremes_are_clamped_to_what_fp16_holds():
     scale = pre_quant_scale(torch.tensor([1e-7, 1e7]), torch.tensor([1.0, 1.0]), 1.0)
     assert scale.tolist() == pytest.approx([1e4, 1e-4])
     assert scale.half().isfinite().all() and (scale.half() > 0).all()
+
+
+INPUTS = [SharedInput(("to_q", "to_k", "to_v"), "norm"), SharedInput(("proj_out",))]
+
+
+def test_folded_keeps_the_readers_of_an_input_together():
+    assert SMOOTHINGS["folded"](INPUTS) == INPUTS
+
+
+def test_modelopt_takes_every_layer_alone_and_folds_nothing():
+    assert SMOOTHINGS["modelopt"](INPUTS) == [
+        SharedInput(("to_q",), None),
+        SharedInput(("to_k",), None),
+        SharedInput(("to_v",), None),
+        SharedInput(("proj_out",), None),
+    ]

@@ -28,7 +28,7 @@ def record() -> dict:
             "ssim": {"mean": 0.88125, "min": 0.7, "reason": None},
             "latent_sqnr_db": [30.0, 17.5],
             "latent_sqnr_reason": None,
-            "lpips": {"value": None, "reason": "no weights"},
+            "lpips": {"mean": 0.03125, "max": 0.0625, "reason": None},
         },
         "peak_memory_bytes": 2**31,
         "stages": {"calibrate": {"seconds": 12.34, "peak_memory_bytes": 2**30}},
@@ -51,6 +51,7 @@ def test_every_number_stands_in_its_place():
     assert row(table, "openvino, full precision") == ["1", "400", "ms", "2.00x"]
     assert row(table, "openvino, quantized") == ["1", "200", "ms", "4.00x", "2.10x"]
     assert row(table, "SSIM") == ["0.8812", "0.7000"]
+    assert row(table, "LPIPS") == ["0.0312", "0.0625"]
     assert row(table, "latent SQNR, last step") == ["17.5", "dB"]
     assert "peak memory 2.00 GiB; calibrate 12.3 s" in table
     assert "SLOWER" not in table
@@ -66,7 +67,6 @@ def test_each_null_is_a_dash_with_its_reason():
     assert reason(row(table, "vae", "size")) == "not quantized"
     assert reason(row(table, "vae", "one call")) == "not quantized"
     assert reason(row(table, "clip1", "size")) == "not in the record"
-    assert reason(row(table, "LPIPS")) == "no weights"
     assert notes[row(table, "PSNR")[2]] == "1 of 8 images: identical"  # a number whose mean leaves images out
     assert len(set(notes.values())) == len(notes)
 

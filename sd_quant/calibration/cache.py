@@ -1,0 +1,114 @@
+"""Statistics on disk, under a hash of everything that they depend on.
+
+An entry holds the statistics of consecutive prompts, so a larger calib_size starts where a smaller one ended, and a
+smaller one takes the snapshots that a larger one left. Entries are safetensors files, which execute nothing when read,
+and carry a digest of their content and of what they were made from: one that is damaged, or that belongs elsewhere, is
+collected again, never trusted.
+"""
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from sd_quant.calibration.statistics import LayerStatistics, Sample, Statistics
+from sd_quant.files import atomic_path
+
+LOG = logging.getLogger(__name__)
+FORM = 1  # of the entries; another number makes all earlier ones unknown
+
+
+def digest(*texts: str) -> str:
+    """SHA-256 of texts, told apart."""
+    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
+
+
+def source_digest(*folders: str) -> str:
+    """Of the Python files in these folders of the package: code that collects otherwise has other entries."""
+    package = Path(__file__).resolve().parents[1]
+    files = sorted(file for folder in folders for file in (package / folder).glob("*.py"))
+    return digest(*(file.read_text(encoding="utf-8") for file in files))
+
+
+class Shelf:
+    """The entries of one origin: everything that statistics depend on but the prompts."""
+
+    def __init__(self, directory: Path, origin: Mapping[str, object], prompts: Sequence[str]):
+        self.origin = json.dumps({"form": FORM, **origin}, sort_keys=True)
+        self.folder, self.prompts = directory / digest(self.origin)[:32], prompts
+
+    def path(self, segment: range) -> Path:
+        return self.folder / f"{segment.start:05}-{segment.stop:05}.safetensors"
+
+    def identity(self, segment: range) -> str:
+        return digest(self.origin, str(segment), *self.prompts[segment.start : segment.stop])
+
+    def longest(self, start: int, stop: int) -> tuple[range, Statistics] | None:
+        """The sound entry that begins at prompt ``start`` and reaches furthest, up to ``stop``."""
+        names = [path.stem.partition("-")[2] for path in self.folder.glob(f"{start:05}-*.safetensors")]
+        ends = [int(name) for name in names if name.isdecimal()]
+        for end in sorted((end for end in ends if start < end <= stop), reverse=True):
+            if (found := self.read(range(start, end))) is not None:
+                return range(start, end), found
+        return None
+
+    def read(self, segment: range) -> Statistics | None:
+        path = self.path(segment)
+        try:
+            content = path.read_bytes()
+            tensors = load(content)  # first: it bounds the depth of the header, which json does not
+            header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, SafetensorError) as error:
+            LOG.warning("the cached statistics %s cannot be read (%s); they are collected again", path, error)
+            return None
+        if header.get("digest") != content_digest(self.identity(segment), tensors):
+            LOG.warning("the cached statistics %s are damaged or of another origin; they are collected again", path)
+            return None
+        return unpack(tensors)
+
+    def write(self, segment: range, statistics: Statistics) -> None:
+        tensors = pack(statistics)
+        with atomic_path(self.path(segment)) as temporary:
+            temporary.write_bytes(save(tensors, {"digest": content_digest(self.identity(segment), tensors)}))
+
+
+def content_digest(identity: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    content = hashlib.sha256(identity.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        content.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        content.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return content.hexdigest()
+
+
+def pack(statistics: Statistics) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for name, layer in statistics.layers.items():
+        tensors |= {
+            f"{layer.kind}|{name}|amax": layer.amax.contiguous(),
+            f"{layer.kind}|{name}|rows": layer.rows.values.contiguous(),
+            f"{layer.kind}|{name}|priority": layer.rows.priority.contiguous(),
+        }
+    for name, sample in statistics.calls.items():
+        tensors |= {f"call|{name}|rows": sample.values.contiguous(), f"call|{name}|priority": sample.priority}
+    return tensors
+
+
+def unpack(tensors: Mapping[str, torch.Tensor]) -> Statistics:
+    """The other way round. safetensors sorts by size, so the order of the layers is not kept."""
+    statistics = Statistics({}, {})
+    for key in tensors:
+        kind, name, what = key.split("|")
+        if what != "rows":
+            continue
+        sample = Sample(tensors[key], tensors[f"{kind}|{name}|priority"])
+        if kind == "call":
+            statistics.calls[name] = sample
+        else:
+            statistics.layers[name] = LayerStatistics(kind, tensors[f"{kind}|{name}|amax"], sample)
+    return statistics

