@@ -4,6 +4,7 @@ Deriving it is a pure function of the statistics, the weights and the recipe, so
 calibration. The torch simulation, the ONNX export and the layer report decide nothing themselves.
 """
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -47,7 +48,8 @@ class LayerAssignment:
     module of that name. ``output_scale`` fp32 [out_channels] is what this module takes over from the linear behind it:
     it multiplies weight and bias. Norms have a row only when they have one.
     ``output_error`` is that of the layer's output on its sampled inputs, relative to the output's norm;
-    ``fixed_alpha_error`` what it would be with alpha ``FIXED_ALPHA``, where alpha was searched.
+    ``accumulated_error`` the same over all denoising steps, and ``fixed_alpha_error`` what that would be with alpha
+    ``FIXED_ALPHA``, where alpha was searched.
     """
 
     name: str
@@ -63,6 +65,7 @@ class LayerAssignment:
     output_scale: Tensor | None = None
     alpha: float | None = None
     output_error: float | None = None
+    accumulated_error: float | None = None
     fixed_alpha_error: float | None = None
 
     @property
@@ -99,7 +102,8 @@ class LayerAssignment:
             "alpha": self.alpha,
             "smoothing": self.smoothing,
             "output_error": self.output_error,
-            f"output_error_alpha_{FIXED_ALPHA}": self.fixed_alpha_error,
+            "accumulated_error": self.accumulated_error,
+            f"accumulated_error_alpha_{FIXED_ALPHA}": self.fixed_alpha_error,
             "activation_scale": self.activation_scale if quantized else None,
             "weight_scale_min": None if weight_scale is None else weight_scale.min().item(),
             "weight_scale_max": None if weight_scale is None else weight_scale.max().item(),
@@ -123,13 +127,38 @@ def output_error(layer: LayerAssignment, weight: Tensor, rows: Tensor) -> float 
 
     ``weight`` is the checkpoint's. None without rows or with an output of zeros.
     """
-    rows, smoothed = rows.float(), rewritten(weight, layer).flatten(1)
-    expected = rows @ weight.float().flatten(1).T
-    inputs = rows if layer.pre_quant_scale is None else rows * layer.pre_quant_scale
-    weight_scale, activation_scale = per_channel(layer.weight_scale, smoothed), layer.activation_scale
-    found = (rounded(inputs, activation_scale) * activation_scale) @ (rounded(smoothed, weight_scale) * weight_scale).T
+    (inputs, near_inputs), (smoothed, near_weight) = rounding(layer, weight, rows)
+    expected = inputs @ smoothed.T
     norm = torch.linalg.vector_norm(expected).item()
-    return torch.linalg.vector_norm(found - expected).item() / norm if norm else None
+    return torch.linalg.vector_norm(near_inputs @ near_weight.T - expected).item() / norm if norm else None
+
+
+def accumulated_error(layer: LayerAssignment, weight: Tensor, rows: Tensor, steps: int) -> float | None:
+    """Error of the sum of ``steps`` outputs, relative to sqrt(steps) times the norm of one; arguments as above.
+
+    An input is rounded differently in every step, so errors that come from it add up like noise. A weight's error is
+    the same in every step and adds up in full:  sqrt(of_input^2 + steps * of_weight^2).  Found here, on pictures: an
+    alpha that minimises the error of a single output moves too much into the weights.
+    """
+    (inputs, near_inputs), (smoothed, near_weight) = rounding(layer, weight, rows)
+    norm = torch.linalg.vector_norm(inputs @ smoothed.T).item()
+    of_input = torch.linalg.vector_norm((near_inputs - inputs) @ smoothed.T).item()
+    of_weight = torch.linalg.vector_norm(inputs @ (near_weight - smoothed).T).item()
+    return math.sqrt(of_input**2 + steps * of_weight**2) / norm if norm else None
+
+
+def rounding(layer: LayerAssignment, weight: Tensor, rows: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
+    """The smoothed inputs [n, in] and weight [out, in], each before and after rounding to INT8 and back.
+
+    Without what the layer takes over from the one behind it, which scales its outputs and changes no relative error.
+    """
+    layer = replace(layer, output_scale=None)
+    inputs, smoothed = rows.float(), rewritten(weight, layer).flatten(1)
+    if layer.pre_quant_scale is not None:
+        inputs = inputs * layer.pre_quant_scale
+    weight_scale = per_channel(scale_of(smoothed.abs().amax(dim=1)), smoothed)
+    near_inputs = rounded(inputs, layer.activation_scale) * layer.activation_scale
+    return (inputs, near_inputs), (smoothed, rounded(smoothed, weight_scale) * weight_scale)
 
 
 def with_ranges(layer: LayerAssignment, weight: Tensor, activation_amax: float) -> LayerAssignment:
@@ -185,7 +214,8 @@ def assign_readers(
         layer = replace(layer, pre_quant_scale=scale, alpha=alpha)
         if layer.reason is None:
             layer = with_ranges(layer, weights[layer.name], amax)
-            layer = replace(layer, output_error=output_error(layer, weights[layer.name], rows))
+            error = accumulated_error(layer, weights[layer.name], rows, len(statistics.amax))
+            layer = replace(layer, accumulated_error=error)
         assigned.append(layer)
     return assigned
 
@@ -193,7 +223,7 @@ def assign_readers(
 def search_alpha(
     layers: Sequence[LayerAssignment], weights: Mapping[str, Tensor], weight_amax: Tensor, statistics: LayerStatistics
 ) -> float:
-    """The alpha of ``ALPHAS`` with the least sum of squared output errors of the readers.
+    """The alpha of ``ALPHAS`` with the least sum of squared accumulated errors of the readers.
 
     It looks at ``SEARCHED_OUTPUTS`` output channels of each, evenly spaced, on the first ``SEARCHED_ROWS`` inputs, and
     takes the maximum as the range: all of them, or an observer, would cost more than everything else in a recipe.
@@ -204,9 +234,9 @@ def search_alpha(
 
     def cost(alpha: float) -> float:
         tried = assign_readers(layers, outputs, weight_amax, statistics, alpha, "max")
-        return sum((layer.output_error or 0) ** 2 for layer in tried)
+        return sum((layer.accumulated_error or 0) ** 2 for layer in tried)
 
-    return min(ALPHAS, key=cost)
+    return min(ALPHAS, key=lambda alpha: (cost(alpha), abs(alpha - FIXED_ALPHA)))  # nothing sampled: all cost nothing
 
 
 def derive(
@@ -263,9 +293,16 @@ def assign_input(
     if recipe.alpha == "auto":
         chosen = assign_readers(*known, search_alpha(*known), recipe.observer)
         fixed = assign_readers(*known, FIXED_ALPHA, recipe.observer)
-        chosen = [replace(layer, fixed_alpha_error=at.output_error) for layer, at in zip(chosen, fixed, strict=True)]
+        chosen = [
+            replace(layer, fixed_alpha_error=at.accumulated_error) for layer, at in zip(chosen, fixed, strict=True)
+        ]
     else:
         chosen = assign_readers(*known, float(recipe.alpha), recipe.observer)
+    rows = known[-1].rows.values
+    chosen = [
+        replace(layer, output_error=output_error(layer, weights[layer.name], rows)) if layer.format else layer
+        for layer in chosen
+    ]
     if shared.producer is None:
         return {layer.name: layer for layer in chosen if layer.format}
     taken_over = taking_over(shared, assignment.get(shared.producer), weight_of, chosen[0].pre_quant_scale)

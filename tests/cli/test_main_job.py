@@ -26,6 +26,7 @@ from sd_quant.quantization.levels import QUANT_LEVELS
 # attention blocks with an input and an output projection.
 ROLES = {"conv": 26, "ffn": 11 * 2, "qkv": 11 * 6, "linear": 11 * 2 + 7 * 2}
 EXCLUDED = 24
+PROMPT = "a glossy icon of a castle"
 PARITY = {*PART_NAMES, "int8_layers", "unet_xl_quantized"}
 
 
@@ -113,11 +114,59 @@ def test_each_layer_has_a_row_with_its_scale_or_its_reason(layers):
         assert row["reason"] == "" and float(row["activation_scale"]) > 0 and float(row["weight_scale_min"]) > 0
         smoothed = row["role"] != "conv"
         assert bool(row["pre_quant_scale_max"]) == bool(row["alpha"]) == smoothed
-    kept = [row for row in layers if row["format"] != "int8"]
+    kept = [row for row in layers if row["format"] != "int8" and row["role"] != "norm"]
     assert {(row["role"], row["format"], row["reason"]) for row in kept} == {
         ("excluded", "high precision", "excluded by the model family")
     }
     assert len(kept) == EXCLUDED
+
+
+def test_smoothing_is_folded_where_it_can_be_and_the_graph_multiplies_elsewhere(layers, unet, record):
+    """Of each of the 11 blocks' two readers of the text one multiplication is left, and of each of the 7 proj_out."""
+    smoothing = Counter(row["smoothing"].split(" ")[0] for row in layers if row["role"] in ("ffn", "qkv", "linear"))
+    assert smoothing == {"folded": 124 - 11 * 2 - 7, "multiplication": 11 * 2 + 7}
+    norms = {row["name"].rpartition(".")[2] for row in layers if row["role"] == "norm"}
+    assert norms == {"norm", "norm1", "norm2", "norm3"}
+    multiplications = sum(node.output[0].endswith(".smoothed") for node in unet.graph.node)
+    assert record["smoothing"] == {"smoothed_layers": 124, "folded_layers": 95, "multiplications": multiplications}
+    assert multiplications == 11 + 7
+
+
+def test_another_recipe_takes_its_statistics_from_the_cache_and_keeps_what_is_most_sensitive(
+    command, checkpoint, main_job, tmp_path
+):
+    directory, cache = tmp_path / "run", main_job.directory.parent / "cache"
+    entries = {path: path.stat().st_mtime_ns for path in cache.rglob("*.safetensors")}
+    result = command(
+        "quantize.py", "quant_level=2", "alpha=auto", "smoothing=modelopt", "keep=2", "calib_size=4",
+        "quantize.n_steps=5", "export_trt=none", f"model.path={checkpoint}", f"quantize.cache_dir={cache}",
+        f"infer.prompts=[{PROMPT}]", f"hydra.run.dir={directory}", *main_job.sampling,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "statistics of prompts 1 to 4 come from the cache" in (directory / "quantize.log").read_text()
+    assert {path: path.stat().st_mtime_ns for path in cache.rglob("*.safetensors")} == entries and len(entries) == 1
+
+    with (directory / "sensitivity.csv").open(newline="") as file:
+        ranked = list(csv.DictReader(file))
+    errors = [float(row["network_error"]) for row in ranked]
+    assert len(ranked) == 48 and errors == sorted(errors, reverse=True) and errors[-1] > 0
+    assert [row["name"] for row in ranked if row["kept"] == "True"] == [row["name"] for row in ranked[:2]]
+    with Image.open(directory / "sensitivity.png") as plot:
+        assert plot.size == (1600, 600)
+
+    record = json.loads((directory / "metrics.json").read_text())
+    curve = record["sensitivity"]["curve"]
+    assert [point["kept"] for point in curve] == [0, 1, 2, 4, 8, 16, 32]
+    assert curve[-1]["relative_error"] < curve[2]["relative_error"] < curve[0]["relative_error"]
+    assert record["layers"] == {"quantized": 46, "high_precision": 174 - 46}
+
+    with (directory / "layers.csv").open(newline="") as file:
+        layers = {row["name"]: row for row in csv.DictReader(file)}
+    assert all(layers[row["name"]]["reason"] == "among the most sensitive layers" for row in ranked[:2])
+    searched = [row for row in layers.values() if row["alpha"]]
+    gains = [float(row["accumulated_error_alpha_0.8"]) - float(row["accumulated_error"]) for row in searched]
+    assert len({row["alpha"] for row in searched}) > 1 and sum(gains) > 0
+    assert record["smoothing"]["multiplications"] == len(searched) > 18
 
 
 def test_levels_add_roles(layers):
@@ -145,8 +194,9 @@ def test_the_weights_of_exactly_the_assigned_layers_are_int8(unet, layers):
     weights = {name for name in int8 if not name.endswith("zero_point")}
     assert weights == {f"unet.{row['name']}.weight.int8" for row in layers if row["format"] == "int8"}
     counts = Counter(node.op_type for node in unet.graph.node)
-    assert counts["QuantizeLinear"] == len(weights) == sum(ROLES.values())
-    assert counts["DequantizeLinear"] == 2 * len(weights)
+    shared = 11 * 3  # query, key and value of a self-attention read one quantized tensor, key and value of the text too
+    assert counts["QuantizeLinear"] == len(weights) - shared == sum(ROLES.values()) - shared
+    assert counts["DequantizeLinear"] == 2 * len(weights) - shared
 
 
 def test_zero_points_are_zero(unet):

@@ -17,7 +17,8 @@ from sd_quant.calibration.statistics import (
     collect,
     draw,
     merge,
-    take_rows,
+    narrowed,
+    take_row,
 )
 from sd_quant.errors import SdQuantError
 
@@ -196,9 +197,9 @@ def test_a_patch_is_what_an_output_of_the_convolution_multiplies(options):
     x = torch.randn(2, 3, 9, 7).half().float()
     output = conv(x).movedim(1, -1).flatten(0, 2)  # [positions of both samples, 5]
     everywhere = [(position + 0.5) / len(output) for position in range(len(output))]
-    patches = take_rows(conv, x, everywhere)
-    assert patches.dtype == torch.float16 and patches.shape == (len(output), conv.weight[0].numel())
-    torch.testing.assert_close(patches.float() @ conv.weight.flatten(1).T + conv.bias, output)
+    patches = torch.stack([take_row(conv, x, place) for place in everywhere])
+    assert patches.shape == (len(output), conv.weight[0].numel())
+    torch.testing.assert_close(patches @ conv.weight.flatten(1).T + conv.bias, output)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 2), (1, 7, 2), (2, 5, 2), (2, 3, 4, 2)])
@@ -206,12 +207,13 @@ def test_a_row_of_a_linear_is_a_token(shape):
     x = torch.arange(torch.tensor(shape).prod().item()).float().view(shape)
     tokens = x.view(-1, 2)
     places = [0.0, *((index + 0.5) / len(tokens) for index in range(len(tokens))), 1 - 2**-53]
-    assert take_rows(nn.Linear(2, 1), x, places).tolist() == [[0.0, 1.0], *tokens.tolist(), tokens[-1].tolist()]
+    found = [take_row(nn.Linear(2, 1), x, place).tolist() for place in places]
+    assert found == [[0.0, 1.0], *tokens.tolist(), tokens[-1].tolist()]
 
 
 def test_what_fp16_cannot_hold_is_cut():
-    x = torch.tensor([[[1e30, -1e30, 65504.0, 2.0]]])
-    assert take_rows(nn.Linear(4, 1), x, [0.5]).tolist() == [[65504.0, -65504.0, 65504.0, 2.0]]
+    kept = narrowed(torch.tensor([1e30, -1e30, 65504.0, 2.0]))
+    assert kept.dtype == torch.float16 and kept.tolist() == [65504.0, -65504.0, 65504.0, 2.0]
 
 
 def test_rows_are_inputs_of_their_prompt_and_step():
