@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from sd_quant.calibration.cache import Shelf, digest, pack, source_digest, unpack
 from sd_quant.calibration.statistics import CALLS, ROWS, Statistics, collect, draw, merge
 from sd_quant.checkpoints.nemo import open_nemo
-from sd_quant.errors import SdQuantError
+from sd_quant.errors import ResourceError, SdQuantError
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.models.loading import LoadedModel, load_model, pipeline_of
 from sd_quant.progress import progress
@@ -61,11 +61,10 @@ def calibrate(
 ) -> Statistics:
     """Statistics of the UNet's layers in ``names`` over all ``prompts``, from the cache as far as it has them.
 
-    Raises SdQuantError naming layer, prompt and step when an input of a layer is not finite.
+    Raises SdQuantError naming layer, prompt and step when an input of a layer is not finite, ResourceError when there
+    are fewer GPUs than asked for.
     """
-    from lightning.fabric import Fabric
-
-    fabric = Fabric(accelerator=accelerator, devices=devices, strategy="ddp_spawn" if devices > 1 else "auto")
+    fabric = place(accelerator, devices)
     made_from = origin(checkpoint_sha256, names, sampling, fabric.device.type)
     shelf = Shelf(cache, made_from, prompts) if cache else None
     found: list[Statistics] = []
@@ -90,6 +89,22 @@ def calibrate(
     if unreached := [name for name in names if name not in statistics.layers]:
         LOG.warning("%d layers were never reached during calibration, such as %s", len(unreached), unreached[0])
     return statistics
+
+
+def place(accelerator: str, devices: int):
+    """Lightning's Fabric for ``devices`` processes; ``auto`` takes GPUs where there are any."""
+    from lightning.fabric import Fabric
+
+    gpus = torch.cuda.device_count()
+    on_gpus = accelerator == "cuda" or (accelerator == "auto" and gpus > 0)
+    if on_gpus and devices > gpus:
+        raise ResourceError(
+            f"calibration on {devices} GPUs was asked for and this machine has {gpus}; lower quantize.devices or set "
+            "quantize.accelerator=cpu"
+        )
+    return Fabric(
+        accelerator="cuda" if on_gpus else "cpu", devices=devices, strategy="ddp_spawn" if devices > 1 else "auto"
+    )
 
 
 def run(

@@ -13,6 +13,7 @@ keeping the lowest priorities, whatever ran where and in which order. The road n
 Memory is bounded by ``bytes_bound``, however many prompts there are.
 """
 
+import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -117,32 +118,23 @@ def bytes_bound(layers: Mapping[str, nn.Module], prompts: int, steps: int) -> in
     return total
 
 
-def take_rows(layer: nn.Module, x: Tensor, places: list[float]) -> Tensor:
-    """fp16 [rows, width]: the inputs of ``layer`` at ``places`` (0..1 of all there are) of one prompt's ``x`` [n, ...].
+def take_row(layer: nn.Module, x: Tensor, place: float, index: int = 0, batch: int = 1) -> Tensor:
+    """[width]: what one output element of ``layer`` multiplies, zeros around a patch included; may be a view.
 
-    What fp16 cannot hold is cut to its largest value.
+    ``place`` is 0..1 of all there are of the prompt at ``index`` of a ``batch``; ``x`` [samples * batch, ...].
     """
-    row = partial(patch, layer) if isinstance(layer, nn.Conv2d) else token
-    return torch.stack([row(x, place) for place in places]).half().clamp_(-65504, 65504)
-
-
-def token(x: Tensor, place: float) -> Tensor:
-    """[in_features] of ``x`` [n, ..., in_features], a view; flattening all of ``x`` might copy it."""
-    tokens = x[0, ..., 0].numel()
-    sample, position = divmod(int(place * len(x) * tokens), tokens)
-    return x[sample].flatten(0, -2)[position]
-
-
-def patch(layer: nn.Conv2d, x: Tensor, place: float) -> Tensor:
-    """[in_channels * kh * kw] under the kernel at one output position of ``x`` [n, C, H, W], zeros around it."""
+    if not isinstance(layer, nn.Conv2d):
+        tokens = math.prod(x.shape[1:-1])
+        sample, token = divmod(int(place * (len(x) // batch) * tokens), tokens)
+        return x.flatten(0, -2)[(sample * batch + index) * tokens + token]
     kernel, stride, dilation = layer.kernel_size, layer.stride, layer.dilation
     left, right, above, below = padding = layer._reversed_padding_repeated_twice
-    height, width = x.shape[2] + above + below, x.shape[3] + left + right
-    spans = [dilation[axis] * (kernel[axis] - 1) + 1 for axis in (0, 1)]
-    rows, columns = (height - spans[0]) // stride[0] + 1, (width - spans[1]) // stride[1] + 1
-    sample, position = divmod(int(place * len(x) * rows * columns), rows * columns)
+    spans = dilation[0] * (kernel[0] - 1) + 1, dilation[1] * (kernel[1] - 1) + 1
+    rows = (x.shape[2] + above + below - spans[0]) // stride[0] + 1
+    columns = (x.shape[3] + left + right - spans[1]) // stride[1] + 1
+    sample, position = divmod(int(place * (len(x) // batch) * rows * columns), rows * columns)
     top, left = position // columns * stride[0], position % columns * stride[1]
-    padded = F.pad(x[sample], padding)
+    padded = F.pad(x[sample * batch + index], padding)
     return padded[:, top : top + spans[0] : dilation[0], left : left + spans[1] : dilation[1]].flatten()
 
 
@@ -164,7 +156,10 @@ def collect(
     Raises SdQuantError naming layer, prompt and step when an input is not finite.
     """
     kinds = {name: kind_of(layer) for name, layer in layers.items()}
-    rows: dict[str, list[Tensor]] = {name: [] for name in layers}
+    rows = {}  # filled as far as there are priorities; on the layer's device, so that taking one waits for nothing
+    for name, layer in layers.items():
+        device = layer.get_parameter("weight").device
+        rows[name] = torch.empty(ROWS, width_of(layer), dtype=torch.float16, device=device)
     priorities: dict[str, list[float]] = {name: [] for name in layers}
     calls: dict[str, list[Sample]] = {}
     seen: dict[str, Tensor] = {}  # by this call of the module: the ranges of each layer's input, [samples, width]
@@ -187,23 +182,26 @@ def collect(
     def observe(name: str, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         x = inputs[0]
         if x is not last[0]:
-            size = x.detach().abs()
-            last[:] = x, size.flatten(1).amax(1, keepdim=True) if x.ndim == 4 else size.flatten(1, -2).amax(1)
+            magnitude = x.abs()
+            last[:] = x, magnitude.flatten(1).amax(1, keepdim=True) if x.ndim == 4 else magnitude.amax(1)
         seen[name] = torch.maximum(seen[name], last[1]) if name in seen else last[1]
-        for index, places in drawn.pop(name, ()):
-            of_prompt = x.detach()[index :: len(position()[1])]
-            rows[name].append(take_rows(layer, of_prompt, [place for _, place in places]))
-            priorities[name] += [priority for priority, _ in places]
+        if name in drawn:
+            x, batch = x.detach(), len(position()[1])
+            for index, places in drawn.pop(name):
+                for priority, place in places:
+                    rows[name][len(priorities[name])].copy_(take_row(layer, x, place, index, batch))
+                    priorities[name].append(priority)
 
     def settle(*_: object) -> None:
         """One look at all that this call of the module has seen: per layer it would cost more than the ranges."""
         step, batch = position()
-        check_finite(seen, step, batch)
         for kind in ("linear", "conv"):
             names = tuple(name for name in seen if kinds[name] == kind)
             if not names:
                 continue
-            found = torch.cat([seen[name] for name in names], dim=1).float()
+            found = torch.cat([seen[name] for name in names], dim=1).detach().float()
+            if not torch.isfinite(found).all():
+                raise not_finite(seen, step, batch)
             if kind == "linear":
                 if names not in ranges:
                     ranges[names] = found.new_zeros(steps, found.shape[1])
@@ -218,31 +216,29 @@ def collect(
 
     hooks = [module.register_forward_pre_hook(begin, with_kwargs=True), module.register_forward_hook(settle)]
     for name, layer in layers.items():
-        hooks.append(layer.register_forward_pre_hook(lambda layer, inputs, name=name: observe(name, layer, inputs)))
+        hooks.append(layer.register_forward_pre_hook(partial(observe, name)))
     statistics = Statistics({}, {})
     try:
         yield statistics
     finally:
         for hook in hooks:
             hook.remove()
+    amax: dict[str, Tensor] = {}
     for names, found in ranges.items():
         widths = [1 if kinds[name] == "conv" else width_of(layers[name]) for name in names]
-        for name, amax in zip(names, found.cpu().split(widths, dim=-1), strict=True):
-            amax = amax[..., 0] if kinds[name] == "conv" else amax
-            known = statistics.layers.get(name)
-            amax = amax.clone() if known is None else torch.maximum(known.amax, amax)
-            kept = torch.cat(rows[name]).cpu() if rows[name] else torch.empty(0, width_of(layers[name])).half()
-            sample = Sample(kept, torch.tensor(priorities[name], dtype=torch.float64))
-            statistics.layers[name] = LayerStatistics(kinds[name], amax, lowest([sample], ROWS))
+        for name, part in zip(names, found.cpu().split(widths, dim=-1), strict=True):
+            part = part[..., 0] if kinds[name] == "conv" else part
+            amax[name] = torch.maximum(amax[name], part) if name in amax else part.clone()
+    for name, found in amax.items():
+        values = rows.pop(name)[: len(priorities[name])].clamp_(-65504, 65504)  # infinite where fp16 ended
+        sample = Sample(values.cpu(), torch.tensor(priorities[name], dtype=torch.float64))
+        statistics.layers[name] = LayerStatistics(kinds[name], found, lowest([sample], ROWS))
     statistics.calls |= {name: lowest(samples, CALLS) for name, samples in calls.items()}
 
 
-def check_finite(seen: Mapping[str, Tensor], step: int, batch: Sequence[int]) -> None:
-    """``seen``: layer to ranges [samples, width], in the order of the network."""
-    if torch.isfinite(torch.cat([by_sample.flatten() for by_sample in seen.values()])).all():
-        return
-    for name, by_sample in seen.items():
-        finite = torch.isfinite(by_sample).all(dim=1)
-        if not finite.all():
-            prompt = batch[int((~finite).nonzero()[0]) % len(batch)]
-            raise SdQuantError(f"the input of layer {name} is not finite at prompt {prompt}, step {step}")
+def not_finite(seen: Mapping[str, Tensor], step: int, batch: Sequence[int]) -> SdQuantError:
+    """``seen``: layer to ranges [samples, width], in the order of the network; the first that is broken is named."""
+    broken = {name: ~torch.isfinite(by_sample).all(dim=1) for name, by_sample in seen.items()}
+    name = next(name for name, samples in broken.items() if samples.any())
+    prompt = batch[int(broken[name].nonzero()[0]) % len(batch)]
+    return SdQuantError(f"the input of layer {name} is not finite at prompt {prompt}, step {step}")

@@ -11,11 +11,11 @@ from torch import nn
 
 from sd_quant.calibration import collection
 from sd_quant.calibration.cache import pack
-from sd_quant.calibration.collection import calibrate, origin, run, segments
+from sd_quant.calibration.collection import calibrate, origin, place, run, segments
 from sd_quant.calibration.statistics import ROWS_A_CALL, Statistics, bytes_bound, merge
 from sd_quant.checkpoints.nemo import open_nemo, write_nemo
 from sd_quant.config import REPOSITORY
-from sd_quant.errors import SdQuantError
+from sd_quant.errors import ResourceError, SdQuantError
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.models import loading
 from sd_quant.models.loading import LoadedModel, load_model
@@ -290,3 +290,13 @@ def test_an_error_in_another_process_arrives_as_its_own_sentence(names, tmp_path
         collected(overflowing, names, PROMPTS[:2], devices=2)
     layer = "down_blocks.0.resnets.0.conv1"
     assert str(raised.value) == f"the input of layer {layer} is not finite at prompt 0, step 0"
+
+
+def test_more_gpus_than_there_are_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ResourceError, match="calibration on 2 GPUs was asked for and this machine has 1; lower"):
+        place("auto", devices=2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ResourceError, match="calibration on 1 GPUs was asked for and this machine has 0"):
+        place("cuda", devices=1)
+    assert place("auto", devices=1).device.type == "cpu"

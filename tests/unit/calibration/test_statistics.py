@@ -17,7 +17,6 @@ from sd_quant.calibration.statistics import (
     collect,
     draw,
     merge,
-    narrowed,
     take_row,
 )
 from sd_quant.errors import SdQuantError
@@ -212,8 +211,12 @@ def test_a_row_of_a_linear_is_a_token(shape):
 
 
 def test_what_fp16_cannot_hold_is_cut():
-    kept = narrowed(torch.tensor([1e30, -1e30, 65504.0, 2.0]))
-    assert kept.dtype == torch.float16 and kept.tolist() == [65504.0, -65504.0, 65504.0, 2.0]
+    network = nn.Sequential(nn.Linear(4, 1))
+    wanted = {(0, 0): {"0": [(0.1, 0.5)]}}
+    with collect(network, {"0": network[0]}, [0], 1, lambda: (0, [0]), wanted) as statistics:
+        network(torch.tensor([[[1e30, -1e30, 65504.0, 2.0]]]))
+    rows = statistics.layers["0"].rows.values
+    assert rows.dtype == torch.float16 and rows.tolist() == [[65504.0, -65504.0, 65504.0, 2.0]]
 
 
 def test_rows_are_inputs_of_their_prompt_and_step():

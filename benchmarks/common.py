@@ -1,0 +1,87 @@
+"""What the benchmarks share: the shipped model, its calibration prompts, and how one line and one file report it."""
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import yaml
+
+from sd_quant.calibration.collection import calibrate
+from sd_quant.calibration.prompts import read_prompts
+from sd_quant.calibration.statistics import Statistics
+from sd_quant.checkpoints.nemo import open_nemo
+from sd_quant.config import anchored
+from sd_quant.files import write_json
+from sd_quant.inference.pipeline import Sampling
+from sd_quant.models.loading import LoadedModel, load_model
+from sd_quant.models.sdxl import layer_roles, shared_inputs
+from sd_quant.quantization.assignment import LayerAssignment, Recipe, derive
+from sd_quant.report.provenance import machine
+
+CONFIGURATION = "conf/model/sdxl_mini.yaml"
+GUIDANCE, SEED = 5.0, 42  # of the main job's calibration
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The model and what it is calibrated on. ``names`` are the layers that some recipe quantizes."""
+
+    model: LoadedModel
+    roles: dict[str, str]
+    prompts: list[str]
+    size: int
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, role in self.roles.items() if role != "excluded"]
+
+    def sampling(self, steps: int, batch_size: int = 1) -> Sampling:
+        return Sampling(steps, GUIDANCE, self.size, self.size, batch_size, SEED)
+
+    def statistics(self, sampling: Sampling, prompts: int | None = None) -> Statistics:
+        """Of all prompts or the first ones, on the CPU, never from a cache."""
+        return calibrate(
+            self.model, self.names, self.prompts[:prompts], sampling, checkpoint_sha256="", accelerator="cpu"
+        )
+
+    def assignment(self, statistics: Statistics, recipe: Recipe) -> dict[str, LayerAssignment]:
+        """As the main job derives it, which reads the weights from the checkpoint again."""
+        weights = self.model.checkpoint.components["unet"]
+        return derive(
+            self.roles, lambda name: weights[f"{name}.weight"], statistics.layers, recipe, shared_inputs(self.roles)
+        )
+
+
+def load(prompts: int) -> Subject:
+    configuration = yaml.safe_load(anchored(CONFIGURATION).read_text(encoding="utf-8"))
+    model = load_model(open_nemo(anchored(configuration["path"])))
+    given = read_prompts(anchored(configuration["calibration_prompts"]))
+    if prompts > len(given):
+        raise SystemExit(f"--prompts {prompts} is more than the {len(given)} of the prompt file; ask for fewer")
+    return Subject(model, layer_roles(model.modules["unet"]), given[:prompts], configuration["width"])
+
+
+def parser(description: str, prompts: int) -> argparse.ArgumentParser:
+    """With what every benchmark takes; ``description`` is the script's docstring."""
+    made = argparse.ArgumentParser(description=description.split("\n\n")[0])
+    made.add_argument("--prompts", type=int, default=prompts, help="to calibrate on (%(default)s)")
+    made.add_argument("--steps", type=int, default=20, help="of denoising (%(default)s)")
+    made.add_argument("--out", type=Path, help="a JSON file for the figures")
+    return made
+
+
+def timed(work: Callable[[], Result]) -> tuple[Result, float]:
+    start = time.perf_counter()
+    return work(), time.perf_counter() - start
+
+
+def report(options: argparse.Namespace, figures: dict) -> None:
+    """Write ``--out``, with the options and the machine beside the figures."""
+    if options.out:
+        chosen = {name: value for name, value in vars(options).items() if name != "out"}
+        write_json(options.out, {"options": chosen, **figures, "machine": machine()})
+        print(f"written: {options.out}")

@@ -1,0 +1,134 @@
+"""What folding the smoothing buys in latency: the same recipe folded, with ModelOpt's multiplications, and no recipe.
+
+Three graphs of one trace run in OpenVINO in turn, on inputs that calibration kept: two samples a call, which is one
+picture with guidance, and eight pictures' worth. The error of each output against the unquantized graph stands beside
+its latency, because a faster graph that computes something else would be no gain.
+
+    python benchmarks/folding.py --repeats 200
+"""
+
+import argparse
+import statistics
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import onnx
+import torch
+from common import Subject, load, parser, report
+from torch import Tensor
+
+from sd_quant.config import artifact
+from sd_quant.engines import load_engine
+from sd_quant.engines.base import Engine
+from sd_quant.engines.openvino import int8_layers
+from sd_quant.export.graph import copy_of, trace
+from sd_quant.export.quantized import write_onnx
+from sd_quant.metrics.fidelity import relative_error
+from sd_quant.metrics.latency import measure_in_turn
+from sd_quant.models.parts import COMPONENTS, wrap
+from sd_quant.models.sdxl import build_modules
+from sd_quant.quantization.assignment import LayerAssignment, Recipe
+
+UNQUANTIZED, PER_LAYER, FOLDED = "unquantized", "modelopt", "folded"
+
+
+def export(subject: Subject, assignments: dict[str, dict[str, LayerAssignment]], folder: Path) -> dict[str, Path]:
+    """Trace once, then a graph for each assignment."""
+    checkpoint, contract = subject.model.checkpoint, subject.model.contracts["unet_xl"]
+    component, prefix = COMPONENTS["unet_xl"]
+    source = checkpoint.components[component]
+    graph = trace(
+        lambda: wrap(build_modules(checkpoint.model_config, checkpoint.clip1, checkpoint.clip2))["unet_xl"], contract
+    )
+    paths = {name: artifact(folder / name, "onnx", "unet_xl") for name in assignments}
+    for name, assignment in assignments.items():
+        write_onnx(
+            copy_of(graph),
+            paths[name],
+            inputs=len(contract.inputs),
+            prefix=prefix,
+            read=lambda weight: source[weight.removeprefix(prefix)],
+            assignment=assignment,
+        )
+    return paths
+
+
+def nodes(path: Path, engine: Engine) -> dict[str, int]:
+    """Of the exported graph, and of the one that OpenVINO made of it."""
+    graph = onnx.load(path, load_external_data=False).graph
+    kinds = Counter(node.op_type for node in graph.node)
+    runtime = engine.compiled.get_runtime_model().get_ops()
+    return {
+        "multiplications": kinds["Mul"],
+        "smoothing_multiplications": sum(node.output[0].endswith(".smoothed") for node in graph.node),
+        "quantize": kinds["QuantizeLinear"],
+        "int8_layers": int8_layers(engine),
+        "executed": sum(
+            op.get_rt_info()["layerType"].astype(str) not in ("Const", "Input", "Output") for op in runtime
+        ),
+    }
+
+
+def compare(engines: dict[str, Engine], inputs: dict[str, Tensor], options: argparse.Namespace) -> dict:
+    """Latency of each engine by turns, its ratio to the unquantized one, and the error of its output."""
+    calls = {name: lambda engine=engine: engine(**inputs) for name, engine in engines.items()}
+    reference = calls[UNQUANTIZED]()["out"]
+    found = measure_in_turn(calls, options.warmup, options.repeats)
+    for name, latency in found.items():
+        latency["relative_error"] = relative_error(reference, calls[name]()["out"])
+    return found
+
+
+def quartiles(a: dict, b: dict) -> list[float]:
+    """Of the rounds' ratios a / b: above 1 where b is faster."""
+    return statistics.quantiles(x / y for x, y in zip(a["samples_ms"], b["samples_ms"], strict=True))
+
+
+def main() -> None:
+    arguments = parser(__doc__, prompts=8)
+    arguments.add_argument("--level", type=float, default=3.0)
+    arguments.add_argument("--alpha", type=float, default=0.8)
+    arguments.add_argument("--pictures", type=int, nargs="+", default=[1, 8], help="a call, each twice for guidance")
+    arguments.add_argument("--warmup", type=int, default=20)
+    arguments.add_argument("--repeats", type=int, default=200)
+    arguments.add_argument("--threads", type=int, help="of OpenVINO; its own choice by default")
+    options = arguments.parse_args()
+    subject = load(options.prompts)
+    collected = subject.statistics(subject.sampling(options.steps))
+    assignments = {UNQUANTIZED: {}} | {
+        smoothing: subject.assignment(collected, Recipe(options.level, options.alpha, smoothing=smoothing))
+        for smoothing in (PER_LAYER, FOLDED)
+    }
+    print(f"level {options.level:g}, alpha {options.alpha}; OpenVINO\n")
+    figures = {}
+    with tempfile.TemporaryDirectory() as folder:
+        paths = export(subject, assignments, Path(folder))
+        engines = {name: load_engine("openvino", path, threads=options.threads) for name, path in paths.items()}
+        counts = {name: nodes(paths[name], engine) for name, engine in engines.items()}
+        for name, count in counts.items():
+            print(f"{name:12}", "  ".join(f"{kind.replace('_', ' ')} {number}" for kind, number in count.items()))
+        for pictures in options.pictures:
+            inputs = {
+                name: torch.cat([sample.values[index % len(sample.values)] for index in range(pictures)])
+                for name, sample in collected.calls.items()
+            }
+            figures[2 * pictures] = found = compare(engines, inputs, options)
+            print(f"\nbatch {2 * pictures}, {options.repeats} rounds")
+            for name, latency in found.items():
+                low, middle, high = quartiles(found[UNQUANTIZED], latency)
+                print(
+                    f"{name:12} median {latency['p50_ms']:7.2f} ms, least {latency['min_ms']:7.2f} ms, "
+                    f"faster than unquantized {middle:.3f}x ({low:.3f}..{high:.3f}), "
+                    f"error {latency['relative_error']:.4f}"
+                )
+            low, middle, high = quartiles(found[PER_LAYER], found[FOLDED])
+            least = found[PER_LAYER]["min_ms"] / found[FOLDED]["min_ms"]
+            print(
+                f"folding buys {middle:.3f}x (quartiles {low:.3f}..{high:.3f}), of the least {least:.3f}x", flush=True
+            )
+    report(options, {"nodes": counts, "latency": figures})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,530 @@
+"""Other quantizers on the same UNet: who stays closest to full precision when everything else is held equal.
+
+One run, one checkpoint, the same recorded UNet inputs to calibrate on, the same evaluation prompts and seeds, and the
+same layers: every Linear and Conv2d that the family does not exclude (``quant_level`` 3), weight and input, nothing
+else, and no attention product. Each peer is told so through its own means of excluding, and what it really quantized
+is read back from what it made. The rest of the pipeline is full precision in torch for everybody. A quantized UNet runs
+on whatever executes what its peer produces: torch's simulated quantization, ONNX Runtime or OpenVINO.
+
+    python benchmarks/peers.py --prompts 64 --out outputs/benchmarks/peers
+
+The road not taken is every peer's own choice of layers, and of outputs beside inputs: that compares lists of layers and
+says nothing about the arithmetic. A peer that is not installed has a row that says so: ``pip install '.[peers]'``.
+"""
+
+import argparse
+import copy
+import dataclasses
+import os
+import time
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import numpy as np
+import onnx
+import torch
+import yaml
+from torch import Tensor, nn
+
+from sd_quant.calibration.prompts import read_prompts
+from sd_quant.calibration.statistics import collect, draw
+from sd_quant.checkpoints.nemo import open_nemo
+from sd_quant.config import anchored
+from sd_quant.engines import load_engine
+from sd_quant.engines.base import Engine
+from sd_quant.engines.torch import TorchEngine
+from sd_quant.export.graph import trace
+from sd_quant.export.quantized import write_onnx
+from sd_quant.files import write_json, write_text
+from sd_quant.inference.pipeline import Generated, Sampling
+from sd_quant.metrics.fidelity import fidelity
+from sd_quant.models.loading import LoadedModel, load_model, pipeline_of
+from sd_quant.models.parts import Contract, wrap
+from sd_quant.models.sdxl import build_modules, layer_roles, shared_inputs
+from sd_quant.quantization.assignment import Recipe, derive
+
+CONFIGURATION = "conf/model/sdxl_mini.yaml"
+EVALUATION = Path(__file__).parent / "prompts/sdxl_mini.txt"  # nobody calibrates on them
+GUIDANCE, CALIBRATION_STEPS, CALIBRATION_SEED, EVALUATION_SEED = 5.0, 20, 42, 123
+PREFIX = "unet."  # before a layer's name in the UNet part and in its graph
+
+Call = dict[str, Tensor]  # the inputs of one UNet call: x, timesteps, context, y
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every peer is given. ``calls`` are fp32 and in the order of the pipeline: prompt by prompt, step by step."""
+
+    model: LoadedModel
+    roles: dict[str, str]
+    layers: set[str]
+    calls: list[Call]
+    folder: Path
+
+    @property
+    def excluded(self) -> list[str]:
+        """The other layers, as they are called in the UNet part."""
+        return [PREFIX + name for name in self.roles if name not in self.layers]
+
+    @property
+    def contract(self) -> Contract:
+        return self.model.contracts["unet_xl"]
+
+    def unet(self) -> nn.Module:
+        """A UNet of the peer's own to change."""
+        return copy.deepcopy(self.model.parts["unet_xl"])
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """``layers`` have weight and input quantized, as read from what was made; ``seconds`` are the quantizer's alone."""
+
+    engine: Engine
+    layers: set[str]
+    seconds: float
+
+
+def timed(work: Callable):
+    start = time.perf_counter()
+    return work(), time.perf_counter() - start
+
+
+def arrays(call: Call) -> dict[str, np.ndarray]:
+    return {name: tensor.numpy() for name, tensor in call.items()}
+
+
+# ------------------------------------------------------------------------------------------------------------- peers
+
+
+def ours(context: Context) -> Quantized:
+    """The recipe that the README recommends: an alpha per layer and the range of least squared error, symmetric."""
+    return derived(context, Recipe(3.0, "auto", observer="mse"))
+
+
+def ours_default(context: Context) -> Quantized:
+    """The main job's defaults: alpha 0.8, and mean-max for convolutions."""
+    return derived(context, Recipe(3.0, 0.8))
+
+
+def derived(context: Context, recipe: Recipe) -> Quantized:
+    """The one place that knows how this project calibrates and derives; on the recorded calls like everybody."""
+    weights = context.model.checkpoint.components["unet"]
+    part = context.model.parts["unet_xl"]
+    layers = {name: part.get_submodule(PREFIX + name) for name in context.roles if name in context.layers}
+    prompts, steps = range(len(context.calls) // CALIBRATION_STEPS), CALIBRATION_STEPS
+    now = {"call": 0}
+
+    def position() -> tuple[int, list[int]]:
+        prompt, step = divmod(now["call"], steps)
+        return step, [prompt]
+
+    def calibrate():
+        wanted = draw(layers, prompts, steps, CALIBRATION_SEED)
+        with torch.inference_mode(), collect(part, layers, prompts, steps, position, wanted) as statistics:
+            for now["call"], call in enumerate(context.calls):
+                part(**call)
+        shared = shared_inputs(context.roles)
+        return derive(context.roles, lambda name: weights[f"{name}.weight"], statistics.layers, recipe, shared)
+
+    assignment, seconds = timed(calibrate)
+    path = context.folder / "ours.onnx"
+    export(context.model, context.contract, path, assignment)
+    return Quantized(load_engine("openvino", path), quantized_onnx_layers(path), seconds)
+
+
+def unquantized(context: Context) -> Quantized:
+    """The same file that the ONNX peers start from, on OpenVINO: what another runtime alone costs."""
+    return Quantized(load_engine("openvino", full_precision_onnx(context)), set(), 0.0)
+
+
+def modelopt_max(context: Context) -> Quantized:
+    """NVIDIA ModelOpt, its INT8 preset: per-channel weights, per-tensor inputs, the largest value seen."""
+    return modelopt(context, "INT8_DEFAULT_CFG", "max")
+
+
+def modelopt_smoothquant(context: Context) -> Quantized:
+    """NVIDIA ModelOpt, its SmoothQuant preset with the alpha of its diffusion examples; convolutions as above."""
+    return modelopt(context, "INT8_SMOOTHQUANT_CFG", {"method": "smoothquant", "alpha": 0.8})
+
+
+def modelopt(context: Context, preset: str, algorithm: str | dict) -> Quantized:
+    """The preset without the family's excluded layers, and with ``proj_out``.
+
+    Presets leave that one alone, because output heads of language models have the name; here it is the last
+    linear of every transformer.
+    """
+    import modelopt.torch.quantization as mtq
+
+    config = copy.deepcopy(getattr(mtq, preset))
+    numerics = {rule["quantizer_name"]: rule["cfg"] for rule in config["quant_cfg"] if rule.get("cfg")}
+    config["quant_cfg"] += [
+        {"quantizer_name": f"*proj_out.{kind}", "cfg": numerics[f"*{kind}"]}
+        for kind in ("weight_quantizer", "input_quantizer")
+    ]
+    config["quant_cfg"] += [{"quantizer_name": f"{name}.*", "enable": False} for name in context.excluded]
+    config["algorithm"] = algorithm
+
+    @torch.no_grad()
+    def replay(unet: nn.Module) -> None:
+        for call in context.calls:
+            unet(**call)
+
+    unet, seconds = timed(lambda: mtq.quantize(context.unet(), config, replay))
+    layers = torch_layers(unet, "weight_quantizer", "input_quantizer", lambda quantizer: bool(quantizer.is_enabled))
+    return Quantized(TorchEngine(unet, context.contract), layers, seconds)
+
+
+def quark_w8a8(context: Context) -> Quantized:
+    """AMD Quark as its diffusers example does w8a8: static, one scale per tensor for weights too, min and max."""
+    from quark.torch import ModelQuantizer
+    from quark.torch.quantization.config.config import Int8PerTensorSpec, QConfig, QLayerConfig
+
+    spec = Int8PerTensorSpec(
+        observer_method="min_max", symmetric=True, scale_type="float", round_method="half_even", is_dynamic=False
+    ).to_quantization_spec()
+    config = QConfig(global_quant_config=QLayerConfig(weight=spec, input_tensors=spec), exclude=context.excluded)
+    unet, seconds = timed(lambda: ModelQuantizer(config).quantize_model(context.unet(), context.calls))
+    layers = torch_layers(unet, "_weight_quantizer", "_input_quantizer", lambda quantizer: quantizer is not None)
+    return Quantized(TorchEngine(ModelQuantizer.freeze(unet), context.contract), layers, seconds)
+
+
+def onnxruntime_percentile(context: Context) -> Quantized:
+    """ONNX Runtime's quantize_static: percentile calibration, Q/DQ, symmetric, a scale per output channel.
+
+    By default it would quantize the output of every convolution as well.
+    """
+    from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, quantize_static
+
+    source, target = full_precision_onnx(context), context.folder / "onnxruntime.onnx"
+    nodes = {layer: node.name for layer, node in onnx_layers(source).items() if layer in context.layers}
+    _, seconds = timed(
+        lambda: quantize_static(
+            source,
+            target,
+            Replay(context.calls),
+            quant_format=QuantFormat.QDQ,
+            op_types_to_quantize=["Conv", "MatMul"],
+            nodes_to_quantize=list(nodes.values()),
+            per_channel=True,
+            activation_type=QuantType.QInt8,
+            weight_type=QuantType.QInt8,
+            calibrate_method=CalibrationMethod.Percentile,
+            extra_options={
+                "ActivationSymmetric": True,
+                "OpTypesToExcludeOutputQuantization": ["Conv", "MatMul"],
+                "CalibStridedMinMax": CALIBRATION_STEPS,  # one prompt at a time: it holds every tensor of a stride
+            },
+        )
+    )
+    return Quantized(load_engine("onnxruntime", target), quantized_onnx_layers(target), seconds)
+
+
+def nncf_default(context: Context) -> Quantized:
+    """NNCF for transformers on the OpenVINO model: asymmetric inputs, SmoothQuant alpha 0.95, biases corrected."""
+    return nncf_quantize(context, smoothquant_alpha=0.95)
+
+
+def nncf_without_smoothquant(context: Context) -> Quantized:
+    """NNCF as above without SmoothQuant."""
+    return nncf_quantize(context, smoothquant_alpha=-1)
+
+
+def nncf_symmetric(context: Context) -> Quantized:
+    """NNCF without SmoothQuant and with symmetric inputs, which is what TensorRT takes."""
+    import nncf
+
+    return nncf_quantize(context, smoothquant_alpha=-1, preset=nncf.QuantizationPreset.PERFORMANCE)
+
+
+def nncf_quantize(context: Context, smoothquant_alpha: float, preset=None) -> Quantized:
+    """Without the model type it would quantize additions too, and with it still the input of an upsampling."""
+    import nncf
+    import openvino
+    from nncf.quantization.advanced_parameters import AdvancedSmoothQuantParameters
+
+    from sd_quant.engines.openvino import OpenVinoEngine
+
+    model = openvino.Core().read_model(full_precision_onnx(context))
+    layers = {}  # a layer's multiplication to the layer
+    others = []
+    for node in model.get_ops():
+        if node.get_type_name() in ("Convolution", "MatMul", "Interpolate"):
+            name = node.input(1).get_source_output().get_node().friendly_name
+            layer = name.removeprefix(PREFIX).removesuffix(".weight")
+            if layer in context.layers:
+                layers[node.friendly_name] = layer
+            else:
+                others.append(node.friendly_name)
+    quantized, seconds = timed(
+        lambda: nncf.quantize(
+            model,
+            nncf.Dataset(context.calls, arrays),
+            subset_size=len(context.calls),
+            preset=preset,
+            model_type=nncf.ModelType.TRANSFORMER,
+            ignored_scope=nncf.IgnoredScope(names=others),
+            advanced_parameters=nncf.AdvancedQuantizationParameters(
+                smooth_quant_alphas=AdvancedSmoothQuantParameters(matmul=smoothquant_alpha)
+            ),
+        )
+    )
+    found = {layers.get(node.friendly_name, node.friendly_name) for node in quantized.get_ops() if is_int8(node)}
+    settings = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}
+    compiled = openvino.Core().compile_model(quantized, "CPU", settings)
+    names = [port.any_name for port in quantized.inputs], list(context.contract.outputs)
+    return Quantized(OpenVinoEngine(compiled, *names), found, seconds)
+
+
+# Name of the row to the package whose version it has, and the function that quantizes.
+PEERS: dict[str, tuple[str, Callable[[Context], Quantized]]] = {
+    "unquantized": ("openvino", unquantized),
+    "ours": ("sd-quant", ours),
+    "ours_default": ("sd-quant", ours_default),
+    "modelopt_max": ("nvidia-modelopt", modelopt_max),
+    "modelopt_smoothquant": ("nvidia-modelopt", modelopt_smoothquant),
+    "quark_w8a8": ("amd-quark", quark_w8a8),
+    "onnxruntime_percentile": ("onnxruntime", onnxruntime_percentile),
+    "nncf_default": ("nncf", nncf_default),
+    "nncf_without_smoothquant": ("nncf", nncf_without_smoothquant),
+    "nncf_symmetric": ("nncf", nncf_symmetric),
+}
+
+
+# -------------------------------------------------------------------------- what a peer starts from and what it made
+
+
+class Replay:
+    """Recorded calls as ONNX Runtime's ``CalibrationDataReader``."""
+
+    def __init__(self, calls: list[Call]):
+        self.calls = calls
+        self.set_range(0, len(calls))
+
+    def __len__(self) -> int:
+        return len(self.calls)
+
+    def set_range(self, start_index: int, end_index: int) -> None:
+        self.rest = iter(self.calls[start_index:end_index])
+
+    def get_next(self) -> dict[str, np.ndarray] | None:
+        return next(map(arrays, self.rest), None)
+
+
+def export(model: LoadedModel, contract: Contract, path: Path, assignment: dict) -> None:
+    checkpoint = model.checkpoint
+    source = checkpoint.components["unet"]
+    graph = trace(
+        lambda: wrap(build_modules(checkpoint.model_config, checkpoint.clip1, checkpoint.clip2))["unet_xl"], contract
+    )
+    write_onnx(
+        graph,
+        path,
+        inputs=len(contract.inputs),
+        prefix=PREFIX,
+        read=lambda name: source[name.removeprefix(PREFIX)],
+        assignment=assignment,
+    )
+
+
+def full_precision_onnx(context: Context) -> Path:
+    """The UNet in fp32, which is what quantizers of ONNX are made for, with every layer's weight as a constant.
+
+    A linear's transposition is done here and its weight keeps its name: behind a Transpose, ONNX Runtime takes a weight
+    for an activation.
+    """
+    path = context.folder / "full_precision.onnx"
+    if path.exists():
+        return path
+    single = dict.fromkeys(context.contract.dtypes, torch.float32)
+    export(context.model, dataclasses.replace(context.contract, weights=torch.float32, dtypes=single), path, {})
+    model = onnx.load(path)
+    weights = {stored.name: stored for stored in model.graph.initializer}
+    transposed = {node.output[0]: node for node in model.graph.node if node.op_type == "Transpose"}
+    for node in list(model.graph.node):
+        source = transposed.get(node.input[1]) if node.op_type == "MatMul" else None
+        if source and source.input[0] in weights:
+            weight = weights[source.input[0]]
+            weight.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(weight).T.copy(), weight.name))
+            node.input[1] = weight.name
+            model.graph.node.remove(source)
+    del model.graph.value_info[:]  # it has the shapes from before
+    onnx.save(model, path)
+    return path
+
+
+def onnx_layers(path: Path) -> dict[str, onnx.NodeProto]:
+    """Layer to the node that multiplies with its weight."""
+    suffix = ".weight"
+    return {
+        node.input[1].removeprefix(PREFIX).removesuffix(suffix): node
+        for node in onnx.load(path).graph.node
+        if node.op_type in ("Conv", "MatMul") and node.input[1].endswith(suffix)
+    }
+
+
+def quantized_onnx_layers(path: Path) -> set[str]:
+    """Layers, and the name of anything else, whose weight and input both come out of a DequantizeLinear."""
+    nodes = onnx.load(path).graph.node
+    source = {node.output[0]: node.input[0] for node in nodes if node.op_type == "DequantizeLinear"}
+    return {
+        source[node.input[1]].removeprefix(PREFIX).partition(".weight")[0]
+        for node in nodes
+        if node.op_type in ("Conv", "MatMul", "Gemm") and all(name in source for name in node.input[:2])
+    }
+
+
+def torch_layers(unet: nn.Module, weight: str, value: str, active: Callable[[nn.Module], bool]) -> set[str]:
+    """Modules whose quantizers of these names are both active."""
+    return {
+        name.removeprefix(PREFIX)
+        for name, layer in unet.named_modules()
+        if hasattr(layer, weight) and active(getattr(layer, weight)) and active(getattr(layer, value))
+    }
+
+
+def is_int8(node) -> bool:
+    """Whether an OpenVINO multiplication reads a FakeQuantize and has stored 8-bit integers for a weight."""
+    if node.get_type_name() not in ("Convolution", "MatMul"):
+        return False
+    value = behind(node.input(0), "Reshape", "Transpose")
+    weight = behind(node.input(1), "Multiply", "Subtract", "Convert", "Reshape", "Transpose")
+    return value.get_type_name() == "FakeQuantize" and weight.get_element_type().get_type_name() in ("i8", "u8")
+
+
+def behind(port, *kinds: str):
+    """What an OpenVINO input comes from, when operations of these kinds are looked through."""
+    node = port.get_source_output().get_node()
+    return behind(node.input(0), *kinds) if node.get_type_name() in kinds else node
+
+
+# ----------------------------------------------------------------------------------------------------------- the run
+
+
+def record_calls(model: LoadedModel, prompts: list[str], size: int) -> list[Call]:
+    """What goes into the UNet while the full-precision pipeline denoises ``prompts``: both halves a call."""
+    seen: list[Call] = []
+    hook = model.parts["unet_xl"].register_forward_pre_hook(
+        lambda unet, args, inputs: seen.append(dict(inputs)), with_kwargs=True
+    )
+    engines = {name: engine for name, engine in model.torch_engines().items() if name != "vae"}
+    sampling = Sampling(CALIBRATION_STEPS, GUIDANCE, size, size, batch_size=1, seed=CALIBRATION_SEED)
+    pipeline_of(model.checkpoint, engines)(prompts, sampling, decode=False)
+    hook.remove()
+    # copies made here are ordinary tensors; those of inference mode cannot be changed in place outside it
+    return [{name: tensor.clone() for name, tensor in call.items()} for call in seen]
+
+
+def row(name: str, context: Context, reference: Generated, generate: Callable[[Engine], Generated]) -> dict:
+    package, quantize = PEERS[name]
+    found: dict = {"peer": name, "package": package, "method": (quantize.__doc__ or "").splitlines()[0]}
+    try:
+        found["version"] = version(package)
+        quantized = quantize(context)
+    except (PackageNotFoundError, ImportError) as error:
+        return found | {"reason": f"not installed: {error}"}
+    pictures = generate(quantized.engine)
+    closeness = fidelity(reference.images, pictures.images, reference.latents, pictures.latents)
+    return found | {
+        "runtime": quantized.engine.name,
+        "layers": len(quantized.layers),
+        "layers_missing": sorted(context.layers - quantized.layers),
+        "layers_beyond": sorted(quantized.layers - context.layers),
+        "calibration_seconds": quantized.seconds,
+        "fidelity": closeness,
+    }
+
+
+def table(rows: list[dict]) -> str:
+    """Markdown; a row without figures has its reason in their place."""
+    header = ("peer", "version", "runs on", "layers", "calibration", "PSNR mean", "worst", "SSIM mean", "LPIPS mean",
+              "latent SQNR, last step")  # fmt: skip
+
+    def cells(found: dict) -> list[str]:
+        if "reason" in found:
+            return [found["peer"], found["reason"], *["–"] * (len(header) - 2)]
+        close = found["fidelity"]
+        lpips = close["lpips"].get("mean", close["lpips"].get("value"))
+        values = (
+            close["psnr"]["mean"],
+            close["psnr"]["min"],
+            close["ssim"]["mean"],
+            lpips,
+            close["latent_sqnr_db"][-1],
+        )
+        shown = (
+            "–" if value is None else form.format(value)
+            for form, value in zip(("{:.2f} dB", "{:.2f} dB", "{:.4f}", "{:.4f}", "{:.2f} dB"), values, strict=True)
+        )
+        seconds = f"{found['calibration_seconds']:.1f} s"
+        return [found["peer"], found["version"], found["runtime"], str(found["layers"]), seconds, *shown]
+
+    lines = [header, ["---"] * len(header), *map(cells, rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), metavar="NAME", help=", ".join(PEERS))
+    parser.add_argument("--prompts", type=int, default=64, help="pictures to compare")
+    parser.add_argument("--calibration-prompts", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=20, help="denoising steps of the pictures")
+    parser.add_argument("--batch", type=int, default=4, help="pictures at a time")
+    parser.add_argument("--out", type=Path, default=Path("outputs/benchmarks/peers"))
+    options = parser.parse_args()
+
+    configuration = yaml.safe_load(anchored(CONFIGURATION).read_text(encoding="utf-8"))
+    size = configuration["width"]
+    given = read_prompts(anchored(configuration["calibration_prompts"]))
+    calibration = given[: options.calibration_prompts]
+    prompts = read_prompts(EVALUATION)[: options.prompts]
+
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "full_precision.onnx").unlink(missing_ok=True)
+    model = load_model(open_nemo(anchored(configuration["path"])))
+    roles = layer_roles(model.modules["unet"])
+    layers = {name for name, role in roles.items() if role != "excluded"}
+    calls, seconds = timed(lambda: record_calls(model, calibration, size))
+    recorded = f"{len(calls)} recorded UNet calls ({len(calibration)} prompts, {CALIBRATION_STEPS} steps), all given to"
+    print(f"{recorded} every peer; recording took {seconds:.1f} s")
+    context = Context(model, roles, layers, calls, options.out)
+    sampling = Sampling(options.steps, GUIDANCE, size, size, options.batch, EVALUATION_SEED)
+    full_precision = model.torch_engines()
+
+    def generate(unet: Engine) -> Generated:
+        return pipeline_of(model.checkpoint, full_precision | {"unet_xl": unet})(prompts, sampling)
+
+    reference = generate(full_precision["unet_xl"])
+    rows = []
+    os.environ.setdefault("NNCF_CI", "1")  # NNCF then tells nobody that it was used
+    with (options.out / "peers.log").open("w", encoding="utf-8") as log:
+        for name in options.peers:
+            with redirect_stdout(log), redirect_stderr(log):  # most peers talk a lot
+                rows.append(row(name, context, reference, generate))
+            print(table(rows[-1:]).splitlines()[-1], flush=True)
+    summary = (
+        f"{len(prompts)} pictures; {options.steps} steps, guidance {GUIDANCE}. {recorded} every peer; "
+        f"{len(layers)} layers to quantize."
+    )
+    write_text(options.out / "peers.md", f"{table(rows)}\n{summary}\n")
+    write_json(
+        options.out / "peers.json",
+        {
+            "prompts": prompts,
+            "calibration_prompts": calibration,
+            "calibration_calls": len(calls),
+            "recording_seconds": seconds,
+            "steps": options.steps,
+            "batch": options.batch,
+            "layers": len(layers),
+            "note": summary,
+            "peers": rows,
+        },
+    )
+    print(f"\n{table(rows)}\n{summary}\n{options.out}")
+
+
+if __name__ == "__main__":
+    main()
