@@ -1,0 +1,58 @@
+"""Calibration by two real processes, each of which imports everything and loads the model itself."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from sd_quant.calibration.cache import pack
+from sd_quant.calibration.collection import calibrate
+from sd_quant.calibration.statistics import Statistics
+from sd_quant.checkpoints.nemo import open_nemo, write_nemo
+from sd_quant.config import REPOSITORY
+from sd_quant.errors import SdQuantError
+from sd_quant.inference.pipeline import Sampling
+from sd_quant.models.loading import LoadedModel, load_model
+from sd_quant.models.sdxl import layer_roles
+
+PROMPTS = ["a glossy icon of a rocket", "a cat", "two flags on a pole"]
+SAMPLING = Sampling(steps=2, guidance_scale=5.0, height=64, width=64, batch_size=1, seed=3)
+
+
+def fresh() -> LoadedModel:
+    return load_model(open_nemo(REPOSITORY / "checkpoints/sdxl_mini.nemo"))
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return fresh()
+
+
+@pytest.fixture(scope="module")
+def names(model) -> list[str]:
+    return [name for name, role in layer_roles(model.modules["unet"]).items() if role != "excluded"]
+
+
+def collected(model, names, prompts=PROMPTS, **options) -> Statistics:
+    return calibrate(model, names, prompts, SAMPLING, checkpoint_sha256="", accelerator="cpu", **options)
+
+
+def test_two_processes_find_exactly_what_one_finds(model, names, tmp_path):
+    found = pack(collected(model, names, devices=2, cache=tmp_path))
+    torch.testing.assert_close(found, pack(collected(model, names)), rtol=0, atol=0)
+    [entry] = tmp_path.rglob("*.safetensors")
+    written = entry.stat().st_mtime_ns
+    torch.testing.assert_close(found, pack(collected(model, names, cache=tmp_path)), rtol=0, atol=0)
+    assert entry.stat().st_mtime_ns == written  # one entry serves any number of processes
+
+
+def test_an_error_in_another_process_arrives_as_its_own_sentence(names, tmp_path):
+    model, path = fresh(), tmp_path / "overflowing.nemo"
+    nn.init.constant_(model.modules["unet"].get_submodule("down_blocks.0.resnets.0.norm1").weight, 3e38)
+    write_nemo(path, model.checkpoint.model_config, model.modules, torch.float32)
+    overflowing = replace(model, checkpoint=open_nemo(path))
+    with pytest.raises(SdQuantError) as raised:
+        collected(overflowing, names, PROMPTS[:2], devices=2)
+    layer = "down_blocks.0.resnets.0.conv1"
+    assert str(raised.value) == f"the input of layer {layer} is not finite at prompt 0, step 0"
