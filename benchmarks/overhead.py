@@ -11,8 +11,8 @@ and finishing, is timed apart and counted in. Memory: bytes of the statistics an
 import copy
 import gc
 from contextlib import ExitStack
-from statistics import median, quantiles
 
+import numpy as np
 import torch
 from common import Subject, load, parser, report, timed
 from torch import nn
@@ -92,15 +92,14 @@ def overhead(subject: Subject, steps: int, batch_size: int) -> dict:
         _, finishing = timed(stack.close)
     plain, collecting = latency[PLAIN], latency[COLLECTING]
     once = 1000 * (drawing + finishing) / sum(plain["samples_ms"])
-    turns = [
-        with_hooks / without for with_hooks, without in zip(collecting["samples_ms"], plain["samples_ms"], strict=True)
-    ]
+    turns = np.divide(collecting["samples_ms"], plain["samples_ms"]) - 1
+    low, middle, high = np.percentile(turns, [25, 50, 75]).tolist()
     return {
         "batch_size": batch_size,
         "latency": latency,
         "once": once,
-        "quartiles": [quartile - 1 for quartile in quantiles(turns)],
-        "overhead": median(turns) - 1 + once,
+        "quartiles": [low, middle, high],
+        "overhead": middle + once,
         "overhead_of_least": collecting["min_ms"] / plain["min_ms"] - 1 + once,
         "statistics_bytes": statistics_bytes(statistics),
         "bound_bytes": bytes_bound(layers, len(subject.prompts), steps),
