@@ -10,7 +10,8 @@ the prompt alone, and the lowest priorities win. So statistics of different prom
 keeping the lowest priorities, whatever ran where and in which order. The road not taken is reservoir sampling proper
 (Vitter's algorithm R), which depends on the order of what it sees and costs a random number per row.
 
-Memory is bounded by ``bytes_bound``, however many prompts there are.
+What is kept is bounded by ``bytes_bound``, where a prompt adds only 4 bytes per step and convolution; while it is put
+together, a process needs about twice that.
 """
 
 import math
