@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from sd_quant.config import REPOSITORY, check_writable, run_model
-from sd_quant.errors import ConfigError, SdQuantError
+from sd_quant.errors import CANCELLED, ConfigError, SdQuantError, fail
 from sd_quant.knobs import near, read
 
 LOG = logging.getLogger(__name__)
@@ -30,7 +30,6 @@ SHORTHANDS = {
     *("quant_level", "alpha", "smoothing", "keep", "percentile", "collect_method", "calib_size"),
     *("out_path", "prompts", "num_samples", "steps", "scale", "seed", "num_warmup_runs"),
 }
-CANCELLED = 130
 
 
 def job_of(job: type, config: DictConfig):
@@ -130,8 +129,3 @@ def run(main: Callable[[], object], job: type, config_name: str) -> None:
         sys.exit(fail("cancelled; what was finished is kept, and the same command starts again", CANCELLED))
     except MemoryError:
         sys.exit(fail("out of memory; lower infer.batch_size, quantize.batch_size or the picture's size", 4))
-
-
-def fail(sentence: str, code: int) -> int:
-    print(f"error: {sentence}", file=sys.stderr)
-    return code

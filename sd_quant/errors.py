@@ -3,6 +3,11 @@
 The class decides the exit code of the command.
 """
 
+import sys
+from collections.abc import Callable
+
+CANCELLED = 130
+
 
 class SdQuantError(Exception):
     """The job failed."""
@@ -26,3 +31,18 @@ class ResourceError(SdQuantError):
     """Not enough disk or memory, or a device or runtime that was asked for is missing."""
 
     exit_code = 4
+
+
+def fail(sentence: str, code: int) -> int:
+    print(f"error: {sentence}", file=sys.stderr)
+    return code
+
+
+def exit_with_its_code(main: Callable[[], object]) -> None:
+    """Run a command; a refusal is one sentence and its exit code."""
+    try:
+        main()
+    except SdQuantError as error:
+        sys.exit(fail(str(error), error.exit_code))
+    except KeyboardInterrupt:
+        sys.exit(fail("cancelled; nothing half written is left", CANCELLED))

@@ -19,7 +19,7 @@ import yaml
 
 from sd_quant.checkpoints import sdxl_keys
 from sd_quant.checkpoints.archive import Member, open_members
-from sd_quant.checkpoints.torch_weights import StoredTensor, stored_tensors
+from sd_quant.checkpoints.torch_weights import Readable, StoredTensor, lazy, stored_tensors, write_tensors
 from sd_quant.errors import ArtifactError
 from sd_quant.files import atomic_path
 from sd_quant.models.sdxl import TextShape, build_modules
@@ -145,22 +145,39 @@ def build_pipeline_modules(checkpoint: Checkpoint, dtype: torch.dtype = torch.fl
     return modules
 
 
-def write_nemo(path: Path, model_config: dict, modules: dict[str, torch.nn.Module], dtype: torch.dtype) -> None:
-    """Writes a single-GPU archive with weights in ``dtype``; the same input gives the same bytes.
+def write_nemo(path: Path, model_config: dict, modules: Mapping[str, torch.nn.Module], dtype: torch.dtype) -> None:
+    """Writes the four networks of ``sd_quant.models.sdxl.build_modules`` with weights in ``dtype``.
 
-    ``modules`` are the four of ``sd_quant.models.sdxl.build_modules``. Raises ResourceError when the disk is full.
+    Raises ResourceError when the disk is full.
     """
-    state = {}
+    write_archive(path, model_config, state_of({
+        component: {name: lazy(parameter, dtype) for name, parameter in modules[component].named_parameters()}
+        for component in sdxl_keys.PREFIX
+    }, model_config))  # fmt: skip
+
+
+def state_of(components: Mapping[str, Mapping[str, Readable]], model_config: dict) -> dict[str, Readable]:
+    """NeMo's state dict of the four networks, given by diffusers' names, and of what belongs to none of them."""
+    state: dict[str, Readable] = {}
     for component in sdxl_keys.PREFIX:
-        for key, tensor in sdxl_keys.to_nemo(component, dict(modules[component].named_parameters())).items():
-            plain = tensor.detach().to("cpu", dtype).contiguous()
-            state[key] = plain.view(-1).view(plain.shape)  # contiguous() keeps odd strides on axes of length 1
-    state[sdxl_keys.LOGIT_SCALE] = torch.tensor(math.log(1 / 0.07), dtype=dtype)  # CLIP's start; only training uses it
-    state[sdxl_keys.SIGMAS] = denoiser_sigmas(model_config["denoiser_config"]["num_idx"])
+        state |= sdxl_keys.to_nemo(component, components[component])
+    logit_scale = torch.tensor(math.log(1 / 0.07))  # CLIP's start; only training uses it
+    state[sdxl_keys.LOGIT_SCALE] = lazy(logit_scale, components["text_encoder_2"]["text_projection.weight"].dtype)
+    state[sdxl_keys.SIGMAS] = lazy(denoiser_sigmas(model_config["denoiser_config"]["num_idx"]))
+    return state
+
+
+def write_archive(
+    path: Path, model_config: dict, state: Mapping[str, Readable], advance: Callable[[], object] = lambda: None
+) -> None:
+    """Writes a single-GPU archive, one tensor in memory at a time; the same input gives the same bytes.
+
+    ``advance`` is called after each tensor. Raises ResourceError when the disk is full.
+    """
     config = yaml.safe_dump(model_config, sort_keys=False).encode()
-    with atomic_path(path) as temporary, temporary.open("wb") as file:
+    with atomic_path(path) as temporary, temporary.open("w+b") as file:
         _write_member(file, CONFIG, lambda target: target.write(config))
-        _write_member(file, WEIGHTS, lambda target: torch.save(state, target))
+        _write_member(file, WEIGHTS, lambda target: write_tensors(target, state, advance))
         file.write(bytes(2 * BLOCKSIZE))  # the end-of-archive mark
 
 

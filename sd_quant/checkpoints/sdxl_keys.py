@@ -11,10 +11,12 @@ NeMo's UNet keys are neither SGM's nor diffusers': its GroupNorm fuses the SiLU,
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import Literal
 
 import torch
 
+from sd_quant.checkpoints.torch_weights import LazyTensor, Readable
 from sd_quant.models.sdxl import TextShape
 
 PREFIX = {
@@ -62,22 +64,34 @@ class Stored:
             case _:
                 return stored.chunk(3)[int(self.layout[-1])].clone()
 
-
-def to_nemo(component: str, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The part of a NeMo state dict that holds ``component``: the inverse of ``Stored.parameter``."""
-    state: dict[str, torch.Tensor] = {}
-    # sorted by layout so that the thirds of a tensor come in order
-    for name, place in sorted(stored(component, parameters).items(), key=lambda item: item[1].layout):
-        parameter = parameters[name]
-        match place.layout:
+    def tensor(self, parameters: list[torch.Tensor]) -> torch.Tensor:
+        """The other way round, from the one parameter that the key holds, or from its three thirds."""
+        match self.layout:
             case "same":
-                state[place.key] = parameter
+                return parameters[0]
             case "conv1x1":
-                state[place.key] = parameter[:, :, None, None]
+                return parameters[0][:, :, None, None]
             case "transposed":
-                state[place.key] = parameter.t()
+                return parameters[0].t()
             case _:
-                state[place.key] = torch.cat([state[place.key], parameter]) if place.key in state else parameter
+                return torch.cat(parameters)
+
+
+def to_nemo(component: str, parameters: Mapping[str, Readable]) -> dict[str, LazyTensor]:
+    """The part of a NeMo state dict that holds ``component``: the inverse of ``Stored.parameter``."""
+    parts: dict[str, list[tuple[str, Stored]]] = {}
+    for name, place in stored(component, parameters).items():
+        parts.setdefault(place.key, []).append((name, place))
+    state = {}
+    for key, places in parts.items():
+        places.sort(key=lambda item: item[1].layout)  # the thirds of a tensor in their order
+        sources = [parameters[name] for name, _ in places]
+        place = places[0][1]
+        state[key] = LazyTensor(
+            place.stored_shape(tuple(sources[0].shape)),
+            reduce(torch.promote_types, (source.dtype for source in sources)),
+            lambda place=place, sources=sources: place.tensor([source.read() for source in sources]),
+        )
     return state
 
 

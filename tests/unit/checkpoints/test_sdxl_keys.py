@@ -10,6 +10,7 @@ import yaml
 from diffusers.loaders import single_file_utils
 
 from sd_quant.checkpoints import sdxl_keys
+from sd_quant.checkpoints.torch_weights import lazy
 from sd_quant.models.sdxl import TextShape, build_modules
 
 GOLDEN = Path(__file__).with_name("nemo_sdxl_unet_keys.txt.gz")  # "key shape" lines of NeMo's full-size UNet
@@ -78,10 +79,17 @@ def test_text_shapes_are_read_back_from_full_size_weights(full_size_shapes):
     )
 
 
+def nemo_tensors(component: str, parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    state = sdxl_keys.to_nemo(component, {name: lazy(tensor) for name, tensor in parameters.items()})
+    tensors = {key: tensor.read() for key, tensor in state.items()}
+    assert all((tuple(tensors[key].shape), tensors[key].dtype) == (state[key].shape, state[key].dtype) for key in state)
+    return tensors
+
+
 @pytest.mark.parametrize("component", sdxl_keys.PREFIX)
 def test_reading_inverts_writing(tiny_modules, component):
     parameters = dict(tiny_modules[component].named_parameters())
-    state = sdxl_keys.to_nemo(component, parameters)
+    state = nemo_tensors(component, parameters)
     for name, place in sdxl_keys.stored(component, parameters).items():
         assert torch.equal(place.parameter(state[place.key]), parameters[name]), name
 
@@ -94,7 +102,7 @@ def assert_same_tensors(converted: dict, expected: dict):
 
 def test_vae_means_the_same_to_diffusers_ldm_converter(tiny_modules):
     expected = tiny_modules["vae"].state_dict()
-    ldm = without_prefix("vae", sdxl_keys.to_nemo("vae", expected))
+    ldm = without_prefix("vae", nemo_tensors("vae", expected))
     converted = single_file_utils.convert_ldm_vae_checkpoint(ldm, tiny_modules["vae"].config)
     assert_same_tensors(converted, expected)
 
@@ -112,7 +120,7 @@ def test_unet_means_the_same_to_diffusers_ldm_converter(tiny_modules):
         r"\bff\.net\.3\.": "ff.net.2.",
     }
     sgm = {}
-    for key, tensor in without_prefix("unet", sdxl_keys.to_nemo("unet", expected)).items():
+    for key, tensor in without_prefix("unet", nemo_tensors("unet", expected)).items():
         for pattern, replacement in to_sgm.items():
             key, count = re.subn(pattern, replacement, key)
             if count:
@@ -125,7 +133,7 @@ def test_unet_means_the_same_to_diffusers_ldm_converter(tiny_modules):
 def test_open_clip_means_the_same_to_diffusers_converter(tiny_modules):
     module = tiny_modules["text_encoder_2"]
     expected = module.state_dict()
-    open_clip = without_prefix("text_encoder_2", sdxl_keys.to_nemo("text_encoder_2", expected))
+    open_clip = without_prefix("text_encoder_2", nemo_tensors("text_encoder_2", expected))
     prefix = "conditioner.embedders.1.model."
     converted = single_file_utils.convert_open_clip_checkpoint(
         module, {prefix + key: tensor for key, tensor in open_clip.items()}, prefix=prefix
