@@ -8,6 +8,7 @@ headers of any declared size into memory, and its extraction filters have been b
 
 import gzip
 import io
+import mmap
 import os
 import shutil
 import tarfile
@@ -24,6 +25,7 @@ from sd_quant.errors import ArtifactError, ConfigError, ResourceError
 BLOCK = tarfile.BLOCKSIZE
 MAX_MEMBERS = 64
 MAX_EXTENDED_HEADER = 64 * 1024  # holds a long name, a float mtime and a size over 8 GiB; needs a few hundred bytes
+LARGE_READ = 2**20
 GZIP_SLACK = 64 * 2**20
 GZIP_RATIO = 16  # float weights shrink by a few per cent, a gzip bomb by a factor of about 1000
 
@@ -45,14 +47,15 @@ class Member:
     offset: int
     size: int
 
-    def read(self, start: int, length: int) -> bytearray:
+    def read(self, start: int, length: int) -> bytearray | mmap.mmap:
         """Raises ArtifactError when the range leaves the member or the file has been cut since it was opened."""
         if start < 0 or length < 0 or start + length > self.size:
             raise ArtifactError(
                 f"{self.name} has {self.size} bytes but refers to bytes {start} to {start + length}; "
                 "it is damaged, so fetch it again"
             )
-        data = bytearray(length)
+        # a large block of its own goes back to the system when it is freed, where the heap would keep most of it
+        data = mmap.mmap(-1, length) if length > LARGE_READ else bytearray(length)
         view, position = memoryview(data), self.offset + start
         while view:
             count = os.preadv(self.file.descriptor, [view], position)

@@ -103,10 +103,24 @@ def build_modules(model_config: Mapping, clip1: TextShape, clip2: TextShape) -> 
 
 
 def scheduler():
-    """NeMo's EulerEDMSampler on LegacyDDPMDiscretization; trailing spacing gives its timesteps 999, 949, ..."""
+    """diffusers' Euler sampler with what NeMo's EulerEDMSampler on LegacyDDPMDiscretization does differently.
+
+    Its timesteps are truncated, where diffusers' trailing spacing rounds, which moves some by one for most numbers of
+    steps; and its first noise is sqrt(1 + sigma^2) strong instead of sigma, 0.23 % more.
+    """
+    import numpy as np
     from diffusers import EulerDiscreteScheduler
 
-    return EulerDiscreteScheduler(
+    class NemoEulerScheduler(EulerDiscreteScheduler):
+        @property
+        def init_noise_sigma(self):
+            return (self.sigmas.max() ** 2 + 1) ** 0.5
+
+        def set_timesteps(self, num_inference_steps: int, device=None, **_):
+            timesteps = np.linspace(999, 0, num_inference_steps, endpoint=False).astype(int)
+            super().set_timesteps(device=device, timesteps=timesteps)
+
+    return NemoEulerScheduler(
         beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", timestep_spacing="trailing"
     )
 

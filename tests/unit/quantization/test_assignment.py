@@ -14,9 +14,8 @@ from sd_quant.quantization.assignment import (
     SEARCHED_ROWS,
     LayerAssignment,
     Recipe,
-    accumulated_error,
     derive,
-    output_error,
+    errors,
     rewritten,
     with_ranges,
 )
@@ -266,9 +265,9 @@ def test_the_output_error_is_that_of_torchs_fake_quantization(alpha):
 def test_what_comes_from_the_input_adds_up_like_noise_and_what_comes_from_the_weight_in_full():
     exact, uneven = torch.tensor([[127.0, -64.0, 3.0]]), torch.tensor([[1.0, 0.4, 0.123]])
     layer = LayerAssignment("layer", "ffn", (1, 3), "int8", weight_amax=torch.ones(1), activation_amax=127.0)
-    of_weight = [accumulated_error(layer, uneven, exact, steps) for steps in (1, 20)]
+    of_weight = [errors(layer, uneven, exact, steps)[1] for steps in (1, 20)]
     assert of_weight[1] == pytest.approx(20**0.5 * of_weight[0]) and of_weight[0] > 1e-4
-    of_input = [accumulated_error(layer, exact, exact + 0.3, steps) for steps in (1, 20)]
+    of_input = [errors(layer, exact, exact + 0.3, steps)[1] for steps in (1, 20)]
     assert of_input[0] == pytest.approx(of_input[1], rel=1e-2) and of_input[0] > 1e-4
 
 
@@ -276,15 +275,15 @@ def test_the_output_error_of_a_convolution_is_that_of_its_patches():
     random = torch.Generator().manual_seed(0)
     weight, patches = torch.randn(8, 3, 3, 3, generator=random), torch.randn(64, 27, generator=random).half().float()
     layer = with_ranges(LayerAssignment("conv", "conv", (8, 3, 3, 3)), weight, patches.abs().max().item() / 2)
-    assert output_error(layer, weight, patches) == pytest.approx(torchs_output_error(layer, weight, patches), rel=1e-4)
-    assert output_error(layer, weight, patches[:0]) is None
-    assert output_error(layer, weight, 0 * patches) is None
+    assert errors(layer, weight, patches, 1)[0] == pytest.approx(torchs_output_error(layer, weight, patches), rel=1e-4)
+    assert errors(layer, weight, patches[:0], 1) == (None, None)
+    assert errors(layer, weight, 0 * patches, 1) == (None, None)
 
 
 def test_the_output_error_of_what_int8_holds_exactly_is_zero():
     weight, rows = torch.tensor([[127.0, -3.0], [5.0, 127.0]]), torch.tensor([[127.0, 1.0], [-4.0, 99.0]])
     layer = with_ranges(LayerAssignment("layer", "ffn", (2, 2)), weight, 127.0)
-    assert output_error(layer, weight, rows) == 0.0
+    assert errors(layer, weight, rows, 1)[0] == 0.0
 
 
 def test_at_alpha_1_every_channel_of_the_input_has_range_1():
