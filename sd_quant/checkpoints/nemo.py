@@ -7,8 +7,9 @@ The road not taken is NeMo's SaveRestoreConnector: it extracts the archive, unpi
 """
 
 import math
+import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from tarfile import BLOCKSIZE, GNU_FORMAT, TarInfo
@@ -18,9 +19,9 @@ import torch
 import yaml
 
 from sd_quant.checkpoints import sdxl_keys
-from sd_quant.checkpoints.archive import Member, open_members
-from sd_quant.checkpoints.torch_weights import Readable, StoredTensor, lazy, stored_tensors, write_tensors
-from sd_quant.errors import ArtifactError
+from sd_quant.checkpoints.archive import Member, OpenFile, open_members
+from sd_quant.checkpoints.torch_weights import LazyTensor, Readable, lazy, stored_tensors, write_tensors
+from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files import atomic_path
 from sd_quant.models.sdxl import TextShape, build_modules
 
@@ -32,12 +33,16 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, eq=False)
 class WeightSource(Mapping[str, torch.Tensor]):
-    """Weights of one component by diffusers name; ``source[name]`` reads that tensor, in the dtype it is stored in."""
+    """Weights of one component by diffusers name; ``source[name]`` reads that tensor, in the dtype it is stored in.
 
+    ``tensors`` are the same weights by NeMo's keys.
+    """
+
+    path: Path
     component: str
     shapes: dict[str, tuple[int, ...]] = field(repr=False)
     places: dict[str, sdxl_keys.Stored] = field(repr=False)
-    tensors: dict[str, StoredTensor] = field(repr=False)
+    tensors: dict[str, Readable] = field(repr=False)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         place = self.places[name]
@@ -55,16 +60,28 @@ class WeightSource(Mapping[str, torch.Tensor]):
     def dtype(self, name: str) -> torch.dtype:
         return self.tensors[self.places[name].key].dtype
 
+    def lazy(self, name: str) -> LazyTensor:
+        """``self[name]``, not read yet."""
+        return LazyTensor(self.shape(name), self.dtype(name), lambda: self[name])
+
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """``components`` are 'unet', 'vae', 'text_encoder' and 'text_encoder_2', complete and of the right shapes."""
+    """``components`` are 'unet', 'vae', 'text_encoder' and 'text_encoder_2', complete and of the right shapes.
+
+    ``unused`` are the tensors of ``sdxl_keys.UNUSED`` that the file holds.
+    """
 
     path: Path
     model_config: dict
     components: dict[str, WeightSource]
     clip1: TextShape
     clip2: TextShape
+    unused: dict[str, Readable]
+
+    def state(self) -> dict[str, Readable]:
+        """Every tensor by NeMo's key: what ``write_archive`` takes."""
+        return {key: each for source in self.components.values() for key, each in source.tensors.items()} | self.unused
 
 
 def open_nemo(path: Path) -> Checkpoint:
@@ -79,9 +96,16 @@ def open_nemo(path: Path) -> Checkpoint:
                 f"{path} holds no {name} but {_listing(sorted(members)) or 'nothing'}; expected a whole single-GPU "
                 "checkpoint, so fetch it again or merge its model-parallel parts"
             )
-    model_config = _read_config(members[CONFIG])
-    tensors = _by_plain_key(path, stored_tensors(members[WEIGHTS]))
-    stored_shapes = {key: tensor.shape for key, tensor in tensors.items()}
+    state = renamed(path, stored_tensors(members[WEIGHTS]), _plain_key)
+    return checkpoint_of(path, read_config(members[CONFIG]), state)
+
+
+def checkpoint_of(path: Path, model_config: dict, state: Mapping[str, Readable]) -> Checkpoint:
+    """A state dict by NeMo's keys, from whatever kind of file; ``path`` is for messages. Nothing is read.
+
+    Raises ArtifactError unless it holds every weight that the config describes, in its shape, and nothing else.
+    """
+    stored_shapes = {key: tensor.shape for key, tensor in state.items()}
     try:
         clip1, clip2 = sdxl_keys.text_shapes(stored_shapes)
     except (KeyError, IndexError, ValueError) as error:
@@ -89,31 +113,23 @@ def open_nemo(path: Path) -> Checkpoint:
             f"{path} lacks the weights that tell the sizes of its text encoders, or they have another rank ({error}); "
             f"expected SDXL's two, under {sdxl_keys.PREFIX['text_encoder']} and {sdxl_keys.PREFIX['text_encoder_2']}"
         ) from error
-    modules = _empty_modules(path, model_config, clip1, clip2)
-    shapes = {
-        component: {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-        for component, module in modules.items()
-    }
+    shapes = parameter_shapes(empty_modules(path, model_config, clip1, clip2))
     places = {component: sdxl_keys.stored(component, shapes[component]) for component in shapes}
     expected = {
         place.key: place.stored_shape(shapes[component][name])
         for component in shapes
         for name, place in places[component].items()
     }
-    _check_keys(path, stored_shapes, expected)
-    for key in expected:
-        if tensors[key].dtype not in DTYPES:
-            raise ArtifactError(
-                f"{path}: {key!r} is stored as {tensors[key].dtype}; expected float32, float16 or bfloat16, so start "
-                "from the checkpoint as it was before quantization"
-            )
+    check_tensors(path, state, expected, sdxl_keys.UNUSED)
     components = {
         component: WeightSource(
-            component, shapes[component], places[component], {p.key: tensors[p.key] for p in places[component].values()}
+            path, component, shapes[component], places[component],
+            {place.key: state[place.key] for place in places[component].values()},
         )
         for component in shapes
-    }
-    return Checkpoint(path, model_config, components, clip1, clip2)
+    }  # fmt: skip
+    unused = {key: tensor for key, tensor in state.items() if key in sdxl_keys.UNUSED}
+    return Checkpoint(path, model_config, components, clip1, clip2, unused)
 
 
 def check_finite(source: WeightSource) -> None:
@@ -123,7 +139,7 @@ def check_finite(source: WeightSource) -> None:
         broken = tensor.numel() - int(torch.isfinite(tensor).sum())
         if broken:
             raise ArtifactError(
-                f"{stored.member.name}: {key!r} of the {source.component} holds {broken} NaN or infinite values out of "
+                f"{source.path}: {key!r} of the {source.component} holds {broken} NaN or infinite values out of "
                 f"{tensor.numel()}; expected finite weights, so fetch the checkpoint again or repair its training"
             )
 
@@ -133,7 +149,7 @@ def build_pipeline_modules(checkpoint: Checkpoint, dtype: torch.dtype = torch.fl
 
     The peak is one copy of the weights and one tensor: the networks are built without memory, then filled.
     """
-    modules = _empty_modules(checkpoint.path, checkpoint.model_config, checkpoint.clip1, checkpoint.clip2)
+    modules = empty_modules(checkpoint.path, checkpoint.model_config, checkpoint.clip1, checkpoint.clip2)
     for component, module in modules.items():
         source = checkpoint.components[component]
         module.load_state_dict({name: source[name].to(dtype) for name in source}, assign=True)
@@ -158,13 +174,26 @@ def write_nemo(path: Path, model_config: dict, modules: Mapping[str, torch.nn.Mo
 
 def state_of(components: Mapping[str, Mapping[str, Readable]], model_config: dict) -> dict[str, Readable]:
     """NeMo's state dict of the four networks, given by diffusers' names, and of what belongs to none of them."""
+    dtype = components["text_encoder_2"]["text_projection.weight"].dtype
+    return network_state(components) | unused_state(dtype, model_config["denoiser_config"]["num_idx"])
+
+
+def network_state(components: Mapping[str, Mapping[str, Readable]]) -> dict[str, Readable]:
+    """The four networks alone."""
     state: dict[str, Readable] = {}
     for component in sdxl_keys.PREFIX:
         state |= sdxl_keys.to_nemo(component, components[component])
-    logit_scale = torch.tensor(math.log(1 / 0.07))  # CLIP's start; only training uses it
-    state[sdxl_keys.LOGIT_SCALE] = lazy(logit_scale, components["text_encoder_2"]["text_projection.weight"].dtype)
-    state[sdxl_keys.SIGMAS] = lazy(denoiser_sigmas(model_config["denoiser_config"]["num_idx"]))
     return state
+
+
+def unused_state(dtype: torch.dtype, steps: int) -> dict[str, Readable]:
+    """What NeMo stores beside the networks, for weights that come from elsewhere.
+
+    CLIP's temperature, a scalar of ``dtype``, has the value that training starts with: only training uses it. The noise
+    levels are fp32 [steps].
+    """
+    logit_scale = torch.tensor(math.log(1 / 0.07))
+    return {sdxl_keys.LOGIT_SCALE: lazy(logit_scale, dtype), sdxl_keys.SIGMAS: lazy(denoiser_sigmas(steps))}
 
 
 def write_archive(
@@ -188,7 +217,19 @@ def denoiser_sigmas(count: int) -> torch.Tensor:
     return ((1 - alphas) / alphas).sqrt().float()
 
 
-def _read_config(member: Member) -> dict:
+def whole_file(path: Path) -> Member:
+    """A file that stands alone, read as those of an archive are. Raises ConfigError when it does not exist."""
+    if not path.is_file():
+        raise ConfigError(f"{path} is not a file; check the path")
+    with path.open("rb") as file:
+        return Member(str(path), OpenFile(file), 0, os.fstat(file.fileno()).st_size)
+
+
+def read_config(member: Member) -> dict:
+    """The mapping in a ``model_config.yaml``, without NeMo's ``model:`` around it.
+
+    Raises ArtifactError when the file holds anything else.
+    """
     if member.size > MAX_CONFIG:
         raise ArtifactError(f"{member.name} has {member.size} bytes; expected at most {MAX_CONFIG}, so check the path")
     try:
@@ -205,19 +246,37 @@ def _read_config(member: Member) -> dict:
     return config
 
 
-def _by_plain_key(path: Path, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Without the marks that torch.compile and NeMo's O2 mixed precision leave in the keys."""
-    plain = {}
+def renamed(path: Path, tensors: Mapping[str, Readable], rename: Callable[[str], str]) -> dict[str, Readable]:
+    """By ``rename(name)``. Raises ArtifactError when that makes two names one: a tensor is there in two namings."""
+    result: dict[str, Readable] = {}
     for name, tensor in tensors.items():
-        key = re.sub(r"^model\.module\.", "model.", name.replace("._orig_mod", ""))
-        if key in plain:
-            raise ArtifactError(f"{path} holds {key[:200]!r} plain and wrapped; expected it once, so save it again")
-        plain[key] = tensor
-    return plain
+        new = rename(name)
+        if new in result:
+            raise ArtifactError(
+                f"{path} holds {new[:200]!r} twice, plain and wrapped or under an old name; expected it once, so save "
+                "it again"
+            )
+        result[new] = tensor
+    return result
 
 
-def _empty_modules(path: Path, config: dict, clip1: TextShape, clip2: TextShape) -> dict[str, torch.nn.Module]:
-    """The networks on the meta device: shapes without memory."""
+def _plain_key(key: str) -> str:
+    """Without the marks that torch.compile and NeMo's O2 mixed precision leave in the keys."""
+    return re.sub(r"^model\.module\.", "model.", key.replace("._orig_mod", ""))
+
+
+def parameter_shapes(modules: Mapping[str, torch.nn.Module]) -> dict[str, dict[str, tuple[int, ...]]]:
+    return {
+        component: {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+        for component, module in modules.items()
+    }
+
+
+def empty_modules(path: Path, config: dict, clip1: TextShape, clip2: TextShape) -> dict[str, torch.nn.Module]:
+    """The networks on the meta device: shapes without memory.
+
+    Raises ArtifactError, in which ``path`` is named, when the config does not describe networks that can be built.
+    """
     try:
         unet, vae = config["unet_config"], config["first_stage_config"]["ddconfig"]
         lists = (unet["channel_mult"], unet["transformer_depth"], vae["ch_mult"], unet["attention_resolutions"])
@@ -231,14 +290,19 @@ def _empty_modules(path: Path, config: dict, clip1: TextShape, clip2: TextShape)
         raise ArtifactError(f"{path}: {CONFIG} does not describe an SDXL that can be built ({reason})") from error
 
 
-def _check_keys(path: Path, found: Mapping[str, tuple], expected: Mapping[str, tuple]) -> None:
-    known = expected.keys() | sdxl_keys.UNUSED
+def check_tensors(
+    path: Path, found: Mapping[str, Readable], expected: Mapping[str, tuple[int, ...]], unused: Collection[str]
+) -> None:
+    """``unused`` may be there in any shape and dtype.
+
+    Raises ArtifactError when weights are missing, unknown, misshapen or of another dtype than a network's.
+    """
     missing = [key for key in expected if key not in found]
-    unknown = [key for key in found if key not in known]
+    unknown = [key for key in found if key not in expected and key not in unused]
     misshapen = [
-        f"{key} {list(found[key])} instead of {list(shape)}"
+        f"{key} {list(found[key].shape)} instead of {list(shape)}"
         for key, shape in expected.items()
-        if key in found and found[key] != shape
+        if key in found and found[key].shape != shape
     ]
     problems = [
         f"{len(keys)} {what}: {_listing(keys)}"
@@ -247,9 +311,15 @@ def _check_keys(path: Path, found: Mapping[str, tuple], expected: Mapping[str, t
     ]
     if problems:
         raise ArtifactError(
-            f"{path} does not hold the weights that its {CONFIG} describes, {len(expected)} keys expected "
-            f"({'; '.join(problems)}); use the config and the weights of one training"
+            f"{path} does not hold the weights that its configuration describes, {len(expected)} keys expected "
+            f"({'; '.join(problems)}); use the configuration and the weights of one training"
         )
+    for key in expected:
+        if found[key].dtype not in DTYPES:
+            raise ArtifactError(
+                f"{path}: {key!r} is stored as {found[key].dtype}; expected float32, float16 or bfloat16, so start "
+                "from the checkpoint as it was before quantization"
+            )
 
 
 def _listing(names: Iterable[str]) -> str:

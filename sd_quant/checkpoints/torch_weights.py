@@ -57,7 +57,15 @@ def lazy(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> LazyTensor:
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """The numbers of a CPU tensor, row after row; numpy knows no bfloat16."""
-    return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def read_bytes(name: str, source: Readable) -> memoryview:
+    """The bytes of a tensor that was announced. Raises ValueError when it is another than that."""
+    tensor = source.read()
+    if (tuple(tensor.shape), tensor.dtype) != (tuple(source.shape), source.dtype):
+        raise ValueError(f"{name} was to be {source.shape} {source.dtype} and is {tuple(tensor.shape)} {tensor.dtype}")
+    return raw_bytes(tensor)
 
 
 @dataclass(frozen=True)
@@ -116,15 +124,11 @@ def write_tensors(
     member = Member(file.name, OpenFile(file), start, end - start)
     checksums = {}
     for name, place in stored_tensors(member).items():
-        tensor = tensors[name].read()
-        if (tuple(tensor.shape), tensor.dtype) != (place.shape, place.dtype):
-            raise ValueError(
-                f"{name} was to be {place.shape} {place.dtype} and is {tuple(tensor.shape)} {tensor.dtype}"
-            )
-        data = raw_bytes(tensor)
+        data = read_bytes(name, tensors[name])
         checksums[place.start] = zlib.crc32(data)
         file.seek(start + place.start)
         file.write(data)
+        del data  # before the next one is read
         advance()
     file.flush()
     _write_checksums(file, member, checksums)

@@ -23,7 +23,8 @@ from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from sd_quant.quantization.int8 import quantize_weight
 
 ReadWeight = Callable[[str], Tensor]
-LARGEST_SINGLE_FILE = 2**31 - 2**24  # protobuf ends at 2 GiB; beyond it the weights go to a file beside the graph
+# A single file is put together in memory, several times over; beyond this the weights go to a file beside the graph.
+LARGEST_SINGLE_FILE = 2**28
 
 
 def initializer(graph: ir.Graph, name: str, dtype: ir.DataType, shape: tuple[int, ...], read: Callable[[], Tensor]):

@@ -1,13 +1,16 @@
 """Our archives in NeMo's own hands and the other way round."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
+from sd_quant.checkpoints.convert import convert
+from sd_quant.checkpoints.diffusers_folder import PIPELINE
 from sd_quant.checkpoints.nemo import build_pipeline_modules, open_nemo, write_nemo
-from sd_quant.models.sdxl import TextShape, build_modules
+from sd_quant.models.sdxl import TextShape, build_modules, scheduler, unet_config
 
 pytestmark = pytest.mark.nemo
 
@@ -64,3 +67,38 @@ def test_we_load_an_archive_that_nemo_packed(tmp_path, connector, written):
     for component, module in modules.items():
         for name, tensor in module.state_dict().items():
             assert torch.equal(built[component].state_dict()[name], tensor), (component, name)
+
+
+class Restored(torch.nn.Module):
+    """What the connector restores into: keeps what it is given."""
+
+    @classmethod
+    def _set_model_restore_state(cls, is_being_restored, folder=None):
+        pass
+
+    @classmethod
+    def from_config_dict(cls, config, trainer):
+        restored = cls()
+        restored.config = config
+        return restored
+
+    def load_state_dict(self, state, strict):
+        self.state, self.strict = state, strict
+
+
+def test_nemo_restores_an_archive_converted_from_a_diffusers_folder(tmp_path, connector, written):
+    path, config, modules = written
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "model_index.json").write_text(json.dumps(PIPELINE))
+    scheduler().save_pretrained(folder / "scheduler")
+    for name, module in modules.items():
+        module.save_pretrained(folder / name)
+    convert(folder, tmp_path / "converted.nemo")
+
+    restored = connector().restore_from(Restored, str(tmp_path / "converted.nemo"), map_location="cpu")
+    assert unet_config(restored.config) == unet_config(config)
+    expected = unpack_with_nemo(connector, path, tmp_path / "expected")
+    assert restored.strict and restored.state.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert restored.state[key].dtype == tensor.dtype and torch.equal(restored.state[key], tensor), key

@@ -1,0 +1,113 @@
+"""SDXL from one kind of file to another: NeMo's archives, diffusers' folders, SGM's single file.
+
+    python -m sd_quant.checkpoints.convert SOURCE TARGET [--config model_config.yaml]
+
+SOURCE is a ``.nemo`` archive, a folder of diffusers' StableDiffusionXLPipeline, or a ``.safetensors`` file in SGM's
+layout. A TARGET that ends with ``.nemo`` becomes an archive, any other a folder of diffusers. Every kind is opened as
+the same checkpoint, whose keys and shapes are all known before a byte is written, and both kinds that are written take
+it one tensor at a time. The road not taken is a converter per direction, each with its own table of names: NeMo's own
+leaves 590 of the UNet's 1680 tensors random.
+"""
+
+import argparse
+import os
+import shutil
+from collections.abc import Iterable
+from functools import partial
+from math import prod
+from pathlib import Path
+
+from sd_quant.checkpoints.diffusers_folder import INDEX, open_folder, write_folder
+from sd_quant.checkpoints.nemo import Checkpoint, open_nemo, read_config, whole_file, write_archive
+from sd_quant.checkpoints.sgm import open_sgm
+from sd_quant.checkpoints.synthetic import sdxl_base_config
+from sd_quant.checkpoints.torch_weights import Readable
+from sd_quant.errors import ConfigError, ResourceError, exit_with_its_code
+from sd_quant.progress import progress
+
+FILES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".onnx", ".tar", ".gz", ".zip")  # no names of folders
+
+
+def open_checkpoint(path: Path, model_config: dict | None = None) -> Checkpoint:
+    """Any of the three kinds. ``model_config``, NeMo's, is for those that hold none.
+
+    Raises ConfigError when ``path`` does not exist or is of no such kind, ArtifactError when it is damaged, incomplete
+    or not SDXL.
+    """
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist; give a .nemo archive, a diffusers folder or a .safetensors file")
+    if (path / INDEX).is_file():
+        return open_folder(path, model_config)
+    if path.suffix == ".safetensors":
+        return open_sgm(path, model_config or sdxl_base_config())
+    if model_config is not None:
+        raise ConfigError(f"--config is given, but {path} has a model_config.yaml of its own; leave --config out")
+    if path.suffix == ".nemo" or path.is_dir():
+        return open_nemo(path)
+    raise ConfigError(f"{path} is of no known kind; give a .nemo archive, a diffusers folder or a .safetensors file")
+
+
+def convert(source: Path, target: Path, model_config: dict | None = None) -> int:
+    """Writes ``target`` and returns how many tensors it holds: exactly those of ``source``, in their dtypes.
+
+    Raises what ``open_checkpoint`` raises, ConfigError when there is something at ``target``, ArtifactError when its
+    format cannot hold what ``source`` holds, ResourceError when the disk is or would be full.
+    """
+    if target.suffix in FILES:
+        raise ConfigError(
+            f"{target} ends with {target.suffix}; give a name with .nemo, or one of a folder for diffusers"
+        )
+    empty_folder = target.suffix != ".nemo" and target.is_dir() and not any(target.iterdir())
+    if target.exists() and not empty_folder:
+        raise ConfigError(f"{target} exists already; give another name or remove it")
+    checkpoint = open_checkpoint(source, model_config)
+    state = checkpoint.state()
+    check_room(target, state.values())
+    if target.suffix == ".nemo":
+        count, write = len(state), partial(write_archive, target, checkpoint.model_config, state)
+    else:
+        count = sum(map(len, checkpoint.components.values())) + len(checkpoint.unused)
+        write = partial(write_folder, target, checkpoint)
+    with progress(count, f"write {target.name}") as advance:
+        write(advance=advance)
+    return count
+
+
+def check_room(target: Path, tensors: Iterable[Readable]) -> None:
+    """Raises ConfigError when ``target`` cannot be written, ResourceError when its disk has no room for the tensors."""
+    needed = sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)
+    folder = next(folder for folder in target.absolute().parents if folder.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"{folder} is no folder that can be written to; give another target than {target}")
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise ResourceError(
+            f"{target} needs {needed / 1e9:.2f} GB and {folder} has {free / 1e9:.2f} GB free; free some space or "
+            "choose another disk"
+        )
+
+
+def size_on_disk(path: Path) -> int:
+    return sum(file.stat().st_size for file in (path, *path.rglob("*")) if file.is_file())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Convert SDXL between NeMo's archive, a diffusers folder and SGM's file."
+    )
+    parser.add_argument("source", type=Path, help="a .nemo archive, a diffusers folder, or a .safetensors file of SGM")
+    parser.add_argument("target", type=Path, help="a name with .nemo, or that of a folder for diffusers")
+    parser.add_argument("--config", type=Path, help="NeMo's model_config.yaml, if SDXL base's does not fit the source")
+    given = parser.parse_args()
+    model_config = None if given.config is None else read_config(whole_file(given.config))
+    count = convert(given.source, given.target, model_config)
+    following = (
+        f"python quantize.py model=sdxl_nemo model.path={given.target}"
+        if given.target.suffix == ".nemo"
+        else f"StableDiffusionXLPipeline.from_pretrained({str(given.target)!r})"
+    )
+    print(f"{given.target}: {size_on_disk(given.target) / 1e9:.2f} GB, {count} tensors; next: {following}")
+
+
+if __name__ == "__main__":
+    exit_with_its_code(main)

@@ -1,0 +1,109 @@
+"""Safetensors files, read and written one tensor at a time.
+
+The format is eight bytes, little endian, that say how long the header is, a JSON header with each tensor's dtype, shape
+and range of bytes, and the bytes (https://huggingface.co/docs/safetensors). The road not taken is the library of that
+name: its ``save_file`` wants every tensor in memory, and its ``safe_open`` maps the file, so that a file which is cut
+later kills the process.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from itertools import accumulate
+from math import prod
+from operator import mul
+from pathlib import Path
+
+import torch
+
+from sd_quant.checkpoints.archive import Member
+from sd_quant.checkpoints.torch_weights import Readable, StoredTensor, read_bytes
+from sd_quant.errors import ArtifactError
+from sd_quant.files import atomic_path
+
+MAX_HEADER = 16 * 2**20  # the single file of SDXL has about 0.3 MB
+MAX_DIMENSIONS = 8
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def read_safetensors(member: Member) -> dict[str, StoredTensor]:
+    """Every tensor by name, in the header's order; no numbers are read.
+
+    Raises ArtifactError when the header is damaged, or describes anything but the bytes behind it without a gap.
+    """
+    length = int.from_bytes(member.read(0, 8), "little")
+    if length > MAX_HEADER:
+        raise ArtifactError(
+            f"{member.name} begins with a header of {length} bytes, at most {MAX_HEADER} expected; it is damaged or no "
+            "safetensors file, so check the path or fetch it again"
+        )
+    text = member.read(8, length)
+    try:
+        header = json.loads(bytes(text))
+        header.pop("__metadata__", None)
+        tensors = {name: _located(member, 8 + length, entry) for name, entry in header.items()}
+        end = 8 + length
+        for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start, prod(tensor.shape))):
+            if tensor.start != end:
+                raise ValueError(f"tensors overlap or leave a gap at byte {min(end, tensor.start)}")
+            end += prod(tensor.shape) * tensor.dtype.itemsize
+        if end != member.size:
+            raise ValueError(f"{end} bytes described, {member.size} present")
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {error}"[:200]
+        raise ArtifactError(f"{member.name} is not a whole safetensors file ({reason}); fetch it again") from error
+    return tensors
+
+
+def write_safetensors(
+    path: Path, tensors: Mapping[str, Readable], advance: Callable[[], object] = lambda: None
+) -> None:
+    """One file, with one tensor in memory at a time; the same tensors give the same bytes.
+
+    ``advance`` is called after each tensor. Raises ArtifactError for a dtype that the format has no name for and
+    ResourceError when the disk is full.
+    """
+    # wide numbers first, as the library does, so that where a file is mapped numbers lie at multiples of their width.
+    # The header keeps the caller's order.
+    names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
+    ends = list(accumulate(prod(tensors[name].shape) * tensors[name].dtype.itemsize for name in names))
+    ranges = dict(zip(names, zip([0, *ends], ends, strict=False), strict=True))
+    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+    for name, tensor in tensors.items():
+        if tensor.dtype not in NAMES:
+            raise ArtifactError(
+                f"{name[:200]!r} is stored as {tensor.dtype}, which a safetensors file cannot hold; remove it from the "
+                "checkpoint"
+            )
+        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": ranges[name]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with atomic_path(path) as temporary, temporary.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            file.write(read_bytes(name, tensors[name]))
+            advance()
+
+
+def _located(member: Member, data: int, entry: Mapping) -> StoredTensor:
+    """Where the bytes behind ``data`` hold a tensor. Raises what a malformed entry leads to."""
+    dtype, shape, (start, end) = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
+    if len(shape) > MAX_DIMENSIONS or not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
+        raise ValueError("a shape or a range of bytes that is none")
+    if end - start != prod(shape) * dtype.itemsize:
+        raise ValueError(f"{end - start} bytes for a tensor of shape {list(shape)} and {dtype}")
+    stride = tuple(accumulate(reversed(shape), mul, initial=1))[-2::-1]
+    return StoredTensor(member, data + start, shape, stride, dtype)

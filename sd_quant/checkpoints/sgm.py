@@ -1,0 +1,47 @@
+"""SDXL as one safetensors file in Stability AI's own layout, such as ``sd_xl_base_1.0.safetensors``.
+
+NeMo's implementation descends from SGM's, so its keys are SGM's behind ``model.``, except in the UNet, where NeMo fuses
+the SiLU into the GroupNorm and moves norms into the attention and the feed-forward: seven renames. The road not taken
+is the way by diffusers, which takes layers apart that are then put together again.
+"""
+
+import re
+from pathlib import Path
+
+import torch
+
+from sd_quant.checkpoints.nemo import Checkpoint, checkpoint_of, renamed, unused_state, whole_file
+from sd_quant.checkpoints.safetensors_file import read_safetensors
+from sd_quant.checkpoints.sdxl_keys import PREFIX, SIGMAS
+from sd_quant.models.sdxl import scheduler
+
+PREFIXES = tuple(key.removeprefix("model.") for key in (*PREFIX.values(), SIGMAS))
+UNET_RENAMES = {  # from SGM to NeMo; no result is the pattern of another
+    r"\bin_layers\.2\.": "in_layers.1.",
+    r"\bout_layers\.3\.": "out_layers.2.",
+    r"^model\.diffusion_model\.out\.2\.": "model.diffusion_model.out.1.",
+    r"(\.transformer_blocks\.\d+)\.norm([12])\.": r"\1.attn\2.norm.",
+    r"(\.transformer_blocks\.\d+)\.norm3\.": r"\1.ff.net.0.",
+    r"\bff\.net\.0\.proj\.": "ff.net.1.proj.",
+    r"\bff\.net\.2\.": "ff.net.3.",
+}
+
+
+def nemo_key(key: str) -> str:
+    """NeMo's key for a key of SGM's SDXL; any other key stays as it is, so that it is refused by its name."""
+    if not key.startswith(PREFIXES):
+        return key
+    for pattern, replacement in UNET_RENAMES.items():
+        key = re.sub(pattern, replacement, key)
+    return f"model.{key}"
+
+
+def open_sgm(path: Path, model_config: dict) -> Checkpoint:
+    """Such a file, checked but not loaded; it says nothing of its architecture, so ``model_config`` does.
+
+    Raises ConfigError when ``path`` does not exist, ArtifactError when it is damaged or holds more or less than an SDXL
+    of that architecture.
+    """
+    tensors = renamed(path, read_safetensors(whole_file(path)), nemo_key)
+    unused = unused_state(torch.float32, scheduler().config.num_train_timesteps)  # the noise levels are not in the file
+    return checkpoint_of(path, model_config, unused | tensors)

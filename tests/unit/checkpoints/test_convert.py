@@ -1,0 +1,481 @@
+"""NeMo's archive to diffusers' folder and back, bit for bit, and everything that is refused on the way."""
+
+import json
+import shutil
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
+import numpy
+import pytest
+import safetensors.torch
+import torch
+import yaml
+from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline
+
+from sd_quant.checkpoints import convert as command
+from sd_quant.checkpoints import sdxl_keys
+from sd_quant.checkpoints.convert import convert, open_checkpoint
+from sd_quant.checkpoints.diffusers_folder import NETWORKS, nemo_config, open_folder, write_folder
+from sd_quant.checkpoints.nemo import build_pipeline_modules, checkpoint_of, open_nemo, write_archive
+from sd_quant.checkpoints.synthetic import CLIP_L, OPEN_CLIP_BIGG, sdxl_base_config
+from sd_quant.checkpoints.torch_weights import LazyTensor, lazy
+from sd_quant.errors import ArtifactError, ConfigError, ResourceError, exit_with_its_code
+from sd_quant.files import sha256
+from sd_quant.models.clip_tokenizer import clip_tokenizer
+from sd_quant.models.sdxl import TextShape, build_modules, embedder, scheduler, unet_config, vae_config
+
+CLIP1 = TextShape(vocab_size=600, width=64, layers=2, context=16, mlp_width=96)
+CLIP2 = TextShape(vocab_size=600, width=64, layers=2, context=16, mlp_width=96, projection=32)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+UNET = "unet/diffusion_pytorch_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def modules(tiny_config) -> dict[str, torch.nn.Module]:
+    """A dtype each, as fine-tuned models have."""
+    torch.manual_seed(1)
+    built = build_modules(tiny_config, CLIP1, CLIP2)
+    dtypes = {
+        "unet": torch.float16,
+        "vae": torch.float32,
+        "text_encoder": torch.bfloat16,
+        "text_encoder_2": torch.float16,
+    }
+    return {name: module.to(dtypes[name]) for name, module in built.items()}
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory, modules) -> Path:
+    """The folder that diffusers itself writes."""
+    path = tmp_path_factory.mktemp("theirs") / "folder"
+    tokenizers = {"tokenizer": clip_tokenizer(600), "tokenizer_2": clip_tokenizer(600, "!")}
+    StableDiffusionXLPipeline(
+        **modules, **tokenizers, scheduler=EulerDiscreteScheduler.from_config(scheduler().config)
+    ).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def theirs_as_nemo(tmp_path_factory, theirs) -> Path:
+    path = tmp_path_factory.mktemp("converted") / "theirs.nemo"
+    convert(theirs, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory, theirs_as_nemo) -> Path:
+    """An archive in which neighbours differ in dtype, with everything that belongs to no network."""
+    checkpoint = open_nemo(theirs_as_nemo)
+    state = {
+        key: lazy(tensor.read(), DTYPES[index % len(DTYPES)])
+        for index, (key, tensor) in enumerate(checkpoint.state().items())
+    }
+    state[sdxl_keys.LOGIT_SCALE] = lazy(torch.tensor(4.6052, dtype=torch.bfloat16))
+    state[sdxl_keys.SIGMAS] = lazy(torch.linspace(0.03, 14, 1000))
+    state[sdxl_keys.POSITION_IDS] = lazy(torch.arange(16)[None])
+    path = tmp_path_factory.mktemp("mixed") / "mixed.nemo"
+    write_archive(path, checkpoint.model_config | {"nemo_version": "2.4.1", "precision": "bf16-mixed"}, state)
+    return path
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory, mixed) -> Path:
+    path = tmp_path_factory.mktemp("ours") / "folder"
+    convert(mixed, path)
+    return path
+
+
+@pytest.fixture
+def changed(tmp_path, theirs):
+    """Their folder after ``change(content)`` of one JSON file."""
+
+    def write(file: str, change) -> Path:
+        path = tmp_path / "changed"
+        shutil.copytree(theirs, path, dirs_exist_ok=True)
+        content = json.loads((path / file).read_text())
+        change(content)
+        (path / file).write_text(json.dumps(content))
+        return path
+
+    return write
+
+
+def read(checkpoint) -> dict[str, torch.Tensor]:
+    return {key: tensor.read() for key, tensor in checkpoint.state().items()}
+
+
+def assert_same(found: dict, expected: dict):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(ArtifactError) as caught:
+        open_checkpoint(path)
+    return str(caught.value)
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """The command in this process; gives its exit code, and what it says on either channel."""
+
+    def run(*arguments) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["convert", *map(str, arguments)])
+        try:
+            exit_with_its_code(command.main)
+            code = 0
+        except SystemExit as exit:
+            code = exit.code
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return run
+
+
+def test_nemo_to_folder_to_nemo(tmp_path, mixed, run):
+    folder, back = tmp_path / "folder", tmp_path / "back.nemo"
+    code, said, _ = run(mixed, folder)
+    assert code == 0 and said.startswith(f"{folder}: 0.0") and said.count("\n") == 1
+    assert "StableDiffusionXLPipeline.from_pretrained(" in said
+    code, said, _ = run(folder, back)
+    before, after = open_nemo(mixed), open_nemo(back)
+    assert code == 0 and f"GB, {len(before.state())} tensors; next: python quantize.py model=sdxl_nemo" in said
+    assert said.endswith(f"model.path={back}\n")
+    assert after.model_config == before.model_config
+    assert_same(read(after), read(before))
+    assert {sdxl_keys.LOGIT_SCALE, sdxl_keys.SIGMAS, sdxl_keys.POSITION_IDS} < read(after).keys()
+    assert {tensor.dtype for tensor in read(after).values()} == {*DTYPES, torch.int64}
+    assert sha256(back) == sha256(mixed)
+
+
+def test_an_archive_without_what_only_training_uses_comes_back_without_it(tmp_path, mixed):
+    checkpoint = open_nemo(mixed)
+    state = {key: tensor for key, tensor in checkpoint.state().items() if key not in sdxl_keys.UNUSED}
+    write_folder(tmp_path / "folder", checkpoint_of(mixed, checkpoint.model_config, state))
+    assert list(open_folder(tmp_path / "folder").state()) == list(state)
+
+
+def test_folder_to_nemo_to_folder(tmp_path, theirs, theirs_as_nemo):
+    assert convert(theirs_as_nemo, tmp_path / "back") == sum(
+        len(safetensors.torch.load_file(file)) for file in (tmp_path / "back").rglob("*.safetensors")
+    )
+    files = [file.relative_to(theirs) for file in theirs.rglob("*.safetensors")]
+    assert len(files) == 4
+    for file in files:
+        expected = safetensors.torch.load_file(theirs / file)
+        found = safetensors.torch.load_file(tmp_path / "back" / file)
+        if file.parts[0] == "text_encoder":  # transformers 5 leaves that level out and loads it
+            expected = {f"text_model.{name}": tensor for name, tensor in expected.items()}
+        assert_same(found, expected)
+
+
+def test_a_folder_becomes_the_archive_of_its_networks(theirs_as_nemo, modules, tiny_config):
+    checkpoint = open_nemo(theirs_as_nemo)
+    for name, built in build_pipeline_modules(checkpoint).items():
+        assert_same(built.state_dict(), {key: each.float() for key, each in modules[name].state_dict().items()})
+    assert {name: source.dtype(next(iter(source))) for name, source in checkpoint.components.items()} == {
+        name: next(module.parameters()).dtype for name, module in modules.items()
+    }
+    made = checkpoint.model_config
+    assert unet_config(made) == unet_config(tiny_config) and vae_config(made) == vae_config(tiny_config)
+    assert embedder(made, 0)["layer_idx"] == 1  # of two layers, what the last but one gives
+
+
+def test_the_config_that_is_made_for_sdxl_base_is_nemos_own():
+    base = sdxl_base_config()
+    assert nemo_config(unet_config(base), vae_config(base), CLIP_L, OPEN_CLIP_BIGG) == base
+
+
+def test_diffusers_loads_the_folder_without_a_word(tmp_path, theirs_as_nemo, modules, tiny_config, capfd):
+    path = tmp_path / "folder"
+    convert(theirs_as_nemo, path)
+    for name, kind in zip(NETWORKS, map(type, modules.values()), strict=True):
+        _, loading = kind.from_pretrained(path / name, output_loading_info=True)
+        assert not any(loading.values()), (name, loading)
+    pipeline = StableDiffusionXLPipeline.from_pretrained(path)
+    said = capfd.readouterr().err.lower()
+    assert not any(word in said for word in ("newly initialized", "not used", "unexpected", "missing"))
+    for name, module in modules.items():
+        loaded = {key: tensor.float() for key, tensor in getattr(pipeline, name).state_dict().items()}
+        assert_same(loaded, {key: tensor.float() for key, tensor in module.state_dict().items()})
+    assert pipeline.config.force_zeros_for_empty_prompt and pipeline.vae.config.force_upcast
+    assert pipeline.vae.config.scaling_factor == tiny_config["scale_factor"]
+    assert (pipeline.tokenizer.pad_token, pipeline.tokenizer_2.pad_token) == ("<|endoftext|>", "!")
+    assert pipeline.tokenizer("a rocket").input_ids == clip_tokenizer(600)("a rocket").input_ids
+    assert pipeline.scheduler.config.timestep_spacing == "trailing"
+    assert json.loads((path / "scheduler/scheduler_config.json").read_text())["_class_name"] == "EulerDiscreteScheduler"
+
+
+@pytest.mark.parametrize(
+    "options", [{"variant": "fp16"}, {"max_shard_size": "100KB"}, {"variant": "fp16", "max_shard_size": "100KB"}]
+)
+def test_variants_and_shards(tmp_path, theirs, theirs_as_nemo, modules, options):
+    path = tmp_path / "folder"
+    shutil.copytree(theirs, path)
+    for file in path.rglob("*.safetensors"):
+        file.unlink()
+    for name, module in modules.items():
+        module.save_pretrained(path / name, **options)
+    assert (len(list((path / "unet").glob("*.safetensors"))) > 1) == ("max_shard_size" in options)
+    convert(path, tmp_path / "a.nemo")
+    assert sha256(tmp_path / "a.nemo") == sha256(theirs_as_nemo)
+
+
+def test_names_of_older_libraries(tmp_path, theirs, theirs_as_nemo):
+    path = tmp_path / "folder"
+    shutil.copytree(theirs, path)
+    old = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
+    vae = path / "vae/diffusion_pytorch_model.safetensors"
+    state, count = {}, 0
+    for name, tensor in safetensors.torch.load_file(vae).items():
+        for new, before in old.items():
+            if f"attentions.0.{new}." in name:
+                name, count = name.replace(new, before), count + 1
+        state[name] = tensor
+    safetensors.torch.save_file(state, vae)
+    assert count == 16
+    for file in (path / "text_encoder/model.safetensors", path / "text_encoder_2/model.safetensors"):
+        state = safetensors.torch.load_file(file)
+        state = {name if "text" in name else f"text_model.{name}": tensor for name, tensor in state.items()}
+        state["text_model.embeddings.position_ids"] = torch.arange(16)[None]
+        safetensors.torch.save_file(state, file)
+    convert(path, tmp_path / "a.nemo")
+    assert sha256(tmp_path / "a.nemo") == sha256(theirs_as_nemo)
+
+
+def test_a_config_of_ones_own(tmp_path, theirs, tiny_config):
+    config = tiny_config | {"scale_factor": 0.13025, "precision": "bf16"}
+    convert(theirs, tmp_path / "a.nemo", config)
+    assert open_nemo(tmp_path / "a.nemo").model_config == config
+
+
+REFINER = {
+    "block_out_channels": [32, 64, 64, 64],
+    "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"],
+    "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
+    "attention_head_dim": [1, 2, 2, 2],
+    "transformer_layers_per_block": 4,
+    "cross_attention_dim": 64,
+}
+
+
+@pytest.mark.parametrize(
+    "file, values, message",
+    [
+        ("model_index.json", {"_class_name": "StableDiffusionXLImg2ImgPipeline"}, "'StableDiffusionXLImg2ImgPipeline'"),
+        ("model_index.json", {"_class_name": "FluxPipeline"}, "_class_name is 'FluxPipeline'"),
+        ("model_index.json", {"text_encoder": [None, None]}, "text_encoder is [None, None]"),
+        ("unet/config.json", REFINER, "cross_attention_dim is 64 where SDXL in NeMo has 128"),
+        ("unet/config.json", {"in_channels": 9}, "in_channels is 9 where SDXL in NeMo has 4"),
+        ("unet/config.json", {"time_cond_proj_dim": 256}, "time_cond_proj_dim is 256"),
+        ("unet/config.json", {"use_linear_projection": False}, "use_linear_projection is False"),
+        ("unet/config.json", {"projection_class_embeddings_input_dim": 5}, "projection_class_embeddings_input_dim is"),
+        ("unet/config.json", {"of_a_newer_version": [1]}, "of_a_newer_version is [1] where SDXL in NeMo has None"),
+        ("unet/config.json", {"addition_embed_type": None}, "addition_embed_type is None"),
+        ("unet/config.json", {"block_out_channels": "wide"}, "do not describe an SDXL base"),
+        ("unet/config.json", {"attention_head_dim": [0, 0]}, "do not describe an SDXL base"),
+        ("unet/config.json", {"layers_per_block": 10**9}, "does not describe an SDXL"),
+        ("unet/config.json", {"down_block_types": ["CrossAttnDownBlock2D"] * 40_000}, "down_block_types is"),
+        ("vae/config.json", {"latents_mean": [0.1] * 4}, "latents_mean is [0.1"),
+        ("vae/config.json", {"block_out_channels": [32, 48]}, "block_out_channels is [32, 48]"),
+        ("text_encoder/config.json", {"hidden_act": "gelu"}, "'gelu' where SDXL in NeMo has 'quick_gelu'"),
+        ("text_encoder/config.json", {"hidden_size": "wide"}, "do not describe an SDXL base"),
+        ("text_encoder_2/config.json", {"hidden_act": "quick_gelu"}, "hidden_act is 'quick_gelu'"),
+        ("text_encoder_2/config.json", {"num_attention_heads": 4}, "num_attention_heads is 4"),
+        ("text_encoder_2/config.json", {"num_hidden_layers": 3}, "16 missing"),
+        ("scheduler/scheduler_config.json", {"prediction_type": "v_prediction"}, "prediction_type is 'v_prediction'"),
+        ("scheduler/scheduler_config.json", {"beta_end": 0.02}, "beta_end is 0.02"),
+    ],
+)  # fmt: skip
+def test_other_architectures_are_refused_by_the_key_that_differs(changed, file, values, message):
+    assert message in refusal(changed(file, lambda content: content.update(values)))
+
+
+def test_configs_with_less_in_them(changed, theirs_as_nemo, tmp_path):
+    """Older diffusers wrote fewer keys: the missing ones mean diffusers' defaults, and how it computes is its own."""
+
+    def change(content):
+        for key in ("attention_type", "dropout", "reverse_transformer_layers_per_block"):
+            del content[key]
+        content |= {"upcast_attention": None, "_name_or_path": "x"}
+
+    convert(changed("unet/config.json", change), tmp_path / "a.nemo")
+    assert sha256(tmp_path / "a.nemo") == sha256(theirs_as_nemo)
+    less = changed("unet/config.json", lambda content: content.pop("addition_time_embed_dim"))
+    assert "KeyError: 'addition_time_embed_dim'" in refusal(less)
+
+
+@pytest.mark.parametrize(
+    "file, content",
+    [
+        ("model_index.json", b"[" * 100_000),
+        ("unet/config.json", None),
+        ("vae/config.json", b"[1]"),
+        ("scheduler/scheduler_config.json", b"\xff"),
+        (UNET, None),
+        (UNET, b""),
+        ("text_encoder_2/model.safetensors", bytes(100)),
+    ],
+)
+def test_files_that_are_missing_or_garbage(tmp_path, theirs, file, content):
+    path = tmp_path / "folder"
+    shutil.copytree(theirs, path)
+    (path / file).unlink()
+    if content is not None:
+        (path / file).write_bytes(content)
+    assert Path(file).name in refusal(path)
+
+
+def test_an_index_cannot_point_outside(tmp_path, theirs):
+    path = tmp_path / "folder"
+    shutil.copytree(theirs, path)
+    (path / UNET).rename(path / "vae/stolen.safetensors")
+    for name in ("../vae/stolen.safetensors", str(path / "vae/stolen.safetensors"), "..", 1):
+        index = {"weight_map": {"conv_in.weight": name}}
+        (path / f"{UNET}.index.json").write_text(json.dumps(index))
+        assert "which is no file of that folder" in refusal(path)
+    (path / f"{UNET}.index.json").write_text(json.dumps({"weight_map": ["absent"]}))
+    assert "missing: conv_in.weight" in refusal(path)
+
+
+def test_a_tensor_in_two_shards(tmp_path, theirs):
+    path = tmp_path / "folder"
+    shutil.copytree(theirs, path)
+    shutil.copy(path / UNET, path / "unet/b.safetensors")
+    (path / UNET).rename(path / "unet/a.safetensors")
+    (path / f"{UNET}.index.json").write_text(json.dumps({"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}))
+    assert "in two shards" in refusal(path)
+
+
+def test_weights_that_the_configs_do_not_describe(tmp_path, theirs):
+    path = tmp_path / "folder"
+    shutil.copytree(theirs, path)
+    state = safetensors.torch.load_file(path / UNET)
+    for name in [name for name in state if ".transformer_blocks.1." in name]:
+        del state[name]
+    state |= {"stranger": torch.ones(1), "conv_in.weight": torch.ones(32, 9, 3, 3)}
+    safetensors.torch.save_file(state, path / UNET)
+    message = refusal(path)
+    assert "80 missing" in message and "1 unknown: stranger" in message
+    assert "1 misshapen: conv_in.weight [32, 9, 3, 3] instead of [32, 4, 3, 3]" in message
+
+
+def test_what_is_kept_for_nemo_cannot_replace_a_weight(tmp_path, ours):
+    path = tmp_path / "folder"
+    shutil.copytree(ours, path)
+    key = sdxl_keys.PREFIX["unet"] + "out.0.weight"
+    safetensors.torch.save_file({key: torch.ones(32)}, path / "nemo/unused.safetensors")
+    assert f"1 unknown: {key}" in refusal(path)
+
+
+def test_an_architecture_that_the_kept_config_does_not_describe(tmp_path, ours):
+    path = tmp_path / "folder"
+    shutil.copytree(ours, path)
+    config = yaml.safe_load((path / "nemo/model_config.yaml").read_text())
+    config["scale_factor"] = 0.5
+    (path / "nemo/model_config.yaml").write_text(yaml.safe_dump(config))
+    assert "scaling_factor is" in refusal(path)
+
+
+@pytest.mark.parametrize("target", ["folder", "file.nemo"])
+def test_a_target_that_exists(tmp_path, mixed, target):
+    path = tmp_path / target
+    if target == "folder":
+        path.mkdir()
+        (path / "precious").write_text("x")
+    else:
+        path.write_text("x")
+    with pytest.raises(ConfigError, match="exists already"):
+        convert(mixed, path)
+    assert (path / "precious" if target == "folder" else path).read_text() == "x"
+
+
+def test_an_empty_folder_is_filled(tmp_path, mixed):
+    (tmp_path / "folder").mkdir()
+    convert(mixed, tmp_path / "folder")
+    assert (tmp_path / "folder/model_index.json").is_file() and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_failure_leaves_nothing(tmp_path, mixed, monkeypatch):
+    source = tmp_path / "source.nemo"
+    shutil.copy(mixed, source)
+    opened = open_nemo(source)
+    with source.open("r+b") as file:
+        file.truncate(source.stat().st_size // 2)  # after it was checked
+    monkeypatch.setattr(command, "open_checkpoint", lambda *_: opened)
+    for target in ("folder", "a.nemo"):
+        with pytest.raises(ArtifactError, match="became shorter"):
+            convert(source, tmp_path / target)
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_a_disk_without_room(tmp_path, mixed, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9 - 10**6, 10**6))
+    for target in ("folder", "a.nemo"):
+        with pytest.raises(ResourceError, match=r"needs 0\.\d\d GB and .* has 0.00 GB free"):
+            convert(mixed, tmp_path / "new" / target)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_vocabulary_that_is_not_clips(tmp_path, tiny_nemo):
+    with pytest.raises(ArtifactError, match="tokenizer"):
+        convert(tiny_nemo, tmp_path / "folder")
+    assert not list(tmp_path.iterdir())
+
+
+class Counted(numpy.ndarray):
+    __hash__ = object.__hash__  # so that a WeakSet takes it
+
+
+@pytest.mark.parametrize("write", [write_folder, lambda path, checkpoint: write_archive(path, {}, checkpoint.state())])
+def test_one_tensor_is_in_memory(tmp_path, mixed, write):
+    """When one is read, of those before it at most the last is still there."""
+    opened, alive, most = open_nemo(mixed), weakref.WeakSet(), []
+
+    def read(shape):
+        most.append(len(alive))  # of those read before
+        array = numpy.zeros(shape, numpy.float32).view(Counted)
+        alive.add(array)
+        return torch.from_numpy(array)
+
+    state = {
+        key: LazyTensor(tensor.shape, torch.float32, lambda shape=tensor.shape: read(shape))
+        for key, tensor in opened.state().items()
+    }
+    write(tmp_path / "written", checkpoint_of(mixed, opened.model_config, state))
+    assert len(most) >= len(state) and max(most) <= 1
+
+
+@pytest.mark.parametrize(
+    "source, target, options, message",
+    [
+        ("absent", "a.nemo", [], "absent does not exist"),
+        ("mixed.nemo", "a.safetensors", [], "ends with .safetensors"),
+        ("mixed.nemo", "folder", ["--config", "config.yaml"], "leave --config out"),
+        ("config.yaml", "folder", [], "no known kind"),
+        ("mixed.nemo", "a.nemo", ["--config", "absent.yaml"], "absent.yaml is not a file"),
+        ("mixed.nemo", "mixed.nemo/folder", [], "no folder that can be written to"),
+    ],
+)
+def test_wrong_words_on_the_command_line(tmp_path, monkeypatch, run, mixed, source, target, options, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.yaml").write_text("a: 1")
+    (tmp_path / "mixed.nemo").symlink_to(mixed)
+    code, _, said = run(source, target, *options)
+    assert code == 2 and message in said and said.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "mixed.nemo"]
+
+
+def test_what_nemos_own_converter_leaves_out_is_refused(tmp_path, mixed):
+    """It renames the first block of each transformer only, and leaves the rest to chance."""
+    checkpoint = open_nemo(mixed)
+    state = {key: each for key, each in checkpoint.state().items() if ".transformer_blocks.1." not in key}
+    write_archive(tmp_path / "theirs.nemo", checkpoint.model_config, state)
+    arguments = ["-m", "sd_quant.checkpoints.convert", tmp_path / "theirs.nemo", tmp_path / "folder"]
+    result = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 3 and not result.stdout
+    assert "80 missing: model.model.diffusion_model." in result.stderr and "and 70 more" in result.stderr
+    assert "Traceback" not in result.stderr and [path.name for path in tmp_path.iterdir()] == ["theirs.nemo"]

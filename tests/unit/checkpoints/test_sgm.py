@@ -1,0 +1,133 @@
+"""SGM's single file, made from NeMo's keys by a table of its own that diffusers' converter judges."""
+
+import re
+
+import pytest
+import safetensors.torch
+import torch
+from diffusers.loaders import single_file_utils
+
+from sd_quant.checkpoints import sdxl_keys
+from sd_quant.checkpoints.convert import convert
+from sd_quant.checkpoints.nemo import open_nemo, parameter_shapes, state_of
+from sd_quant.checkpoints.sgm import nemo_key, open_sgm
+from sd_quant.checkpoints.synthetic import CLIP_L, OPEN_CLIP_BIGG, sdxl_base_config
+from sd_quant.checkpoints.torch_weights import lazy
+from sd_quant.errors import ArtifactError
+from sd_quant.models.sdxl import build_modules
+
+POSITION_IDS = "conditioner.embedders.0.transformer.text_model.embeddings.position_ids"
+FROM_NEMO = {  # undoes what sets NeMo apart: fused GroupNorms, and norms inside attention and feed-forward
+    r"\bin_layers\.1\.": "in_layers.2.",
+    r"\bout_layers\.2\.": "out_layers.3.",
+    r"^model\.diffusion_model\.out\.1\.": "model.diffusion_model.out.2.",
+    r"\battn([12])\.norm\.": r"norm\1.",
+    r"\bff\.net\.0\.": "norm3.",
+    r"\bff\.net\.1\.proj\.": "ff.net.0.proj.",
+    r"\bff\.net\.3\.": "ff.net.2.",
+}
+
+
+def sgm_key(nemo: str) -> str:
+    key = nemo.removeprefix("model.")
+    for pattern, replacement in FROM_NEMO.items():
+        key, count = re.subn(pattern, replacement, key)
+        if count:
+            break
+    return key
+
+
+@pytest.fixture(scope="module")
+def nemo_state(tiny_config, tiny_modules) -> dict[str, torch.Tensor]:
+    parameters = {
+        component: {name: lazy(parameter) for name, parameter in module.named_parameters()}
+        for component, module in tiny_modules.items()
+    }
+    return {key: tensor.read() for key, tensor in state_of(parameters, tiny_config).items()}
+
+
+@pytest.fixture
+def sgm(nemo_state) -> dict[str, torch.Tensor]:
+    state = {sgm_key(key): tensor.contiguous() for key, tensor in nemo_state.items() if key != sdxl_keys.SIGMAS}
+    return state | {POSITION_IDS: torch.arange(16)[None]}
+
+
+@pytest.fixture
+def written(tmp_path, sgm):
+    def write(changes: dict | None = None, missing: str = "nothing"):
+        path = tmp_path / "sd_xl_tiny.safetensors"
+        state = {key: tensor for key, tensor in (sgm | (changes or {})).items() if missing not in key}
+        safetensors.torch.save_file(state, path)
+        return path
+
+    return write
+
+
+def test_unet_means_the_same_to_diffusers_ldm_converter(sgm, tiny_modules):
+    expected = tiny_modules["unet"].state_dict()
+    converted = single_file_utils.convert_ldm_unet_checkpoint(dict(sgm), dict(tiny_modules["unet"].config))
+    assert converted.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(converted[name], tensor), name
+
+
+def test_every_tensor_keeps_its_bits_and_dtype(tmp_path, written, sgm, nemo_state, tiny_config):
+    half = next(key for key in sgm if "out_layers.3.weight" in key)
+    brain = next(key for key in sgm if "in_proj_weight" in key)
+    changes = {half: sgm[half].half(), brain: sgm[brain].bfloat16()}
+    convert(written(changes), tmp_path / "a.nemo", tiny_config)
+    checkpoint = open_nemo(tmp_path / "a.nemo")
+    assert checkpoint.model_config == tiny_config
+    expected = nemo_state | {nemo_key(key): tensor for key, tensor in changes.items()}
+    expected[sdxl_keys.POSITION_IDS] = torch.arange(16)[None]
+    found = checkpoint.state()
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert found[key].dtype == tensor.dtype and torch.equal(found[key].read(), tensor), key
+
+
+def test_full_size_has_the_2515_keys_of_stability_ai():
+    with torch.device("meta"):
+        modules = build_modules(sdxl_base_config(), CLIP_L, OPEN_CLIP_BIGG)
+    keys = {
+        place.key
+        for component, shapes in parameter_shapes(modules).items()
+        for place in sdxl_keys.stored(component, shapes).values()
+    } | {sdxl_keys.LOGIT_SCALE, sdxl_keys.POSITION_IDS}
+    sgm_keys = {sgm_key(key) for key in keys}
+    assert len(keys) == len(sgm_keys) == 1680 + 248 + 196 + 1 + 390 == 2515
+    assert {nemo_key(key) for key in sgm_keys} == keys
+    assert {  # some of the real file, one for each rename
+        "model.diffusion_model.input_blocks.4.1.transformer_blocks.1.norm1.weight",
+        "model.diffusion_model.middle_block.1.transformer_blocks.9.norm3.bias",
+        "model.diffusion_model.output_blocks.0.1.transformer_blocks.9.ff.net.0.proj.weight",
+        "model.diffusion_model.output_blocks.0.1.transformer_blocks.0.ff.net.2.bias",
+        "model.diffusion_model.input_blocks.1.0.in_layers.2.weight",
+        "model.diffusion_model.output_blocks.8.0.out_layers.3.weight",
+        "model.diffusion_model.out.2.weight",
+        "first_stage_model.decoder.up.0.block.0.nin_shortcut.weight",
+        "conditioner.embedders.0.transformer.text_model.final_layer_norm.weight",
+        "conditioner.embedders.1.model.transformer.resblocks.31.attn.in_proj_weight",
+    } <= sgm_keys
+
+
+def refusal(path, config) -> str:
+    with pytest.raises(ArtifactError) as caught:
+        open_sgm(path, config)
+    return str(caught.value)
+
+
+def test_missing_and_unknown_keys_are_counted_and_named(written, tiny_config):
+    message = refusal(written({"v_pred": torch.ones(1)}, missing=".transformer_blocks.1."), tiny_config)
+    assert "80 missing: model.model.diffusion_model." in message and "and 70 more" in message
+    assert "1 unknown: v_pred" in message
+
+
+def test_the_same_weight_under_both_namings(written, sgm, tiny_config):
+    key = "model.diffusion_model.out.1.weight"
+    assert "twice" in refusal(written({key: torch.ones(4, 32, 3, 3)}), tiny_config)
+
+
+def test_another_architecture(written, tiny_config):
+    assert "misshapen" in refusal(written(), sdxl_base_config())
+    assert "text encoders" in refusal(written(missing="conditioner."), tiny_config)
