@@ -27,7 +27,7 @@ from sd_quant.knobs import near, read
 LOG = logging.getLogger(__name__)
 CONF = REPOSITORY / "conf"
 SHORTHANDS = {
-    *("quant_level", "alpha", "smoothing", "keep", "percentile", "collect_method", "calib_size"),
+    *("quant_level", "alpha", "smoothing", "keep", "percentile", "collect_method", "calib_size", "calibration"),
     *("out_path", "prompts", "num_samples", "steps", "scale", "seed", "num_warmup_runs"),
 }
 

@@ -65,6 +65,7 @@ class Quantize:
     collect_method: str
     batch_size: int
     calib_size: int
+    calibration: str | None
     quant_level: float
     alpha: float | str
     seed: int
@@ -203,7 +204,10 @@ class QuantizeJob:
     def check_files(self) -> None:
         """Everything that can be refused without loading anything."""
         check_checkpoint(self.model.path)
-        self.calibration_prompts()
+        if self.quantize.calibration is None:
+            self.calibration_prompts()
+        else:
+            check_calibration(self.quantize.calibration)
         self.infer.prompt_list()
         if self.quantize.cache_dir is not None:
             check_writable(anchored(self.quantize.cache_dir), "quantize.cache_dir", "the cache of statistics")
@@ -280,6 +284,14 @@ def check_checkpoint(path: str) -> None:
         raise ConfigError(f"model.path names {path}, which does not exist; give the path of an existing file")
     if not is_gzipped(anchored(path)):
         open_members(anchored(path))
+
+
+def check_calibration(path: str) -> None:
+    """Something is there; whether its statistics fit is the job's to check."""
+    if not anchored(path).exists():
+        raise ConfigError(
+            f"calibration names {path}, which does not exist; give a statistics file or a folder of them, as a run logs"
+        )
 
 
 def check_installed(module: str) -> None:

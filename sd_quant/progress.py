@@ -9,6 +9,13 @@ from contextlib import contextmanager
 LOG = logging.getLogger(__name__)
 
 
+def duration(seconds: float) -> str:
+    """In the unit that a person would use."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.1f} h"
+
+
 @contextmanager
 def progress(total: int, description: str) -> Iterator[Callable[[], object]]:
     """Yields a function to call once per finished unit."""
@@ -26,6 +33,7 @@ def progress(total: int, description: str) -> Iterator[Callable[[], object]]:
         now = time.monotonic()
         if now - said >= 30 and done < total:
             said = now
-            LOG.info("%s: %d of %d, about %.0f s to go", description, done, total, (now - started) * (total / done - 1))
+            left = (now - started) * (total / done - 1)
+            LOG.info("%s: %d of %d, about %s to go", description, done, total, duration(left))
 
     yield advance

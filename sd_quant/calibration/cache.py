@@ -2,8 +2,9 @@
 
 An entry holds the statistics of consecutive prompts, so a larger calib_size starts where a smaller one ended, and a
 smaller one takes the snapshots that a larger one left. Entries are safetensors files, which execute nothing when read,
-and carry a digest of their content and of what they were made from: one that is damaged, or that belongs elsewhere, is
-collected again, never trusted.
+and say in their header what they were made from and on which prompts, with a digest of that and of their content: one
+that is damaged, or that belongs elsewhere, is collected again, never trusted. ``shared`` reads them where there is no
+origin to compare with.
 """
 
 import hashlib
@@ -20,7 +21,7 @@ from sd_quant.calibration.statistics import LayerStatistics, Sample, Statistics
 from sd_quant.files import atomic_path
 
 LOG = logging.getLogger(__name__)
-FORM = 1  # of the entries; another number makes all earlier ones unknown
+FORM = 2  # of the entries; another number makes all earlier ones unknown
 
 
 def digest(*texts: str) -> str:
@@ -45,8 +46,11 @@ class Shelf:
     def path(self, segment: range) -> Path:
         return self.folder / f"{segment.start:05}-{segment.stop:05}.safetensors"
 
-    def identity(self, segment: range) -> str:
-        return digest(self.origin, str(segment), *self.prompts[segment.start : segment.stop])
+    def metadata(self, segment: range, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+        """What an entry says of itself: ``origin`` and ``prompts`` as JSON, and the ``digest`` of all there is."""
+        texts = list(self.prompts[segment.start : segment.stop])
+        prompts = json.dumps({"first": segment.start, "last": segment.stop - 1, "texts": texts})
+        return {"digest": content_digest(self.origin, prompts, tensors), "origin": self.origin, "prompts": prompts}
 
     def longest(self, start: int, stop: int) -> tuple[range, Statistics] | None:
         """The sound entry that begins at prompt ``start`` and reaches furthest, up to ``stop``."""
@@ -62,23 +66,36 @@ class Shelf:
         try:
             content = path.read_bytes()
             tensors = load(content)  # first: it bounds the depth of the header, which json does not
-            header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
+            metadata = header_of(content)["__metadata__"]
         except (OSError, ValueError, KeyError, TypeError, OverflowError, SafetensorError) as error:
             LOG.warning("the cached statistics %s cannot be read (%s); they are collected again", path, error)
             return None
-        if header.get("digest") != content_digest(self.identity(segment), tensors):
+        if metadata != self.metadata(segment, tensors):
             LOG.warning("the cached statistics %s are damaged or of another origin; they are collected again", path)
             return None
         return unpack(tensors)
 
     def write(self, segment: range, statistics: Statistics) -> None:
         tensors = pack(statistics)
-        with atomic_path(self.path(segment)) as temporary:
-            temporary.write_bytes(save(tensors, {"digest": content_digest(self.identity(segment), tensors)}))
+        content = save(tensors)  # without the metadata, whose order would be another each time
+        header = {"__metadata__": self.metadata(segment, tensors), **header_of(content)}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)  # numbers lie at multiples of their width
+        with atomic_path(self.path(segment)) as temporary, temporary.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            file.write(memoryview(content)[8 + header_size(content) :])
 
 
-def content_digest(identity: str, tensors: Mapping[str, torch.Tensor]) -> str:
-    content = hashlib.sha256(identity.encode())
+def header_size(content: bytes) -> int:
+    return int.from_bytes(content[:8], "little")
+
+
+def header_of(content: bytes) -> dict:
+    return json.loads(content[8 : 8 + header_size(content)])
+
+
+def content_digest(origin: str, prompts: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    content = hashlib.sha256(digest(origin, prompts).encode())
     for name in sorted(tensors):
         tensor = tensors[name]
         content.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())

@@ -8,7 +8,7 @@ segment's prompts and leaves its statistics in a file, and merging them is exact
 
 import logging
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
@@ -58,8 +58,11 @@ def calibrate(
     cache: Path | None = None,
     accelerator: str = "auto",
     devices: int = 1,
+    announce: Callable[[str, int], object] = lambda device, prompts: None,
 ) -> Statistics:
     """Statistics of the UNet's layers in ``names`` over all ``prompts``, from the cache as far as it has them.
+
+    ``announce`` is told, before anything is collected, on what kind of device and how many prompts there are to do.
 
     Raises SdQuantError naming layer, prompt and step when an input of a layer is not finite, ResourceError when there
     are fewer GPUs than asked for.
@@ -68,12 +71,15 @@ def calibrate(
     made_from = origin(checkpoint_sha256, names, sampling, fabric.device.type)
     shelf = Shelf(cache, made_from, prompts) if cache else None
     found: list[Statistics] = []
-    done = 0
+    done, collected = 0, False
     while done < len(prompts):
         if shelf and (entry := shelf.longest(done, len(prompts))):
             segment, statistics = entry
             LOG.info("statistics of prompts %d to %d come from the cache", segment.start + 1, segment.stop)
         else:
+            if not collected:
+                announce(fabric.device.type, len(prompts) - done)
+            collected = True
             segment = segments(done, len(prompts), snapshots)[0]
             arguments = (names, prompts, segment, sampling)
             statistics = (
@@ -88,6 +94,8 @@ def calibrate(
     statistics = merge(found)
     if unreached := [name for name in names if name not in statistics.layers]:
         LOG.warning("%d layers were never reached during calibration, such as %s", len(unreached), unreached[0])
+    if shelf:
+        LOG.info("statistics: %s; use them elsewhere with calibration=%s", shelf.folder, shelf.folder)
     return statistics
 
 
@@ -120,10 +128,10 @@ def run(
     mine = segment[share]
     if not mine:  # more processes than prompts
         return Statistics({}, {})
-    used = [part for name, part in model.parts.items() if name != "vae"]
+    used = ("unet_xl", "clip1", "clip2")
     for part in used:
-        fabric.to_device(part)
-    pipeline = pipeline_of(model.checkpoint, {n: e for n, e in model.torch_engines().items() if n != "vae"})
+        fabric.to_device(model.parts[part])
+    pipeline = pipeline_of(model.checkpoint, {part: model.torch_engine(part) for part in used})
     layers = {name: model.modules["unet"].get_submodule(name) for name in names}
     wanted = draw(names, segment, sampling.steps, sampling.seed)
     now: dict = {}
@@ -149,7 +157,7 @@ def run(
             on_step=on_step,
         )
     for part in used:
-        part.to("cpu")
+        model.parts[part].to("cpu")
     return statistics
 
 

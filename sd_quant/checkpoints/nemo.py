@@ -136,29 +136,32 @@ def check_finite(source: WeightSource) -> None:
     """Reads every tensor once. Raises ArtifactError naming the first that holds a NaN or an infinity."""
     for key, stored in source.tensors.items():
         tensor = stored.read()
-        broken = tensor.numel() - int(torch.isfinite(tensor).sum())
-        if broken:
+        if tensor.numel() and not all(map(math.isfinite, (bound.item() for bound in torch.aminmax(tensor)))):
+            broken = tensor.numel() - int(torch.isfinite(tensor).sum())
             raise ArtifactError(
                 f"{source.path}: {key!r} of the {source.component} holds {broken} NaN or infinite values out of "
                 f"{tensor.numel()}; expected finite weights, so fetch the checkpoint again or repair its training"
             )
 
 
-def build_pipeline_modules(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> dict[str, torch.nn.Module]:
-    """The four networks with their weights, in ``dtype``, in eval mode and without gradients, on the CPU.
+def build_module(checkpoint: Checkpoint, component: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """A network with its weights, in ``dtype``, in eval mode and without gradients, on the CPU.
 
-    The peak is one copy of the weights and one tensor: the networks are built without memory, then filled.
+    The peak is one copy of the weights and one tensor: the network is built without memory, then filled.
     """
-    modules = empty_modules(checkpoint.path, checkpoint.model_config, checkpoint.clip1, checkpoint.clip2)
-    for component, module in modules.items():
-        source = checkpoint.components[component]
-        module.load_state_dict({name: source[name].to(dtype) for name in source}, assign=True)
-        for owner in module.modules():
-            positions = owner._buffers.get("position_ids")
-            if positions is not None:  # 0, 1, 2, ... and in no checkpoint, so still without memory
-                owner._buffers["position_ids"] = torch.arange(positions.shape[-1])[None]
-        module.eval().requires_grad_(False)
-    return modules
+    source = checkpoint.components[component]
+    module = empty_modules(checkpoint.path, checkpoint.model_config, checkpoint.clip1, checkpoint.clip2)[component]
+    module.load_state_dict({name: source[name].to(dtype) for name in source}, assign=True)
+    for owner in module.modules():
+        positions = owner._buffers.get("position_ids")
+        if positions is not None:  # 0, 1, 2, ... and in no checkpoint, so still without memory
+            owner._buffers["position_ids"] = torch.arange(positions.shape[-1])[None]
+    return module.eval().requires_grad_(False)
+
+
+def build_pipeline_modules(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> dict[str, torch.nn.Module]:
+    """All four networks."""
+    return {component: build_module(checkpoint, component, dtype) for component in checkpoint.components}
 
 
 def write_nemo(path: Path, model_config: dict, modules: Mapping[str, torch.nn.Module], dtype: torch.dtype) -> None:

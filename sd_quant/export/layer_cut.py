@@ -9,7 +9,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from sd_quant.files import atomic_path
+from sd_quant.export.quantized import save
 from sd_quant.models.parts import COMPONENTS
 from sd_quant.quantization.assignment import LayerAssignment
 
@@ -48,6 +48,5 @@ def cut_layers(onnx_path: Path, assignment: Mapping[str, LayerAssignment], path:
     model.graph.inputs[:] = inputs.values()
     model.graph.outputs[:] = outputs
     ir.passes.common.RemoveUnusedNodesPass()(model)
-    with atomic_path(path) as temporary:
-        ir.save(model, temporary)
+    save(model, path)
     return reads

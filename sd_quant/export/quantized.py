@@ -7,7 +7,6 @@ The layer is found by its weight's name, so nothing is decided here. A weight is
 the file is written and its bytes are due. MatMul weights are stored transposed, ready to multiply.
 """
 
-import math
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -119,12 +118,11 @@ def write_onnx(
     graph = model.graph
     weights = list(graph.inputs[inputs:])
     del graph.inputs[inputs:]
-    total, pending = 0, {name for name, layer in assignment.items() if layer.format}
+    pending = {name for name, layer in assignment.items() if layer.format}
     made: dict[tuple, ir.Value] = {}
     for value in weights:
         layer_name = value.name.removeprefix(prefix).rpartition(".")[0]
         shape = value.shape.numpy()
-        total += math.prod(shape) * int(value.dtype.itemsize)
         if layer_name in pending and value.name.endswith(".weight"):
             quantize_layer(graph, value, assignment[layer_name], read, made)
             pending.discard(layer_name)
@@ -141,7 +139,7 @@ def write_onnx(
         raise ArtifactError(f"the graph has no layer {sorted(pending)[0]}, which the assignment quantizes")
     graph.sort()  # a quantized copy was made where the first of its readers was found
     model.producer_name = "sd-quant"
-    save(model, path, external=total > LARGEST_SINGLE_FILE)
+    save(model, path)
 
 
 def origin_of(error: BaseException) -> BaseException:
@@ -149,8 +147,9 @@ def origin_of(error: BaseException) -> BaseException:
     return error if error.__cause__ is None else origin_of(error.__cause__)
 
 
-def save(model: ir.Model, path: Path, external: bool) -> None:
+def save(model: ir.Model, path: Path) -> None:
     """Written in a folder of its own, because a graph holds its data file's name; the graph takes its name last."""
+    external = sum(value.const_value.nbytes for value in model.graph.initializers.values()) > LARGEST_SINGLE_FILE
     data = path.with_name(path.name + ".data")
     with atomic_path(path) as graph, tempfile.TemporaryDirectory(dir=path.parent) as folder:
         staged = Path(folder)

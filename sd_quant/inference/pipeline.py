@@ -31,15 +31,16 @@ class UnetAdapter(torch.nn.Module):
 
     dtype, device = torch.float32, torch.device("cpu")
 
-    def __init__(self, engine: Engine, config, scheduler, on_step: Callable[[int], object] = lambda step: None):
+    def __init__(self, engines: Mapping[str, Engine], config, scheduler):
         super().__init__()
-        self.engine, self.config, self.scheduler, self.on_step = engine, config, scheduler, on_step
+        self.engines, self.config, self.scheduler = engines, config, scheduler
+        self.on_step: Callable[[int], object] = lambda step: None
         added_width = config.projection_class_embeddings_input_dim
         self.add_embedding = SimpleNamespace(linear_1=SimpleNamespace(in_features=added_width))
 
     def forward(self, sample, timestep, encoder_hidden_states, added_cond_kwargs, return_dict=False, **_):
         self.on_step(denoising_step(self.scheduler))
-        output = self.engine(
+        output = self.engines["unet_xl"](
             x=sample,
             timesteps=timestep.to(torch.float32).expand(len(sample)),
             context=encoder_hidden_states,
@@ -48,17 +49,11 @@ class UnetAdapter(torch.nn.Module):
         return (output["out"].to(sample),)
 
 
-class VaeAdapter(torch.nn.Module):
-    """Looks like ``AutoencoderKL`` to the pipeline; decodes only."""
+class VaeConfig:
+    """What the pipeline asks of the VAE when it stops at the latents: how many pixels one of them is."""
 
-    dtype, device = torch.float32, torch.device("cpu")
-
-    def __init__(self, engine: Engine, config):
-        super().__init__()
-        self.engine, self.config = engine, config
-
-    def decode(self, latents: Tensor, return_dict: bool = False, generator=None):
-        return (self.engine(z=latents)["dec"].to(latents),)
+    def __init__(self, config):
+        self.config = config
 
 
 class PooledWidth:
@@ -103,16 +98,19 @@ class Generated:
 
 
 class Pipeline:
-    """Engines for ``unet_xl``, ``vae``, ``clip1``, ``clip2`` joined to a text-to-image pipeline."""
+    """Engines for ``unet_xl``, ``vae``, ``clip1``, ``clip2`` joined to a text-to-image pipeline.
+
+    All text is encoded first, then every picture is denoised, then all are decoded; so ``engines`` may be a mapping
+    that opens an engine when it is asked for and closes the one before.
+    """
 
     def __init__(self, engines: Mapping[str, Engine], tokenizers, unet_config, vae_config, scheduler):
         self.engines, self.tokenizers = engines, tokenizers
-        self.unet = UnetAdapter(engines["unet_xl"], unet_config, scheduler)
-        vae = VaeAdapter(engines["vae"], vae_config) if "vae" in engines else None
+        self.unet, self.vae_config = UnetAdapter(engines, unet_config, scheduler), vae_config
         pooled = unet_config.projection_class_embeddings_input_dim - 6 * unet_config.addition_time_embed_dim
         self.diffusers = StableDiffusionXLPipeline(
-            vae=vae, text_encoder=None, text_encoder_2=PooledWidth(pooled), tokenizer=None, tokenizer_2=None,
-            unet=self.unet, scheduler=scheduler, add_watermarker=False,
+            vae=VaeConfig(vae_config), text_encoder=None, text_encoder_2=PooledWidth(pooled), tokenizer=None,
+            tokenizer_2=None, unet=self.unet, scheduler=scheduler, add_watermarker=False,
         )  # fmt: skip
         self.diffusers.set_progress_bar_config(disable=True)
 
@@ -125,16 +123,25 @@ class Pipeline:
                 longer, len(prompts), CONTEXT_LENGTH, max(lengths),
             )  # fmt: skip
 
-    def encode(self, prompts: list[str]) -> tuple[Tensor, Tensor]:
-        """Text context fp32 [B, 80, C] and pooled vector fp32 [B, P]."""
-        ids = [
-            torch.tensor(
-                tokenizer(prompts, padding="max_length", truncation=True, max_length=CONTEXT_LENGTH)["input_ids"]
-            )
-            for tokenizer in self.tokenizers
+    def encode(self, batches: Sequence[list[str]]) -> list[tuple[Tensor, Tensor]]:
+        """Of each batch of prompts the text context, fp32 [B, 80, C], and the pooled vector, fp32 [B, P]."""
+        encoded = []
+        for tokenizer, part in zip(self.tokenizers, ("clip1", "clip2"), strict=True):
+            encoded.append([
+                self.engines[part](input_ids=torch.tensor(
+                    tokenizer(prompts, padding="max_length", truncation=True, max_length=CONTEXT_LENGTH)["input_ids"]
+                ))
+                for prompts in batches
+            ])  # fmt: skip
+        return [
+            (torch.cat([first["z"], second["z"]], dim=-1).float().cpu(), second["z_pooled"].float().cpu())
+            for first, second in zip(*encoded, strict=True)
         ]
-        first, second = self.engines["clip1"](input_ids=ids[0]), self.engines["clip2"](input_ids=ids[1])
-        return torch.cat([first["z"], second["z"]], dim=-1).float().cpu(), second["z_pooled"].float().cpu()
+
+    def decode(self, latents: Tensor) -> np.ndarray:
+        """uint8 [B, H, W, 3] of latents [B, 4, h, w]."""
+        picture = self.engines["vae"](z=latents / self.vae_config.scaling_factor)["dec"].float().cpu()
+        return (self.diffusers.image_processor.postprocess(picture, output_type="np") * 255).round().astype(np.uint8)
 
     def noise(self, indices: Sequence[int], sampling: Sampling) -> Tensor:
         """fp32 [B, 4, h, w], each picture's from its own seed, the same on every device."""
@@ -161,10 +168,13 @@ class Pipeline:
         """
         self.unet.on_step = on_step
         self.warn_of_long(prompts)
-        images, latents = [], []
         numbers = range(len(prompts)) if numbers is None else numbers
-        for start in range(0, len(numbers), sampling.batch_size):
-            indices = numbers[start : start + sampling.batch_size]
+        batches = [
+            numbers[start : start + sampling.batch_size] for start in range(0, len(numbers), sampling.batch_size)
+        ]
+        encoded = self.encode([[prompts[index] for index in indices] for indices in batches])
+        latents, finished = [], []
+        for indices, (context, pooled) in zip(batches, encoded, strict=True):
             on_batch(indices)
             steps: list[Tensor] = []
 
@@ -179,21 +189,21 @@ class Pipeline:
                 steps.append(values["latents"].float().cpu().clone())
                 return values
 
-            context, pooled = self.encode([prompts[index] for index in indices])
-            result = self.diffusers(
-                prompt_embeds=context,
-                negative_prompt_embeds=torch.zeros_like(context),
-                pooled_prompt_embeds=pooled,
-                negative_pooled_prompt_embeds=torch.zeros_like(pooled),
-                num_inference_steps=sampling.steps,
-                guidance_scale=sampling.guidance_scale,
-                height=sampling.height,
-                width=sampling.width,
-                latents=self.noise(indices, sampling),
-                callback_on_step_end=remember,
-                output_type="np" if decode else "latent",
-            ).images
+            finished.append(
+                self.diffusers(
+                    prompt_embeds=context,
+                    negative_prompt_embeds=torch.zeros_like(context),
+                    pooled_prompt_embeds=pooled,
+                    negative_pooled_prompt_embeds=torch.zeros_like(pooled),
+                    num_inference_steps=sampling.steps,
+                    guidance_scale=sampling.guidance_scale,
+                    height=sampling.height,
+                    width=sampling.width,
+                    latents=self.noise(indices, sampling),
+                    callback_on_step_end=remember,
+                    output_type="latent",
+                ).images
+            )
             latents.append(torch.stack(steps, dim=1))
-            if decode:
-                images.append((result * 255).round().astype(np.uint8))
-        return Generated(np.concatenate(images) if decode else None, torch.cat(latents))
+        images = np.concatenate([self.decode(each) for each in finished]) if decode else None
+        return Generated(images, torch.cat(latents))

@@ -5,6 +5,8 @@ here: a process inherits its ru_maxrss from the one that started it, so a small 
 """
 
 import logging
+import os
+import re
 import resource
 import sys
 from collections.abc import Iterator
@@ -28,6 +30,21 @@ def peak_memory_bytes() -> int:
             return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
+
+
+def available_memory_bytes() -> int:
+    """Memory that a new program can have without swapping: what the kernel says, within the limit of a container."""
+    try:
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE)
+        available = int(found[1]) * 1024
+    except (OSError, TypeError):  # not Linux
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    cgroup = Path("/sys/fs/cgroup")
+    try:
+        limit, used = ((cgroup / name).read_text(encoding="ascii").strip() for name in ("memory.max", "memory.current"))
+        return available if limit == "max" else min(available, int(limit) - int(used))
+    except (OSError, ValueError):
+        return available
 
 
 def peak_cuda_memory_bytes() -> int | None:

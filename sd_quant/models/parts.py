@@ -121,13 +121,14 @@ COMPONENTS = {
 }
 
 
-def wrap(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Parts around a pipeline's modules. The UNet is changed in place: it then takes ``y`` and nothing else."""
-    return {
-        "unet_xl": UnetPart(
-            modules["unet"], modules["text_encoder_2"].get_parameter("text_projection.weight").shape[0]
-        ),
-        "vae": VaePart(modules["vae"]),
-        "clip1": Clip1Part(modules["text_encoder"]),
-        "clip2": Clip2Part(modules["text_encoder_2"]),
-    }
+def wrap_part(part: str, module: nn.Module, pooled_width: int) -> nn.Module:
+    """The part around its component. The UNet is changed in place: it then takes ``y`` and nothing else."""
+    if part == "unet_xl":
+        return UnetPart(module, pooled_width)
+    return {"vae": VaePart, "clip1": Clip1Part, "clip2": Clip2Part}[part](module)
+
+
+def wrap(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Every part around a pipeline's modules."""
+    pooled_width = modules["text_encoder_2"].get_parameter("text_projection.weight").shape[0]
+    return {part: wrap_part(part, modules[component], pooled_width) for part, (component, _) in COMPONENTS.items()}

@@ -1,23 +1,27 @@
 """Pictures and latency from engines."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from sd_quant.checkpoints.nemo import Checkpoint, open_nemo
-from sd_quant.config import REPOSITORY, Infer, InferJob, anchored, part_paths
+from sd_quant.checkpoints.nemo import open_nemo
+from sd_quant.config import PART_NAMES, REPOSITORY, Infer, InferJob, anchored, part_paths
 from sd_quant.engines import load_engine
-from sd_quant.engines.base import Engine
+from sd_quant.engines.base import Engine, onnx_files
+from sd_quant.engines.pool import Pool, Side
 from sd_quant.files import write_json
 from sd_quant.inference.pipeline import Generated, Pipeline, Sampling
-from sd_quant.metrics.latency import measure, measure_in_turn, ratio
-from sd_quant.models.loading import contracts_of, load_model, pipeline_of
+from sd_quant.metrics.latency import measure
+from sd_quant.metrics.memory import peak_memory_bytes
+from sd_quant.models.loading import contracts_of, load_part, part_parameters, pipeline_of
 from sd_quant.models.parts import Contract
 from sd_quant.progress import progress
 from sd_quant.report.pictures import save_images
 from sd_quant.report.provenance import provenance
+from sd_quant.stages.needs import fits, memory_of_side
 
 LOG = logging.getLogger(__name__)
 
@@ -27,30 +31,53 @@ def infer(job: InferJob, directory: Path) -> None:
     paths = {"checkpoint": anchored(job.model.path)}
     checkpoint = open_nemo(paths["checkpoint"])
     if job.infer.engine == "torch":
-        engines = load_model(checkpoint).torch_engines()
+        pool = Pool(partial(load_part, checkpoint))
     else:
-        paths |= part_paths(job, "plan" if job.infer.engine.startswith("tensorrt") else "onnx")
+        files = part_paths(job, "plan" if job.infer.engine.startswith("tensorrt") else "onnx")
         options = {"allow_untrusted_plan": True} if job.infer.allow_untrusted_plan else {}
-        engines = {
-            name: load_engine(job.infer.engine, path, **options) for name, path in paths.items() if name != "checkpoint"
-        }
+        pool = Pool(lambda part: load_engine(job.infer.engine, files[part], **options))
+        paths |= files
+        for path in files.values():
+            if path.suffix == ".onnx":
+                onnx_files(path)
     record = provenance(paths, [])
-    pipeline = pipeline_of(checkpoint, engines)
+    together = fits(memory_of_side(part_parameters(checkpoint), job.infer), "all parts of the model")
+    pool.most = None if together else 1
+    engines = Side(pool, {part: part for part in PART_NAMES})
+    if together:  # a broken file is found before the others have worked
+        list(engines.values())
+    pipeline, contracts = pipeline_of(checkpoint, engines), contracts_of(checkpoint)
     prompts = job.infer.prompt_list()
     generated = generate(pipeline, prompts, job.infer, job.infer.engine)
     save_images(generated.images, out / "images", image_names(prompts))
-    latency = {
-        part: {str(batch): measure(call, job.infer.num_warmup_runs, job.infer.num_timed_runs)}
-        for part, (batch, call) in part_calls(engines, contracts_of(checkpoint), job.infer).items()
-    }
-    image = measure(one_image(pipeline, prompts, job.infer), 1, min(3, job.infer.num_timed_runs))
+    latency: dict = {
+        part: {str(batch_of(part, job.infer)): measure(
+            part_call(engines[part], part, contracts[part], job.infer),
+            job.infer.num_warmup_runs,
+            job.infer.num_timed_runs,
+        )}
+        for part in PART_NAMES
+    }  # fmt: skip
+    if together:
+        image = measure(one_image(pipeline, prompts, job.infer), 1, min(3, job.infer.num_timed_runs))
+    else:
+        medians = {part: latency[part][str(batch_of(part, job.infer))]["p50_ms"] for part in PART_NAMES}
+        image = composed(medians, job.infer.steps)
     latency["image"] = {str(job.infer.batch_size): image}
     write_json(out / "metrics.json", {"schema_version": 1, "status": "done", "latency": {job.infer.engine: latency},
-                                      "prompts": prompts, "provenance": record})  # fmt: skip
+                                      "peak_memory_bytes": peak_memory_bytes(), "prompts": prompts,
+                                      "provenance": record})  # fmt: skip
     for part, by_batch in latency.items():
         for batch, times in by_batch.items():
             print(f"{part:8} batch {batch}: {times['p50_ms']:9.2f} ms")
+    print(f"peak memory {peak_memory_bytes() / 2**30:.2f} GiB")
     print(f"pictures: {out / 'images'}")
+
+
+def composed(medians: Mapping[str, float], steps: int) -> dict:
+    """The time of a picture from those of its parts: the UNet as often as there are steps."""
+    milliseconds = sum(median * (steps if part == "unet_xl" else 1) for part, median in medians.items())
+    return {"p50_ms": milliseconds, "composed": "from single calls, as memory does not hold everything at once"}
 
 
 def image_names(prompts: list[str]) -> list[str]:
@@ -78,56 +105,19 @@ def example_inputs(contract: Contract, batch: int, infer: Infer) -> dict[str, to
     return inputs
 
 
-def part_calls(engines: Mapping[str, Engine], contracts: Mapping[str, Contract], infer: Infer) -> dict:
-    """Part to (batch size, call): one call each, the UNet on the doubled batch of guidance."""
-    calls = {}
-    for part, engine in engines.items():
-        batch = infer.batch_size * (2 if part == "unet_xl" else 1)
-        inputs = example_inputs(contracts[part], batch, infer)
-        calls[part] = (batch, lambda engine=engine, inputs=inputs: engine(**inputs))
-    return calls
+def batch_of(part: str, infer: Infer) -> int:
+    """Samples in one call: guidance doubles the UNet's."""
+    return infer.batch_size * (2 if part == "unet_xl" else 1)
+
+
+def part_call(engine: Engine, part: str, contract: Contract, infer: Infer) -> Callable[[], object]:
+    inputs = example_inputs(contract, batch_of(part, infer), infer)
+    return lambda: engine(**inputs)
 
 
 def one_image(pipeline: Pipeline, prompts: list[str], infer: Infer):
     batch = (prompts * infer.batch_size)[: infer.batch_size]
     return lambda: pipeline(batch, sampling_of(infer))
-
-
-def compare_latency(
-    checkpoint: Checkpoint,
-    framework: Mapping[str, Engine],
-    full_precision: Mapping[str, Engine],
-    quantized: Mapping[str, Engine],
-    prompts: list[str],
-    infer: Infer,
-) -> dict:
-    """The record's ``latency``: framework, unquantized engine and quantized engine, measured in turn in one run."""
-    contracts, warmup, repeats = contracts_of(checkpoint), infer.num_warmup_runs, infer.num_timed_runs
-    sides = {"framework": framework, "full_precision": full_precision, "quantized": quantized}
-    calls = {side: part_calls(engines, contracts, infer) for side, engines in sides.items()}
-    torch_latency: dict = {}
-    engine_latency: dict = {}
-    pictures = {side: one_image(pipeline_of(checkpoint, engines), prompts, infer) for side, engines in sides.items()}
-    with progress(len(contracts) + 1, "latency") as advance:
-        for part in contracts:
-            batch = str(calls["framework"][part][0])
-            distinct = [side for side in sides if side != "quantized" or quantized[part] is not full_precision[part]]
-            times = measure_in_turn({side: calls[side][part][1] for side in distinct}, warmup, repeats)
-            torch_latency[part] = {batch: {"full_precision": times["framework"]}}
-            engine_latency[part] = {batch: both(times)}
-            advance()
-        times = measure_in_turn(pictures, 1, max(3, repeats // 3))
-        torch_latency["image"] = {str(infer.batch_size): {"full_precision": times["framework"]}}
-        engine_latency["image"] = {str(infer.batch_size): both(times)}
-        advance()
-    return {"torch": torch_latency, infer.engine: engine_latency}
-
-
-def both(times: dict) -> dict:
-    if "quantized" not in times:
-        return {"full_precision": times["full_precision"], "quantized": {"p50_ms": None, "reason": "not quantized"}}
-    speedup = ratio(times["full_precision"], times["quantized"])
-    return {"full_precision": times["full_precision"], "quantized": times["quantized"], "speedup": speedup}
 
 
 def shown(path: Path) -> str:

@@ -12,11 +12,12 @@ Tolerances, relative to the norm of torch's output:
 """
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sd_quant.config import artifact
 from sd_quant.engines import load_engine
@@ -28,30 +29,45 @@ from sd_quant.quantization.assignment import LayerAssignment
 
 PART_TOLERANCE = {"unet_xl": 1e-2, "vae": 1e-3, "clip1": 1e-2, "clip2": 1e-2}
 LAYER_TOLERANCE = 1e-2
+TOKENS, PIXELS = 256, 16  # of a layer's input that are compared: rows of a linear, height and width for a convolution
+
+Outputs = Mapping[str, Mapping[str, Tensor]]  # part to name to tensor
 
 
 class Watched:
-    """An engine that remembers the inputs of one of its calls."""
+    """An engine whose inputs somebody is told of."""
 
-    def __init__(self, engine: Engine, call: int, seen: dict[str, dict[str, Tensor]], part: str):
-        self.engine, self.name, self.inputs = engine, engine.name, engine.inputs
-        self.countdown, self.seen, self.part = call, seen, part
+    def __init__(self, engine: Engine, told: Callable[[Mapping[str, Tensor]], None]):
+        self.engine, self.name, self.inputs, self.told = engine, engine.name, engine.inputs, told
 
     def __call__(self, **inputs: Tensor) -> dict[str, Tensor]:
-        if self.countdown == 0:
-            self.seen[self.part] = {name: tensor.clone() for name, tensor in inputs.items()}
-        self.countdown -= 1
+        self.told(inputs)
         return self.engine(**inputs)
 
     def close(self) -> None:
         self.engine.close()
 
 
-def watch(engines: Mapping[str, Engine], unet_calls: int) -> tuple[dict[str, Watched], dict[str, dict[str, Tensor]]]:
-    """The engines, and what they will have seen: the UNet in the middle of the first picture, the others at once."""
-    seen: dict[str, dict[str, Tensor]] = {}
-    calls = {"unet_xl": unet_calls // 2}
-    return {part: Watched(engine, calls.get(part, 0), seen, part) for part, engine in engines.items()}, seen
+class WatchedSide(Mapping[str, Engine]):
+    """A side that remembers the inputs of one call of each part: the UNet's ``unet_call``, of the others the first."""
+
+    def __init__(self, side: Mapping[str, Engine], unet_call: int):
+        self.side, self.countdown = side, dict.fromkeys(side, 0) | {"unet_xl": unet_call}
+        self.seen: dict[str, dict[str, Tensor]] = {}
+
+    def remember(self, part: str, inputs: Mapping[str, Tensor]) -> None:
+        if self.countdown[part] == 0:
+            self.seen[part] = {name: tensor.clone() for name, tensor in inputs.items()}
+        self.countdown[part] -= 1
+
+    def __getitem__(self, part: str) -> Engine:
+        return Watched(self.side[part], partial(self.remember, part))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.side)
+
+    def __len__(self) -> int:
+        return len(self.side)
 
 
 def held(what: str, error: float, tolerance: float) -> dict[str, float]:
@@ -64,52 +80,78 @@ def held(what: str, error: float, tolerance: float) -> dict[str, float]:
     return {"relative_error": error, "tolerance": tolerance}
 
 
-def part_parity(framework: Mapping[str, Engine], engines: Mapping[str, Engine], seen: Mapping) -> dict:
-    """Relative error of each unquantized part, the worst of its outputs, on inputs from a real picture."""
-    entries = {}
-    for part, tolerance in PART_TOLERANCE.items():
-        expected, found = framework[part](**seen[part]), engines[part](**seen[part])
-        error = max(relative_error(expected[name].float(), found[name].float()) for name in expected)
-        entries[part] = held(part, error, tolerance)
-    return entries
+def part_parity(expected: Outputs, found: Outputs) -> dict:
+    """Relative error of each unquantized part, the worst of its outputs."""
+    return {
+        part: held(
+            part,
+            max(relative_error(expected[part][name].float(), found[part][name].float()) for name in expected[part]),
+            tolerance,
+        )
+        for part, tolerance in PART_TOLERANCE.items()
+    }
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What ModelOpt's quantizers compute: the network's output, and of each quantized layer a piece of its input, fp16,
+    and the output for that piece alone (without a linear's bias, which comes behind the MatMul)."""
+
+    output: Tensor
+    inputs: dict[str, Tensor]
+    outputs: dict[str, Tensor]
+
+
+def run_simulation(
+    simulated: Engine, inputs: Mapping[str, Tensor], assignment: Mapping[str, LayerAssignment]
+) -> Simulation:
+    """One call of the simulated UNet, watched: every layer on a piece of the inputs that it has there."""
+    module = simulated.module.unet
+    layers = [layer for layer in assignment.values() if layer.format == "int8"]
+    pieces: dict[str, Tensor] = {}
+    expected: dict[str, Tensor] = {}
+
+    def capture(name: str, linear: bool):
+        def hook(layer: nn.Module, arguments: tuple) -> None:
+            x = arguments[0]
+            piece = x.flatten(0, -2)[None, :TOKENS] if linear else x[:1, :, :PIXELS, :PIXELS]
+            bias = layer.bias if linear and layer.bias is not None else 0
+            pieces[name], expected[name] = piece.half(), layer.forward(piece) - bias
+
+        return hook
+
+    hooks = [
+        module.get_submodule(layer.name).register_forward_pre_hook(capture(layer.name, len(layer.weight_shape) == 2))
+        for layer in layers
+    ]
+    output = simulated(**inputs)["out"]
+    for hook in hooks:
+        hook.remove()
+    return Simulation(output, pieces, expected)
 
 
 def layer_parity(
-    simulated: Engine,
-    quantized: Engine,
-    inputs: Mapping[str, Tensor],
+    simulation: Simulation,
     full_output: Tensor,
+    quantized_output: Tensor,
     assignment: Mapping[str, LayerAssignment],
     directory: Path,
     engine: str,
 ) -> dict:
-    """The quantized UNet against ModelOpt's simulation: every layer on the inputs it has there, then the whole."""
-    module = simulated.module.unet
-    layers = {layer.name: layer for layer in assignment.values() if layer.format == "int8"}
-    captured, expected = {}, {}
-
-    def capture(name: str):
-        def hook(layer: torch.nn.Module, arguments: tuple, output: Tensor) -> None:
-            captured[name] = arguments[0].half()
-            linear = len(layers[name].weight_shape) == 2
-            bias = layer.bias if linear and layer.bias is not None else 0
-            expected[name] = output - bias  # the cut graph ends at the MatMul, before its bias
-
-        return hook
-
-    hooks = [module.get_submodule(name).register_forward_hook(capture(name)) for name in layers]
-    simulated_output = simulated(**inputs)["out"]
-    for hook in hooks:
-        hook.remove()
-    with tempfile.TemporaryDirectory() as folder:
+    """The quantized UNet against ModelOpt's simulation: every layer on its own, then the whole."""
+    with tempfile.TemporaryDirectory(dir=directory) as folder:
         path = Path(folder) / "layers.onnx"
         read = set(cut_layers(artifact(directory, "onnx", "unet_xl"), assignment, path).values())
-        inputs_read = {name: tensor for name, tensor in captured.items() if name in read}
-        outputs = load_engine("openvino" if engine.startswith("tensorrt") else engine, path)(**inputs_read)
-    errors = {name: relative_error(expected[name], outputs[f"{name}.output"].float()) for name in layers}
+        layers = load_engine("openvino" if engine.startswith("tensorrt") else engine, path)
+        outputs = layers(**{name: tensor for name, tensor in simulation.inputs.items() if name in read})
+        layers.close()
+    errors = {
+        name: relative_error(expected, outputs[f"{name}.output"].float())
+        for name, expected in simulation.outputs.items()
+    }
     worst = max(errors, key=errors.get)
-    engine_error = relative_error(full_output, quantized(**inputs)["out"].float())
-    simulation_error = relative_error(full_output, simulated_output)
+    engine_error = relative_error(full_output, quantized_output.float())
+    simulation_error = relative_error(full_output, simulation.output)
     return {
         "int8_layers": {"count": len(errors), "worst": worst, **held(f"layer {worst}", errors[worst], LAYER_TOLERANCE)},
         "unet_xl_quantized": {

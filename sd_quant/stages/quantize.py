@@ -1,6 +1,5 @@
 """The main job: checkpoint, statistics, assignment, ONNX, plans, pictures, latency, parity, record."""
 
-import copy
 import dataclasses
 import logging
 from collections.abc import Collection
@@ -8,26 +7,30 @@ from functools import partial
 from pathlib import Path
 
 import onnx
+import onnx_ir
 import torch
 import yaml
 
-from sd_quant.calibration.collection import calibrate
+from sd_quant.calibration.collection import calibrate, origin
+from sd_quant.calibration.shared import read_shared
 from sd_quant.calibration.statistics import Statistics
-from sd_quant.checkpoints.nemo import Checkpoint, open_nemo
+from sd_quant.checkpoints.nemo import Checkpoint, check_finite, open_nemo
 from sd_quant.config import PART_NAMES, Quantize, QuantizeJob, anchored, artifact, check_installed
 from sd_quant.engines import load_engine
 from sd_quant.engines.base import Engine
+from sd_quant.engines.pool import Pool, Side
 from sd_quant.errors import ResourceError
 from sd_quant.export.graph import copy_of, trace
 from sd_quant.export.quantized import write_onnx
 from sd_quant.files import write_json, write_text
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.metrics.fidelity import fidelity
+from sd_quant.metrics.flops import operations, operations_a_second
 from sd_quant.metrics.memory import StageTimer, peak_memory_bytes
-from sd_quant.models.loading import LoadedModel, load_model, pipeline_of
+from sd_quant.models.loading import contracts_of, empty_modules, load_model, load_part, part_parameters
 from sd_quant.models.parts import COMPONENTS, wrap
 from sd_quant.models.sdxl import build_modules, layer_roles, shared_inputs
-from sd_quant.progress import progress
+from sd_quant.progress import duration, progress
 from sd_quant.quantization.assignment import LayerAssignment, Recipe, derive
 from sd_quant.quantization.levels import reason_kept
 from sd_quant.quantization.sensitivity import Sensitivity, budget, measure, points
@@ -38,9 +41,11 @@ from sd_quant.report.pictures import comparison_grid, save_images
 from sd_quant.report.provenance import provenance
 from sd_quant.report.sensitivity import plot_sensitivity
 from sd_quant.report.table import run_table
-from sd_quant.stages.export_trt import build_plans, plan_library
-from sd_quant.stages.infer import compare_latency, generate, image_names, shown
-from sd_quant.stages.parity import layer_parity, part_parity, watch
+from sd_quant.stages.compare import FRAMEWORK, FULL_PRECISION, QUANTIZED, compare_latency, compare_pictures
+from sd_quant.stages.export_trt import LATENT_FACTOR, build_plans, plan_library
+from sd_quant.stages.infer import image_names, shown
+from sd_quant.stages.needs import check_machine, disk_needed, fits, memory_needed, memory_of_sides
+from sd_quant.stages.parity import layer_parity, part_parity, run_simulation
 
 LOG = logging.getLogger(__name__)
 
@@ -54,35 +59,42 @@ def quantize(job: QuantizeJob, directory: Path) -> float | None:
             f"infer={job.infer.engine} runs plans on an NVIDIA GPU and this machine has none; use infer=openvino"
         )
     timer, path = StageTimer(), anchored(job.model.path)
-    inputs = {"checkpoint": path, "calibration_prompts": anchored(job.model.calibration_prompts)}
-    given = directory / ".hydra" / "overrides.yaml"
-    origin = provenance(inputs, yaml.safe_load(given.read_text(encoding="utf-8")) if given.exists() else [])
-    knobs = dataclasses.asdict(job)
-    write_text(directory / "config.yaml", yaml.safe_dump(knobs, sort_keys=False))
     prompts = job.infer.prompt_list()
-
     with timer("load"):
         checkpoint = open_nemo(path)
-        model = load_model(checkpoint)
-        roles = layer_roles(model.modules["unet"])
+        parameters = part_parameters(checkpoint)
+        check_machine(memory_needed(parameters, job), disk_needed(parameters, job), directory)
+        for source in checkpoint.components.values():
+            check_finite(source)
+        roles = layer_roles(empty_modules(checkpoint)["unet"])
         kept = budget(
             job.quantize.keep, sum(reason_kept(role, job.quantize.quant_level) is None for role in roles.values())
         )
+        inputs = {"checkpoint": path}
+        if job.quantize.calibration is None:
+            inputs["calibration_prompts"] = anchored(job.model.calibration_prompts)
+        else:
+            inputs["calibration"] = anchored(job.quantize.calibration)
+        given = directory / ".hydra" / "overrides.yaml"
+        facts = provenance(inputs, yaml.safe_load(given.read_text(encoding="utf-8")) if given.exists() else [])
+        knobs = dataclasses.asdict(job)
+        write_text(directory / "config.yaml", yaml.safe_dump(knobs, sort_keys=False))
+
     with timer("calibrate"):
-        statistics = statistics_of(model, roles, job, origin["inputs"]["checkpoint"]["sha256"])
+        statistics = statistics_of(checkpoint, roles, job, facts["inputs"]["checkpoint"]["sha256"])
     with timer("assign"):
         assignment = derive_for(checkpoint, roles, statistics, job.quantize)
     sensitivity = None
     if kept:
         with timer("sensitivity"):
-            sensitivity = measure_sensitivity(model, assignment, statistics, kept)
+            sensitivity = measure_sensitivity(checkpoint, assignment, statistics, kept)
             table = sensitivity_rows(sensitivity, assignment, kept)
             write_csv(table, directory / "sensitivity.csv")
             plot_sensitivity(table, sensitivity.curve, directory / "sensitivity.png")
             assignment = derive_for(checkpoint, roles, statistics, job.quantize, list(sensitivity.network_error)[:kept])
     write_csv([layer.row() for layer in assignment.values()], directory / "layers.csv")
     with timer("export"):
-        export_parts(model, assignment, directory)
+        export_parts(checkpoint, assignment, directory)
     with timer("plans"):
         plans = {}
         if job.trt.library != "none":
@@ -92,27 +104,27 @@ def quantize(job: QuantizeJob, directory: Path) -> float | None:
                 unquantized_unet = {"unet_xl": artifact(directory / "full_precision", "onnx", "unet_xl")}
                 build_plans(unquantized_unet, directory / "full_precision", job.trt, job.infer)
 
-    framework = model.torch_engines()
-    with timer("engines"):
-        full_precision, quantized = load_engines(job.infer.engine, directory)
-    watched, seen = watch(framework, unet_calls=job.infer.steps)
+    together = fits(memory_of_sides(parameters, job.infer), "all versions of the model")
+    pool = Pool(partial(open_engine, checkpoint, job.infer.engine), most=None if together else 1)
+    sides = sides_of(pool, job.infer.engine, directory)
     with timer("pictures"):
-        reference = generate(pipeline_of(checkpoint, watched), prompts, job.infer, "torch")
-        unquantized = generate(pipeline_of(checkpoint, full_precision), prompts, job.infer, job.infer.engine)
-        twins = generate(pipeline_of(checkpoint, quantized), prompts, job.infer, f"{job.infer.engine} quantized")
+        comparison = compare_pictures(checkpoint, sides, prompts, job.infer)
+        reference, unquantized, twins = (comparison.pictures[side] for side in (FRAMEWORK, FULL_PRECISION, QUANTIZED))
         save_pictures(directory, reference.images, twins.images, prompts, job)
     with timer("latency"):
-        latency = compare_latency(checkpoint, framework, full_precision, quantized, prompts, job.infer)
+        latency = compare_latency(checkpoint, sides, prompts, job.infer, together)
     with timer("parity"):
-        parity = part_parity(framework, full_precision, seen)
-        full_output = framework["unet_xl"](**seen["unet_xl"])["out"]
-        simulated = simulate(model.modules["unet"], assignment)
-        save_quantized(simulated, directory / "quantized_unet.pt")
+        outputs = comparison.outputs
+        parity = part_parity(outputs[FRAMEWORK], outputs[FULL_PRECISION])
+        simulated = sides[FRAMEWORK]["unet_xl"]
+        simulate(simulated.module.unet, assignment)  # in place, so nothing runs the framework's UNet after this
+        save_quantized(simulated.module.unet, directory / "quantized_unet.pt")
+        simulation = run_simulation(simulated, comparison.inputs["unet_xl"], assignment)
+        pool.close()
         parity |= layer_parity(
-            framework["unet_xl"],
-            quantized["unet_xl"],
-            seen["unet_xl"],
-            full_output,
+            simulation,
+            outputs[FRAMEWORK]["unet_xl"]["out"],
+            outputs[QUANTIZED]["unet_xl"]["out"],
             assignment,
             directory,
             job.infer.engine,
@@ -124,7 +136,7 @@ def quantize(job: QuantizeJob, directory: Path) -> float | None:
         "status": "done",
         "knobs": {**knobs["quantize"], "model": knobs["model"], "trt": knobs["trt"], "infer": knobs["infer"]},
         "prompts": prompts,
-        "sizes_bytes": sizes(model, directory),
+        "sizes_bytes": sizes(parameters, directory),
         "plans": {part: dataclasses.asdict(report) for part, report in plans.items()},
         "latency": latency,
         "fidelity": closeness,
@@ -137,29 +149,58 @@ def quantize(job: QuantizeJob, directory: Path) -> float | None:
         "sensitivity": {"curve": sensitivity.curve} if sensitivity else {"curve": None, "reason": "keep is 0"},
         "peak_memory_bytes": peak_memory_bytes(),
         "stages": timer.stages,
-        "environment": {"versions": origin["versions"], "machine": origin["machine"]},
-        "inputs": origin["inputs"],
+        "environment": {"versions": facts["versions"], "machine": facts["machine"]},
+        "inputs": facts["inputs"],
     }
-    write_json(directory / "provenance.json", origin)
+    write_json(directory / "provenance.json", facts)
     write_json(directory / "metrics.json", record)
     print(run_table(record))
     print(f"run directory: {shown(directory)}")
     return closeness["psnr"]["mean"]
 
 
-def statistics_of(model: LoadedModel, roles: dict[str, str], job: QuantizeJob, checkpoint_sha256: str) -> Statistics:
+def statistics_of(
+    checkpoint: Checkpoint, roles: dict[str, str], job: QuantizeJob, checkpoint_sha256: str
+) -> Statistics:
     knobs = job.quantize
+    names = [name for name, role in roles.items() if role != "excluded"]
+    sampling = Sampling(knobs.n_steps, job.infer.scale, job.model.height, job.model.width, knobs.batch_size, knobs.seed)
+    if knobs.calibration is not None:
+        unet, contract = empty_modules(checkpoint)["unet"], contracts_of(checkpoint)["unet_xl"]
+        layers = {name: unet.get_submodule(name) for name in names}
+        here = origin(checkpoint_sha256, names, sampling, "cuda" if torch.cuda.is_available() else "cpu")
+        return read_shared(anchored(knobs.calibration), layers, contract, here, knobs.calib_size)
     return calibrate(
-        model,
-        [name for name, role in roles.items() if role != "excluded"],
+        load_model(checkpoint),
+        names,
         job.calibration_prompts(),
-        Sampling(knobs.n_steps, job.infer.scale, job.model.height, job.model.width, knobs.batch_size, knobs.seed),
+        sampling,
         checkpoint_sha256=checkpoint_sha256,
         snapshots=knobs.snapshots,
         cache=anchored(knobs.cache_dir) if knobs.cache_dir else None,
         accelerator=knobs.accelerator,
         devices=knobs.devices,
+        announce=lambda device, prompts: announce_calibration(checkpoint, job, device, prompts),
     )
+
+
+def announce_calibration(checkpoint: Checkpoint, job: QuantizeJob, device: str, prompts: int) -> None:
+    """How long the pass will take on this processor; a GPU is not asked."""
+    calls, batch = prompts * job.quantize.n_steps, 2  # guidance
+    if device != "cpu":
+        LOG.info("calibrating on %d prompts: %d samples of the UNet on %s", prompts, calls * batch, device)
+        return
+    shapes = contracts_of(checkpoint)["unet_xl"].shapes(
+        batch=batch, height=job.model.height // LATENT_FACTOR, width=job.model.width // LATENT_FACTOR
+    )
+    part = wrap(empty_modules(checkpoint))["unet_xl"]
+    total, _ = operations(part, {name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
+    seconds = calls * total / operations_a_second()
+    LOG.info(
+        "calibrating on %d prompts: %d calls of the UNet with %.4g GFLOP each, about %s on this processor%s",
+        prompts, calls, total / 1e9, duration(seconds),
+        "; a GPU or calibration=<existing statistics> saves it" if seconds > 1800 else "",
+    )  # fmt: skip
 
 
 def derive_for(
@@ -173,10 +214,10 @@ def derive_for(
 
 
 def measure_sensitivity(
-    model: LoadedModel, assignment: dict[str, LayerAssignment], statistics: Statistics, kept: int
+    checkpoint: Checkpoint, assignment: dict[str, LayerAssignment], statistics: Statistics, kept: int
 ) -> Sensitivity:
     """On the UNet inputs that calibration kept, one call at a time."""
-    part = copy.deepcopy(model.parts["unet_xl"])
+    part = load_model(checkpoint).parts["unet_xl"]
     simulated = simulate(part.get_submodule("unet"), assignment)
     inputs = {name: sample.values for name, sample in statistics.calls.items()}
     calls = [dict(zip(inputs, values, strict=True)) for values in zip(*inputs.values(), strict=True)]
@@ -185,37 +226,57 @@ def measure_sensitivity(
         return measure(simulated, lambda: torch.cat([part(**call) for call in calls]), layers, kept, advance)
 
 
-def export_parts(model: LoadedModel, assignment: dict[str, LayerAssignment], directory: Path) -> None:
+def export_parts(checkpoint: Checkpoint, assignment: dict[str, LayerAssignment], directory: Path) -> None:
     """ONNX of every part, and the UNet once more unquantized, which is what the quantized engine is compared with."""
-    checkpoint = model.checkpoint
     with progress(len(PART_NAMES), "export") as advance:
         for part in PART_NAMES:
-            component, prefix = COMPONENTS[part]
-            source, contract = checkpoint.components[component], model.contracts[part]
-            graph = trace(
-                lambda part=part: wrap(build_modules(checkpoint.model_config, checkpoint.clip1, checkpoint.clip2))[
-                    part
-                ],
-                contract,
-            )
-            write = partial(
-                write_onnx,
-                inputs=len(contract.inputs),
-                prefix=prefix,
-                read=lambda name, source=source, prefix=prefix: source[name.removeprefix(prefix)],
-            )
+            graph = traced(checkpoint, part)
             if part == "unet_xl":
-                write(copy_of(graph), artifact(directory / "full_precision", "onnx", part), assignment={})
-            write(graph, artifact(directory, "onnx", part), assignment=assignment if part == "unet_xl" else {})
+                write_part(copy_of(graph), checkpoint, part, artifact(directory / "full_precision", "onnx", part), {})
+            write_part(
+                graph, checkpoint, part, artifact(directory, "onnx", part), assignment if part == "unet_xl" else {}
+            )
             advance()
 
 
-def load_engines(engine: str, directory: Path) -> tuple[dict[str, Engine], dict[str, Engine]]:
-    """Unquantized and quantized engines; the parts that are not quantized are the same objects in both."""
+def traced(checkpoint: Checkpoint, part: str) -> onnx_ir.Model:
+    """The graph of a part without its weights."""
+    return trace(
+        lambda: wrap(build_modules(checkpoint.model_config, checkpoint.clip1, checkpoint.clip2))[part],
+        contracts_of(checkpoint)[part],
+    )
+
+
+def write_part(
+    graph: onnx_ir.Model, checkpoint: Checkpoint, part: str, path: Path, assignment: dict[str, LayerAssignment]
+) -> None:
+    """The graph, which is used up, with the checkpoint's weights."""
+    component, prefix = COMPONENTS[part]
+    source = checkpoint.components[component]
+    write_onnx(
+        graph,
+        path,
+        inputs=len(contracts_of(checkpoint)[part].inputs),
+        prefix=prefix,
+        read=lambda name: source[name.removeprefix(prefix)],
+        assignment=assignment,
+    )
+
+
+def sides_of(pool: Pool, engine: str, directory: Path) -> dict[str, Side]:
+    """The framework's parts by name, an engine's by the file that it is loaded from."""
     kind = "plan" if engine.startswith("tensorrt") else "onnx"
-    quantized = {part: load_engine(engine, artifact(directory, kind, part)) for part in PART_NAMES}
-    unet = load_engine(engine, artifact(directory / "full_precision", kind, "unet_xl"))
-    return quantized | {"unet_xl": unet}, quantized
+    quantized = {part: artifact(directory, kind, part) for part in PART_NAMES}
+    full_precision = quantized | {"unet_xl": artifact(directory / "full_precision", kind, "unet_xl")}
+    return {
+        FRAMEWORK: Side(pool, {part: part for part in PART_NAMES}),
+        FULL_PRECISION: Side(pool, full_precision),
+        QUANTIZED: Side(pool, quantized),
+    }
+
+
+def open_engine(checkpoint: Checkpoint, engine: str, key: str | Path) -> Engine:
+    return load_engine(engine, key) if isinstance(key, Path) else load_part(checkpoint, key)
 
 
 def save_pictures(directory: Path, reference, twins, prompts: list[str], job: QuantizeJob) -> None:
@@ -227,7 +288,7 @@ def save_pictures(directory: Path, reference, twins, prompts: list[str], job: Qu
     )
 
 
-def sizes(model: LoadedModel, directory: Path) -> dict:
+def sizes(parameters: dict[str, int], directory: Path) -> dict:
     """Bytes of every file; what the same weights take in fp32 stands beside them."""
     found = {}
     for part in PART_NAMES:
@@ -238,7 +299,7 @@ def sizes(model: LoadedModel, directory: Path) -> dict:
             "onnx_full_precision": bytes_of(full) if full.exists() else stored,
             "onnx_quantized": stored if full.exists() else {"value": None, "reason": "not quantized"},
             "plan": plan.stat().st_size if plan.exists() else {"value": None, "reason": "no plan was asked for"},
-            "weights_fp32": 4 * sum(parameter.numel() for parameter in model.parts[part].parameters()),
+            "weights_fp32": 4 * parameters[part],
         }
     return found
 

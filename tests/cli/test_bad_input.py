@@ -55,6 +55,7 @@ CHECKPOINT_GIVEN = "model.path={files}/empty.nemo"
             2,
             "empty.nemo; set quantize.cache_dir",
         ),
+        ("quantize.py", [CHECKPOINT_GIVEN, "calibration=no/such"], 2, "calibration names no/such, which does not"),
         ("quantize.py", ["calib_size=many"], 2, "quantize.calib_size is 'many', expected a whole number"),
         ("quantize.py", ["infer=torch"], 2, "infer.engine is torch, expected an engine for the quantized model"),
         ("quantize.py", ["model=sdxl_nemo"], 2, "the knob model.path has no value; give it one on the command line"),

@@ -169,6 +169,22 @@ def test_another_recipe_takes_its_statistics_from_the_cache_and_keeps_what_is_mo
     assert record["smoothing"]["multiplications"] == len(searched) > 18
 
 
+def test_statistics_from_elsewhere_give_the_same_recipe(command, run, main_job, checkpoint, tmp_path):
+    """As someone without a GPU does it: another machine's folder, no pass and no cache here."""
+    (folder,) = (run.parent / "cache").iterdir()
+    directory = tmp_path / "reused"
+    result = command(
+        "quantize.py", "quant_level=3", "alpha=0.8", "calib_size=4", "quantize.n_steps=5", f"model.path={checkpoint}",
+        f"calibration={folder}", "quantize.seed=7", "quantize.cache_dir=null", "export_trt=none",
+        "infer.prompts=[a rocket]", f"hydra.run.dir={directory}", "infer.steps=1", "infer.num_timed_runs=1",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    log = (directory / "quantize.log").read_text()
+    assert "calibrating on" not in log and "sampling.seed 42 (here 7)" in log
+    assert (directory / "layers.csv").read_text() == (run / "layers.csv").read_text()
+    assert "calibration" in json.loads((directory / "metrics.json").read_text())["inputs"]
+
+
 def test_levels_add_roles(layers):
     roles = Counter(row["role"] for row in layers)
     per_level = {level: sum(roles[role] for role in included) for level, included in QUANT_LEVELS.items()}

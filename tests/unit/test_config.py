@@ -88,6 +88,7 @@ def test_the_preset_is_nemos():
         "observer": "max",
         "percentile_calibrator": "corrected",
         "keep": 0,
+        "calibration": None,
         "snapshots": [32, 64, 128, 256, 512, 1024],
         "cache_dir": "outputs/cache",
         "accelerator": "auto",
@@ -117,6 +118,7 @@ def test_the_preset_is_nemos():
         ("percentile", "0.9"),
         ("collect_method", "min-max"),
         ("calib_size", "8"),
+        ("calibration", "outputs/cache/0123"),
     ],
 )
 def test_a_knob_has_the_same_meaning_at_the_top_and_in_its_group(knob, value):
@@ -185,6 +187,7 @@ NAN, INFINITY = float("nan"), float("inf")
         ("quantize.snapshots", ["8"], "quantize.snapshots is ['8'], expected a list of whole numbers"),
         ("quantize.snapshots", 8, "quantize.snapshots is 8, expected a list of whole numbers"),
         ("quantize.cache_dir", 3, "quantize.cache_dir is 3, expected text or null"),
+        ("quantize.calibration", 3, "quantize.calibration is 3, expected text or null"),
         ("quantize.accelerator", "tpu", "quantize.accelerator is tpu, expected one of auto, cpu, cuda"),
         ("quantize.devices", 0, "quantize.devices is 0, expected at least 1"),
         (
@@ -327,6 +330,14 @@ def test_more_calibration_prompts_than_there_are_is_refused(quantize_mapping, tm
     job = read(QuantizeJob, changed(mapping, "quantize.calib_size", 4))
     with pytest.raises(ConfigError, match="^calib_size is 4, expected at most the 3 prompts of the prompt file$"):
         job.check_files()
+
+
+def test_statistics_from_elsewhere_have_to_be_there_and_need_no_prompts(quantize_mapping, tmp_path):
+    mapping = changed(quantize_mapping, "model.calibration_prompts", "no/such.txt")
+    read(QuantizeJob, changed(mapping, "quantize.calibration", str(tmp_path))).check_files()
+    absent = read(QuantizeJob, changed(mapping, "quantize.calibration", "no/such/cache"))
+    with pytest.raises(ConfigError, match="^calibration names no/such/cache, which does not exist; give a statistics"):
+        absent.check_files()
 
 
 def test_prompts_come_from_a_list_or_a_file(quantize_mapping, tmp_path):

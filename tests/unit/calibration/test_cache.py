@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.torch import load, save
 
 from sd_quant.calibration import cache
@@ -84,6 +85,24 @@ def test_values_that_compare_oddly_come_back_too(shelf):
     written.layers["down.0.to_q"].amax[0] = torch.tensor([torch.nan, torch.inf, -0.0, 1e-45])
     shelf.write(SEGMENT, written)
     assert same(shelf.read(SEGMENT), written)
+
+
+def test_an_entry_says_what_it_is_of(shelf):
+    """In the header, where anybody finds it with the library alone."""
+    shelf.write(range(1, 4), statistics(0))
+    with safe_open(shelf.path(range(1, 4)), "pt") as file:
+        metadata = file.metadata()
+    assert metadata.keys() == {"digest", "origin", "prompts"}
+    assert json.loads(metadata["origin"]) == {"form": cache.FORM, **ORIGIN}
+    assert json.loads(metadata["prompts"]) == {"first": 1, "last": 3, "texts": PROMPTS[1:4]}
+
+
+def test_the_same_statistics_are_the_same_bytes(shelf):
+    written = set()
+    for _ in range(5):  # the library alone would order the metadata in 6 ways
+        shelf.write(SEGMENT, statistics(0))
+        written.add(shelf.path(SEGMENT).read_bytes())
+    assert len(written) == 1 and int.from_bytes(written.pop()[:8], "little") % 8 == 0
 
 
 def test_it_comes_back_in_another_process(shelf, tmp_path):
@@ -234,6 +253,16 @@ def test_an_entry_without_its_digest_is_refused(shelf, caplog):
     shelf.write(SEGMENT, statistics(0))
     path = shelf.path(SEGMENT)
     path.write_bytes(save(load(path.read_bytes())))
+    assert refused(shelf, caplog)
+
+
+@pytest.mark.parametrize("other", [(b"a dog", b"a cow"), (b"a" * 64, b"b" * 64), (b'"last', b'"lost')])
+def test_an_entry_whose_description_was_altered_is_refused(shelf, caplog, other):
+    shelf.write(SEGMENT, statistics(0))
+    path = shelf.path(SEGMENT)
+    content = path.read_bytes()
+    path.write_bytes(content.replace(*other))
+    assert path.read_bytes() != content
     assert refused(shelf, caplog)
 
 

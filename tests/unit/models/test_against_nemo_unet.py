@@ -127,7 +127,7 @@ def test_pictures_are_nemos(given):
     pipeline = pipeline_of(given.model.checkpoint, given.model.torch_engines())
     ours = pipeline(PROMPTS, SAMPLING, decode=False).latents
     noise, size = pipeline.noise(range(len(PROMPTS)), SAMPLING), (SAMPLING.height, SAMPLING.width)
-    context, pooled = pipeline.encode(PROMPTS)
+    [(context, pooled)] = pipeline.encode([PROMPTS])
     nemos = nemo_euler(
         given.nemo_unet, noise, context[:, :77], pooled, (size, (0, 0), size), SIZE_FEATURES,
         SAMPLING.steps, SAMPLING.guidance_scale,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sd_quant.errors import SdQuantError
-from sd_quant.stages.parity import held, watch
+from sd_quant.stages.parity import WatchedSide, held
 
 
 class Doubling:
@@ -28,11 +28,12 @@ def test_an_error_beyond_its_tolerance_fails_the_job(error):
 
 
 def test_the_watched_unet_keeps_the_inputs_of_the_middle_call():
-    engines, seen = watch({"unet_xl": Doubling(), "vae": Doubling()}, unet_calls=4)
+    side = WatchedSide({"unet_xl": Doubling(), "vae": Doubling()}, unet_call=2)
     for value in range(4):
         x = torch.full((1,), float(value))
-        assert engines["unet_xl"](x=x)["out"] == 2 * value
+        assert side["unet_xl"](x=x)["out"] == 2 * value
         x += 100  # what was seen is a copy
-    engines["vae"](x=torch.full((1,), 7.0))
-    assert seen["unet_xl"]["x"] == 2
-    assert seen["vae"]["x"] == 7
+    side["vae"](x=torch.full((1,), 7.0))
+    side["vae"](x=torch.full((1,), 8.0))
+    assert side.seen["unet_xl"]["x"] == 2
+    assert side.seen["vae"]["x"] == 7

@@ -1,4 +1,4 @@
-"""The latency of the record: which engine was timed for which number, on a clock that only the engines move."""
+"""The latency of the record: which side was timed for which number, on a clock that only the engines move."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.config import PART_NAMES, REPOSITORY
 from sd_quant.metrics import latency
 from sd_quant.models.loading import contracts_of
-from sd_quant.stages.infer import compare_latency
+from sd_quant.stages.compare import compare_latency
 
 INFER = SimpleNamespace(
     engine="openvino",
@@ -57,12 +57,20 @@ def engines_taking(seconds: dict[str, float], clock, contracts) -> dict:
     return {part: engine(part) for part in PART_NAMES}
 
 
-def test_each_number_is_of_its_own_side(checkpoint, clock):
-    contracts = contracts_of(checkpoint)
-    framework = engines_taking(dict.fromkeys(PART_NAMES, 8.0), clock, contracts)
-    full_precision = engines_taking(dict.fromkeys(PART_NAMES, 4.0), clock, contracts)
-    quantized = full_precision | {"unet_xl": engines_taking({"unet_xl": 1.0}, clock, contracts)["unet_xl"]}
-    found = compare_latency(checkpoint, framework, full_precision, quantized, ["a rocket"], INFER)
+def sides_taking(framework: float, full_precision: float, quantized: float, clock, contracts) -> dict[str, dict]:
+    """Seconds of every part of a side; of the quantized side the UNet's."""
+    full = engines_taking(dict.fromkeys(PART_NAMES, full_precision), clock, contracts)
+    return {
+        "framework": engines_taking(dict.fromkeys(PART_NAMES, framework), clock, contracts),
+        "full_precision": full,
+        "quantized": full | {"unet_xl": engines_taking({"unet_xl": quantized}, clock, contracts)["unet_xl"]},
+    }
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_each_number_is_of_its_own_side(checkpoint, clock, together):
+    sides = sides_taking(8.0, 4.0, 1.0, clock, contracts_of(checkpoint))
+    found = compare_latency(checkpoint, sides, ["a rocket"], INFER, together)
 
     unet = found["openvino"]["unet_xl"]["2"]  # guidance doubles the batch
     assert found["torch"]["unet_xl"]["2"]["full_precision"]["p50_ms"] == 8000
@@ -74,18 +82,35 @@ def test_each_number_is_of_its_own_side(checkpoint, clock):
     assert found["torch"]["image"]["1"]["full_precision"]["p50_ms"] == 5 * 8000
     assert (image["full_precision"]["p50_ms"], image["quantized"]["p50_ms"]) == (5 * 4000, 3 * 4000 + 2 * 1000)
     assert image["speedup"] == pytest.approx(20 / 14)
+    assert ("composed" in image["quantized"]) == (not together)
+
+
+def test_one_after_the_other_no_side_is_asked_for_twice(checkpoint, clock):
+    """Where memory holds one part at a time, every change of side or part opens one."""
+    sides, asked = sides_taking(8.0, 4.0, 1.0, clock, contracts_of(checkpoint)), []
+
+    class Asked(dict):
+        def __getitem__(self, part):
+            asked.append((self.name, part))
+            return super().__getitem__(part)
+
+    for name in sides:
+        sides[name] = Asked(sides[name])
+        sides[name].name = name
+    compare_latency(checkpoint, sides, ["a rocket"], INFER, together=False)
+    assert len(asked) == len(set(asked)) == 3 * 4 - 3  # three parts of the quantized side are the unquantized ones
 
 
 def test_a_slower_quantized_engine_is_said_to_be_slower(checkpoint, clock):
-    contracts = contracts_of(checkpoint)
-    fast = engines_taking(dict.fromkeys(PART_NAMES, 1.0), clock, contracts)
-    slow = fast | {"unet_xl": engines_taking({"unet_xl": 2.0}, clock, contracts)["unet_xl"]}
-    found = compare_latency(checkpoint, fast, fast, slow, ["a rocket"], INFER)
+    found = compare_latency(
+        checkpoint, sides_taking(1.0, 1.0, 2.0, clock, contracts_of(checkpoint)), ["a rocket"], INFER, True
+    )
     assert found["openvino"]["unet_xl"]["2"]["speedup"] == 0.5
 
 
 def test_a_part_that_is_not_quantized_has_no_number_of_its_own(checkpoint, clock):
-    same = engines_taking(dict.fromkeys(PART_NAMES, 1.0), clock, contracts_of(checkpoint))
-    found = compare_latency(checkpoint, same, same, dict(same), ["a rocket"], INFER)
+    found = compare_latency(
+        checkpoint, sides_taking(1.0, 1.0, 1.0, clock, contracts_of(checkpoint)), ["a rocket"], INFER, True
+    )
     assert found["openvino"]["vae"]["1"]["quantized"] == {"p50_ms": None, "reason": "not quantized"}
     assert "speedup" not in found["openvino"]["vae"]["1"]

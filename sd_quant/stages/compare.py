@@ -1,0 +1,84 @@
+"""Three versions of the model side by side: the framework, the unquantized and the quantized engine.
+
+Pictures of all from the same seeds, what each part computes from the same inputs, and how long it takes. Where memory
+holds all versions they are timed in turn; else one after the other, and a picture's time is put together from its
+parts'. The record says which.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sd_quant.checkpoints.nemo import Checkpoint
+from sd_quant.config import PART_NAMES, Infer
+from sd_quant.engines.base import Engine
+from sd_quant.inference.pipeline import Generated
+from sd_quant.metrics.latency import measure_in_turn, ratio
+from sd_quant.models.loading import contracts_of, pipeline_of
+from sd_quant.progress import progress
+from sd_quant.stages.infer import batch_of, composed, generate, one_image, part_call
+from sd_quant.stages.parity import Outputs, WatchedSide
+
+FRAMEWORK, FULL_PRECISION, QUANTIZED = "framework", "full_precision", "quantized"
+QUANTIZED_PARTS = ("unet_xl",)  # the others are the same engines in both
+NOT_QUANTIZED = {"p50_ms": None, "reason": "not quantized"}
+
+Sides = Mapping[str, Mapping[str, Engine]]  # FRAMEWORK, FULL_PRECISION and QUANTIZED to the engine of each part
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Of each side its pictures and its outputs for ``inputs``, those that the framework's parts had in a picture."""
+
+    pictures: dict[str, Generated]
+    inputs: dict[str, dict]
+    outputs: dict[str, Outputs]
+
+
+def compare_pictures(checkpoint: Checkpoint, sides: Sides, prompts: list[str], infer: Infer) -> Comparison:
+    framework = WatchedSide(sides[FRAMEWORK], unet_call=infer.steps // 2)
+    pictures: dict[str, Generated] = {}
+    outputs: dict[str, Outputs] = {}
+    for name, side in sides.items():
+        engines = framework if name == FRAMEWORK else side
+        pictures[name] = generate(pipeline_of(checkpoint, engines), prompts, infer, name.replace("_", " "))
+        parts = QUANTIZED_PARTS if name == QUANTIZED else reversed(PART_NAMES)
+        outputs[name] = {part: side[part](**framework.seen[part]) for part in parts}
+    return Comparison(pictures, framework.seen, outputs)
+
+
+def compare_latency(checkpoint: Checkpoint, sides: Sides, prompts: list[str], infer: Infer, together: bool) -> dict:
+    """The record's ``latency``. ``together``: whether all sides may be open at once."""
+    warmup, repeats, contracts = infer.num_warmup_runs, infer.num_timed_runs, contracts_of(checkpoint)
+    turns = [list(sides)] if together else [[name] for name in sides]
+    framework: dict = {}
+    engine: dict = {}
+    medians: dict[str, dict[str, float]] = {name: {} for name in sides}
+    with progress(len(PART_NAMES) + 1, "latency") as advance:
+        for part in PART_NAMES:
+            times: dict = {}
+            for turn in turns:
+                distinct = [name for name in turn if name != QUANTIZED or part in QUANTIZED_PARTS]
+                calls = {name: part_call(sides[name][part], part, contracts[part], infer) for name in distinct}
+                times |= measure_in_turn(calls, warmup, repeats) if calls else {}
+            for name in sides:
+                medians[name][part] = times.get(name, times[FULL_PRECISION])["p50_ms"]
+            batch = str(batch_of(part, infer))
+            framework[part], engine[part] = {batch: {FULL_PRECISION: times[FRAMEWORK]}}, {batch: both(times)}
+            advance()
+        if together:
+            calls = {name: one_image(pipeline_of(checkpoint, side), prompts, infer) for name, side in sides.items()}
+            times = measure_in_turn(calls, 1, max(3, repeats // 3))
+        else:
+            times = {name: composed(parts, infer.steps) for name, parts in medians.items()}
+        batch = str(infer.batch_size)
+        framework["image"], engine["image"] = {batch: {FULL_PRECISION: times[FRAMEWORK]}}, {batch: both(times)}
+        advance()
+    return {"torch": framework, infer.engine: engine}
+
+
+def both(times: dict) -> dict:
+    full, quantized = times[FULL_PRECISION], times.get(QUANTIZED, NOT_QUANTIZED)
+    if quantized is NOT_QUANTIZED:
+        return {FULL_PRECISION: full, QUANTIZED: quantized}
+    speedup = ratio(full, quantized) if "samples_ms" in full else full["p50_ms"] / quantized["p50_ms"]
+    return {FULL_PRECISION: full, QUANTIZED: quantized, "speedup": speedup}

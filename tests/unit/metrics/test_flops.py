@@ -1,0 +1,27 @@
+import torch
+from torch import nn
+
+from sd_quant.metrics.flops import SECONDS, SIDE, operations, operations_a_second
+
+
+def test_two_operations_for_each_multiplication_with_its_addition():
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Flatten(), nn.Linear(8 * 16, 10))
+    total, of = operations(module, {"input": torch.empty(2, 3, 4, 4, device="meta")})
+    assert of["0"] == 2 * (2 * 8 * 4 * 4) * (3 * 3 * 3)
+    assert of["2"] == 2 * 2 * 128 * 10
+    assert total == of["0"] + of["2"]
+
+
+def test_attention_counts():
+    class Attention(nn.Module):
+        def forward(self, query):
+            return nn.functional.scaled_dot_product_attention(query, query, query)
+
+    total, _ = operations(Attention(), {"query": torch.empty(1, 2, 16, 8, device="meta")})
+    assert total == 2 * 2 * (2 * 16 * 16 * 8)  # two products, two heads
+
+
+def test_the_speed_is_work_over_time():
+    now = iter([0.0, *[0.1] * 3, SECONDS])  # three products in the time
+    assert operations_a_second(lambda: next(now)) == 2 * SIDE**3 * 3 / SECONDS

@@ -1,0 +1,49 @@
+from types import SimpleNamespace
+
+import pytest
+
+from sd_quant.errors import ResourceError
+from sd_quant.stages import needs
+
+SDXL = {"unet_xl": 2_567_463_684, "vae": 49_490_199, "clip1": 123_060_480, "clip2": 694_659_840}
+
+
+def job(size: int = 1024, calibration: str | None = None, library: str = "tensorrt_rtx"):
+    picture = SimpleNamespace(width=size, height=size, batch_size=1, engine="openvino")
+    quantize = SimpleNamespace(batch_size=1, calibration=calibration)
+    return SimpleNamespace(model=picture, infer=picture, quantize=quantize, trt=SimpleNamespace(library=library))
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    return lambda gigabytes: monkeypatch.setattr(needs, "available_memory_bytes", lambda: int(gigabytes * 1e9))
+
+
+def test_the_full_model_works_on_24_gb_one_part_at_a_time(tmp_path, memory):
+    memory(24)
+    needs.check_machine(needs.memory_needed(SDXL, job()), {}, tmp_path)
+    assert not needs.fits(needs.memory_of_sides(SDXL, job().infer), "all")
+    memory(80)
+    assert needs.fits(needs.memory_of_sides(SDXL, job().infer), "all")
+
+
+def test_a_machine_that_is_too_small_is_told_what_would_help(tmp_path, memory):
+    memory(8)
+    with pytest.raises(ResourceError, match=r"the 8.0 GB that are free here .*calibrate 1\d.\d GB, plans 1\d.\d GB"):
+        needs.check_machine(needs.memory_needed(SDXL, job()), {}, tmp_path)
+    small = needs.memory_needed(SDXL, job(calibration="given", library="none"))
+    assert set(small) == {"pictures"}
+
+
+def test_smaller_pictures_need_less(memory):
+    large, small = (needs.memory_needed(SDXL, job(size)) for size in (1024, 512))
+    assert all(small[stage] <= large[stage] for stage in large) and small["calibrate"] < large["calibrate"]
+
+
+def test_a_disk_that_is_too_small(tmp_path, memory):
+    memory(24)
+    files = needs.disk_needed(SDXL, job())
+    assert 25e9 < sum(files.values()) < 40e9 and files["plan"] > 0
+    assert needs.disk_needed(SDXL, job(library="none"))["plan"] == 0
+    with pytest.raises(ResourceError, match=r"this job leaves up to .*quantized_unet.pt 10.3 GB.*hydra.run.dir"):
+        needs.check_machine({}, files | {"onnx": 1e18}, tmp_path)
