@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 
 import onnx
-import onnx_ir
 import torch
 import yaml
 
@@ -20,16 +19,16 @@ from sd_quant.engines import load_engine
 from sd_quant.engines.base import Engine
 from sd_quant.engines.pool import Pool, Side
 from sd_quant.errors import ResourceError
-from sd_quant.export.graph import copy_of, trace
-from sd_quant.export.quantized import write_onnx
+from sd_quant.export.graph import copy_of
+from sd_quant.export.parts import trace_part, write_part
 from sd_quant.files import write_json, write_text
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.metrics.fidelity import fidelity
 from sd_quant.metrics.flops import operations, operations_a_second
 from sd_quant.metrics.memory import StageTimer, peak_memory_bytes
 from sd_quant.models.loading import contracts_of, empty_modules, load_model, load_part, part_parameters
-from sd_quant.models.parts import COMPONENTS, wrap
-from sd_quant.models.sdxl import build_modules, layer_roles, shared_inputs
+from sd_quant.models.parts import wrap
+from sd_quant.models.sdxl import layer_roles, shared_inputs
 from sd_quant.progress import duration, progress
 from sd_quant.quantization.assignment import LayerAssignment, Recipe, derive
 from sd_quant.quantization.levels import reason_kept
@@ -230,37 +229,13 @@ def export_parts(checkpoint: Checkpoint, assignment: dict[str, LayerAssignment],
     """ONNX of every part, and the UNet once more unquantized, which is what the quantized engine is compared with."""
     with progress(len(PART_NAMES), "export") as advance:
         for part in PART_NAMES:
-            graph = traced(checkpoint, part)
+            graph = trace_part(checkpoint, part)
             if part == "unet_xl":
                 write_part(copy_of(graph), checkpoint, part, artifact(directory / "full_precision", "onnx", part), {})
             write_part(
                 graph, checkpoint, part, artifact(directory, "onnx", part), assignment if part == "unet_xl" else {}
             )
             advance()
-
-
-def traced(checkpoint: Checkpoint, part: str) -> onnx_ir.Model:
-    """The graph of a part without its weights."""
-    return trace(
-        lambda: wrap(build_modules(checkpoint.model_config, checkpoint.clip1, checkpoint.clip2))[part],
-        contracts_of(checkpoint)[part],
-    )
-
-
-def write_part(
-    graph: onnx_ir.Model, checkpoint: Checkpoint, part: str, path: Path, assignment: dict[str, LayerAssignment]
-) -> None:
-    """The graph, which is used up, with the checkpoint's weights."""
-    component, prefix = COMPONENTS[part]
-    source = checkpoint.components[component]
-    write_onnx(
-        graph,
-        path,
-        inputs=len(contracts_of(checkpoint)[part].inputs),
-        prefix=prefix,
-        read=lambda name: source[name.removeprefix(prefix)],
-        assignment=assignment,
-    )
 
 
 def sides_of(pool: Pool, engine: str, directory: Path) -> dict[str, Side]:

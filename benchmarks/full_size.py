@@ -1,0 +1,643 @@
+"""The full SDXL on a small machine: what each stage takes, beside what NVIDIA's and torch's own way takes.
+
+Everything that is measured has a process of its own, one after another, so that its peak memory is its own and nothing
+but the disk's cache is warm; the parent imports no torch. A process that the kernel kills for lack of memory is a
+finding too. Figures are kept in ``<work>/rows.json`` as they come, and a run that was interrupted goes on with those
+that are missing; delete the file, or take another ``--work``, to measure again.
+
+    python benchmarks/full_size.py
+    python benchmarks/full_size.py --checkpoint <file>.nemo --rows 1,4 --twice
+
+Rows: 1 the UNet to INT8 ONNX, 2 all four parts from ``.nemo`` to ONNX, 3 the UNet's plan, 4 one UNet pass on every
+level, 5 a picture by ``infer.py`` with all four parts on OpenVINO, the UNet in INT8. Without ``--checkpoint`` the
+weights are random, of the real sizes: time and memory are the same, but the errors in row 4 are of random weights.
+
+What is honest about it: both sides of row 1 start from the same weights and quantize the same layers. Ours pays for
+reading the checkpoint and rounding the weights, the reference's seconds are those of ``torch.onnx.export`` alone, with
+everything loaded and calibrated. Every side of row 4 has the same inputs and as many threads as torch takes
+(``OMP_NUM_THREADS`` is heeded, but not by ``infer.py``), and its error against torch stands beside its time.
+``--twice`` measures the unquantized sides again at the end, because a machine may change its speed.
+What is unfair: the reference holds fp32, as it does on a CPU; on a GPU it may hold fp16, half of that. It writes
+weights as fp32 with a QuantizeLinear behind them, so its file is an intermediate one. Peak memory (VmHWM) counts files
+that are mapped, such as the weights that OpenVINO reads, which the kernel could drop. torch and OpenVINO compute in
+fp32 what is not quantized; bf16, where a processor has it, would be faster. A plan is built here and not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+from sd_quant.config import REPOSITORY, anchored
+from sd_quant.files import write_json, write_text
+
+if "--row" in sys.argv:  # in a child only: the parent sits beside what is measured and has to be small
+    import onnx_ir
+    import torch
+    from common import timed
+    from safetensors.torch import load_file, save_file
+    from torch import Tensor
+
+    from sd_quant.calibration.cache import pack, unpack
+    from sd_quant.calibration.collection import calibrate
+    from sd_quant.checkpoints.nemo import Checkpoint, open_nemo
+    from sd_quant.engines import load_engine
+    from sd_quant.engines.base import Engine
+    from sd_quant.export.parts import trace_part, write_part
+    from sd_quant.files import atomic_path
+    from sd_quant.inference.pipeline import Sampling
+    from sd_quant.metrics.fidelity import relative_error
+    from sd_quant.metrics.flops import operations
+    from sd_quant.metrics.memory import peak_memory_bytes
+    from sd_quant.models.loading import contracts_of, empty_modules, load_model, load_part
+    from sd_quant.models.parts import wrap
+    from sd_quant.models.sdxl import layer_roles, shared_inputs
+    from sd_quant.quantization.assignment import LayerAssignment, Recipe, derive
+    from sd_quant.quantization.levels import reason_kept
+
+PARTS = ("unet_xl", "vae", "clip1", "clip2")
+TORCH, UNQUANTIZED = "torch", "unquantized"
+LEVELS = ("1", "2", "2.5", "3")
+HIGHEST = LEVELS[-1]
+SIDES = (TORCH, UNQUANTIZED, *LEVELS)  # of one UNet pass
+PASSES = [(side, "") for side in SIDES] + [(side, ", again") for side in (TORCH, UNQUANTIZED)]
+ALPHA = 0.8
+PROMPT = "a cabin in deep snow with light in the windows"
+STATISTICS_SIZE, STATISTICS_STEPS, SEED, GUIDANCE = 256, 2, 42, 5.0
+REFERENCE_AXES = {"batch": 2, "height": 16, "width": 16}  # of the one call that the reference calibrates on
+PICTURES, TARGET = (1, 1, 8), "SM89"  # least, likely and most pictures of a batch of the plan
+LATENT_FACTOR = 8  # pixels per latent
+KILLED = "killed"
+
+
+# ---------------------------------------------------------------------------------------------------- where files are
+
+
+def statistics_file(options: argparse.Namespace) -> Path:
+    return options.work / "statistics.safetensors"
+
+
+def parts_file(options: argparse.Namespace, part: str) -> Path:
+    return options.work / "parts" / part / f"{part}.onnx"
+
+
+def unet_file(options: argparse.Namespace, level: str) -> Path:
+    return options.work / "unet" / level / "unet_xl.onnx"
+
+
+def bytes_in(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def emptied(folder: Path) -> Path:
+    """Without what a process that was killed may have left there."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+# ------------------------------------------------------------------------------------- what a child does, and measures
+
+
+def synthetic(options: argparse.Namespace, _: str) -> dict:
+    from sd_quant.checkpoints.synthetic import write_synthetic
+
+    write_synthetic(options.checkpoint, torch.float16)
+    return {"bytes": options.checkpoint.stat().st_size}
+
+
+def calibration(options: argparse.Namespace, _: str) -> dict:
+    """One real pass, over one prompt, with the model in fp32: every recipe derives from it."""
+    model = load_model(open_nemo(options.checkpoint))
+    names = [name for name, role in layer_roles(model.modules["unet"]).items() if role != "excluded"]
+    size = min(STATISTICS_SIZE, options.size)
+    sampling = Sampling(STATISTICS_STEPS, GUIDANCE, size, size, 1, SEED)
+    found, seconds = timed(lambda: calibrate(model, names, [PROMPT], sampling, checkpoint_sha256="", accelerator="cpu"))
+    with atomic_path(statistics_file(options)) as temporary:
+        save_file(pack(found), temporary)
+    return {"seconds": seconds, "bytes": statistics_file(options).stat().st_size}
+
+
+def assignment(options: argparse.Namespace, checkpoint: Checkpoint, level: str) -> dict[str, LayerAssignment]:
+    if level == UNQUANTIZED:
+        return {}
+    roles, weights = layer_roles(empty_modules(checkpoint)["unet"]), checkpoint.components["unet"]
+    layers = unpack(load_file(statistics_file(options))).layers
+    recipe = Recipe(float(level), ALPHA)
+    return derive(roles, lambda name: weights[f"{name}.weight"], layers, recipe, shared_inputs(roles))
+
+
+def write(checkpoint: Checkpoint, part: str, path: Path, assignment: dict[str, LayerAssignment]) -> None:
+    write_part(trace_part(checkpoint, part), checkpoint, part, path, assignment)
+
+
+def export(options: argparse.Namespace, level: str) -> dict:
+    """The UNet alone, from the checkpoint and an assignment that is known."""
+    known, path = assignment(options, open_nemo(options.checkpoint), level), unet_file(options, level)
+    folder = emptied(path.parent)
+    _, seconds = timed(lambda: write(open_nemo(options.checkpoint), "unet_xl", path, known))
+    return {"seconds": seconds, "bytes": bytes_in(folder)}
+
+
+def variant(options: argparse.Namespace, level: str) -> dict:
+    """The same for another level, from the graph that the first of them leaves."""
+    checkpoint, path, graph = open_nemo(options.checkpoint), unet_file(options, level), options.work / "graph.onnx"
+    if not graph.exists():
+        with atomic_path(graph) as temporary:
+            onnx_ir.save(trace_part(checkpoint, "unet_xl"), temporary)
+    folder = emptied(path.parent)
+    write_part(onnx_ir.load(graph), checkpoint, "unet_xl", path, assignment(options, checkpoint, level))
+    return {"bytes": bytes_in(folder)}
+
+
+def reference(options: argparse.Namespace, _: str) -> dict:
+    """ModelOpt's SmoothQuant on the same layers, and torch's exporter as NeMo calls it."""
+    import modelopt.torch.quantization as mtq
+
+    from sd_quant.quantization.simulate import modelopt_config
+
+    checkpoint = open_nemo(options.checkpoint)
+    part, contract = load_model(checkpoint).parts["unet_xl"], contracts_of(checkpoint)["unet_xl"]
+    roles = layer_roles(part.unet)
+    chosen = {
+        name: LayerAssignment(name, role, (), format="int8") for name, role in roles.items() if role != "excluded"
+    }
+    config = modelopt_config(chosen) | {"algorithm": {"method": "smoothquant", "alpha": ALPHA}}
+    example = tuple(torch.randn(shape) for shape in contract.shapes(**REFERENCE_AXES).values())
+    dynamic = {
+        name: {index: axis for index, axis in enumerate(shape) if isinstance(axis, str)}
+        for name, shape in contract.inputs.items()
+    }
+    folder = emptied(options.work / "reference")
+    with torch.no_grad():
+        mtq.quantize(part.unet, config, lambda unet: part(*example))
+        before = peak_memory_bytes()
+        _, seconds = timed(
+            lambda: torch.onnx.export(
+                part,
+                example,
+                str(folder / "unet_xl.onnx"),  # a Path cannot have its weights beside it
+                dynamo=False,
+                opset_version=17,
+                input_names=list(contract.inputs),
+                output_names=list(contract.outputs),
+                dynamic_axes=dynamic,
+            )
+        )
+    return {"seconds": seconds, "bytes": bytes_in(folder), "peak_before_export_bytes": before}
+
+
+def parts(options: argparse.Namespace, _: str) -> dict:
+    def everything() -> None:
+        checkpoint = open_nemo(options.checkpoint)
+        known = assignment(options, checkpoint, HIGHEST)
+        for part in PARTS:
+            write(checkpoint, part, parts_file(options, part), known if part == "unet_xl" else {})
+
+    folder = emptied(options.work / "parts")
+    _, seconds = timed(everything)
+    return {"seconds": seconds, "bytes": bytes_in(folder)}
+
+
+def plan(options: argparse.Namespace, _: str) -> dict:
+    """Least, likely and largest batch as ``export_trt.py`` takes them: guidance doubles all but the least."""
+    from sd_quant.engines.tensorrt import build_plan
+
+    contract, latent = contracts_of(open_nemo(options.checkpoint))["unet_xl"], options.size // LATENT_FACTOR
+    batches = PICTURES[0], 2 * PICTURES[1], 2 * PICTURES[2]
+    shapes = [contract.shapes(batch=batch, height=latent, width=latent) for batch in batches]
+    path = options.work / "plan" / "unet_xl.plan"
+    report, seconds = timed(
+        lambda: build_plan(
+            parts_file(options, "unet_xl"),
+            path,
+            library="tensorrt_rtx",
+            profile={name: tuple(shape[name] for shape in shapes) for name in contract.inputs},
+            compute_capabilities=[TARGET],
+        )
+    )
+    return {"seconds": seconds, "bytes": report.bytes, "version": report.version}
+
+
+def count_operations(options: argparse.Namespace, _: str) -> dict:
+    """Of one pass: of all, of the layers, and of each level's. ``total`` has the products inside attention, which no
+    level quantizes."""
+    checkpoint = open_nemo(options.checkpoint)
+    part = wrap(empty_modules(checkpoint))["unet_xl"].eval()
+    shapes, roles = pass_shapes(options, checkpoint), layer_roles(part.unet)
+    total, found = operations(part, {name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
+    flops = {name: found[f"unet.{name}"] for name in roles}
+    chosen = {level: [n for n, role in roles.items() if reason_kept(role, float(level)) is None] for level in LEVELS}
+    return {
+        "total": total,
+        "layers": sum(flops.values()),
+        "quantized": {level: sum(flops[name] for name in names) for level, names in chosen.items()},
+        "quantized_layers": {level: len(names) for level, names in chosen.items()},
+    }
+
+
+def pass_shapes(options: argparse.Namespace, checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+    latent = options.size // LATENT_FACTOR
+    return contracts_of(checkpoint)["unet_xl"].shapes(batch=1, height=latent, width=latent)
+
+
+def pass_inputs(options: argparse.Namespace, checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """What calibration kept of one call, its conditional half, with noise of the size in place of its latent."""
+    calls = unpack(load_file(statistics_file(options))).calls
+    noise = torch.randn(pass_shapes(options, checkpoint)["x"], generator=torch.Generator().manual_seed(SEED))
+    return {name: sample.values[0][-1:].clone() for name, sample in calls.items()} | {"x": noise}
+
+
+def one_pass(options: argparse.Namespace, side: str) -> dict:
+    checkpoint = open_nemo(options.checkpoint)
+    inputs, torch_output = pass_inputs(options, checkpoint), options.work / "torch_output.pt"
+    engine, load_seconds = timed(lambda: pass_engine(options, checkpoint, side))
+    found = {"load_seconds": load_seconds, "load_peak_bytes": peak_memory_bytes(), "threads": torch.get_num_threads()}
+    output = engine(**inputs)["out"]
+    samples = [timed(lambda: engine(**inputs))[1] for _ in range(options.repeats)]
+    if side == TORCH:
+        torch.save(output, torch_output)
+    else:
+        from sd_quant.engines.openvino import int8_layers
+
+        found["int8_layers"] = int8_layers(engine)
+        if torch_output.exists():  # not where torch itself was killed
+            found["relative_error"] = relative_error(torch.load(torch_output), output)
+    return found | {"seconds": median(samples), "samples": samples}
+
+
+def pass_engine(options: argparse.Namespace, checkpoint: Checkpoint, side: str) -> Engine:
+    if side == TORCH:
+        return load_part(checkpoint, "unet_xl")
+    return load_engine("openvino", unet_file(options, side), threads=torch.get_num_threads())
+
+
+def origin(options: argparse.Namespace, _: str) -> dict:
+    from sd_quant.report.provenance import provenance
+
+    return provenance({}, [])
+
+
+CHILDREN: dict[str, Callable[[argparse.Namespace, str], dict]] = {
+    "synthetic": synthetic,
+    "calibration": calibration,
+    "export": export,
+    "variant": variant,
+    "reference": reference,
+    "parts": parts,
+    "plan": plan,
+    "operations": count_operations,
+    "pass": one_pass,
+    "origin": origin,
+}
+
+
+def child(options: argparse.Namespace) -> None:
+    """``--row pass:2.5`` is what comes before the colon, done for what comes after."""
+    name, _, side = options.row.partition(":")
+    found = CHILDREN[name](options, side)
+    print(json.dumps(found | {"peak_memory_bytes": peak_memory_bytes()}), flush=True)
+
+
+# ------------------------------------------------------------------------------------------------ what the parent does
+
+
+class StepFailed(Exception):
+    """A process ended badly; ``found`` says how."""
+
+    def __init__(self, found: dict):
+        super().__init__(found["failed"])
+        self.found = found
+
+
+def run_process(command: list[str], log: Path) -> tuple[str, dict]:
+    """What it printed, and its seconds and peak as the kernel counts them. Raises StepFailed."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    start = time.perf_counter()
+    with log.open("w", encoding="utf-8") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=REPOSITORY)
+        try:
+            printed = process.stdout.read()
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+        finally:
+            if process.returncode is None:
+                process.kill()
+    found = {"process_seconds": time.perf_counter() - start, "peak_memory_bytes": usage.ru_maxrss * 1024}
+    if process.returncode == -signal.SIGKILL:
+        raise StepFailed({"failed": KILLED} | found)
+    if process.returncode:
+        last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
+        raise StepFailed({"failed": " ".join(last) or f"exit status {process.returncode}"} | found)
+    return printed, found
+
+
+class Bench:
+    """The figures so far, and what has to be there before the next can be measured."""
+
+    def __init__(self, options: argparse.Namespace):
+        self.options, self.file = options, options.work / "rows.json"
+        subject = {"checkpoint": str(options.checkpoint), "size": options.size}
+        kept = json.loads(self.file.read_text(encoding="utf-8")) if self.file.exists() else {"subject": subject}
+        if kept.pop("subject") != subject:
+            raise SystemExit(
+                f"{self.file} has figures of another checkpoint or size; delete it or choose another --work"
+            )
+        self.subject, self.rows = subject, kept
+
+    def measure(self, name: str, work: Callable[[], dict], **note: object) -> None:
+        """Keep what ``work`` finds, unless it is known. A process that was killed is known, another failure is not."""
+        if self.rows.get(name, {}).get("failed") in (None, KILLED) and name in self.rows:
+            return
+        try:
+            found = work()
+        except StepFailed as failure:
+            found = failure.found
+        self.rows[name] = found | note
+        write_json(self.file, {"subject": self.subject} | self.rows)
+        print(f"{name}: {line(found)}", flush=True)
+
+    def child(self, row: str) -> dict:
+        given = {name: getattr(self.options, name) for name in ("checkpoint", "work", "size", "repeats")}
+        arguments = [text for name, value in given.items() for text in (f"--{name}", str(value))]
+        command = [sys.executable, __file__, "--row", row, *arguments]
+        printed, found = run_process(command, self.options.work / "logs" / f"{row.replace(':', '_')}.txt")
+        figures = next(text for text in reversed(printed.splitlines()) if text.startswith("{"))
+        return found | json.loads(figures)
+
+    def need(self, *rows: str) -> None:
+        """Make what these leave, unless it is there. Raises StepFailed."""
+        options = self.options
+        for row in rows:
+            name, _, level = row.partition(":")
+            files = {
+                "synthetic": [options.checkpoint],
+                "calibration": [statistics_file(options)],
+                "parts": [parts_file(options, part) for part in PARTS],
+                "variant": [unet_file(options, level)],
+            }[name]
+            if not all(file.exists() for file in files):
+                try:
+                    self.child(row)
+                except StepFailed as failure:
+                    raise StepFailed({"failed": f"not measured, {row}: {failure}"}) from failure
+
+    def after(self, *needed: str, row: str) -> Callable[[], dict]:
+        """The child ``row`` once all that it needs is there."""
+
+        def work() -> dict:
+            self.need("synthetic", "calibration", *needed)
+            return self.child(row)
+
+        return work
+
+    def remove(self, *names: str) -> None:
+        for name in names:
+            shutil.rmtree(self.options.work / name, ignore_errors=True)
+
+    def unet_export(self) -> None:
+        self.measure(f"export:{HIGHEST}", self.after(row=f"export:{HIGHEST}"))
+        self.remove("unet")
+        if not self.options.skip_reference:
+            self.measure("reference", self.after(row="reference"))
+            self.remove("reference")
+
+    def whole_export(self) -> None:
+        self.measure("parts", self.after(row="parts"))
+
+    def unet_plan(self) -> None:
+        self.measure("plan", self.after("parts", row="plan"))
+        self.remove("plan")
+
+    def passes(self) -> None:
+        """Each side's file is written, measured and removed, so the disk holds one at a time."""
+        self.measure("operations", self.after(row="operations"))
+        for side, again in PASSES if self.options.twice else PASSES[: len(SIDES)]:
+            if side != TORCH and not again:
+                self.measure(f"variant:{side}", self.after(row=f"variant:{side}"))
+            needed = () if side == TORCH else (f"variant:{side}",)
+            self.measure(f"pass:{side}{again}", self.after(*needed, row=f"pass:{side}"), repeats=self.options.repeats)
+            self.remove("unet")
+
+    def picture(self) -> None:
+        self.measure("picture", self.run_infer, steps=self.options.steps)
+
+    def run_infer(self) -> dict:
+        """``infer.py`` as a user calls it: its command line, and the record that it leaves."""
+        options, out = self.options, self.options.work / "picture"
+        self.need("synthetic", "calibration", "parts")
+        command = [sys.executable, str(REPOSITORY / "infer.py"), "model=sdxl_nemo", f"model.path={options.checkpoint}"]
+        command += [f"{part}={parts_file(options, part)}" for part in PARTS]
+        command += [f"prompts=[{PROMPT}]", f"steps={options.steps}", f"infer.width={options.size}"]
+        command += [f"infer.height={options.size}", "num_warmup_runs=0", "infer.num_timed_runs=1"]
+        command += [f"out_path={out}", f"hydra.run.dir={out}"]
+        _, found = run_process(command, options.work / "logs" / "picture.txt")
+        try:
+            latency = json.loads((out / "metrics.json").read_text(encoding="utf-8"))["latency"]["openvino"]
+            picture, step = latency["image"]["1"], latency["unet_xl"]["2"]
+            times = {"seconds": picture["p50_ms"] / 1000, "step_seconds": step["p50_ms"] / 1000}
+        except (OSError, KeyError) as error:
+            raise StepFailed({"failed": f"infer.py left no such latency: {error}"} | found) from error
+        return found | times | {"composed": "composed" in picture}
+
+
+ROWS: dict[str, Callable[[Bench], None]] = {
+    "1": Bench.unet_export,
+    "2": Bench.whole_export,
+    "3": Bench.unet_plan,
+    "4": Bench.passes,
+    "5": Bench.picture,
+}
+
+
+# ------------------------------------------------------------------------------------------------------------- tables
+
+
+def number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def gigabytes(value: float) -> str:
+    return f"{number(value / 1e9)} GB"
+
+
+def seconds(value: float) -> str:
+    return f"{number(value)} s"
+
+
+FIGURES = {
+    "peak_memory_bytes": ("peak memory", gigabytes),
+    "seconds": ("time", seconds),
+    "step_seconds": ("time of a step, two samples", seconds),
+    "bytes": ("on disk", gigabytes),
+}
+
+
+def line(found: dict) -> str:
+    figures = [f"{label} {form(found[key])}" for key, (label, form) in FIGURES.items() if key in found]
+    return ", ".join([*([found["failed"]] if "failed" in found else []), *figures])
+
+
+def cell(found: dict, key: str, form: Callable[[float], str]) -> str:
+    """A process that ended badly says so where its memory would stand; ``rows.json`` has the reason."""
+    if "failed" in found:
+        if key != "peak_memory_bytes":
+            return "–"
+        return f"{KILLED} at {form(found[key])}" if found["failed"] == KILLED else "failed"
+    return "–" if found.get(key) is None else form(found[key])
+
+
+def ratio(a: dict, b: dict, key: str = "seconds") -> str:
+    if "failed" in a or "failed" in b or key not in a or key not in b:
+        return "–"
+    return f"{number(a[key] / b[key])}x"
+
+
+def table(header: tuple[str, ...], lines: list[tuple[str, ...]]) -> str:
+    """Markdown, empty without lines."""
+    shown = (header, ("---",) * len(header), *lines) if lines else ()
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in shown)
+
+
+def stages_table(rows: dict) -> str:
+    stages = {
+        "1. the UNet to INT8 ONNX": (rows.get("reference", {}), rows.get(f"export:{HIGHEST}", {})),
+        "2. `.nemo` to ONNX, all four parts": ({}, rows.get("parts", {})),
+        f"3. the UNet's plan for {TARGET}, batch {PICTURES[0]} to {PICTURES[2]}": ({}, rows.get("plan", {})),
+        f"5. `infer.py`, a picture of {rows.get('picture', {}).get('steps')} steps": ({}, rows.get("picture", {})),
+    }
+    lines = [
+        (f"{stage}: {label}", cell(theirs, key, form), cell(ours, key, form), ratio(theirs, ours, key))
+        for stage, (theirs, ours) in stages.items()
+        for key, (label, form) in FIGURES.items()
+        if key in ours or key in theirs or (key == "peak_memory_bytes" and "failed" in ours | theirs)
+    ]
+    return table(("", "ModelOpt and torch.onnx", "ours", "ratio"), lines)
+
+
+def baseline(rows: dict, side: str) -> dict:
+    """The median of both measurements, where there are two."""
+    sides = [rows[name] for name in (f"pass:{side}", f"pass:{side}, again") if "samples" in rows.get(name, {})]
+    return {"seconds": median(sample for found in sides for sample in found["samples"])} if sides else {}
+
+
+def passes_table(rows: dict) -> str:
+    flops, lines = rows.get("operations", {}), []
+    framework, unquantized = baseline(rows, TORCH), baseline(rows, UNQUANTIZED)
+    for side, again in PASSES:
+        found, stored = rows.get(f"pass:{side}{again}"), rows.get(f"variant:{side}", {})
+        if found is None:
+            continue
+        label = {TORCH: "torch, fp32", UNQUANTIZED: "OpenVINO, unquantized"}.get(side, f"OpenVINO, level {side}")
+        share = flops["quantized"][side] / flops["total"] if "quantized" in flops and side in LEVELS else None
+        lines.append(
+            (
+                label + again,
+                "–" if share is None else f"{share:.1%}",
+                cell(found, "int8_layers", str),
+                cell(stored, "bytes", gigabytes),
+                cell(found, "load_seconds", seconds),
+                cell(found, "seconds", seconds),
+                ratio(framework, found),
+                ratio(unquantized, found),
+                cell(found, "peak_memory_bytes", gigabytes),
+                cell(found, "relative_error", number),
+            )
+        )
+    return table(
+        ("4. one UNet pass", "quantized FLOPs", "INT8 layers", "ONNX", "load", "pass", "torch / this",
+         "unquantized / this", "peak memory", "error"), lines,
+    )  # fmt: skip
+
+
+def conditions(options: argparse.Namespace, rows: dict) -> str:
+    """What was measured and how, as far as it was."""
+    weights = "Random weights of SDXL's sizes" if options.synthetic else options.checkpoint.name
+    told = [f"{weights}, {options.size} x {options.size}."]
+    if any(found.get("failed") == KILLED for found in rows.values()):
+        told.append("Killed: by the kernel, which does that when memory is short; the figure is what it had reached.")
+    if "peak_before_export_bytes" in (theirs := rows.get("reference", {})):
+        before = gigabytes(theirs["peak_before_export_bytes"])
+        told.append(f"The reference's process had reached {before} when its export began.")
+    if "total" in (flops := rows.get("operations", {})):
+        total, layers = (f"{flops[key] / 1e9:,.4g}" for key in ("total", "layers"))
+        told.append(f"A pass at batch 1 has {total} GFLOP, {layers} of them in linears and convolutions.")
+    if rows.get("picture", {}).get("composed"):
+        told.append("The picture's time is composed of its parts', which memory does not hold at once.")
+    if measured := [found for found in rows.values() if "samples" in found]:
+        repeats, threads = ({str(found[key]) for found in measured} for key in ("repeats", "threads"))
+        told.append(
+            f"Medians of {' or '.join(repeats)} after one call to warm up, threads: {' or '.join(threads)}. The error "
+            "is the norm of the output's difference to torch over that of torch's output."
+        )
+    return " ".join(told) + "\n"
+
+
+def machine(origin: dict) -> str:
+    found, versions = origin["machine"], origin["versions"]
+    int8 = ", ".join(found["cpu_int8"]) or "no INT8 instructions"
+    packages = ("python", "torch", "nvidia-modelopt", "onnx", "openvino", "tensorrt_rtx", "diffusers")
+    return (
+        f"{found['cpu']} ({int8}), {found['usable_cores']} cores, {gigabytes(found['memory_bytes'])} of memory, "
+        f"{found['platform']}; {', '.join(f'{name} {versions[name]}' for name in packages)}; commit "
+        f"{origin['git']['commit']}, {origin['started']}.\n"
+    )
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--checkpoint", type=anchored, help="a .nemo; one with random weights is made by default")
+    parser.add_argument(
+        "--work", type=anchored, default="outputs/full_size", help="for files and figures (%(default)s)"
+    )
+    parser.add_argument("--rows", default=",".join(ROWS), help="to measure (%(default)s)")
+    parser.add_argument("--size", type=int, default=1024, help="of pictures (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="timed UNet passes of each side (%(default)s)")
+    parser.add_argument("--steps", type=int, default=2, help="of the picture (%(default)s)")
+    parser.add_argument("--twice", action="store_true", help="the unquantized passes again at the end")
+    parser.add_argument("--skip-reference", action="store_true", help="no export by ModelOpt and torch.onnx")
+    parser.add_argument("--keep", action="store_true", help="the checkpoint that was made and the ONNX of all parts")
+    parser.add_argument("--out", type=anchored, default="benchmarks/results/full_size.md", help="(%(default)s)")
+    parser.add_argument("--row", help=argparse.SUPPRESS)  # a child
+    options = parser.parse_args()
+    if unknown := set(options.rows.split(",")) - ROWS.keys():
+        parser.error(f"--rows has {', '.join(sorted(unknown))}; there are {', '.join(ROWS)}")
+    if options.checkpoint and not options.row and not options.checkpoint.exists():
+        parser.error(f"there is no {options.checkpoint}")
+    options.synthetic = options.checkpoint is None
+    options.checkpoint = options.checkpoint or options.work / "synthetic.nemo"
+    return options
+
+
+def main() -> None:
+    options = parsed()
+    if options.row:
+        return child(options)
+    with contextlib.suppress(OSError):  # short of memory, the kernel ends a child of ours and nobody else's process
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    bench = Bench(options)
+    for row in options.rows.split(","):
+        ROWS[row](bench)
+    if not options.keep:
+        bench.remove("parts", "picture")
+        if options.synthetic:
+            options.checkpoint.unlink(missing_ok=True)
+    origin = bench.child("origin")
+    texts = stages_table(bench.rows), passes_table(bench.rows), conditions(options, bench.rows), machine(origin)
+    text = "\n".join(filter(None, texts))
+    write_text(options.out, text)
+    print(f"\n{text}")
+
+
+if __name__ == "__main__":
+    main()
