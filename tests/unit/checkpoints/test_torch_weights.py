@@ -3,6 +3,7 @@
 import io
 import os
 import pickle
+import weakref
 import zipfile
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from sd_quant.checkpoints.archive import open_members
-from sd_quant.checkpoints.torch_weights import stored_tensors
+from sd_quant.checkpoints.torch_weights import LazyTensor, lazy, stored_tensors, write_tensors
 from sd_quant.errors import ArtifactError
 
 
@@ -137,3 +138,55 @@ def test_compressed_and_big_endian_files(tmp_path):
         stored(tmp_path, buffer.getvalue())
     with pytest.raises(ArtifactError, match="big-endian"):
         stored(tmp_path, rewritten(content, lambda name, data: b"big" if name.endswith("/byteorder") else data))
+
+
+STATE = {
+    "half": torch.arange(12).reshape(3, 4).half(),
+    "brain": torch.linspace(-1, 1, 5).bfloat16(),
+    "scalar": torch.tensor(2.5),
+    "empty": torch.empty(0, 3),
+    "large": torch.arange(2**18).float(),
+}
+
+
+def write_to(path: Path, tensors: dict, before: bytes = b"") -> bytes:
+    with path.open("w+b") as file:
+        file.write(before)
+        write_tensors(file, tensors)
+        file.write(b"behind")
+    content = path.read_bytes()
+    assert content.startswith(before) and content.endswith(b"behind")
+    return content[len(before) : -len(b"behind")]
+
+
+@pytest.mark.parametrize("before", [b"", bytes(512)])
+def test_torch_loads_what_was_written_one_tensor_at_a_time(tmp_path, before):
+    content = write_to(tmp_path / "weights", {name: lazy(tensor) for name, tensor in STATE.items()}, before)
+    loaded = torch.load(io.BytesIO(content), weights_only=True)
+    assert loaded.keys() == STATE.keys()
+    for name, tensor in STATE.items():
+        assert loaded[name].dtype == tensor.dtype and torch.equal(loaded[name], tensor), name
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        assert archive.testzip() is None  # the checksums are those of the numbers, not of the room left for them
+    assert len(content) == len(saved(STATE))
+
+
+def test_one_tensor_is_in_memory_at_a_time(tmp_path):
+    alive = []
+
+    def made(size: int) -> torch.Tensor:
+        assert not any(reference() is not None for reference in alive)
+        tensor = torch.ones(size)
+        alive.append(weakref.ref(tensor))
+        return tensor
+
+    sizes = {f"tensor {size}": size for size in (10, 1000, 100_000)}
+    tensors = {name: LazyTensor((size,), torch.float32, lambda size=size: made(size)) for name, size in sizes.items()}
+    write_to(tmp_path / "weights", tensors)
+    assert len(alive) == 3
+
+
+def test_a_tensor_that_is_not_what_was_announced(tmp_path):
+    wrong = LazyTensor((3,), torch.float32, lambda: torch.ones(4))
+    with (tmp_path / "weights").open("w+b") as file, pytest.raises(ValueError, match=r"was to be \(3,\)"):
+        write_tensors(file, {"wrong": wrong})

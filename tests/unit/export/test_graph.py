@@ -1,9 +1,12 @@
 import onnx_ir as ir
 import pytest
 import torch
+from onnxscript import optimizer
 from torch import nn
 
-from sd_quant.export.graph import OPSET, copy_of, fake_module
+from sd_quant.export import graph
+from sd_quant.export.graph import OPSET, copy_of, fake_module, trace
+from sd_quant.models.parts import Contract
 
 
 def shapes_of(values) -> dict[str, tuple]:
@@ -75,3 +78,28 @@ def test_the_default_dtype_is_put_back_even_after_a_failure():
     with pytest.raises(RuntimeError, match="no such architecture"):
         fake_module(fail, torch.float16)
     assert torch.get_default_dtype() == torch.float32
+
+
+class GatedFeedForward(nn.Module):
+    """With what is traced as a sequence, as a cast and as shapes that fold."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.first = nn.GroupNorm(4, 16), nn.Linear(16, 64)
+
+    def forward(self, x):
+        batch, channels, height, width = x.shape
+        tokens = self.norm(x).permute(0, 2, 3, 1).reshape(batch, height * width, channels)
+        value, gate = self.first(tokens).chunk(2, dim=-1)
+        value, gate = value[:, None], gate[:, None]
+        attended = nn.functional.scaled_dot_product_attention(value, gate, value)
+        return attended.reshape(batch, height, width, -1).permute(0, 3, 1, 2) * 1.0
+
+
+def test_folding_is_what_onnxscripts_whole_optimizer_does(monkeypatch):
+    half = torch.float16
+    contract = Contract({"x": ("batch", 16, "height", "width")}, ("out",), {"x": half}, half)
+    ours = ir.to_proto(trace(GatedFeedForward, contract))
+    monkeypatch.setattr(graph, "fold", optimizer.optimize)
+    theirs = ir.to_proto(trace(GatedFeedForward, contract))
+    assert ours.graph.SerializeToString(deterministic=True) == theirs.graph.SerializeToString(deterministic=True)

@@ -1,0 +1,95 @@
+"""The pipeline that is built from a ``.nemo`` against diffusers' own, built from the same weights.
+
+    python benchmarks/against_diffusers.py --checkpoint <file>.nemo --size 256
+
+The archive is converted to a folder, ``StableDiffusionXLPipeline.from_pretrained`` loads it, networks, tokenizers and
+all, and makes a picture in fp32; then ours makes it from the archive with the torch engines. diffusers is given NeMo's
+sampler, the three zeros behind the text that NeMo pads with, and the same noise: what is compared is how weights, text,
+sizes and guidance become a picture. The networks run the same code, so what differs is rounding.
+"""
+
+import argparse
+import gc
+import json
+import tempfile
+from pathlib import Path
+
+import torch
+from diffusers import StableDiffusionXLPipeline
+
+from sd_quant.checkpoints.convert import convert
+from sd_quant.checkpoints.nemo import open_nemo
+from sd_quant.config import anchored
+from sd_quant.engines.pool import Pool, Side
+from sd_quant.inference.pipeline import Generated, Sampling
+from sd_quant.metrics.fidelity import relative_error
+from sd_quant.metrics.memory import peak_memory_bytes
+from sd_quant.models.loading import load_part, pipeline_of
+from sd_quant.models.parts import COMPONENTS, pad_context
+from sd_quant.models.sdxl import scheduler
+
+PROMPT = "a glossy icon of a lighthouse"
+
+
+def ours(checkpoint: Path, sampling: Sampling) -> tuple[Generated, torch.Tensor]:
+    opened = open_nemo(checkpoint)
+    pool = Pool(lambda part: load_part(opened, part), most=1)
+    pipeline = pipeline_of(opened, Side(pool, {part: part for part in COMPONENTS}))
+    generated = pipeline([PROMPT], sampling)
+    pool.close()
+    return generated, pipeline.noise([0], sampling)
+
+
+@torch.no_grad()
+def diffusers_own(folder: Path, sampling: Sampling, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Latents [steps, 4, h, w] and the picture [H, W, 3], 0..1."""
+    pipeline = StableDiffusionXLPipeline.from_pretrained(folder, torch_dtype=torch.float32)
+    pipeline.scheduler = scheduler()
+    pipeline.set_progress_bar_config(disable=True)
+    context, unconditional, pooled, unconditional_pooled = pipeline.encode_prompt(PROMPT, device="cpu")
+    steps = []
+
+    def remember(pipeline, step, timestep, values):
+        steps.append(values["latents"].clone())
+        return values
+
+    picture = pipeline(
+        prompt_embeds=pad_context(context),
+        negative_prompt_embeds=pad_context(unconditional),
+        pooled_prompt_embeds=pooled,
+        negative_pooled_prompt_embeds=unconditional_pooled,
+        num_inference_steps=sampling.steps,
+        guidance_scale=sampling.guidance_scale,
+        height=sampling.height,
+        width=sampling.width,
+        latents=noise,
+        callback_on_step_end=remember,
+        output_type="np",
+    ).images[0]
+    return torch.cat(steps), torch.from_numpy(picture)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--checkpoint", type=anchored, default="checkpoints/sdxl_mini.nemo")
+    parser.add_argument("--size", type=int, default=64, help="of the picture (%(default)s)")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--work", type=anchored, help="where the folder, as large as the checkpoint, is for a while")
+    options = parser.parse_args()
+    sampling = Sampling(options.steps, 5.0, options.size, options.size, 1, 42)
+    generated, noise = ours(options.checkpoint, sampling)
+    gc.collect()
+    with tempfile.TemporaryDirectory(dir=options.work) as work:
+        folder = Path(work) / "folder"
+        convert(options.checkpoint, folder)
+        latents, picture = diffusers_own(folder, sampling, noise)
+    found = {
+        "latents": [relative_error(theirs, mine) for theirs, mine in zip(latents, generated.latents[0], strict=True)],
+        "picture_worst_of_255": (torch.from_numpy(generated.images[0]) - (255 * picture).round()).abs().max().item(),
+        "peak_memory_bytes": peak_memory_bytes(),
+    }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
