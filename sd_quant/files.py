@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,17 @@ def atomic_path(path: Path) -> Iterator[Path]:
         raise
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def check_room(path: Path, needed: float, what: str = "") -> None:
+    """Raises ResourceError when the disk of ``path`` has fewer than ``needed`` bytes free; ``what`` explains them."""
+    folder = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise ResourceError(
+            f"{path} needs up to {needed / 1e9:.2f} GB{what} and the disk has {free / 1e9:.2f} GB free; make room or "
+            "choose another disk"
+        )
 
 
 def write_text(path: Path, text: str) -> None:

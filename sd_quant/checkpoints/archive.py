@@ -21,6 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError
+from sd_quant.files import check_room
 
 BLOCK = tarfile.BLOCKSIZE
 MAX_MEMBERS = 64
@@ -133,6 +134,7 @@ def is_gzipped(path: Path) -> bool:
 
 def _gunzipped(path: Path, compressed: BinaryIO) -> OpenFile:
     """An unnamed temporary file in $TMPDIR: reading tensors in any order needs random access, which gzip has not."""
+    check_room(Path(tempfile.gettempdir()), path.stat().st_size, " to unpack a gzipped archive")
     limit = GZIP_SLACK + GZIP_RATIO * path.stat().st_size
     size = 0
     compressed.seek(0)

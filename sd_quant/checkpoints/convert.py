@@ -11,18 +11,17 @@ leaves 590 of the UNet's 1680 tensors random.
 
 import argparse
 import os
-import shutil
 from collections.abc import Iterable
 from functools import partial
-from math import prod
 from pathlib import Path
 
 from sd_quant.checkpoints.diffusers_folder import INDEX, open_folder, write_folder
 from sd_quant.checkpoints.nemo import Checkpoint, open_nemo, read_config, whole_file, write_archive
 from sd_quant.checkpoints.sgm import open_sgm
 from sd_quant.checkpoints.synthetic import sdxl_base_config
-from sd_quant.checkpoints.torch_weights import Readable
-from sd_quant.errors import ConfigError, ResourceError, exit_with_its_code
+from sd_quant.checkpoints.torch_weights import Readable, size_of
+from sd_quant.errors import ConfigError, exit_with_its_code
+from sd_quant.files import check_room
 from sd_quant.progress import progress
 
 FILES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".onnx", ".tar", ".gz", ".zip")  # no names of folders
@@ -62,7 +61,7 @@ def convert(source: Path, target: Path, model_config: dict | None = None) -> int
         raise ConfigError(f"{target} exists already; give another name or remove it")
     checkpoint = open_checkpoint(source, model_config)
     state = checkpoint.state()
-    check_room(target, state.values())
+    check_target(target, state.values())
     if target.suffix == ".nemo":
         count, write = len(state), partial(write_archive, target, checkpoint.model_config, state)
     else:
@@ -73,18 +72,12 @@ def convert(source: Path, target: Path, model_config: dict | None = None) -> int
     return count
 
 
-def check_room(target: Path, tensors: Iterable[Readable]) -> None:
+def check_target(target: Path, tensors: Iterable[Readable]) -> None:
     """Raises ConfigError when ``target`` cannot be written, ResourceError when its disk has no room for the tensors."""
-    needed = sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)
     folder = next(folder for folder in target.absolute().parents if folder.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ConfigError(f"{folder} is no folder that can be written to; give another target than {target}")
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise ResourceError(
-            f"{target} needs {needed / 1e9:.2f} GB and {folder} has {free / 1e9:.2f} GB free; free some space or "
-            "choose another disk"
-        )
+    check_room(target, size_of(tensors))
 
 
 def size_on_disk(path: Path) -> int:

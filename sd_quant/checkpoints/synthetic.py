@@ -22,8 +22,9 @@ import yaml
 from torch import Tensor, nn
 
 from sd_quant.checkpoints.nemo import state_of, write_archive
-from sd_quant.checkpoints.torch_weights import LazyTensor
+from sd_quant.checkpoints.torch_weights import LazyTensor, size_of
 from sd_quant.errors import exit_with_its_code
+from sd_quant.files import check_room
 from sd_quant.models.sdxl import TextShape, build_modules
 from sd_quant.progress import progress
 
@@ -84,6 +85,7 @@ def write_synthetic(
     state = state_of(
         {component: random_component(component, module, dtype, seed) for component, module in modules.items()}, config
     )
+    check_room(path, size_of(state.values()))
     with progress(len(state), f"write {path.name}") as advance:
         write_archive(path, config, state, advance)
 

@@ -8,12 +8,13 @@ it wants a file of its own, which would mean extracting 14 GB, and it leaves map
 the process.
 """
 
+import math
 import os
 import re
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import BinaryIO, Protocol
@@ -53,6 +54,11 @@ def lazy(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> LazyTensor:
     """A tensor that is here already, brought to the CPU and to ``dtype`` when it is read."""
     dtype = dtype or tensor.dtype
     return LazyTensor(tuple(tensor.shape), dtype, lambda: tensor.detach().to("cpu", dtype))
+
+
+def size_of(tensors: Iterable[Readable]) -> int:
+    """Bytes of all of them."""
+    return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:

@@ -1,13 +1,16 @@
 """Plans from ONNX files."""
 
 import logging
+import math
 from pathlib import Path
 
 import onnx
 
 from sd_quant.config import ExportJob, ExportShape, Infer, Trt, anchored, artifact, part_paths
+from sd_quant.engines.base import onnx_files
 from sd_quant.engines.tensorrt import PlanReport, build_plan, describe_plan
 from sd_quant.progress import progress
+from sd_quant.stages.needs import check_machine, memory_of_plan
 
 LOG = logging.getLogger(__name__)
 GUIDANCE = 2  # classifier-free guidance runs the UNet on twice as many samples as there are pictures
@@ -16,10 +19,20 @@ LATENT_FACTOR = 8  # pixels per latent
 
 def export_trt(job: ExportJob, directory: Path) -> None:
     out = anchored(job.infer.out_path) if job.infer.out_path else directory
-    reports = build_plans(part_paths(job, "onnx"), out, job.trt, job.infer)
+    paths = part_paths(job, "onnx")
+    parameters = {part: numbers_in(path) for part, path in paths.items()}
+    check_machine({"plans": memory_of_plan(parameters)}, {"plans": 2 * sum(parameters.values())}, out)
+    reports = build_plans(paths, out, job.trt, job.infer)
     for part, report in reports.items():
         print(f"{part:8} {report.bytes / 1e6:8.1f} MB  {report.seconds:6.1f} s  {' '.join(report.targets)}")
     print(f"plans: {out / 'plan'}")
+
+
+def numbers_in(onnx_path: Path) -> int:
+    """How many numbers the weights of an ONNX file are, in that file or beside it."""
+    onnx_files(onnx_path)
+    graph = onnx.load(onnx_path, load_external_data=False).graph
+    return sum(math.prod(weight.dims) for weight in graph.initializer)
 
 
 def plan_library(trt: Trt) -> str:

@@ -21,7 +21,7 @@ from sd_quant.models.parts import Contract
 from sd_quant.progress import progress
 from sd_quant.report.pictures import save_images
 from sd_quant.report.provenance import provenance
-from sd_quant.stages.needs import fits, memory_of_side
+from sd_quant.stages.needs import check_machine, fits, memory_of_part, memory_of_side
 
 LOG = logging.getLogger(__name__)
 
@@ -40,8 +40,10 @@ def infer(job: InferJob, directory: Path) -> None:
         for path in files.values():
             if path.suffix == ".onnx":
                 onnx_files(path)
+    parameters = part_parameters(checkpoint)
+    check_machine({"the largest part": memory_of_part(parameters, job.infer)}, {}, out)
     record = provenance(paths, [])
-    together = fits(memory_of_side(part_parameters(checkpoint), job.infer), "all parts of the model")
+    together = fits(memory_of_side(parameters, job.infer), "all parts of the model")
     pool.most = None if together else 1
     engines = Side(pool, {part: part for part in PART_NAMES})
     if together:  # a broken file is found before the others have worked

@@ -5,12 +5,12 @@ needs little more than ``BASE``. Estimates are there to refuse what cannot work,
 """
 
 import logging
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 from sd_quant.config import Infer, QuantizeJob
 from sd_quant.errors import ResourceError
+from sd_quant.files import check_room
 from sd_quant.metrics.memory import available_memory_bytes
 
 LOG = logging.getLogger(__name__)
@@ -54,16 +54,26 @@ def fits(memory: Mapping[str, float], what: str) -> bool:
     return needed <= available
 
 
+def memory_of_part(parameters: Parameters, infer: Infer) -> float:
+    """Most bytes with one part open at a time."""
+    a_parameter = TORCH if infer.engine == "torch" else ENGINE
+    return BASE + max(a_parameter * count + activations(part, infer) for part, count in parameters.items())
+
+
+def memory_of_plan(parameters: Parameters) -> float:
+    """Most bytes while a plan is built."""
+    return BASE + PLAN * max(parameters.values())
+
+
 def memory_needed(parameters: Parameters, job: QuantizeJob) -> dict[str, float]:
     """Most bytes that each stage takes, with one part open at a time where that is enough."""
-    part = max(ENGINE * count + activations(name, job.infer) for name, count in parameters.items())
-    needed = {"pictures": BASE + part}
+    needed = {"pictures": memory_of_part(parameters, job.infer)}
     if job.quantize.calibration is None:
         encoders = parameters["clip1"] + parameters["clip2"]
         pixels = job.quantize.batch_size * job.model.width * job.model.height
         needed["calibrate"] = BASE + TORCH * (parameters["unet_xl"] + encoders) + 2 * UNET_PIXEL * pixels
     if job.trt.library != "none":
-        needed["plans"] = BASE + PLAN * max(parameters.values())
+        needed["plans"] = memory_of_plan(parameters)
     return needed
 
 
@@ -84,16 +94,13 @@ def check_machine(memory: Mapping[str, float], disk: Mapping[str, float], direct
     available = available_memory_bytes()
     short = {stage: needed for stage, needed in memory.items() if needed > available}
     if short:
-        figures = ", ".join(f"{stage} {needed / GB:.1f} GB" for stage, needed in short.items())
         raise ResourceError(
-            f"this job needs more memory than the {available / GB:.1f} GB that are free here ({figures}); reuse "
+            f"this job needs more memory than the {available / GB:.1f} GB that are free here ({figures(short)}); reuse "
             "statistics with calibration=<path>, leave plans out with export_trt=none, make smaller pictures with "
             "infer.width and infer.height, or take a larger machine"
         )
-    free, needed = shutil.disk_usage(directory).free, sum(disk.values())
-    if needed > free:
-        figures = ", ".join(f"{kind} {size / GB:.1f} GB" for kind, size in disk.items())
-        raise ResourceError(
-            f"{directory} has {free / GB:.1f} GB free and this job leaves up to {needed / GB:.1f} GB ({figures}); free "
-            "some space or choose another disk with hydra.run.dir"
-        )
+    check_room(directory, sum(disk.values()), f" ({figures(disk)})")
+
+
+def figures(sizes: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {size / GB:.1f} GB" for name, size in sizes.items())

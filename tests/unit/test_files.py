@@ -5,7 +5,7 @@ import json
 import pytest
 
 from sd_quant.errors import ResourceError
-from sd_quant.files import atomic_path, sha256, write_json, write_text
+from sd_quant.files import atomic_path, check_room, sha256, write_json, write_text
 
 
 def test_the_name_is_replaced_when_the_block_ends_well(tmp_path):
@@ -64,3 +64,11 @@ def test_sha256_is_that_of_the_bytes(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"abc" * 100_000)
     assert sha256(path) == hashlib.sha256(b"abc" * 100_000).hexdigest()
+
+
+def test_room_is_asked_of_the_disk_that_a_path_will_be_on(tmp_path):
+    check_room(tmp_path / "not/there/yet", 1)
+    with pytest.raises(
+        ResourceError, match=r"yet needs up to 1000000000.00 GB \(why\) and the disk has"
+    ):
+        check_room(tmp_path / "not/there/yet", 1e18, " (why)")
