@@ -4,7 +4,7 @@ PYTHON := $(VENV)/bin/python
 PIP := $(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart install test check clean
+.PHONY: help quickstart install test check report cache-clean clean
 
 help: ## Show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -22,6 +22,12 @@ check: $(VENV)/.sd-quant-test ## Style, types and unit tests, in under two minut
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
 	$(PYTHON) -m pytest tests/unit
+
+report: $(VENV)/.sd-quant-run ## Make the report of a run or a sweep again from its records: make report DIR=<folder>
+	$(PYTHON) -m sd_quant.report $(DIR)
+
+cache-clean: ## Remove what runs share: statistics, graphs, plans, pictures; the runs keep theirs
+	rm -rf outputs/cache
 
 clean: ## Remove what runs have written
 	rm -rf outputs multirun

@@ -1,15 +1,17 @@
 """What the three entrypoints share: refuse bad input in one sentence, map errors to exit codes.
 
-A single run is composed and checked once before Hydra makes its directory, so a refused command leaves nothing behind.
-Nothing heavy is imported before that.
+A single run, and every job of a sweep, is composed and checked once before Hydra makes a directory, so a refused
+command leaves nothing behind. Nothing heavy is imported before that.
 """
 
+import dataclasses
 import functools
 import logging
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
@@ -20,12 +22,16 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from sd_quant.config import REPOSITORY, check_writable, run_model
+from sd_quant import sweep
+from sd_quant.config import REPOSITORY, anchored, check_writable, run_model
 from sd_quant.errors import CANCELLED, ConfigError, SdQuantError, fail
+from sd_quant.files import write_json
 from sd_quant.knobs import near, read
+from sd_quant.report.summary import FAILURE, read_sweep
 
 LOG = logging.getLogger(__name__)
-CONF = REPOSITORY / "conf"
+CONF, SWEEPS = REPOSITORY / "conf", REPOSITORY / "outputs" / "sweeps"
+OmegaConf.register_new_resolver("job_name", sweep.name_of_job, replace=True)
 SHORTHANDS = {
     *("quant_level", "alpha", "smoothing", "keep", "percentile", "collect_method", "calib_size", "calibration"),
     *("out_path", "prompts", "num_samples", "steps", "scale", "seed", "num_warmup_runs"),
@@ -71,23 +77,29 @@ def refusal(error: Exception, config_name: str) -> ConfigError:
     return ConfigError(text)
 
 
-def check_command(job: type, config_name: str) -> None:
-    """Compose and check what a single run would do. Raises SdQuantError, makes nothing."""
-    arguments = get_args_parser().parse_args()
-    shows = arguments.help or arguments.hydra_help or arguments.cfg or arguments.info
-    if shows or arguments.multirun or arguments.shell_completion:
-        return
+@contextmanager
+def composing(config_name: str) -> Iterator[None]:
+    """Hydra composes in the block; what it complains of is raised as ConfigError."""
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            config = compose(config_name, arguments.overrides, return_hydra_config=True)
-            directory = str(config.hydra.run.dir)
+            yield
     except (HydraException, OmegaConfBaseException, ValueError) as error:  # ValueError: infer=3
         raise refusal(error, config_name) from error
+
+
+def check_command(job: type, config_name: str, overrides: list[str]) -> None:
+    """Compose and check what a single run would do. Raises SdQuantError, makes nothing."""
+    config = compose(config_name, overrides, return_hydra_config=True)
+    directory = str(config.hydra.run.dir)
+    checked(job, config)
+    check_writable(Path(directory))
+
+
+def checked(job: type, config: DictConfig):
     try:
-        job_of(job, config)
+        return job_of(job, config)
     except MissingMandatoryValue as error:
         raise ConfigError(f"the knob {error.full_key} has no value; give it one on the command line") from error
-    check_writable(Path(directory))
 
 
 def output_directory() -> Path:
@@ -95,30 +107,77 @@ def output_directory() -> Path:
 
 
 def told_once(task: Callable[[DictConfig], object]) -> Callable[[DictConfig], object]:
-    """The task, its refusals in its log and, for a single run, past Hydra, which would print a line of its own.
+    """The task; what it is in a sweep is said before it starts, and why it failed is kept in its directory.
 
-    In a sweep Hydra has to see them: it names the job that failed.
+    Of a single run, refusals go past Hydra, which would print a line of its own; in a sweep Hydra has to see them, to
+    go on with the next job.
     """
 
     @functools.wraps(task)
-    def refusing(config: DictConfig) -> object:
+    def telling(config: DictConfig) -> object:
+        hydra, directory = HydraConfig.get(), output_directory()
+        multirun = hydra.mode == RunMode.MULTIRUN
+        if multirun:
+            LOG.info("%s", sweep.job_line(read_sweep(directory.parent), hydra.job.num))
+        (directory / FAILURE).unlink(missing_ok=True)
         try:
             return task(config)
-        except SdQuantError as error:
-            LOG.error("%s", error)
-            if HydraConfig.get().mode == RunMode.MULTIRUN:
+        except Exception as error:
+            known = isinstance(error, SdQuantError)
+            reason, code = (str(error), error.exit_code) if known else (f"it crashed: {error!r}", 1)
+            write_json(directory / FAILURE, {"status": "failed", "reason": reason, "exit_code": code})
+            if known:
+                LOG.error("%s", error)
+            if multirun or not known:
                 raise
-            sys.exit(fail(str(error), error.exit_code))
+            sys.exit(fail(reason, code))
 
-    return refusing
+    return telling
+
+
+def run_sweep(main: Callable[[], object], job: type, config_name: str, overrides: list[str]) -> int:
+    """All jobs, by Hydra, and then the report, whatever became of them. Returns the exit code."""
+    with composing(config_name):
+        plan, name = sweep.plan_of(config_name, overrides, lambda config: dataclasses.asdict(checked(job, config)))
+    given = [override.partition("=")[2] for override in overrides if override.startswith("hydra.sweep.dir=")]
+    directory = anchored(given[-1] if given else SWEEPS / name)
+    check_writable(directory, "hydra.sweep.dir")
+    with sweep.opened(directory, plan):
+        print(sweep.start_line(read_sweep(directory)), flush=True)
+        sys.argv += [] if given else [f"hydra.sweep.dir={directory}"]
+        cancelled = False
+        try:
+            main()
+        except KeyboardInterrupt:
+            cancelled = True
+        except Exception as error:  # of the first job that failed; every job has left its own
+            LOG.debug("a job failed", exc_info=error)
+        from sd_quant.report.rebuild import rebuild
+
+        print(f"report: {rebuild(directory)}", flush=True)
+        found = read_sweep(directory)
+    if cancelled:
+        return fail("cancelled; what was finished is kept, and the same command goes on", CANCELLED)
+    code, sentence = sweep.outcome(found)
+    return fail(sentence, code) if code else 0
 
 
 def run(main: Callable[[], object], job: type, config_name: str) -> None:
     """Run a Hydra entrypoint and exit with the code that its outcome has. Commands work from any directory."""
     os.chdir(REPOSITORY)
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise errors to here instead of printing a traceback
+    arguments = get_args_parser().parse_args()
+    shows = arguments.help or arguments.hydra_help or arguments.cfg or arguments.info or arguments.shell_completion
     try:
-        check_command(job, config_name)
+        if shows:
+            main()
+            return
+        with composing(config_name):
+            sweeps = sweep.is_sweep(config_name, arguments.overrides, arguments.multirun)
+            if not sweeps:
+                check_command(job, config_name, arguments.overrides)
+        if sweeps:
+            sys.exit(run_sweep(main, job, config_name, arguments.overrides))
         main()
     except SdQuantError as error:
         sys.exit(fail(str(error), error.exit_code))

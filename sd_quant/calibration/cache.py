@@ -18,22 +18,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from sd_quant.calibration.statistics import LayerStatistics, Sample, Statistics
-from sd_quant.files import atomic_path
+from sd_quant.files import atomic_path, digest
 
 LOG = logging.getLogger(__name__)
 FORM = 2  # of the entries; another number makes all earlier ones unknown
-
-
-def digest(*texts: str) -> str:
-    """SHA-256 of texts, told apart."""
-    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
-
-
-def source_digest(*folders: str) -> str:
-    """Of the Python files in these folders of the package: code that collects otherwise has other entries."""
-    package = Path(__file__).resolve().parents[1]
-    files = sorted(file for folder in folders for file in (package / folder).glob("*.py"))
-    return digest(*(file.read_text(encoding="utf-8") for file in files))
 
 
 class Shelf:

@@ -17,10 +17,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from sd_quant.calibration.cache import Shelf, digest, pack, source_digest, unpack
+from sd_quant.calibration.cache import Shelf, pack, unpack
 from sd_quant.calibration.statistics import CALLS, ROWS, Statistics, collect, draw, merge
 from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.errors import ResourceError, SdQuantError
+from sd_quant.files import digest, source_digest
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.models.loading import LoadedModel, load_model, pipeline_of
 from sd_quant.progress import progress

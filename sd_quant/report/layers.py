@@ -23,11 +23,11 @@ def write_csv(rows: list[dict], path: Path) -> None:
     text = io.StringIO()
     writer = csv.DictWriter(text, columns)  # ends lines with CR LF: with LF alone it leaves a CR in a text unquoted
     writer.writeheader()
-    writer.writerows({column: _cell(value) for column, value in row.items()} for row in rows)
+    writer.writerows({column: cell(value) for column, value in row.items()} for row in rows)
     write_text(path, text.getvalue())
 
 
-def _cell(value: object) -> object:
+def cell(value: object) -> object:
     """Floats with six significant digits, texts that cannot start a formula, integers as they are."""
     if isinstance(value, Real) and not isinstance(value, Integral):
         return f"{float(value):.6g}"

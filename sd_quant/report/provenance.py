@@ -32,7 +32,7 @@ def provenance(inputs: dict[str, Path], overrides: list[str]) -> dict:
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "overrides": list(overrides),
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        "versions": {"python": platform.python_version(), **versions(*PACKAGES)},
         "machine": machine(),
         "git": git_state(REPOSITORY),
         "inputs": {name: fingerprint(path) for name, path in inputs.items()},
@@ -82,6 +82,11 @@ def fingerprint(path: Path) -> dict:
         size = sum(file.stat().st_size for file in files)
         return {"path": str(path), "sha256": hashlib.sha256(lines.encode()).hexdigest(), "bytes": size}
     return {"path": str(path), "sha256": None, "bytes": None, "reason": "no such file or folder"}
+
+
+def versions(*packages: str) -> dict[str, str | None]:
+    """Of installed packages; None for one that is not there."""
+    return {package: _version(package) for package in packages}
 
 
 def _version(package: str) -> str | None:

@@ -5,9 +5,17 @@ holds all versions they are timed in turn; else one after the other, and a pictu
 parts'. The record says which.
 """
 
+import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import reduce
+from pathlib import Path
 
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from sd_quant.cache import Cache
 from sd_quant.checkpoints.nemo import Checkpoint
 from sd_quant.config import PART_NAMES, Infer
 from sd_quant.engines.base import Engine
@@ -15,7 +23,7 @@ from sd_quant.inference.pipeline import Generated
 from sd_quant.metrics.latency import measure_in_turn, ratio
 from sd_quant.models.loading import contracts_of, pipeline_of
 from sd_quant.progress import progress
-from sd_quant.stages.infer import batch_of, composed, generate, one_image, part_call
+from sd_quant.stages.infer import batch_of, composed, generate, one_image, part_call, sampling_of
 from sd_quant.stages.parity import Outputs, WatchedSide
 
 FRAMEWORK, FULL_PRECISION, QUANTIZED = "framework", "full_precision", "quantized"
@@ -34,16 +42,57 @@ class Comparison:
     outputs: dict[str, Outputs]
 
 
-def compare_pictures(checkpoint: Checkpoint, sides: Sides, prompts: list[str], infer: Infer) -> Comparison:
+def compare_pictures(
+    checkpoint: Checkpoint, sides: Sides, prompts: list[str], infer: Infer, origin: Mapping[str, object], cache: Cache
+) -> Comparison:
+    """What is not quantized is the same for every recipe, so it comes from the cache where it is there.
+
+    ``origin``: what the pictures depend on besides prompts, sampling and engine, which are added here.
+    """
+    made_from = {**origin, "prompts": prompts, "sampling": asdict(sampling_of(infer)), "engine": infer.engine}
+    with tempfile.TemporaryDirectory() as temporary:
+        path = Path(temporary) / "pictures.safetensors"
+        cache.provide(
+            "pictures", made_from, path.parent,
+            lambda folder: save_file(pack(compare_unquantized(checkpoint, sides, prompts, infer)), folder / path.name),
+        )  # fmt: skip
+        comparison = unpack(load_file(path))
+    side, inputs = sides[QUANTIZED], comparison.inputs
+    comparison.pictures[QUANTIZED] = generate(pipeline_of(checkpoint, side), prompts, infer, "quantized")
+    comparison.outputs[QUANTIZED] = {part: side[part](**inputs[part]) for part in QUANTIZED_PARTS}
+    return comparison
+
+
+def compare_unquantized(checkpoint: Checkpoint, sides: Sides, prompts: list[str], infer: Infer) -> Comparison:
     framework = WatchedSide(sides[FRAMEWORK], unet_call=infer.steps // 2)
     pictures: dict[str, Generated] = {}
     outputs: dict[str, Outputs] = {}
-    for name, side in sides.items():
-        engines = framework if name == FRAMEWORK else side
-        pictures[name] = generate(pipeline_of(checkpoint, engines), prompts, infer, name.replace("_", " "))
-        parts = QUANTIZED_PARTS if name == QUANTIZED else reversed(PART_NAMES)
-        outputs[name] = {part: side[part](**framework.seen[part]) for part in parts}
+    for name, side in {FRAMEWORK: framework, FULL_PRECISION: sides[FULL_PRECISION]}.items():
+        pictures[name] = generate(pipeline_of(checkpoint, side), prompts, infer, name.replace("_", " "))
+        outputs[name] = {part: sides[name][part](**framework.seen[part]) for part in reversed(PART_NAMES)}
     return Comparison(pictures, framework.seen, outputs)
+
+
+def pack(comparison: Comparison) -> dict[str, Tensor]:
+    """As one level of tensors, whose names are paths."""
+    found: dict[str, Tensor] = {}
+    for side, generated in comparison.pictures.items():
+        found[f"pictures/{side}/images"] = torch.from_numpy(generated.images)
+        found[f"pictures/{side}/latents"] = generated.latents
+    for part, inputs in comparison.inputs.items():
+        found |= {f"inputs/{part}/{name}": tensor for name, tensor in inputs.items()}
+    for side, parts in comparison.outputs.items():
+        found |= {f"outputs/{side}/{part}/{name}": tensor for part in parts for name, tensor in parts[part].items()}
+    return {name: tensor.contiguous() for name, tensor in found.items()}
+
+
+def unpack(tensors: Mapping[str, Tensor]) -> Comparison:
+    tree: dict = {}
+    for path, tensor in tensors.items():
+        *folders, name = path.split("/")
+        reduce(lambda node, folder: node.setdefault(folder, {}), folders, tree)[name] = tensor
+    pictures = {side: Generated(found["images"].numpy(), found["latents"]) for side, found in tree["pictures"].items()}
+    return Comparison(pictures, tree["inputs"], tree["outputs"])
 
 
 def compare_latency(checkpoint: Checkpoint, sides: Sides, prompts: list[str], infer: Infer, together: bool) -> dict:

@@ -1,14 +1,19 @@
 """Plans from ONNX files."""
 
+import importlib.util
 import logging
 import math
+from functools import partial
 from pathlib import Path
 
 import onnx
+import torch
 
+from sd_quant.cache import Cache
 from sd_quant.config import ExportJob, ExportShape, Infer, Trt, anchored, artifact, part_paths
 from sd_quant.engines.base import onnx_files
-from sd_quant.engines.tensorrt import PlanReport, build_plan, describe_plan
+from sd_quant.engines.tensorrt import PlanReport, build_plan, describe_plan, read_record, runtime_module
+from sd_quant.files import sha256
 from sd_quant.progress import progress
 from sd_quant.stages.needs import check_machine, memory_of_plan
 
@@ -22,7 +27,7 @@ def export_trt(job: ExportJob, directory: Path) -> None:
     paths = part_paths(job, "onnx")
     parameters = {part: numbers_in(path) for part, path in paths.items()}
     check_machine({"plans": memory_of_plan(parameters)}, {"plans": 2 * sum(parameters.values())}, out)
-    reports = build_plans(paths, out, job.trt, job.infer)
+    reports = build_plans(paths, out, job.trt, job.infer, Cache(None))
     for part, report in reports.items():
         print(f"{part:8} {report.bytes / 1e6:8.1f} MB  {report.seconds:6.1f} s  {' '.join(report.targets)}")
     print(f"plans: {out / 'plan'}")
@@ -37,10 +42,6 @@ def numbers_in(onnx_path: Path) -> int:
 
 def plan_library(trt: Trt) -> str:
     """``auto`` is TensorRT where it and a GPU are there, TensorRT for RTX, which needs no GPU to build, elsewhere."""
-    import importlib.util
-
-    import torch
-
     if trt.library != "auto":
         return trt.library
     mainline = torch.cuda.is_available() and importlib.util.find_spec("tensorrt") is not None
@@ -65,23 +66,35 @@ def profile(onnx_path: Path, part: str, trt: Trt, infer: Infer | ExportShape) ->
     return shapes
 
 
-def build_plans(paths: dict[str, Path], out: Path, trt: Trt, infer: Infer | ExportShape) -> dict[str, PlanReport]:
+def build_plans(
+    paths: dict[str, Path], out: Path, trt: Trt, infer: Infer | ExportShape, cache: Cache
+) -> dict[str, PlanReport]:
     """``out/plan/<part>.plan`` for every ONNX file in ``paths``."""
     library = plan_library(trt)
     targets = trt.targets if library == "tensorrt_rtx" else []
     reports = {}
     with progress(len(paths), "build plans") as advance:
         for part, path in paths.items():
-            reports[part] = build_plan(
+            shapes, plan = profile(path, part, trt, infer), artifact(out, "plan", part)
+            origin = {
+                "onnx": {file.name: sha256(file) for file in onnx_files(path)},
+                "profile": shapes,
+                "knobs": [library, targets, trt.optimization_level, trt.workspace_gib],
+                "version": getattr(runtime_module(library), "__version__", None),
+                "gpu": None if targets else torch.cuda.get_device_name(),  # it is built for the one that is here
+            }
+            build = partial(
+                build_plan,
                 path,
-                artifact(out, "plan", part),
                 library=library,
-                profile=profile(path, part, trt, infer),
+                profile=shapes,
                 compute_capabilities=targets,
                 optimization_level=trt.optimization_level,
                 workspace_gib=trt.workspace_gib,
             )
-            found = describe_plan(artifact(out, "plan", part))
+            cache.provide("plan", origin, plan.parent, lambda folder, build=build, name=plan.name: build(folder / name))
+            reports[part] = read_record(plan)
+            found = describe_plan(plan)
             LOG.info("%s.plan: %.1f MB, %s %s for %s", part, reports[part].bytes / 1e6, library, found["version"],
                      " ".join(reports[part].targets))  # fmt: skip
             advance()

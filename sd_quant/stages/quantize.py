@@ -1,7 +1,9 @@
 """The main job: checkpoint, statistics, assignment, ONNX, plans, pictures, latency, parity, record."""
 
 import dataclasses
+import json
 import logging
+import shutil
 from collections.abc import Collection
 from functools import partial
 from pathlib import Path
@@ -10,6 +12,7 @@ import onnx
 import torch
 import yaml
 
+from sd_quant.cache import Cache, locked
 from sd_quant.calibration.collection import calibrate, origin
 from sd_quant.calibration.shared import read_shared
 from sd_quant.calibration.statistics import Statistics
@@ -19,12 +22,11 @@ from sd_quant.engines import load_engine
 from sd_quant.engines.base import Engine
 from sd_quant.engines.pool import Pool, Side
 from sd_quant.errors import ResourceError
-from sd_quant.export.graph import copy_of
-from sd_quant.export.parts import trace_part, write_part
-from sd_quant.files import write_json, write_text
+from sd_quant.files import digest, source_digest, write_json, write_text
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.metrics.fidelity import fidelity
 from sd_quant.metrics.flops import operations, operations_a_second
+from sd_quant.metrics.frechet import frechet_efficientnet
 from sd_quant.metrics.memory import StageTimer, peak_memory_bytes
 from sd_quant.models.loading import contracts_of, empty_modules, load_model, load_part, part_parameters
 from sd_quant.models.parts import wrap
@@ -39,28 +41,94 @@ from sd_quant.report.layers import write_csv
 from sd_quant.report.pictures import comparison_grid, save_images
 from sd_quant.report.provenance import provenance
 from sd_quant.report.sensitivity import plot_sensitivity
+from sd_quant.report.summary import FAILURE, RECORD
 from sd_quant.report.table import run_table
 from sd_quant.stages.compare import FRAMEWORK, FULL_PRECISION, QUANTIZED, compare_latency, compare_pictures
+from sd_quant.stages.export_onnx import export_parts
 from sd_quant.stages.export_trt import LATENT_FACTOR, build_plans, plan_library
 from sd_quant.stages.infer import image_names, shown
 from sd_quant.stages.needs import check_machine, disk_needed, fits, memory_needed, memory_of_sides
 from sd_quant.stages.parity import layer_parity, part_parity, run_simulation
+from sd_quant.stages.text_scores import text_scores
+from sd_quant.trackers import track
 
 LOG = logging.getLogger(__name__)
+PACKAGE = Path(__file__).resolve().parents[1]
+LOCK, TRACKED = ".lock", "outputs/trackers"
+WRITTEN = (
+    *("onnx", "plan", "full_precision", "images", "tmp*", RECORD, FAILURE, "provenance.json", "config.yaml"),
+    *("layers.csv", "sensitivity.csv", "sensitivity.png", "quantized_unet.pt"),
+)
 
 
 def quantize(job: QuantizeJob, directory: Path) -> float | None:
-    """Run the job into ``directory`` and return the mean PSNR in dB; the record is written last."""
+    """Run the job into ``directory`` and return the mean PSNR in dB; the record is written last.
+
+    A directory in which this very job is done is left as it is, what an earlier attempt left there is removed, and of
+    two processes with one directory the second waits for the first.
+    """
     if job.trt.library != "none":
         check_installed(plan_library(job.trt))  # before the first stage works for minutes
     if job.infer.engine.startswith("tensorrt") and not torch.cuda.is_available():
         raise ResourceError(
             f"infer={job.infer.engine} runs plans on an NVIDIA GPU and this machine has none; use infer=openvino"
         )
-    timer, path = StageTimer(), anchored(job.model.path)
-    prompts = job.infer.prompt_list()
+    again = (directory / LOCK).exists()
+    with locked(directory / LOCK, f"waiting for another process, which works in {directory}"):
+        facts = facts_of(job, directory)
+        record = finished(directory, fingerprint(job, facts))
+        if record is None:
+            if again:
+                remove_leftovers(directory)
+            record = run(job, directory, facts)
+        else:
+            LOG.info("done before: nothing that this job depends on has changed since")
+    print(run_table(record))
+    print(f"run directory: {shown(directory)}")
+    return record["fidelity"]["psnr"]["mean"]
+
+
+def facts_of(job: QuantizeJob, directory: Path) -> dict:
+    """Where and from what the job is run."""
+    inputs = {"checkpoint": anchored(job.model.path)}
+    if job.quantize.calibration is None:
+        inputs["calibration_prompts"] = anchored(job.model.calibration_prompts)
+    else:
+        inputs["calibration"] = anchored(job.quantize.calibration)
+    given = directory / ".hydra" / "overrides.yaml"
+    return provenance(inputs, yaml.safe_load(given.read_text(encoding="utf-8")) if given.exists() else [])
+
+
+def fingerprint(job: QuantizeJob, facts: dict) -> str:
+    """Of everything that decides the record but the machine, so that the jobs of a sweep may run on several."""
+    knobs = dataclasses.asdict(job) | {"cache": None, "published": None, "trackers": None}
+    inputs = {name: found["sha256"] for name, found in facts["inputs"].items()}
+    source = source_digest(*(path.name for path in PACKAGE.iterdir() if path.is_dir()), ".")
+    return digest(json.dumps([knobs, job.infer.prompt_list(), inputs, facts["versions"], source], sort_keys=True))
+
+
+def finished(directory: Path, wanted: str) -> dict | None:
+    """The record of this very job, if it is there."""
+    try:
+        record = json.loads((directory / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) and record.get("fingerprint") == wanted else None
+
+
+def remove_leftovers(directory: Path) -> None:
+    """What a job writes, and nothing else: the directory may be any that the user has named."""
+    for name in WRITTEN:
+        for path in directory.glob(name):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def run(job: QuantizeJob, directory: Path, facts: dict) -> dict:
+    """All stages. Returns the record, which it has written."""
+    timer, cache = StageTimer(), Cache(anchored(job.cache.dir) if job.cache.dir else None, job.cache.limit_gb * 1e9)
+    prompts, sha256 = job.infer.prompt_list(), facts["inputs"]["checkpoint"]["sha256"]
     with timer("load"):
-        checkpoint = open_nemo(path)
+        checkpoint = open_nemo(anchored(job.model.path))
         parameters = part_parameters(checkpoint)
         check_machine(memory_needed(parameters, job), disk_needed(parameters, job), directory)
         for source in checkpoint.components.values():
@@ -69,18 +137,11 @@ def quantize(job: QuantizeJob, directory: Path) -> float | None:
         kept = budget(
             job.quantize.keep, sum(reason_kept(role, job.quantize.quant_level) is None for role in roles.values())
         )
-        inputs = {"checkpoint": path}
-        if job.quantize.calibration is None:
-            inputs["calibration_prompts"] = anchored(job.model.calibration_prompts)
-        else:
-            inputs["calibration"] = anchored(job.quantize.calibration)
-        given = directory / ".hydra" / "overrides.yaml"
-        facts = provenance(inputs, yaml.safe_load(given.read_text(encoding="utf-8")) if given.exists() else [])
         knobs = dataclasses.asdict(job)
         write_text(directory / "config.yaml", yaml.safe_dump(knobs, sort_keys=False))
 
     with timer("calibrate"):
-        statistics = statistics_of(checkpoint, roles, job, facts["inputs"]["checkpoint"]["sha256"])
+        statistics = statistics_of(checkpoint, roles, job, sha256)
     with timer("assign"):
         assignment = derive_for(checkpoint, roles, statistics, job.quantize)
     sensitivity = None
@@ -93,21 +154,21 @@ def quantize(job: QuantizeJob, directory: Path) -> float | None:
             assignment = derive_for(checkpoint, roles, statistics, job.quantize, list(sensitivity.network_error)[:kept])
     write_csv([layer.row() for layer in assignment.values()], directory / "layers.csv")
     with timer("export"):
-        export_parts(checkpoint, assignment, directory)
+        export_parts(checkpoint, sha256, assignment, directory, cache)
     with timer("plans"):
         plans = {}
         if job.trt.library != "none":
             onnx_paths = {part: artifact(directory, "onnx", part) for part in PART_NAMES}
-            plans = build_plans(onnx_paths, directory, job.trt, job.infer)
+            plans = build_plans(onnx_paths, directory, job.trt, job.infer, cache)
             if job.infer.engine.startswith("tensorrt"):  # the side to compare with runs from a plan too
                 unquantized_unet = {"unet_xl": artifact(directory / "full_precision", "onnx", "unet_xl")}
-                build_plans(unquantized_unet, directory / "full_precision", job.trt, job.infer)
+                build_plans(unquantized_unet, directory / "full_precision", job.trt, job.infer, cache)
 
     together = fits(memory_of_sides(parameters, job.infer), "all versions of the model")
     pool = Pool(partial(open_engine, checkpoint, job.infer.engine), most=None if together else 1)
     sides = sides_of(pool, job.infer.engine, directory)
     with timer("pictures"):
-        comparison = compare_pictures(checkpoint, sides, prompts, job.infer)
+        comparison = compare_pictures(checkpoint, sides, prompts, job.infer, unquantized_origin(facts), cache)
         reference, unquantized, twins = (comparison.pictures[side] for side in (FRAMEWORK, FULL_PRECISION, QUANTIZED))
         save_pictures(directory, reference.images, twins.images, prompts, job)
     with timer("latency"):
@@ -129,10 +190,14 @@ def quantize(job: QuantizeJob, directory: Path) -> float | None:
             job.infer.engine,
         )
 
+    pictures = {FULL_PRECISION: reference.images, QUANTIZED: twins.images}
     closeness = fidelity(reference.images, twins.images, reference.latents, twins.latents)
+    closeness["frechet_efficientnet"] = frechet_efficientnet(reference.images, twins.images)
     record = {
         "schema_version": 1,
         "status": "done",
+        "fingerprint": fingerprint(job, facts),
+        "overrides": facts["overrides"],
         "knobs": {**knobs["quantize"], "model": knobs["model"], "trt": knobs["trt"], "infer": knobs["infer"]},
         "prompts": prompts,
         "sizes_bytes": sizes(parameters, directory),
@@ -142,6 +207,7 @@ def quantize(job: QuantizeJob, directory: Path) -> float | None:
         "fidelity_unquantized_engine": fidelity(
             reference.images, unquantized.images, reference.latents, unquantized.latents
         ),
+        "text_scores": text_scores(job.metrics, job.infer, prompts, pictures),
         "parity": parity,
         "layers": count_layers(assignment),
         "smoothing": count_smoothing(assignment, directory),
@@ -152,10 +218,20 @@ def quantize(job: QuantizeJob, directory: Path) -> float | None:
         "inputs": facts["inputs"],
     }
     write_json(directory / "provenance.json", facts)
-    write_json(directory / "metrics.json", record)
-    print(run_table(record))
-    print(f"run directory: {shown(directory)}")
-    return closeness["psnr"]["mean"]
+    write_json(directory / RECORD, record)
+    track(job.trackers, record, directory, anchored(TRACKED))
+    return record
+
+
+def unquantized_origin(facts: dict) -> dict:
+    """What its pictures depend on besides how they are made; another processor rounds otherwise."""
+    packages = ("torch", "diffusers", "transformers", "openvino", "onnxruntime")
+    return {
+        "checkpoint": facts["inputs"]["checkpoint"]["sha256"],
+        "source": source_digest("checkpoints", "engines", "export", "inference", "models"),
+        "versions": {name: facts["versions"][name] for name in packages},
+        "machine": [facts["machine"][name] for name in ("cpu", "usable_cores", "gpus")],
+    }
 
 
 def statistics_of(
@@ -176,7 +252,7 @@ def statistics_of(
         sampling,
         checkpoint_sha256=checkpoint_sha256,
         snapshots=knobs.snapshots,
-        cache=anchored(knobs.cache_dir) if knobs.cache_dir else None,
+        cache=anchored(job.cache.dir) if job.cache.dir else None,
         accelerator=knobs.accelerator,
         devices=knobs.devices,
         announce=lambda device, prompts: announce_calibration(checkpoint, job, device, prompts),
@@ -223,19 +299,6 @@ def measure_sensitivity(
     layers = [layer.name for layer in assignment.values() if layer.format]
     with progress(1 + len(layers) + len(points(kept, len(layers))), "sensitivity") as advance:
         return measure(simulated, lambda: torch.cat([part(**call) for call in calls]), layers, kept, advance)
-
-
-def export_parts(checkpoint: Checkpoint, assignment: dict[str, LayerAssignment], directory: Path) -> None:
-    """ONNX of every part, and the UNet once more unquantized, which is what the quantized engine is compared with."""
-    with progress(len(PART_NAMES), "export") as advance:
-        for part in PART_NAMES:
-            graph = trace_part(checkpoint, part)
-            if part == "unet_xl":
-                write_part(copy_of(graph), checkpoint, part, artifact(directory / "full_precision", "onnx", part), {})
-            write_part(
-                graph, checkpoint, part, artifact(directory, "onnx", part), assignment if part == "unet_xl" else {}
-            )
-            advance()
 
 
 def sides_of(pool: Pool, engine: str, directory: Path) -> dict[str, Side]:

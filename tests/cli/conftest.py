@@ -71,7 +71,7 @@ def main_job(command, checkpoint, tmp_path_factory) -> MainJob:
     directory = folder / "run"
     result = command(
         "quantize.py", "quant_level=3", "alpha=0.8", "calib_size=4", "quantize.n_steps=5", f"model.path={checkpoint}",
-        f"quantize.cache_dir={folder}/cache",
+        f"cache.dir={folder}/cache",
         f"infer.prompts=[{','.join(PROMPTS)}]", f"hydra.run.dir={directory}", *SAMPLING,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]

@@ -51,9 +51,9 @@ CHECKPOINT_GIVEN = "model.path={files}/empty.nemo"
         ("quantize.py", ["smoothing=none"], 2, "smoothing is none, expected one of folded, modelopt"),
         (
             "quantize.py",
-            [CHECKPOINT_GIVEN, "quantize.cache_dir={files}/empty.nemo/cache"],
+            [CHECKPOINT_GIVEN, "cache.dir={files}/empty.nemo/cache"],
             2,
-            "empty.nemo; set quantize.cache_dir",
+            "empty.nemo; set cache.dir",
         ),
         ("quantize.py", [CHECKPOINT_GIVEN, "calibration=no/such"], 2, "calibration names no/such, which does not"),
         ("quantize.py", ["calib_size=many"], 2, "quantize.calib_size is 'many', expected a whole number"),
@@ -152,7 +152,7 @@ def test_a_sweep_with_a_broken_job_fails_and_logs_it_in_the_jobs_own_log(command
 def test_ctrl_c_ends_the_job_soon_and_without_a_record(start, checkpoint, tmp_path):
     directory = tmp_path / "run"
     with start(
-        "quantize.py", f"model.path={checkpoint}", f"hydra.run.dir={directory}", "quantize.cache_dir=null"
+        "quantize.py", f"model.path={checkpoint}", f"hydra.run.dir={directory}", "cache.dir=null"
     ) as process:
         try:
             for line in process.stdout:

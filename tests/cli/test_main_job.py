@@ -139,7 +139,7 @@ def test_another_recipe_takes_its_statistics_from_the_cache_and_keeps_what_is_mo
     entries = {path: path.stat().st_mtime_ns for path in cache.rglob("*.safetensors")}
     result = command(
         "quantize.py", "quant_level=2", "alpha=auto", "smoothing=modelopt", "keep=2", "calib_size=4",
-        "quantize.n_steps=5", "export_trt=none", f"model.path={checkpoint}", f"quantize.cache_dir={cache}",
+        "quantize.n_steps=5", "export_trt=none", f"model.path={checkpoint}", f"cache.dir={cache}",
         f"infer.prompts=[{PROMPT}]", f"hydra.run.dir={directory}", *main_job.sampling,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
@@ -175,7 +175,7 @@ def test_statistics_from_elsewhere_give_the_same_recipe(command, run, main_job, 
     directory = tmp_path / "reused"
     result = command(
         "quantize.py", "quant_level=3", "alpha=0.8", "calib_size=4", "quantize.n_steps=5", f"model.path={checkpoint}",
-        f"calibration={folder}", "quantize.seed=7", "quantize.cache_dir=null", "export_trt=none",
+        f"calibration={folder}", "quantize.seed=7", "cache.dir=null", "export_trt=none",
         "infer.prompts=[a rocket]", f"hydra.run.dir={directory}", "infer.steps=1", "infer.num_timed_runs=1",
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]

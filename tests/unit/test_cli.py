@@ -1,4 +1,6 @@
+import json
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +15,8 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from sd_quant.cli import CONF, fail, job_of, knobs_of, refusal, told_once
 from sd_quant.config import PART_NAMES, InferJob, QuantizeJob, artifact
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError, SdQuantError
+from sd_quant.files import write_json
+from sd_quant.report.summary import FAILURE, SWEEP
 
 
 def composed(*overrides: str):
@@ -86,40 +90,61 @@ def test_a_failure_is_one_line_on_stderr_and_its_code(capsys):
 
 
 @pytest.fixture
-def hydra_mode(monkeypatch):
-    """Pretends that a job runs in the given mode."""
-    return lambda mode: monkeypatch.setattr(HydraConfig, "get", lambda: SimpleNamespace(mode=mode))
+def hydra(monkeypatch, tmp_path):
+    """Pretends that the second job of a sweep, or a single run, runs in ``tmp_path / "two"``."""
+    (tmp_path / "two").mkdir()
+    jobs = [{"name": name, "varied": {}} for name in ("one", "two")]
+    write_json(tmp_path / SWEEP, {"command": [], "varied": [], "jobs": jobs})
+
+    def pretend(mode: RunMode) -> Path:
+        runtime, job = SimpleNamespace(output_dir=str(tmp_path / "two")), SimpleNamespace(num=1)
+        monkeypatch.setattr(HydraConfig, "get", lambda: SimpleNamespace(mode=mode, runtime=runtime, job=job))
+        return tmp_path / "two" / FAILURE
+
+    return pretend
 
 
 @pytest.mark.parametrize(
     ("error", "code"), [(SdQuantError, 1), (ConfigError, 2), (ArtifactError, 3), (ResourceError, 4)]
 )
-def test_a_refusal_of_a_single_run_is_told_once_and_logged(hydra_mode, capsys, caplog, error, code):
+def test_a_refusal_of_a_single_run_is_told_once_and_logged(hydra, capsys, caplog, error, code):
     @told_once
     def task(config):
         raise error("the file is broken")
 
-    hydra_mode(RunMode.RUN)
+    failure = hydra(RunMode.RUN)
     with pytest.raises(SystemExit) as left, caplog.at_level(logging.ERROR):
         task(None)
     assert left.value.code == code
     assert capsys.readouterr().err == "error: the file is broken\n"
     assert caplog.messages == ["the file is broken"]
+    assert json.loads(failure.read_text()) == {"status": "failed", "reason": "the file is broken", "exit_code": code}
 
 
-def test_in_a_sweep_hydra_sees_the_refusal_and_the_log_has_it(hydra_mode, capsys, caplog):
+def test_in_a_sweep_hydra_sees_the_refusal_and_the_log_has_it(hydra, capsys, caplog):
     @told_once
     def task(config):
         raise ArtifactError("the file is broken")
 
-    hydra_mode(RunMode.MULTIRUN)
-    with pytest.raises(ArtifactError), caplog.at_level(logging.ERROR):
+    failure = hydra(RunMode.MULTIRUN)
+    with pytest.raises(ArtifactError), caplog.at_level(logging.INFO):
         task(None)
     assert capsys.readouterr().err == ""
-    assert caplog.messages == ["the file is broken"]
+    assert caplog.messages == ["job 2 of 2: two", "the file is broken"]
+    with pytest.raises(ArtifactError), caplog.at_level(logging.INFO):
+        task(None)
+    assert caplog.messages[2] == "job 2 of 2: two, failed before: the file is broken"
+    assert json.loads(failure.read_text())["exit_code"] == 3
 
 
-def test_a_result_and_other_errors_pass_unchanged():
-    assert told_once(lambda config: config + 1)(1) == 2
+def test_a_crash_passes_and_leaves_its_reason(hydra):
+    failure = hydra(RunMode.RUN)
     with pytest.raises(ZeroDivisionError):
         told_once(lambda config: 1 / config)(0)
+    assert json.loads(failure.read_text())["reason"] == "it crashed: ZeroDivisionError('division by zero')"
+
+
+def test_a_job_that_succeeds_has_not_failed(hydra):
+    failure = hydra(RunMode.MULTIRUN)
+    write_json(failure, {"reason": "before"})
+    assert told_once(lambda config: config + 1)(1) == 2 and not failure.exists()

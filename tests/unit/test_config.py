@@ -90,7 +90,6 @@ def test_the_preset_is_nemos():
         "keep": 0,
         "calibration": None,
         "snapshots": [32, 64, 128, 256, 512, 1024],
-        "cache_dir": "outputs/cache",
         "accelerator": "auto",
         "devices": 1,
     }
@@ -186,7 +185,7 @@ NAN, INFINITY = float("nan"), float("inf")
         ("quantize.snapshots", [0, 8], "quantize.snapshots is [0, 8], expected numbers of prompts"),
         ("quantize.snapshots", ["8"], "quantize.snapshots is ['8'], expected a list of whole numbers"),
         ("quantize.snapshots", 8, "quantize.snapshots is 8, expected a list of whole numbers"),
-        ("quantize.cache_dir", 3, "quantize.cache_dir is 3, expected text or null"),
+        ("cache.dir", 3, "cache.dir is 3, expected text or null"),
         ("quantize.calibration", 3, "quantize.calibration is 3, expected text or null"),
         ("quantize.accelerator", "tpu", "quantize.accelerator is tpu, expected one of auto, cpu, cuda"),
         ("quantize.devices", 0, "quantize.devices is 0, expected at least 1"),
@@ -275,9 +274,9 @@ def test_a_whole_number_of_layers_to_keep_stays_one(mappings):
 
 def test_a_cache_that_cannot_be_written_is_refused(mappings, tmp_path):
     (tmp_path / "file").touch()
-    job = read(QuantizeJob, changed(mappings["quantize"], "quantize.cache_dir", str(tmp_path / "file" / "cache")))
+    job = read(QuantizeJob, changed(mappings["quantize"], "cache.dir", str(tmp_path / "file" / "cache")))
     with pytest.raises(
-        ConfigError, match=r"^the cache of statistics .* cannot be written, .*; set quantize\.cache_dir"
+        ConfigError, match=r"^the cache .* cannot be written, .*; set cache\.dir"
     ):
         job.check_files()
 

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load, save
 
+from sd_quant import files
 from sd_quant.calibration import cache
-from sd_quant.calibration.cache import Shelf, digest, source_digest
+from sd_quant.calibration.cache import Shelf
 from sd_quant.calibration.statistics import LayerStatistics, Sample, Statistics
+from sd_quant.files import digest, source_digest
 
 ORIGIN = {"checkpoint": "a" * 64, "sampling": {"steps": 2, "seed": 42}}
 PROMPTS = ["a cat", "a dog", "ein Kätzchen 🐈", "../../etc/passwd", "a cat"]
@@ -335,7 +337,7 @@ def test_texts_are_told_apart():
 def test_entries_of_other_code_are_unknown(tmp_path, monkeypatch):
     (tmp_path / "calibration").mkdir()
     code = tmp_path / "calibration" / "statistics.py"
-    monkeypatch.setattr(cache, "__file__", str(tmp_path / "calibration" / "cache.py"))
+    monkeypatch.setattr(files, "__file__", str(tmp_path / "files.py"))
     found = []
     for text in ("ROWS = 128", "ROWS = 128", "ROWS = 64"):
         code.write_text(text)

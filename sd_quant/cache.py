@@ -1,0 +1,146 @@
+"""Work that runs share, done once: folders of files under a hash of everything that they depend on.
+
+A run gets links to an entry's files, so it stays whole when the entry goes, and costs no disk while it is there. An
+entry is made in a temporary folder and renamed, under a lock that ends with its process; it is checked against its
+hashes whenever it is used, and made again when it is damaged. When the cache outgrows its limit, what was used longest
+ago goes first. The road not taken is joblib.Memory, which pickles results and hashes arguments, not files.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from sd_quant.files import digest, sha256, write_json
+
+LOG = logging.getLogger(__name__)
+MANIFEST = "manifest.json"
+READ_ONLY = 0o444  # an entry's files are also those of the runs that use it
+
+
+@contextmanager
+def locked(path: Path, waiting: str = "") -> Iterator[None]:
+    """Alone with ``path`` among all processes, which wait for each other; ``waiting`` is logged by one that has to."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        if not try_lock(file):
+            LOG.info("%s", waiting or f"waiting for another process that holds {path}")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def try_lock(file) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class Cache:
+    """``directory`` None keeps nothing. ``limit_bytes`` is for all entries together."""
+
+    directory: Path | None
+    limit_bytes: float = 0
+
+    def provide(self, kind: str, origin: Mapping[str, object], target: Path, make: Callable[[Path], object]) -> None:
+        """``target`` holds the files that ``make(folder)`` writes for this ``origin``, from the cache if it has them.
+
+        ``origin`` is JSON and names everything that the files depend on. What else ``target`` holds stays there.
+        """
+        target.mkdir(parents=True, exist_ok=True)
+        if self.directory is None:
+            make(target)
+            return
+        described = json.dumps(origin, sort_keys=True)
+        entry = self.directory / kind / digest(described)[:32]
+        with locked(lock_of(entry), f"waiting for another process, which makes the same {kind}"):
+            if sound(entry):
+                LOG.info("%s comes from the cache", kind)
+            else:
+                fill(entry, json.loads(described), make)
+            os.utime(entry / MANIFEST)
+            for name in json.loads((entry / MANIFEST).read_text(encoding="utf-8"))["files"]:
+                link(entry / name, target / name)
+        self.trim(spared=entry)
+
+    def trim(self, spared: Path) -> None:
+        """Remove what was used longest ago, as far as the limit asks for it, but not ``spared`` or what is in use."""
+        manifests = sorted(self.directory.glob(f"*/*/{MANIFEST}"), key=used)
+        sizes = {manifest.parent: size_of(manifest.parent) for manifest in manifests}
+        excess = sum(sizes.values()) - self.limit_bytes
+        for entry, size in sizes.items():
+            if excess <= 0:
+                return
+            if entry == spared:
+                continue
+            with lock_of(entry).open("a") as lock:
+                if try_lock(lock):
+                    LOG.info("the cache is over its limit: %s goes, unused for the longest time", entry)
+                    shutil.rmtree(entry, ignore_errors=True)
+                    excess -= size
+
+
+def lock_of(entry: Path) -> Path:
+    return entry.with_name(f".{entry.name}.lock")
+
+
+def used(manifest: Path) -> float:
+    with suppress(OSError):  # another process has just removed it
+        return manifest.stat().st_mtime
+    return time.time()
+
+
+def size_of(entry: Path) -> int:
+    total = 0
+    for path in entry.iterdir() if entry.is_dir() else ():
+        with suppress(OSError):
+            total += path.stat().st_size
+    return total
+
+
+def fill(entry: Path, origin: object, make: Callable[[Path], object]) -> None:
+    """The folder appears whole or not at all."""
+    temporary = entry.with_name(f".{entry.name}.part")
+    for leftover in (temporary, entry):
+        shutil.rmtree(leftover, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        make(temporary)
+        files = {path.name: {"sha256": sha256(path), "bytes": path.stat().st_size} for path in temporary.iterdir()}
+        for name in files:
+            (temporary / name).chmod(READ_ONLY)
+        write_json(temporary / MANIFEST, {"origin": origin, "files": files})
+        temporary.rename(entry)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def sound(entry: Path) -> bool:
+    """Every file of the manifest is there with its hash. One line is logged when an entry is damaged."""
+    if not entry.exists():
+        return False
+    try:
+        files = json.loads((entry / MANIFEST).read_text(encoding="utf-8"))["files"]
+        whole = all(sha256(entry / name) == found["sha256"] for name, found in files.items() if Path(name).name == name)
+    except (OSError, ValueError, KeyError, TypeError):
+        whole = False
+    if not whole:
+        LOG.warning("the cache's entry %s is damaged; it is made again", entry)
+    return whole
+
+
+def link(source: Path, target: Path) -> None:
+    """The same file under another name, or a copy where the disk is another one."""
+    target.unlink(missing_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)

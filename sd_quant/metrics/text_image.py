@@ -1,0 +1,283 @@
+"""CLIP score and FID, for who has their networks' weights, and the window in which MLPerf accepts both.
+
+CLIP score says whether pictures show what their prompts say (Hessel et al., EMNLP 2021; as torchmetrics defines it:
+100 cos(picture, prompt), averaged, at least 0); FID how far they are, as a set, from photographs (Heusel et al. 2017,
+frechet.py has the formula). Neither is about quantization: they compare with what others publish, fidelity.py with
+full precision. The networks are torchmetrics' and are never downloaded: the road not taken is its default of fetching
+hundreds of megabytes when it is first called.
+
+MLPerf judges with its own code (github.com/mlcommons/inference, ``text_to_image``), CLIP from open_clip and Inception
+from pytorch-fid. Weights and definitions are the same; the resizing for Inception is not: here it is that of Heusel et
+al., whose pixels lie half a pixel off from pytorch-fid's. So what passes here has still to pass there.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from sd_quant.engines.base import one_line
+from sd_quant.errors import ArtifactError, ConfigError, ResourceError, SdQuantError
+from sd_quant.metrics.frechet import check_pictures, frechet_distance, moments
+from sd_quant.progress import progress
+
+BATCH = 16
+FEWEST_FOR_FID = 2049  # pictures: with fewer the covariance of Inception's 2048 features is singular
+PICTURES = {".bmp", ".jpeg", ".jpg", ".png", ".webp"}
+CLIP_FILES = (  # of each line, one has to be there
+    ("config.json",),
+    ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"),
+    ("tokenizer.json", "vocab.json"),
+    ("preprocessor_config.json", "processor_config.json"),
+)
+
+# MLPerf Inference, stable-diffusion-xl, closed division: within 0.2 % and 2 % of the fp32 reference's 31.74981837 and
+# 23.48046692 (docs/index.md there); how the pictures are made: backend_pytorch.py, what they are judged by: coco.py.
+MLPERF_CLIP = (31.68631873, 31.81331801)
+MLPERF_FID = (23.01085758, 23.95007626)
+MLPERF_PROTOCOL = {
+    "scheduler": "EulerDiscreteScheduler",
+    "steps": 20,
+    "guidance_scale": 8.0,
+    "height": 1024,
+    "width": 1024,
+    "negative_prompt": "normal quality, low quality, worst quality, low res, blurry, nsfw, nude",
+    "latents": "latents.pt",  # one starting noise for all pictures
+    "clip_network": {"layers": 12, "width": 768, "patch": 32},  # openai/clip-vit-base-patch32
+    "fid_references": "val2014.npz",
+}
+MLPERF_CAPTIONS = 5000  # of COCO 2014's validation set: captions_source.tsv there
+MLPERF_CAPTIONS_SHA256 = "635b5177356209894f672f272f62632d67099a015e483bb19e8af97d5050fa34"  # by captions_sha256
+
+
+def clip_score(images: np.ndarray, prompts: Sequence[str], weights: Path) -> dict:
+    """``{value, reason, pictures, network}`` of uint8 [N, H, W, 3] and N prompts; ``value`` from 0 to 100, the mean.
+
+    ``weights``: a folder of transformers' CLIPModel with its tokenizer and image processor. Where it cannot be used,
+    or there are no pictures, ``value`` is None and ``reason`` says why. Prompts are cut to what the network reads, as
+    MLPerf does. Raises ArtifactError for other pictures and when the numbers differ.
+    """
+    check_pictures(images)
+    if len(images) != len(prompts):
+        raise ArtifactError(f"{len(images)} pictures came with {len(prompts)} prompts, expected a prompt for each")
+    found = {"value": None, "reason": None, "pictures": len(images), "network": None}
+    if not len(images):
+        return found | {"reason": "there are no pictures"}
+    try:
+        model, processor = _clip(weights)
+    except SdQuantError as error:
+        return found | {"reason": str(error)}
+    from torchmetrics.multimodal import CLIPScore
+
+    metric = CLIPScore(lambda: (model, processor))  # type: ignore[arg-type, return-value]  # look like them
+    starts = range(0, len(images), BATCH)
+    with progress(len(starts), "CLIP score") as advance:
+        for start in starts:
+            batch = slice(start, start + BATCH)
+            metric.update(_pixels(images[batch]), list(prompts[batch]))
+            advance()
+    vision = model.config.vision_config
+    network = {"layers": vision.num_hidden_layers, "width": vision.hidden_size, "patch": vision.patch_size}
+    return found | {"network": network} | _number(metric.compute().item())
+
+
+def check_clip_weights(weights: Path) -> None:
+    """Raises ConfigError unless the folder is there and complete; reads no weights."""
+    if not weights.is_dir():
+        raise ConfigError(f"there is no folder {weights} with CLIP's weights; save a transformers CLIPModel there")
+    for names in CLIP_FILES:
+        if not any((weights / name).is_file() for name in names):
+            raise ConfigError(
+                f"the folder {weights} of CLIP's weights has no {' or '.join(names)}; save the model and its processor "
+                "there with save_pretrained"
+            )
+
+
+def fid(images: np.ndarray, references: Path, weights: Path) -> dict:
+    """``{value, reason, pictures, references}`` of uint8 [N, H, W, 3], N at least 2049; ``value`` is 0 or more.
+
+    ``references``: a folder of at least as many pictures, or an .npz with Inception's ``mu`` [2048] and ``sigma``
+    [2048, 2048] over them, as pytorch-fid writes and MLPerf ships it. ``weights``: pt_inception-2015-12-05, as
+    torch-fidelity (``weights-inception-2015-12-05-6726825d.pth``) serves it. Where anything is missing or broken or too
+    few, ``value`` is None and ``reason`` says why. Raises ArtifactError for other pictures.
+    """
+    check_pictures(images)
+    found = {"value": None, "reason": None, "pictures": len(images), "references": references.name}
+    try:
+        _check_number(len(images), "were made")
+        check_references(references)
+        network = _inception(weights)
+        of_references = _reference_moments(references, network)
+        of_images = moments(_features(network, len(images), lambda index: images[index]))
+    except SdQuantError as error:
+        return found | {"reason": str(error)}
+    if of_references[1].shape != of_images[1].shape:
+        sizes = f"{list(of_references[1].shape)}, expected {list(of_images[1].shape)}"
+        return found | {"reason": f"{references} has a sigma of shape {sizes}, as this Inception's features have it"}
+    return found | _number(frechet_distance(*of_references, *of_images))
+
+
+def check_references(references: Path) -> None:
+    """Raises ConfigError unless there is an .npz or a folder with enough pictures; opens none of them."""
+    if references.is_dir():
+        _check_number(len(_picture_files(references)), f"are in {references}")
+    elif references.suffix != ".npz" or not references.is_file():
+        raise ConfigError(
+            f"{references} is neither a folder of pictures nor an .npz with mu and sigma; name one of them"
+        )
+
+
+def mlperf_window(clip_score: float | None, fid: float | None, protocol: Mapping[str, Any]) -> dict:
+    """``{passes, reason}``: are both inside MLPerf's window? None where the pictures were not made its way.
+
+    ``protocol`` says how they were made and judged: ``prompts``, a sequence of text, and what MLPERF_PROTOCOL names.
+    """
+    prompts = protocol.get("prompts") or ()
+    differing = [
+        f"{name} is {protocol.get(name)!r} instead of {expected!r}"
+        for name, expected in MLPERF_PROTOCOL.items()
+        if protocol.get(name) != expected
+    ]
+    if captions_sha256(prompts) != MLPERF_CAPTIONS_SHA256:
+        differing.insert(
+            0, f"the {len(prompts)} prompts are not the {MLPERF_CAPTIONS} captions of COCO that MLPerf chose"
+        )
+    if differing:
+        return {"passes": None, "reason": f"not MLPerf's protocol: {'; '.join(differing)}"}
+    if clip_score is None or fid is None:
+        missing = " and no ".join(name for name, value in (("CLIP score", clip_score), ("FID", fid)) if value is None)
+        return {"passes": None, "reason": f"there is no {missing}"}
+    outside = [
+        f"{name} {value:.5f} is not within {low:.5f} and {high:.5f}"
+        for name, value, (low, high) in (("CLIP score", clip_score, MLPERF_CLIP), ("FID", fid, MLPERF_FID))
+        if not low <= value <= high
+    ]
+    return {"passes": not outside, "reason": "; ".join(outside) or None}
+
+
+def captions_sha256(prompts: Sequence[str]) -> str:
+    """The digest of prompts in whatever order: of the sorted ones, with a line feed between two, in UTF-8."""
+    return hashlib.sha256("\n".join(sorted(prompts)).encode()).hexdigest()
+
+
+class ProjectedClip(nn.Module):
+    """CLIP as torchmetrics 1.9 calls it: since transformers 5 a feature comes inside an object with other outputs."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.config = model, model.config
+
+    def get_image_features(self, pixel_values: Tensor) -> Tensor:
+        return self.model.get_image_features(pixel_values).pooler_output
+
+    def get_text_features(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.model.get_text_features(input_ids, attention_mask).pooler_output
+
+
+def _clip(weights: Path) -> tuple[ProjectedClip, Callable]:
+    """The network and what torchmetrics takes for its processor."""
+    from transformers import CLIPModel, CLIPProcessor
+
+    check_clip_weights(weights)
+    try:
+        model = CLIPModel.from_pretrained(weights, local_files_only=True, dtype=torch.float32).eval()
+        processor = CLIPProcessor.from_pretrained(weights, local_files_only=True)
+    except Exception as error:  # whatever the files lead transformers to
+        raise ArtifactError(f"{weights} cannot be loaded as a CLIPModel ({one_line(error)}); save it again") from error
+    longest = model.config.text_config.max_position_embeddings
+
+    def process(text: list[str] | None = None, images: list[Tensor] | None = None, **options) -> Mapping[str, Tensor]:
+        """Cut here: torchmetrics would cut off the end token too, by whose place CLIP finds the text's feature."""
+        if images is not None:
+            return processor.image_processor(images, return_tensors="pt")
+        return processor.tokenizer(text, truncation=True, max_length=longest, **options)
+
+    return ProjectedClip(model), process
+
+
+def _inception(weights: Path) -> Callable[[Tensor], Tensor]:
+    """From uint8 [N, 3, H, W] to fp32 [N, 2048]. Resized without antialiasing, as everybody's FID is."""
+    if not weights.is_file():
+        raise ConfigError(
+            f"there is no file {weights} with Inception's weights; name weights-inception-2015-12-05-*.pth"
+        )
+    try:
+        torch.load(weights, weights_only=True)  # because torch-fidelity unpickles whatever it is given
+    except Exception:  # the unpickler raises whatever the bytes lead it to, and its text advises to be unsafe
+        raise ArtifactError(f"{weights} is not a plain file of tensors; download Inception's weights again") from None
+    try:
+        from torchmetrics.image.fid import FrechetInceptionDistance
+
+        return FrechetInceptionDistance(feature_extractor_weights_path=str(weights), antialias=False).inception
+    except ImportError as error:
+        raise ResourceError(
+            f"torch-fidelity cannot be imported here ({one_line(error)}); install it with: pip install 'sd-quant[fid]'"
+        ) from error
+    except Exception as error:  # other keys, other shapes
+        raise ArtifactError(
+            f"{weights} holds no weights of Inception ({one_line(error)}); download them again"
+        ) from error
+
+
+def _reference_moments(references: Path, network: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    if references.is_dir():
+        files = _picture_files(references)
+        return moments(_features(network, len(files), lambda index: _read_picture(files[index])))
+    try:
+        with references.open("rb") as file, np.load(file, allow_pickle=False) as stored:
+            mean, covariance = (torch.from_numpy(stored[name]).double() for name in ("mu", "sigma"))
+    except Exception as error:  # the zip reader and numpy raise whatever the bytes lead them to
+        raise ArtifactError(
+            f"{references} cannot be read as mu and sigma ({one_line(error)}); copy it again"
+        ) from error
+    width = mean.numel()
+    if mean.shape != (width,) or covariance.shape != (width, width) or not covariance.isfinite().all():
+        raise ArtifactError(
+            f"mu and sigma of {references} are {list(mean.shape)} and {list(covariance.shape)}, or NaN, "
+        )
+    return mean, covariance
+
+
+def _features(network: Callable[[Tensor], Tensor], number: int, picture: Callable[[int], np.ndarray]) -> Tensor:
+    """One at a time: photographs differ in size."""
+    features = []
+    with torch.inference_mode(), progress(number, "Inception features") as advance:
+        for index in range(number):
+            features.append(network(_pixels(picture(index)[None])))
+            advance()
+    return torch.cat(features)
+
+
+def _picture_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.suffix.lower() in PICTURES)
+
+
+def _read_picture(path: Path) -> np.ndarray:
+    try:
+        with Image.open(path) as picture:
+            return np.asarray(picture.convert("RGB"))
+    except (OSError, ValueError, Image.DecompressionBombError) as error:
+        raise ArtifactError(f"the reference {path} cannot be read ({one_line(error)}); remove it") from error
+
+
+def _check_number(number: int, where: str) -> None:
+    if number < FEWEST_FOR_FID:
+        raise ConfigError(f"{number} pictures {where}, which is too few for FID; it takes {FEWEST_FOR_FID} or more")
+
+
+def _pixels(pictures: np.ndarray) -> Tensor:
+    """[N, H, W, 3] -> [N, 3, H, W], uint8."""
+    return torch.tensor(pictures).permute(0, 3, 1, 2)
+
+
+def _number(value: float | None) -> dict:
+    """``{value, reason}``, so that a record never holds NaN."""
+    if value is None or not math.isfinite(value):
+        return {"value": None, "reason": "the network gave NaN or infinity; its weights are damaged"}
+    return {"value": value, "reason": None}

@@ -1,0 +1,17 @@
+"""``python -m sd_quant.report DIR``: the tables, plots and page of a sweep or a run again, from its records alone."""
+
+import argparse
+from pathlib import Path
+
+from sd_quant.errors import exit_with_its_code
+from sd_quant.report.rebuild import rebuild
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m sd_quant.report", description="Make the report of a sweep again.")
+    parser.add_argument("directory", type=Path, help="the folder of a sweep or of a run")
+    print(rebuild(parser.parse_args().directory))
+
+
+if __name__ == "__main__":
+    exit_with_its_code(main)

@@ -1,0 +1,385 @@
+"""``report.html``: a sweep for a person who has to decide, in one file that loads nothing and opens anywhere.
+
+The recommendation comes first, then what speaks against it, then the table, the plots and the pictures that it rests
+on. Prompts, names and reasons are other people's text: on the page they are escaped, in the data of its script they
+stay data, and a content security policy allows that one script and no request. The road not taken is a notebook or a
+dashboard: either needs a server or a library where it is opened.
+"""
+
+import base64
+import hashlib
+import html
+import io
+import json
+import math
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from PIL import Image
+
+from sd_quant.files import write_text
+from sd_quant.report.plots import SIZE, TIME, figures, knob_value, svg
+from sd_quant.report.recommendation import RULE, fidelity_db, front, recommend
+from sd_quant.report.summary import DONE, SHOWN, Job, Row, Sweep, at, read_object, rows, shown
+
+REPORT, PROVENANCE = "report.html", "provenance.json"
+TEMPLATES = Path(__file__).with_suffix("")
+SIDES = ("full_precision", "quantized")
+SMALL_EDGE, LONGEST_EDGE = 256, 768  # up to the first pixels are kept as they are, beyond the second they are reduced
+WEBP_QUALITY = 90
+MOST_PROMPTS = 24
+MOST_BYTES = 40e6  # of pictures; a browser opens a page with more of them slowly
+NOT_A_PICTURE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)  # what PIL says of a damaged file
+MISSING = "–"
+HEADINGS = {"psnr_worst_db": "worst PSNR, dB", "unet_speedup": "UNet speedup", "image_speedup": "picture speedup"}
+MORE_IS_BETTER = {"psnr_db", "psnr_worst_db", "latent_sqnr_db", "unet_speedup", "image_speedup"}
+FRONTS = {
+    TIME: ("◆", "no other recipe is both faster and closer to full precision"),
+    SIZE: ("■", "no other recipe is both smaller and closer to full precision"),
+}
+CAPTIONS = {
+    "pareto_latency": "Fidelity and time. The line joins the recipes that no other beats in both. Each job timed the "
+    "unquantized engine in turn with its own, so what else the machine did has hit both alike.",
+    "pareto_size": "Fidelity and the size of the UNet's ONNX file.",
+    "trajectory": "How close the latents stay to full precision, step by step. Where a line falls, the pictures part.",
+    "layers": "The error of each quantized layer's output on real inputs, in the order in which they are called.",
+}
+
+
+def write_report(sweep: Sweep, extra_sections: Sequence[tuple[str, str]] = ()) -> Path:
+    """Write ``report.html`` into the sweep's folder and return its path.
+
+    ``extra_sections`` are headings and their HTML, which has to be safe already; they stand before the pictures.
+    Raises ResourceError when the disk is full.
+    """
+    table = rows(sweep)
+    names = {row["job"]: described(row, sweep) for row in table}
+    advice = recommend(table, lambda row: names[row["job"]])
+    plots = figures(sweep)
+    shown_pictures, notes = pictures(sweep, names, advice.job)
+    sections = [
+        section("warnings", "Warnings", listed(warnings_of(table, names))),
+        section("results", "Results", results(table, sweep, advice.job)),
+        section("plots", "Plots", "".join(plot(name, svg(figure, name)) for name, figure in plots.items())),
+        *(section("extra", heading, body) for heading, body in extra_sections),
+    ]
+    style, script = (template(name) for name in ("page.css", "page.js"))
+    page = Template(template("page.html")).substitute(
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        style=style,
+        script=script,
+        title=safe(model_name(sweep)),
+        kind=f"sweep of {len(sweep.jobs)} jobs" if len(sweep.jobs) > 1 else "one job",
+        facts="".join(
+            f'<div class="{name}"><dt>{name}</dt><dd>{safe(value)}</dd></div>' for name, value in facts(sweep) if value
+        ),
+        advice=emphasized(advice.sentence, names.get(advice.job, "")),
+        rule=safe(RULE[0].upper() + RULE[1:]),
+        sections="\n".join(filter(None, sections)),
+        picture_notes=listed(notes),
+        viewer_hidden="" if shown_pictures["prompts"] else "hidden",
+        data=for_script(shown_pictures),
+    )
+    path = sweep.directory / REPORT
+    write_text(path, page + "\n")
+    return path
+
+
+def template(name: str) -> str:
+    return (TEMPLATES / name).read_text(encoding="utf-8").strip()
+
+
+def clean(text: object) -> str:
+    """One line without control characters, halves of surrogates, and letters that turn the direction of writing."""
+    return "".join(letter if letter.isprintable() else " " for letter in str(text))
+
+
+def safe(text: object) -> str:
+    return html.escape(clean(text))
+
+
+def for_script(content: object) -> str:
+    """JSON that no browser takes for markup."""
+    text = json.dumps(content, allow_nan=False)  # all but ASCII is escaped, so U+2028 too
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def emphasized(sentence: str, start: str) -> str:
+    """The sentence with its ``start``, if it starts so, in bold."""
+    rest = sentence.removeprefix(start)
+    return f"<strong>{safe(start)}</strong>{safe(rest)}" if start and rest != sentence else safe(sentence)
+
+
+def section(identity: str, heading: str, body: str) -> str:
+    """Nothing, heading included, where there is no ``body``."""
+    return f'<section class="{identity}"><h2>{safe(heading)}</h2>{body}</section>' if body else ""
+
+
+def listed(sentences: Iterable[str]) -> str:
+    items = "".join(f"<li>{safe(sentence)}</li>" for sentence in sentences)
+    return f"<ul>{items}</ul>" if items else ""
+
+
+def plot(name: str, drawing: str) -> str:
+    """It may scroll sideways, and the keyboard has to reach what scrolls."""
+    return (
+        f'<figure class="plot {name}"><div class="drawing" tabindex="0" role="group" aria-label="{CAPTIONS[name]}">'
+        f"{drawing}</div><figcaption>{CAPTIONS[name]}</figcaption></figure>"
+    )
+
+
+def described(row: Row, sweep: Sweep) -> str:
+    """A recipe as it is given on the command line, or the job's name where nothing varies."""
+    return " ".join(f"{knob}={knob_value(row.get(knob))}" for knob in sweep.varied) or row["job"]
+
+
+def records(sweep: Sweep) -> list[Any]:
+    return [job.record for job in sweep.jobs if job.status == DONE]
+
+
+def distinct(values: Iterable[Any]) -> str:
+    """Of several jobs, each value once; absent ones left out."""
+    return ", ".join(dict.fromkeys(str(value) for value in values if value not in (None, "")))
+
+
+def model_name(sweep: Sweep) -> str:
+    return distinct(Path(str(at(record, "knobs", "model", "path") or "")).stem for record in records(sweep)) or (
+        sweep.directory.absolute().name
+    )
+
+
+def facts(sweep: Sweep) -> list[tuple[str, str]]:
+    """What all jobs have in common, or each of the different values."""
+    done = records(sweep)
+    sizes = (
+        f"{len(record.get('prompts') or [])}, {infer['width']} × {infer['height']}, {infer['steps']} steps"
+        for record in done
+        if (infer := at(record, "knobs", "infer")) and {"width", "height", "steps"} <= set(infer)
+    )
+    calibration = (
+        f"{at(record, 'knobs', 'calib_size')} prompts, {at(record, 'knobs', 'n_steps')} steps"
+        for record in done
+        if at(record, "knobs", "calib_size")
+    )
+    return [
+        ("checkpoint", distinct(Path(str(at(record, "knobs", "model", "path") or "")).name for record in done)),
+        ("engine", distinct(engine_of(record) for record in done)),
+        ("machine", distinct(machine_of(at(record, "environment", "machine") or {}) for record in done)),
+        ("date", started(sweep)),
+        ("pictures", distinct(sizes)),
+        ("calibration", distinct(calibration)),
+        ("command", shlex.join(sweep.command)),
+    ]
+
+
+def engine_of(record: Any) -> str:
+    engine = at(record, "knobs", "infer", "engine")
+    version = at(record, "environment", "versions", engine)
+    return " ".join(filter(None, (engine, version)))
+
+
+def machine_of(machine: Any) -> str:
+    memory = machine.get("memory_bytes")
+    return ", ".join(
+        filter(
+            None,
+            [
+                *(machine.get("gpus") or []),
+                machine.get("cpu"),
+                f"{machine['usable_cores']} cores" if machine.get("usable_cores") else "",
+                *(machine.get("cpu_int8") or []),
+                f"{memory / 2**30:.0f} GiB" if memory else "",
+            ],
+        )
+    )
+
+
+def started(sweep: Sweep) -> str:
+    """The day and time at which the first job began, as its record of where it came from says."""
+    times = []
+    for job in sweep.jobs:
+        try:
+            text = at(read_object(job.directory / PROVENANCE), "started") or at(job.record, "provenance", "started")
+            times += [datetime.fromisoformat(text)] if text else []
+        except (OSError, ValueError, TypeError):
+            continue
+    if not times:
+        return ""
+    first = min(times, key=datetime.timestamp)
+    return f"{first.day} {first:%B %Y, %H:%M %Z}"
+
+
+def warnings_of(table: Sequence[Row], names: Mapping[str, str]) -> list[str]:
+    """A sentence for each recipe that is slower than what it replaces, and for each job without figures."""
+    sentences = []
+    for row in table:
+        for column, what in (("image_speedup", "from prompt to picture"), ("unet_speedup", "in the UNet")):
+            ratio = row[column]
+            if ratio and round(ratio, 2) < 1:  # the third decimal is noise
+                times = f"{1 / ratio:.2f} times as long quantized as unquantized"
+                sentences.append(f"SLOWER: {names[row['job']]} takes {times} {what}.")
+    return sentences + [
+        f"{row['status'].upper()}: {row['job']}: {row['reason']}" for row in table if row["status"] != DONE
+    ]
+
+
+def results(table: Sequence[Row], sweep: Sweep, recommended: str | None) -> str:
+    """A row for each job; a click on a header sorts."""
+    leading = ["job", *sweep.varied]
+    fronts = {cost: {row["job"] for row in front(table, cost)} for cost in FRONTS}
+    compares = sum(row["status"] == DONE for row in table) > 1
+    header = [heading(name, "text") for name in leading]
+    header += [heading(HEADINGS.get(column, SHOWN[column][0]), "number", column in MORE_IS_BETTER) for column in SHOWN]
+    body = []
+    for row in table:
+        marks = [
+            f'<span class="mark" title="{meaning}">{mark}</span>'
+            for cost, (mark, meaning) in FRONTS.items()
+            if compares and row["job"] in fronts[cost]
+        ]
+        chosen = row["job"] == recommended
+        badge = '<span class="badge">recommended</span>' if chosen else ""
+        name = safe(row["job"]).replace(",", ",<wbr>")
+        cells = [f'<th scope="row">{name} {"".join(marks)}{badge}</th>']
+        cells += [cell("text", row.get(knob), knob_value(row.get(knob))) for knob in sweep.varied]
+        if row["status"] == DONE:
+            cells += [cell("number", *value_and_text(row, column)) for column in SHOWN]
+        else:
+            cells.append(f'<td class="reason" colspan="{len(SHOWN)}">{safe(row["status"])}: {safe(row["reason"])}</td>')
+        body.append(f'<tr class="{row["status"]}{" recommended" if chosen else ""}">{"".join(cells)}</tr>')
+    legend = " ".join(f'<span class="mark">{mark}</span> {meaning}.' for mark, meaning in FRONTS.values())
+    return (
+        '<div class="tools"><label>filter <input type="search" id="filter" autocomplete="off"></label>'
+        '<output id="count" for="filter"></output></div>'
+        '<div class="scroll" tabindex="0" role="group" aria-label="results">'
+        f'<table id="results"><thead><tr>{"".join(header)}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
+        + (f'<p class="small">{legend}</p>' if compares else "")
+    )
+
+
+def heading(text: str, kind: str, more_is_better: bool = False) -> str:
+    """``data-first``: the order in which a reader first wants the column."""
+    first = "descending" if more_is_better else "ascending"
+    return (
+        f'<th scope="col" class="{kind}" aria-sort="none" data-first="{first}">'
+        f'<button type="button">{safe(text)}</button></th>'
+    )
+
+
+def cell(kind: str, value: object, text: str) -> str:
+    """``value`` is what the column is sorted by; there is none where it is None."""
+    sorted_by = "" if value is None else f' data-value="{safe(value)}"'
+    return f'<td class="{kind}"{sorted_by}>{safe(text)}</td>'
+
+
+def value_and_text(row: Row, column: str) -> tuple[object, str]:
+    if column == "psnr_db" and row[column] is None and fidelity_db(row) is not None:
+        return "Infinity", "identical"
+    return row[column], shown(row, column)
+
+
+def pictures(sweep: Sweep, names: Mapping[str, str], recommended: str | None) -> tuple[dict, list[str]]:
+    """What the page's script shows of the pictures, and sentences on what it does not.
+
+    A prompt has a pair for each recipe; its pictures are indices into ``pictures``, as full precision is the same for
+    all recipes and embedded once. Of many prompts those are taken whose worst pair is worst.
+    """
+    done = [job for job in sweep.jobs if job.status == DONE]
+    found: dict[tuple[int, str], list[tuple[int, Job]]] = {}
+    for recipe, job in enumerate(done):
+        for index, prompt in enumerate(at(job.record, "prompts") or []):
+            found.setdefault((index, str(prompt)), []).append((recipe, job))
+
+    def closeness(item: tuple[tuple[int, str], list[tuple[int, Job]]]) -> float:
+        (index, _), jobs = item
+        scores = [score(job, "psnr", index) for _, job in jobs]
+        return min((value for value in scores if value is not None), default=math.inf)
+
+    embedded: list[dict] = []
+    places: dict[str, int] = {}  # of pictures, by the hash of their file
+
+    def embed(path: Path) -> int | None:
+        try:
+            content = path.read_bytes()
+            digest = hashlib.sha256(content).hexdigest()
+            if digest not in places:
+                embedded.append(for_page(content))
+                places[digest] = len(embedded) - 1
+            return places[digest]
+        except NOT_A_PICTURE:
+            return None
+
+    prompts: list[dict] = []
+    absent = dict.fromkeys((job.name for job in done), 0)
+    for (index, prompt), jobs in sorted(found.items(), key=closeness):
+        if len(prompts) == MOST_PROMPTS or sum(len(picture["source"]) for picture in embedded) > MOST_BYTES:
+            break
+        pairs = []
+        for recipe, job in jobs:
+            full, quantized = (embed(job.directory / "images" / side / f"{index:04d}.png") for side in SIDES)
+            absent[job.name] += full is None or quantized is None
+            if full is not None or quantized is not None:
+                pairs.append({
+                    "recipe": recipe, "full": full, "quantized": quantized, "psnr": score(job, "psnr", index),
+                    "scores": scores(job, index),
+                })  # fmt: skip
+        if pairs:
+            prompts.append({"text": clean(prompt), "pairs": pairs})
+
+    notes = []
+    if not prompts:
+        notes.append("There are no pictures to show.")
+    elif len(prompts) < len(found):
+        notes.append(f"The {len(prompts)} worst of {len(found)} prompts are here; the others are in the jobs' folders.")
+    if any(picture["reduced"] for picture in embedded):
+        notes.append(
+            f"Pictures are compressed and at most {LONGEST_EDGE} pixels long here; the jobs keep the originals."
+        )
+    notes += [
+        f"{names[job]}: {count} {'pair of pictures is' if count == 1 else 'pairs of pictures are'} missing or damaged."
+        for job, count in absent.items()
+        if count
+    ]
+    recipes = [{"name": clean(names[job.name]), "recommended": job.name == recommended} for job in done]
+    return {"pictures": embedded, "recipes": recipes, "prompts": prompts}, notes
+
+
+def for_page(content: bytes) -> dict:
+    """A picture as the page embeds it. Small ones are encoded anew, without loss, so that nothing but pixels is taken
+    from a file. Raises one of ``NOT_A_PICTURE``."""
+    with Image.open(io.BytesIO(content)) as picture:
+        pixels = picture.convert("RGB")
+    encoded = io.BytesIO()
+    small = max(pixels.size) <= SMALL_EDGE
+    if small:
+        pixels.save(encoded, "PNG", optimize=True)
+    else:
+        pixels.thumbnail((LONGEST_EDGE, LONGEST_EDGE), Image.Resampling.LANCZOS)
+        pixels.save(encoded, "WEBP", quality=WEBP_QUALITY)
+    kind = "png" if small else "webp"
+    return {
+        "source": f"data:image/{kind};base64,{base64.b64encode(encoded.getvalue()).decode()}",
+        "width": pixels.width,
+        "height": pixels.height,
+        "reduced": not small,
+    }
+
+
+def score(job: Job, measure: str, index: int) -> float | None:
+    """Of one picture; None also where a ratio is infinite, because the pictures are identical."""
+    values = at(job.record, "fidelity", measure, "values") or []
+    return values[index] if index < len(values) else None
+
+
+def scores(job: Job, index: int) -> str:
+    ratio, distance = score(job, "psnr", index), score(job, "lpips", index)
+    if ratio is None and score(job, "ssim", index) is not None and score(job, "ssim", index) > 1 - 1e-6:
+        return "identical"
+    return " · ".join(
+        f"{name} {MISSING if value is None else form.format(value)}"
+        for name, value, form in (("PSNR", ratio, "{:.1f} dB"), ("LPIPS", distance, "{:.4f}"))
+    )

@@ -1,0 +1,395 @@
+"""The plots of a sweep: what a recipe costs and saves, where in the denoising pictures part, which layers are to blame.
+
+Each is drawn once, in the colours of ``PALETTE``. A PNG keeps them; in the SVG of a page they become variables of its
+style sheet, so a plot is dark where the page is. The road not taken is a plotting library in the browser: a report has
+to open from a mail, years later, and load nothing.
+"""
+
+import csv
+import io
+import math
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from matplotlib.ticker import MaxNLocator
+
+from sd_quant.files import atomic_path
+from sd_quant.report.recommendation import fidelity_db, front, recommend
+from sd_quant.report.sensitivity import COLOURS
+from sd_quant.report.summary import DONE, Job, Row, Sweep, at, rows
+
+LINES = [*COLOURS.values(), "#c44e52", "#64b5cd"]
+PAPER, INK, SOFT, FAINT, BAND, ACCENT = "#ffffff", "#202124", "#5f6368", "#dfe1e5", "#f1f3f4", "#0f766e"
+OTHER = "#b9bec5"  # a line among too many to tell apart
+PALETTE = {  # colour -> the page's variable; all differ, as the colour is what becomes the variable
+    PAPER: "paper", INK: "ink", SOFT: "soft", FAINT: "faint", BAND: "band", ACCENT: "accent",
+    OTHER: "other",
+    **{colour: f"line-{number}" for number, colour in enumerate(LINES, 1)},
+}  # fmt: skip
+STYLE: dict[Any, Any] = {
+    "axes.edgecolor": SOFT,
+    "axes.facecolor": PAPER,
+    "axes.labelcolor": SOFT,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 11,
+    "figure.facecolor": PAPER,
+    "font.size": 10,
+    "grid.color": FAINT,
+    "legend.frameon": False,
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "sd-quant",  # ids that are the same every time
+    "text.color": INK,
+    "text.parse_math": False,  # a name may have dollar signs
+    "xtick.color": SOFT,
+    "ytick.color": SOFT,
+}
+HALF, WHOLE = (5.6, 3.8), (11.6, 3.9)  # of a page's width, in inches
+PIXELS_PER_INCH = 150
+LONGEST_NAME = 28
+MOST_NAMES = 16  # more lines or points than this are named only where they matter
+WORST_LAYERS = 6
+DB_BEYOND = 3.0  # identical pictures have an infinite PSNR and are drawn this far above the rest
+TIME, SIZE = "image_relative_time", "unet_onnx_bytes"
+COSTS = {TIME: "prompt to picture, % of the unquantized engine's time", SIZE: "ONNX file of the UNet, MB"}
+UNQUANTIZED = {TIME: lambda row: 1.0, SIZE: lambda row: row["unet_onnx_full_precision_bytes"]}
+SCALE = {TIME: 100.0, SIZE: 1e-6}
+UNIT = {TIME: "%", SIZE: "MB"}
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """Both drawing and saving read matplotlib's settings."""
+    with rc_context(STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")  # a box in the PNG; a browser has more fonts
+        yield
+
+
+def figures(sweep: Sweep) -> dict[str, Figure]:
+    """``pareto_latency``, ``pareto_size``, ``trajectory`` and ``layers``, without those that have nothing to show."""
+    table = rows(sweep)
+    best = recommend(table, lambda row: row["job"]).job
+    done = sorted((job for job in sweep.jobs if job.status == DONE), key=lambda job: job.name != best)
+    with style():
+        drawn = {
+            "pareto_latency": pareto(table, sweep.varied, TIME, best),
+            "pareto_size": pareto(table, sweep.varied, SIZE, best),
+            "trajectory": trajectory(sweep, best),
+            "layers": next(filter(None, map(layers, done)), None),
+        }
+    return {name: figure for name, figure in drawn.items() if figure is not None}
+
+
+def write_plots(sweep: Sweep) -> None:
+    """``<name>.png`` of all ``figures`` in the sweep's folder, each atomically. Raises ResourceError: disk full."""
+    for name, figure in figures(sweep).items():
+        with atomic_path(sweep.directory / f"{name}.png") as temporary, style():
+            figure.savefig(temporary, format="png", dpi=PIXELS_PER_INCH, metadata={"Software": None})
+
+
+def svg(figure: Figure, name: str) -> str:
+    """An ``<svg>`` element for a page that defines the variables ``--plot-<colour>`` of ``PALETTE``.
+
+    Its ids start with ``name``, so that several fit on one page. It is safe HTML, whatever the labels say.
+    """
+    text = io.StringIO()
+    with style():
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    root = ElementTree.fromstring(text.getvalue())
+    for parent in list(root.iter()):
+        for child in list(parent):
+            if child.tag.endswith(("}metadata", "}style")):  # the latter would apply to the whole page
+                parent.remove(child)
+    for element in root.iter():
+        element.tag = element.tag.partition("}")[2]
+        element.attrib = {key.rpartition("}")[2]: for_page(value, name) for key, value in element.attrib.items()}
+        if "id" in element.attrib:
+            element.attrib["id"] = f"{name}-{element.attrib['id']}"
+    root.attrib = {"viewBox": root.attrib["viewBox"], "role": "img", "style": "stroke-linejoin: round"}
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def for_page(value: str, name: str) -> str:
+    """An attribute's value: the page's colours and font, and the names of other elements as ``svg`` changed them."""
+    value = re.sub(r"#[0-9a-f]{6}\b", lambda match: colour_on_page(match[0]), value)
+    value = re.sub(r"^#|(?<=url\()#", f"#{name}-", value)
+    return re.sub(r"(font:[^;]*?px) [^;]*|font-family:[^;]*;?", r"\1", value)
+
+
+def colour_on_page(colour: str) -> str:
+    return f"var(--plot-{PALETTE[colour]})" if colour in PALETTE else colour
+
+
+def short_name(row: Mapping, varied: Sequence[str]) -> str:
+    """What a row is called in a plot: the values of the varied knobs, or the job's name."""
+    values = " · ".join(knob_value(row.get(knob)) for knob in varied)
+    return fitted(values or row["job"])
+
+
+def knob_value(value: object) -> str:
+    return "–" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def fitted(text: str, longest: int = LONGEST_NAME) -> str:
+    """In one line, without control characters, the middle left out where it is too long."""
+    line = "".join(letter if letter.isprintable() else " " for letter in text)
+    half = longest // 2
+    return line if len(line) <= longest else f"{line[: half - 1]}…{line[-half:]}"
+
+
+def pareto(table: Sequence[Row], varied: Sequence[str], cost: str, recommended: str | None) -> Figure | None:
+    """PSNR over ``cost``, a column of ``COSTS``, and the front. None with fewer than two recipes to compare."""
+    usable = [row for row in table if row["status"] == DONE and row[cost] is not None and fidelity_db(row) is not None]
+    if len(usable) < 2:
+        return None
+    highest = max((fidelity_db(row) for row in usable if math.isfinite(fidelity_db(row))), default=0.0) + DB_BEYOND
+    place = lambda row: (row[cost] * SCALE[cost], min(fidelity_db(row), highest))  # noqa: E731
+    best = front(usable, cost)
+    figure = Figure(figsize=HALF, layout="constrained")
+    axes = figure.subplots()
+    axes.set(xlabel=f"{COSTS[cost]} (less is better)", ylabel="PSNR to full precision, dB")
+    axes.grid(linewidth=0.6)
+    axes.margins(0.1, 0.14)
+    axes.plot(*zip(*map(place, best), strict=True), color=SOFT, linewidth=1.2, zorder=2)
+    for row in usable:
+        chosen = row["job"] == recommended
+        colour = ACCENT if chosen else INK if row in best else SOFT
+        axes.plot(*place(row), "*" if chosen else "o", color=colour, markersize=14 if chosen else 6, zorder=3)
+    found = [UNQUANTIZED[cost](row) for row in usable]
+    unquantized = [value * SCALE[cost] for value in found if value is not None]
+    if unquantized:
+        mark_unquantized(axes, unquantized, UNIT[cost])
+    named = [row for row in usable if len(usable) <= MOST_NAMES or row in best or row["job"] == recommended]
+    named.sort(key=lambda row: row["job"] != recommended)  # the first has the choice of places
+    name_points(
+        axes,
+        [place(row) for row in named],
+        [short_name(row, varied) + (", identical" if math.isinf(fidelity_db(row)) else "") for row in named],
+        [row["job"] == recommended for row in named],
+        [place(row) for row in usable],
+        [place(row) for row in best],
+    )
+    subject = " · ".join(varied)
+    axes.set_title(f"named by {fitted(subject, 80)}" if subject else "", fontsize=9, color=SOFT)
+    return figure
+
+
+def mark_unquantized(axes: Axes, values: Sequence[float], unit: str) -> None:
+    """A line at the median of what the jobs measured for the unquantized engine, on a band of all that they did."""
+    middle = float(np.median(values))
+    axes.axvspan(min(values), max(values), color=BAND, linewidth=0, zorder=0)
+    axes.axvline(middle, color=SOFT, linestyle="--", linewidth=1, zorder=1)
+    axes.annotate(
+        f"unquantized, {middle:.3g} {unit}", (middle, 0.02), xycoords=("data", "axes fraction"), xytext=(-4, 0),
+        textcoords="offset points", rotation=90, ha="right", va="bottom", color=SOFT, fontsize=9, in_layout=False,
+    )  # fmt: skip
+
+
+def name_points(
+    axes: Axes,
+    points: Sequence[tuple[float, float]],
+    names: Sequence[str],
+    bold: Sequence[bool],
+    marks: Sequence[tuple[float, float]],
+    line: Sequence[tuple[float, float]],
+) -> None:
+    """Each name beside its point where it covers least of the other names, ``marks`` and ``line``; further off, with a
+    thread to its point, where that covers less."""
+    axes.figure.draw_without_rendering()  # only then is it known where a point lies
+    on_screen, pixel = axes.transData.transform, axes.figure.dpi / 72
+    taken = [square(point, 9) for point in on_screen(marks)]
+    for start, end in pairwise(on_screen(line)):
+        taken += [square(start + (end - start) * part, 1) for part in np.linspace(0, 1, 30)]
+    taken += [text.get_window_extent().extents for text in axes.texts]
+    for point, name, is_bold in zip(points, names, bold, strict=True):
+        label = axes.annotate(
+            name, point, xytext=(0, 0), textcoords="offset points", fontsize=9, in_layout=False, zorder=4,
+            color=ACCENT if is_bold else INK, weight="bold" if is_bold else "normal",
+            arrowprops={"arrowstyle": "-", "color": SOFT, "linewidth": 0.6, "shrinkA": 1, "shrinkB": 4},
+        )  # fmt: skip
+        size = Text.get_window_extent(label).size  # an annotation's own includes the thread
+        center, near = on_screen(point), 11 if is_bold else 7  # its mark is larger too
+
+        def box(place: tuple[int, int, int], size=size, center=center) -> np.ndarray:
+            right, up, away = place
+            corner = center + np.array([right, up]) * away * pixel + size * (np.array([right, up]) - 1) / 2
+            return np.concatenate([corner, corner + size])
+
+        def covered(place: tuple[int, int, int], box=box) -> float:
+            here = box(place)
+            outside = np.prod(here[2:] - here[:2]) - overlap(here, [axes.bbox.extents])
+            return 10 * outside + overlap(here, taken) + 2 * place[2]
+
+        sides = [(1, 0), (1, 1), (1, -1), (-1, 0), (-1, 1), (-1, -1), (0, 1), (0, -1)]
+        right, up, away = best = min(((*side, away) for away in (near, 20, 34, 48) for side in sides), key=covered)
+        label.set(ha=("right", "center", "left")[right + 1], va=("top", "center", "bottom")[up + 1])
+        label.set_position((right * away, up * away))
+        label.arrow_patch.set_visible(away > near)
+        taken.append(box(best))
+
+
+def square(center: np.ndarray, half: float) -> np.ndarray:
+    return np.concatenate([center - half, center + half])
+
+
+def overlap(box: np.ndarray, others: Sequence) -> float:
+    """The area that ``box`` shares with the others; all are ``x0, y0, x1, y1``."""
+    corners = np.reshape(others, (-1, 4))
+    sides = np.minimum(box[2:], corners[:, 2:]) - np.maximum(box[:2], corners[:, :2])
+    return float(sides.clip(0).prod(axis=1).sum())
+
+
+def trajectory(sweep: Sweep, recommended: str | None) -> Figure | None:
+    """SQNR of the latents after each denoising step, a line for each recipe, named at its end."""
+    lines = {}
+    for job in sweep.jobs:
+        steps = at(job.record, "fidelity", "latent_sqnr_db")
+        if isinstance(steps, list) and any(step is not None for step in steps):
+            lines[job.name] = np.array([np.nan if step is None else step for step in steps], float)
+    if not lines:
+        return None
+    names = {job.name: short_name({"job": job.name, **job.varied}, sweep.varied) for job in sweep.jobs}
+    figure = Figure(figsize=WHOLE, layout="constrained")
+    axes = figure.subplots()
+    axes.set(xlabel="denoising step", ylabel="SQNR of the latents, dB")
+    axes.grid(linewidth=0.6)
+    axes.margins(0.01, 0.08)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    ends = []
+    many = len(lines) > MOST_NAMES
+    extremes = sorted(lines, key=lambda name: last_value(lines[name]))
+    for number, (name, steps) in enumerate(lines.items()):
+        chosen = name == recommended
+        turn, which = divmod(number, len(LINES))
+        colour = ACCENT if chosen else OTHER if many else LINES[which]
+        axes.plot(
+            range(1, len(steps) + 1), steps, color=colour, linewidth=3 if chosen else 1.5, zorder=3 if chosen else 2,
+            linestyle="-" if chosen or many else ("-", "--", ":")[turn % 3], marker="o", markersize=5 if chosen else 3,
+        )  # fmt: skip
+        if chosen or not many or name in (extremes[0], extremes[-1]):
+            ends.append((np.flatnonzero(np.isfinite(steps))[-1] + 1, last_value(steps), names[name], colour, chosen))
+    name_ends(axes, ends)
+    subject = " · ".join(sweep.varied)
+    axes.set_title(f"named by {fitted(subject, 80)}" if subject else "", fontsize=9, color=SOFT)
+    return figure
+
+
+def last_value(steps: np.ndarray) -> float:
+    return steps[np.isfinite(steps)][-1]
+
+
+def name_ends(axes: Axes, ends: Sequence[tuple[int, float, str, str, bool]]) -> None:
+    """The names of lines right of where they end, in the order of their ends and a line of text apart."""
+    axes.figure.draw_without_rendering()
+    height = axes.bbox.height
+    apart = 13 * axes.figure.dpi / 72 / height
+    right = max((step for step, *_ in ends), default=1)
+    # in shares of the height; from the lowest up, each at its end or just above the one below, then all back inside
+    ordered = sorted(ends, key=lambda end: end[1])
+    wanted = [(axes.transData.transform((step, value))[1] - axes.bbox.y0) / height for step, value, *_ in ordered]
+    places: list[float] = []
+    for place in wanted:
+        places.append(max(place, places[-1] + apart) if places else place)
+    excess = max(0.0, places[-1] - 1) if places else 0.0
+    for (step, value, name, colour, is_bold), place in zip(ordered, places, strict=True):
+        axes.annotate(
+            name, (step, value), xycoords="data", xytext=(1.03, place - excess), textcoords="axes fraction",
+            va="center", color=ACCENT if is_bold else INK, weight="bold" if is_bold else "normal", fontsize=9,
+            annotation_clip=False, arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.8,
+                                               "shrinkA": 2, "shrinkB": 4 if step == right else 2},
+        )  # fmt: skip
+
+
+def layers(job: Job) -> Figure | None:
+    """The error of each quantized layer, in the order in which the network calls them; the worst have a number and a
+    name. None where the job left no ``layers.csv`` that can be read."""
+    quantized = sorted(read_layers(job), key=lambda layer: network_order(layer[0]))
+    if not quantized:
+        return None
+    figure = Figure(figsize=WHOLE, layout="constrained")
+    axes, key = figure.subplots(1, 2, width_ratios=(3, 1))
+    key.axis("off")
+    key.text(0, 1, fitted(job.name, 44), fontsize=9, va="top")
+    axes.set(ylabel="error of the layer's output, %")
+    axes.grid(axis="y", linewidth=0.6)
+    places = range(len(quantized))
+    for role in dict.fromkeys(role for _, role, _ in quantized):
+        chosen = [place for place in places if quantized[place][1] == role]
+        errors = [100 * quantized[place][2] for place in chosen]
+        colour = COLOURS.get(role, SOFT)
+        axes.vlines(chosen, 0, errors, color=colour, linewidth=1.6)
+        axes.plot(chosen, errors, "o", color=colour, markersize=3.5, label=fitted(role))
+    axes.set_ylim(0, 1.12 * 100 * max(error for *_, error in quantized) or 1)
+    axes.set_xlim(-1, len(quantized))
+    parts = [part_of(name) for name, *_ in quantized]
+    starts = [place for place in places if place == 0 or parts[place] != parts[place - 1]]
+    for start in starts[1:]:
+        axes.axvline(start - 0.5, color=FAINT, linewidth=0.8, zorder=0)
+    centers = [(start + end - 1) / 2 for start, end in pairwise([*starts, len(quantized)])]
+    axes.set_xticks(centers, [fitted(parts[start], 14).replace(" ", "\n") for start in starts], fontsize=9)
+    axes.tick_params(axis="x", length=0)
+    axes.legend(loc="upper left", bbox_to_anchor=(0, 1.12), ncols=4, fontsize=9, handletextpad=0.2, borderaxespad=0)
+    worst = sorted(places, key=lambda place: -quantized[place][2])[:WORST_LAYERS]
+    for rank, place in enumerate(worst, 1):
+        name, _, error = quantized[place]
+        axes.annotate(
+            str(rank), (place, 100 * error), xytext=(0, 4), textcoords="offset points", ha="center", fontsize=9,
+            weight="bold",
+        )  # fmt: skip
+        top = 0.9 - 0.155 * (rank - 1)
+        key.text(0, top, f"{rank}: {100 * error:.2g} %", fontsize=9, weight="bold", va="top")
+        key.text(0, top - 0.065, fitted(abbreviated(name), 44), fontsize=8, color=SOFT, va="top")
+    return figure
+
+
+def read_layers(job: Job) -> list[tuple[str, str, float]]:
+    """Name, role and relative error of each layer that has an error."""
+    found = []
+    try:
+        with (job.directory / "layers.csv").open(newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                if row.get("output_error"):
+                    error = float(row["output_error"])
+                    if math.isfinite(error):
+                        found.append((row["name"], row["role"], error))
+    except (OSError, ValueError, KeyError, csv.Error):
+        return []
+    return found
+
+
+PLACE = re.compile(r"(down|mid|up)_block(?:s\.(\d+))?\.(resnets|attentions|downsamplers|upsamplers)\.(\d+)")
+STAGES = {"down": 1, "mid": 2, "up": 3}
+
+
+def network_order(name: str) -> tuple[int, int, int, int]:
+    """Sorts the layers of a diffusers UNet as it calls them; it declares its middle last and attentions first."""
+    match = PLACE.match(name)
+    if match is None:
+        return (0 if name.startswith("conv_in") else 4 if name.startswith("conv_") else 0, 0, 0, 0)
+    stage, block, kind, index = match.groups()
+    resamples = kind.endswith("samplers")
+    return STAGES[stage], int(block or 0), 10**6 if resamples else int(index), int(kind != "resnets")
+
+
+def part_of(name: str) -> str:
+    match = PLACE.match(name)
+    return " ".join(filter(None, match.group(1, 2))) if match else name.partition(".")[0]
+
+
+def abbreviated(name: str) -> str:
+    """A layer's name without what repeats in all of them."""
+    for long, short in (("_blocks", ""), ("_block", ""), ("attentions", "attention"), ("transformer", "block"),
+                        ("resnets", "resnet")):  # fmt: skip
+        name = name.replace(long, short)
+    return name

@@ -1,0 +1,115 @@
+"""A sweep's latencies by batch size in the shape of somebody's published tables, with their figures beside ours.
+
+Two tables, as in NeMo's documentation: the framework against the quantized engine, and the unquantized engine against
+it, from prompt to picture. Another machine, engine or number of steps makes the milliseconds incomparable, so the
+caption says what differs; what may be compared is the speed-up.
+"""
+
+import html
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from sd_quant.errors import ConfigError
+from sd_quant.report.summary import Row, Sweep, at, plain, rows
+
+SIDES = {"framework": "framework", "unquantized": "unquantized engine"}
+CONDITIONS = ("machine", "engine", "precision", "steps", "resolution")
+OURS = {"framework": "image_torch_ms", "unquantized": "image_full_precision_ms", "quantized": "image_ms"}
+
+
+@dataclass(frozen=True)
+class Table:
+    heading: str
+    header: list[str]
+    lines: list[list[str]]
+    caption: str
+
+
+def read_published(text: str, name: str) -> dict:
+    """A file like ``examples/published/nemo_docs.yaml``. Raises ConfigError when it is not one."""
+    try:
+        content = yaml.safe_load(text)
+        batches = {
+            str(int(batch)): {side: float(found[side]) for side in OURS} for batch, found in content["batches"].items()
+        }
+        return {name: str(content[name]) for name in ("title", *CONDITIONS)} | {"batches": batches}
+    except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"published names {name}, which is not like examples/published/nemo_docs.yaml ({error!r}); follow that"
+        ) from error
+
+
+def published_tables(sweep: Sweep) -> list[Table]:
+    """None where the sweep was asked for no published figures, or no job has a latency."""
+    if sweep.published is None:
+        return []
+    measured = [
+        (row, job.record) for row, job in zip(rows(sweep), sweep.jobs, strict=True) if row["image_ms"] is not None
+    ]
+    if not measured:
+        return []
+    theirs, caption = sweep.published, caption_of(sweep.published, measured[0][1])
+    return [
+        Table(f"{title.capitalize()} against INT8 engine", header(title, theirs["title"]), [
+            line(row, batch_of(record), side, at(theirs, "batches", str(batch_of(record)))) for row, record in measured
+        ], caption)
+        for side, title in SIDES.items()
+    ]  # fmt: skip
+
+
+def header(title: str, source: str) -> list[str]:
+    return ["batch", f"{title}, ms", "INT8 engine, ms", "speed-up", *(
+        f"{source}: {column}" for column in (f"{title}, ms", "INT8 engine, ms", "speed-up")
+    )]  # fmt: skip
+
+
+def batch_of(record: Mapping[str, Any]) -> int:
+    return at(record, "knobs", "infer", "batch_size")
+
+
+def line(row: Row, batch: int, side: str, theirs: Mapping[str, float] | None) -> list[str]:
+    ours = {name: row[OURS[name]] for name in (side, "quantized")}
+    figures = [cells(found, side) if found else ["–"] * 3 for found in (ours, theirs)]
+    note = " (slower)" if ours[side] and round(ours[side] / ours["quantized"], 2) < 1 else ""
+    return [str(batch), *figures[0][:2], figures[0][2] + note, *figures[1]]
+
+
+def cells(found: Mapping[str, Any], side: str) -> list[str]:
+    if found[side] is None:
+        return ["–", f"{found['quantized']:,.2f}", "–"]
+    return [f"{found[side]:,.2f}", f"{found['quantized']:,.2f}", f"{found[side] / found['quantized']:.3f}x"]
+
+
+def caption_of(theirs: Mapping[str, Any], record: Mapping[str, Any]) -> str:
+    """What differs between the two, ours first."""
+    infer, machine = at(record, "knobs", "infer") or {}, at(record, "environment", "machine") or {}
+    engine = infer.get("engine")
+    ours = {
+        "machine": ", ".join(machine.get("gpus") or []) or f"{machine.get('cpu')}, {machine.get('usable_cores')} cores",
+        "engine": f"{engine} {at(record, 'environment', 'versions', engine)}",
+        "precision": "fp32 beside INT8" if not machine.get("gpus") else "fp16 beside INT8",
+        "steps": infer.get("steps"),
+        "resolution": f"{infer.get('width')}x{infer.get('height')}",
+    }
+    differing = "; ".join(f"{name}: {ours[name]} here, {theirs[name]} there" for name in CONDITIONS)
+    return f"From prompt to picture, guidance on, medians of a run that timed all three in turn. {differing}."
+
+
+def as_markdown(table: Table) -> str:
+    lines = [table.header, ["---"] * len(table.header), *table.lines]
+    body = "".join(f"| {' | '.join(map(plain, cells))} |\n" for cells in lines)
+    return f"### {plain(table.heading)}\n\n{body}\n{plain(table.caption)}\n"
+
+
+def as_html(table: Table) -> str:
+    def cells(texts: list[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts) + "</tr>"
+
+    body = "".join(cells(texts, "td") for texts in table.lines)
+    return (
+        f'<div class="scroll"><table><thead>{cells(table.header, "th")}</thead><tbody>{body}</tbody></table></div>'
+        f"<p>{html.escape(table.caption)}</p>"
+    )

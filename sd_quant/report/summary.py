@@ -1,0 +1,213 @@
+"""A sweep's folder, read: its jobs with what they left, and a table with a row for each.
+
+Nothing is kept in memory while a sweep runs: whoever opens the folder, then or years later, finds ``sweep.json``, which
+names the jobs, and in each job's folder its record, why it failed, or neither. A single run is a sweep of one job.
+"""
+
+import csv
+import io
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sd_quant.errors import ArtifactError
+from sd_quant.files import atomic_path, write_text
+from sd_quant.report.layers import cell
+
+SWEEP, RECORD, FAILURE = "sweep.json", "metrics.json", "failure.json"
+DONE, FAILED, UNFINISHED = "done", "failed", "unfinished"
+NO_RECORD = "it left no record: it has not run, was killed, or is running"
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """``varied``: the knobs in which the sweep's jobs differ, with this job's values. ``record`` where it is done."""
+
+    name: str
+    directory: Path
+    varied: Mapping[str, Any]
+    status: str
+    reason: str | None = None
+    record: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Sweep:
+    directory: Path
+    command: list[str]
+    varied: list[str]
+    jobs: list[Job]
+    published: Mapping[str, Any] | None = None  # figures to show beside ours, see sd_quant.report.published
+
+
+def read_sweep(directory: Path) -> Sweep:
+    """Of a sweep's folder or a run's. Raises ArtifactError when it is neither, or its ``sweep.json`` is damaged."""
+    plan = directory / SWEEP
+    if not plan.exists():
+        if not any((directory / name).exists() for name in (RECORD, FAILURE)):
+            raise ArtifactError(
+                f"{directory} holds neither {SWEEP} nor {RECORD}; give the folder of a sweep or of a run"
+            )
+        job = read_job(directory.absolute().name, directory, {})
+        overrides = (job.record or {}).get("overrides") or []
+        return Sweep(directory, [str(override) for override in overrides], [], [job])
+    try:
+        content = json.loads(plan.read_text(encoding="utf-8"))
+        jobs = [read_job(job["name"], folder_in(directory, job["name"]), job["varied"]) for job in content["jobs"]]
+        return Sweep(directory, list(content["command"]), list(content["varied"]), jobs, content.get("published"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ArtifactError(f"{plan} is not the plan of a sweep ({error!r}); start the sweep again") from error
+
+
+def folder_in(directory: Path, name: str) -> Path:
+    """Of a job. Raises ValueError when the name leads elsewhere."""
+    if not name or Path(name).name != name:
+        raise ValueError(f"{name!r} is not the name of a folder")
+    return directory / name
+
+
+def read_job(name: str, directory: Path, varied: Mapping[str, Any]) -> Job:
+    try:
+        record = read_object(directory / RECORD)
+        if record is not None:
+            return Job(name, directory, varied, DONE, None, record)
+        failure = read_object(directory / FAILURE)
+    except (OSError, ValueError) as error:
+        return Job(name, directory, varied, UNFINISHED, f"its record cannot be read: {error}")
+    if failure is None:
+        return Job(name, directory, varied, UNFINISHED, NO_RECORD)
+    return Job(name, directory, varied, FAILED, str(failure.get("reason")))
+
+
+def read_object(path: Path) -> dict | None:
+    """A JSON file, or None where there is none. Raises ValueError when it is not an object."""
+    if not path.is_file():
+        return None
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ValueError(f"{path.name} holds no object")
+    return content
+
+
+def rows(sweep: Sweep) -> list[Row]:
+    """One for each job; every row has all columns, None where there is no value."""
+    return [row_of(job) for job in sweep.jobs]
+
+
+def row_of(job: Job) -> Row:
+    record = job.record or {}
+    infer = at(record, "knobs", "infer") or {}
+    engine, batch = infer.get("engine"), infer.get("batch_size") or 0
+    unet = at(record, "latency", engine, "unet_xl", str(2 * batch)) or {}
+    image = at(record, "latency", engine, "image", str(batch)) or {}
+    framework = at(record, "latency", "torch", "image", str(batch), "full_precision", "p50_ms")
+    files, latents = at(record, "sizes_bytes", "unet_xl") or {}, at(record, "fidelity", "latent_sqnr_db")
+    stages = at(record, "stages") or {}
+    return {
+        "job": job.name,
+        "status": job.status,
+        "reason": job.reason,
+        **job.varied,
+        "psnr_db": at(record, "fidelity", "psnr", "mean"),
+        "psnr_worst_db": at(record, "fidelity", "psnr", "min"),
+        "ssim": at(record, "fidelity", "ssim", "mean"),
+        "lpips": at(record, "fidelity", "lpips", "mean"),
+        "latent_sqnr_db": latents[-1] if latents else None,
+        "frechet_efficientnet": at(record, "fidelity", "frechet_efficientnet", "value"),
+        "unet_ms": at(unet, "quantized", "p50_ms"),
+        "unet_full_precision_ms": at(unet, "full_precision", "p50_ms"),
+        "unet_speedup": number(unet.get("speedup")),
+        "image_ms": at(image, "quantized", "p50_ms"),
+        "image_full_precision_ms": at(image, "full_precision", "p50_ms"),
+        "image_torch_ms": framework,
+        "image_speedup": number(image.get("speedup")),
+        "image_relative_time": 1 / speedup if (speedup := number(image.get("speedup"))) else None,
+        "unet_onnx_bytes": number(files.get("onnx_quantized")),
+        "unet_onnx_full_precision_bytes": number(files.get("onnx_full_precision")),
+        "unet_plan_bytes": number(files.get("plan")),
+        "quantized_layers": at(record, "layers", "quantized"),
+        "seconds": sum(stage["seconds"] for stage in stages.values()) if stages else None,
+        "peak_memory_bytes": number(record.get("peak_memory_bytes")),
+    }
+
+
+def at(record: Any, *keys: Any) -> Any:
+    """What lies at ``keys``, or None."""
+    for key in keys:
+        record = record.get(key) if isinstance(record, Mapping) else None
+    return record
+
+
+def number(value: Any) -> float | int | None:
+    """A record's number: itself, or null with a reason beside it."""
+    return value.get("value") if isinstance(value, Mapping) else value
+
+
+def write_summary(sweep: Sweep) -> None:
+    """``summary.csv``, ``summary.parquet`` and ``summary.md`` in the sweep's folder."""
+    table = rows(sweep)
+    columns = list(dict.fromkeys(column for row in table for column in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns)
+    writer.writeheader()
+    writer.writerows({column: cell(value) for column, value in row.items()} for row in table)
+    write_text(sweep.directory / "summary.csv", text.getvalue())
+    write_text(sweep.directory / "summary.md", markdown(table, sweep.varied))
+    write_parquet(table, columns, sweep.directory / "summary.parquet")
+
+
+def write_parquet(table: list[Row], columns: list[str], path: Path) -> None:
+    """Knobs of mixed kinds (``alpha`` 0.8 and auto) become text: a column has one type."""
+    import pyarrow
+    from pyarrow import parquet
+
+    def column(name: str) -> list:
+        values = [row.get(name) for row in table]
+        kinds = {type(value) for value in values if value is not None}
+        return values if len(kinds) < 2 or kinds == {int, float} else [v if v is None else str(v) for v in values]
+
+    with atomic_path(path) as temporary:
+        parquet.write_table(pyarrow.table({name: column(name) for name in columns}), temporary)
+
+
+# What a person wants first; the CSV has everything.
+SHOWN = {
+    "psnr_db": ("PSNR, dB", "{:.2f}"),
+    "psnr_worst_db": ("worst", "{:.2f}"),
+    "lpips": ("LPIPS", "{:.4f}"),
+    "latent_sqnr_db": ("latent SQNR, dB", "{:.1f}"),
+    "unet_ms": ("UNet, ms", "{:,.1f}"),
+    "unet_speedup": ("over unquantized", "{:.2f}x"),
+    "image_ms": ("picture, ms", "{:,.0f}"),
+    "image_speedup": ("over unquantized", "{:.2f}x"),
+    "unet_onnx_bytes": ("UNet ONNX, MB", "{:,.1f}"),
+    "seconds": ("job, s", "{:.1f}"),
+}
+SCALE = {"unet_onnx_bytes": 1e-6}
+
+
+def markdown(table: list[Row], varied: list[str]) -> str:
+    """The table for people; below it, why jobs have no figures."""
+    header = ["job" if not varied else " · ".join(varied), "status", *(title for title, _ in SHOWN.values())]
+    lines = [header, ["---"] * len(header)]
+    for row in table:
+        name = " · ".join(str(row.get(knob)) for knob in varied) or row["job"]
+        lines.append([name, row["status"], *(shown(row, column) for column in SHOWN)])
+    reasons = [f"- {plain(row['job'])}: {row['status']}, {plain(row['reason'])}" for row in table if row["reason"]]
+    body = "".join(f"| {' | '.join(map(plain, cells))} |\n" for cells in lines)
+    return body + ("\n" + "\n".join(reasons) + "\n" if reasons else "")
+
+
+def shown(row: Row, column: str) -> str:
+    value = row.get(column)
+    return "–" if value is None else SHOWN[column][1].format(value * SCALE.get(column, 1))
+
+
+def plain(text: object) -> str:
+    """Text that Markdown shows as it is, in one line: names and reasons may quote a stranger's file."""
+    line = "".join(letter if letter.isprintable() else " " for letter in str(text))
+    return "".join(f"\\{letter}" if letter in "\\|<>[]*`_#!&" else letter for letter in line)

@@ -1,0 +1,67 @@
+"""ONNX of every part, and of the UNet once more unquantized, which is what the quantized engine is compared with."""
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import onnx_ir as ir
+
+from sd_quant.cache import Cache
+from sd_quant.checkpoints.nemo import Checkpoint
+from sd_quant.config import PART_NAMES, artifact
+from sd_quant.export.parts import trace_part, write_part
+from sd_quant.files import source_digest
+from sd_quant.progress import progress
+from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.report.provenance import versions
+
+Assignment = Mapping[str, LayerAssignment]
+
+
+def export_parts(
+    checkpoint: Checkpoint, checkpoint_sha256: str, assignment: Assignment, directory: Path, cache: Cache
+) -> None:
+    """Into the run's ``directory``; files are made once for all runs that want the same."""
+    origin = {
+        "checkpoint": checkpoint_sha256,
+        "source": source_digest("checkpoints", "export", "models", "quantization"),
+        "versions": versions("torch", "onnx", "onnx-ir", "onnxscript", "diffusers", "transformers"),
+    }
+    unquantized: Assignment = {}
+    wanted: list[tuple[str, Path, Assignment]] = [
+        ("unet_xl", directory / "full_precision", unquantized),
+        ("unet_xl", directory, assignment),
+        *((part, directory, unquantized) for part in PART_NAMES if part != "unet_xl"),
+    ]
+    with progress(len(wanted), "export") as advance:
+        for part, run, chosen in wanted:
+            export(checkpoint, origin, part, artifact(run, "onnx", part), chosen, cache)
+            advance()
+
+
+def export(checkpoint: Checkpoint, origin: dict, part: str, path: Path, assignment: Assignment, cache: Cache) -> None:
+    """One file, with its weights in it or beside it; the graph is the same for every assignment."""
+
+    def write(folder: Path) -> None:
+        with tempfile.TemporaryDirectory(dir=path.parent) as temporary:
+            graph = Path(temporary) / "graph.onnx"
+            cache.provide(
+                "graph", origin | {"part": part}, graph.parent,
+                lambda folder: ir.save(trace_part(checkpoint, part), folder / graph.name),
+            )  # fmt: skip
+            write_part(ir.load(graph), checkpoint, part, folder / path.name, assignment)
+
+    cache.provide("onnx", origin | {"part": part, "assignment": assignment_digest(assignment)}, path.parent, write)
+
+
+def assignment_digest(assignment: Assignment) -> str:
+    """Of everything that the layers' files depend on."""
+    content = hashlib.sha256()
+    for layer in assignment.values():
+        fields = (layer.name, layer.format, layer.weight_axis, layer.activation_amax, layer.folded_into)
+        content.update(json.dumps(fields).encode())
+        for tensor in (layer.weight_amax, layer.pre_quant_scale, layer.output_scale):
+            content.update(b"-" if tensor is None else tensor.contiguous().numpy().tobytes())
+    return content.hexdigest()

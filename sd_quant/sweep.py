@@ -1,0 +1,196 @@
+"""A sweep: which jobs a command means, what they are called, where they go, and what is left to do.
+
+Hydra starts the jobs, here or through a launcher. Around that stands one file, ``sweep.json``, written before the first
+job: the jobs in Hydra's order, each named by the knobs that vary, in a folder that depends on nothing but the command
+and the configuration. So the same command finds what it did before, and every job knows its folder by its number. The
+roads not taken: ``override_dirname``, for which 0.8 and 0.80 are two values, and a list of jobs in memory, which dies
+with its process.
+"""
+
+import fcntl
+import json
+import logging
+import re
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from hydra import compose
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from sd_quant.config import anchored
+from sd_quant.errors import ConfigError
+from sd_quant.files import digest, write_json
+from sd_quant.progress import duration
+from sd_quant.report.published import read_published
+from sd_quant.report.summary import DONE, FAILED, SWEEP, Sweep, at
+
+LOG = logging.getLogger(__name__)
+LONGEST_NAME = 120
+UNSAFE = re.compile(r"[^A-Za-z0-9._=,+-]+")
+
+
+def is_sweep(config_name: str, arguments: Sequence[str], multirun: bool) -> bool:
+    """``-m`` says so, or an experiment's ``hydra.mode``."""
+    return multirun or plain_config(config_name, arguments).hydra.mode == RunMode.MULTIRUN
+
+
+def plain_config(config_name: str, arguments: Sequence[str]) -> DictConfig:
+    """What all jobs share: the command without what varies."""
+    plain = [override.input_line for override in parse(arguments) if not override.is_sweep_override()]
+    return compose(config_name, plain, return_hydra_config=True)
+
+
+def parse(arguments: Sequence[str]) -> list:
+    return OverridesParser.create(GlobalHydra.instance().config_loader()).parse_overrides(list(arguments))
+
+
+def expand(config_name: str, arguments: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """The knobs that vary, and the overrides of every job, in Hydra's order. Raises ConfigError for another sweeper."""
+    sweeper = plain_config(config_name, arguments).hydra.sweeper
+    if not str(sweeper.get("_target_")).endswith("BasicSweeper"):
+        raise ConfigError(f"hydra/sweeper is {sweeper.get('_target_')}, expected Hydra's basic one: it names jobs here")
+    params = [f"{name}={value}" for name, value in (sweeper.params or {}).items()]
+    task = [override.input_line for override in parse(arguments) if not override.is_hydra_override()]
+    overrides = parse(params + task)
+    [jobs] = BasicSweeper.split_arguments(overrides, None)
+    last = {override.get_key_element(): override for override in overrides}  # as Hydra takes them
+    varied = [name for name, override in last.items() if override.is_sweep_override()]
+    return [name for name in varied if len({job_override(job, name) for job in jobs}) > 1], jobs
+
+
+def job_override(job: Sequence[str], name: str) -> str:
+    return next(override for override in job if override.startswith(f"{name}="))
+
+
+def plan_of(config_name: str, arguments: Sequence[str], knobs_of: Callable[[DictConfig], dict]) -> tuple[dict, str]:
+    """What ``sweep.json`` holds, and a name for the folder; ``knobs_of`` checks a job's config and returns its knobs.
+
+    Raises ConfigError, naming the job, when one of them is impossible: nothing has started then.
+    """
+    varied, jobs = expand(config_name, arguments)
+    entries, everything, published = [], [], None
+    for overrides in jobs:
+        config = compose(config_name, overrides, return_hydra_config=True)
+        values = {name.lstrip("+"): value_of(config, name.lstrip("+")) for name in varied}
+        try:
+            knobs = knobs_of(config)
+        except ConfigError as error:
+            raise ConfigError(f"job {job_name(values)}: {error}") from error
+        if name := knobs.pop("published", None):
+            published = read_published(anchored(name).read_text(encoding="utf-8"), name)
+        everything.append(json.dumps({**knobs, "cache": None, "trackers": None}, sort_keys=True))
+        entries.append({"name": job_name(values), "varied": values, "overrides": overrides})
+    known: dict[str, str] = {}
+    for entry in entries:
+        mine = " ".join(entry["overrides"])
+        if (same := known.setdefault(str(entry["name"]), mine)) is not mine:
+            both = f"{same} and {mine}"
+            raise ConfigError(f"two jobs of the sweep are one: {both}; leave one of the values out")
+    identity = digest(*everything)
+    label = experiment_of(arguments) or "-".join(name.lstrip("+").rpartition(".")[2] for name in varied) or "one"
+    plan = {
+        "schema_version": 1,
+        "command": list(arguments),
+        "varied": [name.lstrip("+") for name in varied],
+        "jobs": entries,
+        "identity": identity,
+        "published": published,
+    }
+    return plan, f"{UNSAFE.sub('-', label)[:60]}_{identity[:8]}"
+
+
+def experiment_of(arguments: Sequence[str]) -> str | None:
+    names = [
+        argument.partition("=")[2] for argument in arguments if argument.startswith(("experiment=", "+experiment="))
+    ]
+    return names[-1] if names else None
+
+
+def value_of(config: DictConfig, name: str):
+    """Of a knob, or of a choice such as ``quantize``, as JSON has it."""
+    choices = config.hydra.runtime.choices
+    if name in choices:
+        return choices[name]
+    value = OmegaConf.select(config, name)
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
+def job_name(values: dict) -> str:
+    """``quant_level=2.5,alpha=auto``: deterministic, a folder's name, and another one for every other job."""
+    texts = [f"{name.rpartition('.')[2]}={written(value)}" for name, value in values.items()]
+    name = ",".join(texts) or "job"
+    safe = UNSAFE.sub("-", name)
+    return safe if safe == name and len(name) <= LONGEST_NAME else f"{safe[:LONGEST_NAME]}-{digest(*texts)[:8]}"
+
+
+def written(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+@contextmanager
+def opened(directory: Path, plan: dict) -> Iterator[None]:
+    """The folder is this sweep's alone while the block runs. Raises ConfigError when it is another's."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / ".sweep.lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"another process is running a sweep in {directory}; wait for it, or set another hydra.sweep.dir"
+            ) from error
+        if (directory / SWEEP).exists():
+            there = json.loads((directory / SWEEP).read_text(encoding="utf-8"))
+            if there.get("identity") != plan["identity"]:
+                raise ConfigError(
+                    f"{directory} holds another sweep ({' '.join(map(str, there.get('command', [])))}); "
+                    "set another hydra.sweep.dir"
+                )
+        write_json(directory / SWEEP, plan)
+        yield
+
+
+def name_of_job(directory: str, number: int) -> str:
+    """The folder of Hydra's n-th job; ``conf/quantize.yaml`` asks for it."""
+    return json.loads((Path(directory) / SWEEP).read_text(encoding="utf-8"))["jobs"][int(number)]["name"]
+
+
+def start_line(sweep: Sweep) -> str:
+    done, failed = (sum(job.status == status for job in sweep.jobs) for status in (DONE, FAILED))
+    before = [f"{done} done before"] if done else []
+    before += [f"{failed} failed before and tried again"] if failed else []
+    return f"sweep of {len(sweep.jobs)} jobs in {sweep.directory}" + (f": {', '.join(before)}" if before else "")
+
+
+def job_line(sweep: Sweep, number: int) -> str:
+    """``job 3 of 12: alpha=0.5; about 4 min of work to go``."""
+    job, total = sweep.jobs[number], len(sweep.jobs)
+    tried = f", failed before: {job.reason}" if job.status == FAILED else ""
+    return f"job {number + 1} of {total}: {job.name}{tried}{left(sweep)}"
+
+
+def left(sweep: Sweep) -> str:
+    """From the median of the jobs that are done; nothing before there are any."""
+    seconds = [
+        sum(stage["seconds"] for stage in (at(job.record, "stages") or {}).values())
+        for job in sweep.jobs
+        if job.record is not None
+    ]
+    waiting = len(sweep.jobs) - len(seconds)
+    return f"; about {duration(waiting * statistics.median(seconds))} of work to go" if seconds and waiting else ""
+
+
+def outcome(sweep: Sweep) -> tuple[int, str]:
+    """The exit code and what to say: a sweep is as good as its worst job."""
+    bad = [job for job in sweep.jobs if job.status != DONE]
+    if not bad:
+        return 0, ""
+    reasons = "; ".join(f"{job.name}: {job.reason}" for job in bad[:3]) + ("; ..." if len(bad) > 3 else "")
+    return 1, f"{len(bad)} of {len(sweep.jobs)} jobs are not done ({reasons}); the same command tries them again"

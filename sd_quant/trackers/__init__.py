@@ -1,0 +1,105 @@
+"""Trackers: a finished run is also told to what people compare runs in, beside the record in its own folder.
+
+To add one, write ``sd_quant/trackers/<name>.py`` with a function ``log(run: Run, store: Path) -> None`` and add one
+line to ``TRACKERS``: its name and where that function is, as ``module:function``. Nothing is imported until a run is to
+be told, so a package that is not installed is missed only by who asks for it.
+
+A tracker is told once, from the record, when everything is done, and cannot fail the run: whatever goes wrong becomes
+one warning. The road not taken is to log while the run goes on, as Lightning's loggers do: a database that is locked
+would then stop hours of work, and the record has it all in the end.
+"""
+
+import json
+import logging
+import math
+import pkgutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sd_quant.engines.base import one_line
+
+LOG = logging.getLogger(__name__)
+
+TRACKERS = {
+    "mlflow": "sd_quant.trackers.mlflow:log",
+    "tensorboard": "sd_quant.trackers.tensorboard:log",
+}
+RESULTS = ("fidelity", "latency", "sizes_bytes", "peak_memory_bytes", "stages")  # of the record
+SERIES = ("latent_sqnr_db",)  # of its fidelity: a value a denoising step
+NO_RESULTS = {"n", "warmup", "worst_index", "pictures", "features"}  # numbers that say how others were found
+PICTURE = Path("images/grid.png")
+LONGEST_TEXT = 250  # letters: prompts and paths may be anybody's
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a tracker is told. ``series``: name to a value a step, from step 1 on, None where there is none."""
+
+    name: str
+    knobs: dict[str, bool | int | float | str]
+    metrics: dict[str, float]
+    series: dict[str, list[float | None]]
+    picture: Path | None
+
+
+def track(names: Sequence[str], record: Mapping, directory: Path, store: Path) -> None:
+    """Tell each tracker of ``names`` about the run in ``directory``; what they keep lies in the folder ``store``.
+
+    ``record`` is the run's ``metrics.json``, whose form report/table.py shows. Raises nothing: a tracker that cannot be
+    told is a warning with its name and the reason.
+    """
+    for name in names:
+        try:
+            log = pkgutil.resolve_name(TRACKERS[name])
+            log(read_run(record, directory), store)
+        except Exception as error:  # whatever a tracker does wrong, the run is done and its record written
+            LOG.warning("the tracker %s was not told of this run: %s", one_line(name), _reason(name, error))
+
+
+def read_run(record: Mapping, directory: Path) -> Run:
+    """Its name is that of ``directory`` and the folder around it: the jobs of every sweep are called 0, 1, 2."""
+    fidelity, picture = record.get("fidelity") or {}, directory / PICTURE
+    return Run(
+        name="/".join(directory.absolute().parts[-2:]),
+        knobs=dict(_knobs(record.get("knobs") or {})),
+        metrics={name: value for key in RESULTS for name, value in _numbers(record.get(key), key)},
+        series={f"fidelity/{key}": fidelity[key] for key in SERIES if fidelity.get(key)},
+        picture=picture if picture.is_file() else None,
+    )
+
+
+def _knobs(knobs: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:
+    """By dotted name, as on the command line; what is no number becomes a short line of text."""
+    for key, value in knobs.items():
+        if isinstance(value, Mapping):
+            yield from _knobs(value, f"{prefix}{key}.")
+        elif isinstance(value, bool | int | float):
+            yield f"{prefix}{key}", value
+        else:
+            yield f"{prefix}{key}", _short(value if isinstance(value, str) else json.dumps(value, default=str))
+
+
+def _numbers(node: Any, name: str) -> Iterator[tuple[str, float]]:
+    """Every finite number below ``node``, by its path; a list is no number, and neither is a null with its reason."""
+    if isinstance(node, Mapping):
+        inner = {name: node["value"]} if "value" in node else {f"{name}/{key}": value for key, value in node.items()}
+        for path, value in inner.items():
+            if path.rpartition("/")[2] not in NO_RESULTS:
+                yield from _numbers(value, path)
+    elif isinstance(node, int | float) and not isinstance(node, bool) and math.isfinite(node):
+        yield name, float(node)
+
+
+def _short(text: str) -> str:
+    line = "".join(letter if letter.isprintable() else " " for letter in text[: LONGEST_TEXT + 1])
+    return line if len(line) <= LONGEST_TEXT else f"{line[: LONGEST_TEXT - 3]}..."
+
+
+def _reason(name: str, error: Exception) -> str:
+    if name not in TRACKERS:
+        return f"there is no such tracker; take {' or '.join(TRACKERS)}"
+    if isinstance(error, ImportError):
+        return f"it cannot be imported here ({one_line(error)}); install it with: pip install 'sd-quant[{name}]'"
+    return f"{type(error).__name__}: {one_line(error)}"

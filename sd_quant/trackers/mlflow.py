@@ -1,0 +1,58 @@
+"""MLflow, into a SQLite database: ``mlflow ui --backend-store-uri sqlite:///<store>/mlflow.db`` shows it.
+
+``mlflow-skinny`` with SQLAlchemy and Alembic is all that writing takes; looking takes the whole of mlflow. The client
+is our own, so neither the process's tracking URI nor a run that somebody has open is touched. The road not taken is
+MLflow's store of plain files, which MLflow no longer develops.
+"""
+
+import os
+from pathlib import Path
+
+from filelock import FileLock
+
+from sd_quant.trackers import Run
+
+EXPERIMENT = "sd-quant"
+MOST_PARAMS, MOST_METRICS = 100, 1000  # that MLflow takes at once
+PATIENCE = 60  # seconds that a run waits for others to write
+
+
+def log(run: Run, store: Path) -> None:
+    """A run of the experiment ``sd-quant`` in ``store/mlflow.db``, its picture in ``store/mlflow``.
+
+    Raises ImportError where MLflow is not installed, and whatever MLflow and its database raise.
+    """
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read when MLflow is imported: it would call home
+    from mlflow.entities import Metric, Param
+    from mlflow.tracking import MlflowClient
+
+    store = store.absolute()
+    store.mkdir(parents=True, exist_ok=True)
+    params = [Param(name, str(value)) for name, value in run.knobs.items()]
+    with FileLock(store / "mlflow.lock", timeout=PATIENCE):  # two that create the database at once break it
+        client = MlflowClient(f"sqlite:///{store / 'mlflow.db'}")
+        experiment = client.get_experiment_by_name(EXPERIMENT)
+        place = (
+            experiment.experiment_id
+            if experiment
+            else client.create_experiment(EXPERIMENT, artifact_location=(store / "mlflow").as_uri())
+        )
+        info = client.create_run(place, run_name=run.name).info
+        series = {name: [value] for name, value in run.metrics.items()} | run.series
+        metrics = [
+            Metric(name, value, info.start_time, step)
+            for name, values in series.items()
+            for step, value in enumerate(values, start=1)
+            if value is not None
+        ]
+        status = "FAILED"
+        try:
+            for start in range(0, len(params), MOST_PARAMS):
+                client.log_batch(info.run_id, params=params[start : start + MOST_PARAMS])
+            for start in range(0, len(metrics), MOST_METRICS):
+                client.log_batch(info.run_id, metrics=metrics[start : start + MOST_METRICS])
+            if run.picture:
+                client.log_artifact(info.run_id, str(run.picture), run.picture.parent.name)
+            status = "FINISHED"
+        finally:
+            client.set_terminated(info.run_id, status)

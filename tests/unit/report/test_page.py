@@ -1,0 +1,270 @@
+import base64
+import hashlib
+import io
+import json
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sd_quant.errors import exit_with_its_code
+from sd_quant.report import page, plots
+from sd_quant.report.__main__ import main
+from sd_quant.report.summary import read_sweep
+
+
+class Parsed(HTMLParser):
+    """Elements with their attributes, the text outside of scripts, and what each script holds."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.elements: list[tuple[str, dict]] = []
+        self.text: list[str] = []
+        self.scripts: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        (self.scripts if self.elements and self.cdata_elem == "script" else self.text).append(data)
+
+
+def written(sweep, **options) -> tuple[str, Parsed, dict]:
+    """The page as text and parsed, and the data of its script."""
+    text = page.write_report(sweep, **options).read_text(encoding="utf-8")
+    parsed = Parsed(text)
+    return text, parsed, json.loads(parsed.scripts[0])
+
+
+@pytest.fixture
+def without_plots(monkeypatch):
+    """For tests of the rest of the page: plots take most of the time."""
+    monkeypatch.setattr(page, "figures", lambda sweep: {})
+
+
+def row(text: str, job: str) -> str:
+    return next(line for line in re.findall(r"<tr class=.*?</tr>", text) if job in line)
+
+
+def cells(row: str) -> list[str]:
+    return [re.sub(r"<[^>]+>", "", cell) for cell in re.findall(r"<td.*?</td>", row)]
+
+
+def test_everything_stands_in_its_place(small_sweep):
+    text, parsed, data = written(small_sweep, extra_sections=[("NeMo's tables", "<table id=nemo></table>")])
+    order = [
+        "<h1>small</h1>", "openvino 2026.4", "a processor, 2 cores, avx512_vnni, 16 GiB", "1 March 2026, 10:20 UTC",
+        "quantize.py -m", "Which recipe to ship", "<strong>quant_level=2</strong>: 1.20x as fast", "Worth of a recipe",
+        "Warnings", "FAILED: level=5: the disk is full", "UNFINISHED: level=6: it left no record", "Results", "Plots",
+        'id="pareto_latency-figure_1"', 'id="pareto_size-figure_1"', 'id="trajectory-figure_1"', 'id="layers-figure_1"',
+        "<h2>NeMo&#x27;s tables</h2><table id=nemo></table>", "<h2>Pictures</h2>",
+    ]  # fmt: skip
+    places = [text.find(part) for part in order]
+    assert -1 not in places and places == sorted(places)
+    assert [recipe["name"] for recipe in data["recipes"] if recipe["recommended"]] == ["quant_level=2"]
+    ids = [attributes["id"] for _, attributes in parsed.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    assert {path.name for path in small_sweep.directory.iterdir() if path.is_file()} == {"sweep.json", "report.html"}
+
+
+def test_the_page_asks_for_nothing_and_runs_only_its_own_script(small_sweep, without_plots):
+    text, parsed, _ = written(small_sweep)
+    policy = next(attributes["content"] for tag, attributes in parsed.elements if "http-equiv" in attributes)
+    script = parsed.scripts[-1]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert policy == (
+        f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'; "
+        "form-action 'none'"
+    )
+    assert not re.search(r"https?:|url\((?!#)|@import|\bfetch\b|innerHTML|insertAdjacentHTML|\beval\b", text)
+    for tag, attributes in parsed.elements:
+        assert tag not in ("iframe", "object", "embed", "base", "form") and "src" not in attributes
+        assert tag != "link" or attributes["href"] == "data:,"
+
+
+def test_the_table_has_units_dashes_marks_and_reasons(small_sweep, without_plots, change_record):
+    def incomplete(record):
+        record["fidelity"]["lpips"] = {"mean": None, "reason": "not measured"}
+        record["fidelity"]["psnr"]["mean"] = None
+        record["fidelity"]["ssim"]["mean"] = 1.0
+
+    change_record(small_sweep.directory / "level=4", incomplete)
+    text, *_ = written(read_sweep(small_sweep.directory))
+    assert cells(row(text, "level=2")) == [
+        "2", "39.00", "38.00", "0.0100", "30.0", "8.0", "1.25x", "50", "1.20x", "11.9", "12.5",
+    ]  # fmt: skip
+    assert cells(row(text, "level=4"))[1:4] == ["identical", "28.00", "–"]
+    assert 'class="done recommended"' in row(text, "level=2") and text.count('class="badge"') == 1
+    assert "◆" in row(text, "level=2") and "■" in row(text, "level=2")
+    assert cells(row(text, "level=5")) == ["5", "failed: the disk is full"]
+    assert cells(row(text, "level=6"))[1].startswith("unfinished: it left no record")
+    headers = re.findall(r'aria-sort="none" data-first="(\w+)"><button type="button">(.*?)</button>', text)
+    assert ("descending", "PSNR, dB") in headers and ("ascending", "picture, ms") in headers
+    assert len({title for _, title in headers}) == len(headers) == 12
+
+
+def test_a_recipe_that_is_slower_is_called_so(small_sweep, without_plots, change_record):
+    def slower(record):
+        record["latency"]["openvino"]["image"]["1"]["speedup"] = 0.8
+        record["latency"]["openvino"]["unet_xl"]["2"]["speedup"] = 0.997
+
+    change_record(small_sweep.directory / "level=3", slower)
+    text, *_ = written(read_sweep(small_sweep.directory))
+    assert re.findall("SLOWER: [^<]*", text) == [
+        "SLOWER: quant_level=3 takes 1.25 times as long quantized as unquantized from prompt to picture."
+    ]
+
+
+def test_without_warnings_there_is_no_such_section(tmp_path, write_job, without_plots):
+    text, parsed, data = written(read_sweep(write_job(tmp_path / "a run")))
+    assert "Warnings" not in parsed.text and "one job" in text and "◆" not in text
+    assert "<strong>a run</strong>: 1.30x as fast" in text
+    assert [prompt["text"] for prompt in data["prompts"]] == ["a pear", "a red apple"]  # the worse one first
+
+
+HOSTILE = [
+    "</script><script>alert(1)</script>",
+    '"><img src=x onerror="alert(1)">',
+    "<!--<script>",
+    "{{7*7}} ${data} $script %s",
+    "a&amp;b\u2028c\u202ed\x00e\ud800",
+]
+
+
+def test_other_peoples_text_stays_text(tmp_path, write_job, write_plan):
+    """In prompts, knobs, reasons, names of jobs and paths."""
+    jobs = {}
+    for number, text in enumerate(HOSTILE):
+        name = f"{number} {text}".replace("/", "").replace("\x00", "").replace("\ud800", "")
+        folder = write_job(tmp_path / name, 34 + number, 1.1 if number else 0.9, prompts=HOSTILE)
+        jobs[name] = {"prompts": text, "<i>knob": 1}
+        record = json.loads((folder / "metrics.json").read_text())
+        record["knobs"]["model"]["path"] = text
+        (folder / "metrics.json").write_text(json.dumps(record))
+    for number, reason in enumerate(HOSTILE):
+        (tmp_path / f"failed {number}").mkdir()
+        (tmp_path / f"failed {number}" / "failure.json").write_text(json.dumps({"reason": reason}))
+        jobs[f"failed {number}"] = {}
+    text, parsed, data = written(write_plan(tmp_path, jobs), extra_sections=[(HOSTILE[0], "<p>ours</p>")])
+
+    assert [tag for tag, _ in parsed.elements if tag in ("script", "i", "img")] == ["img", "img", "script", "script"]
+    assert not [name for _, attributes in parsed.elements for name in attributes if name.startswith("on")]
+    assert parsed.scripts[1:] == [page.template("page.js")]
+    assert sorted(prompt["text"] for prompt in data["prompts"]) == sorted(map(page.clean, HOSTILE))
+    shown = "".join(parsed.text)
+    for number, hostile in enumerate(map(page.clean, HOSTILE)):
+        assert f"failed: {hostile}" in shown  # its reason, in the table
+        assert data["recipes"][number]["name"] == f"prompts={hostile} <i>knob=1"
+    assert "\u202e" not in text and "\x00" not in text and "\u2028" not in text
+
+
+def picture(data: dict, index: int) -> Image.Image:
+    kind, _, content = data["pictures"][index]["source"].partition(";base64,")
+    opened = Image.open(io.BytesIO(base64.b64decode(content)))
+    assert kind == f"data:image/{opened.format.lower()}"
+    return opened
+
+
+def test_small_pictures_are_embedded_once_and_bit_for_bit(small_sweep, without_plots):
+    _, _, data = written(small_sweep)
+    assert len(data["pictures"]) == 2 + 4 * 2  # full precision of two prompts, and the pictures of four recipes
+    for prompt in data["prompts"]:
+        assert len({pair["full"] for pair in prompt["pairs"]}) == 1
+        for pair, job in zip(prompt["pairs"], small_sweep.jobs, strict=False):
+            index = ["a red apple", "a pear"].index(prompt["text"])
+            with Image.open(job.directory / f"images/quantized/{index:04d}.png") as original:
+                assert np.array_equal(np.asarray(picture(data, pair["quantized"])), np.asarray(original))
+            assert pair["scores"] == f"PSNR {pair['psnr']:.1f} dB · LPIPS 0.0100"
+
+
+def test_large_pictures_are_reduced(tmp_path, write_job, without_plots):
+    text, _, data = written(read_sweep(write_job(tmp_path / "run", size=1000)))
+    assert picture(data, 0).size == (page.LONGEST_EDGE, page.LONGEST_EDGE) and picture(data, 0).format == "WEBP"
+    assert data["pictures"][0]["width"] == page.LONGEST_EDGE
+    assert "at most 768 pixels" in text
+
+
+def test_of_many_prompts_the_worst_are_embedded(tmp_path, write_job, without_plots, monkeypatch):
+    sweep = read_sweep(write_job(tmp_path / "run", prompts=[f"prompt {number}" for number in range(40)]))
+    text, _, data = written(sweep)
+    assert [prompt["text"] for prompt in data["prompts"]] == [f"prompt {number}" for number in range(39, 15, -1)]
+    assert "The 24 worst of 40 prompts" in text
+    monkeypatch.setattr(page, "MOST_BYTES", 600)
+    _, _, data = written(sweep)
+    assert 0 < len(data["prompts"]) < 24
+
+
+def test_identical_pictures_come_last_and_say_so(tmp_path, write_job, change_record, without_plots):
+    folder = write_job(tmp_path / "run")
+
+    def identical(record):
+        record["fidelity"]["psnr"]["values"][1] = None
+        record["fidelity"]["ssim"]["values"][1] = 1.0
+
+    change_record(folder, identical)
+    _, _, data = written(read_sweep(folder))
+    assert [(prompt["text"], prompt["pairs"][0]["scores"]) for prompt in data["prompts"]] == [
+        ("a red apple", "PSNR 34.0 dB · LPIPS 0.0100"),
+        ("a pear", "identical"),
+    ]
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\x89PNG\r\n\x1a\n half", b"<svg onload='alert(1)'>"])
+def test_a_picture_that_is_missing_or_damaged_is_said_to_be(tmp_path, write_job, content, without_plots):
+    sweep = read_sweep(write_job(tmp_path / "run"))
+    path = sweep.directory / "images/quantized/0000.png"
+    path.unlink() if content is None else path.write_bytes(content)
+    text, _, data = written(sweep)
+    pairs = {prompt["text"]: prompt["pairs"][0] for prompt in data["prompts"]}
+    assert pairs["a red apple"]["quantized"] is None and pairs["a red apple"]["full"] is not None
+    assert pairs["a pear"]["quantized"] is not None
+    assert "run: 1 pair of pictures is missing or damaged" in text
+
+
+def test_a_picture_that_would_fill_the_memory_is_damaged(tmp_path, write_job, without_plots, monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 4000)
+    _, parsed, data = written(read_sweep(write_job(tmp_path / "run", size=100)))
+    assert not data["prompts"] and "There are no pictures to show." in parsed.text
+
+
+def test_a_sweep_without_pictures_says_so(tmp_path, write_plan):
+    (tmp_path / "a").mkdir()
+    text, parsed, data = written(write_plan(tmp_path, {"a": {"alpha": 0.8}}))
+    assert "There are no pictures to show." in parsed.text and '<div id="comparison" hidden>' in text
+    assert "No job has both pictures and a latency, so there is nothing to recommend." in parsed.text
+    assert "Plots" not in parsed.text and data["prompts"] == []
+
+
+def test_the_style_sheet_has_every_colour_of_the_plots_in_light_and_in_dark():
+    light, dark = page.template("page.css").split("@media (prefers-color-scheme: dark)")
+    for name in plots.PALETTE.values():
+        found = re.search(rf"--plot-{name}: (?:var\(--(\w+)\)|#\w+)", light)
+        assert found, name
+        assert (f"--{found[1]}: #" if found[1] else f"--plot-{name}: #") in dark
+
+
+def test_the_command_makes_everything_again(small_sweep, monkeypatch, capsys):
+    directory = small_sweep.directory
+    monkeypatch.setattr(sys, "argv", ["report", str(directory)])
+    exit_with_its_code(main)
+    made = {path.name for path in directory.iterdir() if path.is_file()} - {"sweep.json"}
+    assert made == {
+        "summary.csv", "summary.md", "summary.parquet", "report.html",
+        "pareto_latency.png", "pareto_size.png", "trajectory.png", "layers.png",
+    }  # fmt: skip
+    assert Path(capsys.readouterr().out.strip()) == directory / "report.html"
+
+
+def test_a_folder_of_something_else_is_refused_in_one_sentence(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["report", str(tmp_path)])
+    with pytest.raises(SystemExit) as exit:
+        exit_with_its_code(main)
+    assert exit.value.code == 3
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {tmp_path} holds neither") and error.count("\n") == 1
+    assert not list(tmp_path.iterdir())

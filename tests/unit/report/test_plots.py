@@ -1,0 +1,194 @@
+import csv
+import io
+import re
+
+import numpy as np
+import pytest
+from matplotlib.colors import to_hex
+from matplotlib.text import Text
+from PIL import Image
+
+from sd_quant.report import plots
+from sd_quant.report.summary import read_sweep, rows
+
+NAMES = ["pareto_latency", "pareto_size", "trajectory", "layers"]
+
+
+def words(figure) -> list[str]:
+    return [text.get_text() for axes in figure.axes for text in axes.texts]
+
+
+def test_the_front_joins_the_recipes_that_no_other_beats(small_sweep):
+    axes = plots.figures(small_sweep)["pareto_latency"].axes[0]
+    assert axes.lines[0].get_xydata() == pytest.approx(np.array([[100 / 1.3, 30], [100 / 1.2, 39], [100 / 1.05, 44]]))
+    assert set(words(axes.figure)) == {"1", "2", "3", "4", "unquantized, 100 %"}  # none of the failed and unfinished
+    stars = [line for line in axes.lines if line.get_marker() == "*"]
+    assert [star.get_xydata()[0, 1] for star in stars] == [39]
+    assert any(list(line.get_xdata()) == [100, 100] for line in axes.lines)
+
+
+def test_the_size_is_in_megabytes(small_sweep):
+    axes = plots.figures(small_sweep)["pareto_size"].axes[0]
+    assert axes.lines[0].get_xydata()[:, 0] == pytest.approx([10.2, 11.9, 13.6])
+    assert "unquantized, 17 MB" in words(axes.figure)
+
+
+def test_one_job_has_no_pareto(tmp_path, write_job):
+    sweep = read_sweep(write_job(tmp_path / "run"))
+    assert list(plots.figures(sweep)) == ["trajectory", "layers"]
+    plots.write_plots(sweep)
+    assert {path.name for path in sweep.directory.glob("*.png")} == {"trajectory.png", "layers.png"}
+
+
+def test_a_sweep_without_a_finished_job_has_no_plots(tmp_path, write_plan):
+    (tmp_path / "a").mkdir()
+    sweep = write_plan(tmp_path, {"a": {"alpha": 0.8}})
+    assert plots.figures(sweep) == {}
+    plots.write_plots(sweep)
+    assert not list(tmp_path.glob("*.png"))
+
+
+def test_identical_pictures_stand_above_the_rest_and_say_so(small_sweep, change_record):
+    def identical(record):
+        record["fidelity"]["psnr"] = {"mean": None, "min": None, "values": [None, None]}
+        record["fidelity"]["ssim"]["mean"] = 1.0
+
+    change_record(small_sweep.directory / "level=1", identical)
+    figure = plots.figures(read_sweep(small_sweep.directory))["pareto_latency"]
+    assert "1, identical" in words(figure)
+    assert max(figure.axes[0].lines[0].get_ydata()) == 39 + plots.DB_BEYOND
+
+
+def test_names_keep_off_each_other(tmp_path, write_job, write_plan):
+    """Eight recipes in one place: each name has one of its own."""
+    for number in range(8):
+        write_job(tmp_path / str(number), 34 + number / 100, 1.3 + number / 1000)
+    sweep = write_plan(tmp_path, {str(number): {"alpha": f"name {number}"} for number in range(8)})
+    axes = plots.figures(sweep)["pareto_latency"].axes[0]
+    labels = [text for text in axes.texts if text.get_text().startswith("name")]
+    for label in labels:
+        label.get_window_extent()  # puts it into its place, but its own box includes the thread to its point
+    boxes = [Text.get_window_extent(label).extents for label in labels]
+    for number, box in enumerate(boxes):
+        assert plots.overlap(box, boxes[:number] + boxes[number + 1 :]) == 0
+        assert plots.overlap(box, [axes.bbox.extents]) == pytest.approx(np.prod(box[2:] - box[:2]))
+
+
+def test_the_trajectory_has_a_line_a_recipe_and_a_gap_where_there_is_no_ratio(small_sweep, change_record):
+    change_record(
+        small_sweep.directory / "level=3", lambda record: record["fidelity"].update(latent_sqnr_db=[9, None, 7])
+    )
+    change_record(small_sweep.directory / "level=4", lambda record: record["fidelity"].update(latent_sqnr_db=[None]))
+    axes = plots.figures(read_sweep(small_sweep.directory))["trajectory"].axes[0]
+    assert [list(line.get_ydata()) for line in axes.lines][:2] == [[44, 39, 35], [39, 34, 30]]
+    assert list(axes.lines[2].get_xdata()) == [1, 2, 3] and np.isnan(axes.lines[2].get_ydata()[1])
+    assert len(axes.lines) == 3 and words(axes.figure) == ["3", "2", "1"]
+    assert [to_hex(line.get_color()) == plots.ACCENT for line in axes.lines] == [False, True, False]
+
+
+def test_layers_stand_in_the_order_of_the_network_and_the_worst_have_names(small_sweep):
+    axes, key = plots.figures(small_sweep)["layers"].axes
+    errors = sorted((x, y) for line in axes.lines if line.get_label()[0] != "_" for x, y in line.get_xydata())
+    assert [error for _, error in errors] == pytest.approx([2, 0.6, 3, 5, 1])  # the resnet is called before attention
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["down\n1", "mid", "up\n0"]
+    shown = [text.get_text() for text in key.texts]
+    assert shown[:4] == ["level=2", "1: 5 %", "mid.resnet.0.conv1", "2: 3 %"]
+    assert {text.get_text() for text in axes.get_legend().get_texts()} == {"conv", "ffn", "qkv"}
+
+
+def test_the_order_is_that_in_which_diffusers_calls_its_layers(build_unet, unet_inputs):
+    import torch
+
+    unet = build_unet()
+    called = []
+    for name, module in unet.named_modules():
+        if re.search(r"resnets\.\d\.conv1$|attn1\.to_q$|samplers\.0\.conv$|^conv_(in|out)$", name):
+            module.register_forward_hook(lambda *_, name=name: called.append(name))
+    inputs = unet_inputs(batch=1)
+    with torch.no_grad():
+        condition = {"text_embeds": torch.zeros(1, 32), "time_ids": torch.zeros(1, 6)}
+        unet(inputs["x"], inputs["timesteps"], inputs["context"], added_cond_kwargs=condition)
+    declared = [name for name, _ in unet.named_modules() if name in called]
+    assert declared != called
+    assert sorted(declared, key=plots.network_order) == called
+
+
+@pytest.mark.parametrize(
+    "content", [None, b"", b"\xff\xfe\x00", b"name,role\na,b\n", b"name,role,output_error\na,b,c\n"]
+)
+def test_layers_that_cannot_be_read_are_no_plot(tmp_path, write_job, content):
+    sweep = read_sweep(write_job(tmp_path / "run"))
+    path = sweep.directory / "layers.csv"
+    path.unlink() if content is None else path.write_bytes(content)
+    assert list(plots.figures(sweep)) == ["trajectory"]
+
+
+def test_plots_are_the_same_bytes_every_time(small_sweep):
+    def files() -> dict[str, bytes]:
+        plots.write_plots(small_sweep)
+        return {path.name: path.read_bytes() for path in small_sweep.directory.glob("*.png")}
+
+    def drawing() -> str:
+        return plots.svg(plots.layers(small_sweep.jobs[1]), "layers")
+
+    first = files()
+    assert sorted(first) == sorted(f"{name}.png" for name in NAMES) and files() == first
+    assert drawing() == drawing()
+    with Image.open(small_sweep.directory / "layers.png") as picture:
+        assert picture.width > 1500 and set(picture.info) == {"dpi"}
+
+
+def test_svgs_share_a_page(small_sweep):
+    """Ids are unique over all of them and every reference resolves; colours are the page's; nothing is loaded."""
+    drawings = {name: plots.svg(figure, name) for name, figure in plots.figures(small_sweep).items()}
+    assert list(drawings) == NAMES
+    page = "".join(drawings.values())
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    assert len(ids) == len(set(ids)) and ids
+    assert {*re.findall(r'href="#([^"]+)"', page), *re.findall(r"url\(#([^)]+)\)", page)} <= set(ids)
+    assert not re.findall(r"#[0-9a-f]{6}\b", page)
+    assert set(re.findall(r"var\(--plot-([^)]+)\)", page)) <= set(plots.PALETTE.values())
+    assert not re.search(r"http|<style|<script|metadata|DejaVu", page)
+    for name, drawing in drawings.items():
+        assert drawing.startswith('<svg viewBox="0 0 ') and f'id="{name}-axes_1"' in drawing
+
+
+HOSTILE = ["</svg><script>alert(1)</script>", "$\\frac{$ {{7*7}}", "\x1b\x00\u202e\ud800 日本語", 'id="a" #5f6368']
+
+
+def test_hostile_names_are_only_drawn(tmp_path, write_job, write_plan):
+    jobs = {}
+    for number, name in enumerate(HOSTILE):
+        folder = write_job(tmp_path / str(number), 34 + number, 1.3)
+        with (folder / "layers.csv").open("w", newline="", encoding="utf-8") as file:
+            name_in_file = name.replace("\ud800", "")
+            csv.writer(file).writerows([["name", "role", "output_error"], [name_in_file, name_in_file[:7], "0.1"]])
+        jobs[str(number)] = {name: name}
+    sweep = write_plan(tmp_path, jobs)
+    figures = plots.figures(sweep)
+    with plots.style():
+        figures["layers"].savefig(io.BytesIO(), format="png")  # its font lacks letters: no reason to warn
+    drawn = "".join(plots.svg(figure, name) for name, figure in figures.items())
+    assert "<script" not in drawn and "&lt;script&gt;" in drawn
+    assert "{{7*7}}" in drawn and 'id="a" #5f6368' in drawn
+    assert drawn.isprintable() or set(re.findall(r"[^ -~\xa0-\uffff]", drawn)) == {"\n"}
+
+
+def test_names_are_short_and_in_one_line():
+    assert plots.short_name({"job": "a\nb"}, []) == "a b"
+    assert plots.short_name({"job": "0", "alpha": "auto", "quant_level": 2.0}, ["quant_level", "alpha", "keep"]) == (
+        "2 · auto · –"
+    )
+    long = plots.short_name({"job": "=".join("abcdefghij" * 9)}, [])
+    assert len(long) == plots.LONGEST_NAME and "…" in long
+
+
+def test_a_sweep_of_twenty_is_named_where_it_matters(tmp_path, write_job, write_plan):
+    for number in range(20):
+        write_job(tmp_path / str(number), 44 - number / 2, 1.1 + number / 50 * (-1) ** number, prompts=[])
+    sweep = write_plan(tmp_path, {str(number): {"alpha": number} for number in range(20)})
+    table = rows(sweep)
+    figure = plots.pareto(table, ["alpha"], plots.TIME, "4")
+    named = set(words(figure)) - {"unquantized, 100 %"}
+    assert named == {row["job"] for row in plots.front(table, plots.TIME)} | {"4"}
+    assert len(words(plots.trajectory(sweep, "4"))) == 3  # the recommended one, the best, the worst

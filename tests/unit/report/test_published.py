@@ -1,0 +1,71 @@
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from sd_quant.config import REPOSITORY
+from sd_quant.errors import ConfigError
+from sd_quant.report.published import as_html, as_markdown, published_tables, read_published
+
+NEMO = REPOSITORY / "examples/published/nemo_docs.yaml"
+
+
+def job(batch: int, framework: float | None, unquantized: float, quantized: float):
+    sides = {"full_precision": {"p50_ms": unquantized}, "quantized": {"p50_ms": quantized}}
+    record = {
+        "knobs": {"infer": {"engine": "openvino", "batch_size": batch, "steps": 5, "width": 64, "height": 64}},
+        "latency": {
+            "torch": {"image": {str(batch): {"full_precision": {"p50_ms": framework}}}},
+            "openvino": {"image": {str(batch): sides}},
+        },
+        "environment": {"machine": {"cpu": "<b>CPU", "usable_cores": 2, "gpus": []}, "versions": {"openvino": "1"}},
+    }
+    return SimpleNamespace(name=f"batch_size={batch}", varied={}, status="done", reason=None, record=record)
+
+
+@pytest.fixture
+def published() -> dict:
+    return read_published(NEMO.read_text(), str(NEMO))
+
+
+def test_nemos_own_speed_ups_follow_from_its_figures(published):
+    """2.172, 2.011, 1.983 and 1.226, 1.250, 1.330 on its page."""
+    jobs = [job(batch, 100.0, 50.0, 40.0) for batch in (1, 2, 4)]
+    framework, unquantized = published_tables(SimpleNamespace(published=published, jobs=jobs))
+    assert [line[-1] for line in framework.lines] == ["2.172x", "2.011x", "1.983x"]
+    assert [line[-1] for line in unquantized.lines] == ["1.226x", "1.250x", "1.330x"]
+    assert framework.lines[0] == ["1", "100.00", "40.00", "2.500x", "3,056.01", "1,406.68", "2.172x"]
+    assert [line[3] for line in unquantized.lines] == ["1.250x"] * 3
+
+
+def test_what_differs_is_said(published):
+    [table, _] = published_tables(SimpleNamespace(published=published, jobs=[job(1, 100.0, 50.0, 40.0)]))
+    for text in ("2 cores here, NVIDIA H100 there", "openvino 1 here, TensorRT 9.3.0 there", "steps: 5 here",
+                 "64x64 here", "fp32 beside INT8 here, fp16 beside INT8 there"):  # fmt: skip
+        assert text in table.caption
+    assert "<b>" not in as_html(table) and "&lt;b&gt;CPU" in as_html(table) and r"\<b\>" in as_markdown(table)
+
+
+def test_a_slower_engine_and_a_batch_that_nobody_published(published):
+    jobs = [job(8, None, 50.0, 60.0)]
+    framework, unquantized = published_tables(SimpleNamespace(published=published, jobs=jobs))
+    assert framework.lines == [["8", "–", "60.00", "–", "–", "–", "–"]]
+    assert unquantized.lines == [["8", "50.00", "60.00", "0.833x (slower)", "–", "–", "–"]]
+
+
+def test_no_tables_without_figures(published):
+    failed = SimpleNamespace(name="a", varied={}, status="failed", reason="x", record=None)
+    assert published_tables(SimpleNamespace(published=published, jobs=[failed])) == []
+    assert published_tables(SimpleNamespace(published=None, jobs=[job(1, 1.0, 1.0, 1.0)])) == []
+
+
+@pytest.mark.parametrize(
+    "change", [lambda c: c.pop("batches"), lambda c: c.pop("title"), lambda c: c["batches"][1].clear()]
+)
+def test_another_file_is_refused(change):
+    content = yaml.safe_load(NEMO.read_text())
+    change(content)
+    with pytest.raises(ConfigError, match=r"^published names x.yaml, which is not like"):
+        read_published(yaml.safe_dump(content), "x.yaml")
+    with pytest.raises(ConfigError):
+        read_published("- a\n", "x.yaml")

@@ -1,0 +1,108 @@
+"""A sweep's table, from nothing but its folder."""
+
+import csv
+import json
+
+import pytest
+from pyarrow import parquet
+
+from sd_quant.errors import ArtifactError
+from sd_quant.files import write_json
+from sd_quant.report.summary import FAILURE, RECORD, SWEEP, read_sweep, rows, write_summary
+
+
+def record(psnr: float, milliseconds: float) -> dict:
+    times = {"full_precision": {"p50_ms": 20.0}, "quantized": {"p50_ms": milliseconds}, "speedup": 20.0 / milliseconds}
+    return {
+        "knobs": {"infer": {"engine": "openvino", "batch_size": 2}},
+        "fidelity": {"psnr": {"mean": psnr, "min": psnr - 1}, "ssim": {"mean": 0.9}, "latent_sqnr_db": [30.0, 20.0]},
+        "latency": {
+            "torch": {"image": {"2": {"full_precision": {"p50_ms": 80.0}}}},
+            "openvino": {"unet_xl": {"4": times}, "image": {"2": times}},
+        },
+        "sizes_bytes": {
+            "unet_xl": {"onnx_full_precision": 4e6, "onnx_quantized": 2e6, "plan": {"value": None, "reason": "none"}}
+        },
+        "layers": {"quantized": 7},
+        "stages": {"calibrate": {"seconds": 1.5}, "export": {"seconds": 2.0}},
+        "peak_memory_bytes": 10**9,
+    }
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Four jobs: two done, one failed, one that never ran."""
+    jobs = [{"name": f"alpha={alpha}", "varied": {"alpha": alpha}} for alpha in (0.5, "auto", 1.0, 0.1)]
+    write_json(tmp_path / SWEEP, {"command": ["alpha=0.5,auto,1.0,0.1"], "varied": ["alpha"], "jobs": jobs})
+    for job in jobs[:3]:
+        (tmp_path / job["name"]).mkdir()
+    write_json(tmp_path / "alpha=0.5" / RECORD, record(30.0, 10.0))
+    write_json(tmp_path / "alpha=auto" / RECORD, record(35.0, 16.0))
+    write_json(tmp_path / "alpha=1.0" / FAILURE, {"reason": "=cmd|' /C calc'!A0 <b>| broken"})
+    return tmp_path
+
+
+def test_a_row_has_what_its_record_says(folder):
+    first = rows(read_sweep(folder))[0]
+    expected = {
+        "job": "alpha=0.5", "status": "done", "reason": None, "alpha": 0.5, "psnr_db": 30.0, "psnr_worst_db": 29.0,
+        "latent_sqnr_db": 20.0, "unet_ms": 10.0, "unet_speedup": 2.0, "image_ms": 10.0, "image_torch_ms": 80.0,
+        "unet_onnx_bytes": 2e6, "unet_plan_bytes": None, "quantized_layers": 7, "seconds": 3.5, "lpips": None,
+    }  # fmt: skip
+    assert {name: first[name] for name in expected} == expected
+
+
+def test_failures_have_rows_with_their_reasons(folder):
+    failed, missing = rows(read_sweep(folder))[2:]
+    assert (failed["status"], missing["status"]) == ("failed", "unfinished")
+    assert "broken" in failed["reason"] and "has not run, was killed, or is running" in missing["reason"]
+    assert failed["psnr_db"] is None and list(failed) == list(rows(read_sweep(folder))[0])
+
+
+def test_the_three_files_agree(folder):
+    write_summary(read_sweep(folder))
+    with (folder / "summary.csv").open(newline="") as file:
+        text = list(csv.DictReader(file))
+    table = parquet.read_table(folder / "summary.parquet").to_pylist()
+    assert [row["job"] for row in text] == [row["job"] for row in table]
+    assert [row["alpha"] for row in table] == ["0.5", "auto", "1.0", "0.1"]  # one type a column
+    assert [float(row["psnr_db"]) for row in text[:2]] == [row["psnr_db"] for row in table[:2]] == [30.0, 35.0]
+    assert text[2]["reason"].startswith("'=cmd")  # no spreadsheet runs it
+    lines = (folder / "summary.md").read_text().splitlines()
+    assert lines[2].startswith("| 0.5 | done | 30.00 | 29.00 | – | 20.0 | 10.0 | 2.00x |")
+    assert r"\<b\>\| broken" in lines[-2] and all(line.count(" | ") == lines[0].count(" | ") for line in lines[:6])
+
+
+def test_a_run_is_a_sweep_of_one(folder):
+    sweep = read_sweep(folder / "alpha=auto")
+    assert [job.name for job in sweep.jobs] == ["alpha=auto"] and sweep.varied == [] and sweep.jobs[0].status == "done"
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "3", '{"stages": 1', "\udcff"])
+def test_a_damaged_record_is_an_unfinished_job(folder, text):
+    (folder / "alpha=0.5" / RECORD).write_text(text, errors="surrogateescape")
+    job = read_sweep(folder).jobs[0]
+    assert job.status == "unfinished" and job.reason.startswith("its record cannot be read")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda plan: plan.pop("jobs"),
+        lambda plan: plan.update(jobs=3),
+        lambda plan: plan["jobs"][0].update(name="../elsewhere"),
+        lambda plan: plan["jobs"][0].update(name="/etc"),
+        lambda plan: plan["jobs"][0].update(name=""),
+    ],
+)
+def test_a_plan_that_is_none_is_refused(folder, change):
+    plan = json.loads((folder / SWEEP).read_text())
+    change(plan)
+    write_json(folder / SWEEP, plan)
+    with pytest.raises(ArtifactError, match="is not the plan of a sweep"):
+        read_sweep(folder)
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path):
+    with pytest.raises(ArtifactError, match="holds neither sweep.json nor metrics.json"):
+        read_sweep(tmp_path)

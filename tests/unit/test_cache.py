@@ -1,0 +1,176 @@
+"""Files that runs share: made once, never half, never damaged, never by two at a time."""
+
+import json
+import multiprocessing
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from sd_quant.cache import MANIFEST, Cache, locked
+
+
+@pytest.fixture
+def cache(tmp_path) -> Cache:
+    return Cache(tmp_path / "cache", 1e9)
+
+
+class Maker:
+    """Writes two files and counts how often it was asked to."""
+
+    def __init__(self, text: str = "text"):
+        self.text, self.calls = text, 0
+
+    def __call__(self, folder: Path) -> None:
+        self.calls += 1
+        (folder / "a.txt").write_text(self.text)
+        (folder / "a.txt.data").write_bytes(b"\0" * 1000)
+
+
+def test_what_depends_on_the_same_is_made_once(cache, tmp_path):
+    make = Maker()
+    for run in ("one", "two"):
+        cache.provide("thing", {"b": 2, "a": 1}, tmp_path / run, make)
+    assert make.calls == 1
+    one, two = (tmp_path / run / "a.txt" for run in ("one", "two"))
+    assert one.read_text() == two.read_text() == "text" and one.samefile(two)
+    assert sorted(os.listdir(tmp_path / "two")) == ["a.txt", "a.txt.data"]  # no manifest
+
+
+def test_what_depends_on_something_else_is_made_anew(cache, tmp_path):
+    make = Maker()
+    for origin in ({"a": 1}, {"a": 2}, {"a": [1]}):
+        cache.provide("thing", origin, tmp_path / "run", make)
+    cache.provide("other", {"a": 1}, tmp_path / "run", make)
+    assert make.calls == 4
+
+
+def test_other_files_of_the_target_stay(cache, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "mine").write_text("kept")
+    (tmp_path / "run" / "a.txt").write_text("old")
+    cache.provide("thing", {}, tmp_path / "run", Maker("new"))
+    assert [(tmp_path / "run" / name).read_text() for name in ("mine", "a.txt")] == ["kept", "new"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda entry: (entry / "a.txt").unlink(),
+        lambda entry: (entry / MANIFEST).unlink(),
+        lambda entry: (entry / MANIFEST).write_text("{"),
+        lambda entry: (entry / MANIFEST).write_text("[]"),
+        lambda entry: (entry / "a.txt.data").rename(entry / "elsewhere"),
+        lambda entry: ((entry / "a.txt").chmod(0o644), (entry / "a.txt").write_text("txet")),
+    ],
+)
+def test_a_damaged_entry_is_made_again(cache, tmp_path, damage, caplog):
+    make = Maker()
+    cache.provide("thing", {}, tmp_path / "one", make)
+    [entry] = (tmp_path / "cache" / "thing").glob("[!.]*")
+    damage(entry)
+    cache.provide("thing", {}, tmp_path / "two", make)
+    assert make.calls == 2 and "is damaged; it is made again" in caplog.text
+    assert (tmp_path / "two" / "a.txt").read_text() == "text"
+
+
+def test_names_in_a_manifest_lead_nowhere_else(cache, tmp_path):
+    (tmp_path / "secret").write_text("secret")
+    cache.provide("thing", {}, tmp_path / "one", Maker())
+    [manifest] = (tmp_path / "cache" / "thing").glob(f"*/{MANIFEST}")
+    content = json.loads(manifest.read_text())
+    content["files"]["../../../secret"] = content["files"]["a.txt"]
+    manifest.write_text(json.dumps(content))
+    cache.provide("thing", {}, tmp_path / "two", Maker())
+    assert sorted(os.listdir(tmp_path / "two")) == ["a.txt", "a.txt.data"]
+    assert (tmp_path / "secret").read_text() == "secret"
+
+
+def test_a_failure_leaves_nothing(cache, tmp_path):
+    def fails(folder: Path) -> None:
+        (folder / "a.txt").write_text("half")
+        raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        cache.provide("thing", {}, tmp_path / "run", fails)
+    assert not list((tmp_path / "run").iterdir())
+    assert [path.suffix for path in (tmp_path / "cache" / "thing").iterdir()] == [".lock"]
+    make = Maker()
+    cache.provide("thing", {}, tmp_path / "run", make)
+    assert make.calls == 1
+
+
+def test_what_a_killed_process_left_is_no_entry(cache, tmp_path):
+    make = Maker()
+    cache.provide("thing", {}, tmp_path / "one", make)
+    [entry] = (tmp_path / "cache" / "thing").glob("[!.]*")
+    entry.rename(entry.with_name(f".{entry.name}.part"))
+    cache.provide("thing", {}, tmp_path / "two", make)
+    assert make.calls == 2 and len(list((tmp_path / "cache" / "thing").iterdir())) == 2  # the entry and its lock
+
+
+def test_the_longest_unused_goes_first(tmp_path):
+    cache = Cache(tmp_path / "cache", 4200)
+    made: list[int] = []
+    for number in (1, 2, 3, 1, 4, 1, 2):  # each has 1000 bytes and a manifest of some hundred
+        cache.provide(
+            "thing", {"n": number}, tmp_path / f"run{len(made)}",
+            lambda folder, number=number: (made.append(number), (folder / "a").write_bytes(b"\0" * 1000)),
+        )  # fmt: skip
+        time.sleep(0.01)
+    assert made == [1, 2, 3, 4, 2]  # 4 pushed out 2, which was older than 1
+    assert (tmp_path / "run0" / "a").stat().st_size == 1000  # a run keeps its files
+
+
+def test_one_entry_larger_than_the_limit_still_serves_its_run(tmp_path):
+    cache = Cache(tmp_path / "cache", 10)
+    cache.provide("thing", {}, tmp_path / "run", Maker())
+    assert (tmp_path / "run" / "a.txt").read_text() == "text"
+
+
+def test_without_a_directory_nothing_is_kept(tmp_path):
+    make = Maker()
+    for _ in range(2):
+        Cache(None).provide("thing", {}, tmp_path / "run", make)
+    assert make.calls == 2 and os.listdir(tmp_path) == ["run"]
+
+
+def provide_slowly(folder: Path, number: int) -> None:
+    def make(entry: Path) -> None:
+        with (folder / "calls").open("a") as calls:
+            calls.write("made\n")
+        time.sleep(0.3)
+        (entry / "a").write_text("whole")
+
+    Cache(folder / "cache", 1e9).provide("thing", {}, folder / f"run{number}", make)
+
+
+def test_processes_wait_for_each_other(tmp_path):
+    fork = multiprocessing.get_context("fork")
+    processes = [fork.Process(target=provide_slowly, args=(tmp_path, number)) for number in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(30)
+        assert process.exitcode == 0
+    assert (tmp_path / "calls").read_text() == "made\n"
+    assert {(tmp_path / f"run{number}" / "a").read_text() for number in range(4)} == {"whole"}
+
+
+def hold(path: Path, ready) -> None:
+    with locked(path):
+        ready.set()
+        time.sleep(60)
+
+
+def test_a_lock_ends_with_its_process(tmp_path):
+    fork = multiprocessing.get_context("fork")
+    ready = fork.Event()
+    process = fork.Process(target=hold, args=(tmp_path / "lock", ready))
+    process.start()
+    assert ready.wait(30)
+    process.kill()
+    process.join(30)
+    with locked(tmp_path / "lock"):
+        pass

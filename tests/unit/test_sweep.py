@@ -1,0 +1,128 @@
+"""Which jobs a command means, what they are called, and that a folder has one sweep."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from sd_quant import sweep
+from sd_quant.cli import CONF, checked
+from sd_quant.config import QuantizeJob
+from sd_quant.errors import ConfigError
+from sd_quant.files import write_json
+from sd_quant.report.summary import FAILURE, RECORD, SWEEP, read_sweep
+
+
+def plan(*arguments: str) -> tuple[dict, str]:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return sweep.plan_of("quantize", arguments, lambda config: dataclasses.asdict(checked(QuantizeJob, config)))
+
+
+def names(*arguments: str) -> list[str]:
+    return [job["name"] for job in plan(*arguments)[0]["jobs"]]
+
+
+def test_jobs_are_named_by_what_varies():
+    assert names("quant_level=1,2.5", "alpha=0.5,auto", "calib_size=16") == [
+        "quant_level=1,alpha=0.5",
+        "quant_level=1,alpha=auto",
+        "quant_level=2.5,alpha=0.5",
+        "quant_level=2.5,alpha=auto",
+    ]
+
+
+def test_a_value_has_one_name_however_it_is_written():
+    assert names("alpha=0.8,1") == names("alpha=0.80,1.0") == ["alpha=0.8", "alpha=1"]
+    assert plan("alpha=0.8,1")[1] == plan("alpha=0.80,1.0")[1]
+
+
+def test_what_is_swept_over_one_value_does_not_vary():
+    found, label = plan("quant_level=1,2", "alpha=choice(0.5)")
+    assert found["varied"] == ["quant_level"] and label.startswith("quant_level_")
+
+
+def test_ranges_choices_and_lists():
+    assert names("calib_size=range(8,17,8)") == ["calib_size=8", "calib_size=16"]
+    assert names("infer=openvino,onnxruntime") == ["infer=openvino", "infer=onnxruntime"]
+    prompts = names("infer.prompts=[a/b],[a b]")
+    assert len(set(prompts)) == 2 and all(re.fullmatch(r"[A-Za-z0-9._=,+-]+", name) for name in prompts)
+
+
+def test_long_and_hostile_values_are_still_one_folder():
+    found = names(f"quantize.exp_name={'x' * 300},../../etc,{'x' * 301}")
+    assert len(set(found)) == 3 and all("/" not in name and len(name) < 200 for name in found)
+
+
+def test_the_folder_depends_on_the_jobs_alone():
+    assert plan("quant_level=1,2")[1] == plan("quant_level=1,2", "cache.limit_gb=1", "hydra.verbose=false")[1]
+    assert plan("quant_level=1,2")[1] != plan("quant_level=1,2", "infer.steps=7")[1]
+    assert plan("quant_level=1,2")[1] != plan("quant_level=1,3")[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["quant_level=1,7"], r"^job quant_level=7: quant_level is 7.0, expected one of"),
+        (["alpha=0.8,0.80"], r"^two jobs of the sweep are one: alpha=0.8 and alpha=0.8; leave one of the values out$"),
+        (["alpha=interval(0,1)"], "does not support sweep type"),
+    ],
+)
+def test_an_impossible_job_is_refused_before_any_starts(arguments, sentence):
+    with pytest.raises(Exception, match=sentence):
+        plan(*arguments)
+
+
+def test_hydra_numbers_the_jobs_alike(tmp_path):
+    found, _ = plan("quant_level=1,2", "alpha=0.5,1")
+    write_json(tmp_path / SWEEP, found)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        for number, job in enumerate(found["jobs"]):
+            fixed = [f"hydra.sweep.dir={tmp_path}", f"hydra.job.num={number}"]
+            config = compose("quantize", [*job["overrides"], *fixed], return_hydra_config=True)
+            assert config.hydra.sweep.subdir == job["name"]
+
+
+def test_a_folder_has_one_sweep(tmp_path):
+    one, two = plan("quant_level=1,2")[0], plan("quant_level=1,3")[0]
+    with sweep.opened(tmp_path / "sweep", one):
+        with (
+            pytest.raises(ConfigError, match="another process is running a sweep in"),
+            sweep.opened(tmp_path / "sweep", one),
+        ):
+            pass
+    with sweep.opened(tmp_path / "sweep", one):  # again
+        pass
+    with pytest.raises(ConfigError, match=r"holds another sweep \(quant_level=1,2\); set another hydra.sweep.dir"):
+        with sweep.opened(tmp_path / "sweep", two):
+            pass
+    assert json.loads((tmp_path / "sweep" / SWEEP).read_text())["jobs"] == one["jobs"]
+
+
+def test_what_is_said_follows_from_the_folder(tmp_path):
+    with sweep.opened(tmp_path, plan("quant_level=1,2,3")[0]):
+        first, second, _ = (tmp_path / f"quant_level={level}" for level in (1, 2, 3))
+        assert sweep.start_line(read_sweep(tmp_path)) == f"sweep of 3 jobs in {tmp_path}"
+        assert sweep.job_line(read_sweep(tmp_path), 0) == "job 1 of 3: quant_level=1"
+        for job in (first, second):
+            job.mkdir()
+        write_json(first / RECORD, {"stages": {"a": {"seconds": 40}, "b": {"seconds": 2.5}}})
+        write_json(second / FAILURE, {"reason": "no memory"})
+        found = read_sweep(tmp_path)
+        assert sweep.start_line(found).endswith(": 1 done before, 1 failed before and tried again")
+        assert sweep.job_line(found, 1) == (
+            "job 2 of 3: quant_level=2, failed before: no memory; about 85 s of work to go"
+        )
+        code, sentence = sweep.outcome(found)
+        assert code == 1 and sentence.startswith(
+            "2 of 3 jobs are not done (quant_level=2: no memory; quant_level=3: it "
+        )
+
+
+def test_a_sweep_whose_jobs_are_done_is_done(tmp_path):
+    with sweep.opened(tmp_path, plan("quant_level=1,2")[0]):
+        for level in (1, 2):
+            (tmp_path / f"quant_level={level}").mkdir()
+            write_json(tmp_path / f"quant_level={level}" / RECORD, {"stages": {}})
+        assert sweep.outcome(read_sweep(tmp_path)) == (0, "")
