@@ -1,0 +1,93 @@
+"""What a job of a sweep costs when it is not the first, and whether a sweep that is killed ends like one that is not.
+
+    python benchmarks/sweep.py
+
+Twelve jobs on the shipped checkpoint, from an empty cache; then the same command again with another empty cache, killed
+with SIGKILL when half of its jobs are done, and started once more. Both tables have to agree in every column that is no
+time or peak. A job's time is from its start to its record, as the records' own times say.
+
+What is honest about it: the first job pays for everything that the others share, nothing is warm but the disk's cache,
+and the marginal job is the median of the other eleven, each with its own export, plan, pictures, latency and parity.
+"""
+
+import argparse
+import csv
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from sd_quant.config import REPOSITORY, anchored
+
+COMMAND = ("quantize.py", "-m", "quant_level=1,2,2.5,3", "alpha=0.5,0.8,auto")
+TIMES = ("_ms", "_speedup", "_time", "seconds", "memory_bytes")
+
+
+def start(folder: Path, extra: list[str]) -> subprocess.Popen:
+    places = (f"cache.dir={folder}/cache", f"hydra.sweep.dir={folder}/sweep")
+    with (folder / "log").open("a") as log:
+        return subprocess.Popen(
+            [sys.executable, *COMMAND, *places, *extra], cwd=REPOSITORY, stdout=log, stderr=log, start_new_session=True
+        )
+
+
+def finished(folder: Path) -> list[Path]:
+    return sorted((folder / "sweep").glob("*/metrics.json"), key=lambda path: path.stat().st_mtime)
+
+
+def finish(folder: Path, extra: list[str]) -> float:
+    started = time.perf_counter()
+    if code := start(folder, extra).wait():
+        sys.exit(f"the sweep failed with exit code {code}; {folder}/log says why")
+    return time.perf_counter() - started
+
+
+def kill_half_way(folder: Path, extra: list[str], jobs: int) -> int:
+    with start(folder, extra) as process:
+        while len(finished(folder)) < jobs // 2 and process.poll() is None:
+            time.sleep(0.2)
+        os.killpg(process.pid, signal.SIGKILL)
+    return len(finished(folder))
+
+
+def table(folder: Path) -> list[dict]:
+    with (folder / "sweep" / "summary.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    return [{name: value for name, value in row.items() if not name.endswith(TIMES)} for row in rows]
+
+
+def seconds_of(record: Path) -> float:
+    return sum(stage["seconds"] for stage in json.loads(record.read_text(encoding="utf-8"))["stages"].values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--work", type=anchored, default="outputs/benchmark_sweep", help="(%(default)s)")
+    parser.add_argument("overrides", nargs="*", help="more of the command, such as infer.steps=5")
+    options = parser.parse_args()
+    unbroken, broken = (options.work / name for name in ("unbroken", "broken"))
+    for folder in (unbroken, broken):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+
+    total = finish(unbroken, options.overrides)
+    first, *others = [seconds_of(record) for record in finished(unbroken)]
+    marginal = statistics.median(others)
+    jobs = 1 + len(others)
+    print(f"{jobs} jobs in {total:.0f} s: the first {first:.1f} s, then {marginal:.1f} s a job "
+          f"({min(others):.1f} to {max(others):.1f}), {marginal / first:.2f} of the first", flush=True)  # fmt: skip
+
+    done = kill_half_way(broken, options.overrides, jobs)
+    rest = finish(broken, options.overrides)
+    same = table(broken) == table(unbroken)
+    print(f"killed with {done} jobs done, resumed in {rest:.0f} s: {'the same table' if same else 'ANOTHER TABLE'}")
+    sys.exit(0 if same else 1)
+
+
+if __name__ == "__main__":
+    main()
