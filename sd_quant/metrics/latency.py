@@ -21,7 +21,7 @@ def nothing() -> None:
 def measure(
     call: Callable[[], object], warmup: int, repeats: int, synchronize: Callable[[], None] = nothing
 ) -> dict[str, object]:
-    """Latency of ``call`` as ``{mean_ms, p50_ms, p90_ms, p99_ms, min_ms, n, warmup, samples_ms}``.
+    """Latency of ``call`` as ``{mean_ms, p50_ms, p90_ms, p99_ms, min_ms, std_ms, n, warmup, samples_ms}``.
 
     ``synchronize`` waits for work that ``call`` only queued (``torch.cuda.synchronize``).
     Raises ConfigError unless warmup >= 0 and repeats >= 1.
@@ -62,6 +62,7 @@ def _statistics(samples: list[float], warmup: int) -> dict[str, object]:
         "p90_ms": p90,
         "p99_ms": p99,
         "min_ms": min(samples),
+        "std_ms": statistics.pstdev(samples),
         "n": len(samples),
         "warmup": warmup,
         "samples_ms": samples,
