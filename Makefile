@@ -21,7 +21,7 @@ check: $(VENV)/.sd-quant-test ## Style, types and unit tests, in under two minut
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
-	$(PYTHON) -m pytest tests/unit
+	$(PYTHON) -m pytest tests/unit --numprocesses 2 --quiet
 
 report: $(VENV)/.sd-quant-run ## Make the report of a run or a sweep again from its records: make report DIR=<folder>
 	$(PYTHON) -m sd_quant.report $(DIR)

@@ -22,9 +22,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from sd_quant import sweep
+from sd_quant import share, sweep
 from sd_quant.config import REPOSITORY, anchored, check_writable, run_model
-from sd_quant.errors import CANCELLED, ConfigError, SdQuantError, fail
+from sd_quant.errors import CANCELLED, ConfigError, ResourceError, SdQuantError, fail
 from sd_quant.files import write_json
 from sd_quant.knobs import near, read
 from sd_quant.report.summary import FAILURE, read_sweep
@@ -32,6 +32,13 @@ from sd_quant.report.summary import FAILURE, read_sweep
 LOG = logging.getLogger(__name__)
 CONF, SWEEPS = REPOSITORY / "conf", REPOSITORY / "outputs" / "sweeps"
 OmegaConf.register_new_resolver("job_name", sweep.name_of_job, replace=True)
+OmegaConf.register_new_resolver("places", share.places, replace=True)
+LAUNCHERS = {  # what the files in conf/hydra/launcher build on, and what installs it
+    "joblib": "pip install -e '.[joblib]' -c constraints.txt",
+    "submitit_local": "pip install -e '.[submitit]' -c constraints.txt",
+    "submitit_slurm": "pip install -e '.[submitit]' -c constraints.txt",
+    "ray": "pip install -e '.[ray]' -c constraints.txt and then pip install --no-deps hydra-ray-launcher==1.2.2",
+}
 SHORTHANDS = {
     *("quant_level", "alpha", "smoothing", "keep", "percentile", "collect_method", "calib_size", "calibration"),
     *("out_path", "prompts", "num_samples", "steps", "scale", "seed", "num_warmup_runs"),
@@ -60,7 +67,7 @@ def knobs_of(node: DictConfig, prefix: str = "") -> list[str]:
     return names
 
 
-def refusal(error: Exception, config_name: str) -> ConfigError:
+def refusal(error: Exception, config_name: str) -> SdQuantError:
     """Hydra's or OmegaConf's complaint in one sentence."""
     text = " ".join(str(error).split())
     if isinstance(error, OverrideParseException):
@@ -70,7 +77,9 @@ def refusal(error: Exception, config_name: str) -> ConfigError:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             known = knobs_of(compose(config_name))
         return ConfigError(f"there is no knob {unknown[1]}; {near(unknown[1], known)}")
-    option = re.search(r"Could not find '([^/]+)/([^']+)'", text)
+    option = re.search(r"Could not (?:find|load) '([^']+)/([^'/]+)'", text)
+    if option and option[1] == "hydra/launcher" and option[2] in LAUNCHERS:
+        return ResourceError(f"the launcher {option[2]} is not installed; {LAUNCHERS[option[2]]}")
     if option and (CONF / option[1]).is_dir():
         presets = [path.stem for path in (CONF / option[1]).glob("*.yaml")]
         return ConfigError(f"there is no preset {option[1]}={option[2]}; {near(option[2], presets)}")
@@ -79,7 +88,7 @@ def refusal(error: Exception, config_name: str) -> ConfigError:
 
 @contextmanager
 def composing(config_name: str) -> Iterator[None]:
-    """Hydra composes in the block; what it complains of is raised as ConfigError."""
+    """Hydra composes in the block; what it complains of is raised as SdQuantError."""
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             yield
@@ -126,8 +135,11 @@ def told_once(task: Callable[[DictConfig], object]) -> Callable[[DictConfig], ob
             known = isinstance(error, SdQuantError)
             reason, code = (str(error), error.exit_code) if known else (f"it crashed: {error!r}", 1)
             write_json(directory / FAILURE, {"status": "failed", "reason": reason, "exit_code": code})
-            if known:
-                LOG.error("%s", error)
+            LOG.error(
+                "%s", reason, exc_info=error if multirun and not known else None
+            )  # Hydra shows it of a single run
+            if multirun and not known:
+                raise SdQuantError(reason) from error  # not every exception survives the way from another process
             if multirun or not known:
                 raise
             sys.exit(fail(reason, code))
@@ -139,26 +151,28 @@ def run_sweep(main: Callable[[], object], job: type, config_name: str, overrides
     """All jobs, by Hydra, and then the report, whatever became of them. Returns the exit code."""
     with composing(config_name):
         plan, name = sweep.plan_of(config_name, overrides, lambda config: dataclasses.asdict(checked(job, config)))
-    given = [override.partition("=")[2] for override in overrides if override.startswith("hydra.sweep.dir=")]
-    directory = anchored(given[-1] if given else SWEEPS / name)
+        given = any(override.startswith("hydra.sweep.dir=") for override in overrides)
+        directory = anchored(sweep.plain_config(config_name, overrides).hydra.sweep.dir if given else SWEEPS / name)
+    plan["command"] = ["python", Path(sys.argv[0]).name, *sys.argv[1:]]
     check_writable(directory, "hydra.sweep.dir")
     with sweep.opened(directory, plan):
         print(sweep.start_line(read_sweep(directory)), flush=True)
-        sys.argv += [] if given else [f"hydra.sweep.dir={directory}"]
-        cancelled = False
+        sys.argv.append("hydra.sweep.dir='{}'".format(str(directory).replace("'", r"\'")))  # jobs may work elsewhere
+        cancelled, ended_with = False, None
         try:
             main()
         except KeyboardInterrupt:
             cancelled = True
-        except Exception as error:  # of the first job that failed; every job has left its own
-            LOG.debug("a job failed", exc_info=error)
+        except Exception as error:  # of the first job that failed, as every job has left its own; or the launcher's
+            LOG.debug("the sweep ended early", exc_info=error)
+            ended_with = error
         from sd_quant.report.rebuild import rebuild
 
         print(f"report: {rebuild(directory)}", flush=True)
         found = read_sweep(directory)
     if cancelled:
         return fail("cancelled; what was finished is kept, and the same command goes on", CANCELLED)
-    code, sentence = sweep.outcome(found)
+    code, sentence = sweep.outcome(found, ended_with)
     return fail(sentence, code) if code else 0
 
 
@@ -166,6 +180,7 @@ def run(main: Callable[[], object], job: type, config_name: str) -> None:
     """Run a Hydra entrypoint and exit with the code that its outcome has. Commands work from any directory."""
     os.chdir(REPOSITORY)
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise errors to here instead of printing a traceback
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it misses torchvision in every run, which nothing needs
     arguments = get_args_parser().parse_args()
     shows = arguments.help or arguments.hydra_help or arguments.cfg or arguments.info or arguments.shell_completion
     try:

@@ -28,7 +28,7 @@ from sd_quant.errors import ConfigError
 from sd_quant.files import digest, write_json
 from sd_quant.progress import duration
 from sd_quant.report.published import read_published
-from sd_quant.report.summary import DONE, FAILED, SWEEP, Sweep, at
+from sd_quant.report.summary import DONE, FAILED, SWEEP, UNFINISHED, Sweep, at
 
 LOG = logging.getLogger(__name__)
 LONGEST_NAME = 120
@@ -187,10 +187,19 @@ def left(sweep: Sweep) -> str:
     return f"; about {duration(waiting * statistics.median(seconds))} of work to go" if seconds and waiting else ""
 
 
-def outcome(sweep: Sweep) -> tuple[int, str]:
-    """The exit code and what to say: a sweep is as good as its worst job."""
+def outcome(sweep: Sweep, ended_with: Exception | None = None) -> tuple[int, str]:
+    """The exit code and what to say: a sweep is as good as its worst job.
+
+    ``ended_with`` is the error that reached the process which started the jobs: a job's own, unless some have not even
+    failed. Then it is the launcher's.
+    """
     bad = [job for job in sweep.jobs if job.status != DONE]
     if not bad:
         return 0, ""
-    reasons = "; ".join(f"{job.name}: {job.reason}" for job in bad[:3]) + ("; ..." if len(bad) > 3 else "")
-    return 1, f"{len(bad)} of {len(sweep.jobs)} jobs are not done ({reasons}); the same command tries them again"
+    reasons = [f"{job.name}: {job.reason}" for job in bad]
+    if ended_with is not None and any(job.status == UNFINISHED for job in bad):
+        complaint = " ".join(str(ended_with).split())[:300]
+        reasons = [f"{job.name}: {job.reason}" for job in bad if job.status == FAILED]
+        reasons.insert(0, f"the launcher failed with {type(ended_with).__name__}: {complaint}")
+    told = "; ".join(reasons[:3]) + ("; ..." if len(reasons) > 3 else "")
+    return 1, f"{len(bad)} of {len(sweep.jobs)} jobs are not done ({told}); the same command tries them again"

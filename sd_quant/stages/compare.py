@@ -116,7 +116,7 @@ def compare_latency(checkpoint: Checkpoint, sides: Sides, prompts: list[str], in
             advance()
         if together:
             calls = {name: one_image(pipeline_of(checkpoint, side), prompts, infer) for name, side in sides.items()}
-            times = measure_in_turn(calls, 1, max(3, repeats // 3))
+            times = measure_in_turn(calls, 1, max(3, repeats // 2))
         else:
             times = {name: composed(parts, infer.steps) for name, parts in medians.items()}
         batch = str(infer.batch_size)

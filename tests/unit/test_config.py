@@ -10,7 +10,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from sd_quant.cli import SHORTHANDS
+from sd_quant.cli import SHORTHANDS, composing
 from sd_quant.config import (
     PART_NAMES,
     REPOSITORY,
@@ -46,10 +46,11 @@ def groups_of(primary: str) -> set[str]:
 
 
 def options() -> list[tuple[str, str]]:
-    """Each primary alone, then with each option of each of its groups."""
+    """Each primary alone, then with each option of each of its groups; a launcher is for all of them."""
     pairs = [(primary, "") for primary in JOBS]
-    for path in sorted(CONF.glob("*/*.yaml")):
-        pairs += [(name, f"{path.parent.name}={path.stem}") for name in JOBS if path.parent.name in groups_of(name)]
+    for path in sorted(CONF.glob("*/**/*.yaml")):
+        group = str(path.parent.relative_to(CONF))
+        pairs += [(name, f"{group}={path.stem}") for name in JOBS if group in {*groups_of(name), "hydra/launcher"}]
     return pairs
 
 
@@ -57,6 +58,14 @@ def test_every_file_under_conf_is_composed_by_the_test_below():
     covered = {f"{primary}.yaml" for primary in JOBS} | {f"{o.replace('=', '/')}.yaml" for _, o in options() if o}
     assert covered == {str(path.relative_to(CONF)) for path in CONF.rglob("*.yaml")}
     assert len(options()) > 15
+
+
+def skip_without_its_package(primary: str, option: str) -> None:
+    try:
+        with composing(primary):
+            compose(primary, [option])
+    except ResourceError as error:
+        pytest.skip(str(error))
 
 
 @pytest.mark.parametrize(("primary", "option"), options())
@@ -67,8 +76,10 @@ def test_every_option_of_every_primary_is_a_job(primary, option):
         with pytest.raises(ConfigError, match=r"^infer\.engine is torch, expected an engine for the quantized model"):
             read(JOBS[primary], composed(primary, *overrides))
         return
-    job = read(JOBS[primary], composed(primary, *overrides))
     group, _, choice = option.partition("=")
+    if group == "hydra/launcher":
+        skip_without_its_package(primary, option)
+    job = read(JOBS[primary], composed(primary, *overrides))
     if group == "infer":
         assert job.infer.engine == choice
     if group == "export_trt":
@@ -275,9 +286,7 @@ def test_a_whole_number_of_layers_to_keep_stays_one(mappings):
 def test_a_cache_that_cannot_be_written_is_refused(mappings, tmp_path):
     (tmp_path / "file").touch()
     job = read(QuantizeJob, changed(mappings["quantize"], "cache.dir", str(tmp_path / "file" / "cache")))
-    with pytest.raises(
-        ConfigError, match=r"^the cache .* cannot be written, .*; set cache\.dir"
-    ):
+    with pytest.raises(ConfigError, match=r"^the cache .* cannot be written, .*; set cache\.dir"):
         job.check_files()
 
 

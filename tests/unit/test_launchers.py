@@ -1,0 +1,138 @@
+"""What a job has to itself on a machine that several share, and what is said of launchers that are not there."""
+
+import logging
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from hydra.errors import MissingConfigException
+
+from sd_quant import share, sweep
+from sd_quant.cache import try_lock
+from sd_quant.cli import LAUNCHERS, refusal
+from sd_quant.errors import ConfigError, ResourceError
+from sd_quant.report.summary import DONE, FAILED, UNFINISHED, Job, Sweep
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """Pretends to have so many GPUs and cores; places are claimed below ``tmp_path``."""
+    monkeypatch.setattr(share, "LOCKS", tmp_path / "locks")
+    monkeypatch.setattr(share, "SECONDS_BETWEEN_LOOKS", 0.01)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def pretend(gpus: int, cores: int) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+
+    return pretend
+
+
+@pytest.mark.parametrize(("gpus", "cores", "jobs"), [(8, 64, 8), (1, 64, 1), (0, 64, 16), (0, 2, 1)])
+def test_a_machine_takes_a_job_for_each_gpu_or_for_a_few_cores(machine, gpus, cores, jobs):
+    machine(gpus, cores)
+    assert share.places() == jobs
+
+
+@pytest.mark.parametrize(
+    ("chosen", "names"), [("", ["0", "1"]), ("2,5", ["2", "5"]), ("GPU-a,GPU-b", ["GPU-a", "GPU-b"])]
+)
+def test_gpus_keep_the_names_under_which_they_are_visible(machine, monkeypatch, chosen, names):
+    machine(2, 8)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    assert share.gpus() == names
+
+
+@pytest.mark.parametrize(("jobs", "cores"), [(1, 8), (2, 8), (3, 8), (8, 8)])
+def test_the_cores_are_shared_out_without_rest(jobs, cores):
+    shares = [share.share(place, jobs, range(cores)) for place in range(jobs)]
+    assert sorted(core for cores in shares for core in cores) == list(range(cores))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_more_jobs_than_cores_have_one_each():
+    assert [list(share.share(place, 4, [3, 7])) for place in range(4)] == [[3], [3], [7], [7]]
+
+
+def test_more_jobs_than_gpus_share_them():
+    names = [share.place_name(place, ["0", "MIG-1/2"]) for place in range(4)]
+    assert names == ["gpu-0-0", "gpu-MIG-1-2-0", "gpu-0-1", "gpu-MIG-1-2-1"]
+
+
+def test_a_process_keeps_the_place_that_it_found_free(machine, monkeypatch):
+    machine(2, 8)
+    bound = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda process, cores: bound.append(list(cores)))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    _, other = share.claim(["gpu-4-0"])  # of another process
+    share.settle.cache_clear()
+    with other, share.settle(os.getpid(), 2, ("4", "5"), tuple(range(8))):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "5" and bound == [[4, 5, 6, 7]]
+        share.settle(os.getpid(), 2, ("4", "5"), tuple(range(8)))
+        assert len(bound) == 1
+    share.settle.cache_clear()
+
+
+def test_who_finds_no_place_waits_for_one(machine, caplog):
+    place, lock = share.claim(["cores-0"])
+    found = []
+
+    def wait() -> None:
+        found.append(share.claim(["cores-0"]))
+
+    with caplog.at_level(logging.INFO):
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        waiting.join(0.1)
+        assert waiting.is_alive() and place == 0
+        lock.close()
+        waiting.join(10)
+    assert caplog.messages == ["waiting for a free place: other jobs on this machine have all 1"]
+    [(_, taken)] = found
+    with taken, (share.LOCKS / "cores-0.lock").open("a") as again:
+        assert not try_lock(again)
+
+
+def test_a_process_ends_with_the_one_that_started_it(machine, monkeypatch):
+    parents, ended = iter([7, 7, 1]), []
+    monkeypatch.setattr(os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(os, "_exit", ended.append)
+    share.end_with(7)
+    assert ended == [1]
+
+
+# --------------------------------------------------------------------------------------- what is said
+
+
+@pytest.mark.parametrize("plugin", LAUNCHERS)
+def test_a_launcher_that_is_not_installed_is_told_with_what_installs_it(plugin):
+    complaint = f"In 'hydra/launcher/ours': Could not load 'hydra/launcher/{plugin}'.\n\nConfig search path:\n\tmore"
+    refused = refusal(MissingConfigException(complaint), "quantize")
+    assert isinstance(refused, ResourceError)
+    assert str(refused) == f"the launcher {plugin} is not installed; {LAUNCHERS[plugin]}"
+
+
+def test_a_launcher_that_nobody_knows_is_told_with_ours():
+    refused = refusal(MissingConfigException("Could not find 'hydra/launcher/one_hots'"), "quantize")
+    assert isinstance(refused, ConfigError)
+    assert str(refused) == "there is no preset hydra/launcher=one_hots; did you mean one_host?"
+
+
+def ended(*statuses: str) -> Sweep:
+    jobs = [Job(name, Path(name), {}, status, f"why {name}") for name, status in zip("abcd", statuses, strict=False)]
+    return Sweep(Path("sweep"), [], [], jobs)
+
+
+def test_a_launcher_that_failed_is_told_from_a_job_that_did():
+    error = RuntimeError("no such\n  cluster")
+    assert sweep.outcome(ended(DONE, DONE), error) == (0, "")
+    code, sentence = sweep.outcome(ended(DONE, FAILED), error)
+    assert code == 1 and sentence == "1 of 2 jobs are not done (b: why b); the same command tries them again"
+    code, sentence = sweep.outcome(ended(FAILED, UNFINISHED, UNFINISHED), error)
+    assert code == 1 and sentence == (
+        "3 of 3 jobs are not done (the launcher failed with RuntimeError: no such cluster; a: why a); "
+        "the same command tries them again"
+    )
+    assert "why b" in sweep.outcome(ended(DONE, UNFINISHED))[1]
