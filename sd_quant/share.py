@@ -90,7 +90,7 @@ def place_name(place: int, gpus: Sequence[str]) -> str:
 
 def share(place: int, jobs: int, cores: Sequence[int]) -> Sequence[int]:
     first, last = (len(cores) * number // jobs for number in (place, place + 1))
-    return cores[first:last] or [cores[place % len(cores)]]
+    return cores[first : max(last, first + 1)]
 
 
 def claim(names: Sequence[str]) -> tuple[int, TextIO]:

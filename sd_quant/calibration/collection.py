@@ -1,7 +1,8 @@
 """The one statistics pass: the real pipeline on the calibration prompts, without decoding a picture.
 
 Prompts are calibrated in segments that end at the snapshots. Each segment is cached as soon as it is done, so a pass
-that was cancelled goes on at the last snapshot, and another calib_size pays only for the prompts it adds. Lightning
+that was cancelled goes on at the last snapshot, and another calib_size pays only for the prompts it adds; of processes
+that want the same, one calibrates and the others wait. Lightning
 Fabric places the work: on one device it happens in this process; on several, each process takes its share of a
 segment's prompts and leaves its statistics in a file, and merging them is exact.
 """
@@ -9,6 +10,7 @@ segment's prompts and leaves its statistics in a file, and merging them is exact
 import logging
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
@@ -17,6 +19,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from sd_quant.cache import locked
 from sd_quant.calibration.cache import Shelf, pack, unpack
 from sd_quant.calibration.statistics import CALLS, ROWS, Statistics, collect, draw, merge
 from sd_quant.checkpoints.nemo import open_nemo
@@ -73,25 +76,27 @@ def calibrate(
     shelf = Shelf(cache, made_from, prompts) if cache else None
     found: list[Statistics] = []
     done, collected = 0, False
-    while done < len(prompts):
-        if shelf and (entry := shelf.longest(done, len(prompts))):
-            segment, statistics = entry
-            LOG.info("statistics of prompts %d to %d come from the cache", segment.start + 1, segment.stop)
-        else:
-            if not collected:
-                announce(fabric.device.type, len(prompts) - done)
-            collected = True
-            segment = segments(done, len(prompts), snapshots)[0]
-            arguments = (names, prompts, segment, sampling)
-            statistics = (
-                run(fabric, model, *arguments)
-                if devices == 1
-                else run_shared(fabric, model.checkpoint.path, *arguments)
-            )
-            if shelf:
-                shelf.write(segment, statistics)
-        found.append(statistics)
-        done = segment.stop
+    alone = locked(shelf.folder / ".lock", "waiting for another process, which calibrates the same") if shelf else None
+    with alone or nullcontext():
+        while done < len(prompts):
+            if shelf and (entry := shelf.longest(done, len(prompts))):
+                segment, statistics = entry
+                LOG.info("statistics of prompts %d to %d come from the cache", segment.start + 1, segment.stop)
+            else:
+                if not collected:
+                    announce(fabric.device.type, len(prompts) - done)
+                collected = True
+                segment = segments(done, len(prompts), snapshots)[0]
+                arguments = (names, prompts, segment, sampling)
+                statistics = (
+                    run(fabric, model, *arguments)
+                    if devices == 1
+                    else run_shared(fabric, model.checkpoint.path, *arguments)
+                )
+                if shelf:
+                    shelf.write(segment, statistics)
+            found.append(statistics)
+            done = segment.stop
     statistics = merge(found)
     if unreached := [name for name in names if name not in statistics.layers]:
         LOG.warning("%d layers were never reached during calibration, such as %s", len(unreached), unreached[0])

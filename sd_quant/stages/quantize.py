@@ -127,6 +127,8 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> dict:
     """All stages. Returns the record, which it has written."""
     timer, cache = StageTimer(), Cache(anchored(job.cache.dir) if job.cache.dir else None, job.cache.limit_gb * 1e9)
     prompts, sha256 = job.infer.prompt_list(), facts["inputs"]["checkpoint"]["sha256"]
+    knobs = dataclasses.asdict(job)
+    write_text(directory / "config.yaml", yaml.safe_dump(knobs, sort_keys=False))
     with timer("load"):
         checkpoint = open_nemo(anchored(job.model.path))
         parameters = part_parameters(checkpoint)
@@ -137,9 +139,6 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> dict:
         kept = budget(
             job.quantize.keep, sum(reason_kept(role, job.quantize.quant_level) is None for role in roles.values())
         )
-        knobs = dataclasses.asdict(job)
-        write_text(directory / "config.yaml", yaml.safe_dump(knobs, sort_keys=False))
-
     with timer("calibrate"):
         statistics = statistics_of(checkpoint, roles, job, sha256)
     with timer("assign"):

@@ -123,7 +123,7 @@ def test_an_archive_without_a_checkpoint_fails_with_one_sentence_and_leaves_only
     assert "empty.nemo holds no model_config.yaml but nothing" in refusals[0]
     assert "Traceback" not in result.stderr + result.stdout and "Error executing job" not in result.stderr
     left = {path.name for path in (files / "run").iterdir()}
-    assert left == {".hydra", "quantize.log", "config.yaml"}
+    assert left == {".hydra", ".lock", "quantize.log", "config.yaml", "failure.json"}
     assert refusals[0].removeprefix("error: ") in (files / "run/quantize.log").read_text()
 
 
@@ -137,23 +137,31 @@ def test_a_keep_that_keeps_everything_is_refused_before_calibration(command, che
     assert "calibrate" not in result.stderr + result.stdout and not (tmp_path / "run/onnx").exists()
 
 
-def test_a_sweep_with_a_broken_job_fails_and_logs_it_in_the_jobs_own_log(command, files):
+def test_a_sweep_over_a_broken_file_is_refused_before_it_starts(command, files):
+    before = listing(files)
     arguments = [f"model.path={files}/garbage.nemo", "quant_level=1,2", f"hydra.sweep.dir={files}/sweep"]
     result = command("quantize.py", "--multirun", *arguments)
-    assert result.returncode == 3
+    assert result.returncode == 3 and "garbage.nemo has no valid tar header" in result.stderr
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1 and listing(files) == before
+
+
+def test_a_sweep_with_broken_jobs_fails_and_each_log_and_row_says_why(command, files):
+    arguments = [f"model.path={files}/empty.nemo", "quant_level=1,2", f"hydra.sweep.dir={files}/sweep"]
+    result = command("quantize.py", "--multirun", *arguments)
+    assert result.returncode == 1
     assert "Traceback" not in result.stderr + result.stdout
     lines = result.stderr.splitlines()
-    assert "garbage.nemo has no valid tar header" in lines[-1] and lines[-1].startswith("error: ")
+    assert lines[-1].startswith("error: 2 of 2 jobs are not done (quant_level=1: ")
     assert sum(line.startswith("error: ") for line in lines) == 1
-    for job in ("0", "1"):
-        assert "no valid tar header" in (files / "sweep" / job / "quantize.log").read_text()
+    for job in ("quant_level=1", "quant_level=2"):
+        assert "holds no model_config.yaml" in (files / "sweep" / job / "quantize.log").read_text()
+    table = (files / "sweep/summary.md").read_text()
+    assert table.count("failed") == 4 and "holds no model" in table
 
 
 def test_ctrl_c_ends_the_job_soon_and_without_a_record(start, checkpoint, tmp_path):
     directory = tmp_path / "run"
-    with start(
-        "quantize.py", f"model.path={checkpoint}", f"hydra.run.dir={directory}", "cache.dir=null"
-    ) as process:
+    with start("quantize.py", f"model.path={checkpoint}", f"hydra.run.dir={directory}", "cache.dir=null") as process:
         try:
             for line in process.stdout:
                 if "calibrate ..." in line:

@@ -1,6 +1,8 @@
 """The statistics pass on the shipped checkpoint, two or three prompts and two steps at a time."""
 
 import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -9,6 +11,7 @@ from diffusers import HeunDiscreteScheduler
 from lightning.fabric import Fabric
 from torch import nn
 
+from sd_quant.cache import locked
 from sd_quant.calibration import collection
 from sd_quant.calibration.cache import pack
 from sd_quant.calibration.collection import calibrate, origin, place, run, segments
@@ -204,6 +207,23 @@ def test_the_second_time_nothing_runs(model, names, whole, calls, caplog, tmp_pa
         assert_same(collected(model, names, cache=tmp_path), whole)
     assert "statistics of prompts 1 to 3 come from the cache" in caplog.text
     assert not any(calls.values())
+
+
+def test_of_two_that_want_the_same_the_second_waits_and_takes_it(model, names, calls, tmp_path):
+    collected(model, names, cache=tmp_path)
+    [shelf] = (folder for folder in tmp_path.iterdir() if folder.is_dir())
+    entry = next(shelf.glob("*.safetensors"))
+    content = entry.read_bytes()
+    entry.unlink()
+    calls.update(unet_xl=0)
+    with ThreadPoolExecutor(1) as second:
+        with locked(shelf / ".lock"):  # as the first holds it
+            waiting = second.submit(collected, model, names, cache=tmp_path)
+            time.sleep(0.3)
+            assert not waiting.done()
+            entry.write_bytes(content)
+        waiting.result(60)
+    assert not calls["unet_xl"]
 
 
 def test_a_larger_size_runs_only_the_prompts_that_it_adds(model, names, whole, calls, tmp_path):
