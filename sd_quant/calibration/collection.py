@@ -2,9 +2,9 @@
 
 Prompts are calibrated in segments that end at the snapshots. Each segment is cached as soon as it is done, so a pass
 that was cancelled goes on at the last snapshot, and another calib_size pays only for the prompts it adds; of processes
-that want the same, one calibrates and the others wait. Lightning
-Fabric places the work: on one device it happens in this process; on several, each process takes its share of a
-segment's prompts and leaves its statistics in a file, and merging them is exact.
+that want the same, one calibrates and the others wait. Lightning Fabric places the work: on one device it happens in
+this process; on several, each process takes its share of a segment's prompts and leaves its statistics in a file, and
+merging them is exact.
 """
 
 import logging

@@ -68,7 +68,5 @@ def test_sha256_is_that_of_the_bytes(tmp_path):
 
 def test_room_is_asked_of_the_disk_that_a_path_will_be_on(tmp_path):
     check_room(tmp_path / "not/there/yet", 1)
-    with pytest.raises(
-        ResourceError, match=r"yet needs up to 1000000000.00 GB \(why\) and the disk has"
-    ):
+    with pytest.raises(ResourceError, match=r"yet needs up to 1000000000.00 GB \(why\) and the disk has"):
         check_room(tmp_path / "not/there/yet", 1e18, " (why)")
