@@ -135,10 +135,9 @@ def told_once(task: Callable[[DictConfig], object]) -> Callable[[DictConfig], ob
             known = isinstance(error, SdQuantError)
             reason, code = (str(error), error.exit_code) if known else (f"it crashed: {error!r}", 1)
             write_json(directory / FAILURE, {"status": "failed", "reason": reason, "exit_code": code})
-            LOG.error(
-                "%s", reason, exc_info=error if multirun and not known else None
-            )  # Hydra shows it of a single run
-            if multirun and not known:
+            crashed_in_sweep = multirun and not known  # of a single run Hydra shows the traceback
+            LOG.error("%s", reason, exc_info=error if crashed_in_sweep else None)
+            if crashed_in_sweep:
                 raise SdQuantError(reason) from error  # not every exception survives the way from another process
             if multirun or not known:
                 raise
