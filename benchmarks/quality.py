@@ -113,7 +113,7 @@ def main() -> None:
         read_prompts(CALIBRATION)[: arguments.calib_size],
         dataclasses.replace(sampling, batch_size=1, seed=42),
         checkpoint_sha256=sha256(CHECKPOINT),
-        cache=REPOSITORY / "outputs/cache",
+        cache=REPOSITORY / "outputs/cache/statistics",
     )
     graph = trace(
         lambda: wrap(build_modules(checkpoint.model_config, checkpoint.clip1, checkpoint.clip2))["unet_xl"], contract

@@ -251,7 +251,7 @@ def statistics_of(
         sampling,
         checkpoint_sha256=checkpoint_sha256,
         snapshots=knobs.snapshots,
-        cache=anchored(job.cache.dir) if job.cache.dir else None,
+        cache=anchored(job.cache.dir) / "statistics" if job.cache.dir else None,
         accelerator=knobs.accelerator,
         devices=knobs.devices,
         announce=lambda device, prompts: announce_calibration(checkpoint, job, device, prompts),

@@ -54,6 +54,20 @@ def table(sweep: Path) -> list[dict]:
     return [{name: value for name, value in row.items() if not name.endswith(TIMES)} for row in rows]
 
 
+def same(rows: list[dict], expected: list[dict]) -> bool:
+    """Up to rounding: a worker with fewer cores adds the same numbers up in another order. Seen: 1e-5 of a value."""
+    return len(rows) == len(expected) and all(
+        row.keys() == other.keys() and all(equal(row[name], other[name]) for name in row)
+        for row, other in zip(rows, expected, strict=True)
+    )
+
+
+def equal(value: str, other: str) -> bool:
+    with suppress(ValueError):
+        return float(value) == pytest.approx(float(other), rel=1e-3)
+    return value == other
+
+
 @pytest.fixture
 def killed(start) -> Iterator[Callable[..., None]]:
     """Starts a command, and kills its process, not those of its jobs, when all jobs have begun to write."""
@@ -95,7 +109,7 @@ def test_on_one_host_jobs_end_with_the_command_and_one_that_fails_stops_no_other
     assert json.loads(text(tmp_path / "quant_level=3" / "failure.json"))["exit_code"] == 1
     assert "Traceback (most recent call last)" in text(tmp_path / "quant_level=3" / "quantize.log")
     assert "which works in" not in "".join(text(tmp_path / job / "quantize.log") for job in JOBS)  # no job has waited
-    assert table(tmp_path)[:2] == unbroken
+    assert same(table(tmp_path)[:2], unbroken)
 
     here = len(os.sched_getaffinity(0))
     for job in JOBS:
@@ -113,11 +127,11 @@ def test_jobs_of_submitit_outlive_the_command_and_are_waited_for(unbroken, kille
     for job in JOBS:
         log = text(tmp_path / job / "quantize.log")
         assert "waiting for another process, which works in" in log and "done before" in log
-    assert table(tmp_path) == unbroken
+    assert same(table(tmp_path), unbroken)
 
 
 @needs("ray")
 def test_a_local_ray_leaves_the_same(unbroken, command, arguments, tmp_path):
     result = command(*arguments(tmp_path, "hydra/launcher=ray_local"))
     assert result.returncode == 0, result.stderr[-3000:]
-    assert table(tmp_path) == unbroken
+    assert same(table(tmp_path), unbroken)

@@ -128,7 +128,7 @@ def test_the_preset_is_nemos():
         ("percentile", "0.9"),
         ("collect_method", "min-max"),
         ("calib_size", "8"),
-        ("calibration", "outputs/cache/0123"),
+        ("calibration", "outputs/cache/statistics/0123"),
     ],
 )
 def test_a_knob_has_the_same_meaning_at_the_top_and_in_its_group(knob, value):
