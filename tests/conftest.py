@@ -1,5 +1,6 @@
 """An SDXL UNet with a conv and an attention level, one layer a block: every role of layer, a second to run."""
 
+import signal
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,9 @@ from sd_quant.quantization.assignment import LayerAssignment, Recipe, derive
 MINI_CONFIG = Path(__file__).parents[1] / "examples/sdxl_mini/model_config.yaml"
 POOLED, SIZE_FEATURES = 32, 8
 PROMPTS = 2
+
+# A shell that starts the tests in the background has them ignore Ctrl-C, and so would everything that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
