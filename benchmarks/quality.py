@@ -28,7 +28,6 @@ from sd_quant.models.parts import wrap
 from sd_quant.models.sdxl import build_modules, layer_roles, shared_inputs
 from sd_quant.progress import progress
 from sd_quant.quantization.assignment import Recipe, derive
-from sd_quant.quantization.smoothing import SMOOTHINGS
 
 CHECKPOINT = REPOSITORY / "checkpoints/sdxl_mini.nemo"
 CALIBRATION = REPOSITORY / "conf/model/prompts/sdxl_mini.txt"
@@ -48,9 +47,10 @@ def recipes() -> list[Recipe]:
         Recipe(3.0, "auto", observer="mse"),
     ]
     levels, alphas, percentiles = (1.0, 2.0, 2.5, 3.0), (0.5, 0.8, 1.0, "auto"), (1.0, 0.4)
+    smoothings = ("folded", "modelopt")
     grid = [
         Recipe(level, alpha, percentile, smoothing=smoothing)
-        for level, alpha, percentile, smoothing in itertools.product(levels, alphas, percentiles, SMOOTHINGS)
+        for level, alpha, percentile, smoothing in itertools.product(levels, alphas, percentiles, smoothings)
         if level > 1 or (alpha, smoothing) == (0.8, "folded")  # at level 1 there is nothing to smooth
     ]
     return list(dict.fromkeys([*ranges, *grid]))

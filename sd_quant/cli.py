@@ -33,6 +33,7 @@ LOG = logging.getLogger(__name__)
 CONF, SWEEPS = REPOSITORY / "conf", REPOSITORY / "outputs" / "sweeps"
 OmegaConf.register_new_resolver("job_name", sweep.name_of_job, replace=True)
 OmegaConf.register_new_resolver("places", share.places, replace=True)
+OmegaConf.register_new_resolver("given", lambda value, preset: preset if value is None else value, replace=True)
 LAUNCHERS = {  # what the files in conf/hydra/launcher build on, and what installs it
     "joblib": "pip install -e '.[joblib]' -c constraints.txt",
     "submitit_local": "pip install -e '.[submitit]' -c constraints.txt",

@@ -16,11 +16,12 @@ from sd_quant.calibration.prompts import read_prompts
 from sd_quant.checkpoints.archive import is_gzipped, open_members
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError
 from sd_quant.knobs import check, check_at_least, check_choice, read
-from sd_quant.quantization.levels import QUANT_LEVELS
+from sd_quant.quantization.levels import LEAST_CAPABILITY, QUANT_LEVELS, RANGED, Enable, formats_used
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 COLLECT_METHODS = ("global_min", "min-max", "min-mean", "mean-max", "default")
 RTX_TARGETS = ("SM75", "SM80", "SM86", "SM89", "SM120", "SM121")  # of TensorRT for RTX 1.7
+USUAL_TARGETS = ("SM89", "SM120")
 PART_NAMES = ("unet_xl", "vae", "clip1", "clip2")
 
 
@@ -54,6 +55,45 @@ class Model:
         check_picture("model", self.width, self.height)
 
 
+def preset_names() -> list[str]:
+    return sorted(path.stem for path in (REPOSITORY / "conf" / "quantize").glob("*.yaml"))
+
+
+def check_format(name: str, enable: Enable) -> None:
+    """``name`` is what tables call the recipe, so it is that of the preset which quantizes this."""
+    check_choice("quantize.format", name, preset_names())
+    preset = yaml.safe_load((REPOSITORY / "conf" / "quantize" / f"{name}.yaml").read_text(encoding="utf-8"))
+    expected = "the name of the preset that enables what is enabled; choose it with quantize=<preset>, or write one"
+    check(dataclasses.asdict(enable) == preset["enable"], "quantize.format", name, expected)
+
+
+def check_enabled(quantize: "Quantize") -> None:
+    """What is enabled fits together, and no knob is given that it ignores."""
+    enable, label = quantize.enable, quantize.format
+    for kind, pair in (("conv", enable.conv), ("linear", enable.linear)):
+        check_choice(f"quantize.enable.{kind}.weight", pair.weight, LEAST_CAPABILITY)
+        if pair.activation is not None:
+            choices = RANGED if kind == "conv" else tuple(LEAST_CAPABILITY)  # blocks lie along a linear's input
+            check_choice(f"quantize.enable.{kind}.activation", pair.activation, choices)
+    if enable.attention is not None:
+        check_choice("quantize.enable.attention", enable.attention, ("fp8",))
+    expected = f"at most 3, because {label} has no format for attention's matrix products; quantize=fp8 has"
+    check(quantize.quant_level < 4 or enable.attention is not None, "quant_level", quantize.quant_level, expected)
+    ranged = any(pair.weight in RANGED for pair in (enable.conv, enable.linear))
+    expected = f"false, because {label} has scales per block"
+    check(ranged or not quantize.per_channel, "quantize.per_channel", True, expected)
+    expected = "0, a number of singular directions, or a fraction below 1 of a layer's shorter side"
+    fits = quantize.rank >= 0 if isinstance(quantize.rank, int) else 0 < quantize.rank < 1
+    check(fits, "quantize.rank", quantize.rank, expected)
+    if enable.conv.activation is None:
+        because, method = f"because {label} leaves the inputs of convolutions alone", quantize.collect_method
+        check(quantize.percentile == 1, "percentile", quantize.percentile, f"1, {because}")
+        check(method == "mean-max", "collect_method", method, f"mean-max, {because}")
+        if enable.linear.activation not in RANGED and enable.linear.activation != "nvfp4":
+            expected = f"max, because no input that {label} quantizes has a range"
+            check(quantize.observer == "max", "quantize.observer", quantize.observer, expected)
+
+
 @dataclass(slots=True)
 class Quantize:
     """NeMo's ``quantize`` section, with its names and defaults, and what NeMo does not have."""
@@ -67,9 +107,13 @@ class Quantize:
     calib_size: int
     calibration: str | None
     quant_level: float
-    alpha: float | str
     seed: int
+    enable: Enable
+    exclude: dict[str, list[str]]
+    per_channel: bool
     smoothing: str
+    alpha: float | str | None
+    rank: int | float
     observer: str
     percentile_calibrator: str
     keep: int | float
@@ -78,10 +122,9 @@ class Quantize:
     devices: int
 
     def __post_init__(self):
-        check_choice("quantize.format", self.format, ("int8",))
+        check_format(self.format, self.enable)
         check_choice("quant_level", self.quant_level, QUANT_LEVELS)
-        fits = self.alpha == "auto" if isinstance(self.alpha, str) else 0 <= self.alpha <= 1
-        check(fits, "alpha", self.alpha, "a number from 0 to 1, or auto")
+        check_enabled(self)
         check(0 < self.percentile <= 1, "percentile", self.percentile, "a number above 0 and up to 1")
         check_choice("collect_method", self.collect_method, COLLECT_METHODS)
         for knob in ("n_steps", "batch_size", "calib_size", "devices"):
@@ -89,7 +132,12 @@ class Quantize:
         expected = f"at least {1 / self.n_steps:g}, one of the {self.n_steps} steps, because it selects no step"
         check(int(self.n_steps * self.percentile) > 0, "percentile", self.percentile, expected)
         check_seed("quantize.seed", self.seed)
-        check_choice("smoothing", self.smoothing, ("folded", "modelopt"))
+        check_choice("smoothing", self.smoothing, ("folded", "modelopt", "none"))
+        if self.smoothing == "none":
+            check(self.alpha is None, "alpha", self.alpha, f"null, because {self.format} smooths nothing")
+        else:
+            fits = self.alpha == "auto" or (isinstance(self.alpha, float) and 0 <= self.alpha <= 1)
+            check(fits, "alpha", self.alpha, "a number from 0 to 1, or auto")
         check_choice("quantize.observer", self.observer, ("max", "percentile", "entropy", "mse"))
         check_choice("quantize.percentile_calibrator", self.percentile_calibrator, ("corrected", "modelopt"))
         ignored = self.observer != "max" and self.percentile != 1
@@ -106,7 +154,7 @@ class Trt:
     """How plans are built. ``library`` none builds no plan, auto takes tensorrt on a GPU and tensorrt_rtx elsewhere."""
 
     library: str
-    targets: list[str]
+    targets: list[str] | None
     static_batch: bool
     min_batch_size: int
     max_batch_size: int
@@ -115,7 +163,7 @@ class Trt:
 
     def __post_init__(self):
         check_choice("trt.library", self.library, ("auto", "tensorrt", "tensorrt_rtx", "none"))
-        for target in self.targets:
+        for target in self.targets or []:
             check_choice("trt.targets", target, RTX_TARGETS)
         check_at_least("trt.min_batch_size", self.min_batch_size, 1)
         check_at_least("trt.max_batch_size", self.max_batch_size, self.min_batch_size)
@@ -123,6 +171,19 @@ class Trt:
             check_choice("trt.optimization_level", self.optimization_level, range(6))
         if self.workspace_gib is not None:
             check(self.workspace_gib > 0, "trt.workspace_gib", self.workspace_gib, "more than 0")
+
+
+def targets_for(trt: Trt, formats: set[str]) -> list[str]:
+    """The compute capabilities to build for; by default those of USUAL_TARGETS that have these formats.
+
+    Raises ConfigError when one that was asked for has not.
+    """
+    least = max((LEAST_CAPABILITY[name] for name in formats), default=0)
+    able = [target for target in RTX_TARGETS if int(target.removeprefix("SM")) >= least]
+    for target in trt.targets or []:
+        expected = f"one of {', '.join(able)}, because older ones have no {' or '.join(sorted(formats))}"
+        check(target in able, "trt.targets", target, expected)
+    return [target for target in USUAL_TARGETS if target in able] if trt.targets is None else trt.targets
 
 
 @dataclass(slots=True)
@@ -216,6 +277,7 @@ class QuantizeJob:
 
     def __post_init__(self):
         check_batch(self.trt, self.infer)
+        targets_for(self.trt, set().union(*self.formats().values()))
         for tracker in self.trackers:
             check_choice("trackers", tracker, ("mlflow", "tensorboard"))
         expected = "an engine for the quantized model, such as infer=openvino, because torch is every job's baseline"
@@ -228,6 +290,9 @@ class QuantizeJob:
                 f"auto or {self.infer.engine}, because infer.engine={self.infer.engine} runs the plans that it builds"
             )
             check(fits, "trt.library", self.trt.library, expected)
+
+    def formats(self) -> dict[str, set[str]]:
+        return formats_used(self.quantize.enable, self.quantize.quant_level)
 
     def calibration_prompts(self) -> list[str]:
         """The first ``calib_size`` prompts. Raises ConfigError when the file holds fewer."""

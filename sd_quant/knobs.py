@@ -54,6 +54,10 @@ def read_value(hint, value: object, knob: str):
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     for option in options:
         origin = typing.get_origin(option) or option
+        if origin is dict and isinstance(value, Mapping):
+            name, inner = typing.get_args(option)
+            if all(type(key) is name for key in value):
+                return {key: read_value(inner, item, f"{knob}.{key}") for key, item in value.items()}
         if origin is list and isinstance(value, list) and all(type(item) in typing.get_args(option) for item in value):
             return value
         if origin is float and isinstance(value, int | float) and not isinstance(value, bool):

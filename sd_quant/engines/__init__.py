@@ -6,6 +6,7 @@ is imported until an engine of that name is loaded: a runtime that is not instal
 """
 
 import pkgutil
+from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -18,6 +19,25 @@ ENGINES = {
     "tensorrt": "sd_quant.engines.tensorrt:load",
     "tensorrt_rtx": "sd_quant.engines.tensorrt:load_rtx",
 }
+
+# What a runtime cannot execute of a quantized graph: part of the graph and format, and why.
+FOUR_BITS = ("int4", "mxfp4", "nvfp4")
+NOT_EXECUTED = {
+    "openvino": {
+        ("inputs", name): "OpenVINO takes no QuantizeLinear whose scales are computed in blocks" for name in FOUR_BITS
+    },
+    "onnxruntime": {
+        **{(part, name): f"ONNX Runtime has no kernel for {name}'s FP4 numbers"
+           for part in ("weights", "inputs") for name in ("mxfp4", "nvfp4")},
+        ("attention", "fp8"): "ONNX Runtime's optimizer makes an invalid graph of attention in FP8",
+    },
+}  # fmt: skip
+
+
+def why_not(engine: str, used: Mapping[str, Collection[str]]) -> str | None:
+    """Why ``engine`` cannot execute these formats (``levels.formats_used``), or None."""
+    refused = NOT_EXECUTED.get(engine, {})
+    return next((refused[part, name] for part in used for name in used[part] if (part, name) in refused), None)
 
 
 def load_engine(name: str, path: Path, **options: object) -> Engine:

@@ -57,6 +57,7 @@ def load(path: Path, *, threads: int | None = None) -> OnnxRuntimeEngine:
         raise ResourceError(f"this build of ONNX Runtime has no {PROVIDER}; install the package onnxruntime")
     options = onnxruntime.SessionOptions()
     options.log_severity_level = ERRORS_ONLY
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")  # fp32: else inputs become INT8
     if threads is not None:
         options.intra_op_num_threads = threads
     try:

@@ -62,7 +62,11 @@ def load(path: Path, *, threads: int | None = None) -> OpenVinoEngine:
     core = openvino.Core()
     if "CPU" not in core.available_devices:
         raise ResourceError(f"OpenVINO offers {core.available_devices} but not CPU; reinstall the package openvino")
-    settings: dict[str, str | int] = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}
+    settings: dict[str, str | int] = {
+        "PERFORMANCE_HINT": "LATENCY",
+        "INFERENCE_PRECISION_HINT": "f32",
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,  # else inputs of linears whose weights alone are quantized become INT8
+    }
     if threads is not None:
         settings["INFERENCE_NUM_THREADS"] = threads
     try:

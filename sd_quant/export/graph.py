@@ -15,8 +15,15 @@ import onnx_ir.passes.common as passes
 import torch
 from torch import nn
 
+from sd_quant.errors import ArtifactError
 from sd_quant.models.parts import Contract
 
+# Operations that opsets 21, 22 and 23 give more types and no other meaning.
+SAME_MEANING = {
+    *("Add", "Cast", "Concat", "Conv", "Cos", "Div", "Expand", "Gather", "Gelu", "Gemm", "InstanceNormalization"),
+    *("LayerNormalization", "MatMul", "Mul", "Reshape", "Resize", "Shape", "Sigmoid", "Sin", "Slice", "Softmax"),
+    *("Split", "Squeeze", "Sub", "Transpose", "Unsqueeze"),
+}
 OPSET = 20  # the first with fp16 scales, group normalisation and GELU, and below the opset that fuses attention
 TALKATIVE = ("torch.onnx", "onnx_ir", "onnxscript")  # they tell of every node that they touch
 EXAMPLE_AXES = {"batch": 2, "height": 8, "width": 8}
@@ -108,6 +115,22 @@ def fold(model: ir.Model) -> None:
     passes.CommonSubexpressionEliminationPass()(model)
     passes.OutputFixPass()(model)
     passes.NameFixPass()(model)
+
+
+def raise_opset(model: ir.Model, opset: int) -> None:
+    """Declare a later opset, up to 23, for the types that it adds.
+
+    Nothing else has to change: of the operations that a UNet is traced to, ``SAME_MEANING`` is all, and opsets 21 to 23
+    only let them take more types. Not taken: onnxscript's version converter, which would say so node by node.
+    Raises ArtifactError for a graph with an operation that is not known to mean the same.
+    """
+    if opset > OPSET:
+        unknown = sorted({node.op_type for node in model.graph} - SAME_MEANING)
+        if unknown:
+            raise ArtifactError(f"the graph has {unknown[0]}, which may mean something else in opset {opset}")
+        model.opset_imports[""], model.ir_version = opset, max(model.ir_version, 10 if opset < 23 else 11)
+        for node in model.graph:
+            node.version = None
 
 
 def copy_of(model: ir.Model) -> ir.Model:

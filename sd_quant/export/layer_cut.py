@@ -27,18 +27,20 @@ def cut_layers(onnx_path: Path, assignment: Mapping[str, LayerAssignment], path:
     inputs: dict[ir.Node, ir.Value] = {}
     outputs, reads = [], {}
     for layer in assignment.values():
-        if layer.format != "int8":
+        if layer.format is None:
             continue
-        (last,) = [usage.node for usage in makers[f"{PREFIX}{layer.name}.weight.dequantized"].outputs[0].uses()]
-        first = last.inputs[0].producer().inputs[0].producer()
+        weight = makers.get(f"{PREFIX}{layer.name}.weight.shaped") or makers[f"{PREFIX}{layer.name}.weight.dequantized"]
+        (last,) = [usage.node for usage in weight.outputs[0].uses()]
+        first = last if layer.activation_format is None else last.inputs[0].producer().inputs[0].producer()
         smoothing = first.inputs[0].producer()
-        if smoothing is not None and smoothing.outputs[0].name.endswith(".smoothed"):
+        if layer.multiplies and smoothing is not None:
             first = smoothing
         channels = layer.weight_shape[1]
         shape = [None, channels, None, None] if len(layer.weight_shape) == 4 else [None, None, channels]
         if first not in inputs:
             value = ir.Value(name=layer.name, shape=ir.Shape(shape), type=ir.TensorType(ir.DataType.FLOAT16))
-            first.replace_input_with(0, value)
+            for reader in (first, *finding_its_range(first)):
+                reader.replace_input_with(0, value)
             inputs[first] = value
         reads[layer.name] = inputs[first].name
         output = last.outputs[0]
@@ -50,3 +52,9 @@ def cut_layers(onnx_path: Path, assignment: Mapping[str, LayerAssignment], path:
     ir.passes.common.RemoveUnusedNodesPass()(model)
     save(model, path)
     return reads
+
+
+def finding_its_range(quantizer: ir.Node) -> list[ir.Node]:
+    """Of a quantizer in blocks the node that reads the same input to find their ranges (``dynamic_copy``)."""
+    scope = quantizer.name.partition(".QuantizeLinear.")[0]
+    return [usage.node for usage in quantizer.inputs[0].uses() if usage.node.name == f"{scope}.Reshape.1"]

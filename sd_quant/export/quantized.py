@@ -1,12 +1,15 @@
-"""Assignment and weights into a traced graph: Q/DQ pairs around each assigned layer, INT8 initializers, one ONNX file.
+"""Assignment and weights into a traced graph: what quantizes each assigned layer, its codes as initializers, one file.
 
-    x ─ Mul(pre_quant_scale) ─ QuantizeLinear ─ DequantizeLinear ─┐
-                      INT8 weight ─ DequantizeLinear(per channel) ┴─ Conv | MatMul | Gemm
+    x ─ Mul(pre_quant_scale) ─┬─ QuantizeLinear ─ DequantizeLinear ─┐
+                              │      codes ─ DequantizeLinear(scale) ┴─ Conv | MatMul | Gemm ─ (Add) ─ y
+                              └─ MatMul(down) ─ MatMul(up) ───────────────────────────────────────┘
 
 The layer is found by its weight's name, so nothing is decided here. A weight is read, smoothed and quantized only when
-the file is written and its bytes are due. MatMul weights are stored transposed, ready to multiply.
+the file is written and its bytes are due. MatMul weights are stored transposed, ready to multiply. Codes in blocks are
+two-dimensional, because TensorRT takes no others; a convolution's get their shape behind the DequantizeLinear.
 """
 
+import math
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,87 +20,166 @@ import torch
 from torch import Tensor
 
 from sd_quant.errors import ArtifactError
+from sd_quant.export.dynamic import dynamic_copy
+from sd_quant.export.graph import OPSET, raise_opset
+from sd_quant.export.insertion import HALF, SCALE_DTYPES, constant, initializer, insert
 from sd_quant.files import atomic_path
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
-from sd_quant.quantization.int8 import quantize_weight
+from sd_quant.quantization.formats import FORMATS, Format
 
 ReadWeight = Callable[[str], Tensor]
 # A single file is put together in memory, several times over; beyond this the weights go to a file beside the graph.
 LARGEST_SINGLE_FILE = 2**28
 
 
-def initializer(graph: ir.Graph, name: str, dtype: ir.DataType, shape: tuple[int, ...], read: Callable[[], Tensor]):
-    """A named initializer whose bytes are produced when the file is written."""
+Made = dict[tuple, ir.Value]  # what several layers read, once
 
-    def produce() -> ir.Tensor:
-        return ir.Tensor(read().contiguous().numpy(), name=name)
 
-    value = ir.Value(
-        name=name,
-        shape=ir.Shape(shape),
-        type=ir.TensorType(dtype),
-        const_value=ir.LazyTensor(produce, dtype=dtype, shape=ir.Shape(shape), name=name),
-    )
-    graph.register_initializer(value)
+def smoothed_input(graph: ir.Graph, node: ir.Node, layer: LayerAssignment, made: Made) -> ir.Value:
+    """The layer's input, multiplied where nothing in front does it."""
+    value = node.inputs[0]
+    if not layer.multiplies:
+        return value
+    key = (value, id(layer.pre_quant_scale))
+    if key not in made:
+        scale = constant(graph, f"{layer.name}.pre_quant_scale", layer.pre_quant_scale.half().numpy())
+        made[key] = insert(graph, node, "Mul", [value, scale], f"{layer.name}.smoothed")
+    return made[key]
+
+
+def quantized_input(graph: ir.Graph, node: ir.Node, value: ir.Value, layer: LayerAssignment, made: Made) -> ir.Value:
+    """Layers that read one tensor with the same scales read one quantized copy of it."""
+    if layer.activation_format is None:
+        return value
+    static = layer.activation_scale
+    key = (value, layer.activation_format, layer.activation_amax if static is None else static)
+    if key not in made:
+        name, form = f"{layer.name}.input", FORMATS[layer.activation_format]
+        if static is None:
+            made[key] = dynamic_copy(graph, node, value, name, layer)
+        else:
+            made[key] = static_copy(graph, node, value, name, form, static)
+    return made[key]
+
+
+def static_copy(graph: ir.Graph, node: ir.Node, value: ir.Value, name: str, form: Format, scale: float) -> ir.Value:
+    dtype = ir.DataType[form.ONNX_TYPE]
+    scales = constant(graph, f"{name}_scale", np.array(scale, np.float16))
+    zero_point = initializer(graph, f"{name}_zero_point", dtype, (), lambda: torch.zeros((), dtype=torch.int8))
+    value = insert(graph, node, "QuantizeLinear", [value, scales, zero_point], f"{name}_quantized")
+    return insert(graph, node, "DequantizeLinear", [value, scales, zero_point], f"{name}_dequantized")
+
+
+def quantize_weight(
+    graph: ir.Graph, node: ir.Node, name: str, layer: LayerAssignment, read: ReadWeight, transposed: bool
+) -> ir.Value:
+    """The dequantized weight [out, ...], or [in, out] for a MatMul, in front of ``node``."""
+    form = FORMATS[layer.format]
+    blocked, convolution = form.BLOCK is not None, len(layer.weight_shape) > 2
+
+    def oriented(tensor: Tensor) -> Tensor:
+        return tensor.T if transposed and tensor.ndim > 1 else tensor
+
+    def codes_and_scales() -> tuple[Tensor, tuple[Tensor, ...]]:
+        weight = rewritten(read(name), layer).flatten(1)
+        scales = layer.weight_scales(weight)
+        return oriented(form.quantize(weight, *scales)), scales
+
+    flat = (layer.weight_shape[0], math.prod(layer.weight_shape[1:]))
+    shape = flat if blocked else layer.weight_shape
+    shape = shape[::-1] if transposed else shape
+    axis = 1 if transposed != blocked else 0  # of the outputs, or along the inputs in blocks
+    dtype = ir.DataType[form.ONNX_TYPE]
+
+    def read_codes() -> Tensor:
+        packed = form.pack(codes_and_scales()[0])
+        return packed if dtype.bitwidth == 4 else packed.view(shape)
+
+    value = initializer(graph, f"{name}.{layer.format}", dtype, shape, read_codes)
+    if not blocked:
+        scale = layer.weight_scale if layer.weight_axis == 0 else layer.weight_scale[0]
+        parts = [constant(graph, f"{name}.scale", scale.half().numpy())]
+        zeros = torch.zeros(scale.shape, dtype=torch.int8)
+        parts.append(initializer(graph, f"{name}.zero_point", dtype, tuple(scale.shape), lambda: zeros))
+        named = {"axis": axis} if layer.weight_axis == 0 else {}
+        return insert(graph, node, "DequantizeLinear", [value, *parts], f"{name}.dequantized", **named)
+
+    block_shape = (flat[0], flat[1] // form.BLOCK)[:: -1 if transposed else 1]
+
+    def scale_initializer(index: int, suffix: str, shape: tuple[int, ...]) -> ir.Value:
+        kind = form.ONNX_SCALE_TYPES[index]
+        return initializer(
+            graph, f"{name}.{suffix}", ir.DataType[kind], shape,
+            lambda: oriented(codes_and_scales()[1][index]).to(SCALE_DTYPES[kind]),
+        )  # fmt: skip
+
+    scales = scale_initializer(0, "scale", block_shape)
+    if len(form.ONNX_SCALE_TYPES) > 1:
+        whole = scale_initializer(1, "global_scale", ())
+        scales = insert(graph, node, "DequantizeLinear", [scales, whole], f"{name}.scale_dequantized", **HALF)
+    named = {"axis": axis, "block_size": form.BLOCK}
+    value = insert(graph, node, "DequantizeLinear", [value, scales], f"{name}.dequantized", **named)
+    if convolution:
+        whole_shape = constant(graph, f"{name}.shape", np.array(layer.weight_shape, np.int64))
+        value = insert(graph, node, "Reshape", [value, whole_shape], f"{name}.shaped")
     return value
 
 
-def constant(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
-    dtype = ir.DataType.from_numpy(array.dtype)
-    return initializer(graph, name, dtype, array.shape, lambda: torch.from_numpy(array))
+def add_low_rank(graph: ir.Graph, node: ir.Node, x: ir.Value, layer: LayerAssignment) -> None:
+    """``y + (x @ down^T) @ up^T`` for everybody who read ``y``, the output of ``node``."""
+    up, down = (
+        constant(graph, f"{layer.name}.{name}", factor.T.half().contiguous().numpy())
+        for name, factor in zip(("up", "down"), layer.low_rank, strict=True)
+    )
+    y = node.outputs[0]
+    readers = [(usage.node, usage.idx) for usage in y.uses()]
+    behind = readers[0][0]
+    value = insert(graph, behind, "MatMul", [x, down], f"{layer.name}.low_rank_down")
+    value = insert(graph, behind, "MatMul", [value, up], f"{layer.name}.low_rank_up")
+    value = insert(graph, behind, "Add", [y, value], f"{layer.name}.with_low_rank")
+    for reader, index in readers:
+        reader.replace_input_with(index, value)
 
 
-def insert(graph: ir.Graph, before: ir.Node, op_type: str, inputs: list[ir.Value], name: str, **attributes) -> ir.Value:
-    node = ir.node(op_type, inputs, attributes=attributes, name=name)
-    node.outputs[0].name = name
-    graph.insert_before(before, node)
-    return node.outputs[0]
-
-
-def quantize_activation(graph: ir.Graph, node: ir.Node, layer: LayerAssignment, made: dict[tuple, ir.Value]) -> None:
-    """Layers that read one tensor with the same scales read one quantized copy of it, kept in ``made``."""
-    value = node.inputs[0]
-    key = (value, layer.activation_scale, id(layer.pre_quant_scale) if layer.multiplies else None)
-    if key not in made:
-        made[key] = quantized_copy(graph, node, layer)
-    node.replace_input_with(0, made[key])
-
-
-def quantized_copy(graph: ir.Graph, node: ir.Node, layer: LayerAssignment) -> ir.Value:
-    value, name = node.inputs[0], layer.name
-    if layer.multiplies:
-        scale = constant(graph, f"{name}.pre_quant_scale", layer.pre_quant_scale.half().numpy())
-        value = insert(graph, node, "Mul", [value, scale], f"{name}.smoothed")
-    scale = constant(graph, f"{name}.input_scale", np.array(layer.activation_scale, np.float16))
-    zero_point = constant(graph, f"{name}.input_zero_point", np.array(0, np.int8))
-    value = insert(graph, node, "QuantizeLinear", [value, scale, zero_point], f"{name}.input_quantized")
-    return insert(graph, node, "DequantizeLinear", [value, scale, zero_point], f"{name}.input_dequantized")
-
-
-def quantize_layer(
-    graph: ir.Graph, weight: ir.Value, layer: LayerAssignment, read: ReadWeight, made: dict[tuple, ir.Value]
-) -> None:
+def quantize_layer(graph: ir.Graph, weight: ir.Value, layer: LayerAssignment, read: ReadWeight, made: Made) -> None:
     """Rewrite the one node that multiplies with ``weight``, a graph input."""
     (node,) = [usage.node for usage in weight.uses()]
     transposed = node.op_type == "Transpose"
     if transposed:
         transpose = node
         (node,) = [usage.node for usage in transpose.outputs[0].uses()]
-    name, axis = weight.name, 1 if transposed else 0
-    shape = layer.weight_shape[::-1] if transposed else layer.weight_shape
-
-    def read_int8() -> Tensor:
-        quantized = quantize_weight(rewritten(read(name), layer), layer.weight_scale)
-        return quantized.T if transposed else quantized
-
-    quantize_activation(graph, node, layer, made)
-    stored = initializer(graph, f"{name}.int8", ir.DataType.INT8, shape, read_int8)
-    scale = constant(graph, f"{name}.scale", layer.weight_scale.half().numpy())
-    zero_point = constant(graph, f"{name}.zero_point", np.zeros(len(layer.weight_scale), np.int8))
-    value = insert(graph, node, "DequantizeLinear", [stored, scale, zero_point], f"{name}.dequantized", axis=axis)
-    node.replace_input_with(1, value)
+    x = smoothed_input(graph, node, layer, made)
+    node.replace_input_with(0, quantized_input(graph, node, x, layer, made))
+    node.replace_input_with(1, quantize_weight(graph, node, weight.name, layer, read, transposed))
+    if layer.low_rank is not None:
+        add_low_rank(graph, node, x, layer)
     if transposed:
         graph.remove(transpose, safe=True)
+
+
+def quantize_attention(graph: ir.Graph, weight: ir.Value, layer: LayerAssignment) -> None:
+    """Q/DQ in front of both matrix products of the attention whose output projection multiplies with ``weight``."""
+    (node,) = [usage.node for usage in weight.uses()]
+    if node.op_type == "Transpose":
+        (node,) = [usage.node for usage in node.outputs[0].uses()]
+    mixed = maker(node.inputs[0], "MatMul")
+    scores = maker(maker(mixed.inputs[0], "Softmax").inputs[0], "MatMul")
+    form = FORMATS[layer.activation_format]
+    products = ((scores, 0, "query"), (scores, 1, "key"), (mixed, 1, "value"), (mixed, 0, "softmax"))
+    for (node, index, what), amax in zip(products, (*layer.attention_amax, 1.0), strict=True):
+        scale = form.scales(torch.empty(0), torch.tensor(amax))[0].item()
+        near = static_copy(graph, node, node.inputs[index], f"{layer.name}.{what}", form, scale)
+        node.replace_input_with(index, near)
+
+
+def maker(value: ir.Value, op_type: str) -> ir.Node:
+    """The nearest node of this type in front of ``value``, through nodes that only move numbers."""
+    node = value.producer()
+    while node is not None and node.op_type != op_type:
+        node = node.inputs[0].producer() if node.op_type in ("Reshape", "Transpose", "Cast") else None
+    if node is None:
+        raise ArtifactError(f"the graph has no {op_type} in front of {value.name}, where an attention's should be")
+    return node
 
 
 def write_onnx(
@@ -118,8 +200,15 @@ def write_onnx(
     graph = model.graph
     weights = list(graph.inputs[inputs:])
     del graph.inputs[inputs:]
-    pending = {name for name, layer in assignment.items() if layer.format}
-    made: dict[tuple, ir.Value] = {}
+    pending = {name for name, layer in assignment.items() if layer.format or layer.activation_format}
+    formats = {name for layer in assignment.values() for name in (layer.format, layer.activation_format) if name}
+    raise_opset(model, max([OPSET, *(FORMATS[name].OPSET for name in formats)]))
+    made: Made = {}
+    for value in weights:
+        attention, _, projection = value.name.removeprefix(prefix).rpartition(".to_out.0.")
+        if attention in pending and projection == "weight":
+            quantize_attention(graph, value, assignment[attention])
+            pending.discard(attention)
     for value in weights:
         layer_name = value.name.removeprefix(prefix).rpartition(".")[0]
         shape = value.shape.numpy()
@@ -133,8 +222,7 @@ def write_onnx(
         def read_kept(name=value.name, dtype=dtype, layer=layer) -> Tensor:
             return (read(name) if layer is None else rewritten(read(name), layer)).to(dtype)
 
-        stored = initializer(graph, value.name, value.dtype, shape, read_kept)
-        ir.convenience.replace_all_uses_with(value, stored)
+        ir.convenience.replace_all_uses_with(value, initializer(graph, value.name, value.dtype, shape, read_kept))
     if pending:
         raise ArtifactError(f"the graph has no layer {sorted(pending)[0]}, which the assignment quantizes")
     graph.sort()  # a quantized copy was made where the first of its readers was found

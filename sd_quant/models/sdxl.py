@@ -151,6 +151,14 @@ def layer_roles(unet) -> dict[str, str]:
     return {name: layer_role(name, isinstance(module, Conv2d)) for name, module in layers.items()}
 
 
+def attentions(unet) -> dict[str, int]:
+    """Name of every attention to the width of its heads."""
+    from diffusers.models.attention_processor import Attention
+
+    found = {name: module for name, module in unet.named_modules() if isinstance(module, Attention)}
+    return {name: module.to_q.out_features // module.heads for name, module in found.items()}
+
+
 def shared_inputs(roles: Iterable[str]) -> list[SharedInput]:
     """Which linears of the UNet read one tensor, and what makes it, by their diffusers names.
 

@@ -6,7 +6,8 @@ calibration. The torch simulation, the ONNX export and the layer report decide n
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import reduce
 
 import torch
@@ -15,8 +16,10 @@ from torch import Tensor
 
 from sd_quant.calibration.statistics import LayerStatistics
 from sd_quant.errors import ConfigError, SdQuantError
-from sd_quant.quantization.int8 import per_channel, rounded, scale_of
-from sd_quant.quantization.levels import reason_kept
+from sd_quant.quantization.formats import FORMATS, fake_quantize
+from sd_quant.quantization.formats.int8 import per_channel
+from sd_quant.quantization.levels import Enable, Pair, reason_kept
+from sd_quant.quantization.low_rank import low_rank, rank_of
 from sd_quant.quantization.observers import OBSERVERS
 from sd_quant.quantization.percentile import PERCENTILE_CALIBRATORS
 from sd_quant.quantization.smoothing import SMOOTHINGS, SharedInput, pre_quant_scale
@@ -24,28 +27,46 @@ from sd_quant.quantization.smoothing import SMOOTHINGS, SharedInput, pre_quant_s
 FIXED_ALPHA = 0.8  # what NeMo and ModelOpt recommend for SDXL; alpha=auto is compared with it
 ALPHAS = tuple(index / 10 for index in range(11))  # that alpha=auto tries
 SEARCHED_OUTPUTS, SEARCHED_ROWS = 256, 64  # of a layer, that the search looks at
+HEAD_WIDTHS = 16  # of which an attention's head is a multiple where its matrix products are quantized (ModelOpt)
+HEADROOM = 2.0
 PIECE = 2**18  # numbers of a weight that are worked on at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What a user chooses. Ranges are checked where the configuration is read; ``alpha`` is a number or "auto"."""
+    """What a user chooses. Ranges are checked where the configuration is read.
+
+    ``enable`` are the formats by kind of layer. ``per_channel``: weights have a scale per output channel where their
+    format takes a range, else one. ``alpha`` is a number, "auto", or None without smoothing; ``rank`` that of the
+    low-rank branch of linears, or a fraction below 1 of a layer's shorter side.
+    """
 
     quant_level: float
-    alpha: float | str
+    alpha: float | str | None
     percentile: float = 1.0
     collect_method: str = "mean-max"
     percentile_calibrator: str = "corrected"
     observer: str = "max"
     smoothing: str = "folded"
     batch_size: int = 1  # of the calibration, which ModelOpt's own calibrator depends on
+    enable: Enable = field(default_factory=lambda: Enable(Pair("int8", "int8"), Pair("int8", "int8"), None))
+    per_channel: bool = True
+    rank: int | float = 0
+    exclude: tuple[str, ...] = ()  # patterns of names that stay in high precision
+
+    def formats_of(self, role: str) -> Pair:
+        return self.enable.conv if role == "conv" else self.enable.linear
 
 
 @dataclass(frozen=True, slots=True)
 class LayerAssignment:
-    """How one layer is computed. ``format`` None means high precision, and ``reason`` says why.
+    """How one layer is computed. ``format``, that of its weight, None means high precision, and ``reason`` says why.
 
-    ``weight_amax`` fp32 [out_channels] and ``activation_amax`` are ranges after smoothing. ``pre_quant_scale`` fp32
+    ``activation_format`` None leaves the input in high precision. ``weight_amax`` fp32, [out_channels] with
+    ``weight_axis`` 0 and else [1], and ``activation_amax`` are ranges after smoothing; formats with a scale per block
+    take no range. ``low_rank`` (up [out, rank], down [rank, in]) is a product that the weight is without, computed
+    beside it. An attention's two matrix products have a row of role ``attention``, without weights, and
+    ``attention_amax`` of query, key and value as they are multiplied. ``pre_quant_scale`` fp32
     [in_features] divides the weight; the input is multiplied by it, in the graph or, with ``folded_into``, in the
     module of that name. ``output_scale`` fp32 [out_channels] is what this module takes over from the linear behind it:
     it multiplies weight and bias. Norms have a row only when they have one.
@@ -58,6 +79,7 @@ class LayerAssignment:
     role: str
     weight_shape: tuple[int, ...]
     format: str | None = None
+    activation_format: str | None = None
     reason: str | None = None
     weight_axis: int | None = None
     weight_amax: Tensor | None = None
@@ -65,19 +87,35 @@ class LayerAssignment:
     pre_quant_scale: Tensor | None = None
     folded_into: str | None = None
     output_scale: Tensor | None = None
+    low_rank: tuple[Tensor, Tensor] | None = None
+    attention_amax: tuple[float, float, float] | None = None
     alpha: float | None = None
     output_error: float | None = None
     accumulated_error: float | None = None
     fixed_alpha_error: float | None = None
 
-    @property
-    def weight_scale(self) -> Tensor:
-        """fp32 [out_channels], representable in fp16."""
-        return scale_of(self.weight_amax)
+    def weight_scales(self, weight: Tensor) -> tuple[Tensor, ...]:
+        """As the format stores them, of a rewritten weight [out, in...]: [out, 1...], [1, 1...] or one per block.
+
+        Blocks lie along the inputs of an output, those of a convolution in the order of its weight.
+        """
+        return FORMATS[self.format].scales(weight, per_channel(self.weight_amax, weight))
+
+    def activation_scales(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Of an input [..., in]: one, or one per block."""
+        return FORMATS[self.activation_format].scales(x, torch.tensor(self.activation_amax, device=x.device))
 
     @property
-    def activation_scale(self) -> float:
-        return scale_of(torch.tensor(self.activation_amax)).item()
+    def weight_scale(self) -> Tensor | None:
+        """fp32 [out_channels] or [1] where ranges decide, None where the scales are those of blocks."""
+        static = self.format is not None and FORMATS[self.format].BLOCK is None
+        return FORMATS[self.format].scales(self.weight_amax, self.weight_amax)[0] if static else None
+
+    @property
+    def activation_scale(self) -> float | None:
+        """The one of all inputs, None where there is none or where they are those of blocks."""
+        static = self.activation_format is not None and FORMATS[self.activation_format].BLOCK is None
+        return self.activation_scales(torch.empty(0))[0].item() if static and self.activation_amax else None
 
     @property
     def multiplies(self) -> bool:
@@ -93,20 +131,21 @@ class LayerAssignment:
 
     def row(self) -> dict[str, object]:
         """The row of ``layers.csv``."""
-        smoothing, quantized = self.pre_quant_scale, self.format is not None
-        weight_scale = self.weight_scale if quantized else None
+        smoothing, weight_scale = self.pre_quant_scale, self.weight_scale
         return {
             "name": self.name,
             "role": self.role,
             "weight_shape": "x".join(map(str, self.weight_shape)),
-            "format": self.format or "high precision",
+            "format": self.format or self.activation_format or "high precision",
+            "activation_format": self.activation_format or "",
+            "rank": None if self.low_rank is None else len(self.low_rank[1]),
             "reason": self.reason or "",
             "alpha": self.alpha,
             "smoothing": self.smoothing,
             "output_error": self.output_error,
             "accumulated_error": self.accumulated_error,
             f"accumulated_error_alpha_{FIXED_ALPHA}": self.fixed_alpha_error,
-            "activation_scale": self.activation_scale if quantized else None,
+            "activation_scale": self.activation_scale,
             "weight_scale_min": None if weight_scale is None else weight_scale.min().item(),
             "weight_scale_max": None if weight_scale is None else weight_scale.max().item(),
             "pre_quant_scale_min": None if smoothing is None else smoothing.min().item(),
@@ -115,12 +154,15 @@ class LayerAssignment:
 
 
 def rewritten(parameter: Tensor, layer: LayerAssignment) -> Tensor:
-    """A weight [out, ...] or bias [out] of the layer with smoothing in it, fp32, not yet rounded."""
+    """A weight [out, ...] or bias [out] with smoothing in it and without the low-rank branch, fp32, not yet rounded."""
     parameter = parameter.float()
     if layer.pre_quant_scale is not None and parameter.ndim > 1:
         parameter = parameter / layer.pre_quant_scale
     if layer.output_scale is not None:
         parameter = parameter * per_channel(layer.output_scale, parameter)
+    if layer.low_rank is not None and parameter.ndim > 1:
+        up, down = layer.low_rank
+        parameter = torch.addmm(parameter, up, down, alpha=-1)
     return parameter
 
 
@@ -131,13 +173,24 @@ def rows_a_piece(weight: Tensor) -> int:
 def pieces(weight: Tensor, layer: LayerAssignment) -> Iterator[tuple[Tensor, LayerAssignment]]:
     """Some rows of the weight at a time, flat, with the layer as it is for them.
 
-    What happens to a weight happens row by row, and a piece stays in the processor's cache: on the full-size UNet this
-    is three times as fast as whole weights, and takes a third of the memory.
+    What happens to a weight happens row by row once its range is known, and a piece stays in the processor's cache: on
+    the full-size UNet this is three times as fast as whole weights, and takes a third of the memory.
     """
     rows = rows_a_piece(weight)
-    scales = [None] * len(weight) if layer.output_scale is None else layer.output_scale.split(rows)
-    for piece, scale in zip(weight.split(rows), scales, strict=False):
-        yield piece.flatten(1) if piece.ndim > 1 else piece, replace(layer, output_scale=scale)
+    for start in range(0, len(weight), rows):
+        piece = weight[start : start + rows]
+        yield piece.flatten(1) if piece.ndim > 1 else piece, some_rows(layer, slice(start, start + rows))
+
+
+def some_rows(layer: LayerAssignment, rows: slice) -> LayerAssignment:
+    """The layer as it is for these outputs alone."""
+    per_row = layer.weight_axis == 0 and layer.weight_amax is not None
+    return replace(
+        layer,
+        output_scale=None if layer.output_scale is None else layer.output_scale[rows],
+        low_rank=None if layer.low_rank is None else (layer.low_rank[0][rows], layer.low_rank[1]),
+        weight_amax=layer.weight_amax[rows] if per_row else layer.weight_amax,
+    )
 
 
 def output_amax(weight: Tensor, layer: LayerAssignment) -> Tensor:
@@ -166,19 +219,24 @@ def errors(layer: LayerAssignment, weight: Tensor, rows: Tensor, steps: int) -> 
     like noise, a weight's error is the same in every step and adds up in full:  sqrt(of_input^2 + steps * of_weight^2).
     Found here, on pictures: an alpha that minimises the error of a single output moves too much into the weights.
     """
-    layer = replace(layer, output_scale=None)  # it scales outputs and changes no relative error
     inputs = rows.float()
     if layer.pre_quant_scale is not None:
         inputs = inputs * layer.pre_quant_scale
-    near_inputs = rounded(inputs, layer.activation_scale) * layer.activation_scale
+    near_inputs = inputs
+    if layer.activation_format is not None:
+        amax = torch.tensor(layer.activation_amax)
+        near_inputs = fake_quantize(FORMATS[layer.activation_format], inputs, amax)
     squares = torch.zeros(4, dtype=torch.float64)  # of the output, its error, the input's part and the weight's
-    for piece, _ in pieces(weight, layer):
-        smoothed = rewritten(piece, layer)
-        scale = per_channel(scale_of(smoothed.abs().amax(dim=1)), smoothed)
-        weight_error = rounded(smoothed, scale).mul_(scale).sub_(smoothed)
+    for piece, some in pieces(weight, layer):
+        smoothed = rewritten(piece, some)
+        scales, form = some.weight_scales(smoothed), FORMATS[layer.format]
+        weight_error = form.dequantize(form.quantize(smoothed, *scales), *scales).sub_(smoothed)
         output, of_input = inputs @ smoothed.T, (near_inputs - inputs) @ smoothed.T
         of_weight = inputs @ weight_error.T
         error = near_inputs @ weight_error.T + of_input
+        if some.low_rank is not None:
+            up, down = some.low_rank
+            output = output + (inputs @ down.T) @ up.T
         squares += torch.stack([part.square().sum().double() for part in (output, error, of_input, of_weight)])
     output, error, of_input, of_weight = squares.tolist()
     if not output:
@@ -186,19 +244,33 @@ def errors(layer: LayerAssignment, weight: Tensor, rows: Tensor, steps: int) -> 
     return math.sqrt(error / output), math.sqrt((of_input + steps * of_weight) / output)
 
 
-def with_ranges(layer: LayerAssignment, weight: Tensor, activation_amax: float) -> LayerAssignment:
-    """The layer as INT8. Raises SdQuantError when a range is zero or its scale does not fit fp16."""
-    if activation_amax == 0:
+def with_output_range(layer: LayerAssignment, weight: Tensor) -> LayerAssignment:
+    """The layer with the range of its rewritten weight."""
+    amax = output_amax(weight, layer)
+    return replace(layer, weight_amax=amax if layer.weight_axis == 0 else amax.amax(0, keepdim=True))
+
+
+def with_ranges(layer: LayerAssignment, weight: Tensor, activation_amax: float, recipe: Recipe) -> LayerAssignment:
+    """The layer quantized. Raises SdQuantError when a range is zero or a scale does not fit its type."""
+    formats = recipe.formats_of(layer.role)
+    if activation_amax == 0 and formats.activation is not None:
         raise SdQuantError(
             f"layer {layer.name} only ever saw zeros during calibration, so its input has no scale; "
             "calibrate with more prompts or a lower quant_level"
         )
-    weight_amax = output_amax(weight, layer)
     layer = replace(
-        layer, format="int8", weight_axis=0, weight_amax=weight_amax, activation_amax=activation_amax, reason=None
+        layer,
+        format=formats.weight,
+        activation_format=formats.activation,
+        weight_axis=0 if recipe.per_channel and FORMATS[formats.weight].BLOCK is None else None,
+        activation_amax=activation_amax,
+        reason=None,
     )
+    layer = with_output_range(layer, weight)
     try:
         layer.weight_scale, layer.activation_scale  # noqa: B018
+        for piece, some in pieces(weight[:1], some_rows(layer, slice(1))):
+            some.weight_scales(rewritten(piece, some))
     except OverflowError as error:
         raise SdQuantError(
             f"layer {layer.name} cannot be quantized: {error}; keep it out with a lower quant_level"
@@ -215,7 +287,7 @@ def assign_convolution(
         amax = calibrator(statistics.amax, recipe.percentile, recipe.collect_method, recipe.batch_size)
     else:
         amax = OBSERVERS[recipe.observer](statistics.rows.values.float(), statistics.amax.max().item())
-    layer = with_ranges(layer, weight, amax)
+    layer = with_ranges(layer, weight, amax, recipe)
     return replace(layer, output_error=errors(layer, weight, statistics.rows.values, steps=1)[0])
 
 
@@ -224,44 +296,82 @@ def assign_readers(
     weights: Mapping[str, Tensor],
     weight_amax: Tensor,
     statistics: LayerStatistics,
-    alpha: float,
-    observer: str,
+    alpha: float | None,
+    recipe: Recipe,
+    most_outputs: int | None = None,
 ) -> list[LayerAssignment]:
     """Linears of one input with one smoothing vector. Readers that stay in high precision get the vector alone.
 
-    ``weight_amax`` fp32 [in_features] is the largest of the quantized readers' weights.
+    ``weight_amax`` fp32 [in_features] is the largest of the quantized readers' weights. With ``most_outputs`` the
+    layers are those of that many outputs each, evenly spaced, with the low-rank branch of all.
     """
     channel_amax, rows = statistics.amax.amax(dim=0), statistics.rows.values
-    scale = pre_quant_scale(channel_amax, weight_amax, alpha)
-    amax = OBSERVERS[observer](rows.float() * scale, (channel_amax * scale).max().item())
+    scale = None if alpha is None else pre_quant_scale(channel_amax, weight_amax, alpha)
+    smoothed = (rows.float(), channel_amax) if scale is None else (rows.float() * scale, channel_amax * scale)
+    amax = OBSERVERS[recipe.observer](smoothed[0], smoothed[1].max().item())
     assigned = []
     for layer in layers:
-        layer = replace(layer, pre_quant_scale=scale, alpha=alpha)
+        weight, layer = weights[layer.name], replace(layer, pre_quant_scale=scale, alpha=alpha)
         if layer.reason is None:
-            layer = with_ranges(layer, weights[layer.name], amax)
-            of_one, accumulated = errors(layer, weights[layer.name], rows, len(statistics.amax))
+            if recipe.rank:
+                branch = low_rank(rewritten(weight, layer), rank_of(recipe.rank, weight.shape))
+                layer = replace(layer, low_rank=branch)
+            if most_outputs is not None:
+                seen = slice(None, None, -(-len(weight) // most_outputs))
+                weight, layer = weight[seen], some_rows(layer, seen)
+            layer = with_ranges(layer, weight, amax, recipe)
+            of_one, accumulated = errors(layer, weight, rows, len(statistics.amax))
             layer = replace(layer, output_error=of_one, accumulated_error=accumulated)
         assigned.append(layer)
     return assigned
 
 
 def search_alpha(
-    layers: Sequence[LayerAssignment], weights: Mapping[str, Tensor], weight_amax: Tensor, statistics: LayerStatistics
+    layers: Sequence[LayerAssignment],
+    weights: Mapping[str, Tensor],
+    weight_amax: Tensor,
+    statistics: LayerStatistics,
+    recipe: Recipe,
 ) -> float:
     """The alpha of ``ALPHAS`` with the least sum of squared accumulated errors of the readers.
 
     It looks at ``SEARCHED_OUTPUTS`` output channels of each, evenly spaced, on the first ``SEARCHED_ROWS`` inputs, and
-    takes the maximum as the range: all of them, or an observer, would cost more than everything else in a recipe.
+    takes the maximum as the range: all of them, or an observer, would cost more than everything else in a recipe. A
+    low-rank branch is that of all outputs, for each alpha anew.
     """
-    outputs = {name: weight[:: -(-len(weight) // SEARCHED_OUTPUTS)] for name, weight in weights.items()}
     rows = replace(statistics.rows, values=statistics.rows.values[:SEARCHED_ROWS])
-    statistics = replace(statistics, rows=rows)
+    statistics, recipe = replace(statistics, rows=rows), replace(recipe, observer="max")
 
     def cost(alpha: float) -> float:
-        tried = assign_readers(layers, outputs, weight_amax, statistics, alpha, "max")
+        tried = assign_readers(layers, weights, weight_amax, statistics, alpha, recipe, SEARCHED_OUTPUTS)
         return sum((layer.accumulated_error or 0) ** 2 for layer in tried)
 
     return min(ALPHAS, key=lambda alpha: (cost(alpha), abs(alpha - FIXED_ALPHA)))  # nothing sampled: all cost nothing
+
+
+def check_layers(roles: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], recipe: Recipe) -> None:
+    """Whether the recipe fits the layers that it quantizes. Raises ConfigError, before anything is calibrated."""
+    for name, role in roles.items():
+        if reason_kept(role, recipe.quant_level) or excluded(name, recipe):
+            continue
+        formats, shape = recipe.formats_of(role), shapes[name]
+        rank = rank_of(recipe.rank, shape) if role != "conv" else 0
+        if rank > min(shape):
+            raise ConfigError(
+                f"quantize.rank is {recipe.rank}, expected at most {min(shape)}, the shorter side of {name}; "
+                "give a fraction below 1 instead, which is taken of every layer"
+            )
+        for form in filter(None, (formats.weight, formats.activation)):
+            block, numbers = FORMATS[form].BLOCK, math.prod(shape[1:])
+            if block is not None and numbers % block:
+                raise ConfigError(
+                    f"{form} has blocks of {block}, which do not divide the {numbers} inputs of {name}; exclude it "
+                    "with quantize.exclude, or choose a preset whose blocks divide them"
+                )
+
+
+def excluded(name: str, recipe: Recipe) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in recipe.exclude)
 
 
 def derive(
@@ -271,16 +381,21 @@ def derive(
     recipe: Recipe,
     inputs: Sequence[SharedInput],
     kept: Collection[str] = (),
+    attentions: Mapping[str, int] = {},
 ) -> dict[str, LayerAssignment]:
     """The assignment of every layer in ``roles`` (name to role), reading the weights of one input at a time.
 
     ``inputs`` are the family's shared inputs of linears, ``kept`` layers that stay in high precision whatever the
-    level. Raises SdQuantError when a layer to quantize was never reached by calibration or saw only zeros, ConfigError
-    when nothing is left to quantize.
+    level, ``attentions`` its attentions with the width of a head. Raises SdQuantError when a layer to quantize was
+    never reached by calibration or saw only zeros, ConfigError when nothing is left to quantize.
     """
     assignment = {}
     for name, role in roles.items():
-        reason = reason_kept(role, recipe.quant_level) or ("among the most sensitive layers" if name in kept else None)
+        reason = reason_kept(role, recipe.quant_level)
+        if reason is None and excluded(name, recipe):
+            reason = "excluded by the preset"
+        if reason is None and name in kept:
+            reason = "among the most sensitive layers"
         if reason is None and name not in statistics:
             raise SdQuantError(
                 f"layer {name} was never reached during calibration, so it has no range to quantize with"
@@ -296,7 +411,38 @@ def derive(
             f"quant_level={recipe.quant_level:g} with {len(kept)} layers kept leaves no layer to quantize; "
             "raise quant_level or lower keep"
         )
+    for name, head_width in attentions.items():
+        row = LayerAssignment(name, "attention", (head_width,), reason=reason_kept("attention", recipe.quant_level))
+        if row.reason is None and head_width % HEAD_WIDTHS:
+            row = replace(row, reason=f"its heads are {head_width} wide, no multiple of {HEAD_WIDTHS}")
+        if row.reason is None:
+            amax = attention_amax(name, head_width, assignment, weight_of, statistics)
+            row = replace(row, activation_format=recipe.enable.attention, attention_amax=amax)
+        assignment[name] = row
     return assignment
+
+
+def attention_amax(
+    name: str,
+    head_width: int,
+    assignment: Mapping[str, LayerAssignment],
+    weight_of: Callable[[str], Tensor],
+    statistics: Mapping[str, LayerStatistics],
+) -> tuple[float, float, float]:
+    """Ranges of query, key and value as they are multiplied, from the inputs that calibration sampled.
+
+    Query and key carry a fourth root of the head's width each (torch's scaled_dot_product_attention). The sample may
+    have missed the largest by some, so the range is ``HEADROOM`` times what it holds: in a floating-point format a
+    range that is twice too large costs nothing but the smallest of its 15 binades.
+    """
+    found = []
+    for letter in "qkv":
+        layer = assignment[f"{name}.to_{letter}"]
+        output = statistics[layer.name].rows.values.float() @ weight_of(layer.name).float().T
+        if layer.output_scale is not None:
+            output = output * layer.output_scale
+        found.append(HEADROOM * output.abs().max().item() * (1 if letter == "v" else head_width**-0.25))
+    return found[0], found[1], found[2]
 
 
 def assign_input(
@@ -315,14 +461,14 @@ def assign_input(
     weight_amax = input_amax([weights[layer.name] for layer in quantized])
     known = (layers, weights, weight_amax, statistics[quantized[0].name])
     if recipe.alpha == "auto":
-        chosen = assign_readers(*known, search_alpha(*known), recipe.observer)
-        fixed = assign_readers(*known, FIXED_ALPHA, recipe.observer)
+        chosen = assign_readers(*known, search_alpha(*known, recipe), recipe)
+        fixed = assign_readers(*known, FIXED_ALPHA, recipe)
         chosen = [
             replace(layer, fixed_alpha_error=at.accumulated_error) for layer, at in zip(chosen, fixed, strict=True)
         ]
     else:
-        chosen = assign_readers(*known, float(recipe.alpha), recipe.observer)
-    if shared.producer is None:
+        chosen = assign_readers(*known, None if recipe.alpha is None else float(recipe.alpha), recipe)
+    if shared.producer is None or recipe.alpha is None:
         return {layer.name: layer for layer in chosen if layer.format}
     taken_over = taking_over(shared, assignment.get(shared.producer), weight_of, chosen[0].pre_quant_scale)
     if taken_over is None or not all(fits_half(weights[layer.name], layer) for layer in chosen if not layer.format):
@@ -344,5 +490,8 @@ def taking_over(
     if not fits_half(weight, producer):
         return None
     if producer.format:
-        producer = replace(producer, weight_amax=producer.weight_amax * output_scale)
+        if producer.low_rank is not None:
+            up, down = producer.low_rank
+            producer = replace(producer, low_rank=((up * output_scale[:, None]).half().float(), down))
+        producer = with_output_range(producer, weight)
     return producer

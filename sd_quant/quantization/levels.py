@@ -1,11 +1,50 @@
 """quant_level: which roles of layer are quantized (ModelOpt's and NeMo's diffusion recipes).
 
-1 convolutions; 2 + feed-forward; 2.5 + query, key, value; 3 + every other linear. A layer that the family excludes has
-the role ``excluded`` and is in no level.
+1 convolutions; 2 + feed-forward; 2.5 + query, key, value; 3 + every other linear; 4 + the two matrix products of
+attention, which are no layers. A layer that the family excludes has the role ``excluded`` and is in no level.
 """
 
+from dataclasses import dataclass
+
+# The formats of sd_quant.quantization.formats, which imports torch, and the least compute capability that TensorRT
+# builds a plan for: what older GPUs have no type for is refused, even if it is only a weight.
+LEAST_CAPABILITY = {"int8": 75, "int4": 80, "fp8": 89, "mxfp4": 100, "nvfp4": 100}
+RANGED = ("int8", "fp8")  # those that take a range in advance; the others have a scale per block
 ROLES = ("conv", "ffn", "qkv", "linear")
-QUANT_LEVELS: dict[float, tuple[str, ...]] = {1.0: ROLES[:1], 2.0: ROLES[:2], 2.5: ROLES[:3], 3.0: ROLES[:4]}
+QUANT_LEVELS: dict[float, tuple[str, ...]] = {
+    1.0: ROLES[:1],
+    2.0: ROLES[:2],
+    2.5: ROLES[:3],
+    3.0: ROLES[:4],
+    4.0: (*ROLES, "attention"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Formats of a layer's weight and of its input. Null: it stays in high precision."""
+
+    weight: str
+    activation: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Enable:
+    """What a preset quantizes, by kind of layer; ``attention`` is the format of its matrix products."""
+
+    conv: Pair
+    linear: Pair
+    attention: str | None
+
+
+def formats_used(enable: Enable, quant_level: float) -> dict[str, set[str]]:
+    """What a level quantizes: the formats of ``weights``, of ``inputs`` and of ``attention``."""
+    pairs = [enable.conv, enable.linear] if quant_level > 1 else [enable.conv]
+    return {
+        "weights": {pair.weight for pair in pairs},
+        "inputs": {pair.activation for pair in pairs if pair.activation is not None},
+        "attention": {enable.attention} if quant_level >= 4 and enable.attention is not None else set(),
+    }
 
 
 def reason_kept(role: str, quant_level: float) -> str | None:

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sd_quant.quantization.int8 import QMAX
+from sd_quant.quantization.formats.int8 import QMAX
 
 PERCENTILE = 99.99
 BINS = 2048

@@ -61,11 +61,15 @@ def measure(
     every one of these layers quantized.
     """
 
+    modules = {name: simulated.get_submodule(name) for name in layers}
+    quantizers = {
+        name: [part for part in (layer.input_quantizer, layer.weight_quantizer) if part.is_enabled]
+        for name, layer in modules.items()
+    }
+
     def switch(names: Sequence[str], on: bool) -> None:
-        for name in names:
-            layer = simulated.get_submodule(name)
-            for quantizer in (layer.input_quantizer, layer.weight_quantizer):
-                quantizer.enable() if on else quantizer.disable()
+        for quantizer in (part for name in names for part in quantizers[name]):
+            quantizer.enable() if on else quantizer.disable()
 
     switch(layers, False)
     expected = run()

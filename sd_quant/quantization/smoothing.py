@@ -52,4 +52,8 @@ def by_layer(inputs: Sequence[SharedInput]) -> list[SharedInput]:
     return [SharedInput((reader,)) for shared in inputs for reader in shared.readers]
 
 
-SMOOTHINGS: dict[str, Callable[[Sequence[SharedInput]], list[SharedInput]]] = {"folded": folded, "modelopt": by_layer}
+SMOOTHINGS: dict[str, Callable[[Sequence[SharedInput]], list[SharedInput]]] = {
+    "folded": folded,
+    "modelopt": by_layer,
+    "none": by_layer,  # with alpha None, which gives no vector
+}

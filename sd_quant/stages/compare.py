@@ -95,8 +95,19 @@ def unpack(tensors: Mapping[str, Tensor]) -> Comparison:
     return Comparison(pictures, tree["inputs"], tree["outputs"])
 
 
-def compare_latency(checkpoint: Checkpoint, sides: Sides, prompts: list[str], infer: Infer, together: bool) -> dict:
-    """The record's ``latency``. ``together``: whether all sides may be open at once."""
+def compare_latency(
+    checkpoint: Checkpoint,
+    sides: Sides,
+    prompts: list[str],
+    infer: Infer,
+    together: bool,
+    simulated: str | None = None,
+) -> dict:
+    """The record's ``latency``. ``together``: whether all sides may be open at once; ``simulated``: why the quantized
+    one is no engine, so that nothing of it is timed."""
+    missing = NOT_QUANTIZED if simulated is None else {"p50_ms": None, "reason": f"simulated: {simulated}"}
+    if simulated is not None:
+        sides = {name: side for name, side in sides.items() if name != QUANTIZED}
     warmup, repeats, contracts = infer.num_warmup_runs, infer.num_timed_runs, contracts_of(checkpoint)
     turns = [list(sides)] if together else [[name] for name in sides]
     framework: dict = {}
@@ -112,7 +123,8 @@ def compare_latency(checkpoint: Checkpoint, sides: Sides, prompts: list[str], in
             for name in sides:
                 medians[name][part] = times.get(name, times[FULL_PRECISION])["p50_ms"]
             batch = str(batch_of(part, infer))
-            framework[part], engine[part] = {batch: {FULL_PRECISION: times[FRAMEWORK]}}, {batch: both(times)}
+            lacking = missing if part in QUANTIZED_PARTS else NOT_QUANTIZED
+            framework[part], engine[part] = {batch: {FULL_PRECISION: times[FRAMEWORK]}}, {batch: both(times, lacking)}
             advance()
         if together:
             calls = {name: one_image(pipeline_of(checkpoint, side), prompts, infer) for name, side in sides.items()}
@@ -120,14 +132,15 @@ def compare_latency(checkpoint: Checkpoint, sides: Sides, prompts: list[str], in
         else:
             times = {name: composed(parts, infer.steps) for name, parts in medians.items()}
         batch = str(infer.batch_size)
-        framework["image"], engine["image"] = {batch: {FULL_PRECISION: times[FRAMEWORK]}}, {batch: both(times)}
+        framework["image"], engine["image"] = {batch: {FULL_PRECISION: times[FRAMEWORK]}}, {batch: both(times, missing)}
         advance()
     return {"torch": framework, infer.engine: engine}
 
 
-def both(times: dict) -> dict:
-    full, quantized = times[FULL_PRECISION], times.get(QUANTIZED, NOT_QUANTIZED)
-    if quantized is NOT_QUANTIZED:
+def both(times: dict, missing: dict) -> dict:
+    """``missing`` stands for the quantized side's figures where there are none."""
+    full, quantized = times[FULL_PRECISION], times.get(QUANTIZED, missing)
+    if quantized is missing:
         return {FULL_PRECISION: full, QUANTIZED: quantized}
     speedup = ratio(full, quantized) if "samples_ms" in full else full["p50_ms"] / quantized["p50_ms"]
     return {FULL_PRECISION: full, QUANTIZED: quantized, "speedup": speedup}

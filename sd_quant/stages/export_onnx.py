@@ -60,8 +60,9 @@ def assignment_digest(assignment: Assignment) -> str:
     """Of everything that the layers' files depend on."""
     content = hashlib.sha256()
     for layer in assignment.values():
-        fields = (layer.name, layer.format, layer.weight_axis, layer.activation_amax, layer.folded_into)
+        formats, ranges = (layer.format, layer.activation_format), (layer.activation_amax, layer.attention_amax)
+        fields = (layer.name, *formats, layer.weight_axis, *ranges, layer.folded_into)
         content.update(json.dumps(fields).encode())
-        for tensor in (layer.weight_amax, layer.pre_quant_scale, layer.output_scale):
+        for tensor in (layer.weight_amax, layer.pre_quant_scale, layer.output_scale, *(layer.low_rank or ())):
             content.update(b"-" if tensor is None else tensor.contiguous().numpy().tobytes())
     return content.hexdigest()

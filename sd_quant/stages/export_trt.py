@@ -10,11 +10,14 @@ import onnx
 import torch
 
 from sd_quant.cache import Cache
-from sd_quant.config import ExportJob, ExportShape, Infer, Trt, anchored, artifact, part_paths
+from sd_quant.config import ExportJob, ExportShape, Infer, Trt, anchored, artifact, part_paths, targets_for
 from sd_quant.engines.base import onnx_files
 from sd_quant.engines.tensorrt import PlanReport, build_plan, describe_plan, read_record, runtime_module
+from sd_quant.errors import ResourceError
 from sd_quant.files import sha256
 from sd_quant.progress import progress
+from sd_quant.quantization.formats import FORMATS
+from sd_quant.quantization.levels import LEAST_CAPABILITY
 from sd_quant.stages.needs import check_machine, memory_of_plan
 
 LOG = logging.getLogger(__name__)
@@ -38,6 +41,24 @@ def numbers_in(onnx_path: Path) -> int:
     onnx_files(onnx_path)
     graph = onnx.load(onnx_path, load_external_data=False).graph
     return sum(math.prod(weight.dims) for weight in graph.initializer)
+
+
+def formats_in(onnx_path: Path) -> set[str]:
+    """The formats that the graph holds weights in, of those that not every GPU has."""
+    graph = onnx.load(onnx_path, load_external_data=False).graph
+    types = {onnx.TensorProto.DataType.Name(weight.data_type) for weight in graph.initializer}
+    return {name for name in LEAST_CAPABILITY if FORMATS[name].ONNX_TYPE in types}
+
+
+def check_gpu(formats: set[str]) -> None:
+    """Raises ResourceError when the GPU of this machine is too old for a format."""
+    major, minor = torch.cuda.get_device_capability()
+    for name in formats:
+        if 10 * major + minor < LEAST_CAPABILITY[name]:
+            raise ResourceError(
+                f"this GPU has compute capability {major}.{minor} and {name} takes {LEAST_CAPABILITY[name] / 10:g}; "
+                "choose another preset, or build for another GPU with export_trt=tensorrt_rtx"
+            )
 
 
 def plan_library(trt: Trt) -> str:
@@ -71,7 +92,10 @@ def build_plans(
 ) -> dict[str, PlanReport]:
     """``out/plan/<part>.plan`` for every ONNX file in ``paths``."""
     library = plan_library(trt)
-    targets = trt.targets if library == "tensorrt_rtx" else []
+    formats = set().union(*(formats_in(path) for path in paths.values()))
+    targets = targets_for(trt, formats) if library == "tensorrt_rtx" else []
+    if not targets:
+        check_gpu(formats)
     reports = {}
     with progress(len(paths), "build plans") as advance:
         for part, path in paths.items():

@@ -44,7 +44,9 @@ def memory_of_side(parameters: Parameters, infer: Infer) -> dict[str, float]:
 def memory_of_sides(parameters: Parameters, infer: Infer) -> dict[str, float]:
     """The same of framework, unquantized and quantized engine, which share what is not quantized."""
     framework, quantized = TORCH * sum(parameters.values()), ENGINE_INT8 * parameters["unet_xl"]
-    return memory_of_side(parameters, infer) | {"framework": framework, "quantized": quantized}
+    simulation = TORCH * parameters["unet_xl"]
+    side = memory_of_side(parameters, infer)
+    return side | {"framework": framework, "quantized": quantized, "simulation": simulation}
 
 
 def fits(memory: Mapping[str, float], what: str) -> bool:

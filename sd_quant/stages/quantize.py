@@ -17,8 +17,8 @@ from sd_quant.calibration.collection import calibrate, origin
 from sd_quant.calibration.shared import read_shared
 from sd_quant.calibration.statistics import Statistics
 from sd_quant.checkpoints.nemo import Checkpoint, check_finite, open_nemo
-from sd_quant.config import PART_NAMES, Quantize, QuantizeJob, anchored, artifact, check_installed
-from sd_quant.engines import load_engine
+from sd_quant.config import PART_NAMES, QuantizeJob, anchored, artifact, check_installed
+from sd_quant.engines import load_engine, why_not
 from sd_quant.engines.base import Engine
 from sd_quant.engines.pool import Pool, Side
 from sd_quant.errors import ResourceError
@@ -30,9 +30,9 @@ from sd_quant.metrics.frechet import frechet_efficientnet
 from sd_quant.metrics.memory import StageTimer, peak_memory_bytes
 from sd_quant.models.loading import contracts_of, empty_modules, load_model, load_part, part_parameters
 from sd_quant.models.parts import wrap
-from sd_quant.models.sdxl import layer_roles, shared_inputs
+from sd_quant.models.sdxl import attentions, layer_roles, shared_inputs
 from sd_quant.progress import duration, progress
-from sd_quant.quantization.assignment import LayerAssignment, Recipe, derive
+from sd_quant.quantization.assignment import LayerAssignment, Recipe, check_layers, derive
 from sd_quant.quantization.levels import reason_kept
 from sd_quant.quantization.sensitivity import Sensitivity, budget, measure, points
 from sd_quant.quantization.sensitivity import rows as sensitivity_rows
@@ -44,8 +44,8 @@ from sd_quant.report.sensitivity import plot_sensitivity
 from sd_quant.report.summary import FAILURE, RECORD
 from sd_quant.report.table import run_table
 from sd_quant.stages.compare import FRAMEWORK, FULL_PRECISION, QUANTIZED, compare_latency, compare_pictures
-from sd_quant.stages.export_onnx import export_parts
-from sd_quant.stages.export_trt import LATENT_FACTOR, build_plans, plan_library
+from sd_quant.stages.export_onnx import Assignment, export_parts
+from sd_quant.stages.export_trt import LATENT_FACTOR, build_plans, check_gpu, plan_library
 from sd_quant.stages.infer import image_names, shown
 from sd_quant.stages.needs import check_machine, disk_needed, fits, memory_needed, memory_of_sides
 from sd_quant.stages.parity import layer_parity, part_parity, run_simulation
@@ -54,6 +54,7 @@ from sd_quant.trackers import track
 
 LOG = logging.getLogger(__name__)
 PACKAGE = Path(__file__).resolve().parents[1]
+SIMULATED = "simulated"  # the key of the UNet that torch computes as if it were quantized
 LOCK, TRACKED = ".lock", "outputs/trackers"
 WRITTEN = (
     *("onnx", "plan", "full_precision", "images", "tmp*", RECORD, FAILURE, "provenance.json", "config.yaml"),
@@ -69,10 +70,12 @@ def quantize(job: QuantizeJob, directory: Path) -> float | None:
     """
     if job.trt.library != "none":
         check_installed(plan_library(job.trt))  # before the first stage works for minutes
-    if job.infer.engine.startswith("tensorrt") and not torch.cuda.is_available():
-        raise ResourceError(
-            f"infer={job.infer.engine} runs plans on an NVIDIA GPU and this machine has none; use infer=openvino"
-        )
+    if job.infer.engine.startswith("tensorrt"):
+        if not torch.cuda.is_available():
+            raise ResourceError(
+                f"infer={job.infer.engine} runs plans on an NVIDIA GPU and this machine has none; use infer=openvino"
+            )
+        check_gpu(set().union(*job.formats().values()))
     again = (directory / LOCK).exists()
     with locked(directory / LOCK, f"waiting for another process, which works in {directory}"):
         facts = facts_of(job, directory)
@@ -127,6 +130,9 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> dict:
     """All stages. Returns the record, which it has written."""
     timer, cache = StageTimer(), Cache(anchored(job.cache.dir) if job.cache.dir else None, job.cache.limit_gb * 1e9)
     prompts, sha256 = job.infer.prompt_list(), facts["inputs"]["checkpoint"]["sha256"]
+    simulated = why_not(job.infer.engine, job.formats())
+    if simulated:
+        LOG.info("%s: pictures come from the simulation in torch, and nothing is timed", simulated)
     knobs = dataclasses.asdict(job)
     write_text(directory / "config.yaml", yaml.safe_dump(knobs, sort_keys=False))
     with timer("load"):
@@ -135,14 +141,17 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> dict:
         check_machine(memory_needed(parameters, job), disk_needed(parameters, job), directory)
         for source in checkpoint.components.values():
             check_finite(source)
-        roles = layer_roles(empty_modules(checkpoint)["unet"])
+        unet = empty_modules(checkpoint)["unet"]
+        roles, recipe = layer_roles(unet), recipe_of(job)
+        check_layers(roles, {name: unet.get_parameter(f"{name}.weight").shape for name in roles}, recipe)
         kept = budget(
             job.quantize.keep, sum(reason_kept(role, job.quantize.quant_level) is None for role in roles.values())
         )
     with timer("calibrate"):
         statistics = statistics_of(checkpoint, roles, job, sha256)
     with timer("assign"):
-        assignment = derive_for(checkpoint, roles, statistics, job.quantize)
+        derive_with = partial(derive_for, checkpoint, roles, statistics, recipe, attentions(unet))
+        assignment = derive_with()
     sensitivity = None
     if kept:
         with timer("sensitivity"):
@@ -150,7 +159,7 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> dict:
             table = sensitivity_rows(sensitivity, assignment, kept)
             write_csv(table, directory / "sensitivity.csv")
             plot_sensitivity(table, sensitivity.curve, directory / "sensitivity.png")
-            assignment = derive_for(checkpoint, roles, statistics, job.quantize, list(sensitivity.network_error)[:kept])
+            assignment = derive_with(list(sensitivity.network_error)[:kept])
     write_csv([layer.row() for layer in assignment.values()], directory / "layers.csv")
     with timer("export"):
         export_parts(checkpoint, sha256, assignment, directory, cache)
@@ -164,30 +173,31 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> dict:
                 build_plans(unquantized_unet, directory / "full_precision", job.trt, job.infer, cache)
 
     together = fits(memory_of_sides(parameters, job.infer), "all versions of the model")
-    pool = Pool(partial(open_engine, checkpoint, job.infer.engine), most=None if together else 1)
-    sides = sides_of(pool, job.infer.engine, directory)
+    pool = Pool(partial(open_engine, checkpoint, job.infer.engine, assignment), most=None if together else 1)
+    sides = sides_of(pool, job.infer.engine, directory, simulated is not None)
     with timer("pictures"):
         comparison = compare_pictures(checkpoint, sides, prompts, job.infer, unquantized_origin(facts), cache)
         reference, unquantized, twins = (comparison.pictures[side] for side in (FRAMEWORK, FULL_PRECISION, QUANTIZED))
         save_pictures(directory, reference.images, twins.images, prompts, job)
     with timer("latency"):
-        latency = compare_latency(checkpoint, sides, prompts, job.infer, together)
+        latency = compare_latency(checkpoint, sides, prompts, job.infer, together, simulated)
     with timer("parity"):
         outputs = comparison.outputs
         parity = part_parity(outputs[FRAMEWORK], outputs[FULL_PRECISION])
-        simulated = sides[FRAMEWORK]["unet_xl"]
-        simulate(simulated.module.unet, assignment)  # in place, so nothing runs the framework's UNet after this
-        save_quantized(simulated.module.unet, directory / "quantized_unet.pt")
-        simulation = run_simulation(simulated, comparison.inputs["unet_xl"], assignment)
+        simulation_part = pool[SIMULATED]
+        save_quantized(simulation_part.module.unet, directory / "quantized_unet.pt")
+        if simulated is None:
+            simulation = run_simulation(simulation_part, comparison.inputs["unet_xl"], assignment)
+            pool.close()
+            parity |= layer_parity(
+                simulation,
+                outputs[FRAMEWORK]["unet_xl"]["out"],
+                outputs[QUANTIZED]["unet_xl"]["out"],
+                assignment,
+                directory,
+                job.infer.engine,
+            )
         pool.close()
-        parity |= layer_parity(
-            simulation,
-            outputs[FRAMEWORK]["unet_xl"]["out"],
-            outputs[QUANTIZED]["unet_xl"]["out"],
-            assignment,
-            directory,
-            job.infer.engine,
-        )
 
     pictures = {FULL_PRECISION: reference.images, QUANTIZED: twins.images}
     closeness = fidelity(reference.images, twins.images, reference.latents, twins.latents)
@@ -199,6 +209,8 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> dict:
         "overrides": facts["overrides"],
         "knobs": {**knobs["quantize"], "model": knobs["model"], "trt": knobs["trt"], "infer": knobs["infer"]},
         "prompts": prompts,
+        "simulated": simulated is not None,
+        "simulated_because": simulated,
         "sizes_bytes": sizes(parameters, directory),
         "plans": {part: dataclasses.asdict(report) for part, report in plans.items()},
         "latency": latency,
@@ -277,14 +289,21 @@ def announce_calibration(checkpoint: Checkpoint, job: QuantizeJob, device: str, 
     )  # fmt: skip
 
 
+def recipe_of(job: QuantizeJob) -> Recipe:
+    fields = {field.name: getattr(job.quantize, field.name) for field in dataclasses.fields(Recipe)}
+    return Recipe(**fields | {"exclude": tuple(job.quantize.exclude.get(job.model.family, ()))})
+
+
 def derive_for(
-    checkpoint: Checkpoint, roles: dict[str, str], statistics: Statistics, knobs: Quantize, kept: Collection[str] = ()
+    checkpoint: Checkpoint,
+    roles: dict[str, str],
+    statistics: Statistics,
+    recipe: Recipe,
+    head_widths: dict[str, int],
+    kept: Collection[str] = (),
 ) -> dict[str, LayerAssignment]:
-    fields = {field.name: getattr(knobs, field.name) for field in dataclasses.fields(Recipe)}
-    weights = checkpoint.components["unet"]
-    return derive(
-        roles, lambda name: weights[f"{name}.weight"], statistics.layers, Recipe(**fields), shared_inputs(roles), kept
-    )
+    weights, inputs = checkpoint.components["unet"], shared_inputs(roles)
+    return derive(roles, lambda name: weights[f"{name}.weight"], statistics.layers, recipe, inputs, kept, head_widths)
 
 
 def measure_sensitivity(
@@ -300,7 +319,7 @@ def measure_sensitivity(
         return measure(simulated, lambda: torch.cat([part(**call) for call in calls]), layers, kept, advance)
 
 
-def sides_of(pool: Pool, engine: str, directory: Path) -> dict[str, Side]:
+def sides_of(pool: Pool, engine: str, directory: Path, simulated: bool) -> dict[str, Side]:
     """The framework's parts by name, an engine's by the file that it is loaded from."""
     kind = "plan" if engine.startswith("tensorrt") else "onnx"
     quantized = {part: artifact(directory, kind, part) for part in PART_NAMES}
@@ -308,12 +327,18 @@ def sides_of(pool: Pool, engine: str, directory: Path) -> dict[str, Side]:
     return {
         FRAMEWORK: Side(pool, {part: part for part in PART_NAMES}),
         FULL_PRECISION: Side(pool, full_precision),
-        QUANTIZED: Side(pool, quantized),
+        QUANTIZED: Side(pool, quantized | ({"unet_xl": SIMULATED} if simulated else {})),
     }
 
 
-def open_engine(checkpoint: Checkpoint, engine: str, key: str | Path) -> Engine:
-    return load_engine(engine, key) if isinstance(key, Path) else load_part(checkpoint, key)
+def open_engine(checkpoint: Checkpoint, engine: str, assignment: Assignment, key: str | Path) -> Engine:
+    if isinstance(key, Path):
+        return load_engine(engine, key)
+    if key != SIMULATED:
+        return load_part(checkpoint, key)
+    part = load_part(checkpoint, "unet_xl")
+    simulate(part.module.unet, assignment)
+    return part
 
 
 def save_pictures(directory: Path, reference, twins, prompts: list[str], job: QuantizeJob) -> None:

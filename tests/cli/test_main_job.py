@@ -27,7 +27,7 @@ from sd_quant.quantization.levels import QUANT_LEVELS
 ROLES = {"conv": 26, "ffn": 11 * 2, "qkv": 11 * 6, "linear": 11 * 2 + 7 * 2}
 EXCLUDED = 24
 PROMPT = "a glossy icon of a castle"
-PARITY = {*PART_NAMES, "int8_layers", "unet_xl_quantized"}
+PARITY = {*PART_NAMES, "quantized_layers", "unet_xl_quantized"}
 
 
 def onnx_path(directory: Path, part: str) -> Path:
@@ -300,7 +300,7 @@ def test_the_engine_computes_what_torch_computes(record):
     assert set(record["parity"]) == PARITY
     for entry in record["parity"].values():
         assert 0 <= entry["relative_error"] <= entry["tolerance"]
-    assert record["parity"]["int8_layers"]["count"] == sum(ROLES.values())
+    assert record["parity"]["quantized_layers"]["count"] == sum(ROLES.values())
     assert record["parity"]["unet_xl_quantized"]["relative_error"] > record["parity"]["unet_xl"]["relative_error"]
     unquantized, quantized = (record[name]["psnr"]["min"] for name in ("fidelity_unquantized_engine", "fidelity"))
     assert unquantized > 40 > quantized > 15

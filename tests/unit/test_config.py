@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -20,14 +21,20 @@ from sd_quant.config import (
     Trt,
     anchored,
     artifact,
+    check_enabled,
     check_writable,
     part_paths,
     run_model,
+    targets_for,
 )
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError
 from sd_quant.knobs import read
+from sd_quant.quantization.levels import Pair
 
 CONF = REPOSITORY / "conf"
+RANK = (
+    "quantize.rank is {}, expected 0, a number of singular directions, or a fraction below 1 of a layer's shorter side"
+)
 JOBS = {"quantize": QuantizeJob, "export_trt": ExportJob, "infer": InferJob}
 NEEDED = {"model=sdxl_nemo": ["model.path=some.nemo"]}  # mandatory values of an option
 
@@ -95,7 +102,15 @@ def test_the_preset_is_nemos():
     ours = {
         "collect_method": "mean-max",
         "seed": 42,
+        "enable": {
+            "conv": {"weight": "int8", "activation": "int8"},
+            "linear": {"weight": "int8", "activation": "int8"},
+            "attention": None,
+        },
+        "exclude": {"sdxl": []},
+        "per_channel": True,
         "smoothing": "folded",
+        "rank": 0,
         "observer": "max",
         "percentile_calibrator": "corrected",
         "keep": 0,
@@ -166,16 +181,27 @@ NAN, INFINITY = float("nan"), float("inf")
         ("model.height", 0, "model.height is 0, expected a multiple of 64 from 64 to 4096"),
         ("model.height", 8192, "model.height is 8192, expected a multiple of 64 from 64 to 4096"),
         ("model.path", 3, "model.path is 3, expected text"),
-        ("quantize.format", "int3", "quantize.format is int3, expected one of int8"),
-        ("quantize.quant_level", 5, "quant_level is 5.0, expected one of 1, 2, 2.5, 3"),
+        ("quantize.format", "int3", "quantize.format is int3, expected one of fp8, int4_w4a4, int8, int8_per_tensor, "
+            "int8_weight_only, mxfp4, nvfp4, svdquant_nvfp4, svdquant_w4a16, svdquant_w4a4"),
+        ("quantize.quant_level", 5, "quant_level is 5.0, expected one of 1, 2, 2.5, 3, 4"),
+        (
+            "quantize.quant_level",
+            4,
+            "quant_level is 4.0, expected at most 3, because int8 has no format for attention's matrix products; "
+            "quantize=fp8 has",
+        ),
+        ("quantize.rank", -1, RANK.format(-1)),
+        ("quantize.rank", 1.5, RANK.format(1.5)),
         ("quantize.quant_level", "three", "quantize.quant_level is 'three', expected a number"),
         ("quantize.quant_level", True, "quantize.quant_level is True, expected a number"),
         ("quantize.alpha", 1.5, "alpha is 1.5, expected a number from 0 to 1, or auto"),
         ("quantize.alpha", -0.1, "alpha is -0.1, expected a number from 0 to 1, or auto"),
         ("quantize.alpha", "best", "alpha is best, expected a number from 0 to 1, or auto"),
         ("quantize.alpha", NAN, "quantize.alpha is nan, expected a finite number"),
-        ("quantize.alpha", None, "quantize.alpha is None, expected a number or text"),
-        ("quantize.smoothing", "none", "smoothing is none, expected one of folded, modelopt"),
+        ("quantize.alpha", None, "alpha is None, expected a number from 0 to 1, or auto"),
+        ("quantize.smoothing", "all", "smoothing is all, expected one of folded, modelopt, none"),
+        ("quantize.smoothing", "none", "alpha is 0.8, expected null, because int8 smooths nothing"),
+        ("quantize.exclude", {"sdxl": "*"}, "quantize.exclude.sdxl is '*', expected a list of texts"),
         ("quantize.observer", "min", "quantize.observer is min, expected one of max, percentile, entropy, mse"),
         (
             "quantize.percentile_calibrator",
@@ -220,8 +246,8 @@ NAN, INFINITY = float("nan"), float("inf")
         ("quantize.seed", -1, "quantize.seed is -1, expected a whole number from 0 to 2^32 - 1"),
         ("quantize.exp_name", None, "quantize.exp_name is None, expected text"),
         ("trt.library", "rtx", "trt.library is rtx, expected one of auto, tensorrt, tensorrt_rtx, none"),
-        ("trt.targets", "SM89", "trt.targets is 'SM89', expected a list of texts"),
-        ("trt.targets", [89], "trt.targets is [89], expected a list of texts"),
+        ("trt.targets", "SM89", "trt.targets is 'SM89', expected a list of texts or null"),
+        ("trt.targets", [89], "trt.targets is [89], expected a list of texts or null"),
         ("trt.static_batch", 1, "trt.static_batch is 1, expected true or false"),
         ("trt.min_batch_size", 0, "trt.min_batch_size is 0, expected at least 1"),
         ("trt.min_batch_size", 9, "trt.max_batch_size is 8, expected at least 9"),
@@ -460,4 +486,68 @@ def test_relative_paths_are_taken_from_the_repository(tmp_path):
 
 
 def test_reading_a_group_alone(mappings):
-    assert read(Trt, mappings["quantize"]["trt"], "trt.").targets == ["SM89", "SM120"]
+    assert read(Trt, mappings["quantize"]["trt"], "trt.").targets is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["quantize=fp8", "alpha=0.5"], "alpha is 0.5, expected null, because fp8 smooths nothing"),
+        (
+            ["quantize=int8", "quantize.format=fp8"],
+            "quantize.format is fp8, expected the name of the preset that",
+        ),
+        (
+            ["quantize=mxfp4", "quantize.per_channel=true"],
+            "quantize.per_channel is True, expected false, because",
+        ),
+        (
+            ["quantize=int8_weight_only", "percentile=0.5"],
+            "percentile is 0.5, expected 1, because int8_weight",
+        ),
+        (
+            ["quantize=int8_weight_only", "collect_method=min-max"],
+            "collect_method is min-max, expected mean-max, bec",
+        ),
+        (
+            ["quantize=svdquant_w4a4", "quantize.observer=mse"],
+            "quantize.observer is mse, expected max, because",
+        ),
+        (
+            ["quantize=svdquant_w4a4", "quant_level=4"],
+            "quant_level is 4.0, expected at most 3, because svdquant",
+        ),
+        (
+            ["quantize=fp8", "trt.targets=[SM80,SM89]"],
+            "trt.targets is SM80, expected one of SM89, SM120, SM121",
+        ),
+        (
+            ["quantize=nvfp4", "trt.targets=[SM89]"],
+            "trt.targets is SM89, expected one of SM120, SM121, because",
+        ),
+        (
+            ["quantize=int4_w4a4", "trt.targets=[SM75]"],
+            "trt.targets is SM75, expected one of SM80, SM86, SM89",
+        ),
+    ],
+)
+def test_what_a_preset_cannot_do_is_refused_before_anything_starts(overrides, sentence):
+    with pytest.raises(ConfigError) as error:
+        read(QuantizeJob, composed("quantize", *overrides))
+    assert str(error.value).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("preset", "level", "targets"),
+    [("int8", 3, ["SM89", "SM120"]), ("fp8", 4, ["SM89", "SM120"]), ("mxfp4", 1, ["SM120"]), ("nvfp4", 3, ["SM120"])],
+)
+def test_by_default_plans_are_for_the_usual_targets_that_have_the_format(preset, level, targets):
+    job = read(QuantizeJob, composed("quantize", f"quantize={preset}", f"quant_level={level}"))
+    assert targets_for(job.trt, set().union(*job.formats().values())) == targets
+
+
+def test_a_conv_takes_no_input_in_blocks():
+    """They lie along the last axis, which is no channel there."""
+    pair, enable = Pair("nvfp4", "nvfp4"), read(QuantizeJob, composed("quantize")).quantize.enable
+    with pytest.raises(ConfigError, match=r"^quantize\.enable\.conv\.activation is nvfp4, expected one of int8, fp8$"):
+        check_enabled(SimpleNamespace(enable=dataclasses.replace(enable, conv=pair), format="nvfp4", quant_level=3.0))

@@ -16,7 +16,7 @@ from sd_quant.export import quantized as export
 from sd_quant.metrics.fidelity import relative_error
 from sd_quant.models.sdxl import shared_inputs
 from sd_quant.quantization.assignment import rewritten
-from sd_quant.quantization.int8 import quantize_weight
+from sd_quant.quantization.formats.int8 import per_channel, quantize
 from sd_quant.quantization.simulate import simulate
 
 
@@ -84,7 +84,10 @@ def test_folding_alone_changes_nothing(full_engine, full_precision, write, assig
     """
     folding = {
         name: dataclasses.replace(
-            layer, format=None, pre_quant_scale=None if layer.multiplies else layer.pre_quant_scale
+            layer,
+            format=None,
+            activation_format=None,
+            pre_quant_scale=None if layer.multiplies else layer.pre_quant_scale,
         )
         for name, layer in assignments["folded"].items()
     }
@@ -115,7 +118,7 @@ def test_what_is_stored_of_every_parameter(quantized, assignment, weights):
         layer = assignment.get(name)
         expected = value if layer is None else rewritten(value, layer)
         if kind == "weight" and layer is not None and layer.format:
-            expected = quantize_weight(expected, layer.weight_scale)
+            expected = quantize(expected, per_channel(layer.weight_scale, expected))
             found = stored[f"{key}.int8"] if layer.role == "conv" else stored[f"{key}.int8"].T
         else:
             expected, found = expected.half(), stored[key]

@@ -23,7 +23,7 @@ from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.models.loading import load_model
 from sd_quant.models.sdxl import EXCLUDED, layer_roles
 from sd_quant.quantization.assignment import Recipe, derive, rewritten
-from sd_quant.quantization.int8 import QMAX, per_channel, quantize_weight
+from sd_quant.quantization.formats.int8 import QMAX, per_channel, quantize
 from sd_quant.quantization.simulate import simulate
 from sd_quant.quantization.smoothing import SharedInput
 
@@ -156,7 +156,7 @@ def test_the_simulation_rounds_to_the_int8_weights_that_are_exported(calibrated,
         if layer.format is None:
             assert torch.equal(module.weight, expected)
             continue
-        stored = quantize_weight(expected, layer.weight_scale).float()
+        stored = quantize(expected, per_channel(layer.weight_scale, expected)).float()
         scale = per_channel(layer.weight_scale, weight)
         rounded = module.weight_quantizer(module.weight) / scale
         torch.testing.assert_close(rounded, rounded.round(), rtol=1e-6, atol=0)

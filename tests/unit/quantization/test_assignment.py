@@ -1,5 +1,6 @@
 import csv
 import io
+from dataclasses import replace
 
 import pytest
 import torch
@@ -36,6 +37,8 @@ WEIGHTS = {
     "up": torch.tensor([[127.0, 1.0], [0.0, 127.0], [-127.0, 0.0], [3.0, -254.0]]),
     "down": torch.tensor([[127.0, 0.0], [-127.0, 508.0]]),
 }
+
+RECIPE = Recipe(3.0, 0.8)
 
 
 def seen(kind: str, amax: list, rows: Tensor | None = None) -> LayerStatistics:
@@ -264,9 +267,10 @@ def test_the_output_error_is_that_of_torchs_fake_quantization(alpha):
 
 def test_what_comes_from_the_input_adds_up_like_noise_and_what_comes_from_the_weight_in_full():
     exact, uneven = torch.tensor([[127.0, -64.0, 3.0]]), torch.tensor([[1.0, 0.4, 0.123]])
-    layer = LayerAssignment("layer", "ffn", (1, 3), "int8", weight_amax=torch.ones(1), activation_amax=127.0)
+    layer = LayerAssignment("layer", "ffn", (1, 3), "int8", "int8", weight_amax=torch.ones(1), activation_amax=127.0)
     of_weight = [errors(layer, uneven, exact, steps)[1] for steps in (1, 20)]
     assert of_weight[1] == pytest.approx(20**0.5 * of_weight[0]) and of_weight[0] > 1e-4
+    layer = replace(layer, weight_amax=torch.tensor([127.0]))
     of_input = [errors(layer, exact, exact + 0.3, steps)[1] for steps in (1, 20)]
     assert of_input[0] == pytest.approx(of_input[1], rel=1e-2) and of_input[0] > 1e-4
 
@@ -274,7 +278,7 @@ def test_what_comes_from_the_input_adds_up_like_noise_and_what_comes_from_the_we
 def test_the_output_error_of_a_convolution_is_that_of_its_patches():
     random = torch.Generator().manual_seed(0)
     weight, patches = torch.randn(8, 3, 3, 3, generator=random), torch.randn(64, 27, generator=random).half().float()
-    layer = with_ranges(LayerAssignment("conv", "conv", (8, 3, 3, 3)), weight, patches.abs().max().item() / 2)
+    layer = with_ranges(LayerAssignment("conv", "conv", (8, 3, 3, 3)), weight, patches.abs().max().item() / 2, RECIPE)
     assert errors(layer, weight, patches, 1)[0] == pytest.approx(torchs_output_error(layer, weight, patches), rel=1e-4)
     assert errors(layer, weight, patches[:0], 1) == (None, None)
     assert errors(layer, weight, 0 * patches, 1) == (None, None)
@@ -282,7 +286,7 @@ def test_the_output_error_of_a_convolution_is_that_of_its_patches():
 
 def test_the_output_error_of_what_int8_holds_exactly_is_zero():
     weight, rows = torch.tensor([[127.0, -3.0], [5.0, 127.0]]), torch.tensor([[127.0, 1.0], [-4.0, 99.0]])
-    layer = with_ranges(LayerAssignment("layer", "ffn", (2, 2)), weight, 127.0)
+    layer = with_ranges(LayerAssignment("layer", "ffn", (2, 2)), weight, 127.0, RECIPE)
     assert errors(layer, weight, rows, 1)[0] == 0.0
 
 
@@ -378,8 +382,8 @@ def test_rows_are_plain_values_that_a_csv_holds():
         text = io.StringIO()
         csv.DictWriter(text, layer.row()).writerow(layer.row())
         found[name] = text.getvalue().strip()
-    assert found["down"] == "down,ffn,2x2,int8,,0.5,folded into up,,,,8.0,1.0,8.0,0.5,1.0"
-    assert found["norm"] == "norm,norm,2,high precision,takes over the smoothing of to_q,,,,,,,,,,"
+    assert found["down"] == "down,ffn,2x2,int8,int8,,,0.5,folded into up,,,,8.0,1.0,8.0,0.5,1.0"
+    assert found["norm"] == "norm,norm,2,high precision,,,takes over the smoothing of to_q,,,,,,,,,,"
 
 
 def test_nothing_that_was_given_is_changed():

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sd_quant.errors import ConfigError
-from sd_quant.quantization.assignment import LayerAssignment, with_ranges
+from sd_quant.quantization.assignment import LayerAssignment, Recipe, with_ranges
 from sd_quant.quantization.sensitivity import Sensitivity, budget, measure, points, rows
 from sd_quant.quantization.simulate import simulate
 
@@ -32,7 +32,7 @@ def assignment(network) -> dict[str, LayerAssignment]:
     for name, amax in RANGES.items():
         weight = network.get_submodule(name).weight
         layer = LayerAssignment(name, "ffn", tuple(weight.shape), pre_quant_scale=smoothing.get(name))
-        layers[name] = with_ranges(layer, weight, amax)
+        layers[name] = with_ranges(layer, weight, amax, Recipe(3.0, 0.8))
     return layers
 
 

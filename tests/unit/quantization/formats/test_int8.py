@@ -5,7 +5,7 @@ import torch
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
-from sd_quant.quantization.int8 import SMALLEST_SCALE, per_channel, quantize_weight, scale_of
+from sd_quant.quantization.formats.int8 import SMALLEST_SCALE, per_channel, quantize, scale_of
 
 
 def onnx_quantize(weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
@@ -30,7 +30,7 @@ def test_weights_are_quantized_as_onnx_would(shape):
     # the first channel: halves, which round to the even neighbour, and values beyond the range on both sides
     weight[0] = ((torch.arange(weight[0].numel()) - weight[0].numel() // 2) * 4.5).view(shape[1:])
     scale[0] = 1.0
-    ours = quantize_weight(weight, scale)
+    ours = quantize(weight, per_channel(scale, weight))
     assert ours.dtype == torch.int8 and {-128, 127, 4, 14, -14} <= set(ours[0].flatten().tolist())
     assert np.array_equal(ours.numpy(), onnx_quantize(weight.numpy(), scale.numpy()))
 
@@ -38,7 +38,7 @@ def test_weights_are_quantized_as_onnx_would(shape):
 def test_no_weight_is_further_than_half_a_step_and_what_rounding_the_scale_costs():
     weight = torch.randn(32, 128, generator=torch.Generator().manual_seed(0))
     scale = scale_of(weight.abs().amax(1))
-    error = (quantize_weight(weight, scale) * per_channel(scale, weight) - weight).abs()
+    error = (quantize(weight, per_channel(scale, weight)) * per_channel(scale, weight) - weight).abs()
     assert (error <= scale[:, None] * (0.5 + 127 * 2.0**-11)).all()  # fp16 keeps 11 bits of the scale
 
 

@@ -1,0 +1,28 @@
+"""What formats of four bits have in common: blocks along the last axis, and two codes to a byte."""
+
+import torch
+from torch import Tensor
+
+from sd_quant.errors import SdQuantError
+
+
+def blocks(x: Tensor, size: int) -> Tensor:
+    """[..., n] -> fp32 [..., n / size, size]. Raises SdQuantError when blocks of this size do not divide n."""
+    if x.shape[-1] % size:
+        raise SdQuantError(
+            f"{x.shape[-1]} numbers do not divide into blocks of {size}; keep the layer in high precision, "
+            "or choose a format with smaller blocks"
+        )
+    return x.float().unflatten(-1, (-1, size))
+
+
+def spread(scale: Tensor, size: int) -> Tensor:
+    """A scale per block -> the same per number."""
+    return scale.repeat_interleave(size, dim=-1)
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """uint8 [ceil(n / 2)] of n codes in C order, the first in the low half of its byte, as in ONNX's ``raw_data``."""
+    nibbles = codes.contiguous().view(torch.uint8).flatten() & 0xF
+    pairs = torch.nn.functional.pad(nibbles, (0, len(nibbles) % 2)).view(-1, 2)
+    return pairs[:, 0] | pairs[:, 1] << 4

@@ -1,0 +1,26 @@
+"""FP4 E2M1, the numbers of MXFP4 and NVFP4: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives (OCP MX 1.0, 5.3.3).
+
+A code is the bit pattern: sign, two exponent bits, one mantissa bit. Halfway between two numbers the even code wins, as
+IEEE 754 rounds; beyond 6 it stays 6.
+"""
+
+import torch
+from torch import Tensor
+
+LARGEST = 6.0
+MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+NUMBERS = torch.cat([MAGNITUDES, -MAGNITUDES])
+HALFWAY = (MAGNITUDES[1:] + MAGNITUDES[:-1]) / 2
+# A magnitude gets the code of how many of these it exceeds; from an odd code halfway is enough.
+BOUNDARIES = torch.where(torch.arange(7) % 2 == 0, HALFWAY, HALFWAY.nextafter(torch.tensor(0.0)))
+
+
+def encode(x: Tensor) -> Tensor:
+    """uint8 bit patterns 0..15 of the nearest numbers."""
+    magnitude = torch.bucketize(x.abs().float(), BOUNDARIES.to(x.device), out_int32=True).to(torch.uint8)
+    return magnitude | torch.signbit(x).to(torch.uint8) << 3
+
+
+def decode(codes: Tensor) -> Tensor:
+    """fp32."""
+    return NUMBERS.to(codes.device)[codes.long()]

@@ -1,0 +1,47 @@
+"""Symmetric INT8: ``q = clamp(round(x / scale), -128, 127)``, ``scale = amax / 127``, zero point 0.
+
+Scales are rounded to fp16 *before* anything is quantized with them, because fp16 is what the exported graph stores: the
+torch simulation, the INT8 weights and the engine then use one and the same number.
+"""
+
+import torch
+from torch import Tensor
+
+BLOCK = None
+BITS = 8
+QMAX = 127.0
+ONNX_TYPE, ONNX_SCALE_TYPES, OPSET = "INT8", ("FLOAT16",), 19
+SMALLEST_SCALE = 2.0**-20  # fp16 would round smaller ones to a few bits, then to zero; weights this small do not matter
+
+
+def scale_of(amax: Tensor, qmax: float = QMAX) -> Tensor:
+    """fp32 scale, exactly representable in fp16. What is all zero gets scale 1.
+
+    Raises OverflowError when a scale does not fit fp16 or is NaN.
+    """
+    scale = torch.where(amax == 0, 1.0, (amax.float() / qmax).clamp(min=SMALLEST_SCALE)).half().float()
+    if not torch.isfinite(scale).all():
+        raise OverflowError(f"an amax of {amax.max().item():g} gives a scale that fp16 cannot hold")
+    return scale
+
+
+def scales(x: Tensor, amax: Tensor) -> tuple[Tensor]:
+    """``amax / 127``, whatever ``x`` holds."""
+    return (scale_of(amax),)
+
+
+def per_channel(scale: Tensor, weight: Tensor) -> Tensor:
+    """``scale`` [out] shaped to broadcast over ``weight`` [out, ...]."""
+    return scale.view(-1, *[1] * (weight.ndim - 1))
+
+
+def quantize(x: Tensor, scale: Tensor) -> Tensor:
+    return (x.float() / scale).round().clamp(-QMAX - 1, QMAX).to(torch.int8)
+
+
+def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
+    return codes.float() * scale
+
+
+def pack(codes: Tensor) -> Tensor:
+    return codes

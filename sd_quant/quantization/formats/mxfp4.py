@@ -1,0 +1,47 @@
+"""MXFP4: blocks of 32 E2M1 numbers with a power of two for a scale (OCP Microscaling Formats 1.0, 5.2 and 6.3).
+
+    scale = 2^(floor(log2(max |block|)) - 2)        2 is the exponent of E2M1's largest number, 6 = 1.5 * 2^2
+
+The largest number of a block so comes to 4..8, and what is beyond 6 is kept at 6. It is what the specification writes;
+a scale that never clips would cost a bit for all others. A block of zeros gets the smallest scale.
+
+The specification stores the exponent in a byte, E8M0. ONNX has that type from opset 24 on and TensorRT does not parse
+it, so the file stores the same powers of two in fp16, which takes a byte more for 32 numbers. Its exponents suffice for
+everything that was an fp16 number before.
+"""
+
+import torch
+from torch import Tensor
+
+from sd_quant.quantization.formats import e2m1
+from sd_quant.quantization.formats.blocks import blocks, pack_nibbles, spread
+
+BLOCK = 32
+BITS = 4
+ONNX_TYPE, ONNX_SCALE_TYPES, OPSET = "FLOAT4E2M1", ("FLOAT16",), 23
+SMALLEST_EXPONENT, LARGEST_EXPONENT = -24, 15  # of fp16; E8M0 has -127 and 127
+
+
+def scales(x: Tensor, amax: Tensor) -> tuple[Tensor]:
+    """Powers of two [..., n / 32] from the blocks of ``x``; ``amax`` is not used.
+
+    Raises OverflowError when a number is infinite or NaN.
+    """
+    peak = blocks(x, BLOCK).abs().amax(-1)
+    if not torch.isfinite(peak).all():
+        raise OverflowError("a number that is infinite or NaN has no power of two above it")
+    _, exponent = torch.frexp(peak)  # peak = mantissa * 2^exponent with the mantissa in 1/2..1
+    exponent = torch.where(peak == 0, SMALLEST_EXPONENT, exponent - 3).clamp(SMALLEST_EXPONENT, LARGEST_EXPONENT)
+    return (torch.ldexp(torch.ones_like(peak), exponent),)
+
+
+def quantize(x: Tensor, scale: Tensor) -> Tensor:
+    return e2m1.encode(x.float() / spread(scale, BLOCK))
+
+
+def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
+    return e2m1.decode(codes) * spread(scale, BLOCK)
+
+
+def pack(codes: Tensor) -> Tensor:
+    return pack_nibbles(codes)
