@@ -9,7 +9,8 @@ that are missing; delete the file, or take another ``--work``, to measure again.
     python benchmarks/full_size.py --checkpoint <file>.nemo --rows 1,4 --twice
 
 Rows: 1 the UNet to INT8 ONNX, 2 all four parts from ``.nemo`` to ONNX, 3 the UNet's plan, 4 one UNet pass on every
-level, 5 a picture by ``infer.py`` with all four parts on OpenVINO, the UNet in INT8. Without ``--checkpoint`` the
+level, 5 a picture by ``infer.py`` with all four parts on OpenVINO, the UNet in INT8, 6 the UNet in other formats: its
+recipe, its ONNX and its plan. Without ``--checkpoint`` the
 weights are random, of the real sizes: time and memory are the same, but the errors in row 4 are of random weights.
 
 What is honest about it: both sides of row 1 start from the same weights and quantize the same layers. Ours pays for
@@ -77,6 +78,7 @@ STATISTICS_SIZE, STATISTICS_STEPS, SEED, GUIDANCE = 256, 2, 42, 5.0
 REFERENCE_AXES = {"batch": 2, "height": 16, "width": 16}  # of the one call that the reference calibrates on
 PICTURES, TARGET = (1, 1, 8), "SM89"  # least, likely and most pictures of a batch of the plan
 LATENT_FACTOR = 8  # pixels per latent
+PRESETS = ("fp8", "svdquant_w4a16")  # of row 6, at level 3
 KILLED = "killed"
 
 
@@ -169,9 +171,8 @@ def reference(options: argparse.Namespace, _: str) -> dict:
     checkpoint = open_nemo(options.checkpoint)
     part, contract = load_model(checkpoint).parts["unet_xl"], contracts_of(checkpoint)["unet_xl"]
     roles = layer_roles(part.unet)
-    chosen = {
-        name: LayerAssignment(name, role, (), format="int8") for name, role in roles.items() if role != "excluded"
-    }
+    names = [name for name, role in roles.items() if role != "excluded"]
+    chosen = {name: LayerAssignment(name, roles[name], (), "int8", "int8", weight_axis=0) for name in names}
     config = modelopt_config(chosen) | {"algorithm": {"method": "smoothquant", "alpha": ALPHA}}
     example = tuple(torch.randn(shape) for shape in contract.shapes(**REFERENCE_AXES).values())
     dynamic = {
@@ -209,8 +210,9 @@ def parts(options: argparse.Namespace, _: str) -> dict:
     return {"seconds": seconds, "bytes": bytes_in(folder)}
 
 
-def plan(options: argparse.Namespace, _: str) -> dict:
-    """Least, likely and largest batch as ``export_trt.py`` takes them: guidance doubles all but the least."""
+def plan(options: argparse.Namespace, name: str) -> dict:
+    """Of the UNet in INT8 or in a preset's format. Least, likely and largest batch as ``export_trt.py`` takes them:
+    guidance doubles all but the least."""
     from sd_quant.engines.tensorrt import build_plan
 
     contract, latent = contracts_of(open_nemo(options.checkpoint))["unet_xl"], options.size // LATENT_FACTOR
@@ -219,7 +221,7 @@ def plan(options: argparse.Namespace, _: str) -> dict:
     path = options.work / "plan" / "unet_xl.plan"
     report, seconds = timed(
         lambda: build_plan(
-            parts_file(options, "unet_xl"),
+            unet_file(options, name) if name else parts_file(options, "unet_xl"),
             path,
             library="tensorrt_rtx",
             profile={name: tuple(shape[name] for shape in shapes) for name in contract.inputs},
@@ -227,6 +229,30 @@ def plan(options: argparse.Namespace, _: str) -> dict:
         )
     )
     return {"seconds": seconds, "bytes": report.bytes, "version": report.version}
+
+
+def preset(options: argparse.Namespace, name: str) -> dict:
+    """From statistics to ONNX, a low-rank branch's decompositions included."""
+    from hydra import compose, initialize_config_dir
+    from omegaconf import OmegaConf
+
+    from sd_quant.cli import CONF
+    from sd_quant.config import Quantize
+    from sd_quant.knobs import read
+    from sd_quant.stages.quantize import recipe_of
+
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose("quantize", [f"quantize={name}", f"quant_level={HIGHEST}"]).quantize
+    recipe = recipe_of(read(Quantize, OmegaConf.to_container(config, resolve=True)), "sdxl")
+    checkpoint, path = open_nemo(options.checkpoint), unet_file(options, name)
+    roles, weights = layer_roles(empty_modules(checkpoint)["unet"]), checkpoint.components["unet"]
+    layers = unpack(load_file(statistics_file(options))).layers
+    known, derive_seconds = timed(
+        lambda: derive(roles, lambda layer: weights[f"{layer}.weight"], layers, recipe, shared_inputs(roles))
+    )
+    folder = emptied(path.parent)
+    _, seconds = timed(lambda: write(checkpoint, "unet_xl", path, known))
+    return {"derive_seconds": derive_seconds, "seconds": seconds, "bytes": bytes_in(folder)}
 
 
 def count_operations(options: argparse.Namespace, _: str) -> dict:
@@ -295,6 +321,7 @@ CHILDREN: dict[str, Callable[[argparse.Namespace, str], dict]] = {
     "variant": variant,
     "reference": reference,
     "parts": parts,
+    "preset": preset,
     "plan": plan,
     "operations": count_operations,
     "pass": one_pass,
@@ -432,6 +459,12 @@ class Bench:
     def picture(self) -> None:
         self.measure("picture", self.run_infer, steps=self.options.steps)
 
+    def formats(self) -> None:
+        for name in PRESETS:
+            self.measure(f"preset:{name}", self.after(row=f"preset:{name}"))
+            self.measure(f"plan:{name}", self.after(f"preset:{name}", row=f"plan:{name}"))
+            self.remove("unet", "plan")
+
     def run_infer(self) -> dict:
         """``infer.py`` as a user calls it: its command line, and the record that it leaves."""
         options, out = self.options, self.options.work / "picture"
@@ -457,6 +490,7 @@ ROWS: dict[str, Callable[[Bench], None]] = {
     "3": Bench.unet_plan,
     "4": Bench.passes,
     "5": Bench.picture,
+    "6": Bench.formats,
 }
 
 
@@ -477,6 +511,7 @@ def seconds(value: float) -> str:
 
 FIGURES = {
     "peak_memory_bytes": ("peak memory", gigabytes),
+    "derive_seconds": ("time of the recipe", seconds),
     "seconds": ("time", seconds),
     "step_seconds": ("time of a step, two samples", seconds),
     "bytes": ("on disk", gigabytes),
@@ -515,6 +550,8 @@ def stages_table(rows: dict) -> str:
         "2. `.nemo` to ONNX, all four parts": ({}, rows.get("parts", {})),
         f"3. the UNet's plan for {TARGET}, batch {PICTURES[0]} to {PICTURES[2]}": ({}, rows.get("plan", {})),
         f"5. `infer.py`, a picture of {rows.get('picture', {}).get('steps')} steps": ({}, rows.get("picture", {})),
+        **{f"6. the UNet in {name}": ({}, rows.get(f"preset:{name}", {})) for name in PRESETS},
+        **{f"6. its plan in {name} for {TARGET}": ({}, rows.get(f"plan:{name}", {})) for name in PRESETS},
     }
     lines = [
         (f"{stage}: {label}", cell(theirs, key, form), cell(ours, key, form), ratio(theirs, ours, key))

@@ -58,7 +58,7 @@ def recipes() -> list[Recipe]:
 
 def range_of(recipe: Recipe) -> str:
     """How the range of a convolution's input is chosen, in the knobs' words."""
-    if recipe.observer != "max":
+    if recipe.observer != "min_max":
         return recipe.observer
     literal = ", modelopt" if recipe.percentile_calibrator == "modelopt" else ""
     return f"{recipe.collect_method}{literal}"

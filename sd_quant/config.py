@@ -19,6 +19,7 @@ from sd_quant.knobs import check, check_at_least, check_choice, read
 from sd_quant.quantization.levels import LEAST_CAPABILITY, QUANT_LEVELS, RANGED, Enable, formats_used
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+OBSERVERS = ("min_max", "percentile", "histogram", "entropy", "mse")
 COLLECT_METHODS = ("global_min", "min-max", "min-mean", "mean-max", "default")
 RTX_TARGETS = ("SM75", "SM80", "SM86", "SM89", "SM120", "SM121")  # of TensorRT for RTX 1.7
 USUAL_TARGETS = ("SM89", "SM120")
@@ -85,13 +86,18 @@ def check_enabled(quantize: "Quantize") -> None:
     expected = "0, a number of singular directions, or a fraction below 1 of a layer's shorter side"
     fits = quantize.rank >= 0 if isinstance(quantize.rank, int) else 0 < quantize.rank < 1
     check(fits, "quantize.rank", quantize.rank, expected)
+    inputs = {pair.activation for pair in (enable.conv, enable.linear)} - {None}
+    expected = f"min_max or percentile, because {label} has no equal levels for it to judge by"
+    judged = inputs <= {"int8"} or quantize.observer != "entropy"
+    judged = judged and ("nvfp4" not in inputs or quantize.observer in ("min_max", "percentile"))
+    check(judged, "quantize.observer", quantize.observer, expected)
     if enable.conv.activation is None:
         because, method = f"because {label} leaves the inputs of convolutions alone", quantize.collect_method
         check(quantize.percentile == 1, "percentile", quantize.percentile, f"1, {because}")
         check(method == "mean-max", "collect_method", method, f"mean-max, {because}")
         if enable.linear.activation not in RANGED and enable.linear.activation != "nvfp4":
-            expected = f"max, because no input that {label} quantizes has a range"
-            check(quantize.observer == "max", "quantize.observer", quantize.observer, expected)
+            expected = f"min_max, because no input that {label} quantizes has a range"
+            check(quantize.observer == "min_max", "quantize.observer", quantize.observer, expected)
 
 
 @dataclass(slots=True)
@@ -115,6 +121,7 @@ class Quantize:
     alpha: float | str | None
     rank: int | float
     observer: str
+    observer_percentile: float
     percentile_calibrator: str
     keep: int | float
     snapshots: list[int]
@@ -138,9 +145,14 @@ class Quantize:
         else:
             fits = self.alpha == "auto" or (isinstance(self.alpha, float) and 0 <= self.alpha <= 1)
             check(fits, "alpha", self.alpha, "a number from 0 to 1, or auto")
-        check_choice("quantize.observer", self.observer, ("max", "percentile", "entropy", "mse"))
+        check_choice("quantize.observer", self.observer, OBSERVERS)
+        check(0 < self.observer_percentile <= 100, "quantize.observer_percentile", self.observer_percentile,
+              "above 0 and up to 100")  # fmt: skip
+        expected = "99.99, because only quantize.observer=percentile heeds it"
+        heeded = self.observer == "percentile" or self.observer_percentile == 99.99
+        check(heeded, "quantize.observer_percentile", self.observer_percentile, expected)
         check_choice("quantize.percentile_calibrator", self.percentile_calibrator, ("corrected", "modelopt"))
-        ignored = self.observer != "max" and self.percentile != 1
+        ignored = self.observer != "min_max" and self.percentile != 1
         expected = f"1 with quantize.observer={self.observer}, which takes no range from the steps"
         check(not ignored, "percentile", self.percentile, expected)
         fits = self.keep >= 0 if isinstance(self.keep, int) else 0 <= self.keep < 1

@@ -46,7 +46,8 @@ class Recipe:
     percentile: float = 1.0
     collect_method: str = "mean-max"
     percentile_calibrator: str = "corrected"
-    observer: str = "max"
+    observer: str = "min_max"
+    observer_percentile: float = 99.99
     smoothing: str = "folded"
     batch_size: int = 1  # of the calibration, which ModelOpt's own calibrator depends on
     enable: Enable = field(default_factory=lambda: Enable(Pair("int8", "int8"), Pair("int8", "int8"), None))
@@ -278,15 +279,23 @@ def with_ranges(layer: LayerAssignment, weight: Tensor, activation_amax: float, 
     return layer
 
 
+def observed(values: Tensor, amax: float, role: str, recipe: Recipe) -> float:
+    """The range of an input of a layer of this role by the recipe's observer; ``amax`` where no range is needed."""
+    name = recipe.formats_of(role).activation
+    if name is None:
+        return amax
+    return OBSERVERS[recipe.observer](values, amax, form=FORMATS[name], percent=recipe.observer_percentile)
+
+
 def assign_convolution(
     layer: LayerAssignment, weight: Tensor, statistics: LayerStatistics, recipe: Recipe
 ) -> LayerAssignment:
     """Not smoothed; the range of its input by the percentile calibrator, or by an observer of its sampled inputs."""
-    if recipe.observer == "max":
+    if recipe.observer == "min_max":
         calibrator = PERCENTILE_CALIBRATORS[recipe.percentile_calibrator]
         amax = calibrator(statistics.amax, recipe.percentile, recipe.collect_method, recipe.batch_size)
     else:
-        amax = OBSERVERS[recipe.observer](statistics.rows.values.float(), statistics.amax.max().item())
+        amax = observed(statistics.rows.values.float(), statistics.amax.max().item(), layer.role, recipe)
     layer = with_ranges(layer, weight, amax, recipe)
     return replace(layer, output_error=errors(layer, weight, statistics.rows.values, steps=1)[0])
 
@@ -308,7 +317,7 @@ def assign_readers(
     channel_amax, rows = statistics.amax.amax(dim=0), statistics.rows.values
     scale = None if alpha is None else pre_quant_scale(channel_amax, weight_amax, alpha)
     smoothed = (rows.float(), channel_amax) if scale is None else (rows.float() * scale, channel_amax * scale)
-    amax = OBSERVERS[recipe.observer](smoothed[0], smoothed[1].max().item())
+    amax = observed(smoothed[0], smoothed[1].max().item(), layers[0].role, recipe)
     assigned = []
     for layer in layers:
         weight, layer = weights[layer.name], replace(layer, pre_quant_scale=scale, alpha=alpha)
@@ -340,7 +349,7 @@ def search_alpha(
     low-rank branch is that of all outputs, for each alpha anew.
     """
     rows = replace(statistics.rows, values=statistics.rows.values[:SEARCHED_ROWS])
-    statistics, recipe = replace(statistics, rows=rows), replace(recipe, observer="max")
+    statistics, recipe = replace(statistics, rows=rows), replace(recipe, observer="min_max")
 
     def cost(alpha: float) -> float:
         tried = assign_readers(layers, weights, weight_amax, statistics, alpha, recipe, SEARCHED_OUTPUTS)

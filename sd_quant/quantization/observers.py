@@ -5,13 +5,16 @@ clips more; the observers differ in what they call best:
 
 | observer   | range                                                                                        |
 |------------|----------------------------------------------------------------------------------------------|
-| max        | the largest value of the whole calibration: nothing is clipped                               |
-| percentile | 99.99 % of the sample lie within it                                                          |
+| min_max    | the largest value of the whole calibration: nothing is clipped                               |
+| percentile | so many percent of the sample lie within it                                                  |
+| histogram  | the squared error of rounding and clipping the middles of a histogram's bins is smallest     |
 | entropy    | 128 levels lose the least information of the sample's histogram (Migacz, GTC 2017)           |
 | mse        | the squared error of rounding and clipping the sample is smallest                            |
 
-The values are those that the quantizer sees, after smoothing. The last three judge the sample by its own peak, not by
-``amax``: for one value in a billion that the sample missed, a histogram up to it would hold the rest in a few bins.
+The values are those that the quantizer sees, after smoothing, so another observer costs no calibration. All but the
+first judge the sample by its own peak, not by ``amax``: for one value in a billion that the sample missed, a histogram
+up to it would hold the rest in a few bins. E4M3 rounds as well far below the range as near to it, so it gains little
+from any of them; ``entropy`` counts levels that it has not.
 
 ``entropy`` is that of pytorch-quantization's and ModelOpt's histogram calibrators, whose loops over every bin of every
 candidate take a second a layer; here the sums over a level are differences of prefix sums. ``mse`` departs from theirs,
@@ -32,9 +35,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sd_quant.quantization.formats import Format, fake_quantize, int8
 from sd_quant.quantization.formats.int8 import QMAX
 
 PERCENTILE = 99.99
+STRIDE = 8  # bins between two ranges that ``histogram`` compares
+SEEN = 2**16  # values of a sample that ``mse`` looks at where it has no closed form
 BINS = 2048
 LEVELS = 128  # zero and the positive levels: what the magnitudes are quantized to, and the narrowest range in bins
 
@@ -42,7 +48,7 @@ LEVELS = 128  # zero and the positive levels: what the magnitudes are quantized 
 # unclipped range: a narrower one pays only where that range would round nearly all values to zero.
 SHARES = 0.99 ** np.arange(math.log(2 * QMAX) / -math.log(0.99))
 
-Observer = Callable[[Tensor, float], float]
+Observer = Callable[..., float]
 
 
 def histogram(values: Tensor, amax: float, bins: int = BINS) -> Tensor:
@@ -82,35 +88,60 @@ def squared_errors(magnitudes: Tensor, thresholds: np.ndarray) -> np.ndarray:
 
 
 def within_amax(observer: Observer) -> Observer:
-    """``observer``, which is given magnitudes (fp32 [n], not all zero), for any values.
+    """``observer``, which is given magnitudes (fp32 [n], not all zero), ``amax`` and its options, for any values.
 
     Never more than ``amax``; ``amax`` itself where the sample is empty, all zero or not finite, or the observer says 0.
     """
 
     @functools.wraps(observer)
-    def observe(values: Tensor, amax: float) -> float:
+    def observe(values: Tensor, amax: float, **options) -> float:
         magnitudes = values.detach().cpu().float().abs().flatten()
         peak = magnitudes.max().item() if len(magnitudes) else 0.0
         if not 0 < peak < math.inf:  # false for NaN too
             return amax
-        return min(observer(magnitudes, amax), amax) or amax
+        return min(observer(magnitudes, amax, **options), amax) or amax
 
     return observe
 
 
-def maximum(values: Tensor, amax: float) -> float:
+def min_max(values: Tensor, amax: float, **_) -> float:
     """``amax``."""
     return amax
 
 
 @within_amax
-def percentile(magnitudes: Tensor, amax: float) -> float:
-    """The smallest value that PERCENTILE % of them do not exceed: the peak of a sample of less than 10 000."""
-    return magnitudes.kthvalue(math.ceil(len(magnitudes) * PERCENTILE / 100)).values.item()
+def percentile(magnitudes: Tensor, amax: float, percent: float = PERCENTILE, **_) -> float:
+    """The smallest value that ``percent`` % of them do not exceed; 99.99: the peak of a sample of less than 10 000."""
+    return magnitudes.kthvalue(math.ceil(len(magnitudes) * percent / 100)).values.item()
+
+
+def quantization_errors(magnitudes: Tensor, thresholds: Tensor, form: Format, counts: Tensor | None = None) -> Tensor:
+    """Mean squared error, fp64 [m], of ``magnitudes`` [n] quantized within each of ``thresholds`` [m], by doing it.
+
+    Of numbers around 1, where fp16 rounds a scale as everywhere; ``counts`` [n] is how often each of them is there.
+    """
+    weights = torch.ones_like(magnitudes) if counts is None else counts
+    errors = [
+        ((fake_quantize(form, magnitudes, threshold) - magnitudes).square().double() @ weights.double()).item()
+        for threshold in thresholds
+    ]
+    return torch.tensor(errors).double() / weights.double().sum()
 
 
 @within_amax
-def entropy(magnitudes: Tensor, amax: float) -> float:
+def histogram_error(magnitudes: Tensor, amax: float, form: Format = int8, **_) -> float:
+    """Of every STRIDE-th of the ranges of LEVELS to BINS bins the one with the smallest error at the bins' middles.
+
+    That is PyTorch's HistogramObserver and Quark's ``histogram``, with the format's own rounding in place of a width.
+    """
+    peak = magnitudes.max().item()
+    middles, shares = (torch.arange(BINS) + 0.5) / BINS, torch.arange(BINS, LEVELS - 1, -STRIDE) / BINS
+    best = quantization_errors(middles, shares, form, histogram(magnitudes, peak)).argmin()  # of equal ones the widest
+    return peak * shares[best].item()
+
+
+@within_amax
+def entropy(magnitudes: Tensor, amax: float, **_) -> float:
     """The range of LEVELS to BINS bins with the smallest divergence, of equal ones the widest.
 
     The bin at zero gets the count of its neighbour, as in the calibrators above: zeros are exact in any range.
@@ -124,12 +155,28 @@ def entropy(magnitudes: Tensor, amax: float) -> float:
 
 
 @within_amax
-def mse(magnitudes: Tensor, amax: float) -> float:
-    """The one of ``amax`` and SHARES of the peak with the smallest mean squared error, of equal ones the widest."""
+def mse(magnitudes: Tensor, amax: float, form: Format = int8, **_) -> float:
+    """The one of ``amax`` and SHARES of the peak with the smallest mean squared error, of equal ones the widest.
+
+    The closed form is INT8's. A floating-point format repeats itself with every factor of two, so shares down to a half
+    are all there is to try.
+    """
     thresholds = np.concatenate([[amax], magnitudes.max().item() * SHARES])
-    return float(thresholds[squared_errors(magnitudes, thresholds).argmin()])
+    if form is int8:
+        return float(thresholds[squared_errors(magnitudes, thresholds).argmin()])
+    peak = magnitudes.max().item()
+    shares = torch.from_numpy(thresholds[thresholds >= peak / 2] / peak).float()
+    seen = magnitudes[:: -(-len(magnitudes) // SEEN)] / peak
+    return peak * shares[quantization_errors(seen, shares, form).argmin()].item()
 
 
-# Each takes ``values`` (fp32, any shape: a sample of the layer's inputs) and ``amax`` (the largest magnitude of the
-# whole calibration, which the sample may lack) and returns the range to quantize with, in (0, amax].
-OBSERVERS: dict[str, Observer] = {"max": maximum, "percentile": percentile, "entropy": entropy, "mse": mse}
+# Each takes ``values`` (fp32, any shape: a sample of the layer's inputs), ``amax`` (the largest magnitude of the whole
+# calibration, which the sample may lack), ``form``, the format, and ``percent``, the percentile's. It returns the range
+# to quantize with, in (0, amax].
+OBSERVERS: dict[str, Observer] = {
+    "min_max": min_max,
+    "percentile": percentile,
+    "histogram": histogram_error,
+    "entropy": entropy,
+    "mse": mse,
+}

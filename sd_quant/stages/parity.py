@@ -6,8 +6,8 @@ Tolerances, relative to the norm of torch's output:
 - ``clip1``, ``clip2``, unquantized ``unet_xl`` 1e-2: the engine's weights are stored in fp16 (2^-11 each), and on a GPU
   its activations too, accumulated over the depth of the network.
 - one quantized layer, by the format of its input: the same codes and scales on both sides, but an input that fp16
-  rounds to the other side of a step moves one whole step. 1e-2 for INT8 and for inputs that are not quantized; a step of
-  E4M3 is an eighth of the number, of INT4 a seventh of the block's range.
+  rounds to the other side of a step moves one whole step. 1e-2 for INT8 and for inputs that are not quantized; a step
+  of E4M3 is an eighth of the number, of INT4 a seventh of the block's range.
 - the quantized UNet as a whole is not compared with its simulation: flipped roundings in the first layer change
   everything behind it. Its distance to full precision may exceed the simulation's by half and 2e-2, no more.
 """

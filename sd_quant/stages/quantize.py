@@ -17,7 +17,7 @@ from sd_quant.calibration.collection import calibrate, origin
 from sd_quant.calibration.shared import read_shared
 from sd_quant.calibration.statistics import Statistics
 from sd_quant.checkpoints.nemo import Checkpoint, check_finite, open_nemo
-from sd_quant.config import PART_NAMES, QuantizeJob, anchored, artifact, check_installed
+from sd_quant.config import PART_NAMES, Quantize, QuantizeJob, anchored, artifact, check_installed
 from sd_quant.engines import load_engine, why_not
 from sd_quant.engines.base import Engine
 from sd_quant.engines.pool import Pool, Side
@@ -142,7 +142,7 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> dict:
         for source in checkpoint.components.values():
             check_finite(source)
         unet = empty_modules(checkpoint)["unet"]
-        roles, recipe = layer_roles(unet), recipe_of(job)
+        roles, recipe = layer_roles(unet), recipe_of(job.quantize, job.model.family)
         check_layers(roles, {name: unet.get_parameter(f"{name}.weight").shape for name in roles}, recipe)
         kept = budget(
             job.quantize.keep, sum(reason_kept(role, job.quantize.quant_level) is None for role in roles.values())
@@ -289,9 +289,9 @@ def announce_calibration(checkpoint: Checkpoint, job: QuantizeJob, device: str, 
     )  # fmt: skip
 
 
-def recipe_of(job: QuantizeJob) -> Recipe:
-    fields = {field.name: getattr(job.quantize, field.name) for field in dataclasses.fields(Recipe)}
-    return Recipe(**fields | {"exclude": tuple(job.quantize.exclude.get(job.model.family, ()))})
+def recipe_of(knobs: Quantize, family: str) -> Recipe:
+    fields = {field.name: getattr(knobs, field.name) for field in dataclasses.fields(Recipe)}
+    return Recipe(**fields | {"exclude": tuple(knobs.exclude.get(family, ()))})
 
 
 def derive_for(

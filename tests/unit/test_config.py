@@ -111,7 +111,8 @@ def test_the_preset_is_nemos():
         "per_channel": True,
         "smoothing": "folded",
         "rank": 0,
-        "observer": "max",
+        "observer": "min_max",
+        "observer_percentile": 99.99,
         "percentile_calibrator": "corrected",
         "keep": 0,
         "calibration": None,
@@ -202,7 +203,16 @@ NAN, INFINITY = float("nan"), float("inf")
         ("quantize.smoothing", "all", "smoothing is all, expected one of folded, modelopt, none"),
         ("quantize.smoothing", "none", "alpha is 0.8, expected null, because int8 smooths nothing"),
         ("quantize.exclude", {"sdxl": "*"}, "quantize.exclude.sdxl is '*', expected a list of texts"),
-        ("quantize.observer", "min", "quantize.observer is min, expected one of max, percentile, entropy, mse"),
+        (
+            "quantize.observer",
+            "min",
+            "quantize.observer is min, expected one of min_max, percentile, histogram, entropy, mse",
+        ),
+        (
+            "quantize.observer_percentile",
+            99.9,
+            "quantize.observer_percentile is 99.9, expected 99.99, because only quantize.observer=percentile heeds it",
+        ),
         (
             "quantize.percentile_calibrator",
             "nemo",
@@ -511,7 +521,7 @@ def test_reading_a_group_alone(mappings):
         ),
         (
             ["quantize=svdquant_w4a4", "quantize.observer=mse"],
-            "quantize.observer is mse, expected max, because",
+            "quantize.observer is mse, expected min_max, because",
         ),
         (
             ["quantize=svdquant_w4a4", "quant_level=4"],

@@ -180,7 +180,7 @@ def test_percentile_and_collect_method_are_for_convolutions_alone():
 def test_the_observer_sees_the_sampled_inputs_that_the_quantizer_will_see(monkeypatch):
     """A convolution's patches as they are, a linear's rows smoothed; beside them the largest value of all."""
     given = []
-    monkeypatch.setitem(OBSERVERS, "half", lambda values, amax: given.append((values, amax)) or amax / 2)
+    monkeypatch.setitem(OBSERVERS, "half", lambda values, amax, **_: given.append((values, amax)) or amax / 2)
     patches, tokens = torch.full((3, 27), 5.0), torch.tensor([[2.0, 8.0], [-4.0, 16.0]])
     statistics = {
         "conv": seen("conv", [[254.0, 127.0], [381.0, 254.0]], patches),
@@ -193,7 +193,7 @@ def test_the_observer_sees_the_sampled_inputs_that_the_quantizer_will_see(monkey
     assert (rows["conv"].activation_amax, rows["to_q"].activation_amax) == (190.5, 508.0)
 
 
-@pytest.mark.parametrize("observer", ["percentile", "entropy", "mse"])
+@pytest.mark.parametrize("observer", ["percentile", "histogram", "entropy", "mse"])
 def test_an_observer_clips_outliers_of_both_kinds(observer):
     random = torch.Generator().manual_seed(0)
     patches, tokens = (torch.randn(128, width, generator=random).half().float() for width in (27, 2))
@@ -347,7 +347,7 @@ def test_auto_says_what_the_fixed_alpha_would_have_cost():
 def test_auto_chooses_by_the_maximum_and_leaves_the_range_to_the_observer():
     """An observer for each alpha would cost more than everything else."""
     weights, _, statistics = random_input()
-    plain, found = (derive_readers(weights, statistics, "auto", observer=observer) for observer in ("max", "mse"))
+    plain, found = (derive_readers(weights, statistics, "auto", observer=observer) for observer in ("min_max", "mse"))
     again, fixed = (
         derive_readers(weights, statistics, alpha, observer="mse") for alpha in (plain[0].alpha, FIXED_ALPHA)
     )
