@@ -412,6 +412,7 @@ class Bench:
                 "calibration": [statistics_file(options)],
                 "parts": [parts_file(options, part) for part in PARTS],
                 "variant": [unet_file(options, level)],
+                "preset": [unet_file(options, level)],
             }[name]
             if not all(file.exists() for file in files):
                 try:

@@ -36,7 +36,8 @@ MOST_BYTES = 40e6  # of pictures; a browser opens a page with more of them slowl
 NOT_A_PICTURE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)  # what PIL says of a damaged file
 MISSING = "–"
 HEADINGS = {"psnr_worst_db": "worst PSNR, dB", "unet_speedup": "UNet speedup", "image_speedup": "picture speedup"}
-MORE_IS_BETTER = {"psnr_db", "psnr_worst_db", "latent_sqnr_db", "unet_speedup", "image_speedup"}
+TEXTS = {"unet_plan_targets", "run_by"}
+MORE_IS_BETTER = {"psnr_db", "psnr_worst_db", "ssim", "latent_sqnr_db", "unet_speedup", "image_speedup"}
 FRONTS = {
     TIME: ("◆", "no other recipe is both faster and closer to full precision"),
     SIZE: ("■", "no other recipe is both smaller and closer to full precision"),
@@ -233,7 +234,10 @@ def results(table: Sequence[Row], sweep: Sweep, recommended: str | None) -> str:
     fronts = {cost: {row["job"] for row in front(table, cost)} for cost in FRONTS}
     compares = sum(row["status"] == DONE for row in table) > 1
     header = [heading(name, "text") for name in leading]
-    header += [heading(HEADINGS.get(column, SHOWN[column][0]), "number", column in MORE_IS_BETTER) for column in SHOWN]
+    kinds = {column: "text" if column in TEXTS else "number" for column in SHOWN}
+    header += [
+        heading(HEADINGS.get(column, SHOWN[column][0]), kinds[column], column in MORE_IS_BETTER) for column in SHOWN
+    ]
     body = []
     for row in table:
         marks = [
@@ -247,7 +251,7 @@ def results(table: Sequence[Row], sweep: Sweep, recommended: str | None) -> str:
         cells = [f'<th scope="row">{name} {"".join(marks)}{badge}</th>']
         cells += [cell("text", row.get(knob), knob_value(row.get(knob))) for knob in sweep.varied]
         if row["status"] == DONE:
-            cells += [cell("number", *value_and_text(row, column)) for column in SHOWN]
+            cells += [cell(kind, *value_and_text(row, column)) for column, kind in kinds.items()]
         else:
             cells.append(f'<td class="reason" colspan="{len(SHOWN)}">{safe(row["status"])}: {safe(row["reason"])}</td>')
         body.append(f'<tr class="{row["status"]}{" recommended" if chosen else ""}">{"".join(cells)}</tr>')

@@ -128,7 +128,10 @@ def row_of(job: Job) -> Row:
         "image_relative_time": 1 / speedup if (speedup := number(image.get("speedup"))) else None,
         "unet_onnx_bytes": number(files.get("onnx_quantized")),
         "unet_onnx_full_precision_bytes": number(files.get("onnx_full_precision")),
+        "unet_onnx_share": share(number(files.get("onnx_quantized")), number(files.get("weights_fp32"))),
         "unet_plan_bytes": number(files.get("plan")),
+        "unet_plan_targets": " ".join(at(record, "plans", "unet_xl", "targets") or ()) or None,
+        "run_by": "simulation" if record.get("simulated") else engine,
         "quantized_layers": at(record, "layers", "quantized"),
         "seconds": sum(stage["seconds"] for stage in stages.values()) if stages else None,
         "peak_memory_bytes": number(record.get("peak_memory_bytes")),
@@ -140,6 +143,10 @@ def at(record: Any, *keys: Any) -> Any:
     for key in keys:
         record = record.get(key) if isinstance(record, Mapping) else None
     return record
+
+
+def share(part: float | None, whole: float | None) -> float | None:
+    return part / whole if part and whole else None
 
 
 def number(value: Any) -> float | int | None:
@@ -178,6 +185,7 @@ def write_parquet(table: list[Row], columns: list[str], path: Path) -> None:
 SHOWN = {
     "psnr_db": ("PSNR, dB", "{:.2f}"),
     "psnr_worst_db": ("worst", "{:.2f}"),
+    "ssim": ("SSIM", "{:.4f}"),
     "lpips": ("LPIPS", "{:.4f}"),
     "latent_sqnr_db": ("latent SQNR, dB", "{:.1f}"),
     "unet_ms": ("UNet, ms", "{:,.1f}"),
@@ -185,6 +193,9 @@ SHOWN = {
     "image_ms": ("picture, ms", "{:,.0f}"),
     "image_speedup": ("over unquantized", "{:.2f}x"),
     "unet_onnx_bytes": ("UNet ONNX, MB", "{:,.1f}"),
+    "unet_onnx_share": ("of fp32", "{:.3f}"),
+    "unet_plan_targets": ("plan for", "{}"),
+    "run_by": ("run by", "{}"),
     "seconds": ("job, s", "{:.1f}"),
 }
 SCALE = {"unet_onnx_bytes": 1e-6}
@@ -204,7 +215,7 @@ def markdown(table: list[Row], varied: list[str]) -> str:
 
 def shown(row: Row, column: str) -> str:
     value = row.get(column)
-    return "–" if value is None else SHOWN[column][1].format(value * SCALE.get(column, 1))
+    return "–" if value is None else SHOWN[column][1].format(value * SCALE[column] if column in SCALE else value)
 
 
 def plain(text: object) -> str:

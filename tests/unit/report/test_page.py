@@ -96,16 +96,17 @@ def test_the_table_has_units_dashes_marks_and_reasons(small_sweep, without_plots
     change_record(small_sweep.directory / "level=4", incomplete)
     text, *_ = written(read_sweep(small_sweep.directory))
     assert cells(row(text, "level=2")) == [
-        "2", "39.00", "38.00", "0.0100", "30.0", "8.0", "1.25x", "50", "1.20x", "11.9", "12.5",
+        "2", "39.00", "38.00", "0.9800", "0.0100", "30.0", "8.0", "1.25x", "50", "1.20x", "11.9", "–", "–", "openvino",
+        "12.5",
     ]  # fmt: skip
-    assert cells(row(text, "level=4"))[1:4] == ["identical", "28.00", "–"]
+    assert cells(row(text, "level=4"))[1:4] == ["identical", "28.00", "1.0000"]
     assert 'class="done recommended"' in row(text, "level=2") and text.count('class="badge"') == 1
     assert "◆" in row(text, "level=2") and "■" in row(text, "level=2")
     assert cells(row(text, "level=5")) == ["5", "failed: the disk is full"]
     assert cells(row(text, "level=6"))[1].startswith("unfinished: it left no record")
     headers = re.findall(r'aria-sort="none" data-first="(\w+)"><button type="button">(.*?)</button>', text)
     assert ("descending", "PSNR, dB") in headers and ("ascending", "picture, ms") in headers
-    assert len({title for _, title in headers}) == len(headers) == 12
+    assert len({title for _, title in headers}) == len(headers) == 16
 
 
 def test_a_recipe_that_is_slower_is_called_so(small_sweep, without_plots, change_record):

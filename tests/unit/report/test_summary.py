@@ -69,7 +69,7 @@ def test_the_three_files_agree(folder):
     assert [float(row["psnr_db"]) for row in text[:2]] == [row["psnr_db"] for row in table[:2]] == [30.0, 35.0]
     assert text[2]["reason"].startswith("'=cmd")  # no spreadsheet runs it
     lines = (folder / "summary.md").read_text().splitlines()
-    assert lines[2].startswith("| 0.5 | done | 30.00 | 29.00 | – | 20.0 | 10.0 | 2.00x |")
+    assert lines[2].startswith("| 0.5 | done | 30.00 | 29.00 | 0.9000 | – | 20.0 | 10.0 | 2.00x |")
     assert r"\<b\>\| broken" in lines[-2] and all(line.count(" | ") == lines[0].count(" | ") for line in lines[:6])
 
 
