@@ -22,6 +22,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 OBSERVERS = ("min_max", "percentile", "histogram", "entropy", "mse")
 COLLECT_METHODS = ("global_min", "min-max", "min-mean", "mean-max", "default")
 RTX_TARGETS = ("SM75", "SM80", "SM86", "SM89", "SM120", "SM121")  # of TensorRT for RTX 1.7
+NATIVE_ENGINES = ("torch_native", "torch_compiled")  # they compute what quantize.py has derived, and read no file
+ENGINE_NAMES = ("openvino", "onnxruntime", "tensorrt", "tensorrt_rtx", "torch", *NATIVE_ENGINES)
 USUAL_TARGETS = ("SM89", "SM120")
 PART_NAMES = ("unet_xl", "vae", "clip1", "clip2")
 
@@ -231,7 +233,7 @@ class Infer:
     allow_untrusted_plan: bool
 
     def __post_init__(self):
-        check_choice("infer.engine", self.engine, ("openvino", "onnxruntime", "tensorrt", "tensorrt_rtx", "torch"))
+        check_choice("infer.engine", self.engine, ENGINE_NAMES)
         check_picture("infer", self.width, self.height)
         for knob in ("batch_size", "num_samples", "steps", "num_timed_runs"):
             check_at_least(f"infer.{knob}", getattr(self, knob), 1)
@@ -294,6 +296,12 @@ class QuantizeJob:
             check_choice("trackers", tracker, ("mlflow", "tensorboard"))
         expected = "an engine for the quantized model, such as infer=openvino, because torch is every job's baseline"
         check(self.infer.engine != "torch", "infer.engine", "torch", expected)
+        if self.infer.engine in NATIVE_ENGINES:
+            pairs = [self.quantize.enable.conv, self.quantize.enable.linear]
+            fits = all(pair.weight in RANGED and pair.activation == pair.weight for pair in pairs)
+            fits = fits and not (self.quantize.per_channel and "fp8" in self.formats()["weights"])
+            expected = f"another, such as infer=openvino, because torch itself multiplies no {self.quantize.format}"
+            check(fits, "infer.engine", self.infer.engine, expected)
         expected = "null, because a run keeps everything in hydra.run.dir"
         check(self.infer.out_path is None, "infer.out_path", self.infer.out_path, expected)
         if self.infer.engine.startswith("tensorrt"):
@@ -363,6 +371,10 @@ class InferJob:
     model: Model
     infer: Infer
 
+    def __post_init__(self):
+        fits = self.infer.engine not in NATIVE_ENGINES
+        check(fits, "infer.engine", self.infer.engine, "one that reads a run's files; this one computes in quantize.py")
+
     def check_files(self) -> None:
         self.infer.prompt_list()
         check_checkpoint(self.model.path)
@@ -411,6 +423,7 @@ def check_calibration(path: str) -> None:
 
 def check_installed(module: str) -> None:
     """Raises ResourceError when the package of an engine or a plan builder is missing."""
+    module = "torch" if module in NATIVE_ENGINES else module
     if importlib.util.find_spec(module) is None:
         extra = {"tensorrt_rtx": "rtx"}.get(module, module)
         raise ResourceError(

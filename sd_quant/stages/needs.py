@@ -35,7 +35,7 @@ def activations(part: str, infer: Infer) -> float:
 def memory_of_side(parameters: Parameters, infer: Infer) -> dict[str, float]:
     """Bytes of one version of the model with all its parts open, and of the largest activations."""
     return {
-        "weights": (TORCH if infer.engine == "torch" else ENGINE) * sum(parameters.values()),
+        "weights": (TORCH if infer.engine.startswith("torch") else ENGINE) * sum(parameters.values()),
         "activations": max(activations(part, infer) for part in parameters),
         "process": BASE,
     }
@@ -62,7 +62,7 @@ def fits(memory: Mapping[str, float], what: str) -> bool:
 
 def memory_of_part(parameters: Parameters, infer: Infer) -> float:
     """Most bytes with one part open at a time."""
-    a_parameter = TORCH if infer.engine == "torch" else ENGINE
+    a_parameter = TORCH if infer.engine.startswith("torch") else ENGINE
     return BASE + max(a_parameter * count + activations(part, infer) for part, count in parameters.items())
 
 

@@ -139,24 +139,41 @@ def run_simulation(
     return Simulation(output, pieces, expected)
 
 
-def layer_parity(
-    simulation: Simulation,
-    full_output: Tensor,
-    quantized_output: Tensor,
-    assignment: Mapping[str, LayerAssignment],
-    directory: Path,
-    engine: str,
-) -> dict:
-    """The quantized UNet against ModelOpt's simulation: every layer on its own, then the whole."""
+def layer_outputs(
+    simulation: Simulation, assignment: Mapping[str, LayerAssignment], directory: Path, engine: str
+) -> dict[str, Tensor]:
+    """Of each layer of the exported UNet, by a runtime for the CPU where the engine takes no part of a network."""
     with tempfile.TemporaryDirectory(dir=directory) as folder:
         path = Path(folder) / "layers.onnx"
         read = set(cut_layers(artifact(directory, "onnx", "unet_xl"), assignment, path).values())
         layers = load_engine("openvino" if engine.startswith("tensorrt") else engine, path)
         outputs = layers(**{name: tensor for name, tensor in simulation.inputs.items() if name in read})
         layers.close()
-    errors = {
-        name: distance(expected, outputs[f"{name}.output"].float()) for name, expected in simulation.outputs.items()
-    }
+    return {name: outputs[f"{name}.output"] for name in simulation.outputs}
+
+
+def native_outputs(unet: nn.Module, simulation: Simulation) -> dict[str, Tensor]:
+    """Of each layer that torch computes itself, without a linear's bias."""
+    found = {}
+    for name, piece in simulation.inputs.items():
+        layer = unet.get_submodule(name)
+        bias = layer.bias if piece.ndim == 3 and layer.bias is not None else 0
+        found[name] = (layer(piece.to(next(unet.parameters()))) - bias).detach().cpu()
+    return found
+
+
+def layer_parity(
+    simulation: Simulation,
+    full_output: Tensor,
+    quantized_output: Tensor,
+    assignment: Mapping[str, LayerAssignment],
+    outputs: Mapping[str, Tensor],
+) -> dict:
+    """The quantized UNet against the simulation: every layer on its own, then the whole.
+
+    ``outputs`` are those of the engine's layers for the simulation's inputs.
+    """
+    errors = {name: distance(expected, outputs[name].float()) for name, expected in simulation.outputs.items()}
     tolerances = {name: LAYER_TOLERANCE[assignment[name].activation_format] for name in errors}
     worst = max(errors, key=lambda name: errors[name] / tolerances[name])
     engine_error = distance(full_output, quantized_output.float())

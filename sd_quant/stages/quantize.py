@@ -17,10 +17,12 @@ from sd_quant.calibration.collection import calibrate, origin
 from sd_quant.calibration.shared import read_shared
 from sd_quant.calibration.statistics import Statistics
 from sd_quant.checkpoints.nemo import Checkpoint, check_finite, open_nemo
-from sd_quant.config import PART_NAMES, Quantize, QuantizeJob, anchored, artifact, check_installed
+from sd_quant.config import NATIVE_ENGINES, PART_NAMES, Quantize, QuantizeJob, anchored, artifact, check_installed
 from sd_quant.engines import load_engine, why_not
 from sd_quant.engines.base import Engine
+from sd_quant.engines.native import check_device, on_device, with_native_layers
 from sd_quant.engines.pool import Pool, Side
+from sd_quant.engines.torch import TorchEngine
 from sd_quant.errors import ResourceError
 from sd_quant.files import digest, source_digest, write_json, write_text
 from sd_quant.inference.pipeline import Sampling
@@ -48,7 +50,7 @@ from sd_quant.stages.export_onnx import Assignment, export_parts
 from sd_quant.stages.export_trt import LATENT_FACTOR, build_plans, check_gpu, plan_library
 from sd_quant.stages.infer import image_names, shown
 from sd_quant.stages.needs import check_machine, disk_needed, fits, memory_needed, memory_of_sides
-from sd_quant.stages.parity import layer_parity, part_parity, run_simulation
+from sd_quant.stages.parity import layer_outputs, layer_parity, native_outputs, part_parity, run_simulation
 from sd_quant.stages.text_scores import text_scores
 from sd_quant.trackers import track
 
@@ -76,6 +78,8 @@ def quantize(job: QuantizeJob, directory: Path) -> float | None:
                 f"infer={job.infer.engine} runs plans on an NVIDIA GPU and this machine has none; use infer=openvino"
             )
         check_gpu(set().union(*job.formats().values()))
+    if job.infer.engine in NATIVE_ENGINES:
+        check_device(job.formats()["weights"])
     again = (directory / LOCK).exists()
     with locked(directory / LOCK, f"waiting for another process, which works in {directory}"):
         facts = facts_of(job, directory)
@@ -188,15 +192,13 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> dict:
         save_quantized(simulation_part.module.unet, directory / "quantized_unet.pt")
         if simulated is None:
             simulation = run_simulation(simulation_part, comparison.inputs["unet_xl"], assignment)
-            pool.close()
-            parity |= layer_parity(
-                simulation,
-                outputs[FRAMEWORK]["unet_xl"]["out"],
-                outputs[QUANTIZED]["unet_xl"]["out"],
-                assignment,
-                directory,
-                job.infer.engine,
-            )
+            if job.infer.engine in NATIVE_ENGINES:
+                layers = native_outputs(sides[QUANTIZED]["unet_xl"].module.unet, simulation)
+            else:
+                pool.close()
+                layers = layer_outputs(simulation, assignment, directory, job.infer.engine)
+            full, quantized = (outputs[side]["unet_xl"]["out"] for side in (FRAMEWORK, QUANTIZED))
+            parity |= layer_parity(simulation, full, quantized.cpu(), assignment, layers)
         pool.close()
 
     pictures = {FULL_PRECISION: reference.images, QUANTIZED: twins.images}
@@ -321,24 +323,47 @@ def measure_sensitivity(
 
 def sides_of(pool: Pool, engine: str, directory: Path, simulated: bool) -> dict[str, Side]:
     """The framework's parts by name, an engine's by the file that it is loaded from."""
+    framework = Side(pool, {part: part for part in PART_NAMES})
+    if engine in NATIVE_ENGINES:
+        native = {quantized: Side(pool, {part: Native(part, quantized and part == "unet_xl") for part in PART_NAMES})
+                  for quantized in (False, True)}  # fmt: skip
+        return {FRAMEWORK: framework, FULL_PRECISION: native[False], QUANTIZED: native[True]}
     kind = "plan" if engine.startswith("tensorrt") else "onnx"
     quantized = {part: artifact(directory, kind, part) for part in PART_NAMES}
     full_precision = quantized | {"unet_xl": artifact(directory / "full_precision", kind, "unet_xl")}
     return {
-        FRAMEWORK: Side(pool, {part: part for part in PART_NAMES}),
+        FRAMEWORK: framework,
         FULL_PRECISION: Side(pool, full_precision),
         QUANTIZED: Side(pool, quantized | ({"unet_xl": SIMULATED} if simulated else {})),
     }
 
 
-def open_engine(checkpoint: Checkpoint, engine: str, assignment: Assignment, key: str | Path) -> Engine:
+@dataclasses.dataclass(frozen=True)
+class Native:
+    """The key of a part that torch computes on the GPU, where there is one."""
+
+    part: str
+    quantized: bool
+
+
+def open_engine(checkpoint: Checkpoint, engine: str, assignment: Assignment, key: str | Path | Native) -> Engine:
     if isinstance(key, Path):
         return load_engine(engine, key)
-    if key != SIMULATED:
+    if isinstance(key, str) and key != SIMULATED:
         return load_part(checkpoint, key)
-    part = load_part(checkpoint, "unet_xl")
-    simulate(part.module.unet, assignment)
-    return part
+    part = "unet_xl" if key == SIMULATED else key.part
+    opened = load_part(checkpoint, part)
+    if key == SIMULATED or key.quantized:
+        simulate(opened.module.unet, assignment)
+    if key == SIMULATED:
+        return opened
+    if key.quantized:
+        with_native_layers(opened.module.unet, assignment)
+    contract = contracts_of(checkpoint)[part]
+    module = on_device(opened.module, contract.weights)
+    if engine == "torch_compiled":
+        module.compile()
+    return TorchEngine(module, contract)
 
 
 def save_pictures(directory: Path, reference, twins, prompts: list[str], job: QuantizeJob) -> None:
