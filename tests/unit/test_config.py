@@ -78,10 +78,17 @@ def skip_without_its_package(primary: str, option: str) -> None:
 @pytest.mark.parametrize(("primary", "option"), options())
 def test_every_option_of_every_primary_is_a_job(primary, option):
     overrides = [option, *NEEDED.get(option, [])] if option else []
-    refused = {("quantize", "infer=torch")}  # the baseline of every job is no engine for the quantized model
+    native = "one that reads a run's files; this one computes in quantize.py"
+    refused = {
+        ("quantize", "infer=torch"): "an engine for the quantized model",  # it is the baseline of every job
+        ("infer", "infer=torch_native"): native,
+        ("infer", "infer=torch_compiled"): native,
+    }
     if (primary, option) in refused:
-        with pytest.raises(ConfigError, match=r"^infer\.engine is torch, expected an engine for the quantized model"):
+        engine = option.partition("=")[2]
+        with pytest.raises(ConfigError) as refusal:
             read(JOBS[primary], composed(primary, *overrides))
+        assert str(refusal.value).startswith(f"infer.engine is {engine}, expected {refused[primary, option]}")
         return
     group, _, choice = option.partition("=")
     if group == "hydra/launcher":
@@ -502,6 +509,7 @@ def test_reading_a_group_alone(mappings):
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
+        (["quantize=nvfp4", "infer=torch_native"], "infer.engine is torch_native, expected another, such as"),
         (["quantize=fp8", "alpha=0.5"], "alpha is 0.5, expected null, because fp8 smooths nothing"),
         (
             ["quantize=int8", "quantize.format=fp8"],
