@@ -2,7 +2,8 @@
 
 INT8 and FP8 are computed by ModelOpt itself. Its formats of four bits need CUDA, so those are ours, called by the same
 quantizers as a backend. A low-rank branch is a hook that adds its product, and quantized attention a processor.
-The result is an ordinary ModelOpt model: ``mto.save`` writes it and ``mto.restore`` takes it back.
+Where nothing of ours is needed the result is an ordinary ModelOpt model: ``mto.save`` writes it and ``mto.restore`` takes
+it back.
 """
 
 import contextlib
@@ -122,6 +123,16 @@ class QuantizedAttention:
         scores = near(query * root, q_amax) @ near(key * root, k_amax).transpose(1, 2)
         mixed = near(scores.softmax(-1), 1.0) @ near(value, v_amax)
         return attention.to_out[1](attention.to_out[0](attention.batch_to_head_dim(mixed)))
+
+
+def restorable(assignment: Mapping[str, LayerAssignment]) -> bool:
+    """Whether ModelOpt alone can hold all of it: hooks, processors and formats of ours would be lost in its file."""
+    return all(
+        {layer.format, layer.activation_format} <= {None, *NATIVE}
+        and layer.low_rank is None
+        and layer.attention_amax is None
+        for layer in assignment.values()
+    )
 
 
 def save_quantized(module: nn.Module, path: Path) -> None:

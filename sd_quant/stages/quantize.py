@@ -38,7 +38,7 @@ from sd_quant.quantization.assignment import LayerAssignment, Recipe, check_laye
 from sd_quant.quantization.levels import reason_kept
 from sd_quant.quantization.sensitivity import Sensitivity, budget, measure, points
 from sd_quant.quantization.sensitivity import rows as sensitivity_rows
-from sd_quant.quantization.simulate import save_quantized, simulate
+from sd_quant.quantization.simulate import restorable, save_quantized, simulate
 from sd_quant.report.layers import write_csv
 from sd_quant.report.pictures import comparison_grid, save_images
 from sd_quant.report.provenance import provenance
@@ -189,7 +189,8 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> dict:
         outputs = comparison.outputs
         parity = part_parity(outputs[FRAMEWORK], outputs[FULL_PRECISION])
         simulation_part = pool[SIMULATED]
-        save_quantized(simulation_part.module.unet, directory / "quantized_unet.pt")
+        if restorable(assignment):
+            save_quantized(simulation_part.module.unet, directory / "quantized_unet.pt")
         if simulated is None:
             simulation = run_simulation(simulation_part, comparison.inputs["unet_xl"], assignment)
             if job.infer.engine in NATIVE_ENGINES:

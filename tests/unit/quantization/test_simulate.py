@@ -1,10 +1,12 @@
+from dataclasses import replace
+
 import modelopt.torch.opt as mto
 import pytest
 import torch
 from torch import nn
 
 from sd_quant.metrics.fidelity import relative_error
-from sd_quant.quantization.simulate import save_quantized, simulate
+from sd_quant.quantization.simulate import restorable, save_quantized, simulate
 
 KEPT = ("mid_block.attentions.0.transformer_blocks.0.attn1.to_k", "mid_block.attentions.0.proj_out")
 
@@ -91,3 +93,16 @@ def test_a_saved_model_is_restored_bit_for_bit(simulated, calibrated, tmp_path):
 def test_the_saved_file_holds_no_code(simulated, tmp_path):
     save_quantized(simulated.unet, tmp_path / "quantized.pt")
     assert torch.load(tmp_path / "quantized.pt", weights_only=True).keys() == {"modelopt_state", "model_state_dict"}
+
+
+def test_modelopt_holds_what_is_its_own_and_nothing_else(assignment):
+    """A low-rank branch is a hook, quantized attention a processor: its file would lose both."""
+    assert restorable(assignment)
+    name, layer = next((name, layer) for name, layer in assignment.items() if layer.format)
+    for lost in (
+        {"format": "int4"},
+        {"activation_format": "nvfp4"},
+        {"low_rank": (torch.ones(2, 1), torch.ones(1, 2))},
+        {"attention_amax": (1.0, 1.0, 1.0)},
+    ):
+        assert not restorable(assignment | {name: replace(layer, **lost)})
