@@ -2,8 +2,8 @@
 
 INT8 and FP8 are computed by ModelOpt itself. Its formats of four bits need CUDA, so those are ours, called by the same
 quantizers as a backend. A low-rank branch is a hook that adds its product, and quantized attention a processor.
-Where nothing of ours is needed the result is an ordinary ModelOpt model: ``mto.save`` writes it and ``mto.restore`` takes
-it back.
+Where nothing of ours is needed the result is an ordinary ModelOpt model: ``mto.save`` writes it and ``mto.restore``
+takes it back.
 """
 
 import contextlib

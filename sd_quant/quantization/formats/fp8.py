@@ -2,7 +2,7 @@
 
 A number of the normal range keeps a relative precision of 2^-4, however far below ``amax`` it is, so outliers cost
 little and no smoothing is needed; below ``amax`` 2^-15 the steps are equal, as an integer's. What exceeds 448 after
-scaling is kept at 448, as TensorRT and ONNX do with ``saturate``; torch's cast would make it NaN.
+scaling is kept at 448, as TensorRT and ONNX do with ``saturate``; not every version and device of torch casts so.
 
 The format is that of Micikevicius et al. 2022 and OCP FP8 1.0, which torch calls ``float8_e4m3fn``; the scale is
 ModelOpt's. Not taken: E5M2, which inference has no use for.

@@ -1,7 +1,7 @@
 """Symmetric INT4 in blocks of 64: ``q = clamp(round(x / scale), -8, 7)``, ``scale = max |block| / 7``.
 
-ModelOpt's and deepcompressor's group quantization. The level -8 is used only where rounding the scale to fp16 made it
-smaller. Not taken: an asymmetric zero point, which TensorRT's INT4 has not.
+ModelOpt's and deepcompressor's group quantization. The level -8 is never needed. Not taken: an asymmetric zero point,
+which TensorRT's INT4 has not.
 """
 
 import torch

@@ -29,7 +29,7 @@ def scales(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
     if not torch.isfinite(peak):
         raise OverflowError(f"an amax of {peak.item():g} gives no scale")
     whole = torch.where(peak == 0, 1.0, peak / (e2m1.LARGEST * fp8.QMAX))
-    wanted = blocks(x, BLOCK).abs().amax(-1) / (e2m1.LARGEST * whole)
+    wanted = blocks(x, BLOCK).abs().amax(-1) / e2m1.LARGEST / whole
     return wanted.clamp(SMALLEST_SCALE, fp8.QMAX).to(torch.float8_e4m3fn).float(), whole
 
 
