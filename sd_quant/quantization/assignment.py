@@ -19,7 +19,7 @@ from sd_quant.errors import ConfigError, SdQuantError
 from sd_quant.quantization.formats import FORMATS, fake_quantize
 from sd_quant.quantization.formats.int8 import per_channel
 from sd_quant.quantization.levels import Enable, Pair, reason_kept
-from sd_quant.quantization.low_rank import low_rank, rank_of
+from sd_quant.quantization.low_rank import ITERATIONS, low_rank, rank_of
 from sd_quant.quantization.observers import OBSERVERS
 from sd_quant.quantization.percentile import PERCENTILE_CALIBRATORS
 from sd_quant.quantization.smoothing import SMOOTHINGS, SharedInput, pre_quant_scale
@@ -27,6 +27,7 @@ from sd_quant.quantization.smoothing import SMOOTHINGS, SharedInput, pre_quant_s
 FIXED_ALPHA = 0.8  # what NeMo and ModelOpt recommend for SDXL; alpha=auto is compared with it
 ALPHAS = tuple(index / 10 for index in range(11))  # that alpha=auto tries
 SEARCHED_OUTPUTS, SEARCHED_ROWS = 256, 64  # of a layer, that the search looks at
+SEARCHED_ITERATIONS = 1  # of a low-rank branch while alpha is searched: all alphas are a little worse alike
 HEAD_WIDTHS = 16  # of which an attention's head is a multiple where its matrix products are quantized (ModelOpt)
 HEADROOM = 2.0
 PIECE = 2**18  # numbers of a weight that are worked on at a time
@@ -65,8 +66,8 @@ class LayerAssignment:
 
     ``activation_format`` None leaves the input in high precision. ``weight_amax`` fp32, [out_channels] with
     ``weight_axis`` 0 and else [1], and ``activation_amax`` are ranges after smoothing; formats with a scale per block
-    take no range. ``low_rank`` (up [out, rank], down [rank, in]) is a product that the weight is without, computed
-    beside it. An attention's two matrix products have a row of role ``attention``, without weights, and
+    take no range. ``low_rank`` (up [out, rank], down [rank, in], fp16) is a product that the weight is without and that is
+    computed beside it. An attention's two matrix products have a row of role ``attention``, without weights, and
     ``attention_amax`` of query, key and value as they are multiplied. ``pre_quant_scale`` fp32
     [in_features] divides the weight; the input is multiplied by it, in the graph or, with ``folded_into``, in the
     module of that name. ``output_scale`` fp32 [out_channels] is what this module takes over from the linear behind it:
@@ -163,7 +164,7 @@ def rewritten(parameter: Tensor, layer: LayerAssignment) -> Tensor:
         parameter = parameter * per_channel(layer.output_scale, parameter)
     if layer.low_rank is not None and parameter.ndim > 1:
         up, down = layer.low_rank
-        parameter = torch.addmm(parameter, up, down, alpha=-1)
+        parameter = torch.addmm(parameter, up.float(), down.float(), alpha=-1)
     return parameter
 
 
@@ -237,7 +238,7 @@ def errors(layer: LayerAssignment, weight: Tensor, rows: Tensor, steps: int) -> 
         error = near_inputs @ weight_error.T + of_input
         if some.low_rank is not None:
             up, down = some.low_rank
-            output = output + (inputs @ down.T) @ up.T
+            output = output + (inputs @ down.float().T) @ up.float().T
         squares += torch.stack([part.square().sum().double() for part in (output, error, of_input, of_weight)])
     output, error, of_input, of_weight = squares.tolist()
     if not output:
@@ -323,7 +324,8 @@ def assign_readers(
         weight, layer = weights[layer.name], replace(layer, pre_quant_scale=scale, alpha=alpha)
         if layer.reason is None:
             if recipe.rank:
-                branch = low_rank(rewritten(weight, layer), rank_of(recipe.rank, weight.shape))
+                iterations = ITERATIONS if most_outputs is None else SEARCHED_ITERATIONS
+                branch = low_rank(rewritten(weight, layer), rank_of(recipe.rank, weight.shape), iterations)
                 layer = replace(layer, low_rank=branch)
             if most_outputs is not None:
                 seen = slice(None, None, -(-len(weight) // most_outputs))
@@ -501,6 +503,6 @@ def taking_over(
     if producer.format:
         if producer.low_rank is not None:
             up, down = producer.low_rank
-            producer = replace(producer, low_rank=((up * output_scale[:, None]).half().float(), down))
+            producer = replace(producer, low_rank=((up * output_scale[:, None]).half(), down))
         producer = with_output_range(producer, weight)
     return producer
