@@ -66,7 +66,7 @@ class LayerAssignment:
 
     ``activation_format`` None leaves the input in high precision. ``weight_amax`` fp32, [out_channels] with
     ``weight_axis`` 0 and else [1], and ``activation_amax`` are ranges after smoothing; formats with a scale per block
-    take no range. ``low_rank`` (up [out, rank], down [rank, in], fp16) is a product that the weight is without and that is
+    take no range. ``low_rank`` (up [out, rank], down [rank, in], fp16) is a product that is taken out of the weight and
     computed beside it. An attention's two matrix products have a row of role ``attention``, without weights, and
     ``attention_amax`` of query, key and value as they are multiplied. ``pre_quant_scale`` fp32
     [in_features] divides the weight; the input is multiplied by it, in the graph or, with ``folded_into``, in the
