@@ -223,6 +223,8 @@ def warnings_of(table: Sequence[Row], names: Mapping[str, str]) -> list[str]:
             if ratio and round(ratio, 2) < 1:  # the third decimal is noise
                 times = f"{1 / ratio:.2f} times as long quantized as unquantized"
                 sentences.append(f"SLOWER: {names[row['job']]} takes {times} {what}.")
+        if row["run_by"] == "simulation":
+            sentences.append(f"SIMULATED: no engine here executes {names[row['job']]}; torch made its pictures.")
     return sentences + [
         f"{row['status'].upper()}: {row['job']}: {row['reason']}" for row in table if row["status"] != DONE
     ]

@@ -109,6 +109,16 @@ def test_the_table_has_units_dashes_marks_and_reasons(small_sweep, without_plots
     assert len({title for _, title in headers}) == len(headers) == 16
 
 
+def test_a_recipe_that_no_engine_ran_is_called_so(small_sweep, without_plots, change_record):
+    def simulated(record):
+        record["simulated"] = True
+
+    change_record(small_sweep.directory / "level=2", simulated)
+    text, *_ = written(read_sweep(small_sweep.directory))
+    assert text.count("SIMULATED: no engine here executes quant_level=2; torch made its pictures.") == 1
+    assert "simulation" in cells(row(text, "level=2")) and "SIMULATED: no engine here executes quant_level=4" not in text
+
+
 def test_a_recipe_that_is_slower_is_called_so(small_sweep, without_plots, change_record):
     def slower(record):
         record["latency"]["openvino"]["image"]["1"]["speedup"] = 0.8
