@@ -19,7 +19,7 @@ from sd_quant.errors import ConfigError, SdQuantError
 from sd_quant.quantization.formats import FORMATS, fake_quantize
 from sd_quant.quantization.formats.int8 import per_channel
 from sd_quant.quantization.levels import Enable, Pair, reason_kept
-from sd_quant.quantization.low_rank import ITERATIONS, low_rank, rank_of
+from sd_quant.quantization.low_rank import low_rank, rank_of
 from sd_quant.quantization.observers import OBSERVERS
 from sd_quant.quantization.percentile import PERCENTILE_CALIBRATORS
 from sd_quant.quantization.smoothing import SMOOTHINGS, SharedInput, pre_quant_scale
@@ -27,7 +27,6 @@ from sd_quant.quantization.smoothing import SMOOTHINGS, SharedInput, pre_quant_s
 FIXED_ALPHA = 0.8  # what NeMo and ModelOpt recommend for SDXL; alpha=auto is compared with it
 ALPHAS = tuple(index / 10 for index in range(11))  # that alpha=auto tries
 SEARCHED_OUTPUTS, SEARCHED_ROWS = 256, 64  # of a layer, that the search looks at
-SEARCHED_ITERATIONS = 1  # of a low-rank branch while alpha is searched: all alphas are a little worse alike
 HEAD_WIDTHS = 16  # of which an attention's head is a multiple where its matrix products are quantized (ModelOpt)
 HEADROOM = 2.0
 PIECE = 2**18  # numbers of a weight that are worked on at a time
@@ -313,7 +312,7 @@ def assign_readers(
     """Linears of one input with one smoothing vector. Readers that stay in high precision get the vector alone.
 
     ``weight_amax`` fp32 [in_features] is the largest of the quantized readers' weights. With ``most_outputs`` the
-    layers are those of that many outputs each, evenly spaced, with the low-rank branch of all.
+    layers are those of that many outputs each, evenly spaced, with a low-rank branch of a rank in proportion.
     """
     channel_amax, rows = statistics.amax.amax(dim=0), statistics.rows.values
     scale = None if alpha is None else pre_quant_scale(channel_amax, weight_amax, alpha)
@@ -323,13 +322,12 @@ def assign_readers(
     for layer in layers:
         weight, layer = weights[layer.name], replace(layer, pre_quant_scale=scale, alpha=alpha)
         if layer.reason is None:
-            if recipe.rank:
-                iterations = ITERATIONS if most_outputs is None else SEARCHED_ITERATIONS
-                branch = low_rank(rewritten(weight, layer), rank_of(recipe.rank, weight.shape), iterations)
-                layer = replace(layer, low_rank=branch)
+            rank, outputs = rank_of(recipe.rank, weight.shape), len(weight)
             if most_outputs is not None:
-                seen = slice(None, None, -(-len(weight) // most_outputs))
-                weight, layer = weight[seen], some_rows(layer, seen)
+                weight = weight[:: -(-outputs // most_outputs)]
+            if rank:
+                branch = low_rank(rewritten(weight, layer), max(1, round(rank * len(weight) / outputs)))
+                layer = replace(layer, low_rank=branch)
             layer = with_ranges(layer, weight, amax, recipe)
             of_one, accumulated = errors(layer, weight, rows, len(statistics.amax))
             layer = replace(layer, output_error=of_one, accumulated_error=accumulated)
@@ -348,7 +346,7 @@ def search_alpha(
 
     It looks at ``SEARCHED_OUTPUTS`` output channels of each, evenly spaced, on the first ``SEARCHED_ROWS`` inputs, and
     takes the maximum as the range: all of them, or an observer, would cost more than everything else in a recipe. A
-    low-rank branch is that of all outputs, for each alpha anew.
+    low-rank branch is found for each alpha anew, in these outputs.
     """
     rows = replace(statistics.rows, values=statistics.rows.values[:SEARCHED_ROWS])
     statistics, recipe = replace(statistics, rows=rows), replace(recipe, observer="min_max")

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 OVERSAMPLED = 8  # directions that are looked for beyond the rank
-ITERATIONS = 4
 
 
 def rank_of(rank: int | float, shape: tuple[int, ...]) -> int:
@@ -23,7 +22,7 @@ def rank_of(rank: int | float, shape: tuple[int, ...]) -> int:
     return rank if isinstance(rank, int) else max(1, round(rank * min(shape))) if rank else 0
 
 
-def low_rank(weight: Tensor, rank: int, iterations: int = ITERATIONS) -> tuple[Tensor, Tensor]:
+def low_rank(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """``up`` [out, rank] and ``down`` [rank, in], fp16, of a weight [out, in].
 
     The singular values are shared evenly between the two, which keeps both in fp16's range.
@@ -31,6 +30,6 @@ def low_rank(weight: Tensor, rank: int, iterations: int = ITERATIONS) -> tuple[T
     weight = weight.float()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        u, s, v = torch.svd_lowrank(weight, q=min(rank + OVERSAMPLED, *weight.shape), niter=iterations)
+        u, s, v = torch.svd_lowrank(weight, q=min(rank + OVERSAMPLED, *weight.shape), niter=4)
     root = s[:rank].sqrt()
     return (u[:, :rank] * root).half(), (v[:, :rank] * root).T.half()

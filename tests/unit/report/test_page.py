@@ -116,7 +116,8 @@ def test_a_recipe_that_no_engine_ran_is_called_so(small_sweep, without_plots, ch
     change_record(small_sweep.directory / "level=2", simulated)
     text, *_ = written(read_sweep(small_sweep.directory))
     assert text.count("SIMULATED: no engine here executes quant_level=2; torch made its pictures.") == 1
-    assert "simulation" in cells(row(text, "level=2")) and "SIMULATED: no engine here executes quant_level=4" not in text
+    assert "simulation" in cells(row(text, "level=2"))
+    assert "SIMULATED: no engine here executes quant_level=4" not in text
 
 
 def test_a_recipe_that_is_slower_is_called_so(small_sweep, without_plots, change_record):
