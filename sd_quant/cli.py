@@ -33,7 +33,20 @@ LOG = logging.getLogger(__name__)
 CONF, SWEEPS = REPOSITORY / "conf", REPOSITORY / "outputs" / "sweeps"
 OmegaConf.register_new_resolver("job_name", sweep.name_of_job, replace=True)
 OmegaConf.register_new_resolver("places", share.places, replace=True)
-OmegaConf.register_new_resolver("given", lambda value, preset: preset if value is None else value, replace=True)
+
+
+def given(value: object, preset: object) -> object:
+    """What the user gives, else what the preset recommends."""
+    return preset if value is None else value
+
+
+def alpha_of(value: object, smoothing: str, preset: object) -> object:
+    """The same of alpha, which a preset recommends only where something is smoothed."""
+    return given(value, None if smoothing == "none" else preset)
+
+
+OmegaConf.register_new_resolver("given", given, replace=True)
+OmegaConf.register_new_resolver("alpha_of", alpha_of, replace=True)
 LAUNCHERS = {  # what the files in conf/hydra/launcher build on, and what installs it
     "joblib": "pip install -e '.[joblib]' -c constraints.txt",
     "submitit_local": "pip install -e '.[submitit]' -c constraints.txt",

@@ -39,7 +39,7 @@ CHECKPOINT_GIVEN = "model.path={files}/empty.nemo"
     [
         ("quantize.py", ["quant_levle=3"], 2, "there is no knob quant_levle; did you mean quant_level"),
         ("quantize.py", ["+quantize.alhpa=0.5"], 2, "there is no knob quantize.alhpa; did you mean alpha?"),
-        ("quantize.py", ["quantize=int4"], 2, "there is no preset quantize=int4; did you mean int8?"),
+        ("quantize.py", ["quantize=int9"], 2, "there is no preset quantize=int9; did you mean int8"),
         ("quantize.py", ["infer=3"], 2, "Config group override must be a string"),
         ("quantize.py", ["alpha=["], 2, "the argument alpha=[ cannot be read"),
         ("quantize.py", ["alpha=0.5,0.8"], 2, "--multirun"),
@@ -48,7 +48,8 @@ CHECKPOINT_GIVEN = "model.path={files}/empty.nemo"
         ("quantize.py", ["alpha=best"], 2, "alpha is best, expected a number from 0 to 1, or auto"),
         ("quantize.py", ["percentile=0.01"], 2, "percentile is 0.01, expected at least 0.05"),
         ("quantize.py", ["keep=1.0"], 2, "keeping all would quantize nothing"),
-        ("quantize.py", ["smoothing=none"], 2, "smoothing is none, expected one of folded, modelopt"),
+        ("quantize.py", ["smoothing=all"], 2, "smoothing is all, expected one of folded, modelopt, none"),
+        ("quantize.py", ["smoothing=none", "alpha=0.5"], 2, "alpha is 0.5, expected null, because int8 smooths"),
         (
             "quantize.py",
             [CHECKPOINT_GIVEN, "cache.dir={files}/empty.nemo/cache"],

@@ -569,3 +569,9 @@ def test_a_conv_takes_no_input_in_blocks():
     pair, enable = Pair("nvfp4", "nvfp4"), read(QuantizeJob, composed("quantize")).quantize.enable
     with pytest.raises(ConfigError, match=r"^quantize\.enable\.conv\.activation is nvfp4, expected one of int8, fp8$"):
         check_enabled(SimpleNamespace(enable=dataclasses.replace(enable, conv=pair), format="nvfp4", quant_level=3.0))
+
+
+def test_without_smoothing_a_preset_recommends_no_alpha():
+    assert read(QuantizeJob, composed("quantize", "smoothing=none")).quantize.alpha is None
+    assert read(QuantizeJob, composed("quantize", "quantize=svdquant_w4a4", "smoothing=none")).quantize.alpha is None
+    assert read(QuantizeJob, composed("quantize", "quantize=svdquant_w4a4", "alpha=0.5")).quantize.alpha == 0.5
