@@ -17,11 +17,11 @@ install: $(VENV)/.sd-quant-run ## Install what the commands need
 test: $(VENV)/.sd-quant-test ## Install what the tests need, then run all of them
 	$(PYTHON) -m pytest
 
-check: $(VENV)/.sd-quant-test ## Style, types and unit tests, in under two minutes
+check: $(VENV)/.sd-quant-test ## Style, types and the quick unit tests, in under two minutes
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
-	$(PYTHON) -m pytest tests/unit --numprocesses 2 --quiet
+	$(PYTHON) -m pytest tests/unit --numprocesses 2 --quiet -m "not slow"
 
 report: $(VENV)/.sd-quant-run ## Make the report of a run or a sweep again from its records: make report DIR=<folder>
 	$(PYTHON) -m sd_quant.report $(DIR)

@@ -36,6 +36,7 @@ from sd_quant.quantization.formats import FORMATS, fake_quantize
 from sd_quant.quantization.levels import Enable, Pair, formats_used
 from sd_quant.quantization.simulate import simulate
 
+pytestmark = pytest.mark.slow
 REPOSITORY = Path(__file__).parents[3]
 PRESETS = sorted(path.stem for path in (REPOSITORY / "conf/quantize").glob("*.yaml"))
 WIDTH, POOLED, SIZE_FEATURES = 64, 16, 8
