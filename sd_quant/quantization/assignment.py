@@ -420,7 +420,7 @@ def derive(
             f"quant_level={recipe.quant_level:g} with {len(kept)} layers kept leaves no layer to quantize; "
             "raise quant_level or lower keep"
         )
-    for name, head_width in attentions.items():
+    for name, head_width in attentions.items() if recipe.enable.attention is not None else ():
         row = LayerAssignment(name, "attention", (head_width,), reason=reason_kept("attention", recipe.quant_level))
         if row.reason is None and head_width % HEAD_WIDTHS:
             row = replace(row, reason=f"its heads are {head_width} wide, no multiple of {HEAD_WIDTHS}")

@@ -398,7 +398,7 @@ def bytes_of(onnx_path: Path) -> int:
 
 
 def count_layers(assignment: dict[str, LayerAssignment]) -> dict[str, int]:
-    layers = [layer for layer in assignment.values() if layer.role != "norm"]
+    layers = [layer for layer in assignment.values() if layer.role not in ("norm", "attention")]
     quantized = sum(layer.format is not None for layer in layers)
     return {"quantized": quantized, "high_precision": len(layers) - quantized}
 
