@@ -124,7 +124,7 @@ def recipe_of(preset: str) -> Recipe:
     read = yaml.safe_load((REPOSITORY / f"conf/quantize/{preset}.yaml").read_text())
 
     def default(value: object) -> object:
-        return yaml.safe_load(value[:-1].rpartition(",")[2]) if str(value).startswith("${given:") else value
+        return yaml.safe_load(value[:-1].rpartition(",")[2]) if str(value).startswith("${") else value
 
     conv, linear, attention = (read["enable"][kind] for kind in ("conv", "linear", "attention"))
     return Recipe(
