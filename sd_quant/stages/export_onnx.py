@@ -1,12 +1,13 @@
 """ONNX of every part, and of the UNet once more unquantized, which is what the quantized engine is compared with."""
 
+import dataclasses
 import hashlib
-import json
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 import onnx_ir as ir
+from torch import Tensor
 
 from sd_quant.cache import Cache
 from sd_quant.checkpoints.nemo import Checkpoint
@@ -18,6 +19,7 @@ from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.report.provenance import versions
 
 Assignment = Mapping[str, LayerAssignment]
+REPORTED = {"role", "reason", "alpha", "output_error", "accumulated_error", "fixed_alpha_error"}
 
 
 def export_parts(
@@ -57,12 +59,14 @@ def export(checkpoint: Checkpoint, origin: dict, part: str, path: Path, assignme
 
 
 def assignment_digest(assignment: Assignment) -> str:
-    """Of everything that the layers' files depend on."""
+    """Of everything that the layers' files depend on: all that an assignment says, but for what it only reports."""
     content = hashlib.sha256()
     for layer in assignment.values():
-        formats, ranges = (layer.format, layer.activation_format), (layer.activation_amax, layer.attention_amax)
-        fields = (layer.name, *formats, layer.weight_axis, *ranges, layer.folded_into)
-        content.update(json.dumps(fields).encode())
-        for tensor in (layer.weight_amax, layer.pre_quant_scale, layer.output_scale, *(layer.low_rank or ())):
-            content.update(b"-" if tensor is None else tensor.contiguous().numpy().tobytes())
+        for field in dataclasses.fields(layer):
+            if field.name not in REPORTED:
+                value = getattr(layer, field.name)
+                content.update(f"{field.name}:".encode())
+                for part in value if isinstance(value, tuple) else (value,):
+                    is_tensor = isinstance(part, Tensor)
+                    content.update(part.contiguous().numpy().tobytes() if is_tensor else repr(part).encode())
     return content.hexdigest()

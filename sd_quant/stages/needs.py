@@ -16,10 +16,7 @@ from sd_quant.metrics.memory import available_memory_bytes
 LOG = logging.getLogger(__name__)
 BASE = 1.0e9  # the process with its libraries
 TORCH = 4  # bytes per parameter, fp32
-ENGINE, ENGINE_INT8 = (
-    6.5,
-    2.5,
-)  # OpenVINO's own, at its peak; the file that it maps, which the kernel can drop, is not in it
+ENGINE, ENGINE_INT8 = 6.5, 2.5  # OpenVINO's own, at its peak, without the file that it maps and the kernel can drop
 PLAN = 4.2  # bytes per parameter while TensorRT for RTX builds
 UNET_PIXEL, VAE_PIXEL = 1000, 9000  # bytes of activations per pixel, of a sample and of a picture
 GB = 1e9

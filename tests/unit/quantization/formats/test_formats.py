@@ -9,8 +9,11 @@ from onnx.reference import ReferenceEvaluator
 from torch import Tensor
 
 from sd_quant.errors import SdQuantError
+from sd_quant.export.dynamic import SCALES
 from sd_quant.export.insertion import SCALE_DTYPES
 from sd_quant.quantization.formats import FORMATS, Format, fake_quantize
+from sd_quant.quantization.levels import LEAST_CAPABILITY, RANGED
+from sd_quant.stages.parity import LAYER_TOLERANCE
 
 # Of Gaussian numbers with one range for all, relative to their norm; measured 0.0104, 0.0265, 0.1074, 0.1148, 0.0955.
 # Theory has for int8 amax / 127 / sqrt(12), with an amax of 4.6 here, and for fp8 about 2^-4 / sqrt(6).
@@ -143,3 +146,9 @@ def test_the_opset_is_the_first_that_has_these_types(form):
     model = dequantizing(form, gaussian()[:8], form.OPSET - 1)
     with pytest.raises((onnx.checker.ValidationError, onnx.shape_inference.InferenceError)):
         onnx.checker.check_model(model, full_check=True)
+
+
+def test_every_table_knows_every_format():
+    static = {name for name, form in FORMATS.items() if form.BLOCK is None}
+    assert LEAST_CAPABILITY.keys() == FORMATS.keys() == LAYER_TOLERANCE.keys() - {None}
+    assert set(RANGED) == static and SCALES.keys() == FORMATS.keys() - static
