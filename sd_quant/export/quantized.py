@@ -30,8 +30,6 @@ from sd_quant.quantization.formats import FORMATS, Format
 ReadWeight = Callable[[str], Tensor]
 # A single file is put together in memory, several times over; beyond this the weights go to a file beside the graph.
 LARGEST_SINGLE_FILE = 2**28
-
-
 Made = dict[tuple, ir.Value]  # what several layers read, once
 
 
@@ -70,58 +68,69 @@ def static_copy(graph: ir.Graph, node: ir.Node, value: ir.Value, name: str, form
     return insert(graph, node, "DequantizeLinear", [value, scales, zero_point], f"{name}_dequantized")
 
 
-def quantize_weight(
+def static_weight(
     graph: ir.Graph, node: ir.Node, name: str, layer: LayerAssignment, read: ReadWeight, transposed: bool
 ) -> ir.Value:
-    """The dequantized weight [out, ...], or [in, out] for a MatMul, in front of ``node``."""
-    form = FORMATS[layer.format]
-    blocked, convolution = form.BLOCK is not None, len(layer.weight_shape) > 2
-
-    def oriented(tensor: Tensor) -> Tensor:
-        return tensor.T if transposed and tensor.ndim > 1 else tensor
-
-    def codes_and_scales() -> tuple[Tensor, tuple[Tensor, ...]]:
-        weight = rewritten(read(name), layer).flatten(1)
-        scales = layer.weight_scales(weight)
-        return oriented(form.quantize(weight, *scales)), scales
-
-    flat = (layer.weight_shape[0], math.prod(layer.weight_shape[1:]))
-    shape = flat if blocked else layer.weight_shape
-    shape = shape[::-1] if transposed else shape
-    axis = 1 if transposed != blocked else 0  # of the outputs, or along the inputs in blocks
+    """The dequantized weight [out, ...], or [in, out] for a MatMul, from codes with one scale or one per output."""
+    form, per_row = FORMATS[layer.format], layer.weight_axis == 0
     dtype = ir.DataType[form.ONNX_TYPE]
 
-    def read_codes() -> Tensor:
-        packed = form.pack(codes_and_scales()[0])
-        return packed if dtype.bitwidth == 4 else packed.view(shape)
+    def codes() -> Tensor:
+        weight = rewritten(read(name), layer)
+        packed = form.pack(form.quantize(weight, *layer.weight_scales(weight)))
+        return packed.T if transposed else packed
 
-    value = initializer(graph, f"{name}.{layer.format}", dtype, shape, read_codes)
-    if not blocked:
-        scale = layer.weight_scale if layer.weight_axis == 0 else layer.weight_scale[0]
-        parts = [constant(graph, f"{name}.scale", scale.half().numpy())]
-        zeros = torch.zeros(scale.shape, dtype=torch.int8)
-        parts.append(initializer(graph, f"{name}.zero_point", dtype, tuple(scale.shape), lambda: zeros))
-        named = {"axis": axis} if layer.weight_axis == 0 else {}
-        return insert(graph, node, "DequantizeLinear", [value, *parts], f"{name}.dequantized", **named)
+    shape = layer.weight_shape[::-1] if transposed else layer.weight_shape
+    scale = layer.weight_scale if per_row else layer.weight_scale[0]
+    zeros = torch.zeros(scale.shape, dtype=torch.int8)
+    inputs = [
+        initializer(graph, f"{name}.{layer.format}", dtype, shape, codes),
+        constant(graph, f"{name}.scale", scale.half().numpy()),
+        initializer(graph, f"{name}.zero_point", dtype, tuple(scale.shape), lambda: zeros),
+    ]
+    axis = {"axis": 1 if transposed else 0} if per_row else {}
+    return insert(graph, node, "DequantizeLinear", inputs, f"{name}.dequantized", **axis)
 
-    block_shape = (flat[0], flat[1] // form.BLOCK)[:: -1 if transposed else 1]
 
-    def scale_initializer(index: int, suffix: str, shape: tuple[int, ...]) -> ir.Value:
+def blocked_weight(
+    graph: ir.Graph, node: ir.Node, name: str, layer: LayerAssignment, read: ReadWeight, transposed: bool
+) -> ir.Value:
+    """The same from codes with a scale per block, some with a global scale for those; two-dimensional until the end."""
+    form = FORMATS[layer.format]
+    outputs, numbers = layer.weight_shape[0], math.prod(layer.weight_shape[1:])
+
+    def turned(rows: int, columns: int) -> tuple[int, int]:
+        return (columns, rows) if transposed else (rows, columns)
+
+    def weight_and_scales() -> tuple[Tensor, tuple[Tensor, ...]]:
+        weight = rewritten(read(name), layer).flatten(1)
+        return weight, layer.weight_scales(weight)
+
+    def codes() -> Tensor:
+        weight, scales = weight_and_scales()
+        found = form.quantize(weight, *scales)
+        return form.pack(found.T if transposed else found)
+
+    def scale(index: int, suffix: str, shape: tuple[int, ...]) -> ir.Value:
         kind = form.ONNX_SCALE_TYPES[index]
-        return initializer(
-            graph, f"{name}.{suffix}", ir.DataType[kind], shape,
-            lambda: oriented(codes_and_scales()[1][index]).to(SCALE_DTYPES[kind]),
-        )  # fmt: skip
 
-    scales = scale_initializer(0, "scale", block_shape)
+        def read_scale() -> Tensor:
+            found = weight_and_scales()[1][index].to(SCALE_DTYPES[kind])
+            return found.T if transposed and found.ndim > 1 else found
+
+        return initializer(graph, f"{name}.{suffix}", ir.DataType[kind], shape, read_scale)
+
+    dtype, axis = ir.DataType[form.ONNX_TYPE], 0 if transposed else 1
+    value = initializer(graph, f"{name}.{layer.format}", dtype, turned(outputs, numbers), codes)
+    scales = scale(0, "scale", turned(outputs, numbers // form.BLOCK))
     if len(form.ONNX_SCALE_TYPES) > 1:
-        whole = scale_initializer(1, "global_scale", ())
-        scales = insert(graph, node, "DequantizeLinear", [scales, whole], f"{name}.scale_dequantized", **HALF)
-    named = {"axis": axis, "block_size": form.BLOCK}
-    value = insert(graph, node, "DequantizeLinear", [value, scales], f"{name}.dequantized", **named)
-    if convolution:
-        whole_shape = constant(graph, f"{name}.shape", np.array(layer.weight_shape, np.int64))
-        value = insert(graph, node, "Reshape", [value, whole_shape], f"{name}.shaped")
+        inputs = [scales, scale(1, "global_scale", ())]
+        scales = insert(graph, node, "DequantizeLinear", inputs, f"{name}.scale_dequantized", **HALF)
+    blocks = {"axis": axis, "block_size": form.BLOCK}
+    value = insert(graph, node, "DequantizeLinear", [value, scales], f"{name}.dequantized", **blocks)
+    if len(layer.weight_shape) > 2:
+        shape = constant(graph, f"{name}.shape", np.array(layer.weight_shape, np.int64))
+        value = insert(graph, node, "Reshape", [value, shape], f"{name}.shaped")
     return value
 
 
@@ -150,7 +159,8 @@ def quantize_layer(graph: ir.Graph, weight: ir.Value, layer: LayerAssignment, re
         (node,) = [usage.node for usage in transpose.outputs[0].uses()]
     x = smoothed_input(graph, node, layer, made)
     node.replace_input_with(0, quantized_input(graph, node, x, layer, made))
-    node.replace_input_with(1, quantize_weight(graph, node, weight.name, layer, read, transposed))
+    dequantized = static_weight if FORMATS[layer.format].BLOCK is None else blocked_weight
+    node.replace_input_with(1, dequantized(graph, node, weight.name, layer, read, transposed))
     if layer.low_rank is not None:
         add_low_rank(graph, node, x, layer)
     if transposed:

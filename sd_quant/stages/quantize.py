@@ -18,11 +18,9 @@ from sd_quant.calibration.shared import read_shared
 from sd_quant.calibration.statistics import Statistics
 from sd_quant.checkpoints.nemo import Checkpoint, check_finite, open_nemo
 from sd_quant.config import NATIVE_ENGINES, PART_NAMES, Quantize, QuantizeJob, anchored, artifact, check_installed
-from sd_quant.engines import load_engine, why_not
-from sd_quant.engines.base import Engine
-from sd_quant.engines.native import check_device, on_device, with_native_layers
-from sd_quant.engines.pool import Pool, Side
-from sd_quant.engines.torch import TorchEngine
+from sd_quant.engines import why_not
+from sd_quant.engines.native import check_device
+from sd_quant.engines.pool import Pool
 from sd_quant.errors import ResourceError
 from sd_quant.files import digest, source_digest, write_json, write_text
 from sd_quant.inference.pipeline import Sampling
@@ -30,7 +28,7 @@ from sd_quant.metrics.fidelity import fidelity
 from sd_quant.metrics.flops import operations, operations_a_second
 from sd_quant.metrics.frechet import frechet_efficientnet
 from sd_quant.metrics.memory import StageTimer, peak_memory_bytes
-from sd_quant.models.loading import contracts_of, empty_modules, load_model, load_part, part_parameters
+from sd_quant.models.loading import contracts_of, empty_modules, load_model, part_parameters
 from sd_quant.models.parts import wrap
 from sd_quant.models.sdxl import attentions, layer_roles, shared_inputs
 from sd_quant.progress import duration, progress
@@ -46,17 +44,17 @@ from sd_quant.report.sensitivity import plot_sensitivity
 from sd_quant.report.summary import FAILURE, RECORD
 from sd_quant.report.table import run_table
 from sd_quant.stages.compare import FRAMEWORK, FULL_PRECISION, QUANTIZED, compare_latency, compare_pictures
-from sd_quant.stages.export_onnx import Assignment, export_parts
+from sd_quant.stages.export_onnx import export_parts
 from sd_quant.stages.export_trt import LATENT_FACTOR, build_plans, check_gpu, plan_library
 from sd_quant.stages.infer import image_names, shown
 from sd_quant.stages.needs import check_machine, disk_needed, fits, memory_needed, memory_of_sides
 from sd_quant.stages.parity import layer_outputs, layer_parity, native_outputs, part_parity, run_simulation
+from sd_quant.stages.sides import SIMULATED, open_engine, sides_of
 from sd_quant.stages.text_scores import text_scores
 from sd_quant.trackers import track
 
 LOG = logging.getLogger(__name__)
 PACKAGE = Path(__file__).resolve().parents[1]
-SIMULATED = "simulated"  # the key of the UNet that torch computes as if it were quantized
 LOCK, TRACKED = ".lock", "outputs/trackers"
 WRITTEN = (
     *("onnx", "plan", "full_precision", "images", "tmp*", RECORD, FAILURE, "provenance.json", "config.yaml"),
@@ -320,51 +318,6 @@ def measure_sensitivity(
     layers = [layer.name for layer in assignment.values() if layer.format]
     with progress(1 + len(layers) + len(points(kept, len(layers))), "sensitivity") as advance:
         return measure(simulated, lambda: torch.cat([part(**call) for call in calls]), layers, kept, advance)
-
-
-def sides_of(pool: Pool, engine: str, directory: Path, simulated: bool) -> dict[str, Side]:
-    """The framework's parts by name, an engine's by the file that it is loaded from."""
-    framework = Side(pool, {part: part for part in PART_NAMES})
-    if engine in NATIVE_ENGINES:
-        native = {quantized: Side(pool, {part: Native(part, quantized and part == "unet_xl") for part in PART_NAMES})
-                  for quantized in (False, True)}  # fmt: skip
-        return {FRAMEWORK: framework, FULL_PRECISION: native[False], QUANTIZED: native[True]}
-    kind = "plan" if engine.startswith("tensorrt") else "onnx"
-    quantized = {part: artifact(directory, kind, part) for part in PART_NAMES}
-    full_precision = quantized | {"unet_xl": artifact(directory / "full_precision", kind, "unet_xl")}
-    return {
-        FRAMEWORK: framework,
-        FULL_PRECISION: Side(pool, full_precision),
-        QUANTIZED: Side(pool, quantized | ({"unet_xl": SIMULATED} if simulated else {})),
-    }
-
-
-@dataclasses.dataclass(frozen=True)
-class Native:
-    """The key of a part that torch computes on the GPU, where there is one."""
-
-    part: str
-    quantized: bool
-
-
-def open_engine(checkpoint: Checkpoint, engine: str, assignment: Assignment, key: str | Path | Native) -> Engine:
-    if isinstance(key, Path):
-        return load_engine(engine, key)
-    if isinstance(key, str) and key != SIMULATED:
-        return load_part(checkpoint, key)
-    part = "unet_xl" if key == SIMULATED else key.part
-    opened = load_part(checkpoint, part)
-    if key == SIMULATED or key.quantized:
-        simulate(opened.module.unet, assignment)
-    if key == SIMULATED:
-        return opened
-    if key.quantized:
-        with_native_layers(opened.module.unet, assignment)
-    contract = contracts_of(checkpoint)[part]
-    module = on_device(opened.module, contract.weights)
-    if engine == "torch_compiled":
-        module.compile()
-    return TorchEngine(module, contract)
 
 
 def save_pictures(directory: Path, reference, twins, prompts: list[str], job: QuantizeJob) -> None:
