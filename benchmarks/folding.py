@@ -28,7 +28,8 @@ from sd_quant.metrics.fidelity import relative_error
 from sd_quant.metrics.latency import measure_in_turn
 from sd_quant.models.parts import COMPONENTS, wrap
 from sd_quant.models.sdxl import build_modules
-from sd_quant.quantization.assignment import LayerAssignment, Recipe
+from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.derivation import Recipe
 
 UNQUANTIZED, PER_LAYER, FOLDED = "unquantized", "modelopt", "folded"
 

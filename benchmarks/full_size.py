@@ -63,7 +63,8 @@ if "--row" in sys.argv:  # in a child only: the parent sits beside what is measu
     from sd_quant.models.loading import contracts_of, empty_modules, load_model, load_part
     from sd_quant.models.parts import wrap
     from sd_quant.models.sdxl import layer_roles, shared_inputs
-    from sd_quant.quantization.assignment import LayerAssignment, Recipe, derive
+    from sd_quant.quantization.assignment import LayerAssignment
+    from sd_quant.quantization.derivation import Recipe, derive
     from sd_quant.quantization.levels import reason_kept
 
 PARTS = ("unet_xl", "vae", "clip1", "clip2")

@@ -44,7 +44,7 @@ from sd_quant.metrics.fidelity import fidelity
 from sd_quant.models.loading import LoadedModel, load_model, pipeline_of
 from sd_quant.models.parts import Contract, wrap
 from sd_quant.models.sdxl import build_modules, layer_roles, shared_inputs
-from sd_quant.quantization.assignment import Recipe, derive
+from sd_quant.quantization.derivation import Recipe, derive
 
 CONFIGURATION = "conf/model/sdxl_mini.yaml"
 EVALUATION = Path(__file__).parent / "prompts/sdxl_mini.txt"  # nobody calibrates on them

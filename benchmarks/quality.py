@@ -27,7 +27,7 @@ from sd_quant.models.loading import load_model, pipeline_of
 from sd_quant.models.parts import wrap
 from sd_quant.models.sdxl import build_modules, layer_roles, shared_inputs
 from sd_quant.progress import progress
-from sd_quant.quantization.assignment import Recipe, derive
+from sd_quant.quantization.derivation import Recipe, derive
 
 CHECKPOINT = REPOSITORY / "checkpoints/sdxl_mini.nemo"
 CALIBRATION = REPOSITORY / "conf/model/prompts/sdxl_mini.txt"

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from sd_quant.calibration.statistics import Statistics, collect, draw
 from sd_quant.models.parts import UnetPart
 from sd_quant.models.sdxl import layer_roles, shared_inputs, unet_config
-from sd_quant.quantization.assignment import LayerAssignment, Recipe, derive
+from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.derivation import Recipe, derive
 
 MINI_CONFIG = Path(__file__).parents[1] / "examples/sdxl_mini/model_config.yaml"
 POOLED, SIZE_FEATURES = 32, 8

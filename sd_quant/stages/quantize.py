@@ -32,7 +32,8 @@ from sd_quant.models.loading import contracts_of, empty_modules, load_model, par
 from sd_quant.models.parts import wrap
 from sd_quant.models.sdxl import attentions, layer_roles, shared_inputs
 from sd_quant.progress import duration, progress
-from sd_quant.quantization.assignment import LayerAssignment, Recipe, check_layers, derive
+from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.derivation import Recipe, check_layers, derive
 from sd_quant.quantization.levels import reason_kept
 from sd_quant.quantization.sensitivity import Sensitivity, budget, measure, points
 from sd_quant.quantization.sensitivity import rows as sensitivity_rows

@@ -11,7 +11,8 @@ from sd_quant.engines.native import NativeLinear, RoundedConv, check_device, wit
 from sd_quant.errors import ResourceError
 from sd_quant.metrics.fidelity import relative_error
 from sd_quant.models.sdxl import shared_inputs
-from sd_quant.quantization.assignment import LayerAssignment, Recipe, derive
+from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.derivation import Recipe, derive
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.levels import Enable, Pair
 from sd_quant.quantization.simulate import simulate

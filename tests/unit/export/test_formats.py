@@ -31,7 +31,8 @@ from sd_quant.export.quantized import write_onnx
 from sd_quant.metrics.fidelity import relative_error
 from sd_quant.models.parts import CONTEXT_TOKENS, Contract, UnetPart, contracts
 from sd_quant.models.sdxl import attentions, layer_roles, shared_inputs, unet_config
-from sd_quant.quantization.assignment import LayerAssignment, Recipe, derive, rewritten
+from sd_quant.quantization.assignment import LayerAssignment, rewritten
+from sd_quant.quantization.derivation import Recipe, derive
 from sd_quant.quantization.formats import FORMATS, fake_quantize
 from sd_quant.quantization.levels import Enable, Pair, formats_used
 from sd_quant.quantization.simulate import simulate

@@ -22,7 +22,8 @@ from sd_quant.calibration.statistics import LayerStatistics, Sample, collect, dr
 from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.models.loading import load_model
 from sd_quant.models.sdxl import EXCLUDED, layer_roles
-from sd_quant.quantization.assignment import Recipe, derive, rewritten
+from sd_quant.quantization.assignment import rewritten
+from sd_quant.quantization.derivation import Recipe, derive
 from sd_quant.quantization.formats.int8 import QMAX, per_channel, quantize
 from sd_quant.quantization.simulate import simulate
 from sd_quant.quantization.smoothing import SharedInput

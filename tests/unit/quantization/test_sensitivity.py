@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sd_quant.errors import ConfigError
-from sd_quant.quantization.assignment import LayerAssignment, Recipe, with_ranges
+from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.derivation import Recipe, with_ranges
 from sd_quant.quantization.sensitivity import Sensitivity, budget, measure, points, rows
 from sd_quant.quantization.simulate import simulate
 

@@ -8,16 +8,14 @@ from torch import Tensor
 
 from sd_quant.calibration.statistics import LayerStatistics, Sample
 from sd_quant.errors import ConfigError, SdQuantError
-from sd_quant.quantization.assignment import (
+from sd_quant.quantization.assignment import FIXED_ALPHA, LayerAssignment, rewritten
+from sd_quant.quantization.derivation import (
     ALPHAS,
-    FIXED_ALPHA,
     SEARCHED_OUTPUTS,
     SEARCHED_ROWS,
-    LayerAssignment,
     Recipe,
     derive,
     errors,
-    rewritten,
     with_ranges,
 )
 from sd_quant.quantization.observers import OBSERVERS
