@@ -25,8 +25,8 @@ from sd_quant.inference.pipeline import Generated, Sampling
 from sd_quant.metrics.fidelity import relative_error
 from sd_quant.metrics.memory import peak_memory_bytes
 from sd_quant.models.loading import load_part, pipeline_of
-from sd_quant.models.parts import COMPONENTS, pad_context
-from sd_quant.models.sdxl import scheduler
+from sd_quant.models.sdxl import padded
+from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS, scheduler
 
 PROMPT = "a glossy icon of a lighthouse"
 
@@ -34,7 +34,7 @@ PROMPT = "a glossy icon of a lighthouse"
 def ours(checkpoint: Path, sampling: Sampling) -> tuple[Generated, torch.Tensor]:
     opened = open_nemo(checkpoint)
     pool = Pool(lambda part: load_part(opened, part), most=1)
-    pipeline = pipeline_of(opened, Side(pool, {part: part for part in COMPONENTS}))
+    pipeline = pipeline_of(opened, Side(pool, {part: part for part in opened.parts()}))
     generated = pipeline([PROMPT], sampling)
     pool.close()
     return generated, pipeline.noise([0], sampling)
@@ -54,8 +54,8 @@ def diffusers_own(folder: Path, sampling: Sampling, noise: torch.Tensor) -> tupl
         return values
 
     picture = pipeline(
-        prompt_embeds=pad_context(context),
-        negative_prompt_embeds=pad_context(unconditional),
+        prompt_embeds=padded(context, CONTEXT_TOKENS),
+        negative_prompt_embeds=padded(unconditional, CONTEXT_TOKENS),
         pooled_prompt_embeds=pooled,
         negative_pooled_prompt_embeds=unconditional_pooled,
         num_inference_steps=sampling.steps,

@@ -17,7 +17,7 @@ from sd_quant.config import anchored
 from sd_quant.files import write_json
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.models.loading import LoadedModel, load_model
-from sd_quant.models.sdxl import layer_roles, shared_inputs
+from sd_quant.models.unet import layer_roles, shared_inputs
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.derivation import Recipe, derive
 from sd_quant.report.provenance import machine

@@ -22,12 +22,11 @@ from sd_quant.config import artifact
 from sd_quant.engines import load_engine
 from sd_quant.engines.base import Engine
 from sd_quant.engines.openvino import int8_layers
-from sd_quant.export.graph import copy_of, trace
+from sd_quant.export.graph import copy_of
+from sd_quant.export.parts import trace_part
 from sd_quant.export.quantized import write_onnx
 from sd_quant.metrics.fidelity import relative_error
 from sd_quant.metrics.latency import measure_in_turn
-from sd_quant.models.parts import COMPONENTS, wrap
-from sd_quant.models.sdxl import build_modules
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.derivation import Recipe
 
@@ -37,11 +36,9 @@ UNQUANTIZED, PER_LAYER, FOLDED = "unquantized", "modelopt", "folded"
 def export(subject: Subject, assignments: dict[str, dict[str, LayerAssignment]], folder: Path) -> dict[str, Path]:
     """Trace once, then a graph for each assignment."""
     checkpoint, contract = subject.model.checkpoint, subject.model.contracts["unet_xl"]
-    component, prefix = COMPONENTS["unet_xl"]
-    source = checkpoint.components[component]
-    graph = trace(
-        lambda: wrap(build_modules(checkpoint.model_config, checkpoint.clip1, checkpoint.clip2))["unet_xl"], contract
-    )
+    part = checkpoint.parts()["unet_xl"]
+    source, prefix = checkpoint.components[part.component], part.prefix
+    graph = trace_part(checkpoint, "unet_xl")
     paths = {name: artifact(folder / name, "onnx", "unet_xl") for name in assignments}
     for name, assignment in assignments.items():
         write_onnx(

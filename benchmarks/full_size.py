@@ -61,8 +61,8 @@ if "--row" in sys.argv:  # in a child only: the parent sits beside what is measu
     from sd_quant.metrics.flops import operations
     from sd_quant.metrics.memory import peak_memory_bytes
     from sd_quant.models.loading import contracts_of, empty_modules, load_model, load_part
-    from sd_quant.models.parts import wrap
-    from sd_quant.models.sdxl import layer_roles, shared_inputs
+    from sd_quant.models.parts import wrapped
+    from sd_quant.models.unet import layer_roles, shared_inputs
     from sd_quant.quantization.assignment import LayerAssignment
     from sd_quant.quantization.derivation import Recipe, derive
     from sd_quant.quantization.levels import reason_kept
@@ -260,7 +260,7 @@ def count_operations(options: argparse.Namespace, _: str) -> dict:
     """Of one pass: of all, of the layers, and of each level's. ``total`` has the products inside attention, which no
     level quantizes."""
     checkpoint = open_nemo(options.checkpoint)
-    part = wrap(empty_modules(checkpoint))["unet_xl"].eval()
+    part = wrapped(checkpoint.parts(), empty_modules(checkpoint))["unet_xl"].eval()
     shapes, roles = pass_shapes(options, checkpoint), layer_roles(part.unet)
     total, found = operations(part, {name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
     flops = {name: found[f"unet.{name}"] for name in roles}

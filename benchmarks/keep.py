@@ -20,7 +20,7 @@ from sd_quant.inference.pipeline import Sampling
 from sd_quant.metrics.fidelity import fidelity
 from sd_quant.metrics.latency import measure_in_turn, ratio
 from sd_quant.models.loading import pipeline_of
-from sd_quant.models.sdxl import shared_inputs
+from sd_quant.models.unet import shared_inputs
 from sd_quant.quantization.derivation import Recipe, derive
 from sd_quant.stages.quantize import measure_sensitivity
 

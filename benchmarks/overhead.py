@@ -22,7 +22,8 @@ from sd_quant.engines.torch import TorchEngine
 from sd_quant.metrics.latency import measure_in_turn
 from sd_quant.metrics.memory import peak_memory_bytes
 from sd_quant.models.loading import pipeline_of
-from sd_quant.models.sdxl import layer_roles, unet_config
+from sd_quant.models.sdxl_nemo import unet_config
+from sd_quant.models.unet import layer_roles
 
 PLAIN, COLLECTING = "plain", "collecting"
 FULL_SIZE = {  # NeMo's config of SDXL base, as far as the UNet needs it

@@ -36,14 +36,14 @@ from sd_quant.config import anchored
 from sd_quant.engines import load_engine
 from sd_quant.engines.base import Engine
 from sd_quant.engines.torch import TorchEngine
-from sd_quant.export.graph import trace
+from sd_quant.export.parts import trace_part
 from sd_quant.export.quantized import write_onnx
 from sd_quant.files import write_json, write_text
 from sd_quant.inference.pipeline import Generated, Sampling
 from sd_quant.metrics.fidelity import fidelity
 from sd_quant.models.loading import LoadedModel, load_model, pipeline_of
-from sd_quant.models.parts import Contract, wrap
-from sd_quant.models.sdxl import build_modules, layer_roles, shared_inputs
+from sd_quant.models.parts import Contract
+from sd_quant.models.unet import layer_roles, shared_inputs
 from sd_quant.quantization.derivation import Recipe, derive
 
 CONFIGURATION = "conf/model/sdxl_mini.yaml"
@@ -316,9 +316,7 @@ class Replay:
 def export(model: LoadedModel, contract: Contract, path: Path, assignment: dict) -> None:
     checkpoint = model.checkpoint
     source = checkpoint.components["unet"]
-    graph = trace(
-        lambda: wrap(build_modules(checkpoint.model_config, checkpoint.clip1, checkpoint.clip2))["unet_xl"], contract
-    )
+    graph = trace_part(checkpoint, "unet_xl")
     write_onnx(
         graph,
         path,

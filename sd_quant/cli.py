@@ -55,6 +55,7 @@ LAUNCHERS = {  # what the files in conf/hydra/launcher build on, and what instal
 }
 SHORTHANDS = {
     *("quant_level", "alpha", "smoothing", "keep", "percentile", "collect_method", "calib_size", "calibration"),
+    *("export", "unet_xl", "vae", "clip1", "clip2"),
     *("out_path", "prompts", "num_samples", "steps", "scale", "seed", "num_warmup_runs"),
 }
 

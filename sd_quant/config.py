@@ -12,10 +12,11 @@ from pathlib import Path
 
 import yaml
 
-from sd_quant.calibration.prompts import read_prompts
+from sd_quant.calibration.prompts import draw_prompts, is_table, read_prompts
 from sd_quant.checkpoints.archive import is_gzipped, open_members
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError
 from sd_quant.knobs import check, check_at_least, check_choice, read
+from sd_quant.models import FAMILIES
 from sd_quant.quantization.levels import LEAST_CAPABILITY, QUANT_LEVELS, RANGED, Enable, formats_used
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -25,7 +26,7 @@ RTX_TARGETS = ("SM75", "SM80", "SM86", "SM89", "SM120", "SM121")  # of TensorRT 
 NATIVE_ENGINES = ("torch_native", "torch_compiled")  # they compute what quantize.py has derived, and read no file
 ENGINE_NAMES = ("openvino", "onnxruntime", "tensorrt", "tensorrt_rtx", "torch", *NATIVE_ENGINES)
 USUAL_TARGETS = ("SM89", "SM120")
-PART_NAMES = ("unet_xl", "vae", "clip1", "clip2")
+PART_NAMES = ("unet_xl", "vae", "clip1", "clip2")  # of files that no run tells of
 
 
 def check_seed(knob: str, seed: int) -> None:
@@ -44,17 +45,32 @@ def anchored(path: str | Path) -> Path:
 
 @dataclass(slots=True)
 class Model:
-    """The checkpoint and what belongs to it."""
+    """The checkpoint and what belongs to it.
+
+    ``parts`` are the networks that are exported, ``io`` whose names the denoiser's inputs have, null for those of the
+    checkpoint's kind, ``max_sequence_length`` the longest text that a T5 reads, null for the family's own, and
+    ``recommended`` what other knobs are by default.
+    """
 
     family: str
     path: str
+    parts: list[str]
+    io: str | None
+    max_sequence_length: int | None
     calibration_prompts: str
     prompts: str
     width: int
     height: int
+    recommended: dict[str, float | int]
 
     def __post_init__(self):
-        check_choice("model.family", self.family, ("sdxl",))
+        check_choice("model.family", self.family, sorted(FAMILIES))
+        if self.io is not None:
+            check_choice("export.io", self.io, ("nemo", "diffusers"))
+            fits = self.io == "diffusers" or self.family == "sdxl"
+            check(fits, "export.io", self.io, f"diffusers or null, because NeMo has no names for {self.family}")
+        if self.max_sequence_length is not None:
+            check_at_least("model.max_sequence_length", self.max_sequence_length, 1)
         check_picture("model", self.width, self.height)
 
 
@@ -315,11 +331,14 @@ class QuantizeJob:
         return formats_used(self.quantize.enable, self.quantize.quant_level)
 
     def calibration_prompts(self) -> list[str]:
-        """The first ``calib_size`` prompts. Raises ConfigError when the file holds fewer."""
-        prompts = read_prompts(anchored(self.model.calibration_prompts))
-        size = self.quantize.calib_size
+        """The first ``calib_size`` prompts of a text file, or as many drawn with ``seed`` from a table of captions.
+
+        Raises ConfigError when the file holds fewer.
+        """
+        path = anchored(self.model.calibration_prompts)
+        prompts, size = read_prompts(path), self.quantize.calib_size
         check(size <= len(prompts), "calib_size", size, f"at most the {len(prompts)} prompts of the prompt file")
-        return prompts[:size]
+        return draw_prompts(prompts, size, self.quantize.seed) if is_table(path) else prompts[:size]
 
     def check_files(self) -> None:
         """Everything that can be refused without loading anything."""
@@ -341,13 +360,10 @@ class QuantizeJob:
 
 @dataclass(slots=True)
 class ExportJob:
-    """``run`` is an earlier run's directory; a path given for a part goes before it."""
+    """``run`` is an earlier run's directory; one of ``files``, given for a part, goes before it."""
 
     run: str | None
-    unet_xl: str | None
-    vae: str | None
-    clip1: str | None
-    clip2: str | None
+    files: dict[str, str | None]
     trt: Trt
     infer: ExportShape
 
@@ -364,10 +380,7 @@ class ExportJob:
 @dataclass(slots=True)
 class InferJob:
     run: str | None
-    unet_xl: str | None
-    vae: str | None
-    clip1: str | None
-    clip2: str | None
+    files: dict[str, str | None]
     model: Model
     infer: Infer
 
@@ -393,7 +406,7 @@ def run_model(run: str) -> dict | None:
     if not resolved.is_file():
         return None
     try:
-        model = yaml.safe_load(resolved.read_text(encoding="utf-8"))["model"]
+        model = yaml.safe_load(resolved.read_text(encoding="utf-8"))["model"] | {}
     except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError) as error:
         raise ArtifactError(f"{resolved} is not the config of a run; give another run, or run=null") from error
     return dataclasses.asdict(read(Model, model, "model."))
@@ -408,7 +421,12 @@ def check_batch(trt: Trt, infer: Infer | ExportShape) -> None:
 def check_checkpoint(path: str) -> None:
     """It is there and its archive is whole; its weights are the job's to check, and so is a gzipped archive."""
     if not anchored(path).exists():
-        raise ConfigError(f"model.path names {path}, which does not exist; give the path of an existing file")
+        raise ConfigError(
+            f"model.path names {path}, which does not exist; give the path of an existing file or folder: nothing is "
+            "fetched from a hub, so download a model first"
+        )
+    if anchored(path).is_file() and anchored(path).suffix == ".safetensors":
+        return
     if not is_gzipped(anchored(path)):
         open_members(anchored(path))
 
@@ -437,12 +455,22 @@ def artifact(run: Path, kind: str, part: str) -> Path:
     return run / "onnx" / part / f"{part}.onnx" if kind == "onnx" else run / "plan" / f"{part}.plan"
 
 
+def part_names(job: ExportJob | InferJob) -> list[str]:
+    """Those of the model, of the run's model, or of the files that are given."""
+    if isinstance(job, InferJob):
+        return job.model.parts
+    model = run_model(job.run) if job.run else None
+    return model["parts"] if model else list(dict.fromkeys((*PART_NAMES, *job.files)))
+
+
 def part_paths(job: ExportJob | InferJob, kind: str) -> dict[str, Path]:
-    """The file of each part that the job names, in NeMo's order."""
-    run = anchored(job.run) if job.run else None
+    """The file of each part that the job names, in the model's order. Raises ConfigError for files of other parts."""
+    run, names = anchored(job.run) if job.run else None, part_names(job)
     paths = {}
-    for part in PART_NAMES:
-        if given := getattr(job, part):
+    for part in job.files:
+        check(part in names, "files", part, f"a part of the model: {', '.join(names)}")
+    for part in names:
+        if given := job.files.get(part):
             paths[part] = anchored(given)
         elif run is not None:
             paths[part] = artifact(run, kind, part)
@@ -451,15 +479,22 @@ def part_paths(job: ExportJob | InferJob, kind: str) -> dict[str, Path]:
 
 def check_parts(job: ExportJob | InferJob, kind: str) -> None:
     paths = part_paths(job, kind)
-    missing = [part for part in PART_NAMES if part not in paths]
+    missing = [part for part in part_names(job) if part not in paths]
     if missing and (isinstance(job, InferJob) or not paths):
         raise ConfigError(
             f"no file is given for {', '.join(missing)}; set run=<directory of an earlier run>, "
-            f"or {missing[0]}=<path of its .{kind}>"
+            f"or {given_as(missing[0])}=<path of its .{kind}>"
         )
     for part, path in paths.items():
         if not path.is_file():
-            raise ConfigError(f"{part} should be at {path}, which does not exist; check run= or set {part}=<path>")
+            raise ConfigError(
+                f"{part} should be at {path}, which does not exist; check run= or set {given_as(part)}=<path>"
+            )
+
+
+def given_as(part: str) -> str:
+    """How a part's file is named on the command line."""
+    return part if part in PART_NAMES else f"+files.{part}"
 
 
 def check_out_path(path: str | None) -> None:

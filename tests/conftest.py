@@ -11,8 +11,9 @@ import yaml
 from torch import Tensor, nn
 
 from sd_quant.calibration.statistics import Statistics, collect, draw
-from sd_quant.models.parts import UnetPart
-from sd_quant.models.sdxl import layer_roles, shared_inputs, unet_config
+from sd_quant.models.sdxl import NemoUnetPart
+from sd_quant.models.sdxl_nemo import unet_config
+from sd_quant.models.unet import layer_roles, shared_inputs
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.derivation import Recipe, derive
 
@@ -83,7 +84,7 @@ def unet_inputs() -> Callable[..., dict[str, Tensor]]:
 class Calibrated:
     """``part()`` is a fresh UNet with the weights that the statistics belong to."""
 
-    part: Callable[[], UnetPart]
+    part: Callable[[], NemoUnetPart]
     calls: list[dict[str, Tensor]]
     roles: dict[str, str]
     statistics: Statistics
@@ -107,7 +108,7 @@ class Calibrated:
 def calibrated(build_unet, unet_inputs) -> Calibrated:
     """Statistics of the UNet over two prompts, one step, as calibration collects them."""
     calls = [unet_inputs(batch=2, seed=prompt) for prompt in range(PROMPTS)]
-    part = UnetPart(build_unet(), POOLED)
+    part = NemoUnetPart(build_unet(), POOLED)
     roles = layer_roles(part.unet)
     layers = {name: part.unet.get_submodule(name) for name, role in roles.items() if role != "excluded"}
     now = {}
@@ -116,4 +117,4 @@ def calibrated(build_unet, unet_inputs) -> Calibrated:
         for prompt, inputs in enumerate(calls):
             now["prompt"] = prompt
             part(**inputs)
-    return Calibrated(lambda: UnetPart(build_unet(), POOLED), calls, roles, statistics)
+    return Calibrated(lambda: NemoUnetPart(build_unet(), POOLED), calls, roles, statistics)

@@ -25,7 +25,7 @@ from pictures import load_pictures
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from sd_quant.models.clip_tokenizer import clip_tokenizer
-from sd_quant.models.sdxl import TextShape, build_modules, scheduler
+from sd_quant.models.sdxl_nemo import TextShape, build_modules, scheduler
 
 HERE = Path(__file__).parent
 CLIP1 = TextShape(vocab_size=4096, width=64, layers=3, context=77, mlp_width=256)

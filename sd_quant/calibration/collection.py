@@ -22,11 +22,10 @@ from safetensors.torch import load_file, save_file
 from sd_quant.cache import locked
 from sd_quant.calibration.cache import Shelf, pack, unpack
 from sd_quant.calibration.statistics import CALLS, ROWS, Statistics, collect, draw, merge
-from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.errors import ResourceError, SdQuantError
 from sd_quant.files import digest, source_digest
 from sd_quant.inference.pipeline import Sampling
-from sd_quant.models.loading import LoadedModel, load_model, pipeline_of
+from sd_quant.models.loading import Checkpoint, LoadedModel, denoiser_part, load_model, pipeline_of
 from sd_quant.progress import progress
 
 LOG = logging.getLogger(__name__)
@@ -64,7 +63,7 @@ def calibrate(
     devices: int = 1,
     announce: Callable[[str, int], object] = lambda device, prompts: None,
 ) -> Statistics:
-    """Statistics of the UNet's layers in ``names`` over all ``prompts``, from the cache as far as it has them.
+    """Statistics of the denoiser's layers in ``names`` over all ``prompts``, from the cache as far as it has them.
 
     ``announce`` is told, before anything is collected, on what kind of device and how many prompts there are to do.
 
@@ -89,9 +88,7 @@ def calibrate(
                 segment = segments(done, len(prompts), snapshots)[0]
                 arguments = (names, prompts, segment, sampling)
                 statistics = (
-                    run(fabric, model, *arguments)
-                    if devices == 1
-                    else run_shared(fabric, model.checkpoint.path, *arguments)
+                    run(fabric, model, *arguments) if devices == 1 else run_shared(fabric, model.checkpoint, *arguments)
                 )
                 if shelf:
                     shelf.write(segment, statistics)
@@ -134,19 +131,27 @@ def run(
     mine = segment[share]
     if not mine:  # more processes than prompts
         return Statistics({}, {})
-    used = ("unet_xl", "clip1", "clip2")
+    checkpoint = model.checkpoint
+    used = [part for part in model.parts if part != "vae"]
     for part in used:
         fabric.to_device(model.parts[part])
-    pipeline = pipeline_of(model.checkpoint, {part: model.torch_engine(part) for part in used})
-    layers = {name: model.modules["unet"].get_submodule(name) for name in names}
+    pipeline = pipeline_of(checkpoint, {part: model.torch_engine(part) for part in used})
+    layers = {name: model.denoiser.get_submodule(name) for name in names}
+    batched = [name for name, shape in denoiser_part(checkpoint).contract.inputs.items() if shape[0] == "batch"]
     wanted = draw(names, segment, sampling.steps, sampling.seed)
     now: dict = {}
     batches = -(-len(mine) // sampling.batch_size)
     with (
         progress(batches * sampling.steps, f"calibrate on prompts {segment.start + 1} to {segment.stop}") as advance,
         collect(
-            model.parts["unet_xl"], layers, mine, sampling.steps, lambda: (now["step"], now["batch"]), wanted
-        ) as statistics,
+            model.parts[checkpoint.family.DENOISER],
+            layers,
+            mine,
+            sampling.steps,
+            lambda: (now["step"], now["batch"]),
+            wanted,
+            batched,
+        ) as statistics,  # fmt: skip
     ):
 
         def on_step(step: int) -> None:
@@ -167,23 +172,23 @@ def run(
     return statistics
 
 
-def run_shared(fabric, checkpoint: Path, *arguments) -> Statistics:
+def run_shared(fabric, checkpoint: Checkpoint, *arguments) -> Statistics:
     """The same by several processes, which load the model themselves."""
     with tempfile.TemporaryDirectory() as folder:
         # Fabric would rebuild collections among the arguments of a launch, and cannot rebuild a range.
-        fabric.launch(partial(leave_share, checkpoint, Path(folder), arguments))
+        fabric.launch(partial(leave_share, checkpoint.reopened, Path(folder), arguments))
         if failures := sorted(Path(folder).glob("*.error")):
             raise SdQuantError(failures[0].read_text(encoding="utf-8"))
         return merge([unpack(load_file(path)) for path in sorted(Path(folder).glob("*.safetensors"))])
 
 
-def leave_share(checkpoint: Path, folder: Path, arguments: tuple, fabric) -> None:
+def leave_share(reopen: Callable[[], Checkpoint], folder: Path, arguments: tuple, fabric) -> None:
     """What one process does: its share of the prompts, into a file that only the parent process reads."""
     rank, processes = fabric.global_rank, fabric.world_size
     if fabric.device.type == "cpu":
         torch.set_num_threads(max(1, torch.get_num_threads() // processes))
     try:
-        statistics = run(fabric, load_model(open_nemo(checkpoint)), *arguments, share=slice(rank, None, processes))
+        statistics = run(fabric, load_model(reopen()), *arguments, share=slice(rank, None, processes))
         save_file(pack(statistics), folder / f"{rank}.safetensors")
     except SdQuantError as error:
         (folder / f"{rank}.error").write_text(str(error), encoding="utf-8")

@@ -1,31 +1,30 @@
 """Prompts are hostile text: one per line, UTF-8, bounded, never part of a file's name."""
 
+import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from sd_quant.errors import ArtifactError, ConfigError
 
 MOST_BYTES = 16 * 2**20
 LONGEST = 2000  # characters; CLIP reads 77 tokens
+COLUMN = "caption"  # of COCO's captions as MLPerf hands them out: captions.tsv, captions_source.tsv
 
 
 def read_prompts(path: Path) -> list[str]:
-    """The non-empty lines of a text file, a byte order mark accepted.
+    """The non-empty lines of a text file, or the captions of a table, a byte order mark accepted.
 
-    Raises ConfigError when there is no such file or no prompt in it, when a line is too long or is not UTF-8 (named by
-    line and byte), ArtifactError when the file is too large to read.
+    Raises ConfigError when there is no such file or no prompt in it, when a prompt is too long or a line is not UTF-8
+    (named by line and byte), when a table has no captions or a row has more or fewer columns than the others,
+    ArtifactError when the file is too large to read.
     """
     if not path.is_file():
         raise ConfigError(f"there is no prompt file {path}; name a text file with one prompt a line")
     if path.stat().st_size > MOST_BYTES:
         raise ArtifactError(f"prompt file {path} has {path.stat().st_size} bytes, more than the {MOST_BYTES} allowed")
     prompts = []
-    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
-        try:
-            prompt = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-        except UnicodeDecodeError as error:
-            raise ConfigError(
-                f"prompt file {path} is not UTF-8 at line {number}, byte {error.start + 1}; save it as UTF-8"
-            ) from error
+    for number, text in captions(path) if is_table(path) else lines(path):
+        prompt = text.strip()
         if len(prompt) > LONGEST:
             raise ConfigError(
                 f"prompt file {path} has {len(prompt)} characters in line {number}, at most {LONGEST} work"
@@ -35,3 +34,58 @@ def read_prompts(path: Path) -> list[str]:
     if not prompts:
         raise ConfigError(f"prompt file {path} holds no prompt; write one a line")
     return prompts
+
+
+def is_table(path: Path) -> bool:
+    """Captions in the order of a data set, to be drawn from; whoever wrote a text file has put it in order."""
+    return path.suffix.lower() == ".tsv"
+
+
+def draw_prompts(prompts: list[str], count: int, seed: int) -> list[str]:
+    """``count`` of the prompts, each place drawn at most once; a smaller draw is the beginning of a larger one.
+
+    The same everywhere and for ever: the order is that of SHA-256 of seed and place, not some library's generator.
+    Raises ValueError when there are not so many.
+    """
+    if not 0 <= count <= len(prompts):
+        raise ValueError(f"{count} prompts cannot be drawn from {len(prompts)}")
+    order = sorted(range(len(prompts)), key=lambda place: hashlib.sha256(f"{seed} {place}".encode()).digest())
+    return [prompts[place] for place in order[:count]]
+
+
+def captions(path: Path) -> Iterator[tuple[int, str]]:
+    """The column ``caption`` of a table with the numbers of its lines; one in quotation marks loses them.
+
+    Nothing else of CSV is known: a quotation mark that is never closed cannot swallow the lines behind it.
+    """
+    rows = ((number, line.rstrip("\r")) for number, line in lines(path))
+    _, header = next(rows)
+    names = [name.strip() for name in header.split("\t")]
+    if names.count(COLUMN) != 1:
+        raise ConfigError(
+            f"prompt file {path} begins with {header[:100]!r}, expected a header line with one column {COLUMN!r} "
+            "between tabs; add that line, or name the file .txt when it holds one prompt a line"
+        )
+    for number, row in rows:
+        if not row:
+            continue
+        columns = row.split("\t")
+        if len(columns) != len(names):
+            raise ConfigError(
+                f"prompt file {path} has {len(columns)} columns in line {number}, expected {len(names)} as in its "
+                "header; put one tab between two columns and none into a caption"
+            )
+        caption = columns[names.index(COLUMN)].strip()
+        if len(caption) > 1 and caption[0] == caption[-1] == '"':  # as MLPerf's file has those with quotation marks
+            caption = caption[1:-1].replace('""', '"')
+        yield number, caption
+
+
+def lines(path: Path) -> Iterator[tuple[int, str]]:
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+        try:
+            yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"prompt file {path} is not UTF-8 at line {number}, byte {error.start + 1}; save it as UTF-8"
+            ) from error

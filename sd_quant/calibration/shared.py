@@ -25,7 +25,7 @@ from sd_quant.checkpoints.nemo import whole_file
 from sd_quant.checkpoints.safetensors_file import read_safetensors
 from sd_quant.checkpoints.torch_weights import StoredTensor
 from sd_quant.errors import ArtifactError, ConfigError
-from sd_quant.models.parts import Contract
+from sd_quant.models.parts import Contract, axes
 
 LOG = logging.getLogger(__name__)
 SIZES = range(64, 4097, 64)  # of pictures, in pixels
@@ -44,12 +44,18 @@ class Entry:
 
 
 def read_shared(
-    path: Path, layers: Mapping[str, nn.Module], contract: Contract, here: Mapping[str, Any], calib_size: int
+    path: Path,
+    layers: Mapping[str, nn.Module],
+    contract: Contract,
+    here: Mapping[str, Any],
+    calib_size: int,
+    guides: bool = True,
 ) -> Statistics:
     """Statistics of the first ``calib_size`` prompts from an entry, or from a folder of entries.
 
-    ``layers`` are the UNet's to calibrate by name, their weights on any device, meta too; ``contract`` is the UNet's,
-    ``here`` the ``origin`` that a pass on this machine would have.
+    ``layers`` are the denoiser's to calibrate by name, their weights on any device, meta too; ``contract`` is the
+    denoiser's, ``guides`` says whether guidance doubles its samples, ``here`` is the ``origin`` that a pass on this
+    machine would have.
     Raises ConfigError when there is no entry, or none of so many prompts or of so many steps; ArtifactError when one is
     damaged, no statistics, of another form or of another UNet.
     """
@@ -74,8 +80,8 @@ def read_shared(
             f"{path} holds {sizes} prompts, whose statistics cannot be divided, and calib_size is {calib_size}; "
             f"set calib_size={sizes}"
         )
-    halves = 2 if sampling["guidance_scale"] > 1 else 1
-    calls = contract.shapes(batch=halves, height=sampling["height"] // 8, width=sampling["width"] // 8)
+    halves = 2 if guides and sampling["guidance_scale"] > 1 else 1
+    calls = contract.shapes(**axes(halves, sampling["width"], sampling["height"]))
     statistics = merge([read_entry(entries[segment], layers, calls, steps) for segment in ways[calib_size]])
     LOG.info("statistics of prompts 1 to %d come from %s", calib_size, path)
     if there["checkpoint"] != here["checkpoint"]:

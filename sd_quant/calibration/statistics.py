@@ -16,7 +16,7 @@ together, a process needs about twice that.
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -147,13 +147,15 @@ def collect(
     steps: int,
     position: Callable[[], tuple[int, Sequence[int]]],
     wanted: Wanted,
+    batched: Collection[str] | None = None,
 ) -> Iterator[Statistics]:
     """Statistics of ``layers``, filled when the block, which runs ``module`` on ``prompts``, has ended.
 
     ``position()`` says where the pipeline stands: the denoising step, and the prompts in the batch. With guidance the
     UNet sees the unconditional half first, then the conditional one; both halves count for their prompt. Several calls
     in one step, as of samplers of second order, widen the same ranges; rows are taken from the first of them.
-    Inputs that ``module`` is given by name are sampled too.
+    Inputs that ``module`` is given by name are sampled too; ``batched`` are those with a row per sample,
+    by default all.
     Raises SdQuantError naming layer, prompt and step when an input is not finite.
     """
     kinds = {name: kind_of(layer) for name, layer in layers.items()}
@@ -177,14 +179,19 @@ def collect(
                 drawn.setdefault(name, []).append((index, places))
         for index, [(priority, _)] in drawn.get("", ()):
             for name, value in inputs.items():
-                sample = value[index :: len(batch)][None].float().cpu().clone()  # who calls may use the buffer again
+                mine = value[index :: len(batch)] if batched is None or name in batched else value
+                sample = mine[None].float().cpu().clone()  # who calls may use the buffer again
                 calls.setdefault(name, []).append(Sample(sample, torch.tensor([priority], dtype=torch.float64)))
 
     def observe(name: str, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         x = inputs[0]
         if x is not last[0]:
             magnitude = x.abs()
-            last[:] = x, magnitude.flatten(1).amax(1, keepdim=True) if x.ndim == 4 else magnitude.amax(1)
+            conv = kinds[name] == "conv"
+            last[:] = (
+                x,
+                magnitude.flatten(1).amax(1, keepdim=True) if conv else magnitude.view(len(x), -1, x.shape[-1]).amax(1),
+            )
         seen[name] = torch.maximum(seen[name], last[1]) if name in seen else last[1]
         if name in drawn:
             x, batch = x.detach(), len(position()[1])

@@ -42,7 +42,7 @@ from sd_quant.checkpoints.torch_weights import Readable, StoredTensor
 from sd_quant.errors import ArtifactError, ResourceError
 from sd_quant.files import write_json, write_text
 from sd_quant.models.clip_tokenizer import clip_tokenizer
-from sd_quant.models.sdxl import TextShape, scheduler
+from sd_quant.models.sdxl_nemo import TextShape, scheduler
 
 INDEX = "model_index.json"
 NETWORKS = {
@@ -80,9 +80,9 @@ def open_folder(path: Path, model_config: dict | None = None) -> Checkpoint:
     ``model_config`` is NeMo's; without it, the one that ``write_folder`` kept counts, or else one is made.
     Raises ArtifactError when the folder is damaged or incomplete, or of another architecture than SDXL base's.
     """
-    _check_config(path / INDEX, _read_json(path, INDEX), PIPELINE, PIPELINE)
-    configs = {name: _read_json(path / name, "config.json") for name in NETWORKS}
-    kept = _files(path / NEMO) if (path / NEMO).is_dir() else {}
+    check_config(path / INDEX, read_json(path, INDEX), PIPELINE, PIPELINE)
+    configs = {name: read_json(path / name, "config.json") for name in NETWORKS}
+    kept = files_in(path / NEMO) if (path / NEMO).is_dir() else {}
     if model_config is None and CONFIG in kept:
         model_config = read_config(kept[CONFIG])
     try:
@@ -98,8 +98,8 @@ def open_folder(path: Path, model_config: dict | None = None) -> Checkpoint:
     components = {}
     for name, shapes in parameter_shapes(modules).items():
         folder = path / name
-        found = renamed(folder, _weights(folder, WEIGHTS[NETWORKS[name][0]]), _plain_name)
-        plain = {parameter: _plain_name(parameter) for parameter in shapes}
+        found = renamed(folder, stored_weights(folder, WEIGHTS[NETWORKS[name][0]]), plain_name)
+        plain = {parameter: plain_name(parameter) for parameter in shapes}
         check_tensors(
             folder, found, {plain[parameter]: shapes[parameter] for parameter in shapes}, {"embeddings.position_ids"}
         )
@@ -229,10 +229,10 @@ def _check_architecture(path: Path, configs: Mapping[str, dict], modules: Mappin
             keys = {key for key in found if not key.startswith("_")} - COMPUTING
         else:
             found, expected, keys = type(module.config)().to_dict() | configs[name], module.config.to_dict(), TEXT
-        _check_config(where, found, expected, keys)
+        check_config(where, found, expected, keys)
     where, ours = path / "scheduler", scheduler()
-    found = _defaults(type(ours)) | _read_json(where, "scheduler_config.json")
-    _check_config(where / "scheduler_config.json", found, dict(ours.config), SCHEDULER)
+    found = _defaults(type(ours)) | read_json(where, "scheduler_config.json")
+    check_config(where / "scheduler_config.json", found, dict(ours.config), SCHEDULER)
 
 
 def _defaults(kind: type) -> dict:
@@ -241,7 +241,7 @@ def _defaults(kind: type) -> dict:
     return {each.name: each.default for each in parameters if each.default is not each.empty}
 
 
-def _check_config(path: Path, found: Mapping, expected: Mapping, keys: Iterable[str]) -> None:
+def check_config(path: Path, found: Mapping, expected: Mapping, keys: Iterable[str]) -> None:
     def value(config: Mapping, key: str) -> object:
         entry = config.get(key) or None  # null, false and absent say the same
         return list(entry) if isinstance(entry, tuple) else entry
@@ -254,16 +254,16 @@ def _check_config(path: Path, found: Mapping, expected: Mapping, keys: Iterable[
             )
 
 
-def _files(folder: Path) -> dict[str, Member]:
+def files_in(folder: Path) -> dict[str, Member]:
     if not folder.is_dir():
-        raise ArtifactError(f"{folder} is missing; expected a whole StableDiffusionXLPipeline, so fetch it again")
+        raise ArtifactError(f"{folder} is missing; expected the whole folder of a pipeline, so fetch it again")
     return open_members(folder)
 
 
-def _read_json(folder: Path, name: str) -> dict:
-    files = _files(folder)
+def read_json(folder: Path, name: str) -> dict:
+    files = files_in(folder)
     if name not in files:
-        raise ArtifactError(f"{folder} holds no {name}; expected a whole StableDiffusionXLPipeline, so fetch it again")
+        raise ArtifactError(f"{folder} holds no {name}; expected the whole folder of a pipeline, so fetch it again")
     member = files[name]
     if member.size > MAX_CONFIG:
         raise ArtifactError(f"{member.name} has {member.size} bytes; expected at most {MAX_CONFIG}, so check the path")
@@ -276,10 +276,10 @@ def _read_json(folder: Path, name: str) -> dict:
     return content
 
 
-def _weights(folder: Path, stem: str) -> dict[str, StoredTensor]:
+def stored_weights(folder: Path, stem: str) -> dict[str, StoredTensor]:
     """From one file or the shards of an index; full precision wins over the fp16 variant. Shards are looked up among
     the folder's own files, so no name can lead out of it."""
-    files = _files(folder)
+    files = files_in(folder)
     for variant in ("", ".fp16"):
         if (name := f"{stem}{variant}.safetensors") in files:
             return read_safetensors(files[name])
@@ -293,7 +293,7 @@ def _weights(folder: Path, stem: str) -> dict[str, StoredTensor]:
 
 
 def _shards(folder: Path, index: str, files: Mapping[str, Member]) -> dict[str, StoredTensor]:
-    weight_map = _read_json(folder, index).get("weight_map")
+    weight_map = read_json(folder, index).get("weight_map")
     names = list(weight_map.values()) if isinstance(weight_map, dict) else []
     tensors: dict[str, StoredTensor] = {}
     for name in dict.fromkeys(map(str, names)):
@@ -308,7 +308,7 @@ def _shards(folder: Path, index: str, files: Mapping[str, Member]) -> dict[str, 
     return tensors
 
 
-def _plain_name(name: str) -> str:
+def plain_name(name: str) -> str:
     """A parameter's name as this project's versions have it, without the level that only some versions have."""
     name = re.sub(
         r"(mid_block\.attentions\.0\.)(query|key|value|proj_attn)(?=\.)",

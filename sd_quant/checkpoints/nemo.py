@@ -10,10 +10,10 @@ import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tarfile import BLOCKSIZE, GNU_FORMAT, TarInfo
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 import torch
 import yaml
@@ -23,12 +23,37 @@ from sd_quant.checkpoints.archive import Member, OpenFile, open_members
 from sd_quant.checkpoints.torch_weights import LazyTensor, Readable, lazy, stored_tensors, write_tensors
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files import atomic_path
-from sd_quant.models.sdxl import TextShape, build_modules
+from sd_quant.inference.pipeline import Drawing
+from sd_quant.models import Family, family_named
+from sd_quant.models.parts import Part
+from sd_quant.models.sdxl_nemo import (
+    CONTEXT_TOKENS,
+    TextShape,
+    build_modules,
+    drawing,
+    scheduler,
+    tokenizers,
+    unet_config,
+    vae_config,
+)
 
 CONFIG, WEIGHTS = "model_config.yaml", "model_weights.ckpt"
 MAX_CONFIG = 2**20
 MAX_DEPTH = 100  # of any list or count of blocks in a config: SDXL's largest is 32, and a billion would build for ever
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Source(Protocol):
+    """Weights of one network in a file: ``tensors`` by the file's own names."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def component(self) -> str: ...
+
+    @property
+    def tensors(self) -> Mapping[str, Readable]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,14 +103,34 @@ class Checkpoint:
     clip1: TextShape
     clip2: TextShape
     unused: dict[str, Readable]
+    io: str = "nemo"
+
+    @property
+    def family(self) -> Family:
+        return family_named("sdxl")
+
+    def parts(self) -> dict[str, Part]:
+        unet, vae = unet_config(self.model_config), vae_config(self.model_config)
+        return self.family.parts({"unet": unet, "vae": vae}, CONTEXT_TOKENS, self.io)
+
+    def build(self) -> dict[str, torch.nn.Module]:
+        return build_modules(self.model_config, self.clip1, self.clip2)
+
+    def drawing(self, networks: Mapping) -> Drawing:
+        return drawing(networks, tokenizers(self.clip1, self.clip2), scheduler())
+
+    def reopened(self) -> "Checkpoint":
+        return open_nemo(self.path, self.io)
 
     def state(self) -> dict[str, Readable]:
         """Every tensor by NeMo's key: what ``write_archive`` takes."""
         return {key: each for source in self.components.values() for key, each in source.tensors.items()} | self.unused
 
 
-def open_nemo(path: Path) -> Checkpoint:
+def open_nemo(path: Path, io: str = "nemo") -> Checkpoint:
     """A NeMo SDXL archive (plain or gzipped) or the directory it was extracted to, checked but not loaded.
+
+    ``io``: whose names the UNet's inputs have, nemo or diffusers.
 
     Raises ConfigError when ``path`` does not exist, ArtifactError when it is not a whole and harmless SDXL checkpoint.
     """
@@ -97,7 +142,7 @@ def open_nemo(path: Path) -> Checkpoint:
                 "checkpoint, so fetch it again or merge its model-parallel parts"
             )
     state = renamed(path, stored_tensors(members[WEIGHTS]), _plain_key)
-    return checkpoint_of(path, read_config(members[CONFIG]), state)
+    return replace(checkpoint_of(path, read_config(members[CONFIG]), state), io=io)
 
 
 def checkpoint_of(path: Path, model_config: dict, state: Mapping[str, Readable]) -> Checkpoint:
@@ -132,7 +177,7 @@ def checkpoint_of(path: Path, model_config: dict, state: Mapping[str, Readable])
     return Checkpoint(path, model_config, components, clip1, clip2, unused)
 
 
-def check_finite(source: WeightSource) -> None:
+def check_finite(source: Source) -> None:
     """Reads every tensor once. Raises ArtifactError naming the first that holds a NaN or an infinity."""
     for key, stored in source.tensors.items():
         tensor = stored.read()
@@ -142,26 +187,6 @@ def check_finite(source: WeightSource) -> None:
                 f"{source.path}: {key!r} of the {source.component} holds {broken} NaN or infinite values out of "
                 f"{tensor.numel()}; expected finite weights, so fetch the checkpoint again or repair its training"
             )
-
-
-def build_module(checkpoint: Checkpoint, component: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    """A network with its weights, in ``dtype``, in eval mode and without gradients, on the CPU.
-
-    The peak is one copy of the weights and one tensor: the network is built without memory, then filled.
-    """
-    source = checkpoint.components[component]
-    module = empty_modules(checkpoint.path, checkpoint.model_config, checkpoint.clip1, checkpoint.clip2)[component]
-    module.load_state_dict({name: source[name].to(dtype) for name in source}, assign=True)
-    for owner in module.modules():
-        positions = owner._buffers.get("position_ids")
-        if positions is not None:  # 0, 1, 2, ... and in no checkpoint, so still without memory
-            owner._buffers["position_ids"] = torch.arange(positions.shape[-1])[None]
-    return module.eval().requires_grad_(False)
-
-
-def build_pipeline_modules(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> dict[str, torch.nn.Module]:
-    """All four networks."""
-    return {component: build_module(checkpoint, component, dtype) for component in checkpoint.components}
 
 
 def write_nemo(path: Path, model_config: dict, modules: Mapping[str, torch.nn.Module], dtype: torch.dtype) -> None:

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 
 from sd_quant.checkpoints.torch_weights import LazyTensor, Readable
-from sd_quant.models.sdxl import TextShape
+from sd_quant.models.sdxl_nemo import TextShape
 
 PREFIX = {
     "unet": "model.model.diffusion_model.",

@@ -13,7 +13,7 @@ import torch
 from sd_quant.checkpoints.nemo import Checkpoint, checkpoint_of, renamed, unused_state, whole_file
 from sd_quant.checkpoints.safetensors_file import read_safetensors
 from sd_quant.checkpoints.sdxl_keys import PREFIX, SIGMAS
-from sd_quant.models.sdxl import scheduler
+from sd_quant.models.sdxl_nemo import scheduler
 
 PREFIXES = tuple(key.removeprefix("model.") for key in (*PREFIX.values(), SIGMAS))
 UNET_RENAMES = {  # from SGM to NeMo; no result is the pattern of another

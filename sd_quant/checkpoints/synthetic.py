@@ -25,7 +25,7 @@ from sd_quant.checkpoints.nemo import state_of, write_archive
 from sd_quant.checkpoints.torch_weights import LazyTensor, size_of
 from sd_quant.errors import exit_with_its_code
 from sd_quant.files import check_room
-from sd_quant.models.sdxl import TextShape, build_modules
+from sd_quant.models.sdxl_nemo import TextShape, build_modules
 from sd_quant.progress import progress
 
 SDXL_BASE = Path(__file__).with_name("sdxl_base.yaml")

@@ -27,9 +27,9 @@ NOT_EXECUTED = {
         ("inputs", name): "OpenVINO takes no QuantizeLinear whose scales are computed in blocks" for name in FOUR_BITS
     },
     "onnxruntime": {
-        **{(part, name): f"ONNX Runtime has no kernel for {name}'s FP4 numbers"
-           for part in ("weights", "inputs") for name in ("mxfp4", "nvfp4")},
-        ("attention", "fp8"): "ONNX Runtime's optimizer makes an invalid graph of attention in FP8",
+        (part, name): f"ONNX Runtime has no kernel for {name}'s FP4 numbers"
+        for part in ("weights", "inputs")
+        for name in ("mxfp4", "nvfp4")
     },
 }  # fmt: skip
 

@@ -5,6 +5,7 @@ It is here for agreement, not for speed: its CPU provider runs most Q/DQ pairs o
 
 from pathlib import Path
 
+import onnx
 import onnxruntime
 import torch
 
@@ -58,6 +59,10 @@ def load(path: Path, *, threads: int | None = None) -> OnnxRuntimeEngine:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = ERRORS_ONLY
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")  # fp32: else inputs become INT8
+    graph = onnx.load(path, load_external_data=False).graph
+    if any(tensor.data_type == onnx.TensorProto.FLOAT8E4M3FN for tensor in graph.initializer):
+        # its optimizers move quantizers in front of transposes, which it cannot do in FP8
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     if threads is not None:
         options.intra_op_num_threads = threads
     try:

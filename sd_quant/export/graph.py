@@ -10,23 +10,22 @@ import logging
 import warnings
 from collections.abc import Callable
 
+import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 import torch
 from torch import nn
 
 from sd_quant.errors import ArtifactError
-from sd_quant.models.parts import Contract
+from sd_quant.models.parts import Contract, axes
 
-# Operations that opsets 21, 22 and 23 give more types and no other meaning.
-SAME_MEANING = {
-    *("Add", "Cast", "Concat", "Conv", "Cos", "Div", "Expand", "Gather", "Gelu", "Gemm", "InstanceNormalization"),
-    *("LayerNormalization", "MatMul", "Mul", "Reshape", "Resize", "Shape", "Sigmoid", "Sin", "Slice", "Softmax"),
-    *("Split", "Squeeze", "Sub", "Transpose", "Unsqueeze"),
+# Of the operations that opsets 21, 22 and 23 define anew, those that get more types and no other meaning.
+MORE_TYPES = {
+    *("Cast", "Conv", "Cos", "InstanceNormalization", "Reshape", "Shape", "Sin", "Squeeze", "Transpose", "Unsqueeze"),
 }
 OPSET = 20  # the first with fp16 scales, group normalisation and GELU, and below the opset that fuses attention
 TALKATIVE = ("torch.onnx", "onnx_ir", "onnxscript")  # they tell of every node that they touch
-EXAMPLE_AXES = {"batch": 2, "height": 8, "width": 8}
+EXAMPLE_AXES = axes(batch=2, width=128, height=64)  # all different, so that none is taken for another
 
 
 def fake_module(build: Callable[[], nn.Module], dtype: torch.dtype):
@@ -71,10 +70,24 @@ def trace(build: Callable[[], nn.Module], contract: Contract) -> ir.Model:
         value.const_value = None
         del model.graph.initializers[value.name]
         model.graph.inputs.append(value)
+    drop_squeezes(model)
     fold(model)
     name_axes(model, contract)
     strip(model)
     return model
+
+
+def drop_squeezes(model: ir.Model) -> None:
+    """torch leaves an axis that is longer than one as it is; to ONNX that is an error, which TensorRT reports.
+
+    An axis without a number is longer than one too: torch.export takes 1 for another graph.
+    """
+    for node in list(model.graph):
+        if node.op_type == "Squeeze" and node.inputs[0].shape is not None:
+            axes = ir.convenience.get_const_tensor(node.inputs[1]) if len(node.inputs) > 1 else None
+            if axes is not None and all(node.inputs[0].shape[axis] != 1 for axis in axes.numpy().flatten().tolist()):
+                ir.convenience.replace_all_uses_with(node.outputs[0], node.inputs[0])
+                model.graph.remove(node, safe=True)
 
 
 def fold(model: ir.Model) -> None:
@@ -117,16 +130,25 @@ def fold(model: ir.Model) -> None:
     passes.NameFixPass()(model)
 
 
+def defined_in(op_type: str, opset: int) -> int:
+    """The opset that an operation's definition in ``opset`` comes from."""
+    return onnx.defs.get_schema(op_type, opset, "").since_version
+
+
 def raise_opset(model: ir.Model, opset: int) -> None:
     """Declare a later opset, up to 23, for the types that it adds.
 
-    Nothing else has to change: of the operations that a UNet is traced to, ``SAME_MEANING`` is all, and opsets 21 to 23
-    only let them take more types. Not taken: onnxscript's version converter, which would say so node by node.
+    Nothing else has to change where an operation's definition is the same in both, or has only more types. Not taken:
+    onnxscript's version converter, which would say so node by node.
     Raises ArtifactError for a graph with an operation that is not known to mean the same.
     """
     if opset > OPSET:
-        unknown = sorted({node.op_type for node in model.graph} - SAME_MEANING)
-        if unknown:
+        changed = {
+            kind
+            for kind in {node.op_type for node in model.graph}
+            if defined_in(kind, OPSET) != defined_in(kind, opset)
+        }
+        if unknown := sorted(changed - MORE_TYPES):
             raise ArtifactError(f"the graph has {unknown[0]}, which may mean something else in opset {opset}")
         model.opset_imports[""], model.ir_version = opset, max(model.ir_version, 10 if opset < 23 else 11)
         for node in model.graph:

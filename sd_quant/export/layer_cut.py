@@ -10,13 +10,10 @@ from pathlib import Path
 import onnx_ir as ir
 
 from sd_quant.export.quantized import save
-from sd_quant.models.parts import COMPONENTS
 from sd_quant.quantization.assignment import LayerAssignment
 
-PREFIX = COMPONENTS["unet_xl"][1]
 
-
-def cut_layers(onnx_path: Path, assignment: Mapping[str, LayerAssignment], path: Path) -> dict[str, str]:
+def cut_layers(onnx_path: Path, assignment: Mapping[str, LayerAssignment], path: Path, prefix: str) -> dict[str, str]:
     """Write a graph with an output ``<layer>.output`` per quantized layer; returns the input that each layer reads.
 
     The output is that of the Conv (bias included) or of the MatMul (bias excluded). Layers that share a quantized input
@@ -29,7 +26,7 @@ def cut_layers(onnx_path: Path, assignment: Mapping[str, LayerAssignment], path:
     for layer in assignment.values():
         if layer.format is None:
             continue
-        weight = makers.get(f"{PREFIX}{layer.name}.weight.shaped") or makers[f"{PREFIX}{layer.name}.weight.dequantized"]
+        weight = makers.get(f"{prefix}{layer.name}.weight.shaped") or makers[f"{prefix}{layer.name}.weight.dequantized"]
         (last,) = [usage.node for usage in weight.outputs[0].uses()]
         first = last if layer.activation_format is None else last.inputs[0].producer().inputs[0].producer()
         smoothing = first.inputs[0].producer()

@@ -150,9 +150,23 @@ def add_low_rank(graph: ir.Graph, node: ir.Node, x: ir.Value, layer: LayerAssign
         reader.replace_input_with(index, value)
 
 
+def split_gemm(graph: ir.Graph, gemm: ir.Node) -> ir.Node:
+    """The MatMul and Add that a linear of rows becomes elsewhere; returns the Transpose of its weight."""
+    x, weight, *bias = gemm.inputs
+    transposed = insert(graph, gemm, "Transpose", [weight], f"{weight.name}.transposed", perm=[1, 0])
+    value = insert(graph, gemm, "MatMul", [x, transposed], f"{weight.name}.product")
+    if bias:
+        value = insert(graph, gemm, "Add", [value, bias[0]], f"{weight.name}.with_bias")
+    ir.convenience.replace_all_uses_with(gemm.outputs[0], value)
+    graph.remove(gemm, safe=True)
+    return transposed.producer()
+
+
 def quantize_layer(graph: ir.Graph, weight: ir.Value, layer: LayerAssignment, read: ReadWeight, made: Made) -> None:
     """Rewrite the one node that multiplies with ``weight``, a graph input."""
     (node,) = [usage.node for usage in weight.uses()]
+    if node.op_type == "Gemm":
+        node = split_gemm(graph, node)
     transposed = node.op_type == "Transpose"
     if transposed:
         transpose = node

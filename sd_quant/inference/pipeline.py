@@ -1,80 +1,62 @@
-"""Pictures from engines: the ordinary diffusers SDXL pipeline with its networks swapped.
+"""Pictures from engines: the ordinary diffusers pipeline with its networks swapped.
 
-Scheduler, guidance and image processing stay diffusers' own. What is NeMo's: text context padded to 80 tokens (inside
-the text engines), an unconditional embedding of zeros, and size ids in the order original, crop, target. Text is
-encoded before the pipeline is called, so negative and positive prompts never share an engine's output buffer.
+Scheduler, guidance, text encoding and image processing stay diffusers' own. Three phases, so that engines may be opened
+one at a time: all text is encoded, then every picture is denoised, then all are decoded. What is special about a family
+comes as a ``Drawing``.
 """
 
+import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
-from diffusers import StableDiffusionXLPipeline
-from diffusers.models.embeddings import get_timestep_embedding
-from torch import Tensor
+from torch import Tensor, nn
 
 from sd_quant.engines.base import Engine
 from sd_quant.errors import SdQuantError
-from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
+from sd_quant.models.parts import Part
 
 LOG = logging.getLogger(__name__)
 
 
-class UnetAdapter(torch.nn.Module):
-    """Looks like ``UNet2DConditionModel`` to the pipeline, calls an engine with NeMo's names.
+class EngineNetwork(nn.Module):
+    """Looks like one of a pipeline's networks and calls an engine; what else is asked of it, the network answers.
 
-    ``on_step`` is told the denoising step of each call before it is computed; see ``denoising_step``.
+    ``network`` may be without memory: its configuration counts, and how its ``forward`` names its arguments.
+    ``on_call`` is told of each call before it is computed.
     """
 
     dtype, device = torch.float32, torch.device("cpu")
 
-    def __init__(self, engines: Mapping[str, Engine], config, scheduler):
+    def __init__(self, engines: Mapping[str, Engine], name: str, part: Part, network: nn.Module):
         super().__init__()
-        self.engines, self.config, self.scheduler = engines, config, scheduler
-        self.on_step: Callable[[int], object] = lambda step: None
-        added_width = config.projection_class_embeddings_input_dim
-        self.add_embedding = SimpleNamespace(linear_1=SimpleNamespace(in_features=added_width))
+        self.engines, self.name, self.part, self.network = (
+            engines,
+            name,
+            part,
+            [network],
+        )  # no submodule: it has no memory
+        self.signature = inspect.signature(network.forward)
+        self.on_call: Callable[[], object] = lambda: None
 
-    def forward(self, sample, timestep, encoder_hidden_states, added_cond_kwargs, return_dict=False, **_):
-        self.on_step(denoising_step(self.scheduler))
-        output = self.engines["unet_xl"](
-            x=sample,
-            timesteps=timestep.to(torch.float32).expand(len(sample)),
-            context=encoder_hidden_states,
-            y=vector_condition(**added_cond_kwargs, width=self.config.addition_time_embed_dim),
-        )
-        return (output["out"].to(sample),)
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.network[0], name)
 
-
-class VaeConfig:
-    """What the pipeline asks of the VAE when it stops at the latents: how many pixels one of them is."""
-
-    def __init__(self, config):
-        self.config = config
-
-
-class PooledWidth:
-    """What the pipeline asks of the second text encoder when it is given embeddings instead of prompts."""
-
-    def __init__(self, width: int):
-        self.config, self.dtype = SimpleNamespace(projection_dim=width), torch.float32
-
-
-def denoising_step(scheduler) -> int:
-    """Which of the ``num_inference_steps`` comes next, counted by the scheduler.
-
-    Samplers of second order (Heun, DPM2) list 2n - 1 timesteps for n steps: both calls of a step count as that step.
-    """
-    return (scheduler.step_index or 0) * scheduler.num_inference_steps // len(scheduler.timesteps)
-
-
-def vector_condition(text_embeds: Tensor, time_ids: Tensor, width: int) -> Tensor:
-    """NeMo's ``y`` [B, P + 6 * width]: pooled text, then ``width`` sinusoids of each size id (cosines first)."""
-    sizes = get_timestep_embedding(time_ids.flatten(), width, flip_sin_to_cos=True, downscale_freq_shift=0)
-    return torch.cat([text_embeds, sizes.view(len(text_embeds), -1)], dim=-1)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.on_call()
+        given = self.signature.bind(*args, **kwargs).arguments
+        for nested in ("added_cond_kwargs", "kwargs"):
+            given |= given.pop(nested, None) or {}
+        sample = next((value for value in given.values() if isinstance(value, Tensor)), torch.empty(0))
+        outputs = self.engines[self.name](**self.part.arguments(self.part.contract, given))
+        like = torch.float32 if not sample.is_floating_point() else sample.dtype
+        return self.part.answer({name: output.to(sample.device, like) for name, output in outputs.items()})
 
 
 @dataclass(slots=True)
@@ -91,64 +73,62 @@ class Sampling:
 
 @dataclass(slots=True)
 class Generated:
-    """``images`` uint8 [N, H, W, 3], or None when only latents were wanted; ``latents`` fp32 [N, steps, 4, h, w]."""
+    """``images`` uint8 [N, H, W, 3], or None when only latents were wanted; ``latents`` fp32 [N, steps, ...]."""
 
     images: np.ndarray | None
     latents: Tensor
 
 
-class Pipeline:
-    """Engines for ``unet_xl``, ``vae``, ``clip1``, ``clip2`` joined to a text-to-image pipeline.
+@dataclass(frozen=True)
+class Drawing:
+    """How a family draws: ``pipe`` is its diffusers pipeline, whose networks are engines.
 
-    All text is encoded first, then every picture is denoised, then all are decoded; so ``engines`` may be a mapping
-    that opens an engine when it is asked for and closes the one before.
+    ``denoiser`` is its network among them. ``encode`` turns batches of prompts into what ``pipe`` takes instead, with
+    or without the half for guidance; ``pack`` and ``unpack`` (of a height and width) stand between latents [B,C,h,w]
+    and what ``pipe`` calls latents. ``tokenizer`` tells how long a prompt is for the shortest of the text encoders.
     """
 
-    def __init__(self, engines: Mapping[str, Engine], tokenizers, unet_config, vae_config, scheduler):
-        self.engines, self.tokenizers = engines, tokenizers
-        self.unet, self.vae_config = UnetAdapter(engines, unet_config, scheduler), vae_config
-        pooled = unet_config.projection_class_embeddings_input_dim - 6 * unet_config.addition_time_embed_dim
-        self.diffusers = StableDiffusionXLPipeline(
-            vae=VaeConfig(vae_config), text_encoder=None, text_encoder_2=PooledWidth(pooled), tokenizer=None,
-            tokenizer_2=None, unet=self.unet, scheduler=scheduler, add_watermarker=False,
-        )  # fmt: skip
-        self.diffusers.set_progress_bar_config(disable=True)
+    pipe: Any
+    denoiser: EngineNetwork
+    encode: Callable[[Sequence[list[str]], bool], list[dict[str, Any]]]
+    pack: Callable[[Tensor], Tensor]
+    unpack: Callable[[Tensor, int, int], Tensor]
+    tokenizer: Any
+
+
+class Pipeline:
+    """Engines joined to a text-to-image pipeline; ``engines`` may be a mapping that opens one when it is asked for and
+    closes the one before."""
+
+    def __init__(self, engines: Mapping[str, Engine], drawing: Drawing):
+        self.engines, self.drawing = engines, drawing
+        drawing.pipe.set_progress_bar_config(disable=True)
 
     def warn_of_long(self, prompts: Sequence[str]) -> None:
-        lengths = [len(ids) for ids in self.tokenizers[0](list(prompts), truncation=False, verbose=False)["input_ids"]]
-        longer = sum(length > CONTEXT_LENGTH for length in lengths)
+        tokenizer = self.drawing.tokenizer
+        lengths = [len(ids) for ids in tokenizer(list(prompts), truncation=False, verbose=False)["input_ids"]]
+        longer = sum(length > tokenizer.model_max_length for length in lengths)
         if longer:
             LOG.warning(
-                "%d of %d prompts are longer than CLIP's %d tokens (the longest has %d); the rest of them is not read",
-                longer, len(prompts), CONTEXT_LENGTH, max(lengths),
+                "%d of %d prompts are longer than the %d tokens that are read (the longest has %d); their rest is left "
+                "out", longer, len(prompts), tokenizer.model_max_length, max(lengths),
             )  # fmt: skip
 
-    def encode(self, batches: Sequence[list[str]]) -> list[tuple[Tensor, Tensor]]:
-        """Of each batch of prompts the text context, fp32 [B, 80, C], and the pooled vector, fp32 [B, P]."""
-        encoded = []
-        for tokenizer, part in zip(self.tokenizers, ("clip1", "clip2"), strict=True):
-            encoded.append([
-                self.engines[part](input_ids=torch.tensor(
-                    tokenizer(prompts, padding="max_length", truncation=True, max_length=CONTEXT_LENGTH)["input_ids"]
-                ))
-                for prompts in batches
-            ])  # fmt: skip
-        return [
-            (torch.cat([first["z"], second["z"]], dim=-1).float().cpu(), second["z_pooled"].float().cpu())
-            for first, second in zip(*encoded, strict=True)
-        ]
+    def decode(self, latents: Tensor, sampling: Sampling) -> np.ndarray:
+        """uint8 [B, H, W, 3] of latents as the pipeline has them."""
+        config = self.drawing.pipe.vae.config
+        latents = self.drawing.unpack(latents, sampling.height, sampling.width)
+        z = latents / config.scaling_factor + (getattr(config, "shift_factor", None) or 0)
+        picture = self.engines["vae"](z=z)["dec"].float().cpu()
+        images = self.drawing.pipe.image_processor.postprocess(picture, output_type="np")
+        return (images * 255).round().astype(np.uint8)
 
-    def decode(self, latents: Tensor) -> np.ndarray:
-        """uint8 [B, H, W, 3] of latents [B, 4, h, w]."""
-        picture = self.engines["vae"](z=latents / self.vae_config.scaling_factor)["dec"].float().cpu()
-        return (self.diffusers.image_processor.postprocess(picture, output_type="np") * 255).round().astype(np.uint8)
-
-    def noise(self, indices: Sequence[int], sampling: Sampling) -> Tensor:
-        """fp32 [B, 4, h, w], each picture's from its own seed, the same on every device."""
-        factor = self.diffusers.vae_scale_factor
-        shape = (self.unet.config.in_channels, sampling.height // factor, sampling.width // factor)
-        seeded = [torch.Generator().manual_seed(sampling.seed + index) for index in indices]
-        return torch.stack([torch.randn(shape, generator=generator) for generator in seeded])
+    def noise(self, numbers: Sequence[int], sampling: Sampling) -> Tensor:
+        """fp32, packed, each picture's from its own seed, the same on every device."""
+        factor, channels = self.drawing.pipe.vae_scale_factor, self.drawing.pipe.vae.config.latent_channels
+        shape = (channels, sampling.height // factor, sampling.width // factor)
+        seeded = [torch.Generator().manual_seed(sampling.seed + number) for number in numbers]
+        return self.drawing.pack(torch.stack([torch.randn(shape, generator=generator) for generator in seeded]))
 
     def __call__(
         self,
@@ -166,44 +146,63 @@ class Pipeline:
 
         Raises SdQuantError when a latent becomes NaN or infinite, naming prompt and step.
         """
-        self.unet.on_step = on_step
         self.warn_of_long(prompts)
         numbers = range(len(prompts)) if numbers is None else numbers
         batches = [
             numbers[start : start + sampling.batch_size] for start in range(0, len(numbers), sampling.batch_size)
         ]
-        encoded = self.encode([[prompts[index] for index in indices] for indices in batches])
+        texts = [[prompts[number] for number in batch] for batch in batches]
+        encoded = self.drawing.encode(texts, sampling.guidance_scale > 1)
         latents, finished = [], []
-        for indices, (context, pooled) in zip(batches, encoded, strict=True):
-            on_batch(indices)
-            steps: list[Tensor] = []
-
-            def remember(pipeline, step, timestep, values, indices=indices, steps=steps):
-                finite = torch.isfinite(values["latents"]).flatten(1).all(dim=1)
-                if not finite.all():
-                    prompt = indices[int((~finite).nonzero()[0])]
-                    raise SdQuantError(
-                        f"{self.engines['unet_xl'].name} gave a latent that is not finite for prompt {prompt} at step "
-                        f"{step}; a lower quant_level or a calibration with more prompts may keep it in range"
-                    )
-                steps.append(values["latents"].float().cpu().clone())
-                return values
-
-            finished.append(
-                self.diffusers(
-                    prompt_embeds=context,
-                    negative_prompt_embeds=torch.zeros_like(context),
-                    pooled_prompt_embeds=pooled,
-                    negative_pooled_prompt_embeds=torch.zeros_like(pooled),
-                    num_inference_steps=sampling.steps,
-                    guidance_scale=sampling.guidance_scale,
-                    height=sampling.height,
-                    width=sampling.width,
-                    latents=self.noise(indices, sampling),
-                    callback_on_step_end=remember,
-                    output_type="latent",
-                ).images
-            )
+        for batch, text in zip(batches, encoded, strict=True):
+            on_batch(batch)
+            steps, final = self.denoise(batch, text, sampling, on_step)
             latents.append(torch.stack(steps, dim=1))
-        images = np.concatenate([self.decode(each) for each in finished]) if decode else None
+            finished.append(final)
+        images = np.concatenate([self.decode(each, sampling) for each in finished]) if decode else None
         return Generated(images, torch.cat(latents))
+
+    def denoise(
+        self, numbers: Sequence[int], text: Mapping[str, Any], sampling: Sampling, on_step: Callable[[int], object]
+    ) -> tuple[list[Tensor], Tensor]:
+        """The latents after every step, and the last as the pipeline leaves them."""
+        pipe, calls, steps = self.drawing.pipe, 0, list[Tensor]()
+
+        def count() -> None:
+            """Samplers of second order call the network 2n - 1 times for n steps, and some once more than n."""
+            nonlocal calls
+            on_step(min(calls * sampling.steps // len(pipe.scheduler.timesteps), sampling.steps - 1))
+            calls += 1
+
+        def remember(step: int, values: Tensor) -> None:
+            finite = torch.isfinite(values).flatten(1).all(dim=1)
+            if not finite.all():
+                prompt = numbers[int((~finite).nonzero()[0])]
+                raise SdQuantError(
+                    f"{self.engines[self.drawing.denoiser.name].name} gave a latent that is not finite for prompt "
+                    f"{prompt} at step {step}; a lower quant_level or a calibration with more prompts may keep it in "
+                    "range"
+                )
+            steps.append(values.float().cpu().clone())
+
+        def on_step_end(pipeline, step: int, timestep, values: dict) -> dict:
+            remember(step, values["latents"])
+            return values
+
+        hook = (
+            {"callback_on_step_end": on_step_end}
+            if "callback_on_step_end" in inspect.signature(type(pipe).__call__).parameters
+            else {"callback": lambda step, timestep, values: remember(step, values)}
+        )
+        self.drawing.denoiser.on_call = count
+        final = pipe(
+            **text,
+            num_inference_steps=sampling.steps,
+            guidance_scale=sampling.guidance_scale,
+            height=sampling.height,
+            width=sampling.width,
+            latents=self.noise(numbers, sampling),
+            output_type="latent",
+            **hook,
+        )[0]
+        return steps, final

@@ -53,14 +53,14 @@ def ssim(reference: np.ndarray, image: np.ndarray) -> list[float]:
 def latent_sqnr(reference: torch.Tensor, latents: torch.Tensor) -> list[float | None]:
     """SQNR = 10 log10(sum ref^2 / sum (ref - x)^2) in dB, averaged over the images, per step.
 
-    Both [N, steps, C, h, w], any float type. Images whose ratio is infinite at a step are left out of its mean. None
+    Both [N, steps, ...], any float type. Images whose ratio is infinite at a step are left out of its mean. None
     where no image has a ratio, and where any latent of the step is NaN or infinite: a broken run has no mean.
     Raises ArtifactError when the shapes differ.
     """
-    if reference.shape != latents.shape or reference.ndim != 5:
+    if reference.shape != latents.shape or reference.ndim < 3:
         raise ArtifactError(
             f"latents of shape {list(latents.shape)} were compared with a reference of {list(reference.shape)}, "
-            "expected the same [N, steps, C, h, w] twice; run both with the same prompts, steps and size"
+            "expected the same [N, steps, ...] twice; run both with the same prompts, steps and size"
         )
     return [
         _mean_ratio(_energy(ref.double()), _energy(ref.double() - x.double()))
@@ -133,8 +133,8 @@ def _pixels(image: np.ndarray) -> torch.Tensor:
 
 
 def _energy(latents: torch.Tensor) -> torch.Tensor:
-    """[N, C, h, w] -> [N]."""
-    return latents.square().sum((-3, -2, -1))
+    """[N, ...] -> [N]."""
+    return latents.square().flatten(1).sum(1)
 
 
 def _mean_ratio(signal: torch.Tensor, noise: torch.Tensor) -> float | None:

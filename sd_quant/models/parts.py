@@ -1,83 +1,22 @@
-"""The four exported parts of SDXL as plain modules: named tensors in, named tensors out, NeMo's names and shapes.
+"""What a part is: one network of a pipeline as it is exported, named tensors in, named tensors out.
 
-| part      | inputs                                                         | outputs                              |
-|-----------|----------------------------------------------------------------|--------------------------------------|
-| `unet_xl` | x [B,4,H/8,W/8], timesteps [B], context [B,S,C], y [B,A]       | out [B,4,H/8,W/8]                    |
-| `vae`     | z [B,4,H/8,W/8], already divided by the scaling factor         | dec [B,3,H,W]                        |
-| `clip1`   | input_ids [B,77]                                               | z [B,S,C1]                           |
-| `clip2`   | input_ids [B,77]                                               | z [B,S,C2], z_pooled [B,P]           |
-
-S is the checkpoint's context length: NeMo pads CLIP's 77 tokens to 80 with zeros, in training and inference alike. `y`
-is the pooled text vector followed by the sinusoids of the six size ids. The same modules are the framework baseline,
-the source of the exported graph and the reference of every parity check, so the three cannot drift apart.
+The wrapped module is the framework baseline, the source of the exported graph and the reference of every parity check,
+so the three cannot drift apart. Which parts a family has, and how each is called, stands in the family's own file.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-CONTEXT_TOKENS = 80
-
-
-def positions(input_ids: Tensor) -> Tensor:
-    """[1, 77]. Given explicitly, because CLIP's own is a buffer, which a graph without weights would have to carry."""
-    return torch.arange(input_ids.shape[1], device=input_ids.device)[None]
-
-
-def pad_context(hidden: Tensor) -> Tensor:
-    """[B, 77, C] -> [B, 80, C] with zeros (NeMo, encoders/modules.py)."""
-    return F.pad(hidden, (0, 0, 0, CONTEXT_TOKENS - hidden.shape[1]))
-
-
-class UnetPart(nn.Module):
-    """``y`` already holds the size embedding, so diffusers' own ``add_time_proj`` has to let it through unchanged."""
-
-    def __init__(self, unet: nn.Module, pooled_width: int):
-        super().__init__()
-        self.unet = unet
-        self.pooled_width = pooled_width
-        self.unet.add_time_proj = nn.Identity()
-
-    def forward(self, x: Tensor, timesteps: Tensor, context: Tensor, y: Tensor) -> Tensor:
-        added = {"text_embeds": y[:, : self.pooled_width], "time_ids": y[:, self.pooled_width :]}
-        return self.unet(x, timesteps, context, added_cond_kwargs=added, return_dict=False)[0]
-
-
-class VaePart(nn.Module):
-    def __init__(self, vae: nn.Module):
-        super().__init__()
-        self.post_quant_conv, self.decoder = vae.post_quant_conv, vae.decoder
-
-    def forward(self, z: Tensor) -> Tensor:
-        return self.decoder(self.post_quant_conv(z))
-
-
-class Clip1Part(nn.Module):
-    def __init__(self, text_encoder: nn.Module):
-        super().__init__()
-        self.text_encoder = text_encoder
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        output = self.text_encoder(input_ids, position_ids=positions(input_ids), output_hidden_states=True)
-        return pad_context(output.hidden_states[-2])
-
-
-class Clip2Part(nn.Module):
-    def __init__(self, text_encoder: nn.Module):
-        super().__init__()
-        self.text_encoder = text_encoder
-
-    def forward(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
-        output = self.text_encoder(input_ids, position_ids=positions(input_ids), output_hidden_states=True)
-        return pad_context(output.hidden_states[-2]), output.text_embeds
+LATENT_FACTOR = 8  # pixels per latent, of every family's autoencoder
 
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """Names, shapes and dtypes of one part. Strings in a shape are dynamic axes."""
+    """Names, shapes and dtypes of one part. Strings in a shape are dynamic axes, as ``axes`` has them."""
 
     inputs: dict[str, tuple]
     outputs: tuple[str, ...]
@@ -88,47 +27,59 @@ class Contract:
         return {name: tuple(axes.get(axis, axis) for axis in shape) for name, shape in self.inputs.items()}
 
 
-def contracts(unet_config: Mapping) -> dict[str, Contract]:
-    """The contract of each part for one checkpoint. Everything is fp16 but the VAE, which overflows in fp16."""
-    half, single = torch.float16, torch.float32
-    latent = ("batch", unet_config["in_channels"], "height", "width")
-    context, added = unet_config["cross_attention_dim"], unet_config["projection_class_embeddings_input_dim"]
-    tokens = {"input_ids": ("batch", 77)}
-    return {
-        "unet_xl": Contract(
-            {
-                "x": latent,
-                "timesteps": ("batch",),
-                "context": ("batch", CONTEXT_TOKENS, context),
-                "y": ("batch", added),
-            },
-            ("out",),
-            {"x": half, "timesteps": single, "context": half, "y": half},
-            half,
-        ),
-        "vae": Contract({"z": latent}, ("dec",), {"z": single}, single),
-        "clip1": Contract(tokens, ("z",), {"input_ids": torch.int32}, half),
-        "clip2": Contract(tokens, ("z", "z_pooled"), {"input_ids": torch.int32}, half),
-    }
+def axes(batch: int, width: int, height: int) -> dict[str, int]:
+    """Sizes of all dynamic axes for pictures of so many pixels; a transformer's token is two latents wide and high."""
+    rows, columns = height // LATENT_FACTOR, width // LATENT_FACTOR
+    return {"batch": batch, "height": rows, "width": columns, "image_tokens": (rows // 2) * (columns // 2)}
 
 
-# Which component of a pipeline a part holds, and what its weights are called in front of diffusers' own names.
-COMPONENTS = {
-    "unet_xl": ("unet", "unet."),
-    "vae": ("vae", ""),
-    "clip1": ("text_encoder", "text_encoder."),
-    "clip2": ("text_encoder_2", "text_encoder."),
-}
+def as_inputs(contract: Contract, given: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The contract's inputs among the arguments of a pipeline's call; a scalar becomes one, or one per sample."""
+    tensors = {name: torch.as_tensor(given[name]) for name in contract.inputs}
+    samples = len(next(iter(tensors.values())))
+    for name, shape in contract.inputs.items():
+        if tensors[name].ndim < len(shape):
+            tensors[name] = tensors[name].reshape(1).expand(samples if shape[0] == "batch" else 1)
+    return tensors
 
 
-def wrap_part(part: str, module: nn.Module, pooled_width: int) -> nn.Module:
-    """The part around its component. The UNet is changed in place: it then takes ``y`` and nothing else."""
-    if part == "unet_xl":
-        return UnetPart(module, pooled_width)
-    return {"vae": VaePart, "clip1": Clip1Part, "clip2": Clip2Part}[part](module)
+def first_output(outputs: Mapping[str, Tensor]) -> tuple[Tensor]:
+    return (next(iter(outputs.values())),)
 
 
-def wrap(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Every part around a pipeline's modules."""
-    pooled_width = modules["text_encoder_2"].get_parameter("text_projection.weight").shape[0]
-    return {part: wrap_part(part, modules[component], pooled_width) for part, (component, _) in COMPONENTS.items()}
+@dataclass(frozen=True)
+class Part:
+    """``component``: diffusers' name of the network in the pipeline; ``prefix`` stands before diffusers' names of its
+    weights in the graph. ``wrap`` makes the part of the network, which it may change. ``arguments`` turns the arguments
+    of a pipeline's call, by name, into inputs, and ``answer`` the outputs into what the pipeline expects.
+    """
+
+    component: str
+    prefix: str
+    contract: Contract
+    wrap: Callable[[nn.Module], nn.Module]
+    answer: Callable[[Mapping[str, Tensor]], Any] = first_output
+    arguments: Callable[[Contract, Mapping[str, Any]], dict[str, Tensor]] = as_inputs
+
+
+def wrapped(parts: Mapping[str, Part], networks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Every part around a pipeline's networks."""
+    return {name: part.wrap(networks[part.component]) for name, part in parts.items()}
+
+
+class VaePart(nn.Module):
+    """The decoder, of latents that are already divided by the scaling factor."""
+
+    def __init__(self, vae: nn.Module):
+        super().__init__()
+        self.post_quant_conv, self.decoder = vae.post_quant_conv, vae.decoder
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.decoder(z if self.post_quant_conv is None else self.post_quant_conv(z))
+
+
+def vae_part(channels: int) -> Part:
+    """z [B,C,H/8,W/8] to dec [B,3,H,W], fp32, because SDXL's overflows in fp16. ``Pipeline.decode`` calls it."""
+    single = torch.float32
+    contract = Contract({"z": ("batch", channels, "height", "width")}, ("dec",), {"z": single}, single)
+    return Part("vae", "", contract, VaePart)

@@ -35,9 +35,13 @@ MOST_PROMPTS = 24
 MOST_BYTES = 40e6  # of pictures; a browser opens a page with more of them slowly
 NOT_A_PICTURE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)  # what PIL says of a damaged file
 MISSING = "–"
-HEADINGS = {"psnr_worst_db": "worst PSNR, dB", "unet_speedup": "UNet speedup", "image_speedup": "picture speedup"}
-TEXTS = {"unet_plan_targets", "run_by"}
-MORE_IS_BETTER = {"psnr_db", "psnr_worst_db", "ssim", "latent_sqnr_db", "unet_speedup", "image_speedup"}
+HEADINGS = {
+    "psnr_worst_db": "worst PSNR, dB",
+    "denoiser_speedup": "denoiser speedup",
+    "image_speedup": "picture speedup",
+}
+TEXTS = {"denoiser_plan_targets", "run_by"}
+MORE_IS_BETTER = {"psnr_db", "psnr_worst_db", "ssim", "latent_sqnr_db", "denoiser_speedup", "image_speedup"}
 FRONTS = {
     TIME: ("◆", "no other recipe is both faster and closer to full precision"),
     SIZE: ("■", "no other recipe is both smaller and closer to full precision"),
@@ -218,7 +222,7 @@ def warnings_of(table: Sequence[Row], names: Mapping[str, str]) -> list[str]:
     """A sentence for each recipe that is slower than what it replaces, and for each job without figures."""
     sentences = []
     for row in table:
-        for column, what in (("image_speedup", "from prompt to picture"), ("unet_speedup", "in the UNet")):
+        for column, what in (("image_speedup", "from prompt to picture"), ("denoiser_speedup", "in the denoiser")):
             ratio = row[column]
             if ratio and round(ratio, 2) < 1:  # the third decimal is noise
                 times = f"{1 / ratio:.2f} times as long quantized as unquantized"

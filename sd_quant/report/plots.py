@@ -61,9 +61,9 @@ LONGEST_NAME = 28
 MOST_NAMES = 16  # more lines or points than this are named only where they matter
 WORST_LAYERS = 6
 DB_BEYOND = 3.0  # identical pictures have an infinite PSNR and are drawn this far above the rest
-TIME, SIZE = "image_relative_time", "unet_onnx_bytes"
+TIME, SIZE = "image_relative_time", "denoiser_onnx_bytes"
 COSTS = {TIME: "prompt to picture, % of the unquantized engine's time", SIZE: "ONNX file of the UNet, MB"}
-UNQUANTIZED = {TIME: lambda row: 1.0, SIZE: lambda row: row["unet_onnx_full_precision_bytes"]}
+UNQUANTIZED = {TIME: lambda row: 1.0, SIZE: lambda row: row["denoiser_onnx_full_precision_bytes"]}
 SCALE = {TIME: 100.0, SIZE: 1e-6}
 UNIT = {TIME: "%", SIZE: "MB"}
 

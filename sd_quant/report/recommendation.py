@@ -84,7 +84,7 @@ def speed(ratio: float) -> str:
 
 
 def share(row: Row) -> str:
-    stored, full = row["unet_onnx_bytes"], row["unet_onnx_full_precision_bytes"]
+    stored, full = row["denoiser_onnx_bytes"], row["denoiser_onnx_full_precision_bytes"]
     if not stored or not full:
         return ""
     return f" Its UNet takes {stored / full:.0%} of the unquantized one's disk, if that is what matters."

@@ -102,10 +102,12 @@ def row_of(job: Job) -> Row:
     record = job.record or {}
     infer = at(record, "knobs", "infer") or {}
     engine, batch = infer.get("engine"), infer.get("batch_size") or 0
-    unet = at(record, "latency", engine, "unet_xl", str(2 * batch)) or {}
+    denoiser = at(record, "denoiser", "part") or "unet_xl"
+    samples = batch * (at(record, "denoiser", "samples_a_picture") or 2)
+    call = at(record, "latency", engine, denoiser, str(samples)) or {}
     image = at(record, "latency", engine, "image", str(batch)) or {}
     framework = at(record, "latency", "torch", "image", str(batch), "full_precision", "p50_ms")
-    files, latents = at(record, "sizes_bytes", "unet_xl") or {}, at(record, "fidelity", "latent_sqnr_db")
+    files, latents = at(record, "sizes_bytes", denoiser) or {}, at(record, "fidelity", "latent_sqnr_db")
     stages = at(record, "stages") or {}
     return {
         "job": job.name,
@@ -118,19 +120,19 @@ def row_of(job: Job) -> Row:
         "lpips": at(record, "fidelity", "lpips", "mean"),
         "latent_sqnr_db": latents[-1] if latents else None,
         "frechet_efficientnet": at(record, "fidelity", "frechet_efficientnet", "value"),
-        "unet_ms": at(unet, "quantized", "p50_ms"),
-        "unet_full_precision_ms": at(unet, "full_precision", "p50_ms"),
-        "unet_speedup": number(unet.get("speedup")),
+        "denoiser_ms": at(call, "quantized", "p50_ms"),
+        "denoiser_full_precision_ms": at(call, "full_precision", "p50_ms"),
+        "denoiser_speedup": number(call.get("speedup")),
         "image_ms": at(image, "quantized", "p50_ms"),
         "image_full_precision_ms": at(image, "full_precision", "p50_ms"),
         "image_torch_ms": framework,
         "image_speedup": number(image.get("speedup")),
         "image_relative_time": 1 / speedup if (speedup := number(image.get("speedup"))) else None,
-        "unet_onnx_bytes": number(files.get("onnx_quantized")),
-        "unet_onnx_full_precision_bytes": number(files.get("onnx_full_precision")),
-        "unet_onnx_share": share(number(files.get("onnx_quantized")), number(files.get("weights_fp32"))),
-        "unet_plan_bytes": number(files.get("plan")),
-        "unet_plan_targets": " ".join(at(record, "plans", "unet_xl", "targets") or ()) or None,
+        "denoiser_onnx_bytes": number(files.get("onnx_quantized")),
+        "denoiser_onnx_full_precision_bytes": number(files.get("onnx_full_precision")),
+        "denoiser_onnx_share": share(number(files.get("onnx_quantized")), number(files.get("weights_fp32"))),
+        "denoiser_plan_bytes": number(files.get("plan")),
+        "denoiser_plan_targets": " ".join(at(record, "plans", denoiser, "targets") or ()) or None,
         "run_by": "simulation" if record.get("simulated") else engine,
         "quantized_layers": at(record, "layers", "quantized"),
         "seconds": sum(stage["seconds"] for stage in stages.values()) if stages else None,
@@ -188,17 +190,17 @@ SHOWN = {
     "ssim": ("SSIM", "{:.4f}"),
     "lpips": ("LPIPS", "{:.4f}"),
     "latent_sqnr_db": ("latent SQNR, dB", "{:.1f}"),
-    "unet_ms": ("UNet, ms", "{:,.1f}"),
-    "unet_speedup": ("over unquantized", "{:.2f}x"),
+    "denoiser_ms": ("denoiser, ms", "{:,.1f}"),
+    "denoiser_speedup": ("over unquantized", "{:.2f}x"),
     "image_ms": ("picture, ms", "{:,.0f}"),
     "image_speedup": ("over unquantized", "{:.2f}x"),
-    "unet_onnx_bytes": ("UNet ONNX, MB", "{:,.1f}"),
-    "unet_onnx_share": ("of fp32", "{:.3f}"),
-    "unet_plan_targets": ("plan for", "{}"),
+    "denoiser_onnx_bytes": ("denoiser ONNX, MB", "{:,.1f}"),
+    "denoiser_onnx_share": ("of fp32", "{:.3f}"),
+    "denoiser_plan_targets": ("plan for", "{}"),
     "run_by": ("run by", "{}"),
     "seconds": ("job, s", "{:.1f}"),
 }
-SCALE = {"unet_onnx_bytes": 1e-6}
+SCALE = {"denoiser_onnx_bytes": 1e-6}
 
 
 def markdown(table: list[Row], varied: list[str]) -> str:

@@ -3,7 +3,7 @@
 Everything comes from the record, so the table can be printed again later. The road not taken is ``rich``: colours and
 boxes do not survive a log file.
 
-The record; its parts are ``unet_xl``, ``vae``, ``clip1``, ``clip2`` and, in ``latency``, ``image``: prompt to picture::
+The record; its parts, here SDXL's, are those of ``sizes_bytes`` and, in ``latency``, ``image``: prompt to picture::
 
     {
       "schema_version": 1,
@@ -34,7 +34,6 @@ it is shown as a dash, with the reason below the table.
 from collections.abc import Callable
 from typing import Any
 
-PARTS = ("unet_xl", "vae", "clip1", "clip2")
 FRAMEWORK = "torch"
 IMAGE = "image"
 ABSENT = {"value": None, "reason": "not in the record"}
@@ -64,9 +63,16 @@ def _heading(record: dict) -> list[str]:
     return ["  ".join([status if not record.get("reason") else f"{status}: {record['reason']}", *named])]
 
 
+def _part_names(record: dict) -> list[str]:
+    """Those that the record knows sizes or latencies of."""
+    engines = [_at(record, "latency", engine) for engine in _names(record, "latency")]
+    found = [*(record.get("sizes_bytes") or {}), *(part for engine in engines for part in engine)]
+    return [part for part in dict.fromkeys(found) if part not in (IMAGE, "reason", "value")]
+
+
 def _sizes(record: dict, reasons: list[str]) -> list[str]:
     rows = []
-    for part in PARTS:
+    for part in _part_names(record):
         full, quantized, plan = (
             _at(record, "sizes_bytes", part, key) for key in ("onnx_full_precision", "onnx_quantized", "plan")
         )
@@ -79,7 +85,7 @@ def _sizes(record: dict, reasons: list[str]) -> list[str]:
 
 def _parts(record: dict, engine: str, reasons: list[str]) -> list[str]:
     rows = []
-    for part in PARTS:
+    for part in _part_names(record):
         for batch in _names(record, "latency", engine, part) or [""]:
             full, quantized, speedup = _speed(record, engine, part, batch)
             rows.append([
@@ -132,7 +138,7 @@ def _costs(record: dict) -> list[str]:
 def _slower(record: dict, engine: str) -> list[str]:
     """One sentence for each part whose quantized engine lost; two decimals, because the third is noise."""
     sentences = []
-    for part in (*PARTS, IMAGE):
+    for part in _names(record, "latency", engine):
         for batch in _names(record, "latency", engine, part):
             speedup = _number(_speed(record, engine, part, batch)[2])
             if speedup is not None and round(speedup, 2) < 1:
@@ -186,7 +192,9 @@ def _cell(value: object, show: Callable[[float], str], reasons: list[str], note:
 
 
 def _align(header: list[str], rows: list[list[str]]) -> list[str]:
-    """Columns as wide as their widest cell, the first to the left, the others to the right, a rule below the header."""
+    """Columns as wide as their widest cell, the first to the left, others to the right; no lines without rows."""
+    if not rows:
+        return []
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = [
         row[0].ljust(widths[0]) + "".join(f"  {cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))

@@ -16,18 +16,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sd_quant.cache import Cache
-from sd_quant.checkpoints.nemo import Checkpoint
-from sd_quant.config import PART_NAMES, Infer
+from sd_quant.config import Infer
 from sd_quant.engines.base import Engine
 from sd_quant.inference.pipeline import Generated
 from sd_quant.metrics.latency import measure_in_turn, ratio
-from sd_quant.models.loading import contracts_of, pipeline_of
+from sd_quant.models.loading import Checkpoint, contracts_of, pipeline_of
 from sd_quant.progress import progress
 from sd_quant.stages.infer import batch_of, composed, generate, one_image, part_call, sampling_of
 from sd_quant.stages.parity import Outputs, WatchedSide
 
 FRAMEWORK, FULL_PRECISION, QUANTIZED = "framework", "full_precision", "quantized"
-QUANTIZED_PARTS = ("unet_xl",)  # the others are the same engines in both
 NOT_QUANTIZED = {"p50_ms": None, "reason": "not quantized"}
 
 Sides = Mapping[str, Mapping[str, Engine]]  # FRAMEWORK, FULL_PRECISION and QUANTIZED to the engine of each part
@@ -57,19 +55,19 @@ def compare_pictures(
             lambda folder: save_file(pack(compare_unquantized(checkpoint, sides, prompts, infer)), folder / path.name),
         )  # fmt: skip
         comparison = unpack(load_file(path))
-    side, inputs = sides[QUANTIZED], comparison.inputs
+    side, denoiser = sides[QUANTIZED], checkpoint.family.DENOISER  # the other parts are the same engines in both
     comparison.pictures[QUANTIZED] = generate(pipeline_of(checkpoint, side), prompts, infer, "quantized")
-    comparison.outputs[QUANTIZED] = {part: side[part](**inputs[part]) for part in QUANTIZED_PARTS}
+    comparison.outputs[QUANTIZED] = {denoiser: side[denoiser](**comparison.inputs[denoiser])}
     return comparison
 
 
 def compare_unquantized(checkpoint: Checkpoint, sides: Sides, prompts: list[str], infer: Infer) -> Comparison:
-    framework = WatchedSide(sides[FRAMEWORK], unet_call=infer.steps // 2)
+    framework = WatchedSide(sides[FRAMEWORK], {checkpoint.family.DENOISER: infer.steps // 2})
     pictures: dict[str, Generated] = {}
     outputs: dict[str, Outputs] = {}
     for name, side in {FRAMEWORK: framework, FULL_PRECISION: sides[FULL_PRECISION]}.items():
         pictures[name] = generate(pipeline_of(checkpoint, side), prompts, infer, name.replace("_", " "))
-        outputs[name] = {part: sides[name][part](**framework.seen[part]) for part in reversed(PART_NAMES)}
+        outputs[name] = {part: sides[name][part](**framework.seen[part]) for part in reversed(checkpoint.parts())}
     return Comparison(pictures, framework.seen, outputs)
 
 
@@ -109,28 +107,32 @@ def compare_latency(
     if simulated is not None:
         sides = {name: side for name, side in sides.items() if name != QUANTIZED}
     warmup, repeats, contracts = infer.num_warmup_runs, infer.num_timed_runs, contracts_of(checkpoint)
+    denoiser = checkpoint.family.DENOISER
     turns = [list(sides)] if together else [[name] for name in sides]
     framework: dict = {}
     engine: dict = {}
     medians: dict[str, dict[str, float]] = {name: {} for name in sides}
-    with progress(len(PART_NAMES) + 1, "latency") as advance:
-        for part in PART_NAMES:
+    with progress(len(contracts) + 1, "latency") as advance:
+        for part in contracts:
             times: dict = {}
             for turn in turns:
-                distinct = [name for name in turn if name != QUANTIZED or part in QUANTIZED_PARTS]
-                calls = {name: part_call(sides[name][part], part, contracts[part], infer) for name in distinct}
+                distinct = [name for name in turn if name != QUANTIZED or part == denoiser]
+                calls = {
+                    name: part_call(sides[name][part], contracts[part], batch_of(checkpoint, part, infer), infer)
+                    for name in distinct
+                }
                 times |= measure_in_turn(calls, warmup, repeats) if calls else {}
             for name in sides:
                 medians[name][part] = times.get(name, times[FULL_PRECISION])["p50_ms"]
-            batch = str(batch_of(part, infer))
-            lacking = missing if part in QUANTIZED_PARTS else NOT_QUANTIZED
+            batch = str(batch_of(checkpoint, part, infer))
+            lacking = missing if part == denoiser else NOT_QUANTIZED
             framework[part], engine[part] = {batch: {FULL_PRECISION: times[FRAMEWORK]}}, {batch: both(times, lacking)}
             advance()
         if together:
             calls = {name: one_image(pipeline_of(checkpoint, side), prompts, infer) for name, side in sides.items()}
             times = measure_in_turn(calls, 1, max(3, repeats // 2))
         else:
-            times = {name: composed(parts, infer.steps) for name, parts in medians.items()}
+            times = {name: composed(parts, infer.steps, denoiser) for name, parts in medians.items()}
         batch = str(infer.batch_size)
         framework["image"], engine["image"] = {batch: {FULL_PRECISION: times[FRAMEWORK]}}, {batch: both(times, missing)}
         advance()

@@ -1,4 +1,4 @@
-"""ONNX of every part, and of the UNet once more unquantized, which is what the quantized engine is compared with."""
+"""ONNX of every part, and of the denoiser once more unquantized, which the quantized engine is compared with."""
 
 import dataclasses
 import hashlib
@@ -10,10 +10,10 @@ import onnx_ir as ir
 from torch import Tensor
 
 from sd_quant.cache import Cache
-from sd_quant.checkpoints.nemo import Checkpoint
-from sd_quant.config import PART_NAMES, artifact
+from sd_quant.config import artifact
 from sd_quant.export.parts import trace_part, write_part
 from sd_quant.files import source_digest
+from sd_quant.models.loading import Checkpoint
 from sd_quant.progress import progress
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.report.provenance import versions
@@ -32,14 +32,23 @@ def export_parts(
         "versions": versions("torch", "onnx", "onnx-ir", "onnxscript", "diffusers", "transformers"),
     }
     unquantized: Assignment = {}
+    denoiser = checkpoint.family.DENOISER
     wanted: list[tuple[str, Path, Assignment]] = [
-        ("unet_xl", directory / "full_precision", unquantized),
-        ("unet_xl", directory, assignment),
-        *((part, directory, unquantized) for part in PART_NAMES if part != "unet_xl"),
+        (denoiser, directory / "full_precision", unquantized),
+        (denoiser, directory, assignment),
+        *((part, directory, unquantized) for part in checkpoint.parts() if part != denoiser),
     ]
     with progress(len(wanted), "export") as advance:
         for part, run, chosen in wanted:
-            export(checkpoint, origin, part, artifact(run, "onnx", part), chosen, cache)
+            # a contract may be one of several that a checkpoint can have
+            export(
+                checkpoint,
+                origin | {"contract": repr(checkpoint.parts()[part].contract)},
+                part,
+                artifact(run, "onnx", part),
+                chosen,
+                cache,
+            )
             advance()
 
 

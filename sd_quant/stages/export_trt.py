@@ -14,15 +14,15 @@ from sd_quant.config import ExportJob, ExportShape, Infer, Trt, anchored, artifa
 from sd_quant.engines.base import onnx_files
 from sd_quant.engines.tensorrt import PlanReport, build_plan, describe_plan, read_record, runtime_module
 from sd_quant.errors import ResourceError
+from sd_quant.export.parts import SAMPLES_A_PICTURE
 from sd_quant.files import sha256
+from sd_quant.models.parts import axes
 from sd_quant.progress import progress
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.levels import LEAST_CAPABILITY
 from sd_quant.stages.needs import check_machine, memory_of_plan
 
 LOG = logging.getLogger(__name__)
-GUIDANCE = 2  # classifier-free guidance runs the UNet on twice as many samples as there are pictures
-LATENT_FACTOR = 8  # pixels per latent
 
 
 def export_trt(job: ExportJob, directory: Path) -> None:
@@ -72,17 +72,21 @@ def plan_library(trt: Trt) -> str:
 def profile(onnx_path: Path, part: str, trt: Trt, infer: Infer | ExportShape) -> dict[str, tuple]:
     """Least, best and most of every input's shape, from the graph's own axis names.
 
-    Batch sizes count pictures, so the UNet's are doubled for guidance; its least stays undoubled, for use without.
+    Batch sizes count pictures, so a denoiser's are doubled for guidance, where the graph says that it is called so; its
+    least stays undoubled, for use without.
     """
-    doubled = GUIDANCE if part == "unet_xl" else 1
+    model = onnx.load(onnx_path, load_external_data=False)
+    told = {entry.key: entry.value for entry in model.metadata_props}
+    guided = not isinstance(infer, Infer) or infer.scale > 1
+    doubled = int(told.get(SAMPLES_A_PICTURE, 2 if part == "unet_xl" else 1)) if guided else 1
     best = infer.batch_size * doubled
     fewest, most = (best, best) if trt.static_batch else (trt.min_batch_size, trt.max_batch_size * doubled)
-    sizes = {"height": infer.height // LATENT_FACTOR, "width": infer.width // LATENT_FACTOR}
     shapes = {}
-    for value in onnx.load(onnx_path, load_external_data=False).graph.input:
-        axes = [axis.dim_param or axis.dim_value for axis in value.type.tensor_type.shape.dim]
+    for value in model.graph.input:
+        names = [axis.dim_param or axis.dim_value for axis in value.type.tensor_type.shape.dim]
         shapes[value.name] = tuple(
-            tuple((sizes | {"batch": batch}).get(axis, axis) for axis in axes) for batch in (fewest, best, most)
+            tuple(axes(batch, infer.width, infer.height).get(axis, axis) for axis in names)
+            for batch in (fewest, best, most)
         )
     return shapes
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from sd_quant.checkpoints.nemo import open_nemo
-from sd_quant.config import PART_NAMES, REPOSITORY, Infer, InferJob, anchored, part_paths
+from sd_quant.checkpoints.opening import open_checkpoint
+from sd_quant.config import REPOSITORY, Infer, InferJob, anchored, part_paths
 from sd_quant.engines import load_engine
 from sd_quant.engines.base import Engine, onnx_files
 from sd_quant.engines.pool import Pool, Side
@@ -16,8 +16,8 @@ from sd_quant.files import write_json
 from sd_quant.inference.pipeline import Generated, Pipeline, Sampling
 from sd_quant.metrics.latency import measure
 from sd_quant.metrics.memory import peak_memory_bytes
-from sd_quant.models.loading import contracts_of, load_part, part_parameters, pipeline_of
-from sd_quant.models.parts import Contract
+from sd_quant.models.loading import Checkpoint, contracts_of, load_part, part_parameters, pipeline_of, samples_a_picture
+from sd_quant.models.parts import Contract, axes
 from sd_quant.progress import progress
 from sd_quant.report.pictures import save_images
 from sd_quant.report.provenance import provenance
@@ -29,7 +29,8 @@ LOG = logging.getLogger(__name__)
 def infer(job: InferJob, directory: Path) -> None:
     out = anchored(job.infer.out_path) if job.infer.out_path else directory
     paths = {"checkpoint": anchored(job.model.path)}
-    checkpoint = open_nemo(paths["checkpoint"])
+    checkpoint = open_checkpoint(job.model)
+    parts = list(checkpoint.parts())
     if job.infer.engine == "torch":
         pool = Pool(partial(load_part, checkpoint))
     else:
@@ -45,7 +46,7 @@ def infer(job: InferJob, directory: Path) -> None:
     record = provenance(paths, [])
     together = fits(memory_of_side(parameters, job.infer), "all parts of the model")
     pool.most = None if together else 1
-    engines = Side(pool, {part: part for part in PART_NAMES})
+    engines = Side(pool, {part: part for part in parts})
     if together:  # a broken file is found before the others have worked
         list(engines.values())
     pipeline, contracts = pipeline_of(checkpoint, engines), contracts_of(checkpoint)
@@ -53,18 +54,18 @@ def infer(job: InferJob, directory: Path) -> None:
     generated = generate(pipeline, prompts, job.infer, job.infer.engine)
     save_images(generated.images, out / "images", image_names(prompts))
     latency: dict = {
-        part: {str(batch_of(part, job.infer)): measure(
-            part_call(engines[part], part, contracts[part], job.infer),
+        part: {str(batch_of(checkpoint, part, job.infer)): measure(
+            part_call(engines[part], contracts[part], batch_of(checkpoint, part, job.infer), job.infer),
             job.infer.num_warmup_runs,
             job.infer.num_timed_runs,
         )}
-        for part in PART_NAMES
+        for part in parts
     }  # fmt: skip
     if together:
         image = measure(one_image(pipeline, prompts, job.infer), 1, min(3, job.infer.num_timed_runs))
     else:
-        medians = {part: latency[part][str(batch_of(part, job.infer))]["p50_ms"] for part in PART_NAMES}
-        image = composed(medians, job.infer.steps)
+        medians = {part: latency[part][str(batch_of(checkpoint, part, job.infer))]["p50_ms"] for part in parts}
+        image = composed(medians, job.infer.steps, checkpoint.family.DENOISER)
     latency["image"] = {str(job.infer.batch_size): image}
     write_json(out / "metrics.json", {"schema_version": 1, "status": "done", "latency": {job.infer.engine: latency},
                                       "peak_memory_bytes": peak_memory_bytes(), "prompts": prompts,
@@ -76,9 +77,9 @@ def infer(job: InferJob, directory: Path) -> None:
     print(f"pictures: {out / 'images'}")
 
 
-def composed(medians: Mapping[str, float], steps: int) -> dict:
-    """The time of a picture from those of its parts: the UNet as often as there are steps."""
-    milliseconds = sum(median * (steps if part == "unet_xl" else 1) for part, median in medians.items())
+def composed(medians: Mapping[str, float], steps: int, denoiser: str) -> dict:
+    """The time of a picture from those of its parts: the denoiser as often as there are steps."""
+    milliseconds = sum(median * (steps if part == denoiser else 1) for part, median in medians.items())
     return {"p50_ms": milliseconds, "composed": "from single calls, as memory does not hold everything at once"}
 
 
@@ -100,20 +101,21 @@ def example_inputs(contract: Contract, batch: int, infer: Infer) -> dict[str, to
     """Random inputs of the size that the pipeline uses; latency does not depend on their values."""
     generator = torch.Generator().manual_seed(0)
     inputs = {}
-    for name, shape in contract.shapes(batch=batch, height=infer.height // 8, width=infer.width // 8).items():
+    for name, shape in contract.shapes(**axes(batch, infer.width, infer.height)).items():
         dtype = contract.dtypes[name]
         drawn = torch.randn(shape, generator=generator) if dtype.is_floating_point else torch.ones(shape)
         inputs[name] = drawn.to(dtype)
     return inputs
 
 
-def batch_of(part: str, infer: Infer) -> int:
-    """Samples in one call: guidance doubles the UNet's."""
-    return infer.batch_size * (2 if part == "unet_xl" else 1)
+def batch_of(checkpoint: Checkpoint, part: str, infer: Infer) -> int:
+    """Samples in one call."""
+    denoises = part == checkpoint.family.DENOISER
+    return infer.batch_size * (samples_a_picture(checkpoint, infer.scale) if denoises else 1)
 
 
-def part_call(engine: Engine, part: str, contract: Contract, infer: Infer) -> Callable[[], object]:
-    inputs = example_inputs(contract, batch_of(part, infer), infer)
+def part_call(engine: Engine, contract: Contract, batch: int, infer: Infer) -> Callable[[], object]:
+    inputs = example_inputs(contract, batch, infer)
     return lambda: engine(**inputs)
 
 

@@ -18,30 +18,31 @@ BASE = 1.0e9  # the process with its libraries
 TORCH = 4  # bytes per parameter, fp32
 ENGINE, ENGINE_INT8 = 6.5, 2.5  # OpenVINO's own, at its peak, without the file that it maps and the kernel can drop
 PLAN = 4.2  # bytes per parameter while TensorRT for RTX builds
-UNET_PIXEL, VAE_PIXEL = 1000, 9000  # bytes of activations per pixel, of a sample and of a picture
+DENOISER_PIXEL, VAE_PIXEL = 1000, 9000  # bytes of activations per pixel, of a sample and of a picture
 GB = 1e9
 
-Parameters = Mapping[str, int]  # part to how many
+Parameters = Mapping[str, int]  # part to how many, the denoiser first
 
 
-def activations(part: str, infer: Infer) -> float:
-    pixels = infer.batch_size * infer.width * infer.height
-    return {"unet_xl": 2 * UNET_PIXEL, "vae": VAE_PIXEL}.get(part, 0) * pixels
+def activations(parameters: Parameters, infer: Infer) -> dict[str, int]:
+    pixels, denoiser = infer.batch_size * infer.width * infer.height, next(iter(parameters))
+    return dict.fromkeys(parameters, 0) | {denoiser: 2 * DENOISER_PIXEL * pixels, "vae": VAE_PIXEL * pixels}
 
 
 def memory_of_side(parameters: Parameters, infer: Infer) -> dict[str, float]:
     """Bytes of one version of the model with all its parts open, and of the largest activations."""
     return {
         "weights": (TORCH if infer.engine.startswith("torch") else ENGINE) * sum(parameters.values()),
-        "activations": max(activations(part, infer) for part in parameters),
+        "activations": max(activations(parameters, infer).values()),
         "process": BASE,
     }
 
 
 def memory_of_sides(parameters: Parameters, infer: Infer) -> dict[str, float]:
     """The same of framework, unquantized and quantized engine, which share what is not quantized."""
-    framework, quantized = TORCH * sum(parameters.values()), ENGINE_INT8 * parameters["unet_xl"]
-    simulation = TORCH * parameters["unet_xl"]
+    largest = next(iter(parameters.values()))
+    framework, quantized = TORCH * sum(parameters.values()), ENGINE_INT8 * largest
+    simulation = TORCH * largest
     side = memory_of_side(parameters, infer)
     return side | {"framework": framework, "quantized": quantized, "simulation": simulation}
 
@@ -60,7 +61,7 @@ def fits(memory: Mapping[str, float], what: str) -> bool:
 def memory_of_part(parameters: Parameters, infer: Infer) -> float:
     """Most bytes with one part open at a time."""
     a_parameter = TORCH if infer.engine.startswith("torch") else ENGINE
-    return BASE + max(a_parameter * count + activations(part, infer) for part, count in parameters.items())
+    return BASE + max(a_parameter * parameters[part] + size for part, size in activations(parameters, infer).items())
 
 
 def memory_of_plan(parameters: Parameters) -> float:
@@ -72,23 +73,26 @@ def memory_needed(parameters: Parameters, job: QuantizeJob) -> dict[str, float]:
     """Most bytes that each stage takes, with one part open at a time where that is enough."""
     needed = {"pictures": memory_of_part(parameters, job.infer)}
     if job.quantize.calibration is None:
-        encoders = parameters["clip1"] + parameters["clip2"]
+        all_but_vae = sum(count for part, count in parameters.items() if part != "vae")
         pixels = job.quantize.batch_size * job.model.width * job.model.height
-        needed["calibrate"] = BASE + TORCH * (parameters["unet_xl"] + encoders) + 2 * UNET_PIXEL * pixels
+        needed["calibrate"] = BASE + TORCH * all_but_vae + 2 * DENOISER_PIXEL * pixels
     if job.trt.library != "none":
         needed["plans"] = memory_of_plan(parameters)
     return needed
 
 
-def disk_needed(parameters: Parameters, job: QuantizeJob) -> dict[str, float]:
-    """Most bytes that a run leaves, by kind; the quantized UNet is counted as if nothing were quantized."""
-    half = {part: (4 if part == "vae" else 2) * count for part, count in parameters.items()}
+def disk_needed(stored: Mapping[str, int], job: QuantizeJob) -> dict[str, float]:
+    """Most bytes that a run leaves, by kind, of the bytes that each part's weights are when they are exported.
+
+    The denoiser, which is the first, is counted as if nothing were quantized.
+    """
+    denoiser = next(iter(stored.values()))
     return {
-        "onnx": sum(half.values()),
-        "full_precision": half["unet_xl"],
-        "plan": sum(half.values()) if job.trt.library != "none" else 0,
-        "quantized_unet.pt": 4 * parameters["unet_xl"],
-        "temporary files": half["unet_xl"],
+        "onnx": sum(stored.values()),
+        "full_precision": denoiser,
+        "plan": sum(stored.values()) if job.trt.library != "none" else 0,
+        "ModelOpt's checkpoint": 2 * denoiser,
+        "temporary files": denoiser,
     }
 
 

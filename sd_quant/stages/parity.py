@@ -2,13 +2,13 @@
 
 Tolerances, relative to the norm of torch's output:
 
-- ``vae`` 1e-3: both sides fp32, different order of summation.
-- ``clip1``, ``clip2``, unquantized ``unet_xl`` 1e-2: the engine's weights are stored in fp16 (2^-11 each), and on a GPU
-  its activations too, accumulated over the depth of the network.
+- a part whose weights are stored in fp32, 1e-3: different order of summation.
+- a part in fp16, unquantized, 1e-2: the engine's weights are rounded (2^-11 each), and on a GPU its activations too,
+  accumulated over the depth of the network.
 - one quantized layer, by the format of its input: the same codes and scales on both sides, but an input that fp16
   rounds to the other side of a step moves one whole step. 1e-2 for INT8 and for inputs that are not quantized; a step
   of E4M3 is an eighth of the number, of INT4 a seventh of the block's range.
-- the quantized UNet as a whole is not compared with its simulation: flipped roundings in the first layer change
+- the quantized network as a whole is not compared with its simulation: flipped roundings in the first layer change
   everything behind it. Its distance to full precision may exceed the simulation's by half and 2e-2, no more.
 """
 
@@ -19,17 +19,18 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
-from sd_quant.config import artifact
 from sd_quant.engines import load_engine
 from sd_quant.engines.base import Engine
 from sd_quant.errors import SdQuantError
 from sd_quant.export.layer_cut import cut_layers
 from sd_quant.metrics.fidelity import relative_error
+from sd_quant.models.parts import Contract
 from sd_quant.quantization.assignment import LayerAssignment
 
-PART_TOLERANCE = {"unet_xl": 1e-2, "vae": 1e-3, "clip1": 1e-2, "clip2": 1e-2}
+PART_TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2}
 LAYER_TOLERANCE = {None: 1e-2, "int8": 1e-2, "fp8": 3e-2, "int4": 5e-2, "mxfp4": 5e-2, "nvfp4": 5e-2}
 TOKENS, PIXELS = 256, 16  # of a layer's input that are compared: rows of a linear, height and width for a convolution
 
@@ -51,10 +52,10 @@ class Watched:
 
 
 class WatchedSide(Mapping[str, Engine]):
-    """A side that remembers the inputs of one call of each part: the UNet's ``unet_call``, of the others the first."""
+    """A side that remembers the inputs of one call of each part: the first, or the n-th where ``calls`` says so."""
 
-    def __init__(self, side: Mapping[str, Engine], unet_call: int):
-        self.side, self.countdown = side, dict.fromkeys(side, 0) | {"unet_xl": unet_call}
+    def __init__(self, side: Mapping[str, Engine], calls: Mapping[str, int]):
+        self.side, self.countdown = side, dict.fromkeys(side, 0) | calls
         self.seen: dict[str, dict[str, Tensor]] = {}
 
     def remember(self, part: str, inputs: Mapping[str, Tensor]) -> None:
@@ -88,15 +89,15 @@ def held(what: str, error: float, tolerance: float) -> dict[str, float]:
     return {"relative_error": error, "tolerance": tolerance}
 
 
-def part_parity(expected: Outputs, found: Outputs) -> dict:
+def part_parity(expected: Outputs, found: Outputs, contracts: Mapping[str, Contract]) -> dict:
     """Relative error of each unquantized part, the worst of its outputs."""
     return {
         part: held(
             part,
             max(distance(expected[part][name].float(), found[part][name].float()) for name in expected[part]),
-            tolerance,
+            PART_TOLERANCE[contract.weights],
         )
-        for part, tolerance in PART_TOLERANCE.items()
+        for part, contract in contracts.items()
     }
 
 
@@ -111,10 +112,9 @@ class Simulation:
 
 
 def run_simulation(
-    simulated: Engine, inputs: Mapping[str, Tensor], assignment: Mapping[str, LayerAssignment]
+    simulated: Engine, module: nn.Module, inputs: Mapping[str, Tensor], assignment: Mapping[str, LayerAssignment]
 ) -> Simulation:
-    """One call of the simulated UNet, watched: every layer on a piece of the inputs that it has there."""
-    module = simulated.module.unet
+    """One call of the simulated network, ``module`` in it, watched: every layer on a piece of its inputs there."""
     layers = [layer for layer in assignment.values() if layer.format is not None]
     pieces: dict[str, Tensor] = {}
     expected: dict[str, Tensor] = {}
@@ -133,19 +133,19 @@ def run_simulation(
         module.get_submodule(layer.name).register_forward_pre_hook(capture(layer.name, len(layer.weight_shape) == 2))
         for layer in layers
     ]
-    output = simulated(**inputs)["out"]
+    (output,) = simulated(**inputs).values()
     for hook in hooks:
         hook.remove()
     return Simulation(output, pieces, expected)
 
 
 def layer_outputs(
-    simulation: Simulation, assignment: Mapping[str, LayerAssignment], directory: Path, engine: str
+    simulation: Simulation, assignment: Mapping[str, LayerAssignment], onnx_path: Path, prefix: str, engine: str
 ) -> dict[str, Tensor]:
-    """Of each layer of the exported UNet, by a runtime for the CPU where the engine takes no part of a network."""
-    with tempfile.TemporaryDirectory(dir=directory) as folder:
+    """Of each layer of the exported network, by a runtime for the CPU where the engine takes no part of a network."""
+    with tempfile.TemporaryDirectory(dir=onnx_path.parents[2]) as folder:
         path = Path(folder) / "layers.onnx"
-        read = set(cut_layers(artifact(directory, "onnx", "unet_xl"), assignment, path).values())
+        read = set(cut_layers(onnx_path, assignment, path, prefix).values())
         layers = load_engine("openvino" if engine.startswith("tensorrt") else engine, path)
         outputs = layers(**{name: tensor for name, tensor in simulation.inputs.items() if name in read})
         layers.close()
@@ -168,8 +168,9 @@ def layer_parity(
     quantized_output: Tensor,
     assignment: Mapping[str, LayerAssignment],
     outputs: Mapping[str, Tensor],
+    denoiser: str,
 ) -> dict:
-    """The quantized UNet against the simulation: every layer on its own, then the whole.
+    """The quantized network against the simulation: every layer on its own, then the whole.
 
     ``outputs`` are those of the engine's layers for the simulation's inputs.
     """
@@ -181,8 +182,8 @@ def layer_parity(
     worst_held = held(f"layer {worst}", errors[worst], tolerances[worst])
     return {
         "quantized_layers": {"count": len(errors), "worst": worst, **worst_held},
-        "unet_xl_quantized": {
-            **held("the quantized unet_xl", engine_error, 1.5 * simulation_error + 2e-2),
+        f"{denoiser}_quantized": {
+            **held(f"the quantized {denoiser}", engine_error, 1.5 * simulation_error + 2e-2),
             "simulation_relative_error": simulation_error,
         },
     }

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Collection
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import onnx
 import torch
@@ -16,21 +17,31 @@ from sd_quant.cache import Cache, locked
 from sd_quant.calibration.collection import calibrate, origin
 from sd_quant.calibration.shared import read_shared
 from sd_quant.calibration.statistics import Statistics
-from sd_quant.checkpoints.nemo import Checkpoint, check_finite, open_nemo
-from sd_quant.config import NATIVE_ENGINES, PART_NAMES, Quantize, QuantizeJob, anchored, artifact, check_installed
+from sd_quant.checkpoints.nemo import Source, check_finite
+from sd_quant.checkpoints.opening import open_checkpoint
+from sd_quant.config import NATIVE_ENGINES, Quantize, QuantizeJob, anchored, artifact, check_installed
 from sd_quant.engines import why_not
 from sd_quant.engines.native import check_device
 from sd_quant.engines.pool import Pool
-from sd_quant.errors import ResourceError
+from sd_quant.errors import ConfigError, ResourceError
 from sd_quant.files import digest, source_digest, write_json, write_text
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.metrics.fidelity import fidelity
 from sd_quant.metrics.flops import operations, operations_a_second
 from sd_quant.metrics.frechet import frechet_efficientnet
 from sd_quant.metrics.memory import StageTimer, peak_memory_bytes
-from sd_quant.models.loading import contracts_of, empty_modules, load_model, part_parameters
-from sd_quant.models.parts import wrap
-from sd_quant.models.sdxl import attentions, layer_roles, shared_inputs
+from sd_quant.models.loading import (
+    Checkpoint,
+    contracts_of,
+    denoiser_of,
+    denoiser_part,
+    denoiser_weights,
+    empty_denoiser,
+    load_model,
+    part_parameters,
+    samples_a_picture,
+)
+from sd_quant.models.parts import axes
 from sd_quant.progress import duration, progress
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.derivation import Recipe, check_layers, derive
@@ -46,7 +57,7 @@ from sd_quant.report.summary import FAILURE, RECORD
 from sd_quant.report.table import run_table
 from sd_quant.stages.compare import FRAMEWORK, FULL_PRECISION, QUANTIZED, compare_latency, compare_pictures
 from sd_quant.stages.export_onnx import export_parts
-from sd_quant.stages.export_trt import LATENT_FACTOR, build_plans, check_gpu, plan_library
+from sd_quant.stages.export_trt import build_plans, check_gpu, plan_library
 from sd_quant.stages.infer import image_names, shown
 from sd_quant.stages.needs import check_machine, disk_needed, fits, memory_needed, memory_of_sides
 from sd_quant.stages.parity import layer_outputs, layer_parity, native_outputs, part_parity, run_simulation
@@ -59,7 +70,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 LOCK, TRACKED = ".lock", "outputs/trackers"
 WRITTEN = (
     *("onnx", "plan", "full_precision", "images", "tmp*", RECORD, FAILURE, "provenance.json", "config.yaml"),
-    *("layers.csv", "sensitivity.csv", "sensitivity.png", "quantized_unet.pt"),
+    *("layers.csv", "sensitivity.csv", "sensitivity.png", "quantized_*.pt"),
 )
 
 
@@ -139,21 +150,28 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> dict:
     knobs = dataclasses.asdict(job)
     write_text(directory / "config.yaml", yaml.safe_dump(knobs, sort_keys=False))
     with timer("load"):
-        checkpoint = open_nemo(anchored(job.model.path))
+        checkpoint = open_checkpoint(job.model)
+        family, parts, network = checkpoint.family, checkpoint.parts(), empty_denoiser(checkpoint)
+        denoiser, component = family.DENOISER, denoiser_part(checkpoint).component
         parameters = part_parameters(checkpoint)
-        check_machine(memory_needed(parameters, job), disk_needed(parameters, job), directory)
+        stored = {part: parts[part].contract.weights.itemsize * count for part, count in parameters.items()}
+        check_machine(memory_needed(parameters, job), disk_needed(stored, job), directory)
         for source in checkpoint.components.values():
-            check_finite(source)
-        unet = empty_modules(checkpoint)["unet"]
-        roles, recipe = layer_roles(unet), recipe_of(job.quantize, job.model.family)
-        check_layers(roles, {name: unet.get_parameter(f"{name}.weight").shape for name in roles}, recipe)
+            check_finite(cast(Source, source))
+        roles, recipe = family.layer_roles(network), recipe_of(job.quantize, job.model.family)
+        check_layers(roles, {name: network.get_parameter(f"{name}.weight").shape for name in roles}, recipe)
+        attentions = family.attentions(network)
+        if recipe.quant_level >= 4 and not attentions:
+            raise ConfigError(
+                f"quant_level is 4 and {job.model.family} has no attention that it could quantize, expected at most 3"
+            )
         kept = budget(
             job.quantize.keep, sum(reason_kept(role, job.quantize.quant_level) is None for role in roles.values())
         )
     with timer("calibrate"):
         statistics = statistics_of(checkpoint, roles, job, sha256)
     with timer("assign"):
-        derive_with = partial(derive_for, checkpoint, roles, statistics, recipe, attentions(unet))
+        derive_with = partial(derive_for, checkpoint, roles, statistics, recipe, attentions)
         assignment = derive_with()
     sensitivity = None
     if kept:
@@ -169,36 +187,49 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> dict:
     with timer("plans"):
         plans = {}
         if job.trt.library != "none":
-            onnx_paths = {part: artifact(directory, "onnx", part) for part in PART_NAMES}
+            onnx_paths = {part: artifact(directory, "onnx", part) for part in parts}
             plans = build_plans(onnx_paths, directory, job.trt, job.infer, cache)
             if job.infer.engine.startswith("tensorrt"):  # the side to compare with runs from a plan too
-                unquantized_unet = {"unet_xl": artifact(directory / "full_precision", "onnx", "unet_xl")}
-                build_plans(unquantized_unet, directory / "full_precision", job.trt, job.infer, cache)
+                unquantized = {denoiser: artifact(directory / "full_precision", "onnx", denoiser)}
+                build_plans(unquantized, directory / "full_precision", job.trt, job.infer, cache)
 
     together = fits(memory_of_sides(parameters, job.infer), "all versions of the model")
     pool = Pool(partial(open_engine, checkpoint, job.infer.engine, assignment), most=None if together else 1)
-    sides = sides_of(pool, job.infer.engine, directory, simulated is not None)
+    sides = sides_of(checkpoint, pool, job.infer.engine, directory, simulated is not None)
     with timer("pictures"):
         comparison = compare_pictures(checkpoint, sides, prompts, job.infer, unquantized_origin(facts), cache)
-        reference, unquantized, twins = (comparison.pictures[side] for side in (FRAMEWORK, FULL_PRECISION, QUANTIZED))
+        reference, unquantized_twins, twins = (
+            comparison.pictures[side] for side in (FRAMEWORK, FULL_PRECISION, QUANTIZED)
+        )
         save_pictures(directory, reference.images, twins.images, prompts, job)
     with timer("latency"):
         latency = compare_latency(checkpoint, sides, prompts, job.infer, together, simulated)
     with timer("parity"):
         outputs = comparison.outputs
-        parity = part_parity(outputs[FRAMEWORK], outputs[FULL_PRECISION])
+        parity = part_parity(outputs[FRAMEWORK], outputs[FULL_PRECISION], contracts_of(checkpoint))
         simulation_part = pool[SIMULATED]
         if restorable(assignment):
-            save_quantized(simulation_part.module.unet, directory / "quantized_unet.pt")
+            save_quantized(denoiser_of(checkpoint, simulation_part.module), directory / f"quantized_{component}.pt")
         if simulated is None:
-            simulation = run_simulation(simulation_part, comparison.inputs["unet_xl"], assignment)
+            simulation = run_simulation(
+                simulation_part,
+                denoiser_of(checkpoint, simulation_part.module),
+                comparison.inputs[denoiser],
+                assignment,
+            )
             if job.infer.engine in NATIVE_ENGINES:
-                layers = native_outputs(sides[QUANTIZED]["unet_xl"].module.unet, simulation)
+                layers = native_outputs(denoiser_of(checkpoint, sides[QUANTIZED][denoiser].module), simulation)
             else:
                 pool.close()
-                layers = layer_outputs(simulation, assignment, directory, job.infer.engine)
-            full, quantized = (outputs[side]["unet_xl"]["out"] for side in (FRAMEWORK, QUANTIZED))
-            parity |= layer_parity(simulation, full, quantized.cpu(), assignment, layers)
+                layers = layer_outputs(
+                    simulation,
+                    assignment,
+                    artifact(directory, "onnx", denoiser),
+                    parts[denoiser].prefix,
+                    job.infer.engine,
+                )
+            (full,), (quantized,) = (outputs[side][denoiser].values() for side in (FRAMEWORK, QUANTIZED))
+            parity |= layer_parity(simulation, full, quantized.cpu(), assignment, layers, denoiser)
         pool.close()
 
     pictures = {FULL_PRECISION: reference.images, QUANTIZED: twins.images}
@@ -210,6 +241,7 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> dict:
         "fingerprint": fingerprint(job, facts),
         "overrides": facts["overrides"],
         "knobs": {**knobs["quantize"], "model": knobs["model"], "trt": knobs["trt"], "infer": knobs["infer"]},
+        "denoiser": {"part": denoiser, "samples_a_picture": samples_a_picture(checkpoint, job.infer.scale)},
         "prompts": prompts,
         "simulated": simulated is not None,
         "simulated_because": simulated,
@@ -218,12 +250,12 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> dict:
         "latency": latency,
         "fidelity": closeness,
         "fidelity_unquantized_engine": fidelity(
-            reference.images, unquantized.images, reference.latents, unquantized.latents
+            reference.images, unquantized_twins.images, reference.latents, unquantized_twins.latents
         ),
         "text_scores": text_scores(job.metrics, job.infer, prompts, pictures),
         "parity": parity,
         "layers": count_layers(assignment),
-        "smoothing": count_smoothing(assignment, directory),
+        "smoothing": count_smoothing(assignment, artifact(directory, "onnx", denoiser)),
         "sensitivity": {"curve": sensitivity.curve} if sensitivity else {"curve": None, "reason": "keep is 0"},
         "peak_memory_bytes": peak_memory_bytes(),
         "stages": timer.stages,
@@ -254,10 +286,12 @@ def statistics_of(
     names = [name for name, role in roles.items() if role != "excluded"]
     sampling = Sampling(knobs.n_steps, job.infer.scale, job.model.height, job.model.width, knobs.batch_size, knobs.seed)
     if knobs.calibration is not None:
-        unet, contract = empty_modules(checkpoint)["unet"], contracts_of(checkpoint)["unet_xl"]
-        layers = {name: unet.get_submodule(name) for name in names}
+        network, contract = empty_denoiser(checkpoint), denoiser_part(checkpoint).contract
+        layers = {name: network.get_submodule(name) for name in names}
         here = origin(checkpoint_sha256, names, sampling, "cuda" if torch.cuda.is_available() else "cpu")
-        return read_shared(anchored(knobs.calibration), layers, contract, here, knobs.calib_size)
+        return read_shared(
+            anchored(knobs.calibration), layers, contract, here, knobs.calib_size, checkpoint.family.GUIDES
+        )
     return calibrate(
         load_model(checkpoint),
         names,
@@ -274,18 +308,18 @@ def statistics_of(
 
 def announce_calibration(checkpoint: Checkpoint, job: QuantizeJob, device: str, prompts: int) -> None:
     """How long the pass will take on this processor; a GPU is not asked."""
-    calls, batch = prompts * job.quantize.n_steps, 2  # guidance
+    calls, samples = prompts * job.quantize.n_steps, samples_a_picture(checkpoint, job.infer.scale)
     if device != "cpu":
-        LOG.info("calibrating on %d prompts: %d samples of the UNet on %s", prompts, calls * batch, device)
+        LOG.info("calibrating on %d prompts: %d samples of the denoiser on %s", prompts, calls * samples, device)
         return
-    shapes = contracts_of(checkpoint)["unet_xl"].shapes(
-        batch=batch, height=job.model.height // LATENT_FACTOR, width=job.model.width // LATENT_FACTOR
-    )
-    part = wrap(empty_modules(checkpoint))["unet_xl"]
-    total, _ = operations(part, {name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
+    part = denoiser_part(checkpoint)
+    shapes = part.contract.shapes(**axes(samples, job.model.width, job.model.height))
+    inputs = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    with torch.device("meta"):  # what a network makes for itself
+        total, _ = operations(part.wrap(empty_denoiser(checkpoint)), inputs)
     seconds = calls * total / operations_a_second()
     LOG.info(
-        "calibrating on %d prompts: %d calls of the UNet with %.4g GFLOP each, about %s on this processor%s",
+        "calibrating on %d prompts: %d calls of the denoiser with %.4g GFLOP each, about %s on this processor%s",
         prompts, calls, total / 1e9, duration(seconds),
         "; a GPU or calibration=<existing statistics> saves it" if seconds > 1800 else "",
     )  # fmt: skip
@@ -304,16 +338,18 @@ def derive_for(
     head_widths: dict[str, int],
     kept: Collection[str] = (),
 ) -> dict[str, LayerAssignment]:
-    weights, inputs = checkpoint.components["unet"], shared_inputs(roles)
+    weights = denoiser_weights(checkpoint)
+    linears = [name for name, role in roles.items() if role != "conv"]
+    inputs = checkpoint.family.shared_inputs(linears)
     return derive(roles, lambda name: weights[f"{name}.weight"], statistics.layers, recipe, inputs, kept, head_widths)
 
 
 def measure_sensitivity(
     checkpoint: Checkpoint, assignment: dict[str, LayerAssignment], statistics: Statistics, kept: int
 ) -> Sensitivity:
-    """On the UNet inputs that calibration kept, one call at a time."""
-    part = load_model(checkpoint).parts["unet_xl"]
-    simulated = simulate(part.get_submodule("unet"), assignment)
+    """On the denoiser's inputs that calibration kept, one call at a time."""
+    part = load_model(checkpoint).parts[checkpoint.family.DENOISER]
+    simulated = simulate(denoiser_of(checkpoint, part), assignment)
     inputs = {name: sample.values for name, sample in statistics.calls.items()}
     calls = [dict(zip(inputs, values, strict=True)) for values in zip(*inputs.values(), strict=True)]
     layers = [layer.name for layer in assignment.values() if layer.format]
@@ -333,7 +369,7 @@ def save_pictures(directory: Path, reference, twins, prompts: list[str], job: Qu
 def sizes(parameters: dict[str, int], directory: Path) -> dict:
     """Bytes of every file; what the same weights take in fp32 stands beside them."""
     found = {}
-    for part in PART_NAMES:
+    for part in parameters:
         path, plan = artifact(directory, "onnx", part), artifact(directory, "plan", part)
         full = artifact(directory / "full_precision", "onnx", part)
         stored = bytes_of(path)
@@ -357,9 +393,9 @@ def count_layers(assignment: dict[str, LayerAssignment]) -> dict[str, int]:
     return {"quantized": quantized, "high_precision": len(layers) - quantized}
 
 
-def count_smoothing(assignment: dict[str, LayerAssignment], directory: Path) -> dict[str, int]:
+def count_smoothing(assignment: dict[str, LayerAssignment], onnx_path: Path) -> dict[str, int]:
     """Smoothed layers, and the multiplications that the exported graph really has for them."""
-    graph = onnx.load(artifact(directory, "onnx", "unet_xl"), load_external_data=False).graph
+    graph = onnx.load(onnx_path, load_external_data=False).graph
     return {
         "smoothed_layers": sum(
             layer.pre_quant_scale is not None and bool(layer.format) for layer in assignment.values()

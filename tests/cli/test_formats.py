@@ -66,14 +66,16 @@ def test_an_engine_runs_it_as_the_simulation_says_or_nothing_is_timed(sweep, pre
 def test_the_table_says_who_made_the_pictures_and_what_the_plans_are_for(sweep):
     with (sweep / "summary.csv").open(newline="", encoding="utf-8") as file:
         rows = {row["quantize"]: row for row in csv.DictReader(file)}
-    found = {name: (row["run_by"], row["unet_plan_targets"], row["unet_ms"] != "") for name, row in rows.items()}
+    found = {
+        name: (row["run_by"], row["denoiser_plan_targets"], row["denoiser_ms"] != "") for name, row in rows.items()
+    }
     assert found == {
         "fp8": ("openvino", "SM89 SM120", True),
         "svdquant_w4a16": ("openvino", "SM89 SM120", True),
         "nvfp4": ("simulation", "SM120", False),
     }
     assert all((sweep / f"quantize={name}" / "plan/unet_xl.plan").stat().st_size > 1e6 for name in rows)
-    assert float(rows["svdquant_w4a16"]["unet_onnx_share"]) < 0.2  # of fp32, scales and low-rank branch included
+    assert float(rows["svdquant_w4a16"]["denoiser_onnx_share"]) < 0.2  # of fp32, scales and low-rank branch included
 
 
 def test_attention_is_quantized_at_level_4(command, arguments, tmp_path):

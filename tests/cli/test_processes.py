@@ -14,7 +14,7 @@ from sd_quant.config import REPOSITORY
 from sd_quant.errors import SdQuantError
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.models.loading import LoadedModel, load_model
-from sd_quant.models.sdxl import layer_roles
+from sd_quant.models.unet import layer_roles
 
 PROMPTS = ["a glossy icon of a rocket", "a cat", "two flags on a pole"]
 SAMPLING = Sampling(steps=2, guidance_scale=5.0, height=64, width=64, batch_size=1, seed=3)

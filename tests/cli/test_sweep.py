@@ -44,7 +44,7 @@ def test_a_sweep_leaves_its_table_plots_and_report(unbroken):
     assert {*JOBS, "summary.csv", "summary.md", "summary.parquet", "report.html"} <= left
     assert {"pareto_latency.png", "pareto_size.png", "trajectory.png", "layers.png"} <= left
     assert [(row["job"], row["status"]) for row in table(unbroken)] == [(job, "done") for job in JOBS]
-    sizes = [float(row["unet_onnx_bytes"]) for row in table(unbroken)]
+    sizes = [float(row["denoiser_onnx_bytes"]) for row in table(unbroken)]
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 3
 
 

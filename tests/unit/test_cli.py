@@ -30,7 +30,10 @@ def composed(*overrides: str):
         ("quant_levle=3", "there is no knob quant_levle; did you mean quant_level"),
         ("quantize.n_step=3", "there is no knob quantize.n_step; did you mean quantize.n_steps"),
         ("infer=openvin", "there is no preset infer=openvin; did you mean openvino?"),
-        ("model=xyzzy", "there is no preset model=xyzzy; known are sdxl_mini, sdxl_nemo"),
+        (
+            "model=xyzzy",
+            "there is no preset model=xyzzy; known are flux, pixart, sd15, sd21, sd3, sdxl, sdxl_mini, sdxl_nemo",
+        ),
     ],
 )
 def test_hydras_complaint_becomes_one_sentence_with_the_nearest_name(override, sentence):
@@ -74,7 +77,8 @@ def test_a_knob_added_with_a_plus_is_refused_all_the_same():
 def test_pictures_of_a_run_have_its_size_and_come_from_its_checkpoint(tmp_path):
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = compose("infer", [f"run={tmp_path}", "model.path=no/such.nemo"])
-    model = OmegaConf.to_container(config.model) | {"path": "checkpoints/sdxl_mini.nemo", "width": 128}
+    composed_model = OmegaConf.to_container(config, resolve=True)["model"]
+    model = composed_model | {"path": "checkpoints/sdxl_mini.nemo", "width": 128}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"model": model}))
     for part in PART_NAMES:
         path = artifact(tmp_path, "onnx", part)

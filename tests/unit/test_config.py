@@ -36,7 +36,11 @@ RANK = (
     "quantize.rank is {}, expected 0, a number of singular directions, or a fraction below 1 of a layer's shorter side"
 )
 JOBS = {"quantize": QuantizeJob, "export_trt": ExportJob, "infer": InferJob}
-NEEDED = {"model=sdxl_nemo": ["model.path=some.nemo"]}  # mandatory values of an option
+NEEDED = {  # mandatory values of an option
+    f"model={path.stem}": ["model.path=some_model"]
+    for path in (CONF / "model").glob("*.yaml")
+    if "path: ???" in path.read_text()
+}
 
 
 def composed(primary: str, *overrides: str) -> dict:
@@ -184,7 +188,9 @@ NAN, INFINITY = float("nan"), float("inf")
 @pytest.mark.parametrize(
     ("knob", "value", "sentence"),
     [
-        ("model.family", "flux", "model.family is flux, expected one of sdxl"),
+        ("model.family", "dalle", "model.family is dalle, expected one of flux, pixart, sd15, sd21, sd3, sdxl"),
+        ("model.io", "onnx", "export.io is onnx, expected one of nemo, diffusers"),
+        ("model.max_sequence_length", 0, "model.max_sequence_length is 0, expected at least 1"),
         ("model.width", 100, "model.width is 100, expected a multiple of 64 from 64 to 4096"),
         ("model.height", 0, "model.height is 0, expected a multiple of 64 from 64 to 4096"),
         ("model.height", 8192, "model.height is 8192, expected a multiple of 64 from 64 to 4096"),
@@ -304,7 +310,10 @@ def test_every_missing_knob_is_named(mappings, primary):
     complete = mappings[primary]
     read(JOBS[primary], complete)
     knobs = list(complete) + [
-        f"{group}.{name}" for group, inner in complete.items() if isinstance(inner, dict) for name in inner
+        f"{group}.{name}"
+        for group, inner in complete.items()
+        if isinstance(inner, dict) and group != "files"
+        for name in inner
     ]
     for knob in knobs:
         *groups, name = knob.split(".")
@@ -433,7 +442,7 @@ def test_parts_come_from_the_run_and_single_paths_go_before(mappings, run, tmp_p
     mapping = changed(mappings["export_trt"], "run", str(run))
     own = tmp_path / "own.onnx"
     own.touch()
-    job = read(ExportJob, changed(mapping, "vae", str(own)))
+    job = read(ExportJob, changed(mapping, "files.vae", str(own)))
     job.check_files()
     paths = part_paths(job, "onnx")
     assert list(paths) == list(PART_NAMES)
@@ -444,8 +453,8 @@ def test_parts_come_from_the_run_and_single_paths_go_before(mappings, run, tmp_p
 
 def test_an_export_takes_some_parts_and_pictures_need_all(mappings, run, archive):
     unet = str(artifact(run, "onnx", "unet_xl"))
-    read(ExportJob, changed(mappings["export_trt"], "unet_xl", unet)).check_files()
-    mapping = changed(changed(mappings["infer"], "unet_xl", unet), "model.path", str(archive))
+    read(ExportJob, changed(mappings["export_trt"], "files.unet_xl", unet)).check_files()
+    mapping = changed(changed(mappings["infer"], "files.unet_xl", unet), "model.path", str(archive))
     with pytest.raises(ConfigError, match=r"^no file is given for vae, clip1, clip2; set run=.* or vae=<path of its"):
         read(InferJob, mapping).check_files()
     with pytest.raises(ConfigError, match="^no file is given for unet_xl, vae, clip1, clip2; set run="):

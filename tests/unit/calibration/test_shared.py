@@ -20,15 +20,15 @@ from sd_quant.config import REPOSITORY
 from sd_quant.errors import ArtifactError, ConfigError, SdQuantError
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.models.loading import contracts_of, empty_modules, load_model
-from sd_quant.models.parts import contracts
-from sd_quant.models.sdxl import layer_roles
+from sd_quant.models.sdxl import unet_part
+from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS
+from sd_quant.models.unet import layer_roles
 
 STEPS = 2
 with torch.device("meta"):
     LAYERS = {"down.to_q": nn.Linear(4, 3), "down.conv1": nn.Conv2d(1, 2, 3)}
-CONTRACT = contracts({"in_channels": 4, "cross_attention_dim": 6, "projection_class_embeddings_input_dim": 5})[
-    "unet_xl"
-]
+SIZES = {"in_channels": 4, "cross_attention_dim": 6, "projection_class_embeddings_input_dim": 5}
+CONTRACT = unet_part(SIZES | {"addition_time_embed_dim": 0}, CONTEXT_TOKENS, "nemo").contract
 ORIGIN = {
     "checkpoint": "a" * 64,
     "sampling": {"steps": STEPS, "guidance_scale": 5.0, "height": 64, "width": 128, "batch_size": 1, "seed": 42},

@@ -7,7 +7,7 @@ import torch
 import yaml
 
 from sd_quant.checkpoints.nemo import write_nemo
-from sd_quant.models.sdxl import TextShape, build_modules
+from sd_quant.models.sdxl_nemo import TextShape, build_modules
 
 MINI_CONFIG = Path(__file__).parents[3] / "examples/sdxl_mini/model_config.yaml"
 CLIP1 = TextShape(vocab_size=100, width=64, layers=2, context=16, mlp_width=96)

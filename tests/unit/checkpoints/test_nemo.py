@@ -10,9 +10,10 @@ import torch
 import yaml
 
 from sd_quant.checkpoints import sdxl_keys
-from sd_quant.checkpoints.nemo import build_pipeline_modules, check_finite, denoiser_sigmas, open_nemo, write_nemo
+from sd_quant.checkpoints.nemo import check_finite, denoiser_sigmas, open_nemo, write_nemo
 from sd_quant.errors import ArtifactError
 from sd_quant.files import sha256
+from sd_quant.models.loading import build_pipeline_modules
 
 
 def read_archive(path) -> tuple[dict, dict[str, torch.Tensor]]:
@@ -85,7 +86,7 @@ def test_archive_holds_what_nemo_expects(tiny_nemo):
 
 
 def test_sigmas_are_those_of_the_scheduler(tiny_nemo):
-    from sd_quant.models.sdxl import scheduler
+    from sd_quant.models.sdxl_nemo import scheduler
 
     alphas = scheduler().alphas_cumprod.double()
     torch.testing.assert_close(denoiser_sigmas(1000), ((1 - alphas) / alphas).sqrt().float(), rtol=2e-4, atol=0)

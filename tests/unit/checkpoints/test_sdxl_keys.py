@@ -13,7 +13,7 @@ from diffusers.loaders import single_file_utils
 
 from sd_quant.checkpoints import sdxl_keys
 from sd_quant.checkpoints.torch_weights import lazy
-from sd_quant.models.sdxl import TextShape, build_modules
+from sd_quant.models.sdxl_nemo import TextShape, build_modules
 
 GOLDEN = Path(__file__).with_name("nemo_sdxl_unet_keys.txt.gz")  # "key shape" lines of NeMo's full-size UNet
 

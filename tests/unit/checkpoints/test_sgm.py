@@ -14,7 +14,7 @@ from sd_quant.checkpoints.sgm import nemo_key, open_sgm
 from sd_quant.checkpoints.synthetic import CLIP_L, OPEN_CLIP_BIGG, sdxl_base_config
 from sd_quant.checkpoints.torch_weights import lazy
 from sd_quant.errors import ArtifactError
-from sd_quant.models.sdxl import build_modules
+from sd_quant.models.sdxl_nemo import build_modules
 
 POSITION_IDS = "conditioner.embedders.0.transformer.text_model.embeddings.position_ids"
 FROM_NEMO = {  # undoes what sets NeMo apart: fused GroupNorms, and norms inside attention and feed-forward

@@ -10,7 +10,7 @@ from sd_quant.engines import native
 from sd_quant.engines.native import NativeLinear, RoundedConv, check_device, with_native_layers
 from sd_quant.errors import ResourceError
 from sd_quant.metrics.fidelity import relative_error
-from sd_quant.models.sdxl import shared_inputs
+from sd_quant.models.unet import shared_inputs
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.derivation import Recipe, derive
 from sd_quant.quantization.formats import FORMATS

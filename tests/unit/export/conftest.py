@@ -10,8 +10,9 @@ from diffusers import UNet2DConditionModel
 
 from sd_quant.export.graph import copy_of, trace
 from sd_quant.export.quantized import write_onnx
-from sd_quant.models.parts import Contract, UnetPart, contracts
-from sd_quant.models.sdxl import unet_config
+from sd_quant.models.parts import Contract
+from sd_quant.models.sdxl import NemoUnetPart, unet_part
+from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS, unet_config
 from sd_quant.quantization.assignment import LayerAssignment
 
 POOLED = 32
@@ -27,12 +28,12 @@ Write = Callable[..., Path]
 
 @pytest.fixture(scope="session")
 def contract(build_unet) -> Contract:
-    return contracts(build_unet().config)["unet_xl"]
+    return unet_part(build_unet().config, CONTEXT_TOKENS, "nemo").contract
 
 
 @pytest.fixture(scope="session")
 def traced(small_config, contract) -> ir.Model:
-    return trace(lambda: UnetPart(UNet2DConditionModel(**unet_config(small_config)), POOLED), contract)
+    return trace(lambda: NemoUnetPart(UNet2DConditionModel(**unet_config(small_config)), POOLED), contract)
 
 
 @pytest.fixture(scope="session")

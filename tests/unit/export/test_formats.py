@@ -29,8 +29,10 @@ from sd_quant.export.insertion import constant
 from sd_quant.export.layer_cut import cut_layers
 from sd_quant.export.quantized import write_onnx
 from sd_quant.metrics.fidelity import relative_error
-from sd_quant.models.parts import CONTEXT_TOKENS, Contract, UnetPart, contracts
-from sd_quant.models.sdxl import attentions, layer_roles, shared_inputs, unet_config
+from sd_quant.models.parts import Contract
+from sd_quant.models.sdxl import NemoUnetPart, unet_part
+from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS, unet_config
+from sd_quant.models.unet import attentions, layer_roles, shared_inputs
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from sd_quant.quantization.derivation import Recipe, derive
 from sd_quant.quantization.formats import FORMATS, fake_quantize
@@ -58,8 +60,8 @@ class Network:
     roles: dict[str, str]
     statistics: dict[str, LayerStatistics]
 
-    def part(self) -> UnetPart:
-        return UnetPart(copy.deepcopy(self.unet), POOLED)
+    def part(self) -> NemoUnetPart:
+        return NemoUnetPart(copy.deepcopy(self.unet), POOLED)
 
     def weight(self, name: str) -> Tensor:
         return self.unet.get_parameter(f"{name}.weight")
@@ -109,14 +111,14 @@ def network() -> Network:
         if isinstance(module, nn.LayerNorm | nn.GroupNorm):
             module.weight.uniform_(0.1, 4.0)
             module.bias.uniform_(-1, 1)
-    roles, part = layer_roles(unet), UnetPart(copy.deepcopy(unet), POOLED)
+    roles, part = layer_roles(unet), NemoUnetPart(copy.deepcopy(unet), POOLED)
     layers = {name: part.unet.get_submodule(name) for name, role in roles.items() if role != "excluded"}
     now = {}
     with collect(part, layers, range(2), 1, lambda: (0, [now["call"]]), draw(layers, range(2), 1, seed=0)) as found:
         for now["call"] in range(2):
             part(**inputs(2, seed=now["call"]))
-    contract = contracts(unet.config)["unet_xl"]
-    traced = trace(lambda: UnetPart(UNet2DConditionModel(**config), POOLED), contract)
+    contract = unet_part(unet.config, CONTEXT_TOKENS, "nemo").contract
+    traced = trace(lambda: NemoUnetPart(UNet2DConditionModel(**config), POOLED), contract)
     return Network(unet, contract, traced, roles, found.layers)
 
 
@@ -125,7 +127,7 @@ def recipe_of(preset: str) -> Recipe:
     read = yaml.safe_load((REPOSITORY / f"conf/quantize/{preset}.yaml").read_text())
 
     def default(value: object) -> object:
-        return yaml.safe_load(value[:-1].rpartition(",")[2]) if str(value).startswith("${") else value
+        return yaml.safe_load(value.rstrip("}").rpartition(",")[2]) if str(value).startswith("${") else value
 
     conv, linear, attention = (read["enable"][kind] for kind in ("conv", "linear", "attention"))
     return Recipe(
@@ -146,7 +148,7 @@ class Exported:
     path: Path
 
     @cached_property
-    def simulated(self) -> UnetPart:
+    def simulated(self) -> NemoUnetPart:
         part = self.network.part()
         simulate(part.unet, self.assignment)
         return part
@@ -268,7 +270,7 @@ def test_a_quantized_weight_takes_its_bits_and_its_scales(exported):
 def test_each_layer_computes_what_the_simulation_does(exported, tmp_path):
     """Without its low-rank branch, which has a test of its own."""
     path = tmp_path / "layers.onnx"
-    reads = cut_layers(exported.path, exported.assignment, path)
+    reads = cut_layers(exported.path, exported.assignment, path, PREFIX)
     onnx.checker.check_model(path, full_check=True)
     unet, seen = exported.simulated.unet, {}
     hooks = [

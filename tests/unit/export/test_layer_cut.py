@@ -9,7 +9,7 @@ import torch
 from sd_quant.engines.onnxruntime import load
 from sd_quant.export.layer_cut import cut_layers
 from sd_quant.metrics.fidelity import relative_error
-from sd_quant.models.sdxl import shared_inputs
+from sd_quant.models.unet import shared_inputs
 from sd_quant.quantization.simulate import simulate
 
 # The smoothed input is fp16 in the engine; what it rounds to the other side moves one whole step. Measured: 2.2e-3.
@@ -19,7 +19,7 @@ TOLERANCE = 2e-2
 @pytest.fixture(scope="module")
 def layers(quantized, assignment, tmp_path_factory):
     path = tmp_path_factory.mktemp("cut") / "layers.onnx"
-    return path, cut_layers(quantized, assignment, path)
+    return path, cut_layers(quantized, assignment, path, "unet.")
 
 
 def test_an_output_per_quantized_layer_and_an_input_per_quantized_tensor(layers, assignment, smoothing):

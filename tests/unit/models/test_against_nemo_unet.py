@@ -19,9 +19,10 @@ from torch import Tensor
 
 from sd_quant.checkpoints import sdxl_keys
 from sd_quant.checkpoints.nemo import open_nemo
-from sd_quant.inference.pipeline import Sampling, vector_condition
+from sd_quant.inference.pipeline import Sampling
 from sd_quant.models.loading import LoadedModel, load_model, pipeline_of
-from sd_quant.models.sdxl import TextShape, build_modules, scheduler
+from sd_quant.models.sdxl import vector_condition
+from sd_quant.models.sdxl_nemo import TextShape, build_modules, scheduler
 
 from .nemo_unet import ddpm_sigmas, nemo_euler, nemo_unet, pad, timesteps, vector
 
@@ -127,7 +128,8 @@ def test_pictures_are_nemos(given):
     pipeline = pipeline_of(given.model.checkpoint, given.model.torch_engines())
     ours = pipeline(PROMPTS, SAMPLING, decode=False).latents
     noise, size = pipeline.noise(range(len(PROMPTS)), SAMPLING), (SAMPLING.height, SAMPLING.width)
-    [(context, pooled)] = pipeline.encode([PROMPTS])
+    [text] = pipeline.drawing.encode([PROMPTS], True)
+    context, pooled = text["prompt_embeds"], text["pooled_prompt_embeds"]
     nemos = nemo_euler(
         given.nemo_unet, noise, context[:, :77], pooled, (size, (0, 0), size), SIZE_FEATURES,
         SAMPLING.steps, SAMPLING.guidance_scale,

@@ -3,9 +3,10 @@ import torch
 from diffusers import AutoencoderKL, StableDiffusionXLPipeline
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
-from sd_quant.inference.pipeline import vector_condition
-from sd_quant.models.parts import COMPONENTS, Clip1Part, Clip2Part, UnetPart, VaePart, contracts, wrap
-from sd_quant.models.sdxl import TextShape, build_modules, text_config, vae_config
+from sd_quant.models import sdxl
+from sd_quant.models.parts import VaePart, wrapped
+from sd_quant.models.sdxl import ClipPart, NemoUnetPart, UnetPart, vector_condition
+from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS, TextShape, build_modules, text_config, vae_config
 
 POOLED, SIZE_FEATURES = 32, 8
 SHAPE = TextShape(vocab_size=600, width=64, layers=3, context=77, mlp_width=96, projection=POOLED)
@@ -20,11 +21,11 @@ def test_the_unet_with_y_is_diffusers_unet_exactly(build_unet, unet_inputs):
     expected = build_unet()(inputs["x"], inputs["timesteps"], inputs["context"], added_cond_kwargs=added).sample
     inputs["y"] = vector_condition(text_embeds, time_ids, SIZE_FEATURES)
     assert inputs["y"].shape == (2, POOLED + 6 * SIZE_FEATURES)
-    assert torch.equal(UnetPart(build_unet(), POOLED)(**inputs), expected)
+    assert torch.equal(NemoUnetPart(build_unet(), POOLED)(**inputs), expected)
 
 
 def test_every_part_of_y_reaches_the_unet(build_unet, unet_inputs):
-    part, inputs = UnetPart(build_unet(), POOLED), unet_inputs(batch=1)
+    part, inputs = NemoUnetPart(build_unet(), POOLED), unet_inputs(batch=1)
     whole = part(**inputs)
     for index in (0, POOLED - 1, POOLED, -1):
         y = inputs["y"].clone()
@@ -51,15 +52,26 @@ def test_the_text_parts_are_diffusers_encoders_padded_to_80_tokens():
     second = CLIPTextModelWithProjection(CLIPTextConfig(**text_config(SHAPE, "gelu"))).eval()
     context1, _ = encoded_by_diffusers(first)
     context2, pooled = encoded_by_diffusers(second)
-    z1, (z2, z_pooled) = Clip1Part(first)(TOKENS), Clip2Part(second)(TOKENS)
+    (z1,), (z2, z_pooled) = ClipPart(first, 80, pooled=False)(TOKENS), ClipPart(second, 80, pooled=True)(TOKENS)
     assert torch.equal(z_pooled, pooled) and pooled.shape == (2, POOLED)
     for z, context in ((z1, context1), (z2, context2)):
         assert z.shape == (2, 80, 64)
         assert torch.equal(z[:, :77], context) and not z[:, 77:].any()
 
 
+FULL = {
+    "unet": {
+        "in_channels": 4,
+        "cross_attention_dim": 2048,
+        "projection_class_embeddings_input_dim": 2816,
+        "addition_time_embed_dim": 256,
+    },
+    "vae": {"latent_channels": 4},
+}
+
+
 def test_contracts_are_nemos_at_full_size():
-    full = contracts({"in_channels": 4, "cross_attention_dim": 2048, "projection_class_embeddings_input_dim": 2816})
+    full = {name: part.contract for name, part in sdxl.parts(FULL, CONTEXT_TOKENS, "nemo").items()}
     assert full["unet_xl"].shapes(batch=2, height=128, width=96) == {
         "x": (2, 4, 128, 96),
         "timesteps": (2,),
@@ -77,24 +89,38 @@ def test_contracts_are_nemos_at_full_size():
     assert {name for name, contract in full.items() if contract.weights == torch.float32} == {"vae"}
 
 
-def test_every_part_has_a_contract_and_a_component_of_the_pipeline(small_config):
+def test_with_diffusers_names_the_unet_has_the_shapes_of_nvidias_demo():
+    """demoDiffusion: --shapes=sample:2x4x128x128,timestep:1,encoder_hidden_states:2x77x2048,text_embeds:2x1280,
+    time_ids:2x6."""
+    shapes = sdxl.parts(FULL, None, "diffusers")["unet_xl"].contract.shapes(batch=2, height=128, width=128)
+    assert shapes == {
+        "sample": (2, 4, 128, 128),
+        "timestep": (1,),
+        "encoder_hidden_states": (2, 77, 2048),
+        "text_embeds": (2, 1280),
+        "time_ids": (2, 6),
+    }
+
+
+def test_the_unet_by_either_names_is_the_same(build_unet, unet_inputs):
+    inputs, ids = unet_inputs(batch=2), torch.tensor([[64.0, 48, 3, 5, 64, 64]]).repeat(2, 1)
+    pooled = inputs["y"][:, :POOLED]
+    inputs["y"], inputs["timesteps"] = vector_condition(pooled, ids, SIZE_FEATURES), torch.tensor([500.0, 500.0])
+    theirs = UnetPart(build_unet())(inputs["x"], torch.tensor([500.0]), inputs["context"], pooled, ids)
+    assert torch.equal(NemoUnetPart(build_unet(), POOLED)(**inputs), theirs)
+
+
+@pytest.mark.parametrize("io", ["nemo", "diffusers"])
+def test_every_part_holds_all_of_a_component_of_the_pipeline(small_config, io):
     with torch.device("meta"):
         modules = build_modules(small_config, SHAPE, SHAPE)
-    parts = wrap(modules)
-    assert parts.keys() == contracts(modules["unet"].config).keys() == COMPONENTS.keys()
-    assert {component for component, _ in COMPONENTS.values()} <= set(
-        StableDiffusionXLPipeline.__init__.__annotations__
-    )
-    for name, (component, prefix) in COMPONENTS.items():
-        inner = modules[component].state_dict().keys()
-        outer = {key.removeprefix(prefix) for key in parts[name].state_dict()}
+    parts = sdxl.parts({name: modules[name].config for name in ("unet", "vae")}, CONTEXT_TOKENS, io)
+    assert {part.component for part in parts.values()} <= set(StableDiffusionXLPipeline.__init__.__annotations__)
+    for name, module in wrapped(parts, modules).items():
+        part = parts[name]
+        inner = modules[part.component].state_dict().keys()
+        outer = {key.removeprefix(part.prefix) for key in module.state_dict()}
         assert outer <= inner and outer, name
-
-
-@pytest.mark.parametrize("name", ["unet_xl", "clip1", "clip2"])
-def test_no_weight_is_left_out_of_its_part(small_config, name):
-    with torch.device("meta"):
-        modules = build_modules(small_config, SHAPE, SHAPE)
-    component = modules[COMPONENTS[name][0]]
-    whole = sum(parameter.numel() for parameter in component.parameters())
-    assert sum(parameter.numel() for parameter in wrap(modules)[name].parameters()) == whole
+        if name != "vae":  # of which the decoder alone
+            whole = sum(parameter.numel() for parameter in modules[part.component].parameters())
+            assert sum(parameter.numel() for parameter in module.parameters()) == whole

@@ -12,8 +12,9 @@ from torch import nn
 
 from sd_quant.checkpoints.sdxl_keys import PREFIX, stored
 from sd_quant.metrics.fidelity import relative_error
-from sd_quant.models.parts import UnetPart
-from sd_quant.models.sdxl import layer_roles, scheduler, shared_inputs, unet_config, vae_config
+from sd_quant.models.sdxl import NemoUnetPart
+from sd_quant.models.sdxl_nemo import scheduler, unet_config, vae_config
+from sd_quant.models.unet import layer_roles, shared_inputs
 from sd_quant.quantization.levels import reason_kept
 
 NEMO_EXCLUDED = "emb_layers.1|time_embed|input_blocks.0.0|^out.1$|skip_connection|label_emb"
@@ -151,13 +152,13 @@ def test_multiplications_that_folding_leaves(layers, level, multiplications):
 
 
 @pytest.fixture(scope="module")
-def small(build_unet) -> UnetPart:
+def small(build_unet) -> NemoUnetPart:
     """Norms have a bias: a factor has to go into it too."""
     unet = build_unet()
     for module in unet.modules():
         if isinstance(module, nn.LayerNorm | nn.GroupNorm):
             module.bias.uniform_(-1, 1)
-    return UnetPart(unet, pooled_width=32)
+    return NemoUnetPart(unet, pooled_width=32)
 
 
 @torch.no_grad()

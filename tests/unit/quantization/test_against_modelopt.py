@@ -21,7 +21,7 @@ from torch import nn
 from sd_quant.calibration.statistics import LayerStatistics, Sample, collect, draw
 from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.models.loading import load_model
-from sd_quant.models.sdxl import EXCLUDED, layer_roles
+from sd_quant.models.unet import EXCLUDED, layer_roles
 from sd_quant.quantization.assignment import rewritten
 from sd_quant.quantization.derivation import Recipe, derive
 from sd_quant.quantization.formats.int8 import QMAX, per_channel, quantize

@@ -7,7 +7,7 @@ def row(name: str, psnr: float | None, speedup: float | None, status: str = "don
     return {
         "job": name, "status": status, "psnr_db": psnr, "ssim": ssim, "image_speedup": speedup,
         "image_ms": None if speedup is None else 100 / speedup,
-        "unet_onnx_bytes": 1e6, "unet_onnx_full_precision_bytes": 4e6,
+        "denoiser_onnx_bytes": 1e6, "denoiser_onnx_full_precision_bytes": 4e6,
     }  # fmt: skip
 
 

@@ -46,8 +46,8 @@ def test_a_row_has_what_its_record_says(folder):
     first = rows(read_sweep(folder))[0]
     expected = {
         "job": "alpha=0.5", "status": "done", "reason": None, "alpha": 0.5, "psnr_db": 30.0, "psnr_worst_db": 29.0,
-        "latent_sqnr_db": 20.0, "unet_ms": 10.0, "unet_speedup": 2.0, "image_ms": 10.0, "image_torch_ms": 80.0,
-        "unet_onnx_bytes": 2e6, "unet_plan_bytes": None, "quantized_layers": 7, "seconds": 3.5, "lpips": None,
+        "latent_sqnr_db": 20.0, "denoiser_ms": 10.0, "denoiser_speedup": 2.0, "image_ms": 10.0, "image_torch_ms": 80.0,
+        "denoiser_onnx_bytes": 2e6, "denoiser_plan_bytes": None, "quantized_layers": 7, "seconds": 3.5, "lpips": None,
     }  # fmt: skip
     assert {name: first[name] for name in expected} == expected
 

@@ -58,7 +58,9 @@ def test_every_number_stands_in_its_place():
 
 
 def test_each_null_is_a_dash_with_its_reason():
-    table = run_table(record())
+    given = record()
+    given["sizes_bytes"]["clip1"] = {}
+    table = run_table(given)
     notes = {line.split()[0]: line.partition(" ")[2] for line in table.splitlines() if line.startswith("[")}
 
     def reason(cells: list[str]) -> str:
@@ -104,7 +106,7 @@ NULL = {"value": None, "reason": "the engine is missing"}
 )
 def test_an_unfinished_record_still_gives_a_table(broken):
     table = run_table(broken)
-    assert row(table, "unet_xl", "size")[0] == "–"
+    assert ("unet_xl" in table) == ("unet_xl" in str(broken))
     assert broken.get("status", "unfinished") in table
     for reason in ("the engine is missing", "the disk is full", "NaN"):
         assert (reason in table) == (reason in str(broken))

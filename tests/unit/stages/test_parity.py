@@ -1,5 +1,4 @@
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,7 +30,7 @@ def test_an_error_beyond_its_tolerance_fails_the_job(error):
 
 
 def test_the_watched_unet_keeps_the_inputs_of_the_middle_call():
-    side = WatchedSide({"unet_xl": Doubling(), "vae": Doubling()}, unet_call=2)
+    side = WatchedSide({"unet_xl": Doubling(), "vae": Doubling()}, {"unet_xl": 2})
     for value in range(4):
         x = torch.full((1,), float(value))
         assert side["unet_xl"](x=x)["out"] == 2 * value
@@ -53,8 +52,6 @@ def test_a_layer_is_compared_where_its_input_is_not_the_zeros_of_the_uncondition
     unet = torch.nn.Sequential(torch.nn.Conv2d(3, 5, 3, padding=1), torch.nn.Flatten(2), torch.nn.Linear(36, 7))
 
     class Engine:
-        module = SimpleNamespace(unet=unet)
-
         def __call__(self, x):
             return {"out": unet(x)}
 
@@ -64,7 +61,7 @@ def test_a_layer_is_compared_where_its_input_is_not_the_zeros_of_the_uncondition
     }
     x = torch.cat([torch.zeros(1, 3, 6, 6), torch.rand(1, 3, 6, 6)])
     with torch.no_grad():
-        found = run_simulation(Engine(), {"x": x}, layers)
+        found = run_simulation(Engine(), unet, {"x": x}, layers)
         assert torch.equal(found.output, unet(x))
         assert found.inputs["0"].shape == (1, 3, 2, 2) and found.inputs["2"].shape == (1, 4, 36)
         assert all(inputs.any() for inputs in found.inputs.values())

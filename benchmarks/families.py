@@ -1,0 +1,174 @@
+"""Every family's denoiser at full size to INT8 ONNX and a plan: seconds, peak memory and bytes.
+
+    python benchmarks/families.py [--families sd15,pixart,sd3,flux] [--plans] [--work outputs/families]
+
+Weights are random and never there as a whole: each tensor is drawn when it is read, in fp16, so what is measured is the
+recipe, the graph and the streamed file, and not a disk. Statistics are drawn too, because a pass of the larger ones in
+torch takes more memory than a small machine has; time and memory of a recipe and an export do not depend on values.
+Each stage has a process of its own, whose peak is its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import resource
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import yaml
+
+from sd_quant.config import REPOSITORY, Trt, anchored
+from sd_quant.files import write_json
+
+DENOISERS = Path(__file__).with_name("denoisers.yaml")
+STAGES = ("recipe and export", "plan")
+LEVEL, ALPHA, STEPS, PROMPTS, ROWS = 3.0, 0.8, 2, 1, 16
+
+
+def described(family: str) -> dict[str, Any]:
+    return yaml.safe_load(DENOISERS.read_text(encoding="utf-8"))[family]
+
+
+def checkpoint_of(family: str):
+    """What a reader would return, with the denoiser alone."""
+    import diffusers
+    import torch
+    from torch import Tensor
+
+    from sd_quant.models import family_named
+
+    given, kind = described(family), family_named(family)
+    (component,) = (name for name, network in kind.NETWORKS.items() if network == given["class"])
+
+    def build():
+        return {component: getattr(diffusers, given["class"]).from_config(given["config"])}
+
+    with torch.device("meta"):
+        network = build()[component]
+    shapes = {name: tensor.shape for name, tensor in network.state_dict().items()}
+
+    class Drawn(Mapping[str, Tensor]):
+        def __getitem__(self, name: str) -> Tensor:
+            generator, shape = torch.Generator().manual_seed(zlib.crc32(name.encode())), shapes[name]
+            deviation = 1 / math.sqrt(math.prod(shape[1:])) if len(shape) > 1 else 0.02
+            return torch.randn(shape, generator=generator, dtype=torch.float32).mul_(deviation).half()
+
+        def __iter__(self) -> Iterator[str]:
+            return iter(shapes)
+
+        def __len__(self) -> int:
+            return len(shapes)
+
+    part = kind.parts(
+        {component: dict(network.config), "vae": {"latent_channels": 4}}, given.get("tokens"), "diffusers"
+    )[kind.DENOISER]
+    return SimpleNamespace(
+        family=kind, components={component: Drawn()}, parts=lambda: {kind.DENOISER: part}, build=build
+    )
+
+
+def statistics_of(roles: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]):
+    import torch
+
+    from sd_quant.calibration.statistics import LayerStatistics, Sample
+
+    found = {}
+    for name, role in roles.items():
+        width, conv = math.prod(shapes[name][1:]), len(shapes[name]) == 4
+        rows = torch.randn(ROWS, width, generator=torch.Generator().manual_seed(1)).half()
+        amax = torch.full((PROMPTS, STEPS) if conv else (STEPS, width), 4.0)
+        if role != "excluded":
+            found[name] = LayerStatistics(
+                "conv" if conv else "linear", amax, Sample(rows, torch.arange(ROWS, dtype=torch.float64))
+            )
+    return found
+
+
+def export(family: str, path: Path) -> dict[str, float]:
+    from sd_quant.export.parts import trace_part, write_part
+    from sd_quant.models.loading import denoiser_weights, empty_denoiser
+    from sd_quant.quantization.derivation import Recipe, derive
+
+    checkpoint = checkpoint_of(family)
+    network, weights = empty_denoiser(checkpoint), denoiser_weights(checkpoint)
+    roles = checkpoint.family.layer_roles(network)
+    shapes = {name: tuple(network.get_submodule(name).weight.shape) for name in roles}
+    inputs = checkpoint.family.shared_inputs([name for name, role in roles.items() if role != "conv"])
+    start = time.perf_counter()
+    assignment = derive(
+        roles, lambda name: weights[f"{name}.weight"], statistics_of(roles, shapes), Recipe(LEVEL, ALPHA), inputs
+    )
+    derived = time.perf_counter()
+    graph = trace_part(checkpoint, checkpoint.family.DENOISER)
+    traced = time.perf_counter()
+    write_part(graph, checkpoint, checkpoint.family.DENOISER, path, assignment)
+    return {
+        "parameters": sum(parameter.numel() for parameter in network.parameters()),
+        "layers": sum(layer.format is not None for layer in assignment.values()),
+        "recipe_seconds": derived - start,
+        "trace_seconds": traced - derived,
+        "write_seconds": time.perf_counter() - traced,
+        "bytes": sum(file.stat().st_size for file in path.parent.iterdir()),
+    }
+
+
+def plan(family: str, path: Path) -> dict[str, float]:
+    """Refused where the machine has less memory than a build takes."""
+    from sd_quant.cache import Cache
+    from sd_quant.config import ExportShape
+    from sd_quant.stages.export_trt import build_plans, numbers_in
+    from sd_quant.stages.needs import check_machine, memory_of_plan
+
+    size, name = described(family)["size"], path.stem
+    check_machine({"plans": memory_of_plan({name: numbers_in(path)})}, {}, path.parent)
+    trt = Trt("tensorrt_rtx", ["SM89"], False, 1, 1, None, None)
+    start = time.perf_counter()
+    build_plans({name: path}, path.parents[2], trt, ExportShape(None, size, size, 1), Cache(None))
+    built = path.parents[2] / "plan" / f"{name}.plan"
+    return {"plan_seconds": time.perf_counter() - start, "plan_bytes": built.stat().st_size}
+
+
+def child(family: str, stage: str, work: Path) -> None:
+    from sd_quant.models import family_named
+
+    denoiser = family_named(family).DENOISER
+    path = work / family / "onnx" / denoiser / f"{denoiser}.onnx"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found = export(family, path) if stage == STAGES[0] else plan(family, path)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps(found | {"peak_memory_bytes": peak}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Every family's denoiser at full size to INT8 ONNX and a plan.")
+    parser.add_argument("--families", default="sd15,pixart,sd3,flux")
+    parser.add_argument("--plans", action="store_true", help="build plans too")
+    parser.add_argument("--work", type=Path, default=Path("outputs/families"))
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    work = anchored(given.work)
+    if given.child:
+        child(*given.child, work)
+        return
+    for family in given.families.split(","):
+        for stage in STAGES if given.plans else STAGES[:1]:
+            command = [sys.executable, __file__, "--child", family, stage, "--work", str(work)]
+            result = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=False)
+            lines = (result.stdout if result.returncode == 0 else result.stderr).strip().splitlines()
+            found = json.loads(lines[-1]) if result.returncode == 0 else {"failed": lines[-1][:600] if lines else ""}
+            rows_file = work / "rows.json"
+            rows = json.loads(rows_file.read_text(encoding="utf-8")) if rows_file.exists() else {}
+            write_json(rows_file, rows | {f"{family}: {stage}": found})
+            print(f"{family:7} {stage:18} {json.dumps(found)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

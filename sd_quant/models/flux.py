@@ -1,0 +1,132 @@
+"""Flux.1: a transformer over packed latents, guided by a number instead of a second pass, with CLIP and T5.
+
+| part             | inputs                                                                  | outputs                 |
+|------------------|-------------------------------------------------------------------------|-------------------------|
+| `transformer`    | hidden_states [B,N,64], encoder_hidden_states [B,T,J],                  | out_sample [B,N,64]     |
+|                  | pooled_projections [B,P], timestep [B], img_ids [N,3], txt_ids [T,3]    |                         |
+|                  | (, guidance [B], in the dev model)                                      |                         |
+| `vae`            | z [B,16,H/8,W/8]                                                        | dec [B,3,H,W]           |
+| `text_encoder`   | input_ids [B,77]                                                        | pooler_output [B,P]     |
+| `text_encoder_2` | input_ids [B,T]                                                         | last_hidden_state       |
+
+N is (H/16) * (W/16), T the longest text that T5 reads. Attention of text and picture together has no counterpart
+of level 4 yet.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sd_quant.models.layers import inputs_of_transformer as shared_inputs
+from sd_quant.models.layers import roles_of
+from sd_quant.models.parts import Contract, Part, vae_part
+from sd_quant.models.text_encoders import clip_part, t5_part
+
+__all__ = ["shared_inputs"]
+
+PIPELINES = ("FluxPipeline",)
+NETWORKS = {
+    "transformer": "FluxTransformer2DModel",
+    "vae": "AutoencoderKL",
+    "text_encoder": "CLIPTextModel",
+    "text_encoder_2": "T5EncoderModel",
+}
+DENOISER = "transformer"
+GUIDES = False
+TOKENS = 512
+# ModelOpt's filter for Flux, whose proj_out is that of the whole network, and Quark's modulations, single blocks' too.
+EXCLUDED = ("time_text_embed", "context_embedder", "x_embedder", "norm_out", "norm1.linear", "norm1_context.linear",
+            "norm.linear")  # fmt: skip
+LAST = "proj_out"
+
+
+class Rotary(nn.Module):
+    """diffusers' FluxPosEmbed in fp32, as it has it where there is no fp64: TensorRT has none."""
+
+    def __init__(self, theta: int, axes_dim: list[int]):
+        super().__init__()
+        self.theta, self.axes_dim = theta, axes_dim
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        found = []
+        for axis, width in enumerate(self.axes_dim):
+            exponents = torch.arange(0, width, 2, dtype=torch.float32, device=ids.device) / width
+            found.append(ids[:, axis : axis + 1].float() * self.theta**-exponents)
+        angles = torch.cat(found, dim=-1).repeat_interleave(2, dim=-1)
+        return angles.cos(), angles.sin()
+
+
+class TransformerPart(nn.Module):
+    def __init__(self, transformer: Any):
+        super().__init__()
+        self.transformer = transformer
+        transformer.pos_embed = Rotary(transformer.pos_embed.theta, transformer.pos_embed.axes_dim)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        pooled_projections: Tensor,
+        timestep: Tensor,
+        img_ids: Tensor,
+        txt_ids: Tensor,
+        guidance: Tensor | None = None,
+    ) -> Tensor:
+        return self.transformer(
+            hidden_states=hidden_states,
+            encoder_hidden_states=encoder_hidden_states,
+            pooled_projections=pooled_projections,
+            timestep=timestep,
+            img_ids=img_ids,
+            txt_ids=txt_ids,
+            guidance=guidance,
+            return_dict=False,
+        )[0]
+
+
+def parts(configs: Mapping[str, Mapping], tokens: int | None, io: str) -> dict[str, Part]:
+    transformer, half, single, tokens = configs["transformer"], torch.float16, torch.float32, tokens or TOKENS
+    shapes: dict[str, tuple] = {
+        "hidden_states": ("batch", "image_tokens", transformer["in_channels"]),
+        "encoder_hidden_states": ("batch", tokens, transformer["joint_attention_dim"]),
+        "pooled_projections": ("batch", transformer["pooled_projection_dim"]),
+        "timestep": ("batch",),
+        "img_ids": ("image_tokens", 3),
+        "txt_ids": (tokens, 3),
+    }
+    if transformer["guidance_embeds"]:
+        shapes["guidance"] = ("batch",)
+    dtypes = {name: half if name in ("hidden_states", "encoder_hidden_states", "pooled_projections") else single
+              for name in shapes}  # fmt: skip
+    contract = Contract(shapes, ("out_sample",), dtypes, half)
+    return {
+        "transformer": Part("transformer", "transformer.", contract, TransformerPart),
+        "vae": vae_part(configs["vae"]["latent_channels"]),
+        "text_encoder": clip_part("text_encoder", "pooler_output"),
+        "text_encoder_2": t5_part("text_encoder_2", tokens),
+    }
+
+
+def layer_roles(transformer: nn.Module) -> dict[str, str]:
+    roles = roles_of(transformer, EXCLUDED)
+    return roles | {name: "excluded" for name in roles if name == LAST}
+
+
+def attentions(transformer: nn.Module) -> dict[str, int]:
+    return {}
+
+
+def encode(pipe, prompts: list[str], guided: bool, tokens: int | None) -> dict[str, Tensor]:
+    context, pooled, _ = pipe.encode_prompt(prompts, None, device="cpu", max_sequence_length=tokens or TOKENS)
+    return {"prompt_embeds": context, "pooled_prompt_embeds": pooled}
+
+
+def pack(pipe, latents: Tensor) -> Tensor:
+    """[B,16,h,w] -> [B,h/2*w/2,64]: two by two latents in one token."""
+    return pipe._pack_latents(latents, *latents.shape)
+
+
+def unpack(pipe, latents: Tensor, height: int, width: int) -> Tensor:
+    return pipe._unpack_latents(latents, height, width, pipe.vae_scale_factor)

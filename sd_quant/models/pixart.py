@@ -1,0 +1,129 @@
+"""PixArt-alpha and -Sigma: a transformer with cross-attention to T5's text.
+
+| part           | inputs                                                                   | outputs                  |
+|----------------|--------------------------------------------------------------------------|--------------------------|
+| `transformer`  | hidden_states [B,4,H/8,W/8], encoder_hidden_states [B,T,C],              | out_sample [B,8,H/8,W/8] |
+|                | encoder_attention_mask [B,T], timestep [B]                               |                          |
+|                | (, resolution [B,2], aspect_ratio [B,1], in alpha at 1024)               |                          |
+| `vae`          | z [B,4,H/8,W/8]                                                          | dec [B,3,H,W]            |
+| `text_encoder` | input_ids [B,T], attention_mask [B,T]                                    | last_hidden_state        |
+
+T is the longest text that T5 reads. Text is masked in the cross-attention, which level 4 does not know yet.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sd_quant.models.latents import pack, unpack
+from sd_quant.models.layers import inputs_of_transformer as shared_inputs
+from sd_quant.models.layers import roles_of
+from sd_quant.models.parts import Contract, Part, vae_part
+from sd_quant.models.text_encoders import t5_part
+
+__all__ = ["pack", "shared_inputs", "unpack"]
+
+PIPELINES = ("PixArtSigmaPipeline", "PixArtAlphaPipeline")
+NETWORKS = {"transformer": "PixArtTransformer2DModel", "vae": "AutoencoderKL", "text_encoder": "T5EncoderModel"}
+DENOISER = "transformer"
+GUIDES = True
+TOKENS = 300
+# No table of ModelOpt's or Quark's names PixArt's layers; these do what those do that both exclude elsewhere: the
+# embeddings of patches, time and text, and the last projection.
+EXCLUDED = ("pos_embed", "adaln_single", "caption_projection", "proj_out")
+ADDED = {"resolution": 2, "aspect_ratio": 1}
+
+
+class Positions(nn.Module):
+    """Patches with diffusers' sinusoids (``get_2d_sincos_pos_embed``) in fp32, for any size of picture.
+
+    diffusers' own are a buffer for one size, which no checkpoint holds, and fp64 for others, which TensorRT lacks.
+    """
+
+    def __init__(self, patch_embed: Any):
+        super().__init__()
+        self.proj, self.patch_size = patch_embed.proj, patch_embed.patch_size
+        self.base_size, self.interpolation_scale = patch_embed.base_size, patch_embed.interpolation_scale
+
+    def axis(self, count: int, width: int, device: torch.device) -> Tensor:
+        """[count, width]: sines, then cosines, of one axis."""
+        places = torch.arange(count, dtype=torch.float32, device=device)
+        places = places * (self.base_size / count) / self.interpolation_scale
+        exponents = torch.arange(width // 2, dtype=torch.float32, device=device) / (width / 2)
+        angles = places[:, None] * 10000.0**-exponents
+        return torch.cat([angles.sin(), angles.cos()], dim=1)
+
+    def forward(self, latent: Tensor) -> Tensor:
+        patches = self.proj(latent)
+        rows, columns, width = patches.shape[2], patches.shape[3], patches.shape[1]
+        across = self.axis(columns, width // 2, latent.device)[None].expand(rows, columns, -1)
+        down = self.axis(rows, width // 2, latent.device)[:, None].expand(rows, columns, -1)
+        places = torch.cat([across, down], dim=-1).reshape(1, -1, width)
+        return (patches.flatten(2).transpose(1, 2) + places).to(patches.dtype)
+
+
+class TransformerPart(nn.Module):
+    def __init__(self, transformer: Any, sized: bool):
+        super().__init__()
+        self.transformer, self.sized = transformer, sized
+        transformer.pos_embed = Positions(transformer.pos_embed)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        encoder_attention_mask: Tensor,
+        timestep: Tensor,
+        resolution: Tensor | None = None,
+        aspect_ratio: Tensor | None = None,
+    ) -> Tensor:
+        return self.transformer(
+            hidden_states,
+            encoder_hidden_states=encoder_hidden_states,
+            encoder_attention_mask=encoder_attention_mask,
+            timestep=timestep,
+            added_cond_kwargs={"resolution": resolution, "aspect_ratio": aspect_ratio},
+            return_dict=False,
+        )[0]
+
+
+def parts(configs: Mapping[str, Mapping], tokens: int | None, io: str) -> dict[str, Part]:
+    transformer, half, single, tokens = configs["transformer"], torch.float16, torch.float32, tokens or TOKENS
+    shapes: dict[str, tuple] = {
+        "hidden_states": ("batch", transformer["in_channels"], "height", "width"),
+        "encoder_hidden_states": ("batch", tokens, transformer["caption_channels"]),
+        "encoder_attention_mask": ("batch", tokens),
+        "timestep": ("batch",),
+    }
+    sized = transformer["use_additional_conditions"]
+    if sized is None:  # as diffusers decides it
+        sized = transformer["sample_size"] == 128
+    if sized:
+        shapes |= {name: ("batch", width) for name, width in ADDED.items()}
+    dtypes = {name: half if name.endswith("hidden_states") else single for name in shapes}
+    dtypes["encoder_attention_mask"] = half
+    contract = Contract(shapes, ("out_sample",), dtypes, half)
+    return {
+        "transformer": Part("transformer", "transformer.", contract, partial(TransformerPart, sized=sized)),
+        "vae": vae_part(configs["vae"]["latent_channels"]),
+        "text_encoder": t5_part("text_encoder", tokens, masked=True),
+    }
+
+
+def layer_roles(transformer: nn.Module) -> dict[str, str]:
+    return roles_of(transformer, EXCLUDED)
+
+
+def attentions(transformer: nn.Module) -> dict[str, int]:
+    return {}
+
+
+def encode(pipe, prompts: list[str], guided: bool, tokens: int | None) -> dict[str, object]:
+    names = ("prompt_embeds", "prompt_attention_mask", "negative_prompt_embeds", "negative_prompt_attention_mask")
+    found = pipe.encode_prompt(
+        prompts, do_classifier_free_guidance=guided, device="cpu", max_sequence_length=tokens or TOKENS
+    )
+    return dict(zip(names, found, strict=True)) | {"negative_prompt": None, "use_resolution_binning": False}

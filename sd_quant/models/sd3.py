@@ -1,0 +1,97 @@
+"""Stable Diffusion 3 and 3.5: a transformer that attends pictures and text together, two CLIPs and T5.
+
+| part             | inputs                                                                | outputs                   |
+|------------------|-----------------------------------------------------------------------|---------------------------|
+| `transformer`    | hidden_states [B,16,H/8,W/8], encoder_hidden_states [B,77+T,J],       | out_sample [B,16,H/8,W/8] |
+|                  | pooled_projections [B,P], timestep [B]                                |                           |
+| `vae`            | z [B,16,H/8,W/8]                                                      | dec [B,3,H,W]             |
+| `text_encoder`   | input_ids [B,77]                                                      | hidden_states, text_embeds|
+| `text_encoder_2` | input_ids [B,77]                                                      | hidden_states, text_embeds|
+| `text_encoder_3` | input_ids [B,T]                                                       | last_hidden_state [B,T,J] |
+
+T is the longest text that T5 reads. Attention of text and picture together has no counterpart of level 4 yet.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
+from sd_quant.models.latents import pack, unpack
+from sd_quant.models.layers import inputs_of_transformer as shared_inputs
+from sd_quant.models.layers import roles_of
+from sd_quant.models.parts import Contract, Part, vae_part
+from sd_quant.models.text_encoders import clip_part, t5_part
+
+__all__ = ["pack", "shared_inputs", "unpack"]
+
+PIPELINES = ("StableDiffusion3Pipeline",)
+NETWORKS = {
+    "transformer": "SD3Transformer2DModel",
+    "vae": "AutoencoderKL",
+    "text_encoder": "CLIPTextModelWithProjection",
+    "text_encoder_2": "CLIPTextModelWithProjection",
+    "text_encoder_3": "T5EncoderModel",
+}
+DENOISER = "transformer"
+GUIDES = True
+TOKENS = 256  # of T5, as the pipeline has it
+# Quark's table and ModelOpt's default for diffusion agree on these.
+EXCLUDED = ("time_text_embed", "context_embedder", "pos_embed", "norm_out", "proj_out")
+
+
+class TransformerPart(nn.Module):
+    def __init__(self, transformer: nn.Module):
+        super().__init__()
+        self.transformer = transformer
+
+    def forward(
+        self, hidden_states: Tensor, encoder_hidden_states: Tensor, pooled_projections: Tensor, timestep: Tensor
+    ) -> Tensor:
+        return self.transformer(hidden_states, encoder_hidden_states, pooled_projections, timestep, return_dict=False)[
+            0
+        ]
+
+
+def parts(configs: Mapping[str, Mapping], tokens: int | None, io: str) -> dict[str, Part]:
+    transformer, half, tokens = configs["transformer"], torch.float16, tokens or TOKENS
+    contract = Contract(
+        {
+            "hidden_states": ("batch", transformer["in_channels"], "height", "width"),
+            "encoder_hidden_states": ("batch", CONTEXT_LENGTH + tokens, transformer["joint_attention_dim"]),
+            "pooled_projections": ("batch", transformer["pooled_projection_dim"]),
+            "timestep": ("batch",),
+        },
+        ("out_sample",),
+        {
+            "hidden_states": half,
+            "encoder_hidden_states": half,
+            "pooled_projections": half,
+            "timestep": torch.float32,
+        },
+        half,
+    )
+    return {
+        "transformer": Part("transformer", "transformer.", contract, TransformerPart),
+        "vae": vae_part(configs["vae"]["latent_channels"]),
+        "text_encoder": clip_part("text_encoder", "hidden_states", "text_embeds"),
+        "text_encoder_2": clip_part("text_encoder_2", "hidden_states", "text_embeds"),
+        "text_encoder_3": t5_part("text_encoder_3", tokens),
+    }
+
+
+def layer_roles(transformer: nn.Module) -> dict[str, str]:
+    return roles_of(transformer, EXCLUDED)
+
+
+def attentions(transformer: nn.Module) -> dict[str, int]:
+    return {}
+
+
+def encode(pipe, prompts: list[str], guided: bool, tokens: int | None) -> dict[str, Tensor]:
+    names = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
+    found = pipe.encode_prompt(
+        prompts, None, None, device="cpu", do_classifier_free_guidance=guided, max_sequence_length=tokens or TOKENS
+    )
+    return dict(zip(names, found, strict=True))

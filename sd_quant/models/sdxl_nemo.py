@@ -1,0 +1,173 @@
+"""SDXL: what a NeMo ``model_config.yaml`` means in diffusers' terms.
+
+The architecture is read from the checkpoint: sizes of the UNet and the VAE from its config, sizes of the text encoders
+from their weights, because NeMo's config names those encoders instead of describing them. Nothing in the config is
+imported or instantiated: ``_target_`` and ``target`` strings are data.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from sd_quant.inference.pipeline import Drawing
+from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH, clip_tokenizer
+from sd_quant.models.latents import pack, unpack
+
+CONTEXT_TOKENS = 80  # CLIP's 77 and zeros, in training and inference alike
+CLIP_HEAD_WIDTH = 64  # of CLIP-L (768/12), OpenCLIP bigG (1280/20) and every other CLIP text model
+
+
+@dataclass(frozen=True, slots=True)
+class TextShape:
+    """Sizes of one CLIP text encoder. ``projection`` is 0 when it has no pooled output."""
+
+    vocab_size: int
+    width: int
+    layers: int
+    context: int
+    mlp_width: int
+    projection: int = 0
+
+
+def embedder(model_config: Mapping, index: int) -> Mapping:
+    return model_config["conditioner_config"]["emb_models"][index]["emb_model"]
+
+
+def unet_config(model_config: Mapping) -> dict:
+    """Keyword arguments of ``diffusers.UNet2DConditionModel`` for NeMo's ``unet_config`` (openaimodel.UNetModel)."""
+    unet = model_config["unet_config"]
+    channels = [unet["model_channels"] * factor for factor in unet["channel_mult"]]
+    attends = [2**level in unet["attention_resolutions"] for level in range(len(channels))]
+    return {
+        "sample_size": unet["image_size"],
+        "in_channels": unet["in_channels"],
+        "out_channels": unet["out_channels"],
+        "block_out_channels": channels,
+        "layers_per_block": unet["num_res_blocks"],
+        "down_block_types": ["CrossAttnDownBlock2D" if attend else "DownBlock2D" for attend in attends],
+        "up_block_types": ["CrossAttnUpBlock2D" if attend else "UpBlock2D" for attend in reversed(attends)],
+        "transformer_layers_per_block": list(unet["transformer_depth"]),
+        "attention_head_dim": [width // unet["num_head_channels"] for width in channels],  # diffusers: number of heads
+        "cross_attention_dim": unet["context_dim"],
+        "use_linear_projection": unet["use_linear_in_transformer"],
+        "addition_embed_type": "text_time",
+        "addition_time_embed_dim": embedder(model_config, 2)["outdim"],
+        "projection_class_embeddings_input_dim": unet["adm_in_channels"],
+    }
+
+
+def vae_config(model_config: Mapping) -> dict:
+    """Keyword arguments of ``diffusers.AutoencoderKL`` for NeMo's ``first_stage_config``."""
+    vae = model_config["first_stage_config"]["ddconfig"]
+    levels = len(vae["ch_mult"])
+    return {
+        "in_channels": vae["in_channels"],
+        "out_channels": vae["out_ch"],
+        "latent_channels": vae["z_channels"],
+        "block_out_channels": [vae["ch"] * factor for factor in vae["ch_mult"]],
+        "layers_per_block": vae["num_res_blocks"],
+        "down_block_types": ["DownEncoderBlock2D"] * levels,
+        "up_block_types": ["UpDecoderBlock2D"] * levels,
+        "sample_size": vae["resolution"],
+        "scaling_factor": model_config["scale_factor"],
+    }
+
+
+def text_config(shape: TextShape, activation: str) -> dict:
+    """Keyword arguments of ``transformers.CLIPTextConfig``; ids of the markers follow from the vocabulary's size."""
+    return {
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.width,
+        "intermediate_size": shape.mlp_width,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.width // CLIP_HEAD_WIDTH,
+        "max_position_embeddings": shape.context,
+        "projection_dim": shape.projection or shape.width,
+        "hidden_act": activation,
+        "bos_token_id": shape.vocab_size - 2,
+        "eos_token_id": shape.vocab_size - 1,
+        "pad_token_id": shape.vocab_size - 1,
+    }
+
+
+def build_modules(model_config: Mapping, clip1: TextShape, clip2: TextShape) -> dict:
+    """The four networks with fresh weights, under the names of ``StableDiffusionXLPipeline``'s components.
+
+    Build inside ``torch.device("meta")`` for the structure alone.
+    """
+    from diffusers import AutoencoderKL, UNet2DConditionModel
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+    return {
+        "unet": UNet2DConditionModel(**unet_config(model_config)),
+        "vae": AutoencoderKL(**vae_config(model_config)),
+        "text_encoder": CLIPTextModel(CLIPTextConfig(**text_config(clip1, "quick_gelu"))),
+        "text_encoder_2": CLIPTextModelWithProjection(CLIPTextConfig(**text_config(clip2, "gelu"))),
+    }
+
+
+def scheduler():
+    """diffusers' Euler sampler with what NeMo's EulerEDMSampler on LegacyDDPMDiscretization does differently.
+
+    Its timesteps are truncated, where diffusers' trailing spacing rounds, which moves some by one for most numbers of
+    steps; and its first noise is sqrt(1 + sigma^2) strong instead of sigma, 0.23 % more.
+    """
+    import numpy as np
+    from diffusers import EulerDiscreteScheduler
+
+    class NemoEulerScheduler(EulerDiscreteScheduler):
+        @property
+        def init_noise_sigma(self):
+            return (self.sigmas.max() ** 2 + 1) ** 0.5
+
+        def set_timesteps(self, num_inference_steps: int, device=None, **_):
+            timesteps = np.linspace(999, 0, num_inference_steps, endpoint=False).astype(int)
+            super().set_timesteps(device=device, timesteps=timesteps)
+
+    return NemoEulerScheduler(
+        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", timestep_spacing="trailing"
+    )
+
+
+def tokenizers(clip1: TextShape, clip2: TextShape) -> tuple:
+    """CLIP-L pads with its end marker, OpenCLIP with id 0, which is an exclamation mark."""
+    return clip_tokenizer(clip1.vocab_size), clip_tokenizer(clip2.vocab_size, "!")
+
+
+def drawing(networks: Mapping, tokenizers: Sequence, sampler) -> Drawing:
+    """What is NeMo's in making a picture: context padded to 80 tokens (inside the text engines), an unconditional
+    embedding of zeros, its sampler, and size ids in the order original, crop, target.
+
+    Each text engine is asked for all prompts before the next, because it may be opened for that.
+    """
+    import torch
+    from diffusers import StableDiffusionXLPipeline
+
+    names = ("text_encoder", "text_encoder_2")
+    pipe = StableDiffusionXLPipeline(
+        vae=networks["vae"], text_encoder=networks[names[0]], text_encoder_2=networks[names[1]],
+        tokenizer=None, tokenizer_2=None, unet=networks["unet"], scheduler=sampler,
+        add_watermarker=False,
+    )  # fmt: skip
+
+    def encode(batches: Sequence[list[str]], guided: bool) -> list[dict]:
+        encoded = []
+        for tokenizer, name in zip(tokenizers, names, strict=True):
+            options = {"padding": "max_length", "truncation": True, "max_length": CONTEXT_LENGTH}
+            encoded.append(
+                [networks[name](torch.tensor(tokenizer(prompts, **options)["input_ids"])) for prompts in batches]
+            )
+        found = []
+        for first, second in zip(*encoded, strict=True):
+            context, pooled = torch.cat([first.z, second.z], dim=-1), second.z_pooled
+            found.append(
+                {
+                    "prompt_embeds": context,
+                    "negative_prompt_embeds": torch.zeros_like(context),
+                    "pooled_prompt_embeds": pooled,
+                    "negative_pooled_prompt_embeds": torch.zeros_like(pooled),
+                }
+            )
+        return found
+
+    return Drawing(pipe, networks["unet"], encode, partial(pack, pipe), partial(unpack, pipe), tokenizers[0])

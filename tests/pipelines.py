@@ -1,0 +1,254 @@
+"""Folders of pipelines as diffusers saves them, small enough to make in a second and to run in another.
+
+The classes, the wiring of their parts and the schedulers are those of the published checkpoints; only the sizes differ,
+and the weights are random. Random as the classes draw them would not do: a diffusion model starts with outputs and
+modulations of zero, so most of its layers would not reach the picture. All are drawn again, alive and without overflow.
+A linear layer of a denoiser is some multiple of 64 wide (PixArt's last, which writes 32 features, excepted), a head of
+its attention 16 or 32, a latent 8 pixels of the picture.
+"""
+
+import string
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+from torch import nn
+
+from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH, clip_tokenizer
+
+CLIP_VOCAB, CLIP_WIDTH = 1000, 64
+T5_WIDTH = 192  # wider than two CLIPs, whose features Stable Diffusion 3 pads to it
+SD_NOISE = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012, "steps_offset": 1}
+
+
+def redraw(module: nn.Module) -> None:
+    """Kernels that keep the scale of their input, norms of about 1, biases of about 0."""
+    for name, parameter in module.named_parameters():
+        if parameter.ndim > 1:
+            nn.init.normal_(parameter, std=0.7 * parameter[0].numel() ** -0.5)
+        else:
+            nn.init.normal_(parameter, mean=float(name.endswith("weight")), std=0.02)
+
+
+def write(pipeline: diffusers.DiffusionPipeline, folder: Path) -> None:
+    torch.manual_seed(0)
+    for part in pipeline.components.values():
+        if isinstance(part, nn.Module):
+            redraw(part)
+    pipeline.save_pretrained(folder)
+
+
+def clip(kind: type = transformers.CLIPTextModel, pad_token: str = "<|endoftext|>", act: str = "quick_gelu") -> Any:
+    """A text encoder and its tokenizer; only ``CLIPTextModelWithProjection`` has the projection."""
+    config = transformers.CLIPTextConfig(
+        vocab_size=CLIP_VOCAB,
+        hidden_size=CLIP_WIDTH,
+        intermediate_size=2 * CLIP_WIDTH,
+        projection_dim=CLIP_WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=CONTEXT_LENGTH,
+        hidden_act=act,
+        bos_token_id=CLIP_VOCAB - 2,
+        eos_token_id=CLIP_VOCAB - 1,
+        pad_token_id=0 if pad_token == "!" else CLIP_VOCAB - 1,
+    )
+    return kind(config), clip_tokenizer(CLIP_VOCAB, pad_token)
+
+
+def t5() -> tuple[transformers.T5EncoderModel, Any]:
+    """A text encoder and its tokenizer, for which every printable ASCII character is a word."""
+    pieces = ["<pad>", "</s>", "<unk>", "▁", *string.ascii_letters, *string.digits, *string.punctuation]
+    vocab: Any = [(piece, 0.0 if index < 3 else -2.0) for index, piece in enumerate(pieces)]
+    config = transformers.T5Config(
+        vocab_size=128,  # more than the tokenizer has, as T5's own
+        d_model=T5_WIDTH,
+        d_kv=32,
+        d_ff=2 * T5_WIDTH,
+        num_layers=2,
+        num_heads=4,
+        feed_forward_proj="gated-gelu",
+        tie_word_embeddings=False,
+    )
+    return transformers.T5EncoderModel(config), transformers.T5Tokenizer(vocab, extra_ids=0, model_max_length=512)
+
+
+def vae(scaling_factor: float, latent_channels: int = 4, **options: Any) -> diffusers.AutoencoderKL:
+    return diffusers.AutoencoderKL(
+        down_block_types=["DownEncoderBlock2D"] * 4,
+        up_block_types=["UpDecoderBlock2D"] * 4,
+        block_out_channels=[16, 16, 32, 32],
+        norm_num_groups=8,
+        latent_channels=latent_channels,
+        scaling_factor=scaling_factor,
+        sample_size=64,
+        **options,
+    )
+
+
+def vae16(scaling_factor: float, shift_factor: float) -> diffusers.AutoencoderKL:
+    """With 16 channels, as the transformers of 2024 have it."""
+    plain = {"use_quant_conv": False, "use_post_quant_conv": False}
+    return vae(scaling_factor, latent_channels=16, shift_factor=shift_factor, **plain)
+
+
+def unet(**options: Any) -> diffusers.UNet2DConditionModel:
+    """Two levels, of which one has attention; ``attention_head_dim`` is the number of heads, whatever its name says."""
+    defaults = {
+        "block_out_channels": [64, 128],
+        "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
+        "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"],
+        "cross_attention_dim": CLIP_WIDTH,
+    }
+    return diffusers.UNet2DConditionModel(sample_size=8, layers_per_block=1, **defaults | options)
+
+
+def sd15(folder: Path) -> None:
+    encoder, tokenizer = clip()
+    pipeline = diffusers.StableDiffusionPipeline(
+        unet=unet(attention_head_dim=4),
+        text_encoder=encoder,
+        tokenizer=tokenizer,
+        vae=vae(0.18215),
+        scheduler=diffusers.PNDMScheduler(**SD_NOISE, skip_prk_steps=True, set_alpha_to_one=False),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+    write(pipeline, folder)
+
+
+def sd21(folder: Path) -> None:
+    encoder, tokenizer = clip(pad_token="!", act="gelu")
+    v_prediction = {"prediction_type": "v_prediction", "clip_sample": False, "set_alpha_to_one": False}
+    pipeline = diffusers.StableDiffusionPipeline(
+        unet=unet(attention_head_dim=[2, 4], use_linear_projection=True, upcast_attention=True),
+        text_encoder=encoder,
+        tokenizer=tokenizer,
+        vae=vae(0.18215),
+        scheduler=diffusers.DDIMScheduler(**SD_NOISE, **v_prediction),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+    write(pipeline, folder)
+
+
+def sdxl(folder: Path) -> None:
+    encoder, tokenizer = clip()
+    encoder_2, tokenizer_2 = clip(transformers.CLIPTextModelWithProjection, pad_token="!", act="gelu")
+    size_features = 32
+    denoiser = unet(
+        block_out_channels=[64, 64],
+        down_block_types=["DownBlock2D", "CrossAttnDownBlock2D"],
+        up_block_types=["CrossAttnUpBlock2D", "UpBlock2D"],
+        transformer_layers_per_block=[1, 2],
+        cross_attention_dim=2 * CLIP_WIDTH,
+        attention_head_dim=[2, 4],
+        use_linear_projection=True,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=size_features,
+        projection_class_embeddings_input_dim=CLIP_WIDTH + 6 * size_features,
+    )
+    pipeline = diffusers.StableDiffusionXLPipeline(
+        unet=denoiser,
+        text_encoder=encoder,
+        text_encoder_2=encoder_2,
+        tokenizer=tokenizer,
+        tokenizer_2=tokenizer_2,
+        vae=vae(0.13025),
+        scheduler=diffusers.EulerDiscreteScheduler(**SD_NOISE, timestep_spacing="leading"),
+        add_watermarker=False,
+    )
+    write(pipeline, folder)
+
+
+def sd3(folder: Path) -> None:
+    encoder, tokenizer = clip(transformers.CLIPTextModelWithProjection)
+    encoder_2, tokenizer_2 = clip(transformers.CLIPTextModelWithProjection, pad_token="!", act="gelu")
+    encoder_3, tokenizer_3 = t5()
+    denoiser = diffusers.SD3Transformer2DModel(
+        sample_size=16,
+        in_channels=16,
+        out_channels=16,
+        num_layers=2,
+        num_attention_heads=4,
+        attention_head_dim=32,
+        caption_projection_dim=128,
+        joint_attention_dim=T5_WIDTH,
+        pooled_projection_dim=2 * CLIP_WIDTH,
+        pos_embed_max_size=24,
+    )
+    pipeline = diffusers.StableDiffusion3Pipeline(
+        transformer=denoiser,
+        text_encoder=encoder,
+        text_encoder_2=encoder_2,
+        text_encoder_3=encoder_3,
+        tokenizer=tokenizer,
+        tokenizer_2=tokenizer_2,
+        tokenizer_3=tokenizer_3,
+        vae=vae16(1.5305, 0.0609),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+    )
+    write(pipeline, folder)
+
+
+def flux(folder: Path) -> None:
+    encoder, tokenizer = clip()
+    encoder_2, tokenizer_2 = t5()
+    denoiser = diffusers.FluxTransformer2DModel(
+        in_channels=64,
+        num_layers=2,
+        num_single_layers=2,
+        num_attention_heads=4,
+        attention_head_dim=32,
+        axes_dims_rope=(4, 14, 14),
+        joint_attention_dim=T5_WIDTH,
+        pooled_projection_dim=CLIP_WIDTH,
+        guidance_embeds=True,
+    )
+    pipeline = diffusers.FluxPipeline(
+        transformer=denoiser,
+        text_encoder=encoder,
+        text_encoder_2=encoder_2,
+        tokenizer=tokenizer,
+        tokenizer_2=tokenizer_2,
+        vae=vae16(0.3611, 0.1159),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+    )
+    write(pipeline, folder)
+
+
+def pixart(folder: Path) -> None:
+    encoder, tokenizer = t5()
+    denoiser = diffusers.PixArtTransformer2DModel(
+        sample_size=16,
+        in_channels=4,
+        out_channels=8,
+        num_layers=2,
+        num_attention_heads=4,
+        attention_head_dim=32,
+        cross_attention_dim=128,
+        caption_channels=T5_WIDTH,
+    )
+    pipeline = diffusers.PixArtSigmaPipeline(
+        transformer=denoiser,
+        text_encoder=encoder,
+        tokenizer=tokenizer,
+        vae=vae(0.13025),
+        scheduler=diffusers.DPMSolverMultistepScheduler(),
+    )
+    write(pipeline, folder)
+
+
+TINY: dict[str, Callable[[Path], None]] = {
+    "sd15": sd15,
+    "sd21": sd21,
+    "sdxl": sdxl,
+    "sd3": sd3,
+    "flux": flux,
+    "pixart": pixart,
+}
