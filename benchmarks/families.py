@@ -127,11 +127,11 @@ def plan(family: str, path: Path) -> dict[str, float]:
     from sd_quant.stages.export_trt import build_plans, numbers_in
     from sd_quant.stages.needs import check_machine, memory_of_plan
 
-    size, name = described(family)["size"], path.stem
+    given, name = described(family), path.stem
     check_machine({"plans": memory_of_plan({name: numbers_in(path)})}, {}, path.parent)
     trt = Trt("tensorrt_rtx", ["SM89"], False, 1, 1, None, None)
     start = time.perf_counter()
-    build_plans({name: path}, path.parents[2], trt, ExportShape(None, size, size, 1), Cache(None))
+    build_plans({name: path}, path.parents[2], trt, ExportShape(None, given["width"], given["height"], 1), Cache(None))
     built = path.parents[2] / "plan" / f"{name}.plan"
     return {"plan_seconds": time.perf_counter() - start, "plan_bytes": built.stat().st_size}
 

@@ -467,8 +467,8 @@ def part_paths(job: ExportJob | InferJob, kind: str) -> dict[str, Path]:
     """The file of each part that the job names, in the model's order. Raises ConfigError for files of other parts."""
     run, names = anchored(job.run) if job.run else None, part_names(job)
     paths = {}
-    for part in job.files:
-        check(part in names, "files", part, f"a part of the model: {', '.join(names)}")
+    for part, given in job.files.items():
+        check(given is None or part in names, "files", part, f"a part of the model: {', '.join(names)}")
     for part in names:
         if given := job.files.get(part):
             paths[part] = anchored(given)

@@ -71,7 +71,8 @@ def calibrate(
     are fewer GPUs than asked for.
     """
     fabric = place(accelerator, devices)
-    made_from = origin(checkpoint_sha256, names, sampling, fabric.device.type)
+    inputs = digest(repr(denoiser_part(model.checkpoint).contract))  # one checkpoint can be read in several ways
+    made_from = origin(checkpoint_sha256, names, sampling, fabric.device.type) | {"inputs": inputs}
     shelf = Shelf(cache, made_from, prompts) if cache else None
     found: list[Statistics] = []
     done, collected = 0, False

@@ -28,6 +28,7 @@ DEPTHS = ("layer", "depth", "blocks")  # in the names of keys that say how often
 # Stored under one of two names, or both: T5's table of tokens.
 TIED = {"encoder.embed_tokens.weight": "shared.weight"}
 UNUSED = {"embeddings.position_ids", "logit_scale"}
+FORMER = {"Transformer2DModel": "PixArtTransformer2DModel"}  # names of classes that published folders still have
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +73,9 @@ class Folder:
         return self.family.parts(self.configs, self.tokens, self.io)
 
     def build(self) -> dict[str, nn.Module]:
-        return {component: network(self.index[component], config) for component, config in self.configs.items()}
+        return {
+            component: network(self.family.NETWORKS[component], config) for component, config in self.configs.items()
+        }
 
     def reopened(self) -> "Folder":
         return open_pipeline(self.path, self.name, self.tokens, self.io)
@@ -149,20 +152,24 @@ def class_in(index: Mapping, name: str) -> Any:
     return described[1] if isinstance(described, list) and len(described) == 2 else described
 
 
-def network(described: Sequence[str], config: Mapping) -> nn.Module:
-    """A network of this class, which the family lists, with fresh weights."""
-    library, name = described
-    if library == "diffusers":
-        import diffusers
-
-        return getattr(diffusers, name).from_config(dict(config))
+def network(name: str, config: Mapping) -> nn.Module:
+    """A network of this class of diffusers or transformers, one that a family lists, with fresh weights."""
+    import diffusers
     import transformers
 
+    if library_of(name) == "diffusers":
+        return getattr(diffusers, name).from_config(dict(config))
     kind = getattr(transformers, name)
     # not how it is computed, which is ours to choose: transformers would even fetch a kernel from a hub
     unused = ("dtype", "torch_dtype", "attn_implementation", "_attn_implementation")
     plain = {key: value for key, value in config.items() if key not in unused}
     return kind(kind.config_class.from_dict(plain))
+
+
+def library_of(name: str) -> str:
+    import diffusers
+
+    return "diffusers" if hasattr(diffusers, name) else "transformers"
 
 
 def open_pipeline(path: Path, name: str, tokens: int | None = None, io: str = "diffusers") -> Folder:
@@ -183,7 +190,7 @@ def open_pipeline(path: Path, name: str, tokens: int | None = None, io: str = "d
         check_depths(path / component, config)
     try:
         with torch.device("meta"):
-            networks = {component: network(index[component], config) for component, config in configs.items()}
+            networks = {component: network(family.NETWORKS[component], config) for component, config in configs.items()}
         configs = {component: full_config(built) for component, built in networks.items()}
         family.parts(configs, tokens, io)
     except Exception as error:  # the configs are the folder's own: any value, of any type, may be wrong in them
@@ -192,7 +199,7 @@ def open_pipeline(path: Path, name: str, tokens: int | None = None, io: str = "d
             f"{path}: its configs describe no {name} that can be built ({reason}); fetch the folder again"
         ) from error
     components = {
-        component: weights_of(path / component, component, index[component][0], built)
+        component: weights_of(path / component, component, library_of(family.NETWORKS[component]), built)
         for component, built in networks.items()
     }
     return Folder(path, name, index, configs, components, tokens, io)
@@ -210,7 +217,7 @@ def check_pipeline(path: Path, name: str, family: Family, index: Mapping) -> Non
         )
     for component, expected in family.NETWORKS.items():
         kind = class_in(index, component)
-        if kind != expected:
+        if FORMER.get(str(kind), kind) != expected:
             raise ArtifactError(
                 f"{path / INDEX}: its {component} is {str(kind)[:100]!r}, expected {expected}; save the pipeline again "
                 "with all its networks"

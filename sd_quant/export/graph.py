@@ -25,7 +25,8 @@ MORE_TYPES = {
 }
 OPSET = 20  # the first with fp16 scales, group normalisation and GELU, and below the opset that fuses attention
 TALKATIVE = ("torch.onnx", "onnx_ir", "onnxscript")  # they tell of every node that they touch
-EXAMPLE_AXES = axes(batch=2, width=128, height=64)  # all different, so that none is taken for another
+# All different, so that none is taken for another, and no longer 1 where a network has halved them three times.
+EXAMPLE_AXES = axes(batch=2, width=256, height=128)
 
 
 def fake_module(build: Callable[[], nn.Module], dtype: torch.dtype):

@@ -41,7 +41,8 @@ class Family(Protocol):
 
     @staticmethod
     def shared_inputs(linears: Iterable[str]) -> list:
-        """Which linears read one tensor, and what could take over a factor of it; every linear is in one of them."""
+        """Which linears read one tensor, and what could take over a factor of it; every one that may be quantized is
+        in one of them."""
 
     @staticmethod
     def attentions(denoiser) -> dict[str, int]:

@@ -37,7 +37,7 @@ NETWORKS = {
 DENOISER = "transformer"
 GUIDES = True
 TOKENS = 256  # of T5, as the pipeline has it
-# Quark's table and ModelOpt's default for diffusion agree on these.
+# ModelOpt's default filter for diffusion and Quark's table, which has proj_out too.
 EXCLUDED = ("time_text_embed", "context_embedder", "pos_embed", "norm_out", "proj_out")
 
 

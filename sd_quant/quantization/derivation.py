@@ -174,7 +174,8 @@ def assign_readers(
     """Linears of one input with one smoothing vector. Readers that stay in high precision get the vector alone.
 
     ``weight_amax`` fp32 [in_features] is the largest of the quantized readers' weights. With ``most_outputs`` the
-    layers are those of that many outputs each, evenly spaced, with a low-rank branch of a rank in proportion.
+    layers are those of that many outputs each, evenly spaced, with a low-rank branch of the same rank; one in
+    proportion was worse where a weight has few directions and many outputs.
     """
     channel_amax, rows = statistics.amax.amax(dim=0), statistics.rows.values
     scale = None if alpha is None else pre_quant_scale(channel_amax, weight_amax, alpha)
@@ -184,12 +185,11 @@ def assign_readers(
     for layer in layers:
         weight, layer = weights[layer.name], replace(layer, pre_quant_scale=scale, alpha=alpha)
         if layer.reason is None:
-            rank, outputs = rank_of(recipe.rank, weight.shape), len(weight)
+            rank = rank_of(recipe.rank, weight.shape)
             if most_outputs is not None:
-                weight = weight[:: -(-outputs // most_outputs)]
+                weight = weight[:: -(-len(weight) // most_outputs)]
             if rank:
-                branch = low_rank(rewritten(weight, layer), max(1, round(rank * len(weight) / outputs)))
-                layer = replace(layer, low_rank=branch)
+                layer = replace(layer, low_rank=low_rank(rewritten(weight, layer), min(rank, len(weight))))
             layer = with_ranges(layer, weight, amax, recipe)
             of_one, accumulated = errors(layer, weight, rows, len(statistics.amax))
             layer = replace(layer, output_error=of_one, accumulated_error=accumulated)
@@ -220,8 +220,20 @@ def search_alpha(
     return min(ALPHAS, key=lambda alpha: (cost(alpha), abs(alpha - FIXED_ALPHA)))  # nothing sampled: all cost nothing
 
 
-def check_layers(roles: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], recipe: Recipe) -> None:
+def check_layers(
+    roles: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+    recipe: Recipe,
+    attentions: Collection[str] = (),
+) -> None:
     """Whether the recipe fits the layers that it quantizes. Raises ConfigError, before anything is calibrated."""
+    level = recipe.quant_level
+    if all(reason_kept(role, level) for role in roles.values()):
+        raise ConfigError(
+            f"quant_level is {level:g}, expected at least 2: all convolutions of this model stay in high precision"
+        )
+    if level >= 4 and not attentions:
+        raise ConfigError(f"quant_level is {level:g}, expected at most 3: this model's attention is never quantized")
     for name, role in roles.items():
         if reason_kept(role, recipe.quant_level) or excluded(name, recipe):
             continue

@@ -47,7 +47,13 @@ def compare_pictures(
 
     ``origin``: what the pictures depend on besides prompts, sampling and engine, which are added here.
     """
-    made_from = {**origin, "prompts": prompts, "sampling": asdict(sampling_of(infer)), "engine": infer.engine}
+    made_from = {
+        **origin,
+        "contracts": repr(contracts_of(checkpoint)),  # one checkpoint can be read in several ways
+        "prompts": prompts,
+        "sampling": asdict(sampling_of(infer)),
+        "engine": infer.engine,
+    }
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary) / "pictures.safetensors"
         cache.provide(

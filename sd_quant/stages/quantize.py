@@ -23,7 +23,7 @@ from sd_quant.config import NATIVE_ENGINES, Quantize, QuantizeJob, anchored, art
 from sd_quant.engines import why_not
 from sd_quant.engines.native import check_device
 from sd_quant.engines.pool import Pool
-from sd_quant.errors import ConfigError, ResourceError
+from sd_quant.errors import ResourceError
 from sd_quant.files import digest, source_digest, write_json, write_text
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.metrics.fidelity import fidelity
@@ -159,15 +159,11 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> dict:
         for source in checkpoint.components.values():
             check_finite(cast(Source, source))
         roles, recipe = family.layer_roles(network), recipe_of(job.quantize, job.model.family)
-        check_layers(roles, {name: network.get_parameter(f"{name}.weight").shape for name in roles}, recipe)
+        shapes = {name: network.get_parameter(f"{name}.weight").shape for name in roles}
         attentions = family.attentions(network)
-        if recipe.quant_level >= 4 and not attentions:
-            raise ConfigError(
-                f"quant_level is 4 and {job.model.family} has no attention that it could quantize, expected at most 3"
-            )
-        kept = budget(
-            job.quantize.keep, sum(reason_kept(role, job.quantize.quant_level) is None for role in roles.values())
-        )
+        check_layers(roles, shapes, recipe, attentions)
+        selected = sum(reason_kept(role, recipe.quant_level) is None for role in roles.values())
+        kept = budget(job.quantize.keep, selected)
     with timer("calibrate"):
         statistics = statistics_of(checkpoint, roles, job, sha256)
     with timer("assign"):

@@ -14,6 +14,7 @@ from sd_quant.quantization.derivation import (
     SEARCHED_OUTPUTS,
     SEARCHED_ROWS,
     Recipe,
+    check_layers,
     derive,
     errors,
     with_ranges,
@@ -418,3 +419,14 @@ def test_a_layer_in_high_precision_needs_no_statistics():
 def test_nothing_left_to_quantize_is_refused():
     with pytest.raises(ConfigError, match="quant_level=1 with 1 layers kept leaves no layer to quantize"):
         assign(1, kept=["conv"])
+
+
+def test_a_level_at_which_a_model_has_nothing_to_quantize_is_refused():
+    """As transformers have it: a convolution that embeds patches, and attention of two kinds of tokens."""
+    roles, shapes = {"proj": "excluded", "to_q": "qkv"}, {"proj": (8, 4, 2, 2), "to_q": (64, 64)}
+    with pytest.raises(ConfigError, match="^quant_level is 1, expected at least 2: all convolutions of this model"):
+        check_layers(roles, shapes, Recipe(1.0, 0.8))
+    check_layers(roles, shapes, Recipe(2.5, 0.8))
+    with pytest.raises(ConfigError, match="^quant_level is 4, expected at most 3: this model's attention is never"):
+        check_layers(roles, shapes, Recipe(4.0, 0.8))
+    check_layers(roles, shapes, Recipe(4.0, 0.8), ["attn1"])

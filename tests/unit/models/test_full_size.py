@@ -1,0 +1,387 @@
+"""Every family's denoiser at full size, on the meta device: what a level quantizes, how much of the network that is,
+and whether other people's recipes leave the same layers alone.
+
+Golden numbers of layers stand here twice, as the architecture has them (so many blocks of so many layers) and as what a
+level comes to. Those of parameters are the published checkpoints' own.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from sd_quant.metrics.flops import operations
+from sd_quant.models import FAMILIES, family_named
+from sd_quant.models.parts import axes
+from sd_quant.quantization.levels import ROLES, reason_kept
+
+REPOSITORY = Path(__file__).parents[3]
+DENOISERS = yaml.safe_load((REPOSITORY / "benchmarks/denoisers.yaml").read_text())
+LEVELS = (1, 2, 2.5, 3)
+
+
+@dataclass(frozen=True)
+class Full:
+    """A denoiser of the published size, and what one call of one sample computes, in all and by layer."""
+
+    name: str
+    family: Any
+    denoiser: nn.Module
+    parameters: int
+    roles: dict[str, str]
+    layers: dict[str, nn.Module]
+    total: int
+    operations: dict[str, int]
+
+    def quantized(self, level: float) -> list[str]:
+        return [name for name, role in self.roles.items() if reason_kept(role, level) is None]
+
+    @property
+    def excluded(self) -> set[str]:
+        return {name for name, role in self.roles.items() if role == "excluded"}
+
+
+@pytest.fixture(scope="session", params=DENOISERS)
+def full(request) -> Full:
+    name, entry = request.param, DENOISERS[request.param]
+    family = family_named(name)
+    with torch.device("meta"):
+        denoiser = getattr(diffusers, entry["class"])(**entry["config"]).eval().requires_grad_(False)
+    parameters = sum(parameter.numel() for parameter in denoiser.parameters())
+    roles = family.layer_roles(denoiser)
+    layers = {layer: denoiser.get_submodule(layer) for layer in roles}
+    component = next(component for component, kind in family.NETWORKS.items() if kind == entry["class"])
+    configs = {component: denoiser.config, "vae": {"latent_channels": 4}}  # the VAE is not looked at
+    part = family.parts(configs, entry["tokens"], "diffusers")[family.DENOISER]
+    shapes = part.contract.shapes(**axes(1, entry["width"], entry["height"]))
+    inputs = {argument: torch.empty(shape, device="meta") for argument, shape in shapes.items()}
+    with torch.device("meta"):  # what a network makes for itself
+        total, by_module = operations(part.wrap(denoiser), inputs)
+    by_layer = {layer: by_module[f"{part.prefix}{layer}"] for layer in roles}
+    return Full(name, family, denoiser, parameters, roles, layers, total, by_layer)
+
+
+def kinds(names: Iterable[str]) -> Counter[str]:
+    """How many layers there are of each name, blocks aside."""
+    return Counter(re.sub(r"\.\d+(?=\.)", ".*", name) for name in names)
+
+
+# --------------------------------------------------------------------------------------------------------- the networks
+
+
+def test_the_file_holds_every_family_as_its_own_configuration_has_it():
+    assert DENOISERS.keys() == FAMILIES.keys()
+    for name, entry in DENOISERS.items():
+        model = yaml.safe_load((REPOSITORY / "conf/model" / f"{name}.yaml").read_text())
+        assert (model["family"], model["width"], model["height"]) == (name, entry["width"], entry["height"])
+        assert model["max_sequence_length"] in (None, entry["tokens"])  # None: CLIP's
+        assert entry["class"] in family_named(name).NETWORKS.values()
+
+
+PARAMETERS = {
+    "sd15": 859_520_964,
+    "sd21": 865_910_724,
+    "sdxl": 2_567_463_684,
+    "sd3": 2_028_328_000,
+    "flux": 11_901_408_320,
+    "pixart": 610_856_096,
+}
+
+
+def test_the_size_is_the_published_one(full):
+    assert full.parameters == PARAMETERS[full.name]
+
+
+def test_every_linear_and_convolution_has_one_role(full):
+    """Whatever has a weight of two dimensions or more is one of them, so nothing that computes is overlooked."""
+    weighted = {
+        name
+        for name, module in full.denoiser.named_modules()
+        if isinstance(weight := getattr(module, "weight", None), nn.Parameter) and weight.ndim > 1
+    }
+    assert full.roles.keys() == weighted
+    assert {type(layer) for layer in full.layers.values()} <= {nn.Linear, nn.Conv2d}
+    assert set(full.roles.values()) <= {*ROLES, "excluded"}
+
+
+# ----------------------------------------------------------------------------------------------------------- the levels
+
+# Every UNet: 2 ResBlocks a level down, 2 in the middle, 3 a level up, each with 2 convolutions and one projection of
+# the time; a stack of transformer blocks behind each ResBlock where there is attention, one in the middle. A block has
+# 2 attentions (3 + 3 linears that make their inputs, 1 + 1 behind them) and a feed-forward of 2; a stack has proj_in
+# and proj_out. Where a ResBlock changes its width there is a conv_shortcut: where the level's width doubles on the way
+# down, and everywhere on the way up, because of what is concatenated.
+# 1 and 2: 4 levels, 8 + 2 + 12 = 22 ResBlocks, 6 + 1 + 9 = 16 stacks of 1 block, 3 down- and 3 upsamplers.
+# XL: 3 levels, 6 + 2 + 9 = 17 ResBlocks, 4 + 1 + 6 = 11 stacks, 2 * 2 + 2 * 10 + 10 + 3 * 10 + 3 * 2 = 70 blocks.
+BY_ARCHITECTURE = {
+    "sd15": {
+        "conv": 22 * 2 + 3 + 3 + 16 * 2,  # proj_in and proj_out are convolutions
+        "ffn": 16 * 2,
+        "qkv": 16 * 6,
+        "linear": 16 * 2,
+        "excluded": (22 + 2) + (1 + 1 + 2 + 12),
+    },
+    "sd21": {
+        "conv": 22 * 2 + 3 + 3,
+        "ffn": 16 * 2,
+        "qkv": 16 * 6,
+        "linear": 16 * 2 + 16 * 2,
+        "excluded": (22 + 2) + (1 + 1 + 2 + 12),
+    },
+    "sdxl": {
+        "conv": 17 * 2 + 2 + 2,
+        "ffn": 70 * 2,
+        "qkv": 70 * 6,
+        "linear": 70 * 2 + 11 * 2,
+        "excluded": (17 + 2 + 2) + (1 + 1 + 2 + 9),
+    },
+    # 24 blocks of two streams, picture and text, of which the last has no text behind its attention; the modulations
+    # (norm1.linear and norm1_context.linear) are linears as others.
+    "sd3": {"ffn": 24 * 2 + 23 * 2, "qkv": 24 * 6, "linear": 24 + 23 + 24 * 2, "excluded": 8},
+    # 19 blocks of two streams, and 38 of one, whose feed-forward is proj_mlp and a part of proj_out.
+    "flux": {"ffn": 19 * 4, "qkv": 19 * 6 + 38 * 3, "linear": 19 * 2 + 38 * 2, "excluded": 19 * 2 + 38 + 10},
+    # 28 blocks as a UNet's.
+    "pixart": {"ffn": 28 * 2, "qkv": 28 * 6, "linear": 28 * 2, "excluded": 7},
+}
+
+
+def test_every_role_has_as_many_layers_as_the_architecture_says(full):
+    assert Counter(full.roles.values()) == BY_ARCHITECTURE[full.name]
+
+
+QUANTIZED = {  # at each level: Linear, Conv2d
+    "sd15": ((0, 82), (32, 82), (128, 82), (160, 82)),
+    "sd21": ((0, 50), (32, 50), (128, 50), (192, 50)),
+    "sdxl": ((0, 38), (140, 38), (560, 38), (722, 38)),
+    "sd3": ((0, 0), (94, 0), (238, 0), (333, 0)),
+    "flux": ((0, 0), (76, 0), (304, 0), (418, 0)),
+    "pixart": ((0, 0), (56, 0), (224, 0), (280, 0)),
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_golden_counts(full, level):
+    found = Counter(type(full.layers[name]) for name in full.quantized(level))
+    assert (found[nn.Linear], found[nn.Conv2d]) == QUANTIZED[full.name][LEVELS.index(level)]
+    roles = ROLES[: LEVELS.index(level) + 1]
+    assert found.total() == sum(BY_ARCHITECTURE[full.name].get(role, 0) for role in roles)
+
+
+IN_UNET = {"conv_in": 1, "conv_out": 1, "time_embedding": 2}
+EXCLUDED = {  # rule to number of layers
+    "sd15": IN_UNET | {"time_emb_proj": 22, "conv_shortcut": 14},
+    "sd21": IN_UNET | {"time_emb_proj": 22, "conv_shortcut": 14},
+    "sdxl": IN_UNET | {"time_emb_proj": 17, "conv_shortcut": 11, "add_embedding": 2},
+    "sd3": {"pos_embed": 1, "time_text_embed": 4, "context_embedder": 1, "norm_out": 1, "proj_out": 1},
+    "flux": {
+        "x_embedder": 1,
+        "time_text_embed": 6,  # time, guidance and text
+        "context_embedder": 1,
+        "norm1.linear": 19,
+        "norm1_context.linear": 19,
+        "norm.linear": 38,
+        "norm_out": 1,
+        "proj_out": 1,  # not those of the single blocks
+    },
+    "pixart": {"pos_embed": 1, "adaln_single": 3, "caption_projection": 2, "proj_out": 1},
+}
+
+
+def test_the_excluded_layers_by_rule(full):
+    applied = [[rule for rule in EXCLUDED[full.name] if f".{rule}." in f".{name}."] for name in full.excluded]
+    assert all(len(rules) == 1 for rules in applied)
+    assert Counter(rules[0] for rules in applied) == EXCLUDED[full.name]
+
+
+# ------------------------------------------------------------------------------------------------------------- how much
+
+
+# At each level, of the parameters (weights alone are quantized) and of the operations (attention's products count).
+SHARES = {
+    "sd15": ((0.658, 0.530), (0.831, 0.721), (0.911, 0.788), (0.940, 0.820)),
+    "sd21": ((0.625, 0.419), (0.796, 0.580), (0.883, 0.635), (0.940, 0.689)),
+    "sdxl": ((0.125, 0.230), (0.603, 0.647), (0.895, 0.794), (0.984, 0.874)),
+    "sd3": ((0, 0), (0.437, 0.449), (0.605, 0.618), (0.990, 0.675)),
+    "flux": ((0, 0), (0.241, 0.178), (0.422, 0.378), (0.723, 0.800)),
+    "pixart": ((0, 0), (0.487, 0.367), (0.852, 0.557), (0.973, 0.649)),
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_golden_shares(full, level):
+    names = full.quantized(level)
+    weights = sum(full.layers[name].weight.numel() for name in names) / full.parameters
+    work = sum(full.operations[name] for name in names) / full.total
+    assert (round(weights, 3), round(work, 3)) == SHARES[full.name][LEVELS.index(level)]
+
+
+# Blocks, tokens that ask, tokens that are asked, width. A level of a UNet has 2 stacks of blocks down and 3 up, the
+# middle 1; where picture and text have attentions of their own (all but sd3 and flux), both are asked.
+ATTENTION = {
+    "sd15": [(5, 64**2, 64**2 + 77, 320), (5, 32**2, 32**2 + 77, 640), (5, 16**2, 16**2 + 77, 1280),
+             (1, 8**2, 8**2 + 77, 1280)],
+    "sd21": [(5, 96**2, 96**2 + 77, 320), (5, 48**2, 48**2 + 77, 640), (5, 24**2, 24**2 + 77, 1280),
+             (1, 12**2, 12**2 + 77, 1280)],
+    "sdxl": [(5 * 2, 64**2, 64**2 + 77, 640), (6 * 10, 32**2, 32**2 + 77, 1280)],
+    "sd3": [(24, 64**2 + 77 + 256, 64**2 + 77 + 256, 24 * 64)],
+    "flux": [(19 + 38, 64**2 + 512, 64**2 + 512, 24 * 128)],
+    "pixart": [(28, 64**2, 64**2 + 300, 16 * 72)],
+}  # fmt: skip
+
+
+def test_beside_the_layers_there_is_only_attention_to_compute(full):
+    """Two products, two operations for each multiplication with its addition."""
+    products = sum(2 * 2 * blocks * queries * keys * width for blocks, queries, keys, width in ATTENTION[full.name])
+    assert full.total == sum(full.operations.values()) + products
+
+
+OPERATIONS = {"sd15": 0.8033, "sd21": 2.149, "sdxl": 6.761, "sd3": 8.904, "flux": 74.38, "pixart": 6.634}
+
+
+def test_the_work_of_one_call_of_one_sample(full):
+    """Flux's by hand: every token passes the blocks of its kind once, and 12 * 3072**2 weights in each."""
+    assert full.total / 1e12 == pytest.approx(OPERATIONS[full.name], rel=1e-4)
+    if full.name == "flux":
+        blocks = {name: work for name, work in full.operations.items() if "_blocks." in name and ".norm" not in name}
+        assert sum(blocks.values()) == 2 * (19 + 38) * (64**2 + 512) * 12 * 3072**2
+
+
+# -------------------------------------------------------------------------------------------------------- shared inputs
+
+SHARED = {  # inputs of linears that may be quantized, and of those how many can be folded into what makes them
+    "sd15": (16 * 7, 16 * 6),  # not the text's
+    "sd21": (16 * 7 + 16 * 2, 16 * 6 + 16),  # and not those of proj_out
+    "sdxl": (70 * 7 + 11 * 2, 70 * 6 + 11),
+    # The picture's and the text's query, key and value, what is behind them, 2 modulations, 2 feed-forwards of 2.
+    "sd3": (24 * 7 + 23 * 3, 0),
+    "flux": (19 * 8 + 38 * 2, 0),  # no modulations; proj_mlp reads what query, key and value read
+    "pixart": (28 * 7, 28 * 2),  # both attentions' outputs; its norms have no weights
+}
+
+
+def test_every_linear_that_may_be_quantized_reads_exactly_one_input(full):
+    linears = [name for name, role in full.roles.items() if role != "conv"]  # as the main job asks
+    shared = full.family.shared_inputs(linears)
+    readers = Counter(reader for each in shared for reader in each.readers)
+    assert readers.keys() <= set(linears) and set(readers.values()) == {1}
+    wanted = {name for name in linears if full.roles[name] != "excluded"}
+    assert wanted <= readers.keys()
+    wanted_inputs = [each for each in shared if wanted & set(each.readers)]
+    assert all(wanted >= set(each.readers) for each in wanted_inputs)
+    folded = sum(each.producer is not None for each in wanted_inputs)
+    assert (len(wanted_inputs), folded) == SHARED[full.name]
+
+
+def test_producers_are_modules_with_enough_outputs(full):
+    """More only where the second half of the outputs is the gate of the first."""
+    linears = [name for name, role in full.roles.items() if role != "conv"]
+    for shared in full.family.shared_inputs(linears):
+        layers = [full.denoiser.get_submodule(reader) for reader in shared.readers]
+        if shared.readers[0] not in full.excluded:
+            assert len({layer.in_features for layer in layers}) == 1
+        if shared.producer is not None:
+            producer = full.denoiser.get_submodule(shared.producer)
+            assert isinstance(producer, nn.LayerNorm | nn.GroupNorm | nn.Linear)
+            gated = shared.producer.endswith(".ff.net.0.proj")
+            assert len(producer.weight) == layers[0].in_features * (2 if gated else 1)
+
+
+# ----------------------------------------------------------------------------------------------- other people's recipes
+
+# NVIDIA/Model-Optimizer, examples/diffusers/quantization/utils.py, August 2026: filter_func_default and
+# filter_func_flux_dev, which models_utils.py takes for Flux-dev. They are asked for names of quantizers, which begin
+# with a layer's and go on behind a dot; all patterns end in anything.
+MODELOPT_DEFAULT = (
+    r".*(time_emb_proj|time_embedding|conv_in|conv_out|conv_shortcut|add_embedding|pos_embed|time_text_embed"
+    r"|context_embedder|norm_out|x_embedder).*"
+)
+MODELOPT_FLUX = (
+    r"(proj_out.*|.*(time_text_embed|context_embedder|x_embedder|norm_out|time_guidance_embed|stream_modulation).*)"
+)
+BEYOND_MODELOPT = {  # what only we exclude
+    "sd3": {"proj_out": 1},  # as Quark, and ModelOpt's own levels, which no longer stand in its example
+    "flux": {  # as Quark, and the single blocks' for the same reason: they see one token, 0.01 % of the work
+        "transformer_blocks.*.norm1.linear": 19,
+        "transformer_blocks.*.norm1_context.linear": 19,
+        "single_transformer_blocks.*.norm.linear": 38,
+    },
+    "pixart": {  # which is not among its models
+        "adaln_single.emb.timestep_embedder.linear_1": 1,
+        "adaln_single.emb.timestep_embedder.linear_2": 1,
+        "adaln_single.linear": 1,
+        "caption_projection.linear_1": 1,
+        "caption_projection.linear_2": 1,
+        "proj_out": 1,
+    },
+}
+
+
+def test_modelopts_filter_excludes_nothing_that_we_quantize(full):
+    pattern = re.compile(MODELOPT_FLUX if full.name == "flux" else MODELOPT_DEFAULT)
+    theirs = {name for name in full.roles if pattern.match(name)}
+    assert theirs and theirs <= full.excluded
+    assert kinds(full.excluded - theirs) == BEYOND_MODELOPT.get(full.name, {})
+
+
+def chosen_by_modelopt(name: str, layer: nn.Module, level: float) -> bool:
+    """``quantize_lvl`` of ModelOpt's example, as long as it had one."""
+    if isinstance(layer, nn.Conv2d):
+        return True
+    attention = any(word in name for word in ("to_q", "to_k", "to_v"))
+    return (level >= 3 or (level >= 2 and "ff.net" in name) or (level >= 2.5 and attention)) and name != "proj_out"
+
+
+def beside_the_picture(blocks: int, feed_forwards: int) -> dict[float, dict[str, int]]:
+    """Layers of the text that ModelOpt's words miss (ff_context.net, add_q_proj), until level 3 takes all."""
+    block = "transformer_blocks.*"
+    text = {f"{block}.ff_context.net.*.proj": feed_forwards, f"{block}.ff_context.net.2": feed_forwards}
+    return {2: text, 2.5: text | {f"{block}.attn.add_{letter}_proj": blocks for letter in "qkv"}}
+
+
+BEYOND_MODELOPTS_LEVEL = {"sd3": beside_the_picture(24, 23), "flux": beside_the_picture(19, 19)}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_modelopts_levels_choose_the_same_layers_of_the_picture(full, level):
+    theirs = {name for name, layer in full.layers.items() if chosen_by_modelopt(name, layer, level)} - full.excluded
+    ours = set(full.quantized(level))
+    assert theirs <= ours
+    assert kinds(ours - theirs) == BEYOND_MODELOPTS_LEVEL.get(full.name, {}).get(level, {})
+
+
+# amd/Quark, examples/torch/diffusers: what its README, quantize_diffusers.py and testSVDQuant.py exclude, together.
+# The last takes SDXL's for every other UNet; PixArt is in none of them.
+QUARK_UNET = ("*time_embedding*", "*time_emb_proj*", "*add_time_proj*", "*conv_in*", "*conv_out*", "*conv_shortcut*",
+              "*add_embedding*", "*attn2.to_k*", "*attn2.to_v*")  # fmt: skip
+QUARK = {
+    "sd15": QUARK_UNET,
+    "sd21": QUARK_UNET,
+    "sdxl": QUARK_UNET,
+    "sd3": ("*time_text_embed*", "*context_embedder*", "*pos_embed*", "*norm_out*", "*proj_out*"),
+    "flux": ("*x_embedder*", "*context_embedder*", "*time_text_embed*", "*norm_out*", "*proj_out*", "*norm1.linear*",
+             "*norm1_context.linear*"),
+    "pixart": (),
+}  # fmt: skip
+WE_QUANTIZE = {  # what Quark does not, by the end of the name
+    "sd15": {"attn2.to_k": 16, "attn2.to_v": 16},  # which testSVDQuant.py alone leaves: less than 1 % of the work
+    "sd21": {"attn2.to_k": 16, "attn2.to_v": 16},
+    "sdxl": {"attn2.to_k": 70, "attn2.to_v": 70},
+    "flux": {"proj_out": 38},  # of the single blocks, 22 % of all work, which ModelOpt quantizes
+}
+
+
+def test_quark_excludes_nothing_that_we_quantize_but_what_is_listed(full):
+    theirs = {name for name in full.roles if any(fnmatch(name, pattern) for pattern in QUARK[full.name])}
+    listed = WE_QUANTIZE.get(full.name, {})
+    ends = [end for name in theirs - full.excluded for end in listed if name.endswith(f".{end}")]
+    assert len(ends) == len(theirs - full.excluded)
+    assert Counter(ends) == listed
