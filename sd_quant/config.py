@@ -425,9 +425,7 @@ def check_checkpoint(path: str) -> None:
             f"model.path names {path}, which does not exist; give the path of an existing file or folder: nothing is "
             "fetched from a hub, so download a model first"
         )
-    if anchored(path).is_file() and anchored(path).suffix == ".safetensors":
-        return
-    if not is_gzipped(anchored(path)):
+    if anchored(path).suffix != ".safetensors" and not is_gzipped(anchored(path)):
         open_members(anchored(path))
 
 

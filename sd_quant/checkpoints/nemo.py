@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from tarfile import BLOCKSIZE, GNU_FORMAT, TarInfo
 from typing import BinaryIO, Protocol
@@ -94,7 +95,7 @@ class WeightSource(Mapping[str, torch.Tensor]):
 class Checkpoint:
     """``components`` are 'unet', 'vae', 'text_encoder' and 'text_encoder_2', complete and of the right shapes.
 
-    ``unused`` are the tensors of ``sdxl_keys.UNUSED`` that the file holds.
+    ``unused`` are the tensors of ``sdxl_keys.UNUSED`` that the file holds, ``io`` whose names the UNet's inputs have.
     """
 
     path: Path
@@ -104,6 +105,7 @@ class Checkpoint:
     clip2: TextShape
     unused: dict[str, Readable]
     io: str = "nemo"
+    reopen: "Callable[[], Checkpoint] | None" = None  # in another process; None for what no run works on
 
     @property
     def family(self) -> Family:
@@ -120,17 +122,16 @@ class Checkpoint:
         return drawing(networks, tokenizers(self.clip1, self.clip2), scheduler())
 
     def reopened(self) -> "Checkpoint":
-        return open_nemo(self.path, self.io)
+        assert self.reopen is not None
+        return replace(self.reopen(), io=self.io)
 
     def state(self) -> dict[str, Readable]:
         """Every tensor by NeMo's key: what ``write_archive`` takes."""
         return {key: each for source in self.components.values() for key, each in source.tensors.items()} | self.unused
 
 
-def open_nemo(path: Path, io: str = "nemo") -> Checkpoint:
+def open_nemo(path: Path) -> Checkpoint:
     """A NeMo SDXL archive (plain or gzipped) or the directory it was extracted to, checked but not loaded.
-
-    ``io``: whose names the UNet's inputs have, nemo or diffusers.
 
     Raises ConfigError when ``path`` does not exist, ArtifactError when it is not a whole and harmless SDXL checkpoint.
     """
@@ -142,7 +143,7 @@ def open_nemo(path: Path, io: str = "nemo") -> Checkpoint:
                 "checkpoint, so fetch it again or merge its model-parallel parts"
             )
     state = renamed(path, stored_tensors(members[WEIGHTS]), _plain_key)
-    return replace(checkpoint_of(path, read_config(members[CONFIG]), state), io=io)
+    return replace(checkpoint_of(path, read_config(members[CONFIG]), state), reopen=partial(open_nemo, path))
 
 
 def checkpoint_of(path: Path, model_config: dict, state: Mapping[str, Readable]) -> Checkpoint:

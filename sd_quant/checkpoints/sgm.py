@@ -6,6 +6,8 @@ is the way by diffusers, which takes layers apart that are then put together aga
 """
 
 import re
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -44,4 +46,5 @@ def open_sgm(path: Path, model_config: dict) -> Checkpoint:
     """
     tensors = renamed(path, read_safetensors(whole_file(path)), nemo_key)
     unused = unused_state(torch.float32, scheduler().config.num_train_timesteps)  # the noise levels are not in the file
-    return checkpoint_of(path, model_config, unused | tensors)
+    reopen = partial(open_sgm, path, model_config)
+    return replace(checkpoint_of(path, model_config, unused | tensors), reopen=reopen)

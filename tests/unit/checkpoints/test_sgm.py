@@ -1,13 +1,14 @@
 """SGM's single file, made from NeMo's keys by a table of its own that diffusers' converter judges."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
 import torch
 from diffusers.loaders import single_file_utils
 
-from sd_quant.checkpoints import sdxl_keys
+from sd_quant.checkpoints import opening, sdxl_keys
 from sd_quant.checkpoints.convert import convert
 from sd_quant.checkpoints.nemo import open_nemo, parameter_shapes, state_of
 from sd_quant.checkpoints.sgm import nemo_key, open_sgm
@@ -131,3 +132,12 @@ def test_the_same_weight_under_both_namings(written, sgm, tiny_config):
 def test_another_architecture(written, tiny_config):
     assert "misshapen" in refusal(written(), sdxl_base_config())
     assert "text encoders" in refusal(written(missing="conditioner."), tiny_config)
+
+
+def test_it_is_opened_without_being_converted(written, tiny_config, tiny_modules, monkeypatch):
+    monkeypatch.setattr(opening, "sdxl_base_config", lambda: tiny_config)
+    given = SimpleNamespace(path=str(written({})), family="sdxl", io="diffusers", max_sequence_length=None)
+    for checkpoint in (opened := opening.open_checkpoint(given), opened.reopened()):
+        assert "sample" in checkpoint.parts()["unet_xl"].contract.inputs
+        for name, tensor in tiny_modules["unet"].state_dict().items():
+            assert torch.equal(checkpoint.components["unet"][name], tensor)

@@ -23,7 +23,8 @@ from sd_quant.quantization.derivation import Recipe, derive
 from sd_quant.quantization.levels import Enable, Pair, formats_used
 from sd_quant.quantization.simulate import simulate
 from sd_quant.stages.parity import layer_outputs, layer_parity, run_simulation
-from tests.pipelines import TINY
+
+from ...pipelines import TINY
 
 pytestmark = pytest.mark.slow
 REPOSITORY = Path(__file__).parents[3]

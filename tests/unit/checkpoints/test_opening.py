@@ -1,0 +1,63 @@
+"""What is opened for a path and a family, and that another process can open it again."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sd_quant.checkpoints.nemo import Checkpoint
+from sd_quant.checkpoints.opening import open_checkpoint
+from sd_quant.checkpoints.pipeline_folder import Folder
+from sd_quant.errors import ConfigError
+
+from ...pipelines import TINY
+
+
+def model(path, family="sdxl", io=None):
+    return SimpleNamespace(path=str(path), family=family, io=io, max_sequence_length=None)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("sdxl")
+    TINY["sdxl"](path)
+    return path
+
+
+def test_names_of_inputs_are_those_of_the_kind_unless_given(tiny_nemo, folder):
+    def names(path, io=None):
+        return list(open_checkpoint(model(path, io=io)).parts()["unet_xl"].contract.inputs)
+
+    nemos, diffusers = ["x", "timesteps", "context", "y"], ["sample", "timestep", "encoder_hidden_states"]
+    assert names(tiny_nemo) == names(folder, "nemo") == nemos
+    assert names(folder)[:3] == names(tiny_nemo, "diffusers")[:3] == diffusers
+
+
+def test_the_context_is_as_long_as_the_checkpoints(tiny_nemo, folder):
+    contexts = [open_checkpoint(model(path, io="nemo")).parts()["unet_xl"] for path in (tiny_nemo, folder)]
+    assert [part.contract.inputs["context"][1] for part in contexts] == [80, 77]
+
+
+@pytest.mark.parametrize("io", ["nemo", "diffusers"])
+def test_it_is_the_same_when_it_is_opened_again(tiny_nemo, folder, io):
+    for path, kind in ((tiny_nemo, Checkpoint), (folder, Folder)):
+        opened = open_checkpoint(model(path, io=io))
+        again = opened.reopened()
+        assert isinstance(opened, kind) and isinstance(again, kind) and again.io == io
+        name = next(iter(opened.components["unet"]))
+        assert torch.equal(opened.components["unet"][name], again.components["unet"][name])
+
+
+def test_a_folder_of_another_family_is_told_by_its_name(folder):
+    with pytest.raises(ConfigError, match="is a StableDiffusionXLPipeline and model.family is flux.*use model=sdxl"):
+        open_checkpoint(model(folder, "flux"))
+
+
+def test_a_file_is_sdxls(tiny_nemo):
+    with pytest.raises(ConfigError, match="is a file, and of sd15 a diffusers folder is expected; make one with"):
+        open_checkpoint(model(tiny_nemo, "sd15"))
+
+
+def test_a_folder_that_is_no_pipeline(tmp_path):
+    with pytest.raises(ConfigError, match="holds no model_index.json, so it is no diffusers pipeline; give the folder"):
+        open_checkpoint(model(tmp_path, "pixart"))
