@@ -1,0 +1,164 @@
+"""The commands on a tiny pipeline of every family, and SDXL by either names of its inputs.
+
+Jobs go two at a time where the launcher for that is installed: most of their time is tracing, on one core.
+"""
+
+import csv
+import importlib.util
+import json
+from collections import Counter
+from pathlib import Path
+
+import onnx
+import pytest
+import yaml
+
+from sd_quant.checkpoints.pipeline_folder import open_pipeline
+from sd_quant.models import family_named
+from sd_quant.models.loading import empty_denoiser
+
+from ..pipelines import TINY
+
+CONF = Path(__file__).parents[2] / "conf/model"
+INSTALLED = importlib.util.find_spec("hydra_plugins.hydra_joblib_launcher") is not None
+TWO_AT_A_TIME = ("hydra/launcher=one_host", "hydra.launcher.n_jobs=2") if INSTALLED else ()
+SMALL = (
+    "calib_size=2", "quantize.n_steps=2", "infer.steps=2", "infer.num_timed_runs=1", "infer.num_warmup_runs=1",
+    "infer.prompts=[a red cat]",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> Path:
+    """One for each family, by its name."""
+    path = tmp_path_factory.mktemp("families")
+    for name, write in TINY.items():
+        write(path / name)
+    return path
+
+
+@pytest.fixture(scope="module")
+def sweep(command, folders, tmp_path_factory) -> Path:
+    """One command for all of them."""
+    folder = tmp_path_factory.mktemp("sweep")
+    result = command(
+        "quantize.py", "-m", f"model={','.join(TINY)}", f"model.path={folders}/${{.family}}", "model.width=64",
+        "model.height=64", "quant_level=3", "alpha=0.8", *SMALL, f"cache.dir={folder}/cache",
+        f"hydra.sweep.dir={folder}/sweep", *TWO_AT_A_TIME,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    return folder / "sweep"
+
+
+def run_of(sweep: Path, name: str) -> Path:
+    return sweep / f"model={name}"
+
+
+def record_of(directory: Path) -> dict:
+    return json.loads((directory / "metrics.json").read_text())
+
+
+def parts_of(name: str) -> list[str]:
+    return yaml.safe_load((CONF / f"{name}.yaml").read_text())["parts"]
+
+
+def onnx_path(directory: Path, part: str) -> Path:
+    return directory / "onnx" / part / f"{part}.onnx"
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_part_has_a_valid_file_and_a_plan(sweep, name):
+    directory, parts = run_of(sweep, name), parts_of(name)
+    assert sorted(path.name for path in (directory / "onnx").iterdir()) == sorted(parts)
+    for part in parts:
+        onnx.checker.check_model(onnx_path(directory, part), full_check=True)
+        assert (directory / "plan" / f"{part}.plan").stat().st_size > 100_000
+    assert list(record_of(directory)["plans"]) == parts
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_part_is_what_torch_computes(sweep, name):
+    record, denoiser = record_of(run_of(sweep, name)), family_named(name).DENOISER
+    parity = record["parity"]
+    assert set(parity) == {*parts_of(name), "quantized_layers", f"{denoiser}_quantized"}
+    assert all(0 <= entry["relative_error"] <= entry["tolerance"] for entry in parity.values())
+    assert parity["quantized_layers"]["count"] == record["layers"]["quantized"]
+    assert record["fidelity_unquantized_engine"]["psnr"]["mean"] > record["fidelity"]["psnr"]["mean"] > 20
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_all_layers_but_the_excluded_are_int8(sweep, folders, name):
+    directory = run_of(sweep, name)
+    checkpoint = open_pipeline(folders / name, name)
+    roles = checkpoint.family.layer_roles(empty_denoiser(checkpoint))
+    with (directory / "layers.csv").open(newline="") as file:
+        rows = {row["name"]: row for row in csv.DictReader(file) if row["role"] != "norm"}
+    assert {layer: row["role"] for layer, row in rows.items()} == roles
+    assert all((row["format"] == "int8") == (row["role"] != "excluded") for row in rows.values())
+    found = Counter(row["format"] for row in rows.values())
+    assert record_of(directory)["layers"] == {"quantized": found["int8"], "high_precision": found["high precision"]}
+    graph = onnx.load(onnx_path(directory, checkpoint.family.DENOISER)).graph
+    integers = [weight for weight in graph.initializer if weight.data_type == onnx.TensorProto.INT8]
+    assert len([weight for weight in integers if len(weight.dims) > 1]) == found["int8"] >= 20
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_latency_counts_the_samples_of_the_family(sweep, name):
+    """Two a picture with guidance, which Flux is only told of."""
+    record, family = record_of(run_of(sweep, name)), family_named(name)
+    batch = "1" if name == "flux" else "2"
+    assert record["denoiser"] == {"part": family.DENOISER, "samples_a_picture": int(batch)}
+    for engine, sides in {"torch": ["full_precision"], "openvino": ["full_precision", "quantized"]}.items():
+        latency = record["latency"][engine]
+        assert set(latency) == {*parts_of(name), "image"} and set(latency[family.DENOISER]) == {batch}
+        assert all(latency[family.DENOISER][batch][side]["p50_ms"] > 0 for side in sides)
+        assert all(set(times) == {"1"} for part, times in latency.items() if part != family.DENOISER)
+
+
+def test_one_report_and_one_table_tell_of_all(sweep):
+    page = (sweep / "report.html").read_text(encoding="utf-8")
+    assert all(f"model={name}" in page for name in TINY)
+    with (sweep / "summary.csv").open(newline="", encoding="utf-8") as file:
+        rows = {row["job"]: row for row in csv.DictReader(file)}
+    assert {job: row["status"] for job, row in rows.items()} == {f"model={name}": "done" for name in TINY}
+    assert all(float(row["denoiser_ms"]) > 0 for row in rows.values())
+
+
+def test_a_run_of_a_transformer_draws_again(command, sweep, tmp_path):
+    run = run_of(sweep, "flux")
+    result = command("infer.py", f"run='{run}'", "steps=1", "prompts=[a red cat]", "num_warmup_runs=0",
+                     f"hydra.run.dir={tmp_path}/run")  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    latency = record_of(tmp_path / "run")["latency"]["openvino"]
+    assert list(latency) == [*parts_of("flux"), "image"] and latency["transformer"]["1"]["p50_ms"] > 0
+    assert (tmp_path / "run/images/0000.png").stat().st_size > 1000
+
+
+def test_plans_of_a_transformer_are_built_again(command, sweep, tmp_path):
+    run = run_of(sweep, "pixart")
+    result = command("export_trt.py", f"run='{run}'", "infer.width=64", "infer.height=64",
+                     f"hydra.run.dir={tmp_path}/run")  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    plans = {path.stem: path.stat().st_size for path in (tmp_path / "run/plan").glob("*.plan")}
+    assert set(plans) == set(parts_of("pixart")) and min(plans.values()) > 100_000
+
+
+def test_the_inputs_names_change_nothing_but_the_names(command, checkpoint, tmp_path):
+    """Of one cache, in which nothing of the one may be taken for the other's."""
+    result = command("quantize.py", "-m", "export.io=nemo,diffusers", "export_trt=none", "quant_level=3", "alpha=0.8",
+                     f"model.path={checkpoint}", *SMALL, f"cache.dir={tmp_path}/cache",
+                     f"hydra.sweep.dir={tmp_path}/sweep", *TWO_AT_A_TIME)  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    runs = {io: tmp_path / "sweep" / f"io={io}" for io in ("nemo", "diffusers")}
+    inputs = {
+        io: [value.name for value in onnx.load(onnx_path(run, "unet_xl"), load_external_data=False).graph.input]
+        for io, run in runs.items()
+    }
+    assert inputs == {
+        "nemo": ["x", "timesteps", "context", "y"],
+        "diffusers": ["sample", "timestep", "encoder_hidden_states", "text_embeds", "time_ids"],
+    }
+    records = {io: record_of(run) for io, run in runs.items()}
+    psnr = [record["fidelity"]["psnr"]["mean"] for record in records.values()]
+    assert psnr[0] == pytest.approx(psnr[1], abs=0.5) and psnr[0] > 15
+    assert records["nemo"]["layers"] == records["diffusers"]["layers"]
