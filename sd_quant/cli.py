@@ -86,7 +86,10 @@ def refusal(error: Exception, config_name: str) -> SdQuantError:
     """Hydra's or OmegaConf's complaint in one sentence."""
     text = " ".join(str(error).split())
     if isinstance(error, OverrideParseException):
-        return ConfigError(f"the argument {error.override} cannot be read: {text}")
+        hint = ""
+        if str(error.override).count("=") > 1:  # as in the folder of a sweep's job
+            hint = "; put a value with = in it in quotes of its own, as in \"run='...'\""
+        return ConfigError(f"the argument {error.override} cannot be read: {text}{hint}")
     unknown = re.search(r"Could not override '([^']+)'", text)
     if unknown:
         with initialize_config_dir(str(CONF), version_base="1.3"):

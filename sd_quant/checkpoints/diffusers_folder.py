@@ -22,10 +22,10 @@ import yaml
 
 from sd_quant.checkpoints import sdxl_keys
 from sd_quant.checkpoints.archive import Member, open_members
+from sd_quant.checkpoints.bounds import MAX_DEPTH
 from sd_quant.checkpoints.nemo import (
     CONFIG,
     MAX_CONFIG,
-    MAX_DEPTH,
     Checkpoint,
     check_tensors,
     checkpoint_of,

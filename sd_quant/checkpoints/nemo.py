@@ -21,6 +21,7 @@ import yaml
 
 from sd_quant.checkpoints import sdxl_keys
 from sd_quant.checkpoints.archive import Member, OpenFile, open_members
+from sd_quant.checkpoints.bounds import MAX_DEPTH, bounded_modules
 from sd_quant.checkpoints.torch_weights import LazyTensor, Readable, lazy, stored_tensors, write_tensors
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files import atomic_path
@@ -40,7 +41,7 @@ from sd_quant.models.sdxl_nemo import (
 
 CONFIG, WEIGHTS = "model_config.yaml", "model_weights.ckpt"
 MAX_CONFIG = 2**20
-MAX_DEPTH = 100  # of any list or count of blocks in a config: SDXL's largest is 32, and a billion would build for ever
+MAX_LISTING = 300  # letters of names in a message, if there is more than one
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -312,7 +313,14 @@ def empty_modules(path: Path, config: dict, clip1: TextShape, clip2: TextShape) 
         counts = (unet["num_res_blocks"], vae["num_res_blocks"], *unet["transformer_depth"], clip1.layers, clip2.layers)
         if max(*map(len, lists), *counts) > MAX_DEPTH:
             raise ValueError(f"more than {MAX_DEPTH} blocks")
-        with torch.device("meta"):
+        for name, value in {**unet_config(config), **vae_config(config)}.items():
+            if not all(
+                isinstance(entry, int | float | str | None) for entry in (value if type(value) is list else [value])
+            ):
+                raise TypeError(f"{name} is no number, text or list of those")  # YAML lists may stand for a billion
+        if type(unet["adm_in_channels"]) is not int or type(unet_config(config)["addition_time_embed_dim"]) is not int:
+            raise TypeError("adm_in_channels or outdim is no whole number")
+        with torch.device("meta"), bounded_modules():
             return build_modules(config, clip1, clip2)
     except Exception as error:  # the config is the file's own: any value, of any type, may be wrong in it
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
@@ -353,8 +361,10 @@ def check_tensors(
 
 def _listing(names: Iterable[str]) -> str:
     names = list(names)
-    shown = ", ".join(ascii(name[:200])[1:-1] for name in names[:10])  # ascii: they come from the file
-    return shown + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+    texts = [ascii(name[:200])[1:-1] for name in names[:10]]  # ascii: they come from the file
+    while len(texts) > 1 and sum(map(len, texts)) > MAX_LISTING:
+        texts.pop()
+    return ", ".join(texts) + (f" and {len(names) - len(texts)} more" if len(names) > len(texts) else "")
 
 
 def _write_member(file: BinaryIO, name: str, write: Callable[[BinaryIO], object]) -> None:

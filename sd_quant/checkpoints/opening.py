@@ -9,6 +9,7 @@ from sd_quant.checkpoints.sgm import open_sgm
 from sd_quant.checkpoints.synthetic import sdxl_base_config
 from sd_quant.config import Model, anchored
 from sd_quant.errors import ConfigError
+from sd_quant.models import family_named
 from sd_quant.models.loading import Checkpoint
 
 
@@ -18,9 +19,13 @@ def open_checkpoint(model: Model) -> Checkpoint:
 
     Raises what the readers raise, and ConfigError for another kind of file.
     """
-    path = anchored(model.path)
+    path, tokens = anchored(model.path), model.max_sequence_length
+    if tokens is not None and family_named(model.family).TOKENS is None:
+        raise ConfigError(
+            f"model.max_sequence_length is {tokens}, expected null, because {model.family} has no T5 to read that much"
+        )
     if (path / INDEX).is_file() or (path.is_dir() and model.family != "sdxl"):
-        return open_pipeline(path, model.family, model.max_sequence_length, model.io or "diffusers")
+        return open_pipeline(path, model.family, tokens, model.io or "diffusers")
     if model.family != "sdxl":
         raise ConfigError(
             f"{path} is a file, and of {model.family} a diffusers folder is expected; make one with "

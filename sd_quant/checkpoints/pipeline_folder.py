@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sd_quant.checkpoints.bounds import MAX_DEPTH, bounded_modules
 from sd_quant.checkpoints.diffusers_folder import INDEX, WEIGHTS, plain_name, read_json, stored_weights
-from sd_quant.checkpoints.nemo import MAX_DEPTH, check_tensors, renamed
+from sd_quant.checkpoints.nemo import check_tensors, renamed
 from sd_quant.checkpoints.torch_weights import Readable
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.inference.pipeline import Drawing, EngineNetwork
@@ -28,6 +29,7 @@ DEPTHS = ("layer", "depth", "blocks")  # in the names of keys that say how often
 # Stored under one of two names, or both: T5's table of tokens.
 TIED = {"encoder.embed_tokens.weight": "shared.weight"}
 UNUSED = {"embeddings.position_ids", "logit_scale"}
+NOT_WANTED = {"requires_safety_checker": False, "add_watermarker": False}
 FORMER = {"Transformer2DModel": "PixArtTransformer2DModel"}  # names of classes that published folders still have
 
 
@@ -84,19 +86,14 @@ class Folder:
         import diffusers
 
         kind, family = getattr(diffusers, self.index["_class_name"]), self.family
-        known: dict[str, Any] = {**networks, "scheduler": self.scheduler(), **self.tokenizers()}
-        options = {}
-        for name, parameter in inspect.signature(kind.__init__).parameters.items():
-            plain = not isinstance(self.index.get(name), list | None)
-            if name in known or name in self.index:
-                options[name] = known.get(name, self.index[name] if plain else None)
-            elif name != "self" and parameter.default is parameter.empty:
-                options[name] = None
-        if "requires_safety_checker" in options:
-            options["requires_safety_checker"] = False
-        if "add_watermarker" in inspect.signature(kind.__init__).parameters:
-            options["add_watermarker"] = False
-        pipe = kind(**options)
+        known: dict[str, Any] = {**networks, "scheduler": self.scheduler(), **self.tokenizers()} | NOT_WANTED
+        plain = {name: value for name, value in self.index.items() if isinstance(value, bool | int | float | str)}
+        options = plain | known
+        pipe = kind(**{
+            name: options.get(name)
+            for name, parameter in inspect.signature(kind).parameters.items()
+            if name in options or parameter.default is parameter.empty
+        })  # fmt: skip
 
         def encode(batches: Sequence[list[str]], guided: bool) -> list[dict[str, Any]]:
             return [family.encode(pipe, prompts, guided, self.tokens) for prompts in batches]
@@ -189,7 +186,7 @@ def open_pipeline(path: Path, name: str, tokens: int | None = None, io: str = "d
     for component, config in configs.items():
         check_depths(path / component, config)
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), bounded_modules():
             networks = {component: network(family.NETWORKS[component], config) for component, config in configs.items()}
         configs = {component: full_config(built) for component, built in networks.items()}
         family.parts(configs, tokens, io)
@@ -202,7 +199,9 @@ def open_pipeline(path: Path, name: str, tokens: int | None = None, io: str = "d
         component: weights_of(path / component, component, library_of(family.NETWORKS[component]), built)
         for component, built in networks.items()
     }
-    return Folder(path, name, index, configs, components, tokens, io)
+    folder = Folder(path, name, index, configs, components, tokens, io)
+    folder.scheduler(), folder.tokenizers()  # refused now, not when the first picture is made
+    return folder
 
 
 def check_pipeline(path: Path, name: str, family: Family, index: Mapping) -> None:

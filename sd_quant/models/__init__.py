@@ -23,12 +23,14 @@ class Family(Protocol):
 
     ``PIPELINES``: diffusers' classes, of which a folder is one. ``NETWORKS``: the components that are networks, and
     their classes. ``DENOISER``: the part that is quantized. ``GUIDES``: whether guidance doubles its samples.
+    ``TOKENS``: of the longest text that its T5 reads by default, None where there is none.
     """
 
     PIPELINES: tuple[str, ...]
     NETWORKS: Mapping[str, str]
     DENOISER: str
     GUIDES: bool
+    TOKENS: int | None
 
     @staticmethod
     def parts(configs: Mapping[str, Mapping], tokens: int | None, io: str) -> dict[str, Any]:

@@ -24,6 +24,7 @@ PIPELINES = ("StableDiffusionPipeline",)
 NETWORKS = {"unet": "UNet2DConditionModel", "vae": "AutoencoderKL", "text_encoder": "CLIPTextModel"}
 DENOISER = "unet"
 GUIDES = True
+TOKENS = None
 
 
 class UnetPart(nn.Module):

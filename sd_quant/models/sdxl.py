@@ -38,6 +38,7 @@ NETWORKS = {
 }
 DENOISER = "unet_xl"
 GUIDES = True
+TOKENS = None
 SIZES = 6  # numbers in time_ids
 
 

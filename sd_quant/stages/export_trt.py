@@ -32,7 +32,7 @@ def export_trt(job: ExportJob, directory: Path) -> None:
     check_machine({"plans": memory_of_plan(parameters)}, {"plans": 2 * sum(parameters.values())}, out)
     reports = build_plans(paths, out, job.trt, job.infer, Cache(None))
     for part, report in reports.items():
-        print(f"{part:8} {report.bytes / 1e6:8.1f} MB  {report.seconds:6.1f} s  {' '.join(report.targets)}")
+        print(f"{part:14} {report.bytes / 1e6:8.1f} MB  {report.seconds:6.1f} s  {' '.join(report.targets)}")
     print(f"plans: {out / 'plan'}")
 
 

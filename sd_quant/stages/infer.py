@@ -72,7 +72,7 @@ def infer(job: InferJob, directory: Path) -> None:
                                       "provenance": record})  # fmt: skip
     for part, by_batch in latency.items():
         for batch, times in by_batch.items():
-            print(f"{part:8} batch {batch}: {times['p50_ms']:9.2f} ms")
+            print(f"{part:14} batch {batch}: {times['p50_ms']:9.2f} ms")
     print(f"peak memory {peak_memory_bytes() / 2**30:.2f} GiB")
     print(f"pictures: {out / 'images'}")
 

@@ -61,3 +61,10 @@ def test_a_file_is_sdxls(tiny_nemo):
 def test_a_folder_that_is_no_pipeline(tmp_path):
     with pytest.raises(ConfigError, match="holds no model_index.json, so it is no diffusers pipeline; give the folder"):
         open_checkpoint(model(tmp_path, "pixart"))
+
+
+def test_a_length_of_text_that_nothing_heeds_is_refused(folder):
+    given = model(folder)
+    given.max_sequence_length = 64
+    with pytest.raises(ConfigError, match="max_sequence_length is 64, expected null, because sdxl has no T5"):
+        open_checkpoint(given)

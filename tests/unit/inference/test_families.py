@@ -169,9 +169,10 @@ def test_statistics_are_of_the_inputs_that_a_checkpoint_is_read_with(opened, tmp
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_has_all_that_the_protocol_asks_for(name):
     family = family_named(name)
-    for constant, kind in {"PIPELINES": tuple, "NETWORKS": dict, "DENOISER": str, "GUIDES": bool}.items():
+    kinds = {"PIPELINES": tuple, "NETWORKS": dict, "DENOISER": str, "GUIDES": bool, "TOKENS": int | None}
+    for constant, kind in kinds.items():
         assert isinstance(getattr(family, constant), kind)
-    assert set(Family.__annotations__) == {"PIPELINES", "NETWORKS", "DENOISER", "GUIDES"}
+    assert set(Family.__annotations__) == set(kinds)
     functions = {each: found.__func__ for each, found in vars(Family).items() if isinstance(found, staticmethod)}
     assert len(functions) == 7
     for each, asked in functions.items():
