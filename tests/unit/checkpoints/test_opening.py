@@ -12,6 +12,8 @@ from sd_quant.errors import ConfigError
 
 from ...pipelines import TINY
 
+pytestmark = pytest.mark.slow
+
 
 def model(path, family="sdxl", io=None):
     return SimpleNamespace(path=str(path), family=family, io=io, max_sequence_length=None)

@@ -24,6 +24,8 @@ from sd_quant.models.loading import build_module, pipeline_of
 
 from ...pipelines import TINY
 
+pytestmark = pytest.mark.slow
+
 INDEX, SCHEDULER = "model_index.json", "scheduler/scheduler_config.json"
 TRANSFORMER, VAE, TEXT = "transformer/config.json", "vae/config.json", "text_encoder/config.json"
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"

@@ -21,6 +21,8 @@ from sd_quant.models.parts import Part
 
 from ...pipelines import TINY, redraw
 
+pytestmark = pytest.mark.slow
+
 CONF = Path(__file__).parents[3] / "conf/model"
 SAMPLING = Sampling(steps=2, guidance_scale=3.0, height=64, width=128, batch_size=2, seed=5)
 TOKENS = 32  # of T5, for which every letter is one: the second prompt is cut

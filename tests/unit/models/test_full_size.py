@@ -24,6 +24,8 @@ from sd_quant.models import FAMILIES, family_named
 from sd_quant.models.parts import axes
 from sd_quant.quantization.levels import ROLES, reason_kept
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).parents[3]
 DENOISERS = yaml.safe_load((REPOSITORY / "benchmarks/denoisers.yaml").read_text())
 LEVELS = (1, 2, 2.5, 3)

@@ -27,6 +27,8 @@ from sd_quant.models import sd, unet
 from sd_quant.models.layers import roles_of
 from sd_quant.models.sd import NETWORKS, PIPELINES, attentions, encode, pack, shared_inputs, unpack
 
+pytestmark = pytest.mark.slow
+
 DENOISER, GUIDES = "my_unet", True
 EXCLUDED = (*unet.EXCLUDED, "attn2")
 
