@@ -1,9 +1,11 @@
 """What is opened for a path and a family, and that another process can open it again."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
 import torch
+from sentencepiece import SentencePieceTrainer
 
 from sd_quant.checkpoints.nemo import Checkpoint
 from sd_quant.checkpoints.opening import open_checkpoint
@@ -70,3 +72,20 @@ def test_a_length_of_text_that_nothing_heeds_is_refused(folder):
     given.max_sequence_length = 64
     with pytest.raises(ConfigError, match="max_sequence_length is 64, expected null, because sdxl has no T5"):
         open_checkpoint(given)
+
+
+def test_t5s_vocabulary_may_come_as_sentencepieces_model_alone(tmp_path):
+    """As in PixArt's published folders; without the package sentencepiece it could not be read."""
+    TINY["pixart"](tmp_path)
+    tokenizer, text = tmp_path / "tokenizer", tmp_path / "text"
+    text.write_text("\n".join(f"a red cat on a long road at night with {number} lights" for number in range(300)))
+    SentencePieceTrainer.train(
+        input=str(text), model_prefix=str(tokenizer / "spiece"), vocab_size=50, minloglevel=2,
+        pad_id=0, eos_id=1, unk_id=2, bos_id=-1,
+    )  # fmt: skip
+    (tokenizer / "tokenizer.json").unlink()
+    known = {"tokenizer_class": "T5Tokenizer", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps(known | {"extra_ids": 0}))
+    opened = open_checkpoint(model(tmp_path, "pixart")).tokenizers()["tokenizer"]
+    ids = opened("a red cat")["input_ids"]
+    assert ids[-1] == 1 and opened.decode(ids[:-1]) == "a red cat"
