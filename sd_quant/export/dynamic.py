@@ -52,8 +52,10 @@ SCALES: dict[str, Callable[[Apply, ir.Value, float], ir.Value]] = {
 }
 
 
-def dynamic_copy(graph: ir.Graph, before: ir.Node, value: ir.Value, name: str, layer: LayerAssignment) -> ir.Value:
-    """``value`` [batch, rows, in], an input of the layer, as its format keeps it."""
+def dynamic_copy(
+    graph: ir.Graph, before: ir.Node, value: ir.Value, name: str, layer: LayerAssignment, rows: bool = False
+) -> ir.Value:
+    """``value`` [batch, rows, in], or of any rank with ``rows``, an input of the layer, as its format keeps it."""
     found, numbers, made = FORMATS[layer.activation_format], layer.weight_shape[1], 0
     whole = layer.activation_scales(torch.zeros(found.BLOCK))[-1].max().item()  # the global scale, where there is one
 
@@ -66,7 +68,11 @@ def dynamic_copy(graph: ir.Graph, before: ir.Node, value: ir.Value, name: str, l
         ]
         return insert(graph, before, op_type, values, f"{name}.{op_type}.{made}", **attributes)
 
-    blocks = constant(graph, f"{name}.blocks", np.array([0, 0, numbers // found.BLOCK, found.BLOCK], np.int64))
+    inner = [numbers // found.BLOCK, found.BLOCK]
+    blocks = constant(graph, f"{name}.blocks", np.array(inner if rows else [0, 0, *inner], np.int64))
+    if rows:
+        leading = insert(graph, before, "Shape", [value], f"{name}.leading", start=0, end=-1)
+        blocks = insert(graph, before, "Concat", [leading, blocks], f"{name}.shape", axis=0)
     last = constant(graph, f"{name}.last", np.array([-1], np.int64))
     amax = apply("ReduceMax", apply("Abs", apply("Reshape", value, blocks)), last, keepdims=0)
     scale = SCALES[layer.activation_format](apply, apply("Cast", amax, to=ir.DataType.FLOAT), whole)

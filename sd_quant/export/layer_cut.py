@@ -52,6 +52,7 @@ def cut_layers(onnx_path: Path, assignment: Mapping[str, LayerAssignment], path:
 
 
 def finding_its_range(quantizer: ir.Node) -> list[ir.Node]:
-    """Of a quantizer in blocks the node that reads the same input to find their ranges (``dynamic_copy``)."""
+    """Of a quantizer in blocks the nodes that read the same input to find their ranges (``dynamic_copy``)."""
     scope = quantizer.name.partition(".QuantizeLinear.")[0]
-    return [usage.node for usage in quantizer.inputs[0].uses() if usage.node.name == f"{scope}.Reshape.1"]
+    names = (f"{scope}.Reshape.1", f"{scope}.leading")
+    return [usage.node for usage in quantizer.inputs[0].uses() if usage.node.name in names]

@@ -45,7 +45,9 @@ def smoothed_input(graph: ir.Graph, node: ir.Node, layer: LayerAssignment, made:
     return made[key]
 
 
-def quantized_input(graph: ir.Graph, node: ir.Node, value: ir.Value, layer: LayerAssignment, made: Made) -> ir.Value:
+def quantized_input(
+    graph: ir.Graph, node: ir.Node, value: ir.Value, layer: LayerAssignment, made: Made, rows: bool
+) -> ir.Value:
     """Layers that read one tensor with the same scales read one quantized copy of it."""
     if layer.activation_format is None:
         return value
@@ -54,7 +56,7 @@ def quantized_input(graph: ir.Graph, node: ir.Node, value: ir.Value, layer: Laye
     if key not in made:
         name, form = f"{layer.name}.input", FORMATS[layer.activation_format]
         if static is None:
-            made[key] = dynamic_copy(graph, node, value, name, layer)
+            made[key] = dynamic_copy(graph, node, value, name, layer, rows)
         else:
             made[key] = static_copy(graph, node, value, name, form, static)
     return made[key]
@@ -165,14 +167,15 @@ def split_gemm(graph: ir.Graph, gemm: ir.Node) -> ir.Node:
 def quantize_layer(graph: ir.Graph, weight: ir.Value, layer: LayerAssignment, read: ReadWeight, made: Made) -> None:
     """Rewrite the one node that multiplies with ``weight``, a graph input."""
     (node,) = [usage.node for usage in weight.uses()]
-    if node.op_type == "Gemm":
+    rows = node.op_type == "Gemm"
+    if rows:
         node = split_gemm(graph, node)
     transposed = node.op_type == "Transpose"
     if transposed:
         transpose = node
         (node,) = [usage.node for usage in transpose.outputs[0].uses()]
     x = smoothed_input(graph, node, layer, made)
-    node.replace_input_with(0, quantized_input(graph, node, x, layer, made))
+    node.replace_input_with(0, quantized_input(graph, node, x, layer, made, rows))
     dequantized = static_weight if FORMATS[layer.format].BLOCK is None else blocked_weight
     node.replace_input_with(1, dequantized(graph, node, weight.name, layer, read, transposed))
     if layer.low_rank is not None:

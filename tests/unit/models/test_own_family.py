@@ -18,6 +18,8 @@ from sd_quant.models.loading import empty_denoiser, load_model, pipeline_of, sam
 
 from ...pipelines import TINY
 
+pytestmark = pytest.mark.slow
+
 FILE = '''
 """Stable Diffusion whose cross-attention stays as it is, with a name of its own for the UNet and for its output."""
 
@@ -27,9 +29,7 @@ from sd_quant.models import sd, unet
 from sd_quant.models.layers import roles_of
 from sd_quant.models.sd import NETWORKS, PIPELINES, attentions, encode, pack, shared_inputs, unpack
 
-pytestmark = pytest.mark.slow
-
-DENOISER, GUIDES = "my_unet", True
+DENOISER, GUIDES, TOKENS = "my_unet", True, None
 EXCLUDED = (*unet.EXCLUDED, "attn2")
 
 
