@@ -15,7 +15,8 @@ quickstart: install ## Install, then run the main job on the checkpoint that shi
 install: $(VENV)/.sd-quant-run ## Install what the commands need
 
 test: $(VENV)/.sd-quant-test ## Install what the tests need, then run all of them
-	$(PYTHON) -m pytest
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/unit tests/fuzz --numprocesses 2
+	$(PYTHON) -m pytest tests/cli tests/gpu
 
 check: $(VENV)/.sd-quant-test ## Style, types and the quick unit tests, in under two minutes
 	$(PYTHON) -m ruff check .

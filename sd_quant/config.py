@@ -407,7 +407,7 @@ def run_model(run: str) -> dict | None:
         return None
     try:
         model = yaml.safe_load(resolved.read_text(encoding="utf-8"))["model"] | {}
-    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError) as error:
+    except (yaml.YAMLError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ArtifactError(f"{resolved} is not the config of a run; give another run, or run=null") from error
     return dataclasses.asdict(read(Model, model, "model."))
 

@@ -7,12 +7,17 @@ import sys
 from collections.abc import Callable
 
 CANCELLED = 130
+LONGEST = 1400  # characters of a sentence
 
 
 class SdQuantError(Exception):
-    """The job failed."""
+    """The job failed. Its sentence may quote what a stranger wrote: it stays one line, and its end is the advice."""
 
     exit_code = 1
+
+    def __init__(self, sentence: object):
+        line = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in str(sentence))
+        super().__init__(line if len(line) <= LONGEST else f"{line[: LONGEST - 401]}…{line[-400:]}")
 
 
 class ConfigError(SdQuantError):

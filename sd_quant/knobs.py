@@ -6,11 +6,17 @@ Not taken: OmegaConf's structured configs, which report a wrong knob in several 
 import dataclasses
 import difflib
 import math
+import reprlib
 import types
 import typing
 from collections.abc import Mapping
 
 from sd_quant.errors import ConfigError
+
+# A few lines of YAML that name each other describe a list of a billion entries.
+BOUNDED = reprlib.Repr()
+BOUNDED.maxlevel, BOUNDED.maxlist, BOUNDED.maxdict = 3, 20, 10
+BOUNDED.maxstring = BOUNDED.maxlong = BOUNDED.maxother = 200
 
 
 def check(holds: bool, knob: str, found: object, expected: str) -> None:
@@ -49,7 +55,7 @@ def read(job: type, mapping: Mapping, path: str = ""):
 def read_value(hint, value: object, knob: str):
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{knob} is {value!r}, expected a group of knobs")
+            raise ConfigError(f"{knob} is {BOUNDED.repr(value)}, expected a group of knobs")
         return read(typing.cast(type, hint), value, knob + ".")
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     for option in options:
@@ -70,4 +76,4 @@ def read_value(hint, value: object, knob: str):
     expected = " or ".join(
         names[option] if option in names else lists[typing.get_args(option)[0]] for option in options
     )
-    raise ConfigError(f"{knob} is {value!r}, expected {expected}")
+    raise ConfigError(f"{knob} is {BOUNDED.repr(value)}, expected {expected}")

@@ -41,7 +41,7 @@ from sd_quant.models.sdxl_nemo import (
 
 CONFIG, WEIGHTS = "model_config.yaml", "model_weights.ckpt"
 MAX_CONFIG = 2**20
-MAX_LISTING = 300  # letters of names in a message, if there is more than one
+LONGEST_LISTING = 1100  # letters
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -313,13 +313,13 @@ def empty_modules(path: Path, config: dict, clip1: TextShape, clip2: TextShape) 
         counts = (unet["num_res_blocks"], vae["num_res_blocks"], *unet["transformer_depth"], clip1.layers, clip2.layers)
         if max(*map(len, lists), *counts) > MAX_DEPTH:
             raise ValueError(f"more than {MAX_DEPTH} blocks")
-        for name, value in {**unet_config(config), **vae_config(config)}.items():
-            if not all(
-                isinstance(entry, int | float | str | None) for entry in (value if type(value) is list else [value])
-            ):
+        arguments = [*unet_config(config).items(), *vae_config(config).items()]
+        for name, value in arguments:
+            entries = value if isinstance(value, list) else [value]
+            if not all(isinstance(entry, int | float | str | None) for entry in entries):
                 raise TypeError(f"{name} is no number, text or list of those")  # YAML lists may stand for a billion
-        if type(unet["adm_in_channels"]) is not int or type(unet_config(config)["addition_time_embed_dim"]) is not int:
-            raise TypeError("adm_in_channels or outdim is no whole number")
+            if name in ("addition_time_embed_dim", "projection_class_embeddings_input_dim") and type(value) is not int:
+                raise TypeError(f"{name} is no whole number")
         with torch.device("meta"), bounded_modules():
             return build_modules(config, clip1, clip2)
     except Exception as error:  # the config is the file's own: any value, of any type, may be wrong in it
@@ -341,11 +341,11 @@ def check_tensors(
         for key, shape in expected.items()
         if key in found and found[key].shape != shape
     ]
-    problems = [
-        f"{len(keys)} {what}: {_listing(keys)}"
-        for what, keys in (("missing", missing), ("unknown", unknown), ("misshapen", misshapen))
-        if keys
-    ]
+    kinds = {"missing": missing, "unknown": unknown, "misshapen": misshapen}
+    for most in (10, 3):  # names of a kind; every kind has to fit into the sentence
+        problems = [f"{len(keys)} {what}: {_listing(keys, most)}" for what, keys in kinds.items() if keys]
+        if sum(map(len, problems)) < LONGEST_LISTING:
+            break
     if problems:
         raise ArtifactError(
             f"{path} does not hold the weights that its configuration describes, {len(expected)} keys expected "
@@ -359,12 +359,10 @@ def check_tensors(
             )
 
 
-def _listing(names: Iterable[str]) -> str:
+def _listing(names: Iterable[str], most: int = 10) -> str:
     names = list(names)
-    texts = [ascii(name[:200])[1:-1] for name in names[:10]]  # ascii: they come from the file
-    while len(texts) > 1 and sum(map(len, texts)) > MAX_LISTING:
-        texts.pop()
-    return ", ".join(texts) + (f" and {len(names) - len(texts)} more" if len(names) > len(texts) else "")
+    shown = ", ".join(ascii(name[:200])[1:-1] for name in names[:most])  # ascii: they come from the file
+    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _write_member(file: BinaryIO, name: str, write: Callable[[BinaryIO], object]) -> None:

@@ -133,7 +133,7 @@ class Folder:
                 kind = transformers.CLIPTokenizer if "CLIP" in str(described) else transformers.T5TokenizerFast
                 try:
                     found[name] = kind.from_pretrained(self.path / name, local_files_only=True)
-                except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
+                except Exception as error:  # the library tokenizers raises nothing more special
                     reason = " ".join(str(error).split())[:200]
                     raise ArtifactError(
                         f"{self.path / name} holds no tokenizer that can be read ({reason}); fetch the folder again"

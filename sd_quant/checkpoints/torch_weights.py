@@ -8,8 +8,10 @@ it wants a file of its own, which would mean extracting 14 GB, and it leaves map
 the process.
 """
 
+import logging
 import math
 import os
+import pickletools
 import re
 import struct
 import zipfile
@@ -27,6 +29,9 @@ from sd_quant.errors import ArtifactError
 
 MAX_PICKLE = 64 * 2**20  # SDXL's has about 0.4 MB: names and shapes, no numbers
 MAX_RECORDS = 100_000
+MAX_TEXT = 4096  # letters of a key, or of anything else that a pickle names
+PUTS, GETS = ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"), ("GET", "BINGET", "LONG_BINGET")
+CONTAINERS = ("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "LIST", "EMPTY_LIST", "DICT", "EMPTY_DICT")
 
 
 class Readable(Protocol):
@@ -97,7 +102,7 @@ def stored_tensors(member: Member) -> dict[str, StoredTensor]:
     """Every tensor of a flat state dict. Raises ArtifactError when the file is anything else or asks to run code."""
     records = _zip_records(member)
     try:
-        with _torch_safe_globals_only(), FakeTensorMode(), member.open() as file:
+        with _torch_safe_globals_only(), _without_torch_log(), FakeTensorMode(), member.open() as file:
             state = torch.load(file, weights_only=True)
     except ArtifactError:
         raise
@@ -169,6 +174,17 @@ def _torch_safe_globals_only() -> Iterator[None]:
         torch.serialization.add_safe_globals(added)
 
 
+@contextmanager
+def _without_torch_log() -> Iterator[None]:
+    """A shape that no memory holds would be a page of torch's own on the terminal, beside our sentence."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
 def _zip_records(member: Member) -> dict[int, int]:
     """Size of each uncompressed zip entry by the offset of its data."""
     if member.size < 4 or member.read(0, 4) != b"PK\x03\x04":
@@ -184,8 +200,10 @@ def _zip_records(member: Member) -> dict[int, int]:
             for entry in entries:
                 if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
                     raise ValueError(f"entry {entry.filename!r} is compressed or encrypted")
-                if entry.filename.endswith("/data.pkl") and entry.file_size > MAX_PICKLE:
-                    raise ValueError(f"a pickle of {entry.file_size} bytes, at most {MAX_PICKLE} expected")
+                if entry.filename.lower().endswith("/data.pkl"):  # torch looks for names in either case
+                    if entry.file_size > MAX_PICKLE:
+                        raise ValueError(f"a pickle of {entry.file_size} bytes, at most {MAX_PICKLE} expected")
+                    _check_pickle(directory.read(entry))
                 if entry.filename.endswith("/byteorder") and directory.read(entry) != b"little":
                     raise ValueError("big-endian numbers")
                 # the name and the extra field are as long as the local header says, not as the directory says
@@ -199,6 +217,27 @@ def _zip_records(member: Member) -> dict[int, int]:
             f"{member.name} is not a file of torch.save, or is damaged ({error}); fetch it again"
         ) from error
     return records
+
+
+def _check_pickle(data: bytes) -> None:
+    """Raises ValueError for what takes torch hours, though a kilobyte says it.
+
+    torch writes what it refuses into a message and searches that in the square of its length: texts are short here. It
+    hashes keys and writes functions out whatever they are made of: a tuple, list or dict is referred to once, where it
+    stands, as torch.save writes them, or a few that refer to each other would stand for a billion.
+    """
+    containers: set[int] = set()
+    last, stored = "", 0
+    for opcode, argument, _ in pickletools.genops(data):
+        if isinstance(argument, str | bytes) and len(argument) > MAX_TEXT:
+            raise ValueError(f"a text of {len(argument)} letters in its pickle, at most {MAX_TEXT} expected")
+        if opcode.name in PUTS:
+            if last in CONTAINERS:
+                containers.add(stored if argument is None else argument)
+            stored += 1
+        if opcode.name == "DUP" or (opcode.name in GETS and argument in containers):
+            raise ValueError("a tuple, list or dict in its pickle that is referred to twice")
+        last = opcode.name
 
 
 def _located(member: Member, records: dict[int, int], name: object, value: object) -> StoredTensor:

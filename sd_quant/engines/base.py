@@ -4,6 +4,7 @@ The road not taken is a base class with buffers to allocate, bind and copy (NeMo
 calls those holds live engine memory, and the second call overwrites the first answer. Here outputs own their memory.
 """
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
@@ -11,7 +12,7 @@ from typing import Protocol
 import onnx
 import torch
 from google.protobuf.message import DecodeError
-from onnx.external_data_helper import ExternalDataInfo, uses_external_data
+from onnx.external_data_helper import uses_external_data
 
 from sd_quant.errors import ArtifactError
 
@@ -63,14 +64,24 @@ def onnx_files(path: Path) -> list[Path]:
     if not model.graph.output:
         raise ArtifactError(f"{path} holds a graph with no outputs; export it again")
     folder = path.resolve().parent
-    locations = {ExternalDataInfo(tensor).location for tensor in _tensors(model.graph) if uses_external_data(tensor)}
+    locations = {_location(tensor) for tensor in _tensors(model.graph) if uses_external_data(tensor)}
     for location in sorted(locations):
-        target = (folder / location).resolve()
-        if not target.is_relative_to(folder):
-            raise ArtifactError(f"{path} takes weights from {location!r}, outside its own folder; export it again")
-        if not target.is_file():
-            raise ArtifactError(f"{path} takes weights from {location!r}, which is not beside it; copy both files")
+        shown = f"{ascii(location):.200}"  # it comes from the file
+        try:
+            target = (folder / location).resolve()
+            inside, there = target.is_relative_to(folder), target.is_file()
+        except (OSError, ValueError):  # a name too long for any file, or with a null character
+            inside, there = True, False
+        if not inside:
+            raise ArtifactError(f"{path} takes weights from {shown}, outside its own folder; export it again")
+        if not there:
+            raise ArtifactError(f"{path} takes weights from {shown}, which is not beside it; copy both files")
     return [path, *(path.parent / location for location in sorted(locations))]
+
+
+def _location(tensor: onnx.TensorProto) -> str:
+    """The last one that is given counts, as for onnx, whose ExternalDataInfo warns and raises where it is damaged."""
+    return os.fsdecode({entry.key: entry.value for entry in tensor.external_data}.get("location", ""))
 
 
 def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:

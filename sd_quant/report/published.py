@@ -6,14 +6,15 @@ caption says what differs; what may be compared is the speed-up.
 """
 
 import html
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
-from sd_quant.errors import ConfigError
-from sd_quant.report.summary import Row, Sweep, at, plain, rows
+from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.report.summary import SWEEP, Row, Sweep, at, plain, rows, why
 
 SIDES = {"framework": "framework", "unquantized": "unquantized engine"}
 CONDITIONS = ("machine", "engine", "precision", "steps", "resolution")
@@ -31,19 +32,28 @@ class Table:
 def read_published(text: str, name: str) -> dict:
     """A file like ``examples/published/nemo_docs.yaml``. Raises ConfigError when it is not one."""
     try:
-        content = yaml.safe_load(text)
-        batches = {
-            str(int(batch)): {side: float(found[side]) for side in OURS} for batch, found in content["batches"].items()
-        }
-        return {name: str(content[name]) for name in ("title", *CONDITIONS)} | {"batches": batches}
+        return read_figures(yaml.safe_load(text))
     except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
             f"published names {name}, which is not like examples/published/nemo_docs.yaml ({error!r}); follow that"
         ) from error
 
 
+def read_figures(content: Mapping) -> dict:
+    """Raises KeyError, TypeError and the like for anything else."""
+    batches = {
+        str(int(batch)): {side: float(found[side]) for side in OURS} for batch, found in content["batches"].items()
+    }
+    if not all(math.isfinite(value) and value > 0 for found in batches.values() for value in found.values()):
+        raise ValueError("a latency that is none")
+    return {name: str(content[name]) for name in ("title", *CONDITIONS)} | {"batches": batches}
+
+
 def published_tables(sweep: Sweep) -> list[Table]:
-    """None where the sweep was asked for no published figures, or no job has a latency."""
+    """None where the sweep was asked for no published figures, or no job has a latency.
+
+    Raises ArtifactError when the sweep's plan holds damaged ones.
+    """
     if sweep.published is None:
         return []
     measured = [
@@ -51,7 +61,13 @@ def published_tables(sweep: Sweep) -> list[Table]:
     ]
     if not measured:
         return []
-    theirs, caption = sweep.published, caption_of(sweep.published, measured[0][1])
+    try:
+        theirs = read_figures(sweep.published)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ArtifactError(
+            f"{sweep.directory / SWEEP} holds published figures that are none ({why(error)}); start the sweep again"
+        ) from error
+    caption = caption_of(theirs, measured[0][1])
     return [
         Table(f"{title.capitalize()} against INT8 engine", header(title, theirs["title"]), [
             line(row, batch_of(record), side, at(theirs, "batches", str(batch_of(record)))) for row, record in measured

@@ -44,6 +44,40 @@ class Sweep:
     published: Mapping[str, Any] | None = None  # figures to show beside ours, see sd_quant.report.published
 
 
+# What of a record is read here or in a table, a plot or a page. A list has one kind of entries, "*" is any other name,
+# ``float`` is a number and PASSED one that something is divided by; what is not named may be anything.
+PASSED = "a number above 0"
+NOTED = {"value": float, "reason": str}  # in place of a number that does not exist
+MEASURED = {"reason": str, "p50_ms": PASSED}
+SCORED = {"mean": float, "min": float, "max": float, "values": [float], "reason": str}
+RECORD_SHAPE: dict[str, Any] = {
+    "status": str,
+    "reason": str,
+    "overrides": [object],
+    "prompts": [object],
+    "knobs": {"model": {"path": object}, "infer": {"engine": str, "batch_size": float}},
+    "denoiser": {"part": str, "samples_a_picture": float},
+    "sizes_bytes": {"reason": str, "*": {"reason": str, "*": (float, NOTED)}},
+    "plans": {"*": {"targets": [str]}},
+    "latency": {"reason": str, "*": {"reason": str, "*": {"reason": str, "*": {
+        "reason": str, "full_precision": MEASURED, "quantized": MEASURED, "speedup": (PASSED, NOTED),
+    }}}},
+    "fidelity": {
+        "psnr": SCORED, "ssim": SCORED, "lpips": SCORED, "latent_sqnr_db": [float], "latent_sqnr_reason": str,
+        "frechet_efficientnet": NOTED,
+    },
+    "layers": {"quantized": float},
+    "stages": {"*": {"seconds": float}},
+    "peak_memory_bytes": (float, NOTED),
+    "environment": {
+        "versions": {"*": str},
+        "machine": {"cpu": str, "usable_cores": float, "cpu_int8": [str], "memory_bytes": float, "gpus": [str]},
+    },
+}  # fmt: skip
+PLAN_SHAPE = {"command": [object], "varied": [str], "jobs": [{"name": str, "varied": {}}], "published": {}}
+LARGEST = 1e18  # of a record's numbers, in any unit: a table has no place for more
+
+
 def read_sweep(directory: Path) -> Sweep:
     """Of a sweep's folder or a run's. Raises ArtifactError when it is neither, or its ``sweep.json`` is damaged."""
     plan = directory / SWEEP
@@ -57,10 +91,12 @@ def read_sweep(directory: Path) -> Sweep:
         return Sweep(directory, [str(override) for override in overrides], [], [job])
     try:
         content = json.loads(plan.read_text(encoding="utf-8"))
-        jobs = [read_job(job["name"], folder_in(directory, job["name"]), job["varied"]) for job in content["jobs"]]
-        return Sweep(directory, list(content["command"]), list(content["varied"]), jobs, content.get("published"))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ArtifactError(f"{plan} is not the plan of a sweep ({error!r}); start the sweep again") from error
+        check_shape(content, PLAN_SHAPE, "it")
+        jobs = [read_job(job["name"], folder_in(directory, job["name"]), {**job["varied"]}) for job in content["jobs"]]
+        command = [str(argument) for argument in content["command"]]
+        return Sweep(directory, command, list(content["varied"]), jobs, content.get("published"))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ArtifactError(f"{plan} is not the plan of a sweep ({why(error)}); start the sweep again") from error
 
 
 def folder_in(directory: Path, name: str) -> Path:
@@ -74,10 +110,11 @@ def read_job(name: str, directory: Path, varied: Mapping[str, Any]) -> Job:
     try:
         record = read_object(directory / RECORD)
         if record is not None:
+            check_shape(record, RECORD_SHAPE, RECORD)
             return Job(name, directory, varied, DONE, None, record)
         failure = read_object(directory / FAILURE)
-    except (OSError, ValueError) as error:
-        return Job(name, directory, varied, UNFINISHED, f"its record cannot be read: {error}")
+    except (OSError, ValueError, RecursionError) as error:
+        return Job(name, directory, varied, UNFINISHED, f"its record cannot be read: {why(error)}")
     if failure is None:
         return Job(name, directory, varied, UNFINISHED, NO_RECORD)
     return Job(name, directory, varied, FAILED, str(failure.get("reason")))
@@ -91,6 +128,35 @@ def read_object(path: Path) -> dict | None:
     if not isinstance(content, dict):
         raise ValueError(f"{path.name} holds no object")
     return content
+
+
+def why(error: Exception) -> str:
+    """One line, whatever the file holds."""
+    return plain_line(f"{type(error).__name__}: {error}")[:300]
+
+
+def check_shape(value: Any, shape: Any, where: str) -> None:
+    """Raises ValueError when a value that is not null is of another shape: records come from strangers too."""
+    if value is None or shape is object:
+        return
+    if isinstance(shape, tuple):
+        shape = shape[isinstance(value, dict)]
+    if isinstance(shape, dict):
+        fits = isinstance(value, dict)
+    elif isinstance(shape, list):
+        fits = isinstance(value, list) and (shape[0] in (float, object) or None not in value)
+    elif shape is str:
+        fits = isinstance(value, str)
+    else:
+        fits = type(value) in (int, float) and abs(value) < LARGEST and (shape is float or value > 1 / LARGEST)
+    if not fits:
+        raise ValueError(f"{where[-200:]} is {plain_line(value)[:100]}")
+    if isinstance(shape, list):
+        for each in value:
+            check_shape(each, shape[0], f"{where}[]")
+    elif isinstance(shape, dict):
+        for name, each in value.items():
+            check_shape(each, shape.get(name, shape.get("*", object)), f"{where}.{name}")
 
 
 def rows(sweep: Sweep) -> list[Row]:
@@ -135,7 +201,7 @@ def row_of(job: Job) -> Row:
         "denoiser_plan_targets": " ".join(at(record, "plans", denoiser, "targets") or ()) or None,
         "run_by": "simulation" if record.get("simulated") else engine,
         "quantized_layers": at(record, "layers", "quantized"),
-        "seconds": sum(stage["seconds"] for stage in stages.values()) if stages else None,
+        "seconds": sum(at(stage, "seconds") or 0 for stage in stages.values()) if stages else None,
         "peak_memory_bytes": number(record.get("peak_memory_bytes")),
     }
 
@@ -170,14 +236,17 @@ def write_summary(sweep: Sweep) -> None:
 
 
 def write_parquet(table: list[Row], columns: list[str], path: Path) -> None:
-    """Knobs of mixed kinds (``alpha`` 0.8 and auto) become text: a column has one type."""
+    """Knobs of mixed kinds (``alpha`` 0.8 and auto), lists and the like become text: a column has one type."""
     import pyarrow
     from pyarrow import parquet
 
     def column(name: str) -> list:
         values = [row.get(name) for row in table]
         kinds = {type(value) for value in values if value is not None}
-        return values if len(kinds) < 2 or kinds == {int, float} else [v if v is None else str(v) for v in values]
+        if kinds in (set(), {int}, {float}, {bool}, {int, float}):
+            return values
+        # halves of surrogates, as in a failure's quotation of a file, have no UTF-8
+        return [v if v is None else str(v).encode("utf-8", "backslashreplace").decode() for v in values]
 
     with atomic_path(path) as temporary:
         parquet.write_table(pyarrow.table({name: column(name) for name in columns}), temporary)
@@ -220,7 +289,11 @@ def shown(row: Row, column: str) -> str:
     return "–" if value is None else SHOWN[column][1].format(value * SCALE[column] if column in SCALE else value)
 
 
+def plain_line(text: object) -> str:
+    return "".join(letter if letter.isprintable() else " " for letter in str(text))
+
+
 def plain(text: object) -> str:
     """Text that Markdown shows as it is, in one line: names and reasons may quote a stranger's file."""
-    line = "".join(letter if letter.isprintable() else " " for letter in str(text))
+    line = plain_line(text)
     return "".join(f"\\{letter}" if letter in "\\|<>[]*`_#!&" else letter for letter in line)

@@ -131,7 +131,11 @@ def _fidelity(record: dict, reasons: list[str]) -> list[str]:
 
 def _costs(record: dict) -> list[str]:
     peak = _number(record.get("peak_memory_bytes"))
-    stages = [f"{name} {stage['seconds']:.1f} s" for name, stage in (record.get("stages") or {}).items()]
+    stages = [
+        f"{name} {stage['seconds']:.1f} s"
+        for name, stage in (record.get("stages") or {}).items()
+        if stage and stage.get("seconds") is not None
+    ]
     return ["; ".join(([f"peak memory {_bytes(peak)}"] if peak else []) + stages)] if peak or stages else []
 
 

@@ -1,0 +1,223 @@
+"""``python -m tests.fuzz.run --inputs 20000 --seed 0``: many damaged and hostile inputs to every reader of files.
+
+Each reader's inputs are read in child processes with a cap on memory, some hundred in each. One seed gives the same
+inputs every time on the same sources: Hypothesis draws constants from them too. An input that was neither refused nor
+loaded as it is stays in ``--keep`` with the reason beside it; ``--replay FOLDER`` reads it again.
+"""
+
+import argparse
+import json
+import os
+import resource
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import seed as seeded
+
+from .harness import OTHER, REFUSED, SAME, SECONDS, Place, Reader, Wrong, outcome
+from .readers import make_readers
+
+CHUNK = 250  # inputs to a child
+MEMORY_CAP = 2**30  # above what the child has at its start
+WRONG = "anything else"
+
+
+@dataclass
+class Tally:
+    counts: Counter = field(default_factory=Counter)
+    slowest: float = 0.0
+    peak: int = 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.run", description=__doc__)
+    parser.add_argument("--inputs", type=int, default=20_000, help="of all readers together")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--reader", action="append", help="only this one; may be repeated")
+    parser.add_argument("--keep", type=Path, default=Path(tempfile.gettempdir()) / "sd_quant_fuzz", help="for failures")
+    parser.add_argument("--replay", type=Path, help="a folder of --keep, to be read again")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="that one input may take")
+    given_arguments = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # they quote the inputs
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as scratch:
+        readers = {reader.name: reader for reader in make_readers(Path(scratch) / "made")}
+        if given_arguments.replay:
+            return replay(readers, given_arguments.replay, Path(scratch))
+        chosen = [readers[name] for name in given_arguments.reader or readers]
+        start = time.monotonic()
+        tallies = fuzz(chosen, given_arguments, Path(scratch))
+    print(table(tallies))
+    print(f"{time.monotonic() - start:.0f} s, seed {given_arguments.seed}")
+    failures = sum(tally.counts[WRONG] for tally in tallies.values())
+    if failures:
+        print(f"{failures} inputs were neither refused nor loaded as they are; see {given_arguments.keep}")
+    return 1 if failures else 0
+
+
+def fuzz(readers: Sequence[Reader], wanted: argparse.Namespace, scratch: Path) -> dict[str, Tally]:
+    inputs = wanted.inputs
+    weights = sum(reader.weight for reader in readers)
+    shares = {reader.name: inputs * reader.weight // weights for reader in readers}
+    shares[readers[0].name] += inputs - sum(shares.values())
+    tallies = {}
+    for reader in readers:
+        tally = tallies[reader.name] = Tally()
+        chunk, failed_to_start = 0, 0
+        while (missing := shares[reader.name] - tally.counts.total()) > 0 and failed_to_start < 3:
+            before = tally.counts.total()
+            chunk_seed = zlib.crc32(f"{wanted.seed} {reader.name} {chunk}".encode())
+            run_chunk(reader, min(missing, CHUNK), chunk_seed, scratch / f"{reader.name}-{chunk}", wanted, tally)
+            chunk += 1
+            failed_to_start += tally.counts.total() == before
+            done = sum(other.counts.total() for other in tallies.values())
+            print(f"\r{done}/{inputs} {reader.name:<14}", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    return tallies
+
+
+def run_chunk(reader: Reader, count: int, seed: int, root: Path, wanted: argparse.Namespace, tally: Tally) -> None:
+    """In a child; when that dies or hangs, the input that it was reading is what killed it."""
+    receiving, sending = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(receiving)
+        try:
+            in_child(reader, count, seed, root, sending, wanted.seconds)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(70)
+        os._exit(0)
+    os.close(sending)
+    buffer, ended = b"", False
+    while not ended:
+        ready, _, _ = select.select([receiving], [], [], 60 + wanted.seconds)
+        if not ready:
+            os.kill(child, signal.SIGKILL)
+            break
+        data = os.read(receiving, 65536)
+        ended = not data
+        *lines, buffer = (buffer + data).split(b"\n")
+        for line in lines:
+            told = json.loads(line)
+            tally.counts[told["kind"]] += 1
+            tally.slowest = max(tally.slowest, told["seconds"])
+            tally.peak = max(tally.peak, told["peak"])
+            if told["kind"] == WRONG:
+                preserve(Path(told["kept"]), wanted.keep, f"{reader.name}-{seed}-{told['number']}", told["reason"])
+    os.close(receiving)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status != 0:
+        tally.counts[WRONG] += 1
+        preserve(root / "input", wanted.keep, f"{reader.name}-{seed}-died", f"the process ended with {status}, or hung")
+    shutil.rmtree(root, ignore_errors=True)
+
+
+def preserve(source: Path, keep: Path, name: str, reason: str) -> None:
+    shutil.rmtree(keep / name, ignore_errors=True)
+    shutil.copytree(source, keep / name / "input")
+    (keep / name / "reason.txt").write_text(reason)
+    print(f"\n{name}: {reason.splitlines()[0][:300]}", file=sys.stderr)
+
+
+def in_child(reader: Reader, count: int, seed: int, root: Path, sending: int, limit: float) -> None:
+    place = Place(reader, root)
+    os.environ["TMPDIR"] = tempfile.tempdir = str(place.outside)
+    os.chdir(place.outside)
+    with suppress(OSError, ValueError):
+        size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY_CAP, resource.RLIM_INFINITY))
+    number = 0
+
+    # no shrinking: what fails is kept as files, and every input is tried
+    @seeded(seed)
+    @settings(
+        max_examples=count,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(reader.recipes)
+    def read_one(recipe: object) -> None:
+        nonlocal number
+        place.put(recipe)
+        number += 1
+        told = {"number": number, "seconds": 0.0, "peak": 0}
+        base = forget_peak()
+        try:
+            told["kind"], told["seconds"] = outcome(place, limit)
+        except Wrong as error:
+            kept = root / f"kept-{number}"
+            shutil.copytree(place.input, kept)
+            reason = f"{error}\n\n{recipe!r}\n\n{''.join(traceback.format_exception(error))}"
+            told |= {"kind": WRONG, "reason": reason, "kept": str(kept)}
+            for extra in place.outside.iterdir():
+                extra.unlink()
+        told["peak"] = max(0, peak() - base)
+        os.write(sending, json.dumps(told).encode() + b"\n")
+
+    read_one()
+
+
+def forget_peak() -> int:
+    """Bytes now; from here on ``peak`` is the highest from now."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    return peak()
+
+
+def peak() -> int:
+    with suppress(OSError), open("/proc/self/status") as status:
+        return next((int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM")), 0)
+    return 0
+
+
+def table(tallies: dict[str, Tally]) -> str:
+    columns = (REFUSED, SAME, OTHER, WRONG)
+    header = (
+        f"{'reader':<14}{'tried':>8}{''.join(f'{name:>15}' for name in columns)}{'slowest, ms':>13}{'peak, MB':>10}"
+    )
+    lines = [header, "-" * len(header)]
+    total = Tally()
+    for name, tally in [*tallies.items(), ("all", total)]:
+        counts = "".join(f"{tally.counts[column]:>15}" for column in columns)
+        lines.append(
+            f"{name:<14}{tally.counts.total():>8}{counts}{1e3 * tally.slowest:>13.0f}{tally.peak / 1e6:>10.0f}"
+        )
+        total.counts += tally.counts
+        total.slowest, total.peak = max(total.slowest, tally.slowest), max(total.peak, tally.peak)
+    return "\n".join(lines)
+
+
+def replay(readers: dict[str, Reader], folder: Path, scratch: Path) -> int:
+    reader = readers[folder.name.partition("-")[0]]
+    place = Place(reader, scratch / "replay")
+    shutil.rmtree(place.input)
+    shutil.copytree(folder / "input", place.input)
+    os.environ["TMPDIR"] = tempfile.tempdir = str(place.outside)
+    try:
+        kind, seconds = outcome(place)
+    except Wrong:
+        traceback.print_exc()
+        return 1
+    print(f"{kind} in {1e3 * seconds:.0f} ms")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
