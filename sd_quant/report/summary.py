@@ -175,11 +175,11 @@ def row_of(job: Job) -> Row:
     framework = at(record, "latency", "torch", "image", str(batch), "full_precision", "p50_ms")
     files, latents = at(record, "sizes_bytes", denoiser) or {}, at(record, "fidelity", "latent_sqnr_db")
     stages = at(record, "stages") or {}
+    known = {"job": job.name, "status": job.status, "reason": job.reason}
     return {
-        "job": job.name,
-        "status": job.status,
-        "reason": job.reason,
+        **known,
         **job.varied,
+        **known,  # no knob of a stranger's plan takes their place
         "psnr_db": at(record, "fidelity", "psnr", "mean"),
         "psnr_worst_db": at(record, "fidelity", "psnr", "min"),
         "ssim": at(record, "fidelity", "ssim", "mean"),

@@ -59,7 +59,7 @@ def run_table(record: dict) -> str:
 def _heading(record: dict) -> list[str]:
     knobs = record.get("knobs") or {}
     named = [f"{name}={knobs[name]}" for name in ("format", "quant_level", "alpha", "percentile") if name in knobs]
-    status = record.get("status", "unfinished")
+    status = record.get("status") or "unfinished"
     return ["  ".join([status if not record.get("reason") else f"{status}: {record['reason']}", *named])]
 
 

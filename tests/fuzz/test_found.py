@@ -13,6 +13,7 @@ from sd_quant.engines.base import onnx_files
 from sd_quant.errors import LONGEST, ArtifactError, ConfigError, SdQuantError
 from sd_quant.report.rebuild import rebuild
 from sd_quant.report.summary import UNFINISHED, read_sweep
+from sd_quant.report.table import run_table
 
 from .mutations import YAML_PLANTS, called, constant, to_yaml, with_pickle
 from .readers import PLAN, a_record, graph_with, tar_of, tiny_config, weights_file
@@ -122,10 +123,10 @@ def test_a_record_that_is_none_is_an_unfinished_job(tmp_path, place, value):
 
 def test_a_stage_without_a_time_and_a_name_without_utf8_are_shown(tmp_path):
     record = a_record(30.0, 2.0)
-    record["stages"]["export"] = {"seconds": None}
+    record["stages"]["export"], record["status"] = {"seconds": None}, None
     record["knobs"]["infer"]["engine"] = "\ud800"
     (tmp_path / "metrics.json").write_text(json.dumps(record))
-    assert rebuild(tmp_path).is_file()
+    assert rebuild(tmp_path).is_file() and run_table(record).startswith("unfinished")
 
 
 def test_a_job_that_varies_nothing_says_so(tmp_path):
