@@ -143,13 +143,15 @@ def test_plans_of_a_transformer_are_built_again(command, sweep, tmp_path):
     assert set(plans) == set(parts_of("pixart")) and min(plans.values()) > 100_000
 
 
-def test_the_inputs_names_change_nothing_but_the_names(command, checkpoint, tmp_path):
+def test_the_inputs_names_change_nothing_but_the_names(command, main_job, checkpoint, tmp_path):
     """Of one cache, in which nothing of the one may be taken for the other's."""
-    result = command("quantize.py", "-m", "export.io=nemo,diffusers", "export_trt=none", "quant_level=3", "alpha=0.8",
-                     f"model.path={checkpoint}", *SMALL, f"cache.dir={tmp_path}/cache",
-                     f"hydra.sweep.dir={tmp_path}/sweep", *TWO_AT_A_TIME)  # fmt: skip
+    result = command(
+        "quantize.py", "export.io=diffusers", "export_trt=none", "quant_level=3", "alpha=0.8", "calib_size=4",
+        "quantize.n_steps=5", f"model.path={checkpoint}", f"cache.dir={main_job.directory.parent}/cache",
+        f"infer.prompts=[{','.join(main_job.prompts)}]", f"hydra.run.dir={tmp_path}/run", *main_job.sampling,
+    )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
-    runs = {io: tmp_path / "sweep" / f"io={io}" for io in ("nemo", "diffusers")}
+    runs = {"nemo": main_job.directory, "diffusers": tmp_path / "run"}
     inputs = {
         io: [value.name for value in onnx.load(onnx_path(run, "unet_xl"), load_external_data=False).graph.input]
         for io, run in runs.items()
