@@ -14,7 +14,8 @@ from typing import Any
 import yaml
 
 from sd_quant.errors import ArtifactError, ConfigError
-from sd_quant.report.summary import SWEEP, Row, Sweep, at, plain, rows, why
+from sd_quant.report.shapes import why
+from sd_quant.report.summary import SWEEP, Row, Sweep, at, plain, rows
 
 SIDES = {"framework": "framework", "unquantized": "unquantized engine"}
 CONDITIONS = ("machine", "engine", "precision", "steps", "resolution")

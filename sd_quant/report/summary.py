@@ -15,6 +15,7 @@ from typing import Any
 from sd_quant.errors import ArtifactError
 from sd_quant.files import atomic_path, write_text
 from sd_quant.report.layers import cell
+from sd_quant.report.shapes import PLAN_SHAPE, RECORD_SHAPE, check_shape, plain_line, why
 
 SWEEP, RECORD, FAILURE = "sweep.json", "metrics.json", "failure.json"
 DONE, FAILED, UNFINISHED = "done", "failed", "unfinished"
@@ -42,40 +43,6 @@ class Sweep:
     varied: list[str]
     jobs: list[Job]
     published: Mapping[str, Any] | None = None  # figures to show beside ours, see sd_quant.report.published
-
-
-# What of a record is read here or in a table, a plot or a page. A list has one kind of entries, "*" is any other name,
-# ``float`` is a number and PASSED one that something is divided by; what is not named may be anything.
-PASSED = "a number above 0"
-NOTED = {"value": float, "reason": str}  # in place of a number that does not exist
-MEASURED = {"reason": str, "p50_ms": PASSED}
-SCORED = {"mean": float, "min": float, "max": float, "values": [float], "reason": str}
-RECORD_SHAPE: dict[str, Any] = {
-    "status": str,
-    "reason": str,
-    "overrides": [object],
-    "prompts": [object],
-    "knobs": {"model": {"path": object}, "infer": {"engine": str, "batch_size": float}},
-    "denoiser": {"part": str, "samples_a_picture": float},
-    "sizes_bytes": {"reason": str, "*": {"reason": str, "*": (float, NOTED)}},
-    "plans": {"*": {"targets": [str]}},
-    "latency": {"reason": str, "*": {"reason": str, "*": {"reason": str, "*": {
-        "reason": str, "full_precision": MEASURED, "quantized": MEASURED, "speedup": (PASSED, NOTED),
-    }}}},
-    "fidelity": {
-        "psnr": SCORED, "ssim": SCORED, "lpips": SCORED, "latent_sqnr_db": [float], "latent_sqnr_reason": str,
-        "frechet_efficientnet": NOTED,
-    },
-    "layers": {"quantized": float},
-    "stages": {"*": {"seconds": float}},
-    "peak_memory_bytes": (float, NOTED),
-    "environment": {
-        "versions": {"*": str},
-        "machine": {"cpu": str, "usable_cores": float, "cpu_int8": [str], "memory_bytes": float, "gpus": [str]},
-    },
-}  # fmt: skip
-PLAN_SHAPE = {"command": [object], "varied": [str], "jobs": [{"name": str, "varied": {}}], "published": {}}
-LARGEST = 1e18  # of a record's numbers, in any unit: a table has no place for more
 
 
 def read_sweep(directory: Path) -> Sweep:
@@ -128,35 +95,6 @@ def read_object(path: Path) -> dict | None:
     if not isinstance(content, dict):
         raise ValueError(f"{path.name} holds no object")
     return content
-
-
-def why(error: Exception) -> str:
-    """One line, whatever the file holds."""
-    return plain_line(f"{type(error).__name__}: {error}")[:300]
-
-
-def check_shape(value: Any, shape: Any, where: str) -> None:
-    """Raises ValueError when a value that is not null is of another shape: records come from strangers too."""
-    if value is None or shape is object:
-        return
-    if isinstance(shape, tuple):
-        shape = shape[isinstance(value, dict)]
-    if isinstance(shape, dict):
-        fits = isinstance(value, dict)
-    elif isinstance(shape, list):
-        fits = isinstance(value, list) and (shape[0] in (float, object) or None not in value)
-    elif shape is str:
-        fits = isinstance(value, str)
-    else:
-        fits = type(value) in (int, float) and abs(value) < LARGEST and (shape is float or value > 1 / LARGEST)
-    if not fits:
-        raise ValueError(f"{where[-200:]} is {plain_line(value)[:100]}")
-    if isinstance(shape, list):
-        for each in value:
-            check_shape(each, shape[0], f"{where}[]")
-    elif isinstance(shape, dict):
-        for name, each in value.items():
-            check_shape(each, shape.get(name, shape.get("*", object)), f"{where}.{name}")
 
 
 def rows(sweep: Sweep) -> list[Row]:
@@ -287,10 +225,6 @@ def markdown(table: list[Row], varied: list[str]) -> str:
 def shown(row: Row, column: str) -> str:
     value = row.get(column)
     return "–" if value is None else SHOWN[column][1].format(value * SCALE[column] if column in SCALE else value)
-
-
-def plain_line(text: object) -> str:
-    return "".join(letter if letter.isprintable() else " " for letter in str(text))
 
 
 def plain(text: object) -> str:

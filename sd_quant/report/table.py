@@ -34,6 +34,8 @@ it is shown as a dash, with the reason below the table.
 from collections.abc import Callable
 from typing import Any
 
+from sd_quant.report.shapes import plain_line
+
 FRAMEWORK = "torch"
 IMAGE = "image"
 ABSENT = {"value": None, "reason": "not in the record"}
@@ -53,7 +55,7 @@ def run_table(record: dict) -> str:
         [sentence for engine in engines for sentence in _slower(record, engine)],
         [f"[{number}] {reason}" for number, reason in enumerate(reasons, 1)],
     ]
-    return "\n\n".join("\n".join(_printable(line) for line in lines) for lines in sections if lines) + "\n"
+    return "\n\n".join("\n".join(plain_line(line) for line in lines) for lines in sections if lines) + "\n"
 
 
 def _heading(record: dict) -> list[str]:
@@ -205,11 +207,6 @@ def _align(header: list[str], rows: list[list[str]]) -> list[str]:
         for row in (header, *rows)
     ]
     return [lines[0], "-" * len(lines[0]), *(line.rstrip() for line in lines[1:])]
-
-
-def _printable(line: str) -> str:
-    """Reasons may quote an artifact: nothing of it reaches the terminal as a control sequence."""
-    return "".join(letter if letter.isprintable() else " " for letter in line)
 
 
 def _bytes(value: float) -> str:
