@@ -420,3 +420,33 @@ def test_a_layer_that_is_never_called_has_no_statistics():
     with collect(network, layers_of(network), [0], 1, lambda: (0, [0]), draw(NAMES, [0], 1, 0)) as statistics:
         pass
     assert statistics == Statistics({}, {})
+
+
+class WithPlaces(nn.Module):
+    """As Flux has it: a row per sample, and places that all samples share."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, places):
+        return self.linear(x)
+
+
+def test_inputs_that_samples_share_are_kept_whole():
+    module, x, places = WithPlaces(), torch.rand(2, 3, 4), torch.arange(9.0).view(3, 3)
+    layers, wanted = {"linear": module.linear}, draw(["linear"], range(2), 1, seed=0)
+    with collect(module, layers, range(2), 1, lambda: (0, [0, 1]), wanted, ["x"]) as found:
+        module(x=x, places=places)
+    assert found.calls["x"].values.shape == (2, 1, 3, 4)
+    assert all(torch.equal(kept, places) for kept in found.calls["places"].values)
+    assert found.calls["places"].values.shape == (2, 3, 3)
+
+
+def test_the_range_of_a_linear_of_rows_is_per_channel():
+    """As modulations have it: a row per sample and no tokens."""
+    module, x = nn.Sequential(nn.Linear(4, 4)), torch.tensor([[1.0, -2, 3, -4], [-5.0, 1, 1, 1]])
+    layers, wanted = {"0": module[0]}, draw(["0"], range(1), 1, seed=0)
+    with collect(module, layers, range(1), 1, lambda: (0, [0]), wanted) as found:
+        module(x)
+    assert found.layers["0"].amax.tolist() == [[5, 2, 3, 4]]
