@@ -16,7 +16,7 @@ install: $(VENV)/.sd-quant-run ## Install what the commands need
 
 test: $(VENV)/.sd-quant-test ## Install what the tests need, then run all of them
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/unit tests/fuzz --numprocesses 2
-	$(PYTHON) -m pytest tests/cli tests/gpu
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/cli tests/gpu --numprocesses 2 --dist loadfile
 
 check: $(VENV)/.sd-quant-test ## Style, types and the quick unit tests, in under two minutes
 	$(PYTHON) -m ruff check .

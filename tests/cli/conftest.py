@@ -59,6 +59,8 @@ def command(start) -> Callable[..., subprocess.CompletedProcess]:
 @dataclass(frozen=True)
 class MainJob:
     directory: Path
+    cache: Path
+    statistics: Path  # its entry in that cache
     stdout: str
     prompts: list[str]
     sampling: tuple[str, ...]
@@ -68,11 +70,12 @@ class MainJob:
 def main_job(command, checkpoint, tmp_path_factory) -> MainJob:
     """``quantize.py quant_level=3 alpha=0.8``, with fewer prompts, steps and repeats."""
     folder = tmp_path_factory.mktemp("main_job")
-    directory = folder / "run"
+    directory, cache = folder / "run", folder / "cache"
     result = command(
         "quantize.py", "quant_level=3", "alpha=0.8", "calib_size=4", "quantize.n_steps=5", f"model.path={checkpoint}",
-        f"cache.dir={folder}/cache",
+        f"cache.dir={cache}",
         f"infer.prompts=[{','.join(PROMPTS)}]", f"hydra.run.dir={directory}", *SAMPLING,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
-    return MainJob(directory, result.stdout, PROMPTS, SAMPLING)
+    (statistics,) = (cache / "statistics").iterdir()
+    return MainJob(directory, cache, statistics, result.stdout, PROMPTS, SAMPLING)

@@ -16,7 +16,7 @@ def arguments(main_job, checkpoint) -> list[str]:
     """What these jobs share with the main job comes from its cache."""
     return [
         "calib_size=4", "quantize.n_steps=5", f"model.path={checkpoint}",
-        f"cache.dir={main_job.directory.parent}/cache", f"infer.prompts=[{','.join(main_job.prompts)}]",
+        f"cache.dir={main_job.cache}", f"infer.prompts=[{','.join(main_job.prompts)}]",
         *main_job.sampling,
     ]  # fmt: skip
 

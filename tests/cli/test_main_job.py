@@ -135,18 +135,17 @@ def test_smoothing_is_folded_where_it_can_be_and_the_graph_multiplies_elsewhere(
 def test_another_recipe_takes_its_statistics_from_the_cache_and_keeps_what_is_most_sensitive(
     command, checkpoint, main_job, tmp_path
 ):
-    directory, cache = tmp_path / "run", main_job.directory.parent / "cache"
-    statistics = cache / "statistics"
-    (entry,) = statistics.rglob("*.safetensors")
+    directory = tmp_path / "run"
+    (entry,) = main_job.statistics.glob("*.safetensors")
     collected = entry.stat().st_mtime_ns
     result = command(
         "quantize.py", "quant_level=2", "alpha=auto", "smoothing=modelopt", "keep=2", "calib_size=4",
-        "quantize.n_steps=5", "export_trt=none", f"model.path={checkpoint}", f"cache.dir={cache}",
+        "quantize.n_steps=5", "export_trt=none", f"model.path={checkpoint}", f"cache.dir={main_job.cache}",
         f"infer.prompts=[{PROMPT}]", f"hydra.run.dir={directory}", *main_job.sampling,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
     assert "statistics of prompts 1 to 4 come from the cache" in (directory / "quantize.log").read_text()
-    assert list(statistics.rglob("*.safetensors")) == [entry] and entry.stat().st_mtime_ns == collected
+    assert list(main_job.statistics.glob("*.safetensors")) == [entry] and entry.stat().st_mtime_ns == collected
 
     with (directory / "sensitivity.csv").open(newline="") as file:
         ranked = list(csv.DictReader(file))
@@ -173,11 +172,10 @@ def test_another_recipe_takes_its_statistics_from_the_cache_and_keeps_what_is_mo
 
 def test_statistics_from_elsewhere_give_the_same_recipe(command, run, main_job, checkpoint, tmp_path):
     """As someone without a GPU does it: another machine's folder, no pass and no cache here."""
-    (folder,) = (run.parent / "cache" / "statistics").iterdir()
     directory = tmp_path / "reused"
     result = command(
         "quantize.py", "quant_level=3", "alpha=0.8", "calib_size=4", "quantize.n_steps=5", f"model.path={checkpoint}",
-        f"calibration={folder}", "quantize.seed=7", "cache.dir=null", "export_trt=none",
+        f"calibration={main_job.statistics}", "quantize.seed=7", "cache.dir=null", "export_trt=none",
         "infer.prompts=[a rocket]", f"hydra.run.dir={directory}", "infer.steps=1", "infer.num_timed_runs=1",
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
