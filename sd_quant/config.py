@@ -318,6 +318,8 @@ class QuantizeJob:
             fits = fits and not (self.quantize.per_channel and "fp8" in self.formats()["weights"])
             expected = f"another, such as infer=openvino, because torch itself multiplies no {self.quantize.format}"
             check(fits, "infer.engine", self.infer.engine, expected)
+            expected = f"0, because infer.engine={self.infer.engine} computes no low-rank branch"
+            check(self.quantize.rank == 0, "quantize.rank", self.quantize.rank, expected)
         expected = "null, because a run keeps everything in hydra.run.dir"
         check(self.infer.out_path is None, "infer.out_path", self.infer.out_path, expected)
         if self.infer.engine.startswith("tensorrt"):

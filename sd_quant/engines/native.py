@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from sd_quant.errors import ResourceError
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import FORMATS, fake_quantize
+from sd_quant.quantization.simulate import rewrite
 
 CAPABILITY = {"int8": (7, 5), "fp8": (8, 9)}  # of GPUs that multiply these
 FEWEST_ROWS = 17  # that CUDA's INT8 product takes
@@ -93,7 +94,11 @@ def on_device(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 @torch.no_grad()
 def with_native_layers(unet: nn.Module, assignment: Mapping[str, LayerAssignment]) -> nn.Module:
-    """``unet`` as ``simulate`` left it, smoothed and not rounded; its quantized layers are replaced, in place."""
+    """``unet``, smoothed and with its quantized layers replaced, in place.
+
+    Not what ``simulate`` makes of it: ModelOpt's modules, even idle ones, break what a compiler could join.
+    """
+    rewrite(unet, assignment)
     for layer in assignment.values():
         if layer.format is None:
             continue

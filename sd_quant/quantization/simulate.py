@@ -62,6 +62,18 @@ def add_low_rank(up: Tensor, down: Tensor) -> Callable[[nn.Module, tuple, Tensor
 
 
 @torch.no_grad()
+def rewrite(module: nn.Module, assignment: Mapping[str, LayerAssignment]) -> None:
+    """In place: weights and norms with smoothing in them, not yet rounded, and attention with quantized products."""
+    for layer in assignment.values():
+        target = module.get_submodule(layer.name)
+        if layer.role != "attention":
+            for parameter in target.parameters(recurse=False):
+                parameter.copy_(rewritten(parameter, layer))
+        elif layer.activation_format is not None:
+            target.set_processor(QuantizedAttention(layer))
+
+
+@torch.no_grad()
 def simulate(module: nn.Module, assignment: Mapping[str, LayerAssignment]) -> nn.Module:
     """``module`` with fake quantization in place (it is changed). Weights are smoothed, not yet rounded."""
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):  # it prints how many it inserted
@@ -72,14 +84,9 @@ def simulate(module: nn.Module, assignment: Mapping[str, LayerAssignment]) -> nn
         if not is_registered_quant_backend(BACKEND):
             register_quant_backend(BACKEND, blocked)
         module = mtq.quantize(module, modelopt_config(assignment))
-    for layer in assignment.values():
+    rewrite(module, assignment)
+    for layer in (layer for layer in assignment.values() if layer.role != "attention"):
         target = module.get_submodule(layer.name)
-        if layer.role == "attention":
-            if layer.activation_format is not None:
-                target.set_processor(QuantizedAttention(layer))
-            continue
-        for parameter in target.parameters(recurse=False):
-            parameter.copy_(rewritten(parameter, layer))
         weight = target.get_parameter("weight")
         if layer.multiplies:
             target.input_quantizer._enable_pre_quant_scale = True
@@ -136,8 +143,8 @@ def restorable(assignment: Mapping[str, LayerAssignment]) -> bool:
 
 
 def save_quantized(module: nn.Module, path: Path) -> None:
-    """ModelOpt's own checkpoint format."""
+    """ModelOpt's own checkpoint format; torch would put the name of a path that it is given into the file."""
     import modelopt.torch.opt as mto
 
-    with atomic_path(path) as temporary:
-        mto.save(module, temporary)
+    with atomic_path(path) as temporary, temporary.open("wb") as file:
+        mto.save(module, file)

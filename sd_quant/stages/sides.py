@@ -64,11 +64,9 @@ def simulated_denoiser(checkpoint: Checkpoint, assignment: Assignment) -> Engine
 
 def open_native(checkpoint: Checkpoint, engine: str, assignment: Assignment, key: Native) -> Engine:
     contract = contracts_of(checkpoint)[key.part]
+    module = load_part(checkpoint, key.part).module
     if key.quantized:
-        module = simulated_denoiser(checkpoint, assignment).module
         with_native_layers(denoiser_of(checkpoint, module), assignment)
-    else:
-        module = load_part(checkpoint, key.part).module
     on_device(module, contract.weights)
     if engine == "torch_compiled":
         module.compile()

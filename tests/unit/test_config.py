@@ -519,6 +519,10 @@ def test_reading_a_group_alone(mappings):
     ("overrides", "sentence"),
     [
         (["quantize=nvfp4", "infer=torch_native"], "infer.engine is torch_native, expected another, such as"),
+        (
+            ["quantize.rank=8", "infer=torch_native"],
+            "quantize.rank is 8, expected 0, because infer.engine=torch_native",
+        ),
         (["quantize=fp8", "alpha=0.5"], "alpha is 0.5, expected null, because fp8 smooths nothing"),
         (
             ["quantize=int8", "quantize.format=fp8"],

@@ -68,8 +68,8 @@ def test_the_network_computes_what_the_simulation_does(calibrated, form):
         calibrated.roles, lambda name: weights.get_submodule(name).weight, calibrated.statistics.layers, recipe,
         shared_inputs(calibrated.roles),
     )  # fmt: skip
+    replaced = with_native_layers(copy.deepcopy(part.unet), assignment)
     simulated = simulate(part.unet, assignment)
-    replaced = with_native_layers(copy.deepcopy(simulated), assignment)
     made = {name for name, module in replaced.named_modules() if isinstance(module, NativeLinear | RoundedConv)}
     assert made == {layer.name for layer in assignment.values() if layer.format}
     seen = {}
