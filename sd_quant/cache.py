@@ -72,7 +72,14 @@ class Cache:
         self.trim(spared=entry)
 
     def trim(self, spared: Path) -> None:
-        """Remove what was used longest ago, as far as the limit asks for it, but not ``spared`` or what is in use."""
+        """Remove what was used longest ago, as far as the limit asks for it, but not ``spared`` or what is in use.
+
+        What a killed process was making goes too.
+        """
+        for abandoned in self.directory.glob("*/.*.part"):
+            with abandoned.with_suffix(".lock").open("a") as lock:
+                if try_lock(lock):
+                    shutil.rmtree(abandoned, ignore_errors=True)
         manifests = sorted(self.directory.glob(f"*/*/{MANIFEST}"), key=used)
         sizes = {manifest.parent: size_of(manifest.parent) for manifest in manifests}
         excess = sum(sizes.values()) - self.limit_bytes

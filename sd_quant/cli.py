@@ -9,9 +9,10 @@ import functools
 import logging
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
@@ -24,7 +25,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from sd_quant import share, sweep
 from sd_quant.config import REPOSITORY, anchored, check_writable, run_model
-from sd_quant.errors import CANCELLED, ConfigError, ResourceError, SdQuantError, fail
+from sd_quant.errors import CANCELLED, ConfigError, ResourceError, SdQuantError, fail, of_the_machine
 from sd_quant.files import write_json
 from sd_quant.knobs import near, read
 from sd_quant.report.summary import FAILURE, read_sweep
@@ -150,13 +151,17 @@ def told_once(task: Callable[[DictConfig], object]) -> Callable[[DictConfig], ob
         try:
             return task(config)
         except Exception as error:
-            known = isinstance(error, SdQuantError)
-            reason, code = (str(error), error.exit_code) if known else (f"it crashed: {error!r}", 1)
-            write_json(directory / FAILURE, {"status": "failed", "reason": reason, "exit_code": code})
+            refused = of_the_machine(error) or error
+            known = isinstance(refused, SdQuantError)
+            reason, code = (str(refused), refused.exit_code) if known else (f"it crashed: {error!r}", 1)
+            with suppress(OSError, ResourceError):  # the disk may be full
+                write_json(directory / FAILURE, {"status": "failed", "reason": reason, "exit_code": code})
             crashed_in_sweep = multirun and not known  # of a single run Hydra shows the traceback
             LOG.error("%s", reason, exc_info=error if crashed_in_sweep else None)
             if crashed_in_sweep:
                 raise SdQuantError(reason) from error  # not every exception survives the way from another process
+            if multirun and refused is not error:
+                raise refused from error
             if multirun or not known:
                 raise
             sys.exit(fail(reason, code))
@@ -196,6 +201,8 @@ def run_sweep(main: Callable[[], object], job: type, config_name: str, overrides
 def run(main: Callable[[], object], job: type, config_name: str) -> None:
     """Run a Hydra entrypoint and exit with the code that its outcome has. Commands work from any directory."""
     os.chdir(REPOSITORY)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what a scheduler sends ends a job as Ctrl-C does
+    logging.raiseExceptions = False  # else a full disk is told at every line of the log
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise errors to here instead of printing a traceback
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it misses torchvision in every run, which nothing needs
     arguments = get_args_parser().parse_args()
@@ -216,7 +223,9 @@ def run(main: Callable[[], object], job: type, config_name: str) -> None:
     except (HydraException, OmegaConfBaseException) as error:
         refused = refusal(error, config_name)
         sys.exit(fail(str(refused), refused.exit_code))
+    except (OSError, MemoryError) as error:  # of Hydra's own files, and of a sweep's
+        if (fault := of_the_machine(error)) is None:
+            raise
+        sys.exit(fail(str(fault), fault.exit_code))
     except KeyboardInterrupt:
         sys.exit(fail("cancelled; what was finished is kept, and the same command starts again", CANCELLED))
-    except MemoryError:
-        sys.exit(fail("out of memory; lower infer.batch_size, quantize.batch_size or the picture's size", 4))

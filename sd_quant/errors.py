@@ -3,10 +3,15 @@
 The class decides the exit code of the command.
 """
 
+import errno
+import re
 import sys
 from collections.abc import Callable
 
 CANCELLED = 130
+FULL = (errno.ENOSPC, errno.EDQUOT)
+FULL_WORDS = re.compile(r"no space left|os error 28\b|disk quota exceeded", re.IGNORECASE)
+MEMORY_WORDS = re.compile(r"out of memory|bad_alloc|(can't|cannot|could not|failed to) allocate", re.IGNORECASE)
 LONGEST = 1400  # characters of a sentence
 
 
@@ -36,6 +41,33 @@ class ResourceError(SdQuantError):
     """Not enough disk or memory, or a device or runtime that was asked for is missing."""
 
     exit_code = 4
+
+
+def of_the_machine(error: BaseException) -> ResourceError | None:
+    """A full disk or too little memory, whichever library complains of it; None for every other error.
+
+    The notes of the error say where it happened; ``sd_quant.metrics.memory.StageTimer`` writes them.
+    """
+    if isinstance(error, ResourceError):
+        return error
+    chain: list[BaseException] = []
+    while error is not None and error not in chain:
+        chain.append(error)
+        error = error.__cause__ or error.__context__  # type: ignore[assignment]
+    where = "".join(f" in {note}" for found in chain for note in getattr(found, "__notes__", ()))
+    for found in chain:
+        if isinstance(found, SdQuantError):  # it may quote a file; what is under it does not
+            continue
+        if isinstance(found, OSError) and found.errno in FULL or FULL_WORDS.search(str(found)):
+            name = getattr(found, "filename", None)
+            could_not = f": {name} could not be written" if name else ""
+            return ResourceError(f"the disk is full{where}{could_not}; free some space and rerun")
+        if isinstance(found, MemoryError) or MEMORY_WORDS.search(str(found)):
+            return ResourceError(
+                f"out of memory{where} ({' '.join(str(found).split())[:200] or type(found).__name__}); lower "
+                "quantize.batch_size, infer.batch_size or infer.width and infer.height, or take a larger machine"
+            )
+    return None
 
 
 def fail(sentence: str, code: int) -> int:

@@ -1,15 +1,18 @@
 """Writing so that a name never points at half a file: temporary name in the same folder, flush, rename."""
 
-import errno
 import hashlib
 import json
+import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from sd_quant.errors import ResourceError
+from sd_quant.errors import FULL, ResourceError, SdQuantError
+
+TEMPORARY = ".unfinished-"
 
 
 @contextmanager
@@ -26,11 +29,16 @@ def atomic_path(path: Path) -> Iterator[Path]:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in FULL:
             raise ResourceError(f"the disk is full: {path} could not be written; free some space and rerun") from error
         raise
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def temporary_folder(directory: Path) -> TemporaryDirectory:
+    """In ``directory``, under a name by which the next attempt knows what a killed one has left."""
+    return TemporaryDirectory(dir=directory, prefix=TEMPORARY)
 
 
 def check_room(path: Path, needed: float, what: str = "") -> None:
@@ -50,8 +58,19 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, content: object) -> None:
-    """Raises ValueError for NaN and infinity: a record holds null and a reason instead."""
+    """Raises SdQuantError for NaN and infinity, naming the entry: a record holds null and a reason instead."""
+    if found := next(not_finite(content), None):
+        raise SdQuantError(f"{path.name} cannot be written, because {found} in it is no finite number; report this run")
     write_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+
+def not_finite(content: object, name: str = "") -> Iterator[str]:
+    """``fidelity.psnr.values.0`` for every NaN and infinity in what is to be JSON."""
+    if isinstance(content, float) and not math.isfinite(content):
+        yield f"{name.lstrip('.') or 'all'} ({content})"
+    elif isinstance(content, Mapping | list | tuple):
+        for key, value in content.items() if isinstance(content, Mapping) else enumerate(content):
+            yield from not_finite(value, f"{name}.{key}")
 
 
 def sha256(path: Path) -> str:

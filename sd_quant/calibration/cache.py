@@ -64,6 +64,9 @@ class Shelf:
         return unpack(tensors)
 
     def write(self, segment: range, statistics: Statistics) -> None:
+        """The caller alone writes into the folder, so what is half written there is a killed process's."""
+        for abandoned in self.folder.glob(".*.part"):
+            abandoned.unlink()
         tensors = pack(statistics)
         content = save(tensors)  # without the metadata, whose order would be another each time
         header = {"__metadata__": self.metadata(segment, tensors), **header_of(content)}

@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from sd_quant.checkpoints.archive import Member, OpenFile
 from sd_quant.errors import ArtifactError
 
-MAX_PICKLE = 64 * 2**20  # SDXL's has about 0.4 MB: names and shapes, no numbers
+MAX_PICKLE = 8 * 2**20  # SDXL's has about 0.4 MB: names and shapes, no numbers
 MAX_RECORDS = 100_000
 MAX_TEXT = 4096  # letters of a key, or of anything else that a pickle names
 PUTS, GETS = ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"), ("GET", "BINGET", "LONG_BINGET")

@@ -10,7 +10,6 @@ two-dimensional, because TensorRT takes no others; a convolution's get their sha
 """
 
 import math
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from sd_quant.errors import ArtifactError
 from sd_quant.export.dynamic import dynamic_copy
 from sd_quant.export.graph import OPSET, raise_opset
 from sd_quant.export.insertion import HALF, SCALE_DTYPES, constant, initializer, insert
-from sd_quant.files import atomic_path
+from sd_quant.files import atomic_path, temporary_folder
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from sd_quant.quantization.formats import FORMATS, Format
 
@@ -266,7 +265,7 @@ def save(model: ir.Model, path: Path) -> None:
     """Written in a folder of its own, because a graph holds its data file's name; the graph takes its name last."""
     external = sum(value.const_value.nbytes for value in model.graph.initializers.values()) > LARGEST_SINGLE_FILE
     data = path.with_name(path.name + ".data")
-    with atomic_path(path) as graph, tempfile.TemporaryDirectory(dir=path.parent) as folder:
+    with atomic_path(path) as graph, temporary_folder(path.parent) as folder:
         staged = Path(folder)
         try:
             ir.save(model, staged / path.name, external_data=data.name if external else None)

@@ -114,12 +114,17 @@ class Pipeline:
                 "out", longer, len(prompts), tokenizer.model_max_length, max(lengths),
             )  # fmt: skip
 
-    def decode(self, latents: Tensor, sampling: Sampling) -> np.ndarray:
-        """uint8 [B, H, W, 3] of latents as the pipeline has them."""
+    def decode(self, numbers: Sequence[int], latents: Tensor, sampling: Sampling) -> np.ndarray:
+        """uint8 [B, H, W, 3] of latents as the pipeline has them; ``numbers`` are those of their prompts."""
         config = self.drawing.pipe.vae.config
         latents = self.drawing.unpack(latents, sampling.height, sampling.width)
         z = latents / config.scaling_factor + (getattr(config, "shift_factor", None) or 0)
         picture = self.engines["vae"](z=z)["dec"].float().cpu()
+        if broken := [number for number, each in zip(numbers, picture, strict=True) if not torch.isfinite(each).all()]:
+            raise SdQuantError(
+                f"{self.engines['vae'].name} gave a picture that is not finite for prompt {broken[0]}, of latents that "
+                "are; the weights of the VAE may be stored in fewer bits than it needs: export them in fp32"
+            )
         images = self.drawing.pipe.image_processor.postprocess(picture, output_type="np")
         return (images * 255).round().astype(np.uint8)
 
@@ -159,7 +164,10 @@ class Pipeline:
             steps, final = self.denoise(batch, text, sampling, on_step)
             latents.append(torch.stack(steps, dim=1))
             finished.append(final)
-        images = np.concatenate([self.decode(each, sampling) for each in finished]) if decode else None
+        images = None
+        if decode:
+            pairs = zip(batches, finished, strict=True)
+            images = np.concatenate([self.decode(batch, each, sampling) for batch, each in pairs])
         return Generated(images, torch.cat(latents))
 
     def denoise(

@@ -52,6 +52,12 @@ def peak_cuda_memory_bytes() -> int | None:
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
 
 
+def used() -> str:
+    """The peaks, as a sentence has them."""
+    peak, cuda = peak_memory_bytes() / 1e9, peak_cuda_memory_bytes()
+    return f"{peak:.2f} GB of memory" + ("" if cuda is None else f" and {cuda / 1e9:.2f} GB of the GPU's")
+
+
 class StageTimer:
     """``with timer("calibrate"): ...`` fills ``timer.stages["calibrate"]``, also when the block fails.
 
@@ -67,6 +73,9 @@ class StageTimer:
         start = perf_counter()
         try:
             yield
+        except Exception as error:
+            error.add_note(f"the stage {name}, with up to {used()}")
+            raise
         finally:
             seconds, peak = perf_counter() - start, peak_memory_bytes()
             self.stages[name] = {"seconds": seconds, "peak_memory_bytes": peak}

@@ -7,19 +7,21 @@ names the jobs, and in each job's folder its record, why it failed, or neither. 
 import csv
 import io
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sd_quant.cache import try_lock
 from sd_quant.errors import ArtifactError
 from sd_quant.files import atomic_path, write_text
 from sd_quant.report.layers import cell
 from sd_quant.report.shapes import PLAN_SHAPE, RECORD_SHAPE, check_shape, plain_line, why
 
-SWEEP, RECORD, FAILURE = "sweep.json", "metrics.json", "failure.json"
+SWEEP, RECORD, FAILURE, LOCK, LOG = "sweep.json", "metrics.json", "failure.json", ".lock", "quantize.log"
 DONE, FAILED, UNFINISHED = "done", "failed", "unfinished"
-NO_RECORD = "it left no record: it has not run, was killed, or is running"
+STAGE = re.compile(r"- (\w+) \.\.\.$", re.MULTILINE)  # how a stage announces itself in the log
 
 Row = dict[str, Any]
 
@@ -83,8 +85,31 @@ def read_job(name: str, directory: Path, varied: Mapping[str, Any]) -> Job:
     except (OSError, ValueError, RecursionError) as error:
         return Job(name, directory, varied, UNFINISHED, f"its record cannot be read: {why(error)}")
     if failure is None:
-        return Job(name, directory, varied, UNFINISHED, NO_RECORD)
+        return Job(name, directory, varied, UNFINISHED, f"it left no record: {what_became_of(directory)}")
     return Job(name, directory, varied, FAILED, str(failure.get("reason")))
+
+
+def what_became_of(directory: Path) -> str:
+    """Of a job that neither ended nor failed. A lock ends with its process, so it tells the running from the dead."""
+    try:
+        with (directory / LOCK).open("rb") as lock:
+            running = not try_lock(lock)
+    except OSError:
+        return "it has not run"
+    stages = STAGE.findall(last_text(directory / LOG))
+    where = f" in the stage {stages[-1]}" if stages else ""
+    if running:
+        return f"it is running{where}"
+    return f"it ended{where} without a word, as what is killed does: by a signal, or for want of memory"
+
+
+def last_text(path: Path, most: int = 65536) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - most))
+            return file.read(most).decode("utf-8", "replace")
+    except OSError:
+        return ""
 
 
 def read_object(path: Path) -> dict | None:

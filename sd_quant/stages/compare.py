@@ -5,7 +5,6 @@ holds all versions they are timed in turn; else one after the other, and a pictu
 parts'. The record says which.
 """
 
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import reduce
@@ -18,6 +17,7 @@ from torch import Tensor
 from sd_quant.cache import Cache
 from sd_quant.config import Infer
 from sd_quant.engines.base import Engine
+from sd_quant.files import temporary_folder
 from sd_quant.inference.pipeline import Generated
 from sd_quant.metrics.latency import measure_in_turn, ratio
 from sd_quant.models.loading import Checkpoint, contracts_of, pipeline_of
@@ -41,11 +41,18 @@ class Comparison:
 
 
 def compare_pictures(
-    checkpoint: Checkpoint, sides: Sides, prompts: list[str], infer: Infer, origin: Mapping[str, object], cache: Cache
+    checkpoint: Checkpoint,
+    sides: Sides,
+    prompts: list[str],
+    infer: Infer,
+    origin: Mapping[str, object],
+    directory: Path,
+    cache: Cache,
 ) -> Comparison:
     """What is not quantized is the same for every recipe, so it comes from the cache where it is there.
 
-    ``origin``: what the pictures depend on besides prompts, sampling and engine, which are added here.
+    ``directory`` is the run's, where nothing stays of it. ``origin``: what the pictures depend on besides prompts,
+    sampling and engine, which are added here.
     """
     made_from = {
         **origin,
@@ -54,7 +61,7 @@ def compare_pictures(
         "sampling": asdict(sampling_of(infer)),
         "engine": infer.engine,
     }
-    with tempfile.TemporaryDirectory() as temporary:
+    with temporary_folder(directory) as temporary:
         path = Path(temporary) / "pictures.safetensors"
         cache.provide(
             "pictures", made_from, path.parent,

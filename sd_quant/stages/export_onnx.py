@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from sd_quant.cache import Cache
 from sd_quant.config import artifact
 from sd_quant.export.parts import trace_part, write_part
-from sd_quant.files import source_digest
+from sd_quant.files import source_digest, temporary_folder
 from sd_quant.models.loading import Checkpoint
 from sd_quant.progress import progress
 from sd_quant.quantization.assignment import LayerAssignment
@@ -56,7 +55,7 @@ def export(checkpoint: Checkpoint, origin: dict, part: str, path: Path, assignme
     """One file, with its weights in it or beside it; the graph is the same for every assignment."""
 
     def write(folder: Path) -> None:
-        with tempfile.TemporaryDirectory(dir=path.parent) as temporary:
+        with temporary_folder(path.parent) as temporary:
             graph = Path(temporary) / "graph.onnx"
             cache.provide(
                 "graph", origin | {"part": part}, graph.parent,

@@ -13,7 +13,6 @@ Tolerances, relative to the norm of torch's output:
 """
 
 import math
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +25,7 @@ from sd_quant.engines import load_engine
 from sd_quant.engines.base import Engine
 from sd_quant.errors import SdQuantError
 from sd_quant.export.layer_cut import cut_layers
+from sd_quant.files import temporary_folder
 from sd_quant.metrics.fidelity import relative_error
 from sd_quant.models.parts import Contract
 from sd_quant.quantization.assignment import LayerAssignment
@@ -143,7 +143,7 @@ def layer_outputs(
     simulation: Simulation, assignment: Mapping[str, LayerAssignment], onnx_path: Path, prefix: str, engine: str
 ) -> dict[str, Tensor]:
     """Of each layer of the exported network, by a runtime for the CPU where the engine takes no part of a network."""
-    with tempfile.TemporaryDirectory(dir=onnx_path.parents[2]) as folder:
+    with temporary_folder(onnx_path.parents[2]) as folder:
         path = Path(folder) / "layers.onnx"
         read = set(cut_layers(onnx_path, assignment, path, prefix).values())
         layers = load_engine("openvino" if engine.startswith("tensorrt") else engine, path)

@@ -24,7 +24,7 @@ from sd_quant.engines import why_not
 from sd_quant.engines.native import check_device
 from sd_quant.engines.pool import Pool
 from sd_quant.errors import ResourceError
-from sd_quant.files import digest, source_digest, write_json, write_text
+from sd_quant.files import TEMPORARY, digest, source_digest, write_json, write_text
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.metrics.fidelity import fidelity
 from sd_quant.metrics.flops import operations, operations_a_second
@@ -53,7 +53,7 @@ from sd_quant.report.layers import write_csv
 from sd_quant.report.pictures import comparison_grid, save_images
 from sd_quant.report.provenance import provenance
 from sd_quant.report.sensitivity import plot_sensitivity
-from sd_quant.report.summary import FAILURE, RECORD
+from sd_quant.report.summary import FAILURE, LOCK, RECORD
 from sd_quant.report.table import run_table
 from sd_quant.stages.compare import FRAMEWORK, FULL_PRECISION, QUANTIZED, compare_latency, compare_pictures
 from sd_quant.stages.export_onnx import export_parts
@@ -67,9 +67,20 @@ from sd_quant.trackers import track
 
 LOG = logging.getLogger(__name__)
 PACKAGE = Path(__file__).resolve().parents[1]
-LOCK, TRACKED = ".lock", "outputs/trackers"
+TRACKED = "outputs/trackers"
 WRITTEN = (
-    *("onnx", "plan", "full_precision", "images", "tmp*", RECORD, FAILURE, "provenance.json", "config.yaml"),
+    *(
+        "onnx",
+        "plan",
+        "full_precision",
+        "images",
+        f"{TEMPORARY}*",
+        ".*.part",
+        RECORD,
+        FAILURE,
+        "provenance.json",
+        "config.yaml",
+    ),
     *("layers.csv", "sensitivity.csv", "sensitivity.png", "quantized_*.pt"),
 )
 
@@ -193,7 +204,9 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> dict:
     pool = Pool(partial(open_engine, checkpoint, job.infer.engine, assignment), most=None if together else 1)
     sides = sides_of(checkpoint, pool, job.infer.engine, directory, simulated is not None)
     with timer("pictures"):
-        comparison = compare_pictures(checkpoint, sides, prompts, job.infer, unquantized_origin(facts), cache)
+        comparison = compare_pictures(
+            checkpoint, sides, prompts, job.infer, unquantized_origin(facts), directory, cache
+        )
         reference, unquantized_twins, twins = (
             comparison.pictures[side] for side in (FRAMEWORK, FULL_PRECISION, QUANTIZED)
         )

@@ -110,6 +110,16 @@ def test_what_a_killed_process_left_is_no_entry(cache, tmp_path):
     assert make.calls == 2 and len(list((tmp_path / "cache" / "thing").iterdir())) == 2  # the entry and its lock
 
 
+def test_what_a_killed_process_was_making_goes_with_the_next_entry(cache, tmp_path):
+    abandoned, at_work = (tmp_path / "cache" / "other" / f".{name}.part" for name in ("abandoned", "at_work"))
+    for folder in (abandoned, at_work):
+        folder.mkdir(parents=True)
+        (folder / "half").write_bytes(b"0")
+    with locked(at_work.with_suffix(".lock")):
+        cache.provide("thing", {}, tmp_path / "run", Maker())
+    assert not abandoned.exists() and at_work.exists()
+
+
 def test_the_longest_unused_goes_first(tmp_path):
     cache = Cache(tmp_path / "cache", 4200)
     made: list[int] = []

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from sd_quant.errors import ResourceError
+from sd_quant.errors import ResourceError, SdQuantError
 from sd_quant.files import atomic_path, check_room, sha256, write_json, write_text
 
 
@@ -55,8 +55,8 @@ def test_json_reads_back(tmp_path):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_json_refuses_numbers_that_are_none(tmp_path, value):
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        write_json(tmp_path / "record.json", {"psnr": [1.0, value]})
+    with pytest.raises(SdQuantError, match=rf"^record.json cannot be written, because psnr.values.1 \({value}\) in it"):
+        write_json(tmp_path / "record.json", {"ssim": {}, "psnr": {"values": [1.0, value]}})
     assert not list(tmp_path.iterdir())
 
 

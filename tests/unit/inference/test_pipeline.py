@@ -181,6 +181,19 @@ def test_a_latent_that_is_not_finite_is_named_by_the_prompts_own_number(pipeline
         pipeline(PROMPTS, SAMPLING, numbers=[2, 0])
 
 
+def test_a_picture_that_is_not_finite_is_named(pipeline, engines):
+    whole = engines["vae"].function
+
+    def overflows(z):
+        picture = whole(z)["dec"]
+        picture[-1, 0, 0, 0] = torch.inf
+        return {"dec": picture}
+
+    engines["vae"].function = overflows
+    with pytest.raises(SdQuantError, match="vae gave a picture that is not finite for prompt 1, of latents that are"):
+        pipeline(PROMPTS, SAMPLING)
+
+
 def test_long_prompts_are_told_of(pipeline, caplog):
     pipeline.drawing.tokenizer.unpadded = 90
     with caplog.at_level("WARNING"):

@@ -6,9 +6,10 @@ import json
 import pytest
 from pyarrow import parquet
 
+from sd_quant.cache import locked
 from sd_quant.errors import ArtifactError
 from sd_quant.files import write_json
-from sd_quant.report.summary import FAILURE, RECORD, SWEEP, read_sweep, rows, write_summary
+from sd_quant.report.summary import FAILURE, LOCK, LOG, RECORD, SWEEP, read_sweep, rows, write_summary
 
 
 def record(psnr: float, milliseconds: float) -> dict:
@@ -55,8 +56,20 @@ def test_a_row_has_what_its_record_says(folder):
 def test_failures_have_rows_with_their_reasons(folder):
     failed, missing = rows(read_sweep(folder))[2:]
     assert (failed["status"], missing["status"]) == ("failed", "unfinished")
-    assert "broken" in failed["reason"] and "has not run, was killed, or is running" in missing["reason"]
+    assert "broken" in failed["reason"] and missing["reason"] == "it left no record: it has not run"
     assert failed["psnr_db"] is None and list(failed) == list(rows(read_sweep(folder))[0])
+
+
+def test_a_job_that_left_nothing_is_running_or_was_killed(folder):
+    """The process that holds its lock may be this one: a lock belongs to the file as it was opened."""
+    killed = folder / "alpha=0.1"
+    killed.mkdir()
+    log = "[2026-01-01 00:00:00,000][sd_quant][INFO] - {} ...\n"
+    (killed / LOG).write_text("".join(log.format(stage) for stage in ("load", "export")))
+    with locked(killed / LOCK):
+        assert rows(read_sweep(folder))[3]["reason"] == "it left no record: it is running in the stage export"
+    reason = rows(read_sweep(folder))[3]["reason"]
+    assert reason.startswith("it left no record: it ended in the stage export without a word, as what is killed does")
 
 
 def test_the_three_files_agree(folder):

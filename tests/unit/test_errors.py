@@ -1,0 +1,117 @@
+"""What the machine lacks, in one sentence, whichever library complains of it: the libraries themselves are asked."""
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper
+from PIL import Image
+
+from sd_quant.engines import load_engine
+from sd_quant.errors import LONGEST, ArtifactError, ResourceError, SdQuantError, of_the_machine
+from sd_quant.files import write_text
+from sd_quant.metrics.memory import StageTimer
+
+TOO_MANY = 1 << 50
+FULL = Path("/dev/full")  # every write to it finds no space
+
+
+def model_of_a_petabyte(path: Path) -> Path:
+    """x [n, 1] times y [1, n]: the product of two small inputs is large."""
+    sizes = {"x": ["n", 1], "y": [1, "n"], "product": ["n", "n"]}
+    values = {name: helper.make_tensor_value_info(name, TensorProto.FLOAT, size) for name, size in sizes.items()}
+    node = helper.make_node("MatMul", ["x", "y"], ["product"])
+    graph = helper.make_graph([node], "petabyte", [values["x"], values["y"]], [values["product"]])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10), path)
+    return path
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    return {"x": torch.zeros(1 << 24, 1), "y": torch.zeros(1, 1 << 24)}
+
+
+def by_engine(name: str, folder: Path) -> None:
+    load_engine(name, model_of_a_petabyte(folder / "model.onnx"))(**tensors())
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda folder: torch.empty(TOO_MANY),
+        lambda folder: np.empty(TOO_MANY, np.float32),
+        lambda folder: bytearray(TOO_MANY),
+        partial(by_engine, "onnxruntime"),
+        partial(by_engine, "openvino"),
+    ],
+    ids=["torch", "numpy", "python", "onnxruntime", "openvino"],
+)
+def test_too_little_memory(ask, tmp_path):
+    with pytest.raises(Exception) as complaint, StageTimer()("pictures"):
+        ask(tmp_path)
+    refused = of_the_machine(complaint.value)
+    assert isinstance(refused, ResourceError) and refused.exit_code == 4
+    words = str(refused)
+    assert words.startswith("out of memory in the stage pictures, with up to ") and " GB of memory (" in words
+    assert words.endswith("or take a larger machine") and len(words) <= LONGEST and words.isprintable()
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda file: file.write(b"text"),
+        lambda file: Image.new("RGB", (64, 64)).save(file, format="png"),
+        lambda file: np.save(file, np.zeros(100_000)),
+        lambda file: torch.save(torch.zeros(100_000), file),
+    ],
+    ids=["python", "pillow", "numpy", "torch"],
+)
+def test_a_full_disk(write):
+    with FULL.open("wb", buffering=0) as file, pytest.raises(Exception) as complaint:
+        write(file)
+    assert str(of_the_machine(complaint.value)).startswith("the disk is full")
+
+
+def test_the_file_is_named_where_it_is_known():
+    error = OSError(28, "No space left on device", "/run/vae.onnx")
+    assert (
+        str(of_the_machine(error)) == "the disk is full: /run/vae.onnx could not be written; free some space and rerun"
+    )
+
+
+def test_the_reason_is_found_under_what_was_made_of_it():
+    """An engine says that a file cannot be compiled, of whatever its runtime complained."""
+    with pytest.raises(ArtifactError) as complaint:
+        try:
+            torch.empty(TOO_MANY)
+        except RuntimeError as error:
+            raise ArtifactError("the file cannot be compiled") from error
+    assert str(of_the_machine(complaint.value)).startswith("out of memory (")
+
+
+def test_what_a_refusal_quotes_is_not_believed():
+    assert of_the_machine(ArtifactError("'No space left on device, out of memory' is no prompt")) is None
+
+
+def test_a_resource_error_keeps_its_words(tmp_path):
+    error = ResourceError("this machine has no GPU")
+    assert of_the_machine(error) is error
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("no"), SdQuantError("no"), FileNotFoundError(2, "No such file"), KeyError()]
+)
+def test_anything_else_is_not_the_machines(error):
+    assert of_the_machine(error) is None
+
+
+def test_a_file_that_is_written_into_a_full_disk(tmp_path, monkeypatch):
+    def full(*arguments, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(ResourceError, match="the disk is full: .*record.json could not be written"):
+        write_text(tmp_path / "record.json", "{}")
