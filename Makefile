@@ -4,7 +4,7 @@ PYTHON := $(VENV)/bin/python
 PIP := $(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart install test check report cache-clean clean
+.PHONY: help quickstart install test check gpu-check report cache-clean clean
 
 help: ## Show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -16,13 +16,16 @@ install: $(VENV)/.sd-quant-run ## Install what the commands need
 
 test: $(VENV)/.sd-quant-test ## Install what the tests need, then run all of them
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/unit tests/fuzz --numprocesses 2
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/cli tests/gpu --numprocesses 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/cli tests/faults tests/gpu --numprocesses 2 --dist loadfile
 
 check: $(VENV)/.sd-quant-test ## Style, types and the quick unit tests, in under two minutes
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
 	$(PYTHON) -m pytest tests/unit --numprocesses 2 --quiet -m "not slow"
+
+gpu-check: ## On a GPU: its tests and a table of latencies, with whatever is installed; elsewhere it says so
+	PYTHONPATH=. $(or $(wildcard $(PYTHON)),python3) benchmarks/gpu_check.py
 
 report: $(VENV)/.sd-quant-run ## Make the report of a run or a sweep again from its records: make report DIR=<folder>
 	$(PYTHON) -m sd_quant.report $(DIR)

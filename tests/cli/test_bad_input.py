@@ -160,7 +160,8 @@ def test_a_sweep_with_broken_jobs_fails_and_each_log_and_row_says_why(command, f
     assert table.count("failed") == 4 and "holds no model" in table
 
 
-def test_ctrl_c_ends_the_job_soon_and_without_a_record(start, checkpoint, tmp_path):
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_a_schedulers_word_end_the_job_soon_and_without_a_record(start, checkpoint, tmp_path, sent):
     directory = tmp_path / "run"
     with start("quantize.py", f"model.path={checkpoint}", f"hydra.run.dir={directory}", "cache.dir=null") as process:
         try:
@@ -169,7 +170,7 @@ def test_ctrl_c_ends_the_job_soon_and_without_a_record(start, checkpoint, tmp_pa
                     break
             time.sleep(1)
             pressed = time.monotonic()
-            os.killpg(process.pid, signal.SIGINT)
+            os.killpg(process.pid, sent)
             _, stderr = process.communicate(timeout=60)
             seconds = time.monotonic() - pressed
         finally:
