@@ -1,11 +1,12 @@
 import onnx_ir as ir
 import pytest
 import torch
+from onnx import TensorProto, helper
 from onnxscript import optimizer
 from torch import nn
 
 from sd_quant.export import graph
-from sd_quant.export.graph import OPSET, copy_of, fake_module, trace
+from sd_quant.export.graph import OPSET, copy_of, drop_squeezes, fake_module, trace
 from sd_quant.models.parts import Contract
 
 
@@ -103,3 +104,17 @@ def test_folding_is_what_onnxscripts_whole_optimizer_does(monkeypatch):
     monkeypatch.setattr(graph, "fold", optimizer.optimize)
     theirs = ir.to_proto(trace(GatedFeedForward, contract))
     assert ours.graph.SerializeToString(deterministic=True) == theirs.graph.SerializeToString(deterministic=True)
+
+
+@pytest.mark.parametrize("size, left", [(1, 1), (3, 0), ("n", 0)])
+def test_an_axis_that_is_longer_than_one_is_not_squeezed(size, left):
+    """torch leaves it as it is, and so does the graph then; an axis of one goes away as it should."""
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, size])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    axes = helper.make_tensor("axes", TensorProto.INT64, [1], [1])
+    nodes = [helper.make_node("Squeeze", ["x", "axes"], ["squeezed"]), helper.make_node("Neg", ["squeezed"], ["y"])]
+    graph = helper.make_graph(nodes, "squeeze", [x], [y], [axes])
+    model = ir.serde.deserialize_model(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)]))
+    drop_squeezes(model)
+    assert [node.op_type for node in model.graph] == ["Squeeze"] * left + ["Neg"]
+    assert model.graph[-1].inputs[0].name == ("squeezed" if left else "x")

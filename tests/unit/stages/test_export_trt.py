@@ -1,8 +1,10 @@
+from dataclasses import fields
+
 import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from sd_quant.config import ExportShape, Trt
+from sd_quant.config import ExportShape, Infer, Trt
 from sd_quant.stages.export_trt import plan_library, profile
 
 SHAPE = ExportShape(out_path=None, width=1024, height=512, batch_size=2)
@@ -26,6 +28,15 @@ def onnx_path(tmp_path):
 def test_the_unet_holds_the_doubling_of_guidance(onnx_path):
     expected = {"x": ((1, 4, 64, 128), (4, 4, 64, 128), (16, 4, 64, 128))}
     assert profile(onnx_path, "unet_xl", trt(), SHAPE) == expected
+
+
+def test_a_job_without_guidance_has_nothing_to_double(onnx_path):
+    """``infer.scale`` is the job's own, where it makes pictures too."""
+    knobs = dict.fromkeys((field.name for field in fields(Infer)), 1) | {"engine": "openvino", "prompts": ["a cat"]}
+    sizes = {"width": 1024, "height": 512, "batch_size": 2}
+    for scale, most in ((1.0, 8), (5.0, 16)):
+        infer = Infer(**knobs | sizes | {"scale": scale})
+        assert profile(onnx_path, "unet_xl", trt(), infer)["x"][2] == (most, 4, 64, 128)
 
 
 def test_other_parts_are_not_doubled(onnx_path):
