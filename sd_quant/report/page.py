@@ -49,7 +49,7 @@ FRONTS = {
 CAPTIONS = {
     "pareto_latency": "Fidelity and time. The line joins the recipes that no other beats in both. Each job timed the "
     "unquantized engine in turn with its own, so what else the machine did has hit both alike.",
-    "pareto_size": "Fidelity and the size of the UNet's ONNX file.",
+    "pareto_size": "Fidelity and the size of the denoiser's ONNX file.",
     "trajectory": "How close the latents stay to full precision, step by step. Where a line falls, the pictures part.",
     "layers": "The error of each quantized layer's output on real inputs, in the order in which they are called.",
 }

@@ -47,6 +47,10 @@ def recommend(rows: Sequence[Row], describe: Callable[[Row], str]) -> Recommenda
     measured = [row for row in rows if row["status"] == DONE and worth(row) is not None]
     if not measured:
         return Recommendation(None, "No job has both pictures and a latency, so there is nothing to recommend.")
+    if (checkpoints := len({row["checkpoint"] for row in measured})) > 1:
+        return Recommendation(
+            None, f"The jobs are of {checkpoints} checkpoints: recipes are only comparable where they are of one."
+        )
     best = max(measured, key=worth)
     faster = f"{speed(best['image_speedup'])} as fast as the unquantized engine from prompt to picture"
     figures = f"{faster}, PSNR {decibels(best)}"
@@ -87,7 +91,7 @@ def share(row: Row) -> str:
     stored, full = row["denoiser_onnx_bytes"], row["denoiser_onnx_full_precision_bytes"]
     if not stored or not full:
         return ""
-    return f" Its UNet takes {stored / full:.0%} of the unquantized one's disk, if that is what matters."
+    return f" Its denoiser takes {stored / full:.0%} of the unquantized one's disk, if that is what matters."
 
 
 def front(rows: Sequence[Row], cost: str) -> list[Row]:

@@ -22,14 +22,14 @@ def plot_sensitivity(rows: Sequence[Mapping], curve: Sequence[Mapping], path: Pa
     kept = sum(row["kept"] for row in rows)
     if kept:
         layers.axvline(kept + 0.5, color="black", linestyle=":", label=f"{kept} kept in fp16")
-    layers.set(yscale="log", xlabel="layers, most sensitive first", ylabel="relative error of the UNet's output",
+    layers.set(yscale="log", xlabel="layers, most sensitive first", ylabel="relative error of the denoiser's output",
                title="one layer quantized at a time")  # fmt: skip
     layers.legend()
     counts = [point["kept"] for point in curve]
     budget.plot(counts, [point["relative_error"] for point in curve], "o-", label="measured")
     budget.plot(counts, [point["predicted"] for point in curve], "--", label="root of the sum of squares")
     budget.set(xscale="symlog", ylim=(0, None), xlabel="most sensitive layers kept in fp16",
-               ylabel="relative error of the UNet's output", title="all others quantized")  # fmt: skip
+               ylabel="relative error of the denoiser's output", title="all others quantized")  # fmt: skip
     budget.legend()
     with atomic_path(path) as temporary:
         figure.savefig(temporary, format="png")

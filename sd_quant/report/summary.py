@@ -163,6 +163,7 @@ def row_of(job: Job) -> Row:
         "denoiser_plan_bytes": number(files.get("plan")),
         "denoiser_plan_targets": " ".join(at(record, "plans", denoiser, "targets") or ()) or None,
         "run_by": "simulation" if record.get("simulated") else engine,
+        "checkpoint": str(at(record, "inputs", "checkpoint", "sha256") or "")[:12] or None,
         "quantized_layers": at(record, "layers", "quantized"),
         "seconds": sum(at(stage, "seconds") or 0 for stage in stages.values()) if stages else None,
         "peak_memory_bytes": number(record.get("peak_memory_bytes")),

@@ -7,7 +7,7 @@ def row(name: str, psnr: float | None, speedup: float | None, status: str = "don
     return {
         "job": name, "status": status, "psnr_db": psnr, "ssim": ssim, "image_speedup": speedup,
         "image_ms": None if speedup is None else 100 / speedup,
-        "denoiser_onnx_bytes": 1e6, "denoiser_onnx_full_precision_bytes": 4e6,
+        "denoiser_onnx_bytes": 1e6, "denoiser_onnx_full_precision_bytes": 4e6, "checkpoint": "0123",
     }  # fmt: skip
 
 
@@ -50,6 +50,11 @@ def test_jobs_without_figures_are_no_candidates():
     rows = [row("failed", None, None, "failed"), row("simulated", 45.0, None)]
     assert named(rows).job is None and named(rows).sentence.startswith("No job has both")
     assert named([*rows, row("real", 38.0, 1.5)]).job == "real"
+
+
+def test_between_checkpoints_there_is_nothing_to_choose():
+    advice = named([row("sd15", 36.0, 2.0), row("sd3", 33.0, 1.2) | {"checkpoint": "4567"}, row("failed", None, None)])
+    assert advice.job is None and advice.sentence.startswith("The jobs are of 2 checkpoints")
 
 
 def test_the_front_is_what_no_other_beats():
