@@ -102,11 +102,11 @@ def killed_after(place: Place, seconds: float, number: int) -> tuple[Ended, floa
 
 
 def whole(place: Place, expected: dict[str, str]) -> list[str]:
-    """What lies under a final name and is not what an unbroken run leaves there; the record must not be there."""
+    """What lies under a final name and is not what an unbroken run leaves there; with a record, all has to be there."""
     found = artifacts(place)
     broken = [name for name, value in found.items() if not is_plan(name) and expected.get(name) != value]
-    if (place.run / "metrics.json").exists():
-        broken.append("a record of a job that was not done")
+    if (place.run / "metrics.json").exists() and (missing := sorted(expected.keys() - found.keys())):
+        broken.append(f"a record of a job that was not done: {missing[0]} is missing")
     return [f"half written: {name}" for name in broken]
 
 
