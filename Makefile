@@ -22,7 +22,7 @@ check: $(VENV)/.sd-quant-test ## Style, types and the quick unit tests, in under
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
-	$(PYTHON) -m pytest tests/unit --numprocesses 2 --quiet -m "not slow"
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/unit --numprocesses 2 --quiet -m "not slow"
 
 gpu-check: ## On a GPU: its tests and a table of latencies, with whatever is installed; elsewhere it says so
 	PYTHONPATH=. $(or $(wildcard $(PYTHON)),python3) benchmarks/gpu_check.py

@@ -9,6 +9,8 @@ from sd_quant.export import graph
 from sd_quant.export.graph import OPSET, copy_of, drop_squeezes, fake_module, trace
 from sd_quant.models.parts import Contract
 
+pytestmark = pytest.mark.slow  # the tracing
+
 
 def shapes_of(values) -> dict[str, tuple]:
     return {
