@@ -13,10 +13,10 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Timer
 
 from sd_quant.files import TEMPORARY
 
@@ -74,25 +74,17 @@ class Ended:
 def follow(process: subprocess.Popen, on_stage: Callable[[str], object] = lambda stage: None) -> Ended:
     """Read the job to its end, at most ten minutes; ``on_stage`` hears of every stage as it begins."""
     lines, stages = [], []
-    with process, timeout(process, 600):
+    limit = Timer(600, strike, [process, signal.SIGKILL])
+    limit.start()
+    with process:
         for line in process.stdout:
             lines.append(line)
             if found := STAGE_LINE.search(line.rstrip()):
                 stages.append(found[1])
                 on_stage(found[1])
         stderr = process.stderr.read()
+    limit.cancel()
     return Ended(process.wait(), "".join(lines), stderr, tuple(stages))
-
-
-@contextmanager
-def timeout(process: subprocess.Popen, seconds: float) -> Iterator[None]:
-    previous = signal.signal(signal.SIGALRM, lambda *_: strike(process, signal.SIGKILL))
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
 
 
 def strike(process: subprocess.Popen, number: int) -> None:

@@ -12,6 +12,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from sd_quant import cli
 from sd_quant.cli import CONF, fail, job_of, knobs_of, refusal, told_once
 from sd_quant.config import PART_NAMES, InferJob, QuantizeJob, artifact
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError, SdQuantError
@@ -139,6 +140,59 @@ def test_in_a_sweep_hydra_sees_the_refusal_and_the_log_has_it(hydra, capsys, cap
         task(None)
     assert caplog.messages[2] == "job 2 of 2: two, failed before: the file is broken"
     assert json.loads(failure.read_text())["exit_code"] == 3
+
+
+@pytest.mark.parametrize(
+    "error, words", [(MemoryError(), "out of memory"), (OSError(28, "No space left on device"), "the disk is full")]
+)
+@pytest.mark.parametrize("mode, left", [(RunMode.RUN, SystemExit), (RunMode.MULTIRUN, ResourceError)])
+def test_what_the_machine_lacks_is_no_crash(hydra, caplog, error, words, mode, left):
+    @told_once
+    def task(config):
+        raise error
+
+    failure = hydra(mode)
+    with pytest.raises(left) as ended, caplog.at_level(logging.ERROR):
+        task(None)
+    assert getattr(ended.value, "code", 4) == 4 and caplog.messages[-1].startswith(words)
+    told = json.loads(failure.read_text())
+    assert told["exit_code"] == 4 and told["reason"].startswith(words)
+    assert not any(record.exc_info for record in caplog.records)
+
+
+def test_a_failure_that_cannot_be_written_keeps_its_words(hydra, capsys, monkeypatch):
+    """The disk is full, so its own record finds no room either."""
+
+    @told_once
+    def task(config):
+        raise OSError(28, "No space left on device")
+
+    def full(*_):
+        raise ResourceError("the disk is full: failure.json")
+
+    failure = hydra(RunMode.RUN)
+    monkeypatch.setattr(cli, "write_json", full)
+    with pytest.raises(SystemExit) as left:
+        task(None)
+    assert left.value.code == 4 and not failure.exists()
+    assert capsys.readouterr().err == "error: the disk is full; free some space and rerun\n"
+
+
+def test_a_disk_that_is_full_before_the_job_begins_is_told_in_one_sentence(monkeypatch, capsys):
+    """Hydra writes its own files first."""
+
+    def main():
+        raise OSError(28, "No space left on device", "/run/.hydra/config.yaml")
+
+    monkeypatch.setattr(cli, "check_command", lambda *_: None)
+    monkeypatch.setattr(cli.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(logging, "raiseExceptions", True)
+    monkeypatch.chdir(Path.cwd())  # the command changes it
+    monkeypatch.setattr("sys.argv", ["quantize.py"])
+    with pytest.raises(SystemExit) as left:
+        cli.run(main, QuantizeJob, "quantize")
+    assert left.value.code == 4 and not logging.raiseExceptions
+    assert capsys.readouterr().err.startswith("error: the disk is full: /run/.hydra/config.yaml could not be written")
 
 
 def test_a_crash_passes_and_leaves_its_reason(hydra):
