@@ -73,6 +73,13 @@ def refused(shelf: Shelf, caplog, segment: range = SEGMENT) -> bool:
 # What is kept
 
 
+def test_what_a_killed_process_was_writing_goes_with_the_next_entry(shelf):
+    shelf.folder.mkdir(parents=True)
+    (shelf.folder / ".00000-00004.safetensors.17.part").write_bytes(b"half")
+    shelf.write(SEGMENT, statistics(0))
+    assert list(shelf.folder.iterdir()) == [shelf.path(SEGMENT)]
+
+
 @given(seed=st.integers(0, 2**32 - 1), rows=st.integers(0, 4), layers=st.integers(0, 3))
 @settings(max_examples=30, deadline=None)
 def test_it_comes_back_bit_for_bit(kept, seed, rows, layers):

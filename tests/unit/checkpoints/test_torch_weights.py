@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from sd_quant.checkpoints import torch_weights
 from sd_quant.checkpoints.archive import open_members
-from sd_quant.checkpoints.torch_weights import LazyTensor, lazy, stored_tensors, write_tensors
+from sd_quant.checkpoints.torch_weights import MAX_PICKLE, LazyTensor, lazy, stored_tensors, write_tensors
 from sd_quant.errors import ArtifactError
 
 
@@ -126,6 +127,16 @@ def test_a_storage_shorter_than_its_tensor(tmp_path):
     short = rewritten(content, lambda name, data: data[:100] if name.endswith("/data/0") else data)
     with pytest.raises(ArtifactError, match="claims bytes that the file does not hold"):
         stored(tmp_path, short)
+
+
+def test_a_pickle_longer_than_names_and_shapes_take_is_not_read(tmp_path, monkeypatch):
+    def grown(name: str, data: bytes) -> bytes:
+        return data + bytes(MAX_PICKLE) if name.endswith("data.pkl") else data
+
+    monkeypatch.setattr(torch_weights, "_check_pickle", lambda data: pytest.fail(f"{len(data)} bytes were read"))
+    with pytest.raises(ArtifactError, match=f"a pickle of .* bytes, at most {MAX_PICKLE} expected"):
+        stored(tmp_path, rewritten(saved({"a": torch.arange(50)}), grown))
+    assert MAX_PICKLE < 20 * 2**20  # of opcodes that take minutes
 
 
 def test_compressed_and_big_endian_files(tmp_path):
