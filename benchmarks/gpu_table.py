@@ -35,7 +35,7 @@ from sd_quant.engines.native import with_native_layers
 from sd_quant.files import write_json, write_text
 from sd_quant.metrics.fidelity import relative_error
 from sd_quant.metrics.flops import operations
-from sd_quant.metrics.latency import measure_in_turn, nothing, ratio
+from sd_quant.metrics.latency import clock_of, cuda_events, measure_in_turn, ratio
 from sd_quant.models.parts import LATENT_FACTOR
 from sd_quant.models.sdxl import NemoUnetPart
 from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS, unet_config
@@ -188,7 +188,7 @@ def loop_of(call: Call, inputs: dict[str, Tensor], steps: int) -> Callable[[], N
 def fp16_peak() -> float:
     """Operations a second of this GPU's matrix product, measured: what a data sheet promises is never reached."""
     a, b = (torch.randn(SIDE, SIDE, device="cuda", dtype=torch.float16) for _ in range(2))
-    found = measure_in_turn({"": lambda: a @ b}, 3, 10, torch.cuda.synchronize)[""]
+    found = measure_in_turn({"": lambda: a @ b}, 3, 10, {"": cuda_events})[""]
     return 2 * SIDE**3 / (found["p50_ms"] / 1e3)
 
 
@@ -223,10 +223,10 @@ class Bench:
 
     def row(self, side: str, call: Call, inputs: dict[str, Tensor], baseline: Call | None = None, **more) -> dict:
         """``baseline`` is called in turn with ``call``; both work on ``inputs``."""
-        wait = torch.cuda.synchronize if inputs["x"].is_cuda else nothing
+        clock = clock_of(inputs["x"].device)
         calls = {"side": call} | ({"baseline": baseline} if baseline else {})
-        times = measure_in_turn(calls, 3, self.repeats, wait)
-        loop = measure_in_turn({"": loop_of(call, inputs, self.steps)}, 1, 3, wait)[""]["p50_ms"]
+        times = measure_in_turn(calls, 3, self.repeats, dict.fromkeys(calls, clock))
+        loop = measure_in_turn({"": loop_of(call, inputs, self.steps)}, 1, 3, {"": clock})[""]["p50_ms"]
         pictures, milliseconds = len(inputs["x"]) // 2, times["side"]["p50_ms"]
         row = {
             "side": side,

@@ -24,7 +24,10 @@ OBSERVERS = ("min_max", "percentile", "histogram", "entropy", "mse")
 COLLECT_METHODS = ("global_min", "min-max", "min-mean", "mean-max", "default")
 RTX_TARGETS = ("SM75", "SM80", "SM86", "SM89", "SM120", "SM121")  # of TensorRT for RTX 1.7
 NATIVE_ENGINES = ("torch_native", "torch_compiled")  # they compute what quantize.py has derived, and read no file
-ENGINE_NAMES = ("openvino", "onnxruntime", "tensorrt", "tensorrt_rtx", "torch", *NATIVE_ENGINES)
+TORCH_ENGINES = ("torch", *NATIVE_ENGINES)
+CPU_ENGINES = ("openvino", "onnxruntime")
+ENGINE_NAMES = (*CPU_ENGINES, "tensorrt", "tensorrt_rtx", *TORCH_ENGINES)
+PRECISION_NAMES = ("auto", "fp32", "fp16", "bf16")
 USUAL_TARGETS = ("SM89", "SM120")
 PART_NAMES = ("unet_xl", "vae", "clip1", "clip2")  # of files that no run tells of
 
@@ -232,7 +235,11 @@ class ExportShape:
 
 @dataclass(slots=True)
 class Infer:
-    """How pictures are made and timed. ``prompts`` is a list or the path of a text file."""
+    """How pictures are made and timed. ``prompts`` is a list or the path of a text file.
+
+    ``precision`` is what torch computes in wherever it computes, auto is fp32 on a processor and fp16 on a GPU;
+    ``cuda_graph`` replays the engine's calls.
+    """
 
     engine: str
     out_path: str | None
@@ -246,6 +253,8 @@ class Infer:
     seed: int
     num_warmup_runs: int
     num_timed_runs: int
+    precision: str
+    cuda_graph: bool
     allow_untrusted_plan: bool
 
     def __post_init__(self):
@@ -256,6 +265,9 @@ class Infer:
         check_at_least("infer.num_warmup_runs", self.num_warmup_runs, 0)
         check_at_least("infer.scale", self.scale, 0)
         check_seed("infer.seed", self.seed)
+        check_choice("infer.precision", self.precision, PRECISION_NAMES)
+        expected = f"false, because infer.engine={self.engine} runs on the processor"
+        check(not self.cuda_graph or self.engine not in CPU_ENGINES, "infer.cuda_graph", self.cuda_graph, expected)
 
     def prompt_list(self) -> list[str]:
         """Every prompt, repeated ``num_samples`` times. Raises ConfigError when there is none."""
@@ -387,15 +399,16 @@ class InferJob:
     infer: Infer
 
     def __post_init__(self):
-        fits = self.infer.engine not in NATIVE_ENGINES
-        check(fits, "infer.engine", self.infer.engine, "one that reads a run's files; this one computes in quantize.py")
+        fits = self.infer.engine != "torch_native"
+        expected = "another, because this one computes what quantize.py derives and reads no file"
+        check(fits, "infer.engine", self.infer.engine, expected)
 
     def check_files(self) -> None:
         self.infer.prompt_list()
         check_checkpoint(self.model.path)
         check_out_path(self.infer.out_path)
         check_installed(self.infer.engine)
-        if self.infer.engine != "torch":
+        if self.infer.engine not in TORCH_ENGINES:
             check_parts(self, "plan" if self.infer.engine.startswith("tensorrt") else "onnx")
 
 
@@ -441,7 +454,7 @@ def check_calibration(path: str) -> None:
 
 def check_installed(module: str) -> None:
     """Raises ResourceError when the package of an engine or a plan builder is missing."""
-    module = "torch" if module in NATIVE_ENGINES else module
+    module = "torch" if module in TORCH_ENGINES else module
     if importlib.util.find_spec(module) is None:
         extra = {"tensorrt_rtx": "rtx"}.get(module, module)
         raise ResourceError(

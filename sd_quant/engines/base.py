@@ -22,6 +22,7 @@ class Engine(Protocol):
 
     name: str  # the key in sd_quant.engines.ENGINES
     inputs: dict[str, torch.dtype]
+    device: torch.device  # where it computes and leaves its outputs; what is there already is taken without a copy
 
     def __call__(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         """Inputs from any device and of any dtype, cast to the declared one; outputs on the engine's own device.
@@ -35,8 +36,11 @@ class Engine(Protocol):
         ...
 
 
+CPU = torch.device("cpu")
+
+
 def cast_inputs(
-    expected: dict[str, torch.dtype], given: dict[str, torch.Tensor], device: torch.device | str = "cpu"
+    expected: dict[str, torch.dtype], given: dict[str, torch.Tensor], device: torch.device = CPU
 ) -> dict[str, torch.Tensor]:
     """The tensors in the expected order and dtype, contiguous on ``device``. ValueError unless the names agree."""
     if expected.keys() != given.keys():

@@ -83,15 +83,6 @@ class RoundedConv(nn.Module):
         return F.conv2d(near, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
 
 
-def on_device(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """On the GPU in ``dtype`` where there is one, as it is elsewhere. Codes and scales keep their types."""
-    if torch.cuda.is_available():
-        for parameter in module.parameters():
-            parameter.data = parameter.data.to(dtype)
-        module.cuda()
-    return module
-
-
 @torch.no_grad()
 def with_native_layers(unet: nn.Module, assignment: Mapping[str, LayerAssignment]) -> nn.Module:
     """``unet``, smoothed and with its quantized layers replaced, in place.

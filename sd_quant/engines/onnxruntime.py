@@ -9,7 +9,7 @@ import onnx
 import onnxruntime
 import torch
 
-from sd_quant.engines.base import cast_inputs, one_line, onnx_files
+from sd_quant.engines.base import CPU, cast_inputs, one_line, onnx_files
 from sd_quant.errors import ArtifactError, ResourceError
 
 PROVIDER = "CPUExecutionProvider"
@@ -27,7 +27,7 @@ DTYPES = {
 
 
 class OnnxRuntimeEngine:
-    name = "onnxruntime"
+    name, device = "onnxruntime", CPU
 
     def __init__(self, session: onnxruntime.InferenceSession):
         self.session = session

@@ -11,7 +11,7 @@ from pathlib import Path
 import openvino
 import torch
 
-from sd_quant.engines.base import cast_inputs, one_line, onnx_files
+from sd_quant.engines.base import CPU, cast_inputs, one_line, onnx_files
 from sd_quant.errors import ArtifactError, ResourceError
 
 DTYPES = {
@@ -28,7 +28,7 @@ ARITHMETIC = ("Convolution", "Deconvolution", "FullyConnected", "MatMul", "Scale
 
 
 class OpenVinoEngine:
-    name = "openvino"
+    name, device = "openvino", CPU
 
     def __init__(self, compiled: openvino.CompiledModel, inputs: list[str], outputs: list[str]):
         """``inputs`` and ``outputs`` are the ONNX file's names, in its order, which compiling keeps.

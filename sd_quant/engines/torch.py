@@ -1,10 +1,15 @@
 """The framework itself as an engine: the baseline of every comparison and the reference of every parity check."""
 
 import torch
+import torch._dynamo
 from torch import nn
 
-from sd_quant.engines.base import cast_inputs
+from sd_quant.engines.base import CPU, cast_inputs
 from sd_quant.models.parts import Contract
+
+PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+REPEATED = ("ResnetBlock2D", "Downsample2D", "Upsample2D")  # beside the blocks that diffusers' networks name themselves
+SHAPES = 256  # of one block, that a process may compile; torch gives up after 8 and computes eagerly without a word
 
 
 class TorchEngine:
@@ -26,3 +31,40 @@ class TorchEngine:
 
     def close(self) -> None:
         del self.module
+
+
+def best_device() -> torch.device:
+    """The current GPU, or the processor where there is none."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
+
+
+def dtype_on(device: torch.device, precision: str, contract: Contract) -> torch.dtype:
+    """What a part computes in: ``precision`` (infer.precision), by default fp16 on a GPU, as exported graphs have it,
+    and fp32 elsewhere. A part that is stored in fp32 because fp16 overflows (the VAE) stays in it.
+    """
+    if contract.weights == torch.float32 or (precision == "auto" and device.type == "cpu"):
+        return torch.float32
+    return contract.weights if precision == "auto" else PRECISIONS[precision]
+
+
+def compiled(module: nn.Module) -> nn.Module:
+    """``module``, in place, to be compiled block by block when it is called; whole where it has no known blocks.
+
+    Blocks of one kind and shape share what was compiled: a network at once takes minutes. Compiled at their first call
+    with each shape.
+    """
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SHAPES)
+    own = (getattr(part, "_repeated_blocks", None) or () for part in module.modules())
+    names = {*REPEATED, *(name for found in own for name in found)}
+    blocks = [part for part in module.modules() if type(part).__name__ in names]
+    for block in blocks or [module]:
+        block.compile(dynamic=False)
+    return module
+
+
+def placed(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """``module`` on ``device``, in place, its parameters in ``dtype``. Buffers, such as codes and scales, keep their
+    types."""
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return module.to(device)

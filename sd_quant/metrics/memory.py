@@ -52,6 +52,17 @@ def peak_cuda_memory_bytes() -> int | None:
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
 
 
+def peak_cuda_memory() -> int | dict:
+    """The same as a record has it: a reason where there is no number."""
+    peak = peak_cuda_memory_bytes()
+    return {"value": None, "reason": "no NVIDIA GPU"} if peak is None else peak
+
+
+def available_cuda_memory_bytes() -> int | None:
+    """Memory of the current GPU that nobody has; None without one."""
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
+
+
 def used() -> str:
     """The peaks, as a sentence has them."""
     peak, cuda = peak_memory_bytes() / 1e9, peak_cuda_memory_bytes()

@@ -19,7 +19,7 @@ from sd_quant.config import Infer
 from sd_quant.engines.base import Engine
 from sd_quant.files import temporary_folder
 from sd_quant.inference.pipeline import Generated
-from sd_quant.metrics.latency import measure_in_turn, ratio
+from sd_quant.metrics.latency import clock_of, measure_in_turn, ratio
 from sd_quant.models.loading import Checkpoint, contracts_of, pipeline_of
 from sd_quant.progress import progress
 from sd_quant.stages.infer import batch_of, composed, generate, one_image, part_call, sampling_of
@@ -60,6 +60,7 @@ def compare_pictures(
         "prompts": prompts,
         "sampling": asdict(sampling_of(infer)),
         "engine": infer.engine,
+        "precision": infer.precision,
     }
     with temporary_folder(directory) as temporary:
         path = Path(temporary) / "pictures.safetensors"
@@ -130,11 +131,11 @@ def compare_latency(
             times: dict = {}
             for turn in turns:
                 distinct = [name for name in turn if name != QUANTIZED or part == denoiser]
-                calls = {
-                    name: part_call(sides[name][part], contracts[part], batch_of(checkpoint, part, infer), infer)
-                    for name in distinct
-                }
-                times |= measure_in_turn(calls, warmup, repeats) if calls else {}
+                engines = {name: sides[name][part] for name in distinct}
+                samples = batch_of(checkpoint, part, infer)
+                calls = {name: part_call(engine, contracts[part], samples, infer) for name, engine in engines.items()}
+                clocks = {name: clock_of(engine.device) for name, engine in engines.items()}
+                times |= measure_in_turn(calls, warmup, repeats, clocks) if calls else {}
             for name in sides:
                 medians[name][part] = times.get(name, times[FULL_PRECISION])["p50_ms"]
             batch = str(batch_of(checkpoint, part, infer))

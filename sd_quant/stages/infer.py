@@ -8,20 +8,20 @@ from pathlib import Path
 import torch
 
 from sd_quant.checkpoints.opening import open_checkpoint
-from sd_quant.config import REPOSITORY, Infer, InferJob, anchored, part_paths
-from sd_quant.engines import load_engine
-from sd_quant.engines.base import Engine, onnx_files
+from sd_quant.config import REPOSITORY, TORCH_ENGINES, Infer, InferJob, anchored, part_paths
+from sd_quant.engines.base import Engine, cast_inputs, onnx_files
 from sd_quant.engines.pool import Pool, Side
 from sd_quant.files import write_json
 from sd_quant.inference.pipeline import Generated, Pipeline, Sampling
-from sd_quant.metrics.latency import measure
-from sd_quant.metrics.memory import peak_memory_bytes
-from sd_quant.models.loading import Checkpoint, contracts_of, load_part, part_parameters, pipeline_of, samples_a_picture
+from sd_quant.metrics.latency import clock_of, measure
+from sd_quant.metrics.memory import peak_cuda_memory, peak_memory_bytes, used
+from sd_quant.models.loading import Checkpoint, contracts_of, part_parameters, pipeline_of, samples_a_picture
 from sd_quant.models.parts import Contract, axes
 from sd_quant.progress import progress
 from sd_quant.report.pictures import save_images
 from sd_quant.report.provenance import provenance
-from sd_quant.stages.needs import check_machine, fits, memory_of_part, memory_of_side
+from sd_quant.stages.needs import check_machine, fits, gpu_memory_of_side, memory_of_part, memory_of_side
+from sd_quant.stages.opening import check_cuda_graph, open_file, open_torch_engine
 
 LOG = logging.getLogger(__name__)
 
@@ -31,12 +31,13 @@ def infer(job: InferJob, directory: Path) -> None:
     paths = {"checkpoint": anchored(job.model.path)}
     checkpoint = open_checkpoint(job.model)
     parts = list(checkpoint.parts())
-    if job.infer.engine == "torch":
-        pool = Pool(partial(load_part, checkpoint))
+    check_cuda_graph(job.infer)
+    if job.infer.engine in TORCH_ENGINES:
+        pool = Pool(partial(open_torch_engine, checkpoint, job.infer))
     else:
         files = part_paths(job, "plan" if job.infer.engine.startswith("tensorrt") else "onnx")
         options = {"allow_untrusted_plan": True} if job.infer.allow_untrusted_plan else {}
-        pool = Pool(lambda part: load_engine(job.infer.engine, files[part], **options))
+        pool = Pool(lambda part: open_file(files[part], job.infer, **options))
         paths |= files
         for path in files.values():
             if path.suffix == ".onnx":
@@ -44,7 +45,9 @@ def infer(job: InferJob, directory: Path) -> None:
     parameters = part_parameters(checkpoint)
     check_machine({"the largest part": memory_of_part(parameters, job.infer)}, {}, out)
     record = provenance(paths, [])
-    together = fits(memory_of_side(parameters, job.infer), "all parts of the model")
+    together = fits(
+        memory_of_side(parameters, job.infer), "all parts of the model", gpu_memory_of_side(parameters, job.infer)
+    )
     pool.most = None if together else 1
     engines = Side(pool, {part: part for part in parts})
     if together:  # a broken file is found before the others have worked
@@ -58,6 +61,7 @@ def infer(job: InferJob, directory: Path) -> None:
             part_call(engines[part], contracts[part], batch_of(checkpoint, part, job.infer), job.infer),
             job.infer.num_warmup_runs,
             job.infer.num_timed_runs,
+            clock_of(engines[part].device),
         )}
         for part in parts
     }  # fmt: skip
@@ -68,12 +72,13 @@ def infer(job: InferJob, directory: Path) -> None:
         image = composed(medians, job.infer.steps, checkpoint.family.DENOISER)
     latency["image"] = {str(job.infer.batch_size): image}
     write_json(out / "metrics.json", {"schema_version": 1, "status": "done", "latency": {job.infer.engine: latency},
-                                      "peak_memory_bytes": peak_memory_bytes(), "prompts": prompts,
+                                      "peak_memory_bytes": peak_memory_bytes(),
+                                      "peak_cuda_memory_bytes": peak_cuda_memory(), "prompts": prompts,
                                       "provenance": record})  # fmt: skip
     for part, by_batch in latency.items():
         for batch, times in by_batch.items():
             print(f"{part:14} batch {batch}: {times['p50_ms']:9.2f} ms")
-    print(f"peak memory {peak_memory_bytes() / 2**30:.2f} GiB")
+    print(f"peak: {used()}")
     print(f"pictures: {out / 'images'}")
 
 
@@ -115,7 +120,8 @@ def batch_of(checkpoint: Checkpoint, part: str, infer: Infer) -> int:
 
 
 def part_call(engine: Engine, contract: Contract, batch: int, infer: Infer) -> Callable[[], object]:
-    inputs = example_inputs(contract, batch, infer)
+    """With inputs that are where the engine computes, in its own dtypes: nothing is copied in a timed call."""
+    inputs = cast_inputs(engine.inputs, example_inputs(contract, batch, infer), engine.device)
     return lambda: engine(**inputs)
 
 

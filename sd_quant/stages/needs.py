@@ -8,17 +8,17 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
-from sd_quant.config import Infer, QuantizeJob
+from sd_quant.config import CPU_ENGINES, Infer, QuantizeJob
 from sd_quant.errors import ResourceError
 from sd_quant.files import check_room
-from sd_quant.metrics.memory import available_memory_bytes
+from sd_quant.metrics.memory import available_cuda_memory_bytes, available_memory_bytes
 
 LOG = logging.getLogger(__name__)
-BASE = 1.0e9  # the process with its libraries
+BASE = 1.0e9  # the process with its libraries; on a GPU, CUDA's context and theirs
 TORCH = 4  # bytes per parameter, fp32
 ENGINE, ENGINE_INT8 = 6.5, 2.5  # OpenVINO's own, at its peak, without the file that it maps and the kernel can drop
 PLAN = 4.2  # bytes per parameter while TensorRT for RTX builds
-DENOISER_PIXEL, VAE_PIXEL = 1000, 9000  # bytes of activations per pixel, of a sample and of a picture
+DENOISER_PIXEL, VAE_PIXEL = 1000, 9000  # bytes of fp32 activations per pixel, of a sample and of a picture
 GB = 1e9
 
 Parameters = Mapping[str, int]  # part to how many, the denoiser first
@@ -47,15 +47,40 @@ def memory_of_sides(parameters: Parameters, infer: Infer) -> dict[str, float]:
     return side | {"framework": framework, "quantized": quantized, "simulation": simulation}
 
 
-def fits(memory: Mapping[str, float], what: str) -> bool:
-    """Whether all of it can be there at once."""
-    available, needed = available_memory_bytes(), sum(memory.values())
-    if needed > available:
+def gpu_memory_of_side(parameters: Parameters, infer: Infer) -> dict[str, float]:
+    """Bytes that a GPU holds of one version; nothing of an engine for the processor."""
+    if infer.engine in CPU_ENGINES:
+        return {}
+    weights, largest = bytes_on_gpu(infer) * sum(parameters.values()), max(activations(parameters, infer).values())
+    return {"weights": weights, "activations": largest, "process": BASE}
+
+
+def gpu_memory_of_sides(parameters: Parameters, infer: Infer) -> dict[str, float]:
+    """The same of framework, unquantized and quantized engine and of the simulation."""
+    a_parameter, largest = bytes_on_gpu(infer), next(iter(parameters.values()))
+    quantized = {} if infer.engine in CPU_ENGINES else {"quantized": a_parameter * largest}
+    torch = {"framework": a_parameter * sum(parameters.values()), "simulation": TORCH * largest}
+    return gpu_memory_of_side(parameters, infer) | quantized | torch
+
+
+def bytes_on_gpu(infer: Infer) -> int:
+    return TORCH if infer.precision == "fp32" else TORCH // 2
+
+
+def fits(memory: Mapping[str, float], what: str, gpu: Mapping[str, float] | None = None) -> bool:
+    """Whether all of it can be there at once, ``gpu`` in the memory of the GPU where there is one."""
+    places = {"memory": (memory, available_memory_bytes())}
+    if gpu is not None and (free := available_cuda_memory_bytes()) is not None:
+        places["the GPU's memory"] = gpu, free
+    short = {
+        place: (sum(sizes.values()), free) for place, (sizes, free) in places.items() if sum(sizes.values()) > free
+    }
+    for place, (needed, free) in short.items():
         LOG.info(
-            "%s would take %.1f GB of memory and %.1f GB are free, so one part is open at a time",
-            what, needed / GB, available / GB,
+            "%s would take %.1f GB of %s and %.1f GB are free, so one part is open at a time",
+            what, needed / GB, place, free / GB,
         )  # fmt: skip
-    return needed <= available
+    return not short
 
 
 def memory_of_part(parameters: Parameters, infer: Infer) -> float:
@@ -73,12 +98,29 @@ def memory_needed(parameters: Parameters, job: QuantizeJob) -> dict[str, float]:
     """Most bytes that each stage takes, with one part open at a time where that is enough."""
     needed = {"pictures": memory_of_part(parameters, job.infer)}
     if job.quantize.calibration is None:
-        all_but_vae = sum(count for part, count in parameters.items() if part != "vae")
-        pixels = job.quantize.batch_size * job.model.width * job.model.height
-        needed["calibrate"] = BASE + TORCH * all_but_vae + 2 * DENOISER_PIXEL * pixels
+        needed["calibrate"] = memory_of_calibration(parameters, job)
     if job.trt.library != "none":
         needed["plans"] = memory_of_plan(parameters)
     return needed
+
+
+def gpu_memory_needed(parameters: Parameters, job: QuantizeJob) -> dict[str, float]:
+    """Most bytes of a GPU's memory that each stage takes, with one part open at a time: calibration has all but the VAE
+    in fp32, the simulation the denoiser in fp32."""
+    denoiser, sizes = next(iter(parameters)), activations(parameters, job.infer)
+    a_parameter = bytes_on_gpu(job.infer)
+    largest = max(a_parameter * parameters[part] + sizes[part] for part in parameters)
+    needed = {"pictures": BASE + largest, "parity": BASE + TORCH * parameters[denoiser] + sizes[denoiser]}
+    if job.quantize.calibration is None and job.quantize.accelerator != "cpu":
+        needed["calibrate"] = memory_of_calibration(parameters, job)
+    return needed
+
+
+def memory_of_calibration(parameters: Parameters, job: QuantizeJob) -> float:
+    """Most bytes, where it is computed."""
+    all_but_vae = sum(count for part, count in parameters.items() if part != "vae")
+    pixels = job.quantize.batch_size * job.model.width * job.model.height
+    return BASE + TORCH * all_but_vae + 2 * DENOISER_PIXEL * pixels
 
 
 def disk_needed(stored: Mapping[str, int], job: QuantizeJob) -> dict[str, float]:
@@ -96,8 +138,11 @@ def disk_needed(stored: Mapping[str, int], job: QuantizeJob) -> dict[str, float]
     }
 
 
-def check_machine(memory: Mapping[str, float], disk: Mapping[str, float], directory: Path) -> None:
-    """Raises ResourceError, with the figures, when the machine cannot hold a stage or the disk not the files."""
+def check_machine(
+    memory: Mapping[str, float], disk: Mapping[str, float], directory: Path, gpu: Mapping[str, float] | None = None
+) -> None:
+    """Raises ResourceError, with the figures, when the machine or its GPU, where there is one, cannot hold a stage, or
+    the disk not the files."""
     available = available_memory_bytes()
     short = {stage: needed for stage, needed in memory.items() if needed > available}
     if short:
@@ -105,6 +150,14 @@ def check_machine(memory: Mapping[str, float], disk: Mapping[str, float], direct
             f"this job needs more memory than the {available / GB:.1f} GB that are free here ({figures(short)}); reuse "
             "statistics with calibration=<path>, leave plans out with export_trt=none, make smaller pictures with "
             "infer.width and infer.height, or take a larger machine"
+        )
+    free = available_cuda_memory_bytes()
+    lacking = {stage: needed for stage, needed in (gpu or {}).items() if free is not None and needed > free}
+    if lacking:
+        raise ResourceError(
+            f"this job needs more than the {free / GB:.1f} GB that are free on the GPU ({figures(lacking)}); calibrate "
+            "with quantize.accelerator=cpu or calibration=<path>, make smaller pictures with infer.width and "
+            "infer.height, or hide the GPU with CUDA_VISIBLE_DEVICES="
         )
     check_room(directory, sum(disk.values()), f" ({figures(disk)})")
 

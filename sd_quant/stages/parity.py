@@ -41,7 +41,8 @@ class Watched:
     """An engine whose inputs somebody is told of."""
 
     def __init__(self, engine: Engine, told: Callable[[Mapping[str, Tensor]], None]):
-        self.engine, self.name, self.inputs, self.told = engine, engine.name, engine.inputs, told
+        self.engine, self.told = engine, told
+        self.name, self.inputs, self.device = engine.name, engine.inputs, engine.device
 
     def __call__(self, **inputs: Tensor) -> dict[str, Tensor]:
         self.told(inputs)
@@ -125,7 +126,7 @@ def run_simulation(
             # of the last sample: the first is unconditional, where cross-attention adds nothing but zeros
             piece = x.flatten(0, -2)[None, -TOKENS:] if linear else x[-1:, :, :PIXELS, :PIXELS]
             bias = layer.bias if linear and layer.bias is not None else 0
-            pieces[name], expected[name] = piece.half(), layer.forward(piece) - bias
+            pieces[name], expected[name] = piece.half().cpu(), (layer.forward(piece) - bias).cpu()
 
         return hook
 
@@ -136,7 +137,7 @@ def run_simulation(
     (output,) = simulated(**inputs).values()
     for hook in hooks:
         hook.remove()
-    return Simulation(output, pieces, expected)
+    return Simulation(output.cpu(), pieces, expected)
 
 
 def layer_outputs(

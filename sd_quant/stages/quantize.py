@@ -29,7 +29,7 @@ from sd_quant.inference.pipeline import Sampling
 from sd_quant.metrics.fidelity import fidelity
 from sd_quant.metrics.flops import operations, operations_a_second
 from sd_quant.metrics.frechet import frechet_efficientnet
-from sd_quant.metrics.memory import StageTimer, peak_memory_bytes
+from sd_quant.metrics.memory import StageTimer, peak_cuda_memory, peak_memory_bytes
 from sd_quant.models.loading import (
     Checkpoint,
     contracts_of,
@@ -48,7 +48,7 @@ from sd_quant.quantization.derivation import Recipe, check_layers, derive
 from sd_quant.quantization.levels import reason_kept
 from sd_quant.quantization.sensitivity import Sensitivity, budget, measure, points
 from sd_quant.quantization.sensitivity import rows as sensitivity_rows
-from sd_quant.quantization.simulate import restorable, save_quantized, simulate
+from sd_quant.quantization.simulate import restorable, save_quantized
 from sd_quant.report.layers import write_csv
 from sd_quant.report.pictures import comparison_grid, save_images
 from sd_quant.report.provenance import provenance
@@ -59,7 +59,16 @@ from sd_quant.stages.compare import FRAMEWORK, FULL_PRECISION, QUANTIZED, compar
 from sd_quant.stages.export_onnx import export_parts
 from sd_quant.stages.export_trt import build_plans, check_gpu, plan_library
 from sd_quant.stages.infer import image_names, shown
-from sd_quant.stages.needs import check_machine, disk_needed, fits, memory_needed, memory_of_sides
+from sd_quant.stages.needs import (
+    check_machine,
+    disk_needed,
+    fits,
+    gpu_memory_needed,
+    gpu_memory_of_sides,
+    memory_needed,
+    memory_of_sides,
+)
+from sd_quant.stages.opening import check_cuda_graph, module_of, open_simulated
 from sd_quant.stages.parity import layer_outputs, layer_parity, native_outputs, part_parity, run_simulation
 from sd_quant.stages.sides import SIMULATED, open_engine, sides_of
 from sd_quant.stages.text_scores import text_scores
@@ -101,6 +110,7 @@ def quantize(job: QuantizeJob, directory: Path) -> float | None:
         check_gpu(set().union(*job.formats().values()))
     if job.infer.engine in NATIVE_ENGINES:
         check_device(job.formats()["weights"])
+    check_cuda_graph(job.infer)
     again = (directory / LOCK).exists()
     with locked(directory / LOCK, f"waiting for another process, which works in {directory}"):
         facts = facts_of(job, directory)
@@ -166,7 +176,9 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> dict:
         denoiser, component = family.DENOISER, denoiser_part(checkpoint).component
         parameters = part_parameters(checkpoint)
         stored = {part: parts[part].contract.weights.itemsize * count for part, count in parameters.items()}
-        check_machine(memory_needed(parameters, job), disk_needed(stored, job), directory)
+        check_machine(
+            memory_needed(parameters, job), disk_needed(stored, job), directory, gpu_memory_needed(parameters, job)
+        )
         for source in checkpoint.components.values():
             check_finite(cast(Source, source))
         roles, recipe = family.layer_roles(network), recipe_of(job.quantize, job.model.family)
@@ -200,8 +212,12 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> dict:
                 unquantized = {denoiser: artifact(directory / "full_precision", "onnx", denoiser)}
                 build_plans(unquantized, directory / "full_precision", job.trt, job.infer, cache)
 
-    together = fits(memory_of_sides(parameters, job.infer), "all versions of the model")
-    pool = Pool(partial(open_engine, checkpoint, job.infer.engine, assignment), most=None if together else 1)
+    together = fits(
+        memory_of_sides(parameters, job.infer),
+        "all versions of the model",
+        gpu_memory_of_sides(parameters, job.infer),
+    )
+    pool = Pool(partial(open_engine, checkpoint, job.infer, assignment), most=None if together else 1)
     sides = sides_of(checkpoint, pool, job.infer.engine, directory, simulated is not None)
     with timer("pictures"):
         comparison = compare_pictures(
@@ -217,17 +233,14 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> dict:
         outputs = comparison.outputs
         parity = part_parity(outputs[FRAMEWORK], outputs[FULL_PRECISION], contracts_of(checkpoint))
         simulation_part = pool[SIMULATED]
-        if restorable(assignment):
-            save_quantized(denoiser_of(checkpoint, simulation_part.module), directory / f"quantized_{component}.pt")
+        simulated_network = denoiser_of(checkpoint, simulation_part.module)
         if simulated is None:
-            simulation = run_simulation(
-                simulation_part,
-                denoiser_of(checkpoint, simulation_part.module),
-                comparison.inputs[denoiser],
-                assignment,
-            )
+            simulation = run_simulation(simulation_part, simulated_network, comparison.inputs[denoiser], assignment)
+        if restorable(assignment):  # from the processor, so that it can be restored where there is no GPU
+            save_quantized(simulated_network.cpu(), directory / f"quantized_{component}.pt")
+        if simulated is None:
             if job.infer.engine in NATIVE_ENGINES:
-                layers = native_outputs(denoiser_of(checkpoint, sides[QUANTIZED][denoiser].module), simulation)
+                layers = native_outputs(denoiser_of(checkpoint, module_of(sides[QUANTIZED][denoiser])), simulation)
             else:
                 pool.close()
                 layers = layer_outputs(
@@ -267,6 +280,7 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> dict:
         "smoothing": count_smoothing(assignment, artifact(directory, "onnx", denoiser)),
         "sensitivity": {"curve": sensitivity.curve} if sensitivity else {"curve": None, "reason": "keep is 0"},
         "peak_memory_bytes": peak_memory_bytes(),
+        "peak_cuda_memory_bytes": peak_cuda_memory(),
         "stages": timer.stages,
         "environment": {"versions": facts["versions"], "machine": facts["machine"]},
         "inputs": facts["inputs"],
@@ -357,13 +371,15 @@ def measure_sensitivity(
     checkpoint: Checkpoint, assignment: dict[str, LayerAssignment], statistics: Statistics, kept: int
 ) -> Sensitivity:
     """On the denoiser's inputs that calibration kept, one call at a time."""
-    part = load_model(checkpoint).parts[checkpoint.family.DENOISER]
-    simulated = simulate(denoiser_of(checkpoint, part), assignment)
+    part = open_simulated(checkpoint, assignment)
+    simulated, (output,) = denoiser_of(checkpoint, part.module), part.outputs
     inputs = {name: sample.values for name, sample in statistics.calls.items()}
     calls = [dict(zip(inputs, values, strict=True)) for values in zip(*inputs.values(), strict=True)]
     layers = [layer.name for layer in assignment.values() if layer.format]
     with progress(1 + len(layers) + len(points(kept, len(layers))), "sensitivity") as advance:
-        return measure(simulated, lambda: torch.cat([part(**call) for call in calls]), layers, kept, advance)
+        return measure(
+            simulated, lambda: torch.cat([part(**call)[output].cpu() for call in calls]), layers, kept, advance
+        )
 
 
 def save_pictures(directory: Path, reference, twins, prompts: list[str], job: QuantizeJob) -> None:

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from sd_quant.engines.native import CAPABILITY, NativeLinear, on_device
+from sd_quant.engines.native import CAPABILITY, NativeLinear
+from sd_quant.engines.torch import placed
 from sd_quant.metrics.fidelity import relative_error
 from sd_quant.quantization.assignment import LayerAssignment
 
@@ -26,7 +27,7 @@ def test_a_gpu_computes_what_the_cpu_does(form, rows, compiled):
         "linear", "ffn", (640, 1280), form, form, weight_axis=axis, weight_amax=amax, activation_amax=4.0
     )
     expected = NativeLinear(weight, None, layer)(x.float())
-    linear = on_device(NativeLinear(weight, None, layer), torch.float16)
+    linear = placed(NativeLinear(weight, None, layer), torch.device("cuda"), torch.float16)
     if compiled:
         linear.compile()
     assert relative_error(expected, linear(x.cuda()).float().cpu()) < 2e-3

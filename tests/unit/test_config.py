@@ -71,6 +71,18 @@ def test_every_file_under_conf_is_composed_by_the_test_below():
     assert len(options()) > 15
 
 
+@pytest.mark.parametrize(
+    "engine, taken", [("openvino", False), ("onnxruntime", False), ("torch", True), ("tensorrt", True)]
+)
+def test_what_runs_on_the_processor_has_no_graph_of_cuda(engine, taken):
+    overrides = ["infer=" + engine, "infer.cuda_graph=true", "run=x"]
+    if taken:
+        assert read(JOBS["infer"], composed("infer", *overrides)).infer.cuda_graph
+        return
+    with pytest.raises(ConfigError, match=f"infer.cuda_graph is True, expected false, because infer.engine={engine}"):
+        read(JOBS["infer"], composed("infer", *overrides))
+
+
 def skip_without_its_package(primary: str, option: str) -> None:
     try:
         with composing(primary):
@@ -82,11 +94,9 @@ def skip_without_its_package(primary: str, option: str) -> None:
 @pytest.mark.parametrize(("primary", "option"), options())
 def test_every_option_of_every_primary_is_a_job(primary, option):
     overrides = [option, *NEEDED.get(option, [])] if option else []
-    native = "one that reads a run's files; this one computes in quantize.py"
     refused = {
         ("quantize", "infer=torch"): "an engine for the quantized model",  # it is the baseline of every job
-        ("infer", "infer=torch_native"): native,
-        ("infer", "infer=torch_compiled"): native,
+        ("infer", "infer=torch_native"): "another, because this one computes what quantize.py derives",
     }
     if (primary, option) in refused:
         engine = option.partition("=")[2]

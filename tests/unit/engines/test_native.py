@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 
 from sd_quant.engines import native
 from sd_quant.engines.native import NativeLinear, RoundedConv, check_device, with_native_layers
@@ -92,13 +91,3 @@ def test_a_gpu_without_the_product_is_refused_by_its_capability(monkeypatch):
     check_device({"int8"})
     with pytest.raises(ResourceError, match=r"torch multiplies fp8 on GPUs of compute capability 8\.9 or more"):
         check_device({"int8", "fp8"})
-
-
-def test_moving_to_a_device_leaves_codes_and_scales_alone(monkeypatch):
-    monkeypatch.setattr(native.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(nn.Module, "cuda", lambda self: self)
-    made, _, _ = linear_of("fp8", 4)
-    made.bias = nn.Parameter(made.bias, requires_grad=False)
-    moved = native.on_device(made, torch.float16)
-    assert moved.bias.dtype == torch.float16
-    assert (moved.codes.dtype, moved.input_scale.dtype) == (torch.float8_e4m3fn, torch.float32)

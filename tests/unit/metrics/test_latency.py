@@ -1,9 +1,11 @@
 import time
 
 import pytest
+import torch
 
 from sd_quant.errors import ConfigError
-from sd_quant.metrics.latency import measure, measure_in_turn, ratio
+from sd_quant.metrics import latency
+from sd_quant.metrics.latency import clock_of, cuda_events, measure, measure_in_turn, ratio, wall_clock
 
 
 def test_calls_alternate_and_warmup_is_not_counted():
@@ -20,13 +22,43 @@ def test_statistics_are_ordered_and_cover_the_call():
     assert result["min_ms"] <= result["mean_ms"] <= max(result["samples_ms"])
 
 
-def test_queued_work_is_waited_for_before_and_after_each_call():
-    queue = []
-    result = measure(
-        lambda: queue.append(0.003), warmup=1, repeats=2, synchronize=lambda: queue and time.sleep(queue.pop())
+def test_each_call_has_its_own_clock_and_the_record_names_it():
+    def always_seven(call):
+        call()
+        return 7.0
+
+    order = []
+    found = measure_in_turn(
+        {"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 1, 2, clocks={"b": always_seven}
     )
-    assert queue == []
-    assert result["min_ms"] >= 3
+    assert order == ["a", "b"] * 3
+    assert found["b"]["samples_ms"] == [7.0, 7.0] and found["b"]["clock"] == "always_seven"
+    assert found["a"]["clock"] == "wall_clock" and found["a"]["p50_ms"] < 7
+    assert clock_of(torch.device("cuda", 0)) is cuda_events and clock_of(torch.device("cpu")) is wall_clock
+
+
+def test_a_gpu_is_timed_between_its_own_events(monkeypatch):
+    """Nothing may be queued from before, and the second event is waited for before it is read."""
+    told = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            told.append("record")
+
+        def synchronize(self):
+            told.append("wait for the event")
+
+        def elapsed_time(self, end):
+            assert told[-1] == "wait for the event"
+            return 4.5
+
+    monkeypatch.setattr(latency.torch.cuda, "Event", Event)
+    monkeypatch.setattr(latency.torch.cuda, "synchronize", lambda: told.append("wait for all"))
+    assert cuda_events(lambda: told.append("call")) == 4.5
+    assert told == ["wait for all", "record", "call", "record", "wait for the event"]
 
 
 def test_ratio_is_the_median_of_rounds():

@@ -51,7 +51,7 @@ def engines_taking(seconds: dict[str, float], clock, contracts) -> dict:
             width = {"clip1": 64, "clip2": context - 64}[part]
             return {"z": torch.zeros(batch, 80, width), "z_pooled": torch.zeros(batch, 128)}
 
-        call.name = part
+        call.name, call.inputs, call.device = part, contracts[part].dtypes, torch.device("cpu")
         return call
 
     return {part: engine(part) for part in PART_NAMES}

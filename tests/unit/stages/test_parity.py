@@ -10,7 +10,7 @@ from sd_quant.stages.parity import WatchedSide, distance, held, run_simulation
 
 
 class Doubling:
-    name, inputs = "doubling", {"x": torch.float32}
+    name, inputs, device = "doubling", {"x": torch.float32}, torch.device("cpu")
 
     def __call__(self, **inputs):
         return {"out": 2 * inputs["x"]}

@@ -1,0 +1,67 @@
+"""How a part becomes something that computes: from a file by an engine, or from the checkpoint by torch.
+
+Torch computes on the GPU where there is one. What is compared or simulated is the same part, opened in another way.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from sd_quant.config import Infer
+from sd_quant.engines import load_engine
+from sd_quant.engines.base import Engine
+from sd_quant.engines.native import with_native_layers
+from sd_quant.engines.replayed import Replayed
+from sd_quant.engines.torch import TorchEngine, best_device, compiled, dtype_on, placed
+from sd_quant.errors import ResourceError
+from sd_quant.models.loading import Checkpoint, contracts_of, denoiser_of, load_part
+from sd_quant.quantization.simulate import simulate
+from sd_quant.stages.export_onnx import Assignment
+
+
+def check_cuda_graph(infer: Infer) -> None:
+    """Raises ResourceError when calls are to be recorded and there is no GPU to record them on."""
+    if infer.cuda_graph and not torch.cuda.is_available():
+        raise ResourceError("infer.cuda_graph=true takes an NVIDIA GPU and this machine has none; leave it false")
+
+
+def open_file(path: Path, infer: Infer, **options: object) -> Engine:
+    """By ``infer.engine``; ``options`` are those of its ``load``."""
+    return replayed(load_engine(infer.engine, path, **options), infer)
+
+
+def open_torch(checkpoint: Checkpoint, infer: Infer, part: str, assignment: Assignment | None = None) -> TorchEngine:
+    """Eager; with an ``assignment``, its layers multiply their codes."""
+    contract, device = contracts_of(checkpoint)[part], best_device()
+    module = load_part(checkpoint, part).module
+    if assignment is not None:
+        with_native_layers(denoiser_of(checkpoint, module), assignment)
+    return TorchEngine(placed(module, device, dtype_on(device, infer.precision, contract)), contract)
+
+
+def open_torch_engine(checkpoint: Checkpoint, infer: Infer, part: str, assignment: Assignment | None = None) -> Engine:
+    """``open_torch`` as ``infer.engine`` says, compiled or not, replayed or not."""
+    engine = open_torch(checkpoint, infer, part, assignment)
+    if infer.engine == "torch_compiled":
+        compiled(engine.module)
+    return replayed(engine, infer)
+
+
+def open_simulated(checkpoint: Checkpoint, assignment: Assignment) -> TorchEngine:
+    """The denoiser with ModelOpt's quantizers, in fp32, so that its error is that of the rounding alone."""
+    part = checkpoint.family.DENOISER
+    module = load_part(checkpoint, part).module
+    simulate(denoiser_of(checkpoint, module), assignment)
+    return TorchEngine(placed(module, best_device(), torch.float32), contracts_of(checkpoint)[part])
+
+
+def replayed(engine: Engine, infer: Infer) -> Engine:
+    return Replayed(engine) if infer.cuda_graph else engine
+
+
+def module_of(engine: Engine) -> nn.Module:
+    """What one of torch's engines is computed by, replayed or not."""
+    found = engine.engine if isinstance(engine, Replayed) else engine
+    assert isinstance(found, TorchEngine)
+    return found.module

@@ -1,0 +1,74 @@
+"""When a call is recorded and what is copied; CUDA's own recording is stood in for. tests/gpu has the real one."""
+
+import pytest
+import torch
+
+from sd_quant.engines import replayed
+from sd_quant.engines.replayed import Replayed
+
+
+class Doubling:
+    name, inputs, device = "doubling", {"x": torch.float16}, torch.device("cpu")
+
+    def __init__(self):
+        self.closed = False
+
+    def __call__(self, x):
+        if x.shape[0] > 8:
+            raise ValueError("at most 8")
+        return {"y": 2 * x}
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """Recordings so far. A stand-in replays by computing from what the recording reads into what it writes."""
+    made = []
+
+    def record(engine, given):
+        static = {name: tensor.clone() for name, tensor in given.items()}
+        outputs = engine(**static)
+
+        class Graph:
+            def replay(self):
+                for name, tensor in engine(**static).items():
+                    outputs[name].copy_(tensor)
+
+        made.append(replayed.shapes_of(static))
+        return Graph(), static, outputs
+
+    monkeypatch.setattr(replayed, "record", record)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    return made
+
+
+def test_one_recording_serves_all_calls_of_a_shape(recorded):
+    engine = Replayed(Doubling())
+    first, second = engine(x=torch.full((2, 3), 1.0)), engine(x=torch.full((2, 3), 5.0))
+    assert len(recorded) == 1
+    assert first["y"].unique() == 2 and second["y"].unique() == 10  # an answer outlives the next call
+    assert first["y"].dtype == torch.float16
+
+
+def test_another_shape_is_recorded_anew(recorded):
+    engine = Replayed(Doubling())
+    for batch in (2, 4, 4, 2):
+        assert engine(x=torch.ones(batch, 3))["y"].shape == (batch, 3)
+    assert [shapes["x"][0] for shapes in recorded] == [2, 4, 2]
+
+
+def test_what_the_engine_refuses_is_refused(recorded):
+    engine = Replayed(Doubling())
+    with pytest.raises(ValueError, match="at most 8"):
+        engine(x=torch.ones(9, 3))
+    with pytest.raises(ValueError, match=r"takes inputs \['x'\]"):
+        engine(z=torch.ones(2, 3))
+    assert engine(x=torch.ones(2, 3))["y"].shape == (2, 3)
+
+
+def test_closing_closes_the_engine(recorded):
+    inner = Doubling()
+    Replayed(inner).close()
+    assert inner.closed

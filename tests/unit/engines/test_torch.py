@@ -1,0 +1,77 @@
+"""Where torch computes a part, in which precision, and compiled how."""
+
+import pytest
+import torch
+from torch import nn
+
+from sd_quant.engines import torch as engine
+from sd_quant.engines.base import CPU
+from sd_quant.engines.native import NativeLinear
+from sd_quant.engines.torch import TorchEngine, compiled, dtype_on, placed
+from sd_quant.models.parts import Contract
+from sd_quant.quantization.assignment import LayerAssignment
+
+GPU = torch.device("cuda", 0)
+
+
+def contract(weights: torch.dtype) -> Contract:
+    return Contract({"x": ("batch", 8)}, ("y",), {"x": weights}, weights)
+
+
+@pytest.mark.parametrize(
+    "device, precision, expected",
+    [
+        (CPU, "auto", torch.float32),
+        (GPU, "auto", torch.float16),
+        (GPU, "fp32", torch.float32),
+        (GPU, "bf16", torch.bfloat16),
+        (CPU, "bf16", torch.bfloat16),
+    ],
+)
+def test_precision(device, precision, expected):
+    assert dtype_on(device, precision, contract(torch.float16)) == expected
+    assert dtype_on(device, precision, contract(torch.float32)) == torch.float32  # a VAE overflows in fp16
+
+
+def test_placing_leaves_codes_and_scales_alone():
+    layer = LayerAssignment(
+        "linear", "ffn", (4, 8), "fp8", "fp8", weight_axis=None, weight_amax=torch.ones(1), activation_amax=1.0
+    )
+    made = NativeLinear(torch.ones(4, 8), nn.Parameter(torch.ones(4), requires_grad=False), layer)
+    moved = placed(made, CPU, torch.float16)
+    assert moved.bias.dtype == torch.float16
+    assert (moved.codes.dtype, moved.input_scale.dtype) == (torch.float8_e4m3fn, torch.float32)
+
+
+def test_an_engine_takes_and_gives_its_modules_own_dtype():
+    module = placed(nn.Linear(8, 4), CPU, torch.bfloat16)
+    module.forward = lambda x, forward=module.forward: forward(x)
+    made = TorchEngine(module, contract(torch.float16))
+    assert made.inputs == {"x": torch.bfloat16} and made.device == CPU
+    assert made(x=torch.ones(2, 8))["y"].dtype == torch.bfloat16
+
+
+class ResnetBlock2D(nn.Linear):
+    pass
+
+
+class Named(nn.Module):
+    """As diffusers' networks name the blocks that repeat."""
+
+    _repeated_blocks = ["Linear"]
+
+    def __init__(self):
+        super().__init__()
+        self.named, self.resnet, self.other = nn.Linear(4, 4), ResnetBlock2D(4, 4), nn.Conv2d(1, 1, 1)
+
+
+def test_blocks_are_compiled_and_what_has_none_is_whole(monkeypatch):
+    seen = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **given: seen.append((self, given)))
+    network, alone = Named(), nn.Conv2d(1, 1, 1)
+    assert compiled(network) is network
+    assert seen == [(network.named, {"dynamic": False}), (network.resnet, {"dynamic": False})]
+    seen.clear()
+    compiled(alone)
+    assert [module for module, _ in seen] == [alone]
+    assert engine.torch._dynamo.config.recompile_limit >= engine.SHAPES
