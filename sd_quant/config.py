@@ -327,7 +327,6 @@ class QuantizeJob:
         if self.infer.engine in NATIVE_ENGINES:
             pairs = [self.quantize.enable.conv, self.quantize.enable.linear]
             fits = all(pair.weight in RANGED and pair.activation == pair.weight for pair in pairs)
-            fits = fits and not (self.quantize.per_channel and "fp8" in self.formats()["weights"])
             expected = f"another, such as infer=openvino, because torch itself multiplies no {self.quantize.format}"
             check(fits, "infer.engine", self.infer.engine, expected)
             expected = f"0, because infer.engine={self.infer.engine} computes no low-rank branch"

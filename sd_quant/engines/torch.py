@@ -64,7 +64,8 @@ def compiled(module: nn.Module) -> nn.Module:
 
 def placed(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """``module`` on ``device``, in place, its parameters in ``dtype``. Buffers, such as codes and scales, keep their
-    types."""
+    types. On a GPU its pictures have their channels last, as its convolutions want them."""
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)
-    return module.to(device)
+    module.to(device)
+    return module.to(memory_format=torch.channels_last) if device.type == "cuda" else module  # type: ignore[call-overload]

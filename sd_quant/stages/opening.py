@@ -36,7 +36,7 @@ def open_torch(checkpoint: Checkpoint, infer: Infer, part: str, assignment: Assi
     contract, device = contracts_of(checkpoint)[part], best_device()
     module = load_part(checkpoint, part).module
     if assignment is not None:
-        with_native_layers(denoiser_of(checkpoint, module), assignment)
+        with_native_layers(denoiser_of(checkpoint, module), assignment, device)
     return TorchEngine(placed(module, device, dtype_on(device, infer.precision, contract)), contract)
 
 

@@ -1,33 +1,70 @@
-"""Torch's own products of codes on a GPU. Skipped, with the reason, where there is none."""
+"""Products of codes on a GPU, torch's own and our kernel's. Skipped, with the reason, where there is none."""
 
 import pytest
 import torch
+from torch import nn
 
-from sd_quant.engines.native import CAPABILITY, NativeLinear
+from sd_quant.engines.base import CPU
+from sd_quant.engines.native import CAPABILITY, PRODUCTS, NativeConv, NativeLinear, layer_of
 from sd_quant.engines.torch import placed
 from sd_quant.metrics.fidelity import relative_error
 from sd_quant.quantization.assignment import LayerAssignment
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU on this machine")
 
+if torch.cuda.is_available():
+    pytest.importorskip("triton")
+    import sd_quant.engines.product_kernel  # noqa: F401
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("rows", [1, 160])
-@pytest.mark.parametrize("form", CAPABILITY)
-@torch.no_grad()
-def test_a_gpu_computes_what_the_cpu_does(form, rows, compiled):
-    """The same codes; fp16 rounds the output. INT8's product takes 17 rows at least, and gets them."""
+GPU = torch.device("cuda")
+
+
+def skip_without(form: str) -> None:
     if torch.cuda.get_device_capability() < CAPABILITY[form]:
         pytest.skip(f"this GPU multiplies no {form}")
-    random = torch.Generator().manual_seed(0)
-    weight, x = torch.randn(640, 1280, generator=random), torch.randn(2, rows, 1280, generator=random).half()
-    amax = weight.abs().amax(1) if form == "int8" else weight.abs().amax().view(1)
-    axis = 0 if form == "int8" else None
-    layer = LayerAssignment(
-        "linear", "ffn", (640, 1280), form, form, weight_axis=axis, weight_amax=amax, activation_amax=4.0
-    )
-    expected = NativeLinear(weight, None, layer)(x.float())
-    linear = placed(NativeLinear(weight, None, layer), torch.device("cuda"), torch.float16)
+
+
+def assignment_for(weight: torch.Tensor, form: str, per_row: bool) -> LayerAssignment:
+    amax = weight.abs().flatten(1).amax(1)
+    return LayerAssignment(
+        "layer", "ffn", tuple(weight.shape), form, form,
+        weight_axis=0 if per_row else None, weight_amax=amax if per_row else amax.amax().view(1), activation_amax=4.0,
+    )  # fmt: skip
+
+
+def on_both(module: nn.Module, form: str, per_row: bool, x: torch.Tensor, compiled: bool):
+    """What the processor gives in fp32 and the GPU in fp16 for the same codes."""
+    layer = assignment_for(module.weight.detach(), form, per_row)
+    expected = placed(layer_of(module, layer, PRODUCTS["cpu"]), CPU, torch.float32)(x.float())
+    made = placed(layer_of(module, layer, PRODUCTS["cuda"]), GPU, torch.float16)
     if compiled:
-        linear.compile()
-    assert relative_error(expected, linear(x.cuda()).float().cpu()) < 2e-3
+        made.compile()
+    return made, expected, made(x.to(GPU)).float().cpu()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("sizes", [(640, 1280), (40, 24)])
+@pytest.mark.parametrize("rows", [1, 160])
+@pytest.mark.parametrize("form, per_row", [("int8", True), ("fp8", False), ("fp8", True)])
+@torch.no_grad()
+def test_a_linear_gives_what_the_processor_does(form, per_row, rows, sizes, compiled):
+    """The same codes; fp16 rounds the output, and a GPU adds up FP8's products with some bits less."""
+    skip_without(form)
+    torch.manual_seed(0)
+    module, x = nn.Linear(*sizes), torch.randn(2, rows, sizes[0]).half()
+    made, expected, found = on_both(module, form, per_row, x, compiled)
+    assert isinstance(made, NativeLinear)
+    assert relative_error(expected, found) < 4e-3
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("size, stride, padding", [(3, 1, 1), (3, 2, 1), (3, 2, 0), (1, 1, 0)])
+@pytest.mark.parametrize("form", CAPABILITY)
+@torch.no_grad()
+def test_a_convolution_gives_what_the_processor_does(form, size, stride, padding, compiled):
+    skip_without(form)
+    torch.manual_seed(0)
+    module, x = nn.Conv2d(320, 640, size, stride, padding), torch.randn(2, 320, 20, 12).half()
+    made, expected, found = on_both(module, form, form == "int8", x, compiled)
+    assert isinstance(made, NativeConv) and expected.shape == found.shape
+    assert relative_error(expected, found) < 4e-3

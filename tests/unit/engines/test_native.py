@@ -4,9 +4,19 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from sd_quant.engines import native
-from sd_quant.engines.native import NativeLinear, RoundedConv, check_device, with_native_layers
+from sd_quant.engines.native import (
+    PRODUCTS,
+    NativeConv,
+    NativeLinear,
+    RoundedConv,
+    check_device,
+    layer_of,
+    with_native_layers,
+)
 from sd_quant.errors import ResourceError
 from sd_quant.metrics.fidelity import relative_error
 from sd_quant.models.unet import shared_inputs
@@ -19,19 +29,29 @@ from sd_quant.quantization.simulate import simulate
 FORMATS_OF_TORCH = ["int8", "fp8"]
 
 
-def linear_of(form: str, rows: int) -> tuple[NativeLinear, torch.Tensor, torch.Tensor]:
+def assignment_for(weight: torch.Tensor, form: str, per_row: bool) -> LayerAssignment:
+    amax = weight.abs().flatten(1).amax(1)
+    return LayerAssignment(
+        "layer", "ffn", tuple(weight.shape), form, form,
+        weight_axis=0 if per_row else None, weight_amax=amax if per_row else amax.amax().view(1), activation_amax=3.0,
+    )  # fmt: skip
+
+
+def codes_of(x: torch.Tensor, layer: LayerAssignment) -> torch.Tensor:
+    """float64, the numbers that the codes of ``x`` stand for."""
+    codes = FORMATS[layer.format].quantize(x, torch.tensor(layer.activation_scale))
+    return codes.double() * layer.activation_scale
+
+
+def linear_of(form: str, rows: int, per_row: bool | None = None) -> tuple[NativeLinear, torch.Tensor, torch.Tensor]:
     """The layer, an input [2, rows, 64], and what exact arithmetic on the same codes gives."""
     random = torch.Generator().manual_seed(0)
     weight, x = torch.randn(48, 64, generator=random), torch.randn(2, rows, 64, generator=random)
-    axis = 0 if form == "int8" else None
-    amax = weight.abs().amax(1) if axis == 0 else weight.abs().amax().view(1)
-    given = {"weight_axis": axis, "weight_amax": amax, "activation_amax": 3.0}
-    layer = LayerAssignment("linear", "ffn", (48, 64), form, form, **given)
+    layer = assignment_for(weight, form, form == "int8" if per_row is None else per_row)
     bias = torch.randn(48, generator=random)
-    made = NativeLinear(weight, bias, layer)
-    codes = FORMATS[form].quantize(x, torch.tensor(layer.activation_scale)).double() * layer.activation_scale
+    made = NativeLinear(weight, bias, layer, PRODUCTS["cpu"][form].linear)
     stored = FORMATS[form].dequantize(made.codes, *layer.weight_scales(weight)).double()
-    return made, x, codes @ stored.T + bias
+    return made, x, codes_of(x, layer) @ stored.T + bias
 
 
 @pytest.mark.parametrize("rows", [1, 80])
@@ -41,6 +61,58 @@ def test_a_linear_multiplies_its_codes(form, rows):
     made, x, expected = linear_of(form, rows)
     assert made.codes.dtype in (torch.int8, torch.float8_e4m3fn)
     assert relative_error(expected.float(), made(x)) < 1e-6
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.float16, 1e-3), (torch.bfloat16, 8e-3)])
+def test_fp8_has_scales_per_row_too(dtype, tolerance):
+    made, x, expected = linear_of("fp8", 80, per_row=True)
+    made.bias = made.bias.to(dtype)
+    assert len(made.weight_scale) == 48 and made.weight_scale.unique().numel() > 40
+    exact = expected if dtype == torch.float32 else made(x.to(dtype).float()).double()
+    assert relative_error(exact.float(), made(x.to(dtype)).float()) < tolerance
+
+
+@pytest.mark.parametrize("stride, padding, dilation", [(1, 1, 1), (2, 1, 1), (2, 0, 1), (1, 2, 2)])
+@pytest.mark.parametrize("size", [1, 3, (3, 2)])
+def test_a_convolution_multiplies_its_codes(size, stride, padding, dilation):
+    """Zeros around the picture are the code 0; int32 sums are exact."""
+    random = torch.Generator().manual_seed(0)
+    conv = nn.Conv2d(20, 12, size, stride, padding, dilation)
+    x = torch.randn(2, 20, 9, 7, generator=random)
+    layer = assignment_for(conv.weight.detach(), "int8", per_row=True)
+    made = layer_of(conv, layer, PRODUCTS["cpu"])
+    assert isinstance(made, NativeConv)
+    codes = made.codes.unflatten(1, (*conv.kernel_size, 20)).movedim(-1, 1)
+    stored = codes.double() * made.weight_scale.double()[:, None, None, None]
+    expected = F.conv2d(codes_of(x, layer), stored, conv.bias.double(), stride, padding, dilation)
+    found = made(x)
+    assert found.shape == expected.shape and relative_error(expected.float(), found) < 1e-6
+    assert torch.equal(made(x.to(memory_format=torch.channels_last)), found)
+
+
+@pytest.mark.parametrize("given", [{"groups": 2}, {"stride": (1, 2)}, {"padding": (1, 0)}])
+def test_a_convolution_that_has_no_product_is_rounded(given):
+    conv = nn.Conv2d(8, 4, 3, **given)
+    layer = assignment_for(conv.weight.detach(), "int8", per_row=True)
+    assert isinstance(layer_of(conv, layer, PRODUCTS["cpu"]), RoundedConv)
+
+
+def test_on_a_processor_fp8_convolutions_are_rounded_because_a_product_is_slower():
+    conv = nn.Conv2d(8, 4, 3)
+    layer = assignment_for(conv.weight.detach(), "fp8", per_row=False)
+    assert isinstance(layer_of(conv, layer, PRODUCTS["cpu"]), RoundedConv)
+    assert isinstance(layer_of(conv, layer, PRODUCTS["cuda"]), NativeConv)
+
+
+@pytest.mark.parametrize("outputs, inputs, unfit", [(32, 64, False), (36, 64, True), (32, 40, True)])
+def test_sizes_that_cuda_does_not_take_are_the_kernels(monkeypatch, outputs, inputs, unfit):
+    taken = []
+    monkeypatch.setattr(native, "scaled_mm", lambda *_: taken.append("library"))
+    monkeypatch.setattr(native, "kernel_linear", lambda *_: taken.append("kernel"))
+    weight = torch.randn(outputs, inputs)
+    made = NativeLinear(weight, None, assignment_for(weight, "fp8", False), native.aligned_scaled_mm)
+    made.product(torch.zeros(4, inputs), made, torch.float16)
+    assert taken == ["kernel" if unfit else "library"]
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float16, 1e-3), (torch.bfloat16, 8e-3)])
@@ -69,7 +141,9 @@ def test_the_network_computes_what_the_simulation_does(calibrated, form):
     )  # fmt: skip
     replaced = with_native_layers(copy.deepcopy(part.unet), assignment)
     simulated = simulate(part.unet, assignment)
-    made = {name for name, module in replaced.named_modules() if isinstance(module, NativeLinear | RoundedConv)}
+    made = {
+        name for name, module in replaced.named_modules() if isinstance(module, NativeLinear | NativeConv | RoundedConv)
+    }
     assert made == {layer.name for layer in assignment.values() if layer.format}
     seen = {}
     for name in made:

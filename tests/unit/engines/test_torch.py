@@ -6,7 +6,7 @@ from torch import nn
 
 from sd_quant.engines import torch as engine
 from sd_quant.engines.base import CPU
-from sd_quant.engines.native import NativeLinear
+from sd_quant.engines.native import NativeLinear, scaled_mm
 from sd_quant.engines.torch import TorchEngine, compiled, dtype_on, placed
 from sd_quant.models.parts import Contract
 from sd_quant.quantization.assignment import LayerAssignment
@@ -37,7 +37,7 @@ def test_placing_leaves_codes_and_scales_alone():
     layer = LayerAssignment(
         "linear", "ffn", (4, 8), "fp8", "fp8", weight_axis=None, weight_amax=torch.ones(1), activation_amax=1.0
     )
-    made = NativeLinear(torch.ones(4, 8), nn.Parameter(torch.ones(4), requires_grad=False), layer)
+    made = NativeLinear(torch.ones(4, 8), nn.Parameter(torch.ones(4), requires_grad=False), layer, scaled_mm)
     moved = placed(made, CPU, torch.float16)
     assert moved.bias.dtype == torch.float16
     assert (moved.codes.dtype, moved.input_scale.dtype) == (torch.float8_e4m3fn, torch.float32)
