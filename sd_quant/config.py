@@ -184,7 +184,10 @@ class Quantize:
 
 @dataclass(slots=True)
 class Trt:
-    """How plans are built. ``library`` none builds no plan, auto takes tensorrt on a GPU and tensorrt_rtx elsewhere."""
+    """How plans are built. ``library`` none builds no plan, auto takes tensorrt on a GPU and tensorrt_rtx elsewhere.
+
+    ``timing_cache`` is the folder in which TensorRT's measurements of this GPU are kept for the next build.
+    """
 
     library: str
     targets: list[str] | None
@@ -193,6 +196,7 @@ class Trt:
     max_batch_size: int
     optimization_level: int | None
     workspace_gib: float | None
+    timing_cache: str | None
 
     def __post_init__(self):
         check_choice("trt.library", self.library, ("auto", "tensorrt", "tensorrt_rtx", "none"))

@@ -8,14 +8,18 @@ To deserialize a plan is to run its native code, and the runtime's own validity 
 build leaves a record beside the plan, and a plan is handed to the runtime only when the bytes in memory have the
 SHA-256 of that record. It guards against a damaged, stale or swapped file, not against someone who can write both.
 
-Roads not taken: a timing cache and VERSION_COMPATIBLE plans, which both trade a known plan for one that depends on what
-was built before; and trtexec, whose errors cannot be caught.
+What a network needs beside its inputs and outputs while it runs is torch's memory, taken for the call: engines that run
+one after the other share it, among themselves and with torch.
+
+Roads not taken: VERSION_COMPATIBLE plans, which run on other versions and are slower on all; and trtexec, whose errors
+cannot be caught.
 """
 
 import hashlib
 import importlib
 import json
 import logging
+import re
 import resource
 import struct
 import time
@@ -142,6 +146,7 @@ class PlanReport:
     bytes: int
     seconds: float
     peak_memory_bytes: int  # of this process since its start
+    timing_cache: str | None = None  # what earlier builds on this GPU had measured was used, and this one's added
 
 
 def record_path(plan_path: Path) -> Path:
@@ -169,13 +174,16 @@ def build_plan(
     compute_capabilities: Sequence[str] = (),
     workspace_gib: float | None = None,
     optimization_level: int | None = None,
+    timing_cache: Path | None = None,
     progress: Progress | None = None,
 ) -> PlanReport:
     """Build ``plan_path`` and its record from an ONNX file with or without external weights.
 
     ``compute_capabilities`` names targets, such as ["SM89", "SM120"], to build for ahead of time (tensorrt_rtx only);
-    empty means the GPU of this machine. ``progress`` is called from the build's thread; what it raises stops the build,
-    as Ctrl-C does.
+    empty means the GPU of this machine. ``timing_cache`` is a folder where the times of kernels on this GPU are kept,
+    so that the next build need not measure them; TensorRT for RTX measures nothing. ``progress`` is called from the
+    build's thread; what it raises stops the build, as Ctrl-C does.
+
     Raises ConfigError for an unknown library or target and a profile that does not fit the graph, ArtifactError for a
     graph that TensorRT does not take, ResourceError for a missing library or GPU and for lack of memory or disk.
     """
@@ -206,6 +214,9 @@ def build_plan(
     if optimization_level is not None:
         config.builder_optimization_level = optimization_level
     config.progress_monitor = monitor = _monitor(trt, progress)
+    times = timing_cache / timing_name(library, trt.__version__) if timing_cache and library == "tensorrt" else None
+    if times is not None:
+        take_times(config, times)
 
     serialized = _build(builder, network, config, monitor)
     if serialized is None:
@@ -215,6 +226,8 @@ def build_plan(
     with atomic_path(plan_path) as temporary:
         with temporary.open("wb") as file:
             file.write(memoryview(serialized))
+    if times is not None:
+        keep_times(config, times)
     report = PlanReport(
         library=library,
         version=trt.__version__,
@@ -227,9 +240,29 @@ def build_plan(
         bytes=plan_path.stat().st_size,
         seconds=round(time.perf_counter() - started, 3),
         peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        timing_cache=times.name if times else None,
     )
     write_json(record_path(plan_path), asdict(report))
     return report
+
+
+def timing_name(library: str, version: str) -> str:
+    """Of the file for this GPU: times are of one kind of GPU and one version."""
+    return f"{library}_{version}_{re.sub('[^A-Za-z0-9]+', '-', torch.cuda.get_device_name())}.timing"
+
+
+def take_times(config, path: Path) -> None:
+    """From ``path``, if it is there. TensorRT itself looks whether they are of this GPU, and begins anew if not."""
+    cache = config.create_timing_cache(path.read_bytes() if path.is_file() else b"")
+    if not config.set_timing_cache(cache, ignore_mismatch=False):
+        log.warning("%s holds times of another GPU or version; they are measured again", path)
+        config.set_timing_cache(config.create_timing_cache(b""), ignore_mismatch=False)
+
+
+def keep_times(config, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(bytes(memoryview(config.get_timing_cache().serialize())))
 
 
 def _build(builder, network, config, monitor):
@@ -338,16 +371,19 @@ def _monitor(trt: ModuleType, progress: Progress | None):
 
 
 class TensorRtEngine:
-    """A plan on the current CUDA device, run on torch's current stream. Outputs are new tensors on that device."""
+    """A plan on ``device``, run on torch's current stream. Outputs are new tensors on that device.
 
-    def __init__(self, library: str, runtime, engine):
+    Activations have torch's memory for the time of a call, as much as the call's shapes need: the allocator gives it to
+    the next that computes on this stream.
+    """
+
+    def __init__(self, library: str, runtime, engine, device: torch.device):
         trt = runtime_module(library)
         self.name, self.runtime, self.engine = library, runtime, engine  # the engine needs its runtime to stay alive
-        self.context = engine.create_execution_context()
+        self.device = device
+        self.context = engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
         if self.context is None:
-            needed = engine.device_memory_size_v2 / 2**30
-            raise ResourceError(f"{library} needs {needed:.1f} GiB of GPU memory for activations; use a smaller batch")
-        self.device = torch.device("cuda", torch.cuda.current_device())
+            raise ResourceError(f"{library} has no memory to run the plan in: {'; '.join(_logger(library).errors)}")
         names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
         dtypes = {name: _dtypes(trt)[engine.get_tensor_dtype(name)] for name in names}
         is_input = {name: engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT for name in names}
@@ -370,6 +406,9 @@ class TensorRtEngine:
             }
             for name, tensor in (given | outputs).items():
                 self.context.set_tensor_address(name, tensor.data_ptr())
+            needed = self.context.update_device_memory_size_for_shapes()
+            activations = torch.empty(max(needed, 1), dtype=torch.uint8, device=self.device)
+            self.context.set_device_memory(activations.data_ptr(), activations.numel())
             # Torch's own stream: what made the inputs has run before, what reads the outputs runs after, and the memory
             # of the inputs is not given to anyone else on this stream before the engine is through with it.
             if not self.context.execute_async_v3(torch.cuda.current_stream().cuda_stream):
@@ -436,7 +475,7 @@ def load(path: Path, *, library: str = "tensorrt", allow_untrusted_plan: bool = 
     engine = runtime.deserialize_cuda_engine(plan)
     if engine is None:
         raise ArtifactError(f"{library} cannot load {path}: {'; '.join(_logger(library).errors)}; {REBUILD}")
-    return TensorRtEngine(library, runtime, engine)
+    return TensorRtEngine(library, runtime, engine, torch.device("cuda", torch.cuda.current_device()))
 
 
 load_rtx = partial(load, library="tensorrt_rtx")

@@ -119,6 +119,7 @@ def build_plans(
                 compute_capabilities=targets,
                 optimization_level=trt.optimization_level,
                 workspace_gib=trt.workspace_gib,
+                timing_cache=anchored(trt.timing_cache) if trt.timing_cache else None,
             )
             cache.provide("plan", origin, plan.parent, lambda folder, build=build, name=plan.name: build(folder / name))
             reports[part] = read_record(plan)

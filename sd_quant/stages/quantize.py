@@ -140,6 +140,7 @@ def facts_of(job: QuantizeJob, directory: Path) -> dict:
 def fingerprint(job: QuantizeJob, facts: dict) -> str:
     """Of everything that decides the record but the machine, so that the jobs of a sweep may run on several."""
     knobs = dataclasses.asdict(job) | {"cache": None, "published": None, "trackers": None}
+    knobs["trt"]["timing_cache"] = None
     inputs = {name: found["sha256"] for name, found in facts["inputs"].items()}
     source = source_digest(*(path.name for path in PACKAGE.iterdir() if path.is_dir()), ".")
     return digest(json.dumps([knobs, job.infer.prompt_list(), inputs, facts["versions"], source], sort_keys=True))

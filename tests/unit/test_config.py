@@ -305,7 +305,7 @@ NAN, INFINITY = float("nan"), float("inf")
         ("infer", 3, "infer is 3, expected a group of knobs"),
         ("quantize.quant_levle", 3, "there is no knob quantize.quant_levle; did you mean quant_level?"),
         ("trt.xyzzy", 1, "there is no knob trt.xyzzy; known are library, max_batch_size, min_batch_size, "
-         "optimization_level, static_batch, targets, workspace_gib"),
+         "optimization_level, static_batch, targets, timing_cache, workspace_gib"),
         ("modle", {}, "there is no knob modle; did you mean model?"),
     ],
 )  # fmt: skip

@@ -1,15 +1,20 @@
 """Plans are built for real (TensorRT for RTX, ahead of time); running one needs the GPU of tests/gpu."""
 
+import ctypes
 import json
 import signal
 import time
+from contextlib import nullcontext
 from dataclasses import asdict
+from types import SimpleNamespace
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 
 from sd_quant.engines import load_engine, tensorrt
-from sd_quant.errors import ArtifactError, ConfigError, ResourceError
+from sd_quant.errors import ArtifactError, ConfigError, ResourceError, SdQuantError
 from sd_quant.files import sha256
 
 trt = pytest.importorskip("tensorrt_rtx", reason="TensorRT for RTX is not installed")
@@ -202,3 +207,118 @@ def test_a_plan_of_the_other_library_or_another_version_is_refused(tiny):
 def test_mainline_builds_for_its_own_gpu_only_or_says_what_to_install(tiny):
     with pytest.raises((ConfigError, ResourceError), match=r"builds only for the GPU|sd-quant\[tensorrt\]"):
         build(tiny, library="tensorrt")
+
+
+# ------------------------------------------------------------------------------------- what a GPU's machine has kept
+
+
+def test_times_of_kernels_are_kept_for_the_next_build_on_this_gpu(tmp_path, monkeypatch):
+    """With TensorRT for RTX's own objects, which have the API and measure nothing."""
+    monkeypatch.setattr(tensorrt.torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    path = tmp_path / "timing" / tensorrt.timing_name("tensorrt", "11.4.0")
+    assert path.name == "tensorrt_11.4.0_NVIDIA-H100-80GB-HBM3.timing"
+    config = trt.Builder(tensorrt._logger("tensorrt_rtx")).create_builder_config()
+    tensorrt.take_times(config, path)
+    tensorrt.keep_times(config, path)
+    kept = path.read_bytes()
+    assert kept and list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_times_of_another_gpu_are_measured_again(tmp_path, caplog, fits):
+    class Config:
+        given = []
+
+        def create_timing_cache(self, data):
+            return data
+
+        def set_timing_cache(self, cache, ignore_mismatch):
+            assert not ignore_mismatch
+            self.given.append(cache)
+            return fits or cache == b""
+
+    path, config = tmp_path / "h100.timing", Config()
+    path.write_bytes(b"times")
+    config.given = []
+    tensorrt.take_times(config, path)
+    assert config.given == ([b"times"] if fits else [b"times", b""])
+    assert ("times of another GPU" in caplog.text) == (not fits)
+
+
+# ------------------------------------------------------------------------- how a plan is run, with a stand-in for CUDA
+
+
+@pytest.fixture
+def running(monkeypatch):
+    """An engine around mocks that have what TensorRT's own objects have and nothing else, on the processor's memory.
+
+    Its plan takes x [B, 4] fp16, B from 1 to 8, and gives y = 2x; its activations take 100 bytes a sample.
+    """
+    told = SimpleNamespace(shapes={}, addresses={}, memory=[], streams=[], works=True)
+
+    def set_input_shape(name, shape):
+        told.shapes[name] = shape
+        return shape[0] <= 8
+
+    def execute(stream):
+        told.streams.append(stream)
+        size = told.shapes["x"][0] * 4
+        x, y = (np.ctypeslib.as_array((ctypes.c_uint16 * size).from_address(told.addresses[name])) for name in "xy")
+        y.view(np.float16)[:] = 2 * x.view(np.float16)
+        return told.works
+
+    context = Mock(spec=trt.IExecutionContext)
+    context.set_input_shape.side_effect = set_input_shape
+    context.get_tensor_shape.side_effect = lambda name: told.shapes["x"]
+    context.set_tensor_address.side_effect = told.addresses.__setitem__
+    context.update_device_memory_size_for_shapes.side_effect = lambda: 100 * told.shapes["x"][0]
+    context.set_device_memory.side_effect = lambda address, size: told.memory.append(size)
+    context.execute_async_v3.side_effect = execute
+    plan = Mock(spec=trt.ICudaEngine, num_io_tensors=2)
+    plan.create_execution_context.return_value = context
+    plan.get_tensor_name.side_effect = lambda index: "xy"[index]
+    plan.get_tensor_dtype.return_value = trt.DataType.HALF
+    plan.get_tensor_mode.side_effect = lambda name: trt.TensorIOMode.INPUT if name == "x" else trt.TensorIOMode.OUTPUT
+    plan.get_tensor_profile_shape.return_value = (1, 4), (2, 4), (8, 4)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
+    told.plan = plan
+    return told
+
+
+def test_a_plan_runs_on_the_callers_stream_in_memory_for_its_shapes(running):
+    engine = tensorrt.TensorRtEngine("tensorrt_rtx", None, running.plan, torch.device("cpu"))
+    running.plan.create_execution_context.assert_called_once_with(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+    assert engine.inputs == {"x": torch.float16} and engine.outputs == {"y": torch.float16}
+    first = engine(x=torch.full((3, 4), 1.5))["y"]
+    second = engine(x=torch.full((5, 4), 4.0))["y"]
+    assert first.unique() == 3 and second.unique() == 8  # an answer outlives the next call
+    assert running.shapes == {"x": (5, 4)} and running.memory == [300, 500] and running.streams == [7, 7]
+
+
+def test_what_is_where_it_is_needed_is_not_copied(running):
+    engine = tensorrt.TensorRtEngine("tensorrt_rtx", None, running.plan, torch.device("cpu"))
+    x = torch.ones(2, 4, dtype=torch.float16)
+    engine(x=x)
+    assert running.addresses["x"] == x.data_ptr()
+
+
+def test_a_shape_outside_the_profile_is_refused_with_both(running):
+    engine = tensorrt.TensorRtEngine("tensorrt_rtx", None, running.plan, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"takes x from \(1, 4\) to \(8, 4\) but was given \(9, 4\)"):
+        engine(x=torch.ones(9, 4))
+    assert not running.streams
+
+
+def test_a_plan_that_does_not_run_says_why(running):
+    tensorrt._logger("tensorrt_rtx").errors.append("an illegal memory access")
+    running.works = False
+    engine = tensorrt.TensorRtEngine("tensorrt_rtx", None, running.plan, torch.device("cpu"))
+    with pytest.raises(SdQuantError, match="could not run the plan: .*an illegal memory access"):
+        engine(x=torch.ones(1, 4))
+
+
+def test_a_plan_with_no_memory_to_run_in_is_refused(running):
+    running.plan.create_execution_context.return_value = None
+    with pytest.raises(ResourceError, match="no memory to run the plan"):
+        tensorrt.TensorRtEngine("tensorrt_rtx", None, running.plan, torch.device("cpu"))

@@ -12,7 +12,7 @@ SHAPE = ExportShape(out_path=None, width=1024, height=512, batch_size=2)
 
 def trt(**knobs) -> Trt:
     default = {"library": "auto", "targets": [], "static_batch": False, "min_batch_size": 1, "max_batch_size": 8}
-    return Trt(**default | {"optimization_level": None, "workspace_gib": None} | knobs)
+    return Trt(**default | {"optimization_level": None, "workspace_gib": None, "timing_cache": None} | knobs)
 
 
 @pytest.fixture
