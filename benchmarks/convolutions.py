@@ -14,8 +14,9 @@ from functools import partial
 import torch
 from torch import nn
 
+from sd_quant.devices import best_device
 from sd_quant.engines.native import Products, int_mm, kernel_convolution, layer_of, scaled_mm, unfolded_int_mm
-from sd_quant.engines.torch import best_device, placed
+from sd_quant.engines.torch import placed
 from sd_quant.metrics.latency import clock_of, measure_in_turn, ratio
 from sd_quant.quantization.assignment import LayerAssignment
 

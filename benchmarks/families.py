@@ -129,7 +129,7 @@ def plan(family: str, path: Path) -> dict[str, float]:
 
     given, name = described(family), path.stem
     check_machine({"plans": memory_of_plan({name: numbers_in(path)})}, {}, path.parent)
-    trt = Trt("tensorrt_rtx", ["SM89"], False, 1, 1, None, None)
+    trt = Trt("tensorrt_rtx", ["SM89"], False, 1, 1, None, None, None)
     start = time.perf_counter()
     build_plans({name: path}, path.parents[2], trt, ExportShape(None, given["width"], given["height"], 1), Cache(None))
     built = path.parents[2] / "plan" / f"{name}.plan"

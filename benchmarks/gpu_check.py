@@ -21,6 +21,7 @@ NEEDED = {  # package to what it is for
     "yaml": "everything",
     "pytest": "the tests",
     "modelopt": "the simulation beside the native layers",
+    "triton": "the kernel of INT8 products and of convolutions of codes",
     "lightning": "the tests of calibration",
     "tensorrt": "plans",
 }
@@ -50,7 +51,9 @@ def main() -> int:
         return 0
     here = {
         "machine": machine(),
-        "versions": versions("torch", "diffusers", "transformers", "nvidia-modelopt", "tensorrt", "lightning"),
+        "versions": versions(
+            "torch", "diffusers", "transformers", "triton", "nvidia-modelopt", "tensorrt", "lightning"
+        ),
         "missing": lacking,
     }
     write_json(chosen.out / "environment.json", here)

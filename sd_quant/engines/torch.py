@@ -4,7 +4,7 @@ import torch
 import torch._dynamo
 from torch import nn
 
-from sd_quant.engines.base import CPU, cast_inputs
+from sd_quant.engines.base import cast_inputs
 from sd_quant.models.parts import Contract
 
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -31,11 +31,6 @@ class TorchEngine:
 
     def close(self) -> None:
         del self.module
-
-
-def best_device() -> torch.device:
-    """The current GPU, or the processor where there is none."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
 
 
 def dtype_on(device: torch.device, precision: str, contract: Contract) -> torch.dtype:

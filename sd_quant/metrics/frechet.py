@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
+from sd_quant.devices import full_precision
 from sd_quant.errors import ArtifactError
 from sd_quant.progress import progress
 
@@ -62,12 +63,13 @@ def frechet_efficientnet(reference: np.ndarray, images: np.ndarray) -> dict:
 
 def efficientnet_features(pictures: np.ndarray) -> Tensor:
     """Pooled features fp32 [N, 1280] of uint8 [N, H, W, 3]. Raises ImportError where EfficientNet is not installed."""
-    network, features = _network(), []
-    with torch.inference_mode(), progress(len(pictures), "picture features") as advance:
+    features = []
+    with full_precision() as device, torch.inference_mode(), progress(len(pictures), "picture features") as advance:
+        network = _network().to(device)
         for picture in pictures:
-            pixels = torch.tensor(picture, dtype=torch.float32).permute(2, 0, 1)[None]
+            pixels = torch.tensor(picture, dtype=torch.float32, device=device).permute(2, 0, 1)[None]
             pixels = interpolate(pixels, size=(SIZE, SIZE), mode="bicubic", antialias=True).clamp(0, 255)
-            features.append(network.extract_features((pixels - 127) / 128).mean(dim=(2, 3)))  # Lite's own scaling
+            features.append(network.extract_features((pixels - 127) / 128).mean(dim=(2, 3)).cpu())  # Lite's own scaling
             advance()
     return torch.cat(features)
 

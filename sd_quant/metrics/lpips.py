@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv2d, max_pool2d, relu
 
+from sd_quant.devices import full_precision
 from sd_quant.errors import ArtifactError
 
 SMALLEST = 64  # pixels of height and width; what people judged for the paper
@@ -44,29 +45,31 @@ def lpips(reference: np.ndarray, images: np.ndarray) -> list[float]:
         )
     size = max(1, BATCH_PIXELS // (images.shape[1] * images.shape[2]))
     batches = [slice(start, start + size) for start in range(0, len(images), size)]
-    return [value for batch in batches for value in _distances(reference[batch], images[batch]).tolist()]
+    with full_precision() as device:
+        return [value for batch in batches for value in _distances(reference[batch], images[batch], device).tolist()]
 
 
 def _comparable(images: np.ndarray) -> bool:
     return images.dtype == np.uint8 and images.ndim == 4 and images.shape[3] == 3 and min(images.shape[1:3]) >= SMALLEST
 
 
-def _distances(reference: np.ndarray, images: np.ndarray) -> Tensor:
+def _distances(reference: np.ndarray, images: np.ndarray, device: torch.device) -> Tensor:
     """[N, H, W, 3] twice -> [N]. The head is linear: it may as well weigh the channels after the mean over pixels."""
-    pairs = zip(_layers(_scaled(reference)), _layers(_scaled(images)), strict=True)
-    means = [(_unit(a) - _unit(b)).square().mean((2, 3)) for a, b in pairs]
-    return sum((mean @ _weights()[f"head{index}.weight"] for index, mean in enumerate(means)), torch.zeros(len(images)))
+    pairs = zip(_layers(_scaled(reference, device)), _layers(_scaled(images, device)), strict=True)
+    means, weights = [(_unit(a) - _unit(b)).square().mean((2, 3)) for a, b in pairs], _weights(device)
+    parts = [mean @ weights[f"head{index}.weight"] for index, mean in enumerate(means)]
+    return sum(parts, torch.zeros(len(images), device=device))
 
 
-def _scaled(images: np.ndarray) -> Tensor:
+def _scaled(images: np.ndarray, device: torch.device) -> Tensor:
     """[N, H, W, 3] uint8 -> [N, 3, H, W] float32 around 0."""
     pixels = torch.tensor(images, dtype=torch.float32) / 127.5 - 1
-    return ((pixels - torch.tensor(SHIFT)) / torch.tensor(SCALE)).permute(0, 3, 1, 2)
+    return ((pixels - torch.tensor(SHIFT)) / torch.tensor(SCALE)).permute(0, 3, 1, 2).to(device)
 
 
 def _layers(x: Tensor) -> Iterator[Tensor]:
     """[N, 3, H, W] -> what each of AlexNet's five ReLUs gives, one at a time: [N, channels, h, w]."""
-    weights = _weights()
+    weights = _weights(x.device)
     for index, (stride, padding) in enumerate(STRIDE_AND_PADDING):
         x = max_pool2d(x, kernel_size=3, stride=2) if index in POOLED else x
         x = relu(conv2d(x, weights[f"conv{index}.weight"], weights[f"conv{index}.bias"], stride, padding))
@@ -79,7 +82,7 @@ def _unit(features: Tensor) -> Tensor:
 
 
 @cache
-def _weights() -> dict[str, Tensor]:
+def _weights(device: torch.device) -> dict[str, Tensor]:
     """``conv0.weight``, ``conv0.bias``, ``head0.weight`` [channels] and so on to 4, all float32."""
     packed = resources.files(__package__).joinpath("lpips_alex.safetensors").read_bytes()
-    return {name: tensor.float() for name, tensor in safetensors.torch.load(packed).items()}
+    return {name: tensor.float().to(device) for name, tensor in safetensors.torch.load(packed).items()}

@@ -22,6 +22,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from sd_quant.devices import full_precision
 from sd_quant.engines.base import one_line
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError, SdQuantError
 from sd_quant.metrics.frechet import check_pictures, frechet_distance, moments
@@ -77,10 +78,11 @@ def clip_score(images: np.ndarray, prompts: Sequence[str], weights: Path) -> dic
 
     metric = CLIPScore(lambda: (model, processor))  # type: ignore[arg-type, return-value]  # look like them
     starts = range(0, len(images), BATCH)
-    with progress(len(starts), "CLIP score") as advance:
+    with full_precision() as device, progress(len(starts), "CLIP score") as advance:
+        metric.to(device)
         for start in starts:
             batch = slice(start, start + BATCH)
-            metric.update(_pixels(images[batch]), list(prompts[batch]))
+            metric.update(_pixels(images[batch]).to(device), list(prompts[batch]))
             advance()
     vision = model.config.vision_config
     network = {"layers": vision.num_hidden_layers, "width": vision.hidden_size, "patch": vision.patch_size}
@@ -201,7 +203,7 @@ def _clip(weights: Path) -> tuple[ProjectedClip, Callable]:
     return ProjectedClip(model), process
 
 
-def _inception(weights: Path) -> Callable[[Tensor], Tensor]:
+def _inception(weights: Path) -> nn.Module:
     """From uint8 [N, 3, H, W] to fp32 [N, 2048]. Resized without antialiasing, as everybody's FID is."""
     if not weights.is_file():
         raise ConfigError(
@@ -225,7 +227,7 @@ def _inception(weights: Path) -> Callable[[Tensor], Tensor]:
         ) from error
 
 
-def _reference_moments(references: Path, network: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+def _reference_moments(references: Path, network: nn.Module) -> tuple[Tensor, Tensor]:
     if references.is_dir():
         files = _picture_files(references)
         return moments(_features(network, len(files), lambda index: _read_picture(files[index])))
@@ -244,12 +246,13 @@ def _reference_moments(references: Path, network: Callable[[Tensor], Tensor]) ->
     return mean, covariance
 
 
-def _features(network: Callable[[Tensor], Tensor], number: int, picture: Callable[[int], np.ndarray]) -> Tensor:
+def _features(network: nn.Module, number: int, picture: Callable[[int], np.ndarray]) -> Tensor:
     """One at a time: photographs differ in size."""
     features = []
-    with torch.inference_mode(), progress(number, "Inception features") as advance:
+    with full_precision() as device, torch.inference_mode(), progress(number, "Inception features") as advance:
+        network.to(device)
         for index in range(number):
-            features.append(network(_pixels(picture(index)[None])))
+            features.append(network(_pixels(picture(index)[None]).to(device)).cpu())
             advance()
     return torch.cat(features)
 
