@@ -262,6 +262,7 @@ def memory_of(part: NemoUnetPart, inputs: dict[str, Tensor]) -> float | None:
     """Most that this side has on the GPU in a call, in GB: its weights and what the call needs."""
     if not inputs["x"].is_cuda:
         return None
+    part(**inputs)  # what compiles takes memory, too
     weights = sum(tensor.nbytes for tensor in (*part.parameters(), *part.buffers()))
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

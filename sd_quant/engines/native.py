@@ -22,7 +22,7 @@ from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import FORMATS, fake_quantize
 from sd_quant.quantization.simulate import rewrite
 
-CAPABILITY = {"int8": (7, 5), "fp8": (8, 9)}  # of GPUs that multiply these
+CAPABILITY = {"int8": (8, 0), "fp8": (8, 9)}  # of GPUs that multiply these and that Triton compiles for
 FEWEST_ROWS = 17  # that CUDA's INT8 product takes
 ALIGNED = 16  # CUDA's FP8 product takes multiples of it
 

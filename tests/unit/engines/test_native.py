@@ -161,7 +161,7 @@ def test_the_network_computes_what_the_simulation_does(calibrated, form):
 
 def test_a_gpu_without_the_product_is_refused_by_its_capability(monkeypatch):
     monkeypatch.setattr(native.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(native.torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(native.torch.cuda, "get_device_capability", lambda: (8, 6))
     check_device({"int8"})
     with pytest.raises(ResourceError, match=r"torch multiplies fp8 on GPUs of compute capability 8\.9 or more"):
         check_device({"int8", "fp8"})

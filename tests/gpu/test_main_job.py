@@ -1,0 +1,49 @@
+"""The main job where torch computes on a GPU. Skipped, with the reason, where there is none."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU on this machine")
+NEEDED = ("hydra", "modelopt", "lightning", "onnxscript", "openvino", "torchmetrics")
+
+
+@pytest.fixture(autouse=True)
+def packages():
+    for name in NEEDED:
+        pytest.importorskip(name)
+
+
+def run(directory: Path, *overrides: str) -> dict:
+    command = [sys.executable, "quantize.py", "quant_level=3", "export_trt=none", "calib_size=2", "quantize.n_steps=4",
+               "infer.steps=4", f"cache.dir={directory / 'cache'}", f"hydra.run.dir={directory / 'run'}"]  # fmt: skip
+    result = subprocess.run([*command, *overrides], cwd=ROOT, capture_output=True, text=True, timeout=540)
+    assert result.returncode == 0, result.stderr
+    return json.loads((directory / "run" / "metrics.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["infer=torch_native"],
+        ["infer=torch_native", "quantize=fp8"],
+        ["infer=torch_native", "infer.cuda_graph=true", "infer.precision=bf16"],
+        ["infer=torch_compiled", "infer.cuda_graph=true"],
+        ["infer=openvino"],
+    ],
+    ids=" ".join,
+)
+def test_the_job_runs_and_says_where(tmp_path, overrides):
+    """Parity is held by the job itself: layer by layer, and the whole against the simulation's error."""
+    record = run(tmp_path, *overrides)
+    engine = record["knobs"]["infer"]["engine"]
+    assert record["fidelity"]["psnr"]["mean"] > 20
+    assert record["latency"]["torch"]["unet_xl"]["2"]["full_precision"]["clock"] == "cuda_events"
+    quantized = record["latency"][engine]["unet_xl"]["2"]["quantized"]
+    assert quantized["clock"] == ("wall_clock" if engine == "openvino" else "cuda_events")
+    assert record["peak_cuda_memory_bytes"] > 2**20

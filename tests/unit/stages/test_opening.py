@@ -1,0 +1,56 @@
+"""Which engine a part becomes."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sd_quant.checkpoints.nemo import open_nemo
+from sd_quant.config import REPOSITORY
+from sd_quant.engines.replayed import Replayed
+from sd_quant.engines.torch import TorchEngine
+from sd_quant.errors import ResourceError
+from sd_quant.stages import opening
+
+
+def infer(engine: str = "torch_native", precision: str = "auto", cuda_graph: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(engine=engine, precision=precision, cuda_graph=cuda_graph)
+
+
+@pytest.fixture(scope="module")
+def checkpoint():
+    return open_nemo(REPOSITORY / "checkpoints/sdxl_mini.nemo")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="shows what a machine without a GPU says")
+def test_graphs_of_cuda_need_a_gpu():
+    opening.check_cuda_graph(infer())
+    with pytest.raises(ResourceError, match="infer.cuda_graph=true takes an NVIDIA GPU and this machine has none"):
+        opening.check_cuda_graph(infer(cuda_graph=True))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="names the precisions of a processor")
+@pytest.mark.parametrize("part, precision, expected", [
+    ("clip1", "auto", torch.float32), ("clip1", "bf16", torch.bfloat16), ("vae", "bf16", torch.float32)
+])  # fmt: skip
+def test_torch_computes_in_the_precision_that_was_asked_for(checkpoint, part, precision, expected):
+    engine = opening.open_torch(checkpoint, infer(precision=precision), part)
+    assert isinstance(engine, TorchEngine)
+    assert {weight.dtype for weight in engine.module.parameters()} == {expected}
+
+
+@pytest.mark.parametrize("name, compiles", [("torch", False), ("torch_native", False), ("torch_compiled", True)])
+def test_only_the_compiled_engine_compiles(checkpoint, monkeypatch, name, compiles):
+    compiled = []
+    monkeypatch.setattr(opening, "compiled", compiled.append)
+    engine = opening.open_torch_engine(checkpoint, infer(name), "clip1")
+    assert compiled == ([engine.module] if compiles else [])
+    opening.open_torch(checkpoint, infer(name), "clip1")
+    assert len(compiled) == compiles  # the framework is eager beside whatever engine
+
+
+def test_a_replayed_engine_is_the_same_engine(checkpoint):
+    engine = opening.open_torch_engine(checkpoint, infer(cuda_graph=True), "clip1")
+    assert isinstance(engine, Replayed)
+    assert opening.module_of(engine) is engine.engine.module
+    assert opening.module_of(engine.engine) is engine.engine.module
