@@ -59,7 +59,7 @@ CHECKPOINT_GIVEN = "model.path={files}/empty.nemo"
         ("quantize.py", [CHECKPOINT_GIVEN, "calibration=no/such"], 2, "calibration names no/such, which does not"),
         ("quantize.py", ["calib_size=many"], 2, "quantize.calib_size is 'many', expected a whole number"),
         ("quantize.py", ["infer=torch"], 2, "infer.engine is torch, expected an engine for the quantized model"),
-        ("infer.py", ["infer.cuda_graph=true", "run=x"], 2, "infer.cuda_graph is True, expected false, because infer.eng"),
+        ("infer.py", ["infer.cuda_graph=true", "run=x"], 2, "infer.cuda_graph is True, expected false, because"),
         ("quantize.py", ["model=sdxl_nemo"], 2, "the knob model.path has no value; give it one on the command line"),
         ("quantize.py", ["model.path=no/such.nemo"], 2, "model.path names no/such.nemo, which does not exist"),
         ("quantize.py", ["model.path={files}/garbage.nemo"], 3, "garbage.nemo has no valid tar header at byte 0"),
