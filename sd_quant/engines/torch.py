@@ -31,6 +31,8 @@ class TorchEngine:
 
     def close(self) -> None:
         del self.module
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # other engines do not take from torch's memory what their weights need
 
 
 def dtype_on(device: torch.device, precision: str, contract: Contract) -> torch.dtype:

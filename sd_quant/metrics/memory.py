@@ -59,8 +59,10 @@ def peak_cuda_memory() -> int | dict:
 
 
 def available_cuda_memory_bytes() -> int | None:
-    """Memory of the current GPU that nobody has; None without one."""
-    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
+    """Memory of the current GPU that nobody uses, with what torch keeps for itself to use again; None without one."""
+    if not torch.cuda.is_available():
+        return None
+    return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
 
 def used() -> str:
@@ -72,11 +74,15 @@ def used() -> str:
 class StageTimer:
     """``with timer("calibrate"): ...`` fills ``timer.stages["calibrate"]``, also when the block fails.
 
+    Made where a job begins: a GPU's peak counts from there, the process's from its start.
+
     ``stages``: name -> ``{seconds, peak_memory_bytes}``, the peak being the process's up to the stage's end.
     """
 
     def __init__(self) -> None:
         self.stages: dict[str, dict[str, float | int]] = {}
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:

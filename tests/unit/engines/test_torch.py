@@ -6,7 +6,7 @@ from torch import nn
 
 from sd_quant.engines import torch as engine
 from sd_quant.engines.base import CPU
-from sd_quant.engines.native import NativeLinear, scaled_mm
+from sd_quant.engines.native import NativeLinear, int_mm, scaled_mm
 from sd_quant.engines.torch import TorchEngine, compiled, dtype_on, placed
 from sd_quant.models.parts import Contract
 from sd_quant.quantization.assignment import LayerAssignment
@@ -75,3 +75,31 @@ def test_blocks_are_compiled_and_what_has_none_is_whole(monkeypatch):
     compiled(alone)
     assert [module for module, _ in seen] == [alone]
     assert engine.torch._dynamo.config.recompile_limit >= engine.SHAPES
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_compiled_block_of_codes_computes_what_it_does_eagerly():
+    """As deep as a compiler that joins roundings may differ: a code here and there."""
+    torch.manual_seed(0)
+    weight = torch.randn(32, 64)
+    layer = LayerAssignment(
+        "linear", "ffn", (32, 64), "int8", "int8",
+        weight_axis=0, weight_amax=weight.abs().amax(1), activation_amax=3.0,
+    )  # fmt: skip
+
+    class BasicTransformerBlock(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.linear = nn.LayerNorm(64), NativeLinear(weight, torch.zeros(32), layer, int_mm)
+
+        def forward(self, x):
+            return nn.functional.gelu(self.linear(self.norm(x)))
+
+    class Network(nn.Sequential):
+        _repeated_blocks = ["BasicTransformerBlock"]
+
+    network, x = Network(BasicTransformerBlock()), torch.randn(2, 20, 64)
+    expected = network(x)
+    assert compiled(network)[0]._compiled_call_impl is not None
+    torch.testing.assert_close(network(x), expected, rtol=1e-2, atol=2e-2)

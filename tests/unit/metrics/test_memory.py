@@ -5,11 +5,13 @@ import sys
 import numpy as np
 import pytest
 
+from sd_quant.metrics import memory
 from sd_quant.metrics.memory import StageTimer, peak_cuda_memory_bytes, peak_memory_bytes
 
 PEAK = """
 import sys, types
 sys.modules["torch"] = types.ModuleType("torch")  # keeps the child small
+from sd_quant.metrics import memory
 from sd_quant.metrics.memory import peak_memory_bytes
 print(peak_memory_bytes())
 """
@@ -44,3 +46,27 @@ def test_stages_are_timed_and_logged_also_when_they_fail(caplog):
     assert list(timer.stages) == ["calibrate", "export"]
     assert all(stage["seconds"] >= 0 and stage["peak_memory_bytes"] > 2**20 for stage in timer.stages.values())
     assert [message.split()[0] for message in caplog.messages] == ["calibrate", "calibrate:", "export", "export:"]
+
+
+def test_what_torch_keeps_on_a_gpu_is_there_for_the_next_job(monkeypatch):
+    """In a sweep the jobs share a process: what the last one has left in torch's cache is not somebody else's."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (4, 24))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 18)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 1)
+    assert memory.available_cuda_memory_bytes() == 21
+
+
+def test_a_gpu_has_a_peak_for_each_job(monkeypatch):
+    told = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: told.append("reset"))
+    StageTimer()
+    assert told == ["reset"]
+
+
+def test_a_record_says_why_it_has_no_peak_of_a_gpu(monkeypatch):
+    monkeypatch.setattr(memory, "peak_cuda_memory_bytes", lambda: None)
+    assert memory.peak_cuda_memory() == {"value": None, "reason": "no NVIDIA GPU"}
+    monkeypatch.setattr(memory, "peak_cuda_memory_bytes", lambda: 7)
+    assert memory.peak_cuda_memory() == 7
