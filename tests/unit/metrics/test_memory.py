@@ -4,6 +4,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
 from sd_quant.metrics import memory
 from sd_quant.metrics.memory import StageTimer, peak_cuda_memory_bytes, peak_memory_bytes
@@ -31,8 +32,6 @@ def test_a_small_child_of_a_large_process_reports_its_own_peak():
 
 
 def test_cuda_peak_is_none_exactly_where_there_is_no_gpu():
-    import torch
-
     assert (peak_cuda_memory_bytes() is None) == (not torch.cuda.is_available())
 
 
