@@ -59,7 +59,7 @@ def main() -> int:
     write_json(chosen.out / "environment.json", here)
     environment, codes = os.environ | {"PYTHONPATH": str(ROOT)}, []
     if "pytest" not in lacking:
-        command = [sys.executable, "-m", "pytest", "tests/gpu", "-p", "no:cacheprovider"]
+        command = [sys.executable, "-m", "pytest", "tests/gpu", "-m", "not slow", "-p", "no:cacheprovider"]
         tests = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                text=True)  # fmt: skip
         print(tests.stdout)

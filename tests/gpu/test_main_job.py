@@ -9,7 +9,10 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU on this machine")
+pytestmark = [
+    pytest.mark.slow,  # minutes: make test has it, make gpu-check does not
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU on this machine"),
+]
 NEEDED = ("hydra", "modelopt", "lightning", "onnxscript", "openvino", "torchmetrics")
 
 
