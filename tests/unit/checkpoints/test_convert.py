@@ -470,6 +470,7 @@ def test_wrong_words_on_the_command_line(tmp_path, monkeypatch, run, mixed, sour
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "mixed.nemo"]
 
 
+@pytest.mark.slow
 def test_what_nemos_own_converter_leaves_out_is_refused(tmp_path, mixed):
     """It renames the first block of each transformer only, and leaves the rest to chance."""
     checkpoint = open_nemo(mixed)

@@ -12,6 +12,8 @@ from sd_quant.metrics.fidelity import relative_error
 from sd_quant.models.unet import shared_inputs
 from sd_quant.quantization.simulate import simulate
 
+pytestmark = pytest.mark.slow  # the tracing
+
 # The smoothed input is fp16 in the engine; what it rounds to the other side moves one whole step. Measured: 2.2e-3.
 TOLERANCE = 2e-2
 

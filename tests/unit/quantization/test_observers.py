@@ -63,6 +63,7 @@ def deployed_error(values: Tensor, threshold: float) -> float:
     return (quantized - values.double()).square().mean().item()
 
 
+@pytest.mark.slow  # ModelOpt's own search
 @each_distribution
 def test_entropy_is_that_of_modelopt(distribution):
     """The same histogram gives the same bin; its edge is an fp32 number there."""
