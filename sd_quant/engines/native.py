@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from sd_quant.engines.base import CPU
 from sd_quant.errors import ResourceError
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.formats import FORMATS, fake_quantize
+from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.simulate import rewrite
 
 CAPABILITY = {"int8": (8, 0), "fp8": (8, 9)}  # of GPUs that multiply these and that Triton compiles for
@@ -77,7 +77,7 @@ class NativeConv(NativeLayer):
 class RoundedConv(nn.Module):
     """A convolution of rounded numbers. ``weight`` fp32."""
 
-    input_amax: Tensor
+    input_scale: Tensor
 
     def __init__(self, conv, weight: Tensor, layer: LayerAssignment):
         super().__init__()
@@ -87,10 +87,11 @@ class RoundedConv(nn.Module):
         rounded = form.dequantize(form.quantize(weight, *scales), *scales).to(conv.weight)
         self.weight = nn.Parameter(rounded, requires_grad=False)
         self.stride, self.padding, self.dilation, self.groups = conv.stride, conv.padding, conv.dilation, conv.groups
-        self.register_buffer("input_amax", torch.tensor(layer.activation_amax, device=weight.device))
+        self.register_buffer("input_scale", torch.tensor(layer.activation_scale, device=weight.device))
 
     def forward(self, x: Tensor) -> Tensor:
-        near = fake_quantize(FORMATS[self.format], x, self.input_amax).to(x)
+        form = FORMATS[self.format]
+        near = form.dequantize(form.quantize(x, self.input_scale), self.input_scale).to(x)
         return F.conv2d(near, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
 
 
