@@ -1,5 +1,5 @@
-"""Native layers on a device that is not the processor: nothing may be left behind on it, nothing made on it, and nothing
-may wait for a number, which a CUDA graph cannot record.
+"""Native layers on a device that is not the processor: nothing may be left on it, nothing made on it, and nothing may
+wait for a number, which a CUDA graph cannot record.
 
 There is no such device here, so shapes, types and places are computed and no numbers: torch's fake tensors on a backend
 that has a name and no memory. Naming one changes torch for the whole process, so this file runs as a script.
