@@ -8,7 +8,7 @@ from sd_quant.engines.base import CPU
 from sd_quant.engines.native import CAPABILITY, PRODUCTS, NativeConv, NativeLinear, layer_of
 from sd_quant.engines.torch import placed
 from sd_quant.metrics.fidelity import relative_error
-from sd_quant.quantization.assignment import LayerAssignment
+from tests.layers import static_layer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU on this machine")
 
@@ -24,17 +24,9 @@ def skip_without(form: str) -> None:
         pytest.skip(f"this GPU multiplies no {form}")
 
 
-def assignment_for(weight: torch.Tensor, form: str, per_row: bool) -> LayerAssignment:
-    amax = weight.abs().flatten(1).amax(1)
-    return LayerAssignment(
-        "layer", "ffn", tuple(weight.shape), form, form,
-        weight_axis=0 if per_row else None, weight_amax=amax if per_row else amax.amax().view(1), activation_amax=4.0,
-    )  # fmt: skip
-
-
 def on_both(module: nn.Module, form: str, per_row: bool, x: torch.Tensor, compiled: bool):
     """What the processor gives in fp32 and the GPU in fp16 for the same codes."""
-    layer = assignment_for(module.weight.detach(), form, per_row)
+    layer = static_layer(module.weight.detach(), form, per_row)
     expected = placed(layer_of(module, layer, PRODUCTS["cpu"]), CPU, torch.float32)(x.float())
     made = placed(layer_of(module, layer, PRODUCTS["cuda"]), GPU, torch.float16)
     if compiled:

@@ -25,16 +25,9 @@ from sd_quant.quantization.derivation import Recipe, derive
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.levels import Enable, Pair
 from sd_quant.quantization.simulate import simulate
+from tests.layers import static_layer
 
 FORMATS_OF_TORCH = ["int8", "fp8"]
-
-
-def assignment_for(weight: torch.Tensor, form: str, per_row: bool) -> LayerAssignment:
-    amax = weight.abs().flatten(1).amax(1)
-    return LayerAssignment(
-        "layer", "ffn", tuple(weight.shape), form, form,
-        weight_axis=0 if per_row else None, weight_amax=amax if per_row else amax.amax().view(1), activation_amax=3.0,
-    )  # fmt: skip
 
 
 def codes_of(x: torch.Tensor, layer: LayerAssignment) -> torch.Tensor:
@@ -47,7 +40,7 @@ def linear_of(form: str, rows: int, per_row: bool | None = None) -> tuple[Native
     """The layer, an input [2, rows, 64], and what exact arithmetic on the same codes gives."""
     random = torch.Generator().manual_seed(0)
     weight, x = torch.randn(48, 64, generator=random), torch.randn(2, rows, 64, generator=random)
-    layer = assignment_for(weight, form, form == "int8" if per_row is None else per_row)
+    layer = static_layer(weight, form, form == "int8" if per_row is None else per_row)
     bias = torch.randn(48, generator=random)
     made = NativeLinear(weight, bias, layer, PRODUCTS["cpu"][form].linear)
     stored = FORMATS[form].dequantize(made.codes, *layer.weight_scales(weight)).double()
@@ -79,7 +72,7 @@ def test_a_convolution_multiplies_its_codes(size, stride, padding, dilation):
     random = torch.Generator().manual_seed(0)
     conv = nn.Conv2d(20, 12, size, stride, padding, dilation)
     x = torch.randn(2, 20, 9, 7, generator=random)
-    layer = assignment_for(conv.weight.detach(), "int8", per_row=True)
+    layer = static_layer(conv.weight.detach(), "int8", per_row=True)
     made = layer_of(conv, layer, PRODUCTS["cpu"])
     assert isinstance(made, NativeConv)
     codes = made.codes.unflatten(1, (*conv.kernel_size, 20)).movedim(-1, 1)
@@ -93,13 +86,13 @@ def test_a_convolution_multiplies_its_codes(size, stride, padding, dilation):
 @pytest.mark.parametrize("given", [{"groups": 2}, {"stride": (1, 2)}, {"padding": (1, 0)}])
 def test_a_convolution_that_has_no_product_is_rounded(given):
     conv = nn.Conv2d(8, 4, 3, **given)
-    layer = assignment_for(conv.weight.detach(), "int8", per_row=True)
+    layer = static_layer(conv.weight.detach(), "int8", per_row=True)
     assert isinstance(layer_of(conv, layer, PRODUCTS["cpu"]), RoundedConv)
 
 
 def test_on_a_processor_fp8_convolutions_are_rounded_because_a_product_is_slower():
     conv = nn.Conv2d(8, 4, 3)
-    layer = assignment_for(conv.weight.detach(), "fp8", per_row=False)
+    layer = static_layer(conv.weight.detach(), "fp8", per_row=False)
     assert isinstance(layer_of(conv, layer, PRODUCTS["cpu"]), RoundedConv)
     assert isinstance(layer_of(conv, layer, PRODUCTS["cuda"]), NativeConv)
 
@@ -110,7 +103,7 @@ def test_sizes_that_cuda_does_not_take_are_the_kernels(monkeypatch, outputs, inp
     monkeypatch.setattr(native, "scaled_mm", lambda *_: taken.append("library"))
     monkeypatch.setattr(native, "kernel_linear", lambda *_: taken.append("kernel"))
     weight = torch.randn(outputs, inputs)
-    made = NativeLinear(weight, None, assignment_for(weight, "fp8", False), native.aligned_scaled_mm)
+    made = NativeLinear(weight, None, static_layer(weight, "fp8", False), native.aligned_scaled_mm)
     made.product(torch.zeros(4, inputs), made, torch.float16)
     assert taken == ["kernel" if unfit else "library"]
 

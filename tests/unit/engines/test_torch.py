@@ -9,7 +9,7 @@ from sd_quant.engines.base import CPU
 from sd_quant.engines.native import NativeLinear, int_mm, scaled_mm
 from sd_quant.engines.torch import TorchEngine, compiled, dtype_on, placed
 from sd_quant.models.parts import Contract
-from sd_quant.quantization.assignment import LayerAssignment
+from tests.layers import static_layer
 
 GPU = torch.device("cuda", 0)
 
@@ -34,10 +34,9 @@ def test_precision(device, precision, expected):
 
 
 def test_placing_leaves_codes_and_scales_alone():
-    layer = LayerAssignment(
-        "linear", "ffn", (4, 8), "fp8", "fp8", weight_axis=None, weight_amax=torch.ones(1), activation_amax=1.0
-    )
-    made = NativeLinear(torch.ones(4, 8), nn.Parameter(torch.ones(4), requires_grad=False), layer, scaled_mm)
+    weight = torch.ones(4, 8)
+    layer = static_layer(weight, "fp8", per_row=False)
+    made = NativeLinear(weight, nn.Parameter(torch.ones(4), requires_grad=False), layer, scaled_mm)
     moved = placed(made, CPU, torch.float16)
     assert moved.bias.dtype == torch.float16
     assert (moved.codes.dtype, moved.input_scale.dtype) == (torch.float8_e4m3fn, torch.float32)
@@ -83,10 +82,7 @@ def test_a_compiled_block_of_codes_computes_what_it_does_eagerly():
     """As deep as a compiler that joins roundings may differ: a code here and there."""
     torch.manual_seed(0)
     weight = torch.randn(32, 64)
-    layer = LayerAssignment(
-        "linear", "ffn", (32, 64), "int8", "int8",
-        weight_axis=0, weight_amax=weight.abs().amax(1), activation_amax=3.0,
-    )  # fmt: skip
+    layer = static_layer(weight, "int8", per_row=True)
 
     class BasicTransformerBlock(nn.Module):
         def __init__(self):
