@@ -79,10 +79,13 @@ def simulate(module: nn.Module, assignment: Mapping[str, LayerAssignment]) -> nn
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):  # it prints how many it inserted
         warnings.filterwarnings("ignore", "transformers .* is not tested")
         import modelopt.torch.quantization as mtq
+        from modelopt.torch.quantization.extensions import get_cuda_ext, get_cuda_ext_fp8
         from modelopt.torch.quantization.nn import is_registered_quant_backend, register_quant_backend
 
         if not is_registered_quant_backend(BACKEND):
             register_quant_backend(BACKEND, blocked)
+        # On a GPU it would compile kernels, for minutes. Without them it computes there as on a processor, in torch.
+        get_cuda_ext.extension = get_cuda_ext_fp8.extension = None
         module = mtq.quantize(module, modelopt_config(assignment))
     rewrite(module, assignment)
     for layer in (layer for layer in assignment.values() if layer.role != "attention"):

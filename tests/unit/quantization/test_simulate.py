@@ -106,3 +106,11 @@ def test_modelopt_holds_what_is_its_own_and_nothing_else(assignment):
         {"attention_amax": (1.0, 1.0, 1.0)},
     ):
         assert not restorable(assignment | {name: replace(layer, **lost)})
+
+
+def test_on_a_gpu_modelopt_would_compile_nothing(simulated, monkeypatch):
+    """It asks for its kernels in every call there, and falls back to what it computes on a processor."""
+    from modelopt.torch.quantization import extensions, tensor_quant
+
+    monkeypatch.setattr(extensions, "load_cpp_extension", lambda *_, **__: pytest.fail("it compiles"))
+    assert tensor_quant.get_cuda_ext() is None and tensor_quant.get_cuda_ext_fp8() is None
