@@ -34,6 +34,7 @@ class NativeLayer(nn.Module):
     codes: Tensor
     scale: Tensor
     weight_scale: Tensor
+    largest: Tensor  # of the weight's scales
     input_scale: Tensor
     pre_quant_scale: Tensor | None
 
@@ -43,6 +44,7 @@ class NativeLayer(nn.Module):
         self.format, self.bias, self.product = layer.format, bias, product
         self.register_buffer("codes", FORMATS[layer.format].quantize(weight, weight_scale).movedim(1, -1).flatten(1))
         self.register_buffer("weight_scale", weight_scale.float().flatten())
+        self.register_buffer("largest", self.weight_scale.max())
         self.register_buffer("input_scale", torch.tensor(layer.activation_scale, device=weight.device))
         self.register_buffer("scale", (self.input_scale * self.weight_scale).expand(len(weight)).contiguous())
         multiplies = layer.pre_quant_scale.half().to(weight) if layer.multiplies else None
@@ -113,14 +115,13 @@ def scaled_mm(codes: Tensor, layer: NativeLayer, dtype: torch.dtype) -> Tensor:
     Scales per row of the weight are multiplied afterwards, relative to the largest: torch itself takes them on few GPUs
     and in bfloat16 alone.
     """
-    largest = layer.weight_scale.max()
     per_row = layer.weight_scale.numel() > 1
     inside = layer.bias if dtype != torch.float32 and not per_row else None  # CUDA adds none to fp32
     output = torch._scaled_mm(
-        codes, layer.codes.T, layer.input_scale.float(), largest, bias=inside, out_dtype=dtype, use_fast_accum=True
+        codes, layer.codes.T, layer.input_scale, layer.largest, bias=inside, out_dtype=dtype, use_fast_accum=True
     )
     if per_row:
-        output = output * (layer.weight_scale / largest).to(dtype)
+        output = output * (layer.weight_scale / layer.largest).to(dtype)
     return output if inside is not None else with_bias(output, layer)
 
 

@@ -5,6 +5,7 @@ import torch._dynamo
 from torch import nn
 
 from sd_quant.engines.base import cast_inputs
+from sd_quant.engines.native import NativeLayer, RoundedConv
 from sd_quant.models.parts import Contract
 
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -48,13 +49,15 @@ def compiled(module: nn.Module) -> nn.Module:
     """``module``, in place, to be compiled block by block when it is called; whole where it has no known blocks.
 
     Blocks of one kind and shape share what was compiled: a network at once takes minutes. Compiled at their first call
-    with each shape.
+    with each shape. Layers of codes outside of blocks are compiled by themselves, so that they quantize in one kernel.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SHAPES)
     own = (getattr(part, "_repeated_blocks", None) or () for part in module.modules())
     names = {*REPEATED, *(name for found in own for name in found)}
     blocks = [part for part in module.modules() if type(part).__name__ in names]
-    for block in blocks or [module]:
+    inside = {part for block in blocks for part in block.modules()}
+    layers = [part for part in module.modules() if isinstance(part, NativeLayer | RoundedConv) and part not in inside]
+    for block in [*blocks, *layers] or [module]:
         block.compile(dynamic=False)
     return module
 

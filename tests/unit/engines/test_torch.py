@@ -50,8 +50,15 @@ def test_an_engine_takes_and_gives_its_modules_own_dtype():
     assert made(x=torch.ones(2, 8))["y"].dtype == torch.bfloat16
 
 
-class ResnetBlock2D(nn.Linear):
-    pass
+def codes() -> NativeLinear:
+    weight = torch.ones(4, 4)
+    return NativeLinear(weight, None, static_layer(weight, "int8", per_row=True), int_mm)
+
+
+class ResnetBlock2D(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inside = codes()
 
 
 class Named(nn.Module):
@@ -61,15 +68,17 @@ class Named(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.named, self.resnet, self.other = nn.Linear(4, 4), ResnetBlock2D(4, 4), nn.Conv2d(1, 1, 1)
+        self.resnet, self.other = ResnetBlock2D(), nn.Conv2d(1, 1, 1)
+        self.loose, self.named = codes(), nn.Linear(4, 4)
 
 
-def test_blocks_are_compiled_and_what_has_none_is_whole(monkeypatch):
+def test_blocks_are_compiled_and_layers_of_codes_between_them_and_what_has_none_is_whole(monkeypatch):
     seen = []
     monkeypatch.setattr(nn.Module, "compile", lambda self, **given: seen.append((self, given)))
     network, alone = Named(), nn.Conv2d(1, 1, 1)
     assert compiled(network) is network
-    assert seen == [(network.named, {"dynamic": False}), (network.resnet, {"dynamic": False})]
+    assert [module for module, _ in seen] == [network.resnet, network.named, network.loose]
+    assert all(given == {"dynamic": False} for _, given in seen)
     seen.clear()
     compiled(alone)
     assert [module for module, _ in seen] == [alone]
