@@ -131,8 +131,7 @@ def with_bias(output: Tensor, layer: NativeLayer) -> Tensor:
 
 def unfolded_int_mm(codes: Tensor, conv: NativeConv, dtype: torch.dtype) -> Tensor:
     """Every window a row, in the order of the weight: its height, its width, its channels."""
-    padded = F.pad(codes, (0, 0, *2 * [conv.padding] * 2))
-    windows = padded
+    windows = F.pad(codes, (0, 0, *4 * [conv.padding]))
     for axis, size in enumerate(conv.kernel_size, start=1):
         span = conv.dilation * (size - 1) + 1
         windows = windows.unfold(axis, span, conv.stride)[..., :: conv.dilation]

@@ -56,19 +56,15 @@ def infer(job: InferJob, directory: Path) -> None:
     prompts = job.infer.prompt_list()
     generated = generate(pipeline, prompts, job.infer, job.infer.engine)
     save_images(generated.images, out / "images", image_names(prompts))
+    samples = {part: batch_of(checkpoint, part, job.infer) for part in parts}
     latency: dict = {
-        part: {str(batch_of(checkpoint, part, job.infer)): measure(
-            part_call(engines[part], contracts[part], batch_of(checkpoint, part, job.infer), job.infer),
-            job.infer.num_warmup_runs,
-            job.infer.num_timed_runs,
-            clock_of(engines[part].device),
-        )}
+        part: {str(samples[part]): part_latency(engines[part], contracts[part], samples[part], job.infer)}
         for part in parts
-    }  # fmt: skip
+    }
     if together:
         image = measure(one_image(pipeline, prompts, job.infer), 1, min(3, job.infer.num_timed_runs))
     else:
-        medians = {part: latency[part][str(batch_of(checkpoint, part, job.infer))]["p50_ms"] for part in parts}
+        medians = {part: latency[part][str(samples[part])]["p50_ms"] for part in parts}
         image = composed(medians, job.infer.steps, checkpoint.family.DENOISER)
     latency["image"] = {str(job.infer.batch_size): image}
     write_json(out / "metrics.json", {"schema_version": 1, "status": "done", "latency": {job.infer.engine: latency},
@@ -123,6 +119,12 @@ def part_call(engine: Engine, contract: Contract, batch: int, infer: Infer) -> C
     """With inputs that are where the engine computes, in its own dtypes: nothing is copied in a timed call."""
     inputs = cast_inputs(engine.inputs, example_inputs(contract, batch, infer), engine.device)
     return lambda: engine(**inputs)
+
+
+def part_latency(engine: Engine, contract: Contract, batch: int, infer: Infer) -> dict[str, object]:
+    """By the clock of the engine's own device."""
+    call = part_call(engine, contract, batch, infer)
+    return measure(call, infer.num_warmup_runs, infer.num_timed_runs, clock_of(engine.device))
 
 
 def one_image(pipeline: Pipeline, prompts: list[str], infer: Infer):

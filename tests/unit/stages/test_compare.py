@@ -9,6 +9,7 @@ from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.config import PART_NAMES, REPOSITORY
 from sd_quant.metrics import latency
 from sd_quant.models.loading import contracts_of
+from sd_quant.stages import compare, infer
 from sd_quant.stages.compare import compare_latency
 
 INFER = SimpleNamespace(
@@ -106,6 +107,25 @@ def test_a_slower_quantized_engine_is_said_to_be_slower(checkpoint, clock):
         checkpoint, sides_taking(1.0, 1.0, 2.0, clock, contracts_of(checkpoint)), ["a rocket"], INFER, True
     )
     assert found["openvino"]["unet_xl"]["2"]["speedup"] == 0.5
+
+
+def test_a_part_is_timed_by_the_clock_of_its_engines_device(checkpoint, clock, monkeypatch):
+    """On a GPU a call returns when its work is queued: whoever forgets the clock times the queueing."""
+
+    def of_the_device(call):
+        call()
+        return 5.0
+
+    for stage in (compare, infer):
+        monkeypatch.setattr(stage, "clock_of", lambda device: of_the_device)
+    contracts = contracts_of(checkpoint)
+    sides = sides_taking(1.0, 1.0, 1.0, clock, contracts)
+    found = compare_latency(checkpoint, sides, ["a rocket"], INFER, True)
+    part = found["openvino"]["unet_xl"]["2"]["quantized"]
+    assert (part["clock"], part["p50_ms"]) == ("of_the_device", 5.0)
+    assert found["openvino"]["image"]["1"]["quantized"]["clock"] == "wall_clock"  # pictures end on the processor
+    alone = infer.part_latency(sides["quantized"]["unet_xl"], contracts["unet_xl"], 2, INFER)
+    assert (alone["clock"], alone["p50_ms"]) == ("of_the_device", 5.0)
 
 
 def test_a_part_that_is_not_quantized_has_no_number_of_its_own(checkpoint, clock):

@@ -54,3 +54,23 @@ def test_a_replayed_engine_is_the_same_engine(checkpoint):
     assert isinstance(engine, Replayed)
     assert opening.module_of(engine) is engine.engine.module
     assert opening.module_of(engine.engine) is engine.engine.module
+
+
+def test_torch_computes_on_the_best_device(checkpoint, monkeypatch):
+    """Stood in for by one without memory."""
+    monkeypatch.setattr(opening, "best_device", lambda: torch.device("meta"))
+    for engine in (
+        opening.open_torch(checkpoint, infer(), "clip1"),
+        opening.open_torch_engine(checkpoint, infer(), "unet_xl"),
+        opening.open_simulated(checkpoint, {}),
+    ):
+        assert engine.device.type == "meta"
+        assert {weight.device.type for weight in engine.module.parameters()} == {"meta"}
+
+
+def test_native_layers_are_those_of_the_best_device(checkpoint, monkeypatch):
+    asked = []
+    monkeypatch.setattr(opening, "best_device", lambda: torch.device("meta"))
+    monkeypatch.setattr(opening, "with_native_layers", lambda network, known, device: asked.append((known, device)))
+    opening.open_torch(checkpoint, infer(), "unet_xl", {})
+    assert asked == [({}, torch.device("meta"))]
