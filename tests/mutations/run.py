@@ -1,26 +1,32 @@
 """``python -m tests.mutations.run``: would a test notice? One deliberate fault at a time, and the test that caught it.
 
 ``faults.yaml`` lists the faults: a text that stands exactly once in ``sd_quant``, what replaces it, and the tests that
-should fail then. A fault does not say which file it is in, so code may move. Every worker has a copy of the repository
-and changes nothing else. Exit code 1 when a fault survived or could not be tried.
+should fail then. A fault does not say which file it is in, so code may move. It is put into a copy of the repository,
+pytest runs its tests there up to the first that fails, and it is taken out again. Exit code 1 when a fault survived or
+could not be tried.
 
-The road not taken is a tool that changes every operator, such as mutmut: nine in ten of its mutants mean nothing to
-anybody, and the run takes days.
+pytest runs in a fork of this process, which has imported torch and its like before: of the ten seconds that the tests
+of a fault take, eight are imports. The road not taken is a tool that changes every operator, such as mutmut: nine in
+ten of its mutants mean nothing to anybody, and the run takes days.
 """
 
 import argparse
+import importlib
+import json
 import os
-import queue
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import traceback
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import yaml
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -28,6 +34,10 @@ FAULTS = Path(__file__).with_name("faults.yaml")
 PACKAGE = "sd_quant"
 CAUGHT, SURVIVED, NOT_APPLICABLE = "caught by", "SURVIVED", "NOT APPLICABLE"
 TIME_LIMIT = 900  # seconds for the tests of one fault, which may have made a loop endless
+IMPORTED_ONCE = (
+    *("torch._dynamo", "torchmetrics", "diffusers.models", "transformers.models.clip", "onnx", "onnxscript"),
+    *("openvino", "onnxruntime", "matplotlib.figure", "modelopt.torch.quantization"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +50,23 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
+    fault: Fault
     verdict: str  # CAUGHT, SURVIVED or NOT_APPLICABLE
     file: str
     because: str  # the test that failed, or why the fault could not be tried
+
+
+class Failures:
+    """A plugin of pytest that collects the ids of what failed: tests, their fixtures, files that cannot be imported."""
+
+    def __init__(self):
+        self.ids: list[str] = []
+
+    def pytest_runtest_logreport(self, report) -> None:
+        if report.failed:
+            self.ids.append(report.nodeid)
+
+    pytest_collectreport = pytest_runtest_logreport
 
 
 def read_faults(path: Path = FAULTS) -> list[Fault]:
@@ -51,7 +75,7 @@ def read_faults(path: Path = FAULTS) -> list[Fault]:
     return [Fault(**fault) for faults in rooms.values() for fault in faults]
 
 
-def files_with(text: str, repository: Path = REPOSITORY) -> list[Path]:
+def files_with(text: str, repository: Path) -> list[Path]:
     """The package's Python files, each as often as it holds ``text``."""
     files = sorted((repository / PACKAGE).rglob("*.py"))
     return [file for file in files for _ in range(file.read_text(encoding="utf-8").count(text))]
@@ -59,89 +83,115 @@ def files_with(text: str, repository: Path = REPOSITORY) -> list[Path]:
 
 def copy_repository(target: Path) -> None:
     """What git tracks and what it would add, as it is in the working tree."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=REPOSITORY, check=True, capture_output=True, text=True,
-    ).stdout  # fmt: skip
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout
     for name in filter(None, listed.split("\0")):
         if (REPOSITORY / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(REPOSITORY / name, target / name)
 
 
-def run_tests(
-    repository: Path, tests: Iterable[str], *options: str, limit: float | None = None, **settings: str
-) -> tuple[int, list[str], str]:
-    """pytest's exit code, the ids of the tests that failed and the last line of its output."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(repository)} | settings
-    command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", *options, *tests]
-    ended = subprocess.run(command, cwd=repository, env=environment, capture_output=True, text=True, timeout=limit)
-    lines = ended.stdout.strip().splitlines()
-    failed = [line.split(" ", 1)[1].partition(" - ")[0] for line in lines if line.startswith(("FAILED ", "ERROR "))]
-    return ended.returncode, failed, lines[-1] if lines else ended.stderr.strip()[-300:]
+def start_tests(repository: Path, tests: Iterable[str], mutated: bool = False) -> int:
+    """The number of a process that runs these tests; ``answer_of`` says how they ended once it has.
+
+    With a fault in the copy (``mutated``) it stops at the first failure, and leaves no bytecode of the fault.
+    """
+    if process := os.fork():
+        return process
+    try:
+        os.chdir(repository)
+        os.environ["PYTHONPATH"] = str(repository)
+        if mutated:
+            os.environ["PYTHONDONTWRITEBYTECODE"], sys.dont_write_bytecode = "1", True
+            signal.alarm(TIME_LIMIT)
+        sys.path[:] = [str(repository), *(path for path in sys.path if Path(path).resolve() != REPOSITORY)]
+        for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+            del sys.modules[name]
+        sys.argv = ["pytest"]
+        with (repository / "output.txt").open("w") as output:
+            for stream in (1, 2):
+                os.dup2(output.fileno(), stream)
+        failures = Failures()
+        quiet = ["-q", "--tb=short", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+        arguments = [*quiet, *(["-x"] if mutated else []), *tests]
+        code = pytest.main(arguments, plugins=[failures])
+        (repository / "answer.json").write_text(json.dumps([code, failures.ids]))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(0)
+
+
+def answer_of(repository: Path) -> tuple[int, list[str]] | None:
+    """pytest's exit code and the ids of what failed; None where the process did not live to say it."""
+    answer = repository / "answer.json"
+    if not answer.exists():
+        return None
+    code, failed = json.loads(answer.read_text())
+    answer.unlink()
+    return code, failed
 
 
 def failing_unmutated(repository: Path, faults: Sequence[Fault]) -> list[str]:
     """The tests of all faults that fail without any: such a test catches nothing."""
-    tests = sorted({test for fault in faults for test in fault.tests})
-    code, failed, last = run_tests(repository, tests)
-    if code not in (0, 1):
-        raise SystemExit(f"pytest cannot run the tests of the faults: {last}")
-    return failed
+    os.waitpid(start_tests(repository, sorted({test for fault in faults for test in fault.tests})), 0)
+    answer = answer_of(repository)
+    if answer is None or answer[0] not in (0, 1):
+        raise SystemExit(f"the tests of the faults cannot be run:\n{(repository / 'output.txt').read_text()[-2000:]}")
+    return answer[1]
 
 
 def belongs_to(failed: str, tests: Iterable[str]) -> bool:
     return any(failed == test or failed.startswith((f"{test}::", f"{test}[", f"{test}/")) for test in tests)
 
 
-def try_fault(repository: Path, fault: Fault, already_failing: Sequence[str]) -> Outcome:
-    """Put the fault into this copy, run its tests up to the first that fails, and take it out again."""
-    files = files_with(fault.find, repository)
-    if len(files) != 1:
-        return Outcome(NOT_APPLICABLE, "-", f"its text stands {len(files)} times in {PACKAGE}, expected once")
-    [file] = files
-    name = str(file.relative_to(repository))
-    if broken := [test for test in already_failing if belongs_to(test, fault.tests)]:
-        return Outcome(NOT_APPLICABLE, name, f"{broken[0]} fails without the fault")
-    original = file.read_text(encoding="utf-8")
-    try:
-        file.write_text(original.replace(fault.find, fault.replace), encoding="utf-8")
-        code, failed, last = run_tests(repository, fault.tests, "-x", limit=TIME_LIMIT, PYTHONDONTWRITEBYTECODE="1")
-    except subprocess.TimeoutExpired:
-        return Outcome(CAUGHT, name, f"the time limit of {TIME_LIMIT} s")
-    finally:
-        file.write_text(original, encoding="utf-8")
+def verdict(fault: Fault, file: str, answer: tuple[int, list[str]] | None) -> Outcome:
+    if answer is None:
+        return Outcome(fault, CAUGHT, file, f"the time limit of {TIME_LIMIT} s, or by ending the process")
+    code, failed = answer
     if code == 0:
-        return Outcome(SURVIVED, name, ", ".join(fault.tests))
-    return Outcome(CAUGHT, name, failed[0]) if failed else Outcome(NOT_APPLICABLE, name, f"pytest ended with {last}")
+        return Outcome(fault, SURVIVED, file, ", ".join(fault.tests))
+    if failed:
+        return Outcome(fault, CAUGHT, file, failed[0])
+    return Outcome(fault, NOT_APPLICABLE, file, f"pytest ended with {code} and no test failed")
 
 
-def try_faults(faults: Sequence[Fault], workers: int, tell: Callable[[Fault, Outcome], object]) -> list[Outcome]:
-    """The outcome of each fault; ``tell`` hears of each when it is known."""
+def try_faults(faults: Sequence[Fault], workers: int) -> Iterator[Outcome]:
+    """The outcome of each fault as soon as it is known; ``workers`` are tried at a time, each in a copy."""
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
-        copies: queue.Queue[Path] = queue.Queue()
-        for worker in range(min(workers, len(faults))):
-            copy_repository(Path(folder) / str(worker))
-            copies.put(Path(folder) / str(worker))
-        already_failing = failing_unmutated(Path(folder) / "0", faults)
-
-        def try_one(fault: Fault) -> Outcome:
-            repository = copies.get()
-            try:
-                outcome = try_fault(repository, fault, already_failing)
-            finally:
-                copies.put(repository)
-            tell(fault, outcome)
-            return outcome
-
-        with ThreadPoolExecutor(workers) as executor:
-            return list(executor.map(try_one, faults))
+        free = [Path(folder) / str(worker) for worker in range(workers)]
+        for repository in free:
+            copy_repository(repository)
+        already_failing = failing_unmutated(free[0], faults)
+        waiting, running = list(reversed(faults)), dict[int, tuple[Fault, Path, Path, str]]()
+        while waiting or running:
+            while waiting and free:
+                fault, repository = waiting.pop(), free[-1]
+                files = files_with(fault.find, repository)
+                broken = [test for test in already_failing if belongs_to(test, fault.tests)]
+                if len(files) != 1:
+                    why = f"its text stands {len(files)} times in {PACKAGE}, expected once"
+                    yield Outcome(fault, NOT_APPLICABLE, "-", why)
+                elif broken:
+                    name = str(files[0].relative_to(repository))
+                    yield Outcome(fault, NOT_APPLICABLE, name, f"{broken[0]} fails without the fault")
+                else:
+                    original = files[0].read_text(encoding="utf-8")
+                    files[0].write_text(original.replace(fault.find, fault.replace), encoding="utf-8")
+                    running[start_tests(repository, fault.tests, mutated=True)] = fault, free.pop(), files[0], original
+            if running:
+                process, _ = os.wait()
+                fault, repository, file, original = running.pop(process)
+                file.write_text(original, encoding="utf-8")
+                yield verdict(fault, str(file.relative_to(repository)), answer_of(repository))
+                free.append(repository)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Which test notices which deliberate fault.")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these faults alone")
-    parser.add_argument("--workers", type=int, default=1, help="copies of the repository to work in side by side")
+    parser.add_argument("--workers", type=int, default=1, help="how many to try at a time, each in its own copy")
     parser.add_argument("--list", action="store_true", help="name the faults and what each changes, and run nothing")
     given = parser.parse_args()
     faults = read_faults()
@@ -152,17 +202,19 @@ def main() -> None:
         for fault in chosen:
             print(f"{fault.name}\n    {fault.find}\n    {fault.replace}")
         return
-
-    def tell(fault: Fault, outcome: Outcome) -> None:
-        print(f"{fault.name}  {outcome.file}  {outcome.verdict} {outcome.because}", flush=True)
-
-    outcomes = try_faults(chosen, given.workers, tell)
-    counts = Counter(outcome.verdict for outcome in outcomes)
+    os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: threads do not outlive a fork
+    with warnings.catch_warnings(action="ignore"):
+        for name in IMPORTED_ONCE:
+            importlib.import_module(name)
+    counts: Counter[str] = Counter()
+    for outcome in try_faults(chosen, given.workers):
+        counts[outcome.verdict] += 1
+        print(f"{outcome.fault.name}  {outcome.file}  {outcome.verdict} {outcome.because}", flush=True)
     print(
-        f"{len(outcomes)} faults: {counts[CAUGHT]} caught, {counts[SURVIVED]} survived, "
+        f"{len(chosen)} faults: {counts[CAUGHT]} caught, {counts[SURVIVED]} survived, "
         f"{counts[NOT_APPLICABLE]} not applicable"
     )
-    sys.exit(counts[CAUGHT] != len(outcomes))
+    sys.exit(counts[CAUGHT] != len(chosen))
 
 
 if __name__ == "__main__":
