@@ -23,7 +23,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -91,19 +91,15 @@ def copy_repository(target: Path) -> None:
             shutil.copy2(REPOSITORY / name, target / name)
 
 
-def start_tests(repository: Path, tests: Iterable[str], mutated: bool = False) -> int:
-    """The number of a process that runs these tests; ``answer_of`` says how they ended once it has.
-
-    With a fault in the copy (``mutated``) it stops at the first failure, and leaves no bytecode of the fault.
-    """
+def start_tests(repository: Path, tests: Iterable[str], *options: str) -> int:
+    """The number of a process that runs these tests; ``answer_of`` says how they ended once it has."""
     if process := os.fork():
         return process
     try:
         os.chdir(repository)
         os.environ["PYTHONPATH"] = str(repository)
-        if mutated:
-            os.environ["PYTHONDONTWRITEBYTECODE"], sys.dont_write_bytecode = "1", True
-            signal.alarm(TIME_LIMIT)
+        os.environ["PYTHONDONTWRITEBYTECODE"], sys.dont_write_bytecode = "1", True  # it may be a fault's
+        signal.alarm(TIME_LIMIT)
         sys.path[:] = [str(repository), *(path for path in sys.path if Path(path).resolve() != REPOSITORY)]
         for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
             del sys.modules[name]
@@ -113,8 +109,7 @@ def start_tests(repository: Path, tests: Iterable[str], mutated: bool = False) -
                 os.dup2(output.fileno(), stream)
         failures = Failures()
         quiet = ["-q", "--tb=short", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
-        arguments = [*quiet, *(["-x"] if mutated else []), *tests]
-        code = pytest.main(arguments, plugins=[failures])
+        code = pytest.main([*quiet, *options, *tests], plugins=[failures])
         (repository / "answer.json").write_text(json.dumps([code, failures.ids]))
     except BaseException:
         traceback.print_exc()
@@ -133,19 +128,6 @@ def answer_of(repository: Path) -> tuple[int, list[str]] | None:
     return code, failed
 
 
-def failing_unmutated(repository: Path, faults: Sequence[Fault]) -> list[str]:
-    """The tests of all faults that fail without any: such a test catches nothing."""
-    os.waitpid(start_tests(repository, sorted({test for fault in faults for test in fault.tests})), 0)
-    answer = answer_of(repository)
-    if answer is None or answer[0] not in (0, 1):
-        raise SystemExit(f"the tests of the faults cannot be run:\n{(repository / 'output.txt').read_text()[-2000:]}")
-    return answer[1]
-
-
-def belongs_to(failed: str, tests: Iterable[str]) -> bool:
-    return any(failed == test or failed.startswith((f"{test}::", f"{test}[", f"{test}/")) for test in tests)
-
-
 def verdict(fault: Fault, file: str, answer: tuple[int, list[str]] | None) -> Outcome:
     if answer is None:
         return Outcome(fault, CAUGHT, file, f"the time limit of {TIME_LIMIT} s, or by ending the process")
@@ -157,35 +139,43 @@ def verdict(fault: Fault, file: str, answer: tuple[int, list[str]] | None) -> Ou
     return Outcome(fault, NOT_APPLICABLE, file, f"pytest ended with {code} and no test failed")
 
 
-def try_faults(faults: Sequence[Fault], workers: int) -> Iterator[Outcome]:
-    """The outcome of each fault as soon as it is known; ``workers`` are tried at a time, each in a copy."""
-    with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
-        free = [Path(folder) / str(worker) for worker in range(workers)]
-        for repository in free:
-            copy_repository(repository)
-        already_failing = failing_unmutated(free[0], faults)
-        waiting, running = list(reversed(faults)), dict[int, tuple[Fault, Path, Path, str]]()
-        while waiting or running:
-            while waiting and free:
-                fault, repository = waiting.pop(), free[-1]
-                files = files_with(fault.find, repository)
-                broken = [test for test in already_failing if belongs_to(test, fault.tests)]
-                if len(files) != 1:
-                    why = f"its text stands {len(files)} times in {PACKAGE}, expected once"
-                    yield Outcome(fault, NOT_APPLICABLE, "-", why)
-                elif broken:
-                    name = str(files[0].relative_to(repository))
-                    yield Outcome(fault, NOT_APPLICABLE, name, f"{broken[0]} fails without the fault")
-                else:
-                    original = files[0].read_text(encoding="utf-8")
-                    files[0].write_text(original.replace(fault.find, fault.replace), encoding="utf-8")
-                    running[start_tests(repository, fault.tests, mutated=True)] = fault, free.pop(), files[0], original
-            if running:
-                process, _ = os.wait()
-                fault, repository, file, original = running.pop(process)
-                file.write_text(original, encoding="utf-8")
-                yield verdict(fault, str(file.relative_to(repository)), answer_of(repository))
-                free.append(repository)
+def try_faults(faults: Sequence[Fault], copies: Sequence[Path]) -> Iterator[Outcome]:
+    """The outcome of each fault as soon as it is known; as many are tried at a time as there are copies."""
+    waiting, free = list(reversed(faults)), list(copies)
+    running: dict[int, tuple[Fault, Path, Path, str]] = {}
+    while waiting or running:
+        while waiting and free:
+            fault, repository = waiting.pop(), free[-1]
+            files = files_with(fault.find, repository)
+            if len(files) != 1:
+                why = f"its text stands {len(files)} times in {PACKAGE}, expected once"
+                yield Outcome(fault, NOT_APPLICABLE, "-", why)
+                continue
+            original = files[0].read_text(encoding="utf-8")
+            files[0].write_text(original.replace(fault.find, fault.replace), encoding="utf-8")
+            running[start_tests(repository, fault.tests, "-x")] = fault, free.pop(), files[0], original
+        if running:
+            process, _ = os.wait()
+            fault, repository, file, original = running.pop(process)
+            file.write_text(original, encoding="utf-8")
+            yield verdict(fault, str(file.relative_to(repository)), answer_of(repository))
+            free.append(repository)
+
+
+def without_fault(outcomes: Sequence[Outcome], repository: Path) -> list[Outcome]:
+    """What was caught by a test that fails in an unchanged copy, too, and so catches nothing."""
+    tests = sorted({outcome.because for outcome in outcomes if outcome.verdict == CAUGHT and "::" in outcome.because})
+    if not tests:
+        return []
+    os.waitpid(start_tests(repository, tests), 0)
+    answer = answer_of(repository)
+    if answer is None or answer[0] not in (0, 1):
+        raise SystemExit(f"the tests cannot be run without a fault:\n{(repository / 'output.txt').read_text()[-2000:]}")
+    return [
+        replace(outcome, verdict=NOT_APPLICABLE, because=f"{outcome.because} fails without the fault")
+        for outcome in outcomes
+        if outcome.because in answer[1]
+    ]
 
 
 def main() -> None:
@@ -206,15 +196,25 @@ def main() -> None:
     with warnings.catch_warnings(action="ignore"):
         for name in IMPORTED_ONCE:
             importlib.import_module(name)
-    counts: Counter[str] = Counter()
-    for outcome in try_faults(chosen, given.workers):
-        counts[outcome.verdict] += 1
-        print(f"{outcome.fault.name}  {outcome.file}  {outcome.verdict} {outcome.because}", flush=True)
-    print(
-        f"{len(chosen)} faults: {counts[CAUGHT]} caught, {counts[SURVIVED]} survived, "
-        f"{counts[NOT_APPLICABLE]} not applicable"
-    )
+    with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
+        copies = [Path(folder) / str(worker) for worker in range(given.workers)]
+        for repository in copies:
+            copy_repository(repository)
+        outcomes: dict[str, Outcome] = {}
+        for outcome in try_faults(chosen, copies):
+            outcomes[outcome.fault.name] = outcome
+            tell(outcome)
+        for outcome in without_fault(list(outcomes.values()), copies[0]):
+            outcomes[outcome.fault.name] = outcome
+            tell(outcome)
+    counts = Counter(outcome.verdict for outcome in outcomes.values())
+    told = f"{counts[CAUGHT]} caught, {counts[SURVIVED]} survived, {counts[NOT_APPLICABLE]} not applicable"
+    print(f"{len(chosen)} faults: {told}")
     sys.exit(counts[CAUGHT] != len(chosen))
+
+
+def tell(outcome: Outcome) -> None:
+    print(f"{outcome.fault.name}  {outcome.file}  {outcome.verdict} {outcome.because}", flush=True)
 
 
 if __name__ == "__main__":

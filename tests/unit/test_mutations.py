@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from tests.mutations.run import PACKAGE, REPOSITORY, belongs_to, read_faults
+from tests.mutations.run import PACKAGE, REPOSITORY, read_faults
 
 FAULTS = read_faults()
 
@@ -25,9 +25,3 @@ def test_their_tests_are_unit_tests_that_are_there():
         assert path.startswith("tests/unit/") and (REPOSITORY / path).exists(), test
         assert not name or f"def {name}(" in (REPOSITORY / path).read_text(encoding="utf-8"), test
     assert [fault.name for fault in FAULTS if not fault.tests] == []
-
-
-def test_a_test_that_fails_anyway_is_told_from_others():
-    assert belongs_to("tests/unit/a.py::test_b[1]", ["tests/unit/a.py::test_b"])
-    assert belongs_to("tests/unit/a.py::test_b", ["tests/unit/a.py"])
-    assert not belongs_to("tests/unit/a.py::test_bc", ["tests/unit/a.py::test_b"])
