@@ -57,12 +57,12 @@ if "--row" in sys.argv:  # in a child only: the parent sits beside what is measu
     from sd_quant.export.parts import trace_part, write_part
     from sd_quant.files import atomic_path
     from sd_quant.inference.pipeline import Sampling
-    from sd_quant.metrics.fidelity import relative_error
     from sd_quant.metrics.flops import operations
     from sd_quant.metrics.memory import peak_memory_bytes
     from sd_quant.models.loading import contracts_of, empty_modules, load_model, load_part
     from sd_quant.models.parts import wrapped
     from sd_quant.models.unet import layer_roles, shared_inputs
+    from sd_quant.numbers import relative_error
     from sd_quant.quantization.assignment import LayerAssignment
     from sd_quant.quantization.derivation import Recipe, derive
     from sd_quant.quantization.levels import reason_kept

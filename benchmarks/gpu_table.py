@@ -47,7 +47,6 @@ from sd_quant.engines.native import (
 from sd_quant.engines.replayed import Replayed
 from sd_quant.engines.torch import TorchEngine, compiled, placed
 from sd_quant.files import write_json, write_text
-from sd_quant.metrics.fidelity import relative_error
 from sd_quant.metrics.flops import operations
 from sd_quant.metrics.latency import clock_of, cuda_events, measure, measure_in_turn, ratio
 from sd_quant.models.layers import attention_widths
@@ -55,6 +54,7 @@ from sd_quant.models.parts import Contract, axes
 from sd_quant.models.sdxl import NemoUnetPart, unet_part
 from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS, unet_config
 from sd_quant.models.unet import layer_roles, shared_inputs
+from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.derivation import Recipe, derive
 from sd_quant.quantization.levels import Enable, Pair

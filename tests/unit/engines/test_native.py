@@ -18,8 +18,8 @@ from sd_quant.engines.native import (
     with_native_layers,
 )
 from sd_quant.errors import ResourceError
-from sd_quant.metrics.fidelity import relative_error
 from sd_quant.models.unet import shared_inputs
+from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.derivation import Recipe, derive
 from sd_quant.quantization.formats import FORMATS

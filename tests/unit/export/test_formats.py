@@ -28,11 +28,11 @@ from sd_quant.export.graph import OPSET, copy_of, trace
 from sd_quant.export.insertion import constant
 from sd_quant.export.layer_cut import cut_layers
 from sd_quant.export.quantized import write_onnx
-from sd_quant.metrics.fidelity import relative_error
 from sd_quant.models.parts import Contract
 from sd_quant.models.sdxl import NemoUnetPart, unet_part
 from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS, unet_config
 from sd_quant.models.unet import attentions, layer_roles, shared_inputs
+from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from sd_quant.quantization.derivation import Recipe, derive
 from sd_quant.quantization.formats import FORMATS, fake_quantize
