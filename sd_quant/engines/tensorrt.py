@@ -34,9 +34,10 @@ from types import ModuleType
 
 import torch
 
-from sd_quant.engines.base import cast_inputs, one_line, onnx_files
+from sd_quant.engines.base import cast_inputs, onnx_files
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError, SdQuantError
 from sd_quant.files import atomic_path, sha256, write_json
+from sd_quant.text import one_line
 
 EXTRAS = {"tensorrt": "tensorrt", "tensorrt_rtx": "rtx"}
 REBUILD = "rebuild it from its ONNX with: python export_trt.py"
