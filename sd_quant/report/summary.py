@@ -244,13 +244,9 @@ def markdown(table: list[Row], varied: list[str]) -> str:
     for row in table:
         name = " · ".join(str(row.get(knob)) for knob in varied) or row["job"]
         lines.append([name, row["status"], *(shown(row, column) for column in SHOWN)])
-    reasons = [
-        f"- {markdown_text(row['job'])}: {row['status']}, {markdown_text(row['reason'])}"
-        for row in table
-        if row["reason"]
-    ]
+    reasons = [markdown_text(f"{row['job']}: {row['status']}, {row['reason']}") for row in table if row["reason"]]
     body = "".join(f"| {' | '.join(map(markdown_text, cells))} |\n" for cells in lines)
-    return body + ("\n" + "\n".join(reasons) + "\n" if reasons else "")
+    return body + ("\n" + "".join(f"- {reason}\n" for reason in reasons) if reasons else "")
 
 
 def shown(row: Row, column: str) -> str:
