@@ -47,6 +47,7 @@ if "--row" in sys.argv:  # in a child only: the parent sits beside what is measu
     import torch
     from common import timed
     from safetensors.torch import load_file, save_file
+    from sd_quant.quantization.recipe import Recipe, reason_kept
     from torch import Tensor
 
     from sd_quant.calibration.collection import calibrate
@@ -58,15 +59,14 @@ if "--row" in sys.argv:  # in a child only: the parent sits beside what is measu
     from sd_quant.files import atomic_path
     from sd_quant.inference.loading import load_model, load_part
     from sd_quant.inference.pipeline import Sampling
-    from sd_quant.metrics.fidelity import relative_error
     from sd_quant.metrics.flops import operations
     from sd_quant.metrics.memory import peak_memory_bytes
     from sd_quant.models.checkpoint import contracts_of, empty_modules
     from sd_quant.models.parts import wrapped
     from sd_quant.models.unet import layer_roles, shared_inputs
+    from sd_quant.numbers import relative_error
     from sd_quant.quantization.assignment import LayerAssignment
-    from sd_quant.quantization.derivation import Recipe, derive
-    from sd_quant.quantization.levels import reason_kept
+    from sd_quant.quantization.derivation import derive
 
 PARTS = ("unet_xl", "vae", "clip1", "clip2")
 TORCH, UNQUANTIZED = "torch", "unquantized"

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 import yaml
+from sd_quant.quantization.recipe import Enable, Pair, Recipe
 from torch import Tensor
 
 from sd_quant.calibration.hooks import collect, draw
@@ -36,7 +37,6 @@ from sd_quant.engines.base import CPU, Engine, cast_inputs
 from sd_quant.engines.replayed import Replayed
 from sd_quant.engines.torch import TorchEngine, compiled, placed
 from sd_quant.files import write_json, write_text
-from sd_quant.metrics.fidelity import relative_error
 from sd_quant.metrics.flops import operations
 from sd_quant.metrics.latency import clock_of, cuda_events, measure, measure_in_turn, ratio
 from sd_quant.models.layers import attention_widths
@@ -44,9 +44,9 @@ from sd_quant.models.parts import Contract, axes
 from sd_quant.models.sdxl import NemoUnetPart, unet_part
 from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS, unet_config
 from sd_quant.models.unet import layer_roles, shared_inputs
+from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.derivation import Recipe, derive
-from sd_quant.quantization.levels import Enable, Pair
+from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.provenance import machine, versions
 from sd_quant.simulation.modelopt import simulate

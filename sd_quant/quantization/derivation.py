@@ -17,10 +17,10 @@ from sd_quant.errors import ConfigError, SdQuantError
 from sd_quant.models.parts import SharedInput
 from sd_quant.quantization.assignment import FIXED_ALPHA, LayerAssignment, pieces, rewritten, rows_a_piece, some_rows
 from sd_quant.quantization.formats import FORMATS, fake_quantize
-from sd_quant.quantization.levels import Enable, Pair, reason_kept
 from sd_quant.quantization.low_rank import low_rank, rank_of
 from sd_quant.quantization.observers import OBSERVERS
 from sd_quant.quantization.percentile import PERCENTILE_CALIBRATORS
+from sd_quant.quantization.recipe import Enable, Pair, reason_kept
 from sd_quant.quantization.smoothing import SMOOTHINGS, pre_quant_scale
 from sd_quant.quantization.statistics import LayerStatistics
 

@@ -43,8 +43,8 @@ from sd_quant.models.checkpoint import (
 from sd_quant.models.parts import axes
 from sd_quant.progress import duration, progress
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.derivation import Recipe, check_layers, derive
-from sd_quant.quantization.levels import reason_kept
+from sd_quant.quantization.derivation import check_layers, derive
+from sd_quant.quantization.recipe import Recipe, reason_kept
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.layers import write_csv
 from sd_quant.report.pictures import comparison_grid, save_images

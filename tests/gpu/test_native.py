@@ -6,7 +6,7 @@ from torch import nn
 
 from sd_quant.engines.base import CPU
 from sd_quant.engines.torch import placed
-from sd_quant.metrics.fidelity import relative_error
+from sd_quant.numbers import relative_error
 from sd_quant.simulation.native import CAPABILITY, PRODUCTS, NativeConv, NativeLinear, layer_of
 from tests.layers import static_layer
 

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from sd_quant.quantization.recipe import Pair
 
 from sd_quant.cli import SHORTHANDS, composing
 from sd_quant.config import (
@@ -29,7 +30,6 @@ from sd_quant.config import (
 )
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError
 from sd_quant.knobs import read
-from sd_quant.quantization.levels import Pair
 
 CONF = REPOSITORY / "conf"
 RANK = (

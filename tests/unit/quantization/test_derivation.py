@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from sd_quant.quantization.recipe import Recipe
 from torch import Tensor
 
 from sd_quant.errors import ConfigError, SdQuantError
@@ -13,7 +14,6 @@ from sd_quant.quantization.derivation import (
     ALPHAS,
     SEARCHED_OUTPUTS,
     SEARCHED_ROWS,
-    Recipe,
     check_layers,
     derive,
     errors,
