@@ -19,7 +19,8 @@ from sd_quant.inference.pipeline import Sampling
 from sd_quant.models.loading import LoadedModel, load_model
 from sd_quant.models.unet import layer_roles, shared_inputs
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.derivation import Recipe, derive
+from sd_quant.quantization.derivation import derive
+from sd_quant.quantization.recipe import Recipe
 from sd_quant.report.provenance import machine
 
 CONFIGURATION = "conf/model/sdxl_mini.yaml"

@@ -28,7 +28,7 @@ from sd_quant.export.quantized import write_onnx
 from sd_quant.metrics.fidelity import relative_error
 from sd_quant.metrics.latency import measure_in_turn
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.derivation import Recipe
+from sd_quant.quantization.recipe import Recipe
 
 UNQUANTIZED, PER_LAYER, FOLDED = "unquantized", "modelopt", "folded"
 

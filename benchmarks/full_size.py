@@ -64,8 +64,8 @@ if "--row" in sys.argv:  # in a child only: the parent sits beside what is measu
     from sd_quant.models.parts import wrapped
     from sd_quant.models.unet import layer_roles, shared_inputs
     from sd_quant.quantization.assignment import LayerAssignment
-    from sd_quant.quantization.derivation import Recipe, derive
-    from sd_quant.quantization.levels import reason_kept
+    from sd_quant.quantization.derivation import derive
+    from sd_quant.quantization.recipe import Recipe, reason_kept
 
 PARTS = ("unet_xl", "vae", "clip1", "clip2")
 TORCH, UNQUANTIZED = "torch", "unquantized"

@@ -56,8 +56,8 @@ from sd_quant.models.sdxl import NemoUnetPart, unet_part
 from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS, unet_config
 from sd_quant.models.unet import layer_roles, shared_inputs
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.derivation import Recipe, derive
-from sd_quant.quantization.levels import Enable, Pair
+from sd_quant.quantization.derivation import derive
+from sd_quant.quantization.recipe import Enable, Pair, Recipe
 from sd_quant.quantization.simulate import simulate
 from sd_quant.report.provenance import machine, versions
 

@@ -21,7 +21,8 @@ from sd_quant.metrics.fidelity import fidelity
 from sd_quant.metrics.latency import measure_in_turn, ratio
 from sd_quant.models.loading import pipeline_of
 from sd_quant.models.unet import shared_inputs
-from sd_quant.quantization.derivation import Recipe, derive
+from sd_quant.quantization.derivation import derive
+from sd_quant.quantization.recipe import Recipe
 from sd_quant.stages.quantize import measure_sensitivity
 
 

@@ -44,7 +44,8 @@ from sd_quant.metrics.fidelity import fidelity
 from sd_quant.models.loading import LoadedModel, load_model, pipeline_of
 from sd_quant.models.parts import Contract
 from sd_quant.models.unet import layer_roles, shared_inputs
-from sd_quant.quantization.derivation import Recipe, derive
+from sd_quant.quantization.derivation import derive
+from sd_quant.quantization.recipe import Recipe
 
 CONFIGURATION = "conf/model/sdxl_mini.yaml"
 EVALUATION = Path(__file__).parent / "prompts/sdxl_mini.txt"  # nobody calibrates on them

@@ -27,7 +27,8 @@ from sd_quant.metrics.fidelity import fidelity
 from sd_quant.models.loading import load_model, pipeline_of
 from sd_quant.models.unet import layer_roles, shared_inputs
 from sd_quant.progress import progress
-from sd_quant.quantization.derivation import Recipe, derive
+from sd_quant.quantization.derivation import derive
+from sd_quant.quantization.recipe import Recipe
 
 CHECKPOINT = REPOSITORY / "checkpoints/sdxl_mini.nemo"
 CALIBRATION = REPOSITORY / "conf/model/prompts/sdxl_mini.txt"

@@ -27,8 +27,7 @@ from sd_quant.errors import SdQuantError
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.models.loading import pipeline_of
 from sd_quant.quantization.assignment import FIXED_ALPHA, LayerAssignment
-from sd_quant.quantization.derivation import Recipe
-from sd_quant.quantization.levels import reason_kept
+from sd_quant.quantization.recipe import Recipe, reason_kept
 from sd_quant.quantization.simulate import modelopt_config
 
 TOLERANCE = 1e-5  # relative

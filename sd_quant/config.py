@@ -17,7 +17,7 @@ from sd_quant.checkpoints.archive import is_gzipped, open_members
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError
 from sd_quant.knobs import check, check_at_least, check_choice, read
 from sd_quant.models import FAMILIES
-from sd_quant.quantization.levels import LEAST_CAPABILITY, QUANT_LEVELS, RANGED, Enable, formats_used
+from sd_quant.quantization.recipe import LEAST_CAPABILITY, QUANT_LEVELS, RANGED, Enable, formats_used
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 OBSERVERS = ("min_max", "percentile", "histogram", "entropy", "mse")

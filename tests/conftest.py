@@ -15,7 +15,8 @@ from sd_quant.models.sdxl import NemoUnetPart
 from sd_quant.models.sdxl_nemo import unet_config
 from sd_quant.models.unet import layer_roles, shared_inputs
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.derivation import Recipe, derive
+from sd_quant.quantization.derivation import derive
+from sd_quant.quantization.recipe import Recipe
 
 MINI_CONFIG = Path(__file__).parents[1] / "examples/sdxl_mini/model_config.yaml"
 POOLED, SIZE_FEATURES = 32, 8

@@ -1,6 +1,6 @@
 """Roles of layers by their diffusers names, and which linears read one tensor. The rules know no family.
 
-What a family adds is the names that it excludes. quant_level selects by role: ``sd_quant.quantization.levels``.
+What a family adds is the names that it excludes. quant_level selects by role: ``sd_quant.quantization.recipe``.
 """
 
 from collections.abc import Collection, Iterable, Sequence

@@ -19,7 +19,7 @@ from sd_quant.files import sha256
 from sd_quant.models.parts import axes
 from sd_quant.progress import progress
 from sd_quant.quantization.formats import FORMATS
-from sd_quant.quantization.levels import LEAST_CAPABILITY
+from sd_quant.quantization.recipe import LEAST_CAPABILITY
 from sd_quant.stages.needs import check_machine, memory_of_plan
 
 LOG = logging.getLogger(__name__)

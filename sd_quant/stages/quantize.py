@@ -44,8 +44,8 @@ from sd_quant.models.loading import (
 from sd_quant.models.parts import axes
 from sd_quant.progress import duration, progress
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.derivation import Recipe, check_layers, derive
-from sd_quant.quantization.levels import reason_kept
+from sd_quant.quantization.derivation import check_layers, derive
+from sd_quant.quantization.recipe import Recipe, reason_kept
 from sd_quant.quantization.sensitivity import Sensitivity, budget, measure, points
 from sd_quant.quantization.sensitivity import rows as sensitivity_rows
 from sd_quant.quantization.simulate import restorable, save_quantized

@@ -21,9 +21,9 @@ from sd_quant.errors import ResourceError
 from sd_quant.metrics.fidelity import relative_error
 from sd_quant.models.unet import shared_inputs
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.derivation import Recipe, derive
+from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.formats import FORMATS
-from sd_quant.quantization.levels import Enable, Pair
+from sd_quant.quantization.recipe import Enable, Pair, Recipe
 from sd_quant.quantization.simulate import simulate
 from tests.layers import static_layer
 

@@ -19,8 +19,8 @@ from sd_quant.export.graph import copy_of
 from sd_quant.export.parts import trace_part, write_part
 from sd_quant.models.loading import LoadedModel, denoiser_of, denoiser_part, denoiser_weights, load_model
 from sd_quant.models.parts import axes
-from sd_quant.quantization.derivation import Recipe, derive
-from sd_quant.quantization.levels import Enable, Pair, formats_used
+from sd_quant.quantization.derivation import derive
+from sd_quant.quantization.recipe import Enable, Pair, Recipe, formats_used
 from sd_quant.quantization.simulate import simulate
 from sd_quant.stages.parity import layer_outputs, layer_parity, run_simulation
 

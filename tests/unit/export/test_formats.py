@@ -34,9 +34,9 @@ from sd_quant.models.sdxl import NemoUnetPart, unet_part
 from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS, unet_config
 from sd_quant.models.unet import attentions, layer_roles, shared_inputs
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
-from sd_quant.quantization.derivation import Recipe, derive
+from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.formats import FORMATS, fake_quantize
-from sd_quant.quantization.levels import Enable, Pair, formats_used
+from sd_quant.quantization.recipe import Enable, Pair, Recipe, formats_used
 from sd_quant.quantization.simulate import simulate
 
 pytestmark = pytest.mark.slow

@@ -23,8 +23,9 @@ from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.models.loading import load_model
 from sd_quant.models.unet import EXCLUDED, layer_roles
 from sd_quant.quantization.assignment import rewritten
-from sd_quant.quantization.derivation import Recipe, derive
+from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.formats.int8 import QMAX, per_channel, quantize
+from sd_quant.quantization.recipe import Recipe
 from sd_quant.quantization.simulate import simulate
 from sd_quant.quantization.smoothing import SharedInput
 

@@ -13,13 +13,13 @@ from sd_quant.quantization.derivation import (
     ALPHAS,
     SEARCHED_OUTPUTS,
     SEARCHED_ROWS,
-    Recipe,
     check_layers,
     derive,
     errors,
     with_ranges,
 )
 from sd_quant.quantization.observers import OBSERVERS
+from sd_quant.quantization.recipe import Recipe
 from sd_quant.quantization.smoothing import SharedInput
 
 # A block as in SDXL, two channels wide: to_q and to_k read a norm, ``up`` reads a residual stream, ``down`` reads the

@@ -6,10 +6,10 @@ from torch import Tensor, nn
 
 from sd_quant.calibration.statistics import LayerStatistics, Sample
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
-from sd_quant.quantization.derivation import Recipe, derive
+from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.formats import FORMATS, fake_quantize
-from sd_quant.quantization.levels import Enable, Pair
 from sd_quant.quantization.low_rank import low_rank, rank_of
+from sd_quant.quantization.recipe import Enable, Pair, Recipe
 from sd_quant.quantization.simulate import simulate
 from sd_quant.quantization.smoothing import SharedInput
 

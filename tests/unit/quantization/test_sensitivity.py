@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from sd_quant.errors import ConfigError
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.derivation import Recipe, with_ranges
+from sd_quant.quantization.derivation import with_ranges
+from sd_quant.quantization.recipe import Recipe
 from sd_quant.quantization.sensitivity import Sensitivity, budget, measure, points, rows
 from sd_quant.quantization.simulate import simulate
 

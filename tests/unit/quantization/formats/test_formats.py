@@ -12,7 +12,7 @@ from sd_quant.errors import SdQuantError
 from sd_quant.export.dynamic import SCALES
 from sd_quant.export.insertion import SCALE_DTYPES
 from sd_quant.quantization.formats import FORMATS, Format, fake_quantize
-from sd_quant.quantization.levels import LEAST_CAPABILITY, RANGED
+from sd_quant.quantization.recipe import LEAST_CAPABILITY, RANGED
 from sd_quant.stages.parity import LAYER_TOLERANCE
 
 # Of Gaussian numbers with one range for all, relative to their norm; measured 0.0104, 0.0265, 0.1074, 0.1148, 0.0955.
