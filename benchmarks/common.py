@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import yaml
-from sd_quant.quantization.recipe import Recipe
 
 from sd_quant.calibration.collection import calibrate
 from sd_quant.calibration.prompts import read_prompts
@@ -20,6 +19,7 @@ from sd_quant.inference.pipeline import Sampling
 from sd_quant.models.unet import layer_roles, shared_inputs
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.derivation import derive
+from sd_quant.quantization.recipe import Recipe
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.provenance import machine
 

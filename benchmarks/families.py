@@ -93,11 +93,10 @@ def statistics_of(roles: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]
 
 
 def export(family: str, path: Path) -> dict[str, float]:
-    from sd_quant.quantization.recipe import Recipe
-
     from sd_quant.export.parts import trace_part, write_part
     from sd_quant.models.checkpoint import denoiser_weights, empty_denoiser
     from sd_quant.quantization.derivation import derive
+    from sd_quant.quantization.recipe import Recipe
 
     checkpoint = checkpoint_of(family)
     network, weights = empty_denoiser(checkpoint), denoiser_weights(checkpoint)

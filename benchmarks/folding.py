@@ -16,7 +16,6 @@ from pathlib import Path
 import onnx
 import torch
 from common import Subject, load, parser, report
-from sd_quant.quantization.recipe import Recipe
 from torch import Tensor
 
 from sd_quant.config import artifact
@@ -29,6 +28,7 @@ from sd_quant.export.tracing import copy_of
 from sd_quant.metrics.latency import measure_in_turn
 from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.recipe import Recipe
 
 UNQUANTIZED, PER_LAYER, FOLDED = "unquantized", "modelopt", "folded"
 

@@ -47,7 +47,6 @@ if "--row" in sys.argv:  # in a child only: the parent sits beside what is measu
     import torch
     from common import timed
     from safetensors.torch import load_file, save_file
-    from sd_quant.quantization.recipe import Recipe, reason_kept
     from torch import Tensor
 
     from sd_quant.calibration.collection import calibrate
@@ -67,6 +66,7 @@ if "--row" in sys.argv:  # in a child only: the parent sits beside what is measu
     from sd_quant.numbers import relative_error
     from sd_quant.quantization.assignment import LayerAssignment
     from sd_quant.quantization.derivation import derive
+    from sd_quant.quantization.recipe import Recipe, reason_kept
 
 PARTS = ("unet_xl", "vae", "clip1", "clip2")
 TORCH, UNQUANTIZED = "torch", "unquantized"

@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 import yaml
-from sd_quant.quantization.recipe import Enable, Pair, Recipe
 from torch import Tensor
 
 from sd_quant.calibration.hooks import collect, draw
@@ -47,6 +46,7 @@ from sd_quant.models.unet import layer_roles, shared_inputs
 from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.derivation import derive
+from sd_quant.quantization.recipe import Enable, Pair, Recipe
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.provenance import machine, versions
 from sd_quant.simulation.modelopt import simulate

@@ -13,7 +13,6 @@ import torch
 from common import load, parser, report
 from folding import UNQUANTIZED, export
 from quality import EVALUATION
-from sd_quant.quantization.recipe import Recipe
 
 from sd_quant.calibration.prompts import read_prompts
 from sd_quant.engines import load_engine
@@ -23,6 +22,7 @@ from sd_quant.metrics.fidelity import fidelity
 from sd_quant.metrics.latency import measure_in_turn, ratio
 from sd_quant.models.unet import shared_inputs
 from sd_quant.quantization.derivation import derive
+from sd_quant.quantization.recipe import Recipe
 from sd_quant.stages.quantize import measure_sensitivity
 
 

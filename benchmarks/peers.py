@@ -27,7 +27,6 @@ import numpy as np
 import onnx
 import torch
 import yaml
-from sd_quant.quantization.recipe import Recipe
 from torch import Tensor, nn
 
 from sd_quant.calibration.hooks import collect, draw
@@ -46,6 +45,7 @@ from sd_quant.metrics.fidelity import fidelity
 from sd_quant.models.parts import Contract
 from sd_quant.models.unet import layer_roles, shared_inputs
 from sd_quant.quantization.derivation import derive
+from sd_quant.quantization.recipe import Recipe
 
 CONFIGURATION = "conf/model/sdxl_mini.yaml"
 EVALUATION = Path(__file__).parent / "prompts/sdxl_mini.txt"  # nobody calibrates on them

@@ -13,8 +13,6 @@ import itertools
 import json
 from pathlib import Path
 
-from sd_quant.quantization.recipe import Recipe
-
 from sd_quant.calibration.collection import calibrate
 from sd_quant.calibration.prompts import read_prompts
 from sd_quant.checkpoints.nemo import open_nemo
@@ -30,6 +28,7 @@ from sd_quant.metrics.fidelity import fidelity
 from sd_quant.models.unet import layer_roles, shared_inputs
 from sd_quant.progress import progress
 from sd_quant.quantization.derivation import derive
+from sd_quant.quantization.recipe import Recipe
 
 CHECKPOINT = REPOSITORY / "checkpoints/sdxl_mini.nemo"
 CALIBRATION = REPOSITORY / "conf/model/prompts/sdxl_mini.txt"

@@ -19,7 +19,6 @@ from statistics import median
 import numpy as np
 import torch
 from common import Subject, load, parser, report, timed
-from sd_quant.quantization.recipe import Recipe, reason_kept
 from torch import Tensor, nn
 
 from sd_quant.engines.torch import TorchEngine
@@ -27,6 +26,7 @@ from sd_quant.errors import SdQuantError
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.quantization.assignment import FIXED_ALPHA, LayerAssignment
+from sd_quant.quantization.recipe import Recipe, reason_kept
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.simulation.modelopt import modelopt_config
 

@@ -10,7 +10,6 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
-from sd_quant.quantization.recipe import Pair
 
 from sd_quant.cli import SHORTHANDS, composing
 from sd_quant.config import (
@@ -30,6 +29,7 @@ from sd_quant.config import (
 )
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError
 from sd_quant.knobs import read
+from sd_quant.quantization.recipe import Pair
 
 CONF = REPOSITORY / "conf"
 RANK = (

@@ -10,7 +10,6 @@ import onnx
 import pytest
 import torch
 import yaml
-from sd_quant.quantization.recipe import Enable, Pair, Recipe, formats_used
 from torch import Tensor
 
 from sd_quant.calibration.hooks import collect, draw
@@ -23,6 +22,7 @@ from sd_quant.inference.parity import layer_outputs, layer_parity, run_simulatio
 from sd_quant.models.checkpoint import denoiser_of, denoiser_part, denoiser_weights
 from sd_quant.models.parts import axes
 from sd_quant.quantization.derivation import derive
+from sd_quant.quantization.recipe import Enable, Pair, Recipe, formats_used
 from sd_quant.quantization.statistics import LayerStatistics
 from sd_quant.simulation.modelopt import simulate
 

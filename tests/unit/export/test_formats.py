@@ -19,7 +19,6 @@ import yaml
 from diffusers import UNet2DConditionModel
 from onnx import TensorProto, numpy_helper
 from onnx.reference import ReferenceEvaluator
-from sd_quant.quantization.recipe import Enable, Pair, Recipe, formats_used
 from torch import Tensor, nn
 
 from sd_quant.calibration.hooks import collect, draw
@@ -37,6 +36,7 @@ from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.formats import FORMATS, fake_quantize
+from sd_quant.quantization.recipe import Enable, Pair, Recipe, formats_used
 from sd_quant.quantization.statistics import LayerStatistics
 from sd_quant.simulation.modelopt import simulate
 

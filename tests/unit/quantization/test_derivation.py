@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sd_quant.quantization.recipe import Recipe
 from torch import Tensor
 
 from sd_quant.errors import ConfigError, SdQuantError
@@ -20,6 +19,7 @@ from sd_quant.quantization.derivation import (
     with_ranges,
 )
 from sd_quant.quantization.observers import OBSERVERS
+from sd_quant.quantization.recipe import Recipe
 from sd_quant.quantization.statistics import LayerStatistics, Sample
 
 # A block as in SDXL, two channels wide: to_q and to_k read a norm, ``up`` reads a residual stream, ``down`` reads the

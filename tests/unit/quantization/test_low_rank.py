@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from sd_quant.quantization.recipe import Enable, Pair, Recipe
 from torch import Tensor, nn
 
 from sd_quant.models.parts import SharedInput
@@ -10,6 +9,7 @@ from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.formats import FORMATS, fake_quantize
 from sd_quant.quantization.low_rank import low_rank, rank_of
+from sd_quant.quantization.recipe import Enable, Pair, Recipe
 from sd_quant.quantization.statistics import LayerStatistics, Sample
 from sd_quant.simulation.modelopt import simulate
 

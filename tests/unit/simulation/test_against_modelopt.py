@@ -16,7 +16,6 @@ from pathlib import Path
 import modelopt.torch.quantization as mtq
 import pytest
 import torch
-from sd_quant.quantization.recipe import Recipe
 from torch import nn
 
 from sd_quant.calibration.hooks import collect, draw
@@ -27,6 +26,7 @@ from sd_quant.models.unet import EXCLUDED, layer_roles
 from sd_quant.quantization.assignment import rewritten
 from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.formats.int8 import QMAX, per_channel, quantize
+from sd_quant.quantization.recipe import Recipe
 from sd_quant.quantization.statistics import LayerStatistics, Sample
 from sd_quant.simulation.modelopt import simulate
 

@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from sd_quant.quantization.recipe import Enable, Pair, Recipe
 from torch import nn
 
 from sd_quant.errors import ResourceError
@@ -14,6 +13,7 @@ from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.formats import FORMATS
+from sd_quant.quantization.recipe import Enable, Pair, Recipe
 from sd_quant.simulation import native
 from sd_quant.simulation.modelopt import simulate
 from sd_quant.simulation.native import (

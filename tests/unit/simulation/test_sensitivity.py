@@ -6,12 +6,12 @@ from collections.abc import Collection
 import pytest
 import torch
 import torch.nn.functional as F
-from sd_quant.quantization.recipe import Recipe
 from torch import Tensor, nn
 
 from sd_quant.errors import ConfigError
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.derivation import with_ranges
+from sd_quant.quantization.recipe import Recipe
 from sd_quant.simulation.modelopt import simulate
 from sd_quant.simulation.sensitivity import Sensitivity, budget, measure, points, rows
 

@@ -1,4 +1,5 @@
 import pytest
+
 from sd_quant.quantization.recipe import QUANT_LEVELS, reason_kept
 
 
