@@ -35,7 +35,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sd_quant.quantization.formats import Format, fake_quantize, int8
+from sd_quant.quantization.formats import FORMATS, Format, fake_quantize
 from sd_quant.quantization.formats.int8 import QMAX
 
 PERCENTILE = 99.99
@@ -129,7 +129,7 @@ def quantization_errors(magnitudes: Tensor, thresholds: Tensor, form: Format, co
 
 
 @within_amax
-def histogram_error(magnitudes: Tensor, amax: float, form: Format = int8, **_) -> float:
+def histogram_error(magnitudes: Tensor, amax: float, form: Format = FORMATS["int8"], **_) -> float:
     """Of every STRIDE-th of the ranges of LEVELS to BINS bins the one with the smallest error at the bins' middles.
 
     That is PyTorch's HistogramObserver and Quark's ``histogram``, with the format's own rounding in place of a width.
@@ -155,14 +155,14 @@ def entropy(magnitudes: Tensor, amax: float, **_) -> float:
 
 
 @within_amax
-def mse(magnitudes: Tensor, amax: float, form: Format = int8, **_) -> float:
+def mse(magnitudes: Tensor, amax: float, form: Format = FORMATS["int8"], **_) -> float:
     """The one of ``amax`` and SHARES of the peak with the smallest mean squared error, of equal ones the widest.
 
     The closed form is INT8's. A floating-point format repeats itself with every factor of two, so shares down to a half
     are all there is to try.
     """
     thresholds = np.concatenate([[amax], magnitudes.max().item() * SHARES])
-    if form is int8:
+    if form.name == "int8":
         return float(thresholds[squared_errors(magnitudes, thresholds).argmin()])
     peak = magnitudes.max().item()
     shares = torch.from_numpy(thresholds[thresholds >= peak / 2] / peak).float()

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from sd_quant.checkpoints.opening import open_checkpoint
-from sd_quant.config import REPOSITORY, TORCH_ENGINES, Infer, InferJob, anchored, part_paths
+from sd_quant.config import REPOSITORY, Infer, InferJob, anchored, part_paths
+from sd_quant.engines import RUNTIMES
 from sd_quant.engines.base import Engine, cast_inputs, onnx_files
 from sd_quant.engines.pool import Pool, Side
 from sd_quant.files import write_json
@@ -33,10 +34,11 @@ def infer(job: InferJob, directory: Path) -> None:
     checkpoint = open_checkpoint(job.model)
     parts = list(checkpoint.parts())
     check_cuda_graph(job.infer)
-    if job.infer.engine in TORCH_ENGINES:
+    kind = RUNTIMES[job.infer.engine].file
+    if kind is None:
         pool = Pool(partial(open_torch_engine, checkpoint, job.infer))
     else:
-        files = part_paths(job, "plan" if job.infer.engine.startswith("tensorrt") else "onnx")
+        files = part_paths(job, kind)
         options = {"allow_untrusted_plan": True} if job.infer.allow_untrusted_plan else {}
         pool = Pool(lambda part: open_file(files[part], job.infer, **options))
         paths |= files

@@ -18,8 +18,8 @@ from sd_quant.calibration.collected_elsewhere import read_shared
 from sd_quant.calibration.collection import calibrate, origin
 from sd_quant.checkpoints.nemo import Source, check_finite
 from sd_quant.checkpoints.opening import open_checkpoint
-from sd_quant.config import NATIVE_ENGINES, Quantize, QuantizeJob, anchored, artifact, check_installed
-from sd_quant.engines import why_not
+from sd_quant.config import Quantize, QuantizeJob, anchored, artifact
+from sd_quant.engines import RUNTIMES, check_installed, why_not
 from sd_quant.engines.pool import Pool
 from sd_quant.errors import ResourceError
 from sd_quant.files import TEMPORARY, digest, source_digest, write_json, write_text
@@ -102,13 +102,14 @@ def quantize(job: QuantizeJob, directory: Path) -> float | None:
     """
     if job.trt.library != "none":
         check_installed(plan_library(job.trt))  # before the first stage works for minutes
-    if job.infer.engine.startswith("tensorrt"):
+    runtime = RUNTIMES[job.infer.engine]
+    if runtime.file == "plan":
         if not torch.cuda.is_available():
             raise ResourceError(
                 f"infer={job.infer.engine} runs plans on an NVIDIA GPU and this machine has none; use infer=openvino"
             )
         check_gpu(set().union(*job.formats().values()))
-    if job.infer.engine in NATIVE_ENGINES:
+    if runtime.file is None:
         check_device(job.formats()["weights"])
     check_cuda_graph(job.infer)
     again = (directory / LOCK).exists()
@@ -209,7 +210,7 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> dict:
         if job.trt.library != "none":
             onnx_paths = {part: artifact(directory, "onnx", part) for part in parts}
             plans = build_plans(onnx_paths, directory, job.trt, job.infer, cache)
-            if job.infer.engine.startswith("tensorrt"):  # the side to compare with runs from a plan too
+            if RUNTIMES[job.infer.engine].file == "plan":  # the side to compare with runs from a plan too
                 unquantized = {denoiser: artifact(directory / "full_precision", "onnx", denoiser)}
                 build_plans(unquantized, directory / "full_precision", job.trt, job.infer, cache)
 
@@ -240,7 +241,7 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> dict:
         if restorable(assignment):  # from the processor, so that it can be restored where there is no GPU
             save_quantized(simulated_network.cpu(), directory / f"quantized_{component}.pt")
         if simulated is None:
-            if job.infer.engine in NATIVE_ENGINES:
+            if RUNTIMES[job.infer.engine].file is None:
                 layers = native_outputs(denoiser_of(checkpoint, module_of(sides[QUANTIZED][denoiser])), simulation)
             else:
                 pool.close()
