@@ -31,7 +31,7 @@ import yaml
 from torch import Tensor
 
 from sd_quant.calibration.statistics import Statistics, collect, draw
-from sd_quant.checkpoints.synthetic import sdxl_base_config
+from sd_quant.checkpoints.nemo_networks import sdxl_base_config
 from sd_quant.engines.base import CPU, Engine, cast_inputs
 from sd_quant.engines.native import (
     CAPABILITY,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from sd_quant.checkpoints.opening import open_checkpoint
+from sd_quant.checkpoints.kinds import open_checkpoint
 from sd_quant.config import REPOSITORY, TORCH_ENGINES, Infer, InferJob, anchored, part_paths
 from sd_quant.engines.base import Engine, cast_inputs, onnx_files
 from sd_quant.engines.pool import Pool, Side
@@ -29,7 +29,10 @@ LOG = logging.getLogger(__name__)
 def infer(job: InferJob, directory: Path) -> None:
     out = anchored(job.infer.out_path) if job.infer.out_path else directory
     paths = {"checkpoint": anchored(job.model.path)}
-    checkpoint = open_checkpoint(job.model)
+    model = job.model
+    checkpoint = open_checkpoint(
+        anchored(model.path), model.family, io=model.io, max_sequence_length=model.max_sequence_length
+    )
     parts = list(checkpoint.parts())
     check_cuda_graph(job.infer)
     if job.infer.engine in TORCH_ENGINES:

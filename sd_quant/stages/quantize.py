@@ -17,8 +17,9 @@ from sd_quant.cache import Cache, locked
 from sd_quant.calibration.collection import calibrate, origin
 from sd_quant.calibration.shared import read_shared
 from sd_quant.calibration.statistics import Statistics
-from sd_quant.checkpoints.nemo import Source, check_finite
-from sd_quant.checkpoints.opening import open_checkpoint
+from sd_quant.checkpoints.checks import check_finite
+from sd_quant.checkpoints.kinds import open_checkpoint
+from sd_quant.checkpoints.tensors import Weights
 from sd_quant.config import NATIVE_ENGINES, Quantize, QuantizeJob, anchored, artifact, check_installed
 from sd_quant.engines import why_not
 from sd_quant.engines.native import check_device
@@ -172,7 +173,10 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> dict:
     knobs = dataclasses.asdict(job)
     write_text(directory / "config.yaml", yaml.safe_dump(knobs, sort_keys=False))
     with timer("load"):
-        checkpoint = open_checkpoint(job.model)
+        model = job.model
+        checkpoint = open_checkpoint(
+            anchored(model.path), model.family, io=model.io, max_sequence_length=model.max_sequence_length
+        )
         family, parts, network = checkpoint.family, checkpoint.parts(), empty_denoiser(checkpoint)
         denoiser, component = family.DENOISER, denoiser_part(checkpoint).component
         parameters = part_parameters(checkpoint)
@@ -180,8 +184,8 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> dict:
         check_machine(
             memory_needed(parameters, job), disk_needed(stored, job), directory, gpu_memory_needed(parameters, job)
         )
-        for source in checkpoint.components.values():
-            check_finite(cast(Source, source))
+        for weights in checkpoint.components.values():
+            check_finite(cast(Weights, weights))
         roles, recipe = family.layer_roles(network), recipe_of(job.quantize, job.model.family)
         shapes = {name: network.get_parameter(f"{name}.weight").shape for name in roles}
         attentions = family.attentions(network)
