@@ -9,7 +9,7 @@ from sd_quant.checkpoints.nemo_networks import sdxl_base_config
 from sd_quant.checkpoints.sgm import open_sgm
 from sd_quant.errors import ConfigError
 from sd_quant.models import family_named
-from sd_quant.models.loading import Checkpoint
+from sd_quant.models.checkpoint import Checkpoint
 
 
 def open_checkpoint(path: Path, family: str, *, io: str | None, max_sequence_length: int | None) -> Checkpoint:

@@ -15,14 +15,13 @@ from sd_quant.checkpoints.archive import Member, read_text
 from sd_quant.checkpoints.checks import MAX_DEPTH, bounded_modules, check_tensors
 from sd_quant.checkpoints.tensors import Readable, Weights
 from sd_quant.errors import ArtifactError
-from sd_quant.inference.pipeline import Drawing
 from sd_quant.models import Family, family_named
-from sd_quant.models.parts import Part
+from sd_quant.models.parts import Part, PipelineAdapter
 from sd_quant.models.sdxl_nemo import (
     CONTEXT_TOKENS,
     TextShape,
     build_modules,
-    drawing,
+    pipeline_adapter,
     scheduler,
     tokenizers,
     unet_config,
@@ -57,8 +56,8 @@ class NemoCheckpoint:
     def build(self) -> dict[str, torch.nn.Module]:
         return build_modules(self.model_config, self.clip1, self.clip2)
 
-    def drawing(self, networks: Mapping) -> Drawing:
-        return drawing(networks, tokenizers(self.clip1, self.clip2), scheduler())
+    def adapter(self, networks: Mapping[str, torch.nn.Module]) -> PipelineAdapter:
+        return pipeline_adapter(networks, tokenizers(self.clip1, self.clip2), scheduler())
 
     def __reduce__(self):
         """Another process, to which it is sent, opens the file again."""

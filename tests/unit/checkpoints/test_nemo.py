@@ -15,7 +15,7 @@ from sd_quant.checkpoints.nemo import open_nemo, write_nemo
 from sd_quant.checkpoints.nemo_keys import denoiser_sigmas
 from sd_quant.errors import ArtifactError
 from sd_quant.files import sha256
-from sd_quant.models.loading import build_pipeline_modules
+from sd_quant.models.checkpoint import build_pipeline_modules
 
 
 def read_archive(path) -> tuple[dict, dict[str, torch.Tensor]]:

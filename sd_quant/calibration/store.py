@@ -15,12 +15,12 @@ from pathlib import Path
 
 import torch
 
-from sd_quant.calibration.statistics import LayerStatistics, Sample, Statistics
 from sd_quant.checkpoints.archive import whole_file
 from sd_quant.checkpoints.safetensors_file import read_metadata, read_safetensors, write_safetensors
 from sd_quant.checkpoints.tensors import lazy
 from sd_quant.errors import SdQuantError
 from sd_quant.files import digest
+from sd_quant.quantization.statistics import LayerStatistics, Sample, Statistics
 
 LOG = logging.getLogger(__name__)
 FORM = 2  # of the entries; another number makes all earlier ones unknown
