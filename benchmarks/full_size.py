@@ -51,7 +51,8 @@ if "--row" in sys.argv:  # in a child only: the parent sits beside what is measu
 
     from sd_quant.calibration.collection import calibrate
     from sd_quant.calibration.store import pack, unpack
-    from sd_quant.checkpoints.nemo import Checkpoint, open_nemo
+    from sd_quant.checkpoints.nemo import open_nemo
+    from sd_quant.checkpoints.nemo_networks import NemoCheckpoint
     from sd_quant.engines import load_engine
     from sd_quant.engines.base import Engine
     from sd_quant.export.parts import trace_part, write_part
@@ -132,7 +133,7 @@ def calibration(options: argparse.Namespace, _: str) -> dict:
     return {"seconds": seconds, "bytes": statistics_file(options).stat().st_size}
 
 
-def assignment(options: argparse.Namespace, checkpoint: Checkpoint, level: str) -> dict[str, LayerAssignment]:
+def assignment(options: argparse.Namespace, checkpoint: NemoCheckpoint, level: str) -> dict[str, LayerAssignment]:
     if level == UNQUANTIZED:
         return {}
     roles, weights = layer_roles(empty_modules(checkpoint)["unet"]), checkpoint.components["unet"]
@@ -141,7 +142,7 @@ def assignment(options: argparse.Namespace, checkpoint: Checkpoint, level: str) 
     return derive(roles, lambda name: weights[f"{name}.weight"], layers, recipe, shared_inputs(roles))
 
 
-def write(checkpoint: Checkpoint, part: str, path: Path, assignment: dict[str, LayerAssignment]) -> None:
+def write(checkpoint: NemoCheckpoint, part: str, path: Path, assignment: dict[str, LayerAssignment]) -> None:
     write_part(trace_part(checkpoint, part), checkpoint, part, path, assignment)
 
 
@@ -274,12 +275,12 @@ def count_operations(options: argparse.Namespace, _: str) -> dict:
     }
 
 
-def pass_shapes(options: argparse.Namespace, checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+def pass_shapes(options: argparse.Namespace, checkpoint: NemoCheckpoint) -> dict[str, tuple[int, ...]]:
     latent = options.size // LATENT_FACTOR
     return contracts_of(checkpoint)["unet_xl"].shapes(batch=1, height=latent, width=latent)
 
 
-def pass_inputs(options: argparse.Namespace, checkpoint: Checkpoint) -> dict[str, Tensor]:
+def pass_inputs(options: argparse.Namespace, checkpoint: NemoCheckpoint) -> dict[str, Tensor]:
     """What calibration kept of one call, its conditional half, with noise of the size in place of its latent."""
     calls = unpack(load_file(statistics_file(options))).calls
     noise = torch.randn(pass_shapes(options, checkpoint)["x"], generator=torch.Generator().manual_seed(SEED))
@@ -304,7 +305,7 @@ def one_pass(options: argparse.Namespace, side: str) -> dict:
     return found | {"seconds": median(samples), "samples": samples}
 
 
-def pass_engine(options: argparse.Namespace, checkpoint: Checkpoint, side: str) -> Engine:
+def pass_engine(options: argparse.Namespace, checkpoint: NemoCheckpoint, side: str) -> Engine:
     if side == TORCH:
         return load_part(checkpoint, "unet_xl")
     return load_engine("openvino", unet_file(options, side), threads=torch.get_num_threads())

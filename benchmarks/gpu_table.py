@@ -31,7 +31,7 @@ import yaml
 from torch import Tensor
 
 from sd_quant.calibration.hooks import collect, draw
-from sd_quant.checkpoints.synthetic import sdxl_base_config
+from sd_quant.checkpoints.nemo_networks import sdxl_base_config
 from sd_quant.engines.base import CPU, Engine, cast_inputs
 from sd_quant.engines.replayed import Replayed
 from sd_quant.engines.torch import TorchEngine, compiled, placed

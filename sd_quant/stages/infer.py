@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from sd_quant.checkpoints.kinds import open_checkpoint
 from sd_quant.checkpoints.opening import open_checkpoint
 from sd_quant.config import REPOSITORY, Infer, InferJob, anchored, part_paths
 from sd_quant.engines import RUNTIMES
@@ -31,7 +32,10 @@ LOG = logging.getLogger(__name__)
 def infer(job: InferJob, directory: Path) -> None:
     out = anchored(job.infer.out_path) if job.infer.out_path else directory
     paths = {"checkpoint": anchored(job.model.path)}
-    checkpoint = open_checkpoint(job.model)
+    model = job.model
+    checkpoint = open_checkpoint(
+        anchored(model.path), model.family, io=model.io, max_sequence_length=model.max_sequence_length
+    )
     parts = list(checkpoint.parts())
     check_cuda_graph(job.infer)
     kind = RUNTIMES[job.infer.engine].file

@@ -16,9 +16,12 @@ import yaml
 from sd_quant.cache import Cache, locked
 from sd_quant.calibration.collected_elsewhere import read_shared
 from sd_quant.calibration.collection import calibrate, origin
-from sd_quant.checkpoints.nemo import Source, check_finite
+from sd_quant.checkpoints.checks import check_finite
+from sd_quant.checkpoints.kinds import open_checkpoint
+from sd_quant.checkpoints.nemo import check_finite
 from sd_quant.checkpoints.opening import open_checkpoint
-from sd_quant.config import Quantize, QuantizeJob, anchored, artifact
+from sd_quant.checkpoints.tensors import Weights
+from sd_quant.config import Quantize, QuantizeJob, anchored, artifact, check_installed
 from sd_quant.engines import RUNTIMES, check_installed, why_not
 from sd_quant.engines.pool import Pool
 from sd_quant.errors import ResourceError
@@ -173,7 +176,10 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> dict:
     knobs = dataclasses.asdict(job)
     write_text(directory / "config.yaml", yaml.safe_dump(knobs, sort_keys=False))
     with timer("load"):
-        checkpoint = open_checkpoint(job.model)
+        model = job.model
+        checkpoint = open_checkpoint(
+            anchored(model.path), model.family, io=model.io, max_sequence_length=model.max_sequence_length
+        )
         family, parts, network = checkpoint.family, checkpoint.parts(), empty_denoiser(checkpoint)
         denoiser, component = family.DENOISER, denoiser_part(checkpoint).component
         parameters = part_parameters(checkpoint)
@@ -181,8 +187,8 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> dict:
         check_machine(
             memory_needed(parameters, job), disk_needed(stored, job), directory, gpu_memory_needed(parameters, job)
         )
-        for source in checkpoint.components.values():
-            check_finite(cast(Source, source))
+        for weights in checkpoint.components.values():
+            check_finite(cast(Weights, weights))
         roles, recipe = family.layer_roles(network), recipe_of(job.quantize, job.model.family)
         shapes = {name: network.get_parameter(f"{name}.weight").shape for name in roles}
         attentions = family.attentions(network)

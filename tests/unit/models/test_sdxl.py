@@ -10,7 +10,7 @@ import yaml
 from diffusers import UNet2DConditionModel
 from torch import nn
 
-from sd_quant.checkpoints.sdxl_keys import PREFIX, stored
+from sd_quant.checkpoints.nemo_keys import PREFIX, stored
 from sd_quant.models.sdxl import NemoUnetPart
 from sd_quant.models.sdxl_nemo import scheduler, unet_config, vae_config
 from sd_quant.models.unet import layer_roles, shared_inputs
