@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from torch import nn
 
-from sd_quant.quantization.smoothing import SharedInput
+from sd_quant.models.parts import SharedInput
 
 QKV = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
 FEED_FORWARD = ("ff", "ff_context")

@@ -13,15 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sd_quant.calibration.statistics import LayerStatistics
 from sd_quant.errors import ConfigError, SdQuantError
+from sd_quant.models.parts import SharedInput
 from sd_quant.quantization.assignment import FIXED_ALPHA, LayerAssignment, pieces, rewritten, rows_a_piece, some_rows
 from sd_quant.quantization.formats import FORMATS, fake_quantize
 from sd_quant.quantization.low_rank import low_rank, rank_of
 from sd_quant.quantization.observers import OBSERVERS
 from sd_quant.quantization.percentile import PERCENTILE_CALIBRATORS
 from sd_quant.quantization.recipe import Recipe, reason_kept
-from sd_quant.quantization.smoothing import SMOOTHINGS, SharedInput, pre_quant_scale
+from sd_quant.quantization.smoothing import SMOOTHINGS, pre_quant_scale
+from sd_quant.quantization.statistics import LayerStatistics
 
 ALPHAS = tuple(index / 10 for index in range(11))  # that alpha=auto tries
 SEARCHED_OUTPUTS, SEARCHED_ROWS = 256, 64  # of a layer, that the search looks at

@@ -17,7 +17,7 @@ from PIL import Image
 from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.config import PART_NAMES
 from sd_quant.engines import openvino
-from sd_quant.engines.tensorrt import describe_plan
+from sd_quant.engines.tensorrt.plan import describe_plan
 from sd_quant.models.sdxl_nemo import build_modules
 from sd_quant.quantization.recipe import QUANT_LEVELS
 
