@@ -17,11 +17,12 @@ from sd_quant.checkpoints.archive import is_gzipped, open_members
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError
 from sd_quant.knobs import check, check_at_least, check_choice, read
 from sd_quant.models import FAMILIES
+from sd_quant.quantization.observers import OBSERVERS
+from sd_quant.quantization.percentile import COLLECT_METHODS, PERCENTILE_CALIBRATORS
 from sd_quant.quantization.recipe import LEAST_CAPABILITY, QUANT_LEVELS, RANGED, Enable, formats_used
+from sd_quant.quantization.smoothing import SMOOTHINGS
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-OBSERVERS = ("min_max", "percentile", "histogram", "entropy", "mse")
-COLLECT_METHODS = ("global_min", "min-max", "min-mean", "mean-max", "default")
 RTX_TARGETS = ("SM75", "SM80", "SM86", "SM89", "SM120", "SM121")  # of TensorRT for RTX 1.7
 NATIVE_ENGINES = ("torch_native", "torch_compiled")  # they compute what quantize.py has derived, and read no file
 TORCH_ENGINES = ("torch", *NATIVE_ENGINES)
@@ -160,7 +161,7 @@ class Quantize:
         expected = f"at least {1 / self.n_steps:g}, one of the {self.n_steps} steps, because it selects no step"
         check(int(self.n_steps * self.percentile) > 0, "percentile", self.percentile, expected)
         check_seed("quantize.seed", self.seed)
-        check_choice("smoothing", self.smoothing, ("folded", "modelopt", "none"))
+        check_choice("smoothing", self.smoothing, SMOOTHINGS)
         if self.smoothing == "none":
             check(self.alpha is None, "alpha", self.alpha, f"null, because {self.format} smooths nothing")
         else:
@@ -172,7 +173,7 @@ class Quantize:
         expected = "99.99, because only quantize.observer=percentile heeds it"
         heeded = self.observer == "percentile" or self.observer_percentile == 99.99
         check(heeded, "quantize.observer_percentile", self.observer_percentile, expected)
-        check_choice("quantize.percentile_calibrator", self.percentile_calibrator, ("corrected", "modelopt"))
+        check_choice("quantize.percentile_calibrator", self.percentile_calibrator, PERCENTILE_CALIBRATORS)
         ignored = self.observer != "min_max" and self.percentile != 1
         expected = f"1 with quantize.observer={self.observer}, which takes no range from the steps"
         check(not ignored, "percentile", self.percentile, expected)
