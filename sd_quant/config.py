@@ -18,12 +18,13 @@ from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.knobs import check, check_at_least, check_choice, read
 from sd_quant.models import FAMILIES
 from sd_quant.quantization.formats import FORMATS, min_compute_capability
+from sd_quant.quantization.observers import OBSERVERS
+from sd_quant.quantization.percentile import COLLECT_METHODS, PERCENTILE_CALIBRATORS
 from sd_quant.quantization.recipe import QUANT_LEVELS, Enable, formats_used
+from sd_quant.quantization.smoothing import SMOOTHINGS
 from sd_quant.trackers import TRACKERS
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-OBSERVERS = ("min_max", "percentile", "histogram", "entropy", "mse")
-COLLECT_METHODS = ("global_min", "min-max", "min-mean", "mean-max", "default")
 RTX_TARGETS = ("SM75", "SM80", "SM86", "SM89", "SM120", "SM121")  # of TensorRT for RTX 1.7
 PRECISION_NAMES = ("auto", "fp32", "fp16", "bf16")
 USUAL_TARGETS = ("SM89", "SM120")
@@ -106,10 +107,12 @@ def check_enabled(quantize: "Quantize") -> None:
     expected = "0, a number of singular directions, or a fraction below 1 of a layer's shorter side"
     fits = quantize.rank >= 0 if isinstance(quantize.rank, int) else 0 < quantize.rank < 1
     check(fits, "quantize.rank", quantize.rank, expected)
-    inputs = {pair.activation for pair in (enable.conv, enable.linear)} - {None}
+    check_choice("quantize.observer", quantize.observer, OBSERVERS)
+    observer = OBSERVERS[quantize.observer]
+    inputs = [FORMATS[pair.activation] for pair in (enable.conv, enable.linear) if pair.activation is not None]
+    judged = not observer.equal_levels or all(fmt.equal_levels for fmt in inputs)
+    judged = judged and not (observer.one_scale and any(fmt.needs_amax and not fmt.static_scale for fmt in inputs))
     expected = f"min_max or percentile, because {label} has no equal levels for it to judge by"
-    judged = inputs <= {"int8"} or quantize.observer != "entropy"
-    judged = judged and ("nvfp4" not in inputs or quantize.observer in ("min_max", "percentile"))
     check(judged, "quantize.observer", quantize.observer, expected)
     if enable.conv.activation is None:
         because, method = f"because {label} leaves the inputs of convolutions alone", quantize.collect_method
@@ -159,7 +162,7 @@ class Quantize:
         expected = f"at least {1 / self.n_steps:g}, one of the {self.n_steps} steps, because it selects no step"
         check(int(self.n_steps * self.percentile) > 0, "percentile", self.percentile, expected)
         check_seed("quantize.seed", self.seed)
-        check_choice("smoothing", self.smoothing, ("folded", "modelopt", "none"))
+        check_choice("smoothing", self.smoothing, SMOOTHINGS)
         if self.smoothing == "none":
             check(self.alpha is None, "alpha", self.alpha, f"null, because {self.format} smooths nothing")
         else:
@@ -171,7 +174,7 @@ class Quantize:
         expected = "99.99, because only quantize.observer=percentile heeds it"
         heeded = self.observer == "percentile" or self.observer_percentile == 99.99
         check(heeded, "quantize.observer_percentile", self.observer_percentile, expected)
-        check_choice("quantize.percentile_calibrator", self.percentile_calibrator, ("corrected", "modelopt"))
+        check_choice("quantize.percentile_calibrator", self.percentile_calibrator, PERCENTILE_CALIBRATORS)
         ignored = self.observer != "min_max" and self.percentile != 1
         expected = f"1 with quantize.observer={self.observer}, which takes no range from the steps"
         check(not ignored, "percentile", self.percentile, expected)

@@ -120,7 +120,7 @@ def observed(values: Tensor, amax: float, role: str, recipe: Recipe) -> float:
     name = recipe.formats_of(role).activation
     if name is None:
         return amax
-    return OBSERVERS[recipe.observer](values, amax, form=FORMATS[name], percent=recipe.observer_percentile)
+    return OBSERVERS[recipe.observer](values, amax, fmt=FORMATS[name], percent=recipe.observer_percentile)
 
 
 def assign_convolution(

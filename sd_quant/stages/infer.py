@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from sd_quant.checkpoints.kinds import open_checkpoint
-from sd_quant.checkpoints.opening import open_checkpoint
 from sd_quant.config import REPOSITORY, Infer, InferJob, anchored, part_paths
 from sd_quant.engines import RUNTIMES
 from sd_quant.engines.base import Engine, cast_inputs, onnx_files

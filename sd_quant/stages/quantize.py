@@ -18,10 +18,8 @@ from sd_quant.calibration.collected_elsewhere import read_shared
 from sd_quant.calibration.collection import calibrate, origin
 from sd_quant.checkpoints.checks import check_finite
 from sd_quant.checkpoints.kinds import open_checkpoint
-from sd_quant.checkpoints.nemo import check_finite
-from sd_quant.checkpoints.opening import open_checkpoint
 from sd_quant.checkpoints.tensors import Weights
-from sd_quant.config import Quantize, QuantizeJob, anchored, artifact, check_installed
+from sd_quant.config import Quantize, QuantizeJob, anchored, artifact
 from sd_quant.engines import RUNTIMES, check_installed, why_not
 from sd_quant.engines.pool import Pool
 from sd_quant.errors import ResourceError

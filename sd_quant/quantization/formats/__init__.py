@@ -56,6 +56,11 @@ class Format:
         return self.block is None
 
     @property
+    def equal_levels(self) -> bool:
+        """Whether codes are integers times one scale."""
+        return self.static_scale and self.onnx_type.startswith("INT")
+
+    @property
     def needs_amax(self) -> bool:
         """Whether an input has to have a range from calibration: for a static scale, or for a global one."""
         return self.static_scale or len(self.onnx_scale_types) > 1
