@@ -30,10 +30,27 @@ import torch
 import yaml
 from torch import Tensor
 
-from sd_quant.calibration.statistics import Statistics, collect, draw
+from sd_quant.calibration.hooks import collect, draw
 from sd_quant.checkpoints.synthetic import sdxl_base_config
 from sd_quant.engines.base import CPU, Engine, cast_inputs
-from sd_quant.engines.native import (
+from sd_quant.engines.replayed import Replayed
+from sd_quant.engines.torch import TorchEngine, compiled, placed
+from sd_quant.files import write_json, write_text
+from sd_quant.metrics.flops import operations
+from sd_quant.metrics.latency import clock_of, cuda_events, measure, measure_in_turn, ratio
+from sd_quant.models.layers import attention_widths
+from sd_quant.models.parts import Contract, axes
+from sd_quant.models.sdxl import NemoUnetPart, unet_part
+from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS, unet_config
+from sd_quant.models.unet import layer_roles, shared_inputs
+from sd_quant.numbers import relative_error
+from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.derivation import derive
+from sd_quant.quantization.recipe import Enable, Pair, Recipe
+from sd_quant.quantization.statistics import Statistics
+from sd_quant.report.provenance import machine, versions
+from sd_quant.simulation.modelopt import simulate
+from sd_quant.simulation.native import (
     CAPABILITY,
     PRODUCTS,
     Products,
@@ -44,22 +61,6 @@ from sd_quant.engines.native import (
     unfolded_int_mm,
     with_native_layers,
 )
-from sd_quant.engines.replayed import Replayed
-from sd_quant.engines.torch import TorchEngine, compiled, placed
-from sd_quant.files import write_json, write_text
-from sd_quant.metrics.fidelity import relative_error
-from sd_quant.metrics.flops import operations
-from sd_quant.metrics.latency import clock_of, cuda_events, measure, measure_in_turn, ratio
-from sd_quant.models.layers import attention_widths
-from sd_quant.models.parts import Contract, axes
-from sd_quant.models.sdxl import NemoUnetPart, unet_part
-from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS, unet_config
-from sd_quant.models.unet import layer_roles, shared_inputs
-from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.derivation import Recipe, derive
-from sd_quant.quantization.levels import Enable, Pair
-from sd_quant.quantization.simulate import simulate
-from sd_quant.report.provenance import machine, versions
 
 MAIN_LEVEL = 3.0
 LEVELS = {"int8": (2.5, 2.0, 1.0), "fp8": (2.5, 2.0, 1.0, 4.0)}  # beside it; level 4's attention gains nothing in torch
@@ -399,8 +400,8 @@ def write_onnx_of(part: NemoUnetPart, known: Mapping[str, LayerAssignment], path
     """The network with its weights and an assignment as ONNX, as quantize.py exports it."""
     from diffusers import UNet2DConditionModel
 
-    from sd_quant.export.graph import trace
-    from sd_quant.export.quantized import write_onnx
+    from sd_quant.export.qdq import write_onnx
+    from sd_quant.export.tracing import trace
 
     graph = trace(lambda: wrapped(UNet2DConditionModel(**part.unet.config)), contract_of(part))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -413,7 +414,7 @@ def build_plan_of(
     part: NemoUnetPart, known: Mapping[str, LayerAssignment], folder: Path, batches: Sequence[int], size: int, **more
 ) -> Path:
     """A plan for guidance at all ``batches``; ``more`` goes to the build."""
-    from sd_quant.engines.tensorrt import build_plan
+    from sd_quant.engines.tensorrt.build import build_plan
 
     write_onnx_of(part, known, folder / "unet_xl.onnx")
     contract = contract_of(part)

@@ -17,7 +17,8 @@ from sd_quant.checkpoints.archive import is_gzipped, open_members
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError
 from sd_quant.knobs import check, check_at_least, check_choice, read
 from sd_quant.models import FAMILIES
-from sd_quant.quantization.levels import LEAST_CAPABILITY, QUANT_LEVELS, RANGED, Enable, formats_used
+from sd_quant.quantization.recipe import LEAST_CAPABILITY, QUANT_LEVELS, RANGED, Enable, formats_used
+from sd_quant.trackers import TRACKERS
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 OBSERVERS = ("min_max", "percentile", "histogram", "entropy", "mse")
@@ -325,7 +326,7 @@ class QuantizeJob:
         check_batch(self.trt, self.infer)
         targets_for(self.trt, set().union(*self.formats().values()))
         for tracker in self.trackers:
-            check_choice("trackers", tracker, ("mlflow", "tensorboard"))
+            check_choice("trackers", tracker, TRACKERS)
         expected = "an engine for the quantized model, such as infer=openvino, because torch is every job's baseline"
         check(self.infer.engine != "torch", "infer.engine", "torch", expected)
         if self.infer.engine in NATIVE_ENGINES:

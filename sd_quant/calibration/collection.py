@@ -20,13 +20,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sd_quant.cache import locked
-from sd_quant.calibration.cache import Shelf, pack, unpack
-from sd_quant.calibration.statistics import CALLS, ROWS, Statistics, collect, draw, merge
+from sd_quant.calibration.hooks import collect, draw
+from sd_quant.calibration.store import Shelf, pack, unpack
 from sd_quant.errors import ResourceError, SdQuantError
 from sd_quant.files import digest, source_digest
+from sd_quant.inference.loading import LoadedModel, load_model, pipeline_of
 from sd_quant.inference.pipeline import Sampling
-from sd_quant.models.loading import Checkpoint, LoadedModel, denoiser_part, load_model, pipeline_of
+from sd_quant.models.checkpoint import Checkpoint, denoiser_part
 from sd_quant.progress import progress
+from sd_quant.quantization.statistics import CALLS, ROWS, Statistics, merge
 
 LOG = logging.getLogger(__name__)
 

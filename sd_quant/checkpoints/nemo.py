@@ -25,14 +25,13 @@ from sd_quant.checkpoints.bounds import MAX_DEPTH, bounded_modules
 from sd_quant.checkpoints.torch_weights import LazyTensor, Readable, lazy, stored_tensors, write_tensors
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files import atomic_path
-from sd_quant.inference.pipeline import Drawing
 from sd_quant.models import Family, family_named
-from sd_quant.models.parts import Part
+from sd_quant.models.parts import Part, PipelineAdapter
 from sd_quant.models.sdxl_nemo import (
     CONTEXT_TOKENS,
     TextShape,
     build_modules,
-    drawing,
+    pipeline_adapter,
     scheduler,
     tokenizers,
     unet_config,
@@ -119,8 +118,8 @@ class Checkpoint:
     def build(self) -> dict[str, torch.nn.Module]:
         return build_modules(self.model_config, self.clip1, self.clip2)
 
-    def drawing(self, networks: Mapping) -> Drawing:
-        return drawing(networks, tokenizers(self.clip1, self.clip2), scheduler())
+    def adapter(self, networks: Mapping) -> PipelineAdapter:
+        return pipeline_adapter(networks, tokenizers(self.clip1, self.clip2), scheduler())
 
     def reopened(self) -> "Checkpoint":
         assert self.reopen is not None

@@ -10,7 +10,7 @@ from sd_quant.checkpoints.synthetic import sdxl_base_config
 from sd_quant.config import Model, anchored
 from sd_quant.errors import ConfigError
 from sd_quant.models import family_named
-from sd_quant.models.loading import Checkpoint
+from sd_quant.models.checkpoint import Checkpoint
 
 
 def open_checkpoint(model: Model) -> Checkpoint:

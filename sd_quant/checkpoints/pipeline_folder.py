@@ -21,9 +21,8 @@ from sd_quant.checkpoints.diffusers_folder import INDEX, WEIGHTS, plain_name, re
 from sd_quant.checkpoints.nemo import check_tensors, renamed
 from sd_quant.checkpoints.torch_weights import Readable
 from sd_quant.errors import ArtifactError, ConfigError
-from sd_quant.inference.pipeline import Drawing, EngineNetwork
 from sd_quant.models import FAMILIES, Family, family_named
-from sd_quant.models.parts import Part
+from sd_quant.models.parts import Part, PipelineAdapter
 
 DEPTHS = ("layer", "depth", "blocks")  # in the names of keys that say how often something is built
 # Stored under one of two names, or both: T5's table of tokens.
@@ -82,7 +81,7 @@ class Folder:
     def reopened(self) -> "Folder":
         return open_pipeline(self.path, self.name, self.tokens, self.io)
 
-    def drawing(self, networks: Mapping[str, EngineNetwork]) -> Drawing:
+    def adapter(self, networks: Mapping[str, nn.Module]) -> PipelineAdapter:
         import diffusers
 
         kind, family = getattr(diffusers, self.index["_class_name"]), self.family
@@ -100,7 +99,9 @@ class Folder:
 
         denoiser = networks[self.parts()[family.DENOISER].component]
         shortest = min(self.tokenizers().values(), key=lambda tokenizer: tokenizer.model_max_length)
-        return Drawing(pipe, denoiser, encode, partial(family.pack, pipe), partial(family.unpack, pipe), shortest)
+        return PipelineAdapter(
+            pipe, denoiser, encode, partial(family.pack, pipe), partial(family.unpack, pipe), shortest
+        )
 
     def scheduler(self):
         import diffusers

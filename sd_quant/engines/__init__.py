@@ -16,8 +16,8 @@ from sd_quant.errors import ConfigError, ResourceError
 ENGINES = {
     "onnxruntime": "sd_quant.engines.onnxruntime:load",
     "openvino": "sd_quant.engines.openvino:load",
-    "tensorrt": "sd_quant.engines.tensorrt:load",
-    "tensorrt_rtx": "sd_quant.engines.tensorrt:load_rtx",
+    "tensorrt": "sd_quant.engines.tensorrt.run:load",
+    "tensorrt_rtx": "sd_quant.engines.tensorrt.run:load_rtx",
 }
 
 # What a runtime cannot execute of a quantized graph: part of the graph and format, and why.

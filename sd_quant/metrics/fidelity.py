@@ -19,6 +19,7 @@ from torchmetrics.functional.image import peak_signal_noise_ratio, structural_si
 from sd_quant.devices import full_precision
 from sd_quant.errors import ArtifactError
 from sd_quant.metrics.lpips import lpips
+from sd_quant.numbers import finite
 
 SSIM_SIGMA = 1.5  # Wang et al. 2004: an 11 x 11 Gaussian window, at 64 x 64 pixels as at 1024 x 1024
 SSIM_WINDOW = 11
@@ -36,7 +37,7 @@ def psnr(reference: np.ndarray, image: np.ndarray) -> list[float | None]:
             peak_signal_noise_ratio(_pixels(x, device), _pixels(ref, device), data_range=255.0).item()
             for ref, x in _pairs(reference, image)
         ]
-    return [_finite(score) for score in scores]
+    return [finite(score) for score in scores]
 
 
 def ssim(reference: np.ndarray, image: np.ndarray) -> list[float]:
@@ -69,17 +70,6 @@ def latent_sqnr(reference: torch.Tensor, latents: torch.Tensor) -> list[float | 
         _mean_ratio(_energy(ref.double()), _energy(ref.double() - x.double()))
         for ref, x in zip(reference.unbind(1), latents.unbind(1), strict=True)
     ]
-
-
-def relative_error(reference: torch.Tensor, output: torch.Tensor) -> float | None:
-    """||output - reference|| / ||reference||, of one shape. None when it is not finite or the reference is all zero."""
-    if reference.shape != output.shape:
-        raise ArtifactError(
-            f"an output of shape {list(output.shape)} was compared with a reference of {list(reference.shape)}, "
-            "expected one shape; give both the same inputs"
-        )
-    reference, output = reference.double(), output.double()
-    return _finite((torch.linalg.vector_norm(output - reference) / torch.linalg.vector_norm(reference)).item())
 
 
 def summary(values: Sequence[float | None], reason: str = IDENTICAL, lower_is_better: bool = False) -> dict:
@@ -145,8 +135,4 @@ def _mean_ratio(signal: torch.Tensor, noise: torch.Tensor) -> float | None:
     if not (torch.isfinite(signal).all() and torch.isfinite(noise).all()):
         return None
     ratios = 10 * torch.log10(signal / noise)
-    return _finite(ratios[torch.isfinite(ratios)].mean().item())
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    return finite(ratios[torch.isfinite(ratios)].mean().item())

@@ -23,10 +23,10 @@ from PIL import Image
 from torch import Tensor, nn
 
 from sd_quant.devices import full_precision
-from sd_quant.engines.base import one_line
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError, SdQuantError
 from sd_quant.metrics.frechet import check_pictures, frechet_distance, moments
 from sd_quant.progress import progress
+from sd_quant.text import one_line
 
 BATCH = 16
 FEWEST_FOR_FID = 2049  # pictures: with fewer the covariance of Inception's 2048 features is singular

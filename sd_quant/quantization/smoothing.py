@@ -12,24 +12,14 @@ weights. ModelOpt multiplies before every layer instead, each with a vector of i
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from sd_quant.models.parts import SharedInput
+
 SMALLEST, LARGEST = 1e-4, 1e4
 DEAD_CHANNEL = 2.0**-31
-
-
-@dataclass(frozen=True, slots=True)
-class SharedInput:
-    """Linears that read one tensor, and the module whose first outputs are that tensor's channels.
-
-    ``producer`` is None when nothing can take a factor per channel: a residual stream, an input of the network.
-    """
-
-    readers: tuple[str, ...]
-    producer: str | None = None
 
 
 def pre_quant_scale(activation_amax: Tensor, weight_amax: Tensor, alpha: float) -> Tensor:

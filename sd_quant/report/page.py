@@ -25,6 +25,7 @@ from sd_quant.files import write_text
 from sd_quant.report.plots import SIZE, TIME, figures, knob_value, svg
 from sd_quant.report.recommendation import RULE, fidelity_db, front, recommend
 from sd_quant.report.summary import DONE, SHOWN, Job, Row, Sweep, at, read_object, rows, shown
+from sd_quant.text import printable
 
 REPORT, PROVENANCE = "report.html", "provenance.json"
 TEMPLATES = Path(__file__).with_suffix("")
@@ -98,13 +99,8 @@ def template(name: str) -> str:
     return (TEMPLATES / name).read_text(encoding="utf-8").strip()
 
 
-def clean(text: object) -> str:
-    """One line without control characters, halves of surrogates, and letters that turn the direction of writing."""
-    return "".join(letter if letter.isprintable() else " " for letter in str(text))
-
-
 def safe(text: object) -> str:
-    return html.escape(clean(text))
+    return html.escape(printable(text))
 
 
 def for_script(content: object) -> str:
@@ -338,7 +334,7 @@ def pictures(sweep: Sweep, names: Mapping[str, str], recommended: str | None) ->
                     "scores": scores(job, index),
                 })  # fmt: skip
         if pairs:
-            prompts.append({"text": clean(prompt), "pairs": pairs})
+            prompts.append({"text": printable(prompt), "pairs": pairs})
 
     notes = []
     if not prompts:
@@ -354,7 +350,7 @@ def pictures(sweep: Sweep, names: Mapping[str, str], recommended: str | None) ->
         for job, count in absent.items()
         if count
     ]
-    recipes = [{"name": clean(names[job.name]), "recommended": job.name == recommended} for job in done]
+    recipes = [{"name": printable(names[job.name]), "recommended": job.name == recommended} for job in done]
     return {"pictures": embedded, "recipes": recipes, "prompts": prompts}, notes
 
 

@@ -13,6 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from sd_quant.errors import ArtifactError
 from sd_quant.files import atomic_path
+from sd_quant.text import printable
 
 LONGEST_EDGE = 256  # of a picture in the grid
 MOST_PAIRS = 64  # a grid of thousands is a file that nothing opens
@@ -118,7 +119,7 @@ def _save(image: Image.Image, path: Path) -> None:
 
 def _wrap(text: str, font: ImageFont.FreeTypeFont, width: int) -> list[str]:
     """``text`` in at most two lines no wider than ``width``, an ellipsis where it was cut, no control characters."""
-    words = "".join(letter if letter.isprintable() else " " for letter in text[:400]).split()
+    words = printable(text[:400]).split()
     lines = [""]
     for word in words:
         longer = f"{lines[-1]} {word}".strip()

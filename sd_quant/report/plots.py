@@ -27,6 +27,7 @@ from sd_quant.files import atomic_path
 from sd_quant.report.recommendation import fidelity_db, front, recommend
 from sd_quant.report.sensitivity import COLOURS
 from sd_quant.report.summary import DONE, Job, Row, Sweep, at, rows
+from sd_quant.text import printable
 
 LINES = [*COLOURS.values(), "#c44e52", "#64b5cd"]
 PAPER, INK, SOFT, FAINT, BAND, ACCENT = "#ffffff", "#202124", "#5f6368", "#dfe1e5", "#f1f3f4", "#0f766e"
@@ -143,7 +144,7 @@ def knob_value(value: object) -> str:
 
 def fitted(text: str, longest: int = LONGEST_NAME) -> str:
     """In one line, without control characters, the middle left out where it is too long."""
-    line = "".join(letter if letter.isprintable() else " " for letter in text)
+    line = printable(text)
     half = longest // 2
     return line if len(line) <= longest else f"{line[: half - 1]}…{line[-half:]}"
 

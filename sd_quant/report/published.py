@@ -15,7 +15,7 @@ import yaml
 
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.report.shapes import why
-from sd_quant.report.summary import SWEEP, Row, Sweep, at, plain, rows
+from sd_quant.report.summary import SWEEP, Row, Sweep, at, markdown_text, rows
 
 SIDES = {"framework": "framework", "unquantized": "unquantized engine"}
 CONDITIONS = ("machine", "engine", "precision", "steps", "resolution")
@@ -117,8 +117,8 @@ def caption_of(theirs: Mapping[str, Any], record: Mapping[str, Any]) -> str:
 
 def as_markdown(table: Table) -> str:
     lines = [table.header, ["---"] * len(table.header), *table.lines]
-    body = "".join(f"| {' | '.join(map(plain, cells))} |\n" for cells in lines)
-    return f"### {plain(table.heading)}\n\n{body}\n{plain(table.caption)}\n"
+    body = "".join(f"| {' | '.join(map(markdown_text, cells))} |\n" for cells in lines)
+    return f"### {markdown_text(table.heading)}\n\n{body}\n{markdown_text(table.caption)}\n"
 
 
 def as_html(table: Table) -> str:

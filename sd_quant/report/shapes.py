@@ -6,6 +6,8 @@ half way through a page.
 
 from typing import Any
 
+from sd_quant.text import one_line
+
 # What of a record is read in a summary, a table, a plot or a page. A list has one kind of entries, "*" is any other
 # name, ``float`` is a number and PASSED one that something is divided by; what is not named may be anything.
 PASSED = "a number above 0"
@@ -40,14 +42,9 @@ PLAN_SHAPE = {"command": [object], "varied": [str], "jobs": [{"name": str, "vari
 LARGEST = 1e18  # of a record's numbers, in any unit: a table has no place for more
 
 
-def plain_line(text: object) -> str:
-    """Nothing of what a file holds reaches a terminal as a control sequence."""
-    return "".join(letter if letter.isprintable() else " " for letter in str(text))
-
-
 def why(error: Exception) -> str:
     """One line, whatever the file holds."""
-    return plain_line(f"{type(error).__name__}: {error}")[:300]
+    return one_line(f"{type(error).__name__}: {error}", 300)
 
 
 def check_shape(value: Any, shape: Any, where: str) -> None:
@@ -65,7 +62,7 @@ def check_shape(value: Any, shape: Any, where: str) -> None:
     else:
         fits = type(value) in (int, float) and abs(value) < LARGEST and (shape is float or value > 1 / LARGEST)
     if not fits:
-        raise ValueError(f"{where[-200:]} is {plain_line(value)[:100]}")
+        raise ValueError(f"{where[-200:]} is {one_line(value, 100)}")
     if isinstance(shape, list):
         for each in value:
             check_shape(each, shape[0], f"{where}[]")

@@ -17,7 +17,8 @@ from sd_quant.cache import try_lock
 from sd_quant.errors import ArtifactError
 from sd_quant.files import atomic_path, write_text
 from sd_quant.report.layers import cell
-from sd_quant.report.shapes import PLAN_SHAPE, RECORD_SHAPE, check_shape, plain_line, why
+from sd_quant.report.shapes import PLAN_SHAPE, RECORD_SHAPE, check_shape, why
+from sd_quant.text import printable
 
 SWEEP, RECORD, FAILURE, LOCK, LOG = "sweep.json", "metrics.json", "failure.json", ".lock", "quantize.log"
 DONE, FAILED, UNFINISHED = "done", "failed", "unfinished"
@@ -243,9 +244,9 @@ def markdown(table: list[Row], varied: list[str]) -> str:
     for row in table:
         name = " · ".join(str(row.get(knob)) for knob in varied) or row["job"]
         lines.append([name, row["status"], *(shown(row, column) for column in SHOWN)])
-    reasons = [f"- {plain(row['job'])}: {row['status']}, {plain(row['reason'])}" for row in table if row["reason"]]
-    body = "".join(f"| {' | '.join(map(plain, cells))} |\n" for cells in lines)
-    return body + ("\n" + "\n".join(reasons) + "\n" if reasons else "")
+    reasons = [markdown_text(f"{row['job']}: {row['status']}, {row['reason']}") for row in table if row["reason"]]
+    body = "".join(f"| {' | '.join(map(markdown_text, cells))} |\n" for cells in lines)
+    return body + ("\n" + "".join(f"- {reason}\n" for reason in reasons) if reasons else "")
 
 
 def shown(row: Row, column: str) -> str:
@@ -253,7 +254,6 @@ def shown(row: Row, column: str) -> str:
     return "–" if value is None else SHOWN[column][1].format(value * SCALE[column] if column in SCALE else value)
 
 
-def plain(text: object) -> str:
+def markdown_text(text: object) -> str:
     """Text that Markdown shows as it is, in one line: names and reasons may quote a stranger's file."""
-    line = plain_line(text)
-    return "".join(f"\\{letter}" if letter in "\\|<>[]*`_#!&" else letter for letter in line)
+    return "".join(f"\\{letter}" if letter in "\\|<>[]*`_#!&" else letter for letter in printable(text))

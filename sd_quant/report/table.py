@@ -34,7 +34,7 @@ it is shown as a dash, with the reason below the table.
 from collections.abc import Callable
 from typing import Any
 
-from sd_quant.report.shapes import plain_line
+from sd_quant.text import printable
 
 FRAMEWORK = "torch"
 IMAGE = "image"
@@ -55,7 +55,7 @@ def run_table(record: dict) -> str:
         [sentence for engine in engines for sentence in _slower(record, engine)],
         [f"[{number}] {reason}" for number, reason in enumerate(reasons, 1)],
     ]
-    return "\n\n".join("\n".join(plain_line(line) for line in lines) for lines in sections if lines) + "\n"
+    return "\n\n".join("\n".join(printable(line) for line in lines) for lines in sections if lines) + "\n"
 
 
 def _heading(record: dict) -> list[str]:

@@ -12,14 +12,16 @@ import torch
 from sd_quant.cache import Cache
 from sd_quant.config import ExportJob, ExportShape, Infer, Trt, anchored, artifact, part_paths, targets_for
 from sd_quant.engines.base import onnx_files
-from sd_quant.engines.tensorrt import PlanReport, build_plan, describe_plan, read_record, runtime_module
+from sd_quant.engines.tensorrt.build import build_plan
+from sd_quant.engines.tensorrt.library import runtime_module
+from sd_quant.engines.tensorrt.plan import PlanReport, describe_plan, read_record
 from sd_quant.errors import ResourceError
 from sd_quant.export.parts import SAMPLES_A_PICTURE
 from sd_quant.files import sha256
 from sd_quant.models.parts import axes
 from sd_quant.progress import progress
 from sd_quant.quantization.formats import FORMATS
-from sd_quant.quantization.levels import LEAST_CAPABILITY
+from sd_quant.quantization.recipe import LEAST_CAPABILITY
 from sd_quant.stages.needs import check_machine, memory_of_plan
 
 LOG = logging.getLogger(__name__)

@@ -12,10 +12,11 @@ from sd_quant.config import REPOSITORY, TORCH_ENGINES, Infer, InferJob, anchored
 from sd_quant.engines.base import Engine, cast_inputs, onnx_files
 from sd_quant.engines.pool import Pool, Side
 from sd_quant.files import write_json
+from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.pipeline import Generated, Pipeline, Sampling
 from sd_quant.metrics.latency import clock_of, measure
 from sd_quant.metrics.memory import peak_cuda_memory, peak_memory_bytes, used
-from sd_quant.models.loading import Checkpoint, contracts_of, part_parameters, pipeline_of, samples_a_picture
+from sd_quant.models.checkpoint import Checkpoint, contracts_of, part_parameters, samples_per_image
 from sd_quant.models.parts import Contract, axes
 from sd_quant.progress import progress
 from sd_quant.report.pictures import save_images
@@ -112,7 +113,7 @@ def example_inputs(contract: Contract, batch: int, infer: Infer) -> dict[str, to
 def batch_of(checkpoint: Checkpoint, part: str, infer: Infer) -> int:
     """Samples in one call."""
     denoises = part == checkpoint.family.DENOISER
-    return infer.batch_size * (samples_a_picture(checkpoint, infer.scale) if denoises else 1)
+    return infer.batch_size * (samples_per_image(checkpoint, infer.scale) if denoises else 1)
 
 
 def part_call(engine: Engine, contract: Contract, batch: int, infer: Infer) -> Callable[[], object]:

@@ -12,12 +12,13 @@ from sd_quant.config import Infer
 from sd_quant.devices import best_device
 from sd_quant.engines import load_engine
 from sd_quant.engines.base import Engine
-from sd_quant.engines.native import with_native_layers
 from sd_quant.engines.replayed import Replayed
 from sd_quant.engines.torch import TorchEngine, compiled, dtype_on, placed
 from sd_quant.errors import ResourceError
-from sd_quant.models.loading import Checkpoint, contracts_of, denoiser_of, load_part
-from sd_quant.quantization.simulate import simulate
+from sd_quant.inference.loading import load_part
+from sd_quant.models.checkpoint import Checkpoint, contracts_of, denoiser_of
+from sd_quant.simulation.modelopt import simulate
+from sd_quant.simulation.native import with_native_layers
 from sd_quant.stages.export_onnx import Assignment
 
 

@@ -14,47 +14,48 @@ import torch
 import yaml
 
 from sd_quant.cache import Cache, locked
+from sd_quant.calibration.collected_elsewhere import read_shared
 from sd_quant.calibration.collection import calibrate, origin
-from sd_quant.calibration.shared import read_shared
-from sd_quant.calibration.statistics import Statistics
 from sd_quant.checkpoints.nemo import Source, check_finite
 from sd_quant.checkpoints.opening import open_checkpoint
 from sd_quant.config import NATIVE_ENGINES, Quantize, QuantizeJob, anchored, artifact, check_installed
 from sd_quant.engines import why_not
-from sd_quant.engines.native import check_device
 from sd_quant.engines.pool import Pool
 from sd_quant.errors import ResourceError
 from sd_quant.files import TEMPORARY, digest, source_digest, write_json, write_text
+from sd_quant.inference.loading import load_model
+from sd_quant.inference.parity import layer_outputs, layer_parity, native_outputs, part_parity, run_simulation
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.metrics.fidelity import fidelity
 from sd_quant.metrics.flops import operations, operations_a_second
 from sd_quant.metrics.frechet import frechet_efficientnet
 from sd_quant.metrics.memory import StageTimer, peak_cuda_memory, peak_memory_bytes
-from sd_quant.models.loading import (
+from sd_quant.models.checkpoint import (
     Checkpoint,
     contracts_of,
     denoiser_of,
     denoiser_part,
     denoiser_weights,
     empty_denoiser,
-    load_model,
     part_parameters,
-    samples_a_picture,
+    samples_per_image,
 )
 from sd_quant.models.parts import axes
 from sd_quant.progress import duration, progress
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.derivation import Recipe, check_layers, derive
-from sd_quant.quantization.levels import reason_kept
-from sd_quant.quantization.sensitivity import Sensitivity, budget, measure, points
-from sd_quant.quantization.sensitivity import rows as sensitivity_rows
-from sd_quant.quantization.simulate import restorable, save_quantized
+from sd_quant.quantization.derivation import check_layers, derive
+from sd_quant.quantization.recipe import Recipe, reason_kept
+from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.layers import write_csv
 from sd_quant.report.pictures import comparison_grid, save_images
 from sd_quant.report.provenance import provenance
 from sd_quant.report.sensitivity import plot_sensitivity
 from sd_quant.report.summary import FAILURE, LOCK, RECORD
 from sd_quant.report.table import run_table
+from sd_quant.simulation.modelopt import restorable, save_quantized
+from sd_quant.simulation.native import check_device
+from sd_quant.simulation.sensitivity import Sensitivity, budget, measure, points
+from sd_quant.simulation.sensitivity import rows as sensitivity_rows
 from sd_quant.stages.compare import FRAMEWORK, FULL_PRECISION, QUANTIZED, compare_latency, compare_pictures
 from sd_quant.stages.export_onnx import export_parts
 from sd_quant.stages.export_trt import build_plans, check_gpu, plan_library
@@ -69,9 +70,8 @@ from sd_quant.stages.needs import (
     memory_of_sides,
 )
 from sd_quant.stages.opening import check_cuda_graph, module_of, open_simulated
-from sd_quant.stages.parity import layer_outputs, layer_parity, native_outputs, part_parity, run_simulation
-from sd_quant.stages.sides import SIMULATED, open_engine, sides_of
 from sd_quant.stages.text_scores import text_scores
+from sd_quant.stages.variants import SIMULATED, open_engine, sides_of
 from sd_quant.trackers import track
 
 LOG = logging.getLogger(__name__)
@@ -264,7 +264,7 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> dict:
         "fingerprint": fingerprint(job, facts),
         "overrides": facts["overrides"],
         "knobs": {**knobs["quantize"], "model": knobs["model"], "trt": knobs["trt"], "infer": knobs["infer"]},
-        "denoiser": {"part": denoiser, "samples_a_picture": samples_a_picture(checkpoint, job.infer.scale)},
+        "denoiser": {"part": denoiser, "samples_a_picture": samples_per_image(checkpoint, job.infer.scale)},
         "prompts": prompts,
         "simulated": simulated is not None,
         "simulated_because": simulated,
@@ -332,7 +332,7 @@ def statistics_of(
 
 def announce_calibration(checkpoint: Checkpoint, job: QuantizeJob, device: str, prompts: int) -> None:
     """How long the pass will take on this processor; a GPU is not asked."""
-    calls, samples = prompts * job.quantize.n_steps, samples_a_picture(checkpoint, job.infer.scale)
+    calls, samples = prompts * job.quantize.n_steps, samples_per_image(checkpoint, job.infer.scale)
     if device != "cpu":
         LOG.info("calibrating on %d prompts: %d samples of the denoiser on %s", prompts, calls * samples, device)
         return

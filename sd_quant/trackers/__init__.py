@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sd_quant.engines.base import one_line
+from sd_quant.text import one_line
 
 LOG = logging.getLogger(__name__)
 
@@ -78,7 +78,10 @@ def _knobs(knobs: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, bo
         elif isinstance(value, bool | int | float):
             yield f"{prefix}{key}", value
         else:
-            yield f"{prefix}{key}", _short(value if isinstance(value, str) else json.dumps(value, default=str))
+            yield (
+                f"{prefix}{key}",
+                one_line(value if isinstance(value, str) else json.dumps(value, default=str), LONGEST_TEXT),
+            )
 
 
 def _numbers(node: Any, name: str) -> Iterator[tuple[str, float]]:
@@ -90,11 +93,6 @@ def _numbers(node: Any, name: str) -> Iterator[tuple[str, float]]:
                 yield from _numbers(value, path)
     elif isinstance(node, int | float) and not isinstance(node, bool) and math.isfinite(node):
         yield name, float(node)
-
-
-def _short(text: str) -> str:
-    line = "".join(letter if letter.isprintable() else " " for letter in text[: LONGEST_TEXT + 1])
-    return line if len(line) <= LONGEST_TEXT else f"{line[: LONGEST_TEXT - 3]}..."
 
 
 def _reason(name: str, error: Exception) -> str:

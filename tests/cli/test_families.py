@@ -15,7 +15,7 @@ import yaml
 
 from sd_quant.checkpoints.pipeline_folder import open_pipeline
 from sd_quant.models import family_named
-from sd_quant.models.loading import empty_denoiser
+from sd_quant.models.checkpoint import empty_denoiser
 
 from ..pipelines import TINY
 

@@ -5,16 +5,16 @@ import torch
 from torch import nn
 
 from sd_quant.engines.base import CPU
-from sd_quant.engines.native import CAPABILITY, PRODUCTS, NativeConv, NativeLinear, layer_of
 from sd_quant.engines.torch import placed
-from sd_quant.metrics.fidelity import relative_error
+from sd_quant.numbers import relative_error
+from sd_quant.simulation.native import CAPABILITY, PRODUCTS, NativeConv, NativeLinear, layer_of
 from tests.layers import static_layer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU on this machine")
 
 if torch.cuda.is_available():
     pytest.importorskip("triton")
-    import sd_quant.engines.product_kernel  # noqa: F401
+    import sd_quant.simulation.product_kernel  # noqa: F401
 
 GPU = torch.device("cuda")
 

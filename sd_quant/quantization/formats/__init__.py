@@ -1,7 +1,7 @@
 """Number formats: how real numbers become few bits and back. Each is one module of pure functions.
 
 To add one, write ``sd_quant/quantization/formats/<name>.py`` with what ``Format`` lists, a line in ``FORMATS`` and one
-in ``levels.LEAST_CAPABILITY``: which GPUs have it. Statistics, simulation, weights and the layer report need no more.
+in ``recipe.LEAST_CAPABILITY``: which GPUs have it. Statistics, simulation, weights and the layer report need no more.
 Inputs in blocks also need the operations that find their scales (``export.dynamic.SCALES``), and inputs of any kind a
 tolerance (``stages.parity``); a test says which table lacks it.
 

@@ -23,8 +23,8 @@ from sd_quant.checkpoints.synthetic import CLIP_L, OPEN_CLIP_BIGG, sdxl_base_con
 from sd_quant.checkpoints.torch_weights import LazyTensor, lazy
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError, exit_with_its_code
 from sd_quant.files import sha256
+from sd_quant.models.checkpoint import build_pipeline_modules
 from sd_quant.models.clip_tokenizer import clip_tokenizer
-from sd_quant.models.loading import build_pipeline_modules
 from sd_quant.models.sdxl_nemo import TextShape, build_modules, embedder, scheduler, unet_config, vae_config
 
 CLIP1 = TextShape(vocab_size=600, width=64, layers=2, context=16, mlp_width=96)

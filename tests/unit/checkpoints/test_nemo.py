@@ -13,7 +13,7 @@ from sd_quant.checkpoints import sdxl_keys
 from sd_quant.checkpoints.nemo import check_finite, denoiser_sigmas, open_nemo, write_nemo
 from sd_quant.errors import ArtifactError
 from sd_quant.files import sha256
-from sd_quant.models.loading import build_pipeline_modules
+from sd_quant.models.checkpoint import build_pipeline_modules
 
 
 def read_archive(path) -> tuple[dict, dict[str, torch.Tensor]]:

@@ -20,7 +20,8 @@ from sd_quant.checkpoints.archive import Member
 from sd_quant.checkpoints.pipeline_folder import Folder, open_pipeline
 from sd_quant.checkpoints.torch_weights import StoredTensor
 from sd_quant.errors import ArtifactError, ConfigError
-from sd_quant.models.loading import build_module, pipeline_of
+from sd_quant.inference.loading import pipeline_of
+from sd_quant.models.checkpoint import build_module
 
 from ...pipelines import TINY
 
@@ -108,7 +109,7 @@ def test_opening_reads_names_and_shapes_but_no_numbers(whole, monkeypatch):
     monkeypatch.setattr(Member, "read", counted)
     monkeypatch.setattr(StoredTensor, "read", unread)
     checkpoint = opened(whole)
-    assert pipeline_of(checkpoint, {}).drawing.pipe.scheduler
+    assert pipeline_of(checkpoint, {}).adapter.pipe.scheduler
     files = list(whole.rglob("*.safetensors"))
     headers = [int.from_bytes(path.read_bytes()[:8], "little") for path in files]
     assert read == sum(8 + header for header in headers) < sum(path.stat().st_size for path in files) / 50

@@ -12,17 +12,19 @@ import torch
 import yaml
 from torch import Tensor
 
-from sd_quant.calibration.statistics import LayerStatistics, collect, draw
+from sd_quant.calibration.hooks import collect, draw
 from sd_quant.checkpoints.pipeline_folder import Folder, open_pipeline
 from sd_quant.engines import load_engine, why_not
-from sd_quant.export.graph import copy_of
 from sd_quant.export.parts import trace_part, write_part
-from sd_quant.models.loading import LoadedModel, denoiser_of, denoiser_part, denoiser_weights, load_model
+from sd_quant.export.tracing import copy_of
+from sd_quant.inference.loading import LoadedModel, load_model
+from sd_quant.inference.parity import layer_outputs, layer_parity, run_simulation
+from sd_quant.models.checkpoint import denoiser_of, denoiser_part, denoiser_weights
 from sd_quant.models.parts import axes
-from sd_quant.quantization.derivation import Recipe, derive
-from sd_quant.quantization.levels import Enable, Pair, formats_used
-from sd_quant.quantization.simulate import simulate
-from sd_quant.stages.parity import layer_outputs, layer_parity, run_simulation
+from sd_quant.quantization.derivation import derive
+from sd_quant.quantization.recipe import Enable, Pair, Recipe, formats_used
+from sd_quant.quantization.statistics import LayerStatistics
+from sd_quant.simulation.modelopt import simulate
 
 from ...pipelines import TINY
 

@@ -21,23 +21,24 @@ from onnx import TensorProto, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
 
-from sd_quant.calibration.statistics import LayerStatistics, collect, draw
+from sd_quant.calibration.hooks import collect, draw
 from sd_quant.engines import load_engine, why_not
-from sd_quant.export.dynamic import SCALES, dynamic_copy
-from sd_quant.export.graph import OPSET, copy_of, trace
+from sd_quant.export.block_scales import SCALES, dynamic_copy
 from sd_quant.export.insertion import constant
 from sd_quant.export.layer_cut import cut_layers
-from sd_quant.export.quantized import write_onnx
-from sd_quant.metrics.fidelity import relative_error
+from sd_quant.export.qdq import write_onnx
+from sd_quant.export.tracing import OPSET, copy_of, trace
 from sd_quant.models.parts import Contract
 from sd_quant.models.sdxl import NemoUnetPart, unet_part
 from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS, unet_config
 from sd_quant.models.unet import attentions, layer_roles, shared_inputs
+from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
-from sd_quant.quantization.derivation import Recipe, derive
+from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.formats import FORMATS, fake_quantize
-from sd_quant.quantization.levels import Enable, Pair, formats_used
-from sd_quant.quantization.simulate import simulate
+from sd_quant.quantization.recipe import Enable, Pair, Recipe, formats_used
+from sd_quant.quantization.statistics import LayerStatistics
+from sd_quant.simulation.modelopt import simulate
 
 pytestmark = pytest.mark.slow
 REPOSITORY = Path(__file__).parents[3]

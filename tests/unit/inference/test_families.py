@@ -14,9 +14,10 @@ import yaml
 
 from sd_quant.calibration.collection import calibrate
 from sd_quant.checkpoints.pipeline_folder import Folder, open_pipeline
+from sd_quant.inference.loading import load_model, pipeline_of
 from sd_quant.inference.pipeline import Pipeline, Sampling
 from sd_quant.models import FAMILIES, Family, family_named
-from sd_quant.models.loading import denoiser_part, empty_denoiser, load_model, pipeline_of, samples_a_picture
+from sd_quant.models.checkpoint import denoiser_part, empty_denoiser, samples_per_image
 from sd_quant.models.parts import Part
 
 from ...pipelines import TINY, redraw
@@ -147,7 +148,7 @@ def test_guidance_doubles_the_samples_of_those_that_guide(opened, name):
         calls.clear()
         ours(PROMPTS, replace(SAMPLING, guidance_scale=scale), decode=False)
         batch = {len(next(iter(call.values()))) for call in calls}
-        assert batch == {len(PROMPTS) * samples_a_picture(checkpoint, scale)}
+        assert batch == {len(PROMPTS) * samples_per_image(checkpoint, scale)}
 
 
 def test_statistics_are_of_the_inputs_that_a_checkpoint_is_read_with(opened, tmp_path):

@@ -9,11 +9,11 @@ from onnx.reference import ReferenceEvaluator
 from torch import Tensor
 
 from sd_quant.errors import SdQuantError
-from sd_quant.export.dynamic import SCALES
+from sd_quant.export.block_scales import SCALES
 from sd_quant.export.insertion import SCALE_DTYPES
+from sd_quant.inference.parity import LAYER_TOLERANCE
 from sd_quant.quantization.formats import FORMATS, Format, fake_quantize
-from sd_quant.quantization.levels import LEAST_CAPABILITY, RANGED
-from sd_quant.stages.parity import LAYER_TOLERANCE
+from sd_quant.quantization.recipe import LEAST_CAPABILITY, RANGED
 
 # Of Gaussian numbers with one range for all, relative to their norm; measured 0.0104, 0.0265, 0.1074, 0.1148, 0.0955.
 # Theory has for int8 amax / 127 / sqrt(12), with an amax of 4.6 here, and for fp8 about 2^-4 / sqrt(6).

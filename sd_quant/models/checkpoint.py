@@ -1,21 +1,17 @@
-"""From an opened checkpoint, of whatever kind and family, to something that makes pictures.
+"""What an opened checkpoint is, of whatever kind of file and family, and what follows from it without a runtime.
 
-A checkpoint says what its family is, which parts it has, how to build its networks and how it draws; here that becomes
-modules, engines and a pipeline.
+A reader in ``sd_quant.checkpoints`` returns one. It knows its family, its parts and how its networks are built; no
+weight is read until somebody asks for it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from sd_quant.engines.base import Engine
-from sd_quant.engines.torch import TorchEngine
-from sd_quant.inference.pipeline import Drawing, EngineNetwork, Pipeline
 from sd_quant.models import Family
-from sd_quant.models.parts import Contract, Part, wrapped
+from sd_quant.models.parts import Contract, Part, PipelineAdapter, wrapped
 
 
 class Checkpoint(Protocol):
@@ -36,53 +32,13 @@ class Checkpoint(Protocol):
         """The networks with fresh weights; inside ``torch.device("meta")`` the structure alone."""
         ...
 
-    def drawing(self, networks: Mapping[str, EngineNetwork]) -> Drawing:
+    def adapter(self, networks: Mapping[str, nn.Module]) -> PipelineAdapter:
         """``networks`` by component, to be put into a pipeline."""
         ...
 
     def reopened(self) -> "Checkpoint":
         """The same in another process."""
         ...
-
-
-class Networks(Mapping[str, nn.Module]):
-    """Networks by name, each made when it is first asked for, and kept."""
-
-    def __init__(self, names: Mapping[str, object] | list[str], make: Callable[[str], nn.Module]):
-        self.names, self.make, self.made = list(names), make, dict[str, nn.Module]()
-
-    def __getitem__(self, name: str) -> nn.Module:
-        if name not in self.made:
-            if name not in self.names:
-                raise KeyError(name)
-            self.made[name] = self.make(name)
-        return self.made[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """``modules`` under diffusers' component names, the same networks as ``parts`` under those of exported parts."""
-
-    checkpoint: Checkpoint
-    modules: Mapping[str, nn.Module]
-    parts: Mapping[str, nn.Module]
-    contracts: dict[str, Contract]
-
-    @property
-    def denoiser(self) -> nn.Module:
-        return self.modules[denoiser_part(self.checkpoint).component]
-
-    def torch_engine(self, part: str) -> Engine:
-        return TorchEngine(self.parts[part], self.contracts[part])
-
-    def torch_engines(self) -> dict[str, Engine]:
-        return {part: self.torch_engine(part) for part in self.parts}
 
 
 def contracts_of(checkpoint: Checkpoint) -> dict[str, Contract]:
@@ -139,28 +95,6 @@ def build_pipeline_modules(checkpoint: Checkpoint, dtype: torch.dtype = torch.fl
     return {component: build_module(checkpoint, component, dtype) for component in checkpoint.components}
 
 
-def load_model(checkpoint: Checkpoint) -> LoadedModel:
-    """The networks in fp32 on the CPU; each is read from the checkpoint when it is first asked for."""
-    parts = checkpoint.parts()
-    modules = Networks(list(checkpoint.components), lambda component: build_module(checkpoint, component))
-    made = Networks(list(parts), lambda part: parts[part].wrap(modules[parts[part].component]).eval())
-    return LoadedModel(checkpoint, modules, made, contracts_of(checkpoint))
-
-
-def load_part(checkpoint: Checkpoint, part: str) -> Engine:
-    """One part in torch, which goes when the engine is closed."""
-    return load_model(checkpoint).torch_engine(part)
-
-
-def pipeline_of(checkpoint: Checkpoint, engines: Mapping[str, Engine]) -> Pipeline:
-    modules = empty_modules(checkpoint)
-    networks = {
-        part.component: EngineNetwork(engines, name, part, modules[part.component])
-        for name, part in checkpoint.parts().items()
-    }
-    return Pipeline(engines, checkpoint.drawing(networks))
-
-
-def samples_a_picture(checkpoint: Checkpoint, guidance_scale: float) -> int:
+def samples_per_image(checkpoint: Checkpoint, guidance_scale: float) -> int:
     """Of the denoiser: classifier-free guidance computes every step with the text and without."""
     return 2 if checkpoint.family.GUIDES and guidance_scale > 1 else 1

@@ -20,7 +20,7 @@ from sd_quant.engines.base import CPU
 from sd_quant.errors import ResourceError
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import FORMATS
-from sd_quant.quantization.simulate import rewrite
+from sd_quant.simulation.rewrite import rewrite
 
 CAPABILITY = {"int8": (8, 0), "fp8": (8, 9)}  # of GPUs that multiply these and that Triton compiles for
 FEWEST_ROWS = 17  # that CUDA's INT8 product takes
@@ -197,7 +197,7 @@ def with_native_layers(
     break what a compiler could join.
     """
     if device.type == "cuda":
-        import sd_quant.engines.product_kernel  # noqa: F401  # its operator exists from here on
+        import sd_quant.simulation.product_kernel  # noqa: F401  # its operator exists from here on
     rewrite(unet, assignment)
     for layer in assignment.values():
         if layer.format is None:

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from sd_quant.errors import SdQuantError
+from sd_quant.inference import parity
+from sd_quant.inference.parity import WatchedSide, distance, held, run_simulation
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.stages import parity
-from sd_quant.stages.parity import WatchedSide, distance, held, run_simulation
 
 
 class Doubling:

@@ -11,18 +11,19 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 from torch import nn
 
-from sd_quant.calibration.cache import FORM, Shelf, content_digest, pack
+from sd_quant.calibration.collected_elsewhere import differences, read_shared, sums
 from sd_quant.calibration.collection import calibrate, origin
-from sd_quant.calibration.shared import differences, read_shared, sums
-from sd_quant.calibration.statistics import LayerStatistics, Sample, Statistics, merge
+from sd_quant.calibration.store import FORM, Shelf, content_digest, pack
 from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.config import REPOSITORY
 from sd_quant.errors import ArtifactError, ConfigError, SdQuantError
+from sd_quant.inference.loading import load_model
 from sd_quant.inference.pipeline import Sampling
-from sd_quant.models.loading import contracts_of, empty_modules, load_model
+from sd_quant.models.checkpoint import contracts_of, empty_modules
 from sd_quant.models.sdxl import unet_part
 from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS
 from sd_quant.models.unet import layer_roles
+from sd_quant.quantization.statistics import LayerStatistics, Sample, Statistics, merge
 
 STEPS = 2
 with torch.device("meta"):

@@ -1,6 +1,6 @@
 import pytest
 
-from sd_quant.quantization.levels import QUANT_LEVELS, reason_kept
+from sd_quant.quantization.recipe import QUANT_LEVELS, reason_kept
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sd_quant.engines import native
-from sd_quant.engines.native import (
+from sd_quant.errors import ResourceError
+from sd_quant.models.unet import shared_inputs
+from sd_quant.numbers import relative_error
+from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.derivation import derive
+from sd_quant.quantization.formats import FORMATS
+from sd_quant.quantization.recipe import Enable, Pair, Recipe
+from sd_quant.simulation import native
+from sd_quant.simulation.modelopt import simulate
+from sd_quant.simulation.native import (
     PRODUCTS,
     NativeConv,
     NativeLinear,
@@ -17,14 +25,6 @@ from sd_quant.engines.native import (
     layer_of,
     with_native_layers,
 )
-from sd_quant.errors import ResourceError
-from sd_quant.metrics.fidelity import relative_error
-from sd_quant.models.unet import shared_inputs
-from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.derivation import Recipe, derive
-from sd_quant.quantization.formats import FORMATS
-from sd_quant.quantization.levels import Enable, Pair
-from sd_quant.quantization.simulate import simulate
 from tests.layers import static_layer
 
 FORMATS_OF_TORCH = ["int8", "fp8"]

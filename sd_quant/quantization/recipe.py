@@ -4,7 +4,7 @@
 attention, which are no layers. A layer that the family excludes has the role ``excluded`` and is in no level.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 # The formats of sd_quant.quantization.formats, which imports torch, and the least compute capability that TensorRT
 # builds a plan for: what older GPUs have no type for is refused, even if it is only a weight.
@@ -35,6 +35,33 @@ class Enable:
     conv: Pair
     linear: Pair
     attention: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What a user chooses. Ranges are checked where the configuration is read.
+
+    ``enable`` are the formats by kind of layer. ``per_channel``: weights have a scale per output channel where their
+    format takes a range, else one. ``alpha`` is a number, "auto", or None without smoothing; ``rank`` that of the
+    low-rank branch of linears, or a fraction below 1 of a layer's shorter side.
+    """
+
+    quant_level: float
+    alpha: float | str | None
+    percentile: float = 1.0
+    collect_method: str = "mean-max"
+    percentile_calibrator: str = "corrected"
+    observer: str = "min_max"
+    observer_percentile: float = 99.99
+    smoothing: str = "folded"
+    batch_size: int = 1  # of the calibration, which ModelOpt's own calibrator depends on
+    enable: Enable = field(default_factory=lambda: Enable(Pair("int8", "int8"), Pair("int8", "int8"), None))
+    per_channel: bool = True
+    rank: int | float = 0
+    exclude: tuple[str, ...] = ()  # patterns of names that stay in high precision
+
+    def formats_of(self, role: str) -> Pair:
+        return self.enable.conv if role == "conv" else self.enable.linear
 
 
 def formats_used(enable: Enable, quant_level: float) -> dict[str, set[str]]:

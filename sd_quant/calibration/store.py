@@ -17,8 +17,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from sd_quant.calibration.statistics import LayerStatistics, Sample, Statistics
 from sd_quant.files import atomic_path, digest
+from sd_quant.quantization.statistics import LayerStatistics, Sample, Statistics
 
 LOG = logging.getLogger(__name__)
 FORM = 2  # of the entries; another number makes all earlier ones unknown

@@ -18,15 +18,17 @@ import pytest
 import torch
 from torch import nn
 
-from sd_quant.calibration.statistics import LayerStatistics, Sample, collect, draw
+from sd_quant.calibration.hooks import collect, draw
 from sd_quant.checkpoints.nemo import open_nemo
-from sd_quant.models.loading import load_model
+from sd_quant.inference.loading import load_model
+from sd_quant.models.parts import SharedInput
 from sd_quant.models.unet import EXCLUDED, layer_roles
 from sd_quant.quantization.assignment import rewritten
-from sd_quant.quantization.derivation import Recipe, derive
+from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.formats.int8 import QMAX, per_channel, quantize
-from sd_quant.quantization.simulate import simulate
-from sd_quant.quantization.smoothing import SharedInput
+from sd_quant.quantization.recipe import Recipe
+from sd_quant.quantization.statistics import LayerStatistics, Sample
+from sd_quant.simulation.modelopt import simulate
 
 CHECKPOINT = Path(__file__).parents[3] / "checkpoints/sdxl_mini.nemo"
 RELATIVE = 1e-5

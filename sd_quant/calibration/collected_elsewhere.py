@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from sd_quant.calibration.cache import FORM, content_digest, unpack
-from sd_quant.calibration.statistics import CALLS, ROWS, Statistics, kind_of, merge, width_of
+from sd_quant.calibration.store import FORM, content_digest, unpack
 from sd_quant.checkpoints.nemo import whole_file
 from sd_quant.checkpoints.safetensors_file import read_safetensors
 from sd_quant.checkpoints.torch_weights import StoredTensor
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.models.parts import Contract, axes
+from sd_quant.quantization.statistics import CALLS, ROWS, Statistics, kind_of, merge, width_of
 
 LOG = logging.getLogger(__name__)
 SIZES = range(64, 4097, 64)  # of pictures, in pixels

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from sd_quant.errors import ConfigError
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.derivation import Recipe, with_ranges
-from sd_quant.quantization.sensitivity import Sensitivity, budget, measure, points, rows
-from sd_quant.quantization.simulate import simulate
+from sd_quant.quantization.derivation import with_ranges
+from sd_quant.quantization.recipe import Recipe
+from sd_quant.simulation.modelopt import simulate
+from sd_quant.simulation.sensitivity import Sensitivity, budget, measure, points, rows
 
 NAMES = ["0", "2", "4"]
 RANGES = {"0": 4.0, "2": 0.5, "4": 8.0}  # of the layers' inputs; that of "2" is much too narrow

@@ -5,8 +5,8 @@ from onnx import TensorProto, helper
 from onnxscript import optimizer
 from torch import nn
 
-from sd_quant.export import graph
-from sd_quant.export.graph import OPSET, copy_of, drop_squeezes, fake_module, trace
+from sd_quant.export import tracing
+from sd_quant.export.tracing import OPSET, copy_of, drop_squeezes, fake_module, trace
 from sd_quant.models.parts import Contract
 
 pytestmark = pytest.mark.slow  # the tracing
@@ -103,7 +103,7 @@ def test_folding_is_what_onnxscripts_whole_optimizer_does(monkeypatch):
     half = torch.float16
     contract = Contract({"x": ("batch", 16, "height", "width")}, ("out",), {"x": half}, half)
     ours = ir.to_proto(trace(GatedFeedForward, contract))
-    monkeypatch.setattr(graph, "fold", optimizer.optimize)
+    monkeypatch.setattr(tracing, "fold", optimizer.optimize)
     theirs = ir.to_proto(trace(GatedFeedForward, contract))
     assert ours.graph.SerializeToString(deterministic=True) == theirs.graph.SerializeToString(deterministic=True)
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from sd_quant.errors import ArtifactError
-from sd_quant.export.dynamic import dynamic_copy
-from sd_quant.export.graph import OPSET, raise_opset
+from sd_quant.export.block_scales import dynamic_copy
 from sd_quant.export.insertion import HALF, SCALE_DTYPES, constant, initializer, insert
+from sd_quant.export.tracing import OPSET, raise_opset
 from sd_quant.files import atomic_path, temporary_folder
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from sd_quant.quantization.formats import FORMATS, Format

@@ -26,8 +26,8 @@ from sd_quant.engines.base import Engine
 from sd_quant.errors import SdQuantError
 from sd_quant.export.layer_cut import cut_layers
 from sd_quant.files import temporary_folder
-from sd_quant.metrics.fidelity import relative_error
 from sd_quant.models.parts import Contract
+from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment
 
 PART_TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2}

@@ -10,7 +10,7 @@ from pathlib import Path
 from sd_quant.config import NATIVE_ENGINES, Infer, artifact
 from sd_quant.engines.base import Engine
 from sd_quant.engines.pool import Pool, Side
-from sd_quant.models.loading import Checkpoint
+from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.stages.compare import FRAMEWORK, FULL_PRECISION, QUANTIZED
 from sd_quant.stages.export_onnx import Assignment
 from sd_quant.stages.opening import open_file, open_simulated, open_torch, open_torch_engine

@@ -18,8 +18,7 @@ import math
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 
 import numpy as np
 import torch
@@ -27,50 +26,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sd_quant.errors import SdQuantError
+from sd_quant.quantization.statistics import CALLS, ROWS, LayerStatistics, Sample, Statistics, kind_of, lowest, width_of
 
-ROWS = 128  # of a layer's inputs that are kept
 ROWS_A_CALL = 8  # candidates per prompt and step, so that few prompts fill the sample too
-CALLS = 8  # of the whole network that are kept
 
 # (prompt, step) to layer to the rows to keep: (priority, place among all there are in 0..1)
 Wanted = Mapping[tuple[int, int], Mapping[str, Sequence[tuple[float, float]]]]
-
-
-@dataclass(slots=True)
-class Sample:
-    """``values`` [rows, ...] with their ``priority`` fp64 [rows], ascending."""
-
-    values: Tensor
-    priority: Tensor
-
-
-@dataclass(slots=True)
-class LayerStatistics:
-    """``amax`` is fp32: [steps, in_features] for a ``linear``, [prompts, steps] for a ``conv``.
-
-    ``rows`` holds up to ``ROWS`` inputs, fp16: [rows, in_features], or patches [rows, in_channels * kh * kw].
-    """
-
-    kind: str
-    amax: Tensor
-    rows: Sample
-
-
-@dataclass(slots=True)
-class Statistics:
-    """Of every layer by name, and ``calls``: up to ``CALLS`` inputs of the whole network, each name to a sample."""
-
-    layers: dict[str, LayerStatistics]
-    calls: dict[str, Sample]
-
-
-def kind_of(module: nn.Module) -> str:
-    return "conv" if isinstance(module, nn.Conv2d) else "linear"
-
-
-def width_of(layer: nn.Module) -> int:
-    """Numbers that one output element multiplies: in_features, or in_channels * kh * kw."""
-    return layer.get_parameter("weight")[0].numel()
 
 
 def draw(names: Iterable[str], prompts: Sequence[int], steps: int, seed: int) -> Wanted:
@@ -85,38 +46,6 @@ def draw(names: Iterable[str], prompts: Sequence[int], steps: int, seed: int) ->
             kept = wanted.setdefault((prompts[prompt], step), {}).setdefault(name, [])
             kept.append((float(priority[index]), float(place[index])))
     return wanted
-
-
-def lowest(samples: Sequence[Sample], limit: int) -> Sample:
-    """The ``limit`` rows of lowest priority of all."""
-    priority = torch.cat([sample.priority for sample in samples])
-    order = priority.argsort()[:limit]
-    return Sample(torch.cat([sample.values for sample in samples])[order], priority[order])
-
-
-def merge(statistics: Sequence[Statistics]) -> Statistics:
-    """Statistics of disjoint prompts as those of all of them; exact, in any order."""
-    names = dict.fromkeys(name for part in statistics for name in part.layers)
-    layers = {}
-    for name in names:
-        parts = [part.layers[name] for part in statistics if name in part.layers]
-        prompts = max(len(part.amax) for part in parts)  # of a linear these are steps, the same everywhere
-        padded = [F.pad(part.amax, (0, 0, 0, prompts - len(part.amax))) for part in parts]
-        rows = lowest([part.rows for part in parts], ROWS)
-        layers[name] = LayerStatistics(parts[0].kind, reduce(torch.maximum, padded), rows)
-    inputs = dict.fromkeys(name for part in statistics for name in part.calls)
-    calls = {name: lowest([part.calls[name] for part in statistics if name in part.calls], CALLS) for name in inputs}
-    return Statistics(layers, calls)
-
-
-def bytes_bound(layers: Mapping[str, nn.Module], prompts: int, steps: int) -> int:
-    """Most bytes that statistics of these layers can take, the few whole calls left out."""
-    total = 0
-    for layer in layers.values():
-        width = width_of(layer)
-        amax = prompts * steps if kind_of(layer) == "conv" else steps * width
-        total += 4 * amax + ROWS * (2 * width + 8)
-    return total
 
 
 def take_row(layer: nn.Module, x: Tensor, place: float, index: int = 0, batch: int = 1) -> Tensor:

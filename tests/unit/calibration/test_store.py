@@ -13,10 +13,10 @@ from safetensors import safe_open
 from safetensors.torch import load, save
 
 from sd_quant import files
-from sd_quant.calibration import cache
-from sd_quant.calibration.cache import Shelf
-from sd_quant.calibration.statistics import LayerStatistics, Sample, Statistics
+from sd_quant.calibration import store
+from sd_quant.calibration.store import Shelf
 from sd_quant.files import digest, source_digest
+from sd_quant.quantization.statistics import LayerStatistics, Sample, Statistics
 
 ORIGIN = {"checkpoint": "a" * 64, "sampling": {"steps": 2, "seed": 42}}
 PROMPTS = ["a cat", "a dog", "ein Kätzchen 🐈", "../../etc/passwd", "a cat"]
@@ -102,7 +102,7 @@ def test_an_entry_says_what_it_is_of(shelf):
     with safe_open(shelf.path(range(1, 4)), "pt") as file:
         metadata = file.metadata()
     assert metadata.keys() == {"digest", "origin", "prompts"}
-    assert json.loads(metadata["origin"]) == {"form": cache.FORM, **ORIGIN}
+    assert json.loads(metadata["origin"]) == {"form": store.FORM, **ORIGIN}
     assert json.loads(metadata["prompts"]) == {"first": 1, "last": 3, "texts": PROMPTS[1:4]}
 
 
@@ -290,7 +290,7 @@ def test_values_of_another_entry_under_this_digest_are_refused(shelf, caplog):
     path = shelf.path(SEGMENT)
     content = path.read_bytes()
     claimed = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
-    path.write_bytes(save(cache.pack(statistics(1)), claimed))
+    path.write_bytes(save(store.pack(statistics(1)), claimed))
     assert refused(shelf, caplog)
 
 

@@ -8,18 +8,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sd_quant.calibration.statistics import (
-    CALLS,
-    ROWS,
-    ROWS_A_CALL,
-    Statistics,
-    bytes_bound,
-    collect,
-    draw,
-    merge,
-    take_row,
-)
+from sd_quant.calibration.hooks import ROWS_A_CALL, collect, draw, take_row
 from sd_quant.errors import SdQuantError
+from sd_quant.quantization.statistics import CALLS, ROWS, Statistics, bytes_bound, merge
 
 PROMPTS, STEPS = 8, 3  # 192 candidates for ROWS, 24 for CALLS
 NAMES = ("conv", "linear")

@@ -41,7 +41,7 @@ def test_it_computes_a_convolution_of_codes():
 def test_every_configuration_compiles_for_gpus_to_products_of_codes(form, capability, monkeypatch):
     """With 16 bytes a copy, and all in registers, but for the tiles that are Hopper's: 128 sums a thread."""
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # 3.9 warns where neither is chosen
-    from sd_quant.engines.product_kernel import CONFIGS
+    from sd_quant.simulation.product_kernel import CONFIGS
 
     for config in CONFIGS:
         for size in (1, 3):
@@ -62,7 +62,7 @@ def compiled_for(form: str, capability: int, config, size: int) -> tuple[str, st
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from sd_quant.engines.product_kernel import product_kernel
+    from sd_quant.simulation.product_kernel import product_kernel
 
     function, codes = product_kernel.fn, {"int8": "*i8", "fp8": "*fp8e4nv"}[form]
     whole = form == "int8"
@@ -93,7 +93,7 @@ def compiled_for(form: str, capability: int, config, size: int) -> tuple[str, st
 
 
 def interpret() -> None:
-    from sd_quant.engines import product_kernel
+    from sd_quant.simulation import product_kernel
 
     product_kernel.product_kernel.configs = [product_kernel._config(32, 32, 32, 1, 4)]  # nothing is there to choose by
     random = torch.Generator().manual_seed(0)
