@@ -242,7 +242,7 @@ def preset(options: argparse.Namespace, name: str) -> dict:
     from sd_quant.cli import CONF
     from sd_quant.config import Quantize
     from sd_quant.knobs import read
-    from sd_quant.stages.quantize import recipe_of
+    from sd_quant.stages.load import recipe_of
 
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = compose("quantize", [f"quantize={name}", f"quant_level={HIGHEST}"]).quantize

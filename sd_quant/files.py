@@ -81,10 +81,3 @@ def sha256(path: Path) -> str:
 def digest(*texts: str) -> str:
     """SHA-256 of texts, told apart."""
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
-
-
-def source_digest(*folders: str) -> str:
-    """Of the Python files in these folders of the package: code that collects otherwise has other entries."""
-    package = Path(__file__).resolve().parent
-    files = sorted(file for folder in folders for file in (package / folder).glob("*.py"))
-    return digest(*(file.read_text(encoding="utf-8") for file in files))
