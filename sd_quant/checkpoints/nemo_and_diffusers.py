@@ -1,18 +1,15 @@
 """A folder of diffusers' StableDiffusionXLPipeline read as SDXL in NeMo, and SDXL in NeMo written as such a folder.
 
-``convert`` needs both; a run opens such a folder, of any family, with ``diffusers_pipeline``. NeMo's config is made from
-the folder's configs, the inverse of ``sd_quant.models.sdxl_nemo``, and the networks that it describes are then compared
-with those configs, key by key. So a UNet of another kind, such as the refiner's or one for inpainting, is refused for
-the key that differs, and no list of kinds is needed.
+``convert`` needs both; a run opens such a folder, of any family, with ``diffusers_pipeline``. NeMo's config is made
+from the folder's configs, the inverse of ``sd_quant.models.sdxl_nemo``, and the networks that it describes are then
+compared with those configs, key by key. So a UNet of another kind, such as the refiner's or one for inpainting, is
+refused for the key that differs, and no list of kinds is needed.
 The road not taken is ``StableDiffusionXLPipeline.from_pretrained``: it takes as much memory as the weights, and warns
 where it should refuse.
 """
 
 import inspect
-import os
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +29,8 @@ from sd_quant.checkpoints.nemo_networks import (
 )
 from sd_quant.checkpoints.safetensors_file import read_safetensors, write_safetensors
 from sd_quant.checkpoints.tensors import Readable
-from sd_quant.errors import FULL, ArtifactError, ResourceError
-from sd_quant.files import write_json, write_text
+from sd_quant.errors import ArtifactError
+from sd_quant.files import atomic_path, write_json, write_text
 from sd_quant.models.clip_tokenizer import clip_tokenizer
 from sd_quant.models.sdxl_nemo import TextShape, scheduler
 
@@ -162,7 +159,7 @@ def write_diffusers(path: Path, checkpoint: NemoCheckpoint, advance: Callable[[]
     except ValueError as error:
         raise ArtifactError(f"{checkpoint.path} needs a tokenizer that is not CLIP's: {error}") from error
     modules = described_networks(checkpoint.path, checkpoint.model_config, checkpoint.clip1, checkpoint.clip2)
-    with atomic_folder(path) as folder:
+    with atomic_path(path.absolute()) as folder:
         write_json(folder / INDEX, PIPELINE | REST_OF_PIPELINE)
         # diffusers' own class: the folder is for those who do not have ours
         EulerDiscreteScheduler.from_config(scheduler().config).save_pretrained(folder / "scheduler")
@@ -181,30 +178,6 @@ def write_diffusers(path: Path, checkpoint: NemoCheckpoint, advance: Callable[[]
             write_safetensors(folder / name / f"{WEIGHTS[library]}.safetensors", tensors, advance)
         write_text(folder / NEMO / CONFIG, yaml.safe_dump(checkpoint.model_config, sort_keys=False))
         write_safetensors(folder / NEMO / UNUSED_FILE, checkpoint.unused, advance)
-
-
-@contextmanager
-def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yields a temporary folder beside ``path``, renamed to it when the block ends well and removed when it does not.
-
-    ``path`` may be an empty folder. Raises ResourceError when the disk is full.
-    """
-    path = path.absolute()
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        for entry in temporary.rglob("*"):
-            if entry.is_file():
-                with entry.open("rb") as file:
-                    os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        if error.errno in FULL:
-            raise ResourceError(f"the disk is full: {path} could not be written; free some space and rerun") from error
-        raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _check_architecture(path: Path, configs: Mapping[str, dict], modules: Mapping[str, Any]) -> None:

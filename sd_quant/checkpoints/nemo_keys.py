@@ -82,12 +82,12 @@ def from_nemo(
     places: Mapping[str, Location], shapes: Mapping[str, tuple[int, ...]], state: Mapping[str, Readable]
 ) -> dict[str, LazyTensor]:
     """Returns the parameters of a component by diffusers' names; ``shapes`` are theirs, ``state`` is NeMo's."""
-
-    def parameter(name: str, place: Location) -> LazyTensor:
-        tensor = state[place.key]
-        return LazyTensor(shapes[name], tensor.dtype, lambda: place.parameter(tensor.read()))
-
-    return {name: parameter(name, place) for name, place in places.items()}
+    return {
+        name: LazyTensor(
+            shapes[name], state[place.key].dtype, lambda place=place: place.parameter(state[place.key].read())
+        )
+        for name, place in places.items()
+    }
 
 
 def to_nemo(component: str, parameters: Mapping[str, Readable]) -> dict[str, LazyTensor]:

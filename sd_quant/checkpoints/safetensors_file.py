@@ -45,22 +45,11 @@ def read_safetensors(member: Member) -> dict[str, StoredTensor]:
 
     Raises ArtifactError when the header is damaged, or describes anything but the bytes behind it without a gap.
     """
-    return _read(member)[0]
+    return read_header(member)[0]
 
 
-def read_metadata(member: Member) -> dict[str, str]:
-    """Returns what the header says beside the tensors.
-
-    Raises ArtifactError when ``read_safetensors`` does, and when that is no mapping.
-    """
-    metadata = _read(member)[1]
-    if not isinstance(metadata, dict):
-        raise ArtifactError(f"{member.name} is not a whole safetensors file (no mapping of metadata); fetch it again")
-    return metadata
-
-
-def _read(member: Member) -> tuple[dict[str, StoredTensor], object]:
-    """Returns the tensors and the metadata, of any type, that the header names."""
+def read_header(member: Member) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Returns what ``read_safetensors`` returns, and the file's metadata."""
     length = int.from_bytes(member.read(0, 8), "little")
     if length > MAX_HEADER:
         raise ArtifactError(
@@ -70,7 +59,7 @@ def _read(member: Member) -> tuple[dict[str, StoredTensor], object]:
     text = member.read(8, length)
     try:
         header = json.loads(bytes(text))
-        metadata = header.pop("__metadata__", {})
+        metadata = dict(header.pop("__metadata__", None) or {})
         tensors = {name: _located(member, 8 + length, entry) for name, entry in header.items()}
         end = 8 + length
         for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start, prod(tensor.shape))):

@@ -93,8 +93,7 @@ def _write_checksums(file: BinaryIO, member: Member, checksums: Mapping[int, int
     with member.open() as stream, zipfile.ZipFile(stream) as directory:
         entries, position = directory.infolist(), directory.start_dir
     for entry in entries:
-        name_length, extra_length = struct.unpack("<HH", member.read(entry.header_offset + 26, 4))
-        data = entry.header_offset + 30 + name_length + extra_length
+        data = _start(member, entry)
         name_length, extra_length, comment_length = struct.unpack("<HHH", member.read(position + 28, 6))
         if data in checksums:
             for place in (data + entry.file_size + 4, position + 16):
@@ -148,9 +147,7 @@ def _zip_records(member: Member) -> dict[int, int]:
                     _check_pickle(directory.read(entry))
                 if entry.filename.endswith("/byteorder") and directory.read(entry) != b"little":
                     raise ValueError("big-endian numbers")
-                # the name and the extra field are as long as the local header says, not as the directory says
-                name_length, extra_length = struct.unpack("<HH", member.read(entry.header_offset + 26, 4))
-                start = entry.header_offset + 30 + name_length + extra_length
+                start = _start(member, entry)
                 if start + entry.file_size > member.size:
                     raise ValueError(f"entry {entry.filename!r} reaches beyond the end")
                 records[start] = entry.file_size
@@ -159,6 +156,13 @@ def _zip_records(member: Member) -> dict[int, int]:
             f"{member.name} is not a file of torch.save, or is damaged ({error}); fetch it again"
         ) from error
     return records
+
+
+def _start(member: Member, entry: zipfile.ZipInfo) -> int:
+    """Returns the offset of an entry's data. Name and extra field are as long as the local header says, not the
+    directory."""
+    name_length, extra_length = struct.unpack("<HH", member.read(entry.header_offset + 26, 4))
+    return entry.header_offset + 30 + name_length + extra_length
 
 
 def _check_pickle(data: bytes) -> None:
