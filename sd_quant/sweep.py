@@ -28,7 +28,8 @@ from sd_quant.errors import ConfigError
 from sd_quant.files import digest, write_json
 from sd_quant.progress import duration
 from sd_quant.report.published import read_published
-from sd_quant.report.summary import DONE, FAILED, SWEEP, UNFINISHED, Sweep, at
+from sd_quant.report.record import DONE, at
+from sd_quant.report.summary import FAILED, SWEEP, UNFINISHED, Sweep
 from sd_quant.text import one_line
 
 LOG = logging.getLogger(__name__)

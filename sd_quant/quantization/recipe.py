@@ -6,10 +6,6 @@ attention, which are no layers. A layer that the family excludes has the role ``
 
 from dataclasses import dataclass, field
 
-# The formats of sd_quant.quantization.formats, which imports torch, and the least compute capability that TensorRT
-# builds a plan for: what older GPUs have no type for is refused, even if it is only a weight.
-LEAST_CAPABILITY = {"int8": 75, "int4": 80, "fp8": 89, "mxfp4": 100, "nvfp4": 100}
-RANGED = ("int8", "fp8")  # those that take a range in advance; the others have a scale per block
 ROLES = ("conv", "ffn", "qkv", "linear")
 QUANT_LEVELS: dict[float, tuple[str, ...]] = {
     1.0: ROLES[:1],

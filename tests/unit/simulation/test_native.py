@@ -42,7 +42,7 @@ def linear_of(form: str, rows: int, per_row: bool | None = None) -> tuple[Native
     weight, x = torch.randn(48, 64, generator=random), torch.randn(2, rows, 64, generator=random)
     layer = static_layer(weight, form, form == "int8" if per_row is None else per_row)
     bias = torch.randn(48, generator=random)
-    made = NativeLinear(weight, bias, layer, PRODUCTS["cpu"][form].linear)
+    made = NativeLinear(weight, bias, layer, PRODUCTS["cpu"][FORMATS[form].onnx_type].linear)
     stored = FORMATS[form].dequantize(made.codes, *layer.weight_scales(weight)).double()
     return made, x, codes_of(x, layer) @ stored.T + bias
 
