@@ -17,23 +17,28 @@ TEMPORARY = ".unfinished-"
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """A temporary path beside ``path``, renamed to it when the block ends well and removed when it does not.
+    """Yields a temporary path beside ``path``, renamed to it when the block ends well and removed when it does not.
 
-    Raises ResourceError when the disk is full.
+    The block writes a file there, or a folder. Raises ResourceError when the disk is full.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         yield temporary
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
+        for entry in (temporary, *temporary.rglob("*")):
+            if entry.is_file():
+                with entry.open("rb") as file:
+                    os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
         if error.errno in FULL:
             raise ResourceError(f"the disk is full: {path} could not be written; free some space and rerun") from error
         raise
     finally:
-        temporary.unlink(missing_ok=True)
+        if temporary.is_dir():
+            shutil.rmtree(temporary, ignore_errors=True)
+        else:
+            temporary.unlink(missing_ok=True)
 
 
 def temporary_folder(directory: Path) -> TemporaryDirectory:
