@@ -120,8 +120,8 @@ def fid(images: np.ndarray, references: Path, weights: Path) -> dict:
     except SdQuantError as error:
         return found | {"reason": str(error)}
     if of_references[1].shape != of_images[1].shape:
-        sizes = f"{list(of_references[1].shape)}, expected {list(of_images[1].shape)}"
-        return found | {"reason": f"{references} has a sigma of shape {sizes}, as this Inception's features have it"}
+        shapes = f"{list(of_references[1].shape)}, expected {list(of_images[1].shape)}"
+        return found | {"reason": f"{references} has a sigma of shape {shapes}; compute it with the same Inception"}
     return found | _number(frechet_distance(*of_references, *of_images))
 
 
