@@ -78,9 +78,8 @@ def test_an_added_score_is_in_the_summaries(run):
     with (run / "summary.csv").open(newline="") as file:
         [row] = csv.DictReader(file)
     assert [row[name] for name in ("difference", "difference_worst", "drift")] == ["3", "3", "3"]
-    header, _, values = (
-        [cell.strip() for cell in line.split("|")] for line in (run / "summary.md").read_text().splitlines()
-    )
+    lines = (run / "summary.md").read_text().splitlines()
+    header, _, values = ([cell.strip() for cell in line.split("|")] for line in lines)
     shown = dict(zip(header, values, strict=True))
     assert shown["mean difference, levels"] == shown["worst mean difference, levels"] == "3.000"
     assert shown["drift"] == "3.0"
