@@ -5,7 +5,6 @@ they do not know, so a knob added with ``+`` is never misspelt in silence. Relat
 """
 
 import dataclasses
-import importlib.util
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,20 +13,19 @@ import yaml
 
 from sd_quant.calibration.prompts import draw_prompts, is_table, read_prompts
 from sd_quant.checkpoints.archive import is_gzipped, open_members
-from sd_quant.errors import ArtifactError, ConfigError, ResourceError
+from sd_quant.engines import PLAN_BUILDERS, RUNTIMES, check_installed
+from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.knobs import check, check_at_least, check_choice, read
 from sd_quant.models import FAMILIES
-from sd_quant.quantization.levels import LEAST_CAPABILITY, QUANT_LEVELS, RANGED, Enable, formats_used
+from sd_quant.quantization.formats import FORMATS, min_compute_capability
+from sd_quant.quantization.observers import OBSERVERS
+from sd_quant.quantization.percentile import COLLECT_METHODS, PERCENTILE_CALIBRATORS
+from sd_quant.quantization.recipe import QUANT_LEVELS, Enable, formats_used
+from sd_quant.quantization.smoothing import SMOOTHINGS
 from sd_quant.trackers import TRACKERS
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-OBSERVERS = ("min_max", "percentile", "histogram", "entropy", "mse")
-COLLECT_METHODS = ("global_min", "min-max", "min-mean", "mean-max", "default")
 RTX_TARGETS = ("SM75", "SM80", "SM86", "SM89", "SM120", "SM121")  # of TensorRT for RTX 1.7
-NATIVE_ENGINES = ("torch_native", "torch_compiled")  # they compute what quantize.py has derived, and read no file
-TORCH_ENGINES = ("torch", *NATIVE_ENGINES)
-CPU_ENGINES = ("openvino", "onnxruntime")
-ENGINE_NAMES = (*CPU_ENGINES, "tensorrt", "tensorrt_rtx", *TORCH_ENGINES)
 PRECISION_NAMES = ("auto", "fp32", "fp16", "bf16")
 USUAL_TARGETS = ("SM89", "SM120")
 PART_NAMES = ("unet_xl", "vae", "clip1", "clip2")  # of files that no run tells of
@@ -93,31 +91,34 @@ def check_format(name: str, enable: Enable) -> None:
 def check_enabled(quantize: "Quantize") -> None:
     """What is enabled fits together, and no knob is given that it ignores."""
     enable, label = quantize.enable, quantize.format
+    static = [name for name, fmt in FORMATS.items() if fmt.static_scale]
     for kind, pair in (("conv", enable.conv), ("linear", enable.linear)):
-        check_choice(f"quantize.enable.{kind}.weight", pair.weight, LEAST_CAPABILITY)
+        check_choice(f"quantize.enable.{kind}.weight", pair.weight, FORMATS)
         if pair.activation is not None:
-            choices = RANGED if kind == "conv" else tuple(LEAST_CAPABILITY)  # blocks lie along a linear's input
+            choices = static if kind == "conv" else list(FORMATS)  # blocks lie along a linear's input
             check_choice(f"quantize.enable.{kind}.activation", pair.activation, choices)
     if enable.attention is not None:
-        check_choice("quantize.enable.attention", enable.attention, ("fp8",))
+        check_choice("quantize.enable.attention", enable.attention, [n for n, fmt in FORMATS.items() if fmt.attention])
     expected = f"at most 3, because {label} has no format for attention's matrix products; quantize=fp8 has"
     check(quantize.quant_level < 4 or enable.attention is not None, "quant_level", quantize.quant_level, expected)
-    ranged = any(pair.weight in RANGED for pair in (enable.conv, enable.linear))
+    per_range = any(pair.weight in static for pair in (enable.conv, enable.linear))
     expected = f"false, because {label} has scales per block"
-    check(ranged or not quantize.per_channel, "quantize.per_channel", True, expected)
+    check(per_range or not quantize.per_channel, "quantize.per_channel", True, expected)
     expected = "0, a number of singular directions, or a fraction below 1 of a layer's shorter side"
     fits = quantize.rank >= 0 if isinstance(quantize.rank, int) else 0 < quantize.rank < 1
     check(fits, "quantize.rank", quantize.rank, expected)
-    inputs = {pair.activation for pair in (enable.conv, enable.linear)} - {None}
+    check_choice("quantize.observer", quantize.observer, OBSERVERS)
+    observer = OBSERVERS[quantize.observer]
+    inputs = [FORMATS[pair.activation] for pair in (enable.conv, enable.linear) if pair.activation is not None]
+    judged = not observer.equal_levels or all(fmt.equal_levels for fmt in inputs)
+    judged = judged and not (observer.one_scale and any(fmt.needs_amax and not fmt.static_scale for fmt in inputs))
     expected = f"min_max or percentile, because {label} has no equal levels for it to judge by"
-    judged = inputs <= {"int8"} or quantize.observer != "entropy"
-    judged = judged and ("nvfp4" not in inputs or quantize.observer in ("min_max", "percentile"))
     check(judged, "quantize.observer", quantize.observer, expected)
     if enable.conv.activation is None:
         because, method = f"because {label} leaves the inputs of convolutions alone", quantize.collect_method
         check(quantize.percentile == 1, "percentile", quantize.percentile, f"1, {because}")
         check(method == "mean-max", "collect_method", method, f"mean-max, {because}")
-        if enable.linear.activation not in RANGED and enable.linear.activation != "nvfp4":
+        if enable.linear.activation is None or not FORMATS[enable.linear.activation].needs_amax:
             expected = f"min_max, because no input that {label} quantizes has a range"
             check(quantize.observer == "min_max", "quantize.observer", quantize.observer, expected)
 
@@ -161,7 +162,7 @@ class Quantize:
         expected = f"at least {1 / self.n_steps:g}, one of the {self.n_steps} steps, because it selects no step"
         check(int(self.n_steps * self.percentile) > 0, "percentile", self.percentile, expected)
         check_seed("quantize.seed", self.seed)
-        check_choice("smoothing", self.smoothing, ("folded", "modelopt", "none"))
+        check_choice("smoothing", self.smoothing, SMOOTHINGS)
         if self.smoothing == "none":
             check(self.alpha is None, "alpha", self.alpha, f"null, because {self.format} smooths nothing")
         else:
@@ -173,7 +174,7 @@ class Quantize:
         expected = "99.99, because only quantize.observer=percentile heeds it"
         heeded = self.observer == "percentile" or self.observer_percentile == 99.99
         check(heeded, "quantize.observer_percentile", self.observer_percentile, expected)
-        check_choice("quantize.percentile_calibrator", self.percentile_calibrator, ("corrected", "modelopt"))
+        check_choice("quantize.percentile_calibrator", self.percentile_calibrator, PERCENTILE_CALIBRATORS)
         ignored = self.observer != "min_max" and self.percentile != 1
         expected = f"1 with quantize.observer={self.observer}, which takes no range from the steps"
         check(not ignored, "percentile", self.percentile, expected)
@@ -200,7 +201,7 @@ class Trt:
     timing_cache: str | None
 
     def __post_init__(self):
-        check_choice("trt.library", self.library, ("auto", "tensorrt", "tensorrt_rtx", "none"))
+        check_choice("trt.library", self.library, ("auto", *PLAN_BUILDERS, "none"))
         for target in self.targets or []:
             check_choice("trt.targets", target, RTX_TARGETS)
         check_at_least("trt.min_batch_size", self.min_batch_size, 1)
@@ -216,7 +217,7 @@ def targets_for(trt: Trt, formats: set[str]) -> list[str]:
 
     Raises ConfigError when one that was asked for has not.
     """
-    least = max((LEAST_CAPABILITY[name] for name in formats), default=0)
+    least = min_compute_capability(formats)
     able = [target for target in RTX_TARGETS if int(target.removeprefix("SM")) >= least]
     for target in trt.targets or []:
         expected = f"one of {', '.join(able)}, because older ones have no {' or '.join(sorted(formats))}"
@@ -263,7 +264,7 @@ class Infer:
     allow_untrusted_plan: bool
 
     def __post_init__(self):
-        check_choice("infer.engine", self.engine, ENGINE_NAMES)
+        check_choice("infer.engine", self.engine, RUNTIMES)
         check_picture("infer", self.width, self.height)
         for knob in ("batch_size", "num_samples", "steps", "num_timed_runs"):
             check_at_least(f"infer.{knob}", getattr(self, knob), 1)
@@ -272,7 +273,9 @@ class Infer:
         check_seed("infer.seed", self.seed)
         check_choice("infer.precision", self.precision, PRECISION_NAMES)
         expected = f"false, because infer.engine={self.engine} runs on the processor"
-        check(not self.cuda_graph or self.engine not in CPU_ENGINES, "infer.cuda_graph", self.cuda_graph, expected)
+        check(
+            not self.cuda_graph or RUNTIMES[self.engine].device != "cpu", "infer.cuda_graph", self.cuda_graph, expected
+        )
 
     def prompt_list(self) -> list[str]:
         """Every prompt, repeated ``num_samples`` times. Raises ConfigError when there is none."""
@@ -327,18 +330,21 @@ class QuantizeJob:
         targets_for(self.trt, set().union(*self.formats().values()))
         for tracker in self.trackers:
             check_choice("trackers", tracker, TRACKERS)
+        runtime = RUNTIMES[self.infer.engine]
         expected = "an engine for the quantized model, such as infer=openvino, because torch is every job's baseline"
-        check(self.infer.engine != "torch", "infer.engine", "torch", expected)
-        if self.infer.engine in NATIVE_ENGINES:
+        check(runtime.quantized, "infer.engine", self.infer.engine, expected)
+        if runtime.file is None:
             pairs = [self.quantize.enable.conv, self.quantize.enable.linear]
-            fits = all(pair.weight in RANGED and pair.activation == pair.weight for pair in pairs)
+            fits = all(
+                FORMATS[pair.weight].torch_compute_capability and pair.activation == pair.weight for pair in pairs
+            )
             expected = f"another, such as infer=openvino, because torch itself multiplies no {self.quantize.format}"
             check(fits, "infer.engine", self.infer.engine, expected)
             expected = f"0, because infer.engine={self.infer.engine} computes no low-rank branch"
             check(self.quantize.rank == 0, "quantize.rank", self.quantize.rank, expected)
         expected = "null, because a run keeps everything in hydra.run.dir"
         check(self.infer.out_path is None, "infer.out_path", self.infer.out_path, expected)
-        if self.infer.engine.startswith("tensorrt"):
+        if runtime.file == "plan":
             fits = self.trt.library in ("auto", self.infer.engine)
             expected = (
                 f"auto or {self.infer.engine}, because infer.engine={self.infer.engine} runs the plans that it builds"
@@ -372,7 +378,7 @@ class QuantizeJob:
         if self.cache.dir is not None:
             check_writable(anchored(self.cache.dir), "cache.dir", "the cache")
         check_installed(self.infer.engine)
-        if self.trt.library.startswith("tensorrt"):
+        if self.trt.library in PLAN_BUILDERS:
             check_installed(self.trt.library)
 
 
@@ -391,7 +397,7 @@ class ExportJob:
     def check_files(self) -> None:
         check_parts(self, "onnx")
         check_out_path(self.infer.out_path)
-        if self.trt.library.startswith("tensorrt"):
+        if self.trt.library in PLAN_BUILDERS:
             check_installed(self.trt.library)
 
 
@@ -403,7 +409,7 @@ class InferJob:
     infer: Infer
 
     def __post_init__(self):
-        fits = self.infer.engine != "torch_native"
+        fits = RUNTIMES[self.infer.engine].unquantized
         expected = "another, because this one computes what quantize.py derives and reads no file"
         check(fits, "infer.engine", self.infer.engine, expected)
 
@@ -412,8 +418,8 @@ class InferJob:
         check_checkpoint(self.model.path)
         check_out_path(self.infer.out_path)
         check_installed(self.infer.engine)
-        if self.infer.engine not in TORCH_ENGINES:
-            check_parts(self, "plan" if self.infer.engine.startswith("tensorrt") else "onnx")
+        if kind := RUNTIMES[self.infer.engine].file:
+            check_parts(self, kind)
 
 
 def run_model(run: str) -> dict | None:
@@ -453,17 +459,6 @@ def check_calibration(path: str) -> None:
     if not anchored(path).exists():
         raise ConfigError(
             f"calibration names {path}, which does not exist; give a statistics file or a folder of them, as a run logs"
-        )
-
-
-def check_installed(module: str) -> None:
-    """Raises ResourceError when the package of an engine or a plan builder is missing."""
-    module = "torch" if module in TORCH_ENGINES else module
-    if importlib.util.find_spec(module) is None:
-        extra = {"tensorrt_rtx": "rtx"}.get(module, module)
-        raise ResourceError(
-            f"the package {module} is not installed, which this job needs; "
-            f"pip install -e '.[{extra}]', or choose another infer= or export_trt="
         )
 
 

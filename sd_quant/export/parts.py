@@ -5,9 +5,9 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from sd_quant.export.graph import trace
-from sd_quant.export.quantized import write_onnx
-from sd_quant.models.loading import Checkpoint
+from sd_quant.export.qdq import write_onnx
+from sd_quant.export.tracing import trace
+from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.quantization.assignment import LayerAssignment
 
 SAMPLES_A_PICTURE = "samples_a_picture"  # in a denoiser's file: of one call, with guidance

@@ -18,12 +18,13 @@ from sd_quant.cache import Cache
 from sd_quant.config import Infer
 from sd_quant.engines.base import Engine
 from sd_quant.files import temporary_folder
+from sd_quant.inference.loading import pipeline_of
+from sd_quant.inference.parity import Outputs, WatchedSide
 from sd_quant.inference.pipeline import Generated
 from sd_quant.metrics.latency import clock_of, measure_in_turn, ratio
-from sd_quant.models.loading import Checkpoint, contracts_of, pipeline_of
+from sd_quant.models.checkpoint import Checkpoint, contracts_of
 from sd_quant.progress import progress
 from sd_quant.stages.infer import batch_of, composed, generate, one_image, part_call, sampling_of
-from sd_quant.stages.parity import Outputs, WatchedSide
 
 FRAMEWORK, FULL_PRECISION, QUANTIZED = "framework", "full_precision", "quantized"
 NOT_QUANTIZED = {"p50_ms": None, "reason": "not quantized"}

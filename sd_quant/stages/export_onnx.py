@@ -12,7 +12,7 @@ from sd_quant.cache import Cache
 from sd_quant.config import artifact
 from sd_quant.export.parts import trace_part, write_part
 from sd_quant.files import source_digest, temporary_folder
-from sd_quant.models.loading import Checkpoint
+from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.progress import progress
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.report.provenance import versions

@@ -7,14 +7,16 @@ from pathlib import Path
 
 import torch
 
-from sd_quant.checkpoints.opening import open_checkpoint
-from sd_quant.config import REPOSITORY, TORCH_ENGINES, Infer, InferJob, anchored, part_paths
+from sd_quant.checkpoints.kinds import open_checkpoint
+from sd_quant.config import REPOSITORY, Infer, InferJob, anchored, part_paths
+from sd_quant.engines import RUNTIMES
 from sd_quant.engines.base import Engine, cast_inputs, onnx_files
 from sd_quant.engines.pool import Pool, Side
+from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.pipeline import Generated, Pipeline, Sampling
 from sd_quant.metrics.latency import clock_of, measure
 from sd_quant.metrics.memory import peak_cuda_memory_bytes, peak_memory_bytes, used
-from sd_quant.models.loading import Checkpoint, contracts_of, part_parameters, pipeline_of, samples_a_picture
+from sd_quant.models.checkpoint import Checkpoint, contracts_of, part_parameters, samples_per_image
 from sd_quant.models.parts import Contract, axes
 from sd_quant.progress import progress
 from sd_quant.report.images import save_images
@@ -29,13 +31,17 @@ LOG = logging.getLogger(__name__)
 def infer(job: InferJob, directory: Path) -> None:
     out = anchored(job.infer.out_path) if job.infer.out_path else directory
     paths = {"checkpoint": anchored(job.model.path)}
-    checkpoint = open_checkpoint(job.model)
+    model = job.model
+    checkpoint = open_checkpoint(
+        anchored(model.path), model.family, io=model.io, max_sequence_length=model.max_sequence_length
+    )
     parts = list(checkpoint.parts())
     check_cuda_graph(job.infer)
-    if job.infer.engine in TORCH_ENGINES:
+    kind = RUNTIMES[job.infer.engine].file
+    if kind is None:
         pool = Pool(partial(open_torch_engine, checkpoint, job.infer))
     else:
-        files = part_paths(job, "plan" if job.infer.engine.startswith("tensorrt") else "onnx")
+        files = part_paths(job, kind)
         options = {"allow_untrusted_plan": True} if job.infer.allow_untrusted_plan else {}
         pool = Pool(lambda part: open_file(files[part], job.infer, **options))
         paths |= files
@@ -118,7 +124,7 @@ def example_inputs(contract: Contract, batch: int, infer: Infer) -> dict[str, to
 def batch_of(checkpoint: Checkpoint, part: str, infer: Infer) -> int:
     """Samples in one call."""
     denoises = part == checkpoint.family.DENOISER
-    return infer.batch_size * (samples_a_picture(checkpoint, infer.scale) if denoises else 1)
+    return infer.batch_size * (samples_per_image(checkpoint, infer.scale) if denoises else 1)
 
 
 def part_call(engine: Engine, contract: Contract, batch: int, infer: Infer) -> Callable[[], object]:

@@ -15,41 +15,39 @@ import torch
 import yaml
 
 from sd_quant.cache import Cache, locked
+from sd_quant.calibration.collected_elsewhere import read_shared
 from sd_quant.calibration.collection import calibrate, origin
-from sd_quant.calibration.shared import read_shared
-from sd_quant.calibration.statistics import Statistics
-from sd_quant.checkpoints.nemo import Source, check_finite
-from sd_quant.checkpoints.opening import open_checkpoint
-from sd_quant.config import NATIVE_ENGINES, Quantize, QuantizeJob, anchored, artifact, check_installed
-from sd_quant.engines import why_not
-from sd_quant.engines.native import check_device
+from sd_quant.checkpoints.checks import check_finite
+from sd_quant.checkpoints.kinds import open_checkpoint
+from sd_quant.checkpoints.tensors import Weights
+from sd_quant.config import Quantize, QuantizeJob, anchored, artifact
+from sd_quant.engines import RUNTIMES, check_installed, why_not
 from sd_quant.engines.pool import Pool
 from sd_quant.errors import ResourceError
 from sd_quant.files import TEMPORARY, digest, source_digest, write_json, write_text
+from sd_quant.inference.loading import load_model
+from sd_quant.inference.parity import layer_outputs, layer_parity, native_outputs, part_parity, run_simulation
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.metrics import SCORES
 from sd_quant.metrics.fidelity import fidelity
 from sd_quant.metrics.flops import operations, operations_a_second
 from sd_quant.metrics.memory import StageTimer, peak_cuda_memory_bytes, peak_memory_bytes
-from sd_quant.models.loading import (
+from sd_quant.models.checkpoint import (
     Checkpoint,
     contracts_of,
     denoiser_of,
     denoiser_part,
     denoiser_weights,
     empty_denoiser,
-    load_model,
     part_parameters,
-    samples_a_picture,
+    samples_per_image,
 )
 from sd_quant.models.parts import axes
 from sd_quant.progress import duration, progress
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.derivation import Recipe, check_layers, derive
-from sd_quant.quantization.levels import reason_kept
-from sd_quant.quantization.sensitivity import Sensitivity, budget, measure, points
-from sd_quant.quantization.sensitivity import rows as sensitivity_rows
-from sd_quant.quantization.simulate import restorable, save_quantized
+from sd_quant.quantization.derivation import check_layers, derive
+from sd_quant.quantization.recipe import Recipe, reason_kept
+from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.csv_files import write_csv
 from sd_quant.report.images import comparison_grid, save_images
 from sd_quant.report.provenance import provenance
@@ -72,6 +70,10 @@ from sd_quant.report.record import (
 from sd_quant.report.sensitivity_plot import plot_sensitivity
 from sd_quant.report.summary import FAILURE, LOCK
 from sd_quant.report.table import run_table
+from sd_quant.simulation.modelopt import restorable, save_quantized
+from sd_quant.simulation.native import check_device
+from sd_quant.simulation.sensitivity import Sensitivity, budget, measure, points
+from sd_quant.simulation.sensitivity import rows as sensitivity_rows
 from sd_quant.stages.compare import FRAMEWORK, FULL_PRECISION, QUANTIZED, compare_latency, compare_pictures
 from sd_quant.stages.export_onnx import export_parts
 from sd_quant.stages.export_trt import build_plans, check_gpu, plan_library
@@ -86,9 +88,8 @@ from sd_quant.stages.needs import (
     memory_of_sides,
 )
 from sd_quant.stages.opening import check_cuda_graph, module_of, open_simulated
-from sd_quant.stages.parity import layer_outputs, layer_parity, native_outputs, part_parity, run_simulation
-from sd_quant.stages.sides import SIMULATED, open_engine, sides_of
 from sd_quant.stages.text_scores import text_scores
+from sd_quant.stages.variants import SIMULATED, open_engine, sides_of
 from sd_quant.trackers import track
 
 LOG = logging.getLogger(__name__)
@@ -119,13 +120,14 @@ def quantize(job: QuantizeJob, directory: Path) -> float | None:
     """
     if job.trt.library != "none":
         check_installed(plan_library(job.trt))  # before the first stage works for minutes
-    if job.infer.engine.startswith("tensorrt"):
+    runtime = RUNTIMES[job.infer.engine]
+    if runtime.file == "plan":
         if not torch.cuda.is_available():
             raise ResourceError(
                 f"infer={job.infer.engine} runs plans on an NVIDIA GPU and this machine has none; use infer=openvino"
             )
         check_gpu(set().union(*job.formats().values()))
-    if job.infer.engine in NATIVE_ENGINES:
+    if runtime.file is None:
         check_device(job.formats()["weights"])
     check_cuda_graph(job.infer)
     again = (directory / LOCK).exists()
@@ -189,7 +191,10 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> Record:
     knobs = dataclasses.asdict(job)
     write_text(directory / "config.yaml", yaml.safe_dump(knobs, sort_keys=False))
     with timer("load"):
-        checkpoint = open_checkpoint(job.model)
+        model = job.model
+        checkpoint = open_checkpoint(
+            anchored(model.path), model.family, io=model.io, max_sequence_length=model.max_sequence_length
+        )
         family, parts, network = checkpoint.family, checkpoint.parts(), empty_denoiser(checkpoint)
         denoiser, component = family.DENOISER, denoiser_part(checkpoint).component
         parameters = part_parameters(checkpoint)
@@ -197,8 +202,8 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> Record:
         check_machine(
             memory_needed(parameters, job), disk_needed(stored, job), directory, gpu_memory_needed(parameters, job)
         )
-        for source in checkpoint.components.values():
-            check_finite(cast(Source, source))
+        for weights in checkpoint.components.values():
+            check_finite(cast(Weights, weights))
         roles, recipe = family.layer_roles(network), recipe_of(job.quantize, job.model.family)
         shapes = {name: network.get_parameter(f"{name}.weight").shape for name in roles}
         attentions = family.attentions(network)
@@ -226,7 +231,7 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> Record:
         if job.trt.library != "none":
             onnx_paths = {part: artifact(directory, "onnx", part) for part in parts}
             plans = build_plans(onnx_paths, directory, job.trt, job.infer, cache)
-            if job.infer.engine.startswith("tensorrt"):  # the side to compare with runs from a plan too
+            if RUNTIMES[job.infer.engine].file == "plan":  # the side to compare with runs from a plan too
                 unquantized = {denoiser: artifact(directory / "full_precision", "onnx", denoiser)}
                 build_plans(unquantized, directory / "full_precision", job.trt, job.infer, cache)
 
@@ -257,7 +262,7 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> Record:
         if restorable(assignment):  # from the processor, so that it can be restored where there is no GPU
             save_quantized(simulated_network.cpu(), directory / f"quantized_{component}.pt")
         if simulated is None:
-            if job.infer.engine in NATIVE_ENGINES:
+            if RUNTIMES[job.infer.engine].file is None:
                 layers = native_outputs(denoiser_of(checkpoint, module_of(sides[QUANTIZED][denoiser])), simulation)
             else:
                 pool.close()
@@ -278,7 +283,7 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> Record:
         fingerprint=fingerprint(job, facts),
         overrides=facts["overrides"],
         knobs=cast(Knobs, knobs["quantize"] | {group: knobs[group] for group in ("model", "trt", "infer")}),
-        denoiser={"part": denoiser, "samples_a_picture": samples_a_picture(checkpoint, job.infer.scale)},
+        denoiser={"part": denoiser, "samples_a_picture": samples_per_image(checkpoint, job.infer.scale)},
         prompts=prompts,
         simulated=simulated is not None,
         simulated_because=simulated,
@@ -353,7 +358,7 @@ def statistics_of(
 
 def announce_calibration(checkpoint: Checkpoint, job: QuantizeJob, device: str, prompts: int) -> None:
     """How long the pass will take on this processor; a GPU is not asked."""
-    calls, samples = prompts * job.quantize.n_steps, samples_a_picture(checkpoint, job.infer.scale)
+    calls, samples = prompts * job.quantize.n_steps, samples_per_image(checkpoint, job.infer.scale)
     if device != "cpu":
         LOG.info("calibrating on %d prompts: %d samples of the denoiser on %s", prompts, calls * samples, device)
         return

@@ -29,7 +29,7 @@ from sd_quant.config import (
 )
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError
 from sd_quant.knobs import read
-from sd_quant.quantization.levels import Pair
+from sd_quant.quantization.recipe import Pair
 
 CONF = REPOSITORY / "conf"
 RANK = (

@@ -11,7 +11,7 @@ import torch
 
 from sd_quant.engines import load_engine
 from sd_quant.engines.base import CPU
-from sd_quant.engines.tensorrt import describe_plan
+from sd_quant.engines.tensorrt.plan import describe_plan
 from sd_quant.numbers import relative_error
 
 pytestmark = pytest.mark.slow

@@ -12,17 +12,19 @@ import torch
 import yaml
 from torch import Tensor
 
-from sd_quant.calibration.statistics import LayerStatistics, collect, draw
-from sd_quant.checkpoints.pipeline_folder import Folder, open_pipeline
+from sd_quant.calibration.hooks import collect, draw
+from sd_quant.checkpoints.diffusers_pipeline import DiffusersCheckpoint, open_pipeline
 from sd_quant.engines import load_engine, why_not
-from sd_quant.export.graph import copy_of
 from sd_quant.export.parts import trace_part, write_part
-from sd_quant.models.loading import LoadedModel, denoiser_of, denoiser_part, denoiser_weights, load_model
+from sd_quant.export.tracing import copy_of
+from sd_quant.inference.loading import LoadedModel, load_model
+from sd_quant.inference.parity import layer_outputs, layer_parity, run_simulation
+from sd_quant.models.checkpoint import denoiser_of, denoiser_part, denoiser_weights
 from sd_quant.models.parts import axes
-from sd_quant.quantization.derivation import Recipe, derive
-from sd_quant.quantization.levels import Enable, Pair, formats_used
-from sd_quant.quantization.simulate import simulate
-from sd_quant.stages.parity import layer_outputs, layer_parity, run_simulation
+from sd_quant.quantization.derivation import derive
+from sd_quant.quantization.recipe import Enable, Pair, Recipe, formats_used
+from sd_quant.quantization.statistics import LayerStatistics
+from sd_quant.simulation.modelopt import simulate
 
 from ...pipelines import TINY
 
@@ -35,7 +37,7 @@ TOKENS = 16  # that a T5 reads
 
 @dataclass(frozen=True)
 class Network:
-    checkpoint: Folder
+    checkpoint: DiffusersCheckpoint
     traced: object
     calls: list[dict[str, Tensor]]
     roles: dict[str, str]
@@ -45,7 +47,7 @@ class Network:
         return load_model(self.checkpoint)
 
 
-def inputs_of(checkpoint: Folder, seed: int) -> dict[str, Tensor]:
+def inputs_of(checkpoint: DiffusersCheckpoint, seed: int) -> dict[str, Tensor]:
     contract = denoiser_part(checkpoint).contract
     random = torch.Generator().manual_seed(seed)
     found = {name: torch.randn(shape, generator=random) for name, shape in contract.shapes(**axes(2, 64, 64)).items()}

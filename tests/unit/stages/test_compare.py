@@ -8,7 +8,7 @@ import torch
 from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.config import PART_NAMES, REPOSITORY
 from sd_quant.metrics import latency
-from sd_quant.models.loading import contracts_of
+from sd_quant.models.checkpoint import contracts_of
 from sd_quant.stages import compare, infer
 from sd_quant.stages.compare import compare_latency
 
