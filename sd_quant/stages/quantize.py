@@ -18,7 +18,7 @@ from sd_quant.calibration.collected_elsewhere import read_shared
 from sd_quant.calibration.collection import calibrate, origin
 from sd_quant.checkpoints.nemo import Source, check_finite
 from sd_quant.checkpoints.opening import open_checkpoint
-from sd_quant.config import NATIVE_ENGINES, Quantize, QuantizeJob, anchored, artifact, check_installed
+from sd_quant.config import NATIVE_ENGINES, QuantizeJob, anchored, artifact, check_installed
 from sd_quant.engines import why_not
 from sd_quant.engines.pool import Pool
 from sd_quant.errors import ResourceError
@@ -182,16 +182,17 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> dict:
         )
         for source in checkpoint.components.values():
             check_finite(cast(Source, source))
-        roles, recipe = family.layer_roles(network), recipe_of(job.quantize, job.model.family)
+        roles, recipe = family.layer_roles(network), job.quantize
+        exclude = recipe.exclude.get(job.model.family, ())
         shapes = {name: network.get_parameter(f"{name}.weight").shape for name in roles}
         attentions = family.attentions(network)
-        check_layers(roles, shapes, recipe, attentions)
+        check_layers(roles, shapes, recipe, attentions, exclude)
         selected = sum(reason_kept(role, recipe.quant_level) is None for role in roles.values())
         kept = budget(job.quantize.keep, selected)
     with timer("calibrate"):
         statistics = statistics_of(checkpoint, roles, job, sha256)
     with timer("assign"):
-        derive_with = partial(derive_for, checkpoint, roles, statistics, recipe, attentions)
+        derive_with = partial(derive_for, checkpoint, roles, statistics, recipe, attentions, exclude)
         assignment = derive_with()
     sensitivity = None
     if kept:
@@ -349,23 +350,21 @@ def announce_calibration(checkpoint: Checkpoint, job: QuantizeJob, device: str, 
     )  # fmt: skip
 
 
-def recipe_of(knobs: Quantize, family: str) -> Recipe:
-    fields = {field.name: getattr(knobs, field.name) for field in dataclasses.fields(Recipe)}
-    return Recipe(**fields | {"exclude": tuple(knobs.exclude.get(family, ()))})
-
-
 def derive_for(
     checkpoint: Checkpoint,
     roles: dict[str, str],
     statistics: Statistics,
     recipe: Recipe,
     head_widths: dict[str, int],
+    exclude: Collection[str],
     kept: Collection[str] = (),
 ) -> dict[str, LayerAssignment]:
     weights = denoiser_weights(checkpoint)
     linears = [name for name, role in roles.items() if role != "conv"]
     inputs = checkpoint.family.shared_inputs(linears)
-    return derive(roles, lambda name: weights[f"{name}.weight"], statistics.layers, recipe, inputs, kept, head_widths)
+    return derive(
+        roles, lambda name: weights[f"{name}.weight"], statistics.layers, recipe, inputs, kept, head_widths, exclude
+    )
 
 
 def measure_sensitivity(

@@ -4,7 +4,6 @@ import dataclasses
 import importlib.util
 from copy import deepcopy
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -589,9 +588,10 @@ def test_by_default_plans_are_for_the_usual_targets_that_have_the_format(preset,
 
 def test_a_conv_takes_no_input_in_blocks():
     """They lie along the last axis, which is no channel there."""
-    pair, enable = Pair("nvfp4", "nvfp4"), read(QuantizeJob, composed("quantize")).quantize.enable
+    quantize = read(QuantizeJob, composed("quantize")).quantize
+    enable = dataclasses.replace(quantize.enable, conv=Pair("nvfp4", "nvfp4"))
     with pytest.raises(ConfigError, match=r"^quantize\.enable\.conv\.activation is nvfp4, expected one of int8, fp8$"):
-        check_enabled(SimpleNamespace(enable=dataclasses.replace(enable, conv=pair), format="nvfp4", quant_level=3.0))
+        check_enabled(dataclasses.replace(quantize, enable=enable))
 
 
 def test_without_smoothing_a_preset_recommends_no_alpha():
