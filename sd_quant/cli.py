@@ -27,7 +27,7 @@ from sd_quant import share, sweep
 from sd_quant.config import REPOSITORY, anchored, check_writable, run_model
 from sd_quant.errors import CANCELLED, ConfigError, ResourceError, SdQuantError, fail, of_the_machine
 from sd_quant.files import write_json
-from sd_quant.knobs import near, read
+from sd_quant.knobs import described, near, read
 from sd_quant.report.summary import FAILURE, read_sweep
 
 LOG = logging.getLogger(__name__)
@@ -205,6 +205,7 @@ def run(main: Callable[[], object], job: type, config_name: str) -> None:
     logging.raiseExceptions = False  # else a full disk is told at every line of the log
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise errors to here instead of printing a traceback
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it misses torchvision in every run, which nothing needs
+    OmegaConf.register_new_resolver("knobs", lambda: "\n".join(described(job)), replace=True)  # of --help
     arguments = get_args_parser().parse_args()
     shows = arguments.help or arguments.hydra_help or arguments.cfg or arguments.info or arguments.shell_completion
     try:

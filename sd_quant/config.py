@@ -70,8 +70,8 @@ class Model:
     ]
     calibration_prompts: Annotated[str, "a text file with a prompt a line, or a table of captions"]
     prompts: Annotated[str, "a text file with the prompts of the images that are compared"]
-    width: Annotated[int, SIDE, "pixels of a calibration image, and of the others by default"]
-    height: Annotated[int, SIDE, "the same"]
+    width: Annotated[int, SIDE, "pixels across a calibration image, and across the others by default"]
+    height: Annotated[int, SIDE, "pixels down the same images"]
     recommended: Annotated[dict[str, float | int], "what other knobs are by default"]
 
     def __post_init__(self):
@@ -104,7 +104,7 @@ class Quantize(Recipe):
     calibration: Annotated[
         str | None, "a file or folder of statistics that were collected elsewhere; null: they are collected here"
     ]
-    seed: Annotated[int, SEED, "of the calibration images, and of the draw from a table of captions"]
+    seed: Annotated[int, SEED, "random seed of the calibration images, and of the draw from a table of captions"]
     snapshots: Annotated[
         list[int],
         Limit(lambda sizes: all(size > 0 for size in sizes), "numbers of prompts"),
@@ -183,8 +183,8 @@ class Trt:
     ]
     static_batch: Annotated[bool, "plans take batches of infer.batch_size only"]
     min_batch_size: Annotated[int, at_least(1), "images of the smallest batch of a plan"]
-    max_batch_size: Annotated[int, at_least(1), "images of the largest; guidance's doubling is added to it"]
-    optimization_level: Annotated[int | None, one_of(range(6)), "of TensorRT's builder; null: the library's default"]
+    max_batch_size: Annotated[int, at_least(1), "images of the largest batch; guidance doubles it for the denoiser"]
+    optimization_level: Annotated[int | None, one_of(range(6)), "TensorRT's own; null: the library's default"]
     workspace_gib: Annotated[
         float | None, Limit(lambda gib: gib > 0, "more than 0"), "memory that the builder may use; null: its default"
     ]
@@ -214,8 +214,8 @@ class ExportShape:
     """NeMo's ``infer`` section of an export."""
 
     out_path: Annotated[str | None, "folder that gets plan/<part>.plan; null: this command's own"]
-    width: Annotated[int, SIDE, "pixels of the images that plans are tuned for"]
-    height: Annotated[int, SIDE, "the same"]
+    width: Annotated[int, SIDE, "pixels across the images that plans are tuned for"]
+    height: Annotated[int, SIDE, "pixels down these images"]
     batch_size: Annotated[int, at_least(1), "images at a time"]
 
 
@@ -223,16 +223,16 @@ class ExportShape:
 class Infer:
     """How images are made and timed."""
 
-    engine: Annotated[str, one_of(ENGINE_NAMES), "the runtime"]
+    engine: Annotated[str, one_of(ENGINE_NAMES), "the runtime that executes the exported networks, or torch itself"]
     out_path: Annotated[str | None, "folder that gets the images; null: this command's own"]
-    width: Annotated[int, SIDE, "pixels of an image"]
-    height: Annotated[int, SIDE, "the same"]
+    width: Annotated[int, SIDE, "pixels across an image"]
+    height: Annotated[int, SIDE, "pixels down an image"]
     batch_size: Annotated[int, at_least(1), "images at a time"]
     prompts: Annotated[list[str] | str, "a list, or a text file with a prompt a line"]
     num_samples: Annotated[int, at_least(1), "images of a prompt"]
     steps: Annotated[int, at_least(1), "denoising steps"]
-    scale: Annotated[float, at_least(0), "guidance"]
-    seed: Annotated[int, SEED, "of the first image"]
+    scale: Annotated[float, at_least(0), "guidance scale"]
+    seed: Annotated[int, SEED, "random seed of the first image; the next has the next"]
     num_warmup_runs: Annotated[int, at_least(0), "calls before the timed ones"]
     num_timed_runs: Annotated[int, at_least(1), "calls whose median is the latency"]
     precision: Annotated[
@@ -253,7 +253,7 @@ class Infer:
 
 
 @dataclass(slots=True)
-class Shared:
+class CacheFolder:
     """What runs share: statistics, graphs, unquantized parts, their plans, the full-precision images."""
 
     dir: Annotated[str | None, "where it is kept; null: everything is made anew and nothing kept"]
@@ -285,10 +285,10 @@ class QuantizeJob:
     quantize: Quantize
     trt: Trt
     infer: Infer
-    cache: Shared
+    cache: CacheFolder
     metrics: Metrics
     trackers: Annotated[
-        list[str], one_of(["mlflow", "tensorboard"], each=True), "what a finished run is told to as well"
+        list[str], one_of(["mlflow", "tensorboard"], each=True), "who is told of a finished run, beside its own record"
     ]
     published: Annotated[str | None, "file of published latencies, shown beside a sweep's"]
 

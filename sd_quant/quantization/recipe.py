@@ -115,7 +115,7 @@ class Recipe:
     rank: Annotated[
         int | float,
         RANK,
-        "singular directions of a linear's weight that stay in fp16 beside the quantized rest (SVDQuant)",
+        "SVDQuant: singular directions of a linear's weight that stay in fp16 beside the quantized rest",
     ] = 0
 
     def formats_of(self, role: str) -> Pair:
