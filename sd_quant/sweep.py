@@ -68,9 +68,7 @@ def expand(config_name: str, arguments: Sequence[str]) -> tuple[list[str], list[
         elif override.is_discrete_sweep():
             values[name] = list(override.sweep_string_iterator())
         else:
-            raise ConfigError(
-                f"{override.input_line} is an interval, expected choices or a range: its jobs are counted"
-            )
+            raise ConfigError(f"{override.input_line} is an interval, expected values such as 0.5,0.8 or range(8,33,8)")
     jobs = [[f"{name}={value}" for name, value in zip(values, job, strict=True)] for job in product(*values.values())]
     return [name for name, chosen in values.items() if len(set(chosen)) > 1], jobs
 
