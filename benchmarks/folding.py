@@ -25,8 +25,8 @@ from sd_quant.engines.openvino import int8_layers
 from sd_quant.export.parts import trace_part
 from sd_quant.export.qdq import write_onnx
 from sd_quant.export.tracing import copy_of
-from sd_quant.metrics.fidelity import relative_error
 from sd_quant.metrics.latency import measure_in_turn
+from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.recipe import Recipe
 

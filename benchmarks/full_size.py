@@ -51,19 +51,20 @@ if "--row" in sys.argv:  # in a child only: the parent sits beside what is measu
 
     from sd_quant.calibration.collection import calibrate
     from sd_quant.calibration.store import pack, unpack
-    from sd_quant.checkpoints.nemo import Checkpoint, open_nemo
+    from sd_quant.checkpoints.nemo import open_nemo
+    from sd_quant.checkpoints.nemo_networks import NemoCheckpoint
     from sd_quant.engines import load_engine
     from sd_quant.engines.base import Engine
     from sd_quant.export.parts import trace_part, write_part
     from sd_quant.files import atomic_path
     from sd_quant.inference.loading import load_model, load_part
     from sd_quant.inference.pipeline import Sampling
-    from sd_quant.metrics.fidelity import relative_error
     from sd_quant.metrics.flops import operations
     from sd_quant.metrics.memory import peak_memory_bytes
     from sd_quant.models.checkpoint import contracts_of, empty_modules
     from sd_quant.models.parts import wrapped
     from sd_quant.models.unet import layer_roles, shared_inputs
+    from sd_quant.numbers import relative_error
     from sd_quant.quantization.assignment import LayerAssignment
     from sd_quant.quantization.derivation import derive
     from sd_quant.quantization.recipe import Recipe, reason_kept
@@ -132,7 +133,7 @@ def calibration(options: argparse.Namespace, _: str) -> dict:
     return {"seconds": seconds, "bytes": statistics_file(options).stat().st_size}
 
 
-def assignment(options: argparse.Namespace, checkpoint: Checkpoint, level: str) -> dict[str, LayerAssignment]:
+def assignment(options: argparse.Namespace, checkpoint: NemoCheckpoint, level: str) -> dict[str, LayerAssignment]:
     if level == UNQUANTIZED:
         return {}
     roles, weights = layer_roles(empty_modules(checkpoint)["unet"]), checkpoint.components["unet"]
@@ -141,7 +142,7 @@ def assignment(options: argparse.Namespace, checkpoint: Checkpoint, level: str) 
     return derive(roles, lambda name: weights[f"{name}.weight"], layers, recipe, shared_inputs(roles))
 
 
-def write(checkpoint: Checkpoint, part: str, path: Path, assignment: dict[str, LayerAssignment]) -> None:
+def write(checkpoint: NemoCheckpoint, part: str, path: Path, assignment: dict[str, LayerAssignment]) -> None:
     write_part(trace_part(checkpoint, part), checkpoint, part, path, assignment)
 
 
@@ -273,12 +274,12 @@ def count_operations(options: argparse.Namespace, _: str) -> dict:
     }
 
 
-def pass_shapes(options: argparse.Namespace, checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+def pass_shapes(options: argparse.Namespace, checkpoint: NemoCheckpoint) -> dict[str, tuple[int, ...]]:
     latent = options.size // LATENT_FACTOR
     return contracts_of(checkpoint)["unet_xl"].shapes(batch=1, height=latent, width=latent)
 
 
-def pass_inputs(options: argparse.Namespace, checkpoint: Checkpoint) -> dict[str, Tensor]:
+def pass_inputs(options: argparse.Namespace, checkpoint: NemoCheckpoint) -> dict[str, Tensor]:
     """What calibration kept of one call, its conditional half, with noise of the size in place of its latent."""
     calls = unpack(load_file(statistics_file(options))).calls
     noise = torch.randn(pass_shapes(options, checkpoint)["x"], generator=torch.Generator().manual_seed(SEED))
@@ -303,7 +304,7 @@ def one_pass(options: argparse.Namespace, side: str) -> dict:
     return found | {"seconds": median(samples), "samples": samples}
 
 
-def pass_engine(options: argparse.Namespace, checkpoint: Checkpoint, side: str) -> Engine:
+def pass_engine(options: argparse.Namespace, checkpoint: NemoCheckpoint, side: str) -> Engine:
     if side == TORCH:
         return load_part(checkpoint, "unet_xl")
     return load_engine("openvino", unet_file(options, side), threads=torch.get_num_threads())

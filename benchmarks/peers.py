@@ -101,7 +101,7 @@ def arrays(call: Call) -> dict[str, np.ndarray]:
 
 
 def ours(context: Context) -> Quantized:
-    """The recipe that the README recommends: an alpha per layer and the range of least squared error, symmetric."""
+    """The recipe that docs/results.md recommends: an alpha per layer, ranges of least squared error, symmetric."""
     return derived(context, Recipe(3.0, "auto", observer="mse"))
 
 

@@ -7,7 +7,6 @@ taken from the repository.
 """
 
 import dataclasses
-import importlib.util
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,27 +16,17 @@ import yaml
 
 from sd_quant.calibration.prompts import draw_prompts, is_table, read_prompts
 from sd_quant.checkpoints.archive import is_gzipped, open_members
-from sd_quant.errors import ArtifactError, ConfigError, ResourceError
+from sd_quant.engines import PLAN_BUILDERS, RUNTIMES, check_installed
+from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.knobs import Called, Limit, at_least, check, one_of, read
 from sd_quant.models import FAMILIES
+from sd_quant.quantization.formats import FORMATS, min_compute_capability
 from sd_quant.quantization.observers import OBSERVERS
-from sd_quant.quantization.recipe import (
-    ALPHA,
-    CALIBRATED,
-    EQUAL_LEVELS,
-    LEAST_CAPABILITY,
-    RANGED,
-    Enable,
-    Recipe,
-    formats_used,
-)
+from sd_quant.quantization.recipe import ALPHA, Enable, Recipe, formats_used
+from sd_quant.trackers import TRACKERS
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RTX_TARGETS = ("SM75", "SM80", "SM86", "SM89", "SM120", "SM121")  # of TensorRT for RTX 1.7
-NATIVE_ENGINES = ("torch_native", "torch_compiled")  # they compute what quantize.py has derived, and read no file
-TORCH_ENGINES = ("torch", *NATIVE_ENGINES)
-CPU_ENGINES = ("openvino", "onnxruntime")
-ENGINE_NAMES = (*CPU_ENGINES, "tensorrt", "tensorrt_rtx", *TORCH_ENGINES)
 PRECISION_NAMES = ("auto", "fp32", "fp16", "bf16")
 USUAL_TARGETS = ("SM89", "SM120")
 PART_NAMES = ("unet_xl", "vae", "clip1", "clip2")  # of files that no run tells of
@@ -142,27 +131,23 @@ def check_format(name: str, enable: Enable) -> None:
 def check_enabled(quantize: Quantize) -> None:
     """Raises ConfigError when formats are enabled that do not go together, or with knobs that they ignore."""
     enable, label, observer = quantize.enable, quantize.format, quantize.observer
-    pairs = (enable.conv, enable.linear)
+    static = [name for name, fmt in FORMATS.items() if fmt.static_scale]
     if enable.conv.activation is not None:  # blocks lie along a linear's input
-        one_of(RANGED).check("quantize.enable.conv.activation", enable.conv.activation)
+        one_of(static).check("quantize.enable.conv.activation", enable.conv.activation)
     expected = f"at most 3, because {label} has no format for attention's matrix products; quantize=fp8 has"
     check(quantize.quant_level < 4 or enable.attention is not None, "quant_level", quantize.quant_level, expected)
     expected = f"false, because {label} has scales per block"
-    ranged = any(pair.weight in RANGED for pair in pairs)
-    check(ranged or not quantize.per_channel, "quantize.per_channel", quantize.per_channel, expected)
+    fits = not quantize.per_channel or enable.conv.weight in static or enable.linear.weight in static
+    check(fits, "quantize.per_channel", quantize.per_channel, expected)
     if enable.conv.activation is None:
         because = f"because {label} leaves the inputs of convolutions alone"
         check(quantize.percentile == 1, "percentile", quantize.percentile, f"1, {because}")
         check(quantize.collect_method == "mean-max", "collect_method", quantize.collect_method, f"mean-max, {because}")
-    inputs = {pair.activation for pair in pairs}.intersection(CALIBRATED)
+    formats = [FORMATS[name] for name in (enable.conv.activation, enable.linear.activation) if name is not None]
+    inputs = [fmt for fmt in formats if fmt.needs_amax]
     expected = f"min_max, because no input that {label} quantizes has a range"
     check(bool(inputs) or observer == "min_max", "quantize.observer", observer, expected)
-    one_scale, equal_levels = inputs.issubset(RANGED), inputs.issubset(EQUAL_LEVELS)
-    judging = [
-        name
-        for name, row in OBSERVERS.items()
-        if (one_scale or not row.one_scale) and (equal_levels or not row.equal_levels)
-    ]
+    judging = [name for name, row in OBSERVERS.items() if all(map(row.judges, inputs))]
     expected = f"{' or '.join(judging)}, because {label} has no equal levels for it to judge by"
     check(observer in judging, "quantize.observer", observer, expected)
 
@@ -173,13 +158,13 @@ class Trt:
 
     library: Annotated[
         str,
-        one_of(["auto", "tensorrt", "tensorrt_rtx", "none"]),
+        one_of(["auto", *PLAN_BUILDERS, "none"]),
         "what builds plans: auto is tensorrt where it and a GPU are there, else tensorrt_rtx; none builds no plans",
     ]
     targets: Annotated[
         list[str] | None,
         one_of(RTX_TARGETS, each=True),
-        f"GPUs that TensorRT for RTX builds for; null: {' and '.join(USUAL_TARGETS)}, where they have the formats",
+        f"GPUs that TensorRT for RTX builds for; null: {' and '.join(USUAL_TARGETS)}, where they have the formats; []: this machine's",
     ]
     static_batch: Annotated[bool, "plans take batches of infer.batch_size only"]
     min_batch_size: Annotated[int, at_least(1), "images of the smallest batch of a plan"]
@@ -201,7 +186,7 @@ def targets_for(trt: Trt, formats: set[str]) -> list[str]:
 
     Raises ConfigError when one that was asked for has not.
     """
-    least = max((LEAST_CAPABILITY[name] for name in formats), default=0)
+    least = min_compute_capability(formats)
     able = [target for target in RTX_TARGETS if int(target.removeprefix("SM")) >= least]
     for target in trt.targets or []:
         expected = f"one of {', '.join(able)}, because older ones have no {' or '.join(sorted(formats))}"
@@ -223,7 +208,7 @@ class ExportShape:
 class Infer:
     """How images are made and timed."""
 
-    engine: Annotated[str, one_of(ENGINE_NAMES), "the runtime that executes the exported networks, or torch itself"]
+    engine: Annotated[str, one_of(RUNTIMES), "the runtime that executes the exported networks, or torch itself"]
     out_path: Annotated[str | None, "folder that gets the images; null: this command's own"]
     width: Annotated[int, SIDE, "pixels across an image"]
     height: Annotated[int, SIDE, "pixels down an image"]
@@ -231,7 +216,7 @@ class Infer:
     prompts: Annotated[list[str] | str, "a list, or a text file with a prompt a line"]
     num_samples: Annotated[int, at_least(1), "images of a prompt"]
     steps: Annotated[int, at_least(1), "denoising steps"]
-    scale: Annotated[float, at_least(0), "guidance scale"]
+    scale: Annotated[float, at_least(0), "guidance scale, of the calibration images too"]
     seed: Annotated[int, SEED, "random seed of the first image; the next has the next"]
     num_warmup_runs: Annotated[int, at_least(0), "calls before the timed ones"]
     num_timed_runs: Annotated[int, at_least(1), "calls whose median is the latency"]
@@ -239,11 +224,12 @@ class Infer:
         str, one_of(PRECISION_NAMES), "what torch computes in; auto: fp16 on a GPU, fp32 on a processor"
     ]
     cuda_graph: Annotated[bool, "a GPU replays an engine's calls: one launch instead of thousands"]
-    allow_untrusted_plan: Annotated[bool, "run a plan whose bytes have not the SHA-256 of their record"]
+    allow_untrusted_plan: Annotated[bool, "load a plan that has no record of its build"]
 
     def __post_init__(self):
         expected = f"false, because infer.engine={self.engine} runs on the processor"
-        check(not self.cuda_graph or self.engine not in CPU_ENGINES, "infer.cuda_graph", self.cuda_graph, expected)
+        fits = not self.cuda_graph or RUNTIMES[self.engine].device != "cpu"
+        check(fits, "infer.cuda_graph", self.cuda_graph, expected)
 
     def prompt_list(self) -> list[str]:
         """Every prompt, repeated ``num_samples`` times. Raises ConfigError when there is none."""
@@ -287,9 +273,7 @@ class QuantizeJob:
     infer: Infer
     cache: CacheFolder
     metrics: Metrics
-    trackers: Annotated[
-        list[str], one_of(["mlflow", "tensorboard"], each=True), "who is told of a finished run, beside its own record"
-    ]
+    trackers: Annotated[list[str], one_of(TRACKERS, each=True), "who is told of a finished run, beside its own record"]
     published: Annotated[str | None, "file of published latencies, shown beside a sweep's"]
 
     def __post_init__(self):
@@ -297,17 +281,20 @@ class QuantizeJob:
         check_batch(self.trt, self.infer)
         targets_for(self.trt, set().union(*self.formats().values()))
         expected = "an engine for the quantized model, such as infer=openvino, because torch is every job's baseline"
-        check(self.infer.engine != "torch", "infer.engine", "torch", expected)
-        if self.infer.engine in NATIVE_ENGINES:
+        runtime = RUNTIMES[self.infer.engine]
+        check(runtime.quantized, "infer.engine", self.infer.engine, expected)
+        if runtime.file is None:
             pairs = [self.quantize.enable.conv, self.quantize.enable.linear]
-            fits = all(pair.weight in RANGED and pair.activation == pair.weight for pair in pairs)
+            fits = all(
+                FORMATS[pair.weight].torch_compute_capability and pair.activation == pair.weight for pair in pairs
+            )
             expected = f"another, such as infer=openvino, because torch itself multiplies no {self.quantize.format}"
             check(fits, "infer.engine", self.infer.engine, expected)
             expected = f"0, because infer.engine={self.infer.engine} computes no low-rank branch"
             check(self.quantize.rank == 0, "quantize.rank", self.quantize.rank, expected)
         expected = "null, because a run keeps everything in hydra.run.dir"
         check(self.infer.out_path is None, "infer.out_path", self.infer.out_path, expected)
-        if self.infer.engine.startswith("tensorrt"):
+        if runtime.file == "plan":
             fits = self.trt.library in ("auto", self.infer.engine)
             expected = (
                 f"auto or {self.infer.engine}, because infer.engine={self.infer.engine} runs the plans that it builds"
@@ -341,7 +328,7 @@ class QuantizeJob:
         if self.cache.dir is not None:
             check_writable(anchored(self.cache.dir), "cache.dir", "the cache")
         check_installed(self.infer.engine)
-        if self.trt.library.startswith("tensorrt"):
+        if self.trt.library in PLAN_BUILDERS:
             check_installed(self.trt.library)
 
 
@@ -362,7 +349,7 @@ class ExportJob:
     def check_files(self) -> None:
         check_parts(self, "onnx")
         check_out_path(self.infer.out_path)
-        if self.trt.library.startswith("tensorrt"):
+        if self.trt.library in PLAN_BUILDERS:
             check_installed(self.trt.library)
 
 
@@ -374,7 +361,7 @@ class InferJob:
     infer: Infer
 
     def __post_init__(self):
-        fits = self.infer.engine != "torch_native"
+        fits = RUNTIMES[self.infer.engine].unquantized
         expected = "another, because this one computes what quantize.py derives and reads no file"
         check(fits, "infer.engine", self.infer.engine, expected)
 
@@ -383,8 +370,8 @@ class InferJob:
         check_checkpoint(self.model.path)
         check_out_path(self.infer.out_path)
         check_installed(self.infer.engine)
-        if self.infer.engine not in TORCH_ENGINES:
-            check_parts(self, "plan" if self.infer.engine.startswith("tensorrt") else "onnx")
+        if kind := RUNTIMES[self.infer.engine].file:
+            check_parts(self, kind)
 
 
 def run_model(run: str) -> dict | None:
@@ -424,17 +411,6 @@ def check_calibration(path: str) -> None:
     if not anchored(path).exists():
         raise ConfigError(
             f"calibration names {path}, which does not exist; give a statistics file or a folder of them, as a run logs"
-        )
-
-
-def check_installed(module: str) -> None:
-    """Raises ResourceError when the package of an engine or a plan builder is missing."""
-    module = "torch" if module in TORCH_ENGINES else module
-    if importlib.util.find_spec(module) is None:
-        extra = {"tensorrt_rtx": "rtx"}.get(module, module)
-        raise ResourceError(
-            f"the package {module} is not installed, which this job needs; "
-            f"pip install -e '.[{extra}]', or choose another infer= or export_trt="
         )
 
 

@@ -28,7 +28,9 @@ from sd_quant.errors import ConfigError
 from sd_quant.files import digest, write_json
 from sd_quant.progress import duration
 from sd_quant.report.published import read_published
-from sd_quant.report.summary import DONE, FAILED, SWEEP, UNFINISHED, Sweep, at
+from sd_quant.report.record import DONE, at
+from sd_quant.report.summary import FAILED, SWEEP, UNFINISHED, Sweep
+from sd_quant.text import one_line
 
 LOG = logging.getLogger(__name__)
 LONGEST_NAME = 120
@@ -203,7 +205,7 @@ def outcome(sweep: Sweep, ended_with: Exception | None = None) -> tuple[int, str
         return 0, ""
     reasons = [f"{job.name}: {job.reason}" for job in bad]
     if ended_with is not None and any(job.status == UNFINISHED for job in bad):
-        complaint = " ".join(str(ended_with).split())[:300]
+        complaint = one_line(ended_with, 300)
         reasons = [f"{job.name}: {job.reason}" for job in bad if job.status == FAILED]
         reasons.insert(0, f"the launcher failed with {type(ended_with).__name__}: {complaint}")
     told = "; ".join(reasons[:3]) + ("; ..." if len(reasons) > 3 else "")

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from sd_quant.calibration.store import FORM, content_digest, unpack
-from sd_quant.checkpoints.nemo import whole_file
-from sd_quant.checkpoints.safetensors_file import read_safetensors
-from sd_quant.checkpoints.torch_weights import StoredTensor
+from sd_quant.checkpoints.archive import whole_file
+from sd_quant.checkpoints.safetensors_file import read_metadata, read_safetensors
+from sd_quant.checkpoints.tensors import StoredTensor
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.models.parts import Contract, axes
 from sd_quant.quantization.statistics import CALLS, ROWS, Statistics, kind_of, merge, width_of
@@ -106,9 +106,7 @@ def open_entry(path: Path) -> Entry:
     """Raises ArtifactError when the header is damaged or describes no statistics, ConfigError when it is unreadable."""
     try:
         member = whole_file(path)
-        tensors = read_safetensors(member)
-        text = member.read(8, int.from_bytes(member.read(0, 8), "little"))
-        metadata = json.loads(bytes(text))["__metadata__"]
+        tensors, metadata = read_safetensors(member), read_metadata(member)
         origin, prompts = json.loads(metadata["origin"]), json.loads(metadata["prompts"])
         if origin["form"] != FORM:
             found = f"{origin['form']!r:.80}"

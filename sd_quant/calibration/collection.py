@@ -179,19 +179,19 @@ def run_shared(fabric, checkpoint: Checkpoint, *arguments) -> Statistics:
     """The same by several processes, which load the model themselves."""
     with tempfile.TemporaryDirectory() as folder:
         # Fabric would rebuild collections among the arguments of a launch, and cannot rebuild a range.
-        fabric.launch(partial(leave_share, checkpoint.reopened, Path(folder), arguments))
+        fabric.launch(partial(leave_share, checkpoint, Path(folder), arguments))
         if failures := sorted(Path(folder).glob("*.error")):
             raise SdQuantError(failures[0].read_text(encoding="utf-8"))
         return merge([unpack(load_file(path)) for path in sorted(Path(folder).glob("*.safetensors"))])
 
 
-def leave_share(reopen: Callable[[], Checkpoint], folder: Path, arguments: tuple, fabric) -> None:
+def leave_share(checkpoint: Checkpoint, folder: Path, arguments: tuple, fabric) -> None:
     """What one process does: its share of the prompts, into a file that only the parent process reads."""
     rank, processes = fabric.global_rank, fabric.world_size
     if fabric.device.type == "cpu":
         torch.set_num_threads(max(1, torch.get_num_threads() // processes))
     try:
-        statistics = run(fabric, load_model(reopen()), *arguments, share=slice(rank, None, processes))
+        statistics = run(fabric, load_model(checkpoint), *arguments, share=slice(rank, None, processes))
         save_file(pack(statistics), folder / f"{rank}.safetensors")
     except SdQuantError as error:
         (folder / f"{rank}.error").write_text(str(error), encoding="utf-8")

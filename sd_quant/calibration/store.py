@@ -14,10 +14,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 
-from sd_quant.files import atomic_path, digest
+from sd_quant.checkpoints.archive import whole_file
+from sd_quant.checkpoints.safetensors_file import read_metadata, read_safetensors, write_safetensors
+from sd_quant.checkpoints.tensors import lazy
+from sd_quant.errors import SdQuantError
+from sd_quant.files import digest
 from sd_quant.quantization.statistics import LayerStatistics, Sample, Statistics
 
 LOG = logging.getLogger(__name__)
@@ -52,10 +54,10 @@ class Shelf:
     def read(self, segment: range) -> Statistics | None:
         path = self.path(segment)
         try:
-            content = path.read_bytes()
-            tensors = load(content)  # first: it bounds the depth of the header, which json does not
-            metadata = header_of(content)["__metadata__"]
-        except (OSError, ValueError, KeyError, TypeError, OverflowError, SafetensorError) as error:
+            member = whole_file(path)
+            tensors = {name: tensor.read() for name, tensor in read_safetensors(member).items()}
+            metadata = read_metadata(member)
+        except (OSError, SdQuantError) as error:
             LOG.warning("the cached statistics %s cannot be read (%s); they are collected again", path, error)
             return None
         if metadata != self.metadata(segment, tensors):
@@ -67,22 +69,10 @@ class Shelf:
         """The caller alone writes into the folder, so what is half written there is a killed process's."""
         for abandoned in self.folder.glob(".*.part"):
             abandoned.unlink()
-        tensors = pack(statistics)
-        content = save(tensors)  # without the metadata, whose order would be another each time
-        header = {"__metadata__": self.metadata(segment, tensors), **header_of(content)}
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # numbers lie at multiples of their width
-        with atomic_path(self.path(segment)) as temporary, temporary.open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            file.write(memoryview(content)[8 + header_size(content) :])
-
-
-def header_size(content: bytes) -> int:
-    return int.from_bytes(content[:8], "little")
-
-
-def header_of(content: bytes) -> dict:
-    return json.loads(content[8 : 8 + header_size(content)])
+        # as the safetensors library orders them: the same statistics, in any order, are the same bytes
+        tensors = dict(sorted(pack(statistics).items(), key=lambda item: (-item[1].element_size(), item[0])))
+        stored = {name: lazy(tensor) for name, tensor in tensors.items()}
+        write_safetensors(self.path(segment), stored, metadata=self.metadata(segment, tensors))
 
 
 def content_digest(origin: str, prompts: str, tensors: Mapping[str, torch.Tensor]) -> str:
@@ -108,7 +98,7 @@ def pack(statistics: Statistics) -> dict[str, torch.Tensor]:
 
 
 def unpack(tensors: Mapping[str, torch.Tensor]) -> Statistics:
-    """The other way round. safetensors sorts by size, so the order of the layers is not kept."""
+    """The other way round. The order of the layers is not kept."""
     statistics = Statistics({}, {})
     for key in tensors:
         kind, name, what = key.split("|")

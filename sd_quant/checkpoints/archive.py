@@ -25,6 +25,7 @@ from sd_quant.files import check_room
 
 BLOCK = tarfile.BLOCKSIZE
 MAX_MEMBERS = 64
+MAX_TEXT = 2**20
 MAX_EXTENDED_HEADER = 64 * 1024  # holds a long name, a float mtime and a size over 8 GiB; needs a few hundred bytes
 LARGE_READ = 2**20
 GZIP_SLACK = 64 * 2**20
@@ -122,6 +123,21 @@ def open_members(path: Path) -> dict[str, Member]:
             raise ArtifactError(f"{path} holds {member_name!r} twice; expected each name once, so fetch it again")
         members[member_name] = member
     return members
+
+
+def whole_file(path: Path) -> Member:
+    """A file that stands alone, read as those of an archive are. Raises ConfigError when it does not exist."""
+    if not path.is_file():
+        raise ConfigError(f"{path} is not a file; check the path")
+    with path.open("rb") as file:
+        return Member(str(path), OpenFile(file), 0, os.fstat(file.fileno()).st_size)
+
+
+def read_text(member: Member) -> bytes:
+    """All of a configuration. Raises ArtifactError, before it is read, when it is longer than any is."""
+    if member.size > MAX_TEXT:
+        raise ArtifactError(f"{member.name} has {member.size} bytes; expected at most {MAX_TEXT}, so check the path")
+    return bytes(member.read(0, member.size))
 
 
 def is_gzipped(path: Path) -> bool:

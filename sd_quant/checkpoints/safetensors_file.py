@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from sd_quant.checkpoints.archive import Member
-from sd_quant.checkpoints.torch_weights import Readable, StoredTensor, read_bytes
+from sd_quant.checkpoints.tensors import Readable, StoredTensor, read_bytes
 from sd_quant.errors import ArtifactError
 from sd_quant.files import atomic_path
 
@@ -36,6 +36,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+FORMAT = {"format": "pt"}  # transformers asks for it
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -44,6 +45,18 @@ def read_safetensors(member: Member) -> dict[str, StoredTensor]:
 
     Raises ArtifactError when the header is damaged, or describes anything but the bytes behind it without a gap.
     """
+    return _read(member)[0]
+
+
+def read_metadata(member: Member) -> dict[str, str]:
+    """What the header says beside the tensors. Raises what ``read_safetensors`` raises, and for no mapping too."""
+    metadata = _read(member)[1]
+    if not isinstance(metadata, dict):
+        raise ArtifactError(f"{member.name} is not a whole safetensors file (no mapping of metadata); fetch it again")
+    return metadata
+
+
+def _read(member: Member) -> tuple[dict[str, StoredTensor], object]:
     length = int.from_bytes(member.read(0, 8), "little")
     if length > MAX_HEADER:
         raise ArtifactError(
@@ -53,7 +66,7 @@ def read_safetensors(member: Member) -> dict[str, StoredTensor]:
     text = member.read(8, length)
     try:
         header = json.loads(bytes(text))
-        header.pop("__metadata__", None)
+        metadata = header.pop("__metadata__", {})
         tensors = {name: _located(member, 8 + length, entry) for name, entry in header.items()}
         end = 8 + length
         for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start, prod(tensor.shape))):
@@ -65,11 +78,14 @@ def read_safetensors(member: Member) -> dict[str, StoredTensor]:
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"[:200]
         raise ArtifactError(f"{member.name} is not a whole safetensors file ({reason}); fetch it again") from error
-    return tensors
+    return tensors, metadata
 
 
 def write_safetensors(
-    path: Path, tensors: Mapping[str, Readable], advance: Callable[[], object] = lambda: None
+    path: Path,
+    tensors: Mapping[str, Readable],
+    advance: Callable[[], object] = lambda: None,
+    metadata: Mapping[str, str] = FORMAT,
 ) -> None:
     """One file, with one tensor in memory at a time; the same tensors give the same bytes.
 
@@ -81,7 +97,7 @@ def write_safetensors(
     names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
     ends = list(accumulate(prod(tensors[name].shape) * tensors[name].dtype.itemsize for name in names))
     ranges = dict(zip(names, zip([0, *ends], ends, strict=False), strict=True))
-    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+    header: dict[str, dict] = {"__metadata__": dict(metadata)}
     for name, tensor in tensors.items():
         if tensor.dtype not in NAMES:
             raise ArtifactError(

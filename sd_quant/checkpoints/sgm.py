@@ -12,9 +12,11 @@ from pathlib import Path
 
 import torch
 
-from sd_quant.checkpoints.nemo import Checkpoint, checkpoint_of, renamed, unused_state, whole_file
+from sd_quant.checkpoints.archive import whole_file
+from sd_quant.checkpoints.checks import renamed
+from sd_quant.checkpoints.nemo_keys import PREFIX, SIGMAS, unused_state
+from sd_quant.checkpoints.nemo_networks import NemoCheckpoint, checkpoint_of
 from sd_quant.checkpoints.safetensors_file import read_safetensors
-from sd_quant.checkpoints.sdxl_keys import PREFIX, SIGMAS
 from sd_quant.models.sdxl_nemo import scheduler
 
 PREFIXES = tuple(key.removeprefix("model.") for key in (*PREFIX.values(), SIGMAS))
@@ -38,7 +40,7 @@ def nemo_key(key: str) -> str:
     return f"model.{key}"
 
 
-def open_sgm(path: Path, model_config: dict) -> Checkpoint:
+def open_sgm(path: Path, model_config: dict, io: str = "nemo") -> NemoCheckpoint:
     """Such a file, checked but not loaded; it says nothing of its architecture, so ``model_config`` does.
 
     Raises ConfigError when ``path`` does not exist, ArtifactError when it is damaged or holds more or less than an SDXL
@@ -46,5 +48,5 @@ def open_sgm(path: Path, model_config: dict) -> Checkpoint:
     """
     tensors = renamed(path, read_safetensors(whole_file(path)), nemo_key)
     unused = unused_state(torch.float32, scheduler().config.num_train_timesteps)  # the noise levels are not in the file
-    reopen = partial(open_sgm, path, model_config)
-    return replace(checkpoint_of(path, model_config, unused | tensors), reopen=reopen)
+    reopen = partial(open_sgm, path, model_config, io)
+    return replace(checkpoint_of(path, model_config, unused | tensors), io=io, reopen=reopen)

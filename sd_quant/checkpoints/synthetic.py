@@ -18,28 +18,23 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import yaml
 from torch import Tensor, nn
 
-from sd_quant.checkpoints.nemo import state_of, write_archive
-from sd_quant.checkpoints.torch_weights import LazyTensor, size_of
+from sd_quant.checkpoints.nemo import write_archive
+from sd_quant.checkpoints.nemo_keys import state_of
+from sd_quant.checkpoints.nemo_networks import sdxl_base_config
+from sd_quant.checkpoints.tensors import LazyTensor, size_of
 from sd_quant.errors import exit_with_its_code
 from sd_quant.files import check_room
 from sd_quant.models.sdxl_nemo import TextShape, build_modules
 from sd_quant.progress import progress
 
-SDXL_BASE = Path(__file__).with_name("sdxl_base.yaml")
 CLIP_L = TextShape(vocab_size=49408, width=768, layers=12, context=77, mlp_width=3072)
 OPEN_CLIP_BIGG = TextShape(vocab_size=49408, width=1280, layers=32, context=77, mlp_width=5120, projection=1280)
 
 SPREAD = 0.3  # of the log-normal factors
 BRANCH_ENDS = ("to_out.0", "ff.net.2", "proj_out", "conv2", "out_proj", "fc2", "conv_out")
 BRANCH_GAIN = 0.3  # of a layer that ends a residual branch
-
-
-def sdxl_base_config() -> dict:
-    """The ``model_config.yaml`` of NeMo's SDXL base."""
-    return yaml.safe_load(SDXL_BASE.read_text(encoding="utf-8"))
 
 
 def random_parameter(name: str, shape: tuple[int, ...], kind: str, seed: int) -> Tensor:

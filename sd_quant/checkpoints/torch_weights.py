@@ -9,22 +9,21 @@ the process.
 """
 
 import logging
-import math
 import os
 import pickletools
 import re
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sd_quant.checkpoints.archive import Member, OpenFile
+from sd_quant.checkpoints.tensors import Readable, StoredTensor, read_bytes, span_of
 from sd_quant.errors import ArtifactError
 
 MAX_PICKLE = 8 * 2**20  # SDXL's has about 0.4 MB: names and shapes, no numbers
@@ -32,70 +31,6 @@ MAX_RECORDS = 100_000
 MAX_TEXT = 4096  # letters of a key, or of anything else that a pickle names
 PUTS, GETS = ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"), ("GET", "BINGET", "LONG_BINGET")
 CONTAINERS = ("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "LIST", "EMPTY_LIST", "DICT", "EMPTY_DICT")
-
-
-class Readable(Protocol):
-    """A tensor that is somewhere else until it is read."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    def read(self) -> torch.Tensor: ...
-
-
-@dataclass(frozen=True)
-class LazyTensor:
-    """A tensor that ``read`` makes: of this shape and dtype, on the CPU."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    read: Callable[[], torch.Tensor]
-
-
-def lazy(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> LazyTensor:
-    """A tensor that is here already, brought to the CPU and to ``dtype`` when it is read."""
-    dtype = dtype or tensor.dtype
-    return LazyTensor(tuple(tensor.shape), dtype, lambda: tensor.detach().to("cpu", dtype))
-
-
-def size_of(tensors: Iterable[Readable]) -> int:
-    """Bytes of all of them."""
-    return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)
-
-
-def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """The numbers of a CPU tensor, row after row; numpy knows no bfloat16."""
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
-
-
-def read_bytes(name: str, source: Readable) -> memoryview:
-    """The bytes of a tensor that was announced. Raises ValueError when it is another than that."""
-    tensor = source.read()
-    if (tuple(tensor.shape), tensor.dtype) != (tuple(source.shape), source.dtype):
-        raise ValueError(f"{name} was to be {source.shape} {source.dtype} and is {tuple(tensor.shape)} {tensor.dtype}")
-    return raw_bytes(tensor)
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """Where a tensor lies in its member. ``start`` is the byte of its first element; ``stride`` counts elements."""
-
-    member: Member
-    start: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    def read(self) -> torch.Tensor:
-        """A contiguous copy on the CPU."""
-        span = _span(self.shape, self.stride)
-        if span == 0:
-            return torch.empty(self.shape, dtype=self.dtype)
-        flat = torch.frombuffer(self.member.read(self.start, span * self.dtype.itemsize), dtype=self.dtype)
-        return flat.as_strided(self.shape, self.stride).contiguous()
 
 
 def stored_tensors(member: Member) -> dict[str, StoredTensor]:
@@ -251,7 +186,7 @@ def _located(member: Member, records: dict[int, int], name: object, value: objec
         )
     start = getattr(value.untyped_storage(), "_checkpoint_offset", None)
     size = value.dtype.itemsize
-    span = (value.storage_offset() + _span(value.shape, value.stride())) * size
+    span = (value.storage_offset() + span_of(value.shape, value.stride())) * size
     # numel beside the span: a stride of 0 would let a few bytes claim any shape
     if span > records.get(start, -1) or value.numel() * size > records[start]:
         raise ArtifactError(
@@ -259,10 +194,3 @@ def _located(member: Member, records: dict[int, int], name: object, value: objec
         )
     first = start + value.storage_offset() * size
     return StoredTensor(member, first, tuple(value.shape), tuple(value.stride()), value.dtype)
-
-
-def _span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    """Elements from the first to the last, both counted."""
-    if 0 in shape:
-        return 0
-    return 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))

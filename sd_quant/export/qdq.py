@@ -62,7 +62,7 @@ def quantized_input(
 
 
 def static_copy(graph: ir.Graph, node: ir.Node, value: ir.Value, name: str, form: Format, scale: float) -> ir.Value:
-    dtype = ir.DataType[form.ONNX_TYPE]
+    dtype = ir.DataType[form.onnx_type]
     scales = constant(graph, f"{name}_scale", np.array(scale, np.float16))
     zero_point = initializer(graph, f"{name}_zero_point", dtype, (), lambda: torch.zeros((), dtype=torch.int8))
     value = insert(graph, node, "QuantizeLinear", [value, scales, zero_point], f"{name}_quantized")
@@ -74,7 +74,7 @@ def static_weight(
 ) -> ir.Value:
     """The dequantized weight [out, ...], or [in, out] for a MatMul, from codes with one scale or one per output."""
     form, per_row = FORMATS[layer.format], layer.weight_axis == 0
-    dtype = ir.DataType[form.ONNX_TYPE]
+    dtype = ir.DataType[form.onnx_type]
 
     def codes() -> Tensor:
         weight = rewritten(read(name), layer)
@@ -113,7 +113,7 @@ def blocked_weight(
         return form.pack(found.T if transposed else found)
 
     def scale(index: int, suffix: str, shape: tuple[int, ...]) -> ir.Value:
-        kind = form.ONNX_SCALE_TYPES[index]
+        kind = form.onnx_scale_types[index]
 
         def read_scale() -> Tensor:
             found = weight_and_scales()[1][index].to(SCALE_DTYPES[kind])
@@ -121,13 +121,13 @@ def blocked_weight(
 
         return initializer(graph, f"{name}.{suffix}", ir.DataType[kind], shape, read_scale)
 
-    dtype, axis = ir.DataType[form.ONNX_TYPE], 0 if transposed else 1
+    dtype, axis = ir.DataType[form.onnx_type], 0 if transposed else 1
     value = initializer(graph, f"{name}.{layer.format}", dtype, turned(outputs, numbers), codes)
-    scales = scale(0, "scale", turned(outputs, numbers // form.BLOCK))
-    if len(form.ONNX_SCALE_TYPES) > 1:
+    scales = scale(0, "scale", turned(outputs, numbers // form.block))
+    if len(form.onnx_scale_types) > 1:
         inputs = [scales, scale(1, "global_scale", ())]
         scales = insert(graph, node, "DequantizeLinear", inputs, f"{name}.scale_dequantized", **HALF)
-    blocks = {"axis": axis, "block_size": form.BLOCK}
+    blocks = {"axis": axis, "block_size": form.block}
     value = insert(graph, node, "DequantizeLinear", [value, scales], f"{name}.dequantized", **blocks)
     if len(layer.weight_shape) > 2:
         shape = constant(graph, f"{name}.shape", np.array(layer.weight_shape, np.int64))
@@ -175,7 +175,7 @@ def quantize_layer(graph: ir.Graph, weight: ir.Value, layer: LayerAssignment, re
         (node,) = [usage.node for usage in transpose.outputs[0].uses()]
     x = smoothed_input(graph, node, layer, made)
     node.replace_input_with(0, quantized_input(graph, node, x, layer, made, rows))
-    dequantized = static_weight if FORMATS[layer.format].BLOCK is None else blocked_weight
+    dequantized = static_weight if FORMATS[layer.format].block is None else blocked_weight
     node.replace_input_with(1, dequantized(graph, node, weight.name, layer, read, transposed))
     if layer.low_rank is not None:
         add_low_rank(graph, node, x, layer)
@@ -228,7 +228,7 @@ def write_onnx(
     del graph.inputs[inputs:]
     pending = {name for name, layer in assignment.items() if layer.format or layer.activation_format}
     formats = {name for layer in assignment.values() for name in (layer.format, layer.activation_format) if name}
-    raise_opset(model, max([OPSET, *(FORMATS[name].OPSET for name in formats)]))
+    raise_opset(model, max([OPSET, *(FORMATS[name].opset for name in formats)]))
     made: Made = {}
     for value in weights:
         attention, _, projection = value.name.removeprefix(prefix).rpartition(".to_out.0.")

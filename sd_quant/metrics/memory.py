@@ -52,12 +52,6 @@ def peak_cuda_memory_bytes() -> int | None:
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
 
 
-def peak_cuda_memory() -> int | dict:
-    """The same as a record has it: a reason where there is no number."""
-    peak = peak_cuda_memory_bytes()
-    return {"value": None, "reason": "no NVIDIA GPU"} if peak is None else peak
-
-
 def available_cuda_memory_bytes() -> int | None:
     """Memory of the current GPU that nobody uses, with what torch keeps for itself to use again; None without one."""
     if not torch.cuda.is_available():

@@ -1,7 +1,7 @@
 """CLIP score and FID, for who has their networks' weights, and the window in which MLPerf accepts both.
 
-CLIP score says whether pictures show what their prompts say (Hessel et al., EMNLP 2021; as torchmetrics defines it:
-100 cos(picture, prompt), averaged, at least 0); FID how far they are, as a set, from photographs (Heusel et al. 2017,
+CLIP score says whether images show what their prompts say (Hessel et al., EMNLP 2021; as torchmetrics defines it:
+100 cos(image, prompt), averaged, at least 0); FID how far they are, as a set, from photographs (Heusel et al. 2017,
 frechet.py has the formula). Neither is about quantization: they compare with what others publish, fidelity.py with
 full precision. The networks are torchmetrics' and are never downloaded: the road not taken is its default of fetching
 hundreds of megabytes when it is first called.
@@ -23,14 +23,14 @@ from PIL import Image
 from torch import Tensor, nn
 
 from sd_quant.devices import full_precision
-from sd_quant.engines.base import one_line
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError, SdQuantError
-from sd_quant.metrics.frechet import check_pictures, frechet_distance, moments
+from sd_quant.metrics.frechet import check_images, frechet_distance, moments
 from sd_quant.progress import progress
+from sd_quant.text import one_line
 
 BATCH = 16
-FEWEST_FOR_FID = 2049  # pictures: with fewer the covariance of Inception's 2048 features is singular
-PICTURES = {".bmp", ".jpeg", ".jpg", ".png", ".webp"}
+FEWEST_FOR_FID = 2049  # images: with fewer the covariance of Inception's 2048 features is singular
+IMAGES = {".bmp", ".jpeg", ".jpg", ".png", ".webp"}
 CLIP_FILES = (  # of each line, one has to be there
     ("config.json",),
     ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"),
@@ -39,7 +39,7 @@ CLIP_FILES = (  # of each line, one has to be there
 )
 
 # MLPerf Inference, stable-diffusion-xl, closed division: within 0.2 % and 2 % of the fp32 reference's 31.74981837 and
-# 23.48046692 (docs/index.md there); how the pictures are made: backend_pytorch.py, what they are judged by: coco.py.
+# 23.48046692 (docs/index.md there); how the images are made: backend_pytorch.py, what they are judged by: coco.py.
 MLPERF_CLIP = (31.68631873, 31.81331801)
 MLPERF_FID = (23.01085758, 23.95007626)
 MLPERF_PROTOCOL = {
@@ -49,7 +49,7 @@ MLPERF_PROTOCOL = {
     "height": 1024,
     "width": 1024,
     "negative_prompt": "normal quality, low quality, worst quality, low res, blurry, nsfw, nude",
-    "latents": "latents.pt",  # one starting noise for all pictures
+    "latents": "latents.pt",  # one starting noise for all images
     "clip_network": {"layers": 12, "width": 768, "patch": 32},  # openai/clip-vit-base-patch32
     "fid_references": "val2014.npz",
 }
@@ -61,15 +61,15 @@ def clip_score(images: np.ndarray, prompts: Sequence[str], weights: Path) -> dic
     """``{value, reason, pictures, network}`` of uint8 [N, H, W, 3] and N prompts; ``value`` from 0 to 100, the mean.
 
     ``weights``: a folder of transformers' CLIPModel with its tokenizer and image processor. Where it cannot be used,
-    or there are no pictures, ``value`` is None and ``reason`` says why. Prompts are cut to what the network reads, as
-    MLPerf does. Raises ArtifactError for other pictures and when the numbers differ.
+    or there are no images, ``value`` is None and ``reason`` says why. Prompts are cut to what the network reads, as
+    MLPerf does. Raises ArtifactError for other images and when the numbers differ.
     """
-    check_pictures(images)
+    check_images(images)
     if len(images) != len(prompts):
-        raise ArtifactError(f"{len(images)} pictures came with {len(prompts)} prompts, expected a prompt for each")
+        raise ArtifactError(f"{len(images)} images came with {len(prompts)} prompts, expected a prompt for each")
     found = {"value": None, "reason": None, "pictures": len(images), "network": None}
     if not len(images):
-        return found | {"reason": "there are no pictures"}
+        return found | {"reason": "there are no images"}
     try:
         model, processor = _clip(weights)
     except SdQuantError as error:
@@ -104,12 +104,12 @@ def check_clip_weights(weights: Path) -> None:
 def fid(images: np.ndarray, references: Path, weights: Path) -> dict:
     """``{value, reason, pictures, references}`` of uint8 [N, H, W, 3], N at least 2049; ``value`` is 0 or more.
 
-    ``references``: a folder of at least as many pictures, or an .npz with Inception's ``mu`` [2048] and ``sigma``
+    ``references``: a folder of at least as many images, or an .npz with Inception's ``mu`` [2048] and ``sigma``
     [2048, 2048] over them, as pytorch-fid writes and MLPerf ships it. ``weights``: pt_inception-2015-12-05, as
     torch-fidelity (``weights-inception-2015-12-05-6726825d.pth``) serves it. Where anything is missing or broken or too
-    few, ``value`` is None and ``reason`` says why. Raises ArtifactError for other pictures.
+    few, ``value`` is None and ``reason`` says why. Raises ArtifactError for other images.
     """
-    check_pictures(images)
+    check_images(images)
     found = {"value": None, "reason": None, "pictures": len(images), "references": references.name}
     try:
         _check_number(len(images), "were made")
@@ -126,17 +126,15 @@ def fid(images: np.ndarray, references: Path, weights: Path) -> dict:
 
 
 def check_references(references: Path) -> None:
-    """Raises ConfigError unless there is an .npz or a folder with enough pictures; opens none of them."""
+    """Raises ConfigError unless there is an .npz or a folder with enough images; opens none of them."""
     if references.is_dir():
-        _check_number(len(_picture_files(references)), f"are in {references}")
+        _check_number(len(_image_files(references)), f"are in {references}")
     elif references.suffix != ".npz" or not references.is_file():
-        raise ConfigError(
-            f"{references} is neither a folder of pictures nor an .npz with mu and sigma; name one of them"
-        )
+        raise ConfigError(f"{references} is neither a folder of images nor an .npz with mu and sigma; name one of them")
 
 
 def mlperf_window(clip_score: float | None, fid: float | None, protocol: Mapping[str, Any]) -> dict:
-    """``{passes, reason}``: are both inside MLPerf's window? None where the pictures were not made its way.
+    """``{passes, reason}``: are both inside MLPerf's window? None where the images were not made its way.
 
     ``protocol`` says how they were made and judged: ``prompts``, a sequence of text, and what MLPERF_PROTOCOL names.
     """
@@ -229,8 +227,8 @@ def _inception(weights: Path) -> nn.Module:
 
 def _reference_moments(references: Path, network: nn.Module) -> tuple[Tensor, Tensor]:
     if references.is_dir():
-        files = _picture_files(references)
-        return moments(_features(network, len(files), lambda index: _read_picture(files[index])))
+        files = _image_files(references)
+        return moments(_features(network, len(files), lambda index: _read_image(files[index])))
     try:
         with references.open("rb") as file, np.load(file, allow_pickle=False) as stored:
             mean, covariance = (torch.from_numpy(stored[name]).double() for name in ("mu", "sigma"))
@@ -241,42 +239,43 @@ def _reference_moments(references: Path, network: nn.Module) -> tuple[Tensor, Te
     width = mean.numel()
     if mean.shape != (width,) or covariance.shape != (width, width) or not covariance.isfinite().all():
         raise ArtifactError(
-            f"mu and sigma of {references} are {list(mean.shape)} and {list(covariance.shape)}, or NaN, "
+            f"mu and sigma of {references} have the shapes {list(mean.shape)} and {list(covariance.shape)}, expected "
+            "[D] and [D, D] of finite numbers; download or compute them again"
         )
     return mean, covariance
 
 
-def _features(network: nn.Module, number: int, picture: Callable[[int], np.ndarray]) -> Tensor:
+def _features(network: nn.Module, number: int, image: Callable[[int], np.ndarray]) -> Tensor:
     """One at a time: photographs differ in size."""
     features = []
     with full_precision() as device, torch.inference_mode(), progress(number, "Inception features") as advance:
         network.to(device)
         for index in range(number):
-            features.append(network(_pixels(picture(index)[None]).to(device)).cpu())
+            features.append(network(_pixels(image(index)[None]).to(device)).cpu())
             advance()
     return torch.cat(features)
 
 
-def _picture_files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.suffix.lower() in PICTURES)
+def _image_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.suffix.lower() in IMAGES)
 
 
-def _read_picture(path: Path) -> np.ndarray:
+def _read_image(path: Path) -> np.ndarray:
     try:
-        with Image.open(path) as picture:
-            return np.asarray(picture.convert("RGB"))
+        with Image.open(path) as image:
+            return np.asarray(image.convert("RGB"))
     except (OSError, ValueError, Image.DecompressionBombError) as error:
         raise ArtifactError(f"the reference {path} cannot be read ({one_line(error)}); remove it") from error
 
 
 def _check_number(number: int, where: str) -> None:
     if number < FEWEST_FOR_FID:
-        raise ConfigError(f"{number} pictures {where}, which is too few for FID; it takes {FEWEST_FOR_FID} or more")
+        raise ConfigError(f"{number} images {where}, which is too few for FID; it takes {FEWEST_FOR_FID} or more")
 
 
-def _pixels(pictures: np.ndarray) -> Tensor:
+def _pixels(images: np.ndarray) -> Tensor:
     """[N, H, W, 3] -> [N, 3, H, W], uint8."""
-    return torch.tensor(pictures).permute(0, 3, 1, 2)
+    return torch.tensor(images).permute(0, 3, 1, 2)
 
 
 def _number(value: float | None) -> dict:

@@ -16,6 +16,7 @@ from sd_quant.models.parts import Contract, Part, PipelineAdapter, wrapped
 
 class Checkpoint(Protocol):
     """What a reader in ``sd_quant.checkpoints`` returns. No weight is read until one of ``components`` is asked for.
+    It can be pickled: another process opens the file again.
 
     ``components``: a network's name in diffusers to its weights by diffusers' names.
     """
@@ -34,10 +35,6 @@ class Checkpoint(Protocol):
 
     def adapter(self, networks: Mapping[str, nn.Module]) -> PipelineAdapter:
         """``networks`` by component, to be put into a pipeline."""
-        ...
-
-    def reopened(self) -> "Checkpoint":
-        """The same in another process."""
         ...
 
 

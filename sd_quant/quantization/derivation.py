@@ -99,7 +99,7 @@ def with_ranges(layer: LayerAssignment, weight: Tensor, activation_amax: float, 
         layer,
         format=formats.weight,
         activation_format=formats.activation,
-        weight_axis=0 if recipe.per_channel and FORMATS[formats.weight].BLOCK is None else None,
+        weight_axis=0 if recipe.per_channel and FORMATS[formats.weight].block is None else None,
         activation_amax=activation_amax,
         reason=None,
     )
@@ -221,7 +221,7 @@ def check_layers(
                 "give a fraction below 1 instead, which is taken of every layer"
             )
         for form in filter(None, (formats.weight, formats.activation)):
-            block, numbers = FORMATS[form].BLOCK, math.prod(shape[1:])
+            block, numbers = FORMATS[form].block, math.prod(shape[1:])
             if block is not None and numbers % block:
                 raise ConfigError(
                     f"{form} has blocks of {block}, which do not divide the {numbers} inputs of {name}; exclude it "

@@ -11,16 +11,11 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from sd_quant.knobs import Called, Limit, at_least, one_of
+from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.observers import OBSERVERS
 from sd_quant.quantization.percentile import COLLECT_METHODS, PERCENTILE_CALIBRATORS
 from sd_quant.quantization.smoothing import SMOOTHINGS
 
-# The formats of sd_quant.quantization.formats, which imports torch, and the least compute capability that TensorRT
-# builds a plan for: what older GPUs have no type for is refused, even if it is only a weight.
-LEAST_CAPABILITY = {"int8": 75, "int4": 80, "fp8": 89, "mxfp4": 100, "nvfp4": 100}
-RANGED = ("int8", "fp8")  # those that take a range in advance; the others have a scale per block
-CALIBRATED = (*RANGED, "nvfp4")  # those whose inputs have a range from calibration; NVFP4's is over its blocks' scales
-EQUAL_LEVELS = ("int8", "int4")  # those that round to integers
 ROLES = ("conv", "ffn", "qkv", "linear")
 QUANT_LEVELS: dict[float, tuple[str, ...]] = {
     1.0: ROLES[:1],
@@ -37,12 +32,13 @@ RANK = Limit(
     lambda rank: rank >= 0 if isinstance(rank, int) else 0 < rank < 1,
     "0, a number of singular directions, or a fraction below 1 of a layer's shorter side",
 )
+FOR_ATTENTION = one_of(lambda: [name for name, fmt in FORMATS.items() if fmt.attention])
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    weight: Annotated[str, one_of(LEAST_CAPABILITY), "format of a layer's weight"]
-    activation: Annotated[str | None, one_of(LEAST_CAPABILITY), "format of its input; null: it stays in high precision"]
+    weight: Annotated[str, one_of(FORMATS), "format of a layer's weight"]
+    activation: Annotated[str | None, one_of(FORMATS), "format of its input; null: it stays in high precision"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +47,7 @@ class Enable:
 
     conv: Pair
     linear: Pair
-    attention: Annotated[
-        str | None, one_of(["fp8"]), "format of the matrix products of attention; null: they have none"
-    ]
+    attention: Annotated[str | None, FOR_ATTENTION, "format of attention's matrix products; null: they have none"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The plots of a sweep: what a recipe costs and saves, where in the denoising pictures part, which layers are to blame.
+"""The plots of a sweep: what a recipe costs and saves, where in the denoising images part, which layers are to blame.
 
 Each is drawn once, in the colours of ``PALETTE``. A PNG keeps them; in the SVG of a page they become variables of its
 style sheet, so a plot is dark where the page is. The road not taken is a plotting library in the browser: a report has
@@ -24,9 +24,12 @@ from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
 
 from sd_quant.files import atomic_path
+from sd_quant.metrics import SCORES
 from sd_quant.report.recommendation import fidelity_db, front, recommend
-from sd_quant.report.sensitivity import COLOURS
-from sd_quant.report.summary import DONE, Job, Row, Sweep, at, rows
+from sd_quant.report.record import DONE, score_of
+from sd_quant.report.sensitivity_plot import COLOURS
+from sd_quant.report.summary import Job, Row, Sweep, rows
+from sd_quant.text import printable
 
 LINES = [*COLOURS.values(), "#c44e52", "#64b5cd"]
 PAPER, INK, SOFT, FAINT, BAND, ACCENT = "#ffffff", "#202124", "#5f6368", "#dfe1e5", "#f1f3f4", "#0f766e"
@@ -60,9 +63,9 @@ PIXELS_PER_INCH = 150
 LONGEST_NAME = 28
 MOST_NAMES = 16  # more lines or points than this are named only where they matter
 WORST_LAYERS = 6
-DB_BEYOND = 3.0  # identical pictures have an infinite PSNR and are drawn this far above the rest
+DB_BEYOND = 3.0  # identical images have an infinite PSNR and are drawn this far above the rest
 TIME, SIZE = "image_relative_time", "denoiser_onnx_bytes"
-COSTS = {TIME: "prompt to picture, % of the unquantized engine's time", SIZE: "ONNX file of the denoiser, MB"}
+COSTS = {TIME: "prompt to image, % of the unquantized engine's time", SIZE: "ONNX file of the denoiser, MB"}
 UNQUANTIZED = {TIME: lambda row: 1.0, SIZE: lambda row: row["denoiser_onnx_full_precision_bytes"]}
 SCALE = {TIME: 100.0, SIZE: 1e-6}
 UNIT = {TIME: "%", SIZE: "MB"}
@@ -143,7 +146,7 @@ def knob_value(value: object) -> str:
 
 def fitted(text: str, longest: int = LONGEST_NAME) -> str:
     """In one line, without control characters, the middle left out where it is too long."""
-    line = "".join(letter if letter.isprintable() else " " for letter in text)
+    line = printable(text)
     half = longest // 2
     return line if len(line) <= longest else f"{line[: half - 1]}…{line[-half:]}"
 
@@ -156,9 +159,9 @@ def pareto(table: Sequence[Row], varied: Sequence[str], cost: str, recommended: 
     highest = max((fidelity_db(row) for row in usable if math.isfinite(fidelity_db(row))), default=0.0) + DB_BEYOND
     place = lambda row: (row[cost] * SCALE[cost], min(fidelity_db(row), highest))  # noqa: E731
     best = front(usable, cost)
-    figure = Figure(figsize=HALF, layout="constrained")
+    psnr, figure = SCORES["psnr"], Figure(figsize=HALF, layout="constrained")
     axes = figure.subplots()
-    axes.set(xlabel=f"{COSTS[cost]} (less is better)", ylabel="PSNR to full precision, dB")
+    axes.set(xlabel=f"{COSTS[cost]} (less is better)", ylabel=f"{psnr.title} to full precision, {psnr.unit}")
     axes.grid(linewidth=0.6)
     axes.margins(0.1, 0.14)
     axes.plot(*zip(*map(place, best), strict=True), color=SOFT, linewidth=1.2, zorder=2)
@@ -254,15 +257,15 @@ def trajectory(sweep: Sweep, recommended: str | None) -> Figure | None:
     """SQNR of the latents after each denoising step, a line for each recipe, named at its end."""
     lines = {}
     for job in sweep.jobs:
-        steps = at(job.record, "fidelity", "latent_sqnr_db")
-        if isinstance(steps, list) and any(step is not None for step in steps):
-            lines[job.name] = np.array([np.nan if step is None else step for step in steps], float)
+        values = score_of(job.record, SCORES["latent_sqnr_db"]).values
+        if any(value is not None for value in values):
+            lines[job.name] = np.array([np.nan if value is None else value for value in values], float)
     if not lines:
         return None
     names = {job.name: short_name({"job": job.name, **job.varied}, sweep.varied) for job in sweep.jobs}
     figure = Figure(figsize=WHOLE, layout="constrained")
     axes = figure.subplots()
-    axes.set(xlabel="denoising step", ylabel="SQNR of the latents, dB")
+    axes.set(xlabel="denoising step", ylabel=SCORES["latent_sqnr_db"].heading)
     axes.grid(linewidth=0.6)
     axes.margins(0.01, 0.08)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))

@@ -1,7 +1,7 @@
 """A sweep's latencies by batch size in the shape of somebody's published tables, with their figures beside ours.
 
 Two tables, as in NeMo's documentation: the framework against the quantized engine, and the unquantized engine against
-it, from prompt to picture. Another machine, engine or number of steps makes the milliseconds incomparable, so the
+it, from prompt to image. Another machine, engine or number of steps makes the milliseconds incomparable, so the
 caption says what differs; what may be compared is the speed-up.
 """
 
@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 
 from sd_quant.errors import ArtifactError, ConfigError
-from sd_quant.report.shapes import why
-from sd_quant.report.summary import SWEEP, Row, Sweep, at, plain, rows
+from sd_quant.report.record import at, why
+from sd_quant.report.summary import SWEEP, Row, Sweep, markdown_text, rows
 
 SIDES = {"framework": "framework", "unquantized": "unquantized engine"}
 CONDITIONS = ("machine", "engine", "precision", "steps", "resolution")
@@ -112,13 +112,13 @@ def caption_of(theirs: Mapping[str, Any], record: Mapping[str, Any]) -> str:
         "resolution": f"{infer.get('width')}x{infer.get('height')}",
     }
     differing = "; ".join(f"{name}: {ours[name]} here, {theirs[name]} there" for name in CONDITIONS)
-    return f"From prompt to picture, guidance on, medians of a run that timed all three in turn. {differing}."
+    return f"From prompt to image, guidance on, medians of a run that timed all three in turn. {differing}."
 
 
 def as_markdown(table: Table) -> str:
     lines = [table.header, ["---"] * len(table.header), *table.lines]
-    body = "".join(f"| {' | '.join(map(plain, cells))} |\n" for cells in lines)
-    return f"### {plain(table.heading)}\n\n{body}\n{plain(table.caption)}\n"
+    body = "".join(f"| {' | '.join(map(markdown_text, cells))} |\n" for cells in lines)
+    return f"### {markdown_text(table.heading)}\n\n{body}\n{markdown_text(table.caption)}\n"
 
 
 def as_html(table: Table) -> str:

@@ -17,19 +17,25 @@ from torch import Tensor, nn
 
 from sd_quant.files import atomic_path
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.formats import FORMATS, fake_quantize, fp8, int8
+from sd_quant.quantization.formats import FORMATS, fake_quantize
 from sd_quant.quantization.formats.int8 import per_channel
 from sd_quant.simulation.rewrite import rewrite
 
 BACKEND = "sd_quant"
-NATIVE = {"int8": (8, int8.QMAX), "fp8": ((4, 3), fp8.QMAX)}  # what ModelOpt computes anywhere: num_bits, largest code
 
 
-def attributes(form: str, axis: int | None) -> dict:
-    """ModelOpt's of one quantizer."""
-    if form in NATIVE:
-        return {"num_bits": NATIVE[form][0], "axis": axis}
-    return {"num_bits": 8, "axis": None, "backend": BACKEND, "backend_extra_args": {"format": form}}
+def attributes(name: str, axis: int | None) -> dict:
+    """ModelOpt's attributes of one quantizer for the format of this ``name``."""
+    num_bits = FORMATS[name].modelopt_num_bits
+    if num_bits is not None:
+        return {"num_bits": num_bits, "axis": axis}
+    return {"num_bits": 8, "axis": None, "backend": BACKEND, "backend_extra_args": {"format": name}}
+
+
+def quantizer_amax(name: str, amax, scale):
+    """The amax that gives ModelOpt's own quantizer our ``scale``; for our backend the ``amax`` as it is."""
+    fmt = FORMATS[name]
+    return amax if fmt.modelopt_num_bits is None else scale * fmt.largest_code
 
 
 def modelopt_config(assignment: Mapping[str, LayerAssignment]) -> dict:
@@ -47,9 +53,9 @@ def modelopt_config(assignment: Mapping[str, LayerAssignment]) -> dict:
 
 def blocked(x: Tensor, quantizer) -> Tensor:
     """ModelOpt's backend for formats that it has not here; blocks lie along the inputs of each output."""
-    form = FORMATS[quantizer.backend_extra_args["format"]]
+    fmt = FORMATS[quantizer.backend_extra_args["format"]]
     flat = x.flatten(1) if x.ndim == 4 else x
-    return fake_quantize(form, flat, quantizer.amax.float()).view(x.shape).to(x)
+    return fake_quantize(fmt, flat, quantizer.amax.float()).view(x.shape).to(x)
 
 
 def add_low_rank(up: Tensor, down: Tensor) -> Callable[[nn.Module, tuple, Tensor], Tensor]:
@@ -86,22 +92,18 @@ def simulate(module: nn.Module, assignment: Mapping[str, LayerAssignment]) -> nn
         if layer.low_rank is not None:
             target.register_forward_hook(add_low_rank(*layer.low_rank))
         if layer.format is not None:
-            amax = layer.weight_amax
-            if layer.format in NATIVE:
-                amax = layer.weight_scale * NATIVE[layer.format][1]
+            amax = quantizer_amax(layer.format, layer.weight_amax, layer.weight_scale)
             target.weight_quantizer.amax = (per_channel(amax, weight) if layer.weight_axis == 0 else amax[0]).to(weight)
         if layer.activation_format is not None:
-            peak = layer.activation_amax
-            if layer.activation_format in NATIVE:
-                peak = layer.activation_scale * NATIVE[layer.activation_format][1]
-            target.input_quantizer.amax = torch.tensor(peak).to(weight)
+            amax = quantizer_amax(layer.activation_format, layer.activation_amax, layer.activation_scale)
+            target.input_quantizer.amax = torch.tensor(amax).to(weight)
     return module
 
 
 def restorable(assignment: Mapping[str, LayerAssignment]) -> bool:
     """Whether ModelOpt alone can hold all of it: hooks, processors and formats of ours would be lost in its file."""
     return all(
-        {layer.format, layer.activation_format} <= {None, *NATIVE}
+        all(FORMATS[name].modelopt_num_bits is not None for name in (layer.format, layer.activation_format) if name)
         and layer.low_rank is None
         and layer.attention_amax is None
         for layer in assignment.values()

@@ -22,7 +22,6 @@ from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.simulation.rewrite import rewrite
 
-CAPABILITY = {"int8": (8, 0), "fp8": (8, 9)}  # of GPUs that multiply these and that Triton compiles for
 FEWEST_ROWS = 17  # that CUDA's INT8 product takes
 ALIGNED = 16  # CUDA's FP8 product takes multiples of it
 
@@ -164,18 +163,20 @@ class Products:
     convolution: Product | None
 
 
-PRODUCTS = {  # FP8 on a processor is no faster than fp32, unfolded slower; benchmarks/convolutions.py
-    "cpu": {"int8": Products(int_mm, unfolded_int_mm), "fp8": Products(scaled_mm, None)},
+# By device and by the ONNX type of the codes. FP8 on a processor is no faster than fp32, unfolded slower;
+# benchmarks/convolutions.py
+PRODUCTS = {
+    "cpu": {"INT8": Products(int_mm, unfolded_int_mm), "FLOAT8E4M3FN": Products(scaled_mm, None)},
     "cuda": {
-        "int8": Products(kernel_linear, kernel_convolution),
-        "fp8": Products(aligned_scaled_mm, kernel_convolution),
+        "INT8": Products(kernel_linear, kernel_convolution),
+        "FLOAT8E4M3FN": Products(aligned_scaled_mm, kernel_convolution),
     },
 }
 
 
 def layer_of(module: nn.Module, layer: LayerAssignment, products: Mapping[str, Products]) -> nn.Module:
     """What computes ``module``, whose weight is smoothed already."""
-    weight, found = module.get_parameter("weight").detach().float(), products[layer.format]
+    weight, found = module.get_parameter("weight").detach().float(), products[FORMATS[layer.format].onnx_type]
     if isinstance(module, nn.Conv2d):
         square = all(len(set(sizes)) == 1 for sizes in (module.stride, module.dilation, module.padding))
         if found.convolution is None or module.groups > 1 or not square:
@@ -214,9 +215,10 @@ def check_device(formats: Collection[str]) -> None:
         return
     found = torch.cuda.get_device_capability()
     for name in formats:
-        if found < CAPABILITY[name]:
+        needed = FORMATS[name].torch_compute_capability
+        if found < needed:
             raise ResourceError(
-                f"torch multiplies {name} on GPUs of compute capability {'.'.join(map(str, CAPABILITY[name]))} or more "
+                f"torch multiplies {name} on GPUs of compute capability {'.'.join(map(str, needed))} or more "
                 f"and this one has {'.'.join(map(str, found))}; choose another preset or infer=openvino"
             )
     try:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sd_quant.errors import ConfigError
-from sd_quant.metrics.fidelity import relative_error
+from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment
 
 

@@ -1,9 +1,9 @@
 """Plans from ONNX files."""
 
-import importlib.util
 import logging
 import math
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import onnx
@@ -11,6 +11,7 @@ import torch
 
 from sd_quant.cache import Cache
 from sd_quant.config import ExportJob, ExportShape, Infer, Trt, anchored, artifact, part_paths, targets_for
+from sd_quant.engines import PLAN_BUILDERS, RUNTIMES
 from sd_quant.engines.base import onnx_files
 from sd_quant.engines.tensorrt.build import build_plan
 from sd_quant.engines.tensorrt.library import runtime_module
@@ -21,7 +22,6 @@ from sd_quant.files import sha256
 from sd_quant.models.parts import axes
 from sd_quant.progress import progress
 from sd_quant.quantization.formats import FORMATS
-from sd_quant.quantization.recipe import LEAST_CAPABILITY
 from sd_quant.stages.needs import check_machine, memory_of_plan
 
 LOG = logging.getLogger(__name__)
@@ -49,16 +49,17 @@ def formats_in(onnx_path: Path) -> set[str]:
     """The formats that the graph holds weights in, of those that not every GPU has."""
     graph = onnx.load(onnx_path, load_external_data=False).graph
     types = {onnx.TensorProto.DataType.Name(weight.data_type) for weight in graph.initializer}
-    return {name for name in LEAST_CAPABILITY if FORMATS[name].ONNX_TYPE in types}
+    return {name for name, fmt in FORMATS.items() if fmt.onnx_type in types}
 
 
 def check_gpu(formats: set[str]) -> None:
     """Raises ResourceError when the GPU of this machine is too old for a format."""
     major, minor = torch.cuda.get_device_capability()
     for name in formats:
-        if 10 * major + minor < LEAST_CAPABILITY[name]:
+        needed = FORMATS[name].min_compute_capability
+        if 10 * major + minor < needed:
             raise ResourceError(
-                f"this GPU has compute capability {major}.{minor} and {name} takes {LEAST_CAPABILITY[name] / 10:g}; "
+                f"this GPU has compute capability {major}.{minor} and {name} takes {needed / 10:g}; "
                 "choose another preset, or build for another GPU with export_trt=tensorrt_rtx"
             )
 
@@ -67,8 +68,9 @@ def plan_library(trt: Trt) -> str:
     """``auto`` is TensorRT where it and a GPU are there, TensorRT for RTX, which needs no GPU to build, elsewhere."""
     if trt.library != "auto":
         return trt.library
-    mainline = torch.cuda.is_available() and importlib.util.find_spec("tensorrt") is not None
-    return "tensorrt" if mainline else "tensorrt_rtx"
+    ahead_of_time = [name for name in PLAN_BUILDERS if RUNTIMES[name].ahead_of_time]
+    others = [name for name in PLAN_BUILDERS if name not in ahead_of_time and find_spec(RUNTIMES[name].package)]
+    return [*(others if torch.cuda.is_available() else ()), *ahead_of_time][0]
 
 
 def profile(onnx_path: Path, part: str, trt: Trt, infer: Infer | ExportShape) -> dict[str, tuple]:
@@ -99,7 +101,7 @@ def build_plans(
     """``out/plan/<part>.plan`` for every ONNX file in ``paths``."""
     library = plan_library(trt)
     formats = set().union(*(formats_in(path) for path in paths.values()))
-    targets = targets_for(trt, formats) if library == "tensorrt_rtx" else []
+    targets = targets_for(trt, formats) if RUNTIMES[library].ahead_of_time else []
     if not targets:
         check_gpu(formats)
     reports = {}

@@ -8,7 +8,8 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
-from sd_quant.config import CPU_ENGINES, Infer, QuantizeJob
+from sd_quant.config import Infer, QuantizeJob
+from sd_quant.engines import RUNTIMES
 from sd_quant.errors import ResourceError
 from sd_quant.files import check_room
 from sd_quant.metrics.memory import available_cuda_memory_bytes, available_memory_bytes
@@ -16,7 +17,7 @@ from sd_quant.metrics.memory import available_cuda_memory_bytes, available_memor
 LOG = logging.getLogger(__name__)
 BASE = 1.0e9  # the process with its libraries; on a GPU, CUDA's context and theirs
 TORCH = 4  # bytes per parameter, fp32
-ENGINE, ENGINE_INT8 = 6.5, 2.5  # OpenVINO's own, at its peak, without the file that it maps and the kernel can drop
+ENGINE_INT8 = 2.5  # bytes per parameter of OpenVINO's own with INT8 weights, at its peak
 PLAN = 4.2  # bytes per parameter while TensorRT for RTX builds
 DENOISER_PIXEL, VAE_PIXEL = 1000, 9000  # bytes of fp32 activations per pixel, of a sample and of a picture
 GB = 1e9
@@ -32,7 +33,7 @@ def activations(parameters: Parameters, infer: Infer) -> dict[str, int]:
 def memory_of_side(parameters: Parameters, infer: Infer) -> dict[str, float]:
     """Bytes of one version of the model with all its parts open, and of the largest activations."""
     return {
-        "weights": (TORCH if infer.engine.startswith("torch") else ENGINE) * sum(parameters.values()),
+        "weights": RUNTIMES[infer.engine].bytes_per_parameter * sum(parameters.values()),
         "activations": max(activations(parameters, infer).values()),
         "process": BASE,
     }
@@ -49,7 +50,7 @@ def memory_of_sides(parameters: Parameters, infer: Infer) -> dict[str, float]:
 
 def gpu_memory_of_side(parameters: Parameters, infer: Infer) -> dict[str, float]:
     """Bytes that a GPU holds of one version; nothing of an engine for the processor."""
-    if infer.engine in CPU_ENGINES:
+    if RUNTIMES[infer.engine].device == "cpu":
         return {}
     weights, largest = bytes_on_gpu(infer) * sum(parameters.values()), max(activations(parameters, infer).values())
     return {"weights": weights, "activations": largest, "process": BASE}
@@ -58,7 +59,7 @@ def gpu_memory_of_side(parameters: Parameters, infer: Infer) -> dict[str, float]
 def gpu_memory_of_sides(parameters: Parameters, infer: Infer) -> dict[str, float]:
     """The same of framework, unquantized and quantized engine and of the simulation."""
     a_parameter, largest = bytes_on_gpu(infer), next(iter(parameters.values()))
-    quantized = {} if infer.engine in CPU_ENGINES else {"quantized": a_parameter * largest}
+    quantized = {} if RUNTIMES[infer.engine].device == "cpu" else {"quantized": a_parameter * largest}
     torch = {"framework": a_parameter * sum(parameters.values()), "simulation": TORCH * largest}
     return gpu_memory_of_side(parameters, infer) | quantized | torch
 
@@ -85,7 +86,7 @@ def fits(memory: Mapping[str, float], what: str, gpu: Mapping[str, float] | None
 
 def memory_of_part(parameters: Parameters, infer: Infer) -> float:
     """Most bytes with one part open at a time."""
-    a_parameter = TORCH if infer.engine.startswith("torch") else ENGINE
+    a_parameter = RUNTIMES[infer.engine].bytes_per_parameter
     return BASE + max(a_parameter * parameters[part] + size for part, size in activations(parameters, infer).items())
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from sd_quant.config import Infer
 from sd_quant.devices import best_device
-from sd_quant.engines import load_engine
+from sd_quant.engines import RUNTIMES, load_engine
 from sd_quant.engines.base import Engine
 from sd_quant.engines.replayed import Replayed
 from sd_quant.engines.torch import TorchEngine, compiled, dtype_on, placed
@@ -45,7 +45,7 @@ def open_torch(checkpoint: Checkpoint, infer: Infer, part: str, assignment: Assi
 def open_torch_engine(checkpoint: Checkpoint, infer: Infer, part: str, assignment: Assignment | None = None) -> Engine:
     """``open_torch`` as ``infer.engine`` says, compiled or not, replayed or not."""
     engine = open_torch(checkpoint, infer, part, assignment)
-    if infer.engine == "torch_compiled":
+    if RUNTIMES[infer.engine].compiled:
         compiled(engine.module)
     return replayed(engine, infer)
 

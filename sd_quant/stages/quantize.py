@@ -4,11 +4,12 @@ import dataclasses
 import json
 import logging
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
+import numpy as np
 import onnx
 import torch
 import yaml
@@ -16,20 +17,21 @@ import yaml
 from sd_quant.cache import Cache, locked
 from sd_quant.calibration.collected_elsewhere import read_shared
 from sd_quant.calibration.collection import calibrate, origin
-from sd_quant.checkpoints.nemo import Source, check_finite
-from sd_quant.checkpoints.opening import open_checkpoint
-from sd_quant.config import NATIVE_ENGINES, QuantizeJob, anchored, artifact, check_installed
-from sd_quant.engines import why_not
+from sd_quant.checkpoints.checks import check_finite
+from sd_quant.checkpoints.kinds import open_checkpoint
+from sd_quant.checkpoints.tensors import Weights
+from sd_quant.config import QuantizeJob, anchored, artifact
+from sd_quant.engines import RUNTIMES, check_installed, why_not
 from sd_quant.engines.pool import Pool
 from sd_quant.errors import ResourceError
 from sd_quant.files import TEMPORARY, digest, source_digest, write_json, write_text
 from sd_quant.inference.loading import load_model
 from sd_quant.inference.parity import layer_outputs, layer_parity, native_outputs, part_parity, run_simulation
 from sd_quant.inference.pipeline import Sampling
+from sd_quant.metrics import SCORES
 from sd_quant.metrics.fidelity import fidelity
 from sd_quant.metrics.flops import operations, operations_a_second
-from sd_quant.metrics.frechet import frechet_efficientnet
-from sd_quant.metrics.memory import StageTimer, peak_cuda_memory, peak_memory_bytes
+from sd_quant.metrics.memory import StageTimer, peak_cuda_memory_bytes, peak_memory_bytes
 from sd_quant.models.checkpoint import (
     Checkpoint,
     contracts_of,
@@ -46,11 +48,27 @@ from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.derivation import check_layers, derive
 from sd_quant.quantization.recipe import Recipe, reason_kept
 from sd_quant.quantization.statistics import Statistics
-from sd_quant.report.layers import write_csv
-from sd_quant.report.pictures import comparison_grid, save_images
+from sd_quant.report.csv_files import write_csv
+from sd_quant.report.images import comparison_grid, save_images
 from sd_quant.report.provenance import provenance
-from sd_quant.report.sensitivity import plot_sensitivity
-from sd_quant.report.summary import FAILURE, LOCK, RECORD
+from sd_quant.report.record import (
+    DONE,
+    RECORD,
+    SCHEMA_VERSION,
+    Knobs,
+    Layers,
+    Plan,
+    Record,
+    Sizes,
+    Stage,
+    at,
+    explained,
+    read_record,
+    score_of,
+    write_record,
+)
+from sd_quant.report.sensitivity_plot import plot_sensitivity
+from sd_quant.report.summary import FAILURE, LOCK
 from sd_quant.report.table import run_table
 from sd_quant.simulation.modelopt import restorable, save_quantized
 from sd_quant.simulation.native import check_device
@@ -102,13 +120,14 @@ def quantize(job: QuantizeJob, directory: Path) -> float | None:
     """
     if job.trt.library != "none":
         check_installed(plan_library(job.trt))  # before the first stage works for minutes
-    if job.infer.engine.startswith("tensorrt"):
+    runtime = RUNTIMES[job.infer.engine]
+    if runtime.file == "plan":
         if not torch.cuda.is_available():
             raise ResourceError(
                 f"infer={job.infer.engine} runs plans on an NVIDIA GPU and this machine has none; use infer=openvino"
             )
         check_gpu(set().union(*job.formats().values()))
-    if job.infer.engine in NATIVE_ENGINES:
+    if runtime.file is None:
         check_device(job.formats()["weights"])
     check_cuda_graph(job.infer)
     again = (directory / LOCK).exists()
@@ -123,7 +142,7 @@ def quantize(job: QuantizeJob, directory: Path) -> float | None:
             LOG.info("done before: nothing that this job depends on has changed since")
     print(run_table(record))
     print(f"run directory: {shown(directory)}")
-    return record["fidelity"]["psnr"]["mean"]
+    return score_of(record, SCORES["psnr"]).value.value
 
 
 def facts_of(job: QuantizeJob, directory: Path) -> dict:
@@ -146,13 +165,13 @@ def fingerprint(job: QuantizeJob, facts: dict) -> str:
     return digest(json.dumps([knobs, job.infer.prompt_list(), inputs, facts["versions"], source], sort_keys=True))
 
 
-def finished(directory: Path, wanted: str) -> dict | None:
+def finished(directory: Path, wanted: str) -> Mapping[str, Any] | None:
     """The record of this very job, if it is there."""
     try:
-        record = json.loads((directory / RECORD).read_text(encoding="utf-8"))
+        record = read_record(directory)
     except (OSError, ValueError):
         return None
-    return record if isinstance(record, dict) and record.get("fingerprint") == wanted else None
+    return record if at(record, "fingerprint") == wanted else None
 
 
 def remove_leftovers(directory: Path) -> None:
@@ -162,7 +181,7 @@ def remove_leftovers(directory: Path) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def run(job: QuantizeJob, directory: Path, facts: dict) -> dict:
+def run(job: QuantizeJob, directory: Path, facts: dict) -> Record:
     """All stages. Returns the record, which it has written."""
     timer, cache = StageTimer(), Cache(anchored(job.cache.dir) if job.cache.dir else None, job.cache.limit_gb * 1e9)
     prompts, sha256 = job.infer.prompt_list(), facts["inputs"]["checkpoint"]["sha256"]
@@ -172,7 +191,10 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> dict:
     knobs = dataclasses.asdict(job)
     write_text(directory / "config.yaml", yaml.safe_dump(knobs, sort_keys=False))
     with timer("load"):
-        checkpoint = open_checkpoint(job.model)
+        model = job.model
+        checkpoint = open_checkpoint(
+            anchored(model.path), model.family, io=model.io, max_sequence_length=model.max_sequence_length
+        )
         family, parts, network = checkpoint.family, checkpoint.parts(), empty_denoiser(checkpoint)
         denoiser, component = family.DENOISER, denoiser_part(checkpoint).component
         parameters = part_parameters(checkpoint)
@@ -180,8 +202,8 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> dict:
         check_machine(
             memory_needed(parameters, job), disk_needed(stored, job), directory, gpu_memory_needed(parameters, job)
         )
-        for source in checkpoint.components.values():
-            check_finite(cast(Source, source))
+        for weights in checkpoint.components.values():
+            check_finite(cast(Weights, weights))
         roles, recipe = family.layer_roles(network), job.quantize
         exclude = recipe.exclude.get(job.model.family, ())
         shapes = {name: network.get_parameter(f"{name}.weight").shape for name in roles}
@@ -210,7 +232,7 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> dict:
         if job.trt.library != "none":
             onnx_paths = {part: artifact(directory, "onnx", part) for part in parts}
             plans = build_plans(onnx_paths, directory, job.trt, job.infer, cache)
-            if job.infer.engine.startswith("tensorrt"):  # the side to compare with runs from a plan too
+            if RUNTIMES[job.infer.engine].file == "plan":  # the side to compare with runs from a plan too
                 unquantized = {denoiser: artifact(directory / "full_precision", "onnx", denoiser)}
                 build_plans(unquantized, directory / "full_precision", job.trt, job.infer, cache)
 
@@ -225,10 +247,10 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> dict:
         comparison = compare_pictures(
             checkpoint, sides, prompts, job.infer, unquantized_origin(facts), directory, cache
         )
-        reference, unquantized_twins, twins = (
-            comparison.pictures[side] for side in (FRAMEWORK, FULL_PRECISION, QUANTIZED)
+        framework, unquantized_engine, quantized_engine = (
+            comparison.pictures[variant] for variant in (FRAMEWORK, FULL_PRECISION, QUANTIZED)
         )
-        save_pictures(directory, reference.images, twins.images, prompts, job)
+        save_pairs(directory, framework.images, quantized_engine.images, prompts, job)
     with timer("latency"):
         latency = compare_latency(checkpoint, sides, prompts, job.infer, together, simulated)
     with timer("parity"):
@@ -241,7 +263,7 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> dict:
         if restorable(assignment):  # from the processor, so that it can be restored where there is no GPU
             save_quantized(simulated_network.cpu(), directory / f"quantized_{component}.pt")
         if simulated is None:
-            if job.infer.engine in NATIVE_ENGINES:
+            if RUNTIMES[job.infer.engine].file is None:
                 layers = native_outputs(denoiser_of(checkpoint, module_of(sides[QUANTIZED][denoiser])), simulation)
             else:
                 pool.close()
@@ -252,43 +274,47 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> dict:
                     parts[denoiser].prefix,
                     job.infer.engine,
                 )
-            (full,), (quantized,) = (outputs[side][denoiser].values() for side in (FRAMEWORK, QUANTIZED))
-            parity |= layer_parity(simulation, full, quantized.cpu(), assignment, layers, denoiser)
+            (expected,), (output,) = (outputs[variant][denoiser].values() for variant in (FRAMEWORK, QUANTIZED))
+            parity |= layer_parity(simulation, expected, output.cpu(), assignment, layers, denoiser)
         pool.close()
 
-    pictures = {FULL_PRECISION: reference.images, QUANTIZED: twins.images}
-    closeness = fidelity(reference.images, twins.images, reference.latents, twins.latents)
-    closeness["frechet_efficientnet"] = frechet_efficientnet(reference.images, twins.images)
-    record = {
-        "schema_version": 1,
-        "status": "done",
-        "fingerprint": fingerprint(job, facts),
-        "overrides": facts["overrides"],
-        "knobs": {**knobs["quantize"], "model": knobs["model"], "trt": knobs["trt"], "infer": knobs["infer"]},
-        "denoiser": {"part": denoiser, "samples_a_picture": samples_per_image(checkpoint, job.infer.scale)},
-        "prompts": prompts,
-        "simulated": simulated is not None,
-        "simulated_because": simulated,
-        "sizes_bytes": sizes(parameters, directory),
-        "plans": {part: dataclasses.asdict(report) for part, report in plans.items()},
-        "latency": latency,
-        "fidelity": closeness,
-        "fidelity_unquantized_engine": fidelity(
-            reference.images, unquantized_twins.images, reference.latents, unquantized_twins.latents
+    record = Record(
+        schema_version=SCHEMA_VERSION,
+        status=DONE,
+        fingerprint=fingerprint(job, facts),
+        overrides=facts["overrides"],
+        knobs=cast(Knobs, knobs["quantize"] | {group: knobs[group] for group in ("model", "trt", "infer")}),
+        denoiser={"part": denoiser, "samples_a_picture": samples_per_image(checkpoint, job.infer.scale)},
+        prompts=prompts,
+        simulated=simulated is not None,
+        simulated_because=simulated,
+        sizes_bytes=sizes(parameters, directory),
+        plans={part: cast(Plan, dataclasses.asdict(report)) for part, report in plans.items()},
+        latency=latency,
+        fidelity=fidelity(
+            framework.images, quantized_engine.images, framework.latents, quantized_engine.latents, sets=True
         ),
-        "text_scores": text_scores(job.metrics, job.infer, prompts, pictures),
-        "parity": parity,
-        "layers": count_layers(assignment),
-        "smoothing": count_smoothing(assignment, artifact(directory, "onnx", denoiser)),
-        "sensitivity": {"curve": sensitivity.curve} if sensitivity else {"curve": None, "reason": "keep is 0"},
-        "peak_memory_bytes": peak_memory_bytes(),
-        "peak_cuda_memory_bytes": peak_cuda_memory(),
-        "stages": timer.stages,
-        "environment": {"versions": facts["versions"], "machine": facts["machine"]},
-        "inputs": facts["inputs"],
-    }
+        fidelity_unquantized_engine=fidelity(
+            framework.images, unquantized_engine.images, framework.latents, unquantized_engine.latents
+        ),
+        text_scores=text_scores(
+            job.metrics,
+            job.infer,
+            prompts,
+            {FULL_PRECISION: framework.images, QUANTIZED: quantized_engine.images},
+        ),
+        parity=parity,
+        layers=count_layers(assignment),
+        smoothing=count_smoothing(assignment, artifact(directory, "onnx", denoiser)),
+        sensitivity={"curve": sensitivity.curve} if sensitivity else {"curve": None, "reason": "keep is 0"},
+        peak_memory_bytes=peak_memory_bytes(),
+        peak_cuda_memory_bytes=explained(peak_cuda_memory_bytes(), "no NVIDIA GPU"),
+        stages=cast(dict[str, Stage], timer.stages),
+        environment={"versions": facts["versions"], "machine": facts["machine"]},
+        inputs=facts["inputs"],
+    )
     write_json(directory / "provenance.json", facts)
-    write_json(directory / RECORD, record)
+    write_record(record, directory)
     track(job.trackers, record, directory, anchored(TRACKED))
     return record
 
@@ -382,26 +408,26 @@ def measure_sensitivity(
         )
 
 
-def save_pictures(directory: Path, reference, twins, prompts: list[str], job: QuantizeJob) -> None:
-    for name, images in (("full_precision", reference), ("quantized", twins)):
+def save_pairs(directory: Path, full: np.ndarray, quantized: np.ndarray, prompts: list[str], job: QuantizeJob) -> None:
+    """Write the images of both variants, and the sheet with full precision above quantized."""
+    for name, images in ((FULL_PRECISION, full), (QUANTIZED, quantized)):
         save_images(images, directory / "images" / name, image_names(prompts))
     label = f"{job.quantize.format} level {job.quantize.quant_level:g}"
-    comparison_grid(
-        reference, twins, directory / "images" / "grid.png", captions=prompts, labels=("full precision", label)
-    )
+    grid = directory / "images" / "grid.png"
+    comparison_grid(full, quantized, grid, captions=prompts, labels=("full precision", label))
 
 
-def sizes(parameters: dict[str, int], directory: Path) -> dict:
-    """Bytes of every file; what the same weights take in fp32 stands beside them."""
-    found = {}
+def sizes(parameters: dict[str, int], directory: Path) -> dict[str, Sizes]:
+    """Bytes of each part's files, and of its weights in fp32."""
+    found: dict[str, Sizes] = {}
     for part in parameters:
         path, plan = artifact(directory, "onnx", part), artifact(directory, "plan", part)
         full = artifact(directory / "full_precision", "onnx", part)
         stored = bytes_of(path)
         found[part] = {
             "onnx_full_precision": bytes_of(full) if full.exists() else stored,
-            "onnx_quantized": stored if full.exists() else {"value": None, "reason": "not quantized"},
-            "plan": plan.stat().st_size if plan.exists() else {"value": None, "reason": "no plan was asked for"},
+            "onnx_quantized": explained(stored if full.exists() else None, "not quantized"),
+            "plan": explained(plan.stat().st_size if plan.exists() else None, "no plan was asked for"),
             "weights_fp32": 4 * parameters[part],
         }
     return found
@@ -412,7 +438,7 @@ def bytes_of(onnx_path: Path) -> int:
     return sum(file.stat().st_size for file in onnx_path.parent.iterdir())
 
 
-def count_layers(assignment: dict[str, LayerAssignment]) -> dict[str, int]:
+def count_layers(assignment: dict[str, LayerAssignment]) -> Layers:
     layers = [layer for layer in assignment.values() if layer.role not in ("norm", "attention")]
     quantized = sum(layer.format is not None for layer in layers)
     return {"quantized": quantized, "high_precision": len(layers) - quantized}

@@ -7,7 +7,8 @@ computes itself by ``Native``, and the simulation by ``SIMULATED``.
 from dataclasses import dataclass
 from pathlib import Path
 
-from sd_quant.config import NATIVE_ENGINES, Infer, artifact
+from sd_quant.config import Infer, artifact
+from sd_quant.engines import RUNTIMES
 from sd_quant.engines.base import Engine
 from sd_quant.engines.pool import Pool, Side
 from sd_quant.models.checkpoint import Checkpoint
@@ -30,11 +31,11 @@ def sides_of(checkpoint: Checkpoint, pool: Pool, engine: str, directory: Path, s
     """The keys of every part of each version; only the denoiser differs between unquantized and quantized."""
     parts, denoiser = list(checkpoint.parts()), checkpoint.family.DENOISER
     framework = Side(pool, {part: part for part in parts})
-    if engine in NATIVE_ENGINES:
+    kind = RUNTIMES[engine].file
+    if kind is None:
         full_precision = {part: Native(part, quantized=False) for part in parts}
         quantized = full_precision | {denoiser: Native(denoiser, quantized=True)}
         return {FRAMEWORK: framework, FULL_PRECISION: Side(pool, full_precision), QUANTIZED: Side(pool, quantized)}
-    kind = "plan" if engine.startswith("tensorrt") else "onnx"
     files = {part: artifact(directory, kind, part) for part in parts}
     unquantized = {denoiser: artifact(directory / "full_precision", kind, denoiser)}
     return {

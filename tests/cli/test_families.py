@@ -13,7 +13,7 @@ import onnx
 import pytest
 import yaml
 
-from sd_quant.checkpoints.pipeline_folder import open_pipeline
+from sd_quant.checkpoints.diffusers_pipeline import open_pipeline
 from sd_quant.models import family_named
 from sd_quant.models.checkpoint import empty_denoiser
 

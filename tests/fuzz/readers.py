@@ -27,11 +27,13 @@ from torch import nn
 from sd_quant.calibration.collected_elsewhere import read_shared
 from sd_quant.calibration.prompts import read_prompts
 from sd_quant.calibration.store import Shelf, content_digest, pack
-from sd_quant.checkpoints.archive import open_members
-from sd_quant.checkpoints.nemo import check_finite, open_nemo, whole_file, write_nemo
-from sd_quant.checkpoints.pipeline_folder import open_pipeline
+from sd_quant.checkpoints.archive import open_members, whole_file
+from sd_quant.checkpoints.checks import check_finite
+from sd_quant.checkpoints.diffusers_pipeline import open_pipeline
+from sd_quant.checkpoints.nemo import open_nemo, write_nemo
 from sd_quant.checkpoints.safetensors_file import read_safetensors
-from sd_quant.checkpoints.torch_weights import Readable, size_of, stored_tensors
+from sd_quant.checkpoints.tensors import Readable, size_of
+from sd_quant.checkpoints.torch_weights import stored_tensors
 from sd_quant.config import Model, run_model
 from sd_quant.engines.base import onnx_files
 from sd_quant.errors import ArtifactError

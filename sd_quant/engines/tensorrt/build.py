@@ -14,11 +14,12 @@ from types import ModuleType
 
 import torch
 
-from sd_quant.engines.base import one_line, onnx_files
+from sd_quant.engines.base import onnx_files
 from sd_quant.engines.tensorrt.library import device_target, library_logger, runtime_module
 from sd_quant.engines.tensorrt.plan import PlanReport, record_path
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError
 from sd_quant.files import atomic_path, sha256, write_json
+from sd_quant.text import one_line
 
 Shape = Sequence[int]
 Profile = Mapping[str, tuple[Shape, Shape, Shape]]  # input name -> smallest, most likely and largest shape

@@ -8,8 +8,8 @@ from types import ModuleType
 
 import torch
 
-from sd_quant.engines.base import one_line
 from sd_quant.errors import ConfigError, ResourceError
+from sd_quant.text import one_line
 
 log = logging.getLogger("sd_quant.engines.tensorrt")
 EXTRAS = {"tensorrt": "tensorrt", "tensorrt_rtx": "rtx"}

@@ -5,8 +5,8 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from sd_quant.engines.base import one_line
 from sd_quant.errors import ArtifactError
+from sd_quant.text import one_line
 
 REBUILD = "rebuild it from its ONNX with: python export_trt.py"
 

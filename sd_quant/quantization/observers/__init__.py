@@ -24,6 +24,8 @@ import pkgutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sd_quant.quantization.formats import Format
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -38,10 +40,14 @@ class Observer:
         """The range to quantize with, in (0, ``amax``].
 
         ``values``: fp32 of any shape, a sample of the layer's inputs. ``amax``: the largest magnitude of the whole
-        calibration, which the sample may lack. Options: ``fmt``, the format's module (by default INT8), and
+        calibration, which the sample may lack. Options: ``fmt``, the format (by default INT8), and
         ``percent``, the share that the observer ``percentile`` does not clip.
         """
         return pkgutil.resolve_name(self.function)(values, amax, **options)
+
+    def judges(self, fmt: Format) -> bool:
+        """Whether it can choose the range of inputs in this format."""
+        return (fmt.static_scale or not self.one_scale) and (fmt.equal_levels or not self.equal_levels)
 
 
 OBSERVERS = {

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sd_quant.quantization.formats import Format, int8
+from sd_quant.quantization.formats import FORMATS, Format
 from sd_quant.quantization.formats.int8 import QMAX
 from sd_quant.quantization.observers.sample import quantization_errors, within_amax
 
@@ -39,14 +39,14 @@ def squared_errors(magnitudes: Tensor, thresholds: np.ndarray) -> np.ndarray:
 
 
 @within_amax
-def mse(magnitudes: Tensor, amax: float, fmt: Format = int8, **_) -> float:
+def mse(magnitudes: Tensor, amax: float, fmt: Format = FORMATS["int8"], **_) -> float:
     """The one of ``amax`` and SHARES of the peak with the smallest mean squared error, of equal ones the widest.
 
     The closed form is INT8's. A floating-point format repeats itself with every factor of two, so shares down to a half
     are all there is to try.
     """
     thresholds = np.concatenate([[amax], magnitudes.max().item() * SHARES])
-    if fmt is int8:
+    if fmt.name == "int8":
         return float(thresholds[squared_errors(magnitudes, thresholds).argmin()])
     peak = magnitudes.max().item()
     shares = torch.from_numpy(thresholds[thresholds >= peak / 2] / peak).float()

@@ -16,7 +16,7 @@ from sd_quant.calibration import collection
 from sd_quant.calibration.collection import calibrate, origin, place, run, segments
 from sd_quant.calibration.hooks import ROWS_A_CALL
 from sd_quant.calibration.store import pack
-from sd_quant.checkpoints import nemo
+from sd_quant.checkpoints import nemo_networks
 from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.config import REPOSITORY
 from sd_quant.errors import ResourceError, SdQuantError
@@ -191,7 +191,7 @@ def test_prompts_side_by_side(model, names, whole, calls, guidance_scale):
 
 
 def test_a_sampler_of_second_order_has_the_steps_that_were_asked_for(model, names, calls, monkeypatch):
-    monkeypatch.setattr(nemo, "scheduler", HeunDiscreteScheduler)
+    monkeypatch.setattr(nemo_networks, "scheduler", HeunDiscreteScheduler)
     statistics = collected(model, names, PROMPTS[:2])
     assert calls["unet_xl"] == 2 * (2 * SAMPLING.steps - 1)
     for layer in statistics.layers.values():

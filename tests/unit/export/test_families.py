@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sd_quant.calibration.hooks import collect, draw
-from sd_quant.checkpoints.pipeline_folder import Folder, open_pipeline
+from sd_quant.checkpoints.diffusers_pipeline import DiffusersCheckpoint, open_pipeline
 from sd_quant.engines import load_engine, why_not
 from sd_quant.export.parts import trace_part, write_part
 from sd_quant.export.tracing import copy_of
@@ -37,7 +37,7 @@ TOKENS = 16  # that a T5 reads
 
 @dataclass(frozen=True)
 class Network:
-    checkpoint: Folder
+    checkpoint: DiffusersCheckpoint
     traced: object
     calls: list[dict[str, Tensor]]
     roles: dict[str, str]
@@ -47,7 +47,7 @@ class Network:
         return load_model(self.checkpoint)
 
 
-def inputs_of(checkpoint: Folder, seed: int) -> dict[str, Tensor]:
+def inputs_of(checkpoint: DiffusersCheckpoint, seed: int) -> dict[str, Tensor]:
     contract = denoiser_part(checkpoint).contract
     random = torch.Generator().manual_seed(seed)
     found = {name: torch.randn(shape, generator=random) for name, shape in contract.shapes(**axes(2, 64, 64)).items()}

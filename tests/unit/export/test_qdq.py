@@ -13,8 +13,8 @@ from sd_quant.engines.base import onnx_files
 from sd_quant.engines.onnxruntime import load
 from sd_quant.errors import ArtifactError
 from sd_quant.export import qdq as export
-from sd_quant.metrics.fidelity import relative_error
 from sd_quant.models.unet import shared_inputs
+from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import rewritten
 from sd_quant.quantization.formats.int8 import per_channel, quantize
 from sd_quant.simulation.modelopt import simulate

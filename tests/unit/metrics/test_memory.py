@@ -62,10 +62,3 @@ def test_a_gpu_has_a_peak_for_each_job(monkeypatch):
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: told.append("reset"))
     StageTimer()
     assert told == ["reset"]
-
-
-def test_a_record_says_why_it_has_no_peak_of_a_gpu(monkeypatch):
-    monkeypatch.setattr(memory, "peak_cuda_memory_bytes", lambda: None)
-    assert memory.peak_cuda_memory() == {"value": None, "reason": "no NVIDIA GPU"}
-    monkeypatch.setattr(memory, "peak_cuda_memory_bytes", lambda: 7)
-    assert memory.peak_cuda_memory() == 7

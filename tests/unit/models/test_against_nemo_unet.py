@@ -17,7 +17,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from sd_quant.checkpoints import sdxl_keys
+from sd_quant.checkpoints import nemo_keys
 from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.inference.loading import LoadedModel, load_model, pipeline_of
 from sd_quant.inference.pipeline import Sampling
@@ -67,7 +67,7 @@ def random_state(config: dict) -> dict[str, Tensor]:
     random = torch.Generator().manual_seed(0)
     state = {"model.denoiser.sigmas": ddpm_sigmas()}
     for component, module in modules.items():
-        written = sdxl_keys.to_nemo(component, dict(module.named_parameters()))
+        written = nemo_keys.to_nemo(component, dict(module.named_parameters()))
         state |= {key: draw(key, tuple(tensor.shape), random) for key, tensor in written.items()}
     return state
 

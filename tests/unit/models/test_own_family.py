@@ -7,8 +7,8 @@ import onnx
 import pytest
 import torch
 
-from sd_quant.checkpoints.opening import open_checkpoint
-from sd_quant.checkpoints.pipeline_folder import open_pipeline
+from sd_quant.checkpoints.diffusers_pipeline import open_pipeline
+from sd_quant.checkpoints.kinds import open_checkpoint
 from sd_quant.config import Model
 from sd_quant.errors import ConfigError
 from sd_quant.export.parts import trace_part, write_part
@@ -74,7 +74,8 @@ def test_its_folder_opens_by_its_name_in_the_configuration(folder):
         height=64,
         recommended={},
     )
-    assert list(open_checkpoint(model).parts()) == model.parts
+    opened = open_checkpoint(Path(model.path), model.family, io=model.io, max_sequence_length=None)
+    assert list(opened.parts()) == model.parts
 
 
 def test_a_folder_of_its_kind_is_sent_to_it_too(folder):

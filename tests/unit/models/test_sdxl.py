@@ -10,11 +10,11 @@ import yaml
 from diffusers import UNet2DConditionModel
 from torch import nn
 
-from sd_quant.checkpoints.sdxl_keys import PREFIX, stored
-from sd_quant.metrics.fidelity import relative_error
+from sd_quant.checkpoints.nemo_keys import PREFIX, stored
 from sd_quant.models.sdxl import NemoUnetPart
 from sd_quant.models.sdxl_nemo import scheduler, unet_config, vae_config
 from sd_quant.models.unet import layer_roles, shared_inputs
+from sd_quant.numbers import relative_error
 from sd_quant.quantization.recipe import reason_kept
 
 NEMO_EXCLUDED = "emb_layers.1|time_embed|input_blocks.0.0|^out.1$|skip_connection|label_emb"

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from sd_quant.metrics.fidelity import relative_error
+from sd_quant.numbers import relative_error
 from sd_quant.simulation.modelopt import restorable, save_quantized, simulate
 
 KEPT = ("mid_block.attentions.0.transformer_blocks.0.attn1.to_k", "mid_block.attentions.0.proj_out")

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from sd_quant.errors import ResourceError
-from sd_quant.metrics.fidelity import relative_error
 from sd_quant.models.unet import shared_inputs
+from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.formats import FORMATS
@@ -42,7 +42,7 @@ def linear_of(form: str, rows: int, per_row: bool | None = None) -> tuple[Native
     weight, x = torch.randn(48, 64, generator=random), torch.randn(2, rows, 64, generator=random)
     layer = static_layer(weight, form, form == "int8" if per_row is None else per_row)
     bias = torch.randn(48, generator=random)
-    made = NativeLinear(weight, bias, layer, PRODUCTS["cpu"][form].linear)
+    made = NativeLinear(weight, bias, layer, PRODUCTS["cpu"][FORMATS[form].onnx_type].linear)
     stored = FORMATS[form].dequantize(made.codes, *layer.weight_scales(weight)).double()
     return made, x, codes_of(x, layer) @ stored.T + bias
 

@@ -8,6 +8,7 @@ converter: it walks a fixed list that renames within the first block of each tra
 NeMo's UNet keys are neither SGM's nor diffusers': its GroupNorm fuses the SiLU, so indices in a ResBlock shift by one.
 """
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from sd_quant.checkpoints.torch_weights import LazyTensor, Readable
+from sd_quant.checkpoints.tensors import LazyTensor, Readable, lazy
 from sd_quant.models.sdxl_nemo import TextShape
 
 PREFIX = {
@@ -77,6 +78,18 @@ class Stored:
                 return torch.cat(parameters)
 
 
+def from_nemo(
+    places: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]], state: Mapping[str, Readable]
+) -> dict[str, LazyTensor]:
+    """The parameters of a component by diffusers' names, in these shapes, from a NeMo state dict."""
+
+    def parameter(name: str, place: Stored) -> LazyTensor:
+        tensor = state[place.key]
+        return LazyTensor(shapes[name], tensor.dtype, lambda: place.parameter(tensor.read()))
+
+    return {name: parameter(name, place) for name, place in places.items()}
+
+
 def to_nemo(component: str, parameters: Mapping[str, Readable]) -> dict[str, LazyTensor]:
     """The part of a NeMo state dict that holds ``component``: the inverse of ``Stored.parameter``."""
     parts: dict[str, list[tuple[str, Stored]]] = {}
@@ -93,6 +106,37 @@ def to_nemo(component: str, parameters: Mapping[str, Readable]) -> dict[str, Laz
             lambda place=place, sources=sources: place.tensor([source.read() for source in sources]),
         )
     return state
+
+
+def state_of(components: Mapping[str, Mapping[str, Readable]], model_config: dict) -> dict[str, Readable]:
+    """NeMo's state dict of the four networks, given by diffusers' names, and of what belongs to none of them."""
+    dtype = components["text_encoder_2"]["text_projection.weight"].dtype
+    return network_state(components) | unused_state(dtype, model_config["denoiser_config"]["num_idx"])
+
+
+def network_state(components: Mapping[str, Mapping[str, Readable]]) -> dict[str, Readable]:
+    """The four networks alone."""
+    state: dict[str, Readable] = {}
+    for component in PREFIX:
+        state |= to_nemo(component, components[component])
+    return state
+
+
+def unused_state(dtype: torch.dtype, steps: int) -> dict[str, Readable]:
+    """What NeMo stores beside the networks, for weights that come from elsewhere.
+
+    CLIP's temperature, a scalar of ``dtype``, has the value that training starts with: only training uses it. The noise
+    levels are fp32 [steps].
+    """
+    logit_scale = torch.tensor(math.log(1 / 0.07))
+    return {LOGIT_SCALE: lazy(logit_scale, dtype), SIGMAS: lazy(denoiser_sigmas(steps))}
+
+
+def denoiser_sigmas(count: int) -> torch.Tensor:
+    """Noise levels of SGM's DiscreteDenoiser on LegacyDDPMDiscretization: fp32 [count], ascending."""
+    betas = torch.linspace(0.00085**0.5, 0.012**0.5, count, dtype=torch.float64) ** 2
+    alphas = torch.cumprod(1 - betas, dim=0)
+    return ((1 - alphas) / alphas).sqrt().float()
 
 
 def stored(component: str, names: Iterable[str]) -> dict[str, Stored]:

@@ -9,9 +9,7 @@ where it should refuse.
 
 import errno
 import inspect
-import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,31 +18,25 @@ from typing import Any
 
 import yaml
 
-from sd_quant.checkpoints import sdxl_keys
-from sd_quant.checkpoints.archive import Member, open_members
-from sd_quant.checkpoints.bounds import MAX_DEPTH
-from sd_quant.checkpoints.nemo import (
+from sd_quant.checkpoints.checks import MAX_DEPTH, check_tensors, renamed
+from sd_quant.checkpoints.diffusers_files import INDEX, WEIGHTS, files_in, plain_name, read_json, stored_weights
+from sd_quant.checkpoints.nemo_keys import UNUSED, network_state, unused_state
+from sd_quant.checkpoints.nemo_networks import (
     CONFIG,
-    MAX_CONFIG,
-    Checkpoint,
-    check_tensors,
+    NemoCheckpoint,
     checkpoint_of,
-    empty_modules,
-    network_state,
+    described_networks,
     parameter_shapes,
     read_config,
-    renamed,
-    unused_state,
+    sdxl_base_config,
 )
 from sd_quant.checkpoints.safetensors_file import read_safetensors, write_safetensors
-from sd_quant.checkpoints.synthetic import sdxl_base_config
-from sd_quant.checkpoints.torch_weights import Readable, StoredTensor
+from sd_quant.checkpoints.tensors import Readable
 from sd_quant.errors import ArtifactError, ResourceError
 from sd_quant.files import write_json, write_text
 from sd_quant.models.clip_tokenizer import clip_tokenizer
 from sd_quant.models.sdxl_nemo import TextShape, scheduler
 
-INDEX = "model_index.json"
 NETWORKS = {
     "unet": ["diffusers", "UNet2DConditionModel"],
     "vae": ["diffusers", "AutoencoderKL"],
@@ -60,8 +52,7 @@ REST_OF_PIPELINE = {
     "feature_extractor": [None, None],
     "force_zeros_for_empty_prompt": True,  # as NeMo does
 }
-WEIGHTS = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}  # by library
-NEMO, UNUSED = "nemo", "unused.safetensors"  # the subfolder of what diffusers has no place for
+NEMO, UNUSED_FILE = "nemo", "unused.safetensors"  # the subfolder of what diffusers has no place for
 
 # Keys of configs. All of the UNet's and the VAE's are compared but COMPUTING, which is how diffusers computes; of a
 # text encoder's those of TEXT, because its sizes are taken from there and its ids follow from the vocabulary.
@@ -70,14 +61,11 @@ TEXT = {"num_attention_heads", "hidden_act", "layer_norm_eps"}
 NOISE = {"num_train_timesteps", "beta_start", "beta_end", "beta_schedule", "trained_betas", "rescale_betas_zero_snr"}
 SCHEDULER = NOISE | {"prediction_type"}
 
-# of the VAE's attention in older files, as in diffusers' ModelMixin._fix_state_dict_keys_on_load
-OLD_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 
-
-def open_folder(path: Path, model_config: dict | None = None) -> Checkpoint:
+def open_diffusers(path: Path, model_config: dict | None = None) -> NemoCheckpoint:
     """A StableDiffusionXLPipeline's folder, checked but not loaded.
 
-    ``model_config`` is NeMo's; without it, the one that ``write_folder`` kept counts, or else one is made.
+    ``model_config`` is NeMo's; without it, the one that ``write_diffusers`` kept counts, or else one is made.
     Raises ArtifactError when the folder is damaged or incomplete, or of another architecture than SDXL base's.
     """
     check_config(path / INDEX, read_json(path, INDEX), PIPELINE, PIPELINE)
@@ -92,7 +80,7 @@ def open_folder(path: Path, model_config: dict | None = None) -> Checkpoint:
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # any value may be wrong
         reason = f"{type(error).__name__}: {error}"[:300]
         raise ArtifactError(f"{path}: its configs do not describe an SDXL base of any size ({reason})") from error
-    modules = empty_modules(path, model_config, clip1, clip2)
+    modules = described_networks(path, model_config, clip1, clip2)
     _check_architecture(path, configs, modules)
 
     components = {}
@@ -104,9 +92,9 @@ def open_folder(path: Path, model_config: dict | None = None) -> Checkpoint:
             folder, found, {plain[parameter]: shapes[parameter] for parameter in shapes}, {"embeddings.position_ids"}
         )
         components[name] = {parameter: found[plain[parameter]] for parameter in shapes}
-    if UNUSED in kept:
-        unused: Mapping[str, Readable] = read_safetensors(kept[UNUSED])
-        check_tensors(path / NEMO, unused, {}, sdxl_keys.UNUSED)
+    if UNUSED_FILE in kept:
+        unused: Mapping[str, Readable] = read_safetensors(kept[UNUSED_FILE])
+        check_tensors(path / NEMO, unused, {}, UNUSED)
     else:
         dtype = components["text_encoder_2"]["text_projection.weight"].dtype
         unused = unused_state(dtype, scheduler().config.num_train_timesteps)
@@ -159,7 +147,7 @@ def text_shape(config: Mapping, projects: bool = False) -> TextShape:
     )
 
 
-def write_folder(path: Path, checkpoint: Checkpoint, advance: Callable[[], object] = lambda: None) -> None:
+def write_diffusers(path: Path, checkpoint: NemoCheckpoint, advance: Callable[[], object] = lambda: None) -> None:
     """What ``StableDiffusionXLPipeline.from_pretrained`` loads, and in ``nemo/`` what it has no place for.
 
     One tensor is in memory at a time; ``advance`` is called after each. Raises ArtifactError for a vocabulary that is
@@ -174,7 +162,7 @@ def write_folder(path: Path, checkpoint: Checkpoint, advance: Callable[[], objec
         }
     except ValueError as error:
         raise ArtifactError(f"{checkpoint.path} needs a tokenizer that is not CLIP's: {error}") from error
-    modules = empty_modules(checkpoint.path, checkpoint.model_config, checkpoint.clip1, checkpoint.clip2)
+    modules = described_networks(checkpoint.path, checkpoint.model_config, checkpoint.clip1, checkpoint.clip2)
     with atomic_folder(path) as folder:
         write_json(folder / INDEX, PIPELINE | REST_OF_PIPELINE)
         # diffusers' own class: the folder is for those who do not have ours
@@ -183,17 +171,17 @@ def write_folder(path: Path, checkpoint: Checkpoint, advance: Callable[[], objec
             tokenizer.save_pretrained(folder / name)
             tokenizer.backend_tokenizer.model.save(str(folder / name))  # vocab.json, merges.txt: for transformers 4
         for name, module in modules.items():
-            source, (library, kind) = checkpoint.components[name], NETWORKS[name]
+            weights, (library, kind) = checkpoint.components[name], NETWORKS[name]
             if library == "diffusers":
                 module.save_config(folder / name)
             else:
                 module.config.architectures = [kind]
                 module.config.save_pretrained(folder / name)
             level = "text_model." if name == "text_encoder" else ""  # which transformers 4 needs and 5 allows
-            tensors = {level + parameter: source.lazy(parameter) for parameter in source}
+            tensors = {level + parameter: each for parameter, each in weights.parameters.items()}
             write_safetensors(folder / name / f"{WEIGHTS[library]}.safetensors", tensors, advance)
         write_text(folder / NEMO / CONFIG, yaml.safe_dump(checkpoint.model_config, sort_keys=False))
-        write_safetensors(folder / NEMO / UNUSED, checkpoint.unused, advance)
+        write_safetensors(folder / NEMO / UNUSED_FILE, checkpoint.unused, advance)
 
 
 @contextmanager
@@ -252,67 +240,3 @@ def check_config(path: Path, found: Mapping, expected: Mapping, keys: Iterable[s
                 f"{path}: {ascii(key)[1:-1][:200]} is {ascii(found.get(key))[:200]} where SDXL in NeMo has "
                 f"{expected.get(key)!r}; convert a StableDiffusionXLPipeline of SDXL base's kind"
             )
-
-
-def files_in(folder: Path) -> dict[str, Member]:
-    if not folder.is_dir():
-        raise ArtifactError(f"{folder} is missing; expected the whole folder of a pipeline, so fetch it again")
-    return open_members(folder)
-
-
-def read_json(folder: Path, name: str) -> dict:
-    files = files_in(folder)
-    if name not in files:
-        raise ArtifactError(f"{folder} holds no {name}; expected the whole folder of a pipeline, so fetch it again")
-    member = files[name]
-    if member.size > MAX_CONFIG:
-        raise ArtifactError(f"{member.name} has {member.size} bytes; expected at most {MAX_CONFIG}, so check the path")
-    try:
-        content = json.loads(bytes(member.read(0, member.size)))
-    except (ValueError, RecursionError) as error:
-        raise ArtifactError(f"{member.name} is not JSON ({str(error)[:200]}); fetch it again") from error
-    if not isinstance(content, dict):
-        raise ArtifactError(f"{member.name} holds a {type(content).__name__}; expected an object, so fetch it again")
-    return content
-
-
-def stored_weights(folder: Path, stem: str) -> dict[str, StoredTensor]:
-    """From one file or the shards of an index; full precision wins over the fp16 variant. Shards are looked up among
-    the folder's own files, so no name can lead out of it."""
-    files = files_in(folder)
-    for variant in ("", ".fp16"):
-        if (name := f"{stem}{variant}.safetensors") in files:
-            return read_safetensors(files[name])
-        for name in (f"{stem}.safetensors.index{variant}.json", f"{stem}.safetensors{variant}.index.json"):
-            if name in files:
-                return _shards(folder, name, files)
-    raise ArtifactError(
-        f"{folder} holds no {stem}.safetensors, no .fp16. variant and no index of shards; expected weights as "
-        "safetensors, so fetch those, or save the pipeline again with safe_serialization=True"
-    )
-
-
-def _shards(folder: Path, index: str, files: Mapping[str, Member]) -> dict[str, StoredTensor]:
-    weight_map = read_json(folder, index).get("weight_map")
-    names = list(weight_map.values()) if isinstance(weight_map, dict) else []
-    tensors: dict[str, StoredTensor] = {}
-    for name in dict.fromkeys(map(str, names)):
-        if name not in files:
-            raise ArtifactError(
-                f"{folder / index} names the shard {name[:200]!r}, which is no file of that folder; fetch it again"
-            )
-        shard = read_safetensors(files[name])
-        if double := tensors.keys() & shard.keys():
-            raise ArtifactError(f"{folder} holds {min(double)[:200]!r} in two shards; expected it once, fetch it again")
-        tensors |= shard
-    return tensors
-
-
-def plain_name(name: str) -> str:
-    """A parameter's name as this project's versions have it, without the level that only some versions have."""
-    name = re.sub(
-        r"(mid_block\.attentions\.0\.)(query|key|value|proj_attn)(?=\.)",
-        lambda found: found[1] + OLD_NAMES[found[2]],
-        name,
-    )
-    return name.removeprefix("text_model.")

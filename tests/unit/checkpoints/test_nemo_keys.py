@@ -11,8 +11,8 @@ import torch
 import yaml
 from diffusers.loaders import single_file_utils
 
-from sd_quant.checkpoints import sdxl_keys
-from sd_quant.checkpoints.torch_weights import lazy
+from sd_quant.checkpoints import nemo_keys
+from sd_quant.checkpoints.tensors import lazy
 from sd_quant.models.sdxl_nemo import TextShape, build_modules
 
 GOLDEN = Path(__file__).with_name("nemo_sdxl_unet_keys.txt.gz")  # "key shape" lines of NeMo's full-size UNet
@@ -37,12 +37,12 @@ def full_size_shapes() -> dict[str, dict[str, tuple[int, ...]]]:
 
 
 def stored_shapes(component: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    places = sdxl_keys.stored(component, shapes)
+    places = nemo_keys.stored(component, shapes)
     return {place.key: place.stored_shape(shapes[name]) for name, place in places.items()}
 
 
 def without_prefix(component: str, state: dict) -> dict:
-    return {key.removeprefix(sdxl_keys.PREFIX[component]): value for key, value in state.items()}
+    return {key.removeprefix(nemo_keys.PREFIX[component]): value for key, value in state.items()}
 
 
 def test_full_size_unet_has_the_keys_and_shapes_seen_in_nemo(full_size_shapes):
@@ -57,7 +57,7 @@ def test_full_size_unet_has_the_keys_and_shapes_seen_in_nemo(full_size_shapes):
     [("unet", 1680, 1680), ("vae", 248, 248), ("text_encoder", 196, 196), ("text_encoder_2", 517, 389)],
 )
 def test_full_size_counts(full_size_shapes, component, parameters, keys):
-    places = sdxl_keys.stored(component, full_size_shapes[component])
+    places = nemo_keys.stored(component, full_size_shapes[component])
     assert len(places) == parameters
     assert len({place.key for place in places.values()}) == keys
 
@@ -65,7 +65,7 @@ def test_full_size_counts(full_size_shapes, component, parameters, keys):
 def test_each_key_is_used_once_and_joined_ones_by_their_three_thirds(full_size_shapes):
     for component, shapes in full_size_shapes.items():
         layouts: dict[str, list[str]] = {}
-        for place in sdxl_keys.stored(component, shapes).values():
+        for place in nemo_keys.stored(component, shapes).values():
             layouts.setdefault(place.key, []).append(place.layout)
         for key, used in layouts.items():
             assert len(used) == 1 or sorted(used) == ["third 0", "third 1", "third 2"], key
@@ -75,24 +75,24 @@ def test_text_shapes_are_read_back_from_full_size_weights(full_size_shapes):
     shapes = {}
     for component in ("text_encoder", "text_encoder_2"):
         shapes |= stored_shapes(component, full_size_shapes[component])
-    assert sdxl_keys.text_shapes(shapes) == (
+    assert nemo_keys.text_shapes(shapes) == (
         TextShape(49408, 768, 12, 77, 3072),
         TextShape(49408, 1280, 32, 77, 5120, projection=1280),
     )
 
 
 def nemo_tensors(component: str, parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    state = sdxl_keys.to_nemo(component, {name: lazy(tensor) for name, tensor in parameters.items()})
+    state = nemo_keys.to_nemo(component, {name: lazy(tensor) for name, tensor in parameters.items()})
     tensors = {key: tensor.read() for key, tensor in state.items()}
     assert all((tuple(tensors[key].shape), tensors[key].dtype) == (state[key].shape, state[key].dtype) for key in state)
     return tensors
 
 
-@pytest.mark.parametrize("component", sdxl_keys.PREFIX)
+@pytest.mark.parametrize("component", nemo_keys.PREFIX)
 def test_reading_inverts_writing(tiny_modules, component):
     parameters = dict(tiny_modules[component].named_parameters())
     state = nemo_tensors(component, parameters)
-    for name, place in sdxl_keys.stored(component, parameters).items():
+    for name, place in nemo_keys.stored(component, parameters).items():
         assert torch.equal(place.parameter(state[place.key]), parameters[name]), name
 
 

@@ -7,19 +7,18 @@ folder names, unpickles where there is no safetensors file, and warns where it s
 """
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from sd_quant.checkpoints.bounds import MAX_DEPTH, bounded_modules
-from sd_quant.checkpoints.diffusers_folder import INDEX, WEIGHTS, plain_name, read_json, stored_weights
-from sd_quant.checkpoints.nemo import check_tensors, renamed
-from sd_quant.checkpoints.torch_weights import Readable
+from sd_quant.checkpoints.checks import MAX_DEPTH, bounded_modules, check_tensors, renamed
+from sd_quant.checkpoints.diffusers_files import INDEX, WEIGHTS, plain_name, read_json, stored_weights
+from sd_quant.checkpoints.tensors import Weights
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.models import FAMILIES, Family, family_named
 from sd_quant.models.parts import Part, PipelineAdapter
@@ -32,29 +31,8 @@ NOT_WANTED = {"requires_safety_checker": False, "add_watermarker": False}
 FORMER = {"Transformer2DModel": "PixArtTransformer2DModel"}  # names of classes that published folders still have
 
 
-@dataclass(frozen=True, eq=False)
-class Weights(Mapping[str, Tensor]):
-    """Of one network by diffusers' names; ``weights[name]`` reads that tensor, in the dtype it is stored in."""
-
-    path: Path
-    component: str
-    tensors: dict[str, Readable] = field(repr=False)
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.tensors[TIED.get(name, name) if name not in self.tensors else name].read()
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.tensors or TIED.get(str(name)) in self.tensors
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.tensors)
-
-    def __len__(self) -> int:
-        return len(self.tensors)
-
-
 @dataclass(frozen=True)
-class Folder:
+class DiffusersCheckpoint:
     """``index`` is the content of model_index.json; ``tokens`` the longest text that a T5 reads, None for the family's
     own; ``io`` whose names the denoiser's inputs have."""
 
@@ -78,8 +56,9 @@ class Folder:
             component: network(self.family.NETWORKS[component], config) for component, config in self.configs.items()
         }
 
-    def reopened(self) -> "Folder":
-        return open_pipeline(self.path, self.name, self.tokens, self.io)
+    def __reduce__(self):
+        """Another process, to which it is sent, opens the folder again."""
+        return open_pipeline, (self.path, self.name, self.tokens, self.io)
 
     def adapter(self, networks: Mapping[str, nn.Module]) -> PipelineAdapter:
         import diffusers
@@ -170,7 +149,7 @@ def library_of(name: str) -> str:
     return "diffusers" if hasattr(diffusers, name) else "transformers"
 
 
-def open_pipeline(path: Path, name: str, tokens: int | None = None, io: str = "diffusers") -> Folder:
+def open_pipeline(path: Path, name: str, tokens: int | None = None, io: str = "diffusers") -> DiffusersCheckpoint:
     """The folder as a pipeline of the family ``name``, checked but not loaded.
 
     Raises ConfigError when the folder is no pipeline, or one of another family; ArtifactError when it is damaged or
@@ -200,9 +179,9 @@ def open_pipeline(path: Path, name: str, tokens: int | None = None, io: str = "d
         component: weights_of(path / component, component, library_of(family.NETWORKS[component]), built)
         for component, built in networks.items()
     }
-    folder = Folder(path, name, index, configs, components, tokens, io)
-    folder.scheduler(), folder.tokenizers()  # refused now, not when the first picture is made
-    return folder
+    checkpoint = DiffusersCheckpoint(path, name, index, configs, components, tokens, io)
+    checkpoint.scheduler(), checkpoint.tokenizers()  # refused now, not when the first image is made
+    return checkpoint
 
 
 def check_pipeline(path: Path, name: str, family: Family, index: Mapping) -> None:
@@ -261,4 +240,5 @@ def weights_of(folder: Path, component: str, library: str, built: nn.Module) -> 
             copy = found.pop(name)
             found.setdefault(twin, copy)
     check_tensors(folder, found, {plain[name]: expected[name] for name in expected}, UNUSED)
-    return Weights(folder, component, {name: found[plain[name]] for name in expected})
+    tensors = {name: found[plain[name]] for name in expected}
+    return Weights(folder, component, {name: tensors[TIED.get(name, name)] for name in state}, tensors)

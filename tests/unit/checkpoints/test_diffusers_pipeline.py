@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sd_quant.checkpoints import pipeline_folder
+from sd_quant.checkpoints import diffusers_pipeline
 from sd_quant.checkpoints.archive import Member
-from sd_quant.checkpoints.pipeline_folder import Folder, open_pipeline
-from sd_quant.checkpoints.torch_weights import StoredTensor
+from sd_quant.checkpoints.diffusers_pipeline import DiffusersCheckpoint, open_pipeline
+from sd_quant.checkpoints.tensors import StoredTensor
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.models.checkpoint import build_module
@@ -74,7 +74,7 @@ def stored(folder) -> Callable[..., Path]:
     return change
 
 
-def opened(path: Path) -> Folder:
+def opened(path: Path) -> DiffusersCheckpoint:
     """Opened, and asked for all that it has besides weights."""
     checkpoint = open_pipeline(path, "pixart")
     checkpoint.scheduler()
@@ -207,7 +207,7 @@ def nothing_made(monkeypatch):
     def never(described, config):
         raise AssertionError(f"{described} was made")
 
-    monkeypatch.setattr(pipeline_folder, "network", never)
+    monkeypatch.setattr(diffusers_pipeline, "network", never)
 
 
 @pytest.fixture

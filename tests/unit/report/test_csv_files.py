@@ -3,7 +3,7 @@ import csv
 import numpy as np
 import pytest
 
-from sd_quant.report.layers import write_csv
+from sd_quant.report.csv_files import write_csv
 
 
 def test_cells_read_back(tmp_path):

@@ -4,7 +4,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from PIL import Image
 
-from sd_quant.report.sensitivity import COLOURS, plot_sensitivity
+from sd_quant.report.sensitivity_plot import COLOURS, plot_sensitivity
 
 ROLES = ["conv", "ffn", "qkv", "linear"]
 ROWS = [
@@ -15,18 +15,18 @@ CURVE = [{"kept": kept, "relative_error": 0.3 / (1 + kept), "predicted": 0.25 / 
 
 
 def pixels(path) -> np.ndarray:
-    with Image.open(path) as picture:
-        assert picture.format == "PNG"
-        return np.asarray(picture.convert("RGB"))
+    with Image.open(path) as image:
+        assert image.format == "PNG"
+        return np.asarray(image.convert("RGB"))
 
 
-def test_the_picture_has_its_size_and_the_colours_of_the_roles_that_there_are(tmp_path):
+def test_the_plot_has_its_size_and_the_colours_of_the_roles_that_there_are(tmp_path):
     path = tmp_path / "plots" / "sensitivity.png"
     plot_sensitivity([row for row in ROWS if row["role"] != "qkv"], CURVE, path)
     assert [file.name for file in path.parent.iterdir()] == ["sensitivity.png"]
-    picture = pixels(path)
-    assert picture.shape == (600, 1600, 3)
-    bars = picture[:, :700]  # the left plot, without its legend at the right
+    image = pixels(path)
+    assert image.shape == (600, 1600, 3)
+    bars = image[:, :700]  # the left plot, without its legend at the right
     for role, colour in COLOURS.items():
         painted = (abs(bars - np.multiply(to_rgb(colour), 255)) < 2).all(axis=-1).sum()
         assert (painted > 500) == (role != "qkv"), role

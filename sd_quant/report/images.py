@@ -1,7 +1,7 @@
-"""Pictures as files, and full precision above quantized in one picture, which is what people look at first.
+"""Images as files, and full precision above quantized in one image, which is what people look at first.
 
-Small pictures are enlarged and large ones reduced until a pair is comparable on a screen. The road not taken is a drawn
-difference image: at 20 dB everything differs somewhere, and the eye asks whether it is still the same picture.
+Small images are enlarged and large ones reduced until a pair is comparable on a screen. The road not taken is a drawn
+difference image: at 20 dB everything differs somewhere, and the eye asks whether it is still the same image.
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,13 @@ from PIL import Image, ImageDraw, ImageFont
 
 from sd_quant.errors import ArtifactError
 from sd_quant.files import atomic_path
+from sd_quant.text import printable
 
-LONGEST_EDGE = 256  # of a picture in the grid
+LONGEST_EDGE = 256  # of an image in the grid
 MOST_PAIRS = 64  # a grid of thousands is a file that nothing opens
 GAP, BLOCK_GAP, MARGIN = 4, 16, 16
 CAPTION_LINES = 2
-INK, SOFT_INK, PAPER = "#202124", "#5f6368", "#f1f3f4"  # paper is not white: many pictures are
+INK, SOFT_INK, PAPER = "#202124", "#5f6368", "#f1f3f4"  # paper is not white: many images are
 
 
 def save_images(images: np.ndarray, folder: Path, names: Sequence[str]) -> list[Path]:
@@ -51,7 +52,7 @@ def comparison_grid(
 ) -> Path:
     """Draw ``reference`` above ``quantized``, both uint8 [N, H, W, 3], ``columns`` pairs a row, into the PNG ``path``.
 
-    Pictures are enlarged ``scale`` times, or less so that no edge exceeds 256 pixels. ``captions`` (prompts: untrusted,
+    Images are enlarged ``scale`` times, or less so that no edge exceeds 256 pixels. ``captions`` (prompts: untrusted,
     only drawn) stand below the pairs, shortened to fit. Of more than 64 pairs the first 64 are drawn.
     Raises ArtifactError when the two differ in shape or type.
     """
@@ -59,8 +60,8 @@ def comparison_grid(
     _check(quantized)
     if reference.shape != quantized.shape or not len(reference):
         raise ArtifactError(
-            f"pictures of shape {list(quantized.shape)} were to be drawn below {list(reference.shape)}, expected the "
-            "same shape twice and at least one picture; run both with the same prompts and size"
+            f"images of shape {list(quantized.shape)} were to be drawn below {list(reference.shape)}, expected the "
+            "same shape twice and at least one image; run both with the same prompts and size"
         )
     count = min(len(reference), MOST_PAIRS)
     columns = min(columns, count)
@@ -90,8 +91,8 @@ def comparison_grid(
         left, top = MARGIN + gutter + column * (width + 2 * GAP), MARGIN + row * (block + BLOCK_GAP)
         for place, (label, images) in enumerate(zip(labels, (reference, quantized), strict=True)):
             y = top + place * (height + GAP)
-            picture = Image.fromarray(images[index]).resize((width, height), Image.Resampling.LANCZOS)
-            canvas.paste(picture, (left, y))
+            image = Image.fromarray(images[index]).resize((width, height), Image.Resampling.LANCZOS)
+            canvas.paste(image, (left, y))
             if column == 0:
                 draw.text((MARGIN + gutter - 12, y + height // 2), label, INK, font, anchor="rm")
         if captions:
@@ -118,7 +119,7 @@ def _save(image: Image.Image, path: Path) -> None:
 
 def _wrap(text: str, font: ImageFont.FreeTypeFont, width: int) -> list[str]:
     """``text`` in at most two lines no wider than ``width``, an ellipsis where it was cut, no control characters."""
-    words = "".join(letter if letter.isprintable() else " " for letter in text[:400]).split()
+    words = printable(text[:400]).split()
     lines = [""]
     for word in words:
         longer = f"{lines[-1]} {word}".strip()
