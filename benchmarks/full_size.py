@@ -242,11 +242,10 @@ def preset(options: argparse.Namespace, name: str) -> dict:
     from sd_quant.cli import CONF
     from sd_quant.config import Quantize
     from sd_quant.knobs import read
-    from sd_quant.stages.load import recipe_of
 
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = compose("quantize", [f"quantize={name}", f"quant_level={HIGHEST}"]).quantize
-    recipe = recipe_of(read(Quantize, OmegaConf.to_container(config, resolve=True)), "sdxl")
+    recipe = read(Quantize, OmegaConf.to_container(config, resolve=True))
     checkpoint, path = open_nemo(options.checkpoint), unet_file(options, name)
     roles, weights = layer_roles(empty_modules(checkpoint)["unet"]), checkpoint.components["unet"]
     layers = unpack(load_file(statistics_file(options))).layers

@@ -1,13 +1,16 @@
 """Every knob, typed and checked before anything heavy is imported (no torch here).
 
-Hydra composes YAML into a plain mapping; ``sd_quant.knobs.read`` turns that into these dataclasses. They refuse what
-they do not know, so a knob added with ``+`` is never misspelt in silence. Relative paths are taken from the repository.
+Hydra composes YAML into a plain mapping; ``sd_quant.knobs.read`` turns that into the jobs below, each a dataclass of
+sections. Every knob is stated once, at its field; what knobs have to do with one another is checked by the functions
+named ``check_...``, and by ``check_files`` of a job what can be said of files without loading them. Relative paths are
+taken from the repository.
 """
 
 import dataclasses
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import yaml
 
@@ -15,13 +18,11 @@ from sd_quant.calibration.prompts import draw_prompts, is_table, read_prompts
 from sd_quant.checkpoints.archive import is_gzipped, open_members
 from sd_quant.engines import PLAN_BUILDERS, RUNTIMES, check_installed
 from sd_quant.errors import ArtifactError, ConfigError
-from sd_quant.knobs import check, check_at_least, check_choice, read
+from sd_quant.knobs import Called, Limit, at_least, check, one_of, read
 from sd_quant.models import FAMILIES
 from sd_quant.quantization.formats import FORMATS, min_compute_capability
 from sd_quant.quantization.observers import OBSERVERS
-from sd_quant.quantization.percentile import COLLECT_METHODS, PERCENTILE_CALIBRATORS
-from sd_quant.quantization.recipe import QUANT_LEVELS, Enable, formats_used
-from sd_quant.quantization.smoothing import SMOOTHINGS
+from sd_quant.quantization.recipe import ALPHA, Enable, Recipe, formats_used
 from sd_quant.trackers import TRACKERS
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -31,13 +32,8 @@ USUAL_TARGETS = ("SM89", "SM120")
 PART_NAMES = ("unet_xl", "vae", "clip1", "clip2")  # of files that no run tells of
 
 
-def check_seed(knob: str, seed: int) -> None:
-    check(0 <= seed < 2**32, knob, seed, "a whole number from 0 to 2^32 - 1")
-
-
-def check_picture(group: str, width: int, height: int) -> None:
-    for axis, size in (("width", width), ("height", height)):
-        check(64 <= size <= 4096 and size % 64 == 0, f"{group}.{axis}", size, "a multiple of 64 from 64 to 4096")
+SIDE = Limit(lambda pixels: 64 <= pixels <= 4096 and pixels % 64 == 0, "a multiple of 64 from 64 to 4096")
+SEED = Limit(lambda seed: 0 <= seed < 2**32, "a whole number from 0 to 2^32 - 1")
 
 
 def anchored(path: str | Path) -> Path:
@@ -47,169 +43,142 @@ def anchored(path: str | Path) -> Path:
 
 @dataclass(slots=True)
 class Model:
-    """The checkpoint and what belongs to it.
+    """The checkpoint and what belongs to it."""
 
-    ``parts`` are the networks that are exported, ``io`` whose names the denoiser's inputs have, null for those of the
-    checkpoint's kind, ``max_sequence_length`` the longest text that a T5 reads, null for the family's own, and
-    ``recommended`` what other knobs are by default.
-    """
-
-    family: str
-    path: str
-    parts: list[str]
-    io: str | None
-    max_sequence_length: int | None
-    calibration_prompts: str
-    prompts: str
-    width: int
-    height: int
-    recommended: dict[str, float | int]
+    family: Annotated[str, one_of(lambda: sorted(FAMILIES)), "the model's family"]
+    path: Annotated[str, "the checkpoint: a file or a folder"]
+    parts: Annotated[list[str], "the networks that are exported"]
+    io: Annotated[
+        str | None,
+        Called("export.io"),
+        one_of(["nemo", "diffusers"]),
+        "whose names the inputs of SDXL's UNet have; null: those of the checkpoint's kind",
+    ]
+    max_sequence_length: Annotated[
+        int | None, at_least(1), "tokens of the longest text that a T5 reads; null: the family's own"
+    ]
+    calibration_prompts: Annotated[str, "a text file with a prompt a line, or a table of captions"]
+    prompts: Annotated[str, "a text file with the prompts of the images that are compared"]
+    width: Annotated[int, SIDE, "pixels across a calibration image, and across the others by default"]
+    height: Annotated[int, SIDE, "pixels down the same images"]
+    recommended: Annotated[dict[str, float | int], "what other knobs are by default"]
 
     def __post_init__(self):
-        check_choice("model.family", self.family, sorted(FAMILIES))
-        if self.io is not None:
-            check_choice("export.io", self.io, ("nemo", "diffusers"))
-            fits = self.io == "diffusers" or self.family == "sdxl"
-            check(fits, "export.io", self.io, f"diffusers or null, because NeMo has no names for {self.family}")
-        if self.max_sequence_length is not None:
-            check_at_least("model.max_sequence_length", self.max_sequence_length, 1)
-        check_picture("model", self.width, self.height)
+        fits = self.io in (None, "diffusers") or self.family == "sdxl"
+        check(fits, "export.io", self.io, f"diffusers or null, because NeMo has no names for {self.family}")
 
 
 def preset_names() -> list[str]:
     return sorted(path.stem for path in (REPOSITORY / "conf" / "quantize").glob("*.yaml"))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantize(Recipe):
+    """NeMo's ``quantize`` section, with its names and defaults: the recipe, and what it is derived from."""
+
+    exp_name: Annotated[str, "a label, which stands in the record"]
+    format: Annotated[str, one_of(preset_names), "what tables call the recipe: the name of its preset"]
+    exclude: Annotated[dict[str, list[str]], "patterns of layers that stay in high precision, by model family"]
+    keep: Annotated[
+        int | float,
+        Called("keep"),
+        Limit(
+            lambda keep: keep >= 0 if isinstance(keep, int) else 0 <= keep < 1,
+            "a number of layers or a fraction below 1: keeping all would quantize nothing",
+        ),
+        "the most sensitive layers, which stay in fp16",
+    ]
+    n_steps: Annotated[int, at_least(1), "denoising steps of a calibration image"]
+    calib_size: Annotated[int, at_least(1), "prompts to calibrate on"]
+    calibration: Annotated[
+        str | None, "a file or folder of statistics that were collected elsewhere; null: they are collected here"
+    ]
+    seed: Annotated[int, SEED, "random seed of the calibration images, and of the draw from a table of captions"]
+    snapshots: Annotated[
+        list[int],
+        Limit(lambda sizes: all(size > 0 for size in sizes), "numbers of prompts"),
+        "after how many prompts statistics are kept, for other calib_sizes to start from",
+    ]
+    accelerator: Annotated[str, one_of(["auto", "cpu", "cuda"]), "where calibration runs"]
+    devices: Annotated[int, at_least(1), "processes, or GPUs, that share the prompts"]
+
+
+def check_recipe(quantize: Quantize) -> None:
+    """Raises ConfigError when the knobs of a recipe do not fit together, or one is given that it ignores."""
+    steps, share, observer = quantize.n_steps, quantize.percentile, quantize.observer
+    check_format(quantize.format, quantize.enable)
+    check_enabled(quantize)
+    expected = f"at least {1 / steps:g}, one of the {steps} steps, because it selects no step"
+    check(int(steps * share) > 0, "percentile", share, expected)
+    if quantize.smoothing == "none":
+        check(quantize.alpha is None, "alpha", quantize.alpha, f"null, because {quantize.format} smooths nothing")
+    else:
+        check(quantize.alpha is not None, "alpha", None, str(ALPHA))
+    expected = "99.99, because only quantize.observer=percentile heeds it"
+    heeded = observer == "percentile" or quantize.observer_percentile == 99.99
+    check(heeded, "quantize.observer_percentile", quantize.observer_percentile, expected)
+    expected = f"1 with quantize.observer={observer}, which takes no range from the steps"
+    check(observer == "min_max" or share == 1, "percentile", share, expected)
+
+
 def check_format(name: str, enable: Enable) -> None:
-    """``name`` is what tables call the recipe, so it is that of the preset which quantizes this."""
-    check_choice("quantize.format", name, preset_names())
+    """Raises ConfigError unless ``name``, which tables call the recipe by, is the preset that enables this."""
     preset = yaml.safe_load((REPOSITORY / "conf" / "quantize" / f"{name}.yaml").read_text(encoding="utf-8"))
     expected = "the name of the preset that enables what is enabled; choose it with quantize=<preset>, or write one"
     check(dataclasses.asdict(enable) == preset["enable"], "quantize.format", name, expected)
 
 
-def check_enabled(quantize: "Quantize") -> None:
-    """What is enabled fits together, and no knob is given that it ignores."""
-    enable, label = quantize.enable, quantize.format
+def check_enabled(quantize: Quantize) -> None:
+    """Raises ConfigError when formats are enabled that do not go together, or with knobs that they ignore."""
+    enable, label, observer = quantize.enable, quantize.format, quantize.observer
     static = [name for name, fmt in FORMATS.items() if fmt.static_scale]
-    for kind, pair in (("conv", enable.conv), ("linear", enable.linear)):
-        check_choice(f"quantize.enable.{kind}.weight", pair.weight, FORMATS)
-        if pair.activation is not None:
-            choices = static if kind == "conv" else list(FORMATS)  # blocks lie along a linear's input
-            check_choice(f"quantize.enable.{kind}.activation", pair.activation, choices)
-    if enable.attention is not None:
-        check_choice("quantize.enable.attention", enable.attention, [n for n, fmt in FORMATS.items() if fmt.attention])
+    if enable.conv.activation is not None:  # blocks lie along a linear's input
+        one_of(static).check("quantize.enable.conv.activation", enable.conv.activation)
     expected = f"at most 3, because {label} has no format for attention's matrix products; quantize=fp8 has"
     check(quantize.quant_level < 4 or enable.attention is not None, "quant_level", quantize.quant_level, expected)
-    per_range = any(pair.weight in static for pair in (enable.conv, enable.linear))
     expected = f"false, because {label} has scales per block"
-    check(per_range or not quantize.per_channel, "quantize.per_channel", True, expected)
-    expected = "0, a number of singular directions, or a fraction below 1 of a layer's shorter side"
-    fits = quantize.rank >= 0 if isinstance(quantize.rank, int) else 0 < quantize.rank < 1
-    check(fits, "quantize.rank", quantize.rank, expected)
-    check_choice("quantize.observer", quantize.observer, OBSERVERS)
-    observer = OBSERVERS[quantize.observer]
-    inputs = [FORMATS[pair.activation] for pair in (enable.conv, enable.linear) if pair.activation is not None]
-    judged = not observer.equal_levels or all(fmt.equal_levels for fmt in inputs)
-    judged = judged and not (observer.one_scale and any(fmt.needs_amax and not fmt.static_scale for fmt in inputs))
-    expected = f"min_max or percentile, because {label} has no equal levels for it to judge by"
-    check(judged, "quantize.observer", quantize.observer, expected)
+    fits = not quantize.per_channel or enable.conv.weight in static or enable.linear.weight in static
+    check(fits, "quantize.per_channel", quantize.per_channel, expected)
     if enable.conv.activation is None:
-        because, method = f"because {label} leaves the inputs of convolutions alone", quantize.collect_method
+        because = f"because {label} leaves the inputs of convolutions alone"
         check(quantize.percentile == 1, "percentile", quantize.percentile, f"1, {because}")
-        check(method == "mean-max", "collect_method", method, f"mean-max, {because}")
-        if enable.linear.activation is None or not FORMATS[enable.linear.activation].needs_amax:
-            expected = f"min_max, because no input that {label} quantizes has a range"
-            check(quantize.observer == "min_max", "quantize.observer", quantize.observer, expected)
-
-
-@dataclass(slots=True)
-class Quantize:
-    """NeMo's ``quantize`` section, with its names and defaults, and what NeMo does not have."""
-
-    exp_name: str
-    n_steps: int
-    format: str
-    percentile: float
-    collect_method: str
-    batch_size: int
-    calib_size: int
-    calibration: str | None
-    quant_level: float
-    seed: int
-    enable: Enable
-    exclude: dict[str, list[str]]
-    per_channel: bool
-    smoothing: str
-    alpha: float | str | None
-    rank: int | float
-    observer: str
-    observer_percentile: float
-    percentile_calibrator: str
-    keep: int | float
-    snapshots: list[int]
-    accelerator: str
-    devices: int
-
-    def __post_init__(self):
-        check_format(self.format, self.enable)
-        check_choice("quant_level", self.quant_level, QUANT_LEVELS)
-        check_enabled(self)
-        check(0 < self.percentile <= 1, "percentile", self.percentile, "a number above 0 and up to 1")
-        check_choice("collect_method", self.collect_method, COLLECT_METHODS)
-        for knob in ("n_steps", "batch_size", "calib_size", "devices"):
-            check_at_least(f"quantize.{knob}", getattr(self, knob), 1)
-        expected = f"at least {1 / self.n_steps:g}, one of the {self.n_steps} steps, because it selects no step"
-        check(int(self.n_steps * self.percentile) > 0, "percentile", self.percentile, expected)
-        check_seed("quantize.seed", self.seed)
-        check_choice("smoothing", self.smoothing, SMOOTHINGS)
-        if self.smoothing == "none":
-            check(self.alpha is None, "alpha", self.alpha, f"null, because {self.format} smooths nothing")
-        else:
-            fits = self.alpha == "auto" or (isinstance(self.alpha, float) and 0 <= self.alpha <= 1)
-            check(fits, "alpha", self.alpha, "a number from 0 to 1, or auto")
-        check_choice("quantize.observer", self.observer, OBSERVERS)
-        check(0 < self.observer_percentile <= 100, "quantize.observer_percentile", self.observer_percentile,
-              "above 0 and up to 100")  # fmt: skip
-        expected = "99.99, because only quantize.observer=percentile heeds it"
-        heeded = self.observer == "percentile" or self.observer_percentile == 99.99
-        check(heeded, "quantize.observer_percentile", self.observer_percentile, expected)
-        check_choice("quantize.percentile_calibrator", self.percentile_calibrator, PERCENTILE_CALIBRATORS)
-        ignored = self.observer != "min_max" and self.percentile != 1
-        expected = f"1 with quantize.observer={self.observer}, which takes no range from the steps"
-        check(not ignored, "percentile", self.percentile, expected)
-        fits = self.keep >= 0 if isinstance(self.keep, int) else 0 <= self.keep < 1
-        check(fits, "keep", self.keep, "a number of layers or a fraction below 1: keeping all would quantize nothing")
-        check(all(size > 0 for size in self.snapshots), "quantize.snapshots", self.snapshots, "numbers of prompts")
-        check_choice("quantize.accelerator", self.accelerator, ("auto", "cpu", "cuda"))
+        check(quantize.collect_method == "mean-max", "collect_method", quantize.collect_method, f"mean-max, {because}")
+    formats = [FORMATS[name] for name in (enable.conv.activation, enable.linear.activation) if name is not None]
+    inputs = [fmt for fmt in formats if fmt.needs_amax]
+    expected = f"min_max, because no input that {label} quantizes has a range"
+    check(bool(inputs) or observer == "min_max", "quantize.observer", observer, expected)
+    judging = [name for name, row in OBSERVERS.items() if all(map(row.judges, inputs))]
+    expected = f"{' or '.join(judging)}, because {label} has no equal levels for it to judge by"
+    check(observer in judging, "quantize.observer", observer, expected)
 
 
 @dataclass(slots=True)
 class Trt:
-    """How plans are built. ``library`` none builds no plan, auto takes tensorrt on a GPU and tensorrt_rtx elsewhere.
+    """How plans are built."""
 
-    ``timing_cache`` is the folder in which TensorRT's measurements of this GPU are kept for the next build.
-    """
-
-    library: str
-    targets: list[str] | None
-    static_batch: bool
-    min_batch_size: int
-    max_batch_size: int
-    optimization_level: int | None
-    workspace_gib: float | None
-    timing_cache: str | None
+    library: Annotated[
+        str,
+        one_of(["auto", *PLAN_BUILDERS, "none"]),
+        "what builds plans: auto is tensorrt where it and a GPU are there, else tensorrt_rtx; none builds no plans",
+    ]
+    targets: Annotated[
+        list[str] | None,
+        one_of(RTX_TARGETS, each=True),
+        f"GPUs that TensorRT for RTX builds for; null: {' and '.join(USUAL_TARGETS)}, where they have the formats; []: this machine's",
+    ]
+    static_batch: Annotated[bool, "plans take batches of infer.batch_size only"]
+    min_batch_size: Annotated[int, at_least(1), "images of the smallest batch of a plan"]
+    max_batch_size: Annotated[int, at_least(1), "images of the largest batch; guidance doubles it for the denoiser"]
+    optimization_level: Annotated[int | None, one_of(range(6)), "TensorRT's own; null: the library's default"]
+    workspace_gib: Annotated[
+        float | None, Limit(lambda gib: gib > 0, "more than 0"), "memory that the builder may use; null: its default"
+    ]
+    timing_cache: Annotated[
+        str | None, "folder of TensorRT's measurements of this GPU, for the next build; null: measure again"
+    ]
 
     def __post_init__(self):
-        check_choice("trt.library", self.library, ("auto", *PLAN_BUILDERS, "none"))
-        for target in self.targets or []:
-            check_choice("trt.targets", target, RTX_TARGETS)
-        check_at_least("trt.min_batch_size", self.min_batch_size, 1)
-        check_at_least("trt.max_batch_size", self.max_batch_size, self.min_batch_size)
-        if self.optimization_level is not None:
-            check_choice("trt.optimization_level", self.optimization_level, range(6))
-        if self.workspace_gib is not None:
-            check(self.workspace_gib > 0, "trt.workspace_gib", self.workspace_gib, "more than 0")
+        at_least(self.min_batch_size).check("trt.max_batch_size", self.max_batch_size)
 
 
 def targets_for(trt: Trt, formats: set[str]) -> list[str]:
@@ -227,55 +196,40 @@ def targets_for(trt: Trt, formats: set[str]) -> list[str]:
 
 @dataclass(slots=True)
 class ExportShape:
-    """NeMo's ``infer`` section of an export: where the plans go and the pictures that they are tuned for."""
+    """NeMo's ``infer`` section of an export."""
 
-    out_path: str | None
-    width: int
-    height: int
-    batch_size: int
-
-    def __post_init__(self):
-        check_picture("infer", self.width, self.height)
-        check_at_least("infer.batch_size", self.batch_size, 1)
+    out_path: Annotated[str | None, "folder that gets plan/<part>.plan; null: this command's own"]
+    width: Annotated[int, SIDE, "pixels across the images that plans are tuned for"]
+    height: Annotated[int, SIDE, "pixels down these images"]
+    batch_size: Annotated[int, at_least(1), "images at a time"]
 
 
 @dataclass(slots=True)
 class Infer:
-    """How pictures are made and timed. ``prompts`` is a list or the path of a text file.
+    """How images are made and timed."""
 
-    ``precision`` is what torch computes in wherever it computes, auto is fp32 on a processor and fp16 on a GPU;
-    ``cuda_graph`` replays the engine's calls.
-    """
-
-    engine: str
-    out_path: str | None
-    width: int
-    height: int
-    batch_size: int
-    prompts: list[str] | str
-    num_samples: int
-    steps: int
-    scale: float
-    seed: int
-    num_warmup_runs: int
-    num_timed_runs: int
-    precision: str
-    cuda_graph: bool
-    allow_untrusted_plan: bool
+    engine: Annotated[str, one_of(RUNTIMES), "the runtime that executes the exported networks, or torch itself"]
+    out_path: Annotated[str | None, "folder that gets the images; null: this command's own"]
+    width: Annotated[int, SIDE, "pixels across an image"]
+    height: Annotated[int, SIDE, "pixels down an image"]
+    batch_size: Annotated[int, at_least(1), "images at a time"]
+    prompts: Annotated[list[str] | str, "a list, or a text file with a prompt a line"]
+    num_samples: Annotated[int, at_least(1), "images of a prompt"]
+    steps: Annotated[int, at_least(1), "denoising steps"]
+    scale: Annotated[float, at_least(0), "guidance scale, of the calibration images too"]
+    seed: Annotated[int, SEED, "random seed of the first image; the next has the next"]
+    num_warmup_runs: Annotated[int, at_least(0), "calls before the timed ones"]
+    num_timed_runs: Annotated[int, at_least(1), "calls whose median is the latency"]
+    precision: Annotated[
+        str, one_of(PRECISION_NAMES), "what torch computes in; auto: fp16 on a GPU, fp32 on a processor"
+    ]
+    cuda_graph: Annotated[bool, "a GPU replays an engine's calls: one launch instead of thousands"]
+    allow_untrusted_plan: Annotated[bool, "load a plan that has no record of its build"]
 
     def __post_init__(self):
-        check_choice("infer.engine", self.engine, RUNTIMES)
-        check_picture("infer", self.width, self.height)
-        for knob in ("batch_size", "num_samples", "steps", "num_timed_runs"):
-            check_at_least(f"infer.{knob}", getattr(self, knob), 1)
-        check_at_least("infer.num_warmup_runs", self.num_warmup_runs, 0)
-        check_at_least("infer.scale", self.scale, 0)
-        check_seed("infer.seed", self.seed)
-        check_choice("infer.precision", self.precision, PRECISION_NAMES)
         expected = f"false, because infer.engine={self.engine} runs on the processor"
-        check(
-            not self.cuda_graph or RUNTIMES[self.engine].device != "cpu", "infer.cuda_graph", self.cuda_graph, expected
-        )
+        fits = not self.cuda_graph or RUNTIMES[self.engine].device != "cpu"
+        check(fits, "infer.cuda_graph", self.cuda_graph, expected)
 
     def prompt_list(self) -> list[str]:
         """Every prompt, repeated ``num_samples`` times. Raises ConfigError when there is none."""
@@ -285,23 +239,20 @@ class Infer:
 
 
 @dataclass(slots=True)
-class Shared:
-    """Where what runs share is kept; ``dir`` None keeps nothing."""
+class CacheFolder:
+    """What runs share: statistics, graphs, unquantized parts, their plans, the full-precision images."""
 
-    dir: str | None
-    limit_gb: float
-
-    def __post_init__(self):
-        check_at_least("cache.limit_gb", self.limit_gb, 0)
+    dir: Annotated[str | None, "where it is kept; null: everything is made anew and nothing kept"]
+    limit_gb: Annotated[float, at_least(0), "what was used longest ago goes first above this; statistics stay"]
 
 
 @dataclass(slots=True)
 class Metrics:
-    """Files of networks and references that no package brings; what is not named is not computed."""
+    """Networks and references that no package brings; a score whose files are not named is not computed."""
 
-    clip_weights: str | None
-    fid_weights: str | None
-    fid_references: str | None
+    clip_weights: Annotated[str | None, "for CLIP scores: a folder of transformers' CLIPModel"]
+    fid_weights: Annotated[str | None, "for FID: Inception's weights, as torch-fidelity serves them"]
+    fid_references: Annotated[str | None, "for FID: a folder of photographs, or an .npz with mu and sigma"]
 
     def __post_init__(self):
         both = (self.fid_weights is None) == (self.fid_references is None)
@@ -320,18 +271,17 @@ class QuantizeJob:
     quantize: Quantize
     trt: Trt
     infer: Infer
-    cache: Shared
+    cache: CacheFolder
     metrics: Metrics
-    trackers: list[str]
-    published: str | None
+    trackers: Annotated[list[str], one_of(TRACKERS, each=True), "who is told of a finished run, beside its own record"]
+    published: Annotated[str | None, "file of published latencies, shown beside a sweep's"]
 
     def __post_init__(self):
+        check_recipe(self.quantize)
         check_batch(self.trt, self.infer)
         targets_for(self.trt, set().union(*self.formats().values()))
-        for tracker in self.trackers:
-            check_choice("trackers", tracker, TRACKERS)
-        runtime = RUNTIMES[self.infer.engine]
         expected = "an engine for the quantized model, such as infer=openvino, because torch is every job's baseline"
+        runtime = RUNTIMES[self.infer.engine]
         check(runtime.quantized, "infer.engine", self.infer.engine, expected)
         if runtime.file is None:
             pairs = [self.quantize.enable.conv, self.quantize.enable.linear]
@@ -382,12 +332,14 @@ class QuantizeJob:
             check_installed(self.trt.library)
 
 
+RUN = Annotated[str | None, "folder of an earlier run, whose files are taken"]
+FILES = Annotated[dict[str, str | None], "the file of a part, instead of the run's"]
+
+
 @dataclass(slots=True)
 class ExportJob:
-    """``run`` is an earlier run's directory; one of ``files``, given for a part, goes before it."""
-
-    run: str | None
-    files: dict[str, str | None]
+    run: RUN
+    files: FILES
     trt: Trt
     infer: ExportShape
 
@@ -403,8 +355,8 @@ class ExportJob:
 
 @dataclass(slots=True)
 class InferJob:
-    run: str | None
-    files: dict[str, str | None]
+    run: RUN
+    files: FILES
     model: Model
     infer: Infer
 

@@ -14,10 +14,10 @@ import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 
 from hydra import compose
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
@@ -43,7 +43,7 @@ def is_sweep(config_name: str, arguments: Sequence[str], multirun: bool) -> bool
 
 
 def plain_config(config_name: str, arguments: Sequence[str]) -> DictConfig:
-    """What all jobs share: the command without what varies."""
+    """The configuration that all jobs share: that of the command without what varies."""
     plain = [override.input_line for override in parse(arguments) if not override.is_sweep_override()]
     return compose(config_name, plain, return_hydra_config=True)
 
@@ -53,21 +53,26 @@ def parse(arguments: Sequence[str]) -> list:
 
 
 def expand(config_name: str, arguments: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """The knobs that vary, and the overrides of every job, in Hydra's order. Raises ConfigError for another sweeper."""
+    """The knobs that vary, and the overrides of every job, as Hydra's basic sweeper orders and numbers them.
+
+    Raises ConfigError for another sweeper, and for a range that cannot be counted.
+    """
     sweeper = plain_config(config_name, arguments).hydra.sweeper
     if not str(sweeper.get("_target_")).endswith("BasicSweeper"):
         raise ConfigError(f"hydra/sweeper is {sweeper.get('_target_')}, expected Hydra's basic one: it names jobs here")
     params = [f"{name}={value}" for name, value in (sweeper.params or {}).items()]
     task = [override.input_line for override in parse(arguments) if not override.is_hydra_override()]
-    overrides = parse(params + task)
-    [jobs] = BasicSweeper.split_arguments(overrides, None)
-    last = {override.get_key_element(): override for override in overrides}  # as Hydra takes them
-    varied = [name for name, override in last.items() if override.is_sweep_override()]
-    return [name for name in varied if len({job_override(job, name) for job in jobs}) > 1], jobs
-
-
-def job_override(job: Sequence[str], name: str) -> str:
-    return next(override for override in job if override.startswith(f"{name}="))
+    values: dict[str, list[str]] = {}
+    for override in parse(params + task):  # the last one of a knob counts, at the place of the first
+        name = override.get_key_element()
+        if not override.is_sweep_override():
+            values[name] = [override.get_value_element_as_str()]
+        elif override.is_discrete_sweep():
+            values[name] = list(override.sweep_string_iterator())
+        else:
+            raise ConfigError(f"{override.input_line} is an interval, expected values such as 0.5,0.8 or range(8,33,8)")
+    jobs = [[f"{name}={value}" for name, value in zip(values, job, strict=True)] for job in product(*values.values())]
+    return [name for name, chosen in values.items() if len(set(chosen)) > 1], jobs
 
 
 def plan_of(config_name: str, arguments: Sequence[str], knobs_of: Callable[[DictConfig], dict]) -> tuple[dict, str]:
@@ -115,7 +120,7 @@ def experiment_of(arguments: Sequence[str]) -> str | None:
 
 
 def value_of(config: DictConfig, name: str):
-    """Of a knob, or of a choice such as ``quantize``, as JSON has it."""
+    """The value of a knob, or of a choice such as ``quantize``, as JSON has it."""
     choices = config.hydra.runtime.choices
     if name in choices:
         return choices[name]
@@ -179,7 +184,7 @@ def job_line(sweep: Sweep, number: int) -> str:
 
 
 def left(sweep: Sweep) -> str:
-    """From the median of the jobs that are done; nothing before there are any."""
+    """How much work is left, from the median of the jobs that are done; nothing before there are any."""
     seconds = [
         sum(stage["seconds"] for stage in (at(job.record, "stages") or {}).values())
         for job in sweep.jobs

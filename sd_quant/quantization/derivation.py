@@ -200,8 +200,9 @@ def check_layers(
     shapes: Mapping[str, tuple[int, ...]],
     recipe: Recipe,
     attentions: Collection[str] = (),
+    exclude: Collection[str] = (),
 ) -> None:
-    """Whether the recipe fits the layers that it quantizes. Raises ConfigError, before anything is calibrated."""
+    """Raises ConfigError when the recipe does not fit the layers that it quantizes, before anything is calibrated."""
     level = recipe.quant_level
     if all(reason_kept(role, level) for role in roles.values()):
         raise ConfigError(
@@ -210,7 +211,7 @@ def check_layers(
     if level >= 4 and not attentions:
         raise ConfigError(f"quant_level is {level:g}, expected at most 3: this model's attention is never quantized")
     for name, role in roles.items():
-        if reason_kept(role, recipe.quant_level) or excluded(name, recipe):
+        if reason_kept(role, recipe.quant_level) or excluded(name, exclude):
             continue
         formats, shape = recipe.formats_of(role), shapes[name]
         rank = rank_of(recipe.rank, shape) if role != "conv" else 0
@@ -228,8 +229,8 @@ def check_layers(
                 )
 
 
-def excluded(name: str, recipe: Recipe) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in recipe.exclude)
+def excluded(name: str, exclude: Collection[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in exclude)
 
 
 def derive(
@@ -240,17 +241,19 @@ def derive(
     inputs: Sequence[SharedInput],
     kept: Collection[str] = (),
     attentions: Mapping[str, int] = {},
+    exclude: Collection[str] = (),
 ) -> dict[str, LayerAssignment]:
     """The assignment of every layer in ``roles`` (name to role), reading the weights of one input at a time.
 
-    ``inputs`` are the family's shared inputs of linears, ``kept`` layers that stay in high precision whatever the
-    level, ``attentions`` its attentions with the width of a head. Raises SdQuantError when a layer to quantize was
-    never reached by calibration or saw only zeros, ConfigError when nothing is left to quantize.
+    ``inputs`` are the family's shared inputs of linears, ``attentions`` its attentions with the width of a head.
+    Whatever the level, the layers ``kept`` and those whose names match a pattern of ``exclude`` stay in high precision.
+    Raises SdQuantError when a layer to quantize was never reached by calibration or saw only zeros, ConfigError when
+    nothing is left to quantize.
     """
     assignment = {}
     for name, role in roles.items():
         reason = reason_kept(role, recipe.quant_level)
-        if reason is None and excluded(name, recipe):
+        if reason is None and excluded(name, exclude):
             reason = "excluded by the preset"
         if reason is None and name in kept:
             reason = "among the most sensitive layers"

@@ -30,6 +30,7 @@ def assign(loaded: Loaded, statistics: Statistics, kept: Collection[str] = ()) -
         loaded.checkpoint.family.shared_inputs(linears),
         kept,
         loaded.head_widths,
+        loaded.exclude,
     )
 
 

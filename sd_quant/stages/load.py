@@ -1,6 +1,6 @@
 """From the checkpoint's path to everything that the later steps ask of it."""
 
-import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -8,7 +8,7 @@ from typing import cast
 from sd_quant.checkpoints.checks import check_finite
 from sd_quant.checkpoints.kinds import open_checkpoint
 from sd_quant.checkpoints.tensors import Weights
-from sd_quant.config import Model, Quantize, QuantizeJob, anchored
+from sd_quant.config import Model, QuantizeJob, anchored
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser, part_parameters
 from sd_quant.models.parts import Part
 from sd_quant.quantization.derivation import check_layers
@@ -27,6 +27,7 @@ class Loaded:
     roles: dict[str, str]  # the denoiser's layers to their roles
     head_widths: dict[str, int]  # attentions that quant_level 4 can quantize
     recipe: Recipe
+    exclude: Collection[str]  # patterns of layers that stay in high precision
     kept: int  # the most sensitive layers that stay in high precision
 
     @property
@@ -60,15 +61,11 @@ def load(job: QuantizeJob, directory: Path) -> Loaded:
     )
     for weights in checkpoint.components.values():
         check_finite(cast(Weights, weights))
-    network, recipe = empty_denoiser(checkpoint), recipe_of(job.quantize, job.model.family)
+    network, recipe = empty_denoiser(checkpoint), job.quantize
+    exclude = recipe.exclude.get(job.model.family, ())
     roles, head_widths = checkpoint.family.layer_roles(network), checkpoint.family.attentions(network)
     shapes = {name: network.get_parameter(f"{name}.weight").shape for name in roles}
-    check_layers(roles, shapes, recipe, head_widths)
+    check_layers(roles, shapes, recipe, head_widths, exclude)
     selected = sum(reason_kept(role, recipe.quant_level) is None for role in roles.values())
-    return Loaded(checkpoint, parts, parameters, roles, head_widths, recipe, budget(job.quantize.keep, selected))
-
-
-def recipe_of(knobs: Quantize, family: str) -> Recipe:
-    """The recipe in the job's knobs, with the layers that it excludes in this family."""
-    fields = {field.name: getattr(knobs, field.name) for field in dataclasses.fields(Recipe)}
-    return Recipe(**fields | {"exclude": tuple(knobs.exclude.get(family, ()))})
+    kept = budget(job.quantize.keep, selected)
+    return Loaded(checkpoint, parts, parameters, roles, head_widths, recipe, exclude, kept)

@@ -24,6 +24,8 @@ import pkgutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sd_quant.quantization.formats import Format
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -42,6 +44,10 @@ class Observer:
         ``percent``, the share that the observer ``percentile`` does not clip.
         """
         return pkgutil.resolve_name(self.function)(values, amax, **options)
+
+    def judges(self, fmt: Format) -> bool:
+        """Whether it can choose the range of inputs in this format."""
+        return (fmt.static_scale or not self.one_scale) and (fmt.equal_levels or not self.equal_levels)
 
 
 OBSERVERS = {

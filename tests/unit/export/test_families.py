@@ -3,13 +3,12 @@
 INT8 goes through the command line (tests/cli/test_families.py); here the recipe comes from calls on random inputs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import onnx
 import pytest
 import torch
-import yaml
 from torch import Tensor
 
 from sd_quant.calibration.hooks import collect, draw
@@ -22,9 +21,10 @@ from sd_quant.inference.parity import layer_outputs, layer_parity, run_simulatio
 from sd_quant.models.checkpoint import denoiser_of, denoiser_part, denoiser_weights
 from sd_quant.models.parts import axes
 from sd_quant.quantization.derivation import derive
-from sd_quant.quantization.recipe import Enable, Pair, Recipe, formats_used
+from sd_quant.quantization.recipe import formats_used
 from sd_quant.quantization.statistics import LayerStatistics
 from sd_quant.simulation.modelopt import simulate
+from tests.presets import recipe_of
 
 from ...pipelines import TINY
 
@@ -69,18 +69,11 @@ def network(request, tmp_path_factory) -> Network:
     return Network(checkpoint, trace_part(checkpoint, checkpoint.family.DENOISER), calls, roles, found.layers)
 
 
-def recipe_of(preset: str) -> Recipe:
-    read = yaml.safe_load((REPOSITORY / f"conf/quantize/{preset}.yaml").read_text())
-    enable = Enable(Pair(**read["enable"]["conv"]), Pair(**read["enable"]["linear"]), read["enable"]["attention"])
-    alpha = None if str(read["smoothing"]).endswith("none}") or read["smoothing"] == "none" else 0.5
-    smoothing = "none" if alpha is None else "folded"
-    rank = min(read["rank"], 8)
-    return Recipe(3.0, alpha, smoothing=smoothing, enable=enable, per_channel=read["per_channel"], rank=rank)
-
-
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_exported_layers_compute_what_the_simulation_does(network, preset, tmp_path):
-    checkpoint, family, recipe = network.checkpoint, network.checkpoint.family, recipe_of(preset)
+    checkpoint, family, recipe = network.checkpoint, network.checkpoint.family, recipe_of(preset, "quant_level=3")
+    alpha = None if recipe.smoothing == "none" else 0.5
+    recipe = replace(recipe, alpha=alpha, rank=min(recipe.rank, 8))
     weights, part = denoiser_weights(checkpoint), denoiser_part(checkpoint)
     inputs = family.shared_inputs([name for name, role in network.roles.items() if role != "conv"])
     assignment = derive(network.roles, lambda name: weights[f"{name}.weight"], network.statistics, recipe, inputs)

@@ -6,7 +6,7 @@ by ONNX Runtime and OpenVINO where they know the formats (``sd_quant.engines.why
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 
@@ -36,9 +36,10 @@ from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.formats import FORMATS, fake_quantize
-from sd_quant.quantization.recipe import Enable, Pair, Recipe, formats_used
+from sd_quant.quantization.recipe import Recipe, formats_used
 from sd_quant.quantization.statistics import LayerStatistics
 from sd_quant.simulation.modelopt import simulate
+from tests.presets import recipe_of
 
 pytestmark = pytest.mark.slow
 REPOSITORY = Path(__file__).parents[3]
@@ -123,22 +124,9 @@ def network() -> Network:
     return Network(unet, contract, traced, roles, found.layers)
 
 
-def recipe_of(preset: str) -> Recipe:
-    """As Hydra reads the file when nobody gives the knobs, at the highest level that it has."""
-    read = yaml.safe_load((REPOSITORY / f"conf/quantize/{preset}.yaml").read_text())
-
-    def default(value: object) -> object:
-        return yaml.safe_load(value.rstrip("}").rpartition(",")[2]) if str(value).startswith("${") else value
-
-    conv, linear, attention = (read["enable"][kind] for kind in ("conv", "linear", "attention"))
-    return Recipe(
-        4.0 if attention else 3.0,
-        default(read["alpha"]),
-        smoothing=default(read["smoothing"]),
-        enable=Enable(Pair(**conv), Pair(**linear), attention),
-        per_channel=read["per_channel"],
-        rank=read["rank"],
-    )
+def at_its_highest_level(preset: str) -> Recipe:
+    recipe = recipe_of(preset, "quant_level=3")
+    return replace(recipe, quant_level=4.0 if recipe.enable.attention else 3.0)
 
 
 @dataclass
@@ -171,7 +159,7 @@ class Exported:
 def export(network, tmp_path_factory) -> Callable[[str], Exported]:
     @cache
     def export(preset: str) -> Exported:
-        recipe = recipe_of(preset)
+        recipe = at_its_highest_level(preset)
         assignment = network.derive(recipe, attentions(network.unet))
         path = tmp_path_factory.mktemp(preset) / "unet.onnx"
         return Exported(recipe, network, assignment, network.write(assignment, path))
@@ -391,7 +379,7 @@ def test_layers_with_their_low_rank_branch_compute_what_the_simulation_does(svdq
 @pytest.fixture(scope="module")
 def attending(network, tmp_path_factory) -> Exported:
     """FP8 at level 4, where the attentions of the middle are said to have narrow heads."""
-    recipe = recipe_of("fp8")
+    recipe = at_its_highest_level("fp8")
     widths = {name: 8 if name.startswith("mid") else width for name, width in attentions(network.unet).items()}
     assert set(widths.values()) == {8, 32}
     assignment = network.derive(recipe, widths)

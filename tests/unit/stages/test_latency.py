@@ -10,6 +10,7 @@ from sd_quant.config import PART_NAMES, REPOSITORY
 from sd_quant.metrics import latency
 from sd_quant.models.checkpoint import contracts_of
 from sd_quant.stages import infer
+from sd_quant.stages import latency as timing
 from sd_quant.stages.latency import compare_latency
 
 INFER = SimpleNamespace(

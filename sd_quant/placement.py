@@ -1,4 +1,4 @@
-"""Jobs of a sweep side by side on one machine: each process that runs them has a GPU and cores to itself.
+"""Placement of a sweep's jobs side by side on one machine: each process that runs them has a GPU and cores to itself.
 
 ``conf/hydra/launcher/one_host.yaml`` asks for it. A place is a locked file, and a lock ends with its process however
 that ends; while the jobs of another sweep have all places, new ones wait. A process keeps its place to its end, because
@@ -28,26 +28,7 @@ LOCKS = Path(tempfile.gettempdir()) / f"sd-quant-{os.getuid()}"  # of this machi
 SECONDS_BETWEEN_LOOKS = 0.5
 
 
-def places() -> int:
-    """How many jobs a machine takes at a time, unless told otherwise."""
-    return len(gpus()) or max(1, len(cores()) // CORES_OF_A_JOB)
-
-
-def gpus() -> list[str]:
-    """As CUDA_VISIBLE_DEVICES names them."""
-    import torch
-
-    count = torch.cuda.device_count()
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return chosen.split(",")[:count] if chosen else [str(index) for index in range(count)]
-
-
-def cores() -> list[int]:
-    """Those that this process may run on; none where the operating system binds no process to cores."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-
-
-class Share(Callback):
+class Placement(Callback):
     """Hydra makes it in the process that was started, and calls it in the one that runs a job."""
 
     def __init__(self, jobs: int):
@@ -61,6 +42,25 @@ class Share(Callback):
             settle(self.process, self.jobs, self.gpus, self.cores)
 
 
+def places() -> int:
+    """How many jobs a machine takes at a time, unless ``hydra.launcher.n_jobs`` is given."""
+    return len(gpus()) or max(1, len(cores()) // CORES_OF_A_JOB)
+
+
+def gpus() -> list[str]:
+    """The names of this process's GPUs, as CUDA_VISIBLE_DEVICES has them."""
+    import torch
+
+    count = torch.cuda.device_count()
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return chosen.split(",")[:count] if chosen else [str(index) for index in range(count)]
+
+
+def cores() -> list[int]:
+    """The cores that this process may run on; none where the operating system binds no process to cores."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
 @cache  # once in a process, and the file stays open as long as it lives
 def settle(parent: int, jobs: int, gpus: Sequence[str], cores: Sequence[int]) -> TextIO:
     """Wait for a free place and take it: torch, the engines and their threads see nothing else from now on."""
@@ -70,31 +70,12 @@ def settle(parent: int, jobs: int, gpus: Sequence[str], cores: Sequence[int]) ->
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus[place % len(gpus)]
     if cores:
-        os.sched_setaffinity(0, share(place, jobs, cores))
+        os.sched_setaffinity(0, cores_of(place, jobs, cores))
     return lock
 
 
-def end_with(parent: int) -> None:
-    """joblib's processes would outlive a killed parent for ever, and keep its GPUs' memory."""
-    while os.getppid() == parent:
-        time.sleep(SECONDS_BETWEEN_LOOKS)
-    os._exit(1)
-
-
-def place_name(place: int, gpus: Sequence[str]) -> str:
-    """More jobs than GPUs share them."""
-    if not gpus:
-        return f"cores-{place}"
-    return f"gpu-{gpus[place % len(gpus)]}-{place // len(gpus)}".replace("/", "-")
-
-
-def share(place: int, jobs: int, cores: Sequence[int]) -> Sequence[int]:
-    first, last = (len(cores) * number // jobs for number in (place, place + 1))
-    return cores[first : max(last, first + 1)]
-
-
 def claim(names: Sequence[str]) -> tuple[int, TextIO]:
-    """The first free place and its lock."""
+    """The number of the first free place, and its lock. Waits while there is none."""
     LOCKS.mkdir(mode=0o700, exist_ok=True)
     told = False
     while True:
@@ -107,3 +88,23 @@ def claim(names: Sequence[str]) -> tuple[int, TextIO]:
             LOG.info("waiting for a free place: other jobs on this machine have all %d", len(names))
             told = True
         time.sleep(SECONDS_BETWEEN_LOOKS)
+
+
+def place_name(place: int, gpus: Sequence[str]) -> str:
+    """The name of a place's lock; where there are more jobs than GPUs, several places are on one."""
+    if not gpus:
+        return f"cores-{place}"
+    return f"gpu-{gpus[place % len(gpus)]}-{place // len(gpus)}".replace("/", "-")
+
+
+def cores_of(place: int, jobs: int, cores: Sequence[int]) -> Sequence[int]:
+    """The cores of a place when ``jobs`` places divide ``cores`` evenly; at least one."""
+    first, last = (len(cores) * number // jobs for number in (place, place + 1))
+    return cores[first : max(last, first + 1)]
+
+
+def end_with(parent: int) -> None:
+    """End this process when ``parent`` has: joblib's would outlive a killed one, and keep its GPUs' memory."""
+    while os.getppid() == parent:
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+    os._exit(1)
