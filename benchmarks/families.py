@@ -125,8 +125,9 @@ def plan(family: str, path: Path) -> dict[str, float]:
     """Refused where the machine has less memory than a build takes."""
     from sd_quant.cache import Cache
     from sd_quant.config import ExportShape
+    from sd_quant.inference.memory import memory_of_plan
     from sd_quant.stages.export_trt import build_plans, numbers_in
-    from sd_quant.stages.needs import check_machine, memory_of_plan
+    from sd_quant.stages.resources import check_machine
 
     given, name = described(family), path.stem
     check_machine({"plans": memory_of_plan({name: numbers_in(path)})}, {}, path.parent)

@@ -23,7 +23,7 @@ from sd_quant.metrics.latency import measure_in_turn, ratio
 from sd_quant.models.unet import shared_inputs
 from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.recipe import Recipe
-from sd_quant.stages.quantize import measure_sensitivity
+from sd_quant.stages.assign import measure_sensitivity
 
 
 def main() -> None:

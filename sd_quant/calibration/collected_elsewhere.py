@@ -21,7 +21,7 @@ from torch import nn
 
 from sd_quant.calibration.store import FORM, content_digest, unpack
 from sd_quant.checkpoints.archive import whole_file
-from sd_quant.checkpoints.safetensors_file import read_metadata, read_safetensors
+from sd_quant.checkpoints.safetensors_file import read_header
 from sd_quant.checkpoints.tensors import StoredTensor
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.models.parts import Contract, axes
@@ -105,8 +105,7 @@ def entries_at(path: Path) -> list[Path]:
 def open_entry(path: Path) -> Entry:
     """Raises ArtifactError when the header is damaged or describes no statistics, ConfigError when it is unreadable."""
     try:
-        member = whole_file(path)
-        tensors, metadata = read_safetensors(member), read_metadata(member)
+        tensors, metadata = read_header(whole_file(path))
         origin, prompts = json.loads(metadata["origin"]), json.loads(metadata["prompts"])
         if origin["form"] != FORM:
             found = f"{origin['form']!r:.80}"

@@ -23,12 +23,13 @@ from sd_quant.cache import locked
 from sd_quant.calibration.hooks import collect, draw
 from sd_quant.calibration.store import Shelf, pack, unpack
 from sd_quant.errors import ResourceError, SdQuantError
-from sd_quant.files import digest, source_digest
+from sd_quant.files import digest
 from sd_quant.inference.loading import LoadedModel, load_model, pipeline_of
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part
 from sd_quant.progress import progress
 from sd_quant.quantization.statistics import CALLS, ROWS, Statistics, merge
+from sd_quant.source import source_digest
 
 LOG = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ def origin(checkpoint_sha256: str, names: Iterable[str], sampling: Sampling, dev
         "device": device,
         "kept": [ROWS, CALLS],
         "versions": {package: version(package) for package in ("torch", "diffusers", "transformers")},
-        "source": source_digest("calibration", "checkpoints", "inference", "models"),
+        "source": source_digest("calibration.collection", "checkpoints.kinds"),
     }
 
 

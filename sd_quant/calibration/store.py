@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from sd_quant.checkpoints.archive import whole_file
-from sd_quant.checkpoints.safetensors_file import read_metadata, read_safetensors, write_safetensors
+from sd_quant.checkpoints.safetensors_file import read_header, write_safetensors
 from sd_quant.checkpoints.tensors import lazy
 from sd_quant.errors import SdQuantError
 from sd_quant.files import digest
@@ -54,9 +54,8 @@ class Shelf:
     def read(self, segment: range) -> Statistics | None:
         path = self.path(segment)
         try:
-            member = whole_file(path)
-            tensors = {name: tensor.read() for name, tensor in read_safetensors(member).items()}
-            metadata = read_metadata(member)
+            stored, metadata = read_header(whole_file(path))
+            tensors = {name: tensor.read() for name, tensor in stored.items()}
         except (OSError, SdQuantError) as error:
             LOG.warning("the cached statistics %s cannot be read (%s); they are collected again", path, error)
             return None

@@ -26,11 +26,11 @@ from sd_quant.errors import ConfigError, exit_with_its_code
 from sd_quant.files import check_room
 from sd_quant.progress import progress
 
-FILES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".onnx", ".tar", ".gz", ".zip")  # no names of folders
+FILES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".onnx", ".tar", ".gz", ".zip")  # no folder is called that
 
 
 def open_sdxl(path: Path, model_config: dict | None = None) -> NemoCheckpoint:
-    """Any of the three kinds. ``model_config``, NeMo's, is for those that hold none.
+    """Opens SDXL of any of the three kinds as NeMo has it; ``model_config``, NeMo's, is for those that hold none.
 
     Raises ConfigError when ``path`` does not exist or is of no such kind, ArtifactError when it is damaged, incomplete
     or not SDXL.
@@ -83,6 +83,7 @@ def check_target(target: Path, tensors: Iterable[Readable]) -> None:
 
 
 def size_on_disk(path: Path) -> int:
+    """Returns the bytes of a file, or of all files in a folder."""
     return sum(file.stat().st_size for file in (path, *path.rglob("*")) if file.is_file())
 
 

@@ -1,4 +1,8 @@
-"""The files of a folder that diffusers' ``save_pretrained`` wrote: JSON, and weights in one file or in shards."""
+"""The files of a folder that diffusers' ``save_pretrained`` wrote: JSON, and weights in one file or in shards.
+
+Nothing is executed: weights are read from safetensors files only, and names in an index are looked up among the files
+of their folder.
+"""
 
 import json
 import re
@@ -11,19 +15,20 @@ from sd_quant.checkpoints.tensors import StoredTensor
 from sd_quant.errors import ArtifactError
 
 INDEX = "model_index.json"
-WEIGHTS = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}  # by library
-
-# of the VAE's attention in older files, as in diffusers' ModelMixin._fix_state_dict_keys_on_load
+WEIGHTS = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}  # file names by library
+# names in the VAE's attention in older files, as in diffusers' ModelMixin._fix_state_dict_keys_on_load
 OLD_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 
 
 def files_in(folder: Path) -> dict[str, Member]:
+    """Returns the files of a folder by name. Raises ArtifactError when there is no such folder."""
     if not folder.is_dir():
         raise ArtifactError(f"{folder} is missing; expected the whole folder of a pipeline, so fetch it again")
     return open_members(folder)
 
 
 def read_json(folder: Path, name: str) -> dict:
+    """Returns the object in a JSON file. Raises ArtifactError when it is missing or holds anything else."""
     files = files_in(folder)
     if name not in files:
         raise ArtifactError(f"{folder} holds no {name}; expected the whole folder of a pipeline, so fetch it again")
@@ -38,8 +43,10 @@ def read_json(folder: Path, name: str) -> dict:
 
 
 def stored_weights(folder: Path, stem: str) -> dict[str, StoredTensor]:
-    """From one file or the shards of an index; full precision wins over the fp16 variant. Shards are looked up among
-    the folder's own files, so no name can lead out of it."""
+    """Returns the tensors of ``stem``'s one file or of its shards; full precision wins over the fp16 variant.
+
+    Raises ArtifactError when there is neither, or one is damaged.
+    """
     files = files_in(folder)
     for variant in ("", ".fp16"):
         if (name := f"{stem}{variant}.safetensors") in files:
@@ -70,10 +77,6 @@ def _shards(folder: Path, index: str, files: Mapping[str, Member]) -> dict[str, 
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name as this project's versions have it, without the level that only some versions have."""
-    name = re.sub(
-        r"(mid_block\.attentions\.0\.)(query|key|value|proj_attn)(?=\.)",
-        lambda found: found[1] + OLD_NAMES[found[2]],
-        name,
-    )
-    return name.removeprefix("text_model.")
+    """Returns a parameter's name without what only some versions of the libraries have: old names, ``text_model.``."""
+    old = rf"(mid_block\.attentions\.0\.)({'|'.join(OLD_NAMES)})(?=\.)"
+    return re.sub(old, lambda match: match[1] + OLD_NAMES[match[2]], name).removeprefix("text_model.")

@@ -1,7 +1,7 @@
-"""A folder of any diffusers pipeline, ``save_pretrained``'s layout, as an opened checkpoint.
+"""A folder of any family's diffusers pipeline, in ``save_pretrained``'s layout, as an opened checkpoint.
 
-Configs and the headers of the weight files are read, and every network's names and shapes compared with the files';
-no weight is. Class names in the folder are data: they have to be those that the family lists.
+Configs and the headers of the weight files are read, and the names and shapes of the tensors compared with those of the
+networks; no weight is read. Class names in the folder are data: they have to be those that the family lists.
 The road not taken is ``DiffusionPipeline.from_pretrained``: it takes as much memory as all weights, imports what the
 folder names, unpickles where there is no safetensors file, and warns where it should refuse.
 """
@@ -16,33 +16,32 @@ from typing import Any
 import torch
 from torch import nn
 
-from sd_quant.checkpoints.checks import MAX_DEPTH, bounded_modules, check_tensors, renamed
+from sd_quant.checkpoints.checks import MAX_DEPTH, bounded_modules, check_tensors, reason_of, renamed
 from sd_quant.checkpoints.diffusers_files import INDEX, WEIGHTS, plain_name, read_json, stored_weights
 from sd_quant.checkpoints.tensors import Weights
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.models import FAMILIES, Family, family_named
 from sd_quant.models.parts import Part, PipelineAdapter
+from sd_quant.text import one_line
 
 DEPTHS = ("layer", "depth", "blocks")  # in the names of keys that say how often something is built
-# Stored under one of two names, or both: T5's table of tokens.
-TIED = {"encoder.embed_tokens.weight": "shared.weight"}
+TIED = {"encoder.embed_tokens.weight": "shared.weight"}  # T5's embedding is stored under one of two names, or both
 UNUSED = {"embeddings.position_ids", "logit_scale"}
 NOT_WANTED = {"requires_safety_checker": False, "add_watermarker": False}
-FORMER = {"Transformer2DModel": "PixArtTransformer2DModel"}  # names of classes that published folders still have
+FORMER_NAMES = {"Transformer2DModel": "PixArtTransformer2DModel"}  # of classes, in published folders
 
 
 @dataclass(frozen=True)
 class DiffusersCheckpoint:
-    """``index`` is the content of model_index.json; ``tokens`` the longest text that a T5 reads, None for the family's
-    own; ``io`` whose names the denoiser's inputs have."""
+    """An opened folder, whose weights are complete and of the right shapes."""
 
     path: Path
-    name: str
-    index: dict[str, Any]
-    configs: dict[str, dict]
+    name: str  # of the family
+    index: dict[str, Any]  # the content of model_index.json
+    configs: dict[str, dict]  # of the networks, complete, by component
     components: dict[str, Weights]
-    tokens: int | None
-    io: str
+    tokens: int | None  # that a T5 reads at most, None for the family's own number
+    io: str  # whose names the denoiser's inputs have
 
     @property
     def family(self) -> Family:
@@ -57,7 +56,7 @@ class DiffusersCheckpoint:
         }
 
     def __reduce__(self):
-        """Another process, to which it is sent, opens the folder again."""
+        """Pickles how it was opened: another process opens the folder again."""
         return open_pipeline, (self.path, self.name, self.tokens, self.io)
 
     def adapter(self, networks: Mapping[str, nn.Module]) -> PipelineAdapter:
@@ -83,6 +82,7 @@ class DiffusersCheckpoint:
         )
 
     def scheduler(self):
+        """Returns the scheduler that the folder describes. Raises ArtifactError when it is none of diffusers'."""
         import diffusers
 
         name = class_in(self.index, "scheduler")
@@ -97,40 +97,42 @@ class DiffusersCheckpoint:
         try:
             return kind.from_config(config)
         except Exception as error:  # as with the networks' configs
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             raise ArtifactError(
-                f"{self.path / 'scheduler'}: its config describes no {name} that can be built ({reason}); fetch the "
-                "folder again"
+                f"{self.path / 'scheduler'}: its config describes no {name} that can be built ({reason_of(error)}); "
+                "fetch the folder again"
             ) from error
 
     def tokenizers(self) -> dict[str, Any]:
-        """By the pipeline's names; read from the folder, never from a hub."""
+        """Returns the tokenizers by the pipeline's names, read from the folder, never from a hub.
+
+        Raises ArtifactError when there is none, or one cannot be read.
+        """
         import transformers
 
-        found = {}
+        tokenizers = {}
         for name in self.index:
             if name.startswith("tokenizer") and (described := class_in(self.index, name)) is not None:
                 kind = transformers.CLIPTokenizer if "CLIP" in str(described) else transformers.T5TokenizerFast
                 try:
-                    found[name] = kind.from_pretrained(self.path / name, local_files_only=True)
+                    tokenizers[name] = kind.from_pretrained(self.path / name, local_files_only=True)
                 except Exception as error:  # the library tokenizers raises nothing more special
-                    reason = " ".join(str(error).split())[:200]
+                    reason = one_line(error, 200)
                     raise ArtifactError(
                         f"{self.path / name} holds no tokenizer that can be read ({reason}); fetch the folder again"
                     ) from error
-        if not found:
+        if not tokenizers:
             raise ArtifactError(f"{self.path / INDEX} names no tokenizer, expected one; fetch the folder again")
-        return found
+        return tokenizers
 
 
 def class_in(index: Mapping, name: str) -> Any:
-    """The class that model_index.json has for a component: the second of two words."""
+    """Returns the class that model_index.json names for a component: the second of two words."""
     described = index.get(name)
     return described[1] if isinstance(described, list) and len(described) == 2 else described
 
 
 def network(name: str, config: Mapping) -> nn.Module:
-    """A network of this class of diffusers or transformers, one that a family lists, with fresh weights."""
+    """Builds a network of this class of diffusers or transformers, one that a family lists, with fresh weights."""
     import diffusers
     import transformers
 
@@ -144,14 +146,16 @@ def network(name: str, config: Mapping) -> nn.Module:
 
 
 def library_of(name: str) -> str:
+    """Returns which library has a class, "diffusers" or "transformers"."""
     import diffusers
 
     return "diffusers" if hasattr(diffusers, name) else "transformers"
 
 
 def open_pipeline(path: Path, name: str, tokens: int | None = None, io: str = "diffusers") -> DiffusersCheckpoint:
-    """The folder as a pipeline of the family ``name``, checked but not loaded.
+    """Opens the folder of a pipeline of the family ``name``; no weight is read.
 
+    ``tokens`` is how many a T5 reads, None for the family's own number; ``io`` whose names the denoiser's inputs have.
     Raises ConfigError when the folder is no pipeline, or one of another family; ArtifactError when it is damaged or
     incomplete.
     """
@@ -171,9 +175,8 @@ def open_pipeline(path: Path, name: str, tokens: int | None = None, io: str = "d
         configs = {component: full_config(built) for component, built in networks.items()}
         family.parts(configs, tokens, io)
     except Exception as error:  # the configs are the folder's own: any value, of any type, may be wrong in them
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise ArtifactError(
-            f"{path}: its configs describe no {name} that can be built ({reason}); fetch the folder again"
+            f"{path}: its configs describe no {name} that can be built ({reason_of(error)}); fetch the folder again"
         ) from error
     components = {
         component: weights_of(path / component, component, library_of(family.NETWORKS[component]), built)
@@ -185,18 +188,18 @@ def open_pipeline(path: Path, name: str, tokens: int | None = None, io: str = "d
 
 
 def check_pipeline(path: Path, name: str, family: Family, index: Mapping) -> None:
-    """Whether the folder says that it is a pipeline of this family, with networks of the known classes."""
-    found = index.get("_class_name")
-    if found not in family.PIPELINES:
-        others = [other for other in FAMILIES if found in family_named(other).PIPELINES]
+    """Raises ConfigError for a pipeline of another family, ArtifactError for networks of other classes."""
+    pipeline = index.get("_class_name")
+    if pipeline not in family.PIPELINES:
+        others = [other for other in FAMILIES if pipeline in family_named(other).PIPELINES]
         advice = f"use model={' or model='.join(others)}" if others else "this pipeline is of no known family"
         raise ConfigError(
-            f"{path} is a {str(found)[:100]} and model.family is {name}, expected {' or '.join(family.PIPELINES)}; "
+            f"{path} is a {str(pipeline)[:100]} and model.family is {name}, expected {' or '.join(family.PIPELINES)}; "
             f"{advice}"
         )
     for component, expected in family.NETWORKS.items():
         kind = class_in(index, component)
-        if FORMER.get(str(kind), kind) != expected:
+        if FORMER_NAMES.get(str(kind), kind) != expected:
             raise ArtifactError(
                 f"{path / INDEX}: its {component} is {str(kind)[:100]!r}, expected {expected}; save the pipeline again "
                 "with all its networks"
@@ -209,7 +212,7 @@ def check_pipeline(path: Path, name: str, family: Family, index: Mapping) -> Non
 
 
 def check_depths(folder: Path, config: Mapping) -> None:
-    """No list, and no count of layers, that would build for ever."""
+    """Raises ArtifactError for a list, or a number of layers, that would take for ever to build."""
     for key, value in config.items():
         counts = value if isinstance(value, list) else [value]
         deepest = [count for entry in counts for count in (entry if isinstance(entry, list) else [entry])]
@@ -224,21 +227,20 @@ def check_depths(folder: Path, config: Mapping) -> None:
 
 
 def full_config(built: nn.Module) -> dict:
-    """With what the class takes for keys that the file does not hold."""
+    """Returns a network's config with what its class takes for keys that the file does not hold."""
     config = built.config
     return dict(config) if isinstance(config, Mapping) else config.to_dict()
 
 
 def weights_of(folder: Path, component: str, library: str, built: nn.Module) -> Weights:
-    """The files' tensors by the network's own names. Raises ArtifactError when one is missing, unknown or misshapen."""
+    """Returns a network's weights in the folder. Raises ArtifactError when one is missing, unknown or misshapen."""
     state = built.state_dict(keep_vars=True)
     expected = {TIED.get(name, name): tuple(tensor.shape) for name, tensor in state.items()}
-    plain = {name: plain_name(name) for name in expected}
-    found = renamed(folder, stored_weights(folder, WEIGHTS[library]), plain_name)
-    for name, twin in TIED.items():
-        if name in found:
-            copy = found.pop(name)
-            found.setdefault(twin, copy)
-    check_tensors(folder, found, {plain[name]: expected[name] for name in expected}, UNUSED)
-    tensors = {name: found[plain[name]] for name in expected}
+    stored = renamed(folder, stored_weights(folder, WEIGHTS[library]), plain_name)
+    for name, tied in TIED.items():
+        if name in stored:
+            copy = stored.pop(name)
+            stored.setdefault(tied, copy)
+    check_tensors(folder, stored, {plain_name(name): shape for name, shape in expected.items()}, UNUSED)
+    tensors = {name: stored[plain_name(name)] for name in expected}
     return Weights(folder, component, {name: tensors[TIED.get(name, name)] for name in state}, tensors)

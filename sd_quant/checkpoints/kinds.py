@@ -1,4 +1,4 @@
-"""A checkpoint of any kind from its path: which reader opens it."""
+"""Which reader opens a checkpoint: kinds of files told apart by their path and the family."""
 
 from pathlib import Path
 
@@ -13,12 +13,13 @@ from sd_quant.models.checkpoint import Checkpoint
 
 
 def open_checkpoint(path: Path, family: str, *, io: str | None, max_sequence_length: int | None) -> Checkpoint:
-    """The folder of any family's diffusers pipeline; of SDXL a ``.nemo`` too, the folder that it was extracted to, or
-    a single file in Stability AI's layout, which is SDXL base and drawn as NeMo draws it.
+    """Opens a checkpoint of ``family``; no weight is read.
 
-    ``io`` is whose names the denoiser's inputs have, None for those of the kind; ``max_sequence_length`` how many
-    tokens a T5 reads, None for the family's own number.
-    Raises what the readers raise, and ConfigError for another kind of file.
+    ``path`` is the folder of a diffusers pipeline; of SDXL also a ``.nemo``, the folder that one was extracted to, or a
+    single file in Stability AI's layout, which is taken for SDXL base and sampled as NeMo samples.
+    ``io`` says whose names the denoiser's inputs have, "nemo" or "diffusers", None for those of the kind of file;
+    ``max_sequence_length`` how many tokens a T5 reads, None for the family's own number.
+    Raises ConfigError for another kind of file, and what the readers raise.
     """
     if max_sequence_length is not None and family_named(family).TOKENS is None:
         raise ConfigError(

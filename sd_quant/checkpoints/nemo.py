@@ -30,8 +30,9 @@ WEIGHTS = "model_weights.ckpt"
 
 
 def open_nemo(path: Path, io: str = "nemo") -> NemoCheckpoint:
-    """A NeMo SDXL archive (plain or gzipped) or the directory it was extracted to, checked but not loaded.
+    """Opens an SDXL archive of NeMo, plain or gzipped, or the directory it was extracted to; no weight is read.
 
+    ``io`` says whose names the UNet's inputs have, "nemo" or "diffusers".
     Raises ConfigError when ``path`` does not exist, ArtifactError when it is not a whole and harmless SDXL checkpoint.
     """
     members = open_members(path)
@@ -47,7 +48,7 @@ def open_nemo(path: Path, io: str = "nemo") -> NemoCheckpoint:
 
 
 def write_nemo(path: Path, model_config: dict, modules: Mapping[str, torch.nn.Module], dtype: torch.dtype) -> None:
-    """Writes the four networks of ``sd_quant.models.sdxl.build_modules`` with weights in ``dtype``.
+    """Writes the four networks of ``sd_quant.models.sdxl_nemo.build_modules`` with weights in ``dtype``.
 
     Raises ResourceError when the disk is full.
     """
@@ -72,15 +73,12 @@ def write_archive(
 
 
 def _plain_key(key: str) -> str:
-    """Without the marks that torch.compile and NeMo's O2 mixed precision leave in the keys."""
+    """Returns ``key`` without the marks that torch.compile and NeMo's O2 mixed precision leave in it."""
     return re.sub(r"^model\.module\.", "model.", key.replace("._orig_mod", ""))
 
 
 def _write_member(file: BinaryIO, name: str, write: Callable[[BinaryIO], object]) -> None:
-    """The size stands before the content and is known after it, so the header is written last.
-
-    GNU format keeps it at one block for any size.
-    """
+    """Writes a file of the tar. Its size stands before its content and is known afterwards: the header comes last."""
     header_at = file.tell()
     file.write(bytes(BLOCKSIZE))
     write(file)
@@ -90,5 +88,5 @@ def _write_member(file: BinaryIO, name: str, write: Callable[[BinaryIO], object]
     file.write(bytes(-end % BLOCKSIZE))
     after = file.tell()
     file.seek(header_at)
-    file.write(header.tobuf(GNU_FORMAT))
+    file.write(header.tobuf(GNU_FORMAT))  # one block, whatever the size
     file.seek(after)

@@ -1,24 +1,21 @@
-"""A folder of diffusers' StableDiffusionXLPipeline as an opened checkpoint, and the other way round.
+"""A folder of diffusers' StableDiffusionXLPipeline read as SDXL in NeMo, and SDXL in NeMo written as such a folder.
 
-NeMo's ``model_config.yaml`` is made from the folder's configs by the inverse of ``sd_quant.models.sdxl``, and the
-networks that it describes are then compared with those configs, key by key. So a UNet of another kind, such as the
-refiner's or one for inpainting, is refused for the key that differs, though nobody listed the kinds.
+``convert`` needs both; a run opens such a folder, of any family, with ``diffusers_pipeline``. NeMo's config is made
+from the folder's configs, the inverse of ``sd_quant.models.sdxl_nemo``, and the networks that it describes are then
+compared with those configs, key by key. So a UNet of another kind, such as the refiner's or one for inpainting, is
+refused for the key that differs, and no list of kinds is needed.
 The road not taken is ``StableDiffusionXLPipeline.from_pretrained``: it takes as much memory as the weights, and warns
 where it should refuse.
 """
 
-import errno
 import inspect
-import os
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from sd_quant.checkpoints.checks import MAX_DEPTH, check_tensors, renamed
+from sd_quant.checkpoints.checks import MAX_DEPTH, check_tensors, reason_of, renamed
 from sd_quant.checkpoints.diffusers_files import INDEX, WEIGHTS, files_in, plain_name, read_json, stored_weights
 from sd_quant.checkpoints.nemo_keys import UNUSED, network_state, unused_state
 from sd_quant.checkpoints.nemo_networks import (
@@ -32,8 +29,8 @@ from sd_quant.checkpoints.nemo_networks import (
 )
 from sd_quant.checkpoints.safetensors_file import read_safetensors, write_safetensors
 from sd_quant.checkpoints.tensors import Readable
-from sd_quant.errors import ArtifactError, ResourceError
-from sd_quant.files import write_json, write_text
+from sd_quant.errors import ArtifactError
+from sd_quant.files import atomic_path, write_json, write_text
 from sd_quant.models.clip_tokenizer import clip_tokenizer
 from sd_quant.models.sdxl_nemo import TextShape, scheduler
 
@@ -52,10 +49,10 @@ REST_OF_PIPELINE = {
     "feature_extractor": [None, None],
     "force_zeros_for_empty_prompt": True,  # as NeMo does
 }
-NEMO, UNUSED_FILE = "nemo", "unused.safetensors"  # the subfolder of what diffusers has no place for
+NEMO, UNUSED_FILE = "nemo", "unused.safetensors"  # a subfolder for what diffusers has no place for
 
-# Keys of configs. All of the UNet's and the VAE's are compared but COMPUTING, which is how diffusers computes; of a
-# text encoder's those of TEXT, because its sizes are taken from there and its ids follow from the vocabulary.
+# Keys of configs that are compared. Of the UNet and the VAE all but COMPUTING, which say how diffusers computes; of a
+# text encoder TEXT alone, because its sizes are taken from its config and its ids follow from the vocabulary.
 COMPUTING = {"force_upcast", "upcast_attention"}
 TEXT = {"num_attention_heads", "hidden_act", "layer_norm_eps"}
 NOISE = {"num_train_timesteps", "beta_start", "beta_end", "beta_schedule", "trained_betas", "rescale_betas_zero_snr"}
@@ -63,9 +60,9 @@ SCHEDULER = NOISE | {"prediction_type"}
 
 
 def open_diffusers(path: Path, model_config: dict | None = None) -> NemoCheckpoint:
-    """A StableDiffusionXLPipeline's folder, checked but not loaded.
+    """Opens the folder of a StableDiffusionXLPipeline; no weight is read.
 
-    ``model_config`` is NeMo's; without it, the one that ``write_diffusers`` kept counts, or else one is made.
+    ``model_config`` is NeMo's; by default it is the one that ``write_diffusers`` kept, or else one is made.
     Raises ArtifactError when the folder is damaged or incomplete, or of another architecture than SDXL base's.
     """
     check_config(path / INDEX, read_json(path, INDEX), PIPELINE, PIPELINE)
@@ -78,20 +75,19 @@ def open_diffusers(path: Path, model_config: dict | None = None) -> NemoCheckpoi
         if model_config is None:
             model_config = nemo_config(configs["unet"], configs["vae"], clip1, clip2)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # any value may be wrong
-        reason = f"{type(error).__name__}: {error}"[:300]
-        raise ArtifactError(f"{path}: its configs do not describe an SDXL base of any size ({reason})") from error
+        raise ArtifactError(
+            f"{path}: its configs do not describe an SDXL base of any size ({reason_of(error)})"
+        ) from error
     modules = described_networks(path, model_config, clip1, clip2)
     _check_architecture(path, configs, modules)
 
     components = {}
     for name, shapes in parameter_shapes(modules).items():
         folder = path / name
-        found = renamed(folder, stored_weights(folder, WEIGHTS[NETWORKS[name][0]]), plain_name)
-        plain = {parameter: plain_name(parameter) for parameter in shapes}
-        check_tensors(
-            folder, found, {plain[parameter]: shapes[parameter] for parameter in shapes}, {"embeddings.position_ids"}
-        )
-        components[name] = {parameter: found[plain[parameter]] for parameter in shapes}
+        tensors = renamed(folder, stored_weights(folder, WEIGHTS[NETWORKS[name][0]]), plain_name)
+        expected = {plain_name(parameter): shape for parameter, shape in shapes.items()}
+        check_tensors(folder, tensors, expected, {"embeddings.position_ids"})
+        components[name] = {parameter: tensors[plain_name(parameter)] for parameter in shapes}
     if UNUSED_FILE in kept:
         unused: Mapping[str, Readable] = read_safetensors(kept[UNUSED_FILE])
         check_tensors(path / NEMO, unused, {}, UNUSED)
@@ -102,9 +98,9 @@ def open_diffusers(path: Path, model_config: dict | None = None) -> NemoCheckpoi
 
 
 def nemo_config(unet: Mapping, vae: Mapping, clip1: TextShape, clip2: TextShape) -> dict:
-    """NeMo's model section for configs of diffusers: SDXL base's with their sizes.
+    """Returns NeMo's ``model_config.yaml`` of SDXL base with the sizes in diffusers' configs; nothing else is taken.
 
-    Only sizes are taken. Raises KeyError, TypeError and the like for configs of another kind.
+    Raises KeyError, TypeError and the like for configs of another kind.
     """
     config = sdxl_base_config()
     widths, kinds = unet["block_out_channels"], unet["down_block_types"][:MAX_DEPTH]
@@ -130,13 +126,13 @@ def nemo_config(unet: Mapping, vae: Mapping, clip1: TextShape, clip2: TextShape)
     config["scale_factor"] = vae["scaling_factor"]
     embedders = [entry["emb_model"] for entry in config["conditioner_config"]["emb_models"]]
     embedders[0]["layer_idx"] = clip1.layers - 1  # the last but one, counted from the embedding
-    for size in embedders[2:]:
-        size["outdim"] = unet["addition_time_embed_dim"]
+    for embedder in embedders[2:]:  # of sizes
+        embedder["outdim"] = unet["addition_time_embed_dim"]
     return config
 
 
 def text_shape(config: Mapping, projects: bool = False) -> TextShape:
-    """Sizes of a text encoder from transformers' ``config.json``."""
+    """Returns the sizes of a text encoder in transformers' ``config.json``."""
     return TextShape(
         vocab_size=config["vocab_size"],
         width=config["hidden_size"],
@@ -148,7 +144,7 @@ def text_shape(config: Mapping, projects: bool = False) -> TextShape:
 
 
 def write_diffusers(path: Path, checkpoint: NemoCheckpoint, advance: Callable[[], object] = lambda: None) -> None:
-    """What ``StableDiffusionXLPipeline.from_pretrained`` loads, and in ``nemo/`` what it has no place for.
+    """Writes what ``StableDiffusionXLPipeline.from_pretrained`` loads, and in ``nemo/`` what it has no place for.
 
     One tensor is in memory at a time; ``advance`` is called after each. Raises ArtifactError for a vocabulary that is
     not CLIP's and ResourceError when the disk is full.
@@ -163,7 +159,7 @@ def write_diffusers(path: Path, checkpoint: NemoCheckpoint, advance: Callable[[]
     except ValueError as error:
         raise ArtifactError(f"{checkpoint.path} needs a tokenizer that is not CLIP's: {error}") from error
     modules = described_networks(checkpoint.path, checkpoint.model_config, checkpoint.clip1, checkpoint.clip2)
-    with atomic_folder(path) as folder:
+    with atomic_path(path.absolute()) as folder:
         write_json(folder / INDEX, PIPELINE | REST_OF_PIPELINE)
         # diffusers' own class: the folder is for those who do not have ours
         EulerDiscreteScheduler.from_config(scheduler().config).save_pretrained(folder / "scheduler")
@@ -184,59 +180,36 @@ def write_diffusers(path: Path, checkpoint: NemoCheckpoint, advance: Callable[[]
         write_safetensors(folder / NEMO / UNUSED_FILE, checkpoint.unused, advance)
 
 
-@contextmanager
-def atomic_folder(path: Path) -> Iterator[Path]:
-    """A temporary folder beside ``path``, renamed to it when the block ends well and removed when it does not.
-
-    ``path`` may be an empty folder. Raises ResourceError when the disk is full.
-    """
-    path = path.absolute()
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        for entry in temporary.rglob("*"):
-            if entry.is_file():
-                with entry.open("rb") as file:
-                    os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise ResourceError(f"the disk is full: {path} could not be written; free some space and rerun") from error
-        raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
 def _check_architecture(path: Path, configs: Mapping[str, dict], modules: Mapping[str, Any]) -> None:
-    """Whether the networks that NeMo would build are those of the folder, and are told the same noise."""
+    """Raises ArtifactError unless the networks that NeMo builds, and its noise schedule, are those of the folder."""
     for name, module in modules.items():
-        where = path / name / "config.json"
         if NETWORKS[name][0] == "diffusers":
-            found, expected = _defaults(type(module)) | configs[name], dict(module.config)
-            keys = {key for key in found if not key.startswith("_")} - COMPUTING
+            config, expected = _defaults(type(module)) | configs[name], dict(module.config)
+            keys = {key for key in config if not key.startswith("_")} - COMPUTING
         else:
-            found, expected, keys = type(module.config)().to_dict() | configs[name], module.config.to_dict(), TEXT
-        check_config(where, found, expected, keys)
-    where, ours = path / "scheduler", scheduler()
-    found = _defaults(type(ours)) | read_json(where, "scheduler_config.json")
-    check_config(where / "scheduler_config.json", found, dict(ours.config), SCHEDULER)
+            config, expected, keys = type(module.config)().to_dict() | configs[name], module.config.to_dict(), TEXT
+        check_config(path / name / "config.json", config, expected, keys)
+    folder, expected = path / "scheduler", scheduler()
+    config = _defaults(type(expected)) | read_json(folder, "scheduler_config.json")
+    check_config(folder / "scheduler_config.json", config, dict(expected.config), SCHEDULER)
 
 
 def _defaults(kind: type) -> dict:
-    """What diffusers takes for the keys that a config does not hold."""
+    """Returns what a class of diffusers takes for the keys that a config does not hold."""
     parameters = inspect.signature(kind).parameters.values()
     return {each.name: each.default for each in parameters if each.default is not each.empty}
 
 
-def check_config(path: Path, found: Mapping, expected: Mapping, keys: Iterable[str]) -> None:
-    def value(config: Mapping, key: str) -> object:
-        entry = config.get(key) or None  # null, false and absent say the same
+def check_config(path: Path, config: Mapping, expected: Mapping, keys: Iterable[str]) -> None:
+    """Raises ArtifactError, which names ``path``, for the first of ``keys`` in which the two configs differ."""
+
+    def value(content: Mapping, key: str) -> object:
+        entry = content.get(key) or None  # null, false and absent say the same
         return list(entry) if isinstance(entry, tuple) else entry
 
     for key in sorted(keys):
-        if value(found, key) != value(expected, key):
+        if value(config, key) != value(expected, key):
             raise ArtifactError(
-                f"{path}: {ascii(key)[1:-1][:200]} is {ascii(found.get(key))[:200]} where SDXL in NeMo has "
+                f"{path}: {ascii(key)[1:-1][:200]} is {ascii(config.get(key))[:200]} where SDXL in NeMo has "
                 f"{expected.get(key)!r}; convert a StableDiffusionXLPipeline of SDXL base's kind"
             )

@@ -1,11 +1,10 @@
-"""Where each weight of diffusers' SDXL lies in a NeMo state dict.
+"""NeMo's state dict of SDXL: under which key, and how, each weight of diffusers lies there, and what else it holds.
 
-A table of ``Stored`` entries, one per parameter of a component, computed from the parameter names alone. NeMo's layout
-follows from those names: how many ResBlocks a level has, and which levels attend. The road not taken is NeMo's own
-converter: it walks a fixed list that renames within the first block of each transformer only, and so leaves 590 of
-1680 UNet tensors random.
-
-NeMo's UNet keys are neither SGM's nor diffusers': its GroupNorm fuses the SiLU, so indices in a ResBlock shift by one.
+``locations`` maps the parameter names of a component to keys. The names alone decide: they tell how many ResBlocks a
+level has, and which levels attend. NeMo's UNet keys are neither SGM's nor diffusers': its GroupNorm fuses the SiLU, so
+indices in a ResBlock shift by one.
+The road not taken is NeMo's own converter: it walks a fixed list that renames within the first block of each
+transformer only, and so leaves 590 of 1680 UNet tensors random.
 """
 
 import math
@@ -36,14 +35,14 @@ THIRDS: dict[str, Layout] = {"q": "third 0", "k": "third 1", "v": "third 2"}
 
 
 @dataclass(frozen=True)
-class Stored:
-    """The key that holds a parameter, and how it lies there: as it is, as a 1x1 convolution, transposed, or as the
-    n-th third of the rows (OpenCLIP keeps q, k and v in one tensor)."""
+class Location:
+    """The tensor of a NeMo state dict that holds a parameter of diffusers."""
 
     key: str
-    layout: Layout = "same"
+    layout: Layout = "same"  # a 1x1 convolution, transposed, or a third of the rows: OpenCLIP keeps q, k and v in one
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of the tensor that holds a parameter of ``shape``."""
         match self.layout:
             case "same":
                 return tuple(shape)
@@ -55,6 +54,7 @@ class Stored:
                 return (3 * shape[0], *shape[1:])
 
     def parameter(self, stored: torch.Tensor) -> torch.Tensor:
+        """Returns the parameter that lies in the tensor ``stored``."""
         match self.layout:
             case "same":
                 return stored
@@ -66,7 +66,7 @@ class Stored:
                 return stored.chunk(3)[int(self.layout[-1])].clone()
 
     def tensor(self, parameters: list[torch.Tensor]) -> torch.Tensor:
-        """The other way round, from the one parameter that the key holds, or from its three thirds."""
+        """Returns the tensor that holds the one parameter, or the three that are its thirds."""
         match self.layout:
             case "same":
                 return parameters[0]
@@ -79,24 +79,24 @@ class Stored:
 
 
 def from_nemo(
-    places: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]], state: Mapping[str, Readable]
+    places: Mapping[str, Location], shapes: Mapping[str, tuple[int, ...]], state: Mapping[str, Readable]
 ) -> dict[str, LazyTensor]:
-    """The parameters of a component by diffusers' names, in these shapes, from a NeMo state dict."""
-
-    def parameter(name: str, place: Stored) -> LazyTensor:
-        tensor = state[place.key]
-        return LazyTensor(shapes[name], tensor.dtype, lambda: place.parameter(tensor.read()))
-
-    return {name: parameter(name, place) for name, place in places.items()}
+    """Returns the parameters of a component by diffusers' names; ``shapes`` are theirs, ``state`` is NeMo's."""
+    return {
+        name: LazyTensor(
+            shapes[name], state[place.key].dtype, lambda place=place: place.parameter(state[place.key].read())
+        )
+        for name, place in places.items()
+    }
 
 
 def to_nemo(component: str, parameters: Mapping[str, Readable]) -> dict[str, LazyTensor]:
-    """The part of a NeMo state dict that holds ``component``: the inverse of ``Stored.parameter``."""
-    parts: dict[str, list[tuple[str, Stored]]] = {}
-    for name, place in stored(component, parameters).items():
-        parts.setdefault(place.key, []).append((name, place))
+    """Returns the part of a NeMo state dict that holds ``component``, from its parameters by diffusers' names."""
+    held: dict[str, list[tuple[str, Location]]] = {}
+    for name, place in locations(component, parameters).items():
+        held.setdefault(place.key, []).append((name, place))
     state = {}
-    for key, places in parts.items():
+    for key, places in held.items():
         places.sort(key=lambda item: item[1].layout)  # the thirds of a tensor in their order
         sources = [parameters[name] for name, _ in places]
         place = places[0][1]
@@ -109,13 +109,13 @@ def to_nemo(component: str, parameters: Mapping[str, Readable]) -> dict[str, Laz
 
 
 def state_of(components: Mapping[str, Mapping[str, Readable]], model_config: dict) -> dict[str, Readable]:
-    """NeMo's state dict of the four networks, given by diffusers' names, and of what belongs to none of them."""
+    """Returns NeMo's whole state dict for the parameters of the four networks by diffusers' names."""
     dtype = components["text_encoder_2"]["text_projection.weight"].dtype
     return network_state(components) | unused_state(dtype, model_config["denoiser_config"]["num_idx"])
 
 
 def network_state(components: Mapping[str, Mapping[str, Readable]]) -> dict[str, Readable]:
-    """The four networks alone."""
+    """Returns the part of NeMo's state dict that belongs to the four networks."""
     state: dict[str, Readable] = {}
     for component in PREFIX:
         state |= to_nemo(component, components[component])
@@ -123,7 +123,7 @@ def network_state(components: Mapping[str, Mapping[str, Readable]]) -> dict[str,
 
 
 def unused_state(dtype: torch.dtype, steps: int) -> dict[str, Readable]:
-    """What NeMo stores beside the networks, for weights that come from elsewhere.
+    """Returns what NeMo stores beside the networks, for weights that come from elsewhere.
 
     CLIP's temperature, a scalar of ``dtype``, has the value that training starts with: only training uses it. The noise
     levels are fp32 [steps].
@@ -133,21 +133,20 @@ def unused_state(dtype: torch.dtype, steps: int) -> dict[str, Readable]:
 
 
 def denoiser_sigmas(count: int) -> torch.Tensor:
-    """Noise levels of SGM's DiscreteDenoiser on LegacyDDPMDiscretization: fp32 [count], ascending."""
+    """Returns the noise levels of SGM's DiscreteDenoiser on LegacyDDPMDiscretization: fp32 [count], ascending."""
     betas = torch.linspace(0.00085**0.5, 0.012**0.5, count, dtype=torch.float64) ** 2
     alphas = torch.cumprod(1 - betas, dim=0)
     return ((1 - alphas) / alphas).sqrt().float()
 
 
-def stored(component: str, names: Iterable[str]) -> dict[str, Stored]:
-    """Place of each parameter of a component ('unet', 'vae', 'text_encoder' or 'text_encoder_2') by diffusers name."""
-    names = list(names)
-    places = {"unet": _unet, "vae": _vae, "text_encoder": _clip, "text_encoder_2": _open_clip}[component](names)
-    return {name: Stored(PREFIX[component] + place.key, place.layout) for name, place in places.items()}
+def locations(component: str, names: Iterable[str]) -> dict[str, Location]:
+    """Returns the location of each parameter of a component, one of ``PREFIX``, by diffusers' name."""
+    within = {"unet": _unet, "vae": _vae, "text_encoder": _clip, "text_encoder_2": _open_clip}[component](list(names))
+    return {name: Location(PREFIX[component] + place.key, place.layout) for name, place in within.items()}
 
 
 def text_shapes(shapes: Mapping[str, tuple[int, ...]]) -> tuple[TextShape, TextShape]:
-    """Sizes of both text encoders from the shapes of their weights, by NeMo key.
+    """Returns the sizes of both text encoders, read from the shapes of their weights by NeMo's keys.
 
     Raises KeyError, IndexError or ValueError when a weight that tells a size is missing or has another rank.
     """
@@ -177,7 +176,7 @@ def _count_indices(names: Iterable[str], prefix: str) -> int:
 
 
 def _replace(name: str, rules: Mapping[str, str]) -> str:
-    """Applies the first rule whose pattern starts the name up to a whole word, and leaves other names alone."""
+    """Returns ``name`` with the first pattern of ``rules`` that starts it, up to a whole word, replaced."""
     for pattern, replacement in rules.items():
         renamed, count = re.subn(rf"^{pattern}(?=\.|$)", replacement, name)
         if count:
@@ -214,7 +213,7 @@ UNET_TRANSFORMER_BLOCK = {
 }
 
 
-def _unet(names: list[str]) -> dict[str, Stored]:
+def _unet(names: list[str]) -> dict[str, Location]:
     resnets_down = _count_indices(names, "down_blocks.0.resnets.")
     blocks_per_level = resnets_down + 1  # down: the ResBlocks and a downsampler; up: one ResBlock more
     attending_up = {name.split(".")[1] for name in names if re.match(r"up_blocks\.\d+\.attentions\.", name)}
@@ -241,14 +240,14 @@ def _unet(names: list[str]) -> dict[str, Stored]:
             return f"{head}.{_replace(inner, UNET_TRANSFORMER_BLOCK)}"
         return outer
 
-    return {name: Stored(key(name)) for name in names}
+    return {name: Location(key(name)) for name in names}
 
 
-def _vae(names: list[str]) -> dict[str, Stored]:
+def _vae(names: list[str]) -> dict[str, Location]:
     last_level = _count_indices(names, "decoder.up_blocks.") - 1
     attention = {"group_norm": "norm", "to_q": "q", "to_k": "k", "to_v": "v", r"to_out\.0": "proj_out"}
 
-    def place(name: str) -> Stored:
+    def place(name: str) -> Location:
         half, _, rest = name.partition(".")
         if level := re.match(r"up_blocks\.(\d+)\.", rest):  # LDM counts the decoder's levels from the image up
             rest = f"up.{last_level - int(level[1])}.{rest[level.end() :]}"
@@ -256,24 +255,24 @@ def _vae(names: list[str]) -> dict[str, Stored]:
         rest = re.sub(r"^down_blocks\.", "down.", rest)
         rest = re.sub(r"^((?:down|up)\.\d+)\.resnets\.", r"\1.block.", rest)
         rest = re.sub(r"^((?:down|up)\.\d+)\.(down|up)samplers\.0\.", r"\1.\2sample.", rest)
-        rest = re.sub(r"^mid_block\.resnets\.(\d)", lambda found: f"mid.block_{int(found[1]) + 1}", rest)
+        rest = re.sub(r"^mid_block\.resnets\.(\d)", lambda match: f"mid.block_{int(match[1]) + 1}", rest)
         if rest.startswith("mid_block.attentions.0."):
             inner = _replace(rest.removeprefix("mid_block.attentions.0."), attention)
             linear = inner.endswith(".weight") and not inner.startswith("norm")
-            return Stored(f"{half}.mid.attn_1.{inner}", "conv1x1" if linear else "same")
-        return Stored(f"{half}.{rest}")
+            return Location(f"{half}.mid.attn_1.{inner}", "conv1x1" if linear else "same")
+        return Location(f"{half}.{rest}")
 
     return {name: place(name) for name in names}
 
 
-def _clip(names: list[str]) -> dict[str, Stored]:
-    return {name: Stored(name.removeprefix("text_model.")) for name in names}  # transformers 5 dropped that level
+def _clip(names: list[str]) -> dict[str, Location]:
+    return {name: Location(name.removeprefix("text_model.")) for name in names}  # transformers 5 dropped that level
 
 
-def _open_clip(names: list[str]) -> dict[str, Stored]:
+def _open_clip(names: list[str]) -> dict[str, Location]:
     whole = {
-        "text_projection.weight": Stored("text_projection", "transposed"),
-        "text_model.embeddings.position_embedding.weight": Stored("positional_embedding"),
+        "text_projection.weight": Location("text_projection", "transposed"),
+        "text_model.embeddings.position_embedding.weight": Location("positional_embedding"),
     }
     outer = {
         r"text_model\.embeddings\.token_embedding": "token_embedding",
@@ -288,15 +287,15 @@ def _open_clip(names: list[str]) -> dict[str, Stored]:
         r"self_attn\.out_proj": "attn.out_proj",
     }
 
-    def place(name: str) -> Stored:
+    def place(name: str) -> Location:
         if name in whole:
             return whole[name]
         key = _replace(name, outer)
         if not key.startswith("transformer.resblocks."):
-            return Stored(key)
+            return Location(key)
         head, rest = re.fullmatch(r"(transformer\.resblocks\.\d+)\.(.*)", key).groups()
         if joined := re.fullmatch(r"self_attn\.([qkv])_proj\.(weight|bias)", rest):
-            return Stored(f"{head}.attn.in_proj_{joined[2]}", THIRDS[joined[1]])
-        return Stored(f"{head}.{_replace(rest, inner)}")
+            return Location(f"{head}.attn.in_proj_{joined[2]}", THIRDS[joined[1]])
+        return Location(f"{head}.{_replace(rest, inner)}")
 
     return {name: place(name) for name in names}

@@ -1,6 +1,6 @@
 """SDXL as NeMo has it, whatever kind of file it comes from: the config, the networks it describes, their weights.
 
-What the entries of a config mean stands in ``sd_quant.models.sdxl_nemo``; here they are a stranger's, and checked.
+What the entries of a config mean stands in ``sd_quant.models.sdxl_nemo``; here they come from a file, and are checked.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ import yaml
 
 from sd_quant.checkpoints import nemo_keys
 from sd_quant.checkpoints.archive import Member, read_text
-from sd_quant.checkpoints.checks import MAX_DEPTH, bounded_modules, check_tensors
+from sd_quant.checkpoints.checks import MAX_DEPTH, bounded_modules, check_tensors, reason_of
 from sd_quant.checkpoints.tensors import Readable, Weights
 from sd_quant.errors import ArtifactError
 from sd_quant.models import Family, family_named
@@ -27,6 +27,7 @@ from sd_quant.models.sdxl_nemo import (
     unet_config,
     vae_config,
 )
+from sd_quant.text import one_line
 
 CONFIG = "model_config.yaml"
 SDXL_BASE = Path(__file__).with_name("sdxl_base.yaml")
@@ -43,7 +44,7 @@ class NemoCheckpoint:
     clip2: TextShape
     unused: dict[str, Readable]  # the tensors of ``nemo_keys.UNUSED`` that the file holds
     io: str = "nemo"  # whose names the UNet's inputs have
-    reopen: "Callable[[], NemoCheckpoint] | None" = None  # None for what no run works on
+    reopen: "Callable[[], NemoCheckpoint] | None" = None  # opens the same file; None for what is only converted
 
     @property
     def family(self) -> Family:
@@ -60,16 +61,17 @@ class NemoCheckpoint:
         return pipeline_adapter(networks, tokenizers(self.clip1, self.clip2), scheduler())
 
     def __reduce__(self):
-        """Another process, to which it is sent, opens the file again."""
+        """Pickles how it was opened: another process opens the file again."""
         return self.reopen, ()
 
     def state(self) -> dict[str, Readable]:
-        """Every tensor by NeMo's key: what ``write_archive`` takes."""
-        return {key: each for source in self.components.values() for key, each in source.tensors.items()} | self.unused
+        """Returns every tensor by NeMo's key, as ``write_archive`` takes them."""
+        networks = {key: each for weights in self.components.values() for key, each in weights.tensors.items()}
+        return networks | self.unused
 
 
 def checkpoint_of(path: Path, model_config: dict, state: Mapping[str, Readable]) -> NemoCheckpoint:
-    """A state dict by NeMo's keys, from whatever kind of file; ``path`` is for messages. Nothing is read.
+    """Returns the checkpoint of a state dict under NeMo's keys; ``path`` is for messages. No weight is read.
 
     Raises ArtifactError unless it holds every weight that the config describes, in its shape, and nothing else.
     """
@@ -82,7 +84,7 @@ def checkpoint_of(path: Path, model_config: dict, state: Mapping[str, Readable])
             f"expected SDXL's two, under {nemo_keys.PREFIX['text_encoder']} and {nemo_keys.PREFIX['text_encoder_2']}"
         ) from error
     shapes = parameter_shapes(described_networks(path, model_config, clip1, clip2))
-    places = {component: nemo_keys.stored(component, shapes[component]) for component in shapes}
+    places = {component: nemo_keys.locations(component, shapes[component]) for component in shapes}
     expected = {
         place.key: place.stored_shape(shapes[component][name])
         for component in shapes
@@ -101,9 +103,9 @@ def checkpoint_of(path: Path, model_config: dict, state: Mapping[str, Readable])
 
 
 def described_networks(path: Path, config: dict, clip1: TextShape, clip2: TextShape) -> dict[str, torch.nn.Module]:
-    """The networks on the meta device: shapes without memory.
+    """Builds the four networks that a ``model_config.yaml`` describes on the meta device: shapes without memory.
 
-    Raises ArtifactError, in which ``path`` is named, when the config does not describe networks that can be built.
+    Raises ArtifactError, which names ``path``, when it describes none that can be built.
     """
     try:
         unet, vae = config["unet_config"], config["first_stage_config"]["ddconfig"]
@@ -111,8 +113,7 @@ def described_networks(path: Path, config: dict, clip1: TextShape, clip2: TextSh
         counts = (unet["num_res_blocks"], vae["num_res_blocks"], *unet["transformer_depth"], clip1.layers, clip2.layers)
         if max(*map(len, lists), *counts) > MAX_DEPTH:
             raise ValueError(f"more than {MAX_DEPTH} blocks")
-        arguments = [*unet_config(config).items(), *vae_config(config).items()]
-        for name, value in arguments:
+        for name, value in [*unet_config(config).items(), *vae_config(config).items()]:
             entries = value if isinstance(value, list) else [value]
             if not all(isinstance(entry, int | float | str | None) for entry in entries):
                 raise TypeError(f"{name} is no number, text or list of those")  # YAML lists may stand for a billion
@@ -121,11 +122,13 @@ def described_networks(path: Path, config: dict, clip1: TextShape, clip2: TextSh
         with torch.device("meta"), bounded_modules():
             return build_modules(config, clip1, clip2)
     except Exception as error:  # the config is the file's own: any value, of any type, may be wrong in it
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        raise ArtifactError(f"{path}: {CONFIG} does not describe an SDXL that can be built ({reason})") from error
+        raise ArtifactError(
+            f"{path}: {CONFIG} does not describe an SDXL that can be built ({reason_of(error)})"
+        ) from error
 
 
 def parameter_shapes(modules: Mapping[str, torch.nn.Module]) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Returns the shape of each parameter by component and diffusers' name."""
     return {
         component: {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
         for component, module in modules.items()
@@ -133,15 +136,14 @@ def parameter_shapes(modules: Mapping[str, torch.nn.Module]) -> dict[str, dict[s
 
 
 def read_config(member: Member) -> dict:
-    """The mapping in a ``model_config.yaml``, without NeMo's ``model:`` around it.
+    """Returns the mapping in a ``model_config.yaml``, without NeMo's ``model:`` around it.
 
     Raises ArtifactError when the file holds anything else.
     """
     try:
         config = yaml.safe_load(read_text(member))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ArtifactError(f"{member.name} is not plain YAML ({reason}); fetch it again") from error
+        raise ArtifactError(f"{member.name} is not plain YAML ({one_line(error, 300)}); fetch it again") from error
     if isinstance(config, dict) and isinstance(config.get("model"), dict):  # the wrapper that NeMo's loader accepts too
         config = config["model"]
     if not isinstance(config, dict):
@@ -152,5 +154,5 @@ def read_config(member: Member) -> dict:
 
 
 def sdxl_base_config() -> dict:
-    """The ``model_config.yaml`` of NeMo's SDXL base."""
+    """Returns the content of NeMo's ``model_config.yaml`` of SDXL base."""
     return yaml.safe_load(SDXL_BASE.read_text(encoding="utf-8"))

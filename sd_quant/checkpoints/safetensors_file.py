@@ -1,9 +1,9 @@
 """Safetensors files, read and written one tensor at a time.
 
-The format is eight bytes, little endian, that say how long the header is, a JSON header with each tensor's dtype, shape
-and range of bytes, and the bytes (https://huggingface.co/docs/safetensors). The road not taken is the library of that
-name: its ``save_file`` wants every tensor in memory, and its ``safe_open`` maps the file, so that a file which is cut
-later kills the process.
+A file begins with the length of its header in eight bytes, little endian; the header is JSON, with each tensor's dtype,
+shape and range of bytes; the bytes follow (https://huggingface.co/docs/safetensors). The road not taken is the library
+of that name: its ``save_file`` wants every tensor in memory, and its ``safe_open`` maps the file, so that the process
+is killed when the file is cut later.
 """
 
 import json
@@ -41,22 +41,15 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def read_safetensors(member: Member) -> dict[str, StoredTensor]:
-    """Every tensor by name, in the header's order; no numbers are read.
+    """Returns every tensor by name, in the header's order; no values are read.
 
     Raises ArtifactError when the header is damaged, or describes anything but the bytes behind it without a gap.
     """
-    return _read(member)[0]
+    return read_header(member)[0]
 
 
-def read_metadata(member: Member) -> dict[str, str]:
-    """What the header says beside the tensors. Raises what ``read_safetensors`` raises, and for no mapping too."""
-    metadata = _read(member)[1]
-    if not isinstance(metadata, dict):
-        raise ArtifactError(f"{member.name} is not a whole safetensors file (no mapping of metadata); fetch it again")
-    return metadata
-
-
-def _read(member: Member) -> tuple[dict[str, StoredTensor], object]:
+def read_header(member: Member) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Returns what ``read_safetensors`` returns, and the file's metadata."""
     length = int.from_bytes(member.read(0, 8), "little")
     if length > MAX_HEADER:
         raise ArtifactError(
@@ -66,7 +59,7 @@ def _read(member: Member) -> tuple[dict[str, StoredTensor], object]:
     text = member.read(8, length)
     try:
         header = json.loads(bytes(text))
-        metadata = header.pop("__metadata__", {})
+        metadata = dict(header.pop("__metadata__", None) or {})
         tensors = {name: _located(member, 8 + length, entry) for name, entry in header.items()}
         end = 8 + length
         for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start, prod(tensor.shape))):
@@ -87,12 +80,12 @@ def write_safetensors(
     advance: Callable[[], object] = lambda: None,
     metadata: Mapping[str, str] = FORMAT,
 ) -> None:
-    """One file, with one tensor in memory at a time; the same tensors give the same bytes.
+    """Writes a file with one tensor in memory at a time; the same tensors give the same bytes.
 
     ``advance`` is called after each tensor. Raises ArtifactError for a dtype that the format has no name for and
     ResourceError when the disk is full.
     """
-    # wide numbers first, as the library does, so that where a file is mapped numbers lie at multiples of their width.
+    # Wide numbers first, as the library does: where a file is mapped, numbers then lie at multiples of their width.
     # The header keeps the caller's order.
     names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
     ends = list(accumulate(prod(tensors[name].shape) * tensors[name].dtype.itemsize for name in names))
@@ -115,7 +108,10 @@ def write_safetensors(
 
 
 def _located(member: Member, data: int, entry: Mapping) -> StoredTensor:
-    """Where the bytes behind ``data`` hold a tensor. Raises what a malformed entry leads to."""
+    """Returns the tensor of a header's entry; ``data`` is the byte behind the header.
+
+    Raises AttributeError, KeyError, TypeError or ValueError for a malformed entry.
+    """
     dtype, shape, (start, end) = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
     if len(shape) > MAX_DIMENSIONS or not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
         raise ValueError("a shape or a range of bytes that is none")

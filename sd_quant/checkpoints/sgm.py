@@ -2,7 +2,7 @@
 
 NeMo's implementation descends from SGM's, so its keys are SGM's behind ``model.``, except in the UNet, where NeMo fuses
 the SiLU into the GroupNorm and moves norms into the attention and the feed-forward: seven renames. The road not taken
-is the way by diffusers, which takes layers apart that are then put together again.
+is the way through diffusers, which splits tensors that NeMo's keys would join again.
 """
 
 import re
@@ -32,7 +32,7 @@ UNET_RENAMES = {  # from SGM to NeMo; no result is the pattern of another
 
 
 def nemo_key(key: str) -> str:
-    """NeMo's key for a key of SGM's SDXL; any other key stays as it is, so that it is refused by its name."""
+    """Returns NeMo's key for a key of SGM's SDXL, and any other key as it is: it is then refused by its name."""
     if not key.startswith(PREFIXES):
         return key
     for pattern, replacement in UNET_RENAMES.items():
@@ -41,8 +41,9 @@ def nemo_key(key: str) -> str:
 
 
 def open_sgm(path: Path, model_config: dict, io: str = "nemo") -> NemoCheckpoint:
-    """Such a file, checked but not loaded; it says nothing of its architecture, so ``model_config`` does.
+    """Opens such a file; no weight is read. It says nothing of its architecture, so ``model_config``, NeMo's, does.
 
+    ``io`` says whose names the UNet's inputs have, "nemo" or "diffusers".
     Raises ConfigError when ``path`` does not exist, ArtifactError when it is damaged or holds more or less than an SDXL
     of that architecture.
     """

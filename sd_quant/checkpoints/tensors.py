@@ -15,7 +15,7 @@ from sd_quant.checkpoints.archive import Member
 
 
 class Readable(Protocol):
-    """A tensor that is somewhere else until it is read."""
+    """A tensor of known shape and dtype, whose values are not in memory until ``read`` returns them."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -28,49 +28,44 @@ class Readable(Protocol):
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that ``read`` makes: of this shape and dtype, on the CPU."""
+    """A ``Readable`` whose values a function makes."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    read: Callable[[], torch.Tensor]
+    read: Callable[[], torch.Tensor]  # returns a tensor of this shape and dtype on the CPU
 
 
 def lazy(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> LazyTensor:
-    """A tensor that is here already, brought to the CPU and to ``dtype`` when it is read."""
+    """Returns a ``Readable`` of a tensor in memory: read, it is detached, on the CPU and of ``dtype``."""
     dtype = dtype or tensor.dtype
     return LazyTensor(tuple(tensor.shape), dtype, lambda: tensor.detach().to("cpu", dtype))
 
 
 def size_of(tensors: Iterable[Readable]) -> int:
-    """Bytes of all of them."""
+    """Returns how many bytes the tensors take together."""
     return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)
 
 
-def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """The numbers of a CPU tensor, row after row; numpy knows no bfloat16."""
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
-
-
 def read_bytes(name: str, source: Readable) -> memoryview:
-    """The bytes of a tensor that was announced. Raises ValueError when it is another than that."""
+    """Reads a tensor and returns its bytes, row after row. Raises ValueError for another shape or dtype than stated."""
     tensor = source.read()
     if (tuple(tensor.shape), tensor.dtype) != (tuple(source.shape), source.dtype):
         raise ValueError(f"{name} was to be {source.shape} {source.dtype} and is {tuple(tensor.shape)} {tensor.dtype}")
-    return raw_bytes(tensor)
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data  # numpy has no bfloat16
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies in its member. ``start`` is the byte of its first element; ``stride`` counts elements."""
+    """A ``Readable`` whose values lie in a file."""
 
     member: Member
-    start: int
+    start: int  # byte of ``member`` at which the first element lies
     shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    stride: tuple[int, ...]  # in elements, as in torch
     dtype: torch.dtype
 
     def read(self) -> torch.Tensor:
-        """A contiguous copy on the CPU."""
+        """Returns a contiguous copy on the CPU."""
         span = span_of(self.shape, self.stride)
         if span == 0:
             return torch.empty(self.shape, dtype=self.dtype)
@@ -79,7 +74,7 @@ class StoredTensor:
 
 
 def span_of(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    """Elements from the first to the last, both counted."""
+    """Returns the number of elements from the first to the last of a strided tensor, both counted."""
     if 0 in shape:
         return 0
     return 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))

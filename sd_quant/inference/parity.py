@@ -53,7 +53,7 @@ class Watched:
         self.engine.close()
 
 
-class WatchedSide(Mapping[str, Engine]):
+class WatchedVariant(Mapping[str, Engine]):
     """A side that remembers the inputs of one call of each part: the first, or the n-th where ``calls`` says so."""
 
     def __init__(self, side: Mapping[str, Engine], calls: Mapping[str, int]):

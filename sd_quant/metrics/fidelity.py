@@ -27,7 +27,7 @@ NOT_FINITE = "NaN or infinite latents"
 
 
 def psnr(reference: np.ndarray, image: np.ndarray) -> list[float | None]:
-    """Peak signal-to-noise ratio in dB per image; both uint8 [N, H, W, 3]. None where the two are identical.
+    """Peak signal-to-noise ratio in dB of each image; both uint8 [N, H, W, 3]. None where the two are identical.
 
     Raises ArtifactError when shapes or types differ.
     """
@@ -40,7 +40,7 @@ def psnr(reference: np.ndarray, image: np.ndarray) -> list[float | None]:
 
 
 def ssim(reference: np.ndarray, image: np.ndarray) -> list[float]:
-    """Structural similarity per image, 1.0 for identical ones; both uint8 [N, H, W, 3] with H, W >= 6.
+    """Structural similarity of each image, 1.0 for identical ones; both uint8 [N, H, W, 3] with H, W >= 6.
 
     Raises ArtifactError when shapes or types differ. Source: Wang et al., IEEE TIP 13(4), 2004.
     """
@@ -54,7 +54,7 @@ def ssim(reference: np.ndarray, image: np.ndarray) -> list[float]:
 
 
 def latent_sqnr(reference: torch.Tensor, latents: torch.Tensor) -> list[float | None]:
-    """SQNR = 10 log10(sum ref^2 / sum (ref - x)^2) in dB, averaged over the images, per step.
+    """SQNR of each step in dB: 10 log10(sum ref^2 / sum (ref - x)^2), averaged over the images.
 
     Both [N, steps, ...], any float type. Images whose ratio is infinite at a step are left out of its mean. None
     where no image has a ratio, and where any latent of the step is NaN or infinite: a broken run has no mean.
@@ -72,7 +72,7 @@ def latent_sqnr(reference: torch.Tensor, latents: torch.Tensor) -> list[float | 
 
 
 def summary(values: Sequence[float | None], reason: str = IDENTICAL, lower_is_better: bool = False) -> dict:
-    """``{mean, min, worst_index, values, reason}`` of per-image scores; with ``max`` for ``min`` if lower is better.
+    """``{mean, min, worst_index, values, reason}`` of one score of all images; ``max`` for ``min`` if lower is better.
 
     Mean and extreme are over the values that exist; ``reason`` says how many do not and why, None when all do.
     """
@@ -117,7 +117,7 @@ def fidelity(
 
 
 def _pairs(reference: np.ndarray, image: np.ndarray) -> zip:
-    """Image by image: SSIM takes 0.8 GB for one of 1024 x 1024."""
+    """Reference and image of each pair, one at a time: SSIM takes 0.8 GB for a pair of 1024 x 1024."""
     if (reference.shape, reference.dtype) != (image.shape, image.dtype) or image.dtype != np.uint8 or image.ndim != 4:
         raise ArtifactError(
             f"{image.dtype} images of shape {list(image.shape)} were compared with {reference.dtype} "
@@ -137,7 +137,7 @@ def _pixels(image: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def _energy(latents: torch.Tensor) -> torch.Tensor:
-    """[N, ...] -> [N]."""
+    """Sum of squares of each image's latents: [N, ...] -> [N]."""
     return latents.square().flatten(1).sum(1)
 
 

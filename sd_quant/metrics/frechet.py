@@ -42,8 +42,9 @@ DAMAGED = "EfficientNet-Lite0 gave NaN or infinity; its weights are damaged, ins
 
 
 def frechet_efficientnet(reference: np.ndarray, images: np.ndarray) -> dict:
-    """``{value, reason, pictures, features}`` of two sets, both uint8 [N, H, W, 3], N and size not necessarily equal.
+    """The distance of two sets as ``{value, reason, pictures, features}``.
 
+    Both uint8 [N, H, W, 3]; neither N nor the size need be equal.
     ``value`` is 0 or more, without a unit, or None with the ``reason``: EfficientNet-Lite0 is not installed, or the
     smaller set, which ``pictures`` counts, has fewer than FEWEST. Raises ArtifactError for another shape or type.
     """
@@ -51,15 +52,15 @@ def frechet_efficientnet(reference: np.ndarray, images: np.ndarray) -> dict:
     for each in sets:
         check_images(each)
     number = min(len(reference), len(images))
-    found = {"value": None, "reason": None, "pictures": number, "features": FEATURES}
+    entry = {"value": None, "reason": None, "pictures": number, "features": FEATURES}
     if number < FEWEST:
-        return found | {"reason": f"{number} images are too few for a Fréchet distance, which takes {FEWEST} or more"}
+        return entry | {"reason": f"{number} images are too few for a Fréchet distance, which takes {FEWEST} or more"}
     try:
         mean_and_covariance = [moments(efficientnet_features(each)) for each in sets]
     except ImportError:
-        return found | {"reason": NOT_INSTALLED}
+        return entry | {"reason": NOT_INSTALLED}
     value = frechet_distance(*mean_and_covariance[0], *mean_and_covariance[1])
-    return found | {"value": value, "reason": DAMAGED if value is None else None}
+    return entry | {"value": value, "reason": DAMAGED if value is None else None}
 
 
 def efficientnet_features(images: np.ndarray) -> Tensor:
@@ -100,7 +101,7 @@ def frechet_distance(mean: Tensor, covariance: Tensor, other_mean: Tensor, other
 
 
 def check_images(images: np.ndarray) -> None:
-    """Raises ArtifactError unless they are uint8 [N, H, W, 3]."""
+    """Raise ArtifactError unless the images are uint8 [N, H, W, 3]."""
     if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] != 3:
         raise ArtifactError(
             f"a metric was given {images.dtype} images of shape {list(images.shape)}, expected uint8 "
@@ -109,7 +110,7 @@ def check_images(images: np.ndarray) -> None:
 
 
 def _positive(eigenvalues: Tensor) -> Tensor:
-    """Without what rounding made of zeros: its square root would be far larger than it."""
+    """The eigenvalues with zeros for what rounding made of zeros, whose square roots would be far larger."""
     floor = eigenvalues.max() * len(eigenvalues) * torch.finfo(eigenvalues.dtype).eps
     return eigenvalues.where(eigenvalues > floor, 0.0)
 

@@ -33,7 +33,7 @@ BATCH_PIXELS = 2**20  # one image of 1024 x 1024, or 256 of 64 x 64, at a time
 
 
 def lpips(reference: np.ndarray, images: np.ndarray) -> list[float]:
-    """The distance of each pair, 0 for identical images; both uint8 [N, H, W, 3] with H, W >= 64. No unit.
+    """LPIPS of each pair of images, 0 for identical images; both uint8 [N, H, W, 3] with H, W >= 64. No unit.
 
     Raises ArtifactError when shapes or types differ or the images are smaller.
     """
@@ -54,7 +54,7 @@ def _comparable(images: np.ndarray) -> bool:
 
 
 def _distances(reference: np.ndarray, images: np.ndarray, device: torch.device) -> Tensor:
-    """[N, H, W, 3] twice -> [N]. The head is linear: it may as well weigh the channels after the mean over pixels."""
+    """LPIPS of [N, H, W, 3] twice -> [N]. A head is linear, so it weighs the channels after the mean over pixels."""
     pairs = zip(_layers(_scaled(reference, device)), _layers(_scaled(images, device)), strict=True)
     means, weights = [(_unit(a) - _unit(b)).square().mean((2, 3)) for a, b in pairs], _weights(device)
     parts = [mean @ weights[f"head{index}.weight"] for index, mean in enumerate(means)]
@@ -62,13 +62,13 @@ def _distances(reference: np.ndarray, images: np.ndarray, device: torch.device) 
 
 
 def _scaled(images: np.ndarray, device: torch.device) -> Tensor:
-    """[N, H, W, 3] uint8 -> [N, 3, H, W] float32 around 0."""
+    """Normalized as AlexNet was trained: [N, H, W, 3] uint8 -> [N, 3, H, W] float32."""
     pixels = torch.tensor(images, dtype=torch.float32) / 127.5 - 1
     return ((pixels - torch.tensor(SHIFT)) / torch.tensor(SCALE)).permute(0, 3, 1, 2).to(device)
 
 
 def _layers(x: Tensor) -> Iterator[Tensor]:
-    """[N, 3, H, W] -> what each of AlexNet's five ReLUs gives, one at a time: [N, channels, h, w]."""
+    """The outputs of AlexNet's five ReLUs, one at a time: [N, 3, H, W] -> [N, channels, h, w]."""
     weights = _weights(x.device)
     for index, (stride, padding) in enumerate(STRIDE_AND_PADDING):
         x = max_pool2d(x, kernel_size=3, stride=2) if index in POOLED else x
@@ -77,7 +77,7 @@ def _layers(x: Tensor) -> Iterator[Tensor]:
 
 
 def _unit(features: Tensor) -> Tensor:
-    """Each pixel's channels, divided by their length."""
+    """Features whose channels have length 1 at each pixel."""
     return features / (torch.linalg.vector_norm(features, dim=1, keepdim=True) + EPSILON)
 
 

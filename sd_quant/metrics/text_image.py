@@ -58,7 +58,7 @@ MLPERF_CAPTIONS_SHA256 = "635b5177356209894f672f272f62632d67099a015e483bb19e8af9
 
 
 def clip_score(images: np.ndarray, prompts: Sequence[str], weights: Path) -> dict:
-    """``{value, reason, pictures, network}`` of uint8 [N, H, W, 3] and N prompts; ``value`` from 0 to 100, the mean.
+    """CLIP score of uint8 [N, H, W, 3] and N prompts as ``{value, reason, pictures, network}``; the mean, 0 to 100.
 
     ``weights``: a folder of transformers' CLIPModel with its tokenizer and image processor. Where it cannot be used,
     or there are no images, ``value`` is None and ``reason`` says why. Prompts are cut to what the network reads, as
@@ -67,13 +67,13 @@ def clip_score(images: np.ndarray, prompts: Sequence[str], weights: Path) -> dic
     check_images(images)
     if len(images) != len(prompts):
         raise ArtifactError(f"{len(images)} images came with {len(prompts)} prompts, expected a prompt for each")
-    found = {"value": None, "reason": None, "pictures": len(images), "network": None}
+    entry = {"value": None, "reason": None, "pictures": len(images), "network": None}
     if not len(images):
-        return found | {"reason": "there are no images"}
+        return entry | {"reason": "there are no images"}
     try:
         model, processor = _clip(weights)
     except SdQuantError as error:
-        return found | {"reason": str(error)}
+        return entry | {"reason": str(error)}
     from torchmetrics.multimodal import CLIPScore
 
     metric = CLIPScore(lambda: (model, processor))  # type: ignore[arg-type, return-value]  # look like them
@@ -86,11 +86,11 @@ def clip_score(images: np.ndarray, prompts: Sequence[str], weights: Path) -> dic
             advance()
     vision = model.config.vision_config
     network = {"layers": vision.num_hidden_layers, "width": vision.hidden_size, "patch": vision.patch_size}
-    return found | {"network": network} | _number(metric.compute().item())
+    return entry | {"network": network} | _number(metric.compute().item())
 
 
 def check_clip_weights(weights: Path) -> None:
-    """Raises ConfigError unless the folder is there and complete; reads no weights."""
+    """Raise ConfigError unless the folder is there and complete; reads no weights."""
     if not weights.is_dir():
         raise ConfigError(f"there is no folder {weights} with CLIP's weights; save a transformers CLIPModel there")
     for names in CLIP_FILES:
@@ -102,7 +102,7 @@ def check_clip_weights(weights: Path) -> None:
 
 
 def fid(images: np.ndarray, references: Path, weights: Path) -> dict:
-    """``{value, reason, pictures, references}`` of uint8 [N, H, W, 3], N at least 2049; ``value`` is 0 or more.
+    """FID of uint8 [N, H, W, 3], N at least 2049, as ``{value, reason, pictures, references}``.
 
     ``references``: a folder of at least as many images, or an .npz with Inception's ``mu`` [2048] and ``sigma``
     [2048, 2048] over them, as pytorch-fid writes and MLPerf ships it. ``weights``: pt_inception-2015-12-05, as
@@ -110,7 +110,7 @@ def fid(images: np.ndarray, references: Path, weights: Path) -> dict:
     few, ``value`` is None and ``reason`` says why. Raises ArtifactError for other images.
     """
     check_images(images)
-    found = {"value": None, "reason": None, "pictures": len(images), "references": references.name}
+    entry = {"value": None, "reason": None, "pictures": len(images), "references": references.name}
     try:
         _check_number(len(images), "were made")
         check_references(references)
@@ -118,15 +118,15 @@ def fid(images: np.ndarray, references: Path, weights: Path) -> dict:
         of_references = _reference_moments(references, network)
         of_images = moments(_features(network, len(images), lambda index: images[index]))
     except SdQuantError as error:
-        return found | {"reason": str(error)}
+        return entry | {"reason": str(error)}
     if of_references[1].shape != of_images[1].shape:
-        sizes = f"{list(of_references[1].shape)}, expected {list(of_images[1].shape)}"
-        return found | {"reason": f"{references} has a sigma of shape {sizes}, as this Inception's features have it"}
-    return found | _number(frechet_distance(*of_references, *of_images))
+        shapes = f"{list(of_references[1].shape)}, expected {list(of_images[1].shape)}"
+        return entry | {"reason": f"{references} has a sigma of shape {shapes}; compute it with the same Inception"}
+    return entry | _number(frechet_distance(*of_references, *of_images))
 
 
 def check_references(references: Path) -> None:
-    """Raises ConfigError unless there is an .npz or a folder with enough images; opens none of them."""
+    """Raise ConfigError unless there is an .npz or a folder with enough images; opens none of them."""
     if references.is_dir():
         _check_number(len(_image_files(references)), f"are in {references}")
     elif references.suffix != ".npz" or not references.is_file():
@@ -134,7 +134,7 @@ def check_references(references: Path) -> None:
 
 
 def mlperf_window(clip_score: float | None, fid: float | None, protocol: Mapping[str, Any]) -> dict:
-    """``{passes, reason}``: are both inside MLPerf's window? None where the images were not made its way.
+    """Whether both are inside MLPerf's window: ``{passes, reason}``, None where images were not made its way.
 
     ``protocol`` says how they were made and judged: ``prompts``, a sequence of text, and what MLPERF_PROTOCOL names.
     """
@@ -162,7 +162,7 @@ def mlperf_window(clip_score: float | None, fid: float | None, protocol: Mapping
 
 
 def captions_sha256(prompts: Sequence[str]) -> str:
-    """The digest of prompts in whatever order: of the sorted ones, with a line feed between two, in UTF-8."""
+    """SHA-256 of the sorted prompts in UTF-8, joined by line feeds: it does not depend on their order."""
     return hashlib.sha256("\n".join(sorted(prompts)).encode()).hexdigest()
 
 
@@ -181,7 +181,7 @@ class ProjectedClip(nn.Module):
 
 
 def _clip(weights: Path) -> tuple[ProjectedClip, Callable]:
-    """The network and what torchmetrics takes for its processor."""
+    """The network, and a function that torchmetrics takes for its processor."""
     from transformers import CLIPModel, CLIPProcessor
 
     check_clip_weights(weights)
@@ -193,7 +193,8 @@ def _clip(weights: Path) -> tuple[ProjectedClip, Callable]:
     longest = model.config.text_config.max_position_embeddings
 
     def process(text: list[str] | None = None, images: list[Tensor] | None = None, **options) -> Mapping[str, Tensor]:
-        """Cut here: torchmetrics would cut off the end token too, by whose place CLIP finds the text's feature."""
+        """Inputs of the network. Texts are cut here, because torchmetrics would cut off the end token, where CLIP reads
+        the text's feature."""
         if images is not None:
             return processor.image_processor(images, return_tensors="pt")
         return processor.tokenizer(text, truncation=True, max_length=longest, **options)
@@ -202,7 +203,7 @@ def _clip(weights: Path) -> tuple[ProjectedClip, Callable]:
 
 
 def _inception(weights: Path) -> nn.Module:
-    """From uint8 [N, 3, H, W] to fp32 [N, 2048]. Resized without antialiasing, as everybody's FID is."""
+    """The network from uint8 [N, 3, H, W] to fp32 [N, 2048]; it resizes without antialiasing, as everybody's FID."""
     if not weights.is_file():
         raise ConfigError(
             f"there is no file {weights} with Inception's weights; name weights-inception-2015-12-05-*.pth"
@@ -246,7 +247,7 @@ def _reference_moments(references: Path, network: nn.Module) -> tuple[Tensor, Te
 
 
 def _features(network: nn.Module, number: int, image: Callable[[int], np.ndarray]) -> Tensor:
-    """One at a time: photographs differ in size."""
+    """Inception's features fp32 [number, 2048], one image at a time, as photographs differ in size."""
     features = []
     with full_precision() as device, torch.inference_mode(), progress(number, "Inception features") as advance:
         network.to(device)
@@ -279,7 +280,7 @@ def _pixels(images: np.ndarray) -> Tensor:
 
 
 def _number(value: float | None) -> dict:
-    """``{value, reason}``, so that a record never holds NaN."""
+    """``value`` as ``{value, reason}``; None for NaN and infinity."""
     if value is None or not math.isfinite(value):
         return {"value": None, "reason": "the network gave NaN or infinity; its weights are damaged"}
     return {"value": value, "reason": None}

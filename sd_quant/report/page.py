@@ -110,7 +110,7 @@ def emphasized(sentence: str, start: str) -> str:
 
 
 def section(identity: str, heading: str, body: str) -> str:
-    """Nothing, heading included, where there is no ``body``."""
+    """``body`` under its heading; nothing at all where there is no ``body``."""
     return f'<section class="{identity}"><h2>{safe(heading)}</h2>{body}</section>' if body else ""
 
 
@@ -120,7 +120,7 @@ def listed(sentences: Iterable[str]) -> str:
 
 
 def plot(name: str, drawing: str) -> str:
-    """It may scroll sideways, and the keyboard has to reach what scrolls."""
+    """A plot with its caption. It may scroll sideways, and what scrolls has to be reached by the keyboard."""
     return (
         f'<figure class="plot {name}"><div class="drawing" tabindex="0" role="group" aria-label="{CAPTIONS[name]}">'
         f"{drawing}</div><figcaption>{CAPTIONS[name]}</figcaption></figure>"
@@ -137,7 +137,7 @@ def records(sweep: Sweep) -> list[Any]:
 
 
 def distinct(values: Iterable[Any]) -> str:
-    """Of several jobs, each value once; absent ones left out."""
+    """Each different value once, in one text; absent ones are left out."""
     return ", ".join(dict.fromkeys(str(value) for value in values if value not in (None, "")))
 
 
@@ -261,7 +261,7 @@ def results(table: Sequence[Row], sweep: Sweep, recommended: str | None) -> str:
 
 
 def heading(text: str, kind: str, more_is_better: bool = False) -> str:
-    """``data-first``: the order in which a reader first wants the column."""
+    """A header cell; ``data-first`` is the order in which a reader first wants the column."""
     first = "descending" if more_is_better else "ascending"
     return (
         f'<th scope="col" class="{kind}" aria-sort="none" data-first="{first}">'
@@ -270,7 +270,7 @@ def heading(text: str, kind: str, more_is_better: bool = False) -> str:
 
 
 def cell(kind: str, value: object, text: str) -> str:
-    """``value`` is what the column is sorted by; there is none where it is None."""
+    """A cell that shows ``text`` and by whose ``value`` the column is sorted, last where it is None."""
     sorted_by = "" if value is None else f' data-value="{safe(value)}"'
     return f'<td class="{kind}"{sorted_by}>{safe(text)}</td>'
 
@@ -292,10 +292,10 @@ def gallery(sweep: Sweep, names: Mapping[str, str], recommended: str | None) -> 
     all recipes and embedded once. Of many prompts those are taken whose worst pair is worst.
     """
     done = [job for job in sweep.jobs if job.status == DONE]
-    found: dict[tuple[int, str], list[tuple[int, Job]]] = {}
+    jobs_of: dict[tuple[int, str], list[tuple[int, Job]]] = {}  # a prompt's place and text -> recipes that drew it
     for recipe, job in enumerate(done):
         for index, prompt in enumerate(at(job.record, "prompts") or []):
-            found.setdefault((index, str(prompt)), []).append((recipe, job))
+            jobs_of.setdefault((index, str(prompt)), []).append((recipe, job))
 
     def closeness(item: tuple[tuple[int, str], list[tuple[int, Job]]]) -> float:
         (index, _), jobs = item
@@ -318,7 +318,7 @@ def gallery(sweep: Sweep, names: Mapping[str, str], recommended: str | None) -> 
 
     prompts: list[dict] = []
     absent = dict.fromkeys((job.name for job in done), 0)
-    for (index, prompt), jobs in sorted(found.items(), key=closeness):
+    for (index, prompt), jobs in sorted(jobs_of.items(), key=closeness):
         if len(prompts) == MOST_PROMPTS or sum(len(image["source"]) for image in embedded) > MOST_BYTES:
             break
         pairs = []
@@ -336,8 +336,10 @@ def gallery(sweep: Sweep, names: Mapping[str, str], recommended: str | None) -> 
     notes = []
     if not prompts:
         notes.append("There are no images to show.")
-    elif len(prompts) < len(found):
-        notes.append(f"The {len(prompts)} worst of {len(found)} prompts are here; the others are in the jobs' folders.")
+    elif len(prompts) < len(jobs_of):
+        notes.append(
+            f"The {len(prompts)} worst of {len(jobs_of)} prompts are here; the others are in the jobs' folders."
+        )
     if any(image["reduced"] for image in embedded):
         notes.append(f"Images are compressed and at most {LONGEST_EDGE} pixels long here; the jobs keep the originals.")
     notes += [
@@ -350,8 +352,8 @@ def gallery(sweep: Sweep, names: Mapping[str, str], recommended: str | None) -> 
 
 
 def for_page(content: bytes) -> dict:
-    """An image as the page embeds it. Small ones are encoded anew, without loss, so that nothing but pixels is taken
-    from a file. Raises one of ``NOT_AN_IMAGE``."""
+    """An image as the page embeds it, encoded anew, so that nothing but pixels is taken from a file; small ones without
+    loss. Raises one of ``NOT_AN_IMAGE``."""
     with Image.open(io.BytesIO(content)) as image:
         pixels = image.convert("RGB")
     encoded = io.BytesIO()
@@ -371,13 +373,13 @@ def for_page(content: bytes) -> dict:
 
 
 def score(job: Job, measure: Score, index: int) -> float | None:
-    """The score of one image; None also where a ratio is infinite, because the images are identical."""
+    """``measure`` of one image; None also where a ratio is infinite, because the images are identical."""
     values = score_of(job.record, measure).values
     return values[index] if index < len(values) else None
 
 
 def scores(job: Job, index: int) -> str:
-    """What is said of one image below it."""
+    """The scores of one image, as they stand below it."""
     of_images = [each for each in fidelity_scores() if each.against is Against.IMAGES]
     values = {each.key: score(job, each, index) for each in of_images}
     if values["psnr"] is None and values["ssim"] is not None and values["ssim"] > 1 - 1e-6:

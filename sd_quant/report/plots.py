@@ -73,7 +73,7 @@ UNIT = {TIME: "%", SIZE: "MB"}
 
 @contextmanager
 def style() -> Iterator[None]:
-    """Both drawing and saving read matplotlib's settings."""
+    """The style of the plots; needed for drawing and for saving, as both read matplotlib's settings."""
     with rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")  # a box in the PNG; a browser has more fonts
         yield
@@ -95,7 +95,7 @@ def figures(sweep: Sweep) -> dict[str, Figure]:
 
 
 def write_plots(sweep: Sweep) -> None:
-    """``<name>.png`` of all ``figures`` in the sweep's folder, each atomically. Raises ResourceError: disk full."""
+    """Write ``<name>.png`` of all ``figures`` into the sweep's folder. Raises ResourceError when the disk is full."""
     for name, figure in figures(sweep).items():
         with atomic_path(sweep.directory / f"{name}.png") as temporary, style():
             figure.savefig(temporary, format="png", dpi=PIXELS_PER_INCH, metadata={"Software": None})
@@ -145,14 +145,14 @@ def knob_value(value: object) -> str:
 
 
 def fitted(text: str, longest: int = LONGEST_NAME) -> str:
-    """In one line, without control characters, the middle left out where it is too long."""
+    """``text`` in one line, without its middle where it is too long."""
     line = printable(text)
     half = longest // 2
     return line if len(line) <= longest else f"{line[: half - 1]}…{line[-half:]}"
 
 
 def pareto(table: Sequence[Row], varied: Sequence[str], cost: str, recommended: str | None) -> Figure | None:
-    """PSNR over ``cost``, a column of ``COSTS``, and the front. None with fewer than two recipes to compare."""
+    """A plot of PSNR over ``cost``, a column of ``COSTS``, with the front; None with fewer than two recipes."""
     usable = [row for row in table if row["status"] == DONE and row[cost] is not None and fidelity_db(row) is not None]
     if len(usable) < 2:
         return None
@@ -169,8 +169,7 @@ def pareto(table: Sequence[Row], varied: Sequence[str], cost: str, recommended: 
         chosen = row["job"] == recommended
         colour = ACCENT if chosen else INK if row in best else SOFT
         axes.plot(*place(row), "*" if chosen else "o", color=colour, markersize=14 if chosen else 6, zorder=3)
-    found = [UNQUANTIZED[cost](row) for row in usable]
-    unquantized = [value * SCALE[cost] for value in found if value is not None]
+    unquantized = [value * SCALE[cost] for row in usable if (value := UNQUANTIZED[cost](row)) is not None]
     if unquantized:
         mark_unquantized(axes, unquantized, UNIT[cost])
     named = [row for row in usable if len(usable) <= MOST_NAMES or row in best or row["job"] == recommended]
@@ -189,7 +188,7 @@ def pareto(table: Sequence[Row], varied: Sequence[str], cost: str, recommended: 
 
 
 def mark_unquantized(axes: Axes, values: Sequence[float], unit: str) -> None:
-    """A line at the median of what the jobs measured for the unquantized engine, on a band of all that they did."""
+    """Draw a line at the median of what the jobs measured for the unquantized engine, on a band of all values."""
     middle = float(np.median(values))
     axes.axvspan(min(values), max(values), color=BAND, linewidth=0, zorder=0)
     axes.axvline(middle, color=SOFT, linestyle="--", linewidth=1, zorder=1)
@@ -207,8 +206,10 @@ def name_points(
     marks: Sequence[tuple[float, float]],
     line: Sequence[tuple[float, float]],
 ) -> None:
-    """Each name beside its point where it covers least of the other names, ``marks`` and ``line``; further off, with a
-    thread to its point, where that covers less."""
+    """Write each name beside its point where it covers least of the other names, ``marks`` and ``line``.
+
+    Where it covers less further off, it stands there, with a thread to its point.
+    """
     axes.figure.draw_without_rendering()  # only then is it known where a point lies
     on_screen, pixel = axes.transData.transform, axes.figure.dpi / 72
     taken = [square(point, 9) for point in on_screen(marks)]
@@ -254,7 +255,7 @@ def overlap(box: np.ndarray, others: Sequence) -> float:
 
 
 def trajectory(sweep: Sweep, recommended: str | None) -> Figure | None:
-    """SQNR of the latents after each denoising step, a line for each recipe, named at its end."""
+    """A plot of the latents' SQNR after each denoising step, a line for each recipe, named at its end."""
     lines = {}
     for job in sweep.jobs:
         values = score_of(job.record, SCORES["latent_sqnr_db"]).values
@@ -293,7 +294,7 @@ def last_value(steps: np.ndarray) -> float:
 
 
 def name_ends(axes: Axes, ends: Sequence[tuple[int, float, str, str, bool]]) -> None:
-    """The names of lines right of where they end, in the order of their ends and a line of text apart."""
+    """Write the names of lines right of their ends, in the order of their ends and a line of text apart."""
     axes.figure.draw_without_rendering()
     height = axes.bbox.height
     apart = 13 * axes.figure.dpi / 72 / height
@@ -315,8 +316,10 @@ def name_ends(axes: Axes, ends: Sequence[tuple[int, float, str, str, bool]]) -> 
 
 
 def layers(job: Job) -> Figure | None:
-    """The error of each quantized layer, in the order in which the network calls them; the worst have a number and a
-    name. None where the job left no ``layers.csv`` that can be read."""
+    """A plot of the error of each quantized layer, in the order in which the network calls them; the worst are named.
+
+    None where the job left no ``layers.csv`` that can be read.
+    """
     quantized = sorted(read_layers(job), key=lambda layer: network_order(layer[0]))
     if not quantized:
         return None
@@ -358,17 +361,17 @@ def layers(job: Job) -> Figure | None:
 
 def read_layers(job: Job) -> list[tuple[str, str, float]]:
     """Name, role and relative error of each layer that has an error."""
-    found = []
+    errors = []
     try:
         with (job.directory / "layers.csv").open(newline="", encoding="utf-8") as file:
             for row in csv.DictReader(file):
                 if row.get("output_error"):
                     error = float(row["output_error"])
                     if math.isfinite(error):
-                        found.append((row["name"], row["role"], error))
+                        errors.append((row["name"], row["role"], error))
     except (OSError, ValueError, KeyError, csv.Error):
         return []
-    return found
+    return errors
 
 
 PLACE = re.compile(r"(down|mid|up)_block(?:s\.(\d+))?\.(resnets|attentions|downsamplers|upsamplers)\.(\d+)")
@@ -376,7 +379,7 @@ STAGES = {"down": 1, "mid": 2, "up": 3}
 
 
 def network_order(name: str) -> tuple[int, int, int, int]:
-    """Sorts the layers of a diffusers UNet as it calls them; it declares its middle last and attentions first."""
+    """A key that sorts the layers of a diffusers UNet as it calls them, which is not as it declares them."""
     match = PLACE.match(name)
     if match is None:
         return (0 if name.startswith("conv_in") else 4 if name.startswith("conv_") else 0, 0, 0, 0)

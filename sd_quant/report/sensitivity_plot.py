@@ -9,7 +9,10 @@ COLOURS = {"conv": "#4c72b0", "ffn": "#dd8452", "qkv": "#55a868", "linear": "#81
 
 
 def plot_sensitivity(rows: Sequence[Mapping], curve: Sequence[Mapping], path: Path) -> None:
-    """``rows`` and ``curve`` of ``sd_quant.simulation.sensitivity`` as a PNG of 1600 x 600 pixels."""
+    """Draw what a measurement of sensitivity gives as a PNG of 1600 x 600 pixels.
+
+    ``rows``: the layers, as in ``sensitivity.csv``; ``curve``: the error by number of layers kept.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(16, 6), dpi=100, layout="constrained")

@@ -59,14 +59,12 @@ class Plan(TypedDict):
 
 @dataclass(frozen=True)
 class Job:
-    """``varied``: the knobs in which the sweep's jobs differ, with this job's values. ``record`` where it is done."""
-
     name: str
     directory: Path
-    varied: Mapping[str, Any]
+    varied: Mapping[str, Any]  # the knobs in which the sweep's jobs differ, with this job's values
     status: str
-    reason: str | None = None
-    record: Mapping[str, Any] | None = None
+    reason: str | None = None  # why it is not done
+    record: Mapping[str, Any] | None = None  # where it is done
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,10 @@ class Sweep:
 
 
 def read_sweep(directory: Path) -> Sweep:
-    """Of a sweep's folder or a run's. Raises ArtifactError when it is neither, or its ``sweep.json`` is damaged."""
+    """The sweep in a folder, or a run as a sweep of one job.
+
+    Raises ArtifactError when it is neither, or its ``sweep.json`` is damaged.
+    """
     plan = directory / SWEEP
     if not plan.exists():
         if not any((directory / name).exists() for name in (RECORD, FAILURE)):
@@ -100,7 +101,7 @@ def read_sweep(directory: Path) -> Sweep:
 
 
 def folder_in(directory: Path, name: str) -> Path:
-    """Of a job. Raises ValueError when the name leads elsewhere."""
+    """The folder of a job. Raises ValueError when the name leads elsewhere."""
     if not name or Path(name).name != name:
         raise ValueError(f"{name!r} is not the name of a folder")
     return directory / name
@@ -120,7 +121,7 @@ def read_job(name: str, directory: Path, varied: Mapping[str, Any]) -> Job:
 
 
 def what_became_of(directory: Path) -> str:
-    """Of a job that neither ended nor failed. A lock ends with its process, so it tells the running from the dead."""
+    """What can be said of a job that left nothing. A lock ends with its process, so it tells running from dead."""
     try:
         with (directory / LOCK).open("rb") as lock:
             running = not try_lock(lock)
@@ -194,7 +195,7 @@ def scores_of(record: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def write_summary(sweep: Sweep) -> None:
-    """``summary.csv``, ``summary.parquet`` and ``summary.md`` in the sweep's folder."""
+    """Write ``summary.csv``, ``summary.parquet`` and ``summary.md`` into the sweep's folder."""
     table = rows(sweep)
     columns = list(dict.fromkeys(column for row in table for column in row))
     text = io.StringIO()
@@ -207,7 +208,7 @@ def write_summary(sweep: Sweep) -> None:
 
 
 def write_parquet(table: list[Row], columns: list[str], path: Path) -> None:
-    """Knobs of mixed kinds (``alpha`` 0.8 and auto), lists and the like become text: a column has one type."""
+    """Write the table as Parquet, with knobs of mixed kinds (``alpha`` 0.8 and auto) as text: a column has one type."""
     import pyarrow
     from pyarrow import parquet
 
@@ -272,5 +273,5 @@ def markdown(table: list[Row], varied: list[str]) -> str:
 
 
 def markdown_text(text: object) -> str:
-    """Text that Markdown shows as it is, in one line: names and reasons may quote a stranger's file."""
+    """``text`` as Markdown shows it as it is, in one line: names and reasons may quote a stranger's file."""
     return "".join(f"\\{letter}" if letter in "\\|<>[]*`_#!&" else letter for letter in printable(text))

@@ -135,7 +135,7 @@ def _cell(number: Number, show: Callable[[float], str], reasons: list[str]) -> s
 
 
 def _align(header: list[str], rows: list[list[str]]) -> list[str]:
-    """Columns as wide as their widest cell, the first to the left, others to the right; no lines without rows."""
+    """The lines of a table whose first column is left-aligned and the others right-aligned; none without rows."""
     if not rows:
         return []
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
-from sd_quant.checkpoints.kinds import open_checkpoint
 from sd_quant.config import REPOSITORY, Infer, InferJob, anchored, part_paths
 from sd_quant.engines import RUNTIMES
 from sd_quant.engines.base import Engine, cast_inputs, onnx_files
-from sd_quant.engines.pool import Pool, Side
+from sd_quant.engines.pool import Pool, Variant
 from sd_quant.inference.loading import pipeline_of
+from sd_quant.inference.memory import fits, gpu_memory_of_variant, memory_of_part, memory_of_variant
 from sd_quant.inference.pipeline import Generated, Pipeline, Sampling
 from sd_quant.metrics.latency import clock_of, measure
 from sd_quant.metrics.memory import peak_cuda_memory_bytes, peak_memory_bytes, used
@@ -22,8 +22,9 @@ from sd_quant.progress import progress
 from sd_quant.report.images import save_images
 from sd_quant.report.provenance import provenance
 from sd_quant.report.record import DONE, IMAGE, SCHEMA_VERSION, InferRecord, explained, write_record
-from sd_quant.stages.needs import check_machine, fits, gpu_memory_of_side, memory_of_part, memory_of_side
+from sd_quant.stages.load import open_model
 from sd_quant.stages.opening import check_cuda_graph, open_file, open_torch_engine
+from sd_quant.stages.resources import check_machine, workload_of
 
 LOG = logging.getLogger(__name__)
 
@@ -31,10 +32,7 @@ LOG = logging.getLogger(__name__)
 def infer(job: InferJob, directory: Path) -> None:
     out = anchored(job.infer.out_path) if job.infer.out_path else directory
     paths = {"checkpoint": anchored(job.model.path)}
-    model = job.model
-    checkpoint = open_checkpoint(
-        anchored(model.path), model.family, io=model.io, max_sequence_length=model.max_sequence_length
-    )
+    checkpoint = open_model(job.model)
     parts = list(checkpoint.parts())
     check_cuda_graph(job.infer)
     kind = RUNTIMES[job.infer.engine].file
@@ -48,14 +46,13 @@ def infer(job: InferJob, directory: Path) -> None:
         for path in files.values():
             if path.suffix == ".onnx":
                 onnx_files(path)
-    parameters = part_parameters(checkpoint)
-    check_machine({"the largest part": memory_of_part(parameters, job.infer)}, {}, out)
+    parameters, work = part_parameters(checkpoint), workload_of(job.infer)
+    check_machine({"the largest part": memory_of_part(parameters, work)}, {}, out)
     facts = provenance(paths, [])
-    together = fits(
-        memory_of_side(parameters, job.infer), "all parts of the model", gpu_memory_of_side(parameters, job.infer)
-    )
+    memory, gpu = memory_of_variant(parameters, work), gpu_memory_of_variant(parameters, work)
+    together = fits(memory, "all parts of the model", gpu)
     pool.most = None if together else 1
-    engines = Side(pool, {part: part for part in parts})
+    engines = Variant(pool, {part: part for part in parts})
     if together:  # a broken file is found before the others have worked
         list(engines.values())
     pipeline, contracts = pipeline_of(checkpoint, engines), contracts_of(checkpoint)

@@ -41,7 +41,7 @@ class Run:
     knobs: dict[str, bool | int | float | str]  # by dotted name, as on the command line
     metrics: dict[str, float]  # by their path in the record
     series: dict[str, list[float | None]]  # a value for each denoising step, None where there is none
-    image: Path | None  # the sheet on which full precision and quantized are side by side
+    image: Path | None  # the sheet on which full precision and quantized stand above each other
 
 
 def track(names: Sequence[str], record: Mapping, directory: Path, store: Path) -> None:
@@ -59,7 +59,7 @@ def track(names: Sequence[str], record: Mapping, directory: Path, store: Path) -
 
 
 def read_run(record: Mapping, directory: Path) -> Run:
-    """Its name is that of ``directory`` and the folder around it: the jobs of every sweep are called 0, 1, 2."""
+    """The run in ``directory``, named by this folder and the one around it: every sweep calls its jobs 0, 1, 2."""
     fidelity, image = record.get("fidelity") or {}, directory / IMAGE
     return Run(
         name="/".join(directory.absolute().parts[-2:]),
@@ -71,7 +71,7 @@ def read_run(record: Mapping, directory: Path) -> Run:
 
 
 def _knobs(knobs: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:
-    """By dotted name, as on the command line; what is no number becomes a short line of text."""
+    """Knobs by dotted name, as on the command line; what is no number becomes a short line of text."""
     for key, value in knobs.items():
         if isinstance(value, Mapping):
             yield from _knobs(value, f"{prefix}{key}.")

@@ -18,7 +18,7 @@ PATIENCE = 60  # seconds that a run waits for others to write
 
 
 def log(run: Run, store: Path) -> None:
-    """A run of the experiment ``sd-quant`` in ``store/mlflow.db``, its image in ``store/mlflow``.
+    """Log a run of the experiment ``sd-quant`` in ``store/mlflow.db``, its image in ``store/mlflow``.
 
     Raises ImportError where MLflow is not installed, and whatever MLflow and its database raise.
     """

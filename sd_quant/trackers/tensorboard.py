@@ -13,7 +13,7 @@ from sd_quant.trackers import Run
 
 
 def log(run: Run, store: Path) -> None:
-    """Event files in ``store/tensorboard/<run>``.
+    """Write event files into ``store/tensorboard/<run>``.
 
     Raises ImportError where TensorBoard is not installed and OSError where nothing can be written.
     """

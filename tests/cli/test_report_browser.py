@@ -199,7 +199,7 @@ def test_the_worst_image_of_the_recommended_recipe_comes_first(open_report):
     captions = page.locator("#gallery figcaption")
     assert captions.all_inner_texts() == [PROMPTS[1], PROMPTS[2], PROMPTS[0]]
     assert page.locator("#recipe option:checked").inner_text() == "alpha=0.8 (recommended)"
-    assert page.locator("#scores").inner_text() == "alpha=0.8: PSNR 37.0 dB · LPIPS –"
+    assert page.locator("#scores").inner_text() == "alpha=0.8: PSNR 37.00 dB · SSIM – · LPIPS –"
     assert page.locator("#previous").is_disabled()
     page.locator("#next").click()
     page.locator("#next").click()
@@ -212,12 +212,12 @@ def test_the_worst_image_of_the_recommended_recipe_comes_first(open_report):
 def test_another_recipe_and_all_of_them(open_report):
     page = open_report()
     page.select_option("#recipe", label="alpha=0.5")
-    assert page.locator("#scores").inner_text() == "alpha=0.5: PSNR 42.0 dB · LPIPS –"
+    assert page.locator("#scores").inner_text() == "alpha=0.5: PSNR 42.00 dB · SSIM – · LPIPS –"
     assert page.locator("#gallery button").count() == 3
     page.select_option("#recipe", label="all recipes, side by side")
     assert page.locator("#gallery figure").count() == 3 and page.locator("#gallery button").count() == 9
     page.locator("#gallery button").nth(2).click()
-    assert page.locator("#scores").inner_text() == f"alpha={HOSTILE}: PSNR 28.0 dB · LPIPS –"
+    assert page.locator("#scores").inner_text() == f"alpha={HOSTILE}: PSNR 28.00 dB · SSIM – · LPIPS –"
 
 
 def test_small_images_are_enlarged_pixel_by_pixel(open_report):

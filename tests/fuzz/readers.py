@@ -42,7 +42,8 @@ from sd_quant.models.sdxl import unet_part
 from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS, TextShape, build_modules
 from sd_quant.quantization.statistics import LayerStatistics, Sample, Statistics
 from sd_quant.report.rebuild import rebuild
-from sd_quant.report.summary import DONE, markdown, read_sweep, rows
+from sd_quant.report.record import DONE
+from sd_quant.report.summary import markdown, read_sweep, rows
 from sd_quant.report.table import run_table
 
 from ..pipelines import pixart

@@ -13,7 +13,8 @@ from sd_quant.cli import CONF, job_of
 from sd_quant.config import QuantizeJob
 from sd_quant.errors import ConfigError
 from sd_quant.files import write_json
-from sd_quant.report.summary import FAILURE, RECORD, SWEEP, read_sweep
+from sd_quant.report.record import RECORD
+from sd_quant.report.summary import FAILURE, SWEEP, read_sweep
 
 
 def plan(*arguments: str) -> tuple[dict, str]:

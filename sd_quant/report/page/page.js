@@ -109,10 +109,10 @@ function view(place) {
 }
 
 function pairButton(prompt, pair, place, several) {
-  const half = (index, side) =>
+  const half = (index, variant) =>
     data.images[index]
-      ? show(make("img"), index, `${prompt.text}, ${side}`)
-      : make("span", { className: "absent" }, `no ${side} image`);
+      ? show(make("img"), index, `${prompt.text}, ${variant}`)
+      : make("span", { className: "absent" }, `no ${variant} image`);
   const name = several ? [make("span", { className: "name" }, data.recipes[pair.recipe].name)] : [];
   const button = make(
     "button",

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load, save
 
-from sd_quant import files
 from sd_quant.calibration import store
 from sd_quant.calibration.store import Shelf
-from sd_quant.files import digest, source_digest
+from sd_quant.files import digest
 from sd_quant.quantization.statistics import LayerStatistics, Sample, Statistics
 
 ORIGIN = {"checkpoint": "a" * 64, "sampling": {"steps": 2, "seed": 42}}
@@ -339,18 +338,3 @@ def test_a_folder_in_place_of_an_entry(shelf, caplog):
 def test_texts_are_told_apart():
     assert len({digest("ab", "c"), digest("a", "bc"), digest("abc"), digest("abc", ""), digest()}) == 5
     assert digest("ab", "c") == digest("ab", "c")
-
-
-def test_entries_of_other_code_are_unknown(tmp_path, monkeypatch):
-    (tmp_path / "calibration").mkdir()
-    code = tmp_path / "calibration" / "statistics.py"
-    monkeypatch.setattr(files, "__file__", str(tmp_path / "files.py"))
-    found = []
-    for text in ("ROWS = 128", "ROWS = 128", "ROWS = 64"):
-        code.write_text(text)
-        found.append(source_digest("calibration"))
-    assert found[0] == found[1] != found[2]
-
-
-def test_the_code_that_collects_counts():
-    assert len({source_digest("calibration"), source_digest("models"), source_digest("calibration", "models")}) == 3

@@ -6,7 +6,7 @@ from sd_quant.checkpoints.checks import bounded_modules
 
 
 def test_modules_are_counted_only_while_it_lasts(monkeypatch):
-    monkeypatch.setattr(checks, "MOST_MODULES", 10)
+    monkeypatch.setattr(checks, "MAX_MODULES", 10)
     with pytest.raises(ValueError, match="more than 10 modules"), bounded_modules():
         torch.nn.Sequential(*(torch.nn.Identity() for _ in range(11)))
     torch.nn.Sequential(*(torch.nn.Identity() for _ in range(11)))

@@ -13,6 +13,7 @@ from sd_quant.checkpoints import nemo_keys
 from sd_quant.checkpoints.checks import check_finite
 from sd_quant.checkpoints.nemo import open_nemo, write_nemo
 from sd_quant.checkpoints.nemo_keys import denoiser_sigmas
+from sd_quant.checkpoints.tensors import StoredTensor
 from sd_quant.errors import ArtifactError
 from sd_quant.files import sha256
 from sd_quant.models.checkpoint import build_pipeline_modules
@@ -116,6 +117,12 @@ def test_weights_are_read_when_asked_for(tiny_nemo, tiny_modules):
     assert torch.equal(unet["conv_in.weight"], tiny_modules["unet"].conv_in.weight)
     with pytest.raises(KeyError):
         unet["absent"]
+
+
+def test_asking_for_a_name_reads_nothing(tiny_nemo, monkeypatch):
+    unet = open_nemo(tiny_nemo).components["unet"]
+    monkeypatch.setattr(StoredTensor, "read", lambda tensor: pytest.fail("a weight was read"))
+    assert "conv_in.weight" in unet and "absent" not in unet
 
 
 def test_gzipped_and_extracted_checkpoints(tmp_path, tiny_nemo, tiny_modules):

@@ -37,7 +37,7 @@ def full_size_shapes() -> dict[str, dict[str, tuple[int, ...]]]:
 
 
 def stored_shapes(component: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    places = nemo_keys.stored(component, shapes)
+    places = nemo_keys.locations(component, shapes)
     return {place.key: place.stored_shape(shapes[name]) for name, place in places.items()}
 
 
@@ -57,7 +57,7 @@ def test_full_size_unet_has_the_keys_and_shapes_seen_in_nemo(full_size_shapes):
     [("unet", 1680, 1680), ("vae", 248, 248), ("text_encoder", 196, 196), ("text_encoder_2", 517, 389)],
 )
 def test_full_size_counts(full_size_shapes, component, parameters, keys):
-    places = nemo_keys.stored(component, full_size_shapes[component])
+    places = nemo_keys.locations(component, full_size_shapes[component])
     assert len(places) == parameters
     assert len({place.key for place in places.values()}) == keys
 
@@ -65,7 +65,7 @@ def test_full_size_counts(full_size_shapes, component, parameters, keys):
 def test_each_key_is_used_once_and_joined_ones_by_their_three_thirds(full_size_shapes):
     for component, shapes in full_size_shapes.items():
         layouts: dict[str, list[str]] = {}
-        for place in nemo_keys.stored(component, shapes).values():
+        for place in nemo_keys.locations(component, shapes).values():
             layouts.setdefault(place.key, []).append(place.layout)
         for key, used in layouts.items():
             assert len(used) == 1 or sorted(used) == ["third 0", "third 1", "third 2"], key
@@ -92,7 +92,7 @@ def nemo_tensors(component: str, parameters: dict[str, torch.Tensor]) -> dict[st
 def test_reading_inverts_writing(tiny_modules, component):
     parameters = dict(tiny_modules[component].named_parameters())
     state = nemo_tensors(component, parameters)
-    for name, place in nemo_keys.stored(component, parameters).items():
+    for name, place in nemo_keys.locations(component, parameters).items():
         assert torch.equal(place.parameter(state[place.key]), parameters[name]), name
 
 

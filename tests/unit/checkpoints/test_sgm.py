@@ -95,7 +95,7 @@ def test_full_size_has_the_2515_keys_of_stability_ai():
     keys = {
         place.key
         for component, shapes in parameter_shapes(modules).items()
-        for place in nemo_keys.stored(component, shapes).values()
+        for place in nemo_keys.locations(component, shapes).values()
     } | {nemo_keys.LOGIT_SCALE, nemo_keys.POSITION_IDS}
     sgm_keys = {sgm_key(key) for key in keys}
     assert len(keys) == len(sgm_keys) == 1680 + 248 + 196 + 1 + 390 == 2515

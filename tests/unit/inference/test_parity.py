@@ -5,7 +5,7 @@ import torch
 
 from sd_quant.errors import SdQuantError
 from sd_quant.inference import parity
-from sd_quant.inference.parity import WatchedSide, distance, held, run_simulation
+from sd_quant.inference.parity import WatchedVariant, distance, held, run_simulation
 from sd_quant.quantization.assignment import LayerAssignment
 
 
@@ -30,7 +30,7 @@ def test_an_error_beyond_its_tolerance_fails_the_job(error):
 
 
 def test_the_watched_unet_keeps_the_inputs_of_the_middle_call():
-    side = WatchedSide({"unet_xl": Doubling(), "vae": Doubling()}, {"unet_xl": 2})
+    side = WatchedVariant({"unet_xl": Doubling(), "vae": Doubling()}, {"unet_xl": 2})
     for value in range(4):
         x = torch.full((1,), float(value))
         assert side["unet_xl"](x=x)["out"] == 2 * value

@@ -1,4 +1,5 @@
 import json
+import re
 import string
 
 import numpy as np
@@ -181,6 +182,7 @@ def test_statistics_that_are_broken_give_a_reason(small_inception, tmp_path, sto
     np.savez(tmp_path / "broken.npz", **stored)
     found = fid(random_images(24), tmp_path / "broken.npz", tmp_path)
     assert found["value"] is None and "broken.npz" in found["reason"]
+    assert re.search(r"; [a-zI ]+$", found["reason"])  # a whole sentence, whose end is the advice
 
 
 def test_a_broken_reference_and_a_broken_archive_give_a_reason(small_inception, folder):

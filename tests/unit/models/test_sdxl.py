@@ -10,7 +10,7 @@ import yaml
 from diffusers import UNet2DConditionModel
 from torch import nn
 
-from sd_quant.checkpoints.nemo_keys import PREFIX, stored
+from sd_quant.checkpoints.nemo_keys import PREFIX, locations
 from sd_quant.models.sdxl import NemoUnetPart
 from sd_quant.models.sdxl_nemo import scheduler, unet_config, vae_config
 from sd_quant.models.unet import layer_roles, shared_inputs
@@ -42,7 +42,7 @@ def layers(unet) -> dict[str, tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def nemo_names(layers) -> dict[str, str]:
-    places = stored("unet", [f"{name}.weight" for name in layers])
+    places = locations("unet", [f"{name}.weight" for name in layers])
     return {
         name.removesuffix(".weight"): place.key.removeprefix(PREFIX["unet"]).removesuffix(".weight")
         for name, place in places.items()

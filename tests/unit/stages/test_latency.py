@@ -9,8 +9,9 @@ from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.config import PART_NAMES, REPOSITORY
 from sd_quant.metrics import latency
 from sd_quant.models.checkpoint import contracts_of
-from sd_quant.stages import compare, infer
-from sd_quant.stages.compare import compare_latency
+from sd_quant.stages import infer
+from sd_quant.stages import latency as timing
+from sd_quant.stages.latency import compare_latency
 
 INFER = SimpleNamespace(
     engine="openvino",
@@ -116,7 +117,7 @@ def test_a_part_is_timed_by_the_clock_of_its_engines_device(checkpoint, clock, m
         call()
         return 5.0
 
-    for stage in (compare, infer):
+    for stage in (timing, infer):
         monkeypatch.setattr(stage, "clock_of", lambda device: of_the_device)
     contracts = contracts_of(checkpoint)
     sides = sides_taking(1.0, 1.0, 1.0, clock, contracts)
