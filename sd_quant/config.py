@@ -164,8 +164,7 @@ class Trt:
     targets: Annotated[
         list[str] | None,
         one_of(RTX_TARGETS, each=True),
-        f"GPUs that TensorRT for RTX builds for; null: {' and '.join(USUAL_TARGETS)}, where they have the formats; []: "
-        "this machine's",
+        f"what TensorRT for RTX builds for; null: {' and '.join(USUAL_TARGETS)} if they have the formats; []: this GPU",
     ]
     static_batch: Annotated[bool, "plans take batches of infer.batch_size only"]
     min_batch_size: Annotated[int, at_least(1), "images of the smallest batch of a plan"]
