@@ -3,17 +3,15 @@
 from pathlib import Path
 from types import SimpleNamespace
 
-from sd_quant.engines.pool import Pool
-from sd_quant.stages.variants import SIMULATED, Native, sides_of
+from sd_quant.stages.variants import SIMULATED, Native, keys_of
 
 PARTS = ("unet", "vae")
-CHECKPOINT = SimpleNamespace(parts=lambda: dict.fromkeys(PARTS), family=SimpleNamespace(DENOISER="unet"))
+LOADED = SimpleNamespace(parts=dict.fromkeys(PARTS), denoiser="unet")
 RUN = Path("run")
 
 
 def keys(engine: str, simulated: bool = False) -> dict[str, dict]:
-    sides = sides_of(CHECKPOINT, Pool(lambda key: key), engine, RUN, simulated)
-    return {name: {part: side[part] for part in side} for name, side in sides.items()}
+    return keys_of(LOADED, engine, RUN, simulated)
 
 
 def test_only_the_denoiser_differs_and_each_is_loaded_from_its_own_file():

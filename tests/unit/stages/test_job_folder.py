@@ -8,7 +8,7 @@ from hydra import compose, initialize_config_dir
 
 from sd_quant.cli import job_of
 from sd_quant.config import REPOSITORY, QuantizeJob
-from sd_quant.stages.quantize import fingerprint, finished, remove_leftovers
+from sd_quant.stages.job_folder import fingerprint, finished, remove_leftovers
 
 FACTS = {
     "inputs": {"checkpoint": {"path": "here.nemo", "sha256": "ab", "bytes": 2}},
