@@ -1,5 +1,6 @@
 """An SDXL UNet with a conv and an attention level, one layer a block: every role of layer, a second to run."""
 
+import gc
 import signal
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -10,16 +11,30 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from sd_quant.calibration.statistics import Statistics, collect, draw
+from sd_quant.calibration.hooks import collect, draw
 from sd_quant.models.sdxl import NemoUnetPart
 from sd_quant.models.sdxl_nemo import unet_config
 from sd_quant.models.unet import layer_roles, shared_inputs
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.derivation import Recipe, derive
+from sd_quant.quantization.derivation import derive
+from sd_quant.quantization.recipe import Recipe
+from sd_quant.quantization.statistics import Statistics
 
 MINI_CONFIG = Path(__file__).parents[1] / "examples/sdxl_mini/model_config.yaml"
 POOLED, SIZE_FEATURES = 32, 8
 PROMPTS = 2
+
+gc.disable()  # until all is imported, which is millions of objects that stay
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else extensions complain of what nobody collected
+
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and so would everything that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

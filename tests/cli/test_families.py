@@ -13,9 +13,9 @@ import onnx
 import pytest
 import yaml
 
-from sd_quant.checkpoints.pipeline_folder import open_pipeline
+from sd_quant.checkpoints.diffusers_pipeline import open_pipeline
 from sd_quant.models import family_named
-from sd_quant.models.loading import empty_denoiser
+from sd_quant.models.checkpoint import empty_denoiser
 
 from ..pipelines import TINY
 

@@ -50,6 +50,16 @@ def test_a_full_disk_is_a_resource_error_that_names_the_file(tmp_path, code):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_folder_is_put_in_place_whole_or_not_at_all(tmp_path):
+    with pytest.raises(ValueError), atomic_path(tmp_path / "folder") as temporary:
+        write_text(temporary / "inner/a.txt", "half")
+        raise ValueError
+    assert not list(tmp_path.iterdir())
+    with atomic_path(tmp_path / "folder") as temporary:
+        write_text(temporary / "inner/a.txt", "whole")
+    assert (tmp_path / "folder/inner/a.txt").read_text() == "whole" and len(list(tmp_path.iterdir())) == 1
+
+
 def test_a_block_that_writes_nothing_fails(tmp_path):
     with pytest.raises(FileNotFoundError), atomic_path(tmp_path / "file.txt"):
         pass

@@ -13,7 +13,8 @@ import torch
 
 from sd_quant.checkpoints import torch_weights
 from sd_quant.checkpoints.archive import open_members
-from sd_quant.checkpoints.torch_weights import MAX_PICKLE, LazyTensor, lazy, stored_tensors, write_tensors
+from sd_quant.checkpoints.tensors import LazyTensor, lazy
+from sd_quant.checkpoints.torch_weights import MAX_PICKLE, stored_tensors, write_tensors
 from sd_quant.errors import ArtifactError
 
 

@@ -95,13 +95,6 @@ def test_latents_of_other_steps_are_refused():
         fidelity.latent_sqnr(torch.ones(1, 3, 4, 8, 8), torch.ones(1, 2, 4, 8, 8))
 
 
-def test_relative_error():
-    reference = torch.tensor([3.0, 4.0])
-    assert fidelity.relative_error(reference, torch.tensor([3.0, 4.5])) == pytest.approx(0.1)
-    assert fidelity.relative_error(torch.zeros(2), reference) is None
-    assert fidelity.relative_error(reference, torch.tensor([3.0, math.nan])) is None
-
-
 def test_summary_names_the_worst_image_and_counts_the_missing_ones():
     result = fidelity.summary([30.0, None, 20.0])
     assert (result["mean"], result["min"], result["worst_index"]) == (25.0, 20.0, 2)

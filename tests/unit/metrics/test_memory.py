@@ -65,13 +65,6 @@ def test_a_gpu_has_a_peak_for_each_job(monkeypatch):
     assert told == ["reset"]
 
 
-def test_a_record_says_why_it_has_no_peak_of_a_gpu(monkeypatch):
-    monkeypatch.setattr(memory, "peak_cuda_memory_bytes", lambda: None)
-    assert memory.peak_cuda_memory() == {"value": None, "reason": "no NVIDIA GPU"}
-    monkeypatch.setattr(memory, "peak_cuda_memory_bytes", lambda: 7)
-    assert memory.peak_cuda_memory() == 7
-
-
 @pytest.mark.parametrize("limit, expected", [("max", 8 * 2**20), ("6000000", 2_000_000), ("90000000", 8 * 2**20)])
 def test_what_is_available_is_bounded_by_a_containers_limit(monkeypatch, tmp_path, limit, expected):
     """In a container the kernel counts the memory of the whole machine."""

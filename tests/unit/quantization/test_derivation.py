@@ -6,24 +6,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from sd_quant.calibration.statistics import LayerStatistics, Sample
 from sd_quant.errors import ConfigError, SdQuantError
+from sd_quant.models.parts import SharedInput
 from sd_quant.quantization import assignment
 from sd_quant.quantization.assignment import FIXED_ALPHA, LayerAssignment, rewritten
 from sd_quant.quantization.derivation import (
     ALPHAS,
     SEARCHED_OUTPUTS,
     SEARCHED_ROWS,
-    Recipe,
     check_layers,
     derive,
     errors,
     with_ranges,
 )
-from sd_quant.quantization.levels import Enable, Pair
 from sd_quant.quantization.low_rank import low_rank
 from sd_quant.quantization.observers import OBSERVERS
-from sd_quant.quantization.smoothing import SharedInput
+from sd_quant.quantization.recipe import Enable, Pair, Recipe
+from sd_quant.quantization.statistics import LayerStatistics, Sample
 
 # A block as in SDXL, two channels wide: to_q and to_k read a norm, ``up`` reads a residual stream, ``down`` reads the
 # first half of what ``up`` makes. The other half is the gate.

@@ -4,15 +4,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sd_quant.calibration.statistics import LayerStatistics, Sample
+from sd_quant.models.parts import SharedInput
 from sd_quant.quantization import derivation
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
-from sd_quant.quantization.derivation import Recipe, derive
+from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.formats import FORMATS, fake_quantize
-from sd_quant.quantization.levels import Enable, Pair
 from sd_quant.quantization.low_rank import low_rank, rank_of
-from sd_quant.quantization.simulate import simulate
-from sd_quant.quantization.smoothing import SharedInput
+from sd_quant.quantization.recipe import Enable, Pair, Recipe
+from sd_quant.quantization.statistics import LayerStatistics, Sample
+from sd_quant.simulation.modelopt import simulate
 
 SPECTRA = {
     "1 / i": lambda i: 1 / i,
