@@ -136,7 +136,9 @@ def sound(entry: Path) -> bool:
         return False
     try:
         files = json.loads((entry / MANIFEST).read_text(encoding="utf-8"))["files"]
-        whole = all(sha256(entry / name) == found["sha256"] for name, found in files.items() if Path(name).name == name)
+        whole = all(
+            Path(name).name == name and sha256(entry / name) == found["sha256"] for name, found in files.items()
+        )
     except (OSError, ValueError, KeyError, TypeError):
         whole = False
     if not whole:

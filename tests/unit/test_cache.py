@@ -75,16 +75,22 @@ def test_a_damaged_entry_is_made_again(cache, tmp_path, damage, caplog):
     assert (tmp_path / "two" / "a.txt").read_text() == "text"
 
 
-def test_names_in_a_manifest_lead_nowhere_else(cache, tmp_path):
-    (tmp_path / "secret").write_text("secret")
-    cache.provide("thing", {}, tmp_path / "one", Maker())
-    [manifest] = (tmp_path / "cache" / "thing").glob(f"*/{MANIFEST}")
+def test_names_in_a_manifest_lead_nowhere_else(tmp_path):
+    """Seen from the entry, the name is that of a file of the right hash; seen from the run, of somebody else's."""
+    place = tmp_path / "one" / "two"
+    cache, theirs = Cache(place / "cache", 1e9), tmp_path / "a.txt"
+    cache.provide("thing", {}, place / "first", Maker())
+    [manifest] = (place / "cache" / "thing").glob(f"*/{MANIFEST}")
     content = json.loads(manifest.read_text())
-    content["files"]["../../../secret"] = content["files"]["a.txt"]
+    content["files"]["../../../a.txt"] = content["files"]["a.txt"]
     manifest.write_text(json.dumps(content))
-    cache.provide("thing", {}, tmp_path / "two", Maker())
-    assert sorted(os.listdir(tmp_path / "two")) == ["a.txt", "a.txt.data"]
-    assert (tmp_path / "secret").read_text() == "secret"
+    (place / "a.txt").write_text("text")
+    theirs.write_text("theirs")
+    make = Maker()
+    cache.provide("thing", {}, place / "second", make)
+    assert make.calls == 1  # the entry counts as damaged
+    assert sorted(os.listdir(place / "second")) == ["a.txt", "a.txt.data"]
+    assert theirs.read_text() == "theirs"
 
 
 def test_a_failure_leaves_nothing(cache, tmp_path):
