@@ -38,8 +38,8 @@ from sd_quant.engines.torch import TorchEngine, compiled, placed
 from sd_quant.files import write_json, write_text
 from sd_quant.metrics.flops import operations
 from sd_quant.metrics.latency import clock_of, cuda_events, measure, measure_in_turn, ratio
-from sd_quant.models.layers import attention_widths
 from sd_quant.models.parts import Contract, axes
+from sd_quant.models.roles import attention_widths
 from sd_quant.models.sdxl import NemoUnetPart, unet_part
 from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS, unet_config
 from sd_quant.models.unet import layer_roles, shared_inputs
