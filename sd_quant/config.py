@@ -26,6 +26,7 @@ from sd_quant.quantization.recipe import ALPHA, Enable, Recipe, formats_used
 from sd_quant.trackers import TRACKERS
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+CONF = REPOSITORY / "conf"
 RTX_TARGETS = ("SM75", "SM80", "SM86", "SM89", "SM120", "SM121")  # of TensorRT for RTX 1.7
 PRECISION_NAMES = ("auto", "fp32", "fp16", "bf16")
 USUAL_TARGETS = ("SM89", "SM120")
@@ -69,7 +70,7 @@ class Model:
 
 
 def preset_names() -> list[str]:
-    return sorted(path.stem for path in (REPOSITORY / "conf" / "quantize").glob("*.yaml"))
+    return sorted(path.stem for path in (CONF / "quantize").glob("*.yaml"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +124,7 @@ def check_recipe(quantize: Quantize) -> None:
 
 def check_format(name: str, enable: Enable) -> None:
     """Raises ConfigError unless ``name``, which tables call the recipe by, is the preset that enables this."""
-    preset = yaml.safe_load((REPOSITORY / "conf" / "quantize" / f"{name}.yaml").read_text(encoding="utf-8"))
+    preset = yaml.safe_load((CONF / "quantize" / f"{name}.yaml").read_text(encoding="utf-8"))
     expected = "the name of the preset that enables what is enabled; choose it with quantize=<preset>, or write one"
     check(dataclasses.asdict(enable) == preset["enable"], "quantize.format", name, expected)
 
@@ -164,7 +165,7 @@ class Trt:
     targets: Annotated[
         list[str] | None,
         one_of(RTX_TARGETS, each=True),
-        f"GPUs that TensorRT for RTX builds for; null: {' and '.join(USUAL_TARGETS)}, where they have the formats; []: this machine's",
+        f"what TensorRT for RTX builds for; null: {' and '.join(USUAL_TARGETS)} if they have the formats; []: this GPU",
     ]
     static_batch: Annotated[bool, "plans take batches of infer.batch_size only"]
     min_batch_size: Annotated[int, at_least(1), "images of the smallest batch of a plan"]

@@ -28,7 +28,7 @@ from sd_quant.errors import ConfigError
 from sd_quant.files import digest, write_json
 from sd_quant.progress import duration
 from sd_quant.report.published import read_published
-from sd_quant.report.record import DONE, at
+from sd_quant.report.record import DONE, seconds_of_stages
 from sd_quant.report.summary import FAILED, SWEEP, UNFINISHED, Sweep
 from sd_quant.text import one_line
 
@@ -184,12 +184,8 @@ def job_line(sweep: Sweep, number: int) -> str:
 
 
 def left(sweep: Sweep) -> str:
-    """How much work is left, from the median of the jobs that are done; nothing before there are any."""
-    seconds = [
-        sum(stage["seconds"] for stage in (at(job.record, "stages") or {}).values())
-        for job in sweep.jobs
-        if job.record is not None
-    ]
+    """How long the other jobs will take, from the median of those that are done; nothing before there are any."""
+    seconds = [sum(seconds_of_stages(job.record).values()) for job in sweep.jobs if job.record is not None]
     waiting = len(sweep.jobs) - len(seconds)
     return f"; about {duration(waiting * statistics.median(seconds))} of work to go" if seconds and waiting else ""
 
