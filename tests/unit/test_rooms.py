@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from sd_quant.engines import RUNTIMES
+from sd_quant.quantization.formats import FORMATS
+
 PACKAGE = Path(__file__).resolve().parents[2] / "sd_quant"
 
 # From the top: a room may import those below it. Files and folders at the top level of sd_quant are rooms.
@@ -98,6 +101,19 @@ def test_hydra_and_config_stay_at_the_edge(name):
     assert not foreign & {"hydra", "omegaconf"}, name
     below_config = ROOMS.index(room_of(name)) > ROOMS.index("config")
     assert not (below_config and "config" in own_imports(name)), name
+
+
+NAMED_AT_HOME = {"engines": set(RUNTIMES) - {"torch"}, "quantization": set(FORMATS)}
+LISTS_OF_PACKAGES = {"report.provenance"}  # whose versions a run records
+
+
+@pytest.mark.parametrize("name", [name for name in modules() if name not in LISTS_OF_PACKAGES])
+def test_runtimes_and_formats_are_named_in_their_own_rooms_alone(name):
+    """Elsewhere their facts are asked for: what a runtime reads, whether a format has static scales."""
+    foreign = set().union(*(names for room, names in NAMED_AT_HOME.items() if room != room_of(name)))
+    nodes = ast.walk(ast.parse(modules()[name].read_text(encoding="utf-8")))
+    named = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    assert not named & foreign, f"{name} names {', '.join(named & foreign)}"
 
 
 def test_the_table_names_no_room_that_is_gone():

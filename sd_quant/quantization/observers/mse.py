@@ -27,12 +27,15 @@ MOST_VALUES = 2**16  # of a sample that are looked at where there is no closed f
 RANGES = 0.99 ** np.arange(math.log(2 * QMAX) / -math.log(0.99))
 
 
-def squared_errors(magnitudes: Tensor, thresholds: np.ndarray) -> np.ndarray:
-    """The mean squared error, fp64 [m], of ``magnitudes`` (fp32 [n], >= 0) in INT8 with each of the ranges [m]."""
+def squared_errors(magnitudes: Tensor, thresholds: np.ndarray, levels: float = QMAX) -> np.ndarray:
+    """The mean squared error, fp64 [m], of ``magnitudes`` (fp32 [n], >= 0) quantized with each of the ranges [m].
+
+    ``levels`` is how many there are above zero, at equal distances.
+    """
     ordered = np.sort(magnitudes.numpy())  # torch takes three times as long
     sums = np.concatenate([[0.0], ordered.cumsum(dtype=np.float64)])
-    step = thresholds / QMAX
-    boundary = step[:, None] * (np.arange(1, QMAX + 1) - 0.5)
+    step = thresholds / levels
+    boundary = step[:, None] * (np.arange(1, levels + 1) - 0.5)
     below = ordered.searchsorted(boundary.astype(np.float32))
     excess = sums[-1] - sums[below] - boundary * (len(ordered) - below)
     return (np.square(ordered, dtype=np.float64).sum() - 2 * step * excess.sum(1)) / len(ordered)
@@ -42,12 +45,12 @@ def squared_errors(magnitudes: Tensor, thresholds: np.ndarray) -> np.ndarray:
 def mse(magnitudes: Tensor, amax: float, fmt: Format = FORMATS["int8"], **_) -> float:
     """The range with the smallest mean squared error among ``amax`` and ``RANGES``; the widest if several have it.
 
-    The closed form is INT8's. The steps of a floating-point format repeat with every factor of two, so ranges down to
-    half the peak are all there is to try.
+    Equal levels have the closed form. The steps of a floating-point format repeat with every factor of two, so ranges
+    down to half the peak are all there is to try.
     """
     thresholds = np.concatenate([[amax], magnitudes.max().item() * RANGES])
-    if fmt.name == "int8":
-        return float(thresholds[squared_errors(magnitudes, thresholds).argmin()])
+    if fmt.equal_levels:
+        return float(thresholds[squared_errors(magnitudes, thresholds, fmt.largest_code).argmin()])
     peak = magnitudes.max().item()
     ranges = torch.from_numpy(thresholds[thresholds >= peak / 2] / peak).float()
     sample = magnitudes[:: -(-len(magnitudes) // MOST_VALUES)] / peak

@@ -13,6 +13,7 @@ from sd_quant.quantization.assignment import FIXED_ALPHA, LayerAssignment, rewri
 from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.error_model import output_errors
 from sd_quant.quantization.linears import ALPHAS, SEARCHED_OUTPUTS, SEARCHED_ROWS
+from sd_quant.quantization.low_rank import low_rank
 from sd_quant.quantization.observers import OBSERVERS
 from sd_quant.quantization.ranges import with_ranges
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
@@ -467,8 +468,9 @@ def test_a_weight_is_worked_on_row_by_row_with_what_belongs_to_each_row(monkeypa
 
 
 def test_a_linear_that_takes_over_takes_its_low_rank_branch_along():
+    """Else the residual would have to make up for a branch of the weight as it was."""
     up = assign(rank=1)["up"]
-    first, second = (factor.float() for factor in up.low_rank)
-    expected = WEIGHTS["up"] / up.pre_quant_scale * up.output_scale[:, None]
+    first, second = low_rank(WEIGHTS["up"] / up.pre_quant_scale, 1)
     assert up.output_scale.tolist() != [1.0] * 4
-    torch.testing.assert_close(rewritten(WEIGHTS["up"], up) + first @ second, expected, atol=1e-3, rtol=0)
+    torch.testing.assert_close(up.low_rank[0].float(), first.float() * up.output_scale[:, None], rtol=1e-3, atol=0)
+    assert torch.equal(up.low_rank[1], second)
