@@ -89,20 +89,20 @@ class Way:
     """To the products of one recipe's layers; ``products`` None for the device's own."""
 
     name: str
-    form: str
+    fmt: str
     recipe: Recipe
     products: Mapping[str, Products] | None = None
 
 
 def main_ways() -> list[Way]:
-    return [Way(f"{form} level {MAIN_LEVEL:g}", form, recipe) for form, recipe in RECIPES.items()]
+    return [Way(f"{fmt} level {MAIN_LEVEL:g}", fmt, recipe) for fmt, recipe in RECIPES.items()]
 
 
 def other_ways(levels: Sequence[float]) -> list[Way]:
     """The other levels."""
     return [
-        Way(f"{form} level {level:g}", form, replace(RECIPES[form], quant_level=level))
-        for form, own in LEVELS.items()
+        Way(f"{fmt} level {level:g}", fmt, replace(RECIPES[fmt], quant_level=level))
+        for fmt, own in LEVELS.items()
         for level in own
         if level in levels
     ]

@@ -53,16 +53,16 @@ def quantized_input(
     static = layer.activation_scale
     key = (value, layer.activation_format, layer.activation_amax if static is None else static)
     if key not in made:
-        name, form = f"{layer.name}.input", FORMATS[layer.activation_format]
+        name, fmt = f"{layer.name}.input", FORMATS[layer.activation_format]
         if static is None:
             made[key] = dynamic_copy(graph, node, value, name, layer, rows)
         else:
-            made[key] = static_copy(graph, node, value, name, form, static)
+            made[key] = static_copy(graph, node, value, name, fmt, static)
     return made[key]
 
 
-def static_copy(graph: ir.Graph, node: ir.Node, value: ir.Value, name: str, form: Format, scale: float) -> ir.Value:
-    dtype = ir.DataType[form.onnx_type]
+def static_copy(graph: ir.Graph, node: ir.Node, value: ir.Value, name: str, fmt: Format, scale: float) -> ir.Value:
+    dtype = ir.DataType[fmt.onnx_type]
     scales = constant(graph, f"{name}_scale", np.array(scale, np.float16))
     zero_point = initializer(graph, f"{name}_zero_point", dtype, (), lambda: torch.zeros((), dtype=torch.int8))
     value = insert(graph, node, "QuantizeLinear", [value, scales, zero_point], f"{name}_quantized")
@@ -73,12 +73,12 @@ def static_weight(
     graph: ir.Graph, node: ir.Node, name: str, layer: LayerAssignment, read: ReadWeight, transposed: bool
 ) -> ir.Value:
     """The dequantized weight [out, ...], or [in, out] for a MatMul, from codes with one scale or one per output."""
-    form, per_row = FORMATS[layer.format], layer.weight_axis == 0
-    dtype = ir.DataType[form.onnx_type]
+    fmt, per_row = FORMATS[layer.format], layer.weight_axis == 0
+    dtype = ir.DataType[fmt.onnx_type]
 
     def codes() -> Tensor:
         weight = rewritten(read(name), layer)
-        packed = form.pack(form.quantize(weight, *layer.weight_scales(weight)))
+        packed = fmt.pack(fmt.quantize(weight, *layer.weight_scales(weight)))
         return packed.T if transposed else packed
 
     shape = layer.weight_shape[::-1] if transposed else layer.weight_shape
@@ -97,7 +97,7 @@ def blocked_weight(
     graph: ir.Graph, node: ir.Node, name: str, layer: LayerAssignment, read: ReadWeight, transposed: bool
 ) -> ir.Value:
     """The same from codes with a scale per block, some with a global scale for those; two-dimensional until the end."""
-    form = FORMATS[layer.format]
+    fmt = FORMATS[layer.format]
     outputs, numbers = layer.weight_shape[0], math.prod(layer.weight_shape[1:])
 
     def turned(rows: int, columns: int) -> tuple[int, int]:
@@ -109,11 +109,11 @@ def blocked_weight(
 
     def codes() -> Tensor:
         weight, scales = weight_and_scales()
-        found = form.quantize(weight, *scales)
-        return form.pack(found.T if transposed else found)
+        found = fmt.quantize(weight, *scales)
+        return fmt.pack(found.T if transposed else found)
 
     def scale(index: int, suffix: str, shape: tuple[int, ...]) -> ir.Value:
-        kind = form.onnx_scale_types[index]
+        kind = fmt.onnx_scale_types[index]
 
         def read_scale() -> Tensor:
             found = weight_and_scales()[1][index].to(SCALE_DTYPES[kind])
@@ -121,13 +121,13 @@ def blocked_weight(
 
         return initializer(graph, f"{name}.{suffix}", ir.DataType[kind], shape, read_scale)
 
-    dtype, axis = ir.DataType[form.onnx_type], 0 if transposed else 1
+    dtype, axis = ir.DataType[fmt.onnx_type], 0 if transposed else 1
     value = initializer(graph, f"{name}.{layer.format}", dtype, turned(outputs, numbers), codes)
-    scales = scale(0, "scale", turned(outputs, numbers // form.block))
-    if len(form.onnx_scale_types) > 1:
+    scales = scale(0, "scale", turned(outputs, numbers // fmt.block))
+    if len(fmt.onnx_scale_types) > 1:
         inputs = [scales, scale(1, "global_scale", ())]
         scales = insert(graph, node, "DequantizeLinear", inputs, f"{name}.scale_dequantized", **HALF)
-    blocks = {"axis": axis, "block_size": form.block}
+    blocks = {"axis": axis, "block_size": fmt.block}
     value = insert(graph, node, "DequantizeLinear", [value, scales], f"{name}.dequantized", **blocks)
     if len(layer.weight_shape) > 2:
         shape = constant(graph, f"{name}.shape", np.array(layer.weight_shape, np.int64))
@@ -190,12 +190,12 @@ def quantize_attention(graph: ir.Graph, weight: ir.Value, layer: LayerAssignment
         (node,) = [usage.node for usage in node.outputs[0].uses()]
     mixed = maker(node.inputs[0], "MatMul")
     scores = maker(maker(mixed.inputs[0], "Softmax").inputs[0], "MatMul")
-    form = FORMATS[layer.activation_format]
+    fmt = FORMATS[layer.activation_format]
     products = ((scores, 0, "query"), (scores, 1, "key"), (mixed, 1, "value"), (mixed, 0, "softmax"))
     for (node, index, what), amax in zip(products, (*layer.attention_amax, 1.0), strict=True):
-        scale = form.scales(torch.empty(0), torch.tensor(amax))[0].item()
-        near = static_copy(graph, node, node.inputs[index], f"{layer.name}.{what}", form, scale)
-        node.replace_input_with(index, near)
+        scale = fmt.scales(torch.empty(0), torch.tensor(amax))[0].item()
+        fake_quantized = static_copy(graph, node, node.inputs[index], f"{layer.name}.{what}", fmt, scale)
+        node.replace_input_with(index, fake_quantized)
 
 
 def maker(value: ir.Value, op_type: str) -> ir.Node:

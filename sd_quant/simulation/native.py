@@ -82,18 +82,18 @@ class RoundedConv(nn.Module):
 
     def __init__(self, conv, weight: Tensor, layer: LayerAssignment):
         super().__init__()
-        form = FORMATS[layer.format]
+        fmt = FORMATS[layer.format]
         scales = layer.weight_scales(weight)
         self.format, self.bias = layer.activation_format, conv.bias
-        rounded = form.dequantize(form.quantize(weight, *scales), *scales).to(conv.weight)
+        rounded = fmt.dequantize(fmt.quantize(weight, *scales), *scales).to(conv.weight)
         self.weight = nn.Parameter(rounded, requires_grad=False)
         self.stride, self.padding, self.dilation, self.groups = conv.stride, conv.padding, conv.dilation, conv.groups
         self.register_buffer("input_scale", torch.tensor(layer.activation_scale, device=weight.device))
 
     def forward(self, x: Tensor) -> Tensor:
-        form = FORMATS[self.format]
-        near = form.dequantize(form.quantize(x, self.input_scale), self.input_scale).to(x)
-        return F.conv2d(near, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+        fmt = FORMATS[self.format]
+        fake_quantized = fmt.dequantize(fmt.quantize(x, self.input_scale), self.input_scale).to(x)
+        return F.conv2d(fake_quantized, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
 
 
 # --------------------------------------------------------------------------------------------------------- products

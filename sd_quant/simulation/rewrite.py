@@ -33,9 +33,9 @@ class QuantizedAttention:
 
     def __init__(self, layer: LayerAssignment):
         """Scales are numbers of Python's: nothing waits for a GPU in a call, and a graph of CUDA can record it."""
-        self.form = FORMATS[layer.activation_format]
-        self.scales = [self.form.scales(torch.empty(0), torch.tensor(amax))[0].item() for amax in layer.attention_amax]
-        self.scales.append(self.form.scales(torch.empty(0), torch.tensor(1.0))[0].item())
+        self.fmt = FORMATS[layer.activation_format]
+        self.scales = [self.fmt.scales(torch.empty(0), torch.tensor(amax))[0].item() for amax in layer.attention_amax]
+        self.scales.append(self.fmt.scales(torch.empty(0), torch.tensor(1.0))[0].item())
 
     def __call__(self, attention, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, **_) -> Tensor:
         text = hidden_states if encoder_hidden_states is None else encoder_hidden_states
@@ -43,11 +43,11 @@ class QuantizedAttention:
         query, key, value = (attention.head_to_batch_dim(part) for part in found)
         root = query.shape[-1] ** -0.25
 
-        def near(x: Tensor, number: float) -> Tensor:
+        def fake_quantized(x: Tensor, number: float) -> Tensor:
             scale = torch.full((), number, device=x.device)
-            return self.form.dequantize(self.form.quantize(x, scale), scale).to(x)
+            return self.fmt.dequantize(self.fmt.quantize(x, scale), scale).to(x)
 
         of_query, of_key, of_value, of_softmax = self.scales
-        scores = near(query * root, of_query) @ near(key * root, of_key).transpose(1, 2)
-        mixed = near(scores.softmax(-1), of_softmax) @ near(value, of_value)
+        scores = fake_quantized(query * root, of_query) @ fake_quantized(key * root, of_key).transpose(1, 2)
+        mixed = fake_quantized(scores.softmax(-1), of_softmax) @ fake_quantized(value, of_value)
         return attention.to_out[1](attention.to_out[0](attention.batch_to_head_dim(mixed)))

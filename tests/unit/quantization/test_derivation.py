@@ -232,12 +232,12 @@ def torchs_outputs(layer: LayerAssignment, weight: Tensor, rows: Tensor) -> dict
     smoothed, inputs = (weight / scale).flatten(1), rows * scale
     zeros = torch.zeros(len(weight), dtype=torch.int32)
     quantized = torch.fake_quantize_per_channel_affine(smoothed, layer.weight_scale, zeros, 0, -128, 127)
-    near = torch.fake_quantize_per_tensor_affine(inputs, layer.activation_scale, 0, -128, 127)
+    fake_quantized = torch.fake_quantize_per_tensor_affine(inputs, layer.activation_scale, 0, -128, 127)
     return {
         "neither": rows @ weight.flatten(1).T,
-        "input": near @ smoothed.T,
+        "input": fake_quantized @ smoothed.T,
         "weight": inputs @ quantized.T,
-        "both": near @ quantized.T,
+        "both": fake_quantized @ quantized.T,
     }
 
 

@@ -134,10 +134,10 @@ class OutlierLayer:
         """The error of the output, products in fp64, from the fields of the assignment."""
         x = rows.float() if layer.pre_quant_scale is None else rows.float() * layer.pre_quant_scale
         residual = rewritten(self.weight, layer)
-        scales, form = layer.weight_scales(residual), FORMATS[layer.format]
-        weight = form.dequantize(form.quantize(residual, *scales), *scales).double()
-        near = fake_quantize(FORMATS[layer.activation_format], x, torch.tensor(layer.activation_amax)).double()
-        output = near @ weight.T
+        scales, fmt = layer.weight_scales(residual), FORMATS[layer.format]
+        weight = fmt.dequantize(fmt.quantize(residual, *scales), *scales).double()
+        activation, amax = FORMATS[layer.activation_format], torch.tensor(layer.activation_amax)
+        output = fake_quantize(activation, x, amax).double() @ weight.T
         if layer.low_rank is not None:
             up, down = layer.low_rank
             output += (x.double() @ down.double().T) @ up.double().T
