@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from sd_quant.models.parts import SharedInput
-from sd_quant.quantization import derivation
+from sd_quant.quantization import linears
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.formats import FORMATS, fake_quantize
@@ -219,8 +219,8 @@ def test_the_search_looks_at_a_branch_in_proportion_to_the_outputs_that_it_looks
     """A branch of the whole rank on half of the outputs would take up twice as much as it can of the whole layer."""
     tried = []
     monkeypatch.setattr(
-        derivation, "low_rank", lambda w, rank: tried.append((tuple(w.shape), rank)) or low_rank(w, rank)
+        linears, "low_rank", lambda w, rank: tried.append((tuple(w.shape), rank)) or low_rank(w, rank)
     )
     layer = OutlierLayer(0)
     layer.assignment("auto", 32)
-    assert set(tried) == {((derivation.SEARCHED_OUTPUTS, WIDTH), 16), (tuple(layer.weight.shape), 32)}
+    assert set(tried) == {((linears.SEARCHED_OUTPUTS, WIDTH), 16), (tuple(layer.weight.shape), 32)}
