@@ -29,6 +29,7 @@ from sd_quant.models.sdxl_nemo import TextShape, build_modules, embedder, schedu
 
 CLIP1 = TextShape(vocab_size=600, width=64, layers=2, context=16, mlp_width=96)
 CLIP2 = TextShape(vocab_size=600, width=64, layers=2, context=16, mlp_width=96, projection=32)
+pytestmark = pytest.mark.slow
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 UNET = "unet/diffusion_pytorch_model.safetensors"
 
@@ -470,7 +471,6 @@ def test_wrong_words_on_the_command_line(tmp_path, monkeypatch, run, mixed, sour
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "mixed.nemo"]
 
 
-@pytest.mark.slow
 def test_what_nemos_own_converter_leaves_out_is_refused(tmp_path, mixed):
     """It renames the first block of each transformer only, and leaves the rest to chance."""
     checkpoint = open_nemo(mixed)

@@ -28,6 +28,7 @@ from sd_quant.quantization.formats.int8 import QMAX, per_channel, quantize
 from sd_quant.quantization.simulate import simulate
 from sd_quant.quantization.smoothing import SharedInput
 
+pytestmark = pytest.mark.slow
 CHECKPOINT = Path(__file__).parents[3] / "checkpoints/sdxl_mini.nemo"
 RELATIVE = 1e-5
 LAYERS = {"small": (48, 18), "checkpoint": (124, 26)}  # linears and convolutions that level 3 quantizes
