@@ -3,12 +3,12 @@
 import hydra
 from omegaconf import DictConfig
 
-from sd_quant.cli import job_of, output_directory, run, told_once
+from sd_quant.cli import job_of, output_directory, recording_failure, run
 from sd_quant.config import QuantizeJob
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="quantize")
-@told_once
+@recording_failure
 def main(config: DictConfig) -> float | None:
     job = job_of(QuantizeJob, config)
     from sd_quant.stages.quantize import quantize

@@ -21,12 +21,12 @@ from sd_quant.checkpoints.convert import convert
 from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.config import anchored
 from sd_quant.engines.pool import Pool, Side
+from sd_quant.inference.loading import load_part, pipeline_of
 from sd_quant.inference.pipeline import Generated, Sampling
-from sd_quant.metrics.fidelity import relative_error
 from sd_quant.metrics.memory import peak_memory_bytes
-from sd_quant.models.loading import load_part, pipeline_of
 from sd_quant.models.sdxl import padded
 from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS, scheduler
+from sd_quant.numbers import relative_error
 
 PROMPT = "a glossy icon of a lighthouse"
 

@@ -11,15 +11,16 @@ import yaml
 
 from sd_quant.calibration.collection import calibrate
 from sd_quant.calibration.prompts import read_prompts
-from sd_quant.calibration.statistics import Statistics
 from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.config import anchored
 from sd_quant.files import write_json
+from sd_quant.inference.loading import LoadedModel, load_model
 from sd_quant.inference.pipeline import Sampling
-from sd_quant.models.loading import LoadedModel, load_model
 from sd_quant.models.unet import layer_roles, shared_inputs
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.derivation import Recipe, derive
+from sd_quant.quantization.derivation import derive
+from sd_quant.quantization.recipe import Recipe
+from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.provenance import machine
 
 CONFIGURATION = "conf/model/sdxl_mini.yaml"

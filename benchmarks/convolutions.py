@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from sd_quant.devices import best_device
-from sd_quant.engines.native import Products, int_mm, kernel_convolution, layer_of, scaled_mm, unfolded_int_mm
 from sd_quant.engines.torch import placed
 from sd_quant.metrics.latency import clock_of, measure_in_turn, ratio
 from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.simulation.native import Products, int_mm, kernel_convolution, layer_of, scaled_mm, unfolded_int_mm
 
 SIZES = ((320, 320, 128), (640, 640, 64), (1280, 1280, 32), (1920, 640, 64))  # channels in and out, height and width
 
@@ -42,7 +42,7 @@ def main() -> None:
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     sides = {"int8 rounded": ("int8", None), "fp8 rounded": ("fp8", None), "int8 unfolded": ("int8", unfolded_int_mm)}
     if device.type == "cuda":
-        import sd_quant.engines.product_kernel  # noqa: F401  # registers its operator
+        import sd_quant.simulation.product_kernel  # noqa: F401  # registers its operator
 
         sides |= {"int8 kernel": ("int8", kernel_convolution), "fp8 kernel": ("fp8", kernel_convolution)}
     for inputs, outputs, size in SIZES:

@@ -78,7 +78,7 @@ def checkpoint_of(family: str):
 def statistics_of(roles: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]):
     import torch
 
-    from sd_quant.calibration.statistics import LayerStatistics, Sample
+    from sd_quant.quantization.statistics import LayerStatistics, Sample
 
     found = {}
     for name, role in roles.items():
@@ -94,8 +94,9 @@ def statistics_of(roles: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]
 
 def export(family: str, path: Path) -> dict[str, float]:
     from sd_quant.export.parts import trace_part, write_part
-    from sd_quant.models.loading import denoiser_weights, empty_denoiser
-    from sd_quant.quantization.derivation import Recipe, derive
+    from sd_quant.models.checkpoint import denoiser_weights, empty_denoiser
+    from sd_quant.quantization.derivation import derive
+    from sd_quant.quantization.recipe import Recipe
 
     checkpoint = checkpoint_of(family)
     network, weights = empty_denoiser(checkpoint), denoiser_weights(checkpoint)
@@ -124,8 +125,9 @@ def plan(family: str, path: Path) -> dict[str, float]:
     """Refused where the machine has less memory than a build takes."""
     from sd_quant.cache import Cache
     from sd_quant.config import ExportShape
+    from sd_quant.inference.memory import memory_of_plan
     from sd_quant.stages.export_trt import build_plans, numbers_in
-    from sd_quant.stages.needs import check_machine, memory_of_plan
+    from sd_quant.stages.resources import check_machine
 
     given, name = described(family), path.stem
     check_machine({"plans": memory_of_plan({name: numbers_in(path)})}, {}, path.parent)

@@ -22,13 +22,13 @@ from sd_quant.config import artifact
 from sd_quant.engines import load_engine
 from sd_quant.engines.base import Engine
 from sd_quant.engines.openvino import int8_layers
-from sd_quant.export.graph import copy_of
 from sd_quant.export.parts import trace_part
-from sd_quant.export.quantized import write_onnx
-from sd_quant.metrics.fidelity import relative_error
+from sd_quant.export.qdq import write_onnx
+from sd_quant.export.tracing import copy_of
 from sd_quant.metrics.latency import measure_in_turn
+from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.derivation import Recipe
+from sd_quant.quantization.recipe import Recipe
 
 UNQUANTIZED, PER_LAYER, FOLDED = "unquantized", "modelopt", "folded"
 

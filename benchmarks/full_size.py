@@ -49,23 +49,25 @@ if "--row" in sys.argv:  # in a child only: the parent sits beside what is measu
     from safetensors.torch import load_file, save_file
     from torch import Tensor
 
-    from sd_quant.calibration.cache import pack, unpack
     from sd_quant.calibration.collection import calibrate
-    from sd_quant.checkpoints.nemo import Checkpoint, open_nemo
+    from sd_quant.calibration.store import pack, unpack
+    from sd_quant.checkpoints.nemo import open_nemo
+    from sd_quant.checkpoints.nemo_networks import NemoCheckpoint
     from sd_quant.engines import load_engine
     from sd_quant.engines.base import Engine
     from sd_quant.export.parts import trace_part, write_part
     from sd_quant.files import atomic_path
+    from sd_quant.inference.loading import load_model, load_part
     from sd_quant.inference.pipeline import Sampling
-    from sd_quant.metrics.fidelity import relative_error
     from sd_quant.metrics.flops import operations
     from sd_quant.metrics.memory import peak_memory_bytes
-    from sd_quant.models.loading import contracts_of, empty_modules, load_model, load_part
+    from sd_quant.models.checkpoint import contracts_of, empty_modules
     from sd_quant.models.parts import wrapped
     from sd_quant.models.unet import layer_roles, shared_inputs
+    from sd_quant.numbers import relative_error
     from sd_quant.quantization.assignment import LayerAssignment
-    from sd_quant.quantization.derivation import Recipe, derive
-    from sd_quant.quantization.levels import reason_kept
+    from sd_quant.quantization.derivation import derive
+    from sd_quant.quantization.recipe import Recipe, reason_kept
 
 PARTS = ("unet_xl", "vae", "clip1", "clip2")
 TORCH, UNQUANTIZED = "torch", "unquantized"
@@ -131,7 +133,7 @@ def calibration(options: argparse.Namespace, _: str) -> dict:
     return {"seconds": seconds, "bytes": statistics_file(options).stat().st_size}
 
 
-def assignment(options: argparse.Namespace, checkpoint: Checkpoint, level: str) -> dict[str, LayerAssignment]:
+def assignment(options: argparse.Namespace, checkpoint: NemoCheckpoint, level: str) -> dict[str, LayerAssignment]:
     if level == UNQUANTIZED:
         return {}
     roles, weights = layer_roles(empty_modules(checkpoint)["unet"]), checkpoint.components["unet"]
@@ -140,7 +142,7 @@ def assignment(options: argparse.Namespace, checkpoint: Checkpoint, level: str) 
     return derive(roles, lambda name: weights[f"{name}.weight"], layers, recipe, shared_inputs(roles))
 
 
-def write(checkpoint: Checkpoint, part: str, path: Path, assignment: dict[str, LayerAssignment]) -> None:
+def write(checkpoint: NemoCheckpoint, part: str, path: Path, assignment: dict[str, LayerAssignment]) -> None:
     write_part(trace_part(checkpoint, part), checkpoint, part, path, assignment)
 
 
@@ -167,7 +169,7 @@ def reference(options: argparse.Namespace, _: str) -> dict:
     """ModelOpt's SmoothQuant on the same layers, and torch's exporter as NeMo calls it."""
     import modelopt.torch.quantization as mtq
 
-    from sd_quant.quantization.simulate import modelopt_config
+    from sd_quant.simulation.modelopt import modelopt_config
 
     checkpoint = open_nemo(options.checkpoint)
     part, contract = load_model(checkpoint).parts["unet_xl"], contracts_of(checkpoint)["unet_xl"]
@@ -214,7 +216,7 @@ def parts(options: argparse.Namespace, _: str) -> dict:
 def plan(options: argparse.Namespace, name: str) -> dict:
     """Of the UNet in INT8 or in a preset's format. Least, likely and largest batch as ``export_trt.py`` takes them:
     guidance doubles all but the least."""
-    from sd_quant.engines.tensorrt import build_plan
+    from sd_quant.engines.tensorrt.build import build_plan
 
     contract, latent = contracts_of(open_nemo(options.checkpoint))["unet_xl"], options.size // LATENT_FACTOR
     batches = PICTURES[0], 2 * PICTURES[1], 2 * PICTURES[2]
@@ -240,11 +242,10 @@ def preset(options: argparse.Namespace, name: str) -> dict:
     from sd_quant.cli import CONF
     from sd_quant.config import Quantize
     from sd_quant.knobs import read
-    from sd_quant.stages.quantize import recipe_of
 
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = compose("quantize", [f"quantize={name}", f"quant_level={HIGHEST}"]).quantize
-    recipe = recipe_of(read(Quantize, OmegaConf.to_container(config, resolve=True)), "sdxl")
+    recipe = read(Quantize, OmegaConf.to_container(config, resolve=True))
     checkpoint, path = open_nemo(options.checkpoint), unet_file(options, name)
     roles, weights = layer_roles(empty_modules(checkpoint)["unet"]), checkpoint.components["unet"]
     layers = unpack(load_file(statistics_file(options))).layers
@@ -273,12 +274,12 @@ def count_operations(options: argparse.Namespace, _: str) -> dict:
     }
 
 
-def pass_shapes(options: argparse.Namespace, checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+def pass_shapes(options: argparse.Namespace, checkpoint: NemoCheckpoint) -> dict[str, tuple[int, ...]]:
     latent = options.size // LATENT_FACTOR
     return contracts_of(checkpoint)["unet_xl"].shapes(batch=1, height=latent, width=latent)
 
 
-def pass_inputs(options: argparse.Namespace, checkpoint: Checkpoint) -> dict[str, Tensor]:
+def pass_inputs(options: argparse.Namespace, checkpoint: NemoCheckpoint) -> dict[str, Tensor]:
     """What calibration kept of one call, its conditional half, with noise of the size in place of its latent."""
     calls = unpack(load_file(statistics_file(options))).calls
     noise = torch.randn(pass_shapes(options, checkpoint)["x"], generator=torch.Generator().manual_seed(SEED))
@@ -303,7 +304,7 @@ def one_pass(options: argparse.Namespace, side: str) -> dict:
     return found | {"seconds": median(samples), "samples": samples}
 
 
-def pass_engine(options: argparse.Namespace, checkpoint: Checkpoint, side: str) -> Engine:
+def pass_engine(options: argparse.Namespace, checkpoint: NemoCheckpoint, side: str) -> Engine:
     if side == TORCH:
         return load_part(checkpoint, "unet_xl")
     return load_engine("openvino", unet_file(options, side), threads=torch.get_num_threads())

@@ -30,11 +30,29 @@ import torch
 import yaml
 from torch import Tensor
 
-from sd_quant.calibration.statistics import Statistics, collect, draw
-from sd_quant.checkpoints.synthetic import sdxl_base_config
-from sd_quant.engines.base import CPU, Engine, cast_inputs
-from sd_quant.engines.native import (
-    CAPABILITY,
+from sd_quant.calibration.hooks import collect, draw
+from sd_quant.checkpoints.nemo_networks import sdxl_base_config
+from sd_quant.devices import CPU
+from sd_quant.engines.base import Engine, cast_inputs
+from sd_quant.engines.replayed import Replayed
+from sd_quant.engines.torch import TorchEngine, compiled, placed
+from sd_quant.files import write_json, write_text
+from sd_quant.metrics.flops import operations
+from sd_quant.metrics.latency import clock_of, cuda_events, measure, measure_in_turn, ratio
+from sd_quant.models.layers import attention_widths
+from sd_quant.models.parts import Contract, axes
+from sd_quant.models.sdxl import NemoUnetPart, unet_part
+from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS, unet_config
+from sd_quant.models.unet import layer_roles, shared_inputs
+from sd_quant.numbers import relative_error
+from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.derivation import derive
+from sd_quant.quantization.formats import FORMATS
+from sd_quant.quantization.recipe import Enable, Pair, Recipe
+from sd_quant.quantization.statistics import Statistics
+from sd_quant.report.provenance import machine, versions
+from sd_quant.simulation.modelopt import simulate
+from sd_quant.simulation.native import (
     PRODUCTS,
     Products,
     aligned_scaled_mm,
@@ -44,22 +62,6 @@ from sd_quant.engines.native import (
     unfolded_int_mm,
     with_native_layers,
 )
-from sd_quant.engines.replayed import Replayed
-from sd_quant.engines.torch import TorchEngine, compiled, placed
-from sd_quant.files import write_json, write_text
-from sd_quant.metrics.fidelity import relative_error
-from sd_quant.metrics.flops import operations
-from sd_quant.metrics.latency import clock_of, cuda_events, measure, measure_in_turn, ratio
-from sd_quant.models.layers import attention_widths
-from sd_quant.models.parts import Contract, axes
-from sd_quant.models.sdxl import NemoUnetPart, unet_part
-from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS, unet_config
-from sd_quant.models.unet import layer_roles, shared_inputs
-from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.derivation import Recipe, derive
-from sd_quant.quantization.levels import Enable, Pair
-from sd_quant.quantization.simulate import simulate
-from sd_quant.report.provenance import machine, versions
 
 MAIN_LEVEL = 3.0
 LEVELS = {"int8": (2.5, 2.0, 1.0), "fp8": (2.5, 2.0, 1.0, 4.0)}  # beside it; level 4's attention gains nothing in torch
@@ -111,14 +113,19 @@ def tries(device: torch.device) -> list[Way]:
     at, int8, fp8 = f"level {MAIN_LEVEL:g}", RECIPES["int8"], RECIPES["fp8"]
     usual = PRODUCTS[device.type]
     ways = [
-        Way(f"int8 {at}, convolutions rounded", "int8", int8, {"int8": Products(usual["int8"].linear, None)}),
-        Way(f"int8 {at}, torch's products", "int8", int8, {"int8": Products(int_mm, unfolded_int_mm)}),
+        Way(f"int8 {at}, convolutions rounded", "int8", int8, {"INT8": Products(usual["INT8"].linear, None)}),
+        Way(f"int8 {at}, torch's products", "int8", int8, {"INT8": Products(int_mm, unfolded_int_mm)}),
         Way(f"fp8 {at}, scales per row", "fp8", PER_ROW["fp8"]),
     ]
     if device.type == "cuda":
         ways += [
-            Way(f"fp8 {at}, convolutions rounded", "fp8", fp8, {"fp8": Products(aligned_scaled_mm, None)}),
-            Way(f"fp8 {at}, the kernel's products", "fp8", fp8, {"fp8": Products(kernel_linear, kernel_convolution)}),
+            Way(f"fp8 {at}, convolutions rounded", "fp8", fp8, {"FLOAT8E4M3FN": Products(aligned_scaled_mm, None)}),
+            Way(
+                f"fp8 {at}, the kernel's products",
+                "fp8",
+                fp8,
+                {"FLOAT8E4M3FN": Products(kernel_linear, kernel_convolution)},
+            ),
         ]
     return ways
 
@@ -240,10 +247,10 @@ def peaks() -> dict[str, float]:
     a, b = (torch.randn(SIDE, SIDE, device="cuda", dtype=torch.float16) for _ in range(2))
     calls: dict[str, Callable[[], object]] = {"fp16": lambda: a @ b}
     able = torch.cuda.get_device_capability()
-    if able >= CAPABILITY["int8"]:
+    if able >= FORMATS["int8"].torch_compute_capability:
         whole = [matrix.mul(40).clamp(-127, 127).to(torch.int8) for matrix in (a, b)]
         calls["int8"] = lambda: torch._int_mm(whole[0], whole[1].T)
-    if able >= CAPABILITY["fp8"]:
+    if able >= FORMATS["fp8"].torch_compute_capability:
         eighths, one = [matrix.to(torch.float8_e4m3fn) for matrix in (a, b)], torch.ones((), device="cuda")
         calls["fp8"] = lambda: torch._scaled_mm(
             eighths[0], eighths[1].T, one, one, out_dtype=torch.float16, use_fast_accum=True
@@ -399,8 +406,8 @@ def write_onnx_of(part: NemoUnetPart, known: Mapping[str, LayerAssignment], path
     """The network with its weights and an assignment as ONNX, as quantize.py exports it."""
     from diffusers import UNet2DConditionModel
 
-    from sd_quant.export.graph import trace
-    from sd_quant.export.quantized import write_onnx
+    from sd_quant.export.qdq import write_onnx
+    from sd_quant.export.tracing import trace
 
     graph = trace(lambda: wrapped(UNet2DConditionModel(**part.unet.config)), contract_of(part))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -413,7 +420,7 @@ def build_plan_of(
     part: NemoUnetPart, known: Mapping[str, LayerAssignment], folder: Path, batches: Sequence[int], size: int, **more
 ) -> Path:
     """A plan for guidance at all ``batches``; ``more`` goes to the build."""
-    from sd_quant.engines.tensorrt import build_plan
+    from sd_quant.engines.tensorrt.build import build_plan
 
     write_onnx_of(part, known, folder / "unet_xl.onnx")
     contract = contract_of(part)

@@ -16,13 +16,14 @@ from quality import EVALUATION
 
 from sd_quant.calibration.prompts import read_prompts
 from sd_quant.engines import load_engine
+from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.metrics.fidelity import fidelity
 from sd_quant.metrics.latency import measure_in_turn, ratio
-from sd_quant.models.loading import pipeline_of
 from sd_quant.models.unet import shared_inputs
-from sd_quant.quantization.derivation import Recipe, derive
-from sd_quant.stages.quantize import measure_sensitivity
+from sd_quant.quantization.derivation import derive
+from sd_quant.quantization.recipe import Recipe
+from sd_quant.stages.assign import measure_sensitivity
 
 
 def main() -> None:

@@ -17,13 +17,14 @@ import torch
 from common import Subject, load, parser, report, timed
 from torch import nn
 
-from sd_quant.calibration.statistics import Sample, Statistics, bytes_bound, collect, draw
+from sd_quant.calibration.hooks import collect, draw
 from sd_quant.engines.torch import TorchEngine
+from sd_quant.inference.loading import pipeline_of
 from sd_quant.metrics.latency import measure_in_turn
 from sd_quant.metrics.memory import peak_memory_bytes
-from sd_quant.models.loading import pipeline_of
 from sd_quant.models.sdxl_nemo import unet_config
 from sd_quant.models.unet import layer_roles
+from sd_quant.quantization.statistics import Sample, Statistics, bytes_bound
 
 PLAIN, COLLECTING = "plain", "collecting"
 FULL_SIZE = {  # NeMo's config of SDXL base, as far as the UNet needs it

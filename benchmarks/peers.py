@@ -29,22 +29,23 @@ import torch
 import yaml
 from torch import Tensor, nn
 
+from sd_quant.calibration.hooks import collect, draw
 from sd_quant.calibration.prompts import read_prompts
-from sd_quant.calibration.statistics import collect, draw
 from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.config import anchored
 from sd_quant.engines import load_engine
 from sd_quant.engines.base import Engine
 from sd_quant.engines.torch import TorchEngine
 from sd_quant.export.parts import trace_part
-from sd_quant.export.quantized import write_onnx
+from sd_quant.export.qdq import write_onnx
 from sd_quant.files import write_json, write_text
+from sd_quant.inference.loading import LoadedModel, load_model, pipeline_of
 from sd_quant.inference.pipeline import Generated, Sampling
 from sd_quant.metrics.fidelity import fidelity
-from sd_quant.models.loading import LoadedModel, load_model, pipeline_of
 from sd_quant.models.parts import Contract
 from sd_quant.models.unet import layer_roles, shared_inputs
-from sd_quant.quantization.derivation import Recipe, derive
+from sd_quant.quantization.derivation import derive
+from sd_quant.quantization.recipe import Recipe
 
 CONFIGURATION = "conf/model/sdxl_mini.yaml"
 EVALUATION = Path(__file__).parent / "prompts/sdxl_mini.txt"  # nobody calibrates on them
@@ -100,7 +101,7 @@ def arrays(call: Call) -> dict[str, np.ndarray]:
 
 
 def ours(context: Context) -> Quantized:
-    """The recipe that the README recommends: an alpha per layer and the range of least squared error, symmetric."""
+    """The recipe that docs/results.md recommends: an alpha per layer, ranges of least squared error, symmetric."""
     return derived(context, Recipe(3.0, "auto", observer="mse"))
 
 

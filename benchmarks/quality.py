@@ -16,18 +16,20 @@ from pathlib import Path
 from sd_quant.calibration.collection import calibrate
 from sd_quant.calibration.prompts import read_prompts
 from sd_quant.checkpoints.nemo import open_nemo
-from sd_quant.config import COLLECT_METHODS, REPOSITORY
+from sd_quant.config import REPOSITORY
 from sd_quant.engines import load_engine
-from sd_quant.export.graph import copy_of
 from sd_quant.export.parts import trace_part
-from sd_quant.export.quantized import write_onnx
+from sd_quant.export.qdq import write_onnx
+from sd_quant.export.tracing import copy_of
 from sd_quant.files import sha256, write_json, write_text
+from sd_quant.inference.loading import load_model, pipeline_of
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.metrics.fidelity import fidelity
-from sd_quant.models.loading import load_model, pipeline_of
 from sd_quant.models.unet import layer_roles, shared_inputs
 from sd_quant.progress import progress
-from sd_quant.quantization.derivation import Recipe, derive
+from sd_quant.quantization.derivation import derive
+from sd_quant.quantization.percentile import COLLECT_METHODS
+from sd_quant.quantization.recipe import Recipe
 
 CHECKPOINT = REPOSITORY / "checkpoints/sdxl_mini.nemo"
 CALIBRATION = REPOSITORY / "conf/model/prompts/sdxl_mini.txt"

@@ -21,15 +21,14 @@ import torch
 from common import Subject, load, parser, report, timed
 from torch import Tensor, nn
 
-from sd_quant.calibration.statistics import Statistics
 from sd_quant.engines.torch import TorchEngine
 from sd_quant.errors import SdQuantError
+from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.pipeline import Sampling
-from sd_quant.models.loading import pipeline_of
 from sd_quant.quantization.assignment import FIXED_ALPHA, LayerAssignment
-from sd_quant.quantization.derivation import Recipe
-from sd_quant.quantization.levels import reason_kept
-from sd_quant.quantization.simulate import modelopt_config
+from sd_quant.quantization.recipe import Recipe, reason_kept
+from sd_quant.quantization.statistics import Statistics
+from sd_quant.simulation.modelopt import modelopt_config
 
 TOLERANCE = 1e-5  # relative
 DERIVATIONS = 5  # of each recipe; they are short, so one alone would be the machine's mood

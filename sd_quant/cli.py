@@ -1,7 +1,10 @@
-"""What the three entrypoints share: refuse bad input in one sentence, map errors to exit codes.
+"""What the three entrypoints share: the way of a command, refusals of one sentence, and exit codes.
 
-A single run, and every job of a sweep, is composed and checked once before Hydra makes a directory, so a refused
-command leaves nothing behind. Nothing heavy is imported before that.
+    run -> check_command, or run_sweep for several jobs -> Hydra -> main -> job_of -> a stage
+
+``run`` composes and checks a single run, and every job of a sweep, before Hydra makes a folder, so that a refused
+command leaves nothing behind. Nothing heavy is imported before that. Then Hydra composes the same configuration again
+and calls the entrypoint's ``main``, which reads it with ``job_of`` and calls one of ``sd_quant.stages``.
 """
 
 import dataclasses
@@ -16,24 +19,33 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
-from hydra._internal.utils import get_args_parser
+from hydra._internal.utils import get_args_parser  # hydra.main reads the command line with it; there is no public one
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from sd_quant import share, sweep
-from sd_quant.config import REPOSITORY, anchored, check_writable, run_model
+from sd_quant import placement, sweep
+from sd_quant.config import CONF, REPOSITORY, anchored, check_writable, run_model
 from sd_quant.errors import CANCELLED, ConfigError, ResourceError, SdQuantError, fail, of_the_machine
 from sd_quant.files import write_json
-from sd_quant.knobs import near, read
+from sd_quant.knobs import described, near, read
 from sd_quant.report.summary import FAILURE, read_sweep
 
 LOG = logging.getLogger(__name__)
-CONF, SWEEPS = REPOSITORY / "conf", REPOSITORY / "outputs" / "sweeps"
-OmegaConf.register_new_resolver("job_name", sweep.name_of_job, replace=True)
-OmegaConf.register_new_resolver("places", share.places, replace=True)
+SWEEPS = REPOSITORY / "outputs" / "sweeps"
+LAUNCHERS = {  # what the files in conf/hydra/launcher build on, and what installs it
+    "joblib": "pip install -e '.[joblib]' -c constraints.txt",
+    "submitit_local": "pip install -e '.[submitit]' -c constraints.txt",
+    "submitit_slurm": "pip install -e '.[submitit]' -c constraints.txt",
+    "ray": "pip install -e '.[ray]' -c constraints.txt and then pip install --no-deps hydra-ray-launcher==1.2.2",
+}
+SHORTHANDS = {  # names at the top of a configuration, from which its sections take their values
+    *("quant_level", "alpha", "smoothing", "keep", "percentile", "collect_method", "calib_size", "calibration"),
+    *("export", "unet_xl", "vae", "clip1", "clip2"),
+    *("out_path", "prompts", "num_samples", "steps", "scale", "seed", "num_warmup_runs"),
+}
 
 
 def given(value: object, preset: object) -> object:
@@ -42,45 +54,154 @@ def given(value: object, preset: object) -> object:
 
 
 def alpha_of(value: object, smoothing: str, preset: object) -> object:
-    """The same of alpha, which a preset recommends only where something is smoothed."""
+    """The same for alpha, which a preset recommends only where something is smoothed."""
     return given(value, None if smoothing == "none" else preset)
 
 
-OmegaConf.register_new_resolver("given", given, replace=True)
+OmegaConf.register_new_resolver("given", given, replace=True)  # ${given:...} in conf
 OmegaConf.register_new_resolver("alpha_of", alpha_of, replace=True)
-LAUNCHERS = {  # what the files in conf/hydra/launcher build on, and what installs it
-    "joblib": "pip install -e '.[joblib]' -c constraints.txt",
-    "submitit_local": "pip install -e '.[submitit]' -c constraints.txt",
-    "submitit_slurm": "pip install -e '.[submitit]' -c constraints.txt",
-    "ray": "pip install -e '.[ray]' -c constraints.txt and then pip install --no-deps hydra-ray-launcher==1.2.2",
-}
-SHORTHANDS = {
-    *("quant_level", "alpha", "smoothing", "keep", "percentile", "collect_method", "calib_size", "calibration"),
-    *("export", "unet_xl", "vae", "clip1", "clip2"),
-    *("out_path", "prompts", "num_samples", "steps", "scale", "seed", "num_warmup_runs"),
-}
+OmegaConf.register_new_resolver("job_name", sweep.name_of_job, replace=True)
+OmegaConf.register_new_resolver("places", placement.places, replace=True)
+
+
+def run(main: Callable[[], object], job: type, config_name: str) -> None:
+    """Run a Hydra entrypoint and exit with the code of its outcome. Commands work from any directory.
+
+    ``job`` is the dataclass that describes what ``main`` does, ``config_name`` its file in ``conf``.
+    """
+    os.chdir(REPOSITORY)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what a scheduler sends ends a job as Ctrl-C does
+    logging.raiseExceptions = False  # else every line of the log says that a disk is full
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise errors to here instead of printing a traceback
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it misses torchvision in every run, which nothing needs
+    OmegaConf.register_new_resolver("knobs", lambda: "\n".join(described(job)), replace=True)  # for --help
+    arguments = get_args_parser().parse_args()
+    shows = arguments.help or arguments.hydra_help or arguments.cfg or arguments.info or arguments.shell_completion
+    try:
+        if shows:
+            main()
+            return
+        with composing(config_name):
+            sweeps = sweep.is_sweep(config_name, arguments.overrides, arguments.multirun)
+            if not sweeps:
+                check_command(job, config_name, arguments.overrides)
+        if sweeps:
+            sys.exit(run_sweep(main, job, config_name, arguments.overrides))
+        main()
+    except SdQuantError as error:
+        sys.exit(fail(str(error), error.exit_code))
+    except (HydraException, OmegaConfBaseException) as error:
+        refused = refusal(error, config_name)
+        sys.exit(fail(str(refused), refused.exit_code))
+    except (OSError, MemoryError) as error:  # from Hydra's own files, or a sweep's
+        if (fault := of_the_machine(error)) is None:
+            raise
+        sys.exit(fail(str(fault), fault.exit_code))
+    except KeyboardInterrupt:
+        sys.exit(fail("cancelled; what was finished is kept, and the same command starts again", CANCELLED))
+
+
+def check_command(job: type, config_name: str, overrides: list[str]) -> None:
+    """Compose and check what a single run would do. Raises SdQuantError, makes nothing."""
+    config = compose(config_name, overrides, return_hydra_config=True)
+    directory = str(config.hydra.run.dir)
+    job_of(job, config)
+    check_writable(Path(directory))
+
+
+def run_sweep(main: Callable[[], object], job: type, config_name: str, overrides: list[str]) -> int:
+    """Check all jobs, let Hydra run them, and make the report, whatever became of them. Returns the exit code."""
+    with composing(config_name):
+        plan, name = sweep.plan_of(config_name, overrides, lambda config: dataclasses.asdict(job_of(job, config)))
+        chosen = any(override.startswith("hydra.sweep.dir=") for override in overrides)
+        directory = anchored(sweep.plain_config(config_name, overrides).hydra.sweep.dir if chosen else SWEEPS / name)
+    plan["command"] = ["python", Path(sys.argv[0]).name, *sys.argv[1:]]
+    check_writable(directory, "hydra.sweep.dir")
+    with sweep.opened(directory, plan):
+        print(sweep.start_line(read_sweep(directory)), flush=True)
+        sys.argv.append("hydra.sweep.dir='{}'".format(str(directory).replace("'", r"\'")))  # jobs may work elsewhere
+        cancelled, ended_with = False, None
+        try:
+            main()
+        except KeyboardInterrupt:
+            cancelled = True
+        except Exception as error:  # the first failed job's, as every job has left its own; or the launcher's
+            LOG.debug("the sweep ended early", exc_info=error)
+            ended_with = error
+        from sd_quant.report.rebuild import rebuild
+
+        print(f"report: {rebuild(directory)}", flush=True)
+        finished = read_sweep(directory)
+    if cancelled:
+        return fail("cancelled; what was finished is kept, and the same command goes on", CANCELLED)
+    code, sentence = sweep.outcome(finished, ended_with)
+    return fail(sentence, code) if code else 0
 
 
 def job_of(job: type, config: DictConfig):
-    """The composed config as the stage's dataclass, every file it names checked."""
+    """The composed configuration as the dataclass ``job``, every knob and every file that it names checked.
+
+    Raises SdQuantError with one sentence.
+    """
     knobs = OmegaConf.masked_copy(config, [name for name in config if name != "hydra"])
     if "model" in knobs and knobs.get("run") and (model := run_model(knobs.run)):
         knobs.model = model  # before the size and the prompts are taken from it
-    plain = OmegaConf.to_container(knobs, resolve=True, throw_on_missing=True)
-    parsed = read(job, {name: value for name, value in plain.items() if name not in SHORTHANDS})
-    parsed.check_files()
-    return parsed
+    try:
+        plain = OmegaConf.to_container(knobs, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        raise ConfigError(f"the knob {error.full_key} has no value; give it one on the command line") from error
+    checked = read(job, {name: value for name, value in plain.items() if name not in SHORTHANDS})
+    checked.check_files()
+    return checked
 
 
-def knobs_of(node: DictConfig, prefix: str = "") -> list[str]:
-    """Full names of all knobs of a composed config."""
-    names = []
-    for name in map(str, node):
-        names.append(f"{prefix}{name}")
-        child = node._get_node(name)
-        if isinstance(child, DictConfig):
-            names += knobs_of(child, f"{prefix}{name}.")
-    return names
+def output_directory() -> Path:
+    return Path(HydraConfig.get().runtime.output_dir)
+
+
+def recording_failure(task: Callable[[DictConfig], object]) -> Callable[[DictConfig], object]:
+    """``task``, around which the folder is told: a sweep's job is announced, and why a job failed is written there.
+
+    Refusals of a single run end the process here, because Hydra would print a line of its own; in a sweep Hydra has to
+    see them, to go on with the next job.
+    """
+
+    @functools.wraps(task)
+    def recorded(config: DictConfig) -> object:
+        hydra, directory = HydraConfig.get(), output_directory()
+        multirun = hydra.mode == RunMode.MULTIRUN
+        if multirun:
+            LOG.info("%s", sweep.job_line(read_sweep(directory.parent), hydra.job.num))
+        (directory / FAILURE).unlink(missing_ok=True)
+        try:
+            return task(config)
+        except Exception as error:
+            refused = of_the_machine(error) or error
+            known = isinstance(refused, SdQuantError)
+            reason, code = (str(refused), refused.exit_code) if known else (f"it crashed: {error!r}", 1)
+            with suppress(OSError, ResourceError):  # the disk may be full
+                write_json(directory / FAILURE, {"status": "failed", "reason": reason, "exit_code": code})
+            crashed_in_sweep = multirun and not known  # in a single run Hydra shows the traceback
+            LOG.error("%s", reason, exc_info=error if crashed_in_sweep else None)
+            if crashed_in_sweep:
+                raise SdQuantError(reason) from error  # not every exception survives the way from another process
+            if multirun and refused is not error:
+                raise refused from error
+            if multirun or not known:
+                raise
+            sys.exit(fail(reason, code))
+
+    return recorded
+
+
+@contextmanager
+def composing(config_name: str) -> Iterator[None]:
+    """Hydra composes in the block; its complaints are raised as SdQuantError."""
+    try:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            yield
+    except (HydraException, OmegaConfBaseException, ValueError) as error:  # ValueError: infer=3
+        raise refusal(error, config_name) from error
 
 
 def refusal(error: Exception, config_name: str) -> SdQuantError:
@@ -105,127 +226,12 @@ def refusal(error: Exception, config_name: str) -> SdQuantError:
     return ConfigError(text)
 
 
-@contextmanager
-def composing(config_name: str) -> Iterator[None]:
-    """Hydra composes in the block; what it complains of is raised as SdQuantError."""
-    try:
-        with initialize_config_dir(str(CONF), version_base="1.3"):
-            yield
-    except (HydraException, OmegaConfBaseException, ValueError) as error:  # ValueError: infer=3
-        raise refusal(error, config_name) from error
-
-
-def check_command(job: type, config_name: str, overrides: list[str]) -> None:
-    """Compose and check what a single run would do. Raises SdQuantError, makes nothing."""
-    config = compose(config_name, overrides, return_hydra_config=True)
-    directory = str(config.hydra.run.dir)
-    checked(job, config)
-    check_writable(Path(directory))
-
-
-def checked(job: type, config: DictConfig):
-    try:
-        return job_of(job, config)
-    except MissingMandatoryValue as error:
-        raise ConfigError(f"the knob {error.full_key} has no value; give it one on the command line") from error
-
-
-def output_directory() -> Path:
-    return Path(HydraConfig.get().runtime.output_dir)
-
-
-def told_once(task: Callable[[DictConfig], object]) -> Callable[[DictConfig], object]:
-    """The task; what it is in a sweep is said before it starts, and why it failed is kept in its directory.
-
-    Of a single run, refusals go past Hydra, which would print a line of its own; in a sweep Hydra has to see them, to
-    go on with the next job.
-    """
-
-    @functools.wraps(task)
-    def telling(config: DictConfig) -> object:
-        hydra, directory = HydraConfig.get(), output_directory()
-        multirun = hydra.mode == RunMode.MULTIRUN
-        if multirun:
-            LOG.info("%s", sweep.job_line(read_sweep(directory.parent), hydra.job.num))
-        (directory / FAILURE).unlink(missing_ok=True)
-        try:
-            return task(config)
-        except Exception as error:
-            refused = of_the_machine(error) or error
-            known = isinstance(refused, SdQuantError)
-            reason, code = (str(refused), refused.exit_code) if known else (f"it crashed: {error!r}", 1)
-            with suppress(OSError, ResourceError):  # the disk may be full
-                write_json(directory / FAILURE, {"status": "failed", "reason": reason, "exit_code": code})
-            crashed_in_sweep = multirun and not known  # of a single run Hydra shows the traceback
-            LOG.error("%s", reason, exc_info=error if crashed_in_sweep else None)
-            if crashed_in_sweep:
-                raise SdQuantError(reason) from error  # not every exception survives the way from another process
-            if multirun and refused is not error:
-                raise refused from error
-            if multirun or not known:
-                raise
-            sys.exit(fail(reason, code))
-
-    return telling
-
-
-def run_sweep(main: Callable[[], object], job: type, config_name: str, overrides: list[str]) -> int:
-    """All jobs, by Hydra, and then the report, whatever became of them. Returns the exit code."""
-    with composing(config_name):
-        plan, name = sweep.plan_of(config_name, overrides, lambda config: dataclasses.asdict(checked(job, config)))
-        given = any(override.startswith("hydra.sweep.dir=") for override in overrides)
-        directory = anchored(sweep.plain_config(config_name, overrides).hydra.sweep.dir if given else SWEEPS / name)
-    plan["command"] = ["python", Path(sys.argv[0]).name, *sys.argv[1:]]
-    check_writable(directory, "hydra.sweep.dir")
-    with sweep.opened(directory, plan):
-        print(sweep.start_line(read_sweep(directory)), flush=True)
-        sys.argv.append("hydra.sweep.dir='{}'".format(str(directory).replace("'", r"\'")))  # jobs may work elsewhere
-        cancelled, ended_with = False, None
-        try:
-            main()
-        except KeyboardInterrupt:
-            cancelled = True
-        except Exception as error:  # of the first job that failed, as every job has left its own; or the launcher's
-            LOG.debug("the sweep ended early", exc_info=error)
-            ended_with = error
-        from sd_quant.report.rebuild import rebuild
-
-        print(f"report: {rebuild(directory)}", flush=True)
-        found = read_sweep(directory)
-    if cancelled:
-        return fail("cancelled; what was finished is kept, and the same command goes on", CANCELLED)
-    code, sentence = sweep.outcome(found, ended_with)
-    return fail(sentence, code) if code else 0
-
-
-def run(main: Callable[[], object], job: type, config_name: str) -> None:
-    """Run a Hydra entrypoint and exit with the code that its outcome has. Commands work from any directory."""
-    os.chdir(REPOSITORY)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what a scheduler sends ends a job as Ctrl-C does
-    logging.raiseExceptions = False  # else a full disk is told at every line of the log
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise errors to here instead of printing a traceback
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it misses torchvision in every run, which nothing needs
-    arguments = get_args_parser().parse_args()
-    shows = arguments.help or arguments.hydra_help or arguments.cfg or arguments.info or arguments.shell_completion
-    try:
-        if shows:
-            main()
-            return
-        with composing(config_name):
-            sweeps = sweep.is_sweep(config_name, arguments.overrides, arguments.multirun)
-            if not sweeps:
-                check_command(job, config_name, arguments.overrides)
-        if sweeps:
-            sys.exit(run_sweep(main, job, config_name, arguments.overrides))
-        main()
-    except SdQuantError as error:
-        sys.exit(fail(str(error), error.exit_code))
-    except (HydraException, OmegaConfBaseException) as error:
-        refused = refusal(error, config_name)
-        sys.exit(fail(str(refused), refused.exit_code))
-    except (OSError, MemoryError) as error:  # of Hydra's own files, and of a sweep's
-        if (fault := of_the_machine(error)) is None:
-            raise
-        sys.exit(fail(str(fault), fault.exit_code))
-    except KeyboardInterrupt:
-        sys.exit(fail("cancelled; what was finished is kept, and the same command starts again", CANCELLED))
+def knobs_of(node: DictConfig, prefix: str = "") -> list[str]:
+    """Full names of all knobs of a composed configuration."""
+    names = []
+    for name in map(str, node):
+        names.append(f"{prefix}{name}")
+        child = node._get_node(name)
+        if isinstance(child, DictConfig):
+            names += knobs_of(child, f"{prefix}{name}.")
+    return names

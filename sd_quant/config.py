@@ -1,44 +1,38 @@
 """Every knob, typed and checked before anything heavy is imported (no torch here).
 
-Hydra composes YAML into a plain mapping; ``sd_quant.knobs.read`` turns that into these dataclasses. They refuse what
-they do not know, so a knob added with ``+`` is never misspelt in silence. Relative paths are taken from the repository.
+Hydra composes YAML into a plain mapping; ``sd_quant.knobs.read`` turns that into the jobs below, each a dataclass of
+sections. Every knob is stated once, at its field; what knobs have to do with one another is checked by the functions
+named ``check_...``, and by ``check_files`` of a job what can be said of files without loading them. Relative paths are
+taken from the repository.
 """
 
 import dataclasses
-import importlib.util
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import yaml
 
 from sd_quant.calibration.prompts import draw_prompts, is_table, read_prompts
 from sd_quant.checkpoints.archive import is_gzipped, open_members
-from sd_quant.errors import ArtifactError, ConfigError, ResourceError
-from sd_quant.knobs import check, check_at_least, check_choice, read
+from sd_quant.engines import PLAN_BUILDERS, RUNTIMES, check_installed
+from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.knobs import Called, Limit, at_least, check, one_of, read
 from sd_quant.models import FAMILIES
-from sd_quant.quantization.levels import LEAST_CAPABILITY, QUANT_LEVELS, RANGED, Enable, formats_used
+from sd_quant.quantization.formats import FORMATS, min_compute_capability
+from sd_quant.quantization.observers import OBSERVERS
+from sd_quant.quantization.recipe import ALPHA, Enable, Recipe, formats_used
+from sd_quant.trackers import TRACKERS
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-OBSERVERS = ("min_max", "percentile", "histogram", "entropy", "mse")
-COLLECT_METHODS = ("global_min", "min-max", "min-mean", "mean-max", "default")
+CONF = REPOSITORY / "conf"
 RTX_TARGETS = ("SM75", "SM80", "SM86", "SM89", "SM120", "SM121")  # of TensorRT for RTX 1.7
-NATIVE_ENGINES = ("torch_native", "torch_compiled")  # they compute what quantize.py has derived, and read no file
-TORCH_ENGINES = ("torch", *NATIVE_ENGINES)
-CPU_ENGINES = ("openvino", "onnxruntime")
-ENGINE_NAMES = (*CPU_ENGINES, "tensorrt", "tensorrt_rtx", *TORCH_ENGINES)
-PRECISION_NAMES = ("auto", "fp32", "fp16", "bf16")
 USUAL_TARGETS = ("SM89", "SM120")
 PART_NAMES = ("unet_xl", "vae", "clip1", "clip2")  # of files that no run tells of
 
-
-def check_seed(knob: str, seed: int) -> None:
-    check(0 <= seed < 2**32, knob, seed, "a whole number from 0 to 2^32 - 1")
-
-
-def check_picture(group: str, width: int, height: int) -> None:
-    for axis, size in (("width", width), ("height", height)):
-        check(64 <= size <= 4096 and size % 64 == 0, f"{group}.{axis}", size, "a multiple of 64 from 64 to 4096")
+SIDE = Limit(lambda pixels: 64 <= pixels <= 4096 and pixels % 64 == 0, "a multiple of 64 from 64 to 4096")
+SEED = Limit(lambda seed: 0 <= seed < 2**32, "a whole number from 0 to 2^32 - 1")
 
 
 def anchored(path: str | Path) -> Path:
@@ -48,166 +42,142 @@ def anchored(path: str | Path) -> Path:
 
 @dataclass(slots=True)
 class Model:
-    """The checkpoint and what belongs to it.
+    """The checkpoint and what belongs to it."""
 
-    ``parts`` are the networks that are exported, ``io`` whose names the denoiser's inputs have, null for those of the
-    checkpoint's kind, ``max_sequence_length`` the longest text that a T5 reads, null for the family's own, and
-    ``recommended`` what other knobs are by default.
-    """
-
-    family: str
-    path: str
-    parts: list[str]
-    io: str | None
-    max_sequence_length: int | None
-    calibration_prompts: str
-    prompts: str
-    width: int
-    height: int
-    recommended: dict[str, float | int]
+    family: Annotated[str, one_of(lambda: sorted(FAMILIES)), "the model's family"]
+    path: Annotated[str, "the checkpoint: a file or a folder"]
+    parts: Annotated[list[str], "the networks that are exported"]
+    io: Annotated[
+        str | None,
+        Called("export.io"),
+        one_of(["nemo", "diffusers"]),
+        "whose names the inputs of SDXL's UNet have; null: those of the checkpoint's kind",
+    ]
+    max_sequence_length: Annotated[
+        int | None, at_least(1), "tokens of the longest text that a T5 reads; null: the family's own"
+    ]
+    calibration_prompts: Annotated[str, "a text file with a prompt a line, or a table of captions"]
+    prompts: Annotated[str, "a text file with the prompts of the images that are compared"]
+    width: Annotated[int, SIDE, "pixels across a calibration image, and across the others by default"]
+    height: Annotated[int, SIDE, "pixels down the same images"]
+    recommended: Annotated[dict[str, float | int], "what other knobs are by default"]
 
     def __post_init__(self):
-        check_choice("model.family", self.family, sorted(FAMILIES))
-        if self.io is not None:
-            check_choice("export.io", self.io, ("nemo", "diffusers"))
-            fits = self.io == "diffusers" or self.family == "sdxl"
-            check(fits, "export.io", self.io, f"diffusers or null, because NeMo has no names for {self.family}")
-        if self.max_sequence_length is not None:
-            check_at_least("model.max_sequence_length", self.max_sequence_length, 1)
-        check_picture("model", self.width, self.height)
+        fits = self.io in (None, "diffusers") or self.family == "sdxl"
+        check(fits, "export.io", self.io, f"diffusers or null, because NeMo has no names for {self.family}")
 
 
 def preset_names() -> list[str]:
-    return sorted(path.stem for path in (REPOSITORY / "conf" / "quantize").glob("*.yaml"))
+    return sorted(path.stem for path in (CONF / "quantize").glob("*.yaml"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantize(Recipe):
+    """NeMo's ``quantize`` section, with its names and defaults: the recipe, and what it is derived from."""
+
+    exp_name: Annotated[str, "a label, which stands in the record"]
+    format: Annotated[str, one_of(preset_names), "what tables call the recipe: the name of its preset"]
+    exclude: Annotated[dict[str, list[str]], "patterns of layers that stay in high precision, by model family"]
+    keep: Annotated[
+        int | float,
+        Called("keep"),
+        Limit(
+            lambda keep: keep >= 0 if isinstance(keep, int) else 0 <= keep < 1,
+            "a number of layers or a fraction below 1: keeping all would quantize nothing",
+        ),
+        "the most sensitive layers, which stay in fp16",
+    ]
+    n_steps: Annotated[int, at_least(1), "denoising steps of a calibration image"]
+    calib_size: Annotated[int, at_least(1), "prompts to calibrate on"]
+    calibration: Annotated[
+        str | None, "a file or folder of statistics that were collected elsewhere; null: they are collected here"
+    ]
+    seed: Annotated[int, SEED, "random seed of the calibration images, and of the draw from a table of captions"]
+    snapshots: Annotated[
+        list[int],
+        Limit(lambda sizes: all(size > 0 for size in sizes), "numbers of prompts"),
+        "after how many prompts statistics are kept, for other calib_sizes to start from",
+    ]
+    accelerator: Annotated[str, one_of(["auto", "cpu", "cuda"]), "where calibration runs"]
+    devices: Annotated[int, at_least(1), "processes, or GPUs, that share the prompts"]
+
+
+def check_recipe(quantize: Quantize) -> None:
+    """Raises ConfigError when the knobs of a recipe do not fit together, or one is given that it ignores."""
+    steps, share, observer = quantize.n_steps, quantize.percentile, quantize.observer
+    check_format(quantize.format, quantize.enable)
+    check_enabled(quantize)
+    expected = f"at least {1 / steps:g}, one of the {steps} steps, because it selects no step"
+    check(int(steps * share) > 0, "percentile", share, expected)
+    if quantize.smoothing == "none":
+        check(quantize.alpha is None, "alpha", quantize.alpha, f"null, because {quantize.format} smooths nothing")
+    else:
+        check(quantize.alpha is not None, "alpha", None, str(ALPHA))
+    expected = "99.99, because only quantize.observer=percentile heeds it"
+    heeded = observer == "percentile" or quantize.observer_percentile == 99.99
+    check(heeded, "quantize.observer_percentile", quantize.observer_percentile, expected)
+    expected = f"1 with quantize.observer={observer}, which takes no range from the steps"
+    check(observer == "min_max" or share == 1, "percentile", share, expected)
 
 
 def check_format(name: str, enable: Enable) -> None:
-    """``name`` is what tables call the recipe, so it is that of the preset which quantizes this."""
-    check_choice("quantize.format", name, preset_names())
-    preset = yaml.safe_load((REPOSITORY / "conf" / "quantize" / f"{name}.yaml").read_text(encoding="utf-8"))
+    """Raises ConfigError unless ``name``, which tables call the recipe by, is the preset that enables this."""
+    preset = yaml.safe_load((CONF / "quantize" / f"{name}.yaml").read_text(encoding="utf-8"))
     expected = "the name of the preset that enables what is enabled; choose it with quantize=<preset>, or write one"
     check(dataclasses.asdict(enable) == preset["enable"], "quantize.format", name, expected)
 
 
-def check_enabled(quantize: "Quantize") -> None:
-    """What is enabled fits together, and no knob is given that it ignores."""
-    enable, label = quantize.enable, quantize.format
-    for kind, pair in (("conv", enable.conv), ("linear", enable.linear)):
-        check_choice(f"quantize.enable.{kind}.weight", pair.weight, LEAST_CAPABILITY)
-        if pair.activation is not None:
-            choices = RANGED if kind == "conv" else tuple(LEAST_CAPABILITY)  # blocks lie along a linear's input
-            check_choice(f"quantize.enable.{kind}.activation", pair.activation, choices)
-    if enable.attention is not None:
-        check_choice("quantize.enable.attention", enable.attention, ("fp8",))
+def check_enabled(quantize: Quantize) -> None:
+    """Raises ConfigError when formats are enabled that do not go together, or with knobs that they ignore."""
+    enable, label, observer = quantize.enable, quantize.format, quantize.observer
+    static = [name for name, fmt in FORMATS.items() if fmt.static_scale]
+    if enable.conv.activation is not None:  # blocks lie along a linear's input
+        one_of(static).check("quantize.enable.conv.activation", enable.conv.activation)
     expected = f"at most 3, because {label} has no format for attention's matrix products; quantize=fp8 has"
     check(quantize.quant_level < 4 or enable.attention is not None, "quant_level", quantize.quant_level, expected)
-    ranged = any(pair.weight in RANGED for pair in (enable.conv, enable.linear))
     expected = f"false, because {label} has scales per block"
-    check(ranged or not quantize.per_channel, "quantize.per_channel", True, expected)
-    expected = "0, a number of singular directions, or a fraction below 1 of a layer's shorter side"
-    fits = quantize.rank >= 0 if isinstance(quantize.rank, int) else 0 < quantize.rank < 1
-    check(fits, "quantize.rank", quantize.rank, expected)
-    inputs = {pair.activation for pair in (enable.conv, enable.linear)} - {None}
-    expected = f"min_max or percentile, because {label} has no equal levels for it to judge by"
-    judged = inputs <= {"int8"} or quantize.observer != "entropy"
-    judged = judged and ("nvfp4" not in inputs or quantize.observer in ("min_max", "percentile"))
-    check(judged, "quantize.observer", quantize.observer, expected)
+    fits = not quantize.per_channel or enable.conv.weight in static or enable.linear.weight in static
+    check(fits, "quantize.per_channel", quantize.per_channel, expected)
     if enable.conv.activation is None:
-        because, method = f"because {label} leaves the inputs of convolutions alone", quantize.collect_method
+        because = f"because {label} leaves the inputs of convolutions alone"
         check(quantize.percentile == 1, "percentile", quantize.percentile, f"1, {because}")
-        check(method == "mean-max", "collect_method", method, f"mean-max, {because}")
-        if enable.linear.activation not in RANGED and enable.linear.activation != "nvfp4":
-            expected = f"min_max, because no input that {label} quantizes has a range"
-            check(quantize.observer == "min_max", "quantize.observer", quantize.observer, expected)
-
-
-@dataclass(slots=True)
-class Quantize:
-    """NeMo's ``quantize`` section, with its names and defaults, and what NeMo does not have."""
-
-    exp_name: str
-    n_steps: int
-    format: str
-    percentile: float
-    collect_method: str
-    batch_size: int
-    calib_size: int
-    calibration: str | None
-    quant_level: float
-    seed: int
-    enable: Enable
-    exclude: dict[str, list[str]]
-    per_channel: bool
-    smoothing: str
-    alpha: float | str | None
-    rank: int | float
-    observer: str
-    observer_percentile: float
-    percentile_calibrator: str
-    keep: int | float
-    snapshots: list[int]
-    accelerator: str
-    devices: int
-
-    def __post_init__(self):
-        check_format(self.format, self.enable)
-        check_choice("quant_level", self.quant_level, QUANT_LEVELS)
-        check_enabled(self)
-        check(0 < self.percentile <= 1, "percentile", self.percentile, "a number above 0 and up to 1")
-        check_choice("collect_method", self.collect_method, COLLECT_METHODS)
-        for knob in ("n_steps", "batch_size", "calib_size", "devices"):
-            check_at_least(f"quantize.{knob}", getattr(self, knob), 1)
-        expected = f"at least {1 / self.n_steps:g}, one of the {self.n_steps} steps, because it selects no step"
-        check(int(self.n_steps * self.percentile) > 0, "percentile", self.percentile, expected)
-        check_seed("quantize.seed", self.seed)
-        check_choice("smoothing", self.smoothing, ("folded", "modelopt", "none"))
-        if self.smoothing == "none":
-            check(self.alpha is None, "alpha", self.alpha, f"null, because {self.format} smooths nothing")
-        else:
-            fits = self.alpha == "auto" or (isinstance(self.alpha, float) and 0 <= self.alpha <= 1)
-            check(fits, "alpha", self.alpha, "a number from 0 to 1, or auto")
-        check_choice("quantize.observer", self.observer, OBSERVERS)
-        check(0 < self.observer_percentile <= 100, "quantize.observer_percentile", self.observer_percentile,
-              "above 0 and up to 100")  # fmt: skip
-        expected = "99.99, because only quantize.observer=percentile heeds it"
-        heeded = self.observer == "percentile" or self.observer_percentile == 99.99
-        check(heeded, "quantize.observer_percentile", self.observer_percentile, expected)
-        check_choice("quantize.percentile_calibrator", self.percentile_calibrator, ("corrected", "modelopt"))
-        ignored = self.observer != "min_max" and self.percentile != 1
-        expected = f"1 with quantize.observer={self.observer}, which takes no range from the steps"
-        check(not ignored, "percentile", self.percentile, expected)
-        fits = self.keep >= 0 if isinstance(self.keep, int) else 0 <= self.keep < 1
-        check(fits, "keep", self.keep, "a number of layers or a fraction below 1: keeping all would quantize nothing")
-        check(all(size > 0 for size in self.snapshots), "quantize.snapshots", self.snapshots, "numbers of prompts")
-        check_choice("quantize.accelerator", self.accelerator, ("auto", "cpu", "cuda"))
+        check(quantize.collect_method == "mean-max", "collect_method", quantize.collect_method, f"mean-max, {because}")
+    formats = [FORMATS[name] for name in (enable.conv.activation, enable.linear.activation) if name is not None]
+    inputs = [fmt for fmt in formats if fmt.needs_amax]
+    expected = f"min_max, because no input that {label} quantizes has a range"
+    check(bool(inputs) or observer == "min_max", "quantize.observer", observer, expected)
+    judging = [name for name, row in OBSERVERS.items() if all(map(row.judges, inputs))]
+    expected = f"{' or '.join(judging)}, because {label} has no equal levels for it to judge by"
+    check(observer in judging, "quantize.observer", observer, expected)
 
 
 @dataclass(slots=True)
 class Trt:
-    """How plans are built. ``library`` none builds no plan, auto takes tensorrt on a GPU and tensorrt_rtx elsewhere.
+    """How plans are built."""
 
-    ``timing_cache`` is the folder in which TensorRT's measurements of this GPU are kept for the next build.
-    """
-
-    library: str
-    targets: list[str] | None
-    static_batch: bool
-    min_batch_size: int
-    max_batch_size: int
-    optimization_level: int | None
-    workspace_gib: float | None
-    timing_cache: str | None
+    library: Annotated[
+        str,
+        one_of(["auto", *PLAN_BUILDERS, "none"]),
+        "what builds plans: auto is tensorrt where it and a GPU are there, else tensorrt_rtx; none builds no plans",
+    ]
+    targets: Annotated[
+        list[str] | None,
+        one_of(RTX_TARGETS, each=True),
+        f"what TensorRT for RTX builds for; null: {' and '.join(USUAL_TARGETS)} if they have the formats; []: this GPU",
+    ]
+    static_batch: Annotated[bool, "plans take batches of infer.batch_size only"]
+    min_batch_size: Annotated[int, at_least(1), "images of the smallest batch of a plan"]
+    max_batch_size: Annotated[int, at_least(1), "images of the largest batch; guidance doubles it for the denoiser"]
+    optimization_level: Annotated[int | None, one_of(range(6)), "TensorRT's own; null: the library's default"]
+    workspace_gib: Annotated[
+        float | None, Limit(lambda gib: gib > 0, "more than 0"), "memory that the builder may use; null: its default"
+    ]
+    timing_cache: Annotated[
+        str | None, "folder of TensorRT's measurements of this GPU, for the next build; null: measure again"
+    ]
 
     def __post_init__(self):
-        check_choice("trt.library", self.library, ("auto", "tensorrt", "tensorrt_rtx", "none"))
-        for target in self.targets or []:
-            check_choice("trt.targets", target, RTX_TARGETS)
-        check_at_least("trt.min_batch_size", self.min_batch_size, 1)
-        check_at_least("trt.max_batch_size", self.max_batch_size, self.min_batch_size)
-        if self.optimization_level is not None:
-            check_choice("trt.optimization_level", self.optimization_level, range(6))
-        if self.workspace_gib is not None:
-            check(self.workspace_gib > 0, "trt.workspace_gib", self.workspace_gib, "more than 0")
+        at_least(self.min_batch_size).check("trt.max_batch_size", self.max_batch_size)
 
 
 def targets_for(trt: Trt, formats: set[str]) -> list[str]:
@@ -215,7 +185,7 @@ def targets_for(trt: Trt, formats: set[str]) -> list[str]:
 
     Raises ConfigError when one that was asked for has not.
     """
-    least = max((LEAST_CAPABILITY[name] for name in formats), default=0)
+    least = min_compute_capability(formats)
     able = [target for target in RTX_TARGETS if int(target.removeprefix("SM")) >= least]
     for target in trt.targets or []:
         expected = f"one of {', '.join(able)}, because older ones have no {' or '.join(sorted(formats))}"
@@ -225,53 +195,42 @@ def targets_for(trt: Trt, formats: set[str]) -> list[str]:
 
 @dataclass(slots=True)
 class ExportShape:
-    """NeMo's ``infer`` section of an export: where the plans go and the pictures that they are tuned for."""
+    """NeMo's ``infer`` section of an export."""
 
-    out_path: str | None
-    width: int
-    height: int
-    batch_size: int
-
-    def __post_init__(self):
-        check_picture("infer", self.width, self.height)
-        check_at_least("infer.batch_size", self.batch_size, 1)
+    out_path: Annotated[str | None, "folder that gets plan/<part>.plan; null: this command's own"]
+    width: Annotated[int, SIDE, "pixels across the images that plans are tuned for"]
+    height: Annotated[int, SIDE, "pixels down these images"]
+    batch_size: Annotated[int, at_least(1), "images at a time"]
 
 
 @dataclass(slots=True)
 class Infer:
-    """How pictures are made and timed. ``prompts`` is a list or the path of a text file.
+    """How images are made and timed."""
 
-    ``precision`` is what torch computes in wherever it computes, auto is fp32 on a processor and fp16 on a GPU;
-    ``cuda_graph`` replays the engine's calls.
-    """
-
-    engine: str
-    out_path: str | None
-    width: int
-    height: int
-    batch_size: int
-    prompts: list[str] | str
-    num_samples: int
-    steps: int
-    scale: float
-    seed: int
-    num_warmup_runs: int
-    num_timed_runs: int
-    precision: str
-    cuda_graph: bool
-    allow_untrusted_plan: bool
+    engine: Annotated[str, one_of(RUNTIMES), "the runtime that executes the exported networks, or torch itself"]
+    out_path: Annotated[str | None, "folder that gets the images; null: this command's own"]
+    width: Annotated[int, SIDE, "pixels across an image"]
+    height: Annotated[int, SIDE, "pixels down an image"]
+    batch_size: Annotated[int, at_least(1), "images at a time"]
+    prompts: Annotated[list[str] | str, "a list, or a text file with a prompt a line"]
+    num_samples: Annotated[int, at_least(1), "images of a prompt"]
+    steps: Annotated[int, at_least(1), "denoising steps"]
+    scale: Annotated[float, at_least(0), "guidance scale, of the calibration images too"]
+    seed: Annotated[int, SEED, "random seed of the first image; the next has the next"]
+    num_warmup_runs: Annotated[int, at_least(0), "calls before the timed ones"]
+    num_timed_runs: Annotated[int, at_least(1), "calls whose median is the latency"]
+    precision: Annotated[
+        str,
+        one_of(["auto", "fp32", "fp16", "bf16"]),
+        "what torch computes in; auto: fp16 on a GPU, fp32 on a processor",
+    ]
+    cuda_graph: Annotated[bool, "a GPU replays an engine's calls: one launch instead of thousands"]
+    allow_untrusted_plan: Annotated[bool, "load a plan that has no record of its build"]
 
     def __post_init__(self):
-        check_choice("infer.engine", self.engine, ENGINE_NAMES)
-        check_picture("infer", self.width, self.height)
-        for knob in ("batch_size", "num_samples", "steps", "num_timed_runs"):
-            check_at_least(f"infer.{knob}", getattr(self, knob), 1)
-        check_at_least("infer.num_warmup_runs", self.num_warmup_runs, 0)
-        check_at_least("infer.scale", self.scale, 0)
-        check_seed("infer.seed", self.seed)
-        check_choice("infer.precision", self.precision, PRECISION_NAMES)
         expected = f"false, because infer.engine={self.engine} runs on the processor"
-        check(not self.cuda_graph or self.engine not in CPU_ENGINES, "infer.cuda_graph", self.cuda_graph, expected)
+        fits = not self.cuda_graph or RUNTIMES[self.engine].device != "cpu"
+        check(fits, "infer.cuda_graph", self.cuda_graph, expected)
 
     def prompt_list(self) -> list[str]:
         """Every prompt, repeated ``num_samples`` times. Raises ConfigError when there is none."""
@@ -281,23 +240,20 @@ class Infer:
 
 
 @dataclass(slots=True)
-class Shared:
-    """Where what runs share is kept; ``dir`` None keeps nothing."""
+class CacheFolder:
+    """What runs share: statistics, graphs, unquantized parts, their plans, the full-precision images."""
 
-    dir: str | None
-    limit_gb: float
-
-    def __post_init__(self):
-        check_at_least("cache.limit_gb", self.limit_gb, 0)
+    dir: Annotated[str | None, "where it is kept; null: everything is made anew and nothing kept"]
+    limit_gb: Annotated[float, at_least(0), "what was used longest ago goes first above this; statistics stay"]
 
 
 @dataclass(slots=True)
 class Metrics:
-    """Files of networks and references that no package brings; what is not named is not computed."""
+    """Networks and references that no package brings; a score whose files are not named is not computed."""
 
-    clip_weights: str | None
-    fid_weights: str | None
-    fid_references: str | None
+    clip_weights: Annotated[str | None, "for CLIP scores: a folder of transformers' CLIPModel"]
+    fid_weights: Annotated[str | None, "for FID: Inception's weights, as torch-fidelity serves them"]
+    fid_references: Annotated[str | None, "for FID: a folder of photographs, or an .npz with mu and sigma"]
 
     def __post_init__(self):
         both = (self.fid_weights is None) == (self.fid_references is None)
@@ -316,33 +272,18 @@ class QuantizeJob:
     quantize: Quantize
     trt: Trt
     infer: Infer
-    cache: Shared
+    cache: CacheFolder
     metrics: Metrics
-    trackers: list[str]
-    published: str | None
+    trackers: Annotated[list[str], one_of(TRACKERS, each=True), "who is told of a finished run, beside its own record"]
+    published: Annotated[str | None, "file of published latencies, shown beside a sweep's"]
 
     def __post_init__(self):
+        check_recipe(self.quantize)
         check_batch(self.trt, self.infer)
         targets_for(self.trt, set().union(*self.formats().values()))
-        for tracker in self.trackers:
-            check_choice("trackers", tracker, ("mlflow", "tensorboard"))
-        expected = "an engine for the quantized model, such as infer=openvino, because torch is every job's baseline"
-        check(self.infer.engine != "torch", "infer.engine", "torch", expected)
-        if self.infer.engine in NATIVE_ENGINES:
-            pairs = [self.quantize.enable.conv, self.quantize.enable.linear]
-            fits = all(pair.weight in RANGED and pair.activation == pair.weight for pair in pairs)
-            expected = f"another, such as infer=openvino, because torch itself multiplies no {self.quantize.format}"
-            check(fits, "infer.engine", self.infer.engine, expected)
-            expected = f"0, because infer.engine={self.infer.engine} computes no low-rank branch"
-            check(self.quantize.rank == 0, "quantize.rank", self.quantize.rank, expected)
+        check_engine(self.infer.engine, self.quantize, self.trt)
         expected = "null, because a run keeps everything in hydra.run.dir"
         check(self.infer.out_path is None, "infer.out_path", self.infer.out_path, expected)
-        if self.infer.engine.startswith("tensorrt"):
-            fits = self.trt.library in ("auto", self.infer.engine)
-            expected = (
-                f"auto or {self.infer.engine}, because infer.engine={self.infer.engine} runs the plans that it builds"
-            )
-            check(fits, "trt.library", self.trt.library, expected)
 
     def formats(self) -> dict[str, set[str]]:
         return formats_used(self.quantize.enable, self.quantize.quant_level)
@@ -358,7 +299,7 @@ class QuantizeJob:
         return draw_prompts(prompts, size, self.quantize.seed) if is_table(path) else prompts[:size]
 
     def check_files(self) -> None:
-        """Everything that can be refused without loading anything."""
+        """Raises SdQuantError for every file and package that can be refused without loading anything."""
         check_checkpoint(self.model.path)
         if self.quantize.calibration is None:
             self.calibration_prompts()
@@ -371,16 +312,18 @@ class QuantizeJob:
         if self.cache.dir is not None:
             check_writable(anchored(self.cache.dir), "cache.dir", "the cache")
         check_installed(self.infer.engine)
-        if self.trt.library.startswith("tensorrt"):
+        if self.trt.library in PLAN_BUILDERS:
             check_installed(self.trt.library)
+
+
+RUN = Annotated[str | None, "folder of an earlier run, whose files are taken"]
+FILES = Annotated[dict[str, str | None], "the file of a part, instead of the run's"]
 
 
 @dataclass(slots=True)
 class ExportJob:
-    """``run`` is an earlier run's directory; one of ``files``, given for a part, goes before it."""
-
-    run: str | None
-    files: dict[str, str | None]
+    run: RUN
+    files: FILES
     trt: Trt
     infer: ExportShape
 
@@ -390,19 +333,19 @@ class ExportJob:
     def check_files(self) -> None:
         check_parts(self, "onnx")
         check_out_path(self.infer.out_path)
-        if self.trt.library.startswith("tensorrt"):
+        if self.trt.library in PLAN_BUILDERS:
             check_installed(self.trt.library)
 
 
 @dataclass(slots=True)
 class InferJob:
-    run: str | None
-    files: dict[str, str | None]
+    run: RUN
+    files: FILES
     model: Model
     infer: Infer
 
     def __post_init__(self):
-        fits = self.infer.engine != "torch_native"
+        fits = RUNTIMES[self.infer.engine].unquantized
         expected = "another, because this one computes what quantize.py derives and reads no file"
         check(fits, "infer.engine", self.infer.engine, expected)
 
@@ -411,8 +354,8 @@ class InferJob:
         check_checkpoint(self.model.path)
         check_out_path(self.infer.out_path)
         check_installed(self.infer.engine)
-        if self.infer.engine not in TORCH_ENGINES:
-            check_parts(self, "plan" if self.infer.engine.startswith("tensorrt") else "onnx")
+        if kind := RUNTIMES[self.infer.engine].file:
+            check_parts(self, kind)
 
 
 def run_model(run: str) -> dict | None:
@@ -430,14 +373,32 @@ def run_model(run: str) -> dict | None:
     return dataclasses.asdict(read(Model, model, "model."))
 
 
+def check_engine(engine: str, quantize: Quantize, trt: Trt) -> None:
+    """Raises ConfigError unless ``engine`` can compute what ``quantize`` derives, from what ``trt`` builds."""
+    runtime = RUNTIMES[engine]
+    expected = "an engine for the quantized model, such as infer=openvino, because torch is every job's baseline"
+    check(runtime.quantized, "infer.engine", engine, expected)
+    if runtime.file is None:
+        pairs = (quantize.enable.conv, quantize.enable.linear)
+        fits = all(FORMATS[pair.weight].torch_compute_capability and pair.activation == pair.weight for pair in pairs)
+        expected = f"another, such as infer=openvino, because torch itself multiplies no {quantize.format}"
+        check(fits, "infer.engine", engine, expected)
+        expected = f"0, because infer.engine={engine} computes no low-rank branch"
+        check(quantize.rank == 0, "quantize.rank", quantize.rank, expected)
+    if runtime.file == "plan":
+        expected = f"auto or {engine}, because infer.engine={engine} runs the plans that it builds"
+        check(trt.library in ("auto", engine), "trt.library", trt.library, expected)
+
+
 def check_batch(trt: Trt, infer: Infer | ExportShape) -> None:
+    """Raises ConfigError unless the plans that are built take batches of ``infer.batch_size``."""
     fits = trt.library == "none" or trt.min_batch_size <= infer.batch_size <= trt.max_batch_size
     expected = f"from trt.min_batch_size={trt.min_batch_size} to trt.max_batch_size={trt.max_batch_size}"
     check(fits, "infer.batch_size", infer.batch_size, expected)
 
 
 def check_checkpoint(path: str) -> None:
-    """It is there and its archive is whole; its weights are the job's to check, and so is a gzipped archive."""
+    """Raises SdQuantError unless the checkpoint is there and its archive whole; the job checks weights and gzip."""
     if not anchored(path).exists():
         raise ConfigError(
             f"model.path names {path}, which does not exist; give the path of an existing file or folder: nothing is "
@@ -448,21 +409,10 @@ def check_checkpoint(path: str) -> None:
 
 
 def check_calibration(path: str) -> None:
-    """Something is there; whether its statistics fit is the job's to check."""
+    """Raises ConfigError unless something is there; the job checks whether its statistics fit."""
     if not anchored(path).exists():
         raise ConfigError(
             f"calibration names {path}, which does not exist; give a statistics file or a folder of them, as a run logs"
-        )
-
-
-def check_installed(module: str) -> None:
-    """Raises ResourceError when the package of an engine or a plan builder is missing."""
-    module = "torch" if module in TORCH_ENGINES else module
-    if importlib.util.find_spec(module) is None:
-        extra = {"tensorrt_rtx": "rtx"}.get(module, module)
-        raise ResourceError(
-            f"the package {module} is not installed, which this job needs; "
-            f"pip install -e '.[{extra}]', or choose another infer= or export_trt="
         )
 
 
@@ -472,7 +422,7 @@ def artifact(run: Path, kind: str, part: str) -> Path:
 
 
 def part_names(job: ExportJob | InferJob) -> list[str]:
-    """Those of the model, of the run's model, or of the files that are given."""
+    """The parts of the model, of the run's model, or else those that files are given for."""
     if isinstance(job, InferJob):
         return job.model.parts
     model = run_model(job.run) if job.run else None
@@ -494,6 +444,7 @@ def part_paths(job: ExportJob | InferJob, kind: str) -> dict[str, Path]:
 
 
 def check_parts(job: ExportJob | InferJob, kind: str) -> None:
+    """Raises ConfigError for a part without a file: infer.py needs all of the model's, export_trt.py one at least."""
     paths = part_paths(job, kind)
     missing = [part for part in part_names(job) if part not in paths]
     if missing and (isinstance(job, InferJob) or not paths):
@@ -519,7 +470,7 @@ def check_out_path(path: str | None) -> None:
 
 
 def check_writable(directory: Path, knob: str = "hydra.run.dir", what: str = "the output directory") -> None:
-    """The directory that ``knob`` names can be made. Raises ConfigError otherwise; makes nothing."""
+    """Raises ConfigError unless ``directory``, which ``knob`` names, can be made; makes nothing."""
     parent = directory.absolute()
     while not os.path.lexists(parent):
         parent = parent.parent

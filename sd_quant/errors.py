@@ -8,6 +8,8 @@ import re
 import sys
 from collections.abc import Callable
 
+from sd_quant.text import escaped, one_line
+
 CANCELLED = 130
 FULL = (errno.ENOSPC, errno.EDQUOT)
 FULL_WORDS = re.compile(r"no space left|os error 28\b|disk quota exceeded", re.IGNORECASE)
@@ -21,7 +23,7 @@ class SdQuantError(Exception):
     exit_code = 1
 
     def __init__(self, sentence: object):
-        line = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in str(sentence))
+        line = escaped(sentence)
         super().__init__(line if len(line) <= LONGEST else f"{line[: LONGEST - 401]}…{line[-400:]}")
 
 
@@ -64,7 +66,7 @@ def of_the_machine(error: BaseException) -> ResourceError | None:
             return ResourceError(f"the disk is full{where}{could_not}; free some space and rerun")
         if isinstance(found, MemoryError) or MEMORY_WORDS.search(str(found)):
             return ResourceError(
-                f"out of memory{where} ({' '.join(str(found).split())[:200] or type(found).__name__}); lower "
+                f"out of memory{where} ({one_line(found, 200) or type(found).__name__}); lower "
                 "quantize.batch_size, infer.batch_size or infer.width and infer.height, or take a larger machine"
             )
     return None

@@ -17,23 +17,28 @@ TEMPORARY = ".unfinished-"
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """A temporary path beside ``path``, renamed to it when the block ends well and removed when it does not.
+    """Yields a temporary path beside ``path``, renamed to it when the block ends well and removed when it does not.
 
-    Raises ResourceError when the disk is full.
+    The block writes a file there, or a folder. Raises ResourceError when the disk is full.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         yield temporary
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
+        for entry in (temporary, *temporary.rglob("*")):
+            if entry.is_file():
+                with entry.open("rb") as file:
+                    os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
         if error.errno in FULL:
             raise ResourceError(f"the disk is full: {path} could not be written; free some space and rerun") from error
         raise
     finally:
-        temporary.unlink(missing_ok=True)
+        if temporary.is_dir():
+            shutil.rmtree(temporary, ignore_errors=True)
+        else:
+            temporary.unlink(missing_ok=True)
 
 
 def temporary_folder(directory: Path) -> TemporaryDirectory:
@@ -81,10 +86,3 @@ def sha256(path: Path) -> str:
 def digest(*texts: str) -> str:
     """SHA-256 of texts, told apart."""
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
-
-
-def source_digest(*folders: str) -> str:
-    """Of the Python files in these folders of the package: code that collects otherwise has other entries."""
-    package = Path(__file__).resolve().parent
-    files = sorted(file for folder in folders for file in (package / folder).glob("*.py"))
-    return digest(*(file.read_text(encoding="utf-8") for file in files))

@@ -1,6 +1,14 @@
-"""A plain mapping as a typed dataclass: unknown names, missing values and wrong types are refused by the knob's name.
+"""Knobs: each is stated once, at its field, and a plain mapping of them is read and checked by that statement.
 
-Not taken: OmegaConf's structured configs, which report a wrong knob in several lines and a type of their own.
+A field's annotation holds the type, what limits the value, and the meaning, which ``--help`` prints:
+
+    n_steps: Annotated[int, at_least(1), "denoising steps of a calibration image"]
+
+A value that does not fit is refused in one sentence that begins with the knob's full name.
+
+Roads not taken: pydantic, whose errors a table as long as ``read_value`` would have to translate into these sentences
+(strict types, unions and unknown names each have their own), and which takes longer to import than everything that
+``--help`` needs; OmegaConf's structured configs, which report a wrong knob in several lines and a type of their own.
 """
 
 import dataclasses
@@ -9,7 +17,9 @@ import math
 import reprlib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 from sd_quant.errors import ConfigError
 
@@ -18,47 +28,105 @@ BOUNDED = reprlib.Repr()
 BOUNDED.maxlevel, BOUNDED.maxlist, BOUNDED.maxdict = 3, 20, 10
 BOUNDED.maxstring = BOUNDED.maxlong = BOUNDED.maxother = 200
 
+TYPE_NAMES = {
+    float: "a number",
+    int: "a whole number",
+    str: "text",
+    bool: "true or false",
+    types.NoneType: "null",
+    list[str]: "a list of texts",
+    list[int]: "a list of whole numbers",
+}
 
-def check(holds: bool, knob: str, found: object, expected: str) -> None:
+
+@dataclass(frozen=True)
+class Limit:
+    """What a value has to be beyond its type. Null, where the type allows it, is never limited."""
+
+    holds: Callable[[Any], bool]
+    expected: str | Callable[[], str]  # how a refusal puts it
+    each: bool = False  # of the items of a list, one by one
+
+    def __str__(self) -> str:
+        return self.expected if isinstance(self.expected, str) else self.expected()
+
+    def check(self, knob: str, value: object) -> None:
+        """Raises ConfigError when ``value``, or one of its items, is not within the limit."""
+        for item in value if self.each else [value]:
+            check(self.holds(item), knob, item, str(self))
+
+
+@dataclass(frozen=True)
+class Called:
+    """The name of a knob on the command line where it is not its field's: a shorthand such as ``alpha``."""
+
+    name: str
+
+
+def at_least(least: float) -> Limit:
+    return Limit(lambda value: value >= least, f"at least {least}")
+
+
+def one_of(choices: Collection | Callable[[], Collection], each: bool = False) -> Limit:
+    """``choices`` are looked at when a value is checked, because a table may have got another row by then."""
+    known = choices if callable(choices) else lambda: choices
+
+    def expected() -> str:
+        return "one of " + ", ".join(f"{choice:g}" if isinstance(choice, float) else str(choice) for choice in known())
+
+    return Limit(lambda value: value in known(), expected, each)
+
+
+def check(holds: bool, knob: str, value: object, expected: str) -> None:
+    """Raises ConfigError with what ``knob`` is and what was expected, unless ``holds``."""
     if not holds:
-        raise ConfigError(f"{knob} is {found}, expected {expected}")
+        raise ConfigError(f"{knob} is {value}, expected {expected}")
 
 
-def check_choice(knob: str, found: object, choices) -> None:
-    known = ", ".join(f"{choice:g}" if isinstance(choice, float) else str(choice) for choice in choices)
-    check(found in choices, knob, found, f"one of {known}")
-
-
-def check_at_least(knob: str, found: int | float, least: int | float) -> None:
-    check(found >= least, knob, found, f"at least {least}")
-
-
-def near(name: str, known) -> str:
-    """``; did you mean ...`` for a misspelt name, or the names that exist."""
+def near(name: str, known: Collection[str]) -> str:
+    """``did you mean ...?`` for a misspelt name, or the names that exist."""
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     return f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(sorted(known))}"
 
 
+def fields_of(job: type) -> dict[str, tuple[Any, list]]:
+    """Name to type and to what else the annotation states, of every field of a dataclass."""
+    hints = typing.get_type_hints(job, include_extras=True)
+    split = {
+        name: typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,) for name, hint in hints.items()
+    }
+    return {field.name: (split[field.name][0], list(split[field.name][1:])) for field in dataclasses.fields(job)}
+
+
 def read(job: type, mapping: Mapping, path: str = ""):
-    """``mapping`` as a dataclass, every type checked. Raises ConfigError with the knob's full name."""
-    hints = typing.get_type_hints(job)
-    known = {field.name: hints[field.name] for field in dataclasses.fields(job)}
+    """``mapping`` as the dataclass ``job``, every type and limit checked; ``path`` goes before the knobs' names.
+
+    Raises ConfigError for a wrong value, an unknown name and a missing one.
+    """
+    fields = fields_of(job)
     for name in mapping:
-        if name not in known:
-            raise ConfigError(f"there is no knob {path}{name}; {near(str(name), known)}")
-    for name in known:
+        if name not in fields:
+            raise ConfigError(f"there is no knob {path}{name}; {near(str(name), fields)}")
+    for name in fields:
         if name not in mapping:
             raise ConfigError(f"the knob {path}{name} is missing; give it a value")
-    return job(**{name: read_value(hint, mapping[name], path + name) for name, hint in known.items()})
+    values = {}
+    for name, (kind, stated) in fields.items():
+        values[name] = value = read_value(kind, mapping[name], path + name)
+        called = next((entry.name for entry in stated if isinstance(entry, Called)), path + name)
+        for limit in stated:
+            if isinstance(limit, Limit) and value is not None:
+                limit.check(called, value)
+    return job(**values)
 
 
-def read_value(hint, value: object, knob: str):
-    if dataclasses.is_dataclass(hint):
+def read_value(kind, value: object, knob: str):
+    """``value`` as ``kind``: a whole number becomes a float where one is expected, nothing else is converted."""
+    if dataclasses.is_dataclass(kind):
         if not isinstance(value, Mapping):
             raise ConfigError(f"{knob} is {BOUNDED.repr(value)}, expected a group of knobs")
-        return read(typing.cast(type, hint), value, knob + ".")
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    for option in options:
+        return read(typing.cast(type, kind), value, knob + ".")
+    for option in options_of(kind):
         origin = typing.get_origin(option) or option
         if origin is dict and isinstance(value, Mapping):
             name, inner = typing.get_args(option)
@@ -71,9 +139,27 @@ def read_value(hint, value: object, knob: str):
             return float(value)
         if origin in (int, str, bool, types.NoneType) and type(value) is origin:
             return value
-    names = {float: "a number", int: "a whole number", str: "text", bool: "true or false", types.NoneType: "null"}
-    lists = {str: "a list of texts", int: "a list of whole numbers"}
-    expected = " or ".join(
-        names[option] if option in names else lists[typing.get_args(option)[0]] for option in options
+    raise ConfigError(f"{knob} is {BOUNDED.repr(value)}, expected {type_name(kind)}")
+
+
+def options_of(kind) -> tuple:
+    return typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+
+
+def type_name(kind) -> str:
+    return " or ".join(
+        TYPE_NAMES.get(option) or f"{type_name(typing.get_args(option)[1])} by name" for option in options_of(kind)
     )
-    raise ConfigError(f"{knob} is {BOUNDED.repr(value)}, expected {expected}")
+
+
+def described(job: type, path: str = "") -> Iterator[str]:
+    """A line for every knob of ``job``: its name, its meaning, and what it takes."""
+    for name, (kind, stated) in fields_of(job).items():
+        if dataclasses.is_dataclass(kind):
+            yield from described(typing.cast(type, kind), f"{path}{name}.")
+            continue
+        called = next((entry.name for entry in stated if isinstance(entry, Called)), path + name)
+        meaning = next(entry for entry in stated if isinstance(entry, str))
+        takes = " and ".join(str(entry) for entry in stated if isinstance(entry, Limit)) or type_name(kind)
+        null = " or null" if types.NoneType in options_of(kind) and not takes.endswith("null") else ""
+        yield f"{called}: {meaning} ({takes}{null})"

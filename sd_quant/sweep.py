@@ -14,10 +14,10 @@ import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 
 from hydra import compose
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
@@ -28,7 +28,9 @@ from sd_quant.errors import ConfigError
 from sd_quant.files import digest, write_json
 from sd_quant.progress import duration
 from sd_quant.report.published import read_published
-from sd_quant.report.summary import DONE, FAILED, SWEEP, UNFINISHED, Sweep, at
+from sd_quant.report.record import DONE, seconds_of_stages
+from sd_quant.report.summary import FAILED, SWEEP, UNFINISHED, Sweep
+from sd_quant.text import one_line
 
 LOG = logging.getLogger(__name__)
 LONGEST_NAME = 120
@@ -36,12 +38,12 @@ UNSAFE = re.compile(r"[^A-Za-z0-9._=,+-]+")
 
 
 def is_sweep(config_name: str, arguments: Sequence[str], multirun: bool) -> bool:
-    """``-m`` says so, or an experiment's ``hydra.mode``."""
+    """Whether ``-m``, or an experiment's ``hydra.mode``, makes several jobs of the command."""
     return multirun or plain_config(config_name, arguments).hydra.mode == RunMode.MULTIRUN
 
 
 def plain_config(config_name: str, arguments: Sequence[str]) -> DictConfig:
-    """What all jobs share: the command without what varies."""
+    """The configuration of the command without what varies."""
     plain = [override.input_line for override in parse(arguments) if not override.is_sweep_override()]
     return compose(config_name, plain, return_hydra_config=True)
 
@@ -51,21 +53,26 @@ def parse(arguments: Sequence[str]) -> list:
 
 
 def expand(config_name: str, arguments: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """The knobs that vary, and the overrides of every job, in Hydra's order. Raises ConfigError for another sweeper."""
+    """The knobs that vary, and the overrides of every job, as Hydra's basic sweeper orders and numbers them.
+
+    Raises ConfigError for another sweeper, and for a range that cannot be counted.
+    """
     sweeper = plain_config(config_name, arguments).hydra.sweeper
     if not str(sweeper.get("_target_")).endswith("BasicSweeper"):
         raise ConfigError(f"hydra/sweeper is {sweeper.get('_target_')}, expected Hydra's basic one: it names jobs here")
     params = [f"{name}={value}" for name, value in (sweeper.params or {}).items()]
     task = [override.input_line for override in parse(arguments) if not override.is_hydra_override()]
-    overrides = parse(params + task)
-    [jobs] = BasicSweeper.split_arguments(overrides, None)
-    last = {override.get_key_element(): override for override in overrides}  # as Hydra takes them
-    varied = [name for name, override in last.items() if override.is_sweep_override()]
-    return [name for name in varied if len({job_override(job, name) for job in jobs}) > 1], jobs
-
-
-def job_override(job: Sequence[str], name: str) -> str:
-    return next(override for override in job if override.startswith(f"{name}="))
+    values: dict[str, list[str]] = {}
+    for override in parse(params + task):  # the last one of a knob counts, at the place of the first
+        name = override.get_key_element()
+        if not override.is_sweep_override():
+            values[name] = [override.get_value_element_as_str()]
+        elif override.is_discrete_sweep():
+            values[name] = list(override.sweep_string_iterator())
+        else:
+            raise ConfigError(f"{override.input_line} is an interval, expected values such as 0.5,0.8 or range(8,33,8)")
+    jobs = [[f"{name}={value}" for name, value in zip(values, job, strict=True)] for job in product(*values.values())]
+    return [name for name, chosen in values.items() if len(set(chosen)) > 1], jobs
 
 
 def plan_of(config_name: str, arguments: Sequence[str], knobs_of: Callable[[DictConfig], dict]) -> tuple[dict, str]:
@@ -86,12 +93,11 @@ def plan_of(config_name: str, arguments: Sequence[str], knobs_of: Callable[[Dict
             published = read_published(anchored(name).read_text(encoding="utf-8"), name)
         everything.append(json.dumps({**knobs, "cache": None, "trackers": None}, sort_keys=True))
         entries.append({"name": job_name(values), "varied": values, "overrides": overrides})
-    known: dict[str, str] = {}
+    first: dict[str, str] = {}
     for entry in entries:
-        mine = " ".join(entry["overrides"])
-        if (same := known.setdefault(str(entry["name"]), mine)) is not mine:
-            both = f"{same} and {mine}"
-            raise ConfigError(f"two jobs of the sweep are one: {both}; leave one of the values out")
+        this = " ".join(entry["overrides"])
+        if (same := first.setdefault(str(entry["name"]), this)) is not this:
+            raise ConfigError(f"two jobs of the sweep are one: {same} and {this}; leave one of the values out")
     identity = digest(*everything)
     label = experiment_of(arguments) or "-".join(name.lstrip("+").rpartition(".")[2] for name in varied) or "one"
     plan = {
@@ -113,7 +119,7 @@ def experiment_of(arguments: Sequence[str]) -> str | None:
 
 
 def value_of(config: DictConfig, name: str):
-    """Of a knob, or of a choice such as ``quantize``, as JSON has it."""
+    """The value of a knob, or of a choice such as ``quantize``, as JSON has it."""
     choices = config.hydra.runtime.choices
     if name in choices:
         return choices[name]
@@ -158,7 +164,7 @@ def opened(directory: Path, plan: dict) -> Iterator[None]:
 
 
 def name_of_job(directory: str, number: int) -> str:
-    """The folder of Hydra's n-th job; ``conf/quantize.yaml`` asks for it."""
+    """The folder of Hydra's n-th job; ``conf/_command.yaml`` asks for it."""
     return json.loads((Path(directory) / SWEEP).read_text(encoding="utf-8"))["jobs"][int(number)]["name"]
 
 
@@ -177,12 +183,8 @@ def job_line(sweep: Sweep, number: int) -> str:
 
 
 def left(sweep: Sweep) -> str:
-    """From the median of the jobs that are done; nothing before there are any."""
-    seconds = [
-        sum(stage["seconds"] for stage in (at(job.record, "stages") or {}).values())
-        for job in sweep.jobs
-        if job.record is not None
-    ]
+    """How long the other jobs will take, from the median of those that are done; nothing before there are any."""
+    seconds = [sum(seconds_of_stages(job.record).values()) for job in sweep.jobs if job.record is not None]
     waiting = len(sweep.jobs) - len(seconds)
     return f"; about {duration(waiting * statistics.median(seconds))} of work to go" if seconds and waiting else ""
 
@@ -198,7 +200,7 @@ def outcome(sweep: Sweep, ended_with: Exception | None = None) -> tuple[int, str
         return 0, ""
     reasons = [f"{job.name}: {job.reason}" for job in bad]
     if ended_with is not None and any(job.status == UNFINISHED for job in bad):
-        complaint = " ".join(str(ended_with).split())[:300]
+        complaint = one_line(ended_with, 300)
         reasons = [f"{job.name}: {job.reason}" for job in bad if job.status == FAILED]
         reasons.insert(0, f"the launcher failed with {type(ended_with).__name__}: {complaint}")
     told = "; ".join(reasons[:3]) + ("; ..." if len(reasons) > 3 else "")

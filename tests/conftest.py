@@ -11,12 +11,14 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from sd_quant.calibration.statistics import Statistics, collect, draw
+from sd_quant.calibration.hooks import collect, draw
 from sd_quant.models.sdxl import NemoUnetPart
 from sd_quant.models.sdxl_nemo import unet_config
 from sd_quant.models.unet import layer_roles, shared_inputs
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.derivation import Recipe, derive
+from sd_quant.quantization.derivation import derive
+from sd_quant.quantization.recipe import Recipe
+from sd_quant.quantization.statistics import Statistics
 
 MINI_CONFIG = Path(__file__).parents[1] / "examples/sdxl_mini/model_config.yaml"
 POOLED, SIZE_FEATURES = 32, 8

@@ -23,10 +23,10 @@ from PIL import Image, ImageDraw, ImageFont
 
 from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.files import atomic_path, sha256, write_json
+from sd_quant.inference.loading import load_model, pipeline_of
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.metrics.fidelity import psnr
 from sd_quant.metrics.frechet import efficientnet_features
-from sd_quant.models.loading import load_model, pipeline_of
 from sd_quant.progress import progress
 
 CHOSEN, CHOICE_SEED = 100, 0

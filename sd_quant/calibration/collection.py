@@ -20,13 +20,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sd_quant.cache import locked
-from sd_quant.calibration.cache import Shelf, pack, unpack
-from sd_quant.calibration.statistics import CALLS, ROWS, Statistics, collect, draw, merge
+from sd_quant.calibration.hooks import collect, draw
+from sd_quant.calibration.store import Shelf, pack, unpack
 from sd_quant.errors import ResourceError, SdQuantError
-from sd_quant.files import digest, source_digest
+from sd_quant.files import digest
+from sd_quant.inference.loading import LoadedModel, load_model, pipeline_of
 from sd_quant.inference.pipeline import Sampling
-from sd_quant.models.loading import Checkpoint, LoadedModel, denoiser_part, load_model, pipeline_of
+from sd_quant.models.checkpoint import Checkpoint, denoiser_part
 from sd_quant.progress import progress
+from sd_quant.quantization.statistics import CALLS, ROWS, Statistics, merge
+from sd_quant.source import source_digest
 
 LOG = logging.getLogger(__name__)
 
@@ -40,7 +43,7 @@ def origin(checkpoint_sha256: str, names: Iterable[str], sampling: Sampling, dev
         "device": device,
         "kept": [ROWS, CALLS],
         "versions": {package: version(package) for package in ("torch", "diffusers", "transformers")},
-        "source": source_digest("calibration", "checkpoints", "inference", "models"),
+        "source": source_digest("calibration.collection", "checkpoints.kinds"),
     }
 
 
@@ -177,19 +180,19 @@ def run_shared(fabric, checkpoint: Checkpoint, *arguments) -> Statistics:
     """The same by several processes, which load the model themselves."""
     with tempfile.TemporaryDirectory() as folder:
         # Fabric would rebuild collections among the arguments of a launch, and cannot rebuild a range.
-        fabric.launch(partial(leave_share, checkpoint.reopened, Path(folder), arguments))
+        fabric.launch(partial(leave_share, checkpoint, Path(folder), arguments))
         if failures := sorted(Path(folder).glob("*.error")):
             raise SdQuantError(failures[0].read_text(encoding="utf-8"))
         return merge([unpack(load_file(path)) for path in sorted(Path(folder).glob("*.safetensors"))])
 
 
-def leave_share(reopen: Callable[[], Checkpoint], folder: Path, arguments: tuple, fabric) -> None:
+def leave_share(checkpoint: Checkpoint, folder: Path, arguments: tuple, fabric) -> None:
     """What one process does: its share of the prompts, into a file that only the parent process reads."""
     rank, processes = fabric.global_rank, fabric.world_size
     if fabric.device.type == "cpu":
         torch.set_num_threads(max(1, torch.get_num_threads() // processes))
     try:
-        statistics = run(fabric, load_model(reopen()), *arguments, share=slice(rank, None, processes))
+        statistics = run(fabric, load_model(checkpoint), *arguments, share=slice(rank, None, processes))
         save_file(pack(statistics), folder / f"{rank}.safetensors")
     except SdQuantError as error:
         (folder / f"{rank}.error").write_text(str(error), encoding="utf-8")

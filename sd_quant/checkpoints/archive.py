@@ -1,7 +1,7 @@
 """Named files inside a ``.nemo`` archive, read in place.
 
-A ``.nemo`` is hostile input, so its tar headers are read one by one and anything but plain files and directories with
-plain names refuses the whole archive. Nothing is extracted: a member is a range of the archive's own bytes.
+A ``.nemo`` is untrusted input, so its tar headers are read one by one, and anything but regular files and directories
+with plain names refuses the whole archive. Nothing is extracted: a member is a range of the archive's own bytes.
 The road not taken is ``tarfile.open``: it skips damage at the end, lets the last of two equal names win, reads extended
 headers of any declared size into memory, and its extraction filters have been bypassed more than once.
 """
@@ -25,6 +25,7 @@ from sd_quant.files import check_room
 
 BLOCK = tarfile.BLOCKSIZE
 MAX_MEMBERS = 64
+MAX_TEXT = 2**20  # bytes of a configuration
 MAX_EXTENDED_HEADER = 64 * 1024  # holds a long name, a float mtime and a size over 8 GiB; needs a few hundred bytes
 LARGE_READ = 2**20
 GZIP_SLACK = 64 * 2**20
@@ -41,15 +42,18 @@ class OpenFile:
 
 @dataclass(frozen=True)
 class Member:
-    """``size`` bytes of ``file`` from ``offset`` on; the name is for messages."""
+    """A range of bytes of an open file: one file of an archive, or a file that stands alone."""
 
-    name: str
+    name: str  # for messages
     file: OpenFile
-    offset: int
-    size: int
+    offset: int  # of its first byte in ``file``
+    size: int  # in bytes
 
     def read(self, start: int, length: int) -> bytearray | mmap.mmap:
-        """Raises ArtifactError when the range leaves the member or the file has been cut since it was opened."""
+        """Returns ``length`` bytes from byte ``start`` of the member on.
+
+        Raises ArtifactError when the range leaves the member or the file has been cut since it was opened.
+        """
         if start < 0 or length < 0 or start + length > self.size:
             raise ArtifactError(
                 f"{self.name} has {self.size} bytes but refers to bytes {start} to {start + length}; "
@@ -66,7 +70,7 @@ class Member:
         return data
 
     def open(self) -> BinaryIO:
-        """The member as a seekable file that cannot see the bytes around it."""
+        """Returns the member as a seekable file that cannot see the bytes around it."""
         return io.BufferedReader(_MemberStream(self))
 
 
@@ -95,7 +99,7 @@ class _MemberStream(io.RawIOBase):
 
 
 def open_members(path: Path) -> dict[str, Member]:
-    """The files of a ``.nemo`` archive, or of a directory it was extracted to, by name without the leading ``./``.
+    """Returns the files of a ``.nemo`` archive, or of any directory, by name without the leading ``./``.
 
     Raises ConfigError when ``path`` does not exist, ArtifactError when the archive is damaged or holds anything but
     regular files and directories below ``./``, ResourceError when there is no room to unpack a gzipped one.
@@ -124,8 +128,23 @@ def open_members(path: Path) -> dict[str, Member]:
     return members
 
 
+def whole_file(path: Path) -> Member:
+    """Returns a file that stands alone as a member. Raises ConfigError when it does not exist."""
+    if not path.is_file():
+        raise ConfigError(f"{path} is not a file; check the path")
+    with path.open("rb") as file:
+        return Member(str(path), OpenFile(file), 0, os.fstat(file.fileno()).st_size)
+
+
+def read_text(member: Member) -> bytes:
+    """Returns all bytes of a configuration. Raises ArtifactError, before reading, for more than ``MAX_TEXT``."""
+    if member.size > MAX_TEXT:
+        raise ArtifactError(f"{member.name} has {member.size} bytes; expected at most {MAX_TEXT}, so check the path")
+    return bytes(member.read(0, member.size))
+
+
 def is_gzipped(path: Path) -> bool:
-    """Whether ``path`` is a gzip file, as NeMo's archives were before 1.7."""
+    """Returns whether ``path`` is a gzip file, as NeMo's archives were before 1.7."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -133,7 +152,7 @@ def is_gzipped(path: Path) -> bool:
 
 
 def _gunzipped(path: Path, compressed: BinaryIO) -> OpenFile:
-    """An unnamed temporary file in $TMPDIR: reading tensors in any order needs random access, which gzip has not."""
+    """Unpacks into an unnamed temporary file in $TMPDIR: tensors are read in any order, which gzip does not allow."""
     check_room(Path(tempfile.gettempdir()), path.stat().st_size, " to unpack a gzipped archive")
     limit = GZIP_SLACK + GZIP_RATIO * path.stat().st_size
     size = 0
@@ -161,6 +180,7 @@ def _gunzipped(path: Path, compressed: BinaryIO) -> OpenFile:
 
 
 def _tar_members(path: Path, file: OpenFile) -> Iterator[tuple[str, Member]]:
+    """Yields name and member of each regular file of a tar. Raises ArtifactError for damage and for any other entry."""
     file_size = os.fstat(file.descriptor).st_size
     whole = Member(str(path), file, 0, file_size)
     extended: dict[str, str] = {}
@@ -212,7 +232,10 @@ def _tar_members(path: Path, file: OpenFile) -> Iterator[tuple[str, Member]]:
 
 
 def _extended_header(path: Path, whole: Member, start: int, size: int) -> dict[str, str]:
-    """Records ``"<length> <key>=<value>\\n"`` of POSIX.1-2001, which Python's tarfile writes for every float mtime."""
+    """Returns the records ``"<length> <key>=<value>\\n"`` of a pax header (POSIX.1-2001) as key to value.
+
+    Python's tarfile writes one for every modification time that is no whole number.
+    """
     if size > MAX_EXTENDED_HEADER:
         raise ArtifactError(
             f"{path} has an extended tar header of {size} bytes; expected at most {MAX_EXTENDED_HEADER}, so do not use "
@@ -236,6 +259,7 @@ def _extended_header(path: Path, whole: Member, start: int, size: int) -> dict[s
 
 
 def _checked_name(path: Path, name: str) -> str:
+    """Returns ``name`` without ``./``. Raises ArtifactError when it points outside the archive."""
     pure = PurePosixPath(name)
     if pure.is_absolute() or ".." in pure.parts or "\\" in name or "\0" in name:
         raise ArtifactError(f"{path}: member {name!r} points outside the archive; do not use this file")

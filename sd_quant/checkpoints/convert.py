@@ -15,20 +15,22 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
-from sd_quant.checkpoints.diffusers_folder import INDEX, open_folder, write_folder
-from sd_quant.checkpoints.nemo import Checkpoint, open_nemo, read_config, whole_file, write_archive
+from sd_quant.checkpoints.archive import whole_file
+from sd_quant.checkpoints.diffusers_files import INDEX
+from sd_quant.checkpoints.nemo import open_nemo, write_archive
+from sd_quant.checkpoints.nemo_and_diffusers import open_diffusers, write_diffusers
+from sd_quant.checkpoints.nemo_networks import NemoCheckpoint, read_config, sdxl_base_config
 from sd_quant.checkpoints.sgm import open_sgm
-from sd_quant.checkpoints.synthetic import sdxl_base_config
-from sd_quant.checkpoints.torch_weights import Readable, size_of
+from sd_quant.checkpoints.tensors import Readable, size_of
 from sd_quant.errors import ConfigError, exit_with_its_code
 from sd_quant.files import check_room
 from sd_quant.progress import progress
 
-FILES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".onnx", ".tar", ".gz", ".zip")  # no names of folders
+FILES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".onnx", ".tar", ".gz", ".zip")  # no folder is called that
 
 
-def open_checkpoint(path: Path, model_config: dict | None = None) -> Checkpoint:
-    """Any of the three kinds. ``model_config``, NeMo's, is for those that hold none.
+def open_sdxl(path: Path, model_config: dict | None = None) -> NemoCheckpoint:
+    """Opens SDXL of any of the three kinds as NeMo has it; ``model_config``, NeMo's, is for those that hold none.
 
     Raises ConfigError when ``path`` does not exist or is of no such kind, ArtifactError when it is damaged, incomplete
     or not SDXL.
@@ -36,7 +38,7 @@ def open_checkpoint(path: Path, model_config: dict | None = None) -> Checkpoint:
     if not path.exists():
         raise ConfigError(f"{path} does not exist; give a .nemo archive, a diffusers folder or a .safetensors file")
     if (path / INDEX).is_file():
-        return open_folder(path, model_config)
+        return open_diffusers(path, model_config)
     if path.suffix == ".safetensors":
         return open_sgm(path, model_config or sdxl_base_config())
     if model_config is not None:
@@ -49,7 +51,7 @@ def open_checkpoint(path: Path, model_config: dict | None = None) -> Checkpoint:
 def convert(source: Path, target: Path, model_config: dict | None = None) -> int:
     """Writes ``target`` and returns how many tensors it holds: exactly those of ``source``, in their dtypes.
 
-    Raises what ``open_checkpoint`` raises, ConfigError when there is something at ``target``, ArtifactError when its
+    Raises what ``open_sdxl`` raises, ConfigError when there is something at ``target``, ArtifactError when its
     format cannot hold what ``source`` holds, ResourceError when the disk is or would be full.
     """
     if target.suffix in FILES:
@@ -59,14 +61,14 @@ def convert(source: Path, target: Path, model_config: dict | None = None) -> int
     empty_folder = target.suffix != ".nemo" and target.is_dir() and not any(target.iterdir())
     if target.exists() and not empty_folder:
         raise ConfigError(f"{target} exists already; give another name or remove it")
-    checkpoint = open_checkpoint(source, model_config)
+    checkpoint = open_sdxl(source, model_config)
     state = checkpoint.state()
     check_target(target, state.values())
     if target.suffix == ".nemo":
         count, write = len(state), partial(write_archive, target, checkpoint.model_config, state)
     else:
         count = sum(map(len, checkpoint.components.values())) + len(checkpoint.unused)
-        write = partial(write_folder, target, checkpoint)
+        write = partial(write_diffusers, target, checkpoint)
     with progress(count, f"write {target.name}") as advance:
         write(advance=advance)
     return count
@@ -81,6 +83,7 @@ def check_target(target: Path, tensors: Iterable[Readable]) -> None:
 
 
 def size_on_disk(path: Path) -> int:
+    """Returns the bytes of a file, or of all files in a folder."""
     return sum(file.stat().st_size for file in (path, *path.rglob("*")) if file.is_file())
 
 

@@ -1,9 +1,9 @@
 """Safetensors files, read and written one tensor at a time.
 
-The format is eight bytes, little endian, that say how long the header is, a JSON header with each tensor's dtype, shape
-and range of bytes, and the bytes (https://huggingface.co/docs/safetensors). The road not taken is the library of that
-name: its ``save_file`` wants every tensor in memory, and its ``safe_open`` maps the file, so that a file which is cut
-later kills the process.
+A file begins with the length of its header in eight bytes, little endian; the header is JSON, with each tensor's dtype,
+shape and range of bytes; the bytes follow (https://huggingface.co/docs/safetensors). The road not taken is the library
+of that name: its ``save_file`` wants every tensor in memory, and its ``safe_open`` maps the file, so that the process
+is killed when the file is cut later.
 """
 
 import json
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from sd_quant.checkpoints.archive import Member
-from sd_quant.checkpoints.torch_weights import Readable, StoredTensor, read_bytes
+from sd_quant.checkpoints.tensors import Readable, StoredTensor, read_bytes
 from sd_quant.errors import ArtifactError
 from sd_quant.files import atomic_path
 
@@ -36,14 +36,20 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+FORMAT = {"format": "pt"}  # transformers asks for it
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def read_safetensors(member: Member) -> dict[str, StoredTensor]:
-    """Every tensor by name, in the header's order; no numbers are read.
+    """Returns every tensor by name, in the header's order; no values are read.
 
     Raises ArtifactError when the header is damaged, or describes anything but the bytes behind it without a gap.
     """
+    return read_header(member)[0]
+
+
+def read_header(member: Member) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Returns what ``read_safetensors`` returns, and the file's metadata."""
     length = int.from_bytes(member.read(0, 8), "little")
     if length > MAX_HEADER:
         raise ArtifactError(
@@ -53,7 +59,7 @@ def read_safetensors(member: Member) -> dict[str, StoredTensor]:
     text = member.read(8, length)
     try:
         header = json.loads(bytes(text))
-        header.pop("__metadata__", None)
+        metadata = dict(header.pop("__metadata__", None) or {})
         tensors = {name: _located(member, 8 + length, entry) for name, entry in header.items()}
         end = 8 + length
         for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start, prod(tensor.shape))):
@@ -65,23 +71,26 @@ def read_safetensors(member: Member) -> dict[str, StoredTensor]:
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"[:200]
         raise ArtifactError(f"{member.name} is not a whole safetensors file ({reason}); fetch it again") from error
-    return tensors
+    return tensors, metadata
 
 
 def write_safetensors(
-    path: Path, tensors: Mapping[str, Readable], advance: Callable[[], object] = lambda: None
+    path: Path,
+    tensors: Mapping[str, Readable],
+    advance: Callable[[], object] = lambda: None,
+    metadata: Mapping[str, str] = FORMAT,
 ) -> None:
-    """One file, with one tensor in memory at a time; the same tensors give the same bytes.
+    """Writes a file with one tensor in memory at a time; the same tensors give the same bytes.
 
     ``advance`` is called after each tensor. Raises ArtifactError for a dtype that the format has no name for and
     ResourceError when the disk is full.
     """
-    # wide numbers first, as the library does, so that where a file is mapped numbers lie at multiples of their width.
+    # Wide numbers first, as the library does: where a file is mapped, numbers then lie at multiples of their width.
     # The header keeps the caller's order.
     names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
     ends = list(accumulate(prod(tensors[name].shape) * tensors[name].dtype.itemsize for name in names))
     ranges = dict(zip(names, zip([0, *ends], ends, strict=False), strict=True))
-    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+    header: dict[str, dict] = {"__metadata__": dict(metadata)}
     for name, tensor in tensors.items():
         if tensor.dtype not in NAMES:
             raise ArtifactError(
@@ -99,7 +108,10 @@ def write_safetensors(
 
 
 def _located(member: Member, data: int, entry: Mapping) -> StoredTensor:
-    """Where the bytes behind ``data`` hold a tensor. Raises what a malformed entry leads to."""
+    """Returns the tensor of a header's entry; ``data`` is the byte behind the header.
+
+    Raises AttributeError, KeyError, TypeError or ValueError for a malformed entry.
+    """
     dtype, shape, (start, end) = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
     if len(shape) > MAX_DIMENSIONS or not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
         raise ValueError("a shape or a range of bytes that is none")

@@ -2,7 +2,7 @@
 
 NeMo's implementation descends from SGM's, so its keys are SGM's behind ``model.``, except in the UNet, where NeMo fuses
 the SiLU into the GroupNorm and moves norms into the attention and the feed-forward: seven renames. The road not taken
-is the way by diffusers, which takes layers apart that are then put together again.
+is the way through diffusers, which splits tensors that NeMo's keys would join again.
 """
 
 import re
@@ -12,9 +12,11 @@ from pathlib import Path
 
 import torch
 
-from sd_quant.checkpoints.nemo import Checkpoint, checkpoint_of, renamed, unused_state, whole_file
+from sd_quant.checkpoints.archive import whole_file
+from sd_quant.checkpoints.checks import renamed
+from sd_quant.checkpoints.nemo_keys import PREFIX, SIGMAS, unused_state
+from sd_quant.checkpoints.nemo_networks import NemoCheckpoint, checkpoint_of
 from sd_quant.checkpoints.safetensors_file import read_safetensors
-from sd_quant.checkpoints.sdxl_keys import PREFIX, SIGMAS
 from sd_quant.models.sdxl_nemo import scheduler
 
 PREFIXES = tuple(key.removeprefix("model.") for key in (*PREFIX.values(), SIGMAS))
@@ -30,7 +32,7 @@ UNET_RENAMES = {  # from SGM to NeMo; no result is the pattern of another
 
 
 def nemo_key(key: str) -> str:
-    """NeMo's key for a key of SGM's SDXL; any other key stays as it is, so that it is refused by its name."""
+    """Returns NeMo's key for a key of SGM's SDXL, and any other key as it is: it is then refused by its name."""
     if not key.startswith(PREFIXES):
         return key
     for pattern, replacement in UNET_RENAMES.items():
@@ -38,13 +40,14 @@ def nemo_key(key: str) -> str:
     return f"model.{key}"
 
 
-def open_sgm(path: Path, model_config: dict) -> Checkpoint:
-    """Such a file, checked but not loaded; it says nothing of its architecture, so ``model_config`` does.
+def open_sgm(path: Path, model_config: dict, io: str = "nemo") -> NemoCheckpoint:
+    """Opens such a file; no weight is read. It says nothing of its architecture, so ``model_config``, NeMo's, does.
 
+    ``io`` says whose names the UNet's inputs have, "nemo" or "diffusers".
     Raises ConfigError when ``path`` does not exist, ArtifactError when it is damaged or holds more or less than an SDXL
     of that architecture.
     """
     tensors = renamed(path, read_safetensors(whole_file(path)), nemo_key)
     unused = unused_state(torch.float32, scheduler().config.num_train_timesteps)  # the noise levels are not in the file
-    reopen = partial(open_sgm, path, model_config)
-    return replace(checkpoint_of(path, model_config, unused | tensors), reopen=reopen)
+    reopen = partial(open_sgm, path, model_config, io)
+    return replace(checkpoint_of(path, model_config, unused | tensors), io=io, reopen=reopen)

@@ -2,7 +2,7 @@
 
     python -m sd_quant.checkpoints.synthetic full.nemo --dtype float16
 
-Sizes, speed and memory are those of the real model; its pictures are noise. Weights are drawn so that quantizing them
+Sizes, speed and memory are those of the real model; its images are noise. Weights are drawn so that quantizing them
 is about as hard as quantizing trained ones: a normal distribution times a log-normal factor per row and per column,
 which gives channels of very different ranges, and layers that end a residual branch are smaller, so that activations
 stay where fp16 can hold them. Each tensor has its own seed, made from the checkpoint's seed and its key, and is drawn
@@ -18,17 +18,17 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import yaml
 from torch import Tensor, nn
 
-from sd_quant.checkpoints.nemo import state_of, write_archive
-from sd_quant.checkpoints.torch_weights import LazyTensor, size_of
+from sd_quant.checkpoints.nemo import write_archive
+from sd_quant.checkpoints.nemo_keys import state_of
+from sd_quant.checkpoints.nemo_networks import sdxl_base_config
+from sd_quant.checkpoints.tensors import LazyTensor, size_of
 from sd_quant.errors import exit_with_its_code
 from sd_quant.files import check_room
 from sd_quant.models.sdxl_nemo import TextShape, build_modules
 from sd_quant.progress import progress
 
-SDXL_BASE = Path(__file__).with_name("sdxl_base.yaml")
 CLIP_L = TextShape(vocab_size=49408, width=768, layers=12, context=77, mlp_width=3072)
 OPEN_CLIP_BIGG = TextShape(vocab_size=49408, width=1280, layers=32, context=77, mlp_width=5120, projection=1280)
 
@@ -37,20 +37,13 @@ BRANCH_ENDS = ("to_out.0", "ff.net.2", "proj_out", "conv2", "out_proj", "fc2", "
 BRANCH_GAIN = 0.3  # of a layer that ends a residual branch
 
 
-def sdxl_base_config() -> dict:
-    """The ``model_config.yaml`` of NeMo's SDXL base."""
-    return yaml.safe_load(SDXL_BASE.read_text(encoding="utf-8"))
-
-
 def random_parameter(name: str, shape: tuple[int, ...], kind: str, seed: int) -> Tensor:
-    """fp32; ``kind`` is the name of the module's class, ``name`` that of the parameter."""
+    """Returns an fp32 tensor as the module docstring says; ``kind`` is the class of the module that owns it."""
     generator = torch.Generator().manual_seed(seed ^ zlib.crc32(name.encode()))
     drawn = torch.randn(shape, generator=generator)
     if "Norm" in kind:
         return 0.1 * drawn + (1 if name.endswith("weight") else 0)
-    if len(shape) < 2:
-        return 0.02 * drawn
-    if kind == "Embedding":
+    if len(shape) < 2 or kind == "Embedding":
         return 0.02 * drawn
     gain = BRANCH_GAIN if name.rpartition(".")[0].endswith(BRANCH_ENDS) else 1.0
     drawn *= gain / math.sqrt(drawn[0].numel())
@@ -61,7 +54,7 @@ def random_parameter(name: str, shape: tuple[int, ...], kind: str, seed: int) ->
 
 
 def random_component(component: str, module: nn.Module, dtype: torch.dtype, seed: int) -> dict[str, LazyTensor]:
-    """Parameters of a module on the meta device, by name, each drawn when it is read."""
+    """Returns the parameters of a module on the meta device by name, each drawn when it is read."""
     tensors = {}
     for name, parameter in module.named_parameters():
         kind = type(module.get_submodule(name.rpartition(".")[0])).__name__
@@ -78,7 +71,7 @@ def write_synthetic(
     clip1: TextShape = CLIP_L,
     clip2: TextShape = OPEN_CLIP_BIGG,
 ) -> None:
-    """A whole archive, of SDXL's size unless told otherwise. Raises ResourceError when the disk is full."""
+    """Writes a whole archive, of SDXL's size unless told otherwise. Raises ResourceError when the disk is full."""
     config = dict(model_config or sdxl_base_config())
     with torch.device("meta"):
         modules = build_modules(config, clip1, clip2)

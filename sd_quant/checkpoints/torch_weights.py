@@ -1,105 +1,43 @@
-"""The tensors of a ``torch.save`` file, found without executing its pickle, read and written one at a time.
+"""The tensors of a ``torch.save`` file, located without executing its pickle, read and written one at a time.
 
 ``torch.load(weights_only=True)`` under ``FakeTensorMode`` yields each tensor's dtype, shape, strides and the offset of
 its bytes, but no bytes. The offsets come from data that the file's author controls, so each is compared with the zip
 directory before anything is read. Writing goes the same way: ``torch.save`` of fake tensors under ``skip_data`` leaves
-room for the bytes, and they are filled in where the reader finds them. The road not taken is ``torch.load(mmap=True)``:
-it wants a file of its own, which would mean extracting 14 GB, and it leaves mapped pages where a file cut later kills
-the process.
+room for the bytes, and they are written where the reader locates them.
+The road not taken is ``torch.load(mmap=True)``: it wants a file of its own, which would mean extracting 14 GB, and the
+process is killed when the mapped file is cut later.
 """
 
 import logging
-import math
 import os
 import pickletools
 import re
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sd_quant.checkpoints.archive import Member, OpenFile
+from sd_quant.checkpoints.tensors import Readable, StoredTensor, read_bytes, span_of
 from sd_quant.errors import ArtifactError
 
 MAX_PICKLE = 8 * 2**20  # SDXL's has about 0.4 MB: names and shapes, no numbers
 MAX_RECORDS = 100_000
-MAX_TEXT = 4096  # letters of a key, or of anything else that a pickle names
+MAX_TEXT = 4096  # characters of a key, or of anything else that a pickle names
 PUTS, GETS = ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"), ("GET", "BINGET", "LONG_BINGET")
 CONTAINERS = ("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "LIST", "EMPTY_LIST", "DICT", "EMPTY_DICT")
 
 
-class Readable(Protocol):
-    """A tensor that is somewhere else until it is read."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    def read(self) -> torch.Tensor: ...
-
-
-@dataclass(frozen=True)
-class LazyTensor:
-    """A tensor that ``read`` makes: of this shape and dtype, on the CPU."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    read: Callable[[], torch.Tensor]
-
-
-def lazy(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> LazyTensor:
-    """A tensor that is here already, brought to the CPU and to ``dtype`` when it is read."""
-    dtype = dtype or tensor.dtype
-    return LazyTensor(tuple(tensor.shape), dtype, lambda: tensor.detach().to("cpu", dtype))
-
-
-def size_of(tensors: Iterable[Readable]) -> int:
-    """Bytes of all of them."""
-    return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)
-
-
-def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """The numbers of a CPU tensor, row after row; numpy knows no bfloat16."""
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
-
-
-def read_bytes(name: str, source: Readable) -> memoryview:
-    """The bytes of a tensor that was announced. Raises ValueError when it is another than that."""
-    tensor = source.read()
-    if (tuple(tensor.shape), tensor.dtype) != (tuple(source.shape), source.dtype):
-        raise ValueError(f"{name} was to be {source.shape} {source.dtype} and is {tuple(tensor.shape)} {tensor.dtype}")
-    return raw_bytes(tensor)
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """Where a tensor lies in its member. ``start`` is the byte of its first element; ``stride`` counts elements."""
-
-    member: Member
-    start: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    def read(self) -> torch.Tensor:
-        """A contiguous copy on the CPU."""
-        span = _span(self.shape, self.stride)
-        if span == 0:
-            return torch.empty(self.shape, dtype=self.dtype)
-        flat = torch.frombuffer(self.member.read(self.start, span * self.dtype.itemsize), dtype=self.dtype)
-        return flat.as_strided(self.shape, self.stride).contiguous()
-
-
 def stored_tensors(member: Member) -> dict[str, StoredTensor]:
-    """Every tensor of a flat state dict. Raises ArtifactError when the file is anything else or asks to run code."""
+    """Returns every tensor of a flat state dict by name; no values are read.
+
+    Raises ArtifactError when the file is anything else or asks to run code.
+    """
     records = _zip_records(member)
     try:
         with _torch_safe_globals_only(), _without_torch_log(), FakeTensorMode(), member.open() as file:
@@ -108,10 +46,10 @@ def stored_tensors(member: Member) -> dict[str, StoredTensor]:
         raise
     except Exception as error:  # the unpickler and the zip reader raise whatever the bytes lead them to
         wanted = re.search(r"GLOBAL (\S+)", str(error))
-        found = f"its pickle asks for {wanted[1][:200]!r}, which was not run" if wanted else "its pickle cannot be read"
+        why = f"its pickle asks for {wanted[1][:200]!r}, which was not run" if wanted else "its pickle cannot be read"
         # without torch's own text, which advises to switch the protection off
         raise ArtifactError(
-            f"{member.name} is not a plain file of tensors: {found}; save it again as torch.save(model.state_dict())"
+            f"{member.name} is not a plain file of tensors: {why}; save it again as torch.save(model.state_dict())"
         ) from None
     if not isinstance(state, dict) or not state:
         raise ArtifactError(f"{member.name} holds a {type(state).__name__}; expected a non-empty dict of tensors")
@@ -121,9 +59,10 @@ def stored_tensors(member: Member) -> dict[str, StoredTensor]:
 def write_tensors(
     file: BinaryIO, tensors: Mapping[str, Readable], advance: Callable[[], object] = lambda: None
 ) -> None:
-    """``torch.save(state, file)`` from where ``file``, open for writing and reading, stands, one tensor in memory.
+    """Writes what ``torch.save(tensors, file)`` would, with one tensor in memory at a time.
 
-    ``advance`` is called after each tensor. The same tensors give the same bytes.
+    ``file`` is open for reading and writing, and written to from its position on. ``advance`` is called after each
+    tensor. The same tensors give the same bytes.
     """
     start = file.tell()
     with FakeTensorMode():
@@ -147,15 +86,14 @@ def write_tensors(
 
 
 def _write_checksums(file: BinaryIO, member: Member, checksums: Mapping[int, int]) -> None:
-    """CRC-32 of each zip entry by the offset of its data: torch does not look at them, other readers of zip files do.
+    """Writes the CRC-32 of zip entries, given by the offset of their data: torch ignores them, other readers do not.
 
-    It stands in the entry's descriptor, behind the data, and in the directory (APPNOTE.TXT 4.3.9 and 4.3.12).
+    A checksum stands in the entry's descriptor, behind the data, and in the directory (APPNOTE.TXT 4.3.9 and 4.3.12).
     """
     with member.open() as stream, zipfile.ZipFile(stream) as directory:
         entries, position = directory.infolist(), directory.start_dir
     for entry in entries:
-        name_length, extra_length = struct.unpack("<HH", member.read(entry.header_offset + 26, 4))
-        data = entry.header_offset + 30 + name_length + extra_length
+        data = _start(member, entry)
         name_length, extra_length, comment_length = struct.unpack("<HHH", member.read(position + 28, 6))
         if data in checksums:
             for place in (data + entry.file_size + 4, position + 16):
@@ -165,7 +103,7 @@ def _write_checksums(file: BinaryIO, member: Member, checksums: Mapping[int, int
 
 @contextmanager
 def _torch_safe_globals_only() -> Iterator[None]:
-    """Libraries widen the list of what an unpickler may call; here only torch's own list counts."""
+    """Takes from the unpickler, in this context, whatever else libraries have allowed it to call beside torch's own."""
     added = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
     try:
@@ -176,7 +114,7 @@ def _torch_safe_globals_only() -> Iterator[None]:
 
 @contextmanager
 def _without_torch_log() -> Iterator[None]:
-    """A shape that no memory holds would be a page of torch's own on the terminal, beside our sentence."""
+    """Silences torch, which writes a page to the terminal about a shape that no memory holds."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:
@@ -186,7 +124,10 @@ def _without_torch_log() -> Iterator[None]:
 
 
 def _zip_records(member: Member) -> dict[int, int]:
-    """Size of each uncompressed zip entry by the offset of its data."""
+    """Returns the size in bytes of each zip entry by the offset of its data.
+
+    Raises ArtifactError when the file is no zip that torch.save wrote, or its pickle is not one to be unpickled.
+    """
     if member.size < 4 or member.read(0, 4) != b"PK\x03\x04":
         raise ArtifactError(
             f"{member.name} is empty, damaged or of a torch version before 1.6; expected the zip format of torch.save"
@@ -206,9 +147,7 @@ def _zip_records(member: Member) -> dict[int, int]:
                     _check_pickle(directory.read(entry))
                 if entry.filename.endswith("/byteorder") and directory.read(entry) != b"little":
                     raise ValueError("big-endian numbers")
-                # the name and the extra field are as long as the local header says, not as the directory says
-                name_length, extra_length = struct.unpack("<HH", member.read(entry.header_offset + 26, 4))
-                start = entry.header_offset + 30 + name_length + extra_length
+                start = _start(member, entry)
                 if start + entry.file_size > member.size:
                     raise ValueError(f"entry {entry.filename!r} reaches beyond the end")
                 records[start] = entry.file_size
@@ -219,18 +158,25 @@ def _zip_records(member: Member) -> dict[int, int]:
     return records
 
 
-def _check_pickle(data: bytes) -> None:
-    """Raises ValueError for what takes torch hours, though a kilobyte says it.
+def _start(member: Member, entry: zipfile.ZipInfo) -> int:
+    """Returns the offset of an entry's data. Name and extra field are as long as the local header says, not the
+    directory."""
+    name_length, extra_length = struct.unpack("<HH", member.read(entry.header_offset + 26, 4))
+    return entry.header_offset + 30 + name_length + extra_length
 
-    torch writes what it refuses into a message and searches that in the square of its length: texts are short here. It
-    hashes keys and writes functions out whatever they are made of: a tuple, list or dict is referred to once, where it
-    stands, as torch.save writes them, or a few that refer to each other would stand for a billion.
+
+def _check_pickle(data: bytes) -> None:
+    """Raises ValueError for a small pickle that would keep torch busy for hours.
+
+    torch puts what it refuses into a message and searches that in quadratic time, so long texts are refused. It hashes
+    keys and prints functions with all that they contain, and a few tuples that contain each other twice stand for a
+    billion; so containers that are referred to again are refused, which torch.save never writes.
     """
     containers: set[int] = set()
     last, stored = "", 0
     for opcode, argument, _ in pickletools.genops(data):
         if isinstance(argument, str | bytes) and len(argument) > MAX_TEXT:
-            raise ValueError(f"a text of {len(argument)} letters in its pickle, at most {MAX_TEXT} expected")
+            raise ValueError(f"a text of {len(argument)} characters in its pickle, at most {MAX_TEXT} expected")
         if opcode.name in PUTS:
             if last in CONTAINERS:
                 containers.add(stored if argument is None else argument)
@@ -241,6 +187,7 @@ def _check_pickle(data: bytes) -> None:
 
 
 def _located(member: Member, records: dict[int, int], name: object, value: object) -> StoredTensor:
+    """Returns where the bytes of a fake tensor lie. Raises ArtifactError when the file does not hold them."""
     if not isinstance(name, str):
         raise ArtifactError(
             f"{member.name} has a key of type {type(name).__name__}; expected a flat dict of tensors by name"
@@ -251,7 +198,7 @@ def _located(member: Member, records: dict[int, int], name: object, value: objec
         )
     start = getattr(value.untyped_storage(), "_checkpoint_offset", None)
     size = value.dtype.itemsize
-    span = (value.storage_offset() + _span(value.shape, value.stride())) * size
+    span = (value.storage_offset() + span_of(value.shape, value.stride())) * size
     # numel beside the span: a stride of 0 would let a few bytes claim any shape
     if span > records.get(start, -1) or value.numel() * size > records[start]:
         raise ArtifactError(
@@ -259,10 +206,3 @@ def _located(member: Member, records: dict[int, int], name: object, value: objec
         )
     first = start + value.storage_offset() * size
     return StoredTensor(member, first, tuple(value.shape), tuple(value.stride()), value.dtype)
-
-
-def _span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    """Elements from the first to the last, both counted."""
-    if 0 in shape:
-        return 0
-    return 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))

@@ -1,43 +1,107 @@
-"""Engines: one interface over the runtimes that execute the exported graphs.
+"""Engines: one interface over the runtimes that compute the exported parts.
 
-To add a backend, write ``sd_quant/engines/<name>.py`` with a function ``load(path, **options) -> Engine`` (base.py says
-what an engine is) and add one line to ``ENGINES``: its name and where that function is, as ``module:function``. Nothing
-is imported until an engine of that name is loaded: a runtime that is not installed is missed only by who asks for it.
+A runtime is one row of facts here and, where it loads files, one module beside it. The rows import no torch and no
+runtime, so configuration and memory model read them for nothing. To add a runtime, write
+``sd_quant/engines/<name>.py`` with a function ``load(path, **options) -> Engine`` (``base`` says what an engine is),
+one row in ``RUNTIMES`` and ``conf/infer/<name>.yaml``. A runtime that is not installed is missed only by who asks for
+it.
 """
 
+from __future__ import annotations
+
 import pkgutil
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from sd_quant.engines.base import Engine
 from sd_quant.errors import ConfigError, ResourceError
+from sd_quant.quantization.formats import FORMATS, Format
 
-ENGINES = {
-    "onnxruntime": "sd_quant.engines.onnxruntime:load",
-    "openvino": "sd_quant.engines.openvino:load",
-    "tensorrt": "sd_quant.engines.tensorrt:load",
-    "tensorrt_rtx": "sd_quant.engines.tensorrt:load_rtx",
-}
+if TYPE_CHECKING:
+    from sd_quant.engines.base import Engine
 
-# What a runtime cannot execute of a quantized graph: part of the graph and format, and why.
-FOUR_BITS = ("int4", "mxfp4", "nvfp4")
-NOT_EXECUTED = {
-    "openvino": {
-        ("inputs", name): "OpenVINO takes no QuantizeLinear whose scales are computed in blocks" for name in FOUR_BITS
-    },
-    "onnxruntime": {
-        (part, name): f"ONNX Runtime has no kernel for {name}'s FP4 numbers"
-        for part in ("weights", "inputs")
-        for name in ("mxfp4", "nvfp4")
-    },
+
+def executes_all(where: str, fmt: Format) -> str | None:
+    return None
+
+
+def refused_by_openvino(where: str, fmt: Format) -> str | None:
+    if where == "inputs" and not fmt.static_scale:
+        return "OpenVINO takes no QuantizeLinear whose scales are computed in blocks"
+    return None
+
+
+def refused_by_onnxruntime(where: str, fmt: Format) -> str | None:
+    return f"ONNX Runtime has no kernel for {fmt.name}'s FP4 numbers" if fmt.onnx_type == "FLOAT4E2M1" else None
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Facts of a runtime."""
+
+    name: str
+    file: str | None  # what it is loaded from: onnx or plan; None: torch computes the checkpoint's own modules
+    device: str  # cpu, cuda, or best: the GPU where there is one
+    package: str  # that has to be installed
+    extra: str  # of pyproject.toml, which installs it
+    load: str | None = None  # module:function that opens a file
+    quantized: bool = True  # can compute the quantized model; False: a baseline only
+    unquantized: bool = True  # can compute a checkpoint that nothing was derived from
+    compiled: bool = False  # by torch.compile
+    ahead_of_time: bool = False  # builds plans for named GPUs on a machine without one
+    layer_runtime: str | None = None  # computes single layers cut out of the graph; None: this one does
+    refuses: Callable[[str, Format], str | None] = executes_all  # why not, of a format in weights, inputs or attention
+    bytes_per_parameter: float = 4.0  # of memory at its peak, measured by benchmarks/full_size.py and rounded up
+
+
+OPENVINO_BYTES = 6.5  # its own, without the file that it maps and the kernel can drop
+
+RUNTIMES: dict[str, Runtime] = {
+    row.name: row
+    for row in (
+        Runtime(
+            "openvino", "onnx", "cpu", package="openvino", extra="openvino", load="sd_quant.engines.openvino:load",
+            refuses=refused_by_openvino, bytes_per_parameter=OPENVINO_BYTES,
+        ),
+        Runtime(
+            "onnxruntime", "onnx", "cpu", package="onnxruntime", extra="onnxruntime",
+            load="sd_quant.engines.onnxruntime:load", refuses=refused_by_onnxruntime,
+            bytes_per_parameter=OPENVINO_BYTES,
+        ),
+        Runtime(
+            "tensorrt", "plan", "cuda", package="tensorrt", extra="tensorrt",
+            load="sd_quant.engines.tensorrt.run:load", layer_runtime="openvino", bytes_per_parameter=OPENVINO_BYTES,
+        ),
+        Runtime(
+            "tensorrt_rtx", "plan", "cuda", package="tensorrt_rtx", extra="rtx",
+            load="sd_quant.engines.tensorrt.run:load_rtx", ahead_of_time=True, layer_runtime="openvino",
+            bytes_per_parameter=OPENVINO_BYTES,
+        ),
+        Runtime("torch", None, "best", package="torch", extra="torch", quantized=False),
+        Runtime("torch_native", None, "best", package="torch", extra="torch", unquantized=False),
+        Runtime("torch_compiled", None, "best", package="torch", extra="torch", compiled=True),
+    )
 }  # fmt: skip
+PLAN_BUILDERS = [name for name, runtime in RUNTIMES.items() if runtime.file == "plan"]
 
 
-def why_not(engine: str, used: Mapping[str, Collection[str]]) -> str | None:
-    """Why ``engine`` cannot execute these formats (``levels.formats_used``), or None."""
-    refused = NOT_EXECUTED.get(engine, {})
-    return next((refused[part, name] for part in used for name in used[part] if (part, name) in refused), None)
+def why_not(name: str, used: Mapping[str, Collection[str]]) -> str | None:
+    """Why the runtime cannot execute these formats (``recipe.formats_used``), or None."""
+    reasons = (RUNTIMES[name].refuses(where, FORMATS[fmt]) for where in used for fmt in used[where])
+    return next((reason for reason in reasons if reason), None)
+
+
+def check_installed(name: str) -> None:
+    """Raises ResourceError when the package of a runtime or plan builder is missing."""
+    runtime = RUNTIMES[name]
+    if find_spec(runtime.package) is None:
+        raise ResourceError(
+            f"the package {runtime.package} is not installed, which this job needs; "
+            f"pip install -e '.[{runtime.extra}]', or choose another infer= or export_trt="
+        )
 
 
 def load_engine(name: str, path: Path, **options: object) -> Engine:
@@ -46,13 +110,14 @@ def load_engine(name: str, path: Path, **options: object) -> Engine:
     Raises ConfigError for an unknown name, ResourceError for a runtime or device that is missing here, ArtifactError
     for a broken file.
     """
-    if name not in ENGINES:
-        nearest = get_close_matches(name, ENGINES, n=1) or sorted(ENGINES)
+    loading = {name: runtime.load for name, runtime in RUNTIMES.items() if runtime.load}
+    if name not in loading:
+        nearest = get_close_matches(name, loading, n=1) or sorted(loading)
         raise ConfigError(f"there is no engine {name!r}; did you mean {', '.join(nearest)}?")
     try:
-        load = pkgutil.resolve_name(ENGINES[name])
+        load = pkgutil.resolve_name(loading[name])
     except ImportError as error:
-        extra = {"tensorrt_rtx": "rtx"}.get(name, name)  # as pyproject.toml calls it
+        extra = RUNTIMES[name].extra
         raise ResourceError(
             f"the engine {name} cannot be imported here ({error}); install it with: pip install 'sd-quant[{extra}]'"
         ) from error

@@ -14,7 +14,9 @@ import torch
 from google.protobuf.message import DecodeError
 from onnx.external_data_helper import uses_external_data
 
+from sd_quant.devices import CPU
 from sd_quant.errors import ArtifactError
+from sd_quant.text import one_line
 
 
 class Engine(Protocol):
@@ -36,9 +38,6 @@ class Engine(Protocol):
         ...
 
 
-CPU = torch.device("cpu")
-
-
 def cast_inputs(
     expected: dict[str, torch.dtype], given: dict[str, torch.Tensor], device: torch.device = CPU
 ) -> dict[str, torch.Tensor]:
@@ -46,11 +45,6 @@ def cast_inputs(
     if expected.keys() != given.keys():
         raise ValueError(f"the engine takes inputs {sorted(expected)} but was given {sorted(given)}")
     return {name: given[name].detach().to(device, dtype).contiguous() for name, dtype in expected.items()}
-
-
-def one_line(error: object, limit: int = 400) -> str:
-    """A runtime's own message, which may span a page, cut to a length that fits in a sentence."""
-    return " ".join(str(error).split())[:limit]
 
 
 def onnx_files(path: Path) -> list[Path]:

@@ -9,8 +9,10 @@ import onnx
 import onnxruntime
 import torch
 
-from sd_quant.engines.base import CPU, cast_inputs, one_line, onnx_files
+from sd_quant.devices import CPU
+from sd_quant.engines.base import cast_inputs, onnx_files
 from sd_quant.errors import ArtifactError, ResourceError
+from sd_quant.text import one_line
 
 PROVIDER = "CPUExecutionProvider"
 ERRORS_ONLY = 3  # ONNX Runtime's log severity

@@ -1,7 +1,7 @@
 """Engines that are opened when they are asked for; where memory is short, one is closed before the next is opened.
 
 The full-size model in three versions, framework, unquantized and quantized engine, takes 45 GB at once, and its largest
-part 15. The road not taken is a process per engine: the pictures of one side are made of the parts of another.
+part 15. The road not taken is a process per engine: images of one version are made by parts of another.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -28,7 +28,7 @@ class Pool:
             self.engines.popitem()[1].close()
 
 
-class Side(Mapping[str, Engine]):
+class Variant(Mapping[str, Engine]):
     """The parts of one version of the model, by name, from a pool in which they have these ``keys``."""
 
     def __init__(self, pool: Pool, keys: Mapping[str, Hashable]):

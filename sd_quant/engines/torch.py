@@ -5,8 +5,8 @@ import torch._dynamo
 from torch import nn
 
 from sd_quant.engines.base import cast_inputs
-from sd_quant.engines.native import NativeLayer, RoundedConv
 from sd_quant.models.parts import Contract
+from sd_quant.simulation.native import NativeLayer, RoundedConv
 
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 REPEATED = ("ResnetBlock2D", "Downsample2D", "Upsample2D")  # beside the blocks that diffusers' networks name themselves

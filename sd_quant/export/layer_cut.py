@@ -9,7 +9,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from sd_quant.export.quantized import save
+from sd_quant.export.qdq import save
 from sd_quant.quantization.assignment import LayerAssignment
 
 

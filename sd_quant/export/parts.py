@@ -5,12 +5,12 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from sd_quant.export.graph import trace
-from sd_quant.export.quantized import write_onnx
-from sd_quant.models.loading import Checkpoint
+from sd_quant.export.qdq import write_onnx
+from sd_quant.export.tracing import trace
+from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.quantization.assignment import LayerAssignment
 
-SAMPLES_A_PICTURE = "samples_a_picture"  # in a denoiser's file: of one call, with guidance
+SAMPLES_PER_IMAGE = "samples_a_picture"  # in a denoiser's file: of one call, with guidance
 
 
 def trace_part(checkpoint: Checkpoint, part: str) -> ir.Model:
@@ -26,7 +26,7 @@ def write_part(
     described = checkpoint.parts()[part]
     source, prefix = checkpoint.components[described.component], described.prefix
     if part == checkpoint.family.DENOISER:
-        graph.metadata_props[SAMPLES_A_PICTURE] = "2" if checkpoint.family.GUIDES else "1"
+        graph.metadata_props[SAMPLES_PER_IMAGE] = "2" if checkpoint.family.GUIDES else "1"
     write_onnx(
         graph,
         path,

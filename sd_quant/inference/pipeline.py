@@ -2,7 +2,7 @@
 
 Scheduler, guidance, text encoding and image processing stay diffusers' own. Three phases, so that engines may be opened
 one at a time: all text is encoded, then every picture is denoised, then all are decoded. What is special about a family
-comes as a ``Drawing``.
+comes as a ``PipelineAdapter``.
 """
 
 import inspect
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sd_quant.engines.base import Engine
 from sd_quant.errors import SdQuantError
-from sd_quant.models.parts import Part
+from sd_quant.models.parts import Part, PipelineAdapter
 
 LOG = logging.getLogger(__name__)
 
@@ -79,33 +79,16 @@ class Generated:
     latents: Tensor
 
 
-@dataclass(frozen=True)
-class Drawing:
-    """How a family draws: ``pipe`` is its diffusers pipeline, whose networks are engines.
-
-    ``denoiser`` is its network among them. ``encode`` turns batches of prompts into what ``pipe`` takes instead, with
-    or without the half for guidance; ``pack`` and ``unpack`` (of a height and width) stand between latents [B,C,h,w]
-    and what ``pipe`` calls latents. ``tokenizer`` tells how long a prompt is for the shortest of the text encoders.
-    """
-
-    pipe: Any
-    denoiser: EngineNetwork
-    encode: Callable[[Sequence[list[str]], bool], list[dict[str, Any]]]
-    pack: Callable[[Tensor], Tensor]
-    unpack: Callable[[Tensor, int, int], Tensor]
-    tokenizer: Any
-
-
 class Pipeline:
     """Engines joined to a text-to-image pipeline; ``engines`` may be a mapping that opens one when it is asked for and
     closes the one before."""
 
-    def __init__(self, engines: Mapping[str, Engine], drawing: Drawing):
-        self.engines, self.drawing = engines, drawing
-        drawing.pipe.set_progress_bar_config(disable=True)
+    def __init__(self, engines: Mapping[str, Engine], adapter: PipelineAdapter):
+        self.engines, self.adapter = engines, adapter
+        adapter.pipe.set_progress_bar_config(disable=True)
 
     def warn_of_long(self, prompts: Sequence[str]) -> None:
-        tokenizer = self.drawing.tokenizer
+        tokenizer = self.adapter.tokenizer
         lengths = [len(ids) for ids in tokenizer(list(prompts), truncation=False, verbose=False)["input_ids"]]
         longer = sum(length > tokenizer.model_max_length for length in lengths)
         if longer:
@@ -116,8 +99,8 @@ class Pipeline:
 
     def decode(self, numbers: Sequence[int], latents: Tensor, sampling: Sampling) -> np.ndarray:
         """uint8 [B, H, W, 3] of latents as the pipeline has them; ``numbers`` are those of their prompts."""
-        config = self.drawing.pipe.vae.config
-        latents = self.drawing.unpack(latents, sampling.height, sampling.width)
+        config = self.adapter.pipe.vae.config
+        latents = self.adapter.unpack(latents, sampling.height, sampling.width)
         z = latents / config.scaling_factor + (getattr(config, "shift_factor", None) or 0)
         picture = self.engines["vae"](z=z)["dec"].float().cpu()
         if broken := [number for number, each in zip(numbers, picture, strict=True) if not torch.isfinite(each).all()]:
@@ -125,15 +108,15 @@ class Pipeline:
                 f"{self.engines['vae'].name} gave a picture that is not finite for prompt {broken[0]}, of latents that "
                 "are; the weights of the VAE may be stored in fewer bits than it needs: export them in fp32"
             )
-        images = self.drawing.pipe.image_processor.postprocess(picture, output_type="np")
+        images = self.adapter.pipe.image_processor.postprocess(picture, output_type="np")
         return (images * 255).round().astype(np.uint8)
 
     def noise(self, numbers: Sequence[int], sampling: Sampling) -> Tensor:
         """fp32, packed, each picture's from its own seed, the same on every device."""
-        factor, channels = self.drawing.pipe.vae_scale_factor, self.drawing.pipe.vae.config.latent_channels
+        factor, channels = self.adapter.pipe.vae_scale_factor, self.adapter.pipe.vae.config.latent_channels
         shape = (channels, sampling.height // factor, sampling.width // factor)
         seeded = [torch.Generator().manual_seed(sampling.seed + number) for number in numbers]
-        return self.drawing.pack(torch.stack([torch.randn(shape, generator=generator) for generator in seeded]))
+        return self.adapter.pack(torch.stack([torch.randn(shape, generator=generator) for generator in seeded]))
 
     def __call__(
         self,
@@ -157,7 +140,7 @@ class Pipeline:
             numbers[start : start + sampling.batch_size] for start in range(0, len(numbers), sampling.batch_size)
         ]
         texts = [[prompts[number] for number in batch] for batch in batches]
-        encoded = self.drawing.encode(texts, sampling.guidance_scale > 1)
+        encoded = self.adapter.encode(texts, sampling.guidance_scale > 1)
         latents, finished = [], []
         for batch, text in zip(batches, encoded, strict=True):
             on_batch(batch)
@@ -174,7 +157,7 @@ class Pipeline:
         self, numbers: Sequence[int], text: Mapping[str, Any], sampling: Sampling, on_step: Callable[[int], object]
     ) -> tuple[list[Tensor], Tensor]:
         """The latents after every step, and the last as the pipeline leaves them."""
-        pipe, calls, steps = self.drawing.pipe, 0, list[Tensor]()
+        pipe, calls, steps = self.adapter.pipe, 0, list[Tensor]()
 
         def count() -> None:
             """Samplers of second order call the network 2n - 1 times for n steps, and some once more than n."""
@@ -187,7 +170,7 @@ class Pipeline:
             if not finite.all():
                 prompt = numbers[int((~finite).nonzero()[0])]
                 raise SdQuantError(
-                    f"{self.engines[self.drawing.denoiser.name].name} gave a latent that is not finite for prompt "
+                    f"{self.engines[self.adapter.denoiser.name].name} gave a latent that is not finite for prompt "
                     f"{prompt} at step {step}; a lower quant_level or a calibration with more prompts may keep it in "
                     "range"
                 )
@@ -202,7 +185,7 @@ class Pipeline:
             if "callback_on_step_end" in inspect.signature(type(pipe).__call__).parameters
             else {"callback": lambda step, timestep, values: remember(step, values)}
         )
-        self.drawing.denoiser.on_call = count
+        self.adapter.denoiser.on_call = count
         final = pipe(
             **text,
             num_inference_steps=sampling.steps,

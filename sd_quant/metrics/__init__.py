@@ -1,1 +1,86 @@
-"""What is measured: fidelity to full precision, latency, memory. The stages put it in the record."""
+"""What is measured of a run: how close its images stay to full precision's, how long it takes, what memory it needs.
+
+``SCORES`` is the one list of what is said about images. To add a score, write ``sd_quant/metrics/<name>.py`` with a
+function that takes and returns what ``Against`` says, and add one line to ``SCORES``. The record, the table that a run
+prints, the summaries of a sweep and the page take it from there. Nothing is imported until a score is computed, so the
+table is read without torch.
+"""
+
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+
+class Against(Enum):
+    """What a score compares a variant's images with, and so what its function takes and returns.
+
+    Images are uint8 [N, H, W, 3], latents [N, steps, ...]. ``value`` of a dictionary is None where ``reason`` says why.
+    """
+
+    IMAGES = auto()  # (full precision's images, images) -> a number or None for each of N images
+    LATENTS = auto()  # (full precision's latents, latents) -> a number or None for each step
+    SET = auto()  # (full precision's images, images) -> {"value": ..., "reason": ..., ...} of the two sets
+    PROMPTS = auto()  # (images, prompts, *files) -> {"value": ..., "reason": ..., ...}
+    PHOTOGRAPHS = auto()  # (images, *files) -> {"value": ..., "reason": ..., ...}
+
+
+FIDELITY = (Against.IMAGES, Against.LATENTS, Against.SET)  # against full precision: the record's ``fidelity``
+
+
+@dataclass(frozen=True)
+class Score:
+    key: str  # of its entry in the record: in ``fidelity``, or for each variant in ``text_scores``
+    title: str  # what a person calls it
+    against: Against
+    function: str  # where it is, as "module:function"; imported when it is first computed
+    format: str = "{:.4f}"  # of its numbers
+    unit: str = ""
+    more_is_better: bool = True
+    columns: tuple[str, ...] = ()  # of summary.csv: for the mean or the last step, then for the worst image
+    shown: bool = True  # in the tables for people too
+    undefined: str = "not a finite number"  # why it is None for an image or a step
+    files: tuple[str, ...] = ()  # knobs of ``metrics`` whose files its function takes; without them it is not computed
+
+    @property
+    def heading(self) -> str:
+        return f"{self.title}, {self.unit}" if self.unit else self.title
+
+    @property
+    def reason_key(self) -> str:
+        """Where ``fidelity`` says why a step has no number; a list has no place for it."""
+        return f"{self.key.removesuffix('_db')}_reason"
+
+    def text(self, value: float) -> str:
+        """``value`` with its unit."""
+        return f"{self.format.format(value)} {self.unit}".rstrip()
+
+    def compute(self, *arguments):
+        function: Callable = pkgutil.resolve_name(self.function)
+        return function(*arguments)
+
+
+IDENTICAL = "identical to full precision, which makes the ratio infinite"
+SCORES = {
+    score.key: score
+    for score in (
+        Score("psnr", "PSNR", Against.IMAGES, "sd_quant.metrics.fidelity:psnr", "{:.2f}", "dB",
+              columns=("psnr_db", "psnr_worst_db"), undefined=IDENTICAL),
+        Score("ssim", "SSIM", Against.IMAGES, "sd_quant.metrics.fidelity:ssim", columns=("ssim",)),
+        Score("lpips", "LPIPS", Against.IMAGES, "sd_quant.metrics.lpips:lpips", more_is_better=False,
+              columns=("lpips",)),
+        Score("latent_sqnr_db", "latent SQNR", Against.LATENTS, "sd_quant.metrics.fidelity:latent_sqnr", "{:.1f}", "dB",
+              columns=("latent_sqnr_db",), undefined=IDENTICAL),
+        Score("frechet_efficientnet", "Fréchet distance", Against.SET, "sd_quant.metrics.frechet:frechet_efficientnet",
+              "{:.2f}", more_is_better=False, columns=("frechet_efficientnet",), shown=False),
+        Score("clip_score", "CLIP score", Against.PROMPTS, "sd_quant.metrics.text_image:clip_score", "{:.2f}",
+              shown=False, files=("clip_weights",)),
+        Score("fid", "FID", Against.PHOTOGRAPHS, "sd_quant.metrics.text_image:fid", "{:.2f}", more_is_better=False,
+              shown=False, files=("fid_references", "fid_weights")),
+    )
+}  # fmt: skip
+
+
+def fidelity_scores() -> list[Score]:
+    """The scores against full precision, in the order of the table."""
+    return [score for score in SCORES.values() if score.against in FIDELITY]

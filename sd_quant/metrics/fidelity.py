@@ -1,9 +1,9 @@
-"""How far the quantized pipeline's pictures are from full precision's, on the same prompts and seeds.
+"""How far the quantized pipeline's images are from full precision's, on the same prompts and seeds.
 
 The reference is the full-precision run, not a photograph: quantization is to change nothing, so pixel distances (PSNR,
-SSIM) apply although they say little about generated pictures otherwise; LPIPS is nearer to what people notice. The
-signal-to-quantization-noise ratio of the latents, step by step, says when in the denoising the pictures part. The road
-not taken is FID: it needs thousands of pictures and cannot tell two recipes apart on a handful.
+SSIM) apply although they say little about generated images otherwise; LPIPS is nearer to what people notice. The
+signal-to-quantization-noise ratio of the latents, step by step, says when in the denoising the images part. The road
+not taken is FID: it needs thousands of images and cannot tell two recipes apart on a handful.
 
 A value that does not exist (infinite, undefined) is None and comes with a reason: a record holds no NaN or infinity.
 """
@@ -18,16 +18,16 @@ from torchmetrics.functional.image import peak_signal_noise_ratio, structural_si
 
 from sd_quant.devices import full_precision
 from sd_quant.errors import ArtifactError
-from sd_quant.metrics.lpips import lpips
+from sd_quant.metrics import IDENTICAL, Against, fidelity_scores
+from sd_quant.numbers import finite
 
 SSIM_SIGMA = 1.5  # Wang et al. 2004: an 11 x 11 Gaussian window, at 64 x 64 pixels as at 1024 x 1024
 SSIM_WINDOW = 11
-IDENTICAL = "identical to full precision, which makes the ratio infinite"
 NOT_FINITE = "NaN or infinite latents"
 
 
 def psnr(reference: np.ndarray, image: np.ndarray) -> list[float | None]:
-    """Peak signal-to-noise ratio in dB per image; both uint8 [N, H, W, 3]. None where the two are identical.
+    """Peak signal-to-noise ratio in dB of each image; both uint8 [N, H, W, 3]. None where the two are identical.
 
     Raises ArtifactError when shapes or types differ.
     """
@@ -36,11 +36,11 @@ def psnr(reference: np.ndarray, image: np.ndarray) -> list[float | None]:
             peak_signal_noise_ratio(_pixels(x, device), _pixels(ref, device), data_range=255.0).item()
             for ref, x in _pairs(reference, image)
         ]
-    return [_finite(score) for score in scores]
+    return [finite(score) for score in scores]
 
 
 def ssim(reference: np.ndarray, image: np.ndarray) -> list[float]:
-    """Structural similarity per image, 1.0 for identical ones; both uint8 [N, H, W, 3] with H, W >= 6.
+    """Structural similarity of each image, 1.0 for identical ones; both uint8 [N, H, W, 3] with H, W >= 6.
 
     Raises ArtifactError when shapes or types differ. Source: Wang et al., IEEE TIP 13(4), 2004.
     """
@@ -54,7 +54,7 @@ def ssim(reference: np.ndarray, image: np.ndarray) -> list[float]:
 
 
 def latent_sqnr(reference: torch.Tensor, latents: torch.Tensor) -> list[float | None]:
-    """SQNR = 10 log10(sum ref^2 / sum (ref - x)^2) in dB, averaged over the images, per step.
+    """SQNR of each step in dB: 10 log10(sum ref^2 / sum (ref - x)^2), averaged over the images.
 
     Both [N, steps, ...], any float type. Images whose ratio is infinite at a step are left out of its mean. None
     where no image has a ratio, and where any latent of the step is NaN or infinite: a broken run has no mean.
@@ -71,19 +71,8 @@ def latent_sqnr(reference: torch.Tensor, latents: torch.Tensor) -> list[float | 
     ]
 
 
-def relative_error(reference: torch.Tensor, output: torch.Tensor) -> float | None:
-    """||output - reference|| / ||reference||, of one shape. None when it is not finite or the reference is all zero."""
-    if reference.shape != output.shape:
-        raise ArtifactError(
-            f"an output of shape {list(output.shape)} was compared with a reference of {list(reference.shape)}, "
-            "expected one shape; give both the same inputs"
-        )
-    reference, output = reference.double(), output.double()
-    return _finite((torch.linalg.vector_norm(output - reference) / torch.linalg.vector_norm(reference)).item())
-
-
 def summary(values: Sequence[float | None], reason: str = IDENTICAL, lower_is_better: bool = False) -> dict:
-    """``{mean, min, worst_index, values, reason}`` of per-image scores; with ``max`` for ``min`` if lower is better.
+    """``{mean, min, worst_index, values, reason}`` of one score of all images; ``max`` for ``min`` if lower is better.
 
     Mean and extreme are over the values that exist; ``reason`` says how many do not and why, None when all do.
     """
@@ -101,22 +90,34 @@ def summary(values: Sequence[float | None], reason: str = IDENTICAL, lower_is_be
 
 
 def fidelity(
-    reference_images: np.ndarray, images: np.ndarray, reference_latents: torch.Tensor, latents: torch.Tensor
+    reference_images: np.ndarray,
+    images: np.ndarray,
+    reference_latents: torch.Tensor,
+    latents: torch.Tensor,
+    sets: bool = False,
 ) -> dict:
-    """The record's ``fidelity``: ``{psnr, ssim, latent_sqnr_db, latent_sqnr_reason, lpips}``; images of H, W >= 64."""
-    ratios = latent_sqnr(reference_latents, latents)
-    finite = bool(torch.isfinite(reference_latents).all() and torch.isfinite(latents).all())
-    return {
-        "psnr": summary(psnr(reference_images, images)),
-        "ssim": summary(ssim(reference_images, images)),
-        "latent_sqnr_db": ratios,
-        "latent_sqnr_reason": (IDENTICAL if finite else NOT_FINITE) if None in ratios else None,
-        "lpips": summary(lpips(reference_images, images), lower_is_better=True),
-    }
+    """The record's ``fidelity``: every score of ``SCORES`` against full precision, by its key.
+
+    ``sets``: whether scores of whole sets are computed too, which take a network. Images of H, W >= 64; images and
+    latents are those of the same prompts and seeds.
+    """
+    entries: dict = {}
+    for score in fidelity_scores():
+        if score.against is Against.IMAGES:
+            values = score.compute(reference_images, images)
+            entries[score.key] = summary(values, score.undefined, not score.more_is_better)
+        elif score.against is Against.LATENTS:
+            values = entries[score.key] = score.compute(reference_latents, latents)
+            broken = not (torch.isfinite(reference_latents).all() and torch.isfinite(latents).all())
+            reason = NOT_FINITE if broken else score.undefined
+            entries[score.reason_key] = reason if None in values else None
+        elif sets:
+            entries[score.key] = score.compute(reference_images, images)
+    return entries
 
 
 def _pairs(reference: np.ndarray, image: np.ndarray) -> zip:
-    """Image by image: SSIM takes 0.8 GB for one of 1024 x 1024."""
+    """Reference and image of each pair, one at a time: SSIM takes 0.8 GB for a pair of 1024 x 1024."""
     if (reference.shape, reference.dtype) != (image.shape, image.dtype) or image.dtype != np.uint8 or image.ndim != 4:
         raise ArtifactError(
             f"{image.dtype} images of shape {list(image.shape)} were compared with {reference.dtype} "
@@ -130,13 +131,13 @@ def _pixels(image: np.ndarray, device: torch.device) -> torch.Tensor:
     """[H, W, 3] uint8 -> [1, 3, H, W] float32.
 
     Not float64: on a CPU, SSIM at 1024 x 1024 then takes 35 s and 5 GB instead of 1 s. What float32 costs is largest on
-    flat pictures, where the variances cancel: 0.0004 of SSIM.
+    flat images, where the variances cancel: 0.0004 of SSIM.
     """
     return torch.tensor(image, dtype=torch.float32, device=device).permute(2, 0, 1).unsqueeze(0)
 
 
 def _energy(latents: torch.Tensor) -> torch.Tensor:
-    """[N, ...] -> [N]."""
+    """Sum of squares of each image's latents: [N, ...] -> [N]."""
     return latents.square().flatten(1).sum(1)
 
 
@@ -145,8 +146,4 @@ def _mean_ratio(signal: torch.Tensor, noise: torch.Tensor) -> float | None:
     if not (torch.isfinite(signal).all() and torch.isfinite(noise).all()):
         return None
     ratios = 10 * torch.log10(signal / noise)
-    return _finite(ratios[torch.isfinite(ratios)].mean().item())
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    return finite(ratios[torch.isfinite(ratios)].mean().item())

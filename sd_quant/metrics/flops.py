@@ -14,18 +14,18 @@ SIDE, SECONDS = 1024, 0.5  # of the matrices that the processor is timed on, and
 
 
 def operations(module: nn.Module, inputs: dict[str, Tensor]) -> tuple[int, dict[str, int]]:
-    """Of one call on the meta device: in all, and of each submodule by its name in ``module``."""
+    """Floating-point operations of one call on the meta device: in all, and of each submodule by its name."""
     from torch.utils.flop_counter import FlopCounterMode
 
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         module(**inputs)
     root = f"{type(module).__name__}."
-    found = {name.removeprefix(root): sum(kinds.values()) for name, kinds in counter.get_flop_counts().items()}
-    return counter.get_total_flops(), found
+    of_submodules = {name.removeprefix(root): sum(kinds.values()) for name, kinds in counter.get_flop_counts().items()}
+    return counter.get_total_flops(), of_submodules
 
 
 def operations_a_second(clock: Callable[[], float] = perf_counter) -> float:
-    """Of this machine's processor in fp32, measured on a matrix product, which is what a UNet mostly is."""
+    """How many fp32 operations this machine's processor does a second, in matrix products, as a UNet mostly is."""
     matrix, calls = torch.rand(SIDE, SIDE), 0
     matrix @ matrix
     start = clock()

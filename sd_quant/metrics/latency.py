@@ -22,14 +22,14 @@ Clock = Callable[[Call], float]
 
 
 def wall_clock(call: Call) -> float:
-    """Of a call that returns when the work is done."""
+    """Milliseconds of a call that returns when its work is done."""
     start = perf_counter()
     call()
     return 1000 * (perf_counter() - start)
 
 
 def cuda_events(call: Call) -> float:
-    """Of what a call queues on the current CUDA stream, from the first kernel to the last."""
+    """Milliseconds of what a call queues on the current CUDA stream, from the first kernel to the last."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     start.record()
@@ -40,7 +40,7 @@ def cuda_events(call: Call) -> float:
 
 
 def clock_of(device: torch.device) -> Clock:
-    """That of an engine on this device."""
+    """The clock that times an engine on ``device``."""
     return cuda_events if device.type == "cuda" else wall_clock
 
 
@@ -57,7 +57,7 @@ def measure_in_turn(
 ) -> dict[str, dict[str, object]]:
     """``measure`` for each of ``calls``, one call of each per round, so that drift of the machine hits all alike.
 
-    ``clocks``: by the calls' names; who is not among them is timed by the wall clock.
+    ``clocks``: by the calls' names; a call without one is timed by the wall clock.
     """
     if warmup < 0 or repeats < 1:
         raise ConfigError(

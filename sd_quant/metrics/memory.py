@@ -20,7 +20,7 @@ LOG = logging.getLogger("sd_quant")
 
 
 def peak_memory_bytes() -> int:
-    """Most resident memory that this process has had so far."""
+    """Peak of this process's resident memory so far."""
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
     except OSError:
@@ -35,8 +35,8 @@ def peak_memory_bytes() -> int:
 def available_memory_bytes() -> int:
     """Memory that a new program can have without swapping: what the kernel says, within the limit of a container."""
     try:
-        found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE)
-        available = int(found[1]) * 1024
+        match = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE)
+        available = int(match[1]) * 1024
     except (OSError, TypeError):  # not Linux
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     cgroup = Path("/sys/fs/cgroup")
@@ -48,25 +48,19 @@ def available_memory_bytes() -> int:
 
 
 def peak_cuda_memory_bytes() -> int | None:
-    """Most memory that torch, engines not counted, has had allocated on the current GPU; None without one."""
+    """Peak of what torch has had allocated on the current GPU, without engines; None without a GPU."""
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
 
 
-def peak_cuda_memory() -> int | dict:
-    """The same as a record has it: a reason where there is no number."""
-    peak = peak_cuda_memory_bytes()
-    return {"value": None, "reason": "no NVIDIA GPU"} if peak is None else peak
-
-
 def available_cuda_memory_bytes() -> int | None:
-    """Memory of the current GPU that nobody uses, with what torch keeps for itself to use again; None without one."""
+    """Memory of the current GPU that is free, or cached by torch; None without a GPU."""
     if not torch.cuda.is_available():
         return None
     return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
 
 def used() -> str:
-    """The peaks, as a sentence has them."""
+    """The peaks so far, as part of a sentence."""
     peak, cuda = peak_memory_bytes() / 1e9, peak_cuda_memory_bytes()
     return f"{peak:.2f} GB of memory" + ("" if cuda is None else f" and {cuda / 1e9:.2f} GB of the GPU's")
 
@@ -75,12 +69,10 @@ class StageTimer:
     """``with timer("calibrate"): ...`` fills ``timer.stages["calibrate"]``, also when the block fails.
 
     Made where a job begins: a GPU's peak counts from there, the process's from its start.
-
-    ``stages``: name -> ``{seconds, peak_memory_bytes}``, the peak being the process's up to the stage's end.
     """
 
     def __init__(self) -> None:
-        self.stages: dict[str, dict[str, float | int]] = {}
+        self.stages: dict[str, dict[str, float | int]] = {}  # seconds, and the process's peak_memory_bytes at the end
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
 

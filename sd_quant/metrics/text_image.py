@@ -1,7 +1,7 @@
 """CLIP score and FID, for who has their networks' weights, and the window in which MLPerf accepts both.
 
-CLIP score says whether pictures show what their prompts say (Hessel et al., EMNLP 2021; as torchmetrics defines it:
-100 cos(picture, prompt), averaged, at least 0); FID how far they are, as a set, from photographs (Heusel et al. 2017,
+CLIP score says whether images show what their prompts say (Hessel et al., EMNLP 2021; as torchmetrics defines it:
+100 cos(image, prompt), averaged, at least 0); FID how far they are, as a set, from photographs (Heusel et al. 2017,
 frechet.py has the formula). Neither is about quantization: they compare with what others publish, fidelity.py with
 full precision. The networks are torchmetrics' and are never downloaded: the road not taken is its default of fetching
 hundreds of megabytes when it is first called.
@@ -23,14 +23,14 @@ from PIL import Image
 from torch import Tensor, nn
 
 from sd_quant.devices import full_precision
-from sd_quant.engines.base import one_line
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError, SdQuantError
-from sd_quant.metrics.frechet import check_pictures, frechet_distance, moments
+from sd_quant.metrics.frechet import check_images, frechet_distance, moments
 from sd_quant.progress import progress
+from sd_quant.text import one_line
 
 BATCH = 16
-FEWEST_FOR_FID = 2049  # pictures: with fewer the covariance of Inception's 2048 features is singular
-PICTURES = {".bmp", ".jpeg", ".jpg", ".png", ".webp"}
+FEWEST_FOR_FID = 2049  # images: with fewer the covariance of Inception's 2048 features is singular
+IMAGES = {".bmp", ".jpeg", ".jpg", ".png", ".webp"}
 CLIP_FILES = (  # of each line, one has to be there
     ("config.json",),
     ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"),
@@ -39,7 +39,7 @@ CLIP_FILES = (  # of each line, one has to be there
 )
 
 # MLPerf Inference, stable-diffusion-xl, closed division: within 0.2 % and 2 % of the fp32 reference's 31.74981837 and
-# 23.48046692 (docs/index.md there); how the pictures are made: backend_pytorch.py, what they are judged by: coco.py.
+# 23.48046692 (docs/index.md there); how the images are made: backend_pytorch.py, what they are judged by: coco.py.
 MLPERF_CLIP = (31.68631873, 31.81331801)
 MLPERF_FID = (23.01085758, 23.95007626)
 MLPERF_PROTOCOL = {
@@ -49,7 +49,7 @@ MLPERF_PROTOCOL = {
     "height": 1024,
     "width": 1024,
     "negative_prompt": "normal quality, low quality, worst quality, low res, blurry, nsfw, nude",
-    "latents": "latents.pt",  # one starting noise for all pictures
+    "latents": "latents.pt",  # one starting noise for all images
     "clip_network": {"layers": 12, "width": 768, "patch": 32},  # openai/clip-vit-base-patch32
     "fid_references": "val2014.npz",
 }
@@ -58,22 +58,22 @@ MLPERF_CAPTIONS_SHA256 = "635b5177356209894f672f272f62632d67099a015e483bb19e8af9
 
 
 def clip_score(images: np.ndarray, prompts: Sequence[str], weights: Path) -> dict:
-    """``{value, reason, pictures, network}`` of uint8 [N, H, W, 3] and N prompts; ``value`` from 0 to 100, the mean.
+    """CLIP score of uint8 [N, H, W, 3] and N prompts as ``{value, reason, pictures, network}``; the mean, 0 to 100.
 
     ``weights``: a folder of transformers' CLIPModel with its tokenizer and image processor. Where it cannot be used,
-    or there are no pictures, ``value`` is None and ``reason`` says why. Prompts are cut to what the network reads, as
-    MLPerf does. Raises ArtifactError for other pictures and when the numbers differ.
+    or there are no images, ``value`` is None and ``reason`` says why. Prompts are cut to what the network reads, as
+    MLPerf does. Raises ArtifactError for other images and when the numbers differ.
     """
-    check_pictures(images)
+    check_images(images)
     if len(images) != len(prompts):
-        raise ArtifactError(f"{len(images)} pictures came with {len(prompts)} prompts, expected a prompt for each")
-    found = {"value": None, "reason": None, "pictures": len(images), "network": None}
+        raise ArtifactError(f"{len(images)} images came with {len(prompts)} prompts, expected a prompt for each")
+    entry = {"value": None, "reason": None, "pictures": len(images), "network": None}
     if not len(images):
-        return found | {"reason": "there are no pictures"}
+        return entry | {"reason": "there are no images"}
     try:
         model, processor = _clip(weights)
     except SdQuantError as error:
-        return found | {"reason": str(error)}
+        return entry | {"reason": str(error)}
     from torchmetrics.multimodal import CLIPScore
 
     metric = CLIPScore(lambda: (model, processor))  # type: ignore[arg-type, return-value]  # look like them
@@ -86,11 +86,11 @@ def clip_score(images: np.ndarray, prompts: Sequence[str], weights: Path) -> dic
             advance()
     vision = model.config.vision_config
     network = {"layers": vision.num_hidden_layers, "width": vision.hidden_size, "patch": vision.patch_size}
-    return found | {"network": network} | _number(metric.compute().item())
+    return entry | {"network": network} | _number(metric.compute().item())
 
 
 def check_clip_weights(weights: Path) -> None:
-    """Raises ConfigError unless the folder is there and complete; reads no weights."""
+    """Raise ConfigError unless the folder is there and complete; reads no weights."""
     if not weights.is_dir():
         raise ConfigError(f"there is no folder {weights} with CLIP's weights; save a transformers CLIPModel there")
     for names in CLIP_FILES:
@@ -102,15 +102,15 @@ def check_clip_weights(weights: Path) -> None:
 
 
 def fid(images: np.ndarray, references: Path, weights: Path) -> dict:
-    """``{value, reason, pictures, references}`` of uint8 [N, H, W, 3], N at least 2049; ``value`` is 0 or more.
+    """FID of uint8 [N, H, W, 3], N at least 2049, as ``{value, reason, pictures, references}``.
 
-    ``references``: a folder of at least as many pictures, or an .npz with Inception's ``mu`` [2048] and ``sigma``
+    ``references``: a folder of at least as many images, or an .npz with Inception's ``mu`` [2048] and ``sigma``
     [2048, 2048] over them, as pytorch-fid writes and MLPerf ships it. ``weights``: pt_inception-2015-12-05, as
     torch-fidelity (``weights-inception-2015-12-05-6726825d.pth``) serves it. Where anything is missing or broken or too
-    few, ``value`` is None and ``reason`` says why. Raises ArtifactError for other pictures.
+    few, ``value`` is None and ``reason`` says why. Raises ArtifactError for other images.
     """
-    check_pictures(images)
-    found = {"value": None, "reason": None, "pictures": len(images), "references": references.name}
+    check_images(images)
+    entry = {"value": None, "reason": None, "pictures": len(images), "references": references.name}
     try:
         _check_number(len(images), "were made")
         check_references(references)
@@ -118,25 +118,23 @@ def fid(images: np.ndarray, references: Path, weights: Path) -> dict:
         of_references = _reference_moments(references, network)
         of_images = moments(_features(network, len(images), lambda index: images[index]))
     except SdQuantError as error:
-        return found | {"reason": str(error)}
+        return entry | {"reason": str(error)}
     if of_references[1].shape != of_images[1].shape:
-        sizes = f"{list(of_references[1].shape)}, expected {list(of_images[1].shape)}"
-        return found | {"reason": f"{references} has a sigma of shape {sizes}, as this Inception's features have it"}
-    return found | _number(frechet_distance(*of_references, *of_images))
+        shapes = f"{list(of_references[1].shape)}, expected {list(of_images[1].shape)}"
+        return entry | {"reason": f"{references} has a sigma of shape {shapes}; compute it with the same Inception"}
+    return entry | _number(frechet_distance(*of_references, *of_images))
 
 
 def check_references(references: Path) -> None:
-    """Raises ConfigError unless there is an .npz or a folder with enough pictures; opens none of them."""
+    """Raise ConfigError unless there is an .npz or a folder with enough images; opens none of them."""
     if references.is_dir():
-        _check_number(len(_picture_files(references)), f"are in {references}")
+        _check_number(len(_image_files(references)), f"are in {references}")
     elif references.suffix != ".npz" or not references.is_file():
-        raise ConfigError(
-            f"{references} is neither a folder of pictures nor an .npz with mu and sigma; name one of them"
-        )
+        raise ConfigError(f"{references} is neither a folder of images nor an .npz with mu and sigma; name one of them")
 
 
 def mlperf_window(clip_score: float | None, fid: float | None, protocol: Mapping[str, Any]) -> dict:
-    """``{passes, reason}``: are both inside MLPerf's window? None where the pictures were not made its way.
+    """Whether both are inside MLPerf's window: ``{passes, reason}``, None where images were not made its way.
 
     ``protocol`` says how they were made and judged: ``prompts``, a sequence of text, and what MLPERF_PROTOCOL names.
     """
@@ -164,7 +162,7 @@ def mlperf_window(clip_score: float | None, fid: float | None, protocol: Mapping
 
 
 def captions_sha256(prompts: Sequence[str]) -> str:
-    """The digest of prompts in whatever order: of the sorted ones, with a line feed between two, in UTF-8."""
+    """SHA-256 of the sorted prompts in UTF-8, joined by line feeds: it does not depend on their order."""
     return hashlib.sha256("\n".join(sorted(prompts)).encode()).hexdigest()
 
 
@@ -183,7 +181,7 @@ class ProjectedClip(nn.Module):
 
 
 def _clip(weights: Path) -> tuple[ProjectedClip, Callable]:
-    """The network and what torchmetrics takes for its processor."""
+    """The network, and a function that torchmetrics takes for its processor."""
     from transformers import CLIPModel, CLIPProcessor
 
     check_clip_weights(weights)
@@ -195,7 +193,8 @@ def _clip(weights: Path) -> tuple[ProjectedClip, Callable]:
     longest = model.config.text_config.max_position_embeddings
 
     def process(text: list[str] | None = None, images: list[Tensor] | None = None, **options) -> Mapping[str, Tensor]:
-        """Cut here: torchmetrics would cut off the end token too, by whose place CLIP finds the text's feature."""
+        """Inputs of the network. Texts are cut here, because torchmetrics would cut off the end token, where CLIP reads
+        the text's feature."""
         if images is not None:
             return processor.image_processor(images, return_tensors="pt")
         return processor.tokenizer(text, truncation=True, max_length=longest, **options)
@@ -204,7 +203,7 @@ def _clip(weights: Path) -> tuple[ProjectedClip, Callable]:
 
 
 def _inception(weights: Path) -> nn.Module:
-    """From uint8 [N, 3, H, W] to fp32 [N, 2048]. Resized without antialiasing, as everybody's FID is."""
+    """The network from uint8 [N, 3, H, W] to fp32 [N, 2048]; it resizes without antialiasing, as everybody's FID."""
     if not weights.is_file():
         raise ConfigError(
             f"there is no file {weights} with Inception's weights; name weights-inception-2015-12-05-*.pth"
@@ -229,8 +228,8 @@ def _inception(weights: Path) -> nn.Module:
 
 def _reference_moments(references: Path, network: nn.Module) -> tuple[Tensor, Tensor]:
     if references.is_dir():
-        files = _picture_files(references)
-        return moments(_features(network, len(files), lambda index: _read_picture(files[index])))
+        files = _image_files(references)
+        return moments(_features(network, len(files), lambda index: _read_image(files[index])))
     try:
         with references.open("rb") as file, np.load(file, allow_pickle=False) as stored:
             mean, covariance = (torch.from_numpy(stored[name]).double() for name in ("mu", "sigma"))
@@ -241,46 +240,47 @@ def _reference_moments(references: Path, network: nn.Module) -> tuple[Tensor, Te
     width = mean.numel()
     if mean.shape != (width,) or covariance.shape != (width, width) or not covariance.isfinite().all():
         raise ArtifactError(
-            f"mu and sigma of {references} are {list(mean.shape)} and {list(covariance.shape)}, or NaN, "
+            f"mu and sigma of {references} have the shapes {list(mean.shape)} and {list(covariance.shape)}, expected "
+            "[D] and [D, D] of finite numbers; download or compute them again"
         )
     return mean, covariance
 
 
-def _features(network: nn.Module, number: int, picture: Callable[[int], np.ndarray]) -> Tensor:
-    """One at a time: photographs differ in size."""
+def _features(network: nn.Module, number: int, image: Callable[[int], np.ndarray]) -> Tensor:
+    """Inception's features fp32 [number, 2048], one image at a time, as photographs differ in size."""
     features = []
     with full_precision() as device, torch.inference_mode(), progress(number, "Inception features") as advance:
         network.to(device)
         for index in range(number):
-            features.append(network(_pixels(picture(index)[None]).to(device)).cpu())
+            features.append(network(_pixels(image(index)[None]).to(device)).cpu())
             advance()
     return torch.cat(features)
 
 
-def _picture_files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.suffix.lower() in PICTURES)
+def _image_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.suffix.lower() in IMAGES)
 
 
-def _read_picture(path: Path) -> np.ndarray:
+def _read_image(path: Path) -> np.ndarray:
     try:
-        with Image.open(path) as picture:
-            return np.asarray(picture.convert("RGB"))
+        with Image.open(path) as image:
+            return np.asarray(image.convert("RGB"))
     except (OSError, ValueError, Image.DecompressionBombError) as error:
         raise ArtifactError(f"the reference {path} cannot be read ({one_line(error)}); remove it") from error
 
 
 def _check_number(number: int, where: str) -> None:
     if number < FEWEST_FOR_FID:
-        raise ConfigError(f"{number} pictures {where}, which is too few for FID; it takes {FEWEST_FOR_FID} or more")
+        raise ConfigError(f"{number} images {where}, which is too few for FID; it takes {FEWEST_FOR_FID} or more")
 
 
-def _pixels(pictures: np.ndarray) -> Tensor:
+def _pixels(images: np.ndarray) -> Tensor:
     """[N, H, W, 3] -> [N, 3, H, W], uint8."""
-    return torch.tensor(pictures).permute(0, 3, 1, 2)
+    return torch.tensor(images).permute(0, 3, 1, 2)
 
 
 def _number(value: float | None) -> dict:
-    """``{value, reason}``, so that a record never holds NaN."""
+    """``value`` as ``{value, reason}``; None for NaN and infinity."""
     if value is None or not math.isfinite(value):
         return {"value": None, "reason": "the network gave NaN or infinity; its weights are damaged"}
     return {"value": value, "reason": None}

@@ -1,13 +1,13 @@
 """Roles of layers by their diffusers names, and which linears read one tensor. The rules know no family.
 
-What a family adds is the names that it excludes. quant_level selects by role: ``sd_quant.quantization.levels``.
+What a family adds is the names that it excludes. quant_level selects by role: ``sd_quant.quantization.recipe``.
 """
 
 from collections.abc import Collection, Iterable, Sequence
 
 from torch import nn
 
-from sd_quant.quantization.smoothing import SharedInput
+from sd_quant.models.parts import SharedInput
 
 QKV = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
 FEED_FORWARD = ("ff", "ff_context")

@@ -4,7 +4,7 @@ The wrapped module is the framework baseline, the source of the exported graph a
 so the three cannot drift apart. Which parts a family has, and how each is called, stands in the family's own file.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,3 +83,31 @@ def vae_part(channels: int) -> Part:
     single = torch.float32
     contract = Contract({"z": ("batch", channels, "height", "width")}, ("dec",), {"z": single}, single)
     return Part("vae", "", contract, VaePart)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedInput:
+    """Linears that read one tensor, and the module whose first outputs are that tensor's channels.
+
+    ``producer`` is None when nothing can take a factor per channel: a residual stream, an input of the network.
+    """
+
+    readers: tuple[str, ...]
+    producer: str | None = None
+
+
+@dataclass(frozen=True)
+class PipelineAdapter:
+    """How a family draws: ``pipe`` is its diffusers pipeline, whose networks are engines.
+
+    ``denoiser`` is its network among them. ``encode`` turns batches of prompts into what ``pipe`` takes instead, with
+    or without the half for guidance; ``pack`` and ``unpack`` (of a height and width) stand between latents [B,C,h,w]
+    and what ``pipe`` calls latents. ``tokenizer`` tells how long a prompt is for the shortest of the text encoders.
+    """
+
+    pipe: Any
+    denoiser: Any
+    encode: Callable[[Sequence[list[str]], bool], list[dict[str, Any]]]
+    pack: Callable[[Tensor], Tensor]
+    unpack: Callable[[Tensor, int, int], Tensor]
+    tokenizer: Any

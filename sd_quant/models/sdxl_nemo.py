@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from sd_quant.inference.pipeline import Drawing
 from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH, clip_tokenizer
 from sd_quant.models.latents import pack, unpack
+from sd_quant.models.parts import PipelineAdapter
 
 CONTEXT_TOKENS = 80  # CLIP's 77 and zeros, in training and inference alike
 CLIP_HEAD_WIDTH = 64  # of CLIP-L (768/12), OpenCLIP bigG (1280/20) and every other CLIP text model
@@ -134,7 +134,7 @@ def tokenizers(clip1: TextShape, clip2: TextShape) -> tuple:
     return clip_tokenizer(clip1.vocab_size), clip_tokenizer(clip2.vocab_size, "!")
 
 
-def drawing(networks: Mapping, tokenizers: Sequence, sampler) -> Drawing:
+def pipeline_adapter(networks: Mapping, tokenizers: Sequence, sampler) -> PipelineAdapter:
     """What is NeMo's in making a picture: context padded to 80 tokens (inside the text engines), an unconditional
     embedding of zeros, its sampler, and size ids in the order original, crop, target.
 
@@ -170,4 +170,4 @@ def drawing(networks: Mapping, tokenizers: Sequence, sampler) -> Drawing:
             )
         return found
 
-    return Drawing(pipe, networks["unet"], encode, partial(pack, pipe), partial(unpack, pipe), tokenizers[0])
+    return PipelineAdapter(pipe, networks["unet"], encode, partial(pack, pipe), partial(unpack, pipe), tokenizers[0])

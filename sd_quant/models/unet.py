@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from sd_quant.models.layers import attention_widths, roles_of
-from sd_quant.quantization.smoothing import SharedInput
+from sd_quant.models.parts import SharedInput
 
 # The layers that ModelOpt's diffusion recipes and Quark's leave alone, in diffusers' names: embeddings of time and
 # size, the first and last convolution, and the skip convolutions. NeMo's names for the same are emb_layers.1,

@@ -66,13 +66,13 @@ class LayerAssignment:
     @property
     def weight_scale(self) -> Tensor | None:
         """fp32 [out_channels] or [1] where ranges decide, None where the scales are those of blocks."""
-        static = self.format is not None and FORMATS[self.format].BLOCK is None
+        static = self.format is not None and FORMATS[self.format].block is None
         return FORMATS[self.format].scales(self.weight_amax, self.weight_amax)[0] if static else None
 
     @property
     def activation_scale(self) -> float | None:
         """The one of all inputs, None where there is none or where they are those of blocks."""
-        static = self.activation_format is not None and FORMATS[self.activation_format].BLOCK is None
+        static = self.activation_format is not None and FORMATS[self.activation_format].block is None
         return self.activation_scales(torch.empty(0))[0].item() if static and self.activation_amax else None
 
     @property

@@ -5,7 +5,7 @@ So another quant_level, alpha or format costs no calibration.
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import reduce
 
@@ -13,47 +13,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sd_quant.calibration.statistics import LayerStatistics
 from sd_quant.errors import ConfigError, SdQuantError
+from sd_quant.models.parts import SharedInput
 from sd_quant.quantization.assignment import FIXED_ALPHA, LayerAssignment, pieces, rewritten, rows_a_piece, some_rows
 from sd_quant.quantization.formats import FORMATS, fake_quantize
-from sd_quant.quantization.levels import Enable, Pair, reason_kept
 from sd_quant.quantization.low_rank import low_rank, rank_of
 from sd_quant.quantization.observers import OBSERVERS
 from sd_quant.quantization.percentile import PERCENTILE_CALIBRATORS
-from sd_quant.quantization.smoothing import SMOOTHINGS, SharedInput, pre_quant_scale
+from sd_quant.quantization.recipe import Recipe, reason_kept
+from sd_quant.quantization.smoothing import SMOOTHINGS, pre_quant_scale
+from sd_quant.quantization.statistics import LayerStatistics
 
 ALPHAS = tuple(index / 10 for index in range(11))  # that alpha=auto tries
 SEARCHED_OUTPUTS, SEARCHED_ROWS = 256, 64  # of a layer, that the search looks at
 HEAD_WIDTHS = 16  # of which an attention's head is a multiple where its matrix products are quantized (ModelOpt)
 HEADROOM = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """What a user chooses. Ranges are checked where the configuration is read.
-
-    ``enable`` are the formats by kind of layer. ``per_channel``: weights have a scale per output channel where their
-    format takes a range, else one. ``alpha`` is a number, "auto", or None without smoothing; ``rank`` that of the
-    low-rank branch of linears, or a fraction below 1 of a layer's shorter side.
-    """
-
-    quant_level: float
-    alpha: float | str | None
-    percentile: float = 1.0
-    collect_method: str = "mean-max"
-    percentile_calibrator: str = "corrected"
-    observer: str = "min_max"
-    observer_percentile: float = 99.99
-    smoothing: str = "folded"
-    batch_size: int = 1  # of the calibration, which ModelOpt's own calibrator depends on
-    enable: Enable = field(default_factory=lambda: Enable(Pair("int8", "int8"), Pair("int8", "int8"), None))
-    per_channel: bool = True
-    rank: int | float = 0
-    exclude: tuple[str, ...] = ()  # patterns of names that stay in high precision
-
-    def formats_of(self, role: str) -> Pair:
-        return self.enable.conv if role == "conv" else self.enable.linear
 
 
 def output_amax(weight: Tensor, layer: LayerAssignment) -> Tensor:
@@ -125,7 +99,7 @@ def with_ranges(layer: LayerAssignment, weight: Tensor, activation_amax: float, 
         layer,
         format=formats.weight,
         activation_format=formats.activation,
-        weight_axis=0 if recipe.per_channel and FORMATS[formats.weight].BLOCK is None else None,
+        weight_axis=0 if recipe.per_channel and FORMATS[formats.weight].block is None else None,
         activation_amax=activation_amax,
         reason=None,
     )
@@ -146,7 +120,7 @@ def observed(values: Tensor, amax: float, role: str, recipe: Recipe) -> float:
     name = recipe.formats_of(role).activation
     if name is None:
         return amax
-    return OBSERVERS[recipe.observer](values, amax, form=FORMATS[name], percent=recipe.observer_percentile)
+    return OBSERVERS[recipe.observer](values, amax, fmt=FORMATS[name], percent=recipe.observer_percentile)
 
 
 def assign_convolution(
@@ -226,8 +200,9 @@ def check_layers(
     shapes: Mapping[str, tuple[int, ...]],
     recipe: Recipe,
     attentions: Collection[str] = (),
+    exclude: Collection[str] = (),
 ) -> None:
-    """Whether the recipe fits the layers that it quantizes. Raises ConfigError, before anything is calibrated."""
+    """Raises ConfigError when the recipe does not fit the layers that it quantizes, before anything is calibrated."""
     level = recipe.quant_level
     if all(reason_kept(role, level) for role in roles.values()):
         raise ConfigError(
@@ -236,7 +211,7 @@ def check_layers(
     if level >= 4 and not attentions:
         raise ConfigError(f"quant_level is {level:g}, expected at most 3: this model's attention is never quantized")
     for name, role in roles.items():
-        if reason_kept(role, recipe.quant_level) or excluded(name, recipe):
+        if reason_kept(role, recipe.quant_level) or excluded(name, exclude):
             continue
         formats, shape = recipe.formats_of(role), shapes[name]
         rank = rank_of(recipe.rank, shape) if role != "conv" else 0
@@ -246,7 +221,7 @@ def check_layers(
                 "give a fraction below 1 instead, which is taken of every layer"
             )
         for form in filter(None, (formats.weight, formats.activation)):
-            block, numbers = FORMATS[form].BLOCK, math.prod(shape[1:])
+            block, numbers = FORMATS[form].block, math.prod(shape[1:])
             if block is not None and numbers % block:
                 raise ConfigError(
                     f"{form} has blocks of {block}, which do not divide the {numbers} inputs of {name}; exclude it "
@@ -254,8 +229,8 @@ def check_layers(
                 )
 
 
-def excluded(name: str, recipe: Recipe) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in recipe.exclude)
+def excluded(name: str, exclude: Collection[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in exclude)
 
 
 def derive(
@@ -266,17 +241,19 @@ def derive(
     inputs: Sequence[SharedInput],
     kept: Collection[str] = (),
     attentions: Mapping[str, int] = {},
+    exclude: Collection[str] = (),
 ) -> dict[str, LayerAssignment]:
     """The assignment of every layer in ``roles`` (name to role), reading the weights of one input at a time.
 
-    ``inputs`` are the family's shared inputs of linears, ``kept`` layers that stay in high precision whatever the
-    level, ``attentions`` its attentions with the width of a head. Raises SdQuantError when a layer to quantize was
-    never reached by calibration or saw only zeros, ConfigError when nothing is left to quantize.
+    ``inputs`` are the family's shared inputs of linears, ``attentions`` its attentions with the width of a head.
+    Whatever the level, the layers ``kept`` and those whose names match a pattern of ``exclude`` stay in high precision.
+    Raises SdQuantError when a layer to quantize was never reached by calibration or saw only zeros, ConfigError when
+    nothing is left to quantize.
     """
     assignment = {}
     for name, role in roles.items():
         reason = reason_kept(role, recipe.quant_level)
-        if reason is None and excluded(name, recipe):
+        if reason is None and excluded(name, exclude):
             reason = "excluded by the preset"
         if reason is None and name in kept:
             reason = "among the most sensitive layers"

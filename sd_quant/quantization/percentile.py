@@ -1,17 +1,10 @@
 """One activation range from many UNet calls: the diffusion percentile calibrator of NVIDIA's ModelOpt example.
 
 Every denoising step has a range of its own. The calibrator first reduces over the prompts within a step, then over the
-first ``int(n_steps * percentile)`` steps, which are the noisiest ones:
+first ``int(n_steps * percentile)`` steps, which are the noisiest ones, each by the reduction that ``COLLECT_METHODS``
+names.
 
-| collect_method | over prompts | over steps |
-|----------------|--------------|------------|
-| global_min     | min          | min        |
-| min-max        | max          | min        |
-| min-mean       | mean         | min        |
-| mean-max       | max          | mean       |
-| default        | max          | max        |
-
-``corrected`` is this table. ``modelopt`` is what ``PercentileCalibrator`` in NVIDIA/Model-Optimizer's
+``corrected`` is just that. ``modelopt`` is what ``PercentileCalibrator`` in NVIDIA/Model-Optimizer's
 ``examples/diffusers/quantization/calib/plugin_calib.py`` (0.23 to 0.47) computes instead, so that old results can be
 reproduced. The two differ where the original is defective:
 
@@ -26,24 +19,20 @@ activations, which overflow in fp16.
 looks at every step whatever the percentile; its class, given the word, would answer with a sum that nothing divides.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # knobs are checked against the tables of this file without torch
+    from torch import Tensor
 
-OVER_PROMPTS = {
-    "global_min": torch.amin,
-    "min-max": torch.amax,
-    "min-mean": torch.mean,
-    "mean-max": torch.amax,
-    "default": torch.amax,
-}
-OVER_STEPS = {
-    "global_min": torch.amin,
-    "min-max": torch.amin,
-    "min-mean": torch.amin,
-    "mean-max": torch.mean,
-    "default": torch.amax,
+COLLECT_METHODS = {  # the names of torch's reductions, over the prompts of a step and over the steps
+    "global_min": ("amin", "amin"),
+    "min-max": ("amax", "amin"),
+    "min-mean": ("mean", "amin"),
+    "mean-max": ("amax", "mean"),
+    "default": ("amax", "amax"),
 }
 
 
@@ -60,14 +49,15 @@ def first_steps(amax: Tensor, percentile: float) -> Tensor:
 
 
 def corrected_amax(amax: Tensor, percentile: float, collect_method: str, batch_size: int) -> float:
-    """The range to quantize with, by the table above.
+    """The range to quantize with, by ``COLLECT_METHODS``.
 
     ``amax``: fp32 [prompts, steps], steps in the order of denoising. ``batch_size`` is ignored: every prompt has a
     range of its own here, however many shared a UNet call, so how calibration was batched does not matter.
     Raises ValueError when ``percentile`` selects no step.
     """
-    per_step = OVER_PROMPTS[collect_method](first_steps(amax, percentile), dim=0)
-    return OVER_STEPS[collect_method](per_step, dim=0).item()
+    over_prompts, over_steps = COLLECT_METHODS[collect_method]
+    per_step = getattr(first_steps(amax, percentile), over_prompts)(dim=0)
+    return getattr(per_step, over_steps)(dim=0).item()
 
 
 def modelopt_amax(amax: Tensor, percentile: float, collect_method: str, batch_size: int) -> float:
@@ -77,6 +67,8 @@ def modelopt_amax(amax: Tensor, percentile: float, collect_method: str, batch_si
     one call at each step, the last call may have fewer, and a call has one range: the largest of its prompts.
     Raises ValueError when ``percentile`` selects no step, where the original fails with a RuntimeError.
     """
+    import torch
+
     if collect_method == "default":
         return amax.max().item()
     per_call = torch.stack([prompts.amax(dim=0) for prompts in amax.split(batch_size)])

@@ -11,25 +11,19 @@ the rows of its weight. Linears that read one tensor then have to share one vect
 weights. ModelOpt multiplies before every layer instead, each with a vector of its own; ``SMOOTHINGS`` offers both.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the knob smoothing is checked against the table below without torch
+    from torch import Tensor
+
+    from sd_quant.models.parts import SharedInput
 
 SMALLEST, LARGEST = 1e-4, 1e4
 DEAD_CHANNEL = 2.0**-31
-
-
-@dataclass(frozen=True, slots=True)
-class SharedInput:
-    """Linears that read one tensor, and the module whose first outputs are that tensor's channels.
-
-    ``producer`` is None when nothing can take a factor per channel: a residual stream, an input of the network.
-    """
-
-    readers: tuple[str, ...]
-    producer: str | None = None
 
 
 def pre_quant_scale(activation_amax: Tensor, weight_amax: Tensor, alpha: float) -> Tensor:
@@ -39,7 +33,7 @@ def pre_quant_scale(activation_amax: Tensor, weight_amax: Tensor, alpha: float) 
     """
     scale = weight_amax.pow(1 - alpha) / activation_amax.pow(alpha)
     dead = (activation_amax <= DEAD_CHANNEL) | (weight_amax <= DEAD_CHANNEL)
-    return torch.where(dead, 1.0, scale.clamp(SMALLEST, LARGEST))
+    return scale.clamp(SMALLEST, LARGEST).masked_fill(dead, 1.0)
 
 
 def folded(inputs: Sequence[SharedInput]) -> list[SharedInput]:
@@ -49,7 +43,7 @@ def folded(inputs: Sequence[SharedInput]) -> list[SharedInput]:
 
 def by_layer(inputs: Sequence[SharedInput]) -> list[SharedInput]:
     """A vector and a multiplication of its own before every layer."""
-    return [SharedInput((reader,)) for shared in inputs for reader in shared.readers]
+    return [replace(shared, readers=(reader,), producer=None) for shared in inputs for reader in shared.readers]
 
 
 SMOOTHINGS: dict[str, Callable[[Sequence[SharedInput]], list[SharedInput]]] = {

@@ -1,1 +1,1 @@
-"""What is shown of a run: pictures, the closing table, the layers, and where it all came from."""
+"""What is shown of a run: images, the closing table, the layers, and where it all came from."""

@@ -1,6 +1,6 @@
 """``report.html``: a sweep for a person who has to decide, in one file that loads nothing and opens anywhere.
 
-The recommendation comes first, then what speaks against it, then the table, the plots and the pictures that it rests
+The recommendation comes first, then what speaks against it, then the table, the plots and the images that it rests
 on. Prompts, names and reasons are other people's text: on the page they are escaped, in the data of its script they
 stay data, and a content security policy allows that one script and no request. The road not taken is a notebook or a
 dashboard: either needs a server or a library where it is opened.
@@ -22,26 +22,21 @@ from typing import Any
 from PIL import Image
 
 from sd_quant.files import write_text
+from sd_quant.metrics import SCORES, Against, Score, fidelity_scores
 from sd_quant.report.plots import SIZE, TIME, figures, knob_value, svg
 from sd_quant.report.recommendation import RULE, fidelity_db, front, recommend
-from sd_quant.report.summary import DONE, SHOWN, Job, Row, Sweep, at, read_object, rows, shown
+from sd_quant.report.record import DONE, VARIANTS, at, read_object, score_of
+from sd_quant.report.summary import Column, Job, Row, Sweep, rows, shown_columns
+from sd_quant.text import printable
 
 REPORT, PROVENANCE = "report.html", "provenance.json"
 TEMPLATES = Path(__file__).with_suffix("")
-SIDES = ("full_precision", "quantized")
 SMALL_EDGE, LONGEST_EDGE = 256, 768  # up to the first pixels are kept as they are, beyond the second they are reduced
 WEBP_QUALITY = 90
 MOST_PROMPTS = 24
-MOST_BYTES = 40e6  # of pictures; a browser opens a page with more of them slowly
-NOT_A_PICTURE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)  # what PIL says of a damaged file
+MOST_BYTES = 40e6  # of images; a browser opens a page with more of them slowly
+NOT_AN_IMAGE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)  # what PIL says of a damaged file
 MISSING = "–"
-HEADINGS = {
-    "psnr_worst_db": "worst PSNR, dB",
-    "denoiser_speedup": "denoiser speedup",
-    "image_speedup": "picture speedup",
-}
-TEXTS = {"denoiser_plan_targets", "run_by"}
-MORE_IS_BETTER = {"psnr_db", "psnr_worst_db", "ssim", "latent_sqnr_db", "denoiser_speedup", "image_speedup"}
 FRONTS = {
     TIME: ("◆", "no other recipe is both faster and closer to full precision"),
     SIZE: ("■", "no other recipe is both smaller and closer to full precision"),
@@ -50,7 +45,7 @@ CAPTIONS = {
     "pareto_latency": "Fidelity and time. The line joins the recipes that no other beats in both. Each job timed the "
     "unquantized engine in turn with its own, so what else the machine did has hit both alike.",
     "pareto_size": "Fidelity and the size of the denoiser's ONNX file.",
-    "trajectory": "How close the latents stay to full precision, step by step. Where a line falls, the pictures part.",
+    "trajectory": "How close the latents stay to full precision, step by step. Where a line falls, the images part.",
     "layers": "The error of each quantized layer's output on real inputs, in the order in which they are called.",
 }
 
@@ -58,14 +53,14 @@ CAPTIONS = {
 def write_report(sweep: Sweep, extra_sections: Sequence[tuple[str, str]] = ()) -> Path:
     """Write ``report.html`` into the sweep's folder and return its path.
 
-    ``extra_sections`` are headings and their HTML, which has to be safe already; they stand before the pictures.
+    ``extra_sections`` are headings and their HTML, which has to be safe already; they stand before the images.
     Raises ResourceError when the disk is full.
     """
     table = rows(sweep)
     names = {row["job"]: described(row, sweep) for row in table}
     advice = recommend(table, lambda row: names[row["job"]])
     plots = figures(sweep)
-    shown_pictures, notes = pictures(sweep, names, advice.job)
+    shown_images, notes = gallery(sweep, names, advice.job)
     sections = [
         section("warnings", "Warnings", listed(warnings_of(table, names))),
         section("results", "Results", results(table, sweep, advice.job)),
@@ -85,9 +80,9 @@ def write_report(sweep: Sweep, extra_sections: Sequence[tuple[str, str]] = ()) -
         advice=emphasized(advice.sentence, names.get(advice.job, "")),
         rule=safe(RULE[0].upper() + RULE[1:]),
         sections="\n".join(filter(None, sections)),
-        picture_notes=listed(notes),
-        viewer_hidden="" if shown_pictures["prompts"] else "hidden",
-        data=for_script(shown_pictures),
+        image_notes=listed(notes),
+        viewer_hidden="" if shown_images["prompts"] else "hidden",
+        data=for_script(shown_images),
     )
     path = sweep.directory / REPORT
     write_text(path, page + "\n")
@@ -98,13 +93,8 @@ def template(name: str) -> str:
     return (TEMPLATES / name).read_text(encoding="utf-8").strip()
 
 
-def clean(text: object) -> str:
-    """One line without control characters, halves of surrogates, and letters that turn the direction of writing."""
-    return "".join(letter if letter.isprintable() else " " for letter in str(text))
-
-
 def safe(text: object) -> str:
-    return html.escape(clean(text))
+    return html.escape(printable(text))
 
 
 def for_script(content: object) -> str:
@@ -120,7 +110,7 @@ def emphasized(sentence: str, start: str) -> str:
 
 
 def section(identity: str, heading: str, body: str) -> str:
-    """Nothing, heading included, where there is no ``body``."""
+    """``body`` under its heading; nothing at all where there is no ``body``."""
     return f'<section class="{identity}"><h2>{safe(heading)}</h2>{body}</section>' if body else ""
 
 
@@ -130,7 +120,7 @@ def listed(sentences: Iterable[str]) -> str:
 
 
 def plot(name: str, drawing: str) -> str:
-    """It may scroll sideways, and the keyboard has to reach what scrolls."""
+    """A plot with its caption. It may scroll sideways, and what scrolls has to be reached by the keyboard."""
     return (
         f'<figure class="plot {name}"><div class="drawing" tabindex="0" role="group" aria-label="{CAPTIONS[name]}">'
         f"{drawing}</div><figcaption>{CAPTIONS[name]}</figcaption></figure>"
@@ -147,7 +137,7 @@ def records(sweep: Sweep) -> list[Any]:
 
 
 def distinct(values: Iterable[Any]) -> str:
-    """Of several jobs, each value once; absent ones left out."""
+    """Each different value once, in one text; absent ones are left out."""
     return ", ".join(dict.fromkeys(str(value) for value in values if value not in (None, "")))
 
 
@@ -175,7 +165,7 @@ def facts(sweep: Sweep) -> list[tuple[str, str]]:
         ("engine", distinct(engine_of(record) for record in done)),
         ("machine", distinct(machine_of(at(record, "environment", "machine") or {}) for record in done)),
         ("date", started(sweep)),
-        ("pictures", distinct(sizes)),
+        ("images", distinct(sizes)),
         ("calibration", distinct(calibration)),
         ("command", shlex.join(sweep.command)),
     ]
@@ -222,13 +212,13 @@ def warnings_of(table: Sequence[Row], names: Mapping[str, str]) -> list[str]:
     """A sentence for each recipe that is slower than what it replaces, and for each job without figures."""
     sentences = []
     for row in table:
-        for column, what in (("image_speedup", "from prompt to picture"), ("denoiser_speedup", "in the denoiser")):
+        for column, what in (("image_speedup", "from prompt to image"), ("denoiser_speedup", "in the denoiser")):
             ratio = row[column]
             if ratio and round(ratio, 2) < 1:  # the third decimal is noise
                 times = f"{1 / ratio:.2f} times as long quantized as unquantized"
                 sentences.append(f"SLOWER: {names[row['job']]} takes {times} {what}.")
         if row["run_by"] == "simulation":
-            sentences.append(f"SIMULATED: no engine here executes {names[row['job']]}; torch made its pictures.")
+            sentences.append(f"SIMULATED: no engine here executes {names[row['job']]}; torch made its images.")
     return sentences + [
         f"{row['status'].upper()}: {row['job']}: {row['reason']}" for row in table if row["status"] != DONE
     ]
@@ -240,10 +230,8 @@ def results(table: Sequence[Row], sweep: Sweep, recommended: str | None) -> str:
     fronts = {cost: {row["job"] for row in front(table, cost)} for cost in FRONTS}
     compares = sum(row["status"] == DONE for row in table) > 1
     header = [heading(name, "text") for name in leading]
-    kinds = {column: "text" if column in TEXTS else "number" for column in SHOWN}
-    header += [
-        heading(HEADINGS.get(column, SHOWN[column][0]), kinds[column], column in MORE_IS_BETTER) for column in SHOWN
-    ]
+    columns = shown_columns()
+    header += [heading(column.title, kind_of(column), column.more_is_better) for column in columns.values()]
     body = []
     for row in table:
         marks = [
@@ -253,13 +241,14 @@ def results(table: Sequence[Row], sweep: Sweep, recommended: str | None) -> str:
         ]
         chosen = row["job"] == recommended
         badge = '<span class="badge">recommended</span>' if chosen else ""
-        name = safe(row["job"]).replace(",", ",<wbr>")
-        cells = [f'<th scope="row">{name} {"".join(marks)}{badge}</th>']
+        job = safe(row["job"]).replace(",", ",<wbr>")
+        cells = [f'<th scope="row">{job} {"".join(marks)}{badge}</th>']
         cells += [cell("text", row.get(knob), knob_value(row.get(knob))) for knob in sweep.varied]
         if row["status"] == DONE:
-            cells += [cell(kind, *value_and_text(row, column)) for column, kind in kinds.items()]
+            cells += [cell(kind_of(column), *value_and_text(row, name, column)) for name, column in columns.items()]
         else:
-            cells.append(f'<td class="reason" colspan="{len(SHOWN)}">{safe(row["status"])}: {safe(row["reason"])}</td>')
+            reason = safe(f"{row['status']}: {row['reason']}")
+            cells.append(f'<td class="reason" colspan="{len(columns)}">{reason}</td>')
         body.append(f'<tr class="{row["status"]}{" recommended" if chosen else ""}">{"".join(cells)}</tr>')
     legend = " ".join(f'<span class="mark">{mark}</span> {meaning}.' for mark, meaning in FRONTS.values())
     return (
@@ -272,7 +261,7 @@ def results(table: Sequence[Row], sweep: Sweep, recommended: str | None) -> str:
 
 
 def heading(text: str, kind: str, more_is_better: bool = False) -> str:
-    """``data-first``: the order in which a reader first wants the column."""
+    """A header cell; ``data-first`` is the order in which a reader first wants the column."""
     first = "descending" if more_is_better else "ascending"
     return (
         f'<th scope="col" class="{kind}" aria-sort="none" data-first="{first}">'
@@ -281,36 +270,40 @@ def heading(text: str, kind: str, more_is_better: bool = False) -> str:
 
 
 def cell(kind: str, value: object, text: str) -> str:
-    """``value`` is what the column is sorted by; there is none where it is None."""
+    """A cell that shows ``text`` and by whose ``value`` the column is sorted, last where it is None."""
     sorted_by = "" if value is None else f' data-value="{safe(value)}"'
     return f'<td class="{kind}"{sorted_by}>{safe(text)}</td>'
 
 
-def value_and_text(row: Row, column: str) -> tuple[object, str]:
-    if column == "psnr_db" and row[column] is None and fidelity_db(row) is not None:
+def kind_of(column: Column) -> str:
+    return "text" if column.is_text else "number"
+
+
+def value_and_text(row: Row, name: str, column: Column) -> tuple[object, str]:
+    if name == "psnr_db" and row[name] is None and fidelity_db(row) is not None:
         return "Infinity", "identical"
-    return row[column], shown(row, column)
+    return row[name], column.text(row[name])
 
 
-def pictures(sweep: Sweep, names: Mapping[str, str], recommended: str | None) -> tuple[dict, list[str]]:
-    """What the page's script shows of the pictures, and sentences on what it does not.
+def gallery(sweep: Sweep, names: Mapping[str, str], recommended: str | None) -> tuple[dict, list[str]]:
+    """What the page's script shows of the images, and sentences on what it does not.
 
-    A prompt has a pair for each recipe; its pictures are indices into ``pictures``, as full precision is the same for
+    A prompt has a pair for each recipe; its images are indices into ``images``, as full precision is the same for
     all recipes and embedded once. Of many prompts those are taken whose worst pair is worst.
     """
     done = [job for job in sweep.jobs if job.status == DONE]
-    found: dict[tuple[int, str], list[tuple[int, Job]]] = {}
+    jobs_of: dict[tuple[int, str], list[tuple[int, Job]]] = {}  # a prompt's place and text -> recipes that drew it
     for recipe, job in enumerate(done):
         for index, prompt in enumerate(at(job.record, "prompts") or []):
-            found.setdefault((index, str(prompt)), []).append((recipe, job))
+            jobs_of.setdefault((index, str(prompt)), []).append((recipe, job))
 
     def closeness(item: tuple[tuple[int, str], list[tuple[int, Job]]]) -> float:
         (index, _), jobs = item
-        scores = [score(job, "psnr", index) for _, job in jobs]
-        return min((value for value in scores if value is not None), default=math.inf)
+        values = [score(job, SCORES["psnr"], index) for _, job in jobs]
+        return min((value for value in values if value is not None), default=math.inf)
 
     embedded: list[dict] = []
-    places: dict[str, int] = {}  # of pictures, by the hash of their file
+    places: dict[str, int] = {}  # of images, by the hash of their file
 
     def embed(path: Path) -> int | None:
         try:
@@ -320,49 +313,49 @@ def pictures(sweep: Sweep, names: Mapping[str, str], recommended: str | None) ->
                 embedded.append(for_page(content))
                 places[digest] = len(embedded) - 1
             return places[digest]
-        except NOT_A_PICTURE:
+        except NOT_AN_IMAGE:
             return None
 
     prompts: list[dict] = []
     absent = dict.fromkeys((job.name for job in done), 0)
-    for (index, prompt), jobs in sorted(found.items(), key=closeness):
-        if len(prompts) == MOST_PROMPTS or sum(len(picture["source"]) for picture in embedded) > MOST_BYTES:
+    for (index, prompt), jobs in sorted(jobs_of.items(), key=closeness):
+        if len(prompts) == MOST_PROMPTS or sum(len(image["source"]) for image in embedded) > MOST_BYTES:
             break
         pairs = []
         for recipe, job in jobs:
-            full, quantized = (embed(job.directory / "images" / side / f"{index:04d}.png") for side in SIDES)
+            full, quantized = (embed(job.directory / "images" / variant / f"{index:04d}.png") for variant in VARIANTS)
             absent[job.name] += full is None or quantized is None
             if full is not None or quantized is not None:
                 pairs.append({
-                    "recipe": recipe, "full": full, "quantized": quantized, "psnr": score(job, "psnr", index),
-                    "scores": scores(job, index),
+                    "recipe": recipe, "full": full, "quantized": quantized,
+                    "psnr": score(job, SCORES["psnr"], index), "scores": scores(job, index),
                 })  # fmt: skip
         if pairs:
-            prompts.append({"text": clean(prompt), "pairs": pairs})
+            prompts.append({"text": printable(prompt), "pairs": pairs})
 
     notes = []
     if not prompts:
-        notes.append("There are no pictures to show.")
-    elif len(prompts) < len(found):
-        notes.append(f"The {len(prompts)} worst of {len(found)} prompts are here; the others are in the jobs' folders.")
-    if any(picture["reduced"] for picture in embedded):
+        notes.append("There are no images to show.")
+    elif len(prompts) < len(jobs_of):
         notes.append(
-            f"Pictures are compressed and at most {LONGEST_EDGE} pixels long here; the jobs keep the originals."
+            f"The {len(prompts)} worst of {len(jobs_of)} prompts are here; the others are in the jobs' folders."
         )
+    if any(image["reduced"] for image in embedded):
+        notes.append(f"Images are compressed and at most {LONGEST_EDGE} pixels long here; the jobs keep the originals.")
     notes += [
-        f"{names[job]}: {count} {'pair of pictures is' if count == 1 else 'pairs of pictures are'} missing or damaged."
+        f"{names[job]}: {count} {'pair of images is' if count == 1 else 'pairs of images are'} missing or damaged."
         for job, count in absent.items()
         if count
     ]
-    recipes = [{"name": clean(names[job.name]), "recommended": job.name == recommended} for job in done]
-    return {"pictures": embedded, "recipes": recipes, "prompts": prompts}, notes
+    recipes = [{"name": printable(names[job.name]), "recommended": job.name == recommended} for job in done]
+    return {"images": embedded, "recipes": recipes, "prompts": prompts}, notes
 
 
 def for_page(content: bytes) -> dict:
-    """A picture as the page embeds it. Small ones are encoded anew, without loss, so that nothing but pixels is taken
-    from a file. Raises one of ``NOT_A_PICTURE``."""
-    with Image.open(io.BytesIO(content)) as picture:
-        pixels = picture.convert("RGB")
+    """An image as the page embeds it, encoded anew, so that nothing but pixels is taken from a file; small ones without
+    loss. Raises one of ``NOT_AN_IMAGE``."""
+    with Image.open(io.BytesIO(content)) as image:
+        pixels = image.convert("RGB")
     encoded = io.BytesIO()
     small = max(pixels.size) <= SMALL_EDGE
     if small:
@@ -379,17 +372,17 @@ def for_page(content: bytes) -> dict:
     }
 
 
-def score(job: Job, measure: str, index: int) -> float | None:
-    """Of one picture; None also where a ratio is infinite, because the pictures are identical."""
-    values = at(job.record, "fidelity", measure, "values") or []
+def score(job: Job, measure: Score, index: int) -> float | None:
+    """``measure`` of one image; None also where a ratio is infinite, because the images are identical."""
+    values = score_of(job.record, measure).values
     return values[index] if index < len(values) else None
 
 
 def scores(job: Job, index: int) -> str:
-    ratio, distance = score(job, "psnr", index), score(job, "lpips", index)
-    if ratio is None and score(job, "ssim", index) is not None and score(job, "ssim", index) > 1 - 1e-6:
+    """The scores of one image, as they stand below it."""
+    of_images = [each for each in fidelity_scores() if each.against is Against.IMAGES]
+    values = {each.key: score(job, each, index) for each in of_images}
+    if values["psnr"] is None and values["ssim"] is not None and values["ssim"] > 1 - 1e-6:
         return "identical"
-    return " · ".join(
-        f"{name} {MISSING if value is None else form.format(value)}"
-        for name, value, form in (("PSNR", ratio, "{:.1f} dB"), ("LPIPS", distance, "{:.4f}"))
-    )
+    texts = {each: MISSING if (value := values[each.key]) is None else each.text(value) for each in of_images}
+    return " · ".join(f"{each.title} {text}" for each, text in texts.items() if each.shown)

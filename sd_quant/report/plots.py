@@ -1,4 +1,4 @@
-"""The plots of a sweep: what a recipe costs and saves, where in the denoising pictures part, which layers are to blame.
+"""The plots of a sweep: what a recipe costs and saves, where in the denoising images part, which layers are to blame.
 
 Each is drawn once, in the colours of ``PALETTE``. A PNG keeps them; in the SVG of a page they become variables of its
 style sheet, so a plot is dark where the page is. The road not taken is a plotting library in the browser: a report has
@@ -24,9 +24,12 @@ from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
 
 from sd_quant.files import atomic_path
+from sd_quant.metrics import SCORES
 from sd_quant.report.recommendation import fidelity_db, front, recommend
-from sd_quant.report.sensitivity import COLOURS
-from sd_quant.report.summary import DONE, Job, Row, Sweep, at, rows
+from sd_quant.report.record import DONE, score_of
+from sd_quant.report.sensitivity_plot import COLOURS
+from sd_quant.report.summary import Job, Row, Sweep, rows
+from sd_quant.text import printable
 
 LINES = [*COLOURS.values(), "#c44e52", "#64b5cd"]
 PAPER, INK, SOFT, FAINT, BAND, ACCENT = "#ffffff", "#202124", "#5f6368", "#dfe1e5", "#f1f3f4", "#0f766e"
@@ -60,9 +63,9 @@ PIXELS_PER_INCH = 150
 LONGEST_NAME = 28
 MOST_NAMES = 16  # more lines or points than this are named only where they matter
 WORST_LAYERS = 6
-DB_BEYOND = 3.0  # identical pictures have an infinite PSNR and are drawn this far above the rest
+DB_BEYOND = 3.0  # identical images have an infinite PSNR and are drawn this far above the rest
 TIME, SIZE = "image_relative_time", "denoiser_onnx_bytes"
-COSTS = {TIME: "prompt to picture, % of the unquantized engine's time", SIZE: "ONNX file of the denoiser, MB"}
+COSTS = {TIME: "prompt to image, % of the unquantized engine's time", SIZE: "ONNX file of the denoiser, MB"}
 UNQUANTIZED = {TIME: lambda row: 1.0, SIZE: lambda row: row["denoiser_onnx_full_precision_bytes"]}
 SCALE = {TIME: 100.0, SIZE: 1e-6}
 UNIT = {TIME: "%", SIZE: "MB"}
@@ -70,7 +73,7 @@ UNIT = {TIME: "%", SIZE: "MB"}
 
 @contextmanager
 def style() -> Iterator[None]:
-    """Both drawing and saving read matplotlib's settings."""
+    """The style of the plots; needed for drawing and for saving, as both read matplotlib's settings."""
     with rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")  # a box in the PNG; a browser has more fonts
         yield
@@ -92,7 +95,7 @@ def figures(sweep: Sweep) -> dict[str, Figure]:
 
 
 def write_plots(sweep: Sweep) -> None:
-    """``<name>.png`` of all ``figures`` in the sweep's folder, each atomically. Raises ResourceError: disk full."""
+    """Write ``<name>.png`` of all ``figures`` into the sweep's folder. Raises ResourceError when the disk is full."""
     for name, figure in figures(sweep).items():
         with atomic_path(sweep.directory / f"{name}.png") as temporary, style():
             figure.savefig(temporary, format="png", dpi=PIXELS_PER_INCH, metadata={"Software": None})
@@ -142,23 +145,23 @@ def knob_value(value: object) -> str:
 
 
 def fitted(text: str, longest: int = LONGEST_NAME) -> str:
-    """In one line, without control characters, the middle left out where it is too long."""
-    line = "".join(letter if letter.isprintable() else " " for letter in text)
+    """``text`` in one line, without its middle where it is too long."""
+    line = printable(text)
     half = longest // 2
     return line if len(line) <= longest else f"{line[: half - 1]}…{line[-half:]}"
 
 
 def pareto(table: Sequence[Row], varied: Sequence[str], cost: str, recommended: str | None) -> Figure | None:
-    """PSNR over ``cost``, a column of ``COSTS``, and the front. None with fewer than two recipes to compare."""
+    """A plot of PSNR over ``cost``, a column of ``COSTS``, with the front; None with fewer than two recipes."""
     usable = [row for row in table if row["status"] == DONE and row[cost] is not None and fidelity_db(row) is not None]
     if len(usable) < 2:
         return None
     highest = max((fidelity_db(row) for row in usable if math.isfinite(fidelity_db(row))), default=0.0) + DB_BEYOND
     place = lambda row: (row[cost] * SCALE[cost], min(fidelity_db(row), highest))  # noqa: E731
     best = front(usable, cost)
-    figure = Figure(figsize=HALF, layout="constrained")
+    psnr, figure = SCORES["psnr"], Figure(figsize=HALF, layout="constrained")
     axes = figure.subplots()
-    axes.set(xlabel=f"{COSTS[cost]} (less is better)", ylabel="PSNR to full precision, dB")
+    axes.set(xlabel=f"{COSTS[cost]} (less is better)", ylabel=f"{psnr.title} to full precision, {psnr.unit}")
     axes.grid(linewidth=0.6)
     axes.margins(0.1, 0.14)
     axes.plot(*zip(*map(place, best), strict=True), color=SOFT, linewidth=1.2, zorder=2)
@@ -166,8 +169,7 @@ def pareto(table: Sequence[Row], varied: Sequence[str], cost: str, recommended: 
         chosen = row["job"] == recommended
         colour = ACCENT if chosen else INK if row in best else SOFT
         axes.plot(*place(row), "*" if chosen else "o", color=colour, markersize=14 if chosen else 6, zorder=3)
-    found = [UNQUANTIZED[cost](row) for row in usable]
-    unquantized = [value * SCALE[cost] for value in found if value is not None]
+    unquantized = [value * SCALE[cost] for row in usable if (value := UNQUANTIZED[cost](row)) is not None]
     if unquantized:
         mark_unquantized(axes, unquantized, UNIT[cost])
     named = [row for row in usable if len(usable) <= MOST_NAMES or row in best or row["job"] == recommended]
@@ -186,7 +188,7 @@ def pareto(table: Sequence[Row], varied: Sequence[str], cost: str, recommended: 
 
 
 def mark_unquantized(axes: Axes, values: Sequence[float], unit: str) -> None:
-    """A line at the median of what the jobs measured for the unquantized engine, on a band of all that they did."""
+    """Draw a line at the median of what the jobs measured for the unquantized engine, on a band of all values."""
     middle = float(np.median(values))
     axes.axvspan(min(values), max(values), color=BAND, linewidth=0, zorder=0)
     axes.axvline(middle, color=SOFT, linestyle="--", linewidth=1, zorder=1)
@@ -204,8 +206,10 @@ def name_points(
     marks: Sequence[tuple[float, float]],
     line: Sequence[tuple[float, float]],
 ) -> None:
-    """Each name beside its point where it covers least of the other names, ``marks`` and ``line``; further off, with a
-    thread to its point, where that covers less."""
+    """Write each name beside its point where it covers least of the other names, ``marks`` and ``line``.
+
+    Where it covers less further off, it stands there, with a thread to its point.
+    """
     axes.figure.draw_without_rendering()  # only then is it known where a point lies
     on_screen, pixel = axes.transData.transform, axes.figure.dpi / 72
     taken = [square(point, 9) for point in on_screen(marks)]
@@ -251,18 +255,18 @@ def overlap(box: np.ndarray, others: Sequence) -> float:
 
 
 def trajectory(sweep: Sweep, recommended: str | None) -> Figure | None:
-    """SQNR of the latents after each denoising step, a line for each recipe, named at its end."""
+    """A plot of the latents' SQNR after each denoising step, a line for each recipe, named at its end."""
     lines = {}
     for job in sweep.jobs:
-        steps = at(job.record, "fidelity", "latent_sqnr_db")
-        if isinstance(steps, list) and any(step is not None for step in steps):
-            lines[job.name] = np.array([np.nan if step is None else step for step in steps], float)
+        values = score_of(job.record, SCORES["latent_sqnr_db"]).values
+        if any(value is not None for value in values):
+            lines[job.name] = np.array([np.nan if value is None else value for value in values], float)
     if not lines:
         return None
     names = {job.name: short_name({"job": job.name, **job.varied}, sweep.varied) for job in sweep.jobs}
     figure = Figure(figsize=WHOLE, layout="constrained")
     axes = figure.subplots()
-    axes.set(xlabel="denoising step", ylabel="SQNR of the latents, dB")
+    axes.set(xlabel="denoising step", ylabel=SCORES["latent_sqnr_db"].heading)
     axes.grid(linewidth=0.6)
     axes.margins(0.01, 0.08)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
@@ -290,7 +294,7 @@ def last_value(steps: np.ndarray) -> float:
 
 
 def name_ends(axes: Axes, ends: Sequence[tuple[int, float, str, str, bool]]) -> None:
-    """The names of lines right of where they end, in the order of their ends and a line of text apart."""
+    """Write the names of lines right of their ends, in the order of their ends and a line of text apart."""
     axes.figure.draw_without_rendering()
     height = axes.bbox.height
     apart = 13 * axes.figure.dpi / 72 / height
@@ -312,8 +316,10 @@ def name_ends(axes: Axes, ends: Sequence[tuple[int, float, str, str, bool]]) -> 
 
 
 def layers(job: Job) -> Figure | None:
-    """The error of each quantized layer, in the order in which the network calls them; the worst have a number and a
-    name. None where the job left no ``layers.csv`` that can be read."""
+    """A plot of the error of each quantized layer, in the order in which the network calls them; the worst are named.
+
+    None where the job left no ``layers.csv`` that can be read.
+    """
     quantized = sorted(read_layers(job), key=lambda layer: network_order(layer[0]))
     if not quantized:
         return None
@@ -355,17 +361,17 @@ def layers(job: Job) -> Figure | None:
 
 def read_layers(job: Job) -> list[tuple[str, str, float]]:
     """Name, role and relative error of each layer that has an error."""
-    found = []
+    errors = []
     try:
         with (job.directory / "layers.csv").open(newline="", encoding="utf-8") as file:
             for row in csv.DictReader(file):
                 if row.get("output_error"):
                     error = float(row["output_error"])
                     if math.isfinite(error):
-                        found.append((row["name"], row["role"], error))
+                        errors.append((row["name"], row["role"], error))
     except (OSError, ValueError, KeyError, csv.Error):
         return []
-    return found
+    return errors
 
 
 PLACE = re.compile(r"(down|mid|up)_block(?:s\.(\d+))?\.(resnets|attentions|downsamplers|upsamplers)\.(\d+)")
@@ -373,7 +379,7 @@ STAGES = {"down": 1, "mid": 2, "up": 3}
 
 
 def network_order(name: str) -> tuple[int, int, int, int]:
-    """Sorts the layers of a diffusers UNet as it calls them; it declares its middle last and attentions first."""
+    """A key that sorts the layers of a diffusers UNet as it calls them, which is not as it declares them."""
     match = PLACE.match(name)
     if match is None:
         return (0 if name.startswith("conv_in") else 4 if name.startswith("conv_") else 0, 0, 0, 0)

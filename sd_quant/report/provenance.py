@@ -85,7 +85,7 @@ def fingerprint(path: Path) -> dict:
 
 
 def versions(*packages: str) -> dict[str, str | None]:
-    """Of installed packages; None for one that is not there."""
+    """The versions of installed packages; None for one that is not installed."""
     return {package: _version(package) for package in packages}
 
 

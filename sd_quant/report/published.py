@@ -1,7 +1,7 @@
 """A sweep's latencies by batch size in the shape of somebody's published tables, with their figures beside ours.
 
 Two tables, as in NeMo's documentation: the framework against the quantized engine, and the unquantized engine against
-it, from prompt to picture. Another machine, engine or number of steps makes the milliseconds incomparable, so the
+it, from prompt to image. Another machine, engine or number of steps makes the milliseconds incomparable, so the
 caption says what differs; what may be compared is the speed-up.
 """
 
@@ -14,10 +14,10 @@ from typing import Any
 import yaml
 
 from sd_quant.errors import ArtifactError, ConfigError
-from sd_quant.report.shapes import why
-from sd_quant.report.summary import SWEEP, Row, Sweep, at, plain, rows
+from sd_quant.report.record import at, why
+from sd_quant.report.summary import SWEEP, Row, Sweep, markdown_text, rows
 
-SIDES = {"framework": "framework", "unquantized": "unquantized engine"}
+BASELINES = {"framework": "framework", "unquantized": "unquantized engine"}
 CONDITIONS = ("machine", "engine", "precision", "steps", "resolution")
 OURS = {"framework": "image_torch_ms", "unquantized": "image_full_precision_ms", "quantized": "image_ms"}
 
@@ -31,7 +31,7 @@ class Table:
 
 
 def read_published(text: str, name: str) -> dict:
-    """A file like ``examples/published/nemo_docs.yaml``. Raises ConfigError when it is not one."""
+    """The figures of a file like ``examples/published/nemo_docs.yaml``. Raises ConfigError when it is not one."""
     try:
         return read_figures(yaml.safe_load(text))
     except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as error:
@@ -41,17 +41,17 @@ def read_published(text: str, name: str) -> dict:
 
 
 def read_figures(content: Mapping) -> dict:
-    """Raises KeyError, TypeError and the like for anything else."""
+    """The figures and the conditions under which they were measured. Raises KeyError, TypeError and the like."""
     batches = {
-        str(int(batch)): {side: float(found[side]) for side in OURS} for batch, found in content["batches"].items()
+        str(int(batch)): {name: float(figures[name]) for name in OURS} for batch, figures in content["batches"].items()
     }
-    if not all(math.isfinite(value) and value > 0 for found in batches.values() for value in found.values()):
+    if not all(math.isfinite(value) and value > 0 for figures in batches.values() for value in figures.values()):
         raise ValueError("a latency that is none")
     return {name: str(content[name]) for name in ("title", *CONDITIONS)} | {"batches": batches}
 
 
 def published_tables(sweep: Sweep) -> list[Table]:
-    """None where the sweep was asked for no published figures, or no job has a latency.
+    """A table for each baseline; none where the sweep has no published figures, or no job has a latency.
 
     Raises ArtifactError when the sweep's plan holds damaged ones.
     """
@@ -71,9 +71,10 @@ def published_tables(sweep: Sweep) -> list[Table]:
     caption = caption_of(theirs, measured[0][1])
     return [
         Table(f"{title.capitalize()} against INT8 engine", header(title, theirs["title"]), [
-            line(row, batch_of(record), side, at(theirs, "batches", str(batch_of(record)))) for row, record in measured
+            line(row, batch_of(record), baseline, at(theirs, "batches", str(batch_of(record))))
+            for row, record in measured
         ], caption)
-        for side, title in SIDES.items()
+        for baseline, title in BASELINES.items()
     ]  # fmt: skip
 
 
@@ -87,21 +88,22 @@ def batch_of(record: Mapping[str, Any]) -> int:
     return at(record, "knobs", "infer", "batch_size")
 
 
-def line(row: Row, batch: int, side: str, theirs: Mapping[str, float] | None) -> list[str]:
-    ours = {name: row[OURS[name]] for name in (side, "quantized")}
-    figures = [cells(found, side) if found else ["–"] * 3 for found in (ours, theirs)]
-    note = " (slower)" if ours[side] and round(ours[side] / ours["quantized"], 2) < 1 else ""
+def line(row: Row, batch: int, baseline: str, theirs: Mapping[str, float] | None) -> list[str]:
+    ours = {name: row[OURS[name]] for name in (baseline, "quantized")}
+    figures = [cells(medians, baseline) if medians else ["–"] * 3 for medians in (ours, theirs)]
+    note = " (slower)" if ours[baseline] and round(ours[baseline] / ours["quantized"], 2) < 1 else ""
     return [str(batch), *figures[0][:2], figures[0][2] + note, *figures[1]]
 
 
-def cells(found: Mapping[str, Any], side: str) -> list[str]:
-    if found[side] is None:
-        return ["–", f"{found['quantized']:,.2f}", "–"]
-    return [f"{found[side]:,.2f}", f"{found['quantized']:,.2f}", f"{found[side] / found['quantized']:.3f}x"]
+def cells(medians: Mapping[str, Any], baseline: str) -> list[str]:
+    base, quantized = medians[baseline], medians["quantized"]
+    if base is None:
+        return ["–", f"{quantized:,.2f}", "–"]
+    return [f"{base:,.2f}", f"{quantized:,.2f}", f"{base / quantized:.3f}x"]
 
 
 def caption_of(theirs: Mapping[str, Any], record: Mapping[str, Any]) -> str:
-    """What differs between the two, ours first."""
+    """A sentence on what differs between ours and theirs."""
     infer, machine = at(record, "knobs", "infer") or {}, at(record, "environment", "machine") or {}
     engine = infer.get("engine")
     ours = {
@@ -112,13 +114,13 @@ def caption_of(theirs: Mapping[str, Any], record: Mapping[str, Any]) -> str:
         "resolution": f"{infer.get('width')}x{infer.get('height')}",
     }
     differing = "; ".join(f"{name}: {ours[name]} here, {theirs[name]} there" for name in CONDITIONS)
-    return f"From prompt to picture, guidance on, medians of a run that timed all three in turn. {differing}."
+    return f"From prompt to image, guidance on, medians of a run that timed all three in turn. {differing}."
 
 
 def as_markdown(table: Table) -> str:
     lines = [table.header, ["---"] * len(table.header), *table.lines]
-    body = "".join(f"| {' | '.join(map(plain, cells))} |\n" for cells in lines)
-    return f"### {plain(table.heading)}\n\n{body}\n{plain(table.caption)}\n"
+    body = "".join(f"| {' | '.join(map(markdown_text, cells))} |\n" for cells in lines)
+    return f"### {markdown_text(table.heading)}\n\n{body}\n{markdown_text(table.caption)}\n"
 
 
 def as_html(table: Table) -> str:

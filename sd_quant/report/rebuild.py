@@ -10,7 +10,7 @@ from sd_quant.report.summary import read_sweep, write_summary
 
 
 def rebuild(directory: Path) -> Path:
-    """The summaries, the plots and the page in a sweep's or a run's folder; returns the page's path.
+    """Write the summaries, the plots and the page into a sweep's or a run's folder; returns the page's path.
 
     Raises ArtifactError when it is no such folder, ResourceError when the disk is full.
     """

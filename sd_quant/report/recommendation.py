@@ -10,12 +10,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from sd_quant.report.summary import DONE, Row
+from sd_quant.report.record import DONE
+from sd_quant.report.summary import Row
 
 ENOUGH_DB = 40.0
 TIME_OF_A_DB = 1.02
 RULE = (
-    f"worth of a recipe: its PSNR up to {ENOUGH_DB:.0f} dB, and 1 dB for every {TIME_OF_A_DB - 1:.0%} of a picture's "
+    f"worth of a recipe: its PSNR up to {ENOUGH_DB:.0f} dB, and 1 dB for every {TIME_OF_A_DB - 1:.0%} of an image's "
     "time that it saves over the unquantized engine"
 )
 
@@ -29,7 +30,7 @@ class Recommendation:
 
 
 def fidelity_db(row: Row) -> float | None:
-    """PSNR; pictures that are all identical to full precision have an infinite one, which a record has as null."""
+    """PSNR; images that are all identical to full precision have an infinite one, which a record has as null."""
     if row["psnr_db"] is None and row["ssim"] is not None and row["ssim"] > 1 - 1e-6:
         return math.inf
     return row["psnr_db"]
@@ -46,13 +47,13 @@ def recommend(rows: Sequence[Row], describe: Callable[[Row], str]) -> Recommenda
     """The row of most worth, its figures, and what the fastest and the most faithful of the others would change."""
     measured = [row for row in rows if row["status"] == DONE and worth(row) is not None]
     if not measured:
-        return Recommendation(None, "No job has both pictures and a latency, so there is nothing to recommend.")
+        return Recommendation(None, "No job has both images and a latency, so there is nothing to recommend.")
     if (checkpoints := len({row["checkpoint"] for row in measured})) > 1:
         return Recommendation(
             None, f"The jobs are of {checkpoints} checkpoints: recipes are only comparable where they are of one."
         )
     best = max(measured, key=worth)
-    faster = f"{speed(best['image_speedup'])} as fast as the unquantized engine from prompt to picture"
+    faster = f"{speed(best['image_speedup'])} as fast as the unquantized engine from prompt to image"
     figures = f"{faster}, PSNR {decibels(best)}"
     if worth(best) <= ENOUGH_DB:
         return Recommendation(

@@ -11,31 +11,61 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from sd_quant.cache import try_lock
 from sd_quant.errors import ArtifactError
 from sd_quant.files import atomic_path, write_text
-from sd_quant.report.layers import cell
-from sd_quant.report.shapes import PLAN_SHAPE, RECORD_SHAPE, check_shape, plain_line, why
+from sd_quant.metrics import fidelity_scores
+from sd_quant.report.csv_files import cell
+from sd_quant.report.record import (
+    DONE,
+    FRAMEWORK,
+    IMAGE,
+    RECORD,
+    Number,
+    at,
+    check_shape,
+    latency_of,
+    number_at,
+    quotient,
+    read_object,
+    read_record,
+    score_of,
+    seconds_of_stages,
+    why,
+)
+from sd_quant.text import printable
 
-SWEEP, RECORD, FAILURE, LOCK, LOG = "sweep.json", "metrics.json", "failure.json", ".lock", "quantize.log"
-DONE, FAILED, UNFINISHED = "done", "failed", "unfinished"
+SWEEP, FAILURE, LOCK, LOG = "sweep.json", "failure.json", ".lock", "quantize.log"
+FAILED, UNFINISHED = "failed", "unfinished"  # beside DONE
 STAGE = re.compile(r"- (\w+) \.\.\.$", re.MULTILINE)  # how a stage announces itself in the log
 
 Row = dict[str, Any]
 
 
+class PlannedJob(TypedDict):
+    name: str  # of its folder
+    varied: dict[str, Any]  # the knobs in which the sweep's jobs differ, with this job's values
+
+
+class Plan(TypedDict):
+    """``sweep.json``, as far as it is read."""
+
+    command: list[Any]
+    varied: list[str]
+    jobs: list[PlannedJob]
+    published: dict[str, Any]  # figures to show beside ours, see ``sd_quant.report.published``
+
+
 @dataclass(frozen=True)
 class Job:
-    """``varied``: the knobs in which the sweep's jobs differ, with this job's values. ``record`` where it is done."""
-
     name: str
     directory: Path
-    varied: Mapping[str, Any]
+    varied: Mapping[str, Any]  # the knobs in which the sweep's jobs differ, with this job's values
     status: str
-    reason: str | None = None
-    record: Mapping[str, Any] | None = None
+    reason: str | None = None  # why it is not done
+    record: Mapping[str, Any] | None = None  # where it is done
 
 
 @dataclass(frozen=True)
@@ -48,7 +78,10 @@ class Sweep:
 
 
 def read_sweep(directory: Path) -> Sweep:
-    """Of a sweep's folder or a run's. Raises ArtifactError when it is neither, or its ``sweep.json`` is damaged."""
+    """The sweep in a folder, or a run as a sweep of one job.
+
+    Raises ArtifactError when it is neither, or its ``sweep.json`` is damaged.
+    """
     plan = directory / SWEEP
     if not plan.exists():
         if not any((directory / name).exists() for name in (RECORD, FAILURE)):
@@ -60,7 +93,7 @@ def read_sweep(directory: Path) -> Sweep:
         return Sweep(directory, [str(override) for override in overrides], [], [job])
     try:
         content = json.loads(plan.read_text(encoding="utf-8"))
-        check_shape(content, PLAN_SHAPE, "it")
+        check_shape(content, Plan, "it")
         jobs = [read_job(job["name"], folder_in(directory, job["name"]), {**job["varied"]}) for job in content["jobs"]]
         command = [str(argument) for argument in content["command"]]
         return Sweep(directory, command, list(content["varied"]), jobs, content.get("published"))
@@ -69,7 +102,7 @@ def read_sweep(directory: Path) -> Sweep:
 
 
 def folder_in(directory: Path, name: str) -> Path:
-    """Of a job. Raises ValueError when the name leads elsewhere."""
+    """The folder of a job. Raises ValueError when the name leads elsewhere."""
     if not name or Path(name).name != name:
         raise ValueError(f"{name!r} is not the name of a folder")
     return directory / name
@@ -77,12 +110,11 @@ def folder_in(directory: Path, name: str) -> Path:
 
 def read_job(name: str, directory: Path, varied: Mapping[str, Any]) -> Job:
     try:
-        record = read_object(directory / RECORD)
+        record = read_record(directory)
         if record is not None:
-            check_shape(record, RECORD_SHAPE, RECORD)
             return Job(name, directory, varied, DONE, None, record)
         failure = read_object(directory / FAILURE)
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         return Job(name, directory, varied, UNFINISHED, f"its record cannot be read: {why(error)}")
     if failure is None:
         return Job(name, directory, varied, UNFINISHED, f"it left no record: {what_became_of(directory)}")
@@ -90,7 +122,7 @@ def read_job(name: str, directory: Path, varied: Mapping[str, Any]) -> Job:
 
 
 def what_became_of(directory: Path) -> str:
-    """Of a job that neither ended nor failed. A lock ends with its process, so it tells the running from the dead."""
+    """What can be said of a job that left nothing. A lock ends with its process, so it tells running from dead."""
     try:
         with (directory / LOCK).open("rb") as lock:
             running = not try_lock(lock)
@@ -112,82 +144,59 @@ def last_text(path: Path, most: int = 65536) -> str:
         return ""
 
 
-def read_object(path: Path) -> dict | None:
-    """A JSON file, or None where there is none. Raises ValueError when it is not an object."""
-    if not path.is_file():
-        return None
-    content = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(content, dict):
-        raise ValueError(f"{path.name} holds no object")
-    return content
-
-
 def rows(sweep: Sweep) -> list[Row]:
-    """One for each job; every row has all columns, None where there is no value."""
+    """A row for each job; every row has all columns, None where there is no value."""
     return [row_of(job) for job in sweep.jobs]
 
 
 def row_of(job: Job) -> Row:
     record = job.record or {}
-    infer = at(record, "knobs", "infer") or {}
-    engine, batch = infer.get("engine"), infer.get("batch_size") or 0
+    engine, batch = at(record, "knobs", "infer", "engine"), at(record, "knobs", "infer", "batch_size") or 0
     denoiser = at(record, "denoiser", "part") or "unet_xl"
     samples = batch * (at(record, "denoiser", "samples_a_picture") or 2)
-    call = at(record, "latency", engine, denoiser, str(samples)) or {}
-    image = at(record, "latency", engine, "image", str(batch)) or {}
-    framework = at(record, "latency", "torch", "image", str(batch), "full_precision", "p50_ms")
-    files, latents = at(record, "sizes_bytes", denoiser) or {}, at(record, "fidelity", "latent_sqnr_db")
-    stages = at(record, "stages") or {}
+    call, image = latency_of(record, engine, denoiser, samples), latency_of(record, engine, IMAGE, batch)
+    framework = latency_of(record, FRAMEWORK, IMAGE, batch)
+    files = ("onnx_quantized", "onnx_full_precision", "weights_fp32", "plan")
+    sizes = {file: number_at(record, "sizes_bytes", denoiser, file) for file in files}
+    seconds = seconds_of_stages(record)
     known = {"job": job.name, "status": job.status, "reason": job.reason}
     return {
         **known,
         **job.varied,
         **known,  # no knob of a stranger's plan takes their place
-        "psnr_db": at(record, "fidelity", "psnr", "mean"),
-        "psnr_worst_db": at(record, "fidelity", "psnr", "min"),
-        "ssim": at(record, "fidelity", "ssim", "mean"),
-        "lpips": at(record, "fidelity", "lpips", "mean"),
-        "latent_sqnr_db": latents[-1] if latents else None,
-        "frechet_efficientnet": at(record, "fidelity", "frechet_efficientnet", "value"),
-        "denoiser_ms": at(call, "quantized", "p50_ms"),
-        "denoiser_full_precision_ms": at(call, "full_precision", "p50_ms"),
-        "denoiser_speedup": number(call.get("speedup")),
-        "image_ms": at(image, "quantized", "p50_ms"),
-        "image_full_precision_ms": at(image, "full_precision", "p50_ms"),
-        "image_torch_ms": framework,
-        "image_speedup": number(image.get("speedup")),
-        "image_relative_time": 1 / speedup if (speedup := number(image.get("speedup"))) else None,
-        "denoiser_onnx_bytes": number(files.get("onnx_quantized")),
-        "denoiser_onnx_full_precision_bytes": number(files.get("onnx_full_precision")),
-        "denoiser_onnx_share": share(number(files.get("onnx_quantized")), number(files.get("weights_fp32"))),
-        "denoiser_plan_bytes": number(files.get("plan")),
+        **scores_of(record),
+        "denoiser_ms": call.quantized.value,
+        "denoiser_full_precision_ms": call.full_precision.value,
+        "denoiser_speedup": call.speedup.value,
+        "image_ms": image.quantized.value,
+        "image_full_precision_ms": image.full_precision.value,
+        "image_torch_ms": framework.full_precision.value,
+        "image_speedup": image.speedup.value,
+        "image_relative_time": quotient(Number(1), image.speedup).value,
+        "denoiser_onnx_bytes": sizes["onnx_quantized"].value,
+        "denoiser_onnx_full_precision_bytes": sizes["onnx_full_precision"].value,
+        "denoiser_onnx_share": quotient(sizes["onnx_quantized"], sizes["weights_fp32"]).value,
+        "denoiser_plan_bytes": sizes["plan"].value,
         "denoiser_plan_targets": " ".join(at(record, "plans", denoiser, "targets") or ()) or None,
         "run_by": "simulation" if record.get("simulated") else engine,
         "checkpoint": str(at(record, "inputs", "checkpoint", "sha256") or "")[:12] or None,
         "quantized_layers": at(record, "layers", "quantized"),
-        "seconds": sum(at(stage, "seconds") or 0 for stage in stages.values()) if stages else None,
-        "peak_memory_bytes": number(record.get("peak_memory_bytes")),
+        "seconds": sum(seconds.values()) if seconds else None,
+        "peak_memory_bytes": number_at(record, "peak_memory_bytes").value,
     }
 
 
-def at(record: Any, *keys: Any) -> Any:
-    """What lies at ``keys``, or None."""
-    for key in keys:
-        record = record.get(key) if isinstance(record, Mapping) else None
-    return record
-
-
-def share(part: float | None, whole: float | None) -> float | None:
-    return part / whole if part and whole else None
-
-
-def number(value: Any) -> float | int | None:
-    """A record's number: itself, or null with a reason beside it."""
-    return value.get("value") if isinstance(value, Mapping) else value
+def scores_of(record: Mapping[str, Any]) -> dict[str, float | None]:
+    """The columns of every score against full precision, in the order of the table of scores."""
+    columns: dict[str, float | None] = {}
+    for score in fidelity_scores():
+        value, worst, _ = score_of(record, score)
+        columns |= zip(score.columns, (value.value, worst.value), strict=False)
+    return columns
 
 
 def write_summary(sweep: Sweep) -> None:
-    """``summary.csv``, ``summary.parquet`` and ``summary.md`` in the sweep's folder."""
+    """Write ``summary.csv``, ``summary.parquet`` and ``summary.md`` into the sweep's folder."""
     table = rows(sweep)
     columns = list(dict.fromkeys(column for row in table for column in row))
     text = io.StringIO()
@@ -200,7 +209,7 @@ def write_summary(sweep: Sweep) -> None:
 
 
 def write_parquet(table: list[Row], columns: list[str], path: Path) -> None:
-    """Knobs of mixed kinds (``alpha`` 0.8 and auto), lists and the like become text: a column has one type."""
+    """Write the table as Parquet, with knobs of mixed kinds (``alpha`` 0.8 and auto) as text: a column has one type."""
     import pyarrow
     from pyarrow import parquet
 
@@ -216,44 +225,54 @@ def write_parquet(table: list[Row], columns: list[str], path: Path) -> None:
         parquet.write_table(pyarrow.table({name: column(name) for name in columns}), temporary)
 
 
-# What a person wants first; the CSV has everything.
-SHOWN = {
-    "psnr_db": ("PSNR, dB", "{:.2f}"),
-    "psnr_worst_db": ("worst", "{:.2f}"),
-    "ssim": ("SSIM", "{:.4f}"),
-    "lpips": ("LPIPS", "{:.4f}"),
-    "latent_sqnr_db": ("latent SQNR, dB", "{:.1f}"),
-    "denoiser_ms": ("denoiser, ms", "{:,.1f}"),
-    "denoiser_speedup": ("over unquantized", "{:.2f}x"),
-    "image_ms": ("picture, ms", "{:,.0f}"),
-    "image_speedup": ("over unquantized", "{:.2f}x"),
-    "denoiser_onnx_bytes": ("denoiser ONNX, MB", "{:,.1f}"),
-    "denoiser_onnx_share": ("of fp32", "{:.3f}"),
-    "denoiser_plan_targets": ("plan for", "{}"),
-    "run_by": ("run by", "{}"),
-    "seconds": ("job, s", "{:.1f}"),
-}
-SCALE = {"denoiser_onnx_bytes": 1e-6}
+@dataclass(frozen=True)
+class Column:
+    """A column of the tables for people."""
+
+    title: str
+    format: str = "{}"
+    scale: float = 1.0
+    more_is_better: bool = False
+    is_text: bool = False
+
+    def text(self, value: Any) -> str:
+        return "–" if value is None else self.format.format(value if self.is_text else value * self.scale)
+
+
+def shown_columns() -> dict[str, Column]:
+    """What a person wants first, by the columns' names in a row; the CSV has everything."""
+    columns: dict[str, Column] = {}
+    for score in fidelity_scores():
+        if score.shown:
+            titles = (score.heading, f"worst {score.heading}")
+            for name, title in zip(score.columns, titles, strict=False):
+                columns[name] = Column(title, score.format, more_is_better=score.more_is_better)
+    return columns | {
+        "denoiser_ms": Column("denoiser, ms", "{:,.1f}"),
+        "denoiser_speedup": Column("denoiser speedup", "{:.2f}x", more_is_better=True),
+        "image_ms": Column("image, ms", "{:,.0f}"),
+        "image_speedup": Column("image speedup", "{:.2f}x", more_is_better=True),
+        "denoiser_onnx_bytes": Column("denoiser ONNX, MB", "{:,.1f}", scale=1e-6),
+        "denoiser_onnx_share": Column("of fp32", "{:.3f}"),
+        "denoiser_plan_targets": Column("plan for", is_text=True),
+        "run_by": Column("run by", is_text=True),
+        "seconds": Column("job, s", "{:.1f}"),
+    }
 
 
 def markdown(table: list[Row], varied: list[str]) -> str:
     """The table for people; below it, why jobs have no figures."""
-    header = ["job" if not varied else " · ".join(varied), "status", *(title for title, _ in SHOWN.values())]
+    columns = shown_columns()
+    header = [" · ".join(varied) or "job", "status", *(column.title for column in columns.values())]
     lines = [header, ["---"] * len(header)]
     for row in table:
         name = " · ".join(str(row.get(knob)) for knob in varied) or row["job"]
-        lines.append([name, row["status"], *(shown(row, column) for column in SHOWN)])
-    reasons = [f"- {plain(row['job'])}: {row['status']}, {plain(row['reason'])}" for row in table if row["reason"]]
-    body = "".join(f"| {' | '.join(map(plain, cells))} |\n" for cells in lines)
-    return body + ("\n" + "\n".join(reasons) + "\n" if reasons else "")
+        lines.append([name, row["status"], *(column.text(row.get(each)) for each, column in columns.items())])
+    reasons = [markdown_text(f"{row['job']}: {row['status']}, {row['reason']}") for row in table if row["reason"]]
+    body = "".join(f"| {' | '.join(map(markdown_text, cells))} |\n" for cells in lines)
+    return body + ("\n" + "".join(f"- {reason}\n" for reason in reasons) if reasons else "")
 
 
-def shown(row: Row, column: str) -> str:
-    value = row.get(column)
-    return "–" if value is None else SHOWN[column][1].format(value * SCALE[column] if column in SCALE else value)
-
-
-def plain(text: object) -> str:
-    """Text that Markdown shows as it is, in one line: names and reasons may quote a stranger's file."""
-    line = plain_line(text)
-    return "".join(f"\\{letter}" if letter in "\\|<>[]*`_#!&" else letter for letter in line)
+def markdown_text(text: object) -> str:
+    """``text`` as Markdown shows it as it is, in one line: names and reasons may quote a stranger's file."""
+    return "".join(f"\\{letter}" if letter in "\\|<>[]*`_#!&" else letter for letter in printable(text))

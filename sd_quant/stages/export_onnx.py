@@ -11,11 +11,12 @@ from torch import Tensor
 from sd_quant.cache import Cache
 from sd_quant.config import artifact
 from sd_quant.export.parts import trace_part, write_part
-from sd_quant.files import source_digest, temporary_folder
-from sd_quant.models.loading import Checkpoint
+from sd_quant.files import temporary_folder
+from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.progress import progress
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.report.provenance import versions
+from sd_quant.source import source_digest
 
 Assignment = Mapping[str, LayerAssignment]
 REPORTED = {"role", "reason", "alpha", "output_error", "accumulated_error", "fixed_alpha_error"}
@@ -27,7 +28,7 @@ def export_parts(
     """Into the run's ``directory``; files are made once for all runs that want the same."""
     origin = {
         "checkpoint": checkpoint_sha256,
-        "source": source_digest("checkpoints", "export", "models", "quantization"),
+        "source": source_digest("checkpoints.kinds", "export.parts"),
         "versions": versions("torch", "onnx", "onnx-ir", "onnxscript", "diffusers", "transformers"),
     }
     unquantized: Assignment = {}

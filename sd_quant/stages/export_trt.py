@@ -1,9 +1,9 @@
 """Plans from ONNX files."""
 
-import importlib.util
 import logging
 import math
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import onnx
@@ -11,16 +11,19 @@ import torch
 
 from sd_quant.cache import Cache
 from sd_quant.config import ExportJob, ExportShape, Infer, Trt, anchored, artifact, part_paths, targets_for
+from sd_quant.engines import PLAN_BUILDERS, RUNTIMES
 from sd_quant.engines.base import onnx_files
-from sd_quant.engines.tensorrt import PlanReport, build_plan, describe_plan, read_record, runtime_module
+from sd_quant.engines.tensorrt.build import Profile, build_plan
+from sd_quant.engines.tensorrt.library import runtime_module
+from sd_quant.engines.tensorrt.plan import PlanReport, describe_plan, read_record
+from sd_quant.engines.tensorrt.profile import profile_of
 from sd_quant.errors import ResourceError
-from sd_quant.export.parts import SAMPLES_A_PICTURE
 from sd_quant.files import sha256
-from sd_quant.models.parts import axes
+from sd_quant.inference.memory import memory_of_plan
 from sd_quant.progress import progress
 from sd_quant.quantization.formats import FORMATS
-from sd_quant.quantization.levels import LEAST_CAPABILITY
-from sd_quant.stages.needs import check_machine, memory_of_plan
+from sd_quant.stages.load import Loaded
+from sd_quant.stages.resources import check_machine
 
 LOG = logging.getLogger(__name__)
 
@@ -47,16 +50,17 @@ def formats_in(onnx_path: Path) -> set[str]:
     """The formats that the graph holds weights in, of those that not every GPU has."""
     graph = onnx.load(onnx_path, load_external_data=False).graph
     types = {onnx.TensorProto.DataType.Name(weight.data_type) for weight in graph.initializer}
-    return {name for name in LEAST_CAPABILITY if FORMATS[name].ONNX_TYPE in types}
+    return {name for name, fmt in FORMATS.items() if fmt.onnx_type in types}
 
 
 def check_gpu(formats: set[str]) -> None:
     """Raises ResourceError when the GPU of this machine is too old for a format."""
     major, minor = torch.cuda.get_device_capability()
     for name in formats:
-        if 10 * major + minor < LEAST_CAPABILITY[name]:
+        needed = FORMATS[name].min_compute_capability
+        if 10 * major + minor < needed:
             raise ResourceError(
-                f"this GPU has compute capability {major}.{minor} and {name} takes {LEAST_CAPABILITY[name] / 10:g}; "
+                f"this GPU has compute capability {major}.{minor} and {name} takes {needed / 10:g}; "
                 "choose another preset, or build for another GPU with export_trt=tensorrt_rtx"
             )
 
@@ -65,30 +69,28 @@ def plan_library(trt: Trt) -> str:
     """``auto`` is TensorRT where it and a GPU are there, TensorRT for RTX, which needs no GPU to build, elsewhere."""
     if trt.library != "auto":
         return trt.library
-    mainline = torch.cuda.is_available() and importlib.util.find_spec("tensorrt") is not None
-    return "tensorrt" if mainline else "tensorrt_rtx"
+    ahead_of_time = [name for name in PLAN_BUILDERS if RUNTIMES[name].ahead_of_time]
+    others = [name for name in PLAN_BUILDERS if name not in ahead_of_time and find_spec(RUNTIMES[name].package)]
+    return [*(others if torch.cuda.is_available() else ()), *ahead_of_time][0]
 
 
-def profile(onnx_path: Path, part: str, trt: Trt, infer: Infer | ExportShape) -> dict[str, tuple]:
-    """Least, best and most of every input's shape, from the graph's own axis names.
-
-    Batch sizes count pictures, so a denoiser's are doubled for guidance, where the graph says that it is called so; its
-    least stays undoubled, for use without.
-    """
-    model = onnx.load(onnx_path, load_external_data=False)
-    told = {entry.key: entry.value for entry in model.metadata_props}
+def profile(onnx_path: Path, part: str, trt: Trt, infer: Infer | ExportShape) -> Profile:
+    """The shapes that the part's plan takes; batch sizes in the knobs count images."""
+    limits = None if trt.static_batch else (trt.min_batch_size, trt.max_batch_size)
     guided = not isinstance(infer, Infer) or infer.scale > 1
-    doubled = int(told.get(SAMPLES_A_PICTURE, 2 if part == "unet_xl" else 1)) if guided else 1
-    best = infer.batch_size * doubled
-    fewest, most = (best, best) if trt.static_batch else (trt.min_batch_size, trt.max_batch_size * doubled)
-    shapes = {}
-    for value in model.graph.input:
-        names = [axis.dim_param or axis.dim_value for axis in value.type.tensor_type.shape.dim]
-        shapes[value.name] = tuple(
-            tuple(axes(batch, infer.width, infer.height).get(axis, axis) for axis in names)
-            for batch in (fewest, best, most)
-        )
-    return shapes
+    return profile_of(onnx_path, part, infer.batch_size, limits, infer.width, infer.height, guided=guided)
+
+
+def build_run_plans(loaded: Loaded, directory: Path, trt: Trt, infer: Infer, cache: Cache) -> dict[str, PlanReport]:
+    """The plans of a run's parts, where it builds any; where its engine runs plans, the unquantized denoiser's too."""
+    if trt.library == "none":
+        return {}
+    paths = {part: artifact(directory, "onnx", part) for part in loaded.parts}
+    plans = build_plans(paths, directory, trt, infer, cache)
+    if RUNTIMES[infer.engine].file == "plan":
+        unquantized = directory / "full_precision"
+        build_plans({loaded.denoiser: artifact(unquantized, "onnx", loaded.denoiser)}, unquantized, trt, infer, cache)
+    return plans
 
 
 def build_plans(
@@ -97,7 +99,7 @@ def build_plans(
     """``out/plan/<part>.plan`` for every ONNX file in ``paths``."""
     library = plan_library(trt)
     formats = set().union(*(formats_in(path) for path in paths.values()))
-    targets = targets_for(trt, formats) if library == "tensorrt_rtx" else []
+    targets = targets_for(trt, formats) if RUNTIMES[library].ahead_of_time else []
     if not targets:
         check_gpu(formats)
     reports = {}

@@ -7,21 +7,24 @@ from pathlib import Path
 
 import torch
 
-from sd_quant.checkpoints.opening import open_checkpoint
-from sd_quant.config import REPOSITORY, TORCH_ENGINES, Infer, InferJob, anchored, part_paths
+from sd_quant.config import REPOSITORY, Infer, InferJob, anchored, part_paths
+from sd_quant.engines import RUNTIMES
 from sd_quant.engines.base import Engine, cast_inputs, onnx_files
-from sd_quant.engines.pool import Pool, Side
-from sd_quant.files import write_json
+from sd_quant.engines.pool import Pool, Variant
+from sd_quant.inference.loading import pipeline_of
+from sd_quant.inference.memory import fits, gpu_memory_of_variant, memory_of_part, memory_of_variant
 from sd_quant.inference.pipeline import Generated, Pipeline, Sampling
 from sd_quant.metrics.latency import clock_of, measure
-from sd_quant.metrics.memory import peak_cuda_memory, peak_memory_bytes, used
-from sd_quant.models.loading import Checkpoint, contracts_of, part_parameters, pipeline_of, samples_a_picture
+from sd_quant.metrics.memory import peak_cuda_memory_bytes, peak_memory_bytes, used
+from sd_quant.models.checkpoint import Checkpoint, contracts_of, part_parameters, samples_per_image
 from sd_quant.models.parts import Contract, axes
 from sd_quant.progress import progress
-from sd_quant.report.pictures import save_images
+from sd_quant.report.images import save_images
 from sd_quant.report.provenance import provenance
-from sd_quant.stages.needs import check_machine, fits, gpu_memory_of_side, memory_of_part, memory_of_side
+from sd_quant.report.record import DONE, IMAGE, SCHEMA_VERSION, InferRecord, explained, write_record
+from sd_quant.stages.load import open_model
 from sd_quant.stages.opening import check_cuda_graph, open_file, open_torch_engine
+from sd_quant.stages.resources import check_machine, workload_of
 
 LOG = logging.getLogger(__name__)
 
@@ -29,27 +32,27 @@ LOG = logging.getLogger(__name__)
 def infer(job: InferJob, directory: Path) -> None:
     out = anchored(job.infer.out_path) if job.infer.out_path else directory
     paths = {"checkpoint": anchored(job.model.path)}
-    checkpoint = open_checkpoint(job.model)
+    checkpoint = open_model(job.model)
     parts = list(checkpoint.parts())
     check_cuda_graph(job.infer)
-    if job.infer.engine in TORCH_ENGINES:
+    kind = RUNTIMES[job.infer.engine].file
+    if kind is None:
         pool = Pool(partial(open_torch_engine, checkpoint, job.infer))
     else:
-        files = part_paths(job, "plan" if job.infer.engine.startswith("tensorrt") else "onnx")
+        files = part_paths(job, kind)
         options = {"allow_untrusted_plan": True} if job.infer.allow_untrusted_plan else {}
         pool = Pool(lambda part: open_file(files[part], job.infer, **options))
         paths |= files
         for path in files.values():
             if path.suffix == ".onnx":
                 onnx_files(path)
-    parameters = part_parameters(checkpoint)
-    check_machine({"the largest part": memory_of_part(parameters, job.infer)}, {}, out)
-    record = provenance(paths, [])
-    together = fits(
-        memory_of_side(parameters, job.infer), "all parts of the model", gpu_memory_of_side(parameters, job.infer)
-    )
+    parameters, work = part_parameters(checkpoint), workload_of(job.infer)
+    check_machine({"the largest part": memory_of_part(parameters, work)}, {}, out)
+    facts = provenance(paths, [])
+    memory, gpu = memory_of_variant(parameters, work), gpu_memory_of_variant(parameters, work)
+    together = fits(memory, "all parts of the model", gpu)
     pool.most = None if together else 1
-    engines = Side(pool, {part: part for part in parts})
+    engines = Variant(pool, {part: part for part in parts})
     if together:  # a broken file is found before the others have worked
         list(engines.values())
     pipeline, contracts = pipeline_of(checkpoint, engines), contracts_of(checkpoint)
@@ -66,16 +69,22 @@ def infer(job: InferJob, directory: Path) -> None:
     else:
         medians = {part: latency[part][str(samples[part])]["p50_ms"] for part in parts}
         image = composed(medians, job.infer.steps, checkpoint.family.DENOISER)
-    latency["image"] = {str(job.infer.batch_size): image}
-    write_json(out / "metrics.json", {"schema_version": 1, "status": "done", "latency": {job.infer.engine: latency},
-                                      "peak_memory_bytes": peak_memory_bytes(),
-                                      "peak_cuda_memory_bytes": peak_cuda_memory(), "prompts": prompts,
-                                      "provenance": record})  # fmt: skip
+    latency[IMAGE] = {str(job.infer.batch_size): image}
+    record = InferRecord(
+        schema_version=SCHEMA_VERSION,
+        status=DONE,
+        latency={job.infer.engine: latency},
+        peak_memory_bytes=peak_memory_bytes(),
+        peak_cuda_memory_bytes=explained(peak_cuda_memory_bytes(), "no NVIDIA GPU"),
+        prompts=prompts,
+        provenance=facts,
+    )
+    write_record(record, out)
     for part, by_batch in latency.items():
         for batch, times in by_batch.items():
             print(f"{part:14} batch {batch}: {times['p50_ms']:9.2f} ms")
     print(f"peak: {used()}")
-    print(f"pictures: {out / 'images'}")
+    print(f"images: {out / 'images'}")
 
 
 def composed(medians: Mapping[str, float], steps: int, denoiser: str) -> dict:
@@ -112,7 +121,7 @@ def example_inputs(contract: Contract, batch: int, infer: Infer) -> dict[str, to
 def batch_of(checkpoint: Checkpoint, part: str, infer: Infer) -> int:
     """Samples in one call."""
     denoises = part == checkpoint.family.DENOISER
-    return infer.batch_size * (samples_a_picture(checkpoint, infer.scale) if denoises else 1)
+    return infer.batch_size * (samples_per_image(checkpoint, infer.scale) if denoises else 1)
 
 
 def part_call(engine: Engine, contract: Contract, batch: int, infer: Infer) -> Callable[[], object]:

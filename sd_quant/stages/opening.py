@@ -10,14 +10,15 @@ from torch import nn
 
 from sd_quant.config import Infer
 from sd_quant.devices import best_device
-from sd_quant.engines import load_engine
+from sd_quant.engines import RUNTIMES, load_engine
 from sd_quant.engines.base import Engine
-from sd_quant.engines.native import with_native_layers
 from sd_quant.engines.replayed import Replayed
 from sd_quant.engines.torch import TorchEngine, compiled, dtype_on, placed
 from sd_quant.errors import ResourceError
-from sd_quant.models.loading import Checkpoint, contracts_of, denoiser_of, load_part
-from sd_quant.quantization.simulate import simulate
+from sd_quant.inference.loading import load_part
+from sd_quant.models.checkpoint import Checkpoint, contracts_of, denoiser_of
+from sd_quant.simulation.modelopt import simulate
+from sd_quant.simulation.native import with_native_layers
 from sd_quant.stages.export_onnx import Assignment
 
 
@@ -44,7 +45,7 @@ def open_torch(checkpoint: Checkpoint, infer: Infer, part: str, assignment: Assi
 def open_torch_engine(checkpoint: Checkpoint, infer: Infer, part: str, assignment: Assignment | None = None) -> Engine:
     """``open_torch`` as ``infer.engine`` says, compiled or not, replayed or not."""
     engine = open_torch(checkpoint, infer, part, assignment)
-    if infer.engine == "torch_compiled":
+    if RUNTIMES[infer.engine].compiled:
         compiled(engine.module)
     return replayed(engine, infer)
 

@@ -1,29 +1,40 @@
-"""CLIP score and FID of a run's pictures, where the user has named the networks' weights, and MLPerf's verdict."""
+"""CLIP score and FID of a run's images, where the user has named the networks' weights, and MLPerf's verdict."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 
 from sd_quant.config import Infer, Metrics, anchored
-from sd_quant.metrics.text_image import clip_score, fid, mlperf_window
+from sd_quant.metrics import SCORES, Against
+from sd_quant.metrics.text_image import mlperf_window
 
 
-def text_scores(metrics: Metrics, infer: Infer, prompts: list[str], pictures: Mapping[str, np.ndarray]) -> dict:
-    """CLIP score and FID of both sides, as far as their weights were named, and whether MLPerf would accept them."""
+def text_scores(metrics: Metrics, infer: Infer, prompts: list[str], variants: Mapping[str, np.ndarray]) -> dict:
+    """CLIP score and FID of each variant's images, as far as their weights were named, and whether MLPerf accepts both.
+
+    ``variants``: full precision and quantized by name, each uint8 [N, H, W, 3], one image for each of the ``prompts``.
+    """
     files = {name: anchored(path) for name, path in asdict(metrics).items() if path is not None}
     if not files:
         return {"value": None, "reason": "no weights were named in metrics"}
-    not_named: dict = {"value": None, "reason": "its weights were not named in metrics"}
-    found: dict = {}
-    for side, images in pictures.items():
-        clip = clip_score(images, prompts, files["clip_weights"]) if "clip_weights" in files else not_named
-        distance = fid(images, files["fid_references"], files["fid_weights"]) if "fid_weights" in files else not_named
-        protocol = {
-            "prompts": prompts, "scheduler": "EulerDiscreteScheduler", "steps": infer.steps,
-            "guidance_scale": infer.scale, "height": infer.height, "width": infer.width,
-            "clip_network": clip.get("network"), "fid_references": distance.get("references"),
-        }  # fmt: skip
-        accepted = mlperf_window(clip["value"], distance["value"], protocol)
-        found[side] = {"clip_score": clip, "fid": distance, "mlperf": accepted}
-    return found
+    return {variant: scores_of(images, prompts, files, infer) for variant, images in variants.items()}
+
+
+def scores_of(images: np.ndarray, prompts: list[str], files: Mapping[str, Path], infer: Infer) -> dict:
+    entries: dict = {}
+    for score in SCORES.values():
+        if score.against in (Against.PROMPTS, Against.PHOTOGRAPHS):
+            if score.files and not files.keys() >= set(score.files):
+                entries[score.key] = {"value": None, "reason": "its weights were not named in metrics"}
+                continue
+            compared_with = [prompts] if score.against is Against.PROMPTS else []
+            entries[score.key] = score.compute(images, *compared_with, *(files[name] for name in score.files))
+    clip, fid = entries["clip_score"], entries["fid"]
+    protocol = {
+        "prompts": prompts, "scheduler": "EulerDiscreteScheduler", "steps": infer.steps,
+        "guidance_scale": infer.scale, "height": infer.height, "width": infer.width,
+        "clip_network": clip.get("network"), "fid_references": fid.get("references"),
+    }  # fmt: skip
+    return {**entries, "mlperf": mlperf_window(clip["value"], fid["value"], protocol)}

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sd_quant.engines.base import one_line
+from sd_quant.report.record import keys_of_steps
+from sd_quant.text import one_line
 
 LOG = logging.getLogger(__name__)
 
@@ -27,27 +28,26 @@ TRACKERS = {
     "tensorboard": "sd_quant.trackers.tensorboard:log",
 }
 RESULTS = ("fidelity", "latency", "sizes_bytes", "peak_memory_bytes", "stages")  # of the record
-SERIES = ("latent_sqnr_db",)  # of its fidelity: a value a denoising step
 NO_RESULTS = {"n", "warmup", "worst_index", "pictures", "features"}  # numbers that say how others were found
-PICTURE = Path("images/grid.png")
+IMAGE = Path("images/grid.png")
 LONGEST_TEXT = 250  # letters: prompts and paths may be anybody's
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a tracker is told. ``series``: name to a value a step, from step 1 on, None where there is none."""
+    """What a tracker is told."""
 
     name: str
-    knobs: dict[str, bool | int | float | str]
-    metrics: dict[str, float]
-    series: dict[str, list[float | None]]
-    picture: Path | None
+    knobs: dict[str, bool | int | float | str]  # by dotted name, as on the command line
+    metrics: dict[str, float]  # by their path in the record
+    series: dict[str, list[float | None]]  # a value for each denoising step, None where there is none
+    image: Path | None  # the sheet on which full precision and quantized stand above each other
 
 
 def track(names: Sequence[str], record: Mapping, directory: Path, store: Path) -> None:
     """Tell each tracker of ``names`` about the run in ``directory``; what they keep lies in the folder ``store``.
 
-    ``record`` is the run's ``metrics.json``, whose form report/table.py shows. Raises nothing: a tracker that cannot be
+    ``record`` is the run's ``metrics.json``, see ``sd_quant.report.record``. Raises nothing: a tracker that cannot be
     told is a warning with its name and the reason.
     """
     for name in names:
@@ -59,26 +59,27 @@ def track(names: Sequence[str], record: Mapping, directory: Path, store: Path) -
 
 
 def read_run(record: Mapping, directory: Path) -> Run:
-    """Its name is that of ``directory`` and the folder around it: the jobs of every sweep are called 0, 1, 2."""
-    fidelity, picture = record.get("fidelity") or {}, directory / PICTURE
+    """The run in ``directory``, named by this folder and the one around it: every sweep calls its jobs 0, 1, 2."""
+    fidelity, image = record.get("fidelity") or {}, directory / IMAGE
     return Run(
         name="/".join(directory.absolute().parts[-2:]),
         knobs=dict(_knobs(record.get("knobs") or {})),
         metrics={name: value for key in RESULTS for name, value in _numbers(record.get(key), key)},
-        series={f"fidelity/{key}": fidelity[key] for key in SERIES if fidelity.get(key)},
-        picture=picture if picture.is_file() else None,
+        series={f"fidelity/{key}": fidelity[key] for key in keys_of_steps() if fidelity.get(key)},
+        image=image if image.is_file() else None,
     )
 
 
 def _knobs(knobs: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:
-    """By dotted name, as on the command line; what is no number becomes a short line of text."""
+    """Knobs by dotted name, as on the command line; what is no number becomes a short line of text."""
     for key, value in knobs.items():
         if isinstance(value, Mapping):
             yield from _knobs(value, f"{prefix}{key}.")
         elif isinstance(value, bool | int | float):
             yield f"{prefix}{key}", value
         else:
-            yield f"{prefix}{key}", _short(value if isinstance(value, str) else json.dumps(value, default=str))
+            text = value if isinstance(value, str) else json.dumps(value, default=str)
+            yield f"{prefix}{key}", one_line(text, LONGEST_TEXT)
 
 
 def _numbers(node: Any, name: str) -> Iterator[tuple[str, float]]:
@@ -90,11 +91,6 @@ def _numbers(node: Any, name: str) -> Iterator[tuple[str, float]]:
                 yield from _numbers(value, path)
     elif isinstance(node, int | float) and not isinstance(node, bool) and math.isfinite(node):
         yield name, float(node)
-
-
-def _short(text: str) -> str:
-    line = "".join(letter if letter.isprintable() else " " for letter in text[: LONGEST_TEXT + 1])
-    return line if len(line) <= LONGEST_TEXT else f"{line[: LONGEST_TEXT - 3]}..."
 
 
 def _reason(name: str, error: Exception) -> str:

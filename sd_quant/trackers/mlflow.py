@@ -18,7 +18,7 @@ PATIENCE = 60  # seconds that a run waits for others to write
 
 
 def log(run: Run, store: Path) -> None:
-    """A run of the experiment ``sd-quant`` in ``store/mlflow.db``, its picture in ``store/mlflow``.
+    """Log a run of the experiment ``sd-quant`` in ``store/mlflow.db``, its image in ``store/mlflow``.
 
     Raises ImportError where MLflow is not installed, and whatever MLflow and its database raise.
     """
@@ -51,8 +51,8 @@ def log(run: Run, store: Path) -> None:
                 client.log_batch(info.run_id, params=params[start : start + MOST_PARAMS])
             for start in range(0, len(metrics), MOST_METRICS):
                 client.log_batch(info.run_id, metrics=metrics[start : start + MOST_METRICS])
-            if run.picture:
-                client.log_artifact(info.run_id, str(run.picture), run.picture.parent.name)
+            if run.image:
+                client.log_artifact(info.run_id, str(run.image), run.image.parent.name)
             status = "FINISHED"
         finally:
             client.set_terminated(info.run_id, status)

@@ -13,7 +13,7 @@ from sd_quant.trackers import Run
 
 
 def log(run: Run, store: Path) -> None:
-    """Event files in ``store/tensorboard/<run>``.
+    """Write event files into ``store/tensorboard/<run>``.
 
     Raises ImportError where TensorBoard is not installed and OSError where nothing can be written.
     """
@@ -25,10 +25,10 @@ def log(run: Run, store: Path) -> None:
             for step, value in enumerate(values, start=1):
                 if value is not None:
                     writer.add_scalar(name, value, step)
-        if run.picture:
-            with Image.open(run.picture) as picture:
+        if run.image:
+            with Image.open(run.image) as image:
                 writer.add_image(
-                    "/".join((run.picture.parent.name, run.picture.stem)),
-                    np.asarray(picture.convert("RGB")),
+                    "/".join((run.image.parent.name, run.image.stem)),
+                    np.asarray(image.convert("RGB")),
                     dataformats="HWC",
                 )

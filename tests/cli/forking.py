@@ -35,7 +35,7 @@ def main() -> None:
                 importlib.import_module(name)
     from torch.onnx._internal.exporter._registration import ONNXRegistry
 
-    from sd_quant.export.graph import OPSET
+    from sd_quant.export.tracing import OPSET
 
     # The exporter makes its table of operators anew for every graph, always the same one, in more than a second.
     ONNXRegistry.from_torchlib = staticmethod(functools.cache(ONNXRegistry.from_torchlib))

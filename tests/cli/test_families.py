@@ -7,7 +7,7 @@ random inputs, in the graph that the commands have traced.
 import csv
 import json
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import onnx
@@ -17,24 +17,20 @@ import torch
 import yaml
 from torch import Tensor
 
-from sd_quant.calibration.statistics import LayerStatistics, collect, draw
-from sd_quant.checkpoints.pipeline_folder import Folder, open_pipeline
+from sd_quant.calibration.hooks import collect, draw
+from sd_quant.checkpoints.diffusers_pipeline import DiffusersCheckpoint, open_pipeline
 from sd_quant.engines import load_engine, why_not
 from sd_quant.export.parts import write_part
+from sd_quant.inference.loading import LoadedModel, load_model
+from sd_quant.inference.parity import layer_outputs, layer_parity, run_simulation
 from sd_quant.models import family_named
-from sd_quant.models.loading import (
-    LoadedModel,
-    denoiser_of,
-    denoiser_part,
-    denoiser_weights,
-    empty_denoiser,
-    load_model,
-)
+from sd_quant.models.checkpoint import denoiser_of, denoiser_part, denoiser_weights, empty_denoiser
 from sd_quant.models.parts import axes
-from sd_quant.quantization.derivation import Recipe, derive
-from sd_quant.quantization.levels import Enable, Pair, formats_used
-from sd_quant.quantization.simulate import simulate
-from sd_quant.stages.parity import layer_outputs, layer_parity, run_simulation
+from sd_quant.quantization.derivation import derive
+from sd_quant.quantization.recipe import formats_used
+from sd_quant.quantization.statistics import LayerStatistics
+from sd_quant.simulation.modelopt import simulate
+from tests.presets import recipe_of
 
 from ..pipelines import TINY
 
@@ -189,7 +185,7 @@ def test_the_inputs_names_change_nothing_but_the_names(command, main_job, checkp
 
 @dataclass(frozen=True)
 class Network:
-    checkpoint: Folder
+    checkpoint: DiffusersCheckpoint
     graph: Path
     calls: list[dict[str, Tensor]]
     roles: dict[str, str]
@@ -199,7 +195,7 @@ class Network:
         return load_model(self.checkpoint)
 
 
-def inputs_of(checkpoint: Folder, seed: int) -> dict[str, Tensor]:
+def inputs_of(checkpoint: DiffusersCheckpoint, seed: int) -> dict[str, Tensor]:
     contract = denoiser_part(checkpoint).contract
     random = torch.Generator().manual_seed(seed)
     found = {name: torch.randn(shape, generator=random) for name, shape in contract.shapes(**axes(2, 64, 64)).items()}
@@ -232,18 +228,11 @@ def graph_of(sweep: Path, name: str, part: str) -> Path:
     return entry / "graph.onnx"
 
 
-def recipe_of(preset: str) -> Recipe:
-    read = yaml.safe_load((CONF / f"quantize/{preset}.yaml").read_text())
-    enable = Enable(Pair(**read["enable"]["conv"]), Pair(**read["enable"]["linear"]), read["enable"]["attention"])
-    alpha = None if str(read["smoothing"]).endswith("none}") or read["smoothing"] == "none" else 0.5
-    smoothing = "none" if alpha is None else "folded"
-    rank = min(read["rank"], 8)
-    return Recipe(3.0, alpha, smoothing=smoothing, enable=enable, per_channel=read["per_channel"], rank=rank)
-
-
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_exported_layers_compute_what_the_simulation_does(network, preset, tmp_path):
-    checkpoint, family, recipe = network.checkpoint, network.checkpoint.family, recipe_of(preset)
+    checkpoint, family, recipe = network.checkpoint, network.checkpoint.family, recipe_of(preset, "quant_level=3")
+    alpha = None if recipe.smoothing == "none" else 0.5
+    recipe = replace(recipe, alpha=alpha, rank=min(recipe.rank, 8))
     weights, part = denoiser_weights(checkpoint), denoiser_part(checkpoint)
     inputs = family.shared_inputs([name for name, role in network.roles.items() if role != "conv"])
     assignment = derive(network.roles, lambda name: weights[f"{name}.weight"], network.statistics, recipe, inputs)

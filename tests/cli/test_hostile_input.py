@@ -18,18 +18,19 @@ import onnx
 import pytest
 import torch
 
-from sd_quant.checkpoints import sdxl_keys
+from sd_quant.checkpoints import nemo_keys
 from sd_quant.checkpoints.archive import open_members
-from sd_quant.checkpoints.nemo import Checkpoint, open_nemo, write_archive
-from sd_quant.checkpoints.torch_weights import lazy
+from sd_quant.checkpoints.nemo import open_nemo, write_archive
+from sd_quant.checkpoints.nemo_networks import NemoCheckpoint
+from sd_quant.checkpoints.tensors import lazy
 
-FIRST = sdxl_keys.PREFIX["unet"] + "input_blocks.0.0.weight"
+FIRST = nemo_keys.PREFIX["unet"] + "input_blocks.0.0.weight"
 LEFT = {".hydra", ".lock", "quantize.log", "export_trt.log", "config.yaml", "failure.json"}  # by a job that began
 MOST_MEMORY = 3 * 2**29  # bytes; what is imported takes half of it
 
 
 @pytest.fixture(scope="module")
-def whole(checkpoint) -> Checkpoint:
+def whole(checkpoint) -> NemoCheckpoint:
     return open_nemo(checkpoint)
 
 
@@ -37,12 +38,12 @@ def whole(checkpoint) -> Checkpoint:
 class Case:
     """``make`` writes the file; ``code`` and ``words`` are how the command refuses it, before or after it began."""
 
-    make: Callable[[Path, Path, Checkpoint], object]  # the file, the canary, a checkpoint that is sound
+    make: Callable[[Path, Path, NemoCheckpoint], object]  # the file, the canary, a checkpoint that is sound
     code: int
     words: str
 
 
-def bytes_of(member: Callable[[Path, Path, Checkpoint], bytes]) -> Callable[[Path, Path, Checkpoint], object]:
+def bytes_of(member: Callable[[Path, Path, NemoCheckpoint], bytes]) -> Callable[[Path, Path, NemoCheckpoint], object]:
     return lambda path, canary, whole: path.write_bytes(member(path, canary, whole))
 
 
@@ -66,7 +67,7 @@ def header_that_claims(size: int) -> bytes:
     return info.tobuf(tarfile.GNU_FORMAT) + bytes(10_000)
 
 
-def sparse(_path: Path, _canary: Path, _whole: Checkpoint) -> bytes:
+def sparse(_path: Path, _canary: Path, _whole: NemoCheckpoint) -> bytes:
     """GNU's old form of 8 GiB, of which nothing is stored."""
     info = tarfile.TarInfo("./model_weights.ckpt")
     info.type = tarfile.GNUTYPE_SPARSE
@@ -78,7 +79,7 @@ def sparse(_path: Path, _canary: Path, _whole: Checkpoint) -> bytes:
     return bytes(header) + bytes(1024)
 
 
-def bomb(_path: Path, _canary: Path, _whole: Checkpoint) -> bytes:
+def bomb(_path: Path, _canary: Path, _whole: NemoCheckpoint) -> bytes:
     """A GiB of zeros in five MB."""
     packed = io.BytesIO()
     with gzip.GzipFile(fileobj=packed, mode="wb", compresslevel=1) as stream:
@@ -102,20 +103,20 @@ def pickled(state: object) -> bytes:
     return buffer.getvalue()
 
 
-def archive_with(weights: Callable[[Path], bytes]) -> Callable[[Path, Path, Checkpoint], object]:
+def archive_with(weights: Callable[[Path], bytes]) -> Callable[[Path, Path, NemoCheckpoint], object]:
     """The mini checkpoint's config beside other weights."""
 
-    def make(path: Path, canary: Path, whole: Checkpoint) -> None:
+    def make(path: Path, canary: Path, whole: NemoCheckpoint) -> None:
         config = json.dumps(whole.model_config).encode()  # JSON is YAML
         path.write_bytes(tar(("./model_config.yaml", config), ("./model_weights.ckpt", weights(canary))))
 
     return make
 
 
-def config_with(text: str) -> Callable[[Path, Path, Checkpoint], object]:
+def config_with(text: str) -> Callable[[Path, Path, NemoCheckpoint], object]:
     """Beside the mini checkpoint's weights."""
 
-    def make(path: Path, canary: Path, whole: Checkpoint) -> None:
+    def make(path: Path, canary: Path, whole: NemoCheckpoint) -> None:
         weights = open_members(whole.path)["model_weights.ckpt"]
         config = ("./model_config.yaml", text.format(canary=canary).encode())
         path.write_bytes(tar(config, ("./model_weights.ckpt", bytes(weights.read(0, weights.size)))))
@@ -123,7 +124,7 @@ def config_with(text: str) -> Callable[[Path, Path, Checkpoint], object]:
     return make
 
 
-def targets_everywhere(path: Path, canary: Path, whole: Checkpoint) -> None:
+def targets_everywhere(path: Path, canary: Path, whole: NemoCheckpoint) -> None:
     """A sound config in which every section says what to call; the weights end the job after all was built."""
 
     def spread(node: object) -> object:
@@ -137,8 +138,8 @@ def targets_everywhere(path: Path, canary: Path, whole: Checkpoint) -> None:
     write_archive(path, spread(whole.model_config), state)
 
 
-def changed(change: Callable[[dict], object]) -> Callable[[Path, Path, Checkpoint], object]:
-    def make(path: Path, canary: Path, whole: Checkpoint) -> None:
+def changed(change: Callable[[dict], object]) -> Callable[[Path, Path, NemoCheckpoint], object]:
+    def make(path: Path, canary: Path, whole: NemoCheckpoint) -> None:
         state = whole.state()
         change(state)
         write_archive(path, whole.model_config, state)
@@ -232,7 +233,7 @@ def check_untouched(tmp_path: Path, path: Path) -> None:
     assert list(path.parent.iterdir()) == [path]
 
 
-def outside(path: Path, canary: Path, whole: Checkpoint) -> None:
+def outside(path: Path, canary: Path, whole: NemoCheckpoint) -> None:
     """An ONNX file whose weights lie elsewhere."""
     weight = onnx.TensorProto(name="w", data_type=onnx.TensorProto.FLOAT, dims=[1])
     weight.data_location = onnx.TensorProto.EXTERNAL

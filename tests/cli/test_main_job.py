@@ -17,9 +17,9 @@ from PIL import Image
 from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.config import PART_NAMES
 from sd_quant.engines import openvino
-from sd_quant.engines.tensorrt import describe_plan
+from sd_quant.engines.tensorrt.plan import describe_plan
 from sd_quant.models.sdxl_nemo import build_modules
-from sd_quant.quantization.levels import QUANT_LEVELS
+from sd_quant.quantization.recipe import QUANT_LEVELS
 
 # Layers of the mini checkpoint's UNet by role, counted by hand from its config: 26 convolutions in ResBlocks and
 # samplers, 11 transformer blocks with 2 feed-forward layers, 6 query/key/value and 2 output projections, and 7

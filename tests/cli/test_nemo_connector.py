@@ -8,9 +8,9 @@ import torch
 import yaml
 
 from sd_quant.checkpoints.convert import convert
-from sd_quant.checkpoints.diffusers_folder import PIPELINE
 from sd_quant.checkpoints.nemo import open_nemo, write_nemo
-from sd_quant.models.loading import build_pipeline_modules
+from sd_quant.checkpoints.nemo_and_diffusers import PIPELINE
+from sd_quant.models.checkpoint import build_pipeline_modules
 from sd_quant.models.sdxl_nemo import TextShape, build_modules, scheduler, unet_config
 
 pytestmark = pytest.mark.nemo

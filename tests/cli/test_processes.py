@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from sd_quant.calibration.cache import pack
 from sd_quant.calibration.collection import calibrate
-from sd_quant.calibration.statistics import Statistics
+from sd_quant.calibration.store import pack
 from sd_quant.checkpoints.nemo import open_nemo, write_nemo
 from sd_quant.config import REPOSITORY
 from sd_quant.errors import SdQuantError
+from sd_quant.inference.loading import LoadedModel, load_model
 from sd_quant.inference.pipeline import Sampling
-from sd_quant.models.loading import LoadedModel, load_model
 from sd_quant.models.unet import layer_roles
+from sd_quant.quantization.statistics import Statistics
 
 PROMPTS = ["a glossy icon of a rocket", "a cat", "two flags on a pole"]
 SAMPLING = Sampling(steps=2, guidance_scale=5.0, height=64, width=64, batch_size=1, seed=3)

@@ -106,8 +106,8 @@ def header(page, text: str):
 
 def shades(page) -> list[tuple]:
     """What the viewer shows at a quarter and at three quarters of its width, half way down."""
-    with Image.open(io.BytesIO(page.locator("#stage").screenshot())) as picture:
-        pixels = np.asarray(picture.convert("RGB"))
+    with Image.open(io.BytesIO(page.locator("#stage").screenshot())) as image:
+        pixels = np.asarray(image.convert("RGB"))
     height, width, _ = pixels.shape
     return [tuple(map(int, pixels[height // 2, width * quarter // 4])) for quarter in (1, 3)]
 
@@ -117,7 +117,7 @@ def test_a_header_sorts_both_ways_and_what_has_no_value_stays_last(open_report):
     assert jobs(page) == ["a", "b", "c", "d"]
     for text, first, ways in (
         ("PSNR, dB", "descending", ["abcd", "cbad"]),
-        ("picture, ms", "ascending", ["cbad", "abcd"]),
+        ("image, ms", "ascending", ["cbad", "abcd"]),
         ("job", "ascending", ["abcd", "dcba"]),
         ("alpha", "ascending", ["abdc", "cdba"]),  # 0.5, 0.8, 10, text
     ):
@@ -147,7 +147,7 @@ def test_the_filter_hides_rows(open_report):
     assert jobs(page) == ["a", "b", "c", "d"] and page.locator("#count").inner_text() == ""
 
 
-def test_the_slider_moves_the_border_between_the_two_pictures(open_report):
+def test_the_slider_moves_the_border_between_the_two_images(open_report):
     page = open_report()
     assert shades(page) == [RED, BLUE]
     for share, shown in ((0, [BLUE, BLUE]), (100, [RED, RED]), (50, [RED, BLUE])):
@@ -194,12 +194,12 @@ def test_space_elsewhere_is_not_taken(open_report):
     assert page.locator("#filter").input_value() == "a b" and shades(page) == [RED, BLUE]
 
 
-def test_the_worst_picture_of_the_recommended_recipe_comes_first(open_report):
+def test_the_worst_image_of_the_recommended_recipe_comes_first(open_report):
     page = open_report()
     captions = page.locator("#gallery figcaption")
     assert captions.all_inner_texts() == [PROMPTS[1], PROMPTS[2], PROMPTS[0]]
     assert page.locator("#recipe option:checked").inner_text() == "alpha=0.8 (recommended)"
-    assert page.locator("#scores").inner_text() == "alpha=0.8: PSNR 37.0 dB · LPIPS –"
+    assert page.locator("#scores").inner_text() == "alpha=0.8: PSNR 37.00 dB · SSIM – · LPIPS –"
     assert page.locator("#previous").is_disabled()
     page.locator("#next").click()
     page.locator("#next").click()
@@ -212,19 +212,19 @@ def test_the_worst_picture_of_the_recommended_recipe_comes_first(open_report):
 def test_another_recipe_and_all_of_them(open_report):
     page = open_report()
     page.select_option("#recipe", label="alpha=0.5")
-    assert page.locator("#scores").inner_text() == "alpha=0.5: PSNR 42.0 dB · LPIPS –"
+    assert page.locator("#scores").inner_text() == "alpha=0.5: PSNR 42.00 dB · SSIM – · LPIPS –"
     assert page.locator("#gallery button").count() == 3
     page.select_option("#recipe", label="all recipes, side by side")
     assert page.locator("#gallery figure").count() == 3 and page.locator("#gallery button").count() == 9
     page.locator("#gallery button").nth(2).click()
-    assert page.locator("#scores").inner_text() == f"alpha={HOSTILE}: PSNR 28.0 dB · LPIPS –"
+    assert page.locator("#scores").inner_text() == f"alpha={HOSTILE}: PSNR 28.00 dB · SSIM – · LPIPS –"
 
 
-def test_small_pictures_are_enlarged_pixel_by_pixel(open_report):
+def test_small_images_are_enlarged_pixel_by_pixel(open_report):
     page = open_report()
-    for picture in (page.locator("#full"), page.locator("#gallery img").first):
-        assert picture.evaluate("image => getComputedStyle(image).imageRendering") == "pixelated"
-        assert picture.bounding_box()["width"] >= 128
+    for image in (page.locator("#full"), page.locator("#gallery img").first):
+        assert image.evaluate("image => getComputedStyle(image).imageRendering") == "pixelated"
+        assert image.bounding_box()["width"] >= 128
 
 
 def test_hostile_text_is_shown(open_report):

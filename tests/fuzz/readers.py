@@ -24,23 +24,26 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import nn
 
-from sd_quant.calibration.cache import Shelf, content_digest, pack
+from sd_quant.calibration.collected_elsewhere import read_shared
 from sd_quant.calibration.prompts import read_prompts
-from sd_quant.calibration.shared import read_shared
-from sd_quant.calibration.statistics import LayerStatistics, Sample, Statistics
-from sd_quant.checkpoints.archive import open_members
-from sd_quant.checkpoints.nemo import check_finite, open_nemo, whole_file, write_nemo
-from sd_quant.checkpoints.pipeline_folder import open_pipeline
+from sd_quant.calibration.store import Shelf, content_digest, pack
+from sd_quant.checkpoints.archive import open_members, whole_file
+from sd_quant.checkpoints.checks import check_finite
+from sd_quant.checkpoints.diffusers_pipeline import open_pipeline
+from sd_quant.checkpoints.nemo import open_nemo, write_nemo
 from sd_quant.checkpoints.safetensors_file import read_safetensors
-from sd_quant.checkpoints.torch_weights import Readable, size_of, stored_tensors
+from sd_quant.checkpoints.tensors import Readable, size_of
+from sd_quant.checkpoints.torch_weights import stored_tensors
 from sd_quant.config import Model, run_model
 from sd_quant.engines.base import onnx_files
 from sd_quant.errors import ArtifactError
 from sd_quant.knobs import read
 from sd_quant.models.sdxl import unet_part
 from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS, TextShape, build_modules
+from sd_quant.quantization.statistics import LayerStatistics, Sample, Statistics
 from sd_quant.report.rebuild import rebuild
-from sd_quant.report.summary import DONE, markdown, read_sweep, rows
+from sd_quant.report.record import DONE
+from sd_quant.report.summary import markdown, read_sweep, rows
 from sd_quant.report.table import run_table
 
 from ..pipelines import pixart

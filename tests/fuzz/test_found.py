@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from sd_quant.checkpoints.nemo import open_nemo, whole_file
+from sd_quant.checkpoints.archive import whole_file
+from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.checkpoints.torch_weights import stored_tensors
 from sd_quant.config import run_model
 from sd_quant.engines.base import onnx_files

@@ -7,8 +7,8 @@ import torch
 
 from sd_quant.calibration.collection import calibrate
 from sd_quant.checkpoints.nemo import open_nemo
+from sd_quant.inference.loading import load_model
 from sd_quant.inference.pipeline import Sampling
-from sd_quant.models.loading import load_model
 from sd_quant.models.unet import layer_roles
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU on this machine")

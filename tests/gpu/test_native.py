@@ -4,23 +4,24 @@ import pytest
 import torch
 from torch import nn
 
-from sd_quant.engines.base import CPU
-from sd_quant.engines.native import CAPABILITY, PRODUCTS, NativeConv, NativeLinear, layer_of
+from sd_quant.devices import CPU
 from sd_quant.engines.torch import placed
-from sd_quant.metrics.fidelity import relative_error
+from sd_quant.numbers import relative_error
+from sd_quant.quantization.formats import FORMATS
+from sd_quant.simulation.native import PRODUCTS, NativeConv, NativeLinear, layer_of
 from tests.layers import static_layer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU on this machine")
 
 if torch.cuda.is_available():
     pytest.importorskip("triton")
-    import sd_quant.engines.product_kernel  # noqa: F401
+    import sd_quant.simulation.product_kernel  # noqa: F401
 
 GPU = torch.device("cuda")
 
 
 def skip_without(form: str) -> None:
-    if torch.cuda.get_device_capability() < CAPABILITY[form]:
+    if torch.cuda.get_device_capability() < FORMATS[form].torch_compute_capability:
         pytest.skip(f"this GPU multiplies no {form}")
 
 
@@ -51,7 +52,7 @@ def test_a_linear_gives_what_the_processor_does(form, per_row, rows, sizes, comp
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("size, stride, padding", [(3, 1, 1), (3, 2, 1), (3, 2, 0), (1, 1, 0)])
-@pytest.mark.parametrize("form", CAPABILITY)
+@pytest.mark.parametrize("form", [name for name, fmt in FORMATS.items() if fmt.torch_compute_capability])
 @torch.no_grad()
 def test_a_convolution_gives_what_the_processor_does(form, size, stride, padding, compiled):
     skip_without(form)

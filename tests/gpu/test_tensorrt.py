@@ -6,7 +6,9 @@ import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
-from sd_quant.engines import load_engine, tensorrt
+from sd_quant.engines import load_engine
+from sd_quant.engines.tensorrt import build as building
+from sd_quant.engines.tensorrt import plan as planning
 from sd_quant.errors import ArtifactError
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU on this machine")
@@ -58,7 +60,7 @@ def plan(library, weight, tmp_path_factory):
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9), folder / "tiny.onnx")
     path = folder / "tiny.plan"
     profile = {"x": ((1, WIDTH), (2, WIDTH), (8, WIDTH)), "ids": ((1,), (2,), (8,))}
-    tensorrt.build_plan(folder / "tiny.onnx", path, library=library, profile=profile)
+    building.build_plan(folder / "tiny.onnx", path, library=library, profile=profile)
     return path
 
 
@@ -109,7 +111,7 @@ def test_a_plan_of_another_gpu_is_refused(library, plan, tmp_path):
     copy = tmp_path / plan.name
     copy.write_bytes(plan.read_bytes())
     target = "SM{}{}".format(*torch.cuda.get_device_capability())
-    record = tensorrt.record_path(plan).read_text().replace(f'"{target}"', '"SM10"')
-    tensorrt.record_path(copy).write_text(record)
+    record = planning.record_path(plan).read_text().replace(f'"{target}"', '"SM10"')
+    planning.record_path(copy).write_text(record)
     with pytest.raises(ArtifactError, match="runs on SM10"):
         load_engine(library, copy)

@@ -2,9 +2,9 @@
 
 import dataclasses
 import importlib.util
+import re
 from copy import deepcopy
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -28,8 +28,8 @@ from sd_quant.config import (
     targets_for,
 )
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError
-from sd_quant.knobs import read
-from sd_quant.quantization.levels import Pair
+from sd_quant.knobs import described, read
+from sd_quant.quantization.recipe import Pair
 
 CONF = REPOSITORY / "conf"
 RANK = (
@@ -51,9 +51,14 @@ def composed(primary: str, *overrides: str) -> dict:
     return {name: value for name, value in plain.items() if name not in SHORTHANDS}
 
 
+def defaults_of(primary: str) -> list:
+    return yaml.safe_load((CONF / f"{primary}.yaml").read_text())["defaults"]
+
+
 def groups_of(primary: str) -> set[str]:
-    defaults = yaml.safe_load((CONF / f"{primary}.yaml").read_text())["defaults"]
-    return {name.removeprefix("optional ") for entry in defaults if isinstance(entry, dict) for name in entry}
+    return {
+        name.removeprefix("optional ") for entry in defaults_of(primary) if isinstance(entry, dict) for name in entry
+    }
 
 
 def options() -> list[tuple[str, str]]:
@@ -66,8 +71,10 @@ def options() -> list[tuple[str, str]]:
 
 
 def test_every_file_under_conf_is_composed_by_the_test_below():
+    """Those whose names begin with _ hold what primaries share, and are no options of a group."""
     covered = {f"{primary}.yaml" for primary in JOBS} | {f"{o.replace('=', '/')}.yaml" for _, o in options() if o}
-    assert covered == {str(path.relative_to(CONF)) for path in CONF.rglob("*.yaml")}
+    shared = {f"{entry}.yaml" for name in JOBS for entry in defaults_of(name) if str(entry).startswith("_")}
+    assert covered | shared - {"_self_.yaml"} == {str(path.relative_to(CONF)) for path in CONF.rglob("*.yaml")}
     assert len(options()) > 15
 
 
@@ -172,6 +179,24 @@ def test_a_knob_has_the_same_meaning_at_the_top_and_in_its_group(knob, value):
     assert knob in SHORTHANDS
     short, full = (read(QuantizeJob, composed("quantize", f"{p}{knob}={value}")) for p in ("", "quantize."))
     assert short == full != read(QuantizeJob, composed("quantize"))
+
+
+@pytest.mark.parametrize("primary", JOBS)
+def test_help_says_of_every_knob_what_it_means_and_takes(primary, mappings):
+    lines = list(described(JOBS[primary]))
+    knobs = [f"{group}.{name}" for group in ("quantize", "trt", "infer") for name in mappings[primary].get(group, {})]
+    told = {line.partition(":")[0].rpartition(".")[2] for line in lines}
+    assert {knob.rpartition(".")[2] for knob in knobs} - {"enable"} <= told and knobs
+    assert all(re.fullmatch(r"[a-z_.0-9]+: [^$]+ \(.+\)", line) for line in lines)
+
+
+def test_a_line_of_help():
+    assert {
+        "quantize.n_steps: denoising steps of a calibration image (at least 1)",
+        "quantize.enable.conv.weight: format of a layer's weight (one of int8, fp8, int4, mxfp4, nvfp4)",
+        "quantize.exclude: patterns of layers that stay in high precision, by model family (a list of texts by name)",
+        "cache.dir: where it is kept; null: everything is made anew and nothing kept (text or null)",
+    } <= set(described(QuantizeJob))
 
 
 # ------------------------------------------------------------------------------------------------- refusals
@@ -589,9 +614,10 @@ def test_by_default_plans_are_for_the_usual_targets_that_have_the_format(preset,
 
 def test_a_conv_takes_no_input_in_blocks():
     """They lie along the last axis, which is no channel there."""
-    pair, enable = Pair("nvfp4", "nvfp4"), read(QuantizeJob, composed("quantize")).quantize.enable
+    quantize = read(QuantizeJob, composed("quantize")).quantize
+    enable = dataclasses.replace(quantize.enable, conv=Pair("nvfp4", "nvfp4"))
     with pytest.raises(ConfigError, match=r"^quantize\.enable\.conv\.activation is nvfp4, expected one of int8, fp8$"):
-        check_enabled(SimpleNamespace(enable=dataclasses.replace(enable, conv=pair), format="nvfp4", quant_level=3.0))
+        check_enabled(dataclasses.replace(quantize, enable=enable))
 
 
 def test_without_smoothing_a_preset_recommends_no_alpha():

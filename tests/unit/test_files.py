@@ -1,6 +1,7 @@
 import errno
 import hashlib
 import json
+import os
 
 import pytest
 
@@ -17,6 +18,15 @@ def test_the_name_is_replaced_when_the_block_ends_well(tmp_path):
         assert temporary.parent == path.parent  # a rename must stay on one file system
     assert path.read_text() == "new"
     assert [file.name for file in path.parent.iterdir()] == ["file.txt"]
+
+
+def test_what_a_name_points_at_is_on_the_disk_before_it_does(tmp_path, monkeypatch):
+    """Else a machine that loses its power leaves an empty file under a final name."""
+    flushed = []
+    monkeypatch.setattr(os, "fsync", lambda file: flushed.append((os.fstat(file).st_ino, path.exists())))
+    path = tmp_path / "file.txt"
+    write_text(path, "new")
+    assert flushed == [(path.stat().st_ino, False)]
 
 
 @pytest.mark.parametrize("failure", [RuntimeError("no"), KeyboardInterrupt(), OSError(errno.EIO, "no")])
@@ -38,6 +48,16 @@ def test_a_full_disk_is_a_resource_error_that_names_the_file(tmp_path, code):
             temporary.write_text("half")
             raise OSError(code, "No space left on device")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_is_put_in_place_whole_or_not_at_all(tmp_path):
+    with pytest.raises(ValueError), atomic_path(tmp_path / "folder") as temporary:
+        write_text(temporary / "inner/a.txt", "half")
+        raise ValueError
+    assert not list(tmp_path.iterdir())
+    with atomic_path(tmp_path / "folder") as temporary:
+        write_text(temporary / "inner/a.txt", "whole")
+    assert (tmp_path / "folder/inner/a.txt").read_text() == "whole" and len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_block_that_writes_nothing_fails(tmp_path):

@@ -9,18 +9,19 @@ import pytest
 import torch
 from hydra.errors import MissingConfigException
 
-from sd_quant import share, sweep
+from sd_quant import placement, sweep
 from sd_quant.cache import try_lock
 from sd_quant.cli import LAUNCHERS, refusal
 from sd_quant.errors import ConfigError, ResourceError
-from sd_quant.report.summary import DONE, FAILED, UNFINISHED, Job, Sweep
+from sd_quant.report.record import DONE
+from sd_quant.report.summary import FAILED, UNFINISHED, Job, Sweep
 
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
     """Pretends to have so many GPUs and cores; places are claimed below ``tmp_path``."""
-    monkeypatch.setattr(share, "LOCKS", tmp_path / "locks")
-    monkeypatch.setattr(share, "SECONDS_BETWEEN_LOOKS", 0.01)
+    monkeypatch.setattr(placement, "LOCKS", tmp_path / "locks")
+    monkeypatch.setattr(placement, "SECONDS_BETWEEN_LOOKS", 0.01)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def pretend(gpus: int, cores: int) -> None:
@@ -33,7 +34,7 @@ def machine(monkeypatch, tmp_path):
 @pytest.mark.parametrize(("gpus", "cores", "jobs"), [(8, 64, 8), (1, 64, 1), (0, 64, 16), (0, 2, 1)])
 def test_a_machine_takes_a_job_for_each_gpu_or_for_a_few_cores(machine, gpus, cores, jobs):
     machine(gpus, cores)
-    assert share.places() == jobs
+    assert placement.places() == jobs
 
 
 @pytest.mark.parametrize(
@@ -42,22 +43,22 @@ def test_a_machine_takes_a_job_for_each_gpu_or_for_a_few_cores(machine, gpus, co
 def test_gpus_keep_the_names_under_which_they_are_visible(machine, monkeypatch, chosen, names):
     machine(2, 8)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
-    assert share.gpus() == names
+    assert placement.gpus() == names
 
 
 @pytest.mark.parametrize(("jobs", "cores"), [(1, 8), (2, 8), (3, 8), (8, 8)])
 def test_the_cores_are_shared_out_without_rest(jobs, cores):
-    shares = [share.share(place, jobs, range(cores)) for place in range(jobs)]
+    shares = [placement.cores_of(place, jobs, range(cores)) for place in range(jobs)]
     assert sorted(core for cores in shares for core in cores) == list(range(cores))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
 def test_more_jobs_than_cores_have_one_each():
-    assert [list(share.share(place, 4, [3, 7])) for place in range(4)] == [[3], [3], [7], [7]]
+    assert [list(placement.cores_of(place, 4, [3, 7])) for place in range(4)] == [[3], [3], [7], [7]]
 
 
 def test_more_jobs_than_gpus_share_them():
-    names = [share.place_name(place, ["0", "MIG-1/2"]) for place in range(4)]
+    names = [placement.place_name(place, ["0", "MIG-1/2"]) for place in range(4)]
     assert names == ["gpu-0-0", "gpu-MIG-1-2-0", "gpu-0-1", "gpu-MIG-1-2-1"]
 
 
@@ -66,21 +67,21 @@ def test_a_process_keeps_the_place_that_it_found_free(machine, monkeypatch):
     bound = []
     monkeypatch.setattr(os, "sched_setaffinity", lambda process, cores: bound.append(list(cores)))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    _, other = share.claim(["gpu-4-0"])  # of another process
-    share.settle.cache_clear()
-    with other, share.settle(os.getpid(), 2, ("4", "5"), tuple(range(8))):
+    _, other = placement.claim(["gpu-4-0"])  # of another process
+    placement.settle.cache_clear()
+    with other, placement.settle(os.getpid(), 2, ("4", "5"), tuple(range(8))):
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "5" and bound == [[4, 5, 6, 7]]
-        share.settle(os.getpid(), 2, ("4", "5"), tuple(range(8)))
+        placement.settle(os.getpid(), 2, ("4", "5"), tuple(range(8)))
         assert len(bound) == 1
-    share.settle.cache_clear()
+    placement.settle.cache_clear()
 
 
 def test_who_finds_no_place_waits_for_one(machine, caplog):
-    place, lock = share.claim(["cores-0"])
+    place, lock = placement.claim(["cores-0"])
     found = []
 
     def wait() -> None:
-        found.append(share.claim(["cores-0"]))
+        found.append(placement.claim(["cores-0"]))
 
     with caplog.at_level(logging.INFO):
         waiting = threading.Thread(target=wait)
@@ -91,7 +92,7 @@ def test_who_finds_no_place_waits_for_one(machine, caplog):
         waiting.join(10)
     assert caplog.messages == ["waiting for a free place: other jobs on this machine have all 1"]
     [(_, taken)] = found
-    with taken, (share.LOCKS / "cores-0.lock").open("a") as again:
+    with taken, (placement.LOCKS / "cores-0.lock").open("a") as again:
         assert not try_lock(again)
 
 
@@ -99,7 +100,7 @@ def test_a_process_ends_with_the_one_that_started_it(machine, monkeypatch):
     parents, ended = iter([7, 7, 1]), []
     monkeypatch.setattr(os, "getppid", lambda: next(parents))
     monkeypatch.setattr(os, "_exit", ended.append)
-    share.end_with(7)
+    placement.end_with(7)
     assert ended == [1]
 
 

@@ -6,18 +6,20 @@ import re
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
 from sd_quant import sweep
-from sd_quant.cli import CONF, checked
+from sd_quant.cli import CONF, job_of
 from sd_quant.config import QuantizeJob
 from sd_quant.errors import ConfigError
 from sd_quant.files import write_json
-from sd_quant.report.summary import FAILURE, RECORD, SWEEP, read_sweep
+from sd_quant.report.record import RECORD
+from sd_quant.report.summary import FAILURE, SWEEP, read_sweep
 
 
 def plan(*arguments: str) -> tuple[dict, str]:
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        return sweep.plan_of("quantize", arguments, lambda config: dataclasses.asdict(checked(QuantizeJob, config)))
+        return sweep.plan_of("quantize", arguments, lambda config: dataclasses.asdict(job_of(QuantizeJob, config)))
 
 
 def names(*arguments: str) -> list[str]:
@@ -66,7 +68,7 @@ def test_the_folder_depends_on_the_jobs_alone():
     [
         (["quant_level=1,7"], r"^job quant_level=7: quant_level is 7.0, expected one of"),
         (["alpha=0.8,0.80"], r"^two jobs of the sweep are one: alpha=0.8 and alpha=0.8; leave one of the values out$"),
-        (["alpha=interval(0,1)"], "does not support sweep type"),
+        (["alpha=interval(0,1)"], r"^alpha=interval\(0,1\) is an interval, expected values such as 0.5,0.8"),
     ],
 )
 def test_an_impossible_job_is_refused_before_any_starts(arguments, sentence):
@@ -82,6 +84,21 @@ def test_hydra_numbers_the_jobs_alike(tmp_path):
             fixed = [f"hydra.sweep.dir={tmp_path}", f"hydra.job.num={number}"]
             config = compose("quantize", [*job["overrides"], *fixed], return_hydra_config=True)
             assert config.hydra.sweep.subdir == job["name"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["quant_level=1,2", "alpha=0.5,1", "calib_size=8"],
+        ["infer=openvino,onnxruntime", "calib_size=range(8,17,8)", "~trackers"],
+        ["alpha=0.5,1", "quant_level=3,2", "alpha=0.8,0.9,auto"],
+        ["infer.prompts=[a b],[c]", "quantize.exp_name='a,b',c", "+files.x=1,2"],
+    ],
+)
+def test_the_jobs_are_those_of_hydras_sweeper_in_its_order(arguments):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        _, jobs = sweep.expand("quantize", arguments)
+        assert [jobs] == BasicSweeper.split_arguments(sweep.parse(arguments), None)
 
 
 def test_a_folder_has_one_sweep(tmp_path):

@@ -1,9 +1,9 @@
-"""Number formats: how real numbers become few bits and back. Each is one module of pure functions.
+"""Number formats: how real numbers become few bits and back.
 
-To add one, write ``sd_quant/quantization/formats/<name>.py`` with what ``Format`` lists, a line in ``FORMATS`` and one
-in ``levels.LEAST_CAPABILITY``: which GPUs have it. Statistics, simulation, weights and the layer report need no more.
-Inputs in blocks also need the operations that find their scales (``export.dynamic.SCALES``), and inputs of any kind a
-tolerance (``stages.parity``); a test says which table lacks it.
+A format is one row of facts here and one module of pure functions beside it. The rows import no torch, so the
+configuration can refuse an impossible recipe at once; the arithmetic is imported when it is first needed. To add a
+format, write ``sd_quant/quantization/formats/<name>.py`` with the functions that ``Format`` calls, and one row in
+``FORMATS``. Recipe, simulation, export, engines and parity read these facts and name no format.
 
 | format | codes                 | scales                                              | published in                  |
 |--------|-----------------------|-----------------------------------------------------|-------------------------------|
@@ -13,65 +13,122 @@ tolerance (``stages.parity``); a test says which table lacks it.
 | mxfp4  | E2M1, two to a byte   | a power of two, one per 32 numbers                  | OCP Microscaling (MX) 1.0     |
 | nvfp4  | E2M1, two to a byte   | E4M3, one per 16 numbers, and one fp32 for them all | TensorRT's documentation      |
 
-What has a scale per amax needs a range in advance: of a weight it is known, of an activation calibration finds it. What
-has a scale per block finds the range in the numbers themselves, along the last axis, while the network runs.
+A format without blocks has static scales: each is computed from a range (amax) that is known beforehand, of a weight
+from the weight, of an activation from calibration. A format with blocks finds a range in every block of numbers along
+the last axis while the network runs.
 """
 
-from collections.abc import Callable
-from typing import Protocol
+from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from sd_quant.quantization.formats import fp8, int4, int8, mxfp4, nvfp4
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
-class Format(Protocol):
-    """What a module of this package has. Everything is computed in fp32; ``x`` is real, of any floating dtype.
+@dataclass(frozen=True)
+class Format:
+    """Facts of a number format, and its arithmetic.
 
-    ``scales(x, amax)`` are fp32 and exactly what the file stores; ``amax`` broadcasts over ``x``. It raises
-    OverflowError when one cannot be stored, and SdQuantError when blocks do not divide ``x``.
-    ``quantize(x, *scales)`` gives codes of the shape of ``x``: integers as int8, E4M3 as float8_e4m3fn, E2M1 as bit
-    patterns in uint8. ``dequantize(codes, *scales)`` is fp32. ``pack(codes)`` are the bytes as ONNX stores them, of
-    4-bit codes two to a byte and the first in the low half.
+    Everything is computed in fp32. The functions below are those of ``module``; their ``x`` is real, of any floating
+    dtype.
     """
 
-    @property
-    def BLOCK(self) -> int | None:
-        """Numbers along the last axis that share a scale; None: ``amax`` alone decides."""
+    name: str
+    bits: int  # of one code, without its scales
+    block: int | None  # numbers along the last axis that share a scale; None: static scales
+    onnx_type: str  # of the codes, a name of onnx.TensorProto
+    onnx_scale_types: tuple[str, ...]  # of each kind of scale: per amax or block, and a global one
+    opset: int  # the first that has these types in DequantizeLinear
+    min_compute_capability: int  # of GPUs that TensorRT builds a plan for, 89 for 8.9, even if only weights are in it
+    layer_tolerance: float  # relative error tolerated between one layer in an engine and in the simulation, see parity
+    attention: bool = False  # the matrix products of attention can be computed in it
+    modelopt_num_bits: int | tuple[int, int] | None = None  # for ModelOpt's own quantizers; None: ours as a backend
+    torch_compute_capability: tuple[int, int] | None = None  # of GPUs on which torch multiplies codes; None: on none
+    module: str = ""  # where the functions are; by default the file of this name beside this one
 
     @property
-    def BITS(self) -> int:
-        """Of one number, without its scales."""
+    def static_scale(self) -> bool:
+        return self.block is None
 
     @property
-    def ONNX_TYPE(self) -> str:
-        """Of the codes, a name of onnx.TensorProto."""
+    def equal_levels(self) -> bool:
+        """Whether codes are integers times one scale."""
+        return self.static_scale and self.onnx_type.startswith("INT")
 
     @property
-    def ONNX_SCALE_TYPES(self) -> tuple[str, ...]:
-        """Of each of the scales."""
+    def needs_amax(self) -> bool:
+        """Whether an input has to have a range from calibration: for a static scale, or for a global one."""
+        return self.static_scale or len(self.onnx_scale_types) > 1
+
+    @cached_property
+    def arithmetic(self) -> Any:
+        return import_module(self.module or f"{__name__}.{self.name}")
+
+    def scales(self, x: Tensor, amax: Tensor) -> tuple[Tensor, ...]:
+        """Scales of ``x``, fp32 and exactly what the file stores; ``amax`` broadcasts over ``x``.
+
+        Raises OverflowError when a scale cannot be stored, SdQuantError when blocks do not divide ``x``.
+        """
+        return self.arithmetic.scales(x, amax)
+
+    def quantize(self, x: Tensor, *scales: Tensor) -> Tensor:
+        """Codes of the shape of ``x``: integers as int8, E4M3 as float8_e4m3fn, E2M1 as bit patterns in uint8."""
+        return self.arithmetic.quantize(x, *scales)
+
+    def dequantize(self, codes: Tensor, *scales: Tensor) -> Tensor:
+        """fp32 numbers of these codes."""
+        return self.arithmetic.dequantize(codes, *scales)
+
+    def pack(self, codes: Tensor) -> Tensor:
+        """The bytes as ONNX stores them; 4-bit codes two to a byte, the first in the low half."""
+        return self.arithmetic.pack(codes)
+
+    def onnx_scale(self, apply: Callable[..., Any], amax: Any, global_scale: float) -> Any:
+        """The scale of each block as an ONNX value, from its ``amax``; only formats with blocks have this.
+
+        ``apply(op_type, *inputs, **attributes)`` inserts a node, takes numbers for constants and names of
+        onnx.TensorProto for types, and returns the node's output.
+        """
+        return self.arithmetic.onnx_scale(apply, amax, global_scale)
 
     @property
-    def OPSET(self) -> int:
-        """The first that has these types in DequantizeLinear."""
-
-    @property
-    def scales(self) -> Callable[[Tensor, Tensor], tuple[Tensor, ...]]: ...
-
-    @property
-    def quantize(self) -> Callable[..., Tensor]: ...
-
-    @property
-    def dequantize(self) -> Callable[..., Tensor]: ...
-
-    @property
-    def pack(self) -> Callable[[Tensor], Tensor]: ...
+    def largest_code(self) -> float:
+        """The code of ``amax``; only formats with static scales have one."""
+        return self.arithmetic.QMAX
 
 
-FORMATS: dict[str, Format] = {"int8": int8, "fp8": fp8, "int4": int4, "mxfp4": mxfp4, "nvfp4": nvfp4}
+FORMATS: dict[str, Format] = {
+    row.name: row
+    for row in (
+        Format(
+            "int8", 8, None, "INT8", ("FLOAT16",), opset=19, min_compute_capability=75, layer_tolerance=1e-2,
+            modelopt_num_bits=8, torch_compute_capability=(8, 0),
+        ),
+        Format(
+            "fp8", 8, None, "FLOAT8E4M3FN", ("FLOAT16",), opset=19, min_compute_capability=89, layer_tolerance=3e-2,
+            attention=True, modelopt_num_bits=(4, 3), torch_compute_capability=(8, 9),
+        ),
+        Format("int4", 4, 64, "INT4", ("FLOAT16",), opset=21, min_compute_capability=80, layer_tolerance=5e-2),
+        Format("mxfp4", 4, 32, "FLOAT4E2M1", ("FLOAT16",), opset=23, min_compute_capability=100, layer_tolerance=5e-2),
+        Format(
+            "nvfp4", 4, 16, "FLOAT4E2M1", ("FLOAT8E4M3FN", "FLOAT"), opset=23, min_compute_capability=100,
+            layer_tolerance=5e-2,
+        ),
+    )
+}  # fmt: skip
 
 
-def fake_quantize(form: Format, x: Tensor, amax: Tensor) -> Tensor:
-    """fp32: ``x`` as the format keeps it."""
-    scales = form.scales(x, amax)
-    return form.dequantize(form.quantize(x, *scales), *scales)
+def min_compute_capability(names: Iterable[str]) -> int:
+    """The least compute capability of GPUs that have all these formats."""
+    return max((FORMATS[name].min_compute_capability for name in names), default=0)
+
+
+def fake_quantize(fmt: Format, x: Tensor, amax: Tensor) -> Tensor:
+    """``x`` as the format keeps it, fp32."""
+    scales = fmt.scales(x, amax)
+    return fmt.dequantize(fmt.quantize(x, *scales), *scales)

@@ -13,10 +13,7 @@ from torch import Tensor
 
 from sd_quant.quantization.formats.int8 import scale_of
 
-BLOCK = None
-BITS = 8
 QMAX = 448.0
-ONNX_TYPE, ONNX_SCALE_TYPES, OPSET = "FLOAT8E4M3FN", ("FLOAT16",), 19
 
 
 def scales(x: Tensor, amax: Tensor) -> tuple[Tensor]:

@@ -7,13 +7,12 @@ which TensorRT's INT4 has not.
 import torch
 from torch import Tensor
 
+from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.formats.blocks import blocks, pack_nibbles, spread
-from sd_quant.quantization.formats.int8 import scale_of
+from sd_quant.quantization.formats.int8 import SMALLEST_SCALE, scale_of
 
-BLOCK = 64
-BITS = 4
+BLOCK = FORMATS["int4"].block
 QMAX = 7.0
-ONNX_TYPE, ONNX_SCALE_TYPES, OPSET = "INT4", ("FLOAT16",), 21
 
 
 def scales(x: Tensor, amax: Tensor) -> tuple[Tensor]:
@@ -31,3 +30,8 @@ def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
 
 def pack(codes: Tensor) -> Tensor:
     return pack_nibbles(codes)
+
+
+def onnx_scale(apply, amax, global_scale: float):
+    """``max(amax / 7, the smallest scale)`` in fp16."""
+    return apply("Cast", apply("Max", apply("Div", amax, QMAX), SMALLEST_SCALE), to="FLOAT16")

@@ -7,10 +7,7 @@ torch simulation, the INT8 weights and the engine then use one and the same numb
 import torch
 from torch import Tensor
 
-BLOCK = None
-BITS = 8
 QMAX = 127.0
-ONNX_TYPE, ONNX_SCALE_TYPES, OPSET = "INT8", ("FLOAT16",), 19
 SMALLEST_SCALE = 2.0**-20  # fp16 would round smaller ones to a few bits, then to zero; weights this small do not matter
 
 

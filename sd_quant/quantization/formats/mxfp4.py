@@ -10,16 +10,18 @@ it, so the file stores the same powers of two in fp16, which takes a byte more f
 everything that was an fp16 number before.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
-from sd_quant.quantization.formats import e2m1
+from sd_quant.quantization.formats import FORMATS, e2m1
 from sd_quant.quantization.formats.blocks import blocks, pack_nibbles, spread
 
-BLOCK = 32
-BITS = 4
-ONNX_TYPE, ONNX_SCALE_TYPES, OPSET = "FLOAT4E2M1", ("FLOAT16",), 23
+BLOCK = FORMATS["mxfp4"].block
 SMALLEST_EXPONENT, LARGEST_EXPONENT = -24, 15  # of fp16; E8M0 has -127 and 127
+# A step of the logarithm's rounding, and far less than what two neighbouring fp16 numbers differ in it.
+LOGARITHM_ERROR = 1e-5
 
 
 def scales(x: Tensor, amax: Tensor) -> tuple[Tensor]:
@@ -45,3 +47,10 @@ def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
 
 def pack(codes: Tensor) -> Tensor:
     return pack_nibbles(codes)
+
+
+def onnx_scale(apply, amax, global_scale: float):
+    """``2^floor(log2(amax)) / 4`` in fp16, which rounds to the power of two that the fp32 number nearly is."""
+    logarithm = apply("Div", apply("Log", apply("Max", amax, 4 * 2.0**SMALLEST_EXPONENT)), math.log(2))
+    exponent = apply("Floor", apply("Add", logarithm, LOGARITHM_ERROR))
+    return apply("Cast", apply("Exp", apply("Mul", apply("Sub", exponent, 2.0), math.log(2))), to="FLOAT16")

@@ -10,12 +10,10 @@ a block of zeros divides by no zero.
 import torch
 from torch import Tensor
 
-from sd_quant.quantization.formats import e2m1, fp8
+from sd_quant.quantization.formats import FORMATS, e2m1, fp8
 from sd_quant.quantization.formats.blocks import blocks, pack_nibbles, spread
 
-BLOCK = 16
-BITS = 4
-ONNX_TYPE, ONNX_SCALE_TYPES, OPSET = "FLOAT4E2M1", ("FLOAT8E4M3FN", "FLOAT"), 23
+BLOCK = FORMATS["nvfp4"].block
 SMALLEST_SCALE = 2.0**-9  # of E4M3
 SMALLEST_PRODUCT = 2.0**-24  # of fp16; what would be smaller is zero
 
@@ -48,3 +46,10 @@ def dequantize(codes: Tensor, scale: Tensor, whole: Tensor) -> Tensor:
 
 def pack(codes: Tensor) -> Tensor:
     return pack_nibbles(codes)
+
+
+def onnx_scale(apply, amax, global_scale: float):
+    """``amax / 6`` in E4M3 steps of ``global_scale``, in fp16."""
+    wanted = apply("Max", apply("Div", amax, e2m1.LARGEST), SMALLEST_SCALE * global_scale)
+    codes = apply("QuantizeLinear", wanted, global_scale, output_dtype="FLOAT8E4M3FN")
+    return apply("DequantizeLinear", codes, global_scale, output_dtype="FLOAT16")

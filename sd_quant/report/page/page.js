@@ -54,7 +54,7 @@ element("filter").addEventListener("input", (event) => {
   element("count").textContent = wanted ? `${count} of ${body.rows.length}` : "";
 });
 
-// The pictures: a gallery of pairs, worst first, and the viewer, in which the two of a pair lie over each other.
+// The images: a gallery of pairs, worst first, and the viewer, in which the two of a pair lie over each other.
 
 const data = JSON.parse(element("data").textContent);
 const ALL = "all";
@@ -66,13 +66,13 @@ let current = 0;
 
 const closeness = (pair) => pair.psnr ?? Infinity;
 
-function show(image, index, alt) {
-  const picture = data.pictures[index];
-  image.hidden = !picture;
-  if (!picture) return image;
-  Object.assign(image, { src: picture.source, alt, width: picture.width, height: picture.height });
-  image.classList.toggle("pixels", !picture.reduced);
-  return image;
+function show(place, index, alt) {
+  const image = data.images[index];
+  place.hidden = !image;
+  if (!image) return place;
+  Object.assign(place, { src: image.source, alt, width: image.width, height: image.height });
+  place.classList.toggle("pixels", !image.reduced);
+  return place;
 }
 
 function showBoth() {
@@ -89,11 +89,11 @@ function flip() {
 
 function view(place) {
   const { prompt, pair } = list[place];
-  const whole = data.pictures[pair.full] && data.pictures[pair.quantized];
+  const whole = data.images[pair.full] && data.images[pair.quantized];
   if (whole && split.disabled) showBoth();
   if (!whole) {
-    stage.dataset.shown = data.pictures[pair.full] ? "full" : "quantized";
-    element("shown").textContent = data.pictures[pair.full] ? "no quantized picture" : "no full precision picture";
+    stage.dataset.shown = data.images[pair.full] ? "full" : "quantized";
+    element("shown").textContent = data.images[pair.full] ? "no quantized image" : "no full precision image";
   }
   element("flip").disabled = split.disabled = !whole;
   current = place;
@@ -109,10 +109,10 @@ function view(place) {
 }
 
 function pairButton(prompt, pair, place, several) {
-  const half = (index, side) =>
-    data.pictures[index]
-      ? show(make("img"), index, `${prompt.text}, ${side}`)
-      : make("span", { className: "absent" }, `no ${side} picture`);
+  const half = (index, variant) =>
+    data.images[index]
+      ? show(make("img"), index, `${prompt.text}, ${variant}`)
+      : make("span", { className: "absent" }, `no ${variant} image`);
   const name = several ? [make("span", { className: "name" }, data.recipes[pair.recipe].name)] : [];
   const button = make(
     "button",
@@ -167,7 +167,7 @@ if (data.prompts.length) {
   element("previous").addEventListener("click", () => view(current - 1));
   element("next").addEventListener("click", () => view(current + 1));
   stage.addEventListener("pointerdown", (event) => {
-    event.preventDefault(); // no dragging of the picture itself
+    event.preventDefault(); // no dragging of the image itself
     if (split.disabled) return;
     split.focus({ preventScroll: true });
     stage.setPointerCapture(event.pointerId);

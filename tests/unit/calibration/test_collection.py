@@ -13,17 +13,18 @@ from torch import nn
 
 from sd_quant.cache import locked
 from sd_quant.calibration import collection
-from sd_quant.calibration.cache import pack
 from sd_quant.calibration.collection import calibrate, origin, place, run, segments
-from sd_quant.calibration.statistics import ROWS_A_CALL, Statistics, bytes_bound, merge
-from sd_quant.checkpoints import nemo
+from sd_quant.calibration.hooks import ROWS_A_CALL
+from sd_quant.calibration.store import pack
+from sd_quant.checkpoints import nemo_networks
 from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.config import REPOSITORY
 from sd_quant.errors import ResourceError, SdQuantError
+from sd_quant.inference import loading
+from sd_quant.inference.loading import LoadedModel, load_model
 from sd_quant.inference.pipeline import Sampling
-from sd_quant.models import loading
-from sd_quant.models.loading import LoadedModel, load_model
 from sd_quant.models.unet import layer_roles
+from sd_quant.quantization.statistics import Statistics, bytes_bound, merge
 
 pytestmark = pytest.mark.slow
 
@@ -192,7 +193,7 @@ def test_prompts_side_by_side(model, names, whole, calls, guidance_scale):
 
 
 def test_a_sampler_of_second_order_has_the_steps_that_were_asked_for(model, names, calls, monkeypatch):
-    monkeypatch.setattr(nemo, "scheduler", HeunDiscreteScheduler)
+    monkeypatch.setattr(nemo_networks, "scheduler", HeunDiscreteScheduler)
     statistics = collected(model, names, PROMPTS[:2])
     assert calls["unet_xl"] == 2 * (2 * SAMPLING.steps - 1)
     for layer in statistics.layers.values():

@@ -15,16 +15,17 @@ import yaml
 from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline
 
 from sd_quant.checkpoints import convert as command
-from sd_quant.checkpoints import sdxl_keys
-from sd_quant.checkpoints.convert import convert, open_checkpoint
-from sd_quant.checkpoints.diffusers_folder import NETWORKS, nemo_config, open_folder, write_folder
-from sd_quant.checkpoints.nemo import checkpoint_of, open_nemo, write_archive
-from sd_quant.checkpoints.synthetic import CLIP_L, OPEN_CLIP_BIGG, sdxl_base_config
-from sd_quant.checkpoints.torch_weights import LazyTensor, lazy
+from sd_quant.checkpoints import nemo_keys
+from sd_quant.checkpoints.convert import convert, open_sdxl
+from sd_quant.checkpoints.nemo import open_nemo, write_archive
+from sd_quant.checkpoints.nemo_and_diffusers import NETWORKS, nemo_config, open_diffusers, write_diffusers
+from sd_quant.checkpoints.nemo_networks import checkpoint_of, sdxl_base_config
+from sd_quant.checkpoints.synthetic import CLIP_L, OPEN_CLIP_BIGG
+from sd_quant.checkpoints.tensors import LazyTensor, lazy
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError, exit_with_its_code
 from sd_quant.files import sha256
+from sd_quant.models.checkpoint import build_pipeline_modules
 from sd_quant.models.clip_tokenizer import clip_tokenizer
-from sd_quant.models.loading import build_pipeline_modules
 from sd_quant.models.sdxl_nemo import TextShape, build_modules, embedder, scheduler, unet_config, vae_config
 
 CLIP1 = TextShape(vocab_size=600, width=64, layers=2, context=16, mlp_width=96)
@@ -74,9 +75,9 @@ def mixed(tmp_path_factory, theirs_as_nemo) -> Path:
         key: lazy(tensor.read(), DTYPES[index % len(DTYPES)])
         for index, (key, tensor) in enumerate(checkpoint.state().items())
     }
-    state[sdxl_keys.LOGIT_SCALE] = lazy(torch.tensor(4.6052, dtype=torch.bfloat16))
-    state[sdxl_keys.SIGMAS] = lazy(torch.linspace(0.03, 14, 1000))
-    state[sdxl_keys.POSITION_IDS] = lazy(torch.arange(16)[None])
+    state[nemo_keys.LOGIT_SCALE] = lazy(torch.tensor(4.6052, dtype=torch.bfloat16))
+    state[nemo_keys.SIGMAS] = lazy(torch.linspace(0.03, 14, 1000))
+    state[nemo_keys.POSITION_IDS] = lazy(torch.arange(16)[None])
     path = tmp_path_factory.mktemp("mixed") / "mixed.nemo"
     write_archive(path, checkpoint.model_config | {"nemo_version": "2.4.1", "precision": "bf16-mixed"}, state)
     return path
@@ -116,7 +117,7 @@ def assert_same(found: dict, expected: dict):
 
 def refusal(path: Path) -> str:
     with pytest.raises(ArtifactError) as caught:
-        open_checkpoint(path)
+        open_sdxl(path)
     return str(caught.value)
 
 
@@ -148,16 +149,16 @@ def test_nemo_to_folder_to_nemo(tmp_path, mixed, run):
     assert said.endswith(f"model.path={back}\n")
     assert after.model_config == before.model_config
     assert_same(read(after), read(before))
-    assert {sdxl_keys.LOGIT_SCALE, sdxl_keys.SIGMAS, sdxl_keys.POSITION_IDS} < read(after).keys()
+    assert {nemo_keys.LOGIT_SCALE, nemo_keys.SIGMAS, nemo_keys.POSITION_IDS} < read(after).keys()
     assert {tensor.dtype for tensor in read(after).values()} == {*DTYPES, torch.int64}
     assert sha256(back) == sha256(mixed)
 
 
 def test_an_archive_without_what_only_training_uses_comes_back_without_it(tmp_path, mixed):
     checkpoint = open_nemo(mixed)
-    state = {key: tensor for key, tensor in checkpoint.state().items() if key not in sdxl_keys.UNUSED}
-    write_folder(tmp_path / "folder", checkpoint_of(mixed, checkpoint.model_config, state))
-    assert list(open_folder(tmp_path / "folder").state()) == list(state)
+    state = {key: tensor for key, tensor in checkpoint.state().items() if key not in nemo_keys.UNUSED}
+    write_diffusers(tmp_path / "folder", checkpoint_of(mixed, checkpoint.model_config, state))
+    assert list(open_diffusers(tmp_path / "folder").state()) == list(state)
 
 
 def test_folder_to_nemo_to_folder(tmp_path, theirs, theirs_as_nemo):
@@ -178,7 +179,7 @@ def test_a_folder_becomes_the_archive_of_its_networks(theirs_as_nemo, modules, t
     checkpoint = open_nemo(theirs_as_nemo)
     for name, built in build_pipeline_modules(checkpoint).items():
         assert_same(built.state_dict(), {key: each.float() for key, each in modules[name].state_dict().items()})
-    assert {name: source.dtype(next(iter(source))) for name, source in checkpoint.components.items()} == {
+    assert {name: next(iter(source.parameters.values())).dtype for name, source in checkpoint.components.items()} == {
         name: next(module.parameters()).dtype for name, module in modules.items()
     }
     made = checkpoint.model_config
@@ -368,7 +369,7 @@ def test_weights_that_the_configs_do_not_describe(tmp_path, theirs):
 def test_what_is_kept_for_nemo_cannot_replace_a_weight(tmp_path, ours):
     path = tmp_path / "folder"
     shutil.copytree(ours, path)
-    key = sdxl_keys.PREFIX["unet"] + "out.0.weight"
+    key = nemo_keys.PREFIX["unet"] + "out.0.weight"
     safetensors.torch.save_file({key: torch.ones(32)}, path / "nemo/unused.safetensors")
     assert f"1 unknown: {key}" in refusal(path)
 
@@ -407,7 +408,7 @@ def test_a_failure_leaves_nothing(tmp_path, mixed, monkeypatch):
     opened = open_nemo(source)
     with source.open("r+b") as file:
         file.truncate(source.stat().st_size // 2)  # after it was checked
-    monkeypatch.setattr(command, "open_checkpoint", lambda *_: opened)
+    monkeypatch.setattr(command, "open_sdxl", lambda *_: opened)
     for target in ("folder", "a.nemo"):
         with pytest.raises(ArtifactError, match="became shorter"):
             convert(source, tmp_path / target)
@@ -432,7 +433,9 @@ class Counted(numpy.ndarray):
     __hash__ = object.__hash__  # so that a WeakSet takes it
 
 
-@pytest.mark.parametrize("write", [write_folder, lambda path, checkpoint: write_archive(path, {}, checkpoint.state())])
+@pytest.mark.parametrize(
+    "write", [write_diffusers, lambda path, checkpoint: write_archive(path, {}, checkpoint.state())]
+)
 def test_one_tensor_is_in_memory(tmp_path, mixed, write):
     """When one is read, of those before it at most the last is still there."""
     opened, alive, most = open_nemo(mixed), weakref.WeakSet(), []

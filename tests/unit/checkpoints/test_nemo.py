@@ -9,11 +9,14 @@ import pytest
 import torch
 import yaml
 
-from sd_quant.checkpoints import sdxl_keys
-from sd_quant.checkpoints.nemo import check_finite, denoiser_sigmas, open_nemo, write_nemo
+from sd_quant.checkpoints import nemo_keys
+from sd_quant.checkpoints.checks import check_finite
+from sd_quant.checkpoints.nemo import open_nemo, write_nemo
+from sd_quant.checkpoints.nemo_keys import denoiser_sigmas
+from sd_quant.checkpoints.tensors import StoredTensor
 from sd_quant.errors import ArtifactError
 from sd_quant.files import sha256
-from sd_quant.models.loading import build_pipeline_modules
+from sd_quant.models.checkpoint import build_pipeline_modules
 
 
 def read_archive(path) -> tuple[dict, dict[str, torch.Tensor]]:
@@ -64,7 +67,7 @@ def test_half_precision_is_kept_as_stored(tmp_path, tiny_config, tiny_modules, d
     write_nemo(path, tiny_config, tiny_modules, dtype)
     checkpoint = open_nemo(path)
     unet = checkpoint.components["unet"]
-    assert unet["conv_in.weight"].dtype == unet.dtype("conv_in.weight") == dtype
+    assert unet["conv_in.weight"].dtype == unet.parameters["conv_in.weight"].dtype == dtype
     assert_same_modules(build_pipeline_modules(checkpoint, dtype), tiny_modules, dtype)
 
 
@@ -79,10 +82,10 @@ def test_archive_holds_what_nemo_expects(tiny_nemo):
     with tarfile.open(tiny_nemo, "r:") as tar:
         assert tar.getnames() == ["./model_config.yaml", "./model_weights.ckpt"]
     _, state = read_archive(tiny_nemo)
-    prefixes = (*sdxl_keys.PREFIX.values(), "model.denoiser.")
+    prefixes = (*nemo_keys.PREFIX.values(), "model.denoiser.")
     assert all(key.startswith(prefixes) for key in state)
-    assert state[sdxl_keys.SIGMAS].dtype == torch.float32 and state[sdxl_keys.SIGMAS].shape == (1000,)
-    assert state[sdxl_keys.LOGIT_SCALE].item() == pytest.approx(math.log(1 / 0.07))
+    assert state[nemo_keys.SIGMAS].dtype == torch.float32 and state[nemo_keys.SIGMAS].shape == (1000,)
+    assert state[nemo_keys.LOGIT_SCALE].item() == pytest.approx(math.log(1 / 0.07))
 
 
 def test_sigmas_are_those_of_the_scheduler(tiny_nemo):
@@ -110,10 +113,16 @@ def test_built_modules_run_and_learn_nothing(tiny_nemo, tiny_modules):
 def test_weights_are_read_when_asked_for(tiny_nemo, tiny_modules):
     unet = open_nemo(tiny_nemo).components["unet"]
     assert list(unet) == [name for name, _ in tiny_modules["unet"].named_parameters()]
-    assert unet.shape("conv_in.weight") == (32, 4, 3, 3)
+    assert unet.parameters["conv_in.weight"].shape == (32, 4, 3, 3)
     assert torch.equal(unet["conv_in.weight"], tiny_modules["unet"].conv_in.weight)
     with pytest.raises(KeyError):
         unet["absent"]
+
+
+def test_asking_for_a_name_reads_nothing(tiny_nemo, monkeypatch):
+    unet = open_nemo(tiny_nemo).components["unet"]
+    monkeypatch.setattr(StoredTensor, "read", lambda tensor: pytest.fail("a weight was read"))
+    assert "conv_in.weight" in unet and "absent" not in unet
 
 
 def test_gzipped_and_extracted_checkpoints(tmp_path, tiny_nemo, tiny_modules):
@@ -149,7 +158,7 @@ def refusal(path) -> str:
 
 
 def test_missing_unknown_and_misshapen_keys_are_counted_and_named(repack):
-    unet = sdxl_keys.PREFIX["unet"]
+    unet = nemo_keys.PREFIX["unet"]
 
     def change(config, state):
         for key in [key for key in state if ".transformer_blocks.1." in key]:
@@ -169,21 +178,21 @@ def test_missing_unknown_and_misshapen_keys_are_counted_and_named(repack):
 
 def test_a_text_encoder_that_is_missing(repack):
     def change(config, state):
-        for key in [key for key in state if key.startswith(sdxl_keys.PREFIX["text_encoder_2"])]:
+        for key in [key for key in state if key.startswith(nemo_keys.PREFIX["text_encoder_2"])]:
             del state[key]
 
     assert "text encoders" in refusal(repack(change))
 
 
 def test_the_same_weight_wrapped_and_plain(repack):
-    key = sdxl_keys.PREFIX["unet"] + "out.0.weight"
+    key = nemo_keys.PREFIX["unet"] + "out.0.weight"
     changed = repack(lambda config, state: state.update({key.replace("model.", "model.module.", 1): state[key]}))
     assert "plain and wrapped" in refusal(changed)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float64, torch.float8_e4m3fn])
 def test_dtypes_that_are_not_weights(repack, dtype):
-    key = sdxl_keys.PREFIX["vae"] + "quant_conv.weight"
+    key = nemo_keys.PREFIX["vae"] + "quant_conv.weight"
     message = refusal(repack(lambda config, state: state.update({key: state[key].to(dtype)})))
     assert key in message and str(dtype) in message
 
@@ -192,7 +201,7 @@ def test_dtypes_that_are_not_weights(repack, dtype):
 @pytest.mark.parametrize("component, key", [("unet", "out.1.bias"), ("text_encoder_2", "text_projection")])
 def test_values_that_are_not_finite_are_named(repack, component, key, value):
     def change(config, state):
-        state[sdxl_keys.PREFIX[component] + key].view(-1)[1] = value
+        state[nemo_keys.PREFIX[component] + key].view(-1)[1] = value
 
     checkpoint = open_nemo(repack(change))
     with pytest.raises(ArtifactError, match=f"{key}' of the {component} holds 1 NaN or infinite"):

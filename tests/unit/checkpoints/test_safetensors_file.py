@@ -7,9 +7,9 @@ import safetensors.torch
 import torch
 
 from sd_quant.checkpoints import safetensors_file
-from sd_quant.checkpoints.nemo import whole_file
+from sd_quant.checkpoints.archive import whole_file
 from sd_quant.checkpoints.safetensors_file import read_safetensors, write_safetensors
-from sd_quant.checkpoints.torch_weights import lazy
+from sd_quant.checkpoints.tensors import lazy
 from sd_quant.errors import ArtifactError
 
 TENSORS = {

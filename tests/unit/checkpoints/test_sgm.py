@@ -1,19 +1,21 @@
 """SGM's single file, made from NeMo's keys by a table of its own that diffusers' converter judges."""
 
+import pickle
 import re
-from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
 import torch
 from diffusers.loaders import single_file_utils
 
-from sd_quant.checkpoints import opening, sdxl_keys
+from sd_quant.checkpoints import kinds, nemo_keys
 from sd_quant.checkpoints.convert import convert
-from sd_quant.checkpoints.nemo import open_nemo, parameter_shapes, state_of
+from sd_quant.checkpoints.nemo import open_nemo
+from sd_quant.checkpoints.nemo_keys import state_of
+from sd_quant.checkpoints.nemo_networks import parameter_shapes, sdxl_base_config
 from sd_quant.checkpoints.sgm import nemo_key, open_sgm
-from sd_quant.checkpoints.synthetic import CLIP_L, OPEN_CLIP_BIGG, sdxl_base_config
-from sd_quant.checkpoints.torch_weights import lazy
+from sd_quant.checkpoints.synthetic import CLIP_L, OPEN_CLIP_BIGG
+from sd_quant.checkpoints.tensors import lazy
 from sd_quant.errors import ArtifactError
 from sd_quant.models.sdxl_nemo import build_modules
 
@@ -49,7 +51,7 @@ def nemo_state(tiny_config, tiny_modules) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def sgm(nemo_state) -> dict[str, torch.Tensor]:
-    state = {sgm_key(key): tensor.contiguous() for key, tensor in nemo_state.items() if key != sdxl_keys.SIGMAS}
+    state = {sgm_key(key): tensor.contiguous() for key, tensor in nemo_state.items() if key != nemo_keys.SIGMAS}
     return state | {POSITION_IDS: torch.arange(16)[None]}
 
 
@@ -80,7 +82,7 @@ def test_every_tensor_keeps_its_bits_and_dtype(tmp_path, written, sgm, nemo_stat
     checkpoint = open_nemo(tmp_path / "a.nemo")
     assert checkpoint.model_config == tiny_config
     expected = nemo_state | {nemo_key(key): tensor for key, tensor in changes.items()}
-    expected[sdxl_keys.POSITION_IDS] = torch.arange(16)[None]
+    expected[nemo_keys.POSITION_IDS] = torch.arange(16)[None]
     found = checkpoint.state()
     assert found.keys() == expected.keys()
     for key, tensor in expected.items():
@@ -93,8 +95,8 @@ def test_full_size_has_the_2515_keys_of_stability_ai():
     keys = {
         place.key
         for component, shapes in parameter_shapes(modules).items()
-        for place in sdxl_keys.stored(component, shapes).values()
-    } | {sdxl_keys.LOGIT_SCALE, sdxl_keys.POSITION_IDS}
+        for place in nemo_keys.locations(component, shapes).values()
+    } | {nemo_keys.LOGIT_SCALE, nemo_keys.POSITION_IDS}
     sgm_keys = {sgm_key(key) for key in keys}
     assert len(keys) == len(sgm_keys) == 1680 + 248 + 196 + 1 + 390 == 2515
     assert {nemo_key(key) for key in sgm_keys} == keys
@@ -135,9 +137,9 @@ def test_another_architecture(written, tiny_config):
 
 
 def test_it_is_opened_without_being_converted(written, tiny_config, tiny_modules, monkeypatch):
-    monkeypatch.setattr(opening, "sdxl_base_config", lambda: tiny_config)
-    given = SimpleNamespace(path=str(written({})), family="sdxl", io="diffusers", max_sequence_length=None)
-    for checkpoint in (opened := opening.open_checkpoint(given), opened.reopened()):
+    monkeypatch.setattr(kinds, "sdxl_base_config", lambda: tiny_config)
+    opened = kinds.open_checkpoint(written({}), "sdxl", io="diffusers", max_sequence_length=None)
+    for checkpoint in (opened, pickle.loads(pickle.dumps(opened))):
         assert "sample" in checkpoint.parts()["unet_xl"].contract.inputs
         for name, tensor in tiny_modules["unet"].state_dict().items():
             assert torch.equal(checkpoint.components["unet"][name], tensor)

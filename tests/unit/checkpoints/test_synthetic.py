@@ -1,8 +1,10 @@
 import pytest
 import torch
 
-from sd_quant.checkpoints.nemo import check_finite, open_nemo
-from sd_quant.checkpoints.synthetic import CLIP_L, OPEN_CLIP_BIGG, sdxl_base_config, write_synthetic
+from sd_quant.checkpoints.checks import check_finite
+from sd_quant.checkpoints.nemo import open_nemo
+from sd_quant.checkpoints.nemo_networks import sdxl_base_config
+from sd_quant.checkpoints.synthetic import CLIP_L, OPEN_CLIP_BIGG, write_synthetic
 from sd_quant.models.sdxl_nemo import TextShape, build_modules
 
 pytestmark = pytest.mark.slow
@@ -36,7 +38,7 @@ def test_it_is_a_whole_checkpoint_of_finite_weights(written, dtype):
     checkpoint = open_nemo(written("a.nemo", dtype))
     for source in checkpoint.components.values():
         check_finite(source)
-        assert {source.dtype(name) for name in source} == {dtype}
+        assert {parameter.dtype for parameter in source.parameters.values()} == {dtype}
 
 
 def test_the_seed_decides_every_byte(written):

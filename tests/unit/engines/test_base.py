@@ -2,7 +2,7 @@ import onnx
 import pytest
 import torch
 
-from sd_quant.engines import ENGINES, load_engine
+from sd_quant.engines import RUNTIMES, Runtime, load_engine
 from sd_quant.engines.base import cast_inputs, onnx_files
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError
 
@@ -51,7 +51,7 @@ def test_what_is_not_onnx_is_refused_by_every_engine_that_reads_onnx(tmp_path, c
 
 
 def test_a_missing_file_is_an_artifact_error(tmp_path):
-    for name in ENGINES:
+    for name in (name for name, runtime in RUNTIMES.items() if runtime.load):
         with pytest.raises(ArtifactError, match="nowhere"):
             load_engine(name, tmp_path / "nowhere")
 
@@ -62,6 +62,7 @@ def test_unknown_engine_names_the_nearest(tmp_path):
 
 
 def test_a_runtime_that_is_not_installed_names_its_extra(tmp_path, monkeypatch):
-    monkeypatch.setitem(ENGINES, "not_there", "sd_quant.engines.not_there:load")
+    row = Runtime("not_there", "onnx", "cpu", "not_there", "not_there", load="sd_quant.engines.not_there:load")
+    monkeypatch.setitem(RUNTIMES, "not_there", row)
     with pytest.raises(ResourceError, match=r"sd-quant\[not_there\]"):
         load_engine("not_there", tmp_path)

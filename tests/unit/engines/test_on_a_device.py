@@ -35,10 +35,10 @@ def compute_elsewhere() -> None:
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import gpu_table
 
-    import sd_quant.engines.product_kernel  # noqa: F401
-    from sd_quant.engines.base import CPU
-    from sd_quant.engines.native import PRODUCTS, with_native_layers
+    import sd_quant.simulation.product_kernel  # noqa: F401
+    from sd_quant.devices import CPU
     from sd_quant.engines.torch import placed
+    from sd_quant.simulation.native import PRODUCTS, with_native_layers
 
     _setup_privateuseone_for_python_backend("elsewhere")
     mode, place = FakeTensorMode(), torch.device("elsewhere", 0)

@@ -1,6 +1,6 @@
 import pytest
 
-from sd_quant.engines.pool import Pool, Side
+from sd_quant.engines.pool import Pool, Variant
 
 
 class Opened:
@@ -17,8 +17,8 @@ def log() -> list[str]:
     return []
 
 
-def sides(pool: Pool) -> tuple[Side, Side]:
-    return Side(pool, {"unet_xl": "a", "vae": "v"}), Side(pool, {"unet_xl": "b", "vae": "v"})
+def sides(pool: Pool) -> tuple[Variant, Variant]:
+    return Variant(pool, {"unet_xl": "a", "vae": "v"}), Variant(pool, {"unet_xl": "b", "vae": "v"})
 
 
 def test_an_engine_is_opened_when_it_is_asked_for_and_shared_by_its_key(log):
@@ -40,4 +40,4 @@ def test_where_memory_is_short_one_is_closed_before_the_next_is_opened(log):
 
 def test_an_unknown_part():
     with pytest.raises(KeyError):
-        Side(Pool(Opened), {})["vae"]
+        Variant(Pool(Opened), {})["vae"]

@@ -13,7 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from sd_quant.engines import load_engine, tensorrt
+from sd_quant.engines import load_engine
+from sd_quant.engines.tensorrt import build as building
+from sd_quant.engines.tensorrt import library
+from sd_quant.engines.tensorrt import plan as planning
+from sd_quant.engines.tensorrt.run import TensorRtEngine
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError, SdQuantError
 from sd_quant.files import sha256
 
@@ -26,13 +30,13 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="shows what a mach
 def build(tiny, targets=("SM89",), **options):
     plan = tiny.path.with_suffix(".plan")
     options = {"library": "tensorrt_rtx", "profile": PROFILE, "compute_capabilities": targets} | options
-    return plan, tensorrt.build_plan(tiny.path, plan, **options)
+    return plan, building.build_plan(tiny.path, plan, **options)
 
 
 @pytest.mark.parametrize("targets", [["SM89"], ["SM89", "SM120"], ["SM75", "SM80", "SM86", "SM89", "SM120", "SM121"]])
 def test_a_plan_says_in_its_header_what_it_was_built_for(tiny, targets):
     plan, report = build(tiny, targets)
-    assert tensorrt.describe_plan(plan) == {
+    assert planning.describe_plan(plan) == {
         "is_plan": True,
         "library": "tensorrt_rtx",
         "version": trt.__version__,
@@ -45,8 +49,8 @@ def test_a_plan_says_in_its_header_what_it_was_built_for(tiny, targets):
 
 def test_the_record_beside_the_plan_is_the_report(tiny):
     plan, report = build(tiny, workspace_gib=1, optimization_level=0)
-    assert json.loads(tensorrt.record_path(plan).read_text()) == asdict(report)
-    assert tensorrt.read_record(plan) == report
+    assert json.loads(planning.record_path(plan).read_text()) == asdict(report)
+    assert planning.read_record(plan) == report
     assert report.sha256 == sha256(plan)
     assert report.onnx == {file: sha256(tiny.path.parent / file) for file in ("tiny.onnx", "weights.bin")}
     assert report.profile == {"x": [[1, 64], [2, 64], [8, 64]]}
@@ -120,7 +124,7 @@ def test_an_unknown_library_is_refused(tiny):
 
 def test_a_graph_that_tensorrt_does_not_take_names_the_node(tmp_path, unknown_operator_onnx):
     with pytest.raises(ArtifactError, match=r"node culprit \(NoSuchOperator\)"):
-        tensorrt.build_plan(
+        building.build_plan(
             unknown_operator_onnx,
             tmp_path / "x.plan",
             library="tensorrt_rtx",
@@ -144,11 +148,11 @@ def test_building_for_the_current_gpu_needs_one(tiny):
 
 
 def test_what_is_not_a_plan_is_told_apart(tiny):
-    assert not tensorrt.is_plan(tiny.path)
+    assert not planning.is_plan(tiny.path)
     plan, _ = build(tiny)
-    assert tensorrt.is_plan(plan)
+    assert planning.is_plan(plan)
     plan.write_bytes(plan.read_bytes()[:-1])
-    assert tensorrt.describe_plan(plan)["complete"] is False
+    assert planning.describe_plan(plan)["complete"] is False
 
 
 def test_an_unchanged_plan_gets_as_far_as_the_gpu(tiny):
@@ -171,7 +175,7 @@ def test_a_changed_plan_is_refused_before_the_runtime_sees_it(tiny, offset):
 
 def test_a_plan_without_a_record_needs_the_callers_word(tiny):
     plan, _ = build(tiny)
-    tensorrt.record_path(plan).unlink()
+    planning.record_path(plan).unlink()
     with pytest.raises(ArtifactError, match="allow_untrusted_plan"):
         load_engine("tensorrt_rtx", plan)
     if not torch.cuda.is_available():
@@ -182,7 +186,7 @@ def test_a_plan_without_a_record_needs_the_callers_word(tiny):
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"sha256": 1}'])
 def test_a_broken_record_is_refused(tiny, content):
     plan, _ = build(tiny)
-    tensorrt.record_path(plan).write_text(content)
+    planning.record_path(plan).write_text(content)
     with pytest.raises(ArtifactError, match="no readable record tiny.plan.json"):
         load_engine("tensorrt_rtx", plan)
 
@@ -199,7 +203,7 @@ def test_a_plan_of_the_other_library_or_another_version_is_refused(tiny):
     plan, report = build(tiny)
     with pytest.raises(ArtifactError, match="a plan of tensorrt_rtx, not of tensorrt;"):
         load_engine("tensorrt", plan)
-    tensorrt.record_path(plan).write_text(json.dumps(asdict(report) | {"version": "1.0.0.1"}))
+    planning.record_path(plan).write_text(json.dumps(asdict(report) | {"version": "1.0.0.1"}))
     with pytest.raises(ArtifactError, match=r"built by tensorrt_rtx 1\.0\.0\.1.*export_trt"):
         load_engine("tensorrt_rtx", plan)
 
@@ -214,12 +218,12 @@ def test_mainline_builds_for_its_own_gpu_only_or_says_what_to_install(tiny):
 
 def test_times_of_kernels_are_kept_for_the_next_build_on_this_gpu(tmp_path, monkeypatch):
     """With TensorRT for RTX's own objects, which have the API and measure nothing."""
-    monkeypatch.setattr(tensorrt.torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
-    path = tmp_path / "timing" / tensorrt.timing_name("tensorrt", "11.4.0")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    path = tmp_path / "timing" / building.timing_name("tensorrt", "11.4.0")
     assert path.name == "tensorrt_11.4.0_NVIDIA-H100-80GB-HBM3.timing"
-    config = trt.Builder(tensorrt._logger("tensorrt_rtx")).create_builder_config()
-    tensorrt.take_times(config, path)
-    tensorrt.keep_times(config, path)
+    config = trt.Builder(library.library_logger("tensorrt_rtx")).create_builder_config()
+    building.take_times(config, path)
+    building.keep_times(config, path)
     kept = path.read_bytes()
     assert kept and list(path.parent.iterdir()) == [path]
 
@@ -240,7 +244,7 @@ def test_times_of_another_gpu_are_measured_again(tmp_path, caplog, fits):
     path, config = tmp_path / "h100.timing", Config()
     path.write_bytes(b"times")
     config.given = []
-    tensorrt.take_times(config, path)
+    building.take_times(config, path)
     assert config.given == ([b"times"] if fits else [b"times", b""])
     assert ("times of another GPU" in caplog.text) == (not fits)
 
@@ -287,7 +291,7 @@ def running(monkeypatch):
 
 
 def test_a_plan_runs_on_the_callers_stream_in_memory_for_its_shapes(running):
-    engine = tensorrt.TensorRtEngine("tensorrt_rtx", None, running.plan, torch.device("cpu"))
+    engine = TensorRtEngine("tensorrt_rtx", None, running.plan, torch.device("cpu"))
     running.plan.create_execution_context.assert_called_once_with(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
     assert engine.inputs == {"x": torch.float16} and engine.outputs == {"y": torch.float16}
     first = engine(x=torch.full((3, 4), 1.5))["y"]
@@ -297,23 +301,23 @@ def test_a_plan_runs_on_the_callers_stream_in_memory_for_its_shapes(running):
 
 
 def test_what_is_where_it_is_needed_is_not_copied(running):
-    engine = tensorrt.TensorRtEngine("tensorrt_rtx", None, running.plan, torch.device("cpu"))
+    engine = TensorRtEngine("tensorrt_rtx", None, running.plan, torch.device("cpu"))
     x = torch.ones(2, 4, dtype=torch.float16)
     engine(x=x)
     assert running.addresses["x"] == x.data_ptr()
 
 
 def test_a_shape_outside_the_profile_is_refused_with_both(running):
-    engine = tensorrt.TensorRtEngine("tensorrt_rtx", None, running.plan, torch.device("cpu"))
+    engine = TensorRtEngine("tensorrt_rtx", None, running.plan, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"takes x from \(1, 4\) to \(8, 4\) but was given \(9, 4\)"):
         engine(x=torch.ones(9, 4))
     assert not running.streams
 
 
 def test_a_plan_that_does_not_run_says_why(running):
-    tensorrt._logger("tensorrt_rtx").errors.append("an illegal memory access")
+    library.library_logger("tensorrt_rtx").errors.append("an illegal memory access")
     running.works = False
-    engine = tensorrt.TensorRtEngine("tensorrt_rtx", None, running.plan, torch.device("cpu"))
+    engine = TensorRtEngine("tensorrt_rtx", None, running.plan, torch.device("cpu"))
     with pytest.raises(SdQuantError, match="could not run the plan: .*an illegal memory access"):
         engine(x=torch.ones(1, 4))
 
@@ -321,4 +325,4 @@ def test_a_plan_that_does_not_run_says_why(running):
 def test_a_plan_with_no_memory_to_run_in_is_refused(running):
     running.plan.create_execution_context.return_value = None
     with pytest.raises(ResourceError, match="no memory to run the plan"):
-        tensorrt.TensorRtEngine("tensorrt_rtx", None, running.plan, torch.device("cpu"))
+        TensorRtEngine("tensorrt_rtx", None, running.plan, torch.device("cpu"))

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from sd_quant.devices import CPU
 from sd_quant.engines import torch as engine
-from sd_quant.engines.base import CPU
-from sd_quant.engines.native import NativeLinear, int_mm, scaled_mm
 from sd_quant.engines.torch import TorchEngine, compiled, dtype_on, placed
 from sd_quant.models.parts import Contract
+from sd_quant.simulation.native import NativeLinear, int_mm, scaled_mm
 from tests.layers import static_layer
 
 GPU = torch.device("cuda", 0)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from diffusers import UNet2DConditionModel
 
-from sd_quant.export.graph import copy_of, trace
-from sd_quant.export.quantized import write_onnx
+from sd_quant.export.qdq import write_onnx
+from sd_quant.export.tracing import copy_of, trace
 from sd_quant.models.parts import Contract
 from sd_quant.models.sdxl import NemoUnetPart, unet_part
 from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS, unet_config

@@ -6,7 +6,7 @@ by ONNX Runtime and OpenVINO where they know the formats (``sd_quant.engines.why
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 
@@ -21,23 +21,25 @@ from onnx import TensorProto, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
 
-from sd_quant.calibration.statistics import LayerStatistics, collect, draw
+from sd_quant.calibration.hooks import collect, draw
 from sd_quant.engines import load_engine, why_not
-from sd_quant.export.dynamic import SCALES, dynamic_copy
-from sd_quant.export.graph import OPSET, copy_of, trace
+from sd_quant.export.block_scales import dynamic_copy
 from sd_quant.export.insertion import constant
 from sd_quant.export.layer_cut import cut_layers
-from sd_quant.export.quantized import write_onnx
-from sd_quant.metrics.fidelity import relative_error
+from sd_quant.export.qdq import write_onnx
+from sd_quant.export.tracing import OPSET, copy_of, trace
 from sd_quant.models.parts import Contract
 from sd_quant.models.sdxl import NemoUnetPart, unet_part
 from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS, unet_config
 from sd_quant.models.unet import attentions, layer_roles, shared_inputs
+from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
-from sd_quant.quantization.derivation import Recipe, derive
+from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.formats import FORMATS, fake_quantize
-from sd_quant.quantization.levels import Enable, Pair, formats_used
-from sd_quant.quantization.simulate import simulate
+from sd_quant.quantization.recipe import Recipe, formats_used
+from sd_quant.quantization.statistics import LayerStatistics
+from sd_quant.simulation.modelopt import simulate
+from tests.presets import recipe_of
 
 pytestmark = pytest.mark.slow
 REPOSITORY = Path(__file__).parents[3]
@@ -122,22 +124,9 @@ def network() -> Network:
     return Network(unet, contract, traced, roles, found.layers)
 
 
-def recipe_of(preset: str) -> Recipe:
-    """As Hydra reads the file when nobody gives the knobs, at the highest level that it has."""
-    read = yaml.safe_load((REPOSITORY / f"conf/quantize/{preset}.yaml").read_text())
-
-    def default(value: object) -> object:
-        return yaml.safe_load(value.rstrip("}").rpartition(",")[2]) if str(value).startswith("${") else value
-
-    conv, linear, attention = (read["enable"][kind] for kind in ("conv", "linear", "attention"))
-    return Recipe(
-        4.0 if attention else 3.0,
-        default(read["alpha"]),
-        smoothing=default(read["smoothing"]),
-        enable=Enable(Pair(**conv), Pair(**linear), attention),
-        per_channel=read["per_channel"],
-        rank=read["rank"],
-    )
+def at_its_highest_level(preset: str) -> Recipe:
+    recipe = recipe_of(preset, "quant_level=3")
+    return replace(recipe, quant_level=4.0 if recipe.enable.attention else 3.0)
 
 
 @dataclass
@@ -170,7 +159,7 @@ class Exported:
 def export(network, tmp_path_factory) -> Callable[[str], Exported]:
     @cache
     def export(preset: str) -> Exported:
-        recipe = recipe_of(preset)
+        recipe = at_its_highest_level(preset)
         assignment = network.derive(recipe, attentions(network.unet))
         path = tmp_path_factory.mktemp(preset) / "unet.onnx"
         return Exported(recipe, network, assignment, network.write(assignment, path))
@@ -217,7 +206,7 @@ def test_it_is_valid_onnx_of_the_first_opset_that_has_its_formats(exported):
         name for names in formats_used(exported.recipe.enable, exported.recipe.quant_level).values() for name in names
     }
     assert {entry.domain: entry.version for entry in model.opset_import} == {
-        "": max(OPSET, *(FORMATS[name].OPSET for name in used))
+        "": max(OPSET, *(FORMATS[name].opset for name in used))
     }
     assert {node.domain for node in model.graph.node} == {""}  # no operation that only one runtime knows
     assert [value.name for value in model.graph.input] == list(exported.network.contract.inputs)
@@ -241,15 +230,15 @@ def test_weights_are_stored_in_their_formats_own_type(exported):
         codes = form.quantize(weight, *scales)
         expected = form.dequantize(codes, *(torch.ones_like(scale) for scale in scales))
         code_tensor = stored[f"{key}.{layer.format}"]
-        assert code_tensor.data_type == TensorProto.DataType.Value(form.ONNX_TYPE)
+        assert code_tensor.data_type == TensorProto.DataType.Value(form.onnx_type)
         found = numpy_helper.to_array(code_tensor).astype(np.float32)
         found = found.reshape(weight.shape) if layer.role == "conv" else found.T
         assert np.array_equal(found, expected.numpy()), name
-        for suffix, kind, scale in zip(("scale", "global_scale"), form.ONNX_SCALE_TYPES, scales, strict=False):
+        for suffix, kind, scale in zip(("scale", "global_scale"), form.onnx_scale_types, scales, strict=False):
             tensor = stored[f"{key}.{suffix}"]
             assert tensor.data_type == TensorProto.DataType.Value(kind)
             found = numpy_helper.to_array(tensor).astype(np.float32)
-            blocks_behind = form.BLOCK is not None and layer.role != "conv" and found.ndim
+            blocks_behind = form.block is not None and layer.role != "conv" and found.ndim
             found = found.T if blocks_behind else found
             assert np.array_equal(found.flatten(), scale.flatten().numpy()), name
         assert key not in stored
@@ -260,8 +249,8 @@ def test_a_quantized_weight_takes_its_bits_and_its_scales(exported):
     stored = exported.initializers()
     for name, layer in exported.layers.items():
         form, key = FORMATS[layer.format], f"{PREFIX}{name}.weight"
-        assert len(stored[f"{key}.{layer.format}"].raw_data) == np.prod(layer.weight_shape) * form.BITS // 8
-        if form.BLOCK:
+        assert len(stored[f"{key}.{layer.format}"].raw_data) == np.prod(layer.weight_shape) * form.bits // 8
+        if form.block:
             bits = 8 * len(stored[f"{key}.scale"].raw_data) / np.prod(layer.weight_shape)
             assert bits == {"int4": 0.25, "nvfp4": 0.5, "mxfp4": 0.5}[layer.format]
 
@@ -390,9 +379,9 @@ def test_layers_with_their_low_rank_branch_compute_what_the_simulation_does(svdq
 @pytest.fixture(scope="module")
 def attending(network, tmp_path_factory) -> Exported:
     """FP8 at level 4, where the attentions of the middle are said to have narrow heads."""
-    recipe = recipe_of("fp8")
-    widths = {name: 8 if name.startswith("mid") else width for name, width in attentions(network.unet).items()}
-    assert set(widths.values()) == {8, 32}
+    recipe = at_its_highest_level("fp8")
+    widths = {name: 24 if name.startswith("mid") else width for name, width in attentions(network.unet).items()}
+    assert set(widths.values()) == {24, 32}
     assignment = network.derive(recipe, widths)
     path = tmp_path_factory.mktemp("attention") / "unet.onnx"
     return Exported(recipe, network, assignment, network.write(assignment, path))
@@ -409,7 +398,7 @@ def test_attention_has_four_pairs_where_heads_are_a_multiple_of_16_wide(attendin
     made, rows = producers(model), quantized_attentions(attending)
     assert len(rows) == 6 and not any(name.startswith("mid") for name in rows)  # down, up and up, attn1 and attn2
     narrow = [layer for layer in attending.assignment.values() if layer.role == "attention" and layer.name not in rows]
-    assert {layer.reason for layer in narrow} == {"its heads are 8 wide, no multiple of 16"}
+    assert {layer.reason for layer in narrow} == {"its heads are 24 wide, no multiple of 16"}
     of_layers = sum(f"{name}.input_quantized" in made for name in attending.layers)
     assert sum(node.op_type == "QuantizeLinear" for node in model.graph.node) == of_layers + 4 * len(rows)
     for name, layer in rows.items():
@@ -506,20 +495,20 @@ def one_copy(form_name: str, x: Tensor, amax: float, to: Path) -> dict[str, Tens
     layer = LayerAssignment("layer", "ffn", (1, x.shape[-1]), form_name, form_name, activation_amax=amax)
     value = ir.Value(name="x", shape=ir.Shape(x.shape), type=ir.TensorType(ir.DataType.FLOAT16))
     last = ir.node("Identity", [value], name="last")
-    graph = ir.Graph([value], [last.outputs[0]], nodes=[last], opset_imports={"": form.OPSET}, name="copy")
+    graph = ir.Graph([value], [last.outputs[0]], nodes=[last], opset_imports={"": form.opset}, name="copy")
     last.replace_input_with(0, dynamic_copy(graph, last, value, "input", layer))
     scale = last.inputs[0].producer().inputs[1]
     outputs = {"y": last.outputs[0], "scale": scale}
     for name, output in outputs.items():
         output.name, output.type = name, ir.TensorType(ir.DataType.FLOAT16)
-        output.shape = ir.Shape(x.shape if name == "y" else (*x.shape[:-1], x.shape[-1] // form.BLOCK))
+        output.shape = ir.Shape(x.shape if name == "y" else (*x.shape[:-1], x.shape[-1] // form.block))
     graph.outputs[:] = outputs.values()
     ir.save(ir.Model(graph, ir_version=11), to)
     onnx.checker.check_model(to, full_check=True)
     return run("reference", to, {"x": x})
 
 
-@pytest.mark.parametrize("name", SCALES)
+@pytest.mark.parametrize("name", [name for name, fmt in FORMATS.items() if not fmt.static_scale])
 def test_scales_found_in_the_graph_are_the_formats_for_every_fp16_peak(name, tmp_path):
     """Each positive fp16 number as the largest of a block; mxfp4's logarithm is right just below each power of two.
 
@@ -528,7 +517,7 @@ def test_scales_found_in_the_graph_are_the_formats_for_every_fp16_peak(name, tmp
     form = FORMATS[name]
     peaks = torch.arange(1, 0x7C00).to(torch.int16).view(torch.float16).float()
     peaks = peaks[peaks <= 60000]
-    x = torch.zeros(1, len(peaks), form.BLOCK)
+    x = torch.zeros(1, len(peaks), form.block)
     x[0, :, 3] = -peaks
     x[0, :, 5] = peaks / 2
     amax = peaks.max().item()
@@ -538,7 +527,7 @@ def test_scales_found_in_the_graph_are_the_formats_for_every_fp16_peak(name, tmp
     assert torch.equal(found["scale"], expected)
 
 
-@pytest.mark.parametrize("name", SCALES)
+@pytest.mark.parametrize("name", [name for name, fmt in FORMATS.items() if not fmt.static_scale])
 def test_a_block_of_zeros_is_zeros_in_the_graph(name, tmp_path):
     x = torch.randn(1, 8, 128, generator=torch.Generator().manual_seed(0))
     x[:, 2:4] = 0

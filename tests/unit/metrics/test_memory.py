@@ -1,6 +1,7 @@
 import logging
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -64,8 +65,12 @@ def test_a_gpu_has_a_peak_for_each_job(monkeypatch):
     assert told == ["reset"]
 
 
-def test_a_record_says_why_it_has_no_peak_of_a_gpu(monkeypatch):
-    monkeypatch.setattr(memory, "peak_cuda_memory_bytes", lambda: None)
-    assert memory.peak_cuda_memory() == {"value": None, "reason": "no NVIDIA GPU"}
-    monkeypatch.setattr(memory, "peak_cuda_memory_bytes", lambda: 7)
-    assert memory.peak_cuda_memory() == 7
+@pytest.mark.parametrize("limit, expected", [("max", 8 * 2**20), ("6000000", 2_000_000), ("90000000", 8 * 2**20)])
+def test_what_is_available_is_bounded_by_a_containers_limit(monkeypatch, tmp_path, limit, expected):
+    """In a container the kernel counts the memory of the whole machine."""
+    files = {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable:    8192 kB\n", "sys/fs/cgroup/memory.max": limit}
+    for name, text in (files | {"sys/fs/cgroup/memory.current": "4000000"}).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    monkeypatch.setattr(memory, "Path", lambda path: Path(f"{tmp_path}{path}"))
+    assert memory.available_memory_bytes() == expected

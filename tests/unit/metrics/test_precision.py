@@ -1,4 +1,4 @@
-"""Every score of pictures is computed where TF32 cannot round it."""
+"""Every score of images is computed where TF32 cannot round it."""
 
 from contextlib import contextmanager
 
@@ -19,6 +19,6 @@ def test_scores_are_computed_in_full_precision(monkeypatch, module, name):
         yield torch.device("cpu")
 
     monkeypatch.setattr(module, "full_precision", full_precision)
-    pictures = np.random.default_rng(0).integers(0, 256, (2, 64, 64, 3), dtype=np.uint8)
-    assert len(getattr(module, name)(pictures, 255 - pictures)) == 2
+    images = np.random.default_rng(0).integers(0, 256, (2, 64, 64, 3), dtype=np.uint8)
+    assert len(getattr(module, name)(images, 255 - images)) == 2
     assert entered == [name]

@@ -1,4 +1,5 @@
 import json
+import re
 import string
 
 import numpy as np
@@ -27,7 +28,7 @@ LONGEST = 16  # tokens
 PROMPTS = ["a cat", "a dog on a mat in a large old house by the sea", "rain"]
 
 
-def pictures(number: int, seed: int = 0) -> np.ndarray:
+def random_images(number: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 255, (number, 48, 40, 3), dtype=np.uint8)
 
 
@@ -60,7 +61,7 @@ def clip_folder(tmp_path_factory):
 
 
 def by_transformers(folder, images: np.ndarray) -> torch.Tensor:
-    """100 cos of each picture and its prompt, one at a time, by CLIPModel's own forward."""
+    """100 cos of each image and its prompt, one at a time, by CLIPModel's own forward."""
     from transformers import CLIPModel, CLIPProcessor
 
     model, processor = CLIPModel.from_pretrained(folder).eval(), CLIPProcessor.from_pretrained(folder)
@@ -85,7 +86,7 @@ def test_clip_score_is_the_mean_cosine_but_not_below_zero(clip_folder, tmp_path,
     model.visual_projection.weight.data *= sign
     model.save_pretrained(tmp_path)
     CLIPProcessor.from_pretrained(clip_folder).save_pretrained(tmp_path)
-    images = pictures(3)
+    images = random_images(3)
     expected = by_transformers(tmp_path, images)
     assert expected.mean() * sign > 1  # else the test would not tell the two apart
     found = clip_score(images, PROMPTS, tmp_path)
@@ -97,7 +98,7 @@ def test_clip_score_is_the_mean_cosine_but_not_below_zero(clip_folder, tmp_path,
 def test_weights_that_are_damaged_give_a_reason_instead_of_a_number(clip_folder, tmp_path):
     for file in clip_folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes()[: -100 if file.suffix == ".safetensors" else None])
-    found = clip_score(pictures(3), PROMPTS, tmp_path)
+    found = clip_score(random_images(3), PROMPTS, tmp_path)
     assert found["value"] is None
     assert "cannot be loaded as a CLIPModel" in found["reason"]
 
@@ -106,29 +107,29 @@ def test_nan_becomes_a_reason(clip_folder, monkeypatch):
     monkeypatch.setattr(
         text_image.ProjectedClip, "get_image_features", lambda self, pixels: torch.full((len(pixels), 8), torch.nan)
     )
-    found = clip_score(pictures(3), PROMPTS, clip_folder)
+    found = clip_score(random_images(3), PROMPTS, clip_folder)
     assert found["value"] is None and "NaN" in found["reason"]
     json.dumps(found, allow_nan=False)
 
 
 def test_a_folder_is_checked_before_anything_is_loaded(clip_folder, tmp_path):
     check_clip_weights(clip_folder)
-    assert clip_score(pictures(3), PROMPTS, tmp_path / "absent")["reason"].startswith("there is no folder")
+    assert clip_score(random_images(3), PROMPTS, tmp_path / "absent")["reason"].startswith("there is no folder")
     (tmp_path / "config.json").touch()
     with pytest.raises(ConfigError, match="has no model.safetensors or"):
         check_clip_weights(tmp_path)
 
 
-def test_every_picture_needs_a_prompt_and_there_has_to_be_one(clip_folder):
-    with pytest.raises(ArtifactError, match="2 pictures came with 3 prompts"):
-        clip_score(pictures(2), PROMPTS, clip_folder)
+def test_every_image_needs_a_prompt_and_there_has_to_be_one(clip_folder):
+    with pytest.raises(ArtifactError, match="2 images came with 3 prompts"):
+        clip_score(random_images(2), PROMPTS, clip_folder)
     with pytest.raises(ArtifactError, match="expected uint8"):
-        clip_score(pictures(3).astype(np.float32), PROMPTS, clip_folder)
-    assert clip_score(pictures(0), [], clip_folder)["reason"] == "there are no pictures"
+        clip_score(random_images(3).astype(np.float32), PROMPTS, clip_folder)
+    assert clip_score(random_images(0), [], clip_folder)["reason"] == "there are no images"
 
 
 class Means(nn.Module):
-    """12 features of a picture: the means of its quarters' channels."""
+    """12 features of an image: the means of its quarters' channels."""
 
     num_features = 12
 
@@ -144,8 +145,8 @@ def small_inception(monkeypatch):
 
 @pytest.fixture
 def folder(tmp_path):
-    for index, picture in enumerate(pictures(30, seed=1)):
-        Image.fromarray(picture).save(tmp_path / f"{index:02}.png")
+    for index, image in enumerate(random_images(30, seed=1)):
+        Image.fromarray(image).save(tmp_path / f"{index:02}.png")
     (tmp_path / "captions.txt").touch()
     return tmp_path
 
@@ -153,15 +154,15 @@ def folder(tmp_path):
 def test_fid_is_that_of_torchmetrics_from_a_folder_and_from_its_statistics(small_inception, folder, tmp_path):
     theirs = FrechetInceptionDistance(Means())
     for seed, number, real in ((1, 30, True), (0, 24, False)):
-        theirs.update(torch.tensor(pictures(number, seed)).permute(0, 3, 1, 2), real=real)
+        theirs.update(torch.tensor(random_images(number, seed)).permute(0, 3, 1, 2), real=real)
     expected = theirs.compute().item()
-    found = fid(pictures(24), folder, tmp_path / "weights.pth")
+    found = fid(random_images(24), folder, tmp_path / "weights.pth")
     assert found["value"] == pytest.approx(expected, rel=1e-4)
     assert (found["reason"], found["pictures"]) == (None, 24)
 
-    features = Means()(torch.tensor(pictures(30, seed=1)).permute(0, 3, 1, 2)).double().numpy()
+    features = Means()(torch.tensor(random_images(30, seed=1)).permute(0, 3, 1, 2)).double().numpy()
     np.savez(tmp_path / "val.npz", mu=features.mean(0), sigma=np.cov(features, rowvar=False))
-    again = fid(pictures(24), tmp_path / "val.npz", tmp_path / "weights.pth")
+    again = fid(random_images(24), tmp_path / "val.npz", tmp_path / "weights.pth")
     assert again["value"] == pytest.approx(found["value"], rel=1e-6)
     assert again["references"] == "val.npz"
 
@@ -179,23 +180,24 @@ def test_fid_is_that_of_torchmetrics_from_a_folder_and_from_its_statistics(small
 )
 def test_statistics_that_are_broken_give_a_reason(small_inception, tmp_path, stored):
     np.savez(tmp_path / "broken.npz", **stored)
-    found = fid(pictures(24), tmp_path / "broken.npz", tmp_path)
+    found = fid(random_images(24), tmp_path / "broken.npz", tmp_path)
     assert found["value"] is None and "broken.npz" in found["reason"]
+    assert re.search(r"; [a-zI ]+$", found["reason"])  # a whole sentence, whose end is the advice
 
 
 def test_a_broken_reference_and_a_broken_archive_give_a_reason(small_inception, folder):
-    (folder / "07.png").write_bytes(b"no picture")
-    assert "07.png cannot be read" in fid(pictures(24), folder, folder)["reason"]
+    (folder / "07.png").write_bytes(b"no image")
+    assert "07.png cannot be read" in fid(random_images(24), folder, folder)["reason"]
     (folder / "cut.npz").write_bytes(b"PK\3\4")
-    assert "cannot be read as mu and sigma" in fid(pictures(24), folder / "cut.npz", folder)["reason"]
+    assert "cannot be read as mu and sigma" in fid(random_images(24), folder / "cut.npz", folder)["reason"]
 
 
-def test_too_few_pictures_give_a_reason(small_inception, folder):
-    assert "19 pictures were made" in fid(pictures(19), folder, folder)["reason"]
+def test_too_few_images_give_a_reason(small_inception, folder):
+    assert "19 images were made" in fid(random_images(19), folder, folder)["reason"]
     for path in list(folder.glob("1*.png")) + list(folder.glob("2*.png")):
         path.unlink()
-    assert f"10 pictures are in {folder}" in fid(pictures(24), folder, folder)["reason"]
-    with pytest.raises(ConfigError, match="neither a folder of pictures nor an .npz"):
+    assert f"10 images are in {folder}" in fid(random_images(24), folder, folder)["reason"]
+    with pytest.raises(ConfigError, match="neither a folder of images nor an .npz"):
         check_references(folder / "absent.npz")
 
 

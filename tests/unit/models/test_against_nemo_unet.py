@@ -17,10 +17,10 @@ import torch
 import yaml
 from torch import Tensor
 
-from sd_quant.checkpoints import sdxl_keys
+from sd_quant.checkpoints import nemo_keys
 from sd_quant.checkpoints.nemo import open_nemo
+from sd_quant.inference.loading import LoadedModel, load_model, pipeline_of
 from sd_quant.inference.pipeline import Sampling
-from sd_quant.models.loading import LoadedModel, load_model, pipeline_of
 from sd_quant.models.sdxl import vector_condition
 from sd_quant.models.sdxl_nemo import TextShape, build_modules, scheduler
 
@@ -67,7 +67,7 @@ def random_state(config: dict) -> dict[str, Tensor]:
     random = torch.Generator().manual_seed(0)
     state = {"model.denoiser.sigmas": ddpm_sigmas()}
     for component, module in modules.items():
-        written = sdxl_keys.to_nemo(component, dict(module.named_parameters()))
+        written = nemo_keys.to_nemo(component, dict(module.named_parameters()))
         state |= {key: draw(key, tuple(tensor.shape), random) for key, tensor in written.items()}
     return state
 
@@ -128,7 +128,7 @@ def test_pictures_are_nemos(given):
     pipeline = pipeline_of(given.model.checkpoint, given.model.torch_engines())
     ours = pipeline(PROMPTS, SAMPLING, decode=False).latents
     noise, size = pipeline.noise(range(len(PROMPTS)), SAMPLING), (SAMPLING.height, SAMPLING.width)
-    [text] = pipeline.drawing.encode([PROMPTS], True)
+    [text] = pipeline.adapter.encode([PROMPTS], True)
     context, pooled = text["prompt_embeds"], text["pooled_prompt_embeds"]
     nemos = nemo_euler(
         given.nemo_unet, noise, context[:, :77], pooled, (size, (0, 0), size), SIZE_FEATURES,

@@ -22,7 +22,7 @@ from torch import nn
 from sd_quant.metrics.flops import operations
 from sd_quant.models import FAMILIES, family_named
 from sd_quant.models.parts import axes
-from sd_quant.quantization.levels import ROLES, reason_kept
+from sd_quant.quantization.recipe import ROLES, reason_kept
 
 pytestmark = pytest.mark.slow
 

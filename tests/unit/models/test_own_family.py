@@ -7,14 +7,15 @@ import onnx
 import pytest
 import torch
 
-from sd_quant.checkpoints.opening import open_checkpoint
-from sd_quant.checkpoints.pipeline_folder import open_pipeline
+from sd_quant.checkpoints.diffusers_pipeline import open_pipeline
+from sd_quant.checkpoints.kinds import open_checkpoint
 from sd_quant.config import Model
 from sd_quant.errors import ConfigError
 from sd_quant.export.parts import trace_part, write_part
+from sd_quant.inference.loading import load_model, pipeline_of
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.models import FAMILIES
-from sd_quant.models.loading import empty_denoiser, load_model, pipeline_of, samples_a_picture
+from sd_quant.models.checkpoint import empty_denoiser, samples_per_image
 
 from ...pipelines import TINY, redraw, unet
 
@@ -78,7 +79,8 @@ def test_its_folder_opens_by_its_name_in_the_configuration(folder):
         height=64,
         recommended={},
     )
-    assert list(open_checkpoint(model).parts()) == model.parts
+    opened = open_checkpoint(Path(model.path), model.family, io=model.io, max_sequence_length=None)
+    assert list(opened.parts()) == model.parts
 
 
 def test_a_folder_of_its_kind_is_sent_to_it_too(folder):
@@ -92,7 +94,7 @@ def test_its_roles_are_its_own(folder):
     plain = open_pipeline(folder, "sd15").family.layer_roles(empty_denoiser(checkpoint))
     changed = {name for name in plain if roles[name] != plain[name]}
     assert changed == {name for name in plain if ".attn2." in name} and len(changed) > 4
-    assert {roles[name] for name in changed} == {"excluded"} and samples_a_picture(checkpoint, 2.0) == 2
+    assert {roles[name] for name in changed} == {"excluded"} and samples_per_image(checkpoint, 2.0) == 2
 
 
 def test_it_draws(folder):

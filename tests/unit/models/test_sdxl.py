@@ -10,12 +10,12 @@ import yaml
 from diffusers import UNet2DConditionModel
 from torch import nn
 
-from sd_quant.checkpoints.sdxl_keys import PREFIX, stored
-from sd_quant.metrics.fidelity import relative_error
+from sd_quant.checkpoints.nemo_keys import PREFIX, locations
 from sd_quant.models.sdxl import NemoUnetPart
 from sd_quant.models.sdxl_nemo import scheduler, unet_config, vae_config
 from sd_quant.models.unet import layer_roles, shared_inputs
-from sd_quant.quantization.levels import reason_kept
+from sd_quant.numbers import relative_error
+from sd_quant.quantization.recipe import reason_kept
 
 NEMO_EXCLUDED = "emb_layers.1|time_embed|input_blocks.0.0|^out.1$|skip_connection|label_emb"
 NEMO_LEVELS = {1: "$^", 2: r"ff\.net", 2.5: r"ff\.net|to_q|to_k|to_v", 3: ""}  # of linears; convolutions always
@@ -42,7 +42,7 @@ def layers(unet) -> dict[str, tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def nemo_names(layers) -> dict[str, str]:
-    places = stored("unet", [f"{name}.weight" for name in layers])
+    places = locations("unet", [f"{name}.weight" for name in layers])
     return {
         name.removesuffix(".weight"): place.key.removeprefix(PREFIX["unet"]).removesuffix(".weight")
         for name, place in places.items()

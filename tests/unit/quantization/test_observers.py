@@ -8,8 +8,11 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
-from sd_quant.quantization.formats import fake_quantize, fp8
-from sd_quant.quantization.observers import BINS, OBSERVERS, histogram, kl_divergences, mse, squared_errors
+from sd_quant.quantization.formats import FORMATS, fake_quantize
+from sd_quant.quantization.observers import OBSERVERS
+from sd_quant.quantization.observers.entropy import kl_divergences
+from sd_quant.quantization.observers.mse import mse, squared_errors
+from sd_quant.quantization.observers.sample import BINS, bin_counts
 
 COUNT = 30_011  # no multiple of 10 000: which value then has exactly 99.99 % below it is a matter of rounding
 OF_THE_SAMPLE = ["percentile", "histogram", "entropy", "mse"]
@@ -130,9 +133,9 @@ def test_e4m3_is_judged_by_its_own_rounding(name, distribution):
     peak = amax_of(values)
 
     def error(threshold: float) -> float:
-        return (fake_quantize(fp8, values, torch.tensor(threshold)) - values).square().mean().item()
+        return (fake_quantize(FORMATS["fp8"], values, torch.tensor(threshold)) - values).square().mean().item()
 
-    found = error(OBSERVERS[name](values, peak, form=fp8))
+    found = error(OBSERVERS[name](values, peak, fmt=FORMATS["fp8"]))
     assert found <= 1.02 * min(error(peak), error(OBSERVERS[name](values, peak)))
 
 
@@ -202,7 +205,7 @@ def test_a_percentile_of_zero_gives_amax():
 
 def test_histogram_by_hand():
     values = torch.tensor([[0.0, -0.4, 0.5], [1.9, -2.0, 5.0]])
-    assert histogram(values, 2.0, bins=4).tolist() == [2, 1, 0, 3]
+    assert bin_counts(values, 2.0, bins=4).tolist() == [2, 1, 0, 3]
 
 
 properties = settings(derandomize=True, deadline=None, max_examples=50)

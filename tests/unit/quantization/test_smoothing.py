@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from sd_quant.quantization.smoothing import SMOOTHINGS, SharedInput, pre_quant_scale
+from sd_quant.models.parts import SharedInput
+from sd_quant.quantization.smoothing import SMOOTHINGS, pre_quant_scale
 
 ACTIVATION, WEIGHT = torch.tensor([4.0, 16.0, 1.0]), torch.tensor([1.0, 4.0, 9.0])
 

@@ -21,7 +21,7 @@ mid_block.resnets.0.conv1,conv,int8,0.05
 
 
 def record_of(decibels: float, speedup: float, share: float, prompts: list[str]) -> dict:
-    """Of a finished job; its pictures get worse from prompt to prompt, by 1 dB."""
+    """Of a finished job; its images get worse from prompt to prompt, by 1 dB."""
     values = [decibels - index for index in range(len(prompts))]
     return {
         "status": "done",
@@ -55,7 +55,7 @@ def record_of(decibels: float, speedup: float, share: float, prompts: list[str])
 
 @pytest.fixture
 def write_job() -> Callable[..., Path]:
-    """``write_job(folder, decibels, speedup, share, prompts, size)``: a record, layers, pictures."""
+    """``write_job(folder, decibels, speedup, share, prompts, size)``: a record, layers, images."""
 
     def write(
         folder: Path, decibels: float = 34.0, speedup: float = 1.3, share: float = 0.6,

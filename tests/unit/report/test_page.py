@@ -15,6 +15,7 @@ from sd_quant.errors import exit_with_its_code
 from sd_quant.report import page, plots
 from sd_quant.report.__main__ import main
 from sd_quant.report.summary import read_sweep
+from sd_quant.text import printable
 
 
 class Parsed(HTMLParser):
@@ -62,7 +63,7 @@ def test_everything_stands_in_its_place(small_sweep):
         "quantize.py -m", "Which recipe to ship", "<strong>quant_level=2</strong>: 1.20x as fast", "Worth of a recipe",
         "Warnings", "FAILED: level=5: the disk is full", "UNFINISHED: level=6: it left no record", "Results", "Plots",
         'id="pareto_latency-figure_1"', 'id="pareto_size-figure_1"', 'id="trajectory-figure_1"', 'id="layers-figure_1"',
-        "<h2>NeMo&#x27;s tables</h2><table id=nemo></table>", "<h2>Pictures</h2>",
+        "<h2>NeMo&#x27;s tables</h2><table id=nemo></table>", "<h2>Images</h2>",
     ]  # fmt: skip
     places = [text.find(part) for part in order]
     assert -1 not in places and places == sorted(places)
@@ -105,7 +106,7 @@ def test_the_table_has_units_dashes_marks_and_reasons(small_sweep, without_plots
     assert cells(row(text, "level=5")) == ["5", "failed: the disk is full"]
     assert cells(row(text, "level=6"))[1].startswith("unfinished: it left no record")
     headers = re.findall(r'aria-sort="none" data-first="(\w+)"><button type="button">(.*?)</button>', text)
-    assert ("descending", "PSNR, dB") in headers and ("ascending", "picture, ms") in headers
+    assert ("descending", "PSNR, dB") in headers and ("ascending", "image, ms") in headers
     assert len({title for _, title in headers}) == len(headers) == 16
 
 
@@ -115,7 +116,7 @@ def test_a_recipe_that_no_engine_ran_is_called_so(small_sweep, without_plots, ch
 
     change_record(small_sweep.directory / "level=2", simulated)
     text, *_ = written(read_sweep(small_sweep.directory))
-    assert text.count("SIMULATED: no engine here executes quant_level=2; torch made its pictures.") == 1
+    assert text.count("SIMULATED: no engine here executes quant_level=2; torch made its images.") == 1
     assert "simulation" in cells(row(text, "level=2"))
     assert "SIMULATED: no engine here executes quant_level=4" not in text
 
@@ -128,7 +129,7 @@ def test_a_recipe_that_is_slower_is_called_so(small_sweep, without_plots, change
     change_record(small_sweep.directory / "level=3", slower)
     text, *_ = written(read_sweep(small_sweep.directory))
     assert re.findall("SLOWER: [^<]*", text) == [
-        "SLOWER: quant_level=3 takes 1.25 times as long quantized as unquantized from prompt to picture."
+        "SLOWER: quant_level=3 takes 1.25 times as long quantized as unquantized from prompt to image."
     ]
 
 
@@ -167,37 +168,37 @@ def test_other_peoples_text_stays_text(tmp_path, write_job, write_plan):
     assert [tag for tag, _ in parsed.elements if tag in ("script", "i", "img")] == ["img", "img", "script", "script"]
     assert not [name for _, attributes in parsed.elements for name in attributes if name.startswith("on")]
     assert parsed.scripts[1:] == [page.template("page.js")]
-    assert sorted(prompt["text"] for prompt in data["prompts"]) == sorted(map(page.clean, HOSTILE))
+    assert sorted(prompt["text"] for prompt in data["prompts"]) == sorted(map(printable, HOSTILE))
     shown = "".join(parsed.text)
-    for number, hostile in enumerate(map(page.clean, HOSTILE)):
+    for number, hostile in enumerate(map(printable, HOSTILE)):
         assert f"failed: {hostile}" in shown  # its reason, in the table
         assert data["recipes"][number]["name"] == f"prompts={hostile} <i>knob=1"
     assert "\u202e" not in text and "\x00" not in text and "\u2028" not in text
 
 
-def picture(data: dict, index: int) -> Image.Image:
-    kind, _, content = data["pictures"][index]["source"].partition(";base64,")
+def image(data: dict, index: int) -> Image.Image:
+    kind, _, content = data["images"][index]["source"].partition(";base64,")
     opened = Image.open(io.BytesIO(base64.b64decode(content)))
     assert kind == f"data:image/{opened.format.lower()}"
     return opened
 
 
-def test_small_pictures_are_embedded_once_and_bit_for_bit(small_sweep, without_plots):
+def test_small_images_are_embedded_once_and_bit_for_bit(small_sweep, without_plots):
     _, _, data = written(small_sweep)
-    assert len(data["pictures"]) == 2 + 4 * 2  # full precision of two prompts, and the pictures of four recipes
+    assert len(data["images"]) == 2 + 4 * 2  # full precision of two prompts, and the images of four recipes
     for prompt in data["prompts"]:
         assert len({pair["full"] for pair in prompt["pairs"]}) == 1
         for pair, job in zip(prompt["pairs"], small_sweep.jobs, strict=False):
             index = ["a red apple", "a pear"].index(prompt["text"])
             with Image.open(job.directory / f"images/quantized/{index:04d}.png") as original:
-                assert np.array_equal(np.asarray(picture(data, pair["quantized"])), np.asarray(original))
-            assert pair["scores"] == f"PSNR {pair['psnr']:.1f} dB · LPIPS 0.0100"
+                assert np.array_equal(np.asarray(image(data, pair["quantized"])), np.asarray(original))
+            assert pair["scores"] == f"PSNR {pair['psnr']:.2f} dB · SSIM 0.9800 · LPIPS 0.0100"
 
 
-def test_large_pictures_are_reduced(tmp_path, write_job, without_plots):
+def test_large_images_are_reduced(tmp_path, write_job, without_plots):
     text, _, data = written(read_sweep(write_job(tmp_path / "run", size=1000)))
-    assert picture(data, 0).size == (page.LONGEST_EDGE, page.LONGEST_EDGE) and picture(data, 0).format == "WEBP"
-    assert data["pictures"][0]["width"] == page.LONGEST_EDGE
+    assert image(data, 0).size == (page.LONGEST_EDGE, page.LONGEST_EDGE) and image(data, 0).format == "WEBP"
+    assert data["images"][0]["width"] == page.LONGEST_EDGE
     assert "at most 768 pixels" in text
 
 
@@ -211,7 +212,7 @@ def test_of_many_prompts_the_worst_are_embedded(tmp_path, write_job, without_plo
     assert 0 < len(data["prompts"]) < 24
 
 
-def test_identical_pictures_come_last_and_say_so(tmp_path, write_job, change_record, without_plots):
+def test_identical_images_come_last_and_say_so(tmp_path, write_job, change_record, without_plots):
     folder = write_job(tmp_path / "run")
 
     def identical(record):
@@ -221,13 +222,13 @@ def test_identical_pictures_come_last_and_say_so(tmp_path, write_job, change_rec
     change_record(folder, identical)
     _, _, data = written(read_sweep(folder))
     assert [(prompt["text"], prompt["pairs"][0]["scores"]) for prompt in data["prompts"]] == [
-        ("a red apple", "PSNR 34.0 dB · LPIPS 0.0100"),
+        ("a red apple", "PSNR 34.00 dB · SSIM 0.9800 · LPIPS 0.0100"),
         ("a pear", "identical"),
     ]
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\x89PNG\r\n\x1a\n half", b"<svg onload='alert(1)'>"])
-def test_a_picture_that_is_missing_or_damaged_is_said_to_be(tmp_path, write_job, content, without_plots):
+def test_an_image_that_is_missing_or_damaged_is_said_to_be(tmp_path, write_job, content, without_plots):
     sweep = read_sweep(write_job(tmp_path / "run"))
     path = sweep.directory / "images/quantized/0000.png"
     path.unlink() if content is None else path.write_bytes(content)
@@ -235,20 +236,20 @@ def test_a_picture_that_is_missing_or_damaged_is_said_to_be(tmp_path, write_job,
     pairs = {prompt["text"]: prompt["pairs"][0] for prompt in data["prompts"]}
     assert pairs["a red apple"]["quantized"] is None and pairs["a red apple"]["full"] is not None
     assert pairs["a pear"]["quantized"] is not None
-    assert "run: 1 pair of pictures is missing or damaged" in text
+    assert "run: 1 pair of images is missing or damaged" in text
 
 
-def test_a_picture_that_would_fill_the_memory_is_damaged(tmp_path, write_job, without_plots, monkeypatch):
+def test_an_image_that_would_fill_the_memory_is_damaged(tmp_path, write_job, without_plots, monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 4000)
     _, parsed, data = written(read_sweep(write_job(tmp_path / "run", size=100)))
-    assert not data["prompts"] and "There are no pictures to show." in parsed.text
+    assert not data["prompts"] and "There are no images to show." in parsed.text
 
 
-def test_a_sweep_without_pictures_says_so(tmp_path, write_plan):
+def test_a_sweep_without_images_says_so(tmp_path, write_plan):
     (tmp_path / "a").mkdir()
     text, parsed, data = written(write_plan(tmp_path, {"a": {"alpha": 0.8}}))
-    assert "There are no pictures to show." in parsed.text and '<div id="comparison" hidden>' in text
-    assert "No job has both pictures and a latency, so there is nothing to recommend." in parsed.text
+    assert "There are no images to show." in parsed.text and '<div id="comparison" hidden>' in text
+    assert "No job has both images and a latency, so there is nothing to recommend." in parsed.text
     assert "Plots" not in parsed.text and data["prompts"] == []
 
 

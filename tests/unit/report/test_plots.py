@@ -48,7 +48,7 @@ def test_a_sweep_without_a_finished_job_has_no_plots(tmp_path, write_plan):
     assert not list(tmp_path.glob("*.png"))
 
 
-def test_identical_pictures_stand_above_the_rest_and_say_so(small_sweep, change_record):
+def test_identical_images_stand_above_the_rest_and_say_so(small_sweep, change_record):
     def identical(record):
         record["fidelity"]["psnr"] = {"mean": None, "min": None, "values": [None, None]}
         record["fidelity"]["ssim"]["mean"] = 1.0
@@ -134,8 +134,8 @@ def test_plots_are_the_same_bytes_every_time(small_sweep):
     first = files()
     assert sorted(first) == sorted(f"{name}.png" for name in NAMES) and files() == first
     assert drawing() == drawing()
-    with Image.open(small_sweep.directory / "layers.png") as picture:
-        assert picture.width > 1500 and set(picture.info) == {"dpi"}
+    with Image.open(small_sweep.directory / "layers.png") as image:
+        assert image.width > 1500 and set(image.info) == {"dpi"}
 
 
 def test_svgs_share_a_page(small_sweep):

@@ -19,7 +19,7 @@ def test_the_sentence_of_the_issue():
     advice = named([row("level 2.5", 31.0, 1.9), row("level 3", 28.0, 1.976)])
     assert advice.job == "level 2.5"
     assert advice.sentence == (
-        "level 2.5: 1.90x as fast as the unquantized engine from prompt to picture, PSNR 31.0 dB; "
+        "level 2.5: 1.90x as fast as the unquantized engine from prompt to image, PSNR 31.0 dB; "
         "level 3 gains 4% of speed and loses 3.0 dB."
     )
 
@@ -41,7 +41,7 @@ def test_what_is_not_worth_it_is_said(psnr, speedup):
     assert "25% of the unquantized one's disk" in advice.sentence
 
 
-def test_identical_pictures_have_no_finite_psnr():
+def test_identical_images_have_no_finite_psnr():
     advice = named([row("same", None, 1.1, ssim=1.0), row("near", 35.0, 1.12)])
     assert advice.job == "same" and "PSNR infinite" in advice.sentence and "near gains 2% of speed" in advice.sentence
 

@@ -9,7 +9,8 @@ from pyarrow import parquet
 from sd_quant.cache import locked
 from sd_quant.errors import ArtifactError
 from sd_quant.files import write_json
-from sd_quant.report.summary import FAILURE, LOCK, LOG, RECORD, SWEEP, read_sweep, rows, write_summary
+from sd_quant.report.record import RECORD
+from sd_quant.report.summary import FAILURE, LOCK, LOG, SWEEP, read_sweep, rows, write_summary
 
 
 def record(psnr: float, milliseconds: float) -> dict:

@@ -46,7 +46,7 @@ class Client:
     def create_run(self, experiment_id, run_name):
         assert experiment_id == "7"
         run_id = str(len(self.runs))
-        self.runs[run_id] = {"name": run_name, "uri": self.uri, "params": [], "metrics": [], "pictures": []}
+        self.runs[run_id] = {"name": run_name, "uri": self.uri, "params": [], "metrics": [], "images": []}
         return SimpleNamespace(info=SimpleNamespace(run_id=run_id, start_time=1))
 
     def log_batch(self, run_id, metrics=(), params=()):
@@ -57,7 +57,7 @@ class Client:
     def log_artifact(self, run_id, path, folder):
         if self.full:
             raise OSError(28, "No space left on device")
-        self.runs[run_id]["pictures"].append((path, folder))
+        self.runs[run_id]["images"].append((path, folder))
 
     def set_terminated(self, run_id, status):
         self.runs[run_id]["status"] = status
@@ -75,7 +75,7 @@ def client(monkeypatch) -> type[Client]:
     return fresh
 
 
-def test_knobs_numbers_series_and_picture_are_logged(client, record, directory, metrics, tmp_path, caplog):
+def test_knobs_numbers_series_and_image_are_logged(client, record, directory, metrics, tmp_path, caplog):
     store = tmp_path / "store"
     record["knobs"] |= {f"knob{index}": index for index in range(250)}  # more than MLflow takes at once
     for _ in range(2):
@@ -91,7 +91,7 @@ def test_knobs_numbers_series_and_picture_are_logged(client, record, directory, 
     logged = [(metric.key, metric.step, metric.value) for metric in run["metrics"]]
     series = [("fidelity/latent_sqnr_db", 1, 40.0), ("fidelity/latent_sqnr_db", 3, 25.1)]
     assert sorted(logged) == sorted([(name, 1, value) for name, value in metrics.items()] + series)
-    assert run["pictures"] == [(str(directory / "images/grid.png"), "images")]
+    assert run["images"] == [(str(directory / "images/grid.png"), "images")]
     assert run["status"] == "FINISHED"
 
 

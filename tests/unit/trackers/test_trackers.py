@@ -55,7 +55,7 @@ def test_a_run_is_named_so_that_two_sweeps_differ(record, directory):
 
 def test_a_failed_run_has_what_it_has(tmp_path):
     run = read_run({"status": "failed", "reason": "disk", "fidelity": None}, tmp_path)
-    assert (run.knobs, run.metrics, run.series, run.picture) == ({}, {}, {}, None)
+    assert (run.knobs, run.metrics, run.series, run.image) == ({}, {}, {}, None)
 
 
 def test_every_tracker_is_told_whatever_the_others_do(told, record, directory, tmp_path, caplog):

@@ -1,5 +1,9 @@
 """What all formats have in common."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import onnx
 import pytest
@@ -9,11 +13,8 @@ from onnx.reference import ReferenceEvaluator
 from torch import Tensor
 
 from sd_quant.errors import SdQuantError
-from sd_quant.export.dynamic import SCALES
 from sd_quant.export.insertion import SCALE_DTYPES
 from sd_quant.quantization.formats import FORMATS, Format, fake_quantize
-from sd_quant.quantization.levels import LEAST_CAPABILITY, RANGED
-from sd_quant.stages.parity import LAYER_TOLERANCE
 
 # Of Gaussian numbers with one range for all, relative to their norm; measured 0.0104, 0.0265, 0.1074, 0.1148, 0.0955.
 # Theory has for int8 amax / 127 / sqrt(12), with an amax of 4.6 here, and for fp8 about 2^-4 / sqrt(6).
@@ -53,10 +54,10 @@ def test_codes_have_few_values_and_scales_are_fp32(name, form):
     scales = form.scales(x, largest(x))
     codes = form.quantize(x, *scales)
     assert codes.shape == x.shape and codes.element_size() == 1
-    assert len(codes.view(torch.uint8).unique()) <= 2**form.BITS
-    assert form.pack(codes).numel() * form.pack(codes).element_size() == x.numel() * form.BITS // 8
+    assert len(codes.view(torch.uint8).unique()) <= 2**form.bits
+    assert form.pack(codes).numel() * form.pack(codes).element_size() == x.numel() * form.bits // 8
     assert all(scale.dtype == torch.float32 for scale in scales)
-    expected = () if form.BLOCK is None else (64, 1024 // form.BLOCK)
+    expected = () if form.block is None else (64, 1024 // form.block)
     assert scales[0].shape == expected and all(scale.shape == () for scale in scales[1:])
 
 
@@ -92,10 +93,10 @@ def test_a_block_of_zeros_does_not_touch_the_others(form):
 
 
 def test_numbers_that_blocks_do_not_divide_are_refused(form):
-    if form.BLOCK is None:
+    if form.block is None:
         assert fake_quantize(form, torch.ones(2, 100), torch.tensor(1.0)).shape == (2, 100)
         return
-    with pytest.raises(SdQuantError, match=f"100 numbers do not divide into blocks of {form.BLOCK}"):
+    with pytest.raises(SdQuantError, match=f"100 numbers do not divide into blocks of {form.block}"):
         form.scales(torch.ones(2, 100), torch.tensor(1.0))
 
 
@@ -114,14 +115,14 @@ def bytes_of(tensor: Tensor) -> bytes:
 def dequantizing(form: Format, x: Tensor, opset: int) -> onnx.ModelProto:
     """A model of what the format stores, with DequantizeLinear of its types and fp16 for an output."""
     scales = form.scales(x, largest(x))
-    stored = [("codes", form.ONNX_TYPE, x.shape, form.pack(form.quantize(x, *scales)))]
-    for index, (kind, scale) in enumerate(zip(form.ONNX_SCALE_TYPES, scales, strict=True)):
+    stored = [("codes", form.onnx_type, x.shape, form.pack(form.quantize(x, *scales)))]
+    for index, (kind, scale) in enumerate(zip(form.onnx_scale_types, scales, strict=True)):
         stored.append((f"scale{index}", kind, scale.shape, scale.to(SCALE_DTYPES[kind])))
     nodes, scale = [], "scale0"
     if len(scales) > 1:
         node = helper.make_node("DequantizeLinear", ["scale0", "scale1"], ["scale"], output_dtype=TensorProto.FLOAT16)
         nodes, scale = [node], "scale"
-    blocked = {} if form.BLOCK is None else {"axis": -1, "block_size": form.BLOCK}
+    blocked = {} if form.block is None else {"axis": -1, "block_size": form.block}
     nodes.append(helper.make_node("DequantizeLinear", ["codes", scale], ["y"], **blocked))
     tensors = [
         helper.make_tensor(name, TensorProto.DataType.Value(kind), shape, bytes_of(tensor), raw=True)
@@ -135,7 +136,7 @@ def dequantizing(form: Format, x: Tensor, opset: int) -> onnx.ModelProto:
 def test_onnx_computes_the_same_numbers_from_what_is_stored(form):
     """Exactly: its fp16 products are ours rounded to fp16."""
     x = gaussian()[:8]
-    model = dequantizing(form, x, form.OPSET)
+    model = dequantizing(form, x, form.opset)
     onnx.checker.check_model(model, full_check=True)
     found = ReferenceEvaluator(model).run(None, {})[0]
     assert found.dtype == np.float16
@@ -143,12 +144,19 @@ def test_onnx_computes_the_same_numbers_from_what_is_stored(form):
 
 
 def test_the_opset_is_the_first_that_has_these_types(form):
-    model = dequantizing(form, gaussian()[:8], form.OPSET - 1)
+    model = dequantizing(form, gaussian()[:8], form.opset - 1)
     with pytest.raises((onnx.checker.ValidationError, onnx.shape_inference.InferenceError)):
         onnx.checker.check_model(model, full_check=True)
 
 
-def test_every_table_knows_every_format():
-    static = {name for name, form in FORMATS.items() if form.BLOCK is None}
-    assert LEAST_CAPABILITY.keys() == FORMATS.keys() == LAYER_TOLERANCE.keys() - {None}
-    assert set(RANGED) == static and SCALES.keys() == FORMATS.keys() - static
+def test_every_format_has_the_arithmetic_that_its_facts_promise():
+    for name, fmt in FORMATS.items():
+        assert fmt.name == name and fmt.static_scale == (fmt.block is None)
+        assert hasattr(fmt.arithmetic, "QMAX" if fmt.static_scale else "onnx_scale")
+        assert fmt.modelopt_num_bits is None or fmt.static_scale
+    assert {name for name, fmt in FORMATS.items() if fmt.needs_amax} == {"int8", "fp8", "nvfp4"}
+
+
+def test_the_facts_of_formats_need_no_torch():
+    code = "import sys, sd_quant.quantization.formats as f; sys.exit('torch' in sys.modules or len(f.FORMATS) < 5)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[4]).returncode == 0

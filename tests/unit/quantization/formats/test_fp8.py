@@ -11,7 +11,8 @@ from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 from torch import Tensor
 
-from sd_quant.quantization.formats.fp8 import OPSET, QMAX, dequantize, pack, quantize, scales
+from sd_quant.quantization.formats import FORMATS
+from sd_quant.quantization.formats.fp8 import QMAX, dequantize, pack, quantize, scales
 
 ONE = torch.tensor(1.0)
 
@@ -84,7 +85,7 @@ def test_it_is_onnxs_pair(weight_and_scale, axis):
             helper.make_tensor_value_info("y", TensorProto.FLOAT, weight.shape),
         ],
     )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", FORMATS["fp8"].opset)])
     onnx.checker.check_model(model, full_check=True)
     feeds = {
         "x": weight.numpy(),

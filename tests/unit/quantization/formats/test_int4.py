@@ -10,7 +10,8 @@ from modelopt.torch.quantization.nn import TensorQuantizer
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from sd_quant.quantization.formats.int4 import BLOCK, OPSET, QMAX, dequantize, pack, quantize, scales
+from sd_quant.quantization.formats import FORMATS
+from sd_quant.quantization.formats.int4 import BLOCK, QMAX, dequantize, pack, quantize, scales
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +76,7 @@ def test_onnx_reads_the_same_numbers_from_the_bytes(weight):
             numpy_helper.from_array(scale.numpy(), "scale"),
         ],
     )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", FORMATS["int4"].opset)])
     onnx.checker.check_model(model, full_check=True)
     assert np.array_equal(ReferenceEvaluator(model).run(None, {})[0], dequantize(codes, scale).numpy())
 

@@ -1,0 +1,111 @@
+"""Statistics on disk, under a hash of everything that they depend on.
+
+An entry holds the statistics of consecutive prompts, so a larger calib_size starts where a smaller one ended, and a
+smaller one takes the snapshots that a larger one left. Entries are safetensors files, which execute nothing when read,
+and say in their header what they were made from and on which prompts, with a digest of that and of their content: one
+that is damaged, or that belongs elsewhere, is collected again, never trusted. ``shared`` reads them where there is no
+origin to compare with.
+"""
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from sd_quant.checkpoints.archive import whole_file
+from sd_quant.checkpoints.safetensors_file import read_header, write_safetensors
+from sd_quant.checkpoints.tensors import lazy
+from sd_quant.errors import SdQuantError
+from sd_quant.files import digest
+from sd_quant.quantization.statistics import LayerStatistics, Sample, Statistics
+
+LOG = logging.getLogger(__name__)
+FORM = 2  # of the entries; another number makes all earlier ones unknown
+
+
+class Shelf:
+    """The entries of one origin: everything that statistics depend on but the prompts."""
+
+    def __init__(self, directory: Path, origin: Mapping[str, object], prompts: Sequence[str]):
+        self.origin = json.dumps({"form": FORM, **origin}, sort_keys=True)
+        self.folder, self.prompts = directory / digest(self.origin)[:32], prompts
+
+    def path(self, segment: range) -> Path:
+        return self.folder / f"{segment.start:05}-{segment.stop:05}.safetensors"
+
+    def metadata(self, segment: range, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+        """What an entry says of itself: ``origin`` and ``prompts`` as JSON, and the ``digest`` of all there is."""
+        texts = list(self.prompts[segment.start : segment.stop])
+        prompts = json.dumps({"first": segment.start, "last": segment.stop - 1, "texts": texts})
+        return {"digest": content_digest(self.origin, prompts, tensors), "origin": self.origin, "prompts": prompts}
+
+    def longest(self, start: int, stop: int) -> tuple[range, Statistics] | None:
+        """The sound entry that begins at prompt ``start`` and reaches furthest, up to ``stop``."""
+        names = [path.stem.partition("-")[2] for path in self.folder.glob(f"{start:05}-*.safetensors")]
+        ends = [int(name) for name in names if name.isdecimal()]
+        for end in sorted((end for end in ends if start < end <= stop), reverse=True):
+            if (found := self.read(range(start, end))) is not None:
+                return range(start, end), found
+        return None
+
+    def read(self, segment: range) -> Statistics | None:
+        path = self.path(segment)
+        try:
+            stored, metadata = read_header(whole_file(path))
+            tensors = {name: tensor.read() for name, tensor in stored.items()}
+        except (OSError, SdQuantError) as error:
+            LOG.warning("the cached statistics %s cannot be read (%s); they are collected again", path, error)
+            return None
+        if metadata != self.metadata(segment, tensors):
+            LOG.warning("the cached statistics %s are damaged or of another origin; they are collected again", path)
+            return None
+        return unpack(tensors)
+
+    def write(self, segment: range, statistics: Statistics) -> None:
+        """The caller alone writes into the folder, so what is half written there is a killed process's."""
+        for abandoned in self.folder.glob(".*.part"):
+            abandoned.unlink()
+        # as the safetensors library orders them: the same statistics, in any order, are the same bytes
+        tensors = dict(sorted(pack(statistics).items(), key=lambda item: (-item[1].element_size(), item[0])))
+        stored = {name: lazy(tensor) for name, tensor in tensors.items()}
+        write_safetensors(self.path(segment), stored, metadata=self.metadata(segment, tensors))
+
+
+def content_digest(origin: str, prompts: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    content = hashlib.sha256(digest(origin, prompts).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        content.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        content.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return content.hexdigest()
+
+
+def pack(statistics: Statistics) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for name, layer in statistics.layers.items():
+        tensors |= {
+            f"{layer.kind}|{name}|amax": layer.amax.contiguous(),
+            f"{layer.kind}|{name}|rows": layer.rows.values.contiguous(),
+            f"{layer.kind}|{name}|priority": layer.rows.priority.contiguous(),
+        }
+    for name, sample in statistics.calls.items():
+        tensors |= {f"call|{name}|rows": sample.values.contiguous(), f"call|{name}|priority": sample.priority}
+    return tensors
+
+
+def unpack(tensors: Mapping[str, torch.Tensor]) -> Statistics:
+    """The other way round. The order of the layers is not kept."""
+    statistics = Statistics({}, {})
+    for key in tensors:
+        kind, name, what = key.split("|")
+        if what != "rows":
+            continue
+        sample = Sample(tensors[key], tensors[f"{kind}|{name}|priority"])
+        if kind == "call":
+            statistics.calls[name] = sample
+        else:
+            statistics.layers[name] = LayerStatistics(kind, tensors[f"{kind}|{name}|amax"], sample)
+    return statistics

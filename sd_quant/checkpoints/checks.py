@@ -1,0 +1,112 @@
+"""What every checkpoint is checked for: how large its networks are, names and shapes of its tensors, their values.
+
+A configuration that somebody else wrote could ask for a billion layers, which would build for ever.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from sd_quant.checkpoints.tensors import Readable, Weights
+from sd_quant.errors import ArtifactError
+from sd_quant.text import one_line
+
+MAX_DEPTH = 100  # of any list or count of blocks: SDXL's largest is 32
+MAX_MODULES = 50_000  # Flux has 2,200
+MAX_PROBLEMS = 1100  # characters of a sentence that list names
+WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@contextmanager
+def bounded_modules() -> Iterator[None]:
+    """Counts the modules that are built in this context. Raises ValueError for more than ``MAX_MODULES``.
+
+    A bound of each number in a configuration is not enough, because the numbers multiply.
+    """
+    count = 0
+
+    def counted(*_: object) -> None:
+        nonlocal count
+        count += 1
+        if count > MAX_MODULES:
+            raise ValueError(f"more than {MAX_MODULES} modules")
+
+    hook = register_module_module_registration_hook(counted)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def reason_of(error: BaseException) -> str:
+    """Returns class and text of a library's error on one line, short enough to be part of a sentence."""
+    return one_line(f"{type(error).__name__}: {error}", 300)
+
+
+def renamed(path: Path, tensors: Mapping[str, Readable], rename: Callable[[str], str]) -> dict[str, Readable]:
+    """Returns the tensors under ``rename(name)``. Raises ArtifactError when two names become one."""
+    result: dict[str, Readable] = {}
+    for name, tensor in tensors.items():
+        new = rename(name)
+        if new in result:
+            raise ArtifactError(
+                f"{path} holds {new[:200]!r} twice, plain and wrapped or under an old name; expected it once, so save "
+                "it again"
+            )
+        result[new] = tensor
+    return result
+
+
+def check_tensors(
+    path: Path, tensors: Mapping[str, Readable], expected: Mapping[str, tuple[int, ...]], unused: Collection[str]
+) -> None:
+    """Compares names, shapes and dtypes of a file's tensors with those of a network, and reads none.
+
+    ``expected`` is name to shape; names in ``unused`` may be there too, in any shape and dtype.
+    Raises ArtifactError when weights are missing, unknown, misshapen or of another dtype than a network's.
+    """
+    missing = [key for key in expected if key not in tensors]
+    unknown = [key for key in tensors if key not in expected and key not in unused]
+    misshapen = [
+        f"{key} {list(tensors[key].shape)} instead of {list(shape)}"
+        for key, shape in expected.items()
+        if key in tensors and tensors[key].shape != shape
+    ]
+    kinds = {"missing": missing, "unknown": unknown, "misshapen": misshapen}
+    for most in (10, 3):  # names of a kind; every kind has to fit into the sentence
+        problems = [f"{len(keys)} {what}: {listing(keys, most)}" for what, keys in kinds.items() if keys]
+        if sum(map(len, problems)) < MAX_PROBLEMS:
+            break
+    if problems:
+        raise ArtifactError(
+            f"{path} does not hold the weights that its configuration describes, {len(expected)} keys expected "
+            f"({'; '.join(problems)}); use the configuration and the weights of one training"
+        )
+    for key in expected:
+        if tensors[key].dtype not in WEIGHT_DTYPES:
+            raise ArtifactError(
+                f"{path}: {key!r} is stored as {tensors[key].dtype}; expected float32, float16 or bfloat16, so start "
+                "from the checkpoint as it was before quantization"
+            )
+
+
+def check_finite(weights: Weights) -> None:
+    """Reads every tensor once. Raises ArtifactError, naming the first tensor that holds a NaN or an infinity."""
+    for key, stored in weights.tensors.items():
+        tensor = stored.read()
+        if tensor.numel() and not all(map(math.isfinite, (bound.item() for bound in torch.aminmax(tensor)))):
+            broken = tensor.numel() - int(torch.isfinite(tensor).sum())
+            raise ArtifactError(
+                f"{weights.path}: {key!r} of the {weights.component} holds {broken} NaN or infinite values out of "
+                f"{tensor.numel()}; expected finite weights, so fetch the checkpoint again or repair its training"
+            )
+
+
+def listing(names: Sequence[str], most: int = 10) -> str:
+    """Returns the first ``most`` names, printable and cut, and how many more there are."""
+    shown = ", ".join(ascii(name[:200])[1:-1] for name in names[:most])  # ascii: they come from the file
+    return shown + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,0 +1,82 @@
+"""The files of a folder that diffusers' ``save_pretrained`` wrote: JSON, and weights in one file or in shards.
+
+Nothing is executed: weights are read from safetensors files only, and names in an index are looked up among the files
+of their folder.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from sd_quant.checkpoints.archive import Member, open_members, read_text
+from sd_quant.checkpoints.safetensors_file import read_safetensors
+from sd_quant.checkpoints.tensors import StoredTensor
+from sd_quant.errors import ArtifactError
+
+INDEX = "model_index.json"
+WEIGHTS = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}  # file names by library
+# names in the VAE's attention in older files, as in diffusers' ModelMixin._fix_state_dict_keys_on_load
+OLD_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
+
+
+def files_in(folder: Path) -> dict[str, Member]:
+    """Returns the files of a folder by name. Raises ArtifactError when there is no such folder."""
+    if not folder.is_dir():
+        raise ArtifactError(f"{folder} is missing; expected the whole folder of a pipeline, so fetch it again")
+    return open_members(folder)
+
+
+def read_json(folder: Path, name: str) -> dict:
+    """Returns the object in a JSON file. Raises ArtifactError when it is missing or holds anything else."""
+    files = files_in(folder)
+    if name not in files:
+        raise ArtifactError(f"{folder} holds no {name}; expected the whole folder of a pipeline, so fetch it again")
+    member = files[name]
+    try:
+        content = json.loads(read_text(member))
+    except (ValueError, RecursionError) as error:
+        raise ArtifactError(f"{member.name} is not JSON ({str(error)[:200]}); fetch it again") from error
+    if not isinstance(content, dict):
+        raise ArtifactError(f"{member.name} holds a {type(content).__name__}; expected an object, so fetch it again")
+    return content
+
+
+def stored_weights(folder: Path, stem: str) -> dict[str, StoredTensor]:
+    """Returns the tensors of ``stem``'s one file or of its shards; full precision wins over the fp16 variant.
+
+    Raises ArtifactError when there is neither, or one is damaged.
+    """
+    files = files_in(folder)
+    for variant in ("", ".fp16"):
+        if (name := f"{stem}{variant}.safetensors") in files:
+            return read_safetensors(files[name])
+        for name in (f"{stem}.safetensors.index{variant}.json", f"{stem}.safetensors{variant}.index.json"):
+            if name in files:
+                return _shards(folder, name, files)
+    raise ArtifactError(
+        f"{folder} holds no {stem}.safetensors, no .fp16. variant and no index of shards; expected weights as "
+        "safetensors, so fetch those, or save the pipeline again with safe_serialization=True"
+    )
+
+
+def _shards(folder: Path, index: str, files: Mapping[str, Member]) -> dict[str, StoredTensor]:
+    weight_map = read_json(folder, index).get("weight_map")
+    names = list(weight_map.values()) if isinstance(weight_map, dict) else []
+    tensors: dict[str, StoredTensor] = {}
+    for name in dict.fromkeys(map(str, names)):
+        if name not in files:
+            raise ArtifactError(
+                f"{folder / index} names the shard {name[:200]!r}, which is no file of that folder; fetch it again"
+            )
+        shard = read_safetensors(files[name])
+        if double := tensors.keys() & shard.keys():
+            raise ArtifactError(f"{folder} holds {min(double)[:200]!r} in two shards; expected it once, fetch it again")
+        tensors |= shard
+    return tensors
+
+
+def plain_name(name: str) -> str:
+    """Returns a parameter's name without what only some versions of the libraries have: old names, ``text_model.``."""
+    old = rf"(mid_block\.attentions\.0\.)({'|'.join(OLD_NAMES)})(?=\.)"
+    return re.sub(old, lambda match: match[1] + OLD_NAMES[match[2]], name).removeprefix("text_model.")

@@ -1,0 +1,246 @@
+"""A folder of any family's diffusers pipeline, in ``save_pretrained``'s layout, as an opened checkpoint.
+
+Configs and the headers of the weight files are read, and the names and shapes of the tensors compared with those of the
+networks; no weight is read. Class names in the folder are data: they have to be those that the family lists.
+The road not taken is ``DiffusionPipeline.from_pretrained``: it takes as much memory as all weights, imports what the
+folder names, unpickles where there is no safetensors file, and warns where it should refuse.
+"""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from sd_quant.checkpoints.checks import MAX_DEPTH, bounded_modules, check_tensors, reason_of, renamed
+from sd_quant.checkpoints.diffusers_files import INDEX, WEIGHTS, plain_name, read_json, stored_weights
+from sd_quant.checkpoints.tensors import Weights
+from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.models import FAMILIES, Family, family_named
+from sd_quant.models.parts import Part, PipelineAdapter
+from sd_quant.text import one_line
+
+DEPTHS = ("layer", "depth", "blocks")  # in the names of keys that say how often something is built
+TIED = {"encoder.embed_tokens.weight": "shared.weight"}  # T5's embedding is stored under one of two names, or both
+UNUSED = {"embeddings.position_ids", "logit_scale"}
+NOT_WANTED = {"requires_safety_checker": False, "add_watermarker": False}
+FORMER_NAMES = {"Transformer2DModel": "PixArtTransformer2DModel"}  # of classes, in published folders
+
+
+@dataclass(frozen=True)
+class DiffusersCheckpoint:
+    """An opened folder, whose weights are complete and of the right shapes."""
+
+    path: Path
+    name: str  # of the family
+    index: dict[str, Any]  # the content of model_index.json
+    configs: dict[str, dict]  # of the networks, complete, by component
+    components: dict[str, Weights]
+    tokens: int | None  # that a T5 reads at most, None for the family's own number
+    io: str  # whose names the denoiser's inputs have
+
+    @property
+    def family(self) -> Family:
+        return family_named(self.name)
+
+    def parts(self) -> dict[str, Part]:
+        return self.family.parts(self.configs, self.tokens, self.io)
+
+    def build(self) -> dict[str, nn.Module]:
+        return {
+            component: network(self.family.NETWORKS[component], config) for component, config in self.configs.items()
+        }
+
+    def __reduce__(self):
+        """Pickles how it was opened: another process opens the folder again."""
+        return open_pipeline, (self.path, self.name, self.tokens, self.io)
+
+    def adapter(self, networks: Mapping[str, nn.Module]) -> PipelineAdapter:
+        import diffusers
+
+        kind, family = getattr(diffusers, self.index["_class_name"]), self.family
+        known: dict[str, Any] = {**networks, "scheduler": self.scheduler(), **self.tokenizers()} | NOT_WANTED
+        plain = {name: value for name, value in self.index.items() if isinstance(value, bool | int | float | str)}
+        options = plain | known
+        pipe = kind(**{
+            name: options.get(name)
+            for name, parameter in inspect.signature(kind).parameters.items()
+            if name in options or parameter.default is parameter.empty
+        })  # fmt: skip
+
+        def encode(batches: Sequence[list[str]], guided: bool) -> list[dict[str, Any]]:
+            return [family.encode(pipe, prompts, guided, self.tokens) for prompts in batches]
+
+        denoiser = networks[self.parts()[family.DENOISER].component]
+        shortest = min(self.tokenizers().values(), key=lambda tokenizer: tokenizer.model_max_length)
+        return PipelineAdapter(
+            pipe, denoiser, encode, partial(family.pack, pipe), partial(family.unpack, pipe), shortest
+        )
+
+    def scheduler(self):
+        """Returns the scheduler that the folder describes. Raises ArtifactError when it is none of diffusers'."""
+        import diffusers
+
+        name = class_in(self.index, "scheduler")
+        config = read_json(self.path / "scheduler", "scheduler_config.json")
+        kind = getattr(diffusers, str(name), None)
+        bases = (diffusers.SchedulerMixin, diffusers.ConfigMixin)
+        if not (inspect.isclass(kind) and all(issubclass(kind, base) for base in bases)):
+            raise ArtifactError(
+                f"{self.path / INDEX}: its scheduler is {str(name)[:100]!r}, expected one of diffusers' schedulers; "
+                "fetch the folder again"
+            )
+        try:
+            return kind.from_config(config)
+        except Exception as error:  # as with the networks' configs
+            raise ArtifactError(
+                f"{self.path / 'scheduler'}: its config describes no {name} that can be built ({reason_of(error)}); "
+                "fetch the folder again"
+            ) from error
+
+    def tokenizers(self) -> dict[str, Any]:
+        """Returns the tokenizers by the pipeline's names, read from the folder, never from a hub.
+
+        Raises ArtifactError when there is none, or one cannot be read.
+        """
+        import transformers
+
+        tokenizers = {}
+        for name in self.index:
+            if name.startswith("tokenizer") and (described := class_in(self.index, name)) is not None:
+                kind = transformers.CLIPTokenizer if "CLIP" in str(described) else transformers.T5TokenizerFast
+                try:
+                    tokenizers[name] = kind.from_pretrained(self.path / name, local_files_only=True)
+                except Exception as error:  # the library tokenizers raises nothing more special
+                    reason = one_line(error, 200)
+                    raise ArtifactError(
+                        f"{self.path / name} holds no tokenizer that can be read ({reason}); fetch the folder again"
+                    ) from error
+        if not tokenizers:
+            raise ArtifactError(f"{self.path / INDEX} names no tokenizer, expected one; fetch the folder again")
+        return tokenizers
+
+
+def class_in(index: Mapping, name: str) -> Any:
+    """Returns the class that model_index.json names for a component: the second of two words."""
+    described = index.get(name)
+    return described[1] if isinstance(described, list) and len(described) == 2 else described
+
+
+def network(name: str, config: Mapping) -> nn.Module:
+    """Builds a network of this class of diffusers or transformers, one that a family lists, with fresh weights."""
+    import diffusers
+    import transformers
+
+    if library_of(name) == "diffusers":
+        return getattr(diffusers, name).from_config(dict(config))
+    kind = getattr(transformers, name)
+    # not how it is computed, which is ours to choose: transformers would even fetch a kernel from a hub
+    unused = ("dtype", "torch_dtype", "attn_implementation", "_attn_implementation")
+    plain = {key: value for key, value in config.items() if key not in unused}
+    return kind(kind.config_class.from_dict(plain))
+
+
+def library_of(name: str) -> str:
+    """Returns which library has a class, "diffusers" or "transformers"."""
+    import diffusers
+
+    return "diffusers" if hasattr(diffusers, name) else "transformers"
+
+
+def open_pipeline(path: Path, name: str, tokens: int | None = None, io: str = "diffusers") -> DiffusersCheckpoint:
+    """Opens the folder of a pipeline of the family ``name``; no weight is read.
+
+    ``tokens`` is how many a T5 reads, None for the family's own number; ``io`` whose names the denoiser's inputs have.
+    Raises ConfigError when the folder is no pipeline, or one of another family; ArtifactError when it is damaged or
+    incomplete.
+    """
+    if not (path / INDEX).is_file():
+        raise ConfigError(
+            f"{path} holds no {INDEX}, so it is no diffusers pipeline; give the folder that save_pretrained wrote or a "
+            "hub's snapshot, downloaded before"
+        )
+    family, index = family_named(name), read_json(path, INDEX)
+    check_pipeline(path, name, family, index)
+    configs = {component: read_json(path / component, "config.json") for component in family.NETWORKS}
+    for component, config in configs.items():
+        check_depths(path / component, config)
+    try:
+        with torch.device("meta"), bounded_modules():
+            networks = {component: network(family.NETWORKS[component], config) for component, config in configs.items()}
+        configs = {component: full_config(built) for component, built in networks.items()}
+        family.parts(configs, tokens, io)
+    except Exception as error:  # the configs are the folder's own: any value, of any type, may be wrong in them
+        raise ArtifactError(
+            f"{path}: its configs describe no {name} that can be built ({reason_of(error)}); fetch the folder again"
+        ) from error
+    components = {
+        component: weights_of(path / component, component, library_of(family.NETWORKS[component]), built)
+        for component, built in networks.items()
+    }
+    checkpoint = DiffusersCheckpoint(path, name, index, configs, components, tokens, io)
+    checkpoint.scheduler(), checkpoint.tokenizers()  # refused now, not when the first image is made
+    return checkpoint
+
+
+def check_pipeline(path: Path, name: str, family: Family, index: Mapping) -> None:
+    """Raises ConfigError for a pipeline of another family, ArtifactError for networks of other classes."""
+    pipeline = index.get("_class_name")
+    if pipeline not in family.PIPELINES:
+        others = [other for other in FAMILIES if pipeline in family_named(other).PIPELINES]
+        advice = f"use model={' or model='.join(others)}" if others else "this pipeline is of no known family"
+        raise ConfigError(
+            f"{path} is a {str(pipeline)[:100]} and model.family is {name}, expected {' or '.join(family.PIPELINES)}; "
+            f"{advice}"
+        )
+    for component, expected in family.NETWORKS.items():
+        kind = class_in(index, component)
+        if FORMER_NAMES.get(str(kind), kind) != expected:
+            raise ArtifactError(
+                f"{path / INDEX}: its {component} is {str(kind)[:100]!r}, expected {expected}; save the pipeline again "
+                "with all its networks"
+            )
+        if index[component][0] not in list(WEIGHTS):
+            raise ArtifactError(
+                f"{path / INDEX}: its {component} is of the library {str(index[component][0])[:100]!r}, expected "
+                f"{' or '.join(WEIGHTS)}; fetch the folder again"
+            )
+
+
+def check_depths(folder: Path, config: Mapping) -> None:
+    """Raises ArtifactError for a list, or a number of layers, that would take for ever to build."""
+    for key, value in config.items():
+        counts = value if isinstance(value, list) else [value]
+        deepest = [count for entry in counts for count in (entry if isinstance(entry, list) else [entry])]
+        counted = any(word in key for word in DEPTHS) and "channels" not in key
+        if max(len(counts), len(deepest)) > MAX_DEPTH or (
+            counted and any(isinstance(count, int) and count > 2 * MAX_DEPTH for count in deepest)
+        ):
+            raise ArtifactError(
+                f"{folder / 'config.json'}: {key[:100]} is {str(value)[:100]}, more than any network has, expected at "
+                f"most {MAX_DEPTH} entries and {2 * MAX_DEPTH} layers; fetch it again"
+            )
+
+
+def full_config(built: nn.Module) -> dict:
+    """Returns a network's config with what its class takes for keys that the file does not hold."""
+    config = built.config
+    return dict(config) if isinstance(config, Mapping) else config.to_dict()
+
+
+def weights_of(folder: Path, component: str, library: str, built: nn.Module) -> Weights:
+    """Returns a network's weights in the folder. Raises ArtifactError when one is missing, unknown or misshapen."""
+    state = built.state_dict(keep_vars=True)
+    expected = {TIED.get(name, name): tuple(tensor.shape) for name, tensor in state.items()}
+    stored = renamed(folder, stored_weights(folder, WEIGHTS[library]), plain_name)
+    for name, tied in TIED.items():
+        if name in stored:
+            copy = stored.pop(name)
+            stored.setdefault(tied, copy)
+    check_tensors(folder, stored, {plain_name(name): shape for name, shape in expected.items()}, UNUSED)
+    tensors = {name: stored[plain_name(name)] for name in expected}
+    return Weights(folder, component, {name: tensors[TIED.get(name, name)] for name in state}, tensors)

@@ -1,0 +1,38 @@
+"""Which reader opens a checkpoint: kinds of files told apart by their path and the family."""
+
+from pathlib import Path
+
+from sd_quant.checkpoints.diffusers_files import INDEX
+from sd_quant.checkpoints.diffusers_pipeline import open_pipeline
+from sd_quant.checkpoints.nemo import open_nemo
+from sd_quant.checkpoints.nemo_networks import sdxl_base_config
+from sd_quant.checkpoints.sgm import open_sgm
+from sd_quant.errors import ConfigError
+from sd_quant.models import family_named
+from sd_quant.models.checkpoint import Checkpoint
+
+
+def open_checkpoint(path: Path, family: str, *, io: str | None, max_sequence_length: int | None) -> Checkpoint:
+    """Opens a checkpoint of ``family``; no weight is read.
+
+    ``path`` is the folder of a diffusers pipeline; of SDXL also a ``.nemo``, the folder that one was extracted to, or a
+    single file in Stability AI's layout, which is taken for SDXL base and sampled as NeMo samples.
+    ``io`` says whose names the denoiser's inputs have, "nemo" or "diffusers", None for those of the kind of file;
+    ``max_sequence_length`` how many tokens a T5 reads, None for the family's own number.
+    Raises ConfigError for another kind of file, and what the readers raise.
+    """
+    if max_sequence_length is not None and family_named(family).TOKENS is None:
+        raise ConfigError(
+            f"model.max_sequence_length is {max_sequence_length}, expected null, because {family} has no T5 to read "
+            "that much"
+        )
+    if (path / INDEX).is_file() or (path.is_dir() and family != "sdxl"):
+        return open_pipeline(path, family, max_sequence_length, io or "diffusers")
+    if family != "sdxl":
+        raise ConfigError(
+            f"{path} is a file, and of {family} a diffusers folder is expected; make one with diffusers' "
+            "from_single_file and save_pretrained"
+        )
+    if path.suffix == ".safetensors":
+        return open_sgm(path, sdxl_base_config(), io or "nemo")
+    return open_nemo(path, io or "nemo")

@@ -1,0 +1,158 @@
+"""SDXL as NeMo has it, whatever kind of file it comes from: the config, the networks it describes, their weights.
+
+What the entries of a config mean stands in ``sd_quant.models.sdxl_nemo``; here they come from a file, and are checked.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import yaml
+
+from sd_quant.checkpoints import nemo_keys
+from sd_quant.checkpoints.archive import Member, read_text
+from sd_quant.checkpoints.checks import MAX_DEPTH, bounded_modules, check_tensors, reason_of
+from sd_quant.checkpoints.tensors import Readable, Weights
+from sd_quant.errors import ArtifactError
+from sd_quant.models import Family, family_named
+from sd_quant.models.parts import Part, PipelineAdapter
+from sd_quant.models.sdxl_nemo import (
+    CONTEXT_TOKENS,
+    TextShape,
+    build_modules,
+    pipeline_adapter,
+    scheduler,
+    tokenizers,
+    unet_config,
+    vae_config,
+)
+from sd_quant.text import one_line
+
+CONFIG = "model_config.yaml"
+SDXL_BASE = Path(__file__).with_name("sdxl_base.yaml")
+
+
+@dataclass(frozen=True)
+class NemoCheckpoint:
+    """An opened SDXL, whose weights are complete and of the right shapes."""
+
+    path: Path
+    model_config: dict
+    components: dict[str, Weights]  # of "unet", "vae", "text_encoder" and "text_encoder_2"
+    clip1: TextShape
+    clip2: TextShape
+    unused: dict[str, Readable]  # the tensors of ``nemo_keys.UNUSED`` that the file holds
+    io: str = "nemo"  # whose names the UNet's inputs have
+    reopen: "Callable[[], NemoCheckpoint] | None" = None  # opens the same file; None for what is only converted
+
+    @property
+    def family(self) -> Family:
+        return family_named("sdxl")
+
+    def parts(self) -> dict[str, Part]:
+        unet, vae = unet_config(self.model_config), vae_config(self.model_config)
+        return self.family.parts({"unet": unet, "vae": vae}, CONTEXT_TOKENS, self.io)
+
+    def build(self) -> dict[str, torch.nn.Module]:
+        return build_modules(self.model_config, self.clip1, self.clip2)
+
+    def adapter(self, networks: Mapping[str, torch.nn.Module]) -> PipelineAdapter:
+        return pipeline_adapter(networks, tokenizers(self.clip1, self.clip2), scheduler())
+
+    def __reduce__(self):
+        """Pickles how it was opened: another process opens the file again."""
+        return self.reopen, ()
+
+    def state(self) -> dict[str, Readable]:
+        """Returns every tensor by NeMo's key, as ``write_archive`` takes them."""
+        networks = {key: each for weights in self.components.values() for key, each in weights.tensors.items()}
+        return networks | self.unused
+
+
+def checkpoint_of(path: Path, model_config: dict, state: Mapping[str, Readable]) -> NemoCheckpoint:
+    """Returns the checkpoint of a state dict under NeMo's keys; ``path`` is for messages. No weight is read.
+
+    Raises ArtifactError unless it holds every weight that the config describes, in its shape, and nothing else.
+    """
+    stored_shapes = {key: tensor.shape for key, tensor in state.items()}
+    try:
+        clip1, clip2 = nemo_keys.text_shapes(stored_shapes)
+    except (KeyError, IndexError, ValueError) as error:
+        raise ArtifactError(
+            f"{path} lacks the weights that tell the sizes of its text encoders, or they have another rank ({error}); "
+            f"expected SDXL's two, under {nemo_keys.PREFIX['text_encoder']} and {nemo_keys.PREFIX['text_encoder_2']}"
+        ) from error
+    shapes = parameter_shapes(described_networks(path, model_config, clip1, clip2))
+    places = {component: nemo_keys.locations(component, shapes[component]) for component in shapes}
+    expected = {
+        place.key: place.stored_shape(shapes[component][name])
+        for component in shapes
+        for name, place in places[component].items()
+    }
+    check_tensors(path, state, expected, nemo_keys.UNUSED)
+    components = {
+        component: Weights(
+            path, component, nemo_keys.from_nemo(places[component], shapes[component], state),
+            {place.key: state[place.key] for place in places[component].values()},
+        )
+        for component in shapes
+    }  # fmt: skip
+    unused = {key: tensor for key, tensor in state.items() if key in nemo_keys.UNUSED}
+    return NemoCheckpoint(path, model_config, components, clip1, clip2, unused)
+
+
+def described_networks(path: Path, config: dict, clip1: TextShape, clip2: TextShape) -> dict[str, torch.nn.Module]:
+    """Builds the four networks that a ``model_config.yaml`` describes on the meta device: shapes without memory.
+
+    Raises ArtifactError, which names ``path``, when it describes none that can be built.
+    """
+    try:
+        unet, vae = config["unet_config"], config["first_stage_config"]["ddconfig"]
+        lists = (unet["channel_mult"], unet["transformer_depth"], vae["ch_mult"], unet["attention_resolutions"])
+        counts = (unet["num_res_blocks"], vae["num_res_blocks"], *unet["transformer_depth"], clip1.layers, clip2.layers)
+        if max(*map(len, lists), *counts) > MAX_DEPTH:
+            raise ValueError(f"more than {MAX_DEPTH} blocks")
+        for name, value in [*unet_config(config).items(), *vae_config(config).items()]:
+            entries = value if isinstance(value, list) else [value]
+            if not all(isinstance(entry, int | float | str | None) for entry in entries):
+                raise TypeError(f"{name} is no number, text or list of those")  # YAML lists may stand for a billion
+            if name in ("addition_time_embed_dim", "projection_class_embeddings_input_dim") and type(value) is not int:
+                raise TypeError(f"{name} is no whole number")
+        with torch.device("meta"), bounded_modules():
+            return build_modules(config, clip1, clip2)
+    except Exception as error:  # the config is the file's own: any value, of any type, may be wrong in it
+        raise ArtifactError(
+            f"{path}: {CONFIG} does not describe an SDXL that can be built ({reason_of(error)})"
+        ) from error
+
+
+def parameter_shapes(modules: Mapping[str, torch.nn.Module]) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Returns the shape of each parameter by component and diffusers' name."""
+    return {
+        component: {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+        for component, module in modules.items()
+    }
+
+
+def read_config(member: Member) -> dict:
+    """Returns the mapping in a ``model_config.yaml``, without NeMo's ``model:`` around it.
+
+    Raises ArtifactError when the file holds anything else.
+    """
+    try:
+        config = yaml.safe_load(read_text(member))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ArtifactError(f"{member.name} is not plain YAML ({one_line(error, 300)}); fetch it again") from error
+    if isinstance(config, dict) and isinstance(config.get("model"), dict):  # the wrapper that NeMo's loader accepts too
+        config = config["model"]
+    if not isinstance(config, dict):
+        raise ArtifactError(
+            f"{member.name} holds a {type(config).__name__}; expected the mapping of an SDXL model section"
+        )
+    return config
+
+
+def sdxl_base_config() -> dict:
+    """Returns the content of NeMo's ``model_config.yaml`` of SDXL base."""
+    return yaml.safe_load(SDXL_BASE.read_text(encoding="utf-8"))

@@ -1,0 +1,102 @@
+"""Tensors that stay in their file until they are read, and the weights of a network as a mapping of them.
+
+The road not taken is a state dict: it would hold 14 GB of SDXL in memory at once.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from sd_quant.checkpoints.archive import Member
+
+
+class Readable(Protocol):
+    """A tensor of known shape and dtype, whose values are not in memory until ``read`` returns them."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def read(self) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class LazyTensor:
+    """A ``Readable`` whose values a function makes."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], torch.Tensor]  # returns a tensor of this shape and dtype on the CPU
+
+
+def lazy(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> LazyTensor:
+    """Returns a ``Readable`` of a tensor in memory: read, it is detached, on the CPU and of ``dtype``."""
+    dtype = dtype or tensor.dtype
+    return LazyTensor(tuple(tensor.shape), dtype, lambda: tensor.detach().to("cpu", dtype))
+
+
+def size_of(tensors: Iterable[Readable]) -> int:
+    """Returns how many bytes the tensors take together."""
+    return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)
+
+
+def read_bytes(name: str, source: Readable) -> memoryview:
+    """Reads a tensor and returns its bytes, row after row. Raises ValueError for another shape or dtype than stated."""
+    tensor = source.read()
+    if (tuple(tensor.shape), tensor.dtype) != (tuple(source.shape), source.dtype):
+        raise ValueError(f"{name} was to be {source.shape} {source.dtype} and is {tuple(tensor.shape)} {tensor.dtype}")
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data  # numpy has no bfloat16
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A ``Readable`` whose values lie in a file."""
+
+    member: Member
+    start: int  # byte of ``member`` at which the first element lies
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]  # in elements, as in torch
+    dtype: torch.dtype
+
+    def read(self) -> torch.Tensor:
+        """Returns a contiguous copy on the CPU."""
+        span = span_of(self.shape, self.stride)
+        if span == 0:
+            return torch.empty(self.shape, dtype=self.dtype)
+        flat = torch.frombuffer(self.member.read(self.start, span * self.dtype.itemsize), dtype=self.dtype)
+        return flat.as_strided(self.shape, self.stride).contiguous()
+
+
+def span_of(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """Returns the number of elements from the first to the last of a strided tensor, both counted."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
+
+
+@dataclass(frozen=True, eq=False)
+class Weights(Mapping[str, torch.Tensor]):
+    """The weights of one network by diffusers' names; ``weights[name]`` reads that tensor, in its stored dtype."""
+
+    path: Path  # of the checkpoint, for messages
+    component: str  # diffusers' name of the network
+    parameters: Mapping[str, Readable] = field(repr=False)  # by diffusers' names
+    tensors: Mapping[str, Readable] = field(repr=False)  # the same as the file holds them, by its own keys
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.parameters[name].read()
+
+    def __contains__(self, name: object) -> bool:  # Mapping's own would read the tensor
+        return name in self.parameters
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.parameters)
+
+    def __len__(self) -> int:
+        return len(self.parameters)

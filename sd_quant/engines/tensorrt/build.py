@@ -1,0 +1,221 @@
+"""Building a plan from an ONNX file, with a record of the build beside it."""
+
+import logging
+import re
+import resource
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from sd_quant.engines.base import onnx_files
+from sd_quant.engines.tensorrt.library import device_target, library_logger, runtime_module
+from sd_quant.engines.tensorrt.plan import PlanReport, record_path
+from sd_quant.errors import ArtifactError, ConfigError, ResourceError
+from sd_quant.files import atomic_path, sha256, write_json
+from sd_quant.text import one_line
+
+Shape = Sequence[int]
+Profile = Mapping[str, tuple[Shape, Shape, Shape]]  # input name -> smallest, most likely and largest shape
+Progress = Callable[[str, int, int], object]  # phase, steps done, steps in all
+
+log = logging.getLogger(__name__)
+
+
+def build_plan(
+    onnx_path: Path,
+    plan_path: Path,
+    *,
+    library: str,
+    profile: Profile,
+    compute_capabilities: Sequence[str] = (),
+    workspace_gib: float | None = None,
+    optimization_level: int | None = None,
+    timing_cache: Path | None = None,
+    progress: Progress | None = None,
+) -> PlanReport:
+    """Build ``plan_path`` and its record from an ONNX file with or without external weights.
+
+    ``compute_capabilities`` names targets, such as ["SM89", "SM120"], to build for ahead of time (tensorrt_rtx only);
+    empty means the GPU of this machine. ``timing_cache`` is a folder where the times of kernels on this GPU are kept,
+    so that the next build need not measure them; TensorRT for RTX measures nothing. ``progress`` is called from the
+    build's thread; what it raises stops the build, as Ctrl-C does.
+
+    Raises ConfigError for an unknown library or target and a profile that does not fit the graph, ArtifactError for a
+    graph that TensorRT does not take, ResourceError for a missing library or GPU and for lack of memory or disk.
+    """
+    trt, logger, started = runtime_module(library), library_logger(library), time.perf_counter()
+    if optimization_level is not None and optimization_level not in range(6):
+        raise ConfigError(f"optimization_level is {optimization_level}; TensorRT takes 0 (fast build) to 5 (fast plan)")
+    targets = _targets(trt, library, compute_capabilities)
+    files = onnx_files(onnx_path)
+    logger.errors.clear()
+
+    builder = trt.Builder(logger)
+    # 10.x needs to be told; from 11 on every network is strongly typed and the flag may be gone
+    typed = getattr(getattr(trt, "NetworkDefinitionCreationFlag", None), "STRONGLY_TYPED", None)
+    network = builder.create_network(0 if typed is None else 1 << int(typed))
+    parser = trt.OnnxParser(network, logger)
+    if not parser.parse_from_file(str(onnx_path)):  # by path, so that external weights are found
+        problems = "; ".join(map(_parser_error, map(parser.get_error, range(parser.num_errors))))
+        raise ArtifactError(f"{library} {trt.__version__} cannot parse {onnx_path}: {problems}; export it differently")
+
+    config = builder.create_builder_config()
+    config.add_optimization_profile(_optimization_profile(builder, network, profile))
+    if library == "tensorrt_rtx":
+        config.num_compute_capabilities = max(1, len(compute_capabilities))
+        for index, name in enumerate(targets if compute_capabilities else ["CURRENT"]):
+            config.set_compute_capability(trt.ComputeCapability.__members__[name], index)
+    if workspace_gib is not None:
+        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, int(workspace_gib * 2**30))
+    if optimization_level is not None:
+        config.builder_optimization_level = optimization_level
+    config.progress_monitor = monitor = _monitor(trt, progress)
+    times = timing_cache / timing_name(library, trt.__version__) if timing_cache and library == "tensorrt" else None
+    if times is not None:
+        take_times(config, times)
+
+    serialized = _build(builder, network, config, monitor)
+    if serialized is None:
+        problems = "; ".join(logger.errors) or "it gave no reason"
+        refusal = ResourceError if "outofmemory" in problems.lower().replace(" ", "") else ArtifactError
+        raise refusal(f"{library} {trt.__version__} cannot build {onnx_path} for {', '.join(targets)}: {problems}")
+    with atomic_path(plan_path) as temporary:
+        with temporary.open("wb") as file:
+            file.write(memoryview(serialized))
+    if times is not None:
+        keep_times(config, times)
+    report = PlanReport(
+        library=library,
+        version=trt.__version__,
+        targets=targets,
+        profile={name: [list(shape) for shape in shapes] for name, shapes in profile.items()},
+        optimization_level=optimization_level,
+        workspace_gib=workspace_gib,
+        onnx={file.name: sha256(file) for file in files},
+        sha256=sha256(plan_path),
+        bytes=plan_path.stat().st_size,
+        seconds=round(time.perf_counter() - started, 3),
+        peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        timing_cache=times.name if times else None,
+    )
+    write_json(record_path(plan_path), asdict(report))
+    return report
+
+
+def timing_name(library: str, version: str) -> str:
+    """Of the file for this GPU: times are of one kind of GPU and one version."""
+    return f"{library}_{version}_{re.sub('[^A-Za-z0-9]+', '-', torch.cuda.get_device_name())}.timing"
+
+
+def take_times(config, path: Path) -> None:
+    """From ``path``, if it is there. TensorRT itself looks whether they are of this GPU, and begins anew if not."""
+    cache = config.create_timing_cache(path.read_bytes() if path.is_file() else b"")
+    if not config.set_timing_cache(cache, ignore_mismatch=False):
+        log.warning("%s holds times of another GPU or version; they are measured again", path)
+        config.set_timing_cache(config.create_timing_cache(b""), ignore_mismatch=False)
+
+
+def keep_times(config, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(bytes(memoryview(config.get_timing_cache().serialize())))
+
+
+def _build(builder, network, config, monitor):
+    """The serialized plan, or None when TensorRT refuses. Whatever interrupts the wait also stops the build.
+
+    The build has a thread of its own: Python raises KeyboardInterrupt in the main thread, and where that is inside the
+    builder it is raised in a callback, from which TensorRT swallows it and builds on.
+    """
+    has_gpu = torch.cuda.is_available()
+    set_device = partial(torch.cuda.set_device, torch.cuda.current_device()) if has_gpu else None  # is per thread
+    with ThreadPoolExecutor(1, initializer=set_device) as worker:
+        try:
+            serialized = worker.submit(builder.build_serialized_network, network, config).result()
+        except BaseException as error:
+            monitor.stopped_by = error
+            raise
+    if monitor.stopped_by is not None:
+        raise monitor.stopped_by
+    return serialized
+
+
+def _targets(trt: ModuleType, library: str, names: Sequence[str]) -> list[str]:
+    if not names:
+        return [device_target()]
+    if library != "tensorrt_rtx":
+        raise ConfigError(
+            f"{library} builds only for the GPU that it runs on, but was given the targets {', '.join(names)}; "
+            "leave them empty, or use tensorrt_rtx"
+        )
+    known = [name for name in trt.ComputeCapability.__members__ if name.startswith("SM")]
+    for name in names:
+        if name not in known:
+            nearest = get_close_matches(name.upper(), known, n=1)
+            hint = f"; did you mean {nearest[0]}?" if nearest else ""
+            raise ConfigError(
+                f"{library} {trt.__version__} cannot build for {name!r}; it builds for {', '.join(known)}{hint}"
+            )
+    return list(dict.fromkeys(names))
+
+
+def _parser_error(error) -> str:
+    node, operator = error.node_name() or error.node(), error.node_operator() or "no operator"
+    return f"node {node} ({operator}): {one_line(error.desc())}"
+
+
+def _optimization_profile(builder, network, profile: Profile):
+    """The profile in TensorRT's terms. Checked here: TensorRT itself says "false" to a bad one, or gives no plan."""
+    inputs = {tensor.name: tuple(tensor.shape) for tensor in map(network.get_input, range(network.num_inputs))}
+    if unknown := sorted(profile.keys() - inputs.keys()):
+        raise ConfigError(f"the profile has shapes for {unknown}, but the graph's inputs are {sorted(inputs)}")
+    optimization = builder.create_optimization_profile()
+    for name, shape in inputs.items():
+        if name not in profile:
+            if -1 in shape:
+                raise ConfigError(f"the input {name} has the dynamic shape {shape}; give its shapes in the profile")
+            continue
+        smallest, likely, largest = map(tuple, profile[name])
+        fits = all(
+            len(given) == len(shape) and all(b in (-1, a) for a, b in zip(given, shape, strict=True))
+            for given in (smallest, likely, largest)
+        )
+        if not fits or not all(a <= b <= c for a, b, c in zip(smallest, likely, largest, strict=True)):
+            raise ConfigError(
+                f"the profile of {name} is {smallest}, {likely}, {largest}; expected growing shapes that fit {shape}"
+            )
+        optimization.set_shape(name, smallest, likely, largest)
+    return optimization
+
+
+def _monitor(trt: ModuleType, progress: Progress | None):
+    class Monitor(trt.IProgressMonitor):  # type: ignore[name-defined]  # the base is only known at run time
+        """Reports progress, and turns an exception into TensorRT's way to stop a build: "false" from a step."""
+
+        def __init__(self):
+            trt.IProgressMonitor.__init__(self)
+            self.steps: dict[str, int] = {}
+            self.stopped_by: BaseException | None = None
+
+        def phase_start(self, phase: str, parent: str | None, steps: int) -> None:
+            self.steps[phase] = steps
+
+        def step_complete(self, phase: str, step: int) -> bool:
+            try:
+                if progress is not None:
+                    progress(phase, step + 1, self.steps[phase])
+            except BaseException as error:
+                self.stopped_by = error
+            return self.stopped_by is None
+
+        def phase_finish(self, phase: str) -> None:
+            pass
+
+    return Monitor()

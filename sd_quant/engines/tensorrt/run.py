@@ -1,0 +1,140 @@
+"""Running a plan: checked first, deserialized last, its activations in torch's memory."""
+
+import hashlib
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from sd_quant.engines.base import cast_inputs
+from sd_quant.engines.tensorrt.library import device_target, library_logger, runtime_module
+from sd_quant.engines.tensorrt.plan import REBUILD, RTX_HEADER, describe_header, read_record
+from sd_quant.errors import ArtifactError, ResourceError, SdQuantError
+
+
+class TensorRtEngine:
+    """A plan on ``device``, run on torch's current stream. Outputs are new tensors on that device.
+
+    Activations have torch's memory for the time of a call, as much as the call's shapes need: the allocator gives it to
+    the next that computes on this stream.
+    """
+
+    def __init__(self, library: str, runtime, engine, device: torch.device):
+        trt = runtime_module(library)
+        self.name, self.runtime, self.engine = library, runtime, engine  # the engine needs its runtime to stay alive
+        self.device = device
+        self.context = engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+        if self.context is None:
+            raise ResourceError(
+                f"{library} has no memory to run the plan in: {'; '.join(library_logger(library).errors)}"
+            )
+        names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
+        dtypes = {name: _dtypes(trt)[engine.get_tensor_dtype(name)] for name in names}
+        is_input = {name: engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT for name in names}
+        self.inputs = {name: dtype for name, dtype in dtypes.items() if is_input[name]}
+        self.outputs = {name: dtype for name, dtype in dtypes.items() if not is_input[name]}
+
+    def __call__(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        with torch.cuda.device(self.device):
+            given = cast_inputs(self.inputs, inputs, self.device)
+            for name, tensor in given.items():
+                if not self.context.set_input_shape(name, tuple(tensor.shape)):
+                    smallest, _, largest = self.engine.get_tensor_profile_shape(name, 0)
+                    raise ValueError(
+                        f"the plan takes {name} from {tuple(smallest)} to {tuple(largest)} but was given "
+                        f"{tuple(tensor.shape)}; rebuild it with a wider profile or change the batch size"
+                    )
+            outputs = {
+                name: torch.empty(tuple(self.context.get_tensor_shape(name)), dtype=dtype, device=self.device)
+                for name, dtype in self.outputs.items()
+            }
+            for name, tensor in (given | outputs).items():
+                self.context.set_tensor_address(name, tensor.data_ptr())
+            needed = self.context.update_device_memory_size_for_shapes()
+            activations = torch.empty(max(needed, 1), dtype=torch.uint8, device=self.device)
+            self.context.set_device_memory(activations.data_ptr(), activations.numel())
+            # Torch's own stream: what made the inputs has run before, what reads the outputs runs after, and the memory
+            # of the inputs is not given to anyone else on this stream before the engine is through with it.
+            if not self.context.execute_async_v3(torch.cuda.current_stream().cuda_stream):
+                raise SdQuantError(f"{self.name} could not run the plan: {'; '.join(library_logger(self.name).errors)}")
+            return outputs
+
+    def close(self) -> None:
+        torch.cuda.synchronize(self.device)
+        del self.context, self.engine, self.runtime
+
+
+def _dtypes(trt: ModuleType) -> dict:
+    names = {
+        "HALF": torch.float16,
+        "FLOAT": torch.float32,
+        "BF16": torch.bfloat16,
+        "INT8": torch.int8,
+        "UINT8": torch.uint8,
+        "INT32": torch.int32,
+        "INT64": torch.int64,
+        "BOOL": torch.bool,
+    }
+    return {getattr(trt.DataType, name): dtype for name, dtype in names.items() if hasattr(trt.DataType, name)}
+
+
+def load(path: Path, *, library: str = "tensorrt", allow_untrusted_plan: bool = False) -> TensorRtEngine:
+    """Load a plan onto the current CUDA device; deserializing is the last step, after everything that can be checked.
+
+    In this order: the bytes have the SHA-256 of the build's record (ArtifactError, unless ``allow_untrusted_plan``,
+    which then takes version and targets from the header); they are a plan of this ``library`` and of the installed
+    version (ArtifactError, or ResourceError when it is not installed); there is a GPU (ResourceError); it is one of the
+    plan's targets, and the runtime itself finds the plan valid (ArtifactError, or ResourceError for driver and memory).
+    """
+    try:
+        plan = path.read_bytes()  # once: what is checked is what is deserialized
+    except OSError as error:
+        raise ArtifactError(f"{path} cannot be read ({error.strerror}); {REBUILD}") from error
+    described = describe_header(plan[: RTX_HEADER.size], len(plan))
+    if not allow_untrusted_plan:
+        record = read_record(path)
+        if (found := hashlib.sha256(plan).hexdigest()) != record.sha256:
+            raise ArtifactError(
+                f"{path} has SHA-256 {found[:12]} but its record says {str(record.sha256)[:12]}: "
+                f"it is damaged or was replaced; {REBUILD}"
+            )
+        described |= {"library": record.library, "version": record.version, "targets": record.targets}
+    if not described["is_plan"] or described["complete"] is False:
+        raise ArtifactError(f"{path} is not a whole TensorRT plan ({len(plan)} bytes); {REBUILD}")
+    if described["library"] != library:
+        raise ArtifactError(
+            f"{path} is a plan of {described['library']}, not of {library}; use that engine or {REBUILD}"
+        )
+    trt = runtime_module(library)
+    if described["version"] != trt.__version__:
+        raise ArtifactError(
+            f"{path} was built by {library} {described['version']} but {trt.__version__} is installed; {REBUILD}"
+        )
+    device = device_target()
+    if described["targets"] is not None and device not in described["targets"]:
+        raise ArtifactError(f"{path} runs on {', '.join(described['targets'])} but this GPU is {device}; {REBUILD}")
+    library_logger(library).errors.clear()
+    runtime = trt.Runtime(library_logger(library))
+    _check_validity(trt, runtime, plan, path)
+    engine = runtime.deserialize_cuda_engine(plan)
+    if engine is None:
+        raise ArtifactError(f"{library} cannot load {path}: {'; '.join(library_logger(library).errors)}; {REBUILD}")
+    return TensorRtEngine(library, runtime, engine, torch.device("cuda", torch.cuda.current_device()))
+
+
+load_rtx = partial(load, library="tensorrt_rtx")
+
+
+def _check_validity(trt: ModuleType, runtime, plan: bytes, path: Path) -> None:
+    """The runtime's own verdict on the header, where it gives one (TensorRT for RTX does, mainline does not)."""
+    if not hasattr(runtime, "get_engine_validity"):
+        return
+    validity, diagnostics = runtime.get_engine_validity(plan)
+    if validity != trt.EngineValidity.INVALID:
+        return
+    reasons = [name for name, bit in trt.EngineInvalidityDiagnostics.__members__.items() if diagnostics & int(bit)]
+    of_the_plan = {"VERSION_MISMATCH", "UNSUPPORTED_CC", "MALFORMED_ENGINE"}.intersection(reasons)
+    refusal = ArtifactError if of_the_plan else ResourceError
+    remedy = REBUILD if of_the_plan else "free GPU memory or update the driver"
+    raise refusal(f"{path} is not valid on this machine ({', '.join(reasons) or 'no reason given'}); {remedy}")

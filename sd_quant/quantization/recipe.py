@@ -1,0 +1,135 @@
+"""A recipe: what is quantized, to which formats, and how its ranges and factors are chosen.
+
+No torch is imported here: the command line checks a recipe before anything heavy is loaded.
+
+``quant_level`` selects roles of layers (ModelOpt's and NeMo's diffusion recipes): 1 convolutions; 2 + feed-forward;
+2.5 + query, key, value; 3 + every other linear; 4 + the two matrix products of attention, which are no layers. A layer
+that the family excludes has the role ``excluded`` and is in no level.
+"""
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from sd_quant.knobs import Called, Limit, at_least, one_of
+from sd_quant.quantization.formats import FORMATS
+from sd_quant.quantization.observers import OBSERVERS
+from sd_quant.quantization.percentile import COLLECT_METHODS, PERCENTILE_CALIBRATORS
+from sd_quant.quantization.smoothing import SMOOTHINGS
+
+ROLES = ("conv", "ffn", "qkv", "linear")
+QUANT_LEVELS: dict[float, tuple[str, ...]] = {
+    1.0: ROLES[:1],
+    2.0: ROLES[:2],
+    2.5: ROLES[:3],
+    3.0: ROLES[:4],
+    4.0: (*ROLES, "attention"),
+}
+
+ALPHA = Limit(
+    lambda alpha: alpha == "auto" or (isinstance(alpha, float) and 0 <= alpha <= 1), "a number from 0 to 1, or auto"
+)
+RANK = Limit(
+    lambda rank: rank >= 0 if isinstance(rank, int) else 0 < rank < 1,
+    "0, a number of singular directions, or a fraction below 1 of a layer's shorter side",
+)
+FOR_ATTENTION = one_of(lambda: [name for name, fmt in FORMATS.items() if fmt.attention])
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    weight: Annotated[str, one_of(FORMATS), "format of a layer's weight"]
+    activation: Annotated[str | None, one_of(FORMATS), "format of its input; null: it stays in high precision"]
+
+
+@dataclass(frozen=True, slots=True)
+class Enable:
+    """What a preset quantizes, by kind of layer."""
+
+    conv: Pair
+    linear: Pair
+    attention: Annotated[str | None, FOR_ATTENTION, "format of attention's matrix products; null: they have none"]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What a user chooses. Ranges are checked where a configuration is read, not here."""
+
+    quant_level: Annotated[
+        float,
+        Called("quant_level"),
+        one_of(QUANT_LEVELS),
+        "what is quantized: 1 convolutions, 2 + feed-forward, 2.5 + query, key and value, 3 + every other linear, "
+        "4 + attention's matrix products",
+    ]
+    alpha: Annotated[
+        float | str | None,
+        Called("alpha"),
+        ALPHA,
+        "SmoothQuant: 0 leaves outliers in the activations, 1 moves them into the weights; auto searches it per layer; "
+        "null where nothing is smoothed",
+    ]
+    percentile: Annotated[
+        float,
+        Called("percentile"),
+        Limit(lambda share: 0 < share <= 1, "a number above 0 and up to 1"),
+        "share of the denoising steps, from the first on, whose ranges count for convolutions",
+    ] = 1.0
+    collect_method: Annotated[
+        str, Called("collect_method"), one_of(COLLECT_METHODS), "how the ranges of prompts and steps become one"
+    ] = "mean-max"
+    percentile_calibrator: Annotated[
+        str,
+        one_of(PERCENTILE_CALIBRATORS),
+        "modelopt: literally what NVIDIA's class computes; with collect_method=min-mean that is what NeMo computes",
+    ] = "corrected"
+    observer: Annotated[
+        str,
+        one_of(OBSERVERS),
+        "how the range of an input is chosen: min_max clips nothing, the others judge a sample of real inputs",
+    ] = "min_max"
+    observer_percentile: Annotated[
+        float,
+        Limit(lambda percent: 0 < percent <= 100, "above 0 and up to 100"),
+        "percent of the sample that observer=percentile does not clip",
+    ] = 99.99
+    smoothing: Annotated[
+        str,
+        Called("smoothing"),
+        one_of(SMOOTHINGS),
+        "where SmoothQuant's factors go: folded: into the layer in front, at no cost; modelopt: into a multiplication "
+        "before every layer; none: nothing is smoothed",
+    ] = "folded"
+    batch_size: Annotated[
+        int, at_least(1), "prompts of a calibration call; ModelOpt's own percentile calibrator depends on it"
+    ] = 1
+    enable: Enable = field(default_factory=lambda: Enable(Pair("int8", "int8"), Pair("int8", "int8"), None))
+    per_channel: Annotated[
+        bool, "weights have a scale per output channel, where their format takes a range, instead of one"
+    ] = True
+    rank: Annotated[
+        int | float,
+        RANK,
+        "SVDQuant: singular directions of a linear's weight that stay in fp16 beside the quantized rest",
+    ] = 0
+
+    def formats_of(self, role: str) -> Pair:
+        return self.enable.conv if role == "conv" else self.enable.linear
+
+
+def formats_used(enable: Enable, quant_level: float) -> dict[str, set[str]]:
+    """The formats of ``weights``, of ``inputs`` and of ``attention`` that are quantized at this level."""
+    pairs = [enable.conv, enable.linear] if quant_level > 1 else [enable.conv]
+    return {
+        "weights": {pair.weight for pair in pairs},
+        "inputs": {pair.activation for pair in pairs if pair.activation is not None},
+        "attention": {enable.attention} if quant_level >= 4 and enable.attention is not None else set(),
+    }
+
+
+def reason_kept(role: str, quant_level: float) -> str | None:
+    """Why a layer of this role stays in high precision, or None when it is quantized."""
+    if role == "excluded":
+        return "excluded by the model family"
+    if role not in QUANT_LEVELS[quant_level]:
+        return f"role {role} is not in quant_level {quant_level:g}"
+    return None

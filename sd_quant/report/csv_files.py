@@ -1,0 +1,36 @@
+"""The layer report as CSV, one row per layer, for a spreadsheet or pandas.
+
+Layer names come from a checkpoint, which is hostile input, and a spreadsheet runs a cell that begins like a formula:
+such text gets a leading apostrophe. The road not taken is to mark every text: it would spoil the file for pandas.
+"""
+
+import csv
+import io
+from numbers import Integral, Real
+from pathlib import Path
+
+from sd_quant.files import write_text
+
+FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")  # OWASP, "CSV Injection"
+
+
+def write_csv(rows: list[dict], path: Path) -> None:
+    """Write ``rows`` with the columns of the first one, atomically; None and absent cells are empty.
+
+    Raises ValueError for a row with a column that the first does not have, ResourceError when the disk is full.
+    """
+    columns = list(rows[0]) if rows else []
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns)  # ends lines with CR LF: with LF alone it leaves a CR in a text unquoted
+    writer.writeheader()
+    writer.writerows({column: cell(value) for column, value in row.items()} for row in rows)
+    write_text(path, text.getvalue())
+
+
+def cell(value: object) -> object:
+    """A cell's value: floats with six significant digits, texts that cannot start a formula, integers as they are."""
+    if isinstance(value, Real) and not isinstance(value, Integral):
+        return f"{float(value):.6g}"
+    if isinstance(value, str) and value.startswith(FORMULA_STARTS):
+        return "'" + value
+    return value

@@ -1,0 +1,142 @@
+"""Images as files, and full precision above quantized in one image, which is what people look at first.
+
+Small images are enlarged and large ones reduced until a pair is comparable on a screen. The road not taken is a drawn
+difference image: at 20 dB everything differs somewhere, and the eye asks whether it is still the same image.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from sd_quant.errors import ArtifactError
+from sd_quant.files import atomic_path
+from sd_quant.text import printable
+
+LONGEST_EDGE = 256  # of an image in the grid
+MOST_PAIRS = 64  # a grid of thousands is a file that nothing opens
+GAP, BLOCK_GAP, MARGIN = 4, 16, 16
+CAPTION_LINES = 2
+INK, SOFT_INK, PAPER = "#202124", "#5f6368", "#f1f3f4"  # paper is not white: many images are
+
+
+def save_images(images: np.ndarray, folder: Path, names: Sequence[str]) -> list[Path]:
+    """Write uint8 [N, H, W, 3] as ``folder/<name>.png``, each atomically.
+
+    ``names`` are file names of our own making, never prompts. Raises ArtifactError for another shape or type and for
+    names that are not N different plain ones, ResourceError when the disk is full.
+    """
+    _check(images)
+    plain = {name for name in names if name and Path(name).name == name}
+    if not len(plain) == len(names) == len(images):
+        raise ArtifactError(
+            f"{len(names)} names ({', '.join(map(repr, names[:3]))}, ...) were given for {len(images)} images, "
+            "expected one different file name for each, without folders; number the images"
+        )
+    paths = [folder / f"{name}.png" for name in names]
+    for image, path in zip(images, paths, strict=True):
+        _save(Image.fromarray(image), path)
+    return paths
+
+
+def comparison_grid(
+    reference: np.ndarray,
+    quantized: np.ndarray,
+    path: Path,
+    captions: Sequence[str] | None = None,
+    columns: int = 8,
+    scale: int = 2,
+    labels: tuple[str, str] = ("full precision", "quantized"),
+) -> Path:
+    """Draw ``reference`` above ``quantized``, both uint8 [N, H, W, 3], ``columns`` pairs a row, into the PNG ``path``.
+
+    Images are enlarged ``scale`` times, or less so that no edge exceeds 256 pixels. ``captions`` (prompts: untrusted,
+    only drawn) stand below the pairs, shortened to fit. Of more than 64 pairs the first 64 are drawn.
+    Raises ArtifactError when the two differ in shape or type.
+    """
+    _check(reference)
+    _check(quantized)
+    if reference.shape != quantized.shape or not len(reference):
+        raise ArtifactError(
+            f"images of shape {list(quantized.shape)} were to be drawn below {list(reference.shape)}, expected the "
+            "same shape twice and at least one image; run both with the same prompts and size"
+        )
+    count = min(len(reference), MOST_PAIRS)
+    columns = min(columns, count)
+    height, width = reference.shape[1:3]
+    factor = min(scale, LONGEST_EDGE / max(height, width))
+    width, height = max(1, round(width * factor)), max(1, round(height * factor))
+
+    font = ImageFont.load_default(size=15)
+    caption_font: Any = ImageFont.load_default(size=12)
+    line = sum(caption_font.getmetrics())
+    gutter = max(round(font.getlength(label)) for label in labels) + 12
+    caption_height = CAPTION_LINES * line + 4 if captions else 0
+    block = 2 * height + GAP + caption_height
+    blocks = -(-count // columns)
+    note = f"the first {count} of {len(reference)}" if len(reference) > count else ""
+    canvas = Image.new(
+        "RGB",
+        (
+            2 * MARGIN + gutter + columns * (width + 2 * GAP) - 2 * GAP,
+            2 * MARGIN + blocks * (block + BLOCK_GAP) - BLOCK_GAP + (line + GAP if note else 0),
+        ),
+        PAPER,
+    )
+    draw = ImageDraw.Draw(canvas)
+    for index in range(count):
+        row, column = divmod(index, columns)
+        left, top = MARGIN + gutter + column * (width + 2 * GAP), MARGIN + row * (block + BLOCK_GAP)
+        for place, (label, images) in enumerate(zip(labels, (reference, quantized), strict=True)):
+            y = top + place * (height + GAP)
+            image = Image.fromarray(images[index]).resize((width, height), Image.Resampling.LANCZOS)
+            canvas.paste(image, (left, y))
+            if column == 0:
+                draw.text((MARGIN + gutter - 12, y + height // 2), label, INK, font, anchor="rm")
+        if captions:
+            for number, text in enumerate(_wrap(captions[index], caption_font, width)):
+                y = top + 2 * height + GAP + 4 + number * line
+                draw.text((left + width // 2, y), text, SOFT_INK, caption_font, anchor="ma")
+    if note:
+        draw.text((MARGIN + gutter, canvas.height - MARGIN), note, SOFT_INK, caption_font, anchor="ls")
+    _save(canvas, path)
+    return path
+
+
+def _check(images: np.ndarray) -> None:
+    if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] != 3:
+        raise ArtifactError(
+            f"images are {images.dtype} {list(images.shape)}, expected uint8 [N, H, W, 3]; convert them before saving"
+        )
+
+
+def _save(image: Image.Image, path: Path) -> None:
+    with atomic_path(path) as temporary:
+        image.save(temporary, format="PNG")
+
+
+def _wrap(text: str, font: ImageFont.FreeTypeFont, width: int) -> list[str]:
+    """``text`` in at most two lines no wider than ``width``, an ellipsis where it was cut, no control characters."""
+    words = printable(text[:400]).split()
+    lines = [""]
+    for word in words:
+        longer = f"{lines[-1]} {word}".strip()
+        if font.getlength(longer) <= width:
+            lines[-1] = longer
+        elif not lines[-1]:
+            lines[-1] = word
+        else:
+            lines.append(word)
+    cut_after = CAPTION_LINES - 1 if len(lines) > CAPTION_LINES else None
+    return [_fit(line, font, width, number == cut_after) for number, line in enumerate(lines[:CAPTION_LINES])]
+
+
+def _fit(line: str, font: ImageFont.FreeTypeFont, width: int, ellipsis: bool) -> str:
+    """``line`` shortened until it, with an ellipsis if anything is missing, is no wider than ``width``."""
+    shown = line + "..." if ellipsis else line
+    while line and font.getlength(shown) > width:
+        line = line[:-1]
+        shown = line.rstrip() + "..."
+    return shown

@@ -1,0 +1,361 @@
+"""The record of a run, ``metrics.json``: its shape, what writes it, what reads it.
+
+``Record`` is the one description. Who assembles a record fills it in, checked by mypy; what is read from disk is
+checked against the same annotations, because records come from strangers too; and everything that shows a run reads it
+through the functions below. The road not taken is a check at every place that reads a number: one that is none would be
+found by the last of them, half way through a page.
+
+A number that does not exist is null with a ``reason`` beside it, or ``{"value": null, "reason": "..."}``, or absent.
+Records of other versions lack names or have others: what is missing is no error, and what is unknown may be anything.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, NamedTuple, TypedDict, Union, get_args, get_origin, get_type_hints, is_typeddict
+
+from sd_quant.files import write_json
+from sd_quant.metrics import Against, Score, fidelity_scores
+from sd_quant.text import one_line
+
+RECORD = "metrics.json"
+SCHEMA_VERSION = 1
+DONE = "done"
+FRAMEWORK = "torch"  # the engine that every other is compared with
+IMAGE = "image"  # beside the parts in ``latency``: from prompt to image
+VARIANTS = ("full_precision", "quantized")
+LARGEST = 1e18  # of a record's numbers, in any unit: a table has no place for more
+ABSENT = "not in the record"
+
+
+# The shape
+
+
+class AboveZero:
+    """Marks a number by which something is divided."""
+
+
+Positive = Annotated[float, AboveZero]
+
+
+class Explained(TypedDict):
+    """Stands for a number, mostly for one that does not exist."""
+
+    value: float | None
+    reason: str | None  # why there is none
+
+
+class Timing(TypedDict, total=False):
+    """Milliseconds of one engine; see ``sd_quant.metrics.latency``. Only ``p50_ms`` where it is put together."""
+
+    p50_ms: Positive | None  # the median, which tables show
+    mean_ms: float
+    p90_ms: float
+    p99_ms: float
+    min_ms: float
+    std_ms: float
+    n: int  # calls that were timed, after ``warmup`` others
+    warmup: int
+    clock: str
+    samples_ms: list[float]
+    composed: str  # from what the latency is put together, where memory does not hold all parts
+    reason: str  # why there is no latency
+
+
+class Timings(TypedDict, total=False):
+    """One part at one batch size, unquantized and quantized, timed in turn."""
+
+    full_precision: Timing
+    quantized: Timing
+    speedup: Positive | Explained  # the median over the rounds of full precision by quantized: above 1 is faster
+
+
+class ImageScores(TypedDict, total=False):
+    """A score of single images: ``sd_quant.metrics.fidelity.summary``."""
+
+    mean: float | None
+    min: float | None  # the worst image's, where more is better
+    max: float | None  # the worst image's, where less is better
+    worst_index: int | None
+    values: list[float | None]  # one for each prompt
+    reason: str | None  # why some images have none
+
+
+class Sizes(TypedDict):
+    """Bytes of a part's files."""
+
+    onnx_full_precision: float | Explained
+    onnx_quantized: float | Explained
+    plan: float | Explained
+    weights_fp32: float  # what the same weights take in fp32, for comparison
+
+
+class Denoiser(TypedDict):
+    part: str  # its name among the parts
+    samples_a_picture: float  # in one call: 2 where guidance computes with and without the prompt
+
+
+class ModelKnobs(TypedDict, total=False):
+    path: Any
+
+
+class InferKnobs(TypedDict, total=False):
+    engine: str
+    batch_size: float
+
+
+class Knobs(TypedDict, total=False):
+    """Those of ``quantize`` by name, the other groups' by group; only what is read is named here."""
+
+    model: ModelKnobs
+    infer: InferKnobs
+
+
+class Plan(TypedDict, total=False):
+    targets: list[str]  # compute capabilities that the plan was built for, such as SM89
+
+
+class Layers(TypedDict):
+    quantized: float
+    high_precision: float
+
+
+class Stage(TypedDict):
+    seconds: float
+    peak_memory_bytes: float  # of the process up to the stage's end
+
+
+class Machine(TypedDict, total=False):
+    """See ``sd_quant.report.provenance.machine``."""
+
+    cpu: str | None
+    cpu_int8: list[str]
+    usable_cores: float
+    memory_bytes: float
+    gpus: list[str]
+
+
+class Environment(TypedDict):
+    versions: dict[str, str | None]
+    machine: Machine
+
+
+class Record(TypedDict):
+    """What ``quantize.py`` leaves of a finished job. ``pictures`` in its keys is an older word for images."""
+
+    schema_version: int
+    status: str  # "done"
+    fingerprint: str  # digest of everything that decides the record but the machine
+    overrides: list[str]  # the knobs as given on the command line
+    knobs: Knobs
+    denoiser: Denoiser
+    prompts: list[str]
+    simulated: bool  # whether torch made the images, because the engine cannot execute the recipe
+    simulated_because: str | None
+    sizes_bytes: dict[str, Sizes]  # by part
+    plans: dict[str, Plan]  # by part
+    latency: dict[str, dict[str, dict[str, Timings]]]  # by engine, part or IMAGE, and batch size; see ``latency_of``
+    fidelity: dict[str, Any]  # to full precision, by the keys of SCORES; see ``fidelity_shape`` and ``score_of``
+    fidelity_unquantized_engine: dict[str, Any]  # the same of the unquantized engine, without scores of sets
+    text_scores: dict[str, Any]  # by variant and the keys of SCORES, and MLPerf's verdict on them
+    parity: dict[str, Any]  # by what was compared, its relative error and the tolerance that it is within
+    layers: Layers
+    smoothing: dict[str, int]
+    sensitivity: dict[str, Any]
+    peak_memory_bytes: float | Explained
+    peak_cuda_memory_bytes: float | Explained
+    stages: dict[str, Stage]  # in the order in which they ran
+    environment: Environment
+    inputs: dict[str, Any]  # name to path, hash and bytes: ``sd_quant.report.provenance.fingerprint``
+
+
+class InferRecord(TypedDict):
+    """What ``infer.py`` leaves."""
+
+    schema_version: int
+    status: str
+    latency: dict[str, dict[str, dict[str, Timing]]]  # by engine, part or IMAGE, and batch size
+    peak_memory_bytes: float
+    peak_cuda_memory_bytes: float | Explained
+    prompts: list[str]
+    provenance: dict[str, Any]
+
+
+def fidelity_shape() -> Any:
+    """The annotations of ``fidelity``, which follow from the table of scores."""
+    shapes = {Against.IMAGES: ImageScores, Against.LATENTS: list[float | None], Against.SET: Explained}
+    entries = {score.key: shapes[score.against] for score in fidelity_scores()}
+    reasons = {score.reason_key: str for score in fidelity_scores() if score.against is Against.LATENTS}
+    return TypedDict("Fidelity", {**entries, **reasons})  # type: ignore[operator]
+
+
+# Writing
+
+
+def explained(value: float | None, reason: str) -> float | Explained:
+    """``value`` as the record has it: with the ``reason`` where there is none."""
+    return {"value": None, "reason": reason} if value is None else value
+
+
+def write_record(record: Record | InferRecord, directory: Path) -> None:
+    """Write ``metrics.json``, atomically. Whoever finds one takes the run for finished, so it is written last.
+
+    Raises SdQuantError for NaN and infinity, ResourceError when the disk is full.
+    """
+    write_json(directory / RECORD, record)
+
+
+# Reading
+
+
+def read_record(directory: Path) -> dict[str, Any] | None:
+    """The record in ``directory``, None where there is none. Raises ValueError when it is damaged, OSError."""
+    record = read_object(directory / RECORD)
+    if record is not None:
+        check_shape(record, Record, RECORD)
+        for section in ("fidelity", "fidelity_unquantized_engine"):
+            check_shape(record.get(section), fidelity_shape(), f"{RECORD}.{section}")
+    return record
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """A JSON file, or None where there is none. Raises ValueError when it is not an object, OSError."""
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError(f"{path.name} is nested too deeply") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path.name} holds no object")
+    return content
+
+
+def check_shape(value: Any, shape: Any, where: str) -> None:
+    """Raises ValueError unless ``value``, as JSON has it, is what the annotation ``shape`` says.
+
+    Null passes for everything but an entry of a list, a missing name passes, and so does one that ``shape`` does not
+    have. ``reason`` is a text in every dictionary. Finite numbers up to LARGEST are numbers, true and false are not.
+    """
+    if value is None or shape is Any:
+        return
+    if get_origin(shape) in (Union, UnionType):
+        options = [option for option in get_args(shape) if option is not NoneType]
+        shape = next((option for option in options if is_typeddict(option) == isinstance(value, dict)), options[0])
+    kind, arguments = get_origin(shape), get_args(shape)
+    if is_typeddict(shape) or kind is dict:
+        fits = isinstance(value, dict)
+    elif kind is list:
+        takes_null = arguments[0] is Any or NoneType in get_args(arguments[0])
+        fits = isinstance(value, list) and (takes_null or None not in value)
+    elif shape in (str, bool):
+        fits = isinstance(value, shape)
+    else:
+        least = 1 / LARGEST if AboveZero in arguments else -LARGEST
+        fits = type(value) in (int, float) and least < value < LARGEST
+    if not fits:
+        raise ValueError(f"{where[-200:]} is {one_line(value, 100)}")
+    if isinstance(value, list):
+        for each in value:
+            check_shape(each, arguments[0], f"{where}[]")
+    elif isinstance(value, dict):
+        hints = get_type_hints(shape, include_extras=True) if is_typeddict(shape) else {}
+        others = arguments[1] if kind is dict else Any
+        for name, each in value.items():
+            check_shape(each, hints.get(name, str if name == "reason" else others), f"{where}.{name}")
+
+
+def why(error: Exception) -> str:
+    """What is wrong with a file, in one line whatever the file holds."""
+    return one_line(f"{type(error).__name__}: {error}", 300)
+
+
+def at(record: Any, *keys: Any) -> Any:
+    """What lies at ``keys``, or None."""
+    for key in keys:
+        record = record.get(key) if isinstance(record, Mapping) else None
+    return record
+
+
+class Number(NamedTuple):
+    """A number of a record: where ``value`` is None, ``reason`` says why, else what the number leaves out."""
+
+    value: float | None
+    reason: str | None = None
+
+
+def number_at(record: Any, *keys: str) -> Number:
+    """The number at ``keys``; where there is none, with the reason that stands beside where the way ends."""
+    node = record
+    for depth, key in enumerate(keys):
+        inner = at(node, key)
+        if inner is None:
+            reason = at(node, "reason") if depth else None  # the run's own reason is not a number's
+            return Number(None, reason or ABSENT)
+        node = inner
+    return Number(node.get("value"), node.get("reason")) if isinstance(node, Mapping) else Number(node)
+
+
+def quotient(a: Number, b: Number) -> Number:
+    """``a`` by ``b``, or the one that there is not."""
+    if a.value is None or not b.value:
+        return a if a.value is None else Number(None, b.reason)
+    return Number(a.value / b.value)
+
+
+class Comparison(NamedTuple):
+    """One part, or an image, at one batch size: medians in milliseconds, and how much faster quantized is."""
+
+    full_precision: Number
+    quantized: Number
+    speedup: Number  # the recorded one, or else the ratio of the medians
+
+
+def latency_of(record: Any, engine: str, part: str, batch: str | int) -> Comparison:
+    """What ``engine`` took for a call of ``part``, or for an IMAGE, with ``batch`` samples in it."""
+    place = ("latency", engine, part, str(batch))
+    full_precision, quantized = (number_at(record, *place, variant, "p50_ms") for variant in VARIANTS)
+    recorded = number_at(record, *place, "speedup")
+    speedup = quotient(full_precision, quantized) if recorded.value is None else recorded
+    return Comparison(full_precision, quantized, speedup)
+
+
+class Scored(NamedTuple):
+    """A score: its value, which is the mean over the images or that of the last step, the worst image's, and each."""
+
+    value: Number
+    worst: Number
+    values: list[float | None]
+
+
+def score_of(record: Any, score: Score) -> Scored:
+    """How close the quantized variant is to full precision by ``score``."""
+    fidelity = at(record, "fidelity")
+    if score.against is Against.IMAGES:
+        mean = number_at(record, "fidelity", score.key, "mean")
+        worst = number_at(record, "fidelity", score.key, "min" if score.more_is_better else "max")
+        left_out = at(fidelity, score.key, "reason")
+        values = at(fidelity, score.key, "values") or []
+        return Scored(mean if mean.value is None else Number(mean.value, left_out), worst, values)
+    entry = at(fidelity, score.key)
+    if isinstance(entry, list):
+        last, reason = entry[-1] if entry else None, at(fidelity, score.reason_key)
+        return Scored(Number(last, reason if last is None else None), Number(None), entry)
+    return Scored(number_at(record, "fidelity", score.key), Number(None), [])
+
+
+def seconds_of_stages(record: Any) -> dict[str, float]:
+    """The seconds of each stage, in the order in which they ran."""
+    seconds = {name: at(record, "stages", name, "seconds") for name in names(record, "stages")}
+    return {name: value for name, value in seconds.items() if value is not None}
+
+
+def keys_of_steps() -> list[str]:
+    """The keys of ``fidelity`` under which there is a value for each denoising step."""
+    return [score.key for score in fidelity_scores() if score.against is Against.LATENTS]
+
+
+def names(record: Any, *keys: str) -> list[str]:
+    """The names of the dictionaries inside the one at ``keys``: engines, parts, batch sizes."""
+    return [name for name, inner in (at(record, *keys) or {}).items() if isinstance(inner, Mapping)]

@@ -1,0 +1,107 @@
+"""Which layers cost most when they are quantized, and which to keep in fp16 for a given budget.
+
+The measure of a layer is the relative error of the whole network's output when that layer alone is quantized, on
+network inputs sampled during calibration. Squared errors of single layers are taken to add up, which holds while they
+are small and independent; then the best set of n layers to keep is the n largest. The curve measured with several
+layers kept at once says how well that holds. The road not taken is an integer program over pairs of layers: it needs
+the square of this many passes.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from sd_quant.errors import ConfigError
+from sd_quant.numbers import relative_error
+from sd_quant.quantization.assignment import LayerAssignment
+
+
+@dataclass(frozen=True, slots=True)
+class Sensitivity:
+    """``network_error``: layer to the relative error of the network's output when it alone is quantized, largest first.
+
+    ``curve``: number of most sensitive layers kept to the relative error with all others quantized, and the one
+    predicted from the sum of squares.
+    """
+
+    network_error: dict[str, float]
+    curve: list[dict[str, float]]
+
+
+def budget(keep: int | float, quantized: int) -> int:
+    """Layers to keep of ``quantized``: ``keep``, or that fraction. Raises ConfigError when none would be left."""
+    kept = keep if isinstance(keep, int) else round(keep * quantized)
+    if kept >= quantized:
+        raise ConfigError(
+            f"keep is {keep}, which keeps all {quantized} layers that quant_level selects and quantizes nothing; "
+            f"keep at most {quantized - 1}"
+        )
+    return kept
+
+
+def points(kept: int, quantized: int) -> list[int]:
+    """Numbers of kept layers to measure: none, powers of two, the one asked for."""
+    powers = [2**power for power in range(quantized.bit_length()) if 2**power < quantized]
+    return sorted({0, *powers, kept})
+
+
+@torch.no_grad()
+def measure(
+    simulated: nn.Module,
+    run: Callable[[], Tensor],
+    layers: Sequence[str],
+    kept: int,
+    advance: Callable[[], object] = lambda: None,
+) -> Sensitivity:
+    """Sensitivity of ``layers`` of a ModelOpt model. ``run`` calls the network that contains it on the sampled inputs.
+
+    ``advance`` is called after each of ``1 + len(layers) + len(points(...))`` measurements. The model is left with
+    every one of these layers quantized.
+    """
+
+    modules = {name: simulated.get_submodule(name) for name in layers}
+    quantizers = {
+        name: [part for part in (layer.input_quantizer, layer.weight_quantizer) if part.is_enabled]
+        for name, layer in modules.items()
+    }
+
+    def switch(names: Sequence[str], on: bool) -> None:
+        for quantizer in (part for name in names for part in quantizers[name]):
+            quantizer.enable() if on else quantizer.disable()
+
+    switch(layers, False)
+    expected = run()
+    advance()
+    errors = {}
+    for name in layers:
+        switch([name], True)
+        errors[name] = relative_error(expected, run())
+        switch([name], False)
+        advance()
+    ranked = dict(sorted(errors.items(), key=lambda item: -item[1]))
+    order, curve = list(ranked), []
+    switch(layers, True)
+    for count in points(kept, len(layers)):
+        switch(order[:count], False)
+        predicted = sum(ranked[name] ** 2 for name in order[count:]) ** 0.5
+        curve.append({"kept": count, "relative_error": relative_error(expected, run()), "predicted": predicted})
+        advance()
+    switch(layers, True)
+    return Sensitivity(ranked, curve)
+
+
+def rows(sensitivity: Sensitivity, assignment: Mapping[str, LayerAssignment], kept: int) -> list[dict[str, object]]:
+    """The rows of ``sensitivity.csv``, most sensitive first. ``assignment`` is the one before anything was kept."""
+    return [
+        {
+            "rank": rank,
+            "name": name,
+            "role": assignment[name].role,
+            "output_error": assignment[name].output_error,
+            "network_error": error,
+            "kept": rank <= kept,
+        }
+        for rank, (name, error) in enumerate(sensitivity.network_error.items(), start=1)
+    ]

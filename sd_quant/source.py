@@ -1,0 +1,64 @@
+"""Fingerprints of this package's own code, so that results of other code are made again.
+
+A result depends on the files that its code imports, and on nothing else of the package: an edit of the report does not
+cost a calibration. What a file imports is read from its text. A package whose ``__init__`` holds code names modules of
+its folder in tables and imports them later, so all of its folder counts. The road not taken is ``sys.modules``, which
+depends on what else the process has done.
+"""
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from sd_quant.files import digest, sha256
+
+PACKAGE = Path(__file__).resolve().parent
+
+
+def source_digest(*modules: str, package: Path = PACKAGE) -> str:
+    """SHA-256 of every file that these modules of the package import, directly or not; of all files without any."""
+    files = imported(modules, package) if modules else everything(package)
+    return digest(*(f"{path.relative_to(package).as_posix()} {sha256(path)}" for path in sorted(files)))
+
+
+def everything(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+
+
+def imported(modules: tuple[str, ...], package: Path) -> set[Path]:
+    """The files of these modules (``calibration.collection``) and of what they import."""
+    files: set[Path] = set()
+    waiting = [path for module in modules for path in files_of(module, package)]
+    while waiting:
+        path = waiting.pop()
+        if path not in files:
+            files.add(path)
+            waiting += [file for module in imports_of(path, package.name) for file in files_of(module, package)]
+    return files
+
+
+@cache
+def files_of(module: str, package: Path) -> list[Path]:
+    """The module's file, and the folders of the packages around it whose ``__init__`` holds code."""
+    files: list[Path] = []
+    place = package
+    for name in module.split("."):
+        place = place / name
+        start = place / "__init__.py"
+        if start.is_file() and start.stat().st_size:
+            files += everything(place)
+    return [*files, *(path for path in [place.with_suffix(".py")] if path.is_file())]
+
+
+@cache
+def imports_of(path: Path, package: str) -> list[str]:
+    """Modules of the package that a file imports, without the package's name, wherever in it the import stands."""
+    if path.suffix != ".py":
+        return []
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return [name.removeprefix(f"{package}.") for name in names if name.startswith(f"{package}.")]

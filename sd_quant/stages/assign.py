@@ -1,0 +1,60 @@
+"""Statistics and recipe to the assignment, and which layers to keep out of it for a given budget."""
+
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+
+from sd_quant.models.checkpoint import Checkpoint, denoiser_of, denoiser_weights
+from sd_quant.progress import progress
+from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.derivation import derive
+from sd_quant.quantization.statistics import Statistics
+from sd_quant.report.csv_files import write_csv
+from sd_quant.report.sensitivity_plot import plot_sensitivity
+from sd_quant.simulation.sensitivity import Sensitivity, measure, points
+from sd_quant.simulation.sensitivity import rows as sensitivity_rows
+from sd_quant.stages.load import Loaded
+from sd_quant.stages.opening import open_simulated
+
+
+def assign(loaded: Loaded, statistics: Statistics, kept: Collection[str] = ()) -> dict[str, LayerAssignment]:
+    """A row for each layer by the recipe; the layers in ``kept`` stay in high precision."""
+    weights = denoiser_weights(loaded.checkpoint)
+    linears = [name for name, role in loaded.roles.items() if role != "conv"]
+    return derive(
+        loaded.roles,
+        lambda name: weights[f"{name}.weight"],
+        statistics.layers,
+        loaded.recipe,
+        loaded.checkpoint.family.shared_inputs(linears),
+        kept,
+        loaded.head_widths,
+        loaded.exclude,
+    )
+
+
+def most_sensitive(
+    loaded: Loaded, statistics: Statistics, assignment: dict[str, LayerAssignment], directory: Path
+) -> tuple[Sensitivity, list[str]]:
+    """What each layer alone costs, and the ``loaded.kept`` worst of them; writes ``sensitivity.csv`` and its plot."""
+    sensitivity = measure_sensitivity(loaded.checkpoint, assignment, statistics, loaded.kept)
+    table = sensitivity_rows(sensitivity, assignment, loaded.kept)
+    write_csv(table, directory / "sensitivity.csv")
+    plot_sensitivity(table, sensitivity.curve, directory / "sensitivity.png")
+    return sensitivity, list(sensitivity.network_error)[: loaded.kept]
+
+
+def measure_sensitivity(
+    checkpoint: Checkpoint, assignment: dict[str, LayerAssignment], statistics: Statistics, kept: int
+) -> Sensitivity:
+    """Each quantized layer's sensitivity on the inputs that calibration kept, one call of the denoiser at a time."""
+    part = open_simulated(checkpoint, assignment)
+    simulated, (output,) = denoiser_of(checkpoint, part.module), part.outputs
+    inputs = {name: sample.values for name, sample in statistics.calls.items()}
+    calls = [dict(zip(inputs, values, strict=True)) for values in zip(*inputs.values(), strict=True)]
+    layers = [layer.name for layer in assignment.values() if layer.format]
+    with progress(1 + len(layers) + len(points(kept, len(layers))), "sensitivity") as advance:
+        return measure(
+            simulated, lambda: torch.cat([part(**call)[output].cpu() for call in calls]), layers, kept, advance
+        )

@@ -1,0 +1,63 @@
+"""The folder of a job: one process at a time, done jobs left as they are, what a killed one left removed.
+
+A job is done when its record is there with the fingerprint of everything that decides it. The lock ends with its
+process, however that ends, so a lock without a record is what a killed job leaves.
+"""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sd_quant.config import QuantizeJob, anchored
+from sd_quant.files import TEMPORARY, digest
+from sd_quant.report.provenance import provenance
+from sd_quant.report.record import RECORD, at, read_record
+from sd_quant.report.summary import FAILURE
+from sd_quant.source import source_digest
+
+# What a job writes, and nothing else: the folder may be any that the user has named.
+WRITTEN = (
+    "onnx", "plan", "full_precision", "images", f"{TEMPORARY}*", ".*.part", RECORD, FAILURE, "provenance.json",
+    "config.yaml", "layers.csv", "sensitivity.csv", "sensitivity.png", "quantized_*.pt",
+)  # fmt: skip
+
+
+def facts_of(job: QuantizeJob, directory: Path) -> dict:
+    """The versions, the machine and the hashes of the inputs that the job starts from."""
+    inputs = {"checkpoint": anchored(job.model.path)}
+    if job.quantize.calibration is None:
+        inputs["calibration_prompts"] = anchored(job.model.calibration_prompts)
+    else:
+        inputs["calibration"] = anchored(job.quantize.calibration)
+    given = directory / ".hydra" / "overrides.yaml"
+    return provenance(inputs, yaml.safe_load(given.read_text(encoding="utf-8")) if given.exists() else [])
+
+
+def fingerprint(job: QuantizeJob, facts: dict) -> str:
+    """A digest of everything that decides the record but the machine, so that a sweep's jobs may run on several."""
+    knobs = dataclasses.asdict(job) | {"cache": None, "published": None, "trackers": None}
+    knobs["trt"]["timing_cache"] = None
+    inputs = {name: found["sha256"] for name, found in facts["inputs"].items()}
+    source = source_digest()
+    return digest(json.dumps([knobs, job.infer.prompt_list(), inputs, facts["versions"], source], sort_keys=True))
+
+
+def finished(directory: Path, wanted: str) -> Mapping[str, Any] | None:
+    """The record of this very job, if it is there."""
+    try:
+        record = read_record(directory)
+    except (OSError, ValueError):
+        return None
+    return record if at(record, "fingerprint") == wanted else None
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Remove what an earlier attempt has written."""
+    for name in WRITTEN:
+        for path in directory.glob(name):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()

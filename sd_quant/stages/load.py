@@ -1,0 +1,71 @@
+"""From the checkpoint's path to everything that the later steps ask of it."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from sd_quant.checkpoints.checks import check_finite
+from sd_quant.checkpoints.kinds import open_checkpoint
+from sd_quant.checkpoints.tensors import Weights
+from sd_quant.config import Model, QuantizeJob, anchored
+from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser, part_parameters
+from sd_quant.models.parts import Part
+from sd_quant.quantization.derivation import check_layers
+from sd_quant.quantization.recipe import Recipe, reason_kept
+from sd_quant.simulation.sensitivity import budget
+from sd_quant.stages.resources import check_machine, disk_needed, gpu_memory_needed, memory_needed
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checked checkpoint and what follows from its networks' structure. No weight is in memory."""
+
+    checkpoint: Checkpoint
+    parts: dict[str, Part]  # the denoiser first
+    parameters: dict[str, int]  # part to the number of its weights
+    roles: dict[str, str]  # the denoiser's layers to their roles
+    head_widths: dict[str, int]  # attentions that quant_level 4 can quantize
+    recipe: Recipe
+    exclude: Collection[str]  # patterns of layers that stay in high precision
+    kept: int  # the most sensitive layers that stay in high precision
+
+    @property
+    def denoiser(self) -> str:
+        """The name of the part that is quantized."""
+        return self.checkpoint.family.DENOISER
+
+    @property
+    def component(self) -> str:
+        """diffusers' name of the same network."""
+        return denoiser_part(self.checkpoint).component
+
+
+def open_model(model: Model) -> Checkpoint:
+    return open_checkpoint(
+        anchored(model.path), model.family, io=model.io, max_sequence_length=model.max_sequence_length
+    )
+
+
+def load(job: QuantizeJob, directory: Path) -> Loaded:
+    """Open and check the checkpoint, and compare the job with it and with the machine.
+
+    Raises what the checkpoint's reader raises, ArtifactError for weights that are not finite, ResourceError when memory
+    or disk are too small, ConfigError for a recipe that the layers do not take.
+    """
+    checkpoint = open_model(job.model)
+    parts, parameters = checkpoint.parts(), part_parameters(checkpoint)
+    stored = {part: parts[part].contract.weights.itemsize * count for part, count in parameters.items()}
+    check_machine(
+        memory_needed(parameters, job), disk_needed(stored, job), directory, gpu_memory_needed(parameters, job)
+    )
+    for weights in checkpoint.components.values():
+        check_finite(cast(Weights, weights))
+    network, recipe = empty_denoiser(checkpoint), job.quantize
+    exclude = recipe.exclude.get(job.model.family, ())
+    roles, head_widths = checkpoint.family.layer_roles(network), checkpoint.family.attentions(network)
+    shapes = {name: network.get_parameter(f"{name}.weight").shape for name in roles}
+    check_layers(roles, shapes, recipe, head_widths, exclude)
+    selected = sum(reason_kept(role, recipe.quant_level) is None for role in roles.values())
+    kept = budget(job.quantize.keep, selected)
+    return Loaded(checkpoint, parts, parameters, roles, head_widths, recipe, exclude, kept)

@@ -1,0 +1,115 @@
+"""What the steps have left, put together as the run's record."""
+
+import dataclasses
+from pathlib import Path
+from typing import cast
+
+import onnx
+
+from sd_quant.config import QuantizeJob, artifact
+from sd_quant.engines.tensorrt.plan import PlanReport
+from sd_quant.metrics.fidelity import fidelity
+from sd_quant.metrics.memory import peak_cuda_memory_bytes, peak_memory_bytes
+from sd_quant.models.checkpoint import samples_per_image
+from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.report.record import DONE, SCHEMA_VERSION, Knobs, Layers, Plan, Record, Sizes, Stage, explained
+from sd_quant.simulation.sensitivity import Sensitivity
+from sd_quant.stages.compare import Comparison
+from sd_quant.stages.job_folder import fingerprint
+from sd_quant.stages.load import Loaded
+from sd_quant.stages.text_scores import text_scores
+from sd_quant.stages.variants import FRAMEWORK, FULL_PRECISION, QUANTIZED
+
+
+def record_of(
+    job: QuantizeJob,
+    facts: dict,
+    loaded: Loaded,
+    assignment: dict[str, LayerAssignment],
+    sensitivity: Sensitivity | None,
+    plans: dict[str, PlanReport],
+    comparison: Comparison,
+    latency: dict,
+    parity: dict,
+    stages: dict,
+    simulated: str | None,
+    directory: Path,
+) -> Record:
+    """The record of a job whose files lie in ``directory``; ``simulated`` says why no engine computed it, or None."""
+    knobs, prompts = dataclasses.asdict(job), job.infer.prompt_list()
+    framework, unquantized, quantized = (
+        comparison.images[variant] for variant in (FRAMEWORK, FULL_PRECISION, QUANTIZED)
+    )
+    return Record(
+        schema_version=SCHEMA_VERSION,
+        status=DONE,
+        fingerprint=fingerprint(job, facts),
+        overrides=facts["overrides"],
+        knobs=cast(Knobs, knobs["quantize"] | {group: knobs[group] for group in ("model", "trt", "infer")}),
+        denoiser={
+            "part": loaded.denoiser,
+            "samples_a_picture": samples_per_image(loaded.checkpoint, job.infer.scale),
+        },
+        prompts=prompts,
+        simulated=simulated is not None,
+        simulated_because=simulated,
+        sizes_bytes=sizes(loaded.parameters, directory),
+        plans={part: cast(Plan, dataclasses.asdict(report)) for part, report in plans.items()},
+        latency=latency,
+        fidelity=fidelity(framework.images, quantized.images, framework.latents, quantized.latents, sets=True),
+        fidelity_unquantized_engine=fidelity(
+            framework.images, unquantized.images, framework.latents, unquantized.latents
+        ),
+        text_scores=text_scores(
+            job.metrics, job.infer, prompts, {FULL_PRECISION: framework.images, QUANTIZED: quantized.images}
+        ),
+        parity=parity,
+        layers=count_layers(assignment),
+        smoothing=count_smoothing(assignment, artifact(directory, "onnx", loaded.denoiser)),
+        sensitivity={"curve": sensitivity.curve} if sensitivity else {"curve": None, "reason": "keep is 0"},
+        peak_memory_bytes=peak_memory_bytes(),
+        peak_cuda_memory_bytes=explained(peak_cuda_memory_bytes(), "no NVIDIA GPU"),
+        stages=cast(dict[str, Stage], stages),
+        environment={"versions": facts["versions"], "machine": facts["machine"]},
+        inputs=facts["inputs"],
+    )
+
+
+def sizes(parameters: dict[str, int], directory: Path) -> dict[str, Sizes]:
+    """Bytes of each part's files, and of its weights in fp32."""
+    found: dict[str, Sizes] = {}
+    for part in parameters:
+        path, plan = artifact(directory, "onnx", part), artifact(directory, "plan", part)
+        full = artifact(directory / "full_precision", "onnx", part)
+        stored = bytes_of(path)
+        found[part] = {
+            "onnx_full_precision": bytes_of(full) if full.exists() else stored,
+            "onnx_quantized": explained(stored if full.exists() else None, "not quantized"),
+            "plan": explained(plan.stat().st_size if plan.exists() else None, "no plan was asked for"),
+            "weights_fp32": 4 * parameters[part],
+        }
+    return found
+
+
+def bytes_of(onnx_path: Path) -> int:
+    """Bytes of the graph and of the files of its weights."""
+    return sum(file.stat().st_size for file in onnx_path.parent.iterdir())
+
+
+def count_layers(assignment: dict[str, LayerAssignment]) -> Layers:
+    """How many convolutions and linears are quantized and how many are not."""
+    layers = [layer for layer in assignment.values() if layer.role not in ("norm", "attention")]
+    quantized = sum(layer.format is not None for layer in layers)
+    return {"quantized": quantized, "high_precision": len(layers) - quantized}
+
+
+def count_smoothing(assignment: dict[str, LayerAssignment], onnx_path: Path) -> dict[str, int]:
+    """How many layers are smoothed, and how many multiplications the exported graph really has for that."""
+    graph = onnx.load(onnx_path, load_external_data=False).graph
+    return {
+        "smoothed_layers": sum(
+            layer.pre_quant_scale is not None and bool(layer.format) for layer in assignment.values()
+        ),
+        "folded_layers": sum(layer.folded_into is not None and bool(layer.format) for layer in assignment.values()),
+        "multiplications": sum(node.output[0].endswith(".smoothed") for node in graph.node),
+    }

@@ -1,0 +1,71 @@
+"""The engines against torch: every unquantized part, every quantized layer, and the quantized network as a whole."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from sd_quant.config import artifact
+from sd_quant.engines import RUNTIMES
+from sd_quant.inference.parity import (
+    Simulation,
+    layer_outputs,
+    layer_parity,
+    native_outputs,
+    part_parity,
+    run_simulation,
+)
+from sd_quant.models.checkpoint import contracts_of, denoiser_of
+from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.simulation.modelopt import restorable, save_quantized
+from sd_quant.stages.compare import Comparison
+from sd_quant.stages.load import Loaded
+from sd_quant.stages.opening import module_of
+from sd_quant.stages.variants import FRAMEWORK, FULL_PRECISION, QUANTIZED, Variants
+
+
+def verify(
+    loaded: Loaded,
+    assignment: Mapping[str, LayerAssignment],
+    variants: Variants,
+    comparison: Comparison,
+    engine: str,
+    directory: Path,
+) -> dict:
+    """The record's ``parity``; also writes ModelOpt's checkpoint, where it can hold the recipe, and closes all engines.
+
+    Raises SdQuantError when an engine differs from torch by more than is tolerated.
+    """
+    outputs, denoiser = comparison.outputs, loaded.denoiser
+    parity = part_parity(outputs[FRAMEWORK], outputs[FULL_PRECISION], contracts_of(loaded.checkpoint))
+    simulated_part = variants.simulation
+    network = denoiser_of(loaded.checkpoint, simulated_part.module)
+    simulation = None
+    if variants.simulated is None:
+        simulation = run_simulation(simulated_part, network, comparison.inputs[denoiser], assignment)
+    if restorable(assignment):  # from the processor, so that it can be restored where there is no GPU
+        save_quantized(network.cpu(), directory / f"quantized_{loaded.component}.pt")
+    if simulation is not None:
+        layers = outputs_of_layers(loaded, assignment, variants, simulation, engine, directory)
+        (expected,), (output,) = (outputs[variant][denoiser].values() for variant in (FRAMEWORK, QUANTIZED))
+        parity |= layer_parity(simulation, expected, output.cpu(), assignment, layers, denoiser)
+    variants.pool.close()
+    return parity
+
+
+def outputs_of_layers(
+    loaded: Loaded,
+    assignment: Mapping[str, LayerAssignment],
+    variants: Variants,
+    simulation: Simulation,
+    engine: str,
+    directory: Path,
+) -> dict[str, Tensor]:
+    """What the engine makes of each quantized layer's input in the simulation."""
+    denoiser = loaded.denoiser
+    if RUNTIMES[engine].file is None:
+        module = module_of(variants.engines[QUANTIZED][denoiser])
+        return native_outputs(denoiser_of(loaded.checkpoint, module), simulation)
+    variants.pool.close()  # gives its memory to the layers
+    path = artifact(directory, "onnx", denoiser)
+    return layer_outputs(simulation, assignment, path, loaded.parts[denoiser].prefix, engine)

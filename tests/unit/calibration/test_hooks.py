@@ -1,0 +1,443 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sd_quant.calibration.hooks import ROWS_A_CALL, collect, draw, take_row
+from sd_quant.errors import SdQuantError
+from sd_quant.quantization.statistics import CALLS, ROWS, Statistics, bytes_bound, merge
+
+PROMPTS, STEPS = 8, 3  # 192 candidates for ROWS, 24 for CALLS
+NAMES = ("conv", "linear")
+
+
+class Network(nn.Module):
+    """Layers that see what the network is given, so that ranges can be told in advance."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.linear, self.other = nn.Conv2d(2, 3, 3, stride=2, padding=1), nn.Linear(2, 1), nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` [B, 2, h, w]; the linear sees it as [B, h * w, 2]."""
+        tokens = tokens_of(x)
+        return self.conv(x).sum() + self.linear(tokens).sum() + self.other(tokens).sum()
+
+
+def tokens_of(x: torch.Tensor) -> torch.Tensor:
+    return x.flatten(2).transpose(1, 2)
+
+
+def layers_of(network: nn.Module) -> dict[str, nn.Module]:
+    return {name: network.get_submodule(name) for name in NAMES}
+
+
+def sample(prompt: int, step: int, half: int) -> torch.Tensor:
+    """What the network sees of a prompt at a step, in the unconditional (0) or conditional (1) half: [2, 4, 4].
+
+    Values that fp16 holds exactly.
+    """
+    return torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(100 * prompt + 10 * step + half)).half().float()
+
+
+def halves_of(prompt: int, step: int, halves=(0, 1)) -> torch.Tensor:
+    return torch.stack([sample(prompt, step, half) for half in halves])
+
+
+def calibrate(
+    prompts=range(PROMPTS), batch_size: int = 1, *, halves=(0, 1), wanted=None, change=lambda x, batch, step: None
+) -> Statistics:
+    """Statistics of a pipeline that runs ``batch_size`` prompts at a time, unconditional halves first."""
+    network, now = Network(), SimpleNamespace()
+    layers = layers_of(network)
+    wanted = draw(layers, prompts, STEPS, seed=7) if wanted is None else wanted
+    with collect(network, layers, prompts, STEPS, lambda: (now.step, now.batch), wanted) as statistics:
+        for start in range(0, len(prompts), batch_size):
+            now.batch = list(prompts[start : start + batch_size])
+            for now.step in range(STEPS):
+                x = torch.stack([sample(prompt, now.step, half) for half in halves for prompt in now.batch])
+                change(x, now.batch, now.step)
+                network(x=x)
+    return statistics
+
+
+def assert_same(first: Statistics, second: Statistics) -> None:
+    """Bit for bit, dtypes and shapes included; layers and calls may stand in another order."""
+
+    def tensors(statistics: Statistics) -> dict:
+        layers = {(n, s.kind): (s.amax, s.rows.values, s.rows.priority) for n, s in statistics.layers.items()}
+        return layers | {(n, "call"): (s.values, s.priority) for n, s in statistics.calls.items()}
+
+    torch.testing.assert_close(tensors(first), tensors(second), rtol=0, atol=0)
+
+
+@pytest.fixture(scope="module")
+def whole() -> Statistics:
+    return calibrate()
+
+
+@pytest.fixture(scope="module")
+def singles() -> list[Statistics]:
+    """Of each prompt by itself."""
+    return [calibrate([prompt]) for prompt in range(PROMPTS)]
+
+
+# Ranges
+
+
+@pytest.mark.parametrize("halves", [(0, 1), (1,)])
+def test_ranges_by_prompt_and_step_and_by_step_and_channel(halves):
+    statistics = calibrate(batch_size=2, halves=halves)
+    assert statistics.layers.keys() == set(NAMES)
+    assert (statistics.layers["conv"].kind, statistics.layers["linear"].kind) == ("conv", "linear")
+    conv, linear = statistics.layers["conv"].amax, statistics.layers["linear"].amax
+    assert (conv.shape, linear.shape) == ((PROMPTS, STEPS), (STEPS, 2))
+    assert conv.dtype == linear.dtype == torch.float32
+    for step in range(STEPS):
+        seen = torch.stack([halves_of(prompt, step, halves) for prompt in range(PROMPTS)]).abs()
+        assert torch.equal(conv[:, step], seen.amax(dim=(1, 2, 3, 4)))
+        assert torch.equal(linear[step], seen.amax(dim=(0, 1, 3, 4)))
+
+
+def test_a_second_call_within_a_step_only_widens_the_range():
+    """As samplers of second order do. Rows are taken once, from the first call."""
+    network = Network()
+    layers = layers_of(network)
+    with collect(network, layers, [0], 1, lambda: (0, [0]), draw(layers, [0], 1, seed=0)) as statistics:
+        for magnitude in (2.0, 5.0, 3.0):
+            network(x=torch.full((2, 2, 4, 4), -magnitude))
+    conv, linear = statistics.layers["conv"], statistics.layers["linear"]
+    assert conv.amax.tolist() == [[5.0]] and linear.amax.tolist() == [[5.0, 5.0]]
+    assert len(conv.rows.values) == len(conv.rows.priority) == len(linear.rows.values) == ROWS_A_CALL
+    assert (linear.rows.values == -2).all() and set(conv.rows.values.unique().tolist()) <= {0.0, -2.0}
+    assert statistics.calls["x"].values.tolist() == torch.full((1, 2, 2, 4, 4), -2.0).tolist()
+
+
+def test_a_layer_that_is_used_twice_in_a_call_has_the_wider_range():
+    layer = nn.Linear(2, 2)
+    network = nn.Sequential(layer, layer)
+    with torch.no_grad():
+        layer.weight.copy_(torch.diag(torch.tensor([3.0, 0.5])))
+        layer.bias.zero_()
+    with collect(network, {"0": layer}, [0], 1, lambda: (0, [0]), {}) as statistics:
+        network(torch.ones(2, 4, 2))
+    assert statistics.layers["0"].amax.tolist() == [[3.0, 1.0]]
+
+
+def test_layers_that_read_one_tensor_share_the_look_at_it():
+    """Query, key and value: the pass over the input costs more than all the rest."""
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.query, self.key, self.value = (nn.Linear(2, 2) for _ in range(3))
+
+        def forward(self, x, text):
+            return self.query(x) + self.key(text) + self.value(text)
+
+    class Abs(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            Abs.count += function is torch.ops.aten.abs.default and args[0].ndim == 3
+            return function(*args, **(kwargs or {}))
+
+    network = Attention()
+    x, text = torch.randn(1, 4, 2), torch.randn(1, 4, 2)
+    layers = dict(network.named_children())
+    with collect(network, layers, [0], 1, lambda: (0, [0]), {}) as statistics, Abs():
+        network(x, text)
+    assert Abs.count == 2
+    seen = {name: layer.amax[0].tolist() for name, layer in statistics.layers.items()}
+    widest = text[0].abs().amax(0).tolist()
+    assert seen == {"query": x[0].abs().amax(0).tolist(), "key": widest, "value": widest}
+
+
+def test_ranges_of_fp16_inputs_are_kept_in_fp32():
+    network = Network().half()
+    with collect(network, layers_of(network), [0], 1, lambda: (0, [0]), {}) as statistics:
+        network(torch.full((1, 2, 1, 1), 60000.0).half())
+    assert statistics.layers["conv"].amax.dtype == torch.float32 and statistics.layers["conv"].amax.item() == 60000
+
+
+# Rows
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stride": stride, "padding": padding, "dilation": dilation, "kernel_size": kernel}
+        for stride in (1, 2)
+        for padding in (0, 1)
+        for dilation in (1, 2)
+        for kernel in (1, 3)
+    ]
+    + [{"kernel_size": (3, 2), "stride": (1, 2), "padding": (0, 1), "dilation": (2, 1)}]
+    + [{"kernel_size": 4, "padding": "same"}],
+    ids=str,
+)
+def test_a_patch_is_what_an_output_of_the_convolution_multiplies(options):
+    torch.manual_seed(0)
+    conv = nn.Conv2d(3, 5, **options)
+    x = torch.randn(2, 3, 9, 7).half().float()
+    output = conv(x).movedim(1, -1).flatten(0, 2)  # [positions of both samples, 5]
+    everywhere = [(position + 0.5) / len(output) for position in range(len(output))]
+    patches = torch.stack([take_row(conv, x, place) for place in everywhere])
+    assert patches.shape == (len(output), conv.weight[0].numel())
+    torch.testing.assert_close(patches @ conv.weight.flatten(1).T + conv.bias, output)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 2), (1, 7, 2), (2, 5, 2), (2, 3, 4, 2)])
+def test_a_row_of_a_linear_is_a_token(shape):
+    x = torch.arange(torch.tensor(shape).prod().item()).float().view(shape)
+    tokens = x.view(-1, 2)
+    places = [0.0, *((index + 0.5) / len(tokens) for index in range(len(tokens))), 1 - 2**-53]
+    found = [take_row(nn.Linear(2, 1), x, place).tolist() for place in places]
+    assert found == [[0.0, 1.0], *tokens.tolist(), tokens[-1].tolist()]
+
+
+def test_what_fp16_cannot_hold_is_cut():
+    network = nn.Sequential(nn.Linear(4, 1))
+    wanted = {(0, 0): {"0": [(0.1, 0.5)]}}
+    with collect(network, {"0": network[0]}, [0], 1, lambda: (0, [0]), wanted) as statistics:
+        network(torch.tensor([[[1e30, -1e30, 65504.0, 2.0]]]))
+    rows = statistics.layers["0"].rows.values
+    assert rows.dtype == torch.float16 and rows.tolist() == [[65504.0, -65504.0, 65504.0, 2.0]]
+
+
+def test_rows_are_inputs_of_their_prompt_and_step():
+    wanted = draw(NAMES, range(PROMPTS), STEPS, seed=7)
+    came_from = {
+        (name, kept[0]): call for call, by_name in wanted.items() for name in NAMES for kept in by_name.get(name, ())
+    }
+    statistics = calibrate(batch_size=3, wanted=wanted)
+    for name in NAMES:
+        rows, found = statistics.layers[name].rows, []
+        for row, priority in zip(rows.values.float(), rows.priority.tolist(), strict=True):
+            x = halves_of(*came_from[name, priority])
+            inputs = F.unfold(x, 3, padding=1, stride=2).mT if name == "conv" else tokens_of(x)
+            found += (inputs == row).all(-1).nonzero().tolist()
+        assert len(found) == ROWS
+        halves, positions = (set(places) for places in zip(*found, strict=True))
+        assert halves == {0, 1} and positions == set(range(inputs.shape[1]))
+
+
+@pytest.mark.parametrize("name, limit", [("conv", ROWS), ("linear", ROWS), ("", CALLS)])
+def test_exactly_the_lowest_priorities_are_kept(whole, singles, name, limit):
+    def rows(statistics):
+        return statistics.layers[name].rows if name else statistics.calls["x"]
+
+    candidates = [
+        pair for single in singles for pair in zip(rows(single).priority.tolist(), rows(single).values, strict=True)
+    ]
+    candidates.sort(key=lambda pair: pair[0])
+    assert len(candidates) == PROMPTS * STEPS * (ROWS_A_CALL if name else 1) > limit
+    assert rows(whole).priority.dtype == torch.float64
+    assert rows(whole).priority.tolist() == [priority for priority, _ in candidates[:limit]]
+    assert torch.equal(rows(whole).values, torch.stack([values for _, values in candidates[:limit]]))
+
+
+def test_another_seed_and_another_layer_draw_others():
+    wanted, other = (draw(("a", "b"), [0], 1, seed)[0, 0] for seed in (1, 2))
+    everything = [tuple(pair) for drawn in (wanted, other) for kept in drawn.values() for pair in kept]
+    assert len(everything) == len(set(everything)) == 2 * (2 * ROWS_A_CALL + 1)
+
+
+def test_few_prompts_keep_all_candidates(singles):
+    assert [len(singles[0].layers[name].rows.values) for name in NAMES] == [STEPS * ROWS_A_CALL] * 2
+    assert len(singles[0].calls["x"].values) == STEPS
+
+
+def test_calls_are_the_inputs_that_the_network_was_given_by_name(whole):
+    wanted = draw(NAMES, range(PROMPTS), STEPS, seed=7)
+    came_from = {kept[""][0][0]: call for call, kept in wanted.items() if "" in kept}
+    assert whole.calls.keys() == {"x"}
+    calls = whole.calls["x"]
+    assert calls.values.shape == (CALLS, 2, 2, 4, 4) and calls.values.dtype == torch.float32
+    for values, priority in zip(calls.values, calls.priority.tolist(), strict=True):
+        assert torch.equal(values, halves_of(*came_from[priority]))
+
+
+def test_calls_outlive_the_buffer_that_they_came_in():
+    network, buffer = Network(), torch.ones(1, 2, 4, 4)
+    with collect(network, layers_of(network), [0], 1, lambda: (0, [0]), draw((), [0], 1, seed=0)) as statistics:
+        network(x=buffer)
+        buffer.zero_()
+    assert (statistics.calls["x"].values == 1).all()
+
+
+# What they do not depend on
+
+
+@given(
+    order=st.permutations(range(PROMPTS)),
+    batch_size=st.integers(1, PROMPTS),
+)
+@settings(max_examples=20, deadline=None)
+def test_the_order_of_the_prompts_and_the_batch_size_do_not_matter(whole, order, batch_size):
+    assert_same(calibrate(order, batch_size), whole)
+
+
+def test_without_guidance_the_same_rows_are_drawn(whole):
+    """Of one half instead of two."""
+    conditional, batched = calibrate(halves=(1,)), calibrate(halves=(1,), batch_size=3)
+    assert_same(conditional, batched)
+    for name in NAMES:
+        assert torch.equal(conditional.layers[name].rows.priority, whole.layers[name].rows.priority)
+    assert torch.equal(conditional.calls["x"].values, whole.calls["x"].values[:, 1:])
+
+
+@pytest.mark.parametrize("first", range(1, PROMPTS))
+def test_a_snapshot_is_a_pass_of_that_size_and_can_be_continued(whole, singles, first):
+    snapshot, rest = calibrate(range(first)), calibrate(range(first, PROMPTS))
+    assert_same(snapshot, merge(singles[:first]))
+    assert_same(merge([snapshot, rest]), whole)
+
+
+@given(data=st.data())
+@settings(max_examples=50, deadline=None)
+def test_merging_is_exact_in_any_order_and_any_split(whole, singles, data):
+    parts = list(data.draw(st.permutations(singles)))
+    while len(parts) > 1:  # any tree of merges
+        size = data.draw(st.integers(2, len(parts)))
+        parts = [*parts[size:], merge(parts[:size])]
+    assert_same(parts[0], whole)
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_processes_that_share_prompts_draw_the_same_rows(whole, processes):
+    """Each knows what is wanted of all prompts and meets only its own."""
+    wanted = draw(NAMES, range(PROMPTS), STEPS, seed=7)
+    shares = [calibrate(range(PROMPTS)[rank::processes], wanted=wanted) for rank in range(processes)]
+    assert_same(merge(shares), whole)
+
+
+def test_merging_one_changes_nothing(whole):
+    assert_same(merge([whole]), whole)
+
+
+def test_a_layer_that_only_some_prompts_reach(singles):
+    unreached = Statistics({"conv": singles[0].layers["conv"]}, {})
+    merged = merge([unreached, singles[1]])
+    assert torch.equal(merged.layers["linear"].amax, singles[1].layers["linear"].amax)
+    assert torch.equal(merged.layers["conv"].amax[1], singles[1].layers["conv"].amax[1])
+
+
+# Memory
+
+
+@given(
+    prompts=st.integers(1, 12),
+    steps=st.integers(1, 4),
+    width=st.integers(1, 5),
+    kernel=st.integers(1, 3),
+    batch_size=st.integers(1, 3),
+)
+@settings(max_examples=30, deadline=None)
+def test_the_bound_on_bytes_holds(prompts, steps, width, kernel, batch_size):
+    network = nn.Sequential(nn.Conv2d(width, width, kernel), nn.Flatten(2), nn.Linear(8, 2))
+    layers, now = {"0": network[0], "2": network[2]}, SimpleNamespace()
+    wanted = draw(layers, range(prompts), steps, seed=0)
+    with collect(network, layers, range(prompts), steps, lambda: (now.step, now.batch), wanted) as statistics:
+        for start in range(0, prompts, batch_size):
+            now.batch = range(start, min(start + batch_size, prompts))
+            for now.step in range(steps):
+                network(torch.randn(len(now.batch), width, kernel + 1, kernel + 3))
+    tensors = [t for s in statistics.layers.values() for t in (s.amax, s.rows.values, s.rows.priority)]
+    found, bound = sum(tensor.nbytes for tensor in tensors), bytes_bound(layers, prompts, steps)
+    assert found <= bound
+    if prompts * steps * ROWS_A_CALL >= ROWS:
+        assert found == bound
+
+
+# Failures
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("half", [0, 1])
+def test_what_is_not_finite_names_layer_prompt_and_step(bad, half):
+    def spoil(x, batch, step):
+        if step == 1 and 3 in batch:
+            x[half * len(batch) + batch.index(3), 0, 2, 2] = bad
+
+    with pytest.raises(SdQuantError, match="layer conv is not finite at prompt 3, step 1"):
+        calibrate(batch_size=2, change=spoil)
+    with pytest.raises(SdQuantError, match="layer conv is not finite at prompt 3, step 1"):
+        calibrate([6, 3, 1], 2, change=spoil)
+
+
+@pytest.mark.parametrize("broken, named", [(None, "a"), ("a", "b"), ("b", "c")])
+def test_the_first_layer_of_the_network_is_named(broken, named):
+    """Not the first in the list of layers, nor one that only received the damage."""
+    network = nn.Sequential()
+    for name in "abc":
+        network.add_module(name, nn.Linear(2, 2))
+    if broken:
+        nn.init.constant_(network.get_submodule(broken).weight, torch.inf)
+    x = torch.ones(1, 3, 2) if broken else torch.full((1, 3, 2), torch.nan)
+    layers = {name: network.get_submodule(name) for name in "cba"}
+    with (
+        pytest.raises(SdQuantError, match=f"^the input of layer {named} is not finite at prompt 4, step 0$"),
+        collect(network, layers, [4], 1, lambda: (0, [4]), {}),
+    ):
+        network(x)
+
+
+def hooks_of(network: nn.Module) -> int:
+    return sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in network.modules())
+
+
+def test_hooks_are_gone_afterwards():
+    network = Network()
+    with collect(network, layers_of(network), [0], 1, lambda: (0, [0]), {}):
+        assert len(network.conv._forward_pre_hooks) == 1 and not network.other._forward_pre_hooks
+    assert hooks_of(network) == 0
+
+
+def test_hooks_are_gone_after_a_failure():
+    network = Network()
+    with pytest.raises(SdQuantError), collect(network, layers_of(network), [0], 1, lambda: (0, [0]), {}):
+        network(torch.full((1, 2, 1, 1), float("nan")))
+    assert hooks_of(network) == 0
+
+
+def test_a_layer_that_is_never_called_has_no_statistics():
+    network = Network()
+    with collect(network, layers_of(network), [0], 1, lambda: (0, [0]), draw(NAMES, [0], 1, 0)) as statistics:
+        pass
+    assert statistics == Statistics({}, {})
+
+
+class WithPlaces(nn.Module):
+    """As Flux has it: a row per sample, and places that all samples share."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, places):
+        return self.linear(x)
+
+
+def test_inputs_that_samples_share_are_kept_whole():
+    module, x, places = WithPlaces(), torch.rand(2, 3, 4), torch.arange(9.0).view(3, 3)
+    layers, wanted = {"linear": module.linear}, draw(["linear"], range(2), 1, seed=0)
+    with collect(module, layers, range(2), 1, lambda: (0, [0, 1]), wanted, ["x"]) as found:
+        module(x=x, places=places)
+    assert found.calls["x"].values.shape == (2, 1, 3, 4)
+    assert all(torch.equal(kept, places) for kept in found.calls["places"].values)
+    assert found.calls["places"].values.shape == (2, 3, 3)
+
+
+def test_the_range_of_a_linear_of_rows_is_per_channel():
+    """As modulations have it: a row per sample and no tokens."""
+    module, x = nn.Sequential(nn.Linear(4, 4)), torch.tensor([[1.0, -2, 3, -4], [-5.0, 1, 1, 1]])
+    layers, wanted = {"0": module[0]}, draw(["0"], range(1), 1, seed=0)
+    with collect(module, layers, range(1), 1, lambda: (0, [0]), wanted) as found:
+        module(x)
+    assert found.layers["0"].amax.tolist() == [[5, 2, 3, 4]]

@@ -1,0 +1,73 @@
+import numpy as np
+import pytest
+from PIL import Image, ImageFont
+
+from sd_quant.errors import ArtifactError
+from sd_quant.report.images import _wrap, comparison_grid, save_images
+
+
+def gradient(count: int, size: int) -> np.ndarray:
+    ramp = np.linspace(0, 255, size).astype(np.uint8)
+    return np.broadcast_to(ramp[None, :, None, None], (count, size, size, 3)).copy()
+
+
+def test_saved_images_read_back_exactly_and_leave_no_partial_files(tmp_path):
+    images = np.random.default_rng(0).integers(0, 256, (2, 64, 64, 3), dtype=np.uint8)
+    paths = save_images(images, tmp_path / "images", ["0000", "0001"])
+    assert sorted((tmp_path / "images").iterdir()) == paths
+    for image, path in zip(images, paths, strict=True):
+        with Image.open(path) as read:
+            assert np.array_equal(np.asarray(read), image)
+
+
+@pytest.mark.parametrize("names", [["../a", "b"], ["a", "a"], ["a"], ["", "b"], ["a/b", "c"]])
+def test_names_that_leave_the_folder_or_collide_are_refused(tmp_path, names):
+    with pytest.raises(ArtifactError, match="number the images"):
+        save_images(gradient(2, 8), tmp_path / "images", names)
+    assert not (tmp_path / "images").exists()
+
+
+def test_float_images_are_refused(tmp_path):
+    with pytest.raises(ArtifactError, match="float64"):
+        save_images(np.zeros((1, 8, 8, 3)), tmp_path, ["a"])
+
+
+@pytest.mark.parametrize(("size", "edge"), [(64, 128), (1024, 256)])
+def test_grid_shows_both_rows_at_a_readable_size(tmp_path, size, edge):
+    reference = gradient(3, size)
+    quantized = 255 - reference
+    with Image.open(comparison_grid(reference, quantized, tmp_path / "grid.png", columns=2)) as image:
+        grid = np.asarray(image)
+    dark = (grid < 40).all(-1)
+    assert grid.shape[0] > 4 * edge and grid.shape[1] > 2 * edge
+    right = grid[:, -16 - edge // 2]  # a column through the second pair
+    assert right[18].max() < 40 and right[16 + edge - 3].min() > 215  # full precision: dark at the top
+    assert right[16 + edge + 4 + 2].min() > 215 and right[16 + 2 * edge + 2].max() < 40  # quantized: dark below
+    assert dark[:, :110].any()  # the row labels
+
+
+def test_hostile_captions_are_only_drawn(tmp_path):
+    captions = ["\x1b[2J\x00\n\u202e=cmd|'!A0", "\ud800 " + "x" * 100_000, ""]
+    path = comparison_grid(gradient(3, 64), gradient(3, 64), tmp_path / "grid.png", captions)
+    assert [file.name for file in tmp_path.iterdir()] == ["grid.png"]
+    with Image.open(path) as image:
+        assert image.info == {}
+    font = ImageFont.load_default(size=12)
+    for caption in [*captions, "a very long caption of many words that does not fit", "a " * 100]:
+        lines = _wrap(caption, font, 60)
+        assert len(lines) <= 2
+        assert all(font.getlength(line) <= 60 and line.isprintable() for line in lines)
+    assert _wrap("a long caption that does not fit", font, 60)[-1].endswith("...")
+    assert _wrap("it fits", font, 60) == ["it fits"]
+
+
+def test_thousands_of_pairs_give_a_grid_that_still_opens(tmp_path):
+    path = comparison_grid(gradient(1000, 16), gradient(1000, 16), tmp_path / "grid.png")
+    with Image.open(path) as image:
+        width, height = image.size
+    assert 8 * 2 * 16 < width < 1000 and 8 * 2 * 32 < height < 1000
+
+
+def test_images_that_do_not_match_are_refused(tmp_path):
+    with pytest.raises(ArtifactError, match="same prompts and size"):
+        comparison_grid(gradient(2, 64), gradient(1, 64), tmp_path / "grid.png")

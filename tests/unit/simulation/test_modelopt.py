@@ -1,0 +1,130 @@
+from dataclasses import replace
+
+import modelopt.torch.opt as mto
+import pytest
+import torch
+from diffusers.models.attention_processor import Attention
+from torch import nn
+
+from sd_quant.numbers import relative_error
+from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.simulation.modelopt import restorable, save_quantized, simulate
+from sd_quant.simulation.rewrite import QuantizedAttention
+
+KEPT = ("mid_block.attentions.0.transformer_blocks.0.attn1.to_k", "mid_block.attentions.0.proj_out")
+
+
+@pytest.fixture(scope="module", params=["folded", "modelopt"])
+def assignment(request, calibrated):
+    """Every role of layer, two layers kept."""
+    return calibrated.assignment(0.8, smoothing=request.param, kept=KEPT)
+
+
+@pytest.fixture(scope="module")
+def simulated(calibrated, assignment):
+    """A part whose UNet is quantized."""
+    part = calibrated.part()
+    simulate(part.unet, assignment)
+    return part
+
+
+def quantizers(unet: nn.Module, kind: str) -> dict[str, nn.Module]:
+    suffix = f".{kind}_quantizer"
+    return {name.removesuffix(suffix): module for name, module in unet.named_modules() if name.endswith(suffix)}
+
+
+def enabled(unet: nn.Module, kind: str) -> set[str]:
+    return {name for name, quantizer in quantizers(unet, kind).items() if quantizer.is_enabled}
+
+
+@pytest.mark.parametrize("kind", ["weight", "input"])
+def test_exactly_the_assigned_layers_are_quantized(simulated, assignment, kind):
+    expected = {layer.name for layer in assignment.values() if layer.format}
+    assert enabled(simulated.unet, kind) == expected and not expected & set(KEPT)
+    assert not enabled(simulated.unet, "output")
+
+
+def test_inputs_are_multiplied_where_nothing_else_does_it(simulated, assignment):
+    multiplied = {
+        name for name, module in quantizers(simulated.unet, "input").items() if module.pre_quant_scale is not None
+    }
+    assert multiplied == {layer.name for layer in assignment.values() if layer.multiplies}
+
+
+def test_it_computes_nearly_what_the_original_does(simulated, calibrated):
+    inputs = calibrated.calls[0]
+    error = relative_error(calibrated.part()(**inputs), simulated(**inputs))
+    assert 1e-2 < error < 0.3  # rounded, and not broken: measured 0.09, uneven norms are hard on a small network
+
+
+@pytest.mark.parametrize(
+    "quant_level, kept, tolerance",
+    [
+        (2.0, (), 1e-5),  # every vector is in a norm or a linear, in fp32; measured 1e-6
+        (3.0, KEPT, 1e-3),  # text and proj_out are multiplied by fp16 vectors, each off by up to 2^-12; measured 3e-4
+    ],
+)
+def test_folding_alone_changes_nothing(calibrated, quant_level, kept, tolerance):
+    """With rounding off, the norms, the linears and the divided weights, of kept layers too, cancel."""
+    original, part, inputs = calibrated.part(), calibrated.part(), calibrated.calls[1]
+    for norm in (module for module in original.modules() if isinstance(module, nn.LayerNorm | nn.GroupNorm)):
+        norm.bias.uniform_(-1, 1)
+    part.load_state_dict(original.state_dict())
+    assignment = calibrated.assignment(0.8, quant_level, kept=kept)
+    simulate(part.unet, assignment)
+    for kind in ("weight", "input"):
+        for quantizer in quantizers(part.unet, kind).values():
+            quantizer.disable()
+    taken_over = [layer.name for layer in assignment.values() if layer.output_scale is not None]
+    assert taken_over
+    for name in taken_over:
+        ours, theirs = part.unet.get_submodule(name), original.unet.get_submodule(name)
+        assert relative_error(theirs.weight, ours.weight) > 1e-2
+    assert relative_error(original(**inputs), part(**inputs)) < tolerance
+
+
+def test_a_saved_model_is_restored_bit_for_bit(simulated, calibrated, tmp_path):
+    save_quantized(simulated.unet, tmp_path / "quantized.pt")
+    assert [file.name for file in tmp_path.iterdir()] == ["quantized.pt"]
+    fresh = calibrated.part()
+    mto.restore(fresh.unet, tmp_path / "quantized.pt")
+    inputs = calibrated.calls[1]
+    assert torch.equal(fresh(**inputs), simulated(**inputs))
+    assert not torch.equal(fresh(**inputs), calibrated.part()(**inputs))
+
+
+def test_the_saved_file_holds_no_code(simulated, tmp_path):
+    save_quantized(simulated.unet, tmp_path / "quantized.pt")
+    assert torch.load(tmp_path / "quantized.pt", weights_only=True).keys() == {"modelopt_state", "model_state_dict"}
+
+
+def test_modelopt_holds_what_is_its_own_and_nothing_else(assignment):
+    """A low-rank branch is a hook, quantized attention a processor: its file would lose both."""
+    assert restorable(assignment)
+    name, layer = next((name, layer) for name, layer in assignment.items() if layer.format)
+    for lost in (
+        {"format": "int4"},
+        {"activation_format": "nvfp4"},
+        {"low_rank": (torch.ones(2, 1), torch.ones(1, 2))},
+        {"attention_amax": (1.0, 1.0, 1.0)},
+    ):
+        assert not restorable(assignment | {name: replace(layer, **lost)})
+
+
+def test_on_a_gpu_modelopt_would_compile_nothing(simulated, monkeypatch):
+    """It asks for its kernels in every call there, and falls back to what it computes on a processor."""
+    from modelopt.torch.quantization import extensions, tensor_quant
+
+    monkeypatch.setattr(extensions, "load_cpp_extension", lambda *_, **__: pytest.fail("it compiles"))
+    assert tensor_quant.get_cuda_ext() is None and tensor_quant.get_cuda_ext_fp8() is None
+
+
+@torch.no_grad()
+def test_attention_that_is_spread_over_many_tokens_is_not_rounded_to_nothing():
+    """What a softmax returns is then about 2^-11, which the scale 1 would round to zero, E4M3's smallest being 2^-9."""
+    torch.manual_seed(0)
+    attention, tokens = Attention(32, heads=2, dim_head=16), 1 + 0.1 * torch.randn(1, 2048, 32)
+    expected = attention(tokens)
+    layer = LayerAssignment("attention", "attention", (), activation_format="fp8", attention_amax=(4.0, 4.0, 4.0))
+    attention.set_processor(QuantizedAttention(layer))
+    assert relative_error(expected, attention(tokens)) < 0.05

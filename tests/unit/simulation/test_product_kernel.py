@@ -1,0 +1,121 @@
+"""The GPU's kernel without a GPU: Triton interprets it in numpy, and compiles it for GPUs that are not here.
+
+Triton decides at import whether it interprets, so that runs in a process of its own: this file as a script.
+"""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytestmark = pytest.mark.slow
+triton = pytest.importorskip("triton")
+
+CASES = [  # batch, height, width, channels, outputs, kernel, stride, padding, dilation, bias, dtype
+    (2, 5, 6, 40, 24, 3, 1, 1, 1, True, torch.float32),
+    (1, 8, 8, 64, 130, 3, 2, 1, 1, False, torch.float16),
+    (1, 9, 7, 64, 16, 3, 1, 2, 2, True, torch.bfloat16),
+    (2, 70, 1, 96, 33, 1, 1, 0, 1, True, torch.float16),
+]
+ROUNDING = {torch.float32: 1e-6, torch.float16: 2**-11, torch.bfloat16: 2**-8}  # of the output, and fp32 sums
+PRODUCT_OF_CODES = {  # the instructions that multiply these
+    ("int8", 80): r"mma\.sync\.aligned\.m16n8k32.*s8\.s8\.s32",
+    ("int8", 90): r"wgmma\.mma_async.*s32\.s8\.s8",
+    ("fp8", 89): r"mma\.sync\.aligned\.m16n8k32.*e4m3\.e4m3",
+    ("fp8", 90): r"wgmma\.mma_async.*f32\.e4m3\.e4m3",
+}
+
+
+def test_it_computes_a_convolution_of_codes():
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    result = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert len(result.stdout.splitlines()) == 2 * len(CASES)
+
+
+@pytest.mark.parametrize("form, capability", PRODUCT_OF_CODES)
+def test_every_configuration_compiles_for_gpus_to_products_of_codes(form, capability, monkeypatch):
+    """With 16 bytes a copy, and all in registers, but for the tiles that are Hopper's: 128 sums a thread."""
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # 3.9 warns where neither is chosen
+    from sd_quant.simulation.product_kernel import CONFIGS
+
+    for config in CONFIGS:
+        for size in (1, 3):
+            ptx, resources = compiled_for(form, capability, config, size)
+            assert re.search(PRODUCT_OF_CODES[form, capability], ptx), config
+            assert re.search(r"cp\.async\.c[ag]\.shared\.global [^;]*, 0x10", ptx), config
+            tile = config.kwargs["BLOCK_ROWS"] * config.kwargs["BLOCK_OUTPUTS"]
+            if capability >= 90 or tile // (32 * config.num_warps) <= 64:
+                assert "STACK:0 " in resources and "LOCAL:0 " in resources, resources
+
+
+def compiled_for(form: str, capability: int, config, size: int) -> tuple[str, str]:
+    """The PTX, and what the assembler says of registers and memory."""
+    import tempfile
+    from pathlib import Path
+
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from sd_quant.simulation.product_kernel import product_kernel
+
+    function, codes = product_kernel.fn, {"int8": "*i8", "fp8": "*fp8e4nv"}[form]
+    whole = form == "int8"
+    pointers = {"codes": codes, "weight": codes, "scale": "*fp32", "bias": "*fp16", "output": "*fp16"}
+    sizes = ("rows", "outputs", "channels", "height", "width", "output_height", "output_width")
+    ones = dict.fromkeys(sizes[3:], 1) if size == 1 else {}  # of a linear: Triton takes 1 for a constant
+    fixed = {**ones,
+             "STRIDE": 1, "PADDING": size // 2, "DILATION": 1, "KERNEL_HEIGHT": size, "KERNEL_WIDTH": size,
+             "SUM": tl.int32 if whole else tl.float32, "ZERO": 0 if whole else 0.0, "HAS_BIAS": True, "GROUP": 8,
+             **config.kwargs}  # fmt: skip
+    place = {name: (function.arg_names.index(name),) for name in function.arg_names}
+    source = ASTSource(
+        fn=function,
+        signature=dict.fromkeys(function.arg_names, "i32") | pointers | dict.fromkeys(fixed, "constexpr"),
+        constexprs={place[name]: value for name, value in fixed.items()},
+        attrs={
+            place[name]: [["tt.divisibility", 16]] for name in (*pointers, *sizes) if name not in ones
+        },  # as Triton sees at run time
+    )
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        told = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return made.asm["ptx"], told
+
+
+def interpret() -> None:
+    from sd_quant.simulation import product_kernel
+
+    product_kernel.product_kernel.configs = [product_kernel._config(32, 32, 32, 1, 4)]  # nothing is there to choose by
+    random = torch.Generator().manual_seed(0)
+    for form, largest in ((torch.int8, 127), (torch.float8_e4m3fn, 448)):
+        for batch, height, width, channels, outputs, size, stride, padding, dilation, has_bias, dtype in CASES:
+            shapes = (batch, height, width, channels), (outputs, size, size, channels)
+            drawn = (torch.randn(shape, generator=random) * largest / 3 for shape in shapes)
+            codes, weight = (values.clamp(-largest, largest).to(form) for values in drawn)
+            scale = torch.rand(outputs, generator=random) * 1e-4
+            bias = torch.randn(outputs, generator=random).to(dtype) if has_bias else None
+            pictures, filters = (values.double().movedim(-1, 1) for values in (codes, weight))
+            expected = F.conv2d(pictures, filters, None, stride, padding, dilation).movedim(1, -1) * scale.double()
+            expected = expected if bias is None else expected + bias.double()
+            found = torch.ops.sd_quant.product(codes, weight, scale, bias, stride, padding, dilation, dtype)
+            assert found.shape == expected.shape and found.dtype == dtype
+            error = ((found.double() - expected).norm() / expected.norm()).item()
+            assert error < ROUNDING[dtype], (form, dtype, error)
+            print(form, dtype, error)
+            if form == torch.int8:  # torch's check of what compilers rely on compares inputs, and cannot do so in FP8
+                given = (codes, weight, scale, bias, stride, padding, dilation, dtype)
+                torch.library.opcheck(torch.ops.sd_quant.product, given)
+
+
+if __name__ == "__main__":
+    interpret()

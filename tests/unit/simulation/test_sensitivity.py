@@ -1,0 +1,148 @@
+"""Measured on a network small enough to quantize by hand, with torch's own fake quantization."""
+
+import copy
+from collections.abc import Collection
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sd_quant.errors import ConfigError
+from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.derivation import with_ranges
+from sd_quant.quantization.recipe import Recipe
+from sd_quant.simulation.modelopt import simulate
+from sd_quant.simulation.sensitivity import Sensitivity, budget, measure, points, rows
+
+NAMES = ["0", "2", "4"]
+RANGES = {"0": 4.0, "2": 0.5, "4": 8.0}  # of the layers' inputs; that of "2" is much too narrow
+SMOOTHING = torch.tensor([0.5, 1.0, 2.0, 4.0])  # of the input of "4"; powers of two, which fp16 holds
+X = torch.randn(256, 4, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4), nn.GELU(), nn.Linear(4, 3)).requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def assignment(network) -> dict[str, LayerAssignment]:
+    smoothing = {"4": SMOOTHING}
+    layers = {}
+    for name, amax in RANGES.items():
+        weight = network.get_submodule(name).weight
+        layer = LayerAssignment(name, "ffn", tuple(weight.shape), pre_quant_scale=smoothing.get(name))
+        layers[name] = with_ranges(layer, weight, amax, Recipe(3.0, 0.8))
+    return layers
+
+
+@pytest.fixture(scope="module")
+def by_hand(network, assignment):
+    """The network's output with some of its layers quantized."""
+
+    def run(quantized: Collection[str]) -> Tensor:
+        x = X
+        for name, layer in assignment.items():
+            linear = network.get_submodule(name)
+            weight = linear.weight
+            if layer.pre_quant_scale is not None:
+                x, weight = x * SMOOTHING, weight / SMOOTHING
+            if name in quantized:
+                zeros = torch.zeros(len(weight), dtype=torch.int32)
+                x = torch.fake_quantize_per_tensor_affine(x, layer.activation_scale, 0, -128, 127)
+                weight = torch.fake_quantize_per_channel_affine(weight, layer.weight_scale, zeros, 0, -128, 127)
+            x = F.linear(x, weight, linear.bias)
+            x = x if name == NAMES[-1] else F.gelu(x)
+        return x
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def error_by_hand(network, by_hand):
+    expected = network(X)
+    return lambda quantized: ((by_hand(quantized) - expected).norm() / expected.norm()).item()
+
+
+@pytest.fixture(scope="module")
+def measured(network, assignment) -> tuple[nn.Module, Sensitivity, list]:
+    """The simulation as it is left, what was found, and an entry per call of ``advance``."""
+    simulated, calls = simulate(copy.deepcopy(network), assignment), []
+    return simulated, measure(simulated, lambda: simulated(X), NAMES, 2, lambda: calls.append(None)), calls
+
+
+def test_the_error_of_a_layer_is_that_of_the_network_with_it_alone_quantized(measured, error_by_hand):
+    found = measured[1].network_error
+    assert found == pytest.approx({name: error_by_hand([name]) for name in NAMES}, rel=1e-3)
+    assert list(found) == sorted(NAMES, key=lambda name: -error_by_hand([name]))
+    assert next(iter(found)) == "2"
+
+
+def test_the_curve_keeps_the_worst_layers_first(measured, error_by_hand):
+    _, sensitivity, _ = measured
+    order = list(sensitivity.network_error)
+    assert [point["kept"] for point in sensitivity.curve] == [0, 1, 2]
+    for point in sensitivity.curve:
+        rest = order[point["kept"] :]
+        assert point["relative_error"] == pytest.approx(error_by_hand(rest), rel=1e-3)
+        assert point["predicted"] == pytest.approx(sum(error_by_hand([name]) ** 2 for name in rest) ** 0.5, rel=1e-3)
+    errors = [point["relative_error"] for point in sensitivity.curve]
+    assert errors[0] > 2 * errors[1] > 2 * errors[2] > 0
+
+
+def test_the_model_is_left_with_every_layer_quantized(measured, by_hand):
+    simulated = measured[0]
+    assert all(
+        quantizer.is_enabled
+        for name in NAMES
+        for layer in [simulated.get_submodule(name)]
+        for quantizer in (layer.weight_quantizer, layer.input_quantizer)
+    )
+    torch.testing.assert_close(simulated(X), by_hand(NAMES))
+
+
+def test_progress_is_told_of_every_measurement(measured):
+    assert len(measured[2]) == 1 + len(NAMES) + len(points(2, len(NAMES)))
+
+
+def test_layers_that_are_not_named_stay_as_they_are(network, assignment, by_hand):
+    """They are part of what the others are compared with."""
+    simulated = simulate(copy.deepcopy(network), assignment)
+    found = measure(simulated, lambda: simulated(X), ["0", "4"], 0)
+    reference, output = by_hand(["2"]), by_hand(["2", "4"])
+    assert found.network_error.keys() == {"0", "4"}
+    assert found.network_error["4"] == pytest.approx(((output - reference).norm() / reference.norm()).item(), rel=1e-3)
+
+
+def test_rows_are_ranked_and_say_which_layers_are_kept(measured, assignment):
+    _, sensitivity, _ = measured
+    table = rows(sensitivity, assignment, kept=2)
+    assert [row["name"] for row in table] == list(sensitivity.network_error)
+    assert [row["rank"] for row in table] == [1, 2, 3]
+    assert [row["kept"] for row in table] == [True, True, False]
+    assert [row["network_error"] for row in table] == list(sensitivity.network_error.values())
+    assert {row["role"] for row in table} == {"ffn"}
+
+
+@pytest.mark.parametrize(
+    "keep, quantized, kept",
+    [(0, 10, 0), (3, 10, 3), (9, 10, 9), (0.0, 10, 0), (0.3, 10, 3), (0.01, 10, 0), (0.24, 50, 12)],
+)
+def test_a_budget_is_a_number_of_layers_or_a_fraction(keep, quantized, kept):
+    assert budget(keep, quantized) == kept
+
+
+@pytest.mark.parametrize("keep", [10, 11, 1.0, 0.99])
+def test_a_budget_that_keeps_everything_is_refused(keep):
+    with pytest.raises(ConfigError, match=f"keep is {keep}, which keeps all 10 layers .* keep at most 9"):
+        budget(keep, 10)
+
+
+@pytest.mark.parametrize(
+    "kept, quantized, expected",
+    [(0, 1, [0]), (0, 2, [0, 1]), (2, 3, [0, 1, 2]), (5, 10, [0, 1, 2, 4, 5, 8]), (7, 16, [0, 1, 2, 4, 7, 8])],
+)
+def test_points_of_the_curve(kept, quantized, expected):
+    assert points(kept, quantized) == expected

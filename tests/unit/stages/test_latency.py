@@ -1,0 +1,137 @@
+"""The latency of the record: which side was timed for which number, on a clock that only the engines move."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sd_quant.checkpoints.nemo import open_nemo
+from sd_quant.config import PART_NAMES, REPOSITORY
+from sd_quant.metrics import latency
+from sd_quant.models.checkpoint import contracts_of
+from sd_quant.stages import infer
+from sd_quant.stages import latency as timing
+from sd_quant.stages.latency import compare_latency
+
+INFER = SimpleNamespace(
+    engine="openvino",
+    width=64,
+    height=64,
+    batch_size=1,
+    steps=2,
+    scale=5.0,
+    seed=1,
+    num_warmup_runs=1,
+    num_timed_runs=3,
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint():
+    return open_nemo(REPOSITORY / "checkpoints/sdxl_mini.nemo")
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr(latency, "perf_counter", lambda: now.seconds)
+    return now
+
+
+def engines_taking(seconds: dict[str, float], clock, contracts) -> dict:
+    """Engines that give zeros of the right shapes and take the given time."""
+
+    def engine(part: str):
+        def call(**inputs):
+            clock.seconds += seconds[part]
+            batch = len(next(iter(inputs.values())))
+            if part == "unet_xl":
+                return {"out": torch.zeros_like(inputs["x"])}
+            if part == "vae":
+                return {"dec": torch.zeros(batch, 3, 64, 64)}
+            context = contracts["unet_xl"].inputs["context"][2]
+            width = {"clip1": 64, "clip2": context - 64}[part]
+            return {"z": torch.zeros(batch, 80, width), "z_pooled": torch.zeros(batch, 128)}
+
+        call.name, call.inputs, call.device = part, contracts[part].dtypes, torch.device("cpu")
+        return call
+
+    return {part: engine(part) for part in PART_NAMES}
+
+
+def sides_taking(framework: float, full_precision: float, quantized: float, clock, contracts) -> dict[str, dict]:
+    """Seconds of every part of a side; of the quantized side the UNet's."""
+    full = engines_taking(dict.fromkeys(PART_NAMES, full_precision), clock, contracts)
+    return {
+        "framework": engines_taking(dict.fromkeys(PART_NAMES, framework), clock, contracts),
+        "full_precision": full,
+        "quantized": full | {"unet_xl": engines_taking({"unet_xl": quantized}, clock, contracts)["unet_xl"]},
+    }
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_each_number_is_of_its_own_side(checkpoint, clock, together):
+    sides = sides_taking(8.0, 4.0, 1.0, clock, contracts_of(checkpoint))
+    found = compare_latency(checkpoint, sides, ["a rocket"], INFER, together)
+
+    unet = found["openvino"]["unet_xl"]["2"]  # guidance doubles the batch
+    assert found["torch"]["unet_xl"]["2"]["full_precision"]["p50_ms"] == 8000
+    assert (unet["full_precision"]["p50_ms"], unet["quantized"]["p50_ms"], unet["speedup"]) == (4000, 1000, 4)
+    assert (unet["quantized"]["n"], unet["quantized"]["warmup"]) == (3, 1)
+
+    # a picture: both text encoders, two steps of the UNet, the VAE
+    image = found["openvino"]["image"]["1"]
+    assert found["torch"]["image"]["1"]["full_precision"]["p50_ms"] == 5 * 8000
+    assert (image["full_precision"]["p50_ms"], image["quantized"]["p50_ms"]) == (5 * 4000, 3 * 4000 + 2 * 1000)
+    assert image["speedup"] == pytest.approx(20 / 14)
+    assert ("composed" in image["quantized"]) == (not together)
+
+
+def test_one_after_the_other_no_side_is_asked_for_twice(checkpoint, clock):
+    """Where memory holds one part at a time, every change of side or part opens one."""
+    sides, asked = sides_taking(8.0, 4.0, 1.0, clock, contracts_of(checkpoint)), []
+
+    class Asked(dict):
+        def __getitem__(self, part):
+            asked.append((self.name, part))
+            return super().__getitem__(part)
+
+    for name in sides:
+        sides[name] = Asked(sides[name])
+        sides[name].name = name
+    compare_latency(checkpoint, sides, ["a rocket"], INFER, together=False)
+    assert len(asked) == len(set(asked)) == 3 * 4 - 3  # three parts of the quantized side are the unquantized ones
+
+
+def test_a_slower_quantized_engine_is_said_to_be_slower(checkpoint, clock):
+    found = compare_latency(
+        checkpoint, sides_taking(1.0, 1.0, 2.0, clock, contracts_of(checkpoint)), ["a rocket"], INFER, True
+    )
+    assert found["openvino"]["unet_xl"]["2"]["speedup"] == 0.5
+
+
+def test_a_part_is_timed_by_the_clock_of_its_engines_device(checkpoint, clock, monkeypatch):
+    """On a GPU a call returns when its work is queued: whoever forgets the clock times the queueing."""
+
+    def of_the_device(call):
+        call()
+        return 5.0
+
+    for stage in (timing, infer):
+        monkeypatch.setattr(stage, "clock_of", lambda device: of_the_device)
+    contracts = contracts_of(checkpoint)
+    sides = sides_taking(1.0, 1.0, 1.0, clock, contracts)
+    found = compare_latency(checkpoint, sides, ["a rocket"], INFER, True)
+    part = found["openvino"]["unet_xl"]["2"]["quantized"]
+    assert (part["clock"], part["p50_ms"]) == ("of_the_device", 5.0)
+    assert found["openvino"]["image"]["1"]["quantized"]["clock"] == "wall_clock"  # pictures end on the processor
+    alone = infer.part_latency(sides["quantized"]["unet_xl"], contracts["unet_xl"], 2, INFER)
+    assert (alone["clock"], alone["p50_ms"]) == ("of_the_device", 5.0)
+
+
+def test_a_part_that_is_not_quantized_has_no_number_of_its_own(checkpoint, clock):
+    found = compare_latency(
+        checkpoint, sides_taking(1.0, 1.0, 1.0, clock, contracts_of(checkpoint)), ["a rocket"], INFER, True
+    )
+    assert found["openvino"]["vae"]["1"]["quantized"] == {"p50_ms": None, "reason": "not quantized"}
+    assert "speedup" not in found["openvino"]["vae"]["1"]

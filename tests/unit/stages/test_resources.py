@@ -1,0 +1,84 @@
+from types import SimpleNamespace
+
+import pytest
+
+from sd_quant.errors import ResourceError
+from sd_quant.inference import memory as memory_model
+from sd_quant.inference.memory import fits, gpu_memory_of_variant, gpu_memory_of_variants, memory_of_variants
+from sd_quant.stages import resources
+from sd_quant.stages.resources import workload_of
+
+SDXL = {"unet_xl": 2_567_463_684, "vae": 49_490_199, "clip1": 123_060_480, "clip2": 694_659_840}
+
+
+def job(size: int = 1024, calibration: str | None = None, library: str = "tensorrt_rtx", engine: str = "openvino"):
+    picture = SimpleNamespace(width=size, height=size, batch_size=1, engine=engine, precision="auto")
+    quantize = SimpleNamespace(batch_size=1, calibration=calibration, accelerator="auto")
+    return SimpleNamespace(model=picture, infer=picture, quantize=quantize, trt=SimpleNamespace(library=library))
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    def free(gigabytes: float) -> None:
+        for module in (memory_model, resources):
+            monkeypatch.setattr(module, "available_memory_bytes", lambda: int(gigabytes * 1e9))
+
+    return free
+
+
+def test_the_full_model_works_on_24_gb_one_part_at_a_time(tmp_path, memory):
+    memory(24)
+    resources.check_machine(resources.memory_needed(SDXL, job()), {}, tmp_path)
+    assert not fits(memory_of_variants(SDXL, workload_of(job().infer)), "all")
+    memory(80)
+    assert fits(memory_of_variants(SDXL, workload_of(job().infer)), "all")
+
+
+def test_a_machine_that_is_too_small_is_told_what_would_help(tmp_path, memory):
+    memory(8)
+    with pytest.raises(ResourceError, match=r"the 8.0 GB that are free here .*calibrate 1\d.\d GB, plans 1\d.\d GB"):
+        resources.check_machine(resources.memory_needed(SDXL, job()), {}, tmp_path)
+    small = resources.memory_needed(SDXL, job(calibration="given", library="none"))
+    assert set(small) == {"pictures"}
+
+
+def test_a_gpu_of_24_gb_is_enough_one_part_at_a_time(tmp_path, memory, monkeypatch):
+    """Calibration takes most, 4 bytes of each of 3.39 B weights and the activations of guidance's two samples."""
+    memory(100)
+    needed = resources.gpu_memory_needed(SDXL, job(engine="torch_native"))
+    assert max(needed, key=needed.get) == "calibrate" and 16e9 < needed["calibrate"] < 18e9
+    free = SimpleNamespace(bytes=int(22.5e9))  # of a card of 24 GB with a screen
+    for module in (memory_model, resources):
+        monkeypatch.setattr(module, "available_cuda_memory_bytes", lambda: free.bytes)
+    resources.check_machine({}, {}, tmp_path, needed)
+    infer = job(engine="torch_native").infer
+    assert not fits({}, "all", gpu_memory_of_variants(SDXL, workload_of(infer)))
+    free.bytes = int(11.5e9)
+    with pytest.raises(ResourceError, match=r"the 11.5 GB that are free on the GPU \(.*calibrate 16.6 GB\)"):
+        resources.check_machine({}, {}, tmp_path, needed)
+    given = resources.gpu_memory_needed(SDXL, job(calibration="given", engine="torch_native"))
+    assert "calibrate" not in given
+    free.bytes = int(75e9)
+    assert fits({}, "all", gpu_memory_of_variants(SDXL, workload_of(infer)))
+
+
+def test_engines_for_the_processor_take_nothing_of_a_gpu(memory, monkeypatch):
+    memory(100)
+    monkeypatch.setattr(memory_model, "available_cuda_memory_bytes", lambda: int(1e9))
+    assert fits({}, "a side", gpu_memory_of_variant(SDXL, workload_of(job().infer)))
+    assert not fits({}, "a side", gpu_memory_of_variant(SDXL, workload_of(job(engine="tensorrt").infer)))
+
+
+def test_smaller_pictures_need_less(memory):
+    large, small = (resources.memory_needed(SDXL, job(size)) for size in (1024, 512))
+    assert all(small[stage] <= large[stage] for stage in large) and small["calibrate"] < large["calibrate"]
+
+
+def test_a_disk_that_is_too_small(tmp_path, memory):
+    memory(24)
+    stored = {part: (4 if part == "vae" else 2) * count for part, count in SDXL.items()}
+    files = resources.disk_needed(stored, job())
+    assert 25e9 < sum(files.values()) < 40e9 and files["plan"] > 0
+    assert resources.disk_needed(stored, job(library="none"))["plan"] == 0
+    with pytest.raises(ResourceError, match=r"needs up to .*ModelOpt's checkpoint 10.3 GB"):
+        resources.check_machine({}, files | {"onnx": 1e18}, tmp_path)

@@ -1,0 +1,145 @@
+"""The files, links, headings, commands and knobs of the documentation exist. No command is run, torch is not imported.
+
+Not taken: a checker of prose. What it would find, a reader finds better.
+"""
+
+import re
+import shlex
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from sd_quant import sweep
+from sd_quant.cli import composing
+from sd_quant.config import REPOSITORY
+from sd_quant.errors import ResourceError
+from sd_quant.knobs import read
+
+from .test_config import JOBS, composed
+
+PAGES = [REPOSITORY / name for name in ("README.md", "SECURITY.md")] + sorted((REPOSITORY / "docs").glob("*.md"))
+FOLDERS = "benchmarks|checkpoints|conf|docs|examples|sd_quant|tests"
+EXPLAINED_AS_ONE = {"files", "model.recommended", "quantize.exclude"}  # groups whose names are parts, knobs or families
+
+
+def name_of(value) -> str:
+    return value.name if isinstance(value, Path) else " ".join(value) if isinstance(value, list) else str(value)
+
+
+@cache
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def links_of(page: Path) -> list[str]:
+    """Targets of the page's links and images that are not on the web."""
+    targets = re.findall(r"\]\(([^)\s]+)\)", text_of(page))
+    return [target for target in targets if not re.match(r"[a-z]+:", target)]
+
+
+def anchors_of(page: Path) -> set[str]:
+    """Anchors of the page's headings, as GitHub names them."""
+    headings = re.findall(r"^#+ (.*)$", text_of(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def commands() -> list[list[str]]:
+    """Every command of a page, in its code blocks or in backticks, as words; placeholders have a value."""
+    found = []
+    for page in PAGES:
+        text = text_of(page).replace("\\\n", " ")
+        for line in re.findall(r"^ {4,}(\S.*)$", text, re.MULTILINE) + re.findall(r"`([^`\n]+)`", text):
+            if line.startswith(("python ", "make ")):
+                words = shlex.split(re.sub(r"<[^<>]*>", "some", line), comments=True)
+                found += [words] if words not in found else []
+    return found
+
+
+@cache
+def check(primary: str, *overrides: str) -> None:
+    read(JOBS[primary], composed(primary, *overrides))
+
+
+PYTHON = [words[1:] for words in commands() if words[0] == "python" and len(words) > 1]
+JOB_COMMANDS = [words for words in PYTHON if words[0].removesuffix(".py") in JOBS and words[0].endswith(".py")]
+OTHER_COMMANDS = [words for words in PYTHON if words not in JOB_COMMANDS]
+
+
+def test_the_readme_is_read_to_its_end():
+    assert len(text_of(REPOSITORY / "README.md").splitlines()) <= 200
+
+
+def test_the_readme_leads_to_every_page():
+    linked = {REPOSITORY / target.partition("#")[0] for target in links_of(REPOSITORY / "README.md")}
+    assert set(PAGES) - {REPOSITORY / "README.md"} <= linked
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_link_has_its_target(page):
+    for target in links_of(page):
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), target
+        assert not anchor or anchor in anchors_of(file), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_path_is_there(page):
+    paths = re.findall(rf"(?<![\w/.])(?:{FOLDERS})/[\w./-]*[\w/]", text_of(page))
+    assert not [path for path in paths if not (REPOSITORY / path).exists()]
+
+
+@pytest.mark.parametrize("words", JOB_COMMANDS, ids=name_of)
+def test_every_job_command_is_a_job(words):
+    script, *arguments = words
+    primary, overrides = script.removesuffix(".py"), [word for word in arguments if word != "-m"]
+    if {"--help", "--cfg"} & {*overrides}:
+        return
+    try:
+        with composing(primary):
+            jobs = [overrides]
+            if sweep.is_sweep(primary, overrides, "-m" in arguments):
+                _, jobs = sweep.expand(primary, overrides)
+    except ResourceError as error:  # a launcher that is not installed
+        pytest.skip(str(error))
+    seen: set[str] = set()
+    for job in jobs:  # not every combination: every value once
+        if not {*job} <= seen:
+            check(primary, *job)
+        seen |= {*job}
+
+
+@pytest.mark.parametrize("words", OTHER_COMMANDS, ids=name_of)
+def test_every_other_command_has_its_file_and_options(words):
+    program, arguments = (words[1], words[2:]) if words[0] == "-m" else (words[0], words[1:])
+    if program == "pytest":
+        assert all((REPOSITORY / path).exists() for path in arguments)
+        return
+    base = REPOSITORY / (program if program.endswith(".py") else program.replace(".", "/"))
+    [source, *shared] = [file for file in (base, base.with_suffix(".py"), base / "__main__.py") if file.is_file()]
+    shared = [source.with_name("common.py")] if source.with_name("common.py").is_file() else []
+    known = "".join(map(text_of, [source, *shared]))
+    assert not [word for word in arguments if word.startswith("--") and f'"{word}"' not in known]
+
+
+@pytest.mark.parametrize("words", [words for words in commands() if words[0] == "make"], ids=name_of)
+def test_every_target_of_make_is_there(words):
+    assert re.search(rf"^{words[1]}:", text_of(REPOSITORY / "Makefile"), re.MULTILINE)
+
+
+@pytest.mark.parametrize("primary", JOBS)
+def test_every_knob_is_explained(primary):
+    explained = set(re.findall(r"[\w.]+", " ".join(re.findall(r"`([^`\n]+)`", text_of(REPOSITORY / "docs/knobs.md")))))
+
+    def unexplained(node: dict, prefix: str = "") -> list[str]:
+        names = []
+        for name, value in node.items():
+            full = f"{prefix}{name}"
+            if isinstance(value, dict) and full not in EXPLAINED_AS_ONE:
+                names += unexplained(value, f"{full}.")
+            elif not {full, name if prefix == "quantize." else full} & explained:  # calib_size is quantize.calib_size
+                names.append(full)
+        return names
+
+    assert not unexplained(composed(primary))
