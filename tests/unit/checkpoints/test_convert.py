@@ -480,7 +480,7 @@ def test_what_nemos_own_converter_leaves_out_is_refused(tmp_path, mixed):
     state = {key: each for key, each in checkpoint.state().items() if ".transformer_blocks.1." not in key}
     write_archive(tmp_path / "theirs.nemo", checkpoint.model_config, state)
     arguments = ["-m", "sd_quant.checkpoints.convert", tmp_path / "theirs.nemo", tmp_path / "folder"]
-    result = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300)
+    result = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=600)
     assert result.returncode == 3 and not result.stdout
     assert "80 missing: model.model.diffusion_model." in result.stderr and "and 70 more" in result.stderr
     assert "Traceback" not in result.stderr and [path.name for path in tmp_path.iterdir()] == ["theirs.nemo"]
