@@ -1,4 +1,4 @@
-"""What each layer of a denoiser does, told by its name in diffusers: its role, and which tensor it shares with others.
+"""The role of every layer of a denoiser, and the linears that read one tensor, both told from the names in diffusers.
 
 quant_level selects layers by role, see ``sd_quant.quantization.recipe``. The rules are the same for all families; a
 family only adds the names that it excludes.

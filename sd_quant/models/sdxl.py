@@ -108,6 +108,7 @@ def nemo_arguments(width: int, contract: Contract, given: Mapping[str, Any]) -> 
 
 
 def unet_part(unet: Mapping, tokens: int, io: str) -> Part:
+    """The UNet as a part. ``unet`` is its config, ``tokens`` is S, and ``io`` says whose names the inputs have."""
     half, single = torch.float16, torch.float32
     latent = ("batch", unet["in_channels"], "height", "width")
     context, added = ("batch", tokens, unet["cross_attention_dim"]), unet["projection_class_embeddings_input_dim"]
@@ -134,6 +135,7 @@ def unet_part(unet: Mapping, tokens: int, io: str) -> Part:
 
 
 def text_part(component: str, tokens: int, pooled: bool) -> Part:
+    """A text encoder as a part with NeMo's outputs; ``pooled`` adds the pooled vector."""
     names = ("z", "z_pooled") if pooled else ("z",)
     contract = Contract({"input_ids": ("batch", CONTEXT_LENGTH)}, names, {"input_ids": torch.int32}, torch.float16)
 

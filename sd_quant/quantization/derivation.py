@@ -34,7 +34,7 @@ def derive(
 ) -> dict[str, LayerAssignment]:
     """The assignment of every layer in ``roles`` (role by name).
 
-    ``weight_of`` reads a weight by the name of its layer; those of one shared input are held at a time. ``inputs`` are
+    ``weight_of`` reads the weight of a layer by name; those of one shared input are in memory at a time. ``inputs`` are
     the family's shared inputs of linears, ``attentions`` the head widths of its attentions by name. The layers ``kept``
     and those that match a pattern of ``exclude`` stay in high precision at every level.
     Raises SdQuantError when calibration never reached a layer that is to be quantized or saw only zeros there,

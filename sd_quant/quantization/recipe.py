@@ -37,6 +37,8 @@ FOR_ATTENTION = one_of(lambda: [name for name, fmt in FORMATS.items() if fmt.att
 
 @dataclass(frozen=True, slots=True)
 class Pair:
+    """The formats of a layer's weight and of its input."""
+
     weight: Annotated[str, one_of(FORMATS), "format of a layer's weight"]
     activation: Annotated[str | None, one_of(FORMATS), "format of its input; null: it stays in high precision"]
 
