@@ -52,7 +52,7 @@ class Runtime:
     extra: str  # the extra in pyproject.toml that installs the package
     load: str | None = None  # ``module:function`` that opens a file
     quantized: bool = True  # whether it can compute the quantized model; False: a baseline only
-    unquantized: bool = True  # whether it can compute a checkpoint by itself, without the files of a run
+    unquantized: bool = True  # whether it can compute without an assignment, as infer.py does
     compiled: bool = False  # whether its modules go through torch.compile
     ahead_of_time: bool = False  # whether it builds plans for named GPUs on a machine without one
     layer_runtime: str | None = None  # the runtime that computes single layers cut out of the graph; None: itself
