@@ -2,7 +2,7 @@
 
 - ``profile`` chooses the shapes that a plan takes;
 - ``build`` builds a plan from an ONNX file;
-- ``plan`` knows a plan by its header and the record of its build, without running any of it;
+- ``plan`` reads what the header of a plan and the record of its build say;
 - ``run`` checks a plan, loads it and calls it;
 - ``library`` imports the Python module that build and run call.
 

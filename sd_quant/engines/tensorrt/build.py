@@ -58,7 +58,7 @@ def build_plan(
     logger.errors.clear()
 
     builder = trt.Builder(logger)
-    # 10.x needs to be told; from 11 on every network is strongly typed and the flag may be gone
+    # 10.x takes a flag for this; from 11 on every network is strongly typed and the flag may be gone
     typed = getattr(getattr(trt, "NetworkDefinitionCreationFlag", None), "STRONGLY_TYPED", None)
     network = builder.create_network(0 if typed is None else 1 << int(typed))
     parser = trt.OnnxParser(network, logger)
@@ -178,7 +178,7 @@ def _parser_error(error) -> str:
 
 
 def _optimization_profile(builder, network, profile: Profile):
-    """TensorRT's form of ``profile``.
+    """``profile`` as an optimization profile of TensorRT.
 
     Raises ConfigError for one that does not fit the graph; TensorRT itself would give no plan and no reason.
     """
