@@ -4,7 +4,7 @@ PYTHON := $(VENV)/bin/python
 PIP := $(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart install test check gpu-check report cache-clean clean
+.PHONY: help quickstart install test check style types quick gpu-check report cache-clean clean
 
 help: ## Show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -15,14 +15,21 @@ quickstart: install ## Install, then run the main job on the checkpoint that shi
 install: $(VENV)/.sd-quant-run ## Install what the commands need
 
 test: $(VENV)/.sd-quant-test ## Install what the tests need, then run all of them
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/unit tests/fuzz --numprocesses 2
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/cli tests/faults tests/gpu --numprocesses 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/cli tests/faults tests/gpu tests/unit tests/fuzz \
+		--numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-check: $(VENV)/.sd-quant-test ## Style, types and the quick unit tests, in under two minutes
+check: $(VENV)/.sd-quant-test ## Style, types and the quick unit tests, in a minute
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync style types quick
+
+style:
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
+
+types:
 	$(PYTHON) -m mypy
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/unit --numprocesses 2 --quiet -m "not slow"
+
+quick:
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/unit --numprocesses 2 --dist worksteal --quiet -m "not slow"
 
 gpu-check: ## On a GPU: its tests and a table of latencies, with whatever is installed; elsewhere it says so
 	PYTHONPATH=. $(or $(wildcard $(PYTHON)),python3) benchmarks/gpu_check.py

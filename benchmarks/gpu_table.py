@@ -32,7 +32,8 @@ from torch import Tensor
 
 from sd_quant.calibration.hooks import collect, draw
 from sd_quant.checkpoints.nemo_networks import sdxl_base_config
-from sd_quant.engines.base import CPU, Engine, cast_inputs
+from sd_quant.devices import CPU
+from sd_quant.engines.base import Engine, cast_inputs
 from sd_quant.engines.replayed import Replayed
 from sd_quant.engines.torch import TorchEngine, compiled, placed
 from sd_quant.files import write_json, write_text

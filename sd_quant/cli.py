@@ -27,14 +27,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from sd_quant import placement, sweep
-from sd_quant.config import REPOSITORY, anchored, check_writable, run_model
+from sd_quant.config import CONF, REPOSITORY, anchored, check_writable, run_model
 from sd_quant.errors import CANCELLED, ConfigError, ResourceError, SdQuantError, fail, of_the_machine
 from sd_quant.files import write_json
 from sd_quant.knobs import described, near, read
 from sd_quant.report.summary import FAILURE, read_sweep
 
 LOG = logging.getLogger(__name__)
-CONF, SWEEPS = REPOSITORY / "conf", REPOSITORY / "outputs" / "sweeps"
+SWEEPS = REPOSITORY / "outputs" / "sweeps"
 LAUNCHERS = {  # what the files in conf/hydra/launcher build on, and what installs it
     "joblib": "pip install -e '.[joblib]' -c constraints.txt",
     "submitit_local": "pip install -e '.[submitit]' -c constraints.txt",

@@ -26,11 +26,10 @@ from sd_quant.quantization.recipe import ALPHA, Enable, Recipe, formats_used
 from sd_quant.trackers import TRACKERS
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+CONF = REPOSITORY / "conf"
 RTX_TARGETS = ("SM75", "SM80", "SM86", "SM89", "SM120", "SM121")  # of TensorRT for RTX 1.7
-PRECISION_NAMES = ("auto", "fp32", "fp16", "bf16")
 USUAL_TARGETS = ("SM89", "SM120")
 PART_NAMES = ("unet_xl", "vae", "clip1", "clip2")  # of files that no run tells of
-
 
 SIDE = Limit(lambda pixels: 64 <= pixels <= 4096 and pixels % 64 == 0, "a multiple of 64 from 64 to 4096")
 SEED = Limit(lambda seed: 0 <= seed < 2**32, "a whole number from 0 to 2^32 - 1")
@@ -69,7 +68,7 @@ class Model:
 
 
 def preset_names() -> list[str]:
-    return sorted(path.stem for path in (REPOSITORY / "conf" / "quantize").glob("*.yaml"))
+    return sorted(path.stem for path in (CONF / "quantize").glob("*.yaml"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +122,7 @@ def check_recipe(quantize: Quantize) -> None:
 
 def check_format(name: str, enable: Enable) -> None:
     """Raises ConfigError unless ``name``, which tables call the recipe by, is the preset that enables this."""
-    preset = yaml.safe_load((REPOSITORY / "conf" / "quantize" / f"{name}.yaml").read_text(encoding="utf-8"))
+    preset = yaml.safe_load((CONF / "quantize" / f"{name}.yaml").read_text(encoding="utf-8"))
     expected = "the name of the preset that enables what is enabled; choose it with quantize=<preset>, or write one"
     check(dataclasses.asdict(enable) == preset["enable"], "quantize.format", name, expected)
 
@@ -164,7 +163,7 @@ class Trt:
     targets: Annotated[
         list[str] | None,
         one_of(RTX_TARGETS, each=True),
-        f"GPUs that TensorRT for RTX builds for; null: {' and '.join(USUAL_TARGETS)}, where they have the formats; []: this machine's",
+        f"what TensorRT for RTX builds for; null: {' and '.join(USUAL_TARGETS)} if they have the formats; []: this GPU",
     ]
     static_batch: Annotated[bool, "plans take batches of infer.batch_size only"]
     min_batch_size: Annotated[int, at_least(1), "images of the smallest batch of a plan"]
@@ -221,7 +220,9 @@ class Infer:
     num_warmup_runs: Annotated[int, at_least(0), "calls before the timed ones"]
     num_timed_runs: Annotated[int, at_least(1), "calls whose median is the latency"]
     precision: Annotated[
-        str, one_of(PRECISION_NAMES), "what torch computes in; auto: fp16 on a GPU, fp32 on a processor"
+        str,
+        one_of(["auto", "fp32", "fp16", "bf16"]),
+        "what torch computes in; auto: fp16 on a GPU, fp32 on a processor",
     ]
     cuda_graph: Annotated[bool, "a GPU replays an engine's calls: one launch instead of thousands"]
     allow_untrusted_plan: Annotated[bool, "load a plan that has no record of its build"]
@@ -280,26 +281,9 @@ class QuantizeJob:
         check_recipe(self.quantize)
         check_batch(self.trt, self.infer)
         targets_for(self.trt, set().union(*self.formats().values()))
-        expected = "an engine for the quantized model, such as infer=openvino, because torch is every job's baseline"
-        runtime = RUNTIMES[self.infer.engine]
-        check(runtime.quantized, "infer.engine", self.infer.engine, expected)
-        if runtime.file is None:
-            pairs = [self.quantize.enable.conv, self.quantize.enable.linear]
-            fits = all(
-                FORMATS[pair.weight].torch_compute_capability and pair.activation == pair.weight for pair in pairs
-            )
-            expected = f"another, such as infer=openvino, because torch itself multiplies no {self.quantize.format}"
-            check(fits, "infer.engine", self.infer.engine, expected)
-            expected = f"0, because infer.engine={self.infer.engine} computes no low-rank branch"
-            check(self.quantize.rank == 0, "quantize.rank", self.quantize.rank, expected)
+        check_engine(self.infer.engine, self.quantize, self.trt)
         expected = "null, because a run keeps everything in hydra.run.dir"
         check(self.infer.out_path is None, "infer.out_path", self.infer.out_path, expected)
-        if runtime.file == "plan":
-            fits = self.trt.library in ("auto", self.infer.engine)
-            expected = (
-                f"auto or {self.infer.engine}, because infer.engine={self.infer.engine} runs the plans that it builds"
-            )
-            check(fits, "trt.library", self.trt.library, expected)
 
     def formats(self) -> dict[str, set[str]]:
         return formats_used(self.quantize.enable, self.quantize.quant_level)
@@ -315,7 +299,7 @@ class QuantizeJob:
         return draw_prompts(prompts, size, self.quantize.seed) if is_table(path) else prompts[:size]
 
     def check_files(self) -> None:
-        """Everything that can be refused without loading anything."""
+        """Raises SdQuantError for every file and package that can be refused without loading anything."""
         check_checkpoint(self.model.path)
         if self.quantize.calibration is None:
             self.calibration_prompts()
@@ -389,14 +373,32 @@ def run_model(run: str) -> dict | None:
     return dataclasses.asdict(read(Model, model, "model."))
 
 
+def check_engine(engine: str, quantize: Quantize, trt: Trt) -> None:
+    """Raises ConfigError unless ``engine`` can compute what ``quantize`` derives, from what ``trt`` builds."""
+    runtime = RUNTIMES[engine]
+    expected = "an engine for the quantized model, such as infer=openvino, because torch is every job's baseline"
+    check(runtime.quantized, "infer.engine", engine, expected)
+    if runtime.file is None:
+        pairs = (quantize.enable.conv, quantize.enable.linear)
+        fits = all(FORMATS[pair.weight].torch_compute_capability and pair.activation == pair.weight for pair in pairs)
+        expected = f"another, such as infer=openvino, because torch itself multiplies no {quantize.format}"
+        check(fits, "infer.engine", engine, expected)
+        expected = f"0, because infer.engine={engine} computes no low-rank branch"
+        check(quantize.rank == 0, "quantize.rank", quantize.rank, expected)
+    if runtime.file == "plan":
+        expected = f"auto or {engine}, because infer.engine={engine} runs the plans that it builds"
+        check(trt.library in ("auto", engine), "trt.library", trt.library, expected)
+
+
 def check_batch(trt: Trt, infer: Infer | ExportShape) -> None:
+    """Raises ConfigError unless the plans that are built take batches of ``infer.batch_size``."""
     fits = trt.library == "none" or trt.min_batch_size <= infer.batch_size <= trt.max_batch_size
     expected = f"from trt.min_batch_size={trt.min_batch_size} to trt.max_batch_size={trt.max_batch_size}"
     check(fits, "infer.batch_size", infer.batch_size, expected)
 
 
 def check_checkpoint(path: str) -> None:
-    """It is there and its archive is whole; its weights are the job's to check, and so is a gzipped archive."""
+    """Raises SdQuantError unless the checkpoint is there and its archive whole; the job checks weights and gzip."""
     if not anchored(path).exists():
         raise ConfigError(
             f"model.path names {path}, which does not exist; give the path of an existing file or folder: nothing is "
@@ -407,7 +409,7 @@ def check_checkpoint(path: str) -> None:
 
 
 def check_calibration(path: str) -> None:
-    """Something is there; whether its statistics fit is the job's to check."""
+    """Raises ConfigError unless something is there; the job checks whether its statistics fit."""
     if not anchored(path).exists():
         raise ConfigError(
             f"calibration names {path}, which does not exist; give a statistics file or a folder of them, as a run logs"
@@ -420,7 +422,7 @@ def artifact(run: Path, kind: str, part: str) -> Path:
 
 
 def part_names(job: ExportJob | InferJob) -> list[str]:
-    """Those of the model, of the run's model, or of the files that are given."""
+    """The parts of the model, of the run's model, or else those that files are given for."""
     if isinstance(job, InferJob):
         return job.model.parts
     model = run_model(job.run) if job.run else None
@@ -442,6 +444,7 @@ def part_paths(job: ExportJob | InferJob, kind: str) -> dict[str, Path]:
 
 
 def check_parts(job: ExportJob | InferJob, kind: str) -> None:
+    """Raises ConfigError for a part without a file: infer.py needs all of the model's, export_trt.py one at least."""
     paths = part_paths(job, kind)
     missing = [part for part in part_names(job) if part not in paths]
     if missing and (isinstance(job, InferJob) or not paths):
@@ -467,7 +470,7 @@ def check_out_path(path: str | None) -> None:
 
 
 def check_writable(directory: Path, knob: str = "hydra.run.dir", what: str = "the output directory") -> None:
-    """The directory that ``knob`` names can be made. Raises ConfigError otherwise; makes nothing."""
+    """Raises ConfigError unless ``directory``, which ``knob`` names, can be made; makes nothing."""
     parent = directory.absolute()
     while not os.path.lexists(parent):
         parent = parent.parent

@@ -9,9 +9,11 @@ from contextlib import contextmanager
 
 import torch
 
+CPU = torch.device("cpu")
+
 
 def best_device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from sd_quant.errors import ConfigError
 from sd_quant.files import digest, write_json
 from sd_quant.progress import duration
 from sd_quant.report.published import read_published
-from sd_quant.report.record import DONE, at
+from sd_quant.report.record import DONE, seconds_of_stages
 from sd_quant.report.summary import FAILED, SWEEP, UNFINISHED, Sweep
 from sd_quant.text import one_line
 
@@ -38,12 +38,12 @@ UNSAFE = re.compile(r"[^A-Za-z0-9._=,+-]+")
 
 
 def is_sweep(config_name: str, arguments: Sequence[str], multirun: bool) -> bool:
-    """``-m`` says so, or an experiment's ``hydra.mode``."""
+    """Whether ``-m``, or an experiment's ``hydra.mode``, makes several jobs of the command."""
     return multirun or plain_config(config_name, arguments).hydra.mode == RunMode.MULTIRUN
 
 
 def plain_config(config_name: str, arguments: Sequence[str]) -> DictConfig:
-    """The configuration that all jobs share: that of the command without what varies."""
+    """The configuration of the command without what varies."""
     plain = [override.input_line for override in parse(arguments) if not override.is_sweep_override()]
     return compose(config_name, plain, return_hydra_config=True)
 
@@ -93,12 +93,11 @@ def plan_of(config_name: str, arguments: Sequence[str], knobs_of: Callable[[Dict
             published = read_published(anchored(name).read_text(encoding="utf-8"), name)
         everything.append(json.dumps({**knobs, "cache": None, "trackers": None}, sort_keys=True))
         entries.append({"name": job_name(values), "varied": values, "overrides": overrides})
-    known: dict[str, str] = {}
+    first: dict[str, str] = {}
     for entry in entries:
-        mine = " ".join(entry["overrides"])
-        if (same := known.setdefault(str(entry["name"]), mine)) is not mine:
-            both = f"{same} and {mine}"
-            raise ConfigError(f"two jobs of the sweep are one: {both}; leave one of the values out")
+        this = " ".join(entry["overrides"])
+        if (same := first.setdefault(str(entry["name"]), this)) is not this:
+            raise ConfigError(f"two jobs of the sweep are one: {same} and {this}; leave one of the values out")
     identity = digest(*everything)
     label = experiment_of(arguments) or "-".join(name.lstrip("+").rpartition(".")[2] for name in varied) or "one"
     plan = {
@@ -165,7 +164,7 @@ def opened(directory: Path, plan: dict) -> Iterator[None]:
 
 
 def name_of_job(directory: str, number: int) -> str:
-    """The folder of Hydra's n-th job; ``conf/quantize.yaml`` asks for it."""
+    """The folder of Hydra's n-th job; ``conf/_command.yaml`` asks for it."""
     return json.loads((Path(directory) / SWEEP).read_text(encoding="utf-8"))["jobs"][int(number)]["name"]
 
 
@@ -184,12 +183,8 @@ def job_line(sweep: Sweep, number: int) -> str:
 
 
 def left(sweep: Sweep) -> str:
-    """How much work is left, from the median of the jobs that are done; nothing before there are any."""
-    seconds = [
-        sum(stage["seconds"] for stage in (at(job.record, "stages") or {}).values())
-        for job in sweep.jobs
-        if job.record is not None
-    ]
+    """How long the other jobs will take, from the median of those that are done; nothing before there are any."""
+    seconds = [sum(seconds_of_stages(job.record).values()) for job in sweep.jobs if job.record is not None]
     waiting = len(sweep.jobs) - len(seconds)
     return f"; about {duration(waiting * statistics.median(seconds))} of work to go" if seconds and waiting else ""
 

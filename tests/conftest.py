@@ -1,5 +1,6 @@
 """An SDXL UNet with a conv and an attention level, one layer a block: every role of layer, a second to run."""
 
+import gc
 import signal
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -22,6 +23,18 @@ from sd_quant.quantization.statistics import Statistics
 MINI_CONFIG = Path(__file__).parents[1] / "examples/sdxl_mini/model_config.yaml"
 POOLED, SIZE_FEATURES = 32, 8
 PROMPTS = 2
+
+gc.disable()  # until all is imported, which is millions of objects that stay
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else extensions complain of what nobody collected
+
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and so would everything that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

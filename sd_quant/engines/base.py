@@ -14,6 +14,7 @@ import torch
 from google.protobuf.message import DecodeError
 from onnx.external_data_helper import uses_external_data
 
+from sd_quant.devices import CPU
 from sd_quant.errors import ArtifactError
 from sd_quant.text import one_line
 
@@ -36,9 +37,6 @@ class Engine(Protocol):
     def close(self) -> None:
         """Free the engine's memory; it cannot be called afterwards."""
         ...
-
-
-CPU = torch.device("cpu")
 
 
 def cast_inputs(

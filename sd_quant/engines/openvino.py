@@ -11,7 +11,8 @@ from pathlib import Path
 import openvino
 import torch
 
-from sd_quant.engines.base import CPU, cast_inputs, onnx_files
+from sd_quant.devices import CPU
+from sd_quant.engines.base import cast_inputs, onnx_files
 from sd_quant.errors import ArtifactError, ResourceError
 from sd_quant.text import one_line
 

@@ -345,6 +345,12 @@ def score_of(record: Any, score: Score) -> Scored:
     return Scored(number_at(record, "fidelity", score.key), Number(None), [])
 
 
+def seconds_of_stages(record: Any) -> dict[str, float]:
+    """The seconds of each stage, in the order in which they ran."""
+    seconds = {name: at(record, "stages", name, "seconds") for name in names(record, "stages")}
+    return {name: value for name, value in seconds.items() if value is not None}
+
+
 def keys_of_steps() -> list[str]:
     """The keys of ``fidelity`` under which there is a value for each denoising step."""
     return [score.key for score in fidelity_scores() if score.against is Against.LATENTS]

@@ -32,6 +32,7 @@ from sd_quant.report.record import (
     read_object,
     read_record,
     score_of,
+    seconds_of_stages,
     why,
 )
 from sd_quant.text import printable
@@ -157,7 +158,7 @@ def row_of(job: Job) -> Row:
     framework = latency_of(record, FRAMEWORK, IMAGE, batch)
     files = ("onnx_quantized", "onnx_full_precision", "weights_fp32", "plan")
     sizes = {file: number_at(record, "sizes_bytes", denoiser, file) for file in files}
-    stages = at(record, "stages") or {}
+    seconds = seconds_of_stages(record)
     known = {"job": job.name, "status": job.status, "reason": job.reason}
     return {
         **known,
@@ -180,7 +181,7 @@ def row_of(job: Job) -> Row:
         "run_by": "simulation" if record.get("simulated") else engine,
         "checkpoint": str(at(record, "inputs", "checkpoint", "sha256") or "")[:12] or None,
         "quantized_layers": at(record, "layers", "quantized"),
-        "seconds": sum(at(stage, "seconds") or 0 for stage in stages.values()) if stages else None,
+        "seconds": sum(seconds.values()) if seconds else None,
         "peak_memory_bytes": number_at(record, "peak_memory_bytes").value,
     }
 

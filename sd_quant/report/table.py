@@ -8,7 +8,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sd_quant.metrics import Against, fidelity_scores
-from sd_quant.report.record import FRAMEWORK, IMAGE, Number, at, latency_of, names, number_at, quotient, score_of
+from sd_quant.report.record import (
+    FRAMEWORK,
+    IMAGE,
+    Number,
+    at,
+    latency_of,
+    names,
+    number_at,
+    quotient,
+    score_of,
+    seconds_of_stages,
+)
 from sd_quant.text import printable
 
 
@@ -103,11 +114,7 @@ def _fidelity(record: Mapping[str, Any], reasons: list[str]) -> list[str]:
 
 def _costs(record: Mapping[str, Any]) -> list[str]:
     peak = number_at(record, "peak_memory_bytes").value
-    stages = [
-        f"{name} {stage['seconds']:.1f} s"
-        for name, stage in (record.get("stages") or {}).items()
-        if stage and stage.get("seconds") is not None
-    ]
+    stages = [f"{name} {seconds:.1f} s" for name, seconds in seconds_of_stages(record).items()]
     return ["; ".join(([f"peak memory {_bytes(peak)}"] if peak else []) + stages)] if peak or stages else []
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sd_quant.engines.base import CPU
+from sd_quant.devices import CPU
 from sd_quant.errors import ResourceError
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import FORMATS

@@ -19,15 +19,15 @@ from sd_quant.report.table import run_table
 from .mutations import YAML_PLANTS, called, constant, to_yaml, with_pickle
 from .readers import PLAN, a_record, graph_with, tar_of, tiny_config, weights_file
 
-QUICK = 5  # seconds; without a bound it is hours
+QUICK = 5  # seconds of the processor; without a bound it is hours
 SHARED = b")q\xc8" + b"h\xc8h\xc8\x86q\xc8" * 60  # a tuple that holds the last one twice, sixty times
 
 
 def quickly(refuse) -> str:
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(SdQuantError) as refusal:
         refuse()
-    assert time.perf_counter() - start < QUICK
+    assert time.process_time() - start < QUICK
     assert str(refusal.value).isprintable() and len(str(refusal.value)) <= LONGEST
     return str(refusal.value)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from sd_quant.engines.base import CPU
+from sd_quant.devices import CPU
 from sd_quant.engines.torch import placed
 from sd_quant.numbers import relative_error
 from sd_quant.quantization.formats import FORMATS

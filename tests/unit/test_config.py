@@ -193,7 +193,7 @@ def test_help_says_of_every_knob_what_it_means_and_takes(primary, mappings):
 def test_a_line_of_help():
     assert {
         "quantize.n_steps: denoising steps of a calibration image (at least 1)",
-        "quantize.enable.conv.weight: format of a layer's weight (one of int8, int4, fp8, mxfp4, nvfp4)",
+        "quantize.enable.conv.weight: format of a layer's weight (one of int8, fp8, int4, mxfp4, nvfp4)",
         "quantize.exclude: patterns of layers that stay in high precision, by model family (a list of texts by name)",
         "cache.dir: where it is kept; null: everything is made anew and nothing kept (text or null)",
     } <= set(described(QuantizeJob))

@@ -1,6 +1,7 @@
 import errno
 import hashlib
 import json
+import os
 
 import pytest
 
@@ -17,6 +18,15 @@ def test_the_name_is_replaced_when_the_block_ends_well(tmp_path):
         assert temporary.parent == path.parent  # a rename must stay on one file system
     assert path.read_text() == "new"
     assert [file.name for file in path.parent.iterdir()] == ["file.txt"]
+
+
+def test_what_a_name_points_at_is_on_the_disk_before_it_does(tmp_path, monkeypatch):
+    """Else a machine that loses its power leaves an empty file under a final name."""
+    flushed = []
+    monkeypatch.setattr(os, "fsync", lambda file: flushed.append((os.fstat(file).st_ino, path.exists())))
+    path = tmp_path / "file.txt"
+    write_text(path, "new")
+    assert flushed == [(path.stat().st_ino, False)]
 
 
 @pytest.mark.parametrize("failure", [RuntimeError("no"), KeyboardInterrupt(), OSError(errno.EIO, "no")])

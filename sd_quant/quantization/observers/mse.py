@@ -27,12 +27,15 @@ SEEN = 2**16  # values of a sample that are looked at where there is no closed f
 SHARES = 0.99 ** np.arange(math.log(2 * QMAX) / -math.log(0.99))
 
 
-def squared_errors(magnitudes: Tensor, thresholds: np.ndarray) -> np.ndarray:
-    """Mean squared error, fp64 [m], of ``magnitudes`` (fp32 [n], >= 0) quantized within each of ``thresholds`` [m]."""
+def squared_errors(magnitudes: Tensor, thresholds: np.ndarray, levels: float = QMAX) -> np.ndarray:
+    """Mean squared error, fp64 [m], of ``magnitudes`` (fp32 [n], >= 0) quantized within each of ``thresholds`` [m].
+
+    The codes are whole numbers up to ``levels``.
+    """
     ordered = np.sort(magnitudes.numpy())  # torch takes three times as long
     sums = np.concatenate([[0.0], ordered.cumsum(dtype=np.float64)])
-    step = thresholds / QMAX
-    boundary = step[:, None] * (np.arange(1, QMAX + 1) - 0.5)
+    step = thresholds / levels
+    boundary = step[:, None] * (np.arange(1, levels + 1) - 0.5)
     below = ordered.searchsorted(boundary.astype(np.float32))
     excess = sums[-1] - sums[below] - boundary * (len(ordered) - below)
     return (np.square(ordered, dtype=np.float64).sum() - 2 * step * excess.sum(1)) / len(ordered)
@@ -42,12 +45,12 @@ def squared_errors(magnitudes: Tensor, thresholds: np.ndarray) -> np.ndarray:
 def mse(magnitudes: Tensor, amax: float, fmt: Format = FORMATS["int8"], **_) -> float:
     """The one of ``amax`` and SHARES of the peak with the smallest mean squared error, of equal ones the widest.
 
-    The closed form is INT8's. A floating-point format repeats itself with every factor of two, so shares down to a half
-    are all there is to try.
+    Equal levels have the closed form. A floating-point format repeats itself with every factor of two, so shares down
+    to a half are all there is to try.
     """
     thresholds = np.concatenate([[amax], magnitudes.max().item() * SHARES])
-    if fmt.name == "int8":
-        return float(thresholds[squared_errors(magnitudes, thresholds).argmin()])
+    if fmt.equal_levels:
+        return float(thresholds[squared_errors(magnitudes, thresholds, fmt.largest_code).argmin()])
     peak = magnitudes.max().item()
     shares = torch.from_numpy(thresholds[thresholds >= peak / 2] / peak).float()
     seen = magnitudes[:: -(-len(magnitudes) // SEEN)] / peak

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from sd_quant.devices import CPU
 from sd_quant.engines import load_engine
-from sd_quant.engines.base import CPU
 from sd_quant.engines.tensorrt.plan import describe_plan
 from sd_quant.numbers import relative_error
 

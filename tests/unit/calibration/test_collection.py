@@ -26,6 +26,8 @@ from sd_quant.inference.pipeline import Sampling
 from sd_quant.models.unet import layer_roles
 from sd_quant.quantization.statistics import Statistics, bytes_bound, merge
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = ["a glossy icon of a rocket", "a cat", "two flags on a pole"]
 SAMPLING = Sampling(steps=2, guidance_scale=5.0, height=64, width=64, batch_size=1, seed=3)
 SHA256 = "a" * 64

@@ -7,6 +7,7 @@ from sd_quant.checkpoints.nemo_networks import sdxl_base_config
 from sd_quant.checkpoints.synthetic import CLIP_L, OPEN_CLIP_BIGG, write_synthetic
 from sd_quant.models.sdxl_nemo import TextShape, build_modules
 
+pytestmark = pytest.mark.slow
 CLIP1 = TextShape(vocab_size=100, width=64, layers=2, context=16, mlp_width=96)
 CLIP2 = TextShape(vocab_size=100, width=64, layers=2, context=16, mlp_width=96, projection=32)
 

@@ -36,7 +36,7 @@ def compute_elsewhere() -> None:
     import gpu_table
 
     import sd_quant.simulation.product_kernel  # noqa: F401
-    from sd_quant.engines.base import CPU
+    from sd_quant.devices import CPU
     from sd_quant.engines.torch import placed
     from sd_quant.simulation.native import PRODUCTS, with_native_layers
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from sd_quant.devices import CPU
 from sd_quant.engines import torch as engine
-from sd_quant.engines.base import CPU
 from sd_quant.engines.torch import TorchEngine, compiled, dtype_on, placed
 from sd_quant.models.parts import Contract
 from sd_quant.simulation.native import NativeLinear, int_mm, scaled_mm

@@ -380,8 +380,8 @@ def test_layers_with_their_low_rank_branch_compute_what_the_simulation_does(svdq
 def attending(network, tmp_path_factory) -> Exported:
     """FP8 at level 4, where the attentions of the middle are said to have narrow heads."""
     recipe = at_its_highest_level("fp8")
-    widths = {name: 8 if name.startswith("mid") else width for name, width in attentions(network.unet).items()}
-    assert set(widths.values()) == {8, 32}
+    widths = {name: 24 if name.startswith("mid") else width for name, width in attentions(network.unet).items()}
+    assert set(widths.values()) == {24, 32}
     assignment = network.derive(recipe, widths)
     path = tmp_path_factory.mktemp("attention") / "unet.onnx"
     return Exported(recipe, network, assignment, network.write(assignment, path))
@@ -398,7 +398,7 @@ def test_attention_has_four_pairs_where_heads_are_a_multiple_of_16_wide(attendin
     made, rows = producers(model), quantized_attentions(attending)
     assert len(rows) == 6 and not any(name.startswith("mid") for name in rows)  # down, up and up, attn1 and attn2
     narrow = [layer for layer in attending.assignment.values() if layer.role == "attention" and layer.name not in rows]
-    assert {layer.reason for layer in narrow} == {"its heads are 8 wide, no multiple of 16"}
+    assert {layer.reason for layer in narrow} == {"its heads are 24 wide, no multiple of 16"}
     of_layers = sum(f"{name}.input_quantized" in made for name in attending.layers)
     assert sum(node.op_type == "QuantizeLinear" for node in model.graph.node) == of_layers + 4 * len(rows)
     for name, layer in rows.items():

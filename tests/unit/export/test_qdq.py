@@ -19,6 +19,8 @@ from sd_quant.quantization.assignment import rewritten
 from sd_quant.quantization.formats.int8 import per_channel, quantize
 from sd_quant.simulation.modelopt import simulate
 
+pytestmark = pytest.mark.slow  # the tracing
+
 
 def initializers(path) -> dict[str, np.ndarray]:
     return {tensor.name: numpy_helper.to_array(tensor) for tensor in onnx.load(path).graph.initializer}

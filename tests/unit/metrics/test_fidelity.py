@@ -37,6 +37,26 @@ def test_ssim_falls_with_noise_and_is_one_for_identical_images(images):
     assert all(a > b > c for a, b, c in zip(*scores, strict=True))
 
 
+def test_ssim_is_that_of_wang_et_al(images):
+    """Windows of 11 x 11 pixels under a Gaussian of deviation 1.5, around every pixel: the border is mirrored."""
+    offsets = np.arange(11) - 5
+    gaussian = np.exp(-(offsets**2) / (2 * 1.5**2))
+    window = np.outer(gaussian, gaussian) / gaussian.sum() ** 2
+
+    def mean(x: np.ndarray) -> np.ndarray:
+        x = np.pad(x, ((5, 5), (5, 5), (0, 0)), mode="reflect")
+        return (np.lib.stride_tricks.sliding_window_view(x, (11, 11), axis=(0, 1)) * window).sum((-2, -1))
+
+    a = images[0, :32, :32].astype(float)
+    b = np.clip(a + np.random.default_rng(2).normal(0, 30, a.shape), 0, 255).round()
+    mean_a, mean_b, low, high = mean(a), mean(b), (0.01 * 255) ** 2, (0.03 * 255) ** 2
+    variance_a, variance_b, covariance = mean(a * a) - mean_a**2, mean(b * b) - mean_b**2, mean(a * b) - mean_a * mean_b
+    luminance = (2 * mean_a * mean_b + low) / (mean_a**2 + mean_b**2 + low)
+    expected = (luminance * (2 * covariance + high) / (variance_a + variance_b + high)).mean()
+    found = fidelity.ssim(a.astype(np.uint8)[None], b.astype(np.uint8)[None])
+    assert found == pytest.approx([expected], abs=1e-4)
+
+
 def test_ssim_of_flat_images_is_its_luminance_term():
     a, b = np.full((1, 64, 64, 3), 100, np.uint8), np.full((1, 64, 64, 3), 120, np.uint8)
     constant = (0.01 * 255) ** 2

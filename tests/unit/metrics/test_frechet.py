@@ -71,6 +71,7 @@ def test_no_number_comes_from_nan():
     assert frechet_distance(mean, covariance, mean * torch.nan, covariance) is None
 
 
+@pytest.mark.slow
 def test_images_of_any_size_are_compared_and_noise_is_seen(few_are_enough):
     reference, noise = random_images(6), np.random.default_rng(1).normal(0, 1, (6, 32, 32, 3))
     little, much = (frechet_efficientnet(reference, (reference + size * noise).astype(np.uint8)) for size in (4, 30))

@@ -1,6 +1,7 @@
 import logging
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -62,3 +63,14 @@ def test_a_gpu_has_a_peak_for_each_job(monkeypatch):
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: told.append("reset"))
     StageTimer()
     assert told == ["reset"]
+
+
+@pytest.mark.parametrize("limit, expected", [("max", 8 * 2**20), ("6000000", 2_000_000), ("90000000", 8 * 2**20)])
+def test_what_is_available_is_bounded_by_a_containers_limit(monkeypatch, tmp_path, limit, expected):
+    """In a container the kernel counts the memory of the whole machine."""
+    files = {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable:    8192 kB\n", "sys/fs/cgroup/memory.max": limit}
+    for name, text in (files | {"sys/fs/cgroup/memory.current": "4000000"}).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    monkeypatch.setattr(memory, "Path", lambda path: Path(f"{tmp_path}{path}"))
+    assert memory.available_memory_bytes() == expected

@@ -1,6 +1,6 @@
 import csv
 import io
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from sd_quant.errors import ConfigError, SdQuantError
 from sd_quant.models.parts import SharedInput
+from sd_quant.quantization import assignment
 from sd_quant.quantization.assignment import FIXED_ALPHA, LayerAssignment, rewritten
 from sd_quant.quantization.derivation import (
     ALPHAS,
@@ -18,8 +19,9 @@ from sd_quant.quantization.derivation import (
     errors,
     with_ranges,
 )
+from sd_quant.quantization.low_rank import low_rank
 from sd_quant.quantization.observers import OBSERVERS
-from sd_quant.quantization.recipe import Recipe
+from sd_quant.quantization.recipe import Enable, Pair, Recipe
 from sd_quant.quantization.statistics import LayerStatistics, Sample
 
 # A block as in SDXL, two channels wide: to_q and to_k read a norm, ``up`` reads a residual stream, ``down`` reads the
@@ -430,3 +432,44 @@ def test_a_level_at_which_a_model_has_nothing_to_quantize_is_refused():
     with pytest.raises(ConfigError, match="^quant_level is 4, expected at most 3: this model's attention is never"):
         check_layers(roles, shapes, Recipe(4.0, 0.8))
     check_layers(roles, shapes, Recipe(4.0, 0.8), ["attn1"])
+
+
+def test_what_a_preset_excludes_is_named_by_patterns():
+    rows = assign(exclude=("to_*", "conv"))
+    assert {name for name, layer in rows.items() if layer.format} == {"up", "down"}
+    assert {rows[name].reason for name in ("to_q", "to_k", "conv")} == {"excluded by the preset"}
+
+
+def test_blocks_have_to_divide_the_inputs_of_what_is_quantized():
+    """``down`` has 96 inputs, which no blocks of 64 make up, unless it is left alone."""
+    recipe = Recipe(2.5, 0.5, enable=Enable(Pair("int4", None), Pair("int4", None), None))
+    shapes = {name: (128, 64, 1, 1) if name.startswith("conv") else (128, 64) for name in ROLES} | {"down": (64, 96)}
+    with pytest.raises(ConfigError, match="int4 has blocks of 64, which do not divide the 96 inputs of down"):
+        check_layers(ROLES, shapes, recipe)
+    check_layers(ROLES, shapes, replace(recipe, exclude=("down",)))
+
+
+def test_a_weight_is_worked_on_row_by_row_with_what_belongs_to_each_row(monkeypatch):
+    """``up`` has a vector of its own, takes over that of ``down`` and has a low-rank branch: all of it by rows."""
+    rows = torch.tensor([[127.0, 20.0], [-90.0, 254.0], [3.0, 77.0]])
+    statistics = {"up": seen("linear", [[127.0, 254.0]], rows), "to_q": seen("linear", [[127.0, 254.0]], rows)}
+    whole = assign(rank=1, statistics=statistics)
+    monkeypatch.setattr(assignment, "PIECE", 2)
+    by_rows = assign(rank=1, statistics=statistics)
+    for name, layer in whole.items():
+        for field in fields(layer):
+            found, expected = getattr(by_rows[name], field.name), getattr(layer, field.name)
+            if isinstance(expected, Tensor | float | tuple):
+                torch.testing.assert_close(found, expected, msg=f"{name}.{field.name}")
+            else:
+                assert found == expected
+    assert whole["up"].output_error > 0
+
+
+def test_a_linear_that_takes_over_takes_its_low_rank_branch_along():
+    """Else the residual would have to make up for a branch of the weight as it was."""
+    up = assign(rank=1)["up"]
+    first, second = low_rank(WEIGHTS["up"] / up.pre_quant_scale, 1)
+    assert up.output_scale.tolist() != [1.0] * 4
+    torch.testing.assert_close(up.low_rank[0].float(), first.float() * up.output_scale[:, None], rtol=1e-3, atol=0)
+    assert torch.equal(up.low_rank[1], second)

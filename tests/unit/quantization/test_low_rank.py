@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from sd_quant.models.parts import SharedInput
+from sd_quant.quantization import derivation
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.formats import FORMATS, fake_quantize
@@ -212,3 +213,14 @@ def test_alpha_is_searched_with_the_branch():
     assert chosen[0] < chosen[8]
     errors = {alpha: layer.assignment(alpha, 8).accumulated_error for alpha in (chosen[0], chosen[8])}
     assert errors[chosen[8]] < 0.9 * errors[chosen[0]]
+
+
+def test_the_search_looks_at_a_branch_in_proportion_to_the_outputs_that_it_looks_at(monkeypatch):
+    """A branch of the whole rank on half of the outputs would take up twice as much as it can of the whole layer."""
+    tried = []
+    monkeypatch.setattr(
+        derivation, "low_rank", lambda w, rank: tried.append((tuple(w.shape), rank)) or low_rank(w, rank)
+    )
+    layer = OutlierLayer(0)
+    layer.assignment("auto", 32)
+    assert set(tried) == {((derivation.SEARCHED_OUTPUTS, WIDTH), 16), (tuple(layer.weight.shape), 32)}

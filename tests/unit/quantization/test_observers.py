@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
-from sd_quant.quantization.formats import fake_quantize, fp8
+from sd_quant.quantization.formats import FORMATS, fake_quantize
 from sd_quant.quantization.observers import OBSERVERS
 from sd_quant.quantization.observers.entropy import kl_divergences
 from sd_quant.quantization.observers.mse import mse, squared_errors
@@ -133,9 +133,9 @@ def test_e4m3_is_judged_by_its_own_rounding(name, distribution):
     peak = amax_of(values)
 
     def error(threshold: float) -> float:
-        return (fake_quantize(fp8, values, torch.tensor(threshold)) - values).square().mean().item()
+        return (fake_quantize(FORMATS["fp8"], values, torch.tensor(threshold)) - values).square().mean().item()
 
-    found = error(OBSERVERS[name](values, peak, fmt=fp8))
+    found = error(OBSERVERS[name](values, peak, fmt=FORMATS["fp8"]))
     assert found <= 1.02 * min(error(peak), error(OBSERVERS[name](values, peak)))
 
 

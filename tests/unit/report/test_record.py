@@ -12,6 +12,7 @@ from sd_quant.report.record import (
     ABSENT,
     RECORD,
     Number,
+    Record,
     check_shape,
     explained,
     latency_of,
@@ -20,8 +21,10 @@ from sd_quant.report.record import (
     quotient,
     read_record,
     score_of,
+    seconds_of_stages,
     write_record,
-)  # fmt: skip
+)
+from sd_quant.report.table import run_table
 
 NOT_QUANTIZED = {"p50_ms": None, "reason": "not quantized"}
 LATENCY = {
@@ -153,6 +156,14 @@ def test_a_quotient_has_the_reason_of_what_is_missing():
 def test_a_number_that_does_not_exist_has_its_reason():
     assert explained(None, "no NVIDIA GPU") == {"value": None, "reason": "no NVIDIA GPU"}
     assert explained(0, "no NVIDIA GPU") == 0
+
+
+def test_the_seconds_of_stages_are_those_that_there_are():
+    stages = {"reason": "a stranger's", "load": {"seconds": 2.0}, "export": None, "plans": {}, "parity": {"seconds": 0}}
+    record = {"stages": stages}
+    check_shape(record, Record, RECORD)
+    assert seconds_of_stages(record) == {"load": 2.0, "parity": 0} and seconds_of_stages({}) == {}
+    assert "load 2.0 s; parity 0.0 s" in run_table(record)
 
 
 def test_the_worst_image_is_the_least_like_full_precision():

@@ -3,10 +3,13 @@ from dataclasses import replace
 import modelopt.torch.opt as mto
 import pytest
 import torch
+from diffusers.models.attention_processor import Attention
 from torch import nn
 
 from sd_quant.numbers import relative_error
+from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.simulation.modelopt import restorable, save_quantized, simulate
+from sd_quant.simulation.rewrite import QuantizedAttention
 
 KEPT = ("mid_block.attentions.0.transformer_blocks.0.attn1.to_k", "mid_block.attentions.0.proj_out")
 
@@ -114,3 +117,14 @@ def test_on_a_gpu_modelopt_would_compile_nothing(simulated, monkeypatch):
 
     monkeypatch.setattr(extensions, "load_cpp_extension", lambda *_, **__: pytest.fail("it compiles"))
     assert tensor_quant.get_cuda_ext() is None and tensor_quant.get_cuda_ext_fp8() is None
+
+
+@torch.no_grad()
+def test_attention_that_is_spread_over_many_tokens_is_not_rounded_to_nothing():
+    """What a softmax returns is then about 2^-11, which the scale 1 would round to zero, E4M3's smallest being 2^-9."""
+    torch.manual_seed(0)
+    attention, tokens = Attention(32, heads=2, dim_head=16), 1 + 0.1 * torch.randn(1, 2048, 32)
+    expected = attention(tokens)
+    layer = LayerAssignment("attention", "attention", (), activation_format="fp8", attention_amax=(4.0, 4.0, 4.0))
+    attention.set_processor(QuantizedAttention(layer))
+    assert relative_error(expected, attention(tokens)) < 0.05

@@ -23,10 +23,21 @@ def test_weights_that_cannot_be_used_are_a_reason_and_no_verdict(tmp_path):
         assert clip["value"] is None and "has no config.json" in clip["reason"]
         assert found[side]["fid"] == {"value": None, "reason": "its weights were not named in metrics"}
         assert found[side]["mlperf"]["passes"] is None and "not MLPerf's protocol" in found[side]["mlperf"]["reason"]
+        assert "guidance_scale" not in found[side]["mlperf"]["reason"]  # which is MLPerf's
+
+
+def test_the_protocol_is_that_of_the_run():
+    """Each thing that MLPerf fixes is named where the run did it otherwise."""
+    infer = SimpleNamespace(steps=21, scale=5.0, height=65, width=66)
+    found = text_scores(Metrics("nowhere", None, None), infer, ["a", "b"], PICTURES)
+    for told in ("steps is 21", "guidance_scale is 5.0", "height is 65", "width is 66"):
+        assert told in found["quantized"]["mlperf"]["reason"]
 
 
 def test_half_of_what_fid_takes_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="metrics.fid_references is None, expected given with metrics.fid_weights"):
         Metrics(None, str(tmp_path), None)
+    with pytest.raises(ConfigError, match="metrics.fid_references is .*, expected given with metrics.fid_weights"):
+        Metrics(None, None, str(tmp_path))
     with pytest.raises(ConfigError, match="metrics.clip_weights names nowhere, which does not exist"):
         Metrics("nowhere", None, None).check_files()

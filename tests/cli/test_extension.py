@@ -1,0 +1,198 @@
+"""One file and one line, for real: a format, a runtime, a family, an observer, a collect method, a smoothing, a score
+and a tracker, each added here alone, and taken through the stages of ``quantize.py`` and ``infer.py``.
+
+What is added is one module on the path, a YAML file for each of preset, runtime and family, and a row in each table.
+Nothing in ``sd_quant`` knows any of their names.
+"""
+
+import csv
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import onnx
+import pytest
+from hydra import compose, initialize_config_dir
+
+from sd_quant import config
+from sd_quant.cli import job_of
+from sd_quant.config import InferJob, QuantizeJob
+from sd_quant.engines import RUNTIMES, Runtime
+from sd_quant.metrics import SCORES, Against, Score
+from sd_quant.models import FAMILIES
+from sd_quant.quantization.formats import FORMATS, Format
+from sd_quant.quantization.observers import OBSERVERS, Observer
+from sd_quant.quantization.percentile import COLLECT_METHODS
+from sd_quant.quantization.smoothing import SMOOTHINGS, by_layer
+from sd_quant.report.rebuild import rebuild
+from sd_quant.stages import infer, quantize
+from sd_quant.trackers import TRACKERS
+
+from ..pipelines import TINY, redraw, unet
+
+REPOSITORY = Path(__file__).parents[2]
+MODULE = '''
+"""All that the test adds: functions of a format, a runtime, a family, an observer, a score and a tracker."""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from sd_quant.engines import onnxruntime
+from sd_quant.models import sd
+from sd_quant.models.sd import NETWORKS, PIPELINES, attentions, encode, layer_roles, pack, shared_inputs, unpack
+
+DENOISER, GUIDES, TOKENS = "my_unet", True, None
+QMAX = 127.0
+
+
+def parts(configs, tokens, io):
+    described = sd.parts(configs, tokens, io)
+    return {DENOISER: described.pop("unet")} | described
+
+
+def scales(x, amax):
+    """INT8 whose scales are powers of two."""
+    return (torch.exp2(torch.ceil(torch.log2((amax.float() / QMAX).clamp(min=2.0**-20)))),)
+
+
+def quantize(x, scale):
+    return (x.float() / scale).round().clamp(-128, 127).to(torch.int8)
+
+
+def dequantize(codes, scale):
+    return codes.float() * scale
+
+
+def pack_codes(codes):
+    return codes
+
+
+def load(path, **options):
+    engine = onnxruntime.load(path)
+    engine.name = "my_runtime"
+    return engine
+
+
+def nine_tenths(values, amax, **options):
+    return 0.9 * amax
+
+
+def level_difference(reference, images):
+    return np.abs(reference.astype(float) - images).mean((1, 2, 3)).tolist()
+
+
+def log(run, store):
+    store.mkdir(parents=True, exist_ok=True)
+    (store / "told.txt").write_text(f"{run.name} {run.metrics['fidelity/my_score/mean']}")
+'''
+ADDED = {
+    "conf/quantize/my_preset.yaml": """
+        defaults: [int8, _self_]
+        format: my_preset
+        enable:
+          conv: {weight: my_format, activation: my_format}
+          linear: {weight: my_format, activation: my_format}
+          attention: null
+        """,
+    "conf/infer/my_runtime.yaml": """
+        defaults: [openvino, _self_]
+        engine: my_runtime
+        """,
+    "conf/model/my_family.yaml": """
+        defaults: [sd15, _self_]
+        family: my_family
+        parts: [my_unet, vae, text_encoder]
+        width: 64
+        height: 64
+        """,
+}
+SAMPLING = ("infer.steps=2", "infer.num_timed_runs=2", "infer.num_warmup_runs=0", "infer.prompts=[a red cat]")
+
+
+@pytest.fixture
+def added(tmp_path, monkeypatch) -> Path:
+    """The folder of a configuration with the added files, while the tables have the added rows."""
+    (tmp_path / "my_module.py").write_text(MODULE)
+    (tmp_path / "my_format.py").write_text(
+        "from my_module import QMAX, dequantize, quantize, scales\npack = lambda c: c\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    rows = {
+        "my_format": Format(
+            "my_format", 8, None, "INT8", ("FLOAT16",), opset=19, min_compute_capability=75, layer_tolerance=1e-2,
+            modelopt_num_bits=8, module="my_format",
+        ),
+        "my_runtime": Runtime("my_runtime", "onnx", "cpu", "onnxruntime", "onnxruntime", load="my_module:load"),
+        "my_family": "my_module",
+        "my_observer": Observer("my_module:nine_tenths"),
+        "my_method": ("mean", "mean"),
+        "my_smoothing": by_layer,
+        "my_score": Score(
+            "my_score", "my score", Against.IMAGES, "my_module:level_difference", more_is_better=False,
+            columns=("my_score", "my_score_worst"),
+        ),
+        "my_tracker": "my_module:log",
+    }  # fmt: skip
+    tables = (FORMATS, RUNTIMES, FAMILIES, OBSERVERS, COLLECT_METHODS, SMOOTHINGS, SCORES, TRACKERS)
+    for table, (name, row) in zip(tables, rows.items(), strict=True):
+        monkeypatch.setitem(table, name, row)
+    shutil.copytree(REPOSITORY / "conf", tmp_path / "conf")
+    for name, text in ADDED.items():
+        (tmp_path / name).write_text("\n".join(line[8:] for line in text.splitlines()))
+    monkeypatch.setattr(config, "CONF", tmp_path / "conf")
+    monkeypatch.setattr(quantize, "TRACKED", str(tmp_path / "trackers"))
+    yield tmp_path / "conf"
+    for name in ("my_module", "my_format"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def pipeline_folder(tmp_path) -> Path:
+    """With one level, which is soon traced."""
+    path = tmp_path / "pipeline"
+    TINY["sd15"](path)
+    blocks = {"down_block_types": ["CrossAttnDownBlock2D"], "up_block_types": ["CrossAttnUpBlock2D"]}
+    small = unet(block_out_channels=[64], attention_head_dim=4, **blocks)
+    redraw(small)
+    small.save_pretrained(path / "unet")
+    return path
+
+
+def composed(conf: Path, name: str, job: type, *overrides: str):
+    with initialize_config_dir(str(conf), version_base="1.3"):
+        return job_of(job, compose(name, list(overrides)))
+
+
+def test_one_of_each_is_one_file_and_one_line(added, pipeline_folder, tmp_path):
+    run, name = tmp_path / "run", f"model.path={pipeline_folder}"
+    job = composed(
+        added, "quantize", QuantizeJob, "model=my_family", name, "quantize=my_preset", "infer=my_runtime",
+        "quant_level=3", "alpha=0.5", "smoothing=my_smoothing", "collect_method=my_method",
+        "quantize.observer=my_observer", "trackers=[my_tracker]", "calib_size=2", "quantize.n_steps=2",
+        "export_trt=none", f"cache.dir={tmp_path / 'cache'}", *SAMPLING,
+    )  # fmt: skip
+    run.mkdir()
+    psnr = quantize.quantize(job, run)
+    record = json.loads((run / "metrics.json").read_text())
+
+    assert record["status"] == "done" and not record["simulated"] and record["fidelity"]["psnr"]["mean"] == psnr
+    assert set(record["latency"]) == {"torch", "my_runtime"} and "my_unet" in record["latency"]["my_runtime"]
+    assert record["parity"]["quantized_layers"]["count"] == record["layers"]["quantized"] > 20
+    stored = onnx.load(run / "onnx/my_unet/my_unet.onnx")
+    codes = [weight for weight in stored.graph.initializer if weight.name.endswith(".my_format")]
+    assert len(codes) == record["layers"]["quantized"] and {code.data_type for code in codes} == {onnx.TensorProto.INT8}
+    rows = list(csv.DictReader((run / "layers.csv").read_text().splitlines()))
+    assert {row["format"] for row in rows} == {"my_format", "high precision"}
+    assert {row["smoothing"] for row in rows} == {"", "multiplication"}  # by_layer folds nothing
+    assert record["fidelity"]["my_score"]["mean"] > 0
+    assert (tmp_path / "trackers" / "told.txt").read_text().endswith(str(record["fidelity"]["my_score"]["mean"]))
+
+    page = rebuild(run).read_text(encoding="utf-8")
+    assert "my score" in page and "my_score_worst" in (run / "summary.csv").read_text().splitlines()[0]
+
+    drawn = composed(added, "infer", InferJob, f"run={run}", "infer=my_runtime", *SAMPLING)
+    infer.infer(drawn, tmp_path / "drawn")
+    assert "my_unet" in json.loads((tmp_path / "drawn/metrics.json").read_text())["latency"]["my_runtime"]

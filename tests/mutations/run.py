@@ -1,0 +1,221 @@
+"""``python -m tests.mutations.run``: would a test notice? One deliberate fault at a time, and the test that caught it.
+
+``faults.yaml`` lists the faults: a text that stands exactly once in ``sd_quant``, what replaces it, and the tests that
+should fail then. A fault does not say which file it is in, so code may move. It is put into a copy of the repository,
+pytest runs its tests there up to the first that fails, and it is taken out again. Exit code 1 when a fault survived or
+could not be tried.
+
+pytest runs in a fork of this process, which has imported torch and its like before: of the ten seconds that the tests
+of a fault take, eight are imports. The road not taken is a tool that changes every operator, such as mutmut: nine in
+ten of its mutants mean nothing to anybody, and the run takes days.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+FAULTS = Path(__file__).with_name("faults.yaml")
+PACKAGE = "sd_quant"
+CAUGHT, SURVIVED, NOT_APPLICABLE = "caught by", "SURVIVED", "NOT APPLICABLE"
+TIME_LIMIT = 900  # seconds for the tests of one fault, which may have made a loop endless
+IMPORTED_ONCE = (
+    *("torch._dynamo", "torchmetrics", "diffusers.models", "transformers.models.clip", "onnx", "onnxscript"),
+    *("openvino", "onnxruntime", "matplotlib.figure", "modelopt.torch.quantization"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    name: str
+    find: str  # stands exactly once in the package
+    replace: str
+    tests: list[str]  # paths or node ids of pytest
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    fault: Fault
+    verdict: str  # CAUGHT, SURVIVED or NOT_APPLICABLE
+    file: str
+    because: str  # the test that failed, or why the fault could not be tried
+
+
+class Failures:
+    """A plugin of pytest that collects the ids of what failed: tests, their fixtures, files that cannot be imported."""
+
+    def __init__(self):
+        self.ids: list[str] = []
+
+    def pytest_runtest_logreport(self, report) -> None:
+        if report.failed:
+            self.ids.append(report.nodeid)
+
+    pytest_collectreport = pytest_runtest_logreport
+
+
+def read_faults(path: Path = FAULTS) -> list[Fault]:
+    """The faults of all rooms in the order of the file."""
+    rooms = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return [Fault(**fault) for faults in rooms.values() for fault in faults]
+
+
+def files_with(text: str, repository: Path) -> list[Path]:
+    """The package's Python files, each as often as it holds ``text``."""
+    files = sorted((repository / PACKAGE).rglob("*.py"))
+    return [file for file in files for _ in range(file.read_text(encoding="utf-8").count(text))]
+
+
+def copy_repository(target: Path) -> None:
+    """What git tracks and what it would add, as it is in the working tree."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout
+    for name in filter(None, listed.split("\0")):
+        if (REPOSITORY / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(REPOSITORY / name, target / name)
+
+
+def start_tests(repository: Path, tests: Iterable[str], *options: str) -> int:
+    """The number of a process that runs these tests; ``answer_of`` says how they ended once it has."""
+    if process := os.fork():
+        return process
+    try:
+        os.chdir(repository)
+        os.environ["PYTHONPATH"] = str(repository)
+        os.environ["PYTHONDONTWRITEBYTECODE"], sys.dont_write_bytecode = "1", True  # it may be a fault's
+        signal.alarm(TIME_LIMIT)
+        sys.path[:] = [str(repository), *(path for path in sys.path if Path(path).resolve() != REPOSITORY)]
+        for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+            del sys.modules[name]
+        sys.argv = ["pytest"]
+        with (repository / "output.txt").open("w") as output:
+            for stream in (1, 2):
+                os.dup2(output.fileno(), stream)
+        failures = Failures()
+        quiet = ["-q", "--tb=short", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+        code = pytest.main([*quiet, *options, *tests], plugins=[failures])
+        (repository / "answer.json").write_text(json.dumps([code, failures.ids]))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(0)
+
+
+def answer_of(repository: Path) -> tuple[int, list[str]] | None:
+    """pytest's exit code and the ids of what failed; None where the process did not live to say it."""
+    answer = repository / "answer.json"
+    if not answer.exists():
+        return None
+    code, failed = json.loads(answer.read_text())
+    answer.unlink()
+    return code, failed
+
+
+def verdict(fault: Fault, file: str, answer: tuple[int, list[str]] | None) -> Outcome:
+    if answer is None:
+        return Outcome(fault, CAUGHT, file, f"the time limit of {TIME_LIMIT} s, or by ending the process")
+    code, failed = answer
+    if code == 0:
+        return Outcome(fault, SURVIVED, file, ", ".join(fault.tests))
+    if failed:
+        return Outcome(fault, CAUGHT, file, failed[0])
+    return Outcome(fault, NOT_APPLICABLE, file, f"pytest ended with {code} and no test failed")
+
+
+def try_faults(faults: Sequence[Fault], copies: Sequence[Path]) -> Iterator[Outcome]:
+    """The outcome of each fault as soon as it is known; as many are tried at a time as there are copies."""
+    waiting, free = list(reversed(faults)), list(copies)
+    running: dict[int, tuple[Fault, Path, Path, str]] = {}
+    while waiting or running:
+        while waiting and free:
+            fault, repository = waiting.pop(), free[-1]
+            files = files_with(fault.find, repository)
+            if len(files) != 1:
+                why = f"its text stands {len(files)} times in {PACKAGE}, expected once"
+                yield Outcome(fault, NOT_APPLICABLE, "-", why)
+                continue
+            original = files[0].read_text(encoding="utf-8")
+            files[0].write_text(original.replace(fault.find, fault.replace), encoding="utf-8")
+            running[start_tests(repository, fault.tests, "-x")] = fault, free.pop(), files[0], original
+        if running:
+            process, _ = os.wait()
+            fault, repository, file, original = running.pop(process)
+            file.write_text(original, encoding="utf-8")
+            yield verdict(fault, str(file.relative_to(repository)), answer_of(repository))
+            free.append(repository)
+
+
+def without_fault(outcomes: Sequence[Outcome], repository: Path) -> list[Outcome]:
+    """What was caught by a test that fails in an unchanged copy, too, and so catches nothing."""
+    tests = sorted({outcome.because for outcome in outcomes if outcome.verdict == CAUGHT and "::" in outcome.because})
+    if not tests:
+        return []
+    os.waitpid(start_tests(repository, tests), 0)
+    answer = answer_of(repository)
+    if answer is None or answer[0] not in (0, 1):
+        raise SystemExit(f"the tests cannot be run without a fault:\n{(repository / 'output.txt').read_text()[-2000:]}")
+    return [
+        replace(outcome, verdict=NOT_APPLICABLE, because=f"{outcome.because} fails without the fault")
+        for outcome in outcomes
+        if outcome.because in answer[1]
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Which test notices which deliberate fault.")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these faults alone")
+    parser.add_argument("--workers", type=int, default=1, help="how many to try at a time, each in its own copy")
+    parser.add_argument("--list", action="store_true", help="name the faults and what each changes, and run nothing")
+    given = parser.parse_args()
+    faults = read_faults()
+    if unknown := set(given.only or ()) - {fault.name for fault in faults}:
+        parser.error(f"there is no fault {', '.join(sorted(unknown))}")
+    chosen = [fault for fault in faults if not given.only or fault.name in given.only]
+    if given.list:
+        for fault in chosen:
+            print(f"{fault.name}\n    {fault.find}\n    {fault.replace}")
+        return
+    os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: threads do not outlive a fork
+    with warnings.catch_warnings(action="ignore"):
+        for name in IMPORTED_ONCE:
+            importlib.import_module(name)
+    with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
+        copies = [Path(folder) / str(worker) for worker in range(given.workers)]
+        for repository in copies:
+            copy_repository(repository)
+        outcomes: dict[str, Outcome] = {}
+        for outcome in try_faults(chosen, copies):
+            outcomes[outcome.fault.name] = outcome
+            tell(outcome)
+        for outcome in without_fault(list(outcomes.values()), copies[0]):
+            outcomes[outcome.fault.name] = outcome
+            tell(outcome)
+    counts = Counter(outcome.verdict for outcome in outcomes.values())
+    told = f"{counts[CAUGHT]} caught, {counts[SURVIVED]} survived, {counts[NOT_APPLICABLE]} not applicable"
+    print(f"{len(chosen)} faults: {told}")
+    sys.exit(counts[CAUGHT] != len(chosen))
+
+
+def tell(outcome: Outcome) -> None:
+    print(f"{outcome.fault.name}  {outcome.file}  {outcome.verdict} {outcome.because}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

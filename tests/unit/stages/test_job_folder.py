@@ -1,0 +1,73 @@
+"""When a job is done before: what decides its record, and what of an earlier attempt goes."""
+
+import json
+from copy import deepcopy
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from sd_quant.cli import job_of
+from sd_quant.config import REPOSITORY, QuantizeJob
+from sd_quant.stages.job_folder import fingerprint, finished, remove_leftovers
+
+FACTS = {
+    "inputs": {"checkpoint": {"path": "here.nemo", "sha256": "ab", "bytes": 2}},
+    "versions": {"torch": "2.10"},
+    "machine": {"cpu": "one"},
+    "started": "today",
+}
+
+
+@pytest.fixture
+def job(tmp_path) -> QuantizeJob:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a cat\na dog\n")
+    with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
+        return job_of(QuantizeJob, compose("quantize", [f"infer.prompts={prompts}"]))
+
+
+def test_where_a_run_keeps_and_tells_what_it_finds_does_not_make_another_job(job):
+    before = fingerprint(job, FACTS)
+    job.cache.dir, job.trackers, job.trt.timing_cache = None, ["mlflow"], "elsewhere"
+    assert fingerprint(job, FACTS) == before
+
+
+def test_neither_does_another_machine_or_place_of_the_same_file(job):
+    facts = deepcopy(FACTS) | {"machine": {"cpu": "another"}, "started": "tomorrow"}
+    facts["inputs"]["checkpoint"]["path"] = "there.nemo"
+    assert fingerprint(job, facts) == fingerprint(job, FACTS)
+
+
+def test_knobs_prompts_files_and_versions_make_another_job(job, tmp_path):
+    known = {fingerprint(job, FACTS)}
+    (tmp_path / "prompts.txt").write_text("a cat\na bird\n")  # under the same name
+    known.add(fingerprint(job, FACTS))
+    job.quantize.alpha = 0.3
+    known.add(fingerprint(job, FACTS))
+    facts = deepcopy(FACTS)
+    facts["inputs"]["checkpoint"]["sha256"] = "cd"
+    known.add(fingerprint(job, facts))
+    facts["versions"]["torch"] = "2.11"
+    known.add(fingerprint(job, facts))
+    assert len(known) == 5
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", json.dumps({"fingerprint": "another"})])
+def test_what_is_not_the_record_of_this_job_is_none(tmp_path, text):
+    (tmp_path / "metrics.json").write_text(text)
+    assert finished(tmp_path, "this") is None
+    assert finished(tmp_path / "nowhere", "this") is None
+
+
+def test_the_record_of_this_job_is_taken(tmp_path):
+    record = {"fingerprint": "this", "fidelity": {}}
+    (tmp_path / "metrics.json").write_text(json.dumps(record))
+    assert finished(tmp_path, "this") == record
+
+
+def test_leftovers_go_and_what_a_job_does_not_write_stays(tmp_path):
+    for name in ("onnx/unet_xl/unet_xl.onnx", ".unfinished-1/part", "images/0000.png", "images.txt", "notes/onnx"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    remove_leftovers(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"images.txt", "notes"}

@@ -1,0 +1,39 @@
+"""Which engine computes each part of framework, unquantized and quantized."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+from sd_quant.stages.variants import SIMULATED, Native, keys_of
+
+PARTS = ("unet", "vae")
+LOADED = SimpleNamespace(parts=dict.fromkeys(PARTS), denoiser="unet")
+RUN = Path("run")
+
+
+def keys(engine: str, simulated: bool = False) -> dict[str, dict]:
+    return keys_of(LOADED, engine, RUN, simulated)
+
+
+def test_only_the_denoiser_differs_and_each_is_loaded_from_its_own_file():
+    for engine, path in (("openvino", "onnx/{0}/{0}.onnx"), ("tensorrt", "plan/{0}.plan")):
+        unquantized, quantized, vae = (
+            folder / path.format(part)
+            for folder, part in ((RUN / "full_precision", "unet"), (RUN, "unet"), (RUN, "vae"))
+        )
+        assert keys(engine) == {
+            "framework": {"unet": "unet", "vae": "vae"},
+            "full_precision": {"unet": unquantized, "vae": vae},
+            "quantized": {"unet": quantized, "vae": vae},
+        }
+
+
+def test_what_no_engine_executes_is_simulated_and_the_rest_is_not():
+    found = keys("openvino", simulated=True)
+    assert found["quantized"] == {"unet": SIMULATED, "vae": RUN / "onnx/vae/vae.onnx"}
+    assert found["full_precision"] == keys("openvino")["full_precision"]
+
+
+def test_torch_multiplies_codes_in_the_quantized_denoiser_alone():
+    found = keys("torch_native")
+    assert found["quantized"] == {"unet": Native("unet", quantized=True), "vae": Native("vae", quantized=False)}
+    assert found["full_precision"] == {part: Native(part, quantized=False) for part in PARTS}

@@ -1,0 +1,27 @@
+"""Every fault of tests/mutations fits the code and names tests that are there; that they catch it, its run says."""
+
+from collections import Counter
+
+from tests.mutations.run import PACKAGE, REPOSITORY, read_faults
+
+FAULTS = read_faults()
+
+
+def test_there_are_enough_and_each_has_a_name_of_its_own():
+    assert len(FAULTS) >= 60
+    assert [name for name, count in Counter(fault.name for fault in FAULTS).items() if count > 1] == []
+
+
+def test_each_changes_one_place_in_one_line():
+    code = "\n".join(file.read_text(encoding="utf-8") for file in (REPOSITORY / PACKAGE).rglob("*.py"))
+    found = {fault.name: code.count(fault.find) for fault in FAULTS}
+    assert {name: count for name, count in found.items() if count != 1} == {}
+    assert [fault.name for fault in FAULTS if "\n" in fault.find + fault.replace or fault.find == fault.replace] == []
+
+
+def test_their_tests_are_unit_tests_that_are_there():
+    for test in {test for fault in FAULTS for test in fault.tests}:
+        path, _, name = test.partition("::")
+        assert path.startswith("tests/unit/") and (REPOSITORY / path).exists(), test
+        assert not name or f"def {name}(" in (REPOSITORY / path).read_text(encoding="utf-8"), test
+    assert [fault.name for fault in FAULTS if not fault.tests] == []

@@ -1,0 +1,128 @@
+"""One way down: every import in ``sd_quant`` points to a room further down the table, and no files form a ring.
+
+``python -m tests.unit.test_rooms`` prints the rooms with their lines and what each imports.
+"""
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from sd_quant.engines import RUNTIMES
+from sd_quant.quantization.formats import FORMATS
+
+PACKAGE = Path(__file__).resolve().parents[2] / "sd_quant"
+
+# From the top: a room may import those below it. Files and folders at the top level of sd_quant are rooms.
+ROOMS = (
+    "cli",  # the entrypoints' common part
+    "sweep",
+    "placement",  # which GPU and cores a job of a sweep has to itself
+    "stages",  # the steps of the three commands
+    "config",  # the jobs: what is composed from YAML, checked
+    "trackers",
+    "report",  # the record and everything that shows it
+    "calibration",  # runs the pipeline, so it stands above it
+    "inference",  # the pipeline with engines
+    "metrics",
+    "engines",
+    "export",  # assignment to ONNX
+    "simulation",  # assignment to torch
+    "checkpoints",  # bytes to named weights
+    "quantization",  # statistics and recipe to assignment
+    "models",  # families
+    "knobs",  # and the ground, which imports nothing above
+    "progress",
+    "devices",
+    "cache",
+    "source",
+    "files",
+    "numbers",
+    "errors",
+    "text",
+)
+STAGES = ROOMS.index("stages")
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Every module of the package by its name in it, such as ``engines.base``."""
+    paths = {path.relative_to(PACKAGE).with_suffix(""): path for path in PACKAGE.rglob("*.py")}
+    return {".".join(name.parts).removesuffix(".__init__"): path for name, path in paths.items()}
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """Full names of all that a file imports, wherever in it the import stands."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} has a relative import"
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@cache
+def own_imports(name: str) -> set[str]:
+    """The project's modules that a module imports."""
+    known = modules()
+    wanted = {full.removeprefix("sd_quant.") for full in imports_of(known[name]) if full.startswith("sd_quant.")}
+    # `from sd_quant.engines import openvino` names the package too, which is only another way to the module
+    return {
+        module for module in wanted & known.keys() if not any(m.startswith(f"{module}.") for m in wanted & known.keys())
+    }
+
+
+def room_of(module: str) -> str:
+    return module.partition(".")[0]
+
+
+@pytest.mark.parametrize("name", [name for name in modules() if name != "__init__"])
+def test_every_import_points_down(name):
+    assert room_of(name) in ROOMS, f"{name} is in no room of the table"
+    place = ROOMS.index(room_of(name))
+    up = [other for other in own_imports(name) if other != "__init__" and ROOMS.index(room_of(other)) < place]
+    assert not up, f"{name} imports {', '.join(up)}, which stand above it"
+
+
+def test_no_files_import_each_other_in_a_ring():
+    try:
+        list(TopologicalSorter({name: own_imports(name) for name in modules()}).static_order())
+    except CycleError as error:
+        pytest.fail(f"a ring: {' <- '.join(error.args[1])}")
+
+
+@pytest.mark.parametrize("name", [name for name in modules() if room_of(name) in ROOMS[STAGES:]])
+def test_hydra_and_config_stay_at_the_edge(name):
+    foreign = {full.partition(".")[0] for full in imports_of(modules()[name])}
+    assert not foreign & {"hydra", "omegaconf"}, name
+    below_config = ROOMS.index(room_of(name)) > ROOMS.index("config")
+    assert not (below_config and "config" in own_imports(name)), name
+
+
+NAMED_AT_HOME = {"engines": set(RUNTIMES) - {"torch"}, "quantization": set(FORMATS)}
+LISTS_OF_PACKAGES = {"report.provenance"}  # whose versions a run records
+
+
+@pytest.mark.parametrize("name", [name for name in modules() if name not in LISTS_OF_PACKAGES])
+def test_runtimes_and_formats_are_named_in_their_own_rooms_alone(name):
+    """Elsewhere their facts are asked for: what a runtime reads, whether a format has static scales."""
+    foreign = set().union(*(names for room, names in NAMED_AT_HOME.items() if room != room_of(name)))
+    nodes = ast.walk(ast.parse(modules()[name].read_text(encoding="utf-8")))
+    named = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    assert not named & foreign, f"{name} names {', '.join(named & foreign)}"
+
+
+def test_the_table_names_no_room_that_is_gone():
+    assert {room_of(name) for name in modules()} - {""} == set(ROOMS) | {"__init__"}
+
+
+if __name__ == "__main__":
+    for room in ROOMS:
+        inside = [name for name in modules() if room_of(name) == room]
+        lines = sum(len(modules()[name].read_text(encoding="utf-8").splitlines()) for name in inside)
+        below = {room_of(other) for name in inside for other in own_imports(name)} - {room}
+        print(f"{room:13} {lines:6}  {' '.join(sorted(below, key=ROOMS.index))}")
