@@ -65,7 +65,7 @@ class Sampling:
     height: int  # in pixels
     width: int  # in pixels
     batch_size: int  # images that are made at a time
-    seed: int  # of the first image; that of the n-th is n more, whatever the batch size
+    seed: int  # of the first image; the next image has the next seed, whatever the batch size
 
 
 @dataclass(slots=True)
@@ -98,7 +98,7 @@ class Pipeline:
             )  # fmt: skip
 
     def decode(self, numbers: Sequence[int], latents: Tensor, sampling: Sampling) -> np.ndarray:
-        """The images, uint8 [B, H, W, 3], of ``latents`` in the pipeline's layout; ``numbers`` are those of their prompts.
+        """The images of ``latents`` as the pipeline has them, uint8 [B, H, W, 3], for the prompts of these ``numbers``.
 
         Raises SdQuantError when an image has a pixel that is NaN or infinite, naming the prompt.
         """
