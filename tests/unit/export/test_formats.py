@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from sd_quant.calibration.hooks import collect, draw
 from sd_quant.engines import load_engine, why_not
 from sd_quant.export.block_scales import dynamic_copy
-from sd_quant.export.insertion import constant
 from sd_quant.export.layer_cut import cut_layers
+from sd_quant.export.nodes import constant
 from sd_quant.export.qdq import write_onnx
 from sd_quant.export.tracing import OPSET, copy_of, trace
 from sd_quant.models.parts import Contract

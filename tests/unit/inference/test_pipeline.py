@@ -190,14 +190,14 @@ def test_a_picture_that_is_not_finite_is_named(pipeline, engines):
         return {"dec": picture}
 
     engines["vae"].function = overflows
-    with pytest.raises(SdQuantError, match="vae gave a picture that is not finite for prompt 1, of latents that are"):
+    with pytest.raises(SdQuantError, match="vae gave an image that is not finite for prompt 1, of latents that are"):
         pipeline(PROMPTS, SAMPLING)
 
 
 def test_long_prompts_are_told_of(pipeline, caplog):
     pipeline.adapter.tokenizer.unpadded = 90
     with caplog.at_level("WARNING"):
-        pipeline.warn_of_long(["long"])
+        pipeline.warn_of_long_prompts(["long"])
     assert "1 of 1 prompts are longer than the 77 tokens that are read (the longest has 90)" in caplog.text
 
 

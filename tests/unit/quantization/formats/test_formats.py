@@ -13,7 +13,7 @@ from onnx.reference import ReferenceEvaluator
 from torch import Tensor
 
 from sd_quant.errors import SdQuantError
-from sd_quant.export.insertion import SCALE_DTYPES
+from sd_quant.export.weights import SCALE_DTYPES
 from sd_quant.quantization.formats import FORMATS, Format, fake_quantize
 
 # Of Gaussian numbers with one range for all, relative to their norm; measured 0.0104, 0.0265, 0.1074, 0.1148, 0.0955.
