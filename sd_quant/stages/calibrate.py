@@ -4,7 +4,7 @@ import logging
 
 import torch
 
-from sd_quant.calibration.collected_elsewhere import read_shared
+from sd_quant.calibration.collected_elsewhere import read_statistics
 from sd_quant.calibration.collection import calibrate, origin
 from sd_quant.config import QuantizeJob, anchored
 from sd_quant.inference.loading import load_model
@@ -29,7 +29,7 @@ def statistics_of(
         network, contract = empty_denoiser(checkpoint), denoiser_part(checkpoint).contract
         layers = {name: network.get_submodule(name) for name in names}
         here = origin(checkpoint_sha256, names, sampling, "cuda" if torch.cuda.is_available() else "cpu")
-        return read_shared(
+        return read_statistics(
             anchored(knobs.calibration), layers, contract, here, knobs.calib_size, checkpoint.family.GUIDES
         )
     return calibrate(

@@ -11,8 +11,8 @@ from sd_quant.checkpoints.tensors import Weights
 from sd_quant.config import Model, QuantizeJob, anchored
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser, part_parameters
 from sd_quant.models.parts import Part
-from sd_quant.quantization.derivation import check_layers
 from sd_quant.quantization.recipe import Recipe, reason_kept
+from sd_quant.quantization.recipe_check import check_layers
 from sd_quant.simulation.sensitivity import budget
 from sd_quant.stages.resources import check_machine, disk_needed, gpu_memory_needed, memory_needed
 

@@ -24,9 +24,9 @@ from sd_quant.checkpoints.synthetic import CLIP_L, OPEN_CLIP_BIGG
 from sd_quant.checkpoints.tensors import LazyTensor, lazy
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError, exit_with_its_code
 from sd_quant.files import sha256
-from sd_quant.models.checkpoint import build_pipeline_modules
 from sd_quant.models.clip_tokenizer import clip_tokenizer
 from sd_quant.models.sdxl_nemo import TextShape, build_modules, embedder, scheduler, unet_config, vae_config
+from tests.networks import built_networks
 
 CLIP1 = TextShape(vocab_size=600, width=64, layers=2, context=16, mlp_width=96)
 CLIP2 = TextShape(vocab_size=600, width=64, layers=2, context=16, mlp_width=96, projection=32)
@@ -177,7 +177,7 @@ def test_folder_to_nemo_to_folder(tmp_path, theirs, theirs_as_nemo):
 
 def test_a_folder_becomes_the_archive_of_its_networks(theirs_as_nemo, modules, tiny_config):
     checkpoint = open_nemo(theirs_as_nemo)
-    for name, built in build_pipeline_modules(checkpoint).items():
+    for name, built in built_networks(checkpoint).items():
         assert_same(built.state_dict(), {key: each.float() for key, each in modules[name].state_dict().items()})
     assert {name: next(iter(source.parameters.values())).dtype for name, source in checkpoint.components.items()} == {
         name: next(module.parameters()).dtype for name, module in modules.items()
