@@ -4,8 +4,8 @@
 
 Of the sizes of SDXL's UNet at 1024x1024 with guidance. Every side quantizes its input itself and is called in turn with
 the model's own convolution; a ratio is the median of the rounds'. ``rounded`` computes with rounded numbers,
-``unfolded`` multiplies codes by torch's own product, ``kernel`` by ours (on a GPU alone). ``simulation/native.py`` takes
-what is fastest here.
+``unfolded`` multiplies codes by torch's own product, ``kernel`` by ours (on a GPU alone). ``simulation/native.py``
+takes what is fastest here.
 """
 
 import argparse

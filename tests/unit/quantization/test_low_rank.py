@@ -219,9 +219,7 @@ def test_alpha_is_searched_with_the_branch():
 def test_the_search_looks_at_a_branch_in_proportion_to_the_outputs_that_it_looks_at(monkeypatch):
     """A branch of the whole rank on half of the outputs would take up twice as much as it can of the whole layer."""
     tried = []
-    monkeypatch.setattr(
-        linears, "low_rank", lambda w, rank: tried.append((tuple(w.shape), rank)) or low_rank(w, rank)
-    )
+    monkeypatch.setattr(linears, "low_rank", lambda w, rank: tried.append((tuple(w.shape), rank)) or low_rank(w, rank))
     layer = OutlierLayer(0)
     layer.assignment("auto", 32)
     assert set(tried) == {((linears.SEARCHED_OUTPUTS, WIDTH), 16), (tuple(layer.weight.shape), 32)}
