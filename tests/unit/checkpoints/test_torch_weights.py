@@ -100,7 +100,7 @@ def test_what_other_libraries_allow_is_not_allowed_here(tmp_path):
         before = set(torch.serialization.get_safe_globals())
         with pytest.raises(ArtifactError, match="asks for 'shutil.copyfile', which was not run"):
             stored(tmp_path, content)
-        assert shutil.copyfile in before <= set(torch.serialization.get_safe_globals())
+        assert shutil.copyfile in before and before <= set(torch.serialization.get_safe_globals())
     assert not canary.exists()
 
 

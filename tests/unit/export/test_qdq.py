@@ -206,6 +206,19 @@ def test_each_input_is_multiplied_and_quantized_with_its_own_numbers(found, assi
             assert vector.dtype == np.float16 and np.array_equal(vector, layer.pre_quant_scale.half().numpy())
 
 
+def test_readers_of_one_tensor_with_other_ranges_read_other_copies(write, assignments, tmp_path):
+    """As where an observer gives each the range of its own sample."""
+    attention = "down_blocks.1.attentions.0.transformer_blocks.0.attn1"
+    query, key = (assignments["folded"][f"{attention}.to_{letter}"] for letter in "qk")
+    wider = dataclasses.replace(key, activation_amax=2 * key.activation_amax)
+    path = write(tmp_path / "unet.onnx", assignment={**assignments["folded"], key.name: wider})
+    stored, nodes = initializers(path), onnx.load(path).graph.node
+    makers = {node.output[0]: node for node in nodes}
+    for layer in (query, wider):
+        [reader] = [node for node in nodes if f"unet.{layer.name}.weight.dequantized" in node.input]
+        assert stored[makers[reader.input[0]].input[1]] == layer.activation_scale
+
+
 def nodes_of(path, op_type: str) -> list[onnx.NodeProto]:
     return [node for node in onnx.load(path).graph.node if node.op_type == op_type]
 

@@ -120,3 +120,18 @@ def test_an_axis_that_is_longer_than_one_is_not_squeezed(size, left):
     drop_squeezes(model)
     assert [node.op_type for node in model.graph] == ["Squeeze"] * left + ["Neg"]
     assert model.graph[-1].inputs[0].name == ("squeezed" if left else "x")
+
+
+class Squeezing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.squeeze(1) * self.scale
+
+
+def test_a_traced_graph_squeezes_no_long_axis():
+    half = torch.float16
+    traced = trace(Squeezing, Contract({"x": ("batch", 4, 6)}, ("out",), {"x": half}, half))
+    assert [node.op_type for node in traced.graph] == ["Mul"]

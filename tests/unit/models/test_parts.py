@@ -4,7 +4,7 @@ from diffusers import AutoencoderKL, StableDiffusionXLPipeline
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
 from sd_quant.models import sdxl
-from sd_quant.models.parts import VaePart, wrapped
+from sd_quant.models.parts import Contract, VaePart, as_inputs, axes, wrapped
 from sd_quant.models.sdxl import ClipPart, NemoUnetPart, UnetPart, vector_condition
 from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS, TextShape, build_modules, text_config, vae_config
 
@@ -124,3 +124,17 @@ def test_every_part_holds_all_of_a_component_of_the_pipeline(small_config, io):
         if name != "vae":  # of which the decoder alone
             whole = sum(parameter.numel() for parameter in modules[part.component].parameters())
             assert sum(parameter.numel() for parameter in module.parameters()) == whole
+
+
+def test_axes_are_those_of_latents_and_of_tokens_two_latents_wide():
+    found = axes(batch=2, width=128, height=64)
+    assert found == {"batch": 2, "height": 8, "width": 16, "image_tokens": 4 * 8}
+
+
+def test_a_scalar_becomes_one_or_one_for_each_sample_as_the_contract_has_it():
+    shapes = {"sample": ("batch", 4), "timestep": (1,), "guidance": ("batch",)}
+    contract = Contract(shapes, ("out",), dict.fromkeys(shapes, torch.float32), torch.float32)
+    sample = torch.ones(3, 4)
+    found = as_inputs(contract, {"sample": sample, "timestep": 7, "guidance": torch.tensor(2.0), "others": None})
+    assert found["sample"] is sample
+    assert (found["timestep"].tolist(), found["guidance"].tolist()) == ([7], [2.0, 2.0, 2.0])
