@@ -118,7 +118,7 @@ def restorable(assignment: Mapping[str, LayerAssignment]) -> bool:
 
 
 def save_quantized(module: nn.Module, path: Path) -> None:
-    """Write ``module`` as ModelOpt's own checkpoint, atomically and with the same bytes wherever it lies."""
+    """Write ``module`` as ModelOpt's own checkpoint, atomically."""
     import modelopt.torch.opt as mto
 
     # an open file, because torch writes the name of a path that it is given into the checkpoint

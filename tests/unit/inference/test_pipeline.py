@@ -211,7 +211,7 @@ def test_size_ids_become_cosines_then_sines():
 @pytest.mark.parametrize("scale, guided", [(0.0, False), (1.0, False), (1.1, True), (7.5, True)])
 def test_text_is_encoded_for_guidance_where_there_is_any(build, monkeypatch, scale, guided):
     pipeline, asked = build(scheduler()), []
-    encode = pipeline.drawing.encode
-    told = replace(pipeline.drawing, encode=lambda texts, half: asked.append(half) or encode(texts, half))
+    encode = pipeline.adapter.encode
+    told = replace(pipeline.adapter, encode=lambda texts, half: asked.append(half) or encode(texts, half))
     Pipeline(pipeline.engines, told)(PROMPTS, replace(SAMPLING, guidance_scale=scale), decode=False)
     assert asked == [guided]
