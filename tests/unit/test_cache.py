@@ -135,8 +135,11 @@ def test_the_longest_unused_goes_first(tmp_path):
 
 def test_one_entry_larger_than_the_limit_still_serves_its_run(tmp_path):
     cache = Cache(tmp_path / "cache", 10)
-    cache.provide("thing", {}, tmp_path / "run", Maker())
-    assert (tmp_path / "run" / "a.txt").read_text() == "text"
+    make = Maker()
+    for run in ("run", "next"):
+        cache.provide("thing", {}, tmp_path / run, make)
+        assert (tmp_path / run / "a.txt").read_text() == "text"
+    assert make.calls == 1  # what has just been used does not go
 
 
 def test_without_a_directory_nothing_is_kept(tmp_path):

@@ -243,6 +243,7 @@ NAN, INFINITY = float("nan"), float("inf")
         ("quantize.rank", 1.5, RANK.format(1.5)),
         ("quantize.quant_level", "three", "quantize.quant_level is 'three', expected a number"),
         ("quantize.quant_level", True, "quantize.quant_level is True, expected a number"),
+        ("quantize.percentile", 1.5, "percentile is 1.5, expected a number above 0 and up to 1"),
         ("quantize.alpha", 1.5, "alpha is 1.5, expected a number from 0 to 1, or auto"),
         ("quantize.alpha", -0.1, "alpha is -0.1, expected a number from 0 to 1, or auto"),
         ("quantize.alpha", "best", "alpha is best, expected a number from 0 to 1, or auto"),

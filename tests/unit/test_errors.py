@@ -115,3 +115,9 @@ def test_a_file_that_is_written_into_a_full_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(ResourceError, match="the disk is full: .*record.json could not be written"):
         write_text(tmp_path / "record.json", "{}")
+
+
+def test_a_sentence_that_quotes_too_much_keeps_its_beginning_and_its_advice():
+    words = str(SdQuantError(f"the file names {'x' * 10_000}; fetch it again"))
+    assert len(words) == LONGEST
+    assert words.startswith("the file names xxx") and words.endswith("xxx; fetch it again")

@@ -5,7 +5,14 @@ import torch
 
 from sd_quant.errors import SdQuantError
 from sd_quant.inference import parity
-from sd_quant.inference.parity import WatchedVariant, checked_entry, distance, run_simulation
+from sd_quant.inference.parity import (
+    Simulation,
+    WatchedVariant,
+    checked_entry,
+    distance,
+    layer_parity,
+    run_simulation,
+)
 from sd_quant.quantization.assignment import LayerAssignment
 
 
@@ -67,3 +74,34 @@ def test_a_layer_is_compared_where_its_input_is_not_the_zeros_of_the_uncondition
         assert all(inputs.any() for inputs in found.inputs.values())
         expected = unet[2](found.inputs["2"].float()) - unet[2].bias
     torch.testing.assert_close(found.outputs["2"], expected, atol=1e-3, rtol=1e-3)
+
+
+def layer(name: str, activation_format: str) -> LayerAssignment:
+    return LayerAssignment(name, "linear", (1, 1), format="int8", activation_format=activation_format)
+
+
+LAYERS = {"narrow": layer("narrow", "int8"), "wide": layer("wide", "fp8")}  # tolerances of 1e-2 and 3e-2
+ONE = torch.ones(1)
+
+
+def parity_of(errors: dict[str, float], network: float, simulated: float = 0.1) -> dict:
+    """Of layers and a network that compute 1 and so much more."""
+    simulation = Simulation(ONE + simulated, {}, dict.fromkeys(LAYERS, ONE))
+    outputs = {name: ONE + errors[name] for name in LAYERS}
+    return layer_parity(simulation, ONE, ONE + network, LAYERS, outputs, "unet")
+
+
+def test_the_worst_layer_is_the_one_nearest_its_tolerance():
+    found = parity_of({"narrow": 0.008, "wide": 0.015}, network=0.1)["quantized_layers"]
+    assert (found["count"], found["worst"], found["tolerance"]) == (2, "narrow", 0.01)
+    with pytest.raises(SdQuantError, match="layer wide by 0.04 "):
+        parity_of({"narrow": 0.008, "wide": 0.04}, network=0.1)
+
+
+def test_the_network_may_be_half_as_far_again_from_full_precision_as_its_simulation():
+    exact = dict.fromkeys(LAYERS, 0.0)
+    found = parity_of(exact, network=0.16)["unet_quantized"]
+    assert found["simulation_relative_error"] == pytest.approx(0.1)
+    assert (found["relative_error"], found["tolerance"]) == (pytest.approx(0.16), pytest.approx(0.17))
+    with pytest.raises(SdQuantError, match="the quantized unet by 0.18 "):
+        parity_of(exact, network=0.18)

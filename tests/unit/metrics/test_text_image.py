@@ -201,6 +201,13 @@ def test_too_few_images_give_a_reason(small_inception, folder):
         check_references(folder / "absent.npz")
 
 
+def test_fid_takes_more_images_than_inception_has_features():
+    """Of no more than 2048 the covariance is singular."""
+    text_image._check_number(2049, "were made")
+    with pytest.raises(ConfigError, match="2048 images were made, which is too few for FID; it takes 2049 or more"):
+        text_image._check_number(2048, "were made")
+
+
 def test_inceptions_weights_are_never_unpickled_unsafely(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="there is no file"):
         text_image._inception(tmp_path / "absent.pth")

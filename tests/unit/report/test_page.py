@@ -144,6 +144,7 @@ HOSTILE = [
     "</script><script>alert(1)</script>",
     '"><img src=x onerror="alert(1)">',
     "<!--<script>",
+    "</script <!--<script ",  # ends with no bracket of its own
     "{{7*7}} ${data} $script %s",
     "a&amp;b\u2028c\u202ed\x00e\ud800",
 ]

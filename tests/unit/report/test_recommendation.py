@@ -60,3 +60,8 @@ def test_between_checkpoints_there_is_nothing_to_choose():
 def test_the_front_is_what_no_other_beats():
     rows = [row("a", 30.0, 2.0), row("b", 29.0, 1.5), row("c", 35.0, 1.5), row("d", 34.0, 1.4), row("e", None, 3.0)]
     assert [found["job"] for found in front(rows, "image_ms")] == ["a", "c"]
+
+
+def test_of_equal_costs_the_closest_is_on_the_front():
+    rows = [row("a", 29.0, 1.5), row("b", 31.0, 1.5), row("c", 30.0, 1.5)]
+    assert [found["job"] for found in front(rows, "image_ms")] == ["b"]

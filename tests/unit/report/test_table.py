@@ -82,6 +82,13 @@ def test_a_slower_engine_is_called_slower_in_words():
     assert "SLOWER: on openvino, prompt to image at batch 1 takes 1.25 times as long" in table
 
 
+def test_what_two_decimals_do_not_show_is_not_called_slower():
+    noise = record()
+    for speedup in (1.0, 0.996):
+        noise["latency"]["openvino"]["unet_xl"]["2"]["speedup"] = speedup
+        assert "SLOWER" not in run_table(noise)
+
+
 def test_columns_line_up():
     blocks = run_table(record()).split("\n\n")
     tables = [block.splitlines() for block in blocks if "\n---" in block]

@@ -4,7 +4,13 @@ import pytest
 
 from sd_quant.errors import ResourceError
 from sd_quant.inference import memory as memory_model
-from sd_quant.inference.memory import fits, gpu_memory_of_variant, gpu_memory_of_variants, memory_of_variants
+from sd_quant.inference.memory import (
+    fits,
+    gpu_memory_of_variant,
+    gpu_memory_of_variants,
+    memory_of_part,
+    memory_of_variants,
+)
 from sd_quant.stages import resources
 from sd_quant.stages.resources import workload_of
 
@@ -82,3 +88,8 @@ def test_a_disk_that_is_too_small(tmp_path, memory):
     assert resources.disk_needed(stored, job(library="none"))["plan"] == 0
     with pytest.raises(ResourceError, match=r"needs up to .*ModelOpt's checkpoint 10.3 GB"):
         resources.check_machine({}, files | {"onnx": 1e18}, tmp_path)
+
+
+def test_of_a_small_model_the_decoders_activations_take_most():
+    small = memory_of_part({"unet_xl": 1000, "vae": 1000}, workload_of(job(1024).infer))
+    assert 9e9 < small - memory_model.BASE < 10e9
