@@ -2,9 +2,9 @@
 
     python benchmarks/convolutions.py
 
-Of the sizes of SDXL's UNet at 1024x1024 with guidance. Every side quantizes its input itself and is called in turn with
-the model's own convolution; a ratio is the median of the rounds'. ``rounded`` computes with rounded numbers,
-``unfolded`` multiplies codes by torch's own product, ``kernel`` by ours (on a GPU alone). ``simulation/native.py`` takes
+The sizes are those of SDXL's UNet at 1024x1024 with guidance. Every variant quantizes its input itself and is called in
+turn with the model's own convolution; a ratio is the median of the rounds'. ``rounded`` computes with rounded numbers,
+``unfolded`` multiplies codes by torch's own product, ``kernel`` by ours (on a GPU alone). ``simulation/native.py`` has
 what is fastest here.
 """
 
