@@ -15,7 +15,7 @@ quickstart: install ## Install, then run the main job on the checkpoint that shi
 install: $(VENV)/.sd-quant-run ## Install what the commands need
 
 test: $(VENV)/.sd-quant-test ## Install what the tests need, then run all of them
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/cli tests/faults tests/gpu tests/unit tests/fuzz \
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/cli tests/faults tests/fuzz tests/gpu tests/unit \
 		--numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 check: $(VENV)/.sd-quant-test ## Style, types and the quick unit tests, in a minute

@@ -20,7 +20,7 @@ from diffusers import StableDiffusionXLPipeline
 from sd_quant.checkpoints.convert import convert
 from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.config import anchored
-from sd_quant.engines.pool import Pool, Side
+from sd_quant.engines.pool import Pool, Variant
 from sd_quant.inference.loading import load_part, pipeline_of
 from sd_quant.inference.pipeline import Generated, Sampling
 from sd_quant.metrics.memory import peak_memory_bytes
@@ -34,7 +34,7 @@ PROMPT = "a glossy icon of a lighthouse"
 def ours(checkpoint: Path, sampling: Sampling) -> tuple[Generated, torch.Tensor]:
     opened = open_nemo(checkpoint)
     pool = Pool(lambda part: load_part(opened, part), most=1)
-    pipeline = pipeline_of(opened, Side(pool, {part: part for part in opened.parts()}))
+    pipeline = pipeline_of(opened, Variant(pool, {part: part for part in opened.parts()}))
     generated = pipeline([PROMPT], sampling)
     pool.close()
     return generated, pipeline.noise([0], sampling)

@@ -4,8 +4,8 @@
 
 Of the sizes of SDXL's UNet at 1024x1024 with guidance. Every side quantizes its input itself and is called in turn with
 the model's own convolution; a ratio is the median of the rounds'. ``rounded`` computes with rounded numbers,
-``unfolded`` multiplies codes by torch's own product, ``kernel`` by ours (on a GPU alone). ``engines/native.py`` takes
-what is fastest here.
+``unfolded`` multiplies codes by torch's own product, ``kernel`` by ours (on a GPU alone). ``simulation/native.py``
+takes what is fastest here.
 """
 
 import argparse
@@ -23,11 +23,11 @@ from sd_quant.simulation.native import Products, int_mm, kernel_convolution, lay
 SIZES = ((320, 320, 128), (640, 640, 64), (1280, 1280, 32), (1920, 640, 64))  # channels in and out, height and width
 
 
-def assignment_of(weight: torch.Tensor, form: str) -> LayerAssignment:
+def assignment_of(weight: torch.Tensor, fmt: str) -> LayerAssignment:
     amax = weight.abs().flatten(1).amax(1)
-    per_row = form == "int8"
+    per_row = fmt == "int8"
     return LayerAssignment(
-        "conv", "conv", tuple(weight.shape), form, form,
+        "conv", "conv", tuple(weight.shape), fmt, fmt,
         weight_axis=0 if per_row else None, weight_amax=amax if per_row else amax.amax().view(1), activation_amax=4.0,
     )  # fmt: skip
 
@@ -51,9 +51,9 @@ def main() -> None:
         weight, x = conv.weight.detach(), torch.randn(2, inputs, size, size)
         x = x.to(device, dtype, memory_format=torch.channels_last)
         made = {}
-        for name, (form, product) in sides.items():
-            linear = int_mm if form == "int8" else scaled_mm
-            made[name] = layer_of(conv, assignment_of(weight, form), {form: Products(linear, product)})
+        for name, (fmt, product) in sides.items():
+            linear = int_mm if fmt == "int8" else scaled_mm
+            made[name] = layer_of(conv, assignment_of(weight, fmt), {fmt: Products(linear, product)})
         made["model's own"] = conv
         for module in made.values():
             placed(module, device, dtype)

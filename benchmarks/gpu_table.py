@@ -39,8 +39,8 @@ from sd_quant.engines.torch import TorchEngine, compiled, placed
 from sd_quant.files import write_json, write_text
 from sd_quant.metrics.flops import operations
 from sd_quant.metrics.latency import clock_of, cuda_events, measure, measure_in_turn, ratio
-from sd_quant.models.layers import attention_widths
 from sd_quant.models.parts import Contract, axes
+from sd_quant.models.roles import attention_widths
 from sd_quant.models.sdxl import NemoUnetPart, unet_part
 from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS, unet_config
 from sd_quant.models.unet import layer_roles, shared_inputs
@@ -89,20 +89,20 @@ class Way:
     """To the products of one recipe's layers; ``products`` None for the device's own."""
 
     name: str
-    form: str
+    fmt: str
     recipe: Recipe
     products: Mapping[str, Products] | None = None
 
 
 def main_ways() -> list[Way]:
-    return [Way(f"{form} level {MAIN_LEVEL:g}", form, recipe) for form, recipe in RECIPES.items()]
+    return [Way(f"{fmt} level {MAIN_LEVEL:g}", fmt, recipe) for fmt, recipe in RECIPES.items()]
 
 
 def other_ways(levels: Sequence[float]) -> list[Way]:
     """The other levels."""
     return [
-        Way(f"{form} level {level:g}", form, replace(RECIPES[form], quant_level=level))
-        for form, own in LEVELS.items()
+        Way(f"{fmt} level {level:g}", fmt, replace(RECIPES[fmt], quant_level=level))
+        for fmt, own in LEVELS.items()
         for level in own
         if level in levels
     ]

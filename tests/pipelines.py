@@ -80,7 +80,8 @@ def vae(scaling_factor: float, latent_channels: int = 4, **options: Any) -> diff
     return diffusers.AutoencoderKL(
         down_block_types=["DownEncoderBlock2D"] * 4,
         up_block_types=["UpDecoderBlock2D"] * 4,
-        block_out_channels=[16, 16, 32, 32],
+        block_out_channels=[16, 16, 16, 16],
+        layers_per_block=0,  # and one on the way up
         norm_num_groups=8,
         latent_channels=latent_channels,
         scaling_factor=scaling_factor,
@@ -96,7 +97,10 @@ def vae16(scaling_factor: float, shift_factor: float) -> diffusers.AutoencoderKL
 
 
 def unet(**options: Any) -> diffusers.UNet2DConditionModel:
-    """Two levels, of which one has attention; ``attention_head_dim`` is the number of heads, whatever its name says."""
+    """Two levels, of which one has attention, unless told otherwise.
+
+    ``attention_head_dim`` is the number of heads, whatever its name says.
+    """
     defaults = {
         "block_out_channels": [64, 128],
         "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
@@ -123,9 +127,17 @@ def sd15(folder: Path) -> None:
 
 def sd21(folder: Path) -> None:
     encoder, tokenizer = clip(pad_token="!", act="gelu")
+    denoiser = unet(
+        block_out_channels=[128],
+        down_block_types=["CrossAttnDownBlock2D"],
+        up_block_types=["CrossAttnUpBlock2D"],
+        attention_head_dim=[4],
+        use_linear_projection=True,
+        upcast_attention=True,
+    )
     v_prediction = {"prediction_type": "v_prediction", "clip_sample": False, "set_alpha_to_one": False}
     pipeline = diffusers.StableDiffusionPipeline(
-        unet=unet(attention_head_dim=[2, 4], use_linear_projection=True, upcast_attention=True),
+        unet=denoiser,
         text_encoder=encoder,
         tokenizer=tokenizer,
         vae=vae(0.18215),

@@ -1,12 +1,16 @@
-"""Statistics that were collected elsewhere: ``calibration=<entry or folder>`` in place of a pass.
+"""Statistics that were collected elsewhere: ``calibration=<entry or folder>`` in place of a calibration pass.
 
-Who has no GPU takes what the cache of somebody who has one holds. Entries describe themselves, so nothing else has to
-be sent. They come from a stranger: what the header says is compared with this checkpoint's UNet before a number is
-read, so no file makes us allocate more than that UNet's statistics take. The digest finds damage and descriptions that
-were altered. It is no signature: who computes it anew can claim any ranges, and spoil the pictures but nothing else.
+Without a GPU one can use entries from the cache of somebody who has one (``store``). An entry describes itself, so
+nothing else has to be sent along.
+
+Entries come from a stranger. The shapes in the header are compared with those of this checkpoint's denoiser before any
+tensor is read, so no file can make us allocate more than the statistics of this denoiser take. The digest finds damage,
+and descriptions that were altered. It is no signature: whoever computes it anew can claim any ranges, which spoils the
+images and nothing else.
 
 The road not taken is to demand the origin that a pass would have here, as the cache does. The same weights in another
-file have another hash, and another device is the very reason to share: the layers have to fit, all else is told.
+file have another hash, and another device is the reason to use such entries. The layers have to fit; all other
+differences are logged.
 """
 
 import json
@@ -19,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sd_quant.calibration.store import FORM, content_digest, unpack
+from sd_quant.calibration.store import VERSION, content_digest, unpack
 from sd_quant.checkpoints.archive import whole_file
 from sd_quant.checkpoints.safetensors_file import read_header
 from sd_quant.checkpoints.tensors import StoredTensor
@@ -28,22 +32,22 @@ from sd_quant.models.parts import Contract, axes
 from sd_quant.quantization.statistics import CALLS, ROWS, Statistics, kind_of, merge, width_of
 
 LOG = logging.getLogger(__name__)
-SIZES = range(64, 4097, 64)  # of pictures, in pixels
+SIZES = range(64, 4097, 64)  # heights and widths of an image that are plausible, in pixels
 
-Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # of tensors by name: dtype and shape
+Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # name of a tensor -> its dtype and shape
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A file as its header describes it, well-formed and not yet compared with anything."""
+    """An entry as its header describes it: well-formed, and not yet compared with anything."""
 
     path: Path
-    segment: range
-    metadata: Mapping[str, str]
-    tensors: Mapping[str, StoredTensor]
+    segment: range  # numbers of its prompts
+    metadata: Mapping[str, str]  # ``origin``, ``prompts`` and ``digest``, see ``store``
+    tensors: Mapping[str, StoredTensor]  # not yet read
 
 
-def read_shared(
+def read_statistics(
     path: Path,
     layers: Mapping[str, nn.Module],
     contract: Contract,
@@ -51,16 +55,16 @@ def read_shared(
     calib_size: int,
     guides: bool = True,
 ) -> Statistics:
-    """Statistics of the first ``calib_size`` prompts from an entry, or from a folder of entries.
+    """The statistics of the first ``calib_size`` prompts, from an entry or a folder of entries.
 
-    ``layers`` are the denoiser's to calibrate by name, their weights on any device, meta too; ``contract`` is the
-    denoiser's, ``guides`` says whether guidance doubles its samples, ``here`` is the ``origin`` that a pass on this
-    machine would have.
-    Raises ConfigError when there is no entry, or none of so many prompts or of so many steps; ArtifactError when one is
-    damaged, no statistics, of another form or of another UNet.
+    ``layers`` are the denoiser's layers to calibrate, by name; their weights may be on the meta device. ``contract`` is
+    the denoiser's, and ``guides`` says whether guidance doubles its batch. ``here`` is the ``origin`` that a pass on
+    this machine would have.
+    Raises ConfigError when there is no entry, or none for so many prompts or so many steps; ArtifactError when an entry
+    is damaged, holds no statistics, or those of another version or another denoiser.
     """
-    found = [open_entry(file) for file in entries_at(path)]
-    origins = {entry.metadata["origin"] for entry in found}
+    opened = [open_entry(file) for file in entries_at(path)]
+    origins = {entry.metadata["origin"] for entry in opened}
     if len(origins) > 1:
         raise ArtifactError(f"{path} holds statistics of {len(origins)} origins, expected one; give a folder for each")
     there = json.loads(origins.pop())
@@ -70,32 +74,32 @@ def read_shared(
             f"{path} holds statistics of {sampling['steps']} denoising steps and quantize.n_steps is {steps}; "
             f"set quantize.n_steps={sampling['steps']}"
         )
-    entries = {entry.segment: entry for entry in found}
-    ways = sums(entries)
-    if not ways:
+    entries = {entry.segment: entry for entry in opened}
+    by_size = chains(entries)
+    if not by_size:
         raise ConfigError(f"{path} holds no statistics of the first prompt; give the folder with all entries")
-    if calib_size not in ways:
-        sizes = " or ".join(map(str, sorted(ways)))
+    if calib_size not in by_size:
+        sizes = " or ".join(map(str, sorted(by_size)))
         raise ConfigError(
             f"{path} holds {sizes} prompts, whose statistics cannot be divided, and calib_size is {calib_size}; "
             f"set calib_size={sizes}"
         )
-    halves = 2 if guides and sampling["guidance_scale"] > 1 else 1
-    calls = contract.shapes(**axes(halves, sampling["width"], sampling["height"]))
-    statistics = merge([read_entry(entries[segment], layers, calls, steps) for segment in ways[calib_size]])
+    samples = 2 if guides and sampling["guidance_scale"] > 1 else 1
+    calls = contract.shapes(**axes(samples, sampling["width"], sampling["height"]))
+    statistics = merge([read_entry(entries[segment], layers, calls, steps) for segment in by_size[calib_size]])
     LOG.info("statistics of prompts 1 to %d come from %s", calib_size, path)
     if there["checkpoint"] != here["checkpoint"]:
         LOG.warning(
             "these statistics were collected with another checkpoint file, of SHA-256 %.66r; its %d layers fit",
             there["checkpoint"], len(layers),
         )  # fmt: skip
-    if others := differences(there, here):
-        LOG.info("these statistics were collected otherwise than here: %s", ", ".join(others))
+    if different := differences(there, here):
+        LOG.info("these statistics were collected otherwise than here: %s", ", ".join(different))
     return statistics
 
 
 def entries_at(path: Path) -> list[Path]:
-    """The file, or every entry of the folder. Raises ConfigError when there is none."""
+    """The files of the entries: ``path`` itself, or those in the folder. Raises ConfigError when there is none."""
     files = [file for file in (sorted(path.glob("*.safetensors")) if path.is_dir() else [path]) if file.is_file()]
     if not files:
         raise ConfigError(f"calibration names {path}, where no statistics are; give an entry of a cache or its folder")
@@ -103,13 +107,16 @@ def entries_at(path: Path) -> list[Path]:
 
 
 def open_entry(path: Path) -> Entry:
-    """Raises ArtifactError when the header is damaged or describes no statistics, ConfigError when it is unreadable."""
+    """The entry in a file; only the header is read.
+
+    Raises ArtifactError when the header is damaged or describes no statistics, ConfigError when the file is unreadable.
+    """
     try:
         tensors, metadata = read_header(whole_file(path))
         origin, prompts = json.loads(metadata["origin"]), json.loads(metadata["prompts"])
-        if origin["form"] != FORM:
-            found = f"{origin['form']!r:.80}"
-            raise ArtifactError(f"{path} has form {found}, expected {FORM}; collect it again with this version")
+        if origin["form"] != VERSION:
+            form = f"{origin['form']!r:.80}"
+            raise ArtifactError(f"{path} has form {form}, expected {VERSION}; collect it again with this version")
         sampling, segment = origin["sampling"], range(prompts["first"], prompts["last"] + 1)
         sound = (
             type(metadata["digest"]) is type(origin["checkpoint"]) is str
@@ -129,28 +136,31 @@ def open_entry(path: Path) -> Entry:
     return Entry(path, segment, metadata, tensors)
 
 
-def sums(segments: Iterable[range]) -> dict[int, list[range]]:
-    """Each number of prompts, from the first one on, that segments add up to, with the fewest that do."""
-    ways: dict[int, list[range]] = {0: []}
+def chains(segments: Iterable[range]) -> dict[int, list[range]]:
+    """The chains of segments from prompt 0 on without gaps, by the number of their prompts; the shortest for each."""
+    by_size: dict[int, list[range]] = {0: []}
     for segment in sorted(segments, key=lambda segment: segment.start):
-        if segment.start in ways:
-            way = [*ways[segment.start], segment]
-            ways[segment.stop] = min(ways.get(segment.stop, way), way, key=len)
-    del ways[0]
-    return ways
+        if segment.start in by_size:
+            chain = [*by_size[segment.start], segment]
+            by_size[segment.stop] = min(by_size.get(segment.stop, chain), chain, key=len)
+    del by_size[0]
+    return by_size
 
 
 def read_entry(
     entry: Entry, layers: Mapping[str, nn.Module], calls: Mapping[str, tuple[int, ...]], steps: int
 ) -> Statistics:
-    """``calls`` are the shapes of one call's inputs. Raises ArtifactError when the tensors are others, or damaged."""
-    found = {name: (tensor.dtype, tensor.shape) for name, tensor in entry.tensors.items()}
-    expected = layout(layers, calls, entry.segment.stop, steps, found)
-    if wrong := [name for name in expected | found if found.get(name) != expected.get(name)]:
+    """The statistics of an entry. ``calls`` are the shapes of the inputs of one call.
+
+    Raises ArtifactError when the tensors are not those of these layers and calls, or are damaged.
+    """
+    stored = {name: (tensor.dtype, tensor.shape) for name, tensor in entry.tensors.items()}
+    expected = expected_layout(layers, calls, entry.segment.stop, steps, stored)
+    if wrong := [name for name in expected | stored if stored.get(name) != expected.get(name)]:
         count, first = len({name.rpartition("|")[0] for name in wrong}), wrong[0]
         raise ArtifactError(
             f"{entry.path} is of another UNet: beside the {len(layers)} layers of this checkpoint's, {count} layers or "
-            f"inputs are missing, unknown or of another shape, the first is {first!r:.200}, {shown(found.get(first))} "
+            f"inputs are missing, unknown or of another shape, the first is {first!r:.200}, {shown(stored.get(first))} "
             f"instead of {shown(expected.get(first))}; give statistics that fit, or collect them with calibration=null"
         )
     tensors = {name: tensor.read() for name, tensor in entry.tensors.items()}
@@ -162,13 +172,13 @@ def read_entry(
     return unpack(tensors)
 
 
-def layout(
-    layers: Mapping[str, nn.Module], calls: Mapping[str, tuple[int, ...]], prompts: int, steps: int, found: Layout
+def expected_layout(
+    layers: Mapping[str, nn.Module], calls: Mapping[str, tuple[int, ...]], prompts: int, steps: int, stored: Layout
 ) -> Layout:
-    """What statistics look like, with as many rows of each sample as ``found`` has, if that many are allowed."""
+    """The layout of statistics of these layers and calls; each sample has its rows in ``stored``, up to the limit."""
 
     def rows(sample: str, most: int) -> int:
-        _, shape = found.get(f"{sample}|priority", (None, ()))
+        _, shape = stored.get(f"{sample}|priority", (None, ()))
         return min(max(sum(shape[:1]), 1), most)
 
     expected: Layout = {}
@@ -179,7 +189,7 @@ def layout(
         expected[f"{sample}|amax"] = torch.float32, (prompts, steps) if kind == "conv" else (steps, width)
         expected[f"{sample}|rows"] = torch.float16, (count, width)
         expected[f"{sample}|priority"] = torch.float64, (count,)
-    count = rows(f"call|{next(iter(calls))}", CALLS)  # every input is of the same calls
+    count = rows(f"call|{next(iter(calls))}", CALLS)  # the same calls for every input
     for name, shape in calls.items():
         expected[f"call|{name}|rows"] = torch.float32, (count, *shape)
         expected[f"call|{name}|priority"] = torch.float64, (count,)
@@ -187,12 +197,13 @@ def layout(
 
 
 def shown(tensor: tuple[torch.dtype, tuple[int, ...]] | None) -> str:
+    """The dtype and shape of a tensor for a message."""
     return f"{tensor[0]} {list(tensor[1])}" if tensor else "nothing"
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """What is not the same in two origins, the checkpoint aside: ``sampling.seed 7 (here 42)``."""
-    first, second = facts(there), facts(here)
+    """The differences between two origins for a message, such as ``sampling.seed 7 (here 42)``; not the checkpoint."""
+    first, second = flattened(there), flattened(here)
     return [
         f"{name} {first.get(name)!r:.24} (here {value!r:.24})"
         for name, value in second.items()
@@ -200,8 +211,8 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def facts(origin: Mapping[str, Any]) -> dict[str, str | float]:
-    """The texts and numbers of an origin, those of a group as ``group.name``."""
+def flattened(origin: Mapping[str, Any]) -> dict[str, str | float]:
+    """The texts and numbers of an origin, those in a group as ``group.name``."""
     flat: dict[str, Any] = {}
     for name, value in origin.items():
         flat |= {f"{name}.{inner}": each for inner, each in value.items()} if isinstance(value, dict) else {name: value}

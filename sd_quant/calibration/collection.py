@@ -1,10 +1,12 @@
-"""The one statistics pass: the real pipeline on the calibration prompts, without decoding a picture.
+"""The calibration pass: the real pipeline runs on the calibration prompts, without decoding an image.
 
-Prompts are calibrated in segments that end at the snapshots. Each segment is cached as soon as it is done, so a pass
-that was cancelled goes on at the last snapshot, and another calib_size pays only for the prompts it adds; of processes
-that want the same, one calibrates and the others wait. Lightning Fabric places the work: on one device it happens in
-this process; on several, each process takes its share of a segment's prompts and leaves its statistics in a file, and
-merging them is exact.
+Prompts are calibrated in segments that end at the snapshots. A segment is cached as soon as it is done, so a pass that
+was cancelled continues at the last snapshot, and a larger calib_size costs only the prompts that it adds. When several
+processes want the same statistics, one calibrates and the others wait.
+
+Lightning Fabric chooses the device. On one device the pass runs in this process. On several, Fabric starts a process
+for each, every process calibrates some of the segment's prompts and writes its statistics to a file, and these are
+merged, which is exact.
 """
 
 import logging
@@ -21,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from sd_quant.cache import locked
 from sd_quant.calibration.hooks import collect, draw
-from sd_quant.calibration.store import Shelf, pack, unpack
+from sd_quant.calibration.store import Entries, pack, unpack
 from sd_quant.errors import ResourceError, SdQuantError
 from sd_quant.files import digest
 from sd_quant.inference.loading import LoadedModel, load_model, pipeline_of
@@ -35,7 +37,7 @@ LOG = logging.getLogger(__name__)
 
 
 def origin(checkpoint_sha256: str, names: Iterable[str], sampling: Sampling, device: str) -> dict:
-    """Everything that the statistics depend on but the prompts."""
+    """Everything that the statistics of the layers ``names`` depend on but the prompts, as JSON has it."""
     return {
         "checkpoint": checkpoint_sha256,
         "layers": digest(*names),
@@ -48,7 +50,7 @@ def origin(checkpoint_sha256: str, names: Iterable[str], sampling: Sampling, dev
 
 
 def segments(start: int, stop: int, snapshots: Iterable[int]) -> list[range]:
-    """The prompts from ``start`` to ``stop``, cut at the snapshots."""
+    """The prompts ``start`` to ``stop`` - 1, cut into segments at the snapshots."""
     ends = sorted({size for size in snapshots if start < size < stop} | {stop})
     return [range(first, last) for first, last in zip([start, *ends], ends, strict=False)]
 
@@ -66,48 +68,55 @@ def calibrate(
     devices: int = 1,
     announce: Callable[[str, int], object] = lambda device, prompts: None,
 ) -> Statistics:
-    """Statistics of the denoiser's layers in ``names`` over all ``prompts``, from the cache as far as it has them.
+    """The statistics of the denoiser's layers ``names`` over all ``prompts``, from the cache as far as it has them.
 
-    ``announce`` is told, before anything is collected, on what kind of device and how many prompts there are to do.
-
+    ``announce`` is called with the type of the device and the number of prompts to calibrate before the first of them,
+    and not at all when the cache has all.
     Raises SdQuantError naming layer, prompt and step when an input of a layer is not finite, ResourceError when there
     are fewer GPUs than asked for.
     """
-    fabric = place(accelerator, devices)
-    inputs = digest(repr(denoiser_part(model.checkpoint).contract))  # one checkpoint can be read in several ways
+    fabric = fabric_for(accelerator, devices)
+    inputs = digest(repr(denoiser_part(model.checkpoint).contract))  # a checkpoint can be opened with other names
     made_from = origin(checkpoint_sha256, names, sampling, fabric.device.type) | {"inputs": inputs}
-    shelf = Shelf(cache, made_from, prompts) if cache else None
-    found: list[Statistics] = []
-    done, collected = 0, False
-    alone = locked(shelf.folder / ".lock", "waiting for another process, which calibrates the same") if shelf else None
-    with alone or nullcontext():
+    entries = Entries(cache, made_from, prompts) if cache else None
+    parts: list[Statistics] = []
+    done, announced = 0, False
+    lock = (
+        locked(entries.folder / ".lock", "waiting for another process, which calibrates the same") if entries else None
+    )
+    with lock or nullcontext():
         while done < len(prompts):
-            if shelf and (entry := shelf.longest(done, len(prompts))):
+            if entries and (entry := entries.longest(done, len(prompts))):
                 segment, statistics = entry
                 LOG.info("statistics of prompts %d to %d come from the cache", segment.start + 1, segment.stop)
             else:
-                if not collected:
+                if not announced:
                     announce(fabric.device.type, len(prompts) - done)
-                collected = True
+                announced = True
                 segment = segments(done, len(prompts), snapshots)[0]
                 arguments = (names, prompts, segment, sampling)
                 statistics = (
-                    run(fabric, model, *arguments) if devices == 1 else run_shared(fabric, model.checkpoint, *arguments)
+                    collect_segment(fabric, model, *arguments)
+                    if devices == 1
+                    else collect_in_processes(fabric, model.checkpoint, *arguments)
                 )
-                if shelf:
-                    shelf.write(segment, statistics)
-            found.append(statistics)
+                if entries:
+                    entries.write(segment, statistics)
+            parts.append(statistics)
             done = segment.stop
-    statistics = merge(found)
+    statistics = merge(parts)
     if unreached := [name for name in names if name not in statistics.layers]:
         LOG.warning("%d layers were never reached during calibration, such as %s", len(unreached), unreached[0])
-    if shelf:
-        LOG.info("statistics: %s; use them elsewhere with calibration=%s", shelf.folder, shelf.folder)
+    if entries:
+        LOG.info("statistics: %s; use them elsewhere with calibration=%s", entries.folder, entries.folder)
     return statistics
 
 
-def place(accelerator: str, devices: int):
-    """Lightning's Fabric for ``devices`` processes; ``auto`` takes GPUs where there are any."""
+def fabric_for(accelerator: str, devices: int):
+    """Lightning's Fabric for ``devices`` processes; ``accelerator`` "auto" takes GPUs where there are any.
+
+    Raises ResourceError when there are fewer GPUs than asked for.
+    """
     from lightning.fabric import Fabric
 
     gpus = torch.cuda.device_count()
@@ -122,17 +131,17 @@ def place(accelerator: str, devices: int):
     )
 
 
-def run(
+def collect_segment(
     fabric,
     model: LoadedModel,
     names: Sequence[str],
     prompts: Sequence[str],
     segment: range,
     sampling: Sampling,
-    share: slice = slice(None),
+    subset: slice = slice(None),
 ) -> Statistics:
-    """Statistics of this process's ``share`` of the segment's prompts. The model is back on the CPU afterwards."""
-    mine = segment[share]
+    """The statistics of the prompts ``segment[subset]``, collected in this process. The model ends on the CPU again."""
+    mine = segment[subset]
     if not mine:  # more processes than prompts
         return Statistics({}, {})
     checkpoint = model.checkpoint
@@ -159,7 +168,7 @@ def run(
     ):
 
         def on_step(step: int) -> None:
-            if (step, now["batch"]) != (now.get("step"), now.get("counted")):  # not again for a second call in a step
+            if (step, now["batch"]) != (now.get("step"), now.get("counted")):  # once for all calls of a step
                 advance()
             now.update(step=step, counted=now["batch"])
 
@@ -176,23 +185,29 @@ def run(
     return statistics
 
 
-def run_shared(fabric, checkpoint: Checkpoint, *arguments) -> Statistics:
-    """The same by several processes, which load the model themselves."""
+def collect_in_processes(fabric, checkpoint: Checkpoint, *arguments) -> Statistics:
+    """The statistics of a segment, collected by several processes, which each load the model.
+
+    ``arguments`` are those of ``collect_segment`` after the model.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        # Fabric would rebuild collections among the arguments of a launch, and cannot rebuild a range.
-        fabric.launch(partial(leave_share, checkpoint, Path(folder), arguments))
+        # inside a partial, because Fabric rebuilds the collections among launch's arguments and cannot rebuild a range
+        fabric.launch(partial(collect_in_one_process, checkpoint, Path(folder), arguments))
         if failures := sorted(Path(folder).glob("*.error")):
             raise SdQuantError(failures[0].read_text(encoding="utf-8"))
         return merge([unpack(load_file(path)) for path in sorted(Path(folder).glob("*.safetensors"))])
 
 
-def leave_share(checkpoint: Checkpoint, folder: Path, arguments: tuple, fabric) -> None:
-    """What one process does: its share of the prompts, into a file that only the parent process reads."""
+def collect_in_one_process(checkpoint: Checkpoint, folder: Path, arguments: tuple, fabric) -> None:
+    """Runs in each process: collects the statistics of its prompts and writes them, or an SdQuantError, to a file.
+
+    Only the parent process reads these files.
+    """
     rank, processes = fabric.global_rank, fabric.world_size
     if fabric.device.type == "cpu":
         torch.set_num_threads(max(1, torch.get_num_threads() // processes))
     try:
-        statistics = run(fabric, load_model(checkpoint), *arguments, share=slice(rank, None, processes))
+        statistics = collect_segment(fabric, load_model(checkpoint), *arguments, subset=slice(rank, None, processes))
         save_file(pack(statistics), folder / f"{rank}.safetensors")
     except SdQuantError as error:
         (folder / f"{rank}.error").write_text(str(error), encoding="utf-8")

@@ -1,17 +1,12 @@
-"""What calibration remembers of a layer's inputs, collected by hooks while the real pipeline runs.
+"""Hooks that collect statistics of the layers' inputs while the real pipeline runs.
 
-Nothing here knows a recipe. Ranges are kept per denoising step: per channel for a linear, per prompt for a convolution,
-which is enough for every quant_level, alpha, percentile and collect_method. Beside them stands a small sample of real
-inputs to measure errors on: each row is what one output element multiplies, a token of a linear or a padded patch of a
-convolution.
+``quantization.statistics`` says what is kept. Which rows of an input are kept is drawn before the pass: each position
+has a random priority that depends on the seed, the layer and the prompt alone, and the lowest priorities win. It
+therefore does not matter where and in which order prompts run. The road not taken is reservoir sampling (Vitter's
+algorithm R), which depends on that order and draws a random number for every row.
 
-Which rows are kept is drawn before the pass: a position has a random priority that depends on the seed, the layer and
-the prompt alone, and the lowest priorities win. So statistics of different prompts merge exactly, by a maximum and by
-keeping the lowest priorities, whatever ran where and in which order. The road not taken is reservoir sampling proper
-(Vitter's algorithm R), which depends on the order of what it sees and costs a random number per row.
-
-What is kept is bounded by ``bytes_bound``, where a prompt adds only 4 bytes per step and convolution; while it is put
-together, a process needs about twice that.
+``bytes_bound`` bounds the size of the statistics. A prompt adds 4 bytes to it for each step and convolution. While they
+are collected, a process needs about twice as much.
 """
 
 import math
@@ -28,16 +23,16 @@ from torch import Tensor, nn
 from sd_quant.errors import SdQuantError
 from sd_quant.quantization.statistics import CALLS, ROWS, LayerStatistics, Sample, Statistics, kind_of, lowest, width_of
 
-ROWS_A_CALL = 8  # candidates per prompt and step, so that few prompts fill the sample too
+ROWS_PER_CALL = 8  # candidates for each prompt and step, so that a few prompts fill the sample
 
-# (prompt, step) to layer to the rows to keep: (priority, place among all there are in 0..1)
+# (prompt, step) -> layer -> rows to keep, each as (priority, position in 0..1 among all rows of the prompt)
 Wanted = Mapping[tuple[int, int], Mapping[str, Sequence[tuple[float, float]]]]
 
 
 def draw(names: Iterable[str], prompts: Sequence[int], steps: int, seed: int) -> Wanted:
-    """What to keep of each layer, and under the name "" of the whole network: the lowest of random priorities."""
+    """The rows to keep of each layer, and under the name "" the calls to keep of the whole network."""
     wanted: dict[tuple[int, int], dict[str, list[tuple[float, float]]]] = {}
-    for name, limit, candidates in (("", CALLS, 1), *((name, ROWS, ROWS_A_CALL) for name in names)):
+    for name, limit, candidates in (("", CALLS, 1), *((name, ROWS, ROWS_PER_CALL) for name in names)):
         key, size = zlib.crc32(name.encode()), (steps * candidates, 2)
         drawn = np.stack([np.random.default_rng([seed, key, prompt]).random(size) for prompt in prompts])
         priority, place = drawn.reshape(-1, 2).T
@@ -49,9 +44,10 @@ def draw(names: Iterable[str], prompts: Sequence[int], steps: int, seed: int) ->
 
 
 def take_row(layer: nn.Module, x: Tensor, place: float, index: int = 0, batch: int = 1) -> Tensor:
-    """[width]: what one output element of ``layer`` multiplies, zeros around a patch included; may be a view.
+    """A row [width]: what one output element of ``layer`` multiplies, with the zeros around a patch. May be a view.
 
-    ``place`` is 0..1 of all there are of the prompt at ``index`` of a ``batch``; ``x`` [samples * batch, ...].
+    ``x`` [samples * batch, ...] is the layer's input. ``place`` in 0..1 is the row's position among all rows of the
+    prompt that is the ``index``-th of the ``batch``.
     """
     if not isinstance(layer, nn.Conv2d):
         tokens = math.prod(x.shape[1:-1])
@@ -78,26 +74,26 @@ def collect(
     wanted: Wanted,
     batched: Collection[str] | None = None,
 ) -> Iterator[Statistics]:
-    """Statistics of ``layers``, filled when the block, which runs ``module`` on ``prompts``, has ended.
+    """Collects the statistics of ``layers`` while the ``with`` block runs ``module`` on ``prompts``.
 
-    ``position()`` says where the pipeline stands: the denoising step, and the prompts in the batch. With guidance the
-    UNet sees the unconditional half first, then the conditional one; both halves count for their prompt. Several calls
-    in one step, as of samplers of second order, widen the same ranges; rows are taken from the first of them.
-    Inputs that ``module`` is given by name are sampled too; ``batched`` are those with a row per sample,
-    by default all.
+    The yielded statistics are empty until the block has ended. ``position()`` returns the denoising step that the
+    pipeline is at, and the prompts in its batch. With guidance the batch holds the unconditional half first, then the
+    conditional one; both count for their prompt. When a sampler calls ``module`` several times in a step, all calls
+    widen the ranges and rows are taken from the first. The inputs that ``module`` gets by name are sampled too;
+    ``batched`` names those with a batch axis, by default all.
     Raises SdQuantError naming layer, prompt and step when an input is not finite.
     """
     kinds = {name: kind_of(layer) for name, layer in layers.items()}
-    rows = {}  # filled as far as there are priorities; on the layer's device, so that taking one waits for nothing
+    rows = {}  # as many are filled as there are priorities; on the layer's device, so that nothing waits for a copy
     for name, layer in layers.items():
         device = layer.get_parameter("weight").device
         rows[name] = torch.empty(ROWS, width_of(layer), dtype=torch.float16, device=device)
     priorities: dict[str, list[float]] = {name: [] for name in layers}
     calls: dict[str, list[Sample]] = {}
-    seen: dict[str, Tensor] = {}  # by this call of the module: the ranges of each layer's input, [samples, width]
-    ranges: dict[tuple[str, ...], Tensor] = {}  # layers of one kind, reached in one call, to their ranges side by side
-    last: list[Tensor | None] = [None, None]  # query, key and value read one tensor
-    drawn: dict[str, list[tuple[int, Sequence[tuple[float, float]]]]] = {}  # for this call: layer to (index, rows)
+    seen: dict[str, Tensor] = {}  # ranges of each layer's input in this call of the module, [samples, width]
+    ranges: dict[tuple[str, ...], Tensor] = {}  # layers of one kind, reached in one call -> their ranges side by side
+    last: list[Tensor | None] = [None, None]  # an input and its ranges: query, key and value read one tensor
+    drawn: dict[str, list[tuple[int, Sequence[tuple[float, float]]]]] = {}  # in this call: layer -> (index, rows)
     remaining = dict(wanted)
 
     def begin(module: nn.Module, arguments: tuple, inputs: dict[str, Tensor]) -> None:
@@ -109,7 +105,7 @@ def collect(
         for index, [(priority, _)] in drawn.get("", ()):
             for name, value in inputs.items():
                 mine = value[index :: len(batch)] if batched is None or name in batched else value
-                sample = mine[None].float().cpu().clone()  # who calls may use the buffer again
+                sample = mine[None].float().cpu().clone()  # the caller may reuse the buffer
                 calls.setdefault(name, []).append(Sample(sample, torch.tensor([priority], dtype=torch.float64)))
 
     def observe(name: str, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -130,23 +126,23 @@ def collect(
                     priorities[name].append(priority)
 
     def settle(*_: object) -> None:
-        """One look at all that this call of the module has seen: per layer it would cost more than the ranges."""
+        """Checks and adds up all that this call has seen. Doing it per layer would cost more than the ranges do."""
         step, batch = position()
         for kind in ("linear", "conv"):
             names = tuple(name for name in seen if kinds[name] == kind)
             if not names:
                 continue
-            found = torch.cat([seen[name] for name in names], dim=1).detach().float()
-            if not torch.isfinite(found).all():
+            amax_of_call = torch.cat([seen[name] for name in names], dim=1).detach().float()
+            if not torch.isfinite(amax_of_call).all():
                 raise not_finite(seen, step, batch)
             if kind == "linear":
                 if names not in ranges:
-                    ranges[names] = found.new_zeros(steps, found.shape[1])
-                ranges[names][step] = torch.maximum(ranges[names][step], found.amax(0))
+                    ranges[names] = amax_of_call.new_zeros(steps, amax_of_call.shape[1])
+                ranges[names][step] = torch.maximum(ranges[names][step], amax_of_call.amax(0))
             else:
                 if names not in ranges:
-                    ranges[names] = found.new_zeros(max(prompts) + 1, steps, len(names))
-                by_prompt = found.view(-1, len(batch), len(names)).amax(0)
+                    ranges[names] = amax_of_call.new_zeros(max(prompts) + 1, steps, len(names))
+                by_prompt = amax_of_call.view(-1, len(batch), len(names)).amax(0)
                 ranges[names][batch, step] = torch.maximum(ranges[names][batch, step], by_prompt)
         seen.clear()
         last[:] = None, None
@@ -161,20 +157,23 @@ def collect(
         for hook in hooks:
             hook.remove()
     amax: dict[str, Tensor] = {}
-    for names, found in ranges.items():
+    for names, side_by_side in ranges.items():
         widths = [1 if kinds[name] == "conv" else width_of(layers[name]) for name in names]
-        for name, part in zip(names, found.cpu().split(widths, dim=-1), strict=True):
+        for name, part in zip(names, side_by_side.cpu().split(widths, dim=-1), strict=True):
             part = part[..., 0] if kinds[name] == "conv" else part
             amax[name] = torch.maximum(amax[name], part) if name in amax else part.clone()
-    for name, found in amax.items():
-        values = rows.pop(name)[: len(priorities[name])].clamp_(-65504, 65504)  # infinite where fp16 ended
+    for name, layer_amax in amax.items():
+        values = rows.pop(name)[: len(priorities[name])].clamp_(-65504, 65504)  # fp16 made larger ones infinite
         sample = Sample(values.cpu(), torch.tensor(priorities[name], dtype=torch.float64))
-        statistics.layers[name] = LayerStatistics(kinds[name], found, lowest([sample], ROWS))
+        statistics.layers[name] = LayerStatistics(kinds[name], layer_amax, lowest([sample], ROWS))
     statistics.calls |= {name: lowest(samples, CALLS) for name, samples in calls.items()}
 
 
 def not_finite(seen: Mapping[str, Tensor], step: int, batch: Sequence[int]) -> SdQuantError:
-    """``seen``: layer to ranges [samples, width], in the order of the network; the first that is broken is named."""
+    """The error that names the first layer whose ranges are not finite.
+
+    ``seen`` holds the ranges [samples, width] of each layer, in the order of the network.
+    """
     broken = {name: ~torch.isfinite(by_sample).all(dim=1) for name, by_sample in seen.items()}
     name = next(name for name, samples in broken.items() if samples.any())
     prompt = batch[int(broken[name].nonzero()[0]) % len(batch)]

@@ -1,4 +1,4 @@
-"""Prompts are hostile text: one per line, UTF-8, bounded, never part of a file's name."""
+"""Prompts from a file. They are hostile text: UTF-8, bounded in length and size, and never part of a file's name."""
 
 import hashlib
 from collections.abc import Iterator
@@ -8,15 +8,16 @@ from sd_quant.errors import ArtifactError, ConfigError
 
 MOST_BYTES = 16 * 2**20
 LONGEST = 2000  # characters; CLIP reads 77 tokens
-COLUMN = "caption"  # of COCO's captions as MLPerf hands them out: captions.tsv, captions_source.tsv
+COLUMN = "caption"  # in the tables of COCO's captions that MLPerf publishes: captions.tsv, captions_source.tsv
 
 
 def read_prompts(path: Path) -> list[str]:
-    """The non-empty lines of a text file, or the captions of a table, a byte order mark accepted.
+    """The non-empty lines of a text file, or the captions of a table. A byte order mark is accepted.
 
-    Raises ConfigError when there is no such file or no prompt in it, when a prompt is too long or a line is not UTF-8
-    (named by line and byte), when a table has no captions or a row has more or fewer columns than the others,
-    ArtifactError when the file is too large to read.
+    Raises ConfigError when there is no such file or no prompt in it, when a prompt is too long, when a line is not
+    UTF-8 (named by line and byte), when a table has no captions, or when a row has more or fewer columns than the
+    header.
+    Raises ArtifactError when the file is too large to read.
     """
     if not path.is_file():
         raise ConfigError(f"there is no prompt file {path}; name a text file with one prompt a line")
@@ -37,15 +38,17 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def is_table(path: Path) -> bool:
-    """Captions in the order of a data set, to be drawn from; whoever wrote a text file has put it in order."""
+    """Whether the file is a table of captions. These are in the order of a data set and are to be drawn from at random;
+    a text file is in the order that somebody chose."""
     return path.suffix.lower() == ".tsv"
 
 
 def draw_prompts(prompts: list[str], count: int, seed: int) -> list[str]:
-    """``count`` of the prompts, each place drawn at most once; a smaller draw is the beginning of a larger one.
+    """``count`` prompts drawn at random without replacement; a smaller draw is the beginning of a larger one.
 
-    The same everywhere and for ever: the order is that of SHA-256 of seed and place, not some library's generator.
-    Raises ValueError when there are not so many.
+    The order is that of the SHA-256 of seed and position, not of a library's generator, so it is the same everywhere
+    and will stay so.
+    Raises ValueError when there are not so many prompts.
     """
     if not 0 <= count <= len(prompts):
         raise ValueError(f"{count} prompts cannot be drawn from {len(prompts)}")
@@ -54,9 +57,9 @@ def draw_prompts(prompts: list[str], count: int, seed: int) -> list[str]:
 
 
 def captions(path: Path) -> Iterator[tuple[int, str]]:
-    """The column ``caption`` of a table with the numbers of its lines; one in quotation marks loses them.
+    """The captions of a table, each with the number of its line and without surrounding quotation marks.
 
-    Nothing else of CSV is known: a quotation mark that is never closed cannot swallow the lines behind it.
+    Nothing else of CSV is parsed, so a quotation mark that is never closed cannot swallow the lines after it.
     """
     rows = ((number, line.rstrip("\r")) for number, line in lines(path))
     _, header = next(rows)
@@ -76,12 +79,13 @@ def captions(path: Path) -> Iterator[tuple[int, str]]:
                 "header; put one tab between two columns and none into a caption"
             )
         caption = columns[names.index(COLUMN)].strip()
-        if len(caption) > 1 and caption[0] == caption[-1] == '"':  # as MLPerf's file has those with quotation marks
+        if len(caption) > 1 and caption[0] == caption[-1] == '"':  # MLPerf's file quotes captions with quotation marks
             caption = caption[1:-1].replace('""', '"')
         yield number, caption
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines of a file with their numbers from 1 on. Raises ConfigError naming line and byte that are not UTF-8."""
     for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         try:
             yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")

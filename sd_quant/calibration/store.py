@@ -1,10 +1,11 @@
-"""Statistics on disk, under a hash of everything that they depend on.
+"""Statistics on disk, in a folder whose name is a hash of everything that they depend on.
 
-An entry holds the statistics of consecutive prompts, so a larger calib_size starts where a smaller one ended, and a
-smaller one takes the snapshots that a larger one left. Entries are safetensors files, which execute nothing when read,
-and say in their header what they were made from and on which prompts, with a digest of that and of their content: one
-that is damaged, or that belongs elsewhere, is collected again, never trusted. ``shared`` reads them where there is no
-origin to compare with.
+An entry is a file with the statistics of consecutive prompts. A larger calib_size continues where a smaller one ended,
+and a smaller one uses the entries that a larger one left at its snapshots.
+
+Entries are safetensors files, which execute nothing when read. Their header says from what and on which prompts they
+were collected, with a digest of that and of the tensors. An entry that is damaged or of another origin is never used;
+its prompts are calibrated again. ``collected_elsewhere`` reads entries where there is no origin to compare with.
 """
 
 import hashlib
@@ -23,35 +24,37 @@ from sd_quant.files import digest
 from sd_quant.quantization.statistics import LayerStatistics, Sample, Statistics
 
 LOG = logging.getLogger(__name__)
-FORM = 2  # of the entries; another number makes all earlier ones unknown
+VERSION = 2  # of an entry's layout, in the header as "form"; entries of another version are not read
 
 
-class Shelf:
-    """The entries of one origin: everything that statistics depend on but the prompts."""
+class Entries:
+    """The entries of one origin, which is everything that statistics depend on but the prompts."""
 
     def __init__(self, directory: Path, origin: Mapping[str, object], prompts: Sequence[str]):
-        self.origin = json.dumps({"form": FORM, **origin}, sort_keys=True)
+        self.origin = json.dumps({"form": VERSION, **origin}, sort_keys=True)
         self.folder, self.prompts = directory / digest(self.origin)[:32], prompts
 
     def path(self, segment: range) -> Path:
+        """The file of the entry for these prompts."""
         return self.folder / f"{segment.start:05}-{segment.stop:05}.safetensors"
 
     def metadata(self, segment: range, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-        """What an entry says of itself: ``origin`` and ``prompts`` as JSON, and the ``digest`` of all there is."""
+        """The header of an entry: ``origin`` and ``prompts`` as JSON, and a ``digest`` of these and of the tensors."""
         texts = list(self.prompts[segment.start : segment.stop])
         prompts = json.dumps({"first": segment.start, "last": segment.stop - 1, "texts": texts})
         return {"digest": content_digest(self.origin, prompts, tensors), "origin": self.origin, "prompts": prompts}
 
     def longest(self, start: int, stop: int) -> tuple[range, Statistics] | None:
-        """The sound entry that begins at prompt ``start`` and reaches furthest, up to ``stop``."""
+        """The longest sound entry from prompt ``start`` on that ends at ``stop`` or before; None when there is none."""
         names = [path.stem.partition("-")[2] for path in self.folder.glob(f"{start:05}-*.safetensors")]
         ends = [int(name) for name in names if name.isdecimal()]
         for end in sorted((end for end in ends if start < end <= stop), reverse=True):
-            if (found := self.read(range(start, end))) is not None:
-                return range(start, end), found
+            if (statistics := self.read(range(start, end))) is not None:
+                return range(start, end), statistics
         return None
 
     def read(self, segment: range) -> Statistics | None:
+        """The statistics of these prompts; None, with a warning, when the entry is damaged or of another origin."""
         path = self.path(segment)
         try:
             stored, metadata = read_header(whole_file(path))
@@ -65,16 +68,18 @@ class Shelf:
         return unpack(tensors)
 
     def write(self, segment: range, statistics: Statistics) -> None:
-        """The caller alone writes into the folder, so what is half written there is a killed process's."""
+        """Writes an entry. The caller holds the folder's lock."""
+        # whatever is half written was left by a process that was killed
         for abandoned in self.folder.glob(".*.part"):
             abandoned.unlink()
-        # as the safetensors library orders them: the same statistics, in any order, are the same bytes
+        # ordered as the safetensors library does, so that equal statistics are equal bytes
         tensors = dict(sorted(pack(statistics).items(), key=lambda item: (-item[1].element_size(), item[0])))
         stored = {name: lazy(tensor) for name, tensor in tensors.items()}
         write_safetensors(self.path(segment), stored, metadata=self.metadata(segment, tensors))
 
 
 def content_digest(origin: str, prompts: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 of an entry's origin and prompts and of its tensors: names, dtypes, shapes and bytes."""
     content = hashlib.sha256(digest(origin, prompts).encode())
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -84,6 +89,7 @@ def content_digest(origin: str, prompts: str, tensors: Mapping[str, torch.Tensor
 
 
 def pack(statistics: Statistics) -> dict[str, torch.Tensor]:
+    """The tensors of an entry, named ``linear|<layer>|amax``, ``conv|<layer>|rows``, ``call|<input>|priority``, ..."""
     tensors: dict[str, torch.Tensor] = {}
     for name, layer in statistics.layers.items():
         tensors |= {
@@ -97,7 +103,7 @@ def pack(statistics: Statistics) -> dict[str, torch.Tensor]:
 
 
 def unpack(tensors: Mapping[str, torch.Tensor]) -> Statistics:
-    """The other way round. The order of the layers is not kept."""
+    """The statistics that ``pack`` made these tensors of. The order of the layers is not kept."""
     statistics = Statistics({}, {})
     for key in tensors:
         kind, name, what = key.split("|")

@@ -1,10 +1,10 @@
 """Engines: one interface over the runtimes that compute the exported parts.
 
-A runtime is one row of facts here and, where it loads files, one module beside it. The rows import no torch and no
-runtime, so configuration and memory model read them for nothing. To add a runtime, write
+A runtime is one row of facts here and, where it loads files, one module beside it. The rows import neither torch nor a
+runtime, so configuration and memory model read them at no cost. To add a runtime, write
 ``sd_quant/engines/<name>.py`` with a function ``load(path, **options) -> Engine`` (``base`` says what an engine is),
-one row in ``RUNTIMES`` and ``conf/infer/<name>.yaml``. A runtime that is not installed is missed only by who asks for
-it.
+one row in ``RUNTIMES`` and ``conf/infer/<name>.yaml``. A runtime that is not installed is missed only by jobs that
+name it.
 """
 
 from __future__ import annotations
@@ -25,39 +25,43 @@ if TYPE_CHECKING:
 
 
 def executes_all(where: str, fmt: Format) -> str | None:
+    """None: the runtime executes every format wherever it is used."""
     return None
 
 
 def refused_by_openvino(where: str, fmt: Format) -> str | None:
+    """Why OpenVINO cannot execute a format, or None."""
     if where == "inputs" and not fmt.static_scale:
         return "OpenVINO takes no QuantizeLinear whose scales are computed in blocks"
     return None
 
 
 def refused_by_onnxruntime(where: str, fmt: Format) -> str | None:
+    """Why ONNX Runtime cannot execute a format, or None."""
     return f"ONNX Runtime has no kernel for {fmt.name}'s FP4 numbers" if fmt.onnx_type == "FLOAT4E2M1" else None
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """Facts of a runtime."""
+    """What the other rooms need to know of a runtime."""
 
     name: str
-    file: str | None  # what it is loaded from: onnx or plan; None: torch computes the checkpoint's own modules
-    device: str  # cpu, cuda, or best: the GPU where there is one
-    package: str  # that has to be installed
-    extra: str  # of pyproject.toml, which installs it
-    load: str | None = None  # module:function that opens a file
-    quantized: bool = True  # can compute the quantized model; False: a baseline only
-    unquantized: bool = True  # can compute a checkpoint that nothing was derived from
-    compiled: bool = False  # by torch.compile
-    ahead_of_time: bool = False  # builds plans for named GPUs on a machine without one
-    layer_runtime: str | None = None  # computes single layers cut out of the graph; None: this one does
-    refuses: Callable[[str, Format], str | None] = executes_all  # why not, of a format in weights, inputs or attention
-    bytes_per_parameter: float = 4.0  # of memory at its peak, measured by benchmarks/full_size.py and rounded up
+    file: str | None  # the kind of file that it loads, onnx or plan; None: it computes the checkpoint's own modules
+    device: str  # where it computes: cpu, cuda, or best, which is the GPU where there is one
+    package: str  # the Python package that it takes
+    extra: str  # the extra in pyproject.toml that installs the package
+    load: str | None = None  # ``module:function`` that opens a file
+    quantized: bool = True  # whether it can compute the quantized model; False: a baseline only
+    unquantized: bool = True  # whether it can compute without an assignment, as infer.py does
+    compiled: bool = False  # whether its modules go through torch.compile
+    ahead_of_time: bool = False  # whether it builds plans for named GPUs on a machine without one
+    layer_runtime: str | None = None  # the runtime that computes single layers cut out of the graph; None: itself
+    # (where, fmt) -> why it cannot execute the format in ``where``, which is weights, inputs or attention, or None
+    refuses: Callable[[str, Format], str | None] = executes_all
+    bytes_per_parameter: float = 4.0  # memory at its peak, measured by benchmarks/full_size.py and rounded up
 
 
-OPENVINO_BYTES = 6.5  # its own, without the file that it maps and the kernel can drop
+OPENVINO_BYTES = 6.5  # per parameter, without the file that OpenVINO maps, which the kernel can drop
 
 RUNTIMES: dict[str, Runtime] = {
     row.name: row
@@ -89,13 +93,13 @@ PLAN_BUILDERS = [name for name, runtime in RUNTIMES.items() if runtime.file == "
 
 
 def why_not(name: str, used: Mapping[str, Collection[str]]) -> str | None:
-    """Why the runtime cannot execute these formats (``recipe.formats_used``), or None."""
+    """The first reason why the runtime cannot execute the formats ``used``, as ``recipe.formats_used`` has them."""
     reasons = (RUNTIMES[name].refuses(where, FORMATS[fmt]) for where in used for fmt in used[where])
     return next((reason for reason in reasons if reason), None)
 
 
 def check_installed(name: str) -> None:
-    """Raises ResourceError when the package of a runtime or plan builder is missing."""
+    """Raises ResourceError when the package of the runtime ``name`` is missing."""
     runtime = RUNTIMES[name]
     if find_spec(runtime.package) is None:
         raise ResourceError(
@@ -105,17 +109,17 @@ def check_installed(name: str) -> None:
 
 
 def load_engine(name: str, path: Path, **options: object) -> Engine:
-    """The file at ``path`` (.onnx, or .plan for TensorRT) ready to be called; ``options`` are those of its ``load``.
+    """The engine of the file at ``path``, .onnx or, for TensorRT, .plan; ``options`` are those of its ``load``.
 
     Raises ConfigError for an unknown name, ResourceError for a runtime or device that is missing here, ArtifactError
     for a broken file.
     """
-    loading = {name: runtime.load for name, runtime in RUNTIMES.items() if runtime.load}
-    if name not in loading:
-        nearest = get_close_matches(name, loading, n=1) or sorted(loading)
+    loaders = {name: runtime.load for name, runtime in RUNTIMES.items() if runtime.load}
+    if name not in loaders:
+        nearest = get_close_matches(name, loaders, n=1) or sorted(loaders)
         raise ConfigError(f"there is no engine {name!r}; did you mean {', '.join(nearest)}?")
     try:
-        load = pkgutil.resolve_name(loading[name])
+        load = pkgutil.resolve_name(loaders[name])
     except ImportError as error:
         extra = RUNTIMES[name].extra
         raise ResourceError(

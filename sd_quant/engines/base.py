@@ -1,7 +1,7 @@
 """What every engine is: a callable from named tensors to named tensors.
 
-The road not taken is a base class with buffers to allocate, bind and copy (NeMo's and demoDiffusion's engines): who
-calls those holds live engine memory, and the second call overwrites the first answer. Here outputs own their memory.
+The road not taken is a base class with buffers to allocate, bind and copy, as NeMo's and demoDiffusion's engines have:
+their outputs lie in the engine's memory, where a second call overwrites them. Here outputs own their memory.
 """
 
 import os
@@ -20,38 +20,43 @@ from sd_quant.text import one_line
 
 
 class Engine(Protocol):
-    """A loaded network. Shapes are the graph's own; a batch outside the profile of a plan is a ValueError."""
+    """A loaded network."""
 
-    name: str  # the key in sd_quant.engines.ENGINES
-    inputs: dict[str, torch.dtype]
-    device: torch.device  # where it computes and leaves its outputs; what is there already is taken without a copy
+    name: str  # that of its runtime in sd_quant.engines.RUNTIMES
+    inputs: dict[str, torch.dtype]  # names of the inputs in their order, and the dtypes to which they are cast
+    device: torch.device  # where it computes and leaves its outputs; inputs that are there already are not copied
 
     def __call__(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Inputs from any device and of any dtype, cast to the declared one; outputs on the engine's own device.
+        """The outputs for ``inputs`` from any device and of any dtype; the outputs are on the engine's own device.
 
-        Raises ValueError for missing or unknown names and for shapes that the graph does not take.
+        Raises ValueError for missing or unknown names and for shapes that the graph, or the profile of a plan, does
+        not take.
         """
         ...
 
     def close(self) -> None:
-        """Give the memory back; the engine cannot be called afterwards."""
+        """Free the engine's memory; it cannot be called afterwards."""
         ...
 
 
 def cast_inputs(
     expected: dict[str, torch.dtype], given: dict[str, torch.Tensor], device: torch.device = CPU
 ) -> dict[str, torch.Tensor]:
-    """The tensors in the expected order and dtype, contiguous on ``device``. ValueError unless the names agree."""
+    """The tensors in the expected order and dtype, contiguous on ``device``.
+
+    Raises ValueError unless the names agree.
+    """
     if expected.keys() != given.keys():
         raise ValueError(f"the engine takes inputs {sorted(expected)} but was given {sorted(given)}")
     return {name: given[name].detach().to(device, dtype).contiguous() for name, dtype in expected.items()}
 
 
 def onnx_files(path: Path) -> list[Path]:
-    """The ONNX file and the files that hold its weights, all of them present and inside its folder.
+    """The ONNX file and the files that hold its weights.
 
-    Read before any runtime sees the file, because runtimes are lenient: TensorRT's parser takes the text "hello" for a
-    network with no layers. Raises ArtifactError.
+    Raises ArtifactError unless ``path`` is a graph whose files are all present and inside its folder. Runtimes are
+    lenient, so this is called before any of them reads the file: TensorRT's parser takes the text "hello" for a network
+    with no layers.
     """
     try:
         model = onnx.load(path, load_external_data=False)
@@ -78,11 +83,15 @@ def onnx_files(path: Path) -> list[Path]:
 
 
 def _location(tensor: onnx.TensorProto) -> str:
-    """The last one that is given counts, as for onnx, whose ExternalDataInfo warns and raises where it is damaged."""
+    """The file that holds the tensor's data, the last where several are given, as onnx reads it.
+
+    onnx's own ExternalDataInfo warns and raises for damaged entries.
+    """
     return os.fsdecode({entry.key: entry.value for entry in tensor.external_data}.get("location", ""))
 
 
 def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    """All tensors of a graph: initializers and attributes, of subgraphs too."""
     yield from graph.initializer
     for attribute in (attribute for node in graph.node for attribute in node.attribute):
         yield from (attribute.t, *attribute.tensors)

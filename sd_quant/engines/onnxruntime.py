@@ -1,6 +1,7 @@
-"""ONNX Runtime on the CPU: the reference that reads ONNX as it is written.
+"""ONNX Runtime on the CPU: the reference, which executes ONNX as it is written.
 
-It is here for agreement, not for speed: its CPU provider runs most Q/DQ pairs of this export unfused, in float.
+It is here to check the exported graph, not for speed: its CPU provider runs most Q/DQ pairs of this export unfused, in
+floating point.
 """
 
 from pathlib import Path
@@ -29,6 +30,8 @@ DTYPES = {
 
 
 class OnnxRuntimeEngine:
+    """A session as an ``Engine``."""
+
     name, device = "onnxruntime", CPU
 
     def __init__(self, session: onnxruntime.InferenceSession):
@@ -39,7 +42,7 @@ class OnnxRuntimeEngine:
     def __call__(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         arrays = {name: tensor.numpy() for name, tensor in cast_inputs(self.inputs, inputs).items()}
         try:
-            outputs = self.session.run(self.outputs, arrays)  # fresh arrays, which keep their own memory alive
+            outputs = self.session.run(self.outputs, arrays)  # new arrays, which own their memory
         except Exception as error:  # ONNX Runtime's exceptions have no common base class
             shapes = {name: array.shape for name, array in arrays.items()}
             raise ValueError(f"ONNX Runtime refused inputs of shapes {shapes}: {one_line(error)}") from error
@@ -50,17 +53,17 @@ class OnnxRuntimeEngine:
 
 
 def load(path: Path, *, threads: int | None = None) -> OnnxRuntimeEngine:
-    """A session on exactly the CPU provider.
+    """Load an ONNX file onto the CPU provider and no other.
 
-    Raises ArtifactError when the file is broken and ResourceError when another provider would run it: ONNX Runtime by
-    itself warns and falls back, and the latency table is then that of another device.
+    Raises ArtifactError when the file is broken and ResourceError when another provider would run it. ONNX Runtime
+    would only warn and fall back, and latencies would be those of another device.
     """
     onnx_files(path)
     if PROVIDER not in onnxruntime.get_available_providers():
         raise ResourceError(f"this build of ONNX Runtime has no {PROVIDER}; install the package onnxruntime")
     options = onnxruntime.SessionOptions()
     options.log_severity_level = ERRORS_ONLY
-    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")  # fp32: else inputs become INT8
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")  # fp32; else inputs become INT8
     graph = onnx.load(path, load_external_data=False).graph
     if any(tensor.data_type == onnx.TensorProto.FLOAT8E4M3FN for tensor in graph.initializer):
         # its optimizers move quantizers in front of transposes, which it cannot do in FP8

@@ -1,7 +1,7 @@
-"""OpenVINO on the CPU: the embedded runtime where there is no GPU. It runs the QDQ ONNX of TensorRT with int8 kernels.
+"""OpenVINO on the CPU: the runtime where there is no GPU. It runs the same Q/DQ graphs as TensorRT with int8 kernels.
 
-What is not quantized is computed in fp32 (INFERENCE_PRECISION_HINT): left to itself OpenVINO takes bf16 or fp16 on
-processors that have them, so that the same file would give other images and other speed-ups on the next machine, and a
+What is not quantized is computed in fp32 (INFERENCE_PRECISION_HINT). By default OpenVINO takes bf16 or fp16 on
+processors that have them: the same file would give other images and other speed-ups on the next machine, and a
 comparison of int8 with "full precision" would silently be one with bf16.
 """
 
@@ -30,12 +30,15 @@ ARITHMETIC = ("Convolution", "Deconvolution", "FullyConnected", "MatMul", "Scale
 
 
 class OpenVinoEngine:
+    """A compiled model as an ``Engine``."""
+
     name, device = "openvino", CPU
 
     def __init__(self, compiled: openvino.CompiledModel, inputs: list[str], outputs: list[str]):
-        """``inputs`` and ``outputs`` are the ONNX file's names, in its order, which compiling keeps.
+        """``inputs`` and ``outputs`` are the names in the ONNX file, in its order, which compiling keeps.
 
-        A compiled port cannot say its name: an input that reaches a node which was optimised away has both names.
+        The names of compiled ports are ambiguous: an input in front of a node that was optimised away has that node's
+        name too.
         """
         self.compiled, self.outputs = compiled, outputs
         types = (DTYPES[port.element_type.get_type_name()] for port in compiled.inputs)
@@ -44,7 +47,7 @@ class OpenVinoEngine:
     def __call__(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         arrays = {name: tensor.numpy() for name, tensor in cast_inputs(self.inputs, inputs).items()}
         try:
-            # inputs may be read in place, they outlive the call; outputs are copied out of the engine
+            # inputs outlive the call, so they are read in place; outputs are copied out of the engine
             outputs = self.compiled(list(arrays.values()), share_inputs=True, share_outputs=False)
         except RuntimeError as error:
             shapes = {name: array.shape for name, array in arrays.items()}
@@ -58,7 +61,7 @@ class OpenVinoEngine:
 def load(path: Path, *, threads: int | None = None) -> OpenVinoEngine:
     """Compile an ONNX file for this machine's CPU; dynamic dimensions stay dynamic.
 
-    Raises ArtifactError when the file is broken and ResourceError when OpenVINO has no CPU plugin or ran elsewhere.
+    Raises ArtifactError when the file is broken and ResourceError when OpenVINO would not run it on the CPU.
     """
     onnx_files(path)
     core = openvino.Core()
@@ -67,7 +70,7 @@ def load(path: Path, *, threads: int | None = None) -> OpenVinoEngine:
     settings: dict[str, str | int] = {
         "PERFORMANCE_HINT": "LATENCY",
         "INFERENCE_PRECISION_HINT": "f32",
-        "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,  # else inputs of linears whose weights alone are quantized become INT8
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,  # else OpenVINO quantizes inputs of linears with quantized weights
     }
     if threads is not None:
         settings["INFERENCE_NUM_THREADS"] = threads
@@ -83,9 +86,9 @@ def load(path: Path, *, threads: int | None = None) -> OpenVinoEngine:
 
 
 def layer_precisions(engine: OpenVinoEngine) -> dict[str, dict[str, int]]:
-    """How many multiply-accumulate layers of each kind execute in each precision: {"MatMul": {"i8": 70, "f32": 2}}.
+    """The number of multiply-accumulate layers by kind and by precision, such as {"MatMul": {"i8": 70, "f32": 2}}.
 
-    Read from the graph that runs, after fusion, not from the one that was asked for.
+    Read from the graph that runs, after fusion, not from the file.
     """
     counts: dict[str, Counter] = {}
     for layer in engine.compiled.get_runtime_model().get_ops():
@@ -97,8 +100,8 @@ def layer_precisions(engine: OpenVinoEngine) -> dict[str, dict[str, int]]:
 
 
 def int8_layers(engine: OpenVinoEngine) -> int:
-    """How many convolutions and matrix products execute with int8 kernels. 0 on a quantized file means: no speed-up.
+    """The number of convolutions and matrix products that run with int8 kernels; 0 for a quantized file: no speed-up.
 
-    u8 counts: OpenVINO shifts the signed inputs of a convolution to unsigned for the processor's dot product.
+    u8 counts too, because OpenVINO shifts a convolution's signed inputs to unsigned for the processor's dot product.
     """
     return sum(count["i8"] + count["u8"] for count in map(Counter, layer_precisions(engine).values()))

@@ -1,7 +1,7 @@
 """Engines that are opened when they are asked for; where memory is short, one is closed before the next is opened.
 
-The full-size model in three versions, framework, unquantized and quantized engine, takes 45 GB at once, and its largest
-part 15. The road not taken is a process per engine: images of one version are made by parts of another.
+The full-size model in three variants, framework, unquantized and quantized engine, takes 45 GB at once, and its largest
+part 15 GB. The road not taken is a process per engine: variants share the parts that are not quantized.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -11,9 +11,10 @@ from sd_quant.engines.base import Engine
 
 
 class Pool:
-    """``open_engine(key)`` makes an engine; at most ``most`` are open, all that were asked for when it is None."""
+    """Engines by key, each opened by ``open_engine(key)`` when it is first asked for."""
 
     def __init__(self, open_engine: Callable[[Any], Engine], most: int | None = None):
+        """At most ``most`` engines are open at a time; None means no limit."""
         self.open_engine, self.most, self.engines = open_engine, most, dict[Hashable, Engine]()
 
     def __getitem__(self, key: Hashable) -> Engine:
@@ -24,14 +25,16 @@ class Pool:
         return self.engines[key]
 
     def close(self) -> None:
+        """Close all engines; those that are asked for afterwards are opened again."""
         while self.engines:
             self.engines.popitem()[1].close()
 
 
 class Variant(Mapping[str, Engine]):
-    """The parts of one version of the model, by name, from a pool in which they have these ``keys``."""
+    """The engines of one variant of the model by part, from a pool."""
 
     def __init__(self, pool: Pool, keys: Mapping[str, Hashable]):
+        """``keys`` gives each part's key in the ``pool``."""
         self.pool, self.keys_of = pool, keys
 
     def __getitem__(self, part: str) -> Engine:

@@ -1,9 +1,10 @@
 """An engine on a GPU whose calls are recorded as a CUDA graph and replayed: no Python and no launch between kernels.
 
-A network of some thousand small kernels waits for the processor to launch them; a graph is launched at once. It holds
-for one set of shapes, so a call with other shapes records anew, and it reads and writes memory of its own: inputs are
-copied in and outputs copied out, which is little beside a network. The roads not taken are the graphs of TensorRT for
-RTX and of torch.compile, each for one runtime alone, and a graph per shape, each of which keeps its memory.
+A network of some thousand small kernels waits for the CPU to launch them; a graph is launched as a whole. A graph holds
+for one set of shapes, so a call with other shapes records a new one. It reads and writes memory of its own, so inputs
+are copied in and outputs copied out, which costs little beside a network. The roads not taken are the CUDA graphs of
+TensorRT for RTX and of torch.compile, each for one runtime alone, and a graph for every shape, because each keeps its
+memory.
 """
 
 import torch
@@ -11,11 +12,11 @@ from torch import Tensor
 
 from sd_quant.engines.base import Engine, cast_inputs
 
-WARMUP = 3  # calls before the recording: compilers compile in them, libraries choose kernels and reserve memory
+WARMUP = 3  # calls before the recording, in which compilers compile and libraries choose kernels and reserve memory
 
 
 class Replayed:
-    """``engine`` behind a graph. Raises what the engine raises, before anything is recorded."""
+    """An engine that replays the calls of ``engine``. Raises what ``engine`` raises, before anything is recorded."""
 
     def __init__(self, engine: Engine):
         self.engine, self.name, self.inputs, self.device = engine, engine.name, engine.inputs, engine.device
@@ -24,7 +25,7 @@ class Replayed:
     def __call__(self, **inputs: Tensor) -> dict[str, Tensor]:
         given = cast_inputs(self.inputs, inputs, self.device)
         if self.recorded is None or shapes_of(given) != shapes_of(self.recorded[1]):
-            self.recorded = None  # its memory is free before the next takes some
+            self.recorded = None  # frees the old graph's memory before the new one takes some
             self.recorded = record(self.engine, given)
         graph, static, outputs = self.recorded
         for name, tensor in given.items():
@@ -39,19 +40,20 @@ class Replayed:
 
 
 def shapes_of(tensors: dict[str, Tensor]) -> dict[str, torch.Size]:
+    """The shapes of named tensors."""
     return {name: tensor.shape for name, tensor in tensors.items()}
 
 
 def record(engine: Engine, given: dict[str, Tensor]) -> tuple:
-    """The graph, the tensors that it reads and those that it writes."""
+    """The CUDA graph of a call of ``engine``, the tensors that it reads and those that it writes."""
     static = {name: tensor.clone() for name, tensor in given.items()}
-    beside = torch.cuda.Stream(engine.device)  # nothing may be recorded on the default stream
-    beside.wait_stream(torch.cuda.current_stream(engine.device))
-    with torch.cuda.stream(beside):
+    stream = torch.cuda.Stream(engine.device)  # nothing can be recorded on the default stream
+    stream.wait_stream(torch.cuda.current_stream(engine.device))
+    with torch.cuda.stream(stream):
         for _ in range(WARMUP):
             engine(**static)
-    torch.cuda.current_stream(engine.device).wait_stream(beside)
+    torch.cuda.current_stream(engine.device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=beside):
+    with torch.cuda.graph(graph, stream=stream):
         outputs = engine(**static)
     return graph, static, outputs

@@ -1,4 +1,4 @@
-"""The framework itself as an engine: the baseline of every comparison and the reference of every parity check."""
+"""torch as an engine: the baseline of every comparison and the reference of every parity check."""
 
 import torch
 import torch._dynamo
@@ -9,12 +9,12 @@ from sd_quant.models.parts import Contract
 from sd_quant.simulation.native import NativeLayer, RoundedConv
 
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-REPEATED = ("ResnetBlock2D", "Downsample2D", "Upsample2D")  # beside the blocks that diffusers' networks name themselves
-SHAPES = 256  # of one block, that a process may compile; torch gives up after 8 and computes eagerly without a word
+BLOCKS = ("ResnetBlock2D", "Downsample2D", "Upsample2D")  # compiled one by one, like those that a network itself names
+MAX_COMPILATIONS = 256  # of one block, for as many shapes; torch's default is 8, after which it silently stays eager
 
 
 class TorchEngine:
-    """A part module (``sd_quant.models.parts``) called like any other engine, in the module's own dtype."""
+    """The module of a part (``sd_quant.models.parts``) as an ``Engine``, in the module's own dtype."""
 
     name = "torch"
 
@@ -33,12 +33,14 @@ class TorchEngine:
     def close(self) -> None:
         del self.module
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # other engines do not take from torch's memory what their weights need
+            torch.cuda.empty_cache()  # other engines cannot use what torch has reserved
 
 
 def dtype_on(device: torch.device, precision: str, contract: Contract) -> torch.dtype:
-    """What a part computes in: ``precision`` (infer.precision), by default fp16 on a GPU, as exported graphs have it,
-    and fp32 elsewhere. A part that is stored in fp32 because fp16 overflows (the VAE) stays in it.
+    """The dtype that a part computes in, by ``infer.precision``.
+
+    ``auto`` is that of the exported graph on a GPU, usually fp16, and fp32 on a CPU. A part that is exported in fp32,
+    because fp16 overflows in it (the VAE), always computes in fp32.
     """
     if contract.weights == torch.float32 or (precision == "auto" and device.type == "cpu"):
         return torch.float32
@@ -46,25 +48,29 @@ def dtype_on(device: torch.device, precision: str, contract: Contract) -> torch.
 
 
 def compiled(module: nn.Module) -> nn.Module:
-    """``module``, in place, to be compiled block by block when it is called; whole where it has no known blocks.
+    """Let torch compile ``module`` block by block, in place; as a whole where it has no known blocks.
 
-    Blocks of one kind and shape share what was compiled: a network at once takes minutes. Compiled at their first call
-    with each shape. Layers of codes outside of blocks are compiled by themselves, so that they quantize in one kernel.
+    Blocks are compiled at their first call with each shape. Blocks of one kind and shape share the compiled code, while
+    a whole network takes minutes. Layers of codes outside of blocks are compiled one by one, so that each quantizes its
+    input in one kernel.
     """
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SHAPES)
-    own = (getattr(part, "_repeated_blocks", None) or () for part in module.modules())
-    names = {*REPEATED, *(name for found in own for name in found)}
-    blocks = [part for part in module.modules() if type(part).__name__ in names]
-    inside = {part for block in blocks for part in block.modules()}
-    layers = [part for part in module.modules() if isinstance(part, NativeLayer | RoundedConv) and part not in inside]
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_COMPILATIONS)
+    repeated = (getattr(child, "_repeated_blocks", None) or () for child in module.modules())  # as diffusers names them
+    names = {*BLOCKS, *(name for block_names in repeated for name in block_names)}
+    blocks = [child for child in module.modules() if type(child).__name__ in names]
+    inside = {child for block in blocks for child in block.modules()}
+    outside = (child for child in module.modules() if child not in inside)
+    layers = [child for child in outside if isinstance(child, NativeLayer | RoundedConv)]
     for block in [*blocks, *layers] or [module]:
         block.compile(dynamic=False)
     return module
 
 
 def placed(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """``module`` on ``device``, in place, its parameters in ``dtype``. Buffers, such as codes and scales, keep their
-    types. On a GPU its pictures have their channels last, as its convolutions want them."""
+    """Move ``module`` to ``device``, in place, and its parameters to ``dtype``; buffers (codes, scales) keep theirs.
+
+    On a GPU its memory format is channels last, which convolutions there are fastest with.
+    """
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)
     module.to(device)

@@ -1,7 +1,8 @@
-"""The quantized layers of an exported graph on their own, to compare each with torch on the same input.
+"""The quantized layers of an exported graph cut out of it, to compare each with torch on the same input.
 
-Errors of a whole quantized network say little about its export: one input that rounds the other way in the first layer
-changes everything behind it. So every quantized layer becomes an input and an output of one flat graph.
+The error of a whole quantized network says little about its export: one input that rounds the other way in the first
+layer changes everything behind it. So one flat graph is written in which every quantized layer has an input and an
+output of its own.
 """
 
 from collections.abc import Mapping
@@ -9,24 +10,26 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from sd_quant.export.qdq import save
+from sd_quant.export.onnx_file import save
 from sd_quant.quantization.assignment import LayerAssignment
 
 
 def cut_layers(onnx_path: Path, assignment: Mapping[str, LayerAssignment], path: Path, prefix: str) -> dict[str, str]:
-    """Write a graph with an output ``<layer>.output`` per quantized layer; returns the input that each layer reads.
+    """Write the graph of the quantized layers to ``path`` and return, by layer, the name of the input that it reads.
 
-    The output is that of the Conv (bias included) or of the MatMul (bias excluded). Layers that share a quantized input
-    share it here too, and it has the name of one of them.
+    A layer's output ``<layer>.output`` is that of its Conv (bias included) or of its MatMul (bias excluded). Layers
+    that share a quantized input share it here too, under the name of one of them. ``prefix`` stands before the
+    assignment's names in the graph.
     """
     model = ir.load(onnx_path)
-    makers = {node.outputs[0].name: node for node in model.graph}
+    producers = {node.outputs[0].name: node for node in model.graph}
     inputs: dict[ir.Node, ir.Value] = {}
     outputs, reads = [], {}
     for layer in assignment.values():
         if layer.format is None:
             continue
-        weight = makers.get(f"{prefix}{layer.name}.weight.shaped") or makers[f"{prefix}{layer.name}.weight.dequantized"]
+        name = f"{prefix}{layer.name}.weight"
+        weight = producers.get(f"{name}.shaped") or producers[f"{name}.dequantized"]
         (last,) = [usage.node for usage in weight.outputs[0].uses()]
         first = last if layer.activation_format is None else last.inputs[0].producer().inputs[0].producer()
         smoothing = first.inputs[0].producer()
@@ -36,7 +39,7 @@ def cut_layers(onnx_path: Path, assignment: Mapping[str, LayerAssignment], path:
         shape = [None, channels, None, None] if len(layer.weight_shape) == 4 else [None, None, channels]
         if first not in inputs:
             value = ir.Value(name=layer.name, shape=ir.Shape(shape), type=ir.TensorType(ir.DataType.FLOAT16))
-            for reader in (first, *finding_its_range(first)):
+            for reader in (first, *readers_for_scales(first)):
                 reader.replace_input_with(0, value)
             inputs[first] = value
         reads[layer.name] = inputs[first].name
@@ -51,8 +54,8 @@ def cut_layers(onnx_path: Path, assignment: Mapping[str, LayerAssignment], path:
     return reads
 
 
-def finding_its_range(quantizer: ir.Node) -> list[ir.Node]:
-    """Of a quantizer in blocks the nodes that read the same input to find their ranges (``dynamic_copy``)."""
+def readers_for_scales(quantizer: ir.Node) -> list[ir.Node]:
+    """The nodes that read the input of a QuantizeLinear to compute its block scales (``dynamic_copy`` names them)."""
     scope = quantizer.name.partition(".QuantizeLinear.")[0]
     names = (f"{scope}.Reshape.1", f"{scope}.leading")
     return [usage.node for usage in quantizer.inputs[0].uses() if usage.node.name in names]

@@ -1,4 +1,4 @@
-"""A part of a checkpoint as ONNX: its graph, which is the same for every recipe, and then its weights."""
+"""A part of a checkpoint exported in two steps: its graph, which every recipe shares, and then its weights."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,28 +10,31 @@ from sd_quant.export.tracing import trace
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.quantization.assignment import LayerAssignment
 
-SAMPLES_PER_IMAGE = "samples_a_picture"  # in a denoiser's file: of one call, with guidance
+SAMPLES_PER_IMAGE = "samples_a_picture"  # metadata of a denoiser's file: samples per image in one call with guidance
 
 
 def trace_part(checkpoint: Checkpoint, part: str) -> ir.Model:
-    """The graph of ``part`` without its weights. No weight is read."""
-    described = checkpoint.parts()[part]
-    return trace(lambda: described.wrap(checkpoint.build()[described.component]), described.contract)
+    """The graph of the part of this name, with its weights as named inputs. No weight is read."""
+    description = checkpoint.parts()[part]
+    return trace(lambda: description.wrap(checkpoint.build()[description.component]), description.contract)
 
 
 def write_part(
     graph: ir.Model, checkpoint: Checkpoint, part: str, path: Path, assignment: Mapping[str, LayerAssignment]
 ) -> None:
-    """``trace_part``'s graph, which is used up, with the checkpoint's weights, one in memory at a time."""
-    described = checkpoint.parts()[part]
-    source, prefix = checkpoint.components[described.component], described.prefix
+    """Write the ``graph`` of ``trace_part`` with the checkpoint's weights, one of them in memory at a time.
+
+    The denoiser's are quantized by the ``assignment``. The graph is used up.
+    """
+    description = checkpoint.parts()[part]
+    weights, prefix = checkpoint.components[description.component], description.prefix
     if part == checkpoint.family.DENOISER:
         graph.metadata_props[SAMPLES_PER_IMAGE] = "2" if checkpoint.family.GUIDES else "1"
     write_onnx(
         graph,
         path,
-        inputs=len(described.contract.inputs),
+        inputs=len(description.contract.inputs),
         prefix=prefix,
-        read=lambda name: source[name.removeprefix(prefix)],
+        read=lambda name: weights[name.removeprefix(prefix)],
         assignment=assignment,
     )

@@ -1,211 +1,30 @@
-"""Assignment and weights into a traced graph: what quantizes each assigned layer, its codes as initializers, one file.
+"""An assignment put into a traced graph: QuantizeLinear and DequantizeLinear around each layer that it quantizes.
 
     x ─ Mul(pre_quant_scale) ─┬─ QuantizeLinear ─ DequantizeLinear ─┐
                               │      codes ─ DequantizeLinear(scale) ┴─ Conv | MatMul | Gemm ─ (Add) ─ y
                               └─ MatMul(down) ─ MatMul(up) ───────────────────────────────────────┘
 
-The layer is found by its weight's name, so nothing is decided here. A weight is read, smoothed and quantized only when
-the file is written and its bytes are due. MatMul weights are stored transposed, ready to multiply. Codes in blocks are
-two-dimensional, because TensorRT takes no others; a convolution's get their shape behind the DequantizeLinear.
+A layer is the node that multiplies with the layer's weight, so nothing is decided here. The road not taken is to trace
+a network with quantizers in it: every recipe would cost a trace of its own.
 """
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
 import torch
-from torch import Tensor
 
 from sd_quant.errors import ArtifactError
 from sd_quant.export.block_scales import dynamic_copy
-from sd_quant.export.insertion import HALF, SCALE_DTYPES, constant, initializer, insert
+from sd_quant.export.nodes import constant, initializer, insert
+from sd_quant.export.onnx_file import save
 from sd_quant.export.tracing import OPSET, raise_opset
-from sd_quant.files import atomic_path, temporary_folder
-from sd_quant.quantization.assignment import LayerAssignment, rewritten
+from sd_quant.export.weights import ReadWeight, blocked_weight, high_precision_weight, static_weight
+from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import FORMATS, Format
 
-ReadWeight = Callable[[str], Tensor]
-# A single file is put together in memory, several times over; beyond this the weights go to a file beside the graph.
-LARGEST_SINGLE_FILE = 2**28
-Made = dict[tuple, ir.Value]  # what several layers read, once
-
-
-def smoothed_input(graph: ir.Graph, node: ir.Node, layer: LayerAssignment, made: Made) -> ir.Value:
-    """The layer's input, multiplied where nothing in front does it."""
-    value = node.inputs[0]
-    if not layer.multiplies:
-        return value
-    key = (value, id(layer.pre_quant_scale))
-    if key not in made:
-        scale = constant(graph, f"{layer.name}.pre_quant_scale", layer.pre_quant_scale.half().numpy())
-        made[key] = insert(graph, node, "Mul", [value, scale], f"{layer.name}.smoothed")
-    return made[key]
-
-
-def quantized_input(
-    graph: ir.Graph, node: ir.Node, value: ir.Value, layer: LayerAssignment, made: Made, rows: bool
-) -> ir.Value:
-    """Layers that read one tensor with the same scales read one quantized copy of it."""
-    if layer.activation_format is None:
-        return value
-    static = layer.activation_scale
-    key = (value, layer.activation_format, layer.activation_amax if static is None else static)
-    if key not in made:
-        name, form = f"{layer.name}.input", FORMATS[layer.activation_format]
-        if static is None:
-            made[key] = dynamic_copy(graph, node, value, name, layer, rows)
-        else:
-            made[key] = static_copy(graph, node, value, name, form, static)
-    return made[key]
-
-
-def static_copy(graph: ir.Graph, node: ir.Node, value: ir.Value, name: str, form: Format, scale: float) -> ir.Value:
-    dtype = ir.DataType[form.onnx_type]
-    scales = constant(graph, f"{name}_scale", np.array(scale, np.float16))
-    zero_point = initializer(graph, f"{name}_zero_point", dtype, (), lambda: torch.zeros((), dtype=torch.int8))
-    value = insert(graph, node, "QuantizeLinear", [value, scales, zero_point], f"{name}_quantized")
-    return insert(graph, node, "DequantizeLinear", [value, scales, zero_point], f"{name}_dequantized")
-
-
-def static_weight(
-    graph: ir.Graph, node: ir.Node, name: str, layer: LayerAssignment, read: ReadWeight, transposed: bool
-) -> ir.Value:
-    """The dequantized weight [out, ...], or [in, out] for a MatMul, from codes with one scale or one per output."""
-    form, per_row = FORMATS[layer.format], layer.weight_axis == 0
-    dtype = ir.DataType[form.onnx_type]
-
-    def codes() -> Tensor:
-        weight = rewritten(read(name), layer)
-        packed = form.pack(form.quantize(weight, *layer.weight_scales(weight)))
-        return packed.T if transposed else packed
-
-    shape = layer.weight_shape[::-1] if transposed else layer.weight_shape
-    scale = layer.weight_scale if per_row else layer.weight_scale[0]
-    zeros = torch.zeros(scale.shape, dtype=torch.int8)
-    inputs = [
-        initializer(graph, f"{name}.{layer.format}", dtype, shape, codes),
-        constant(graph, f"{name}.scale", scale.half().numpy()),
-        initializer(graph, f"{name}.zero_point", dtype, tuple(scale.shape), lambda: zeros),
-    ]
-    axis = {"axis": 1 if transposed else 0} if per_row else {}
-    return insert(graph, node, "DequantizeLinear", inputs, f"{name}.dequantized", **axis)
-
-
-def blocked_weight(
-    graph: ir.Graph, node: ir.Node, name: str, layer: LayerAssignment, read: ReadWeight, transposed: bool
-) -> ir.Value:
-    """The same from codes with a scale per block, some with a global scale for those; two-dimensional until the end."""
-    form = FORMATS[layer.format]
-    outputs, numbers = layer.weight_shape[0], math.prod(layer.weight_shape[1:])
-
-    def turned(rows: int, columns: int) -> tuple[int, int]:
-        return (columns, rows) if transposed else (rows, columns)
-
-    def weight_and_scales() -> tuple[Tensor, tuple[Tensor, ...]]:
-        weight = rewritten(read(name), layer).flatten(1)
-        return weight, layer.weight_scales(weight)
-
-    def codes() -> Tensor:
-        weight, scales = weight_and_scales()
-        found = form.quantize(weight, *scales)
-        return form.pack(found.T if transposed else found)
-
-    def scale(index: int, suffix: str, shape: tuple[int, ...]) -> ir.Value:
-        kind = form.onnx_scale_types[index]
-
-        def read_scale() -> Tensor:
-            found = weight_and_scales()[1][index].to(SCALE_DTYPES[kind])
-            return found.T if transposed and found.ndim > 1 else found
-
-        return initializer(graph, f"{name}.{suffix}", ir.DataType[kind], shape, read_scale)
-
-    dtype, axis = ir.DataType[form.onnx_type], 0 if transposed else 1
-    value = initializer(graph, f"{name}.{layer.format}", dtype, turned(outputs, numbers), codes)
-    scales = scale(0, "scale", turned(outputs, numbers // form.block))
-    if len(form.onnx_scale_types) > 1:
-        inputs = [scales, scale(1, "global_scale", ())]
-        scales = insert(graph, node, "DequantizeLinear", inputs, f"{name}.scale_dequantized", **HALF)
-    blocks = {"axis": axis, "block_size": form.block}
-    value = insert(graph, node, "DequantizeLinear", [value, scales], f"{name}.dequantized", **blocks)
-    if len(layer.weight_shape) > 2:
-        shape = constant(graph, f"{name}.shape", np.array(layer.weight_shape, np.int64))
-        value = insert(graph, node, "Reshape", [value, shape], f"{name}.shaped")
-    return value
-
-
-def add_low_rank(graph: ir.Graph, node: ir.Node, x: ir.Value, layer: LayerAssignment) -> None:
-    """``y + (x @ down^T) @ up^T`` for everybody who read ``y``, the output of ``node``."""
-    up, down = (
-        constant(graph, f"{layer.name}.{name}", factor.T.half().contiguous().numpy())
-        for name, factor in zip(("up", "down"), layer.low_rank, strict=True)
-    )
-    y = node.outputs[0]
-    readers = [(usage.node, usage.idx) for usage in y.uses()]
-    behind = readers[0][0]
-    value = insert(graph, behind, "MatMul", [x, down], f"{layer.name}.low_rank_down")
-    value = insert(graph, behind, "MatMul", [value, up], f"{layer.name}.low_rank_up")
-    value = insert(graph, behind, "Add", [y, value], f"{layer.name}.with_low_rank")
-    for reader, index in readers:
-        reader.replace_input_with(index, value)
-
-
-def split_gemm(graph: ir.Graph, gemm: ir.Node) -> ir.Node:
-    """The MatMul and Add that a linear of rows becomes elsewhere; returns the Transpose of its weight."""
-    x, weight, *bias = gemm.inputs
-    transposed = insert(graph, gemm, "Transpose", [weight], f"{weight.name}.transposed", perm=[1, 0])
-    value = insert(graph, gemm, "MatMul", [x, transposed], f"{weight.name}.product")
-    if bias:
-        value = insert(graph, gemm, "Add", [value, bias[0]], f"{weight.name}.with_bias")
-    ir.convenience.replace_all_uses_with(gemm.outputs[0], value)
-    graph.remove(gemm, safe=True)
-    return transposed.producer()
-
-
-def quantize_layer(graph: ir.Graph, weight: ir.Value, layer: LayerAssignment, read: ReadWeight, made: Made) -> None:
-    """Rewrite the one node that multiplies with ``weight``, a graph input."""
-    (node,) = [usage.node for usage in weight.uses()]
-    rows = node.op_type == "Gemm"
-    if rows:
-        node = split_gemm(graph, node)
-    transposed = node.op_type == "Transpose"
-    if transposed:
-        transpose = node
-        (node,) = [usage.node for usage in transpose.outputs[0].uses()]
-    x = smoothed_input(graph, node, layer, made)
-    node.replace_input_with(0, quantized_input(graph, node, x, layer, made, rows))
-    dequantized = static_weight if FORMATS[layer.format].block is None else blocked_weight
-    node.replace_input_with(1, dequantized(graph, node, weight.name, layer, read, transposed))
-    if layer.low_rank is not None:
-        add_low_rank(graph, node, x, layer)
-    if transposed:
-        graph.remove(transpose, safe=True)
-
-
-def quantize_attention(graph: ir.Graph, weight: ir.Value, layer: LayerAssignment) -> None:
-    """Q/DQ in front of both matrix products of the attention whose output projection multiplies with ``weight``."""
-    (node,) = [usage.node for usage in weight.uses()]
-    if node.op_type == "Transpose":
-        (node,) = [usage.node for usage in node.outputs[0].uses()]
-    mixed = maker(node.inputs[0], "MatMul")
-    scores = maker(maker(mixed.inputs[0], "Softmax").inputs[0], "MatMul")
-    form = FORMATS[layer.activation_format]
-    products = ((scores, 0, "query"), (scores, 1, "key"), (mixed, 1, "value"), (mixed, 0, "softmax"))
-    for (node, index, what), amax in zip(products, (*layer.attention_amax, 1.0), strict=True):
-        scale = form.scales(torch.empty(0), torch.tensor(amax))[0].item()
-        near = static_copy(graph, node, node.inputs[index], f"{layer.name}.{what}", form, scale)
-        node.replace_input_with(index, near)
-
-
-def maker(value: ir.Value, op_type: str) -> ir.Node:
-    """The nearest node of this type in front of ``value``, through nodes that only move numbers."""
-    node = value.producer()
-    while node is not None and node.op_type != op_type:
-        node = node.inputs[0].producer() if node.op_type in ("Reshape", "Transpose", "Cast") else None
-    if node is None:
-        raise ArtifactError(f"the graph has no {op_type} in front of {value.name}, where an attention's should be")
-    return node
+SharedValues = dict[tuple, ir.Value]  # smoothed and quantized inputs that several layers read, made once
 
 
 def write_onnx(
@@ -217,10 +36,10 @@ def write_onnx(
     read: ReadWeight,
     assignment: Mapping[str, LayerAssignment],
 ) -> None:
-    """Give the traced ``model`` its weights and write it. The model is used up.
+    """Give the traced ``model`` its weights, quantized by the ``assignment``, and write it. The model is used up.
 
-    ``inputs`` of its inputs are the contract's, the rest are weights; ``prefix`` stands before a layer's name in
-    theirs; ``read`` returns a weight by the name it has in the graph.
+    The first ``inputs`` of the graph's inputs are the contract's, the others are weights. ``prefix`` stands before the
+    assignment's layer names in the names of the weights; ``read`` returns a weight by its name in the graph.
     Raises ArtifactError when the assignment names a layer that the graph does not have.
     """
     graph = model.graph
@@ -229,49 +48,144 @@ def write_onnx(
     pending = {name for name, layer in assignment.items() if layer.format or layer.activation_format}
     formats = {name for layer in assignment.values() for name in (layer.format, layer.activation_format) if name}
     raise_opset(model, max([OPSET, *(FORMATS[name].opset for name in formats)]))
-    made: Made = {}
-    for value in weights:
-        attention, _, projection = value.name.removeprefix(prefix).rpartition(".to_out.0.")
+    shared: SharedValues = {}
+    for weight in weights:
+        attention, _, projection = weight.name.removeprefix(prefix).rpartition(".to_out.0.")
         if attention in pending and projection == "weight":
-            quantize_attention(graph, value, assignment[attention])
+            quantize_attention(graph, weight, assignment[attention])
             pending.discard(attention)
-    for value in weights:
-        layer_name = value.name.removeprefix(prefix).rpartition(".")[0]
-        shape = value.shape.numpy()
-        if layer_name in pending and value.name.endswith(".weight"):
-            quantize_layer(graph, value, assignment[layer_name], read, made)
+    for weight in weights:
+        layer_name = weight.name.removeprefix(prefix).rpartition(".")[0]
+        if layer_name in pending and weight.name.endswith(".weight"):
+            quantize_layer(graph, weight, assignment[layer_name], read, shared)
             pending.discard(layer_name)
-            continue
-        dtype = torch.float16 if value.dtype == ir.DataType.FLOAT16 else torch.float32
-        layer = assignment.get(layer_name)
-
-        def read_kept(name=value.name, dtype=dtype, layer=layer) -> Tensor:
-            return (read(name) if layer is None else rewritten(read(name), layer)).to(dtype)
-
-        ir.convenience.replace_all_uses_with(value, initializer(graph, value.name, value.dtype, shape, read_kept))
+        else:
+            kept = high_precision_weight(graph, weight, assignment.get(layer_name), read)
+            ir.convenience.replace_all_uses_with(weight, kept)
     if pending:
         raise ArtifactError(f"the graph has no layer {sorted(pending)[0]}, which the assignment quantizes")
-    graph.sort()  # a quantized copy was made where the first of its readers was found
+    graph.sort()  # a shared input was inserted in front of the first reader that was visited, not of the first to run
     model.producer_name = "sd-quant"
     save(model, path)
 
 
-def origin_of(error: BaseException) -> BaseException:
-    """What went wrong while a weight was read, under the serializer's own wrappings."""
-    return error if error.__cause__ is None else origin_of(error.__cause__)
+def quantize_layer(
+    graph: ir.Graph, weight: ir.Value, layer: LayerAssignment, read: ReadWeight, shared: SharedValues
+) -> None:
+    """Quantize weight and input of the one node that multiplies with ``weight``, a graph input."""
+    (node,) = [usage.node for usage in weight.uses()]
+    rows = node.op_type == "Gemm"
+    if rows:
+        node = split_gemm(graph, node)
+    transposed = node.op_type == "Transpose"
+    if transposed:
+        transpose = node
+        (node,) = [usage.node for usage in transpose.outputs[0].uses()]
+    x = smoothed_input(graph, node, layer, shared)
+    node.replace_input_with(0, quantized_input(graph, node, x, layer, shared, rows))
+    dequantized_weight = static_weight if FORMATS[layer.format].block is None else blocked_weight
+    node.replace_input_with(1, dequantized_weight(graph, node, weight.name, layer, read, transposed))
+    if layer.low_rank is not None:
+        add_low_rank(graph, node, x, layer)
+    if transposed:
+        graph.remove(transpose, safe=True)
 
 
-def save(model: ir.Model, path: Path) -> None:
-    """Written in a folder of its own, because a graph holds its data file's name; the graph takes its name last."""
-    external = sum(value.const_value.nbytes for value in model.graph.initializers.values()) > LARGEST_SINGLE_FILE
-    data = path.with_name(path.name + ".data")
-    with atomic_path(path) as graph, temporary_folder(path.parent) as folder:
-        staged = Path(folder)
-        try:
-            ir.save(model, staged / path.name, external_data=data.name if external else None)
-        except ir.serde.SerdeError as error:
-            raise origin_of(error) from error
-        if external:
-            with atomic_path(data) as weights:
-                (staged / data.name).replace(weights)
-        (staged / path.name).replace(graph)
+def split_gemm(graph: ir.Graph, gemm: ir.Node) -> ir.Node:
+    """Replace a Gemm, a linear of two-dimensional inputs, by the Transpose, MatMul and Add of other linears.
+
+    Returns the Transpose, which its weight goes through.
+    """
+    x, weight, *bias = gemm.inputs
+    transposed = insert(graph, gemm, "Transpose", [weight], f"{weight.name}.transposed", perm=[1, 0])
+    value = insert(graph, gemm, "MatMul", [x, transposed], f"{weight.name}.product")
+    if bias:
+        value = insert(graph, gemm, "Add", [value, bias[0]], f"{weight.name}.with_bias")
+    ir.convenience.replace_all_uses_with(gemm.outputs[0], value)
+    graph.remove(gemm, safe=True)
+    return transposed.producer()
+
+
+def smoothed_input(graph: ir.Graph, node: ir.Node, layer: LayerAssignment, shared: SharedValues) -> ir.Value:
+    """The layer's input times its ``pre_quant_scale``; the input itself where that is folded into a layer before."""
+    value = node.inputs[0]
+    if not layer.multiplies:
+        return value
+    key = (value, id(layer.pre_quant_scale))
+    if key not in shared:
+        scale = constant(graph, f"{layer.name}.pre_quant_scale", layer.pre_quant_scale.half().numpy())
+        shared[key] = insert(graph, node, "Mul", [value, scale], f"{layer.name}.smoothed")
+    return shared[key]
+
+
+def quantized_input(
+    graph: ir.Graph, node: ir.Node, value: ir.Value, layer: LayerAssignment, shared: SharedValues, rows: bool
+) -> ir.Value:
+    """The quantized and dequantized copy of ``value``; layers that read it with the same scales share one copy."""
+    if layer.activation_format is None:
+        return value
+    static = layer.activation_scale
+    key = (value, layer.activation_format, layer.activation_amax if static is None else static)
+    if key not in shared:
+        name, fmt = f"{layer.name}.input", FORMATS[layer.activation_format]
+        if static is None:
+            shared[key] = dynamic_copy(graph, node, value, name, layer, rows)
+        else:
+            shared[key] = static_copy(graph, node, value, name, fmt, static)
+    return shared[key]
+
+
+def static_copy(graph: ir.Graph, node: ir.Node, value: ir.Value, name: str, fmt: Format, scale: float) -> ir.Value:
+    """``value`` quantized and dequantized with a scale that is known before the network runs."""
+    dtype = ir.DataType[fmt.onnx_type]
+    scales = constant(graph, f"{name}_scale", np.array(scale, np.float16))
+    zero_point = initializer(graph, f"{name}_zero_point", dtype, (), lambda: torch.zeros((), dtype=torch.int8))
+    value = insert(graph, node, "QuantizeLinear", [value, scales, zero_point], f"{name}_quantized")
+    return insert(graph, node, "DequantizeLinear", [value, scales, zero_point], f"{name}_dequantized")
+
+
+def add_low_rank(graph: ir.Graph, node: ir.Node, x: ir.Value, layer: LayerAssignment) -> None:
+    """Let all readers of ``y``, the output of ``node``, read ``y + (x @ down^T) @ up^T`` instead."""
+    up, down = (
+        constant(graph, f"{layer.name}.{name}", factor.T.half().contiguous().numpy())
+        for name, factor in zip(("up", "down"), layer.low_rank, strict=True)
+    )
+    y = node.outputs[0]
+    readers = [(usage.node, usage.idx) for usage in y.uses()]
+    first_reader = readers[0][0]
+    value = insert(graph, first_reader, "MatMul", [x, down], f"{layer.name}.low_rank_down")
+    value = insert(graph, first_reader, "MatMul", [value, up], f"{layer.name}.low_rank_up")
+    value = insert(graph, first_reader, "Add", [y, value], f"{layer.name}.with_low_rank")
+    for reader, index in readers:
+        reader.replace_input_with(index, value)
+
+
+def quantize_attention(graph: ir.Graph, weight: ir.Value, layer: LayerAssignment) -> None:
+    """Quantize the inputs of both matrix products of an attention, whose output projection multiplies with ``weight``.
+
+    The inputs are query and key, and softmax and value; a softmax lies in 0..1, so its range is 1.
+    """
+    (node,) = [usage.node for usage in weight.uses()]
+    if node.op_type == "Transpose":
+        (node,) = [usage.node for usage in node.outputs[0].uses()]
+    mixed = nearest_producer(node.inputs[0], "MatMul")
+    scores = nearest_producer(nearest_producer(mixed.inputs[0], "Softmax").inputs[0], "MatMul")
+    fmt = FORMATS[layer.activation_format]
+    products = ((scores, 0, "query"), (scores, 1, "key"), (mixed, 1, "value"), (mixed, 0, "softmax"))
+    for (node, index, what), amax in zip(products, (*layer.attention_amax, 1.0), strict=True):
+        scale = fmt.scales(torch.empty(0), torch.tensor(amax))[0].item()
+        fake_quantized = static_copy(graph, node, node.inputs[index], f"{layer.name}.{what}", fmt, scale)
+        node.replace_input_with(index, fake_quantized)
+
+
+def nearest_producer(value: ir.Value, op_type: str) -> ir.Node:
+    """The nearest node of this type that ``value`` comes from, through nodes that only move or cast numbers.
+
+    Raises ArtifactError when there is none.
+    """
+    node = value.producer()
+    while node is not None and node.op_type != op_type:
+        node = node.inputs[0].producer() if node.op_type in ("Reshape", "Transpose", "Cast") else None
+    if node is None:
+        raise ArtifactError(f"the graph has no {op_type} in front of {value.name}, where an attention's should be")
+    return node

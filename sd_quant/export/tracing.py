@@ -1,9 +1,9 @@
-"""The graph of a part without its weights: traced once with fake tensors, cleaned, weights left as named inputs.
+"""The graph of a part without its weights: traced once with fake tensors and cleaned, with the weights as named inputs.
 
-Tracing needs shapes only, so a 2.57 B-parameter UNet costs no memory, and the graph depends on the architecture alone:
-every recipe shares it. Leaving the weights out also keeps constant folding cheap, which on a graph that carries them
-reads them all. Not taken: ModelOpt's own export of a quantized model, which holds every weight in fp32 and writes
-INT8 weights as floats with a QuantizeLinear behind them.
+Tracing needs shapes only, so a UNet of 2.57 B parameters costs no memory, and the graph depends on the architecture
+alone: every recipe shares it. Leaving the weights out also keeps constant folding cheap, which would read them all.
+The road not taken is ModelOpt's own export of a quantized model, which holds every weight in fp32 and writes INT8
+weights as floats with a QuantizeLinear behind them.
 """
 
 import logging
@@ -19,18 +19,18 @@ from torch import nn
 from sd_quant.errors import ArtifactError
 from sd_quant.models.parts import Contract, axes
 
-# Of the operations that opsets 21, 22 and 23 define anew, those that get more types and no other meaning.
-MORE_TYPES = {
+# Operations to which opsets 21, 22 and 23 only add types. What others of these opsets mean may have changed.
+ONLY_MORE_TYPES = {
     *("Cast", "Conv", "Cos", "InstanceNormalization", "Reshape", "Shape", "Sin", "Squeeze", "Transpose", "Unsqueeze"),
 }
 OPSET = 20  # the first with fp16 scales, group normalisation and GELU, and below the opset that fuses attention
-TALKATIVE = ("torch.onnx", "onnx_ir", "onnxscript")  # they tell of every node that they touch
-# All different, so that none is taken for another, and no longer 1 where a network has halved them three times.
+NOISY_LOGGERS = ("torch.onnx", "onnx_ir", "onnxscript")  # they log every node that they touch
+# All different, so that none is taken for another, and large enough not to be 1 where a network has halved them thrice.
 EXAMPLE_AXES = axes(batch=2, width=256, height=128)
 
 
 def fake_module(build: Callable[[], nn.Module], dtype: torch.dtype):
-    """The module with shapes but no storage, and the mode it lives in."""
+    """The fake tensor mode, and in it the module that ``build`` returns, with shapes and no storage."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode, previous = FakeTensorMode(), torch.get_default_dtype()
@@ -43,14 +43,14 @@ def fake_module(build: Callable[[], nn.Module], dtype: torch.dtype):
 
 
 def trace(build: Callable[[], nn.Module], contract: Contract) -> ir.Model:
-    """ONNX graph of the module that ``build`` returns, with the contract's names and dynamic axes.
+    """The ONNX graph of the module that ``build`` returns, with the contract's names and dynamic axes.
 
-    Weights are graph inputs under their parameter's name, and come after the contract's own inputs.
+    Weights are graph inputs with their parameters' names, after the contract's own inputs.
     """
     mode, module = fake_module(build, contract.weights)
     with mode, torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's exporter warns about its own internals
-        for name in TALKATIVE:
+        for name in NOISY_LOGGERS:
             logging.getLogger(name).setLevel(logging.ERROR)
         shapes = contract.shapes(**EXAMPLE_AXES)
         example = {name: torch.zeros(shape, dtype=contract.dtypes[name]) for name, shape in shapes.items()}
@@ -79,9 +79,9 @@ def trace(build: Callable[[], nn.Module], contract: Contract) -> ir.Model:
 
 
 def drop_squeezes(model: ir.Model) -> None:
-    """torch leaves an axis that is longer than one as it is; to ONNX that is an error, which TensorRT reports.
+    """Remove every Squeeze of an axis longer than 1, which torch ignores and ONNX forbids; TensorRT reports it.
 
-    An axis without a number is longer than one too: torch.export takes 1 for another graph.
+    A dynamic axis is longer than 1 too, because torch.export would have made another graph for 1.
     """
     for node in list(model.graph):
         if node.op_type == "Squeeze" and node.inputs[0].shape is not None:
@@ -92,17 +92,17 @@ def drop_squeezes(model: ir.Model) -> None:
 
 
 def fold(model: ir.Model) -> None:
-    """onnxscript's optimizer without the 40 rules that never fit here.
+    """Fold constants and simplify the graph, like onnxscript's optimizer but without 40 rules that never apply here.
 
-    One of those looks for Slices that make up a Split, and takes 94 of the 111 s that the whole costs on the full-size
-    UNet, where it finds none. The graph that comes out is the same (tested). What engines need of this: TensorRT parses
-    no sequences, which the gated feed-forward's halves are traced as, and no CastLike.
+    One of those looks for Slices that make up a Split, and takes 94 of the optimizer's 111 s on the full-size UNet,
+    where there are none. The resulting graph is the same (tested). Engines need this: TensorRT parses neither CastLike
+    nor the sequences that the halves of a gated feed-forward are traced as.
     """
     from onnxscript import optimizer
     from onnxscript.rewriter import RewritePass
     from onnxscript.rewriter.rules import common as rules
 
-    fitting = [
+    applicable = [
         rules.mul_by_1_rule,
         rules.add_0_rule,
         rules.sub_0_rule,
@@ -119,9 +119,9 @@ def fold(model: ir.Model) -> None:
         rules.unsqueeze_unsqueeze_rule,
         rules.squeeze_reshape_1d_rule,
     ]
-    for _ in range(2):  # what a rule leaves may fold again
+    for _ in range(2):  # what the rules leave may fold again
         optimizer.fold_constants_ir(model, onnx_shape_inference=True)
-        RewritePass(fitting)(model)
+        RewritePass(applicable)(model)
         passes.RemoveUnusedNodesPass()(model)
         passes.RemoveUnusedOpsetsPass()(model)
     passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
@@ -132,15 +132,15 @@ def fold(model: ir.Model) -> None:
 
 
 def defined_in(op_type: str, opset: int) -> int:
-    """The opset that an operation's definition in ``opset`` comes from."""
+    """The opset that defined an operation as it is in ``opset``."""
     return onnx.defs.get_schema(op_type, opset, "").since_version
 
 
 def raise_opset(model: ir.Model, opset: int) -> None:
-    """Declare a later opset, up to 23, for the types that it adds.
+    """Declare ``opset``, up to 23, for the types that it adds to those of ``OPSET``.
 
-    Nothing else has to change where an operation's definition is the same in both, or has only more types. Not taken:
-    onnxscript's version converter, which would say so node by node.
+    The nodes stay as they are, because each operation is defined alike in both opsets, or with more types. The road not
+    taken is onnxscript's version converter, which would conclude the same node by node.
     Raises ArtifactError for a graph with an operation that is not known to mean the same.
     """
     if opset > OPSET:
@@ -149,7 +149,7 @@ def raise_opset(model: ir.Model, opset: int) -> None:
             for kind in {node.op_type for node in model.graph}
             if defined_in(kind, OPSET) != defined_in(kind, opset)
         }
-        if unknown := sorted(changed - MORE_TYPES):
+        if unknown := sorted(changed - ONLY_MORE_TYPES):
             raise ArtifactError(f"the graph has {unknown[0]}, which may mean something else in opset {opset}")
         model.opset_imports[""], model.ir_version = opset, max(model.ir_version, 10 if opset < 23 else 11)
         for node in model.graph:
@@ -157,12 +157,12 @@ def raise_opset(model: ir.Model, opset: int) -> None:
 
 
 def copy_of(model: ir.Model) -> ir.Model:
-    """Another graph to give weights to; cheap, because it has none yet."""
+    """A copy of a traced graph, to be given weights; cheap, because it has none yet."""
     return ir.from_proto(ir.to_proto(model))
 
 
 def name_axes(model: ir.Model, contract: Contract) -> None:
-    """The contract's axis names instead of the tracer's; outputs keep only the axis they share by name, the batch."""
+    """Give the inputs' axes the contract's names instead of the tracer's. Of an output, only the batch has a name."""
     for value in model.graph.inputs:
         if value.name in contract.inputs:
             value.shape = ir.Shape(contract.inputs[value.name])
@@ -172,7 +172,7 @@ def name_axes(model: ir.Model, contract: Contract) -> None:
 
 
 def strip(model: ir.Model) -> None:
-    """Stack traces and intermediate shapes, which are most of a small model's file, and say nothing to an engine."""
+    """Remove stack traces and intermediate shapes, which no engine reads and which are most of a small file."""
     model.metadata_props.clear()
     model.graph.metadata_props.clear()
     boundary = {*model.graph.inputs, *model.graph.outputs}

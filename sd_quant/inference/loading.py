@@ -1,10 +1,10 @@
-"""From an opened checkpoint, of whatever kind and family, to something that makes pictures.
+"""From an opened checkpoint, of any kind and family, to modules, engines and a pipeline that makes images.
 
-A checkpoint says what its family is, which parts it has, how to build its networks and how it draws; here that becomes
-modules, engines and a pipeline.
+A checkpoint describes its family, its parts, how its networks are built and how its pipeline calls them; here those
+descriptions become objects that compute.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -17,9 +17,9 @@ from sd_quant.models.parts import Contract
 
 
 class Networks(Mapping[str, nn.Module]):
-    """Networks by name, each made when it is first asked for, and kept."""
+    """Networks by name, each made by ``make(name)`` when it is first asked for, and kept."""
 
-    def __init__(self, names: Mapping[str, object] | list[str], make: Callable[[str], nn.Module]):
+    def __init__(self, names: Iterable[str], make: Callable[[str], nn.Module]):
         self.names, self.make, self.made = list(names), make, dict[str, nn.Module]()
 
     def __getitem__(self, name: str) -> nn.Module:
@@ -38,38 +38,42 @@ class Networks(Mapping[str, nn.Module]):
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """``modules`` under diffusers' component names, the same networks as ``parts`` under those of exported parts."""
+    """A checkpoint with its networks in torch."""
 
     checkpoint: Checkpoint
-    modules: Mapping[str, nn.Module]
-    parts: Mapping[str, nn.Module]
-    contracts: dict[str, Contract]
+    modules: Mapping[str, nn.Module]  # the networks by diffusers' component names
+    parts: Mapping[str, nn.Module]  # the same networks wrapped as parts, by the parts' names
+    contracts: dict[str, Contract]  # by the parts' names
 
     @property
     def denoiser(self) -> nn.Module:
+        """The network that is quantized."""
         return self.modules[denoiser_part(self.checkpoint).component]
 
-    def torch_engine(self, part: str) -> Engine:
+    def torch_engine(self, part: str) -> TorchEngine:
+        """The part of this name as an engine."""
         return TorchEngine(self.parts[part], self.contracts[part])
 
     def torch_engines(self) -> dict[str, Engine]:
+        """All parts as engines."""
         return {part: self.torch_engine(part) for part in self.parts}
 
 
 def load_model(checkpoint: Checkpoint) -> LoadedModel:
-    """The networks in fp32 on the CPU; each is read from the checkpoint when it is first asked for."""
+    """The model in fp32 on the CPU; a network is read from the checkpoint when it is first asked for."""
     parts = checkpoint.parts()
-    modules = Networks(list(checkpoint.components), lambda component: build_module(checkpoint, component))
-    made = Networks(list(parts), lambda part: parts[part].wrap(modules[parts[part].component]).eval())
-    return LoadedModel(checkpoint, modules, made, contracts_of(checkpoint))
+    modules = Networks(checkpoint.components, lambda component: build_module(checkpoint, component))
+    wrapped = Networks(parts, lambda part: parts[part].wrap(modules[parts[part].component]).eval())
+    return LoadedModel(checkpoint, modules, wrapped, contracts_of(checkpoint))
 
 
-def load_part(checkpoint: Checkpoint, part: str) -> Engine:
-    """One part in torch, which goes when the engine is closed."""
+def load_part(checkpoint: Checkpoint, part: str) -> TorchEngine:
+    """One part in torch, in fp32 on the CPU; closing the engine frees its network."""
     return load_model(checkpoint).torch_engine(part)
 
 
 def pipeline_of(checkpoint: Checkpoint, engines: Mapping[str, Engine]) -> Pipeline:
+    """The checkpoint's pipeline, whose networks are ``engines`` by part."""
     modules = empty_modules(checkpoint)
     networks = {
         part.component: EngineNetwork(engines, name, part, modules[part.component])

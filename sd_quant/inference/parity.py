@@ -2,14 +2,14 @@
 
 Tolerances, relative to the norm of torch's output:
 
-- a part whose weights are stored in fp32, 1e-3: different order of summation.
-- a part in fp16, unquantized, 1e-2: the engine's weights are rounded (2^-11 each), and on a GPU its activations too,
-  accumulated over the depth of the network.
-- one quantized layer, by the format of its input: the same codes and scales on both sides, but an input that fp16
-  rounds to the other side of a step moves one whole step. 1e-2 for INT8 and for inputs that are not quantized; a step
-  of E4M3 is an eighth of the number, of INT4 a seventh of the block's range.
-- the quantized network as a whole is not compared with its simulation: flipped roundings in the first layer change
-  everything behind it. Its distance to full precision may exceed the simulation's by half and 2e-2, no more.
+- A part whose weights are stored in fp32: 1e-3, for another order of summation.
+- An unquantized part in fp16: 1e-2. The engine's weights are rounded (2^-11 each), and on a GPU its activations too,
+  which accumulates over the depth of the network.
+- One quantized layer: the ``layer_tolerance`` of its input's format. Engine and simulation have the same codes and
+  scales, but an input that fp16 rounds across the boundary between two codes moves by a whole step: for E4M3 an eighth
+  of the number, for INT4 a seventh of its block's range. 1e-2 for an input that is not quantized.
+- The quantized network as a whole is not compared with its simulation, because roundings that flip in the first layer
+  change everything behind it. Its distance to full precision may be 1.5 times the simulation's plus 2e-2.
 """
 
 import math
@@ -33,20 +33,20 @@ from sd_quant.quantization.formats import FORMATS
 
 PART_TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2}
 UNQUANTIZED_INPUT_TOLERANCE = 1e-2
-TOKENS, PIXELS = 256, 16  # of a layer's input that are compared: rows of a linear, height and width for a convolution
+TOKENS, PIXELS = 256, 16  # what is compared of a layer's input: tokens of a linear, height and width of a convolution
 
-Outputs = Mapping[str, Mapping[str, Tensor]]  # part to name to tensor
+Outputs = Mapping[str, Mapping[str, Tensor]]  # tensors by part and by the output's name
 
 
-class Watched:
-    """An engine whose inputs somebody is told of."""
+class WatchedEngine:
+    """``engine``, with ``on_call`` called with its inputs before every call."""
 
-    def __init__(self, engine: Engine, told: Callable[[Mapping[str, Tensor]], None]):
-        self.engine, self.told = engine, told
+    def __init__(self, engine: Engine, on_call: Callable[[Mapping[str, Tensor]], None]):
+        self.engine, self.on_call = engine, on_call
         self.name, self.inputs, self.device = engine.name, engine.inputs, engine.device
 
     def __call__(self, **inputs: Tensor) -> dict[str, Tensor]:
-        self.told(inputs)
+        self.on_call(inputs)
         return self.engine(**inputs)
 
     def close(self) -> None:
@@ -54,11 +54,12 @@ class Watched:
 
 
 class WatchedVariant(Mapping[str, Engine]):
-    """A side that remembers the inputs of one call of each part: the first, or the n-th where ``calls`` says so."""
+    """The engines of a variant by part, which remember the inputs of one call of each."""
 
-    def __init__(self, side: Mapping[str, Engine], calls: Mapping[str, int]):
-        self.side, self.countdown = side, dict.fromkeys(side, 0) | calls
-        self.seen: dict[str, dict[str, Tensor]] = {}
+    def __init__(self, variant: Mapping[str, Engine], calls: Mapping[str, int]):
+        """``calls`` gives by part the number of the call that is remembered, 0 for parts that it lacks."""
+        self.variant, self.countdown = variant, dict.fromkeys(variant, 0) | calls
+        self.seen: dict[str, dict[str, Tensor]] = {}  # a copy of the inputs by part and name
 
     def remember(self, part: str, inputs: Mapping[str, Tensor]) -> None:
         if self.countdown[part] == 0:
@@ -66,29 +67,29 @@ class WatchedVariant(Mapping[str, Engine]):
         self.countdown[part] -= 1
 
     def __getitem__(self, part: str) -> Engine:
-        return Watched(self.side[part], partial(self.remember, part))
+        return WatchedEngine(self.variant[part], partial(self.remember, part))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.side)
+        return iter(self.variant)
 
     def __len__(self) -> int:
-        return len(self.side)
+        return len(self.variant)
 
 
-def distance(expected: Tensor, found: Tensor) -> float:
-    """Relative error, infinite where there is none: an output of zeros, or one that is not finite."""
-    error = relative_error(expected, found)
+def distance(expected: Tensor, actual: Tensor) -> float:
+    """The relative error, infinite where it is undefined: for an output of zeros, or one that is not finite."""
+    error = relative_error(expected, actual)
     return math.inf if error is None else error
 
 
 def layer_tolerance(layer: LayerAssignment) -> float:
-    """Relative error tolerated for one layer; by the format of its input, which decides how far one step is."""
+    """The relative error tolerated for a layer, by the format of its input, which decides how large a step is."""
     name = layer.activation_format
     return UNQUANTIZED_INPUT_TOLERANCE if name is None else FORMATS[name].layer_tolerance
 
 
-def held(what: str, error: float, tolerance: float) -> dict[str, float]:
-    """The record's entry. Raises SdQuantError when the error exceeds the tolerance."""
+def checked_entry(what: str, error: float, tolerance: float) -> dict[str, float]:
+    """The record's entry for an error. Raises SdQuantError when it exceeds the tolerance or is NaN."""
     if not error <= tolerance:
         raise SdQuantError(
             f"the engine differs from torch in {what} by {error:.2g} of its norm, more than the tolerated "
@@ -97,12 +98,15 @@ def held(what: str, error: float, tolerance: float) -> dict[str, float]:
     return {"relative_error": error, "tolerance": tolerance}
 
 
-def part_parity(expected: Outputs, found: Outputs, contracts: Mapping[str, Contract]) -> dict:
-    """Relative error of each unquantized part, the worst of its outputs."""
+def part_parity(expected: Outputs, actual: Outputs, contracts: Mapping[str, Contract]) -> dict:
+    """The record's entry for each unquantized part, of the worst of its outputs.
+
+    Raises SdQuantError when one exceeds its tolerance.
+    """
     return {
-        part: held(
+        part: checked_entry(
             part,
-            max(distance(expected[part][name].float(), found[part][name].float()) for name in expected[part]),
+            max(distance(expected[part][name].float(), actual[part][name].float()) for name in expected[part]),
             PART_TOLERANCE[contract.weights],
         )
         for part, contract in contracts.items()
@@ -111,29 +115,28 @@ def part_parity(expected: Outputs, found: Outputs, contracts: Mapping[str, Contr
 
 @dataclass(frozen=True)
 class Simulation:
-    """What ModelOpt's quantizers compute: the network's output, and of each quantized layer a piece of its input, fp16,
-    and the output for that piece alone (without a linear's bias, which comes behind the MatMul)."""
+    """What ModelOpt's quantizers compute in one call of the network."""
 
-    output: Tensor
-    inputs: dict[str, Tensor]
-    outputs: dict[str, Tensor]
+    output: Tensor  # of the whole network
+    inputs: dict[str, Tensor]  # fp16, by quantized layer: a crop of its input in this call
+    outputs: dict[str, Tensor]  # of each layer for its crop, without a linear's bias, which is added behind the MatMul
 
 
 def run_simulation(
     simulated: Engine, module: nn.Module, inputs: Mapping[str, Tensor], assignment: Mapping[str, LayerAssignment]
 ) -> Simulation:
-    """One call of the simulated network, ``module`` in it, watched: every layer on a piece of its inputs there."""
+    """Call ``simulated``, whose network is ``module``; every quantized layer also computes a crop of its input."""
     layers = [layer for layer in assignment.values() if layer.format is not None]
-    pieces: dict[str, Tensor] = {}
-    expected: dict[str, Tensor] = {}
+    crops: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
 
     def capture(name: str, linear: bool):
         def hook(layer: nn.Module, arguments: tuple) -> None:
             x = arguments[0]
-            # of the last sample: the first is unconditional, where cross-attention adds nothing but zeros
-            piece = x.flatten(0, -2)[None, -TOKENS:] if linear else x[-1:, :, :PIXELS, :PIXELS]
+            # from the last sample, because the first is unconditional, where cross-attention adds nothing but zeros
+            crop = x.flatten(0, -2)[None, -TOKENS:] if linear else x[-1:, :, :PIXELS, :PIXELS]
             bias = layer.bias if linear and layer.bias is not None else 0
-            pieces[name], expected[name] = piece.half().cpu(), (layer.forward(piece) - bias).cpu()
+            crops[name], outputs[name] = crop.half().cpu(), (layer.forward(crop) - bias).cpu()
 
         return hook
 
@@ -144,30 +147,33 @@ def run_simulation(
     (output,) = simulated(**inputs).values()
     for hook in hooks:
         hook.remove()
-    return Simulation(output.cpu(), pieces, expected)
+    return Simulation(output.cpu(), crops, outputs)
 
 
 def layer_outputs(
     simulation: Simulation, assignment: Mapping[str, LayerAssignment], onnx_path: Path, prefix: str, engine: str
 ) -> dict[str, Tensor]:
-    """Of each layer of the exported network, by a runtime for the CPU where the engine takes no part of a network."""
+    """The output of each quantized layer of the exported network for the simulation's inputs.
+
+    Computed by the runtime ``engine``, or by the one that it names for single layers.
+    """
     with temporary_folder(onnx_path.parents[2]) as folder:
         path = Path(folder) / "layers.onnx"
-        read = set(cut_layers(onnx_path, assignment, path, prefix).values())
+        names = set(cut_layers(onnx_path, assignment, path, prefix).values())
         layers = load_engine(RUNTIMES[engine].layer_runtime or engine, path)
-        outputs = layers(**{name: tensor for name, tensor in simulation.inputs.items() if name in read})
+        outputs = layers(**{name: tensor for name, tensor in simulation.inputs.items() if name in names})
         layers.close()
     return {name: outputs[f"{name}.output"] for name in simulation.outputs}
 
 
 def native_outputs(unet: nn.Module, simulation: Simulation) -> dict[str, Tensor]:
-    """Of each layer that torch computes itself, without a linear's bias."""
-    found = {}
-    for name, piece in simulation.inputs.items():
+    """The output of each of ``unet``'s layers of codes for the simulation's inputs, without a linear's bias."""
+    outputs = {}
+    for name, crop in simulation.inputs.items():
         layer = unet.get_submodule(name)
-        bias = layer.bias if piece.ndim == 3 and layer.bias is not None else 0
-        found[name] = (layer(piece.to(next(unet.parameters()))) - bias).detach().cpu()
-    return found
+        bias = layer.bias if crop.ndim == 3 and layer.bias is not None else 0
+        outputs[name] = (layer(crop.to(next(unet.parameters()))) - bias).detach().cpu()
+    return outputs
 
 
 def layer_parity(
@@ -178,20 +184,22 @@ def layer_parity(
     outputs: Mapping[str, Tensor],
     denoiser: str,
 ) -> dict:
-    """The quantized network against the simulation: every layer on its own, then the whole.
+    """The record's entries for the quantized layers, each compared with the simulation, and for the whole network.
 
-    ``outputs`` are those of the engine's layers for the simulation's inputs.
+    ``outputs`` are those of the engine's layers for the simulation's inputs; ``full_output`` and ``quantized_output``
+    those of the network, computed by torch and by the quantized engine for the same inputs.
+    Raises SdQuantError when a layer or the network exceeds its tolerance.
     """
     errors = {name: distance(expected, outputs[name].float()) for name, expected in simulation.outputs.items()}
     tolerances = {name: layer_tolerance(assignment[name]) for name in errors}
     worst = max(errors, key=lambda name: errors[name] / tolerances[name])
     engine_error = distance(full_output, quantized_output.float())
     simulation_error = distance(full_output, simulation.output)
-    worst_held = held(f"layer {worst}", errors[worst], tolerances[worst])
+    worst_entry = checked_entry(f"layer {worst}", errors[worst], tolerances[worst])
     return {
-        "quantized_layers": {"count": len(errors), "worst": worst, **worst_held},
+        "quantized_layers": {"count": len(errors), "worst": worst, **worst_entry},
         f"{denoiser}_quantized": {
-            **held(f"the quantized {denoiser}", engine_error, 1.5 * simulation_error + 2e-2),
+            **checked_entry(f"the quantized {denoiser}", engine_error, 1.5 * simulation_error + 2e-2),
             "simulation_relative_error": simulation_error,
         },
     }

@@ -1,8 +1,9 @@
-"""Pictures from engines: the ordinary diffusers pipeline with its networks swapped.
+"""Images from engines: the ordinary diffusers pipeline with engines in place of its networks.
 
-Scheduler, guidance, text encoding and image processing stay diffusers' own. Three phases, so that engines may be opened
-one at a time: all text is encoded, then every picture is denoised, then all are decoded. What is special about a family
-comes as a ``PipelineAdapter``.
+Scheduler, guidance, text encoding and image processing stay diffusers' own. There are three phases, so that engines can
+be opened one at a time: all prompts are encoded, then all images are denoised, then all are decoded. What is special
+about a family comes as a ``PipelineAdapter``. The road not taken is a pipeline of our own, which would have to agree
+with diffusers for every family and scheduler.
 """
 
 import inspect
@@ -23,22 +24,18 @@ LOG = logging.getLogger(__name__)
 
 
 class EngineNetwork(nn.Module):
-    """Looks like one of a pipeline's networks and calls an engine; what else is asked of it, the network answers.
+    """A network of a pipeline that an engine computes; all other attributes are those of the ``network`` it replaces.
 
-    ``network`` may be without memory: its configuration counts, and how its ``forward`` names its arguments.
-    ``on_call`` is told of each call before it is computed.
+    ``network`` may be on the meta device: only its configuration and the signature of its ``forward`` are used.
+    ``on_call`` is called before each call of the engine.
     """
 
     dtype, device = torch.float32, torch.device("cpu")
 
     def __init__(self, engines: Mapping[str, Engine], name: str, part: Part, network: nn.Module):
         super().__init__()
-        self.engines, self.name, self.part, self.network = (
-            engines,
-            name,
-            part,
-            [network],
-        )  # no submodule: it has no memory
+        self.engines, self.name, self.part = engines, name, part
+        self.network = [network]  # in a list, so that it is no submodule, because it has no memory
         self.signature = inspect.signature(network.forward)
         self.on_call: Callable[[], object] = lambda: None
 
@@ -50,44 +47,47 @@ class EngineNetwork(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.on_call()
-        given = self.signature.bind(*args, **kwargs).arguments
+        arguments = self.signature.bind(*args, **kwargs).arguments
         for nested in ("added_cond_kwargs", "kwargs"):
-            given |= given.pop(nested, None) or {}
-        sample = next((value for value in given.values() if isinstance(value, Tensor)), torch.empty(0))
-        outputs = self.engines[self.name](**self.part.arguments(self.part.contract, given))
-        like = torch.float32 if not sample.is_floating_point() else sample.dtype
-        return self.part.answer({name: output.to(sample.device, like) for name, output in outputs.items()})
+            arguments |= arguments.pop(nested, None) or {}
+        sample = next((value for value in arguments.values() if isinstance(value, Tensor)), torch.empty(0))
+        outputs = self.engines[self.name](**self.part.arguments(self.part.contract, arguments))
+        dtype = torch.float32 if not sample.is_floating_point() else sample.dtype
+        return self.part.answer({name: output.to(sample.device, dtype) for name, output in outputs.items()})
 
 
 @dataclass(slots=True)
 class Sampling:
-    """How pictures are made. The n-th picture starts from noise of ``seed + n``, whatever the batch size."""
+    """How images are made."""
 
-    steps: int
-    guidance_scale: float
-    height: int
-    width: int
-    batch_size: int
-    seed: int
+    steps: int  # of denoising
+    guidance_scale: float  # no guidance at 1 and below
+    height: int  # in pixels
+    width: int  # in pixels
+    batch_size: int  # images that are made at a time
+    seed: int  # of the first image; the next image has the next seed, whatever the batch size
 
 
 @dataclass(slots=True)
 class Generated:
-    """``images`` uint8 [N, H, W, 3], or None when only latents were wanted; ``latents`` fp32 [N, steps, ...]."""
+    """N images, and their latents on the way."""
 
-    images: np.ndarray | None
-    latents: Tensor
+    images: np.ndarray | None  # uint8 [N, H, W, 3]; None when only latents were asked for
+    latents: Tensor  # fp32 [N, steps, ...], after every step, as the pipeline has them
 
 
 class Pipeline:
-    """Engines joined to a text-to-image pipeline; ``engines`` may be a mapping that opens one when it is asked for and
-    closes the one before."""
+    """Engines joined to a text-to-image pipeline.
+
+    ``engines`` may be a mapping that opens one engine when it is asked for and closes the one before.
+    """
 
     def __init__(self, engines: Mapping[str, Engine], adapter: PipelineAdapter):
         self.engines, self.adapter = engines, adapter
         adapter.pipe.set_progress_bar_config(disable=True)
 
-    def warn_of_long(self, prompts: Sequence[str]) -> None:
+    def warn_of_long_prompts(self, prompts: Sequence[str]) -> None:
+        """Log how many prompts are longer than the text encoders read."""
         tokenizer = self.adapter.tokenizer
         lengths = [len(ids) for ids in tokenizer(list(prompts), truncation=False, verbose=False)["input_ids"]]
         longer = sum(length > tokenizer.model_max_length for length in lengths)
@@ -98,21 +98,25 @@ class Pipeline:
             )  # fmt: skip
 
     def decode(self, numbers: Sequence[int], latents: Tensor, sampling: Sampling) -> np.ndarray:
-        """uint8 [B, H, W, 3] of latents as the pipeline has them; ``numbers`` are those of their prompts."""
+        """The images of ``latents`` as the pipeline has them, uint8 [B, H, W, 3], for the prompts of these ``numbers``.
+
+        Raises SdQuantError when an image has a pixel that is NaN or infinite, naming the prompt.
+        """
         config = self.adapter.pipe.vae.config
         latents = self.adapter.unpack(latents, sampling.height, sampling.width)
         z = latents / config.scaling_factor + (getattr(config, "shift_factor", None) or 0)
-        picture = self.engines["vae"](z=z)["dec"].float().cpu()
-        if broken := [number for number, each in zip(numbers, picture, strict=True) if not torch.isfinite(each).all()]:
+        decoded = self.engines["vae"](z=z)["dec"].float().cpu()
+        broken = [number for number, image in zip(numbers, decoded, strict=True) if not torch.isfinite(image).all()]
+        if broken:
             raise SdQuantError(
-                f"{self.engines['vae'].name} gave a picture that is not finite for prompt {broken[0]}, of latents that "
+                f"{self.engines['vae'].name} gave an image that is not finite for prompt {broken[0]}, of latents that "
                 "are; the weights of the VAE may be stored in fewer bits than it needs: export them in fp32"
             )
-        images = self.adapter.pipe.image_processor.postprocess(picture, output_type="np")
+        images = self.adapter.pipe.image_processor.postprocess(decoded, output_type="np")
         return (images * 255).round().astype(np.uint8)
 
     def noise(self, numbers: Sequence[int], sampling: Sampling) -> Tensor:
-        """fp32, packed, each picture's from its own seed, the same on every device."""
+        """The noise that the prompts of these ``numbers`` start from, fp32 and packed, the same on every device."""
         factor, channels = self.adapter.pipe.vae_scale_factor, self.adapter.pipe.vae.config.latent_channels
         shape = (channels, sampling.height // factor, sampling.width // factor)
         seeded = [torch.Generator().manual_seed(sampling.seed + number) for number in numbers]
@@ -128,39 +132,40 @@ class Pipeline:
         on_batch: Callable[[Sequence[int]], object] = lambda numbers: None,
         on_step: Callable[[int], object] = lambda step: None,
     ) -> Generated:
-        """One picture per prompt, or of the prompts whose ``numbers`` are given; each has its number's own noise.
+        """One image for each of the ``prompts``, or for those whose ``numbers`` are given, from its number's own noise.
 
-        ``on_batch`` hears which prompts come next, ``on_step`` which step.
-
-        Raises SdQuantError when a latent becomes NaN or infinite, naming prompt and step.
+        ``decode=False`` returns latents alone. ``on_batch`` is called with the numbers of the prompts that are denoised
+        next, ``on_step`` with the step.
+        Raises SdQuantError when a latent or an image becomes NaN or infinite, naming the prompt.
         """
-        self.warn_of_long(prompts)
+        self.warn_of_long_prompts(prompts)
         numbers = range(len(prompts)) if numbers is None else numbers
         batches = [
             numbers[start : start + sampling.batch_size] for start in range(0, len(numbers), sampling.batch_size)
         ]
         texts = [[prompts[number] for number in batch] for batch in batches]
         encoded = self.adapter.encode(texts, sampling.guidance_scale > 1)
-        latents, finished = [], []
+        latents, final_latents = [], []
         for batch, text in zip(batches, encoded, strict=True):
             on_batch(batch)
             steps, final = self.denoise(batch, text, sampling, on_step)
             latents.append(torch.stack(steps, dim=1))
-            finished.append(final)
+            final_latents.append(final)
         images = None
         if decode:
-            pairs = zip(batches, finished, strict=True)
-            images = np.concatenate([self.decode(batch, each, sampling) for batch, each in pairs])
+            images = np.concatenate(
+                [self.decode(batch, final, sampling) for batch, final in zip(batches, final_latents, strict=True)]
+            )
         return Generated(images, torch.cat(latents))
 
     def denoise(
         self, numbers: Sequence[int], text: Mapping[str, Any], sampling: Sampling, on_step: Callable[[int], object]
     ) -> tuple[list[Tensor], Tensor]:
-        """The latents after every step, and the last as the pipeline leaves them."""
+        """The latents of a batch after every step in fp32 on the CPU, and the last as the pipeline leaves them."""
         pipe, calls, steps = self.adapter.pipe, 0, list[Tensor]()
 
         def count() -> None:
-            """Samplers of second order call the network 2n - 1 times for n steps, and some once more than n."""
+            """Report the step. Second-order samplers call the network 2n - 1 times for n steps, some others n + 1."""
             nonlocal calls
             on_step(min(calls * sampling.steps // len(pipe.scheduler.timesteps), sampling.steps - 1))
             calls += 1

@@ -1,7 +1,7 @@
-"""Families of diffusion models. The rest of the project names none.
+"""The families of diffusion models, one module each. Nothing outside this package names a family.
 
-To add one, write ``sd_quant/models/<name>.py`` as ``Family`` says, one line of ``FAMILIES``, and
-``conf/model/<name>.yaml``. Nothing is imported until a checkpoint of that family is opened.
+To add one, write ``sd_quant/models/<name>.py`` with everything that ``Family`` lists, one line of ``FAMILIES``, and
+``conf/model/<name>.yaml``. A module is imported when a checkpoint of its family is opened, and not before.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,49 +19,51 @@ FAMILIES = {
 
 
 class Family(Protocol):
-    """A module with what is special about one family.
+    """What the module of a family holds."""
 
-    ``PIPELINES``: diffusers' classes, of which a folder is one. ``NETWORKS``: the components that are networks, and
-    their classes. ``DENOISER``: the part that is quantized. ``GUIDES``: whether guidance doubles its samples.
-    ``TOKENS``: of the longest text that its T5 reads by default, None where there is none.
-    """
-
-    PIPELINES: tuple[str, ...]
-    NETWORKS: Mapping[str, str]
-    DENOISER: str
-    GUIDES: bool
-    TOKENS: int | None
+    PIPELINES: tuple[str, ...]  # diffusers' pipeline classes that are of this family
+    NETWORKS: Mapping[str, str]  # the pipeline's components that are networks, and their classes
+    DENOISER: str  # name of the part that is quantized
+    GUIDES: bool  # whether classifier-free guidance doubles the denoiser's batch
+    TOKENS: int | None  # longest text that its T5 reads by default, in tokens; None without a T5
 
     @staticmethod
     def parts(configs: Mapping[str, Mapping], tokens: int | None, io: str) -> dict[str, Any]:
-        """Name to ``parts.Part``, the denoiser first, for networks of these configs. ``tokens``: the longest text that
-        a T5 reads, ``io``: whose names the denoiser's inputs have, where there is a choice."""
+        """The exported parts by name, each a ``parts.Part``, the denoiser first.
+
+        ``configs`` are the networks' configurations by component. ``tokens`` is the longest text that a T5 reads, None
+        for the default. ``io``, "nemo" or "diffusers", says whose names the denoiser's inputs get, where a family has
+        both.
+        """
 
     @staticmethod
     def layer_roles(denoiser) -> dict[str, str]:
-        """Name to role of every Linear and Conv2d, ``layers.roles_of``."""
+        """The role of every Linear and Conv2d by name, see ``roles.roles_of``."""
 
     @staticmethod
     def shared_inputs(linears: Iterable[str]) -> list:
-        """Which linears read one tensor, and what could take over a factor of it; every one that may be quantized is
-        in one of them."""
+        """The inputs of the linears, each a ``parts.SharedInput``. Every linear that may be quantized is in one."""
 
     @staticmethod
     def attentions(denoiser) -> dict[str, int]:
-        """Name to head width of the attentions whose matrix products can be quantized."""
+        """The head width of each attention whose matrix products can be quantized, by the attention's name."""
 
     @staticmethod
     def encode(pipe, prompts: list[str], guided: bool, tokens: int | None) -> dict[str, Any]:
-        """What the pipeline's call takes instead of prompts, and whatever else it has to be told."""
+        """Keyword arguments for a call of ``pipe`` that replace the prompts, such as their embeddings.
+
+        ``guided`` asks for the negative embeddings too. ``tokens`` as in ``parts``.
+        """
 
     @staticmethod
     def pack(pipe, latents):
-        """Latents [B,C,h,w] as the pipeline takes them."""
+        """Latents [B, C, h, w] in the layout that the pipeline's call takes."""
 
     @staticmethod
     def unpack(pipe, latents, height: int, width: int):
-        """And back; sizes in pixels."""
+        """The inverse of ``pack``: latents [B, C, h, w] of an image of ``height`` by ``width`` pixels."""
 
 
 def family_named(name: str) -> Family:
+    """The family's module. Raises KeyError for a name that is not in ``FAMILIES``."""
     return import_module(FAMILIES[name])  # type: ignore[return-value]

@@ -1,9 +1,9 @@
-"""CLIP's byte-pair tokenizer, rebuilt from its merge list without a model hub.
+"""CLIP's byte-pair tokenizer, built from its list of merges without a model hub.
 
-A NeMo archive holds no tokenizer: NeMo fetches it by name when it starts. The merge list that CLIP was trained with is
-shipped here instead (``clip_bpe_merges.txt.gz``, from OpenAI's CLIP, MIT licence). The vocabulary is a function of its
-size alone: 256 byte symbols, the same 256 closing a word, one symbol per merge in order, and the two markers. 49408
-entries are CLIP's own tokenizer; a smaller checkpoint simply knows fewer merges.
+A NeMo archive holds no tokenizer: NeMo fetches it by name when it starts. The merges that CLIP was trained with are
+shipped here instead (``clip_bpe_merges.txt.gz``, from OpenAI's CLIP, MIT licence). The vocabulary follows from its size
+alone: 256 byte symbols, the same 256 at the end of a word, one symbol for each merge in order, and the two markers.
+With 49408 entries it is CLIP's own; a smaller checkpoint knows fewer merges.
 """
 
 import gzip
@@ -15,7 +15,10 @@ CONTEXT_LENGTH = 77
 
 
 def byte_symbols() -> list[str]:
-    """The 256 printable stand-ins for bytes, in the order of CLIP's vocabulary (OpenAI CLIP, simple_tokenizer.py)."""
+    """The 256 printable characters that stand for bytes, in the order of CLIP's vocabulary.
+
+    From OpenAI's CLIP, simple_tokenizer.py.
+    """
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return [chr(byte) for byte in printable] + [chr(256 + index) for index in range(len(others))]
@@ -24,7 +27,7 @@ def byte_symbols() -> list[str]:
 def clip_tokenizer(vocab_size: int = CLIP_VOCAB_SIZE, pad_token: str = "<|endoftext|>"):
     """A ``transformers.CLIPTokenizer`` with ``vocab_size`` entries.
 
-    CLIP-L pads with the end marker, OpenCLIP with id 0, which is ``"!"``.
+    CLIP-L pads with the end marker, OpenCLIP with ``"!"``, which has id 0.
     Raises ValueError when ``vocab_size`` is outside 514..49408.
     """
     from transformers import CLIPTokenizer
@@ -33,7 +36,7 @@ def clip_tokenizer(vocab_size: int = CLIP_VOCAB_SIZE, pad_token: str = "<|endoft
         raise ValueError(f"a CLIP vocabulary has 514 to {CLIP_VOCAB_SIZE} entries, not {vocab_size}")
     packed = resources.files(__package__).joinpath("clip_bpe_merges.txt.gz").read_bytes()
     lines = gzip.decompress(packed).decode("utf-8").split("\n")[1 : vocab_size - 514 + 1]
-    merges: Any = [tuple(line.split()) for line in lines]  # pairs, though the signature says lines
+    merges: Any = [tuple(line.split()) for line in lines]  # the signature asks for lines, the code for pairs
     symbols = byte_symbols()
     words = [*symbols, *(symbol + "</w>" for symbol in symbols), *("".join(pair) for pair in merges)]
     vocab = {word: index for index, word in enumerate([*words, "<|startoftext|>", "<|endoftext|>"])}

@@ -1,16 +1,15 @@
-"""Flux.1: a transformer over packed latents, guided by a number instead of a second pass, with CLIP and T5.
+"""Flux.1: a transformer over packed latents with CLIP and T5. Guidance is one of its inputs and no second pass.
 
 | part             | inputs                                                                  | outputs                 |
 |------------------|-------------------------------------------------------------------------|-------------------------|
 | `transformer`    | hidden_states [B,N,64], encoder_hidden_states [B,T,J],                  | out_sample [B,N,64]     |
 |                  | pooled_projections [B,P], timestep [B], img_ids [N,3], txt_ids [T,3]    |                         |
-|                  | (, guidance [B], in the dev model)                                      |                         |
+|                  | (the dev model also: guidance [B])                                      |                         |
 | `vae`            | z [B,16,H/8,W/8]                                                        | dec [B,3,H,W]           |
 | `text_encoder`   | input_ids [B,77]                                                        | pooler_output [B,P]     |
 | `text_encoder_2` | input_ids [B,T]                                                         | last_hidden_state       |
 
-N is (H/16) * (W/16), T the longest text that T5 reads. Attention of text and picture together has no counterpart
-of level 4 yet.
+N is (H/16) * (W/16), T the longest text that T5 reads. Level 4 does not quantize the joint attention of text and image.
 """
 
 from collections.abc import Mapping
@@ -19,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sd_quant.models.layers import inputs_of_transformer as shared_inputs
-from sd_quant.models.layers import roles_of
 from sd_quant.models.parts import Contract, Part, vae_part
+from sd_quant.models.roles import inputs_of_transformer as shared_inputs
+from sd_quant.models.roles import roles_of
 from sd_quant.models.text_encoders import clip_part, t5_part
 
 __all__ = ["shared_inputs"]
@@ -36,25 +35,25 @@ NETWORKS = {
 DENOISER = "transformer"
 GUIDES = False
 TOKENS = 512
-# ModelOpt's filter for Flux, whose proj_out is that of the whole network, and Quark's modulations, single blocks' too.
+# What ModelOpt's filter for Flux excludes (its proj_out is LAST), and the modulations that Quark excludes.
 EXCLUDED = ("time_text_embed", "context_embedder", "x_embedder", "norm_out", "norm1.linear", "norm1_context.linear",
             "norm.linear")  # fmt: skip
-LAST = "proj_out"
+LAST = "proj_out"  # the whole name: the single blocks have layers that end in it
 
 
 class Rotary(nn.Module):
-    """diffusers' FluxPosEmbed in fp32, as it has it where there is no fp64: TensorRT has none."""
+    """diffusers' FluxPosEmbed in fp32, as diffusers computes it on devices without fp64. TensorRT has no fp64."""
 
     def __init__(self, theta: int, axes_dim: list[int]):
         super().__init__()
         self.theta, self.axes_dim = theta, axes_dim
 
     def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        found = []
+        angles_of_axes = []
         for axis, width in enumerate(self.axes_dim):
             exponents = torch.arange(0, width, 2, dtype=torch.float32, device=ids.device) / width
-            found.append(ids[:, axis : axis + 1].float() * self.theta**-exponents)
-        angles = torch.cat(found, dim=-1).repeat_interleave(2, dim=-1)
+            angles_of_axes.append(ids[:, axis : axis + 1].float() * self.theta**-exponents)
+        angles = torch.cat(angles_of_axes, dim=-1).repeat_interleave(2, dim=-1)
         return angles.cos(), angles.sin()
 
 
@@ -124,9 +123,10 @@ def encode(pipe, prompts: list[str], guided: bool, tokens: int | None) -> dict[s
 
 
 def pack(pipe, latents: Tensor) -> Tensor:
-    """[B,16,h,w] -> [B,h/2*w/2,64]: two by two latents in one token."""
+    """[B, 16, h, w] -> [B, h/2 * w/2, 64]: a token is two by two latents."""
     return pipe._pack_latents(latents, *latents.shape)
 
 
 def unpack(pipe, latents: Tensor, height: int, width: int) -> Tensor:
+    """[B, h/2 * w/2, 64] -> [B, 16, h, w] for an image of ``height`` by ``width`` pixels."""
     return pipe._unpack_latents(latents, height, width, pipe.vae_scale_factor)

@@ -1,7 +1,7 @@
-"""What a part is: one network of a pipeline as it is exported, named tensors in, named tensors out.
+"""A part: one network of a pipeline in the shape in which it is exported, named tensors in and named tensors out.
 
-The wrapped module is the framework baseline, the source of the exported graph and the reference of every parity check,
-so the three cannot drift apart. Which parts a family has, and how each is called, stands in the family's own file.
+The same wrapped module is the framework baseline, the source of the exported graph and the reference of every parity
+check, so the three cannot drift apart. Each family's own file says which parts it has and how they are called.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,30 +11,37 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-LATENT_FACTOR = 8  # pixels per latent, of every family's autoencoder
+LATENT_FACTOR = 8  # pixels per latent along each axis, in the autoencoders of all families
 
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """Names, shapes and dtypes of one part. Strings in a shape are dynamic axes, as ``axes`` has them."""
+    """The tensors that one part takes and returns."""
 
-    inputs: dict[str, tuple]
+    inputs: dict[str, tuple]  # shape of each input; a string is a dynamic axis, one of those that ``axes`` sizes
     outputs: tuple[str, ...]
-    dtypes: dict[str, torch.dtype]
+    dtypes: dict[str, torch.dtype]  # of the inputs
     weights: torch.dtype
 
     def shapes(self, **axes: int) -> dict[str, tuple[int, ...]]:
+        """The shapes of the inputs with these sizes for the dynamic axes."""
         return {name: tuple(axes.get(axis, axis) for axis in shape) for name, shape in self.inputs.items()}
 
 
 def axes(batch: int, width: int, height: int) -> dict[str, int]:
-    """Sizes of all dynamic axes for pictures of so many pixels; a transformer's token is two latents wide and high."""
+    """Sizes of all dynamic axes for images of ``width`` by ``height`` pixels.
+
+    ``height`` and ``width`` of the result count latents; one of the ``image_tokens`` is two latents wide and high.
+    """
     rows, columns = height // LATENT_FACTOR, width // LATENT_FACTOR
     return {"batch": batch, "height": rows, "width": columns, "image_tokens": (rows // 2) * (columns // 2)}
 
 
 def as_inputs(contract: Contract, given: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The contract's inputs among the arguments of a pipeline's call; a scalar becomes one, or one per sample."""
+    """The contract's inputs, picked from the arguments that a pipeline calls its network with.
+
+    A scalar is repeated for every sample where the input has a batch axis, and becomes [1] where it has none.
+    """
     tensors = {name: torch.as_tensor(given[name]) for name in contract.inputs}
     samples = len(next(iter(tensors.values())))
     for name, shape in contract.inputs.items():
@@ -44,31 +51,30 @@ def as_inputs(contract: Contract, given: Mapping[str, Any]) -> dict[str, Tensor]
 
 
 def first_output(outputs: Mapping[str, Tensor]) -> tuple[Tensor]:
+    """What pipelines expect of a network called with ``return_dict=False``."""
     return (next(iter(outputs.values())),)
 
 
 @dataclass(frozen=True)
 class Part:
-    """``component``: diffusers' name of the network in the pipeline; ``prefix`` stands before diffusers' names of its
-    weights in the graph. ``wrap`` makes the part of the network, which it may change. ``arguments`` turns the arguments
-    of a pipeline's call, by name, into inputs, and ``answer`` the outputs into what the pipeline expects.
-    """
+    """How one network is exported, and how a pipeline's call is translated into a call of the exported graph."""
 
-    component: str
-    prefix: str
+    component: str  # diffusers' name of the network in the pipeline
+    prefix: str  # what the graph puts before diffusers' names of the weights
     contract: Contract
-    wrap: Callable[[nn.Module], nn.Module]
-    answer: Callable[[Mapping[str, Tensor]], Any] = first_output
+    wrap: Callable[[nn.Module], nn.Module]  # network -> the module that is traced; it may change the network
+    answer: Callable[[Mapping[str, Tensor]], Any] = first_output  # outputs by name -> what the pipeline expects
+    # (contract, arguments of the pipeline's call by name) -> inputs by name
     arguments: Callable[[Contract, Mapping[str, Any]], dict[str, Tensor]] = as_inputs
 
 
 def wrapped(parts: Mapping[str, Part], networks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Every part around a pipeline's networks."""
+    """The module of every part, by the part's name. ``networks`` are the pipeline's by component."""
     return {name: part.wrap(networks[part.component]) for name, part in parts.items()}
 
 
 class VaePart(nn.Module):
-    """The decoder, of latents that are already divided by the scaling factor."""
+    """The autoencoder's decoder. Its latents are already divided by the scaling factor."""
 
     def __init__(self, vae: nn.Module):
         super().__init__()
@@ -79,7 +85,10 @@ class VaePart(nn.Module):
 
 
 def vae_part(channels: int) -> Part:
-    """z [B,C,H/8,W/8] to dec [B,3,H,W], fp32, because SDXL's overflows in fp16. ``Pipeline.decode`` calls it."""
+    """The decoder as a part, z [B, channels, H/8, W/8] -> dec [B, 3, H, W], in fp32 because SDXL's overflows in fp16.
+
+    ``inference.pipeline`` calls it; diffusers' pipelines stop before decoding.
+    """
     single = torch.float32
     contract = Contract({"z": ("batch", channels, "height", "width")}, ("dec",), {"z": single}, single)
     return Part("vae", "", contract, VaePart)
@@ -87,27 +96,32 @@ def vae_part(channels: int) -> Part:
 
 @dataclass(frozen=True, slots=True)
 class SharedInput:
-    """Linears that read one tensor, and the module whose first outputs are that tensor's channels.
-
-    ``producer`` is None when nothing can take a factor per channel: a residual stream, an input of the network.
-    """
+    """A tensor that one or more linears read."""
 
     readers: tuple[str, ...]
+    # The module whose first outputs are the tensor's channels, so that it can absorb a factor for each. None when there
+    # is no such module: the tensor is a residual stream or an input of the network.
     producer: str | None = None
 
 
 @dataclass(frozen=True)
 class PipelineAdapter:
-    """How a family draws: ``pipe`` is its diffusers pipeline, whose networks are engines.
-
-    ``denoiser`` is its network among them. ``encode`` turns batches of prompts into what ``pipe`` takes instead, with
-    or without the half for guidance; ``pack`` and ``unpack`` (of a height and width) stand between latents [B,C,h,w]
-    and what ``pipe`` calls latents. ``tokenizer`` tells how long a prompt is for the shortest of the text encoders.
-    """
+    """A family's diffusers pipeline, with engines for networks, and how to call it."""
 
     pipe: Any
-    denoiser: Any
+    denoiser: Any  # the pipeline's network that is quantized
+    # (batches of prompts, whether guidance needs negative embeddings) -> for each batch what ``pipe`` takes instead
     encode: Callable[[Sequence[list[str]], bool], list[dict[str, Any]]]
-    pack: Callable[[Tensor], Tensor]
-    unpack: Callable[[Tensor, int, int], Tensor]
-    tokenizer: Any
+    pack: Callable[[Tensor], Tensor]  # latents [B, C, h, w] -> what ``pipe`` calls latents
+    unpack: Callable[[Tensor, int, int], Tensor]  # the inverse, for an image's height and width in pixels
+    tokenizer: Any  # of the text encoder that reads the shortest prompts
+
+
+def pack(pipe, latents: Tensor) -> Tensor:
+    """``latents`` as they are: the ``pack`` of a family whose pipeline works on [B, C, h, w]."""
+    return latents
+
+
+def unpack(pipe, latents: Tensor, height: int, width: int) -> Tensor:
+    """``latents`` as they are, see ``pack``."""
+    return latents

@@ -1,14 +1,14 @@
-"""PixArt-alpha and -Sigma: a transformer with cross-attention to T5's text.
+"""PixArt-alpha and PixArt-Sigma: a transformer with cross-attention to T5's text.
 
 | part           | inputs                                                                   | outputs                  |
 |----------------|--------------------------------------------------------------------------|--------------------------|
 | `transformer`  | hidden_states [B,4,H/8,W/8], encoder_hidden_states [B,T,C],              | out_sample [B,8,H/8,W/8] |
 |                | encoder_attention_mask [B,T], timestep [B]                               |                          |
-|                | (, resolution [B,2], aspect_ratio [B,1], in alpha at 1024)               |                          |
+|                | (alpha at 1024 also: resolution [B,2], aspect_ratio [B,1])               |                          |
 | `vae`          | z [B,4,H/8,W/8]                                                          | dec [B,3,H,W]            |
 | `text_encoder` | input_ids [B,T], attention_mask [B,T]                                    | last_hidden_state        |
 
-T is the longest text that T5 reads. Text is masked in the cross-attention, which level 4 does not know yet.
+T is the longest text that T5 reads. Level 4 does not quantize the cross-attention, because it masks the text.
 """
 
 from collections.abc import Mapping
@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sd_quant.models.latents import pack, unpack
-from sd_quant.models.layers import inputs_of_transformer as shared_inputs
-from sd_quant.models.layers import roles_of
-from sd_quant.models.parts import Contract, Part, vae_part
+from sd_quant.models.parts import Contract, Part, pack, unpack, vae_part
+from sd_quant.models.roles import inputs_of_transformer as shared_inputs
+from sd_quant.models.roles import roles_of
 from sd_quant.models.text_encoders import t5_part
 
 __all__ = ["pack", "shared_inputs", "unpack"]
@@ -31,16 +30,17 @@ NETWORKS = {"transformer": "PixArtTransformer2DModel", "vae": "AutoencoderKL", "
 DENOISER = "transformer"
 GUIDES = True
 TOKENS = 300
-# No table of ModelOpt's or Quark's names PixArt's layers; these do what those do that both exclude elsewhere: the
+# Neither ModelOpt nor Quark has a list for PixArt. These are the layers that both exclude in other transformers: the
 # embeddings of patches, time and text, and the last projection.
 EXCLUDED = ("pos_embed", "adaln_single", "caption_projection", "proj_out")
-ADDED = {"resolution": 2, "aspect_ratio": 1}
+ADDED = {"resolution": 2, "aspect_ratio": 1}  # inputs of alpha at 1024, and how many numbers each has
 
 
 class Positions(nn.Module):
-    """Patches with diffusers' sinusoids (``get_2d_sincos_pos_embed``) in fp32, for any size of picture.
+    """Patch embedding with diffusers' positional sinusoids (``get_2d_sincos_pos_embed``) in fp32, for any image size.
 
-    diffusers' own are a buffer for one size, which no checkpoint holds, and fp64 for others, which TensorRT lacks.
+    diffusers keeps them in a buffer for one size, which no checkpoint holds, and computes other sizes in fp64, which
+    TensorRT lacks.
     """
 
     def __init__(self, patch_embed: Any):
@@ -49,7 +49,7 @@ class Positions(nn.Module):
         self.base_size, self.interpolation_scale = patch_embed.base_size, patch_embed.interpolation_scale
 
     def axis(self, count: int, width: int, device: torch.device) -> Tensor:
-        """[count, width]: sines, then cosines, of one axis."""
+        """[count, width]: the sines, then the cosines of ``count`` positions along one axis."""
         places = torch.arange(count, dtype=torch.float32, device=device)
         places = places * (self.base_size / count) / self.interpolation_scale
         exponents = torch.arange(width // 2, dtype=torch.float32, device=device) / (width / 2)
@@ -99,7 +99,7 @@ def parts(configs: Mapping[str, Mapping], tokens: int | None, io: str) -> dict[s
         "timestep": ("batch",),
     }
     sized = transformer["use_additional_conditions"]
-    if sized is None:  # as diffusers decides it
+    if sized is None:  # diffusers' own default
         sized = transformer["sample_size"] == 128
     if sized:
         shapes |= {name: ("batch", width) for name, width in ADDED.items()}
@@ -123,7 +123,7 @@ def attentions(transformer: nn.Module) -> dict[str, int]:
 
 def encode(pipe, prompts: list[str], guided: bool, tokens: int | None) -> dict[str, object]:
     names = ("prompt_embeds", "prompt_attention_mask", "negative_prompt_embeds", "negative_prompt_attention_mask")
-    found = pipe.encode_prompt(
+    embeddings = pipe.encode_prompt(
         prompts, do_classifier_free_guidance=guided, device="cpu", max_sequence_length=tokens or TOKENS
     )
-    return dict(zip(names, found, strict=True)) | {"negative_prompt": None, "use_resolution_binning": False}
+    return dict(zip(names, embeddings, strict=True)) | {"negative_prompt": None, "use_resolution_binning": False}

@@ -1,4 +1,4 @@
-"""Stable Diffusion 1.x and 2.x: one UNet, one CLIP text encoder. What differs between them stands in the configs.
+"""Stable Diffusion 1.x and 2.x: one UNet and one CLIP text encoder. Their configs say how the two versions differ.
 
 | part           | inputs                                                              | outputs                      |
 |----------------|---------------------------------------------------------------------|------------------------------|
@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
-from sd_quant.models.latents import pack, unpack
-from sd_quant.models.parts import Contract, Part, vae_part
+from sd_quant.models.parts import Contract, Part, pack, unpack, vae_part
 from sd_quant.models.text_encoders import clip_part
 from sd_quant.models.unet import attentions, layer_roles, shared_inputs
 

@@ -1,4 +1,4 @@
-"""Stable Diffusion 3 and 3.5: a transformer that attends pictures and text together, two CLIPs and T5.
+"""Stable Diffusion 3 and 3.5: a transformer with joint attention of text and image, two CLIPs and T5.
 
 | part             | inputs                                                                | outputs                   |
 |------------------|-----------------------------------------------------------------------|---------------------------|
@@ -9,7 +9,7 @@
 | `text_encoder_2` | input_ids [B,77]                                                      | hidden_states, text_embeds|
 | `text_encoder_3` | input_ids [B,T]                                                       | last_hidden_state [B,T,J] |
 
-T is the longest text that T5 reads. Attention of text and picture together has no counterpart of level 4 yet.
+T is the longest text that T5 reads. Level 4 does not quantize the joint attention.
 """
 
 from collections.abc import Mapping
@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
-from sd_quant.models.latents import pack, unpack
-from sd_quant.models.layers import inputs_of_transformer as shared_inputs
-from sd_quant.models.layers import roles_of
-from sd_quant.models.parts import Contract, Part, vae_part
+from sd_quant.models.parts import Contract, Part, pack, unpack, vae_part
+from sd_quant.models.roles import inputs_of_transformer as shared_inputs
+from sd_quant.models.roles import roles_of
 from sd_quant.models.text_encoders import clip_part, t5_part
 
 __all__ = ["pack", "shared_inputs", "unpack"]
@@ -36,8 +35,8 @@ NETWORKS = {
 }
 DENOISER = "transformer"
 GUIDES = True
-TOKENS = 256  # of T5, as the pipeline has it
-# ModelOpt's default filter for diffusion and Quark's table, which has proj_out too.
+TOKENS = 256  # the pipeline's default
+# What ModelOpt's default filter for diffusion models excludes, and proj_out, which Quark excludes.
 EXCLUDED = ("time_text_embed", "context_embedder", "pos_embed", "norm_out", "proj_out")
 
 
@@ -91,7 +90,7 @@ def attentions(transformer: nn.Module) -> dict[str, int]:
 
 def encode(pipe, prompts: list[str], guided: bool, tokens: int | None) -> dict[str, Tensor]:
     names = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
-    found = pipe.encode_prompt(
+    embeddings = pipe.encode_prompt(
         prompts, None, None, device="cpu", do_classifier_free_guidance=guided, max_sequence_length=tokens or TOKENS
     )
-    return dict(zip(names, found, strict=True))
+    return dict(zip(names, embeddings, strict=True))

@@ -1,4 +1,4 @@
-"""SDXL. Its UNet's inputs have the names of NeMo's engines or of diffusers; everything else is the same in both.
+"""SDXL. The inputs of its UNet are named as in NeMo's engines or as in diffusers; the other parts have NeMo's names.
 
 | part      | inputs                                                         | outputs                              |
 |-----------|----------------------------------------------------------------|--------------------------------------|
@@ -22,8 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
-from sd_quant.models.latents import pack, unpack
-from sd_quant.models.parts import Contract, Part, vae_part
+from sd_quant.models.parts import Contract, Part, pack, unpack, vae_part
 from sd_quant.models.text_encoders import positions, text_answer
 from sd_quant.models.unet import attentions, layer_roles, shared_inputs
 
@@ -39,11 +38,14 @@ NETWORKS = {
 DENOISER = "unet_xl"
 GUIDES = True
 TOKENS = None
-SIZES = 6  # numbers in time_ids
+SIZES = 6  # of time_ids: original height and width, top and left of the crop, target height and width
 
 
 class NemoUnetPart(nn.Module):
-    """``y`` already holds the size embedding, so diffusers' own ``add_time_proj`` has to let it through unchanged."""
+    """diffusers' UNet with NeMo's inputs.
+
+    ``y`` already holds the size embedding, so diffusers' ``add_time_proj``, which would embed it, is made the identity.
+    """
 
     def __init__(self, unet: nn.Module, pooled_width: int):
         super().__init__()
@@ -64,17 +66,19 @@ class UnetPart(nn.Module):
     def forward(
         self, sample: Tensor, timestep: Tensor, encoder_hidden_states: Tensor, text_embeds: Tensor, time_ids: Tensor
     ) -> Tensor:
-        # of one dtype, because diffusers concatenates them
+        # diffusers concatenates the two, so they need one dtype
         added = {"text_embeds": text_embeds.to(time_ids.dtype), "time_ids": time_ids}
         return self.unet(sample, timestep, encoder_hidden_states, added_cond_kwargs=added, return_dict=False)[0]
 
 
 def padded(hidden: Tensor, tokens: int) -> Tensor:
-    """[B, 77, C] -> [B, tokens, C] with zeros (NeMo, encoders/modules.py)."""
+    """``hidden`` [B, 77, C] padded with zeros to [B, tokens, C] (NeMo, encoders/modules.py)."""
     return F.pad(hidden, (0, 0, 0, tokens - hidden.shape[1])) if tokens > hidden.shape[1] else hidden
 
 
 class ClipPart(nn.Module):
+    """A text encoder with NeMo's outputs: the hidden states before the last layer, padded, and the pooled vector."""
+
     def __init__(self, text_encoder: nn.Module, tokens: int, pooled: bool):
         super().__init__()
         self.text_encoder, self.tokens, self.pooled = text_encoder, tokens, pooled
@@ -86,7 +90,7 @@ class ClipPart(nn.Module):
 
 
 def vector_condition(text_embeds: Tensor, time_ids: Tensor, width: int) -> Tensor:
-    """NeMo's ``y`` [B, P + 6 * width]: pooled text, then ``width`` sinusoids of each size id (cosines first)."""
+    """NeMo's ``y`` [B, P + 6 * width]: the pooled text, then ``width`` sinusoids of each size id, cosines first."""
     from diffusers.models.embeddings import get_timestep_embedding
 
     sizes = get_timestep_embedding(time_ids.flatten(), width, flip_sin_to_cos=True, downscale_freq_shift=0)
@@ -94,6 +98,7 @@ def vector_condition(text_embeds: Tensor, time_ids: Tensor, width: int) -> Tenso
 
 
 def nemo_arguments(width: int, contract: Contract, given: Mapping[str, Any]) -> dict[str, Tensor]:
+    """NeMo's inputs from the arguments that diffusers' pipeline calls its UNet with; ``width`` as above."""
     return {
         "x": given["sample"],
         "timesteps": torch.as_tensor(given["timestep"], dtype=torch.float32).expand(len(given["sample"])),
@@ -103,6 +108,7 @@ def nemo_arguments(width: int, contract: Contract, given: Mapping[str, Any]) -> 
 
 
 def unet_part(unet: Mapping, tokens: int, io: str) -> Part:
+    """The UNet as a part. ``unet`` is its config, ``tokens`` is S, and ``io`` says whose names the inputs have."""
     half, single = torch.float16, torch.float32
     latent = ("batch", unet["in_channels"], "height", "width")
     context, added = ("batch", tokens, unet["cross_attention_dim"]), unet["projection_class_embeddings_input_dim"]
@@ -129,17 +135,18 @@ def unet_part(unet: Mapping, tokens: int, io: str) -> Part:
 
 
 def text_part(component: str, tokens: int, pooled: bool) -> Part:
-    outputs = ("z", "z_pooled") if pooled else ("z",)
-    contract = Contract({"input_ids": ("batch", CONTEXT_LENGTH)}, outputs, {"input_ids": torch.int32}, torch.float16)
+    """A text encoder as a part with NeMo's outputs; ``pooled`` adds the pooled vector."""
+    names = ("z", "z_pooled") if pooled else ("z",)
+    contract = Contract({"input_ids": ("batch", CONTEXT_LENGTH)}, names, {"input_ids": torch.int32}, torch.float16)
 
-    def answer(found: Mapping[str, Tensor]):
-        return text_answer({**found, "hidden_states": found["z"]}, outputs[-1:])
+    def answer(outputs: Mapping[str, Tensor]):
+        return text_answer({**outputs, "hidden_states": outputs["z"]}, names[-1:])
 
     return Part(component, "text_encoder.", contract, partial(ClipPart, tokens=tokens, pooled=pooled), answer)
 
 
 def parts(configs: Mapping[str, Mapping], tokens: int | None, io: str) -> dict[str, Part]:
-    """``tokens``: S, of CLIP's own length unless it is given."""
+    """As in ``Family``; ``tokens`` is S, CLIP's own 77 by default."""
     tokens = tokens or CONTEXT_LENGTH
     return {
         "unet_xl": unet_part(configs["unet"], tokens, io),

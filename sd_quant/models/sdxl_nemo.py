@@ -1,8 +1,8 @@
-"""SDXL: what a NeMo ``model_config.yaml`` means in diffusers' terms.
+"""SDXL as NeMo has it, in diffusers' terms: the networks of a ``model_config.yaml``, NeMo's sampler and its pipeline.
 
-The architecture is read from the checkpoint: sizes of the UNet and the VAE from its config, sizes of the text encoders
-from their weights, because NeMo's config names those encoders instead of describing them. Nothing in the config is
-imported or instantiated: ``_target_`` and ``target`` strings are data.
+The sizes of the UNet and the VAE come from the config, those of the text encoders from the shapes of their weights,
+because NeMo's config only names these encoders. Nothing in the config is imported or instantiated: ``_target_`` and
+``target`` are strings.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,26 +10,26 @@ from dataclasses import dataclass
 from functools import partial
 
 from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH, clip_tokenizer
-from sd_quant.models.latents import pack, unpack
-from sd_quant.models.parts import PipelineAdapter
+from sd_quant.models.parts import PipelineAdapter, pack, unpack
 
-CONTEXT_TOKENS = 80  # CLIP's 77 and zeros, in training and inference alike
-CLIP_HEAD_WIDTH = 64  # of CLIP-L (768/12), OpenCLIP bigG (1280/20) and every other CLIP text model
+CONTEXT_TOKENS = 80  # CLIP's 77 and three of zeros, in training and inference alike
+CLIP_HEAD_WIDTH = 64  # in CLIP-L (768/12), OpenCLIP bigG (1280/20) and every other CLIP text model
 
 
 @dataclass(frozen=True, slots=True)
 class TextShape:
-    """Sizes of one CLIP text encoder. ``projection`` is 0 when it has no pooled output."""
+    """Sizes of one CLIP text encoder."""
 
     vocab_size: int
     width: int
     layers: int
-    context: int
+    context: int  # in tokens
     mlp_width: int
-    projection: int = 0
+    projection: int = 0  # width of the pooled output; 0 when there is none
 
 
 def embedder(model_config: Mapping, index: int) -> Mapping:
+    """The config of NeMo's ``index``-th embedder: 0 and 1 are the text encoders, 2 embeds sizes."""
     return model_config["conditioner_config"]["emb_models"][index]["emb_model"]
 
 
@@ -47,7 +47,7 @@ def unet_config(model_config: Mapping) -> dict:
         "down_block_types": ["CrossAttnDownBlock2D" if attend else "DownBlock2D" for attend in attends],
         "up_block_types": ["CrossAttnUpBlock2D" if attend else "UpBlock2D" for attend in reversed(attends)],
         "transformer_layers_per_block": list(unet["transformer_depth"]),
-        "attention_head_dim": [width // unet["num_head_channels"] for width in channels],  # diffusers: number of heads
+        "attention_head_dim": [width // unet["num_head_channels"] for width in channels],  # means the number of heads
         "cross_attention_dim": unet["context_dim"],
         "use_linear_projection": unet["use_linear_in_transformer"],
         "addition_embed_type": "text_time",
@@ -74,7 +74,7 @@ def vae_config(model_config: Mapping) -> dict:
 
 
 def text_config(shape: TextShape, activation: str) -> dict:
-    """Keyword arguments of ``transformers.CLIPTextConfig``; ids of the markers follow from the vocabulary's size."""
+    """Keyword arguments of ``transformers.CLIPTextConfig``. The markers are the last two ids of the vocabulary."""
     return {
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.width,
@@ -91,9 +91,9 @@ def text_config(shape: TextShape, activation: str) -> dict:
 
 
 def build_modules(model_config: Mapping, clip1: TextShape, clip2: TextShape) -> dict:
-    """The four networks with fresh weights, under the names of ``StableDiffusionXLPipeline``'s components.
+    """The four networks with fresh weights, by their names in ``StableDiffusionXLPipeline``.
 
-    Build inside ``torch.device("meta")`` for the structure alone.
+    Inside ``torch.device("meta")`` they have their structure alone.
     """
     from diffusers import AutoencoderKL, UNet2DConditionModel
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
@@ -107,10 +107,10 @@ def build_modules(model_config: Mapping, clip1: TextShape, clip2: TextShape) -> 
 
 
 def scheduler():
-    """diffusers' Euler sampler with what NeMo's EulerEDMSampler on LegacyDDPMDiscretization does differently.
+    """diffusers' Euler sampler, changed to compute what NeMo's EulerEDMSampler does on LegacyDDPMDiscretization.
 
-    Its timesteps are truncated, where diffusers' trailing spacing rounds, which moves some by one for most numbers of
-    steps; and its first noise is sqrt(1 + sigma^2) strong instead of sigma, 0.23 % more.
+    NeMo truncates timesteps where diffusers' trailing spacing rounds them; for most numbers of steps some then differ
+    by one. The first noise has standard deviation sqrt(1 + sigma^2) instead of sigma, 0.23 % more.
     """
     import numpy as np
     from diffusers import EulerDiscreteScheduler
@@ -130,15 +130,15 @@ def scheduler():
 
 
 def tokenizers(clip1: TextShape, clip2: TextShape) -> tuple:
-    """CLIP-L pads with its end marker, OpenCLIP with id 0, which is an exclamation mark."""
+    """The tokenizers of both encoders. CLIP-L pads with its end marker, OpenCLIP with "!", which has id 0."""
     return clip_tokenizer(clip1.vocab_size), clip_tokenizer(clip2.vocab_size, "!")
 
 
 def pipeline_adapter(networks: Mapping, tokenizers: Sequence, sampler) -> PipelineAdapter:
-    """What is NeMo's in making a picture: context padded to 80 tokens (inside the text engines), an unconditional
-    embedding of zeros, its sampler, and size ids in the order original, crop, target.
+    """``StableDiffusionXLPipeline`` with ``networks`` (by component), conditioned as NeMo does it.
 
-    Each text engine is asked for all prompts before the next, because it may be opened for that.
+    NeMo's unconditional embedding is all zeros, and its context is padded to 80 tokens, inside the text engines. Each
+    text engine encodes all prompts before the next one is called, because opening an engine may close the last.
     """
     import torch
     from diffusers import StableDiffusionXLPipeline
@@ -157,10 +157,10 @@ def pipeline_adapter(networks: Mapping, tokenizers: Sequence, sampler) -> Pipeli
             encoded.append(
                 [networks[name](torch.tensor(tokenizer(prompts, **options)["input_ids"])) for prompts in batches]
             )
-        found = []
+        embeddings = []
         for first, second in zip(*encoded, strict=True):
             context, pooled = torch.cat([first.z, second.z], dim=-1), second.z_pooled
-            found.append(
+            embeddings.append(
                 {
                     "prompt_embeds": context,
                     "negative_prompt_embeds": torch.zeros_like(context),
@@ -168,6 +168,6 @@ def pipeline_adapter(networks: Mapping, tokenizers: Sequence, sampler) -> Pipeli
                     "negative_pooled_prompt_embeds": torch.zeros_like(pooled),
                 }
             )
-        return found
+        return embeddings
 
     return PipelineAdapter(pipe, networks["unet"], encode, partial(pack, pipe), partial(unpack, pipe), tokenizers[0])

@@ -1,20 +1,20 @@
-"""diffusers' UNet2DConditionModel, of Stable Diffusion 1, 2 and XL: its layers' roles and what reads which input."""
+"""The layers of diffusers' UNet2DConditionModel (Stable Diffusion 1, 2 and XL): their roles and their inputs."""
 
 from collections.abc import Iterable
 
 from torch import nn
 
-from sd_quant.models.layers import attention_widths, roles_of
 from sd_quant.models.parts import SharedInput
+from sd_quant.models.roles import attention_widths, roles_of
 
-# The layers that ModelOpt's diffusion recipes and Quark's leave alone, in diffusers' names: embeddings of time and
-# size, the first and last convolution, and the skip convolutions. NeMo's names for the same are emb_layers.1,
-# time_embed, label_emb, input_blocks.0.0, out.1 and skip_connection.
+# What the diffusion recipes of ModelOpt and Quark exclude: the embeddings of time and size, the first and the last
+# convolution, and the skip convolutions. NeMo calls these emb_layers.1, time_embed, label_emb, input_blocks.0.0, out.1
+# and skip_connection.
 EXCLUDED = ("time_emb_proj", "time_embedding", "add_embedding", "conv_in", "conv_out", "conv_shortcut")
 
 
 def layer_roles(unet: nn.Module) -> dict[str, str]:
-    """Name to role of every Linear and Conv2d of the UNet, in the order of the network."""
+    """The role of every Linear and Conv2d of the UNet by name, in the order of the network."""
     return roles_of(unet, EXCLUDED)
 
 
@@ -22,13 +22,19 @@ attentions = attention_widths
 
 
 def shared_inputs(linears: Iterable[str]) -> list[SharedInput]:
-    """Which linears of the UNet read one tensor, and what makes it, by their diffusers names.
+    """The inputs of the UNet's linears, and the module that can absorb a factor of each, by diffusers' names.
 
-    Query, key and value of self-attention read a LayerNorm, and so does the gated feed-forward's first linear; its
-    second reads value * gelu(gate), so a factor moves into the value half, the first rows of the first linear. An
-    attention's output is a mean of value rows, so a factor moves into to_v. proj_in reads the GroupNorm. The text that
-    cross-attention's key and value read is an input of the network, and proj_out reads a residual stream: neither has
-    anything in front that could take a factor.
+    | readers                                      | input                   | absorbed by                             |
+    |----------------------------------------------|-------------------------|-----------------------------------------|
+    | self-attention: query, key and value         | LayerNorm's output      | the LayerNorm                           |
+    | cross-attention: query                       | LayerNorm's output      | the LayerNorm                           |
+    | cross-attention: key and value               | text                    | nothing: it is an input of the network  |
+    | output projection of an attention            | weighted mean of values | to_v                                    |
+    | first linear of the feed-forward             | LayerNorm's output      | the LayerNorm                           |
+    | second linear of the feed-forward            | value * gelu(gate)      | the value half, the first linear's      |
+    |                                              |                         | first rows                              |
+    | proj_in                                      | GroupNorm's output      | the GroupNorm                           |
+    | proj_out                                     | residual stream         | nothing                                 |
     """
     inputs = []
     for name in linears:

@@ -1,31 +1,32 @@
-"""SVDQuant's branch: a weight's largest singular directions stay in 16 bits, the rest is quantized (Li et al. 2024).
+"""SVDQuant's low-rank branch: a weight's largest singular directions stay in fp16, the rest is quantized.
+
+Li et al. 2024, "SVDQuant":
 
     W = up @ down + residual        y = Q(x) Q(residual)^T + (x down^T) up^T
 
-Smoothing has moved the outliers of the input into the weight, where they are few directions; they go into the branch,
-and what is left has small, even numbers. ``x`` is the smoothed input: the branch reads what the layer reads, so the
-smoothing is never multiplied back into the residual.
+Smoothing has moved the outliers of the input into a few directions of the weight. These go into the branch, and the
+residual has small, even numbers. ``x`` is the smoothed input, which the branch and the quantized product both read.
 
-The singular vectors are found by torch's randomised method (Halko et al. 2009): on a 10240x1280 weight at rank 32 it
-takes a hundredth of the whole decomposition's time, and with four power iterations leaves a residual within 1 % of the
-smallest there is (tested).
+The singular vectors come from torch's randomized method (Halko et al. 2009). On a 10240x1280 weight at rank 32 it takes
+a hundredth of the time of a whole decomposition, and with four power iterations its residual is within 1 % of the
+smallest possible (tested).
 """
 
 import torch
 from torch import Tensor
 
-OVERSAMPLED = 8  # directions that are looked for beyond the rank
+OVERSAMPLED = 8  # directions that are computed beyond the rank
 
 
 def rank_of(rank: int | float, shape: tuple[int, ...]) -> int:
-    """``rank`` of a layer, or that fraction of the shorter side of its weight."""
+    """The rank for a weight of this shape: an int as it is, a float as that fraction of the weight's shorter side."""
     return rank if isinstance(rank, int) else max(1, round(rank * min(shape))) if rank else 0
 
 
 def low_rank(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """``up`` [out, rank] and ``down`` [rank, in], fp16, of a weight [out, in].
+    """The branch of a weight [out, in]: ``up`` [out, rank] and ``down`` [rank, in], both fp16.
 
-    The singular values are shared evenly between the two, which keeps both in fp16's range.
+    Each takes the square root of the singular values, which keeps both in fp16's range.
     """
     weight = weight.float()
     with torch.random.fork_rng(devices=[]):

@@ -1,10 +1,10 @@
 """A recipe: what is quantized, to which formats, and how its ranges and factors are chosen.
 
-No torch is imported here: the command line checks a recipe before anything heavy is loaded.
+No torch is imported here, because the command line checks a recipe before anything heavy is loaded.
 
-``quant_level`` selects roles of layers (ModelOpt's and NeMo's diffusion recipes): 1 convolutions; 2 + feed-forward;
-2.5 + query, key, value; 3 + every other linear; 4 + the two matrix products of attention, which are no layers. A layer
-that the family excludes has the role ``excluded`` and is in no level.
+``quant_level`` selects layers by role, as the diffusion recipes of ModelOpt and NeMo do. Each level adds to the one
+before: 1 convolutions; 2 feed-forward; 2.5 query, key and value; 3 every other linear; 4 the two matrix products of
+attention, which are no layers. A layer that the family excludes has the role ``excluded``, which is in no level.
 """
 
 from dataclasses import dataclass, field
@@ -37,13 +37,15 @@ FOR_ATTENTION = one_of(lambda: [name for name, fmt in FORMATS.items() if fmt.att
 
 @dataclass(frozen=True, slots=True)
 class Pair:
+    """The formats of a layer's weight and of its input."""
+
     weight: Annotated[str, one_of(FORMATS), "format of a layer's weight"]
     activation: Annotated[str | None, one_of(FORMATS), "format of its input; null: it stays in high precision"]
 
 
 @dataclass(frozen=True, slots=True)
 class Enable:
-    """What a preset quantizes, by kind of layer."""
+    """The formats of a preset, by kind of layer."""
 
     conv: Pair
     linear: Pair
@@ -52,7 +54,7 @@ class Enable:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What a user chooses. Ranges are checked where a configuration is read, not here."""
+    """The choices of a user. Their ranges are checked where a configuration is read, not here."""
 
     quant_level: Annotated[
         float,
@@ -113,11 +115,12 @@ class Recipe:
     ] = 0
 
     def formats_of(self, role: str) -> Pair:
+        """The formats for a layer of this role."""
         return self.enable.conv if role == "conv" else self.enable.linear
 
 
 def formats_used(enable: Enable, quant_level: float) -> dict[str, set[str]]:
-    """The formats of ``weights``, of ``inputs`` and of ``attention`` that are quantized at this level."""
+    """The formats that this level uses, for ``weights``, for ``inputs`` and for ``attention``."""
     pairs = [enable.conv, enable.linear] if quant_level > 1 else [enable.conv]
     return {
         "weights": {pair.weight for pair in pairs},

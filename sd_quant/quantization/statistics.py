@@ -1,10 +1,12 @@
-"""What calibration keeps of every layer's inputs: all that a recipe is derived from.
+"""What calibration keeps of every layer's inputs. An assignment is derived from it and from the weights.
 
-Nothing here knows a recipe. Ranges are kept per denoising step: per channel for a linear, per prompt for a convolution,
-which is enough for every quant_level, alpha, percentile and collect_method. Beside them stands a small sample of real
-inputs to measure errors on: each row is what one output element multiplies, a token of a linear or a padded patch of a
-convolution. Rows have random priorities and the lowest are kept, so statistics of different prompts merge exactly, by a
-maximum and by keeping the lowest priorities, whatever was collected where and in which order.
+Statistics know no recipe. They hold ranges for each denoising step, per channel for a linear and per prompt for a
+convolution, which is enough for every quant_level, alpha, percentile and collect_method. They also hold a small sample
+of real inputs to measure errors on. A row of the sample is what one output element multiplies: a token for a linear, a
+padded patch for a convolution.
+
+Every row has a random priority, and those of lowest priority are kept. Statistics of different prompts therefore merge
+exactly, by a maximum and by keeping the lowest priorities, wherever and in whatever order they were collected.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,61 +17,59 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-ROWS = 128  # of a layer's inputs that are kept
-CALLS = 8  # of the whole network that are kept
+ROWS = 128  # rows kept of a layer's input
+CALLS = 8  # calls of the whole network of which the inputs are kept
 
 
 @dataclass(slots=True)
 class Sample:
-    """``values`` [rows, ...] with their ``priority`` fp64 [rows], ascending."""
+    """Rows drawn at random, in ascending order of their priority."""
 
-    values: Tensor
-    priority: Tensor
+    values: Tensor  # [rows, ...]
+    priority: Tensor  # fp64 [rows]
 
 
 @dataclass(slots=True)
 class LayerStatistics:
-    """``amax`` is fp32: [steps, in_features] for a ``linear``, [prompts, steps] for a ``conv``.
+    """The inputs of one layer."""
 
-    ``rows`` holds up to ``ROWS`` inputs, fp16: [rows, in_features], or patches [rows, in_channels * kh * kw].
-    """
-
-    kind: str
-    amax: Tensor
-    rows: Sample
+    kind: str  # "linear" or "conv"
+    amax: Tensor  # largest magnitudes, fp32: [steps, in_features] of a linear, [prompts, steps] of a conv
+    rows: Sample  # up to ``ROWS``, fp16: [rows, in_features] of a linear, [rows, in_channels * kh * kw] of a conv
 
 
 @dataclass(slots=True)
 class Statistics:
-    """Of every layer by name, and ``calls``: up to ``CALLS`` inputs of the whole network, each name to a sample."""
+    """The inputs of all layers and of the whole network."""
 
-    layers: dict[str, LayerStatistics]
-    calls: dict[str, Sample]
+    layers: dict[str, LayerStatistics]  # by the layer's name
+    calls: dict[str, Sample]  # by the input's name: up to ``CALLS`` values, of the same calls for every input
 
 
 def kind_of(module: nn.Module) -> str:
+    """What ``LayerStatistics`` calls a layer: "conv" or "linear"."""
     return "conv" if isinstance(module, nn.Conv2d) else "linear"
 
 
 def width_of(layer: nn.Module) -> int:
-    """Numbers that one output element multiplies: in_features, or in_channels * kh * kw."""
+    """How many numbers one output element multiplies: in_features, or in_channels * kh * kw."""
     return layer.get_parameter("weight")[0].numel()
 
 
 def lowest(samples: Sequence[Sample], limit: int) -> Sample:
-    """The ``limit`` rows of lowest priority of all."""
+    """The ``limit`` rows of lowest priority among all ``samples``."""
     priority = torch.cat([sample.priority for sample in samples])
     order = priority.argsort()[:limit]
     return Sample(torch.cat([sample.values for sample in samples])[order], priority[order])
 
 
 def merge(statistics: Sequence[Statistics]) -> Statistics:
-    """Statistics of disjoint prompts as those of all of them; exact, in any order."""
+    """The statistics of all prompts from those of disjoint sets of prompts, in any order; exact."""
     names = dict.fromkeys(name for part in statistics for name in part.layers)
     layers = {}
     for name in names:
         parts = [part.layers[name] for part in statistics if name in part.layers]
-        prompts = max(len(part.amax) for part in parts)  # of a linear these are steps, the same everywhere
+        prompts = max(len(part.amax) for part in parts)  # for a linear these are the steps, as many in every part
         padded = [F.pad(part.amax, (0, 0, 0, prompts - len(part.amax))) for part in parts]
         rows = lowest([part.rows for part in parts], ROWS)
         layers[name] = LayerStatistics(parts[0].kind, reduce(torch.maximum, padded), rows)
@@ -79,7 +79,7 @@ def merge(statistics: Sequence[Statistics]) -> Statistics:
 
 
 def bytes_bound(layers: Mapping[str, nn.Module], prompts: int, steps: int) -> int:
-    """Most bytes that statistics of these layers can take, the few whole calls left out."""
+    """An upper bound for the bytes of these layers' statistics, without the few whole calls."""
     total = 0
     for layer in layers.values():
         width = width_of(layer)

@@ -1,9 +1,8 @@
-"""The assignment in torch: NVIDIA ModelOpt's quantizers, set to our scales instead of calibrated again.
+"""The assignment simulated in torch: NVIDIA ModelOpt's quantizers with our scales, so that nothing is calibrated again.
 
-INT8 and FP8 are computed by ModelOpt itself. Its formats of four bits need CUDA, so those are ours, called by the same
-quantizers as a backend. A low-rank branch is a hook that adds its product, and quantized attention a processor.
-Where nothing of ours is needed the result is an ordinary ModelOpt model: ``mto.save`` writes it and ``mto.restore``
-takes it back.
+ModelOpt itself computes INT8 and FP8. Its four-bit formats need CUDA, so its quantizers call ours as a backend instead.
+A low-rank branch is a forward hook that adds its product, and quantized attention is an attention processor. Where
+neither is needed the result is an ordinary ModelOpt model, which ``mto.save`` writes and ``mto.restore`` reads.
 """
 
 import contextlib
@@ -24,8 +23,8 @@ from sd_quant.simulation.rewrite import rewrite
 BACKEND = "sd_quant"
 
 
-def attributes(name: str, axis: int | None) -> dict:
-    """ModelOpt's attributes of one quantizer for the format of this ``name``."""
+def quantizer_config(name: str, axis: int | None) -> dict:
+    """ModelOpt's configuration of one quantizer for the format ``name``, with one range or one along ``axis``."""
     num_bits = FORMATS[name].modelopt_num_bits
     if num_bits is not None:
         return {"num_bits": num_bits, "axis": axis}
@@ -33,32 +32,37 @@ def attributes(name: str, axis: int | None) -> dict:
 
 
 def quantizer_amax(name: str, amax, scale):
-    """The amax that gives ModelOpt's own quantizer our ``scale``; for our backend the ``amax`` as it is."""
+    """The amax with which ModelOpt's own quantizer has our ``scale``; our backend takes ``amax`` as it is."""
     fmt = FORMATS[name]
     return amax if fmt.modelopt_num_bits is None else scale * fmt.largest_code
 
 
 def modelopt_config(assignment: Mapping[str, LayerAssignment]) -> dict:
-    """Deny all, then enable each assigned layer by its exact name. No algorithm: the scales are already known."""
+    """ModelOpt's configuration: deny all, then enable each assigned layer by its exact name.
+
+    It names no calibration algorithm, because the scales are known.
+    """
     rules: list[dict] = [{"quantizer_name": "*", "enable": False}]
     for layer in assignment.values():
         if layer.format is not None:
-            cfg = attributes(layer.format, layer.weight_axis)
+            cfg = quantizer_config(layer.format, layer.weight_axis)
             rules.append({"quantizer_name": f"{layer.name}.weight_quantizer", "cfg": cfg})
             if layer.activation_format is not None:
-                cfg = attributes(layer.activation_format, None)
+                cfg = quantizer_config(layer.activation_format, None)
                 rules.append({"quantizer_name": f"{layer.name}.input_quantizer", "cfg": cfg})
     return {"quant_cfg": rules, "algorithm": None}
 
 
-def blocked(x: Tensor, quantizer) -> Tensor:
-    """ModelOpt's backend for formats that it has not here; blocks lie along the inputs of each output."""
+def fake_quantize_blocks(x: Tensor, quantizer) -> Tensor:
+    """ModelOpt's backend: ``x`` fake-quantized in blocks of its last axis, of a convolution's weight in [C, KH, KW]."""
     fmt = FORMATS[quantizer.backend_extra_args["format"]]
     flat = x.flatten(1) if x.ndim == 4 else x
     return fake_quantize(fmt, flat, quantizer.amax.float()).view(x.shape).to(x)
 
 
-def add_low_rank(up: Tensor, down: Tensor) -> Callable[[nn.Module, tuple, Tensor], Tensor]:
+def low_rank_hook(up: Tensor, down: Tensor) -> Callable[[nn.Module, tuple, Tensor], Tensor]:
+    """A forward hook that adds ``(x @ down^T) @ up^T`` to a linear's output, of ``x`` as it is after smoothing."""
+
     def hook(layer: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
         x = inputs[0]
         if layer.input_quantizer.pre_quant_scale is not None:
@@ -70,7 +74,10 @@ def add_low_rank(up: Tensor, down: Tensor) -> Callable[[nn.Module, tuple, Tensor
 
 @torch.no_grad()
 def simulate(module: nn.Module, assignment: Mapping[str, LayerAssignment]) -> nn.Module:
-    """``module`` with fake quantization in place (it is changed). Weights are smoothed, not yet rounded."""
+    """Insert ModelOpt's quantizers into ``module``, in place, and return it.
+
+    Its weights are smoothed; the quantizers round them in every call.
+    """
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):  # it prints how many it inserted
         warnings.filterwarnings("ignore", "transformers .* is not tested")
         import modelopt.torch.quantization as mtq
@@ -78,8 +85,8 @@ def simulate(module: nn.Module, assignment: Mapping[str, LayerAssignment]) -> nn
         from modelopt.torch.quantization.nn import is_registered_quant_backend, register_quant_backend
 
         if not is_registered_quant_backend(BACKEND):
-            register_quant_backend(BACKEND, blocked)
-        # On a GPU it would compile kernels, for minutes. Without them it computes there as on a processor, in torch.
+            register_quant_backend(BACKEND, fake_quantize_blocks)
+        # On a GPU ModelOpt would compile kernels for minutes. Without them it computes there in torch, as on a CPU.
         get_cuda_ext.extension = get_cuda_ext_fp8.extension = None
         module = mtq.quantize(module, modelopt_config(assignment))
     rewrite(module, assignment)
@@ -90,7 +97,7 @@ def simulate(module: nn.Module, assignment: Mapping[str, LayerAssignment]) -> nn
             target.input_quantizer._enable_pre_quant_scale = True
             target.input_quantizer.pre_quant_scale = layer.pre_quant_scale.half().to(weight)  # as in the graph
         if layer.low_rank is not None:
-            target.register_forward_hook(add_low_rank(*layer.low_rank))
+            target.register_forward_hook(low_rank_hook(*layer.low_rank))
         if layer.format is not None:
             amax = quantizer_amax(layer.format, layer.weight_amax, layer.weight_scale)
             target.weight_quantizer.amax = (per_channel(amax, weight) if layer.weight_axis == 0 else amax[0]).to(weight)
@@ -101,7 +108,7 @@ def simulate(module: nn.Module, assignment: Mapping[str, LayerAssignment]) -> nn
 
 
 def restorable(assignment: Mapping[str, LayerAssignment]) -> bool:
-    """Whether ModelOpt alone can hold all of it: hooks, processors and formats of ours would be lost in its file."""
+    """Whether ModelOpt's checkpoint can hold the assignment: it would lose our hooks, processors and formats."""
     return all(
         all(FORMATS[name].modelopt_num_bits is not None for name in (layer.format, layer.activation_format) if name)
         and layer.low_rank is None
@@ -111,8 +118,9 @@ def restorable(assignment: Mapping[str, LayerAssignment]) -> bool:
 
 
 def save_quantized(module: nn.Module, path: Path) -> None:
-    """ModelOpt's own checkpoint format; torch would put the name of a path that it is given into the file."""
+    """Write ``module`` as ModelOpt's own checkpoint, atomically."""
     import modelopt.torch.opt as mto
 
+    # an open file, because torch writes the name of a path that it is given into the checkpoint
     with atomic_path(path) as temporary, temporary.open("wb") as file:
         mto.save(module, file)

@@ -1,12 +1,12 @@
-"""INT8 and FP8 products on a GPU with all that stands behind them in one kernel: scales, bias, the model's own dtype.
+"""INT8 and FP8 products on a GPU in one kernel with what follows them: scales, bias, the cast to the model's dtype.
 
-torch's INT8 product leaves int32 sums, four bytes a number to write and to read again, and it has no convolution of
-codes at all. Here a convolution is a matrix product whose left side is gathered while it is multiplied (an implicit
-GEMM: nothing is unfolded in memory), and a linear is a convolution of one by one. Codes are symmetric, so the zeros
-around a picture are the code 0.
+torch's INT8 product leaves int32 sums, four bytes a number to write and to read again, and torch has no convolution of
+codes at all. Here a convolution is an implicit GEMM: a matrix product whose left operand is gathered while it is
+multiplied, so that nothing is unfolded in memory. A linear is a convolution of one by one. Codes are symmetric, so the
+zeros that pad an image are the code 0.
 
-In Triton, because it comes with every torch for NVIDIA GPUs and needs no compiler on the machine. The road not taken is
-CUTLASS, which is faster by what its authors have tuned and a build system heavier.
+The kernel is written in Triton, which comes with every torch for NVIDIA GPUs and needs no compiler on the machine. The
+road not taken is CUTLASS: better tuned, but it takes a build system.
 """
 
 import torch
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LARGEST = 2**31  # numbers in a tensor: the kernel counts in 32 bits
+TOO_MANY = 2**31  # numbers in a tensor: the kernel counts in 32 bits
 
 
 def _config(rows: int, outputs: int, channels: int, stages: int, warps: int) -> triton.Config:
@@ -40,7 +40,10 @@ def product_kernel(
     SUM: tl.constexpr, ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of ``output`` [rows, outputs]. A row is an output pixel; programs of a group share columns in the L2."""
+    """Compute one tile of ``output`` [rows, outputs], a row for each output pixel.
+
+    Programs are numbered in groups that read the same columns, so that these stay in the L2 cache.
+    """
     program, columns = tl.program_id(0), tl.cdiv(outputs, BLOCK_OUTPUTS)
     group = program // (GROUP * columns)
     in_group = min(tl.cdiv(rows, BLOCK_ROWS) - group * GROUP, GROUP)
@@ -50,17 +53,16 @@ def product_kernel(
     row = row_block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = column_block * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
     channel = tl.arange(0, BLOCK_CHANNELS)
-    picture, pixel = row // (output_height * output_width), row % (output_height * output_width)
+    image, pixel = row // (output_height * output_width), row % (output_height * output_width)
     top = pixel // output_width * STRIDE - PADDING
     left = pixel % output_width * STRIDE - PADDING
-    first = ((picture * height + top) * width + left) * channels  # of the window; outside the picture it is masked
+    first = ((image * height + top) * width + left) * channels  # of the window; outside the image it is masked
     inputs = KERNEL_HEIGHT * KERNEL_WIDTH * channels
 
     sums = tl.zeros((BLOCK_ROWS, BLOCK_OUTPUTS), dtype=SUM)
     blocks = tl.cdiv(channels, BLOCK_CHANNELS)
-    for step in range(
-        KERNEL_HEIGHT * KERNEL_WIDTH * blocks
-    ):  # one loop over taps and channels, so that it is pipelined
+    # one loop over taps and channels, so that it is pipelined
+    for step in range(KERNEL_HEIGHT * KERNEL_WIDTH * blocks):
         tap = step // blocks
         down, across = tap // KERNEL_WIDTH * DILATION, tap % KERNEL_WIDTH * DILATION
         here = step % blocks * BLOCK_CHANNELS + channel
@@ -86,6 +88,7 @@ def product_kernel(
 
 
 def output_size(size: int, kernel: int, stride: int, padding: int, dilation: int) -> int:
+    """Height or width of a convolution's output."""
     return (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
 
 
@@ -94,11 +97,10 @@ def product(
     codes: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None,
     stride: int, padding: int, dilation: int, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """The convolution of ``codes`` [B, H, W, C] with ``weight`` [N, KH, KW, C], both int8 or both float8_e4m3fn:
-    [B, OH, OW, N] in ``dtype``, of sums that are exact for int8 and fp32 for float8.
+    """The convolution of ``codes`` [B, H, W, C] with ``weight`` [N, KH, KW, C], in ``dtype`` [B, OH, OW, N].
 
-    ``scale`` fp32 [N] is that of the codes times that of the weight, ``bias`` [N]. Raises ValueError for tensors of
-    2^31 numbers and more.
+    Both are int8, whose sums are exact, or both float8_e4m3fn, whose sums are fp32. ``scale`` fp32 [N] is the scale of
+    the codes times that of the weight; ``bias`` is [N]. Raises ValueError for tensors of 2^31 numbers and more.
     """
     batch, height, width, channels = codes.shape
     outputs, kernel_height, kernel_width, _ = weight.shape
@@ -109,9 +111,9 @@ def product(
         outputs,
     )
     output = torch.empty(shape, dtype=dtype, device=codes.device)
-    if max(codes.numel(), output.numel()) >= LARGEST:
+    if max(codes.numel(), output.numel()) >= TOO_MANY:
         raise ValueError(f"a layer of {max(codes.numel(), output.numel())} numbers is too large; use a smaller batch")
-    rows, whole = output.numel() // outputs, codes.dtype == torch.int8
+    rows, integer = output.numel() // outputs, codes.dtype == torch.int8
 
     def grid(config: dict) -> tuple[int]:
         return (triton.cdiv(rows, config["BLOCK_ROWS"]) * triton.cdiv(outputs, config["BLOCK_OUTPUTS"]),)
@@ -121,7 +123,7 @@ def product(
             codes.contiguous(), weight.contiguous(), scale, bias, output,
             rows, outputs, channels, height, width, *shape[1:3],
             STRIDE=stride, PADDING=padding, DILATION=dilation, KERNEL_HEIGHT=kernel_height, KERNEL_WIDTH=kernel_width,
-            SUM=tl.int32 if whole else tl.float32, ZERO=0 if whole else 0.0, HAS_BIAS=bias is not None, GROUP=8,
+            SUM=tl.int32 if integer else tl.float32, ZERO=0 if integer else 0.0, HAS_BIAS=bias is not None, GROUP=8,
         )  # fmt: skip
     return output
 

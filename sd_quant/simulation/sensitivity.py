@@ -1,10 +1,10 @@
 """Which layers cost most when they are quantized, and which to keep in fp16 for a given budget.
 
-The measure of a layer is the relative error of the whole network's output when that layer alone is quantized, on
-network inputs sampled during calibration. Squared errors of single layers are taken to add up, which holds while they
-are small and independent; then the best set of n layers to keep is the n largest. The curve measured with several
-layers kept at once says how well that holds. The road not taken is an integer program over pairs of layers: it needs
-the square of this many passes.
+A layer's sensitivity is the relative error of the whole network's output when that layer alone is quantized, on network
+inputs sampled during calibration. Squared errors of single layers are assumed to add up, which holds while they are
+small and independent; then the best n layers to keep are the n most sensitive. A curve measured with several layers
+kept at once shows how well that holds. The road not taken is an integer program over pairs of layers: it needs the
+square of this many passes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,18 +20,19 @@ from sd_quant.quantization.assignment import LayerAssignment
 
 @dataclass(frozen=True, slots=True)
 class Sensitivity:
-    """``network_error``: layer to the relative error of the network's output when it alone is quantized, largest first.
+    """What layers cost alone, and what is left of it when the most sensitive of them are kept in high precision."""
 
-    ``curve``: number of most sensitive layers kept to the relative error with all others quantized, and the one
-    predicted from the sum of squares.
-    """
-
-    network_error: dict[str, float]
+    network_error: dict[str, float]  # relative error of the network's output by the one layer quantized, largest first
+    # One entry for each number of layers kept: {"kept", "relative_error", "predicted"}. All other layers are quantized,
+    # and the prediction adds up their squared errors.
     curve: list[dict[str, float]]
 
 
 def budget(keep: int | float, quantized: int) -> int:
-    """Layers to keep of ``quantized``: ``keep``, or that fraction. Raises ConfigError when none would be left."""
+    """How many of ``quantized`` layers to keep in high precision: ``keep``, or that fraction of them.
+
+    Raises ConfigError when none would be left to quantize.
+    """
     kept = keep if isinstance(keep, int) else round(keep * quantized)
     if kept >= quantized:
         raise ConfigError(
@@ -42,7 +43,7 @@ def budget(keep: int | float, quantized: int) -> int:
 
 
 def points(kept: int, quantized: int) -> list[int]:
-    """Numbers of kept layers to measure: none, powers of two, the one asked for."""
+    """The numbers of kept layers that the curve has: none, the powers of two, and ``kept``, in order."""
     powers = [2**power for power in range(quantized.bit_length()) if 2**power < quantized]
     return sorted({0, *powers, kept})
 
@@ -55,20 +56,20 @@ def measure(
     kept: int,
     advance: Callable[[], object] = lambda: None,
 ) -> Sensitivity:
-    """Sensitivity of ``layers`` of a ModelOpt model. ``run`` calls the network that contains it on the sampled inputs.
+    """Sensitivity of ``layers`` of the ModelOpt model ``simulated``; ``kept`` is one point of its curve.
 
-    ``advance`` is called after each of ``1 + len(layers) + len(points(...))`` measurements. The model is left with
-    every one of these layers quantized.
+    ``run`` returns the output of the network that contains the model, for the sampled inputs. ``advance`` is called
+    after each of the ``1 + len(layers) + len(points(...))`` measurements. The model is left with all layers quantized.
     """
 
     modules = {name: simulated.get_submodule(name) for name in layers}
     quantizers = {
-        name: [part for part in (layer.input_quantizer, layer.weight_quantizer) if part.is_enabled]
+        name: [quantizer for quantizer in (layer.input_quantizer, layer.weight_quantizer) if quantizer.is_enabled]
         for name, layer in modules.items()
     }
 
     def switch(names: Sequence[str], on: bool) -> None:
-        for quantizer in (part for name in names for part in quantizers[name]):
+        for quantizer in (quantizer for name in names for quantizer in quantizers[name]):
             quantizer.enable() if on else quantizer.disable()
 
     switch(layers, False)
@@ -93,7 +94,7 @@ def measure(
 
 
 def rows(sensitivity: Sensitivity, assignment: Mapping[str, LayerAssignment], kept: int) -> list[dict[str, object]]:
-    """The rows of ``sensitivity.csv``, most sensitive first. ``assignment`` is the one before anything was kept."""
+    """The rows of ``sensitivity.csv``, most sensitive first; ``assignment`` is the one with no layer kept."""
     return [
         {
             "rank": rank,

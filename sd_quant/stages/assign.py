@@ -1,4 +1,4 @@
-"""Statistics and recipe to the assignment, and which layers to keep out of it for a given budget."""
+"""The assignment of the denoiser's layers, from statistics and recipe, and the layers that are kept out of it."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -15,11 +15,11 @@ from sd_quant.report.sensitivity_plot import plot_sensitivity
 from sd_quant.simulation.sensitivity import Sensitivity, measure, points
 from sd_quant.simulation.sensitivity import rows as sensitivity_rows
 from sd_quant.stages.load import Loaded
-from sd_quant.stages.opening import open_simulated
+from sd_quant.stages.open_parts import open_simulated
 
 
 def assign(loaded: Loaded, statistics: Statistics, kept: Collection[str] = ()) -> dict[str, LayerAssignment]:
-    """A row for each layer by the recipe; the layers in ``kept`` stay in high precision."""
+    """How each layer is quantized by the recipe; the layers in ``kept`` stay in high precision."""
     weights = denoiser_weights(loaded.checkpoint)
     linears = [name for name, role in loaded.roles.items() if role != "conv"]
     return derive(
@@ -37,7 +37,10 @@ def assign(loaded: Loaded, statistics: Statistics, kept: Collection[str] = ()) -
 def most_sensitive(
     loaded: Loaded, statistics: Statistics, assignment: dict[str, LayerAssignment], directory: Path
 ) -> tuple[Sensitivity, list[str]]:
-    """What each layer alone costs, and the ``loaded.kept`` worst of them; writes ``sensitivity.csv`` and its plot."""
+    """The sensitivity of all layers, and the names of the ``loaded.kept`` most sensitive ones.
+
+    Writes ``sensitivity.csv`` and its plot to ``directory``.
+    """
     sensitivity = measure_sensitivity(loaded.checkpoint, assignment, statistics, loaded.kept)
     table = sensitivity_rows(sensitivity, assignment, loaded.kept)
     write_csv(table, directory / "sensitivity.csv")
@@ -48,7 +51,7 @@ def most_sensitive(
 def measure_sensitivity(
     checkpoint: Checkpoint, assignment: dict[str, LayerAssignment], statistics: Statistics, kept: int
 ) -> Sensitivity:
-    """Each quantized layer's sensitivity on the inputs that calibration kept, one call of the denoiser at a time."""
+    """The sensitivity of each quantized layer on the inputs of the denoiser that calibration has sampled."""
     part = open_simulated(checkpoint, assignment)
     simulated, (output,) = denoiser_of(checkpoint, part.module), part.outputs
     inputs = {name: sample.values for name, sample in statistics.calls.items()}

@@ -1,10 +1,10 @@
-"""Statistics of the denoiser's layers: from the cache, from a pass here, or collected elsewhere."""
+"""Statistics of the denoiser's layers: from the cache, from a calibration here, or from a file made elsewhere."""
 
 import logging
 
 import torch
 
-from sd_quant.calibration.collected_elsewhere import read_shared
+from sd_quant.calibration.collected_elsewhere import read_statistics
 from sd_quant.calibration.collection import calibrate, origin
 from sd_quant.config import QuantizeJob, anchored
 from sd_quant.inference.loading import load_model
@@ -21,7 +21,7 @@ LOG = logging.getLogger(__name__)
 def statistics_of(
     checkpoint: Checkpoint, roles: dict[str, str], job: QuantizeJob, checkpoint_sha256: str
 ) -> Statistics:
-    """Statistics of every layer that some level may quantize; ``roles`` are those of the denoiser's layers."""
+    """Statistics of every layer that some level may quantize; ``roles`` are those of all the denoiser's layers."""
     knobs = job.quantize
     names = [name for name, role in roles.items() if role != "excluded"]
     sampling = Sampling(knobs.n_steps, job.infer.scale, job.model.height, job.model.width, knobs.batch_size, knobs.seed)
@@ -29,7 +29,7 @@ def statistics_of(
         network, contract = empty_denoiser(checkpoint), denoiser_part(checkpoint).contract
         layers = {name: network.get_submodule(name) for name in names}
         here = origin(checkpoint_sha256, names, sampling, "cuda" if torch.cuda.is_available() else "cpu")
-        return read_shared(
+        return read_statistics(
             anchored(knobs.calibration), layers, contract, here, knobs.calib_size, checkpoint.family.GUIDES
         )
     return calibrate(
@@ -47,7 +47,7 @@ def statistics_of(
 
 
 def announce_calibration(checkpoint: Checkpoint, job: QuantizeJob, device: str, prompts: int) -> None:
-    """Log how long the pass will take on this processor; a GPU is not timed."""
+    """Log how much there is to compute, and on a CPU how long it will take."""
     calls, samples = prompts * job.quantize.n_steps, samples_per_image(checkpoint, job.infer.scale)
     if device != "cpu":
         LOG.info("calibrating on %d prompts: %d samples of the denoiser on %s", prompts, calls * samples, device)

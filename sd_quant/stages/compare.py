@@ -1,4 +1,4 @@
-"""Images of the three versions of the model from the same seeds, and what each part computes from the same inputs."""
+"""Images of the three variants of the model from the same seeds, and what their parts compute from the same inputs."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -20,17 +20,19 @@ from sd_quant.inference.pipeline import Generated
 from sd_quant.models.checkpoint import Checkpoint, contracts_of
 from sd_quant.report.images import comparison_grid, save_images
 from sd_quant.source import source_digest
-from sd_quant.stages.infer import generate, image_names, sampling_of
+from sd_quant.stages.generate import generate, image_names, sampling_of
 from sd_quant.stages.variants import FRAMEWORK, FULL_PRECISION, QUANTIZED
 
-Engines = Mapping[str, Mapping[str, Engine]]  # FRAMEWORK, FULL_PRECISION and QUANTIZED, each part to its engine
+Engines = Mapping[str, Mapping[str, Engine]]  # by variant, which is FRAMEWORK, FULL_PRECISION or QUANTIZED, and part
 
 
 @dataclass(frozen=True)
 class Comparison:
+    """What the variants have made of the same prompts and seeds."""
+
     images: dict[str, Generated]  # by variant
-    inputs: dict[str, dict]  # part to the inputs of one call by the framework's pipeline, the denoiser's half way
-    outputs: dict[str, Outputs]  # by variant, of each part for these inputs
+    inputs: dict[str, dict]  # by part: the inputs of one call in the framework's pipeline, the denoiser's from half way
+    outputs: dict[str, Outputs]  # by variant: what the parts computed from these inputs
 
 
 def compare_images(
@@ -42,14 +44,14 @@ def compare_images(
     directory: Path,
     cache: Cache,
 ) -> Comparison:
-    """What is not quantized is the same for every recipe, so it comes from the cache where it is there.
+    """Images of all variants, and the outputs of their parts for the same inputs.
 
-    ``facts`` are the job's, which say what the images depend on besides prompts, sampling and engine. Nothing stays of
-    this in the run's ``directory``.
+    Those of the unquantized variants are the same for every recipe, so they come from the cache where it has them.
+    ``facts`` are the job's, which the cache key is made of; ``directory`` holds temporary files.
     """
     origin = {
         **unquantized_origin(facts),
-        "contracts": repr(contracts_of(checkpoint)),  # one checkpoint can be read in several ways
+        "contracts": repr(contracts_of(checkpoint)),  # knobs may give a checkpoint's parts other shapes
         "prompts": prompts,
         "sampling": asdict(sampling_of(infer)),
         "engine": infer.engine,
@@ -64,14 +66,14 @@ def compare_images(
             ),
         )  # fmt: skip
         comparison = unpack(load_file(path))
-    variant, denoiser = engines[QUANTIZED], checkpoint.family.DENOISER  # the other parts are the same in both
+    variant, denoiser = engines[QUANTIZED], checkpoint.family.DENOISER  # its other parts are the unquantized ones
     comparison.images[QUANTIZED] = generate(pipeline_of(checkpoint, variant), prompts, infer, "quantized")
     comparison.outputs[QUANTIZED] = {denoiser: variant[denoiser](**comparison.inputs[denoiser])}
     return comparison
 
 
 def unquantized_origin(facts: dict) -> dict:
-    """What unquantized images depend on besides how they are made; another processor rounds otherwise."""
+    """What unquantized images depend on besides the knobs; the machine counts, because processors round differently."""
     packages = dict.fromkeys(("torch", "diffusers", "transformers", *(row.package for row in RUNTIMES.values())))
     return {
         "checkpoint": facts["inputs"]["checkpoint"]["sha256"],
@@ -82,7 +84,7 @@ def unquantized_origin(facts: dict) -> dict:
 
 
 def compare_unquantized(checkpoint: Checkpoint, engines: Engines, prompts: list[str], infer: Infer) -> Comparison:
-    """Images and outputs of framework and unquantized engine."""
+    """Images of framework and unquantized engine, and the outputs of their parts for the framework's inputs."""
     framework = WatchedVariant(engines[FRAMEWORK], {checkpoint.family.DENOISER: infer.steps // 2})
     images: dict[str, Generated] = {}
     outputs: dict[str, Outputs] = {}
@@ -93,7 +95,7 @@ def compare_unquantized(checkpoint: Checkpoint, engines: Engines, prompts: list[
 
 
 def pack(comparison: Comparison) -> dict[str, Tensor]:
-    """The comparison as one level of tensors, whose names are paths."""
+    """The comparison as a flat mapping of tensors, as safetensors stores them; their names are paths."""
     tensors: dict[str, Tensor] = {}
     for variant, generated in comparison.images.items():
         tensors[f"images/{variant}/images"] = torch.from_numpy(generated.images)
@@ -106,7 +108,7 @@ def pack(comparison: Comparison) -> dict[str, Tensor]:
 
 
 def unpack(tensors: Mapping[str, Tensor]) -> Comparison:
-    """The comparison that ``pack`` has packed."""
+    """The comparison that ``pack`` has made flat."""
     tree: dict = {}
     for path, tensor in tensors.items():
         *folders, name = path.split("/")
@@ -116,7 +118,7 @@ def unpack(tensors: Mapping[str, Tensor]) -> Comparison:
 
 
 def save_pairs(comparison: Comparison, prompts: list[str], label: str, directory: Path) -> None:
-    """Write the images of both variants, and the sheet with full precision above quantized, which has the ``label``."""
+    """Write full-precision and quantized images, and a grid of all pairs with ``label`` beside the quantized ones."""
     full, quantized = (comparison.images[variant].images for variant in (FRAMEWORK, QUANTIZED))
     for name, images in ((FULL_PRECISION, full), (QUANTIZED, quantized)):
         save_images(images, directory / "images" / name, image_names(prompts))

@@ -1,4 +1,4 @@
-"""ONNX of every part, and of the denoiser once more unquantized, which the quantized engine is compared with."""
+"""ONNX files of every part, and of the unquantized denoiser, with which the quantized one is compared."""
 
 import dataclasses
 import hashlib
@@ -19,13 +19,14 @@ from sd_quant.report.provenance import versions
 from sd_quant.source import source_digest
 
 Assignment = Mapping[str, LayerAssignment]
+# fields of an assignment that only the report reads
 REPORTED = {"role", "reason", "alpha", "output_error", "accumulated_error", "fixed_alpha_error"}
 
 
 def export_parts(
     checkpoint: Checkpoint, checkpoint_sha256: str, assignment: Assignment, directory: Path, cache: Cache
 ) -> None:
-    """Into the run's ``directory``; files are made once for all runs that want the same."""
+    """Write the files of a run to ``directory``, or copy them from the cache where an earlier run has made the same."""
     origin = {
         "checkpoint": checkpoint_sha256,
         "source": source_digest("checkpoints.kinds", "export.parts"),
@@ -40,10 +41,9 @@ def export_parts(
     ]
     with progress(len(wanted), "export") as advance:
         for part, run, chosen in wanted:
-            # a contract may be one of several that a checkpoint can have
             export(
                 checkpoint,
-                origin | {"contract": repr(checkpoint.parts()[part].contract)},
+                origin | {"contract": repr(checkpoint.parts()[part].contract)},  # knobs may give it other shapes
                 part,
                 artifact(run, "onnx", part),
                 chosen,
@@ -53,7 +53,7 @@ def export_parts(
 
 
 def export(checkpoint: Checkpoint, origin: dict, part: str, path: Path, assignment: Assignment, cache: Cache) -> None:
-    """One file, with its weights in it or beside it; the graph is the same for every assignment."""
+    """Write one part, or copy it from the cache. The graph without weights is cached too, for all assignments."""
 
     def write(folder: Path) -> None:
         with temporary_folder(path.parent) as temporary:
@@ -68,7 +68,7 @@ def export(checkpoint: Checkpoint, origin: dict, part: str, path: Path, assignme
 
 
 def assignment_digest(assignment: Assignment) -> str:
-    """Of everything that the layers' files depend on: all that an assignment says, but for what it only reports."""
+    """SHA-256 of all that an exported file depends on: every field of the assignment except those in ``REPORTED``."""
     content = hashlib.sha256()
     for layer in assignment.values():
         for field in dataclasses.fields(layer):

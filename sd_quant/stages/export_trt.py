@@ -1,4 +1,4 @@
-"""Plans from ONNX files."""
+"""TensorRT plans from the ONNX files of this run, of an earlier one, or that are given."""
 
 import logging
 import math
@@ -29,6 +29,7 @@ LOG = logging.getLogger(__name__)
 
 
 def export_trt(job: ExportJob, directory: Path) -> None:
+    """Build the job's plans into ``infer.out_path`` or ``directory``."""
     out = anchored(job.infer.out_path) if job.infer.out_path else directory
     paths = part_paths(job, "onnx")
     parameters = {part: numbers_in(path) for part, path in paths.items()}
@@ -40,14 +41,14 @@ def export_trt(job: ExportJob, directory: Path) -> None:
 
 
 def numbers_in(onnx_path: Path) -> int:
-    """How many numbers the weights of an ONNX file are, in that file or beside it."""
+    """The number of parameters of an ONNX file. Raises ArtifactError for a broken one, or without its weights."""
     onnx_files(onnx_path)
     graph = onnx.load(onnx_path, load_external_data=False).graph
     return sum(math.prod(weight.dims) for weight in graph.initializer)
 
 
 def formats_in(onnx_path: Path) -> set[str]:
-    """The formats that the graph holds weights in, of those that not every GPU has."""
+    """The names of the quantized formats of an ONNX file's weights."""
     graph = onnx.load(onnx_path, load_external_data=False).graph
     types = {onnx.TensorProto.DataType.Name(weight.data_type) for weight in graph.initializer}
     return {name for name, fmt in FORMATS.items() if fmt.onnx_type in types}
@@ -66,7 +67,10 @@ def check_gpu(formats: set[str]) -> None:
 
 
 def plan_library(trt: Trt) -> str:
-    """``auto`` is TensorRT where it and a GPU are there, TensorRT for RTX, which needs no GPU to build, elsewhere."""
+    """The runtime that builds the plans.
+
+    ``auto`` is TensorRT where it is installed and there is a GPU, and elsewhere TensorRT for RTX, which builds without.
+    """
     if trt.library != "auto":
         return trt.library
     ahead_of_time = [name for name in PLAN_BUILDERS if RUNTIMES[name].ahead_of_time]
@@ -75,14 +79,17 @@ def plan_library(trt: Trt) -> str:
 
 
 def profile(onnx_path: Path, part: str, trt: Trt, infer: Infer | ExportShape) -> Profile:
-    """The shapes that the part's plan takes; batch sizes in the knobs count images."""
+    """The shapes that the part's plan takes, by the knobs, whose batch sizes count images."""
     limits = None if trt.static_batch else (trt.min_batch_size, trt.max_batch_size)
     guided = not isinstance(infer, Infer) or infer.scale > 1
     return profile_of(onnx_path, part, infer.batch_size, limits, infer.width, infer.height, guided=guided)
 
 
 def build_run_plans(loaded: Loaded, directory: Path, trt: Trt, infer: Infer, cache: Cache) -> dict[str, PlanReport]:
-    """The plans of a run's parts, where it builds any; where its engine runs plans, the unquantized denoiser's too."""
+    """Build the plans of a run's parts, and the unquantized denoiser's if the run's engine loads plans.
+
+    Returns the reports by part, without the unquantized denoiser's; none where ``trt.library`` is none.
+    """
     if trt.library == "none":
         return {}
     paths = {part: artifact(directory, "onnx", part) for part in loaded.parts}
@@ -96,7 +103,7 @@ def build_run_plans(loaded: Loaded, directory: Path, trt: Trt, infer: Infer, cac
 def build_plans(
     paths: dict[str, Path], out: Path, trt: Trt, infer: Infer | ExportShape, cache: Cache
 ) -> dict[str, PlanReport]:
-    """``out/plan/<part>.plan`` for every ONNX file in ``paths``."""
+    """Build ``out/plan/<part>.plan`` from each ONNX file in ``paths``, or copy it from the cache; reports by part."""
     library = plan_library(trt)
     formats = set().union(*(formats_in(path) for path in paths.values()))
     targets = targets_for(trt, formats) if RUNTIMES[library].ahead_of_time else []
@@ -111,7 +118,7 @@ def build_plans(
                 "profile": shapes,
                 "knobs": [library, targets, trt.optimization_level, trt.workspace_gib],
                 "version": getattr(runtime_module(library), "__version__", None),
-                "gpu": None if targets else torch.cuda.get_device_name(),  # it is built for the one that is here
+                "gpu": None if targets else torch.cuda.get_device_name(),  # a plan without targets is for this GPU
             }
             build = partial(
                 build_plan,
@@ -125,8 +132,7 @@ def build_plans(
             )
             cache.provide("plan", origin, plan.parent, lambda folder, build=build, name=plan.name: build(folder / name))
             reports[part] = read_record(plan)
-            found = describe_plan(plan)
-            LOG.info("%s.plan: %.1f MB, %s %s for %s", part, reports[part].bytes / 1e6, library, found["version"],
-                     " ".join(reports[part].targets))  # fmt: skip
+            LOG.info("%s.plan: %.1f MB, %s %s for %s", part, reports[part].bytes / 1e6, library,
+                     describe_plan(plan)["version"], " ".join(reports[part].targets))  # fmt: skip
             advance()
     return reports

@@ -1,75 +1,48 @@
-"""Pictures and latency from engines."""
+"""Images and latency from the engines of an earlier run, or from torch."""
 
-import logging
-from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
+from typing import cast
 
-import torch
-
-from sd_quant.config import REPOSITORY, Infer, InferJob, anchored, part_paths
+from sd_quant.config import Infer, InferJob, anchored, part_paths
 from sd_quant.engines import RUNTIMES
-from sd_quant.engines.base import Engine, cast_inputs, onnx_files
+from sd_quant.engines.base import Engine, onnx_files
 from sd_quant.engines.pool import Pool, Variant
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.memory import fits, gpu_memory_of_variant, memory_of_part, memory_of_variant
-from sd_quant.inference.pipeline import Generated, Pipeline, Sampling
+from sd_quant.inference.pipeline import Pipeline
+from sd_quant.inference.timed_calls import composed_latency, image_call, part_call, samples_per_call
 from sd_quant.metrics.latency import clock_of, measure
 from sd_quant.metrics.memory import peak_cuda_memory_bytes, peak_memory_bytes, used
-from sd_quant.models.checkpoint import Checkpoint, contracts_of, part_parameters, samples_per_image
-from sd_quant.models.parts import Contract, axes
-from sd_quant.progress import progress
+from sd_quant.models.checkpoint import Checkpoint, contracts_of, part_parameters
+from sd_quant.models.parts import Contract
 from sd_quant.report.images import save_images
 from sd_quant.report.provenance import provenance
-from sd_quant.report.record import DONE, IMAGE, SCHEMA_VERSION, InferRecord, explained, write_record
+from sd_quant.report.record import DONE, IMAGE, SCHEMA_VERSION, InferRecord, Timing, explained, write_record
+from sd_quant.stages.generate import generate, image_names, sampling_of
 from sd_quant.stages.load import open_model
-from sd_quant.stages.opening import check_cuda_graph, open_file, open_torch_engine
+from sd_quant.stages.open_parts import check_cuda_graph, open_file, open_torch_engine
 from sd_quant.stages.resources import check_machine, workload_of
-
-LOG = logging.getLogger(__name__)
 
 
 def infer(job: InferJob, directory: Path) -> None:
+    """Make the job's images and time its engine; images and record go to ``infer.out_path`` or to ``directory``."""
     out = anchored(job.infer.out_path) if job.infer.out_path else directory
-    paths = {"checkpoint": anchored(job.model.path)}
-    checkpoint = open_model(job.model)
-    parts = list(checkpoint.parts())
+    checkpoint, prompts = open_model(job.model), job.infer.prompt_list()
     check_cuda_graph(job.infer)
-    kind = RUNTIMES[job.infer.engine].file
-    if kind is None:
-        pool = Pool(partial(open_torch_engine, checkpoint, job.infer))
-    else:
-        files = part_paths(job, kind)
-        options = {"allow_untrusted_plan": True} if job.infer.allow_untrusted_plan else {}
-        pool = Pool(lambda part: open_file(files[part], job.infer, **options))
-        paths |= files
-        for path in files.values():
-            if path.suffix == ".onnx":
-                onnx_files(path)
+    files = engine_files(job)
     parameters, work = part_parameters(checkpoint), workload_of(job.infer)
     check_machine({"the largest part": memory_of_part(parameters, work)}, {}, out)
-    facts = provenance(paths, [])
+    facts = provenance({"checkpoint": anchored(job.model.path)} | files, [])
     memory, gpu = memory_of_variant(parameters, work), gpu_memory_of_variant(parameters, work)
     together = fits(memory, "all parts of the model", gpu)
-    pool.most = None if together else 1
-    engines = Variant(pool, {part: part for part in parts})
-    if together:  # a broken file is found before the others have worked
+    pool = Pool(lambda part: open_part(checkpoint, job.infer, files, part), most=None if together else 1)
+    engines = Variant(pool, {part: part for part in checkpoint.parts()})
+    if together:  # opens all of them, so that a broken file is refused before the others have worked
         list(engines.values())
-    pipeline, contracts = pipeline_of(checkpoint, engines), contracts_of(checkpoint)
-    prompts = job.infer.prompt_list()
+    pipeline = pipeline_of(checkpoint, engines)
     generated = generate(pipeline, prompts, job.infer, job.infer.engine)
     save_images(generated.images, out / "images", image_names(prompts))
-    samples = {part: batch_of(checkpoint, part, job.infer) for part in parts}
-    latency: dict = {
-        part: {str(samples[part]): part_latency(engines[part], contracts[part], samples[part], job.infer)}
-        for part in parts
-    }
-    if together:
-        image = measure(one_image(pipeline, prompts, job.infer), 1, min(3, job.infer.num_timed_runs))
-    else:
-        medians = {part: latency[part][str(samples[part])]["p50_ms"] for part in parts}
-        image = composed(medians, job.infer.steps, checkpoint.family.DENOISER)
-    latency[IMAGE] = {str(job.infer.batch_size): image}
+    latency = time_engine(checkpoint, engines, pipeline, prompts, job.infer, together)
     record = InferRecord(
         schema_version=SCHEMA_VERSION,
         status=DONE,
@@ -87,60 +60,46 @@ def infer(job: InferJob, directory: Path) -> None:
     print(f"images: {out / 'images'}")
 
 
-def composed(medians: Mapping[str, float], steps: int, denoiser: str) -> dict:
-    """The time of a picture from those of its parts: the denoiser as often as there are steps."""
-    milliseconds = sum(median * (steps if part == denoiser else 1) for part, median in medians.items())
-    return {"p50_ms": milliseconds, "composed": "from single calls, as memory does not hold everything at once"}
+def engine_files(job: InferJob) -> dict[str, Path]:
+    """The file of each part that the job's engine loads; none where torch computes the checkpoint itself.
+
+    Raises ArtifactError for an ONNX file that is broken or lacks its weights.
+    """
+    kind = RUNTIMES[job.infer.engine].file
+    files = {} if kind is None else part_paths(job, kind)
+    for path in files.values():
+        if path.suffix == ".onnx":
+            onnx_files(path)
+    return files
 
 
-def image_names(prompts: list[str]) -> list[str]:
-    return [f"{index:04}" for index in range(len(prompts))]
+def open_part(checkpoint: Checkpoint, infer: Infer, files: dict[str, Path], part: str) -> Engine:
+    """The job's engine for one part, from the part's file unless torch computes the checkpoint itself."""
+    if RUNTIMES[infer.engine].file is None:
+        return open_torch_engine(checkpoint, infer, part)
+    options = {"allow_untrusted_plan": True} if infer.allow_untrusted_plan else {}
+    return open_file(files[part], infer, **options)
 
 
-def sampling_of(infer: Infer) -> Sampling:
-    return Sampling(infer.steps, infer.scale, infer.height, infer.width, infer.batch_size, infer.seed)
+def time_engine(
+    checkpoint: Checkpoint, engines: Variant, pipeline: Pipeline, prompts: list[str], infer: Infer, together: bool
+) -> dict[str, dict[str, Timing]]:
+    """The latency of every part and of an image, each by its batch; ``together``: all parts are open at once."""
+    sampling, contracts = sampling_of(infer), contracts_of(checkpoint)
+    latency: dict[str, dict[str, Timing]] = {}
+    medians: dict[str, float] = {}
+    for part, contract in contracts.items():
+        samples = samples_per_call(checkpoint, part, sampling)
+        times = part_latency(engines[part], contract, samples, infer)
+        latency[part], medians[part] = {str(samples): times}, times["p50_ms"]
+    if together:
+        image = cast(Timing, measure(image_call(pipeline, prompts, sampling), 1, min(3, infer.num_timed_runs)))
+    else:
+        image = cast(Timing, composed_latency(medians, infer.steps, checkpoint.family.DENOISER))
+    return latency | {IMAGE: {str(infer.batch_size): image}}
 
 
-def generate(pipeline: Pipeline, prompts: list[str], infer: Infer, description: str) -> Generated:
-    batches = -(-len(prompts) // infer.batch_size)
-    with progress(batches * infer.steps, f"pictures, {description}") as advance:
-        return pipeline(prompts, sampling_of(infer), on_step=lambda step: advance())
-
-
-def example_inputs(contract: Contract, batch: int, infer: Infer) -> dict[str, torch.Tensor]:
-    """Random inputs of the size that the pipeline uses; latency does not depend on their values."""
-    generator = torch.Generator().manual_seed(0)
-    inputs = {}
-    for name, shape in contract.shapes(**axes(batch, infer.width, infer.height)).items():
-        dtype = contract.dtypes[name]
-        drawn = torch.randn(shape, generator=generator) if dtype.is_floating_point else torch.ones(shape)
-        inputs[name] = drawn.to(dtype)
-    return inputs
-
-
-def batch_of(checkpoint: Checkpoint, part: str, infer: Infer) -> int:
-    """Samples in one call."""
-    denoises = part == checkpoint.family.DENOISER
-    return infer.batch_size * (samples_per_image(checkpoint, infer.scale) if denoises else 1)
-
-
-def part_call(engine: Engine, contract: Contract, batch: int, infer: Infer) -> Callable[[], object]:
-    """With inputs that are where the engine computes, in its own dtypes: nothing is copied in a timed call."""
-    inputs = cast_inputs(engine.inputs, example_inputs(contract, batch, infer), engine.device)
-    return lambda: engine(**inputs)
-
-
-def part_latency(engine: Engine, contract: Contract, batch: int, infer: Infer) -> dict[str, object]:
-    """By the clock of the engine's own device."""
-    call = part_call(engine, contract, batch, infer)
-    return measure(call, infer.num_warmup_runs, infer.num_timed_runs, clock_of(engine.device))
-
-
-def one_image(pipeline: Pipeline, prompts: list[str], infer: Infer):
-    batch = (prompts * infer.batch_size)[: infer.batch_size]
-    return lambda: pipeline(batch, sampling_of(infer))
-
-
-def shown(path: Path) -> str:
-    """A path as a person wants to read it."""
-    return str(path.relative_to(REPOSITORY)) if path.is_relative_to(REPOSITORY) else str(path)
+def part_latency(engine: Engine, contract: Contract, samples: int, infer: Infer) -> Timing:
+    """The latency of one call of a part with a batch of ``samples``, by the clock of the engine's own device."""
+    call = part_call(engine, contract, samples, sampling_of(infer))
+    return cast(Timing, measure(call, infer.num_warmup_runs, infer.num_timed_runs, clock_of(engine.device)))

@@ -1,7 +1,7 @@
-"""The folder of a job: one process at a time, done jobs left as they are, what a killed one left removed.
+"""The folder of a job: whether the job is done, and what an interrupted attempt has left.
 
-A job is done when its record is there with the fingerprint of everything that decides it. The lock ends with its
-process, however that ends, so a lock without a record is what a killed job leaves.
+A job is done when its record is there with the fingerprint of everything that decides it. A process holds the folder's
+lock until it ends, in whatever way, so a lock file without a record is what an interrupted attempt leaves.
 """
 
 import dataclasses
@@ -13,14 +13,14 @@ from typing import Any
 
 import yaml
 
-from sd_quant.config import QuantizeJob, anchored
+from sd_quant.config import REPOSITORY, QuantizeJob, anchored
 from sd_quant.files import TEMPORARY, digest
 from sd_quant.report.provenance import provenance
 from sd_quant.report.record import RECORD, at, read_record
 from sd_quant.report.summary import FAILURE
 from sd_quant.source import source_digest
 
-# What a job writes, and nothing else: the folder may be any that the user has named.
+# What a job writes. Nothing else is ever removed, because the folder may be any that the user has named.
 WRITTEN = (
     "onnx", "plan", "full_precision", "images", f"{TEMPORARY}*", ".*.part", RECORD, FAILURE, "provenance.json",
     "config.yaml", "layers.csv", "sensitivity.csv", "sensitivity.png", "quantized_*.pt",
@@ -28,27 +28,27 @@ WRITTEN = (
 
 
 def facts_of(job: QuantizeJob, directory: Path) -> dict:
-    """The versions, the machine and the hashes of the inputs that the job starts from."""
+    """The versions, the machine and the hashes of the inputs that the job starts from, as ``provenance`` has them."""
     inputs = {"checkpoint": anchored(job.model.path)}
     if job.quantize.calibration is None:
         inputs["calibration_prompts"] = anchored(job.model.calibration_prompts)
     else:
         inputs["calibration"] = anchored(job.quantize.calibration)
-    given = directory / ".hydra" / "overrides.yaml"
-    return provenance(inputs, yaml.safe_load(given.read_text(encoding="utf-8")) if given.exists() else [])
+    overrides = directory / ".hydra" / "overrides.yaml"
+    return provenance(inputs, yaml.safe_load(overrides.read_text(encoding="utf-8")) if overrides.exists() else [])
 
 
 def fingerprint(job: QuantizeJob, facts: dict) -> str:
-    """A digest of everything that decides the record but the machine, so that a sweep's jobs may run on several."""
+    """A digest of everything that decides the record, except the machine: a sweep's jobs may run on several."""
     knobs = dataclasses.asdict(job) | {"cache": None, "published": None, "trackers": None}
     knobs["trt"]["timing_cache"] = None
-    inputs = {name: found["sha256"] for name, found in facts["inputs"].items()}
+    inputs = {name: file["sha256"] for name, file in facts["inputs"].items()}
     source = source_digest()
     return digest(json.dumps([knobs, job.infer.prompt_list(), inputs, facts["versions"], source], sort_keys=True))
 
 
 def finished(directory: Path, wanted: str) -> Mapping[str, Any] | None:
-    """The record of this very job, if it is there."""
+    """The record in ``directory`` if it is there and its fingerprint is the ``wanted`` one, else None."""
     try:
         record = read_record(directory)
     except (OSError, ValueError):
@@ -61,3 +61,8 @@ def remove_leftovers(directory: Path) -> None:
     for name in WRITTEN:
         for path in directory.glob(name):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def shown(path: Path) -> str:
+    """A path as a person reads it: relative to the repository where it lies in it."""
+    return str(path.relative_to(REPOSITORY)) if path.is_relative_to(REPOSITORY) else str(path)

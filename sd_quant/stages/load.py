@@ -1,4 +1,4 @@
-"""From the checkpoint's path to everything that the later steps ask of it."""
+"""From the checkpoint's path to everything that later steps need to know of the model."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -11,24 +11,24 @@ from sd_quant.checkpoints.tensors import Weights
 from sd_quant.config import Model, QuantizeJob, anchored
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser, part_parameters
 from sd_quant.models.parts import Part
-from sd_quant.quantization.derivation import check_layers
 from sd_quant.quantization.recipe import Recipe, reason_kept
+from sd_quant.quantization.recipe_check import check_layers
 from sd_quant.simulation.sensitivity import budget
 from sd_quant.stages.resources import check_machine, disk_needed, gpu_memory_needed, memory_needed
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checked checkpoint and what follows from its networks' structure. No weight is in memory."""
+    """A checked checkpoint, and what follows from its structure and the recipe. No weight is in memory."""
 
     checkpoint: Checkpoint
     parts: dict[str, Part]  # the denoiser first
-    parameters: dict[str, int]  # part to the number of its weights
-    roles: dict[str, str]  # the denoiser's layers to their roles
-    head_widths: dict[str, int]  # attentions that quant_level 4 can quantize
+    parameters: dict[str, int]  # number of weights by part
+    roles: dict[str, str]  # role of each of the denoiser's layers
+    head_widths: dict[str, int]  # width of a head by attention, of those that quant_level 4 can quantize
     recipe: Recipe
-    exclude: Collection[str]  # patterns of layers that stay in high precision
-    kept: int  # the most sensitive layers that stay in high precision
+    exclude: Collection[str]  # patterns of the layers that the recipe leaves in high precision
+    kept: int  # how many of the most sensitive layers stay in high precision
 
     @property
     def denoiser(self) -> str:
@@ -42,16 +42,17 @@ class Loaded:
 
 
 def open_model(model: Model) -> Checkpoint:
+    """The checkpoint that the knobs name. Raises what its reader raises."""
     return open_checkpoint(
         anchored(model.path), model.family, io=model.io, max_sequence_length=model.max_sequence_length
     )
 
 
 def load(job: QuantizeJob, directory: Path) -> Loaded:
-    """Open and check the checkpoint, and compare the job with it and with the machine.
+    """Open the checkpoint and check it, the recipe and the machine.
 
     Raises what the checkpoint's reader raises, ArtifactError for weights that are not finite, ResourceError when memory
-    or disk are too small, ConfigError for a recipe that the layers do not take.
+    or disk are too small, and ConfigError for a recipe that does not fit the layers.
     """
     checkpoint = open_model(job.model)
     parts, parameters = checkpoint.parts(), part_parameters(checkpoint)

@@ -1,6 +1,6 @@
-"""The main job: checkpoint, statistics, assignment, ONNX, plans, images, latency, parity, record.
+"""The main job: from a checkpoint to the quantized model's files, its images, and a record of what it gains and costs.
 
-``run`` is the way of the data, a step a line; each step is a function of its own file, with typed input and output.
+``run`` is the way of the data: each step is a line, and a function in a file of its own with typed input and output.
 """
 
 import dataclasses
@@ -27,12 +27,11 @@ from sd_quant.stages.calibrate import statistics_of
 from sd_quant.stages.compare import compare_images, save_pairs
 from sd_quant.stages.export_onnx import export_parts
 from sd_quant.stages.export_trt import build_run_plans, check_gpu, plan_library
-from sd_quant.stages.infer import shown
-from sd_quant.stages.job_folder import facts_of, fingerprint, finished, remove_leftovers
+from sd_quant.stages.job_folder import facts_of, fingerprint, finished, remove_leftovers, shown
 from sd_quant.stages.latency import compare_latency
 from sd_quant.stages.load import load
-from sd_quant.stages.opening import check_cuda_graph
-from sd_quant.stages.results import record_of
+from sd_quant.stages.open_parts import check_cuda_graph
+from sd_quant.stages.results import Results, record_of
 from sd_quant.stages.variants import variants_of
 from sd_quant.stages.verify import verify
 from sd_quant.trackers import track
@@ -42,10 +41,10 @@ TRACKED = "outputs/trackers"
 
 
 def quantize(job: QuantizeJob, directory: Path) -> float | None:
-    """Run the job into ``directory`` and return the mean PSNR in dB; the record is written last.
+    """Run the job in ``directory`` and return the mean PSNR in dB; the record is written last.
 
-    A directory in which this very job is done is left as it is, what an earlier attempt left there is removed, and of
-    two processes with one directory the second waits for the first.
+    Where this very job is done already, the directory stays as it is. What an interrupted attempt has left is removed.
+    Of two processes with one directory the second waits for the first.
     """
     check_runtimes(job)
     attempted = (directory / LOCK).exists()
@@ -64,7 +63,7 @@ def quantize(job: QuantizeJob, directory: Path) -> float | None:
 
 
 def check_runtimes(job: QuantizeJob) -> None:
-    """Raises ResourceError, before the first step works for minutes, where the job's runtimes cannot work here."""
+    """Raises ResourceError before the first step, which may take minutes, if the job's runtimes cannot work here."""
     if job.trt.library != "none":
         check_installed(plan_library(job.trt))
     runtime = RUNTIMES[job.infer.engine]
@@ -80,7 +79,7 @@ def check_runtimes(job: QuantizeJob) -> None:
 
 
 def run(job: QuantizeJob, directory: Path, facts: dict) -> Record:
-    """All steps in their order. Returns the record, which it has written."""
+    """Take all steps in their order, write the record and return it."""
     step, cache = StageTimer(), Cache(anchored(job.cache.dir) if job.cache.dir else None, job.cache.limit_gb * 1e9)
     prompts, sha256 = job.infer.prompt_list(), facts["inputs"]["checkpoint"]["sha256"]
     simulated = why_not(job.infer.engine, job.formats())
@@ -112,10 +111,8 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> Record:
         )
     with step("parity"):
         parity = verify(loaded, assignment, variants, comparison, job.infer.engine, directory)
-    record = record_of(
-        job, facts, loaded, assignment, sensitivity, plans, comparison, latency, parity, step.stages, simulated,
-        directory,
-    )  # fmt: skip
+    results = Results(loaded, assignment, sensitivity, plans, comparison, simulated, latency, parity, step.stages)
+    record = record_of(job, facts, results, directory)
     write_json(directory / "provenance.json", facts)
     write_record(record, directory)
     track(job.trackers, record, directory, anchored(TRACKED))

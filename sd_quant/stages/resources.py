@@ -1,4 +1,4 @@
-"""What a job needs of the machine, said before anything is started."""
+"""The memory and disk that a job takes, compared with the machine before anything is started."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,12 +21,13 @@ from sd_quant.metrics.memory import available_cuda_memory_bytes, available_memor
 
 
 def workload_of(infer: Infer) -> Workload:
+    """What one call of the pipeline computes, by the knobs."""
     pixels = infer.batch_size * infer.width * infer.height
     return Workload(RUNTIMES[infer.engine], pixels, fp32=infer.precision == "fp32")
 
 
 def memory_needed(parameters: Parameters, job: QuantizeJob) -> dict[str, float]:
-    """Most bytes that each stage takes, with one part open at a time where that is enough."""
+    """The most bytes that each stage takes, with one part open at a time where that is possible."""
     needed = {"pictures": memory_of_part(parameters, workload_of(job.infer))}
     if job.quantize.calibration is None:
         needed["calibrate"] = memory_of_calibration(parameters, calibration_pixels(job))
@@ -36,8 +37,7 @@ def memory_needed(parameters: Parameters, job: QuantizeJob) -> dict[str, float]:
 
 
 def gpu_memory_needed(parameters: Parameters, job: QuantizeJob) -> dict[str, float]:
-    """Most bytes of a GPU's memory that each stage takes, with one part open at a time: calibration has all but the VAE
-    in fp32, the simulation the denoiser in fp32."""
+    """The most bytes of a GPU that each stage takes, with one part open at a time where that is possible."""
     work = workload_of(job.infer)
     needed = {"pictures": gpu_memory_of_part(parameters, work), "parity": memory_of_simulation(parameters, work)}
     if job.quantize.calibration is None and job.quantize.accelerator != "cpu":
@@ -46,13 +46,14 @@ def gpu_memory_needed(parameters: Parameters, job: QuantizeJob) -> dict[str, flo
 
 
 def calibration_pixels(job: QuantizeJob) -> int:
+    """Pixels of all images in one call of calibration."""
     return job.quantize.batch_size * job.model.width * job.model.height
 
 
 def disk_needed(stored: Mapping[str, int], job: QuantizeJob) -> dict[str, float]:
-    """Most bytes that a run leaves, by kind; ``stored``: part to the bytes of its weights when they are exported.
+    """The most bytes that a run writes, by kind of file; ``stored`` has the bytes of each part's unquantized weights.
 
-    The denoiser, which is the first, is counted as if nothing were quantized.
+    The denoiser, which is the first part, is counted as if nothing were quantized.
     """
     denoiser = next(iter(stored.values()))
     return {
@@ -67,26 +68,29 @@ def disk_needed(stored: Mapping[str, int], job: QuantizeJob) -> dict[str, float]
 def check_machine(
     memory: Mapping[str, float], disk: Mapping[str, float], directory: Path, gpu: Mapping[str, float] | None = None
 ) -> None:
-    """Raises ResourceError, with the figures, when the machine or its GPU, where there is one, cannot hold a stage, or
-    the disk not the files."""
+    """Raises ResourceError, with the figures, unless memory, GPU and disk of this machine are large enough.
+
+    ``memory`` and ``gpu`` have bytes by stage, ``disk`` by kind of file; a machine without a GPU lacks none.
+    """
     available = available_memory_bytes()
-    short = {stage: needed for stage, needed in memory.items() if needed > available}
-    if short:
+    too_large = {stage: needed for stage, needed in memory.items() if needed > available}
+    if too_large:
         raise ResourceError(
-            f"this job needs more memory than the {available / GB:.1f} GB that are free here ({figures(short)}); reuse "
-            "statistics with calibration=<path>, leave plans out with export_trt=none, make smaller pictures with "
+            f"this job needs more memory than the {available / GB:.1f} GB that are free here ({figures(too_large)}); "
+            "reuse statistics with calibration=<path>, leave plans out with export_trt=none, make smaller images with "
             "infer.width and infer.height, or take a larger machine"
         )
     free = available_cuda_memory_bytes()
-    lacking = {stage: needed for stage, needed in (gpu or {}).items() if free is not None and needed > free}
-    if lacking:
+    too_large = {stage: needed for stage, needed in (gpu or {}).items() if free is not None and needed > free}
+    if too_large:
         raise ResourceError(
-            f"this job needs more than the {free / GB:.1f} GB that are free on the GPU ({figures(lacking)}); calibrate "
-            "with quantize.accelerator=cpu or calibration=<path>, make smaller pictures with infer.width and "
+            f"this job needs more than the {free / GB:.1f} GB that are free on the GPU ({figures(too_large)}); "
+            "calibrate with quantize.accelerator=cpu or calibration=<path>, make smaller images with infer.width and "
             "infer.height, or hide the GPU with CUDA_VISIBLE_DEVICES="
         )
     check_room(directory, sum(disk.values()), f" ({figures(disk)})")
 
 
 def figures(sizes: Mapping[str, float]) -> str:
+    """The sizes as a message shows them."""
     return ", ".join(f"{name} {size / GB:.1f} GB" for name, size in sizes.items())

@@ -1,6 +1,7 @@
-"""What the steps have left, put together as the run's record."""
+"""The record of a run, put together from the results of its steps."""
 
 import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -21,24 +22,26 @@ from sd_quant.stages.text_scores import text_scores
 from sd_quant.stages.variants import FRAMEWORK, FULL_PRECISION, QUANTIZED
 
 
-def record_of(
-    job: QuantizeJob,
-    facts: dict,
-    loaded: Loaded,
-    assignment: dict[str, LayerAssignment],
-    sensitivity: Sensitivity | None,
-    plans: dict[str, PlanReport],
-    comparison: Comparison,
-    latency: dict,
-    parity: dict,
-    stages: dict,
-    simulated: str | None,
-    directory: Path,
-) -> Record:
-    """The record of a job whose files lie in ``directory``; ``simulated`` says why no engine computed it, or None."""
-    knobs, prompts = dataclasses.asdict(job), job.infer.prompt_list()
+@dataclass(frozen=True)
+class Results:
+    """What the steps of a run have returned."""
+
+    loaded: Loaded
+    assignment: dict[str, LayerAssignment]
+    sensitivity: Sensitivity | None  # None where no layer is kept for its sensitivity
+    plans: dict[str, PlanReport]  # by part
+    comparison: Comparison
+    simulated: str | None  # why the quantized variant is the simulation and no engine; None where it is an engine
+    latency: dict
+    parity: dict
+    stages: dict  # seconds and peak memory by step
+
+
+def record_of(job: QuantizeJob, facts: dict, results: Results, directory: Path) -> Record:
+    """The record of a job whose files are in ``directory``; ``facts`` are those that it started from."""
+    knobs, prompts, loaded = dataclasses.asdict(job), job.infer.prompt_list(), results.loaded
     framework, unquantized, quantized = (
-        comparison.images[variant] for variant in (FRAMEWORK, FULL_PRECISION, QUANTIZED)
+        results.comparison.images[variant] for variant in (FRAMEWORK, FULL_PRECISION, QUANTIZED)
     )
     return Record(
         schema_version=SCHEMA_VERSION,
@@ -51,11 +54,11 @@ def record_of(
             "samples_a_picture": samples_per_image(loaded.checkpoint, job.infer.scale),
         },
         prompts=prompts,
-        simulated=simulated is not None,
-        simulated_because=simulated,
+        simulated=results.simulated is not None,
+        simulated_because=results.simulated,
         sizes_bytes=sizes(loaded.parameters, directory),
-        plans={part: cast(Plan, dataclasses.asdict(report)) for part, report in plans.items()},
-        latency=latency,
+        plans={part: cast(Plan, dataclasses.asdict(report)) for part, report in results.plans.items()},
+        latency=results.latency,
         fidelity=fidelity(framework.images, quantized.images, framework.latents, quantized.latents, sets=True),
         fidelity_unquantized_engine=fidelity(
             framework.images, unquantized.images, framework.latents, unquantized.latents
@@ -63,13 +66,15 @@ def record_of(
         text_scores=text_scores(
             job.metrics, job.infer, prompts, {FULL_PRECISION: framework.images, QUANTIZED: quantized.images}
         ),
-        parity=parity,
-        layers=count_layers(assignment),
-        smoothing=count_smoothing(assignment, artifact(directory, "onnx", loaded.denoiser)),
-        sensitivity={"curve": sensitivity.curve} if sensitivity else {"curve": None, "reason": "keep is 0"},
+        parity=results.parity,
+        layers=count_layers(results.assignment),
+        smoothing=count_smoothing(results.assignment, artifact(directory, "onnx", loaded.denoiser)),
+        sensitivity={"curve": results.sensitivity.curve}
+        if results.sensitivity
+        else {"curve": None, "reason": "keep is 0"},
         peak_memory_bytes=peak_memory_bytes(),
         peak_cuda_memory_bytes=explained(peak_cuda_memory_bytes(), "no NVIDIA GPU"),
-        stages=cast(dict[str, Stage], stages),
+        stages=cast(dict[str, Stage], results.stages),
         environment={"versions": facts["versions"], "machine": facts["machine"]},
         inputs=facts["inputs"],
     )
@@ -77,34 +82,34 @@ def record_of(
 
 def sizes(parameters: dict[str, int], directory: Path) -> dict[str, Sizes]:
     """Bytes of each part's files, and of its weights in fp32."""
-    found: dict[str, Sizes] = {}
+    by_part: dict[str, Sizes] = {}
     for part in parameters:
         path, plan = artifact(directory, "onnx", part), artifact(directory, "plan", part)
         full = artifact(directory / "full_precision", "onnx", part)
         stored = bytes_of(path)
-        found[part] = {
+        by_part[part] = {
             "onnx_full_precision": bytes_of(full) if full.exists() else stored,
             "onnx_quantized": explained(stored if full.exists() else None, "not quantized"),
             "plan": explained(plan.stat().st_size if plan.exists() else None, "no plan was asked for"),
             "weights_fp32": 4 * parameters[part],
         }
-    return found
+    return by_part
 
 
 def bytes_of(onnx_path: Path) -> int:
-    """Bytes of the graph and of the files of its weights."""
+    """Bytes of an ONNX file and of the files beside it, which hold its weights."""
     return sum(file.stat().st_size for file in onnx_path.parent.iterdir())
 
 
 def count_layers(assignment: dict[str, LayerAssignment]) -> Layers:
-    """How many convolutions and linears are quantized and how many are not."""
+    """The number of convolutions and linears that are quantized, and of those that are not."""
     layers = [layer for layer in assignment.values() if layer.role not in ("norm", "attention")]
     quantized = sum(layer.format is not None for layer in layers)
     return {"quantized": quantized, "high_precision": len(layers) - quantized}
 
 
 def count_smoothing(assignment: dict[str, LayerAssignment], onnx_path: Path) -> dict[str, int]:
-    """How many layers are smoothed, and how many multiplications the exported graph really has for that."""
+    """The number of smoothed layers, and of the multiplications that the exported graph has for them."""
     graph = onnx.load(onnx_path, load_external_data=False).graph
     return {
         "smoothed_layers": sum(

@@ -1,4 +1,4 @@
-"""CLIP score and FID of a run's images, where the user has named the networks' weights, and MLPerf's verdict."""
+"""CLIP score and FID of a run's images, if their networks' weights are named, and MLPerf's verdict on both."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -12,9 +12,9 @@ from sd_quant.metrics.text_image import mlperf_window
 
 
 def text_scores(metrics: Metrics, infer: Infer, prompts: list[str], variants: Mapping[str, np.ndarray]) -> dict:
-    """CLIP score and FID of each variant's images, as far as their weights were named, and whether MLPerf accepts both.
+    """The record's text scores of each variant's images, or the reason why there are none.
 
-    ``variants``: full precision and quantized by name, each uint8 [N, H, W, 3], one image for each of the ``prompts``.
+    ``variants`` has images by variant, uint8 [N, H, W, 3], one for each of the ``prompts``.
     """
     files = {name: anchored(path) for name, path in asdict(metrics).items() if path is not None}
     if not files:
@@ -23,6 +23,7 @@ def text_scores(metrics: Metrics, infer: Infer, prompts: list[str], variants: Ma
 
 
 def scores_of(images: np.ndarray, prompts: list[str], files: Mapping[str, Path], infer: Infer) -> dict:
+    """Each score of one variant's images, with the reason where its ``files`` are not named, and MLPerf's verdict."""
     entries: dict = {}
     for score in SCORES.values():
         if score.against in (Against.PROMPTS, Against.PHOTOGRAPHS):

@@ -1,7 +1,8 @@
-"""The three versions of the model that are compared: framework, unquantized engine, quantized engine.
+"""The three variants of the model that are compared: framework, unquantized engine, quantized engine.
 
-A pool opens a part by its key: the framework's by its name, an engine's by the file that it is loaded from, what torch
-computes itself by ``Native``, and the simulation by ``SIMULATED``.
+All of them share one pool of engines. The key of an engine says how its part is opened: the name of a part by the
+framework, a path by the runtime that loads the file, ``Native`` by torch as an engine of its own, and ``SIMULATED`` by
+torch with ModelOpt's quantizers.
 """
 
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from sd_quant.inference.memory import fits, gpu_memory_of_variants, memory_of_va
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.stages.load import Loaded
-from sd_quant.stages.opening import open_file, open_simulated, open_torch, open_torch_engine
+from sd_quant.stages.open_parts import open_file, open_simulated, open_torch, open_torch_engine
 from sd_quant.stages.resources import workload_of
 
 FRAMEWORK, FULL_PRECISION, QUANTIZED = "framework", "full_precision", "quantized"
@@ -35,30 +36,36 @@ class Native:
 
 @dataclass(frozen=True)
 class Variants:
-    engines: Mapping[str, Mapping[str, Engine]]  # FRAMEWORK, FULL_PRECISION and QUANTIZED, each part to its engine
-    pool: Pool  # where they are opened
-    together: bool  # memory holds all of them at once
-    simulated: str | None  # why the quantized one is no engine but the simulation, None where it is one
+    """The engines of all variants, opened when they are asked for."""
+
+    engines: Mapping[str, Mapping[str, Engine]]  # by variant, which is FRAMEWORK, FULL_PRECISION or QUANTIZED, and part
+    pool: Pool  # opens and closes them
+    together: bool  # whether memory holds all of them at once
+    simulated: str | None  # why the quantized variant is the simulation and no engine; None where it is an engine
 
     @property
     def simulation(self) -> TorchEngine:
+        """The denoiser with ModelOpt's quantizers."""
         return self.pool[SIMULATED]  # type: ignore[return-value]
 
 
 def variants_of(
     loaded: Loaded, infer: Infer, assignment: Mapping[str, LayerAssignment], directory: Path, simulated: str | None
 ) -> Variants:
-    """Nothing is open yet. Where memory does not hold everything, one part is open at a time."""
+    """The variants of a run whose files are in ``directory``, none of them open.
+
+    Where memory does not hold all of them, one part is open at a time.
+    """
     work = workload_of(infer)
     memory, gpu = memory_of_variants(loaded.parameters, work), gpu_memory_of_variants(loaded.parameters, work)
-    together = fits(memory, "all versions of the model", gpu)
+    together = fits(memory, "all variants of the model", gpu)
     pool = Pool(partial(open_engine, loaded.checkpoint, infer, assignment), most=None if together else 1)
     keys = keys_of(loaded, infer.engine, directory, simulated is not None)
     return Variants({name: Variant(pool, parts) for name, parts in keys.items()}, pool, together, simulated)
 
 
 def keys_of(loaded: Loaded, engine: str, directory: Path, simulated: bool) -> dict[str, dict[str, object]]:
-    """The key of every part of each version; only the denoiser differs between unquantized and quantized."""
+    """The key of each part by variant; unquantized and quantized differ in the denoiser alone."""
     parts, denoiser, kind = list(loaded.parts), loaded.denoiser, RUNTIMES[engine].file
     framework: dict[str, object] = {part: part for part in parts}
     full_precision: dict[str, object]
@@ -76,7 +83,7 @@ def keys_of(loaded: Loaded, engine: str, directory: Path, simulated: bool) -> di
 def open_engine(
     checkpoint: Checkpoint, infer: Infer, assignment: Mapping[str, LayerAssignment], key: str | Path | Native
 ) -> Engine:
-    """The engine of a key; ``assignment`` is what a quantized part of torch's is made from."""
+    """Open the engine of a key; torch quantizes the denoiser by the ``assignment``."""
     if isinstance(key, Path):
         return open_file(key, infer)
     if isinstance(key, Native):

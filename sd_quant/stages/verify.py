@@ -1,4 +1,4 @@
-"""The engines against torch: every unquantized part, every quantized layer, and the quantized network as a whole."""
+"""The engines compared with torch: every unquantized part, every quantized layer, and the quantized network."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +20,7 @@ from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.simulation.modelopt import restorable, save_quantized
 from sd_quant.stages.compare import Comparison
 from sd_quant.stages.load import Loaded
-from sd_quant.stages.opening import module_of
+from sd_quant.stages.open_parts import module_of
 from sd_quant.stages.variants import FRAMEWORK, FULL_PRECISION, QUANTIZED, Variants
 
 
@@ -32,8 +32,9 @@ def verify(
     engine: str,
     directory: Path,
 ) -> dict:
-    """The record's ``parity``; also writes ModelOpt's checkpoint, where it can hold the recipe, and closes all engines.
+    """The record's ``parity``. Closes all engines.
 
+    Also writes ModelOpt's checkpoint of the simulation, if that can hold the recipe.
     Raises SdQuantError when an engine differs from torch by more than is tolerated.
     """
     outputs, denoiser = comparison.outputs, loaded.denoiser
@@ -43,7 +44,7 @@ def verify(
     simulation = None
     if variants.simulated is None:
         simulation = run_simulation(simulated_part, network, comparison.inputs[denoiser], assignment)
-    if restorable(assignment):  # from the processor, so that it can be restored where there is no GPU
+    if restorable(assignment):  # from the CPU, so that it can be restored where there is no GPU
         save_quantized(network.cpu(), directory / f"quantized_{loaded.component}.pt")
     if simulation is not None:
         layers = outputs_of_layers(loaded, assignment, variants, simulation, engine, directory)
@@ -61,11 +62,11 @@ def outputs_of_layers(
     engine: str,
     directory: Path,
 ) -> dict[str, Tensor]:
-    """What the engine makes of each quantized layer's input in the simulation."""
+    """The output of each of the quantized engine's layers for the simulation's inputs."""
     denoiser = loaded.denoiser
     if RUNTIMES[engine].file is None:
         module = module_of(variants.engines[QUANTIZED][denoiser])
         return native_outputs(denoiser_of(loaded.checkpoint, module), simulation)
-    variants.pool.close()  # gives its memory to the layers
+    variants.pool.close()  # frees memory for the layers
     path = artifact(directory, "onnx", denoiser)
     return layer_outputs(simulation, assignment, path, loaded.parts[denoiser].prefix, engine)

@@ -1,17 +1,27 @@
-"""The real commands in real processes, and one real run of the main job that every test of its results shares."""
+"""The real commands, and one real run of the main job that every test of its results shares.
 
+A command of most tests is a fork of a process that has imported everything (``command``). What only a new interpreter
+shows is tested with one: that a whole job runs, what is imported, signals, launchers (``process`` and ``start``).
+"""
+
+import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
+
+from .sweeps import JOBS, SMALL, link_cache
 
 REPOSITORY = Path(__file__).parents[2]
 SAMPLING = ("infer.steps=5", "infer.num_timed_runs=3", "infer.num_warmup_runs=1")
 PROMPTS = ["a glossy icon of a rocket", "a glossy icon of a teapot"]
+Command = Callable[..., subprocess.CompletedProcess]
 
 
 @pytest.fixture(scope="session")
@@ -41,13 +51,13 @@ def start() -> Callable[..., subprocess.Popen]:
 
 
 @pytest.fixture(scope="session")
-def command(start) -> Callable[..., subprocess.CompletedProcess]:
-    """Runs a script to its end, at most ten minutes."""
+def process(start) -> Command:
+    """Runs a script to its end in an interpreter of its own, at most an hour."""
 
     def run(script: str, *arguments: str | Path) -> subprocess.CompletedProcess:
         with start(script, *arguments) as process:
             try:
-                stdout, stderr = process.communicate(timeout=600)
+                stdout, stderr = process.communicate(timeout=3600)
             except BaseException:
                 process.kill()
                 raise
@@ -56,26 +66,119 @@ def command(start) -> Callable[..., subprocess.CompletedProcess]:
     return run
 
 
+@pytest.fixture(scope="session")
+def forked(tmp_path_factory) -> Iterator[Callable[..., tuple[subprocess.CompletedProcess, int]]]:
+    """What ``process`` does, by a process that has imported everything; returns also the most bytes that it had."""
+    folder = tmp_path_factory.mktemp("forked")
+    outputs = [str(folder / name) for name in ("stdout", "stderr")]
+    with (
+        (folder / "warnings").open("w") as warnings,
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.cli.forking"], cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=warnings, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        ) as server,
+    ):  # fmt: skip
+        assert server.stdout.readline() == "ready\n", (folder / "warnings").read_text()
+
+        def run(*command: str | Path) -> tuple[subprocess.CompletedProcess, int]:
+            server.stdin.write(json.dumps([*map(str, command), *outputs]) + "\n")
+            server.stdin.flush()
+            code, kibibytes = map(int, server.stdout.readline().split())
+            texts = (Path(path).read_text() for path in outputs)
+            return subprocess.CompletedProcess(command, code, *texts), kibibytes * 1024
+
+        yield run
+        server.stdin.close()
+
+
+@pytest.fixture(scope="session")
+def command(forked) -> Command:
+    """Runs a script to its end."""
+    return lambda *command: forked(*command)[0]
+
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory) -> Callable[[str, Callable[[Path], object]], Path]:
+    """``made_once(name, make)``: the folder that ``make(folder)`` fills, once for all processes that run the tests."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def provide(name: str, make: Callable[[Path], object]) -> Path:
+        folder, done = shared / name, shared / f"{name}.done"
+        with FileLock(shared / f"{name}.lock"):
+            if not done.exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+                make(folder)
+                done.touch()
+        return folder
+
+    return provide
+
+
 @dataclass(frozen=True)
 class MainJob:
     directory: Path
     cache: Path
-    statistics: Path  # its entry in that cache
+    statistics: Path  # in that cache: an entry of its prompts, and one of the first
     stdout: str
     prompts: list[str]
     sampling: tuple[str, ...]
 
 
 @pytest.fixture(scope="session")
-def main_job(command, checkpoint, tmp_path_factory) -> MainJob:
+def main_job(process, checkpoint, made_once) -> MainJob:
     """``quantize.py quant_level=3 alpha=0.8``, with fewer prompts, steps and repeats."""
-    folder = tmp_path_factory.mktemp("main_job")
-    directory, cache = folder / "run", folder / "cache"
-    result = command(
-        "quantize.py", "quant_level=3", "alpha=0.8", "calib_size=4", "quantize.n_steps=5", f"model.path={checkpoint}",
-        f"cache.dir={cache}",
-        f"infer.prompts=[{','.join(PROMPTS)}]", f"hydra.run.dir={directory}", *SAMPLING,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr[-3000:]
-    (statistics,) = (cache / "statistics").iterdir()
-    return MainJob(directory, cache, statistics, result.stdout, PROMPTS, SAMPLING)
+
+    def make(folder: Path) -> None:
+        result = process(
+            "quantize.py", "quant_level=3", "alpha=0.8", "calib_size=4", "quantize.n_steps=5", "quantize.snapshots=[1]",
+            f"model.path={checkpoint}", f"cache.dir={folder}/cache",
+            f"infer.prompts=[{','.join(PROMPTS)}]", f"hydra.run.dir={folder}/run", *SAMPLING,
+        )  # fmt: skip
+        assert result.returncode == 0, result.stderr[-3000:]
+        (folder / "stdout").write_text(result.stdout)
+
+    folder = made_once("main_job", make)
+    (statistics,) = (folder / "cache" / "statistics").iterdir()
+    return MainJob(folder / "run", folder / "cache", statistics, (folder / "stdout").read_text(), PROMPTS, SAMPLING)
+
+
+@pytest.fixture(scope="session")
+def with_graphs(main_job) -> Callable[[Path], Path]:
+    """``with_graphs(cache)``: a new cache that has the checkpoint's graphs, which depend on no knob of a recipe.
+
+    To trace them is half of the main job.
+    """
+
+    def fill(cache: Path) -> Path:
+        link_cache(main_job.cache / "graph", cache / "graph")
+        return cache
+
+    return fill
+
+
+@pytest.fixture(scope="session")
+def sweep_arguments(checkpoint) -> Callable[..., list[str]]:
+    """``sweep_arguments(folder)``: a command for three jobs in ``folder/sweep``, with their cache beside it."""
+
+    def arguments(folder: Path, *more: str) -> list[str]:
+        levels = ",".join(job.partition("=")[2] for job in JOBS)
+        knobs = f"quant_level={levels}", f"model.path={checkpoint}", f"cache.dir={folder}/cache"
+        return [*SMALL, *knobs, f"hydra.sweep.dir={folder}/sweep", *more]
+
+    return arguments
+
+
+@pytest.fixture(scope="session")
+def unbroken_sweep(command, sweep_arguments, with_graphs, made_once) -> Path:
+    """The folder of that command, undisturbed; ``table.csv`` is the sweep's as it was then."""
+
+    def make(folder: Path) -> None:
+        with_graphs(folder / "cache")
+        result = command(*sweep_arguments(folder))
+        assert result.returncode == 0, result.stderr[-3000:]
+        (folder / "stdout").write_text(result.stdout)
+        shutil.copy(folder / "sweep/summary.csv", folder / "table.csv")
+
+    return made_once("unbroken", make)

@@ -4,18 +4,45 @@ It reads a JSON list a line, the script and its arguments and the files for stdo
 code and the most memory in KiB. It never runs anything itself, so it has no threads that a fork would lose.
 """
 
+import functools
+import gc
+import importlib
 import json
 import os
+import pkgutil
 import runpy
+import signal
 import sys
 import traceback
+from contextlib import suppress
+
+import sd_quant
+
+SECONDS = 3600  # that a command may take, on a machine however busy
+LATE = (  # what the project imports when it is needed
+    *("diffusers", "lightning.fabric", "modelopt.torch.opt", "modelopt.torch.quantization", "onnxscript.optimizer"),
+    *("onnxscript.rewriter", "torch._dynamo", "torch.onnx._internal.exporter._core"),
+)
+STARTING_THREADS = {"sd_quant.engines.onnxruntime", "sd_quant.engines.openvino"}  # as they are imported
 
 
 def main() -> None:
-    import sd_quant.stages.export_trt
-    import sd_quant.stages.infer
-    import sd_quant.stages.quantize  # noqa: F401
+    gc.disable()
+    ours = {found.name for found in pkgutil.walk_packages(sd_quant.__path__, "sd_quant.")}
+    for name in (*sorted(ours - STARTING_THREADS), *LATE):
+        if not name.endswith("__main__"):
+            with suppress(ImportError):  # of what is not installed here
+                importlib.import_module(name)
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
 
+    from sd_quant.export.tracing import OPSET
+
+    # The exporter makes its table of operators anew for every graph, always the same one, in more than a second.
+    ONNXRegistry.from_torchlib = staticmethod(functools.cache(ONNXRegistry.from_torchlib))
+    ONNXRegistry.from_torchlib(opset_version=OPSET)
+    gc.freeze()  # a collection need not look at what is imported, nor a child copy it
+    gc.enable()
+    assert len(os.listdir("/proc/self/task")) == 1
     print("ready", flush=True)
     for line in sys.stdin:
         *command, stdout, stderr = json.loads(line)
@@ -24,14 +51,20 @@ def main() -> None:
             os._exit(run(command, stdout, stderr))
         _, status, used = os.wait4(child, 0)
         print(os.waitstatus_to_exitcode(status), used.ru_maxrss, flush=True)
+    gc.unfreeze()  # else extensions complain of what nobody collected
 
 
 def run(command: list[str], stdout: str, stderr: str) -> int:
+    """The exit code of a script, or of ``-m`` and a module, and its arguments."""
+    signal.alarm(SECONDS)
     for descriptor, path in ((1, stdout), (2, stderr)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), descriptor)
+    start = runpy.run_path
+    if command[0] == "-m":
+        start, command = runpy.run_module, command[1:]
     sys.argv, code = command, 0
     try:
-        runpy.run_path(command[0], run_name="__main__")
+        start(command[0], run_name="__main__")
     except SystemExit as left:
         code = left.code if isinstance(left.code, int) else int(left.code is not None)
     except BaseException:

@@ -1,27 +1,41 @@
 """The commands on a tiny pipeline of every family, and SDXL by either names of its inputs.
 
-Jobs go two at a time where the launcher for that is installed: most of their time is tracing, on one core.
+In INT8; of other formats the exported denoiser's layers are compared with their simulation, for a recipe from calls on
+random inputs, in the graph that the commands have traced.
 """
 
 import csv
-import importlib.util
 import json
 from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import onnx
+import onnx_ir as ir
 import pytest
+import torch
 import yaml
+from torch import Tensor
 
-from sd_quant.checkpoints.diffusers_pipeline import open_pipeline
+from sd_quant.calibration.hooks import collect, draw
+from sd_quant.checkpoints.diffusers_pipeline import DiffusersCheckpoint, open_pipeline
+from sd_quant.engines import load_engine, why_not
+from sd_quant.export.parts import write_part
+from sd_quant.inference.loading import LoadedModel, load_model
+from sd_quant.inference.parity import layer_outputs, layer_parity, run_simulation
 from sd_quant.models import family_named
-from sd_quant.models.checkpoint import empty_denoiser
+from sd_quant.models.checkpoint import denoiser_of, denoiser_part, denoiser_weights, empty_denoiser
+from sd_quant.models.parts import axes
+from sd_quant.quantization.derivation import derive
+from sd_quant.quantization.recipe import formats_used
+from sd_quant.quantization.statistics import LayerStatistics
+from sd_quant.simulation.modelopt import simulate
+from tests.presets import recipe_of
 
 from ..pipelines import TINY
 
-CONF = Path(__file__).parents[2] / "conf/model"
-INSTALLED = importlib.util.find_spec("hydra_plugins.hydra_joblib_launcher") is not None
-TWO_AT_A_TIME = ("hydra/launcher=one_host", "hydra.launcher.n_jobs=2") if INSTALLED else ()
+CONF = Path(__file__).parents[2] / "conf"
+PRESETS = ("fp8", "svdquant_w4a16", "int4_w4a4", "nvfp4")
 SMALL = (
     "calib_size=2", "quantize.n_steps=2", "infer.steps=2", "infer.num_timed_runs=1", "infer.num_warmup_runs=1",
     "infer.prompts=[a red cat]",
@@ -44,7 +58,7 @@ def sweep(command, folders, tmp_path_factory) -> Path:
     result = command(
         "quantize.py", "-m", f"model={','.join(TINY)}", f"model.path={folders}/${{.family}}", "model.width=64",
         "model.height=64", "quant_level=3", "alpha=0.8", *SMALL, f"cache.dir={folder}/cache",
-        f"hydra.sweep.dir={folder}/sweep", *TWO_AT_A_TIME,
+        f"hydra.sweep.dir={folder}/sweep",
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
     return folder / "sweep"
@@ -59,7 +73,7 @@ def record_of(directory: Path) -> dict:
 
 
 def parts_of(name: str) -> list[str]:
-    return yaml.safe_load((CONF / f"{name}.yaml").read_text())["parts"]
+    return yaml.safe_load((CONF / f"model/{name}.yaml").read_text())["parts"]
 
 
 def onnx_path(directory: Path, part: str) -> Path:
@@ -164,3 +178,83 @@ def test_the_inputs_names_change_nothing_but_the_names(command, main_job, checkp
     psnr = [record["fidelity"]["psnr"]["mean"] for record in records.values()]
     assert psnr[0] == pytest.approx(psnr[1], abs=0.5) and psnr[0] > 15
     assert records["nemo"]["layers"] == records["diffusers"]["layers"]
+
+
+# -------------------------------------------------------------------------------------------------------- other formats
+
+
+@dataclass(frozen=True)
+class Network:
+    checkpoint: DiffusersCheckpoint
+    graph: Path
+    calls: list[dict[str, Tensor]]
+    roles: dict[str, str]
+    statistics: dict[str, LayerStatistics]
+
+    def loaded(self) -> LoadedModel:
+        return load_model(self.checkpoint)
+
+
+def inputs_of(checkpoint: DiffusersCheckpoint, seed: int) -> dict[str, Tensor]:
+    contract = denoiser_part(checkpoint).contract
+    random = torch.Generator().manual_seed(seed)
+    found = {name: torch.randn(shape, generator=random) for name, shape in contract.shapes(**axes(2, 64, 64)).items()}
+    return found | {name: torch.full_like(found[name], 0.5) for name in found if name.startswith("timestep")}
+
+
+@pytest.fixture(scope="module", params=sorted(set(TINY) - {"sd21"}))  # whose layers are those of SD 1.5 and SDXL
+def network(request, folders, sweep) -> Network:
+    tokens = yaml.safe_load((CONF / f"model/{request.param}.yaml").read_text())["max_sequence_length"]
+    checkpoint = open_pipeline(folders / request.param, request.param, tokens)
+    model, calls = load_model(checkpoint), [inputs_of(checkpoint, seed) for seed in range(2)]
+    roles = checkpoint.family.layer_roles(model.denoiser)
+    layers = {name: model.denoiser.get_submodule(name) for name, role in roles.items() if role != "excluded"}
+    part, now = model.parts[checkpoint.family.DENOISER], {}
+    with collect(part, layers, range(2), 1, lambda: (0, [now["call"]]), draw(layers, range(2), 1, seed=0)) as found:
+        for now["call"], call in enumerate(calls):
+            part(**call)
+    graph = graph_of(sweep, request.param, checkpoint.family.DENOISER)
+    return Network(checkpoint, graph, calls, roles, found.layers)
+
+
+def graph_of(sweep: Path, name: str, part: str) -> Path:
+    """The one that the sweep's job has left in the cache."""
+    wanted = record_of(run_of(sweep, name))["inputs"]["checkpoint"]["sha256"], part
+    [entry] = [
+        manifest.parent
+        for manifest in sweep.parent.glob("cache/graph/*/manifest.json")
+        if (origin := json.loads(manifest.read_text())["origin"]) and (origin["checkpoint"], origin["part"]) == wanted
+    ]
+    return entry / "graph.onnx"
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_exported_layers_compute_what_the_simulation_does(network, preset, tmp_path):
+    checkpoint, family, recipe = network.checkpoint, network.checkpoint.family, recipe_of(preset, "quant_level=3")
+    alpha = None if recipe.smoothing == "none" else 0.5
+    recipe = replace(recipe, alpha=alpha, rank=min(recipe.rank, 8))
+    weights, part = denoiser_weights(checkpoint), denoiser_part(checkpoint)
+    inputs = family.shared_inputs([name for name, role in network.roles.items() if role != "conv"])
+    assignment = derive(network.roles, lambda name: weights[f"{name}.weight"], network.statistics, recipe, inputs)
+    path = tmp_path / "onnx" / family.DENOISER / f"{family.DENOISER}.onnx"
+    path.parent.mkdir(parents=True)
+    write_part(ir.load(network.graph), checkpoint, family.DENOISER, path, assignment)
+    onnx.checker.check_model(path, full_check=True)
+    stored = {onnx.TensorProto.DataType.Name(weight.data_type) for weight in onnx.load(path).graph.initializer}
+    assert stored & {"FLOAT8E4M3FN", "INT8", "INT4", "FLOAT4E2M1"}
+
+    model = network.loaded()
+    engine, call = model.torch_engine(family.DENOISER), network.calls[0]
+    (full,) = engine(**call).values()
+    simulate(denoiser_of(checkpoint, engine.module), assignment)
+    simulation = run_simulation(engine, denoiser_of(checkpoint, engine.module), call, assignment)
+    assert not torch.equal(full, simulation.output)
+    used = formats_used(recipe.enable, recipe.quant_level)
+    for name in ("openvino", "onnxruntime"):
+        if why_not(name, used) is None:
+            outputs = layer_outputs(simulation, assignment, path, part.prefix, name)
+            loaded = load_engine(name, path)
+            (quantized,) = loaded(**call).values()
+            loaded.close()
+            parity = layer_parity(simulation, full, quantized, assignment, outputs, family.DENOISER)
+            assert parity["quantized_layers"]["count"] == sum(layer.format is not None for layer in assignment.values())

@@ -9,10 +9,8 @@ import io
 import json
 import os
 import pickle
-import subprocess
-import sys
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,34 +24,9 @@ from sd_quant.checkpoints.nemo import open_nemo, write_archive
 from sd_quant.checkpoints.nemo_networks import NemoCheckpoint
 from sd_quant.checkpoints.tensors import lazy
 
-REPOSITORY = Path(__file__).parents[2]
 FIRST = nemo_keys.PREFIX["unet"] + "input_blocks.0.0.weight"
 LEFT = {".hydra", ".lock", "quantize.log", "export_trt.log", "config.yaml", "failure.json"}  # by a job that began
 MOST_MEMORY = 3 * 2**29  # bytes; what is imported takes half of it
-
-
-@pytest.fixture(scope="module")
-def forked(tmp_path_factory) -> Iterator[Callable[..., tuple[subprocess.CompletedProcess, int]]]:
-    """``forked(script, *arguments)``: what ``command`` does, by a process that has imported everything.
-
-    Returns also the most bytes of memory that it had.
-    """
-    outputs = [str(tmp_path_factory.mktemp("forked") / name) for name in ("stdout", "stderr")]
-    with subprocess.Popen(
-        [sys.executable, "-m", "tests.cli.forking"], cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"},
-    ) as server:  # fmt: skip
-        assert server.stdout.readline() == "ready\n"
-
-        def run(*command: str | Path) -> tuple[subprocess.CompletedProcess, int]:
-            server.stdin.write(json.dumps([*map(str, command), *outputs]) + "\n")
-            server.stdin.flush()
-            code, kibibytes = map(int, server.stdout.readline().split())
-            texts = (Path(path).read_text() for path in outputs)
-            return subprocess.CompletedProcess(command, code, *texts), kibibytes * 1024
-
-        yield run
-        server.stdin.close()
 
 
 @pytest.fixture(scope="module")

@@ -136,16 +136,17 @@ def test_another_recipe_takes_its_statistics_from_the_cache_and_keeps_what_is_mo
     command, checkpoint, main_job, tmp_path
 ):
     directory = tmp_path / "run"
-    (entry,) = main_job.statistics.glob("*.safetensors")
-    collected = entry.stat().st_mtime_ns
+    """And of the first prompt alone: of that the main job left a snapshot."""
+    entries = {path: path.stat().st_mtime_ns for path in main_job.statistics.glob("*.safetensors")}
     result = command(
-        "quantize.py", "quant_level=2", "alpha=auto", "smoothing=modelopt", "keep=2", "calib_size=4",
+        "quantize.py", "quant_level=2", "alpha=auto", "smoothing=modelopt", "keep=2", "calib_size=1",
         "quantize.n_steps=5", "export_trt=none", f"model.path={checkpoint}", f"cache.dir={main_job.cache}",
         f"infer.prompts=[{PROMPT}]", f"hydra.run.dir={directory}", *main_job.sampling,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
-    assert "statistics of prompts 1 to 4 come from the cache" in (directory / "quantize.log").read_text()
-    assert list(main_job.statistics.glob("*.safetensors")) == [entry] and entry.stat().st_mtime_ns == collected
+    assert "statistics of prompts 1 to 1 come from the cache" in (directory / "quantize.log").read_text()
+    found = {path: path.stat().st_mtime_ns for path in main_job.statistics.glob("*.safetensors")}
+    assert len(found) == 2 and found == entries
 
     with (directory / "sensitivity.csv").open(newline="") as file:
         ranked = list(csv.DictReader(file))
@@ -170,17 +171,19 @@ def test_another_recipe_takes_its_statistics_from_the_cache_and_keeps_what_is_mo
     assert record["smoothing"]["multiplications"] == len(searched) > 18
 
 
-def test_statistics_from_elsewhere_give_the_same_recipe(command, run, main_job, checkpoint, tmp_path):
-    """As someone without a GPU does it: another machine's folder, no pass and no cache here."""
+def test_statistics_from_elsewhere_give_the_same_recipe(command, run, main_job, with_graphs, checkpoint, tmp_path):
+    """As someone without a GPU does it: another machine's folder, no pass and no statistics here."""
     directory = tmp_path / "reused"
     result = command(
         "quantize.py", "quant_level=3", "alpha=0.8", "calib_size=4", "quantize.n_steps=5", f"model.path={checkpoint}",
-        f"calibration={main_job.statistics}", "quantize.seed=7", "cache.dir=null", "export_trt=none",
-        "infer.prompts=[a rocket]", f"hydra.run.dir={directory}", "infer.steps=1", "infer.num_timed_runs=1",
+        f"calibration={main_job.statistics}", "quantize.seed=7", "export_trt=none",
+        f"cache.dir={with_graphs(tmp_path / 'cache')}", "infer.prompts=[a rocket]", f"hydra.run.dir={directory}",
+        "infer.steps=1", "infer.num_timed_runs=1",
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
     log = (directory / "quantize.log").read_text()
     assert "calibrating on" not in log and "sampling.seed 42 (here 7)" in log
+    assert not (tmp_path / "cache/statistics").exists()
     assert (directory / "layers.csv").read_text() == (run / "layers.csv").read_text()
     assert "calibration" in json.loads((directory / "metrics.json").read_text())["inputs"]
 

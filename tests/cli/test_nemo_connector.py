@@ -10,8 +10,8 @@ import yaml
 from sd_quant.checkpoints.convert import convert
 from sd_quant.checkpoints.nemo import open_nemo, write_nemo
 from sd_quant.checkpoints.nemo_and_diffusers import PIPELINE
-from sd_quant.models.checkpoint import build_pipeline_modules
 from sd_quant.models.sdxl_nemo import TextShape, build_modules, scheduler, unet_config
+from tests.networks import built_networks
 
 pytestmark = pytest.mark.nemo
 
@@ -64,7 +64,7 @@ def test_we_load_an_archive_that_nemo_packed(tmp_path, connector, written):
     path, _, modules = written
     unpack_with_nemo(connector, path, tmp_path / "unpacked")
     connector._make_nemo_file_from_folder(str(tmp_path / "theirs.nemo"), str(tmp_path / "unpacked"))
-    built = build_pipeline_modules(open_nemo(tmp_path / "theirs.nemo"))
+    built = built_networks(open_nemo(tmp_path / "theirs.nemo"))
     for component, module in modules.items():
         for name, tensor in module.state_dict().items():
             assert torch.equal(built[component].state_dict()[name], tensor), (component, name)

@@ -9,16 +9,7 @@ from pathlib import Path
 
 import pytest
 
-JOBS = ["quant_level=1", "quant_level=2", "quant_level=3"]
-TIMES = ("_ms", "_speedup", "_time", "seconds", "memory_bytes")  # columns that another run has otherwise
-
-
-def arguments(folder: Path, checkpoint: Path, *more: str) -> list[str]:
-    return [
-        "quantize.py", "-m", "quant_level=1,2,3", "calib_size=2", "quantize.n_steps=3", "infer.steps=3",
-        "infer.prompts=[a rocket]", "infer.num_timed_runs=2", "infer.num_warmup_runs=0", "export_trt=none",
-        f"model.path={checkpoint}", f"cache.dir={folder}/cache", f"hydra.sweep.dir={folder}/sweep", *more,
-    ]  # fmt: skip
+from .sweeps import JOBS, without_times
 
 
 def table(folder: Path) -> list[dict]:
@@ -26,20 +17,15 @@ def table(folder: Path) -> list[dict]:
         return list(csv.DictReader(file))
 
 
-def without_times(rows: list[dict]) -> list[dict]:
-    return [{name: value for name, value in row.items() if not name.endswith(TIMES)} for row in rows]
-
-
 @pytest.fixture(scope="module")
-def unbroken(command, checkpoint, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("unbroken")
-    result = command(*arguments(folder, checkpoint))
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert f"sweep of 3 jobs in {folder}/sweep" in result.stdout and "job 3 of 3: quant_level=3" in result.stdout
-    return folder
+def unbroken(unbroken_sweep) -> Path:
+    """The tests of this file change it, one after the other."""
+    return unbroken_sweep
 
 
 def test_a_sweep_leaves_its_table_plots_and_report(unbroken):
+    told = (unbroken / "stdout").read_text()
+    assert f"sweep of 3 jobs in {unbroken}/sweep" in told and "job 3 of 3: quant_level=3" in told
     left = {path.name for path in (unbroken / "sweep").iterdir()}
     assert {*JOBS, "summary.csv", "summary.md", "summary.parquet", "report.html"} <= left
     assert {"pareto_latency.png", "pareto_size.png", "trajectory.png", "layers.png"} <= left
@@ -58,32 +44,32 @@ def test_what_jobs_share_is_made_once(unbroken):
     assert full[0].samefile(full[1]) and full[0].samefile(full[2])
 
 
-def test_killed_and_started_again_it_leaves_the_same(unbroken, start, command, checkpoint, tmp_path):
-    with start(*arguments(tmp_path, checkpoint)) as process:
-        deadline = time.monotonic() + 300
+def test_killed_and_started_again_it_leaves_the_same(unbroken, start, command, sweep_arguments, with_graphs, tmp_path):
+    with_graphs(tmp_path / "cache")
+    with start(*sweep_arguments(tmp_path)) as process:
         while not (tmp_path / "sweep" / JOBS[1] / "config.yaml").exists():  # the second job has begun
-            assert process.poll() is None and time.monotonic() < deadline
+            assert process.poll() is None
             time.sleep(0.05)
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
     assert not (tmp_path / "sweep" / JOBS[1] / "metrics.json").exists()
     first = (tmp_path / "sweep" / JOBS[0] / "metrics.json").read_bytes()
 
-    result = command(*arguments(tmp_path, checkpoint))
+    result = command(*sweep_arguments(tmp_path))
     assert result.returncode == 0, result.stderr[-3000:]
     assert "sweep of 3 jobs" in result.stdout and ": 1 done before\n" in result.stdout
     assert (tmp_path / "sweep" / JOBS[0] / "metrics.json").read_bytes() == first
-    assert without_times(table(tmp_path)) == without_times(table(unbroken))
+    assert without_times(tmp_path / "sweep/summary.csv") == without_times(unbroken / "table.csv")
 
 
-def test_a_failed_job_stops_no_other_and_is_tried_again(unbroken, command, checkpoint):
+def test_a_failed_job_stops_no_other_and_is_tried_again(unbroken, command, sweep_arguments):
     """Of the finished sweep one job is made to fail: its folder's images cannot be written."""
     broken = unbroken / "sweep" / JOBS[1]
     (broken / "metrics.json").unlink()
     lock = broken / ".lock"
     lock.unlink()
     lock.mkdir()  # what the job opens first
-    result = command(*arguments(unbroken, checkpoint))
+    result = command(*sweep_arguments(unbroken))
     assert result.returncode == 1
     assert (
         result.stderr.rstrip().splitlines()[-1].startswith("error: 1 of 3 jobs are not done (quant_level=2: it crashed")
@@ -93,18 +79,18 @@ def test_a_failed_job_stops_no_other_and_is_tried_again(unbroken, command, check
     assert "IsADirectoryError" in (unbroken / "sweep" / "report.html").read_text(encoding="utf-8")
 
     lock.rmdir()
-    result = command(*arguments(unbroken, checkpoint))
+    result = command(*sweep_arguments(unbroken))
     assert result.returncode == 0, result.stderr[-3000:]
     assert "2 done before, 1 failed before and tried again" in result.stdout
     assert "job 2 of 3: quant_level=2, failed before: it crashed" in result.stdout
     assert [row["status"] for row in table(unbroken)] == ["done"] * 3
 
 
-def test_a_job_of_other_code_or_input_is_done_again(unbroken, command, checkpoint):
+def test_a_job_of_other_code_or_input_is_done_again(unbroken, command, sweep_arguments):
     record = unbroken / "sweep" / JOBS[0] / "metrics.json"
     content = json.loads(record.read_text())
     record.write_text(json.dumps(content | {"fingerprint": "of another checkpoint"}))
-    result = command(*arguments(unbroken, checkpoint))
+    result = command(*sweep_arguments(unbroken))
     assert result.returncode == 0, result.stderr[-3000:]
     assert result.stdout.count("done before: nothing that this job depends on has changed") == 2
     assert json.loads(record.read_text())["fingerprint"] == content["fingerprint"]
@@ -123,8 +109,8 @@ def test_the_report_is_made_again_from_the_records(unbroken, command):
     assert refused.returncode == 3 and refused.stderr.startswith("error: ") and refused.stderr.count("\n") == 1
 
 
-def test_another_sweep_in_the_folder_is_refused(unbroken, command, checkpoint):
+def test_another_sweep_in_the_folder_is_refused(unbroken, command, sweep_arguments):
     before = (unbroken / "sweep" / "sweep.json").read_bytes()
-    result = command(*arguments(unbroken, checkpoint, "alpha=0.5"))
+    result = command(*sweep_arguments(unbroken, "alpha=0.5"))
     assert result.returncode == 2 and "holds another sweep" in result.stderr
     assert (unbroken / "sweep" / "sweep.json").read_bytes() == before

@@ -24,9 +24,9 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import nn
 
-from sd_quant.calibration.collected_elsewhere import read_shared
+from sd_quant.calibration.collected_elsewhere import read_statistics
 from sd_quant.calibration.prompts import read_prompts
-from sd_quant.calibration.store import Shelf, content_digest, pack
+from sd_quant.calibration.store import Entries, content_digest, pack
 from sd_quant.checkpoints.archive import open_members, whole_file
 from sd_quant.checkpoints.checks import check_finite
 from sd_quant.checkpoints.diffusers_pipeline import open_pipeline
@@ -429,10 +429,10 @@ def some_statistics(segment: range) -> Statistics:
 
 
 def statistics(scratch: Path) -> Reader:
-    shelf = Shelf(scratch, ORIGIN, ["a cat", "ein Kätzchen 🐈"])
+    entries = Entries(scratch, ORIGIN, ["a cat", "ein Kätzchen 🐈"])
     for segment in (range(0, 1), range(1, 2)):
-        shelf.write(segment, some_statistics(segment))
-    files = {path.name: path.read_bytes() for path in sorted(shelf.folder.iterdir())}
+        entries.write(segment, some_statistics(segment))
+    files = {path.name: path.read_bytes() for path in sorted(entries.folder.iterdir())}
     sizes = {"in_channels": 4, "cross_attention_dim": 6, "projection_class_embeddings_input_dim": 5}
     contract = unet_part(sizes | {"addition_time_embed_dim": 0}, CONTEXT_TOKENS, "nemo").contract
     fitting = layers()
@@ -458,15 +458,15 @@ def statistics(scratch: Path) -> Reader:
 
     def check(folder: Path, found: dict[str, tuple]) -> None:
         """Of the same layers and inputs, finite, no range below zero."""
-        tensors = pack(read_shared(folder, fitting, contract, {"form": 2, **ORIGIN}, 2))
+        tensors = pack(read_statistics(folder, fitting, contract, {"form": 2, **ORIGIN}, 2))
         assert tensors.keys() == sound.keys() and all(tensor.isfinite().all() for tensor in tensors.values())
         assert all((tensor >= 0).all() for name, tensor in tensors.items() if name.endswith("amax"))
 
     def loaded(folder: Path) -> dict[str, tuple]:
-        found = pack(read_shared(folder, fitting, contract, {"form": 2, **ORIGIN}, 2))
+        found = pack(read_statistics(folder, fitting, contract, {"form": 2, **ORIGIN}, 2))
         return {name: digest(tensor) for name, tensor in found.items()}
 
-    sound = loaded(shelf.folder)
+    sound = loaded(entries.folder)
     kinds = st.one_of(
         described,
         st.tuples(st.sampled_from(["origin", "prompts"]), document_edits),

@@ -20,14 +20,14 @@ if torch.cuda.is_available():
 GPU = torch.device("cuda")
 
 
-def skip_without(form: str) -> None:
-    if torch.cuda.get_device_capability() < FORMATS[form].torch_compute_capability:
-        pytest.skip(f"this GPU multiplies no {form}")
+def skip_without(fmt: str) -> None:
+    if torch.cuda.get_device_capability() < FORMATS[fmt].torch_compute_capability:
+        pytest.skip(f"this GPU multiplies no {fmt}")
 
 
-def on_both(module: nn.Module, form: str, per_row: bool, x: torch.Tensor, compiled: bool):
+def on_both(module: nn.Module, fmt: str, per_row: bool, x: torch.Tensor, compiled: bool):
     """What the processor gives in fp32 and the GPU in fp16 for the same codes."""
-    layer = static_layer(module.weight.detach(), form, per_row)
+    layer = static_layer(module.weight.detach(), fmt, per_row)
     expected = placed(layer_of(module, layer, PRODUCTS["cpu"]), CPU, torch.float32)(x.float())
     made = placed(layer_of(module, layer, PRODUCTS["cuda"]), GPU, torch.float16)
     if compiled:
@@ -38,26 +38,26 @@ def on_both(module: nn.Module, form: str, per_row: bool, x: torch.Tensor, compil
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("sizes", [(640, 1280), (40, 24)])
 @pytest.mark.parametrize("rows", [1, 160])
-@pytest.mark.parametrize("form, per_row", [("int8", True), ("fp8", False), ("fp8", True)])
+@pytest.mark.parametrize("fmt, per_row", [("int8", True), ("fp8", False), ("fp8", True)])
 @torch.no_grad()
-def test_a_linear_gives_what_the_processor_does(form, per_row, rows, sizes, compiled):
+def test_a_linear_gives_what_the_processor_does(fmt, per_row, rows, sizes, compiled):
     """The same codes; fp16 rounds the output, and a GPU adds up FP8's products with some bits less."""
-    skip_without(form)
+    skip_without(fmt)
     torch.manual_seed(0)
     module, x = nn.Linear(*sizes), torch.randn(2, rows, sizes[0]).half()
-    made, expected, found = on_both(module, form, per_row, x, compiled)
+    made, expected, found = on_both(module, fmt, per_row, x, compiled)
     assert isinstance(made, NativeLinear)
     assert relative_error(expected, found) < 4e-3
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("size, stride, padding", [(3, 1, 1), (3, 2, 1), (3, 2, 0), (1, 1, 0)])
-@pytest.mark.parametrize("form", [name for name, fmt in FORMATS.items() if fmt.torch_compute_capability])
+@pytest.mark.parametrize("fmt", [name for name, fmt in FORMATS.items() if fmt.torch_compute_capability])
 @torch.no_grad()
-def test_a_convolution_gives_what_the_processor_does(form, size, stride, padding, compiled):
-    skip_without(form)
+def test_a_convolution_gives_what_the_processor_does(fmt, size, stride, padding, compiled):
+    skip_without(fmt)
     torch.manual_seed(0)
     module, x = nn.Conv2d(320, 640, size, stride, padding), torch.randn(2, 320, 20, 12).half()
-    made, expected, found = on_both(module, form, form == "int8", x, compiled)
+    made, expected, found = on_both(module, fmt, fmt == "int8", x, compiled)
     assert isinstance(made, NativeConv) and expected.shape == found.shape
     assert relative_error(expected, found) < 4e-3

@@ -91,15 +91,18 @@ def copy_repository(target: Path) -> None:
             shutil.copy2(REPOSITORY / name, target / name)
 
 
-def start_tests(repository: Path, tests: Iterable[str], *options: str) -> int:
-    """The number of a process that runs these tests; ``answer_of`` says how they ended once it has."""
+def start_tests(repository: Path, tests: Iterable[str], *options: str, limit: int = 0) -> int:
+    """The number of a process that runs these tests; ``answer_of`` says how they ended once it has.
+
+    ``options`` are pytest's. After ``limit`` seconds, if it is not 0, the process is ended.
+    """
     if process := os.fork():
         return process
     try:
         os.chdir(repository)
         os.environ["PYTHONPATH"] = str(repository)
         os.environ["PYTHONDONTWRITEBYTECODE"], sys.dont_write_bytecode = "1", True  # it may be a fault's
-        signal.alarm(TIME_LIMIT)
+        signal.alarm(limit)
         sys.path[:] = [str(repository), *(path for path in sys.path if Path(path).resolve() != REPOSITORY)]
         for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
             del sys.modules[name]
@@ -153,7 +156,8 @@ def try_faults(faults: Sequence[Fault], copies: Sequence[Path]) -> Iterator[Outc
                 continue
             original = files[0].read_text(encoding="utf-8")
             files[0].write_text(original.replace(fault.find, fault.replace), encoding="utf-8")
-            running[start_tests(repository, fault.tests, "-x")] = fault, free.pop(), files[0], original
+            process = start_tests(repository, fault.tests, "-x", limit=TIME_LIMIT)
+            running[process] = fault, free.pop(), files[0], original
         if running:
             process, _ = os.wait()
             fault, repository, file, original = running.pop(process)
@@ -164,16 +168,16 @@ def try_faults(faults: Sequence[Fault], copies: Sequence[Path]) -> Iterator[Outc
 
 def without_fault(outcomes: Sequence[Outcome], repository: Path) -> list[Outcome]:
     """What was caught by a test that fails in an unchanged copy, too, and so catches nothing."""
-    tests = sorted({outcome.because for outcome in outcomes if outcome.verdict == CAUGHT and "::" in outcome.because})
-    if not tests:
+    caught = [outcome for outcome in outcomes if outcome.verdict == CAUGHT and outcome.because.startswith("tests/")]
+    if not caught:
         return []
-    os.waitpid(start_tests(repository, tests), 0)
+    os.waitpid(start_tests(repository, sorted({outcome.because for outcome in caught})), 0)
     answer = answer_of(repository)
     if answer is None or answer[0] not in (0, 1):
         raise SystemExit(f"the tests cannot be run without a fault:\n{(repository / 'output.txt').read_text()[-2000:]}")
     return [
         replace(outcome, verdict=NOT_APPLICABLE, because=f"{outcome.because} fails without the fault")
-        for outcome in outcomes
+        for outcome in caught
         if outcome.because in answer[1]
     ]
 

@@ -1,4 +1,4 @@
-"""Building a plan from an ONNX file, with a record of the build beside it."""
+"""A plan built from an ONNX file, and the record of the build beside it."""
 
 import logging
 import re
@@ -25,7 +25,7 @@ Shape = Sequence[int]
 Profile = Mapping[str, tuple[Shape, Shape, Shape]]  # input name -> smallest, most likely and largest shape
 Progress = Callable[[str, int, int], object]  # phase, steps done, steps in all
 
-log = logging.getLogger(__name__)
+LOG = logging.getLogger(__name__)
 
 
 def build_plan(
@@ -40,12 +40,12 @@ def build_plan(
     timing_cache: Path | None = None,
     progress: Progress | None = None,
 ) -> PlanReport:
-    """Build ``plan_path`` and its record from an ONNX file with or without external weights.
+    """Build ``plan_path`` and its record from an ONNX file, and return the record.
 
     ``compute_capabilities`` names targets, such as ["SM89", "SM120"], to build for ahead of time (tensorrt_rtx only);
-    empty means the GPU of this machine. ``timing_cache`` is a folder where the times of kernels on this GPU are kept,
-    so that the next build need not measure them; TensorRT for RTX measures nothing. ``progress`` is called from the
-    build's thread; what it raises stops the build, as Ctrl-C does.
+    empty means the GPU of this machine. ``timing_cache`` is a folder that keeps the times of kernels on this GPU, so
+    that the next build need not measure them; TensorRT for RTX measures none. ``progress`` is called in the build's
+    thread; what it raises stops the build, as Ctrl-C does.
 
     Raises ConfigError for an unknown library or target and a profile that does not fit the graph, ArtifactError for a
     graph that TensorRT does not take, ResourceError for a missing library or GPU and for lack of memory or disk.
@@ -58,7 +58,7 @@ def build_plan(
     logger.errors.clear()
 
     builder = trt.Builder(logger)
-    # 10.x needs to be told; from 11 on every network is strongly typed and the flag may be gone
+    # 10.x takes a flag for this; from 11 on every network is strongly typed and the flag may be gone
     typed = getattr(getattr(trt, "NetworkDefinitionCreationFlag", None), "STRONGLY_TYPED", None)
     network = builder.create_network(0 if typed is None else 1 << int(typed))
     parser = trt.OnnxParser(network, logger)
@@ -79,7 +79,7 @@ def build_plan(
     config.progress_monitor = monitor = _monitor(trt, progress)
     times = timing_cache / timing_name(library, trt.__version__) if timing_cache and library == "tensorrt" else None
     if times is not None:
-        take_times(config, times)
+        read_timing_cache(config, times)
 
     serialized = _build(builder, network, config, monitor)
     if serialized is None:
@@ -90,7 +90,7 @@ def build_plan(
         with temporary.open("wb") as file:
             file.write(memoryview(serialized))
     if times is not None:
-        keep_times(config, times)
+        write_timing_cache(config, times)
     report = PlanReport(
         library=library,
         version=trt.__version__,
@@ -110,29 +110,30 @@ def build_plan(
 
 
 def timing_name(library: str, version: str) -> str:
-    """Of the file for this GPU: times are of one kind of GPU and one version."""
+    """The name of the file with the times of kernels, which hold for one kind of GPU and one version of the library."""
     return f"{library}_{version}_{re.sub('[^A-Za-z0-9]+', '-', torch.cuda.get_device_name())}.timing"
 
 
-def take_times(config, path: Path) -> None:
-    """From ``path``, if it is there. TensorRT itself looks whether they are of this GPU, and begins anew if not."""
+def read_timing_cache(config, path: Path) -> None:
+    """Give the build the times in ``path``, if it is there; TensorRT refuses those of another GPU, and starts anew."""
     cache = config.create_timing_cache(path.read_bytes() if path.is_file() else b"")
     if not config.set_timing_cache(cache, ignore_mismatch=False):
-        log.warning("%s holds times of another GPU or version; they are measured again", path)
+        LOG.warning("%s holds times of another GPU or version; they are measured again", path)
         config.set_timing_cache(config.create_timing_cache(b""), ignore_mismatch=False)
 
 
-def keep_times(config, path: Path) -> None:
+def write_timing_cache(config, path: Path) -> None:
+    """Write the times that the build has read or measured to ``path``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(path) as temporary:
         temporary.write_bytes(bytes(memoryview(config.get_timing_cache().serialize())))
 
 
 def _build(builder, network, config, monitor):
-    """The serialized plan, or None when TensorRT refuses. Whatever interrupts the wait also stops the build.
+    """The serialized plan, or None when TensorRT refuses. An exception while this waits stops the build.
 
-    The build has a thread of its own: Python raises KeyboardInterrupt in the main thread, and where that is inside the
-    builder it is raised in a callback, from which TensorRT swallows it and builds on.
+    The build has a thread of its own, because Python raises KeyboardInterrupt in the main thread. If that were inside
+    the builder, the exception would be raised in a callback, and TensorRT would swallow it and build on.
     """
     has_gpu = torch.cuda.is_available()
     set_device = partial(torch.cuda.set_device, torch.cuda.current_device()) if has_gpu else None  # is per thread
@@ -148,6 +149,10 @@ def _build(builder, network, config, monitor):
 
 
 def _targets(trt: ModuleType, library: str, names: Sequence[str]) -> list[str]:
+    """The compute capabilities to build for: ``names`` without repetition, or this machine's if there are none.
+
+    Raises ConfigError for those that the library cannot build for.
+    """
     if not names:
         return [device_target()]
     if library != "tensorrt_rtx":
@@ -167,16 +172,20 @@ def _targets(trt: ModuleType, library: str, names: Sequence[str]) -> list[str]:
 
 
 def _parser_error(error) -> str:
+    """What the parser has against which node, in one line."""
     node, operator = error.node_name() or error.node(), error.node_operator() or "no operator"
     return f"node {node} ({operator}): {one_line(error.desc())}"
 
 
 def _optimization_profile(builder, network, profile: Profile):
-    """The profile in TensorRT's terms. Checked here: TensorRT itself says "false" to a bad one, or gives no plan."""
+    """``profile`` as an optimization profile of TensorRT.
+
+    Raises ConfigError for one that does not fit the graph; TensorRT itself would give no plan and no reason.
+    """
     inputs = {tensor.name: tuple(tensor.shape) for tensor in map(network.get_input, range(network.num_inputs))}
     if unknown := sorted(profile.keys() - inputs.keys()):
         raise ConfigError(f"the profile has shapes for {unknown}, but the graph's inputs are {sorted(inputs)}")
-    optimization = builder.create_optimization_profile()
+    optimization_profile = builder.create_optimization_profile()
     for name, shape in inputs.items():
         if name not in profile:
             if -1 in shape:
@@ -184,20 +193,22 @@ def _optimization_profile(builder, network, profile: Profile):
             continue
         smallest, likely, largest = map(tuple, profile[name])
         fits = all(
-            len(given) == len(shape) and all(b in (-1, a) for a, b in zip(given, shape, strict=True))
+            len(given) == len(shape) and all(axis in (-1, size) for size, axis in zip(given, shape, strict=True))
             for given in (smallest, likely, largest)
         )
         if not fits or not all(a <= b <= c for a, b, c in zip(smallest, likely, largest, strict=True)):
             raise ConfigError(
                 f"the profile of {name} is {smallest}, {likely}, {largest}; expected growing shapes that fit {shape}"
             )
-        optimization.set_shape(name, smallest, likely, largest)
-    return optimization
+        optimization_profile.set_shape(name, smallest, likely, largest)
+    return optimization_profile
 
 
 def _monitor(trt: ModuleType, progress: Progress | None):
+    """A progress monitor of this library, whose base class is known only when the library is imported."""
+
     class Monitor(trt.IProgressMonitor):  # type: ignore[name-defined]  # the base is only known at run time
-        """Reports progress, and turns an exception into TensorRT's way to stop a build: "false" from a step."""
+        """Reports progress, and stops the build after an exception by returning false from a step, as TensorRT asks."""
 
         def __init__(self):
             trt.IProgressMonitor.__init__(self)

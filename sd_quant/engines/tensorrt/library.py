@@ -1,4 +1,4 @@
-"""The Python modules ``tensorrt`` and ``tensorrt_rtx``: imported when asked for, with one logger each."""
+"""The Python modules ``tensorrt`` and ``tensorrt_rtx``, imported when they are asked for, and one logger for each."""
 
 import importlib
 import logging
@@ -8,28 +8,35 @@ from types import ModuleType
 
 import torch
 
+from sd_quant.engines import PLAN_BUILDERS, RUNTIMES
 from sd_quant.errors import ConfigError, ResourceError
 from sd_quant.text import one_line
 
-log = logging.getLogger("sd_quant.engines.tensorrt")
-EXTRAS = {"tensorrt": "tensorrt", "tensorrt_rtx": "rtx"}
+LOG = logging.getLogger("sd_quant.engines.tensorrt")
 
 
 def runtime_module(library: str) -> ModuleType:
-    """The module ``tensorrt`` or ``tensorrt_rtx``. ConfigError for another name, ResourceError if not installed."""
-    if library not in EXTRAS:
-        raise ConfigError(f"there is no TensorRT library {library!r}; choose one of: {', '.join(EXTRAS)}")
+    """The module of this name.
+
+    Raises ConfigError for a name that is not in ``PLAN_BUILDERS`` and ResourceError if the module is not installed.
+    """
+    if library not in PLAN_BUILDERS:
+        raise ConfigError(f"there is no TensorRT library {library!r}; choose one of: {', '.join(PLAN_BUILDERS)}")
     try:
-        return importlib.import_module(library)
+        return importlib.import_module(RUNTIMES[library].package)
     except ImportError as error:
+        extra = RUNTIMES[library].extra
         raise ResourceError(
-            f"the runtime {library} is not usable here ({error}); install it: pip install 'sd-quant[{EXTRAS[library]}]'"
+            f"the runtime {library} is not usable here ({error}); install it: pip install 'sd-quant[{extra}]'"
         ) from error
 
 
 @cache
 def library_logger(library: str):
-    """The library's one logger: TensorRT keeps the first it is given for the whole process and ignores the others."""
+    """The one logger of the library, because TensorRT keeps the first that a process gives it and ignores all others.
+
+    Its ``errors`` are the last eight, for messages that say why a call failed.
+    """
     trt = runtime_module(library)
 
     class Logger(trt.ILogger):  # type: ignore[name-defined]  # the base is only known at run time
@@ -43,12 +50,13 @@ def library_logger(library: str):
                 self.errors.append(one_line(message))
             new_warning = severity == trt.ILogger.WARNING and message not in self.warned
             self.warned.add(message)  # TensorRT repeats a warning for every layer that it concerns
-            log.log(logging.WARNING if new_warning else logging.DEBUG, "%s: %s", library, message)
+            LOG.log(logging.WARNING if new_warning else logging.DEBUG, "%s: %s", library, message)
 
     return Logger()
 
 
 def device_target() -> str:
+    """The compute capability of this machine's GPU, such as SM89. Raises ResourceError when there is none."""
     if not torch.cuda.is_available():
         raise ResourceError(
             "this machine has no NVIDIA GPU that torch can use, neither to run a plan nor to build one for; "

@@ -1,4 +1,4 @@
-"""What a plan is, known from its first bytes and the record of its build, without running any of it."""
+"""What a plan's header and the record of its build say, without running any of the plan."""
 
 import json
 import struct
@@ -10,25 +10,24 @@ from sd_quant.text import one_line
 
 REBUILD = "rebuild it from its ONNX with: python export_trt.py"
 
-
-# The first 64 bytes of a TensorRT for RTX 1.7 plan, found by building for every target and comparing the bytes: magic,
-# size of the whole file, library version, magic again, one bit per target.
+# The first 64 bytes of a TensorRT for RTX 1.7 plan: magic, size of the whole file, library version, magic again, and a
+# bit for each target. Known from building for every target and comparing the bytes.
 RTX_HEADER = struct.Struct("<4s12xQ4B4sI28x")
 _RTX_MAGIC = b"vtrt"
 _TARGET_BITS = ("SM75", "SM80", "SM86", "SM89", "SM120", "SM121")
 
-
-# Mainline plans. The magics are those that others report and the version's place is NVIDIA's word (NVIDIA/TensorRT
-# issue 3073); there was no mainline plan here to compare them with.
+# Plans of TensorRT itself. Their magics are reported by others, the version's place by NVIDIA (NVIDIA/TensorRT issue
+# 3073); there was no such plan here to compare them with.
 _MAINLINE_MAGICS = (b"ptrt", b"ftrt")
 
 
 def describe_plan(path: Path) -> dict:
     """What the header of a plan says: {"is_plan", "library", "version", "targets", "complete", "bytes"}.
 
-    Reads 64 bytes and runs nothing. ``targets`` and ``complete`` (does the file have the length it was written with)
-    are None where the header does not tell: always for mainline plans, whose GPU only the build's record knows. A
-    header is a claim: that the rest of the file is intact only its SHA-256 can say. ArtifactError for no such file.
+    Reads 64 bytes and runs nothing. ``complete`` is whether the file has the length that it was written with. It and
+    ``targets`` are None where the header does not tell, as that of TensorRT's own plans, whose GPU only the record of
+    the build knows. Whether the rest of the file is intact, only its SHA-256 says.
+    Raises ArtifactError when the file cannot be read.
     """
     try:
         with path.open("rb") as file:
@@ -37,12 +36,8 @@ def describe_plan(path: Path) -> dict:
         raise ArtifactError(f"{path} cannot be read ({error.strerror}); {REBUILD}") from error
 
 
-def is_plan(path: Path) -> bool:
-    """Whether the file begins like a TensorRT plan. Raises ArtifactError when it cannot be read."""
-    return describe_plan(path)["is_plan"]
-
-
 def describe_header(head: bytes, size: int) -> dict:
+    """``describe_plan`` for a file that begins with ``head`` and is ``size`` bytes long."""
     unknown = {"is_plan": False, "library": None, "version": None, "targets": None, "complete": None, "bytes": size}
     if len(head) < RTX_HEADER.size:
         return unknown
@@ -65,23 +60,24 @@ class PlanReport:
     library: str
     version: str
     targets: list[str]  # the compute capabilities that it runs on, such as SM89
-    profile: dict[str, list[list[int]]]
-    optimization_level: int | None
-    workspace_gib: float | None
+    profile: dict[str, list[list[int]]]  # input to its smallest, most likely and largest shape
+    optimization_level: int | None  # as in the knob; None: TensorRT's default
+    workspace_gib: float | None  # as in the knob; None: no limit
     onnx: dict[str, str]  # SHA-256 of the ONNX file and of each file of its external weights
-    sha256: str
-    bytes: int
-    seconds: float
-    peak_memory_bytes: int  # of this process since its start
-    timing_cache: str | None = None  # what earlier builds on this GPU had measured was used, and this one's added
+    sha256: str  # of the plan
+    bytes: int  # of the plan
+    seconds: float  # that the build took
+    peak_memory_bytes: int  # of the building process since its start
+    timing_cache: str | None = None  # the file with kernel times of this GPU that the build read and extended
 
 
 def record_path(plan_path: Path) -> Path:
+    """Where the record of a plan's build is: ``<plan>.json``."""
     return plan_path.with_name(f"{plan_path.name}.json")
 
 
 def read_record(plan_path: Path) -> PlanReport:
-    """The record of the build. Raises ArtifactError when there is none or it is not one."""
+    """The record of a plan's build. Raises ArtifactError when there is none or it cannot be read."""
     path = record_path(plan_path)
     try:
         return PlanReport(**json.loads(path.read_text(encoding="utf-8")))

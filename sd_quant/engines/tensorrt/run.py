@@ -1,4 +1,4 @@
-"""Running a plan: checked first, deserialized last, its activations in torch's memory."""
+"""A plan as an engine: checked first, deserialized last, with its activations in torch's memory."""
 
 import hashlib
 from functools import partial
@@ -14,10 +14,10 @@ from sd_quant.errors import ArtifactError, ResourceError, SdQuantError
 
 
 class TensorRtEngine:
-    """A plan on ``device``, run on torch's current stream. Outputs are new tensors on that device.
+    """A plan on ``device`` as an ``Engine``, run on torch's current stream.
 
-    Activations have torch's memory for the time of a call, as much as the call's shapes need: the allocator gives it to
-    the next that computes on this stream.
+    A call allocates memory for its activations from torch, as much as its shapes need; afterwards torch gives it to the
+    next computation on this stream.
     """
 
     def __init__(self, library: str, runtime, engine, device: torch.device):
@@ -54,8 +54,8 @@ class TensorRtEngine:
             needed = self.context.update_device_memory_size_for_shapes()
             activations = torch.empty(max(needed, 1), dtype=torch.uint8, device=self.device)
             self.context.set_device_memory(activations.data_ptr(), activations.numel())
-            # Torch's own stream: what made the inputs has run before, what reads the outputs runs after, and the memory
-            # of the inputs is not given to anyone else on this stream before the engine is through with it.
+            # On torch's own stream, what made the inputs runs before and what reads the outputs runs after, and torch
+            # reuses the memory of the inputs only when the engine has read it.
             if not self.context.execute_async_v3(torch.cuda.current_stream().cuda_stream):
                 raise SdQuantError(f"{self.name} could not run the plan: {'; '.join(library_logger(self.name).errors)}")
             return outputs
@@ -66,6 +66,7 @@ class TensorRtEngine:
 
 
 def _dtypes(trt: ModuleType) -> dict:
+    """torch's dtype for each of those that this version of TensorRT has."""
     names = {
         "HALF": torch.float16,
         "FLOAT": torch.float32,
@@ -80,12 +81,14 @@ def _dtypes(trt: ModuleType) -> dict:
 
 
 def load(path: Path, *, library: str = "tensorrt", allow_untrusted_plan: bool = False) -> TensorRtEngine:
-    """Load a plan onto the current CUDA device; deserializing is the last step, after everything that can be checked.
+    """Load a plan onto the current CUDA device. It is deserialized last, after everything that can be checked:
 
-    In this order: the bytes have the SHA-256 of the build's record (ArtifactError, unless ``allow_untrusted_plan``,
-    which then takes version and targets from the header); they are a plan of this ``library`` and of the installed
-    version (ArtifactError, or ResourceError when it is not installed); there is a GPU (ResourceError); it is one of the
-    plan's targets, and the runtime itself finds the plan valid (ArtifactError, or ResourceError for driver and memory).
+    1. Its bytes have the SHA-256 in the record of the build; else ArtifactError. ``allow_untrusted_plan`` skips this
+       and takes version and targets from the header.
+    2. They are a whole plan of this ``library`` in the installed version; else ArtifactError, or ResourceError when the
+       library is not installed.
+    3. There is a GPU, else ResourceError, and it is one of the plan's targets, else ArtifactError.
+    4. The runtime itself finds the plan valid; else ArtifactError, or ResourceError for driver and memory.
     """
     try:
         plan = path.read_bytes()  # once: what is checked is what is deserialized
@@ -94,9 +97,9 @@ def load(path: Path, *, library: str = "tensorrt", allow_untrusted_plan: bool = 
     described = describe_header(plan[: RTX_HEADER.size], len(plan))
     if not allow_untrusted_plan:
         record = read_record(path)
-        if (found := hashlib.sha256(plan).hexdigest()) != record.sha256:
+        if (actual := hashlib.sha256(plan).hexdigest()) != record.sha256:
             raise ArtifactError(
-                f"{path} has SHA-256 {found[:12]} but its record says {str(record.sha256)[:12]}: "
+                f"{path} has SHA-256 {actual[:12]} but its record says {str(record.sha256)[:12]}: "
                 f"it is damaged or was replaced; {REBUILD}"
             )
         described |= {"library": record.library, "version": record.version, "targets": record.targets}
@@ -127,14 +130,14 @@ load_rtx = partial(load, library="tensorrt_rtx")
 
 
 def _check_validity(trt: ModuleType, runtime, plan: bytes, path: Path) -> None:
-    """The runtime's own verdict on the header, where it gives one (TensorRT for RTX does, mainline does not)."""
+    """Raises what the runtime itself has against the plan's header; TensorRT for RTX checks it, TensorRT does not."""
     if not hasattr(runtime, "get_engine_validity"):
         return
     validity, diagnostics = runtime.get_engine_validity(plan)
     if validity != trt.EngineValidity.INVALID:
         return
     reasons = [name for name, bit in trt.EngineInvalidityDiagnostics.__members__.items() if diagnostics & int(bit)]
-    of_the_plan = {"VERSION_MISMATCH", "UNSUPPORTED_CC", "MALFORMED_ENGINE"}.intersection(reasons)
-    refusal = ArtifactError if of_the_plan else ResourceError
-    remedy = REBUILD if of_the_plan else "free GPU memory or update the driver"
+    faults_of_plan = {"VERSION_MISMATCH", "UNSUPPORTED_CC", "MALFORMED_ENGINE"}.intersection(reasons)
+    refusal = ArtifactError if faults_of_plan else ResourceError
+    remedy = REBUILD if faults_of_plan else "free GPU memory or update the driver"
     raise refusal(f"{path} is not valid on this machine ({', '.join(reasons) or 'no reason given'}); {remedy}")

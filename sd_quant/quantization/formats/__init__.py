@@ -1,21 +1,21 @@
-"""Number formats: how real numbers become few bits and back.
+"""Number formats: how real numbers are stored in few bits.
 
-A format is one row of facts here and one module of pure functions beside it. The rows import no torch, so the
-configuration can refuse an impossible recipe at once; the arithmetic is imported when it is first needed. To add a
-format, write ``sd_quant/quantization/formats/<name>.py`` with the functions that ``Format`` calls, and one row in
-``FORMATS``. Recipe, simulation, export, engines and parity read these facts and name no format.
+A format is one row of facts in this file and one module of pure functions beside it. The facts need no torch, so an
+impossible recipe is refused at once; the arithmetic is imported when it is first used. To add a format, write
+``sd_quant/quantization/formats/<name>.py`` with the functions that ``Format`` calls, and one row in ``FORMATS``.
+Recipe, simulation, export, engines and parity read these facts and name no format.
 
 | format | codes                 | scales                                              | published in                  |
 |--------|-----------------------|-----------------------------------------------------|-------------------------------|
-| int8   | -128..127             | fp16, one per amax                                  | ONNX QuantizeLinear           |
-| fp8    | E4M3                  | fp16, one per amax                                  | OCP FP8 1.0                   |
+| int8   | -128..127             | fp16, one per range                                 | ONNX QuantizeLinear           |
+| fp8    | E4M3                  | fp16, one per range                                 | OCP FP8 1.0                   |
 | int4   | -8..7, two to a byte  | fp16, one per 64 numbers                            | ONNX QuantizeLinear           |
 | mxfp4  | E2M1, two to a byte   | a power of two, one per 32 numbers                  | OCP Microscaling (MX) 1.0     |
 | nvfp4  | E2M1, two to a byte   | E4M3, one per 16 numbers, and one fp32 for them all | TensorRT's documentation      |
 
-A format without blocks has static scales: each is computed from a range (amax) that is known beforehand, of a weight
-from the weight, of an activation from calibration. A format with blocks finds a range in every block of numbers along
-the last axis while the network runs.
+A range, or amax, is a largest magnitude. A format without blocks has static scales, computed from ranges that are known
+before the network runs: a weight's from the weight, an activation's from calibration. A format with blocks takes the
+range of every block of numbers along the last axis, for an activation while the network runs.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ if TYPE_CHECKING:
 class Format:
     """Facts of a number format, and its arithmetic.
 
-    Everything is computed in fp32. The functions below are those of ``module``; their ``x`` is real, of any floating
-    dtype.
+    The methods call the functions of ``module``. They compute in fp32; ``x`` may have any floating-point dtype.
     """
 
     name: str
     bits: int  # of one code, without its scales
     block: int | None  # numbers along the last axis that share a scale; None: static scales
     onnx_type: str  # of the codes, a name of onnx.TensorProto
-    onnx_scale_types: tuple[str, ...]  # of each kind of scale: per amax or block, and a global one
-    opset: int  # the first that has these types in DequantizeLinear
-    min_compute_capability: int  # of GPUs that TensorRT builds a plan for, 89 for 8.9, even if only weights are in it
-    layer_tolerance: float  # relative error tolerated between one layer in an engine and in the simulation, see parity
-    attention: bool = False  # the matrix products of attention can be computed in it
-    modelopt_num_bits: int | tuple[int, int] | None = None  # for ModelOpt's own quantizers; None: ours as a backend
-    torch_compute_capability: tuple[int, int] | None = None  # of GPUs on which torch multiplies codes; None: on none
-    module: str = ""  # where the functions are; by default the file of this name beside this one
+    onnx_scale_types: tuple[str, ...]  # of the scale per range or block, and of the global scale if there is one
+    opset: int  # the first whose DequantizeLinear takes these types
+    min_compute_capability: int  # GPUs that TensorRT can build a plan for, 89 for 8.9, even with weights alone
+    layer_tolerance: float  # allowed relative error of a layer's output in an engine, against the simulation
+    attention: bool = False  # whether attention's matrix products can be computed in it
+    modelopt_num_bits: int | tuple[int, int] | None = None  # for ModelOpt's quantizers; None: they call this arithmetic
+    torch_compute_capability: tuple[int, int] | None = None  # GPUs on which torch multiplies codes; None: on none
+    module: str = ""  # with the functions; by default the file of the format's name beside this one
 
     @property
     def static_scale(self) -> bool:
+        """Whether scales are computed from ranges that are known before the network runs."""
         return self.block is None
 
     @property
@@ -67,38 +67,39 @@ class Format:
 
     @cached_property
     def arithmetic(self) -> Any:
+        """The module with the functions."""
         return import_module(self.module or f"{__name__}.{self.name}")
 
     def scales(self, x: Tensor, amax: Tensor) -> tuple[Tensor, ...]:
-        """Scales of ``x``, fp32 and exactly what the file stores; ``amax`` broadcasts over ``x``.
+        """The scales of ``x`` in fp32, exactly representable in ``onnx_scale_types``. ``amax`` broadcasts over ``x``.
 
         Raises OverflowError when a scale cannot be stored, SdQuantError when blocks do not divide ``x``.
         """
         return self.arithmetic.scales(x, amax)
 
     def quantize(self, x: Tensor, *scales: Tensor) -> Tensor:
-        """Codes of the shape of ``x``: integers as int8, E4M3 as float8_e4m3fn, E2M1 as bit patterns in uint8."""
+        """The codes of ``x``, in its shape: integers as int8, E4M3 as float8_e4m3fn, E2M1 as bit patterns in uint8."""
         return self.arithmetic.quantize(x, *scales)
 
     def dequantize(self, codes: Tensor, *scales: Tensor) -> Tensor:
-        """fp32 numbers of these codes."""
+        """The numbers that the codes stand for, fp32."""
         return self.arithmetic.dequantize(codes, *scales)
 
     def pack(self, codes: Tensor) -> Tensor:
-        """The bytes as ONNX stores them; 4-bit codes two to a byte, the first in the low half."""
+        """The codes as ONNX stores them: 4-bit codes two to a byte, the first in the low half."""
         return self.arithmetic.pack(codes)
 
     def onnx_scale(self, apply: Callable[..., Any], amax: Any, global_scale: float) -> Any:
-        """The scale of each block as an ONNX value, from its ``amax``; only formats with blocks have this.
+        """The scale of each block, computed in the graph from the ONNX value ``amax``. Formats with blocks have this.
 
-        ``apply(op_type, *inputs, **attributes)`` inserts a node, takes numbers for constants and names of
-        onnx.TensorProto for types, and returns the node's output.
+        ``apply(op_type, *inputs, **attributes)`` inserts a node and returns its output. An input may be a number, and
+        a type a name of onnx.TensorProto.
         """
         return self.arithmetic.onnx_scale(apply, amax, global_scale)
 
     @property
     def largest_code(self) -> float:
-        """The code of ``amax``; only formats with static scales have one."""
+        """The code of ``amax``. Formats with static scales have one."""
         return self.arithmetic.QMAX
 
 
@@ -124,11 +125,11 @@ FORMATS: dict[str, Format] = {
 
 
 def min_compute_capability(names: Iterable[str]) -> int:
-    """The least compute capability of GPUs that have all these formats."""
+    """The smallest compute capability of a GPU that has all the formats ``names``; 0 for none."""
     return max((FORMATS[name].min_compute_capability for name in names), default=0)
 
 
 def fake_quantize(fmt: Format, x: Tensor, amax: Tensor) -> Tensor:
-    """``x`` as the format keeps it, fp32."""
+    """``x`` quantized and dequantized, fp32."""
     scales = fmt.scales(x, amax)
     return fmt.dequantize(fmt.quantize(x, *scales), *scales)

@@ -1,4 +1,4 @@
-"""What formats of four bits have in common: blocks along the last axis, and two codes to a byte."""
+"""What four-bit formats share: blocks along the last axis, and two codes to a byte."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from sd_quant.errors import SdQuantError
 
 
 def blocks(x: Tensor, size: int) -> Tensor:
-    """[..., n] -> fp32 [..., n / size, size]. Raises SdQuantError when blocks of this size do not divide n."""
+    """``x`` [..., n] in blocks, fp32 [..., n / size, size]. Raises SdQuantError when ``size`` does not divide n."""
     if x.shape[-1] % size:
         raise SdQuantError(
             f"{x.shape[-1]} numbers do not divide into blocks of {size}; keep the layer in high precision, "
@@ -17,12 +17,12 @@ def blocks(x: Tensor, size: int) -> Tensor:
 
 
 def spread(scale: Tensor, size: int) -> Tensor:
-    """A scale per block -> the same per number."""
+    """A scale per number from one per block: [..., n / size] -> [..., n]."""
     return scale.repeat_interleave(size, dim=-1)
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
-    """uint8 [ceil(n / 2)] of n codes in C order, the first in the low half of its byte, as in ONNX's ``raw_data``."""
+    """n codes in C order as uint8 [ceil(n / 2)], the first in the low half of its byte, as in ONNX's ``raw_data``."""
     nibbles = codes.contiguous().view(torch.uint8).flatten() & 0xF
     pairs = torch.nn.functional.pad(nibbles, (0, len(nibbles) % 2)).view(-1, 2)
     return pairs[:, 0] | pairs[:, 1] << 4

@@ -1,7 +1,7 @@
 """FP4 E2M1, the numbers of MXFP4 and NVFP4: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives (OCP MX 1.0, 5.3.3).
 
-A code is the bit pattern: sign, two exponent bits, one mantissa bit. Halfway between two numbers the even code wins, as
-IEEE 754 rounds; beyond 6 it stays 6.
+A code is the bit pattern: a sign bit, two exponent bits, one mantissa bit. Halfway between two numbers the one with the
+even code is taken, as in IEEE 754, and magnitudes beyond 6 become 6.
 """
 
 import torch
@@ -11,16 +11,17 @@ LARGEST = 6.0
 MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 NUMBERS = torch.cat([MAGNITUDES, -MAGNITUDES])
 HALFWAY = (MAGNITUDES[1:] + MAGNITUDES[:-1]) / 2
-# A magnitude gets the code of how many of these it exceeds; from an odd code halfway is enough.
+# The code of a magnitude is the number of boundaries that it exceeds. Halfway above an odd code belongs to the next
+# code, so this boundary is the next smaller number.
 BOUNDARIES = torch.where(torch.arange(7) % 2 == 0, HALFWAY, HALFWAY.nextafter(torch.tensor(0.0)))
 
 
 def encode(x: Tensor) -> Tensor:
-    """uint8 bit patterns 0..15 of the nearest numbers."""
+    """The codes of the nearest numbers, uint8 0..15."""
     magnitude = torch.bucketize(x.abs().float(), BOUNDARIES.to(x.device), out_int32=True).to(torch.uint8)
     return magnitude | torch.signbit(x).to(torch.uint8) << 3
 
 
 def decode(codes: Tensor) -> Tensor:
-    """fp32."""
+    """The numbers of the codes, fp32."""
     return NUMBERS.to(codes.device)[codes.long()]

@@ -1,11 +1,12 @@
 """FP8 E4M3: one sign, four exponent and three mantissa bits, up to 448, no infinity; ``scale = amax / 448``.
 
-A number of the normal range keeps a relative precision of 2^-4, however far below ``amax`` it is, so outliers cost
-little and no smoothing is needed; below ``amax`` 2^-15 the steps are equal, as an integer's. What exceeds 448 after
-scaling is kept at 448, as TensorRT and ONNX do with ``saturate``; not every version and device of torch casts so.
+A normal number has a relative precision of 2^-4, however far below ``amax`` it is, so outliers cost little and no
+smoothing is needed. Below ``amax`` * 2^-15 the steps are equal, as an integer's. Magnitudes that exceed 448 after
+scaling become 448, as in TensorRT and in ONNX with ``saturate``; they are clamped here, because torch does not do it in
+every version and on every device.
 
-The format is that of Micikevicius et al. 2022 and OCP FP8 1.0, which torch calls ``float8_e4m3fn``; the scale is
-ModelOpt's. Not taken: E5M2, which inference has no use for.
+The format is that of Micikevicius et al. 2022 and OCP FP8 1.0, and torch's ``float8_e4m3fn``. The scale is ModelOpt's.
+Not taken: E5M2, which inference has no use for.
 """
 
 import torch
@@ -17,7 +18,7 @@ QMAX = 448.0
 
 
 def scales(x: Tensor, amax: Tensor) -> tuple[Tensor]:
-    """``amax / 448`` in fp16, whatever ``x`` holds."""
+    """``amax / 448``, exactly representable in fp16; ``x`` is not used."""
     return (scale_of(amax, QMAX),)
 
 

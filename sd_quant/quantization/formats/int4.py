@@ -1,7 +1,7 @@
 """Symmetric INT4 in blocks of 64: ``q = clamp(round(x / scale), -8, 7)``, ``scale = max |block| / 7``.
 
-ModelOpt's and deepcompressor's group quantization. The level -8 is never needed. Not taken: an asymmetric zero point,
-which TensorRT's INT4 has not.
+This is the group quantization of ModelOpt and deepcompressor. The code -8 never occurs. Not taken: a zero point, which
+TensorRT's INT4 does not have.
 """
 
 import torch
@@ -16,7 +16,7 @@ QMAX = 7.0
 
 
 def scales(x: Tensor, amax: Tensor) -> tuple[Tensor]:
-    """fp16 numbers [..., n / 64] from the blocks of ``x``; ``amax`` is not used."""
+    """The scale of every block, [..., n / 64], exactly representable in fp16; ``amax`` is not used."""
     return (scale_of(blocks(x, BLOCK).abs().amax(-1), QMAX),)
 
 
@@ -33,5 +33,5 @@ def pack(codes: Tensor) -> Tensor:
 
 
 def onnx_scale(apply, amax, global_scale: float):
-    """``max(amax / 7, the smallest scale)`` in fp16."""
+    """``max(amax / 7, SMALLEST_SCALE)`` in fp16."""
     return apply("Cast", apply("Max", apply("Div", amax, QMAX), SMALLEST_SCALE), to="FLOAT16")

@@ -1,18 +1,18 @@
 """Symmetric INT8: ``q = clamp(round(x / scale), -128, 127)``, ``scale = amax / 127``, zero point 0.
 
-Scales are rounded to fp16 *before* anything is quantized with them, because fp16 is what the exported graph stores: the
-torch simulation, the INT8 weights and the engine then use one and the same number.
+Scales are rounded to fp16 *before* anything is quantized with them, because the exported graph stores them in fp16. The
+torch simulation, the INT8 weights and the engine then use the same number.
 """
 
 import torch
 from torch import Tensor
 
 QMAX = 127.0
-SMALLEST_SCALE = 2.0**-20  # fp16 would round smaller ones to a few bits, then to zero; weights this small do not matter
+SMALLEST_SCALE = 2.0**-20  # smaller ones have few bits in fp16, or are zero; weights this small do not matter
 
 
 def scale_of(amax: Tensor, qmax: float = QMAX) -> Tensor:
-    """fp32 scale, exactly representable in fp16. What is all zero gets scale 1.
+    """``amax / qmax`` in fp32, exactly representable in fp16; 1 where ``amax`` is zero.
 
     Raises OverflowError when a scale does not fit fp16 or is NaN.
     """
@@ -23,7 +23,7 @@ def scale_of(amax: Tensor, qmax: float = QMAX) -> Tensor:
 
 
 def scales(x: Tensor, amax: Tensor) -> tuple[Tensor]:
-    """``amax / 127``, whatever ``x`` holds."""
+    """``amax / 127``, exactly representable in fp16; ``x`` is not used."""
     return (scale_of(amax),)
 
 

@@ -1,13 +1,13 @@
-"""MXFP4: blocks of 32 E2M1 numbers with a power of two for a scale (OCP Microscaling Formats 1.0, 5.2 and 6.3).
+"""MXFP4: blocks of 32 E2M1 numbers whose scale is a power of two (OCP Microscaling Formats 1.0, 5.2 and 6.3).
 
     scale = 2^(floor(log2(max |block|)) - 2)        2 is the exponent of E2M1's largest number, 6 = 1.5 * 2^2
 
-The largest number of a block so comes to 4..8, and what is beyond 6 is kept at 6. It is what the specification writes;
-a scale that never clips would cost a bit for all others. A block of zeros gets the smallest scale.
+This scale is the specification's. It brings the largest magnitude of a block to 4..8, and magnitudes beyond 6 become
+6; a scale that never clips would cost all other numbers a bit. A block of zeros gets the smallest scale.
 
-The specification stores the exponent in a byte, E8M0. ONNX has that type from opset 24 on and TensorRT does not parse
-it, so the file stores the same powers of two in fp16, which takes a byte more for 32 numbers. Its exponents suffice for
-everything that was an fp16 number before.
+The specification stores the exponent in one byte, E8M0. ONNX has that type from opset 24 on, and TensorRT does not
+parse it, so the file stores the same powers of two in fp16, which takes one byte more for 32 numbers. Its exponents
+suffice for everything that was an fp16 number before.
 """
 
 import math
@@ -20,12 +20,12 @@ from sd_quant.quantization.formats.blocks import blocks, pack_nibbles, spread
 
 BLOCK = FORMATS["mxfp4"].block
 SMALLEST_EXPONENT, LARGEST_EXPONENT = -24, 15  # of fp16; E8M0 has -127 and 127
-# A step of the logarithm's rounding, and far less than what two neighbouring fp16 numbers differ in it.
+# More than the logarithm's rounding error, and far less than the logarithms of two neighbouring fp16 numbers differ.
 LOGARITHM_ERROR = 1e-5
 
 
 def scales(x: Tensor, amax: Tensor) -> tuple[Tensor]:
-    """Powers of two [..., n / 32] from the blocks of ``x``; ``amax`` is not used.
+    """The power of two of every block, [..., n / 32]; ``amax`` is not used.
 
     Raises OverflowError when a number is infinite or NaN.
     """
@@ -50,7 +50,7 @@ def pack(codes: Tensor) -> Tensor:
 
 
 def onnx_scale(apply, amax, global_scale: float):
-    """``2^floor(log2(amax)) / 4`` in fp16, which rounds to the power of two that the fp32 number nearly is."""
+    """``2^floor(log2(amax)) / 4``. Rounding to fp16 turns the nearly exact fp32 result into the power of two."""
     logarithm = apply("Div", apply("Log", apply("Max", amax, 4 * 2.0**SMALLEST_EXPONENT)), math.log(2))
     exponent = apply("Floor", apply("Add", logarithm, LOGARITHM_ERROR))
     return apply("Cast", apply("Exp", apply("Mul", apply("Sub", exponent, 2.0), math.log(2))), to="FLOAT16")

@@ -2,9 +2,9 @@
 
     global = amax / (6 * 448)        scale = E4M3(max |block| / 6 / global)        x = E2M1 * scale * global
 
-The largest block of the tensor so has the largest scale that E4M3 holds. TensorRT's ``FP4DynamicQuantize`` and
-ModelOpt's ``NVFP4QTensor`` compute the same; a scale that E4M3 would round to zero is its smallest number here, so that
-a block of zeros divides by no zero.
+The block with the tensor's largest magnitude gets the largest scale that E4M3 holds. TensorRT's ``FP4DynamicQuantize``
+and ModelOpt's ``NVFP4QTensor`` compute the same, but for one case: a scale that E4M3 would round to zero becomes E4M3's
+smallest number here, so that a block of zeros is not divided by zero.
 """
 
 import torch
@@ -15,33 +15,33 @@ from sd_quant.quantization.formats.blocks import blocks, pack_nibbles, spread
 
 BLOCK = FORMATS["nvfp4"].block
 SMALLEST_SCALE = 2.0**-9  # of E4M3
-SMALLEST_PRODUCT = 2.0**-24  # of fp16; what would be smaller is zero
+SMALLEST_PRODUCT = 2.0**-24  # of fp16, which holds no smaller positive number
 
 
 def scales(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
-    """E4M3 numbers [..., n / 16] from the blocks of ``x``, and the global scale [] from the largest ``amax``.
+    """The scale of every block, [..., n / 16] in E4M3 numbers, and the global scale [] from the largest ``amax``.
 
     Raises OverflowError when ``amax`` is infinite or NaN.
     """
     peak = amax.float().max()
     if not torch.isfinite(peak):
         raise OverflowError(f"an amax of {peak.item():g} gives no scale")
-    whole = torch.where(peak == 0, 1.0, peak / (e2m1.LARGEST * fp8.QMAX))
-    wanted = blocks(x, BLOCK).abs().amax(-1) / e2m1.LARGEST / whole
-    return wanted.clamp(SMALLEST_SCALE, fp8.QMAX).to(torch.float8_e4m3fn).float(), whole
+    global_scale = torch.where(peak == 0, 1.0, peak / (e2m1.LARGEST * fp8.QMAX))
+    wanted = blocks(x, BLOCK).abs().amax(-1) / e2m1.LARGEST / global_scale
+    return wanted.clamp(SMALLEST_SCALE, fp8.QMAX).to(torch.float8_e4m3fn).float(), global_scale
 
 
-def product(scale: Tensor, whole: Tensor) -> Tensor:
-    """Both scales of each number, in fp16 as the graph multiplies them."""
-    return spread((scale * whole).half().float(), BLOCK)
+def product(scale: Tensor, global_scale: Tensor) -> Tensor:
+    """The two scales of each number multiplied, in fp16 as in the graph."""
+    return spread((scale * global_scale).half().float(), BLOCK)
 
 
-def quantize(x: Tensor, scale: Tensor, whole: Tensor) -> Tensor:
-    return e2m1.encode(x.float() / product(scale, whole).clamp(min=SMALLEST_PRODUCT))
+def quantize(x: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
+    return e2m1.encode(x.float() / product(scale, global_scale).clamp(min=SMALLEST_PRODUCT))
 
 
-def dequantize(codes: Tensor, scale: Tensor, whole: Tensor) -> Tensor:
-    return e2m1.decode(codes) * product(scale, whole)
+def dequantize(codes: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
+    return e2m1.decode(codes) * product(scale, global_scale)
 
 
 def pack(codes: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""The observer of pytorch-quantization's and ModelOpt's histogram calibrators (Migacz, GTC 2017).
+"""The observer ``entropy``: what the histogram calibrators of pytorch-quantization and ModelOpt do (Migacz, GTC 2017).
 
-Their loops over every bin of every candidate take a second a layer; here the sums over a level are differences of
-prefix sums.
+Their loops over every bin of every candidate take a second for each layer. Here the sums over the bins of a level are
+differences of prefix sums.
 """
 
 import math
@@ -13,11 +13,12 @@ from sd_quant.quantization.observers.sample import BINS, LEVELS, bin_counts, wit
 
 
 def kl_divergences(counts: Tensor) -> Tensor:
-    """Information lost by each range of i = LEVELS..len(counts) bins, in nats, fp64 [len(counts) - LEVELS + 1].
+    """The information lost by each range of i = LEVELS..len(counts) bins, in nats, fp64 [len(counts) - LEVELS + 1].
 
-    The reference is the first i of ``counts`` (fp64 [bins]), the last of them with all that is clipped. It is compared
-    with LEVELS equal runs of these bins, every filled bin holding the mean of its run, without what is clipped.
-    Infinite where values are clipped into an empty bin, which the second distribution does not have.
+    It is the Kullback-Leibler divergence between two distributions made of the first i of ``counts`` (fp64 [bins]). The
+    reference has all clipped values in the last bin. The other has none of them; its bins are divided into LEVELS equal
+    runs, and every filled bin holds the mean of its run. Where values are clipped into an empty bin, which the other
+    distribution cannot have, the divergence is infinite.
     """
     total, filled = (torch.cat([torch.zeros(1).double(), part.cumsum(0)]) for part in (counts, (counts > 0).double()))
     plogp = torch.cat([torch.zeros(1).double(), torch.xlogy(counts, counts).cumsum(0)])
@@ -34,9 +35,9 @@ def kl_divergences(counts: Tensor) -> Tensor:
 
 @within_amax
 def entropy(magnitudes: Tensor, amax: float, **_) -> float:
-    """The range of LEVELS to BINS bins with the smallest divergence, of equal ones the widest.
+    """The range of LEVELS to BINS bins with the smallest divergence; the widest if several have it.
 
-    The bin at zero gets the count of its neighbour, as in the calibrators above: zeros are exact in any range.
+    The bin at zero gets the count of its neighbour, as in those calibrators, because zeros are exact in any range.
     """
     peak = magnitudes.max().item()
     counts = bin_counts(magnitudes, peak).double()

@@ -1,4 +1,4 @@
-"""The observer of PyTorch's HistogramObserver and Quark, with the format's own rounding in place of a bin's width."""
+"""The observer ``histogram``: as PyTorch's HistogramObserver and Quark, but with the format's own rounding."""
 
 import torch
 from torch import Tensor
@@ -11,8 +11,8 @@ STRIDE = 8  # bins between two ranges that are compared
 
 @within_amax
 def histogram(magnitudes: Tensor, amax: float, fmt: Format = FORMATS["int8"], **_) -> float:
-    """The range with the smallest error at the bins' middles, among every STRIDE-th of LEVELS to BINS bins."""
+    """The range with the smallest error at the middles of the bins; every STRIDE-th of LEVELS to BINS bins is tried."""
     peak = magnitudes.max().item()
-    middles, shares = (torch.arange(BINS) + 0.5) / BINS, torch.arange(BINS, LEVELS - 1, -STRIDE) / BINS
-    best = quantization_errors(middles, shares, fmt, bin_counts(magnitudes, peak)).argmin()  # of equal ones the widest
-    return peak * shares[best].item()
+    middles, ranges = (torch.arange(BINS) + 0.5) / BINS, torch.arange(BINS, LEVELS - 1, -STRIDE) / BINS
+    best = quantization_errors(middles, ranges, fmt, bin_counts(magnitudes, peak)).argmin()  # the widest if several
+    return peak * ranges[best].item()

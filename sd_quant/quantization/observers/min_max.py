@@ -1,8 +1,8 @@
-"""The observer that clips nothing."""
+"""The observer ``min_max``, which clips nothing."""
 
 from torch import Tensor
 
 
 def min_max(values: Tensor, amax: float, **_) -> float:
-    """Returns ``amax``, the largest magnitude of the whole calibration."""
+    """``amax``, the largest magnitude of the whole calibration."""
     return amax

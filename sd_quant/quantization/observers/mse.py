@@ -1,13 +1,13 @@
-"""The observer that makes the squared error of the sample smallest, rounding and clipping together.
+"""The observer ``mse``: the range with which rounding and clipping the sample has the smallest squared error.
 
-ModelOpt's of that name measures the error at the centres of bins that may be as wide as a step. Here the values are
-sorted, and the error of a threshold is exact: the levels are ks, values above b_k = (k - 1/2) s go to level k or
-higher, so that
+ModelOpt's observer of that name measures the error at the middles of bins that may be as wide as a step. Here the
+values are sorted, and the error of a range is exact. The levels are k * s, and values above b_k = (k - 1/2) s are
+rounded to level k or higher, so that
 
     sum (x - quantized x)^2  =  sum x^2  -  2 s  sum_k  sum over |x| > b_k of (|x| - b_k),    k = 1 .. 127
 
-where the inner sum is one search and one prefix sum. Not taken: the level -128, which has no positive counterpart. It
-can only make an error smaller, so ``mse`` never does worse than ``min_max`` with it either.
+where the inner sum takes one binary search and one prefix sum. The level -128 is left out, because it has no positive
+counterpart. It can only make an error smaller, so with it ``mse`` still does no worse than ``min_max``.
 """
 
 import math
@@ -20,17 +20,17 @@ from sd_quant.quantization.formats import FORMATS, Format
 from sd_quant.quantization.formats.int8 import QMAX
 from sd_quant.quantization.observers.sample import quantization_errors, within_amax
 
-SEEN = 2**16  # values of a sample that are looked at where there is no closed form
+MOST_VALUES = 2**16  # of a sample that are looked at where there is no closed form
 
-# Thresholds as shares of the peak, 1 % apart: the error is flat around the best one. Down to half a step of the
-# unclipped range: a narrower one pays only where that range would round nearly all values to zero.
-SHARES = 0.99 ** np.arange(math.log(2 * QMAX) / -math.log(0.99))
+# The ranges that are tried, relative to the peak. They are 1 % apart, because the error is flat around the best one,
+# and go down to half a step of the peak's range; a smaller one pays only where that range rounds nearly all to zero.
+RANGES = 0.99 ** np.arange(math.log(2 * QMAX) / -math.log(0.99))
 
 
 def squared_errors(magnitudes: Tensor, thresholds: np.ndarray, levels: float = QMAX) -> np.ndarray:
-    """Mean squared error, fp64 [m], of ``magnitudes`` (fp32 [n], >= 0) quantized within each of ``thresholds`` [m].
+    """The mean squared error, fp64 [m], of ``magnitudes`` (fp32 [n], >= 0) quantized with each of the ranges [m].
 
-    The codes are whole numbers up to ``levels``.
+    ``levels`` is how many there are above zero, at equal distances.
     """
     ordered = np.sort(magnitudes.numpy())  # torch takes three times as long
     sums = np.concatenate([[0.0], ordered.cumsum(dtype=np.float64)])
@@ -43,15 +43,15 @@ def squared_errors(magnitudes: Tensor, thresholds: np.ndarray, levels: float = Q
 
 @within_amax
 def mse(magnitudes: Tensor, amax: float, fmt: Format = FORMATS["int8"], **_) -> float:
-    """The one of ``amax`` and SHARES of the peak with the smallest mean squared error, of equal ones the widest.
+    """The range with the smallest mean squared error among ``amax`` and ``RANGES``; the widest if several have it.
 
-    Equal levels have the closed form. A floating-point format repeats itself with every factor of two, so shares down
-    to a half are all there is to try.
+    Equal levels have the closed form. The steps of a floating-point format repeat with every factor of two, so ranges
+    down to half the peak are all there is to try.
     """
-    thresholds = np.concatenate([[amax], magnitudes.max().item() * SHARES])
+    thresholds = np.concatenate([[amax], magnitudes.max().item() * RANGES])
     if fmt.equal_levels:
         return float(thresholds[squared_errors(magnitudes, thresholds, fmt.largest_code).argmin()])
     peak = magnitudes.max().item()
-    shares = torch.from_numpy(thresholds[thresholds >= peak / 2] / peak).float()
-    seen = magnitudes[:: -(-len(magnitudes) // SEEN)] / peak
-    return peak * shares[quantization_errors(seen, shares, fmt).argmin()].item()
+    ranges = torch.from_numpy(thresholds[thresholds >= peak / 2] / peak).float()
+    sample = magnitudes[:: -(-len(magnitudes) // MOST_VALUES)] / peak
+    return peak * ranges[quantization_errors(sample, ranges, fmt).argmin()].item()

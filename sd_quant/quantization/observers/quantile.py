@@ -1,4 +1,4 @@
-"""The observer ``percentile``: a fixed share of the sample is not clipped."""
+"""The observer ``percentile``, which clips a fixed part of the sample."""
 
 import math
 
@@ -11,5 +11,8 @@ PERCENT = 99.99
 
 @within_amax
 def quantile(magnitudes: Tensor, amax: float, percent: float = PERCENT, **_) -> float:
-    """The smallest magnitude that ``percent`` % do not exceed; at 99.99 the peak of a sample of less than 10 000."""
+    """The smallest magnitude that ``percent`` % of the sample do not exceed.
+
+    At 99.99 % this is the peak of any sample of less than 10 000 values.
+    """
     return magnitudes.kthvalue(math.ceil(len(magnitudes) * percent / 100)).values.item()

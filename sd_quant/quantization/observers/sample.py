@@ -1,4 +1,4 @@
-"""What observers share: magnitudes of a sample, their histogram, and the error of quantizing them."""
+"""What the observers share: the magnitudes of a sample, their histogram, and the error of quantizing them."""
 
 import functools
 import math
@@ -10,14 +10,14 @@ from torch import Tensor
 from sd_quant.quantization.formats import Format, fake_quantize
 
 BINS = 2048
-LEVELS = 128  # zero and the positive levels of INT8, and the narrowest range that is tried, in bins
+LEVELS = 128  # zero and the positive levels of INT8; also the narrowest range that is tried, in bins
 
 
 def within_amax(observer: Callable[..., float]) -> Callable[..., float]:
-    """``observer``, which takes magnitudes (fp32 [n], not all zero), ``amax`` and its options, for any values.
+    """Makes of a function of magnitudes (fp32 [n], finite and not all zero) an observer of any values.
 
-    The result is never more than ``amax``; it is ``amax`` where the sample is empty, all zero or not finite, or the
-    observer returns 0.
+    Its range is never more than ``amax``, and is ``amax`` where the sample is empty, all zero or not finite, or where
+    ``observer`` returns 0.
     """
 
     @functools.wraps(observer)
@@ -32,14 +32,15 @@ def within_amax(observer: Callable[..., float]) -> Callable[..., float]:
 
 
 def bin_counts(values: Tensor, amax: float, bins: int = BINS) -> Tensor:
-    """Counts of ``|values|`` in equal bins over 0..``amax`` (> 0), fp32 [bins]. Larger values count in the last bin."""
+    """The counts of ``|values|`` in equal bins over 0..``amax`` (> 0), fp32 [bins]; larger values count in the last."""
     return torch.histc((values.abs().float() / amax).clamp(max=1), bins, min=0, max=1)
 
 
 def quantization_errors(magnitudes: Tensor, thresholds: Tensor, fmt: Format, counts: Tensor | None = None) -> Tensor:
-    """Mean squared error, fp64 [m], of ``magnitudes`` [n] quantized within each of ``thresholds`` [m].
+    """The mean squared error, fp64 [m], of ``magnitudes`` [n] quantized with each of the ranges ``thresholds`` [m].
 
-    The magnitudes lie around 1, where fp16 rounds a scale as everywhere; ``counts`` [n] is how often each occurs.
+    The magnitudes are relative to their peak, so that every scale is a normal number in fp16. ``counts`` [n] says how
+    often each occurs, once by default.
     """
     weights = torch.ones_like(magnitudes) if counts is None else counts
     errors = [

@@ -109,6 +109,6 @@ def test_a_plan_is_built_of_what_the_table_measures(gpu_table, part, tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_without_a_gpu_nothing_is_claimed(tmp_path):
     command = [sys.executable, str(BENCHMARKS / "gpu_check.py"), "--out", str(tmp_path / "out")]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0 and result.stdout.splitlines()[-1].startswith("there is no NVIDIA GPU")
     assert not (tmp_path / "out").exists()

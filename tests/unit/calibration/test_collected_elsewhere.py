@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 from torch import nn
 
-from sd_quant.calibration.collected_elsewhere import differences, read_shared, sums
+from sd_quant.calibration.collected_elsewhere import chains, differences, read_statistics
 from sd_quant.calibration.collection import calibrate, origin
-from sd_quant.calibration.store import FORM, Shelf, content_digest, pack
+from sd_quant.calibration.store import VERSION, Entries, content_digest, pack
 from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.config import REPOSITORY
 from sd_quant.errors import ArtifactError, ConfigError, SdQuantError
@@ -59,14 +59,14 @@ def statistics(segment: range, rows: int = 3) -> Statistics:
 
 def written(folder: Path, *segments: tuple[int, int], **other: object) -> Path:
     """A cache folder with entries of these prompts."""
-    shelf = Shelf(folder, ORIGIN | other, PROMPTS)
+    entries = Entries(folder, ORIGIN | other, PROMPTS)
     for segment in segments:
-        shelf.write(range(*segment), statistics(range(*segment)))
-    return shelf.folder
+        entries.write(range(*segment), statistics(range(*segment)))
+    return entries.folder
 
 
 def shared(path: Path, calib_size: int = 2, layers=LAYERS, here=ORIGIN) -> Statistics:
-    return read_shared(path, layers, CONTRACT, here, calib_size)
+    return read_statistics(path, layers, CONTRACT, here, calib_size)
 
 
 def assert_same(first: Statistics, second: Statistics) -> None:
@@ -123,7 +123,7 @@ def test_entries_that_cover_the_prompts_are_merged(tmp_path, size):
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(1, 4)), max_size=8))
 def test_every_number_that_segments_add_up_to_is_found(pairs):
     segments = [range(start, start + length) for start, length in pairs]
-    ways = sums(segments)
+    ways = chains(segments)
     for size, way in ways.items():
         assert [index for segment in way for index in segment] == list(range(size)) and set(way) <= set(segments)
     ends = {segment.stop for segment in segments if segment.start in {0, *ways}}
@@ -146,7 +146,7 @@ def test_what_a_pass_collected_and_cached_is_read_elsewhere(tmp_path, caplog):
     layers = {name: empty.get_submodule(name) for name in names}
     contract, here = contracts_of(checkpoint)["unet_xl"], origin("a" * 64, names, sampling, "cpu")
     caplog.clear()
-    assert_same(read_shared(Path(path), layers, contract, here, 2), collected)
+    assert_same(read_statistics(Path(path), layers, contract, here, 2), collected)
     assert not caplog.records
 
 
@@ -322,11 +322,14 @@ SAMPLING = ORIGIN["sampling"]
         {"origin": DEEP},
         {"origin": "{"},
         {"origin": "[]"},
-        {"origin": json.dumps({"form": FORM})},
-        *({"origin": json.dumps({"form": FORM, **ORIGIN, "checkpoint": value})} for value in (None, 3, [[]])),
-        *({"origin": json.dumps({"form": FORM, **ORIGIN, "sampling": value})} for value in (None, 3, [], {"steps": 2})),
+        {"origin": json.dumps({"form": VERSION})},
+        *({"origin": json.dumps({"form": VERSION, **ORIGIN, "checkpoint": value})} for value in (None, 3, [[]])),
         *(
-            {"origin": json.dumps({"form": FORM, **ORIGIN, "sampling": SAMPLING | {name: value}})}
+            {"origin": json.dumps({"form": VERSION, **ORIGIN, "sampling": value})}
+            for value in (None, 3, [], {"steps": 2})
+        ),
+        *(
+            {"origin": json.dumps({"form": VERSION, **ORIGIN, "sampling": SAMPLING | {name: value}})}
             for name, value in [
                 ("steps", "2"), ("steps", 2.0), ("guidance_scale", torch.nan), ("guidance_scale", "5"),
                 ("height", "64"), ("height", 8), ("height", 2**40), ("width", None), ("width", torch.inf),
@@ -351,7 +354,7 @@ def test_a_description_that_is_none(entry, metadata):
 
 def test_another_form(entry):
     forge(entry, origin=json.dumps({"form": "\n", **ORIGIN}))
-    assert f"{entry} has form '\\n', expected {FORM}; collect it again" in refusal(ArtifactError, entry)
+    assert f"{entry} has form '\\n', expected {VERSION}; collect it again" in refusal(ArtifactError, entry)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from torch import nn
 
 from sd_quant.cache import locked
 from sd_quant.calibration import collection
-from sd_quant.calibration.collection import calibrate, origin, place, run, segments
-from sd_quant.calibration.hooks import ROWS_A_CALL
+from sd_quant.calibration.collection import calibrate, collect_segment, fabric_for, origin, segments
+from sd_quant.calibration.hooks import ROWS_PER_CALL
 from sd_quant.calibration.store import pack
 from sd_quant.checkpoints import nemo_networks
 from sd_quant.checkpoints.nemo import open_nemo
@@ -105,7 +105,7 @@ def test_every_layer_is_reached(model, names, whole):
     for name, layer in whole.layers.items():
         width = model.modules["unet"].get_submodule(name).weight[0].numel()
         assert layer.amax.shape == ((3, 2) if layer.kind == "conv" else (2, width)), name
-        assert layer.amax.amax(dim=1).all() and layer.rows.values.shape == (3 * 2 * ROWS_A_CALL, width), name
+        assert layer.amax.amax(dim=1).all() and layer.rows.values.shape == (3 * 2 * ROWS_PER_CALL, width), name
     assert {name: len(sample.values) for name, sample in whole.calls.items()} == dict.fromkeys(
         ["x", "timesteps", "context", "y"], 3 * 2
     )
@@ -197,7 +197,7 @@ def test_a_sampler_of_second_order_has_the_steps_that_were_asked_for(model, name
     statistics = collected(model, names, PROMPTS[:2])
     assert calls["unet_xl"] == 2 * (2 * SAMPLING.steps - 1)
     for layer in statistics.layers.values():
-        assert len(layer.rows.values) == 2 * 2 * ROWS_A_CALL
+        assert len(layer.rows.values) == 2 * 2 * ROWS_PER_CALL
         assert layer.amax.shape[1 if layer.kind == "conv" else 0] == SAMPLING.steps and layer.amax.amax(dim=1).all()
 
 
@@ -215,13 +215,13 @@ def test_the_second_time_nothing_runs(model, names, whole, calls, caplog, tmp_pa
 
 def test_of_two_that_want_the_same_the_second_waits_and_takes_it(model, names, calls, tmp_path):
     collected(model, names, cache=tmp_path)
-    [shelf] = (folder for folder in tmp_path.iterdir() if folder.is_dir())
-    entry = next(shelf.glob("*.safetensors"))
+    [entries] = (folder for folder in tmp_path.iterdir() if folder.is_dir())
+    entry = next(entries.glob("*.safetensors"))
     content = entry.read_bytes()
     entry.unlink()
     calls.update(unet_xl=0)
     with ThreadPoolExecutor(1) as second:
-        with locked(shelf / ".lock"):  # as the first holds it
+        with locked(entries / ".lock"):  # as the first holds it
             waiting = second.submit(collected, model, names, cache=tmp_path)
             time.sleep(0.3)
             assert not waiting.done()
@@ -295,15 +295,15 @@ def test_shares_of_the_prompts_make_the_whole(model, names, whole, processes):
     """Also when there are fewer prompts than processes."""
     fabric = Fabric(accelerator="cpu", devices=1)
     shares = [slice(rank, None, processes) for rank in range(processes)]
-    parts = [run(fabric, model, names, PROMPTS, range(0, 3), SAMPLING, share=share) for share in shares]
+    parts = [collect_segment(fabric, model, names, PROMPTS, range(0, 3), SAMPLING, subset=share) for share in shares]
     assert_same(merge(parts), whole)
 
 
 def test_more_gpus_than_there_are_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ResourceError, match="calibration on 2 GPUs was asked for and this machine has 1; lower"):
-        place("auto", devices=2)
+        fabric_for("auto", devices=2)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ResourceError, match="calibration on 1 GPUs was asked for and this machine has 0"):
-        place("cuda", devices=1)
-    assert place("auto", devices=1).device.type == "cpu"
+        fabric_for("cuda", devices=1)
+    assert fabric_for("auto", devices=1).device.type == "cpu"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sd_quant.calibration.hooks import ROWS_A_CALL, collect, draw, take_row
+from sd_quant.calibration.hooks import ROWS_PER_CALL, collect, draw, take_row
 from sd_quant.errors import SdQuantError
 from sd_quant.quantization.statistics import CALLS, ROWS, Statistics, bytes_bound, merge
 
@@ -113,7 +113,7 @@ def test_a_second_call_within_a_step_only_widens_the_range():
             network(x=torch.full((2, 2, 4, 4), -magnitude))
     conv, linear = statistics.layers["conv"], statistics.layers["linear"]
     assert conv.amax.tolist() == [[5.0]] and linear.amax.tolist() == [[5.0, 5.0]]
-    assert len(conv.rows.values) == len(conv.rows.priority) == len(linear.rows.values) == ROWS_A_CALL
+    assert len(conv.rows.values) == len(conv.rows.priority) == len(linear.rows.values) == ROWS_PER_CALL
     assert (linear.rows.values == -2).all() and set(conv.rows.values.unique().tolist()) <= {0.0, -2.0}
     assert statistics.calls["x"].values.tolist() == torch.full((1, 2, 2, 4, 4), -2.0).tolist()
 
@@ -236,7 +236,7 @@ def test_exactly_the_lowest_priorities_are_kept(whole, singles, name, limit):
         pair for single in singles for pair in zip(rows(single).priority.tolist(), rows(single).values, strict=True)
     ]
     candidates.sort(key=lambda pair: pair[0])
-    assert len(candidates) == PROMPTS * STEPS * (ROWS_A_CALL if name else 1) > limit
+    assert len(candidates) == PROMPTS * STEPS * (ROWS_PER_CALL if name else 1) > limit
     assert rows(whole).priority.dtype == torch.float64
     assert rows(whole).priority.tolist() == [priority for priority, _ in candidates[:limit]]
     assert torch.equal(rows(whole).values, torch.stack([values for _, values in candidates[:limit]]))
@@ -245,11 +245,11 @@ def test_exactly_the_lowest_priorities_are_kept(whole, singles, name, limit):
 def test_another_seed_and_another_layer_draw_others():
     wanted, other = (draw(("a", "b"), [0], 1, seed)[0, 0] for seed in (1, 2))
     everything = [tuple(pair) for drawn in (wanted, other) for kept in drawn.values() for pair in kept]
-    assert len(everything) == len(set(everything)) == 2 * (2 * ROWS_A_CALL + 1)
+    assert len(everything) == len(set(everything)) == 2 * (2 * ROWS_PER_CALL + 1)
 
 
 def test_few_prompts_keep_all_candidates(singles):
-    assert [len(singles[0].layers[name].rows.values) for name in NAMES] == [STEPS * ROWS_A_CALL] * 2
+    assert [len(singles[0].layers[name].rows.values) for name in NAMES] == [STEPS * ROWS_PER_CALL] * 2
     assert len(singles[0].calls["x"].values) == STEPS
 
 
@@ -351,7 +351,7 @@ def test_the_bound_on_bytes_holds(prompts, steps, width, kernel, batch_size):
     tensors = [t for s in statistics.layers.values() for t in (s.amax, s.rows.values, s.rows.priority)]
     found, bound = sum(tensor.nbytes for tensor in tensors), bytes_bound(layers, prompts, steps)
     assert found <= bound
-    if prompts * steps * ROWS_A_CALL >= ROWS:
+    if prompts * steps * ROWS_PER_CALL >= ROWS:
         assert found == bound
 
 

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load, save
 
 from sd_quant.calibration import store
-from sd_quant.calibration.store import Shelf
+from sd_quant.calibration.store import Entries
 from sd_quant.files import digest
 from sd_quant.quantization.statistics import LayerStatistics, Sample, Statistics
 
@@ -52,113 +52,113 @@ def same(first: Statistics | None, second: Statistics) -> bool:
 
 
 @pytest.fixture
-def shelf(tmp_path) -> Shelf:
-    return Shelf(tmp_path, ORIGIN, PROMPTS)
+def entries(tmp_path) -> Entries:
+    return Entries(tmp_path, ORIGIN, PROMPTS)
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory) -> tuple[Shelf, bytes]:
-    """A shelf whose one file the property tests overwrite, and its sound content."""
-    shelf = Shelf(tmp_path_factory.mktemp("cache"), ORIGIN, PROMPTS)
-    shelf.write(SEGMENT, statistics(0))
-    return shelf, shelf.path(SEGMENT).read_bytes()
+def kept(tmp_path_factory) -> tuple[Entries, bytes]:
+    """A entries whose one file the property tests overwrite, and its sound content."""
+    entries = Entries(tmp_path_factory.mktemp("cache"), ORIGIN, PROMPTS)
+    entries.write(SEGMENT, statistics(0))
+    return entries, entries.path(SEGMENT).read_bytes()
 
 
-def refused(shelf: Shelf, caplog, segment: range = SEGMENT) -> bool:
+def refused(entries: Entries, caplog, segment: range = SEGMENT) -> bool:
     caplog.clear()
-    return shelf.read(segment) is None and f"the cached statistics {shelf.path(segment)}" in caplog.text
+    return entries.read(segment) is None and f"the cached statistics {entries.path(segment)}" in caplog.text
 
 
 # What is kept
 
 
-def test_what_a_killed_process_was_writing_goes_with_the_next_entry(shelf):
-    shelf.folder.mkdir(parents=True)
-    (shelf.folder / ".00000-00004.safetensors.17.part").write_bytes(b"half")
-    shelf.write(SEGMENT, statistics(0))
-    assert list(shelf.folder.iterdir()) == [shelf.path(SEGMENT)]
+def test_what_a_killed_process_was_writing_goes_with_the_next_entry(entries):
+    entries.folder.mkdir(parents=True)
+    (entries.folder / ".00000-00004.safetensors.17.part").write_bytes(b"half")
+    entries.write(SEGMENT, statistics(0))
+    assert list(entries.folder.iterdir()) == [entries.path(SEGMENT)]
 
 
 @given(seed=st.integers(0, 2**32 - 1), rows=st.integers(0, 4), layers=st.integers(0, 3))
 @settings(max_examples=30, deadline=None)
 def test_it_comes_back_bit_for_bit(kept, seed, rows, layers):
-    shelf, _ = kept
+    entries, _ = kept
     written = statistics(seed, rows, layers)
-    shelf.write(SEGMENT, written)
-    assert same(shelf.read(SEGMENT), written)
+    entries.write(SEGMENT, written)
+    assert same(entries.read(SEGMENT), written)
 
 
-def test_values_that_compare_oddly_come_back_too(shelf):
+def test_values_that_compare_oddly_come_back_too(entries):
     written = statistics(0)
     written.layers["down.0.to_q"].amax[0] = torch.tensor([torch.nan, torch.inf, -0.0, 1e-45])
-    shelf.write(SEGMENT, written)
-    assert same(shelf.read(SEGMENT), written)
+    entries.write(SEGMENT, written)
+    assert same(entries.read(SEGMENT), written)
 
 
-def test_an_entry_says_what_it_is_of(shelf):
+def test_an_entry_says_what_it_is_of(entries):
     """In the header, where anybody finds it with the library alone."""
-    shelf.write(range(1, 4), statistics(0))
-    with safe_open(shelf.path(range(1, 4)), "pt") as file:
+    entries.write(range(1, 4), statistics(0))
+    with safe_open(entries.path(range(1, 4)), "pt") as file:
         metadata = file.metadata()
     assert metadata.keys() == {"digest", "origin", "prompts"}
-    assert json.loads(metadata["origin"]) == {"form": store.FORM, **ORIGIN}
+    assert json.loads(metadata["origin"]) == {"form": store.VERSION, **ORIGIN}
     assert json.loads(metadata["prompts"]) == {"first": 1, "last": 3, "texts": PROMPTS[1:4]}
 
 
-def test_the_same_statistics_are_the_same_bytes(shelf):
+def test_the_same_statistics_are_the_same_bytes(entries):
     written = set()
     for _ in range(5):  # the library alone would order the metadata in 6 ways
-        shelf.write(SEGMENT, statistics(0))
-        written.add(shelf.path(SEGMENT).read_bytes())
+        entries.write(SEGMENT, statistics(0))
+        written.add(entries.path(SEGMENT).read_bytes())
     assert len(written) == 1 and int.from_bytes(written.pop()[:8], "little") % 8 == 0
 
 
-def test_it_comes_back_in_another_process(shelf, tmp_path):
-    """Another shelf of the same origin, its keys in another order."""
-    shelf.write(SEGMENT, statistics(0))
-    other = Shelf(tmp_path, dict(reversed(ORIGIN.items())), list(PROMPTS))
+def test_it_comes_back_in_another_process(entries, tmp_path):
+    """Another entries of the same origin, its keys in another order."""
+    entries.write(SEGMENT, statistics(0))
+    other = Entries(tmp_path, dict(reversed(ORIGIN.items())), list(PROMPTS))
     assert same(other.read(SEGMENT), statistics(0))
 
 
-def test_the_longest_entry_wins(shelf):
+def test_the_longest_entry_wins(entries):
     for stop in (1, 3, 5):
-        shelf.write(range(0, stop), statistics(stop))
+        entries.write(range(0, stop), statistics(stop))
     for stop, expected in ((1, 1), (2, 1), (3, 3), (4, 3), (5, 5)):
-        segment, found = shelf.longest(0, stop)
+        segment, found = entries.longest(0, stop)
         assert segment == range(0, expected) and same(found, statistics(expected))
 
 
-def test_a_larger_request_goes_on_where_an_entry_ends(shelf):
-    shelf.write(range(0, 2), statistics(2))
-    shelf.write(range(2, 4), statistics(4))
-    assert shelf.longest(2, 5)[0] == range(2, 4)
-    assert shelf.longest(1, 5) is None and shelf.longest(4, 5) is None
+def test_a_larger_request_goes_on_where_an_entry_ends(entries):
+    entries.write(range(0, 2), statistics(2))
+    entries.write(range(2, 4), statistics(4))
+    assert entries.longest(2, 5)[0] == range(2, 4)
+    assert entries.longest(1, 5) is None and entries.longest(4, 5) is None
 
 
-def test_a_damaged_entry_gives_way_to_a_shorter_one(shelf, caplog):
-    shelf.write(range(0, 1), statistics(1))
-    shelf.write(range(0, 3), statistics(3))
-    shelf.path(range(0, 3)).write_bytes(b"")
-    segment, found = shelf.longest(0, 3)
+def test_a_damaged_entry_gives_way_to_a_shorter_one(entries, caplog):
+    entries.write(range(0, 1), statistics(1))
+    entries.write(range(0, 3), statistics(3))
+    entries.path(range(0, 3)).write_bytes(b"")
+    segment, found = entries.longest(0, 3)
     assert segment == range(0, 1) and same(found, statistics(1))
-    assert str(shelf.path(range(0, 3))) in caplog.text
+    assert str(entries.path(range(0, 3))) in caplog.text
 
 
-def test_an_empty_shelf_has_nothing_to_say(shelf, caplog):
-    assert shelf.longest(0, 5) is None and not caplog.text
+def test_an_empty_folder_has_nothing_to_say(entries, caplog):
+    assert entries.longest(0, 5) is None and not caplog.text
 
 
-def test_prompts_behind_the_entry_do_not_matter(shelf, tmp_path):
-    shelf.write(range(0, 2), statistics(0))
-    assert same(Shelf(tmp_path, ORIGIN, [*PROMPTS[:2], "another"]).read(range(0, 2)), statistics(0))
+def test_prompts_behind_the_entry_do_not_matter(entries, tmp_path):
+    entries.write(range(0, 2), statistics(0))
+    assert same(Entries(tmp_path, ORIGIN, [*PROMPTS[:2], "another"]).read(range(0, 2)), statistics(0))
 
 
-def test_a_damaged_entry_is_written_anew(shelf):
-    shelf.path(SEGMENT).parent.mkdir(parents=True)
-    shelf.path(SEGMENT).write_bytes(b"garbage")
-    shelf.write(SEGMENT, statistics(0))
-    assert same(shelf.read(SEGMENT), statistics(0))
-    assert [path.name for path in shelf.folder.iterdir()] == ["00000-00002.safetensors"]  # no temporary file is left
+def test_a_damaged_entry_is_written_anew(entries):
+    entries.path(SEGMENT).parent.mkdir(parents=True)
+    entries.path(SEGMENT).write_bytes(b"garbage")
+    entries.write(SEGMENT, statistics(0))
+    assert same(entries.read(SEGMENT), statistics(0))
+    assert [path.name for path in entries.folder.iterdir()] == ["00000-00002.safetensors"]  # no temporary file is left
 
 
 # What is not trusted
@@ -167,14 +167,14 @@ def test_a_damaged_entry_is_written_anew(shelf):
 @given(change=st.data(), difference=st.integers(1, 255))
 @settings(max_examples=400, deadline=None)
 def test_a_changed_byte_is_noticed(kept, change, difference):
-    shelf, content = kept
+    entries, content = kept
     position = change.draw(st.integers(0, len(content) - 1))
     damaged = bytearray(content)
     damaged[position] ^= difference
     header = 8 + int.from_bytes(content[:8], "little")
     assume(position >= header or damaged[position] not in b" \t\n\r")  # white space at the header's end means nothing
-    shelf.path(SEGMENT).write_bytes(damaged)
-    assert shelf.read(SEGMENT) is None
+    entries.path(SEGMENT).write_bytes(damaged)
+    assert entries.read(SEGMENT) is None
 
 
 @given(length=st.integers(0, 10_000))
@@ -183,20 +183,20 @@ def test_a_changed_byte_is_noticed(kept, change, difference):
 @example(length=8)
 @settings(max_examples=100, deadline=None)
 def test_a_file_that_was_cut_or_grew_is_noticed(kept, length):
-    shelf, content = kept
+    entries, content = kept
     assume(length != len(content))
-    shelf.path(SEGMENT).write_bytes((content + bytes(10_000))[:length])
-    assert shelf.read(SEGMENT) is None
+    entries.path(SEGMENT).write_bytes((content + bytes(10_000))[:length])
+    assert entries.read(SEGMENT) is None
 
 
 @given(garbage=st.binary(max_size=200), header=st.sampled_from([None, b"", b"{}", b"[]", b"null", b'{"a":1}']))
 @settings(max_examples=200, deadline=None)
 def test_garbage_is_noticed(kept, garbage, header):
-    shelf, _ = kept
+    entries, _ = kept
     if header is not None:
         garbage = len(header).to_bytes(8, "little") + header + garbage
-    shelf.path(SEGMENT).write_bytes(garbage)
-    assert shelf.read(SEGMENT) is None
+    entries.path(SEGMENT).write_bytes(garbage)
+    assert entries.read(SEGMENT) is None
 
 
 def forged(header: object, data: bytes = b"") -> bytes:
@@ -234,10 +234,10 @@ def tensor(dtype: str, shape: list[int], size: int) -> dict:
     ],
     ids=lambda content: repr(content[:40]),
 )
-def test_what_is_no_entry_is_refused(shelf, caplog, content):
-    shelf.folder.mkdir(parents=True)
-    shelf.path(SEGMENT).write_bytes(content)
-    assert refused(shelf, caplog)
+def test_what_is_no_entry_is_refused(entries, caplog, content):
+    entries.folder.mkdir(parents=True)
+    entries.path(SEGMENT).write_bytes(content)
+    assert refused(entries, caplog)
 
 
 class Malice:
@@ -249,87 +249,87 @@ class Malice:
 
 
 @pytest.mark.parametrize("write", [pickle.dump, torch.save])
-def test_nothing_is_executed(shelf, caplog, tmp_path, write):
-    shelf.folder.mkdir(parents=True)
-    with shelf.path(SEGMENT).open("wb") as file:
+def test_nothing_is_executed(entries, caplog, tmp_path, write):
+    entries.folder.mkdir(parents=True)
+    with entries.path(SEGMENT).open("wb") as file:
         write(Malice(tmp_path / "executed"), file)
-    assert refused(shelf, caplog)
+    assert refused(entries, caplog)
     assert not (tmp_path / "executed").exists()
 
 
-def test_an_entry_without_its_digest_is_refused(shelf, caplog):
-    shelf.write(SEGMENT, statistics(0))
-    path = shelf.path(SEGMENT)
+def test_an_entry_without_its_digest_is_refused(entries, caplog):
+    entries.write(SEGMENT, statistics(0))
+    path = entries.path(SEGMENT)
     path.write_bytes(save(load(path.read_bytes())))
-    assert refused(shelf, caplog)
+    assert refused(entries, caplog)
 
 
 @pytest.mark.parametrize("other", [(b"a dog", b"a cow"), (b"a" * 64, b"b" * 64), (b'"last', b'"lost')])
-def test_an_entry_whose_description_was_altered_is_refused(shelf, caplog, other):
-    shelf.write(SEGMENT, statistics(0))
-    path = shelf.path(SEGMENT)
+def test_an_entry_whose_description_was_altered_is_refused(entries, caplog, other):
+    entries.write(SEGMENT, statistics(0))
+    path = entries.path(SEGMENT)
     content = path.read_bytes()
     path.write_bytes(content.replace(*other))
     assert path.read_bytes() != content
-    assert refused(shelf, caplog)
+    assert refused(entries, caplog)
 
 
 @pytest.mark.parametrize("read_as", [(b'"F16"', b'"I16"'), (b"[3,9]", b"[9,3]"), (b"conv1|rows", b"conv2|rows")])
-def test_the_same_bytes_read_as_something_else_are_refused(shelf, caplog, read_as):
-    shelf.write(SEGMENT, statistics(0))
-    path = shelf.path(SEGMENT)
+def test_the_same_bytes_read_as_something_else_are_refused(entries, caplog, read_as):
+    entries.write(SEGMENT, statistics(0))
+    path = entries.path(SEGMENT)
     content = path.read_bytes()
     path.write_bytes(content.replace(*read_as))
     assert path.read_bytes() != content
-    assert refused(shelf, caplog)
+    assert refused(entries, caplog)
 
 
-def test_values_of_another_entry_under_this_digest_are_refused(shelf, caplog):
-    shelf.write(SEGMENT, statistics(0))
-    path = shelf.path(SEGMENT)
+def test_values_of_another_entry_under_this_digest_are_refused(entries, caplog):
+    entries.write(SEGMENT, statistics(0))
+    path = entries.path(SEGMENT)
     content = path.read_bytes()
     claimed = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
     path.write_bytes(save(store.pack(statistics(1)), claimed))
-    assert refused(shelf, caplog)
+    assert refused(entries, caplog)
 
 
 @pytest.mark.parametrize(
     "change", [{"checkpoint": "b" * 64}, {"sampling": {"steps": 2, "seed": 43}}, {"device": "cpu"}]
 )
-def test_another_origin_has_a_folder_of_its_own(shelf, caplog, tmp_path, change):
-    other = Shelf(tmp_path, ORIGIN | change, PROMPTS)
+def test_another_origin_has_a_folder_of_its_own(entries, caplog, tmp_path, change):
+    other = Entries(tmp_path, ORIGIN | change, PROMPTS)
     other.write(SEGMENT, statistics(0))
-    assert shelf.longest(0, 5) is None and not caplog.text
-    shelf.folder.mkdir()
-    shelf.path(SEGMENT).write_bytes(other.path(SEGMENT).read_bytes())  # copied from the other's folder
-    assert refused(shelf, caplog)
+    assert entries.longest(0, 5) is None and not caplog.text
+    entries.folder.mkdir()
+    entries.path(SEGMENT).write_bytes(other.path(SEGMENT).read_bytes())  # copied from the other's folder
+    assert refused(entries, caplog)
 
 
 @pytest.mark.parametrize("prompts", [["a cat", "a cow"], ["a dog", "a cat"], ["a cata", " dog"], ["a cat"]], ids=str)
-def test_other_prompts(shelf, caplog, tmp_path, prompts):
-    shelf.write(SEGMENT, statistics(0))
-    assert refused(Shelf(tmp_path, ORIGIN, prompts), caplog)
+def test_other_prompts(entries, caplog, tmp_path, prompts):
+    entries.write(SEGMENT, statistics(0))
+    assert refused(Entries(tmp_path, ORIGIN, prompts), caplog)
 
 
 @pytest.mark.parametrize("written, read", [((0, 2), (0, 3)), ((0, 2), (0, 1)), ((0, 1), (4, 5))])
-def test_an_entry_under_another_name(shelf, caplog, written, read):
+def test_an_entry_under_another_name(entries, caplog, written, read):
     """Also of the same text in another place, which starts from another noise."""
-    shelf.write(range(*written), statistics(0))
-    shelf.path(range(*written)).rename(shelf.path(range(*read)))
-    assert refused(shelf, caplog, range(*read))
-    assert shelf.longest(read[0], 5) is None
+    entries.write(range(*written), statistics(0))
+    entries.path(range(*written)).rename(entries.path(range(*read)))
+    assert refused(entries, caplog, range(*read))
+    assert entries.longest(read[0], 5) is None
 
 
 @pytest.mark.parametrize("name", ["00000-", "00000-x", "00000-²", "00000-00002 (copy)", "00000--0002", "00000-2"])
-def test_files_with_other_names_are_passed_by(shelf, name):
-    shelf.folder.mkdir(parents=True)
-    (shelf.folder / f"{name}.safetensors").write_bytes(b"garbage")
-    assert shelf.longest(0, 5) is None
+def test_files_with_other_names_are_passed_by(entries, name):
+    entries.folder.mkdir(parents=True)
+    (entries.folder / f"{name}.safetensors").write_bytes(b"garbage")
+    assert entries.longest(0, 5) is None
 
 
-def test_a_folder_in_place_of_an_entry(shelf, caplog):
-    shelf.path(SEGMENT).mkdir(parents=True)
-    assert refused(shelf, caplog)
+def test_a_folder_in_place_of_an_entry(entries, caplog):
+    entries.path(SEGMENT).mkdir(parents=True)
+    assert refused(entries, caplog)
 
 
 # What entries are filed under

@@ -24,12 +24,13 @@ from sd_quant.checkpoints.synthetic import CLIP_L, OPEN_CLIP_BIGG
 from sd_quant.checkpoints.tensors import LazyTensor, lazy
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError, exit_with_its_code
 from sd_quant.files import sha256
-from sd_quant.models.checkpoint import build_pipeline_modules
 from sd_quant.models.clip_tokenizer import clip_tokenizer
 from sd_quant.models.sdxl_nemo import TextShape, build_modules, embedder, scheduler, unet_config, vae_config
+from tests.networks import built_networks
 
 CLIP1 = TextShape(vocab_size=600, width=64, layers=2, context=16, mlp_width=96)
 CLIP2 = TextShape(vocab_size=600, width=64, layers=2, context=16, mlp_width=96, projection=32)
+pytestmark = pytest.mark.slow
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 UNET = "unet/diffusion_pytorch_model.safetensors"
 
@@ -176,7 +177,7 @@ def test_folder_to_nemo_to_folder(tmp_path, theirs, theirs_as_nemo):
 
 def test_a_folder_becomes_the_archive_of_its_networks(theirs_as_nemo, modules, tiny_config):
     checkpoint = open_nemo(theirs_as_nemo)
-    for name, built in build_pipeline_modules(checkpoint).items():
+    for name, built in built_networks(checkpoint).items():
         assert_same(built.state_dict(), {key: each.float() for key, each in modules[name].state_dict().items()})
     assert {name: next(iter(source.parameters.values())).dtype for name, source in checkpoint.components.items()} == {
         name: next(module.parameters()).dtype for name, module in modules.items()
@@ -473,14 +474,13 @@ def test_wrong_words_on_the_command_line(tmp_path, monkeypatch, run, mixed, sour
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "mixed.nemo"]
 
 
-@pytest.mark.slow
 def test_what_nemos_own_converter_leaves_out_is_refused(tmp_path, mixed):
     """It renames the first block of each transformer only, and leaves the rest to chance."""
     checkpoint = open_nemo(mixed)
     state = {key: each for key, each in checkpoint.state().items() if ".transformer_blocks.1." not in key}
     write_archive(tmp_path / "theirs.nemo", checkpoint.model_config, state)
     arguments = ["-m", "sd_quant.checkpoints.convert", tmp_path / "theirs.nemo", tmp_path / "folder"]
-    result = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300)
+    result = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=600)
     assert result.returncode == 3 and not result.stdout
     assert "80 missing: model.model.diffusion_model." in result.stderr and "and 70 more" in result.stderr
     assert "Traceback" not in result.stderr and [path.name for path in tmp_path.iterdir()] == ["theirs.nemo"]

@@ -16,7 +16,7 @@ from sd_quant.checkpoints.nemo_keys import denoiser_sigmas
 from sd_quant.checkpoints.tensors import StoredTensor
 from sd_quant.errors import ArtifactError
 from sd_quant.files import sha256
-from sd_quant.models.checkpoint import build_pipeline_modules
+from tests.networks import built_networks
 
 
 def read_archive(path) -> tuple[dict, dict[str, torch.Tensor]]:
@@ -58,7 +58,7 @@ def assert_same_modules(built, expected, dtype=torch.float32):
 def test_round_trip_is_bit_exact(tiny_nemo, tiny_config, tiny_modules):
     checkpoint = open_nemo(tiny_nemo)
     assert checkpoint.model_config == tiny_config
-    assert_same_modules(build_pipeline_modules(checkpoint), tiny_modules)
+    assert_same_modules(built_networks(checkpoint), tiny_modules)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -68,11 +68,11 @@ def test_half_precision_is_kept_as_stored(tmp_path, tiny_config, tiny_modules, d
     checkpoint = open_nemo(path)
     unet = checkpoint.components["unet"]
     assert unet["conv_in.weight"].dtype == unet.parameters["conv_in.weight"].dtype == dtype
-    assert_same_modules(build_pipeline_modules(checkpoint, dtype), tiny_modules, dtype)
+    assert_same_modules(built_networks(checkpoint, dtype), tiny_modules, dtype)
 
 
 def test_channels_last_weights_are_written_in_order(tmp_path, tiny_config, tiny_modules, tiny_nemo):
-    unet = build_pipeline_modules(open_nemo(tiny_nemo))["unet"].to(memory_format=torch.channels_last)
+    unet = built_networks(open_nemo(tiny_nemo))["unet"].to(memory_format=torch.channels_last)
     path = tmp_path / "channels_last.nemo"
     write_nemo(path, tiny_config, tiny_modules | {"unet": unet}, torch.float32)
     assert sha256(path) == sha256(tiny_nemo)
@@ -98,7 +98,7 @@ def test_sigmas_are_those_of_the_scheduler(tiny_nemo):
 
 
 def test_built_modules_run_and_learn_nothing(tiny_nemo, tiny_modules):
-    modules = build_pipeline_modules(open_nemo(tiny_nemo))
+    modules = built_networks(open_nemo(tiny_nemo))
     ids = torch.arange(16)[None] + 80
     for module in modules.values():
         assert not module.training and not any(parameter.requires_grad for parameter in module.parameters())
@@ -128,11 +128,11 @@ def test_asking_for_a_name_reads_nothing(tiny_nemo, monkeypatch):
 def test_gzipped_and_extracted_checkpoints(tmp_path, tiny_nemo, tiny_modules):
     zipped = tmp_path / "old.nemo"
     zipped.write_bytes(gzip.compress(tiny_nemo.read_bytes(), compresslevel=1))
-    assert_same_modules(build_pipeline_modules(open_nemo(zipped)), tiny_modules)
+    assert_same_modules(built_networks(open_nemo(zipped)), tiny_modules)
     folder = tmp_path / "extracted"
     with tarfile.open(tiny_nemo) as tar:
         tar.extractall(folder, filter="data")
-    assert_same_modules(build_pipeline_modules(open_nemo(folder)), tiny_modules)
+    assert_same_modules(built_networks(open_nemo(folder)), tiny_modules)
 
 
 def test_known_variants_of_keys_and_config(repack, tiny_modules):
@@ -148,7 +148,7 @@ def test_known_variants_of_keys_and_config(repack, tiny_modules):
         ]
         del state["model.module.denoiser.sigmas"]
 
-    assert_same_modules(build_pipeline_modules(open_nemo(repack(wrap))), tiny_modules)
+    assert_same_modules(built_networks(open_nemo(repack(wrap))), tiny_modules)
 
 
 def refusal(path) -> str:
@@ -270,7 +270,7 @@ def test_a_cut_after_opening_is_an_error_not_a_crash(tmp_path, tiny_nemo):
     with path.open("r+b") as file:
         file.truncate(10_000)
     with pytest.raises(ArtifactError, match="became shorter"):
-        build_pipeline_modules(checkpoint)
+        built_networks(checkpoint)
 
 
 def test_a_failed_write_leaves_no_file(tmp_path, tiny_config, tiny_modules):

@@ -148,9 +148,9 @@ def test_building_for_the_current_gpu_needs_one(tiny):
 
 
 def test_what_is_not_a_plan_is_told_apart(tiny):
-    assert not planning.is_plan(tiny.path)
+    assert not planning.describe_plan(tiny.path)["is_plan"]
     plan, _ = build(tiny)
-    assert planning.is_plan(plan)
+    assert planning.describe_plan(plan)["is_plan"]
     plan.write_bytes(plan.read_bytes()[:-1])
     assert planning.describe_plan(plan)["complete"] is False
 
@@ -222,8 +222,8 @@ def test_times_of_kernels_are_kept_for_the_next_build_on_this_gpu(tmp_path, monk
     path = tmp_path / "timing" / building.timing_name("tensorrt", "11.4.0")
     assert path.name == "tensorrt_11.4.0_NVIDIA-H100-80GB-HBM3.timing"
     config = trt.Builder(library.library_logger("tensorrt_rtx")).create_builder_config()
-    building.take_times(config, path)
-    building.keep_times(config, path)
+    building.read_timing_cache(config, path)
+    building.write_timing_cache(config, path)
     kept = path.read_bytes()
     assert kept and list(path.parent.iterdir()) == [path]
 
@@ -244,7 +244,7 @@ def test_times_of_another_gpu_are_measured_again(tmp_path, caplog, fits):
     path, config = tmp_path / "h100.timing", Config()
     path.write_bytes(b"times")
     config.given = []
-    building.take_times(config, path)
+    building.read_timing_cache(config, path)
     assert config.given == ([b"times"] if fits else [b"times", b""])
     assert ("times of another GPU" in caplog.text) == (not fits)
 

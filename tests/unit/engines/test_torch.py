@@ -82,7 +82,7 @@ def test_blocks_are_compiled_and_layers_of_codes_between_them_and_what_has_none_
     seen.clear()
     compiled(alone)
     assert [module for module, _ in seen] == [alone]
-    assert engine.torch._dynamo.config.recompile_limit >= engine.SHAPES
+    assert engine.torch._dynamo.config.recompile_limit >= engine.MAX_COMPILATIONS
 
 
 @pytest.mark.slow

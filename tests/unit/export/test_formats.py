@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from sd_quant.calibration.hooks import collect, draw
 from sd_quant.engines import load_engine, why_not
 from sd_quant.export.block_scales import dynamic_copy
-from sd_quant.export.insertion import constant
 from sd_quant.export.layer_cut import cut_layers
+from sd_quant.export.nodes import constant
 from sd_quant.export.qdq import write_onnx
 from sd_quant.export.tracing import OPSET, copy_of, trace
 from sd_quant.models.parts import Contract
@@ -224,21 +224,21 @@ def test_weights_are_stored_in_their_formats_own_type(exported):
     """The codes and scales of the rewritten weight, read back by onnx; the float weight is gone."""
     stored = exported.initializers()
     for name, layer in exported.layers.items():
-        form, key = FORMATS[layer.format], f"{PREFIX}{name}.weight"
+        fmt, key = FORMATS[layer.format], f"{PREFIX}{name}.weight"
         weight = rewritten(exported.network.weight(name), layer).flatten(1)
         scales = layer.weight_scales(weight)
-        codes = form.quantize(weight, *scales)
-        expected = form.dequantize(codes, *(torch.ones_like(scale) for scale in scales))
+        codes = fmt.quantize(weight, *scales)
+        expected = fmt.dequantize(codes, *(torch.ones_like(scale) for scale in scales))
         code_tensor = stored[f"{key}.{layer.format}"]
-        assert code_tensor.data_type == TensorProto.DataType.Value(form.onnx_type)
+        assert code_tensor.data_type == TensorProto.DataType.Value(fmt.onnx_type)
         found = numpy_helper.to_array(code_tensor).astype(np.float32)
         found = found.reshape(weight.shape) if layer.role == "conv" else found.T
         assert np.array_equal(found, expected.numpy()), name
-        for suffix, kind, scale in zip(("scale", "global_scale"), form.onnx_scale_types, scales, strict=False):
+        for suffix, kind, scale in zip(("scale", "global_scale"), fmt.onnx_scale_types, scales, strict=False):
             tensor = stored[f"{key}.{suffix}"]
             assert tensor.data_type == TensorProto.DataType.Value(kind)
             found = numpy_helper.to_array(tensor).astype(np.float32)
-            blocks_behind = form.block is not None and layer.role != "conv" and found.ndim
+            blocks_behind = fmt.block is not None and layer.role != "conv" and found.ndim
             found = found.T if blocks_behind else found
             assert np.array_equal(found.flatten(), scale.flatten().numpy()), name
         assert key not in stored
@@ -248,9 +248,9 @@ def test_a_quantized_weight_takes_its_bits_and_its_scales(exported):
     """Of a number, with scales: int8 and fp8 8, int4 4.25, nvfp4 4.5, mxfp4 4.5 with its scales in fp16."""
     stored = exported.initializers()
     for name, layer in exported.layers.items():
-        form, key = FORMATS[layer.format], f"{PREFIX}{name}.weight"
-        assert len(stored[f"{key}.{layer.format}"].raw_data) == np.prod(layer.weight_shape) * form.bits // 8
-        if form.block:
+        fmt, key = FORMATS[layer.format], f"{PREFIX}{name}.weight"
+        assert len(stored[f"{key}.{layer.format}"].raw_data) == np.prod(layer.weight_shape) * fmt.bits // 8
+        if fmt.block:
             bits = 8 * len(stored[f"{key}.scale"].raw_data) / np.prod(layer.weight_shape)
             assert bits == {"int4": 0.25, "nvfp4": 0.5, "mxfp4": 0.5}[layer.format]
 
@@ -449,11 +449,11 @@ def test_each_product_of_attention_is_that_of_fp8_numbers(attending, tmp_path):
             q_amax, k_amax, v_amax = layer.attention_amax
             for left, right, peaks in (("query", "key", (q_amax, k_amax)), ("softmax", "value", (1.0, v_amax))):
                 exact = [found[reads[f"{name}.{what}"]].half().float() for what in (left, right)]
-                near = [
+                first, second = (
                     fake_quantize(FORMATS["fp8"], x, torch.tensor(peak)) for x, peak in zip(exact, peaks, strict=True)
-                ]
+                )
                 product = found[outputs[f"{name}.{left}"]]
-                assert relative_error(near[0] @ near[1], product) < FLIPPED / 2, (engine, name, left)
+                assert relative_error(first @ second, product) < FLIPPED / 2, (engine, name, left)
                 assert relative_error(exact[0] @ exact[1], product) > 1.5e-2, (engine, name, left)
 
 
@@ -489,19 +489,19 @@ def test_level_3_leaves_attention_alone(network):
     assert {rows[name].reason for name in attentions(network.unet)} == {"role attention is not in quant_level 3"}
 
 
-def one_copy(form_name: str, x: Tensor, amax: float, to: Path) -> dict[str, Tensor]:
+def one_copy(format_name: str, x: Tensor, amax: float, to: Path) -> dict[str, Tensor]:
     """What the graph makes of an input [1, rows, in], and its scales."""
-    form = FORMATS[form_name]
-    layer = LayerAssignment("layer", "ffn", (1, x.shape[-1]), form_name, form_name, activation_amax=amax)
+    fmt = FORMATS[format_name]
+    layer = LayerAssignment("layer", "ffn", (1, x.shape[-1]), format_name, format_name, activation_amax=amax)
     value = ir.Value(name="x", shape=ir.Shape(x.shape), type=ir.TensorType(ir.DataType.FLOAT16))
     last = ir.node("Identity", [value], name="last")
-    graph = ir.Graph([value], [last.outputs[0]], nodes=[last], opset_imports={"": form.opset}, name="copy")
+    graph = ir.Graph([value], [last.outputs[0]], nodes=[last], opset_imports={"": fmt.opset}, name="copy")
     last.replace_input_with(0, dynamic_copy(graph, last, value, "input", layer))
     scale = last.inputs[0].producer().inputs[1]
     outputs = {"y": last.outputs[0], "scale": scale}
     for name, output in outputs.items():
         output.name, output.type = name, ir.TensorType(ir.DataType.FLOAT16)
-        output.shape = ir.Shape(x.shape if name == "y" else (*x.shape[:-1], x.shape[-1] // form.block))
+        output.shape = ir.Shape(x.shape if name == "y" else (*x.shape[:-1], x.shape[-1] // fmt.block))
     graph.outputs[:] = outputs.values()
     ir.save(ir.Model(graph, ir_version=11), to)
     onnx.checker.check_model(to, full_check=True)
@@ -514,14 +514,14 @@ def test_scales_found_in_the_graph_are_the_formats_for_every_fp16_peak(name, tmp
 
     Up to 60000: beyond it, what is dequantized may round to infinity in fp16.
     """
-    form = FORMATS[name]
+    fmt = FORMATS[name]
     peaks = torch.arange(1, 0x7C00).to(torch.int16).view(torch.float16).float()
     peaks = peaks[peaks <= 60000]
-    x = torch.zeros(1, len(peaks), form.block)
+    x = torch.zeros(1, len(peaks), fmt.block)
     x[0, :, 3] = -peaks
     x[0, :, 5] = peaks / 2
     amax = peaks.max().item()
-    scales = form.scales(x, torch.tensor(amax))
+    scales = fmt.scales(x, torch.tensor(amax))
     found = one_copy(name, x, amax, tmp_path / "copy.onnx")
     expected = scales[0] if len(scales) == 1 else (scales[0] * scales[1]).half().float()
     assert torch.equal(found["scale"], expected)

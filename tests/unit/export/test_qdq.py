@@ -12,7 +12,7 @@ from onnx import numpy_helper
 from sd_quant.engines.base import onnx_files
 from sd_quant.engines.onnxruntime import load
 from sd_quant.errors import ArtifactError
-from sd_quant.export import qdq as export
+from sd_quant.export import onnx_file
 from sd_quant.models.unet import shared_inputs
 from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import rewritten
@@ -257,7 +257,7 @@ def storage(request, monkeypatch) -> tuple[str, ...]:
     """Names of the files; every model is too large for one in the second case."""
     if request.param == "one file":
         return ("unet.onnx",)
-    monkeypatch.setattr(export, "LARGEST_SINGLE_FILE", 0)
+    monkeypatch.setattr(onnx_file, "LARGEST_SINGLE_FILE", 0)
     return ("unet.onnx", "unet.onnx.data")
 
 

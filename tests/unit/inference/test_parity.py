@@ -5,7 +5,14 @@ import torch
 
 from sd_quant.errors import SdQuantError
 from sd_quant.inference import parity
-from sd_quant.inference.parity import Simulation, WatchedVariant, distance, held, layer_parity, run_simulation
+from sd_quant.inference.parity import (
+    Simulation,
+    WatchedVariant,
+    checked_entry,
+    distance,
+    layer_parity,
+    run_simulation,
+)
 from sd_quant.quantization.assignment import LayerAssignment
 
 
@@ -20,25 +27,25 @@ class Doubling:
 
 
 def test_an_error_within_its_tolerance_is_recorded():
-    assert held("vae", 1e-4, 1e-3) == {"relative_error": 1e-4, "tolerance": 1e-3}
+    assert checked_entry("vae", 1e-4, 1e-3) == {"relative_error": 1e-4, "tolerance": 1e-3}
 
 
 @pytest.mark.parametrize("error", [2e-3, math.nan, math.inf])
 def test_an_error_beyond_its_tolerance_fails_the_job(error):
     with pytest.raises(SdQuantError, match="^the engine differs from torch in vae by"):
-        held("vae", error, 1e-3)
+        checked_entry("vae", error, 1e-3)
 
 
 def test_the_watched_unet_keeps_the_inputs_of_the_middle_call():
-    side = WatchedVariant({"unet_xl": Doubling(), "vae": Doubling()}, {"unet_xl": 2})
+    variant = WatchedVariant({"unet_xl": Doubling(), "vae": Doubling()}, {"unet_xl": 2})
     for value in range(4):
         x = torch.full((1,), float(value))
-        assert side["unet_xl"](x=x)["out"] == 2 * value
+        assert variant["unet_xl"](x=x)["out"] == 2 * value
         x += 100  # what was seen is a copy
-    side["vae"](x=torch.full((1,), 7.0))
-    side["vae"](x=torch.full((1,), 8.0))
-    assert side.seen["unet_xl"]["x"] == 2
-    assert side.seen["vae"]["x"] == 7
+    variant["vae"](x=torch.full((1,), 7.0))
+    variant["vae"](x=torch.full((1,), 8.0))
+    assert variant.seen["unet_xl"]["x"] == 2
+    assert variant.seen["vae"]["x"] == 7
 
 
 def test_an_output_of_zeros_or_none_at_all_is_no_agreement():

@@ -190,14 +190,14 @@ def test_a_picture_that_is_not_finite_is_named(pipeline, engines):
         return {"dec": picture}
 
     engines["vae"].function = overflows
-    with pytest.raises(SdQuantError, match="vae gave a picture that is not finite for prompt 1, of latents that are"):
+    with pytest.raises(SdQuantError, match="vae gave an image that is not finite for prompt 1, of latents that are"):
         pipeline(PROMPTS, SAMPLING)
 
 
 def test_long_prompts_are_told_of(pipeline, caplog):
     pipeline.adapter.tokenizer.unpadded = 90
     with caplog.at_level("WARNING"):
-        pipeline.warn_of_long(["long"])
+        pipeline.warn_of_long_prompts(["long"])
     assert "1 of 1 prompts are longer than the 77 tokens that are read (the longest has 90)" in caplog.text
 
 
@@ -211,7 +211,7 @@ def test_size_ids_become_cosines_then_sines():
 @pytest.mark.parametrize("scale, guided", [(0.0, False), (1.0, False), (1.1, True), (7.5, True)])
 def test_text_is_encoded_for_guidance_where_there_is_any(build, monkeypatch, scale, guided):
     pipeline, asked = build(scheduler()), []
-    encode = pipeline.drawing.encode
-    told = replace(pipeline.drawing, encode=lambda texts, half: asked.append(half) or encode(texts, half))
+    encode = pipeline.adapter.encode
+    told = replace(pipeline.adapter, encode=lambda texts, half: asked.append(half) or encode(texts, half))
     Pipeline(pipeline.engines, told)(PROMPTS, replace(SAMPLING, guidance_scale=scale), decode=False)
     assert asked == [guided]

@@ -27,7 +27,7 @@ FILE = '''
 from dataclasses import replace
 
 from sd_quant.models import sd, unet
-from sd_quant.models.layers import roles_of
+from sd_quant.models.roles import roles_of
 from sd_quant.models.sd import NETWORKS, PIPELINES, attentions, encode, pack, shared_inputs, unpack
 
 DENOISER, GUIDES, TOKENS = "my_unet", True, None

@@ -8,20 +8,16 @@ from torch import Tensor
 
 from sd_quant.errors import ConfigError, SdQuantError
 from sd_quant.models.parts import SharedInput
-from sd_quant.quantization import assignment
+from sd_quant.quantization import row_chunks
 from sd_quant.quantization.assignment import FIXED_ALPHA, LayerAssignment, rewritten
-from sd_quant.quantization.derivation import (
-    ALPHAS,
-    SEARCHED_OUTPUTS,
-    SEARCHED_ROWS,
-    check_layers,
-    derive,
-    errors,
-    with_ranges,
-)
+from sd_quant.quantization.derivation import derive
+from sd_quant.quantization.error_model import output_errors
+from sd_quant.quantization.linears import ALPHAS, SEARCHED_OUTPUTS, SEARCHED_ROWS
 from sd_quant.quantization.low_rank import low_rank
 from sd_quant.quantization.observers import OBSERVERS
+from sd_quant.quantization.ranges import with_ranges
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
+from sd_quant.quantization.recipe_check import check_layers
 from sd_quant.quantization.statistics import LayerStatistics, Sample
 
 # A block as in SDXL, two channels wide: to_q and to_k read a norm, ``up`` reads a residual stream, ``down`` reads the
@@ -57,11 +53,14 @@ STATISTICS = {
 }
 
 
-def assign(quant_level: float = 2.5, *, weights=(), statistics=(), kept=(), **recipe) -> dict[str, LayerAssignment]:
+def assign(
+    quant_level: float = 2.5, *, weights=(), statistics=(), kept=(), exclude=(), **recipe
+) -> dict[str, LayerAssignment]:
     """The block with alpha 0.5, what is given changed."""
     recipe = Recipe(quant_level, **({"alpha": 0.5, "collect_method": "min-max"} | recipe))
     weights = WEIGHTS | dict(weights)
-    return derive(ROLES, weights.__getitem__, STATISTICS | dict(statistics), recipe, INPUTS, kept)
+    seen_inputs = STATISTICS | dict(statistics)
+    return derive(ROLES, weights.__getitem__, seen_inputs, recipe, INPUTS, kept, exclude=exclude)
 
 
 def test_a_convolution_worked_by_hand():
@@ -233,12 +232,12 @@ def torchs_outputs(layer: LayerAssignment, weight: Tensor, rows: Tensor) -> dict
     smoothed, inputs = (weight / scale).flatten(1), rows * scale
     zeros = torch.zeros(len(weight), dtype=torch.int32)
     quantized = torch.fake_quantize_per_channel_affine(smoothed, layer.weight_scale, zeros, 0, -128, 127)
-    near = torch.fake_quantize_per_tensor_affine(inputs, layer.activation_scale, 0, -128, 127)
+    fake_quantized = torch.fake_quantize_per_tensor_affine(inputs, layer.activation_scale, 0, -128, 127)
     return {
         "neither": rows @ weight.flatten(1).T,
-        "input": near @ smoothed.T,
+        "input": fake_quantized @ smoothed.T,
         "weight": inputs @ quantized.T,
-        "both": near @ quantized.T,
+        "both": fake_quantized @ quantized.T,
     }
 
 
@@ -269,10 +268,10 @@ def test_the_output_error_is_that_of_torchs_fake_quantization(alpha):
 def test_what_comes_from_the_input_adds_up_like_noise_and_what_comes_from_the_weight_in_full():
     exact, uneven = torch.tensor([[127.0, -64.0, 3.0]]), torch.tensor([[1.0, 0.4, 0.123]])
     layer = LayerAssignment("layer", "ffn", (1, 3), "int8", "int8", weight_amax=torch.ones(1), activation_amax=127.0)
-    of_weight = [errors(layer, uneven, exact, steps)[1] for steps in (1, 20)]
+    of_weight = [output_errors(layer, uneven, exact, steps)[1] for steps in (1, 20)]
     assert of_weight[1] == pytest.approx(20**0.5 * of_weight[0]) and of_weight[0] > 1e-4
     layer = replace(layer, weight_amax=torch.tensor([127.0]))
-    of_input = [errors(layer, exact, exact + 0.3, steps)[1] for steps in (1, 20)]
+    of_input = [output_errors(layer, exact, exact + 0.3, steps)[1] for steps in (1, 20)]
     assert of_input[0] == pytest.approx(of_input[1], rel=1e-2) and of_input[0] > 1e-4
 
 
@@ -280,15 +279,17 @@ def test_the_output_error_of_a_convolution_is_that_of_its_patches():
     random = torch.Generator().manual_seed(0)
     weight, patches = torch.randn(8, 3, 3, 3, generator=random), torch.randn(64, 27, generator=random).half().float()
     layer = with_ranges(LayerAssignment("conv", "conv", (8, 3, 3, 3)), weight, patches.abs().max().item() / 2, RECIPE)
-    assert errors(layer, weight, patches, 1)[0] == pytest.approx(torchs_output_error(layer, weight, patches), rel=1e-4)
-    assert errors(layer, weight, patches[:0], 1) == (None, None)
-    assert errors(layer, weight, 0 * patches, 1) == (None, None)
+    assert output_errors(layer, weight, patches, 1)[0] == pytest.approx(
+        torchs_output_error(layer, weight, patches), rel=1e-4
+    )
+    assert output_errors(layer, weight, patches[:0], 1) == (None, None)
+    assert output_errors(layer, weight, 0 * patches, 1) == (None, None)
 
 
 def test_the_output_error_of_what_int8_holds_exactly_is_zero():
     weight, rows = torch.tensor([[127.0, -3.0], [5.0, 127.0]]), torch.tensor([[127.0, 1.0], [-4.0, 99.0]])
     layer = with_ranges(LayerAssignment("layer", "ffn", (2, 2)), weight, 127.0, RECIPE)
-    assert errors(layer, weight, rows, 1)[0] == 0.0
+    assert output_errors(layer, weight, rows, 1)[0] == 0.0
 
 
 def test_at_alpha_1_every_channel_of_the_input_has_range_1():
@@ -446,7 +447,7 @@ def test_blocks_have_to_divide_the_inputs_of_what_is_quantized():
     shapes = {name: (128, 64, 1, 1) if name.startswith("conv") else (128, 64) for name in ROLES} | {"down": (64, 96)}
     with pytest.raises(ConfigError, match="int4 has blocks of 64, which do not divide the 96 inputs of down"):
         check_layers(ROLES, shapes, recipe)
-    check_layers(ROLES, shapes, replace(recipe, exclude=("down",)))
+    check_layers(ROLES, shapes, recipe, exclude=["down"])
 
 
 def test_a_weight_is_worked_on_row_by_row_with_what_belongs_to_each_row(monkeypatch):
@@ -454,7 +455,7 @@ def test_a_weight_is_worked_on_row_by_row_with_what_belongs_to_each_row(monkeypa
     rows = torch.tensor([[127.0, 20.0], [-90.0, 254.0], [3.0, 77.0]])
     statistics = {"up": seen("linear", [[127.0, 254.0]], rows), "to_q": seen("linear", [[127.0, 254.0]], rows)}
     whole = assign(rank=1, statistics=statistics)
-    monkeypatch.setattr(assignment, "PIECE", 2)
+    monkeypatch.setattr(row_chunks, "CHUNK", 2)
     by_rows = assign(rank=1, statistics=statistics)
     for name, layer in whole.items():
         for field in fields(layer):

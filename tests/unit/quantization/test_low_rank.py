@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from sd_quant.models.parts import SharedInput
-from sd_quant.quantization import derivation
+from sd_quant.quantization import linears
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.formats import FORMATS, fake_quantize
@@ -45,8 +45,9 @@ def over_the_best(weight: Tensor, rank: int) -> float:
     "shape, ranks", [((512, 512), (1, 32)), ((320, 1280), (16, 32)), ((1280, 320), (16, 32)), ((48, 96), (1, 16))]
 )
 def test_the_residual_is_within_one_percent_of_the_smallest(shape, ranks, spectrum):
+    weight = with_spectrum(shape, spectrum)
     for rank in ranks:
-        assert 0.999 < over_the_best(with_spectrum(shape, spectrum), rank) < 1.01, rank
+        assert 0.999 < over_the_best(weight, rank) < 1.01, rank
 
 
 @pytest.mark.parametrize("shape", [(1280, 1280), (512, 512), (128, 128), (640, 64)])
@@ -134,10 +135,10 @@ class OutlierLayer:
         """The error of the output, products in fp64, from the fields of the assignment."""
         x = rows.float() if layer.pre_quant_scale is None else rows.float() * layer.pre_quant_scale
         residual = rewritten(self.weight, layer)
-        scales, form = layer.weight_scales(residual), FORMATS[layer.format]
-        weight = form.dequantize(form.quantize(residual, *scales), *scales).double()
-        near = fake_quantize(FORMATS[layer.activation_format], x, torch.tensor(layer.activation_amax)).double()
-        output = near @ weight.T
+        scales, fmt = layer.weight_scales(residual), FORMATS[layer.format]
+        weight = fmt.dequantize(fmt.quantize(residual, *scales), *scales).double()
+        activation, amax = FORMATS[layer.activation_format], torch.tensor(layer.activation_amax)
+        output = fake_quantize(activation, x, amax).double() @ weight.T
         if layer.low_rank is not None:
             up, down = layer.low_rank
             output += (x.double() @ down.double().T) @ up.double().T
@@ -218,9 +219,7 @@ def test_alpha_is_searched_with_the_branch():
 def test_the_search_looks_at_a_branch_in_proportion_to_the_outputs_that_it_looks_at(monkeypatch):
     """A branch of the whole rank on half of the outputs would take up twice as much as it can of the whole layer."""
     tried = []
-    monkeypatch.setattr(
-        derivation, "low_rank", lambda w, rank: tried.append((tuple(w.shape), rank)) or low_rank(w, rank)
-    )
+    monkeypatch.setattr(linears, "low_rank", lambda w, rank: tried.append((tuple(w.shape), rank)) or low_rank(w, rank))
     layer = OutlierLayer(0)
     layer.assignment("auto", 32)
-    assert set(tried) == {((derivation.SEARCHED_OUTPUTS, WIDTH), 16), (tuple(layer.weight.shape), 32)}
+    assert set(tried) == {((linears.SEARCHED_OUTPUTS, WIDTH), 16), (tuple(layer.weight.shape), 32)}

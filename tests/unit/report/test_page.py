@@ -144,7 +144,6 @@ HOSTILE = [
     "</script><script>alert(1)</script>",
     '"><img src=x onerror="alert(1)">',
     "<!--<script>",
-    "</script <!--<script ",  # ends with no bracket of its own
     "{{7*7}} ${data} $script %s",
     "a&amp;b\u2028c\u202ed\x00e\ud800",
 ]
@@ -175,6 +174,13 @@ def test_other_peoples_text_stays_text(tmp_path, write_job, write_plan):
         assert f"failed: {hostile}" in shown  # its reason, in the table
         assert data["recipes"][number]["name"] == f"prompts={hostile} <i>knob=1"
     assert "\u202e" not in text and "\x00" not in text and "\u2028" not in text
+
+
+def test_data_of_a_script_holds_nothing_that_a_browser_takes_for_markup():
+    """``</script`` and a space would end it, though Python's parser reads on."""
+    text = page.for_script(HOSTILE)
+    assert not {"<", ">", "&", "\u2028"} & set(text)
+    assert json.loads(text) == HOSTILE
 
 
 def image(data: dict, index: int) -> Image.Image:

@@ -30,6 +30,7 @@ from sd_quant.quantization.recipe import Recipe
 from sd_quant.quantization.statistics import LayerStatistics, Sample
 from sd_quant.simulation.modelopt import simulate
 
+pytestmark = pytest.mark.slow
 CHECKPOINT = Path(__file__).parents[3] / "checkpoints/sdxl_mini.nemo"
 RELATIVE = 1e-5
 LAYERS = {"small": (48, 18), "checkpoint": (124, 26)}  # linears and convolutions that level 3 quantizes

@@ -75,9 +75,9 @@ def test_folding_alone_changes_nothing(calibrated, quant_level, kept, tolerance)
     for kind in ("weight", "input"):
         for quantizer in quantizers(part.unet, kind).values():
             quantizer.disable()
-    taken_over = [layer.name for layer in assignment.values() if layer.output_scale is not None]
-    assert taken_over
-    for name in taken_over:
+    absorbing = [layer.name for layer in assignment.values() if layer.output_scale is not None]
+    assert absorbing
+    for name in absorbing:
         ours, theirs = part.unet.get_submodule(name), original.unet.get_submodule(name)
         assert relative_error(theirs.weight, ours.weight) > 1e-2
     assert relative_error(original(**inputs), part(**inputs)) < tolerance

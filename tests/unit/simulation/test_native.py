@@ -36,22 +36,22 @@ def codes_of(x: torch.Tensor, layer: LayerAssignment) -> torch.Tensor:
     return codes.double() * layer.activation_scale
 
 
-def linear_of(form: str, rows: int, per_row: bool | None = None) -> tuple[NativeLinear, torch.Tensor, torch.Tensor]:
+def linear_of(fmt: str, rows: int, per_row: bool | None = None) -> tuple[NativeLinear, torch.Tensor, torch.Tensor]:
     """The layer, an input [2, rows, 64], and what exact arithmetic on the same codes gives."""
     random = torch.Generator().manual_seed(0)
     weight, x = torch.randn(48, 64, generator=random), torch.randn(2, rows, 64, generator=random)
-    layer = static_layer(weight, form, form == "int8" if per_row is None else per_row)
+    layer = static_layer(weight, fmt, fmt == "int8" if per_row is None else per_row)
     bias = torch.randn(48, generator=random)
-    made = NativeLinear(weight, bias, layer, PRODUCTS["cpu"][FORMATS[form].onnx_type].linear)
-    stored = FORMATS[form].dequantize(made.codes, *layer.weight_scales(weight)).double()
+    made = NativeLinear(weight, bias, layer, PRODUCTS["cpu"][FORMATS[fmt].onnx_type].linear)
+    stored = FORMATS[fmt].dequantize(made.codes, *layer.weight_scales(weight)).double()
     return made, x, codes_of(x, layer) @ stored.T + bias
 
 
 @pytest.mark.parametrize("rows", [1, 80])
-@pytest.mark.parametrize("form", FORMATS_OF_TORCH)
-def test_a_linear_multiplies_its_codes(form, rows):
+@pytest.mark.parametrize("fmt", FORMATS_OF_TORCH)
+def test_a_linear_multiplies_its_codes(fmt, rows):
     """fp32 sums of 64 products, each side's rounding below 1e-6."""
-    made, x, expected = linear_of(form, rows)
+    made, x, expected = linear_of(fmt, rows)
     assert made.codes.dtype in (torch.int8, torch.float8_e4m3fn)
     assert relative_error(expected.float(), made(x)) < 1e-6
 
@@ -109,23 +109,23 @@ def test_sizes_that_cuda_does_not_take_are_the_kernels(monkeypatch, outputs, inp
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float16, 1e-3), (torch.bfloat16, 8e-3)])
-@pytest.mark.parametrize("form", FORMATS_OF_TORCH)
-def test_it_answers_in_the_dtype_that_it_is_asked_in(form, dtype, tolerance):
+@pytest.mark.parametrize("fmt", FORMATS_OF_TORCH)
+def test_it_answers_in_the_dtype_that_it_is_asked_in(fmt, dtype, tolerance):
     """The same codes on both sides; rounding the output, and adding the bias to it, takes 2^-11 and 2^-8 each."""
-    made, x, _ = linear_of(form, 80)
+    made, x, _ = linear_of(fmt, 80)
     made.bias = made.bias.to(dtype)
     found, expected = made(x.to(dtype)), made(x.to(dtype).float())
     assert found.dtype == dtype
     assert relative_error(expected, found.float()) < tolerance
 
 
-@pytest.mark.parametrize("form", FORMATS_OF_TORCH)
+@pytest.mark.parametrize("fmt", FORMATS_OF_TORCH)
 @torch.no_grad()
-def test_the_network_computes_what_the_simulation_does(calibrated, form):
+def test_the_network_computes_what_the_simulation_does(calibrated, fmt):
     """Layer by layer the same codes. Roundings that fall the other way change everything behind them, so the whole is
     compared by its distance to full precision, as the main job does."""
-    pair = Pair(form, form)
-    recipe = Recipe(3.0, 0.8, collect_method="min-max", enable=Enable(pair, pair, None), per_channel=form == "int8")
+    pair = Pair(fmt, fmt)
+    recipe = Recipe(3.0, 0.8, collect_method="min-max", enable=Enable(pair, pair, None), per_channel=fmt == "int8")
     part = calibrated.part()
     weights = copy.deepcopy(part.unet)
     assignment = derive(

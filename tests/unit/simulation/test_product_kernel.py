@@ -37,23 +37,23 @@ def test_it_computes_a_convolution_of_codes():
     assert len(result.stdout.splitlines()) == 2 * len(CASES)
 
 
-@pytest.mark.parametrize("form, capability", PRODUCT_OF_CODES)
-def test_every_configuration_compiles_for_gpus_to_products_of_codes(form, capability, monkeypatch):
+@pytest.mark.parametrize("fmt, capability", PRODUCT_OF_CODES)
+def test_every_configuration_compiles_for_gpus_to_products_of_codes(fmt, capability, monkeypatch):
     """With 16 bytes a copy, and all in registers, but for the tiles that are Hopper's: 128 sums a thread."""
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # 3.9 warns where neither is chosen
     from sd_quant.simulation.product_kernel import CONFIGS
 
     for config in CONFIGS:
         for size in (1, 3):
-            ptx, resources = compiled_for(form, capability, config, size)
-            assert re.search(PRODUCT_OF_CODES[form, capability], ptx), config
+            ptx, resources = compiled_for(fmt, capability, config, size)
+            assert re.search(PRODUCT_OF_CODES[fmt, capability], ptx), config
             assert re.search(r"cp\.async\.c[ag]\.shared\.global [^;]*, 0x10", ptx), config
             tile = config.kwargs["BLOCK_ROWS"] * config.kwargs["BLOCK_OUTPUTS"]
             if capability >= 90 or tile // (32 * config.num_warps) <= 64:
                 assert "STACK:0 " in resources and "LOCAL:0 " in resources, resources
 
 
-def compiled_for(form: str, capability: int, config, size: int) -> tuple[str, str]:
+def compiled_for(fmt: str, capability: int, config, size: int) -> tuple[str, str]:
     """The PTX, and what the assembler says of registers and memory."""
     import tempfile
     from pathlib import Path
@@ -64,8 +64,8 @@ def compiled_for(form: str, capability: int, config, size: int) -> tuple[str, st
 
     from sd_quant.simulation.product_kernel import product_kernel
 
-    function, codes = product_kernel.fn, {"int8": "*i8", "fp8": "*fp8e4nv"}[form]
-    whole = form == "int8"
+    function, codes = product_kernel.fn, {"int8": "*i8", "fp8": "*fp8e4nv"}[fmt]
+    whole = fmt == "int8"
     pointers = {"codes": codes, "weight": codes, "scale": "*fp32", "bias": "*fp16", "output": "*fp16"}
     sizes = ("rows", "outputs", "channels", "height", "width", "output_height", "output_width")
     ones = dict.fromkeys(sizes[3:], 1) if size == 1 else {}  # of a linear: Triton takes 1 for a constant
@@ -97,11 +97,11 @@ def interpret() -> None:
 
     product_kernel.product_kernel.configs = [product_kernel._config(32, 32, 32, 1, 4)]  # nothing is there to choose by
     random = torch.Generator().manual_seed(0)
-    for form, largest in ((torch.int8, 127), (torch.float8_e4m3fn, 448)):
+    for fmt, largest in ((torch.int8, 127), (torch.float8_e4m3fn, 448)):
         for batch, height, width, channels, outputs, size, stride, padding, dilation, has_bias, dtype in CASES:
             shapes = (batch, height, width, channels), (outputs, size, size, channels)
             drawn = (torch.randn(shape, generator=random) * largest / 3 for shape in shapes)
-            codes, weight = (values.clamp(-largest, largest).to(form) for values in drawn)
+            codes, weight = (values.clamp(-largest, largest).to(fmt) for values in drawn)
             scale = torch.rand(outputs, generator=random) * 1e-4
             bias = torch.randn(outputs, generator=random).to(dtype) if has_bias else None
             pictures, filters = (values.double().movedim(-1, 1) for values in (codes, weight))
@@ -110,9 +110,9 @@ def interpret() -> None:
             found = torch.ops.sd_quant.product(codes, weight, scale, bias, stride, padding, dilation, dtype)
             assert found.shape == expected.shape and found.dtype == dtype
             error = ((found.double() - expected).norm() / expected.norm()).item()
-            assert error < ROUNDING[dtype], (form, dtype, error)
-            print(form, dtype, error)
-            if form == torch.int8:  # torch's check of what compilers rely on compares inputs, and cannot do so in FP8
+            assert error < ROUNDING[dtype], (fmt, dtype, error)
+            print(fmt, dtype, error)
+            if fmt == torch.int8:  # torch's check of what compilers rely on compares inputs, and cannot do so in FP8
                 given = (codes, weight, scale, bias, stride, padding, dilation, dtype)
                 torch.library.opcheck(torch.ops.sd_quant.product, given)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sd_quant.errors import ConfigError
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.derivation import with_ranges
+from sd_quant.quantization.ranges import with_ranges
 from sd_quant.quantization.recipe import Recipe
 from sd_quant.simulation.modelopt import simulate
 from sd_quant.simulation.sensitivity import Sensitivity, budget, measure, points, rows

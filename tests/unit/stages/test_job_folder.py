@@ -2,6 +2,7 @@
 
 import json
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -42,7 +43,7 @@ def test_knobs_prompts_files_and_versions_make_another_job(job, tmp_path):
     known = {fingerprint(job, FACTS)}
     (tmp_path / "prompts.txt").write_text("a cat\na bird\n")  # under the same name
     known.add(fingerprint(job, FACTS))
-    job.quantize.alpha = 0.3
+    job.quantize = replace(job.quantize, alpha=0.3)
     known.add(fingerprint(job, FACTS))
     facts = deepcopy(FACTS)
     facts["inputs"]["checkpoint"]["sha256"] = "cd"

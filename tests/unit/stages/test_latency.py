@@ -1,4 +1,4 @@
-"""The latency of the record: which side was timed for which number, on a clock that only the engines move."""
+"""The latency of the record: which variant was timed for which number, on a clock that only the engines move."""
 
 from types import SimpleNamespace
 
@@ -59,8 +59,8 @@ def engines_taking(seconds: dict[str, float], clock, contracts) -> dict:
     return {part: engine(part) for part in PART_NAMES}
 
 
-def sides_taking(framework: float, full_precision: float, quantized: float, clock, contracts) -> dict[str, dict]:
-    """Seconds of every part of a side; of the quantized side the UNet's."""
+def variants_taking(framework: float, full_precision: float, quantized: float, clock, contracts) -> dict[str, dict]:
+    """Seconds of every part of a variant; of the quantized one the UNet's."""
     full = engines_taking(dict.fromkeys(PART_NAMES, full_precision), clock, contracts)
     return {
         "framework": engines_taking(dict.fromkeys(PART_NAMES, framework), clock, contracts),
@@ -70,16 +70,16 @@ def sides_taking(framework: float, full_precision: float, quantized: float, cloc
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_each_number_is_of_its_own_side(checkpoint, clock, together):
-    sides = sides_taking(8.0, 4.0, 1.0, clock, contracts_of(checkpoint))
-    found = compare_latency(checkpoint, sides, ["a rocket"], INFER, together)
+def test_each_number_is_of_its_own_variant(checkpoint, clock, together):
+    variants = variants_taking(8.0, 4.0, 1.0, clock, contracts_of(checkpoint))
+    found = compare_latency(checkpoint, variants, ["a rocket"], INFER, together)
 
     unet = found["openvino"]["unet_xl"]["2"]  # guidance doubles the batch
     assert found["torch"]["unet_xl"]["2"]["full_precision"]["p50_ms"] == 8000
     assert (unet["full_precision"]["p50_ms"], unet["quantized"]["p50_ms"], unet["speedup"]) == (4000, 1000, 4)
     assert (unet["quantized"]["n"], unet["quantized"]["warmup"]) == (3, 1)
 
-    # a picture: both text encoders, two steps of the UNet, the VAE
+    # an image: both text encoders, two steps of the UNet, the VAE
     image = found["openvino"]["image"]["1"]
     assert found["torch"]["image"]["1"]["full_precision"]["p50_ms"] == 5 * 8000
     assert (image["full_precision"]["p50_ms"], image["quantized"]["p50_ms"]) == (5 * 4000, 3 * 4000 + 2 * 1000)
@@ -87,25 +87,25 @@ def test_each_number_is_of_its_own_side(checkpoint, clock, together):
     assert ("composed" in image["quantized"]) == (not together)
 
 
-def test_one_after_the_other_no_side_is_asked_for_twice(checkpoint, clock):
-    """Where memory holds one part at a time, every change of side or part opens one."""
-    sides, asked = sides_taking(8.0, 4.0, 1.0, clock, contracts_of(checkpoint)), []
+def test_one_after_the_other_no_variant_is_asked_for_twice(checkpoint, clock):
+    """Where memory holds one part at a time, every change of variant or part opens one."""
+    variants, asked = variants_taking(8.0, 4.0, 1.0, clock, contracts_of(checkpoint)), []
 
     class Asked(dict):
         def __getitem__(self, part):
             asked.append((self.name, part))
             return super().__getitem__(part)
 
-    for name in sides:
-        sides[name] = Asked(sides[name])
-        sides[name].name = name
-    compare_latency(checkpoint, sides, ["a rocket"], INFER, together=False)
-    assert len(asked) == len(set(asked)) == 3 * 4 - 3  # three parts of the quantized side are the unquantized ones
+    for name in variants:
+        variants[name] = Asked(variants[name])
+        variants[name].name = name
+    compare_latency(checkpoint, variants, ["a rocket"], INFER, together=False)
+    assert len(asked) == len(set(asked)) == 3 * 4 - 3  # three parts of the quantized variant are the unquantized ones
 
 
 def test_a_slower_quantized_engine_is_said_to_be_slower(checkpoint, clock):
     found = compare_latency(
-        checkpoint, sides_taking(1.0, 1.0, 2.0, clock, contracts_of(checkpoint)), ["a rocket"], INFER, True
+        checkpoint, variants_taking(1.0, 1.0, 2.0, clock, contracts_of(checkpoint)), ["a rocket"], INFER, True
     )
     assert found["openvino"]["unet_xl"]["2"]["speedup"] == 0.5
 
@@ -120,18 +120,18 @@ def test_a_part_is_timed_by_the_clock_of_its_engines_device(checkpoint, clock, m
     for stage in (timing, infer):
         monkeypatch.setattr(stage, "clock_of", lambda device: of_the_device)
     contracts = contracts_of(checkpoint)
-    sides = sides_taking(1.0, 1.0, 1.0, clock, contracts)
-    found = compare_latency(checkpoint, sides, ["a rocket"], INFER, True)
+    variants = variants_taking(1.0, 1.0, 1.0, clock, contracts)
+    found = compare_latency(checkpoint, variants, ["a rocket"], INFER, True)
     part = found["openvino"]["unet_xl"]["2"]["quantized"]
     assert (part["clock"], part["p50_ms"]) == ("of_the_device", 5.0)
-    assert found["openvino"]["image"]["1"]["quantized"]["clock"] == "wall_clock"  # pictures end on the processor
-    alone = infer.part_latency(sides["quantized"]["unet_xl"], contracts["unet_xl"], 2, INFER)
+    assert found["openvino"]["image"]["1"]["quantized"]["clock"] == "wall_clock"  # images end on the processor
+    alone = infer.part_latency(variants["quantized"]["unet_xl"], contracts["unet_xl"], 2, INFER)
     assert (alone["clock"], alone["p50_ms"]) == ("of_the_device", 5.0)
 
 
 def test_a_part_that_is_not_quantized_has_no_number_of_its_own(checkpoint, clock):
     found = compare_latency(
-        checkpoint, sides_taking(1.0, 1.0, 1.0, clock, contracts_of(checkpoint)), ["a rocket"], INFER, True
+        checkpoint, variants_taking(1.0, 1.0, 1.0, clock, contracts_of(checkpoint)), ["a rocket"], INFER, True
     )
     assert found["openvino"]["vae"]["1"]["quantized"] == {"p50_ms": None, "reason": "not quantized"}
     assert "speedup" not in found["openvino"]["vae"]["1"]

@@ -92,4 +92,4 @@ def test_a_disk_that_is_too_small(tmp_path, memory):
 
 def test_of_a_small_model_the_decoders_activations_take_most():
     small = memory_of_part({"unet_xl": 1000, "vae": 1000}, workload_of(job(1024).infer))
-    assert 9e9 < small - memory_model.BASE < 10e9
+    assert 9e9 < small - memory_model.PROCESS < 10e9

@@ -13,7 +13,7 @@ from onnx.reference import ReferenceEvaluator
 from torch import Tensor
 
 from sd_quant.errors import SdQuantError
-from sd_quant.export.insertion import SCALE_DTYPES
+from sd_quant.export.weights import SCALE_DTYPES
 from sd_quant.quantization.formats import FORMATS, Format, fake_quantize
 
 # Of Gaussian numbers with one range for all, relative to their norm; measured 0.0104, 0.0265, 0.1074, 0.1148, 0.0955.
@@ -28,7 +28,7 @@ def name(request) -> str:
 
 
 @pytest.fixture
-def form(name) -> Format:
+def fmt(name) -> Format:
     return FORMATS[name]
 
 
@@ -41,88 +41,88 @@ def largest(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_every_format_loses_what_its_bits_cost_and_no_more(name, form, dtype):
+def test_every_format_loses_what_its_bits_cost_and_no_more(name, fmt, dtype):
     x = gaussian(dtype)
-    before, found = x.clone(), fake_quantize(form, x, largest(x))
+    before, found = x.clone(), fake_quantize(fmt, x, largest(x))
     assert found.dtype == torch.float32 and found.shape == x.shape and torch.equal(x, before)
     low, high = ERRORS[name]
     assert low < ((found - x.float()).norm() / x.float().norm()).item() < high
 
 
-def test_codes_have_few_values_and_scales_are_fp32(name, form):
+def test_codes_have_few_values_and_scales_are_fp32(name, fmt):
     x = gaussian()
-    scales = form.scales(x, largest(x))
-    codes = form.quantize(x, *scales)
+    scales = fmt.scales(x, largest(x))
+    codes = fmt.quantize(x, *scales)
     assert codes.shape == x.shape and codes.element_size() == 1
-    assert len(codes.view(torch.uint8).unique()) <= 2**form.bits
-    assert form.pack(codes).numel() * form.pack(codes).element_size() == x.numel() * form.bits // 8
+    assert len(codes.view(torch.uint8).unique()) <= 2**fmt.bits
+    assert fmt.pack(codes).numel() * fmt.pack(codes).element_size() == x.numel() * fmt.bits // 8
     assert all(scale.dtype == torch.float32 for scale in scales)
-    expected = () if form.block is None else (64, 1024 // form.block)
+    expected = () if fmt.block is None else (64, 1024 // fmt.block)
     assert scales[0].shape == expected and all(scale.shape == () for scale in scales[1:])
 
 
-def test_what_was_dequantized_is_not_changed_again(form):
+def test_what_was_dequantized_is_not_changed_again(fmt):
     x = gaussian()
-    scales = form.scales(x, largest(x))
-    once = form.dequantize(form.quantize(x, *scales), *scales)
-    assert torch.equal(form.dequantize(form.quantize(once, *scales), *scales), once)
+    scales = fmt.scales(x, largest(x))
+    once = fmt.dequantize(fmt.quantize(x, *scales), *scales)
+    assert torch.equal(fmt.dequantize(fmt.quantize(once, *scales), *scales), once)
 
 
-def test_not_even_with_scales_of_its_own(name, form):
+def test_not_even_with_scales_of_its_own(name, fmt):
     """But for nvfp4: E4M3 rounds the scale of the largest block's peak, so that the global scale is found anew."""
     x = gaussian()
-    once = fake_quantize(form, x, largest(x))
-    again = fake_quantize(form, once, largest(once))
+    once = fake_quantize(fmt, x, largest(x))
+    again = fake_quantize(fmt, once, largest(once))
     if name == "nvfp4":
         assert 0 < ((again - once).norm() / once.norm()).item() < 2.0**-11  # by rounding to fp16 alone
     else:
         assert torch.equal(again, once)
 
 
-def test_zeros_stay_zeros(form):
+def test_zeros_stay_zeros(fmt):
     x = torch.zeros(2, 128)
-    assert not fake_quantize(form, x, torch.tensor(0.0)).any()
-    assert not fake_quantize(form, x, torch.tensor(3.0)).any()
+    assert not fake_quantize(fmt, x, torch.tensor(0.0)).any()
+    assert not fake_quantize(fmt, x, torch.tensor(3.0)).any()
 
 
-def test_a_block_of_zeros_does_not_touch_the_others(form):
+def test_a_block_of_zeros_does_not_touch_the_others(fmt):
     x = gaussian()
-    expected = fake_quantize(form, x, largest(x))
+    expected = fake_quantize(fmt, x, largest(x))
     x[5, 128:256] = expected[5, 128:256] = 0
-    assert torch.equal(fake_quantize(form, x, largest(gaussian())), expected)
+    assert torch.equal(fake_quantize(fmt, x, largest(gaussian())), expected)
 
 
-def test_numbers_that_blocks_do_not_divide_are_refused(form):
-    if form.block is None:
-        assert fake_quantize(form, torch.ones(2, 100), torch.tensor(1.0)).shape == (2, 100)
+def test_numbers_that_blocks_do_not_divide_are_refused(fmt):
+    if fmt.block is None:
+        assert fake_quantize(fmt, torch.ones(2, 100), torch.tensor(1.0)).shape == (2, 100)
         return
-    with pytest.raises(SdQuantError, match=f"100 numbers do not divide into blocks of {form.block}"):
-        form.scales(torch.ones(2, 100), torch.tensor(1.0))
+    with pytest.raises(SdQuantError, match=f"100 numbers do not divide into blocks of {fmt.block}"):
+        fmt.scales(torch.ones(2, 100), torch.tensor(1.0))
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
-def test_a_range_without_end_is_refused(form, value):
+def test_a_range_without_end_is_refused(fmt, value):
     x = gaussian()
     x[3, 77] = value
     with pytest.raises(OverflowError, match="inf|nan|NaN"):
-        form.scales(x, x.abs().max())
+        fmt.scales(x, x.abs().max())
 
 
 def bytes_of(tensor: Tensor) -> bytes:
     return tensor.contiguous().view(torch.uint8).numpy().tobytes() if tensor.ndim else tensor.numpy().tobytes()
 
 
-def dequantizing(form: Format, x: Tensor, opset: int) -> onnx.ModelProto:
+def dequantizing(fmt: Format, x: Tensor, opset: int) -> onnx.ModelProto:
     """A model of what the format stores, with DequantizeLinear of its types and fp16 for an output."""
-    scales = form.scales(x, largest(x))
-    stored = [("codes", form.onnx_type, x.shape, form.pack(form.quantize(x, *scales)))]
-    for index, (kind, scale) in enumerate(zip(form.onnx_scale_types, scales, strict=True)):
+    scales = fmt.scales(x, largest(x))
+    stored = [("codes", fmt.onnx_type, x.shape, fmt.pack(fmt.quantize(x, *scales)))]
+    for index, (kind, scale) in enumerate(zip(fmt.onnx_scale_types, scales, strict=True)):
         stored.append((f"scale{index}", kind, scale.shape, scale.to(SCALE_DTYPES[kind])))
     nodes, scale = [], "scale0"
     if len(scales) > 1:
         node = helper.make_node("DequantizeLinear", ["scale0", "scale1"], ["scale"], output_dtype=TensorProto.FLOAT16)
         nodes, scale = [node], "scale"
-    blocked = {} if form.block is None else {"axis": -1, "block_size": form.block}
+    blocked = {} if fmt.block is None else {"axis": -1, "block_size": fmt.block}
     nodes.append(helper.make_node("DequantizeLinear", ["codes", scale], ["y"], **blocked))
     tensors = [
         helper.make_tensor(name, TensorProto.DataType.Value(kind), shape, bytes_of(tensor), raw=True)
@@ -133,18 +133,18 @@ def dequantizing(form: Format, x: Tensor, opset: int) -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=11)
 
 
-def test_onnx_computes_the_same_numbers_from_what_is_stored(form):
+def test_onnx_computes_the_same_numbers_from_what_is_stored(fmt):
     """Exactly: its fp16 products are ours rounded to fp16."""
     x = gaussian()[:8]
-    model = dequantizing(form, x, form.opset)
+    model = dequantizing(fmt, x, fmt.opset)
     onnx.checker.check_model(model, full_check=True)
     found = ReferenceEvaluator(model).run(None, {})[0]
     assert found.dtype == np.float16
-    assert np.array_equal(found, fake_quantize(form, x, largest(x)).half().numpy())
+    assert np.array_equal(found, fake_quantize(fmt, x, largest(x)).half().numpy())
 
 
-def test_the_opset_is_the_first_that_has_these_types(form):
-    model = dequantizing(form, gaussian()[:8], form.opset - 1)
+def test_the_opset_is_the_first_that_has_these_types(fmt):
+    model = dequantizing(fmt, gaussian()[:8], fmt.opset - 1)
     with pytest.raises((onnx.checker.ValidationError, onnx.shape_inference.InferenceError)):
         onnx.checker.check_model(model, full_check=True)
 

@@ -1,6 +1,6 @@
-"""How a part becomes something that computes: from a file by an engine, or from the checkpoint by torch.
+"""The ways to open a part: from its file by a runtime, or from the checkpoint by torch, as it is or quantized.
 
-Torch computes on the GPU where there is one. What is compared or simulated is the same part, opened in another way.
+Torch computes on the GPU where there is one.
 """
 
 from pathlib import Path
@@ -23,18 +23,18 @@ from sd_quant.stages.export_onnx import Assignment
 
 
 def check_cuda_graph(infer: Infer) -> None:
-    """Raises ResourceError when calls are to be recorded and there is no GPU to record them on."""
+    """Raises ResourceError when ``infer.cuda_graph`` asks for a CUDA graph and there is no GPU."""
     if infer.cuda_graph and not torch.cuda.is_available():
         raise ResourceError("infer.cuda_graph=true takes an NVIDIA GPU and this machine has none; leave it false")
 
 
 def open_file(path: Path, infer: Infer, **options: object) -> Engine:
-    """By ``infer.engine``; ``options`` are those of its ``load``."""
+    """The part in the file at ``path``, loaded by ``infer.engine``; ``options`` are those of its ``load``."""
     return replayed(load_engine(infer.engine, path, **options), infer)
 
 
 def open_torch(checkpoint: Checkpoint, infer: Infer, part: str, assignment: Assignment | None = None) -> TorchEngine:
-    """Eager; with an ``assignment``, its layers multiply their codes."""
+    """A part computed by torch without compilation; with an ``assignment``, its layers multiply codes."""
     contract, device = contracts_of(checkpoint)[part], best_device()
     module = load_part(checkpoint, part).module
     if assignment is not None:
@@ -43,7 +43,7 @@ def open_torch(checkpoint: Checkpoint, infer: Infer, part: str, assignment: Assi
 
 
 def open_torch_engine(checkpoint: Checkpoint, infer: Infer, part: str, assignment: Assignment | None = None) -> Engine:
-    """``open_torch`` as ``infer.engine`` says, compiled or not, replayed or not."""
+    """``open_torch`` as an engine of its own: compiled if ``infer.engine`` compiles, replayed if the knob says so."""
     engine = open_torch(checkpoint, infer, part, assignment)
     if RUNTIMES[infer.engine].compiled:
         compiled(engine.module)
@@ -51,7 +51,7 @@ def open_torch_engine(checkpoint: Checkpoint, infer: Infer, part: str, assignmen
 
 
 def open_simulated(checkpoint: Checkpoint, assignment: Assignment) -> TorchEngine:
-    """The denoiser with ModelOpt's quantizers, in fp32, so that its error is that of the rounding alone."""
+    """The denoiser with ModelOpt's quantizers, in fp32, so that all of its error comes from quantization."""
     part = checkpoint.family.DENOISER
     module = load_part(checkpoint, part).module
     simulate(denoiser_of(checkpoint, module), assignment)
@@ -59,11 +59,12 @@ def open_simulated(checkpoint: Checkpoint, assignment: Assignment) -> TorchEngin
 
 
 def replayed(engine: Engine, infer: Infer) -> Engine:
+    """``engine`` behind a CUDA graph if ``infer.cuda_graph`` is true, else as it is."""
     return Replayed(engine) if infer.cuda_graph else engine
 
 
 def module_of(engine: Engine) -> nn.Module:
-    """What one of torch's engines is computed by, replayed or not."""
-    found = engine.engine if isinstance(engine, Replayed) else engine
-    assert isinstance(found, TorchEngine)
-    return found.module
+    """The module that an engine of torch calls, replayed or not."""
+    torch_engine = engine.engine if isinstance(engine, Replayed) else engine
+    assert isinstance(torch_engine, TorchEngine)
+    return torch_engine.module

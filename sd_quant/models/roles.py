@@ -1,6 +1,7 @@
-"""Roles of layers by their diffusers names, and which linears read one tensor. The rules know no family.
+"""The role of every layer of a denoiser, and the linears that read one tensor, both told from the names in diffusers.
 
-What a family adds is the names that it excludes. quant_level selects by role: ``sd_quant.quantization.recipe``.
+quant_level selects layers by role, see ``sd_quant.quantization.recipe``. The rules are the same for all families; a
+family only adds the names that it excludes.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -14,7 +15,10 @@ FEED_FORWARD = ("ff", "ff_context")
 
 
 def layer_role(name: str, is_conv: bool, excluded: Iterable[str]) -> str:
-    """Role of a layer: excluded, conv, ffn, qkv or linear. ``excluded`` are words of names, or several with dots."""
+    """The role of a layer: excluded, conv, ffn, qkv or linear.
+
+    ``excluded`` are words between the dots of a name, or several words with their dots: ``conv_in``, ``norm1.linear``.
+    """
     if any(f".{words}." in f".{name}." for words in excluded):
         return "excluded"
     if is_conv:
@@ -26,26 +30,28 @@ def layer_role(name: str, is_conv: bool, excluded: Iterable[str]) -> str:
 
 
 def roles_of(network: nn.Module, excluded: Sequence[str]) -> dict[str, str]:
-    """Name to role of every Linear and Conv2d, in the order of the network."""
+    """The role of every Linear and Conv2d by name, in the order of the network. ``excluded`` as in ``layer_role``."""
     layers = {name: module for name, module in network.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)}
     return {name: layer_role(name, isinstance(module, nn.Conv2d), excluded) for name, module in layers.items()}
 
 
 def attention_widths(network: nn.Module) -> dict[str, int]:
-    """Name of every attention of diffusers' first kind to the width of its heads."""
+    """The head width of every ``diffusers.models.attention_processor.Attention``, by name."""
     from diffusers.models.attention_processor import Attention
 
-    found = {name: module for name, module in network.named_modules() if isinstance(module, Attention)}
-    return {name: module.to_q.out_features // module.heads for name, module in found.items()}
+    attentions = {name: module for name, module in network.named_modules() if isinstance(module, Attention)}
+    return {name: module.to_q.out_features // module.heads for name, module in attentions.items()}
 
 
 def inputs_of_transformer(linears: Iterable[str]) -> list[SharedInput]:
-    """Shared inputs of diffusers' transformers: query, key and value of a self-attention, those of the added text, key
-    and value of a cross-attention, and every other linear on its own.
+    """The inputs of a transformer's linears (Flux, SD3, PixArt).
 
-    What is in front of an attention is a norm without weights and a modulation that is computed anew for every picture,
-    so nothing there could take a factor. An attention's output is a mean of value rows, so a factor moves into
-    ``to_v``, unless text is attended with it: then ``add_v_proj`` would have to take it too.
+    Query, key and value of a self-attention read one tensor. So do query, key and value of the text in a joint
+    attention, and key and value of a cross-attention. Every other linear has an input of its own.
+
+    In front of an attention stand a norm without weights and a modulation that is computed anew for every image, and
+    neither can absorb a factor. An attention's output is a weighted mean of its values, so ``to_v`` absorbs a factor of
+    the output projection. Not in a joint attention, where ``add_v_proj`` would have to absorb the same one.
     """
     names = list(dict.fromkeys(linears))
     known, inputs, seen = set(names), [], set[str]()
@@ -60,8 +66,8 @@ def inputs_of_transformer(linears: Iterable[str]) -> list[SharedInput]:
         block, _, layer = name.rpartition(".")
         cross = block.endswith("attn2") and f"{block}.add_q_proj" not in known
         if layer == "to_q":
-            beside = block.rpartition(".")[0]  # of a single block: its feed-forward reads the same
-            add([name] if cross else [name, f"{block}.to_k", f"{block}.to_v", f"{beside}.proj_mlp"])
+            parent = block.rpartition(".")[0]  # in Flux's single blocks the feed-forward reads the same tensor
+            add([name] if cross else [name, f"{block}.to_k", f"{block}.to_v", f"{parent}.proj_mlp"])
         elif layer == "to_k":
             add([name, f"{block}.to_v"])
         elif layer == "add_q_proj":

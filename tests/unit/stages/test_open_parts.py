@@ -10,7 +10,7 @@ from sd_quant.config import REPOSITORY
 from sd_quant.engines.replayed import Replayed
 from sd_quant.engines.torch import TorchEngine
 from sd_quant.errors import ResourceError
-from sd_quant.stages import opening
+from sd_quant.stages import open_parts
 
 
 def infer(engine: str = "torch_native", precision: str = "auto", cuda_graph: bool = False) -> SimpleNamespace:
@@ -24,9 +24,9 @@ def checkpoint():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="shows what a machine without a GPU says")
 def test_graphs_of_cuda_need_a_gpu():
-    opening.check_cuda_graph(infer())
+    open_parts.check_cuda_graph(infer())
     with pytest.raises(ResourceError, match="infer.cuda_graph=true takes an NVIDIA GPU and this machine has none"):
-        opening.check_cuda_graph(infer(cuda_graph=True))
+        open_parts.check_cuda_graph(infer(cuda_graph=True))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="names the precisions of a processor")
@@ -34,7 +34,7 @@ def test_graphs_of_cuda_need_a_gpu():
     ("clip1", "auto", torch.float32), ("clip1", "bf16", torch.bfloat16), ("vae", "bf16", torch.float32)
 ])  # fmt: skip
 def test_torch_computes_in_the_precision_that_was_asked_for(checkpoint, part, precision, expected):
-    engine = opening.open_torch(checkpoint, infer(precision=precision), part)
+    engine = open_parts.open_torch(checkpoint, infer(precision=precision), part)
     assert isinstance(engine, TorchEngine)
     assert {weight.dtype for weight in engine.module.parameters()} == {expected}
 
@@ -42,27 +42,27 @@ def test_torch_computes_in_the_precision_that_was_asked_for(checkpoint, part, pr
 @pytest.mark.parametrize("name, compiles", [("torch", False), ("torch_native", False), ("torch_compiled", True)])
 def test_only_the_compiled_engine_compiles(checkpoint, monkeypatch, name, compiles):
     compiled = []
-    monkeypatch.setattr(opening, "compiled", compiled.append)
-    engine = opening.open_torch_engine(checkpoint, infer(name), "clip1")
+    monkeypatch.setattr(open_parts, "compiled", compiled.append)
+    engine = open_parts.open_torch_engine(checkpoint, infer(name), "clip1")
     assert compiled == ([engine.module] if compiles else [])
-    opening.open_torch(checkpoint, infer(name), "clip1")
+    open_parts.open_torch(checkpoint, infer(name), "clip1")
     assert len(compiled) == compiles  # the framework is eager beside whatever engine
 
 
 def test_a_replayed_engine_is_the_same_engine(checkpoint):
-    engine = opening.open_torch_engine(checkpoint, infer(cuda_graph=True), "clip1")
+    engine = open_parts.open_torch_engine(checkpoint, infer(cuda_graph=True), "clip1")
     assert isinstance(engine, Replayed)
-    assert opening.module_of(engine) is engine.engine.module
-    assert opening.module_of(engine.engine) is engine.engine.module
+    assert open_parts.module_of(engine) is engine.engine.module
+    assert open_parts.module_of(engine.engine) is engine.engine.module
 
 
 def test_torch_computes_on_the_best_device(checkpoint, monkeypatch):
     """Stood in for by one without memory."""
-    monkeypatch.setattr(opening, "best_device", lambda: torch.device("meta"))
+    monkeypatch.setattr(open_parts, "best_device", lambda: torch.device("meta"))
     for engine in (
-        opening.open_torch(checkpoint, infer(), "clip1"),
-        opening.open_torch_engine(checkpoint, infer(), "unet_xl"),
-        opening.open_simulated(checkpoint, {}),
+        open_parts.open_torch(checkpoint, infer(), "clip1"),
+        open_parts.open_torch_engine(checkpoint, infer(), "unet_xl"),
+        open_parts.open_simulated(checkpoint, {}),
     ):
         assert engine.device.type == "meta"
         assert {weight.device.type for weight in engine.module.parameters()} == {"meta"}
@@ -70,7 +70,7 @@ def test_torch_computes_on_the_best_device(checkpoint, monkeypatch):
 
 def test_native_layers_are_those_of_the_best_device(checkpoint, monkeypatch):
     asked = []
-    monkeypatch.setattr(opening, "best_device", lambda: torch.device("meta"))
-    monkeypatch.setattr(opening, "with_native_layers", lambda network, known, device: asked.append((known, device)))
-    opening.open_torch(checkpoint, infer(), "unet_xl", {})
+    monkeypatch.setattr(open_parts, "best_device", lambda: torch.device("meta"))
+    monkeypatch.setattr(open_parts, "with_native_layers", lambda network, known, device: asked.append((known, device)))
+    open_parts.open_torch(checkpoint, infer(), "unet_xl", {})
     assert asked == [({}, torch.device("meta"))]

@@ -1,7 +1,7 @@
-"""Which linears of a transformer read one tensor, and what could take a factor for them, by their names alone."""
+"""Which linears of a transformer read one tensor, and what could absorb a factor of it, by their names alone."""
 
-from sd_quant.models.layers import inputs_of_transformer
 from sd_quant.models.parts import SharedInput
+from sd_quant.models.roles import inputs_of_transformer
 
 BLOCK = "transformer_blocks.0"
 

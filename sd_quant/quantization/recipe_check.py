@@ -1,0 +1,53 @@
+"""Whether a recipe fits a model's layers. It is checked on their names and shapes, before anything is calibrated."""
+
+import math
+from collections.abc import Collection, Mapping
+from fnmatch import fnmatchcase
+
+from sd_quant.errors import ConfigError
+from sd_quant.quantization.formats import FORMATS
+from sd_quant.quantization.low_rank import rank_of
+from sd_quant.quantization.recipe import Recipe, reason_kept
+
+
+def check_layers(
+    roles: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+    recipe: Recipe,
+    attentions: Collection[str] = (),
+    exclude: Collection[str] = (),
+) -> None:
+    """Raises ConfigError when the recipe does not fit the layers that it quantizes.
+
+    ``roles`` has the role of every layer, ``shapes`` the shape of its weight, both by name. ``attentions`` names the
+    attentions that can be quantized. Layers whose names match a pattern of ``exclude`` are not quantized.
+    """
+    level = recipe.quant_level
+    if all(reason_kept(role, level) for role in roles.values()):
+        raise ConfigError(
+            f"quant_level is {level:g}, expected at least 2: all convolutions of this model stay in high precision"
+        )
+    if level >= 4 and not attentions:
+        raise ConfigError(f"quant_level is {level:g}, expected at most 3: this model's attention is never quantized")
+    for name, role in roles.items():
+        if reason_kept(role, recipe.quant_level) or is_excluded(name, exclude):
+            continue
+        formats, shape = recipe.formats_of(role), shapes[name]
+        rank = rank_of(recipe.rank, shape) if role != "conv" else 0
+        if rank > min(shape):
+            raise ConfigError(
+                f"quantize.rank is {recipe.rank}, expected at most {min(shape)}, the shorter side of {name}; "
+                "give a fraction below 1 instead, which is taken of every layer"
+            )
+        for fmt in filter(None, (formats.weight, formats.activation)):
+            block, numbers = FORMATS[fmt].block, math.prod(shape[1:])
+            if block is not None and numbers % block:
+                raise ConfigError(
+                    f"{fmt} has blocks of {block}, which do not divide the {numbers} inputs of {name}; exclude it "
+                    "with quantize.exclude, or choose a preset whose blocks divide them"
+                )
+
+
+def is_excluded(name: str, exclude: Collection[str]) -> bool:
+    """Whether a layer's name matches one of the patterns, which are those of ``fnmatch``."""
+    return any(fnmatchcase(name, pattern) for pattern in exclude)

@@ -1,0 +1,25 @@
+"""The sweep of several files here: three jobs that are soon done, its table, and a cache to start with."""
+
+import csv
+import os
+import shutil
+from pathlib import Path
+
+SMALL = (
+    "quantize.py", "-m", "calib_size=1", "quantize.n_steps=2", "infer.steps=2", "infer.prompts=[a rocket]",
+    "infer.num_timed_runs=1", "infer.num_warmup_runs=0", "export_trt=none",
+)  # fmt: skip
+JOBS = ["quant_level=1", "quant_level=2", "quant_level=3"]
+TIMES = ("_ms", "_speedup", "_time", "seconds", "memory_bytes")  # columns that another run has otherwise
+
+
+def without_times(table: Path) -> list[dict]:
+    """The rows of a sweep's table."""
+    with table.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    return [{name: value for name, value in row.items() if not name.endswith(TIMES)} for row in rows]
+
+
+def link_cache(source: Path, target: Path) -> None:
+    """What is in one cache, or in one folder of it, is in another."""
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns(".*"), copy_function=os.link)
