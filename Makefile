@@ -4,7 +4,7 @@ PYTHON := $(VENV)/bin/python
 PIP := $(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart install test check style types quick gpu-check report cache-clean clean
+.PHONY: help quickstart install test check style types quick mutations gpu-check report cache-clean clean
 
 help: ## Show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -30,6 +30,9 @@ types:
 
 quick:
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/unit --numprocesses 2 --dist worksteal --quiet -m "not slow"
+
+mutations: $(VENV)/.sd-quant-test ## Apply each deliberate fault of tests/mutations and say which test notices it
+	$(PYTHON) -m tests.mutations.run --workers 2
 
 gpu-check: ## On a GPU: its tests and a table of latencies, with whatever is installed; elsewhere it says so
 	PYTHONPATH=. $(or $(wildcard $(PYTHON)),python3) benchmarks/gpu_check.py
