@@ -3,7 +3,7 @@
 import hydra
 from omegaconf import DictConfig
 
-from sd_quant.cli import job_of, output_directory, recording_failure, run
+from sd_quant.cli import importing, job_of, output_directory, recording_failure, run
 from sd_quant.config import ExportJob
 
 
@@ -11,7 +11,8 @@ from sd_quant.config import ExportJob
 @recording_failure
 def main(config: DictConfig) -> None:
     job = job_of(ExportJob, config)
-    from sd_quant.stages.export_trt import export_trt
+    with importing():
+        from sd_quant.stages.export_trt import export_trt
 
     export_trt(job, output_directory())
 

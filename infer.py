@@ -1,9 +1,9 @@
-"""Pictures and latency from exported engines: ``python infer.py run=<directory of an earlier run>``."""
+"""Images and latency from exported engines: ``python infer.py run=<directory of an earlier run>``."""
 
 import hydra
 from omegaconf import DictConfig
 
-from sd_quant.cli import job_of, output_directory, recording_failure, run
+from sd_quant.cli import importing, job_of, output_directory, recording_failure, run
 from sd_quant.config import InferJob
 
 
@@ -11,7 +11,8 @@ from sd_quant.config import InferJob
 @recording_failure
 def main(config: DictConfig) -> None:
     job = job_of(InferJob, config)
-    from sd_quant.stages.infer import infer
+    with importing():
+        from sd_quant.stages.infer import infer
 
     infer(job, output_directory())
 

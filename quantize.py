@@ -1,9 +1,9 @@
-"""From a checkpoint to a quantized one, with ONNX files, engines, pictures and numbers: ``quantize.py --help``."""
+"""From a checkpoint to a quantized one, with ONNX files, engines, images and numbers: ``quantize.py --help``."""
 
 import hydra
 from omegaconf import DictConfig
 
-from sd_quant.cli import job_of, output_directory, recording_failure, run
+from sd_quant.cli import importing, job_of, output_directory, recording_failure, run
 from sd_quant.config import QuantizeJob
 
 
@@ -11,7 +11,8 @@ from sd_quant.config import QuantizeJob
 @recording_failure
 def main(config: DictConfig) -> float | None:
     job = job_of(QuantizeJob, config)
-    from sd_quant.stages.quantize import quantize
+    with importing():
+        from sd_quant.stages.quantize import quantize
 
     return quantize(job, output_directory())
 

@@ -7,8 +7,10 @@ command leaves nothing behind. Nothing heavy is imported before that. Then Hydra
 and calls the entrypoint's ``main``, which reads it with ``job_of`` and calls one of ``sd_quant.stages``.
 """
 
+import atexit
 import dataclasses
 import functools
+import gc
 import logging
 import os
 import re
@@ -153,6 +155,16 @@ def job_of(job: type, config: DictConfig):
     checked = read(job, {name: value for name, value in plain.items() if name not in SHORTHANDS})
     checked.check_files()
     return checked
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """A stage is imported in the block, and garbage is not looked for among its millions of objects, then or later."""
+    gc.disable()
+    yield
+    gc.freeze()
+    gc.enable()
+    atexit.register(gc.unfreeze)  # else extensions complain at the end of what nobody collected
 
 
 def output_directory() -> Path:

@@ -120,6 +120,7 @@ def made_once(tmp_path_factory) -> Callable[[str, Callable[[Path], object]], Pat
 class MainJob:
     directory: Path
     cache: Path
+    graphs: Path  # that it has put into that cache
     statistics: Path  # in that cache: an entry of its prompts, and one of the first
     stdout: str
     prompts: list[str]
@@ -138,10 +139,12 @@ def main_job(process, checkpoint, made_once) -> MainJob:
         )  # fmt: skip
         assert result.returncode == 0, result.stderr[-3000:]
         (folder / "stdout").write_text(result.stdout)
+        link_cache(folder / "cache" / "graph", folder / "graphs")  # others may add to its cache
 
     folder = made_once("main_job", make)
     (statistics,) = (folder / "cache" / "statistics").iterdir()
-    return MainJob(folder / "run", folder / "cache", statistics, (folder / "stdout").read_text(), PROMPTS, SAMPLING)
+    stdout = (folder / "stdout").read_text()
+    return MainJob(folder / "run", folder / "cache", folder / "graphs", statistics, stdout, PROMPTS, SAMPLING)
 
 
 @pytest.fixture(scope="session")
@@ -152,7 +155,7 @@ def with_graphs(main_job) -> Callable[[Path], Path]:
     """
 
     def fill(cache: Path) -> Path:
-        link_cache(main_job.cache / "graph", cache / "graph")
+        link_cache(main_job.graphs, cache / "graph")
         return cache
 
     return fill
