@@ -125,6 +125,15 @@ def sd15(folder: Path) -> None:
     write(pipeline, folder)
 
 
+def sd15_of_one_level(folder: Path) -> None:
+    """``sd15``, which is soon traced."""
+    sd15(folder)
+    blocks = {"down_block_types": ["CrossAttnDownBlock2D"], "up_block_types": ["CrossAttnUpBlock2D"]}
+    small = unet(block_out_channels=[64], attention_head_dim=4, **blocks)
+    redraw(small)
+    small.save_pretrained(folder / "unet")
+
+
 def sd21(folder: Path) -> None:
     encoder, tokenizer = clip(pad_token="!", act="gelu")
     denoiser = unet(

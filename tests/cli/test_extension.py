@@ -29,7 +29,7 @@ from sd_quant.report.rebuild import rebuild
 from sd_quant.stages import infer, quantize
 from sd_quant.trackers import TRACKERS
 
-from ..pipelines import TINY, redraw, unet
+from ..pipelines import sd15_of_one_level
 
 REPOSITORY = Path(__file__).parents[2]
 MODULE = '''
@@ -151,13 +151,8 @@ def added(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def pipeline_folder(tmp_path) -> Path:
-    """With one level, which is soon traced."""
     path = tmp_path / "pipeline"
-    TINY["sd15"](path)
-    blocks = {"down_block_types": ["CrossAttnDownBlock2D"], "up_block_types": ["CrossAttnUpBlock2D"]}
-    small = unet(block_out_channels=[64], attention_head_dim=4, **blocks)
-    redraw(small)
-    small.save_pretrained(path / "unet")
+    sd15_of_one_level(path)
     return path
 
 

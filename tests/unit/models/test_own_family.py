@@ -17,7 +17,7 @@ from sd_quant.inference.pipeline import Sampling
 from sd_quant.models import FAMILIES
 from sd_quant.models.checkpoint import empty_denoiser, samples_per_image
 
-from ...pipelines import TINY, redraw, unet
+from ...pipelines import sd15_of_one_level
 
 pytestmark = pytest.mark.slow
 
@@ -47,13 +47,8 @@ def layer_roles(network):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """With one level, which is soon traced."""
     path = tmp_path_factory.mktemp("own") / "pipeline"
-    TINY["sd15"](path)
-    blocks = {"down_block_types": ["CrossAttnDownBlock2D"], "up_block_types": ["CrossAttnUpBlock2D"]}
-    small = unet(block_out_channels=[64], attention_head_dim=4, **blocks)
-    redraw(small)
-    small.save_pretrained(path / "unet")
+    sd15_of_one_level(path)
     return path
 
 
