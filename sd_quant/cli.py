@@ -159,12 +159,21 @@ def job_of(job: type, config: DictConfig):
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """A stage is imported in the block, and garbage is not looked for among its millions of objects, then or later."""
+    """A stage is imported in the block, and garbage is not looked for among its millions of objects, then or later.
+
+    Once in a process: what a later job of a sweep finds is imported already, and the garbage of the job before it must
+    not be kept.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
     gc.disable()
-    yield
-    gc.freeze()
-    gc.enable()
-    atexit.register(gc.unfreeze)  # else extensions complain at the end of what nobody collected
+    try:
+        yield
+        gc.freeze()
+        atexit.register(gc.unfreeze)  # else extensions complain at the end of what nobody collected
+    finally:
+        gc.enable()
 
 
 def output_directory() -> Path:

@@ -1,5 +1,7 @@
 import json
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -205,3 +207,25 @@ def test_a_job_that_succeeds_has_not_failed(hydra):
     failure = hydra(RunMode.MULTIRUN)
     write_json(failure, {"reason": "before"})
     assert recording_failure(lambda config: config + 1)(1) == 2 and not failure.exists()
+
+
+def test_the_garbage_of_one_job_does_not_outlive_the_next():
+    """In a process of its own, because the tests' own has frozen what it imported."""
+    code = """if True:
+        import gc, weakref
+        from sd_quant.cli import importing
+
+        class Cyclic:
+            def __init__(self):
+                self.itself = self
+
+        with importing():
+            pass
+        assert gc.isenabled() and gc.get_freeze_count()
+        left = weakref.ref(Cyclic())
+        with importing():
+            pass
+        gc.collect()
+        assert left() is None
+    """
+    subprocess.run([sys.executable, "-c", code], cwd=CONF.parent, check=True)
