@@ -264,22 +264,16 @@ def test_an_entry_without_its_digest_is_refused(entries, caplog):
     assert refused(entries, caplog)
 
 
-@pytest.mark.parametrize("other", [(b"a dog", b"a cow"), (b"a" * 64, b"b" * 64), (b'"last', b'"lost')])
-def test_an_entry_whose_description_was_altered_is_refused(entries, caplog, other):
+DESCRIBED_OTHERWISE = [(b"a dog", b"a cow"), (b"a" * 64, b"b" * 64), (b'"last', b'"lost')]
+READ_OTHERWISE = [(b'"F16"', b'"I16"'), (b"[3,9]", b"[9,3]"), (b"conv1|rows", b"conv2|rows")]
+
+
+@pytest.mark.parametrize("other", [*DESCRIBED_OTHERWISE, *READ_OTHERWISE])
+def test_an_entry_whose_header_was_altered_is_refused(entries, caplog, other):
     entries.write(SEGMENT, statistics(0))
     path = entries.path(SEGMENT)
     content = path.read_bytes()
     path.write_bytes(content.replace(*other))
-    assert path.read_bytes() != content
-    assert refused(entries, caplog)
-
-
-@pytest.mark.parametrize("read_as", [(b'"F16"', b'"I16"'), (b"[3,9]", b"[9,3]"), (b"conv1|rows", b"conv2|rows")])
-def test_the_same_bytes_read_as_something_else_are_refused(entries, caplog, read_as):
-    entries.write(SEGMENT, statistics(0))
-    path = entries.path(SEGMENT)
-    content = path.read_bytes()
-    path.write_bytes(content.replace(*read_as))
     assert path.read_bytes() != content
     assert refused(entries, caplog)
 
