@@ -1,5 +1,7 @@
 """From a checkpoint to a quantized one, with ONNX files, engines, images and numbers: ``quantize.py --help``."""
 
+from pathlib import Path
+
 import hydra
 from omegaconf import DictConfig
 
@@ -17,5 +19,12 @@ def main(config: DictConfig) -> float | None:
     return quantize(job, output_directory())
 
 
+def time_together(directory: Path) -> None:
+    with importing():
+        from sd_quant.stages.time_sweep import time_sweep
+
+    time_sweep(directory)
+
+
 if __name__ == "__main__":
-    run(main, QuantizeJob, "quantize")
+    run(main, QuantizeJob, "quantize", after_sweep=time_together)

@@ -62,7 +62,7 @@ def main() -> None:
         calls = {name: partial(module, x) for name, module in made.items()}
         times = measure_in_turn(calls, 3, chosen.repeats, dict.fromkeys(calls, clock_of(device)))
         own = times["model's own"]
-        told = [f"{name} {ratio(own, times[name]):.2f}x" for name in sides]
+        told = [f"{name} {ratio(own, times[name]).value:.2f}x" for name in sides]
         print(f"{inputs:4} to {outputs:4}, {size:3}x{size:<3} {dtype} {own['p50_ms']:7.2f} ms; " + "; ".join(told))
 
 

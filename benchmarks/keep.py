@@ -62,7 +62,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|---|")
     for name, result in found.items():
         closeness, result["latency"] = result["fidelity"], latency[name]
-        result["speedup"] = ratio(latency[UNQUANTIZED], latency[name])
+        result["speedup"] = ratio(latency[UNQUANTIZED], latency[name]).value
         print(
             f"| {name} | {closeness['psnr']['mean']:.2f} | {closeness['psnr']['min']:.2f} "
             f"| {closeness['ssim']['mean']:.4f} | {closeness['lpips']['mean']:.4f} "

@@ -8,7 +8,6 @@ and calls the entrypoint's ``main``, which reads it with ``job_of`` and calls on
 """
 
 import atexit
-import dataclasses
 import functools
 import gc
 import logging
@@ -66,10 +65,13 @@ OmegaConf.register_new_resolver("job_name", sweep.name_of_job, replace=True)
 OmegaConf.register_new_resolver("places", placement.places, replace=True)
 
 
-def run(main: Callable[[], object], job: type, config_name: str) -> None:
+def run(
+    main: Callable[[], object], job: type, config_name: str, after_sweep: Callable[[Path], object] = lambda folder: None
+) -> None:
     """Run a Hydra entrypoint and exit with the code of its outcome. Commands work from any directory.
 
-    ``job`` is the dataclass that describes what ``main`` does, ``config_name`` its file in ``conf``.
+    ``job`` is the dataclass that describes what ``main`` does, ``config_name`` its file in ``conf``. ``after_sweep`` is
+    called with a sweep's folder when its jobs have ended, before the report is made.
     """
     os.chdir(REPOSITORY)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what a scheduler sends ends a job as Ctrl-C does
@@ -88,7 +90,7 @@ def run(main: Callable[[], object], job: type, config_name: str) -> None:
             if not sweeps:
                 check_command(job, config_name, arguments.overrides)
         if sweeps:
-            sys.exit(run_sweep(main, job, config_name, arguments.overrides))
+            sys.exit(run_sweep(main, job, config_name, arguments.overrides, after_sweep))
         main()
     except SdQuantError as error:
         sys.exit(fail(str(error), error.exit_code))
@@ -111,10 +113,16 @@ def check_command(job: type, config_name: str, overrides: list[str]) -> None:
     check_writable(Path(directory))
 
 
-def run_sweep(main: Callable[[], object], job: type, config_name: str, overrides: list[str]) -> int:
+def run_sweep(
+    main: Callable[[], object],
+    job: type,
+    config_name: str,
+    overrides: list[str],
+    after_sweep: Callable[[Path], object] = lambda folder: None,
+) -> int:
     """Check all jobs, let Hydra run them, and make the report, whatever became of them. Returns the exit code."""
     with composing(config_name):
-        plan, name = sweep.plan_of(config_name, overrides, lambda config: dataclasses.asdict(job_of(job, config)))
+        plan, name = sweep.plan_of(config_name, overrides, lambda config: job_of(job, config))
         chosen = any(override.startswith("hydra.sweep.dir=") for override in overrides)
         directory = anchored(sweep.plain_config(config_name, overrides).hydra.sweep.dir if chosen else SWEEPS / name)
     plan["command"] = ["python", Path(sys.argv[0]).name, *sys.argv[1:]]
@@ -124,12 +132,14 @@ def run_sweep(main: Callable[[], object], job: type, config_name: str, overrides
         sys.argv.append("hydra.sweep.dir='{}'".format(str(directory).replace("'", r"\'")))  # jobs may work elsewhere
         cancelled, ended_with = False, None
         try:
-            main()
+            try:
+                main()
+            except Exception as error:  # the first failed job's, as every job has left its own; or the launcher's
+                LOG.debug("the sweep ended early", exc_info=error)
+                ended_with = error
+            after_sweep(directory)
         except KeyboardInterrupt:
             cancelled = True
-        except Exception as error:  # the first failed job's, as every job has left its own; or the launcher's
-            LOG.debug("the sweep ended early", exc_info=error)
-            ended_with = error
         from sd_quant.report.rebuild import rebuild
 
         print(f"report: {rebuild(directory)}", flush=True)
@@ -193,6 +203,8 @@ def recording_failure(task: Callable[[DictConfig], object]) -> Callable[[DictCon
         multirun = hydra.mode == RunMode.MULTIRUN
         if multirun:
             LOG.info("%s", sweep.job_line(read_sweep(directory.parent), hydra.job.num))
+            if sweep.twin_of(directory.parent, hydra.job.num) is not None:
+                return None
         (directory / FAILURE).unlink(missing_ok=True)
         try:
             return task(config)

@@ -31,6 +31,8 @@ RTX_TARGETS = ("SM75", "SM80", "SM86", "SM89", "SM120", "SM121")  # of TensorRT 
 USUAL_TARGETS = ("SM89", "SM120")
 PART_NAMES = ("unet_xl", "vae", "clip1", "clip2")  # of files that no run tells of
 
+SHOWN_ALONE = ("cache", "published", "timing", "trackers", "verdict")  # sections that change no file that a job makes
+
 SIDE = Limit(lambda pixels: 64 <= pixels <= 4096 and pixels % 64 == 0, "a multiple of 64 from 64 to 4096")
 SEED = Limit(lambda seed: 0 <= seed < 2**32, "a whole number from 0 to 2^32 - 1")
 
@@ -240,6 +242,39 @@ class Infer:
 
 
 @dataclass(slots=True)
+class Timing:
+    """How long latencies are compared. What is timed is timed in rounds, at least ``infer.num_timed_runs`` of them."""
+
+    half_width: Annotated[
+        float,
+        Limit(lambda share: 0 < share < 1, "a number between 0 and 1"),
+        "how far the interval of a speed-up may reach to each side, as a share of it, before timing ends",
+    ]
+    budget_s: Annotated[
+        float, at_least(0), "seconds after which no further round starts, for a run and for each block of a sweep"
+    ]
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What a recipe is worth, by which a report recommends one."""
+
+    enough_db: Annotated[
+        float, Limit(lambda decibel: decibel > 0, "more than 0"), "PSNR above which nobody sees a difference"
+    ]
+    time_of_a_db: Annotated[
+        float,
+        Limit(lambda share: 0 < share < 1, "a number between 0 and 1"),
+        "share of an image's time that is worth one dB",
+    ]
+    confidence: Annotated[
+        float,
+        Limit(lambda share: 0.5 <= share < 1, "a number from 0.5 to below 1"),
+        "with which recipes are told apart, all of them together",
+    ]
+
+
+@dataclass(slots=True)
 class CacheFolder:
     """What runs share: statistics, graphs, unquantized parts, their plans, the full-precision images."""
 
@@ -272,6 +307,8 @@ class QuantizeJob:
     quantize: Quantize
     trt: Trt
     infer: Infer
+    timing: Timing
+    verdict: Verdict
     cache: CacheFolder
     metrics: Metrics
     trackers: Annotated[list[str], one_of(TRACKERS, each=True), "who is told of a finished run, beside its own record"]

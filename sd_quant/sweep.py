@@ -7,6 +7,7 @@ roads not taken: ``override_dirname``, for which 0.8 and 0.80 are two values, an
 with its process.
 """
 
+import dataclasses
 import fcntl
 import json
 import logging
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
@@ -23,10 +25,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from sd_quant.config import anchored
+from sd_quant.config import SHOWN_ALONE, anchored
 from sd_quant.errors import ConfigError
 from sd_quant.files import digest, write_json
 from sd_quant.progress import duration
+from sd_quant.quantization.recipe import unheeded_knobs
 from sd_quant.report.published import read_published
 from sd_quant.report.record import DONE, seconds_of_stages
 from sd_quant.report.summary import FAILED, SWEEP, UNFINISHED, Sweep
@@ -75,24 +78,30 @@ def expand(config_name: str, arguments: Sequence[str]) -> tuple[list[str], list[
     return [name for name, chosen in values.items() if len(set(chosen)) > 1], jobs
 
 
-def plan_of(config_name: str, arguments: Sequence[str], knobs_of: Callable[[DictConfig], dict]) -> tuple[dict, str]:
-    """What ``sweep.json`` holds, and a name for the folder; ``knobs_of`` checks a job's config and returns its knobs.
+def plan_of(config_name: str, arguments: Sequence[str], job_of: Callable[[DictConfig], Any]) -> tuple[dict, str]:
+    """What ``sweep.json`` holds, and a name for the folder; ``job_of`` checks a job's config and returns its dataclass.
 
+    Jobs that are sure to give the same assignment are done once: all but the first name it as ``same_as``.
     Raises ConfigError, naming the job, when one of them is impossible: nothing has started then.
     """
     varied, jobs = expand(config_name, arguments)
-    entries, everything, published = [], [], None
+    entries, everything, published, stated = [], [], None, dict[str, dict]()
+    by_result: dict[str, str] = {}  # the name of the first job that gives it
     for overrides in jobs:
         config = compose(config_name, overrides, return_hydra_config=True)
         values = {name.lstrip("+"): value_of(config, name.lstrip("+")) for name in varied}
         try:
-            knobs = knobs_of(config)
+            job = job_of(config)
         except ConfigError as error:
             raise ConfigError(f"job {job_name(values)}: {error}") from error
-        if name := knobs.pop("published", None):
+        if name := getattr(job, "published", None):
             published = read_published(anchored(name).read_text(encoding="utf-8"), name)
-        everything.append(json.dumps({**knobs, "cache": None, "trackers": None}, sort_keys=True))
-        entries.append({"name": job_name(values), "varied": values, "overrides": overrides})
+        stated = {name: dataclasses.asdict(getattr(job, name)) for name in ("timing", "verdict") if hasattr(job, name)}
+        everything.append(json.dumps(deciding(job), sort_keys=True))
+        entry: dict[str, Any] = {"name": job_name(values), "varied": values, "overrides": overrides}
+        if (done := by_result.setdefault(result_of(job), entry["name"])) != entry["name"]:
+            entry["same_as"] = done
+        entries.append(entry)
     first: dict[str, str] = {}
     for entry in entries:
         this = " ".join(entry["overrides"])
@@ -107,8 +116,22 @@ def plan_of(config_name: str, arguments: Sequence[str], knobs_of: Callable[[Dict
         "jobs": entries,
         "identity": identity,
         "published": published,
+        **stated,
     }
     return plan, f"{UNSAFE.sub('-', label)[:60]}_{identity[:8]}"
+
+
+def deciding(job: Any) -> dict:
+    """The knobs that decide what a job makes, but for where it keeps it and how it is shown."""
+    return {name: value for name, value in dataclasses.asdict(job).items() if name not in SHOWN_ALONE}
+
+
+def result_of(job: Any) -> str:
+    """The same text for jobs that are sure to give the same assignment, whatever it is called."""
+    knobs = deciding(job)
+    if "quantize" in knobs:
+        knobs["quantize"] |= unheeded_knobs(job.quantize) | dict.fromkeys(("format", "exp_name"))
+    return json.dumps(knobs, sort_keys=True)
 
 
 def experiment_of(arguments: Sequence[str]) -> str | None:
@@ -163,6 +186,11 @@ def opened(directory: Path, plan: dict) -> Iterator[None]:
         yield
 
 
+def twin_of(directory: Path, number: int) -> str | None:
+    """The job that is done in place of Hydra's n-th, because it gives the same assignment; None for all others."""
+    return json.loads((directory / SWEEP).read_text(encoding="utf-8"))["jobs"][number].get("same_as")
+
+
 def name_of_job(directory: str, number: int) -> str:
     """The folder of Hydra's n-th job; ``conf/_command.yaml`` asks for it."""
     return json.loads((Path(directory) / SWEEP).read_text(encoding="utf-8"))["jobs"][int(number)]["name"]
@@ -172,12 +200,17 @@ def start_line(sweep: Sweep) -> str:
     done, failed = (sum(job.status == status for job in sweep.jobs) for status in (DONE, FAILED))
     before = [f"{done} done before"] if done else []
     before += [f"{failed} failed before and tried again"] if failed else []
-    return f"sweep of {len(sweep.jobs)} jobs in {sweep.directory}" + (f": {', '.join(before)}" if before else "")
+    if twins := len(sweep.names) - len(sweep.jobs):
+        before.append(f"{twins} of them the same as another, done once")
+    return f"sweep of {len(sweep.names)} jobs in {sweep.directory}" + (f": {', '.join(before)}" if before else "")
 
 
 def job_line(sweep: Sweep, number: int) -> str:
     """``job 3 of 12: alpha=0.5; about 4 min of work to go``."""
-    job, total = sweep.jobs[number], len(sweep.jobs)
+    name, total = sweep.names[number], len(sweep.names)
+    job = next(job for job in sweep.jobs if name in (job.name, *job.twins))
+    if name != job.name:
+        return f"job {number + 1} of {total}: {name} gives the same assignment as {job.name} and is not done again"
     tried = f", failed before: {job.reason}" if job.status == FAILED else ""
     return f"job {number + 1} of {total}: {job.name}{tried}{left(sweep)}"
 

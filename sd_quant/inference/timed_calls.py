@@ -2,14 +2,23 @@
 
 A part is called with random inputs, because latency does not depend on their values. The road not taken is to time the
 calls that a pipeline makes: they would include its copies between devices and dtypes.
+
+Two variants of a model differ in the denoiser alone, so an image takes what it takes beside the denoiser, which is
+measured once, and as often the denoiser's call as it calls it. Calls of the denoiser are short and can be interleaved a
+hundred times while a machine changes little; the road not taken is to compare whole images, of which a few fit into the
+same time. ``benchmarks/verdict.py`` compares both.
 """
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from sd_quant.engines.base import Engine, cast_inputs
+from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.pipeline import Pipeline, Sampling
+from sd_quant.metrics.latency import clock_of, wall_clock
 from sd_quant.models.checkpoint import Checkpoint, samples_per_image
 from sd_quant.models.parts import Contract, axes
 
@@ -43,7 +52,53 @@ def image_call(pipeline: Pipeline, prompts: Sequence[str], sampling: Sampling) -
     return lambda: pipeline(batch, sampling)
 
 
-def composed_latency(medians: Mapping[str, float], steps: int, denoiser: str) -> dict:
-    """The latency of an image, added up from its parts' ``medians``; the denoiser is called ``steps`` times."""
-    milliseconds = sum(median * (steps if part == denoiser else 1) for part, median in medians.items())
-    return {"p50_ms": milliseconds, "composed": "from single calls, as memory does not hold everything at once"}
+@dataclass(frozen=True)
+class ImageTimes:
+    """What images took, and how much of it was not the denoiser; all milliseconds."""
+
+    totals: list[float]
+    rest_ms: float  # of an image beside its calls of the denoiser, median: texts, scheduler, decoder
+    calls: int  # of the denoiser in an image
+
+    def with_denoiser(self, samples: Sequence[float]) -> list[float]:
+        """What an image takes whose calls of the denoiser take as long as each of ``samples``."""
+        return [self.rest_ms + self.calls * sample for sample in samples]
+
+
+class Stopwatch:
+    """``engine``, whose calls are counted and timed."""
+
+    def __init__(self, engine: Engine):
+        self.engine, self.calls, self.milliseconds = engine, 0, 0.0
+        self.name, self.inputs, self.device = engine.name, engine.inputs, engine.device
+
+    def __call__(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        outputs: dict[str, torch.Tensor] = {}
+        self.milliseconds += clock_of(self.device)(lambda: outputs.update(self.engine(**inputs)))
+        self.calls += 1
+        return outputs
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def image_times(
+    checkpoint: Checkpoint, engines: Mapping[str, Engine], prompts: Sequence[str], sampling: Sampling, repeats: int
+) -> ImageTimes:
+    """Time ``repeats`` batches of images, after one that does not count."""
+    denoiser = checkpoint.family.DENOISER
+    watch = Stopwatch(engines[denoiser])
+    call = image_call(pipeline_of(checkpoint, {**engines, denoiser: watch}), prompts, sampling)
+    call()
+    calls, totals, rests = watch.calls, list[float](), list[float]()
+    for _ in range(repeats):
+        before = watch.milliseconds
+        totals.append(wall_clock(call))
+        rests.append(max(0.0, totals[-1] - (watch.milliseconds - before)))
+    return ImageTimes(totals, statistics.median(rests), calls)
+
+
+def image_of_parts(medians: Mapping[str, float], steps: int, denoiser: str) -> ImageTimes:
+    """An image that is added up from its parts' ``medians``, where memory does not hold all of them at once."""
+    rest = sum(median for part, median in medians.items() if part != denoiser)
+    return ImageTimes([rest + steps * medians[denoiser]], rest, steps)

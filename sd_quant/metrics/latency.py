@@ -1,24 +1,35 @@
 """How long a call takes, on machines that other jobs share.
 
 Two latencies measured one after the other differ by whatever else the machine was doing. So what is to be compared is
-measured in turn, A B A B ..., and compared round by round: the median of the rounds' ratios is the speed-up. The road
-not taken is the ratio of two means: one hiccup of the machine decides it.
+measured together: each round calls everything once, in random order, because a call also feels the one before it, and
+the rounds' ratios are compared (``intervals.py``). The road not taken is the ratio of two means: one hiccup of the
+machine decides it.
+
+Rounds go on until the interval of every ratio to the reference is narrow or a budget of time is spent. Whether they are
+narrow is looked at when their number has doubled and not in between: who looks after each round stops when luck has
+made them narrow, and of 95 % covers 91 (``benchmarks/coverage.py``).
 
 A clock takes a call and returns its milliseconds. A GPU's work is only queued when the call returns, so its own events
 time it, and the record says which clock it was.
 """
 
+import random
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import torch
 
 from sd_quant.errors import ConfigError
+from sd_quant.metrics.intervals import Interval, ratio_interval
+from sd_quant.metrics.neighbours import processor_times, used_by_others
 
 Call = Callable[[], object]
 Clock = Callable[[Call], float]
+NARROW, BUDGET, CEILING = "narrow", "budget", "rounds"  # why rounds ended: the intervals, the time, or there are enough
 
 
 def wall_clock(call: Call) -> float:
@@ -44,51 +55,110 @@ def clock_of(device: torch.device) -> Clock:
     return cuda_events if device.type == "cuda" else wall_clock
 
 
-def measure(call: Call, warmup: int, repeats: int, clock: Clock = wall_clock) -> dict[str, object]:
-    """Latency of ``call`` as ``{mean_ms, p50_ms, p90_ms, p99_ms, min_ms, std_ms, n, warmup, clock, samples_ms}``.
+@dataclass(frozen=True)
+class Stopping:
+    """When there have been enough rounds."""
 
-    Raises ConfigError unless warmup >= 0 and repeats >= 1.
-    """
-    return measure_in_turn({"": call}, warmup, repeats, {"": clock})[""]
+    fewest: int  # rounds, which are always made
+    half_width: float  # of each ratio's interval, as a share of the ratio, at which they are narrow
+    budget_s: float  # after which no further round starts
+    most: int = 5000
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """What rounds have measured."""
+
+    samples: dict[str, list[float]]  # milliseconds by the calls' names, one for each round
+    clocks: dict[str, str]  # the clocks' names
+    warmup: int  # rounds before, which do not count
+    stopped: str  # NARROW, BUDGET or CEILING
+    machine: dict[str, float | None]  # see ``neighbours.used_by_others``
+
+    def statistics(self, name: str) -> dict[str, Any]:
+        """One call's latency as ``{mean_ms, p50_ms, p90_ms, p99_ms, min_ms, std_ms, n, warmup, clock, samples_ms}``."""
+        samples = self.samples[name]
+        p50, p90, p99 = np.percentile(samples, [50, 90, 99]).tolist()
+        return {
+            "mean_ms": statistics.fmean(samples),
+            "p50_ms": p50,
+            "p90_ms": p90,
+            "p99_ms": p99,
+            "min_ms": min(samples),
+            "std_ms": statistics.pstdev(samples),
+            "n": len(samples),
+            "warmup": self.warmup,
+            "clock": self.clocks[name],
+            "samples_ms": samples,
+        }
+
+
+def measure(call: Call, warmup: int, repeats: int, clock: Clock = wall_clock) -> dict[str, Any]:
+    """Latency of one call, see ``Rounds.statistics``. Raises ConfigError unless warmup >= 0 and repeats >= 1."""
+    return measure_together({"": call}, warmup, Stopping(repeats, 1, 0), {"": clock}).statistics("")
 
 
 def measure_in_turn(
     calls: Mapping[str, Call], warmup: int, repeats: int, clocks: Mapping[str, Clock] | None = None
-) -> dict[str, dict[str, object]]:
-    """``measure`` for each of ``calls``, one call of each per round, so that drift of the machine hits all alike.
+) -> dict[str, dict[str, Any]]:
+    """``measure`` for each of ``calls`` in the same rounds, so that drift of the machine hits all alike."""
+    rounds = measure_together(calls, warmup, Stopping(repeats, 1, 0), clocks)
+    return {name: rounds.statistics(name) for name in calls}
+
+
+def measure_together(
+    calls: Mapping[str, Call], warmup: int, stopping: Stopping, clocks: Mapping[str, Clock] | None = None
+) -> Rounds:
+    """Rounds of all ``calls``, the first of which is the reference that the others' ratios are taken to.
 
     ``clocks``: by the calls' names; a call without one is timed by the wall clock.
+    Raises ConfigError unless warmup >= 0 and at least one round is asked for.
     """
-    if warmup < 0 or repeats < 1:
+    if warmup < 0 or stopping.fewest < 1:
         raise ConfigError(
-            f"latency was asked for with warmup={warmup} and repeats={repeats}, expected warmup >= 0 and repeats >= 1; "
-            "change the two"
+            f"latency was asked for with warmup={warmup} and repeats={stopping.fewest}, expected warmup >= 0 and "
+            "repeats >= 1; change the two"
         )
     times = {name: (clocks or {}).get(name, wall_clock) for name in calls}
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(warmup + repeats):
-        for name, call in calls.items():
-            samples[name].append(times[name](call))
-    return {
-        name: _statistics(values[warmup:], warmup) | {"clock": times[name].__name__, "samples_ms": values[warmup:]}
-        for name, values in samples.items()
-    }
+    turns, samples = orders(list(calls)), {name: list[float]() for name in calls}
+    for _ in range(warmup):
+        for name in next(turns):
+            times[name](calls[name])
+    before, start = processor_times(), perf_counter()
+    while (stopped := enough(list(samples.values()), stopping, perf_counter() - start)) is None:
+        for name in next(turns):
+            samples[name].append(times[name](calls[name]))
+    machine = used_by_others(before, processor_times())
+    return Rounds(samples, {name: clock.__name__ for name, clock in times.items()}, warmup, stopped, machine)
 
 
-def ratio(a: dict, b: dict) -> float:
-    """Median over the rounds of a / b, for two results of one ``measure_in_turn``: above 1 where b is faster."""
-    return statistics.median(x / y for x, y in zip(a["samples_ms"], b["samples_ms"], strict=True))
+def orders(names: list[str]) -> Iterator[list[str]]:
+    """The names in a new random order each time, the same orders in every process."""
+    generator = random.Random(0)
+    while True:
+        yield generator.sample(names, len(names))
 
 
-def _statistics(samples: list[float], warmup: int) -> dict[str, object]:
-    p50, p90, p99 = np.percentile(samples, [50, 90, 99]).tolist()
-    return {
-        "mean_ms": statistics.fmean(samples),
-        "p50_ms": p50,
-        "p90_ms": p90,
-        "p99_ms": p99,
-        "min_ms": min(samples),
-        "std_ms": statistics.pstdev(samples),
-        "n": len(samples),
-        "warmup": warmup,
-    }
+def enough(samples: Sequence[Sequence[float]], stopping: Stopping, seconds: float) -> str | None:
+    """Why no further round is made after ``seconds`` of them, or None."""
+    reference, *others = samples
+    made, rest = divmod(len(reference), stopping.fewest)
+    if not made:
+        return None
+    doubled = rest == 0 and made & (made - 1) == 0
+    if doubled and all(ratio_interval(reference, other).within(stopping.half_width) for other in others):
+        return NARROW
+    if seconds >= stopping.budget_s:
+        return BUDGET
+    return CEILING if len(reference) >= stopping.most else None
+
+
+def ratio(a: Mapping[str, Any], b: Mapping[str, Any], confidence: float = 0.95) -> Interval:
+    """a / b over the rounds, for two results of one ``measure_in_turn``: above 1 where b is faster."""
+    return ratio_interval(a["samples_ms"], b["samples_ms"], confidence)
+
+
+def spread(samples: Sequence[float]) -> float:
+    """The distance of the tenth and the ninetieth percentile, as a share of the median."""
+    low, middle, high = np.percentile(samples, [10, 50, 90]).tolist()
+    return (high - low) / middle

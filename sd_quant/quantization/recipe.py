@@ -136,3 +136,11 @@ def reason_kept(role: str, quant_level: float) -> str | None:
     if role not in QUANT_LEVELS[quant_level]:
         return f"role {role} is not in quant_level {quant_level:g}"
     return None
+
+
+def unheeded_knobs(recipe: Recipe) -> dict[str, None]:
+    """The knobs of a recipe that none of its layers heeds, as null: recipes that are equal then assign the same.
+
+    Smoothing and the low-rank branch are for linears, of which level 1 has none.
+    """
+    return dict.fromkeys(("alpha", "smoothing", "rank")) if QUANT_LEVELS[recipe.quant_level] == ("conv",) else {}

@@ -24,9 +24,10 @@ from PIL import Image
 from sd_quant.files import write_text
 from sd_quant.metrics import SCORES, Against, Score, fidelity_scores
 from sd_quant.report.plots import SIZE, TIME, figures, knob_value, svg
-from sd_quant.report.recommendation import RULE, fidelity_db, front, recommend
+from sd_quant.report.recommendation import Recommendation, fidelity_db, front, recommend, rule_of
 from sd_quant.report.record import DONE, VARIANTS, at, read_object, score_of
-from sd_quant.report.summary import Column, Job, Row, Sweep, rows, shown_columns
+from sd_quant.report.summary import Column, Job, Row, Sweep, machine_of, rows, shown_columns, workload
+from sd_quant.report.timing import blocks_by_job, busy_because
 from sd_quant.text import printable
 
 REPORT, PROVENANCE = "report.html", "provenance.json"
@@ -42,8 +43,8 @@ FRONTS = {
     SIZE: ("■", "no other recipe is both smaller and closer to full precision"),
 }
 CAPTIONS = {
-    "pareto_latency": "Fidelity and time. The line joins the recipes that no other beats in both. Each job timed the "
-    "unquantized engine in turn with its own, so what else the machine did has hit both alike.",
+    "pareto_latency": "Fidelity and time, with the interval of the time at 95 % over the rounds in which each engine was "
+    "timed beside the unquantized one. The line joins the recipes that no other beats in both.",
     "pareto_size": "Fidelity and the size of the denoiser's ONNX file.",
     "trajectory": "How close the latents stay to full precision, step by step. Where a line falls, the images part.",
     "layers": "The error of each quantized layer's output on real inputs, in the order in which they are called.",
@@ -58,12 +59,12 @@ def write_report(sweep: Sweep, extra_sections: Sequence[tuple[str, str]] = ()) -
     """
     table = rows(sweep)
     names = {row["job"]: described(row, sweep) for row in table}
-    advice = recommend(table, lambda row: names[row["job"]])
+    advice, rule = recommend(sweep, table, lambda row: names[row["job"]]), str(rule_of(sweep.verdict))
     plots = figures(sweep)
     shown_images, notes = gallery(sweep, names, advice.job)
     sections = [
-        section("warnings", "Warnings", listed(warnings_of(table, names))),
-        section("results", "Results", results(table, sweep, advice.job)),
+        section("warnings", "Warnings", listed(warnings_of(sweep, table, names))),
+        section("results", "Results", results(table, sweep, advice)),
         section("plots", "Plots", "".join(plot(name, svg(figure, name)) for name, figure in plots.items())),
         *(section("extra", heading, body) for heading, body in extra_sections),
     ]
@@ -78,7 +79,7 @@ def write_report(sweep: Sweep, extra_sections: Sequence[tuple[str, str]] = ()) -
             f'<div class="{name}"><dt>{name}</dt><dd>{safe(value)}</dd></div>' for name, value in facts(sweep) if value
         ),
         advice=emphasized(advice.sentence, names.get(advice.job, "")),
-        rule=safe(RULE[0].upper() + RULE[1:]),
+        rule=safe(rule[0].upper() + rule[1:]),
         sections="\n".join(filter(None, sections)),
         image_notes=listed(notes),
         viewer_hidden="" if shown_images["prompts"] else "hidden",
@@ -177,22 +178,6 @@ def engine_of(record: Any) -> str:
     return " ".join(filter(None, (engine, version)))
 
 
-def machine_of(machine: Any) -> str:
-    memory = machine.get("memory_bytes")
-    return ", ".join(
-        filter(
-            None,
-            [
-                *(machine.get("gpus") or []),
-                machine.get("cpu"),
-                f"{machine['usable_cores']} cores" if machine.get("usable_cores") else "",
-                *(machine.get("cpu_int8") or []),
-                f"{memory / 2**30:.0f} GiB" if memory else "",
-            ],
-        )
-    )
-
-
 def started(sweep: Sweep) -> str:
     """The day and time at which the first job began, as its record of where it came from says."""
     times = []
@@ -208,9 +193,13 @@ def started(sweep: Sweep) -> str:
     return f"{first.day} {first:%B %Y, %H:%M %Z}"
 
 
-def warnings_of(table: Sequence[Row], names: Mapping[str, str]) -> list[str]:
-    """A sentence for each recipe that is slower than what it replaces, and for each job without figures."""
-    sentences = []
+def warnings_of(sweep: Sweep, table: Sequence[Row], names: Mapping[str, str]) -> list[str]:
+    """A sentence for each recipe that is slower than what it replaces, each job without figures, each busy machine."""
+    sentences = [f"BUSY: {sentence}" for sentence in busy_while_timing(sweep, names)]
+    sentences += [
+        f"TIMED ALONE: {names.get(each['job'], each['job'])}: {each['reason']}."
+        for each in at(sweep.timing, "left_out") or []
+    ]
     for row in table:
         for column, what in (("image_speedup", "from prompt to image"), ("denoiser_speedup", "in the denoiser")):
             ratio = row[column]
@@ -224,7 +213,21 @@ def warnings_of(table: Sequence[Row], names: Mapping[str, str]) -> list[str]:
     ]
 
 
-def results(table: Sequence[Row], sweep: Sweep, recommended: str | None) -> str:
+def busy_while_timing(sweep: Sweep, names: Mapping[str, str]) -> list[str]:
+    """Who else used the machine while engines were timed together, or while a job timed its own."""
+    timed = blocks_by_job(sweep.timing)
+    reasons = (busy_because(block["rounds"]) for block in timed.values())
+    found = {reason: "while the engines were timed together" for reason in reasons if reason}
+    for job in sweep.jobs:
+        engine, part, samples, _ = workload(job.record)
+        conditions = at(job.record, "latency", engine, part, str(samples), "rounds")
+        if job.name not in timed and (reason := busy_because(conditions)):
+            found[reason] = f"while {names[job.name]} was timed"
+    again = "its figures may be those of a busy machine; time again when it is quiet"
+    return [f"{when}, {reason}: {again}." for reason, when in found.items()]
+
+
+def results(table: Sequence[Row], sweep: Sweep, advice: Recommendation) -> str:
     """A row for each job; a click on a header sorts."""
     leading = ["job", *sweep.varied]
     fronts = {cost: {row["job"] for row in front(table, cost)} for cost in FRONTS}
@@ -239,10 +242,12 @@ def results(table: Sequence[Row], sweep: Sweep, recommended: str | None) -> str:
             for cost, (mark, meaning) in FRONTS.items()
             if compares and row["job"] in fronts[cost]
         ]
-        chosen = row["job"] == recommended
-        badge = '<span class="badge">recommended</span>' if chosen else ""
+        chosen = row["job"] == advice.job
+        label = "recommended" if chosen else "tied" if row["job"] in advice.tied else ""
+        badge = f'<span class="badge">{label}</span>' if label else ""
         job = safe(row["job"]).replace(",", ",<wbr>")
-        cells = [f'<th scope="row">{job} {"".join(marks)}{badge}</th>']
+        twins = f'<span class="twins">= {safe(row["same_as"])}</span>' if row["same_as"] else ""
+        cells = [f'<th scope="row">{job} {"".join(marks)}{badge}{twins}</th>']
         cells += [cell("text", row.get(knob), knob_value(row.get(knob))) for knob in sweep.varied]
         if row["status"] == DONE:
             cells += [cell(kind_of(column), *value_and_text(row, name, column)) for name, column in columns.items()]
@@ -282,7 +287,7 @@ def kind_of(column: Column) -> str:
 def value_and_text(row: Row, name: str, column: Column) -> tuple[object, str]:
     if name == "psnr_db" and row[name] is None and fidelity_db(row) is not None:
         return "Infinity", "identical"
-    return row[name], column.text(row[name])
+    return row[name], column.text_in(row, name)
 
 
 def gallery(sweep: Sweep, names: Mapping[str, str], recommended: str | None) -> tuple[dict, list[str]]:

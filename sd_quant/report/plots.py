@@ -82,7 +82,7 @@ def style() -> Iterator[None]:
 def figures(sweep: Sweep) -> dict[str, Figure]:
     """``pareto_latency``, ``pareto_size``, ``trajectory`` and ``layers``, without those that have nothing to show."""
     table = rows(sweep)
-    best = recommend(table, lambda row: row["job"]).job
+    best = recommend(sweep, table, lambda row: row["job"]).job
     done = sorted((job for job in sweep.jobs if job.status == DONE), key=lambda job: job.name != best)
     with style():
         drawn = {
@@ -167,6 +167,8 @@ def pareto(table: Sequence[Row], varied: Sequence[str], cost: str, recommended: 
     axes.plot(*zip(*map(place, best), strict=True), color=SOFT, linewidth=1.2, zorder=2)
     for row in usable:
         chosen = row["job"] == recommended
+        if cost == TIME:
+            draw_interval(axes, row, place(row)[1])
         colour = ACCENT if chosen else INK if row in best else SOFT
         axes.plot(*place(row), "*" if chosen else "o", color=colour, markersize=14 if chosen else 6, zorder=3)
     unquantized = [value * SCALE[cost] for row in usable if (value := UNQUANTIZED[cost](row)) is not None]
@@ -185,6 +187,16 @@ def pareto(table: Sequence[Row], varied: Sequence[str], cost: str, recommended: 
     subject = " · ".join(varied)
     axes.set_title(f"named by {fitted(subject, 80)}" if subject else "", fontsize=9, color=SOFT)
     return figure
+
+
+def draw_interval(axes: Axes, row: Row, height: float) -> None:
+    """The interval of a point's time at 95 %, where it has one.
+
+    PSNR has none here: prompts differ by decibels, and recipes are compared on each prompt, not by their means.
+    """
+    slow, fast = row["image_speedup_low"], row["image_speedup_high"]
+    if slow and fast:
+        axes.plot([SCALE[TIME] / fast, SCALE[TIME] / slow], [height] * 2, color=SOFT, linewidth=1.6, zorder=2.5)
 
 
 def mark_unquantized(axes: Axes, values: Sequence[float], unit: str) -> None:

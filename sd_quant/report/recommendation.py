@@ -1,24 +1,67 @@
-"""Which recipe to ship, from a sweep's rows: one rule, said in the report.
+"""Which recipe to ship, from a sweep's jobs: one rule, said in the report.
 
-A recipe is worth its fidelity in dB, but no more than 40, above which a person does not see the difference (the mean
-error is 2.5 of 255 levels), and one dB for every 2 % of time that it saves. The unquantized engine is a candidate: it
-has 40 dB and saves nothing. So a recipe that is hardly faster and visibly worse is not recommended. The road not taken
-is the knee of the Pareto front, which moves when an unrelated job joins the sweep.
+A recipe is worth its fidelity in dB, but in no image more than 40, above which a person does not see the difference
+(the mean error is 2.5 of 255 levels), and one dB for every 2 % of time that it saves. The unquantized engine is a
+candidate: it has 40 dB and saves nothing. So a recipe that is hardly faster and visibly worse is not recommended.
+
+Images and rounds are samples, so what two recipes are worth differs by a figure with an interval: over the prompts that
+both have drawn, and over the rounds in which both were timed. Those that cannot be told apart from the one of most
+worth are tied, and the most faithful of them is recommended: its images are sure, the others' gain is not. The interval
+of each comparison is wide enough for all of them to hold together (Bonferroni), as a sweep of twelve recipes compares
+eleven times. The roads not taken are the most worth alone, which on the next day is another recipe's, and the knee of
+the Pareto front, which moves when an unrelated job joins the sweep.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from sd_quant.report.record import DONE
-from sd_quant.report.summary import Row
+from sd_quant.metrics import SCORES
+from sd_quant.metrics.intervals import Interval, mean_interval, sum_of
+from sd_quant.report.record import DONE, score_of
+from sd_quant.report.summary import Row, Sweep
+from sd_quant.report.timing import Timed, log_speedup_over
 
-ENOUGH_DB = 40.0
-TIME_OF_A_DB = 1.02
-RULE = (
-    f"worth of a recipe: its PSNR up to {ENOUGH_DB:.0f} dB, and 1 dB for every {TIME_OF_A_DB - 1:.0%} of an image's "
-    "time that it saves over the unquantized engine"
-)
+IDENTICAL_SSIM = 1 - 1e-6
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a recipe is worth; the knobs ``verdict`` of ``quantize.py``."""
+
+    enough_db: float = 40.0
+    time_of_a_db: float = 0.02
+    confidence: float = 0.95
+
+    def __str__(self) -> str:
+        return (
+            f"worth of a recipe: its PSNR up to {self.enough_db:g} dB, and 1 dB for every {self.time_of_a_db:.2g} of "
+            f"an image's time that it saves over the unquantized engine; of those that cannot be told apart from the "
+            f"best with a confidence of {self.confidence:.0%}, the most faithful is recommended"
+        )
+
+
+def rule_of(knobs: Any) -> Rule:
+    """The rule that the knobs of a sweep state, with the usual constants for what they lack or misstate."""
+    stated = {name: getattr(knobs, "get", lambda _: None)(name) for name in Rule.__dataclass_fields__}
+    usable = {name: value for name, value in stated.items() if type(value) in (int, float) and value > 0}
+    rule = Rule(**usable)
+    return rule if rule.time_of_a_db < 1 and 0.5 <= rule.confidence < 1 else Rule()
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A recipe that was measured, or the unquantized engine, which has neither row nor rounds."""
+
+    row: Row | None
+    images: tuple[float, ...]  # PSNR of each in dB, no more than is enough
+    timed: Timed | None
+    speedup: float
+
+    @property
+    def fidelity(self) -> float:
+        return sum(self.images) / len(self.images)
 
 
 @dataclass(frozen=True)
@@ -27,50 +70,136 @@ class Recommendation:
 
     job: str | None
     sentence: str
+    tied: tuple[str, ...] = ()  # jobs that cannot be told apart from the recommended one
+
+
+def candidates(sweep: Sweep, table: Sequence[Row], rule: Rule) -> list[Candidate]:
+    """The recipes of a sweep that have both images and a latency."""
+    found = []
+    for job, row in zip(sweep.jobs, table, strict=True):
+        images = capped(job.record, rule.enough_db)
+        if row["status"] == DONE and images and row["image_speedup"]:
+            found.append(Candidate(row, images, job.timed, row["image_speedup"]))
+    return found
+
+
+def capped(record: Any, enough: float) -> tuple[float, ...]:
+    """PSNR of each image in dB, ``enough`` for identical ones; one mean where the record has no more; or none."""
+    psnr, ssim = (score_of(record, SCORES[name]) for name in ("psnr", "ssim"))
+    values = [
+        enough if value is None and alike is not None and alike > IDENTICAL_SSIM else value
+        for value, alike in zip(psnr.values, ssim.values or [None] * len(psnr.values), strict=False)
+    ]
+    if not values:
+        alike = ssim.value.value
+        values = [enough if psnr.value.value is None and alike and alike > IDENTICAL_SSIM else psnr.value.value]
+    return () if None in values else tuple(min(value, enough) for value in values)
+
+
+def difference(a: Candidate, b: Candidate, rule: Rule, confidence: float) -> Interval:
+    """How much more ``a`` is worth than ``b``, in dB."""
+    if not b.row:
+        fidelity = mean_interval([value - rule.enough_db for value in a.images], confidence)
+    elif len(a.images) == len(b.images):
+        fidelity = mean_interval([x - y for x, y in zip(a.images, b.images, strict=True)], confidence)
+    else:
+        value, low, high = mean_interval(b.images, confidence)
+        fidelity = sum_of(mean_interval(a.images, confidence), Interval(-value, -high, -low))
+    if a.timed is None or (b.row and b.timed is None):
+        time = Interval(math.log(a.speedup / b.speedup), -math.inf, math.inf)
+    else:
+        time = log_speedup_over(a.timed, b.timed, confidence)
+    return sum_of(fidelity, Interval(*(end / math.log1p(rule.time_of_a_db) for end in time)))
+
+
+def tied_with_the_best(measured: Sequence[Candidate], rule: Rule) -> tuple[Candidate, list[Candidate]]:
+    """The candidate of most worth, and all that cannot be told apart from it, itself among them."""
+    unquantized = Candidate(None, (rule.enough_db,), None, 1.0)
+    worth = {candidate: difference(candidate, unquantized, rule, rule.confidence).value for candidate in measured}
+    everyone = [unquantized, *measured]
+    best = max(everyone, key=lambda candidate: worth.get(candidate, 0.0))
+    confidence = 1 - (1 - rule.confidence) / len(measured)
+
+    def cannot_be_told(candidate: Candidate) -> bool:
+        if candidate is best:
+            return True
+        a, b = (candidate, best) if candidate.row else (best, candidate)
+        return difference(a, b, rule, confidence).holds(0)
+
+    return best, [candidate for candidate in everyone if cannot_be_told(candidate)]
+
+
+def recommend(sweep: Sweep, table: Sequence[Row], describe: Callable[[Row], str]) -> Recommendation:
+    """The recipe to ship, its figures, and what the fastest and the most faithful of the others would change."""
+    rule = rule_of(sweep.verdict)
+    measured = candidates(sweep, table, rule)
+    if not measured:
+        return Recommendation(None, "No job has both images and a latency, so there is nothing to recommend.")
+    if (checkpoints := len({each.row["checkpoint"] for each in measured})) > 1:
+        return Recommendation(
+            None, f"The jobs are of {checkpoints} checkpoints: recipes are only comparable where they are of one."
+        )
+    machines = list(dict.fromkeys(each.row["timed_on"] for each in measured))
+    if len(machines) > 1:
+        on = {machine: [each for each in measured if each.row["timed_on"] == machine] for machine in machines}
+        told = [f"On {machine}: {verdict(on[machine], rule, describe).sentence}" for machine in machines]
+        return Recommendation(
+            None, f"The jobs were timed on {len(machines)} machines and are compared within each. {' '.join(told)}"
+        )
+    return verdict(measured, rule, describe)
+
+
+def verdict(measured: Sequence[Candidate], rule: Rule, describe: Callable[[Row], str]) -> Recommendation:
+    """The recommendation among recipes of one checkpoint that were timed on one machine."""
+    best, tied = tied_with_the_best(measured, rule)
+    chosen = max(tied, key=lambda candidate: (candidate.fidelity, candidate.speedup))
+    rivals = [describe(each.row) for each in tied if each.row and each is not chosen]
+    names = tuple(each.row["job"] for each in tied if each.row and each is not chosen)
+    if not chosen.row:
+        row = max(measured, key=lambda each: difference(each, chosen, rule, rule.confidence).value).row
+        judged = "cannot be told to be" if rivals else "is not"
+        return Recommendation(
+            None,
+            f"Ship the unquantized engine: the best recipe here, {describe(row)}, is {figures(row)}, which {judged} "
+            f"worth what it loses.{share(row)}",
+            names,
+        )
+    clauses = [figures(chosen.row)]
+    if rivals:
+        clauses.append(
+            f"it cannot be told apart from {joined(rivals)}, and is the most faithful of the {len(rivals) + 1}"
+        )
+    others = [each.row for each in measured if each is not chosen]
+    if others:
+        fastest, closest = max(others, key=lambda row: row["image_speedup"]), max(others, key=fidelity_db)
+        for row in [fastest] if fastest is closest else [fastest, closest]:
+            clauses.append(f"{describe(row)} {changes(row, chosen.row)}")
+    return Recommendation(chosen.row["job"], f"{describe(chosen.row)}: {'; '.join(clauses)}.", names)
+
+
+def joined(texts: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(texts[:-1]), texts[-1]]))
+
+
+def figures(row: Row) -> str:
+    faster = f"{speed(row['image_speedup'])}{reach(row, 'image_speedup', '{:.2f}')} as fast as the unquantized engine"
+    return f"{faster} from prompt to image, PSNR {decibels(row)}{reach(row, 'psnr_db', '{:.1f}')}"
+
+
+def reach(row: Mapping[str, Any], column: str, form: str) -> str:
+    """`` (1.21 to 1.26)``: the interval of a column, or nothing where it has none."""
+    low, high = row.get(f"{column}_low"), row.get(f"{column}_high")
+    return "" if low is None or high is None else f" ({form.format(low)} to {form.format(high)})"
 
 
 def fidelity_db(row: Row) -> float | None:
     """PSNR; images that are all identical to full precision have an infinite one, which a record has as null."""
-    if row["psnr_db"] is None and row["ssim"] is not None and row["ssim"] > 1 - 1e-6:
+    if row["psnr_db"] is None and row["ssim"] is not None and row["ssim"] > IDENTICAL_SSIM:
         return math.inf
     return row["psnr_db"]
 
 
-def worth(row: Row) -> float | None:
-    decibel, speedup = fidelity_db(row), row["image_speedup"]
-    if decibel is None or not speedup:
-        return None
-    return min(decibel, ENOUGH_DB) + math.log(speedup) / math.log(TIME_OF_A_DB)
-
-
-def recommend(rows: Sequence[Row], describe: Callable[[Row], str]) -> Recommendation:
-    """The row of most worth, its figures, and what the fastest and the most faithful of the others would change."""
-    measured = [row for row in rows if row["status"] == DONE and worth(row) is not None]
-    if not measured:
-        return Recommendation(None, "No job has both images and a latency, so there is nothing to recommend.")
-    if (checkpoints := len({row["checkpoint"] for row in measured})) > 1:
-        return Recommendation(
-            None, f"The jobs are of {checkpoints} checkpoints: recipes are only comparable where they are of one."
-        )
-    best = max(measured, key=worth)
-    faster = f"{speed(best['image_speedup'])} as fast as the unquantized engine from prompt to image"
-    figures = f"{faster}, PSNR {decibels(best)}"
-    if worth(best) <= ENOUGH_DB:
-        return Recommendation(
-            None,
-            f"Ship the unquantized engine: the best recipe here, {describe(best)}, is {figures}, which is not worth "
-            f"what it loses.{share(best)}",
-        )
-    others = [row for row in measured if row is not best]
-    alternatives = []
-    if others:
-        fastest, closest = max(others, key=lambda row: row["image_speedup"]), max(others, key=fidelity_db)
-        for row in [fastest] if fastest is closest else [fastest, closest]:
-            alternatives.append(f"{describe(row)} {difference(row, best)}")
-    return Recommendation(best["job"], f"{describe(best)}: {'; '.join([figures, *alternatives])}.")
-
-
-def difference(row: Row, best: Row) -> str:
+def changes(row: Row, best: Row) -> str:
     gain = row["image_speedup"] / best["image_speedup"] - 1
     time = f"{'gains' if gain > 0 else 'loses'} {abs(gain):.0%} of speed" if abs(gain) >= 0.005 else "is as fast"
     a, b = fidelity_db(row), fidelity_db(best)

@@ -59,16 +59,30 @@ class Timing(TypedDict, total=False):
     warmup: int
     clock: str
     samples_ms: list[float]
-    composed: str  # from what the latency is put together, where memory does not hold all parts
+    composed: str  # from what the latency is put together, where it is not that of whole calls
+    rest_ms: float  # of an image: what it takes beside its calls of the denoiser
+    denoiser_calls: float  # in an image
     reason: str  # why there is no latency
 
 
+class Conditions(TypedDict, total=False):
+    """How rounds were made: see ``sd_quant.metrics.latency`` and ``sd_quant.metrics.neighbours``."""
+
+    together: bool  # whether all engines were in the same rounds
+    stopped: str  # narrow, budget or rounds
+    others: float | None  # share of the processors' time that other processes took
+    steal: float | None  # the same of a hypervisor
+    reference_spread: float | None  # of the unquantized engine's latency over the rounds
+
+
 class Timings(TypedDict, total=False):
-    """One part at one batch size, unquantized and quantized, timed in turn."""
+    """One part at one batch size, unquantized and quantized, timed in the same rounds."""
 
     full_precision: Timing
     quantized: Timing
-    speedup: Positive | Explained  # the median over the rounds of full precision by quantized: above 1 is faster
+    speedup: Positive | Explained  # full precision by quantized over the rounds: above 1 is faster
+    speedup_interval: list[float] | Explained  # its ends at 95 %, see ``sd_quant.metrics.intervals``
+    rounds: Conditions
 
 
 class ImageScores(TypedDict, total=False):

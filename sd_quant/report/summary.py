@@ -7,16 +7,19 @@ names the jobs, and in each job's folder its record, why it failed, or neither. 
 import csv
 import io
 import json
+import math
 import re
+import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
 from sd_quant.cache import try_lock
 from sd_quant.errors import ArtifactError
 from sd_quant.files import atomic_path, write_text
-from sd_quant.metrics import fidelity_scores
+from sd_quant.metrics import SCORES, fidelity_scores
+from sd_quant.metrics.intervals import Interval, mean_interval
 from sd_quant.report.csv_files import cell
 from sd_quant.report.record import (
     DONE,
@@ -35,6 +38,7 @@ from sd_quant.report.record import (
     seconds_of_stages,
     why,
 )
+from sd_quant.report.timing import Timed, blocks_by_job, read_timing, rounds_of, timed_together
 from sd_quant.text import printable
 
 SWEEP, FAILURE, LOCK, LOG = "sweep.json", "failure.json", ".lock", "quantize.log"
@@ -47,6 +51,7 @@ Row = dict[str, Any]
 class PlannedJob(TypedDict):
     name: str  # of its folder
     varied: dict[str, Any]  # the knobs in which the sweep's jobs differ, with this job's values
+    same_as: str  # the job before it that gives the same assignment and is done in its place
 
 
 class Plan(TypedDict):
@@ -56,6 +61,7 @@ class Plan(TypedDict):
     varied: list[str]
     jobs: list[PlannedJob]
     published: dict[str, Any]  # figures to show beside ours, see ``sd_quant.report.published``
+    verdict: dict[str, Any]  # the knobs of the same name, see ``sd_quant.report.recommendation``
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,8 @@ class Job:
     status: str
     reason: str | None = None  # why it is not done
     record: Mapping[str, Any] | None = None  # where it is done
+    twins: tuple[str, ...] = ()  # jobs of other names that are this one, because their assignment is the same
+    timed: Timed | None = None  # its latencies, measured together with the other jobs' or else on its own
 
 
 @dataclass(frozen=True)
@@ -73,8 +81,11 @@ class Sweep:
     directory: Path
     command: list[str]
     varied: list[str]
-    jobs: list[Job]
+    jobs: list[Job]  # each assignment once
     published: Mapping[str, Any] | None = None  # figures to show beside ours, see sd_quant.report.published
+    verdict: Mapping[str, Any] | None = None  # by which a recipe is recommended, see sd_quant.report.recommendation
+    timing: Mapping[str, Any] | None = None  # of engines that were timed together, see sd_quant.report.timing
+    names: tuple[str, ...] = ()  # of all jobs by Hydra's number, twins among them
 
 
 def read_sweep(directory: Path) -> Sweep:
@@ -90,15 +101,43 @@ def read_sweep(directory: Path) -> Sweep:
             )
         job = read_job(directory.absolute().name, directory, {})
         overrides = (job.record or {}).get("overrides") or []
-        return Sweep(directory, [str(override) for override in overrides], [], [job])
+        job = replace(job, timed=timed_alone(job.name, job.record))
+        verdict = at(job.record, "knobs", "verdict")
+        return Sweep(directory, [str(override) for override in overrides], [], [job], None, verdict, None, (job.name,))
     try:
         content = json.loads(plan.read_text(encoding="utf-8"))
         check_shape(content, Plan, "it")
-        jobs = [read_job(job["name"], folder_in(directory, job["name"]), {**job["varied"]}) for job in content["jobs"]]
-        command = [str(argument) for argument in content["command"]]
-        return Sweep(directory, command, list(content["varied"]), jobs, content.get("published"))
+        planned = content["jobs"]
+        names = tuple(job["name"] for job in planned)
+        twins = {name: tuple(job["name"] for job in planned if job.get("same_as") == name) for name in names}
+        timing = read_timing(directory)
+        together = timed_together(timing)
+        jobs = [
+            read_job(job["name"], folder_in(directory, job["name"]), {**job["varied"]})
+            for job in planned
+            if job.get("same_as") not in names
+        ]
+        jobs = [
+            replace(job, twins=twins[job.name], timed=together.get(job.name) or timed_alone(job.name, job.record))
+            for job in jobs
+        ]
+        command, varied = [str(argument) for argument in content["command"]], list(content["varied"])
+        verdict = content.get("verdict")
+        return Sweep(directory, command, varied, jobs, content.get("published"), verdict, timing, names)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ArtifactError(f"{plan} is not the plan of a sweep ({why(error)}); start the sweep again") from error
+
+
+def workload(record: Any) -> tuple[str, str, int, int]:
+    """The engine and the denoiser of a job, the samples in one of its calls and the images of a batch."""
+    batch = at(record, "knobs", "infer", "batch_size") or 0
+    samples = batch * (at(record, "denoiser", "samples_a_picture") or 2)
+    return at(record, "knobs", "infer", "engine"), at(record, "denoiser", "part") or "unet_xl", samples, batch
+
+
+def timed_alone(job: str, record: Any) -> Timed | None:
+    """The rounds that a job has measured on its own; None where its record has none."""
+    return rounds_of(f"job {job}", at(record, "latency"), *workload(record))
 
 
 def folder_in(directory: Path, name: str) -> Path:
@@ -146,16 +185,14 @@ def last_text(path: Path, most: int = 65536) -> str:
 
 def rows(sweep: Sweep) -> list[Row]:
     """A row for each job; every row has all columns, None where there is no value."""
-    return [row_of(job) for job in sweep.jobs]
+    together = blocks_by_job(sweep.timing)
+    return [row_of(job, at(sweep.timing, "machine") if job.name in together else None) for job in sweep.jobs]
 
 
-def row_of(job: Job) -> Row:
+def row_of(job: Job, timed_on: str | None = None) -> Row:
+    """The columns of a job; ``timed_on`` is the machine on which it was timed together with others, if it was."""
     record = job.record or {}
-    engine, batch = at(record, "knobs", "infer", "engine"), at(record, "knobs", "infer", "batch_size") or 0
-    denoiser = at(record, "denoiser", "part") or "unet_xl"
-    samples = batch * (at(record, "denoiser", "samples_a_picture") or 2)
-    call, image = latency_of(record, engine, denoiser, samples), latency_of(record, engine, IMAGE, batch)
-    framework = latency_of(record, FRAMEWORK, IMAGE, batch)
+    engine, denoiser, _, _ = workload(record)
     files = ("onnx_quantized", "onnx_full_precision", "weights_fp32", "plan")
     sizes = {file: number_at(record, "sizes_bytes", denoiser, file) for file in files}
     seconds = seconds_of_stages(record)
@@ -164,15 +201,11 @@ def row_of(job: Job) -> Row:
         **known,
         **job.varied,
         **known,  # no knob of a stranger's plan takes their place
+        "same_as": " ".join(job.twins) or None,
         **scores_of(record),
-        "denoiser_ms": call.quantized.value,
-        "denoiser_full_precision_ms": call.full_precision.value,
-        "denoiser_speedup": call.speedup.value,
-        "image_ms": image.quantized.value,
-        "image_full_precision_ms": image.full_precision.value,
-        "image_torch_ms": framework.full_precision.value,
-        "image_speedup": image.speedup.value,
-        "image_relative_time": quotient(Number(1), image.speedup).value,
+        **interval_columns("psnr_db", psnr_interval(record)),
+        **latencies_of(job, measured_together=timed_on is not None),
+        "timed_on": timed_on or machine_of(at(record, "environment", "machine") or {}) or None,
         "denoiser_onnx_bytes": sizes["onnx_quantized"].value,
         "denoiser_onnx_full_precision_bytes": sizes["onnx_full_precision"].value,
         "denoiser_onnx_share": quotient(sizes["onnx_quantized"], sizes["weights_fp32"]).value,
@@ -184,6 +217,61 @@ def row_of(job: Job) -> Row:
         "seconds": sum(seconds.values()) if seconds else None,
         "peak_memory_bytes": number_at(record, "peak_memory_bytes").value,
     }
+
+
+def latencies_of(job: Job, measured_together: bool) -> dict[str, float | None]:
+    """The columns of latencies: of the rounds with other jobs where there are some, else as the record has them."""
+    engine, denoiser, samples, batch = workload(job.record)
+    call, image = latency_of(job.record, engine, denoiser, samples), latency_of(job.record, engine, IMAGE, batch)
+    milliseconds = [each.value for each in (call.quantized, call.full_precision, image.quantized, image.full_precision)]
+    speedups = [call.speedup.value, image.speedup.value]
+    intervals: list[Interval | None] = [None, None]
+    if job.timed is not None:
+        intervals = [job.timed.denoiser_speedup(), job.timed.image_speedup()]
+    if job.timed is not None and measured_together:
+        speedups = [interval.value for interval in intervals if interval]
+        full, image_full = statistics.median(job.timed.full_precision), job.timed.image_ms
+        milliseconds = [statistics.median(job.timed.quantized), full, image_full / speedups[1], image_full]
+    return {
+        "denoiser_ms": milliseconds[0],
+        "denoiser_full_precision_ms": milliseconds[1],
+        "denoiser_speedup": speedups[0],
+        **interval_columns("denoiser_speedup", intervals[0]),
+        "image_ms": milliseconds[2],
+        "image_full_precision_ms": milliseconds[3],
+        "image_torch_ms": latency_of(job.record, FRAMEWORK, IMAGE, batch).full_precision.value,
+        "image_speedup": speedups[1],
+        **interval_columns("image_speedup", intervals[1]),
+        "image_relative_time": quotient(Number(1), Number(speedups[1])).value,
+    }
+
+
+def psnr_interval(record: Any) -> Interval | None:
+    """How far the mean PSNR would move with other prompts; None where there are too few, or some are infinite."""
+    values = score_of(record, SCORES["psnr"]).values
+    return mean_interval(values) if len(values) > 1 and None not in values else None
+
+
+def interval_columns(column: str, interval: Interval | None) -> dict[str, float | None]:
+    """The ends of an interval at 95 %, None where there is no finite one."""
+    known = interval is not None and math.isfinite(interval.low) and math.isfinite(interval.high)
+    return {f"{column}_low": interval.low if known else None, f"{column}_high": interval.high if known else None}
+
+
+def machine_of(machine: Any) -> str:
+    memory = machine.get("memory_bytes")
+    return ", ".join(
+        filter(
+            None,
+            [
+                *(machine.get("gpus") or []),
+                machine.get("cpu"),
+                f"{machine['usable_cores']} cores" if machine.get("usable_cores") else "",
+                *(machine.get("cpu_int8") or []),
+                f"{memory / 2**30:.0f} GiB" if memory else "",
+            ],
+        )
+    )
 
 
 def scores_of(record: Mapping[str, Any]) -> dict[str, float | None]:
@@ -238,6 +326,14 @@ class Column:
     def text(self, value: Any) -> str:
         return "–" if value is None else self.format.format(value if self.is_text else value * self.scale)
 
+    def text_in(self, row: Row, name: str) -> str:
+        """The cell of a row: with the further end of the interval, where the row has one, as ``34.8 ± 1.2``."""
+        value, low, high = (row.get(each) for each in (name, f"{name}_low", f"{name}_high"))
+        if value is None or low is None or high is None:
+            return self.text(value)
+        half = max(high - value, value - low) * self.scale
+        return f"{self.text(value)} ± {self.format.rstrip('x').format(half)}"
+
 
 def shown_columns() -> dict[str, Column]:
     """What a person wants first, by the columns' names in a row; the CSV has everything."""
@@ -267,8 +363,13 @@ def markdown(table: list[Row], varied: list[str]) -> str:
     lines = [header, ["---"] * len(header)]
     for row in table:
         name = " · ".join(str(row.get(knob)) for knob in varied) or row["job"]
-        lines.append([name, row["status"], *(column.text(row.get(each)) for each, column in columns.items())])
+        lines.append([name, row["status"], *(column.text_in(row, each) for each, column in columns.items())])
     reasons = [markdown_text(f"{row['job']}: {row['status']}, {row['reason']}") for row in table if row["reason"]]
+    reasons += [
+        markdown_text(f"{row['job']}: the same assignment as {row['same_as']}, done once")
+        for row in table
+        if row["same_as"]
+    ]
     body = "".join(f"| {' | '.join(map(markdown_text, cells))} |\n" for cells in lines)
     return body + ("\n" + "".join(f"- {reason}\n" for reason in reasons) if reasons else "")
 

@@ -10,7 +10,7 @@ from sd_quant.engines.pool import Pool, Variant
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.memory import fits, gpu_memory_of_variant, memory_of_part, memory_of_variant
 from sd_quant.inference.pipeline import Pipeline
-from sd_quant.inference.timed_calls import composed_latency, image_call, part_call, samples_per_call
+from sd_quant.inference.timed_calls import image_call, image_of_parts, part_call, samples_per_call
 from sd_quant.metrics.latency import clock_of, measure
 from sd_quant.metrics.memory import peak_cuda_memory_bytes, peak_memory_bytes, used
 from sd_quant.models.checkpoint import Checkpoint, contracts_of, part_parameters
@@ -19,6 +19,7 @@ from sd_quant.report.images import save_images
 from sd_quant.report.provenance import provenance
 from sd_quant.report.record import DONE, IMAGE, SCHEMA_VERSION, InferRecord, Timing, explained, write_record
 from sd_quant.stages.generate import generate, image_names, sampling_of
+from sd_quant.stages.latency import image_entry
 from sd_quant.stages.load import open_model
 from sd_quant.stages.open_parts import check_cuda_graph, open_file, open_torch_engine
 from sd_quant.stages.resources import check_machine, workload_of
@@ -95,7 +96,8 @@ def time_engine(
     if together:
         image = cast(Timing, measure(image_call(pipeline, prompts, sampling), 1, min(3, infer.num_timed_runs)))
     else:
-        image = cast(Timing, composed_latency(medians, infer.steps, checkpoint.family.DENOISER))
+        added_up = image_of_parts(medians, infer.steps, checkpoint.family.DENOISER)
+        image = cast(Timing, image_entry(added_up, measured=False))
     return latency | {IMAGE: {str(infer.batch_size): image}}
 
 

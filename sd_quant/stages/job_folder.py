@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from sd_quant.config import REPOSITORY, QuantizeJob, anchored
+from sd_quant.config import REPOSITORY, SHOWN_ALONE, QuantizeJob, anchored
 from sd_quant.files import TEMPORARY, digest
 from sd_quant.report.provenance import provenance
 from sd_quant.report.record import RECORD, at, read_record
@@ -23,7 +23,7 @@ from sd_quant.source import source_digest
 # What a job writes. Nothing else is ever removed, because the folder may be any that the user has named.
 WRITTEN = (
     "onnx", "plan", "full_precision", "images", f"{TEMPORARY}*", ".*.part", RECORD, FAILURE, "provenance.json",
-    "config.yaml", "layers.csv", "sensitivity.csv", "sensitivity.png", "quantized_*.pt",
+    "config.yaml", "layers.csv", "report.html", "summary.*", "trajectory.png", "layers.png", "sensitivity.csv", "sensitivity.png", "quantized_*.pt",
 )  # fmt: skip
 
 
@@ -40,7 +40,7 @@ def facts_of(job: QuantizeJob, directory: Path) -> dict:
 
 def fingerprint(job: QuantizeJob, facts: dict) -> str:
     """A digest of everything that decides the record, except the machine: a sweep's jobs may run on several."""
-    knobs = dataclasses.asdict(job) | {"cache": None, "published": None, "trackers": None}
+    knobs = dataclasses.asdict(job) | dict.fromkeys(SHOWN_ALONE)
     knobs["trt"]["timing_cache"] = None
     inputs = {name: file["sha256"] for name, file in facts["inputs"].items()}
     source = source_digest()

@@ -1,22 +1,31 @@
 """How long the three variants of the model take, part by part and from prompt to image.
 
-Where memory holds all variants they are timed in turn. Where it does not they are timed one after the other, and the
-time of an image is added up from those of its parts; the record says so.
+Where memory holds all variants they are timed in the same rounds. Where it does not they are timed one after the other,
+and the time of an image is added up from those of its parts; the record says so.
 """
 
-from sd_quant.config import Infer
-from sd_quant.inference.loading import pipeline_of
-from sd_quant.inference.timed_calls import composed_latency, image_call, part_call, samples_per_call
-from sd_quant.metrics.latency import clock_of, measure_in_turn, ratio
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
+from sd_quant.config import Infer, Timing
+from sd_quant.engines.base import Engine
+from sd_quant.inference.timed_calls import ImageTimes, image_of_parts, image_times, part_call, samples_per_call
+from sd_quant.metrics.intervals import ratio_interval
+from sd_quant.metrics.latency import Rounds, Stopping, clock_of, measure_together, spread
 from sd_quant.models.checkpoint import Checkpoint, contracts_of
 from sd_quant.progress import progress
 from sd_quant.report.record import FRAMEWORK as TORCH
-from sd_quant.report.record import IMAGE
+from sd_quant.report.record import IMAGE, Conditions
 from sd_quant.stages.compare import Engines
 from sd_quant.stages.generate import sampling_of
 from sd_quant.stages.variants import FRAMEWORK, FULL_PRECISION, QUANTIZED
 
 NOT_QUANTIZED = {"p50_ms": None, "reason": "not quantized"}
+COMPOSED = "the unquantized engine's image with the quantized denoiser's calls in it"
+FROM_PARTS = "from single calls, as memory does not hold everything at once"
+USED = ("others", "steal")  # who used the processors beside this process
+TOO_FEW = "too few rounds for an interval; raise infer.num_timed_runs or timing.budget_s"
 
 
 def compare_latency(
@@ -24,6 +33,7 @@ def compare_latency(
     engines: Engines,
     prompts: list[str],
     infer: Infer,
+    timing: Timing,
     together: bool,
     simulated: str | None = None,
 ) -> dict:
@@ -33,46 +43,92 @@ def compare_latency(
     so is not timed; None where it is one.
     """
     untimed = NOT_QUANTIZED if simulated is None else {"p50_ms": None, "reason": f"simulated: {simulated}"}
-    if simulated is not None:
-        engines = {name: variant for name, variant in engines.items() if name != QUANTIZED}
-    warmup, repeats, contracts = infer.num_warmup_runs, infer.num_timed_runs, contracts_of(checkpoint)
-    sampling, denoiser = sampling_of(infer), checkpoint.family.DENOISER
-    turns = [list(engines)] if together else [[name] for name in engines]
-    framework: dict = {}
-    runtime: dict = {}
-    medians: dict[str, dict[str, float]] = {name: {} for name in engines}
+    contracts, sampling, denoiser = contracts_of(checkpoint), sampling_of(infer), checkpoint.family.DENOISER
+    framework, runtime = dict[str, dict](), dict[str, dict]()
+    medians: dict[str, dict[str, float]] = {FRAMEWORK: {}, FULL_PRECISION: {}}  # by variant and part
     with progress(len(contracts) + 1, "latency") as advance:
-        for part, contract in contracts.items():
-            times: dict = {}
-            samples = samples_per_call(checkpoint, part, sampling)
-            for turn in turns:
-                distinct = [name for name in turn if name != QUANTIZED or part == denoiser]
-                parts = {name: engines[name][part] for name in distinct}
-                calls = {name: part_call(engine, contract, samples, sampling) for name, engine in parts.items()}
-                clocks = {name: clock_of(engine.device) for name, engine in parts.items()}
-                times |= measure_in_turn(calls, warmup, repeats, clocks) if calls else {}
-            for name in engines:
-                medians[name][part] = times.get(name, times[FULL_PRECISION])["p50_ms"]
-            framework[part] = {str(samples): {FULL_PRECISION: times[FRAMEWORK]}}
-            runtime[part] = {str(samples): with_speedup(times, untimed if part == denoiser else NOT_QUANTIZED)}
+        for part in contracts:
+            names = [FULL_PRECISION, FRAMEWORK, *([QUANTIZED] if part == denoiser and simulated is None else [])]
+            turns = [names] if together else [[name] for name in names]
+            stopping = Stopping(infer.num_timed_runs, timing.half_width, timing.budget_s if part == denoiser else 0)
+            rounds = [
+                part_rounds(checkpoint, {name: engines[name][part] for name in turn}, part, infer, stopping)
+                for turn in turns
+            ]
+            times = {name: each.statistics(name) for each in rounds for name in each.samples}
+            samples = str(samples_per_call(checkpoint, part, sampling))
+            framework[part] = {samples: {FULL_PRECISION: times[FRAMEWORK]}}
+            runtime[part] = {samples: {FULL_PRECISION: times[FULL_PRECISION]}}
+            if part != denoiser:
+                runtime[part][samples][QUANTIZED] = NOT_QUANTIZED
+            elif simulated is not None:
+                runtime[part][samples][QUANTIZED] = untimed
+            else:
+                found = compared(times[FULL_PRECISION]["samples_ms"], times[QUANTIZED]["samples_ms"])
+                found["rounds"] = conditions(rounds, FULL_PRECISION)
+                runtime[part][samples] |= {QUANTIZED: times[QUANTIZED], **found}
+            for name, each in medians.items():
+                each[part] = times[name]["p50_ms"]
             advance()
-        if together:
-            pipelines = {name: pipeline_of(checkpoint, variant) for name, variant in engines.items()}
-            calls = {name: image_call(pipeline, prompts, sampling) for name, pipeline in pipelines.items()}
-            times = measure_in_turn(calls, 1, max(3, repeats // 2))
-        else:
-            times = {name: composed_latency(parts, infer.steps, denoiser) for name, parts in medians.items()}
-        batch = str(infer.batch_size)
-        framework[IMAGE] = {batch: {FULL_PRECISION: times[FRAMEWORK]}}
-        runtime[IMAGE] = {batch: with_speedup(times, untimed)}
+        images = {
+            name: image_times(checkpoint, engines[name], prompts, sampling, max(3, infer.num_timed_runs // 2))
+            if together
+            else image_of_parts(each, infer.steps, denoiser)
+            for name, each in medians.items()
+        }
         advance()
+    batch, (call,) = str(infer.batch_size), runtime[denoiser].values()
+    framework[IMAGE] = {batch: {FULL_PRECISION: image_entry(images[FRAMEWORK], together)}}
+    full, quantized = image_entry(images[FULL_PRECISION], together), untimed
+    runtime[IMAGE] = {batch: {FULL_PRECISION: full, QUANTIZED: quantized}}
+    if simulated is None:
+        in_image = images[FULL_PRECISION].with_denoiser
+        found = compared(*(in_image(call[name]["samples_ms"]) for name in (FULL_PRECISION, QUANTIZED)))
+        quantized = {"p50_ms": full["p50_ms"] / found["speedup"], "composed": COMPOSED if together else FROM_PARTS}
+        runtime[IMAGE][batch] |= {QUANTIZED: quantized, **found}
     return {TORCH: framework, infer.engine: runtime}
 
 
-def with_speedup(times: dict, untimed: dict) -> dict:
-    """The times of both engines and the speed-up; ``untimed`` is the quantized one's entry where it has no time."""
-    full, quantized = times[FULL_PRECISION], times.get(QUANTIZED, untimed)
-    if quantized is untimed:
-        return {FULL_PRECISION: full, QUANTIZED: quantized}
-    speedup = ratio(full, quantized) if "samples_ms" in full else full["p50_ms"] / quantized["p50_ms"]
-    return {FULL_PRECISION: full, QUANTIZED: quantized, "speedup": speedup}
+def part_rounds(
+    checkpoint: Checkpoint, engines: Mapping[str, Engine], part: str, infer: Infer, stopping: Stopping
+) -> Rounds:
+    """Rounds of one part's call by what is compared, the reference first."""
+    sampling, contract = sampling_of(infer), contracts_of(checkpoint)[part]
+    samples = samples_per_call(checkpoint, part, sampling)
+    return measure_together(
+        {name: part_call(engine, contract, samples, sampling) for name, engine in engines.items()},
+        infer.num_warmup_runs,
+        stopping,
+        {name: clock_of(engine.device) for name, engine in engines.items()},
+    )
+
+
+def denoiser_rounds(checkpoint: Checkpoint, engines: Mapping[str, Engine], infer: Infer, timing: Timing) -> Rounds:
+    """Rounds of the denoiser's call until the ratios to the first of the ``engines`` are known well enough."""
+    stopping = Stopping(infer.num_timed_runs, timing.half_width, timing.budget_s)
+    return part_rounds(checkpoint, engines, checkpoint.family.DENOISER, infer, stopping)
+
+
+def conditions(rounds: Sequence[Rounds], reference: str) -> Conditions:
+    """What the record says of how the denoiser was timed: whether in the same rounds, until when, beside whom."""
+    shares = {name: [each.machine[name] for each in rounds if each.machine[name] is not None] for name in USED}
+    return Conditions(
+        together=len(rounds) == 1,
+        stopped=rounds[-1].stopped,
+        others=max(shares["others"], default=None),
+        steal=max(shares["steal"], default=None),
+        reference_spread=spread(rounds[0].samples[reference]),
+    )
+
+
+def compared(full: Sequence[float], quantized: Sequence[float]) -> dict:
+    """The record's speed-up and its interval, from milliseconds of the same rounds."""
+    found = ratio_interval(full, quantized)
+    ends = [found.low, found.high] if math.isfinite(found.high) else {"value": None, "reason": TOO_FEW}
+    return {"speedup": found.value, "speedup_interval": ends}
+
+
+def image_entry(image: ImageTimes, measured: bool) -> dict:
+    """The record's latency of an image; ``measured`` says whether whole images were."""
+    found = {"p50_ms": statistics.median(image.totals), "rest_ms": image.rest_ms, "denoiser_calls": image.calls}
+    return found | ({"samples_ms": image.totals} if measured else {"composed": FROM_PARTS})

@@ -18,8 +18,9 @@ from sd_quant.files import write_json, write_text
 from sd_quant.metrics import SCORES
 from sd_quant.metrics.memory import StageTimer
 from sd_quant.report.csv_files import write_csv
+from sd_quant.report.rebuild import rebuild
 from sd_quant.report.record import Record, score_of, write_record
-from sd_quant.report.summary import LOCK
+from sd_quant.report.summary import LOCK, SWEEP
 from sd_quant.report.table import run_table
 from sd_quant.simulation.native import check_device
 from sd_quant.stages.assign import assign, most_sensitive
@@ -59,6 +60,8 @@ def quantize(job: QuantizeJob, directory: Path) -> float | None:
             LOG.info("done before: nothing that this job depends on has changed since")
     print(run_table(record))
     print(f"run directory: {shown(directory)}")
+    if not (directory.parent / SWEEP).exists():  # a sweep's jobs have their report together
+        print(f"report: {shown(rebuild(directory))}")
     return score_of(record, SCORES["psnr"]).value.value
 
 
@@ -107,7 +110,7 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> Record:
         save_pairs(comparison, prompts, f"{job.quantize.format} level {job.quantize.quant_level:g}", directory)
     with step("latency"):
         latency = compare_latency(
-            loaded.checkpoint, variants.engines, prompts, job.infer, variants.together, variants.simulated
+            loaded.checkpoint, variants.engines, prompts, job.infer, job.timing, variants.together, variants.simulated
         )
     with step("parity"):
         parity = verify(loaded, assignment, variants, comparison, job.infer.engine, directory)

@@ -40,6 +40,7 @@ class Results:
 def record_of(job: QuantizeJob, facts: dict, results: Results, directory: Path) -> Record:
     """The record of a job whose files are in ``directory``; ``facts`` are those that it started from."""
     knobs, prompts, loaded = dataclasses.asdict(job), job.infer.prompt_list(), results.loaded
+    groups = ("model", "trt", "infer", "timing", "verdict")
     framework, unquantized, quantized = (
         results.comparison.images[variant] for variant in (FRAMEWORK, FULL_PRECISION, QUANTIZED)
     )
@@ -48,7 +49,7 @@ def record_of(job: QuantizeJob, facts: dict, results: Results, directory: Path) 
         status=DONE,
         fingerprint=fingerprint(job, facts),
         overrides=facts["overrides"],
-        knobs=cast(Knobs, knobs["quantize"] | {group: knobs[group] for group in ("model", "trt", "infer")}),
+        knobs=cast(Knobs, knobs["quantize"] | {group: knobs[group] for group in groups}),
         denoiser={
             "part": loaded.denoiser,
             "samples_a_picture": samples_per_image(loaded.checkpoint, job.infer.scale),

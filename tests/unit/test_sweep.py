@@ -1,6 +1,5 @@
 """Which jobs a command means, what they are called, and that a folder has one sweep."""
 
-import dataclasses
 import json
 import re
 
@@ -19,7 +18,7 @@ from sd_quant.report.summary import FAILURE, SWEEP, read_sweep
 
 def plan(*arguments: str) -> tuple[dict, str]:
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        return sweep.plan_of("quantize", arguments, lambda config: dataclasses.asdict(job_of(QuantizeJob, config)))
+        return sweep.plan_of("quantize", arguments, lambda config: job_of(QuantizeJob, config))
 
 
 def names(*arguments: str) -> list[str]:
@@ -143,3 +142,27 @@ def test_a_sweep_whose_jobs_are_done_is_done(tmp_path):
             (tmp_path / f"quant_level={level}").mkdir()
             write_json(tmp_path / f"quant_level={level}" / RECORD, {"stages": {}})
         assert sweep.outcome(read_sweep(tmp_path)) == (0, "")
+
+
+def test_jobs_of_the_same_assignment_are_done_once():
+    """At level 1 nothing is smoothed, so alpha says nothing; at level 2 it does."""
+    jobs = {job["name"]: job.get("same_as") for job in plan("quant_level=1,2", "alpha=0.5,0.8,auto")[0]["jobs"]}
+    first = "quant_level=1,alpha=0.5"
+    assert {name for name, same in jobs.items() if same == first} == {
+        f"quant_level=1,alpha={x}" for x in ("0.8", "auto")
+    }
+    assert all(same is None for name, same in jobs.items() if name == first or "level=2" in name)
+
+
+@pytest.mark.parametrize(
+    "knob", ["calib_size=8,16", "infer.steps=5,6", "quantize.observer=min_max,mse", "percentile=0.5,1"]
+)
+def test_what_level_1_heeds_makes_another_job(knob):
+    assert not any(job.get("same_as") for job in plan("quant_level=1", knob)[0]["jobs"])
+
+
+def test_another_rule_or_budget_is_the_same_sweep():
+    """So its jobs are not done again, and the report says by what it recommends."""
+    usual, changed = (plan("alpha=0.5,0.8", *more) for more in ((), ("verdict.enough_db=35", "timing.budget_s=60")))
+    assert usual[1] == changed[1] and usual[0]["identity"] == changed[0]["identity"]
+    assert (changed[0]["verdict"]["enough_db"], changed[0]["timing"]["budget_s"]) == (35, 60)

@@ -1,17 +1,30 @@
 import time
+from itertools import cycle
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from sd_quant.errors import ConfigError
 from sd_quant.metrics import latency
-from sd_quant.metrics.latency import clock_of, cuda_events, measure, measure_in_turn, ratio, wall_clock
+from sd_quant.metrics.latency import (
+    Stopping,
+    clock_of,
+    cuda_events,
+    measure,
+    measure_in_turn,
+    measure_together,
+    ratio,
+    spread,
+    wall_clock,
+)
 
 
-def test_calls_alternate_and_warmup_is_not_counted():
+def test_every_round_has_every_call_in_an_order_of_its_own_and_warmup_is_not_counted():
     order = []
     results = measure_in_turn({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, warmup=2, repeats=3)
-    assert order == ["a", "b"] * 5
+    rounds = ["".join(order[start : start + 2]) for start in range(0, 10, 2)]
+    assert len(order) == 10 and set(rounds) == {"ab", "ba"}
     for result in results.values():
         assert (result["n"], result["warmup"], len(result["samples_ms"])) == (3, 2, 3)
 
@@ -31,7 +44,7 @@ def test_each_call_has_its_own_clock_and_the_record_names_it():
     found = measure_in_turn(
         {"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 1, 2, clocks={"b": always_seven}
     )
-    assert order == ["a", "b"] * 3
+    assert sorted(order) == ["a"] * 3 + ["b"] * 3
     assert found["b"]["samples_ms"] == [7.0, 7.0] and found["b"]["clock"] == "always_seven"
     assert found["a"]["clock"] == "wall_clock" and found["a"]["p50_ms"] < 7
     assert clock_of(torch.device("cuda", 0)) is cuda_events and clock_of(torch.device("cpu")) is wall_clock
@@ -61,12 +74,62 @@ def test_a_gpu_is_timed_between_its_own_events(monkeypatch):
     assert told == ["wait for all", "record", "call", "record", "wait for the event"]
 
 
-def test_ratio_is_the_median_of_rounds():
-    a = {"samples_ms": [10.0, 20.0, 90.0]}  # the hiccup of the last round decides a ratio of means
-    b = {"samples_ms": [5.0, 10.0, 10.0]}
-    assert ratio(a, b) == 2.0
+def test_ratio_is_of_the_rounds_and_a_hiccup_does_not_decide_it():
+    a = {"samples_ms": [10.0, 20.0] * 50}
+    b = {"samples_ms": [5.0, 10.0] * 50}
+    assert ratio(a, b).value == pytest.approx(2.0)
+    a["samples_ms"][7] = 9000.0  # a ratio of means would be 8
+    assert ratio(a, b).value == pytest.approx(2.0)
     with pytest.raises(ValueError):
         ratio(a, {"samples_ms": [1.0]})
+
+
+@pytest.fixture
+def seconds(monkeypatch):
+    """A clock that stands still until somebody adds to it."""
+    now = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(latency, "perf_counter", lambda: now.now)
+    return now
+
+
+def calls_taking(seconds, **durations):
+    """Calls that take these seconds, one after the other in each list and then from its start."""
+
+    def call(values):
+        turn = cycle(values)
+        return lambda: setattr(seconds, "now", seconds.now + next(turn))
+
+    return {name: call(values) for name, values in durations.items()}
+
+
+def test_rounds_end_when_the_interval_is_narrow_and_not_before(seconds):
+    steady = measure_together(calls_taking(seconds, a=[2.0], b=[1.0]), 1, Stopping(10, 0.01, 1e9))
+    assert (steady.stopped, len(steady.samples["a"])) == ("narrow", 10)
+    noisy = measure_together(calls_taking(seconds, a=[2.0, 2.2, 1.9], b=[1.0, 1.3]), 0, Stopping(10, 0.02, 1e9))
+    assert noisy.stopped == "narrow" and len(noisy.samples["b"]) in (20, 40, 80, 160, 320, 640)
+    assert ratio(noisy.statistics("a"), noisy.statistics("b")).within(0.02)
+
+
+def test_a_budget_ends_rounds_that_stay_wide_but_not_the_fewest(seconds):
+    wide = calls_taking(seconds, a=[1.0], b=[1.0, 9.0])
+    rounds = measure_together(wide, 0, Stopping(4, 0.001, 100))
+    assert rounds.stopped == "budget" and len(rounds.samples["a"]) == 18  # of 6 seconds on average
+    assert len(measure_together(wide, 0, Stopping(4, 0.001, 0)).samples["a"]) == 4
+    assert measure_together(wide, 0, Stopping(4, 0.001, 1e9, most=12)).stopped == "rounds"
+
+
+def test_the_first_call_is_what_the_others_are_compared_with(seconds):
+    """Two calls whose ratio to each other is sure, and to the reference is not."""
+    calls = calls_taking(seconds, reference=[1.0, 3.0, 2.0], a=[1.0], b=[1.0])
+    assert measure_together(calls, 0, Stopping(10, 0.01, 100)).stopped == "budget"
+    calls = calls_taking(seconds, a=[1.0], b=[1.0])
+    assert measure_together(calls, 0, Stopping(10, 0.01, 100)).stopped == "narrow"
+
+
+def test_spread_is_that_of_the_middle_four_fifths():
+    assert spread([10.0] * 100) == 0
+    assert spread([float(value) for value in range(50, 151)]) == pytest.approx(0.8)
+    assert spread([10.0] * 99 + [1000.0]) == 0
 
 
 @pytest.mark.parametrize(("warmup", "repeats"), [(-1, 3), (0, 0)])

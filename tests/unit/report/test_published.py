@@ -1,4 +1,4 @@
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
 import yaml
@@ -6,6 +6,7 @@ import yaml
 from sd_quant.config import REPOSITORY
 from sd_quant.errors import ConfigError
 from sd_quant.report.published import as_html, as_markdown, published_tables, read_published
+from sd_quant.report.summary import Job, Sweep
 
 NEMO = REPOSITORY / "examples/published/nemo_docs.yaml"
 
@@ -20,7 +21,7 @@ def job(batch: int, framework: float | None, unquantized: float, quantized: floa
         },
         "environment": {"machine": {"cpu": "<b>CPU", "usable_cores": 2, "gpus": []}, "versions": {"openvino": "1"}},
     }
-    return SimpleNamespace(name=f"batch_size={batch}", varied={}, status="done", reason=None, record=record)
+    return Job(f"batch_size={batch}", Path(), {}, "done", None, record)
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def published() -> dict:
 def test_nemos_own_speed_ups_follow_from_its_figures(published):
     """2.172, 2.011, 1.983 and 1.226, 1.250, 1.330 on its page."""
     jobs = [job(batch, 100.0, 50.0, 40.0) for batch in (1, 2, 4)]
-    framework, unquantized = published_tables(SimpleNamespace(published=published, jobs=jobs))
+    framework, unquantized = published_tables(Sweep(Path(), [], [], jobs, published))
     assert [line[-1] for line in framework.lines] == ["2.172x", "2.011x", "1.983x"]
     assert [line[-1] for line in unquantized.lines] == ["1.226x", "1.250x", "1.330x"]
     assert framework.lines[0] == ["1", "100.00", "40.00", "2.500x", "3,056.01", "1,406.68", "2.172x"]
@@ -39,7 +40,7 @@ def test_nemos_own_speed_ups_follow_from_its_figures(published):
 
 
 def test_what_differs_is_said(published):
-    [table, _] = published_tables(SimpleNamespace(published=published, jobs=[job(1, 100.0, 50.0, 40.0)]))
+    [table, _] = published_tables(Sweep(Path(), [], [], [job(1, 100.0, 50.0, 40.0)], published))
     for text in ("2 cores here, NVIDIA H100 there", "openvino 1 here, TensorRT 9.3.0 there", "steps: 5 here",
                  "64x64 here", "fp32 beside INT8 here, fp16 beside INT8 there"):  # fmt: skip
         assert text in table.caption
@@ -48,15 +49,15 @@ def test_what_differs_is_said(published):
 
 def test_a_slower_engine_and_a_batch_that_nobody_published(published):
     jobs = [job(8, None, 50.0, 60.0)]
-    framework, unquantized = published_tables(SimpleNamespace(published=published, jobs=jobs))
+    framework, unquantized = published_tables(Sweep(Path(), [], [], jobs, published))
     assert framework.lines == [["8", "–", "60.00", "–", "–", "–", "–"]]
     assert unquantized.lines == [["8", "50.00", "60.00", "0.833x (slower)", "–", "–", "–"]]
 
 
 def test_no_tables_without_figures(published):
-    failed = SimpleNamespace(name="a", varied={}, status="failed", reason="x", record=None)
-    assert published_tables(SimpleNamespace(published=published, jobs=[failed])) == []
-    assert published_tables(SimpleNamespace(published=None, jobs=[job(1, 1.0, 1.0, 1.0)])) == []
+    failed = Job("a", Path(), {}, "failed", "x")
+    assert published_tables(Sweep(Path(), [], [], [failed], published)) == []
+    assert published_tables(Sweep(Path(), [], [], [job(1, 1.0, 1.0, 1.0)])) == []
 
 
 @pytest.mark.parametrize(

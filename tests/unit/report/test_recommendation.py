@@ -1,60 +1,178 @@
+"""Which recipe is recommended, of jobs whose rounds and images are made up."""
+
+import zlib
+
+import numpy as np
 import pytest
 
-from sd_quant.report.recommendation import front, recommend
+from sd_quant.report.recommendation import Rule, front, recommend, rule_of
+from sd_quant.report.summary import Job, Sweep, rows
+from sd_quant.report.timing import Timed
+
+PROMPTS = 8
 
 
-def row(name: str, psnr: float | None, speedup: float | None, status: str = "done", ssim: float = 0.9) -> dict:
-    return {
-        "job": name, "status": status, "psnr_db": psnr, "ssim": ssim, "image_speedup": speedup,
-        "image_ms": None if speedup is None else 100 / speedup,
-        "denoiser_onnx_bytes": 1e6, "denoiser_onnx_full_precision_bytes": 4e6, "checkpoint": "0123",
-    }  # fmt: skip
+def job(name, psnr, speedup, *, seed=0, apart=0.3, noise=0.002, block="block 0", status="done", **record) -> Job:
+    """Images whose PSNR scatter by ``apart`` dB around the mean and rounds whose latencies scatter by ``noise``.
+
+    Jobs of one ``seed`` have drawn the same prompts: what is hard for one is hard for all.
+    """
+    generator = np.random.default_rng(seed)
+    wobble = apart * np.linspace(-1, 1, PROMPTS)
+    values = [None] * PROMPTS if psnr is None else list(psnr + wobble + 0.01 * generator.normal(size=PROMPTS))
+    full = [20 * np.exp(noise * each) for each in generator.normal(size=40)]
+    image = {"full_precision": {"p50_ms": 60.0}, "quantized": {"p50_ms": 60 / (speedup or 1)}, "speedup": speedup}
+    timed = None
+    if speedup:
+        own = np.random.default_rng(zlib.crc32(name.encode())).normal(size=40)
+        quantized = [(60 / speedup - 20) / 2 * np.exp(noise * each) for each in own]
+        timed = Timed(block, full, quantized, 20.0, 2, 60.0)
+    content = {
+        "knobs": {"infer": {"engine": "openvino", "batch_size": 1}},
+        "fidelity": {"psnr": {"mean": psnr, "values": values}, "ssim": {"mean": 0.9, "values": [0.9] * PROMPTS}},
+        "sizes_bytes": {"unet_xl": {"onnx_quantized": 1e6, "onnx_full_precision": 4e6}},
+        "latency": {"openvino": {"image": {"1": image}}} if speedup else {},
+        "inputs": {"checkpoint": {"sha256": "0123"}},
+    } | record
+    return Job(name, None, {}, status, None, content if status == "done" else None, timed=timed)
 
 
-def named(rows):
-    return recommend(rows, lambda row: row["job"])
+def recommended(*jobs: Job, **verdict):
+    sweep = Sweep(None, [], [], list(jobs), verdict=verdict)
+    return recommend(sweep, rows(sweep), lambda row: row["job"])
 
 
-def test_the_sentence_of_the_issue():
-    advice = named([row("level 2.5", 31.0, 1.9), row("level 3", 28.0, 1.976)])
-    assert advice.job == "level 2.5"
-    assert advice.sentence == (
-        "level 2.5: 1.90x as fast as the unquantized engine from prompt to image, PSNR 31.0 dB; "
-        "level 3 gains 4% of speed and loses 3.0 dB."
-    )
+def test_the_sentence_of_a_clear_case():
+    advice = recommended(job("level 2.5", 31.0, 1.9), job("level 3", 28.0, 1.976))
+    assert advice.job == "level 2.5" and not advice.tied
+    figures, other = advice.sentence.split("; ")
+    assert figures.startswith("level 2.5: 1.90x (1.90 to 1.90) as fast as the unquantized engine from prompt to image")
+    assert figures.endswith("PSNR 31.0 dB (30.8 to 31.2)")
+    assert other == "level 3 gains 4% of speed and loses 3.0 dB."
 
 
 def test_speed_that_is_worth_its_loss():
-    advice = named([row("fast", 33.0, 2.0), row("exact", 39.0, 1.2)])
+    advice = recommended(job("fast", 33.0, 2.0), job("exact", 39.0, 1.2))
     assert advice.job == "fast" and "exact loses 40% of speed and gains 6.0 dB" in advice.sentence
 
 
 def test_above_what_a_person_sees_only_speed_counts():
-    assert named([row("a", 55.0, 1.30), row("b", 41.0, 1.35)]).job == "b"
+    assert recommended(job("a", 55.0, 1.30), job("b", 41.0, 1.35)).job == "b"
 
 
-@pytest.mark.parametrize(("psnr", "speedup"), [(35.0, 0.8), (30.0, 1.1), (39.9, 1.0)])
+@pytest.mark.parametrize(("psnr", "speedup"), [(35.0, 0.8), (30.0, 1.1), (39.2, 1.0)])
 def test_what_is_not_worth_it_is_said(psnr, speedup):
-    advice = named([row("int8", psnr, speedup)])
-    assert advice.job is None
+    advice = recommended(job("int8", psnr, speedup))
+    assert advice.job is None and not advice.tied
     assert advice.sentence.startswith("Ship the unquantized engine: the best recipe here, int8, is")
-    assert "25% of the unquantized one's disk" in advice.sentence
+    assert "which is not worth what it loses. Its denoiser takes 25% of the unquantized one's disk" in advice.sentence
+
+
+def test_speed_that_noise_may_have_made_is_not_shipped():
+    """Of a recipe that seems worth 1 dB more than the unquantized engine, with quiet rounds and with wild ones."""
+    assert recommended(job("int8", 37.0, 1.09, noise=0.01)).job == "int8"
+    advice = recommended(job("int8", 37.0, 1.09, noise=0.2))
+    assert advice.job is None and advice.tied == ("int8",)
+    assert "which cannot be told to be worth what it loses" in advice.sentence
+
+
+def test_a_tenth_of_a_decibel_on_eight_images_is_no_difference():
+    """Two recipes as fast as each other, whose images differ by 0.1 dB on average and by 1 dB one by one."""
+    one, other = job("one", 35.0, 1.5), job("other", 35.1, 1.5)
+    scatter = np.resize([1.0, -1.0], PROMPTS)
+    other.record["fidelity"]["psnr"]["values"] = list(
+        np.array(one.record["fidelity"]["psnr"]["values"]) + 0.1 + scatter
+    )
+    advice = recommended(one, other)
+    assert {advice.job, *advice.tied} == {"one", "other"}
+    assert "other: " in advice.sentence and "it cannot be told apart from one, and is the most faithful of the 2" in (
+        advice.sentence
+    )
+
+
+def test_the_same_difference_on_every_image_is_one():
+    """Paired over the prompts: that prompts differ by 6 dB says nothing of the recipes."""
+    advice = recommended(job("one", 35.0, 1.5, apart=3.0), job("other", 35.5, 1.5, apart=3.0))
+    assert advice.job == "other" and not advice.tied
+
+
+def test_the_most_faithful_of_the_tied_is_recommended_although_another_seems_worth_more():
+    advice = recommended(job("fast", 35.0, 1.53, noise=0.1), job("exact", 35.4, 1.50, noise=0.1))
+    assert (advice.job, advice.tied) == ("exact", ("fast",))
+    sure = recommended(job("fast", 35.0, 1.53, noise=0.001), job("exact", 35.4, 1.50, noise=0.001))
+    assert (sure.job, sure.tied) == ("fast", ())
+
+
+def test_rounds_of_one_block_are_compared_round_by_round():
+    """A reference that scatters says nothing of two recipes that were timed beside it in the same rounds."""
+
+    def pair(block):
+        a, b = job("a", 35.0, 1.5, noise=0.001), job("b", 35.0, 1.45, noise=0.001, block=block)
+        for each in (a, b):
+            each.timed.full_precision[:] = list(20 * np.exp(0.3 * np.random.default_rng(1).normal(size=40)))
+        return recommended(a, b)
+
+    assert pair("block 0").tied == () and pair("block 0").job == "a"
+    assert pair("block 1").tied
+
+
+def test_twelve_comparisons_are_not_as_sure_as_one():
+    """One recipe that is hardly worse is told apart from the best alone, and not among eleven others."""
+    best, close = job("best", 35.0, 1.50, noise=0.02), job("close", 34.9, 1.492, noise=0.02)
+    others = [job(f"other {number}", 25.0, 1.1) for number in range(30)]
+    assert recommended(best, close).tied == ()
+    assert recommended(best, close, *others).tied == ("close",)
+
+
+def test_without_rounds_nothing_can_be_told():
+    old = job("int8", 39.0, 1.5)
+    advice = recommended(Job(old.name, None, {}, "done", None, old.record))
+    assert advice.job is None and "cannot be told" in advice.sentence
+
+
+def test_the_constants_are_knobs():
+    jobs = job("fast", 33.0, 2.0), job("exact", 39.0, 1.2)
+    assert recommended(*jobs).job == "fast"
+    assert recommended(*jobs, time_of_a_db=0.1).job == "exact"
+    assert recommended(*jobs, enough_db=33.0).job == "fast"
+    assert "1 dB for every 0.2 of" in str(rule_of({"time_of_a_db": 0.2}))
+
+
+@pytest.mark.parametrize("knobs", [None, {}, {"confidence": 2}, {"time_of_a_db": "much"}, {"enough_db": -1}, "text"])
+def test_a_strangers_constants_that_are_none_are_the_usual_ones(knobs):
+    assert rule_of(knobs) == Rule()
 
 
 def test_identical_images_have_no_finite_psnr():
-    advice = named([row("same", None, 1.1, ssim=1.0), row("near", 35.0, 1.12)])
+    same = job("same", None, 1.1)
+    same.record["fidelity"]["ssim"] = {"mean": 1.0, "values": [1.0] * PROMPTS}
+    advice = recommended(same, job("near", 35.0, 1.12))
     assert advice.job == "same" and "PSNR infinite" in advice.sentence and "near gains 2% of speed" in advice.sentence
 
 
 def test_jobs_without_figures_are_no_candidates():
-    rows = [row("failed", None, None, "failed"), row("simulated", 45.0, None)]
-    assert named(rows).job is None and named(rows).sentence.startswith("No job has both")
-    assert named([*rows, row("real", 38.0, 1.5)]).job == "real"
+    jobs = [job("failed", None, None, status="failed"), job("simulated", 45.0, None)]
+    assert recommended(*jobs).job is None and recommended(*jobs).sentence.startswith("No job has both")
+    assert recommended(*jobs, job("real", 38.0, 1.5)).job == "real"
 
 
 def test_between_checkpoints_there_is_nothing_to_choose():
-    advice = named([row("sd15", 36.0, 2.0), row("sd3", 33.0, 1.2) | {"checkpoint": "4567"}, row("failed", None, None)])
+    other = job("sd3", 33.0, 1.2, inputs={"checkpoint": {"sha256": "4567"}})
+    advice = recommended(job("sd15", 36.0, 2.0), other, job("failed", None, None, status="failed"))
     assert advice.job is None and advice.sentence.startswith("The jobs are of 2 checkpoints")
+
+
+def test_between_machines_recipes_are_compared_within_each():
+    there = {"environment": {"machine": {"cpu": "another"}}}
+    advice = recommended(job("a", 36.0, 2.0), job("b", 36.0, 1.5), job("c", 38.0, 2.5, **there))
+    assert advice.job is None
+    assert advice.sentence.startswith(
+        "The jobs were timed on 2 machines and are compared within each. On None: a: 2.00x"
+    )
+
+
+def row(name: str, psnr: float | None, speedup: float) -> dict:
+    return {"job": name, "status": "done", "psnr_db": psnr, "ssim": 0.9, "image_ms": 100 / speedup}
 
 
 def test_the_front_is_what_no_other_beats():

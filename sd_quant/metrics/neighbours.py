@@ -1,0 +1,65 @@
+"""Who else used the machine's processors while something was timed.
+
+The kernel counts what each processor did (proc(5), ``/proc/stat``), and what this process and its children did on them.
+The difference is other people's work; ``steal`` is what a hypervisor gave to other machines. The road not taken is the
+load average: it counts this process too, and forgets over minutes what happened over seconds.
+"""
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+MOST_OTHERS, MOST_STEAL, MOST_SPREAD = 0.05, 0.02, 0.35  # above which a machine is called busy; see busy()
+
+
+class ProcessorTimes(NamedTuple):
+    """Seconds since the machine started, over the processors that this process may use."""
+
+    busy: float  # with anything, this process and stolen time included
+    stolen: float
+    own: float  # of this process and its finished children
+    total: float
+
+
+def processor_times() -> ProcessorTimes | None:
+    """None where the kernel does not say."""
+    tick = os.sysconf("SC_CLK_TCK")
+    busy = stolen = total = 0.0
+    try:
+        usable = os.sched_getaffinity(0)
+        lines = Path("/proc/stat").read_text(encoding="ascii").splitlines()
+    except (OSError, AttributeError):
+        return None
+    for line in lines:
+        name, *fields = line.split()
+        if name.startswith("cpu") and name[3:].isdigit() and int(name[3:]) in usable:
+            user, nice, system, idle, waiting, irq, softirq, steal = (int(field) / tick for field in fields[:8])
+            busy += user + nice + system + irq + softirq + steal
+            stolen += steal
+            total += user + nice + system + irq + softirq + steal + idle + waiting
+    times = os.times()
+    return ProcessorTimes(busy, stolen, times.user + times.system + times.children_user + times.children_system, total)
+
+
+def used_by_others(before: ProcessorTimes | None, after: ProcessorTimes | None) -> dict[str, float | None]:
+    """``{others, steal}``: shares of the processors' time, from 0 to 1; None where the kernel does not say."""
+    if before is None or after is None or after.total <= before.total:
+        return {"others": None, "steal": None}
+    busy, stolen, own, total = (end - start for start, end in zip(before, after, strict=True))
+    return {"others": max(0.0, busy - stolen - own) / total, "steal": stolen / total}
+
+
+def busy(others: float | None, steal: float | None, spread: float | None) -> str | None:
+    """How busy a machine was, as part of a sentence, or None where it was quiet.
+
+    ``spread`` is that of the reference's latency over the rounds: the distance of its tenth and ninetieth percentile as
+    a share of its median.
+    """
+    found = []
+    if (others or 0) > MOST_OTHERS:
+        found.append(f"other processes took {others:.0%} of its processors' time")
+    if (steal or 0) > MOST_STEAL:
+        found.append(f"a hypervisor took {steal:.0%} of it")
+    if (spread or 0) > MOST_SPREAD:
+        found.append(f"the unquantized engine's own latency varied by {spread:.0%}")
+    return ", ".join(found) or None

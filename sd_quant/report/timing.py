@@ -1,0 +1,147 @@
+"""Latencies of a sweep that were measured together, and those that each job measured on its own.
+
+``timing.json`` in a sweep's folder holds blocks of rounds: in a block every engine was timed in the same rounds as the
+unquantized one, whatever the machine did. Figures of one block are compared round by round, those of different blocks
+only by what each is to its own reference, and those of different machines not at all.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypedDict
+
+from sd_quant.metrics.intervals import Interval, ratio_interval, sum_of
+from sd_quant.metrics.neighbours import busy
+from sd_quant.report.record import IMAGE, VARIANTS, Conditions, at, check_shape, read_object
+
+TIMING = "timing.json"
+
+
+class Subject(TypedDict):
+    """One engine. Jobs whose files are the same share it."""
+
+    sha256: str
+    jobs: list[str]
+    samples_ms: list[float]  # one call of the denoiser in each round
+
+
+class Block(TypedDict):
+    """Engines that were timed in the same rounds."""
+
+    engine: str  # the runtime
+    rest_ms: float  # of an image beside its calls of the denoiser
+    denoiser_calls: float  # in an image
+    image_ms: float  # of the unquantized engine, median
+    reference_ms: list[float]  # one call of the unquantized denoiser in each round
+    subjects: list[Subject]
+    rounds: Conditions
+    seconds: float
+
+
+class LeftOut(TypedDict):
+    job: str
+    reason: str
+
+
+class TimingRecord(TypedDict):
+    """``timing.json``."""
+
+    schema_version: int
+    origin: str  # digest of what was timed, where and for how long
+    machine: str
+    blocks: list[Block]
+    left_out: list[LeftOut]  # jobs that have their own figures alone
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A job's rounds, all milliseconds."""
+
+    block: str  # what was timed in the same rounds has the same
+    full_precision: list[float]  # one call of the denoiser
+    quantized: list[float]
+    rest_ms: float
+    calls: float
+    image_ms: float  # of the unquantized engine
+
+    def images(self, samples: list[float]) -> list[float]:
+        """What an image takes whose calls of the denoiser take as long as each of ``samples``."""
+        return [self.rest_ms + self.calls * sample for sample in samples]
+
+    def denoiser_speedup(self, confidence: float = 0.95) -> Interval:
+        return ratio_interval(self.full_precision, self.quantized, confidence)
+
+    def image_speedup(self, confidence: float = 0.95) -> Interval:
+        return ratio_interval(self.images(self.full_precision), self.images(self.quantized), confidence)
+
+
+def log_speedup_over(a: Timed, b: Timed | None, confidence: float) -> Interval:
+    """The logarithm of how much faster an image of ``a`` is than one of ``b``, or than the unquantized engine's."""
+    if b is not None and a.block == b.block:
+        return logarithm(ratio_interval(b.images(b.quantized), a.images(a.quantized), confidence))
+    own = logarithm(a.image_speedup(confidence))
+    if b is None:
+        return own
+    value, low, high = logarithm(b.image_speedup(confidence))
+    return sum_of(own, Interval(-value, -high, -low))
+
+
+def logarithm(ratio: Interval) -> Interval:
+    return Interval(*(math.log(end) if end else -math.inf for end in ratio))
+
+
+def read_timing(directory: Path) -> Mapping[str, Any] | None:
+    """``timing.json`` of a sweep's folder, None where there is none. Raises ValueError when it is damaged, OSError."""
+    timing = read_object(directory / TIMING)
+    check_shape(timing, TimingRecord, TIMING)
+    return timing
+
+
+def timed_together(timing: Mapping[str, Any] | None) -> dict[str, Timed]:
+    """The rounds of each job that was timed together with others, by its name.
+
+    Raises ValueError for rounds that are not as many as the reference's, and for latencies that are none.
+    """
+    found: dict[str, Timed] = {}
+    for number, block in enumerate(at(timing, "blocks") or []):
+        for subject in block["subjects"]:
+            rounds = block["reference_ms"], subject["samples_ms"]
+            known = Timed(f"block {number}", *rounds, block["rest_ms"], block["denoiser_calls"], block["image_ms"])
+            check_rounds(known)
+            found |= dict.fromkeys(subject["jobs"], known)
+    return found
+
+
+def blocks_by_job(timing: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:
+    """The block in which each job was timed together with others, by its name."""
+    blocks = at(timing, "blocks") or []
+    return {job: block for block in blocks for subject in block["subjects"] for job in subject["jobs"]}
+
+
+def rounds_of(block: str, latency: Any, engine: str, part: str, samples: int, batch: int) -> Timed | None:
+    """The rounds in a record's ``latency``; None where it has none, or none that can be compared."""
+    call, image = at(latency, engine, part, str(samples)), at(latency, engine, IMAGE, str(batch))
+    full, quantized = (at(call, variant, "samples_ms") for variant in VARIANTS)
+    rest, calls, image_ms = (at(image, VARIANTS[0], name) for name in ("rest_ms", "denoiser_calls", "p50_ms"))
+    if not full or not quantized or None in (rest, calls, image_ms):
+        return None
+    known = Timed(block, full, quantized, rest, calls, image_ms)
+    try:
+        check_rounds(known)
+    except ValueError:
+        return None
+    return known
+
+
+def check_rounds(timed: Timed) -> None:
+    numbers = [*timed.full_precision, *timed.quantized, timed.calls, timed.image_ms]
+    if len(timed.full_precision) != len(timed.quantized) or not timed.quantized:
+        raise ValueError("rounds that do not match the reference's")
+    if not all(number > 0 for number in numbers) or timed.rest_ms < 0:
+        raise ValueError("a latency that is not above zero")
+
+
+def busy_because(conditions: Any) -> str | None:
+    """How busy the machine was during rounds, as part of a sentence, or None."""
+    return busy(*(at(conditions, name) for name in ("others", "steal", "reference_spread")))

@@ -1,0 +1,180 @@
+"""The engines of a sweep, timed together: in one process, in the same rounds as the unquantized one.
+
+Each job has compared its engine with the unquantized one, minutes apart from the other jobs, and a machine changes in
+minutes by more than recipes differ. So when the jobs have ended, all engines of one workload are opened beside each
+other and timed in random interleaved rounds. Files that are the same are timed once. Where memory does not hold all,
+blocks of them are timed, each beside the unquantized engine.
+
+    python -m sd_quant.stages.time_sweep <folder of a sweep>
+
+does it again, or on the machine on which the jobs ran: what ran elsewhere is not timed here. The road not taken is to
+time while the jobs run: another job may be running beside them, and the first could not be compared with the last.
+"""
+
+import argparse
+import logging
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+
+import yaml
+
+from sd_quant.config import Infer, QuantizeJob, Timing, artifact
+from sd_quant.engines import RUNTIMES
+from sd_quant.engines.base import Engine, onnx_files
+from sd_quant.errors import SdQuantError, exit_with_its_code
+from sd_quant.files import digest, sha256, write_json
+from sd_quant.inference.memory import QUANTIZED, gpu_memory_of_variant, memory_of_variant
+from sd_quant.inference.timed_calls import image_times
+from sd_quant.knobs import read
+from sd_quant.metrics.memory import available_cuda_memory_bytes, available_memory_bytes
+from sd_quant.models.checkpoint import Checkpoint, part_parameters
+from sd_quant.report.provenance import machine
+from sd_quant.report.rebuild import rebuild
+from sd_quant.report.record import DONE, SCHEMA_VERSION, at, read_object
+from sd_quant.report.summary import SWEEP, Job, machine_of, read_sweep
+from sd_quant.report.timing import TIMING, Block, LeftOut, Subject, TimingRecord, read_timing
+from sd_quant.stages.generate import sampling_of
+from sd_quant.stages.latency import conditions, denoiser_rounds
+from sd_quant.stages.load import open_model
+from sd_quant.stages.open_parts import open_file
+from sd_quant.stages.resources import workload_of
+
+LOG = logging.getLogger(__name__)
+REFERENCE = "unquantized"
+USUAL = {"half_width": 0.01, "budget_s": 20.0}  # where a sweep's plan, an older one, does not say
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Engines that can be compared: of one checkpoint, by one runtime, for one call."""
+
+    job: QuantizeJob  # the first of its jobs
+    folder: Path  # that job's, with the parts that are not quantized
+    engines: dict[str, Path] = field(default_factory=dict)  # the denoiser's file by hash
+    jobs: dict[str, list[str]] = field(default_factory=dict)  # the names of jobs by the same hash
+
+
+def time_sweep(directory: Path) -> None:
+    """Time the engines of all finished jobs in a sweep's folder together and write ``timing.json``.
+
+    What was timed here before for as long is not timed again. A job that cannot be timed here is left out and keeps its
+    own figures. Raises SdQuantError when an engine cannot be opened, ResourceError when the disk is full.
+    """
+    here, sweep = machine_of(machine()), read_sweep(directory)
+    stated = at(read_object(directory / SWEEP), "timing")
+    timing = read(Timing, stated, "timing.") if stated else Timing(**USUAL)
+    workloads, left_out = dict[str, Workload](), list[LeftOut]()
+    for job in sweep.jobs:
+        if job.status != DONE:
+            continue
+        try:
+            if reason := why_left_out(job, here):
+                left_out.append({"job": job.name, "reason": reason})
+                continue
+            knobs = read(QuantizeJob, yaml.safe_load((job.directory / "config.yaml").read_text(encoding="utf-8")))
+            add(workloads, knobs, job)
+        except (SdQuantError, OSError, ValueError, yaml.YAMLError) as error:
+            left_out.append({"job": job.name, "reason": f"its files cannot be read: {error}"})
+    told = [f"{key} {sorted(work.jobs.items())}" for key, work in workloads.items()]
+    origin = digest(here, str(timing), str(left_out), *told)
+    if not workloads or at(read_timing(directory), "origin") == origin:
+        return
+    blocks = [block for work in workloads.values() for block in blocks_of(work, timing)]
+    record = TimingRecord(schema_version=SCHEMA_VERSION, origin=origin, machine=here, blocks=blocks, left_out=left_out)
+    write_json(directory / TIMING, record)
+
+
+def why_left_out(job: Job, here: str) -> str | None:
+    """Why the job's engine cannot be timed in this process, or None."""
+    if at(job.record, "simulated"):
+        return "torch made its images, so there is no engine to time"
+    if (there := machine_of(at(job.record, "environment", "machine") or {})) != here:
+        return f"it ran on another machine ({there}), and latencies are compared within one"
+    engine = at(job.record, "knobs", "infer", "engine")
+    if engine not in RUNTIMES or RUNTIMES[engine].file is None:
+        return f"{engine} leaves no file of an engine, so it has the figures of its own run"
+    return None
+
+
+def add(workloads: dict[str, Workload], knobs: QuantizeJob, job: Job) -> None:
+    """Put a job's engine among those that it can be compared with."""
+    infer, kind = knobs.infer, str(RUNTIMES[knobs.infer.engine].file)
+    denoiser = str(at(job.record, "denoiser", "part"))
+    engine, reference = artifact(job.directory, kind, denoiser), artifact(full_precision(job), kind, denoiser)
+    same = (infer.width, infer.height, infer.batch_size, infer.steps, infer.scale, infer.precision, infer.cuda_graph)
+    key = digest(infer.engine, str(same), str(at(job.record, "inputs", "checkpoint", "sha256")), hash_of(reference))
+    work = workloads.setdefault(key, Workload(knobs, job.directory))
+    this = hash_of(engine)
+    work.engines.setdefault(this, engine)
+    work.jobs.setdefault(this, []).append(job.name)
+
+
+def full_precision(job: Job) -> Path:
+    return job.directory / "full_precision"
+
+
+def hash_of(path: Path) -> str:
+    """A digest of an engine's file and of those that hold its weights."""
+    return digest(*(sha256(file) for file in (onnx_files(path) if path.suffix == ".onnx" else [path])))
+
+
+def blocks_of(work: Workload, timing: Timing) -> Iterator[Block]:
+    """Time all engines of a workload, as many at once as memory holds, at least one beside the unquantized one."""
+    infer, checkpoint = work.job.infer, open_model(work.job.model)
+    kind, denoiser = str(RUNTIMES[infer.engine].file), checkpoint.family.DENOISER
+    paths = {part: artifact(work.folder, kind, part) for part in checkpoint.parts()}
+    paths[denoiser] = artifact(work.folder / "full_precision", kind, denoiser)
+    opened: dict[str, Engine] = {part: open_file(path, infer) for part, path in paths.items()}
+    prompts, sampling = infer.prompt_list(), sampling_of(infer)
+    image = image_times(checkpoint, opened, prompts, sampling, max(3, infer.num_timed_runs // 2))
+    for part in paths.keys() - {denoiser}:
+        opened.pop(part).close()
+    hashes = list(work.engines)
+    size = most_at_once(checkpoint, infer)
+    for start in range(0, len(hashes), size):
+        block = hashes[start : start + size]
+        LOG.info("timing %d engines beside the unquantized one, for at most %g s", len(block), timing.budget_s)
+        began = perf_counter()
+        engines = {REFERENCE: opened[denoiser]} | {each: open_file(work.engines[each], infer) for each in block}
+        rounds = denoiser_rounds(checkpoint, engines, infer, timing)
+        for each in block:
+            engines[each].close()
+        yield Block(
+            engine=infer.engine,
+            rest_ms=image.rest_ms,
+            denoiser_calls=image.calls,
+            image_ms=statistics.median(image.totals),
+            reference_ms=rounds.samples[REFERENCE],
+            subjects=[Subject(sha256=each, jobs=work.jobs[each], samples_ms=rounds.samples[each]) for each in block],
+            rounds=conditions([rounds], REFERENCE),
+            seconds=perf_counter() - began,
+        )
+    opened[denoiser].close()
+
+
+def most_at_once(checkpoint: Checkpoint, infer: Infer) -> int:
+    """How many quantized denoisers memory holds beside one whole unquantized variant."""
+    parameters, work = part_parameters(checkpoint), workload_of(infer)
+    each = QUANTIZED * parameters[checkpoint.family.DENOISER]
+    rooms = [available_memory_bytes() - sum(memory_of_variant(parameters, work).values())]
+    if (gpu := available_cuda_memory_bytes()) is not None and (taken := gpu_memory_of_variant(parameters, work)):
+        rooms.append(gpu - sum(taken.values()))
+    return max(1, int(min(rooms) / each))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m sd_quant.stages.time_sweep", description="Time the engines of a sweep together."
+    )
+    parser.add_argument("directory", type=Path, help="the folder of a sweep")
+    directory = parser.parse_args().directory
+    (directory / TIMING).unlink(missing_ok=True)
+    time_sweep(directory)
+    print(rebuild(directory))
+
+
+if __name__ == "__main__":
+    exit_with_its_code(main)

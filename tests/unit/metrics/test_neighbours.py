@@ -1,0 +1,57 @@
+"""Who else used the processors: counted beside a process that really does, and from numbers made up."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from sd_quant.metrics.neighbours import ProcessorTimes, busy, processor_times, used_by_others
+
+
+def test_others_are_what_is_left_of_what_the_processors_did():
+    before = ProcessorTimes(busy=10.0, stolen=1.0, own=5.0, total=100.0)
+    after = ProcessorTimes(busy=18.0, stolen=2.0, own=9.0, total=120.0)
+    assert used_by_others(before, after) == pytest.approx({"others": 3 / 20, "steal": 1 / 20})
+    slower_clock = after._replace(own=19.0)  # the kernel counts a process and a processor at different moments
+    assert used_by_others(before, slower_clock)["others"] == 0
+
+
+@pytest.mark.parametrize("ends", [(None, None), (ProcessorTimes(1, 0, 0, 5), ProcessorTimes(1, 0, 0, 5))])
+def test_where_nothing_was_counted_nothing_is_known(ends):
+    assert used_by_others(*ends) == {"others": None, "steal": None}
+
+
+@pytest.mark.skipif(processor_times() is None, reason="this kernel does not say what its processors did")
+def test_a_busy_process_is_somebody_elses_and_ones_own_work_is_not():
+    """Both measured against another count of the same: the processor time of the child, and of this process."""
+    before, own = processor_times(), time.process_time()
+    while time.process_time() - own < 0.3:
+        pass
+    mine = processor_times()
+    assert mine.own - before.own == pytest.approx(0.3, abs=0.1)
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as child:
+        seconds = 0.0
+        while seconds < 0.5:
+            time.sleep(0.05)
+            with open(f"/proc/{child.pid}/stat", encoding="ascii") as file:
+                user, system = file.read().rpartition(")")[2].split()[11:13]
+            seconds = (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+        shares, after = used_by_others(mine, processor_times()), processor_times()
+        child.kill()
+    assert shares["others"] * (after.total - mine.total) >= 0.8 * seconds
+
+
+@pytest.mark.parametrize(
+    ("others", "steal", "spread", "told"),
+    [
+        (0.01, 0.0, 0.1, None),
+        (None, None, None, None),
+        (0.48, 0.0, 0.1, "other processes took 48% of its processors' time"),
+        (0.0, 0.2, 0.1, "a hypervisor took 20% of it"),
+        (0.0, 0.0, 0.9, "the unquantized engine's own latency varied by 90%"),
+    ],
+)
+def test_a_busy_machine_is_called_so(others, steal, spread, told):
+    assert busy(others, steal, spread) == told

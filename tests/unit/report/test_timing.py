@@ -1,0 +1,89 @@
+"""Rounds of engines that were timed together, as a sweep's folder holds them."""
+
+import json
+
+import pytest
+
+from sd_quant.errors import ArtifactError
+from sd_quant.report import page
+from sd_quant.report.summary import read_sweep, rows, write_summary
+from sd_quant.report.timing import TIMING
+
+QUIET = {"together": True, "stopped": "narrow", "others": 0.0, "steal": 0.0, "reference_spread": 0.05}
+
+
+def timing(jobs: dict[str, float], **changes) -> dict:
+    """One block: each job's denoiser is so many times as fast as the unquantized one, which takes 20 ms."""
+    wobble = [1 + 0.001 * (index % 7 - 3) for index in range(40)]
+    block = {
+        "engine": "openvino", "rest_ms": 20.0, "denoiser_calls": 2, "image_ms": 60.0, "seconds": 3.0, "rounds": QUIET,
+        "reference_ms": [20.0 * each for each in wobble],
+        "subjects": [
+            {"sha256": name, "jobs": [name], "samples_ms": [20.0 / ratio * each for each in reversed(wobble)]}
+            for name, ratio in jobs.items()
+        ],
+    }  # fmt: skip
+    known = {"schema_version": 1, "origin": "x", "machine": "this one", "left_out": []}
+    return known | {"blocks": [block | changes]}
+
+
+@pytest.fixture
+def timed(small_sweep):
+    """``timed(jobs, ...)`` writes ``timing.json`` into the sweep's folder and reads the sweep again."""
+
+    def write(*arguments, left_out=(), **changes):
+        content = timing(*arguments, **changes) | {"left_out": list(left_out)}
+        (small_sweep.directory / TIMING).write_text(json.dumps(content))
+        return read_sweep(small_sweep.directory)
+
+    return write
+
+
+def test_figures_of_engines_that_were_timed_together_replace_the_jobs_own(timed):
+    sweep = timed({"level=1": 2.0, "level=2": 1.25})
+    first, second, third, *_ = rows(sweep)
+    assert first["denoiser_speedup"] == pytest.approx(2.0, rel=1e-3)
+    assert first["image_speedup"] == pytest.approx(60 / 40, rel=1e-3)
+    assert first["image_speedup_low"] <= first["image_speedup"] <= first["image_speedup_high"]
+    assert (first["denoiser_ms"], first["image_ms"]) == pytest.approx((10, 40), rel=1e-3)
+    assert first["timed_on"] == second["timed_on"] == "this one"
+    assert third["image_speedup"] == 1.3 and third["timed_on"].startswith("a processor")
+
+
+def test_the_page_says_that_the_machine_was_busy_and_who_was_left_out(timed, monkeypatch):
+    monkeypatch.setattr(page, "figures", lambda sweep: {})
+    left_out = [{"job": "level=3", "reason": "it ran on another machine <b>"}]
+    sweep = timed({"level=1": 2.0, "level=2": 1.25}, rounds=QUIET | {"others": 0.48}, left_out=left_out)
+    text = page.write_report(sweep).read_text()
+    told = "BUSY: while the engines were timed together, other processes took 48% of its processors&#x27; time"
+    assert text.count(told) == 1
+    assert "TIMED ALONE: quant_level=3: it ran on another machine &lt;b&gt;." in text
+    assert "BUSY" not in page.write_report(timed({"level=1": 2.0})).read_text()
+
+
+def test_a_job_that_is_another_has_no_row_and_is_named(small_sweep):
+    plan = json.loads((small_sweep.directory / "sweep.json").read_text())
+    plan["jobs"][5]["same_as"] = "level=2"
+    (small_sweep.directory / "sweep.json").write_text(json.dumps(plan))
+    sweep = read_sweep(small_sweep.directory)
+    assert [row["job"] for row in rows(sweep)] == [f"level={level}" for level in "12345"]
+    assert {row["job"]: row["same_as"] for row in rows(sweep) if row["same_as"]} == {"level=2": "level=6"}
+    write_summary(sweep)
+    assert "the same assignment as level=6, done once" in (sweep.directory / "summary.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"reference_ms": [20.0]},
+        {"reference_ms": []},
+        {"denoiser_calls": 0},
+        {"rest_ms": -1.0},
+        {"subjects": [{"sha256": "a", "jobs": ["level=1"], "samples_ms": [0.0] * 40}]},
+        {"subjects": {"level=1": 3}},
+        {"image_ms": "fast"},
+    ],
+)
+def test_rounds_that_are_none_are_refused(timed, changes):
+    with pytest.raises(ArtifactError, match="start the sweep again"):
+        timed({"level=1": 2.0}, **changes)
