@@ -213,6 +213,11 @@ class Infer:
     height: Annotated[int, SIDE, "pixels down an image"]
     batch_size: Annotated[int, at_least(1), "images at a time"]
     prompts: Annotated[list[str] | str, "a list, or a text file with a prompt a line"]
+    negative_prompt: Annotated[
+        list[str] | str | None,
+        "what guidance leads away from, in calibration too: a text, or a list of one for each prompt; "
+        "null: the model's own unconditional embedding",
+    ]
     num_samples: Annotated[int, at_least(1), "images of a prompt"]
     steps: Annotated[int, at_least(1), "denoising steps"]
     scale: Annotated[float, at_least(0), "guidance scale, of the calibration images too"]
@@ -231,12 +236,32 @@ class Infer:
         expected = f"false, because infer.engine={self.engine} runs on the processor"
         fits = not self.cuda_graph or RUNTIMES[self.engine].device != "cpu"
         check(fits, "infer.cuda_graph", self.cuda_graph, expected)
+        expected = f"null, because at infer.scale={self.scale:g} nothing is guided and no negative prompt is read"
+        check(self.negative_prompt is None or self.scale > 1, "infer.negative_prompt", self.negative_prompt, expected)
 
     def prompt_list(self) -> list[str]:
         """Every prompt, repeated ``num_samples`` times. Raises ConfigError when there is none."""
+        return [prompt for prompt in self.distinct_prompts() for _ in range(self.num_samples)]
+
+    def distinct_prompts(self) -> list[str]:
         prompts = read_prompts(anchored(self.prompts)) if isinstance(self.prompts, str) else self.prompts
         check(bool(prompts), "infer.prompts", "empty", "at least one prompt")
-        return [prompt for prompt in prompts for _ in range(self.num_samples)]
+        return prompts
+
+    def negative_prompts(self, samples: int = 1) -> list[str] | None:
+        """The negative prompts, which prompts take in turn, each repeated ``samples`` times; None without any."""
+        texts = [self.negative_prompt] if isinstance(self.negative_prompt, str) else self.negative_prompt
+        return None if texts is None else [text for text in texts for _ in range(samples)]
+
+    def check_files(self) -> None:
+        """Raises ConfigError for prompts that cannot be read, or negative prompts that do not belong to them."""
+        prompts, negative = self.distinct_prompts(), self.negative_prompt
+        if isinstance(negative, list):
+            expected = f"one for each of the {len(prompts)} prompts, or a single text for all"
+            check(len(negative) == len(prompts), "infer.negative_prompt", f"a list of {len(negative)} texts", expected)
+        elif negative is not None:
+            expected = "the text itself or a list of texts: only infer.prompts is read from a file"
+            check(not negative.endswith((".txt", ".tsv")), "infer.negative_prompt", negative, expected)
 
 
 @dataclass(slots=True)
@@ -305,7 +330,7 @@ class QuantizeJob:
             self.calibration_prompts()
         else:
             check_calibration(self.quantize.calibration)
-        self.infer.prompt_list()
+        self.infer.check_files()
         self.metrics.check_files()
         if self.published is not None and not anchored(self.published).is_file():
             raise ConfigError(f"published names {self.published}, which does not exist; give an existing file, or null")
@@ -350,7 +375,7 @@ class InferJob:
         check(fits, "infer.engine", self.infer.engine, expected)
 
     def check_files(self) -> None:
-        self.infer.prompt_list()
+        self.infer.check_files()
         check_checkpoint(self.model.path)
         check_out_path(self.infer.out_path)
         check_installed(self.infer.engine)

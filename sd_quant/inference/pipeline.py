@@ -66,6 +66,12 @@ class Sampling:
     width: int  # in pixels
     batch_size: int  # images that are made at a time
     seed: int  # of the first image; the next image has the next seed, whatever the batch size
+    negative_prompts: list[str] | None = None  # of the images, in turn; None: the model's own unconditional embedding
+
+    def negatives_of(self, numbers: Sequence[int]) -> list[str] | None:
+        """The negative prompts of the images with these ``numbers``."""
+        texts = self.negative_prompts
+        return None if texts is None else [texts[number % len(texts)] for number in numbers]
 
 
 @dataclass(slots=True)
@@ -138,13 +144,14 @@ class Pipeline:
         next, ``on_step`` with the step.
         Raises SdQuantError when a latent or an image becomes NaN or infinite, naming the prompt.
         """
-        self.warn_of_long_prompts(prompts)
+        self.warn_of_long_prompts([*prompts, *(sampling.negative_prompts or ())])
         numbers = range(len(prompts)) if numbers is None else numbers
         batches = [
             numbers[start : start + sampling.batch_size] for start in range(0, len(numbers), sampling.batch_size)
         ]
         texts = [[prompts[number] for number in batch] for batch in batches]
-        encoded = self.adapter.encode(texts, sampling.guidance_scale > 1)
+        negatives = [sampling.negatives_of(batch) for batch in batches]
+        encoded = self.adapter.encode(texts, negatives, sampling.guidance_scale > 1)
         latents, final_latents = [], []
         for batch, text in zip(batches, encoded, strict=True):
             on_batch(batch)

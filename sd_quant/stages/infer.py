@@ -18,7 +18,7 @@ from sd_quant.models.parts import Contract
 from sd_quant.report.images import save_images
 from sd_quant.report.provenance import provenance
 from sd_quant.report.record import DONE, IMAGE, SCHEMA_VERSION, InferRecord, Timing, explained, write_record
-from sd_quant.stages.generate import generate, image_names, sampling_of
+from sd_quant.stages.generate import check_negative_prompt, generate, image_names, sampling_of
 from sd_quant.stages.load import open_model
 from sd_quant.stages.open_parts import check_cuda_graph, open_file, open_torch_engine
 from sd_quant.stages.resources import check_machine, workload_of
@@ -27,6 +27,7 @@ from sd_quant.stages.resources import check_machine, workload_of
 def infer(job: InferJob, directory: Path) -> None:
     """Make the job's images and time its engine; images and record go to ``infer.out_path`` or to ``directory``."""
     out = anchored(job.infer.out_path) if job.infer.out_path else directory
+    check_negative_prompt(job.model, job.infer)
     checkpoint, prompts = open_model(job.model), job.infer.prompt_list()
     check_cuda_graph(job.infer)
     files = engine_files(job)
@@ -50,6 +51,7 @@ def infer(job: InferJob, directory: Path) -> None:
         peak_memory_bytes=peak_memory_bytes(),
         peak_cuda_memory_bytes=explained(peak_cuda_memory_bytes(), "no NVIDIA GPU"),
         prompts=prompts,
+        negative_prompts=job.infer.negative_prompts(job.infer.num_samples),
         provenance=facts,
     )
     write_record(record, out)

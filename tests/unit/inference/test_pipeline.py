@@ -121,6 +121,21 @@ def test_the_unconditional_half_comes_first_and_is_zero(pipeline, engines):
     assert call["timesteps"].tolist() == [999] * 4
 
 
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+def test_negative_prompts_are_the_unconditional_half_in_turn(pipeline, engines, batch_size):
+    """Whatever the batch: the third image gets the first of two again."""
+    negatives = ["a", "bbbbb"]  # the tokenizer here gives their lengths
+    pipeline(PROMPTS, replace(SAMPLING, batch_size=batch_size, negative_prompts=negatives), decode=False)
+    contexts, vectors = [], []
+    for call in engines["unet_xl"].calls[:: SAMPLING.steps]:
+        images = len(call["x"]) // 2
+        contexts += call["context"][:images, 0, 0].tolist()
+        vectors += call["y"][:images, 0].tolist()
+        assert call["context"][images:, 0, 0].tolist() == [len(prompt) for prompt in PROMPTS][: len(contexts)][-images:]
+    assert contexts == [1, 5, 1]
+    assert vectors == [1, 1, 1]  # without a negative prompt it is all zeros
+
+
 def test_it_says_where_it_stands(pipeline):
     batches, steps = [], []
     pipeline(
@@ -212,6 +227,8 @@ def test_size_ids_become_cosines_then_sines():
 def test_text_is_encoded_for_guidance_where_there_is_any(build, monkeypatch, scale, guided):
     pipeline, asked = build(scheduler()), []
     encode = pipeline.adapter.encode
-    told = replace(pipeline.adapter, encode=lambda texts, half: asked.append(half) or encode(texts, half))
+    told = replace(
+        pipeline.adapter, encode=lambda texts, negatives, half: asked.append(half) or encode(texts, negatives, half)
+    )
     Pipeline(pipeline.engines, told)(PROMPTS, replace(SAMPLING, guidance_scale=scale), decode=False)
     assert asked == [guided]
