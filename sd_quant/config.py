@@ -222,6 +222,9 @@ class Infer:
     steps: Annotated[int, at_least(1), "denoising steps"]
     scale: Annotated[float, at_least(0), "guidance scale, of the calibration images too"]
     seed: Annotated[int, SEED, "random seed of the first image; the next has the next"]
+    latents: Annotated[
+        str | None, "start noise instead of the seed's: a .pt, .npy or .safetensors of [1 or images, C, H/8, W/8]"
+    ]
     num_warmup_runs: Annotated[int, at_least(0), "calls before the timed ones"]
     num_timed_runs: Annotated[int, at_least(1), "calls whose median is the latency"]
     precision: Annotated[
@@ -254,7 +257,11 @@ class Infer:
         return None if texts is None else [text for text in texts for _ in range(samples)]
 
     def check_files(self) -> None:
-        """Raises ConfigError for prompts that cannot be read, or negative prompts that do not belong to them."""
+        """Raises ConfigError for prompts that cannot be read, negative prompts for others, absent latents."""
+        if self.latents is not None and not anchored(self.latents).is_file():
+            raise ConfigError(
+                f"infer.latents names {self.latents}, which does not exist; give an existing file, or null"
+            )
         prompts, negative = self.distinct_prompts(), self.negative_prompt
         if isinstance(negative, list):
             expected = f"one for each of the {len(prompts)} prompts, or a single text for all"

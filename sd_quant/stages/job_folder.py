@@ -34,6 +34,8 @@ def facts_of(job: QuantizeJob, directory: Path) -> dict:
         inputs["calibration_prompts"] = anchored(job.model.calibration_prompts)
     else:
         inputs["calibration"] = anchored(job.quantize.calibration)
+    if job.infer.latents is not None:
+        inputs["latents"] = anchored(job.infer.latents)
     overrides = directory / ".hydra" / "overrides.yaml"
     return provenance(inputs, yaml.safe_load(overrides.read_text(encoding="utf-8")) if overrides.exists() else [])
 

@@ -291,7 +291,8 @@ SAMPLING_FIELDS = Sampling.__dataclass_fields__
 
 
 def other(field: str) -> object:
-    return ["rain"] if field == "negative_prompts" else getattr(SAMPLING, field) + 1
+    optional = {"negative_prompts": ["rain"], "latents": torch.zeros(1, 4, 8, 8)}
+    return optional[field] if field in optional else getattr(SAMPLING, field) + 1
 
 
 @pytest.mark.parametrize("constant", ["ROWS", "CALLS"])

@@ -145,6 +145,19 @@ def test_a_negative_prompt_is_diffusers_own(opened, name):
     assert (led_away - plain).norm() > 1e-3 * plain.norm(), "the negative prompts would show nothing"
 
 
+@pytest.mark.parametrize("name", TINY)
+def test_given_noise_is_what_diffusers_calls_latents(opened, name):
+    checkpoint = opened(name)
+    noise = torch.randn(1, checkpoint.parts()["vae"].contract.inputs["z"][1], 8, 16)
+    ours = pipeline(checkpoint)
+    packed = ours.adapter.pack(noise.expand(len(PROMPTS), -1, -1, -1))
+    given = replace(SAMPLING, latents=noise)
+    assert torch.equal(ours.noise(range(len(PROMPTS)), given), packed)
+    theirs, _ = drawn_by_diffusers(checkpoint, given, packed)
+    latents = ours(PROMPTS, given, decode=False).latents
+    assert (latents - theirs).norm() <= TOLERANCE.get(name, 0) * theirs.norm()
+
+
 def test_sdxl_by_nemos_names_draws_the_same(opened):
     """Up to the size ids, whose sinusoids are then computed outside of the network."""
     assert_drawn_alike(opened("sdxl", io="nemo"), SAMPLING, 0)

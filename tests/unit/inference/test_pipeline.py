@@ -1,5 +1,6 @@
 """The diffusers pipeline around engines that are simple functions."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -109,6 +110,26 @@ def test_each_picture_has_noise_of_its_own_seed(pipeline):
     noise = pipeline.noise(range(0, 3), SAMPLING)
     assert not torch.equal(noise[0], noise[1])
     assert torch.equal(noise[2], pipeline.noise(range(2, 3), SAMPLING)[0])
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+@pytest.mark.parametrize("number", [1, 3])
+def test_images_start_from_the_noise_that_is_given(pipeline, engines, number, batch_size):
+    """One for each, or one for all; at NeMo's first noise level the network is given the very numbers."""
+    given = torch.randn(number, 4, 8, 8, generator=torch.Generator().manual_seed(1))
+    pipeline(PROMPTS, replace(SAMPLING, batch_size=batch_size, latents=given), decode=False)
+    starts = [call["x"][: len(call["x"]) // 2] for call in engines["unet_xl"].calls[:: SAMPLING.steps]]
+    torch.testing.assert_close(torch.cat(starts), given.expand(3, -1, -1, -1) if number == 1 else given)
+
+
+def test_what_decides_the_images_is_described(pipeline):
+    described = SAMPLING.described()
+    assert described["seed"] == 5 and described["latents"] is None
+    noise = torch.zeros(1, 4, 8, 8)
+    one, other = (replace(SAMPLING, latents=latents).described() for latents in (noise, noise + 1))
+    assert one | {"latents": None} == described
+    assert len({one["latents"], other["latents"], None}) == 3
+    json.dumps(one)
 
 
 def test_the_unconditional_half_comes_first_and_is_zero(pipeline, engines):

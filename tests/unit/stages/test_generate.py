@@ -3,13 +3,16 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 
 from sd_quant.cli import job_of
 from sd_quant.config import REPOSITORY, InferJob, QuantizeJob
 from sd_quant.errors import ConfigError
 from sd_quant.stages import calibrate
-from sd_quant.stages.generate import check_negative_prompt, sampling_of
+from sd_quant.stages.generate import check_channels, check_images, sampling_of
+from sd_quant.stages.job_folder import facts_of, fingerprint
+from sd_quant.stages.load import open_model
 
 PROMPTS = "infer.prompts=[a cat, a dog]"
 COMMON = {InferJob: ["infer=torch"], QuantizeJob: []}
@@ -22,7 +25,8 @@ def job(kind=InferJob, *overrides: str):
 
 
 def test_what_was_not_given_leaves_the_pipeline_as_it_is():
-    assert sampling_of(job().infer).negative_prompts is None
+    sampling = sampling_of(job().infer)
+    assert sampling.negative_prompts is None and sampling.latents is None
 
 
 @pytest.mark.parametrize(
@@ -51,6 +55,67 @@ def test_a_family_without_an_unconditional_half_takes_no_negative_prompt():
         "reads no second text$"
     )
     with pytest.raises(ConfigError, match=sentence):
-        check_negative_prompt(refused.model, refused.infer)
+        check_images(refused.model, refused.infer)
     for taken in (job(InferJob, *flux), job(InferJob, "infer.negative_prompt=rain")):
-        check_negative_prompt(taken.model, taken.infer)
+        check_images(taken.model, taken.infer)
+
+
+@pytest.fixture
+def noise(tmp_path):
+    """Writes noise of a shape and returns the knob that names it."""
+
+    def written(*shape: int) -> str:
+        torch.save(torch.zeros(shape), tmp_path / "noise.pt")
+        return f"infer.latents={tmp_path / 'noise.pt'}"
+
+    return written
+
+
+@pytest.mark.parametrize(
+    ("number", "samples", "taken"),
+    [(1, 1, True), (2, 1, True), (3, 1, False), (4, 2, True), (1, 2, False), (2, 2, False)],
+)
+def test_there_is_one_noise_for_each_image_or_one_for_all(noise, number, samples, taken):
+    """With one for all, the samples of a prompt would be one image."""
+    asked = job(InferJob, noise(number, 4, 8, 8), f"infer.num_samples={samples}")
+    if taken:
+        check_images(asked.model, asked.infer)
+        assert sampling_of(asked.infer).latents.shape == (number, 4, 8, 8)
+        return
+    expected = "4" if samples == 2 else "1 or 2"
+    with pytest.raises(ConfigError, match=rf"holds a tensor \[{number}, 4, 8, 8\], expected \[{expected}, channels"):
+        check_images(asked.model, asked.infer)
+
+
+def test_noise_has_the_size_of_the_images(noise):
+    asked = job(InferJob, noise(1, 4, 8, 8), "infer.width=128")
+    with pytest.raises(ConfigError, match=r"expected \[1 or 2, channels, 8, 16\]"):
+        check_images(asked.model, asked.infer)
+
+
+def test_noise_of_another_autoencoder_is_refused_when_the_checkpoint_is_opened(noise):
+    asked = job(InferJob, noise(1, 16, 8, 8))
+    check_images(asked.model, asked.infer)  # which does not know the checkpoint
+    checkpoint = open_model(asked.model)
+    with pytest.raises(
+        ConfigError, match="noise.pt holds 16 channels, and the latents of this checkpoint have 4; make"
+    ):
+        check_channels(checkpoint, asked.infer)
+    check_channels(checkpoint, job(InferJob, noise(1, 4, 8, 8)).infer)
+    check_channels(checkpoint, job(InferJob).infer)
+
+
+def test_noise_that_is_not_there_is_refused_with_the_knobs():
+    with pytest.raises(ConfigError, match="^infer.latents names nowhere.pt, which does not exist; give an existing"):
+        job(InferJob, "infer.latents=nowhere.pt")
+
+
+def test_the_hash_of_the_noise_is_one_of_the_inputs(noise, tmp_path):
+    """So it is in the record, and other noise under the same name makes another job."""
+    asked = job(QuantizeJob, noise(1, 4, 8, 8))
+    before = facts_of(asked, tmp_path)
+    assert "latents" not in facts_of(job(QuantizeJob), tmp_path)["inputs"]
+    torch.save(torch.ones(1, 4, 8, 8), tmp_path / "noise.pt")
+    after = facts_of(asked, tmp_path)
+    assert before["inputs"]["latents"]["sha256"] != after["inputs"]["latents"]["sha256"]
+    assert fingerprint(asked, before) != fingerprint(asked, after)
