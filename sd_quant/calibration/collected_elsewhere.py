@@ -211,9 +211,11 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def flattened(origin: Mapping[str, Any]) -> dict[str, str | float]:
-    """The texts and numbers of an origin, those in a group as ``group.name``."""
+def flattened(origin: Mapping[str, Any]) -> dict[str, str | float | None]:
+    """The texts, numbers and nulls of an origin, those in a group as ``group.name``; a list of texts as one."""
     flat: dict[str, Any] = {}
     for name, value in origin.items():
         flat |= {f"{name}.{inner}": each for inner, each in value.items()} if isinstance(value, dict) else {name: value}
-    return {name: value for name, value in flat.items() if isinstance(value, str | float | int)}
+    texts = {name: value for name, value in flat.items() if isinstance(value, list) and set(map(type, value)) <= {str}}
+    flat |= {name: ", ".join(value) for name, value in texts.items()}
+    return {name: value for name, value in flat.items() if isinstance(value, str | float | int | None)}

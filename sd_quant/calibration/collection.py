@@ -13,7 +13,6 @@ import logging
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -41,7 +40,7 @@ def origin(checkpoint_sha256: str, names: Iterable[str], sampling: Sampling, dev
     return {
         "checkpoint": checkpoint_sha256,
         "layers": digest(*names),
-        "sampling": asdict(sampling),
+        "sampling": sampling.described(),
         "device": device,
         "kept": [ROWS, CALLS],
         "versions": {package: version(package) for package in ("torch", "diffusers", "transformers")},

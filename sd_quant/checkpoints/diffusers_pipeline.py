@@ -72,8 +72,13 @@ class DiffusersCheckpoint:
             if name in options or parameter.default is parameter.empty
         })  # fmt: skip
 
-        def encode(batches: Sequence[list[str]], guided: bool) -> list[dict[str, Any]]:
-            return [family.encode(pipe, prompts, guided, self.tokens) for prompts in batches]
+        def encode(
+            batches: Sequence[list[str]], negatives: Sequence[list[str] | None], guided: bool
+        ) -> list[dict[str, Any]]:
+            return [
+                family.encode(pipe, prompts, negative, guided, self.tokens)
+                for prompts, negative in zip(batches, negatives, strict=True)
+            ]
 
         denoiser = networks[self.parts()[family.DENOISER].component]
         shortest = min(self.tokenizers().values(), key=lambda tokenizer: tokenizer.model_max_length)

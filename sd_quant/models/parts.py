@@ -110,8 +110,9 @@ class PipelineAdapter:
 
     pipe: Any
     denoiser: Any  # the pipeline's network that is quantized
-    # (batches of prompts, whether guidance needs negative embeddings) -> for each batch what ``pipe`` takes instead
-    encode: Callable[[Sequence[list[str]], bool], list[dict[str, Any]]]
+    # (batches of prompts, their negative prompts or None for the model's own unconditional embedding, whether guidance
+    # needs negative embeddings) -> for each batch what ``pipe`` takes instead
+    encode: Callable[[Sequence[list[str]], Sequence[list[str] | None], bool], list[dict[str, Any]]]
     pack: Callable[[Tensor], Tensor]  # latents [B, C, h, w] -> what ``pipe`` calls latents
     unpack: Callable[[Tensor, int, int], Tensor]  # the inverse, for an image's height and width in pixels
     tokenizer: Any  # of the text encoder that reads the shortest prompts

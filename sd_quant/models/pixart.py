@@ -121,9 +121,10 @@ def attentions(transformer: nn.Module) -> dict[str, int]:
     return {}
 
 
-def encode(pipe, prompts: list[str], guided: bool, tokens: int | None) -> dict[str, object]:
+def encode(pipe, prompts: list[str], negative: list[str] | None, guided: bool, tokens: int | None) -> dict[str, object]:
     names = ("prompt_embeds", "prompt_attention_mask", "negative_prompt_embeds", "negative_prompt_attention_mask")
     embeddings = pipe.encode_prompt(
-        prompts, do_classifier_free_guidance=guided, device="cpu", max_sequence_length=tokens or TOKENS
-    )
+        prompts, do_classifier_free_guidance=guided, negative_prompt=negative or "", device="cpu",
+        max_sequence_length=tokens or TOKENS,
+    )  # fmt: skip
     return dict(zip(names, embeddings, strict=True)) | {"negative_prompt": None, "use_resolution_binning": False}

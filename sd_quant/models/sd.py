@@ -54,6 +54,6 @@ def parts(configs: Mapping[str, Mapping], tokens: int | None, io: str) -> dict[s
     }
 
 
-def encode(pipe, prompts: list[str], guided: bool, tokens: int | None) -> dict[str, Tensor]:
-    positive, negative = pipe.encode_prompt(prompts, "cpu", 1, guided)
+def encode(pipe, prompts: list[str], negative: list[str] | None, guided: bool, tokens: int | None) -> dict[str, Tensor]:
+    positive, negative = pipe.encode_prompt(prompts, "cpu", 1, guided, negative)
     return {"prompt_embeds": positive, "negative_prompt_embeds": negative}

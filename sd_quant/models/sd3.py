@@ -88,9 +88,10 @@ def attentions(transformer: nn.Module) -> dict[str, int]:
     return {}
 
 
-def encode(pipe, prompts: list[str], guided: bool, tokens: int | None) -> dict[str, Tensor]:
+def encode(pipe, prompts: list[str], negative: list[str] | None, guided: bool, tokens: int | None) -> dict[str, Tensor]:
     names = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
     embeddings = pipe.encode_prompt(
-        prompts, None, None, device="cpu", do_classifier_free_guidance=guided, max_sequence_length=tokens or TOKENS
-    )
+        prompts, None, None, device="cpu", do_classifier_free_guidance=guided, negative_prompt=negative,
+        max_sequence_length=tokens or TOKENS,
+    )  # fmt: skip
     return dict(zip(names, embeddings, strict=True))

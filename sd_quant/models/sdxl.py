@@ -156,6 +156,7 @@ def parts(configs: Mapping[str, Mapping], tokens: int | None, io: str) -> dict[s
     }
 
 
-def encode(pipe, prompts: list[str], guided: bool, tokens: int | None) -> dict[str, Tensor]:
+def encode(pipe, prompts: list[str], negative: list[str] | None, guided: bool, tokens: int | None) -> dict[str, Tensor]:
     names = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
-    return dict(zip(names, pipe.encode_prompt(prompts, device="cpu", do_classifier_free_guidance=guided), strict=True))
+    embeddings = pipe.encode_prompt(prompts, device="cpu", do_classifier_free_guidance=guided, negative_prompt=negative)
+    return dict(zip(names, embeddings, strict=True))

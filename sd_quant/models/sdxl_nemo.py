@@ -137,8 +137,9 @@ def tokenizers(clip1: TextShape, clip2: TextShape) -> tuple:
 def pipeline_adapter(networks: Mapping, tokenizers: Sequence, sampler) -> PipelineAdapter:
     """``StableDiffusionXLPipeline`` with ``networks`` (by component), conditioned as NeMo does it.
 
-    NeMo's unconditional embedding is all zeros, and its context is padded to 80 tokens, inside the text engines. Each
-    text engine encodes all prompts before the next one is called, because opening an engine may close the last.
+    NeMo's unconditional embedding is all zeros, unless there are negative prompts; its context is padded to 80 tokens,
+    inside the text engines. Each text engine encodes all texts before the next one is called, because opening an engine
+    may close the last.
     """
     import torch
     from diffusers import StableDiffusionXLPipeline
@@ -150,24 +151,31 @@ def pipeline_adapter(networks: Mapping, tokenizers: Sequence, sampler) -> Pipeli
         add_watermarker=False,
     )  # fmt: skip
 
-    def encode(batches: Sequence[list[str]], guided: bool) -> list[dict]:
+    def embedded(batches: Sequence[list[str]]) -> list[tuple]:
+        """Context [B, S, C] and pooled vector [B, P] of each batch of texts."""
         encoded = []
         for tokenizer, name in zip(tokenizers, names, strict=True):
             options = {"padding": "max_length", "truncation": True, "max_length": CONTEXT_LENGTH}
             encoded.append(
-                [networks[name](torch.tensor(tokenizer(prompts, **options)["input_ids"])) for prompts in batches]
+                [networks[name](torch.tensor(tokenizer(texts, **options)["input_ids"])) for texts in batches]
             )
-        embeddings = []
-        for first, second in zip(*encoded, strict=True):
-            context, pooled = torch.cat([first.z, second.z], dim=-1), second.z_pooled
-            embeddings.append(
-                {
-                    "prompt_embeds": context,
-                    "negative_prompt_embeds": torch.zeros_like(context),
-                    "pooled_prompt_embeds": pooled,
-                    "negative_pooled_prompt_embeds": torch.zeros_like(pooled),
-                }
-            )
-        return embeddings
+        return [
+            (torch.cat([first.z, second.z], dim=-1), second.z_pooled) for first, second in zip(*encoded, strict=True)
+        ]
+
+    def encode(batches: Sequence[list[str]], negatives: Sequence[list[str] | None], guided: bool) -> list[dict]:
+        given = [negative for negative in negatives if negative is not None]
+        both = embedded([*batches, *given])  # negative prompts are given for all batches or for none
+        positive = both[: len(batches)]
+        unconditional = both[len(batches) :] or [tuple(map(torch.zeros_like, each)) for each in positive]
+        return [
+            {
+                "prompt_embeds": context,
+                "negative_prompt_embeds": no_context,
+                "pooled_prompt_embeds": pooled,
+                "negative_pooled_prompt_embeds": no_pooled,
+            }
+            for (context, pooled), (no_context, no_pooled) in zip(positive, unconditional, strict=True)
+        ]
 
     return PipelineAdapter(pipe, networks["unet"], encode, partial(pack, pipe), partial(unpack, pipe), tokenizers[0])

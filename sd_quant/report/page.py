@@ -43,8 +43,8 @@ FRONTS = {
     SIZE: ("■", "no other recipe is both smaller and closer to full precision"),
 }
 CAPTIONS = {
-    "pareto_latency": "Fidelity and time, with the interval of the time at 95 % over the rounds in which each engine was "
-    "timed beside the unquantized one. The line joins the recipes that no other beats in both.",
+    "pareto_latency": "Fidelity and time, with the interval of the time at 95 % over the rounds in which each engine "
+    "was timed beside the unquantized one. The line joins the recipes that no other beats in both.",
     "pareto_size": "Fidelity and the size of the denoiser's ONNX file.",
     "trajectory": "How close the latents stay to full precision, step by step. Where a line falls, the images part.",
     "layers": "The error of each quantized layer's output on real inputs, in the order in which they are called.",

@@ -193,6 +193,7 @@ class InferRecord(TypedDict):
     peak_memory_bytes: float
     peak_cuda_memory_bytes: float | Explained
     prompts: list[str]
+    negative_prompts: list[str] | None  # of the prompts, in turn
     provenance: dict[str, Any]
 
 

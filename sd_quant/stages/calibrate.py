@@ -24,7 +24,10 @@ def statistics_of(
     """Statistics of every layer that some level may quantize; ``roles`` are those of all the denoiser's layers."""
     knobs = job.quantize
     names = [name for name, role in roles.items() if role != "excluded"]
-    sampling = Sampling(knobs.n_steps, job.infer.scale, job.model.height, job.model.width, knobs.batch_size, knobs.seed)
+    sampling = Sampling(
+        knobs.n_steps, job.infer.scale, job.model.height, job.model.width, knobs.batch_size, knobs.seed,
+        job.infer.negative_prompts(),
+    )  # fmt: skip
     if knobs.calibration is not None:
         network, contract = empty_denoiser(checkpoint), denoiser_part(checkpoint).contract
         layers = {name: network.get_submodule(name) for name in names}

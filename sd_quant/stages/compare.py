@@ -1,7 +1,7 @@
 """Images of the three variants of the model from the same seeds, and what their parts compute from the same inputs."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 
@@ -53,7 +53,7 @@ def compare_images(
         **unquantized_origin(facts),
         "contracts": repr(contracts_of(checkpoint)),  # knobs may give a checkpoint's parts other shapes
         "prompts": prompts,
-        "sampling": asdict(sampling_of(infer)),
+        "sampling": sampling_of(infer).described(),
         "engine": infer.engine,
         "precision": infer.precision,
     }

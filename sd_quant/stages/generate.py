@@ -1,13 +1,58 @@
 """Images by the knobs of ``infer``."""
 
-from sd_quant.config import Infer
+from torch import Tensor
+
+from sd_quant.config import Infer, Model, anchored
+from sd_quant.errors import ConfigError
+from sd_quant.inference.latents import read_latents
 from sd_quant.inference.pipeline import Generated, Pipeline, Sampling
+from sd_quant.knobs import check
+from sd_quant.models import family_named
+from sd_quant.models.checkpoint import Checkpoint, contracts_of
+from sd_quant.models.parts import LATENT_FACTOR
 from sd_quant.progress import progress
 
 
 def sampling_of(infer: Infer) -> Sampling:
-    """How the knobs say that images are made."""
-    return Sampling(infer.steps, infer.scale, infer.height, infer.width, infer.batch_size, infer.seed)
+    """How the knobs say that images are made. Raises what ``latents_of`` raises."""
+    return Sampling(
+        infer.steps, infer.scale, infer.height, infer.width, infer.batch_size, infer.seed,
+        infer.negative_prompts(infer.num_samples), latents_of(infer),
+    )  # fmt: skip
+
+
+def latents_of(infer: Infer) -> Tensor | None:
+    """The noise that the knobs name, fp32 [N, C, h, w]: one for each image, or without samples one for all.
+
+    Raises ConfigError when it is of other images, ArtifactError when the file cannot be used.
+    """
+    if infer.latents is None:
+        return None
+    images = len(infer.prompt_list())
+    numbers = {images} if infer.num_samples > 1 else {1, images}  # else the samples of a prompt would be one image
+    rows, columns = infer.height // LATENT_FACTOR, infer.width // LATENT_FACTOR
+    return read_latents(anchored(infer.latents), numbers, rows, columns)
+
+
+def check_images(model: Model, infer: Infer) -> None:
+    """Raises SdQuantError, before a checkpoint is opened, for what cannot be had of images.
+
+    That is a negative prompt for a family that computes nothing without the prompt, and what ``latents_of`` refuses.
+    """
+    guides = family_named(model.family).GUIDES
+    expected = f"null, because the guidance of {model.family} is an input of its network, which reads no second text"
+    check(guides or infer.negative_prompt is None, "infer.negative_prompt", infer.negative_prompt, expected)
+    latents_of(infer)
+
+
+def check_channels(checkpoint: Checkpoint, infer: Infer) -> None:
+    """Raises ConfigError when the noise that the knobs name is of another autoencoder than the checkpoint's."""
+    latents, channels = latents_of(infer), contracts_of(checkpoint)["vae"].inputs["z"][1]
+    if latents is not None and latents.shape[1] != channels:
+        raise ConfigError(
+            f"infer.latents: {infer.latents} holds {latents.shape[1]} channels, and the latents of this checkpoint "
+            f"have {channels}; make them for it"
+        )
 
 
 def generate(pipeline: Pipeline, prompts: list[str], infer: Infer, description: str) -> Generated:

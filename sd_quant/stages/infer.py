@@ -18,7 +18,7 @@ from sd_quant.models.parts import Contract
 from sd_quant.report.images import save_images
 from sd_quant.report.provenance import provenance
 from sd_quant.report.record import DONE, IMAGE, SCHEMA_VERSION, InferRecord, Timing, explained, write_record
-from sd_quant.stages.generate import generate, image_names, sampling_of
+from sd_quant.stages.generate import check_channels, check_images, generate, image_names, sampling_of
 from sd_quant.stages.latency import image_entry
 from sd_quant.stages.load import open_model
 from sd_quant.stages.open_parts import check_cuda_graph, open_file, open_torch_engine
@@ -28,12 +28,15 @@ from sd_quant.stages.resources import check_machine, workload_of
 def infer(job: InferJob, directory: Path) -> None:
     """Make the job's images and time its engine; images and record go to ``infer.out_path`` or to ``directory``."""
     out = anchored(job.infer.out_path) if job.infer.out_path else directory
+    check_images(job.model, job.infer)
     checkpoint, prompts = open_model(job.model), job.infer.prompt_list()
+    check_channels(checkpoint, job.infer)
     check_cuda_graph(job.infer)
     files = engine_files(job)
     parameters, work = part_parameters(checkpoint), workload_of(job.infer)
     check_machine({"the largest part": memory_of_part(parameters, work)}, {}, out)
-    facts = provenance({"checkpoint": anchored(job.model.path)} | files, [])
+    given = {"latents": anchored(job.infer.latents)} if job.infer.latents else {}
+    facts = provenance({"checkpoint": anchored(job.model.path)} | given | files, [])
     memory, gpu = memory_of_variant(parameters, work), gpu_memory_of_variant(parameters, work)
     together = fits(memory, "all parts of the model", gpu)
     pool = Pool(lambda part: open_part(checkpoint, job.infer, files, part), most=None if together else 1)
@@ -51,6 +54,7 @@ def infer(job: InferJob, directory: Path) -> None:
         peak_memory_bytes=peak_memory_bytes(),
         peak_cuda_memory_bytes=explained(peak_cuda_memory_bytes(), "no NVIDIA GPU"),
         prompts=prompts,
+        negative_prompts=job.infer.negative_prompts(job.infer.num_samples),
         provenance=facts,
     )
     write_record(record, out)

@@ -23,7 +23,8 @@ from sd_quant.source import source_digest
 # What a job writes. Nothing else is ever removed, because the folder may be any that the user has named.
 WRITTEN = (
     "onnx", "plan", "full_precision", "images", f"{TEMPORARY}*", ".*.part", RECORD, FAILURE, "provenance.json",
-    "config.yaml", "layers.csv", "report.html", "summary.*", "trajectory.png", "layers.png", "sensitivity.csv", "sensitivity.png", "quantized_*.pt",
+    "config.yaml", "layers.csv", "sensitivity.csv", "sensitivity.png", "quantized_*.pt", "report.html", "summary.*",
+    "trajectory.png", "layers.png",
 )  # fmt: skip
 
 
@@ -34,6 +35,8 @@ def facts_of(job: QuantizeJob, directory: Path) -> dict:
         inputs["calibration_prompts"] = anchored(job.model.calibration_prompts)
     else:
         inputs["calibration"] = anchored(job.quantize.calibration)
+    if job.infer.latents is not None:
+        inputs["latents"] = anchored(job.infer.latents)
     overrides = directory / ".hydra" / "overrides.yaml"
     return provenance(inputs, yaml.safe_load(overrides.read_text(encoding="utf-8")) if overrides.exists() else [])
 

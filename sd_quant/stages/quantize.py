@@ -28,6 +28,7 @@ from sd_quant.stages.calibrate import statistics_of
 from sd_quant.stages.compare import compare_images, save_pairs
 from sd_quant.stages.export_onnx import export_parts
 from sd_quant.stages.export_trt import build_run_plans, check_gpu, plan_library
+from sd_quant.stages.generate import check_images
 from sd_quant.stages.job_folder import facts_of, fingerprint, finished, remove_leftovers, shown
 from sd_quant.stages.latency import compare_latency
 from sd_quant.stages.load import load
@@ -79,6 +80,7 @@ def check_runtimes(job: QuantizeJob) -> None:
     if runtime.file is None:
         check_device(job.formats()["weights"])
     check_cuda_graph(job.infer)
+    check_images(job.model, job.infer)
 
 
 def run(job: QuantizeJob, directory: Path, facts: dict) -> Record:

@@ -65,7 +65,11 @@ def record_of(job: QuantizeJob, facts: dict, results: Results, directory: Path) 
             framework.images, unquantized.images, framework.latents, unquantized.latents
         ),
         text_scores=text_scores(
-            job.metrics, job.infer, prompts, {FULL_PRECISION: framework.images, QUANTIZED: quantized.images}
+            job.metrics,
+            job.infer,
+            loaded.checkpoint,
+            prompts,
+            {FULL_PRECISION: framework.images, QUANTIZED: quantized.images},
         ),
         parity=results.parity,
         layers=count_layers(results.assignment),

@@ -1,4 +1,4 @@
-"""CLIP score and FID of a run's images, if their networks' weights are named, and MLPerf's verdict on both."""
+"""CLIP score and FID of a run's images, if their files are named, and MLPerf's verdict on both."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -7,11 +7,16 @@ from pathlib import Path
 import numpy as np
 
 from sd_quant.config import Infer, Metrics, anchored
+from sd_quant.inference.loading import sampler_of
 from sd_quant.metrics import SCORES, Against
-from sd_quant.metrics.text_image import mlperf_window
+from sd_quant.metrics.text_image import captions_sha256, git_blob, mlperf_window
+from sd_quant.models.checkpoint import Checkpoint
+from sd_quant.stages.generate import sampling_of
 
 
-def text_scores(metrics: Metrics, infer: Infer, prompts: list[str], variants: Mapping[str, np.ndarray]) -> dict:
+def text_scores(
+    metrics: Metrics, infer: Infer, checkpoint: Checkpoint, prompts: list[str], variants: Mapping[str, np.ndarray]
+) -> dict:
     """The record's text scores of each variant's images, or the reason why there are none.
 
     ``variants`` has images by variant, uint8 [N, H, W, 3], one for each of the ``prompts``.
@@ -19,23 +24,34 @@ def text_scores(metrics: Metrics, infer: Infer, prompts: list[str], variants: Ma
     files = {name: anchored(path) for name, path in asdict(metrics).items() if path is not None}
     if not files:
         return {"value": None, "reason": "no weights were named in metrics"}
-    return {variant: scores_of(images, prompts, files, infer) for variant, images in variants.items()}
+    made = how_made(infer, checkpoint, prompts)
+    return {variant: scores_of(images, prompts, files, made) for variant, images in variants.items()}
 
 
-def scores_of(images: np.ndarray, prompts: list[str], files: Mapping[str, Path], infer: Infer) -> dict:
+def how_made(infer: Infer, checkpoint: Checkpoint, prompts: list[str]) -> dict:
+    """How the images were made, by the names of MLPERF_PROTOCOL."""
+    return {
+        "prompts": captions_sha256(prompts), "scheduler": sampler_of(checkpoint), "steps": infer.steps,
+        "guidance_scale": infer.scale, "height": infer.height, "width": infer.width,
+        "negative_prompt": infer.negative_prompt, "latents": sampling_of(infer).described()["latents"],
+    }  # fmt: skip
+
+
+def scores_of(images: np.ndarray, prompts: list[str], files: Mapping[str, Path], made: Mapping) -> dict:
     """Each score of one variant's images, with the reason where its ``files`` are not named, and MLPerf's verdict."""
     entries: dict = {}
     for score in SCORES.values():
         if score.against in (Against.PROMPTS, Against.PHOTOGRAPHS):
             if score.files and not files.keys() >= set(score.files):
-                entries[score.key] = {"value": None, "reason": "its weights were not named in metrics"}
+                entries[score.key] = {"value": None, "reason": "its files were not named in metrics"}
                 continue
             compared_with = [prompts] if score.against is Against.PROMPTS else []
-            entries[score.key] = score.compute(images, *compared_with, *(files[name] for name in score.files))
+            named = [files[name] for name in score.files] + [files.get(name) for name in score.optional_files]
+            entries[score.key] = score.compute(images, *compared_with, *named)
     clip, fid = entries["clip_score"], entries["fid"]
-    protocol = {
-        "prompts": prompts, "scheduler": "EulerDiscreteScheduler", "steps": infer.steps,
-        "guidance_scale": infer.scale, "height": infer.height, "width": infer.width,
-        "clip_network": clip.get("network"), "fid_references": fid.get("references"),
-    }  # fmt: skip
-    return {**entries, "mlperf": mlperf_window(clip["value"], fid["value"], protocol)}
+    judged = {
+        "clip_network": clip.get("network"),
+        "fid_network": fid.get("network"),
+        "fid_references": git_blob(files["fid_references"]) if "fid_references" in files else None,
+    }
+    return {**entries, "mlperf": mlperf_window(clip["value"], fid["value"], {**made, **judged})}

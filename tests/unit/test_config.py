@@ -181,6 +181,47 @@ def test_a_knob_has_the_same_meaning_at_the_top_and_in_its_group(knob, value):
     assert short == full != read(QuantizeJob, composed("quantize"))
 
 
+@pytest.mark.parametrize("scale", [0, 1])
+def test_a_negative_prompt_needs_guidance(mappings, scale):
+    mapping = changed(changed(mappings["infer"], "infer.scale", scale), "infer.negative_prompt", "blurry")
+    sentence = f"infer.negative_prompt is blurry, expected null, because at infer.scale={scale} nothing is guided"
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        read(InferJob, mapping)
+    assert read(InferJob, changed(mapping, "infer.scale", 1.1)).infer.negative_prompts() == ["blurry"]
+
+
+@pytest.mark.parametrize(
+    ("negative", "found"),
+    [
+        ("rain.txt", "rain.txt, expected the text itself or a list of texts: only infer.prompts is read from a file"),
+        (["rain"], "a list of 1 texts, expected one for each of the 2 prompts, or a single text for all"),
+        ([], "a list of 0 texts, expected one for each of the 2 prompts, or a single text for all"),
+        (5, "5, expected a list of texts or text or null"),
+        ("", None),
+        ("rain", None),
+        (["rain", "nude"], None),
+    ],
+)
+def test_negative_prompts_are_one_text_or_one_for_each_prompt(mappings, negative, found):
+    mapping = changed(mappings["quantize"], "infer.prompts", ["a cat", "a dog"])
+    mapping = changed(changed(mapping, "infer.num_samples", 3), "infer.negative_prompt", negative)
+    if found is None:
+        infer = read(QuantizeJob, mapping).infer
+        infer.check_files()
+        assert len(infer.negative_prompts(3)) in (3, len(infer.prompt_list()))
+        return
+    with pytest.raises(ConfigError, match=f"^{re.escape(f'infer.negative_prompt is {found}')}$"):
+        read(QuantizeJob, mapping).infer.check_files()
+
+
+def test_negative_prompts_are_repeated_as_the_prompts_are(mappings):
+    mapping = changed(mappings["quantize"], "infer.negative_prompt", ["rain", "nude"])
+    infer = read(QuantizeJob, changed(mapping, "infer.num_samples", 2)).infer
+    assert infer.negative_prompts(2) == ["rain", "rain", "nude", "nude"]
+    assert infer.negative_prompts() == ["rain", "nude"]
+    assert read(QuantizeJob, mappings["quantize"]).infer.negative_prompts(2) is None
+
+
 @pytest.mark.parametrize("primary", JOBS)
 def test_help_says_of_every_knob_what_it_means_and_takes(primary, mappings):
     lines = list(described(JOBS[primary]))

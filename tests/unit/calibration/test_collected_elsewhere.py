@@ -170,6 +170,21 @@ def test_what_else_differs_is_told_in_one_line(folder, caplog):
     ]
 
 
+@pytest.mark.parametrize(
+    ("there", "here", "told"),
+    [
+        (None, ["blurry"], "None (here 'blurry')"),
+        (["blurry", "nude"], None, "'blurry, nude' (here None)"),
+        (None, None, ""),
+    ],
+)
+def test_other_negative_prompts_are_told(there, here, told):
+    def origin(negatives: list | None) -> dict:
+        return ORIGIN | {"sampling": ORIGIN["sampling"] | {"negative_prompts": negatives}}
+
+    assert "".join(differences(origin(there), origin(here))) == (f"sampling.negative_prompts {told}" if told else "")
+
+
 def test_what_a_stranger_says_is_told_shortly_and_without_control_characters():
     told = differences({"device": "\x1b[2J\n" + "x" * 10_000, "versions": [[]]}, ORIGIN)
     assert all(len(each) < 100 and each.isprintable() for each in told) and len(told) == 8

@@ -213,6 +213,16 @@ def test_the_second_time_nothing_runs(model, names, whole, calls, caplog, tmp_pa
     assert not any(calls.values())
 
 
+def test_another_negative_prompt_is_another_entry(model, names, whole, calls, tmp_path):
+    negative = replace(SAMPLING, negative_prompts=["blurry"])
+    collected(model, names, cache=tmp_path)
+    led_away = collected(model, names, sampling=negative, cache=tmp_path)
+    assert calls["unet_xl"] == 2 * len(PROMPTS) * SAMPLING.steps
+    assert not torch.equal(led_away.calls["context"].values, whole.calls["context"].values)
+    assert_same(collected(model, names, sampling=negative, cache=tmp_path), led_away)
+    assert calls["unet_xl"] == 2 * len(PROMPTS) * SAMPLING.steps
+
+
 def test_of_two_that_want_the_same_the_second_waits_and_takes_it(model, names, calls, tmp_path):
     collected(model, names, cache=tmp_path)
     [entries] = (folder for folder in tmp_path.iterdir() if folder.is_dir())
@@ -270,7 +280,7 @@ def test_everything_that_counts_is_in_the_origin(names):
     changed = [
         ("b" * 64, *given[1:]),
         (SHA256, names[1:], *given[2:]),
-        *((*given[:2], replace(SAMPLING, **{field: getattr(SAMPLING, field) + 1}), "cpu") for field in SAMPLING_FIELDS),
+        *((*given[:2], replace(SAMPLING, **{field: other(field)}), "cpu") for field in SAMPLING_FIELDS),
         (*given[:3], "cuda"),
     ]
     assert origin(*given) == origin(*given)
@@ -278,6 +288,11 @@ def test_everything_that_counts_is_in_the_origin(names):
 
 
 SAMPLING_FIELDS = Sampling.__dataclass_fields__
+
+
+def other(field: str) -> object:
+    optional = {"negative_prompts": ["rain"], "latents": torch.zeros(1, 4, 8, 8)}
+    return optional[field] if field in optional else getattr(SAMPLING, field) + 1
 
 
 @pytest.mark.parametrize("constant", ["ROWS", "CALLS"])

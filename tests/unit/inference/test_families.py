@@ -90,6 +90,7 @@ def drawn_by_diffusers(
 
     options = {
         "max_sequence_length": TOKENS,
+        "negative_prompt": sampling.negative_prompts,
         "use_resolution_binning": False,  # PixArt would draw another size than is asked for
         "clean_caption": False,  # which PixArt does where two more packages are installed
         "callback_on_step_end": remember,
@@ -106,7 +107,7 @@ def drawn_by_diffusers(
         width=sampling.width,
         latents=noise,
         output_type="np",
-        **{name: value for name, value in options.items() if name in known},
+        **{name: value for name, value in options.items() if name in known and value is not None},
     ).images
     return torch.stack(latents, dim=1), (images * 255).round().astype(np.uint8)
 
@@ -133,6 +134,28 @@ def test_a_picture_is_diffusers_own(opened, name):
     if checkpoint.family.GUIDES:
         plain = assert_drawn_alike(checkpoint, replace(SAMPLING, guidance_scale=1.0), tolerance)
         assert (strong - plain).norm() > 1e-2 * plain.norm(), "guidance would show nothing"
+
+
+@pytest.mark.parametrize("name", [name for name in [*TINY, *VARIANTS] if family_named(name.split("_")[0]).GUIDES])
+def test_a_negative_prompt_is_diffusers_own(opened, name):
+    checkpoint, tolerance = opened(name), TOLERANCE.get(name, 0)
+    plain = pipeline(checkpoint)(PROMPTS, SAMPLING, decode=False).latents
+    negative = replace(SAMPLING, negative_prompts=["blurry, nude", "rain"])
+    led_away = assert_drawn_alike(checkpoint, negative, tolerance)
+    assert (led_away - plain).norm() > 1e-3 * plain.norm(), "the negative prompts would show nothing"
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_given_noise_is_what_diffusers_calls_latents(opened, name):
+    checkpoint = opened(name)
+    noise = torch.randn(1, checkpoint.parts()["vae"].contract.inputs["z"][1], 8, 16)
+    ours = pipeline(checkpoint)
+    packed = ours.adapter.pack(noise.expand(len(PROMPTS), -1, -1, -1))
+    given = replace(SAMPLING, latents=noise)
+    assert torch.equal(ours.noise(range(len(PROMPTS)), given), packed)
+    theirs, _ = drawn_by_diffusers(checkpoint, given, packed)
+    latents = ours(PROMPTS, given, decode=False).latents
+    assert (latents - theirs).norm() <= TOLERANCE.get(name, 0) * theirs.norm()
 
 
 def test_sdxl_by_nemos_names_draws_the_same(opened):

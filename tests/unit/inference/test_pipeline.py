@@ -1,5 +1,6 @@
 """The diffusers pipeline around engines that are simple functions."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -111,6 +112,26 @@ def test_each_picture_has_noise_of_its_own_seed(pipeline):
     assert torch.equal(noise[2], pipeline.noise(range(2, 3), SAMPLING)[0])
 
 
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+@pytest.mark.parametrize("number", [1, 3])
+def test_images_start_from_the_noise_that_is_given(pipeline, engines, number, batch_size):
+    """One for each, or one for all; at NeMo's first noise level the network is given the very numbers."""
+    given = torch.randn(number, 4, 8, 8, generator=torch.Generator().manual_seed(1))
+    pipeline(PROMPTS, replace(SAMPLING, batch_size=batch_size, latents=given), decode=False)
+    starts = [call["x"][: len(call["x"]) // 2] for call in engines["unet_xl"].calls[:: SAMPLING.steps]]
+    torch.testing.assert_close(torch.cat(starts), given.expand(3, -1, -1, -1) if number == 1 else given)
+
+
+def test_what_decides_the_images_is_described(pipeline):
+    described = SAMPLING.described()
+    assert described["seed"] == 5 and described["latents"] is None
+    noise = torch.zeros(1, 4, 8, 8)
+    one, other = (replace(SAMPLING, latents=latents).described() for latents in (noise, noise + 1))
+    assert one | {"latents": None} == described
+    assert len({one["latents"], other["latents"], None}) == 3
+    json.dumps(one)
+
+
 def test_the_unconditional_half_comes_first_and_is_zero(pipeline, engines):
     pipeline(PROMPTS[:2], SAMPLING, decode=False)
     call = engines["unet_xl"].calls[0]
@@ -119,6 +140,21 @@ def test_the_unconditional_half_comes_first_and_is_zero(pipeline, engines):
     pooled = call["y"].shape[1] - 6 * pipeline.adapter.denoiser.config.addition_time_embed_dim
     assert not call["y"][:2, :pooled].any() and call["y"][2:, :pooled].all()
     assert call["timesteps"].tolist() == [999] * 4
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+def test_negative_prompts_are_the_unconditional_half_in_turn(pipeline, engines, batch_size):
+    """Whatever the batch: the third image gets the first of two again."""
+    negatives = ["a", "bbbbb"]  # the tokenizer here gives their lengths
+    pipeline(PROMPTS, replace(SAMPLING, batch_size=batch_size, negative_prompts=negatives), decode=False)
+    contexts, vectors = [], []
+    for call in engines["unet_xl"].calls[:: SAMPLING.steps]:
+        images = len(call["x"]) // 2
+        contexts += call["context"][:images, 0, 0].tolist()
+        vectors += call["y"][:images, 0].tolist()
+        assert call["context"][images:, 0, 0].tolist() == [len(prompt) for prompt in PROMPTS][: len(contexts)][-images:]
+    assert contexts == [1, 5, 1]
+    assert vectors == [1, 1, 1]  # without a negative prompt it is all zeros
 
 
 def test_it_says_where_it_stands(pipeline):
@@ -212,6 +248,8 @@ def test_size_ids_become_cosines_then_sines():
 def test_text_is_encoded_for_guidance_where_there_is_any(build, monkeypatch, scale, guided):
     pipeline, asked = build(scheduler()), []
     encode = pipeline.adapter.encode
-    told = replace(pipeline.adapter, encode=lambda texts, half: asked.append(half) or encode(texts, half))
+    told = replace(
+        pipeline.adapter, encode=lambda texts, negatives, half: asked.append(half) or encode(texts, negatives, half)
+    )
     Pipeline(pipeline.engines, told)(PROMPTS, replace(SAMPLING, guidance_scale=scale), decode=False)
     assert asked == [guided]

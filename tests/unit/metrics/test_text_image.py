@@ -1,30 +1,30 @@
 import json
 import re
-import string
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import nn
 from torchmetrics.image.fid import FrechetInceptionDistance
 
-from sd_quant.errors import ArtifactError, ConfigError, ResourceError
+from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.metrics import text_image
 from sd_quant.metrics.text_image import (
-    MLPERF_CAPTIONS_SHA256,
     MLPERF_CLIP,
     MLPERF_FID,
+    MLPERF_FILES,
     MLPERF_PROTOCOL,
     captions_sha256,
     check_clip_weights,
     check_references,
     clip_score,
     fid,
+    git_blob,
     mlperf_window,
 )
 
-LONGEST = 16  # tokens
+from ...text_scores import LONGEST, Means, small_clip
+
 PROMPTS = ["a cat", "a dog on a mat in a large old house by the sea", "rain"]
 
 
@@ -34,30 +34,7 @@ def random_images(number: int, seed: int = 0) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def clip_folder(tmp_path_factory):
-    """A CLIP of one layer a side with random weights; its text is read letter by letter."""
-    from transformers import CLIPConfig, CLIPModel, CLIPProcessor, CLIPTokenizer
-    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-
-    folder = tmp_path_factory.mktemp("clip")
-    tokens = [*string.ascii_lowercase, *(f"{letter}</w>" for letter in string.ascii_lowercase)]
-    tokens += ["<|startoftext|>", "<|endoftext|>"]
-    start, end = len(tokens) - 2, len(tokens) - 1
-    tokenizer = CLIPTokenizer(vocab={token: index for index, token in enumerate(tokens)}, merges=[])
-    size = {"height": 32, "width": 32}
-    CLIPProcessor(CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size=size), tokenizer).save_pretrained(folder)
-    tower = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    text = {"vocab_size": len(tokens), "max_position_embeddings": LONGEST}
-    special = {"bos_token_id": start, "eos_token_id": end, "pad_token_id": end}
-    torch.manual_seed(0)
-    model = CLIPModel(
-        CLIPConfig(
-            text_config=tower | text | special,
-            vision_config=tower | {"image_size": 32, "patch_size": 16},
-            projection_dim=8,
-        )
-    )
-    model.save_pretrained(folder)
-    return folder
+    return small_clip(tmp_path_factory.mktemp("clip"))
 
 
 def by_transformers(folder, images: np.ndarray) -> torch.Tensor:
@@ -128,19 +105,10 @@ def test_every_image_needs_a_prompt_and_there_has_to_be_one(clip_folder):
     assert clip_score(random_images(0), [], clip_folder)["reason"] == "there are no images"
 
 
-class Means(nn.Module):
-    """12 features of an image: the means of its quarters' channels."""
-
-    num_features = 12
-
-    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        return nn.functional.adaptive_avg_pool2d(pixels.float(), 2).flatten(1)
-
-
 @pytest.fixture
 def small_inception(monkeypatch):
     monkeypatch.setattr(text_image, "FEWEST_FOR_FID", 20)
-    monkeypatch.setattr(text_image, "_inception", lambda weights: Means())
+    monkeypatch.setattr(text_image, "inception", lambda weights: (Means(), "means"))
 
 
 @pytest.fixture
@@ -158,7 +126,7 @@ def test_fid_is_that_of_torchmetrics_from_a_folder_and_from_its_statistics(small
     expected = theirs.compute().item()
     found = fid(random_images(24), folder, tmp_path / "weights.pth")
     assert found["value"] == pytest.approx(expected, rel=1e-4)
-    assert (found["reason"], found["pictures"]) == (None, 24)
+    assert (found["reason"], found["pictures"], found["network"]) == (None, 24, "means")
 
     features = Means()(torch.tensor(random_images(30, seed=1)).permute(0, 3, 1, 2)).double().numpy()
     np.savez(tmp_path / "val.npz", mu=features.mean(0), sigma=np.cov(features, rowvar=False))
@@ -208,26 +176,9 @@ def test_fid_takes_more_images_than_inception_has_features():
         text_image._check_number(2048, "were made")
 
 
-def test_inceptions_weights_are_never_unpickled_unsafely(tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match="there is no file"):
-        text_image._inception(tmp_path / "absent.pth")
-    torch.save({"weight": Means()}, tmp_path / "code.pth")
-    with pytest.raises(ArtifactError, match="not a plain file of tensors"):
-        text_image._inception(tmp_path / "code.pth")
-
-
-def test_without_torch_fidelity_the_reason_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setattr("torchmetrics.image.fid._TORCH_FIDELITY_AVAILABLE", False)
-    torch.save({"weight": torch.zeros(1)}, tmp_path / "weights.pth")
-    with pytest.raises(ResourceError, match=r"pip install 'sd-quant\[fid\]'"):
-        text_image._inception(tmp_path / "weights.pth")
-
-
 @pytest.fixture
-def protocol(monkeypatch) -> dict:
-    prompts = ["A cat.", "A dog."]
-    monkeypatch.setattr(text_image, "MLPERF_CAPTIONS_SHA256", captions_sha256(prompts[::-1]))
-    return {"prompts": prompts, **MLPERF_PROTOCOL}
+def made() -> dict:
+    return dict(MLPERF_PROTOCOL)
 
 
 @pytest.mark.parametrize(
@@ -240,8 +191,8 @@ def protocol(monkeypatch) -> dict:
         (31.82, 22.9, False),
     ],
 )
-def test_both_have_to_be_in_mlperfs_window(protocol, score, distance, passes):
-    found = mlperf_window(score, distance, protocol)
+def test_both_have_to_be_in_mlperfs_window(made, score, distance, passes):
+    found = mlperf_window(score, distance, made)
     assert found["passes"] is passes
     assert (found["reason"] is None) is passes
 
@@ -251,16 +202,30 @@ def test_the_window_is_what_mlperf_makes_of_its_reference():
     assert MLPERF_FID == pytest.approx([23.48046692 * factor for factor in (0.98, 1.02)], abs=1e-8)
 
 
-@pytest.mark.parametrize("name", [*MLPERF_PROTOCOL, "prompts"])
-def test_another_protocol_neither_passes_nor_fails(protocol, name):
-    found = mlperf_window(31.75, 23.5, protocol | {name: ["A cow."] if name == "prompts" else None})
+@pytest.mark.parametrize("name", MLPERF_PROTOCOL)
+def test_another_protocol_neither_passes_nor_fails(made, name):
+    found = mlperf_window(31.75, 23.5, made | {name: None})
     assert found["passes"] is None
-    assert name in found["reason"] and found["reason"].count(" instead of ") == (name != "prompts")
-    del protocol[name]
-    assert mlperf_window(31.75, 23.5, protocol)["passes"] is None
+    assert found["reason"].startswith(f"not MLPerf's protocol: {name} ") and "; " not in found["reason"]
+    del made[name]
+    assert mlperf_window(31.75, 23.5, made) == found
 
 
-def test_without_a_number_nothing_passes(protocol):
-    assert mlperf_window(None, 23.5, protocol) == {"passes": None, "reason": "there is no CLIP score"}
-    assert mlperf_window(None, None, protocol)["reason"] == "there is no CLIP score and no FID"
-    assert len(MLPERF_CAPTIONS_SHA256) == 64
+def test_without_a_number_nothing_passes(made):
+    assert mlperf_window(None, 23.5, made) == {"passes": None, "reason": "there is no CLIP score"}
+    assert mlperf_window(None, None, made)["reason"] == "there is no CLIP score and no FID"
+
+
+def test_what_is_told_by_a_digest_has_a_name_for_people():
+    digests = {name for name, value in MLPERF_PROTOCOL.items() if re.fullmatch("[0-9a-f]{40,64}", str(value))}
+    assert digests == set(MLPERF_FILES) and len(digests) == 3
+
+
+def test_a_file_has_the_name_that_git_gives_its_content(tmp_path):
+    (tmp_path / "file").write_bytes(b"hello world\n")
+    assert git_blob(tmp_path / "file") == "3b18e512dba79e4c8300dd08aeb37f8e728b8dad"  # git hash-object
+    assert git_blob(tmp_path) is None
+
+
+def test_the_order_of_captions_does_not_matter():
+    assert captions_sha256(["b", "a"]) == captions_sha256(["a", "b"]) != captions_sha256(["a", "b", "b"])

@@ -128,7 +128,7 @@ def test_pictures_are_nemos(given):
     pipeline = pipeline_of(given.model.checkpoint, given.model.torch_engines())
     ours = pipeline(PROMPTS, SAMPLING, decode=False).latents
     noise, size = pipeline.noise(range(len(PROMPTS)), SAMPLING), (SAMPLING.height, SAMPLING.width)
-    [text] = pipeline.adapter.encode([PROMPTS], True)
+    [text] = pipeline.adapter.encode([PROMPTS], [None], True)
     context, pooled = text["prompt_embeds"], text["pooled_prompt_embeds"]
     nemos = nemo_euler(
         given.nemo_unet, noise, context[:, :77], pooled, (size, (0, 0), size), SIZE_FEATURES,

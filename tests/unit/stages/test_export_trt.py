@@ -37,7 +37,7 @@ def test_the_unet_holds_the_doubling_of_guidance(onnx_path):
 def test_a_job_without_guidance_has_nothing_to_double(onnx_path):
     """``infer.scale`` is the job's own, where it makes pictures too."""
     knobs = dict.fromkeys((field.name for field in fields(Infer)), 1) | {"engine": "openvino", "prompts": ["a cat"]}
-    knobs |= {"precision": "auto", "cuda_graph": False}
+    knobs |= {"precision": "auto", "cuda_graph": False, "negative_prompt": None, "latents": None}
     sizes = {"width": 1024, "height": 512, "batch_size": 2}
     for scale, most in ((1.0, 8), (5.0, 16)):
         infer = Infer(**knobs | sizes | {"scale": scale})

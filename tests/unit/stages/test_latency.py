@@ -21,6 +21,9 @@ INFER = SimpleNamespace(
     steps=2,
     scale=5.0,
     seed=1,
+    num_samples=1,
+    negative_prompts=lambda samples: None,
+    latents=None,
     num_warmup_runs=1,
     num_timed_runs=3,
 )

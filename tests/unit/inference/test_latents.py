@@ -1,0 +1,126 @@
+"""Noise from a file: the three kinds say the same, and what is no noise for these images is refused in a sentence."""
+
+import hashlib
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.inference.latents import READERS, digest_of, read_latents
+
+NOISE = torch.randn(2, 4, 8, 16, generator=torch.Generator().manual_seed(0))
+
+
+class Code:
+    """Runs when it is unpickled by a reader that lets it."""
+
+    def __reduce__(self):
+        return pytest.fail, ("a pickle was executed",)
+
+
+def write(path, tensor):
+    if path.suffix == ".pt":
+        torch.save(tensor, path)
+    elif path.suffix == ".npy":
+        np.save(path, tensor)
+    else:
+        save_file({"latents": tensor}, path)
+    return path
+
+
+@pytest.mark.parametrize("kind", READERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_every_kind_of_file_holds_the_same_noise(tmp_path, kind, dtype):
+    found = read_latents(write(tmp_path / f"noise{kind}", NOISE.to(dtype)), {1, 2}, 8, 16)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, NOISE.to(dtype).float())
+    assert digest_of(found) == hashlib.sha256(NOISE.to(dtype).float().numpy().tobytes()).hexdigest()
+
+
+def test_other_numbers_have_another_digest():
+    other = NOISE.clone()
+    other[1, 3, 7, 15] += 1e-6
+    assert digest_of(other) != digest_of(NOISE)
+
+
+def test_numbers_of_another_byte_order_are_read(tmp_path):
+    np.save(tmp_path / "noise.npy", NOISE.numpy().astype(">f4"))
+    assert torch.equal(read_latents(tmp_path / "noise.npy", {2}, 8, 16), NOISE)
+
+
+def test_a_parameter_is_noise_too(tmp_path):
+    torch.save(torch.nn.Parameter(NOISE), tmp_path / "noise.pt")
+    found = read_latents(tmp_path / "noise.pt", {2}, 8, 16)
+    assert not found.requires_grad and len(digest_of(found)) == 64
+
+
+@pytest.mark.parametrize("kind", READERS)
+@pytest.mark.parametrize(
+    ("shape", "numbers", "expected"),
+    [
+        ((2, 4, 8, 16), {1, 3}, "[1 or 3, channels, 8, 16]"),
+        ((1, 4, 8, 16), {3}, "[3, channels, 8, 16]"),
+        ((2, 4, 16, 8), {1, 2}, "[1 or 2, channels, 8, 16]"),
+        ((2, 4, 8, 8), {1, 2}, "[1 or 2, channels, 8, 16]"),
+        ((4, 8, 16), {1, 2}, "[1 or 2, channels, 8, 16]"),
+    ],
+)
+def test_noise_of_other_images_is_refused(tmp_path, kind, shape, numbers, expected):
+    path = write(tmp_path / f"noise{kind}", torch.zeros(shape))
+    with pytest.raises(ConfigError) as refused:
+        read_latents(path, numbers, 8, 16)
+    assert f"{path} holds a tensor {list(shape)}, expected {expected}" in str(refused.value)
+
+
+def test_a_shape_that_is_no_noise_is_refused_before_it_is_computed_with(tmp_path):
+    """Four bytes whose strides say that they are 16 TB."""
+    torch.save(torch.zeros(1).as_strided((2, 4, 2**20, 2**19), (0, 0, 0, 0)), tmp_path / "noise.pt")
+    with pytest.raises(ConfigError, match="holds a tensor"):
+        read_latents(tmp_path / "noise.pt", {2}, 8, 16)
+
+
+@pytest.mark.parametrize("kind", READERS)
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_is_refused(tmp_path, kind, broken):
+    noise = NOISE.clone()
+    noise[1, 2, 3, 4] = broken
+    with pytest.raises(ArtifactError, match="holds NaN or infinity; make the noise again$"):
+        read_latents(write(tmp_path / f"noise{kind}", noise), {2}, 8, 16)
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_whole_numbers_are_refused(tmp_path, kind):
+    path = write(tmp_path / f"noise{kind}", torch.ones(2, 4, 8, 16, dtype=torch.int64))
+    with pytest.raises(ArtifactError, match="holds numbers of torch.int64, expected one tensor of fp32 or fp16"):
+        read_latents(path, {2}, 8, 16)
+
+
+@pytest.mark.parametrize("kind", READERS)
+@pytest.mark.parametrize("damage", [lambda data: data[:-100], lambda data: b"", lambda data: b"\0" * len(data)])
+def test_a_damaged_file_is_refused(tmp_path, kind, damage):
+    path = write(tmp_path / f"noise{kind}", NOISE)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ArtifactError, match="cannot be read as one tensor"):
+        read_latents(path, {2}, 8, 16)
+
+
+def test_nothing_is_executed(tmp_path):
+    torch.save(Code(), tmp_path / "code.pt")
+    np.save(tmp_path / "code.npy", np.array([Code()], dtype=object), allow_pickle=True)
+    for name in ("code.pt", "code.npy"):
+        with pytest.raises(ArtifactError) as refused:
+            read_latents(tmp_path / name, {2}, 8, 16)
+        assert "unsafe" not in str(refused.value) and "weights_only" not in str(refused.value)
+
+
+def test_what_is_not_one_tensor_is_refused(tmp_path):
+    torch.save({"latents": NOISE}, tmp_path / "noise.pt")
+    with pytest.raises(ArtifactError, match="holds a dict, expected one tensor"):
+        read_latents(tmp_path / "noise.pt", {2}, 8, 16)
+    save_file({"a": NOISE, "b": NOISE.clone()}, tmp_path / "noise.safetensors")
+    with pytest.raises(ArtifactError, match="cannot be read as one tensor"):
+        read_latents(tmp_path / "noise.safetensors", {2}, 8, 16)
+    with pytest.raises(ConfigError, match="expected a name that ends with .pt, .npy, .safetensors$"):
+        read_latents(tmp_path / "noise.npz", {2}, 8, 16)

