@@ -325,6 +325,7 @@ class Comparison(NamedTuple):
     full_precision: Number
     quantized: Number
     speedup: Number  # the recorded one, or else the ratio of the medians
+    reach: float | None  # of the recorded speed-up: how far its interval goes, to the side where it goes further
 
 
 def latency_of(record: Any, engine: str, part: str, batch: str | int) -> Comparison:
@@ -333,7 +334,11 @@ def latency_of(record: Any, engine: str, part: str, batch: str | int) -> Compari
     full_precision, quantized = (number_at(record, *place, variant, "p50_ms") for variant in VARIANTS)
     recorded = number_at(record, *place, "speedup")
     speedup = quotient(full_precision, quantized) if recorded.value is None else recorded
-    return Comparison(full_precision, quantized, speedup)
+    ends = at(record, *place, "speedup_interval")
+    known = isinstance(ends, list) and len(ends) == 2 and recorded.value is not None
+    return Comparison(
+        full_precision, quantized, speedup, max(abs(end - recorded.value) for end in ends) if known else None
+    )
 
 
 class Scored(NamedTuple):

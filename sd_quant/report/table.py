@@ -5,6 +5,7 @@ dash, with its reason below the table. The road not taken is ``rich``: colours a
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from sd_quant.metrics import Against, fidelity_scores
@@ -20,6 +21,7 @@ from sd_quant.report.record import (
     score_of,
     seconds_of_stages,
 )
+from sd_quant.report.timing import busy_because
 from sd_quant.text import printable
 
 
@@ -34,7 +36,7 @@ def run_table(record: Mapping[str, Any]) -> str:
         *(_image(record, engine, reasons) for engine in engines or [FRAMEWORK]),
         _fidelity(record, reasons),
         _costs(record),
-        [sentence for engine in engines for sentence in _slower(record, engine)],
+        [sentence for engine in engines for sentence in _warnings(record, engine)],
         [f"[{number}] {reason}" for number, reason in enumerate(reasons, 1)],
     ]
     return "\n\n".join("\n".join(printable(line) for line in lines) for lines in sections if lines) + "\n"
@@ -72,10 +74,10 @@ def _parts(record: Mapping[str, Any], engine: str, reasons: list[str]) -> list[s
     rows = []
     for part in _part_names(record):
         for batch in names(record, "latency", engine, part) or [""]:
-            full, quantized, speedup = latency_of(record, engine, part, batch)
+            full, quantized, speedup, reach = latency_of(record, engine, part, batch)
             rows.append([
                 part, batch or "–", _cell(full, _milliseconds, reasons), _cell(quantized, _milliseconds, reasons),
-                _cell(speedup, _times, reasons),
+                _cell(speedup, partial(_times, reach=reach), reasons),
             ])  # fmt: skip
     return _align([f"one call, {engine}, median", "batch", "full precision", "quantized", "speed-up"], rows)
 
@@ -87,14 +89,15 @@ def _image(record: Mapping[str, Any], engine: str, reasons: list[str]) -> list[s
         rows.append([f"{FRAMEWORK}, full precision", batch, _cell(framework, _milliseconds, reasons), "", ""])
         if engine == FRAMEWORK:
             continue
-        full, quantized, speedup = latency_of(record, engine, IMAGE, batch)
+        full, quantized, speedup, reach = latency_of(record, engine, IMAGE, batch)
         rows.append([
             f"{engine}, full precision", batch, _cell(full, _milliseconds, reasons),
             _cell(quotient(framework, full), _times, reasons), "",
         ])  # fmt: skip
         rows.append([
             f"{engine}, quantized", batch, _cell(quantized, _milliseconds, reasons),
-            _cell(quotient(framework, quantized), _times, reasons), _cell(speedup, _times, reasons),
+            _cell(quotient(framework, quantized), _times, reasons),
+            _cell(speedup, partial(_times, reach=reach), reasons),
         ])  # fmt: skip
     return _align(["prompt to image, median", "batch", "latency", f"vs {FRAMEWORK}", "vs full precision"], rows)
 
@@ -118,8 +121,8 @@ def _costs(record: Mapping[str, Any]) -> list[str]:
     return ["; ".join(([f"peak memory {_bytes(peak)}"] if peak else []) + stages)] if peak or stages else []
 
 
-def _slower(record: Mapping[str, Any], engine: str) -> list[str]:
-    """A sentence for each part that is slower quantized; rounded to two decimals, because the third is noise."""
+def _warnings(record: Mapping[str, Any], engine: str) -> list[str]:
+    """A sentence for each part that is slower quantized, to two decimals, and for each that a busy machine timed."""
     sentences = []
     for part in names(record, "latency", engine):
         for batch in names(record, "latency", engine, part):
@@ -128,6 +131,8 @@ def _slower(record: Mapping[str, Any], engine: str) -> list[str]:
                 what = f"{'prompt to image' if part == IMAGE else part} at batch {batch}"
                 times = f"{1 / speedup:.2f} times as long quantized as unquantized"
                 sentences.append(f"SLOWER: on {engine}, {what} takes {times}.")
+            if reason := busy_because(at(record, "latency", engine, part, batch, "rounds")):
+                sentences.append(f"BUSY: while {part} was timed on {engine}, {reason}; time again when it is quiet.")
     return sentences
 
 
@@ -165,5 +170,5 @@ def _milliseconds(value: float) -> str:
     return f"{value:.2f} ms" if value < 100 else f"{value:.0f} ms"
 
 
-def _times(value: float) -> str:
-    return f"{value:.2f}x"
+def _times(value: float, reach: float | None = None) -> str:
+    return f"{value:.2f}x" + ("" if reach is None else f" ± {reach:.2f}")

@@ -127,7 +127,7 @@ def test_what_is_quoted_is_one_short_line():
 
 def test_the_latency_of_a_part_and_of_an_image():
     record = {"latency": LATENCY}
-    full, quantized, speedup = latency_of(record, "openvino", "unet_xl", 2)
+    full, quantized, speedup, _ = latency_of(record, "openvino", "unet_xl", 2)
     assert (full.value, quantized.value, speedup.value) == (20.0, 10.0, 1.9)
     assert latency_of(record, "openvino", "image", "1").speedup.value == 2.0  # of the medians, as none is recorded
     assert latency_of(record, "openvino", "vae", "1").quantized == (None, "not quantized")

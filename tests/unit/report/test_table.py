@@ -123,3 +123,16 @@ def test_reasons_cannot_steer_the_terminal():
     table = run_table({"status": "failed", "reason": "layer \x1b[2J\r\x07evil\nSLOWER: nothing"})
     assert all(letter.isprintable() or letter == "\n" for letter in table)
     assert table.splitlines()[0] == "failed: layer  [2J  evil SLOWER: nothing"
+
+
+def test_a_speed_up_stands_beside_how_far_it_may_be_off_and_a_busy_machine_is_called_so():
+    call = {
+        "full_precision": {"p50_ms": 20.0}, "quantized": {"p50_ms": 16.0}, "speedup": 1.25,
+        "speedup_interval": [1.22, 1.27], "rounds": {"others": 0.4, "steal": 0.0, "reference_spread": 0.1},
+    }  # fmt: skip
+    text = run_table({"latency": {"openvino": {"unet_xl": {"2": call}}}})
+    assert "1.25x ± 0.03" in text
+    assert "BUSY: while unet_xl was timed on openvino, other processes took 40% of its processors' time" in text
+    call["speedup_interval"], call["rounds"]["others"] = {"value": None, "reason": "too few rounds"}, 0.01
+    text = run_table({"latency": {"openvino": {"unet_xl": {"2": call}}}})
+    assert "1.25x\n" in text and "BUSY" not in text
