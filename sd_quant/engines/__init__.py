@@ -51,6 +51,7 @@ class Runtime:
     package: str  # the Python package that it takes
     extra: str  # the extra in pyproject.toml that installs the package
     load: str | None = None  # ``module:function`` that opens a file
+    products: str | None = None  # ``module:function`` that says what an opened file multiplies, see ``products_of``
     quantized: bool = True  # whether it can compute the quantized model; False: a baseline only
     unquantized: bool = True  # whether it can compute without an assignment, as infer.py does
     compiled: bool = False  # whether its modules go through torch.compile
@@ -68,20 +69,24 @@ RUNTIMES: dict[str, Runtime] = {
     for row in (
         Runtime(
             "openvino", "onnx", "cpu", package="openvino", extra="openvino", load="sd_quant.engines.openvino:load",
-            refuses=refused_by_openvino, bytes_per_parameter=OPENVINO_BYTES,
+            products="sd_quant.engines.openvino:products", refuses=refused_by_openvino,
+            bytes_per_parameter=OPENVINO_BYTES,
         ),
         Runtime(
             "onnxruntime", "onnx", "cpu", package="onnxruntime", extra="onnxruntime",
-            load="sd_quant.engines.onnxruntime:load", refuses=refused_by_onnxruntime,
+            load="sd_quant.engines.onnxruntime:load", products="sd_quant.engines.onnxruntime:products",
+            refuses=refused_by_onnxruntime,
             bytes_per_parameter=OPENVINO_BYTES,
         ),
         Runtime(
             "tensorrt", "plan", "cuda", package="tensorrt", extra="tensorrt",
-            load="sd_quant.engines.tensorrt.run:load", layer_runtime="openvino", bytes_per_parameter=OPENVINO_BYTES,
+            load="sd_quant.engines.tensorrt.run:load", products="sd_quant.engines.tensorrt.inspect:products",
+            layer_runtime="openvino", bytes_per_parameter=OPENVINO_BYTES,
         ),
         Runtime(
             "tensorrt_rtx", "plan", "cuda", package="tensorrt_rtx", extra="rtx",
-            load="sd_quant.engines.tensorrt.run:load_rtx", ahead_of_time=True, layer_runtime="openvino",
+            load="sd_quant.engines.tensorrt.run:load_rtx", products="sd_quant.engines.tensorrt.inspect:products",
+            ahead_of_time=True, layer_runtime="openvino",
             bytes_per_parameter=OPENVINO_BYTES,
         ),
         Runtime("torch", None, "best", package="torch", extra="torch", quantized=False),
@@ -126,3 +131,12 @@ def load_engine(name: str, path: Path, **options: object) -> Engine:
             f"the engine {name} cannot be imported here ({error}); install it with: pip install 'sd-quant[{extra}]'"
         ) from error
     return load(path, **options)
+
+
+def products_of(engine: Engine, path: Path) -> dict[str, str]:
+    """What an engine that was opened from ``path`` multiplies: by the node's name in the ONNX file, a name of
+    onnx.TensorProto, such as INT8 where codes are multiplied and FLOAT where they are dequantized first.
+
+    Read from the graph that runs, after fusion, not from the file. Nodes that the runtime does not name are absent.
+    """
+    return pkgutil.resolve_name(RUNTIMES[engine.name].products)(engine, path)

@@ -4,7 +4,9 @@ It is here to check the exported graph, not for speed: its CPU provider runs mos
 floating point.
 """
 
+import re
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import onnx
 import onnxruntime
@@ -27,6 +29,11 @@ DTYPES = {
     "tensor(int64)": torch.int64,
     "tensor(bool)": torch.bool,
 }
+
+
+# operators of its own and of ONNX that multiply codes; what it does not fuse multiplies dequantized numbers
+MULTIPLY_CODES = {"ConvInteger", "MatMulInteger", "MatMulIntegerToFloat", "QGemm", "QLinearConv", "QLinearMatMul"}
+MULTIPLY_FLOATS = {"Conv", "FusedConv", "FusedMatMul", "Gemm", "MatMul", "MatMulNBits", "NhwcFusedConv"}
 
 
 class OnnxRuntimeEngine:
@@ -61,6 +68,18 @@ def load(path: Path, *, threads: int | None = None) -> OnnxRuntimeEngine:
     onnx_files(path)
     if PROVIDER not in onnxruntime.get_available_providers():
         raise ResourceError(f"this build of ONNX Runtime has no {PROVIDER}; install the package onnxruntime")
+    options = session_options(path, threads)
+    try:
+        session = onnxruntime.InferenceSession(path, options, providers=[PROVIDER])
+    except Exception as error:  # ONNX Runtime's exceptions have no common base class
+        raise ArtifactError(f"ONNX Runtime cannot load {path}: {one_line(error)}") from error
+    if session.get_providers() != [PROVIDER]:
+        raise ResourceError(f"ONNX Runtime was asked for {PROVIDER} but would run on {session.get_providers()}")
+    return OnnxRuntimeEngine(session)
+
+
+def session_options(path: Path, threads: int | None = None) -> onnxruntime.SessionOptions:
+    """How the file at ``path`` is optimized and run."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = ERRORS_ONLY
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")  # fp32; else inputs become INT8
@@ -70,10 +89,16 @@ def load(path: Path, *, threads: int | None = None) -> OnnxRuntimeEngine:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     if threads is not None:
         options.intra_op_num_threads = threads
-    try:
-        session = onnxruntime.InferenceSession(path, options, providers=[PROVIDER])
-    except Exception as error:  # ONNX Runtime's exceptions have no common base class
-        raise ArtifactError(f"ONNX Runtime cannot load {path}: {one_line(error)}") from error
-    if session.get_providers() != [PROVIDER]:
-        raise ResourceError(f"ONNX Runtime was asked for {PROVIDER} but would run on {session.get_providers()}")
-    return OnnxRuntimeEngine(session)
+    return options
+
+
+def products(engine: OnnxRuntimeEngine, path: Path) -> dict[str, str]:
+    """See ``sd_quant.engines.products_of``. The file is optimized once more, into a temporary one beside it."""
+    with TemporaryDirectory(dir=path.parent) as folder:
+        options, optimized = session_options(path), Path(folder) / "optimized.onnx"
+        options.optimized_model_filepath = str(optimized)
+        options.add_session_config_entry("session.optimized_model_external_initializers_file_name", "weights")
+        onnxruntime.InferenceSession(path, options, providers=[PROVIDER])
+        nodes = onnx.load(optimized, load_external_data=False).graph.node
+    types = dict.fromkeys(MULTIPLY_FLOATS, "FLOAT") | dict.fromkeys(MULTIPLY_CODES, "INT8")
+    return {re.sub(r"_token_\d+$", "", node.name): types[node.op_type] for node in nodes if node.op_type in types}

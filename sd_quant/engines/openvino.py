@@ -26,6 +26,8 @@ DTYPES = {
     "i64": torch.int64,
     "boolean": torch.bool,
 }
+INFO = ("layerType", "primitiveType", "originalLayersNames")  # of a layer of the graph that runs
+ONNX_TYPES = {"i8": "INT8", "f8e4m3": "FLOAT8E4M3FN", "i4": "INT4"}  # of kernels that multiply codes
 ARITHMETIC = ("Convolution", "Deconvolution", "FullyConnected", "MatMul", "ScaledDotProductAttention")
 
 
@@ -85,23 +87,39 @@ def load(path: Path, *, threads: int | None = None) -> OpenVinoEngine:
     return OpenVinoEngine(compiled, *names)
 
 
-def layer_precisions(engine: OpenVinoEngine) -> dict[str, dict[str, int]]:
-    """The number of multiply-accumulate layers by kind and by precision, such as {"MatMul": {"i8": 70, "f32": 2}}.
+def arithmetic_layers(engine: OpenVinoEngine) -> list[tuple[str, str, list[str]]]:
+    """Kind, precision and original names of each multiply-accumulate layer, of the graph that runs, after fusion.
 
-    Read from the graph that runs, after fusion, not from the file.
+    The precision is that of the kernel, the end of its name: runtimePrecision is that of codes that are dequantized in
+    front of the products too. u8 counts as i8, as OpenVINO shifts a convolution's inputs for the processor.
     """
-    counts: dict[str, Counter] = {}
+    layers = []
     for layer in engine.compiled.get_runtime_model().get_ops():
-        info = layer.get_rt_info()
-        kind = info["layerType"].astype(str)
-        if kind in ARITHMETIC:
-            counts.setdefault(kind, Counter())[info["runtimePrecision"].astype(str)] += 1
+        info = {name: value.astype(str) for name, value in layer.get_rt_info().items() if name in INFO}
+        if info["layerType"] in ARITHMETIC:
+            precision = info["primitiveType"].rpartition("_")[2].lower()
+            names = info["originalLayersNames"].split(",")
+            layers.append((info["layerType"], "i8" if precision == "u8" else precision, names))
+    return layers
+
+
+def layer_precisions(engine: OpenVinoEngine) -> dict[str, dict[str, int]]:
+    """The number of multiply-accumulate layers by kind and by precision, such as {"MatMul": {"i8": 70, "f32": 2}}."""
+    counts: dict[str, Counter] = {}
+    for kind, precision, _ in arithmetic_layers(engine):
+        counts.setdefault(kind, Counter())[precision] += 1
     return {kind: dict(precisions) for kind, precisions in counts.items()}
 
 
-def int8_layers(engine: OpenVinoEngine) -> int:
-    """The number of convolutions and matrix products that run with int8 kernels; 0 for a quantized file: no speed-up.
+def products(engine: OpenVinoEngine, path: Path) -> dict[str, str]:
+    """See ``sd_quant.engines.products_of``. A node that was taken apart leaves its name in front of a slash."""
+    types = {}
+    for _, precision, names in arithmetic_layers(engine):
+        for name in names:
+            types[name.partition("/")[0]] = ONNX_TYPES.get(precision, "FLOAT")
+    return types
 
-    u8 counts too, because OpenVINO shifts a convolution's signed inputs to unsigned for the processor's dot product.
-    """
-    return sum(count["i8"] + count["u8"] for count in map(Counter, layer_precisions(engine).values()))
+
+def int8_layers(engine: OpenVinoEngine) -> int:
+    """The number of convolutions and matrix products that run with int8 kernels; none in a quantized file: no gain."""
+    return sum(precision == "i8" for _, precision, _ in arithmetic_layers(engine))

@@ -26,10 +26,12 @@ half of the simulation's: an engine that quantizes nothing is none.
 """
 
 import math
+import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -56,7 +58,7 @@ FAULTS = {  # of a layer, which would show in its output
 }
 MOST_LEAN = 0.5  # of the way that a fault would take the output
 VISIBLE = 1e-3  # a fault that adds less to an output, relative to its norm, is hidden
-LEAST_SHARE = 0.1  # of an output, that the numbers of a scale make; one with less is hidden
+LEAST_SHARE = 0.1  # of what fp16 rounds in an output, that the numbers of a scale make; one with less is hidden
 TOKENS, PIXELS = 256, 16  # what is compared of a layer's input: tokens of a linear, height and width of a convolution
 
 Outputs = Mapping[str, Mapping[str, Tensor]]  # tensors by part and by the output's name
@@ -137,7 +139,9 @@ class Simulation:
 
     network: nn.Module  # with the quantizers
     output: Tensor  # of the whole network
-    inputs: dict[str, Tensor]  # fp16, by quantized layer: a crop of its input in this call, away from where codes change
+    inputs: dict[
+        str, Tensor
+    ]  # fp16, by quantized layer: a crop of its input in this call, away from where codes change
 
 
 def run_simulation(
@@ -207,6 +211,7 @@ class LayerDifference:
 
     relative_error: float
     leans: dict[str, float | None]  # by fault: how much of its way the difference goes; None: it could not show
+    hidden_scales: float = 0.0  # share of the weight's scales that make too little of the output to show
 
 
 @full_precision()
@@ -216,24 +221,19 @@ def layer_difference(module: nn.Module, layer: LayerAssignment, x: Tensor, actua
 
     A linear's output is without its bias, which is added behind the MatMul; a convolution's has it.
     """
-    x = x.to(module.weight)
+    x = x.to(module.get_parameter("weight"))
     forward = lambda: module.forward(x)  # noqa: E731  # without the hook that adds a low-rank branch
-    simulated, bias = forward(), 0 if module.bias is None else per_output(module.bias, is_linear(layer))
+    simulated, bias = forward(), module.bias if is_linear(layer) and module.bias is not None else 0
     with unrounded(module.weight_quantizer):
         steps = {"weight": forward() - simulated}
     if layer.activation_format is not None:
         with unrounded(module.input_quantizer):
             steps["input"] = forward() - simulated
-    product = simulated - bias
-    expected = product if is_linear(layer) else simulated
+    expected = simulated - bias
     difference = actual.to(expected) - expected
     leans = {fault: lean(difference, step, expected) for fault, step in steps.items()}
-    leans["scale"] = scale_lean(module, layer, x, rows(product, layer), rows(difference, layer))
-    return LayerDifference(distance(expected, actual.to(expected)), leans)
-
-
-def per_output(bias: Tensor, linear: bool) -> Tensor:
-    return bias if linear else bias[:, None, None]
+    leans["scale"], hidden_scales = scale_lean(module, layer, x, rows(expected, layer), rows(difference, layer))
+    return LayerDifference(distance(expected, actual.to(expected)), leans, hidden_scales)
 
 
 def rows(output: Tensor, layer: LayerAssignment) -> Tensor:
@@ -249,38 +249,39 @@ def lean(difference: Tensor, step: Tensor, output: Tensor) -> float | None:
 
 
 def scale_lean(
-    module: nn.Module, layer: LayerAssignment, x: Tensor, product: Tensor, difference: Tensor
-) -> float | None:
-    """The largest ``lean`` of all scales of the weight, of either sign; ``product`` [rows, N] is the output's.
+    module: nn.Module, layer: LayerAssignment, x: Tensor, output: Tensor, difference: Tensor
+) -> tuple[float | None, float]:
+    """The largest ``lean``, of either sign, of the weight's scales that show, and the share of those that do not.
 
-    A scale of a whole weight is one for all columns, one of a channel for a column, one of a block for its share of it.
+    ``output`` and ``difference`` are [rows, N]. Of a scale, the step is SCALE_FAULT of what its numbers add to the
+    output: a whole weight's to all of it, a channel's to a column, a block's to its share of a column.
     """
-    block = FORMATS[layer.format].block
-    if block is None:
-        if layer.weight_axis is None:
-            product, difference = product.reshape(-1, 1), difference.reshape(-1, 1)
-        shares = iter([product])
-    else:
-        shares = shares_of_blocks(module, layer, x, block)
-    largest = None
-    for share in shares:
-        step = SCALE_FAULT * share
-        visible = (share.norm(dim=0) >= LEAST_SHARE * product.norm(dim=0)) & step.any(dim=0)
-        if visible.any():
-            leans = ((difference * step).sum(0) / step.square().sum(0))[visible]
-            largest = max(largest or 0.0, leans.abs().max().item())
-    return largest
+    inputs, weight = factors(module, layer, x)
+    # what fp16 rounds, squared: the terms of the sums, and the sums
+    magnitude = inputs.square().sum(0) @ weight.T.square() + output.square().sum(0)
+    block, columns = FORMATS[layer.format].block, weight.shape[1]
+    whole = block is None and layer.weight_axis is None
+    if whole:
+        difference, magnitude = difference.reshape(-1, 1), magnitude.sum()
+    leans, total = [], 0
+    for start in range(0, columns, block or columns):
+        taken = slice(start, start + (block or columns))
+        share = inputs[:, taken] @ weight[:, taken].T
+        step = SCALE_FAULT * (share.reshape(-1, 1) if whole else share)
+        visible = (step.square().sum(0) >= (SCALE_FAULT * LEAST_SHARE) ** 2 * magnitude) & step.any(dim=0)
+        leans.append(((difference * step).sum(0) / step.square().sum(0))[visible].abs())
+        total += step.shape[1]
+    shown = torch.cat(leans)
+    return (shown.max().item() if len(shown) else None), 1 - len(shown) / total
 
 
-def shares_of_blocks(module: nn.Module, layer: LayerAssignment, x: Tensor, block: int) -> Iterator[Tensor]:
-    """What each block of a weight's inputs adds to the output, [rows, N]."""
+def factors(module: Any, layer: LayerAssignment, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The quantized inputs [rows, K] and weight [N, K] whose product is the output, without its bias."""
     inputs, weight = module.input_quantizer(x), module.weight_quantizer(module.weight).flatten(1)
     if not is_linear(layer):
         windows = {name: getattr(module, name) for name in ("dilation", "padding", "stride")}
         inputs = F.unfold(inputs, module.kernel_size, **windows).movedim(1, -1)
-    inputs = inputs.flatten(0, -2)
-    for start in range(0, weight.shape[1], block):
-        yield inputs[:, start : start + block] @ weight[:, start : start + block].T
+    return inputs.flatten(0, -2), weight
 
 
 def layer_parity(
@@ -316,6 +317,7 @@ def layers_entry(differences: Mapping[str, LayerDifference], assignment: Mapping
     worst = max(errors, key=lambda name: errors[name] / tolerances[name])
     entry = checked_entry(f"layer {worst}", errors[worst], tolerances[worst])  # so all numbers that follow are finite
     faults = {fault: fault_entry(fault, differences) for fault in FAULTS}
+    faults["scale"]["hidden_scales"] = statistics.fmean(each.hidden_scales for each in differences.values())
     return {"count": len(errors), "worst": worst, **entry, "faults": faults}
 
 

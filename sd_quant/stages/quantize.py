@@ -33,7 +33,7 @@ from sd_quant.stages.load import load
 from sd_quant.stages.open_parts import check_cuda_graph
 from sd_quant.stages.results import Results, record_of
 from sd_quant.stages.variants import variants_of
-from sd_quant.stages.verify import verify
+from sd_quant.stages.verify import executed_layers, verify
 from sd_quant.trackers import track
 
 LOG = logging.getLogger(__name__)
@@ -110,8 +110,11 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> Record:
             loaded.checkpoint, variants.engines, prompts, job.infer, variants.together, variants.simulated
         )
     with step("parity"):
+        executed = executed_layers(loaded, assignment, variants, job.infer.engine, directory)
         parity = verify(loaded, assignment, variants, comparison, job.infer.engine, directory)
-    results = Results(loaded, assignment, sensitivity, plans, comparison, simulated, latency, parity, step.stages)
+    results = Results(
+        loaded, assignment, sensitivity, plans, comparison, simulated, latency, parity, executed, step.stages
+    )
     record = record_of(job, facts, results, directory)
     write_json(directory / "provenance.json", facts)
     write_record(record, directory)

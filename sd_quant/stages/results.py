@@ -13,7 +13,7 @@ from sd_quant.metrics.fidelity import fidelity
 from sd_quant.metrics.memory import peak_cuda_memory_bytes, peak_memory_bytes
 from sd_quant.models.checkpoint import samples_per_image
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.report.record import DONE, SCHEMA_VERSION, Knobs, Layers, Plan, Record, Sizes, Stage, explained
+from sd_quant.report.record import DONE, SCHEMA_VERSION, Executed, Knobs, Layers, Plan, Record, Sizes, Stage, explained
 from sd_quant.simulation.sensitivity import Sensitivity
 from sd_quant.stages.compare import Comparison
 from sd_quant.stages.job_folder import fingerprint
@@ -34,6 +34,7 @@ class Results:
     simulated: str | None  # why the quantized variant is the simulation and no engine; None where it is an engine
     latency: dict
     parity: dict
+    executed: dict  # in which numbers the quantized layers are multiplied
     stages: dict  # seconds and peak memory by step
 
 
@@ -67,6 +68,7 @@ def record_of(job: QuantizeJob, facts: dict, results: Results, directory: Path) 
             job.metrics, job.infer, prompts, {FULL_PRECISION: framework.images, QUANTIZED: quantized.images}
         ),
         parity=results.parity,
+        executed=cast(Executed, results.executed),
         layers=count_layers(results.assignment),
         smoothing=count_smoothing(results.assignment, artifact(directory, "onnx", loaded.denoiser)),
         sensitivity={"curve": results.sensitivity.curve}

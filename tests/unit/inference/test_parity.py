@@ -103,16 +103,18 @@ def test_the_worst_layer_is_the_one_nearest_its_tolerance():
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_layer_may_go_half_of_the_way_to_a_fault(fault):
-    assert layers_of(**{fault: 0.4})["faults"][fault] == {
-        "worst": "wide", "lean": 0.4, "limit": 0.5, "layers": 2, "hidden": 0,
-    }  # fmt: skip
+    entry = layers_of(**{fault: 0.4})["faults"][fault]
+    assert entry.pop("hidden_scales", 0) == 0
+    assert entry == {"worst": "wide", "lean": 0.4, "limit": 0.5, "layers": 2, "hidden": 0}
     with pytest.raises(SdQuantError, match="computes the layer wide as if .*(rounded|off)"):
         layers_of(**{fault: 0.6})
 
 
 def test_layers_that_cannot_show_a_fault_are_counted():
     assert layers_of(input=None)["faults"]["input"]["hidden"] == 1
-    assert layers_of()["faults"]["scale"] == {"worst": None, "lean": None, "limit": 0.5, "layers": 0, "hidden": 0}
+    assert layers_of()["faults"]["scale"] == {
+        "worst": None, "lean": None, "limit": 0.5, "layers": 0, "hidden": 0, "hidden_scales": 0.0,
+    }  # fmt: skip
 
 
 def test_a_lean_is_the_share_of_the_way_whatever_lies_across():

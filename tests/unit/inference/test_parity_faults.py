@@ -14,17 +14,20 @@ import torch.nn.functional as F
 from onnx import numpy_helper
 from torch import Tensor, nn
 
+from sd_quant.engines import load_engine, products_of
 from sd_quant.engines.torch import TorchEngine
 from sd_quant.errors import SdQuantError
+from sd_quant.export.layer_cut import names_of_products
 from sd_quant.export.qdq import write_onnx
 from sd_quant.export.tracing import copy_of, trace
 from sd_quant.inference import parity
+from sd_quant.inference.executed import types_of_layers
 from sd_quant.inference.parity import layer_difference, layers_entry, native_outputs, run_simulation
 from sd_quant.models.parts import Contract
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.simulation.modelopt import simulate
-from sd_quant.simulation.native import with_native_layers
+from sd_quant.simulation.native import products_of_layers, with_native_layers
 
 WIDTH, HIDDEN = 64, 256
 FAULTY = ("conv", "up", "down")
@@ -244,3 +247,29 @@ def test_a_fault_too_small_to_be_seen_is_counted_as_hidden(export):
     assert leans["weight"] is None and leans["input"] == leans["scale"] == 0
     entry = layers_entry({"down": layer_difference(module, layer, x, exact)}, assignment)
     assert entry["faults"]["weight"]["hidden"] == 0
+
+
+@pytest.mark.parametrize(
+    "recipe, engine, multiplied",
+    [
+        ("int8", "openvino", "INT8"),
+        ("int4_weight_only", "openvino", "FLOAT"),
+        ("fp8", "openvino", "FLOAT"),
+        ("int8", "onnxruntime", "FLOAT"),
+        ("fp8", "onnxruntime", "FLOAT"),
+    ],
+)
+def test_a_runtime_says_in_which_numbers_it_multiplies(export, recipe, engine, multiplied):
+    """OpenVINO has kernels for INT8; ONNX Runtime fuses none of this export's Q/DQ pairs, whose scales are fp16."""
+    assignment, _, path = export(recipe)
+    products = products_of(load_engine(engine, path), path)
+    types = types_of_layers(products, names_of_products(path, assignment, ""))
+    assert types == dict.fromkeys(FAULTY, multiplied)
+
+
+def test_layers_of_codes_are_counted(export, network):
+    native = Network().eval().requires_grad_(False)
+    with_native_layers(native, export("fp8")[0])
+    assert products_of_layers(native, export("fp8")[0]) == {
+        "conv": "FLOAT", "up": "FLOAT8E4M3FN", "down": "FLOAT8E4M3FN",
+    }  # fmt: skip
