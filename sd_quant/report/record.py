@@ -134,7 +134,7 @@ class Executed(TypedDict):
 
 class Stage(TypedDict):
     seconds: float
-    peak_memory_bytes: float  # of the process up to the stage's end
+    peak_memory_bytes: float  # of the stage alone, with the processes that it started
 
 
 class Machine(TypedDict, total=False):

@@ -113,7 +113,7 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> Record:
         executed = executed_layers(loaded, assignment, variants, job.infer.engine, directory)
         parity = verify(loaded, assignment, variants, comparison, job.infer.engine, directory)
     results = Results(
-        loaded, assignment, sensitivity, plans, comparison, simulated, latency, parity, executed, step.stages
+        loaded, assignment, sensitivity, plans, comparison, simulated, latency, parity, executed, step.stages, step.peak
     )
     record = record_of(job, facts, results, directory)
     write_json(directory / "provenance.json", facts)

@@ -2,7 +2,6 @@
 
 import logging
 import re
-import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ from sd_quant.engines.tensorrt.library import device_target, library_logger, run
 from sd_quant.engines.tensorrt.plan import PlanReport, record_path
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError
 from sd_quant.files import atomic_path, sha256, write_json
+from sd_quant.process import peak_memory_bytes
 from sd_quant.text import one_line
 
 Shape = Sequence[int]
@@ -103,7 +103,7 @@ def build_plan(
         sha256=sha256(plan_path),
         bytes=plan_path.stat().st_size,
         seconds=round(time.perf_counter() - started, 3),
-        peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        peak_memory_bytes=peak_memory_bytes(),
         timing_cache=times.name if times else None,
     )
     write_json(record_path(plan_path), asdict(report))
