@@ -1,4 +1,4 @@
-"""What this process has of the machine: memory at its peak, cores and threads."""
+"""What this process has of the machine: memory at its peak, and cores."""
 
 import os
 import resource
@@ -47,12 +47,3 @@ def quota_of_cgroup() -> float | None:
         except OSError:
             return None
     return None if limit in ("max", "-1") else int(limit) / int(period)
-
-
-def threads() -> int:
-    """With how many threads torch and every runtime compute, so that all variants have the same.
-
-    OMP_NUM_THREADS if it is given, as torch heeds it and other runtimes do not, else one for each core.
-    """
-    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    return int(given) if given.isdecimal() and int(given) else cores()

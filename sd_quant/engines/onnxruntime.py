@@ -13,6 +13,7 @@ import onnxruntime
 import torch
 
 from sd_quant.devices import CPU
+from sd_quant.devices import threads as default_threads
 from sd_quant.engines.base import cast_inputs, onnx_files
 from sd_quant.errors import ArtifactError, ResourceError
 from sd_quant.text import one_line
@@ -45,6 +46,7 @@ class OnnxRuntimeEngine:
         self.session = session
         self.inputs = {port.name: DTYPES[port.type] for port in session.get_inputs()}
         self.outputs = [port.name for port in session.get_outputs()]
+        self.threads = session.get_session_options().intra_op_num_threads
 
     def __call__(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         arrays = {name: tensor.numpy() for name, tensor in cast_inputs(self.inputs, inputs).items()}
@@ -60,7 +62,7 @@ class OnnxRuntimeEngine:
 
 
 def load(path: Path, *, threads: int | None = None) -> OnnxRuntimeEngine:
-    """Load an ONNX file onto the CPU provider and no other.
+    """Load an ONNX file onto the CPU provider and no other. ``threads`` is by default torch's.
 
     Raises ArtifactError when the file is broken and ResourceError when another provider would run it. ONNX Runtime
     would only warn and fall back, and latencies would be those of another device.
@@ -87,8 +89,7 @@ def session_options(path: Path, threads: int | None = None) -> onnxruntime.Sessi
     if any(tensor.data_type == onnx.TensorProto.FLOAT8E4M3FN for tensor in graph.initializer):
         # its optimizers move quantizers in front of transposes, which it cannot do in FP8
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    if threads is not None:
-        options.intra_op_num_threads = threads
+    options.intra_op_num_threads = threads or default_threads()
     return options
 
 

@@ -12,6 +12,7 @@ import openvino
 import torch
 
 from sd_quant.devices import CPU
+from sd_quant.devices import threads as default_threads
 from sd_quant.engines.base import cast_inputs, onnx_files
 from sd_quant.errors import ArtifactError, ResourceError
 from sd_quant.text import one_line
@@ -45,6 +46,7 @@ class OpenVinoEngine:
         self.compiled, self.outputs = compiled, outputs
         types = (DTYPES[port.element_type.get_type_name()] for port in compiled.inputs)
         self.inputs = dict(zip(inputs, types, strict=True))
+        self.threads = compiled.get_property("INFERENCE_NUM_THREADS")
 
     def __call__(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         arrays = {name: tensor.numpy() for name, tensor in cast_inputs(self.inputs, inputs).items()}
@@ -61,7 +63,7 @@ class OpenVinoEngine:
 
 
 def load(path: Path, *, threads: int | None = None) -> OpenVinoEngine:
-    """Compile an ONNX file for this machine's CPU; dynamic dimensions stay dynamic.
+    """Compile an ONNX file for this machine's CPU; dynamic dimensions stay dynamic. ``threads`` is by default torch's.
 
     Raises ArtifactError when the file is broken and ResourceError when OpenVINO would not run it on the CPU.
     """
@@ -72,10 +74,9 @@ def load(path: Path, *, threads: int | None = None) -> OpenVinoEngine:
     settings: dict[str, str | int] = {
         "PERFORMANCE_HINT": "LATENCY",
         "INFERENCE_PRECISION_HINT": "f32",
+        "INFERENCE_NUM_THREADS": threads or default_threads(),
         "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,  # else OpenVINO quantizes inputs of linears with quantized weights
     }
-    if threads is not None:
-        settings["INFERENCE_NUM_THREADS"] = threads
     try:
         model = core.read_model(path)
         names = [port.node.friendly_name for port in model.inputs], [port.any_name for port in model.outputs]

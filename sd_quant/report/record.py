@@ -143,6 +143,10 @@ class Machine(TypedDict, total=False):
     cpu: str | None
     cpu_int8: list[str]
     usable_cores: float
+    affinity: list[float] | None  # the numbers of these cores
+    threads: float  # with how many of them torch and every runtime compute
+    cpu_mhz: list[float]
+    cpu_governor: str | None
     memory_bytes: float
     gpus: list[str]
 

@@ -12,6 +12,7 @@ import yaml
 
 from sd_quant.cache import Cache, locked
 from sd_quant.config import QuantizeJob, anchored
+from sd_quant.devices import threads
 from sd_quant.engines import RUNTIMES, check_installed, why_not
 from sd_quant.errors import ResourceError
 from sd_quant.files import write_json, write_text
@@ -80,6 +81,7 @@ def check_runtimes(job: QuantizeJob) -> None:
 
 def run(job: QuantizeJob, directory: Path, facts: dict) -> Record:
     """Take all steps in their order, write the record and return it."""
+    torch.set_num_threads(threads())
     step, cache = StageTimer(), Cache(anchored(job.cache.dir) if job.cache.dir else None, job.cache.limit_gb * 1e9)
     prompts, sha256 = job.infer.prompt_list(), facts["inputs"]["checkpoint"]["sha256"]
     simulated = why_not(job.infer.engine, job.formats())

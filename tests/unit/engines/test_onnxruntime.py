@@ -63,3 +63,10 @@ def test_what_it_fuses_multiplies_codes(tmp_path):
     products = onnxruntime.products(onnxruntime.load(path, threads=1), path)
     assert products["fused"] == "INT8" and products["plain"] == "FLOAT"
     assert [file.name for file in tmp_path.iterdir()] == ["pairs.onnx"]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_it_computes_with_torchs_threads(tiny, monkeypatch, count):
+    monkeypatch.setattr(onnxruntime, "default_threads", lambda: count)
+    assert onnxruntime.load(tiny.path).threads == count
+    assert onnxruntime.load(tiny.path, threads=1).threads == 1

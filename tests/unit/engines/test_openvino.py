@@ -104,3 +104,10 @@ def test_weights_that_are_dequantized_first_are_no_int8_layers(tmp_path):
 
 def test_the_nodes_of_the_file_are_found_in_the_graph_that_runs(tiny, float_onnx):
     assert openvino.products(openvino.load(tiny.path, threads=1), tiny.path)["y"] == "INT8"
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_it_computes_with_torchs_threads(tiny, monkeypatch, count):
+    monkeypatch.setattr(openvino, "default_threads", lambda: count)
+    assert openvino.load(tiny.path).threads == count
+    assert openvino.load(tiny.path, threads=1).threads == 1
