@@ -10,7 +10,7 @@ name it.
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -56,7 +56,7 @@ class Runtime:
     unquantized: bool = True  # whether it can compute without an assignment, as infer.py does
     compiled: bool = False  # whether its modules go through torch.compile
     ahead_of_time: bool = False  # whether it builds plans for named GPUs on a machine without one
-    layer_runtime: str | None = None  # the runtime that computes single layers cut out of the graph; None: itself
+    build: str | None = None  # ``module:function`` that makes what it loads of an ONNX file; None: it loads that
     # (where, fmt) -> why it cannot execute the format in ``where``, which is weights, inputs or attention, or None
     refuses: Callable[[str, Format], str | None] = executes_all
     bytes_per_parameter: float = 4.0  # memory at its peak, measured by benchmarks/full_size.py and rounded up
@@ -75,19 +75,17 @@ RUNTIMES: dict[str, Runtime] = {
         Runtime(
             "onnxruntime", "onnx", "cpu", package="onnxruntime", extra="onnxruntime",
             load="sd_quant.engines.onnxruntime:load", products="sd_quant.engines.onnxruntime:products",
-            refuses=refused_by_onnxruntime,
-            bytes_per_parameter=OPENVINO_BYTES,
+            refuses=refused_by_onnxruntime, bytes_per_parameter=OPENVINO_BYTES,
         ),
         Runtime(
             "tensorrt", "plan", "cuda", package="tensorrt", extra="tensorrt",
             load="sd_quant.engines.tensorrt.run:load", products="sd_quant.engines.tensorrt.inspect:products",
-            layer_runtime="openvino", bytes_per_parameter=OPENVINO_BYTES,
+            build="sd_quant.engines.tensorrt.build:build_for", bytes_per_parameter=OPENVINO_BYTES,
         ),
         Runtime(
             "tensorrt_rtx", "plan", "cuda", package="tensorrt_rtx", extra="rtx",
             load="sd_quant.engines.tensorrt.run:load_rtx", products="sd_quant.engines.tensorrt.inspect:products",
-            ahead_of_time=True, layer_runtime="openvino",
-            bytes_per_parameter=OPENVINO_BYTES,
+            build="sd_quant.engines.tensorrt.build:build_for", ahead_of_time=True, bytes_per_parameter=OPENVINO_BYTES,
         ),
         Runtime("torch", None, "best", package="torch", extra="torch", quantized=False),
         Runtime("torch_native", None, "best", package="torch", extra="torch", unquantized=False),
@@ -131,6 +129,15 @@ def load_engine(name: str, path: Path, **options: object) -> Engine:
             f"the engine {name} cannot be imported here ({error}); install it with: pip install 'sd-quant[{extra}]'"
         ) from error
     return load(path, **options)
+
+
+def loadable(name: str, onnx_path: Path, shapes: Mapping[str, Sequence[int]]) -> Path:
+    """What the runtime ``name`` loads of an ONNX file: the file, or one that is built beside it for these shapes.
+
+    ``shapes`` are those of the inputs. Raises what the runtime's builder raises.
+    """
+    build = RUNTIMES[name].build
+    return onnx_path if build is None else pkgutil.resolve_name(build)(onnx_path, name, shapes)
 
 
 def products_of(engine: Engine, path: Path) -> dict[str, str]:

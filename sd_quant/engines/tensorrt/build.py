@@ -110,6 +110,13 @@ def build_plan(
     return report
 
 
+def build_for(onnx_path: Path, library: str, shapes: Mapping[str, Shape]) -> Path:
+    """The plan of an ONNX file, built beside it for this machine's GPU and inputs of these shapes alone."""
+    plan_path = onnx_path.with_suffix(".plan")
+    build_plan(onnx_path, plan_path, library=library, profile={name: (shape,) * 3 for name, shape in shapes.items()})
+    return plan_path
+
+
 def timing_name(library: str, version: str) -> str:
     """The name of the file with the times of kernels, which hold for one kind of GPU and one version of the library."""
     return f"{library}_{version}_{re.sub('[^A-Za-z0-9]+', '-', torch.cuda.get_device_name())}.timing"

@@ -4,6 +4,7 @@ A fault is made in the file of single layers, where the runtime would make it: e
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,8 @@ from onnx import numpy_helper
 from torch import Tensor, nn
 
 from sd_quant.engines import load_engine, products_of
+from sd_quant.engines.tensorrt import build as building
+from sd_quant.engines.tensorrt.plan import describe_plan
 from sd_quant.engines.torch import TorchEngine
 from sd_quant.errors import SdQuantError
 from sd_quant.export.layer_cut import names_of_products
@@ -273,3 +276,22 @@ def test_layers_of_codes_are_counted(export, network):
     assert products_of_layers(native, export("fp8")[0]) == {
         "conv": "FLOAT", "up": "FLOAT8E4M3FN", "down": "FLOAT8E4M3FN",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", ["int8", "fp8", "int4_weight_only"])
+def test_layers_of_a_plan_are_those_of_a_plan(export, monkeypatch, recipe):
+    """Built by the job's own library. It runs on a GPU only, so that another runtime computes the file of this one."""
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT for RTX is not installed")
+    assignment, simulation, path = export(recipe)
+    loaded = []
+
+    def load(name: str, plan: Path):
+        described = describe_plan(plan)
+        loaded.append((name, described["library"], described["complete"]))
+        return load_engine("openvino", plan.with_suffix(".onnx"))
+
+    monkeypatch.setattr(building, "build_plan", partial(building.build_plan, compute_capabilities=["SM89"]))
+    monkeypatch.setattr(parity, "load_engine", load)
+    outputs = parity.layer_outputs(simulation, assignment, path, "", "tensorrt_rtx")
+    assert loaded == [("tensorrt_rtx", "tensorrt_rtx", True)]
+    assert outputs.keys() == simulation.inputs.keys() and not list(path.parents[2].glob("*.plan"))
