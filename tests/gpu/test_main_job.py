@@ -23,8 +23,10 @@ def packages():
 
 
 def run(directory: Path, *overrides: str, plans: str = "none") -> dict:
-    command = [sys.executable, "quantize.py", "quant_level=3", f"export_trt={plans}", "calib_size=2",
-               "quantize.n_steps=4", "infer.steps=4", f"cache.dir={directory / 'cache'}", f"hydra.run.dir={directory / 'run'}"]  # fmt: skip
+    command = [
+        *(sys.executable, "quantize.py", "quant_level=3", f"export_trt={plans}", "calib_size=2", "quantize.n_steps=4"),
+        *("infer.steps=4", f"cache.dir={directory / 'cache'}", f"hydra.run.dir={directory / 'run'}"),
+    ]
     result = subprocess.run([*command, *overrides], cwd=ROOT, capture_output=True, text=True, timeout=540)
     assert result.returncode == 0, result.stderr
     return json.loads((directory / "run" / "metrics.json").read_text(encoding="utf-8"))
