@@ -1,4 +1,4 @@
-"""Where torch computes: the current GPU, or the processor where there is none.
+"""Where torch computes, the current GPU or the processor where there is none, and with how many threads.
 
 The road not taken is a knob for it: whoever wants the processor on a machine with a GPU hides the GPU, with
 CUDA_VISIBLE_DEVICES, from all that a job starts.
@@ -9,11 +9,22 @@ from contextlib import contextmanager
 
 import torch
 
+from sd_quant.process import cores
+
 CPU = torch.device("cpu")
 
 
 def best_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
+
+
+def threads() -> int:
+    """With how many threads torch and every other runtime compute on the processor, so that all have the same.
+
+    As many as torch takes, which heeds OMP_NUM_THREADS and takes no two for one core, within what a container has. Left
+    to themselves, OpenVINO and ONNX Runtime heed neither, and were compared with torch on fewer cores than they had.
+    """
+    return max(1, min(torch.get_num_threads(), cores()))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ name it.
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -51,11 +51,12 @@ class Runtime:
     package: str  # the Python package that it takes
     extra: str  # the extra in pyproject.toml that installs the package
     load: str | None = None  # ``module:function`` that opens a file
+    products: str | None = None  # ``module:function`` that says what an opened file multiplies, see ``products_of``
     quantized: bool = True  # whether it can compute the quantized model; False: a baseline only
     unquantized: bool = True  # whether it can compute without an assignment, as infer.py does
     compiled: bool = False  # whether its modules go through torch.compile
     ahead_of_time: bool = False  # whether it builds plans for named GPUs on a machine without one
-    layer_runtime: str | None = None  # the runtime that computes single layers cut out of the graph; None: itself
+    build: str | None = None  # ``module:function`` that makes what it loads of an ONNX file; None: it loads that
     # (where, fmt) -> why it cannot execute the format in ``where``, which is weights, inputs or attention, or None
     refuses: Callable[[str, Format], str | None] = executes_all
     bytes_per_parameter: float = 4.0  # memory at its peak, measured by benchmarks/full_size.py and rounded up
@@ -68,21 +69,23 @@ RUNTIMES: dict[str, Runtime] = {
     for row in (
         Runtime(
             "openvino", "onnx", "cpu", package="openvino", extra="openvino", load="sd_quant.engines.openvino:load",
-            refuses=refused_by_openvino, bytes_per_parameter=OPENVINO_BYTES,
+            products="sd_quant.engines.openvino:products", refuses=refused_by_openvino,
+            bytes_per_parameter=OPENVINO_BYTES,
         ),
         Runtime(
             "onnxruntime", "onnx", "cpu", package="onnxruntime", extra="onnxruntime",
-            load="sd_quant.engines.onnxruntime:load", refuses=refused_by_onnxruntime,
-            bytes_per_parameter=OPENVINO_BYTES,
+            load="sd_quant.engines.onnxruntime:load", products="sd_quant.engines.onnxruntime:products",
+            refuses=refused_by_onnxruntime, bytes_per_parameter=OPENVINO_BYTES,
         ),
         Runtime(
             "tensorrt", "plan", "cuda", package="tensorrt", extra="tensorrt",
-            load="sd_quant.engines.tensorrt.run:load", layer_runtime="openvino", bytes_per_parameter=OPENVINO_BYTES,
+            load="sd_quant.engines.tensorrt.run:load", products="sd_quant.engines.tensorrt.inspect:products",
+            build="sd_quant.engines.tensorrt.build:build_for", bytes_per_parameter=OPENVINO_BYTES,
         ),
         Runtime(
             "tensorrt_rtx", "plan", "cuda", package="tensorrt_rtx", extra="rtx",
-            load="sd_quant.engines.tensorrt.run:load_rtx", ahead_of_time=True, layer_runtime="openvino",
-            bytes_per_parameter=OPENVINO_BYTES,
+            load="sd_quant.engines.tensorrt.run:load_rtx", products="sd_quant.engines.tensorrt.inspect:products",
+            build="sd_quant.engines.tensorrt.build:build_for", ahead_of_time=True, bytes_per_parameter=OPENVINO_BYTES,
         ),
         Runtime("torch", None, "best", package="torch", extra="torch", quantized=False),
         Runtime("torch_native", None, "best", package="torch", extra="torch", unquantized=False),
@@ -126,3 +129,21 @@ def load_engine(name: str, path: Path, **options: object) -> Engine:
             f"the engine {name} cannot be imported here ({error}); install it with: pip install 'sd-quant[{extra}]'"
         ) from error
     return load(path, **options)
+
+
+def loadable(name: str, onnx_path: Path, shapes: Mapping[str, Sequence[int]]) -> Path:
+    """What the runtime ``name`` loads of an ONNX file: the file, or one that is built beside it for these shapes.
+
+    ``shapes`` are those of the inputs. Raises what the runtime's builder raises.
+    """
+    build = RUNTIMES[name].build
+    return onnx_path if build is None else pkgutil.resolve_name(build)(onnx_path, name, shapes)
+
+
+def products_of(engine: Engine, path: Path) -> dict[str, str]:
+    """What an engine that was opened from ``path`` multiplies: by the node's name in the ONNX file, a name of
+    onnx.TensorProto, such as INT8 where codes are multiplied and FLOAT where they are dequantized first.
+
+    Read from the graph that runs, after fusion, not from the file. Nodes that the runtime does not name are absent.
+    """
+    return pkgutil.resolve_name(RUNTIMES[engine.name].products)(engine, path)

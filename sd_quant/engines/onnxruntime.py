@@ -4,13 +4,16 @@ It is here to check the exported graph, not for speed: its CPU provider runs mos
 floating point.
 """
 
+import re
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import onnx
 import onnxruntime
 import torch
 
 from sd_quant.devices import CPU
+from sd_quant.devices import threads as default_threads
 from sd_quant.engines.base import cast_inputs, onnx_files
 from sd_quant.errors import ArtifactError, ResourceError
 from sd_quant.text import one_line
@@ -29,6 +32,11 @@ DTYPES = {
 }
 
 
+# operators of its own and of ONNX that multiply codes; what it does not fuse multiplies dequantized numbers
+MULTIPLY_CODES = {"ConvInteger", "MatMulInteger", "MatMulIntegerToFloat", "QGemm", "QLinearConv", "QLinearMatMul"}
+MULTIPLY_FLOATS = {"Conv", "FusedConv", "FusedMatMul", "Gemm", "MatMul", "MatMulNBits", "NhwcFusedConv"}
+
+
 class OnnxRuntimeEngine:
     """A session as an ``Engine``."""
 
@@ -38,6 +46,7 @@ class OnnxRuntimeEngine:
         self.session = session
         self.inputs = {port.name: DTYPES[port.type] for port in session.get_inputs()}
         self.outputs = [port.name for port in session.get_outputs()]
+        self.threads = session.get_session_options().intra_op_num_threads
 
     def __call__(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         arrays = {name: tensor.numpy() for name, tensor in cast_inputs(self.inputs, inputs).items()}
@@ -53,7 +62,7 @@ class OnnxRuntimeEngine:
 
 
 def load(path: Path, *, threads: int | None = None) -> OnnxRuntimeEngine:
-    """Load an ONNX file onto the CPU provider and no other.
+    """Load an ONNX file onto the CPU provider and no other. ``threads`` is by default torch's.
 
     Raises ArtifactError when the file is broken and ResourceError when another provider would run it. ONNX Runtime
     would only warn and fall back, and latencies would be those of another device.
@@ -61,15 +70,7 @@ def load(path: Path, *, threads: int | None = None) -> OnnxRuntimeEngine:
     onnx_files(path)
     if PROVIDER not in onnxruntime.get_available_providers():
         raise ResourceError(f"this build of ONNX Runtime has no {PROVIDER}; install the package onnxruntime")
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = ERRORS_ONLY
-    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")  # fp32; else inputs become INT8
-    graph = onnx.load(path, load_external_data=False).graph
-    if any(tensor.data_type == onnx.TensorProto.FLOAT8E4M3FN for tensor in graph.initializer):
-        # its optimizers move quantizers in front of transposes, which it cannot do in FP8
-        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    if threads is not None:
-        options.intra_op_num_threads = threads
+    options = session_options(path, threads)
     try:
         session = onnxruntime.InferenceSession(path, options, providers=[PROVIDER])
     except Exception as error:  # ONNX Runtime's exceptions have no common base class
@@ -77,3 +78,28 @@ def load(path: Path, *, threads: int | None = None) -> OnnxRuntimeEngine:
     if session.get_providers() != [PROVIDER]:
         raise ResourceError(f"ONNX Runtime was asked for {PROVIDER} but would run on {session.get_providers()}")
     return OnnxRuntimeEngine(session)
+
+
+def session_options(path: Path, threads: int | None = None) -> onnxruntime.SessionOptions:
+    """How the file at ``path`` is optimized and run."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = ERRORS_ONLY
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")  # fp32; else inputs become INT8
+    graph = onnx.load(path, load_external_data=False).graph
+    if any(tensor.data_type == onnx.TensorProto.FLOAT8E4M3FN for tensor in graph.initializer):
+        # its optimizers move quantizers in front of transposes, which it cannot do in FP8
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.intra_op_num_threads = threads or default_threads()
+    return options
+
+
+def products(engine: OnnxRuntimeEngine, path: Path) -> dict[str, str]:
+    """See ``sd_quant.engines.products_of``. The file is optimized once more, into a temporary one beside it."""
+    with TemporaryDirectory(dir=path.parent) as folder:
+        options, optimized = session_options(path), Path(folder) / "optimized.onnx"
+        options.optimized_model_filepath = str(optimized)
+        options.add_session_config_entry("session.optimized_model_external_initializers_file_name", "weights")
+        onnxruntime.InferenceSession(path, options, providers=[PROVIDER])
+        nodes = onnx.load(optimized, load_external_data=False).graph.node
+    types = dict.fromkeys(MULTIPLY_FLOATS, "FLOAT") | dict.fromkeys(MULTIPLY_CODES, "INT8")
+    return {re.sub(r"_token_\d+$", "", node.name): types[node.op_type] for node in nodes if node.op_type in types}

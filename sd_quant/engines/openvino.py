@@ -12,6 +12,7 @@ import openvino
 import torch
 
 from sd_quant.devices import CPU
+from sd_quant.devices import threads as default_threads
 from sd_quant.engines.base import cast_inputs, onnx_files
 from sd_quant.errors import ArtifactError, ResourceError
 from sd_quant.text import one_line
@@ -26,6 +27,8 @@ DTYPES = {
     "i64": torch.int64,
     "boolean": torch.bool,
 }
+INFO = ("layerType", "primitiveType", "originalLayersNames")  # of a layer of the graph that runs
+ONNX_TYPES = {"i8": "INT8", "f8e4m3": "FLOAT8E4M3FN", "i4": "INT4"}  # of kernels that multiply codes
 ARITHMETIC = ("Convolution", "Deconvolution", "FullyConnected", "MatMul", "ScaledDotProductAttention")
 
 
@@ -43,6 +46,7 @@ class OpenVinoEngine:
         self.compiled, self.outputs = compiled, outputs
         types = (DTYPES[port.element_type.get_type_name()] for port in compiled.inputs)
         self.inputs = dict(zip(inputs, types, strict=True))
+        self.threads = compiled.get_property("INFERENCE_NUM_THREADS")
 
     def __call__(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         arrays = {name: tensor.numpy() for name, tensor in cast_inputs(self.inputs, inputs).items()}
@@ -59,7 +63,7 @@ class OpenVinoEngine:
 
 
 def load(path: Path, *, threads: int | None = None) -> OpenVinoEngine:
-    """Compile an ONNX file for this machine's CPU; dynamic dimensions stay dynamic.
+    """Compile an ONNX file for this machine's CPU; dynamic dimensions stay dynamic. ``threads`` is by default torch's.
 
     Raises ArtifactError when the file is broken and ResourceError when OpenVINO would not run it on the CPU.
     """
@@ -70,10 +74,9 @@ def load(path: Path, *, threads: int | None = None) -> OpenVinoEngine:
     settings: dict[str, str | int] = {
         "PERFORMANCE_HINT": "LATENCY",
         "INFERENCE_PRECISION_HINT": "f32",
+        "INFERENCE_NUM_THREADS": threads or default_threads(),
         "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,  # else OpenVINO quantizes inputs of linears with quantized weights
     }
-    if threads is not None:
-        settings["INFERENCE_NUM_THREADS"] = threads
     try:
         model = core.read_model(path)
         names = [port.node.friendly_name for port in model.inputs], [port.any_name for port in model.outputs]
@@ -85,23 +88,39 @@ def load(path: Path, *, threads: int | None = None) -> OpenVinoEngine:
     return OpenVinoEngine(compiled, *names)
 
 
-def layer_precisions(engine: OpenVinoEngine) -> dict[str, dict[str, int]]:
-    """The number of multiply-accumulate layers by kind and by precision, such as {"MatMul": {"i8": 70, "f32": 2}}.
+def arithmetic_layers(engine: OpenVinoEngine) -> list[tuple[str, str, list[str]]]:
+    """Kind, precision and original names of each multiply-accumulate layer, of the graph that runs, after fusion.
 
-    Read from the graph that runs, after fusion, not from the file.
+    The precision is that of the kernel, the end of its name: runtimePrecision is that of codes that are dequantized in
+    front of the products too. u8 counts as i8, as OpenVINO shifts a convolution's inputs for the processor.
     """
-    counts: dict[str, Counter] = {}
+    layers = []
     for layer in engine.compiled.get_runtime_model().get_ops():
-        info = layer.get_rt_info()
-        kind = info["layerType"].astype(str)
-        if kind in ARITHMETIC:
-            counts.setdefault(kind, Counter())[info["runtimePrecision"].astype(str)] += 1
+        info = {name: value.astype(str) for name, value in layer.get_rt_info().items() if name in INFO}
+        if info["layerType"] in ARITHMETIC:
+            precision = info["primitiveType"].rpartition("_")[2].lower()
+            names = info["originalLayersNames"].split(",")
+            layers.append((info["layerType"], "i8" if precision == "u8" else precision, names))
+    return layers
+
+
+def layer_precisions(engine: OpenVinoEngine) -> dict[str, dict[str, int]]:
+    """The number of multiply-accumulate layers by kind and by precision, such as {"MatMul": {"i8": 70, "f32": 2}}."""
+    counts: dict[str, Counter] = {}
+    for kind, precision, _ in arithmetic_layers(engine):
+        counts.setdefault(kind, Counter())[precision] += 1
     return {kind: dict(precisions) for kind, precisions in counts.items()}
 
 
-def int8_layers(engine: OpenVinoEngine) -> int:
-    """The number of convolutions and matrix products that run with int8 kernels; 0 for a quantized file: no speed-up.
+def products(engine: OpenVinoEngine, path: Path) -> dict[str, str]:
+    """See ``sd_quant.engines.products_of``. A node that was taken apart leaves its name in front of a slash."""
+    types = {}
+    for _, precision, names in arithmetic_layers(engine):
+        for name in names:
+            types[name.partition("/")[0]] = ONNX_TYPES.get(precision, "FLOAT")
+    return types
 
-    u8 counts too, because OpenVINO shifts a convolution's signed inputs to unsigned for the processor's dot product.
-    """
-    return sum(count["i8"] + count["u8"] for count in map(Counter, layer_precisions(engine).values()))
+
+def int8_layers(engine: OpenVinoEngine) -> int:
+    """The number of convolutions and matrix products that run with int8 kernels; none in a quantized file: no gain."""
+    return sum(precision == "i8" for _, precision, _ in arithmetic_layers(engine))

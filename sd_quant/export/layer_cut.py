@@ -8,6 +8,7 @@ output of its own.
 from collections.abc import Mapping
 from pathlib import Path
 
+import onnx
 import onnx_ir as ir
 
 from sd_quant.export.onnx_file import save
@@ -52,6 +53,23 @@ def cut_layers(onnx_path: Path, assignment: Mapping[str, LayerAssignment], path:
     ir.passes.common.RemoveUnusedNodesPass()(model)
     save(model, path)
     return reads
+
+
+def names_of_products(onnx_path: Path, assignment: Mapping[str, LayerAssignment], prefix: str) -> dict[str, list[str]]:
+    """By quantized layer, the names under which a runtime may know the product with its weight.
+
+    They are those of the node and of the addition of the bias, which runtimes fuse with it, and of their outputs.
+    """
+    nodes = onnx.load(onnx_path, load_external_data=False).graph.node
+    readers = {value: node for node in nodes for value in node.input}
+    names = {}
+    for layer in (layer for layer in assignment.values() if layer.format is not None):
+        weight = f"{prefix}{layer.name}.weight"
+        product = readers.get(f"{weight}.shaped") or readers[f"{weight}.dequantized"]
+        reader = readers.get(product.output[0])
+        fused = [product, reader] if reader is not None and reader.op_type == "Add" else [product]
+        names[layer.name] = [name for node in fused for name in (node.name, node.output[0])]
+    return names
 
 
 def readers_for_scales(quantizer: ir.Node) -> list[ir.Node]:

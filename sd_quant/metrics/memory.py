@@ -1,14 +1,18 @@
-"""Peak memory of this process, and the seconds and peak of each stage of a run.
+"""Peak memory of a job, and the seconds and peak of each of its stages.
 
-The peak comes from the kernel's own high-water mark (VmHWM). ``getrusage`` is the usual road and only the second choice
-here: a process inherits its ru_maxrss from the one that started it, so a small job would report a large sweep's.
+The peak comes from the kernel's own high-water mark (VmHWM), which a job sets back where each of its stages begins: the
+jobs of a sweep share a process. ``getrusage`` is the usual road and only the second choice here: nothing sets it back,
+and a process inherits its ru_maxrss from the one that started it, so a small job would report a large sweep's.
+
+Processes that a stage starts, as calibration on several devices does, count too. The kernel keeps no peak of a family,
+so they are looked at ten times a second, and the peak is the process's own or, if it is more, the most that all of them
+have had together at one look. Pages that they share, such as the libraries, count for each of them.
 """
 
 import logging
 import os
 import re
-import resource
-import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,20 +20,58 @@ from time import perf_counter
 
 import torch
 
+from sd_quant.process import peak_memory_bytes, reset_peak
+
 LOG = logging.getLogger("sd_quant")
+SECONDS_BETWEEN_LOOKS = 0.1
 
 
-def peak_memory_bytes() -> int:
-    """Peak of this process's resident memory so far."""
+def children(process: int) -> list[int]:
+    """The processes that ``process`` has started, and those that they have, as far as they are there."""
+    found: list[int] = []
     try:
-        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        status = ""
-    for line in status.splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
+        for thread in Path(f"/proc/{process}/task").iterdir():
+            for child in map(int, (thread / "children").read_text(encoding="ascii").split()):
+                found += [child, *children(child)]
+    except OSError:  # it has ended, or this is not Linux
+        pass
+    return found
+
+
+def resident_bytes(process: int) -> int:
+    """What a process has in memory; 0 for one that has ended."""
+    try:
+        pages = int(Path(f"/proc/{process}/statm").read_text(encoding="ascii").split()[1])
+    except (OSError, IndexError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+class FamilyPeak:
+    """In a ``with`` block, ``peak_bytes`` is the most that this process and its children have had at one look.
+
+    0 while there are no children: the kernel knows the peak of this process better.
+    """
+
+    def __init__(self) -> None:
+        self.peak_bytes, self.stopped = 0, threading.Event()
+        self.thread = threading.Thread(target=self.watch, daemon=True)
+
+    def watch(self) -> None:
+        while not self.stopped.wait(SECONDS_BETWEEN_LOOKS):
+            self.look()
+
+    def look(self) -> None:
+        if processes := children(os.getpid()):
+            self.peak_bytes = max(self.peak_bytes, sum(map(resident_bytes, [os.getpid(), *processes])))
+
+    def __enter__(self) -> "FamilyPeak":
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stopped.set()
+        self.thread.join()
 
 
 def available_memory_bytes() -> int:
@@ -68,24 +110,35 @@ def used() -> str:
 class StageTimer:
     """``with timer("calibrate"): ...`` fills ``timer.stages["calibrate"]``, also when the block fails.
 
-    Made where a job begins: a GPU's peak counts from there, the process's from its start.
+    Made where a job begins: a GPU's peak counts from there.
     """
 
     def __init__(self) -> None:
-        self.stages: dict[str, dict[str, float | int]] = {}  # seconds, and the process's peak_memory_bytes at the end
+        self.stages: dict[str, dict[str, float | int]] = {}  # seconds and peak_memory_bytes of each
+        self.resets = reset_peak()
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
+
+    @property
+    def peak(self) -> float | dict[str, float | str]:
+        """The record's ``peak_memory_bytes``: the most of all stages, with a reason where it may be an older job's."""
+        value = max(stage["peak_memory_bytes"] for stage in self.stages.values())
+        reason = "of the process since its start: /proc/self/clear_refs cannot be written"
+        return value if self.resets else {"value": value, "reason": reason}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         LOG.info("%s ...", name)
         start = perf_counter()
+        reset_peak()
+        self.family = FamilyPeak()
         try:
-            yield
+            with self.family:
+                yield
         except Exception as error:
             error.add_note(f"the stage {name}, with up to {used()}")
             raise
         finally:
-            seconds, peak = perf_counter() - start, peak_memory_bytes()
+            seconds, peak = perf_counter() - start, max(peak_memory_bytes(), self.family.peak_bytes)
             self.stages[name] = {"seconds": seconds, "peak_memory_bytes": peak}
             LOG.info("%s: %.1f s, peak %.2f GiB", name, seconds, peak / 2**30)

@@ -208,6 +208,11 @@ def warnings_of(sweep: Sweep, table: Sequence[Row], names: Mapping[str, str]) ->
                 sentences.append(f"SLOWER: {names[row['job']]} takes {times} {what}.")
         if row["run_by"] == "simulation":
             sentences.append(f"SIMULATED: no engine here executes {names[row['job']]}; torch made its images.")
+        if row["float_layers"]:
+            sentences.append(
+                f"FLOAT: {row['run_by']} computes {row['float_layers']} quantized layers of {names[row['job']]} in "
+                "floating point; metrics.json names them under executed."
+            )
     return sentences + [
         f"{row['status'].upper()}: {row['job']}: {row['reason']}" for row in table if row["status"] != DONE
     ]

@@ -7,6 +7,7 @@ the latter holds other people's secrets.
 import hashlib
 import os
 import platform
+import re
 import subprocess
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from sd_quant.devices import threads
 from sd_quant.files import sha256
 
 PACKAGES = (
@@ -40,7 +42,11 @@ def provenance(inputs: dict[str, Path], overrides: list[str]) -> dict:
 
 
 def machine() -> dict:
-    """Platform, processor, memory and GPUs. ``usable_cores`` are those that this process may run on."""
+    """Platform, processor, memory and GPUs. ``usable_cores`` are those that this process may run on.
+
+    ``affinity`` names them, ``threads`` is with how many of them torch and every runtime compute, ``cpu_mhz`` the
+    frequency of each as this is called. A virtual machine is told a constant, and no governor.
+    """
     processor = _processor()
     flags = set((processor.get("flags") or processor.get("Features") or "").split())
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -50,10 +56,32 @@ def machine() -> dict:
         "cpu_int8": sorted(flags & INT8_INSTRUCTIONS),
         "logical_cores": os.cpu_count(),
         "usable_cores": usable,
+        "affinity": sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
+        "threads": threads(),
+        "cpu_mhz": frequencies(),
+        "cpu_governor": governor(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "cuda": torch.version.cuda,
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
     }
+
+
+def frequencies() -> list[float]:
+    """The frequency of each core in MHz, as Linux says at the time; empty where it does not."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    return [float(value) for value in re.findall(r"^cpu MHz\s*:\s*([\d.]+)$", text, re.MULTILINE)]
+
+
+def governor() -> str | None:
+    """What decides the first core's frequency, such as performance or powersave."""
+    try:
+        path = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
+        return path.read_text(encoding="ascii").strip()
+    except OSError:
+        return None
 
 
 def git_state(repository: Path) -> dict:

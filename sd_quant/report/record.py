@@ -135,9 +135,20 @@ class Layers(TypedDict):
     high_precision: float
 
 
+class Executed(TypedDict):
+    """In which numbers the engine multiplies the layers whose weights and inputs the recipe quantizes."""
+
+    count: float | None  # of them, that it multiplies as codes of their format
+    of: float | None
+    weights_only: float | None  # quantized layers besides, whose inputs are in high precision, as are their products
+    fell_back: list[str]  # those that it computes in floating point, by name
+    unknown: list[str]  # those of which it does not say
+    reason: str | None
+
+
 class Stage(TypedDict):
     seconds: float
-    peak_memory_bytes: float  # of the process up to the stage's end
+    peak_memory_bytes: float  # of the stage alone, with the processes that it started
 
 
 class Machine(TypedDict, total=False):
@@ -146,6 +157,10 @@ class Machine(TypedDict, total=False):
     cpu: str | None
     cpu_int8: list[str]
     usable_cores: float
+    affinity: list[float] | None  # the numbers of these cores
+    threads: float  # with how many of them torch and every runtime compute
+    cpu_mhz: list[float]
+    cpu_governor: str | None
     memory_bytes: float
     gpus: list[str]
 
@@ -174,6 +189,7 @@ class Record(TypedDict):
     fidelity_unquantized_engine: dict[str, Any]  # the same of the unquantized engine, without scores of sets
     text_scores: dict[str, Any]  # by variant and the keys of SCORES, and MLPerf's verdict on them
     parity: dict[str, Any]  # by what was compared, its relative error and the tolerance that it is within
+    executed: Executed
     layers: Layers
     smoothing: dict[str, int]
     sensitivity: dict[str, Any]

@@ -214,6 +214,7 @@ def row_of(job: Job, timed_on: str | None = None) -> Row:
         "run_by": "simulation" if record.get("simulated") else engine,
         "checkpoint": str(at(record, "inputs", "checkpoint", "sha256") or "")[:12] or None,
         "quantized_layers": at(record, "layers", "quantized"),
+        "float_layers": len(at(record, "executed", "fell_back") or ()),
         "seconds": sum(seconds.values()) if seconds else None,
         "peak_memory_bytes": number_at(record, "peak_memory_bytes").value,
     }

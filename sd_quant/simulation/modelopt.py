@@ -8,7 +8,8 @@ neither is needed the result is an ordinary ModelOpt model, which ``mto.save`` w
 import contextlib
 import io
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -105,6 +106,33 @@ def simulate(module: nn.Module, assignment: Mapping[str, LayerAssignment]) -> nn
             amax = quantizer_amax(layer.activation_format, layer.activation_amax, layer.activation_scale)
             target.input_quantizer.amax = torch.tensor(amax).to(weight)
     return module
+
+
+@contextmanager
+def unrounded(quantizer) -> Iterator[None]:
+    """In the block the ``quantizer`` smooths, if it does, and rounds nothing."""
+    enabled = quantizer.is_enabled
+    quantizer.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            quantizer.enable()
+
+
+def between_roundings(layer: nn.Module, x: Tensor) -> Tensor:
+    """``x``, an input of a simulated layer, with each number moved half-way to the one that its code stands for.
+
+    It has the same codes, and no rounding error of fp16 changes one.
+    """
+    quantizer = layer.input_quantizer
+    if not quantizer.is_enabled:
+        return x
+    rounded = quantizer(x)
+    with unrounded(quantizer):
+        smoothed = quantizer(x)
+    factor = 1 if quantizer.pre_quant_scale is None else quantizer.pre_quant_scale
+    return x + (rounded - smoothed) / (2 * factor)
 
 
 def restorable(assignment: Mapping[str, LayerAssignment]) -> bool:

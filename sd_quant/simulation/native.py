@@ -217,6 +217,15 @@ def with_native_layers(
     return unet
 
 
+def products_of_layers(network: nn.Module, assignment: Mapping[str, LayerAssignment]) -> dict[str, str]:
+    """What each quantized layer of a ``network`` with native layers multiplies, a name of onnx.TensorProto."""
+    return {
+        name: FORMATS[layer.format].onnx_type if isinstance(network.get_submodule(name), NativeLayer) else "FLOAT"
+        for name, layer in assignment.items()
+        if layer.format is not None
+    }
+
+
 def check_device(formats: Collection[str]) -> None:
     """Raises ResourceError where torch cannot multiply a format's codes on this machine's GPU. A CPU always can."""
     if not torch.cuda.is_available():

@@ -3,7 +3,10 @@
 from pathlib import Path
 from typing import cast
 
+import torch
+
 from sd_quant.config import Infer, InferJob, anchored, part_paths
+from sd_quant.devices import threads
 from sd_quant.engines import RUNTIMES
 from sd_quant.engines.base import Engine, onnx_files
 from sd_quant.engines.pool import Pool, Variant
@@ -29,6 +32,7 @@ def infer(job: InferJob, directory: Path) -> None:
     """Make the job's images and time its engine; images and record go to ``infer.out_path`` or to ``directory``."""
     out = anchored(job.infer.out_path) if job.infer.out_path else directory
     check_images(job.model, job.infer)
+    torch.set_num_threads(threads())
     checkpoint, prompts = open_model(job.model), job.infer.prompt_list()
     check_channels(checkpoint, job.infer)
     check_cuda_graph(job.infer)

@@ -12,6 +12,7 @@ import yaml
 
 from sd_quant.cache import Cache, locked
 from sd_quant.config import QuantizeJob, anchored
+from sd_quant.devices import threads
 from sd_quant.engines import RUNTIMES, check_installed, why_not
 from sd_quant.errors import ResourceError
 from sd_quant.files import write_json, write_text
@@ -35,7 +36,7 @@ from sd_quant.stages.load import load
 from sd_quant.stages.open_parts import check_cuda_graph
 from sd_quant.stages.results import Results, record_of
 from sd_quant.stages.variants import variants_of
-from sd_quant.stages.verify import verify
+from sd_quant.stages.verify import executed_layers, verify
 from sd_quant.trackers import track
 
 LOG = logging.getLogger(__name__)
@@ -85,6 +86,7 @@ def check_runtimes(job: QuantizeJob) -> None:
 
 def run(job: QuantizeJob, directory: Path, facts: dict) -> Record:
     """Take all steps in their order, write the record and return it."""
+    torch.set_num_threads(threads())
     step, cache = StageTimer(), Cache(anchored(job.cache.dir) if job.cache.dir else None, job.cache.limit_gb * 1e9)
     prompts, sha256 = job.infer.prompt_list(), facts["inputs"]["checkpoint"]["sha256"]
     simulated = why_not(job.infer.engine, job.formats())
@@ -115,8 +117,11 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> Record:
             loaded.checkpoint, variants.engines, prompts, job.infer, job.timing, variants.together, variants.simulated
         )
     with step("parity"):
+        executed = executed_layers(loaded, assignment, variants, job.infer.engine, directory)
         parity = verify(loaded, assignment, variants, comparison, job.infer.engine, directory)
-    results = Results(loaded, assignment, sensitivity, plans, comparison, simulated, latency, parity, step.stages)
+    results = Results(
+        loaded, assignment, sensitivity, plans, comparison, simulated, latency, parity, executed, step.stages, step.peak
+    )
     record = record_of(job, facts, results, directory)
     write_json(directory / "provenance.json", facts)
     write_record(record, directory)

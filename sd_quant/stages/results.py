@@ -10,10 +10,22 @@ import onnx
 from sd_quant.config import QuantizeJob, artifact
 from sd_quant.engines.tensorrt.plan import PlanReport
 from sd_quant.metrics.fidelity import fidelity
-from sd_quant.metrics.memory import peak_cuda_memory_bytes, peak_memory_bytes
+from sd_quant.metrics.memory import peak_cuda_memory_bytes
 from sd_quant.models.checkpoint import samples_per_image
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.report.record import DONE, SCHEMA_VERSION, Knobs, Layers, Plan, Record, Sizes, Stage, explained
+from sd_quant.report.record import (
+    DONE,
+    SCHEMA_VERSION,
+    Executed,
+    Explained,
+    Knobs,
+    Layers,
+    Plan,
+    Record,
+    Sizes,
+    Stage,
+    explained,
+)
 from sd_quant.simulation.sensitivity import Sensitivity
 from sd_quant.stages.compare import Comparison
 from sd_quant.stages.job_folder import fingerprint
@@ -34,7 +46,9 @@ class Results:
     simulated: str | None  # why the quantized variant is the simulation and no engine; None where it is an engine
     latency: dict
     parity: dict
+    executed: dict  # in which numbers the quantized layers are multiplied
     stages: dict  # seconds and peak memory by step
+    peak: float | dict  # bytes of memory of the job, with a reason where it may be that of another
 
 
 def record_of(job: QuantizeJob, facts: dict, results: Results, directory: Path) -> Record:
@@ -72,12 +86,13 @@ def record_of(job: QuantizeJob, facts: dict, results: Results, directory: Path) 
             {FULL_PRECISION: framework.images, QUANTIZED: quantized.images},
         ),
         parity=results.parity,
+        executed=cast(Executed, results.executed),
         layers=count_layers(results.assignment),
         smoothing=count_smoothing(results.assignment, artifact(directory, "onnx", loaded.denoiser)),
         sensitivity={"curve": results.sensitivity.curve}
         if results.sensitivity
         else {"curve": None, "reason": "keep is 0"},
-        peak_memory_bytes=peak_memory_bytes(),
+        peak_memory_bytes=cast("float | Explained", results.peak),
         peak_cuda_memory_bytes=explained(peak_cuda_memory_bytes(), "no NVIDIA GPU"),
         stages=cast(dict[str, Stage], results.stages),
         environment={"versions": facts["versions"], "machine": facts["machine"]},

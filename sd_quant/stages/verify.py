@@ -6,7 +6,10 @@ from pathlib import Path
 from torch import Tensor
 
 from sd_quant.config import artifact
-from sd_quant.engines import RUNTIMES
+from sd_quant.engines import RUNTIMES, products_of
+from sd_quant.engines.replayed import Replayed
+from sd_quant.export.layer_cut import names_of_products
+from sd_quant.inference.executed import executed_entry, not_executed, types_of_layers
 from sd_quant.inference.parity import (
     Simulation,
     layer_outputs,
@@ -18,6 +21,7 @@ from sd_quant.inference.parity import (
 from sd_quant.models.checkpoint import contracts_of, denoiser_of
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.simulation.modelopt import restorable, save_quantized
+from sd_quant.simulation.native import products_of_layers
 from sd_quant.stages.compare import Comparison
 from sd_quant.stages.load import Loaded
 from sd_quant.stages.open_parts import module_of
@@ -52,6 +56,23 @@ def verify(
         parity |= layer_parity(simulation, expected, output.cpu(), assignment, layers, denoiser)
     variants.pool.close()
     return parity
+
+
+def executed_layers(
+    loaded: Loaded, assignment: Mapping[str, LayerAssignment], variants: Variants, engine: str, directory: Path
+) -> dict:
+    """The record's ``executed``: in which numbers the quantized engine multiplies. Closes no engine."""
+    if variants.simulated is not None:
+        return not_executed(f"simulated: {variants.simulated}")
+    quantized = variants.engines[QUANTIZED][loaded.denoiser]
+    if RUNTIMES[engine].file is None:
+        types = products_of_layers(denoiser_of(loaded.checkpoint, module_of(quantized)), assignment)
+    else:
+        opened = quantized.engine if isinstance(quantized, Replayed) else quantized
+        products = products_of(opened, artifact(directory, RUNTIMES[engine].file, loaded.denoiser))
+        onnx_path, prefix = artifact(directory, "onnx", loaded.denoiser), loaded.parts[loaded.denoiser].prefix
+        types = types_of_layers(products, names_of_products(onnx_path, assignment, prefix))
+    return executed_entry(engine, types, assignment)
 
 
 def outputs_of_layers(

@@ -22,9 +22,11 @@ def packages():
         pytest.importorskip(name)
 
 
-def run(directory: Path, *overrides: str) -> dict:
-    command = [sys.executable, "quantize.py", "quant_level=3", "export_trt=none", "calib_size=2", "quantize.n_steps=4",
-               "infer.steps=4", f"cache.dir={directory / 'cache'}", f"hydra.run.dir={directory / 'run'}"]  # fmt: skip
+def run(directory: Path, *overrides: str, plans: str = "none") -> dict:
+    command = [
+        *(sys.executable, "quantize.py", "quant_level=3", f"export_trt={plans}", "calib_size=2", "quantize.n_steps=4"),
+        *("infer.steps=4", f"cache.dir={directory / 'cache'}", f"hydra.run.dir={directory / 'run'}"),
+    ]
     result = subprocess.run([*command, *overrides], cwd=ROOT, capture_output=True, text=True, timeout=540)
     assert result.returncode == 0, result.stderr
     return json.loads((directory / "run" / "metrics.json").read_text(encoding="utf-8"))
@@ -50,3 +52,13 @@ def test_the_job_runs_and_says_where(tmp_path, overrides):
     quantized = record["latency"][engine]["unet_xl"]["2"]["quantized"]
     assert quantized["clock"] == ("wall_clock" if engine == "openvino" else "cuda_events")
     assert record["peak_cuda_memory_bytes"] > 2**20
+
+
+@pytest.mark.parametrize("library", ["tensorrt", "tensorrt_rtx"])
+@pytest.mark.parametrize("fmt", ["int8", "fp8"])
+def test_the_layers_of_a_plan_are_compared_as_a_plan(tmp_path, library, fmt):
+    pytest.importorskip(library, reason=f"{library} is not installed")
+    record = run(tmp_path, f"infer={library}", f"quantize={fmt}", plans=library)
+    assert record["parity"]["quantized_layers"]["count"] == record["layers"]["quantized"] == 150
+    executed = record["executed"]
+    assert executed["of"] == 150 and executed["count"] + len(executed["fell_back"]) + len(executed["unknown"]) == 150

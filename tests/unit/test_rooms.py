@@ -37,6 +37,7 @@ ROOMS = (
     "knobs",  # and the ground, which imports nothing above
     "progress",
     "devices",
+    "process",
     "cache",
     "source",
     "files",

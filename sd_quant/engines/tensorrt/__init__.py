@@ -4,6 +4,7 @@
 - ``build`` builds a plan from an ONNX file;
 - ``plan`` reads what the header of a plan and the record of its build say;
 - ``run`` checks a plan, loads it and calls it;
+- ``inspect`` says in which numbers a loaded plan multiplies;
 - ``library`` imports the Python module that build and run call.
 
 One implementation serves two Python modules with the same API: ``tensorrt`` builds on and for the GPU of this machine;

@@ -2,7 +2,6 @@
 
 import logging
 import re
-import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ from sd_quant.engines.tensorrt.library import device_target, library_logger, run
 from sd_quant.engines.tensorrt.plan import PlanReport, record_path
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError
 from sd_quant.files import atomic_path, sha256, write_json
+from sd_quant.process import peak_memory_bytes
 from sd_quant.text import one_line
 
 Shape = Sequence[int]
@@ -76,6 +76,7 @@ def build_plan(
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, int(workspace_gib * 2**30))
     if optimization_level is not None:
         config.builder_optimization_level = optimization_level
+    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # so that the plan says what became of each layer
     config.progress_monitor = monitor = _monitor(trt, progress)
     times = timing_cache / timing_name(library, trt.__version__) if timing_cache and library == "tensorrt" else None
     if times is not None:
@@ -102,11 +103,18 @@ def build_plan(
         sha256=sha256(plan_path),
         bytes=plan_path.stat().st_size,
         seconds=round(time.perf_counter() - started, 3),
-        peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        peak_memory_bytes=peak_memory_bytes(),
         timing_cache=times.name if times else None,
     )
     write_json(record_path(plan_path), asdict(report))
     return report
+
+
+def build_for(onnx_path: Path, library: str, shapes: Mapping[str, Shape]) -> Path:
+    """The plan of an ONNX file, built beside it for this machine's GPU and inputs of these shapes alone."""
+    plan_path = onnx_path.with_suffix(".plan")
+    build_plan(onnx_path, plan_path, library=library, profile={name: (shape,) * 3 for name, shape in shapes.items()})
+    return plan_path
 
 
 def timing_name(library: str, version: str) -> str:

@@ -67,7 +67,7 @@ class PlanReport:
     sha256: str  # of the plan
     bytes: int  # of the plan
     seconds: float  # that the build took
-    peak_memory_bytes: int  # of the building process since its start
+    peak_memory_bytes: int  # of the building process; in a job, since its stage began
     timing_cache: str | None = None  # the file with kernel times of this GPU that the build read and extended
 
 

@@ -1,6 +1,8 @@
 import numpy as np
+import onnx
 import pytest
 import torch
+from onnx import TensorProto, helper, numpy_helper
 
 from sd_quant.engines import load_engine, onnxruntime
 from sd_quant.errors import ArtifactError
@@ -36,3 +38,35 @@ def test_a_shape_that_the_graph_does_not_take_is_refused(tiny):
 def test_what_it_cannot_load_is_an_artifact_error(unknown_operator_onnx):
     with pytest.raises(ArtifactError, match="NoSuchOperator"):
         onnxruntime.load(unknown_operator_onnx)
+
+
+def test_what_it_fuses_multiplies_codes(tmp_path):
+    """With scales in fp32; those of this export are fp16, and it dequantizes."""
+    constants = {
+        "scale": np.array(0.05, np.float32), "zero": np.array(0, np.int8), "w": np.ones((8, 4), np.int8),
+    }  # fmt: skip
+    pairs = [
+        helper.make_node("QuantizeLinear", ["x", "scale", "zero"], ["x_int8"]),
+        helper.make_node("DequantizeLinear", ["x_int8", "scale", "zero"], ["x_dq"]),
+        helper.make_node("DequantizeLinear", ["w", "scale", "zero"], ["w_dq"]),
+        helper.make_node("MatMul", ["x_dq", "w_dq"], ["y"], name="fused"),
+        helper.make_node("MatMul", ["x", "w_dq"], ["z"], name="plain"),
+    ]
+    x, y, z = (
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["B", width])
+        for name, width in (("x", 8), ("y", 4), ("z", 4))
+    )
+    initializers = [numpy_helper.from_array(array, name) for name, array in constants.items()]
+    graph = helper.make_graph(pairs, "pairs", [x], [y, z], initializers)
+    path = tmp_path / "pairs.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9), path)
+    products = onnxruntime.products(onnxruntime.load(path, threads=1), path)
+    assert products["fused"] == "INT8" and products["plain"] == "FLOAT"
+    assert [file.name for file in tmp_path.iterdir()] == ["pairs.onnx"]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_it_computes_with_torchs_threads(tiny, monkeypatch, count):
+    monkeypatch.setattr(onnxruntime, "default_threads", lambda: count)
+    assert onnxruntime.load(tiny.path).threads == count
+    assert onnxruntime.load(tiny.path, threads=1).threads == 1

@@ -78,3 +78,36 @@ def test_float_layers_compute_in_fp32(tiny):
     compiled = openvino.load(tiny.path, threads=1).compiled
     assert compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name() == "f32"
     assert compiled.get_property("INFERENCE_NUM_THREADS") == 1
+
+
+def test_weights_that_are_dequantized_first_are_no_int8_layers(tmp_path):
+    """OpenVINO calls such a layer's runtimePrecision i8 too; its kernel multiplies fp32."""
+    constants = {
+        "w": np.ones((64, 32), np.int8),
+        "scale": np.full(32, 2.0**-8, np.float16),
+        "zero": np.zeros(32, np.int8),
+    }
+    nodes = [
+        helper.make_node("DequantizeLinear", ["w", "scale", "zero"], ["w_dq"], axis=1),
+        helper.make_node("MatMul", ["x", "w_dq"], ["y"], name="linear"),
+    ]
+    x, y = (
+        helper.make_tensor_value_info(name, TensorProto.FLOAT16, ["B", width]) for name, width in (("x", 64), ("y", 32))
+    )
+    initializers = [numpy_helper.from_array(array, name) for name, array in constants.items()]
+    graph = helper.make_graph(nodes, "stored", [x], [y], initializers)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9), tmp_path / "w.onnx")
+    engine = openvino.load(tmp_path / "w.onnx", threads=1)
+    assert openvino.int8_layers(engine) == 0
+    assert openvino.products(engine, tmp_path / "w.onnx")["y"] == "FLOAT"
+
+
+def test_the_nodes_of_the_file_are_found_in_the_graph_that_runs(tiny, float_onnx):
+    assert openvino.products(openvino.load(tiny.path, threads=1), tiny.path)["y"] == "INT8"
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_it_computes_with_torchs_threads(tiny, monkeypatch, count):
+    monkeypatch.setattr(openvino, "default_threads", lambda: count)
+    assert openvino.load(tiny.path).threads == count
+    assert openvino.load(tiny.path, threads=1).threads == 1

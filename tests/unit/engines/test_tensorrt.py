@@ -15,7 +15,7 @@ import torch
 
 from sd_quant.engines import load_engine
 from sd_quant.engines.tensorrt import build as building
-from sd_quant.engines.tensorrt import library
+from sd_quant.engines.tensorrt import inspect, library
 from sd_quant.engines.tensorrt import plan as planning
 from sd_quant.engines.tensorrt.run import TensorRtEngine
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError, SdQuantError
@@ -247,6 +247,28 @@ def test_times_of_another_gpu_are_measured_again(tmp_path, caplog, fits):
     building.read_timing_cache(config, path)
     assert config.given == ([b"times"] if fits else [b"times", b""])
     assert ("times of another GPU" in caplog.text) == (not fits)
+
+
+# --------------------------------------------------------------------------------------------- what a plan multiplies
+
+
+def test_the_inspector_tells_codes_from_what_was_dequantized_first():
+    """In the inspector's format; a layer that was fused names all the nodes that it was made of."""
+    layers = [
+        {"Name": "conv", "LayerType": "CaskConvolution",
+         "Metadata": "[ONNX Layer: node_conv2d_1]\x1e[ONNX Layer: node_add]",
+         "Inputs": [{"Name": "x", "Format/Datatype": "Thirty-two wide channel vectorized row major Int8 format"}]},
+        {"Name": "fc", "LayerType": "gemm", "Metadata": "[ONNX Layer: node_linear_1]",
+         "Inputs": [{"Name": "x", "Format/Datatype": "Row major linear FP8 format"}]},
+        {"Name": "float", "LayerType": "gemm", "Metadata": "[ONNX Layer: node_linear_2]",
+         "Inputs": [{"Name": "x", "Format/Datatype": "Row major linear FP16 format"},
+                    {"Name": "w", "Format/Datatype": "Row major linear Int8 format"}]},
+        {"Name": "constant", "LayerType": "Constant", "Inputs": [], "Metadata": ""},
+    ]  # fmt: skip
+    assert inspect.products_in(json.dumps({"Layers": layers, "Bindings": ["x"]})) == {
+        "node_conv2d_1": "INT8", "node_add": "INT8", "node_linear_1": "FLOAT8E4M3FN", "node_linear_2": "FLOAT",
+    }  # fmt: skip
+    assert inspect.products_in(json.dumps({"Layers": ["conv", "fc"]})) == {}  # of a plan without details
 
 
 # ------------------------------------------------------------------------- how a plan is run, with a stand-in for CUDA

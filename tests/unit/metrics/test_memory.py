@@ -2,6 +2,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 
 from sd_quant.metrics import memory
 from sd_quant.metrics.memory import StageTimer, peak_cuda_memory_bytes, peak_memory_bytes
+from sd_quant.process import reset_peak
 
 PEAK = """
 import sys, types
@@ -33,6 +35,53 @@ def test_a_small_child_of_a_large_process_reports_its_own_peak():
     block = np.ones(400 * 2**20, np.uint8)
     child = int(subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True).stdout)
     assert child < block.nbytes / 2
+
+
+@pytest.mark.skipif(not reset_peak(), reason="nothing sets a peak back here")
+def test_a_job_does_not_report_what_an_earlier_one_in_its_process_took():
+    block = np.ones(300 * 2**20, np.uint8)
+    del block
+    before = peak_memory_bytes()
+    timer = StageTimer()
+    with timer("load"):
+        pass
+    assert timer.peak < before - 200 * 2**20
+
+
+@pytest.mark.skipif(not reset_peak(), reason="nothing sets a peak back here")
+def test_a_stage_has_its_own_peak_and_a_job_that_of_its_largest():
+    timer = StageTimer()
+    with timer("large"):
+        block = np.ones(300 * 2**20, np.uint8)
+        del block
+    with timer("small"):
+        pass
+    large, small = (timer.stages[name]["peak_memory_bytes"] for name in ("large", "small"))
+    assert small < large - 200 * 2**20 and timer.peak == large
+
+
+def test_where_nothing_sets_the_peak_back_the_record_says_whose_it_is(monkeypatch):
+    monkeypatch.setattr(memory, "reset_peak", lambda: False)
+    timer = StageTimer()
+    with timer("load"):
+        pass
+    assert timer.peak["value"] > 2**20 and "since its start" in timer.peak["reason"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a process's children are Linux's to say")
+def test_the_processes_that_a_stage_starts_count():
+    timer = StageTimer()
+    with timer("alone"):
+        pass
+    code = "import time; block = bytearray(400 * 2**20); print('ready', flush=True); time.sleep(60)"
+    with timer("calibrate"), subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
+        child.stdout.readline()
+        deadline = time.monotonic() + 30
+        while timer.family.peak_bytes < 400 * 2**20 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        child.kill()
+    alone, calibrate = (timer.stages[name]["peak_memory_bytes"] for name in ("alone", "calibrate"))
+    assert calibrate > alone + 350 * 2**20
 
 
 def test_cuda_peak_is_none_exactly_where_there_is_no_gpu():

@@ -19,6 +19,8 @@ def test_the_record_is_json_and_tells_when_with_what_and_on_what(tmp_path):
     assert result["versions"]["python"].startswith("3.") and result["versions"]["torch"]
     assert 0 < result["machine"]["usable_cores"] <= result["machine"]["logical_cores"]
     assert result["machine"]["memory_bytes"] > 2**28
+    assert 0 < result["machine"]["threads"] <= result["machine"]["usable_cores"]
+    assert all(value > 0 for value in result["machine"]["cpu_mhz"])
     assert result["inputs"]["prompts"] == {
         "path": str(prompts),
         "sha256": hashlib.sha256(b"a red apple\n").hexdigest(),

@@ -1,0 +1,49 @@
+"""What this process has of the machine: memory at its peak, and cores."""
+
+import os
+import resource
+import sys
+from pathlib import Path
+
+
+def reset_peak() -> bool:
+    """Let this process's peak begin anew at what it has now. False where the operating system does not do that."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return False
+    return True
+
+
+def peak_memory_bytes() -> int:
+    """Peak of this process's resident memory since it began, or since ``reset_peak``."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        status = ""
+    for line in status.splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
+
+
+def cores() -> int:
+    """The number of cores that this process may run on, within the processor time that its container has."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = quota_of_cgroup()
+    return usable if quota is None else max(1, min(usable, int(quota)))
+
+
+def quota_of_cgroup() -> float | None:
+    """How many cores' time the container has, by cgroup 2 or 1; None without a limit."""
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, period = (group / "cpu.max").read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        try:
+            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+            limit, period = ((group / "cpu" / name).read_text(encoding="ascii").strip() for name in names)
+        except OSError:
+            return None
+    return None if limit in ("max", "-1") else int(limit) / int(period)

@@ -1,0 +1,45 @@
+import logging
+
+import pytest
+
+from sd_quant.inference.executed import executed_entry, not_executed
+from sd_quant.quantization.assignment import LayerAssignment
+
+
+def layer(name: str, weight: str | None, inputs: str | None) -> LayerAssignment:
+    return LayerAssignment(name, "ffn", (1, 1), weight, inputs)
+
+
+LAYERS = {
+    name: layer(name, *formats)
+    for name, formats in {
+        "fast": ("int8", "int8"), "slow": ("int8", "int8"), "lost": ("int8", "int8"), "stored": ("int8", None),
+        "kept": (None, None),
+    }.items()
+}  # fmt: skip
+
+
+def test_layers_that_fell_back_are_named_and_warned_of(caplog):
+    with caplog.at_level(logging.WARNING):
+        entry = executed_entry("runtime", {"fast": "INT8", "slow": "FLOAT", "stored": "FLOAT"}, LAYERS)
+    assert entry == {
+        "count": 1, "of": 3, "weights_only": 1, "fell_back": ["slow"], "unknown": ["lost"],
+        "reason": "runtime does not say what became of 1 layers",
+    }  # fmt: skip
+    assert caplog.messages == ["runtime computes 1 of 3 quantized layers in floating point: slow"]
+
+
+def test_codes_of_another_format_are_a_fallback_too(caplog):
+    assert executed_entry("runtime", {"fast": "FLOAT8E4M3FN"}, {"fast": LAYERS["fast"]})["fell_back"] == ["fast"]
+
+
+def test_where_all_is_executed_there_is_nothing_to_say(caplog):
+    entry = executed_entry("runtime", dict.fromkeys(("fast", "slow", "lost"), "INT8"), LAYERS)
+    assert (entry["count"], entry["fell_back"], entry["unknown"], entry["reason"]) == (3, [], [], None)
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("reason", ["simulated: no kernel"])
+def test_what_cannot_be_known_has_a_reason(reason):
+    entry = not_executed(reason)
+    assert entry["count"] is None and entry["reason"] == reason

@@ -1,0 +1,299 @@
+"""Faults of single layers, made in real exported files that a real runtime runs: each is caught, honest files pass.
+
+A fault is made in the file of single layers, where the runtime would make it: everything else is as it is exported.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+import torch.nn.functional as F
+from onnx import numpy_helper
+from torch import Tensor, nn
+
+from sd_quant.engines import load_engine, products_of
+from sd_quant.engines.tensorrt import build as building
+from sd_quant.engines.tensorrt.plan import describe_plan
+from sd_quant.engines.torch import TorchEngine
+from sd_quant.errors import SdQuantError
+from sd_quant.export.layer_cut import names_of_products
+from sd_quant.export.qdq import write_onnx
+from sd_quant.export.tracing import copy_of, trace
+from sd_quant.inference import parity
+from sd_quant.inference.executed import types_of_layers
+from sd_quant.inference.parity import layer_difference, layers_entry, native_outputs, run_simulation
+from sd_quant.models.parts import Contract
+from sd_quant.quantization.assignment import LayerAssignment, rewritten
+from sd_quant.quantization.formats import FORMATS
+from sd_quant.simulation.modelopt import simulate
+from sd_quant.simulation.native import products_of_layers, with_native_layers
+
+WIDTH, HIDDEN = 64, 256
+FAULTY = ("conv", "up", "down")
+RECIPES = {  # format of weights, of linears' inputs, of convolutions' inputs, and whether channels have scales
+    "int8": ("int8", "int8", "int8", True),
+    "int8_per_tensor": ("int8", "int8", "int8", False),
+    "fp8": ("fp8", "fp8", "fp8", False),
+    "int4_weight_only": ("int4", None, None, False),
+    "int4": ("int4", "int4", None, False),
+}
+RUNS = [
+    (recipe, engine)
+    for recipe in RECIPES
+    for engine in ("openvino", "onnxruntime")
+    if (recipe, engine) != ("int4", "openvino")  # which does not execute it
+]
+CAUSES = {
+    "unquantized": "were not rounded",
+    "unrounded input": "its input were not rounded",
+    "scale": "a scale of its weight were 2% off|differs from torch in layer",
+}
+
+
+class Network(nn.Module):
+    """A convolution and two linears, the first of them smoothed; each reads what has outliers, as layers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(WIDTH, WIDTH, 3, padding=1)
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = F.silu(self.conv(x)).flatten(2).transpose(1, 2)
+        return self.down(F.gelu(self.up(tokens)))
+
+
+CONTRACT = Contract({"x": ("batch", WIDTH, 16, 16)}, ("out",), {"x": torch.float16}, torch.float16)
+
+
+@pytest.fixture(scope="module")
+def network() -> Network:
+    torch.manual_seed(0)
+    network = Network().eval().requires_grad_(False)
+    network.up.bias.mul_(100)
+    network.down.bias.mul_(100)
+    for layer in (network.conv, network.up, network.down):
+        layer.weight.mul_(torch.rand(layer.weight.shape[1]).mul(4).exp().view(1, -1, *[1] * (layer.weight.ndim - 2)))
+    return network
+
+
+@pytest.fixture(scope="module")
+def inputs() -> dict[str, Tensor]:
+    return {"x": torch.randn(2, WIDTH, 16, 16, generator=torch.Generator().manual_seed(1)).half().float()}
+
+
+@pytest.fixture(scope="module")
+def traced():
+    return trace(Network, CONTRACT)
+
+
+def assign(network: Network, inputs: dict[str, Tensor], recipe: str) -> dict[str, LayerAssignment]:
+    fmt, of_linears, of_convolutions, per_channel = RECIPES[recipe]
+    amax: dict[str, float] = {}
+    smoothing = torch.linspace(0.5, 2, WIDTH)
+    factor = {"up": smoothing}
+    hooks = [
+        layer.register_forward_pre_hook(
+            lambda layer, given, name=name: amax.__setitem__(name, (given[0] * factor.get(name, 1)).abs().max().item())
+        )
+        for name, layer in network.named_children()
+    ]
+    network(**inputs)
+    for hook in hooks:
+        hook.remove()
+    assignment = {}
+    for name, layer in network.named_children():
+        weight = layer.weight / factor.get(name, 1)
+        ranges = weight.abs().flatten(1).amax(1) if per_channel else weight.abs().amax().view(1)
+        assignment[name] = LayerAssignment(
+            name, "conv" if weight.ndim == 4 else "ffn", tuple(weight.shape), fmt,
+            of_convolutions if weight.ndim == 4 else of_linears,
+            weight_axis=0 if per_channel else None, weight_amax=ranges, activation_amax=amax[name],
+            pre_quant_scale=factor.get(name),
+        )  # fmt: skip
+    return assignment
+
+
+@pytest.fixture(scope="module")
+def export(network, inputs, traced, tmp_path_factory):
+    """The assignment, simulation, module and file of a recipe."""
+    made = {}
+
+    def export(recipe: str):
+        if recipe not in made:
+            assignment = assign(network, inputs, recipe)
+            path = tmp_path_factory.mktemp(recipe) / "onnx" / "unet" / "unet.onnx"
+            path.parent.mkdir(parents=True)
+            weights = network.state_dict()
+            write_onnx(
+                copy_of(traced), path, inputs=1, prefix="", read=weights.__getitem__, assignment=assignment
+            )  # fmt: skip
+            module = Network().eval().requires_grad_(False)
+            module.load_state_dict(weights)
+            simulate(module, assignment)
+            simulation = run_simulation(TorchEngine(module, CONTRACT), module, inputs, assignment)
+            made[recipe] = assignment, simulation, path
+        return made[recipe]
+
+    return export
+
+
+def unrounded_input(graph: onnx.GraphProto, layer: LayerAssignment, node: onnx.NodeProto) -> None:
+    made = {output for each in graph.node for output in each.output}
+    smoothed = f"{layer.name}.smoothed"
+    node.input[0] = smoothed if smoothed in made else layer.name
+
+
+def unrounded_weight(graph: onnx.GraphProto, layer: LayerAssignment, node: onnx.NodeProto, network: Network) -> None:
+    weight = rewritten(network.get_submodule(layer.name).weight, layer).half()
+    values = (weight if weight.ndim == 4 else weight.T).contiguous().numpy()
+    graph.initializer.append(numpy_helper.from_array(values, f"{layer.name}.exact"))
+    node.input[1] = f"{layer.name}.exact"
+
+
+def wrong_scale(graph: onnx.GraphProto, layer: LayerAssignment) -> None:
+    """One of them, that of the first channel or block."""
+    (tensor,) = [tensor for tensor in graph.initializer if tensor.name == f"{layer.name}.weight.scale"]
+    values = numpy_helper.to_array(tensor).copy()
+    values.reshape(-1)[0] *= np.float16(1.02)
+    tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
+
+
+def faulty_cut(monkeypatch, network: Network, fault: str, name: str) -> None:
+    """Let the layer ``name`` be cut out with the ``fault``."""
+    cut_layers = parity.cut_layers
+
+    def cut(onnx_path: Path, assignment, path: Path, prefix: str) -> dict[str, str]:
+        reads = cut_layers(onnx_path, assignment, path, prefix)
+        model, layer = onnx.load(path), assignment[name]
+        (node,) = [node for node in model.graph.node if f"{name}.output" in node.output]
+        if fault in ("unquantized", "unrounded input") and layer.activation_format is not None:
+            unrounded_input(model.graph, layer, node)
+        if fault == "unquantized":
+            unrounded_weight(model.graph, layer, node, network)
+        if fault == "scale":
+            wrong_scale(model.graph, layer)
+        onnx.save(model, path)
+        return reads
+
+    monkeypatch.setattr(parity, "cut_layers", cut)
+
+
+def entry_of(export, recipe: str, outputs_of: Callable) -> dict:
+    assignment, simulation, path = export(recipe)
+    outputs = outputs_of(simulation, assignment, path)
+    return layers_entry(
+        {
+            name: layer_difference(simulation.network.get_submodule(name), assignment[name], x, outputs[name])
+            for name, x in simulation.inputs.items()
+        },
+        assignment,
+    )
+
+
+def outputs_by(engine: str) -> Callable:
+    return lambda simulation, assignment, path: parity.layer_outputs(simulation, assignment, path, "", engine)
+
+
+@pytest.mark.parametrize("recipe, engine", RUNS)
+def test_an_honest_export_stays_clear_of_every_limit(export, recipe, engine):
+    """By half and more: limits that honest layers only just keep would fail on another machine."""
+    entry = entry_of(export, recipe, outputs_by(engine))
+    assert entry["count"] == 3 and entry["relative_error"] < entry["tolerance"] / 2
+    with_inputs = sum(layer.activation_format is not None for layer in export(recipe)[0].values())
+    assert {name: fault["layers"] for name, fault in entry["faults"].items()} == {
+        "input": with_inputs, "weight": 3, "scale": 3,
+    }  # fmt: skip
+    for fault in entry["faults"].values():
+        assert fault["hidden"] == 0
+        assert (fault["lean"] or 0) < fault["limit"] / 2
+
+
+@pytest.mark.parametrize("name", FAULTY)
+@pytest.mark.parametrize("fault", CAUSES)
+@pytest.mark.parametrize("recipe, engine", RUNS)
+def test_a_fault_of_one_layer_is_caught(export, network, monkeypatch, recipe, engine, fault, name):
+    layer = export(recipe)[0][name]
+    if fault == "unrounded input" and layer.activation_format is None:
+        return  # its input is not rounded in any case
+    faulty_cut(monkeypatch, network, fault, name)
+    with pytest.raises(SdQuantError, match=f"(?=.*{name})(?:.*(?:{CAUSES[fault]}))|differs from torch in layer {name}"):
+        entry_of(export, recipe, outputs_by(engine))
+
+
+@pytest.mark.parametrize("recipe", ["int8", "fp8"])
+def test_layers_of_codes_pass_and_leave_their_biases_as_they_are(export, network, recipe):
+    native = Network().eval().requires_grad_(False)
+    native.load_state_dict(network.state_dict())
+    with_native_layers(native, export(recipe)[0])
+    bias = native.up.bias.clone()
+    entry = entry_of(export, recipe, lambda simulation, assignment, path: native_outputs(native, simulation))
+    assert entry["relative_error"] < entry["tolerance"] / 2 and torch.equal(native.up.bias, bias)
+    assert bias.any()
+
+
+def test_a_fault_too_small_to_be_seen_is_counted_as_hidden(export):
+    """A weight that its format holds exactly loses nothing where it is not rounded."""
+    assignment, simulation, _ = export("int8")
+    module, layer, x = simulation.network.down, assignment["down"], simulation.inputs["down"]
+    original = module.weight.clone()
+    try:
+        scale = layer.weight_scale.view(-1, 1)
+        module.weight.copy_(FORMATS["int8"].dequantize(FORMATS["int8"].quantize(original, scale), scale))
+        with torch.no_grad():
+            exact = module.forward(x.float()) - module.bias
+        leans = layer_difference(module, layer, x, exact).leans
+    finally:
+        module.weight.copy_(original)
+    assert leans["weight"] is None and leans["input"] == leans["scale"] == 0
+    entry = layers_entry({"down": layer_difference(module, layer, x, exact)}, assignment)
+    assert entry["faults"]["weight"]["hidden"] == 0
+
+
+@pytest.mark.parametrize(
+    "recipe, engine, multiplied",
+    [
+        ("int8", "openvino", "INT8"),
+        ("int4_weight_only", "openvino", "FLOAT"),
+        ("fp8", "openvino", "FLOAT"),
+        ("int8", "onnxruntime", "FLOAT"),
+        ("fp8", "onnxruntime", "FLOAT"),
+    ],
+)
+def test_a_runtime_says_in_which_numbers_it_multiplies(export, recipe, engine, multiplied):
+    """OpenVINO has kernels for INT8; ONNX Runtime fuses none of this export's Q/DQ pairs, whose scales are fp16."""
+    assignment, _, path = export(recipe)
+    products = products_of(load_engine(engine, path), path)
+    types = types_of_layers(products, names_of_products(path, assignment, ""))
+    assert types == dict.fromkeys(FAULTY, multiplied)
+
+
+def test_layers_of_codes_are_counted(export, network):
+    native = Network().eval().requires_grad_(False)
+    with_native_layers(native, export("fp8")[0])
+    assert products_of_layers(native, export("fp8")[0]) == {
+        "conv": "FLOAT", "up": "FLOAT8E4M3FN", "down": "FLOAT8E4M3FN",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", ["int8", "fp8", "int4_weight_only"])
+def test_layers_of_a_plan_are_those_of_a_plan(export, monkeypatch, recipe):
+    """Built by the job's own library. It runs on a GPU only, so that another runtime computes the file of this one."""
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT for RTX is not installed")
+    assignment, simulation, path = export(recipe)
+    loaded = []
+
+    def load(name: str, plan: Path):
+        described = describe_plan(plan)
+        loaded.append((name, described["library"], described["complete"]))
+        return load_engine("openvino", plan.with_suffix(".onnx"))
+
+    monkeypatch.setattr(building, "build_plan", partial(building.build_plan, compute_capabilities=["SM89"]))
+    monkeypatch.setattr(parity, "load_engine", load)
+    outputs = parity.layer_outputs(simulation, assignment, path, "", "tensorrt_rtx")
+    assert loaded == [("tensorrt_rtx", "tensorrt_rtx", True)]
+    assert outputs.keys() == simulation.inputs.keys() and not list(path.parents[2].glob("*.plan"))

@@ -1,0 +1,28 @@
+import pytest
+
+from sd_quant import process
+
+
+@pytest.mark.parametrize(
+    "files, expected",
+    [
+        ({"cpu.max": "150000 100000"}, 1.5),
+        ({"cpu.max": "max 100000"}, None),
+        ({"cpu/cpu.cfs_quota_us": "400000", "cpu/cpu.cfs_period_us": "100000"}, 4.0),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ({}, None),
+    ],
+)
+def test_a_containers_share_of_the_processor(monkeypatch, tmp_path, files, expected):
+    for name, text in files.items():
+        (tmp_path / "sys/fs/cgroup" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "sys/fs/cgroup" / name).write_text(f"{text}\n")
+    monkeypatch.setattr(process, "Path", lambda path: tmp_path / path.removeprefix("/"))
+    assert process.quota_of_cgroup() == expected
+
+
+@pytest.mark.parametrize("quota, expected", [(None, 8), (2.5, 2), (0.5, 1), (64.0, 8)])
+def test_cores_are_those_of_the_process_within_the_containers_share(monkeypatch, quota, expected):
+    monkeypatch.setattr(process.os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    monkeypatch.setattr(process, "quota_of_cgroup", lambda: quota)
+    assert process.cores() == expected
