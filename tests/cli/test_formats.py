@@ -17,7 +17,7 @@ def arguments(main_job, checkpoint) -> list[str]:
     return [
         "calib_size=4", "quantize.n_steps=5", f"model.path={checkpoint}",
         f"cache.dir={main_job.cache}", f"infer.prompts=[{','.join(main_job.prompts)}]",
-        *main_job.sampling,
+        *main_job.sampling, "timing.budget_s=0",
     ]  # fmt: skip
 
 

@@ -481,7 +481,13 @@ def statistics(scratch: Path) -> Reader:
 
 def a_record(decibels: float, speedup: float) -> dict:
     """As ``quantize.py`` leaves it, with everything in it that a table, a plot or a page reads."""
-    times = {"full_precision": {"p50_ms": 20.0, "mean_ms": 21.0, "n": 3}, "quantized": {"p50_ms": 20 / speedup}}
+    full = {"p50_ms": 20.0, "mean_ms": 21.0, "n": 5, "samples_ms": [20.0, 19.0, 21.0, 20.0, 20.5]}
+    times = {
+        "full_precision": full, "speedup": speedup, "speedup_interval": [speedup - 0.1, speedup + 0.1],
+        "quantized": {"p50_ms": 20 / speedup, "samples_ms": [each / speedup for each in reversed(full["samples_ms"])]},
+    }  # fmt: skip
+    rounds = {"together": True, "stopped": "budget", "others": 0.3, "steal": None, "reference_spread": 0.1}
+    image = {"full_precision": {"p50_ms": 60.0, "rest_ms": 20.0, "denoiser_calls": 2}}
     none = {"value": None, "reason": "not quantized"}
     return {
         "schema_version": 1, "status": "done", "overrides": ["alpha=0.5", "quant_level=3"],
@@ -489,6 +495,7 @@ def a_record(decibels: float, speedup: float) -> dict:
             "format": "int8", "quant_level": 3.0, "alpha": 0.8, "percentile": 1.0, "calib_size": 32, "n_steps": 20,
             "model": {"family": "sdxl", "path": "checkpoints/small.nemo"},
             "infer": {"engine": "openvino", "batch_size": 1, "width": 64, "height": 64, "steps": 20},
+            "verdict": {"enough_db": 40.0, "time_of_a_db": 0.02, "confidence": 0.95},
         },
         "denoiser": {"part": "unet_xl", "samples_a_picture": 2},
         "prompts": ["a cat", "a dog"], "simulated": False, "simulated_because": None,
@@ -500,11 +507,11 @@ def a_record(decibels: float, speedup: float) -> dict:
         "latency": {
             "torch": {"image": {"1": {"full_precision": {"p50_ms": 80.0}}}},
             "openvino": {
-                "unet_xl": {"2": {**times, "speedup": speedup}},
+                "unet_xl": {"2": {**times, "rounds": rounds}},
                 "vae": {
                     "1": {"full_precision": {"p50_ms": 5.0}, "quantized": {"p50_ms": None, "reason": "not quantized"}}
                 },
-                "image": {"1": {**times, "speedup": speedup}},
+                "image": {"1": {**times, **image}},
             },
         },
         "fidelity": {
@@ -536,10 +543,21 @@ PLAN = {
     "jobs": [
         {"name": f"alpha={alpha}", "varied": {"alpha": alpha}, "overrides": []} for alpha in (0.5, "auto", 1.0, 0.1)
     ],
-    "published": PUBLISHED,
+    "published": PUBLISHED, "verdict": {"enough_db": 40.0, "time_of_a_db": 0.02, "confidence": 0.95},
+}  # fmt: skip
+PLAN["jobs"][3]["same_as"] = "alpha=0.5"
+TIMING = {
+    "schema_version": 1, "origin": "x", "machine": "this one", "left_out": [{"job": "alpha=auto", "reason": "<b>"}],
+    "blocks": [{
+        "engine": "openvino", "rest_ms": 20.0, "denoiser_calls": 20, "image_ms": 420.0, "seconds": 3.0,
+        "reference_ms": [20.0, 19.0, 21.0, 20.0, 20.5],
+        "subjects": [{"sha256": "a", "jobs": ["alpha=0.5"], "samples_ms": [10.0, 9.0, 11.0, 10.0, 10.5]}],
+        "rounds": {"together": True, "stopped": "narrow", "others": 0.0, "steal": 0.0, "reference_spread": 0.1},
+    }],
 }  # fmt: skip
 RECORDS = {
     "sweep.json": PLAN,
+    "timing.json": TIMING,
     "alpha=0.5/metrics.json": a_record(30.0, 2.0),
     "alpha=auto/metrics.json": a_record(35.0, 1.25),
     "alpha=1.0/failure.json": {"reason": "=cmd|' /C calc'!A0 <b>| broken", "schema_version": 1},
