@@ -3,10 +3,11 @@
 A part is called with random inputs, because latency does not depend on their values. The road not taken is to time the
 calls that a pipeline makes: they would include its copies between devices and dtypes.
 
-Two variants of a model differ in the denoiser alone, so an image takes what it takes beside the denoiser, which is
-measured once, and as often the denoiser's call as it calls it. Calls of the denoiser are short and can be interleaved a
-hundred times while a machine changes little; the road not taken is to compare whole images, of which a few fit into the
-same time. ``benchmarks/verdict.py`` compares both.
+Two variants of a model differ in the denoiser alone. So the speed-up of an image follows from that of the denoiser's
+call and from what an image takes beside these calls, which is measured once, as a share of what they take in the same
+image: what slows a machine slows both. Calls of the denoiser are short and can be interleaved a hundred times while a
+machine changes little; the road not taken is to compare whole images, of which a few fit into the same time.
+``benchmarks/verdict.py`` compares both.
 """
 
 import statistics
@@ -54,28 +55,22 @@ def image_call(pipeline: Pipeline, prompts: Sequence[str], sampling: Sampling) -
 
 @dataclass(frozen=True)
 class ImageTimes:
-    """What images took, and how much of it was not the denoiser; all milliseconds."""
+    """What images of the unquantized model took."""
 
-    totals: list[float]
-    rest_ms: float  # of an image beside its calls of the denoiser, median: texts, scheduler, decoder
-    calls: int  # of the denoiser in an image
-
-    def with_denoiser(self, samples: Sequence[float]) -> list[float]:
-        """What an image takes whose calls of the denoiser take as long as each of ``samples``."""
-        return [self.rest_ms + self.calls * sample for sample in samples]
+    totals: list[float]  # milliseconds
+    rest: float  # what an image takes beside its calls of the denoiser, as a share of what those take
 
 
 class Stopwatch:
-    """``engine``, whose calls are counted and timed."""
+    """``engine``, whose calls are timed."""
 
     def __init__(self, engine: Engine):
-        self.engine, self.calls, self.milliseconds = engine, 0, 0.0
+        self.engine, self.milliseconds = engine, 0.0
         self.name, self.inputs, self.device = engine.name, engine.inputs, engine.device
 
     def __call__(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         outputs: dict[str, torch.Tensor] = {}
         self.milliseconds += clock_of(self.device)(lambda: outputs.update(self.engine(**inputs)))
-        self.calls += 1
         return outputs
 
     def close(self) -> None:
@@ -90,15 +85,17 @@ def image_times(
     watch = Stopwatch(engines[denoiser])
     call = image_call(pipeline_of(checkpoint, {**engines, denoiser: watch}), prompts, sampling)
     call()
-    calls, totals, rests = watch.calls, list[float](), list[float]()
+    totals, rests = list[float](), list[float]()
     for _ in range(repeats):
         before = watch.milliseconds
         totals.append(wall_clock(call))
-        rests.append(max(0.0, totals[-1] - (watch.milliseconds - before)))
-    return ImageTimes(totals, statistics.median(rests), calls)
+        denoising = watch.milliseconds - before
+        rests.append(max(0.0, totals[-1] - denoising) / denoising)
+    return ImageTimes(totals, statistics.median(rests))
 
 
 def image_of_parts(medians: Mapping[str, float], steps: int, denoiser: str) -> ImageTimes:
     """An image that is added up from its parts' ``medians``, where memory does not hold all of them at once."""
+    denoising = steps * medians[denoiser]
     rest = sum(median for part, median in medians.items() if part != denoiser)
-    return ImageTimes([rest + steps * medians[denoiser]], rest, steps)
+    return ImageTimes([denoising + rest], rest / denoising)

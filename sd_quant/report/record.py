@@ -60,8 +60,7 @@ class Timing(TypedDict, total=False):
     clock: str
     samples_ms: list[float]
     composed: str  # from what the latency is put together, where it is not that of whole calls
-    rest_ms: float  # of an image: what it takes beside its calls of the denoiser
-    denoiser_calls: float  # in an image
+    rest: float  # of an image: what it takes beside its calls of the denoiser, as a share of what those take
     reason: str  # why there is no latency
 
 

@@ -6,7 +6,7 @@ only by what each is to its own reference, and those of different machines not a
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
@@ -30,8 +30,7 @@ class Block(TypedDict):
     """Engines that were timed in the same rounds."""
 
     engine: str  # the runtime
-    rest_ms: float  # of an image beside its calls of the denoiser
-    denoiser_calls: float  # in an image
+    rest: float  # what an image takes beside its calls of the denoiser, as a share of what those take
     image_ms: float  # of the unquantized engine, median
     reference_ms: list[float]  # one call of the unquantized denoiser in each round
     subjects: list[Subject]
@@ -56,30 +55,39 @@ class TimingRecord(TypedDict):
 
 @dataclass(frozen=True)
 class Timed:
-    """A job's rounds, all milliseconds."""
+    """A job's rounds."""
 
     block: str  # what was timed in the same rounds has the same
-    full_precision: list[float]  # one call of the denoiser
+    full_precision: list[float]  # milliseconds of one call of the denoiser
     quantized: list[float]
-    rest_ms: float
-    calls: float
+    rest: float  # what an image takes beside these calls, as a share of what they take unquantized
     image_ms: float  # of the unquantized engine
 
-    def images(self, samples: list[float]) -> list[float]:
-        """What an image takes whose calls of the denoiser take as long as each of ``samples``."""
-        return [self.rest_ms + self.calls * sample for sample in samples]
+    @property
+    def images(self) -> tuple[list[float], list[float]]:
+        """What a call and its share of the rest take, unquantized and quantized."""
+        full = self.full_precision
+        return in_image(full, full, self.rest), in_image(full, self.quantized, self.rest)
 
     def denoiser_speedup(self, confidence: float = 0.95) -> Interval:
         return ratio_interval(self.full_precision, self.quantized, confidence)
 
     def image_speedup(self, confidence: float = 0.95) -> Interval:
-        return ratio_interval(self.images(self.full_precision), self.images(self.quantized), confidence)
+        return ratio_interval(*self.images, confidence)
+
+
+def in_image(reference: Sequence[float], samples: Sequence[float], rest: float) -> list[float]:
+    """Milliseconds of a call of the denoiser with its share of the rest of an image, round by round.
+
+    ``rest`` is a share of the ``reference``, the unquantized denoiser's call in the same round.
+    """
+    return [rest * unquantized + sample for unquantized, sample in zip(reference, samples, strict=True)]
 
 
 def log_speedup_over(a: Timed, b: Timed | None, confidence: float) -> Interval:
     """The logarithm of how much faster an image of ``a`` is than one of ``b``, or than the unquantized engine's."""
     if b is not None and a.block == b.block:
-        return logarithm(ratio_interval(b.images(b.quantized), a.images(a.quantized), confidence))
+        return logarithm(ratio_interval(b.images[1], a.images[1], confidence))
     own = logarithm(a.image_speedup(confidence))
     if b is None:
         return own
@@ -107,7 +115,7 @@ def timed_together(timing: Mapping[str, Any] | None) -> dict[str, Timed]:
     for number, block in enumerate(at(timing, "blocks") or []):
         for subject in block["subjects"]:
             rounds = block["reference_ms"], subject["samples_ms"]
-            known = Timed(f"block {number}", *rounds, block["rest_ms"], block["denoiser_calls"], block["image_ms"])
+            known = Timed(f"block {number}", *rounds, block["rest"], block["image_ms"])
             check_rounds(known)
             found |= dict.fromkeys(subject["jobs"], known)
     return found
@@ -123,10 +131,10 @@ def rounds_of(block: str, latency: Any, engine: str, part: str, samples: int, ba
     """The rounds in a record's ``latency``; None where it has none, or none that can be compared."""
     call, image = at(latency, engine, part, str(samples)), at(latency, engine, IMAGE, str(batch))
     full, quantized = (at(call, variant, "samples_ms") for variant in VARIANTS)
-    rest, calls, image_ms = (at(image, VARIANTS[0], name) for name in ("rest_ms", "denoiser_calls", "p50_ms"))
-    if not full or not quantized or None in (rest, calls, image_ms):
+    rest, image_ms = (at(image, VARIANTS[0], name) for name in ("rest", "p50_ms"))
+    if not full or not quantized or None in (rest, image_ms):
         return None
-    known = Timed(block, full, quantized, rest, calls, image_ms)
+    known = Timed(block, full, quantized, rest, image_ms)
     try:
         check_rounds(known)
     except ValueError:
@@ -135,10 +143,10 @@ def rounds_of(block: str, latency: Any, engine: str, part: str, samples: int, ba
 
 
 def check_rounds(timed: Timed) -> None:
-    numbers = [*timed.full_precision, *timed.quantized, timed.calls, timed.image_ms]
+    numbers = [*timed.full_precision, *timed.quantized, timed.image_ms]
     if len(timed.full_precision) != len(timed.quantized) or not timed.quantized:
         raise ValueError("rounds that do not match the reference's")
-    if not all(number > 0 for number in numbers) or timed.rest_ms < 0:
+    if not all(number > 0 for number in numbers) or timed.rest < 0:
         raise ValueError("a latency that is not above zero")
 
 

@@ -16,7 +16,8 @@ from sd_quant.metrics.latency import Rounds, Stopping, clock_of, measure_togethe
 from sd_quant.models.checkpoint import Checkpoint, contracts_of
 from sd_quant.progress import progress
 from sd_quant.report.record import FRAMEWORK as TORCH
-from sd_quant.report.record import IMAGE, Conditions
+from sd_quant.report.record import IMAGE, VARIANTS, Conditions
+from sd_quant.report.timing import in_image
 from sd_quant.stages.compare import Engines
 from sd_quant.stages.generate import sampling_of
 from sd_quant.stages.variants import FRAMEWORK, FULL_PRECISION, QUANTIZED
@@ -82,8 +83,8 @@ def compare_latency(
     full, quantized = image_entry(images[FULL_PRECISION], together), untimed
     runtime[IMAGE] = {batch: {FULL_PRECISION: full, QUANTIZED: quantized}}
     if simulated is None:
-        in_image = images[FULL_PRECISION].with_denoiser
-        found = compared(*(in_image(call[name]["samples_ms"]) for name in (FULL_PRECISION, QUANTIZED)))
+        rest, (reference, own) = images[FULL_PRECISION].rest, (call[name]["samples_ms"] for name in VARIANTS)
+        found = compared(in_image(reference, reference, rest), in_image(reference, own, rest))
         quantized = {"p50_ms": full["p50_ms"] / found["speedup"], "composed": COMPOSED if together else FROM_PARTS}
         runtime[IMAGE][batch] |= {QUANTIZED: quantized, **found}
     return {TORCH: framework, infer.engine: runtime}
@@ -130,5 +131,5 @@ def compared(full: Sequence[float], quantized: Sequence[float]) -> dict:
 
 def image_entry(image: ImageTimes, measured: bool) -> dict:
     """The record's latency of an image; ``measured`` says whether whole images were."""
-    found = {"p50_ms": statistics.median(image.totals), "rest_ms": image.rest_ms, "denoiser_calls": image.calls}
+    found = {"p50_ms": statistics.median(image.totals), "rest": image.rest}
     return found | ({"samples_ms": image.totals} if measured else {"composed": FROM_PARTS})

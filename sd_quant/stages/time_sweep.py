@@ -144,8 +144,7 @@ def blocks_of(work: Workload, timing: Timing) -> Iterator[Block]:
             engines[each].close()
         yield Block(
             engine=infer.engine,
-            rest_ms=image.rest_ms,
-            denoiser_calls=image.calls,
+            rest=image.rest,
             image_ms=statistics.median(image.totals),
             reference_ms=rounds.samples[REFERENCE],
             subjects=[Subject(sha256=each, jobs=work.jobs[each], samples_ms=rounds.samples[each]) for each in block],

@@ -162,7 +162,8 @@ def test_the_inputs_names_change_nothing_but_the_names(command, main_job, checkp
     result = command(
         "quantize.py", "export.io=diffusers", "export_trt=none", "quant_level=3", "alpha=0.8", "calib_size=4",
         "quantize.n_steps=5", f"model.path={checkpoint}", f"cache.dir={main_job.cache}",
-        f"infer.prompts=[{','.join(main_job.prompts)}]", f"hydra.run.dir={tmp_path}/run", *main_job.sampling, "timing.budget_s=0",
+        f"infer.prompts=[{','.join(main_job.prompts)}]", f"hydra.run.dir={tmp_path}/run", *main_job.sampling,
+        "timing.budget_s=0",
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
     runs = {"nemo": main_job.directory, "diffusers": tmp_path / "run"}

@@ -487,7 +487,7 @@ def a_record(decibels: float, speedup: float) -> dict:
         "quantized": {"p50_ms": 20 / speedup, "samples_ms": [each / speedup for each in reversed(full["samples_ms"])]},
     }  # fmt: skip
     rounds = {"together": True, "stopped": "budget", "others": 0.3, "steal": None, "reference_spread": 0.1}
-    image = {"full_precision": {"p50_ms": 60.0, "rest_ms": 20.0, "denoiser_calls": 2}}
+    image = {"full_precision": {"p50_ms": 60.0, "rest": 0.5}}
     none = {"value": None, "reason": "not quantized"}
     return {
         "schema_version": 1, "status": "done", "overrides": ["alpha=0.5", "quant_level=3"],
@@ -549,7 +549,7 @@ PLAN["jobs"][3]["same_as"] = "alpha=0.5"
 TIMING = {
     "schema_version": 1, "origin": "x", "machine": "this one", "left_out": [{"job": "alpha=auto", "reason": "<b>"}],
     "blocks": [{
-        "engine": "openvino", "rest_ms": 20.0, "denoiser_calls": 20, "image_ms": 420.0, "seconds": 3.0,
+        "engine": "openvino", "rest": 0.1, "image_ms": 420.0, "seconds": 3.0,
         "reference_ms": [20.0, 19.0, 21.0, 20.0, 20.5],
         "subjects": [{"sha256": "a", "jobs": ["alpha=0.5"], "samples_ms": [10.0, 9.0, 11.0, 10.0, 10.5]}],
         "rounds": {"together": True, "stopped": "narrow", "others": 0.0, "steal": 0.0, "reference_spread": 0.1},

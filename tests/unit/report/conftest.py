@@ -35,7 +35,7 @@ def latency_of(speedup: float) -> dict:
             },
             "image": {
                 "1": {
-                    "full_precision": {"p50_ms": 60.0, "rest_ms": 20.0, "denoiser_calls": 2},
+                    "full_precision": {"p50_ms": 60.0, "rest": 0.5},
                     "quantized": {"p50_ms": 60 / speedup},
                     "speedup": speedup,
                 }

@@ -26,7 +26,7 @@ def job(name, psnr, speedup, *, seed=0, apart=0.3, noise=0.002, block="block 0",
     if speedup:
         own = np.random.default_rng(zlib.crc32(name.encode())).normal(size=40)
         quantized = [(60 / speedup - 20) / 2 * np.exp(noise * each) for each in own]
-        timed = Timed(block, full, quantized, 20.0, 2, 60.0)
+        timed = Timed(block, full, quantized, 0.5, 60.0)
     content = {
         "knobs": {"infer": {"engine": "openvino", "batch_size": 1}},
         "fidelity": {"psnr": {"mean": psnr, "values": values}, "ssim": {"mean": 0.9, "values": [0.9] * PROMPTS}},

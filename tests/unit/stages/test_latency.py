@@ -92,7 +92,7 @@ def test_each_number_is_of_its_own_variant(checkpoint, clock, together):
     assert image["full_precision"]["p50_ms"] == 5 * 4000
     assert image["quantized"]["p50_ms"] == pytest.approx(3 * 4000 + 2 * 1000)
     assert image["speedup"] == pytest.approx(20 / 14)
-    assert (image["full_precision"]["rest_ms"], image["full_precision"]["denoiser_calls"]) == (3 * 4000, 2)
+    assert image["full_precision"]["rest"] == pytest.approx(3 / 2)
     assert ("composed" in image["full_precision"]) == (not together) and "composed" in image["quantized"]
     assert unet["rounds"]["together"] == together
 
@@ -134,7 +134,7 @@ def test_a_part_is_timed_by_the_clock_of_its_engines_device(checkpoint, clock, m
     found = compare_latency(checkpoint, variants, ["a rocket"], INFER, TIMING, True)
     part = found["openvino"]["unet_xl"]["2"]["quantized"]
     assert (part["clock"], part["p50_ms"]) == ("of_the_device", 5.0)
-    assert found["openvino"]["image"]["1"]["full_precision"]["denoiser_calls"] == 2
+    assert found["openvino"]["image"]["1"]["full_precision"]["rest"] > 0  # an image ends on the processor
     alone = infer.part_latency(variants["quantized"]["unet_xl"], contracts["unet_xl"], 2, INFER)
     assert (alone["clock"], alone["p50_ms"]) == ("of_the_device", 5.0)
 

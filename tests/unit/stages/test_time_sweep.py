@@ -66,7 +66,7 @@ def opened(monkeypatch):
 
     monkeypatch.setattr(time_sweep, "open_file", open_file)
     monkeypatch.setattr(time_sweep, "denoiser_rounds", rounds)
-    monkeypatch.setattr(time_sweep, "image_times", lambda *arguments: ImageTimes([50.0], 10.0, 20))
+    monkeypatch.setattr(time_sweep, "image_times", lambda *arguments: ImageTimes([50.0], 0.5))
     return files
 
 
