@@ -57,9 +57,9 @@ def busy(others: float | None, steal: float | None, spread: float | None) -> str
     """
     found = []
     if (others or 0) > MOST_OTHERS:
-        found.append(f"other processes took {others:.0%} of its processors' time")
+        found.append(f"other processes took {others:.0%} of the processors' time")
     if (steal or 0) > MOST_STEAL:
-        found.append(f"a hypervisor took {steal:.0%} of it")
+        found.append(f"a hypervisor took {steal:.0%} of the processors' time")
     if (spread or 0) > MOST_SPREAD:
         found.append(f"the unquantized engine's own latency varied by {spread:.0%}")
     return ", ".join(found) or None

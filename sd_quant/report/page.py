@@ -23,7 +23,7 @@ from PIL import Image
 
 from sd_quant.files import write_text
 from sd_quant.metrics import SCORES, Against, Score, fidelity_scores
-from sd_quant.report.plots import SIZE, TIME, figures, knob_value, svg
+from sd_quant.report.plots import SIZE, TIME, figures, fitted, knob_value, svg
 from sd_quant.report.recommendation import Recommendation, fidelity_db, front, recommend, rule_of
 from sd_quant.report.record import DONE, VARIANTS, at, read_object, score_of
 from sd_quant.report.summary import Column, Job, Row, Sweep, machine_of, rows, shown_columns, workload
@@ -129,8 +129,9 @@ def plot(name: str, drawing: str) -> str:
 
 
 def described(row: Row, sweep: Sweep) -> str:
-    """A recipe as it is given on the command line, or the job's name where nothing varies."""
-    return " ".join(f"{knob}={knob_value(row.get(knob))}" for knob in sweep.varied) or row["job"]
+    """A recipe as it is given on the command line; of a single run all that was given, or else its folder's name."""
+    given = " ".join(at(sweep.jobs[0].record, "overrides") or []) if len(sweep.jobs) == 1 else ""
+    return " ".join(f"{knob}={knob_value(row.get(knob))}" for knob in sweep.varied) or fitted(given, 80) or row["job"]
 
 
 def records(sweep: Sweep) -> list[Any]:
@@ -228,8 +229,8 @@ def busy_while_timing(sweep: Sweep, names: Mapping[str, str]) -> list[str]:
         conditions = at(job.record, "latency", engine, part, str(samples), "rounds")
         if job.name not in timed and (reason := busy_because(conditions)):
             found[reason] = f"while {names[job.name]} was timed"
-    again = "its figures may be those of a busy machine; time again when it is quiet"
-    return [f"{when}, {reason}: {again}." for reason, when in found.items()]
+    again = "time again when the machine is quiet" + (": python -m sd_quant.stages.time_sweep <folder>" if timed else "")
+    return [f"{when}, {reason}; {again}." for reason, when in found.items()]
 
 
 def results(table: Sequence[Row], sweep: Sweep, advice: Recommendation) -> str:
@@ -251,7 +252,7 @@ def results(table: Sequence[Row], sweep: Sweep, advice: Recommendation) -> str:
         label = "recommended" if chosen else "tied" if row["job"] in advice.tied else ""
         badge = f'<span class="badge">{label}</span>' if label else ""
         job = safe(row["job"]).replace(",", ",<wbr>")
-        twins = f'<span class="twins">= {safe(row["same_as"])}</span>' if row["same_as"] else ""
+        twins = f'<span class="twins">the same as {safe(row["same_as"])}</span>' if row["same_as"] else ""
         cells = [f'<th scope="row">{job} {"".join(marks)}{badge}{twins}</th>']
         cells += [cell("text", row.get(knob), knob_value(row.get(knob))) for knob in sweep.varied]
         if row["status"] == DONE:

@@ -48,8 +48,8 @@ def test_a_busy_process_is_somebody_elses_and_ones_own_work_is_not():
     [
         (0.01, 0.0, 0.1, None),
         (None, None, None, None),
-        (0.48, 0.0, 0.1, "other processes took 48% of its processors' time"),
-        (0.0, 0.2, 0.1, "a hypervisor took 20% of it"),
+        (0.48, 0.0, 0.1, "other processes took 48% of the processors' time"),
+        (0.0, 0.2, 0.1, "a hypervisor took 20% of the processors' time"),
         (0.0, 0.0, 0.9, "the unquantized engine's own latency varied by 90%"),
     ],
 )

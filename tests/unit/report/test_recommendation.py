@@ -135,7 +135,7 @@ def test_the_constants_are_knobs():
     assert recommended(*jobs).job == "fast"
     assert recommended(*jobs, time_of_a_db=0.1).job == "exact"
     assert recommended(*jobs, enough_db=33.0).job == "fast"
-    assert "1 dB for every 0.2 of" in str(rule_of({"time_of_a_db": 0.2}))
+    assert "1 dB for every 20 % of" in str(rule_of({"time_of_a_db": 0.2}))
 
 
 @pytest.mark.parametrize("knobs", [None, {}, {"confidence": 2}, {"time_of_a_db": "much"}, {"enough_db": -1}, "text"])

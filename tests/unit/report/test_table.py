@@ -132,7 +132,7 @@ def test_a_speed_up_stands_beside_how_far_it_may_be_off_and_a_busy_machine_is_ca
     }  # fmt: skip
     text = run_table({"latency": {"openvino": {"unet_xl": {"2": call}}}})
     assert "1.25x ± 0.03" in text
-    assert "BUSY: while unet_xl was timed on openvino, other processes took 40% of its processors' time" in text
+    assert "BUSY: while unet_xl was timed on openvino, other processes took 40% of the processors' time" in text
     call["speedup_interval"], call["rounds"]["others"] = {"value": None, "reason": "too few rounds"}, 0.01
     text = run_table({"latency": {"openvino": {"unet_xl": {"2": call}}}})
     assert "1.25x\n" in text and "BUSY" not in text

@@ -55,7 +55,7 @@ def test_the_page_says_that_the_machine_was_busy_and_who_was_left_out(timed, mon
     left_out = [{"job": "level=3", "reason": "it ran on another machine <b>"}]
     sweep = timed({"level=1": 2.0, "level=2": 1.25}, rounds=QUIET | {"others": 0.48}, left_out=left_out)
     text = page.write_report(sweep).read_text()
-    told = "BUSY: while the engines were timed together, other processes took 48% of its processors&#x27; time"
+    told = "BUSY: while the engines were timed together, other processes took 48% of the processors&#x27; time"
     assert text.count(told) == 1
     assert "TIMED ALONE: quant_level=3: it ran on another machine &lt;b&gt;." in text
     assert "BUSY" not in page.write_report(timed({"level=1": 2.0})).read_text()
