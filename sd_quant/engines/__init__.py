@@ -144,6 +144,8 @@ def products_of(engine: Engine, path: Path) -> dict[str, str]:
     """What an engine that was opened from ``path`` multiplies: by the node's name in the ONNX file, a name of
     onnx.TensorProto, such as INT8 where codes are multiplied and FLOAT where they are dequantized first.
 
-    Read from the graph that runs, after fusion, not from the file. Nodes that the runtime does not name are absent.
+    Read from the graph that runs, after fusion, not from the file. Nodes that the runtime does not name are absent, all
+    of them where it has no ``products``.
     """
-    return pkgutil.resolve_name(RUNTIMES[engine.name].products)(engine, path)
+    products = RUNTIMES[engine.name].products
+    return {} if products is None else pkgutil.resolve_name(products)(engine, path)

@@ -53,6 +53,9 @@ def image_call(pipeline: Pipeline, prompts: Sequence[str], sampling: Sampling) -
     return lambda: pipeline(batch, sampling)
 
 
+WARMUP_IMAGES = 1
+
+
 @dataclass(frozen=True)
 class ImageTimes:
     """What images of the unquantized model took."""
@@ -80,11 +83,12 @@ class Stopwatch:
 def image_times(
     checkpoint: Checkpoint, engines: Mapping[str, Engine], prompts: Sequence[str], sampling: Sampling, repeats: int
 ) -> ImageTimes:
-    """Time ``repeats`` batches of images, after one that does not count."""
+    """Time ``repeats`` batches of images, after WARMUP_IMAGES that do not count."""
     denoiser = checkpoint.family.DENOISER
     watch = Stopwatch(engines[denoiser])
     call = image_call(pipeline_of(checkpoint, {**engines, denoiser: watch}), prompts, sampling)
-    call()
+    for _ in range(WARMUP_IMAGES):
+        call()
     totals, rests = list[float](), list[float]()
     for _ in range(repeats):
         before = watch.milliseconds

@@ -11,10 +11,10 @@
 """
 
 import math
+import statistics
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
-
-import numpy as np
 
 BATCHES = 20
 FEWEST_ROUNDS = 5  # of an interval of a ratio: with fewer, Student's factor is so large that it says nothing
@@ -41,10 +41,10 @@ def exactly(value: float) -> Interval:
 
 def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
     """The mean of independent values; of a single one nothing is known but itself."""
-    mean = float(np.mean(values))
+    mean = statistics.fmean(values)
     if len(values) < 2:
         return Interval(mean, -math.inf, math.inf)
-    half = t_quantile(len(values) - 1, confidence) * float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    half = t_quantile(len(values) - 1, confidence) * statistics.stdev(values) / math.sqrt(len(values))
     return Interval(mean, mean - half, mean + half)
 
 
@@ -53,11 +53,9 @@ def ratio_interval(a: Sequence[float], b: Sequence[float], confidence: float = 0
 
     The ends are 0 and infinity with fewer than FEWEST_ROUNDS. Raises ValueError unless both are as many.
     """
-    if len(a) != len(b):
-        raise ValueError(f"{len(a)} rounds cannot be compared with {len(b)}")
-    logs = np.log(np.asarray(a, float) / np.asarray(b, float))
-    medians = [float(np.median(batch)) for batch in np.array_split(logs, min(BATCHES, len(logs)))]
-    mean = mean_interval(medians, confidence)
+    logs, batches = [math.log(x / y) for x, y in zip(a, b, strict=True)], min(BATCHES, len(a))
+    ends = [number * len(a) // batches for number in range(batches + 1)]
+    mean = mean_interval([statistics.median(logs[start:end]) for start, end in pairwise(ends)], confidence)
     if len(logs) < FEWEST_ROUNDS:
         return Interval(math.exp(mean.value), 0.0, math.inf)
     return Interval(*map(math.exp, mean))

@@ -76,25 +76,29 @@ class Rounds:
     machine: dict[str, float | None]  # see ``neighbours.used_by_others``
 
     def statistics(self, name: str) -> dict[str, Any]:
-        """One call's latency as ``{mean_ms, p50_ms, p90_ms, p99_ms, min_ms, std_ms, n, warmup, clock, samples_ms}``."""
-        samples = self.samples[name]
-        p50, p90, p99 = np.percentile(samples, [50, 90, 99]).tolist()
-        return {
-            "mean_ms": statistics.fmean(samples),
-            "p50_ms": p50,
-            "p90_ms": p90,
-            "p99_ms": p99,
-            "min_ms": min(samples),
-            "std_ms": statistics.pstdev(samples),
-            "n": len(samples),
-            "warmup": self.warmup,
-            "clock": self.clocks[name],
-            "samples_ms": samples,
-        }
+        """One call's latency, see ``statistics_of``."""
+        return statistics_of(self.samples[name], self.warmup, self.clocks[name])
+
+
+def statistics_of(samples: list[float], warmup: int, clock: str) -> dict[str, Any]:
+    """``{mean_ms, p50_ms, p90_ms, p99_ms, min_ms, std_ms, n, warmup, clock, samples_ms}`` of milliseconds."""
+    p50, p90, p99 = np.percentile(samples, [50, 90, 99]).tolist()
+    return {
+        "mean_ms": statistics.fmean(samples),
+        "p50_ms": p50,
+        "p90_ms": p90,
+        "p99_ms": p99,
+        "min_ms": min(samples),
+        "std_ms": statistics.pstdev(samples),
+        "n": len(samples),
+        "warmup": warmup,
+        "clock": clock,
+        "samples_ms": samples,
+    }
 
 
 def measure(call: Call, warmup: int, repeats: int, clock: Clock = wall_clock) -> dict[str, Any]:
-    """Latency of one call, see ``Rounds.statistics``. Raises ConfigError unless warmup >= 0 and repeats >= 1."""
+    """Latency of one call, see ``statistics_of``. Raises ConfigError unless warmup >= 0 and repeats >= 1."""
     return measure_together({"": call}, warmup, Stopping(repeats, 1, 0), {"": clock}).statistics("")
 
 

@@ -229,8 +229,8 @@ def busy_while_timing(sweep: Sweep, names: Mapping[str, str]) -> list[str]:
         conditions = at(job.record, "latency", engine, part, str(samples), "rounds")
         if job.name not in timed and (reason := busy_because(conditions)):
             found[reason] = f"while {names[job.name]} was timed"
-    again = "time again when the machine is quiet" + (": python -m sd_quant.stages.time_sweep <folder>" if timed else "")
-    return [f"{when}, {reason}; {again}." for reason, when in found.items()]
+    how = ": python -m sd_quant.stages.time_sweep <folder>" if timed else ""
+    return [f"{when}, {reason}; time again when the machine is quiet{how}." for reason, when in found.items()]
 
 
 def results(table: Sequence[Row], sweep: Sweep, advice: Recommendation) -> str:

@@ -5,14 +5,20 @@ and the time of an image is added up from those of its parts; the record says so
 """
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 
 from sd_quant.config import Infer, Timing
 from sd_quant.engines.base import Engine
-from sd_quant.inference.timed_calls import ImageTimes, image_of_parts, image_times, part_call, samples_per_call
+from sd_quant.inference.timed_calls import (
+    WARMUP_IMAGES,
+    ImageTimes,
+    image_of_parts,
+    image_times,
+    part_call,
+    samples_per_call,
+)
 from sd_quant.metrics.intervals import ratio_interval
-from sd_quant.metrics.latency import Rounds, Stopping, clock_of, measure_together, spread
+from sd_quant.metrics.latency import Rounds, Stopping, clock_of, measure_together, spread, statistics_of, wall_clock
 from sd_quant.models.checkpoint import Checkpoint, contracts_of
 from sd_quant.progress import progress
 from sd_quant.report.record import FRAMEWORK as TORCH
@@ -131,5 +137,6 @@ def compared(full: Sequence[float], quantized: Sequence[float]) -> dict:
 
 def image_entry(image: ImageTimes, measured: bool) -> dict:
     """The record's latency of an image; ``measured`` says whether whole images were."""
-    found = {"p50_ms": statistics.median(image.totals), "rest": image.rest}
-    return found | ({"samples_ms": image.totals} if measured else {"composed": FROM_PARTS})
+    if not measured:
+        return {"p50_ms": image.totals[0], "rest": image.rest, "composed": FROM_PARTS}
+    return statistics_of(image.totals, WARMUP_IMAGES, wall_clock.__name__) | {"rest": image.rest}

@@ -44,6 +44,7 @@ from sd_quant.stages.resources import workload_of
 
 LOG = logging.getLogger(__name__)
 REFERENCE = "unquantized"
+SAME_MACHINE = ("cpu", "logical_cores", "memory_bytes", "gpus")  # a launcher may have given a job fewer of its cores
 USUAL = {"half_width": 0.01, "budget_s": 20.0}  # where a sweep's plan, an older one, does not say
 
 
@@ -63,7 +64,7 @@ def time_sweep(directory: Path) -> None:
     What was timed here before for as long is not timed again. A job that cannot be timed here is left out and keeps its
     own figures. Raises SdQuantError when an engine cannot be opened, ResourceError when the disk is full.
     """
-    here, sweep = machine_of(machine()), read_sweep(directory)
+    here, sweep = machine(), read_sweep(directory)
     stated = at(read_object(directory / SWEEP), "timing")
     timing = read(Timing, stated, "timing.") if stated else Timing(**USUAL)
     workloads, left_out = dict[str, Workload](), list[LeftOut]()
@@ -79,20 +80,23 @@ def time_sweep(directory: Path) -> None:
         except (SdQuantError, OSError, ValueError, yaml.YAMLError) as error:
             left_out.append({"job": job.name, "reason": f"its files cannot be read: {error}"})
     told = [f"{key} {sorted(work.jobs.items())}" for key, work in workloads.items()]
-    origin = digest(here, str(timing), str(left_out), *told)
+    origin = digest(machine_of(here), str(timing), str(left_out), *told)
     if not workloads or at(read_timing(directory), "origin") == origin:
         return
     blocks = [block for work in workloads.values() for block in blocks_of(work, timing)]
-    record = TimingRecord(schema_version=SCHEMA_VERSION, origin=origin, machine=here, blocks=blocks, left_out=left_out)
+    record = TimingRecord(
+        schema_version=SCHEMA_VERSION, origin=origin, machine=machine_of(here), blocks=blocks, left_out=left_out
+    )
     write_json(directory / TIMING, record)
 
 
-def why_left_out(job: Job, here: str) -> str | None:
+def why_left_out(job: Job, here: dict) -> str | None:
     """Why the job's engine cannot be timed in this process, or None."""
     if at(job.record, "simulated"):
         return "torch made its images, so there is no engine to time"
-    if (there := machine_of(at(job.record, "environment", "machine") or {})) != here:
-        return f"it ran on another machine ({there}), and latencies are compared within one"
+    there = at(job.record, "environment", "machine") or {}
+    if any(there.get(fact) != here[fact] for fact in SAME_MACHINE):
+        return f"it ran on another machine ({machine_of(there)}), and latencies are compared within one"
     engine = at(job.record, "knobs", "infer", "engine")
     if engine not in RUNTIMES or RUNTIMES[engine].file is None:
         return f"{engine} leaves no file of an engine, so it has the figures of its own run"
