@@ -37,8 +37,8 @@ class Rule:
     def __str__(self) -> str:
         return (
             f"worth of a recipe: its PSNR up to {self.enough_db:g} dB, and 1 dB for every "
-            f"{100 * self.time_of_a_db:g} % of an image's time that it saves over the unquantized engine; of those that "
-            f"cannot be told apart from the best with a confidence of {self.confidence:.0%}, the most faithful is "
+            f"{100 * self.time_of_a_db:g} % of an image's time that it saves over the unquantized engine; of those "
+            f"that cannot be told apart from the best with a confidence of {self.confidence:.0%}, the most faithful is "
             "recommended"
         )
 

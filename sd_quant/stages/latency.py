@@ -1,7 +1,9 @@
 """How long the three variants of the model take, part by part and from prompt to image.
 
-Where memory holds all variants they are timed in the same rounds. Where it does not they are timed one after the other,
-and the time of an image is added up from those of its parts; the record says so.
+Where memory holds both engines they are timed in the same rounds, and torch in rounds of its own: its threads go on
+spinning for a while behind each call, and the engine that comes next has fewer processors, which makes the ratio of the
+engines two to three times as noisy. Where memory does not hold them, all are timed one after the other, and the time of
+an image is added up from those of its parts; the record says so.
 """
 
 import math
@@ -55,8 +57,10 @@ def compare_latency(
     medians: dict[str, dict[str, float]] = {FRAMEWORK: {}, FULL_PRECISION: {}}  # by variant and part
     with progress(len(contracts) + 1, "latency") as advance:
         for part in contracts:
-            names = [FULL_PRECISION, FRAMEWORK, *([QUANTIZED] if part == denoiser and simulated is None else [])]
-            turns = [names] if together else [[name] for name in names]
+            compared_with = [QUANTIZED] if part == denoiser and simulated is None else []
+            turns = [[FULL_PRECISION, *compared_with], [FRAMEWORK]]  # torch's threads spin behind a call of its own
+            if not together:
+                turns = [[name] for turn in turns for name in turn]
             stopping = Stopping(infer.num_timed_runs, timing.half_width, timing.budget_s if part == denoiser else 0)
             rounds = [
                 part_rounds(checkpoint, {name: engines[name][part] for name in turn}, part, infer, stopping)
@@ -120,8 +124,8 @@ def conditions(rounds: Sequence[Rounds], reference: str) -> Conditions:
     """What the record says of how the denoiser was timed: whether in the same rounds, until when, beside whom."""
     shares = {name: [each.machine[name] for each in rounds if each.machine[name] is not None] for name in USED}
     return Conditions(
-        together=len(rounds) == 1,
-        stopped=rounds[-1].stopped,
+        together=len(rounds[0].samples) > 1,
+        stopped=rounds[0].stopped,
         others=max(shares["others"], default=None),
         steal=max(shares["steal"], default=None),
         reference_spread=spread(rounds[0].samples[reference]),

@@ -5,6 +5,7 @@
 
 import dataclasses
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -62,9 +63,13 @@ def quantize(job: QuantizeJob, directory: Path) -> float | None:
             LOG.info("done before: nothing that this job depends on has changed since")
     print(run_table(record))
     print(f"run directory: {shown(directory)}")
-    if not (directory.parent / SWEEP).exists():  # a sweep's jobs have their report together
+    if not in_sweep(directory):  # whose jobs have their report together
         print(f"report: {shown(rebuild(directory))}")
     return score_of(record, SCORES["psnr"]).value.value
+
+
+def in_sweep(directory: Path) -> bool:
+    return (directory.parent / SWEEP).exists()
 
 
 def check_runtimes(job: QuantizeJob) -> None:
@@ -112,9 +117,10 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> Record:
     with step("pictures"):
         comparison = compare_images(loaded.checkpoint, variants.engines, prompts, job.infer, facts, directory, cache)
         save_pairs(comparison, prompts, f"{job.quantize.format} level {job.quantize.quant_level:g}", directory)
+    timing = replace(job.timing, budget_s=0) if in_sweep(directory) else job.timing  # its engines are timed together
     with step("latency"):
         latency = compare_latency(
-            loaded.checkpoint, variants.engines, prompts, job.infer, job.timing, variants.together, variants.simulated
+            loaded.checkpoint, variants.engines, prompts, job.infer, timing, variants.together, variants.simulated
         )
     with step("parity"):
         executed = executed_layers(loaded, assignment, variants, job.infer.engine, directory)
