@@ -3,7 +3,11 @@
 - A mean over prompts has Student's t interval.
 - A ratio of two latencies has an interval of batch means (Schmeiser, Operations Research 30, 1982): neighbouring rounds
   form up to BATCHES batches, each gives the median of its rounds' log ratios, and these have a t interval. Medians
-  because a machine's hiccups are long, batches because what disturbs one round often disturbs the next. The roads not
+  because a machine's hiccups are long, batches because what disturbs one round often disturbs the next. An engine is
+  also faster or slower by OPENING each time it is opened, by where its weights come to lie in memory (Mytkowicz et al.,
+  Producing wrong data without doing anything obviously wrong, ASPLOS 2009); rounds of one opening know nothing of that,
+  so it is added. ``benchmarks/verdict.py`` measures it: one file, opened again and timed in the same rounds, differs
+  from itself by up to 1.6 %. To open engines again and again would say it too, at two seconds each. Other roads not
   taken are the bootstrap over single rounds and the order statistics of the median: both take rounds for independent,
   and found 78 to 83 % instead of 95 where the ratio itself wanders (``benchmarks/coverage.py``).
 - A sum of two independent figures has the interval of Zou & Donner (Statistics in Medicine 27, 2008), which takes from
@@ -17,6 +21,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 BATCHES = 20
+OPENING = 0.006  # standard deviation of an engine's latency from one opening to the next, as a share of it
 FEWEST_ROUNDS = 5  # of an interval of a ratio: with fewer, Student's factor is so large that it says nothing
 
 
@@ -56,9 +61,11 @@ def ratio_interval(a: Sequence[float], b: Sequence[float], confidence: float = 0
     logs, batches = [math.log(x / y) for x, y in zip(a, b, strict=True)], min(BATCHES, len(a))
     ends = [number * len(a) // batches for number in range(batches + 1)]
     mean = mean_interval([statistics.median(logs[start:end]) for start, end in pairwise(ends)], confidence)
+    opening = statistics.NormalDist(0, math.sqrt(2) * OPENING).inv_cdf((1 + confidence) / 2)
+    half = math.hypot(mean.high - mean.value, opening)
     if len(logs) < FEWEST_ROUNDS:
         return Interval(math.exp(mean.value), 0.0, math.inf)
-    return Interval(*map(math.exp, mean))
+    return Interval(*map(math.exp, (mean.value, mean.value - half, mean.value + half)))
 
 
 def sum_of(a: Interval, b: Interval) -> Interval:

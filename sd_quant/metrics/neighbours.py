@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-MOST_OTHERS, MOST_STEAL, MOST_SPREAD = 0.05, 0.02, 0.35  # above which a machine is called busy; see busy()
+MOST_OTHERS, MOST_STEAL, MOST_SPREAD = 0.05, 0.02, 0.5  # above which a machine is called busy; see busy()
 
 
 class ProcessorTimes(NamedTuple):

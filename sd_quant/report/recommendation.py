@@ -158,11 +158,11 @@ def verdict(measured: Sequence[Candidate], rule: Rule, describe: Callable[[Row],
     names = tuple(each.row["job"] for each in tied if each.row and each is not chosen)
     if not chosen.row:
         row = max(measured, key=lambda each: difference(each, chosen, rule, rule.confidence).value).row
-        judged = "cannot be told to be" if rivals else "is not"
+        judged, hint = ("cannot be told to be", " More prompts may tell.") if rivals else ("is not", "")
         return Recommendation(
             None,
             f"Ship the unquantized engine: the best recipe here, {describe(row)}, is {figures(row)}, which {judged} "
-            f"worth what it loses.{share(row)}",
+            f"worth what it loses.{hint}{share(row)}",
             names,
         )
     clauses = [figures(chosen.row)]

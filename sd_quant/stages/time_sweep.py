@@ -45,7 +45,7 @@ from sd_quant.stages.resources import workload_of
 LOG = logging.getLogger(__name__)
 REFERENCE = "unquantized"
 SAME_MACHINE = ("cpu", "logical_cores", "memory_bytes", "gpus")  # a launcher may have given a job fewer of its cores
-USUAL = {"half_width": 0.01, "budget_s": 20.0}  # where a sweep's plan, an older one, does not say
+USUAL = {"half_width": 0.02, "budget_s": 20.0}  # where a sweep's plan, an older one, does not say
 
 
 @dataclass(frozen=True)

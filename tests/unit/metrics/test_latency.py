@@ -103,7 +103,7 @@ def calls_taking(seconds, **durations):
 
 
 def test_rounds_end_when_the_interval_is_narrow_and_not_before(seconds):
-    steady = measure_together(calls_taking(seconds, a=[2.0], b=[1.0]), 1, Stopping(10, 0.01, 1e9))
+    steady = measure_together(calls_taking(seconds, a=[2.0], b=[1.0]), 1, Stopping(10, 0.02, 1e9))
     assert (steady.stopped, len(steady.samples["a"])) == ("narrow", 10)
     noisy = measure_together(calls_taking(seconds, a=[2.0, 2.2, 1.9], b=[1.0, 1.3]), 0, Stopping(10, 0.02, 1e9))
     assert noisy.stopped == "narrow" and len(noisy.samples["b"]) in (20, 40, 80, 160, 320, 640)
@@ -121,9 +121,9 @@ def test_a_budget_ends_rounds_that_stay_wide_but_not_the_fewest(seconds):
 def test_the_first_call_is_what_the_others_are_compared_with(seconds):
     """Two calls whose ratio to each other is sure, and to the reference is not."""
     calls = calls_taking(seconds, reference=[1.0, 3.0, 2.0], a=[1.0], b=[1.0])
-    assert measure_together(calls, 0, Stopping(10, 0.01, 100)).stopped == "budget"
+    assert measure_together(calls, 0, Stopping(10, 0.02, 100)).stopped == "budget"
     calls = calls_taking(seconds, a=[1.0], b=[1.0])
-    assert measure_together(calls, 0, Stopping(10, 0.01, 100)).stopped == "narrow"
+    assert measure_together(calls, 0, Stopping(10, 0.02, 100)).stopped == "narrow"
 
 
 def test_spread_is_that_of_the_middle_four_fifths():

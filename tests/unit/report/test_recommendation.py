@@ -46,7 +46,7 @@ def test_the_sentence_of_a_clear_case():
     advice = recommended(job("level 2.5", 31.0, 1.9), job("level 3", 28.0, 1.976))
     assert advice.job == "level 2.5" and not advice.tied
     figures, other = advice.sentence.split("; ")
-    assert figures.startswith("level 2.5: 1.90x (1.90 to 1.90) as fast as the unquantized engine from prompt to image")
+    assert figures.startswith("level 2.5: 1.90x (1.87 to 1.93) as fast as the unquantized engine from prompt to image")
     assert figures.endswith("PSNR 31.0 dB (30.8 to 31.2)")
     assert other == "level 3 gains 4% of speed and loses 3.0 dB."
 
@@ -60,7 +60,7 @@ def test_above_what_a_person_sees_only_speed_counts():
     assert recommended(job("a", 55.0, 1.30), job("b", 41.0, 1.35)).job == "b"
 
 
-@pytest.mark.parametrize(("psnr", "speedup"), [(35.0, 0.8), (30.0, 1.1), (39.2, 1.0)])
+@pytest.mark.parametrize(("psnr", "speedup"), [(35.0, 0.8), (30.0, 1.1), (38.0, 1.0)])
 def test_what_is_not_worth_it_is_said(psnr, speedup):
     advice = recommended(job("int8", psnr, speedup))
     assert advice.job is None and not advice.tied
@@ -92,14 +92,14 @@ def test_a_tenth_of_a_decibel_on_eight_images_is_no_difference():
 
 def test_the_same_difference_on_every_image_is_one():
     """Paired over the prompts: that prompts differ by 6 dB says nothing of the recipes."""
-    advice = recommended(job("one", 35.0, 1.5, apart=3.0), job("other", 35.5, 1.5, apart=3.0))
+    advice = recommended(job("one", 35.0, 1.5, apart=3.0), job("other", 36.5, 1.5, apart=3.0))
     assert advice.job == "other" and not advice.tied
 
 
 def test_the_most_faithful_of_the_tied_is_recommended_although_another_seems_worth_more():
-    advice = recommended(job("fast", 35.0, 1.53, noise=0.1), job("exact", 35.4, 1.50, noise=0.1))
+    advice = recommended(job("fast", 35.0, 1.56, noise=0.2), job("exact", 35.4, 1.50, noise=0.2))
     assert (advice.job, advice.tied) == ("exact", ("fast",))
-    sure = recommended(job("fast", 35.0, 1.53, noise=0.001), job("exact", 35.4, 1.50, noise=0.001))
+    sure = recommended(job("fast", 35.0, 1.56, noise=0.001), job("exact", 35.4, 1.50, noise=0.001))
     assert (sure.job, sure.tied) == ("fast", ())
 
 
@@ -118,7 +118,7 @@ def test_rounds_of_one_block_are_compared_round_by_round():
 
 def test_twelve_comparisons_are_not_as_sure_as_one():
     """One recipe that is hardly worse is told apart from the best alone, and not among eleven others."""
-    best, close = job("best", 35.0, 1.50, noise=0.02), job("close", 34.9, 1.492, noise=0.02)
+    best, close = job("best", 35.0, 1.50, noise=0.02), job("close", 34.9, 1.4706, noise=0.02)
     others = [job(f"other {number}", 25.0, 1.1) for number in range(30)]
     assert recommended(best, close).tied == ()
     assert recommended(best, close, *others).tied == ("close",)
