@@ -9,7 +9,7 @@
   so it is added. ``benchmarks/verdict.py`` measures it: one file, opened again and timed in the same rounds, differs
   from itself by up to 1.6 %. To open engines again and again would say it too, at two seconds each. Other roads not
   taken are the bootstrap over single rounds and the order statistics of the median: both take rounds for independent,
-  and found 67 to 83 % instead of 95 where the ratio itself wanders (``benchmarks/coverage.py``).
+  and their 95 % are 67 to 92 where the ratio itself wanders (``benchmarks/coverage.py``).
 - A sum of two independent figures has the interval of Zou & Donner (Statistics in Medicine 27, 2008), which takes from
   each the side that counts.
 """
