@@ -130,14 +130,17 @@ def run_sweep(
     with sweep.opened(directory, plan):
         print(sweep.start_line(read_sweep(directory)), flush=True)
         sys.argv.append("hydra.sweep.dir='{}'".format(str(directory).replace("'", r"\'")))  # jobs may work elsewhere
-        cancelled, ended_with = False, None
+        cancelled, ended_with, untimed = False, None, None
         try:
             try:
                 main()
             except Exception as error:  # the first failed job's, as every job has left its own; or the launcher's
                 LOG.debug("the sweep ended early", exc_info=error)
                 ended_with = error
-            after_sweep(directory)
+            try:
+                after_sweep(directory)
+            except SdQuantError as error:  # the jobs are done all the same, and the report shows them
+                untimed = error
         except KeyboardInterrupt:
             cancelled = True
         from sd_quant.report.rebuild import rebuild
@@ -147,6 +150,8 @@ def run_sweep(
     if cancelled:
         return fail("cancelled; what was finished is kept, and the same command goes on", CANCELLED)
     code, sentence = sweep.outcome(finished, ended_with)
+    if untimed is not None and not code:
+        code, sentence = untimed.exit_code, f"the jobs are done, and their engines are not timed together: {untimed}"
     return fail(sentence, code) if code else 0
 
 

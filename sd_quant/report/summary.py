@@ -38,7 +38,7 @@ from sd_quant.report.record import (
     seconds_of_stages,
     why,
 )
-from sd_quant.report.timing import Timed, blocks_by_job, read_timing, rounds_of, timed_together
+from sd_quant.report.timing import TIMING, Timed, blocks_by_job, read_timing, rounds_of, timed_together
 from sd_quant.text import printable
 
 SWEEP, FAILURE, LOCK, LOG = "sweep.json", "failure.json", ".lock", "quantize.log"
@@ -93,7 +93,7 @@ def read_sweep(directory: Path) -> Sweep:
 
     Raises ArtifactError when it is neither, or its ``sweep.json`` is damaged.
     """
-    plan = directory / SWEEP
+    plan, timing, together = directory / SWEEP, None, dict[str, Timed]()
     if not plan.exists():
         if not any((directory / name).exists() for name in (RECORD, FAILURE)):
             raise ArtifactError(
@@ -105,13 +105,18 @@ def read_sweep(directory: Path) -> Sweep:
         verdict = at(job.record, "knobs", "verdict")
         return Sweep(directory, [str(override) for override in overrides], [], [job], None, verdict, None, (job.name,))
     try:
+        timing = read_timing(directory)
+        together = timed_together(timing)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ArtifactError(
+            f"{directory / TIMING} holds no rounds ({why(error)}); remove it and start the sweep again"
+        ) from error
+    try:
         content = json.loads(plan.read_text(encoding="utf-8"))
         check_shape(content, Plan, "it")
         planned = content["jobs"]
         names = tuple(job["name"] for job in planned)
         twins = {name: tuple(job["name"] for job in planned if job.get("same_as") == name) for name in names}
-        timing = read_timing(directory)
-        together = timed_together(timing)
         jobs = [
             read_job(job["name"], folder_in(directory, job["name"]), {**job["varied"]})
             for job in planned

@@ -117,7 +117,8 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> Record:
     with step("pictures"):
         comparison = compare_images(loaded.checkpoint, variants.engines, prompts, job.infer, facts, directory, cache)
         save_pairs(comparison, prompts, f"{job.quantize.format} level {job.quantize.quant_level:g}", directory)
-    timing = replace(job.timing, budget_s=0) if in_sweep(directory) else job.timing  # its engines are timed together
+    timed_later = in_sweep(directory) and RUNTIMES[job.infer.engine].file is not None  # together with other jobs'
+    timing = replace(job.timing, budget_s=0) if timed_later else job.timing
     with step("latency"):
         latency = compare_latency(
             loaded.checkpoint, variants.engines, prompts, job.infer, timing, variants.together, variants.simulated

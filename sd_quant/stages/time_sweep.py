@@ -24,7 +24,7 @@ import yaml
 from sd_quant.config import Infer, QuantizeJob, Timing, artifact
 from sd_quant.engines import RUNTIMES
 from sd_quant.engines.base import Engine, onnx_files
-from sd_quant.errors import SdQuantError, exit_with_its_code
+from sd_quant.errors import ArtifactError, SdQuantError, exit_with_its_code
 from sd_quant.files import digest, sha256, write_json
 from sd_quant.inference.memory import QUANTIZED, gpu_memory_of_variant, memory_of_variant
 from sd_quant.inference.timed_calls import image_times
@@ -58,18 +58,21 @@ class Workload:
     jobs: dict[str, list[str]] = field(default_factory=dict)  # the names of jobs by the same hash
 
 
-def time_sweep(directory: Path) -> None:
+def time_sweep(directory: Path, again: bool = False) -> None:
     """Time the engines of all finished jobs in a sweep's folder together and write ``timing.json``.
 
-    What was timed here before for as long is not timed again. A job that cannot be timed here is left out and keeps its
-    own figures. Raises SdQuantError when an engine cannot be opened, ResourceError when the disk is full.
+    What was timed here before for as long is not timed ``again`` unless that is asked for. A job that cannot be timed
+    here is left out and keeps its own figures. Raises ArtifactError where there is no sweep, SdQuantError when an
+    engine cannot be opened, ResourceError when the disk is full; an older ``timing.json`` then stays.
     """
+    if not (directory / SWEEP).exists():
+        raise ArtifactError(f"{directory} holds no {SWEEP}; give the folder of a sweep")
     here, sweep = machine(), read_sweep(directory)
     stated = at(read_object(directory / SWEEP), "timing")
     timing = read(Timing, stated, "timing.") if stated else Timing(**USUAL)
     workloads, left_out = dict[str, Workload](), list[LeftOut]()
     for job in sweep.jobs:
-        if job.status != DONE:
+        if job.status != DONE or at(job.record, "simulated"):
             continue
         try:
             if reason := why_left_out(job, here):
@@ -81,7 +84,7 @@ def time_sweep(directory: Path) -> None:
             left_out.append({"job": job.name, "reason": f"its files cannot be read: {error}"})
     told = [f"{key} {sorted(work.jobs.items())}" for key, work in workloads.items()]
     origin = digest(machine_of(here), str(timing), str(left_out), *told)
-    if not workloads or at(read_timing(directory), "origin") == origin:
+    if not (workloads or left_out) or (not again and at(read_timing(directory), "origin") == origin):
         return
     blocks = [block for work in workloads.values() for block in blocks_of(work, timing)]
     record = TimingRecord(
@@ -92,8 +95,6 @@ def time_sweep(directory: Path) -> None:
 
 def why_left_out(job: Job, here: dict) -> str | None:
     """Why the job's engine cannot be timed in this process, or None."""
-    if at(job.record, "simulated"):
-        return "torch made its images, so there is no engine to time"
     there = at(job.record, "environment", "machine") or {}
     if any(there.get(fact) != here[fact] for fact in SAME_MACHINE):
         return f"it ran on another machine ({machine_of(there)}), and latencies are compared within one"
@@ -174,8 +175,7 @@ def main() -> None:
     )
     parser.add_argument("directory", type=Path, help="the folder of a sweep")
     directory = parser.parse_args().directory
-    (directory / TIMING).unlink(missing_ok=True)
-    time_sweep(directory)
+    time_sweep(directory, again=True)
     print(rebuild(directory))
 
 

@@ -11,6 +11,7 @@ from hydra import compose, initialize_config_dir
 
 from sd_quant.cli import CONF, job_of
 from sd_quant.config import QuantizeJob
+from sd_quant.errors import ArtifactError
 from sd_quant.inference.timed_calls import ImageTimes
 from sd_quant.metrics.latency import Rounds
 from sd_quant.report.provenance import machine
@@ -110,7 +111,6 @@ def test_memory_holds_fewer_of_larger_models(monkeypatch):
     ("overrides", "changes", "reason"),
     [
         ([], {"environment": {"machine": {"cpu": "another"}}}, "it ran on another machine"),
-        ([], {"simulated": True}, "there is no engine"),
         (["infer=torch_native"], {}, "torch_native leaves no file"),
     ],
 )
@@ -145,3 +145,38 @@ def test_without_a_finished_job_nothing_is_written(sweep, opened):
     (folder / "a" / "metrics.json").unlink()
     time_sweep.time_sweep(folder)
     assert not (folder / TIMING).exists() and not opened
+
+
+def test_what_torch_simulated_is_no_engine_and_needs_no_second_warning(sweep, opened):
+    folder = sweep(a=(b"one", [], {}), b=(b"two", [], {"simulated": True}))
+    time_sweep.time_sweep(folder)
+    assert blocks(folder) == [[["a"]]] and read_object(folder / TIMING)["left_out"] == []
+
+
+def test_where_nothing_can_be_timed_that_is_said(sweep, opened):
+    folder = sweep(a=(b"one", ["infer=torch_native"], {}))
+    time_sweep.time_sweep(folder)
+    assert blocks(folder) == [] and read_object(folder / TIMING)["left_out"][0]["job"] == "a"
+
+
+def test_timed_again_what_is_there_stays_until_there_is_better(sweep, opened, monkeypatch):
+    folder = sweep(a=(b"one", [], {}))
+    time_sweep.time_sweep(folder)
+    before = (folder / TIMING).read_bytes()
+
+    def refuse(path, infer):
+        raise ArtifactError("broken")
+
+    with monkeypatch.context() as changed, pytest.raises(ArtifactError, match="broken"):
+        changed.setattr(time_sweep, "open_file", refuse)
+        time_sweep.time_sweep(folder, again=True)
+    assert (folder / TIMING).read_bytes() == before and opened.count("unquantized") == 1
+    time_sweep.time_sweep(folder, again=True)
+    assert opened.count("unquantized") == 2
+
+
+def test_a_folder_without_a_sweep_is_refused(sweep, opened):
+    folder = sweep(a=(b"one", [], {}))
+    with pytest.raises(ArtifactError, match="give the folder of a sweep"):
+        time_sweep.time_sweep(folder / "a")
+    assert not (folder / "a" / TIMING).exists()
