@@ -229,3 +229,26 @@ def test_the_garbage_of_one_job_does_not_outlive_the_next():
         assert left() is None
     """
     subprocess.run([sys.executable, "-c", code], cwd=CONF.parent, check=True)
+
+
+@pytest.mark.parametrize(("status", "code"), [("done", 3), ("failed", 1)])
+def test_engines_that_cannot_be_timed_together_take_no_report_with_them(tmp_path, monkeypatch, capsys, status, code):
+    """The jobs are what took the hours. A job that failed weighs more, and its sentence is the one that is said."""
+    monkeypatch.setattr(sys, "argv", ["quantize.py", "-m"])
+    folder = tmp_path / "sweep"
+
+    def jobs() -> None:
+        for alpha in ("0.5", "0.8"):
+            (folder / f"alpha={alpha}").mkdir()
+            file = "metrics.json" if status == "done" else "failure.json"
+            (folder / f"alpha={alpha}" / file).write_text(json.dumps({"status": status, "reason": "the disk is full"}))
+
+    def time_together(directory: Path) -> None:
+        raise ArtifactError("no engine")
+
+    overrides = ["quant_level=3", "alpha=0.5,0.8", f"hydra.sweep.dir={folder}"]
+    assert cli.run_sweep(jobs, QuantizeJob, "quantize", overrides, time_together) == code
+    assert (folder / "report.html").exists()
+    said = capsys.readouterr().err
+    assert ("their engines are not timed together: no engine" in said) == (status == "done")
+    assert ("the disk is full" in said) == (status == "failed")
