@@ -21,7 +21,7 @@ from time import perf_counter
 
 import yaml
 
-from sd_quant.config import Infer, QuantizeJob, Timing, artifact
+from sd_quant.config import CONF, Infer, QuantizeJob, Timing, artifact
 from sd_quant.engines import RUNTIMES
 from sd_quant.engines.base import Engine, onnx_files
 from sd_quant.errors import ArtifactError, SdQuantError, exit_with_its_code
@@ -45,7 +45,6 @@ from sd_quant.stages.resources import workload_of
 LOG = logging.getLogger(__name__)
 REFERENCE = "unquantized"
 SAME_MACHINE = ("cpu", "logical_cores", "memory_bytes", "gpus")  # a launcher may have given a job fewer of its cores
-USUAL = {"half_width": 0.02, "budget_s": 20.0}  # where a sweep's plan, an older one, does not say
 
 
 @dataclass(frozen=True)
@@ -68,8 +67,8 @@ def time_sweep(directory: Path, again: bool = False) -> None:
     if not (directory / SWEEP).exists():
         raise ArtifactError(f"{directory} holds no {SWEEP}; give the folder of a sweep")
     here, sweep = machine(), read_sweep(directory)
-    stated = at(read_object(directory / SWEEP), "timing")
-    timing = read(Timing, stated, "timing.") if stated else Timing(**USUAL)
+    usual = yaml.safe_load((CONF / "quantize.yaml").read_text(encoding="utf-8"))["timing"]  # of a plan without it
+    timing = read(Timing, at(read_object(directory / SWEEP), "timing") or usual, "timing.")
     workloads, left_out = dict[str, Workload](), list[LeftOut]()
     for job in sweep.jobs:
         if job.status != DONE or at(job.record, "simulated"):

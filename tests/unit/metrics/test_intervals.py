@@ -1,6 +1,8 @@
 """Intervals against scipy's t test, against counted coverage, and where nothing can be known."""
 
+import importlib.util
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -36,29 +38,25 @@ def test_a_ratio_is_of_the_same_rounds():
     assert not ratio_interval(2 * drift * noise, drift[::-1]).within(0.2)
 
 
-def machine(generator, rounds: int, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """Latencies whose ratio is 1.25, on a machine that drifts, hiccups, or has a neighbour that comes and goes."""
-    drift = np.exp(0.1 * np.cumsum(generator.normal(size=rounds)) / math.sqrt(rounds))
-    opened = np.exp(OPENING * generator.normal(size=2))
-    a, b = (speed * drift * np.exp(0.04 * generator.normal(size=rounds)) for speed in opened)
-    if kind == "hiccups":
-        a, b = (t * np.where(generator.random(rounds) < 0.08, 1 + generator.exponential(1, rounds), 1) for t in (a, b))
-    if kind == "neighbour":
-        there = np.cumsum(generator.random(rounds) < 0.1) % 2 == 1
-        a, b = (t * np.where(there, 1 + generator.uniform(0, 1, rounds), 1) for t in (a, b))
-    return 1.25 * a, b
+@pytest.fixture(scope="module")
+def coverage():
+    path = Path(__file__).parents[3] / "benchmarks" / "coverage.py"
+    spec = importlib.util.spec_from_file_location("coverage_of_intervals", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.mark.parametrize("kind", ["quiet", "hiccups", "neighbour"])
-def test_intervals_cover_what_they_say_although_rounds_end_when_they_are_narrow(kind):
+def test_intervals_cover_what_they_say_although_rounds_end_when_they_are_narrow(kind, coverage):
     """95 % are within 2 of the standard errors that 1,000 draws have: 93.6 to 96.4. ``benchmarks/coverage.py``."""
     generator, covered, stopping = np.random.default_rng(3), 0, Stopping(20, 0.02, 1e9, most=640)
     for _ in range(400):
-        a, b = machine(generator, 640, kind)
+        a, b = coverage.machine(generator, 640, kind)
         rounds = 20
         while enough([a[:rounds], b[:rounds]], stopping, 0) is None:
             rounds *= 2
-        covered += ratio_interval(a[:rounds], b[:rounds]).holds(1.25)
+        covered += ratio_interval(a[:rounds], b[:rounds]).holds(coverage.RATIO)
     assert 0.92 <= covered / 400 <= 0.98
 
 

@@ -1,9 +1,11 @@
 """Which recipe is recommended, of jobs whose rounds and images are made up."""
 
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from sd_quant.report.recommendation import Rule, front, recommend, rule_of
 from sd_quant.report.summary import Job, Sweep, rows
@@ -136,6 +138,11 @@ def test_the_constants_are_knobs():
     assert recommended(*jobs, time_of_a_db=0.1).job == "exact"
     assert recommended(*jobs, enough_db=33.0).job == "fast"
     assert "1 dB for every 20 % of" in str(rule_of({"time_of_a_db": 0.2}))
+
+
+def test_the_usual_constants_are_those_of_the_knobs():
+    conf = yaml.safe_load((Path(__file__).parents[3] / "conf/quantize.yaml").read_text())
+    assert rule_of(conf["verdict"]) == Rule() == Rule(**conf["verdict"])
 
 
 @pytest.mark.parametrize("knobs", [None, {}, {"confidence": 2}, {"time_of_a_db": "much"}, {"enough_db": -1}, "text"])
