@@ -10,8 +10,9 @@ from torch import Tensor
 
 from sd_quant.cache import Cache
 from sd_quant.config import artifact
+from sd_quant.engines.base import onnx_files
 from sd_quant.export.parts import trace_part, write_part
-from sd_quant.files import temporary_folder
+from sd_quant.files import make_sole, temporary_folder
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.progress import progress
 from sd_quant.quantization.assignment import LayerAssignment
@@ -26,7 +27,12 @@ REPORTED = {"role", "reason", "alpha", "output_error", "accumulated_error", "fix
 def export_parts(
     checkpoint: Checkpoint, checkpoint_sha256: str, assignment: Assignment, directory: Path, cache: Cache
 ) -> None:
-    """Write the files of a run to ``directory``, or copy them from the cache where an earlier run has made the same."""
+    """Write the files of a run to ``directory``, or take them from the cache where an earlier run has made the same.
+
+    What is delivered has no second name in the cache where weights lie beside the graph: onnx refuses to read weights
+    from a file with several. The unquantized denoiser is many GB in each job of a sweep, which runtimes alone read, so
+    it stays a link. Raises ResourceError when the disk is full.
+    """
     origin = {
         "checkpoint": checkpoint_sha256,
         "source": source_digest("checkpoints.kinds", "export.parts"),
@@ -41,14 +47,11 @@ def export_parts(
     ]
     with progress(len(wanted), "export") as advance:
         for part, run, chosen in wanted:
-            export(
-                checkpoint,
-                origin | {"contract": repr(checkpoint.parts()[part].contract)},  # knobs may give it other shapes
-                part,
-                artifact(run, "onnx", part),
-                chosen,
-                cache,
-            )
+            path = artifact(run, "onnx", part)
+            contract = repr(checkpoint.parts()[part].contract)  # knobs may give it other shapes
+            export(checkpoint, origin | {"contract": contract}, part, path, chosen, cache)
+            for weights in onnx_files(path)[1:] if run == directory else ():
+                make_sole(weights)
             advance()
 
 

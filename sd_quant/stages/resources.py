@@ -58,6 +58,7 @@ def disk_needed(stored: Mapping[str, int], job: QuantizeJob) -> dict[str, float]
     denoiser = next(iter(stored.values()))
     return {
         "onnx": sum(stored.values()),
+        "the cache": sum(stored.values()),
         "full_precision": denoiser,
         "plan": sum(stored.values()) if job.trt.library != "none" else 0,
         "ModelOpt's checkpoint": 2 * denoiser,

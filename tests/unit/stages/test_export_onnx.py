@@ -1,12 +1,20 @@
-"""Two assignments share a cached file exactly when nothing that is written in it differs."""
+"""Two assignments share a cached file exactly when nothing that is written in it differs; what is delivered opens."""
 
 from dataclasses import fields, replace
+from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
+import onnx
+import onnx_ir as ir
 import pytest
 import torch
 
+from sd_quant.cache import Cache
+from sd_quant.export import onnx_file
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.stages.export_onnx import REPORTED, assignment_digest
+from sd_quant.stages import export_onnx
+from sd_quant.stages.export_onnx import REPORTED, assignment_digest, export_parts
 
 LAYER = LayerAssignment("layer", "ffn", (2, 4), "int8", "int8")
 OTHER = {
@@ -44,3 +52,36 @@ def test_so_does_another_number_of_a_tensor():
 def test_what_is_only_reported_does_not():
     changed = replace(LAYER, reason="kept", alpha=0.5, output_error=0.1)
     assert assignment_digest({"layer": changed}) == assignment_digest({"layer": LAYER})
+
+
+# ---------------------------------------------------------------------------------------------------- what is delivered
+
+
+def product(name: str) -> ir.Model:
+    """x times a weight."""
+    x = ir.Value(name="x", shape=ir.Shape([2, 64]), type=ir.TensorType(ir.DataType.FLOAT))
+    weight = ir.Value(name=f"{name}.weight", const_value=ir.tensor(np.ones((64, 64), np.float32)))
+    node = ir.node("MatMul", [x, weight])
+    (output,) = node.outputs
+    output.name, output.shape, output.type = "y", ir.Shape([2, 64]), ir.TensorType(ir.DataType.FLOAT)
+    graph = ir.Graph([x], [output], nodes=[node], initializers=[weight], opset_imports={"": 20}, name=name)
+    return ir.Model(graph, ir_version=10)
+
+
+def test_weights_beside_a_graph_are_read_by_onnx_itself(tmp_path, monkeypatch):
+    """Which refuses a file that is in the cache under another name, as the unquantized denoiser's is."""
+    parts = {name: SimpleNamespace(contract=name) for name in ("unet", "vae")}
+    checkpoint = SimpleNamespace(parts=lambda: parts, family=SimpleNamespace(DENOISER="unet"))
+    monkeypatch.setattr(onnx_file, "LARGEST_SINGLE_FILE", 0)
+    monkeypatch.setattr(export_onnx, "trace_part", lambda checkpoint, part: product(part))
+    monkeypatch.setattr(
+        export_onnx, "write_part", lambda graph, checkpoint, part, path, chosen: onnx_file.save(product(part), path)
+    )
+    for run in (tmp_path / "one", tmp_path / "two"):
+        export_parts(checkpoint, "hash", {"layer": LAYER}, run, Cache(tmp_path / "cache", 1e9))
+        for part in parts:
+            onnx.checker.check_model(run / f"onnx/{part}/{part}.onnx", full_check=True)
+    links: dict[Path, int] = {path.relative_to(tmp_path): path.stat().st_nlink for path in tmp_path.rglob("*.data")}
+    assert {str(path): names for path, names in links.items() if names > 1 and path.parts[0] != "cache"} == {
+        f"{run}/full_precision/onnx/unet/unet.onnx.data": 3 for run in ("one", "two")
+    }

@@ -84,7 +84,7 @@ def test_a_disk_that_is_too_small(tmp_path, memory):
     memory(24)
     stored = {part: (4 if part == "vae" else 2) * count for part, count in SDXL.items()}
     files = resources.disk_needed(stored, job())
-    assert 25e9 < sum(files.values()) < 40e9 and files["plan"] > 0
+    assert 25e9 < sum(files.values()) < 48e9 and files["plan"] > 0
     assert resources.disk_needed(stored, job(library="none"))["plan"] == 0
     with pytest.raises(ResourceError, match=r"needs up to .*ModelOpt's checkpoint 10.3 GB"):
         resources.check_machine({}, files | {"onnx": 1e18}, tmp_path)
