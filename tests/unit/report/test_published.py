@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ from sd_quant.config import REPOSITORY
 from sd_quant.errors import ConfigError
 from sd_quant.report.published import as_html, as_markdown, published_tables, read_published
 from sd_quant.report.summary import Job, Sweep
+from sd_quant.report.timing import Timed
 
 NEMO = REPOSITORY / "examples/published/nemo_docs.yaml"
 
@@ -14,7 +16,9 @@ NEMO = REPOSITORY / "examples/published/nemo_docs.yaml"
 def job(batch: int, framework: float | None, unquantized: float, quantized: float):
     sides = {"full_precision": {"p50_ms": unquantized}, "quantized": {"p50_ms": quantized}}
     record = {
-        "knobs": {"infer": {"engine": "openvino", "batch_size": batch, "steps": 5, "width": 64, "height": 64}},
+        "knobs": {
+            "infer": {"engine": "openvino", "batch_size": batch, "steps": 5, "scale": 1.5, "width": 64, "height": 64}
+        },
         "latency": {
             "torch": {"image": {str(batch): {"full_precision": {"p50_ms": framework}}}},
             "openvino": {"image": {str(batch): sides}},
@@ -39,9 +43,19 @@ def test_nemos_own_speed_ups_follow_from_its_figures(published):
     assert [line[3] for line in unquantized.lines] == ["1.250x"] * 3
 
 
+def test_a_speed_up_over_the_unquantized_engine_has_its_interval(published):
+    timed = Timed("block", [10.0, 10.2, 10.1, 10.3] * 10, [8.0, 8.3, 8.1, 8.0] * 10, rest=0.1, image_ms=50.0)
+    jobs = [replace(job(1, 100.0, 50.0, 40.0), timed=timed)]
+    framework, unquantized = published_tables(Sweep(Path(), [], [], jobs, published))
+    assert framework.lines[0][3] == "2.500x"
+    interval = timed.image_speedup()
+    assert unquantized.lines[0][3] == f"1.250x ± {(interval.high - interval.low) / 2:.3f}"
+
+
 def test_what_differs_is_said(published):
     [table, _] = published_tables(Sweep(Path(), [], [], [job(1, 100.0, 50.0, 40.0)], published))
-    for text in ("2 cores here, NVIDIA H100 there", "openvino 1 here, TensorRT 9.3.0 there", "steps: 5 here",
+    for text in ("at guidance_scale 1.5 here",
+                 "2 cores here, NVIDIA H100 there", "openvino 1 here, TensorRT 9.3.0 there", "steps: 5 here",
                  "64x64 here", "fp32 beside INT8 here, fp16 beside INT8 there"):  # fmt: skip
         assert text in table.caption
     assert "<b>" not in as_html(table) and "&lt;b&gt;CPU" in as_html(table) and r"\<b\>" in as_markdown(table)
