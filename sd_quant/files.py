@@ -46,13 +46,6 @@ def temporary_folder(directory: Path) -> TemporaryDirectory:
     return TemporaryDirectory(dir=directory, prefix=TEMPORARY)
 
 
-def make_sole(path: Path) -> None:
-    """``path`` becomes a file that has no other name. Raises ResourceError when the disk is full."""
-    if path.stat().st_nlink > 1:
-        with atomic_path(path) as copy:
-            shutil.copyfile(path, copy)
-
-
 def check_room(path: Path, needed: float, what: str = "") -> None:
     """Raises ResourceError when the disk of ``path`` has fewer than ``needed`` bytes free; ``what`` explains them."""
     folder = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())

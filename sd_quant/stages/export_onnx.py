@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from sd_quant.cache import Cache
 from sd_quant.config import artifact
 from sd_quant.engines.base import onnx_files
 from sd_quant.export.parts import trace_part, write_part
-from sd_quant.files import make_sole, temporary_folder
+from sd_quant.files import atomic_path, temporary_folder
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.progress import progress
 from sd_quant.quantization.assignment import LayerAssignment
@@ -68,6 +69,13 @@ def export(checkpoint: Checkpoint, origin: dict, part: str, path: Path, assignme
             write_part(ir.load(graph), checkpoint, part, folder / path.name, assignment)
 
     cache.provide("onnx", origin | {"part": part, "assignment": assignment_digest(assignment)}, path.parent, write)
+
+
+def make_sole(path: Path) -> None:
+    """``path`` becomes a file that has no other name. Raises ResourceError when the disk is full."""
+    if path.stat().st_nlink > 1:
+        with atomic_path(path) as copy:
+            shutil.copyfile(path, copy)
 
 
 def assignment_digest(assignment: Assignment) -> str:

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from sd_quant.errors import ResourceError, SdQuantError
-from sd_quant.files import atomic_path, check_room, make_sole, sha256, write_json, write_text
+from sd_quant.files import atomic_path, check_room, sha256, write_json, write_text
 
 
 def test_the_name_is_replaced_when_the_block_ends_well(tmp_path):
@@ -90,14 +90,3 @@ def test_room_is_asked_of_the_disk_that_a_path_will_be_on(tmp_path):
     check_room(tmp_path / "not/there/yet", 1)
     with pytest.raises(ResourceError, match=r"yet needs up to 1000000000.00 GB \(why\) and the disk has"):
         check_room(tmp_path / "not/there/yet", 1e18, " (why)")
-
-
-def test_a_file_of_two_names_becomes_two_files(tmp_path):
-    path, other = tmp_path / "file", tmp_path / "other"
-    path.write_bytes(b"weights")
-    make_sole(path)
-    sole = path.stat()
-    os.link(path, other)
-    make_sole(path)
-    assert (path.stat().st_nlink, other.stat().st_nlink) == (1, 1) and other.stat().st_ino == sole.st_ino
-    assert path.read_bytes() == other.read_bytes() == b"weights"
