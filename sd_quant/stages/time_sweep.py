@@ -7,13 +7,14 @@ blocks of them are timed, each beside the unquantized engine.
 
     python -m sd_quant.stages.time_sweep <folder of a sweep>
 
-does it again, or on the machine on which the jobs ran: what ran elsewhere is not timed here. The road not taken is to
-time while the jobs run: another job may be running beside them, and the first could not be compared with the last.
+does it again, or on the machine on which the jobs ran: what ran elsewhere is not timed here. What an image takes beside
+its calls of the denoiser is taken from the first job, because it is a share of what those take; images would be minutes
+each of a large model. The road not taken is to time while the jobs run: another job may be running beside them, and the
+first could not be compared with the last.
 """
 
 import argparse
 import logging
-import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,20 +24,18 @@ import yaml
 
 from sd_quant.config import CONF, Infer, QuantizeJob, Timing, artifact
 from sd_quant.engines import RUNTIMES
-from sd_quant.engines.base import Engine, onnx_files
+from sd_quant.engines.base import onnx_files
 from sd_quant.errors import ArtifactError, SdQuantError, exit_with_its_code
 from sd_quant.files import digest, sha256, write_json
 from sd_quant.inference.memory import QUANTIZED, gpu_memory_of_variant, memory_of_variant
-from sd_quant.inference.timed_calls import image_times
 from sd_quant.knobs import read
 from sd_quant.metrics.memory import available_cuda_memory_bytes, available_memory_bytes
 from sd_quant.models.checkpoint import Checkpoint, part_parameters
 from sd_quant.report.provenance import machine
 from sd_quant.report.rebuild import rebuild
-from sd_quant.report.record import DONE, SCHEMA_VERSION, at, read_object
+from sd_quant.report.record import DONE, IMAGE, SCHEMA_VERSION, VARIANTS, at, read_object
 from sd_quant.report.summary import SWEEP, Job, machine_of, read_sweep
 from sd_quant.report.timing import TIMING, Block, LeftOut, Subject, TimingRecord, read_timing
-from sd_quant.stages.generate import sampling_of
 from sd_quant.stages.latency import conditions, denoiser_rounds
 from sd_quant.stages.load import open_model
 from sd_quant.stages.open_parts import open_file
@@ -44,6 +43,7 @@ from sd_quant.stages.resources import workload_of
 
 LOG = logging.getLogger(__name__)
 REFERENCE = "unquantized"
+NO_ROOM = "memory does not hold its engine beside the unquantized one"
 SAME_MACHINE = ("cpu", "logical_cores", "memory_bytes", "gpus")  # a launcher may have given a job fewer of its cores
 
 
@@ -52,7 +52,9 @@ class Workload:
     """Engines that can be compared: of one checkpoint, by one runtime, for one call."""
 
     job: QuantizeJob  # the first of its jobs
-    folder: Path  # that job's, with the parts that are not quantized
+    reference: Path  # the unquantized denoiser's file
+    rest: float  # what an image of that job takes beside its calls of the denoiser, as a share of what those take
+    image_ms: float  # what that job's unquantized image takes
     engines: dict[str, Path] = field(default_factory=dict)  # the denoiser's file by hash
     jobs: dict[str, list[str]] = field(default_factory=dict)  # the names of jobs by the same hash
 
@@ -79,13 +81,17 @@ def time_sweep(directory: Path, again: bool = False) -> None:
                 continue
             knobs = read(QuantizeJob, yaml.safe_load((job.directory / "config.yaml").read_text(encoding="utf-8")))
             add(workloads, knobs, job)
-        except (SdQuantError, OSError, ValueError, yaml.YAMLError) as error:
+        except (SdQuantError, OSError, ValueError, TypeError, KeyError, yaml.YAMLError) as error:
             left_out.append({"job": job.name, "reason": f"its files cannot be read: {error}"})
+    at_once = {key: most_at_once(open_model(work.job.model), work.job.infer) for key, work in workloads.items()}
+    for key in [key for key, count in at_once.items() if count == 0]:
+        names = [name for names in workloads.pop(key).jobs.values() for name in names]
+        left_out += [LeftOut(job=name, reason=NO_ROOM) for name in names]
     told = [f"{key} {sorted(work.jobs.items())}" for key, work in workloads.items()]
     origin = digest(machine_of(here), str(timing), str(left_out), *told)
     if not (workloads or left_out) or (not again and at(read_timing(directory), "origin") == origin):
         return
-    blocks = [block for work in workloads.values() for block in blocks_of(work, timing)]
+    blocks = [block for key, work in workloads.items() for block in blocks_of(work, at_once[key], timing)]
     record = TimingRecord(
         schema_version=SCHEMA_VERSION, origin=origin, machine=machine_of(here), blocks=blocks, left_out=left_out
     )
@@ -110,7 +116,8 @@ def add(workloads: dict[str, Workload], knobs: QuantizeJob, job: Job) -> None:
     engine, reference = artifact(job.directory, kind, denoiser), artifact(full_precision(job), kind, denoiser)
     same = (infer.width, infer.height, infer.batch_size, infer.steps, infer.scale, infer.precision, infer.cuda_graph)
     key = digest(infer.engine, str(same), str(at(job.record, "inputs", "checkpoint", "sha256")), hash_of(reference))
-    work = workloads.setdefault(key, Workload(knobs, job.directory))
+    image = at(job.record, "latency", infer.engine, IMAGE, str(infer.batch_size), VARIANTS[0])
+    work = workloads.setdefault(key, Workload(knobs, reference, image["rest"], image["p50_ms"]))
     this = hash_of(engine)
     work.engines.setdefault(this, engine)
     work.jobs.setdefault(this, []).append(job.name)
@@ -125,47 +132,38 @@ def hash_of(path: Path) -> str:
     return digest(*(sha256(file) for file in (onnx_files(path) if path.suffix == ".onnx" else [path])))
 
 
-def blocks_of(work: Workload, timing: Timing) -> Iterator[Block]:
-    """Time all engines of a workload, as many at once as memory holds, at least one beside the unquantized one."""
+def blocks_of(work: Workload, size: int, timing: Timing) -> Iterator[Block]:
+    """Time all engines of a workload, ``size`` of them at once beside the unquantized one."""
     infer, checkpoint = work.job.infer, open_model(work.job.model)
-    kind, denoiser = str(RUNTIMES[infer.engine].file), checkpoint.family.DENOISER
-    paths = {part: artifact(work.folder, kind, part) for part in checkpoint.parts()}
-    paths[denoiser] = artifact(work.folder / "full_precision", kind, denoiser)
-    opened: dict[str, Engine] = {part: open_file(path, infer) for part, path in paths.items()}
-    prompts, sampling = infer.prompt_list(), sampling_of(infer)
-    image = image_times(checkpoint, opened, prompts, sampling, max(3, infer.num_timed_runs // 2))
-    for part in paths.keys() - {denoiser}:
-        opened.pop(part).close()
-    hashes = list(work.engines)
-    size = most_at_once(checkpoint, infer)
+    reference, hashes = open_file(work.reference, infer), list(work.engines)
     for start in range(0, len(hashes), size):
         block = hashes[start : start + size]
         LOG.info("timing %d engines beside the unquantized one, for at most %g s", len(block), timing.budget_s)
         began = perf_counter()
-        engines = {REFERENCE: opened[denoiser]} | {each: open_file(work.engines[each], infer) for each in block}
+        engines = {REFERENCE: reference} | {each: open_file(work.engines[each], infer) for each in block}
         rounds = denoiser_rounds(checkpoint, engines, infer, timing)
         for each in block:
             engines[each].close()
         yield Block(
             engine=infer.engine,
-            rest=image.rest,
-            image_ms=statistics.median(image.totals),
+            rest=work.rest,
+            image_ms=work.image_ms,
             reference_ms=rounds.samples[REFERENCE],
             subjects=[Subject(sha256=each, jobs=work.jobs[each], samples_ms=rounds.samples[each]) for each in block],
             rounds=conditions([rounds], REFERENCE),
             seconds=perf_counter() - began,
         )
-    opened[denoiser].close()
+    reference.close()
 
 
 def most_at_once(checkpoint: Checkpoint, infer: Infer) -> int:
-    """How many quantized denoisers memory holds beside one whole unquantized variant."""
+    """How many quantized denoisers memory holds beside one whole unquantized variant; it may be none."""
     parameters, work = part_parameters(checkpoint), workload_of(infer)
     each = QUANTIZED * parameters[checkpoint.family.DENOISER]
     rooms = [available_memory_bytes() - sum(memory_of_variant(parameters, work).values())]
     if (gpu := available_cuda_memory_bytes()) is not None and (taken := gpu_memory_of_variant(parameters, work)):
         rooms.append(gpu - sum(taken.values()))
-    return max(1, int(min(rooms) / each))
+    return max(0, int(min(rooms) / each))
 
 
 def main() -> None:

@@ -12,12 +12,13 @@ from hydra import compose, initialize_config_dir
 from sd_quant.cli import CONF, job_of
 from sd_quant.config import QuantizeJob
 from sd_quant.errors import ArtifactError
-from sd_quant.inference.timed_calls import ImageTimes
 from sd_quant.metrics.latency import Rounds
 from sd_quant.report.provenance import machine
 from sd_quant.report.record import read_object
 from sd_quant.report.timing import TIMING
 from sd_quant.stages import time_sweep
+
+IMAGE = {"full_precision": {"p50_ms": 50.0, "rest": 0.5}}
 
 
 def graph(path, weights: bytes):
@@ -44,6 +45,7 @@ def sweep(tmp_path):
             record = {
                 "status": "done", "denoiser": {"part": "unet_xl"}, "knobs": {"infer": {"engine": job.infer.engine}},
                 "environment": {"machine": machine()}, "inputs": {"checkpoint": {"sha256": "0123"}},
+                "latency": {job.infer.engine: {"image": {str(job.infer.batch_size): IMAGE}}},
             }  # fmt: skip
             (folder / "metrics.json").write_text(json.dumps(record | changes))
         plan = {"jobs": [{"name": name, "varied": {}} for name in jobs], "command": [], "varied": []}
@@ -67,7 +69,6 @@ def opened(monkeypatch):
 
     monkeypatch.setattr(time_sweep, "open_file", open_file)
     monkeypatch.setattr(time_sweep, "denoiser_rounds", rounds)
-    monkeypatch.setattr(time_sweep, "image_times", lambda *arguments: ImageTimes([50.0], 0.5))
     return files
 
 
@@ -95,6 +96,22 @@ def test_what_memory_does_not_hold_at_once_is_timed_in_blocks(sweep, opened, mon
     assert blocks(folder) == [[["a"], ["b"]], [["c"]]] and opened.count("unquantized") == 1
 
 
+def test_what_memory_does_not_hold_beside_the_unquantized_one_keeps_its_own_figures(sweep, opened, monkeypatch):
+    monkeypatch.setattr(time_sweep, "most_at_once", lambda checkpoint, infer: 0 if infer.batch_size == 4 else 2)
+    folder = sweep(a=(b"a", [], {}), b=(b"b", ["infer.batch_size=4"], {}))
+    time_sweep.time_sweep(folder)
+    assert blocks(folder) == [[["a"]]] and opened.count("unquantized") == 1
+    assert read_object(folder / TIMING)["left_out"] == [{"job": "b", "reason": time_sweep.NO_ROOM}]
+
+
+def test_what_an_image_takes_beside_the_denoiser_is_that_of_the_first_job(sweep, opened):
+    other = {"full_precision": {"p50_ms": 70.0, "rest": 0.7}}
+    folder = sweep(a=(b"a", [], {}), b=(b"b", [], {"latency": {"openvino": {"image": {"1": other}}}}))
+    time_sweep.time_sweep(folder)
+    (block,) = read_object(folder / TIMING)["blocks"]
+    assert (block["rest"], block["image_ms"]) == (0.5, 50.0)
+
+
 def test_memory_holds_fewer_of_larger_models(monkeypatch):
     monkeypatch.setattr(time_sweep, "part_parameters", lambda checkpoint: {"unet_xl": 10**9, "vae": 10**6})
     checkpoint = SimpleNamespace(family=SimpleNamespace(DENOISER="unet_xl"))
@@ -104,7 +121,7 @@ def test_memory_holds_fewer_of_larger_models(monkeypatch):
     for gigabytes in (1, 14, 24):
         monkeypatch.setattr(time_sweep, "available_memory_bytes", lambda free=gigabytes: free * 10**9)
         found.append(time_sweep.most_at_once(checkpoint, infer))
-    assert found == [1, 2, 6]  # 7.5 GB for the unquantized variant, 2.5 GB for each quantized UNet
+    assert found == [0, 2, 6]  # 7.5 GB for the unquantized variant, 2.5 GB for each quantized UNet
 
 
 @pytest.mark.parametrize(
