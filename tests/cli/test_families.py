@@ -162,12 +162,12 @@ def test_the_inputs_names_change_nothing_but_the_names(command, folders, sweep, 
     """Of one cache, in which nothing of the one may be taken for the other's."""
     link_cache(sweep.parent / "cache", tmp_path / "cache")
     result = command(
-        "quantize.py", "export.io=diffusers", "export_trt=none", "model=sdxl", f"model.path={folders}/sdxl",
+        "quantize.py", "export.io=nemo", "export_trt=none", "model=sdxl", f"model.path={folders}/sdxl",
         "model.width=64", "model.height=64", "quant_level=3", "alpha=0.8", *SMALL, f"cache.dir={tmp_path}/cache",
         f"hydra.run.dir={tmp_path}/run",
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
-    runs = {"nemo": run_of(sweep, "sdxl"), "diffusers": tmp_path / "run"}
+    runs = {"nemo": tmp_path / "run", "diffusers": run_of(sweep, "sdxl")}
     inputs = {
         io: [value.name for value in onnx.load(onnx_path(run, "unet_xl"), load_external_data=False).graph.input]
         for io, run in runs.items()
