@@ -24,7 +24,7 @@ from sd_quant.metrics import INCEPTION_PACKAGE
 from sd_quant.models import FAMILIES
 from sd_quant.quantization.formats import FORMATS, min_compute_capability
 from sd_quant.quantization.observers import OBSERVERS
-from sd_quant.quantization.recipe import ALPHA, Enable, Recipe, formats_used
+from sd_quant.quantization.recipe import ALPHA, BY_ROLE, Enable, Recipe, formats_used
 from sd_quant.trackers import TRACKERS
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -108,7 +108,7 @@ class Quantize(Recipe):
 
 def check_recipe(quantize: Quantize) -> None:
     """Raises ConfigError when the knobs of a recipe do not fit together, or one is given that it ignores."""
-    steps, share, observer = quantize.n_steps, quantize.percentile, quantize.observer
+    steps, share = quantize.n_steps, quantize.percentile
     check_format(quantize.format, quantize.enable)
     check_enabled(quantize)
     expected = f"at least {1 / steps:g}, one of the {steps} steps, because it selects no step"
@@ -118,10 +118,8 @@ def check_recipe(quantize: Quantize) -> None:
     else:
         check(quantize.alpha is not None, "alpha", None, str(ALPHA))
     expected = "99.99, because only quantize.observer=percentile heeds it"
-    heeded = observer == "percentile" or quantize.observer_percentile == 99.99
+    heeded = quantize.observer == "percentile" or quantize.observer_percentile == 99.99
     check(heeded, "quantize.observer_percentile", quantize.observer_percentile, expected)
-    expected = f"1 with quantize.observer={observer}, which takes no range from the steps"
-    check(observer == "min_max" or share == 1, "percentile", share, expected)
 
 
 def check_format(name: str, enable: Enable) -> None:
@@ -150,9 +148,19 @@ def check_enabled(quantize: Quantize) -> None:
     inputs = [fmt for fmt in formats if fmt.needs_amax]
     expected = f"min_max, because no input that {label} quantizes has a range"
     check(bool(inputs) or observer == "min_max", "quantize.observer", observer, expected)
+    activation = enable.conv.activation
+    expected = (
+        f"false, because {label} leaves the inputs of convolutions alone"
+        if activation is None
+        else f"false, because {activation} is more precise near zero than far from it, so a shift gains nothing"
+    )
+    fits = activation is not None and FORMATS[activation].equal_levels
+    check(fits or not quantize.shift, "quantize.shift", quantize.shift, expected)
+    expected = "false without quantize.per_channel, because fp16 would round away a part of the bias that it needs"
+    check(quantize.per_channel or not quantize.shift, "quantize.shift", quantize.shift, expected)
     judging = [name for name, row in OBSERVERS.items() if all(map(row.judges, inputs))]
     expected = f"{' or '.join(judging)}, because {label} has no equal levels for it to judge by"
-    check(observer in judging, "quantize.observer", observer, expected)
+    check(observer in (*judging, BY_ROLE), "quantize.observer", observer, expected)
 
 
 @dataclass(slots=True)

@@ -5,6 +5,10 @@ has a random priority that depends on the seed, the layer and the prompt alone, 
 therefore does not matter where and in which order prompts run. The road not taken is reservoir sampling (Vitter's
 algorithm R), which depends on that order and draws a random number for every row.
 
+The first token of a text is unlike all others: in SDXL it is 80 times as large. Few of a sample's rows could hold it,
+as half of a text's tokens are padding, and a range without it clips it in every image. So a layer that reads the text
+has the first prompt's first token in its sample, whatever else is drawn.
+
 ``bytes_bound`` bounds the size of the statistics. A prompt adds 4 bytes to it for each step and convolution. While they
 are collected, a process needs about twice as much.
 """
@@ -23,19 +27,26 @@ from torch import Tensor, nn
 from sd_quant.errors import SdQuantError
 from sd_quant.quantization.statistics import CALLS, ROWS, LayerStatistics, Sample, Statistics, kind_of, lowest, width_of
 
+FIRST_OF_ALL = -1.0  # a priority below all that are drawn
 ROWS_PER_CALL = 8  # candidates for each prompt and step, so that a few prompts fill the sample
 
 # (prompt, step) -> layer -> rows to keep, each as (priority, position in 0..1 among all rows of the prompt)
 Wanted = Mapping[tuple[int, int], Mapping[str, Sequence[tuple[float, float]]]]
 
 
-def draw(names: Iterable[str], prompts: Sequence[int], steps: int, seed: int) -> Wanted:
-    """The rows to keep of each layer, and under the name "" the calls to keep of the whole network."""
+def draw(names: Iterable[str], prompts: Sequence[int], steps: int, seed: int, text: Collection[str] = ()) -> Wanted:
+    """The rows to keep of each layer, and under the name "" the calls to keep of the whole network.
+
+    The layers in ``text`` read the text.
+    """
     wanted: dict[tuple[int, int], dict[str, list[tuple[float, float]]]] = {}
     for name, limit, candidates in (("", CALLS, 1), *((name, ROWS, ROWS_PER_CALL) for name in names)):
         key, size = zlib.crc32(name.encode()), (steps * candidates, 2)
         drawn = np.stack([np.random.default_rng([seed, key, prompt]).random(size) for prompt in prompts])
         priority, place = drawn.reshape(-1, 2).T
+        if name in text and 0 in prompts:  # its first row in the first step
+            first = list(prompts).index(0) * steps * candidates
+            priority[first], place[first] = FIRST_OF_ALL, 0.0
         for index in priority.argsort()[:limit]:
             prompt, step = divmod(int(index) // candidates, steps)
             kept = wanted.setdefault((prompts[prompt], step), {}).setdefault(name, [])

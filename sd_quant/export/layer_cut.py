@@ -32,7 +32,7 @@ def cut_layers(onnx_path: Path, assignment: Mapping[str, LayerAssignment], path:
         name = f"{prefix}{layer.name}.weight"
         weight = producers.get(f"{name}.shaped") or producers[f"{name}.dequantized"]
         (last,) = [usage.node for usage in weight.outputs[0].uses()]
-        first = last if layer.activation_format is None else last.inputs[0].producer().inputs[0].producer()
+        first = last if layer.activation_format is None else quantizer_of(last, layer)
         smoothing = first.inputs[0].producer()
         if layer.multiplies and smoothing is not None:
             first = smoothing
@@ -53,6 +53,16 @@ def cut_layers(onnx_path: Path, assignment: Mapping[str, LayerAssignment], path:
     ir.passes.common.RemoveUnusedNodesPass()(model)
     save(model, path)
     return reads
+
+
+def quantizer_of(product: ir.Node, layer: LayerAssignment) -> ir.Node:
+    """The first node of the quantization of a product's input: QuantizeLinear, or in front of it the Sub of a shift."""
+    quantizer = product.inputs[0].producer().inputs[0].producer()
+    if not layer.activation_zero_point:
+        return quantizer
+    if quantizer.op_type == "Pad":
+        quantizer = quantizer.inputs[0].producer()
+    return quantizer.inputs[0].producer()
 
 
 def names_of_products(onnx_path: Path, assignment: Mapping[str, LayerAssignment], prefix: str) -> dict[str, list[str]]:

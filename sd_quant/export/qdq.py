@@ -4,6 +4,15 @@
                               │      codes ─ DequantizeLinear(scale) ┴─ Conv | MatMul | Gemm ─ (Add) ─ y
                               └─ MatMul(down) ─ MatMul(up) ───────────────────────────────────────┘
 
+The input of a convolution may be shifted, so that it uses all codes (``quantization.ranges``). It is then padded behind
+QuantizeLinear, with the code of zero, and what the convolution makes of the shift is the same everywhere: a bias.
+
+    x ─ Sub(shift) ─ QuantizeLinear ─ Pad ─ DequantizeLinear ─ Conv without padding, with another bias
+
+Of the standard operations that give this, these cost least (benchmarks/shift.py): a zero point in QuantizeLinear costs
+OpenVINO nothing too, but TensorRT refuses it; a Pad in front of it is one of fp16; an Add of a map behind the
+convolution depends on the image's size, or takes a convolution of its own.
+
 A layer is the node that multiplies with the layer's weight, so nothing is decided here. The road not taken is to trace
 a network with quantizers in it: every recipe would cost a trace of its own.
 """
@@ -20,7 +29,7 @@ from sd_quant.export.block_scales import dynamic_copy
 from sd_quant.export.nodes import constant, initializer, insert
 from sd_quant.export.onnx_file import save
 from sd_quant.export.tracing import OPSET, raise_opset
-from sd_quant.export.weights import ReadWeight, blocked_weight, high_precision_weight, static_weight
+from sd_quant.export.weights import ReadWeight, blocked_weight, high_precision_weight, shifted_bias, static_weight
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import FORMATS, Format
 
@@ -54,14 +63,17 @@ def write_onnx(
         if attention in pending and projection == "weight":
             quantize_attention(graph, weight, assignment[attention])
             pending.discard(attention)
+    high_precision = []
     for weight in weights:
         layer_name = weight.name.removeprefix(prefix).rpartition(".")[0]
         if layer_name in pending and weight.name.endswith(".weight"):
             quantize_layer(graph, weight, assignment[layer_name], read, shared)
             pending.discard(layer_name)
         else:
-            kept = high_precision_weight(graph, weight, assignment.get(layer_name), read)
-            ir.convenience.replace_all_uses_with(weight, kept)
+            high_precision.append((weight, assignment.get(layer_name)))
+    for weight, layer in high_precision:
+        if weight.uses():  # the bias of a shifted convolution has been replaced
+            ir.convenience.replace_all_uses_with(weight, high_precision_weight(graph, weight, layer, read))
     if pending:
         raise ArtifactError(f"the graph has no layer {sorted(pending)[0]}, which the assignment quantizes")
     graph.sort()  # a shared input was inserted in front of the first reader that was visited, not of the first to run
@@ -82,7 +94,10 @@ def quantize_layer(
         transpose = node
         (node,) = [usage.node for usage in transpose.outputs[0].uses()]
     x = smoothed_input(graph, node, layer, shared)
-    node.replace_input_with(0, quantized_input(graph, node, x, layer, shared, rows))
+    if layer.activation_zero_point:
+        quantize_shifted(graph, node, x, weight.name, layer, read)
+    else:
+        node.replace_input_with(0, quantized_input(graph, node, x, layer, shared, rows))
     dequantized_weight = static_weight if FORMATS[layer.format].block is None else blocked_weight
     node.replace_input_with(1, dequantized_weight(graph, node, weight.name, layer, read, transposed))
     if layer.low_rank is not None:
@@ -137,11 +152,41 @@ def quantized_input(
 
 def static_copy(graph: ir.Graph, node: ir.Node, value: ir.Value, name: str, fmt: Format, scale: float) -> ir.Value:
     """``value`` quantized and dequantized with a scale that is known before the network runs."""
+    scales = static_scales(graph, name, fmt, scale)
+    value = insert(graph, node, "QuantizeLinear", [value, *scales], f"{name}_quantized")
+    return insert(graph, node, "DequantizeLinear", [value, *scales], f"{name}_dequantized")
+
+
+def static_scales(graph: ir.Graph, name: str, fmt: Format, scale: float) -> tuple[ir.Value, ir.Value]:
+    """The scale of an input and its zero point, which is zero, as QuantizeLinear and DequantizeLinear read them."""
     dtype = ir.DataType[fmt.onnx_type]
     scales = constant(graph, f"{name}_scale", np.array(scale, np.float16))
-    zero_point = initializer(graph, f"{name}_zero_point", dtype, (), lambda: torch.zeros((), dtype=torch.int8))
-    value = insert(graph, node, "QuantizeLinear", [value, scales, zero_point], f"{name}_quantized")
-    return insert(graph, node, "DequantizeLinear", [value, scales, zero_point], f"{name}_dequantized")
+    return scales, initializer(graph, f"{name}_zero_point", dtype, (), lambda: torch.zeros((), dtype=torch.int8))
+
+
+def quantize_shifted(
+    graph: ir.Graph, conv: ir.Node, x: ir.Value, weight: str, layer: LayerAssignment, read: ReadWeight
+) -> None:
+    """Give ``conv`` its input ``x`` minus the shift, quantized and padded, and the bias that goes with that.
+
+    TensorRT takes no constant of the codes' type for Pad, so the code of zero is computed in the graph.
+    """
+    name, fmt = f"{layer.name}.input", FORMATS[layer.activation_format]
+    scales = static_scales(graph, name, fmt, layer.activation_scale)
+    shift = constant(graph, f"{name}_shift", np.array(layer.shift, np.float16))
+    value = insert(graph, conv, "Sub", [x, shift], f"{name}_shifted")
+    value = insert(graph, conv, "QuantizeLinear", [value, *scales], f"{name}_quantized")
+    top, left, bottom, right = conv.attributes["pads"].as_ints()
+    if any((top, left, bottom, right)):
+        padding = constant(graph, f"{name}_padding", np.array([0, 0, top, left, 0, 0, bottom, right], np.int64))
+        zero = constant(graph, f"{name}_shifted_zero", np.array(-layer.shift, np.float16))
+        zero = insert(graph, conv, "QuantizeLinear", [zero, *scales], f"{name}_quantized_zero")
+        value = insert(graph, conv, "Pad", [value, padding, zero], f"{name}_padded")
+        conv.attributes["pads"] = ir.AttrInt64s("pads", [0, 0, 0, 0])
+    conv.replace_input_with(0, insert(graph, conv, "DequantizeLinear", [value, *scales], f"{name}_dequantized"))
+    bias = conv.inputs[2].name if len(conv.inputs) > 2 else None
+    conv.resize_inputs(3)
+    conv.replace_input_with(2, shifted_bias(graph, weight, bias, layer, read))
 
 
 def add_low_rank(graph: ir.Graph, node: ir.Node, x: ir.Value, layer: LayerAssignment) -> None:

@@ -102,6 +102,7 @@ class SharedInput:
     # The module whose first outputs are the tensor's channels, so that it can absorb a factor for each. None when there
     # is no such module: the tensor is a residual stream or an input of the network.
     producer: str | None = None
+    text: bool = False  # whether it is made of the prompt alone: its first token is unlike all others
 
 
 @dataclass(frozen=True)

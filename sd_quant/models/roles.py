@@ -56,10 +56,10 @@ def inputs_of_transformer(linears: Iterable[str]) -> list[SharedInput]:
     names = list(dict.fromkeys(linears))
     known, inputs, seen = set(names), [], set[str]()
 
-    def add(readers: Collection[str], producer: str | None = None) -> None:
+    def add(readers: Collection[str], producer: str | None = None, text: bool = False) -> None:
         readers = tuple(reader for reader in readers if reader in known and reader not in seen)
         if readers:
-            inputs.append(SharedInput(readers, producer if producer in known else None))
+            inputs.append(SharedInput(readers, producer if producer in known else None, text))
             seen.update(readers)
 
     for name in names:
@@ -69,7 +69,7 @@ def inputs_of_transformer(linears: Iterable[str]) -> list[SharedInput]:
             parent = block.rpartition(".")[0]  # in Flux's single blocks the feed-forward reads the same tensor
             add([name] if cross else [name, f"{block}.to_k", f"{block}.to_v", f"{parent}.proj_mlp"])
         elif layer == "to_k":
-            add([name, f"{block}.to_v"])
+            add([name, f"{block}.to_v"], text=f"{block.removesuffix('2')}1.to_k" in known)  # a block's second attention
         elif layer == "add_q_proj":
             add([name, f"{block}.add_k_proj", f"{block}.add_v_proj"])
         elif name.endswith(".to_out.0"):

@@ -50,7 +50,7 @@ def shared_inputs(linears: Iterable[str]) -> list[SharedInput]:
                 SharedInput((f"{attention}.to_q", f"{attention}.to_k", f"{attention}.to_v"), f"{block}.norm1"),
                 SharedInput((f"{attention}.to_out.0",), f"{attention}.to_v"),
                 SharedInput((f"{cross}.to_q",), f"{block}.norm2"),
-                SharedInput((f"{cross}.to_k", f"{cross}.to_v")),
+                SharedInput((f"{cross}.to_k", f"{cross}.to_v"), text=True),
                 SharedInput((f"{cross}.to_out.0",), f"{cross}.to_v"),
                 SharedInput((f"{block}.ff.net.0.proj",), f"{block}.norm3"),
                 SharedInput((f"{block}.ff.net.2",), f"{block}.ff.net.0.proj"),

@@ -32,6 +32,7 @@ class LayerAssignment:
     # Ranges after smoothing. A format with blocks has a range in every block, and uses these for a global scale only.
     weight_amax: Tensor | None = None  # fp32, [out_channels] with weight_axis 0, else [1]
     activation_amax: float | None = None
+    activation_zero_point: int = 0  # the code of an input of zero, see ``shift``
     pre_quant_scale: Tensor | None = None  # fp32 [in_features]; divides the weight and multiplies the input
     folded_into: str | None = None  # the module that multiplies the input by pre_quant_scale; None: the graph does
     output_scale: Tensor | None = None  # fp32 [out_channels], absorbed smoothing: multiplies this weight and bias
@@ -67,6 +68,15 @@ class LayerAssignment:
         return self.activation_scales(torch.empty(0))[0].item() if static and self.activation_amax else None
 
     @property
+    def shift(self) -> float:
+        """What is subtracted from the input before it is quantized, and belongs to what its codes stand for.
+
+        It is a multiple of the scale, so that zero, which pads a convolution's input, is one of the codes. 0 where the
+        codes of the input are symmetric.
+        """
+        return -self.activation_zero_point * self.activation_scale if self.activation_zero_point else 0.0
+
+    @property
     def multiplies(self) -> bool:
         """Whether the graph multiplies the input of this layer by ``pre_quant_scale``."""
         return self.pre_quant_scale is not None and self.folded_into is None
@@ -95,11 +105,21 @@ class LayerAssignment:
             "accumulated_error": self.accumulated_error,
             f"accumulated_error_alpha_{FIXED_ALPHA}": self.fixed_alpha_error,
             "activation_scale": self.activation_scale,
+            "activation_zero_point": self.activation_zero_point if self.activation_scale else None,
             "weight_scale_min": None if weight_scale is None else weight_scale.min().item(),
             "weight_scale_max": None if weight_scale is None else weight_scale.max().item(),
             "pre_quant_scale_min": None if smoothing is None else smoothing.min().item(),
             "pre_quant_scale_max": None if smoothing is None else smoothing.max().item(),
         }
+
+
+def bias_of_shift(codes: Tensor, scale: Tensor, shift: float) -> Tensor:
+    """What a convolution with this weight makes of a ``shift`` of its input, fp32 [out].
+
+    ``codes`` are [out, ...], ``scale`` [out, 1...]. It is the same for every output, where what pads the input has the
+    code of zero.
+    """
+    return shift * scale.flatten() * codes.flatten(1).sum(1, dtype=torch.int64)
 
 
 def rewritten(parameter: Tensor, layer: LayerAssignment) -> Tensor:

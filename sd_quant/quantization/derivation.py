@@ -15,7 +15,7 @@ from sd_quant.quantization.attention import assign_attention
 from sd_quant.quantization.error_model import output_errors
 from sd_quant.quantization.linears import assign_linears
 from sd_quant.quantization.percentile import PERCENTILE_CALIBRATORS
-from sd_quant.quantization.ranges import observed_amax, with_ranges
+from sd_quant.quantization.ranges import observed_range, with_ranges, with_storable_bias
 from sd_quant.quantization.recipe import Recipe, reason_kept
 from sd_quant.quantization.recipe_check import is_excluded
 from sd_quant.quantization.smoothing import SMOOTHINGS
@@ -31,10 +31,12 @@ def derive(
     kept: Collection[str] = (),
     attentions: Mapping[str, int] = {},
     exclude: Collection[str] = (),
+    bias_of: Callable[[str], Tensor | None] = lambda name: None,
 ) -> dict[str, LayerAssignment]:
     """The assignment of every layer in ``roles`` (role by name).
 
-    ``weight_of`` reads the weight of a layer by name; those of one shared input are in memory at a time. ``inputs`` are
+    ``weight_of`` reads the weight of a layer by name, ``bias_of`` the bias of a convolution, None where it has none;
+    the weights of one shared input are in memory at a time. ``inputs`` are
     the family's shared inputs of linears, ``attentions`` the head widths of its attentions by name. The layers ``kept``
     and those that match a pattern of ``exclude`` stay in high precision at every level.
     Raises SdQuantError when calibration never reached a layer that is to be quantized or saw only zeros there,
@@ -53,7 +55,7 @@ def derive(
             )
         layer = LayerAssignment(name, role, tuple((weight := weight_of(name)).shape), reason=reason)
         if reason is None and role == "conv":
-            layer = assign_convolution(layer, weight, statistics[name], recipe)
+            layer = assign_convolution(layer, weight, bias_of(name), statistics[name], recipe)
         assignment[name] = layer
     for shared in SMOOTHINGS[recipe.smoothing](inputs):
         assignment |= assign_linears(shared, assignment, weight_of, statistics, recipe)
@@ -69,16 +71,16 @@ def derive(
 
 
 def assign_convolution(
-    layer: LayerAssignment, weight: Tensor, statistics: LayerStatistics, recipe: Recipe
+    layer: LayerAssignment, weight: Tensor, bias: Tensor | None, statistics: LayerStatistics, recipe: Recipe
 ) -> LayerAssignment:
     """The row of a convolution, which is not smoothed.
 
-    With the observer ``min_max`` the percentile calibrator gives the range of its input, else the recipe's observer.
+    The percentile calibrator says how large its input gets, and the observer may choose a smaller range.
     """
-    if recipe.observer == "min_max":
-        calibrator = PERCENTILE_CALIBRATORS[recipe.percentile_calibrator]
-        amax = calibrator(statistics.amax, recipe.percentile, recipe.collect_method, recipe.batch_size)
-    else:
-        amax = observed_amax(statistics.rows.values.float(), statistics.amax.max().item(), layer.role, recipe)
-    layer = with_ranges(layer, weight, amax, recipe)
+    calibrator = PERCENTILE_CALIBRATORS[recipe.percentile_calibrator]
+    amax = calibrator(statistics.amax, recipe.percentile, recipe.collect_method, recipe.batch_size)
+    chosen = observed_range(statistics.rows.values.float(), amax, layer.role, recipe)
+    layer = with_ranges(layer, weight, chosen, recipe)
+    if layer.activation_zero_point:
+        layer = with_storable_bias(layer, weight, bias)
     return replace(layer, output_error=output_errors(layer, weight, statistics.rows.values, steps=1)[0])

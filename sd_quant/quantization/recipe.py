@@ -32,6 +32,7 @@ RANK = Limit(
     lambda rank: rank >= 0 if isinstance(rank, int) else 0 < rank < 1,
     "0, a number of singular directions, or a fraction below 1 of a layer's shorter side",
 )
+BY_ROLE = "by_role"  # the observer that suits a layer's role
 FOR_ATTENTION = one_of(lambda: [name for name, fmt in FORMATS.items() if fmt.attention])
 
 
@@ -86,14 +87,18 @@ class Recipe:
     ] = "corrected"
     observer: Annotated[
         str,
-        one_of(OBSERVERS),
-        "how the range of an input is chosen: min_max clips nothing, the others judge a sample of real inputs",
+        one_of([*OBSERVERS, BY_ROLE]),
+        "how the range of an input is chosen: min_max clips nothing, the others judge a sample of real inputs; "
+        "by_role: mse for convolutions, min_max for linears",
     ] = "min_max"
     observer_percentile: Annotated[
         float,
         Limit(lambda percent: 0 < percent <= 100, "above 0 and up to 100"),
         "percent of the sample that observer=percentile does not clip",
     ] = 99.99
+    shift: Annotated[
+        bool, "inputs of convolutions may be quantized minus a constant, so that those of one sign use all codes"
+    ] = False
     smoothing: Annotated[
         str,
         Called("smoothing"),
@@ -117,6 +122,12 @@ class Recipe:
     def formats_of(self, role: str) -> Pair:
         """The formats for a layer of this role."""
         return self.enable.conv if role == "conv" else self.enable.linear
+
+    def observer_of(self, role: str) -> str:
+        """The observer for the input of a layer of this role."""
+        if self.observer != BY_ROLE:
+            return self.observer
+        return "mse" if role == "conv" else "min_max"
 
 
 def formats_used(enable: Enable, quant_level: float) -> dict[str, set[str]]:

@@ -1,8 +1,9 @@
 """The assignment simulated in torch: NVIDIA ModelOpt's quantizers with our scales, so that nothing is calibrated again.
 
 ModelOpt itself computes INT8 and FP8. Its four-bit formats need CUDA, so its quantizers call ours as a backend instead.
-A low-rank branch is a forward hook that adds its product, and quantized attention is an attention processor. Where
-neither is needed the result is an ordinary ModelOpt model, which ``mto.save`` writes and ``mto.restore`` reads.
+ModelOpt calls a shift a quantizer's bias. A low-rank branch is a forward hook that adds its product, and quantized
+attention is an attention processor. Where neither is needed the result is an ordinary ModelOpt model, which
+``mto.save`` writes and ``mto.restore`` reads.
 """
 
 import contextlib
@@ -50,6 +51,8 @@ def modelopt_config(assignment: Mapping[str, LayerAssignment]) -> dict:
             rules.append({"quantizer_name": f"{layer.name}.weight_quantizer", "cfg": cfg})
             if layer.activation_format is not None:
                 cfg = quantizer_config(layer.activation_format, None)
+                if layer.activation_zero_point:
+                    cfg["bias"] = {0: None, "type": "static"}  # its value is set below, so the axis means nothing
                 rules.append({"quantizer_name": f"{layer.name}.input_quantizer", "cfg": cfg})
     return {"quant_cfg": rules, "algorithm": None}
 
@@ -105,6 +108,8 @@ def simulate(module: nn.Module, assignment: Mapping[str, LayerAssignment]) -> nn
         if layer.activation_format is not None:
             amax = quantizer_amax(layer.activation_format, layer.activation_amax, layer.activation_scale)
             target.input_quantizer.amax = torch.tensor(amax).to(weight)
+            if layer.activation_zero_point:
+                target.input_quantizer.bias_value = torch.tensor(layer.shift).to(weight)
     return module
 
 

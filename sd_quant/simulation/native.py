@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from sd_quant.devices import CPU
 from sd_quant.errors import ResourceError
-from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.assignment import LayerAssignment, bias_of_shift
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.simulation.rewrite import rewrite
 
@@ -41,6 +41,10 @@ class NativeLayer(nn.Module):
         super().__init__()
         (weight_scale,) = layer.weight_scales(weight)
         self.format, self.bias, self.product = layer.format, bias, product
+        self.shift, self.zero_point = (
+            layer.shift,
+            layer.activation_zero_point,
+        )  # floats, so that no call waits for a GPU
         self.register_buffer("codes", FORMATS[layer.format].quantize(weight, weight_scale).movedim(1, -1).flatten(1))
         self.register_buffer("weight_scale", weight_scale.float().flatten())
         self.register_buffer("max_weight_scale", self.weight_scale.max())
@@ -52,7 +56,7 @@ class NativeLayer(nn.Module):
     def quantized(self, x: Tensor) -> Tensor:
         """The codes of an input [..., C]."""
         smoothed = x if self.pre_quant_scale is None else x * self.pre_quant_scale
-        return FORMATS[self.format].quantize(smoothed, self.input_scale)
+        return FORMATS[self.format].quantize(smoothed - self.shift if self.shift else smoothed, self.input_scale)
 
 
 class NativeLinear(NativeLayer):
@@ -67,6 +71,11 @@ class NativeConv(NativeLayer):
 
     def __init__(self, conv: nn.Conv2d, weight: Tensor, layer: LayerAssignment, product: "Product"):
         super().__init__(weight, conv.bias, layer, product)
+        if self.zero_point:  # the layer's answer to the shift; codes are padded with that of zero, so it is a constant
+            of_shift = bias_of_shift(self.codes, self.weight_scale, layer.shift)
+            bias = of_shift if conv.bias is None else conv.bias.float() + of_shift
+            del self.bias
+            self.register_buffer("bias", bias)  # which stays in fp32: it is much larger than the output
         self.kernel_size, self.stride, self.dilation = conv.kernel_size, conv.stride[0], conv.dilation[0]
         self.padding = int(conv.padding[0])
 
@@ -85,7 +94,7 @@ class RoundedConv(nn.Module):
         super().__init__()
         fmt = FORMATS[layer.format]
         scales = layer.weight_scales(weight)
-        self.format, self.bias = layer.activation_format, conv.bias
+        self.format, self.bias, self.shift = layer.activation_format, conv.bias, layer.shift
         rounded = fmt.dequantize(fmt.quantize(weight, *scales), *scales).to(conv.weight)
         self.weight = nn.Parameter(rounded, requires_grad=False)
         self.stride, self.padding, self.dilation, self.groups = conv.stride, conv.padding, conv.dilation, conv.groups
@@ -93,7 +102,8 @@ class RoundedConv(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         fmt = FORMATS[self.format]
-        fake_quantized = fmt.dequantize(fmt.quantize(x, self.input_scale), self.input_scale).to(x)
+        codes = fmt.quantize(x - self.shift if self.shift else x, self.input_scale)
+        fake_quantized = (fmt.dequantize(codes, self.input_scale) + self.shift).to(x)
         return F.conv2d(fake_quantized, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
 
 
@@ -102,10 +112,10 @@ Product = Callable[[Tensor, Any, torch.dtype], Tensor]
 
 
 def int_mm(codes: Tensor, layer: NativeLayer, dtype: torch.dtype) -> Tensor:
-    """The product of INT8 codes by torch: exact sums in int32, scaled in fp32."""
+    """The product of INT8 codes by torch: exact sums in int32, scaled and given their bias in fp32."""
     missing = max(0, MIN_ROWS - len(codes))
     product = torch._int_mm(F.pad(codes, (0, 0, 0, missing)), layer.codes.T)[: len(codes)]
-    return with_bias((product * layer.scale).to(dtype), layer)
+    return with_bias(product * layer.scale, layer).to(dtype)
 
 
 def scaled_mm(codes: Tensor, layer: NativeLayer, dtype: torch.dtype) -> Tensor:
@@ -137,7 +147,7 @@ def with_bias(output: Tensor, layer: NativeLayer) -> Tensor:
 
 def unfolded_int_mm(codes: Tensor, conv: NativeConv, dtype: torch.dtype) -> Tensor:
     """A convolution of INT8 codes as ``int_mm`` of one row per window, in the order of the weight (KH, KW, C)."""
-    windows = F.pad(codes, (0, 0, *4 * [conv.padding]))
+    windows = F.pad(codes, (0, 0, *4 * [conv.padding]), value=conv.zero_point)
     for axis, size in enumerate(conv.kernel_size, start=1):
         span = conv.dilation * (size - 1) + 1
         windows = windows.unfold(axis, span, conv.stride)[..., :: conv.dilation]
@@ -148,13 +158,13 @@ def unfolded_int_mm(codes: Tensor, conv: NativeConv, dtype: torch.dtype) -> Tens
 def kernel_linear(codes: Tensor, layer: NativeLayer, dtype: torch.dtype) -> Tensor:
     """The product of codes by our kernel, as a convolution of one by one."""
     rows, weight = codes[:, None, None], layer.codes[:, None, None]
-    return torch.ops.sd_quant.product(rows, weight, layer.scale, layer.bias, 1, 0, 1, dtype)[:, 0, 0]
+    return torch.ops.sd_quant.product(rows, weight, layer.scale, layer.bias, 1, 0, 1, 0, dtype)[:, 0, 0]
 
 
 def kernel_convolution(codes: Tensor, conv: NativeConv, dtype: torch.dtype) -> Tensor:
     """A convolution of codes by our kernel."""
     weight, geometry = conv.codes.unflatten(1, (*conv.kernel_size, -1)), (conv.stride, conv.padding, conv.dilation)
-    return torch.ops.sd_quant.product(codes, weight, conv.scale, conv.bias, *geometry, dtype)
+    return torch.ops.sd_quant.product(codes, weight, conv.scale, conv.bias, *geometry, conv.zero_point, dtype)
 
 
 def aligned_scaled_mm(codes: Tensor, layer: NativeLayer, dtype: torch.dtype) -> Tensor:

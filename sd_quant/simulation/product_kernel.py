@@ -2,8 +2,7 @@
 
 torch's INT8 product leaves int32 sums, four bytes a number to write and to read again, and torch has no convolution of
 codes at all. Here a convolution is an implicit GEMM: a matrix product whose left operand is gathered while it is
-multiplied, so that nothing is unfolded in memory. A linear is a convolution of one by one. Codes are symmetric, so the
-zeros that pad an image are the code 0.
+multiplied, so that nothing is unfolded in memory. A linear is a convolution of one by one.
 
 The kernel is written in Triton, which comes with every torch for NVIDIA GPUs and needs no compiler on the machine. The
 road not taken is CUTLASS: better tuned, but it takes a build system.
@@ -31,10 +30,10 @@ CONFIGS = [
 
 
 @triton.autotune(CONFIGS, key=["rows", "outputs", "channels", "KERNEL_HEIGHT"])
-@triton.jit
+@triton.jit(do_not_specialize=["zero_point"])
 def product_kernel(
     codes, weight, scale, bias, output,
-    rows, outputs, channels, height, width, output_height, output_width,
+    rows, outputs, channels, height, width, output_height, output_width, zero_point,
     STRIDE: tl.constexpr, PADDING: tl.constexpr, DILATION: tl.constexpr,
     KERNEL_HEIGHT: tl.constexpr, KERNEL_WIDTH: tl.constexpr,
     SUM: tl.constexpr, ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr,
@@ -42,7 +41,8 @@ def product_kernel(
 ):  # fmt: skip
     """Compute one tile of ``output`` [rows, outputs], a row for each output pixel.
 
-    Programs are numbered in groups that read the same columns, so that these stay in the L2 cache.
+    What pads an image has the code ``zero_point``, in FP8 that of 0. Programs are numbered in groups that read the same
+    columns, so that these stay in the L2 cache.
     """
     program, columns = tl.program_id(0), tl.cdiv(outputs, BLOCK_OUTPUTS)
     group = program // (GROUP * columns)
@@ -61,6 +61,7 @@ def product_kernel(
 
     sums = tl.zeros((BLOCK_ROWS, BLOCK_OUTPUTS), dtype=SUM)
     blocks = tl.cdiv(channels, BLOCK_CHANNELS)
+    outside = zero_point.to(tl.int8) if SUM == tl.int32 else ZERO
     # one loop over taps and channels, so that it is pipelined
     for step in range(KERNEL_HEIGHT * KERNEL_WIDTH * blocks):
         tap = step // blocks
@@ -70,7 +71,7 @@ def product_kernel(
         place = first + (down * width + across) * channels
         a = tl.load(
             codes + place[:, None] + here[None, :],
-            mask=(inside & (row < rows))[:, None] & (here < channels)[None, :], other=ZERO,
+            mask=(inside & (row < rows))[:, None] & (here < channels)[None, :], other=outside,
         )  # fmt: skip
         b = tl.load(
             weight + column[None, :] * inputs + (tap * channels + here)[:, None],
@@ -95,12 +96,13 @@ def output_size(size: int, kernel: int, stride: int, padding: int, dilation: int
 @torch.library.custom_op("sd_quant::product", mutates_args=())
 def product(
     codes: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None,
-    stride: int, padding: int, dilation: int, dtype: torch.dtype,
+    stride: int, padding: int, dilation: int, zero_point: int, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """The convolution of ``codes`` [B, H, W, C] with ``weight`` [N, KH, KW, C], in ``dtype`` [B, OH, OW, N].
 
     Both are int8, whose sums are exact, or both float8_e4m3fn, whose sums are fp32. ``scale`` fp32 [N] is the scale of
-    the codes times that of the weight; ``bias`` is [N]. Raises ValueError for tensors of 2^31 numbers and more.
+    the codes times that of the weight; ``bias`` is [N]. int8 codes are padded with ``zero_point``. Raises ValueError
+    for tensors of 2^31 numbers and more.
     """
     batch, height, width, channels = codes.shape
     outputs, kernel_height, kernel_width, _ = weight.shape
@@ -121,7 +123,7 @@ def product(
     with torch.cuda.device_of(codes):
         product_kernel[grid](
             codes.contiguous(), weight.contiguous(), scale, bias, output,
-            rows, outputs, channels, height, width, *shape[1:3],
+            rows, outputs, channels, height, width, *shape[1:3], zero_point,
             STRIDE=stride, PADDING=padding, DILATION=dilation, KERNEL_HEIGHT=kernel_height, KERNEL_WIDTH=kernel_width,
             SUM=tl.int32 if integer else tl.float32, ZERO=0 if integer else 0.0, HAS_BIAS=bias is not None, GROUP=8,
         )  # fmt: skip
@@ -129,6 +131,6 @@ def product(
 
 
 @product.register_fake
-def _(codes, weight, scale, bias, stride, padding, dilation, dtype):
+def _(codes, weight, scale, bias, stride, padding, dilation, zero_point, dtype):
     sizes = [output_size(codes.shape[axis], weight.shape[axis], stride, padding, dilation) for axis in (1, 2)]
     return codes.new_empty((codes.shape[0], *sizes, weight.shape[0]), dtype=dtype)

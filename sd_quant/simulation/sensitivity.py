@@ -1,10 +1,11 @@
 """Which layers cost most when they are quantized, and which to keep in fp16 for a given budget.
 
 A layer's sensitivity is the relative error of the whole network's output when that layer alone is quantized, on network
-inputs sampled during calibration. Squared errors of single layers are assumed to add up, which holds while they are
-small and independent; then the best n layers to keep are the n most sensitive. A curve measured with several layers
-kept at once shows how well that holds. The road not taken is an integer program over pairs of layers: it needs the
-square of this many passes.
+inputs sampled during calibration. With guidance it is the error of what guidance makes of the output: an error that
+both halves have in common counts once, one in their difference as often as guidance multiplies it. Squared errors of
+single layers are assumed to add up, which holds while they are small and independent; then the best n layers to keep
+are the n most sensitive. A curve measured with several layers kept at once shows how well that holds. The road not
+taken is an integer program over pairs of layers: it needs the square of this many passes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -46,6 +47,17 @@ def points(kept: int, quantized: int) -> list[int]:
     """The numbers of kept layers that the curve has: none, the powers of two, and ``kept``, in order."""
     powers = [2**power for power in range(quantized.bit_length()) if 2**power < quantized]
     return sorted({0, *powers, kept})
+
+
+def guided(output: Tensor, guidance_scale: float) -> Tensor:
+    """What guidance makes of the output [2, ...] for one prompt, unconditional and conditional; of [1, ...], the same.
+
+    It is ``u + guidance_scale * (c - u)`` (Ho and Salimans 2022, with ``guidance_scale`` as diffusers has it).
+    """
+    if len(output) != 2:
+        return output
+    unconditional, conditional = output.split(1)
+    return unconditional + guidance_scale * (conditional - unconditional)
 
 
 @torch.no_grad()

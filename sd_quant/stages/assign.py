@@ -12,7 +12,7 @@ from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.csv_files import write_csv
 from sd_quant.report.sensitivity_plot import plot_sensitivity
-from sd_quant.simulation.sensitivity import Sensitivity, measure, points
+from sd_quant.simulation.sensitivity import Sensitivity, guided, measure, points
 from sd_quant.simulation.sensitivity import rows as sensitivity_rows
 from sd_quant.stages.load import Loaded
 from sd_quant.stages.open_parts import open_simulated
@@ -31,6 +31,7 @@ def assign(loaded: Loaded, statistics: Statistics, kept: Collection[str] = ()) -
         kept,
         loaded.head_widths,
         loaded.exclude,
+        lambda name: weights[bias] if (bias := f"{name}.bias") in weights else None,
     )
 
 
@@ -41,7 +42,7 @@ def most_sensitive(
 
     Writes ``sensitivity.csv`` and its plot to ``directory``.
     """
-    sensitivity = measure_sensitivity(loaded.checkpoint, assignment, statistics, loaded.kept)
+    sensitivity = measure_sensitivity(loaded.checkpoint, assignment, statistics, loaded.kept, loaded.guidance_scale)
     table = sensitivity_rows(sensitivity, assignment, loaded.kept)
     write_csv(table, directory / "sensitivity.csv")
     plot_sensitivity(table, sensitivity.curve, directory / "sensitivity.png")
@@ -49,7 +50,11 @@ def most_sensitive(
 
 
 def measure_sensitivity(
-    checkpoint: Checkpoint, assignment: dict[str, LayerAssignment], statistics: Statistics, kept: int
+    checkpoint: Checkpoint,
+    assignment: dict[str, LayerAssignment],
+    statistics: Statistics,
+    kept: int,
+    guidance_scale: float,
 ) -> Sensitivity:
     """The sensitivity of each quantized layer on the inputs of the denoiser that calibration has sampled."""
     part = open_simulated(checkpoint, assignment)
@@ -59,5 +64,9 @@ def measure_sensitivity(
     layers = [layer.name for layer in assignment.values() if layer.format]
     with progress(1 + len(layers) + len(points(kept, len(layers))), "sensitivity") as advance:
         return measure(
-            simulated, lambda: torch.cat([part(**call)[output].cpu() for call in calls]), layers, kept, advance
+            simulated,
+            lambda: torch.cat([guided(part(**call)[output].cpu(), guidance_scale) for call in calls]),
+            layers,
+            kept,
+            advance,
         )

@@ -30,6 +30,7 @@ class Loaded:
     recipe: Recipe
     exclude: Collection[str]  # patterns of the layers that the recipe leaves in high precision
     kept: int  # how many of the most sensitive layers stay in high precision
+    guidance_scale: float  # of the images, those of calibration too
 
     @property
     def denoiser(self) -> str:
@@ -71,4 +72,4 @@ def load(job: QuantizeJob, directory: Path) -> Loaded:
     check_layers(roles, shapes, recipe, head_widths, exclude)
     selected = sum(reason_kept(role, recipe.quant_level) is None for role in roles.values())
     kept = budget(job.quantize.keep, selected)
-    return Loaded(checkpoint, parts, parameters, roles, head_widths, recipe, exclude, kept)
+    return Loaded(checkpoint, parts, parameters, roles, head_widths, recipe, exclude, kept, job.infer.scale)

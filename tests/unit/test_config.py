@@ -139,8 +139,9 @@ def test_the_preset_is_nemos():
         "per_channel": True,
         "smoothing": "folded",
         "rank": 0,
-        "observer": "min_max",
+        "observer": "by_role",
         "observer_percentile": 99.99,
+        "shift": True,
         "percentile_calibrator": "corrected",
         "keep": 0,
         "calibration": None,
@@ -156,7 +157,7 @@ def test_the_preset_is_nemos():
         "batch_size": 1,
         "calib_size": 32,
         "quant_level": 2.5,
-        "alpha": 0.8,
+        "alpha": "auto",
     }
 
 
@@ -165,7 +166,7 @@ def test_the_preset_is_nemos():
     [
         ("quant_level", "3"),
         ("alpha", "0.5"),
-        ("alpha", "auto"),
+        ("alpha", "0.8"),
         ("smoothing", "modelopt"),
         ("keep", "10"),
         ("keep", "0.1"),
@@ -291,12 +292,12 @@ NAN, INFINITY = float("nan"), float("inf")
         ("quantize.alpha", NAN, "quantize.alpha is nan, expected a finite number"),
         ("quantize.alpha", None, "alpha is None, expected a number from 0 to 1, or auto"),
         ("quantize.smoothing", "all", "smoothing is all, expected one of folded, modelopt, none"),
-        ("quantize.smoothing", "none", "alpha is 0.8, expected null, because int8 smooths nothing"),
+        ("quantize.smoothing", "none", "alpha is auto, expected null, because int8 smooths nothing"),
         ("quantize.exclude", {"sdxl": "*"}, "quantize.exclude.sdxl is '*', expected a list of texts"),
         (
             "quantize.observer",
             "min",
-            "quantize.observer is min, expected one of min_max, percentile, histogram, entropy, mse",
+            "quantize.observer is min, expected one of min_max, percentile, histogram, entropy, mse, by_role",
         ),
         (
             "quantize.observer_percentile",
@@ -399,12 +400,6 @@ def test_every_missing_knob_is_named(mappings, primary):
         with pytest.raises(ConfigError) as refusal:
             read(JOBS[primary], mapping)
         assert str(refusal.value) == f"the knob {knob} is missing; give it a value"
-
-
-def test_an_observer_takes_no_percentile_of_steps(mappings):
-    mapping = changed(changed(mappings["quantize"], "quantize.observer", "mse"), "quantize.percentile", 0.5)
-    with pytest.raises(ConfigError, match=r"^percentile is 0\.5, expected 1 with quantize\.observer=mse, which takes"):
-        read(QuantizeJob, mapping)
 
 
 def test_a_whole_number_of_layers_to_keep_stays_one(mappings):
@@ -620,6 +615,18 @@ def test_reading_a_group_alone(mappings):
         (
             ["quantize=svdquant_w4a4", "quantize.observer=mse"],
             "quantize.observer is mse, expected min_max, because",
+        ),
+        (
+            ["quantize=fp8", "quantize.shift=true"],
+            "quantize.shift is True, expected false, because fp8 is more precise near zero than far from it, so a",
+        ),
+        (
+            ["quantize=svdquant_w4a4", "quantize.shift=true"],
+            "quantize.shift is True, expected false, because svdquant_w4a4 leaves the inputs of convolutions alone",
+        ),
+        (
+            ["quantize=int8_per_tensor", "quantize.shift=true"],
+            "quantize.shift is True, expected false without quantize.per_channel, because fp16 would round away a",
         ),
         (
             ["quantize=svdquant_w4a4", "quant_level=4"],

@@ -42,8 +42,9 @@ class Observer:
         """The range to quantize with, in (0, ``amax``].
 
         ``values``: fp32 of any shape, a sample of the layer's inputs. ``amax``: the largest magnitude of the whole
-        calibration, which the sample may lack. Options: ``fmt``, the input's format (INT8 by default), and ``percent``,
-        how much of the sample the observer ``percentile`` does not clip.
+        calibration, which the sample may lack. Options: ``fmt``, the input's format (INT8 by default); ``levels``, how
+        many equal levels it has above zero (127 by default); and ``percent``, how much of the sample the observer
+        ``percentile`` does not clip.
         """
         return pkgutil.resolve_name(self.function)(values, amax, **options)
 

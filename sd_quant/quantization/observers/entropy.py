@@ -12,18 +12,18 @@ from torch import Tensor
 from sd_quant.quantization.observers.sample import BINS, LEVELS, bin_counts, within_amax
 
 
-def kl_divergences(counts: Tensor) -> Tensor:
-    """The information lost by each range of i = LEVELS..len(counts) bins, in nats, fp64 [len(counts) - LEVELS + 1].
+def kl_divergences(counts: Tensor, runs: int = LEVELS + 1) -> Tensor:
+    """The information lost by each range of i = runs..len(counts) bins, in nats, fp64 [len(counts) - runs + 1].
 
     It is the Kullback-Leibler divergence between two distributions made of the first i of ``counts`` (fp64 [bins]). The
-    reference has all clipped values in the last bin. The other has none of them; its bins are divided into LEVELS equal
-    runs, and every filled bin holds the mean of its run. Where values are clipped into an empty bin, which the other
-    distribution cannot have, the divergence is infinite.
+    reference has all clipped values in the last bin. The other has none of them; its bins are divided into equal
+    ``runs``, a run for each level and zero, and every filled bin holds the mean of its run. Where values are clipped
+    into an empty bin, which the other distribution cannot have, the divergence is infinite.
     """
     total, filled = (torch.cat([torch.zeros(1).double(), part.cumsum(0)]) for part in (counts, (counts > 0).double()))
     plogp = torch.cat([torch.zeros(1).double(), torch.xlogy(counts, counts).cumsum(0)])
-    width = torch.arange(LEVELS, len(counts) + 1)
-    edges = (width[:, None] * torch.arange(LEVELS + 1) + LEVELS - 1) // LEVELS
+    width = torch.arange(runs, len(counts) + 1)
+    edges = (width[:, None] * torch.arange(runs + 1) + runs - 1) // runs
     mass = total[edges].diff()
     mean = mass / filled[edges].diff().clamp(min=1)
     last, clipped = counts[width - 1], total[-1] - total[width]
@@ -34,14 +34,14 @@ def kl_divergences(counts: Tensor) -> Tensor:
 
 
 @within_amax
-def entropy(magnitudes: Tensor, amax: float, **_) -> float:
-    """The range of LEVELS to BINS bins with the smallest divergence; the widest if several have it.
+def entropy(magnitudes: Tensor, amax: float, levels: int = LEVELS, **_) -> float:
+    """The range of at most BINS bins with the smallest divergence; the widest if several have it.
 
     The bin at zero gets the count of its neighbour, as in those calibrators, because zeros are exact in any range.
     """
     peak = magnitudes.max().item()
     counts = bin_counts(magnitudes, peak).double()
     counts[0] = counts[1]
-    divergence = kl_divergences(counts)
+    divergence = kl_divergences(counts, levels + 1)
     best = (divergence <= divergence.min() + 1e-12).nonzero()[-1].item()
-    return peak * (LEVELS + best) / BINS
+    return peak * (levels + 1 + best) / BINS

@@ -10,9 +10,12 @@ STRIDE = 8  # bins between two ranges that are compared
 
 
 @within_amax
-def histogram(magnitudes: Tensor, amax: float, fmt: Format = FORMATS["int8"], **_) -> float:
-    """The range with the smallest error at the middles of the bins; every STRIDE-th of LEVELS to BINS bins is tried."""
+def histogram(magnitudes: Tensor, amax: float, fmt: Format = FORMATS["int8"], levels: int = LEVELS, **_) -> float:
+    """The range with the smallest error at the middles of the bins.
+
+    Every STRIDE-th range of as many bins as there are levels, zero included, to all BINS is tried.
+    """
     peak = magnitudes.max().item()
-    middles, ranges = (torch.arange(BINS) + 0.5) / BINS, torch.arange(BINS, LEVELS - 1, -STRIDE) / BINS
-    best = quantization_errors(middles, ranges, fmt, bin_counts(magnitudes, peak)).argmin()  # the widest if several
-    return peak * ranges[best].item()
+    middles, ranges = (torch.arange(BINS) + 0.5) / BINS, torch.arange(BINS, levels, -STRIDE) / BINS
+    errors = quantization_errors(middles, ranges, fmt, levels, bin_counts(magnitudes, peak))
+    return peak * ranges[errors.argmin()].item()  # the widest if several

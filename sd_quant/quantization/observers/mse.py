@@ -17,17 +17,16 @@ import torch
 from torch import Tensor
 
 from sd_quant.quantization.formats import FORMATS, Format
-from sd_quant.quantization.formats.int8 import QMAX
-from sd_quant.quantization.observers.sample import quantization_errors, within_amax
+from sd_quant.quantization.observers.sample import LEVELS, quantization_errors, within_amax
 
 MOST_VALUES = 2**16  # of a sample that are looked at where there is no closed form
 
 # The ranges that are tried, relative to the peak. They are 1 % apart, because the error is flat around the best one,
 # and go down to half a step of the peak's range; a smaller one pays only where that range rounds nearly all to zero.
-RANGES = 0.99 ** np.arange(math.log(2 * QMAX) / -math.log(0.99))
+RANGES = 0.99 ** np.arange(math.log(2 * LEVELS) / -math.log(0.99))
 
 
-def squared_errors(magnitudes: Tensor, thresholds: np.ndarray, levels: float = QMAX) -> np.ndarray:
+def squared_errors(magnitudes: Tensor, thresholds: np.ndarray, levels: int = LEVELS) -> np.ndarray:
     """The mean squared error, fp64 [m], of ``magnitudes`` (fp32 [n], >= 0) quantized with each of the ranges [m].
 
     ``levels`` is how many there are above zero, at equal distances.
@@ -42,7 +41,7 @@ def squared_errors(magnitudes: Tensor, thresholds: np.ndarray, levels: float = Q
 
 
 @within_amax
-def mse(magnitudes: Tensor, amax: float, fmt: Format = FORMATS["int8"], **_) -> float:
+def mse(magnitudes: Tensor, amax: float, fmt: Format = FORMATS["int8"], levels: int = LEVELS, **_) -> float:
     """The range with the smallest mean squared error among ``amax`` and ``RANGES``; the widest if several have it.
 
     Equal levels have the closed form. The steps of a floating-point format repeat with every factor of two, so ranges
@@ -50,7 +49,7 @@ def mse(magnitudes: Tensor, amax: float, fmt: Format = FORMATS["int8"], **_) -> 
     """
     thresholds = np.concatenate([[amax], magnitudes.max().item() * RANGES])
     if fmt.equal_levels:
-        return float(thresholds[squared_errors(magnitudes, thresholds, fmt.largest_code).argmin()])
+        return float(thresholds[squared_errors(magnitudes, thresholds, levels).argmin()])
     peak = magnitudes.max().item()
     ranges = torch.from_numpy(thresholds[thresholds >= peak / 2] / peak).float()
     sample = magnitudes[:: -(-len(magnitudes) // MOST_VALUES)] / peak

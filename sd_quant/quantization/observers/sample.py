@@ -10,7 +10,7 @@ from torch import Tensor
 from sd_quant.quantization.formats import Format, fake_quantize
 
 BINS = 2048
-LEVELS = 128  # zero and the positive levels of INT8; also the narrowest range that is tried, in bins
+LEVELS = 127  # of symmetric INT8 above zero
 
 
 def within_amax(observer: Callable[..., float]) -> Callable[..., float]:
@@ -36,15 +36,24 @@ def bin_counts(values: Tensor, amax: float, bins: int = BINS) -> Tensor:
     return torch.histc((values.abs().float() / amax).clamp(max=1), bins, min=0, max=1)
 
 
-def quantization_errors(magnitudes: Tensor, thresholds: Tensor, fmt: Format, counts: Tensor | None = None) -> Tensor:
+def quantization_errors(
+    magnitudes: Tensor, thresholds: Tensor, fmt: Format, levels: int = LEVELS, counts: Tensor | None = None
+) -> Tensor:
     """The mean squared error, fp64 [m], of ``magnitudes`` [n] quantized with each of the ranges ``thresholds`` [m].
 
-    The magnitudes are relative to their peak, so that every scale is a normal number in fp16. ``counts`` [n] says how
-    often each occurs, once by default.
+    The magnitudes are relative to their peak, so that every scale is a normal number in fp16. Equal levels are as many
+    as ``levels`` above zero. ``counts`` [n] says how often each magnitude occurs, once by default.
     """
     weights = torch.ones_like(magnitudes) if counts is None else counts
+
+    def fake_quantized(threshold: Tensor) -> Tensor:
+        if not fmt.equal_levels:
+            return fake_quantize(fmt, magnitudes, threshold)
+        step = threshold / levels
+        return (magnitudes / step).round().clamp(max=levels) * step
+
     errors = [
-        ((fake_quantize(fmt, magnitudes, threshold) - magnitudes).square().double() @ weights.double()).item()
+        ((fake_quantized(threshold) - magnitudes).square().double() @ weights.double()).item()
         for threshold in thresholds
     ]
     return torch.tensor(errors).double() / weights.double().sum()

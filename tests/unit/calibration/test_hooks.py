@@ -441,3 +441,22 @@ def test_the_range_of_a_linear_of_rows_is_per_channel():
     with collect(module, layers, range(1), 1, lambda: (0, [0]), wanted) as found:
         module(x)
     assert found.layers["0"].amax.tolist() == [[5, 2, 3, 4]]
+
+
+def test_a_layer_that_reads_the_text_has_its_first_token_in_the_sample():
+    """As SDXL's texts are: the first token is 80 times as large as the others, and the rest of 160 rows is drawn."""
+    prompts, steps, network = range(64), 20, nn.Sequential(nn.Linear(4, 4))
+    text = torch.randn(2, 80, 4, generator=torch.Generator().manual_seed(0))
+    text[:, 0] *= 80
+    found, now = {}, {}
+    for readers in ([], ["0"]):
+        wanted = draw(["0"], prompts, steps, 42, readers)
+        with collect(network, {"0": network[0]}, prompts, steps, lambda: (now["step"], now["batch"]), wanted) as made:
+            for prompt in prompts:
+                for step in range(steps):
+                    now.update(step=step, batch=[prompt])
+                    network(text)
+        found[bool(readers)] = made.layers["0"].rows.values
+    assert len(found[True]) == ROWS
+    assert torch.equal(found[True][0].float(), text[0, 0].half().float())
+    torch.testing.assert_close(found[True][1:], found[False][: ROWS - 1])

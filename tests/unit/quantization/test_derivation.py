@@ -15,7 +15,7 @@ from sd_quant.quantization.error_model import output_errors
 from sd_quant.quantization.linears import ALPHAS, SEARCHED_OUTPUTS, SEARCHED_ROWS
 from sd_quant.quantization.low_rank import low_rank
 from sd_quant.quantization.observers import OBSERVERS
-from sd_quant.quantization.ranges import with_ranges
+from sd_quant.quantization.ranges import InputRange, with_ranges
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
 from sd_quant.quantization.recipe_check import check_layers
 from sd_quant.quantization.statistics import LayerStatistics, Sample
@@ -188,9 +188,9 @@ def test_the_observer_sees_the_sampled_inputs_that_the_quantizer_will_see(monkey
     }
     rows = assign(statistics=statistics, observer="half")
     conv, query = given[:2]
-    assert (conv[0].tolist(), conv[1]) == (patches.tolist(), 381.0)
+    assert (conv[0].tolist(), conv[1]) == (patches.tolist(), 254.0)  # as the calibrator has it
     assert (query[0].tolist(), query[1]) == ([[2.0, 4.0], [-4.0, 8.0]], 1016.0)
-    assert (rows["conv"].activation_amax, rows["to_q"].activation_amax) == (190.5, 508.0)
+    assert (rows["conv"].activation_amax, rows["to_q"].activation_amax) == (127.0, 508.0)
 
 
 @pytest.mark.parametrize("observer", ["percentile", "histogram", "entropy", "mse"])
@@ -278,7 +278,8 @@ def test_what_comes_from_the_input_adds_up_like_noise_and_what_comes_from_the_we
 def test_the_output_error_of_a_convolution_is_that_of_its_patches():
     random = torch.Generator().manual_seed(0)
     weight, patches = torch.randn(8, 3, 3, 3, generator=random), torch.randn(64, 27, generator=random).half().float()
-    layer = with_ranges(LayerAssignment("conv", "conv", (8, 3, 3, 3)), weight, patches.abs().max().item() / 2, RECIPE)
+    chosen = InputRange(patches.abs().max().item() / 2)
+    layer = with_ranges(LayerAssignment("conv", "conv", (8, 3, 3, 3)), weight, chosen, RECIPE)
     assert output_errors(layer, weight, patches, 1)[0] == pytest.approx(
         torchs_output_error(layer, weight, patches), rel=1e-4
     )
@@ -288,7 +289,7 @@ def test_the_output_error_of_a_convolution_is_that_of_its_patches():
 
 def test_the_output_error_of_what_int8_holds_exactly_is_zero():
     weight, rows = torch.tensor([[127.0, -3.0], [5.0, 127.0]]), torch.tensor([[127.0, 1.0], [-4.0, 99.0]])
-    layer = with_ranges(LayerAssignment("layer", "ffn", (2, 2)), weight, 127.0, RECIPE)
+    layer = with_ranges(LayerAssignment("layer", "ffn", (2, 2)), weight, InputRange(127.0), RECIPE)
     assert output_errors(layer, weight, rows, 1)[0] == 0.0
 
 
@@ -384,8 +385,8 @@ def test_rows_are_plain_values_that_a_csv_holds():
         text = io.StringIO()
         csv.DictWriter(text, layer.row()).writerow(layer.row())
         found[name] = text.getvalue().strip()
-    assert found["down"] == "down,ffn,2x2,int8,int8,,,0.5,folded into up,,,,8.0,1.0,8.0,0.5,1.0"
-    assert found["norm"] == "norm,norm,2,high precision,,,takes over the smoothing of to_q,,,,,,,,,,"
+    assert found["down"] == "down,ffn,2x2,int8,int8,,,0.5,folded into up,,,,8.0,0,1.0,8.0,0.5,1.0"
+    assert found["norm"] == "norm,norm,2,high precision,,,takes over the smoothing of to_q,,,,,,,,,,,"
 
 
 def test_nothing_that_was_given_is_changed():

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from sd_quant.errors import ConfigError
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.ranges import with_ranges
+from sd_quant.quantization.ranges import InputRange, with_ranges
 from sd_quant.quantization.recipe import Recipe
 from sd_quant.simulation.modelopt import simulate
-from sd_quant.simulation.sensitivity import Sensitivity, budget, measure, points, rows
+from sd_quant.simulation.sensitivity import Sensitivity, budget, guided, measure, points, rows
 
 NAMES = ["0", "2", "4"]
 RANGES = {"0": 4.0, "2": 0.5, "4": 8.0}  # of the layers' inputs; that of "2" is much too narrow
@@ -34,7 +34,7 @@ def assignment(network) -> dict[str, LayerAssignment]:
     for name, amax in RANGES.items():
         weight = network.get_submodule(name).weight
         layer = LayerAssignment(name, "ffn", tuple(weight.shape), pre_quant_scale=smoothing.get(name))
-        layers[name] = with_ranges(layer, weight, amax, Recipe(3.0, 0.8))
+        layers[name] = with_ranges(layer, weight, InputRange(amax), Recipe(3.0, 0.8))
     return layers
 
 
@@ -146,3 +146,12 @@ def test_a_budget_that_keeps_everything_is_refused(keep):
 )
 def test_points_of_the_curve(kept, quantized, expected):
     assert points(kept, quantized) == expected
+
+
+def test_an_error_that_both_halves_have_counts_once():
+    """And one of the conditional half alone as often as guidance multiplies it; what has no halves stays as it is."""
+    output, error = torch.randn(2, 3), torch.tensor([[1.0, 2.0, 3.0]])
+    torch.testing.assert_close(guided(output + error, 5.0) - guided(output, 5.0), error)
+    alone = torch.cat([torch.zeros(1, 3), error])
+    torch.testing.assert_close(guided(output + alone, 5.0) - guided(output, 5.0), 5 * error)
+    assert torch.equal(guided(output[:1], 5.0), output[:1])

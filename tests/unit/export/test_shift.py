@@ -1,0 +1,154 @@
+"""A shifted convolution is asymmetric quantization with zeros around the image, computed without a zero point."""
+
+import onnx_ir as ir
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sd_quant.engines import load_engine
+from sd_quant.export.qdq import write_onnx
+from sd_quant.numbers import relative_error
+from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.formats import FORMATS
+from sd_quant.quantization.formats.int8 import per_channel
+from sd_quant.quantization.ranges import InputRange, with_ranges, with_storable_bias
+from sd_quant.quantization.recipe import Recipe
+from sd_quant.simulation.modelopt import between_roundings, save_quantized, simulate
+from sd_quant.simulation.native import PRODUCTS, NativeConv, layer_of
+
+INT8, CHANNELS, OUTPUTS = FORMATS["int8"], 5, 7
+# kernel, stride, pads above, left, below and right, as ONNX orders them, dilation, whether an upsampler is in front
+CASES = {
+    "same": ((3, 3), 1, (1, 1, 1, 1), 1, False),
+    "wide": ((3, 3), 1, (2, 2, 2, 2), 2, False),
+    "downsampler": ((3, 3), 2, (1, 1, 1, 1), 1, False),
+    "uneven padding": ((3, 3), 2, (0, 0, 1, 1), 1, False),
+    "none": ((3, 3), 1, (0, 0, 0, 0), 1, False),
+    "pointwise": ((1, 1), 1, (0, 0, 0, 0), 1, False),
+    "oblong": ((3, 2), 1, (1, 0, 1, 1), 1, False),
+    "upsampler": ((3, 3), 1, (1, 1, 1, 1), 1, True),
+}
+
+
+class Shifted:
+    """A convolution, its assignment, and the graph of it that has not got its weights yet."""
+
+    def __init__(self, case: str, has_bias: bool = True):
+        kernel, self.stride, self.pads, self.dilation, self.upsampled = CASES[case]
+        random = torch.Generator().manual_seed(0)
+        self.weight = torch.randn(OUTPUTS, CHANNELS, *kernel, generator=random)
+        self.bias = torch.randn(OUTPUTS, generator=random).half().float() if has_bias else None
+        layer = LayerAssignment("conv", "conv", tuple(self.weight.shape))
+        layer = with_ranges(layer, self.weight, InputRange(2.0, -112), Recipe(3.0, None))
+        self.layer = with_storable_bias(layer, self.weight, self.bias)
+
+    def graph(self) -> ir.Model:
+        half = ir.TensorType(ir.DataType.FLOAT16)
+        x = ir.Value(name="x", type=half, shape=ir.Shape([None, CHANNELS, None, None]))
+        weight = ir.Value(name="conv.weight", type=half, shape=ir.Shape(self.weight.shape))
+        bias = ir.Value(name="conv.bias", type=half, shape=ir.Shape([OUTPUTS]))
+        nodes, read = [], x
+        if self.upsampled:
+            scales = ir.Value(name="scales", const_value=ir.tensor([1.0, 1.0, 2.0, 2.0], name="scales"))
+            nodes.append(
+                ir.node(
+                    "Resize",
+                    [x, None, scales],
+                    {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"},
+                )
+            )
+            read = nodes[-1].outputs[0]
+        attributes = {"pads": self.pads, "strides": [self.stride] * 2, "dilations": [self.dilation] * 2}
+        nodes.append(ir.node("Conv", [read, weight] + ([bias] if self.bias is not None else []), attributes))
+        nodes.append(ir.node("Identity", [nodes[-1].outputs[0]]))
+        y = nodes[-1].outputs[0]
+        y.name, y.type, y.shape = "y", half, ir.Shape([None, OUTPUTS, None, None])
+        inputs = [x, weight] + ([bias] if self.bias is not None else [])
+        graph = ir.Graph(inputs, [y], nodes=nodes, opset_imports={"": 20}, name="conv")
+        if self.upsampled:
+            graph.register_initializer(scales)
+        return ir.Model(graph, ir_version=9)
+
+    def expected(self, x: Tensor) -> Tensor:
+        """Codes with a zero point, zeros around the image, everything in double precision."""
+        codes = torch.fake_quantize_per_tensor_affine(
+            x, self.layer.activation_scale, self.layer.activation_zero_point, -128, 127
+        )
+        scale = per_channel(self.layer.weight_scale, self.weight)
+        weight = INT8.dequantize(INT8.quantize(self.weight, scale), scale).double()
+        codes = F.interpolate(codes, scale_factor=2.0) if self.upsampled else codes
+        above, left, below, right = self.pads
+        padded = F.pad(codes.double(), (left, right, above, below))
+        bias = None if self.bias is None else self.bias.double()
+        return F.conv2d(padded, weight, bias, self.stride, 0, self.dilation)
+
+
+def image(height: int = 9, width: int = 6) -> Tensor:
+    """Numbers that no error of fp16 moves from one code to the next: a quarter of a step from their own."""
+    random = torch.Generator().manual_seed(1)
+    scale = torch.tensor(2.0 / 127).half().float()
+    return ((torch.randint(-16, 240, (2, CHANNELS, height, width), generator=random) + 0.25) * scale).half().float()
+
+
+@pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
+@pytest.mark.parametrize("case", CASES)
+def test_the_graph_computes_it_at_every_size(case, engine, tmp_path):
+    """fp16 rounds the output (2^-11 of it), and the bias with what a scale's choice leaves of that."""
+    shifted = Shifted(case)
+    path = tmp_path / "conv.onnx"
+    parameters = {"conv.weight": shifted.weight, "conv.bias": shifted.bias}
+    write_onnx(
+        shifted.graph(), path, inputs=1, prefix="", read=parameters.__getitem__, assignment={"conv": shifted.layer}
+    )
+    loaded = load_engine(engine, path)
+    for x in (image(), image(4, 5)):
+        expected = shifted.expected(x)
+        actual = loaded(x=x)["y"].double()
+        assert relative_error(expected, actual) < 5e-4
+        border = torch.ones_like(expected[0, 0], dtype=torch.bool)
+        border[1:-1, 1:-1] = False
+        assert relative_error(expected[..., border], actual[..., border]) < 5e-4
+
+
+def test_a_convolution_without_a_bias_gets_one(tmp_path):
+    shifted, path = Shifted("same", has_bias=False), tmp_path / "conv.onnx"
+    write_onnx(
+        shifted.graph(), path, inputs=1, prefix="", read=lambda name: shifted.weight, assignment={"conv": shifted.layer}
+    )
+    assert relative_error(shifted.expected(image()), load_engine("onnxruntime", path)(x=image())["y"].double()) < 5e-4
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.float16, 5e-4)])
+@pytest.mark.parametrize("case", ["same", "wide", "downsampler", "none", "pointwise"])
+def test_torchs_own_products_compute_it(case, dtype, tolerance):
+    shifted = Shifted(case)
+    _, stride, pads, dilation, _ = CASES[case]
+    conv = nn.Conv2d(CHANNELS, OUTPUTS, shifted.weight.shape[2:], stride, pads[0], dilation)
+    conv.weight.data, conv.bias.data = shifted.weight, shifted.bias
+    made = layer_of(conv, shifted.layer, PRODUCTS["cpu"])
+    assert isinstance(made, NativeConv)
+    assert relative_error(shifted.expected(image()), made(image().to(dtype)).double()) < tolerance
+
+
+@pytest.mark.parametrize("case", ["same", "wide", "downsampler", "none", "pointwise"])
+def test_modelopts_quantizer_computes_it_and_its_checkpoint_keeps_it(case, tmp_path):
+    import modelopt.torch.opt as mto
+
+    shifted = Shifted(case)
+    _, stride, pads, dilation, _ = CASES[case]
+
+    def network() -> nn.Module:
+        conv = nn.Conv2d(CHANNELS, OUTPUTS, shifted.weight.shape[2:], stride, pads[0], dilation)
+        conv.weight.data, conv.bias.data = shifted.weight.clone(), shifted.bias
+        return nn.ModuleDict({"conv": conv})
+
+    simulated = simulate(network(), {"conv": shifted.layer})
+    expected = shifted.expected(image())
+    assert relative_error(expected, simulated["conv"](image()).double()) < 1e-5
+    moved = between_roundings(simulated["conv"], image())
+    assert relative_error(expected, simulated["conv"](moved).double()) < 1e-5
+    save_quantized(simulated, tmp_path / "quantized.pt")
+    restored = network()
+    mto.restore(restored, tmp_path / "quantized.pt")
+    assert torch.equal(restored["conv"](image()), simulated["conv"](image()))
