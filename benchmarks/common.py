@@ -2,7 +2,7 @@
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -13,7 +13,7 @@ from sd_quant.calibration.collection import calibrate
 from sd_quant.calibration.prompts import read_prompts
 from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.config import anchored
-from sd_quant.files import write_json
+from sd_quant.files import sha256, write_json
 from sd_quant.inference.loading import LoadedModel, load_model
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.models.unet import layer_roles, shared_inputs
@@ -36,6 +36,7 @@ class Subject:
     roles: dict[str, str]
     prompts: list[str]
     size: int
+    path: Path
 
     @property
     def names(self) -> list[str]:
@@ -44,27 +45,37 @@ class Subject:
     def sampling(self, steps: int, batch_size: int = 1) -> Sampling:
         return Sampling(steps, GUIDANCE, self.size, self.size, batch_size, SEED)
 
-    def statistics(self, sampling: Sampling, prompts: int | None = None) -> Statistics:
-        """Of all prompts or the first ones, on the CPU, never from a cache."""
+    def statistics(self, sampling: Sampling, prompts: int | None = None, cache: Path | None = None) -> Statistics:
+        """Of all prompts or the first ones, on the CPU; from a cache where one is given."""
+        checkpoint = sha256(self.path) if cache else ""
         return calibrate(
-            self.model, self.names, self.prompts[:prompts], sampling, checkpoint_sha256="", accelerator="cpu"
-        )
+            self.model, self.names, self.prompts[:prompts], sampling,
+            checkpoint_sha256=checkpoint, cache=cache, accelerator="cpu",
+        )  # fmt: skip
 
-    def assignment(self, statistics: Statistics, recipe: Recipe) -> dict[str, LayerAssignment]:
+    def assignment(
+        self, statistics: Statistics, recipe: Recipe, kept: Collection[str] = ()
+    ) -> dict[str, LayerAssignment]:
         """As the main job derives it, which reads the weights from the checkpoint again."""
         weights = self.model.checkpoint.components["unet"]
         return derive(
-            self.roles, lambda name: weights[f"{name}.weight"], statistics.layers, recipe, shared_inputs(self.roles)
-        )
+            self.roles, lambda name: weights[f"{name}.weight"], statistics.layers, recipe, shared_inputs(self.roles),
+            kept, bias_of=lambda name: weights[f"{name}.bias"],
+        )  # fmt: skip
+
+
+def open_subject(path: Path, prompts: Path, count: int, size: int = 64) -> Subject:
+    """A NeMo checkpoint with the first ``count`` prompts of a file to calibrate on."""
+    model, given = load_model(open_nemo(path)), read_prompts(prompts)
+    if count > len(given):
+        raise SystemExit(f"{count} prompts are more than the {len(given)} of {prompts}; ask for fewer")
+    return Subject(model, layer_roles(model.modules["unet"]), given[:count], size, path)
 
 
 def load(prompts: int) -> Subject:
     configuration = yaml.safe_load(anchored(CONFIGURATION).read_text(encoding="utf-8"))
-    model = load_model(open_nemo(anchored(configuration["path"])))
-    given = read_prompts(anchored(configuration["calibration_prompts"]))
-    if prompts > len(given):
-        raise SystemExit(f"--prompts {prompts} is more than the {len(given)} of the prompt file; ask for fewer")
-    return Subject(model, layer_roles(model.modules["unet"]), given[:prompts], configuration["width"])
+    path, calibration = anchored(configuration["path"]), anchored(configuration["calibration_prompts"])
+    return open_subject(path, calibration, prompts, configuration["width"])
 
 
 def parser(description: str, prompts: int) -> argparse.ArgumentParser:

@@ -6,7 +6,7 @@ else, and no attention product. Each peer is told so through its own means of ex
 is read back from what it made. The rest of the pipeline is full precision in torch for everybody. A quantized UNet runs
 on whatever executes what its peer produces: torch's simulated quantization, ONNX Runtime or OpenVINO.
 
-    python benchmarks/peers.py --prompts 64 --out outputs/benchmarks/peers
+    python benchmarks/peers.py --out outputs/benchmarks/peers
 
 The road not taken is every peer's own choice of layers, and of outputs beside inputs: that compares lists of layers and
 says nothing about the arithmetic. A peer that is not installed has a row that says so: ``pip install '.[peers]'``.
@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import torch
-import yaml
+from quality import DEFAULT, NEMO, PROMPTS, paired
 from torch import Tensor, nn
 
 from sd_quant.calibration.hooks import collect, draw
@@ -47,8 +47,7 @@ from sd_quant.models.unet import layer_roles, shared_inputs
 from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.recipe import Recipe
 
-CONFIGURATION = "conf/model/sdxl_mini.yaml"
-EVALUATION = Path(__file__).parent / "prompts/sdxl_mini.txt"  # nobody calibrates on them
+SIZE = 64  # of an image
 GUIDANCE, CALIBRATION_STEPS, CALIBRATION_SEED, EVALUATION_SEED = 5.0, 20, 42, 123
 PREFIX = "unet."  # before a layer's name in the UNet part and in its graph
 
@@ -93,21 +92,22 @@ def timed(work: Callable):
     return work(), time.perf_counter() - start
 
 
-def arrays(call: Call) -> dict[str, np.ndarray]:
-    return {name: tensor.numpy() for name, tensor in call.items()}
+def arrays(call: Call, contract: Contract) -> dict[str, np.ndarray]:
+    """A call as the exported graph takes it."""
+    return {name: tensor.to(contract.dtypes[name]).numpy() for name, tensor in call.items()}
 
 
 # ------------------------------------------------------------------------------------------------------------- peers
 
 
 def ours(context: Context) -> Quantized:
-    """The recipe that docs/results.md recommends: an alpha per layer, ranges of least squared error, symmetric."""
-    return derived(context, Recipe(3.0, "auto", observer="mse"))
+    """The defaults of ``quantize=int8``: an alpha per layer, ranges by role, shifted inputs of convolutions."""
+    return derived(context, DEFAULT)
 
 
-def ours_default(context: Context) -> Quantized:
-    """The main job's defaults: alpha 0.8, and mean-max for convolutions."""
-    return derived(context, Recipe(3.0, 0.8))
+def ours_as_nemo(context: Context) -> Quantized:
+    """NeMo's recipe: alpha 0.8, the percentile calibrator for convolutions, symmetric inputs."""
+    return derived(context, NEMO)
 
 
 def derived(context: Context, recipe: Recipe) -> Quantized:
@@ -116,19 +116,22 @@ def derived(context: Context, recipe: Recipe) -> Quantized:
     part = context.model.parts["unet_xl"]
     layers = {name: part.get_submodule(PREFIX + name) for name in context.roles if name in context.layers}
     prompts, steps = range(len(context.calls) // CALIBRATION_STEPS), CALIBRATION_STEPS
-    now = {"call": 0}
+    now, shared = {"call": 0}, shared_inputs(context.roles)
+    text = {name for given in shared if given.text for name in given.readers}
 
     def position() -> tuple[int, list[int]]:
         prompt, step = divmod(now["call"], steps)
         return step, [prompt]
 
     def calibrate():
-        wanted = draw(layers, prompts, steps, CALIBRATION_SEED)
+        wanted = draw(layers, prompts, steps, CALIBRATION_SEED, text)
         with torch.inference_mode(), collect(part, layers, prompts, steps, position, wanted) as statistics:
             for now["call"], call in enumerate(context.calls):
                 part(**call)
-        shared = shared_inputs(context.roles)
-        return derive(context.roles, lambda name: weights[f"{name}.weight"], statistics.layers, recipe, shared)
+        return derive(
+            context.roles, lambda name: weights[f"{name}.weight"], statistics.layers, recipe, shared,
+            bias_of=lambda name: weights[f"{name}.bias"],
+        )  # fmt: skip
 
     assignment, seconds = timed(calibrate)
     path = context.folder / "ours.onnx"
@@ -205,7 +208,7 @@ def onnxruntime_percentile(context: Context) -> Quantized:
         lambda: quantize_static(
             source,
             target,
-            Replay(context.calls),
+            Replay(context.calls, context.contract),
             quant_format=QuantFormat.QDQ,
             op_types_to_quantize=["Conv", "MatMul"],
             nodes_to_quantize=list(nodes.values()),
@@ -262,7 +265,7 @@ def nncf_quantize(context: Context, smoothquant_alpha: float, preset=None) -> Qu
     quantized, seconds = timed(
         lambda: nncf.quantize(
             model,
-            nncf.Dataset(context.calls, arrays),
+            nncf.Dataset(context.calls, lambda call: arrays(call, context.contract)),
             subset_size=len(context.calls),
             preset=preset,
             model_type=nncf.ModelType.TRANSFORMER,
@@ -283,7 +286,7 @@ def nncf_quantize(context: Context, smoothquant_alpha: float, preset=None) -> Qu
 PEERS: dict[str, tuple[str, Callable[[Context], Quantized]]] = {
     "unquantized": ("openvino", unquantized),
     "ours": ("sd-quant", ours),
-    "ours_default": ("sd-quant", ours_default),
+    "ours_as_nemo": ("sd-quant", ours_as_nemo),
     "modelopt_max": ("nvidia-modelopt", modelopt_max),
     "modelopt_smoothquant": ("nvidia-modelopt", modelopt_smoothquant),
     "quark_w8a8": ("amd-quark", quark_w8a8),
@@ -300,8 +303,8 @@ PEERS: dict[str, tuple[str, Callable[[Context], Quantized]]] = {
 class Replay:
     """Recorded calls as ONNX Runtime's ``CalibrationDataReader``."""
 
-    def __init__(self, calls: list[Call]):
-        self.calls = calls
+    def __init__(self, calls: list[Call], contract: Contract):
+        self.calls, self.contract = calls, contract
         self.set_range(0, len(calls))
 
     def __len__(self) -> int:
@@ -311,7 +314,7 @@ class Replay:
         self.rest = iter(self.calls[start_index:end_index])
 
     def get_next(self) -> dict[str, np.ndarray] | None:
-        return next(map(arrays, self.rest), None)
+        return next((arrays(call, self.contract) for call in self.rest), None)
 
 
 def export(model: LoadedModel, contract: Contract, path: Path, assignment: dict) -> None:
@@ -437,9 +440,10 @@ def row(name: str, context: Context, reference: Generated, generate: Callable[[E
 
 
 def table(rows: list[dict]) -> str:
-    """Markdown; a row without figures has its reason in their place."""
+    """Markdown; a row without figures has its reason in their place. The last column compares the same images."""
     header = ("peer", "version", "runs on", "layers", "calibration", "PSNR mean", "worst", "SSIM mean", "LPIPS mean",
-              "latent SQNR, last step")  # fmt: skip
+              "latent SQNR, last step", "ours over it, dB")  # fmt: skip
+    ours = next((found["fidelity"]["psnr"]["values"] for found in rows if found["peer"] == "ours"), None)
 
     def cells(found: dict) -> list[str]:
         if "reason" in found:
@@ -458,7 +462,9 @@ def table(rows: list[dict]) -> str:
             for form, value in zip(("{:.2f} dB", "{:.2f} dB", "{:.4f}", "{:.4f}", "{:.2f} dB"), values, strict=True)
         )
         seconds = f"{found['calibration_seconds']:.1f} s"
-        return [found["peer"], found["version"], found["runtime"], str(found["layers"]), seconds, *shown]
+        over = ours and found["peer"] != "ours" and len(ours) > 1
+        compared = paired(ours, close["psnr"]["values"]) if over else "–"
+        return [found["peer"], found["version"], found["runtime"], str(found["layers"]), seconds, *shown, compared]
 
     lines = [header, ["---"] * len(header), *map(cells, rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
@@ -467,29 +473,29 @@ def table(rows: list[dict]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), metavar="NAME", help=", ".join(PEERS))
-    parser.add_argument("--prompts", type=int, default=64, help="pictures to compare")
+    parser.add_argument("--checkpoint", type=Path, default=anchored("checkpoints/sdxl_mini.nemo"))
+    parser.add_argument("--calibration", type=Path, default=anchored("conf/model/prompts/sdxl_mini.txt"))
+    parser.add_argument("--evaluation", type=Path, default=PROMPTS / "sdxl_mini_report.txt", help="a prompt a line")
+    parser.add_argument("--prompts", type=int, default=64, help="images to compare")
     parser.add_argument("--calibration-prompts", type=int, default=32)
     parser.add_argument("--steps", type=int, default=20, help="denoising steps of the pictures")
     parser.add_argument("--batch", type=int, default=4, help="pictures at a time")
     parser.add_argument("--out", type=Path, default=Path("outputs/benchmarks/peers"))
     options = parser.parse_args()
 
-    configuration = yaml.safe_load(anchored(CONFIGURATION).read_text(encoding="utf-8"))
-    size = configuration["width"]
-    given = read_prompts(anchored(configuration["calibration_prompts"]))
-    calibration = given[: options.calibration_prompts]
-    prompts = read_prompts(EVALUATION)[: options.prompts]
+    calibration = read_prompts(options.calibration)[: options.calibration_prompts]
+    prompts = read_prompts(options.evaluation)[: options.prompts]
 
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "full_precision.onnx").unlink(missing_ok=True)
-    model = load_model(open_nemo(anchored(configuration["path"])))
+    model = load_model(open_nemo(options.checkpoint))
     roles = layer_roles(model.modules["unet"])
     layers = {name for name, role in roles.items() if role != "excluded"}
-    calls, seconds = timed(lambda: record_calls(model, calibration, size))
+    calls, seconds = timed(lambda: record_calls(model, calibration, SIZE))
     recorded = f"{len(calls)} recorded UNet calls ({len(calibration)} prompts, {CALIBRATION_STEPS} steps), all given to"
     print(f"{recorded} every peer; recording took {seconds:.1f} s")
     context = Context(model, roles, layers, calls, options.out)
-    sampling = Sampling(options.steps, GUIDANCE, size, size, options.batch, EVALUATION_SEED)
+    sampling = Sampling(options.steps, GUIDANCE, SIZE, SIZE, options.batch, EVALUATION_SEED)
     full_precision = model.torch_engines()
 
     def generate(unet: Engine) -> Generated:
