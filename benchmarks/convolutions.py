@@ -18,6 +18,7 @@ from sd_quant.devices import best_device
 from sd_quant.engines.torch import placed
 from sd_quant.metrics.latency import clock_of, measure_in_turn, ratio
 from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.formats import FORMATS
 from sd_quant.simulation.native import Products, int_mm, kernel_convolution, layer_of, scaled_mm, unfolded_int_mm
 
 SIZES = ((320, 320, 128), (640, 640, 64), (1280, 1280, 32), (1920, 640, 64))  # channels in and out, height and width
@@ -36,6 +37,7 @@ def assignment_of(weight: torch.Tensor, fmt: str) -> LayerAssignment:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--repeats", type=int, default=10, help="timed rounds (%(default)s)")
+    parser.add_argument("--sizes", type=int, default=len(SIZES), help="how many of the sizes (%(default)s)")
     parser.add_argument("--compile", action="store_true", help="all sides after torch.compile")
     chosen = parser.parse_args()
     device = best_device()
@@ -45,7 +47,7 @@ def main() -> None:
         import sd_quant.simulation.product_kernel  # noqa: F401  # registers its operator
 
         sides |= {"int8 kernel": ("int8", kernel_convolution), "fp8 kernel": ("fp8", kernel_convolution)}
-    for inputs, outputs, size in SIZES:
+    for inputs, outputs, size in SIZES[: chosen.sizes]:
         torch.manual_seed(0)
         conv = nn.Conv2d(inputs, outputs, 3, padding=1)
         weight, x = conv.weight.detach(), torch.randn(2, inputs, size, size)
@@ -53,7 +55,7 @@ def main() -> None:
         made = {}
         for name, (fmt, product) in sides.items():
             linear = int_mm if fmt == "int8" else scaled_mm
-            made[name] = layer_of(conv, assignment_of(weight, fmt), {fmt: Products(linear, product)})
+            made[name] = layer_of(conv, assignment_of(weight, fmt), {FORMATS[fmt].onnx_type: Products(linear, product)})
         made["model's own"] = conv
         for module in made.values():
             placed(module, device, dtype)

@@ -1,7 +1,8 @@
-"""What keeping the most sensitive layers in fp16 costs in latency and gains in the pictures.
+"""What keeping the most sensitive layers in fp16 costs in latency and gains in the images.
 
-Sensitivity is measured once; then each number of kept layers is exported, run in OpenVINO on the evaluation prompts,
-and compared with full precision's pictures in torch. All graphs are timed in turn at the end, in one process.
+Sensitivity is measured once; then each number of kept layers is exported, run in OpenVINO on the report's prompts, and
+compared with full precision's images in torch. All graphs are timed in turn at the end, in one process, and beside them
+NeMo's recipe, whose inputs of convolutions are not shifted.
 
     python benchmarks/keep.py --keep 0 5 10 20 40
 """
@@ -10,9 +11,9 @@ import tempfile
 from pathlib import Path
 
 import torch
-from common import load, parser, report
+from common import GUIDANCE, load, parser, report
 from folding import UNQUANTIZED, export
-from quality import EVALUATION
+from quality import DEFAULT, NEMO, PROMPTS
 
 from sd_quant.calibration.prompts import read_prompts
 from sd_quant.engines import load_engine
@@ -20,30 +21,27 @@ from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.metrics.fidelity import fidelity
 from sd_quant.metrics.latency import measure_in_turn, ratio
-from sd_quant.models.unet import shared_inputs
-from sd_quant.quantization.derivation import derive
-from sd_quant.quantization.recipe import Recipe
 from sd_quant.stages.assign import measure_sensitivity
+
+SYMMETRIC = "NeMo's recipe, 0"
 
 
 def main() -> None:
     arguments = parser(__doc__, prompts=32)
     arguments.add_argument("--keep", type=int, nargs="+", default=[0, 5, 10, 20, 40])
+    arguments.add_argument("--images", type=int, default=64)
     arguments.add_argument("--repeats", type=int, default=100)
     options = arguments.parse_args()
-    subject, recipe = load(options.prompts), Recipe(3.0, "auto", observer="mse")
+    subject = load(options.prompts)
     statistics = subject.statistics(subject.sampling(options.steps))
-    ranked = list(
-        measure_sensitivity(subject.model, subject.assignment(statistics, recipe), statistics, 1).network_error
-    )
-    weights = subject.model.checkpoint.components["unet"]
-    assignments: dict[str, dict] = {UNQUANTIZED: {}}
+    assignment = subject.assignment(statistics, DEFAULT)
+    sensitivity = measure_sensitivity(subject.model.checkpoint, assignment, statistics, 1, GUIDANCE)
+    ranked = list(sensitivity.network_error)
+    assignments: dict[str, dict] = {UNQUANTIZED: {}, SYMMETRIC: subject.assignment(statistics, NEMO)}
     for keep in options.keep:
-        assignments[str(keep)] = derive(
-            subject.roles, lambda name: weights[f"{name}.weight"], statistics.layers, recipe,
-            shared_inputs(subject.roles), ranked[:keep],
-        )  # fmt: skip
-    prompts, sampling = read_prompts(EVALUATION), Sampling(20, 5.0, 64, 64, 8, 123)
+        assignments[str(keep)] = subject.assignment(statistics, DEFAULT, ranked[:keep])
+    prompts = read_prompts(PROMPTS / "sdxl_mini_report.txt")[: options.images]
+    sampling = Sampling(options.steps, GUIDANCE, subject.size, subject.size, 8, 123)
     parts = subject.model.torch_engines()
     reference = pipeline_of(subject.model.checkpoint, parts)(prompts, sampling)
     inputs = {name: torch.as_tensor(sample.values[0]) for name, sample in statistics.calls.items()}
@@ -58,7 +56,7 @@ def main() -> None:
         latency = measure_in_turn(
             {name: lambda engine=engine: engine(**inputs) for name, engine in engines.items()}, 5, options.repeats
         )
-    print("| kept | PSNR dB | worst | SSIM | LPIPS | SQNR dB, step 20 | UNet, ms | over unquantized | ONNX, MB |")
+    print("| kept | PSNR dB | worst | SSIM | LPIPS | SQNR dB, last step | UNet, ms | over unquantized | ONNX, MB |")
     print("|---|---|---|---|---|---|---|---|---|")
     for name, result in found.items():
         closeness, result["latency"] = result["fidelity"], latency[name]

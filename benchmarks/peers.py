@@ -25,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import torch
 from quality import DEFAULT, NEMO, PROMPTS, paired
 from torch import Tensor, nn
@@ -38,6 +39,7 @@ from sd_quant.engines.base import Engine
 from sd_quant.engines.torch import TorchEngine
 from sd_quant.export.parts import trace_part
 from sd_quant.export.qdq import write_onnx
+from sd_quant.export.tracing import trace
 from sd_quant.files import write_json, write_text
 from sd_quant.inference.loading import LoadedModel, load_model, pipeline_of
 from sd_quant.inference.pipeline import Generated, Sampling
@@ -92,9 +94,8 @@ def timed(work: Callable):
     return work(), time.perf_counter() - start
 
 
-def arrays(call: Call, contract: Contract) -> dict[str, np.ndarray]:
-    """A call as the exported graph takes it."""
-    return {name: tensor.to(contract.dtypes[name]).numpy() for name, tensor in call.items()}
+def arrays(call: Call) -> dict[str, np.ndarray]:
+    return {name: tensor.numpy() for name, tensor in call.items()}
 
 
 # ------------------------------------------------------------------------------------------------------------- peers
@@ -135,7 +136,7 @@ def derived(context: Context, recipe: Recipe) -> Quantized:
 
     assignment, seconds = timed(calibrate)
     path = context.folder / "ours.onnx"
-    export(context.model, context.contract, path, assignment)
+    export(context.model, trace_part(context.model.checkpoint, "unet_xl"), path, assignment)
     return Quantized(load_engine("openvino", path), quantized_onnx_layers(path), seconds)
 
 
@@ -208,7 +209,7 @@ def onnxruntime_percentile(context: Context) -> Quantized:
         lambda: quantize_static(
             source,
             target,
-            Replay(context.calls, context.contract),
+            Replay(context.calls),
             quant_format=QuantFormat.QDQ,
             op_types_to_quantize=["Conv", "MatMul"],
             nodes_to_quantize=list(nodes.values()),
@@ -265,7 +266,7 @@ def nncf_quantize(context: Context, smoothquant_alpha: float, preset=None) -> Qu
     quantized, seconds = timed(
         lambda: nncf.quantize(
             model,
-            nncf.Dataset(context.calls, lambda call: arrays(call, context.contract)),
+            nncf.Dataset(context.calls, arrays),
             subset_size=len(context.calls),
             preset=preset,
             model_type=nncf.ModelType.TRANSFORMER,
@@ -303,8 +304,8 @@ PEERS: dict[str, tuple[str, Callable[[Context], Quantized]]] = {
 class Replay:
     """Recorded calls as ONNX Runtime's ``CalibrationDataReader``."""
 
-    def __init__(self, calls: list[Call], contract: Contract):
-        self.calls, self.contract = calls, contract
+    def __init__(self, calls: list[Call]):
+        self.calls = calls
         self.set_range(0, len(calls))
 
     def __len__(self) -> int:
@@ -314,17 +315,15 @@ class Replay:
         self.rest = iter(self.calls[start_index:end_index])
 
     def get_next(self) -> dict[str, np.ndarray] | None:
-        return next((arrays(call, self.contract) for call in self.rest), None)
+        return next(map(arrays, self.rest), None)
 
 
-def export(model: LoadedModel, contract: Contract, path: Path, assignment: dict) -> None:
-    checkpoint = model.checkpoint
-    source = checkpoint.components["unet"]
-    graph = trace_part(checkpoint, "unet_xl")
+def export(model: LoadedModel, graph: ir.Model, path: Path, assignment: dict) -> None:
+    source = model.checkpoint.components["unet"]
     write_onnx(
         graph,
         path,
-        inputs=len(contract.inputs),
+        inputs=len(model.contracts["unet_xl"].inputs),
         prefix=PREFIX,
         read=lambda name: source[name.removeprefix(PREFIX)],
         assignment=assignment,
@@ -341,7 +340,11 @@ def full_precision_onnx(context: Context) -> Path:
     if path.exists():
         return path
     single = dict.fromkeys(context.contract.dtypes, torch.float32)
-    export(context.model, dataclasses.replace(context.contract, weights=torch.float32, dtypes=single), path, {})
+    contract = dataclasses.replace(context.contract, weights=torch.float32, dtypes=single)
+    checkpoint = context.model.checkpoint
+    part = checkpoint.parts()["unet_xl"]
+    graph = trace(lambda: part.wrap(checkpoint.build()[part.component]), contract)
+    export(context.model, graph, path, {})
     model = onnx.load(path)
     weights = {stored.name: stored for stored in model.graph.initializer}
     transposed = {node.output[0]: node for node in model.graph.node if node.op_type == "Transpose"}

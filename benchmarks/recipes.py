@@ -48,7 +48,7 @@ def recalibrate(subject: Subject, sampling: Sampling, level: float, alpha: float
         engine = TorchEngine(part, model.contracts["unet_xl"])
         pipeline = pipeline_of(model.checkpoint, model.torch_engines() | {"unet_xl": engine})
         chosen = {
-            name: LayerAssignment(name, role, (), format="int8")
+            name: LayerAssignment(name, role, (), format="int8", activation_format="int8", weight_axis=0)
             for name, role in subject.roles.items()
             if reason_kept(role, level) is None
         }

@@ -18,7 +18,7 @@ import torch
 
 from sd_quant.checkpoints.archive import whole_file
 from sd_quant.checkpoints.safetensors_file import read_header, write_safetensors
-from sd_quant.checkpoints.tensors import lazy
+from sd_quant.checkpoints.tensors import bytes_of, lazy
 from sd_quant.errors import SdQuantError
 from sd_quant.files import digest
 from sd_quant.quantization.statistics import LayerStatistics, Sample, Statistics
@@ -84,7 +84,7 @@ def content_digest(origin: str, prompts: str, tensors: Mapping[str, torch.Tensor
     for name in sorted(tensors):
         tensor = tensors[name]
         content.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        content.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+        content.update(bytes_of(tensor))
     return content.hexdigest()
 
 

@@ -51,7 +51,13 @@ def read_bytes(name: str, source: Readable) -> memoryview:
     tensor = source.read()
     if (tuple(tensor.shape), tensor.dtype) != (tuple(source.shape), source.dtype):
         raise ValueError(f"{name} was to be {source.shape} {source.dtype} and is {tuple(tensor.shape)} {tensor.dtype}")
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data  # numpy has no bfloat16
+    return bytes_of(tensor)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Returns the bytes of a tensor of any dtype, row after row."""
+    flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))  # a single number keeps whatever stride it had
+    return flat.view(torch.uint8).numpy().data  # numpy has no bfloat16
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import load, save
 
 from sd_quant.calibration import store
-from sd_quant.calibration.store import Entries
+from sd_quant.calibration.store import Entries, content_digest
+from sd_quant.checkpoints.tensors import bytes_of
 from sd_quant.files import digest
 from sd_quant.quantization.statistics import LayerStatistics, Sample, Statistics
 
@@ -86,6 +87,14 @@ def test_it_comes_back_bit_for_bit(kept, seed, rows, layers):
     written = statistics(seed, rows, layers)
     entries.write(SEGMENT, written)
     assert same(entries.read(SEGMENT), written)
+
+
+def test_a_single_number_has_a_digest_whatever_its_stride():
+    """As the range of a convolution has in a pass of one prompt and one step: a column of many."""
+    column = torch.arange(26.0).view(1, 26)[:, 3]
+    assert column.stride() == (26,)
+    assert content_digest("", "", {"amax": column}) == content_digest("", "", {"amax": torch.tensor([3.0])})
+    assert bytes_of(column).tobytes() == torch.tensor([3.0]).numpy().tobytes()
 
 
 def test_values_that_compare_oddly_come_back_too(entries):
