@@ -67,7 +67,7 @@ MAIN_LEVEL = 3.0
 LEVELS = {"int8": (2.5, 2.0, 1.0), "fp8": (2.5, 2.0, 1.0, 4.0)}  # beside it; level 4's attention gains nothing in torch
 INT8, FP8 = Pair("int8", "int8"), Pair("fp8", "fp8")
 RECIPES = {  # as conf/quantize has them; one step is calibrated, so its largest is its mean
-    "int8": Recipe(MAIN_LEVEL, 0.8, collect_method="min-max", enable=Enable(INT8, INT8, None)),
+    "int8": Recipe(MAIN_LEVEL, 0.8, collect_method="min-max", shift=True, enable=Enable(INT8, INT8, None)),
     "fp8": Recipe(MAIN_LEVEL, None, collect_method="min-max", enable=Enable(FP8, FP8, "fp8"), per_channel=False,
                   smoothing="none"),
 }  # fmt: skip
@@ -191,9 +191,13 @@ def statistics_of(part: NemoUnetPart, inputs: dict[str, Tensor]) -> Statistics:
 def assignment_of(part: NemoUnetPart, statistics: Statistics, recipe: Recipe) -> dict[str, LayerAssignment]:
     """Derived on the processor, as everywhere."""
     roles = layer_roles(part.unet)
+
+    def read(kind: str) -> Callable[[str], Tensor]:
+        return lambda name: part.unet.get_parameter(f"{name}.{kind}").cpu().float()
+
     return derive(
-        roles, lambda name: part.unet.get_parameter(f"{name}.weight").cpu().float(), statistics.layers, recipe,
-        shared_inputs(roles), (), attention_widths(part.unet) if recipe.quant_level >= 4 else {},
+        roles, read("weight"), statistics.layers, recipe,
+        shared_inputs(roles), (), attention_widths(part.unet) if recipe.quant_level >= 4 else {}, bias_of=read("bias"),
     )  # fmt: skip
 
 

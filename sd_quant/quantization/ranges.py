@@ -95,10 +95,11 @@ def with_storable_bias(layer: LayerAssignment, weight: Tensor, bias: Tensor | No
         own = 0.0 if bias is None else bias[row : row + len(chunk)].float()
         row += len(chunk)
         (smallest,) = part.weight_scales(smoothed)
-        scales, errors = [], []
+        scales, errors, codes = [], [], torch.empty_like(smoothed)
         for step in range(TRIED_SCALES):
             scale = (smallest.half().view(torch.int16) + step).view(torch.float16).float()
-            exact = bias_of_shift(fmt.quantize(smoothed, scale), scale, layer.shift) + own
+            torch.div(smoothed, scale, out=codes).round_()  # no scale clips, so these are the codes
+            exact = bias_of_shift(codes, scale, layer.shift) + own
             scales.append(scale.flatten())
             errors.append((exact.half().float() - exact).abs())
         nearest = torch.stack(errors).argmin(0, keepdim=True)

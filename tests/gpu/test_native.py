@@ -1,5 +1,7 @@
 """Products of codes on a GPU, torch's own and our kernel's. Skipped, with the reason, where there is none."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -25,9 +27,9 @@ def skip_without(fmt: str) -> None:
         pytest.skip(f"this GPU multiplies no {fmt}")
 
 
-def on_both(module: nn.Module, fmt: str, per_row: bool, x: torch.Tensor, compiled: bool):
+def on_both(module: nn.Module, fmt: str, per_row: bool, x: torch.Tensor, compiled: bool, zero_point: int = 0):
     """What the processor gives in fp32 and the GPU in fp16 for the same codes."""
-    layer = static_layer(module.weight.detach(), fmt, per_row)
+    layer = replace(static_layer(module.weight.detach(), fmt, per_row), activation_zero_point=zero_point)
     expected = placed(layer_of(module, layer, PRODUCTS["cpu"]), CPU, torch.float32)(x.float())
     made = placed(layer_of(module, layer, PRODUCTS["cuda"]), GPU, torch.float16)
     if compiled:
@@ -53,11 +55,15 @@ def test_a_linear_gives_what_the_processor_does(fmt, per_row, rows, sizes, compi
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("size, stride, padding", [(3, 1, 1), (3, 2, 1), (3, 2, 0), (1, 1, 0)])
 @pytest.mark.parametrize("fmt", [name for name, fmt in FORMATS.items() if fmt.torch_compute_capability])
+@pytest.mark.parametrize("zero_point", [0, -100])
 @torch.no_grad()
-def test_a_convolution_gives_what_the_processor_does(fmt, size, stride, padding, compiled):
+def test_a_convolution_gives_what_the_processor_does(fmt, size, stride, padding, compiled, zero_point):
+    """Shifted too, where codes have equal levels."""
     skip_without(fmt)
+    if zero_point and not FORMATS[fmt].equal_levels:
+        pytest.skip(f"no input is shifted in {fmt}")
     torch.manual_seed(0)
     module, x = nn.Conv2d(320, 640, size, stride, padding), torch.randn(2, 320, 20, 12).half()
-    made, expected, found = on_both(module, fmt, fmt == "int8", x, compiled)
+    made, expected, found = on_both(module, fmt, fmt == "int8", x, compiled, zero_point)
     assert isinstance(made, NativeConv) and expected.shape == found.shape
     assert relative_error(expected, found) < 4e-3

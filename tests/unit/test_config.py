@@ -29,6 +29,7 @@ from sd_quant.config import (
 )
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError
 from sd_quant.knobs import described, read
+from sd_quant.models import FAMILIES
 from sd_quant.quantization.recipe import Pair
 
 CONF = REPOSITORY / "conf"
@@ -117,6 +118,8 @@ def test_every_option_of_every_primary_is_a_job(primary, option):
     job = read(JOBS[primary], composed(primary, *overrides))
     if group == "infer":
         assert job.infer.engine == choice
+    if group == "exclude":
+        assert job.quantize.exclude["sdxl"] and set(job.quantize.exclude) <= FAMILIES.keys()
     if group == "export_trt":
         assert job.trt.library == choice
     for prompts in ("prompts", "calibration_prompts") if hasattr(job, "model") else ():
