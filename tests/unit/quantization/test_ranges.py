@@ -117,3 +117,19 @@ def test_the_bias_of_a_shift_is_what_the_convolution_makes_of_it():
     constant = torch.full((1, 3, 8, 8), 1.75)
     expected = F.conv2d(constant, codes * scale)[0, :, 0, 0]
     torch.testing.assert_close(bias_of_shift(codes, scale, 1.75), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_all_codes_are_used_where_nothing_is_clipped():
+    values = F.silu(drawn())
+    layer = shifted_layer(observed_range(values, values.max().item(), "conv", replace(RECIPE, observer="min_max")))
+    codes = ((values - layer.shift) / layer.activation_scale).round()
+    assert (codes.min().item(), codes.max().item()) == (-128, 127)
+
+
+def test_no_other_range_of_a_shifted_input_has_a_smaller_error():
+    """Of values with a long tail, of which half as many levels would clip more. Those that are tried are 1 % apart."""
+    values = drawn().abs() ** 3
+    chosen = observed_range(values, values.max().item(), "conv", RECIPE)
+    assert chosen.zero_point == -128
+    others = [InputRange(share * chosen.amax, -128) for share in torch.linspace(0.5, 1.5, 201).tolist()]
+    assert squared_error(values, chosen, INT8) < 1.01 * min(squared_error(values, other, INT8) for other in others)
