@@ -465,8 +465,9 @@ def table(rows: list[dict]) -> str:
             for form, value in zip(("{:.2f} dB", "{:.2f} dB", "{:.4f}", "{:.4f}", "{:.2f} dB"), values, strict=True)
         )
         seconds = f"{found['calibration_seconds']:.1f} s"
-        over = ours and found["peer"] != "ours" and len(ours) > 1
-        compared = paired(ours, close["psnr"]["values"]) if over else "–"
+        theirs = close["psnr"]["values"]  # None where an image is the same
+        over = ours and found["peer"] != "ours" and len(ours) > 1 and None not in (*ours, *theirs)
+        compared = paired(ours, theirs) if over else "–"
         return [found["peer"], found["version"], found["runtime"], str(found["layers"]), seconds, *shown, compared]
 
     lines = [header, ["---"] * len(header), *map(cells, rows)]

@@ -87,7 +87,7 @@ class Recipe:
     ] = "corrected"
     observer: Annotated[
         str,
-        one_of([*OBSERVERS, BY_ROLE]),
+        one_of(lambda: [*OBSERVERS, BY_ROLE]),
         "how the range of an input is chosen: min_max clips nothing, the others judge a sample of real inputs; "
         "by_role: mse for convolutions, min_max for linears",
     ] = "min_max"

@@ -214,7 +214,10 @@ def test_the_weights_of_exactly_the_assigned_layers_are_int8(unet, layers):
     assert weights == {f"unet.{row['name']}.weight.int8" for row in layers if row["format"] == "int8"}
     counts = Counter(node.op_type for node in unet.graph.node)
     shared = 11 * 3  # query, key and value of a self-attention read one quantized tensor, key and value of the text too
-    assert counts["QuantizeLinear"] == len(weights) - shared == sum(ROLES.values()) - shared
+    assert len(weights) == sum(ROLES.values()) and counts["Pad"] == sum(
+        row["activation_zero_point"] not in ("", "0") for row in layers
+    )
+    assert counts["QuantizeLinear"] == len(weights) - shared + counts["Pad"]  # of zero, where codes are padded
     assert counts["DequantizeLinear"] == 2 * len(weights) - shared
 
 
