@@ -1,9 +1,10 @@
 """What k recipes cost both ways, in one run: calibrating anew for each, or one statistics pass and a derivation each.
 
-The reference way is NVIDIA's: a copy of the UNet, ``mtq.quantize`` with SmoothQuant on the layers of the level, and the
-whole pipeline on every prompt as its forward loop. ModelOpt has nothing like alpha=auto: its place is taken by one
-calibration with the fixed alpha. Calibrations and statistics passes alternate, so that drift of the machine hits both
-alike, and every calibration that is really done is compared with ours: the timing counts only for equal results.
+Derived are the defaults of ``int8``, shifted inputs of convolutions included. The reference way is NVIDIA's: a copy of
+the UNet, ``mtq.quantize`` with SmoothQuant on the layers of the level, and the whole pipeline on every prompt as its
+forward loop. ModelOpt has nothing like alpha=auto: its place is taken by one calibration with the fixed alpha.
+Calibrations and statistics passes alternate, so that drift of the machine hits both alike, and every calibration that
+is really done is compared with ours: the timing counts only for equal results.
 
     python benchmarks/recipes.py --prompts 32 --steps 20 --references 2
 """
@@ -13,12 +14,14 @@ import contextlib
 import copy
 import io
 import warnings
+from dataclasses import replace
 from itertools import product
 from statistics import median
 
 import numpy as np
 import torch
 from common import Subject, load, parser, report, timed
+from quality import DEFAULT
 from torch import Tensor, nn
 
 from sd_quant.engines.torch import TorchEngine
@@ -103,7 +106,7 @@ def run(options: argparse.Namespace) -> dict:
 
     derivations = []
     for level, alpha in recipes:
-        recipe = Recipe(level, alpha)
+        recipe = replace(DEFAULT, quant_level=level, alpha=alpha)
         seconds = [timed(lambda: subject.assignment(statistics, recipe))[1] for _ in range(DERIVATIONS)]  # noqa: B023
         derivations.append({"level": level, "alpha": alpha, "seconds": seconds})
     return {"references": references, "statistics_seconds": passes, "derivations": derivations}

@@ -48,8 +48,11 @@ def observed_range(values: Tensor, amax: float, role: str, recipe: Recipe) -> In
     symmetric = InputRange(observe(values, amax))
     if role != "conv" or not recipe.shift or not values.numel() or not amax:
         return symmetric
-    shifted = shifted_range(values, amax, fmt, observe)
-    pays = squared_error(values, shifted, fmt) <= SHIFT_PAYS * squared_error(values, symmetric, fmt)
+    try:
+        shifted = shifted_range(values, amax, fmt, observe)
+        pays = squared_error(values, shifted, fmt) <= SHIFT_PAYS * squared_error(values, symmetric, fmt)
+    except OverflowError:  # a scale that cannot be stored, which ``with_ranges`` refuses
+        return symmetric
     return shifted if pays else symmetric
 
 

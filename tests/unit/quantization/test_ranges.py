@@ -77,6 +77,7 @@ def test_what_is_not_shifted():
     assert observed_range(values, amax, "ffn", RECIPE).zero_point == 0
     assert observed_range(torch.empty(0), 3.0, "conv", RECIPE) == InputRange(3.0)
     assert observed_range(torch.zeros(9), 0.0, "conv", RECIPE) == InputRange(0.0)
+    assert observed_range(1e9 * values, 1e9 * amax, "conv", RECIPE).zero_point == 0  # no scale in fp16 holds it
 
 
 def test_by_role_looks_for_the_smallest_error_of_convolutions_and_clips_nothing_of_linears():
