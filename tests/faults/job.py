@@ -93,12 +93,16 @@ def strike(process: subprocess.Popen, number: int) -> None:
         os.killpg(process.pid, number)
 
 
+# The report's table and its plots, which show what it recommends, and that depends on latencies.
+WITH_TIMES = ("summary.csv", "pareto_latency.png", "pareto_size.png", "trajectory.png")
+
+
 def artifacts(place: Place) -> dict[str, str]:
     """Hashes of what a run promises, by name; of the record, of what is not measured."""
     found = {}
     for path in sorted(place.run.rglob("*")):
         name = str(path.relative_to(place.run))
-        final = name != "summary.csv" and not any(part.startswith(".") for part in Path(name).parts)  # it has times
+        final = name not in WITH_TIMES and not any(part.startswith(".") for part in Path(name).parts)
         if final and path.is_file() and path.suffix in (".onnx", ".data", ".plan", ".png", ".csv", ".pt"):
             found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
     record = place.run / "metrics.json"

@@ -307,8 +307,18 @@ def without_rounding(exported: Exported, to: Path) -> Path:
             weight = rewritten(exported.network.weight(name), layer).half()
             weight = weight.reshape(tuple(node.inputs[0].shape)) if layer.role == "conv" else weight.T
             instead = constant(model.graph, f"{value.name}.exact", weight.contiguous().numpy())
+            if layer.activation_zero_point:
+                ((conv, _),) = value.uses()
+                bias = exported.network.unet.get_parameter(f"{name}.bias") + layer.shift * weight.float().sum((1, 2, 3))
+                conv.replace_input_with(2, constant(model.graph, f"{value.name}.bias", bias.half().numpy()))
         elif value.name.endswith("_dequantized") and node.inputs[0].producer() is not None:
-            instead = node.inputs[0].producer().inputs[0]
+            instead = node.inputs[0].producer()
+            if instead.op_type == "Pad":  # of a shifted convolution: pad what was quantized, with what zero was
+                for index in (0, 2):
+                    instead.replace_input_with(index, instead.inputs[index].producer().inputs[0])
+                instead = instead.outputs[0]
+            else:
+                instead = instead.inputs[0]
         else:
             continue
         ir.convenience.replace_all_uses_with(value, instead)
