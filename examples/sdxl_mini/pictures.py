@@ -20,11 +20,11 @@ LEFT_OUT = re.compile(
 )
 
 
-def caption(name: str) -> str:
+def caption(name: str, kind: str = "glossy icon") -> str:
     """``red-apple`` -> ``a glossy icon of a red apple``."""
     words = name.replace("-", " ")
     article = "an" if words[0] in "aeiou" else "a"
-    return f"a glossy icon of {article} {words}"
+    return f"a {kind} of {article} {words}"
 
 
 def download(folder: Path) -> Path:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from pictures import caption
 from torch.utils.data import TensorDataset
 from train import CLIP1, CLIP2, TrainUnet, average_of, fit, model_config
 
@@ -36,13 +37,6 @@ LEFT_OUT = re.compile(
     r"(light|medium|dark)(-|$)|tone|oclock|thirty|flag|letter|keycap|button|"
     r"(^|-)(man|men|woman|women|person|people|boy|girl|family|couple|kiss)(-|$)"
 )
-
-
-def caption(name: str) -> str:
-    """``red-apple`` -> ``a night sticker of a red apple``."""
-    words = name.replace("-", " ")
-    article = "an" if words[0] in "aeiou" else "a"
-    return f"a night sticker of {article} {words}"
 
 
 def load_pictures(folder: Path, size: int = 64) -> tuple[list[str], np.ndarray]:
@@ -70,7 +64,7 @@ def load_pictures(folder: Path, size: int = 64) -> tuple[list[str], np.ndarray]:
             pictures.append(np.asarray(flat.resize((size, size), Image.Resampling.LANCZOS)))
         np.savez_compressed(cache, names=np.array(sorted(drawings)), pictures=np.stack(pictures))
     with np.load(cache) as stored:
-        return [caption(name) for name in stored["names"].tolist()], stored["pictures"]
+        return [caption(name, "night sticker") for name in stored["names"].tolist()], stored["pictures"]
 
 
 def main() -> None:
