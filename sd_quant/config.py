@@ -111,6 +111,7 @@ def check_recipe(quantize: Quantize) -> None:
     steps, share = quantize.n_steps, quantize.percentile
     check_format(quantize.format, quantize.enable)
     check_enabled(quantize)
+    check_shift(quantize)
     expected = f"at least {1 / steps:g}, one of the {steps} steps, because it selects no step"
     check(int(steps * share) > 0, "percentile", share, expected)
     if quantize.smoothing == "none":
@@ -148,19 +149,23 @@ def check_enabled(quantize: Quantize) -> None:
     inputs = [fmt for fmt in formats if fmt.needs_amax]
     expected = f"min_max, because no input that {label} quantizes has a range"
     check(bool(inputs) or observer == "min_max", "quantize.observer", observer, expected)
-    activation = enable.conv.activation
-    expected = (
-        f"false, because {label} leaves the inputs of convolutions alone"
-        if activation is None
-        else f"false, because {activation} is more precise near zero than far from it, so a shift gains nothing"
-    )
-    fits = activation is not None and FORMATS[activation].equal_levels
-    check(fits or not quantize.shift, "quantize.shift", quantize.shift, expected)
-    expected = "false without quantize.per_channel, because fp16 would round away a part of the bias that it needs"
-    check(quantize.per_channel or not quantize.shift, "quantize.shift", quantize.shift, expected)
     judging = [name for name, row in OBSERVERS.items() if all(map(row.judges, inputs))]
     expected = f"{' or '.join(judging)}, because {label} has no equal levels for it to judge by"
     check(observer in (*judging, BY_ROLE), "quantize.observer", observer, expected)
+
+
+def check_shift(quantize: Quantize) -> None:
+    """Raises ConfigError when inputs of convolutions are to be shifted and that gains nothing."""
+    activation = quantize.enable.conv.activation
+    if activation is None:
+        expected = f"false, because {quantize.format} leaves the inputs of convolutions alone"
+    elif not FORMATS[activation].equal_levels:
+        expected = f"false, because {activation} is more precise near zero than far from it, so a shift gains nothing"
+    elif not quantize.per_channel:
+        expected = "false without quantize.per_channel, because fp16 would round away a part of the bias that it needs"
+    else:
+        return
+    check(not quantize.shift, "quantize.shift", quantize.shift, expected)
 
 
 @dataclass(slots=True)

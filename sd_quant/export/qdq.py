@@ -4,7 +4,7 @@
                               │      codes ─ DequantizeLinear(scale) ┴─ Conv | MatMul | Gemm ─ (Add) ─ y
                               └─ MatMul(down) ─ MatMul(up) ───────────────────────────────────────┘
 
-The input of a convolution may be shifted, so that it uses all codes (``quantization.ranges``). It is then padded behind
+The input of a convolution may be shifted, so that it uses all codes (``quantization.shift``). It is then padded behind
 QuantizeLinear, with the code of zero, and what the convolution makes of the shift is the same everywhere: a bias.
 
     x ─ Sub(shift) ─ QuantizeLinear ─ Pad ─ DequantizeLinear ─ Conv without padding, with another bias
@@ -29,7 +29,7 @@ from sd_quant.export.block_scales import dynamic_copy
 from sd_quant.export.nodes import constant, initializer, insert
 from sd_quant.export.onnx_file import save
 from sd_quant.export.tracing import OPSET, raise_opset
-from sd_quant.export.weights import ReadWeight, blocked_weight, high_precision_weight, shifted_bias, static_weight
+from sd_quant.export.weights import ReadWeight, blocked_weight, high_precision_weight, static_weight
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import FORMATS, Format
 
@@ -95,7 +95,7 @@ def quantize_layer(
         (node,) = [usage.node for usage in transpose.outputs[0].uses()]
     x = smoothed_input(graph, node, layer, shared)
     if layer.activation_zero_point:
-        quantize_shifted(graph, node, x, weight.name, layer, read)
+        quantize_shifted(graph, node, x, layer)
     else:
         node.replace_input_with(0, quantized_input(graph, node, x, layer, shared, rows))
     dequantized_weight = static_weight if FORMATS[layer.format].block is None else blocked_weight
@@ -164,9 +164,7 @@ def static_scales(graph: ir.Graph, name: str, fmt: Format, scale: float) -> tupl
     return scales, initializer(graph, f"{name}_zero_point", dtype, (), lambda: torch.zeros((), dtype=torch.int8))
 
 
-def quantize_shifted(
-    graph: ir.Graph, conv: ir.Node, x: ir.Value, weight: str, layer: LayerAssignment, read: ReadWeight
-) -> None:
+def quantize_shifted(graph: ir.Graph, conv: ir.Node, x: ir.Value, layer: LayerAssignment) -> None:
     """Give ``conv`` its input ``x`` minus the shift, quantized and padded, and the bias that goes with that.
 
     TensorRT takes no constant of the codes' type for Pad, so the code of zero is computed in the graph.
@@ -184,9 +182,8 @@ def quantize_shifted(
         value = insert(graph, conv, "Pad", [value, padding, zero], f"{name}_padded")
         conv.attributes["pads"] = ir.AttrInt64s("pads", [0, 0, 0, 0])
     conv.replace_input_with(0, insert(graph, conv, "DequantizeLinear", [value, *scales], f"{name}_dequantized"))
-    bias = conv.inputs[2].name if len(conv.inputs) > 2 else None
     conv.resize_inputs(3)
-    conv.replace_input_with(2, shifted_bias(graph, weight, bias, layer, read))
+    conv.replace_input_with(2, constant(graph, f"{layer.name}.shifted_bias", layer.bias.half().numpy()))
 
 
 def add_low_rank(graph: ir.Graph, node: ir.Node, x: ir.Value, layer: LayerAssignment) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sd_quant.export.nodes import constant, initializer, insert
-from sd_quant.quantization.assignment import LayerAssignment, bias_of_shift, rewritten
+from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from sd_quant.quantization.formats import FORMATS
 
 ReadWeight = Callable[[str], Tensor]  # a weight by the name that it has in the graph
@@ -31,19 +31,6 @@ def high_precision_weight(
         return (read(name) if layer is None else rewritten(read(name), layer)).to(dtype)
 
     return initializer(graph, name, weight.dtype, weight.shape.numpy(), read_weight)
-
-
-def shifted_bias(graph: ir.Graph, weight: str, bias: str | None, layer: LayerAssignment, read: ReadWeight) -> ir.Value:
-    """The bias of a convolution whose input is shifted: its own, if any, and what its codes make of the shift."""
-
-    def read_bias() -> Tensor:
-        rounded = rewritten(read(weight), layer)
-        (scale,) = layer.weight_scales(rounded)
-        of_shift = bias_of_shift(FORMATS[layer.format].quantize(rounded, scale), scale, layer.shift)
-        return (of_shift if bias is None else of_shift + read(bias).float()).half()
-
-    name = f"{weight.removesuffix('.weight')}.shifted_bias"
-    return initializer(graph, name, ir.DataType.FLOAT16, layer.weight_shape[:1], read_bias)
 
 
 def static_weight(

@@ -33,6 +33,7 @@ class LayerAssignment:
     weight_amax: Tensor | None = None  # fp32, [out_channels] with weight_axis 0, else [1]
     activation_amax: float | None = None
     activation_zero_point: int = 0  # the code of an input of zero, see ``shift``
+    bias: Tensor | None = None  # fp32 [out_channels] of a shifted convolution: its own and its answer to the shift
     pre_quant_scale: Tensor | None = None  # fp32 [in_features]; divides the weight and multiplies the input
     folded_into: str | None = None  # the module that multiplies the input by pre_quant_scale; None: the graph does
     output_scale: Tensor | None = None  # fp32 [out_channels], absorbed smoothing: multiplies this weight and bias
@@ -111,15 +112,6 @@ class LayerAssignment:
             "pre_quant_scale_min": None if smoothing is None else smoothing.min().item(),
             "pre_quant_scale_max": None if smoothing is None else smoothing.max().item(),
         }
-
-
-def bias_of_shift(codes: Tensor, scale: Tensor, shift: float) -> Tensor:
-    """What a convolution with this weight makes of a ``shift`` of its input, fp32 [out].
-
-    ``codes`` are [out, ...], ``scale`` [out, 1...]. It is the same for every output, where what pads the input has the
-    code of zero. The sum of codes is exact, in integers or in fp32: 2^24 is more than 100,000 codes.
-    """
-    return shift * scale.flatten() * codes.flatten(1).sum(1)
 
 
 def rewritten(parameter: Tensor, layer: LayerAssignment) -> Tensor:

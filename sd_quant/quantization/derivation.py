@@ -4,7 +4,6 @@ Statistics know no recipe, so another quant_level, alpha or format costs no furt
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 
 from torch import Tensor
 
@@ -12,10 +11,8 @@ from sd_quant.errors import ConfigError, SdQuantError
 from sd_quant.models.parts import SharedInput
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.attention import assign_attention
-from sd_quant.quantization.error_model import output_errors
+from sd_quant.quantization.convolutions import assign_convolution
 from sd_quant.quantization.linears import assign_linears
-from sd_quant.quantization.percentile import PERCENTILE_CALIBRATORS
-from sd_quant.quantization.ranges import observed_range, with_ranges, with_storable_bias
 from sd_quant.quantization.recipe import Recipe, reason_kept
 from sd_quant.quantization.recipe_check import is_excluded
 from sd_quant.quantization.smoothing import SMOOTHINGS
@@ -68,19 +65,3 @@ def derive(
         for name, head_width in attentions.items():
             assignment[name] = assign_attention(name, head_width, assignment, weight_of, statistics, recipe)
     return assignment
-
-
-def assign_convolution(
-    layer: LayerAssignment, weight: Tensor, bias: Tensor | None, statistics: LayerStatistics, recipe: Recipe
-) -> LayerAssignment:
-    """The row of a convolution, which is not smoothed.
-
-    The percentile calibrator says how large its input gets, and the observer may choose a smaller range.
-    """
-    calibrator = PERCENTILE_CALIBRATORS[recipe.percentile_calibrator]
-    amax = calibrator(statistics.amax, recipe.percentile, recipe.collect_method, recipe.batch_size)
-    chosen = observed_range(statistics.rows.values.float(), amax, layer.role, recipe)
-    layer = with_ranges(layer, weight, chosen, recipe)
-    if layer.activation_zero_point:
-        layer = with_storable_bias(layer, weight, bias)
-    return replace(layer, output_error=output_errors(layer, weight, statistics.rows.values, steps=1)[0])

@@ -45,6 +45,8 @@ def output_errors(
         output, from_input = inputs @ smoothed.T, (fake_quantized - inputs) @ smoothed.T
         from_weight = inputs @ weight_error.T
         error = fake_quantized @ weight_error.T + from_input
+        if part.bias is not None:
+            error += part.bias.half().float() - part.bias
         if part.low_rank is not None:
             up, down = part.low_rank
             output = output + (inputs @ down.float().T) @ up.float().T

@@ -14,7 +14,7 @@ from sd_quant.models.parts import SharedInput
 from sd_quant.quantization.assignment import FIXED_ALPHA, LayerAssignment, rewritten
 from sd_quant.quantization.error_model import output_errors
 from sd_quant.quantization.low_rank import low_rank, rank_of
-from sd_quant.quantization.ranges import observed_range, with_ranges, with_weight_range
+from sd_quant.quantization.ranges import InputRange, observed_range, with_ranges, with_weight_range
 from sd_quant.quantization.recipe import Recipe
 from sd_quant.quantization.row_chunks import fits_half, input_amax
 from sd_quant.quantization.smoothing import pre_quant_scale
@@ -79,7 +79,7 @@ def assign_readers(
     channel_amax, sample = statistics.amax.amax(dim=0), statistics.rows.values
     scale = None if alpha is None else pre_quant_scale(channel_amax, weight_amax, alpha)
     smoothed = (sample.float(), channel_amax) if scale is None else (sample.float() * scale, channel_amax * scale)
-    chosen = observed_range(smoothed[0], smoothed[1].max().item(), layers[0].role, recipe)
+    chosen = InputRange(observed_range(smoothed[0], smoothed[1].max().item(), layers[0].role, recipe))
     assigned = []
     for layer in layers:
         weight, layer = weights[layer.name], replace(layer, pre_quant_scale=scale, alpha=alpha)

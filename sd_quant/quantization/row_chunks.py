@@ -41,6 +41,7 @@ def layer_of_rows(layer: LayerAssignment, rows: slice) -> LayerAssignment:
         output_scale=None if layer.output_scale is None else layer.output_scale[rows],
         low_rank=None if layer.low_rank is None else (layer.low_rank[0][rows], layer.low_rank[1]),
         weight_amax=layer.weight_amax[rows] if per_row else layer.weight_amax,
+        bias=None if layer.bias is None else layer.bias[rows],
     )
 
 

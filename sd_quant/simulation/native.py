@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from sd_quant.devices import CPU
 from sd_quant.errors import ResourceError
-from sd_quant.quantization.assignment import LayerAssignment, bias_of_shift
+from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.simulation.rewrite import rewrite
 
@@ -41,10 +41,8 @@ class NativeLayer(nn.Module):
         super().__init__()
         (weight_scale,) = layer.weight_scales(weight)
         self.format, self.bias, self.product = layer.format, bias, product
-        self.shift, self.zero_point = (
-            layer.shift,
-            layer.activation_zero_point,
-        )  # floats, so that no call waits for a GPU
+        self.shift = layer.shift  # a float, so that no call waits for a GPU
+        self.zero_point = layer.activation_zero_point
         self.register_buffer("codes", FORMATS[layer.format].quantize(weight, weight_scale).movedim(1, -1).flatten(1))
         self.register_buffer("weight_scale", weight_scale.float().flatten())
         self.register_buffer("max_weight_scale", self.weight_scale.max())
@@ -71,11 +69,9 @@ class NativeConv(NativeLayer):
 
     def __init__(self, conv: nn.Conv2d, weight: Tensor, layer: LayerAssignment, product: "Product"):
         super().__init__(weight, conv.bias, layer, product)
-        if self.zero_point:  # the layer's answer to the shift; codes are padded with that of zero, so it is a constant
-            of_shift = bias_of_shift(self.codes, self.weight_scale, layer.shift)
-            bias = of_shift if conv.bias is None else conv.bias.float() + of_shift
+        if layer.bias is not None:
             del self.bias
-            self.register_buffer("bias", bias)  # which stays in fp32: it is much larger than the output
+            self.register_buffer("bias", layer.bias.to(weight))  # in fp32, because it is much larger than the output
         self.kernel_size, self.stride, self.dilation = conv.kernel_size, conv.stride[0], conv.dilation[0]
         self.padding = int(conv.padding[0])
 

@@ -14,7 +14,7 @@ from torch import nn
 from sd_quant.cache import locked
 from sd_quant.calibration import collection
 from sd_quant.calibration.collection import calibrate, collect_segment, fabric_for, origin, segments
-from sd_quant.calibration.hooks import ROWS_PER_CALL
+from sd_quant.calibration.hooks import FIRST_OF_ALL, ROWS_PER_CALL
 from sd_quant.calibration.store import pack
 from sd_quant.checkpoints import nemo_networks
 from sd_quant.checkpoints.nemo import open_nemo
@@ -109,6 +109,11 @@ def test_every_layer_is_reached(model, names, whole):
     assert {name: len(sample.values) for name, sample in whole.calls.items()} == dict.fromkeys(
         ["x", "timesteps", "context", "y"], 3 * 2
     )
+
+
+def test_layers_that_read_the_text_and_no_others_have_its_first_token(whole):
+    with_it = {name for name, layer in whole.layers.items() if FIRST_OF_ALL in layer.rows.priority}
+    assert with_it == {name for name in whole.layers if name.endswith(("attn2.to_k", "attn2.to_v"))} != set()
 
 
 def test_ranges_are_those_that_plain_hooks_see(model, names, whole):

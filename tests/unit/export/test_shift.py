@@ -12,8 +12,9 @@ from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.formats.int8 import per_channel
-from sd_quant.quantization.ranges import InputRange, with_ranges, with_storable_bias
+from sd_quant.quantization.ranges import InputRange, with_ranges
 from sd_quant.quantization.recipe import Recipe
+from sd_quant.quantization.shift import with_bias
 from sd_quant.simulation.modelopt import between_roundings, save_quantized, simulate
 from sd_quant.simulation.native import PRODUCTS, NativeConv, layer_of
 
@@ -41,7 +42,7 @@ class Shifted:
         self.bias = torch.randn(OUTPUTS, generator=random).half().float() if has_bias else None
         layer = LayerAssignment("conv", "conv", tuple(self.weight.shape))
         layer = with_ranges(layer, self.weight, InputRange(2.0, -112), Recipe(3.0, None))
-        self.layer = with_storable_bias(layer, self.weight, self.bias)
+        self.layer = with_bias(layer, self.weight, self.bias)
 
     def graph(self) -> ir.Model:
         half = ir.TensorType(ir.DataType.FLOAT16)

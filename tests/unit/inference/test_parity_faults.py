@@ -4,6 +4,7 @@ A fault is made in the file of single layers, where the runtime would make it: e
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -29,17 +30,19 @@ from sd_quant.inference.parity import layer_difference, layers_entry, native_out
 from sd_quant.models.parts import Contract
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from sd_quant.quantization.formats import FORMATS
+from sd_quant.quantization.shift import with_bias
 from sd_quant.simulation.modelopt import simulate
 from sd_quant.simulation.native import products_of_layers, with_native_layers
 
 WIDTH, HIDDEN = 64, 256
 FAULTY = ("conv", "up", "down")
-RECIPES = {  # format of weights, of linears' inputs, of convolutions' inputs, and whether channels have scales
-    "int8": ("int8", "int8", "int8", True),
-    "int8_per_tensor": ("int8", "int8", "int8", False),
-    "fp8": ("fp8", "fp8", "fp8", False),
-    "int4_weight_only": ("int4", None, None, False),
-    "int4": ("int4", "int4", None, False),
+RECIPES = {  # format of weights, of linears' and convolutions' inputs, whether channels have scales, code of zero
+    "int8": ("int8", "int8", "int8", True, 0),
+    "int8_shifted": ("int8", "int8", "int8", True, -60),
+    "int8_per_tensor": ("int8", "int8", "int8", False, 0),
+    "fp8": ("fp8", "fp8", "fp8", False, 0),
+    "int4_weight_only": ("int4", None, None, False, 0),
+    "int4": ("int4", "int4", None, False, 0),
 }
 RUNS = [
     (recipe, engine)
@@ -92,7 +95,7 @@ def traced():
 
 
 def assign(network: Network, inputs: dict[str, Tensor], recipe: str) -> dict[str, LayerAssignment]:
-    fmt, of_linears, of_convolutions, per_channel = RECIPES[recipe]
+    fmt, of_linears, of_convolutions, per_channel, zero_point = RECIPES[recipe]
     amax: dict[str, float] = {}
     smoothing = torch.linspace(0.5, 2, WIDTH)
     factor = {"up": smoothing}
@@ -115,6 +118,9 @@ def assign(network: Network, inputs: dict[str, Tensor], recipe: str) -> dict[str
             weight_axis=0 if per_channel else None, weight_amax=ranges, activation_amax=amax[name],
             pre_quant_scale=factor.get(name),
         )  # fmt: skip
+    if zero_point:
+        conv = replace(assignment["conv"], activation_amax=1.9 * amax["conv"], activation_zero_point=zero_point)
+        assignment["conv"] = with_bias(conv, network.conv.weight, network.conv.bias)
     return assignment
 
 
@@ -144,6 +150,13 @@ def export(network, inputs, traced, tmp_path_factory):
 
 def unrounded_input(graph: onnx.GraphProto, layer: LayerAssignment, node: onnx.NodeProto) -> None:
     made = {output for each in graph.node for output in each.output}
+    if layer.activation_zero_point:
+        (pad,) = [each for each in graph.node if each.op_type == "Pad"]
+        (dequantize,) = [each for each in graph.node if pad.output[0] in each.input]
+        dequantize.input[0] = pad.input[0]  # nobody reads it any more, and it has to be sound
+        pad.input[0], pad.input[2] = f"{layer.name}.input_shifted", f"{layer.name}.input_shifted_zero"
+        node.input[0] = pad.output[0]
+        return
     smoothed = f"{layer.name}.smoothed"
     node.input[0] = smoothed if smoothed in made else layer.name
 

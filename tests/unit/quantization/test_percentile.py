@@ -173,7 +173,8 @@ def test_a_larger_range_of_any_prompt_never_makes_corrected_smaller(calibration,
 def test_more_steps_never_make_a_minimum_over_steps_larger(amax, collect_method, one, another):
     fewer, more = sorted((one, another))
     assume(int(amax.shape[1] * fewer) >= 1)
-    assert corrected_amax(amax, more, collect_method, 1) <= corrected_amax(amax, fewer, collect_method, 1)
+    after, before = (corrected_amax(amax, percentile, collect_method, 1) for percentile in (more, fewer))
+    assert after <= before * (1 + 1e-6)  # a mean of fp32 depends on the order of its sum
 
 
 @properties

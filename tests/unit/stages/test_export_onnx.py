@@ -27,6 +27,7 @@ OTHER = {
     "weight_amax": torch.ones(2),
     "activation_amax": 1.0,
     "activation_zero_point": -110,
+    "bias": torch.ones(2),
     "pre_quant_scale": torch.ones(4),
     "folded_into": "norm",
     "output_scale": torch.ones(2),

@@ -1,0 +1,56 @@
+"""What an assignment and a measurement of sensitivity are given."""
+
+from types import SimpleNamespace
+
+import torch
+import yaml
+
+from sd_quant.checkpoints.nemo import open_nemo
+from sd_quant.config import CONF, REPOSITORY
+from sd_quant.models.checkpoint import empty_denoiser
+from sd_quant.models.unet import layer_roles, shared_inputs
+from sd_quant.quantization.recipe_check import is_excluded
+from sd_quant.quantization.statistics import Sample, Statistics
+from sd_quant.simulation.sensitivity import guided
+from sd_quant.stages import assign as stage
+
+
+def test_sensitivity_is_measured_on_what_guidance_makes_of_the_output(monkeypatch):
+    """Of the unconditional and the conditional half of each sampled call."""
+
+    class Part:
+        module, outputs = None, ("noise",)
+
+        def __call__(self, x):
+            return {"noise": 3 * x}
+
+    calls = torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(stage, "open_simulated", lambda *_: Part())
+    monkeypatch.setattr(stage, "denoiser_of", lambda *_: None)
+    monkeypatch.setattr(stage, "measure", lambda simulated, run, *_: run())
+    measured = stage.measure_sensitivity(None, {}, Statistics({}, {"x": Sample(calls, torch.arange(3))}), 0, 7.5)
+    assert torch.equal(measured, torch.cat([guided(3 * call, 7.5) for call in calls])) and len(measured) == 3
+
+
+def test_a_derivation_reads_weights_and_biases_by_the_layers_name(monkeypatch):
+    weights = {"conv.weight": torch.ones(2, 3), "conv.bias": torch.zeros(2), "to_q.weight": torch.ones(4, 3)}
+    monkeypatch.setattr(stage, "denoiser_weights", lambda _: weights)
+    monkeypatch.setattr(stage, "derive", lambda *given: given)
+    family = SimpleNamespace(shared_inputs=list)
+    loaded = SimpleNamespace(
+        checkpoint=SimpleNamespace(family=family), roles={"conv": "conv", "to_q": "qkv"}, recipe="the recipe",
+        head_widths={"attn": 64}, exclude=["up*"],
+    )  # fmt: skip
+    roles, weight_of, layers, recipe, inputs, kept, widths, exclude, bias_of = stage.assign(
+        loaded, Statistics({"conv": "ranges"}, {}), ["mid"]
+    )
+    assert weight_of("to_q") is weights["to_q.weight"]
+    assert bias_of("conv") is weights["conv.bias"] and bias_of("to_q") is None
+    assert (inputs, kept, widths, exclude) == (["to_q"], ["mid"], {"attn": 64}, ["up*"])
+
+
+def test_exclude_text_names_the_layers_that_read_the_text():
+    roles = layer_roles(empty_denoiser(open_nemo(REPOSITORY / "checkpoints/sdxl_mini.nemo")))
+    patterns = yaml.safe_load((CONF / "exclude/text.yaml").read_text(encoding="utf-8"))["sdxl"]
+    text = {name for shared in shared_inputs(roles) if shared.text for name in shared.readers}
+    assert text == {name for name in roles if is_excluded(name, patterns)} and len(text) == 22
