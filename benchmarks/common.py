@@ -54,13 +54,13 @@ class Subject:
         )  # fmt: skip
 
     def assignment(
-        self, statistics: Statistics, recipe: Recipe, kept: Collection[str] = ()
+        self, statistics: Statistics, recipe: Recipe, kept: Collection[str] = (), exclude: Collection[str] = ()
     ) -> dict[str, LayerAssignment]:
         """As the main job derives it, which reads the weights from the checkpoint again."""
         weights = self.model.checkpoint.components["unet"]
         return derive(
             self.roles, lambda name: weights[f"{name}.weight"], statistics.layers, recipe, shared_inputs(self.roles),
-            kept, bias_of=lambda name: weights[f"{name}.bias"],
+            kept, exclude=exclude, bias_of=lambda name: weights[f"{name}.bias"],
         )  # fmt: skip
 
 

@@ -82,6 +82,7 @@ class Quantize(Recipe):
     exp_name: Annotated[str, "a label, which stands in the record"]
     format: Annotated[str, one_of(preset_names), "what tables call the recipe: the name of its preset"]
     exclude: Annotated[dict[str, list[str]], "patterns of layers that stay in high precision, by model family"]
+    exclude_text: Annotated[bool, "layers that read the text alone, cross-attention's key and value, stay in fp16"]
     keep: Annotated[
         int | float,
         Called("keep"),
@@ -112,6 +113,7 @@ def check_recipe(quantize: Quantize) -> None:
     check_format(quantize.format, quantize.enable)
     check_enabled(quantize)
     check_shift(quantize)
+    check_rounding(quantize)
     expected = f"at least {1 / steps:g}, one of the {steps} steps, because it selects no step"
     check(int(steps * share) > 0, "percentile", share, expected)
     if quantize.smoothing == "none":
@@ -166,6 +168,16 @@ def check_shift(quantize: Quantize) -> None:
     else:
         return
     check(not quantize.shift, "quantize.shift", quantize.shift, expected)
+
+
+def check_rounding(quantize: Quantize) -> None:
+    """Raises ConfigError when codes or scales of weights are to be chosen and no format has blocks."""
+    enable = quantize.enable
+    if any(FORMATS[pair.weight].block is not None for pair in (enable.conv, enable.linear)):
+        return
+    because = f"because {quantize.format} has 8 bits for a weight, where choosing them gains nothing"
+    check(quantize.rounding == "nearest", "quantize.rounding", quantize.rounding, f"nearest, {because}")
+    check(not quantize.scale_search, "quantize.scale_search", quantize.scale_search, f"false, {because}")
 
 
 @dataclass(slots=True)

@@ -28,6 +28,7 @@ from sd_quant.files import digest
 from sd_quant.inference.loading import LoadedModel, load_model, pipeline_of
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part
+from sd_quant.models.parts import text_readers
 from sd_quant.progress import progress
 from sd_quant.quantization.statistics import CALLS, ROWS, Statistics, kind_of, merge
 from sd_quant.source import source_digest
@@ -151,7 +152,7 @@ def collect_segment(
     layers = {name: model.denoiser.get_submodule(name) for name in names}
     batched = [name for name, shape in denoiser_part(checkpoint).contract.inputs.items() if shape[0] == "batch"]
     linears = [name for name, layer in layers.items() if kind_of(layer) == "linear"]
-    text = {name for shared in checkpoint.family.shared_inputs(linears) if shared.text for name in shared.readers}
+    text = text_readers(checkpoint.family.shared_inputs(linears))
     wanted = draw(names, segment, sampling.steps, sampling.seed, text)
     now: dict = {}
     batches = -(-len(mine) // sampling.batch_size)

@@ -73,20 +73,18 @@ def blocked_weight(
     def stored_shape(rows: int, columns: int) -> tuple[int, int]:
         return (columns, rows) if transposed else (rows, columns)
 
-    def weight_and_scales() -> tuple[Tensor, tuple[Tensor, ...]]:
-        weight = rewritten(read(name), layer).flatten(1)
-        return weight, layer.weight_scales(weight)
+    def codes_and_scales() -> tuple[Tensor, tuple[Tensor, ...]]:
+        return layer.codes_and_scales(rewritten(read(name), layer).flatten(1))
 
     def codes() -> Tensor:
-        weight, scales = weight_and_scales()
-        unpacked = fmt.quantize(weight, *scales)
+        unpacked, _ = codes_and_scales()
         return fmt.pack(unpacked.T if transposed else unpacked)
 
     def scale(index: int, suffix: str, shape: tuple[int, ...]) -> ir.Value:
         kind = fmt.onnx_scale_types[index]
 
         def read_scale() -> Tensor:
-            scales = weight_and_scales()[1][index].to(SCALE_DTYPES[kind])
+            scales = codes_and_scales()[1][index].to(SCALE_DTYPES[kind])
             return scales.T if transposed and scales.ndim > 1 else scales
 
         return initializer(graph, f"{name}.{suffix}", ir.DataType[kind], shape, read_scale)

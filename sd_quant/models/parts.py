@@ -4,7 +4,7 @@ The same wrapped module is the framework baseline, the source of the exported gr
 check, so the three cannot drift apart. Each family's own file says which parts it has and how they are called.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +103,11 @@ class SharedInput:
     # is no such module: the tensor is a residual stream or an input of the network.
     producer: str | None = None
     text: bool = False  # whether it is made of the prompt alone: its first token is unlike all others
+
+
+def text_readers(inputs: Iterable[SharedInput]) -> set[str]:
+    """The linears that read what is made of the prompt alone."""
+    return {name for shared in inputs if shared.text for name in shared.readers}
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ class LayerAssignment:
     pre_quant_scale: Tensor | None = None  # fp32 [in_features]; divides the weight and multiplies the input
     folded_into: str | None = None  # the module that multiplies the input by pre_quant_scale; None: the graph does
     output_scale: Tensor | None = None  # fp32 [out_channels], absorbed smoothing: multiplies this weight and bias
+    rounded: tuple[Tensor, ...] | None = None  # the weight's codes [out, in] and scales, if chosen, see ``rounding``
     low_rank: tuple[Tensor, Tensor] | None = None  # fp16 up [out, rank] and down [rank, in], see ``low_rank``
     attention_amax: tuple[float, float, float] | None = None  # ranges of query, key and value as they are multiplied
     alpha: float | None = None
@@ -51,6 +52,13 @@ class LayerAssignment:
         convolution are in the order of its weight.
         """
         return FORMATS[self.format].scales(weight, per_channel(self.weight_amax, weight))
+
+    def codes_and_scales(self, weight: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The codes of a rewritten weight [out, in...], in its shape, and its scales."""
+        if self.rounded is not None:
+            return self.rounded[0].view(weight.shape), self.rounded[1:]
+        scales = self.weight_scales(weight)
+        return FORMATS[self.format].quantize(weight, *scales), scales
 
     def activation_scales(self, x: Tensor) -> tuple[Tensor, ...]:
         """The scales of an input [..., in]: one, or one per block."""

@@ -1,11 +1,9 @@
 """The rows of convolutions. They are not smoothed; their inputs are shifted where that makes the output better."""
 
-from dataclasses import replace
-
 from torch import Tensor
 
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.error_model import output_errors
+from sd_quant.quantization.error_model import with_output_errors
 from sd_quant.quantization.percentile import PERCENTILE_CALIBRATORS
 from sd_quant.quantization.ranges import InputRange, observed_range, with_ranges
 from sd_quant.quantization.recipe import Recipe
@@ -26,18 +24,13 @@ def assign_convolution(
     """
     calibrator = PERCENTILE_CALIBRATORS[recipe.percentile_calibrator]
     amax = calibrator(statistics.amax, recipe.percentile, recipe.collect_method, recipe.batch_size)
-    sample = statistics.rows.values
-    values = sample.float()
-
-    def with_error(layer: LayerAssignment) -> LayerAssignment:
-        return replace(layer, output_error=output_errors(layer, weight, sample, steps=1)[0])
-
+    values = statistics.rows.values.float()
     symmetric = InputRange(observed_range(values, amax, layer.role, recipe))
-    plain = with_error(with_ranges(layer, weight, symmetric, recipe))
+    plain = with_output_errors(with_ranges(layer, weight, symmetric, recipe), weight, statistics)
     if not recipe.shift or not plain.output_error:
         return plain
     shifted = with_ranges(layer, weight, shifted_range(values, amax, recipe), recipe)
     if not shifted.activation_zero_point:
         return plain
-    shifted = with_error(with_bias(shifted, weight, bias))
+    shifted = with_output_errors(with_bias(shifted, weight, bias), weight, statistics)
     return shifted if shifted.output_error <= SHIFT_PAYS * plain.output_error else plain

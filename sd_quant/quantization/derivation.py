@@ -12,9 +12,11 @@ from sd_quant.models.parts import SharedInput
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.attention import assign_attention
 from sd_quant.quantization.convolutions import assign_convolution
+from sd_quant.quantization.error_model import with_output_errors
 from sd_quant.quantization.linears import assign_linears
 from sd_quant.quantization.recipe import Recipe, reason_kept
 from sd_quant.quantization.recipe_check import is_excluded
+from sd_quant.quantization.rounding import with_rounded_weight
 from sd_quant.quantization.smoothing import SMOOTHINGS
 from sd_quant.quantization.statistics import LayerStatistics
 
@@ -61,6 +63,10 @@ def derive(
             f"quant_level={recipe.quant_level:g} with {len(kept)} layers kept leaves no layer to quantize; "
             "raise quant_level or lower keep"
         )
+    for name, layer in assignment.items():
+        if layer.format is not None and recipe.chooses_codes(layer.format):
+            layer = with_rounded_weight(layer, weight_of(name), statistics[name], recipe)
+            assignment[name] = with_output_errors(layer, weight_of(name), statistics[name])
     if recipe.enable.attention is not None:
         for name, head_width in attentions.items():
             assignment[name] = assign_attention(name, head_width, assignment, weight_of, statistics, recipe)

@@ -13,6 +13,7 @@ input is the same in every step, so that all of their error adds up in full: cou
 """
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -20,6 +21,15 @@ from torch import Tensor
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from sd_quant.quantization.formats import FORMATS, fake_quantize
 from sd_quant.quantization.row_chunks import row_chunks
+from sd_quant.quantization.statistics import LayerStatistics
+
+
+def with_output_errors(layer: LayerAssignment, weight: Tensor, statistics: LayerStatistics) -> LayerAssignment:
+    """``layer`` with its errors on the sampled inputs: of a convolution of one output, of a linear of all steps too."""
+    conv = statistics.kind == "conv"
+    steps = 1 if conv else len(statistics.amax)
+    output_error, accumulated_error = output_errors(layer, weight, statistics.rows.values, steps)
+    return replace(layer, output_error=output_error, accumulated_error=None if conv else accumulated_error)
 
 
 def output_errors(
@@ -40,8 +50,8 @@ def output_errors(
     squares = torch.zeros(4, dtype=torch.float64)  # of the output, its error, the input's part of that and the weight's
     for chunk, part in row_chunks(weight, layer):
         smoothed = rewritten(chunk, part)
-        scales, fmt = part.weight_scales(smoothed), FORMATS[layer.format]
-        weight_error = fmt.dequantize(fmt.quantize(smoothed, *scales), *scales).sub_(smoothed)
+        codes, scales = part.codes_and_scales(smoothed)
+        weight_error = FORMATS[layer.format].dequantize(codes, *scales).sub_(smoothed)
         output, from_input = inputs @ smoothed.T, (fake_quantized - inputs) @ smoothed.T
         from_weight = inputs @ weight_error.T
         error = fake_quantized @ weight_error.T + from_input

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sd_quant.models.parts import SharedInput
 from sd_quant.quantization.assignment import FIXED_ALPHA, LayerAssignment, rewritten
-from sd_quant.quantization.error_model import output_errors
+from sd_quant.quantization.error_model import with_output_errors
 from sd_quant.quantization.low_rank import low_rank, rank_of
 from sd_quant.quantization.ranges import InputRange, observed_range, with_ranges, with_weight_range
 from sd_quant.quantization.recipe import Recipe
@@ -90,9 +90,7 @@ def assign_readers(
             if rank:
                 branch = low_rank(rewritten(weight, layer), max(1, round(rank * len(weight) / outputs)))
                 layer = replace(layer, low_rank=branch)
-            layer = with_ranges(layer, weight, chosen, recipe)
-            output_error, accumulated_error = output_errors(layer, weight, sample, len(statistics.amax))
-            layer = replace(layer, output_error=output_error, accumulated_error=accumulated_error)
+            layer = with_output_errors(with_ranges(layer, weight, chosen, recipe), weight, statistics)
         assigned.append(layer)
     return assigned
 

@@ -32,6 +32,7 @@ RANK = Limit(
     lambda rank: rank >= 0 if isinstance(rank, int) else 0 < rank < 1,
     "0, a number of singular directions, or a fraction below 1 of a layer's shorter side",
 )
+ROUNDINGS = ("nearest", "gptq")
 BY_ROLE = "by_role"  # the observer that suits a layer's role
 FOR_ATTENTION = one_of(lambda: [name for name, fmt in FORMATS.items() if fmt.attention])
 
@@ -118,6 +119,17 @@ class Recipe:
         RANK,
         "SVDQuant: singular directions of a linear's weight that stay in fp16 beside the quantized rest",
     ] = 0
+
+    rounding: Annotated[
+        str,
+        one_of(ROUNDINGS),
+        "codes of weights in blocks: nearest: the nearest to each number; gptq: those with which the output errs least",
+    ] = "nearest"
+    scale_search: Annotated[bool, "scales of weights in blocks are the best of several"] = False
+
+    def chooses_codes(self, fmt: str) -> bool:
+        """Whether weights of this format get other codes than the nearest of the largest number's scale."""
+        return FORMATS[fmt].block is not None and (self.rounding != "nearest" or self.scale_search)
 
     def formats_of(self, role: str) -> Pair:
         """The formats for a layer of this role."""

@@ -42,6 +42,7 @@ def layer_of_rows(layer: LayerAssignment, rows: slice) -> LayerAssignment:
         low_rank=None if layer.low_rank is None else (layer.low_rank[0][rows], layer.low_rank[1]),
         weight_amax=layer.weight_amax[rows] if per_row else layer.weight_amax,
         bias=None if layer.bias is None else layer.bias[rows],
+        rounded=None if layer.rounded is None else tuple(part[rows] if part.ndim else part for part in layer.rounded),
     )
 
 

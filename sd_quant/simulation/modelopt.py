@@ -23,6 +23,7 @@ from sd_quant.quantization.formats.int8 import per_channel
 from sd_quant.simulation.rewrite import rewrite
 
 BACKEND = "sd_quant"
+ROUNDED = "rounded_weight"  # a buffer of a quantizer whose codes are chosen and not simply the nearest
 
 
 def quantizer_config(name: str, axis: int | None) -> dict:
@@ -60,6 +61,8 @@ def modelopt_config(assignment: Mapping[str, LayerAssignment]) -> dict:
 def fake_quantize_blocks(x: Tensor, quantizer) -> Tensor:
     """ModelOpt's backend: ``x`` fake-quantized in blocks of its last axis, of a convolution's weight in [C, KH, KW]."""
     fmt = FORMATS[quantizer.backend_extra_args["format"]]
+    if ROUNDED in quantizer._buffers:
+        return quantizer.get_buffer(ROUNDED).view(x.shape).to(x)
     flat = x.flatten(1) if x.ndim == 4 else x
     return fake_quantize(fmt, flat, quantizer.amax.float()).view(x.shape).to(x)
 
@@ -104,6 +107,9 @@ def simulate(module: nn.Module, assignment: Mapping[str, LayerAssignment]) -> nn
             target.register_forward_hook(low_rank_hook(*layer.low_rank))
         if layer.format is not None:
             amax = quantizer_amax(layer.format, layer.weight_amax, layer.weight_scale)
+            if layer.rounded is not None:
+                codes, scales = layer.codes_and_scales(weight.flatten(1))
+                target.weight_quantizer.register_buffer(ROUNDED, FORMATS[layer.format].dequantize(codes, *scales))
             target.weight_quantizer.amax = (per_channel(amax, weight) if layer.weight_axis == 0 else amax[0]).to(weight)
         if layer.activation_format is not None:
             amax = quantizer_amax(layer.activation_format, layer.activation_amax, layer.activation_scale)

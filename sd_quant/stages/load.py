@@ -1,6 +1,6 @@
 """From the checkpoint's path to everything that later steps need to know of the model."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -9,8 +9,9 @@ from sd_quant.checkpoints.checks import check_finite
 from sd_quant.checkpoints.kinds import open_checkpoint
 from sd_quant.checkpoints.tensors import Weights
 from sd_quant.config import Model, QuantizeJob, anchored
+from sd_quant.errors import ConfigError
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser, part_parameters
-from sd_quant.models.parts import Part
+from sd_quant.models.parts import Part, text_readers
 from sd_quant.quantization.recipe import Recipe, reason_kept
 from sd_quant.quantization.recipe_check import check_layers
 from sd_quant.simulation.sensitivity import budget
@@ -50,6 +51,17 @@ def open_model(model: Model) -> Checkpoint:
     )
 
 
+def read_the_text(checkpoint: Checkpoint, roles: Mapping[str, str]) -> list[str]:
+    """The linears that read the text and nothing else. Raises ConfigError when there are none."""
+    linears = [name for name, role in roles.items() if role != "conv"]
+    names = sorted(text_readers(checkpoint.family.shared_inputs(linears)))
+    if not names:
+        raise ConfigError(
+            "quantize.exclude_text is true, expected false, because no layer of this model reads the text alone"
+        )
+    return names
+
+
 def load(job: QuantizeJob, directory: Path) -> Loaded:
     """Open the checkpoint and check it, the recipe and the machine.
 
@@ -66,8 +78,10 @@ def load(job: QuantizeJob, directory: Path) -> Loaded:
     for weights in checkpoint.components.values():
         check_finite(cast(Weights, weights))
     network, recipe = empty_denoiser(checkpoint), job.quantize
-    exclude = recipe.exclude.get(job.model.family, ())
     roles, head_widths = checkpoint.family.layer_roles(network), checkpoint.family.attentions(network)
+    exclude = list(recipe.exclude.get(job.model.family, ()))
+    if recipe.exclude_text:
+        exclude += read_the_text(checkpoint, roles)
     shapes = {name: network.get_parameter(f"{name}.weight").shape for name in roles}
     check_layers(roles, shapes, recipe, head_widths, exclude)
     selected = sum(reason_kept(role, recipe.quant_level) is None for role in roles.values())

@@ -29,7 +29,6 @@ from sd_quant.config import (
 )
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError
 from sd_quant.knobs import described, read
-from sd_quant.models import FAMILIES
 from sd_quant.quantization.recipe import Pair
 
 CONF = REPOSITORY / "conf"
@@ -119,7 +118,7 @@ def test_every_option_of_every_primary_is_a_job(primary, option):
     if group == "infer":
         assert job.infer.engine == choice
     if group == "exclude":
-        assert job.quantize.exclude["sdxl"] and set(job.quantize.exclude) <= FAMILIES.keys()
+        assert job.quantize.exclude_text == (choice == "text")
     if group == "export_trt":
         assert job.trt.library == choice
     for prompts in ("prompts", "calibration_prompts") if hasattr(job, "model") else ():
@@ -139,6 +138,9 @@ def test_the_preset_is_nemos():
             "attention": None,
         },
         "exclude": {"sdxl": []},
+        "exclude_text": False,
+        "rounding": "nearest",
+        "scale_search": False,
         "per_channel": True,
         "smoothing": "folded",
         "rank": 0,

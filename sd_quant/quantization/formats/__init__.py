@@ -77,6 +77,10 @@ class Format:
         """
         return self.arithmetic.scales(x, amax)
 
+    def tried_scales(self, x: Tensor, amax: Tensor) -> tuple[tuple[Tensor, ...], ...]:
+        """Several choices of what ``scales`` returns, itself the first. Formats with blocks have this."""
+        return self.arithmetic.tried_scales(x, amax)
+
     def quantize(self, x: Tensor, *scales: Tensor) -> Tensor:
         """The codes of ``x``, in its shape: integers as int8, E4M3 as float8_e4m3fn, E2M1 as bit patterns in uint8."""
         return self.arithmetic.quantize(x, *scales)

@@ -13,11 +13,17 @@ from sd_quant.quantization.formats.int8 import SMALLEST_SCALE, scale_of
 
 BLOCK = FORMATS["int4"].block
 QMAX = 7.0
+CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # of the largest number of a block, tried for a weight
 
 
 def scales(x: Tensor, amax: Tensor) -> tuple[Tensor]:
     """The scale of every block, [..., n / 64], exactly representable in fp16; ``amax`` is not used."""
     return (scale_of(blocks(x, BLOCK).abs().amax(-1), QMAX),)
+
+
+def tried_scales(x: Tensor, amax: Tensor) -> tuple[tuple[Tensor], ...]:
+    largest = blocks(x, BLOCK).abs().amax(-1)
+    return tuple((scale_of(clip * largest, QMAX),) for clip in CLIPS)
 
 
 def quantize(x: Tensor, scale: Tensor) -> Tensor:

@@ -37,6 +37,12 @@ def scales(x: Tensor, amax: Tensor) -> tuple[Tensor]:
     return (torch.ldexp(torch.ones_like(peak), exponent),)
 
 
+def tried_scales(x: Tensor, amax: Tensor) -> tuple[tuple[Tensor], ...]:
+    """The specification's, and twice that, which clips nothing."""
+    (scale,) = scales(x, amax)
+    return (scale,), ((2 * scale).clamp(max=2.0**LARGEST_EXPONENT),)
+
+
 def quantize(x: Tensor, scale: Tensor) -> Tensor:
     return e2m1.encode(x.float() / spread(scale, BLOCK))
 

@@ -27,8 +27,19 @@ def scales(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
     if not torch.isfinite(peak):
         raise OverflowError(f"an amax of {peak.item():g} gives no scale")
     global_scale = torch.where(peak == 0, 1.0, peak / (e2m1.LARGEST * fp8.QMAX))
-    wanted = blocks(x, BLOCK).abs().amax(-1) / e2m1.LARGEST / global_scale
-    return wanted.clamp(SMALLEST_SCALE, fp8.QMAX).to(torch.float8_e4m3fn).float(), global_scale
+    return block_scales(x, global_scale, e2m1.LARGEST), global_scale
+
+
+def block_scales(x: Tensor, global_scale: Tensor, code: float) -> Tensor:
+    """The scale of every block with which its largest number becomes ``code``, as far as E4M3 can say that."""
+    wanted = blocks(x, BLOCK).abs().amax(-1) / code / global_scale
+    return wanted.clamp(SMALLEST_SCALE, fp8.QMAX).to(torch.float8_e4m3fn).float()
+
+
+def tried_scales(x: Tensor, amax: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
+    """The largest number of a block becomes 6 or 4, between which there is no other code."""
+    six, global_scale = scales(x, amax)
+    return (six, global_scale), (block_scales(x, global_scale, 4.0), global_scale)
 
 
 def product(scale: Tensor, global_scale: Tensor) -> Tensor:

@@ -226,6 +226,15 @@ def test_an_honest_export_stays_clear_of_every_limit(export, recipe, engine):
         assert (fault["lean"] or 0) < fault["limit"] / 2
 
 
+def test_what_fp16_rounds_off_a_bias_is_no_fault_of_a_scale(export):
+    """It is the same in every row, and inputs of one sign make a channel's output nearly that."""
+    assignment, simulation, _ = export("int8_shifted")
+    conv, x = simulation.network.get_submodule("conv"), simulation.inputs["conv"].abs()
+    simulated = conv(x.float())
+    difference = layer_difference(conv, assignment["conv"], x, simulated + 0.005 * simulated.std())
+    assert difference.relative_error > 1e-3 and difference.leans["scale"] < 0.01
+
+
 @pytest.mark.parametrize("name", FAULTY)
 @pytest.mark.parametrize("fault", CAUSES)
 @pytest.mark.parametrize("recipe, engine", RUNS)

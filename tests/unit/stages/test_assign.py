@@ -3,13 +3,7 @@
 from types import SimpleNamespace
 
 import torch
-import yaml
 
-from sd_quant.checkpoints.nemo import open_nemo
-from sd_quant.config import CONF, REPOSITORY
-from sd_quant.models.checkpoint import empty_denoiser
-from sd_quant.models.unet import layer_roles, shared_inputs
-from sd_quant.quantization.recipe_check import is_excluded
 from sd_quant.quantization.statistics import Sample, Statistics
 from sd_quant.simulation.sensitivity import guided
 from sd_quant.stages import assign as stage
@@ -47,10 +41,3 @@ def test_a_derivation_reads_weights_and_biases_by_the_layers_name(monkeypatch):
     assert weight_of("to_q") is weights["to_q.weight"]
     assert bias_of("conv") is weights["conv.bias"] and bias_of("to_q") is None
     assert (inputs, kept, widths, exclude) == (["to_q"], ["mid"], {"attn": 64}, ["up*"])
-
-
-def test_exclude_text_names_the_layers_that_read_the_text():
-    roles = layer_roles(empty_denoiser(open_nemo(REPOSITORY / "checkpoints/sdxl_mini.nemo")))
-    patterns = yaml.safe_load((CONF / "exclude/text.yaml").read_text(encoding="utf-8"))["sdxl"]
-    text = {name for shared in shared_inputs(roles) if shared.text for name in shared.readers}
-    assert text == {name for name in roles if is_excluded(name, patterns)} and len(text) == 22

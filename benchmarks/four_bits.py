@@ -1,0 +1,101 @@
+"""What each part of the four-bit presets does to the images: presets with a knob changed, against full precision.
+
+One statistics pass serves all. Images are made in the simulation, in fp32, so that all of the difference comes from
+quantization; ``quality.py`` makes those of INT8 in OpenVINO. A finished variant is kept on disk, so a cancelled run
+goes on where it was. Variants were chosen on other prompts than those that are reported:
+
+    python benchmarks/four_bits.py --prompts benchmarks/prompts/sdxl_mini_report.txt \\
+        --out outputs/benchmarks/four_bits/report
+    python benchmarks/four_bits.py --checkpoint outputs/sdxl_mini_second/sdxl_mini_second.nemo \\
+        --calibration benchmarks/prompts/second_calibration.txt --prompts benchmarks/prompts/second_report.txt \\
+        --out outputs/benchmarks/four_bits/second
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from common import GUIDANCE, SEED, Subject, open_subject
+from hydra import compose
+from quality import PROMPTS, label, table
+
+from sd_quant.calibration.prompts import read_prompts
+from sd_quant.cli import composing, job_of
+from sd_quant.config import CONF, REPOSITORY, Quantize, QuantizeJob
+from sd_quant.files import write_json, write_text
+from sd_quant.inference.loading import pipeline_of
+from sd_quant.inference.pipeline import Sampling
+from sd_quant.metrics.fidelity import fidelity
+from sd_quant.progress import progress
+from sd_quant.quantization.formats import FORMATS
+from sd_quant.stages.open_parts import open_simulated
+
+VARIANTS = {
+    "as it is": [],
+    "rounding=nearest scale_search=false": ["quantize.rounding=nearest", "quantize.scale_search=false"],
+    "rounding=nearest scale_search=true": ["quantize.rounding=nearest", "quantize.scale_search=true"],
+    "rounding=gptq scale_search=false": ["quantize.rounding=gptq", "quantize.scale_search=false"],
+    "nothing excluded": ["quantize.exclude={}"],
+    "nothing excluded, rounding=nearest scale_search=false": [
+        "quantize.exclude={}", "quantize.rounding=nearest", "quantize.scale_search=false",
+    ],
+}  # fmt: skip
+
+
+def knobs(preset: str, overrides: list[str]) -> Quantize:
+    """The checked section ``quantize`` of a job at level 3."""
+    with composing("quantize"):
+        return job_of(QuantizeJob, compose("quantize", [f"quantize={preset}", "quant_level=3", *overrides])).quantize
+
+
+def presets() -> list[str]:
+    """Those with weights in blocks."""
+    names = sorted(path.stem for path in (CONF / "quantize").glob("*.yaml"))
+    return [name for name in names if FORMATS[knobs(name, []).enable.linear.weight].block is not None]
+
+
+def measure(subject: Subject, recipes: dict[str, Quantize], options: argparse.Namespace) -> dict[str, dict]:
+    prompts = read_prompts(options.prompts)[: options.images]
+    sampling = Sampling(options.steps, GUIDANCE, subject.size, subject.size, options.batch, 123)
+    checkpoint, engines = subject.model.checkpoint, subject.model.torch_engines()
+    reference = pipeline_of(checkpoint, engines)(prompts, sampling)
+    calibration = Sampling(options.steps, GUIDANCE, subject.size, subject.size, 1, SEED)
+    statistics = subject.statistics(calibration, cache=REPOSITORY / "outputs/cache/statistics")
+    found = {}
+    with progress(len(recipes), "variants") as advance:
+        for name, recipe in recipes.items():
+            kept = options.out / f"{label(name)}.json"
+            if not kept.exists() or json.loads(kept.read_text(encoding="utf-8"))["prompts"] != prompts:
+                assignment = subject.assignment(statistics, recipe, exclude=recipe.exclude.get("sdxl", ()))
+                quantized = engines | {"unet_xl": open_simulated(checkpoint, assignment)}
+                images = pipeline_of(checkpoint, quantized)(prompts, sampling)
+                closeness = fidelity(reference.images, images.images, reference.latents, images.latents)
+                write_json(kept, {"prompts": prompts, "fidelity": closeness})
+            found[name] = json.loads(kept.read_text(encoding="utf-8"))["fidelity"]
+            advance()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", type=Path, default=REPOSITORY / "checkpoints/sdxl_mini.nemo")
+    parser.add_argument("--calibration", type=Path, default=CONF / "model/prompts/sdxl_mini.txt")
+    parser.add_argument("--prompts", type=Path, default=PROMPTS / "sdxl_mini.txt")
+    parser.add_argument("--presets", nargs="+", choices=presets(), default=presets(), metavar="NAME")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="NAME")
+    parser.add_argument("--images", type=int, default=64)
+    parser.add_argument("--calib-size", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "outputs/benchmarks/four_bits/choice")
+    options = parser.parse_args()
+    subject, lines = open_subject(options.checkpoint, options.calibration, options.calib_size), []
+    for preset in options.presets:
+        recipes = {f"{preset}, {name}": knobs(preset, VARIANTS[name]) for name in options.variants}
+        lines.append(table(measure(subject, recipes, options)))
+        write_text(options.out / "four_bits.md", "\n".join(lines))
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Codes of weights in blocks: GPTQ against its published update, scales against trying every one."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from sd_quant.errors import SdQuantError
+from sd_quant.quantization.assignment import LayerAssignment, rewritten
+from sd_quant.quantization.error_model import output_errors
+from sd_quant.quantization.formats import FORMATS
+from sd_quant.quantization.recipe import Enable, Pair, Recipe
+from sd_quant.quantization.rounding import COLUMNS, DAMPING, FEWEST_ROWS, gptq, with_rounded_weight
+from sd_quant.quantization.row_chunks import layer_of_rows
+from sd_quant.quantization.statistics import LayerStatistics, Sample
+
+BLOCKED = [name for name, fmt in FORMATS.items() if fmt.block is not None]
+OUTPUTS, INPUTS = 24, 128
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def inputs(count: int, seed: int = 1) -> Tensor:
+    """Rows as a network's are: their numbers go together, and some are much larger than others."""
+    return drawn(count, 16, seed=seed) @ drawn(16, INPUTS, seed=7) * drawn(INPUTS, seed=8).exp() + drawn(count, INPUTS)
+
+
+def statistics(rows: Tensor) -> LayerStatistics:
+    return LayerStatistics("linear", rows.abs().amax(0)[None], Sample(rows, torch.arange(len(rows)).double()))
+
+
+def row(weight: Tensor, fmt: str, **given) -> LayerAssignment:
+    return LayerAssignment("layer", "ffn", tuple(weight.shape), fmt, weight_amax=weight.abs().amax().view(1), **given)
+
+
+def recipe(fmt: str, rounding: str = "nearest", scale_search: bool = False) -> Recipe:
+    pair = Pair(fmt, None)
+    return Recipe(3.0, None, enable=Enable(pair, pair, None), rounding=rounding, scale_search=scale_search)
+
+
+def published(weight: Tensor, rows: Tensor, fmt_name: str) -> Tensor:
+    """Optimal Brain Surgeon as GPTQ's paper states it (equations 2 and 3), input by input, in double precision."""
+    fmt, left = FORMATS[fmt_name], weight.double().clone()
+    hessian = rows.double().T @ rows.double()
+    hessian += DAMPING * hessian.diagonal().mean() * torch.eye(len(hessian))
+    inverse = torch.linalg.inv(hessian)
+    numbers = torch.empty_like(weight)
+    for column in range(weight.shape[1]):
+        if column % fmt.block == 0:
+            block = slice(column, column + fmt.block)
+            scales = fmt.scales(left[:, block].float(), weight.abs().amax().view(1))
+        rounded = fmt.dequantize(fmt.quantize(left[:, block].float(), *scales), *scales)[:, column % fmt.block]
+        numbers[:, column] = rounded
+        error = (left[:, column] - rounded) / inverse[column, column]
+        left[:, column:] -= error[:, None] * inverse[column, column:]
+        left[:, column] = rounded
+        inverse = inverse - torch.outer(inverse[:, column], inverse[column]) / inverse[column, column]
+    return numbers
+
+
+@pytest.mark.parametrize("fmt", BLOCKED)
+def test_gptq_is_the_published_update(fmt):
+    """But for numbers so near to halfway between two codes that fp32 and double precision decide differently."""
+    weight, rows = drawn(OUTPUTS, INPUTS), inputs(64)
+    layer = with_rounded_weight(row(weight, fmt), weight, statistics(rows), recipe(fmt, "gptq"))
+    codes, scales = layer.codes_and_scales(weight)
+    numbers = FORMATS[fmt].dequantize(codes, *scales)
+    assert torch.isclose(numbers, published(weight, rows, fmt), rtol=1e-4).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("fmt", BLOCKED)
+def test_gptq_makes_the_error_of_outputs_smaller_on_rows_that_it_has_not_seen(fmt):
+    weight, rows, others = drawn(OUTPUTS, INPUTS), inputs(128), inputs(500, seed=2)
+    plain = row(weight, fmt)
+    chosen = with_rounded_weight(plain, weight, statistics(rows), recipe(fmt, "gptq"))
+    errors = [output_errors(layer, weight, others, 1)[0] for layer in (plain, chosen)]
+    assert errors[1] < 0.9 * errors[0]
+
+
+@pytest.mark.parametrize("fmt", BLOCKED)
+def test_every_block_has_the_best_scale_of_those_tried(fmt):
+    """Tried one by one, and for whole rows the error is smaller than with the format's own scale."""
+    weight = drawn(OUTPUTS, INPUTS) ** 3
+    layer = with_rounded_weight(row(weight, fmt), weight, statistics(inputs(8)), recipe(fmt, scale_search=True))
+    table, block = FORMATS[fmt], FORMATS[fmt].block
+
+    def errors(codes: Tensor, scales: tuple[Tensor, ...]) -> Tensor:
+        return (table.dequantize(codes, *scales) - weight).square().unflatten(1, (-1, block)).sum(-1)
+
+    tried = table.tried_scales(weight, layer.weight_amax)
+    least = torch.stack([errors(table.quantize(weight, *scales), scales) for scales in tried]).amin(0)
+    found = errors(*layer.codes_and_scales(weight))
+    torch.testing.assert_close(found, least)
+    assert torch.equal(tried[0][0], table.scales(weight, layer.weight_amax)[0])
+    assert found.sum() < 0.98 * errors(table.quantize(weight, *tried[0]), tried[0]).sum()
+
+
+def test_four_over_six_worked_by_hand():
+    """Of a block's numbers 12 and 9: with 12 as code 6, nine lies between 4 and 6; with 12 as code 4 it is code 3."""
+    fmt, weight = FORMATS["nvfp4"], torch.tensor([[12.0, *15 * [9.0]], 16 * [36.0]])
+    layer = row(weight, "nvfp4")
+    chosen = with_rounded_weight(layer, weight, statistics(inputs(8)[:, :16]), recipe("nvfp4", scale_search=True))
+    plain, better = (
+        fmt.dequantize(codes, *scales) for codes, scales in (each.codes_and_scales(weight) for each in (layer, chosen))
+    )
+    assert plain[0].tolist() == [pytest.approx(12, rel=0.04), *15 * [pytest.approx(8, rel=0.04)]]
+    assert better[0].tolist() == [pytest.approx(12, rel=0.04), *15 * [pytest.approx(9, rel=0.04)]]
+    assert torch.equal(plain[1], better[1])
+
+
+@pytest.mark.parametrize("fmt", BLOCKED)
+def test_smoothed_and_split_weights_are_rounded_for_the_smoothed_input(fmt):
+    """The branch is not rounded, and the rows are those that the codes are multiplied with."""
+    weight, rows = drawn(OUTPUTS, INPUTS), inputs(64)
+    factors = drawn(INPUTS, seed=3).exp()
+    layer = row(weight, fmt, pre_quant_scale=factors, low_rank=(drawn(OUTPUTS, 4).half(), drawn(4, INPUTS).half()))
+    smoothed = rewritten(weight, layer)
+    layer = replace(layer, weight_amax=smoothed.abs().amax().view(1))
+    chosen = with_rounded_weight(layer, weight, statistics(rows), recipe(fmt, "gptq"))
+    alone = row(smoothed, fmt)
+    expected = with_rounded_weight(alone, smoothed, statistics(rows * factors), recipe(fmt, "gptq"))
+    for found, wanted in zip(chosen.rounded, expected.rounded, strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_inputs_far_apart_do_not_make_up_for_each_other():
+    """A weight of more than ``COLUMNS`` inputs is rounded as two weights are."""
+    width = COLUMNS + 64
+    weight, rows = drawn(4, width), drawn(32, width)
+    fmt = FORMATS["int4"]
+    codes, scales = gptq(weight, rows, fmt, lambda columns: fmt.scales(columns, torch.ones(1)))
+    for part in (slice(COLUMNS), slice(COLUMNS, None)):
+        own, _ = gptq(weight[:, part], rows[:, part], fmt, lambda columns: fmt.scales(columns, torch.ones(1)))
+        assert torch.equal(codes[:, part], own)
+    assert codes.shape == weight.shape and scales.shape == (4, width // 64)
+
+
+def test_inputs_that_are_always_zero():
+    weight, rows = drawn(4, INPUTS), inputs(32)
+    rows[:, ::2] = 0
+    for given in (rows, torch.zeros(32, INPUTS)):
+        layer = with_rounded_weight(row(weight, "int4"), weight, statistics(given), recipe("int4", "gptq"))
+        nearest = FORMATS["int4"].quantize(weight, *layer.rounded[1:])
+        assert torch.equal(layer.rounded[0][:, 0], nearest[:, 0])
+
+
+def test_some_rows_of_a_weight_have_their_own_codes():
+    weight = drawn(OUTPUTS, INPUTS)
+    for fmt in BLOCKED:
+        layer = with_rounded_weight(row(weight, fmt), weight, statistics(inputs(32)), recipe(fmt, "gptq", True))
+        codes, scales = layer.codes_and_scales(weight)
+        some, its_scales = layer_of_rows(layer, slice(5, 9)).codes_and_scales(weight[5:9])
+        assert torch.equal(some, codes[5:9])
+        numbers = FORMATS[fmt].dequantize(some, *its_scales)
+        assert torch.equal(numbers, FORMATS[fmt].dequantize(codes, *scales)[5:9])
+
+
+def test_too_few_rows_are_refused():
+    weight = drawn(4, INPUTS)
+    with pytest.raises(
+        SdQuantError, match=f"^calibration has 8 rows of the input of layer, and GPTQ needs {FEWEST_ROWS}"
+    ):
+        with_rounded_weight(row(weight, "int4"), weight, statistics(inputs(8)), recipe("int4", "gptq"))
