@@ -35,9 +35,9 @@ VARIANTS = {
     "rounding=nearest scale_search=false": ["quantize.rounding=nearest", "quantize.scale_search=false"],
     "rounding=nearest scale_search=true": ["quantize.rounding=nearest", "quantize.scale_search=true"],
     "rounding=gptq scale_search=false": ["quantize.rounding=gptq", "quantize.scale_search=false"],
-    "nothing excluded": ["quantize.exclude={}"],
+    "nothing excluded": ["quantize.exclude.sdxl=[]"],
     "nothing excluded, rounding=nearest scale_search=false": [
-        "quantize.exclude={}", "quantize.rounding=nearest", "quantize.scale_search=false",
+        "quantize.exclude.sdxl=[]", "quantize.rounding=nearest", "quantize.scale_search=false",
     ],
 }  # fmt: skip
 

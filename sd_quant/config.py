@@ -92,6 +92,20 @@ class Quantize(Recipe):
         ),
         "the most sensitive layers, which stay in fp16",
     ]
+    budget: Annotated[
+        int | float | None,
+        Limit(
+            lambda budget: budget >= 1 if isinstance(budget, int) else 0 < budget < 1,
+            "bytes, or a share below 1 of what the denoiser's weights take in fp32",
+        ),
+        "what the denoiser's weights may take: which layers get more bits is chosen so that the images change least; "
+        "null: all have the preset's format",
+    ]
+    choices: Annotated[
+        list[str],
+        one_of(FORMATS, each=True),
+        "with a budget: formats that weights of a layer may have instead, its inputs in fp16; fp16 is always one",
+    ]
     n_steps: Annotated[int, at_least(1), "denoising steps of a calibration image"]
     calib_size: Annotated[int, at_least(1), "prompts to calibrate on"]
     calibration: Annotated[
@@ -114,6 +128,8 @@ def check_recipe(quantize: Quantize) -> None:
     check_enabled(quantize)
     check_shift(quantize)
     check_rounding(quantize)
+    expected = f"0, because quantize.budget={quantize.budget} chooses what stays in fp16"
+    check(quantize.budget is None or quantize.keep == 0, "keep", quantize.keep, expected)
     expected = f"at least {1 / steps:g}, one of the {steps} steps, because it selects no step"
     check(int(steps * share) > 0, "percentile", share, expected)
     if quantize.smoothing == "none":
@@ -389,7 +405,8 @@ class QuantizeJob:
         check(self.infer.out_path is None, "infer.out_path", self.infer.out_path, expected)
 
     def formats(self) -> dict[str, set[str]]:
-        return formats_used(self.quantize.enable, self.quantize.quant_level)
+        used = formats_used(self.quantize.enable, self.quantize.quant_level)
+        return used | {"weights": used["weights"] | set(self.quantize.choices if self.quantize.budget else ())}
 
     def calibration_prompts(self) -> list[str]:
         """The first ``calib_size`` prompts of a text file, or as many drawn with ``seed`` from a table of captions.

@@ -31,13 +31,15 @@ def derive(
     attentions: Mapping[str, int] = {},
     exclude: Collection[str] = (),
     bias_of: Callable[[str], Tensor | None] = lambda name: None,
+    recipes: Mapping[str, Recipe] = {},
 ) -> dict[str, LayerAssignment]:
     """The assignment of every layer in ``roles`` (role by name).
 
     ``weight_of`` reads the weight of a layer by name, ``bias_of`` the bias of a convolution, None where it has none;
     the weights of one shared input are in memory at a time. ``inputs`` are
     the family's shared inputs of linears, ``attentions`` the head widths of its attentions by name. The layers ``kept``
-    and those that match a pattern of ``exclude`` stay in high precision at every level.
+    and those that match a pattern of ``exclude`` stay in high precision at every level. ``recipes`` has the layers with
+    another recipe than the others; all readers of a shared input have the same.
     Raises SdQuantError when calibration never reached a layer that is to be quantized or saw only zeros there,
     ConfigError when no layer is left to quantize.
     """
@@ -54,18 +56,20 @@ def derive(
             )
         layer = LayerAssignment(name, role, tuple((weight := weight_of(name)).shape), reason=reason)
         if reason is None and role == "conv":
-            layer = assign_convolution(layer, weight, bias_of(name), statistics[name], recipe)
+            layer = assign_convolution(layer, weight, bias_of(name), statistics[name], recipes.get(name, recipe))
         assignment[name] = layer
     for shared in SMOOTHINGS[recipe.smoothing](inputs):
-        assignment |= assign_linears(shared, assignment, weight_of, statistics, recipe)
+        own = recipes.get(shared.readers[0], recipe)
+        assignment |= assign_linears(shared, assignment, weight_of, statistics, own)
     if not any(layer.format for layer in assignment.values()):
         raise ConfigError(
             f"quant_level={recipe.quant_level:g} with {len(kept)} layers kept leaves no layer to quantize; "
             "raise quant_level or lower keep"
         )
     for name, layer in assignment.items():
-        if layer.format is not None and recipe.chooses_codes(layer.format):
-            layer = with_rounded_weight(layer, weight_of(name), statistics[name], recipe)
+        own = recipes.get(name, recipe)
+        if layer.format is not None and own.chooses_codes(layer.format):
+            layer = with_rounded_weight(layer, weight_of(name), statistics[name], own)
             assignment[name] = with_output_errors(layer, weight_of(name), statistics[name])
     if recipe.enable.attention is not None:
         for name, head_width in attentions.items():

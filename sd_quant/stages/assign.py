@@ -1,6 +1,6 @@
 """The assignment of the denoiser's layers, from statistics and recipe, and the layers that are kept out of it."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -9,6 +9,7 @@ from sd_quant.models.checkpoint import Checkpoint, denoiser_of, denoiser_weights
 from sd_quant.progress import progress
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.derivation import derive
+from sd_quant.quantization.recipe import Recipe
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.csv_files import write_csv
 from sd_quant.report.sensitivity_plot import plot_sensitivity
@@ -18,20 +19,22 @@ from sd_quant.stages.load import Loaded
 from sd_quant.stages.open_parts import open_simulated
 
 
-def assign(loaded: Loaded, statistics: Statistics, kept: Collection[str] = ()) -> dict[str, LayerAssignment]:
-    """How each layer is quantized by the recipe; the layers in ``kept`` stay in high precision."""
+def assign(
+    loaded: Loaded, statistics: Statistics, kept: Collection[str] = (), recipes: Mapping[str, Recipe] = {}
+) -> dict[str, LayerAssignment]:
+    """How each layer is quantized by the recipe, or by its own of ``recipes``; those ``kept`` stay in fp16."""
     weights = denoiser_weights(loaded.checkpoint)
-    linears = [name for name, role in loaded.roles.items() if role != "conv"]
     return derive(
         loaded.roles,
         lambda name: weights[f"{name}.weight"],
         statistics.layers,
         loaded.recipe,
-        loaded.checkpoint.family.shared_inputs(linears),
+        loaded.shared_inputs,
         kept,
         loaded.head_widths,
         loaded.exclude,
         lambda name: weights[bias] if (bias := f"{name}.bias") in weights else None,
+        recipes,
     )
 
 

@@ -8,11 +8,12 @@ from typing import cast
 from sd_quant.checkpoints.checks import check_finite
 from sd_quant.checkpoints.kinds import open_checkpoint
 from sd_quant.checkpoints.tensors import Weights
-from sd_quant.config import Model, QuantizeJob, anchored
+from sd_quant.config import Model, Quantize, QuantizeJob, anchored
 from sd_quant.errors import ConfigError
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser, part_parameters
-from sd_quant.models.parts import Part, text_readers
-from sd_quant.quantization.recipe import Recipe, reason_kept
+from sd_quant.models.parts import Part, SharedInput, text_readers
+from sd_quant.quantization.budget import with_weights
+from sd_quant.quantization.recipe import reason_kept
 from sd_quant.quantization.recipe_check import check_layers
 from sd_quant.simulation.sensitivity import budget
 from sd_quant.stages.generate import check_channels
@@ -27,11 +28,17 @@ class Loaded:
     parts: dict[str, Part]  # the denoiser first
     parameters: dict[str, int]  # number of weights by part
     roles: dict[str, str]  # role of each of the denoiser's layers
+    shapes: dict[str, tuple[int, ...]]  # of the weight of each
     head_widths: dict[str, int]  # width of a head by attention, of those that quant_level 4 can quantize
-    recipe: Recipe
+    recipe: Quantize
     exclude: Collection[str]  # patterns of the layers that the recipe leaves in high precision
     kept: int  # how many of the most sensitive layers stay in high precision
     guidance_scale: float  # of the images, those of calibration too
+
+    @property
+    def shared_inputs(self) -> list[SharedInput]:
+        """The tensors that its linears read."""
+        return self.checkpoint.family.shared_inputs([name for name, role in self.roles.items() if role != "conv"])
 
     @property
     def denoiser(self) -> str:
@@ -82,8 +89,10 @@ def load(job: QuantizeJob, directory: Path) -> Loaded:
     exclude = list(recipe.exclude.get(job.model.family, ()))
     if recipe.exclude_text:
         exclude += read_the_text(checkpoint, roles)
-    shapes = {name: network.get_parameter(f"{name}.weight").shape for name in roles}
-    check_layers(roles, shapes, recipe, head_widths, exclude)
+    shapes = {name: tuple(network.get_parameter(f"{name}.weight").shape) for name in roles}
+    alternatives = [with_weights(recipe, fmt) for fmt in recipe.choices] if recipe.budget else []
+    for each in (recipe, *alternatives):
+        check_layers(roles, shapes, each, head_widths, exclude)
     selected = sum(reason_kept(role, recipe.quant_level) is None for role in roles.values())
     kept = budget(job.quantize.keep, selected)
-    return Loaded(checkpoint, parts, parameters, roles, head_widths, recipe, exclude, kept, job.infer.scale)
+    return Loaded(checkpoint, parts, parameters, roles, shapes, head_widths, recipe, exclude, kept, job.infer.scale)

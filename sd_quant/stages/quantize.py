@@ -30,6 +30,7 @@ from sd_quant.stages.calibrate import statistics_of
 from sd_quant.stages.compare import compare_images, save_pairs
 from sd_quant.stages.export_onnx import export_parts
 from sd_quant.stages.export_trt import build_run_plans, check_gpu, plan_library
+from sd_quant.stages.fit_budget import bytes_to_share, fit_budget
 from sd_quant.stages.generate import check_images
 from sd_quant.stages.job_folder import facts_of, fingerprint, finished, remove_leftovers, shown
 from sd_quant.stages.latency import compare_latency
@@ -100,10 +101,12 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> Record:
     write_text(directory / "config.yaml", yaml.safe_dump(dataclasses.asdict(job), sort_keys=False))
     with step("load"):
         loaded = load(job, directory)
+        limit = bytes_to_share(loaded)
     with step("calibrate"):
         statistics = statistics_of(loaded.checkpoint, loaded.roles, job, sha256)
     with step("assign"):
-        assignment, sensitivity = assign(loaded, statistics), None
+        fitted = None if limit is None else fit_budget(loaded, statistics, limit, directory)
+        assignment, sensitivity = fitted.assignment if fitted else assign(loaded, statistics), None
     if loaded.kept:
         with step("sensitivity"):
             sensitivity, kept = most_sensitive(loaded, statistics, assignment, directory)
@@ -127,7 +130,18 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> Record:
         executed = executed_layers(loaded, assignment, variants, job.infer.engine, directory)
         parity = verify(loaded, assignment, variants, comparison, job.infer.engine, directory)
     results = Results(
-        loaded, assignment, sensitivity, plans, comparison, simulated, latency, parity, executed, step.stages, step.peak
+        loaded,
+        assignment,
+        sensitivity,
+        fitted,
+        plans,
+        comparison,
+        simulated,
+        latency,
+        parity,
+        executed,
+        step.stages,
+        step.peak,
     )
     record = record_of(job, facts, results, directory)
     write_json(directory / "provenance.json", facts)

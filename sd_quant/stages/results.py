@@ -3,7 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import onnx
 
@@ -28,6 +28,7 @@ from sd_quant.report.record import (
 )
 from sd_quant.simulation.sensitivity import Sensitivity
 from sd_quant.stages.compare import Comparison
+from sd_quant.stages.fit_budget import Fitted
 from sd_quant.stages.job_folder import fingerprint
 from sd_quant.stages.load import Loaded
 from sd_quant.stages.text_scores import text_scores
@@ -41,6 +42,7 @@ class Results:
     loaded: Loaded
     assignment: dict[str, LayerAssignment]
     sensitivity: Sensitivity | None  # None where no layer is kept for its sensitivity
+    fitted: Fitted | None  # None where no budget was given
     plans: dict[str, PlanReport]  # by part
     comparison: Comparison
     simulated: str | None  # why the quantized variant is the simulation and no engine; None where it is an engine
@@ -89,15 +91,22 @@ def record_of(job: QuantizeJob, facts: dict, results: Results, directory: Path) 
         executed=cast(Executed, results.executed),
         layers=count_layers(results.assignment),
         smoothing=count_smoothing(results.assignment, artifact(directory, "onnx", loaded.denoiser)),
-        sensitivity={"curve": results.sensitivity.curve}
-        if results.sensitivity
-        else {"curve": None, "reason": "keep is 0"},
+        sensitivity=sensitivity_entry(results),
         peak_memory_bytes=cast("float | Explained", results.peak),
         peak_cuda_memory_bytes=explained(peak_cuda_memory_bytes(), "no NVIDIA GPU"),
         stages=cast(dict[str, Stage], results.stages),
         environment={"versions": facts["versions"], "machine": facts["machine"]},
         inputs=facts["inputs"],
     )
+
+
+def sensitivity_entry(results: Results) -> dict[str, Any]:
+    """What the choice of layers went by."""
+    if results.sensitivity:
+        return {"curve": results.sensitivity.curve}
+    if results.fitted:
+        return {"curve": None, "reason": "quantize.budget chose the formats", "budget": results.fitted.entry()}
+    return {"curve": None, "reason": "keep is 0"}
 
 
 def sizes(parameters: dict[str, int], directory: Path) -> dict[str, Sizes]:

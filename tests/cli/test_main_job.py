@@ -4,6 +4,7 @@ import csv
 import hashlib
 import json
 import math
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -169,6 +170,40 @@ def test_another_recipe_takes_its_statistics_from_the_cache_and_keeps_what_is_mo
     gains = [float(row["accumulated_error_alpha_0.8"]) - float(row["accumulated_error"]) for row in searched]
     assert len({row["alpha"] for row in searched}) > 1 and sum(gains) > 0
     assert record["smoothing"]["multiplications"] == len(searched) > 18
+
+
+def test_a_budget_gives_bits_to_the_layers_that_need_them(command, checkpoint, main_job, with_graphs, tmp_path):
+    """Convolutions alone, in 4 or 8 bits or left in fp16; the file takes what was computed, and its graph."""
+    directory = tmp_path / "run"
+    arguments = [
+        "quantize.py", "quantize=svdquant_w4a16", "quant_level=1", "calib_size=1", "quantize.n_steps=5",
+        "export_trt=none", f"model.path={checkpoint}", f"cache.dir={main_job.cache}", f"infer.prompts=[{PROMPT}]",
+        f"hydra.run.dir={directory}", *main_job.sampling, "timing.budget_s=0",
+    ]  # fmt: skip
+    refused = command(*arguments, "quantize.budget=0.05")
+    assert refused.returncode == 2 and "calibrat" not in refused.stderr.splitlines()[-1]
+    found = re.search(r"quantize.budget is 0.05, expected from (\d+) bytes \(a share of ([\d.]+)\)", refused.stderr)
+    least = int(found[1])
+    result = command(*arguments, f"quantize.budget={least + 300_000}")
+    assert result.returncode == 0, result.stderr[-3000:]
+    record = json.loads((directory / "metrics.json").read_text())
+    chosen = record["sensitivity"]["budget"]
+    assert set(chosen["layers"]) == {"svdquant_w4a16", "int8", "fp16"} and sum(chosen["layers"].values()) == 26
+    assert chosen["layers"]["svdquant_w4a16"] and chosen["layers"]["int8"]
+    assert least < chosen["chosen_bytes"] <= chosen["limit_bytes"] == least + 300_000
+    stored = record["sizes_bytes"]["unet_xl"]["onnx_quantized"]
+    graph = record["sizes_bytes"]["unet_xl"]["onnx_full_precision"] - 2 * parameters_of(record)
+    assert stored - chosen["chosen_bytes"] == pytest.approx(graph, abs=150_000)
+    with (directory / "budget.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    worst = sorted(rows, key=lambda row: -float(row["network_error_svdquant_w4a16"]) / float(row["bytes_fp16"]))
+    assert {row["chosen"] for row in worst[:3]} <= {"int8", "fp16"}
+    predicted = sum(float(row.get(f"network_error_{row['chosen']}") or 0) ** 2 for row in rows) ** 0.5
+    assert predicted == pytest.approx(chosen["predicted_error"])
+
+
+def parameters_of(record: dict) -> int:
+    return record["sizes_bytes"]["unet_xl"]["weights_fp32"] // 4
 
 
 def test_statistics_from_elsewhere_give_the_same_recipe(command, run, main_job, with_graphs, checkpoint, tmp_path):

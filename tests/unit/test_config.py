@@ -139,6 +139,8 @@ def test_the_preset_is_nemos():
         },
         "exclude": {"sdxl": []},
         "exclude_text": False,
+        "budget": None,
+        "choices": ["int8"],
         "rounding": "nearest",
         "scale_search": False,
         "per_channel": True,
@@ -299,6 +301,15 @@ NAN, INFINITY = float("nan"), float("inf")
         ("quantize.smoothing", "all", "smoothing is all, expected one of folded, modelopt, none"),
         ("quantize.smoothing", "none", "alpha is auto, expected null, because int8 smooths nothing"),
         ("quantize.exclude", {"sdxl": "*"}, "quantize.exclude.sdxl is '*', expected a list of texts"),
+        ("quantize.budget", 1.5, "quantize.budget is 1.5, expected bytes, or a share below 1 of what the "
+         "denoiser's weights take in fp32"),
+        ("quantize.budget", 0, "quantize.budget is 0, expected bytes, or a share below 1 of what the "
+         "denoiser's weights take in fp32"),
+        ("quantize.choices", ["int3"], "quantize.choices is int3, expected one of int8, fp8, int4, mxfp4, nvfp4"),
+        ("quantize.rounding", "gptq", "quantize.rounding is gptq, expected nearest, because int8 has 8 bits for a "
+         "weight, where choosing them gains nothing"),
+        ("quantize.scale_search", True, "quantize.scale_search is True, expected false, because int8 has 8 bits for "
+         "a weight, where choosing them gains nothing"),
         (
             "quantize.observer",
             "min",
