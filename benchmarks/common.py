@@ -2,7 +2,7 @@
 
 import argparse
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -54,13 +54,14 @@ class Subject:
         )  # fmt: skip
 
     def assignment(
-        self, statistics: Statistics, recipe: Recipe, kept: Collection[str] = (), exclude: Collection[str] = ()
-    ) -> dict[str, LayerAssignment]:
+        self, statistics: Statistics, recipe: Recipe, kept: Collection[str] = (), exclude: Collection[str] = (),
+        recipes: Mapping[str, Recipe] = {},
+    ) -> dict[str, LayerAssignment]:  # fmt: skip
         """As the main job derives it, which reads the weights from the checkpoint again."""
         weights = self.model.checkpoint.components["unet"]
         return derive(
             self.roles, lambda name: weights[f"{name}.weight"], statistics.layers, recipe, shared_inputs(self.roles),
-            kept, exclude=exclude, bias_of=lambda name: weights[f"{name}.bias"],
+            kept, exclude=exclude, bias_of=lambda name: weights[f"{name}.bias"], recipes=recipes,
         )  # fmt: skip
 
 

@@ -1,8 +1,11 @@
-"""What this process has of the machine: memory at its peak, and cores."""
+"""What this process has of the machine: memory at its peak, cores, and standard output."""
 
+import ctypes
 import os
 import resource
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -47,3 +50,18 @@ def quota_of_cgroup() -> float | None:
         except OSError:
             return None
     return None if limit in ("max", "-1") else int(limit) / int(period)
+
+
+@contextmanager
+def without_output() -> Iterator[None]:
+    """In the block nothing is written to standard output, not even by a library's compiled code."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    with Path(os.devnull).open("wb") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+    try:
+        yield
+    finally:
+        ctypes.CDLL(None).fflush(None)  # what C holds back for a pipe
+        os.dup2(kept, 1)
+        os.close(kept)

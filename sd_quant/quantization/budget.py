@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+from sd_quant.process import without_output
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.low_rank import rank_of
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
@@ -60,11 +61,12 @@ def choose(units: Sequence[Mapping[str, Choice]], limit: int) -> list[str]:
     errors = np.array([units[index][name].squared_error for index, name in flat])
     sizes = np.array([units[index][name].bytes for index, name in flat])
     one_each = np.arange(len(units))[:, None] == [index for index, _ in flat]
-    found = milp(
-        errors / max(errors.max(), np.finfo(float).tiny),  # the solver's tolerances are absolute
-        integrality=np.ones(len(flat)),
-        bounds=Bounds(0, 1),
-        constraints=[LinearConstraint(one_each, 1, 1), LinearConstraint(sizes / limit, -np.inf, 1)],
-        options={"mip_rel_gap": 0},
-    )
+    with without_output():  # HiGHS prints names of its own functions
+        found = milp(
+            errors / max(errors.max(), np.finfo(float).tiny),  # the solver's tolerances are absolute
+            integrality=np.ones(len(flat)),
+            bounds=Bounds(0, 1),
+            constraints=[LinearConstraint(one_each, 1, 1), LinearConstraint(sizes / limit, -np.inf, 1)],
+            options={"mip_rel_gap": 0},
+        )
     return [name for (_, name), taken in zip(flat, found.x, strict=True) if taken > 0.5]

@@ -1,3 +1,5 @@
+import ctypes
+
 import pytest
 
 from sd_quant import process
@@ -26,3 +28,15 @@ def test_cores_are_those_of_the_process_within_the_containers_share(monkeypatch,
     monkeypatch.setattr(process.os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     monkeypatch.setattr(process, "quota_of_cgroup", lambda: quota)
     assert process.cores() == expected
+
+
+def test_not_even_compiled_code_writes_to_standard_output(capfd):
+    libc = ctypes.CDLL(None)
+    libc.printf(b"before\n")
+    libc.fflush(None)
+    with pytest.raises(ZeroDivisionError), process.without_output():
+        libc.printf(b"compiled\n")
+        raise ZeroDivisionError
+    libc.printf(b"after\n")
+    libc.fflush(None)
+    assert capfd.readouterr().out == "before\nafter\n"

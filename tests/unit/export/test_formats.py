@@ -69,8 +69,10 @@ class Network:
         return self.unet.get_parameter(f"{name}.weight")
 
     def derive(self, recipe: Recipe, attentions: dict[str, int]) -> dict[str, LayerAssignment]:
-        inputs = shared_inputs(self.roles)
-        return derive(self.roles, self.weight, self.statistics, recipe, inputs, attentions=attentions)
+        return derive(
+            self.roles, self.weight, self.statistics, recipe, shared_inputs(self.roles), attentions=attentions,
+            bias_of=lambda name: self.unet.get_submodule(name).bias,
+        )  # fmt: skip
 
     def write(self, assignment: dict[str, LayerAssignment], path: Path) -> Path:
         weights = self.part().state_dict()
@@ -226,8 +228,7 @@ def test_weights_are_stored_in_their_formats_own_type(exported):
     for name, layer in exported.layers.items():
         fmt, key = FORMATS[layer.format], f"{PREFIX}{name}.weight"
         weight = rewritten(exported.network.weight(name), layer).flatten(1)
-        scales = layer.weight_scales(weight)
-        codes = fmt.quantize(weight, *scales)
+        codes, scales = layer.codes_and_scales(weight)
         expected = fmt.dequantize(codes, *(torch.ones_like(scale) for scale in scales))
         code_tensor = stored[f"{key}.{layer.format}"]
         assert code_tensor.data_type == TensorProto.DataType.Value(fmt.onnx_type)

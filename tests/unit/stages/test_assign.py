@@ -30,14 +30,14 @@ def test_a_derivation_reads_weights_and_biases_by_the_layers_name(monkeypatch):
     weights = {"conv.weight": torch.ones(2, 3), "conv.bias": torch.zeros(2), "to_q.weight": torch.ones(4, 3)}
     monkeypatch.setattr(stage, "denoiser_weights", lambda _: weights)
     monkeypatch.setattr(stage, "derive", lambda *given: given)
-    family = SimpleNamespace(shared_inputs=list)
     loaded = SimpleNamespace(
-        checkpoint=SimpleNamespace(family=family), roles={"conv": "conv", "to_q": "qkv"}, recipe="the recipe",
+        checkpoint=None, roles={"conv": "conv", "to_q": "qkv"}, recipe="the recipe", shared_inputs=["to_q"],
         head_widths={"attn": 64}, exclude=["up*"],
     )  # fmt: skip
-    roles, weight_of, layers, recipe, inputs, kept, widths, exclude, bias_of = stage.assign(
-        loaded, Statistics({"conv": "ranges"}, {}), ["mid"]
+    _, weight_of, _, _, inputs, kept, widths, exclude, bias_of, recipes = stage.assign(
+        loaded, Statistics({"conv": "ranges"}, {}), ["mid"], {"to_q": "its own"}
     )
     assert weight_of("to_q") is weights["to_q.weight"]
     assert bias_of("conv") is weights["conv.bias"] and bias_of("to_q") is None
     assert (inputs, kept, widths, exclude) == (["to_q"], ["mid"], {"attn": 64}, ["up*"])
+    assert recipes == {"to_q": "its own"}
