@@ -81,28 +81,28 @@ def gptq(weight: Tensor, rows: Tensor, fmt: Format, scales_of: ScalesOf) -> tupl
     """
     codes, scales = [], []
     for start in range(0, weight.shape[1], COLUMNS):
-        left = weight[:, start : start + COLUMNS].clone()
+        left = weight[:, start : start + COLUMNS].T.clone()  # [in, out], so that what is rounded together lies together
         factor = inverse_factor(rows[:, start : start + COLUMNS])
-        for first in range(0, left.shape[1], fmt.block):
+        for first in range(0, len(left), fmt.block):
             block, later = slice(first, first + fmt.block), slice(first + fmt.block, None)
-            chosen = scales_of(left[:, block])
+            chosen = scales_of(left[block].T)
             scales.append(chosen[0])
-            rounded, errors = round_block(left[:, block], factor[block, block], fmt, chosen)
+            rounded, errors = round_block(left[block], factor[block, block], fmt, chosen)
             codes.append(rounded)
-            left[:, later] -= errors @ factor[block, later]
-    return (torch.cat(codes, 1), torch.cat(scales, 1), *chosen[1:])
+            left[later] -= factor[block, later].T @ errors
+    return (torch.cat(codes).T.contiguous(), torch.cat(scales, 1), *chosen[1:])
 
 
 def round_block(block: Tensor, factor: Tensor, fmt: Format, scales: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """The codes of a block [out, n], which is used up, and the errors that later inputs have to make up for."""
+    """The codes of a block [n, out], which is used up, and the errors that later inputs have to make up for."""
     codes, errors = [], torch.empty_like(block)
-    for column in range(block.shape[1]):
-        tried = fmt.quantize(block, *scales)  # of the whole block: a scale belongs to as many numbers
-        codes.append(tried[:, column])
-        error = block[:, column] - fmt.dequantize(tried, *scales)[:, column]
-        errors[:, column] = error / factor[column, column]
-        block[:, column + 1 :] -= errors[:, column, None] * factor[column, column + 1 :]
-    return torch.stack(codes, 1), errors
+    for index, numbers in enumerate(block):
+        column = numbers[:, None]
+        tried = fmt.quantize(column, *scales)
+        codes.append(tried[:, 0])
+        errors[index] = (column - fmt.dequantize(tried, *scales))[:, 0] / factor[index, index]
+        block[index + 1 :] -= factor[index, index + 1 :, None] * errors[index]
+    return torch.stack(codes), errors
 
 
 def inverse_factor(rows: Tensor) -> Tensor:

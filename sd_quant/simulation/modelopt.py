@@ -23,7 +23,7 @@ from sd_quant.quantization.formats.int8 import per_channel
 from sd_quant.simulation.rewrite import rewrite
 
 BACKEND = "sd_quant"
-ROUNDED = "rounded_weight"  # a buffer of a quantizer whose codes are chosen and not simply the nearest
+ROUNDED = "rounded_"  # begins the names of buffers with a weight's codes and scales, if they are chosen beforehand
 
 
 def quantizer_config(name: str, axis: int | None) -> dict:
@@ -61,8 +61,9 @@ def modelopt_config(assignment: Mapping[str, LayerAssignment]) -> dict:
 def fake_quantize_blocks(x: Tensor, quantizer) -> Tensor:
     """ModelOpt's backend: ``x`` fake-quantized in blocks of its last axis, of a convolution's weight in [C, KH, KW]."""
     fmt = FORMATS[quantizer.backend_extra_args["format"]]
-    if ROUNDED in quantizer._buffers:
-        return quantizer.get_buffer(ROUNDED).view(x.shape).to(x)
+    rounded = [buffer for name, buffer in quantizer.named_buffers(recurse=False) if name.startswith(ROUNDED)]
+    if rounded:
+        return fmt.dequantize(*rounded).view(x.shape).to(x)
     flat = x.flatten(1) if x.ndim == 4 else x
     return fake_quantize(fmt, flat, quantizer.amax.float()).view(x.shape).to(x)
 
@@ -108,8 +109,8 @@ def simulate(module: nn.Module, assignment: Mapping[str, LayerAssignment]) -> nn
         if layer.format is not None:
             amax = quantizer_amax(layer.format, layer.weight_amax, layer.weight_scale)
             if layer.rounded is not None:
-                codes, scales = layer.codes_and_scales(weight.flatten(1))
-                target.weight_quantizer.register_buffer(ROUNDED, FORMATS[layer.format].dequantize(codes, *scales))
+                for index, part in enumerate(layer.rounded):
+                    target.weight_quantizer.register_buffer(f"{ROUNDED}{index}", part)
             target.weight_quantizer.amax = (per_channel(amax, weight) if layer.weight_axis == 0 else amax[0]).to(weight)
         if layer.activation_format is not None:
             amax = quantizer_amax(layer.activation_format, layer.activation_amax, layer.activation_scale)

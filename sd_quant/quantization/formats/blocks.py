@@ -16,9 +16,9 @@ def blocks(x: Tensor, size: int) -> Tensor:
     return x.float().unflatten(-1, (-1, size))
 
 
-def spread(scale: Tensor, size: int) -> Tensor:
-    """A scale per number from one per block: [..., n / size] -> [..., n]."""
-    return scale.repeat_interleave(size, dim=-1)
+def spread(scale: Tensor, numbers: int) -> Tensor:
+    """A scale for each of the last axis' ``numbers`` from one per block: [..., blocks] -> [..., numbers]."""
+    return scale.repeat_interleave(numbers // scale.shape[-1], dim=-1)
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:

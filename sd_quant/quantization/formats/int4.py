@@ -27,11 +27,11 @@ def tried_scales(x: Tensor, amax: Tensor) -> tuple[tuple[Tensor], ...]:
 
 
 def quantize(x: Tensor, scale: Tensor) -> Tensor:
-    return (x.float() / spread(scale, BLOCK)).round().clamp(-QMAX - 1, QMAX).to(torch.int8)
+    return (x.float() / spread(scale, x.shape[-1])).round().clamp(-QMAX - 1, QMAX).to(torch.int8)
 
 
 def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
-    return codes.float() * spread(scale, BLOCK)
+    return codes.float() * spread(scale, codes.shape[-1])
 
 
 def pack(codes: Tensor) -> Tensor:

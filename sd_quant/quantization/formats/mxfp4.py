@@ -44,11 +44,11 @@ def tried_scales(x: Tensor, amax: Tensor) -> tuple[tuple[Tensor], ...]:
 
 
 def quantize(x: Tensor, scale: Tensor) -> Tensor:
-    return e2m1.encode(x.float() / spread(scale, BLOCK))
+    return e2m1.encode(x.float() / spread(scale, x.shape[-1]))
 
 
 def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
-    return e2m1.decode(codes) * spread(scale, BLOCK)
+    return e2m1.decode(codes) * spread(scale, codes.shape[-1])
 
 
 def pack(codes: Tensor) -> Tensor:

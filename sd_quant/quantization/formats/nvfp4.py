@@ -42,17 +42,17 @@ def tried_scales(x: Tensor, amax: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
     return (six, global_scale), (block_scales(x, global_scale, 4.0), global_scale)
 
 
-def product(scale: Tensor, global_scale: Tensor) -> Tensor:
-    """The two scales of each number multiplied, in fp16 as in the graph."""
-    return spread((scale * global_scale).half().float(), BLOCK)
+def product(scale: Tensor, global_scale: Tensor, numbers: int) -> Tensor:
+    """The two scales of each of the last axis' ``numbers`` multiplied, in fp16 as in the graph."""
+    return spread((scale * global_scale).half().float(), numbers)
 
 
 def quantize(x: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
-    return e2m1.encode(x.float() / product(scale, global_scale).clamp(min=SMALLEST_PRODUCT))
+    return e2m1.encode(x.float() / product(scale, global_scale, x.shape[-1]).clamp(min=SMALLEST_PRODUCT))
 
 
 def dequantize(codes: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
-    return e2m1.decode(codes) * product(scale, global_scale)
+    return e2m1.decode(codes) * product(scale, global_scale, codes.shape[-1])
 
 
 def pack(codes: Tensor) -> Tensor:
