@@ -10,6 +10,7 @@ from sd_quant.errors import ConfigError, SdQuantError
 from sd_quant.models.parts import SharedInput
 from sd_quant.quantization import row_chunks
 from sd_quant.quantization.assignment import FIXED_ALPHA, LayerAssignment, rewritten
+from sd_quant.quantization.budget import with_weights
 from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.error_model import output_errors
 from sd_quant.quantization.linears import ALPHAS, SEARCHED_OUTPUTS, SEARCHED_ROWS
@@ -475,3 +476,26 @@ def test_a_linear_that_takes_over_takes_its_low_rank_branch_along():
     assert up.output_scale.tolist() != [1.0] * 4
     torch.testing.assert_close(up.low_rank[0].float(), first.float() * up.output_scale[:, None], rtol=1e-3, atol=0)
     assert torch.equal(up.low_rank[1], second)
+
+
+def test_each_layer_by_its_own_recipe_with_codes_that_err_less_where_the_recipe_chooses_them():
+    """Two linears of 64 inputs in INT4; GPTQ makes the error that is reported smaller, and INT8 has no such codes."""
+    draw = torch.Generator().manual_seed(0)
+    rows = torch.randn(64, 8, generator=draw) @ torch.randn(8, 64, generator=draw)
+    weights = {name: torch.randn(32, 64, generator=draw) for name in ("first", "second")}
+    statistics = {name: seen("linear", [rows.abs().amax(0).tolist()], rows) for name in weights}
+    inputs = [SharedInput((name,)) for name in weights]
+    plain = Recipe(3.0, None, enable=Enable(Pair("int4", None), Pair("int4", None), None), per_channel=False)
+    chosen, int8 = replace(plain, rounding="gptq"), with_weights(plain, "int8")
+
+    def found(recipe: Recipe, **recipes: Recipe) -> dict[str, LayerAssignment]:
+        roles = dict.fromkeys(weights, "ffn")
+        return derive(roles, weights.__getitem__, statistics, recipe, inputs, recipes=recipes)
+
+    nearest, gptq = found(plain), found(chosen, second=replace(int8, rounding="gptq"))
+    assert nearest["first"].rounded is None and gptq["first"].rounded is not None
+    assert gptq["first"].output_error < 0.8 * nearest["first"].output_error
+    measured = output_errors(gptq["first"], weights["first"], statistics["first"].rows.values, 1)
+    assert gptq["first"].output_error == measured[0]
+    assert (gptq["first"].format, gptq["second"].format, gptq["second"].rounded) == ("int4", "int8", None)
+    assert gptq["second"].output_error < 0.2 * nearest["second"].output_error
