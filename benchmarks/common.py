@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import TypeVar
 
 import yaml
+from hydra import compose
 
 from sd_quant.calibration.collection import calibrate
 from sd_quant.calibration.prompts import read_prompts
 from sd_quant.checkpoints.nemo import open_nemo
-from sd_quant.config import anchored
+from sd_quant.cli import composing, job_of
+from sd_quant.config import Quantize, QuantizeJob, anchored
 from sd_quant.files import sha256, write_json
 from sd_quant.inference.loading import LoadedModel, load_model
 from sd_quant.inference.pipeline import Sampling
@@ -26,6 +28,12 @@ from sd_quant.report.provenance import machine
 CONFIGURATION = "conf/model/sdxl_mini.yaml"
 GUIDANCE, SEED = 5.0, 42  # of the main job's calibration
 Result = TypeVar("Result")
+
+
+def recipe_of(preset: str, *overrides: str) -> Quantize:
+    """The checked section ``quantize`` of a job."""
+    with composing("quantize"):
+        return job_of(QuantizeJob, compose("quantize", [f"quantize={preset}", *overrides])).quantize
 
 
 @dataclass(frozen=True)

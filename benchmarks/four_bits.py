@@ -15,13 +15,11 @@ import argparse
 import json
 from pathlib import Path
 
-from common import GUIDANCE, SEED, Subject, open_subject
-from hydra import compose
+from common import GUIDANCE, SEED, Subject, open_subject, recipe_of
 from quality import PROMPTS, label, table
 
 from sd_quant.calibration.prompts import read_prompts
-from sd_quant.cli import composing, job_of
-from sd_quant.config import CONF, REPOSITORY, Quantize, QuantizeJob
+from sd_quant.config import CONF, REPOSITORY, Quantize
 from sd_quant.files import write_json, write_text
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.pipeline import Sampling
@@ -30,6 +28,7 @@ from sd_quant.progress import progress
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.stages.open_parts import open_simulated
 
+LEVEL = "quant_level=3"
 VARIANTS = {
     "as it is": [],
     "rounding=nearest scale_search=false": ["quantize.rounding=nearest", "quantize.scale_search=false"],
@@ -42,16 +41,10 @@ VARIANTS = {
 }  # fmt: skip
 
 
-def knobs(preset: str, overrides: list[str]) -> Quantize:
-    """The checked section ``quantize`` of a job at level 3."""
-    with composing("quantize"):
-        return job_of(QuantizeJob, compose("quantize", [f"quantize={preset}", "quant_level=3", *overrides])).quantize
-
-
 def presets() -> list[str]:
     """Those with weights in blocks."""
     names = sorted(path.stem for path in (CONF / "quantize").glob("*.yaml"))
-    return [name for name in names if FORMATS[knobs(name, []).enable.linear.weight].block is not None]
+    return [name for name in names if FORMATS[recipe_of(name, LEVEL).enable.linear.weight].block is not None]
 
 
 def measure(subject: Subject, recipes: dict[str, Quantize], options: argparse.Namespace) -> dict[str, dict]:
@@ -91,7 +84,7 @@ def main() -> None:
     options = parser.parse_args()
     subject, lines = open_subject(options.checkpoint, options.calibration, options.calib_size), []
     for preset in options.presets:
-        recipes = {f"{preset}, {name}": knobs(preset, VARIANTS[name]) for name in options.variants}
+        recipes = {f"{preset}, {name}": recipe_of(preset, LEVEL, *VARIANTS[name]) for name in options.variants}
         lines.append(table(measure(subject, recipes, options)))
         write_text(options.out / "four_bits.md", "\n".join(lines))
     print("\n".join(lines))

@@ -45,7 +45,7 @@ from sd_quant.files import write_json, write_text
 if "--row" in sys.argv:  # in a child only: the parent sits beside what is measured and has to be small
     import onnx_ir
     import torch
-    from common import timed
+    from common import recipe_of, timed
     from safetensors.torch import load_file, save_file
     from torch import Tensor
 
@@ -53,6 +53,7 @@ if "--row" in sys.argv:  # in a child only: the parent sits beside what is measu
     from sd_quant.calibration.store import pack, unpack
     from sd_quant.checkpoints.nemo import open_nemo
     from sd_quant.checkpoints.nemo_networks import NemoCheckpoint
+    from sd_quant.config import Quantize
     from sd_quant.engines import load_engine
     from sd_quant.engines.base import Engine
     from sd_quant.export.parts import trace_part, write_part
@@ -67,7 +68,7 @@ if "--row" in sys.argv:  # in a child only: the parent sits beside what is measu
     from sd_quant.numbers import relative_error
     from sd_quant.quantization.assignment import LayerAssignment
     from sd_quant.quantization.derivation import derive
-    from sd_quant.quantization.recipe import Recipe, reason_kept
+    from sd_quant.quantization.recipe import reason_kept
 
 PARTS = ("unet_xl", "vae", "clip1", "clip2")
 TORCH, UNQUANTIZED = "torch", "unquantized"
@@ -136,10 +137,16 @@ def calibration(options: argparse.Namespace, _: str) -> dict:
 def assignment(options: argparse.Namespace, checkpoint: NemoCheckpoint, level: str) -> dict[str, LayerAssignment]:
     if level == UNQUANTIZED:
         return {}
+    return derived(options, checkpoint, recipe_of("int8", f"quant_level={level}"))
+
+
+def derived(options: argparse.Namespace, checkpoint: NemoCheckpoint, recipe: Quantize) -> dict[str, LayerAssignment]:
     roles, weights = layer_roles(empty_modules(checkpoint)["unet"]), checkpoint.components["unet"]
     layers = unpack(load_file(statistics_file(options))).layers
-    recipe = Recipe(float(level), ALPHA)
-    return derive(roles, lambda name: weights[f"{name}.weight"], layers, recipe, shared_inputs(roles))
+    return derive(
+        roles, lambda name: weights[f"{name}.weight"], layers, recipe, shared_inputs(roles),
+        exclude=recipe.exclude.get("sdxl", ()), bias_of=lambda name: weights[f"{name}.bias"],
+    )  # fmt: skip
 
 
 def write(checkpoint: NemoCheckpoint, part: str, path: Path, assignment: dict[str, LayerAssignment]) -> None:
@@ -236,22 +243,8 @@ def plan(options: argparse.Namespace, name: str) -> dict:
 
 def preset(options: argparse.Namespace, name: str) -> dict:
     """From statistics to ONNX, a low-rank branch's decompositions included."""
-    from hydra import compose, initialize_config_dir
-    from omegaconf import OmegaConf
-
-    from sd_quant.cli import CONF
-    from sd_quant.config import Quantize
-    from sd_quant.knobs import read
-
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = compose("quantize", [f"quantize={name}", f"quant_level={HIGHEST}"]).quantize
-    recipe = read(Quantize, OmegaConf.to_container(config, resolve=True))
     checkpoint, path = open_nemo(options.checkpoint), unet_file(options, name)
-    roles, weights = layer_roles(empty_modules(checkpoint)["unet"]), checkpoint.components["unet"]
-    layers = unpack(load_file(statistics_file(options))).layers
-    known, derive_seconds = timed(
-        lambda: derive(roles, lambda layer: weights[f"{layer}.weight"], layers, recipe, shared_inputs(roles))
-    )
+    known, derive_seconds = timed(lambda: derived(options, checkpoint, recipe_of(name, f"quant_level={HIGHEST}")))
     folder = emptied(path.parent)
     _, seconds = timed(lambda: write(checkpoint, "unet_xl", path, known))
     return {"derive_seconds": derive_seconds, "seconds": seconds, "bytes": bytes_in(folder)}

@@ -60,7 +60,9 @@ RECIPES = {
     "collect_method=default": replace(DEFAULT, collect_method="default"),
     "percentile=0.4": replace(DEFAULT, percentile=0.4),
     **{f"quant_level={level:g}": replace(DEFAULT, quant_level=level) for level in (1.0, 2.0, 2.5)},
+    "exclude=text": DEFAULT,
 }
+EXCLUDED = {"exclude=text": ("*.attn2.to_k", "*.attn2.to_v")}
 
 
 def label(name: str) -> str:
@@ -107,9 +109,10 @@ def measure(subject: Subject, recipes: dict[str, Recipe], options: argparse.Name
             folder = options.out / label(name)
             kept = folder / "record.json"
             if not kept.exists() or json.loads(kept.read_text(encoding="utf-8"))["prompts"] != prompts:
-                write_onnx(copy_of(graph), folder / "unet.onnx", inputs=len(part.contract.inputs), prefix=part.prefix,
-                           read=lambda weight: source[weight.removeprefix(part.prefix)],
-                           assignment=subject.assignment(statistics, recipe))  # fmt: skip
+                assignment = subject.assignment(statistics, recipe, exclude=EXCLUDED.get(name, ()))
+                write_onnx(copy_of(graph), folder / "unet.onnx", assignment=assignment, prefix=part.prefix,
+                           inputs=len(part.contract.inputs),
+                           read=lambda weight: source[weight.removeprefix(part.prefix)])  # fmt: skip
                 quantized = engines | {"unet_xl": load_engine("openvino", folder / "unet.onnx")}
                 images = pipeline_of(checkpoint, quantized)(prompts, sampling)
                 closeness = fidelity(reference.images, images.images, reference.latents, images.latents)
