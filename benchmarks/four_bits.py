@@ -29,15 +29,16 @@ from sd_quant.quantization.formats import FORMATS
 from sd_quant.stages.open_parts import open_simulated
 
 LEVEL = "quant_level=3"
+AS_BEFORE = ["quantize.branch_rounds=0", "quantize.rounding=nearest", "quantize.scale_search=false"]
 VARIANTS = {
     "as it is": [],
-    "rounding=nearest scale_search=false": ["quantize.rounding=nearest", "quantize.scale_search=false"],
-    "rounding=nearest scale_search=true": ["quantize.rounding=nearest", "quantize.scale_search=true"],
-    "rounding=gptq scale_search=false": ["quantize.rounding=gptq", "quantize.scale_search=false"],
+    "branch_rounds=3": ["quantize.branch_rounds=3"],
+    "branch_rounds=0": AS_BEFORE[:1],
+    "branch_rounds=0 rounding=nearest": AS_BEFORE[:2],
+    "branch_rounds=0 rounding=nearest scale_search=false": AS_BEFORE,
+    "branch_rounds=0 scale_search=false": [AS_BEFORE[0], AS_BEFORE[2]],
     "nothing excluded": ["quantize.exclude.sdxl=[]"],
-    "nothing excluded, rounding=nearest scale_search=false": [
-        "quantize.exclude.sdxl=[]", "quantize.rounding=nearest", "quantize.scale_search=false",
-    ],
+    "nothing excluded, branch_rounds=0 rounding=nearest scale_search=false": ["quantize.exclude.sdxl=[]", *AS_BEFORE],
 }  # fmt: skip
 
 

@@ -187,13 +187,16 @@ def check_shift(quantize: Quantize) -> None:
 
 
 def check_rounding(quantize: Quantize) -> None:
-    """Raises ConfigError when codes or scales of weights are to be chosen and no format has blocks."""
-    enable = quantize.enable
+    """Raises ConfigError when codes are to be chosen that have no blocks, or a branch fitted that is not there."""
+    enable, rounds = quantize.enable, quantize.branch_rounds
+    expected = "0 with quantize.rank=0, because there is no low-rank branch to fit"
+    check(quantize.rank != 0 or rounds == 0, "quantize.branch_rounds", rounds, expected)
     if any(FORMATS[pair.weight].block is not None for pair in (enable.conv, enable.linear)):
         return
     because = f"because {quantize.format} has 8 bits for a weight, where choosing them gains nothing"
     check(quantize.rounding == "nearest", "quantize.rounding", quantize.rounding, f"nearest, {because}")
     check(not quantize.scale_search, "quantize.scale_search", quantize.scale_search, f"false, {because}")
+    check(rounds == 0, "quantize.branch_rounds", rounds, f"0, {because}")
 
 
 @dataclass(slots=True)

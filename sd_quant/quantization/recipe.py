@@ -119,7 +119,9 @@ class Recipe:
         RANK,
         "SVDQuant: singular directions of a linear's weight that stay in fp16 beside the quantized rest",
     ] = 0
-
+    branch_rounds: Annotated[
+        int, at_least(0), "how many times a low-rank branch is fitted again, to what rounding has left of the outputs"
+    ] = 0
     rounding: Annotated[
         str,
         one_of(ROUNDINGS),
@@ -129,7 +131,9 @@ class Recipe:
 
     def chooses_codes(self, fmt: str) -> bool:
         """Whether weights of this format get other codes than the nearest of the largest number's scale."""
-        return FORMATS[fmt].block is not None and (self.rounding != "nearest" or self.scale_search)
+        return FORMATS[fmt].block is not None and bool(
+            self.rounding != "nearest" or self.scale_search or self.branch_rounds
+        )
 
     def formats_of(self, role: str) -> Pair:
         """The formats for a layer of this role."""
@@ -166,4 +170,8 @@ def unheeded_knobs(recipe: Recipe) -> dict[str, None]:
 
     Smoothing and the low-rank branch are for linears, of which level 1 has none.
     """
-    return dict.fromkeys(("alpha", "smoothing", "rank")) if QUANT_LEVELS[recipe.quant_level] == ("conv",) else {}
+    return (
+        dict.fromkeys(("alpha", "smoothing", "rank", "branch_rounds"))
+        if QUANT_LEVELS[recipe.quant_level] == ("conv",)
+        else {}
+    )

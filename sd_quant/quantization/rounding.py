@@ -26,6 +26,8 @@ from torch import Tensor
 from sd_quant.errors import SdQuantError
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from sd_quant.quantization.formats import FORMATS, Format
+from sd_quant.quantization.low_rank import low_rank
+from sd_quant.quantization.ranges import with_weight_range
 from sd_quant.quantization.recipe import Recipe
 from sd_quant.quantization.statistics import LayerStatistics
 
@@ -39,29 +41,52 @@ ScalesOf = Callable[[Tensor], tuple[Tensor, ...]]  # of some columns [out, n]: t
 def with_rounded_weight(
     layer: LayerAssignment, weight: Tensor, statistics: LayerStatistics, recipe: Recipe
 ) -> LayerAssignment:
-    """``layer``, whose weight's format has blocks, with the codes and scales that the recipe chooses.
+    """``layer``, whose weight's format has blocks, with the codes, the scales and the branch that the recipe chooses.
 
     ``weight`` [out, in...] is the checkpoint's. Raises SdQuantError when GPTQ has fewer than ``FEWEST_ROWS`` rows.
     """
-    fmt, smoothed = FORMATS[layer.format], rewritten(weight, layer).flatten(1)
-
-    def scales_of(columns: Tensor) -> tuple[Tensor, ...]:
-        if not recipe.scale_search:
-            return fmt.scales(columns, layer.weight_amax)
-        return least_error(fmt, columns, fmt.tried_scales(columns, layer.weight_amax))
-
-    if recipe.rounding == "nearest":
-        scales = scales_of(smoothed)
-        return replace(layer, rounded=(fmt.quantize(smoothed, *scales), *scales))
     rows = statistics.rows.values.float()
-    if len(rows) < FEWEST_ROWS:
+    if recipe.rounding == "gptq" and len(rows) < FEWEST_ROWS:
         raise SdQuantError(
             f"calibration has {len(rows)} rows of the input of {layer.name}, and GPTQ needs {FEWEST_ROWS} at least; "
             "raise calib_size or set quantize.rounding=nearest"
         )
     if layer.pre_quant_scale is not None:
         rows = rows * layer.pre_quant_scale
-    return replace(layer, rounded=gptq(smoothed, rows, fmt, scales_of))
+    if layer.low_rank is not None and recipe.branch_rounds:
+        layer = with_refined_branch(layer, weight, rows, recipe)
+    fmt, residual = FORMATS[layer.format], rewritten(weight, layer).flatten(1)
+
+    def scales_of(columns: Tensor) -> tuple[Tensor, ...]:
+        return chosen_scales(fmt, columns, layer.weight_amax, recipe)
+
+    if recipe.rounding == "gptq":
+        return replace(layer, rounded=gptq(residual, rows, fmt, scales_of))
+    scales = scales_of(residual)
+    return replace(layer, rounded=(fmt.quantize(residual, *scales), *scales))
+
+
+def with_refined_branch(layer: LayerAssignment, weight: Tensor, rows: Tensor, recipe: Recipe) -> LayerAssignment:
+    """``layer`` with a branch of the same rank that was fitted ``recipe.branch_rounds`` times to what rounding leaves.
+
+    The residual is rounded to nearest there: rounding it by GPTQ each time gained nothing and took four times as long.
+    """
+    fmt, factor = FORMATS[layer.format], torch.linalg.cholesky(damped_hessian(rows))
+    whole = rewritten(weight, replace(layer, low_rank=None))
+    for _ in range(recipe.branch_rounds):
+        residual = rewritten(weight, layer)
+        scales = chosen_scales(fmt, residual, layer.weight_amax, recipe)
+        rounded = fmt.dequantize(fmt.quantize(residual, *scales), *scales)
+        branch = low_rank(whole - rounded, len(layer.low_rank[1]), factor)
+        layer = with_weight_range(replace(layer, low_rank=branch), weight)
+    return layer
+
+
+def chosen_scales(fmt: Format, columns: Tensor, amax: Tensor, recipe: Recipe) -> tuple[Tensor, ...]:
+    """The format's own scales of some columns [out, n], or where the recipe searches those that err least."""
+    return (
+        least_error(fmt, columns, fmt.tried_scales(columns, amax)) if recipe.scale_search else fmt.scales(columns, amax)
+    )
 
 
 def least_error(fmt: Format, x: Tensor, tried: tuple[tuple[Tensor, ...], ...]) -> tuple[Tensor, ...]:
@@ -110,7 +135,13 @@ def inverse_factor(rows: Tensor) -> Tensor:
 
     An input that is always zero has the damping alone, and makes up for nothing.
     """
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped_hessian(rows)))
+    return torch.linalg.cholesky(inverse, upper=True)
+
+
+def damped_hessian(rows: Tensor) -> Tensor:
+    """The Hessian [in, in] of inputs ``rows`` [n, in], in units of its mean diagonal, and damping on the diagonal."""
     hessian = rows.T @ rows
-    diagonal = hessian.diagonal()
-    hessian.diagonal().add_(DAMPING * diagonal.mean().clamp(min=torch.finfo(torch.float32).tiny))
-    return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(hessian)), upper=True)
+    hessian /= hessian.diagonal().mean().clamp(min=torch.finfo(torch.float32).tiny)
+    hessian.diagonal().add_(DAMPING)
+    return hessian

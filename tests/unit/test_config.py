@@ -141,6 +141,7 @@ def test_the_preset_is_nemos():
         "exclude_text": False,
         "budget": None,
         "choices": ["int8"],
+        "branch_rounds": 0,
         "rounding": "nearest",
         "scale_search": False,
         "per_channel": True,
@@ -308,6 +309,8 @@ NAN, INFINITY = float("nan"), float("inf")
         ("quantize.choices", ["int3"], "quantize.choices is int3, expected one of int8, fp8, int4, mxfp4, nvfp4"),
         ("quantize.rounding", "gptq", "quantize.rounding is gptq, expected nearest, because int8 has 8 bits for a "
          "weight, where choosing them gains nothing"),
+        ("quantize.branch_rounds", 3, "quantize.branch_rounds is 3, expected 0 with quantize.rank=0, because there is "
+         "no low-rank branch to fit"),
         ("quantize.scale_search", True, "quantize.scale_search is True, expected false, because int8 has 8 bits for "
          "a weight, where choosing them gains nothing"),
         (

@@ -20,7 +20,7 @@ ONE_STEP = ["--prompts", "1", "--steps", "1"]
 RUNS = {
     "quality": ["--images", "2", "--calib-size", "1", "--steps", "1", "--recipes", "the default", "NeMo's with shift"],
     "four_bits": ["--images", "2", "--calib-size", "3", "--steps", "1", "--presets", "nvfp4",
-                  "--variants", "as it is", "rounding=nearest scale_search=false"],
+                  "--variants", "as it is", "branch_rounds=0 rounding=nearest"],
     "budget": ["--prompts", "1", "--steps", "1", "--images", "2", "--bits", "7"],
     "keep": [*ONE_STEP, "--images", "1", "--keep", "1", "--repeats", "2"],
     "folding": [*ONE_STEP, "--repeats", "2"],

@@ -55,6 +55,19 @@ def test_noise_which_has_no_directions_is_within_it_too(shape):
     assert 0.999 < over_the_best(gaussian(shape), 32) < 1.01
 
 
+def test_with_a_factor_it_is_the_product_that_the_branch_is_nearest_to():
+    weight, inputs = gaussian((128, 96)), gaussian((400, 96), 1) * torch.linspace(0.1, 3, 96)
+    factor = torch.linalg.cholesky(inputs.T @ inputs / len(inputs))
+    best = torch.linalg.svdvals(weight @ factor)[16:].norm()
+    residuals = [
+        (weight - up.float() @ down.float()) for up, down in (low_rank(weight, 16, factor), low_rank(weight, 16))
+    ]
+    left, of_the_weight = ((residual @ factor).norm() / best for residual in residuals)
+    assert 0.999 < left < 1.01 and of_the_weight > 1.1
+    outputs = (inputs @ residuals[0].T).norm() / len(inputs) ** 0.5
+    assert outputs.item() == pytest.approx((residuals[0] @ factor).norm().item(), rel=1e-4)
+
+
 def test_at_full_rank_only_fp16_is_left():
     """Each factor is off by up to 2^-12 of itself on average, so a product by about 2^-11.5."""
     weight = gaussian((640, 64))

@@ -10,8 +10,10 @@ from sd_quant.errors import SdQuantError
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from sd_quant.quantization.error_model import output_errors
 from sd_quant.quantization.formats import FORMATS
+from sd_quant.quantization.low_rank import low_rank
+from sd_quant.quantization.ranges import with_weight_range
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
-from sd_quant.quantization.rounding import COLUMNS, DAMPING, FEWEST_ROWS, gptq, with_rounded_weight
+from sd_quant.quantization.rounding import COLUMNS, DAMPING, FEWEST_ROWS, damped_hessian, gptq, with_rounded_weight
 from sd_quant.quantization.row_chunks import layer_of_rows
 from sd_quant.quantization.statistics import LayerStatistics, Sample
 
@@ -36,9 +38,9 @@ def row(weight: Tensor, fmt: str, **given) -> LayerAssignment:
     return LayerAssignment("layer", "ffn", tuple(weight.shape), fmt, weight_amax=weight.abs().amax().view(1), **given)
 
 
-def recipe(fmt: str, rounding: str = "nearest", scale_search: bool = False) -> Recipe:
+def recipe(fmt: str, rounding: str = "nearest", scale_search: bool = False, **given) -> Recipe:
     pair = Pair(fmt, None)
-    return Recipe(3.0, None, enable=Enable(pair, pair, None), rounding=rounding, scale_search=scale_search)
+    return Recipe(3.0, None, enable=Enable(pair, pair, None), rounding=rounding, scale_search=scale_search, **given)
 
 
 def published(weight: Tensor, rows: Tensor, fmt_name: str) -> Tensor:
@@ -124,6 +126,30 @@ def test_smoothed_and_split_weights_are_rounded_for_the_smoothed_input(fmt):
     expected = with_rounded_weight(alone, smoothed, statistics(rows * factors), recipe(fmt, "gptq"))
     for found, wanted in zip(chosen.rounded, expected.rounded, strict=True):
         assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("fmt", BLOCKED)
+def test_a_branch_that_is_fitted_again_leaves_less_of_outputs_that_it_has_not_seen(fmt):
+    """Whatever rounds the residual; the rank stays, and the error that is left is that of the new branch."""
+    weight, rows, others = drawn(OUTPUTS, INPUTS), inputs(128), inputs(500, seed=2)
+    factors = drawn(INPUTS, seed=3).mul(0.3).exp()
+    layer = row(weight, fmt, pre_quant_scale=factors)
+    layer = with_weight_range(replace(layer, low_rank=low_rank(rewritten(weight, layer), 4)), weight)
+    for rounding in ("nearest", "gptq"):
+        chosen = [
+            with_rounded_weight(
+                layer, weight, statistics(rows), recipe(fmt, rounding, True, rank=4, branch_rounds=rounds)
+            )
+            for rounds in (0, 3)
+        ]
+        errors = [output_errors(each, weight, others, 1)[0] for each in chosen]
+        assert errors[1] < 0.97 * errors[0]
+        assert [each.low_rank[1].shape for each in chosen] == 2 * [(4, INPUTS)]
+        assert chosen[0].low_rank is layer.low_rank
+
+
+def test_without_rows_a_branch_is_fitted_to_the_weight():
+    assert torch.equal(damped_hessian(torch.empty(0, 8)), DAMPING * torch.eye(8))
 
 
 def test_inputs_far_apart_do_not_make_up_for_each_other():
