@@ -135,7 +135,7 @@ def test_a_branch_that_is_fitted_again_leaves_less_of_outputs_that_it_has_not_se
     factors = drawn(INPUTS, seed=3).mul(0.3).exp()
     layer = row(weight, fmt, pre_quant_scale=factors)
     layer = with_weight_range(replace(layer, low_rank=low_rank(rewritten(weight, layer), 4)), weight)
-    for rounding in ("nearest", "gptq"):
+    for rounding, left in (("nearest", 0.78), ("gptq", 0.96)):  # fitted to the weight, FP4 has 0.82 and 0.88 left
         chosen = [
             with_rounded_weight(
                 layer, weight, statistics(rows), recipe(fmt, rounding, True, rank=4, branch_rounds=rounds)
@@ -143,7 +143,7 @@ def test_a_branch_that_is_fitted_again_leaves_less_of_outputs_that_it_has_not_se
             for rounds in (0, 3)
         ]
         errors = [output_errors(each, weight, others, 1)[0] for each in chosen]
-        assert errors[1] < 0.97 * errors[0]
+        assert errors[1] < left * errors[0]
         assert [each.low_rank[1].shape for each in chosen] == 2 * [(4, INPUTS)]
         assert chosen[0].low_rank is layer.low_rank
 
