@@ -6,26 +6,35 @@ lock until it ends, in whatever way, so a lock file without a record is what an 
 
 import dataclasses
 import json
+import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from sd_quant.config import REPOSITORY, SHOWN_ALONE, QuantizeJob, anchored
+from sd_quant.errors import ConfigError
 from sd_quant.files import TEMPORARY, digest
 from sd_quant.report.provenance import provenance
 from sd_quant.report.record import RECORD, at, read_record
-from sd_quant.report.summary import FAILURE
+from sd_quant.report.summary import FAILURE, LOCK, LOG
 from sd_quant.source import source_digest
 
 # What a job writes. Nothing else is ever removed, because the folder may be any that the user has named.
+FOLDERS = ("onnx", "plan", "full_precision", "images")
+UNFINISHED = (f"{TEMPORARY}*", ".*.part")
 WRITTEN = (
-    "onnx", "plan", "full_precision", "images", f"{TEMPORARY}*", ".*.part", RECORD, FAILURE, "provenance.json",
-    "config.yaml", "layers.csv", "sensitivity.csv", "sensitivity.png", "quantized_*.pt", "report.html", "summary.*",
-    "trajectory.png", "layers.png",
+    *(f"{kind}/{name}" for kind in ("onnx", "full_precision/onnx") for name in ("*/*.onnx", "*/*.onnx.data")),
+    *(f"{kind}/{name}" for kind in ("plan", "full_precision/plan") for name in ("*.plan", "*.plan.json")),
+    "images/grid.png", "images/full_precision/[0-9]*.png", "images/quantized/[0-9]*.png",
+    *UNFINISHED, *(f"{folder}/**/{name}" for folder in FOLDERS for name in UNFINISHED),
+    RECORD, FAILURE, "provenance.json", "config.yaml", "layers.csv", "budget.csv", "sensitivity.csv", "sensitivity.png",
+    "quantized_*.pt", "report.html", "summary.*", "trajectory.png", "layers.png",
 )  # fmt: skip
+BEFORE_A_JOB = (".hydra", LOG, LOCK, FAILURE)  # what Hydra, and a job that was refused, leave in a folder
 
 
 def facts_of(job: QuantizeJob, directory: Path) -> dict:
@@ -59,11 +68,26 @@ def finished(directory: Path, wanted: str) -> Mapping[str, Any] | None:
     return record if at(record, "fingerprint") == wanted else None
 
 
+def check_own(directory: Path) -> None:
+    """Raises ConfigError when no job has been in the folder and yet something is in it."""
+    others = sorted(path.name for path in directory.iterdir() if path.name not in BEFORE_A_JOB)
+    if others and not any((directory / name).exists() for name in (LOCK, RECORD)):
+        named = " and ".join(others[:2]) + (" and more" if len(others) > 2 else "")
+        raise ConfigError(
+            f"hydra.run.dir is {directory}, which holds {named} that no job has written, expected a folder that is "
+            "new, empty or a job's; choose another"
+        )
+
+
 def remove_leftovers(directory: Path) -> None:
-    """Remove what an earlier attempt has written."""
+    """Remove what an earlier attempt has written, and folders that are empty then."""
     for name in WRITTEN:
         for path in directory.glob(name):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    for name in FOLDERS:
+        for folder, _, _ in os.walk(directory / name, topdown=False):
+            with suppress(OSError):  # someone else's file is in it
+                Path(folder).rmdir()
 
 
 def shown(path: Path) -> str:

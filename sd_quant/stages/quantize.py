@@ -32,7 +32,7 @@ from sd_quant.stages.export_onnx import export_parts
 from sd_quant.stages.export_trt import build_run_plans, check_gpu, plan_library
 from sd_quant.stages.fit_budget import bytes_to_share, fit_budget
 from sd_quant.stages.generate import check_images
-from sd_quant.stages.job_folder import facts_of, fingerprint, finished, remove_leftovers, shown
+from sd_quant.stages.job_folder import check_own, facts_of, fingerprint, finished, remove_leftovers, shown
 from sd_quant.stages.latency import compare_latency
 from sd_quant.stages.load import load
 from sd_quant.stages.open_parts import check_cuda_graph
@@ -52,6 +52,7 @@ def quantize(job: QuantizeJob, directory: Path) -> float | None:
     Of two processes with one directory the second waits for the first.
     """
     check_runtimes(job)
+    check_own(directory)
     attempted = (directory / LOCK).exists()
     with locked(directory / LOCK, f"waiting for another process, which works in {directory}"):
         facts = facts_of(job, directory)

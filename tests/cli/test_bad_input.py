@@ -147,6 +147,19 @@ def test_a_keep_that_keeps_everything_is_refused_before_calibration(command, che
     assert "calibrate" not in result.stderr + result.stdout and not (tmp_path / "run/onnx").exists()
 
 
+def test_a_folder_with_the_users_own_files_is_refused_again_and_again(command, checkpoint, tmp_path):
+    """Else the first attempt would leave its lock, and the second would take all that is there for the first one's."""
+    family, model = tmp_path / "run/images/family.png", tmp_path / "run/onnx/model.onnx"
+    for file in (family, model):
+        file.parent.mkdir(parents=True)
+        file.write_text("mine")
+    for _ in range(2):
+        result = command("quantize.py", f"model.path={checkpoint}", f"hydra.run.dir={tmp_path}/run")
+        assert result.returncode == 2
+        assert "holds images and onnx that no job has written" in result.stderr.splitlines()[-1]
+        assert family.read_text() == model.read_text() == "mine"
+
+
 def test_a_sweep_over_a_broken_file_is_refused_before_it_starts(command, files):
     before = listing(files)
     arguments = [f"model.path={files}/garbage.nemo", "quant_level=1,2", f"hydra.sweep.dir={files}/sweep"]

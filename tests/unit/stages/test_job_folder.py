@@ -3,13 +3,15 @@
 import json
 from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
 
 from sd_quant.cli import job_of
 from sd_quant.config import REPOSITORY, QuantizeJob
-from sd_quant.stages.job_folder import fingerprint, finished, remove_leftovers
+from sd_quant.errors import ConfigError
+from sd_quant.stages.job_folder import check_own, fingerprint, finished, remove_leftovers
 
 FACTS = {
     "inputs": {"checkpoint": {"path": "here.nemo", "sha256": "ab", "bytes": 2}},
@@ -66,9 +68,45 @@ def test_the_record_of_this_job_is_taken(tmp_path):
     assert finished(tmp_path, "this") == record
 
 
-def test_leftovers_go_and_what_a_job_does_not_write_stays(tmp_path):
-    for name in ("onnx/unet_xl/unet_xl.onnx", ".unfinished-1/part", "images/0000.png", "images.txt", "notes/onnx"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
+OURS = (
+    "onnx/unet_xl/unet_xl.onnx", "onnx/unet_xl/unet_xl.onnx.data", "plan/vae.plan", "plan/vae.plan.json", "budget.csv",
+    "full_precision/onnx/unet_xl/unet_xl.onnx", "images/quantized/0000.png", "images/grid.png", "metrics.json",
+    ".unfinished-1/part", "onnx/unet_xl/.unet_xl.onnx.7.part", "full_precision/onnx/.unet_xl.7.part/unet_xl.onnx",
+)  # fmt: skip
+THEIRS = (
+    "images/family.png", "images/quantized/grandmother.png", "onnx/model.onnx", "onnx/mine/weights.bin", "plan/b.txt",
+    "images.txt", "notes/onnx", "full_precision/x",
+)  # fmt: skip
+
+
+def put(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+
+
+def test_leftovers_go_with_their_folders(tmp_path):
+    put(tmp_path, *OURS)
     remove_leftovers(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"images.txt", "notes"}
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_job_does_not_write_stays_wherever_it_lies(tmp_path):
+    put(tmp_path, *OURS, *THEIRS)
+    elsewhere = tmp_path / "notes"
+    (tmp_path / "images/quantized/0007.png").symlink_to(elsewhere)
+    remove_leftovers(tmp_path)
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == set(THEIRS)
+
+
+def test_a_folder_with_other_peoples_files_is_refused(tmp_path):
+    put(tmp_path, ".hydra/config.yaml", "quantize.log", "failure.json")
+    check_own(tmp_path)
+    put(tmp_path, "images/family.png", "notes.txt", "thesis.tex")
+    with pytest.raises(
+        ConfigError, match="^hydra.run.dir is .*, which holds images and notes.txt and more that no job"
+    ):
+        check_own(tmp_path)
+    put(tmp_path, ".lock")
+    check_own(tmp_path)
