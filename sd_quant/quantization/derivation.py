@@ -32,6 +32,7 @@ def derive(
     exclude: Collection[str] = (),
     bias_of: Callable[[str], Tensor | None] = lambda name: None,
     recipes: Mapping[str, Recipe] = {},
+    advance: Callable[[], object] = lambda: None,
 ) -> dict[str, LayerAssignment]:
     """The assignment of every layer in ``roles`` (role by name).
 
@@ -39,11 +40,12 @@ def derive(
     the weights of one shared input are in memory at a time. ``inputs`` are
     the family's shared inputs of linears, ``attentions`` the head widths of its attentions by name. The layers ``kept``
     and those that match a pattern of ``exclude`` stay in high precision at every level. ``recipes`` has the layers with
-    another recipe than the others; all readers of a shared input have the same.
+    another recipe than the others; all readers of a shared input have the same. ``advance`` is called once for every
+    layer, and again when its codes have been chosen.
     Raises SdQuantError when calibration never reached a layer that is to be quantized or saw only zeros there,
     ConfigError when no layer is left to quantize.
     """
-    assignment = {}
+    assignment, readers = {}, {name for shared in inputs for name in shared.readers}
     for name, role in roles.items():
         reason = reason_kept(role, recipe.quant_level)
         if reason is None and is_excluded(name, exclude):
@@ -58,9 +60,13 @@ def derive(
         if reason is None and role == "conv":
             layer = assign_convolution(layer, weight, bias_of(name), statistics[name], recipes.get(name, recipe))
         assignment[name] = layer
+        if name not in readers:
+            advance()
     for shared in SMOOTHINGS[recipe.smoothing](inputs):
         own = recipes.get(shared.readers[0], recipe)
         assignment |= assign_linears(shared, assignment, weight_of, statistics, own)
+        for _ in shared.readers:
+            advance()
     if not any(layer.format for layer in assignment.values()):
         raise ConfigError(
             f"quant_level={recipe.quant_level:g} with {len(kept)} layers kept leaves no layer to quantize; "
@@ -71,6 +77,7 @@ def derive(
         if layer.format is not None and own.chooses_codes(layer.format):
             layer = with_rounded_weight(layer, weight_of(name), statistics[name], own)
             assignment[name] = with_output_errors(layer, weight_of(name), statistics[name])
+            advance()
     if recipe.enable.attention is not None:
         for name, head_width in attentions.items():
             assignment[name] = assign_attention(name, head_width, assignment, weight_of, statistics, recipe)

@@ -23,19 +23,22 @@ def assign(
     loaded: Loaded, statistics: Statistics, kept: Collection[str] = (), recipes: Mapping[str, Recipe] = {}
 ) -> dict[str, LayerAssignment]:
     """How each layer is quantized by the recipe, or by its own of ``recipes``; those ``kept`` stay in fp16."""
-    weights = denoiser_weights(loaded.checkpoint)
-    return derive(
-        loaded.roles,
-        lambda name: weights[f"{name}.weight"],
-        statistics.layers,
-        loaded.recipe,
-        loaded.shared_inputs,
-        kept,
-        loaded.head_widths,
-        loaded.exclude,
-        lambda name: weights[bias] if (bias := f"{name}.bias") in weights else None,
-        recipes,
-    )
+    weights, recipe = denoiser_weights(loaded.checkpoint), loaded.recipe
+    rounds = 2 if recipe.chooses_codes(recipe.enable.linear.weight) else 1
+    with progress(rounds * len(loaded.roles), "assign") as advance:
+        return derive(
+            loaded.roles,
+            lambda name: weights[f"{name}.weight"],
+            statistics.layers,
+            recipe,
+            loaded.shared_inputs,
+            kept,
+            loaded.head_widths,
+            loaded.exclude,
+            lambda name: weights[bias] if (bias := f"{name}.bias") in weights else None,
+            recipes,
+            advance,
+        )
 
 
 def most_sensitive(

@@ -488,11 +488,14 @@ def test_each_layer_by_its_own_recipe_with_codes_that_err_less_where_the_recipe_
     plain = Recipe(3.0, None, enable=Enable(Pair("int4", None), Pair("int4", None), None), per_channel=False)
     chosen, int8 = replace(plain, rounding="gptq"), with_weights(plain, "int8")
 
+    advanced = []
+
     def found(recipe: Recipe, **recipes: Recipe) -> dict[str, LayerAssignment]:
-        roles = dict.fromkeys(weights, "ffn")
-        return derive(roles, weights.__getitem__, statistics, recipe, inputs, recipes=recipes)
+        roles, advance = dict.fromkeys(weights, "ffn"), lambda: advanced.append(recipe)
+        return derive(roles, weights.__getitem__, statistics, recipe, inputs, recipes=recipes, advance=advance)
 
     nearest, gptq = found(plain), found(chosen, second=replace(int8, rounding="gptq"))
+    assert advanced == 2 * [plain] + 3 * [chosen]
     assert nearest["first"].rounded is None and gptq["first"].rounded is not None
     assert gptq["first"].output_error < 0.8 * nearest["first"].output_error
     measured = output_errors(gptq["first"], weights["first"], statistics["first"].rows.values, 1)

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
+from sd_quant.quantization.recipe import Recipe
 from sd_quant.quantization.statistics import Sample, Statistics
 from sd_quant.simulation.sensitivity import guided
 from sd_quant.stages import assign as stage
@@ -31,10 +32,10 @@ def test_a_derivation_reads_weights_and_biases_by_the_layers_name(monkeypatch):
     monkeypatch.setattr(stage, "denoiser_weights", lambda _: weights)
     monkeypatch.setattr(stage, "derive", lambda *given: given)
     loaded = SimpleNamespace(
-        checkpoint=None, roles={"conv": "conv", "to_q": "qkv"}, recipe="the recipe", shared_inputs=["to_q"],
+        checkpoint=None, roles={"conv": "conv", "to_q": "qkv"}, recipe=Recipe(3.0, None), shared_inputs=["to_q"],
         head_widths={"attn": 64}, exclude=["up*"],
     )  # fmt: skip
-    _, weight_of, _, _, inputs, kept, widths, exclude, bias_of, recipes = stage.assign(
+    _, weight_of, _, _, inputs, kept, widths, exclude, bias_of, recipes, _ = stage.assign(
         loaded, Statistics({"conv": "ranges"}, {}), ["mid"], {"to_q": "its own"}
     )
     assert weight_of("to_q") is weights["to_q.weight"]
