@@ -13,8 +13,8 @@ Roads not taken: pydantic, whose errors a table as long as ``read_value`` would 
 
 import dataclasses
 import difflib
-import math
 import reprlib
+import sys
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -65,6 +65,10 @@ class Called:
 
 def at_least(least: float) -> Limit:
     return Limit(lambda value: value >= least, f"at least {least}")
+
+
+def between(least: float, most: float, each: bool = False) -> Limit:
+    return Limit(lambda value: least <= value <= most, f"from {least} to {most}", each)
 
 
 def one_of(choices: Collection | Callable[[], Collection], each: bool = False) -> Limit:
@@ -135,7 +139,7 @@ def read_value(kind, value: object, knob: str):
         if origin is list and isinstance(value, list) and all(type(item) in typing.get_args(option) for item in value):
             return value
         if origin is float and isinstance(value, int | float) and not isinstance(value, bool):
-            check(math.isfinite(value), knob, value, "a finite number")
+            check(abs(value) <= sys.float_info.max, knob, value, "a finite number")
             return float(value)
         if origin in (int, str, bool, types.NoneType) and type(value) is origin:
             return value

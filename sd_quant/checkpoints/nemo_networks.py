@@ -13,14 +13,19 @@ import yaml
 from sd_quant.checkpoints import nemo_keys
 from sd_quant.checkpoints.archive import Member, read_text
 from sd_quant.checkpoints.checks import MAX_DEPTH, bounded_modules, check_tensors, reason_of
+from sd_quant.checkpoints.plain_yaml import load_yaml
+from sd_quant.checkpoints.schema import check_schema
 from sd_quant.checkpoints.tensors import Readable, Weights
 from sd_quant.errors import ArtifactError
 from sd_quant.models import Family, family_named
 from sd_quant.models.parts import Part, PipelineAdapter
 from sd_quant.models.sdxl_nemo import (
     CONTEXT_TOKENS,
+    NemoConfig,
+    NemoEmbedder,
     TextShape,
     build_modules,
+    embedder,
     pipeline_adapter,
     scheduler,
     tokenizers,
@@ -108,17 +113,12 @@ def described_networks(path: Path, config: dict, clip1: TextShape, clip2: TextSh
     Raises ArtifactError, which names ``path``, when it describes none that can be built.
     """
     try:
+        check_schema(NemoConfig, config)
+        check_schema(NemoEmbedder, embedder(config, 2), "conditioner_config.emb_models[2].emb_model.")
         unet, vae = config["unet_config"], config["first_stage_config"]["ddconfig"]
         lists = (unet["channel_mult"], unet["transformer_depth"], vae["ch_mult"], unet["attention_resolutions"])
-        counts = (unet["num_res_blocks"], vae["num_res_blocks"], *unet["transformer_depth"], clip1.layers, clip2.layers)
-        if max(*map(len, lists), *counts) > MAX_DEPTH:
+        if max(*map(len, lists), clip1.layers, clip2.layers) > MAX_DEPTH:
             raise ValueError(f"more than {MAX_DEPTH} blocks")
-        for name, value in [*unet_config(config).items(), *vae_config(config).items()]:
-            entries = value if isinstance(value, list) else [value]
-            if not all(isinstance(entry, int | float | str | None) for entry in entries):
-                raise TypeError(f"{name} is no number, text or list of those")  # YAML lists may stand for a billion
-            if name in ("addition_time_embed_dim", "projection_class_embeddings_input_dim") and type(value) is not int:
-                raise TypeError(f"{name} is no whole number")
         with torch.device("meta"), bounded_modules():
             return build_modules(config, clip1, clip2)
     except Exception as error:  # the config is the file's own: any value, of any type, may be wrong in it
@@ -141,7 +141,7 @@ def read_config(member: Member) -> dict:
     Raises ArtifactError when the file holds anything else.
     """
     try:
-        config = yaml.safe_load(read_text(member))
+        config = load_yaml(read_text(member))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ArtifactError(f"{member.name} is not plain YAML ({one_line(error, 300)}); fetch it again") from error
     if isinstance(config, dict) and isinstance(config.get("model"), dict):  # the wrapper that NeMo's loader accepts too

@@ -58,7 +58,7 @@ def read_header(member: Member) -> tuple[dict[str, StoredTensor], dict[str, str]
         )
     text = member.read(8, length)
     try:
-        header = json.loads(bytes(text))
+        header = json.loads(bytes(text), object_pairs_hook=without_duplicates)
         metadata = dict(header.pop("__metadata__", None) or {})
         tensors = {name: _located(member, 8 + length, entry) for name, entry in header.items()}
         end = 8 + length
@@ -105,6 +105,14 @@ def write_safetensors(
         for name in names:
             file.write(read_bytes(name, tensors[name]))
             advance()
+
+
+def without_duplicates(pairs: list[tuple[str, object]]) -> dict:
+    """The object of JSON with these entries. Raises ValueError for a name that stands twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name stands twice in an object")
+    return found
 
 
 def _located(member: Member, data: int, entry: Mapping) -> StoredTensor:

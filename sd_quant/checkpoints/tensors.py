@@ -4,6 +4,7 @@ The road not taken is a state dict: it would hold 14 GB of SDXL in memory at onc
 """
 
 import math
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Protocol
 import torch
 
 from sd_quant.checkpoints.archive import Member
+from sd_quant.errors import ArtifactError
 
 
 class Readable(Protocol):
@@ -69,13 +71,20 @@ class StoredTensor:
     shape: tuple[int, ...]
     stride: tuple[int, ...]  # in elements, as in torch
     dtype: torch.dtype
+    crc32: int | None = None  # of its bytes, where the file says it
 
     def read(self) -> torch.Tensor:
-        """Returns a contiguous copy on the CPU."""
+        """Returns a contiguous copy on the CPU. Raises ArtifactError when the bytes are not those that were written."""
         span = span_of(self.shape, self.stride)
         if span == 0:
             return torch.empty(self.shape, dtype=self.dtype)
-        flat = torch.frombuffer(self.member.read(self.start, span * self.dtype.itemsize), dtype=self.dtype)
+        data = self.member.read(self.start, span * self.dtype.itemsize)
+        if self.crc32 is not None and zlib.crc32(data) != self.crc32:
+            raise ArtifactError(
+                f"{self.member.name} is damaged: the bytes from {self.start} on do not have the checksum that the file "
+                "has for them; fetch it again"
+            )
+        flat = torch.frombuffer(data, dtype=self.dtype)
         return flat.as_strided(self.shape, self.stride).contiguous()
 
 

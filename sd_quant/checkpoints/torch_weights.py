@@ -23,7 +23,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sd_quant.checkpoints.archive import Member, OpenFile
-from sd_quant.checkpoints.tensors import Readable, StoredTensor, read_bytes, span_of
+from sd_quant.checkpoints.tensors import Readable, StoredTensor, read_bytes, size_of, span_of
 from sd_quant.errors import ArtifactError
 
 MAX_PICKLE = 8 * 2**20  # SDXL's has about 0.4 MB: names and shapes, no numbers
@@ -53,7 +53,13 @@ def stored_tensors(member: Member) -> dict[str, StoredTensor]:
         ) from None
     if not isinstance(state, dict) or not state:
         raise ArtifactError(f"{member.name} holds a {type(state).__name__}; expected a non-empty dict of tensors")
-    return {name: _located(member, records, name, value) for name, value in state.items()}
+    tensors = {name: _located(member, records, name, value) for name, value in state.items()}
+    if (claimed := size_of(tensors.values())) > member.size:
+        raise ArtifactError(
+            f"{member.name} has {claimed} bytes of tensors in {member.size} bytes, so some share what is stored; save "
+            "clones of them"
+        )
+    return tensors
 
 
 def write_tensors(
@@ -123,8 +129,8 @@ def _without_torch_log() -> Iterator[None]:
         log.disabled = before
 
 
-def _zip_records(member: Member) -> dict[int, int]:
-    """Returns the size in bytes of each zip entry by the offset of its data.
+def _zip_records(member: Member) -> dict[int, zipfile.ZipInfo]:
+    """Returns each entry of the zip by the offset of its data.
 
     Raises ArtifactError when the file is no zip that torch.save wrote, or its pickle is not one to be unpickled.
     """
@@ -141,21 +147,29 @@ def _zip_records(member: Member) -> dict[int, int]:
             for entry in entries:
                 if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
                     raise ValueError(f"entry {entry.filename!r} is compressed or encrypted")
-                if entry.filename.lower().endswith("/data.pkl"):  # torch looks for names in either case
-                    if entry.file_size > MAX_PICKLE:
-                        raise ValueError(f"a pickle of {entry.file_size} bytes, at most {MAX_PICKLE} expected")
-                    _check_pickle(directory.read(entry))
-                if entry.filename.endswith("/byteorder") and directory.read(entry) != b"little":
-                    raise ValueError("big-endian numbers")
                 start = _start(member, entry)
                 if start + entry.file_size > member.size:
                     raise ValueError(f"entry {entry.filename!r} reaches beyond the end")
-                records[start] = entry.file_size
+                if entry.filename.lower().endswith("/data.pkl"):  # torch looks for names in either case
+                    if entry.file_size > MAX_PICKLE:
+                        raise ValueError(f"a pickle of {entry.file_size} bytes, at most {MAX_PICKLE} expected")
+                    _check_pickle(_content(member, start, entry))
+                if entry.filename.endswith("/byteorder") and _content(member, start, entry) != b"little":
+                    raise ValueError("big-endian numbers")
+                records[start] = entry
     except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError, OSError, struct.error) as error:
         raise ArtifactError(
             f"{member.name} is not a file of torch.save, or is damaged ({error}); fetch it again"
         ) from error
     return records
+
+
+def _content(member: Member, start: int, entry: zipfile.ZipInfo) -> bytes:
+    """Returns the bytes of an entry that is not compressed. Raises ValueError when they have another checksum."""
+    content = bytes(member.read(start, entry.file_size))
+    if entry.CRC and zlib.crc32(content) != entry.CRC:  # torch can be told to compute none, which leaves 0
+        raise ValueError(f"entry {entry.filename!r} has another checksum than it says")
+    return content
 
 
 def _start(member: Member, entry: zipfile.ZipInfo) -> int:
@@ -186,7 +200,7 @@ def _check_pickle(data: bytes) -> None:
         last = opcode.name
 
 
-def _located(member: Member, records: dict[int, int], name: object, value: object) -> StoredTensor:
+def _located(member: Member, records: Mapping[int, zipfile.ZipInfo], name: object, value: object) -> StoredTensor:
     """Returns where the bytes of a fake tensor lie. Raises ArtifactError when the file does not hold them."""
     if not isinstance(name, str):
         raise ArtifactError(
@@ -200,9 +214,11 @@ def _located(member: Member, records: dict[int, int], name: object, value: objec
     size = value.dtype.itemsize
     span = (value.storage_offset() + span_of(value.shape, value.stride())) * size
     # numel beside the span: a stride of 0 would let a few bytes claim any shape
-    if span > records.get(start, -1) or value.numel() * size > records[start]:
+    if start not in records or max(span, value.numel() * size) > records[start].file_size:
         raise ArtifactError(
             f"{member.name}: tensor {name[:200]!r} claims bytes that the file does not hold; fetch it again"
         )
-    first = start + value.storage_offset() * size
-    return StoredTensor(member, first, tuple(value.shape), tuple(value.stride()), value.dtype)
+    first, shape, stride = start + value.storage_offset() * size, tuple(value.shape), tuple(value.stride())
+    whole = first == start and span == records[start].file_size
+    crc32 = records[start].CRC or None  # 0: saved without checksums
+    return StoredTensor(member, first, shape, stride, value.dtype, crc32 if whole else None)

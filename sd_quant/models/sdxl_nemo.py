@@ -8,7 +8,9 @@ because NeMo's config only names these encoders. Nothing in the config is import
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated
 
+from sd_quant.knobs import between
 from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH, clip_tokenizer
 from sd_quant.models.parts import PipelineAdapter, pack, unpack
 
@@ -26,6 +28,60 @@ class TextShape:
     context: int  # in tokens
     mlp_width: int
     projection: int = 0  # width of the pooled output; 0 when there is none
+
+
+SIZE, BLOCKS = between(1, 2**16), between(0, 100)
+SIZES, EACH_BLOCKS = between(1, 2**12, each=True), between(0, 100, each=True)
+
+
+@dataclass(frozen=True, slots=True)
+class NemoUnet:
+    """What is read of ``unet_config``."""
+
+    image_size: Annotated[int, SIZE]
+    in_channels: Annotated[int, SIZE]
+    out_channels: Annotated[int, SIZE]
+    model_channels: Annotated[int, SIZE]
+    channel_mult: Annotated[list[int], SIZES]
+    attention_resolutions: Annotated[list[int], SIZES]
+    num_res_blocks: Annotated[int, BLOCKS]
+    transformer_depth: Annotated[list[int], EACH_BLOCKS]
+    num_head_channels: Annotated[int, SIZE]
+    context_dim: Annotated[int, SIZE]
+    use_linear_in_transformer: bool
+    adm_in_channels: Annotated[int, SIZE]
+
+
+@dataclass(frozen=True, slots=True)
+class NemoVae:
+    """What is read of ``first_stage_config.ddconfig``."""
+
+    in_channels: Annotated[int, SIZE]
+    out_ch: Annotated[int, SIZE]
+    z_channels: Annotated[int, SIZE]
+    ch: Annotated[int, SIZE]
+    ch_mult: Annotated[list[int], SIZES]
+    num_res_blocks: Annotated[int, BLOCKS]
+    resolution: Annotated[int, SIZE]
+
+
+@dataclass(frozen=True, slots=True)
+class NemoFirstStage:
+    ddconfig: NemoVae
+
+
+@dataclass(frozen=True, slots=True)
+class NemoEmbedder:
+    outdim: Annotated[int, SIZE]
+
+
+@dataclass(frozen=True, slots=True)
+class NemoConfig:
+    """What is read of a ``model_config.yaml``, but for the embedder of sizes."""
+
+    unet_config: NemoUnet
+    first_stage_config: NemoFirstStage
+    scale_factor: Annotated[float, between(1e-6, 1e6)]
 
 
 def embedder(model_config: Mapping, index: int) -> Mapping:

@@ -4,9 +4,11 @@ Each case lies in a folder of its own, with a canary in reach of whatever it may
 is tried elsewhere.
 """
 
+import copy
 import gzip
 import io
 import json
+import math
 import os
 import pickle
 import tarfile
@@ -124,6 +126,54 @@ def config_with(text: str) -> Callable[[Path, Path, NemoCheckpoint], object]:
     return make
 
 
+def entries_with(change: Callable[[dict], object], text: Callable[[str], str] = str):
+    """The mini checkpoint's config with other entries, and its weights."""
+
+    def make(path: Path, canary: Path, whole: NemoCheckpoint) -> None:
+        config = copy.deepcopy(whole.model_config)
+        change(config)
+        config_with(text(json.dumps(config)).replace("{", "{{").replace("}", "}}"))(path, canary, whole)
+
+    return make
+
+
+def wide_without_end(config: dict) -> None:
+    config["unet_config"] |= {"model_channels": "x", "channel_mult": [4_000_000_000] * 2}
+
+
+MERGES = "\n".join(
+    f"a{level}: &a{level} {{{{" + (f"<<: [{', '.join([f'*a{level - 1}'] * 9)}]" if level else "k: 1") + "}}"
+    for level in range(9)
+)
+
+
+def flipped(path: Path, canary: Path, whole: NemoCheckpoint) -> None:
+    """One bit of the last weights."""
+    content = bytearray(whole.path.read_bytes())
+    content[int(0.9 * len(content))] ^= 1
+    path.write_bytes(content)
+
+
+def one_storage(state: dict) -> None:
+    """Every weight of the UNet is the first numbers of one tensor."""
+    keys = [key for key in state if key.startswith(nemo_keys.PREFIX["unet"])]
+    numbers = torch.zeros(max(math.prod(state[key].shape) for key in keys))
+    views = {key: numbers[: math.prod(state[key].shape)].view(state[key].shape) for key in keys}
+    state |= views
+
+
+def saved_as_they_are(change: Callable[[dict], object]) -> Callable[[Path, Path, NemoCheckpoint], object]:
+    """By torch itself, which stores a shared storage once."""
+
+    def make(path: Path, canary: Path, whole: NemoCheckpoint) -> None:
+        state = {key: tensor for key, tensor in whole.state().items()}
+        change(state)
+        tensors = {key: tensor if isinstance(tensor, torch.Tensor) else tensor.read() for key, tensor in state.items()}
+        archive_with(lambda _: pickled(tensors))(path, canary, whole)
+
+    return make
+
+
 def targets_everywhere(path: Path, canary: Path, whole: NemoCheckpoint) -> None:
     """A sound config in which every section says what to call; the weights end the job after all was built."""
 
@@ -196,6 +246,17 @@ CASES = {
     "a config of nothing but a target": Case(
         config_with("_target_: os.mkdir\npath: {canary}\ntarget: os.mkdir"), 3, "does not describe an SDXL"
     ),
+    "numbers of base sixty": Case(
+        entries_with(lambda config: config.update(scale_factor=17),
+                     lambda text: text.replace('"scale_factor": 17', '"scale_factor": ' + "1:" * 400_000 + "1")),
+        3, "scale_factor is '1:1:1",
+    ),
+    "merge keys that multiply": Case(config_with(MERGES), 3, "entries"),
+    "a width that is text, times billions": Case(
+        entries_with(wide_without_end), 3, "unet_config.model_channels is 'x', expected a whole number"
+    ),
+    "weights that share one storage": Case(saved_as_they_are(one_storage), 3, "share what is stored"),
+    "a flipped bit": Case(flipped, 3, "checksum"),
     "targets in every section": Case(targets_everywhere, 3, f"{FIRST!r} of the unet holds 1 NaN"),
     "keys that are missing, unknown and misshapen": Case(changed(without_a_block), 3, " missing: "),
     "weights in int8": Case(changed(lambda state: state.update({FIRST: lazy(state[FIRST].read().to(torch.int8))})), 3,

@@ -281,7 +281,7 @@ REFINER = {
         ("unet/config.json", {"block_out_channels": "wide"}, "do not describe an SDXL base"),
         ("unet/config.json", {"attention_head_dim": [0, 0]}, "do not describe an SDXL base"),
         ("unet/config.json", {"layers_per_block": 10**9}, "does not describe an SDXL"),
-        ("unet/config.json", {"down_block_types": ["CrossAttnDownBlock2D"] * 40_000}, "down_block_types is"),
+        ("unet/config.json", {"down_block_types": ["CrossAttnDownBlock2D"] * 40_000}, "attention_resolutions is"),
         ("vae/config.json", {"latents_mean": [0.1] * 4}, "latents_mean is [0.1"),
         ("vae/config.json", {"block_out_channels": [32, 48]}, "block_out_channels is [32, 48]"),
         ("text_encoder/config.json", {"hidden_act": "gelu"}, "'gelu' where SDXL in NeMo has 'quick_gelu'"),

@@ -129,3 +129,12 @@ def test_what_the_library_refuses_is_refused_here(tmp_path):
             accepted += 1
             assert_same(found, safetensors.torch.load(content))
     assert accepted
+
+
+def test_a_name_twice_is_refused(tmp_path):
+    header = (
+        b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
+    )
+    (tmp_path / "twice.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"1")
+    with pytest.raises(ArtifactError, match="a name stands twice"):
+        read_safetensors(whole_file(tmp_path / "twice.safetensors"))

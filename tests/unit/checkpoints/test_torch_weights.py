@@ -213,3 +213,39 @@ def test_a_tensor_that_is_not_what_was_announced(tmp_path):
     wrong = LazyTensor((3,), torch.float32, lambda: torch.ones(4))
     with (tmp_path / "weights").open("w+b") as file, pytest.raises(ValueError, match=r"was to be \(3,\)"):
         write_tensors(file, {"wrong": wrong})
+
+
+def place_of(content: bytes, tensor: torch.Tensor) -> int:
+    return content.index(tensor.numpy().tobytes())
+
+
+def test_a_flipped_bit_is_noticed_when_it_is_read(tmp_path):
+    whole, other = torch.arange(100.0) + 0.5, torch.arange(100.0) + 1000
+    content = bytearray(saved({"whole": whole, "other": other, "view": torch.arange(2000.0, 2100)[3:]}))
+    content[place_of(content, whole) + 17] ^= 1
+    found = stored(tmp_path, bytes(content))
+    assert torch.equal(found["other"].read(), other) and len(found["view"].read()) == 97
+    with pytest.raises(ArtifactError, match=r"weights is damaged: the bytes from \d+ on do not have the checksum"):
+        found["whole"].read()
+
+
+def test_a_file_that_was_saved_without_checksums_is_read(tmp_path):
+    torch.serialization.set_crc32_options(False)
+    try:
+        content = bytearray(saved({"a": torch.arange(100.0)}))
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert torch.equal(stored(tmp_path, bytes(content))["a"].read(), torch.arange(100.0))
+    content = bytearray(saved({"a": torch.arange(100.0)}))
+    content[content.index(b"little")] ^= 1
+    with pytest.raises(ArtifactError, match="byteorder' has another checksum than it says"):
+        stored(tmp_path, bytes(content))
+
+
+def test_tensors_in_one_storage_are_no_larger_together_than_the_file(tmp_path):
+    storage = torch.arange(10_000.0)
+    apart = {str(start): storage[start : start + 1000] for start in range(0, 10_000, 1000)}
+    found = stored(tmp_path, saved(apart))
+    assert all(torch.equal(found[name].read(), tensor) for name, tensor in apart.items())
+    with pytest.raises(ArtifactError, match="has 120000 bytes of tensors in .* so some share what is stored"):
+        stored(tmp_path, saved({str(index): storage for index in range(3)}))

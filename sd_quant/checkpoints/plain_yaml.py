@@ -1,0 +1,87 @@
+"""YAML from strangers: plain mappings, lists, texts and numbers, read in time and memory that the file's size bounds.
+
+PyYAML's safe loader runs nothing, and yet a few lines take it hours: numbers of base sixty (``1:1:1...``), whose digits
+it multiplies out, merge keys (``<<``) and aliases, which repeat what they name. Here a number is what YAML 1.2 calls
+one, there are no merge keys, what aliases stand for is counted before anything is built, and a key stands once in a
+mapping. The road not taken is a loader of YAML 1.2: NeMo writes its files with PyYAML, which takes ``yes`` for true.
+"""
+
+import re
+from collections import Counter
+
+import yaml
+
+MAX_NODES = 20_000  # mappings, lists, texts and numbers, with what aliases stand for; SDXL's config has 200
+TAG = "tag:yaml.org,2002:"
+NUMBERS = {
+    f"{TAG}int": re.compile(r"[-+]?[0-9]{1,30}"),
+    f"{TAG}float": re.compile(
+        r"[-+]?(?:\.(?:inf|Inf|INF)|(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?)|\.(?:nan|NaN|NAN)"
+    ),
+}
+KINDS = {f"{TAG}{name}" for name in ("bool", "null", "str", "seq", "map")} | NUMBERS.keys()
+
+
+class Loader(yaml.SafeLoader):
+    """PyYAML's, with the numbers of YAML 1.2, without merge keys and dates. Its parser in C crashes on deep files."""
+
+    yaml_implicit_resolvers: dict = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag in KINDS - NUMBERS.keys()]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    composed = 0
+
+    def compose_node(self, parent, index):
+        self.composed += 1
+        if self.composed > MAX_NODES:
+            raise ValueError(f"it holds more than {MAX_NODES} entries")
+        return super().compose_node(parent, index)
+
+
+for _tag, _pattern in NUMBERS.items():
+    Loader.add_implicit_resolver(_tag, re.compile(f"(?:{_pattern.pattern})$"), list("-+.0123456789"))
+
+
+def load_yaml(text: bytes) -> object:
+    """The content of a YAML file. Raises yaml.YAMLError, ValueError or RecursionError for what is not plain."""
+    loader = Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        count(node, {})
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def count(node: yaml.Node, known: dict[int, int]) -> int:
+    """How many nodes this one stands for, itself included; ``known`` has those that were counted, 0 while they are.
+
+    Raises ValueError for more than ``MAX_NODES``, a node in itself, a tag, a key that is no text or stands twice.
+    """
+    if id(node) in known:
+        if not known[id(node)]:
+            raise ValueError("a part of it contains itself")
+        return known[id(node)]
+    known[id(node)], total = 0, 1
+    if node.tag not in KINDS:
+        raise ValueError(f"it holds {node.tag[:80]!r}, expected mappings, lists, texts and numbers")
+    if isinstance(node, yaml.MappingNode):
+        keys = [key.value if isinstance(key, yaml.ScalarNode) else None for key, _ in node.value]
+        if None in keys:
+            raise ValueError("a key is a list or a mapping")
+        if len(set(keys)) < len(keys):
+            twice = next(key for key, number in Counter(keys).items() if number > 1)
+            raise ValueError(f"the key {twice[:80]!r} stands twice in a mapping")
+        children = [part for pair in node.value for part in pair]
+    else:
+        children = node.value if isinstance(node, yaml.SequenceNode) else []
+    if node.tag in NUMBERS and not NUMBERS[node.tag].fullmatch(node.value):
+        raise ValueError(f"{node.value[:80]!r} is no number")
+    for child in children:
+        total += count(child, known)
+        if total > MAX_NODES:
+            raise ValueError(f"it stands for more than {MAX_NODES} entries")
+    known[id(node)] = total
+    return total

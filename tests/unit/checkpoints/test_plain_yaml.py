@@ -1,0 +1,73 @@
+"""YAML that NeMo writes is read as PyYAML reads it; what would take hours or gigabytes is refused at once."""
+
+import math
+
+import pytest
+import yaml
+
+from sd_quant.checkpoints.nemo_networks import SDXL_BASE
+from sd_quant.checkpoints.plain_yaml import MAX_NODES, load_yaml
+from sd_quant.config import REPOSITORY
+
+
+@pytest.mark.parametrize(
+    "path", [SDXL_BASE, *REPOSITORY.glob("examples/**/model_config.yaml"), *REPOSITORY.glob("conf/model/*.yaml")]
+)
+def test_plain_files_are_what_pyyaml_reads(path):
+    assert load_yaml(path.read_bytes()) == yaml.safe_load(path.read_text())
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-5", 1e-5), ("-.5", -0.5), ("1.", 1.0), ("+3", 3), ("007", 7), (".inf", math.inf), ("-.INF", -math.inf),
+        ("1:20", "1:20"), ("1:20.5", "1:20.5"), ("2001-01-01", "2001-01-01"), ("0x10", "0x10"), ("1_000", "1_000"),
+        ("yes", True), ("null", None), ("~", None), ("'1'", "1"), ("<<", "<<"), ("=", "="), ("9" * 400, math.inf),
+    ],
+)  # fmt: skip
+def test_scalars(text, value):
+    assert load_yaml(f"a: {text}".encode()) == {"a": value}
+
+
+def test_aliases_that_stand_for_little_are_taken():
+    assert load_yaml(b"a: &x [1, 2]\nb: *x\nc: {d: *x}") == {"a": [1, 2], "b": [1, 2], "c": {"d": [1, 2]}}
+
+
+def doubling(levels: int, form: str) -> bytes:
+    lines = [f"a0: &a0 {form.format('k')}"]
+    return "\n".join([*lines, *(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, levels))]).encode()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (doubling(40, "[{0}]"), f"it stands for more than {MAX_NODES} entries"),
+        (b"[" + b"1," * MAX_NODES + b"]", f"it holds more than {MAX_NODES} entries"),
+        (b"a: &x {<<: [*x, *x]}", "a part of it contains itself"),
+        (b"a: &x [*x]", "a part of it contains itself"),
+        (b"a: 1\nb: 2\na: 3", "the key 'a' stands twice in a mapping"),
+        (b"a: {1: x, '1': y}", "the key '1' stands twice in a mapping"),
+        (b"? [1]\n: 2", "a key is a list or a mapping"),
+        (b"a: !!int '1:1:1'", "'1:1:1' is no number"),
+        (b"a: !!float '1_0'", "'1_0' is no number"),
+        (
+            b"a: !!timestamp 2001-01-01",
+            "it holds 'tag:yaml.org,2002:timestamp', expected mappings, lists, texts and numbers",
+        ),
+        (b"!!merge a: {b: 1}", "it holds 'tag:yaml.org,2002:merge', expected mappings, lists, texts and numbers"),
+        (b"!!python/name:os.system a", "it holds 'tag:yaml.org,2002:python/name:os.system', expected"),
+    ],
+)
+def test_what_is_refused(text, message):
+    with pytest.raises(ValueError) as caught:
+        load_yaml(text)
+    assert str(caught.value).startswith(message)
+
+
+def test_deep_files_end_in_an_exception_of_python():
+    with pytest.raises(RecursionError):
+        load_yaml(b"[" * 5000)
+
+
+def test_nothing_is_none():
+    assert load_yaml(b"") is None
