@@ -36,6 +36,7 @@ TYPE_NAMES = {
     types.NoneType: "null",
     list[str]: "a list of texts",
     list[int]: "a list of whole numbers",
+    list[float]: "a list of numbers",
 }
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sd_quant.checkpoints.archive import Member, open_members, read_text
-from sd_quant.checkpoints.safetensors_file import read_safetensors
+from sd_quant.checkpoints.safetensors_file import read_safetensors, without_duplicates
 from sd_quant.checkpoints.tensors import StoredTensor
 from sd_quant.errors import ArtifactError
 
@@ -34,7 +34,7 @@ def read_json(folder: Path, name: str) -> dict:
         raise ArtifactError(f"{folder} holds no {name}; expected the whole folder of a pipeline, so fetch it again")
     member = files[name]
     try:
-        content = json.loads(read_text(member))
+        content = json.loads(read_text(member), object_pairs_hook=without_duplicates)
     except (ValueError, RecursionError) as error:
         raise ArtifactError(f"{member.name} is not JSON ({str(error)[:200]}); fetch it again") from error
     if not isinstance(content, dict):

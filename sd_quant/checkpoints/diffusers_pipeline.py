@@ -11,24 +11,62 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import nn
 
 from sd_quant.checkpoints.checks import MAX_DEPTH, bounded_modules, check_tensors, reason_of, renamed
-from sd_quant.checkpoints.diffusers_files import INDEX, WEIGHTS, plain_name, read_json, stored_weights
+from sd_quant.checkpoints.diffusers_files import INDEX, WEIGHTS, files_in, plain_name, read_json, stored_weights
+from sd_quant.checkpoints.schema import check_schema
 from sd_quant.checkpoints.tensors import Weights
 from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.knobs import between, one_of
 from sd_quant.models import FAMILIES, Family, family_named
 from sd_quant.models.parts import Part, PipelineAdapter
 from sd_quant.text import one_line
 
+TOKENIZER = "tokenizer_config.json"
 DEPTHS = ("layer", "depth", "blocks")  # in the names of keys that say how often something is built
 TIED = {"encoder.embed_tokens.weight": "shared.weight"}  # T5's embedding is stored under one of two names, or both
 UNUSED = {"embeddings.position_ids", "logit_scale"}
 NOT_WANTED = {"requires_safety_checker": False, "add_watermarker": False}
 FORMER_NAMES = {"Transformer2DModel": "PixArtTransformer2DModel"}  # of classes, in published folders
+
+
+UNSTATED = int(1e30)  # transformers' number where a tokenizer says none
+MOST_TOKENS = 4096  # that a text encoder reads: a longer context is padded, and all of it is in memory
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerEntries:
+    """Entries of a scheduler's config that, if they are there and wrong, would end in an exception, or in NaN."""
+
+    num_train_timesteps: Annotated[int, between(1, 100_000)]
+    beta_start: Annotated[float | None, between(0, 1)]
+    beta_end: Annotated[float | None, between(0, 1)]
+    trained_betas: Annotated[list[float] | None, between(0, 1, each=True)]
+    prediction_type: Annotated[str, one_of(["epsilon", "sample", "v_prediction", "flow_prediction"])]
+    timestep_spacing: Annotated[str, one_of(["linspace", "leading", "trailing"])]
+    steps_offset: Annotated[int, between(0, 1000)]
+    shift: Annotated[float | None, between(1e-3, 1e3)]
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkEntries:
+    """The same of the networks' configs."""
+
+    scaling_factor: Annotated[float, between(1e-6, 1e6)]
+    shift_factor: Annotated[float | None, between(-1e6, 1e6)]
+    relative_attention_num_buckets: Annotated[int, between(4, 10_000)]
+    relative_attention_max_distance: Annotated[int, between(4, 1_000_000)]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerEntries:
+    """The same of a tokenizer's config."""
+
+    extra_ids: Annotated[int, between(0, 1000)]
 
 
 @dataclass(frozen=True)
@@ -92,6 +130,7 @@ class DiffusersCheckpoint:
 
         name = class_in(self.index, "scheduler")
         config = read_json(self.path / "scheduler", "scheduler_config.json")
+        check_entries(self.path / "scheduler", SchedulerEntries, config)
         kind = getattr(diffusers, str(name), None)
         bases = (diffusers.SchedulerMixin, diffusers.ConfigMixin)
         if not (inspect.isclass(kind) and all(issubclass(kind, base) for base in bases)):
@@ -118,16 +157,49 @@ class DiffusersCheckpoint:
         for name in self.index:
             if name.startswith("tokenizer") and (described := class_in(self.index, name)) is not None:
                 kind = transformers.CLIPTokenizer if "CLIP" in str(described) else transformers.T5TokenizerFast
-                try:
-                    tokenizers[name] = kind.from_pretrained(self.path / name, local_files_only=True)
-                except Exception as error:  # the library tokenizers raises nothing more special
-                    reason = one_line(error, 200)
-                    raise ArtifactError(
-                        f"{self.path / name} holds no tokenizer that can be read ({reason}); fetch the folder again"
-                    ) from error
+                tokenizers[name] = read_tokenizer(self.path / name, kind)
         if not tokenizers:
             raise ArtifactError(f"{self.path / INDEX} names no tokenizer, expected one; fetch the folder again")
         return tokenizers
+
+
+def read_tokenizer(folder: Path, kind: type) -> Any:
+    """Returns the tokenizer of this class of transformers. Raises ArtifactError when the folder does not hold it whole.
+
+    The class itself makes do without its vocabulary, and then knows two words.
+    """
+    files, names = files_in(folder), dict(kind.vocab_files_names)
+    single = names.pop("tokenizer_file")
+    if single not in files and not set(names.values()) <= files.keys():
+        raise ArtifactError(
+            f"{folder} holds neither {single} nor {' and '.join(names.values())}, so it holds no tokenizer that can be "
+            "read; fetch the folder again"
+        )
+    if TOKENIZER in files:
+        check_entries(folder, TokenizerEntries, read_json(folder, TOKENIZER))
+    try:
+        tokenizer = kind.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # the library tokenizers raises nothing more special
+        reason = one_line(error, 200)
+        raise ArtifactError(
+            f"{folder} holds no tokenizer that can be read ({reason}); fetch the folder again"
+        ) from error
+    longest = tokenizer.model_max_length
+    unstated = longest == UNSTATED and "merges_file" not in names  # a T5 is told how many; CLIP pads to this number
+    if not unstated and (type(longest) is not int or not 1 <= longest <= MOST_TOKENS):
+        raise ArtifactError(
+            f"{folder}: model_max_length is {str(longest)[:100]}, expected a number of tokens from 1 to {MOST_TOKENS}; "
+            f"state it in {TOKENIZER}"
+        )
+    return tokenizer
+
+
+def check_entries(folder: Path, schema: type, config: Mapping) -> None:
+    """Raises ArtifactError when an entry of ``schema`` is there and has another type or is out of range."""
+    try:
+        check_schema(schema, config, whole=False)
+    except ConfigError as error:
+        raise ArtifactError(f"{folder}: {error}; fetch the folder again") from error
 
 
 def class_in(index: Mapping, name: str) -> Any:
@@ -174,6 +246,7 @@ def open_pipeline(path: Path, name: str, tokens: int | None = None, io: str = "d
     configs = {component: read_json(path / component, "config.json") for component in family.NETWORKS}
     for component, config in configs.items():
         check_depths(path / component, config)
+        check_entries(path / component, NetworkEntries, config)
     try:
         with torch.device("meta"), bounded_modules():
             networks = {component: network(family.NETWORKS[component], config) for component, config in configs.items()}

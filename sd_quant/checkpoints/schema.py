@@ -12,17 +12,22 @@ from sd_quant.errors import ConfigError
 from sd_quant.knobs import BOUNDED, Limit, fields_of, read_value
 
 
-def check_schema(schema: type, config: object, path: str = "") -> None:
-    """Raises ConfigError unless ``config`` has every field of the dataclass ``schema``; ``path`` is for messages."""
+def check_schema(schema: type, config: object, path: str = "", whole: bool = True) -> None:
+    """Raises ConfigError unless ``config`` has every field of the dataclass ``schema``; ``path`` is for messages.
+
+    Where it need not be ``whole``, entries may be missing.
+    """
     if not isinstance(config, Mapping):
         raise ConfigError(f"{path.rstrip('.') or 'it'} is {BOUNDED.repr(config)}, expected a mapping")
     for name, (kind, stated) in fields_of(schema).items():
         if name not in config:
-            raise ConfigError(f"{path}{name} is missing")
+            if whole:
+                raise ConfigError(f"{path}{name} is missing")
+            continue
         if dataclasses.is_dataclass(kind):
             check_schema(cast(type, kind), config[name], f"{path}{name}.")
             continue
         value = read_value(kind, config[name], path + name)
         for limit in stated:
-            if isinstance(limit, Limit):
+            if isinstance(limit, Limit) and value is not None:
                 limit.check(path + name, value)

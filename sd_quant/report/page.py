@@ -26,11 +26,11 @@ from sd_quant.metrics import SCORES, Against, Score, fidelity_scores
 from sd_quant.report.plots import SIZE, TIME, figures, fitted, knob_value, svg
 from sd_quant.report.recommendation import Recommendation, fidelity_db, front, recommend, rule_of
 from sd_quant.report.record import DONE, VARIANTS, at, read_object, score_of
-from sd_quant.report.summary import Column, Job, Row, Sweep, machine_of, rows, shown_columns, workload
+from sd_quant.report.summary import PROVENANCE, Column, Job, Row, Sweep, machine_of, rows, shown_columns, workload
 from sd_quant.report.timing import blocks_by_job, busy_because
 from sd_quant.text import printable
 
-REPORT, PROVENANCE = "report.html", "provenance.json"
+REPORT = "report.html"
 TEMPLATES = Path(__file__).with_suffix("")
 SMALL_EDGE, LONGEST_EDGE = 256, 768  # up to the first pixels are kept as they are, beyond the second they are reduced
 WEBP_QUALITY = 90

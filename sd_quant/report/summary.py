@@ -42,6 +42,7 @@ from sd_quant.report.timing import TIMING, Timed, blocks_by_job, read_timing, ro
 from sd_quant.text import printable
 
 SWEEP, FAILURE, LOCK, LOG = "sweep.json", "failure.json", ".lock", "quantize.log"
+PROVENANCE = "provenance.json"
 FAILED, UNFINISHED = "failed", "unfinished"  # beside DONE
 STAGE = re.compile(r"- (\w+) \.\.\.$", re.MULTILINE)  # how a stage announces itself in the log
 

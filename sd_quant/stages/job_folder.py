@@ -20,7 +20,7 @@ from sd_quant.errors import ConfigError
 from sd_quant.files import TEMPORARY, digest
 from sd_quant.report.provenance import provenance
 from sd_quant.report.record import RECORD, at, read_record
-from sd_quant.report.summary import FAILURE, LOCK, LOG
+from sd_quant.report.summary import FAILURE, LOCK, LOG, PROVENANCE
 from sd_quant.source import source_digest
 
 # What a job writes. Nothing else is ever removed, because the folder may be any that the user has named.
@@ -31,9 +31,10 @@ WRITTEN = (
     *(f"{kind}/{name}" for kind in ("plan", "full_precision/plan") for name in ("*.plan", "*.plan.json")),
     "images/grid.png", "images/full_precision/[0-9]*.png", "images/quantized/[0-9]*.png",
     *UNFINISHED, *(f"{folder}/**/{name}" for folder in FOLDERS for name in UNFINISHED),
-    RECORD, FAILURE, "provenance.json", "config.yaml", "layers.csv", "budget.csv", "sensitivity.csv", "sensitivity.png",
+    RECORD, FAILURE, PROVENANCE, "config.yaml", "layers.csv", "budget.csv", "sensitivity.csv", "sensitivity.png",
     "quantized_*.pt", "report.html", "summary.*", "trajectory.png", "layers.png",
 )  # fmt: skip
+A_JOBS = (LOCK, RECORD, PROVENANCE)  # a folder with one of these is a job's
 BEFORE_A_JOB = (".hydra", LOG, LOCK, FAILURE)  # what Hydra, and a job that was refused, leave in a folder
 
 
@@ -71,7 +72,7 @@ def finished(directory: Path, wanted: str) -> Mapping[str, Any] | None:
 def check_own(directory: Path) -> None:
     """Raises ConfigError when no job has been in the folder and yet something is in it."""
     others = sorted(path.name for path in directory.iterdir() if path.name not in BEFORE_A_JOB)
-    if others and not any((directory / name).exists() for name in (LOCK, RECORD)):
+    if others and not any((directory / name).exists() for name in A_JOBS):
         named = " and ".join(others[:2]) + (" and more" if len(others) > 2 else "")
         raise ConfigError(
             f"hydra.run.dir is {directory}, which holds {named} that no job has written, expected a folder that is "

@@ -22,7 +22,7 @@ from sd_quant.metrics.memory import StageTimer
 from sd_quant.report.csv_files import write_csv
 from sd_quant.report.rebuild import rebuild
 from sd_quant.report.record import Record, score_of, write_record
-from sd_quant.report.summary import LOCK, SWEEP
+from sd_quant.report.summary import LOCK, PROVENANCE, SWEEP
 from sd_quant.report.table import run_table
 from sd_quant.simulation.native import check_device
 from sd_quant.stages.assign import assign, most_sensitive
@@ -145,7 +145,7 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> Record:
         step.peak,
     )
     record = record_of(job, facts, results, directory)
-    write_json(directory / "provenance.json", facts)
+    write_json(directory / PROVENANCE, facts)
     write_record(record, directory)
     track(job.trackers, record, directory, anchored(TRACKED))
     return record

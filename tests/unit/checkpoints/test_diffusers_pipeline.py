@@ -1,6 +1,7 @@
 """A diffusers pipeline's folder of any family: what is read of it, and everything that is refused."""
 
 import json
+import math
 import os
 import pickle
 import shutil
@@ -374,15 +375,62 @@ def test_a_pipeline_has_a_scheduler_and_a_tokenizer(changed):
     assert "its scheduler is 'None'" in refusal(changed(INDEX, lambda index: index.pop("scheduler") and None))
 
 
-@pytest.mark.parametrize("edit", [{"beta_schedule": "none"}, {"num_train_timesteps": "many"}], ids=str)
-def test_a_schedulers_config_that_describes_none_is_refused(changed, edit):
-    sentence = refusal(changed(SCHEDULER, lambda config: config.update(edit)))
+def test_a_schedulers_config_that_describes_none_is_refused(changed):
+    sentence = refusal(changed(SCHEDULER, lambda config: config.update(beta_schedule="none")))
     assert "its config describes no DPMSolverMultistepScheduler that can be built" in sentence
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "values"),
+    [
+        (SCHEDULER, "num_train_timesteps", ["many", 0, 10**9, True, 1000.5]),
+        (SCHEDULER, "beta_start", [math.nan, -0.1, 2, "0.1"]),
+        (SCHEDULER, "beta_end", [math.nan, math.inf]),
+        (SCHEDULER, "trained_betas", [[math.nan], [0.1, 2.0], "x", [None]]),
+        (SCHEDULER, "prediction_type", ["junk", None, 3]),
+        (SCHEDULER, "timestep_spacing", ["junk", None]),
+        (SCHEDULER, "steps_offset", [10**30, -1, "1"]),
+        (VAE, "scaling_factor", [math.nan, 0, math.inf, "0.13", True, None]),
+        (VAE, "shift_factor", [math.nan, "x"]),
+        (TEXT, "relative_attention_max_distance", [-1, 0, "x"]),
+        (TEXT, "relative_attention_num_buckets", [0, 10**9]),
+        ("tokenizer/tokenizer_config.json", "extra_ids", [10**8, -1, "x"]),
+    ],
+)
+def test_an_entry_out_of_its_range_is_refused_by_name(changed, file, name, values):
+    for value in values:
+        sentence = refusal(changed(file, lambda config, value=value: config.update({name: value})))
+        assert f"{name} is " in sentence and ", expected " in sentence
+
+
+@pytest.mark.parametrize("length", [300_000_000, 0, -1, 10**29, "x", 77.5])
+def test_a_context_without_end_is_refused_before_anything_is_padded_to_it(changed, length):
+    path = changed("tokenizer/tokenizer_config.json", lambda config: config.update(model_max_length=length))
+    sentence = refusal(path)
+    assert "model_max_length is " in sentence or "holds no tokenizer that can be read" in sentence
 
 
 def test_a_missing_tokenizer_is_named_and_fetched_from_nowhere(folder):
     shutil.rmtree(folder / "tokenizer")
-    assert f"{folder / 'tokenizer'} holds no tokenizer that can be read" in refusal(folder)
+    assert f"{folder / 'tokenizer'} is missing; expected the whole folder" in refusal(folder)
+
+
+@pytest.mark.parametrize("left", ["nothing", "a pipe", "a device"])
+def test_a_tokenizer_without_its_vocabulary_is_refused(folder, left):
+    """Whose class would know two words then; the others it would wait for, or read for ever."""
+    vocabulary = folder / "tokenizer/tokenizer.json"
+    vocabulary.unlink()
+    if left == "a pipe":
+        os.mkfifo(vocabulary)
+    elif left == "a device":
+        vocabulary.symlink_to("/dev/zero")
+    assert "tokenizer holds neither tokenizer.json nor spiece.model, so it holds no tokenizer" in refusal(folder)
+
+
+def test_a_name_twice_is_refused(folder):
+    text = (folder / VAE).read_text()
+    (folder / VAE).write_text(text.replace("{", '{"latent_channels": 4, ', 1))
+    assert "a name stands twice in an object" in refusal(folder)
 
 
 def test_a_tokenizers_own_code_is_not_run(changed, nothing_runs):
