@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -20,6 +21,7 @@ from pathlib import Path
 from sd_quant.files import digest, sha256, write_json
 
 LOG = logging.getLogger(__name__)
+MOST_MANIFEST = 2**20  # bytes; one has about a thousand
 MANIFEST = "manifest.json"
 READ_ONLY = 0o444  # an entry's files are also those of the runs that use it
 
@@ -62,12 +64,12 @@ class Cache:
         described = json.dumps(origin, sort_keys=True)
         entry = self.directory / kind / digest(described)[:32]
         with locked(lock_of(entry), f"waiting for another process, which makes the same {kind}"):
-            if sound(entry):
+            if names := sound(entry, json.loads(described)):
                 LOG.info("%s comes from the cache", kind)
             else:
-                fill(entry, json.loads(described), make)
+                names = fill(entry, json.loads(described), make)
             os.utime(entry / MANIFEST)
-            for name in json.loads((entry / MANIFEST).read_text(encoding="utf-8"))["files"]:
+            for name in names:
                 link(entry / name, target / name)
         self.trim(spared=entry)
 
@@ -113,11 +115,14 @@ def size_of(entry: Path) -> int:
     return total
 
 
-def fill(entry: Path, origin: object, make: Callable[[Path], object]) -> None:
-    """The folder appears whole or not at all."""
+def fill(entry: Path, origin: object, make: Callable[[Path], object]) -> list[str]:
+    """The folder appears whole or not at all; the names of its files."""
     temporary = entry.with_name(f".{entry.name}.part")
     for leftover in (temporary, entry):
-        shutil.rmtree(leftover, ignore_errors=True)
+        if leftover.is_dir() and not leftover.is_symlink():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            leftover.unlink(missing_ok=True)
     temporary.mkdir(parents=True)
     try:
         make(temporary)
@@ -126,24 +131,39 @@ def fill(entry: Path, origin: object, make: Callable[[Path], object]) -> None:
             (temporary / name).chmod(READ_ONLY)
         write_json(temporary / MANIFEST, {"origin": origin, "files": files})
         temporary.rename(entry)
+        return list(files)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def sound(entry: Path) -> bool:
-    """Every file of the manifest is there with its hash. One line is logged when an entry is damaged."""
-    if not entry.exists():
-        return False
+def sound(entry: Path, origin: object) -> list[str]:
+    """The names of an entry's files if it was made from this ``origin`` and each is there with its hash, else none.
+
+    One line is logged when an entry is damaged. Other users of the machine may write in the cache, so no link in an
+    entry is followed, and nothing but a regular file is opened.
+    """
+    if not os.path.lexists(entry):
+        return []
     try:
-        files = json.loads((entry / MANIFEST).read_text(encoding="utf-8"))["files"]
-        whole = all(
-            Path(name).name == name and sha256(entry / name) == found["sha256"] for name, found in files.items()
+        manifest = json.loads(regular(entry / MANIFEST, MOST_MANIFEST).read_text(encoding="utf-8"))
+        files = manifest["files"]
+        whole = manifest["origin"] == origin and all(
+            Path(name).name == name and sha256(regular(entry / name)) == found["sha256"]
+            for name, found in files.items()
         )
-    except (OSError, ValueError, KeyError, TypeError):
-        whole = False
-    if not whole:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        files, whole = {}, False
+    if not (whole and files):
         LOG.warning("the cache's entry %s is damaged; it is made again", entry)
-    return whole
+        return []
+    return list(files)
+
+
+def regular(path: Path, most: float = float("inf")) -> Path:
+    """``path``. Raises ValueError unless it is a regular file of at most ``most`` bytes, no link and not in one."""
+    if path.parent.is_symlink() or not stat.S_ISREG((found := path.lstat()).st_mode) or found.st_size > most:
+        raise ValueError(f"{path} is no regular file of at most {most} bytes")
+    return path
 
 
 def link(source: Path, target: Path) -> None:

@@ -54,9 +54,39 @@ def test_other_files_of_the_target_stay(cache, tmp_path):
     assert [(tmp_path / "run" / name).read_text() for name in ("mine", "a.txt")] == ["kept", "new"]
 
 
+def instead(path: Path, put) -> None:
+    """``put(path)`` in the place of a file or a folder, which lies beside the cache then."""
+    path.rename(path.parents[2] / f"moved_{path.name}" if path.is_dir() else path.parents[3] / f"moved_{path.name}")
+    put(path)
+
+
+def link_to_what_was_moved(path: Path) -> None:
+    [moved] = [found for folder in path.parents for found in folder.glob(f"moved_{path.name}")][:1]
+    path.symlink_to(moved)
+
+
+def with_manifest(entry: Path, **entries) -> None:
+    (entry / MANIFEST).write_text(json.dumps(json.loads((entry / MANIFEST).read_text()) | entries))
+
+
 @pytest.mark.parametrize(
     "damage",
     [
+        lambda entry: with_manifest(entry, files={}),
+        lambda entry: with_manifest(entry, files=["a.txt"]),
+        lambda entry: with_manifest(entry, files={"a.txt": "x"}),
+        lambda entry: with_manifest(entry, files={"..": {"sha256": ""}}),
+        lambda entry: with_manifest(entry, origin={"of": "another"}),
+        lambda entry: (entry / MANIFEST).write_text("[" * 100_000),
+        lambda entry: (entry / MANIFEST).write_text(" " * 2**21),
+        lambda entry: instead(entry / MANIFEST, os.mkfifo),
+        lambda entry: instead(entry / MANIFEST, link_to_what_was_moved),
+        lambda entry: instead(entry / "a.txt", os.mkfifo),
+        lambda entry: instead(entry / "a.txt", Path.mkdir),
+        lambda entry: instead(entry / "a.txt", link_to_what_was_moved),
+        lambda entry: instead(entry, link_to_what_was_moved),
+        lambda entry: instead(entry, os.mkfifo),
+        lambda entry: instead(entry, Path.touch),
         lambda entry: (entry / "a.txt").unlink(),
         lambda entry: (entry / MANIFEST).unlink(),
         lambda entry: (entry / MANIFEST).write_text("{"),
