@@ -8,6 +8,7 @@ taken from the repository.
 
 import dataclasses
 import os
+import tempfile
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,19 +18,23 @@ import yaml
 
 from sd_quant.calibration.prompts import draw_prompts, is_table, read_prompts
 from sd_quant.checkpoints.archive import is_gzipped, open_members
+from sd_quant.checkpoints.plain_yaml import load_yaml
 from sd_quant.engines import PLAN_BUILDERS, RUNTIMES, check_installed
-from sd_quant.errors import ArtifactError, ConfigError, ResourceError
+from sd_quant.errors import ArtifactError, ConfigError, ResourceError, of_the_machine
+from sd_quant.files import TEMPORARY
 from sd_quant.knobs import Called, Limit, at_least, check, one_of, read
 from sd_quant.metrics import INCEPTION_PACKAGE
 from sd_quant.models import FAMILIES
 from sd_quant.quantization.formats import FORMATS, min_compute_capability
 from sd_quant.quantization.observers import OBSERVERS
 from sd_quant.quantization.recipe import ALPHA, BY_ROLE, Enable, Recipe, formats_used
+from sd_quant.text import one_line
 from sd_quant.trackers import TRACKERS
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CONF = REPOSITORY / "conf"
 RTX_TARGETS = ("SM75", "SM80", "SM86", "SM89", "SM120", "SM121")  # of TensorRT for RTX 1.7
+INTERPOLATION = "${"  # begins what OmegaConf resolves
 USUAL_TARGETS = ("SM89", "SM120")
 PART_NAMES = ("unet_xl", "vae", "clip1", "clip2")  # of files that no run tells of
 
@@ -490,9 +495,13 @@ def run_model(run: str) -> dict | None:
     if not resolved.is_file():
         return None
     try:
-        model = yaml.safe_load(resolved.read_text(encoding="utf-8"))["model"] | {}
-    except (yaml.YAMLError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ArtifactError(f"{resolved} is not the config of a run; give another run, or run=null") from error
+        model = load_yaml(resolved.read_bytes())["model"] | {}  # type: ignore[index]
+        if INTERPOLATION in str(model):
+            raise ValueError("Hydra would read variables of the environment for it")
+    except (OSError, yaml.YAMLError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ArtifactError(
+            f"{resolved} is not the config of a run ({one_line(error, 200)}); give another run, or run=null"
+        ) from error
     return dataclasses.asdict(read(Model, model, "model."))
 
 
@@ -593,9 +602,17 @@ def check_out_path(path: str | None) -> None:
 
 
 def check_writable(directory: Path, knob: str = "hydra.run.dir", what: str = "the output directory") -> None:
-    """Raises ConfigError unless ``directory``, which ``knob`` names, can be made; makes nothing."""
+    """Raises ConfigError unless ``directory``, which ``knob`` names, can be made; leaves nothing.
+
+    A folder is made and removed where the path begins to be missing, because permissions do not tell: those of /proc
+    allow it.
+    """
     parent = directory.absolute()
     while not os.path.lexists(parent):
         parent = parent.parent
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"{what} {directory} cannot be written, because of {parent}; set {knob}")
+    try:
+        os.rmdir(tempfile.mkdtemp(dir=parent, prefix=TEMPORARY))
+    except OSError as error:
+        if (fault := of_the_machine(error)) is not None:
+            raise fault from error
+        raise ConfigError(f"{what} {directory} cannot be written, because of {parent}; set {knob}") from error

@@ -37,6 +37,7 @@ TYPE_NAMES = {
     list[str]: "a list of texts",
     list[int]: "a list of whole numbers",
     list[float]: "a list of numbers",
+    list[list[int]]: "a list of lists of whole numbers",
 }
 
 
@@ -137,8 +138,12 @@ def read_value(kind, value: object, knob: str):
             name, inner = typing.get_args(option)
             if all(type(key) is name for key in value):
                 return {key: read_value(inner, item, f"{knob}.{key}") for key, item in value.items()}
-        if origin is list and isinstance(value, list) and all(type(item) in typing.get_args(option) for item in value):
-            return value
+        if origin is list and isinstance(value, list):
+            [inner] = typing.get_args(option)
+            if typing.get_origin(inner) is list:
+                return [read_value(inner, item, f"an item of {knob}") for item in value]
+            if all(type(item) is inner for item in value):
+                return value
         if origin is float and isinstance(value, int | float) and not isinstance(value, bool):
             check(abs(value) <= sys.float_info.max, knob, value, "a finite number")
             return float(value)

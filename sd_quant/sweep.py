@@ -15,7 +15,8 @@ import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import product
+from itertools import islice, product
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from sd_quant.text import one_line
 
 LOG = logging.getLogger(__name__)
 LONGEST_NAME = 120
+MOST_JOBS = 1000  # each is composed and checked before the first starts, and stands in the report
 UNSAFE = re.compile(r"[^A-Za-z0-9._=,+-]+")
 
 
@@ -58,7 +60,7 @@ def parse(arguments: Sequence[str]) -> list:
 def expand(config_name: str, arguments: Sequence[str]) -> tuple[list[str], list[list[str]]]:
     """The knobs that vary, and the overrides of every job, as Hydra's basic sweeper orders and numbers them.
 
-    Raises ConfigError for another sweeper, and for a range that cannot be counted.
+    Raises ConfigError for another sweeper, a range that cannot be counted, and more than ``MOST_JOBS`` jobs.
     """
     sweeper = plain_config(config_name, arguments).hydra.sweeper
     if not str(sweeper.get("_target_")).endswith("BasicSweeper"):
@@ -71,9 +73,13 @@ def expand(config_name: str, arguments: Sequence[str]) -> tuple[list[str], list[
         if not override.is_sweep_override():
             values[name] = [override.get_value_element_as_str()]
         elif override.is_discrete_sweep():
-            values[name] = list(override.sweep_string_iterator())
+            values[name] = list(islice(override.sweep_string_iterator(), MOST_JOBS + 1))
         else:
             raise ConfigError(f"{override.input_line} is an interval, expected values such as 0.5,0.8 or range(8,33,8)")
+    if prod(map(len, values.values())) > MOST_JOBS:
+        raise ConfigError(
+            f"the command means more than {MOST_JOBS} jobs, expected at most so many; vary fewer values at a time"
+        )
     jobs = [[f"{name}={value}" for name, value in zip(values, job, strict=True)] for job in product(*values.values())]
     return [name for name, chosen in values.items() if len(set(chosen)) > 1], jobs
 

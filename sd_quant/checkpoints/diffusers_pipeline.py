@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 
 from sd_quant.checkpoints.checks import MAX_DEPTH, bounded_modules, check_tensors, reason_of, renamed
 from sd_quant.checkpoints.diffusers_files import INDEX, WEIGHTS, files_in, plain_name, read_json, stored_weights
-from sd_quant.checkpoints.schema import check_schema
+from sd_quant.checkpoints.schema import check_like, check_schema
 from sd_quant.checkpoints.tensors import Weights
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.knobs import between, one_of
@@ -130,7 +131,6 @@ class DiffusersCheckpoint:
 
         name = class_in(self.index, "scheduler")
         config = read_json(self.path / "scheduler", "scheduler_config.json")
-        check_entries(self.path / "scheduler", SchedulerEntries, config)
         kind = getattr(diffusers, str(name), None)
         bases = (diffusers.SchedulerMixin, diffusers.ConfigMixin)
         if not (inspect.isclass(kind) and all(issubclass(kind, base) for base in bases)):
@@ -138,6 +138,7 @@ class DiffusersCheckpoint:
                 f"{self.path / INDEX}: its scheduler is {str(name)[:100]!r}, expected one of diffusers' schedulers; "
                 "fetch the folder again"
             )
+        check_entries(self.path / "scheduler", SchedulerEntries, config, defaults_of(kind))
         try:
             return kind.from_config(config)
         except Exception as error:  # as with the networks' configs
@@ -194,10 +195,11 @@ def read_tokenizer(folder: Path, kind: type) -> Any:
     return tokenizer
 
 
-def check_entries(folder: Path, schema: type, config: Mapping) -> None:
-    """Raises ArtifactError when an entry of ``schema`` is there and has another type or is out of range."""
+def check_entries(folder: Path, schema: type, config: Mapping, usual: Mapping = MappingProxyType({})) -> None:
+    """Raises ArtifactError when an entry of ``schema`` or of the ``usual`` is of another type or out of range."""
     try:
         check_schema(schema, config, whole=False)
+        check_like(usual, config)
     except ConfigError as error:
         raise ArtifactError(f"{folder}: {error}; fetch the folder again") from error
 
@@ -220,6 +222,21 @@ def network(name: str, config: Mapping) -> nn.Module:
     unused = ("dtype", "torch_dtype", "attn_implementation", "_attn_implementation")
     plain = {key: value for key, value in config.items() if key not in unused}
     return kind(kind.config_class.from_dict(plain))
+
+
+def usual_entries(name: str) -> Mapping[str, Any]:
+    """Returns what a network's class takes for entries that its config does not hold."""
+    import diffusers
+    import transformers
+
+    if library_of(name) == "diffusers":
+        return defaults_of(getattr(diffusers, name))
+    return getattr(transformers, name).config_class().to_dict()
+
+
+def defaults_of(kind: type) -> dict[str, Any]:
+    """Returns the defaults of what a class of diffusers is built with."""
+    return {name: parameter.default for name, parameter in inspect.signature(kind).parameters.items()}
 
 
 def library_of(name: str) -> str:
@@ -246,7 +263,7 @@ def open_pipeline(path: Path, name: str, tokens: int | None = None, io: str = "d
     configs = {component: read_json(path / component, "config.json") for component in family.NETWORKS}
     for component, config in configs.items():
         check_depths(path / component, config)
-        check_entries(path / component, NetworkEntries, config)
+        check_entries(path / component, NetworkEntries, config, usual_entries(family.NETWORKS[component]))
     try:
         with torch.device("meta"), bounded_modules():
             networks = {component: network(family.NETWORKS[component], config) for component, config in configs.items()}

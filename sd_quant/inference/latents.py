@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import numpy as np
 import safetensors.torch
@@ -18,7 +19,7 @@ from sd_quant.errors import ArtifactError, ConfigError
 
 
 def from_numpy(path: Path) -> Tensor:
-    array = np.load(path, allow_pickle=False)
+    array = np.load(path, mmap_mode="r", allow_pickle=False)  # mapped, as else what the header claims is allocated
     return torch.from_numpy(array.astype(array.dtype.newbyteorder("=")))
 
 
@@ -28,8 +29,16 @@ def from_safetensors(path: Path) -> Tensor:
     return tensor
 
 
+def from_torch(path: Path) -> Any:
+    """Raises ValueError where records are compressed or overlap: then a small file becomes gigabytes."""
+    with ZipFile(path) as archive:
+        if sum(record.file_size for record in archive.infolist()) > path.stat().st_size:
+            raise ValueError("its records are larger than the file")
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
 READERS: dict[str, Callable[[Path], Any]] = {
-    ".pt": lambda path: torch.load(path, map_location="cpu", weights_only=True),
+    ".pt": from_torch,
     ".npy": from_numpy,
     ".safetensors": from_safetensors,
 }

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from sd_quant.checkpoints.plain_yaml import load_yaml
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.report.record import at, why
 from sd_quant.report.summary import SWEEP, Row, Sweep, markdown_text, rows
@@ -33,8 +34,8 @@ class Table:
 def read_published(text: str, name: str) -> dict:
     """The figures of a file like ``examples/published/nemo_docs.yaml``. Raises ConfigError when it is not one."""
     try:
-        return read_figures(yaml.safe_load(text))
-    except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as error:
+        return read_figures(load_yaml(text.encode()))  # type: ignore[arg-type]
+    except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"published names {name}, which is not like examples/published/nemo_docs.yaml ({error!r}); follow that"
         ) from error

@@ -78,16 +78,16 @@ def check_machine(
     if too_large:
         raise ResourceError(
             f"this job needs more memory than the {available / GB:.1f} GB that are free here ({figures(too_large)}); "
-            "reuse statistics with calibration=<path>, leave plans out with export_trt=none, make smaller images with "
-            "infer.width and infer.height, or take a larger machine"
+            "reuse statistics with calibration=<path>, leave plans out with export_trt=none, lower infer.batch_size, "
+            "quantize.batch_size or infer.width and infer.height, or take a larger machine"
         )
     free = available_cuda_memory_bytes()
     too_large = {stage: needed for stage, needed in (gpu or {}).items() if free is not None and needed > free}
     if too_large:
         raise ResourceError(
             f"this job needs more than the {free / GB:.1f} GB that are free on the GPU ({figures(too_large)}); "
-            "calibrate with quantize.accelerator=cpu or calibration=<path>, make smaller images with infer.width and "
-            "infer.height, or hide the GPU with CUDA_VISIBLE_DEVICES="
+            "calibrate with quantize.accelerator=cpu or calibration=<path>, lower infer.batch_size, "
+            "quantize.batch_size or infer.width and infer.height, or hide the GPU with CUDA_VISIBLE_DEVICES="
         )
     check_room(directory, sum(disk.values()), f" ({figures(disk)})")
 

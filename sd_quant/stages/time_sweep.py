@@ -22,6 +22,7 @@ from time import perf_counter
 
 import yaml
 
+from sd_quant.checkpoints.plain_yaml import load_yaml
 from sd_quant.config import CONF, Infer, QuantizeJob, Timing, artifact
 from sd_quant.engines import RUNTIMES
 from sd_quant.engines.base import onnx_files
@@ -79,9 +80,9 @@ def time_sweep(directory: Path, again: bool = False) -> None:
             if reason := why_left_out(job, here):
                 left_out.append({"job": job.name, "reason": reason})
                 continue
-            knobs = read(QuantizeJob, yaml.safe_load((job.directory / "config.yaml").read_text(encoding="utf-8")))
+            knobs = read(QuantizeJob, load_yaml((job.directory / "config.yaml").read_bytes()))  # type: ignore[arg-type]
             add(workloads, knobs, job)
-        except (SdQuantError, OSError, ValueError, TypeError, KeyError, yaml.YAMLError) as error:
+        except (SdQuantError, OSError, ValueError, TypeError, KeyError, RecursionError, yaml.YAMLError) as error:
             left_out.append({"job": job.name, "reason": f"its files cannot be read: {error}"})
     at_once = {key: most_at_once(open_model(work.job.model), work.job.infer) for key, work in workloads.items()}
     for key in [key for key, count in at_once.items() if count == 0]:

@@ -4,7 +4,6 @@ A command of most tests is a fork of a process that has imported everything (``c
 shows is tested with one: that a whole job runs, what is imported, signals, launchers (``process`` and ``start``).
 """
 
-import json
 import os
 import shutil
 import subprocess
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
+from . import forking
 from .sweeps import JOBS, SMALL, link_cache
 
 REPOSITORY = Path(__file__).parents[2]
@@ -67,28 +67,10 @@ def process(start) -> Command:
 
 
 @pytest.fixture(scope="session")
-def forked(tmp_path_factory) -> Iterator[Callable[..., tuple[subprocess.CompletedProcess, int]]]:
+def forked(tmp_path_factory) -> Iterator[forking.Run]:
     """What ``process`` does, by a process that has imported everything; returns also the most bytes that it had."""
-    folder = tmp_path_factory.mktemp("forked")
-    outputs = [str(folder / name) for name in ("stdout", "stderr")]
-    with (
-        (folder / "warnings").open("w") as warnings,
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.cli.forking"], cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=warnings, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"},
-        ) as server,
-    ):  # fmt: skip
-        assert server.stdout.readline() == "ready\n", (folder / "warnings").read_text()
-
-        def run(*command: str | Path) -> tuple[subprocess.CompletedProcess, int]:
-            server.stdin.write(json.dumps([*map(str, command), *outputs]) + "\n")
-            server.stdin.flush()
-            code, kibibytes = map(int, server.stdout.readline().split())
-            texts = (Path(path).read_text() for path in outputs)
-            return subprocess.CompletedProcess(command, code, *texts), kibibytes * 1024
-
+    with forking.forked(tmp_path_factory.mktemp("forked")) as run:
         yield run
-        server.stdin.close()
 
 
 @pytest.fixture(scope="session")

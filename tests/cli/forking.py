@@ -12,18 +12,49 @@ import os
 import pkgutil
 import runpy
 import signal
+import subprocess
 import sys
 import traceback
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import sd_quant
 
+REPOSITORY = Path(__file__).parents[2]
 SECONDS = 3600  # that a command may take, on a machine however busy
 LATE = (  # what the project imports when it is needed
     *("diffusers", "lightning.fabric", "modelopt.torch.opt", "modelopt.torch.quantization", "onnxscript.optimizer"),
     *("onnxscript.rewriter", "torch._dynamo", "torch.onnx._internal.exporter._core"),
 )
 STARTING_THREADS = {"sd_quant.engines.onnxruntime", "sd_quant.engines.openvino"}  # as they are imported
+
+
+Run = Callable[..., tuple[subprocess.CompletedProcess, int]]  # a script and its arguments to how it ended, and bytes
+
+
+@contextmanager
+def forked(folder: Path) -> Iterator[Run]:
+    """Starts such a process; ``folder`` holds what its commands print."""
+    outputs = [str(folder / name) for name in ("stdout", "stderr")]
+    with (
+        (folder / "warnings").open("w") as warnings,
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.cli.forking"], cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=warnings, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"},
+        ) as server,
+    ):  # fmt: skip
+        assert server.stdout.readline() == "ready\n", (folder / "warnings").read_text()
+
+        def run(*command: str | Path) -> tuple[subprocess.CompletedProcess, int]:
+            server.stdin.write(json.dumps([*map(str, command), *outputs]) + "\n")
+            server.stdin.flush()
+            code, kibibytes = map(int, server.stdout.readline().split())
+            texts = (Path(path).read_text() for path in outputs)
+            return subprocess.CompletedProcess(command, code, *texts), kibibytes * 1024
+
+        yield run
+        server.stdin.close()
 
 
 def main() -> None:

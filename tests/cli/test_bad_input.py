@@ -56,6 +56,8 @@ CHECKPOINT_GIVEN = "model.path={files}/empty.nemo"
             2,
             "empty.nemo; set cache.dir",
         ),
+        ("quantize.py", [CHECKPOINT_GIVEN, "hydra.run.dir=/proc/xyz"], 2, "because of /proc; set hydra.run.dir"),
+        ("quantize.py", ["-m", "infer.seed=range(0,10000)"], 2, "the command means more than 1000 jobs"),
         ("quantize.py", [CHECKPOINT_GIVEN, "calibration=no/such"], 2, "calibration names no/such, which does not"),
         ("quantize.py", ["calib_size=many"], 2, "quantize.calib_size is 'many', expected a whole number"),
         ("quantize.py", ["infer=torch"], 2, "infer.engine is torch, expected an engine for the quantized model"),

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Timer
 
+from ..pipelines import TINY
 from .job import STAGES, Ended, Place, artifacts, differing, follow, leftovers, strike
 
 CODES = {signal.SIGKILL: (-signal.SIGKILL,), signal.SIGINT: (130,), signal.SIGTERM: (130,)}
@@ -114,9 +115,9 @@ def is_plan(name: str) -> bool:
     return name.endswith(".plan")
 
 
-def resumed(place: Place, expected: dict[str, str]) -> list[str]:
+def resumed(place: Place, expected: dict[str, str], *more: str) -> list[str]:
     """Give the command again; what then differs from the unbroken run."""
-    ended = follow(place.start())
+    ended = follow(place.start(*more))
     if ended.code:
         return [f"resuming ended with {ended.code}: {ended.stderr.strip()[-300:]}"]
     found = artifacts(place)
@@ -238,6 +239,30 @@ def races(places: Sequence[Place], model: Unbroken, tally: Tally) -> None:
         tally.add(kind, problems)
 
 
+def shared_kills(places: Sequence[Place], model: Unbroken, kills: int, draw: random.Random, tally: Tally) -> None:
+    """Two jobs at a time with one cache, each killed at a moment of its own; then both commands, one by one."""
+    cache = f"cache.dir={places[0].root}/cache"
+    for _ in range(0, kills, 2):
+        for place in places:
+            place.empty()
+        started = [place.start(cache) for place in places]
+        moments = [draw.uniform(0, 2 * model.seconds) for _ in places]
+        timers = [Timer(seconds, strike, [job, signal.SIGKILL]) for seconds, job in zip(moments, started, strict=True)]
+        for timer in timers:
+            timer.start()
+        ended = [follow(process) for process in started]
+        for timer in timers:
+            timer.cancel()
+        problems = [
+            f"ended with {each.code}: {each.stderr[-300:]}"
+            for each in ended
+            if each.code not in (0, *CODES[signal.SIGKILL])
+        ]
+        for place in places:
+            problems += whole(place, model.artifacts) + resumed(place, model.artifacts, cache)
+        tally.add(f"SIGKILL after {moments[0]:.1f} and {moments[1]:.1f} s with one cache", problems)
+
+
 def main(arguments: Sequence[str] | None = None, model_arguments: Sequence[str] = MINI) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.run", description=__doc__)
     parser.add_argument("--kills", type=int, default=50, help="runs that end by SIGKILL")
@@ -249,10 +274,15 @@ def main(arguments: Sequence[str] | None = None, model_arguments: Sequence[str] 
         help="stages in which the disk is full; the others write next to nothing",
     )
     parser.add_argument("--races", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--shared", type=int, default=0, help="jobs that share a cache, two at a time, and are killed")
+    parser.add_argument("--tiny", action="store_true", help="a pipeline that a test makes, in place of what ships")
     parser.add_argument("--seed", type=int, default=0, help="of the random moments")
     chosen = parser.parse_args(arguments)
     tally, start = Tally(), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
+        if chosen.tiny:
+            TINY["sd15"](Path(folder) / "sd15")
+            model_arguments = ("model=sd15", f"model.path={folder}/sd15", "model.width=64", "model.height=64")
         places = [Place(Path(folder) / name, tuple(model_arguments)) for name in ("one", "two")]
         model = unbroken(places[0])
         print(f"unbroken: {model.seconds:.0f} s, {len(model.artifacts)} artifacts, {model.used['end'] / 1e6:.0f} MB")
@@ -265,6 +295,7 @@ def main(arguments: Sequence[str] | None = None, model_arguments: Sequence[str] 
                 full_disks(model_arguments, model, chosen.disk, tally)
             except PermissionError as error:
                 print(f"no small disk could be mounted ({error}); full disks were not tried")
+        shared_kills(places, model, chosen.shared, draw, tally)
         if chosen.races:
             races(places, model, tally)
     print(f"{tally.counts.total()} faults, {len(tally.wrong)} problems, {time.monotonic() - start:.0f} s; the slowest "

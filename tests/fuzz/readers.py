@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import numpy as np
 import onnx
 import torch
 import yaml
@@ -24,6 +25,7 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import nn
 
+from sd_quant.cache import MANIFEST, sound
 from sd_quant.calibration.collected_elsewhere import read_statistics
 from sd_quant.calibration.prompts import read_prompts
 from sd_quant.calibration.store import Entries, content_digest, pack
@@ -36,7 +38,9 @@ from sd_quant.checkpoints.tensors import Readable, size_of
 from sd_quant.checkpoints.torch_weights import stored_tensors
 from sd_quant.config import Model, run_model
 from sd_quant.engines.base import onnx_files
+from sd_quant.engines.tensorrt.plan import RTX_HEADER, PlanReport, describe_plan, read_record, record_path
 from sd_quant.errors import ArtifactError
+from sd_quant.inference.latents import read_latents
 from sd_quant.knobs import read
 from sd_quant.models.sdxl import unet_part
 from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS, TextShape, build_modules
@@ -83,6 +87,9 @@ def make_readers(scratch: Path) -> list[Reader]:
         report(),
         configuration(),
         onnx_graph(),
+        noise(),
+        plan_record(),
+        cache_entry(),
     ]
 
 
@@ -723,3 +730,103 @@ def onnx_graph() -> Reader:
         *[st.tuples(st.just("bytes"), byte_edits)] * 3, st.tuples(st.just("locations"), st.tuples(LARGE, LARGE))
     )
     return Reader("onnx", files, recipes, mutate, lambda folder: onnx_files(folder / "a.onnx"), check, weight=20)
+
+
+# Start noise
+
+
+def noise() -> Reader:
+    values = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    stored, array = io.BytesIO(), io.BytesIO()
+    torch.save(values, stored)
+    np.save(array, values.numpy())
+    files = {"a.pt": stored.getvalue(), "a.npy": array.getvalue(), "a.safetensors": save_safetensors({"a": values})}
+
+    def mutate(recipe: tuple) -> Files:
+        which, weights, header, edits = recipe
+        if which == "a.pt":
+            return {which: damaged_weights(files[which], weights)}
+        if which == "a.safetensors":
+            return {which: damaged_safetensors(files[which], header)}
+        return {which: edited(files[which], edits, [(0, 128)])}
+
+    def loaded(folder: Path) -> list[tuple]:
+        return [digest(read_latents(folder / name, {1, 2}, 8, 8)) for name in files]
+
+    def check(folder: Path, found: list[tuple]) -> None:
+        """Finite and of the shape; numpy finds the same."""
+        for name in files:
+            latents = read_latents(folder / name, {1, 2}, 8, 8)
+            assert latents.isfinite().all() and latents.shape[2:] == (8, 8) and latents.dtype == torch.float32
+        array = np.load(folder / "a.npy", allow_pickle=False)
+        assert digest(torch.from_numpy(array.astype("<f4"))) == found[1]
+
+    return Reader("noise", files, st.tuples(st.sampled_from(sorted(files)), either, described, byte_edits), mutate,
+                  loaded, check, weight=20)  # fmt: skip
+
+
+# Plans and the cache
+
+
+def plan_record() -> Reader:
+    header = RTX_HEADER.pack(b"vtrt", 80, 1, 7, 1, 116, b"vtrt", 0b1000) + bytes(80 - RTX_HEADER.size)
+    report = PlanReport(
+        "tensorrt_rtx", "1.7.1.116", ["SM89"], {"x": [[1, 64], [2, 64], [8, 64]]}, None, 1.5, {"a.onnx": "0" * 64},
+        hashlib.sha256(header).hexdigest(), len(header), 3.5, 10**9,
+    )  # fmt: skip
+    files = {"a.plan": header, "a.plan.json": to_json(dataclasses.asdict(report))}
+
+    def mutate(recipe: tuple) -> Files:
+        kind, edits = recipe
+        if kind == "node":
+            return {"a.plan.json": to_json(changed(dataclasses.asdict(report), edits))}
+        name = "a.plan" if kind == "header" else "a.plan.json"
+        return {name: edited(files[name], edits, [(0, RTX_HEADER.size)])}
+
+    def told(folder: Path) -> tuple[dict, dict]:
+        return describe_plan(folder / "a.plan"), dataclasses.asdict(read_record(folder / "a.plan"))
+
+    def check(folder: Path, found: tuple[dict, dict]) -> None:
+        """The record is what the file says, and of the types that a build writes."""
+        record = found[1]
+        assert (
+            json.loads(record_path(folder / "a.plan").read_text("utf-8")) | {"timing_cache": record["timing_cache"]}
+            == record
+        )
+        assert all(type(target) is str for target in record["targets"]) and type(record["sha256"]) is str
+        assert all(type(side) is int for shapes in record["profile"].values() for shape in shapes for side in shape)
+
+    recipes = st.one_of(
+        st.tuples(st.just("header"), byte_edits), st.tuples(st.just("bytes"), byte_edits),
+        *[st.tuples(st.just("node"), document_edits)] * 2,
+    )  # fmt: skip
+    return Reader("plan", files, recipes, mutate, told, check, weight=20)
+
+
+def cache_entry() -> Reader:
+    """Entries of another origin, or without a whole file, are made again, which is a refusal here."""
+    origin, contents = {"of": "a", "form": 2}, {"a.txt": b"text", "b.bin": bytes(range(64))}
+    manifest = {"origin": origin, "files": {
+        name: {"sha256": hashlib.sha256(content).hexdigest()} for name, content in contents.items()
+    }}  # fmt: skip
+    files = contents | {MANIFEST: to_json(manifest)}
+
+    def mutate(recipe: tuple) -> Files:
+        name, (kind, edits) = recipe
+        if kind == "node":
+            return {MANIFEST: to_json(changed(manifest, edits))}
+        return {name: edited(files[name], edits)}
+
+    def names(folder: Path) -> list[str]:
+        if not (found := sound(folder, origin)):
+            raise ArtifactError("the entry is damaged")
+        return found
+
+    def check(folder: Path, found: list[str]) -> None:
+        assert set(found) <= contents.keys() and all((folder / name).read_bytes() == contents[name] for name in found)
+
+    recipes = st.tuples(
+        st.sampled_from(sorted(files)),
+        st.one_of(st.tuples(st.just("bytes"), byte_edits), *[st.tuples(st.just("node"), document_edits)] * 2),
+    )
+    return Reader("cache", files, recipes, mutate, names, check, weight=20)

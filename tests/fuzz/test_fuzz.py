@@ -12,7 +12,7 @@ from .run import main, table
 
 NAMES = (
     "archive", "weights", "nemo", "safetensors", "pipeline", "prompts", "statistics", "records", "report", "config",
-    "onnx",
+    "onnx", "noise", "plan", "cache",
 )  # fmt: skip
 
 

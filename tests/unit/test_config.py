@@ -1,8 +1,10 @@
 """Every YAML file under conf/ composes into its job, and what a job refuses it refuses by the knob's name."""
 
 import dataclasses
+import errno
 import importlib.util
 import re
+import tempfile
 from copy import deepcopy
 from pathlib import Path
 
@@ -564,7 +566,15 @@ def test_the_model_of_a_run_is_read_from_its_configuration(mappings, run):
     model = mappings["infer"]["model"] | {"path": "some.nemo", "width": 128}
     (run / "config.yaml").write_text(yaml.safe_dump({"model": model}))
     assert run_model(str(run)) == model
-    for broken in ("a: [", "just text", "other: 1"):
+    environment = yaml.safe_dump({"model": model | {"path": "${oc.env:HOME}"}})  # Hydra would read it
+    for broken in (
+        "a: [",
+        "just text",
+        "other: 1",
+        "model: " + "1:" * 100_000 + "1",
+        "model: " + "[" * 9999,
+        environment,
+    ):
         (run / "config.yaml").write_text(broken)
         with pytest.raises(ArtifactError, match=r"config\.yaml is not the config of a run"):
             run_model(str(run))
@@ -595,6 +605,16 @@ def test_writable_makes_nothing(tmp_path):
     (tmp_path / "broken").symlink_to(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"because of .*broken; set hydra\.run\.dir"):
         check_writable(tmp_path / "broken/run")
+
+
+def test_a_folder_that_cannot_be_made_is_refused(monkeypatch):
+    """/proc has the permissions of a folder in which its owner may write."""
+    with pytest.raises(ConfigError, match=r"^the output directory /proc/x/y cannot be written, because of /proc; set"):
+        check_writable(Path("/proc/x/y"))
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda **_: (_ for _ in ()).throw(full))
+    with pytest.raises(ResourceError, match="the disk is full"):
+        check_writable(Path("/tmp/x"))
 
 
 def test_relative_paths_are_taken_from_the_repository(tmp_path):

@@ -68,6 +68,9 @@ def test_the_folder_depends_on_the_jobs_alone():
         (["quant_level=1,7"], r"^job quant_level=7: quant_level is 7.0, expected one of"),
         (["alpha=0.8,0.80"], r"^two jobs of the sweep are one: alpha=0.8 and alpha=0.8; leave one of the values out$"),
         (["alpha=interval(0,1)"], r"^alpha=interval\(0,1\) is an interval, expected values such as 0.5,0.8"),
+        (["infer.seed=range(0,1001)"], "^the command means more than 1000 jobs, expected at most so many; vary fewer"),
+        (["infer.seed=range(0,1000)", "alpha=0.5,1"], "^the command means more than 1000 jobs"),
+        (["infer.seed=range(0,1000000000000)"], "^the command means more than 1000 jobs"),
     ],
 )
 def test_an_impossible_job_is_refused_before_any_starts(arguments, sentence):

@@ -5,7 +5,8 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from sd_quant.errors import ArtifactError
+from sd_quant.checkpoints.schema import check_schema
+from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.text import one_line
 
 REBUILD = "rebuild it from its ONNX with: python export_trt.py"
@@ -80,8 +81,10 @@ def read_record(plan_path: Path) -> PlanReport:
     """The record of a plan's build. Raises ArtifactError when there is none or it cannot be read."""
     path = record_path(plan_path)
     try:
-        return PlanReport(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, TypeError, ValueError) as error:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        check_schema(PlanReport, content, whole=False)
+        return PlanReport(**content)
+    except (OSError, TypeError, ValueError, RecursionError, ConfigError) as error:
         raise ArtifactError(
             f"{plan_path} has no readable record {path.name} of its build ({one_line(error)}); {REBUILD}, "
             "or load it with allow_untrusted_plan=true if you trust who made it"

@@ -345,7 +345,6 @@ def test_a_config_of_a_million_entries_is_not_parsed(changed):
 @pytest.mark.parametrize(
     ("file", "edit"),
     [
-        (TRANSFORMER, {"num_layers": "two"}),
         (TRANSFORMER, {"attention_head_dim": None}),
         (TRANSFORMER, {"patch_size": 0}),
         (TRANSFORMER, {"norm_type": ["ada"]}),
@@ -394,6 +393,16 @@ def test_a_schedulers_config_that_describes_none_is_refused(changed):
         (VAE, "shift_factor", [math.nan, "x"]),
         (TEXT, "relative_attention_max_distance", [-1, 0, "x"]),
         (TEXT, "relative_attention_num_buckets", [0, 10**9]),
+        (TRANSFORMER, "norm_eps", [math.nan, math.inf, "x", True, [1e-6, math.nan]]),
+        (TRANSFORMER, "num_layers", ["two"]),
+        (TRANSFORMER, "attention_bias", ["no", 0]),
+        (TRANSFORMER, "activation_fn", [True, 1.5]),
+        (TRANSFORMER, "sample_size", [10**12, "128", False]),
+        (VAE, "force_upcast", ["false", 1]),
+        (TEXT, "layer_norm_epsilon", [math.nan, "x"]),
+        (TEXT, "is_decoder", ["no"]),
+        (SCHEDULER, "solver_order", [10**12, "2", True]),
+        (SCHEDULER, "use_karras_sigmas", ["no"]),
         ("tokenizer/tokenizer_config.json", "extra_ids", [10**8, -1, "x"]),
     ],
 )

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from sd_quant.checkpoints.nemo_networks import sdxl_base_config
-from sd_quant.checkpoints.schema import check_schema
+from sd_quant.checkpoints.schema import check_like, check_schema
 from sd_quant.errors import ConfigError
 from sd_quant.knobs import BOUNDED, fields_of
 from sd_quant.models.sdxl_nemo import NemoConfig, NemoUnet, NemoVae, unet_config, vae_config
@@ -87,3 +87,16 @@ def test_missing_entries_are_named():
     del config["unet_config"]["context_dim"]
     with pytest.raises(ConfigError, match="^unet_config.context_dim is missing$"):
         check_schema(NemoConfig, config)
+
+
+def test_a_config_is_like_what_its_class_takes_by_default():
+    usual = {"eps": 1e-6, "deep": 2, "bias": False, "act": "silu", "size": None, "clip": -math.inf, "types": ("a", "b")}
+    sound = {"eps": 0, "deep": [1, [2, 4]], "bias": True, "act": "gelu", "size": 64, "clip": -math.inf, "types": ["x"]}
+    for config in ({}, sound, dict.fromkeys(usual), {"stranger": math.nan}, {"size": "auto"}, {"types": "a"}):
+        check_like(usual, config)
+    wrong = {"eps": ["x", True, math.nan, 1e10], "deep": [[1, [math.inf]], "2"], "bias": [1, "no", 0.0],
+             "act": [3, False], "size": [math.nan, 10**12], "types": [[10**10]]}  # fmt: skip
+    for name, values in wrong.items():
+        for value in values:
+            with pytest.raises(ConfigError, match=rf"^{name} is .*, expected "):
+                check_like(usual, {name: value})

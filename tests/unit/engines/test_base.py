@@ -41,6 +41,34 @@ def test_external_weights_outside_the_folder_are_refused(tiny, location):
         onnx_files(tiny.path)
 
 
+@pytest.mark.parametrize(
+    ("name", "dims", "entries"),
+    [
+        ("w_int8", [2**40, 32], {}),
+        ("w_int8", [-64, -32], {}),
+        ("w_int8", None, {"length": "1"}),
+        ("w_int8", None, {"length": str(2**40)}),
+        ("w_int8", None, {"offset": "1"}),
+        ("w_int8", None, {"offset": "-1"}),
+        ("w_int8", None, {"offset": "9" * 5000}),
+        ("w_scale", [2**40], {}),
+        ("w_scale", [2**32, 2**32], {}),
+    ],
+)
+def test_weights_that_are_smaller_than_they_claim_are_refused(tiny, name, dims, entries):
+    """Runtimes allocate what is claimed: of a file of four kilobytes, terabytes."""
+    model = onnx.load(tiny.path, load_external_data=False)
+    [tensor] = [tensor for tensor in model.graph.initializer if tensor.name == name]
+    if dims:
+        tensor.dims[:] = dims
+    for key, value in entries.items():
+        entry = next((entry for entry in tensor.external_data if entry.key == key), None) or tensor.external_data.add()
+        entry.key, entry.value = key, value
+    tiny.path.write_bytes(model.SerializeToString())
+    with pytest.raises(ArtifactError, match=f"tiny.onnx claims more numbers for '{name}' than it holds"):
+        onnx_files(tiny.path)
+
+
 @pytest.mark.parametrize("content", [b"", b"hello", b"\x00" * 64])
 def test_what_is_not_onnx_is_refused_by_every_engine_that_reads_onnx(tmp_path, content):
     path = tmp_path / "broken.onnx"

@@ -57,6 +57,27 @@ def test_the_record_beside_the_plan_is_the_report(tiny):
     assert report.seconds > 0 and report.bytes == plan.stat().st_size and report.peak_memory_bytes > report.bytes
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: "[" * 100_000,
+        lambda content: "[]",
+        lambda content: json.dumps(content | {"sha256": ["a"]}),
+        lambda content: json.dumps(content | {"targets": "SM89"}),
+        lambda content: json.dumps(content | {"targets": [89]}),
+        lambda content: json.dumps(content | {"profile": {"x": [[1, "a"]]}}),
+        lambda content: json.dumps(content | {"bytes": True}),
+        lambda content: json.dumps(content | {"stranger": 1}),
+        lambda content: json.dumps({"sha256": content["sha256"]}),
+    ],
+)
+def test_a_record_that_is_none_is_refused(tiny, damage):
+    plan, report = build(tiny, optimization_level=0)
+    planning.record_path(plan).write_text(damage(asdict(report)))
+    with pytest.raises(ArtifactError, match="has no readable record tiny.plan.json of its build"):
+        planning.read_record(plan)
+
+
 def test_an_error_in_progress_stops_the_build_and_is_raised(tiny):
     steps = []
 

@@ -1,6 +1,7 @@
 """Noise from a file: the three kinds say the same, and what is no noise for these images is refused in a sentence."""
 
 import hashlib
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import numpy as np
 import pytest
@@ -104,6 +105,24 @@ def test_a_damaged_file_is_refused(tmp_path, kind, damage):
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(ArtifactError, match="cannot be read as one tensor"):
         read_latents(path, {2}, 8, 16)
+
+
+def test_gigabytes_that_are_not_in_the_file_are_refused(tmp_path):
+    """Compressed records, records that overlap, and a header of numpy's that claims 400 GB."""
+    torch.save(torch.zeros(2, 4, 512, 1024), tmp_path / "whole.pt")
+    with ZipFile(tmp_path / "whole.pt") as whole, ZipFile(tmp_path / "packed.pt", "w", ZIP_DEFLATED) as packed:
+        for record in whole.infolist():
+            packed.writestr(record.filename, whole.read(record))
+    header = b"{'descr': '<f4', 'fortran_order': False, 'shape': (100000, 1000, 1000), }"
+    header += b" " * (127 - 10 - len(header)) + b"\n"
+    (tmp_path / "claimed.npy").write_bytes(b"\x93NUMPY\1\0" + len(header).to_bytes(2, "little") + header + bytes(64))
+    with ZipFile(tmp_path / "overlapping.pt", "w") as archive:
+        archive.writestr("a/data.pkl", bytes(10_000))
+        archive.filelist *= 10
+    for name in ("packed.pt", "claimed.npy", "overlapping.pt"):
+        with pytest.raises(ArtifactError, match=rf"{name} cannot be read as one tensor \(ValueError\)"):
+            read_latents(tmp_path / name, {2}, 512, 1024)
+    assert (tmp_path / "packed.pt").stat().st_size < 200_000
 
 
 def test_nothing_is_executed(tmp_path):

@@ -42,7 +42,9 @@ def test_the_full_model_works_on_24_gb_one_part_at_a_time(tmp_path, memory):
 
 def test_a_machine_that_is_too_small_is_told_what_would_help(tmp_path, memory):
     memory(8)
-    with pytest.raises(ResourceError, match=r"the 8.0 GB that are free here .*calibrate 1\d.\d GB, plans 1\d.\d GB"):
+    with pytest.raises(
+        ResourceError, match=r"the 8.0 GB that are free here .*calibrate 1\d.\d GB, plans 1\d.\d GB.* infer.batch_size"
+    ):
         resources.check_machine(resources.memory_needed(SDXL, job()), {}, tmp_path)
     small = resources.memory_needed(SDXL, job(calibration="given", library="none"))
     assert set(small) == {"pictures"}
@@ -60,7 +62,9 @@ def test_a_gpu_of_24_gb_is_enough_one_part_at_a_time(tmp_path, memory, monkeypat
     infer = job(engine="torch_native").infer
     assert not fits({}, "all", gpu_memory_of_variants(SDXL, workload_of(infer)))
     free.bytes = int(11.5e9)
-    with pytest.raises(ResourceError, match=r"the 11.5 GB that are free on the GPU \(.*calibrate 16.6 GB\)"):
+    with pytest.raises(
+        ResourceError, match=r"the 11.5 GB that are free on the GPU \(.*calibrate 16.6 GB\).* infer.batch_size"
+    ):
         resources.check_machine({}, {}, tmp_path, needed)
     given = resources.gpu_memory_needed(SDXL, job(calibration="given", engine="torch_native"))
     assert "calibrate" not in given

@@ -1,0 +1,163 @@
+"""``python -m tests.fuzz.learn --inputs 100000``: as ``run``, and inputs that lead somewhere new are changed again.
+
+atheris watches which branches of ``sd_quant``, of PyYAML and of torch's restricted unpickler an input takes, and what
+took a new one is kept in ``tests/fuzz/corpus`` and varied. An input is the bytes from which Hypothesis draws the edits
+of a sound file, so that edits are learnt and not the shape of a zip file. The road not taken is to give atheris the
+files themselves: nearly all of what it makes of a sound archive ends at a checksum.
+
+It takes ``pip install atheris -c constraints.txt``. What it finds is kept as ``run`` keeps it, with the same
+``--replay``. ``--merge`` leaves in the corpus what together takes every branch; a test reads all of that.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+CORPUS = Path(__file__).with_name("corpus")
+WATCHED = ["sd_quant", "yaml"]  # whole packages
+LONGEST = 2048  # bytes of an input, from which some hundred numbers are drawn
+MEMORY_CAP = 2**30  # above what the process has at its start
+TRIES = 20  # of a reader whose process ends early
+FUZZER = "-print_final_stats=0 -verbosity=0 -detect_leaks=0 -close_fd_mask=0 -rss_limit_mb=0 -reload=0".split()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.learn", description=__doc__)
+    parser.add_argument("--inputs", type=int, default=20_000, help="of all readers together, by their weights")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--reader", action="append", help="only this one; may be repeated")
+    parser.add_argument("--workers", type=int, default=2, help="readers at a time")
+    parser.add_argument("--corpus", type=Path, default=CORPUS)
+    parser.add_argument("--keep", type=Path, default=Path(tempfile.gettempdir()) / "sd_quant_fuzz", help="for failures")
+    parser.add_argument("--merge", action="store_true", help="only make the corpus as small as it can be")
+    parser.add_argument("--child", nargs=2, metavar=("READER", "FOLDER"), help=argparse.SUPPRESS)
+    wanted = parser.parse_args(arguments)
+    if wanted.child:
+        return child(wanted)
+
+    from .run import WRONG, table
+
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as scratch:
+        shares = shares_of(wanted, Path(scratch))
+        with ThreadPoolExecutor(wanted.workers) as pool:
+            tallies = dict(
+                zip(shares, pool.map(lambda name: learn(name, shares[name], wanted, scratch), shares), strict=True)
+            )
+    print(table(tallies))
+    kept = {name: len(list((wanted.corpus / name).glob("*"))) for name in shares}
+    print(f"{time.monotonic() - start:.0f} s, seed {wanted.seed}; kept in the corpus: {kept}")
+    return 1 if sum(tally.counts[WRONG] for tally in tallies.values()) else 0
+
+
+def shares_of(wanted: argparse.Namespace, scratch: Path) -> dict[str, int]:
+    """How many inputs each reader gets; what takes a second for one gets few."""
+    from .readers import make_readers
+
+    readers = {reader.name: reader for reader in make_readers(scratch / "made")}
+    weights = {name: readers[name].weight for name in wanted.reader or readers}
+    return {name: wanted.inputs * weight // sum(weights.values()) for name, weight in weights.items()}
+
+
+def learn(name: str, inputs: int, wanted: argparse.Namespace, scratch: str):
+    """One reader's inputs, in processes that are started again when an input kills them."""
+    from .run import WRONG, Tally, preserve
+
+    tally = Tally()
+    (wanted.corpus / name).mkdir(parents=True, exist_ok=True)
+    for number in range(TRIES):
+        missing, folder = inputs - tally.counts.total(), Path(scratch) / f"{name}-{number}"
+        if missing <= 0 and not wanted.merge:
+            break
+        folder.mkdir()
+        given = [
+            "--inputs", missing, "--seed", wanted.seed + 1000 * number, "--corpus", wanted.corpus, "--keep",
+            wanted.keep, *(["--merge"] if wanted.merge else []), "--child", name, folder,
+        ]  # fmt: skip
+        ended = subprocess.run(
+            [sys.executable, "-m", "tests.fuzz.learn", *map(str, given)], capture_output=True, text=True
+        )
+        with suppress(OSError):
+            told = json.loads((folder / "tally.json").read_text())
+            tally.counts.update(told["counts"])
+            tally.slowest, tally.peak = max(tally.slowest, told["slowest"]), max(tally.peak, told["peak"])
+        if wanted.merge:
+            break
+        if ended.returncode:
+            tally.counts[WRONG] += 1
+            preserve(folder / "input", wanted.keep, f"{name}-{number}-died", ended.stderr[-4000:])
+        shutil.rmtree(folder, ignore_errors=True)
+    return tally
+
+
+def child(wanted: argparse.Namespace) -> int:
+    import atheris
+    import torch  # before, as it is not to be watched
+    from torch._weights_only_unpickler import Unpickler
+
+    Unpickler.load = atheris.instrument_func(Unpickler.load)
+    torch.set_num_threads(1)
+    name, root = wanted.child[0], Path(wanted.child[1])
+    with atheris.instrument_imports(include=WATCHED):
+        readers = importlib.import_module("tests.fuzz.readers")
+    from hypothesis import HealthCheck, given, settings
+
+    from .harness import Place, Wrong, outcome
+    from .run import WRONG, Tally, forget_peak, peak, preserve
+
+    [reader] = [each for each in readers.make_readers(root / "made") if each.name == name]
+    place, tally = Place(reader, root), Tally()
+    os.environ["TMPDIR"] = tempfile.tempdir = str(place.outside)
+    corpus, kept = wanted.corpus.resolve() / name, wanted.keep.resolve()
+    os.chdir(place.outside)
+
+    def tell() -> None:
+        told = {"counts": tally.counts, "slowest": tally.slowest, "peak": tally.peak}
+        (root / "tally.json").write_text(json.dumps(told))
+
+    @settings(database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(reader.recipes)
+    def read_one(recipe: object) -> None:
+        place.put(recipe)
+        base = forget_peak()
+        try:
+            kind, seconds = outcome(place)
+        except Wrong as error:
+            kind, seconds = WRONG, 0.0
+            preserve(place.input, kept, f"{name}-{wanted.seed}-{tally.counts.total()}", f"{error}\n\n{recipe!r}")
+            for extra in place.outside.iterdir():
+                extra.unlink()
+        tally.counts[kind] += 1
+        tally.slowest, tally.peak = max(tally.slowest, seconds), max(tally.peak, peak() - base)
+        if tally.counts.total() % 100 == 0:
+            tell()
+        if tally.counts.total() >= wanted.inputs and not wanted.merge:
+            tell()
+            os._exit(0)  # libFuzzer counts bytes of which Hypothesis made no input too
+
+    limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MEMORY_CAP
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+    ways = [str(corpus)]
+    if wanted.merge:
+        before = corpus.rename(corpus.with_name(f"{name}.before"))
+        corpus.mkdir()
+        ways = ["-merge=1", str(corpus), str(before)]
+    options = [f"-max_len={LONGEST}", f"-seed={wanted.seed}", "-timeout=60", f"-artifact_prefix={root}/", *FUZZER]
+    atheris.Setup(["learn", *options, *ways], read_one.hypothesis.fuzz_one_input)
+    atheris.Fuzz()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
