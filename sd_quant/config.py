@@ -86,7 +86,14 @@ class Quantize(Recipe):
 
     exp_name: Annotated[str, "a label, which stands in the record"]
     format: Annotated[str, one_of(preset_names), "what tables call the recipe: the name of its preset"]
-    exclude: Annotated[dict[str, list[str]], "patterns of layers that stay in high precision, by model family"]
+    exclude: Annotated[
+        dict[str, list[str]],
+        Limit(
+            lambda patterns: patterns.keys() <= FAMILIES.keys(),
+            lambda: f"patterns by the name of a family: {', '.join(sorted(FAMILIES))}",
+        ),
+        "patterns of layers that stay in high precision, by model family",
+    ]
     exclude_text: Annotated[bool, "layers that read the text alone, cross-attention's key and value, stay in fp16"]
     keep: Annotated[
         int | float,

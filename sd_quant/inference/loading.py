@@ -79,6 +79,12 @@ def sampler_of(checkpoint: Checkpoint) -> dict[str, object]:
     return {"class": type(sampler).__name__, **config}
 
 
+def most_steps(checkpoint: Checkpoint) -> int:
+    """The most denoising steps that the checkpoint's sampler can make: it has no noise levels for more."""
+    config = pipeline_of(checkpoint, {}).adapter.pipe.scheduler.config
+    return config.num_train_timesteps - (config.get("steps_offset") or 0)
+
+
 def pipeline_of(checkpoint: Checkpoint, engines: Mapping[str, Engine]) -> Pipeline:
     """The checkpoint's pipeline, whose networks are ``engines`` by part."""
     modules = empty_modules(checkpoint)

@@ -1,10 +1,13 @@
 """Images by the knobs of ``infer``."""
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
 from sd_quant.config import Infer, Model, anchored
 from sd_quant.errors import ConfigError
 from sd_quant.inference.latents import read_latents
+from sd_quant.inference.loading import most_steps
 from sd_quant.inference.pipeline import Generated, Pipeline, Sampling
 from sd_quant.knobs import check
 from sd_quant.models import family_named
@@ -53,6 +56,13 @@ def check_channels(checkpoint: Checkpoint, infer: Infer) -> None:
             f"infer.latents: {infer.latents} holds {latents.shape[1]} channels, and the latents of this checkpoint "
             f"have {channels}; make them for it"
         )
+
+
+def check_steps(checkpoint: Checkpoint, steps: Mapping[str, int]) -> None:
+    """Raises ConfigError for a knob in ``steps`` with more denoising steps than the checkpoint's sampler can make."""
+    most = most_steps(checkpoint)
+    for knob, number in steps.items():
+        check(number <= most, knob, number, f"at most {most}, for which this checkpoint's sampler has noise levels")
 
 
 def generate(pipeline: Pipeline, prompts: list[str], infer: Infer, description: str) -> Generated:

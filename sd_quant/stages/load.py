@@ -16,7 +16,7 @@ from sd_quant.quantization.budget import with_weights
 from sd_quant.quantization.recipe import reason_kept
 from sd_quant.quantization.recipe_check import check_layers
 from sd_quant.simulation.sensitivity import budget
-from sd_quant.stages.generate import check_channels
+from sd_quant.stages.generate import check_channels, check_steps
 from sd_quant.stages.resources import check_machine, disk_needed, gpu_memory_needed, memory_needed
 
 
@@ -73,10 +73,12 @@ def load(job: QuantizeJob, directory: Path) -> Loaded:
     """Open the checkpoint and check it, the recipe and the machine.
 
     Raises what the checkpoint's reader raises, ArtifactError for weights that are not finite, ResourceError when memory
-    or disk are too small, and ConfigError for a recipe that does not fit the layers or noise that does not fit the VAE.
+    or disk are too small, and ConfigError for a recipe that does not fit the layers, noise that does not fit the VAE,
+    or more steps than the sampler can make.
     """
     checkpoint = open_model(job.model)
     check_channels(checkpoint, job.infer)
+    check_steps(checkpoint, {"quantize.n_steps": job.quantize.n_steps, "infer.steps": job.infer.steps})
     parts, parameters = checkpoint.parts(), part_parameters(checkpoint)
     stored = {part: parts[part].contract.weights.itemsize * count for part, count in parameters.items()}
     check_machine(

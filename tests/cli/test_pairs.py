@@ -3,7 +3,6 @@
 import dataclasses
 import random
 from collections.abc import Iterator
-from itertools import islice
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -38,16 +37,19 @@ def folder(tmp_path_factory):
 
 
 def test_a_row_has_a_value_of_every_knob_and_passes_the_checks(folder):
-    total = len(every_pair())
-    (first, after), (second, left) = islice(rows(random.Random(1), folder), 2)
+    missing = every_pair()
+    drawn = rows(random.Random(1), folder, missing)
+    first = next(drawn)
+    missing -= pairs_of(first)
+    second = next(drawn)
     assert first.keys() == second.keys() == ENDS.keys()
     assert len(pairs_of(first)) == len(ENDS) * (len(ENDS) - 1) // 2
-    assert total - after <= len(pairs_of(first)) + 100 and left < after  # what is refused is counted too
+    assert len(pairs_of(second) & missing) > len(missing) // 20  # a row is drawn for what is left
     with initialize_config_dir(str(CONF), version_base="1.3"):
         job_of(QuantizeJob, compose("quantize", arguments(second, folder)))
 
 
-@pytest.mark.parametrize("changes", [{}, {"quantize": "svdquant_w4a4", "keep": "1000000", "trt.min_batch_size": "1"}])
+@pytest.mark.parametrize("changes", [{}, {"quantize": "svdquant_w4a4", "keep": "60", "trt.min_batch_size": "1"}])
 def test_a_job_at_the_ends_ends_well(folder, forked, changes):
     ended, _ = forked("quantize.py", *arguments(FIRST | changes, folder), f"hydra.run.dir={folder}/run{len(changes)}")
     assert problem(ended.returncode, ended.stdout, ended.stderr) is None

@@ -18,6 +18,7 @@ from itertools import combinations
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
 
 from sd_quant.cli import job_of
 from sd_quant.config import CONF, QuantizeJob
@@ -25,7 +26,7 @@ from sd_quant.errors import SdQuantError
 
 from ..cli.forking import forked
 from ..pipelines import sd15
-from .ends import ENDS
+from .ends import DEPENDING, ENDS
 
 Row = dict[str, str]
 Pair = tuple[tuple[str, str], tuple[str, str]]
@@ -41,7 +42,7 @@ def allowed(row: Row, folder: Path) -> bool:
     """Whether the configuration's checks let the job start."""
     try:
         job_of(QuantizeJob, compose("quantize", arguments(row, folder)))
-    except SdQuantError:
+    except (SdQuantError, HydraException):
         return False
     return True
 
@@ -54,9 +55,11 @@ def every_pair() -> set[Pair]:
     return {tuple(sorted(((a, x), (b, y)))) for a, b in combinations(ENDS, 2) for x in ENDS[a] for y in ENDS[b]}
 
 
-def rows(draw: random.Random, folder: Path) -> Iterator[tuple[Row, int]]:
-    """Rows that together have every pair, and for each how many are left; what no row may have is left out."""
-    missing = every_pair()
+def rows(draw: random.Random, folder: Path, missing: set[Pair]) -> Iterator[Row]:
+    """Rows until none of the pairs is ``missing``: whoever takes them removes those that have been tried.
+
+    A pair that the checks refuse in all rows is removed here.
+    """
     with initialize_config_dir(str(CONF), version_base="1.3"):
         assert allowed(FIRST, folder)
         while missing:
@@ -65,13 +68,16 @@ def rows(draw: random.Random, folder: Path) -> Iterator[tuple[Row, int]]:
             if row is None:
                 missing.discard(((a, x), (b, y)))
                 continue
-            for name in draw.sample(sorted(ENDS.keys() - {a, b}), len(ENDS) - 2):
+            others = ENDS.keys() - {a, b} - set(DEPENDING)
+            if not {a, b} & set(DEPENDING):
+                others.add(draw.choice(DEPENDING))
+            for name in draw.sample(sorted(others), len(others)):
                 gains = {value: len(pairs_of(row | {name: value}) & missing) for value in ENDS[name]}
                 best = max(gains, key=lambda value: gains[value])
                 if gains[best] > gains[row[name]] and allowed(row | {name: best}, folder):
                     row[name] = best
-            missing -= pairs_of(row)
-            yield row, len(missing)
+            missing.discard(((a, x), (b, y)))
+            yield row
 
 
 def starts(a: str, x: str, b: str, y: str, draw: random.Random) -> Iterator[Row]:
@@ -104,17 +110,21 @@ def main(given: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         sd15(folder / "model")
-        total = len(every_pair())
+        missing = every_pair()
+        total = len(missing)
         with forked(folder) as run:
-            for number, (row, left) in enumerate(rows(random.Random(wanted.seed), folder)):
+            for number, row in enumerate(rows(random.Random(wanted.seed), folder, missing)):
                 if number >= wanted.jobs:
                     break
                 begun = time.monotonic()
                 ended, _ = run("quantize.py", *arguments(row, folder), f"hydra.run.dir={folder}/run{number}")
                 codes[ended.returncode] += 1
+                if ended.returncode == 0:
+                    missing -= pairs_of(row)
                 told = next((line for line in ended.stderr.splitlines() if line.startswith("error: ")), "")
-                print(f"job {number + 1}: {ended.returncode} in {time.monotonic() - begun:.0f} s, {left} of {total} "
-                      f"pairs left {told[:200]}", flush=True)  # fmt: skip
+                seconds = time.monotonic() - begun
+                print(f"job {number + 1}: {ended.returncode} in {seconds:.0f} s, {len(missing)} of {total} pairs left "
+                      f"{told[:200]}", flush=True)  # fmt: skip
                 if found := problem(ended.returncode, ended.stdout, ended.stderr):
                     wrong.append(found)
                     changed = {name: value for name, value in row.items() if value != FIRST[name]}

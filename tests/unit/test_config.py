@@ -31,6 +31,7 @@ from sd_quant.config import (
 )
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError
 from sd_quant.knobs import described, read
+from sd_quant.models import FAMILIES
 from sd_quant.quantization.recipe import Pair
 
 CONF = REPOSITORY / "conf"
@@ -139,7 +140,7 @@ def test_the_preset_is_nemos():
             "linear": {"weight": "int8", "activation": "int8"},
             "attention": None,
         },
-        "exclude": {"sdxl": []},
+        "exclude": {family: [] for family in FAMILIES},
         "exclude_text": False,
         "budget": None,
         "choices": ["int8"],
@@ -246,7 +247,8 @@ def test_a_line_of_help():
     assert {
         "quantize.n_steps: denoising steps of a calibration image (at least 1)",
         "quantize.enable.conv.weight: format of a layer's weight (one of int8, fp8, int4, mxfp4, nvfp4)",
-        "quantize.exclude: patterns of layers that stay in high precision, by model family (a list of texts by name)",
+        "quantize.exclude: patterns of layers that stay in high precision, by model family (patterns by the name of a "
+        "family: flux, pixart, sd15, sd21, sd3, sdxl)",
         "cache.dir: where it is kept; null: everything is made anew and nothing kept (text or null)",
     } <= set(described(QuantizeJob))
 
@@ -303,6 +305,12 @@ NAN, INFINITY = float("nan"), float("inf")
         ("quantize.alpha", None, "alpha is None, expected a number from 0 to 1, or auto"),
         ("quantize.smoothing", "all", "smoothing is all, expected one of folded, modelopt, none"),
         ("quantize.smoothing", "none", "alpha is auto, expected null, because int8 smooths nothing"),
+        (
+            "quantize.exclude",
+            {"sdx": ["*"]},
+            "quantize.exclude is {'sdx': ['*']}, expected patterns by the name of a family: flux, pixart, sd15, sd21, "
+            "sd3, sdxl",
+        ),
         ("quantize.exclude", {"sdxl": "*"}, "quantize.exclude.sdxl is '*', expected a list of texts"),
         ("quantize.budget", 1.5, "quantize.budget is 1.5, expected bytes, or a share below 1 of what the "
          "denoiser's weights take in fp32"),

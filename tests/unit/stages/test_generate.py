@@ -10,7 +10,7 @@ from sd_quant.cli import job_of
 from sd_quant.config import REPOSITORY, InferJob, QuantizeJob
 from sd_quant.errors import ConfigError
 from sd_quant.stages import calibrate
-from sd_quant.stages.generate import check_channels, check_images, sampling_of
+from sd_quant.stages.generate import check_channels, check_images, check_steps, sampling_of
 from sd_quant.stages.job_folder import facts_of, fingerprint
 from sd_quant.stages.load import open_model
 
@@ -103,6 +103,14 @@ def test_noise_of_another_autoencoder_is_refused_when_the_checkpoint_is_opened(n
         check_channels(checkpoint, asked.infer)
     check_channels(checkpoint, job(InferJob, noise(1, 4, 8, 8)).infer)
     check_channels(checkpoint, job(InferJob).infer)
+
+
+def test_more_steps_than_the_sampler_has_noise_levels_are_refused():
+    """Its tables end there: what diffusers says is an IndexError, after minutes of work."""
+    checkpoint = open_model(job(InferJob).model)
+    check_steps(checkpoint, {"infer.steps": 1000, "quantize.n_steps": 1})
+    with pytest.raises(ConfigError, match=r"^quantize.n_steps is 1001, expected at most 1000, for which this check"):
+        check_steps(checkpoint, {"infer.steps": 1000, "quantize.n_steps": 1001})
 
 
 def test_noise_that_is_not_there_is_refused_with_the_knobs():
