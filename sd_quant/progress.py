@@ -3,7 +3,7 @@
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 LOG = logging.getLogger(__name__)
@@ -37,3 +37,11 @@ def progress(total: int, description: str) -> Iterator[Callable[[], object]]:
             LOG.info("%s: %d of %d, about %s to go", description, done, total, duration(left))
 
     yield advance
+
+
+def each(items: Sequence, description: str) -> Iterator:
+    """The ``items``, one of which is finished when the next is asked for."""
+    with progress(len(items), description) as advance:
+        for item in items:
+            yield item
+            advance()

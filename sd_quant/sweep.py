@@ -29,7 +29,7 @@ from omegaconf import DictConfig, OmegaConf
 from sd_quant.config import SHOWN_ALONE, anchored
 from sd_quant.errors import ConfigError
 from sd_quant.files import digest, write_json
-from sd_quant.progress import duration
+from sd_quant.progress import duration, each
 from sd_quant.quantization.recipe import unheeded_knobs
 from sd_quant.report.published import read_published
 from sd_quant.report.record import DONE, seconds_of_stages
@@ -93,7 +93,7 @@ def plan_of(config_name: str, arguments: Sequence[str], job_of: Callable[[DictCo
     varied, jobs = expand(config_name, arguments)
     entries, everything, published, stated = [], [], None, dict[str, dict]()
     by_result: dict[str, str] = {}  # the name of the first job that gives it
-    for overrides in jobs:
+    for overrides in each(jobs, "jobs checked"):
         config = compose(config_name, overrides, return_hydra_config=True)
         values = {name.lstrip("+"): value_of(config, name.lstrip("+")) for name in varied}
         try:

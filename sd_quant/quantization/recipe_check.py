@@ -23,17 +23,23 @@ def check_layers(
     attentions that can be quantized. Layers whose names match a pattern of ``exclude`` are not quantized.
     """
     level = recipe.quant_level
-    if all(reason_kept(role, level) for role in roles.values()):
+    selected = [name for name, role in roles.items() if reason_kept(role, level) is None]
+    if not selected:
         raise ConfigError(
             f"quant_level is {level:g}, expected at least 2: all convolutions of this model stay in high precision"
         )
+    if all(is_excluded(name, exclude) for name in selected):
+        raise ConfigError(
+            f"quantize.exclude matches all {len(selected)} layers that quant_level={level:g} selects, expected fewer: "
+            "nothing would be quantized"
+        )
     if level >= 4 and not attentions:
         raise ConfigError(f"quant_level is {level:g}, expected at most 3: this model's attention is never quantized")
-    for name, role in roles.items():
-        if reason_kept(role, recipe.quant_level) or is_excluded(name, exclude):
+    for name in selected:
+        if is_excluded(name, exclude):
             continue
-        formats, shape = recipe.formats_of(role), shapes[name]
-        rank = rank_of(recipe.rank, shape) if role != "conv" else 0
+        formats, shape = recipe.formats_of(roles[name]), shapes[name]
+        rank = rank_of(recipe.rank, shape) if roles[name] != "conv" else 0
         if rank > min(shape):
             raise ConfigError(
                 f"quantize.rank is {recipe.rank}, expected at most {min(shape)}, the shorter side of {name}; "

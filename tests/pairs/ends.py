@@ -46,7 +46,7 @@ ENDS: dict[str, list[str]] = {  # the first value is one that goes with most oth
     "trt.min_batch_size": ["1", "3"],
     "trt.max_batch_size": ["8", "1", "64"],
     "trt.optimization_level": ["0", "null", "5"],
-    "trt.workspace_gib": ["null", "0.0001", "1000.0"],
+    "trt.workspace_gib": ["null", "0.5", "1000.0"],
     "trt.timing_cache": ["null", "{folder}/timing"],
     "infer.width": ["64", "320"],
     "infer.height": ["64", "192"],

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from sd_quant import progress as module
-from sd_quant.progress import progress
+from sd_quant.progress import each, progress
 
 
 @pytest.fixture
@@ -61,3 +61,9 @@ def test_an_exception_passes_through(monkeypatch):
     with pytest.raises(KeyboardInterrupt), progress(2, "calibrate") as advance:
         advance()
         raise KeyboardInterrupt
+
+
+def test_items_are_counted_when_they_are_done(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    assert list(each("abc", "letters")) == ["a", "b", "c"]
+    assert "letters:   0%" in sys.stderr.getvalue()

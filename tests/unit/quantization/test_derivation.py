@@ -452,6 +452,13 @@ def test_blocks_have_to_divide_the_inputs_of_what_is_quantized():
     check_layers(ROLES, shapes, recipe, exclude=["down"])
 
 
+def test_patterns_that_leave_nothing_are_refused_before_anything_is_calibrated():
+    shapes = dict.fromkeys(ROLES, (64, 64))
+    with pytest.raises(ConfigError, match=r"^quantize.exclude matches all \d+ layers that quant_level=3 selects, exp"):
+        check_layers(ROLES, shapes, Recipe(3.0, 0.8), exclude=["*"])
+    check_layers(ROLES, shapes, Recipe(3.0, 0.8), exclude=["d*"])
+
+
 def test_a_weight_is_worked_on_row_by_row_with_what_belongs_to_each_row(monkeypatch):
     """``up`` has a vector of its own, takes over that of ``down`` and has a low-rank branch: all of it by rows."""
     rows = torch.tensor([[127.0, 20.0], [-90.0, 254.0], [3.0, 77.0]])
