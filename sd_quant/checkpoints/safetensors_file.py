@@ -22,6 +22,7 @@ from sd_quant.files import atomic_path
 
 MAX_HEADER = 16 * 2**20  # the single file of SDXL has about 0.3 MB
 MAX_DIMENSIONS = 8
+MAX_SIDE = 2**48  # of a tensor or a file, also where another side is 0 and no number is stored
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -121,7 +122,8 @@ def _located(member: Member, data: int, entry: Mapping) -> StoredTensor:
     Raises AttributeError, KeyError, TypeError or ValueError for a malformed entry.
     """
     dtype, shape, (start, end) = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
-    if len(shape) > MAX_DIMENSIONS or not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
+    numbers = (*shape, start, end)
+    if len(shape) > MAX_DIMENSIONS or not all(type(number) is int and 0 <= number <= MAX_SIDE for number in numbers):
         raise ValueError("a shape or a range of bytes that is none")
     if end - start != prod(shape) * dtype.itemsize:
         raise ValueError(f"{end - start} bytes for a tensor of shape {list(shape)} and {dtype}")

@@ -108,7 +108,7 @@ def read_sweep(directory: Path) -> Sweep:
     try:
         timing = read_timing(directory)
         together = timed_together(timing)
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ArtifactError(
             f"{directory / TIMING} holds no rounds ({why(error)}); remove it and start the sweep again"
         ) from error

@@ -13,7 +13,7 @@ from typing import Any, TypedDict
 
 from sd_quant.metrics.intervals import Interval, ratio_interval, sum_of
 from sd_quant.metrics.neighbours import busy
-from sd_quant.report.record import IMAGE, VARIANTS, Conditions, at, check_shape, read_object
+from sd_quant.report.record import IMAGE, LARGEST, VARIANTS, Conditions, at, check_shape, read_object
 
 TIMING = "timing.json"
 
@@ -146,7 +146,7 @@ def check_rounds(timed: Timed) -> None:
     numbers = [*timed.full_precision, *timed.quantized, timed.image_ms]
     if len(timed.full_precision) != len(timed.quantized) or not timed.quantized:
         raise ValueError("rounds that do not match the reference's")
-    if not all(number > 0 for number in numbers) or timed.rest < 0:
+    if not all(1 / LARGEST < number < LARGEST for number in numbers) or timed.rest < 0:
         raise ValueError("a latency that is not above zero")
 
 

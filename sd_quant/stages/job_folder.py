@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from sd_quant.config import REPOSITORY, SHOWN_ALONE, QuantizeJob, anchored
-from sd_quant.errors import ConfigError
+from sd_quant.errors import ConfigError, SdQuantError
 from sd_quant.files import TEMPORARY, digest
 from sd_quant.report.provenance import provenance
 from sd_quant.report.record import RECORD, at, read_record
@@ -77,6 +77,14 @@ def check_own(directory: Path) -> None:
         raise ConfigError(
             f"hydra.run.dir is {directory}, which holds {named} that no job has written, expected a folder that is "
             "new, empty or a job's; choose another"
+        )
+
+
+def check_still_there(directory: Path) -> None:
+    """Raises SdQuantError when somebody has removed the folder while its job ran; another may stand in its place."""
+    if not (directory / LOCK).exists():
+        raise SdQuantError(
+            f"{directory} was removed while its job was running, so files of it are missing; start the job again"
         )
 
 

@@ -32,7 +32,15 @@ from sd_quant.stages.export_onnx import export_parts
 from sd_quant.stages.export_trt import build_run_plans, check_gpu, plan_library
 from sd_quant.stages.fit_budget import bytes_to_share, fit_budget
 from sd_quant.stages.generate import check_images
-from sd_quant.stages.job_folder import check_own, facts_of, fingerprint, finished, remove_leftovers, shown
+from sd_quant.stages.job_folder import (
+    check_own,
+    check_still_there,
+    facts_of,
+    fingerprint,
+    finished,
+    remove_leftovers,
+    shown,
+)
 from sd_quant.stages.latency import compare_latency
 from sd_quant.stages.load import load
 from sd_quant.stages.open_parts import check_cuda_graph
@@ -60,7 +68,11 @@ def quantize(job: QuantizeJob, directory: Path) -> float | None:
         if record is None:
             if attempted:
                 remove_leftovers(directory)
-            record = run(job, directory, facts)
+            try:
+                record = run(job, directory, facts)
+            except Exception:
+                check_still_there(directory)  # else that is why
+                raise
         else:
             LOG.info("done before: nothing that this job depends on has changed since")
     print(run_table(record))
@@ -144,6 +156,7 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> Record:
         step.stages,
         step.peak,
     )
+    check_still_there(directory)
     record = record_of(job, facts, results, directory)
     write_json(directory / PROVENANCE, facts)
     write_record(record, directory)

@@ -2,12 +2,14 @@
 
 import json
 import time
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
 
 from sd_quant.checkpoints.archive import whole_file
 from sd_quant.checkpoints.nemo import open_nemo
+from sd_quant.checkpoints.safetensors_file import read_safetensors
 from sd_quant.checkpoints.torch_weights import stored_tensors
 from sd_quant.config import run_model
 from sd_quant.engines.base import onnx_files
@@ -17,7 +19,7 @@ from sd_quant.report.summary import UNFINISHED, read_sweep
 from sd_quant.report.table import run_table
 
 from .mutations import YAML_PLANTS, called, constant, to_yaml, with_pickle
-from .readers import PLAN, a_record, graph_with, tar_of, tiny_config, weights_file
+from .readers import PLAN, TIMING, a_record, graph_with, tar_of, tiny_config, weights_file
 
 QUICK = 5  # seconds of the processor; without a bound it is hours
 SHARED = b")q\xc8" + b"h\xc8h\xc8\x86q\xc8" * 60  # a tuple that holds the last one twice, sixty times
@@ -149,3 +151,25 @@ def test_published_figures_that_are_none_are_refused(tmp_path, published):
 def test_every_refusal_is_a_line_that_ends_with_its_advice():
     error = ConfigError("it is " + "a\x1b[2J\n‮" * 1000 + "; fetch it again")
     assert str(error).isprintable() and len(str(error)) == LONGEST and str(error).endswith("; fetch it again")
+
+
+@pytest.mark.parametrize("name", ["blocks", "jobs", "subjects", "samples_ms", "reference_ms", "rest", "image_ms"])
+@pytest.mark.parametrize("value", [None, "missing", 1e-320, [1e-320] * 5])
+def test_rounds_that_are_none_are_refused(tmp_path, name, value):
+    timing = deepcopy(TIMING)
+    for holder in (timing, timing["blocks"][0], timing["blocks"][0]["subjects"][0]):
+        if name in holder:
+            holder.pop(name) if value == "missing" else holder.update({name: value})
+            break
+    (tmp_path / "sweep.json").write_text(json.dumps(PLAN))
+    (tmp_path / "timing.json").write_text(json.dumps(timing))
+    if name == "blocks" and value in (None, "missing") or name == "rest" and value == 1e-320:
+        read_sweep(tmp_path)  # nothing was timed, or an image is nothing but its denoiser
+    else:
+        assert "timing.json holds no rounds" in quickly(lambda: read_sweep(tmp_path))
+
+
+def test_a_side_that_no_number_can_hold_is_refused_where_another_is_zero(tmp_path):
+    header = json.dumps({"a": {"dtype": "F32", "shape": [0, 10**400], "data_offsets": [0, 0]}}).encode()
+    (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    assert "not a whole safetensors file" in quickly(lambda: read_safetensors(whole_file(tmp_path / "a.safetensors")))

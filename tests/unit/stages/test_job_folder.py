@@ -10,8 +10,8 @@ from hydra import compose, initialize_config_dir
 
 from sd_quant.cli import job_of
 from sd_quant.config import REPOSITORY, QuantizeJob
-from sd_quant.errors import ConfigError
-from sd_quant.stages.job_folder import check_own, fingerprint, finished, remove_leftovers
+from sd_quant.errors import ConfigError, SdQuantError
+from sd_quant.stages.job_folder import check_own, check_still_there, fingerprint, finished, remove_leftovers
 
 FACTS = {
     "inputs": {"checkpoint": {"path": "here.nemo", "sha256": "ab", "bytes": 2}},
@@ -110,3 +110,12 @@ def test_a_folder_with_other_peoples_files_is_refused(tmp_path):
         check_own(tmp_path)
     put(tmp_path, ".lock")
     check_own(tmp_path)
+
+
+def test_a_folder_that_was_removed_while_its_job_ran_is_noticed(tmp_path):
+    """Though a later stage may have made it again."""
+    put(tmp_path, ".lock", "onnx/vae/vae.onnx")
+    check_still_there(tmp_path)
+    (tmp_path / ".lock").unlink()
+    with pytest.raises(SdQuantError, match="was removed while its job was running, so files of it are missing; start"):
+        check_still_there(tmp_path)
