@@ -35,6 +35,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 CONF = REPOSITORY / "conf"
 RTX_TARGETS = ("SM75", "SM80", "SM86", "SM89", "SM120", "SM121")  # of TensorRT for RTX 1.7
 INTERPOLATION = "${"  # begins what OmegaConf resolves
+NO_FP32 = "SM75"  # Turing, for which only fp16 and codes are multiplied
 USUAL_TARGETS = ("SM89", "SM120")
 PART_NAMES = ("unet_xl", "vae", "clip1", "clip2")  # of files that no run tells of
 
@@ -415,6 +416,11 @@ class QuantizeJob:
         check_recipe(self.quantize)
         check_batch(self.trt, self.infer)
         targets_for(self.trt, set().union(*self.formats().values()))
+        expected = (
+            "newer ones, because TensorRT for RTX multiplies no fp32 matrices on SM75, and every decoder of images has "
+            "some; build plans of the other parts with export_trt.py"
+        )
+        check(NO_FP32 not in (self.trt.targets or ()), "trt.targets", self.trt.targets, expected)
         check_engine(self.infer.engine, self.quantize, self.trt)
         expected = "null, because a run keeps everything in hydra.run.dir"
         check(self.infer.out_path is None, "infer.out_path", self.infer.out_path, expected)

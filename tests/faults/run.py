@@ -26,6 +26,7 @@ from .job import STAGES, Ended, Place, artifacts, differing, follow, leftovers, 
 
 CODES = {signal.SIGKILL: (-signal.SIGKILL,), signal.SIGINT: (130,), signal.SIGTERM: (130,)}
 SOON = 15  # seconds that a cancelled job may take to end
+FEWEST_ADDRESSES, MOST_ADDRESSES = 3e9, 15e9  # bytes: torch and OpenVINO map more than they ever touch
 SPARED = 64 * 1024  # bytes that a full disk still has for logs
 MINI = ("model.path=checkpoints/sdxl_mini.nemo",)
 
@@ -263,6 +264,24 @@ def shared_kills(places: Sequence[Place], model: Unbroken, kills: int, draw: ran
         tally.add(f"SIGKILL after {moments[0]:.1f} and {moments[1]:.1f} s with one cache", problems)
 
 
+def small_memories(place: Place, model: Unbroken, limits: int, tally: Tally) -> None:
+    """The job with fewer addresses than it needs, from what its imports take to what all of it takes."""
+    for number in range(limits):
+        memory = round(FEWEST_ADDRESSES * (MOST_ADDRESSES / FEWEST_ADDRESSES) ** (number / max(1, limits - 1)))
+        place.empty()
+        ended = follow(place.start(memory=memory))
+        errors = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
+        problems = whole(place, model.artifacts) if ended.code else []
+        if ended.code and (ended.code != 4 or len(errors) != 1 or "memory" not in errors[0]):
+            problems.append(f"ended with {ended.code}: {ended.stderr.strip()[-600:]}")
+        if "Traceback" in ended.stdout + ended.stderr:
+            problems.append(f"a traceback: {(ended.stdout + ended.stderr)[-600:]}")
+        problems += [f"left over: {name}" for name in leftovers(place)]
+        where = ended.stages[-1] if ended.stages else "the start"
+        kind = f"{memory / 1e9:.1f} GB of addresses, ended with {ended.code} in {where}"
+        tally.add(kind, problems + resumed(place, model.artifacts))
+
+
 def main(arguments: Sequence[str] | None = None, model_arguments: Sequence[str] = MINI) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.run", description=__doc__)
     parser.add_argument("--kills", type=int, default=50, help="runs that end by SIGKILL")
@@ -275,6 +294,7 @@ def main(arguments: Sequence[str] | None = None, model_arguments: Sequence[str] 
     )
     parser.add_argument("--races", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--shared", type=int, default=0, help="jobs that share a cache, two at a time, and are killed")
+    parser.add_argument("--memories", type=int, default=0, help="runs with fewer addresses than the job needs")
     parser.add_argument("--tiny", action="store_true", help="a pipeline that a test makes, in place of what ships")
     parser.add_argument("--seed", type=int, default=0, help="of the random moments")
     chosen = parser.parse_args(arguments)
@@ -295,6 +315,7 @@ def main(arguments: Sequence[str] | None = None, model_arguments: Sequence[str] 
                 full_disks(model_arguments, model, chosen.disk, tally)
             except PermissionError as error:
                 print(f"no small disk could be mounted ({error}); full disks were not tried")
+        small_memories(places[0], model, chosen.memories, tally)
         shared_kills(places, model, chosen.shared, draw, tally)
         if chosen.races:
             races(places, model, tally)

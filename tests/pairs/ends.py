@@ -41,7 +41,7 @@ ENDS: dict[str, list[str]] = {  # the first value is one that goes with most oth
     "quantize.rounding": ["nearest", "gptq"],
     "quantize.scale_search": ["false", "true"],
     "trt.library": ["none", "tensorrt_rtx"],
-    "trt.targets": ["null", "[SM89]", "[SM75,SM80,SM86,SM89,SM120,SM121]", "[SM120]"],
+    "trt.targets": ["null", "[SM89]", "[SM80,SM86,SM89,SM120,SM121]", "[SM120]"],
     "trt.static_batch": ["false", "true"],
     "trt.min_batch_size": ["1", "3"],
     "trt.max_batch_size": ["8", "1", "64"],

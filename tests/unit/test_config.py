@@ -691,6 +691,10 @@ def test_reading_a_group_alone(mappings):
             ["quantize=int4_w4a4", "trt.targets=[SM75]"],
             "trt.targets is SM75, expected one of SM80, SM86, SM89",
         ),
+        (
+            ["trt.targets=[SM75,SM89]"],
+            "trt.targets is ['SM75', 'SM89'], expected newer ones, because TensorRT for RTX multiplies no",
+        ),
     ],
 )
 def test_what_a_preset_cannot_do_is_refused_before_anything_starts(overrides, sentence):
