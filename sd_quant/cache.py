@@ -17,7 +17,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
+from sd_quant.errors import ConfigError
 from sd_quant.files import digest, sha256, write_json
 
 LOG = logging.getLogger(__name__)
@@ -30,11 +32,26 @@ READ_ONLY = 0o444  # an entry's files are also those of the runs that use it
 def locked(path: Path, waiting: str = "") -> Iterator[None]:
     """Alone with ``path`` among all processes, which wait for each other; ``waiting`` is logged by one that has to."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
+    with open_lock(path) as file:
         if not try_lock(file):
             LOG.info("%s", waiting or f"waiting for another process that holds {path}")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def open_lock(path: Path) -> IO[str]:
+    """The file at ``path``, made if it is not there.
+
+    Raises ConfigError when a link, a pipe or a folder stands there: a cache may be open to others, and who opens a pipe
+    waits for ever.
+    """
+    with suppress(IsADirectoryError):
+        if not path.is_symlink():
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+            if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                return os.fdopen(descriptor, "r+", encoding="utf-8")
+            os.close(descriptor)
+    raise ConfigError(f"{path} is no file, expected one by which processes wait for each other; remove it")
 
 
 def try_lock(file) -> bool:
@@ -79,7 +96,7 @@ class Cache:
         What a killed process was making goes too.
         """
         for abandoned in self.directory.glob("*/.*.part"):
-            with abandoned.with_suffix(".lock").open("a") as lock:
+            with open_lock(abandoned.with_suffix(".lock")) as lock:
                 if try_lock(lock):
                     shutil.rmtree(abandoned, ignore_errors=True)
         manifests = sorted(self.directory.glob(f"*/*/{MANIFEST}"), key=used)
@@ -90,7 +107,7 @@ class Cache:
                 return
             if entry == spared:
                 continue
-            with lock_of(entry).open("a") as lock:
+            with open_lock(lock_of(entry)) as lock:
                 if try_lock(lock):
                     LOG.info("the cache is over its limit: %s goes, unused for the longest time", entry)
                     shutil.rmtree(entry, ignore_errors=True)

@@ -42,6 +42,7 @@ from sd_quant.engines.tensorrt.plan import RTX_HEADER, PlanReport, describe_plan
 from sd_quant.errors import ArtifactError
 from sd_quant.inference.latents import read_latents
 from sd_quant.knobs import read
+from sd_quant.models.checkpoint import denoiser_part
 from sd_quant.models.sdxl import unet_part
 from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS, TextShape, build_modules
 from sd_quant.quantization.statistics import LayerStatistics, Sample, Statistics
@@ -50,7 +51,7 @@ from sd_quant.report.record import DONE
 from sd_quant.report.summary import markdown, read_sweep, rows
 from sd_quant.report.table import run_table
 
-from ..pipelines import pixart
+from ..pipelines import TINY
 from .harness import Reader
 from .mutations import (
     LARGE,
@@ -337,41 +338,48 @@ def safetensors() -> Reader:
 
 
 def pipeline(scratch: Path) -> Reader:
-    pixart(scratch / "pixart")
-    found = sorted(path for path in (scratch / "pixart").rglob("*") if path.is_file())
-    files = {str(path.relative_to(scratch / "pixart")): path.read_bytes() for path in found}
-    texts = [name for name in files if name.endswith(".json")]
-    tensors = [name for name in files if name.endswith(".safetensors")]
+    """A folder of each family; ``family`` says which one is opened."""
+    for name, write in TINY.items():
+        write(scratch / name)
+    paths = {name: sorted(path for path in (scratch / name).rglob("*") if path.is_file()) for name in TINY}
+    files = {str(path.relative_to(scratch)): path.read_bytes() for found in paths.values() for path in found}
+    sound = files | {"family": b"pixart"}
 
     def mutate(recipe: tuple) -> Files:
-        which, (kind, edits), number = recipe
+        family, which, (kind, edits), number = recipe
+        suffix = ".safetensors" if which == "weights" else ".json"
+        names = [name for name in files if name.startswith(f"{family}/") and name.endswith(suffix)]
+        name, other = names[number % len(names)], names[number // 7 % len(names)]
         if which == "weights":
-            name = tensors[number % len(tensors)]
-            return {name: damaged_safetensors(files[name], (kind, edits))}
-        name = texts[number % len(texts)]
-        if kind == "bytes":
-            return {name: edited(files[name], edits, other=files[texts[number // 7 % len(texts)]])}
-        return {name: to_json(changed(json.loads(files[name]), edits))}
+            content = damaged_safetensors(files[name], (kind, edits))
+        elif kind == "bytes":
+            content = edited(files[name], edits, other=files[other])
+        else:
+            content = to_json(changed(json.loads(files[name]), edits))
+        return {"family": family.encode(), name: content}
 
     def opened(folder: Path) -> tuple:
-        checkpoint = open_pipeline(folder, "pixart")
-        checkpoint.scheduler()
-        checkpoint.tokenizers()
+        family = (folder / "family").read_text()
+        checkpoint = open_pipeline(folder / family, family)
         parts = {name: (part.contract.inputs, part.contract.outputs) for name, part in checkpoint.parts().items()}
         shapes = {
             (component, name): (tensor.dtype, tensor.shape)
             for component, weights in checkpoint.components.items()
             for name, tensor in weights.tensors.items()
         }
-        return shapes, digest(checkpoint.components["transformer"]["proj_out.bias"]), repr(parts)
+        weights = checkpoint.components[denoiser_part(checkpoint).component]
+        return shapes, digest(weights[min(weights)]), repr(parts)
 
     def check(folder: Path, found: tuple) -> None:
         """As many weights as the sound one, from files that hold as many bytes."""
+        family = (folder / "family").read_text()
         total = sum(dtype.itemsize * math.prod(shape) for dtype, shape in found[0].values())
-        assert total <= sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+        assert total <= sum(path.stat().st_size for path in (folder / family).rglob("*.safetensors"))
 
-    recipes = st.tuples(st.sampled_from(["weights", "text", "text", "text"]), described, LARGE)
-    return Reader("pipeline", files, recipes, mutate, opened, check, weight=12, quick=25)
+    recipes = st.tuples(
+        st.sampled_from(sorted(TINY)), st.sampled_from(["weights", "text", "text", "text"]), described, LARGE
+    )
+    return Reader("pipeline", sound, recipes, mutate, opened, check, weight=12, quick=25)
 
 
 # Prompts

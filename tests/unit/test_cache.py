@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from sd_quant.cache import MANIFEST, Cache, locked
+from sd_quant.errors import ConfigError
 
 
 @pytest.fixture
@@ -223,3 +224,14 @@ def test_a_lock_ends_with_its_process(tmp_path):
     process.join(30)
     with locked(tmp_path / "lock"):
         pass
+
+
+@pytest.mark.parametrize("put", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to(path.parent / "elsewhere")])
+def test_what_stands_in_the_place_of_a_lock_is_neither_waited_for_nor_followed(cache, tmp_path, put):
+    cache.provide("thing", {}, tmp_path / "first", Maker())
+    [lock] = (cache.directory / "thing").glob(".*.lock")
+    lock.unlink()
+    put(lock)
+    with pytest.raises(ConfigError, match=r"\.lock is no file, expected one by which processes wait for each other; r"):
+        cache.provide("thing", {}, tmp_path / "second", Maker())
+    assert not (lock.parent / "elsewhere").exists()

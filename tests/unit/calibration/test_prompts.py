@@ -38,7 +38,7 @@ def test_one_prompt_a_line(tmp_path, content):
 
 
 def test_text_is_kept_as_it_is(tmp_path):
-    lines = ["ein Kätzchen, „süß“", "猫の写真 🐈", "../../etc/passwd; rm -rf $HOME", "a\u2028b"]
+    lines = ["ein Kätzchen, „süß“", "猫の写真 🐈", "../../etc/passwd; rm -rf $HOME", "${oc.env:HOME}", "a\u2028b"]
     assert read_prompts(written(tmp_path, "\n".join(lines).encode())) == lines
 
 
