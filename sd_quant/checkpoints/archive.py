@@ -183,7 +183,7 @@ def _tar_members(path: Path, file: OpenFile) -> Iterator[tuple[str, Member]]:
     """Yields name and member of each regular file of a tar. Raises ArtifactError for damage and for any other entry."""
     file_size = os.fstat(file.descriptor).st_size
     whole = Member(str(path), file, 0, file_size)
-    extended: dict[str, str] = {}
+    extended: dict[str, str] | None = None  # of the next member
     position, count = 0, 0
     while True:
         if position + BLOCK > file_size:
@@ -197,16 +197,18 @@ def _tar_members(path: Path, file: OpenFile) -> Iterator[tuple[str, Member]]:
                 raise ArtifactError(
                     f"{path} has half an end-of-archive mark at byte {position}; it is cut off, so fetch it again"
                 )
+            if extended is not None:
+                raise ArtifactError(f"{path} ends behind an extended tar header that is for no member; fetch it again")
             return
         try:
             header = tarfile.TarInfo.frombuf(bytes(block), "utf-8", "surrogateescape")
-            size = int(extended.get("size", header.size))
+            size = int((extended or {}).get("size", header.size))
         except (tarfile.HeaderError, ValueError) as error:
             raise ArtifactError(
                 f"{path} has no valid tar header at byte {position} ({error}); expected a plain or gzipped .nemo "
                 "archive, so check the path or fetch it again"
             ) from error
-        name = extended.get("path", header.name)
+        name = (extended or {}).get("path", header.name)
         start = position + BLOCK
         if size < 0 or start + size > file_size:
             raise ArtifactError(
@@ -219,7 +221,7 @@ def _tar_members(path: Path, file: OpenFile) -> Iterator[tuple[str, Member]]:
         if header.type == tarfile.XHDTYPE:
             extended = _extended_header(path, whole, start, size)
             continue
-        extended = {}
+        extended = None
         plain_name = _checked_name(path, name)
         if header.type in (tarfile.REGTYPE, tarfile.AREGTYPE):
             yield plain_name, Member(f"{path}: {plain_name}", file, start, size)

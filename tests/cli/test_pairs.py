@@ -42,6 +42,7 @@ def test_a_row_has_a_value_of_every_knob_and_passes_the_checks(folder):
     first = next(drawn)
     missing -= pairs_of(first)
     second = next(drawn)
+    drawn.close()  # and with it Hydra's configuration
     assert first.keys() == second.keys() == ENDS.keys()
     assert len(pairs_of(first)) == len(ENDS) * (len(ENDS) - 1) // 2
     assert len(pairs_of(second) & missing) > len(missing) // 20  # a row is drawn for what is left

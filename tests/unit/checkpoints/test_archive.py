@@ -128,6 +128,12 @@ def test_cut_after_half_of_the_end_mark(refusal):
     assert "half an end-of-archive mark" in refusal(whole[: 512 + 512 + 512])
 
 
+def test_an_extended_header_belongs_to_a_member(refusal):
+    info = tarfile.TarInfo("x")
+    info.type, info.size = tarfile.XHDTYPE, 0
+    assert "ends behind an extended tar header that is for no member" in refusal(info.tobuf() + bytes(1024))
+
+
 def test_cut_gzip(refusal):
     assert "damaged or cut gzip" in refusal(gzip.compress(tar_bytes(file("./one", bytes(range(256)) * 40)))[:-20])
 
