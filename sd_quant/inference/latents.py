@@ -17,6 +17,8 @@ from torch import Tensor
 
 from sd_quant.errors import ArtifactError, ConfigError
 
+MOST_PICKLE = 2**12  # bytes; that of a tensor has 300
+
 
 def from_numpy(path: Path) -> Tensor:
     array = np.load(path, mmap_mode="r", allow_pickle=False)  # mapped, as else what the header claims is allocated
@@ -30,10 +32,16 @@ def from_safetensors(path: Path) -> Tensor:
 
 
 def from_torch(path: Path) -> Any:
-    """Raises ValueError where records are compressed or overlap: then a small file becomes gigabytes."""
+    """Raises ValueError where records are compressed or overlap, or the pickle is larger than one tensor's.
+
+    Of a small file the first makes gigabytes, and over a long text in its pickle torch searches for minutes.
+    """
     with ZipFile(path) as archive:
-        if sum(record.file_size for record in archive.infolist()) > path.stat().st_size:
-            raise ValueError("its records are larger than the file")
+        sizes = {record.filename: record.file_size for record in archive.infolist()}
+    if sum(sizes.values()) > path.stat().st_size:
+        raise ValueError("its records are larger than the file")
+    if any(size > MOST_PICKLE for name, size in sizes.items() if name.endswith(".pkl")):
+        raise ValueError("its pickle is larger than one tensor's")
     return torch.load(path, map_location="cpu", weights_only=True)
 
 

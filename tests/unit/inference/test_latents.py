@@ -125,6 +125,20 @@ def test_gigabytes_that_are_not_in_the_file_are_refused(tmp_path):
     assert (tmp_path / "packed.pt").stat().st_size < 200_000
 
 
+def test_a_long_text_in_a_pickle_is_not_searched(tmp_path):
+    """torch takes minutes over a file of 50 kB."""
+    torch.save(NOISE, tmp_path / "noise.pt")
+    with ZipFile(tmp_path / "noise.pt") as whole, ZipFile(tmp_path / "long.pt", "w") as long:
+        for record in whole.infolist():
+            content = whole.read(record)
+            if record.filename.endswith("data.pkl"):
+                content = content[:2] + b"X" + (50_000).to_bytes(4, "little") + b"x" * 50_000 + b"0" + content[2:]
+            long.writestr(record.filename, content)
+    assert (tmp_path / "long.pt").stat().st_size < 100_000
+    with pytest.raises(ArtifactError, match=r"long.pt cannot be read as one tensor \(ValueError\)"):
+        read_latents(tmp_path / "long.pt", {2}, 8, 16)
+
+
 def test_nothing_is_executed(tmp_path):
     torch.save(Code(), tmp_path / "code.pt")
     np.save(tmp_path / "code.npy", np.array([Code()], dtype=object), allow_pickle=True)
