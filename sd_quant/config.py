@@ -528,6 +528,10 @@ def check_engine(engine: str, quantize: Quantize, trt: Trt) -> None:
         fits = all(FORMATS[pair.weight].torch_compute_capability and pair.activation == pair.weight for pair in pairs)
         expected = f"another, such as infer=openvino, because torch itself multiplies no {quantize.format}"
         check(fits, "infer.engine", engine, expected)
+        expected = (
+            f"null, because infer.engine={engine} multiplies codes with codes, and a budget leaves inputs in fp16"
+        )
+        check(quantize.budget is None, "quantize.budget", quantize.budget, expected)
         expected = f"0, because infer.engine={engine} computes no low-rank branch"
         check(quantize.rank == 0, "quantize.rank", quantize.rank, expected)
     if runtime.file == "plan":

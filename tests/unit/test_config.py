@@ -639,6 +639,10 @@ def test_reading_a_group_alone(mappings):
     [
         (["quantize=nvfp4", "infer=torch_native"], "infer.engine is torch_native, expected another, such as"),
         (
+            ["quantize.budget=0.4", "infer=torch_native"],
+            "quantize.budget is 0.4, expected null, because infer.engine=torch_native multiplies codes with codes",
+        ),
+        (
             ["quantize.rank=8", "infer=torch_native"],
             "quantize.rank is 8, expected 0, because infer.engine=torch_native",
         ),

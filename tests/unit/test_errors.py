@@ -122,3 +122,10 @@ def test_a_sentence_that_quotes_too_much_keeps_its_beginning_and_its_advice():
     words = str(SdQuantError(f"the file names {'x' * 10_000}; fetch it again"))
     assert len(words) == LONGEST
     assert words.startswith("the file names xxx") and words.endswith("xxx; fetch it again")
+
+
+def test_no_thread_for_want_of_addresses_is_too_little_memory():
+    """What OpenVINO says under ``ulimit -v``, below the sentence of its engine."""
+    refused = ArtifactError("OpenVINO cannot compile a.onnx: Resource temporarily unavailable")
+    refused.__cause__ = RuntimeError("Exception from src/plugins/plugin.cpp:54: Resource temporarily unavailable")
+    assert str(of_the_machine(refused)).startswith("out of memory (Exception from")
