@@ -13,8 +13,8 @@ from sd_quant.text import escaped, one_line
 CANCELLED = 130
 FULL = (errno.ENOSPC, errno.EDQUOT)
 FULL_WORDS = re.compile(r"no space left|os error 28\b|disk quota exceeded", re.IGNORECASE)
-MEMORY_WORDS = re.compile(
-    r"out of memory|bad_alloc|(can't|cannot|could not|failed to) allocate|resource temporarily unavailable",  # for threads
+MEMORY_WORDS = re.compile(  # the last is said of threads
+    r"out of memory|bad_alloc|(can't|cannot|could not|failed to) allocate|resource temporarily unavailable",
     re.IGNORECASE,
 )
 LONGEST = 1400  # characters of a sentence

@@ -26,7 +26,7 @@ from .job import STAGES, Ended, Place, artifacts, differing, follow, leftovers, 
 
 CODES = {signal.SIGKILL: (-signal.SIGKILL,), signal.SIGINT: (130,), signal.SIGTERM: (130,)}
 SOON = 15  # seconds that a cancelled job may take to end
-FEWEST_ADDRESSES, MOST_ADDRESSES = 3e9, 15e9  # bytes: torch and OpenVINO map more than they ever touch
+FEWEST_ADDRESSES, MOST_ADDRESSES = 1.5e9, 4e9  # bytes
 SPARED = 64 * 1024  # bytes that a full disk still has for logs
 MINI = ("model.path=checkpoints/sdxl_mini.nemo",)
 
