@@ -14,7 +14,8 @@ import torch
 
 from sd_quant.devices import CPU
 from sd_quant.devices import threads as default_threads
-from sd_quant.engines.base import cast_inputs, onnx_files
+from sd_quant.engines.base import cast_inputs
+from sd_quant.engines.onnx_input import onnx_files
 from sd_quant.errors import ArtifactError, ResourceError
 from sd_quant.text import one_line
 

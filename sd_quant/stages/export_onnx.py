@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sd_quant.cache import Cache
 from sd_quant.config import artifact
-from sd_quant.engines.base import onnx_files
+from sd_quant.engines.onnx_input import onnx_files
 from sd_quant.export.parts import trace_part, write_part
 from sd_quant.files import atomic_path, temporary_folder
 from sd_quant.models.checkpoint import Checkpoint

@@ -12,7 +12,7 @@ import torch
 from sd_quant.cache import Cache
 from sd_quant.config import ExportJob, ExportShape, Infer, Trt, anchored, artifact, part_paths, targets_for
 from sd_quant.engines import PLAN_BUILDERS, RUNTIMES
-from sd_quant.engines.base import onnx_files
+from sd_quant.engines.onnx_input import onnx_files
 from sd_quant.engines.tensorrt.build import Profile, build_plan
 from sd_quant.engines.tensorrt.library import runtime_module
 from sd_quant.engines.tensorrt.plan import PlanReport, describe_plan, read_record

@@ -8,7 +8,8 @@ import torch
 from sd_quant.config import Infer, InferJob, anchored, part_paths
 from sd_quant.devices import threads
 from sd_quant.engines import RUNTIMES
-from sd_quant.engines.base import Engine, onnx_files
+from sd_quant.engines.base import Engine
+from sd_quant.engines.onnx_input import onnx_files
 from sd_quant.engines.pool import Pool, Variant
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.memory import fits, gpu_memory_of_variant, memory_of_part, memory_of_variant

@@ -25,7 +25,7 @@ import yaml
 from sd_quant.checkpoints.plain_yaml import load_yaml
 from sd_quant.config import CONF, Infer, QuantizeJob, Timing, artifact
 from sd_quant.engines import RUNTIMES
-from sd_quant.engines.base import onnx_files
+from sd_quant.engines.onnx_input import onnx_files
 from sd_quant.errors import ArtifactError, SdQuantError, exit_with_its_code
 from sd_quant.files import digest, sha256, write_json
 from sd_quant.inference.memory import QUANTIZED, gpu_memory_of_variant, memory_of_variant

@@ -37,7 +37,7 @@ from sd_quant.checkpoints.safetensors_file import read_safetensors
 from sd_quant.checkpoints.tensors import Readable, size_of
 from sd_quant.checkpoints.torch_weights import stored_tensors
 from sd_quant.config import Model, run_model
-from sd_quant.engines.base import onnx_files
+from sd_quant.engines.onnx_input import onnx_files
 from sd_quant.engines.tensorrt.plan import RTX_HEADER, PlanReport, describe_plan, read_record, record_path
 from sd_quant.errors import ArtifactError
 from sd_quant.inference.latents import read_latents

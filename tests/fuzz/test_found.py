@@ -12,7 +12,7 @@ from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.checkpoints.safetensors_file import read_safetensors
 from sd_quant.checkpoints.torch_weights import stored_tensors
 from sd_quant.config import run_model
-from sd_quant.engines.base import onnx_files
+from sd_quant.engines.onnx_input import onnx_files
 from sd_quant.errors import LONGEST, ArtifactError, ConfigError, SdQuantError
 from sd_quant.report.rebuild import rebuild
 from sd_quant.report.summary import UNFINISHED, read_sweep

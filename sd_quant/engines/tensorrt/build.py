@@ -13,7 +13,7 @@ from types import ModuleType
 
 import torch
 
-from sd_quant.engines.base import onnx_files
+from sd_quant.engines.onnx_input import onnx_files
 from sd_quant.engines.tensorrt.library import device_target, library_logger, runtime_module
 from sd_quant.engines.tensorrt.plan import PlanReport, record_path
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError

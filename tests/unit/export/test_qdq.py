@@ -9,7 +9,7 @@ import pytest
 import torch
 from onnx import numpy_helper
 
-from sd_quant.engines.base import onnx_files
+from sd_quant.engines.onnx_input import onnx_files
 from sd_quant.engines.onnxruntime import load
 from sd_quant.errors import ArtifactError
 from sd_quant.export import onnx_file

@@ -1,0 +1,54 @@
+import onnx
+import pytest
+
+from sd_quant.engines.onnx_input import onnx_files
+from sd_quant.errors import ArtifactError
+
+
+def test_external_weights_belong_to_the_file(tiny):
+    assert [file.name for file in onnx_files(tiny.path)] == ["tiny.onnx", "weights.bin"]
+
+
+def test_missing_external_weights_are_refused(tiny):
+    (tiny.path.parent / "weights.bin").unlink()
+    with pytest.raises(ArtifactError, match="weights.bin"):
+        onnx_files(tiny.path)
+
+
+@pytest.mark.parametrize("location", ["../secret", "/etc/hostname", "link"])
+def test_external_weights_outside_the_folder_are_refused(tiny, location):
+    (tiny.path.parent / "link").symlink_to("/etc/hostname")
+    model = onnx.load(tiny.path, load_external_data=False)
+    entry = next(e for t in model.graph.initializer for e in t.external_data if e.key == "location")
+    entry.value = location
+    tiny.path.write_bytes(model.SerializeToString())
+    with pytest.raises(ArtifactError, match="outside its own folder"):
+        onnx_files(tiny.path)
+
+
+@pytest.mark.parametrize(
+    ("name", "dims", "entries"),
+    [
+        ("w_int8", [2**40, 32], {}),
+        ("w_int8", [-64, -32], {}),
+        ("w_int8", None, {"length": "1"}),
+        ("w_int8", None, {"length": str(2**40)}),
+        ("w_int8", None, {"offset": "1"}),
+        ("w_int8", None, {"offset": "-1"}),
+        ("w_int8", None, {"offset": "9" * 5000}),
+        ("w_scale", [2**40], {}),
+        ("w_scale", [2**32, 2**32], {}),
+    ],
+)
+def test_weights_that_are_smaller_than_they_claim_are_refused(tiny, name, dims, entries):
+    """Runtimes allocate what is claimed: of a file of four kilobytes, terabytes."""
+    model = onnx.load(tiny.path, load_external_data=False)
+    [tensor] = [tensor for tensor in model.graph.initializer if tensor.name == name]
+    if dims:
+        tensor.dims[:] = dims
+    for key, value in entries.items():
+        entry = next((entry for entry in tensor.external_data if entry.key == key), None) or tensor.external_data.add()
+        entry.key, entry.value = key, value
+    tiny.path.write_bytes(model.SerializeToString())
+    with pytest.raises(ArtifactError, match=f"tiny.onnx claims more numbers for '{name}' than it holds"):
+        onnx_files(tiny.path)
