@@ -153,7 +153,7 @@ def _zip_records(member: Member) -> dict[int, zipfile.ZipInfo]:
                 if entry.filename.lower().endswith("/data.pkl"):  # torch looks for names in either case
                     if entry.file_size > MAX_PICKLE:
                         raise ValueError(f"a pickle of {entry.file_size} bytes, at most {MAX_PICKLE} expected")
-                    _check_pickle(_content(member, start, entry))
+                    check_pickle(_content(member, start, entry))
                 if entry.filename.endswith("/byteorder") and _content(member, start, entry) != b"little":
                     raise ValueError("big-endian numbers")
                 records[start] = entry
@@ -179,7 +179,7 @@ def _start(member: Member, entry: zipfile.ZipInfo) -> int:
     return entry.header_offset + 30 + name_length + extra_length
 
 
-def _check_pickle(data: bytes) -> None:
+def check_pickle(data: bytes) -> None:
     """Raises ValueError for a small pickle that would keep torch busy for hours.
 
     torch puts what it refuses into a message and searches that in quadratic time, so long texts are refused. It hashes
