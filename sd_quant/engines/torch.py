@@ -10,7 +10,9 @@ from sd_quant.simulation.native import NativeLayer, RoundedConv
 
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 BLOCKS = ("ResnetBlock2D", "Downsample2D", "Upsample2D")  # compiled one by one, like those that a network itself names
-MAX_COMPILATIONS = 256  # of one block, for as many shapes; torch's default is 8, after which it silently stays eager
+# Of one block's code, for as many shapes, networks and precisions as a process computes in. torch's own limits are 8
+# and 256, after which it silently stays eager.
+MAX_COMPILATIONS = 10_000
 
 
 class TorchEngine:
@@ -47,14 +49,17 @@ def dtype_on(device: torch.device, precision: str, contract: Contract) -> torch.
     return contract.weights if precision == "auto" else PRECISIONS[precision]
 
 
-def compiled(module: nn.Module) -> nn.Module:
+def compiled(module: nn.Module, mode: str | None = None) -> nn.Module:
     """Let torch compile ``module`` block by block, in place; as a whole where it has no known blocks.
+
+    ``mode`` is torch.compile's own: ``max-autotune-no-cudagraphs`` tries kernels of Triton and CUTLASS beside cuBLAS's.
 
     Blocks are compiled at their first call with each shape. Blocks of one kind and shape share the compiled code, while
     a whole network takes minutes. Layers of codes outside of blocks are compiled one by one, so that each quantizes its
     input in one kernel.
     """
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_COMPILATIONS)
+    for limit in ("recompile_limit", "accumulated_recompile_limit"):
+        setattr(torch._dynamo.config, limit, max(getattr(torch._dynamo.config, limit), MAX_COMPILATIONS))
     repeated = (getattr(child, "_repeated_blocks", None) or () for child in module.modules())  # as diffusers names them
     names = {*BLOCKS, *(name for block_names in repeated for name in block_names)}
     blocks = [child for child in module.modules() if type(child).__name__ in names]
@@ -62,7 +67,7 @@ def compiled(module: nn.Module) -> nn.Module:
     outside = (child for child in module.modules() if child not in inside)
     layers = [child for child in outside if isinstance(child, NativeLayer | RoundedConv)]
     for block in [*blocks, *layers] or [module]:
-        block.compile(dynamic=False)
+        block.compile(dynamic=False, mode=mode)
     return module
 
 

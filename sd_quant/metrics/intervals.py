@@ -17,6 +17,7 @@
 import math
 import statistics
 from collections.abc import Sequence
+from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -75,8 +76,16 @@ def sum_of(a: Interval, b: Interval) -> Interval:
     return Interval(value, value - low, value + high)
 
 
+@cache
 def t_quantile(degrees: int, confidence: float) -> float:
-    """How many standard errors a two-sided interval reaches to each side."""
-    from scipy.special import stdtrit  # here, because every command imports this module and few compute an interval
+    """How many standard errors a two-sided interval reaches to each side.
 
-    return float(stdtrit(degrees, (1 + confidence) / 2))
+    By mpmath, which every torch brings, and not by scipy, which a machine that only times a network may lack.
+    """
+    from mpmath import betainc, findroot  # here, because every command imports this module and few compute an interval
+
+    def beyond(t: float) -> float:
+        """The probability of more standard errors than ``t`` (Abramowitz & Stegun 26.7.1)."""
+        return betainc(degrees / 2, 0.5, 0, degrees / (degrees + t * t), regularized=True)
+
+    return float(findroot(lambda t: beyond(t) - (1 - confidence), (1, 2)))

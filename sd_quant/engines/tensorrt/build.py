@@ -76,6 +76,10 @@ def build_plan(
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, int(workspace_gib * 2**30))
     if optimization_level is not None:
         config.builder_optimization_level = optimization_level
+    if hasattr(
+        trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"
+    ):  # else a large plan allocates in a call, which no graph records
+        config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # so that the plan says what became of each layer
     config.progress_monitor = monitor = _monitor(trt, progress)
     times = timing_cache / timing_name(library, trt.__version__) if timing_cache and library == "tensorrt" else None

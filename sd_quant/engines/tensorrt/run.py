@@ -24,7 +24,7 @@ class TensorRtEngine:
         trt = runtime_module(library)
         self.name, self.runtime, self.engine = library, runtime, engine  # the engine needs its runtime to stay alive
         self.device = device
-        self.context = engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+        self.context = execution_context(trt, engine)
         if self.context is None:
             raise ResourceError(
                 f"{library} has no memory to run the plan in: {'; '.join(library_logger(library).errors)}"
@@ -63,6 +63,23 @@ class TensorRtEngine:
     def close(self) -> None:
         torch.cuda.synchronize(self.device)
         del self.context, self.engine, self.runtime
+
+
+def execution_context(trt: ModuleType, engine):
+    """The context of a loaded plan, whose activations are not its own; None where there is no memory for it.
+
+    TensorRT for RTX compiles kernels for the shapes of a call. It does so in the first call and keeps them; its default
+    is to do so beside the calls, the first of which are then slower, and would be what is timed.
+    """
+    managed = trt.ExecutionContextAllocationStrategy.USER_MANAGED
+    strategies = getattr(trt, "DynamicShapesKernelSpecializationStrategy", None)
+    if strategies is None:
+        return engine.create_execution_context(managed)
+    config = engine.create_runtime_config()
+    config.set_execution_context_allocation_strategy(managed)
+    config.dynamic_shapes_kernel_specialization_strategy = strategies.EAGER
+    config.set_runtime_cache(config.create_runtime_cache())
+    return engine.create_execution_context(config)
 
 
 def _dtypes(trt: ModuleType) -> dict:

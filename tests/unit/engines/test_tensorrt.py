@@ -323,6 +323,7 @@ def running(monkeypatch):
     context.execute_async_v3.side_effect = execute
     plan = Mock(spec=trt.ICudaEngine, num_io_tensors=2)
     plan.create_execution_context.return_value = context
+    plan.create_runtime_config.return_value = Mock(spec=trt.IRuntimeConfig)
     plan.get_tensor_name.side_effect = lambda index: "xy"[index]
     plan.get_tensor_dtype.return_value = trt.DataType.HALF
     plan.get_tensor_mode.side_effect = lambda name: trt.TensorIOMode.INPUT if name == "x" else trt.TensorIOMode.OUTPUT
@@ -335,7 +336,12 @@ def running(monkeypatch):
 
 def test_a_plan_runs_on_the_callers_stream_in_memory_for_its_shapes(running):
     engine = TensorRtEngine("tensorrt_rtx", None, running.plan, torch.device("cpu"))
-    running.plan.create_execution_context.assert_called_once_with(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+    config = running.plan.create_runtime_config.return_value
+    running.plan.create_execution_context.assert_called_once_with(config)
+    managed = trt.ExecutionContextAllocationStrategy.USER_MANAGED
+    config.set_execution_context_allocation_strategy.assert_called_once_with(managed)
+    assert config.dynamic_shapes_kernel_specialization_strategy == trt.DynamicShapesKernelSpecializationStrategy.EAGER
+    config.set_runtime_cache.assert_called_once_with(config.create_runtime_cache.return_value)
     assert engine.inputs == {"x": torch.float16} and engine.outputs == {"y": torch.float16}
     first = engine(x=torch.full((3, 4), 1.5))["y"]
     second = engine(x=torch.full((5, 4), 4.0))["y"]
