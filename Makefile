@@ -4,7 +4,7 @@ PYTHON := $(VENV)/bin/python
 PIP := $(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart install test check style types quick mutations gpu-check report cache-clean clean
+.PHONY: help quickstart install test check style types quick mutations gpu-bundle gpu-check report cache-clean clean
 
 help: ## Show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -34,8 +34,11 @@ quick:
 mutations: $(VENV)/.sd-quant-test ## Apply each deliberate fault of tests/mutations and say which test notices it
 	$(PYTHON) -m tests.mutations.run --workers 2
 
+gpu-bundle: $(VENV)/.sd-quant-run ## What a GPU machine without a network needs beside this folder: gpu_bundle (half an hour)
+	$(PYTHON) -m benchmarks.gpu.bundle
+
 gpu-check: ## On a GPU: its tests and a table of latencies, with whatever is installed; elsewhere it says so
-	PYTHONPATH=. $(or $(wildcard $(PYTHON)),python3) benchmarks/gpu_check.py
+	PYTHONPATH=.:$$PYTHONPATH $(or $(wildcard $(PYTHON)),python3) -m benchmarks.gpu.check
 
 report: $(VENV)/.sd-quant-run ## Make the report of a run or a sweep again from its records: make report DIR=<folder>
 	$(PYTHON) -m sd_quant.report $(DIR)

@@ -1,16 +1,13 @@
 """A plan built for this GPU computes what torch computes. Skipped, with the reason, where it cannot run."""
 
 import numpy as np
-import onnx
 import pytest
 import torch
-from onnx import TensorProto, helper, numpy_helper
 
 from sd_quant.engines import load_engine
-from sd_quant.engines.tensorrt import build as building
-from sd_quant.engines.tensorrt import plan as planning
 from sd_quant.errors import ArtifactError
 
+pytest.importorskip("onnx")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU on this machine")
 
 WIDTH, OUT, SCALE = 64, 32, 2.0**-5
@@ -33,6 +30,11 @@ def weight() -> np.ndarray:
 @pytest.fixture(scope="module")
 def plan(library, weight, tmp_path_factory):
     """y [B, 32] fp16 = QDQ(x [B, 64] fp16) @ DQ(int8 weight), B from 1 to 8; and the ids passed through, int64."""
+    import onnx
+    from onnx import TensorProto, helper, numpy_helper
+
+    from sd_quant.engines.tensorrt import build as building
+
     folder = tmp_path_factory.mktemp(library)
     constants = {
         "scale": np.array(SCALE, np.float16),
@@ -108,6 +110,8 @@ def test_a_batch_outside_the_profile_is_refused(engine):
 
 
 def test_a_plan_of_another_gpu_is_refused(library, plan, tmp_path):
+    from sd_quant.engines.tensorrt import plan as planning
+
     copy = tmp_path / plan.name
     copy.write_bytes(plan.read_bytes())
     target = "SM{}{}".format(*torch.cuda.get_device_capability())

@@ -33,7 +33,7 @@ RUNS = {
     "coverage": ["--draws", "2"],
 }  # fmt: skip
 WITHOUT_FILES = {"convolutions", "coverage"}
-LEFT_OUT = {"against_diffusers", "families", "full_size", "gpu_check", "gpu_table", "sweep", "verdict", "common"}
+LEFT_OUT = {"against_diffusers", "families", "full_size", "sweep", "verdict", "common"}
 
 
 def test_none_is_forgotten():

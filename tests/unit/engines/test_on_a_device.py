@@ -5,9 +5,9 @@ There is no such device here, so shapes, types and places are computed and no nu
 that has a name and no memory. Naming one changes torch for the whole process, so this file runs as a script.
 """
 
-import copy
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[3]
 pytest.importorskip("triton")
 
-SIDES = ["int8 level 3", "fp8 level 3", "fp8 level 4", "fp8 level 3, scales per row"]
+SIDES = ["int8 level 3", "fp8 level 3", "fp8 level 4", "fp8 level 3, scales per row", "int8 level 3, all of these"]
 
 
 def test_every_tensor_of_a_network_is_where_it_is_computed():
@@ -32,13 +32,12 @@ def compute_elsewhere() -> None:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    import gpu_table
-
+    sys.path.insert(0, str(ROOT))
     import sd_quant.simulation.product_kernel  # noqa: F401
+    from benchmarks.gpu import sides
     from sd_quant.devices import CPU
     from sd_quant.engines.torch import placed
-    from sd_quant.simulation.native import PRODUCTS, with_native_layers
+    from sd_quant.simulation.native import PRODUCTS
 
     _setup_privateuseone_for_python_backend("elsewhere")
     mode, place = FakeTensorMode(), torch.device("elsewhere", 0)
@@ -48,23 +47,22 @@ def compute_elsewhere() -> None:
         return FakeTensor(mode, empty, place)
 
     config = yaml.safe_load((ROOT / "examples/sdxl_mini/model_config.yaml").read_text(encoding="utf-8"))
-    part = gpu_table.build(config, CPU, torch.float32)
-    inputs = gpu_table.inputs_of(part, 1, 64)
-    statistics = gpu_table.statistics_of(part, inputs)
-    ways = [*gpu_table.main_ways(), *gpu_table.other_ways([4.0]), *gpu_table.tries(CPU)]
-    for way in (way for side in SIDES for way in ways if way.name == side):
-        known = gpu_table.assignment_of(part, statistics, way.recipe)
-        unet = with_native_layers(copy.deepcopy(part.unet), known, CPU, PRODUCTS["cuda"])
-        side = placed(gpu_table.wrapped(unet), CPU, torch.float16)
+    part = sides.build(config, CPU, torch.float32)
+    inputs = sides.inputs_of(part, 1, 64)
+    assignments = sides.Assignments(part, 64, None)
+    sides.PRODUCTS_OF["a GPU's"] = PRODUCTS["cuda"]
+    for name in SIDES:
+        network = sides.network_of(part, replace(sides.SIDES[name], products="a GPU's"), assignments)
+        side = placed(network, CPU, torch.float16)
         for module in side.modules():
-            for name, tensor in module.named_parameters(recurse=False):
-                module._parameters[name] = torch.nn.Parameter(there(tensor), requires_grad=False)
-            for name, tensor in module.named_buffers(recurse=False):
-                module._buffers[name] = there(tensor)
-        given = {name: there(tensor if name == "timesteps" else tensor.half()) for name, tensor in inputs.items()}
+            for key, tensor in module.named_parameters(recurse=False):
+                module._parameters[key] = torch.nn.Parameter(there(tensor), requires_grad=False)
+            for key, tensor in module.named_buffers(recurse=False):
+                module._buffers[key] = there(tensor)
+        given = {key: there(tensor if key == "timesteps" else tensor.half()) for key, tensor in inputs.items()}
         with mode:  # raises where two places meet, and where a number is asked for
             output = side(**given)
-        print(f"{way.name}: {output.device} {output.dtype} {list(output.shape)}")
+        print(f"{name}: {output.device} {output.dtype} {list(output.shape)}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,354 @@
+"""What measures: a process that builds the network once and answers one row of the table after the other.
+
+Every side is timed by the GPU's own events, call by call in turn with eager and with compiled fp16; a ratio has the
+interval of its rounds. What a row says of itself that cannot be is in ``doubts``: an output that is further from full
+precision than the same numbers multiplied in fp32, more than the GPU's measured peak, or no kernel that multiplies
+codes.
+"""
+
+import argparse
+import copy
+import math
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+
+from sd_quant.checkpoints.nemo_networks import sdxl_base_config
+from sd_quant.checkpoints.synthetic import CLIP_L, OPEN_CLIP_BIGG
+from sd_quant.devices import CPU
+from sd_quant.engines.base import Engine
+from sd_quant.engines.replayed import Replayed
+from sd_quant.metrics.flops import operations
+from sd_quant.metrics.latency import clock_of, cuda_events, measure, measure_in_turn, ratio
+from sd_quant.models.sdxl_nemo import TextShape
+from sd_quant.numbers import relative_error
+from sd_quant.quantization.formats import FORMATS
+
+from . import smoke
+from .common import add_options
+from .sides import (
+    BASELINE,
+    EAGER,
+    SIDES,
+    Assignments,
+    Side,
+    attention_of,
+    build,
+    compiled_as,
+    engine_of,
+    fast,
+    inputs_of,
+    network_of,
+    others_of,
+)
+from .supervise import serve
+
+GUIDANCE, SIDE = 8.0, 8192  # of a loop; of the matrices that the peaks are measured on
+MOST_ERROR = 1.5  # times the simulation's, before a row is doubted
+KERNELS_OF_CODES = re.compile(r"product_kernel|e4m3|fp8|f8|int8|s8|imma|igemm|i8816|i16832", re.IGNORECASE)
+SMALL_TEXT = TextShape(vocab_size=64, width=64, layers=1, context=77, mlp_width=64, projection=64)
+
+
+class Bench:
+    """The network and its baselines, which every row is measured beside."""
+
+    def __init__(self, chosen: argparse.Namespace):
+        self.chosen, self.on_gpu = chosen, torch.cuda.is_available()
+        self.device, dtype = (torch.device("cuda", 0), torch.float16) if self.on_gpu else (CPU, torch.float32)
+        self.config = yaml.safe_load(chosen.model.read_text("utf-8")) if chosen.model else sdxl_base_config()
+        self.part = build(self.config, self.device, dtype)
+        self.assignments = Assignments(self.part, chosen.size, chosen.scales)
+        self.eager = engine_of(self.part)
+        self.simulated: dict[tuple[str, bool], float] = {}
+
+    @cached_property
+    def compiled(self) -> Engine:
+        return fast(engine_of(self.compiled_as(BASELINE, copy.deepcopy(self.part))))
+
+    def compiled_as(self, side: Side, part):
+        return part if self.chosen.no_compile else compiled_as(side, part)
+
+    @cached_property
+    def peaks(self) -> dict[str, float]:
+        """Operations a second of this GPU's matrix products, measured: what a data sheet promises is never reached."""
+        return measured_peaks() if self.on_gpu else {}
+
+    @cached_property
+    def operations(self) -> int:
+        """Of one call for one picture."""
+        meta = {name: tensor.to("meta") for name, tensor in inputs_of(self.part, 1, self.chosen.size).items()}
+        return operations(copy.deepcopy(self.part).to("meta"), meta)[0]
+
+    def inputs(self, batch: int) -> dict[str, Tensor]:
+        return inputs_of(self.part, batch, self.chosen.size)
+
+    def simulation_error(self, side: Side) -> float:
+        """Of the recipe itself: the same codes multiplied in fp32, without anything that makes them fast."""
+        key = (str(side.recipe), side.text)
+        if key not in self.simulated:
+            inputs, plain = self.inputs(1), Side("", side.recipe, products="simulated", text=side.text)
+            simulated = network_of(self.part, plain, self.assignments)
+            self.simulated[key] = error_of(self.part(**inputs), simulated(**inputs))
+        return self.simulated[key]
+
+
+def error_of(full: Tensor, found: Tensor) -> float:
+    """Relative, and infinite where it is undefined."""
+    error = relative_error(full.float(), found.float())
+    return math.inf if error is None else error
+
+
+def measured_peaks() -> dict[str, float]:
+    a, b = (torch.randn(SIDE, SIDE, device="cuda", dtype=torch.float16) for _ in range(2))
+    calls: dict[str, Callable[[], object]] = {"fp16": lambda: a @ b}
+    able = torch.cuda.get_device_capability()
+    if able >= FORMATS["int8"].torch_compute_capability:
+        whole = [matrix.mul(40).clamp(-127, 127).to(torch.int8) for matrix in (a, b)]
+        calls["int8"] = lambda: torch._int_mm(whole[0], whole[1].T)
+    if able >= FORMATS["fp8"].torch_compute_capability:
+        eighths, one = [matrix.to(torch.float8_e4m3fn) for matrix in (a, b)], torch.ones((), device="cuda")
+        calls["fp8"] = lambda: torch._scaled_mm(
+            eighths[0], eighths[1].T, one, one, out_dtype=torch.float16, use_fast_accum=True
+        )
+    found = measure_in_turn(calls, 3, 10, dict.fromkeys(calls, cuda_events))
+    return {name: 2 * SIDE**3 / (times["p50_ms"] / 1e3) for name, times in found.items()}
+
+
+# --------------------------------------------------------------------------------------------------------------- rows
+
+
+def row_of(bench: Bench, name: str, batch: int, told: bool = False) -> dict[str, Any]:
+    """A side at a batch size; ``told``: with a loop of steps, and the kernels that take longest."""
+    side, inputs, begun = SIDES[name], bench.inputs(batch), time.monotonic()
+    for engine in (bench.eager, bench.compiled):  # before another attention is chosen
+        engine(**inputs)
+    full, found = bench.eager(**inputs)["out"], dict[str, Any](recipe=side.recipe)
+    if side == BASELINE:
+        return found | timed(bench, side, bench.compiled, batch, begun, told)
+    if side == EAGER:
+        return found | timed(bench, side, bench.eager, batch, begun, told)
+    with attention_of(side):
+        module = network_of(bench.part, side, bench.assignments)
+        plain = engine_of(bench.compiled_as(side, module))
+        output = plain(**inputs)["out"]
+        if bench.on_gpu:
+            found["memory_gb"] = memory_of(plain, inputs)
+            found["kernels"] = longest_kernels(plain, inputs) if told else []
+        found["error"] = error_of(full, output)
+        engine = plain if side.eager else fast(plain)
+        if side.recipe is not None:
+            found["simulation_error"] = bench.simulation_error(side)
+        found |= timed(bench, side, engine, batch, begun, told)
+    engine.close()
+    return found | {"doubts": doubts_of(side, found)}
+
+
+def timed(bench: Bench, side: Side, engine: Engine, batch: int, begun: float, told: bool) -> dict[str, Any]:
+    """Latency beside the baselines', in turn."""
+    inputs, clock, repeats = bench.inputs(batch), clock_of(bench.device), bench.chosen.repeats
+    sides = {"side": engine, "eager": bench.eager, "compiled": bench.compiled}
+    calls = {key: partial(each, **inputs) for key, each in sides.items() if key == "side" or each is not engine}
+    ready = time.monotonic()
+    times = measure_in_turn(calls, 3, repeats, dict.fromkeys(calls, clock))
+    milliseconds = times["side"]["p50_ms"]
+    rate = batch * bench.operations / (milliseconds / 1e3)
+    row: dict[str, Any] = {
+        "p50_ms": milliseconds,
+        "p90_ms": times["side"]["p90_ms"],
+        "eager_ms": times["eager"]["p50_ms"] if "eager" in times else milliseconds,
+        "compiled_ms": times["compiled"]["p50_ms"] if "compiled" in times else milliseconds,
+    }
+    for key in ("compiled", "eager"):
+        if key in times:
+            interval = ratio(times[key], times["side"])
+            row[f"over_{key}"], row[f"over_{key}_interval"] = interval.value, [interval.low, interval.high]
+    for fmt, peak in bench.peaks.items():
+        if fmt == "fp16" or (side.recipe or "").startswith(fmt):
+            row[f"share_of_{fmt}_peak"] = rate / peak
+    if told:
+        loop = measure(loop_of(engine, inputs, bench.chosen.steps), 1, 3, clock)["p50_ms"]
+        row |= {"loop_ms": loop, "pictures_a_second": 1e3 * batch / loop}
+    return row | {"seconds_before_timing": ready - begun, "seconds_of_timing": time.monotonic() - ready}
+
+
+def doubts_of(side: Side, row: Mapping[str, Any]) -> list[str]:
+    """What a row says that cannot be."""
+    doubts = []
+    if side.recipe is not None and not row["error"] <= MOST_ERROR * row["simulation_error"] + 1e-3:
+        doubts.append(f"its error is {row['error'] / row['simulation_error']:.2g} times that of its recipe")
+    if side.recipe is None and not row.get("error", 0.0) <= 2e-2:
+        doubts.append(f"it differs from eager by {row['error']:.2g}")
+    doubts += [f"{key} is {value:.2f}" for key, value in row.items() if key.startswith("share_of_") and value > 1]
+    names = " ".join(kernel["kernel"] for kernel in row.get("kernels", []))
+    if side.recipe is not None and names and not KERNELS_OF_CODES.search(names):
+        doubts.append("none of its longest kernels multiplies codes")
+    return doubts
+
+
+def loop_of(engine: Engine, inputs: dict[str, Tensor], steps: int) -> Callable[[], Tensor]:
+    """Guidance and Euler's steps around the calls, which end with the latents."""
+    from diffusers import EulerDiscreteScheduler
+
+    scheduler, x = EulerDiscreteScheduler(), inputs["x"]
+
+    def run() -> Tensor:
+        scheduler.set_timesteps(steps, device=x.device)
+        latents = torch.randn_like(x[: len(x) // 2]) * scheduler.init_noise_sigma
+        for timestep in scheduler.timesteps:
+            given = {
+                "x": scheduler.scale_model_input(torch.cat([latents, latents]), timestep),
+                "timesteps": timestep.expand(len(x)),
+            }
+            unconditional, conditional = engine(**inputs | given)["out"].to(x).chunk(2)
+            latents = scheduler.step(torch.lerp(unconditional, conditional, GUIDANCE), timestep, latents)[0].to(x)
+        return latents
+
+    return run
+
+
+def memory_of(engine: Engine, inputs: dict[str, Tensor]) -> float:
+    """Most that this side has on the GPU in a call, in GB: its weights and what the call needs."""
+    module = engine.module  # type: ignore[attr-defined]
+    weights = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    engine(**inputs)
+    return (weights + torch.cuda.max_memory_allocated() - before) / 1e9
+
+
+def longest_kernels(engine: Engine, inputs: dict[str, Tensor], most: int = 12) -> list[dict[str, Any]]:
+    """Of one call: what a GPU spends its time on, ``{kernel, calls, ms}``."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        engine(**inputs)
+        torch.cuda.synchronize()
+    on_gpu = [event for event in profiler.key_averages() if str(event.device_type).endswith("CUDA")]
+    found = [{"kernel": event.key[:160], "calls": event.count, "ms": event.self_device_time_total / 1e3}
+             for event in on_gpu]  # fmt: skip
+    return sorted(found, key=lambda row: -row["ms"])[:most]
+
+
+# ----------------------------------------------------------------------------------------------------------- pictures
+
+
+def picture_of(bench: Bench, name: str, batch: int) -> dict[str, Any]:
+    """Pictures from tokens to pixels on a side and on the baseline, with the decoder in every precision it could have.
+
+    Random weights overflow in no precision; SDXL's own decoder does in fp16, which is why it is fp32 here unless a
+    checkpoint was made for fp16.
+    """
+    side, inputs, clock = SIDES[name], bench.inputs(batch), clock_of(bench.device)
+    shapes = (SMALL_TEXT, SMALL_TEXT) if bench.chosen.model else (CLIP_L, OPEN_CLIP_BIGG)
+    dtype = next(bench.part.parameters()).dtype
+    others = others_of(bench.config, *shapes, bench.device, dtype)
+    vae, encoders = others.pop("vae"), list(others.values())
+    tokens = torch.ones(2 * batch, shapes[0].context, dtype=torch.int64, device=bench.device)
+    bench.compiled(**inputs)
+    with attention_of(side):
+        module = network_of(bench.part, side, bench.assignments)
+        engine = fast(engine_of(bench.compiled_as(side, module))) if side != BASELINE else bench.compiled
+        engine(**inputs)
+
+    def encode() -> None:
+        for encoder in encoders:
+            encoder(tokens, output_hidden_states=True)
+
+    def decode(latents: Tensor) -> Tensor:
+        return vae.decode(latents.to(next(vae.parameters()).dtype), return_dict=False)[0]
+
+    def pictures(unet: Engine) -> Callable[[], object]:
+        loop = loop_of(unet, inputs, bench.chosen.picture_steps)
+
+        def run() -> Tensor:
+            encode()
+            return decode(loop())
+
+        return run
+
+    latents = inputs["x"][:batch]
+    row: dict[str, Any] = {"text_ms": measure(encode, 1, 5, clock)["p50_ms"]}
+    for precision in (torch.float32, torch.bfloat16, dtype):
+        vae.to(precision)
+        row[f"decode_{str(precision).removeprefix('torch.')}_ms"] = measure(partial(decode, latents), 1, 3, clock)[
+            "p50_ms"
+        ]
+    calls = {key: pictures(unet) for key, unet in {"side": engine, "compiled": bench.compiled}.items()}
+    times = measure_in_turn(calls, 1, 5, dict.fromkeys(calls, clock))
+    seconds, interval = times["side"]["p50_ms"] / 1e3, ratio(times["compiled"], times["side"])
+    return row | {
+        "steps": bench.chosen.picture_steps,
+        "seconds_a_picture": seconds / batch,
+        "compiled_seconds_a_picture": times["compiled"]["p50_ms"] / 1e3 / batch,
+        "over_compiled": interval.value,
+        "over_compiled_interval": [interval.low, interval.high],
+    }
+
+
+# -------------------------------------------------------------------------------------------------------------- plans
+
+
+def plan_of(bench: Bench, library: str, name: str | None, batch: int) -> dict[str, Any]:
+    """A plan of a recipe, or of fp16, for this batch alone, timed as the sides are."""
+    from .plans import built_plan
+
+    begun = time.monotonic()
+    path = built_plan(bench.part, bench.assignments[name] if name else {}, library, batch, bench.chosen.size,
+                      bench.chosen.plans / f"{library}-{name or 'fp16'}-{batch}".replace(" ", "-"))  # fmt: skip
+    from sd_quant.engines import load_engine
+
+    inputs = bench.inputs(batch)
+    engine = Replayed(load_engine(library, path))
+    error = error_of(bench.eager(**inputs)["out"], engine(**inputs)["out"])
+    side = Side("", name)
+    row = {"error": error, "plan_gb": path.stat().st_size / 1e9, **timed(bench, side, engine, batch, begun, False)}
+    if name:
+        row["simulation_error"] = bench.simulation_error(side)
+    engine.close()
+    return row | {"doubts": doubts_of(side, row)}
+
+
+def answer(bench: Callable[[], Bench], task: Mapping[str, Any]) -> dict[str, Any]:
+    """Do one task of ``table`` or ``smoke``."""
+    kind = task["kind"]
+    if kind == "smoke":
+        return smoke.CHECKS[task["check"]](torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    if kind == "crash":
+        os.abort()
+    if kind == "hang":
+        time.sleep(3600)
+    with torch.no_grad():
+        here = bench()
+        if kind == "picture":
+            row = picture_of(here, task["side"], task["batch"])
+        elif kind == "plan":
+            row = plan_of(here, task["library"], task["recipe"], task["batch"])
+        else:
+            row = row_of(here, task["side"], task["batch"], task["told"])
+    return row | {"derived": here.assignments.derived, "operations": here.operations, "peaks": here.peaks}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_options(parser)
+    parser.add_argument("--answers", type=int, required=True)
+    chosen, made = parser.parse_args(), list[Bench]()
+
+    def bench() -> Bench:
+        if not made:
+            made.append(Bench(chosen))
+        return made[0]
+
+    serve(chosen.answers, partial(answer, bench))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

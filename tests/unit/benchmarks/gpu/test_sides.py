@@ -1,0 +1,58 @@
+"""Every side computes the network, and differs from it by what its recipe costs."""
+
+import pytest
+import torch
+
+from benchmarks.gpu import sides
+from sd_quant.devices import CPU
+from sd_quant.numbers import relative_error
+from sd_quant.simulation.native import NativeLayer, NativeLinear, RoundedConv
+
+HERE = [side for side in sides.SIDES.values() if side.products != "the kernel's"]  # that runs on a GPU alone
+
+
+@pytest.fixture(scope="module")
+def inputs(part):
+    return sides.inputs_of(part, 1, 64)
+
+
+@pytest.mark.parametrize("side", HERE, ids=lambda side: side.name)
+@torch.no_grad()
+def test_it_costs_what_its_recipe_costs(part, assignments, inputs, side):
+    full, found = part(**inputs), sides.network_of(part, side, assignments)(**inputs)
+    if side.recipe is None:
+        assert relative_error(full, found) < 1e-5
+        return
+    plain = sides.Side("", side.recipe, products="simulated", text=side.text)
+    recipe = relative_error(full, sides.network_of(part, plain, assignments)(**inputs))
+    assert 1e-3 < recipe < 0.2 and relative_error(full, found) == pytest.approx(recipe, rel=0.25)
+
+
+def codes_of(part, side: str, assignments) -> set[str]:
+    network = sides.network_of(part, sides.SIDES[side], assignments)
+    return {name for name, module in network.unet.named_modules() if isinstance(module, NativeLayer | RoundedConv)}
+
+
+@torch.no_grad()
+def test_sides_differ_in_what_they_say(part, assignments):
+    usual = codes_of(part, "int8 level 3", assignments)
+    text = {name for name in usual if name.endswith(sides.TEXT)}
+    assert text and codes_of(part, "int8 level 3, text in fp16", assignments) == usual - text
+    joined = codes_of(part, "int8 level 3, joined projections", assignments)
+    assert not any(name.endswith(("to_k", "to_v")) for name in joined) and len(joined) < len(usual)
+    rounded = sides.network_of(part, sides.SIDES["int8 level 3, convolutions rounded"], assignments)
+    kinds = {type(module) for module in rounded.unet.modules() if isinstance(module, NativeLayer | RoundedConv)}
+    assert kinds == {NativeLinear, RoundedConv}
+
+
+def test_weights_are_the_same_in_every_precision_and_differ_from_each_other(small_config, part):
+    half = sides.build(small_config, CPU, torch.float16)
+    for (name, parameter), other in zip(part.unet.named_parameters(), half.unet.parameters(), strict=True):
+        assert torch.equal(parameter, other.float()), name
+    weights = [weight for weight in part.unet.parameters() if weight.ndim > 1]
+    for weight in weights:
+        deviation = weight.std() * weight[0].numel() ** 0.5
+        assert deviation == pytest.approx(3**-0.5, rel=0.1) and abs(weight.mean()) < 0.1 * weight.std()
+    same = [weight for weight in weights if weight.shape == weights[-2].shape]
+    correlation = torch.corrcoef(torch.stack([weight.flatten() for weight in same])) - torch.eye(len(same))
+    assert len(same) < 2 or correlation.abs().max() < 0.2
