@@ -49,7 +49,7 @@ half of the simulation's: an engine that quantizes nothing is none.
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,7 @@ MOST_LEAN = 0.5  # of the way that a fault would take the output
 VISIBLE = 1e-3  # a fault that adds less to an output, relative to its norm, is hidden
 FINEST = 2.0**-24  # the distance of fp16's smallest numbers, half of which an addition may lose
 LEAST_SHARE = 0.1  # of what fp16 rounds in an output, that the numbers of a scale make; one with less is hidden
+COARSER = {torch.bfloat16: 8.0}  # how many times as much as fp16 a dtype rounds, which hides as much more
 TOKENS, PIXELS = 256, 16  # what is compared of a layer's input: tokens of a linear, height and width of a convolution
 
 Outputs = Mapping[str, Mapping[str, Tensor]]  # tensors by part and by the output's name
@@ -213,6 +214,11 @@ def layer_outputs(
     return {name: outputs[f"{name}.output"] for name in simulation.inputs}
 
 
+def rounded_inputs(simulation: Simulation, dtype: torch.dtype) -> Simulation:
+    """With inputs that ``dtype`` holds exactly. bf16 is coarser than the codes of INT8, and would change some."""
+    return replace(simulation, inputs={name: crop.to(dtype).half() for name, crop in simulation.inputs.items()})
+
+
 @torch.no_grad()
 def native_outputs(unet: nn.Module, simulation: Simulation) -> dict[str, Tensor]:
     """The output of each of ``unet``'s layers of codes for the simulation's inputs, without a linear's bias."""
@@ -253,9 +259,10 @@ def layer_difference(module: nn.Module, layer: LayerAssignment, x: Tensor, actua
         with unrounded(module.input_quantizer):
             steps["input"] = forward() - simulated
     expected = simulated - bias
-    difference = actual.to(expected) - expected
-    leans = {fault: lean(difference, step, expected) for fault, step in steps.items()}
-    leans["scale"], hidden_scales = scale_lean(module, layer, x, rows(expected, layer), rows(difference, layer))
+    difference, coarser = actual.to(expected) - expected, COARSER.get(actual.dtype, 1.0)
+    leans = {fault: lean(difference, step, coarser * expected) for fault, step in steps.items()}
+    least = coarser * LEAST_SHARE
+    leans["scale"], hidden_scales = scale_lean(module, layer, x, rows(expected, layer), rows(difference, layer), least)
     return LayerDifference(distance(expected, actual.to(expected)), leans, hidden_scales)
 
 
@@ -272,9 +279,11 @@ def lean(difference: Tensor, step: Tensor, output: Tensor) -> float | None:
 
 
 def scale_lean(
-    module: nn.Module, layer: LayerAssignment, x: Tensor, output: Tensor, difference: Tensor
+    module: nn.Module, layer: LayerAssignment, x: Tensor, output: Tensor, difference: Tensor, least: float = LEAST_SHARE
 ) -> tuple[float | None, float]:
     """The largest ``lean``, of either sign, of the weight's scales that show, and the share of those that do not.
+
+    A scale shows that makes at ``least`` such a share of what is rounded.
 
     ``output`` and ``difference`` are [rows, N]. Of a scale, the step is SCALE_FAULT of what its numbers add to the
     output: a whole weight's to all of it, a channel's to a column, a block's to its share of a column.
@@ -293,7 +302,7 @@ def scale_lean(
         taken = slice(start, start + (block or columns))
         share = inputs[:, taken] @ weight[:, taken].T
         step = SCALE_FAULT * (share.reshape(-1, 1) if whole else share)
-        visible = step.square().sum(0) >= (SCALE_FAULT * LEAST_SHARE) ** 2 * magnitude
+        visible = step.square().sum(0) >= (SCALE_FAULT * least) ** 2 * magnitude
         visible &= step.square().mean(0).sqrt() >= inputs.shape[1] * FINEST / 2  # which leaves no step of zeros
         leans.append(((difference * step).sum(0) / step.square().sum(0))[visible].abs())
         total += step.shape[1]

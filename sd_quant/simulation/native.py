@@ -52,9 +52,10 @@ class NativeLayer(nn.Module):
         self.register_buffer("pre_quant_scale", multiplies)
 
     def quantized(self, x: Tensor) -> Tensor:
-        """The codes of an input [..., C]."""
-        smoothed = x if self.pre_quant_scale is None else x * self.pre_quant_scale
-        return FORMATS[self.format].quantize(smoothed - self.shift if self.shift else smoothed, self.input_scale)
+        """The codes of an input [..., C], computed in fp32: bf16 has too few bits for numbers on their way to codes."""
+        smoothed = x if self.pre_quant_scale is None else x.float() * self.pre_quant_scale
+        shifted = smoothed.float() - self.shift if self.shift else smoothed
+        return FORMATS[self.format].quantize(shifted, self.input_scale)
 
 
 class NativeLinear(NativeLayer):
@@ -98,7 +99,7 @@ class RoundedConv(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         fmt = FORMATS[self.format]
-        codes = fmt.quantize(x - self.shift if self.shift else x, self.input_scale)
+        codes = fmt.quantize(x.float() - self.shift if self.shift else x, self.input_scale)
         fake_quantized = (fmt.dequantize(codes, self.input_scale) + self.shift).to(x)
         return F.conv2d(fake_quantized, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
 

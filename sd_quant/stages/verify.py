@@ -16,6 +16,7 @@ from sd_quant.inference.parity import (
     layer_parity,
     native_outputs,
     part_parity,
+    rounded_inputs,
     run_simulation,
 )
 from sd_quant.models.checkpoint import contracts_of, denoiser_of
@@ -51,6 +52,9 @@ def verify(
     if restorable(assignment):  # from the CPU, so that it can be restored where there is no GPU
         save_quantized(network.cpu(), directory / f"quantized_{loaded.component}.pt")
     if simulation is not None:
+        if RUNTIMES[engine].file is None:
+            weight = next(module_of(variants.engines[QUANTIZED][denoiser]).parameters())
+            simulation = rounded_inputs(simulation, weight.dtype)
         layers = outputs_of_layers(loaded, assignment, variants, simulation, engine, directory)
         (expected,), (output,) = (outputs[variant][denoiser].values() for variant in (FRAMEWORK, QUANTIZED))
         parity |= layer_parity(simulation, expected, output.cpu(), assignment, layers, denoiser)

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from sd_quant.engines import load_engine, products_of
 from sd_quant.engines.tensorrt import build as building
 from sd_quant.engines.tensorrt.plan import describe_plan
-from sd_quant.engines.torch import TorchEngine
+from sd_quant.engines.torch import TorchEngine, placed
 from sd_quant.errors import SdQuantError
 from sd_quant.export.layer_cut import names_of_products
 from sd_quant.export.qdq import write_onnx
 from sd_quant.export.tracing import copy_of, trace
 from sd_quant.inference import parity
 from sd_quant.inference.executed import types_of_layers
-from sd_quant.inference.parity import layer_difference, layers_entry, native_outputs, run_simulation
+from sd_quant.inference.parity import layer_difference, layers_entry, native_outputs, rounded_inputs, run_simulation
 from sd_quant.models.parts import Contract
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from sd_quant.quantization.formats import FORMATS
@@ -256,6 +256,22 @@ def test_layers_of_codes_pass_and_leave_their_biases_as_they_are(export, network
     entry = entry_of(export, recipe, lambda simulation, assignment, path: native_outputs(native, simulation))
     assert entry["relative_error"] < entry["tolerance"] / 2 and torch.equal(native.up.bias, bias)
     assert bias.any()
+
+
+@pytest.mark.parametrize("recipe", ["int8", "fp8"])
+def test_layers_of_codes_pass_in_bf16_with_inputs_that_it_holds(export, network, recipe):
+    """It is coarser than half a step of INT8 from code 64 on, and takes other inputs to other codes."""
+    native = Network().eval().requires_grad_(False)
+    native.load_state_dict(network.state_dict())
+    assignment, simulation, _ = export(recipe)
+    native = placed(with_native_layers(native, assignment), torch.device("cpu"), torch.bfloat16)
+    held = rounded_inputs(simulation, torch.bfloat16)
+    outputs = native_outputs(native, held)
+    for name, x in held.inputs.items():
+        assert torch.equal(x, x.bfloat16().half()) and not torch.equal(x, simulation.inputs[name])
+        found = layer_difference(simulation.network.get_submodule(name), assignment[name], x, outputs[name])
+        assert found.relative_error < FORMATS[recipe].layer_tolerance
+        assert all(lean is None or abs(lean) < 0.2 for lean in found.leans.values())
 
 
 def test_a_fault_too_small_to_be_seen_is_counted_as_hidden(export):
