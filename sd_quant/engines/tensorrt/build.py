@@ -89,7 +89,7 @@ def build_plan(
     serialized = _build(builder, network, config, monitor)
     if serialized is None:
         problems = "; ".join(logger.errors) or "it gave no reason"
-        refusal = ResourceError if "outofmemory" in problems.lower().replace(" ", "") else ArtifactError
+        refusal = ResourceError if re.search("out ?of ?memory|bad_alloc", problems, re.IGNORECASE) else ArtifactError
         raise refusal(f"{library} {trt.__version__} cannot build {onnx_path} for {', '.join(targets)}: {problems}")
     with atomic_path(plan_path) as temporary:
         with temporary.open("wb") as file:

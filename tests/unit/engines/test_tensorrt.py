@@ -112,6 +112,16 @@ def test_an_interrupted_build_stops_and_leaves_nothing(tiny):
     assert {file.name for file in tiny.path.parent.iterdir()} == {"tiny.onnx", "weights.bin"}
 
 
+@pytest.mark.parametrize(
+    "said, refusal",
+    [("OutOfMemory: CUDA", ResourceError), ("exception std::bad_alloc", ResourceError), ("no kernel", ArtifactError)],
+)
+def test_a_plan_that_is_not_built_for_lack_of_memory_is_no_fault_of_the_graph(tiny, monkeypatch, said, refusal):
+    monkeypatch.setattr(building, "_build", lambda *_: library.library_logger("tensorrt_rtx").errors.append(said))
+    with pytest.raises(refusal, match=f"cannot build .*{said}"):
+        build(tiny)
+
+
 @pytest.mark.parametrize("target", ["SM90", "sm89", "CURRENT", "Ada"])
 def test_an_unknown_target_is_refused_with_the_known_ones(tiny, target):
     with pytest.raises(ConfigError, match=rf"cannot build for '{target}'; it builds for SM75.*SM121"):
