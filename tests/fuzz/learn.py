@@ -1,12 +1,12 @@
 """``python -m tests.fuzz.learn --inputs 100000``: as ``run``, and inputs that lead somewhere new are changed again.
 
-atheris watches which branches of ``sd_quant``, of PyYAML and of torch's restricted unpickler an input takes, and what
-took a new one is kept in ``tests/fuzz/corpus`` and varied. An input is the bytes from which Hypothesis draws the edits
+atheris watches which branches of ``sd_quant``, of PyYAML and of torch's restricted unpickler an input takes; what took
+a new one is kept in ``tests/fuzz/corpus.json`` and varied. An input is the bytes from which Hypothesis draws the edits
 of a sound file, so that edits are learnt and not the shape of a zip file. The road not taken is to give atheris the
 files themselves: nearly all of what it makes of a sound archive ends at a checksum.
 
-It takes ``pip install atheris -c constraints.txt``. What it finds is kept as ``run`` keeps it, with the same
-``--replay``. ``--merge`` leaves in the corpus what together takes every branch; a test reads all of that.
+It takes ``pip install -e '.[fuzz]' -c constraints.txt``. What it finds is kept as ``run`` keeps it, with the same
+``--replay``. A test reads all of the corpus, in which an input is some twenty bytes.
 """
 
 import argparse
@@ -23,11 +23,13 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from threading import Lock
 
-CORPUS = Path(__file__).with_name("corpus")
+CORPUS = Path(__file__).with_name("corpus.json")
 WATCHED = ["sd_quant", "yaml"]  # whole packages
 LONGEST = 2048  # bytes of an input, from which some hundred numbers are drawn
 MEMORY_CAP = 2**30  # above what the process has at its start
+WRITING = Lock()  # of the corpus, by the threads that wait for readers
 TRIES = 20  # of a reader whose process ends early
 FUZZER = "-print_final_stats=0 -verbosity=0 -detect_leaks=0 -close_fd_mask=0 -rss_limit_mb=0 -reload=0".split()
 
@@ -40,7 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=2, help="readers at a time")
     parser.add_argument("--corpus", type=Path, default=CORPUS)
     parser.add_argument("--keep", type=Path, default=Path(tempfile.gettempdir()) / "sd_quant_fuzz", help="for failures")
-    parser.add_argument("--merge", action="store_true", help="only make the corpus as small as it can be")
     parser.add_argument("--child", nargs=2, metavar=("READER", "FOLDER"), help=argparse.SUPPRESS)
     wanted = parser.parse_args(arguments)
     if wanted.child:
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 zip(shares, pool.map(lambda name: learn(name, shares[name], wanted, scratch), shares), strict=True)
             )
     print(table(tallies))
-    kept = {name: len(list((wanted.corpus / name).glob("*"))) for name in shares}
+    kept = {name: len(inputs) for name, inputs in read_corpus(wanted.corpus).items()}
     print(f"{time.monotonic() - start:.0f} s, seed {wanted.seed}; kept in the corpus: {kept}")
     return 1 if sum(tally.counts[WRONG] for tally in tallies.values()) else 0
 
@@ -72,18 +73,23 @@ def shares_of(wanted: argparse.Namespace, scratch: Path) -> dict[str, int]:
 
 def learn(name: str, inputs: int, wanted: argparse.Namespace, scratch: str):
     """One reader's inputs, in processes that are started again when an input kills them."""
+    from sd_quant.files import write_json
+
     from .run import WRONG, Tally, preserve
 
     tally = Tally()
-    (wanted.corpus / name).mkdir(parents=True, exist_ok=True)
+    corpus = Path(scratch) / f"{name}-corpus"
+    corpus.mkdir()
+    for number, content in enumerate(read_corpus(wanted.corpus).get(name, ())):
+        (corpus / f"known{number}").write_bytes(content)
     for number in range(TRIES):
         missing, folder = inputs - tally.counts.total(), Path(scratch) / f"{name}-{number}"
-        if missing <= 0 and not wanted.merge:
+        if missing <= 0:
             break
         folder.mkdir()
         given = [
-            "--inputs", missing, "--seed", wanted.seed + 1000 * number, "--corpus", wanted.corpus, "--keep",
-            wanted.keep, *(["--merge"] if wanted.merge else []), "--child", name, folder,
+            "--inputs", missing, "--seed", wanted.seed + 1000 * number, "--corpus", corpus, "--keep",
+            wanted.keep, "--child", name, folder,
         ]  # fmt: skip
         ended = subprocess.run(
             [sys.executable, "-m", "tests.fuzz.learn", *map(str, given)], capture_output=True, text=True
@@ -92,13 +98,21 @@ def learn(name: str, inputs: int, wanted: argparse.Namespace, scratch: str):
             told = json.loads((folder / "tally.json").read_text())
             tally.counts.update(told["counts"])
             tally.slowest, tally.peak = max(tally.slowest, told["slowest"]), max(tally.peak, told["peak"])
-        if wanted.merge:
-            break
         if ended.returncode:
             tally.counts[WRONG] += 1
             preserve(folder / "input", wanted.keep, f"{name}-{number}-died", ended.stderr[-4000:])
         shutil.rmtree(folder, ignore_errors=True)
+    with WRITING:
+        known = read_corpus(wanted.corpus)
+        known[name] = sorted({path.read_bytes() for path in corpus.iterdir()})
+        write_json(wanted.corpus, {name: [each.hex() for each in inputs] for name, inputs in sorted(known.items())})
     return tally
+
+
+def read_corpus(path: Path) -> dict[str, list[bytes]]:
+    """The inputs that were kept, by reader."""
+    found = json.loads(path.read_text()) if path.is_file() else {}
+    return {name: list(map(bytes.fromhex, inputs)) for name, inputs in found.items()}
 
 
 def child(wanted: argparse.Namespace) -> int:
@@ -119,7 +133,7 @@ def child(wanted: argparse.Namespace) -> int:
     [reader] = [each for each in readers.make_readers(root / "made") if each.name == name]
     place, tally = Place(reader, root), Tally()
     os.environ["TMPDIR"] = tempfile.tempdir = str(place.outside)
-    corpus, kept = wanted.corpus.resolve() / name, wanted.keep.resolve()
+    corpus, kept = wanted.corpus.resolve(), wanted.keep.resolve()
     os.chdir(place.outside)
 
     def tell() -> None:
@@ -142,19 +156,14 @@ def child(wanted: argparse.Namespace) -> int:
         tally.slowest, tally.peak = max(tally.slowest, seconds), max(tally.peak, peak() - base)
         if tally.counts.total() % 100 == 0:
             tell()
-        if tally.counts.total() >= wanted.inputs and not wanted.merge:
+        if tally.counts.total() >= wanted.inputs:
             tell()
             os._exit(0)  # libFuzzer counts bytes of which Hypothesis made no input too
 
     limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MEMORY_CAP
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
-    ways = [str(corpus)]
-    if wanted.merge:
-        before = corpus.rename(corpus.with_name(f"{name}.before"))
-        corpus.mkdir()
-        ways = ["-merge=1", str(corpus), str(before)]
     options = [f"-max_len={LONGEST}", f"-seed={wanted.seed}", "-timeout=60", f"-artifact_prefix={root}/", *FUZZER]
-    atheris.Setup(["learn", *options, *ways], read_one.hypothesis.fuzz_one_input)
+    atheris.Setup(["learn", *options, str(corpus)], read_one.hypothesis.fuzz_one_input)
     atheris.Fuzz()
     return 0
 

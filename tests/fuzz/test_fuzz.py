@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from .harness import OTHER, REFUSED, SAME, Place, Reader, Wrong, outcome
+from .learn import CORPUS, read_corpus
 from .readers import make_readers
 from .run import main, table
 
@@ -14,6 +15,9 @@ NAMES = (
     "archive", "weights", "nemo", "safetensors", "pipeline", "prompts", "statistics", "records", "report", "config",
     "onnx", "noise", "plan", "cache",
 )  # fmt: skip
+
+
+LEARNT = read_corpus(CORPUS)
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +48,26 @@ def test_damage_is_refused_or_harmless(readers, name, tmp_path, monkeypatch):
 
     one()
     assert set(found) <= {REFUSED, SAME, OTHER} and REFUSED in found
+
+
+@pytest.mark.parametrize("name", LEARNT)
+@pytest.mark.filterwarnings("ignore")
+def test_what_was_learnt_is_refused_or_harmless(readers, name, tmp_path, monkeypatch):
+    """Inputs that ``learn`` keeps, because each takes a branch that none before it took."""
+    place = Place(readers[name], tmp_path)
+    monkeypatch.chdir(place.outside)
+    monkeypatch.setattr(tempfile, "tempdir", str(place.outside))
+    found = []
+
+    @settings(database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(readers[name].recipes)
+    def one(recipe: object) -> None:
+        place.put(recipe)
+        found.append(outcome(place)[0])
+
+    for content in LEARNT[name]:
+        one.hypothesis.fuzz_one_input(content)
+    assert set(found) <= {REFUSED, SAME, OTHER} and len(found) > len(LEARNT[name]) / 2  # of some bytes come no edits
 
 
 def careless(name: str, read) -> Reader:
