@@ -1,30 +1,6 @@
-"""From a checkpoint to a quantized one, with ONNX files, engines, images and numbers: ``quantize.py --help``."""
+"""From a checkpoint to a quantized one, with ONNX files, engines, images and numbers: ``python quantize.py --help``."""
 
-from pathlib import Path
-
-import hydra
-from omegaconf import DictConfig
-
-from sd_quant.cli import importing, job_of, output_directory, recording_failure, run
-from sd_quant.config import QuantizeJob
-
-
-@hydra.main(version_base="1.3", config_path="conf", config_name="quantize")
-@recording_failure
-def main(config: DictConfig) -> float | None:
-    job = job_of(QuantizeJob, config)
-    with importing():
-        from sd_quant.stages.quantize import quantize
-
-    return quantize(job, output_directory())
-
-
-def time_together(directory: Path) -> None:
-    with importing():
-        from sd_quant.stages.time_sweep import time_sweep
-
-    time_sweep(directory)
-
+from sd_quant.commands.quantize import main
 
 if __name__ == "__main__":
-    run(main, QuantizeJob, "quantize", after_sweep=time_together)
+    main()

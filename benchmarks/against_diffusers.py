@@ -19,7 +19,6 @@ from diffusers import StableDiffusionXLPipeline
 
 from sd_quant.checkpoints.convert import convert
 from sd_quant.checkpoints.nemo import open_nemo
-from sd_quant.config import anchored
 from sd_quant.engines.pool import Pool, Variant
 from sd_quant.inference.loading import load_part, pipeline_of
 from sd_quant.inference.pipeline import Generated, Sampling
@@ -27,6 +26,7 @@ from sd_quant.metrics.memory import peak_memory_bytes
 from sd_quant.models.sdxl import padded
 from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS, scheduler
 from sd_quant.numbers import relative_error
+from sd_quant.places import input_path
 
 PROMPT = "a glossy icon of a lighthouse"
 
@@ -71,10 +71,10 @@ def diffusers_own(folder: Path, sampling: Sampling, noise: torch.Tensor) -> tupl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--checkpoint", type=anchored, default="checkpoints/sdxl_mini.nemo")
+    parser.add_argument("--checkpoint", type=input_path, default="checkpoints/sdxl_mini.nemo")
     parser.add_argument("--size", type=int, default=64, help="of the picture (%(default)s)")
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--work", type=anchored, help="where the folder, as large as the checkpoint, is for a while")
+    parser.add_argument("--work", type=input_path, help="where the folder, as large as the checkpoint, is for a while")
     options = parser.parse_args()
     sampling = Sampling(options.steps, 5.0, options.size, options.size, 1, 42)
     generated, noise = ours(options.checkpoint, sampling)

@@ -20,11 +20,11 @@ from diffusers.models.attention_processor import AttnProcessor
 from quality import PROMPTS, paired
 
 from sd_quant.calibration.prompts import read_prompts
-from sd_quant.config import REPOSITORY
 from sd_quant.inference.loading import load_part, pipeline_of
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.metrics.fidelity import fidelity
 from sd_quant.models.checkpoint import denoiser_of
+from sd_quant.places import HOME
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.budget import Choice, choose, stored_bytes
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
@@ -107,7 +107,7 @@ def main() -> None:
     options = arguments.parse_args()
     subject = load(options.prompts)
     checkpoint = subject.model.checkpoint
-    statistics = subject.statistics(subject.sampling(options.steps), cache=REPOSITORY / "outputs/cache/statistics")
+    statistics = subject.statistics(subject.sampling(options.steps), cache=HOME / "outputs/cache/statistics")
     prompts = read_prompts(PROMPTS / "sdxl_mini_report.txt")[: options.images]
     sampling = Sampling(options.steps, GUIDANCE, subject.size, subject.size, 8, 123)
     engines = subject.model.torch_engines()

@@ -14,11 +14,12 @@ from sd_quant.calibration.collection import calibrate
 from sd_quant.calibration.prompts import read_prompts
 from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.cli import composing, job_of
-from sd_quant.config import Quantize, QuantizeJob, anchored
+from sd_quant.config import Quantize, QuantizeJob
 from sd_quant.files import sha256, write_json
 from sd_quant.inference.loading import LoadedModel, load_model
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.models.unet import layer_roles, shared_inputs
+from sd_quant.places import input_path
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.recipe import Recipe
@@ -82,8 +83,8 @@ def open_subject(path: Path, prompts: Path, count: int, size: int = 64) -> Subje
 
 
 def load(prompts: int) -> Subject:
-    configuration = yaml.safe_load(anchored(CONFIGURATION).read_text(encoding="utf-8"))
-    path, calibration = anchored(configuration["path"]), anchored(configuration["calibration_prompts"])
+    configuration = yaml.safe_load(input_path(CONFIGURATION).read_text(encoding="utf-8"))
+    path, calibration = input_path(configuration["path"]), input_path(configuration["calibration_prompts"])
     return open_subject(path, calibration, prompts, configuration["width"])
 
 

@@ -25,8 +25,9 @@ from typing import Any
 
 import yaml
 
-from sd_quant.config import REPOSITORY, Trt, anchored
+from sd_quant.config import Trt
 from sd_quant.files import write_json
+from sd_quant.places import HOME, input_path
 
 DENOISERS = Path(__file__).with_name("denoisers.yaml")
 STAGES = ("recipe and export", "plan")
@@ -156,14 +157,14 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("outputs/families"))
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    work = anchored(given.work)
+    work = input_path(given.work)
     if given.child:
         child(*given.child, work)
         return
     for family in given.families.split(","):
         for stage in STAGES if given.plans else STAGES[:1]:
             command = [sys.executable, __file__, "--child", family, stage, "--work", str(work)]
-            result = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=False)
+            result = subprocess.run(command, capture_output=True, text=True, cwd=HOME, check=False)
             lines = (result.stdout if result.returncode == 0 else result.stderr).strip().splitlines()
             found = json.loads(lines[-1]) if result.returncode == 0 else {"failed": lines[-1][:600] if lines else ""}
             rows_file = work / "rows.json"

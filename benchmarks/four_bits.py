@@ -19,11 +19,12 @@ from common import GUIDANCE, SEED, Subject, open_subject, recipe_of
 from quality import PROMPTS, label, table
 
 from sd_quant.calibration.prompts import read_prompts
-from sd_quant.config import CONF, REPOSITORY, Quantize
+from sd_quant.config import Quantize
 from sd_quant.files import write_json, write_text
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.metrics.fidelity import fidelity
+from sd_quant.places import CONF, HOME
 from sd_quant.progress import progress
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.stages.open_parts import open_simulated
@@ -54,7 +55,7 @@ def measure(subject: Subject, recipes: dict[str, Quantize], options: argparse.Na
     checkpoint, engines = subject.model.checkpoint, subject.model.torch_engines()
     reference = pipeline_of(checkpoint, engines)(prompts, sampling)
     calibration = Sampling(options.steps, GUIDANCE, subject.size, subject.size, 1, SEED)
-    statistics = subject.statistics(calibration, cache=REPOSITORY / "outputs/cache/statistics")
+    statistics = subject.statistics(calibration, cache=HOME / "outputs/cache/statistics")
     found = {}
     with progress(len(recipes), "variants") as advance:
         for name, recipe in recipes.items():
@@ -72,7 +73,7 @@ def measure(subject: Subject, recipes: dict[str, Quantize], options: argparse.Na
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", type=Path, default=REPOSITORY / "checkpoints/sdxl_mini.nemo")
+    parser.add_argument("--checkpoint", type=Path, default=HOME / "checkpoints/sdxl_mini.nemo")
     parser.add_argument("--calibration", type=Path, default=CONF / "model/prompts/sdxl_mini.txt")
     parser.add_argument("--prompts", type=Path, default=PROMPTS / "sdxl_mini.txt")
     parser.add_argument("--presets", nargs="+", choices=presets(), default=presets(), metavar="NAME")
@@ -81,7 +82,7 @@ def main() -> None:
     parser.add_argument("--calib-size", type=int, default=32)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--out", type=Path, default=REPOSITORY / "outputs/benchmarks/four_bits/choice")
+    parser.add_argument("--out", type=Path, default=HOME / "outputs/benchmarks/four_bits/choice")
     options = parser.parse_args()
     subject, lines = open_subject(options.checkpoint, options.calibration, options.calib_size), []
     for preset in options.presets:

@@ -39,8 +39,8 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-from sd_quant.config import REPOSITORY, anchored
 from sd_quant.files import write_json, write_text
+from sd_quant.places import HOME, input_path
 
 if "--row" in sys.argv:  # in a child only: the parent sits beside what is measured and has to be small
     import onnx_ir
@@ -347,7 +347,7 @@ def run_process(command: list[str], log: Path) -> tuple[str, dict]:
     log.parent.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     with log.open("w", encoding="utf-8") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=REPOSITORY)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=HOME)
         try:
             printed = process.stdout.read()
             _, status, usage = os.wait4(process.pid, 0)
@@ -465,7 +465,7 @@ class Bench:
         """``infer.py`` as a user calls it: its command line, and the record that it leaves."""
         options, out = self.options, self.options.work / "picture"
         self.need("synthetic", "calibration", "parts")
-        command = [sys.executable, str(REPOSITORY / "infer.py"), "model=sdxl_nemo", f"model.path={options.checkpoint}"]
+        command = [sys.executable, str(HOME / "infer.py"), "model=sdxl_nemo", f"model.path={options.checkpoint}"]
         command += [f"{part}={parts_file(options, part)}" for part in PARTS]
         command += [f"prompts=[{PROMPT}]", f"steps={options.steps}", f"infer.width={options.size}"]
         command += [f"infer.height={options.size}", "num_warmup_runs=0", "infer.num_timed_runs=1"]
@@ -629,9 +629,9 @@ def machine(origin: dict) -> str:
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--checkpoint", type=anchored, help="a .nemo; one with random weights is made by default")
+    parser.add_argument("--checkpoint", type=input_path, help="a .nemo; one with random weights is made by default")
     parser.add_argument(
-        "--work", type=anchored, default="outputs/full_size", help="for files and figures (%(default)s)"
+        "--work", type=input_path, default="outputs/full_size", help="for files and figures (%(default)s)"
     )
     parser.add_argument("--rows", default=",".join(ROWS), help="to measure (%(default)s)")
     parser.add_argument("--size", type=int, default=1024, help="of pictures (%(default)s)")
@@ -640,7 +640,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--twice", action="store_true", help="the unquantized passes again at the end")
     parser.add_argument("--skip-reference", action="store_true", help="no export by ModelOpt and torch.onnx")
     parser.add_argument("--keep", action="store_true", help="the checkpoint that was made and the ONNX of all parts")
-    parser.add_argument("--out", type=anchored, default="benchmarks/results/full_size.md", help="(%(default)s)")
+    parser.add_argument("--out", type=input_path, default="benchmarks/results/full_size.md", help="(%(default)s)")
     parser.add_argument("--row", help=argparse.SUPPRESS)  # a child
     options = parser.parse_args()
     if unknown := set(options.rows.split(",")) - ROWS.keys():

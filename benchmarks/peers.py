@@ -33,7 +33,6 @@ from torch import Tensor, nn
 from sd_quant.calibration.hooks import collect, draw
 from sd_quant.calibration.prompts import read_prompts
 from sd_quant.checkpoints.nemo import open_nemo
-from sd_quant.config import anchored
 from sd_quant.engines import load_engine
 from sd_quant.engines.base import Engine
 from sd_quant.engines.torch import TorchEngine
@@ -46,6 +45,7 @@ from sd_quant.inference.pipeline import Generated, Sampling
 from sd_quant.metrics.fidelity import fidelity
 from sd_quant.models.parts import Contract
 from sd_quant.models.unet import layer_roles, shared_inputs
+from sd_quant.places import input_path
 from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.recipe import Recipe
 
@@ -477,8 +477,8 @@ def table(rows: list[dict]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), metavar="NAME", help=", ".join(PEERS))
-    parser.add_argument("--checkpoint", type=Path, default=anchored("checkpoints/sdxl_mini.nemo"))
-    parser.add_argument("--calibration", type=Path, default=anchored("conf/model/prompts/sdxl_mini.txt"))
+    parser.add_argument("--checkpoint", type=Path, default=input_path("checkpoints/sdxl_mini.nemo"))
+    parser.add_argument("--calibration", type=Path, default=input_path("conf/model/prompts/sdxl_mini.txt"))
     parser.add_argument("--evaluation", type=Path, default=PROMPTS / "sdxl_mini_report.txt", help="a prompt a line")
     parser.add_argument("--prompts", type=int, default=64, help="images to compare")
     parser.add_argument("--calibration-prompts", type=int, default=32)

@@ -24,7 +24,6 @@ from statistics import fmean, stdev
 from common import GUIDANCE, SEED, Subject, open_subject
 
 from sd_quant.calibration.prompts import read_prompts
-from sd_quant.config import CONF, REPOSITORY
 from sd_quant.engines import load_engine
 from sd_quant.export.parts import trace_part
 from sd_quant.export.qdq import write_onnx
@@ -33,6 +32,7 @@ from sd_quant.files import write_json, write_text
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.metrics.fidelity import fidelity
+from sd_quant.places import CONF, HOME
 from sd_quant.progress import progress
 from sd_quant.quantization.recipe import BY_ROLE, Recipe
 
@@ -102,7 +102,7 @@ def measure(subject: Subject, recipes: dict[str, Recipe], options: argparse.Name
     source, graph = checkpoint.components[part.component], trace_part(checkpoint, "unet_xl")
     reference = pipeline_of(checkpoint, engines)(prompts, sampling)
     calibration = Sampling(options.steps, GUIDANCE, size, size, 1, SEED)
-    statistics = subject.statistics(calibration, cache=REPOSITORY / "outputs/cache/statistics")
+    statistics = subject.statistics(calibration, cache=HOME / "outputs/cache/statistics")
     found = {}
     with progress(len(recipes), "recipes") as advance:
         for name, recipe in recipes.items():
@@ -125,7 +125,7 @@ def measure(subject: Subject, recipes: dict[str, Recipe], options: argparse.Name
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", type=Path, default=REPOSITORY / "checkpoints/sdxl_mini.nemo")
+    parser.add_argument("--checkpoint", type=Path, default=HOME / "checkpoints/sdxl_mini.nemo")
     parser.add_argument("--calibration", type=Path, default=CONF / "model/prompts/sdxl_mini.txt")
     parser.add_argument("--prompts", type=Path, default=PROMPTS / "sdxl_mini.txt")
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), metavar="NAME")
@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--calib-size", type=int, default=32)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--out", type=Path, default=REPOSITORY / "outputs/benchmarks/quality/choice")
+    parser.add_argument("--out", type=Path, default=HOME / "outputs/benchmarks/quality/choice")
     options = parser.parse_args()
     subject = open_subject(options.checkpoint, options.calibration, options.calib_size)
     print(table(measure(subject, {name: RECIPES[name] for name in options.recipes}, options)))

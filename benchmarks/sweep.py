@@ -23,7 +23,7 @@ import sys
 import time
 from pathlib import Path
 
-from sd_quant.config import REPOSITORY, anchored
+from sd_quant.places import HOME, input_path
 from sd_quant.report.timing import read_timing
 
 COMMAND = ("quantize.py", "-m", "quant_level=1,2,2.5,3", "alpha=0.5,0.8,auto")
@@ -34,7 +34,7 @@ def start(folder: Path, extra: list[str]) -> subprocess.Popen:
     places = (f"cache.dir={folder}/cache", f"hydra.sweep.dir={folder}/sweep")
     with (folder / "log").open("a") as log:
         return subprocess.Popen(
-            [sys.executable, *COMMAND, *places, *extra], cwd=REPOSITORY, stdout=log, stderr=log, start_new_session=True
+            [sys.executable, *COMMAND, *places, *extra], cwd=HOME, stdout=log, stderr=log, start_new_session=True
         )
 
 
@@ -69,7 +69,7 @@ def seconds_of(record: Path) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--work", type=anchored, default="outputs/benchmark_sweep", help="(%(default)s)")
+    parser.add_argument("--work", type=input_path, default="outputs/benchmark_sweep", help="(%(default)s)")
     parser.add_argument("overrides", nargs="*", help="more of the command, such as infer.steps=5")
     options = parser.parse_args()
     unbroken, broken = (options.work / name for name in ("unbroken", "broken"))

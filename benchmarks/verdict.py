@@ -22,13 +22,14 @@ from pathlib import Path
 
 import yaml
 
-from sd_quant.config import REPOSITORY, QuantizeJob, anchored, artifact
+from sd_quant.config import QuantizeJob, artifact
 from sd_quant.engines import load_engine
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.timed_calls import image_call
 from sd_quant.knobs import read
 from sd_quant.metrics.intervals import Interval, ratio_interval
 from sd_quant.metrics.latency import Stopping, measure_in_turn, ratio
+from sd_quant.places import HOME, input_path
 from sd_quant.report.recommendation import Recommendation, recommend
 from sd_quant.report.record import at
 from sd_quant.report.summary import Sweep, read_sweep, rows
@@ -59,7 +60,7 @@ def sweep(folder: Path, beside: bool) -> tuple[Sweep, float]:
     command = [sys.executable, *COMMAND, f"hydra.sweep.dir={folder}", f"cache.dir={folder.parent}/cache"]
     started = time.perf_counter()
     with neighbour(beside), folder.with_suffix(".log").open("a") as log:
-        if subprocess.run(command, cwd=REPOSITORY, stdout=log, stderr=log).returncode:
+        if subprocess.run(command, cwd=HOME, stdout=log, stderr=log).returncode:
             sys.exit(f"the sweep failed; {log.name} says why")
     return read_sweep(folder), time.perf_counter() - started
 
@@ -104,7 +105,7 @@ def shown(interval: Interval) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--work", type=anchored, default="outputs/benchmark_verdict", help="(%(default)s)")
+    parser.add_argument("--work", type=input_path, default="outputs/benchmark_verdict", help="(%(default)s)")
     parser.add_argument("--images", type=int, default=40, help="whole images of the last table (%(default)s)")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,8 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -28,14 +29,15 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from sd_quant import placement, sweep
-from sd_quant.config import CONF, REPOSITORY, anchored, check_writable, run_model
+from sd_quant.config import check_writable, run_model
 from sd_quant.errors import CANCELLED, ConfigError, ResourceError, SdQuantError, fail, of_the_machine
 from sd_quant.files import write_json
 from sd_quant.knobs import described, near, read
+from sd_quant.places import CONF, GROUPS, check_shipped, output_path
 from sd_quant.report.summary import FAILURE, read_sweep
 
 LOG = logging.getLogger(__name__)
-SWEEPS = REPOSITORY / "outputs" / "sweeps"
+SWEEPS = "outputs/sweeps"
 LAUNCHERS = {  # what the files in conf/hydra/launcher build on, and what installs it
     "joblib": "pip install -e '.[joblib]' -c constraints.txt",
     "submitit_local": "pip install -e '.[submitit]' -c constraints.txt",
@@ -68,12 +70,11 @@ OmegaConf.register_new_resolver("places", placement.places, replace=True)
 def run(
     main: Callable[[], object], job: type, config_name: str, after_sweep: Callable[[Path], object] = lambda folder: None
 ) -> None:
-    """Run a Hydra entrypoint and exit with the code of its outcome. Commands work from any directory.
+    """Run a Hydra entrypoint and exit with the code of its outcome.
 
     ``job`` is the dataclass that describes what ``main`` does, ``config_name`` its file in ``conf``. ``after_sweep`` is
     called with a sweep's folder when its jobs have ended, before the report is made.
     """
-    os.chdir(REPOSITORY)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what a scheduler sends ends a job as Ctrl-C does
     logging.raiseExceptions = False  # else every line of the log says that a disk is full
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise errors to here instead of printing a traceback
@@ -82,15 +83,17 @@ def run(
     arguments = get_args_parser().parse_args()
     shows = arguments.help or arguments.hydra_help or arguments.cfg or arguments.info or arguments.shell_completion
     try:
+        check_shipped()
         if shows:
             main()
             return
+        overrides = [*arguments.overrides, *search_path(arguments)]
         with composing(config_name):
-            sweeps = sweep.is_sweep(config_name, arguments.overrides, arguments.multirun)
+            sweeps = sweep.is_sweep(config_name, overrides, arguments.multirun)
             if not sweeps:
-                check_command(job, config_name, arguments.overrides)
+                check_command(job, config_name, overrides)
         if sweeps:
-            sys.exit(run_sweep(main, job, config_name, arguments.overrides, after_sweep))
+            sys.exit(run_sweep(main, job, config_name, overrides, after_sweep))
         main()
     except SdQuantError as error:
         sys.exit(fail(str(error), error.exit_code))
@@ -103,6 +106,18 @@ def run(
         sys.exit(fail(str(fault), fault.exit_code))
     except KeyboardInterrupt:
         sys.exit(fail("cancelled; what was finished is kept, and the same command starts again", CANCELLED))
+
+
+def search_path(arguments: Namespace) -> list[str]:
+    """``--config-dir`` as the override that says the same. Raises ConfigError for both, or for what is no folder."""
+    if arguments.config_dir is None:
+        return []
+    folder = Path(arguments.config_dir).absolute()
+    if not folder.is_dir():
+        raise ConfigError(f"--config-dir is {arguments.config_dir}, which is no folder; give one that holds groups")
+    if any(override.startswith("hydra.searchpath=") for override in arguments.overrides):
+        raise ConfigError("--config-dir and hydra.searchpath are both given; name all folders in hydra.searchpath")
+    return [f"hydra.searchpath=['file://{folder}']"]
 
 
 def check_command(job: type, config_name: str, overrides: list[str]) -> None:
@@ -124,8 +139,10 @@ def run_sweep(
     with composing(config_name):
         plan, name = sweep.plan_of(config_name, overrides, lambda config: job_of(job, config))
         chosen = any(override.startswith("hydra.sweep.dir=") for override in overrides)
-        directory = anchored(sweep.plain_config(config_name, overrides).hydra.sweep.dir if chosen else SWEEPS / name)
-    plan["command"] = ["python", Path(sys.argv[0]).name, *sys.argv[1:]]
+        given = sweep.plain_config(config_name, overrides).hydra.sweep.dir if chosen else f"{SWEEPS}/{name}"
+        directory = output_path(given)
+    program = sys.argv[0]  # a script, or "sd-quant quantize"
+    plan["command"] = [*(["python", Path(program).name] if program.endswith(".py") else program.split()), *sys.argv[1:]]
     check_writable(directory, "hydra.sweep.dir")
     with sweep.opened(directory, plan):
         print(sweep.start_line(read_sweep(directory)), flush=True)
@@ -160,6 +177,9 @@ def job_of(job: type, config: DictConfig):
 
     Raises SdQuantError with one sentence.
     """
+    hydra = config.get("hydra") or (HydraConfig.get() if HydraConfig.initialized() else None)
+    if hydra is not None:
+        use_groups(hydra.runtime.config_sources)
     knobs = OmegaConf.masked_copy(config, [name for name in config if name != "hydra"])
     if "model" in knobs and knobs.get("run") and (model := run_model(knobs.run)):
         knobs.model = model  # before the size and the prompts are taken from it
@@ -170,6 +190,20 @@ def job_of(job: type, config: DictConfig):
     checked = read(job, {name: value for name, value in plain.items() if name not in SHORTHANDS})
     checked.check_files()
     return checked
+
+
+def use_groups(sources: Iterable) -> None:
+    """Presets are looked for where Hydra looks. Raises ConfigError when a file stands in two of these folders."""
+    GROUPS[:] = [Path(source.path) for source in sources if source.schema == "file"]
+    first: dict[Path, Path] = {}
+    for groups in GROUPS:
+        ours = [folder.name for folder in CONF.iterdir() if folder.is_dir()]
+        for path in (path for name in ours for path in (groups / name).rglob("*.yaml")):
+            name = path.relative_to(groups)
+            if (other := first.setdefault(name, groups)) is not groups:
+                raise ConfigError(
+                    f"{name} is in {other} and in {groups}, expected in one of them; give yours another name"
+                )
 
 
 @contextmanager
@@ -205,6 +239,7 @@ def recording_failure(task: Callable[[DictConfig], object]) -> Callable[[DictCon
     @functools.wraps(task)
     def recorded(config: DictConfig) -> object:
         hydra, directory = HydraConfig.get(), output_directory()
+        os.chdir(hydra.runtime.cwd)  # a launcher may have started this elsewhere
         multirun = hydra.mode == RunMode.MULTIRUN
         if multirun:
             LOG.info("%s", sweep.job_line(read_sweep(directory.parent), hydra.job.num))
@@ -259,7 +294,7 @@ def refusal(error: Exception, config_name: str) -> SdQuantError:
     if option and option[1] == "hydra/launcher" and option[2] in LAUNCHERS:
         return ResourceError(f"the launcher {option[2]} is not installed; {LAUNCHERS[option[2]]}")
     if option and (CONF / option[1]).is_dir():
-        presets = [path.stem for path in (CONF / option[1]).glob("*.yaml")]
+        presets = [path.stem for groups in GROUPS for path in (groups / option[1]).glob("*.yaml")]
         return ConfigError(f"there is no preset {option[1]}={option[2]}; {near(option[2], presets)}")
     return ConfigError(text)
 

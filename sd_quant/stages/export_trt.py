@@ -10,7 +10,7 @@ import onnx
 import torch
 
 from sd_quant.cache import Cache
-from sd_quant.config import ExportJob, ExportShape, Infer, Trt, anchored, artifact, part_paths, targets_for
+from sd_quant.config import ExportJob, ExportShape, Infer, Trt, artifact, part_paths, targets_for
 from sd_quant.engines import PLAN_BUILDERS, RUNTIMES
 from sd_quant.engines.onnx_input import onnx_files
 from sd_quant.engines.tensorrt.build import Profile, build_plan
@@ -20,6 +20,7 @@ from sd_quant.engines.tensorrt.profile import profile_of
 from sd_quant.errors import ResourceError
 from sd_quant.files import sha256
 from sd_quant.inference.memory import memory_of_plan
+from sd_quant.places import output_path
 from sd_quant.progress import progress
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.stages.load import Loaded
@@ -30,7 +31,7 @@ LOG = logging.getLogger(__name__)
 
 def export_trt(job: ExportJob, directory: Path) -> None:
     """Build the job's plans into ``infer.out_path`` or ``directory``."""
-    out = anchored(job.infer.out_path) if job.infer.out_path else directory
+    out = output_path(job.infer.out_path) if job.infer.out_path else directory
     paths = part_paths(job, "onnx")
     parameters = {part: numbers_in(path) for part, path in paths.items()}
     check_machine({"plans": memory_of_plan(parameters)}, {"plans": 2 * sum(parameters.values())}, out)
@@ -128,7 +129,7 @@ def build_plans(
                 compute_capabilities=targets,
                 optimization_level=trt.optimization_level,
                 workspace_gib=trt.workspace_gib,
-                timing_cache=anchored(trt.timing_cache) if trt.timing_cache else None,
+                timing_cache=output_path(trt.timing_cache) if trt.timing_cache else None,
             )
             cache.provide("plan", origin, plan.parent, lambda folder, build=build, name=plan.name: build(folder / name))
             reports[part] = read_record(plan)

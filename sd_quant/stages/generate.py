@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from sd_quant.config import Infer, Model, anchored
+from sd_quant.config import Infer, Model
 from sd_quant.errors import ConfigError
 from sd_quant.inference.latents import read_latents
 from sd_quant.inference.loading import most_steps
@@ -13,6 +13,7 @@ from sd_quant.knobs import check
 from sd_quant.models import family_named
 from sd_quant.models.checkpoint import Checkpoint, contracts_of
 from sd_quant.models.parts import LATENT_FACTOR
+from sd_quant.places import input_path
 from sd_quant.progress import progress
 
 
@@ -34,7 +35,7 @@ def latents_of(infer: Infer) -> Tensor | None:
     images = len(infer.prompt_list())
     numbers = {images} if infer.num_samples > 1 else {1, images}  # else the samples of a prompt would be one image
     rows, columns = infer.height // LATENT_FACTOR, infer.width // LATENT_FACTOR
-    return read_latents(anchored(infer.latents), numbers, rows, columns)
+    return read_latents(input_path(infer.latents), numbers, rows, columns)
 
 
 def check_images(model: Model, infer: Infer) -> None:

@@ -5,7 +5,7 @@ from typing import cast
 
 import torch
 
-from sd_quant.config import Infer, InferJob, anchored, part_paths
+from sd_quant.config import Infer, InferJob, part_paths
 from sd_quant.devices import threads
 from sd_quant.engines import RUNTIMES
 from sd_quant.engines.base import Engine
@@ -19,6 +19,7 @@ from sd_quant.metrics.latency import clock_of, measure
 from sd_quant.metrics.memory import peak_cuda_memory_bytes, peak_memory_bytes, used
 from sd_quant.models.checkpoint import Checkpoint, contracts_of, part_parameters
 from sd_quant.models.parts import Contract
+from sd_quant.places import input_path, output_path
 from sd_quant.report.images import save_images
 from sd_quant.report.provenance import provenance
 from sd_quant.report.record import DONE, IMAGE, SCHEMA_VERSION, InferRecord, Timing, explained, write_record
@@ -31,7 +32,7 @@ from sd_quant.stages.resources import check_machine, workload_of
 
 def infer(job: InferJob, directory: Path) -> None:
     """Make the job's images and time its engine; images and record go to ``infer.out_path`` or to ``directory``."""
-    out = anchored(job.infer.out_path) if job.infer.out_path else directory
+    out = output_path(job.infer.out_path) if job.infer.out_path else directory
     check_images(job.model, job.infer)
     torch.set_num_threads(threads())
     checkpoint, prompts = open_model(job.model), job.infer.prompt_list()
@@ -41,8 +42,8 @@ def infer(job: InferJob, directory: Path) -> None:
     files = engine_files(job)
     parameters, work = part_parameters(checkpoint), workload_of(job.infer)
     check_machine({"the largest part": memory_of_part(parameters, work)}, {}, out)
-    given = {"latents": anchored(job.infer.latents)} if job.infer.latents else {}
-    facts = provenance({"checkpoint": anchored(job.model.path)} | given | files, [])
+    given = {"latents": input_path(job.infer.latents)} if job.infer.latents else {}
+    facts = provenance({"checkpoint": input_path(job.model.path)} | given | files, [])
     memory, gpu = memory_of_variant(parameters, work), gpu_memory_of_variant(parameters, work)
     together = fits(memory, "all parts of the model", gpu)
     pool = Pool(lambda part: open_part(checkpoint, job.infer, files, part), most=None if together else 1)

@@ -15,9 +15,10 @@ from typing import Any
 
 import yaml
 
-from sd_quant.config import REPOSITORY, SHOWN_ALONE, QuantizeJob, anchored
+from sd_quant.config import SHOWN_ALONE, QuantizeJob
 from sd_quant.errors import ConfigError, SdQuantError
 from sd_quant.files import TEMPORARY, digest
+from sd_quant.places import input_path, lasting
 from sd_quant.report.provenance import provenance
 from sd_quant.report.record import RECORD, at, read_record
 from sd_quant.report.summary import FAILURE, LOCK, LOG, PROVENANCE
@@ -40,15 +41,22 @@ BEFORE_A_JOB = (".hydra", LOG, LOCK, FAILURE)  # what Hydra, and a job that was 
 
 def facts_of(job: QuantizeJob, directory: Path) -> dict:
     """The versions, the machine and the hashes of the inputs that the job starts from, as ``provenance`` has them."""
-    inputs = {"checkpoint": anchored(job.model.path)}
+    inputs = {"checkpoint": input_path(job.model.path)}
     if job.quantize.calibration is None:
-        inputs["calibration_prompts"] = anchored(job.model.calibration_prompts)
+        inputs["calibration_prompts"] = input_path(job.model.calibration_prompts)
     else:
-        inputs["calibration"] = anchored(job.quantize.calibration)
+        inputs["calibration"] = input_path(job.quantize.calibration)
     if job.infer.latents is not None:
-        inputs["latents"] = anchored(job.infer.latents)
+        inputs["latents"] = input_path(job.infer.latents)
     overrides = directory / ".hydra" / "overrides.yaml"
     return provenance(inputs, yaml.safe_load(overrides.read_text(encoding="utf-8")) if overrides.exists() else [])
+
+
+def kept_knobs(job: QuantizeJob) -> dict:
+    """The knobs for commands that are given later and elsewhere: the model's files are still found there."""
+    knobs = dataclasses.asdict(job)
+    knobs["model"] |= {name: lasting(knobs["model"][name]) for name in ("path", "calibration_prompts", "prompts")}
+    return knobs
 
 
 def fingerprint(job: QuantizeJob, facts: dict) -> str:
@@ -97,8 +105,3 @@ def remove_leftovers(directory: Path) -> None:
         for folder, _, _ in os.walk(directory / name, topdown=False):
             with suppress(OSError):  # someone else's file is in it
                 Path(folder).rmdir()
-
-
-def shown(path: Path) -> str:
-    """A path as a person reads it: relative to the repository where it lies in it."""
-    return str(path.relative_to(REPOSITORY)) if path.is_relative_to(REPOSITORY) else str(path)

@@ -8,10 +8,11 @@ from typing import cast
 from sd_quant.checkpoints.checks import check_finite
 from sd_quant.checkpoints.kinds import open_checkpoint
 from sd_quant.checkpoints.tensors import Weights
-from sd_quant.config import Model, Quantize, QuantizeJob, anchored
+from sd_quant.config import Model, Quantize, QuantizeJob
 from sd_quant.errors import ConfigError
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser, part_parameters
 from sd_quant.models.parts import Part, SharedInput, text_readers
+from sd_quant.places import input_path
 from sd_quant.quantization.budget import with_weights
 from sd_quant.quantization.recipe import reason_kept
 from sd_quant.quantization.recipe_check import check_layers
@@ -54,7 +55,7 @@ class Loaded:
 def open_model(model: Model) -> Checkpoint:
     """The checkpoint that the knobs name. Raises what its reader raises."""
     return open_checkpoint(
-        anchored(model.path), model.family, io=model.io, max_sequence_length=model.max_sequence_length
+        input_path(model.path), model.family, io=model.io, max_sequence_length=model.max_sequence_length
     )
 
 

@@ -3,7 +3,6 @@
 ``run`` is the way of the data: each step is a line, and a function in a file of its own with typed input and output.
 """
 
-import dataclasses
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +11,14 @@ import torch
 import yaml
 
 from sd_quant.cache import Cache, locked
-from sd_quant.config import QuantizeJob, anchored
+from sd_quant.config import QuantizeJob
 from sd_quant.devices import threads
 from sd_quant.engines import RUNTIMES, check_installed, why_not
 from sd_quant.errors import ResourceError
 from sd_quant.files import write_json, write_text
 from sd_quant.metrics import SCORES
 from sd_quant.metrics.memory import StageTimer
+from sd_quant.places import output_path, shown
 from sd_quant.report.csv_files import write_csv
 from sd_quant.report.rebuild import rebuild
 from sd_quant.report.record import Record, score_of, write_record
@@ -38,8 +38,8 @@ from sd_quant.stages.job_folder import (
     facts_of,
     fingerprint,
     finished,
+    kept_knobs,
     remove_leftovers,
-    shown,
 )
 from sd_quant.stages.latency import compare_latency
 from sd_quant.stages.load import load
@@ -106,12 +106,12 @@ def check_runtimes(job: QuantizeJob) -> None:
 def run(job: QuantizeJob, directory: Path, facts: dict) -> Record:
     """Take all steps in their order, write the record and return it."""
     torch.set_num_threads(threads())
-    step, cache = StageTimer(), Cache(anchored(job.cache.dir) if job.cache.dir else None, job.cache.limit_gb * 1e9)
+    step, cache = StageTimer(), Cache(output_path(job.cache.dir) if job.cache.dir else None, job.cache.limit_gb * 1e9)
     prompts, sha256 = job.infer.prompt_list(), facts["inputs"]["checkpoint"]["sha256"]
     simulated = why_not(job.infer.engine, job.formats())
     if simulated:
         LOG.info("%s: images come from the simulation in torch, and nothing is timed", simulated)
-    write_text(directory / "config.yaml", yaml.safe_dump(dataclasses.asdict(job), sort_keys=False))
+    write_text(directory / "config.yaml", yaml.safe_dump(kept_knobs(job), sort_keys=False))
     with step("load"):
         loaded = load(job, directory)
         limit = bytes_to_share(loaded)
@@ -160,5 +160,5 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> Record:
     record = record_of(job, facts, results, directory)
     write_json(directory / PROVENANCE, facts)
     write_record(record, directory)
-    track(job.trackers, record, directory, anchored(TRACKED))
+    track(job.trackers, record, directory, output_path(TRACKED))
     return record

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import numpy as np
 
-from sd_quant.config import Infer, Metrics, anchored
+from sd_quant.config import Infer, Metrics
 from sd_quant.inference.loading import sampler_of
 from sd_quant.metrics import SCORES, Against
 from sd_quant.metrics.text_image import captions_sha256, git_blob, mlperf_window
 from sd_quant.models.checkpoint import Checkpoint
+from sd_quant.places import input_path
 from sd_quant.stages.generate import sampling_of
 
 
@@ -21,7 +22,7 @@ def text_scores(
 
     ``variants`` has images by variant, uint8 [N, H, W, 3], one for each of the ``prompts``.
     """
-    files = {name: anchored(path) for name, path in asdict(metrics).items() if path is not None}
+    files = {name: input_path(path) for name, path in asdict(metrics).items() if path is not None}
     if not files:
         return {"value": None, "reason": "no weights were named in metrics"}
     made = how_made(infer, checkpoint, prompts)

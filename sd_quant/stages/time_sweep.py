@@ -23,7 +23,7 @@ from time import perf_counter
 import yaml
 
 from sd_quant.checkpoints.plain_yaml import load_yaml
-from sd_quant.config import CONF, Infer, QuantizeJob, Timing, artifact
+from sd_quant.config import Infer, QuantizeJob, Timing, artifact
 from sd_quant.engines import RUNTIMES
 from sd_quant.engines.onnx_input import onnx_files
 from sd_quant.errors import ArtifactError, SdQuantError, exit_with_its_code
@@ -32,6 +32,7 @@ from sd_quant.inference.memory import QUANTIZED, gpu_memory_of_variant, memory_o
 from sd_quant.knobs import read
 from sd_quant.metrics.memory import available_cuda_memory_bytes, available_memory_bytes
 from sd_quant.models.checkpoint import Checkpoint, part_parameters
+from sd_quant.places import CONF
 from sd_quant.report.provenance import machine
 from sd_quant.report.rebuild import rebuild
 from sd_quant.report.record import DONE, IMAGE, SCHEMA_VERSION, VARIANTS, at, read_object

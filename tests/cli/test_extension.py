@@ -142,7 +142,7 @@ def added(tmp_path, monkeypatch) -> Path:
     shutil.copytree(REPOSITORY / "conf", tmp_path / "conf")
     for name, text in ADDED.items():
         (tmp_path / name).write_text("\n".join(line[8:] for line in text.splitlines()))
-    monkeypatch.setattr(config, "CONF", tmp_path / "conf")
+    monkeypatch.setattr(config, "GROUPS", [tmp_path / "conf"])
     monkeypatch.setattr(quantize, "TRACKED", str(tmp_path / "trackers"))
     yield tmp_path / "conf"
     for name in ("my_module", "my_format"):

@@ -8,8 +8,9 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from sd_quant.cli import job_of
-from sd_quant.config import CONF, QuantizeJob
+from sd_quant.config import QuantizeJob
 from sd_quant.knobs import fields_of
+from sd_quant.places import CONF
 from tests.pairs.ends import ELSEWHERE, ENDS
 from tests.pairs.run import FIRST, arguments, every_pair, pairs_of, problem, rows
 

@@ -9,11 +9,11 @@ from torch import nn
 from sd_quant.calibration.collection import calibrate
 from sd_quant.calibration.store import pack
 from sd_quant.checkpoints.nemo import open_nemo, write_nemo
-from sd_quant.config import REPOSITORY
 from sd_quant.errors import SdQuantError
 from sd_quant.inference.loading import LoadedModel, load_model
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.models.unet import layer_roles
+from sd_quant.places import HOME
 from sd_quant.quantization.statistics import Statistics
 
 PROMPTS = ["a glossy icon of a rocket", "a cat", "two flags on a pole"]
@@ -21,7 +21,7 @@ SAMPLING = Sampling(steps=2, guidance_scale=5.0, height=64, width=64, batch_size
 
 
 def fresh() -> LoadedModel:
-    return load_model(open_nemo(REPOSITORY / "checkpoints/sdxl_mini.nemo"))
+    return load_model(open_nemo(HOME / "checkpoints/sdxl_mini.nemo"))
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,9 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
 from sd_quant.cli import job_of
-from sd_quant.config import CONF, QuantizeJob
+from sd_quant.config import QuantizeJob
 from sd_quant.errors import SdQuantError
+from sd_quant.places import CONF
 
 from ..cli.forking import forked
 from ..pipelines import sd15

@@ -15,10 +15,11 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from sd_quant import cli
-from sd_quant.cli import CONF, fail, job_of, knobs_of, recording_failure, refusal
+from sd_quant.cli import fail, job_of, knobs_of, recording_failure, refusal
 from sd_quant.config import PART_NAMES, InferJob, QuantizeJob, artifact
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError, SdQuantError
 from sd_quant.files import write_json
+from sd_quant.places import CONF
 from sd_quant.report.summary import FAILURE, SWEEP
 
 
@@ -98,12 +99,14 @@ def test_a_failure_is_one_line_on_stderr_and_its_code(capsys):
 @pytest.fixture
 def hydra(monkeypatch, tmp_path):
     """Pretends that the second job of a sweep, or a single run, runs in ``tmp_path / "two"``."""
+    monkeypatch.chdir(tmp_path)  # and back, as a job works where the command was given
     (tmp_path / "two").mkdir()
     jobs = [{"name": name, "varied": {}} for name in ("one", "two")]
     write_json(tmp_path / SWEEP, {"command": [], "varied": [], "jobs": jobs})
 
     def pretend(mode: RunMode) -> Path:
-        runtime, job = SimpleNamespace(output_dir=str(tmp_path / "two")), SimpleNamespace(num=1)
+        runtime = SimpleNamespace(output_dir=str(tmp_path / "two"), cwd=str(tmp_path))
+        job = SimpleNamespace(num=1)
         monkeypatch.setattr(HydraConfig, "get", lambda: SimpleNamespace(mode=mode, runtime=runtime, job=job))
         return tmp_path / "two" / FAILURE
 

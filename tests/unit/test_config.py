@@ -16,12 +16,10 @@ from omegaconf import OmegaConf
 from sd_quant.cli import SHORTHANDS, composing
 from sd_quant.config import (
     PART_NAMES,
-    REPOSITORY,
     ExportJob,
     InferJob,
     QuantizeJob,
     Trt,
-    anchored,
     artifact,
     check_enabled,
     check_writable,
@@ -32,9 +30,10 @@ from sd_quant.config import (
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError
 from sd_quant.knobs import described, read
 from sd_quant.models import FAMILIES
+from sd_quant.places import HOME, input_path
 from sd_quant.quantization.recipe import Pair
 
-CONF = REPOSITORY / "conf"
+CONF = HOME / "conf"
 RANK = (
     "quantize.rank is {}, expected 0, a number of singular directions, or a fraction below 1 of a layer's shorter side"
 )
@@ -125,7 +124,7 @@ def test_every_option_of_every_primary_is_a_job(primary, option):
     if group == "export_trt":
         assert job.trt.library == choice
     for prompts in ("prompts", "calibration_prompts") if hasattr(job, "model") else ():
-        assert anchored(getattr(job.model, prompts)).is_file()
+        assert input_path(getattr(job.model, prompts)).is_file()
 
 
 def test_the_preset_is_nemos():
@@ -497,7 +496,7 @@ def test_statistics_from_elsewhere_have_to_be_there_and_need_no_prompts(quantize
     mapping = changed(quantize_mapping, "model.calibration_prompts", "no/such.txt")
     read(QuantizeJob, changed(mapping, "quantize.calibration", str(tmp_path))).check_files()
     absent = read(QuantizeJob, changed(mapping, "quantize.calibration", "no/such/cache"))
-    with pytest.raises(ConfigError, match="^calibration names no/such/cache, which does not exist; give a statistics"):
+    with pytest.raises(ConfigError, match="^calibration names no/such/cache, which .*; give a statistics"):
         absent.check_files()
 
 
@@ -623,11 +622,6 @@ def test_a_folder_that_cannot_be_made_is_refused(monkeypatch):
     monkeypatch.setattr(tempfile, "mkdtemp", lambda **_: (_ for _ in ()).throw(full))
     with pytest.raises(ResourceError, match="the disk is full"):
         check_writable(Path("/tmp/x"))
-
-
-def test_relative_paths_are_taken_from_the_repository(tmp_path):
-    assert anchored("conf/quantize.yaml").is_file()
-    assert anchored(tmp_path) == tmp_path
 
 
 def test_reading_a_group_alone(mappings):

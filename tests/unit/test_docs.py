@@ -12,13 +12,13 @@ import pytest
 
 from sd_quant import sweep
 from sd_quant.cli import composing
-from sd_quant.config import REPOSITORY
 from sd_quant.errors import ResourceError
 from sd_quant.knobs import read
+from sd_quant.places import HOME
 
 from .test_config import JOBS, composed
 
-PAGES = [REPOSITORY / name for name in ("README.md", "SECURITY.md")] + sorted((REPOSITORY / "docs").glob("*.md"))
+PAGES = [HOME / name for name in ("README.md", "SECURITY.md")] + sorted((HOME / "docs").glob("*.md"))
 FOLDERS = "benchmarks|checkpoints|conf|docs|examples|sd_quant|tests"
 EXPLAINED_AS_ONE = {"files", "model.recommended", "quantize.exclude"}  # groups whose names are parts, knobs or families
 
@@ -67,12 +67,12 @@ OTHER_COMMANDS = [words for words in PYTHON if words not in JOB_COMMANDS]
 
 
 def test_the_readme_is_read_to_its_end():
-    assert len(text_of(REPOSITORY / "README.md").splitlines()) <= 200
+    assert len(text_of(HOME / "README.md").splitlines()) <= 200
 
 
 def test_the_readme_leads_to_every_page():
-    linked = {REPOSITORY / target.partition("#")[0] for target in links_of(REPOSITORY / "README.md")}
-    assert set(PAGES) - {REPOSITORY / "README.md"} <= linked
+    linked = {HOME / target.partition("#")[0] for target in links_of(HOME / "README.md")}
+    assert set(PAGES) - {HOME / "README.md"} <= linked
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -87,7 +87,7 @@ def test_every_link_has_its_target(page):
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_path_is_there(page):
     paths = re.findall(rf"(?<![\w/.])(?:{FOLDERS})/[\w./-]*[\w/]", text_of(page))
-    assert not [path for path in paths if not (REPOSITORY / path).exists()]
+    assert not [path for path in paths if not (HOME / path).exists()]
 
 
 @pytest.mark.parametrize("words", JOB_COMMANDS, ids=name_of)
@@ -114,9 +114,9 @@ def test_every_job_command_is_a_job(words):
 def test_every_other_command_has_its_file_and_options(words):
     program, arguments = (words[1], words[2:]) if words[0] == "-m" else (words[0], words[1:])
     if program == "pytest":
-        assert all((REPOSITORY / path).exists() for path in arguments)
+        assert all((HOME / path).exists() for path in arguments)
         return
-    base = REPOSITORY / (program if program.endswith(".py") else program.replace(".", "/"))
+    base = HOME / (program if program.endswith(".py") else program.replace(".", "/"))
     [source, *shared] = [file for file in (base, base.with_suffix(".py"), base / "__main__.py") if file.is_file()]
     shared = [source.with_name("common.py")] if source.with_name("common.py").is_file() else []
     known = "".join(map(text_of, [source, *shared]))
@@ -125,12 +125,12 @@ def test_every_other_command_has_its_file_and_options(words):
 
 @pytest.mark.parametrize("words", [words for words in commands() if words[0] == "make"], ids=name_of)
 def test_every_target_of_make_is_there(words):
-    assert re.search(rf"^{words[1]}:", text_of(REPOSITORY / "Makefile"), re.MULTILINE)
+    assert re.search(rf"^{words[1]}:", text_of(HOME / "Makefile"), re.MULTILINE)
 
 
 @pytest.mark.parametrize("primary", JOBS)
 def test_every_knob_is_explained(primary):
-    explained = set(re.findall(r"[\w.]+", " ".join(re.findall(r"`([^`\n]+)`", text_of(REPOSITORY / "docs/knobs.md")))))
+    explained = set(re.findall(r"[\w.]+", " ".join(re.findall(r"`([^`\n]+)`", text_of(HOME / "docs/knobs.md")))))
 
     def unexplained(node: dict, prefix: str = "") -> list[str]:
         names = []

@@ -18,6 +18,8 @@ PACKAGE = Path(__file__).resolve().parents[2] / "sd_quant"
 
 # From the top: a room may import those below it. Files and folders at the top level of sd_quant are rooms.
 ROOMS = (
+    "__main__",  # sd-quant
+    "commands",  # the three that Hydra configures
     "cli",  # the entrypoints' common part
     "sweep",
     "placement",  # which GPU and cores a job of a sweep has to itself
@@ -42,6 +44,7 @@ ROOMS = (
     "source",
     "files",
     "numbers",
+    "places",  # where relative paths lead
     "errors",
     "text",
 )

@@ -8,10 +8,11 @@ from hydra import compose, initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
 from sd_quant import sweep
-from sd_quant.cli import CONF, job_of
+from sd_quant.cli import job_of
 from sd_quant.config import QuantizeJob
 from sd_quant.errors import ConfigError
 from sd_quant.files import write_json
+from sd_quant.places import CONF
 from sd_quant.report.record import RECORD
 from sd_quant.report.summary import FAILURE, SWEEP, read_sweep
 

@@ -10,12 +10,12 @@ import sys
 import pytest
 
 from sd_quant.checkpoints.nemo import open_nemo
-from sd_quant.config import REPOSITORY
 from sd_quant.export.parts import trace_part
 from sd_quant.export.tracing import copy_of
+from sd_quant.places import HOME
 
 pytestmark = pytest.mark.slow
-BENCHMARKS = REPOSITORY / "benchmarks"
+BENCHMARKS = HOME / "benchmarks"
 ONE_STEP = ["--prompts", "1", "--steps", "1"]
 RUNS = {
     "quality": ["--images", "2", "--calib-size", "1", "--steps", "1", "--recipes", "the default", "NeMo's with shift"],
@@ -42,7 +42,7 @@ def test_none_is_forgotten():
 
 @pytest.fixture(scope="module")
 def traced():
-    return trace_part(open_nemo(REPOSITORY / "checkpoints/sdxl_mini.nemo"), "unet_xl")
+    return trace_part(open_nemo(HOME / "checkpoints/sdxl_mini.nemo"), "unet_xl")
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -15,7 +15,6 @@ from sd_quant.calibration.collected_elsewhere import chains, differences, read_s
 from sd_quant.calibration.collection import calibrate, origin
 from sd_quant.calibration.store import VERSION, Entries, content_digest, pack
 from sd_quant.checkpoints.nemo import open_nemo
-from sd_quant.config import REPOSITORY
 from sd_quant.errors import ArtifactError, ConfigError, SdQuantError
 from sd_quant.inference.loading import load_model
 from sd_quant.inference.pipeline import Sampling
@@ -23,6 +22,7 @@ from sd_quant.models.checkpoint import contracts_of, empty_modules
 from sd_quant.models.sdxl import unet_part
 from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS
 from sd_quant.models.unet import layer_roles
+from sd_quant.places import HOME
 from sd_quant.quantization.statistics import LayerStatistics, Sample, Statistics, merge
 
 STEPS = 2
@@ -132,7 +132,7 @@ def test_every_number_that_segments_add_up_to_is_found(pairs):
 
 def test_what_a_pass_collected_and_cached_is_read_elsewhere(tmp_path, caplog):
     """The shipped checkpoint: the folder that the log names, with networks that have no weights."""
-    checkpoint = open_nemo(REPOSITORY / "checkpoints/sdxl_mini.nemo")
+    checkpoint = open_nemo(HOME / "checkpoints/sdxl_mini.nemo")
     model, sampling = load_model(checkpoint), Sampling(2, 5.0, 64, 64, 1, 3)
     names = [name for name, role in layer_roles(model.modules["unet"]).items() if role != "excluded"]
     with caplog.at_level(logging.INFO):

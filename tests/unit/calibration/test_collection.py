@@ -18,12 +18,12 @@ from sd_quant.calibration.hooks import FIRST_OF_ALL, ROWS_PER_CALL
 from sd_quant.calibration.store import pack
 from sd_quant.checkpoints import nemo_networks
 from sd_quant.checkpoints.nemo import open_nemo
-from sd_quant.config import REPOSITORY
 from sd_quant.errors import ResourceError, SdQuantError
 from sd_quant.inference import loading
 from sd_quant.inference.loading import LoadedModel, load_model
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.models.unet import layer_roles
+from sd_quant.places import HOME
 from sd_quant.quantization.statistics import Statistics, bytes_bound, merge
 
 pytestmark = pytest.mark.slow
@@ -34,7 +34,7 @@ SHA256 = "a" * 64
 
 
 def fresh() -> LoadedModel:
-    return load_model(open_nemo(REPOSITORY / "checkpoints/sdxl_mini.nemo"))
+    return load_model(open_nemo(HOME / "checkpoints/sdxl_mini.nemo"))
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,11 @@ import yaml
 
 from sd_quant.checkpoints.nemo_networks import SDXL_BASE
 from sd_quant.checkpoints.plain_yaml import MAX_NODES, load_yaml
-from sd_quant.config import REPOSITORY
+from sd_quant.places import HOME
 
 
 @pytest.mark.parametrize(
-    "path", [SDXL_BASE, *REPOSITORY.glob("examples/**/model_config.yaml"), *REPOSITORY.glob("conf/model/*.yaml")]
+    "path", [SDXL_BASE, *HOME.glob("examples/**/model_config.yaml"), *HOME.glob("conf/model/*.yaml")]
 )
 def test_plain_files_are_what_pyyaml_reads(path):
     assert load_yaml(path.read_bytes()) == yaml.safe_load(path.read_text())

@@ -4,13 +4,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sd_quant.config import REPOSITORY
 from sd_quant.errors import ConfigError
+from sd_quant.places import HOME
 from sd_quant.report.published import as_html, as_markdown, published_tables, read_published
 from sd_quant.report.summary import Job, Sweep
 from sd_quant.report.timing import Timed
 
-NEMO = REPOSITORY / "examples/published/nemo_docs.yaml"
+NEMO = HOME / "examples/published/nemo_docs.yaml"
 
 
 def job(batch: int, framework: float | None, unquantized: float, quantized: float):

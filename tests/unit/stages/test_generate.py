@@ -7,8 +7,9 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from sd_quant.cli import job_of
-from sd_quant.config import REPOSITORY, InferJob, QuantizeJob
+from sd_quant.config import InferJob, QuantizeJob
 from sd_quant.errors import ConfigError
+from sd_quant.places import HOME
 from sd_quant.stages import calibrate
 from sd_quant.stages.generate import check_channels, check_images, check_steps, sampling_of
 from sd_quant.stages.job_folder import facts_of, fingerprint
@@ -20,7 +21,7 @@ COMMON = {InferJob: ["infer=torch"], QuantizeJob: []}
 
 def job(kind=InferJob, *overrides: str):
     name = {InferJob: "infer", QuantizeJob: "quantize"}[kind]
-    with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
+    with initialize_config_dir(str(HOME / "conf"), version_base="1.3"):
         return job_of(kind, compose(name, [PROMPTS, *COMMON[kind], *overrides]))
 
 

@@ -9,8 +9,9 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from sd_quant.cli import job_of
-from sd_quant.config import REPOSITORY, QuantizeJob
+from sd_quant.config import QuantizeJob
 from sd_quant.errors import ConfigError, SdQuantError
+from sd_quant.places import HOME
 from sd_quant.stages.job_folder import check_own, check_still_there, fingerprint, finished, remove_leftovers
 
 FACTS = {
@@ -25,7 +26,7 @@ FACTS = {
 def job(tmp_path) -> QuantizeJob:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a cat\na dog\n")
-    with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
+    with initialize_config_dir(str(HOME / "conf"), version_base="1.3"):
         return job_of(QuantizeJob, compose("quantize", [f"infer.prompts={prompts}"]))
 
 

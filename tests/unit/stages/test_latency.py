@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from sd_quant.checkpoints.nemo import open_nemo
-from sd_quant.config import PART_NAMES, REPOSITORY, Timing
+from sd_quant.config import PART_NAMES, Timing
 from sd_quant.metrics import latency
 from sd_quant.models.checkpoint import contracts_of
+from sd_quant.places import HOME
 from sd_quant.stages import infer
 from sd_quant.stages import latency as timing
 from sd_quant.stages.latency import compare_latency
@@ -34,7 +35,7 @@ TIMING = Timing(half_width=0.01, budget_s=0)
 
 @pytest.fixture(scope="module")
 def checkpoint():
-    return open_nemo(REPOSITORY / "checkpoints/sdxl_mini.nemo")
+    return open_nemo(HOME / "checkpoints/sdxl_mini.nemo")
 
 
 @pytest.fixture

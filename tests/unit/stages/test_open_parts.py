@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from sd_quant.checkpoints.nemo import open_nemo
-from sd_quant.config import REPOSITORY
 from sd_quant.engines.replayed import Replayed
 from sd_quant.engines.torch import TorchEngine
 from sd_quant.errors import ResourceError
+from sd_quant.places import HOME
 from sd_quant.stages import open_parts
 
 
@@ -19,7 +19,7 @@ def infer(engine: str = "torch_native", precision: str = "auto", cuda_graph: boo
 
 @pytest.fixture(scope="module")
 def checkpoint():
-    return open_nemo(REPOSITORY / "checkpoints/sdxl_mini.nemo")
+    return open_nemo(HOME / "checkpoints/sdxl_mini.nemo")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="shows what a machine without a GPU says")

@@ -8,12 +8,13 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from sd_quant.cli import job_of
-from sd_quant.config import REPOSITORY, InferJob, Metrics
+from sd_quant.config import InferJob, Metrics
 from sd_quant.errors import ConfigError, ResourceError
 from sd_quant.inference.latents import digest_of
 from sd_quant.inference.loading import load_model, pipeline_of
 from sd_quant.metrics import text_image
 from sd_quant.metrics.text_image import MLPERF_PROTOCOL, captions_sha256, clip_score, fid, git_blob
+from sd_quant.places import HOME
 from sd_quant.stages.generate import generate, sampling_of
 from sd_quant.stages.load import open_model
 from sd_quant.stages.text_scores import text_scores
@@ -25,7 +26,7 @@ IMAGES = 24
 
 
 def infer_job(*overrides: str) -> InferJob:
-    with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
+    with initialize_config_dir(str(HOME / "conf"), version_base="1.3"):
         return job_of(InferJob, compose("infer", ["infer=torch", *overrides]))
 
 

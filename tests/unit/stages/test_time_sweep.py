@@ -9,10 +9,11 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 
-from sd_quant.cli import CONF, job_of
+from sd_quant.cli import job_of
 from sd_quant.config import QuantizeJob
 from sd_quant.errors import ArtifactError
 from sd_quant.metrics.latency import Rounds
+from sd_quant.places import CONF
 from sd_quant.report.provenance import machine
 from sd_quant.report.record import read_object
 from sd_quant.report.timing import TIMING

@@ -6,7 +6,7 @@ import zipfile
 import pytest
 
 from benchmarks.gpu import bundle
-from sd_quant.config import REPOSITORY
+from sd_quant.places import HOME
 
 
 @pytest.fixture
@@ -43,6 +43,6 @@ def test_a_python_that_is_too_old_is_refused(made, tmp_path):
 def test_the_wheels_are_those_that_are_tested():
     """Of the versions that the project installs."""
     pinned = {line.partition("==")[0].lower().replace("_", "-"): line.partition("==")[2]
-              for line in (REPOSITORY / "constraints.txt").read_text().splitlines()}  # fmt: skip
+              for line in (HOME / "constraints.txt").read_text().splitlines()}  # fmt: skip
     wanted = dict(name.split("==") for name in bundle.wanted_wheels())
     assert wanted == {name: pinned[name] for name in wanted} and "diffusers" in wanted

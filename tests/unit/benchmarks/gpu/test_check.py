@@ -15,7 +15,7 @@ import yaml
 from packaging.requirements import Requirement
 
 from benchmarks.gpu import bundle
-from sd_quant.config import REPOSITORY
+from sd_quant.places import HOME
 
 pytestmark = pytest.mark.slow
 BARE = ("torch", "triton", "numpy", "safetensors", "transformers")
@@ -67,11 +67,11 @@ def check(bare, bundled, tmp_path, small_config):
     (tmp_path / "model.yaml").write_text(yaml.safe_dump(small_config))
 
     def run(*arguments: str, packages: bool = True) -> subprocess.CompletedProcess:
-        paths = [str(REPOSITORY), *([str(bundled)] if packages else [])]
+        paths = [str(HOME), *([str(bundled)] if packages else [])]
         environment = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
         environment |= {"PYTHONPATH": os.pathsep.join(paths), "OUT": str(tmp_path / "out"), "OMP_NUM_THREADS": "1"}
         command = [bare, "-m", "benchmarks.gpu.check", "--bundle", tmp_path / "no bundle", *arguments]
-        return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=900)
+        return subprocess.run(command, cwd=HOME, env=environment, capture_output=True, text=True, timeout=900)
 
     return run
 

@@ -1,0 +1,55 @@
+from pathlib import Path
+
+import pytest
+
+from sd_quant import places
+from sd_quant.errors import ConfigError, ResourceError
+from sd_quant.places import HOME, check_shipped, existing, input_path, lasting, output_path, shown
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_what_the_user_names_is_looked_for_here_first_then_among_what_ships(here):
+    assert input_path("conf/quantize.yaml") == HOME / "conf/quantize.yaml"
+    mine = here / "conf/quantize.yaml"
+    mine.parent.mkdir()
+    mine.touch()
+    assert input_path("conf/quantize.yaml") == mine
+    assert input_path(mine) == mine
+
+
+def test_what_is_nowhere_is_expected_here_and_results_go_here(here):
+    assert input_path("no/such") == output_path("no/such") == here / "no/such"
+    assert output_path("conf/quantize.yaml") == here / "conf/quantize.yaml"
+
+
+def test_a_refusal_says_where_was_looked(here):
+    with pytest.raises(ConfigError) as refused:
+        existing("model.path", "no/such", "another")
+    expected = f"model.path names no/such, which does not exist (looked in {here} and {HOME}); give another"
+    assert str(refused.value) == expected
+    with pytest.raises(ConfigError, match="^model.path names /no/such, which does not exist; give another$"):
+        existing("model.path", "/no/such", "another")
+    assert existing("model.path", "conf", "another") == HOME / "conf"
+
+
+def test_a_record_keeps_paths_that_lead_to_the_same_file_from_elsewhere(here):
+    (here / "mine.txt").touch()
+    assert lasting("mine.txt") == str(here / "mine.txt")
+    assert lasting("conf/quantize.yaml") == "conf/quantize.yaml"
+    assert lasting("/no/such") == "/no/such"
+
+
+def test_a_path_is_shown_as_it_is_seen_from_here(here):
+    assert (shown(here / "outputs/one"), shown(Path("/no/such"))) == ("outputs/one", "/no/such")
+
+
+def test_an_installation_without_its_configuration_is_refused(here, monkeypatch):
+    check_shipped()
+    monkeypatch.setattr(places, "CONF", here / "conf")
+    with pytest.raises(ResourceError, match="was installed without its configuration; install it again"):
+        check_shipped()
