@@ -37,6 +37,7 @@ from sd_quant.places import CONF, GROUPS, check_shipped, output_path
 from sd_quant.report.summary import FAILURE, read_sweep
 
 LOG = logging.getLogger(__name__)
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it misses torchvision in every run, which nothing needs
 SWEEPS = "outputs/sweeps"
 LAUNCHERS = {  # what the files in conf/hydra/launcher build on, and what installs it
     "joblib": "pip install -e '.[joblib]' -c constraints.txt",
@@ -78,7 +79,6 @@ def run(
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what a scheduler sends ends a job as Ctrl-C does
     logging.raiseExceptions = False  # else every line of the log says that a disk is full
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise errors to here instead of printing a traceback
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it misses torchvision in every run, which nothing needs
     OmegaConf.register_new_resolver("knobs", lambda: "\n".join(described(job)), replace=True)  # for --help
     arguments = get_args_parser().parse_args()
     shows = arguments.help or arguments.hydra_help or arguments.cfg or arguments.info or arguments.shell_completion

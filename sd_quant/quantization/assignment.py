@@ -86,6 +86,11 @@ class LayerAssignment:
         return -self.activation_zero_point * self.activation_scale if self.activation_zero_point else 0.0
 
     @property
+    def rank(self) -> int:
+        """Of the low-rank branch; 0 without one."""
+        return 0 if self.low_rank is None else len(self.low_rank[1])
+
+    @property
     def multiplies(self) -> bool:
         """Whether the graph multiplies the input of this layer by ``pre_quant_scale``."""
         return self.pre_quant_scale is not None and self.folded_into is None
@@ -106,7 +111,7 @@ class LayerAssignment:
             "weight_shape": "x".join(map(str, self.weight_shape)),
             "format": self.format or self.activation_format or "high precision",
             "activation_format": self.activation_format or "",
-            "rank": None if self.low_rank is None else len(self.low_rank[1]),
+            "rank": self.rank or None,
             "reason": self.reason or "",
             "alpha": self.alpha,
             "smoothing": self.smoothing,

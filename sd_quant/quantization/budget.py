@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from sd_quant.process import without_output
+from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.low_rank import rank_of
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
@@ -39,14 +40,30 @@ def with_weights(recipe: Recipe, fmt: str) -> Recipe:
 
 def stored_bytes(shape: Sequence[int], role: str, recipe: Recipe | None) -> int:
     """Bytes of a layer's weight [out, in...], its scales and its low-rank branch; None: in fp16."""
-    numbers, outputs = prod(shape), shape[0]
     if recipe is None:
-        return HALF * numbers
-    fmt = FORMATS[recipe.formats_of(role).weight]
-    scales = numbers // fmt.block if fmt.block is not None else outputs if recipe.per_channel else 1
-    branch = 0 if role == "conv" else HALF * rank_of(recipe.rank, tuple(shape)) * (outputs + numbers // outputs)
+        return HALF * prod(shape)
+    rank = 0 if role == "conv" else rank_of(recipe.rank, tuple(shape))
+    return weight_bytes(shape, recipe.formats_of(role).weight, recipe.per_channel, rank)
+
+
+def weight_bytes(shape: Sequence[int], name: str, per_channel: bool, rank: int) -> int:
+    """Bytes of a weight [out, in...] in the format ``name``, of its scales and of a low-rank branch in fp16."""
+    fmt, numbers, outputs = FORMATS[name], prod(shape), shape[0]
+    scales = numbers // fmt.block if fmt.block is not None else outputs if per_channel else 1
+    branch = HALF * rank * (outputs + numbers // outputs)
     global_scale = sum(SCALE_BYTES[kind] for kind in fmt.onnx_scale_types[1:])
     return -(-numbers * fmt.bits // 8) + scales * SCALE_BYTES[fmt.onnx_scale_types[0]] + global_scale + branch
+
+
+def assigned_bytes(parameters: int, assignment: Mapping[str, LayerAssignment]) -> int:
+    """Bytes of a network of so many ``parameters``: layers as they are assigned, everything else in fp16."""
+    layers = [layer for layer in assignment.values() if layer.format is not None]
+    saved = sum(HALF * prod(layer.weight_shape) for layer in layers)
+    return (
+        HALF * parameters
+        - saved
+        + sum(weight_bytes(layer.weight_shape, layer.format, layer.weight_axis == 0, layer.rank) for layer in layers)
+    )
 
 
 def choose(units: Sequence[Mapping[str, Choice]], limit: int) -> list[str]:

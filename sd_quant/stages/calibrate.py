@@ -20,9 +20,16 @@ LOG = logging.getLogger(__name__)
 
 
 def statistics_of(
-    checkpoint: Checkpoint, roles: dict[str, str], job: QuantizeJob, checkpoint_sha256: str
+    checkpoint: Checkpoint,
+    roles: dict[str, str],
+    job: QuantizeJob,
+    checkpoint_sha256: str,
+    prompts: list[str] | None = None,
 ) -> Statistics:
-    """Statistics of every layer that some level may quantize; ``roles`` are those of all the denoiser's layers."""
+    """Statistics of every layer that some level may quantize; ``roles`` are those of all the denoiser's layers.
+
+    They are of ``prompts``, or of those that the job names.
+    """
     knobs = job.quantize
     names = [name for name, role in roles.items() if role != "excluded"]
     sampling = Sampling(
@@ -39,7 +46,7 @@ def statistics_of(
     return calibrate(
         load_model(checkpoint),
         names,
-        job.calibration_prompts(),
+        job.calibration_prompts() if prompts is None else prompts,
         sampling,
         checkpoint_sha256=checkpoint_sha256,
         snapshots=knobs.snapshots,

@@ -3,7 +3,8 @@
 import dataclasses
 import hashlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import onnx_ir as ir
@@ -25,10 +26,30 @@ Assignment = Mapping[str, LayerAssignment]
 REPORTED = {"role", "reason", "alpha", "output_error", "accumulated_error", "fixed_alpha_error"}
 
 
-def export_parts(
-    checkpoint: Checkpoint, checkpoint_sha256: str, assignment: Assignment, directory: Path, cache: Cache
-) -> None:
-    """Write the files of a run to ``directory``, or take them from the cache where an earlier run has made the same.
+@dataclass(frozen=True)
+class File:
+    """An ONNX file that is to be written."""
+
+    part: str
+    directory: Path  # that gets onnx/<part>/<part>.onnx
+    assignment: Assignment
+    delivered: bool = True  # and not only for this run to compare with
+
+
+def delivered_files(checkpoint: Checkpoint, assignment: Assignment, directory: Path) -> list[File]:
+    """Every part, the denoiser quantized."""
+    denoiser = checkpoint.family.DENOISER
+    return [File(part, directory, assignment if part == denoiser else {}) for part in checkpoint.parts()]
+
+
+def files_of_a_run(checkpoint: Checkpoint, assignment: Assignment, directory: Path) -> list[File]:
+    """The same, and the unquantized denoiser, which comes first because its graph is the quantized one's too."""
+    unquantized = File(checkpoint.family.DENOISER, directory / "full_precision", {}, delivered=False)
+    return [unquantized, *delivered_files(checkpoint, assignment, directory)]
+
+
+def export_parts(checkpoint: Checkpoint, checkpoint_sha256: str, files: Sequence[File], cache: Cache) -> None:
+    """Write ``files``, or take them from the cache where an earlier run has made the same.
 
     What is delivered has no second name in the cache where weights lie beside the graph: onnx refuses to read weights
     from a file with several. The unquantized denoiser is many GB in each job of a sweep, which runtimes alone read, so
@@ -39,19 +60,12 @@ def export_parts(
         "source": source_digest("checkpoints.kinds", "export.parts"),
         "versions": versions("torch", "onnx", "onnx-ir", "onnxscript", "diffusers", "transformers"),
     }
-    unquantized: Assignment = {}
-    denoiser = checkpoint.family.DENOISER
-    wanted: list[tuple[str, Path, Assignment]] = [
-        (denoiser, directory / "full_precision", unquantized),
-        (denoiser, directory, assignment),
-        *((part, directory, unquantized) for part in checkpoint.parts() if part != denoiser),
-    ]
-    with progress(len(wanted), "export") as advance:
-        for part, run, chosen in wanted:
-            path = artifact(run, "onnx", part)
-            contract = repr(checkpoint.parts()[part].contract)  # knobs may give it other shapes
-            export(checkpoint, origin | {"contract": contract}, part, path, chosen, cache)
-            for weights in onnx_files(path)[1:] if run == directory else ():
+    with progress(len(files), "export") as advance:
+        for file in files:
+            path = artifact(file.directory, "onnx", file.part)
+            contract = repr(checkpoint.parts()[file.part].contract)  # knobs may give it other shapes
+            export(checkpoint, origin | {"contract": contract}, file.part, path, file.assignment, cache)
+            for weights in onnx_files(path)[1:] if file.delivered else ():
                 make_sole(weights)
             advance()
 

@@ -73,20 +73,35 @@ def read_the_text(checkpoint: Checkpoint, roles: Mapping[str, str]) -> list[str]
 def load(job: QuantizeJob, directory: Path) -> Loaded:
     """Open the checkpoint and check it, the recipe and the machine.
 
-    Raises what the checkpoint's reader raises, ArtifactError for weights that are not finite, ResourceError when memory
-    or disk are too small, and ConfigError for a recipe that does not fit the layers, noise that does not fit the VAE,
-    or more steps than the sampler can make.
+    Raises what the checkpoint's reader and ``layers_of`` raise, ArtifactError for weights that are not finite, and
+    ResourceError when memory or disk are too small.
     """
     checkpoint = open_model(job.model)
+    loaded = layers_of(checkpoint, job)
+    stored = {part: loaded.parts[part].contract.weights.itemsize * count for part, count in loaded.parameters.items()}
+    check_machine(
+        memory_needed(loaded.parameters, job), disk_needed(stored, job), directory,
+        gpu_memory_needed(loaded.parameters, job),
+    )  # fmt: skip
+    check_weights(checkpoint)
+    return loaded
+
+
+def check_weights(checkpoint: Checkpoint) -> None:
+    """Raises ArtifactError when a weight is not finite. Reads all of them, one at a time."""
+    for weights in checkpoint.components.values():
+        check_finite(cast(Weights, weights))
+
+
+def layers_of(checkpoint: Checkpoint, job: QuantizeJob) -> Loaded:
+    """What follows from the checkpoint's structure and the job.
+
+    Raises ConfigError for a recipe that does not fit the layers, noise that does not fit the VAE, or more steps than
+    the sampler can make.
+    """
     check_channels(checkpoint, job.infer)
     check_steps(checkpoint, {"quantize.n_steps": job.quantize.n_steps, "infer.steps": job.infer.steps})
     parts, parameters = checkpoint.parts(), part_parameters(checkpoint)
-    stored = {part: parts[part].contract.weights.itemsize * count for part, count in parameters.items()}
-    check_machine(
-        memory_needed(parameters, job), disk_needed(stored, job), directory, gpu_memory_needed(parameters, job)
-    )
-    for weights in checkpoint.components.values():
-        check_finite(cast(Weights, weights))
     network, recipe = empty_denoiser(checkpoint), job.quantize
     roles, head_widths = checkpoint.family.layer_roles(network), checkpoint.family.attentions(network)
     exclude = list(recipe.exclude.get(job.model.family, ()))

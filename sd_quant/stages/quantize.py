@@ -19,18 +19,17 @@ from sd_quant.files import write_json, write_text
 from sd_quant.metrics import SCORES
 from sd_quant.metrics.memory import StageTimer
 from sd_quant.places import output_path, shown
-from sd_quant.report.csv_files import write_csv
 from sd_quant.report.rebuild import rebuild
 from sd_quant.report.record import Record, score_of, write_record
 from sd_quant.report.summary import LOCK, PROVENANCE, SWEEP
 from sd_quant.report.table import run_table
 from sd_quant.simulation.native import check_device
-from sd_quant.stages.assign import assign, most_sensitive
 from sd_quant.stages.calibrate import statistics_of
+from sd_quant.stages.choose import choose
 from sd_quant.stages.compare import compare_images, save_pairs
-from sd_quant.stages.export_onnx import export_parts
+from sd_quant.stages.export_onnx import export_parts, files_of_a_run
 from sd_quant.stages.export_trt import build_run_plans, check_gpu, plan_library
-from sd_quant.stages.fit_budget import bytes_to_share, fit_budget
+from sd_quant.stages.fit_budget import bytes_to_share
 from sd_quant.stages.generate import check_images
 from sd_quant.stages.job_folder import (
     check_own,
@@ -114,19 +113,13 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> Record:
     write_text(directory / "config.yaml", yaml.safe_dump(kept_knobs(job), sort_keys=False))
     with step("load"):
         loaded = load(job, directory)
-        limit = bytes_to_share(loaded)
+        bytes_to_share(loaded)  # refuses a budget before calibration
     with step("calibrate"):
         statistics = statistics_of(loaded.checkpoint, loaded.roles, job, sha256)
-    with step("assign"):
-        fitted = None if limit is None else fit_budget(loaded, statistics, limit, directory)
-        assignment, sensitivity = fitted.assignment if fitted else assign(loaded, statistics), None
-    if loaded.kept:
-        with step("sensitivity"):
-            sensitivity, kept = most_sensitive(loaded, statistics, assignment, directory)
-            assignment = assign(loaded, statistics, kept)
-    write_csv([layer.row() for layer in assignment.values()], directory / "layers.csv")
+    chosen = choose(loaded, statistics, directory, step)
+    assignment = chosen.assignment
     with step("export"):
-        export_parts(loaded.checkpoint, sha256, assignment, directory, cache)
+        export_parts(loaded.checkpoint, sha256, files_of_a_run(loaded.checkpoint, assignment, directory), cache)
     with step("plans"):
         plans = build_run_plans(loaded, directory, job.trt, job.infer, cache)
     variants = variants_of(loaded, job.infer, assignment, directory, simulated)
@@ -144,9 +137,7 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> Record:
         parity = verify(loaded, assignment, variants, comparison, job.infer.engine, directory)
     results = Results(
         loaded,
-        assignment,
-        sensitivity,
-        fitted,
+        chosen,
         plans,
         comparison,
         simulated,

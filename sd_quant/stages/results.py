@@ -26,9 +26,8 @@ from sd_quant.report.record import (
     Stage,
     explained,
 )
-from sd_quant.simulation.sensitivity import Sensitivity
+from sd_quant.stages.choose import Chosen
 from sd_quant.stages.compare import Comparison
-from sd_quant.stages.fit_budget import Fitted
 from sd_quant.stages.job_folder import fingerprint
 from sd_quant.stages.load import Loaded
 from sd_quant.stages.text_scores import text_scores
@@ -40,9 +39,7 @@ class Results:
     """What the steps of a run have returned."""
 
     loaded: Loaded
-    assignment: dict[str, LayerAssignment]
-    sensitivity: Sensitivity | None  # None where no layer is kept for its sensitivity
-    fitted: Fitted | None  # None where no budget was given
+    chosen: Chosen
     plans: dict[str, PlanReport]  # by part
     comparison: Comparison
     simulated: str | None  # why the quantized variant is the simulation and no engine; None where it is an engine
@@ -89,9 +86,9 @@ def record_of(job: QuantizeJob, facts: dict, results: Results, directory: Path) 
         ),
         parity=results.parity,
         executed=cast(Executed, results.executed),
-        layers=count_layers(results.assignment),
-        smoothing=count_smoothing(results.assignment, artifact(directory, "onnx", loaded.denoiser)),
-        sensitivity=sensitivity_entry(results),
+        layers=count_layers(results.chosen.assignment),
+        smoothing=count_smoothing(results.chosen.assignment, artifact(directory, "onnx", loaded.denoiser)),
+        sensitivity=sensitivity_entry(results.chosen),
         peak_memory_bytes=cast("float | Explained", results.peak),
         peak_cuda_memory_bytes=explained(peak_cuda_memory_bytes(), "no NVIDIA GPU"),
         stages=cast(dict[str, Stage], results.stages),
@@ -100,12 +97,12 @@ def record_of(job: QuantizeJob, facts: dict, results: Results, directory: Path) 
     )
 
 
-def sensitivity_entry(results: Results) -> dict[str, Any]:
+def sensitivity_entry(chosen: Chosen) -> dict[str, Any]:
     """What the choice of layers went by."""
-    if results.sensitivity:
-        return {"curve": results.sensitivity.curve}
-    if results.fitted:
-        return {"curve": None, "reason": "quantize.budget chose the formats", "budget": results.fitted.entry()}
+    if chosen.sensitivity:
+        return {"curve": chosen.sensitivity.curve}
+    if chosen.fitted:
+        return {"curve": None, "reason": "quantize.budget chose the formats", "budget": chosen.fitted.entry()}
     return {"curve": None, "reason": "keep is 0"}
 
 

@@ -4,6 +4,7 @@ Not taken: a checker of prose. What it would find, a reader finds better.
 """
 
 import re
+import runpy
 import shlex
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from sd_quant import sweep
 from sd_quant.cli import composing
+from sd_quant.commands import COMMANDS
 from sd_quant.errors import ResourceError
 from sd_quant.knobs import read
 from sd_quant.places import HOME
@@ -44,14 +46,21 @@ def anchors_of(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def as_scripts(words: list[str]) -> list[str]:
+    """``sd-quant infer ...`` as ``python infer.py ...``, which is the same."""
+    if words[0] != "sd-quant" or words[1] not in COMMANDS:
+        return words
+    return ["python", *([f"{words[1]}.py"] if words[1] in JOBS else ["-m", COMMANDS[words[1]][0]]), *words[2:]]
+
+
 def commands() -> list[list[str]]:
     """Every command of a page, in its code blocks or in backticks, as words; placeholders have a value."""
     found = []
     for page in PAGES:
         text = text_of(page).replace("\\\n", " ")
         for line in re.findall(r"^ {4,}(\S.*)$", text, re.MULTILINE) + re.findall(r"`([^`\n]+)`", text):
-            if line.startswith(("python ", "make ")):
-                words = shlex.split(re.sub(r"<[^<>]*>", "some", line), comments=True)
+            if line.startswith(("python ", "make ", "sd-quant ")):
+                words = as_scripts(shlex.split(re.sub(r"<[^<>]*>", "some", line), comments=True))
                 found += [words] if words not in found else []
     return found
 
@@ -126,6 +135,11 @@ def test_every_other_command_has_its_file_and_options(words):
 @pytest.mark.parametrize("words", [words for words in commands() if words[0] == "make"], ids=name_of)
 def test_every_target_of_make_is_there(words):
     assert re.search(rf"^{words[1]}:", text_of(HOME / "Makefile"), re.MULTILINE)
+
+
+def test_the_page_of_the_python_interface_is_that_of_its_docstrings():
+    made = runpy.run_path(str(HOME / "docs/make_python_page.py"))["page"]()
+    assert made == text_of(HOME / "docs/python.md"), "python docs/make_python_page.py writes it"
 
 
 @pytest.mark.parametrize("primary", JOBS)

@@ -20,6 +20,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "sd_quant"
 ROOMS = (
     "__main__",  # sd-quant
     "commands",  # the three that Hydra configures
+    "interface",  # the same steps from Python
     "cli",  # the entrypoints' common part
     "sweep",
     "placement",  # which GPU and cores a job of a sweep has to itself

@@ -15,7 +15,7 @@ from sd_quant.cache import Cache
 from sd_quant.export import onnx_file
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.stages import export_onnx
-from sd_quant.stages.export_onnx import REPORTED, assignment_digest, export_parts, make_sole
+from sd_quant.stages.export_onnx import REPORTED, assignment_digest, export_parts, files_of_a_run, make_sole
 
 LAYER = LayerAssignment("layer", "ffn", (2, 4), "int8", "int8")
 OTHER = {
@@ -82,7 +82,9 @@ def test_weights_beside_a_graph_are_read_by_onnx_itself(tmp_path, monkeypatch):
         export_onnx, "write_part", lambda graph, checkpoint, part, path, chosen: onnx_file.save(product(part), path)
     )
     for run in (tmp_path / "one", tmp_path / "two"):
-        export_parts(checkpoint, "hash", {"layer": LAYER}, run, Cache(tmp_path / "cache", 1e9))
+        export_parts(
+            checkpoint, "hash", files_of_a_run(checkpoint, {"layer": LAYER}, run), Cache(tmp_path / "cache", 1e9)
+        )
         for part in parts:
             onnx.checker.check_model(run / f"onnx/{part}/{part}.onnx", full_check=True)
     links: dict[Path, int] = {path.relative_to(tmp_path): path.stat().st_nlink for path in tmp_path.rglob("*.data")}

@@ -1,0 +1,376 @@
+"""The steps of ``quantize.py`` one by one, by the same code and with the same knobs.
+
+    import sd_quant
+
+    model = sd_quant.open("sdxl_mini")
+    statistics = model.calibrate(calib_size=8)
+    recipes = [model.quantize(statistics, "int8", quant_level=level) for level in (1, 2.5, 3)]
+    comparison = sd_quant.compare(recipes, ["a glossy icon of a rocket"])
+    recipes[-1].export("quantized")
+
+A keyword is a knob: those of ``open`` are of the section ``model``, those of ``calibrate`` and ``quantize`` of the
+section ``quantize``, those that say how images are made of ``infer``; ``docs/knobs.md`` explains each. Hydra composes
+and checks them as it does for a command, so a knob that is misspelt or out of range raises the same sentence, as
+``ConfigError``. Nothing is written but where a folder is named. The road not taken is an interface with defaults of its
+own, which would be another product after a year.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+from hydra import compose
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from sd_quant.cache import Cache
+from sd_quant.cli import composing, job_of, knobs_of
+from sd_quant.config import QuantizeJob, artifact
+from sd_quant.engines.pool import Pool, Variant
+from sd_quant.errors import ConfigError
+from sd_quant.inference.loading import pipeline_of
+from sd_quant.inference.memory import fits, memory_of_variant
+from sd_quant.inference.pipeline import Generated
+from sd_quant.knobs import near
+from sd_quant.metrics.fidelity import fidelity
+from sd_quant.metrics.intervals import Interval, mean_interval
+from sd_quant.models.checkpoint import Checkpoint, denoiser_of, part_parameters
+from sd_quant.places import input_path, output_path
+from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.budget import HALF, assigned_bytes
+from sd_quant.quantization.statistics import Statistics
+from sd_quant.report.images import comparison_grid
+from sd_quant.report.provenance import fingerprint
+from sd_quant.simulation.modelopt import restorable, save_quantized
+from sd_quant.stages.calibrate import statistics_of
+from sd_quant.stages.choose import choose
+from sd_quant.stages.export_onnx import delivered_files, export_parts
+from sd_quant.stages.generate import generate
+from sd_quant.stages.load import Loaded, check_weights, layers_of, open_model
+from sd_quant.stages.open_parts import open_simulated
+from sd_quant.stages.resources import workload_of
+from sd_quant.stages.variants import SIMULATED, open_engine
+
+__all__ = ["Comparison", "Model", "Quantized", "Result", "Statistics", "compare", "open"]
+
+
+def open(
+    model: str = "sdxl_mini", path: str | Path | None = None, *, cache: str | Path | None = None, **knobs: object
+) -> "Model":
+    """Open a checkpoint.
+
+    Args:
+        model: a preset, as for ``model=``: ``sdxl``, ``sdxl_nemo``, ``sd15``, ``flux``, ... or ``sdxl_mini``, the
+            checkpoint that ships.
+        path: the file or folder of the checkpoint, as for ``model.path=``.
+        cache: a folder where statistics and exported files are kept for the next time; None keeps nothing.
+        knobs: others of the section ``model``, such as ``width=512``.
+
+    Returns:
+        A ``Model``, of which no weight is in memory.
+
+    Raises:
+        ConfigError: there is no such preset, knob or file.
+        ArtifactError: the checkpoint is damaged, incomplete, or has a weight that is not finite.
+    """
+    given = {f"model.{name}": value for name, value in knobs.items()} | {"cache.dir": cache and str(cache)}
+    if path is not None:
+        given["model.path"] = str(path)
+    job = job_with({"model": model}, given)
+    checkpoint = open_model(job.model)
+    check_weights(checkpoint)
+    kept = Cache(output_path(cache) if cache else None, job.cache.limit_gb * 1e9)
+    return Model(model, given, input_path(job.model.path), checkpoint, kept)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A checkpoint that is open. ``sd_quant.open`` makes it."""
+
+    preset: str
+    knobs: Mapping[str, object]  # of the sections ``model`` and ``cache``, by their full names
+    path: Path
+    checkpoint: Checkpoint
+    cache: Cache
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of the checkpoint's file, or of its folder's files."""
+        return fingerprint(self.path)["sha256"]
+
+    @cached_property
+    def parameters(self) -> dict[str, int]:
+        """The number of parameters by part, the denoiser first."""
+        return part_parameters(self.checkpoint)
+
+    def calibrate(self, prompts: Sequence[str] | None = None, **knobs: object) -> Statistics:
+        """Collect what every recipe is derived from: ranges and samples of the inputs of all layers.
+
+        Args:
+            prompts: texts to make calibration images of; None: those of the preset, the first ``calib_size``.
+            knobs: of the section ``quantize`` that decide the images: ``calib_size``, ``n_steps``, ``seed``,
+                ``batch_size``, ``calibration``, ``accelerator``, ``devices``; and ``scale``, the guidance scale.
+
+        Returns:
+            The statistics, which know no recipe.
+
+        Raises:
+            ConfigError: a knob does not exist or is out of range.
+            SdQuantError: an input of a layer is not finite.
+        """
+        job, texts = self.job(None, knobs), None if prompts is None else texts_of(prompts)
+        loaded = layers_of(self.checkpoint, job)
+        return statistics_of(self.checkpoint, loaded.roles, job, self.sha256, texts)
+
+    def quantize(self, statistics: Statistics, preset: str | None = None, **knobs: object) -> "Quantized":
+        """Derive how each layer is quantized. Takes seconds, but for ``keep`` and ``budget``, which try every layer.
+
+        Args:
+            statistics: what ``calibrate`` has returned.
+            preset: as for ``quantize=``: ``fp8``, ``svdquant_w4a16``, ``nvfp4``, ...; None: ``int8``, the default there.
+            knobs: of the section ``quantize``, such as ``quant_level=3``, ``alpha=0.8``, ``keep=10``, ``budget=0.25``.
+
+        Raises:
+            ConfigError: a knob does not exist, is out of range, or does not fit the others.
+        """
+        job = self.job(preset, knobs)
+        loaded = layers_of(self.checkpoint, job)
+        step: Callable[[str], AbstractContextManager] = lambda name: nullcontext()  # noqa: E731
+        with TemporaryDirectory() as folder:
+            chosen = choose(loaded, statistics, Path(folder), step)
+        label = ", ".join([job.quantize.format, *(f"{name}={value}" for name, value in knobs.items())])
+        return Quantized(self, label, loaded, chosen.assignment)
+
+    def images(self, prompts: Sequence[str], **knobs: object) -> np.ndarray:
+        """The full-precision model's images of ``prompts``, uint8 [N, H, W, 3]; knobs as for ``compare``."""
+        return self.generate(prompts, knobs).images
+
+    def generate(
+        self, prompts: Sequence[str], knobs: Mapping[str, object], assignment: dict[str, LayerAssignment] | None = None
+    ) -> Generated:
+        """Images and latents by torch, with the denoiser quantized by an ``assignment`` where one is given."""
+        infer = self.job(None, {}, {"prompts": texts_of(prompts), **knobs}).infer
+        checkpoint, parts = self.checkpoint, dict.fromkeys(self.checkpoint.parts())
+        keys = {part: part for part in parts}
+        if assignment is not None:
+            keys[checkpoint.family.DENOISER] = SIMULATED
+        together = fits(memory_of_variant(self.parameters, workload_of(infer)), "all parts of the model")
+        pool = Pool(partial(open_engine, checkpoint, infer, assignment or {}), most=None if together else 1)
+        try:
+            texts = infer.prompt_list()
+            what = "full precision" if assignment is None else "quantized"
+            return generate(pipeline_of(checkpoint, Variant(pool, keys)), texts, infer, what)
+        finally:
+            pool.close()
+
+    def job(self, preset: str | None, recipe: Mapping[str, object], infer: Mapping[str, object] = {}) -> QuantizeJob:
+        """The job of a command with these knobs, checked."""
+        presets = {"model": self.preset, "export_trt": "none"} | ({"quantize": preset} if preset else {})
+        of_images = {f"infer.{name}": value for name, value in infer.items()}
+        of_recipe = {
+            f"infer.{name}" if name == "scale" else f"quantize.{name}": value for name, value in recipe.items()
+        }
+        return job_with(presets, {**self.knobs, **of_images, **of_recipe})
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A model with an assignment: how each of its denoiser's layers is quantized. ``Model.quantize`` makes it."""
+
+    model: Model
+    label: str  # the preset and the knobs that were given
+    loaded: Loaded
+    assignment: dict[str, LayerAssignment]
+
+    def layers(self) -> list[dict[str, object]]:
+        """A row for each layer, as in ``layers.csv``: role, format, scales, alpha, errors, why it is not quantized."""
+        return [layer.row() for layer in self.assignment.values()]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the denoiser's weights with their scales; what is not quantized counts in fp16."""
+        return assigned_bytes(self.loaded.parameters[self.loaded.denoiser], self.assignment)
+
+    @property
+    def share(self) -> float:
+        """The same as a share of what all of them take in fp16."""
+        return self.weight_bytes / (HALF * self.loaded.parameters[self.loaded.denoiser])
+
+    def images(self, prompts: Sequence[str], **knobs: object) -> np.ndarray:
+        """The quantized model's images of ``prompts``, uint8 [N, H, W, 3], simulated in torch; see ``compare``."""
+        return self.model.generate(prompts, knobs, self.assignment).images
+
+    def export(self, folder: str | Path) -> dict[str, Path]:
+        """Write an ONNX file for each part, the denoiser quantized.
+
+        Args:
+            folder: gets ``onnx/<part>/<part>.onnx``, from which ``export_trt`` builds plans.
+
+        Returns:
+            The files by part.
+
+        Raises:
+            ResourceError: the disk is full.
+        """
+        directory, checkpoint = output_path(folder), self.model.checkpoint
+        directory.mkdir(parents=True, exist_ok=True)
+        export_parts(
+            checkpoint, self.model.sha256, delivered_files(checkpoint, self.assignment, directory), self.model.cache
+        )
+        return {part: artifact(directory, "onnx", part) for part in checkpoint.parts()}
+
+    def save_modelopt(self, path: str | Path) -> Path:
+        """Write what ModelOpt makes the quantized denoiser of, in a diffusers pipeline of fp32 or fp16.
+
+            import modelopt.torch.opt as mto
+            import torch
+            from diffusers import StableDiffusionXLPipeline
+
+            pipeline = StableDiffusionXLPipeline.from_pretrained("sdxl", torch_dtype=torch.float16)
+            mto.restore(pipeline.unet, "quantized_unet.pt")  # which holds fp32
+            pipeline.unet.to(torch.float16)
+
+        ``quantized_unet.pt`` of a run is the same file. ``pipeline`` is what the checkpoint was; ``sd-quant convert``
+        makes a folder of a ``.nemo``.
+
+        Raises:
+            ConfigError: ModelOpt cannot hold the recipe; it holds INT8 and FP8 up to level 3.
+        """
+        if not restorable(self.assignment):
+            raise ConfigError(f"ModelOpt cannot hold {self.label}, expected INT8 or FP8 up to level 3")
+        file, engine = output_path(path), open_simulated(self.model.checkpoint, self.assignment)
+        save_quantized(denoiser_of(self.model.checkpoint, engine.module).cpu(), file)
+        return file
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one recipe costs and saves."""
+
+    quantized: Quantized
+    images: np.ndarray  # uint8 [N, H, W, 3]
+    scores: Mapping[str, Any]  # against full precision, as ``fidelity`` in metrics.json: psnr, ssim, lpips, ...
+
+    @property
+    def psnr(self) -> Interval:
+        """Mean over the images in dB with its 95 % interval, Student's t over prompts; identical images are left out.
+
+        Infinite when all images are identical.
+        """
+        values = [value for value in self.scores["psnr"]["values"] if value is not None]
+        return mean_interval(values) if values else Interval(*[float("inf")] * 3)
+
+    def row(self) -> dict[str, object]:
+        """Label, megabytes of the denoiser's weights, their share of fp16, and the scores, with PSNR's interval."""
+        low, high = self.psnr.low, self.psnr.high
+        return {
+            "recipe": self.quantized.label,
+            "megabytes": self.quantized.weight_bytes / 1e6,
+            "share_of_fp16": self.quantized.share,
+            "psnr_db": self.psnr.value,
+            "psnr_db_low": low,
+            "psnr_db_high": high,
+            "ssim": self.scores["ssim"]["mean"],
+            "lpips": self.scores["lpips"]["mean"],
+        }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Recipes on the same prompts and seeds. ``sd_quant.compare`` makes it."""
+
+    prompts: list[str]
+    full_precision: np.ndarray  # images, uint8 [N, H, W, 3]
+    results: list[Result]
+
+    def rows(self) -> list[dict[str, object]]:
+        """A row for each recipe, as pandas or a CSV writer takes it."""
+        return [result.row() for result in self.results]
+
+    def grid(self, path: str | Path, number: int = -1) -> Path:
+        """Draw the images of the ``number``-th recipe below full precision's, as ``images/grid.png`` of a run."""
+        result = self.results[number]
+        labels = ("full precision", result.quantized.label)
+        return comparison_grid(
+            self.full_precision, result.images, output_path(path), captions=self.prompts, labels=labels
+        )
+
+    def __str__(self) -> str:
+        head = f"{'recipe':40} {'MB':>9} {'of fp16':>8} {'PSNR, dB':>15} {'SSIM':>7} {'LPIPS':>7}"
+        return "\n".join([head, *map(line, self.results)])
+
+
+def line(result: Result) -> str:
+    """The result in a table as people read it."""
+    row, half = result.row(), result.psnr.high - result.psnr.value
+    interval = f"{result.psnr.value:.2f} ± {half:.2f}" if np.isfinite(half) else f"{result.psnr.value:.2f}"
+    return (
+        f"{row['recipe']:40} {row['megabytes']:9.2f} {row['share_of_fp16']:8.3f} {interval:>15} "
+        f"{row['ssim']:7.4f} {row['lpips']:7.4f}"
+    )
+
+
+def compare(quantized: Sequence[Quantized], prompts: Sequence[str], **knobs: object) -> Comparison:
+    """Make the images of several recipes of one model, and of full precision, and say how far apart they are.
+
+    Args:
+        quantized: recipes of one ``Model``.
+        prompts: what the images show; for an interval that says something, some dozens.
+        knobs: of the section ``infer``: ``steps``, ``scale``, ``seed``, ``batch_size``, ``width``, ``height``,
+            ``negative_prompt``, ``latents``.
+
+    Raises:
+        ConfigError: nothing to compare, recipes of several models, or a knob that does not exist.
+    """
+    models = {id(each.model): each.model for each in quantized}
+    if len(models) != 1:
+        raise ConfigError(f"recipes of {len(models)} models were given, expected some of one model")
+    (model,) = models.values()
+    full = model.generate(prompts, knobs)
+    results = []
+    for each in quantized:
+        made = model.generate(prompts, knobs, each.assignment)
+        results.append(Result(each, made.images, fidelity(full.images, made.images, full.latents, made.latents)))
+    return Comparison(texts_of(prompts), full.images, results)
+
+
+def texts_of(prompts: Sequence[str]) -> list[str]:
+    """The prompts as a list. Raises ConfigError for none, and for a single text, whose letters would be prompts."""
+    if isinstance(prompts, str) or not prompts:
+        raise ConfigError(f"prompts are {prompts!r:.100}, expected a list of texts")
+    return list(prompts)
+
+
+def literally(value: object) -> object:
+    """``value`` so that OmegaConf finds no interpolation in its texts."""
+    if isinstance(value, list | tuple):
+        return [literally(item) for item in value]
+    return value.replace("${", r"\${") if isinstance(value, str) else value
+
+
+def job_with(presets: Mapping[str, str], knobs: Mapping[str, object]) -> QuantizeJob:
+    """The job that a command with these presets and knobs means, checked. Another Hydra may be at work around it.
+
+    Raises ConfigError.
+    """
+    outside = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        with composing("quantize"):
+            config = compose(
+                "quantize", [f"{group}={name}" for group, name in presets.items()], return_hydra_config=True
+            )
+            for name, value in knobs.items():
+                try:
+                    OmegaConf.update(config, name, literally(value))
+                except OmegaConfBaseException as error:
+                    raise ConfigError(f"there is no knob {name}; {near(name, knobs_of(config))}") from error
+            return job_of(QuantizeJob, config)
+    finally:
+        GlobalHydra.instance().hydra = outside

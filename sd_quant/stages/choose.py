@@ -1,0 +1,43 @@
+"""How each layer is quantized: by the recipe, by a budget, or by the recipe with the most sensitive layers kept."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.statistics import Statistics
+from sd_quant.report.csv_files import write_csv
+from sd_quant.simulation.sensitivity import Sensitivity
+from sd_quant.stages.assign import assign, most_sensitive
+from sd_quant.stages.fit_budget import Fitted, bytes_to_share, fit_budget
+from sd_quant.stages.load import Loaded
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The assignment, and what it was chosen by."""
+
+    assignment: dict[str, LayerAssignment]
+    sensitivity: Sensitivity | None  # with quantize.keep
+    fitted: Fitted | None  # with quantize.budget
+
+
+def choose(
+    loaded: Loaded, statistics: Statistics, directory: Path, step: Callable[[str], AbstractContextManager]
+) -> Chosen:
+    """Each ``step`` is entered by its name. Writes ``layers.csv`` to ``directory``, and what the choice went by.
+
+    Raises ConfigError for a budget that cannot be met.
+    """
+    sensitivity = None
+    with step("assign"):
+        limit = bytes_to_share(loaded)
+        fitted = None if limit is None else fit_budget(loaded, statistics, limit, directory)
+        assignment = fitted.assignment if fitted else assign(loaded, statistics)
+    if loaded.kept:
+        with step("sensitivity"):
+            sensitivity, kept = most_sensitive(loaded, statistics, assignment, directory)
+            assignment = assign(loaded, statistics, kept)
+    write_csv([layer.row() for layer in assignment.values()], directory / "layers.csv")
+    return Chosen(assignment, sensitivity, fitted)

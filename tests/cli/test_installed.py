@@ -1,0 +1,135 @@
+"""A wheel in an environment of its own, used from a folder far from the checkout."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sd_quant.places import HOME
+
+MINE = """format: mine
+enable:
+  conv: {weight: int8, activation: int8}
+  linear: {weight: int8, activation: int8}
+  attention: null
+"""
+TYPED = """import sd_quant
+
+model = sd_quant.open("sdxl_mini")
+statistics: sd_quant.Statistics = model.calibrate(["a cat"])
+rows: list[dict[str, object]] = sd_quant.compare([model.quantize(statistics)], ["a cat"]).rows()
+model.quantize("no statistics")
+"""
+Run = Callable[..., subprocess.CompletedProcess]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory) -> Path:
+    """With the wheel, and everything else from the environment of the tests, but for their own editable install."""
+    folder = tmp_path_factory.mktemp("environment")
+    wheels = folder / "wheels"
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", wheels, HOME], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
+    (site,) = (folder / "venv/lib").glob("*/site-packages")
+    (site / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (wheel,) = wheels.iterdir()
+    install = ["--python", folder / "venv", "install", "--no-deps", "--no-index", wheel]
+    subprocess.run([*pip, *install], check=True)
+    return folder / "venv"
+
+
+@pytest.fixture(scope="module")
+def user(environment, tmp_path_factory, with_graphs) -> Run:
+    """``user(*command)`` in the folder ``user.folder``, which has a cache with the checkpoint's graphs."""
+    folder = tmp_path_factory.mktemp("user")
+    with_graphs(folder / "outputs/cache")
+
+    def run(*command: str | Path) -> subprocess.CompletedProcess:
+        clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+        program, *arguments = map(str, command)
+        return subprocess.run(
+            [str(environment / "bin" / program), *arguments], cwd=folder, env=clean, capture_output=True, text=True
+        )
+
+    run.folder = folder  # type: ignore[attr-defined]
+    return run
+
+
+def test_it_is_the_wheel_and_has_all_that_it_needs(user, environment):
+    where = "import sd_quant; from sd_quant.places import HOME, CONF; print(sd_quant.__file__, HOME, CONF.is_dir())"
+    *paths, found = user("python", "-c", where).stdout.split()
+    assert found == "True" and all(path.startswith(str(environment)) for path in paths)
+
+
+def test_a_command_that_there_is_not_is_refused(user):
+    assert "quantize" in user("sd-quant").stdout
+    refused = user("sd-quant", "quantise")
+    assert (refused.returncode, refused.stderr) == (2, "error: there is no command quantise; did you mean quantize?\n")
+    same = user("python", "-m", "sd_quant", "quantise")
+    assert (same.returncode, same.stderr) == (refused.returncode, refused.stderr)
+
+
+def test_the_main_job_a_sweep_images_and_the_report(user):
+    small = ["calib_size=1", "quantize.n_steps=2", "infer.steps=2", "infer.prompts=[a rocket]", "timing.budget_s=0",
+             "infer.num_timed_runs=1", "infer.num_warmup_runs=0", "export_trt=none"]  # fmt: skip
+    done = user("sd-quant", "quantize", "quant_level=3", "alpha=0.8", *small)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (run,) = (user.folder / "outputs/quantize").iterdir()
+    assert done.stdout.splitlines()[-1] == f"report: outputs/quantize/{run.name}/report.html"
+    sweep = user("python", "-m", "sd_quant", "quantize", "-m", "quant_level=1,3", *small)
+    assert sweep.returncode == 0, sweep.stderr[-2000:]
+    (folder,) = (user.folder / "outputs/sweeps").iterdir()
+    assert (folder / "summary.csv").read_text().count("\n") == 3
+    assert "sd-quant quantize -m quant_level=1,3" in (folder / "report.html").read_text()
+    images = user("sd-quant", "infer", f"run=outputs/quantize/{run.name}", "prompts=[a key]", "steps=2")
+    assert images.returncode == 0, images.stderr[-2000:]
+    again = user("sd-quant", "report", str(run))
+    assert (again.returncode, again.stdout.strip()) == (0, f"{run}/report.html")
+
+
+def test_groups_of_ones_own(user):
+    mine = user.folder / "mine/quantize"
+    mine.mkdir(parents=True)
+    (mine / "mine.yaml").write_text(MINE)
+    refused = user("sd-quant", "quantize", "--config-dir", "mine", "quantize=mine", "quant_level=7")
+    assert refused.stderr == "error: quant_level is 7.0, expected one of 1, 2, 2.5, 3, 4\n"
+    shown = user(
+        "sd-quant", "quantize", "--config-dir", "mine", "quantize=mine", "--cfg", "job", "--package", "quantize"
+    )
+    assert shown.stdout.splitlines()[-1] == "  attention: null" and "format: mine" in shown.stdout
+    (mine / "bad.yaml").write_text("format: bad\nenable: {conv: 3}\n")
+    refused = user("sd-quant", "quantize", "hydra.searchpath=[file://mine]", "quantize=bad")
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1), refused.stderr
+    (mine / "int8.yaml").write_text(MINE)
+    refused = user("sd-quant", "quantize", "--config-dir", "mine")
+    assert refused.returncode == 2 and refused.stderr.startswith("error: quantize/int8.yaml is in ")
+
+
+def test_a_users_types_are_checked(user, environment):
+    (user.folder / "typed.py").write_text(TYPED)
+    command = ["-m", "mypy", "--python-executable", environment / "bin/python", "typed.py"]
+    found = user("python", *command).stdout
+    assert 'typed.py:6: error: Argument 1 to "quantize" of "Model" has incompatible type "str"' in found, found
+    assert found.splitlines()[-1].startswith("Found 1 error in 1 file")
+
+
+def test_a_folder_that_cannot_be_written_and_data_that_is_missing(user, environment, tmp_path):
+    (site,) = (environment / "lib").glob("*/site-packages")
+    missing = tmp_path / "site"
+    missing.mkdir()
+    subprocess.run(["cp", "-r", site / "sd_quant", missing], check=True)
+    subprocess.run(["rm", "-r", missing / "sd_quant/shipped/conf"], check=True)
+    code = f"import sys; sys.path.insert(0, {str(missing)!r}); from sd_quant.__main__ import main; main()"
+    refused = user("python", "-c", code, "quantize")
+    assert (refused.returncode, refused.stderr.count("\n")) == (4, 1), refused.stderr
+    assert "was installed without its configuration; install it again" in refused.stderr
+    refused = subprocess.run(
+        [environment / "bin/sd-quant", "quantize"], cwd="/proc", capture_output=True, text=True, check=False
+    )
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1), refused.stderr
+    assert "cannot be written, because of /proc" in refused.stderr

@@ -1,0 +1,81 @@
+"""What Python computes is what the command has left: the same layers, the same files, the same images."""
+
+import csv
+import re
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import sd_quant
+from sd_quant.checkpoints.convert import convert
+from sd_quant.metrics.fidelity import psnr
+from sd_quant.places import HOME
+
+PAGE = HOME / "docs/python.md"
+
+
+@pytest.fixture(scope="module")
+def model(main_job, checkpoint) -> sd_quant.Model:
+    return sd_quant.open("sdxl_mini", checkpoint, cache=main_job.cache)
+
+
+@pytest.fixture(scope="module")
+def quantized(model) -> sd_quant.Quantized:
+    statistics = model.calibrate(calib_size=4, n_steps=5, snapshots=[1])
+    return model.quantize(statistics, "int8", quant_level=3, alpha=0.8)
+
+
+def test_layers_are_those_of_the_command(quantized, main_job):
+    with (main_job.directory / "layers.csv").open(newline="") as file:
+        expected = list(csv.DictReader(file))
+    found = quantized.layers()
+    assert [row["name"] for row in found] == [row["name"] for row in expected]
+    for row, there in zip(found, expected, strict=True):
+        for name, value in row.items():
+            if isinstance(value, float):  # errors, summed by another number of threads
+                assert float(there[name]) == pytest.approx(value, rel=1e-3), (row["name"], name)
+            else:
+                assert there[name] == ("" if value is None else str(value)), (row["name"], name)
+
+
+def test_files_are_those_of_the_command(quantized, main_job, tmp_path):
+    files = quantized.export(tmp_path / "exported")
+    assert list(files) == ["unet_xl", "vae", "clip1", "clip2"]
+    for part, path in files.items():
+        assert path.read_bytes() == (main_job.directory / f"onnx/{part}/{part}.onnx").read_bytes()
+    assert not (tmp_path / "exported/full_precision").exists()
+
+
+def images_in(folder) -> np.ndarray:
+    return np.asarray([np.asarray(Image.open(path)) for path in sorted(folder.iterdir())])
+
+
+def test_images_are_those_of_the_command(quantized, main_job):
+    comparison = sd_quant.compare([quantized], main_job.prompts, steps=5)
+    assert np.array_equal(comparison.full_precision, images_in(main_job.directory / "images/full_precision"))
+    (result,) = comparison.results
+    ours = images_in(main_job.directory / "images/quantized")  # by OpenVINO, and here by the simulation
+    assert min(psnr(ours, result.images)) > max(psnr(ours, comparison.full_precision))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_the_snippet_for_modelopt_runs_as_the_page_has_it(quantized, model, main_job, tmp_path, monkeypatch, dtype):
+    import torch
+
+    monkeypatch.chdir(tmp_path)
+    quantized.save_modelopt("quantized_unet.pt")
+    convert(model.path, tmp_path / "sdxl")
+    (snippet,) = [block for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "mto" in block]
+    names: dict = {}
+    exec(snippet.replace("float16", dtype), names)
+    pipeline = names["pipeline"]
+    assert {parameter.dtype for parameter in pipeline.unet.parameters()} == {getattr(torch, dtype)}
+    pipeline.set_progress_bar_config(disable=True)
+    sampling = {"num_inference_steps": 5, "height": 64, "width": 64, "output_type": "np"}
+    make = lambda: pipeline(main_job.prompts, generator=torch.manual_seed(1), **sampling).images  # noqa: E731
+    restored = make()
+    fresh = type(pipeline).from_pretrained("sdxl", torch_dtype=getattr(torch, dtype))
+    pipeline.unet = fresh.unet
+    full = make()
+    assert 18 < -10 * np.log10(np.square(restored - full).mean()) < 45  # quantized, and the same images
