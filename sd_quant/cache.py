@@ -82,7 +82,7 @@ class Cache:
         entry = self.directory / kind / digest(described)[:32]
         with locked(lock_of(entry), f"waiting for another process, which makes the same {kind}"):
             if names := sound(entry, json.loads(described)):
-                LOG.info("%s comes from the cache", kind)
+                LOG.info("%s comes from the cache", f"{kind} of {origin['part']}" if "part" in origin else kind)
             else:
                 names = fill(entry, json.loads(described), make)
             os.utime(entry / MANIFEST)

@@ -18,8 +18,10 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser  # hydra.main reads the command line with it; there is no public one
 from hydra.core.hydra_config import HydraConfig
@@ -29,11 +31,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from sd_quant import placement, sweep
+from sd_quant.checkpoints.own_size import own_size
 from sd_quant.config import check_writable, run_model
 from sd_quant.errors import CANCELLED, ConfigError, ResourceError, SdQuantError, fail, of_the_machine
 from sd_quant.files import write_json
 from sd_quant.knobs import described, near, read
-from sd_quant.places import CONF, GROUPS, check_shipped, output_path
+from sd_quant.places import CONF, GROUPS, check_shipped, input_path, output_path, shown
 from sd_quant.report.summary import FAILURE, read_sweep
 
 LOG = logging.getLogger(__name__)
@@ -62,6 +65,14 @@ def alpha_of(value: object, smoothing: str, preset: object) -> object:
     return given(value, None if smoothing == "none" else preset)
 
 
+def own_side(axis: int, path: object, usual: int) -> int:
+    """Pixels of the images that a checkpoint was made for, down or across; ``usual`` if it does not say."""
+    size = own_size(input_path(str(path)))
+    return usual if size is None else size[axis]
+
+
+OmegaConf.register_new_resolver("own_height", partial(own_side, 0), replace=True)
+OmegaConf.register_new_resolver("own_width", partial(own_side, 1), replace=True)
 OmegaConf.register_new_resolver("given", given, replace=True)  # ${given:...} in conf
 OmegaConf.register_new_resolver("alpha_of", alpha_of, replace=True)
 OmegaConf.register_new_resolver("job_name", sweep.name_of_job, replace=True)
@@ -80,11 +91,13 @@ def run(
     logging.raiseExceptions = False  # else every line of the log says that a disk is full
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise errors to here instead of printing a traceback
     OmegaConf.register_new_resolver("knobs", lambda: "\n".join(described(job)), replace=True)  # for --help
+    OmegaConf.register_new_resolver("presets", lambda: "\n".join(presets_of(config_name)), replace=True)
     arguments = get_args_parser().parse_args()
     shows = arguments.help or arguments.hydra_help or arguments.cfg or arguments.info or arguments.shell_completion
     try:
         check_shipped()
         if shows:
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as in --help | head
             main()
             return
         overrides = [*arguments.overrides, *search_path(arguments)]
@@ -106,6 +119,14 @@ def run(
         sys.exit(fail(str(fault), fault.exit_code))
     except KeyboardInterrupt:
         sys.exit(fail("cancelled; what was finished is kept, and the same command starts again", CANCELLED))
+
+
+def presets_of(config_name: str) -> Iterator[str]:
+    """A line for each group of the command's own configuration, with the names that can be chosen."""
+    for entry in yaml.safe_load((CONF / f"{config_name}.yaml").read_text(encoding="utf-8"))["defaults"]:
+        for group in entry if isinstance(entry, dict) else ():
+            name = group.removeprefix("optional ")
+            yield f"{name}: {', '.join(sorted(path.stem for path in (CONF / name).glob('*.yaml')))}"
 
 
 def search_path(arguments: Namespace) -> list[str]:
@@ -161,9 +182,11 @@ def run_sweep(
         except KeyboardInterrupt:
             cancelled = True
         from sd_quant.report.rebuild import rebuild
+        from sd_quant.report.table import sweep_table
 
-        print(f"report: {rebuild(directory)}", flush=True)
-        finished = read_sweep(directory)
+        page, finished = rebuild(directory), read_sweep(directory)
+        print(sweep_table(finished))
+        print(f"report: {shown(page)}", flush=True)
     if cancelled:
         return fail("cancelled; what was finished is kept, and the same command goes on", CANCELLED)
     code, sentence = sweep.outcome(finished, ended_with)

@@ -9,6 +9,17 @@ from contextlib import contextmanager
 LOG = logging.getLogger(__name__)
 
 
+class ConsoleFormatter(logging.Formatter):
+    """``14:03:59 export: 33.9 s``; of anything above INFO the level too, and no logger's name."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(message)s", "%H:%M:%S")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        message = record.message if record.levelno <= logging.INFO else f"{record.levelname}: {record.message}"
+        return f"{record.asctime} {message}"
+
+
 def duration(seconds: float) -> str:
     """In the unit that a person would use."""
     if seconds < 100:

@@ -12,10 +12,11 @@ merged, which is exact.
 import logging
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from time import perf_counter
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -27,8 +28,8 @@ from sd_quant.errors import ResourceError, SdQuantError
 from sd_quant.files import digest
 from sd_quant.inference.loading import LoadedModel, load_model, pipeline_of
 from sd_quant.inference.pipeline import Sampling
-from sd_quant.models.checkpoint import Checkpoint, denoiser_part
-from sd_quant.models.parts import text_readers
+from sd_quant.models.checkpoint import Checkpoint, denoiser_part, samples_per_image
+from sd_quant.models.parts import axes, text_readers
 from sd_quant.progress import progress
 from sd_quant.quantization.statistics import CALLS, ROWS, Statistics, kind_of, merge
 from sd_quant.source import source_digest
@@ -66,12 +67,12 @@ def calibrate(
     cache: Path | None = None,
     accelerator: str = "auto",
     devices: int = 1,
-    announce: Callable[[str, int], object] = lambda device, prompts: None,
+    announce: Callable[[str, int, float], object] | None = None,
 ) -> Statistics:
     """The statistics of the denoiser's layers ``names`` over all ``prompts``, from the cache as far as it has them.
 
-    ``announce`` is called with the type of the device and the number of prompts to calibrate before the first of them,
-    and not at all when the cache has all.
+    ``announce`` is called with the type of the device, the number of prompts to calibrate and the seconds that a call
+    of the denoiser takes, before the first prompt, and not at all when the cache has all.
     Raises SdQuantError naming layer, prompt and step when an input of a layer is not finite, ResourceError when there
     are fewer GPUs than asked for.
     """
@@ -80,7 +81,7 @@ def calibrate(
     made_from = origin(checkpoint_sha256, names, sampling, fabric.device.type) | {"inputs": inputs}
     entries = Entries(cache, made_from, prompts) if cache else None
     parts: list[Statistics] = []
-    done, announced = 0, False
+    done = 0
     lock = (
         locked(entries.folder / ".lock", "waiting for another process, which calibrates the same") if entries else None
     )
@@ -90,9 +91,10 @@ def calibrate(
                 segment, statistics = entry
                 LOG.info("statistics of prompts %d to %d come from the cache", segment.start + 1, segment.stop)
             else:
-                if not announced:
-                    announce(fabric.device.type, len(prompts) - done)
-                announced = True
+                if announce:
+                    seconds = seconds_of_a_call(fabric, model, names, sampling)
+                    announce(fabric.device.type, len(prompts) - done, seconds)
+                announce = None
                 segment = segments(done, len(prompts), snapshots)[0]
                 arguments = (names, prompts, segment, sampling)
                 statistics = (
@@ -110,6 +112,27 @@ def calibrate(
     if entries:
         LOG.info("statistics: %s; use them elsewhere with calibration=%s", entries.folder, entries.folder)
     return statistics
+
+
+def seconds_of_a_call(fabric, model: LoadedModel, names: Sequence[str], sampling: Sampling) -> float:
+    """How long the denoiser takes for a batch while its layers are watched; from one call, after one that warms up.
+
+    The road not taken is to count operations: how fast a processor does those of a small network is not known.
+    """
+    checkpoint, name = model.checkpoint, model.checkpoint.family.DENOISER
+    contract, samples = model.contracts[name], samples_per_image(checkpoint, sampling.guidance_scale)
+    fabric.to_device(model.parts[name])
+    shapes = contract.shapes(**axes(samples * sampling.batch_size, sampling.width, sampling.height))
+    inputs = {each: torch.ones(shape, dtype=contract.dtypes[each]) for each, shape in shapes.items()}
+    layers = {layer: model.denoiser.get_submodule(layer) for layer in names}
+    batch, engine, seconds = range(sampling.batch_size), model.torch_engine(name), 0.0
+    with suppress(SdQuantError), collect(model.parts[name], layers, batch, 1, lambda: (0, batch), {}):
+        for _ in range(2):
+            start = perf_counter()
+            for output in engine(**inputs).values():
+                output.cpu()  # waits for a GPU
+            seconds = perf_counter() - start
+    return seconds
 
 
 def fabric_for(accelerator: str, devices: int):

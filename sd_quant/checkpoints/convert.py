@@ -11,6 +11,7 @@ leaves 590 of the UNet's 1680 tensors random.
 
 import argparse
 import os
+import shlex
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -97,11 +98,8 @@ def main() -> None:
     given = parser.parse_args()
     model_config = None if given.config is None else read_config(whole_file(given.config))
     count = convert(given.source, given.target, model_config)
-    following = (
-        f"python quantize.py model=sdxl_nemo model.path={given.target}"
-        if given.target.suffix == ".nemo"
-        else f"StableDiffusionXLPipeline.from_pretrained({str(given.target)!r})"
-    )
+    family = "sdxl_nemo" if given.target.suffix == ".nemo" else "sdxl"
+    following = f"sd-quant quantize model={family} {shlex.quote(f'model.path={given.target}')} quant_level=3"
     print(f"{given.target}: {size_on_disk(given.target) / 1e9:.2f} GB, {count} tensors; next: {following}")
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from importlib import import_module
 from typing import Any, Protocol
 
+LATENT_FACTOR = 8  # pixels per latent along each axis, in the autoencoders of all families
 FAMILIES = {
     "sd15": "sd_quant.models.sd",
     "sd21": "sd_quant.models.sd",

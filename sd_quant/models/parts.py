@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-LATENT_FACTOR = 8  # pixels per latent along each axis, in the autoencoders of all families
+from sd_quant.models import LATENT_FACTOR
 
 
 @dataclass(frozen=True, slots=True)

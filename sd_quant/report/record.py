@@ -50,15 +50,15 @@ class Timing(TypedDict, total=False):
     """Milliseconds of one engine; see ``sd_quant.metrics.latency``. Only ``p50_ms`` where it is put together."""
 
     p50_ms: Positive | None  # the median, which tables show
-    mean_ms: float
-    p90_ms: float
-    p99_ms: float
-    min_ms: float
-    std_ms: float
+    mean_ms: float  # their mean
+    p90_ms: float  # nine in ten calls took at most this
+    p99_ms: float  # 99 in 100 calls took at most this
+    min_ms: float  # the shortest
+    std_ms: float  # standard deviation
     n: int  # calls that were timed, after ``warmup`` others
-    warmup: int
-    clock: str
-    samples_ms: list[float]
+    warmup: int  # calls before the timed ones
+    clock: str  # what measured: the processor's clock, or events of a GPU
+    samples_ms: list[float]  # every timed call, in order
     composed: str  # from what the latency is put together, where it is not that of whole calls
     rest: float  # of an image: what it takes beside its calls of the denoiser, as a share of what those take
     reason: str  # why there is no latency
@@ -77,20 +77,20 @@ class Conditions(TypedDict, total=False):
 class Timings(TypedDict, total=False):
     """One part at one batch size, unquantized and quantized, timed in the same rounds."""
 
-    full_precision: Timing
-    quantized: Timing
+    full_precision: Timing  # the unquantized part
+    quantized: Timing  # the same part quantized; absent for parts that are not
     speedup: Positive | Explained  # full precision by quantized over the rounds: above 1 is faster
     speedup_interval: list[float] | Explained  # its ends at 95 %, see ``sd_quant.metrics.intervals``
-    rounds: Conditions
+    rounds: Conditions  # under which conditions
 
 
 class ImageScores(TypedDict, total=False):
     """A score of single images: ``sd_quant.metrics.fidelity.summary``."""
 
-    mean: float | None
+    mean: float | None  # over the images that have one
     min: float | None  # the worst image's, where more is better
     max: float | None  # the worst image's, where less is better
-    worst_index: int | None
+    worst_index: int | None  # which image that is, from 0
     values: list[float | None]  # one for each prompt
     reason: str | None  # why some images have none
 
@@ -98,9 +98,9 @@ class ImageScores(TypedDict, total=False):
 class Sizes(TypedDict):
     """Bytes of a part's files."""
 
-    onnx_full_precision: float | Explained
-    onnx_quantized: float | Explained
-    plan: float | Explained
+    onnx_full_precision: float | Explained  # the unquantized part, with its weights
+    onnx_quantized: float | Explained  # the quantized part
+    plan: float | Explained  # the TensorRT plan of what is delivered
     weights_fp32: float  # what the same weights take in fp32, for comparison
 
 
@@ -110,19 +110,19 @@ class Denoiser(TypedDict):
 
 
 class ModelKnobs(TypedDict, total=False):
-    path: Any
+    path: Any  # as it was given
 
 
 class InferKnobs(TypedDict, total=False):
-    engine: str
-    batch_size: float
+    engine: str  # what ran the quantized model
+    batch_size: float  # images at a time
 
 
 class Knobs(TypedDict, total=False):
     """Those of ``quantize`` by name, the other groups' by group; only what is read is named here."""
 
-    model: ModelKnobs
-    infer: InferKnobs
+    model: ModelKnobs  # the section `model`
+    infer: InferKnobs  # the section `infer`
 
 
 class Plan(TypedDict, total=False):
@@ -130,72 +130,72 @@ class Plan(TypedDict, total=False):
 
 
 class Layers(TypedDict):
-    quantized: float
-    high_precision: float
+    quantized: float  # layers whose weight is quantized
+    high_precision: float  # those that are not
 
 
 class Executed(TypedDict):
     """In which numbers the engine multiplies the layers whose weights and inputs the recipe quantizes."""
 
     count: float | None  # of them, that it multiplies as codes of their format
-    of: float | None
+    of: float | None  # how many such layers there are
     weights_only: float | None  # quantized layers besides, whose inputs are in high precision, as are their products
     fell_back: list[str]  # those that it computes in floating point, by name
     unknown: list[str]  # those of which it does not say
-    reason: str | None
+    reason: str | None  # why nothing is known
 
 
 class Stage(TypedDict):
-    seconds: float
+    seconds: float  # wall time
     peak_memory_bytes: float  # of the stage alone, with the processes that it started
 
 
 class Machine(TypedDict, total=False):
     """See ``sd_quant.report.provenance.machine``."""
 
-    cpu: str | None
-    cpu_int8: list[str]
-    usable_cores: float
+    cpu: str | None  # the processor's name
+    cpu_int8: list[str]  # its instructions for products of INT8
+    usable_cores: float  # that the process may run on
     affinity: list[float] | None  # the numbers of these cores
     threads: float  # with how many of them torch and every runtime compute
-    cpu_mhz: list[float]
-    cpu_governor: str | None
-    memory_bytes: float
-    gpus: list[str]
+    cpu_mhz: list[float]  # the frequency of each core as the job started
+    cpu_governor: str | None  # what decides the frequency
+    memory_bytes: float  # of the machine
+    gpus: list[str]  # the names of its GPUs
 
 
 class Environment(TypedDict):
-    versions: dict[str, str | None]
-    machine: Machine
+    versions: dict[str, str | None]  # of the packages that decide results, by name; null for one that is not installed
+    machine: Machine  # what the job ran on
 
 
 class Record(TypedDict):
     """What ``quantize.py`` leaves of a finished job. ``pictures`` in its keys is an older word for images."""
 
-    schema_version: int
+    schema_version: int  # which description this record follows
     status: str  # "done"
     fingerprint: str  # digest of everything that decides the record but the machine
     overrides: list[str]  # the knobs as given on the command line
-    knobs: Knobs
-    denoiser: Denoiser
-    prompts: list[str]
+    knobs: Knobs  # every knob of the job
+    denoiser: Denoiser  # the part that is quantized
+    prompts: list[str]  # one for each image
     simulated: bool  # whether torch made the images, because the engine cannot execute the recipe
-    simulated_because: str | None
+    simulated_because: str | None  # why it cannot
     sizes_bytes: dict[str, Sizes]  # by part
     plans: dict[str, Plan]  # by part
-    latency: dict[str, dict[str, dict[str, Timings]]]  # by engine, part or IMAGE, and batch size; see ``latency_of``
-    fidelity: dict[str, Any]  # to full precision, by the keys of SCORES; see ``fidelity_shape`` and ``score_of``
+    latency: dict[str, dict[str, dict[str, Timings]]]  # by engine, part or `image`, and batch size
+    fidelity: dict[str, Any]  # to full precision, by score
     fidelity_unquantized_engine: dict[str, Any]  # the same of the unquantized engine, without scores of sets
     text_scores: dict[str, Any]  # by variant and the keys of SCORES, and MLPerf's verdict on them
     parity: dict[str, Any]  # by what was compared, its relative error and the tolerance that it is within
-    executed: Executed
-    layers: Layers
-    smoothing: dict[str, int]
-    sensitivity: dict[str, Any]
-    peak_memory_bytes: float | Explained
-    peak_cuda_memory_bytes: float | Explained
-    stages: dict[str, Stage]  # in the order in which they ran
-    environment: Environment
+    executed: Executed  # in which numbers the engine multiplies
+    layers: Layers  # how many are quantized
+    smoothing: dict[str, int]  # how many layers are smoothed and folded, and the graph's multiplications for it
+    sensitivity: dict[str, Any]  # what the choice of layers went by, with `keep` or `quantize.budget`
+    peak_memory_bytes: float | Explained  # the most memory of the job
+    peak_cuda_memory_bytes: float | Explained  # the most memory of a GPU
+    stages: dict[str, Stage]  # by name, in the order in which they ran
+    environment: Environment  # what the figures belong to
     inputs: dict[str, Any]  # name to path, hash and bytes: ``sd_quant.report.provenance.fingerprint``
 
 
@@ -216,7 +216,7 @@ def fidelity_shape() -> Any:
     """The annotations of ``fidelity``, which follow from the table of scores."""
     shapes = {Against.IMAGES: ImageScores, Against.LATENTS: list[float | None], Against.SET: Explained}
     entries = {score.key: shapes[score.against] for score in fidelity_scores()}
-    reasons = {score.reason_key: str for score in fidelity_scores() if score.against is Against.LATENTS}
+    reasons = {score.reason_key: str | None for score in fidelity_scores() if score.against is Against.LATENTS}
     return TypedDict("Fidelity", {**entries, **reasons})  # type: ignore[operator]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from sd_quant.metrics import Against, fidelity_scores
 from sd_quant.report.record import (
+    DONE,
     FRAMEWORK,
     IMAGE,
     Number,
@@ -21,8 +22,11 @@ from sd_quant.report.record import (
     score_of,
     seconds_of_stages,
 )
+from sd_quant.report.summary import Sweep, rows, shown_columns
 from sd_quant.report.timing import busy_because
 from sd_quant.text import printable
+
+SWEPT = ("psnr_db", "lpips", "denoiser_speedup", "image_ms", "denoiser_onnx_share")  # columns, where there are figures
 
 
 def run_table(record: Mapping[str, Any]) -> str:
@@ -31,15 +35,30 @@ def run_table(record: Mapping[str, Any]) -> str:
     engines = [name for name in names(record, "latency") if name != FRAMEWORK]
     sections = [
         _heading(record),
+        [sentence for engine in engines for sentence in _warnings(record, engine)],
         _sizes(record, reasons),
         *(_parts(record, engine, reasons) for engine in engines),
         *(_image(record, engine, reasons) for engine in engines or [FRAMEWORK]),
         _fidelity(record, reasons),
         _costs(record),
-        [sentence for engine in engines for sentence in _warnings(record, engine)],
         [f"[{number}] {reason}" for number, reason in enumerate(reasons, 1)],
     ]
     return "\n\n".join("\n".join(printable(line) for line in lines) for lines in sections if lines) + "\n"
+
+
+def sweep_table(sweep: Sweep) -> str:
+    """The closing table of a sweep as plain text: a line for each recipe, and below it why some have no figures."""
+    table, columns = rows(sweep), shown_columns()
+    shown = [name for name in SWEPT if any(row.get(name) is not None for row in table)]
+    lines = [
+        [row["job"] if row["status"] == DONE else f"{row['job']} ({row['status']})"]
+        + [columns[name].text_in(row, name) for name in shown]
+        for row in table
+    ]
+    reasons = [f"{row['job']}: {row['reason']}" for row in table if row["reason"]]
+    reasons += [f"{row['job']}: the same assignment as {row['same_as']}, done once" for row in table if row["same_as"]]
+    made = _align(["recipe", *(columns[name].title for name in shown)], lines)
+    return "\n".join(printable(line) for line in [*made, *([""] if reasons else []), *reasons]) + "\n"
 
 
 def _heading(record: Mapping[str, Any]) -> list[str]:
@@ -58,16 +77,17 @@ def _part_names(record: Mapping[str, Any]) -> list[str]:
 
 
 def _sizes(record: Mapping[str, Any], reasons: list[str]) -> list[str]:
-    rows = []
-    for part in _part_names(record):
+    rows, parts = [], _part_names(record)
+    plans = any(number_at(record, "sizes_bytes", part, "plan").value for part in parts)
+    for part in parts:
         full, quantized, plan = (
             number_at(record, "sizes_bytes", part, key) for key in ("onnx_full_precision", "onnx_quantized", "plan")
         )
         rows.append([
             part, _cell(full, _bytes, reasons), _cell(quantized, _bytes, reasons),
-            _cell(quotient(full, quantized), _times, reasons), _cell(plan, _bytes, reasons),
+            _cell(quotient(full, quantized), _times, reasons), *([_cell(plan, _bytes, reasons)] if plans else []),
         ])  # fmt: skip
-    return _align(["size", "ONNX full precision", "ONNX quantized", "smaller", "plan"], rows)
+    return _align(["size", "ONNX full precision", "ONNX quantized", "smaller", *(["plan"] if plans else [])], rows)
 
 
 def _parts(record: Mapping[str, Any], engine: str, reasons: list[str]) -> list[str]:

@@ -1,22 +1,22 @@
 """Statistics of the denoiser's layers: from the cache, from a calibration here, or from a file made elsewhere."""
 
 import logging
+from functools import partial
 
 import torch
 
 from sd_quant.calibration.collected_elsewhere import read_statistics
 from sd_quant.calibration.collection import calibrate, origin
-from sd_quant.config import QuantizeJob
+from sd_quant.config import Quantize, QuantizeJob
 from sd_quant.inference.loading import load_model
 from sd_quant.inference.pipeline import Sampling
-from sd_quant.metrics.flops import operations, operations_a_second
-from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser, samples_per_image
-from sd_quant.models.parts import axes
+from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
 from sd_quant.places import input_path, output_path
 from sd_quant.progress import duration
 from sd_quant.quantization.statistics import Statistics
 
 LOG = logging.getLogger(__name__)
+LONG = 600  # seconds of a calibration that nobody expects
 
 
 def statistics_of(
@@ -53,24 +53,20 @@ def statistics_of(
         cache=output_path(job.cache.dir) / "statistics" if job.cache.dir else None,
         accelerator=knobs.accelerator,
         devices=knobs.devices,
-        announce=lambda device, prompts: announce_calibration(checkpoint, job, device, prompts),
+        announce=partial(announce_calibration, knobs),
     )
 
 
-def announce_calibration(checkpoint: Checkpoint, job: QuantizeJob, device: str, prompts: int) -> None:
-    """Log how much there is to compute, and on a CPU how long it will take."""
-    calls, samples = prompts * job.quantize.n_steps, samples_per_image(checkpoint, job.infer.scale)
-    if device != "cpu":
-        LOG.info("calibrating on %d prompts: %d samples of the denoiser on %s", prompts, calls * samples, device)
+def announce_calibration(knobs: Quantize, device: str, prompts: int, seconds: float) -> None:
+    """Log how much there is to compute and how long it will take, and the ways out where that is long."""
+    calls = -(-prompts // knobs.batch_size) * knobs.n_steps
+    about = seconds * calls / (knobs.devices if device != "cpu" else 1)
+    what = f"calibrating on {prompts} prompts: {calls} calls of the denoiser on {device}, about {duration(about)}"
+    if about <= LONG:
+        LOG.info("%s", what)
         return
-    part = denoiser_part(checkpoint)
-    shapes = part.contract.shapes(**axes(samples, job.model.width, job.model.height))
-    inputs = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    with torch.device("meta"):  # what a network makes for itself
-        total, _ = operations(part.wrap(empty_denoiser(checkpoint)), inputs)
-    seconds = calls * total / operations_a_second()
-    LOG.info(
-        "calibrating on %d prompts: %d calls of the denoiser with %.4g GFLOP each, about %s on this processor%s",
-        prompts, calls, total / 1e9, duration(seconds),
-        "; a GPU or calibration=<existing statistics> saves it" if seconds > 1800 else "",
+    LOG.warning(
+        "%s; it takes less with fewer prompts or steps (calib_size=, quantize.n_steps=), on a GPU, or with statistics "
+        "that were collected elsewhere (calibration=); Ctrl-C keeps what is done at %s prompts",
+        what, ", ".join(str(size) for size in knobs.snapshots if size < prompts) or "none of the",
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.report.provenance import versions
 from sd_quant.source import source_digest
 
+LOG = logging.getLogger(__name__)
 Assignment = Mapping[str, LayerAssignment]
 # fields of an assignment that only the report reads
 REPORTED = {"role", "reason", "alpha", "output_error", "accumulated_error", "fixed_alpha_error"}
@@ -67,6 +69,8 @@ def export_parts(checkpoint: Checkpoint, checkpoint_sha256: str, files: Sequence
             export(checkpoint, origin | {"contract": contract}, file.part, path, file.assignment, cache)
             for weights in onnx_files(path)[1:] if file.delivered else ():
                 make_sole(weights)
+            size = sum(each.stat().st_size for each in onnx_files(path))
+            LOG.info("%s.onnx%s: %.1f MB", file.part, "" if file.delivered else ", unquantized", size / 1e6)
             advance()
 
 

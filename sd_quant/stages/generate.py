@@ -10,9 +10,8 @@ from sd_quant.inference.latents import read_latents
 from sd_quant.inference.loading import most_steps
 from sd_quant.inference.pipeline import Generated, Pipeline, Sampling
 from sd_quant.knobs import check
-from sd_quant.models import family_named
+from sd_quant.models import LATENT_FACTOR, family_named
 from sd_quant.models.checkpoint import Checkpoint, contracts_of
-from sd_quant.models.parts import LATENT_FACTOR
 from sd_quant.places import input_path
 from sd_quant.progress import progress
 

@@ -1,5 +1,6 @@
 """From the checkpoint's path to everything that later steps need to know of the model."""
 
+import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import cast
 
 from sd_quant.checkpoints.checks import check_finite
 from sd_quant.checkpoints.kinds import open_checkpoint
+from sd_quant.checkpoints.own_size import own_size
 from sd_quant.checkpoints.tensors import Weights
 from sd_quant.config import Model, Quantize, QuantizeJob
 from sd_quant.errors import ConfigError
@@ -19,6 +21,8 @@ from sd_quant.quantization.recipe_check import check_layers
 from sd_quant.simulation.sensitivity import budget
 from sd_quant.stages.generate import check_channels, check_steps
 from sd_quant.stages.resources import check_machine, disk_needed, gpu_memory_needed, memory_needed
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,7 @@ def load(job: QuantizeJob, directory: Path) -> Loaded:
     ResourceError when memory or disk are too small.
     """
     checkpoint = open_model(job.model)
+    warn_of_size(job)
     loaded = layers_of(checkpoint, job)
     stored = {part: loaded.parts[part].contract.weights.itemsize * count for part, count in loaded.parameters.items()}
     check_machine(
@@ -85,6 +90,18 @@ def load(job: QuantizeJob, directory: Path) -> Loaded:
     )  # fmt: skip
     check_weights(checkpoint)
     return loaded
+
+
+def warn_of_size(job: QuantizeJob) -> None:
+    """Log when images have less than half or more than twice the pixels of those that the checkpoint was made for."""
+    size = own_size(input_path(job.model.path))
+    for section, knobs in (("model", job.model), ("infer", job.infer)):
+        if size is not None and not 0.5 <= knobs.height * knobs.width / (size[0] * size[1]) <= 2:
+            LOG.warning(
+                "%s.width and %s.height are %d and %d, and this checkpoint was made for %d x %d: images of another "
+                "size are often broken, and so is what is calibrated on them",
+                section, section, knobs.width, knobs.height, size[1], size[0],
+            )  # fmt: skip
 
 
 def check_weights(checkpoint: Checkpoint) -> None:

@@ -4,6 +4,7 @@
 """
 
 import logging
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,11 +75,14 @@ def quantize(job: QuantizeJob, directory: Path) -> float | None:
                 raise
         else:
             LOG.info("done before: nothing that this job depends on has changed since")
-    print(run_table(record))
-    print(f"run directory: {shown(directory)}")
-    if not in_sweep(directory):  # whose jobs have their report together
+    psnr = score_of(record, SCORES["psnr"]).value.value
+    if in_sweep(directory):  # whose jobs have their table and report together
+        LOG.info("done: %s", directory.name if psnr is None else f"{directory.name}, PSNR {psnr:.2f} dB")
+    else:
+        print(run_table(record))
+        print(f"run directory: {shown(directory)}")
         print(f"report: {shown(rebuild(directory))}")
-    return score_of(record, SCORES["psnr"]).value.value
+    return psnr
 
 
 def in_sweep(directory: Path) -> bool:
@@ -120,7 +124,7 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> Record:
     assignment = chosen.assignment
     with step("export"):
         export_parts(loaded.checkpoint, sha256, files_of_a_run(loaded.checkpoint, assignment, directory), cache)
-    with step("plans"):
+    with step("plans") if job.trt.library != "none" else nullcontext():
         plans = build_run_plans(loaded, directory, job.trt, job.infer, cache)
     variants = variants_of(loaded, job.infer, assignment, directory, simulated)
     with step("pictures"):

@@ -2,6 +2,8 @@
 
 import importlib.util
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -9,6 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
+from hydra import compose
+
+from sd_quant.cli import composing
 
 REPOSITORY = Path(__file__).parents[2]
 tensorrt_missing = pytest.mark.skipif(importlib.util.find_spec("tensorrt") is not None, reason="tensorrt is installed")
@@ -205,11 +210,26 @@ def test_ctrl_c_and_a_schedulers_word_end_the_job_soon_and_without_a_record(star
     assert not list(directory.rglob("*.part"))
 
 
-def test_help_has_every_knob_with_its_value(process):
-    result = process("quantize.py", "--help")
-    assert result.returncode == 0
-    assert "Quantize a diffusion checkpoint" in result.stdout
-    assert "quant_level: 2.5" in result.stdout
+@pytest.mark.parametrize(
+    ("script", "says", "groups"),
+    [
+        ("quantize.py", "Quantize a diffusion checkpoint", "model quantize export_trt infer exclude experiment"),
+        ("infer.py", "Make images with the engines of an earlier run", "model infer"),
+        ("export_trt.py", "Build TensorRT plans from the ONNX files", "export_trt"),
+    ],
+)
+def test_help_says_what_a_command_does_with_its_own_groups_and_examples_that_work(process, script, says, groups):
+    result = process(script, "--help")
+    assert result.returncode == 0 and result.stdout.startswith(says)
+    head, presets, knobs = re.split(r"\n== .* ==\n", result.stdout)
+    assert [line.partition(":")[0] for line in presets.split("\n") if line] == groups.split()
+    assert "(at least 1)" in knobs
+    examples = [re.split(r" {3,}", line.strip())[0] for line in head.splitlines() if line.startswith("  ")]
+    assert len(examples) == 3
+    with composing(script.removesuffix(".py")):
+        for example in examples:
+            words = [word for word in shlex.split(example) if word != "-m"]
+            compose(script.removesuffix(".py"), [re.sub(r"<[^<>]*>", "some", word) for word in words])
 
 
 @pytest.mark.parametrize("script", ["quantize.py", "export_trt.py", "infer.py"])

@@ -1,6 +1,8 @@
 """A wheel in an environment of its own, used from a folder far from the checkout."""
 
 import os
+import shlex
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -24,22 +26,33 @@ statistics: sd_quant.Statistics = model.calibrate(["a cat"])
 rows: list[dict[str, object]] = sd_quant.compare([model.quantize(statistics)], ["a cat"]).rows()
 model.quantize("no statistics")
 """
+SMALL = ["calib_size=1", "quantize.n_steps=2", "infer.steps=2", "infer.prompts=[a rocket]", "timing.budget_s=0",
+         "infer.num_timed_runs=1", "infer.num_warmup_runs=0", "export_trt=none"]  # fmt: skip
 Run = Callable[..., subprocess.CompletedProcess]
+
+
+def clean() -> dict[str, str]:
+    """The variables of the environment without the tests' own path, on which this checkout may be."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory) -> Path:
     """With the wheel, and everything else from the environment of the tests, but for their own editable install."""
     folder = tmp_path_factory.mktemp("environment")
-    wheels = folder / "wheels"
+    source, wheels = folder / "source", folder / "wheels"
+    for name in ("sd_quant", "conf", "checkpoints", "examples/published"):
+        shutil.copytree(HOME / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(HOME / name, source)
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", wheels, HOME], check=True)
+    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", wheels, source], check=True, env=clean())
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
     (site,) = (folder / "venv/lib").glob("*/site-packages")
     (site / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     (wheel,) = wheels.iterdir()
     install = ["--python", folder / "venv", "install", "--no-deps", "--no-index", wheel]
-    subprocess.run([*pip, *install], check=True)
+    subprocess.run([*pip, *install], check=True, env=clean())
     return folder / "venv"
 
 
@@ -50,10 +63,9 @@ def user(environment, tmp_path_factory, with_graphs) -> Run:
     with_graphs(folder / "outputs/cache")
 
     def run(*command: str | Path) -> subprocess.CompletedProcess:
-        clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
         program, *arguments = map(str, command)
         return subprocess.run(
-            [str(environment / "bin" / program), *arguments], cwd=folder, env=clean, capture_output=True, text=True
+            [str(environment / "bin" / program), *arguments], cwd=folder, env=clean(), capture_output=True, text=True
         )
 
     run.folder = folder  # type: ignore[attr-defined]
@@ -75,13 +87,11 @@ def test_a_command_that_there_is_not_is_refused(user):
 
 
 def test_the_main_job_a_sweep_images_and_the_report(user):
-    small = ["calib_size=1", "quantize.n_steps=2", "infer.steps=2", "infer.prompts=[a rocket]", "timing.budget_s=0",
-             "infer.num_timed_runs=1", "infer.num_warmup_runs=0", "export_trt=none"]  # fmt: skip
-    done = user("sd-quant", "quantize", "quant_level=3", "alpha=0.8", *small)
+    done = user("sd-quant", "quantize", "quant_level=3", "alpha=0.8", *SMALL)
     assert done.returncode == 0, done.stderr[-2000:]
     (run,) = (user.folder / "outputs/quantize").iterdir()
     assert done.stdout.splitlines()[-1] == f"report: outputs/quantize/{run.name}/report.html"
-    sweep = user("python", "-m", "sd_quant", "quantize", "-m", "quant_level=1,3", *small)
+    sweep = user("python", "-m", "sd_quant", "quantize", "-m", "quant_level=1,3", *SMALL)
     assert sweep.returncode == 0, sweep.stderr[-2000:]
     (folder,) = (user.folder / "outputs/sweeps").iterdir()
     assert (folder / "summary.csv").read_text().count("\n") == 3
@@ -90,6 +100,19 @@ def test_the_main_job_a_sweep_images_and_the_report(user):
     assert images.returncode == 0, images.stderr[-2000:]
     again = user("sd-quant", "report", str(run))
     assert (again.returncode, again.stdout.strip()) == (0, f"{run}/report.html")
+
+
+def test_the_next_step_that_convert_prints_runs_as_printed(user, environment):
+    checkpoint = next((environment / "lib").glob("*/site-packages/sd_quant/shipped/checkpoints/sdxl_mini.nemo"))
+    for target in ("a folder", "back.nemo"):
+        source = checkpoint if target == "a folder" else "a folder"
+        converted = user("sd-quant", "convert", source, target)
+        assert converted.returncode == 0, converted.stderr
+        command = shlex.split(converted.stdout.strip().partition("; next: ")[2])
+        shown = user(*command, "--cfg", "job", "--resolve", "--package", "infer")
+        assert "width: 64" in shown.stdout, shown.stderr
+        done = user(*command, *SMALL, f"hydra.run.dir={target} run")
+        assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_groups_of_ones_own(user):
@@ -129,7 +152,7 @@ def test_a_folder_that_cannot_be_written_and_data_that_is_missing(user, environm
     assert (refused.returncode, refused.stderr.count("\n")) == (4, 1), refused.stderr
     assert "was installed without its configuration; install it again" in refused.stderr
     refused = subprocess.run(
-        [environment / "bin/sd-quant", "quantize"], cwd="/proc", capture_output=True, text=True, check=False
+        [environment / "bin/sd-quant", "quantize"], cwd="/proc", capture_output=True, text=True, env=clean()
     )
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1), refused.stderr
     assert "cannot be written, because of /proc" in refused.stderr

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import jsonschema
 import numpy as np
 import onnx
 import pytest
@@ -21,6 +22,7 @@ from sd_quant.engines import openvino
 from sd_quant.engines.tensorrt.plan import describe_plan
 from sd_quant.models.sdxl_nemo import build_modules
 from sd_quant.quantization.recipe import QUANT_LEVELS
+from sd_quant.report.schema import record_schema
 
 # Layers of the mini checkpoint's UNet by role, counted by hand from its config: 26 convolutions in ResBlocks and
 # samplers, 11 transformer blocks with 2 feed-forward layers, 6 query/key/value and 2 output projections, and 7
@@ -357,6 +359,13 @@ def test_provenance_repeats_the_inputs_of_the_record(run, record, checkpoint):
     assert provenance["inputs"] == record["inputs"]
     assert provenance["inputs"]["checkpoint"]["sha256"] == hashlib.sha256(checkpoint.read_bytes()).hexdigest()
     assert provenance["started"].endswith("+00:00")
+
+
+def test_the_record_follows_its_schema(run):
+    record = json.loads((run / "metrics.json").read_text())
+    validator = jsonschema.Draft202012Validator(record_schema())
+    assert not [f"{error.json_path}: {error.message}" for error in validator.iter_errors(record)]
+    assert record.keys() == record_schema()["properties"].keys()
 
 
 def test_modelopt_restores_the_quantized_unet(run, checkpoint, layers):

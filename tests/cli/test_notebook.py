@@ -9,7 +9,7 @@ from sd_quant.places import HOME
 NOTEBOOK = HOME / "examples/notebook.ipynb"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def notebook():
     return nbformat.read(NOTEBOOK, 4)
 

@@ -255,3 +255,29 @@ def test_engines_that_cannot_be_timed_together_take_no_report_with_them(tmp_path
     said = capsys.readouterr().err
     assert ("their engines are not timed together: no engine" in said) == (status == "done")
     assert ("the disk is full" in said) == (status == "failed")
+
+
+def test_a_preset_in_two_folders_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(cli, "GROUPS", [])
+    (tmp_path / "quantize").mkdir()
+    sources = [SimpleNamespace(schema="file", path=str(path)) for path in (CONF, tmp_path)]
+    (tmp_path / "quantize/mine.yaml").touch()
+    cli.use_groups([*sources, SimpleNamespace(schema="pkg", path="hydra.conf")])
+    assert [CONF, tmp_path] == cli.GROUPS
+    (tmp_path / "quantize/int8.yaml").touch()
+    with pytest.raises(ConfigError, match=f"^quantize/int8.yaml is in {CONF} and in {tmp_path}, expected in one"):
+        cli.use_groups(sources)
+
+
+def test_groups_of_ones_own_are_named_once(tmp_path):
+    given = lambda folder, *overrides: cli.search_path(SimpleNamespace(config_dir=folder, overrides=overrides))  # noqa: E731
+    assert given(None) == [] and given(str(tmp_path)) == [f"hydra.searchpath=['file://{tmp_path}']"]
+    with pytest.raises(ConfigError, match="^--config-dir is nowhere, which is no folder"):
+        given("nowhere")
+    with pytest.raises(ConfigError, match="^--config-dir and hydra.searchpath are both given"):
+        given(str(tmp_path), "hydra.searchpath=[file://x]")
+
+
+def test_help_lists_the_groups_of_the_command():
+    assert [line.partition(":")[0] for line in cli.presets_of("infer")] == ["model", "infer"]
+    assert "export_trt: auto, none, tensorrt, tensorrt_rtx" in cli.presets_of("quantize")

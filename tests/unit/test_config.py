@@ -722,3 +722,21 @@ def test_without_smoothing_a_preset_recommends_no_alpha():
     assert read(QuantizeJob, composed("quantize", "smoothing=none")).quantize.alpha is None
     assert read(QuantizeJob, composed("quantize", "quantize=svdquant_w4a4", "smoothing=none")).quantize.alpha is None
     assert read(QuantizeJob, composed("quantize", "quantize=svdquant_w4a4", "alpha=0.5")).quantize.alpha == 0.5
+
+
+def test_a_prompt_without_brackets_is_told_of_them(mappings, tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"^infer.prompts is cat, which is no file .*brackets: 'infer.prompts=\[cat\]'$"
+    ):
+        read(QuantizeJob, changed(mappings["quantize"], "infer.prompts", "cat")).infer.prompt_list()
+
+
+def test_a_folder_has_images_of_its_own_size(tmp_path):
+    (tmp_path / "unet").mkdir()
+    (tmp_path / "model_index.json").write_text("{}")
+    (tmp_path / "unet/config.json").write_text('{"sample_size": 96}')
+    of_folder = composed("quantize", "model=sd15", f"model.path={tmp_path}")
+    assert (of_folder["model"]["width"], of_folder["infer"]["height"]) == (768, 768)
+    given = composed("quantize", "model=sd15", f"model.path={tmp_path}", "model.width=512")
+    assert (given["infer"]["width"], given["infer"]["height"]) == (512, 768)
+    assert composed("quantize", "model=sd15", "model.path=nowhere")["model"]["width"] == 512

@@ -137,9 +137,9 @@ def test_every_target_of_make_is_there(words):
     assert re.search(rf"^{words[1]}:", text_of(HOME / "Makefile"), re.MULTILINE)
 
 
-def test_the_page_of_the_python_interface_is_that_of_its_docstrings():
-    made = runpy.run_path(str(HOME / "docs/make_python_page.py"))["page"]()
-    assert made == text_of(HOME / "docs/python.md"), "python docs/make_python_page.py writes it"
+def test_pages_that_are_made_are_those_of_today():
+    for name, made in runpy.run_path(str(HOME / "docs/make_pages.py"))["pages"]().items():
+        assert made == text_of(HOME / "docs" / name), "python docs/make_pages.py writes it"
 
 
 @pytest.mark.parametrize("primary", JOBS)

@@ -1,12 +1,13 @@
 import io
 import logging
+import re
 import sys
 import time
 
 import pytest
 
 from sd_quant import progress as module
-from sd_quant.progress import each, progress
+from sd_quant.progress import ConsoleFormatter, each, progress
 
 
 @pytest.fixture
@@ -67,3 +68,12 @@ def test_items_are_counted_when_they_are_done(monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
     assert list(each("abc", "letters")) == ["a", "b", "c"]
     assert "letters:   0%" in sys.stderr.getvalue()
+
+
+def test_a_console_line_has_no_logger_and_a_warnings_level():
+    texts = [
+        ConsoleFormatter().format(logging.LogRecord("sd_quant.x", level, "x.py", 1, "export: %s s", (3,), None))
+        for level in (logging.INFO, logging.WARNING)
+    ]
+    assert [text[8:] for text in texts] == [" export: 3 s", " WARNING: export: 3 s"]
+    assert all(re.fullmatch(r"\d\d:\d\d:\d\d .*", text) for text in texts)

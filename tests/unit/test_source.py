@@ -13,7 +13,7 @@ STATISTICS = ("calibration.collection", "checkpoints.kinds")
 @pytest.fixture(scope="module")
 def package(tmp_path_factory) -> Path:
     copy = tmp_path_factory.mktemp("copy") / "sd_quant"
-    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(PACKAGE, copy, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     return copy
 
 

@@ -43,14 +43,11 @@ def library_logger(library: str):
         def __init__(self):
             trt.ILogger.__init__(self)
             self.errors: deque[str] = deque(maxlen=8)
-            self.warned: set[str] = set()
 
         def log(self, severity, message: str) -> None:
             if severity in (trt.ILogger.ERROR, trt.ILogger.INTERNAL_ERROR):
                 self.errors.append(one_line(message))
-            new_warning = severity == trt.ILogger.WARNING and message not in self.warned
-            self.warned.add(message)  # TensorRT repeats a warning for every layer that it concerns
-            LOG.log(logging.WARNING if new_warning else logging.DEBUG, "%s: %s", library, message)
+            LOG.debug("%s: %s", library, message)  # its warnings tell of choices that nobody can make here
 
     return Logger()
 

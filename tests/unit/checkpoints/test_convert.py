@@ -142,10 +142,10 @@ def test_nemo_to_folder_to_nemo(tmp_path, mixed, run):
     folder, back = tmp_path / "folder", tmp_path / "back.nemo"
     code, said, _ = run(mixed, folder)
     assert code == 0 and said.startswith(f"{folder}: 0.0") and said.count("\n") == 1
-    assert "StableDiffusionXLPipeline.from_pretrained(" in said
+    assert "; next: sd-quant quantize model=sdxl " in said
     code, said, _ = run(folder, back)
     before, after = open_nemo(mixed), open_nemo(back)
-    assert code == 0 and f"GB, {len(before.state())} tensors; next: python quantize.py model=sdxl_nemo" in said
+    assert code == 0 and f"GB, {len(before.state())} tensors; next: sd-quant quantize model=sdxl_nemo" in said
     assert said.endswith(f"model.path={back}\n")
     assert after.model_config == before.model_config
     assert_same(read(after), read(before))

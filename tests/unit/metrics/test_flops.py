@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from sd_quant.metrics.flops import SECONDS, SIDE, operations, operations_a_second
+from sd_quant.metrics.flops import operations
 
 
 def test_two_operations_for_each_multiplication_with_its_addition():
@@ -20,8 +20,3 @@ def test_attention_counts():
 
     total, _ = operations(Attention(), {"query": torch.empty(1, 2, 16, 8, device="meta")})
     assert total == 2 * 2 * (2 * 16 * 16 * 8)  # two products, two heads
-
-
-def test_the_speed_is_work_over_time():
-    now = iter([0.0, *[0.1] * 3, SECONDS])  # three products in the time
-    assert operations_a_second(lambda: next(now)) == 2 * SIDE**3 * 3 / SECONDS

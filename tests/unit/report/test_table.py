@@ -136,3 +136,13 @@ def test_a_speed_up_stands_beside_how_far_it_may_be_off_and_a_busy_machine_is_ca
     call["speedup_interval"], call["rounds"]["others"] = {"value": None, "reason": "too few rounds"}, 0.01
     text = run_table({"latency": {"openvino": {"unet_xl": {"2": call}}}})
     assert "1.25x\n" in text and "BUSY" not in text
+
+
+def test_what_is_slower_stands_at_the_top_and_plans_that_nobody_wanted_nowhere():
+    slower = record()
+    slower["latency"]["openvino"]["unet_xl"]["2"]["speedup"] = 0.5
+    for part in slower["sizes_bytes"].values():
+        part["plan"] = {"value": None, "reason": "no plan was asked for"}
+    lines = run_table(slower).splitlines()
+    assert lines[2].startswith("SLOWER: on openvino, unet_xl at batch 2 takes 2.00 times as long")
+    assert "plan" not in "".join(lines)

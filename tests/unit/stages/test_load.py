@@ -1,4 +1,4 @@
-"""What ``exclude=text`` leaves out."""
+"""What ``exclude=text`` leaves out, and what is said of sizes."""
 
 from types import SimpleNamespace
 
@@ -8,7 +8,7 @@ from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.errors import ConfigError
 from sd_quant.models.checkpoint import empty_denoiser
 from sd_quant.places import HOME
-from sd_quant.stages.load import read_the_text
+from sd_quant.stages.load import read_the_text, warn_of_size
 
 
 def test_exclude_text_leaves_out_key_and_value_of_cross_attention():
@@ -16,6 +16,14 @@ def test_exclude_text_leaves_out_key_and_value_of_cross_attention():
     roles = checkpoint.family.layer_roles(empty_denoiser(checkpoint))
     expected = {name for name in roles if name.endswith(("attn2.to_k", "attn2.to_v"))}
     assert set(read_the_text(checkpoint, roles)) == expected and len(expected) == 22
+
+
+@pytest.mark.parametrize(("side", "warned"), [(64, []), (128, ["model", "infer"])])
+def test_images_far_from_the_checkpoints_own_size_are_warned_of(caplog, side, warned):
+    images = SimpleNamespace(width=side, height=side, path=str(HOME / "checkpoints/sdxl_mini.nemo"))
+    warn_of_size(SimpleNamespace(model=images, infer=images))
+    assert [message.partition(".")[0] for message in caplog.messages] == warned
+    assert all("128 and 128, and this checkpoint was made for 64 x 64" in message for message in caplog.messages)
 
 
 def test_a_model_without_such_layers_refuses_it():

@@ -1,0 +1,129 @@
+"""``python docs/make_pages.py``: docs/python.md from the docstrings of ``sd_quant.interface``, and docs/metrics.md.
+
+The latter follows from the record's schema. The road not taken is a generator of documentation: it wants a theme and a
+server for two pages that GitHub shows.
+"""
+
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import dedent
+
+import sd_quant
+from sd_quant import interface
+from sd_quant.report.schema import record_schema
+
+FOLDER = Path(__file__).parent
+MADE = "<!-- python docs/make_pages.py writes this page -->\n"
+ORDER = ("open", "Model", "Quantized", "compare", "Comparison", "Result", "Statistics")  # as one meets them
+ONE_LINE = 100  # characters of a signature
+
+
+def pages() -> dict[str, str]:
+    """The text of each page by its name."""
+    return {"python.md": python_page(), "metrics.md": metrics_page()}
+
+
+def python_page() -> str:
+    head = f"# The Python interface\n\n{MADE}"
+    return "\n".join([head, text_of(interface), *(section(name, getattr(sd_quant, name)) for name in ORDER)])
+
+
+def metrics_page() -> str:
+    """A line for each name that a record can have, in the record's order."""
+    head = f"""# The record of a run
+
+{MADE}
+`metrics.json` is written last: a run that has it is complete. Its
+[JSON schema](../sd_quant/report/metrics.schema.json) is in the package. `schema_version` changes when a name is removed
+or changes its meaning; names may be added within a version. A number that does not exist is null with a `reason` beside
+it, or `{{"value": null, "reason": "..."}}`. `<...>` stands for any name.
+
+| name | type | meaning |
+|---|---|---|
+"""
+    lines = entries(record_schema(), {})
+    return head + "".join(f"| `{name}` | {kind} | {meaning} |\n" for name, kind, meaning in lines)
+
+
+def entries(schema: dict, seen: dict[str, str], path: str = "") -> Iterator[tuple[str, str, str]]:
+    """Name, type and meaning of everything in a schema; what has been ``seen`` is named and not told again."""
+    inside = [(f"{path}.{name}".lstrip("."), each) for name, each in schema.get("properties", {}).items()]
+    if schema.get("additionalProperties") and "properties" not in schema:
+        inside.append((f"{path}.<...>", schema["additionalProperties"]))
+    for name, each in inside:
+        options = each.get("anyOf", [each])
+        said = each.get("description") or next(
+            (option["description"] for option in options if "description" in option), ""
+        )
+        content = next((option for option in options if option.get("properties") and not is_explained(option)), None)
+        first = seen.setdefault(str(content["properties"]), name) if content else name
+        kind = " or ".join(map(kind_of, options)) + (f" as `{first}`" if first != name else "")
+        if each != {} or not name.endswith("<...>"):
+            yield name, kind, said.replace("``", "`").replace("|", r"\|")
+        for option in options if first == name else ():
+            if not is_explained(option):
+                yield from entries(option, seen, name)
+
+
+def is_explained(schema: dict) -> bool:
+    return set(schema.get("properties", ())) == {"value", "reason"}
+
+
+def kind_of(schema: dict) -> str:
+    if is_explained(schema):
+        return "value and reason"
+    if schema.get("type") == "array":
+        return f"list of {kind_of(schema['items'])}"
+    if "anyOf" in schema:
+        return " or ".join(map(kind_of, schema["anyOf"]))
+    return schema.get("type", "any")
+
+
+def section(name: str, thing: type) -> str:
+    parts = [
+        f"## `sd_quant.{name}`\n",
+        *([signature(name, thing)] if inspect.isfunction(thing) else []),
+        text_of(thing),
+    ]
+    for attribute, member in vars(thing).items() if inspect.isclass(thing) and name != "Statistics" else ():
+        member = getattr(member, "fget", None) or getattr(member, "func", member)
+        if inspect.isfunction(member) and not attribute.startswith("_") and attribute not in ("generate", "job"):
+            called = inspect.isfunction(vars(thing)[attribute])
+            title = signature(f".{attribute}", member) if called else f"```python\n.{attribute}\n```\n"
+            parts += [f"### `.{attribute}`\n", title, text_of(member)]
+    return "\n".join(parts)
+
+
+def signature(name: str, function: object) -> str:
+    """``.images(prompts: Sequence[str], **knobs: object) -> np.ndarray`` as a block of code, without ``self``."""
+    given = inspect.signature(function)  # type: ignore[arg-type]
+    given = given.replace(parameters=[each for each in given.parameters.values() if each.name != "self"])
+    text = re.sub(r"'([A-Z]\w+)'", r"\1", f"{name}{given}").replace("'", '"')  # names of types that come later
+    text = re.sub(r"\b[a-z_]+\.(?:\w+\.)*([A-Z]\w+|ndarray)", r"\1", text)
+    if len(text) > ONE_LINE:
+        text = re.sub(r", (?=\*|\w+:)", ",\n    ", text)
+    return f"```python\n{text}\n```\n"
+
+
+def text_of(thing: object) -> str:
+    """A docstring as Markdown: indented blocks become Python, ``Args`` and its like lists."""
+    made: list[str] = []
+    for paragraph in inspect.getdoc(thing).replace("``", "`").split("\n\n"):
+        first, _, rest = paragraph.partition("\n")
+        if first in ("Args:", "Returns:", "Raises:"):
+            items = re.sub(r"^(\w+):", r"- `\1`:", dedent(rest), flags=re.MULTILINE)
+            made.append(f"**{first.rstrip(':')}**\n\n{re.sub(r'^    ', '  ', items, flags=re.MULTILINE)}")
+        elif not paragraph.startswith("    "):
+            made.append(paragraph)
+        elif made and made[-1].endswith("```"):  # an empty line within a block
+            made[-1] = f"{made[-1].removesuffix('```')}\n{dedent(paragraph)}\n```"
+        else:
+            made.append(f"```python\n{dedent(paragraph)}\n```")
+    return "\n\n".join(made) + "\n"
+
+
+if __name__ == "__main__":
+    for page_name, content in pages().items():
+        (FOLDER / page_name).write_text(content, encoding="utf-8")
