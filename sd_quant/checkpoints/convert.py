@@ -99,7 +99,7 @@ def main() -> None:
     model_config = None if given.config is None else read_config(whole_file(given.config))
     count = convert(given.source, given.target, model_config)
     family = "sdxl_nemo" if given.target.suffix == ".nemo" else "sdxl"
-    following = f"sd-quant quantize model={family} {shlex.quote(f'model.path={given.target}')} quant_level=3"
+    following = f"sd-quant quantize model={family} quant_level=3 {shlex.quote(f'model.path={given.target}')}"
     print(f"{given.target}: {size_on_disk(given.target) / 1e9:.2f} GB, {count} tensors; next: {following}")
 
 
