@@ -26,7 +26,7 @@ def onnx_files(path: Path) -> list[Path]:
     try:
         model = onnx.load(path, load_external_data=False)
     except OSError as error:
-        raise ArtifactError(f"{path} cannot be read ({error.strerror}); export it with: python quantize.py") from error
+        raise ArtifactError(f"{path} cannot be read ({error.strerror}); give the command that made it again") from error
     except DecodeError as error:
         raise ArtifactError(f"{path} is not an ONNX file ({one_line(error)}); export it again") from error
     if not model.graph.output:

@@ -5,6 +5,8 @@ import hashlib
 import json
 import math
 import re
+import shlex
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from PIL import Image
 from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.config import PART_NAMES
 from sd_quant.engines import openvino
-from sd_quant.engines.tensorrt.plan import describe_plan
+from sd_quant.engines.tensorrt.plan import describe_plan, rebuild
 from sd_quant.models.sdxl_nemo import build_modules
 from sd_quant.quantization.recipe import QUANT_LEVELS
 from sd_quant.report.schema import record_schema
@@ -427,3 +429,15 @@ def test_pictures_of_the_run_come_out_the_same(command, run, main_job, checkpoin
     assert (record["status"], record["prompts"]) == ("done", main_job.prompts)
     assert set(record["latency"]["openvino"]) == {*PART_NAMES, "image"}
     assert all(math.isfinite(value) for _, value in numbers(record))
+
+
+def test_a_refused_plan_is_rebuilt_by_the_command_that_the_refusal_prints(run, command, tmp_path):
+    copy = tmp_path / "quant_level=3"
+    shutil.copytree(run / "onnx/clip1", copy / "onnx/clip1")
+    (copy / "plan").mkdir()
+    (copy / "plan/clip1.plan").write_bytes(b"damaged")
+    said = rebuild(copy / "plan/clip1.plan")
+    words = shlex.split(said.partition("sd-quant ")[2].partition(" and the width")[0])
+    result = command("-m", "sd_quant", *words)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert describe_plan(copy / "plan/clip1.plan")["complete"]

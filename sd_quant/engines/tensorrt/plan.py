@@ -1,6 +1,7 @@
 """What a plan's header and the record of its build say, without running any of the plan."""
 
 import json
+import shlex
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,8 +9,6 @@ from pathlib import Path
 from sd_quant.checkpoints.schema import check_schema
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.text import one_line
-
-REBUILD = "rebuild it from its ONNX with: python export_trt.py"
 
 # The first 64 bytes of a TensorRT for RTX 1.7 plan: magic, size of the whole file, library version, magic again, and a
 # bit for each target. Known from building for every target and comparing the bytes.
@@ -20,6 +19,16 @@ _TARGET_BITS = ("SM75", "SM80", "SM86", "SM89", "SM120", "SM121")
 # Plans of TensorRT itself. Their magics are reported by others, the version's place by NVIDIA (NVIDIA/TensorRT issue
 # 3073); there was no such plan here to compare them with.
 _MAINLINE_MAGICS = (b"ptrt", b"ftrt")
+
+
+def rebuild(path: Path) -> str:
+    """What to do about the plan at ``path``: the command that builds it again, of a run's plan complete."""
+    run, part = path.absolute().parent.parent, path.stem
+    onnx = run / "onnx" / part / f"{part}.onnx"
+    if not onnx.is_file():
+        return "rebuild it from its ONNX file with: sd-quant export_trt"
+    knobs = (f"++files.{part}='{onnx}'", f"infer.out_path='{run}'")  # in quotes of Hydra's, as a job's name has a =
+    return f"rebuild it with: sd-quant export_trt {shlex.join(knobs)} and the width, height and batches that it is for"
 
 
 def describe_plan(path: Path) -> dict:
@@ -34,7 +43,7 @@ def describe_plan(path: Path) -> dict:
         with path.open("rb") as file:
             return describe_header(file.read(RTX_HEADER.size), path.stat().st_size)
     except OSError as error:
-        raise ArtifactError(f"{path} cannot be read ({error.strerror}); {REBUILD}") from error
+        raise ArtifactError(f"{path} cannot be read ({error.strerror}); {rebuild(path)}") from error
 
 
 def describe_header(head: bytes, size: int) -> dict:
@@ -86,6 +95,6 @@ def read_record(plan_path: Path) -> PlanReport:
         return PlanReport(**content)
     except (OSError, TypeError, ValueError, RecursionError, ConfigError) as error:
         raise ArtifactError(
-            f"{plan_path} has no readable record {path.name} of its build ({one_line(error)}); {REBUILD}, "
+            f"{plan_path} has no readable record {path.name} of its build ({one_line(error)}); {rebuild(plan_path)}, "
             "or load it with allow_untrusted_plan=true if you trust who made it"
         ) from error

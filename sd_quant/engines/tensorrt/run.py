@@ -9,7 +9,7 @@ import torch
 
 from sd_quant.engines.base import cast_inputs
 from sd_quant.engines.tensorrt.library import device_target, library_logger, runtime_module
-from sd_quant.engines.tensorrt.plan import REBUILD, RTX_HEADER, describe_header, read_record
+from sd_quant.engines.tensorrt.plan import RTX_HEADER, describe_header, read_record, rebuild
 from sd_quant.errors import ArtifactError, ResourceError, SdQuantError
 
 
@@ -110,36 +110,40 @@ def load(path: Path, *, library: str = "tensorrt", allow_untrusted_plan: bool = 
     try:
         plan = path.read_bytes()  # once: what is checked is what is deserialized
     except OSError as error:
-        raise ArtifactError(f"{path} cannot be read ({error.strerror}); {REBUILD}") from error
+        raise ArtifactError(f"{path} cannot be read ({error.strerror}); {rebuild(path)}") from error
     described = describe_header(plan[: RTX_HEADER.size], len(plan))
     if not allow_untrusted_plan:
         record = read_record(path)
         if (actual := hashlib.sha256(plan).hexdigest()) != record.sha256:
             raise ArtifactError(
                 f"{path} has SHA-256 {actual[:12]} but its record says {str(record.sha256)[:12]}: "
-                f"it is damaged or was replaced; {REBUILD}"
+                f"it is damaged or was replaced; {rebuild(path)}"
             )
         described |= {"library": record.library, "version": record.version, "targets": record.targets}
     if not described["is_plan"] or described["complete"] is False:
-        raise ArtifactError(f"{path} is not a whole TensorRT plan ({len(plan)} bytes); {REBUILD}")
+        raise ArtifactError(f"{path} is not a whole TensorRT plan ({len(plan)} bytes); {rebuild(path)}")
     if described["library"] != library:
         raise ArtifactError(
-            f"{path} is a plan of {described['library']}, not of {library}; use that engine or {REBUILD}"
+            f"{path} is a plan of {described['library']}, not of {library}; use that engine or {rebuild(path)}"
         )
     trt = runtime_module(library)
     if described["version"] != trt.__version__:
         raise ArtifactError(
-            f"{path} was built by {library} {described['version']} but {trt.__version__} is installed; {REBUILD}"
+            f"{path} was built by {library} {described['version']} but {trt.__version__} is installed; {rebuild(path)}"
         )
     device = device_target()
     if described["targets"] is not None and device not in described["targets"]:
-        raise ArtifactError(f"{path} runs on {', '.join(described['targets'])} but this GPU is {device}; {REBUILD}")
+        raise ArtifactError(
+            f"{path} runs on {', '.join(described['targets'])} but this GPU is {device}; {rebuild(path)}"
+        )
     library_logger(library).errors.clear()
     runtime = trt.Runtime(library_logger(library))
     _check_validity(trt, runtime, plan, path)
     engine = runtime.deserialize_cuda_engine(plan)
     if engine is None:
-        raise ArtifactError(f"{library} cannot load {path}: {'; '.join(library_logger(library).errors)}; {REBUILD}")
+        raise ArtifactError(
+            f"{library} cannot load {path}: {'; '.join(library_logger(library).errors)}; {rebuild(path)}"
+        )
     return TensorRtEngine(library, runtime, engine, torch.device("cuda", torch.cuda.current_device()))
 
 
@@ -156,5 +160,5 @@ def _check_validity(trt: ModuleType, runtime, plan: bytes, path: Path) -> None:
     reasons = [name for name, bit in trt.EngineInvalidityDiagnostics.__members__.items() if diagnostics & int(bit)]
     faults_of_plan = {"VERSION_MISMATCH", "UNSUPPORTED_CC", "MALFORMED_ENGINE"}.intersection(reasons)
     refusal = ArtifactError if faults_of_plan else ResourceError
-    remedy = REBUILD if faults_of_plan else "free GPU memory or update the driver"
+    remedy = rebuild(path) if faults_of_plan else "free GPU memory or update the driver"
     raise refusal(f"{path} is not valid on this machine ({', '.join(reasons) or 'no reason given'}); {remedy}")
