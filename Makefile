@@ -34,7 +34,7 @@ quick:
 mutations: $(VENV)/.sd-quant-test ## Apply each deliberate fault of tests/mutations and say which test notices it
 	$(PYTHON) -m tests.mutations.run --workers 2
 
-gpu-bundle: $(VENV)/.sd-quant-run ## What a GPU machine without a network needs beside this folder: gpu_bundle (half an hour)
+gpu-bundle: $(VENV)/.sd-quant-run ## What a GPU machine without a network needs beside this folder: gpu_bundle (a quarter of an hour)
 	$(PYTHON) -m benchmarks.gpu.bundle
 
 gpu-check: ## On a GPU: its tests and a table of latencies, with whatever is installed; elsewhere it says so

@@ -228,8 +228,8 @@ def test_help_says_what_a_command_does_with_its_own_groups_and_examples_that_wor
     assert len(examples) == 3
     with composing(script.removesuffix(".py")):
         for example in examples:
-            words = [word for word in shlex.split(example) if word != "-m"]
-            compose(script.removesuffix(".py"), [re.sub(r"<[^<>]*>", "some", word) for word in words])
+            words = shlex.split(re.sub(r"<[^<>]*>", "some", example))
+            compose(script.removesuffix(".py"), [word for word in words if word != "-m" and "," not in word])
 
 
 @pytest.mark.parametrize("script", ["quantize.py", "export_trt.py", "infer.py"])

@@ -28,7 +28,7 @@ FAST = (
     "trt.optimization_level=0", "trt.targets=[SM89]",
 )  # fmt: skip
 MEASURED = {"latency", "stages", "peak_memory_bytes", "environment", "overrides", "fingerprint", "plans", "knobs"}
-STAGE_LINE = re.compile(rf"- ({'|'.join(STAGES)}) \.\.\.$")
+STAGE_LINE = re.compile(rf"^[\d:]{{8}} ({'|'.join(STAGES)}) \.\.\.$")
 
 
 @dataclass(frozen=True)
