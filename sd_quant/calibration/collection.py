@@ -16,6 +16,7 @@ from contextlib import nullcontext, suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from statistics import median
 from time import perf_counter
 
 import torch
@@ -35,6 +36,7 @@ from sd_quant.quantization.statistics import CALLS, ROWS, Statistics, kind_of, m
 from sd_quant.source import source_digest
 
 LOG = logging.getLogger(__name__)
+TRIES, ENOUGH = 20, 5.0  # calls, and seconds of them, from which the time of a call is taken
 
 
 def origin(checkpoint_sha256: str, names: Iterable[str], sampling: Sampling, device: str) -> dict:
@@ -67,12 +69,12 @@ def calibrate(
     cache: Path | None = None,
     accelerator: str = "auto",
     devices: int = 1,
-    announce: Callable[[str, int, float], object] | None = None,
+    announce: Callable[[str, int, float | None], object] | None = None,
 ) -> Statistics:
     """The statistics of the denoiser's layers ``names`` over all ``prompts``, from the cache as far as it has them.
 
     ``announce`` is called with the type of the device, the number of prompts to calibrate and the seconds that a call
-    of the denoiser takes, before the first prompt, and not at all when the cache has all.
+    of the denoiser takes (None for several processes) before the first prompt, and not at all when the cache has all.
     Raises SdQuantError naming layer, prompt and step when an input of a layer is not finite, ResourceError when there
     are fewer GPUs than asked for.
     """
@@ -92,7 +94,7 @@ def calibrate(
                 LOG.info("statistics of prompts %d to %d come from the cache", segment.start + 1, segment.stop)
             else:
                 if announce:
-                    seconds = seconds_of_a_call(fabric, model, names, sampling)
+                    seconds = seconds_of_a_call(fabric, model, names, sampling) if devices == 1 else None
                     announce(fabric.device.type, len(prompts) - done, seconds)
                 announce = None
                 segment = segments(done, len(prompts), snapshots)[0]
@@ -115,7 +117,7 @@ def calibrate(
 
 
 def seconds_of_a_call(fabric, model: LoadedModel, names: Sequence[str], sampling: Sampling) -> float:
-    """How long the denoiser takes for a batch while its layers are watched; from one call, after one that warms up.
+    """How long the denoiser takes for a batch while its layers are watched: the median of some calls.
 
     The road not taken is to count operations: how fast a processor does those of a small network is not known.
     """
@@ -125,14 +127,14 @@ def seconds_of_a_call(fabric, model: LoadedModel, names: Sequence[str], sampling
     shapes = contract.shapes(**axes(samples * sampling.batch_size, sampling.width, sampling.height))
     inputs = {each: torch.ones(shape, dtype=contract.dtypes[each]) for each, shape in shapes.items()}
     layers = {layer: model.denoiser.get_submodule(layer) for layer in names}
-    batch, engine, seconds = range(sampling.batch_size), model.torch_engine(name), 0.0
+    batch, engine, seconds = range(sampling.batch_size), model.torch_engine(name), list[float]()
     with suppress(SdQuantError), collect(model.parts[name], layers, batch, 1, lambda: (0, batch), {}):
-        for _ in range(2):
+        while len(seconds) < TRIES and sum(seconds) < ENOUGH:
             start = perf_counter()
             for output in engine(**inputs).values():
                 output.cpu()  # waits for a GPU
-            seconds = perf_counter() - start
-    return seconds
+            seconds.append(perf_counter() - start)
+    return median(seconds[1:] or seconds or [0.0])  # the first also makes what later ones find
 
 
 def fabric_for(accelerator: str, devices: int):

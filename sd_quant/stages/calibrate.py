@@ -57,11 +57,12 @@ def statistics_of(
     )
 
 
-def announce_calibration(knobs: Quantize, device: str, prompts: int, seconds: float) -> None:
+def announce_calibration(knobs: Quantize, device: str, prompts: int, seconds: float | None) -> None:
     """Log how much there is to compute and how long it will take, and the ways out where that is long."""
     calls = -(-prompts // knobs.batch_size) * knobs.n_steps
-    about = seconds * calls / (knobs.devices if device != "cpu" else 1)
-    what = f"calibrating on {prompts} prompts: {calls} calls of the denoiser on {device}, about {duration(about)}"
+    about = (seconds or 0) * calls
+    what = f"calibrating on {prompts} prompts: {calls} calls of the denoiser on {device}"
+    what += f", about {duration(about)}" if about else ""
     if about <= LONG:
         LOG.info("%s", what)
         return

@@ -13,10 +13,12 @@ def knobs(**given) -> SimpleNamespace:
 def test_a_short_one_says_how_long(caplog):
     with caplog.at_level(logging.INFO, "sd_quant.stages.calibrate"):
         announce_calibration(knobs(), "cpu", 32, 0.025)
-        announce_calibration(knobs(batch_size=5, devices=4), "cuda", 32, 0.4)
-    first, second = caplog.records
+        announce_calibration(knobs(batch_size=5), "cuda", 32, 0.1)
+        announce_calibration(knobs(devices=4), "cuda", 32, None)
+    first, second, several = caplog.records
     assert first.getMessage() == "calibrating on 32 prompts: 640 calls of the denoiser on cpu, about 16 s"
     assert second.getMessage() == "calibrating on 32 prompts: 140 calls of the denoiser on cuda, about 14 s"
+    assert several.getMessage() == "calibrating on 32 prompts: 640 calls of the denoiser on cuda"
     assert {record.levelno for record in caplog.records} == {logging.INFO}
 
 
