@@ -13,9 +13,6 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import torch
-
-from sd_quant.devices import threads
 from sd_quant.files import sha256
 from sd_quant.places import HOME
 
@@ -34,9 +31,16 @@ def provenance(inputs: dict[str, Path], overrides: list[str]) -> dict:
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "overrides": list(overrides),
-        "versions": {"python": platform.python_version(), **versions(*PACKAGES)},
         "machine": machine(),
         "git": git_state(HOME),
+        **made_of(inputs),
+    }
+
+
+def made_of(inputs: dict[str, Path]) -> dict:
+    """``{versions, inputs}`` of these: what decides a result, wherever it is made. Imports nothing heavy."""
+    return {
+        "versions": {"python": platform.python_version(), **versions(*PACKAGES)},
         "inputs": {name: fingerprint(path) for name, path in inputs.items()},
     }
 
@@ -47,6 +51,10 @@ def machine() -> dict:
     ``affinity`` names them, ``threads`` is with how many of them torch and every runtime compute, ``cpu_mhz`` the
     frequency of each as this is called. A virtual machine is told a constant, and no governor.
     """
+    import torch  # here, because what a job was made of is asked without its machine
+
+    from sd_quant.devices import threads
+
     processor = _processor()
     flags = set((processor.get("flags") or processor.get("Features") or "").split())
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

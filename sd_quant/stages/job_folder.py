@@ -19,7 +19,7 @@ from sd_quant.config import SHOWN_ALONE, QuantizeJob
 from sd_quant.errors import ConfigError, SdQuantError
 from sd_quant.files import TEMPORARY, digest
 from sd_quant.places import input_path, lasting
-from sd_quant.report.provenance import provenance
+from sd_quant.report.provenance import made_of, provenance
 from sd_quant.report.record import RECORD, at, read_record
 from sd_quant.report.summary import FAILURE, LOCK, LOG, PROVENANCE
 from sd_quant.source import source_digest
@@ -39,8 +39,8 @@ A_JOBS = (LOCK, RECORD, PROVENANCE)  # a folder with one of these is a job's
 BEFORE_A_JOB = (".hydra", LOG, LOCK, FAILURE)  # what Hydra, and a job that was refused, leave in a folder
 
 
-def facts_of(job: QuantizeJob, directory: Path) -> dict:
-    """The versions, the machine and the hashes of the inputs that the job starts from, as ``provenance`` has them."""
+def inputs_of(job: QuantizeJob) -> dict[str, Path]:
+    """The files and folders that the job reads."""
     inputs = {"checkpoint": input_path(job.model.path)}
     if job.quantize.calibration is None:
         inputs["calibration_prompts"] = input_path(job.model.calibration_prompts)
@@ -48,8 +48,15 @@ def facts_of(job: QuantizeJob, directory: Path) -> dict:
         inputs["calibration"] = input_path(job.quantize.calibration)
     if job.infer.latents is not None:
         inputs["latents"] = input_path(job.infer.latents)
+    return inputs
+
+
+def facts_of(job: QuantizeJob, directory: Path) -> dict:
+    """The versions, the machine and the hashes of the inputs that the job starts from, as ``provenance`` has them."""
     overrides = directory / ".hydra" / "overrides.yaml"
-    return provenance(inputs, yaml.safe_load(overrides.read_text(encoding="utf-8")) if overrides.exists() else [])
+    return provenance(
+        inputs_of(job), yaml.safe_load(overrides.read_text(encoding="utf-8")) if overrides.exists() else []
+    )
 
 
 def kept_knobs(job: QuantizeJob) -> dict:
@@ -75,6 +82,13 @@ def finished(directory: Path, wanted: str) -> Mapping[str, Any] | None:
     except (OSError, ValueError):
         return None
     return record if at(record, "fingerprint") == wanted else None
+
+
+def done_before(job: QuantizeJob, directory: Path) -> Mapping[str, Any] | None:
+    """The record if this very job is done in ``directory``, else None. Imports nothing heavy."""
+    if not (directory / RECORD).is_file():
+        return None
+    return finished(directory, fingerprint(job, made_of(inputs_of(job))))
 
 
 def check_own(directory: Path) -> None:

@@ -17,16 +17,14 @@ from sd_quant.devices import threads
 from sd_quant.engines import RUNTIMES, check_installed, why_not
 from sd_quant.errors import ResourceError
 from sd_quant.files import write_json, write_text
-from sd_quant.metrics import SCORES
 from sd_quant.metrics.memory import StageTimer
-from sd_quant.places import output_path, shown
-from sd_quant.report.rebuild import rebuild
-from sd_quant.report.record import Record, score_of, write_record
-from sd_quant.report.summary import LOCK, PROVENANCE, SWEEP
-from sd_quant.report.table import run_table
+from sd_quant.places import output_path
+from sd_quant.report.record import Record, write_record
+from sd_quant.report.summary import LOCK, PROVENANCE
 from sd_quant.simulation.native import check_device
 from sd_quant.stages.calibrate import statistics_of
 from sd_quant.stages.choose import choose
+from sd_quant.stages.closing import DONE_BEFORE, closing_words, in_sweep
 from sd_quant.stages.compare import compare_images, save_pairs
 from sd_quant.stages.export_onnx import export_parts, files_of_a_run
 from sd_quant.stages.export_trt import build_run_plans, check_gpu, plan_library
@@ -74,19 +72,8 @@ def quantize(job: QuantizeJob, directory: Path) -> float | None:
                 check_still_there(directory)  # else that is why
                 raise
         else:
-            LOG.info("done before: nothing that this job depends on has changed since")
-    psnr = score_of(record, SCORES["psnr"]).value.value
-    if in_sweep(directory):  # whose jobs have their table and report together
-        LOG.info("done: %s", directory.name if psnr is None else f"{directory.name}, PSNR {psnr:.2f} dB")
-    else:
-        print(run_table(record))
-        print(f"run directory: {shown(directory)}")
-        print(f"report: {shown(rebuild(directory))}")
-    return psnr
-
-
-def in_sweep(directory: Path) -> bool:
-    return (directory.parent / SWEEP).exists()
+            LOG.info(DONE_BEFORE)
+    return closing_words(record, directory)
 
 
 def check_runtimes(job: QuantizeJob) -> None:

@@ -1,6 +1,8 @@
 """When a job is done before: what decides its record, and what of an earlier attempt goes."""
 
 import json
+import subprocess
+import sys
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +14,15 @@ from sd_quant.cli import job_of
 from sd_quant.config import QuantizeJob
 from sd_quant.errors import ConfigError, SdQuantError
 from sd_quant.places import HOME
-from sd_quant.stages.job_folder import check_own, check_still_there, fingerprint, finished, remove_leftovers
+from sd_quant.stages.job_folder import (
+    check_own,
+    check_still_there,
+    done_before,
+    facts_of,
+    fingerprint,
+    finished,
+    remove_leftovers,
+)
 
 FACTS = {
     "inputs": {"checkpoint": {"path": "here.nemo", "sha256": "ab", "bytes": 2}},
@@ -67,6 +77,17 @@ def test_the_record_of_this_job_is_taken(tmp_path):
     record = {"fingerprint": "this", "fidelity": {}}
     (tmp_path / "metrics.json").write_text(json.dumps(record))
     assert finished(tmp_path, "this") == record
+
+
+def test_a_job_is_known_to_be_done_without_what_would_do_it(job, tmp_path):
+    assert done_before(job, tmp_path) is None
+    record = {"fingerprint": fingerprint(job, facts_of(job, tmp_path)), "fidelity": {}}
+    (tmp_path / "metrics.json").write_text(json.dumps(record))
+    assert done_before(job, tmp_path) == record
+    job.infer.seed += 1
+    assert done_before(job, tmp_path) is None
+    code = "import sys, sd_quant.commands.quantize; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 OURS = (

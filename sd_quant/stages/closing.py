@@ -1,0 +1,36 @@
+"""What is said of a finished job."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sd_quant.metrics import SCORES
+from sd_quant.places import shown
+from sd_quant.report.record import score_of
+from sd_quant.report.summary import SWEEP
+from sd_quant.report.table import run_table
+
+LOG = logging.getLogger(__name__)
+DONE_BEFORE = "done before: nothing that this job depends on has changed since"
+
+
+def closing_words(record: Mapping[str, Any], directory: Path) -> float | None:
+    """Print the table of a run, or log a line of a sweep's job; returns the mean PSNR in dB.
+
+    A run gets its report; the jobs of a sweep have theirs together.
+    """
+    psnr = score_of(record, SCORES["psnr"]).value.value
+    if in_sweep(directory):
+        LOG.info("done: %s", directory.name if psnr is None else f"{directory.name}, PSNR {psnr:.2f} dB")
+        return psnr
+    from sd_quant.report.rebuild import rebuild  # which draws
+
+    print(run_table(record))
+    print(f"run directory: {shown(directory)}")
+    print(f"report: {shown(rebuild(directory))}")
+    return psnr
+
+
+def in_sweep(directory: Path) -> bool:
+    return (directory.parent / SWEEP).exists()
