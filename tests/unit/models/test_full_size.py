@@ -17,8 +17,11 @@ import diffusers
 import pytest
 import torch
 import yaml
+from hydra import compose
+from omegaconf import OmegaConf
 from torch import nn
 
+from sd_quant.cli import composing
 from sd_quant.metrics.flops import operations
 from sd_quant.models import FAMILIES, family_named
 from sd_quant.models.parts import axes
@@ -83,7 +86,9 @@ def kinds(names: Iterable[str]) -> Counter[str]:
 def test_the_file_holds_every_family_as_its_own_configuration_has_it():
     assert DENOISERS.keys() == FAMILIES.keys()
     for name, entry in DENOISERS.items():
-        model = yaml.safe_load((REPOSITORY / "conf/model" / f"{name}.yaml").read_text())
+        with composing("infer"):
+            config = compose("infer", [f"model={name}", "model.path=unknown"])
+        model = OmegaConf.to_container(config.model, resolve=True)
         assert (model["family"], model["width"], model["height"]) == (name, entry["width"], entry["height"])
         assert model["max_sequence_length"] in (None, entry["tokens"])  # None: CLIP's
         assert entry["class"] in family_named(name).NETWORKS.values()
