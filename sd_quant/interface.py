@@ -15,8 +15,8 @@ and checks them as it does for a command, so a knob that is misspelt or out of r
 own, which would be another product after a year.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -51,7 +51,7 @@ from sd_quant.simulation.modelopt import restorable, save_quantized
 from sd_quant.stages.calibrate import statistics_of
 from sd_quant.stages.choose import choose
 from sd_quant.stages.export_onnx import delivered_files, export_parts
-from sd_quant.stages.generate import generate
+from sd_quant.stages.generate import check_channels, check_images, check_steps, generate
 from sd_quant.stages.load import Loaded, check_weights, layers_of, open_model
 from sd_quant.stages.open_parts import open_simulated
 from sd_quant.stages.resources import workload_of
@@ -134,16 +134,16 @@ class Model:
         Args:
             statistics: what ``calibrate`` has returned.
             preset: as for ``quantize=``: ``fp8``, ``svdquant_w4a16``, ``nvfp4``, ...; None: ``int8``, its default.
-            knobs: of the section ``quantize``, such as ``quant_level=3``, ``alpha=0.8``, ``keep=10``, ``budget=0.25``.
+            knobs: of the section ``quantize``, such as ``quant_level=3``, ``alpha=0.8``, ``keep=10``, ``budget=0.25``;
+                and ``scale``, by which ``keep`` and ``budget`` weigh what guidance leaves of an error.
 
         Raises:
             ConfigError: a knob does not exist, is out of range, or does not fit the others.
         """
         job = self.job(preset, knobs)
         loaded = layers_of(self.checkpoint, job)
-        step: Callable[[str], AbstractContextManager] = lambda name: nullcontext()  # noqa: E731
         with TemporaryDirectory() as folder:
-            chosen = choose(loaded, statistics, Path(folder), step)
+            chosen = choose(loaded, statistics, Path(folder), nullcontext)
         label = ", ".join([job.quantize.format, *(f"{name}={value}" for name, value in knobs.items())])
         return Quantized(self, label, loaded, chosen.assignment)
 
@@ -155,9 +155,12 @@ class Model:
         self, prompts: Sequence[str], knobs: Mapping[str, object], assignment: dict[str, LayerAssignment] | None = None
     ) -> Generated:
         """Images and latents by torch, with the denoiser quantized by an ``assignment`` where one is given."""
-        infer = self.job(None, {}, {"prompts": texts_of(prompts), **knobs}).infer
-        checkpoint, parts = self.checkpoint, dict.fromkeys(self.checkpoint.parts())
-        keys = {part: part for part in parts}
+        job = self.job(None, {}, {"prompts": texts_of(prompts), **knobs})
+        checkpoint, infer = self.checkpoint, job.infer
+        check_images(job.model, infer)
+        check_channels(checkpoint, infer)
+        check_steps(checkpoint, {"infer.steps": infer.steps})
+        keys = {part: part for part in checkpoint.parts()}
         if assignment is not None:
             keys[checkpoint.family.DENOISER] = SIMULATED
         together = fits(memory_of_variant(self.parameters, workload_of(infer)), "all parts of the model")
@@ -337,7 +340,8 @@ def compare(quantized: Sequence[Quantized], prompts: Sequence[str], **knobs: obj
     for each in quantized:
         made = model.generate(prompts, knobs, each.assignment)
         results.append(Result(each, made.images, fidelity(full.images, made.images, full.latents, made.latents)))
-    return Comparison(texts_of(prompts), full.images, results)
+    texts = model.job(None, {}, {"prompts": texts_of(prompts), **knobs}).infer.prompt_list()  # one for each image
+    return Comparison(texts, full.images, results)
 
 
 def texts_of(prompts: Sequence[str]) -> list[str]:

@@ -28,7 +28,7 @@ def own_size(path: Path) -> tuple[int, int] | None:
         size = size_in_folder(path) if (path / "model_index.json").is_file() else size_in_nemo(path)
     except (SdQuantError, OSError, ValueError, TypeError, KeyError, RecursionError, yaml.YAMLError):
         return None
-    return size if size is not None and all(side in SIDES for side in size) else None
+    return size if size is not None and all(type(side) is int and side in SIDES for side in size) else None
 
 
 def size_in_folder(folder: Path) -> tuple[int, int] | None:

@@ -10,8 +10,8 @@ import ast
 import inspect
 import io
 import json
-import re
 import tokenize
+from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints, is_typeddict
@@ -51,10 +51,10 @@ def schema_of(shape: Any) -> dict[str, Any]:
         said = comments().get(shape.__name__, {})
         hints = get_type_hints(shape, include_extras=True)
         described = {name: {"description": said[name]} if name in said else {} for name in hints}
-        text = inspect.getdoc(shape) if shape.__name__ in comments() and shape is not Explained else None
+        text = None if shape is Explained else shape.__doc__  # which says less than the fields that are explained
         return {
             "type": "object",
-            **({"description": " ".join(text.split())} if text and not text.startswith("dict(") else {}),
+            **({"description": " ".join(text.split())} if text else {}),
             "properties": {name: schema_of(hint) | described[name] for name, hint in hints.items()},
         }
     if (kind := get_origin(shape)) in (Union, UnionType):
@@ -71,6 +71,7 @@ def schema_of(shape: Any) -> dict[str, Any]:
     return {"type": PLAIN[shape]}
 
 
+@cache
 def comments() -> dict[str, dict[str, str]]:
     """By class of ``record`` and by field, the comment that stands behind the field."""
     source = inspect.getsource(record)
@@ -81,7 +82,7 @@ def comments() -> dict[str, dict[str, str]]:
     }
     return {
         node.name: {
-            field.target.id: re.sub("``", "", behind[field.lineno])
+            field.target.id: behind[field.lineno].replace("``", "")
             for field in node.body
             if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.lineno in behind
         }

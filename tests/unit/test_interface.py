@@ -46,6 +46,7 @@ def test_what_is_exported_is_there():
         (lambda model: model.calibrate([]), "prompts are .., expected a list of texts"),
         (lambda model: model.images("a cat"), "prompts are 'a cat', expected a list of texts"),
         (lambda model: model.images(["a cat"], stepz=1), "there is no knob infer.stepz; did you mean infer.steps"),
+        (lambda model: model.images(["a cat"], steps=10**6), "infer.steps is 1000000, expected at most"),
         (lambda model: sd_quant.compare([], ["a cat"]), "recipes of 0 models were given, expected some of one model"),
     ],
 )

@@ -28,6 +28,7 @@ def archive(path: Path, config: str) -> Path:
         (lambda path: folder(path, "unet", {"sample_size": 128}), (1024, 1024)),
         (lambda path: folder(path, "transformer", {"sample_size": [64, 96]}), (512, 768)),
         (lambda path: folder(path, "unet", {}), None),
+        (lambda path: folder(path, "unet", {"sample_size": 64.0}), None),  # which no knob takes either
         (lambda path: folder(path, "unet", {"sample_size": "1000"}), None),
         (lambda path: folder(path, "unet", {"sample_size": 10**12}), None),
         (lambda path: folder(path, "unet", {"sample_size": 60}), None),  # 480 pixels, which no knob takes
