@@ -92,6 +92,7 @@ def test_a_job_of_other_code_or_input_is_done_again(unbroken, command, sweep_arg
     result = command(*sweep_arguments(unbroken))
     assert result.returncode == 0, result.stderr[-3000:]
     assert result.stdout.count("done before: nothing that this job depends on has changed") == 2
+    assert result.stdout.count("\nrecipe ") == 1 and "fidelity to full precision" not in result.stdout  # one table
     assert json.loads(record.read_text())["fingerprint"] == content["fingerprint"]
 
 

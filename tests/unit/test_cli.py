@@ -212,6 +212,13 @@ def test_a_job_that_succeeds_has_not_failed(hydra):
     assert recording_failure(lambda config: config + 1)(1) == 2 and not failure.exists()
 
 
+def test_a_job_works_where_the_command_was_given(hydra, tmp_path, monkeypatch):
+    """A launcher may have started its process anywhere."""
+    hydra(RunMode.MULTIRUN)
+    monkeypatch.chdir("/")
+    assert recording_failure(lambda config: Path.cwd())(None) == tmp_path
+
+
 def test_the_garbage_of_one_job_does_not_outlive_the_next():
     """In a process of its own, because the tests' own has frozen what it imported."""
     code = """if True:

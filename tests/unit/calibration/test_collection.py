@@ -209,6 +209,15 @@ def test_a_sampler_of_second_order_has_the_steps_that_were_asked_for(model, name
 # The cache
 
 
+def test_what_is_to_come_is_said_once_and_changes_nothing(model, names, whole, tmp_path):
+    said: list = []
+    for _ in range(2):  # the second time all of it is in the cache
+        found = collected(model, names, cache=tmp_path, snapshots=[1], announce=lambda *told: said.append(told))
+        assert_same(found, whole)
+    [(device, prompts, seconds)] = said
+    assert (device, prompts) == ("cpu", len(PROMPTS)) and 0 < seconds < 60
+
+
 def test_the_second_time_nothing_runs(model, names, whole, calls, caplog, tmp_path):
     assert_same(collected(model, names, cache=tmp_path), whole)
     calls.update(dict.fromkeys(calls, 0))

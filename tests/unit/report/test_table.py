@@ -1,6 +1,6 @@
 import pytest
 
-from sd_quant.report.table import run_table
+from sd_quant.report.table import run_table, sweep_table
 
 
 def latency(p50: float) -> dict:
@@ -146,3 +146,12 @@ def test_what_is_slower_stands_at_the_top_and_plans_that_nobody_wanted_nowhere()
     lines = run_table(slower).splitlines()
     assert lines[2].startswith("SLOWER: on openvino, unet_xl at batch 2 takes 2.00 times as long")
     assert "plan" not in "".join(lines)
+
+
+def test_a_sweeps_table_has_a_line_for_each_recipe_and_why_some_have_no_figures(small_sweep):
+    head, _, *recipes, empty, failed, unfinished = sweep_table(small_sweep).splitlines()
+    assert head.split("  ")[0] == "recipe" and "denoiser speedup" in head
+    names = [*(f"level={level}" for level in "1234"), "level=5 (failed)", "level=6 (unfinished)"]
+    assert [line.split("  ")[0] for line in recipes] == names and not empty
+    assert "44.00 ± 0.64" in recipes[0] and "1.33x" in recipes[1] and "–" in recipes[4]
+    assert failed == "level=5: the disk is full" and unfinished.startswith("level=6: it left no record")

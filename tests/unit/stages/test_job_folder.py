@@ -21,6 +21,7 @@ from sd_quant.stages.job_folder import (
     facts_of,
     fingerprint,
     finished,
+    kept_knobs,
     remove_leftovers,
 )
 
@@ -77,6 +78,14 @@ def test_the_record_of_this_job_is_taken(tmp_path):
     record = {"fingerprint": "this", "fidelity": {}}
     (tmp_path / "metrics.json").write_text(json.dumps(record))
     assert finished(tmp_path, "this") == record
+
+
+def test_the_config_that_is_kept_leads_to_the_same_files_from_elsewhere(job, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    job.model.prompts = "prompts.txt"
+    kept = kept_knobs(job)["model"]
+    assert kept["prompts"] == str(tmp_path / "prompts.txt")
+    assert kept["path"] == job.model.path == "checkpoints/sdxl_mini.nemo"  # which ships
 
 
 def test_a_job_is_known_to_be_done_without_what_would_do_it(job, tmp_path):
