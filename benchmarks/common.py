@@ -18,7 +18,7 @@ from sd_quant.config import Quantize, QuantizeJob
 from sd_quant.files import sha256, write_json
 from sd_quant.inference.loading import LoadedModel, load_model
 from sd_quant.inference.pipeline import Sampling
-from sd_quant.models.unet import layer_roles, shared_inputs
+from sd_quant.models.unet import attentions, layer_roles, shared_inputs
 from sd_quant.places import input_path
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.derivation import derive
@@ -70,7 +70,8 @@ class Subject:
         weights = self.model.checkpoint.components["unet"]
         return derive(
             self.roles, lambda name: weights[f"{name}.weight"], statistics.layers, recipe, shared_inputs(self.roles),
-            kept, exclude=exclude, bias_of=lambda name: weights[f"{name}.bias"], recipes=recipes,
+            kept, attentions(self.model.modules["unet"]), exclude=exclude,
+            bias_of=lambda name: weights[f"{name}.bias"], recipes=recipes,
         )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ that are missing; delete the file, or take another ``--work``, to measure again.
 
 Rows: 1 the UNet to INT8 ONNX, 2 all four parts from ``.nemo`` to ONNX, 3 the UNet's plan, 4 one UNet pass on every
 level, 5 a picture by ``infer.py`` with all four parts on OpenVINO, the UNet in INT8, 6 the UNet in other formats: its
-recipe, its ONNX and its plan. Without ``--checkpoint`` the
+recipe, its ONNX and its plan, 7 where the seconds of a pass go. Without ``--checkpoint`` the
 weights are random, of the real sizes: time and memory are the same, but the errors in row 4 are of random weights.
 
 What is honest about it: both sides of row 1 start from the same weights and quantize the same layers. Ours pays for
@@ -54,8 +54,8 @@ if "--row" in sys.argv:  # in a child only: the parent sits beside what is measu
     from sd_quant.checkpoints.nemo import open_nemo
     from sd_quant.checkpoints.nemo_networks import NemoCheckpoint
     from sd_quant.config import Quantize
-    from sd_quant.engines import load_engine
-    from sd_quant.engines.base import Engine
+    from sd_quant.engines import openvino
+    from sd_quant.engines.base import Engine, cast_inputs
     from sd_quant.export.parts import trace_part, write_part
     from sd_quant.files import atomic_path
     from sd_quant.inference.loading import load_model, load_part
@@ -64,7 +64,7 @@ if "--row" in sys.argv:  # in a child only: the parent sits beside what is measu
     from sd_quant.metrics.memory import peak_memory_bytes
     from sd_quant.models.checkpoint import contracts_of, empty_modules
     from sd_quant.models.parts import wrapped
-    from sd_quant.models.unet import layer_roles, shared_inputs
+    from sd_quant.models.unet import attentions, layer_roles, shared_inputs
     from sd_quant.numbers import relative_error
     from sd_quant.quantization.assignment import LayerAssignment
     from sd_quant.quantization.derivation import derive
@@ -72,10 +72,12 @@ if "--row" in sys.argv:  # in a child only: the parent sits beside what is measu
 
 PARTS = ("unet_xl", "vae", "clip1", "clip2")
 TORCH, UNQUANTIZED = "torch", "unquantized"
-LEVELS = ("1", "2", "2.5", "3")
-HIGHEST = LEVELS[-1]
+LEVELS = ("1", "2", "2.5", "3", "4")
+HIGHEST = "3"  # that plans are built of; of the rows that have one
+PROFILED = (UNQUANTIZED, "3", "4")
 SIDES = (TORCH, UNQUANTIZED, *LEVELS)  # of one UNet pass
 PASSES = [(side, "") for side in SIDES] + [(side, ", again") for side in (TORCH, UNQUANTIZED)]
+SELF_ATTENTION = "attn1"  # ends the names of attentions that level 4 quantizes in INT8
 ALPHA = 0.8
 PROMPT = "a cabin in deep snow with light in the windows"
 STATISTICS_SIZE, STATISTICS_STEPS, SEED, GUIDANCE = 256, 2, 42, 5.0
@@ -145,6 +147,7 @@ def derived(options: argparse.Namespace, checkpoint: NemoCheckpoint, recipe: Qua
     layers = unpack(load_file(statistics_file(options))).layers
     return derive(
         roles, lambda name: weights[f"{name}.weight"], layers, recipe, shared_inputs(roles),
+        attentions=attentions(empty_modules(checkpoint)["unet"]),
         exclude=recipe.exclude.get("sdxl", ()), bias_of=lambda name: weights[f"{name}.bias"],
     )  # fmt: skip
 
@@ -251,18 +254,22 @@ def preset(options: argparse.Namespace, name: str) -> dict:
 
 
 def count_operations(options: argparse.Namespace, _: str) -> dict:
-    """Of one pass: of all, of the layers, and of each level's. ``total`` has the products inside attention, which no
-    level quantizes."""
+    """Of one pass: of all, of the layers, and of each level's, 4 with the products inside self-attention."""
     checkpoint = open_nemo(options.checkpoint)
     part = wrapped(checkpoint.parts(), empty_modules(checkpoint))["unet_xl"].eval()
     shapes, roles = pass_shapes(options, checkpoint), layer_roles(part.unet)
     total, found = operations(part, {name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
     flops = {name: found[f"unet.{name}"] for name in roles}
     chosen = {level: [n for n, role in roles.items() if reason_kept(role, float(level)) is None] for level in LEVELS}
+    own = [name for name in attentions(part.unet) if name.endswith(SELF_ATTENTION)]
+    inside = {name: found[f"unet.{name}"] - sum(flops[n] for n in roles if n.startswith(f"{name}.")) for name in own}
     return {
         "total": total,
         "layers": sum(flops.values()),
-        "quantized": {level: sum(flops[name] for name in names) for level, names in chosen.items()},
+        "quantized": {
+            level: sum(flops[name] for name in names) + (sum(inside.values()) if level == "4" else 0)
+            for level, names in chosen.items()
+        },
         "quantized_layers": {level: len(names) for level, names in chosen.items()},
     }
 
@@ -282,25 +289,42 @@ def pass_inputs(options: argparse.Namespace, checkpoint: NemoCheckpoint) -> dict
 def one_pass(options: argparse.Namespace, side: str) -> dict:
     checkpoint = open_nemo(options.checkpoint)
     inputs, torch_output = pass_inputs(options, checkpoint), options.work / "torch_output.pt"
-    engine, load_seconds = timed(lambda: pass_engine(options, checkpoint, side))
+    engine, load_seconds = timed(lambda: pass_engine(options, checkpoint, side, inputs))
     found = {"load_seconds": load_seconds, "load_peak_bytes": peak_memory_bytes(), "threads": torch.get_num_threads()}
     output = engine(**inputs)["out"]
     samples = [timed(lambda: engine(**inputs))[1] for _ in range(options.repeats)]
     if side == TORCH:
         torch.save(output, torch_output)
     else:
-        from sd_quant.engines.openvino import int8_layers
-
-        found["int8_layers"] = int8_layers(engine)
+        found["int8_layers"] = openvino.int8_layers(engine)
         if torch_output.exists():  # not where torch itself was killed
             found["relative_error"] = relative_error(torch.load(torch_output), output)
     return found | {"seconds": median(samples), "samples": samples}
 
 
-def pass_engine(options: argparse.Namespace, checkpoint: NemoCheckpoint, side: str) -> Engine:
+def pass_engine(
+    options: argparse.Namespace, checkpoint: NemoCheckpoint, side: str, inputs: dict[str, Tensor]
+) -> Engine:
     if side == TORCH:
         return load_part(checkpoint, "unet_xl")
-    return load_engine("openvino", unet_file(options, side), threads=torch.get_num_threads())
+    engine = openvino.load(unet_file(options, side), threads=torch.get_num_threads())
+    engine.compiled_for(tuple(tuple(inputs[name].shape) for name in engine.inputs))
+    return engine
+
+
+def profile(options: argparse.Namespace, side: str) -> dict:
+    """Seconds of one pass by kind of layer and kernel, as OpenVINO counts them, of the second call."""
+    inputs = pass_inputs(options, open_nemo(options.checkpoint))
+    engine = openvino.load(unet_file(options, side), threads=torch.get_num_threads())
+    engine.settings["PERF_COUNT"] = "YES"
+    arrays = [tensor.numpy() for tensor in cast_inputs(engine.inputs, inputs).values()]
+    request = engine.compiled_for(tuple(array.shape for array in arrays)).create_infer_request()
+    for _ in range(2):
+        request.infer(arrays)
+    spent: dict[str, list[float]] = {}
+    for node in request.profiling_info:
+        spent.setdefault(f"{node.node_type} {node.exec_type}", []).append(node.real_time.total_seconds())
+    return {"spent": {kind: [sum(times), len(times)] for kind, times in spent.items()}}
 
 
 def origin(options: argparse.Namespace, _: str) -> dict:
@@ -320,6 +344,7 @@ CHILDREN: dict[str, Callable[[argparse.Namespace, str], dict]] = {
     "plan": plan,
     "operations": count_operations,
     "pass": one_pass,
+    "profile": profile,
     "origin": origin,
 }
 
@@ -445,11 +470,18 @@ class Bench:
     def passes(self) -> None:
         """Each side's file is written, measured and removed, so the disk holds one at a time."""
         self.measure("operations", self.after(row="operations"))
-        for side, again in PASSES if self.options.twice else PASSES[: len(SIDES)]:
+        chosen = (TORCH, UNQUANTIZED, *self.options.levels.split(","))
+        passes = [(side, again) for side, again in PASSES if side in chosen]
+        for side, again in passes if self.options.twice else [each for each in passes if not each[1]]:
             if side != TORCH and not again:
                 self.measure(f"variant:{side}", self.after(row=f"variant:{side}"))
             needed = () if side == TORCH else (f"variant:{side}",)
             self.measure(f"pass:{side}{again}", self.after(*needed, row=f"pass:{side}"), repeats=self.options.repeats)
+            self.remove("unet")
+
+    def profiles(self) -> None:
+        for side in PROFILED:
+            self.measure(f"profile:{side}", self.after(f"variant:{side}", row=f"profile:{side}"))
             self.remove("unet")
 
     def picture(self) -> None:
@@ -487,6 +519,7 @@ ROWS: dict[str, Callable[[Bench], None]] = {
     "4": Bench.passes,
     "5": Bench.picture,
     "6": Bench.formats,
+    "7": Bench.profiles,
 }
 
 
@@ -593,6 +626,24 @@ def passes_table(rows: dict) -> str:
     )  # fmt: skip
 
 
+def profiles_table(rows: dict) -> str:
+    """Kinds of layers that take at least a hundredth of some side's pass."""
+    sides = [side for side in PROFILED if "spent" in rows.get(f"profile:{side}", {})]
+    spent = {side: rows[f"profile:{side}"]["spent"] for side in sides}
+    kinds = dict.fromkeys(kind for side in sides for kind in spent[side])
+    totals = {side: sum(time for time, _ in spent[side].values()) for side in sides}
+
+    def told(side: str, kind: str) -> str:
+        time, count = spent[side].get(kind, (0, 0))
+        return f"{seconds(time)} ({count})" if count else "–"
+
+    shown = [kind for kind in kinds if any(spent[s].get(kind, (0, 0))[0] >= totals[s] / 100 for s in sides)]
+    shown.sort(key=lambda kind: -max(spent[side].get(kind, (0, 0))[0] for side in sides))
+    lines = [(kind, *(told(side, kind) for side in sides)) for kind in shown]
+    lines.append(("all", *(seconds(totals[side]) for side in sides)))
+    return table(("7. seconds of one pass (layers)", *sides), lines) if sides else ""
+
+
 def conditions(options: argparse.Namespace, rows: dict) -> str:
     """What was measured and how, as far as it was."""
     weights = "Random weights of SDXL's sizes" if options.synthetic else options.checkpoint.name
@@ -637,6 +688,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--size", type=int, default=1024, help="of pictures (%(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="timed UNet passes of each side (%(default)s)")
     parser.add_argument("--steps", type=int, default=2, help="of the picture (%(default)s)")
+    parser.add_argument("--levels", default=",".join(LEVELS), help="of row 4 (%(default)s)")
     parser.add_argument("--twice", action="store_true", help="the unquantized passes again at the end")
     parser.add_argument("--skip-reference", action="store_true", help="no export by ModelOpt and torch.onnx")
     parser.add_argument("--keep", action="store_true", help="the checkpoint that was made and the ONNX of all parts")
@@ -666,7 +718,8 @@ def main() -> None:
         if options.synthetic:
             options.checkpoint.unlink(missing_ok=True)
     origin = bench.child("origin")
-    texts = stages_table(bench.rows), passes_table(bench.rows), conditions(options, bench.rows), machine(origin)
+    tables = stages_table(bench.rows), passes_table(bench.rows), profiles_table(bench.rows)
+    texts = *tables, conditions(options, bench.rows), machine(origin)
     text = "\n".join(filter(None, texts))
     write_text(options.out, text)
     print(f"\n{text}")

@@ -34,10 +34,11 @@ from sd_quant.inference.pipeline import Sampling
 from sd_quant.metrics.fidelity import fidelity
 from sd_quant.places import CONF, HOME
 from sd_quant.progress import progress
-from sd_quant.quantization.recipe import BY_ROLE, Recipe
+from sd_quant.quantization.recipe import BY_ROLE, Enable, Pair, Recipe
 
 PROMPTS = Path(__file__).parent / "prompts"
 COLUMNS = ("recipe", "PSNR, dB", "against the first", "worst", "SSIM", "LPIPS", "SQNR dB, step 1", "10", "20")
+INT8 = Pair("int8", "int8")
 NEMO = Recipe(3.0, 0.8)  # its literal minimum apart
 DEFAULT = Recipe(3.0, "auto", observer=BY_ROLE, shift=True)  # as conf/quantize/int8.yaml has it
 RECIPES = {
@@ -60,6 +61,7 @@ RECIPES = {
     "collect_method=default": replace(DEFAULT, collect_method="default"),
     "percentile=0.4": replace(DEFAULT, percentile=0.4),
     **{f"quant_level={level:g}": replace(DEFAULT, quant_level=level) for level in (1.0, 2.0, 2.5)},
+    "quant_level=4": replace(DEFAULT, quant_level=4.0, enable=Enable(INT8, INT8, "int8")),
     "exclude=text": DEFAULT,
 }
 EXCLUDED = {"exclude=text": ("*.attn2.to_k", "*.attn2.to_v")}

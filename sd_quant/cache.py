@@ -69,6 +69,15 @@ class Cache:
     directory: Path | None
     limit_bytes: float = 0
 
+    def entry(self, kind: str, origin: Mapping[str, object]) -> Path:
+        """The folder of what is made for this ``origin``; there may be none yet."""
+        assert self.directory is not None
+        return self.directory / kind / digest(json.dumps(origin, sort_keys=True))[:32]
+
+    def holds(self, kind: str, origin: Mapping[str, object]) -> bool:
+        """Whether ``provide`` would find this in the cache, unless it is damaged."""
+        return self.directory is not None and (self.entry(kind, origin) / MANIFEST).exists()
+
     def provide(self, kind: str, origin: Mapping[str, object], target: Path, make: Callable[[Path], object]) -> None:
         """``target`` holds the files that ``make(folder)`` writes for this ``origin``, from the cache if it has them.
 
@@ -78,13 +87,12 @@ class Cache:
         if self.directory is None:
             make(target)
             return
-        described = json.dumps(origin, sort_keys=True)
-        entry = self.directory / kind / digest(described)[:32]
+        entry, described = self.entry(kind, origin), json.loads(json.dumps(origin))
         with locked(lock_of(entry), f"waiting for another process, which makes the same {kind}"):
-            if names := sound(entry, json.loads(described)):
+            if names := sound(entry, described):
                 LOG.info("%s comes from the cache", f"{kind} of {origin['part']}" if "part" in origin else kind)
             else:
-                names = fill(entry, json.loads(described), make)
+                names = fill(entry, described, make)
             os.utime(entry / MANIFEST)
             for name in names:
                 link(entry / name, target / name)

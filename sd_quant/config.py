@@ -161,7 +161,8 @@ def check_enabled(quantize: Quantize) -> None:
     static = [name for name, fmt in FORMATS.items() if fmt.static_scale]
     if enable.conv.activation is not None:  # blocks lie along a linear's input
         one_of(static).check("quantize.enable.conv.activation", enable.conv.activation)
-    expected = f"at most 3, because {label} has no format for attention's matrix products; quantize=fp8 has"
+    able = " and ".join(f"quantize={name}" for name, fmt in sorted(FORMATS.items()) if fmt.attention)  # their presets
+    expected = f"at most 3, because {label} has no format for attention's matrix products; {able} have"
     check(quantize.quant_level < 4 or enable.attention is not None, "quant_level", quantize.quant_level, expected)
     expected = f"false, because {label} has scales per block"
     fits = not quantize.per_channel or enable.conv.weight in static or enable.linear.weight in static

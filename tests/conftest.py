@@ -46,6 +46,13 @@ def one_thread():
 
 
 @pytest.fixture(scope="session")
+def int8_kernels():
+    """Asked for by tests of what OpenVINO multiplies in INT8."""
+    if pytest.importorskip("sd_quant.engines.openvino").saturates():
+        pytest.skip("this processor has no VNNI, without which OpenVINO's INT8 kernels saturate and are not used")
+
+
+@pytest.fixture(scope="session")
 def small_config() -> dict:
     """NeMo's ``model:`` section; the pooled text is 32 wide and a size id has 8 features."""
     config = yaml.safe_load(MINI_CONFIG.read_text())

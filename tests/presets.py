@@ -1,11 +1,17 @@
-"""The recipe of a preset, as the command line composes it."""
+"""The recipe of a preset and the job of knobs, as the command line composes them."""
 
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from sd_quant.config import Quantize
+from sd_quant.cli import job_of
+from sd_quant.config import Quantize, QuantizeJob
 from sd_quant.knobs import read
 from sd_quant.places import CONF
+
+
+def job(*overrides: str) -> QuantizeJob:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return job_of(QuantizeJob, compose("quantize", [*overrides]))
 
 
 def recipe_of(preset: str, *overrides: str) -> Quantize:

@@ -46,6 +46,8 @@ def save(path: Path, assignments: Mapping[str, Mapping[str, LayerAssignment]], r
     kept: dict[bytes, str] = {}  # where equal numbers are already
 
     def stored(value: Any, half: bool) -> Any:
+        if isinstance(value, tuple):
+            return [stored(each, half) for each in value]
         if not isinstance(value, Tensor):
             return value
         tensor = (value.half() if half else value.float()).contiguous().cpu()
@@ -65,8 +67,9 @@ def save(path: Path, assignments: Mapping[str, Mapping[str, LayerAssignment]], r
                     row["weight_amax"] = FROM_THE_WEIGHT
             rows.append({key: value for key, value in row.items() if value is not None})
         told[name] = {"recipe": describe(recipes[name]), "layers": rows}
-    used = {each["tensor"] for one in told.values() for row in one["layers"] for each in row.values()
-            if isinstance(each, dict)}  # fmt: skip
+    values = [value for one in told.values() for row in one["layers"] for value in row.values()]
+    parts = [part for value in values for part in (value if isinstance(value, list) else [value])]
+    used = {part["tensor"] for part in parts if isinstance(part, dict)}
     with atomic_path(path) as temporary:
         packed = base64.b64encode(zlib.compress(json.dumps(told).encode(), 9)).decode()  # of 2 MB 0.2
         safetensors.torch.save_file({key: tensor for key, tensor in tensors.items() if key in used}, temporary,
@@ -84,7 +87,7 @@ def load(path: Path, name: str, recipe: Recipe, unet: nn.Module) -> Assignment |
         def read(value: Any) -> Any:
             if isinstance(value, dict):
                 return file.get_tensor(value["tensor"]).to(place).float()
-            return tuple(value) if isinstance(value, list) else value
+            return tuple(map(read, value)) if isinstance(value, list) else value
 
         found: Assignment = {}
         for row in told["layers"]:

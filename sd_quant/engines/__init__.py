@@ -41,6 +41,14 @@ def refused_by_onnxruntime(where: str, fmt: Format) -> str | None:
     return f"ONNX Runtime has no kernel for {fmt.name}'s FP4 numbers" if fmt.onnx_type == "FLOAT4E2M1" else None
 
 
+NO_INTEGER_ATTENTION = "TensorRT takes no unsigned codes, and has a kernel for attention as it is"
+
+
+def refused_by_tensorrt(where: str, fmt: Format) -> str | None:
+    """Why TensorRT cannot execute a format, or None."""
+    return NO_INTEGER_ATTENTION if where == "attention" and fmt.equal_levels else None
+
+
 @dataclass(frozen=True)
 class Runtime:
     """What the other rooms need to know of a runtime."""
@@ -80,12 +88,14 @@ RUNTIMES: dict[str, Runtime] = {
         Runtime(
             "tensorrt", "plan", "cuda", package="tensorrt", extra="tensorrt",
             load="sd_quant.engines.tensorrt.run:load", products="sd_quant.engines.tensorrt.inspect:products",
-            build="sd_quant.engines.tensorrt.build:build_for", bytes_per_parameter=OPENVINO_BYTES,
+            build="sd_quant.engines.tensorrt.build:build_for", refuses=refused_by_tensorrt,
+            bytes_per_parameter=OPENVINO_BYTES,
         ),
         Runtime(
             "tensorrt_rtx", "plan", "cuda", package="tensorrt_rtx", extra="rtx",
             load="sd_quant.engines.tensorrt.run:load_rtx", products="sd_quant.engines.tensorrt.inspect:products",
-            build="sd_quant.engines.tensorrt.build:build_for", ahead_of_time=True, bytes_per_parameter=OPENVINO_BYTES,
+            build="sd_quant.engines.tensorrt.build:build_for", ahead_of_time=True, refuses=refused_by_tensorrt,
+            bytes_per_parameter=OPENVINO_BYTES,
         ),
         Runtime("torch", None, "best", package="torch", extra="torch", quantized=False),
         Runtime("torch_native", None, "best", package="torch", extra="torch", unquantized=False),
@@ -107,7 +117,7 @@ def check_installed(name: str) -> None:
     if find_spec(runtime.package) is None:
         raise ResourceError(
             f"the package {runtime.package} is not installed, which this job needs; "
-            f"pip install -e '.[{runtime.extra}]', or choose another infer= or export_trt="
+            f"pip install 'sd-quant[{runtime.extra}]', or choose another infer= or export_trt="
         )
 
 

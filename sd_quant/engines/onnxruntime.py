@@ -86,6 +86,7 @@ def session_options(path: Path, threads: int | None = None) -> onnxruntime.Sessi
     options = onnxruntime.SessionOptions()
     options.log_severity_level = ERRORS_ONLY
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")  # fp32; else inputs become INT8
+    options.add_session_config_entry("session.x64quantprecision", "1")  # else sums saturate on processors without VNNI
     graph = onnx.load(path, load_external_data=False).graph
     if any(tensor.data_type == onnx.TensorProto.FLOAT8E4M3FN for tensor in graph.initializer):
         # its optimizers move quantizers in front of transposes, which it cannot do in FP8

@@ -3,13 +3,29 @@
 What is not quantized is computed in fp32 (INFERENCE_PRECISION_HINT). By default OpenVINO takes bf16 or fp16 on
 processors that have them: the same file would give other images and other speed-ups on the next machine, and a
 comparison of int8 with "full precision" would silently be one with bf16.
+
+A model is compiled for the very shapes that it is called with. One for dynamic shapes, the road not taken, is computed
+node by node: OpenVINO joins element-wise nodes into kernels only where it knows their shapes. A pass of the shipped
+checkpoint's UNet then takes 1.1 to 1.5 times as long (benchmarks/shapes.py), of the full SDXL's 1.05 times. It is taken
+for FP8, because OpenVINO 2026.4 joins nodes around FP8 numbers into kernels that round otherwise: the UNet's output is
+then 0.040 away from torch's, and 0.012 with dynamic shapes as in ONNX Runtime.
+
+A processor without VNNI adds two products of 8-bit codes in 16 bits, and OpenVINO's int8 kernels let the sum saturate:
+a layer's output is then up to 0.16 of its norm away. Where a product shows that, codes are dequantized and multiplied
+in fp32: the images are right and nothing is gained in speed, which ``executed`` of the record says. Weights of seven
+bits, NNCF's ``overflow_fix``, are the road not taken: the file would be another for each processor.
 """
 
+import logging
 from collections import Counter
+from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
+import numpy as np
 import openvino
 import torch
+from openvino import opset13 as opset
 
 from sd_quant.devices import CPU
 from sd_quant.devices import threads as default_threads
@@ -18,6 +34,7 @@ from sd_quant.engines.onnx_input import onnx_files
 from sd_quant.errors import ArtifactError, ResourceError
 from sd_quant.text import one_line
 
+LOG = logging.getLogger(__name__)
 DTYPES = {
     "f16": torch.float16,
     "f32": torch.float32,
@@ -29,64 +46,128 @@ DTYPES = {
     "boolean": torch.bool,
 }
 INFO = ("layerType", "primitiveType", "originalLayersNames")  # of a layer of the graph that runs
-ONNX_TYPES = {"i8": "INT8", "f8e4m3": "FLOAT8E4M3FN", "i4": "INT4"}  # of kernels that multiply codes
+FP8 = "f8e4m3"
+ONNX_TYPES = {"i8": "INT8", FP8: "FLOAT8E4M3FN", "i4": "INT4"}  # of kernels that multiply codes
+FP32: dict[str, str | int] = {
+    "INFERENCE_PRECISION_HINT": "f32",
+    "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,  # else OpenVINO quantizes inputs of linears with quantized weights
+}
+DEQUANTIZED = {"LP_TRANSFORMS_MODE": "NO"}  # codes are not multiplied, but what they stand for
+LARGEST = np.full(64, 127, np.int8)  # codes of a layer's input, and of its weight
+KEPT = 2  # models of an engine, compiled for different shapes
+Shapes = tuple[tuple[int, ...], ...]  # of the inputs in their order
 ARITHMETIC = ("Convolution", "Deconvolution", "FullyConnected", "MatMul", "ScaledDotProductAttention")
 
 
 class OpenVinoEngine:
-    """A compiled model as an ``Engine``."""
+    """A model as an ``Engine``."""
 
     name, device = "openvino", CPU
 
-    def __init__(self, compiled: openvino.CompiledModel, inputs: list[str], outputs: list[str]):
-        """``inputs`` and ``outputs`` are the names in the ONNX file, in its order, which compiling keeps.
-
-        The names of compiled ports are ambiguous: an input in front of a node that was optimised away has that node's
-        name too.
-        """
-        self.compiled, self.outputs = compiled, outputs
-        types = (DTYPES[port.element_type.get_type_name()] for port in compiled.inputs)
-        self.inputs = dict(zip(inputs, types, strict=True))
-        self.threads = compiled.get_property("INFERENCE_NUM_THREADS")
+    def __init__(self, model: openvino.Model, path: Path, settings: dict[str, str | int]):
+        """``model`` is that of the ONNX file at ``path``."""
+        self.model, self.path, self.settings = model, path, settings
+        self.threads = settings["INFERENCE_NUM_THREADS"]
+        # The names of ports are ambiguous once a model is compiled: an input in front of a node that was optimised away
+        # has that node's name too. Their order is that of the file.
+        self.inputs = {port.node.friendly_name: DTYPES[port.element_type.get_type_name()] for port in model.inputs}
+        self.outputs = [port.any_name for port in model.outputs]
+        self.shapes = [port.partial_shape for port in model.inputs]  # with the file's dynamic axes
+        types = {port.element_type.get_type_name() for op in model.get_ops() for port in op.outputs()}
+        self.fixed = FP8 not in types
+        self.compiled_models: dict[Shapes, openvino.CompiledModel] = {}  # the last used behind the others
 
     def __call__(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-        arrays = {name: tensor.numpy() for name, tensor in cast_inputs(self.inputs, inputs).items()}
+        arrays = [tensor.numpy() for tensor in cast_inputs(self.inputs, inputs).values()]
+        compiled = self.compiled_for(tuple(array.shape for array in arrays))  # which refuses other shapes
+        # inputs outlive the call, so they are read in place; outputs are copied out of the engine
         try:
-            # inputs outlive the call, so they are read in place; outputs are copied out of the engine
-            outputs = self.compiled(list(arrays.values()), share_inputs=True, share_outputs=False)
+            outputs = compiled(arrays, share_inputs=True, share_outputs=False)
         except RuntimeError as error:
-            shapes = {name: array.shape for name, array in arrays.items()}
-            raise ValueError(f"OpenVINO refused inputs of shapes {shapes}: {one_line(error)}") from error
+            raise ValueError(f"{self.refusal(array.shape for array in arrays)}: {one_line(error)}") from error
         return {name: torch.from_numpy(outputs[index]) for index, name in enumerate(self.outputs)}
 
+    def compiled_for(self, shapes: Shapes) -> openvino.CompiledModel:
+        """The model compiled for inputs of these shapes.
+
+        Raises ValueError for shapes that the graph does not take, and what ``compiled_model`` raises.
+        """
+        if not all(map(openvino.PartialShape.compatible, self.shapes, map(openvino.PartialShape, shapes))):
+            takes = f"{self.path.name} takes {dict(zip(self.inputs, self.shapes, strict=True))}"
+            raise ValueError(f"{self.refusal(shapes)}: {takes}")
+        if not self.fixed:
+            return self.compiled
+        compiled = self.compiled_models.pop(shapes, None)
+        if compiled is None:
+            try:
+                self.model.reshape(dict(enumerate(map(openvino.PartialShape, shapes))))
+            except RuntimeError as error:
+                raise ValueError(f"{self.refusal(shapes)}: {one_line(error)}") from error
+            while len(self.compiled_models) >= KEPT:
+                del self.compiled_models[next(iter(self.compiled_models))]
+            compiled = compiled_model(self.model, self.path, self.settings)
+        self.compiled_models[shapes] = compiled
+        return compiled
+
+    def refusal(self, shapes: Iterable[tuple[int, ...]]) -> str:
+        return f"OpenVINO refused inputs of shapes {dict(zip(self.inputs, shapes, strict=True))}"
+
+    @property
+    def compiled(self) -> openvino.CompiledModel:
+        """The model as it was last called; before any call, for dynamic shapes."""
+        if not self.compiled_models:
+            self.compiled_models[()] = compiled_model(self.model, self.path, self.settings)
+        return list(self.compiled_models.values())[-1]
+
     def close(self) -> None:
-        del self.compiled
+        self.compiled_models.clear()
+        del self.model
+
+
+def compiled_model(model: openvino.Model, path: Path, settings: dict[str, str | int]) -> openvino.CompiledModel:
+    """Raises ArtifactError when OpenVINO cannot compile it, and ResourceError when it would not run on the CPU."""
+    try:
+        compiled = openvino.compile_model(model, "CPU", settings)
+    except RuntimeError as error:
+        raise ArtifactError(f"OpenVINO cannot compile {path}: {one_line(error)}") from error
+    if (devices := compiled.get_property("EXECUTION_DEVICES")) != ["CPU"]:
+        raise ResourceError(f"OpenVINO was asked for CPU but runs {path.name} on {devices}; set the device explicitly")
+    return compiled
 
 
 def load(path: Path, *, threads: int | None = None) -> OpenVinoEngine:
-    """Compile an ONNX file for this machine's CPU; dynamic dimensions stay dynamic. ``threads`` is by default torch's.
+    """Read an ONNX file for this machine's CPU. ``threads`` is by default torch's.
 
-    Raises ArtifactError when the file is broken and ResourceError when OpenVINO would not run it on the CPU.
+    Raises ArtifactError when the file is broken and ResourceError when OpenVINO has no CPU.
     """
     onnx_files(path)
     core = openvino.Core()
     if "CPU" not in core.available_devices:
         raise ResourceError(f"OpenVINO offers {core.available_devices} but not CPU; reinstall the package openvino")
-    settings: dict[str, str | int] = {
-        "PERFORMANCE_HINT": "LATENCY",
-        "INFERENCE_PRECISION_HINT": "f32",
-        "INFERENCE_NUM_THREADS": threads or default_threads(),
-        "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,  # else OpenVINO quantizes inputs of linears with quantized weights
-    }
+    settings = FP32 | {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": threads or default_threads()}
     try:
         model = core.read_model(path)
-        names = [port.node.friendly_name for port in model.inputs], [port.any_name for port in model.outputs]
-        compiled = core.compile_model(model, "CPU", settings)
     except RuntimeError as error:
         raise ArtifactError(f"OpenVINO cannot compile {path}: {one_line(error)}") from error
-    if (devices := compiled.get_property("EXECUTION_DEVICES")) != ["CPU"]:
-        raise ResourceError(f"OpenVINO was asked for CPU but runs {path.name} on {devices}; set the device explicitly")
-    return OpenVinoEngine(compiled, *names)
+    if any(op.get_type_name() == "FakeQuantize" for op in model.get_ops()) and saturates():
+        LOG.info(
+            "this processor has no VNNI, without which OpenVINO's sums of INT8 products saturate: computed in fp32"
+        )
+        settings |= DEQUANTIZED
+    return OpenVinoEngine(model, path, settings)
+
+
+@cache
+def saturates() -> bool:
+    """Whether int8 kernels go wrong here: a product of the largest codes, whose sum of two takes more than 16 bits."""
+    x = opset.parameter([1, LARGEST.size], np.float32)
+    low, high = opset.constant(np.float32(-128)), opset.constant(np.float32(127))
+    codes = opset.fake_quantize(x, low, high, low, high, 256)
+    weight = opset.multiply(opset.convert(opset.constant(LARGEST[None]), "f32"), opset.constant(np.ones((1, 1), "f4")))
+    product = opset.matmul(codes, weight, transpose_a=False, transpose_b=True)
+    compiled = openvino.compile_model(openvino.Model([product], [x]), "CPU", FP32)
+    (sums,) = compiled([LARGEST[None].astype(np.float32)]).values()
+    return sums.item() != (LARGEST.astype(np.int64) ** 2).sum()
 
 
 def arithmetic_layers(engine: OpenVinoEngine) -> list[tuple[str, str, list[str]]]:
@@ -114,7 +195,13 @@ def layer_precisions(engine: OpenVinoEngine) -> dict[str, dict[str, int]]:
 
 
 def products(engine: OpenVinoEngine, path: Path) -> dict[str, str]:
-    """See ``sd_quant.engines.products_of``. A node that was taken apart leaves its name in front of a slash."""
+    """See ``sd_quant.engines.products_of``. A node that was taken apart leaves its name in front of a slash.
+
+    Where codes are dequantized, every product is a float's, and some nodes lose their names on their way.
+    """
+    if DEQUANTIZED.items() <= engine.settings.items():
+        nodes = (op for op in engine.model.get_ops() if op.get_type_name() in ARITHMETIC)
+        return {op.friendly_name.partition("/")[0]: "FLOAT" for op in nodes}
     types = {}
     for _, precision, names in arithmetic_layers(engine):
         for name in names:

@@ -5,12 +5,13 @@ layer changes everything behind it. So one flat graph is written in which every 
 output of its own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import onnx
 import onnx_ir as ir
 
+from sd_quant.export.attention import ROW_SUM
 from sd_quant.export.onnx_file import save
 from sd_quant.quantization.assignment import LayerAssignment
 
@@ -65,14 +66,54 @@ def quantizer_of(product: ir.Node, layer: LayerAssignment) -> ir.Node:
     return quantizer.inputs[0].producer()
 
 
+def cut_attentions(onnx_path: Path, attentions: Iterable[LayerAssignment], path: Path) -> None:
+    """Write the graph of the products of ``attentions`` to ``path``.
+
+    Each has the inputs ``<attention>.given_query``, ``.given_key`` and ``.given_value``, as they are multiplied before
+    anything is quantized, keys transposed: [B, heads, head_width, tokens]. Its output is ``<attention>.given_output``.
+    """
+    model = ir.load(onnx_path)
+    made = {node.outputs[0].name: node for node in model.graph}
+    inputs, outputs = [], []
+
+    def named(value: ir.Value, name: str) -> ir.Value:
+        value.name, value.type, value.shape = name, ir.TensorType(ir.DataType.FLOAT16), ir.Shape([None] * 4)
+        return value
+
+    for layer in attentions:
+        quantizers = [made[f"{layer.name}.{what}_quantized"] for what in ("query", "key", "value")]
+        firsts, last = quantizers, nearest_reader(made[f"{layer.name}.value_dequantized"])
+        if f"{layer.name}{ROW_SUM}" in made:
+            firsts = [made[f"{layer.name}.{what}"] for what in ("query", "key_minus_mean", "value")]
+            last = made[f"{layer.name}.output"]
+        for what, first in zip(("query", "key", "value"), firsts, strict=True):
+            inputs.append(named(ir.Value(), f"{layer.name}.given_{what}"))
+            first.replace_input_with(0, inputs[-1])
+        outputs.append(named(last.outputs[0], f"{layer.name}.given_output"))
+    model.graph.inputs[:], model.graph.outputs[:] = inputs, outputs
+    ir.passes.common.RemoveUnusedNodesPass()(model)
+    save(model, path)
+
+
+def nearest_reader(node: ir.Node) -> ir.Node:
+    """The one node that reads the output of ``node``."""
+    (usage,) = node.outputs[0].uses()
+    return usage.node
+
+
 def names_of_products(onnx_path: Path, assignment: Mapping[str, LayerAssignment], prefix: str) -> dict[str, list[str]]:
     """By quantized layer, the names under which a runtime may know the product with its weight.
 
-    They are those of the node and of the addition of the bias, which runtimes fuse with it, and of their outputs.
+    They are those of the node and of the addition of the bias, which runtimes fuse with it, and of their outputs. The
+    two products of a quantized attention stand under its ``attention_products``.
     """
     nodes = onnx.load(onnx_path, load_external_data=False).graph.node
     readers = {value: node for node in nodes for value in node.input}
     names = {}
+    for layer in assignment.values():
+        for product, operand in zip(layer.attention_products, ("query", "value"), strict=False):
+            node = readers[f"{layer.name}.{operand}_dequantized"]
+            names[product] = [node.name, node.output[0]]
     for layer in (layer for layer in assignment.values() if layer.format is not None):
         weight = f"{prefix}{layer.name}.weight"
         product = readers.get(f"{weight}.shaped") or readers[f"{weight}.dequantized"]

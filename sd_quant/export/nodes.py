@@ -7,6 +7,8 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
+from sd_quant.quantization.formats import Format
+
 
 def initializer(
     graph: ir.Graph, name: str, dtype: ir.DataType, shape: tuple[int, ...], read: Callable[[], Tensor]
@@ -44,3 +46,17 @@ def insert(graph: ir.Graph, before: ir.Node, op_type: str, inputs: list[ir.Value
     node.outputs[0].name = name
     graph.insert_before(before, node)
     return node.outputs[0]
+
+
+def static_copy(graph: ir.Graph, node: ir.Node, value: ir.Value, name: str, fmt: Format, scale: float) -> ir.Value:
+    """``value`` quantized and dequantized with a scale that is known before the network runs."""
+    scales = static_scales(graph, name, fmt, scale)
+    value = insert(graph, node, "QuantizeLinear", [value, *scales], f"{name}_quantized")
+    return insert(graph, node, "DequantizeLinear", [value, *scales], f"{name}_dequantized")
+
+
+def static_scales(graph: ir.Graph, name: str, fmt: Format, scale: float) -> tuple[ir.Value, ir.Value]:
+    """The scale of an input and its zero point, which is zero, as QuantizeLinear and DequantizeLinear read them."""
+    dtype = ir.DataType[fmt.onnx_type]
+    scales = constant(graph, f"{name}_scale", np.array(scale, np.float16))
+    return scales, initializer(graph, f"{name}_zero_point", dtype, (), lambda: torch.zeros((), dtype=torch.int8))

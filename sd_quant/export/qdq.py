@@ -22,16 +22,16 @@ from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
-import torch
 
 from sd_quant.errors import ArtifactError
+from sd_quant.export.attention import quantize_attention
 from sd_quant.export.block_scales import dynamic_copy
-from sd_quant.export.nodes import constant, initializer, insert
+from sd_quant.export.nodes import constant, insert, static_copy, static_scales
 from sd_quant.export.onnx_file import save
 from sd_quant.export.tracing import OPSET, raise_opset
 from sd_quant.export.weights import ReadWeight, blocked_weight, high_precision_weight, static_weight
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.formats import FORMATS, Format
+from sd_quant.quantization.formats import FORMATS
 
 SharedValues = dict[tuple, ir.Value]  # smoothed and quantized inputs that several layers read, made once
 
@@ -150,20 +150,6 @@ def quantized_input(
     return shared[key]
 
 
-def static_copy(graph: ir.Graph, node: ir.Node, value: ir.Value, name: str, fmt: Format, scale: float) -> ir.Value:
-    """``value`` quantized and dequantized with a scale that is known before the network runs."""
-    scales = static_scales(graph, name, fmt, scale)
-    value = insert(graph, node, "QuantizeLinear", [value, *scales], f"{name}_quantized")
-    return insert(graph, node, "DequantizeLinear", [value, *scales], f"{name}_dequantized")
-
-
-def static_scales(graph: ir.Graph, name: str, fmt: Format, scale: float) -> tuple[ir.Value, ir.Value]:
-    """The scale of an input and its zero point, which is zero, as QuantizeLinear and DequantizeLinear read them."""
-    dtype = ir.DataType[fmt.onnx_type]
-    scales = constant(graph, f"{name}_scale", np.array(scale, np.float16))
-    return scales, initializer(graph, f"{name}_zero_point", dtype, (), lambda: torch.zeros((), dtype=torch.int8))
-
-
 def quantize_shifted(graph: ir.Graph, conv: ir.Node, x: ir.Value, layer: LayerAssignment) -> None:
     """Give ``conv`` its input ``x`` minus the shift, quantized and padded, and the bias that goes with that.
 
@@ -200,34 +186,3 @@ def add_low_rank(graph: ir.Graph, node: ir.Node, x: ir.Value, layer: LayerAssign
     value = insert(graph, first_reader, "Add", [y, value], f"{layer.name}.with_low_rank")
     for reader, index in readers:
         reader.replace_input_with(index, value)
-
-
-def quantize_attention(graph: ir.Graph, weight: ir.Value, layer: LayerAssignment) -> None:
-    """Quantize the inputs of both matrix products of an attention, whose output projection multiplies with ``weight``.
-
-    The inputs are query and key, and softmax and value; a softmax lies in 0..1, so its range is 1.
-    """
-    (node,) = [usage.node for usage in weight.uses()]
-    if node.op_type == "Transpose":
-        (node,) = [usage.node for usage in node.outputs[0].uses()]
-    mixed = nearest_producer(node.inputs[0], "MatMul")
-    scores = nearest_producer(nearest_producer(mixed.inputs[0], "Softmax").inputs[0], "MatMul")
-    fmt = FORMATS[layer.activation_format]
-    products = ((scores, 0, "query"), (scores, 1, "key"), (mixed, 1, "value"), (mixed, 0, "softmax"))
-    for (node, index, what), amax in zip(products, (*layer.attention_amax, 1.0), strict=True):
-        scale = fmt.scales(torch.empty(0), torch.tensor(amax))[0].item()
-        fake_quantized = static_copy(graph, node, node.inputs[index], f"{layer.name}.{what}", fmt, scale)
-        node.replace_input_with(index, fake_quantized)
-
-
-def nearest_producer(value: ir.Value, op_type: str) -> ir.Node:
-    """The nearest node of this type that ``value`` comes from, through nodes that only move or cast numbers.
-
-    Raises ArtifactError when there is none.
-    """
-    node = value.producer()
-    while node is not None and node.op_type != op_type:
-        node = node.inputs[0].producer() if node.op_type in ("Reshape", "Transpose", "Cast") else None
-    if node is None:
-        raise ArtifactError(f"the graph has no {op_type} in front of {value.name}, where an attention's should be")
-    return node

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from sd_quant.errors import ArtifactError
+from sd_quant.export.nodes import insert
 from sd_quant.models.parts import Contract, axes
 
 # Operations to which opsets 21, 22 and 23 only add types. What others of these opsets mean may have changed.
@@ -24,6 +25,7 @@ ONLY_MORE_TYPES = {
     *("Cast", "Conv", "Cos", "InstanceNormalization", "Reshape", "Shape", "Sin", "Squeeze", "Transpose", "Unsqueeze"),
 }
 OPSET = 20  # the first with fp16 scales, group normalisation and GELU, and below the opset that fuses attention
+FIRST, LAST = -(2**63), 2**63 - 1  # how torch's exporter writes the open ends of a Slice
 NOISY_LOGGERS = ("torch.onnx", "onnx_ir", "onnxscript")  # they log every node that they touch
 # All different, so that none is taken for another, and large enough not to be 1 where a network has halved them thrice.
 EXAMPLE_AXES = axes(batch=2, width=256, height=128)
@@ -91,6 +93,38 @@ def drop_squeezes(model: ir.Model) -> None:
                 model.graph.remove(node, safe=True)
 
 
+def transpose_keys(model: ir.Model) -> None:
+    """Replace Reshape, Transpose and Reshape by the Transpose of the last two of four axes that they are.
+
+    So torch writes attention's keys, with each shape computed in several nodes. ``fold`` joins it with the Transpose of
+    heads and tokens that stands in front.
+    """
+    for node in list(model.graph):
+        if node.op_type != "Transpose" or node.attributes["perm"].as_ints() != (0, 2, 1):
+            continue
+        before, users = node.inputs[0].producer(), [usage.node for usage in node.outputs[0].uses()]
+        if before is None or [each.op_type for each in (before, *users)] != ["Reshape", "Reshape"]:
+            continue
+        value, after = before.inputs[0], users[0]
+        merged, parted = (sizes_of(reshape, value) for reshape in (before, after))
+        if merged[1:] == [(-2, -1), (-1, LAST)] and parted == [(FIRST, -2), (-1, LAST), (-2, -1)]:
+            swapped = insert(model.graph, after, "Transpose", [value], f"{after.name}.swapped", perm=(0, 1, 3, 2))
+            ir.convenience.replace_all_uses_with(after.outputs[0], swapped)
+
+
+def sizes_of(reshape: ir.Node, value: ir.Value) -> list[tuple[int, int] | None]:
+    """Between which axes of ``value`` each size that a Reshape puts together was sliced out; None: another size."""
+    concat = reshape.inputs[1].producer()
+    sizes: list[tuple[int, int] | None] = []
+    for size in concat.inputs if concat is not None and concat.op_type == "Concat" else ():
+        taken = size.producer()
+        shape = taken.inputs[0].producer() if taken is not None and taken.op_type == "Slice" else None
+        bounds = [ir.convenience.get_const_tensor(bound) for bound in taken.inputs[1:3]] if shape is not None else []
+        known = shape is not None and shape.op_type == "Shape" and shape.inputs[0] is value and None not in bounds
+        sizes.append(tuple(bound.numpy().item() for bound in bounds) if known else None)  # type: ignore[union-attr]
+    return sizes
+
+
 def fold(model: ir.Model) -> None:
     """Fold constants and simplify the graph, like onnxscript's optimizer but without 40 rules that never apply here.
 
@@ -121,6 +155,7 @@ def fold(model: ir.Model) -> None:
     ]
     for _ in range(2):  # what the rules leave may fold again
         optimizer.fold_constants_ir(model, onnx_shape_inference=True)
+        transpose_keys(model)
         RewritePass(applicable)(model)
         passes.RemoveUnusedNodesPass()(model)
         passes.RemoveUnusedOpsetsPass()(model)

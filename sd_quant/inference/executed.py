@@ -23,18 +23,21 @@ def types_of_layers(products: Mapping[str, str], names: Mapping[str, Sequence[st
 def executed_entry(engine: str, types: Mapping[str, str], assignment: Mapping[str, LayerAssignment]) -> dict:
     """The record's ``executed``; ``types`` gives by layer what it multiplies, a name of onnx.TensorProto."""
     layers = [layer for layer in assignment.values() if layer.format is not None]
-    meant = [layer for layer in layers if layer.activation_format is not None]
-    known = [layer for layer in meant if layer.name in types]
-    fell_back = [layer.name for layer in known if types[layer.name] != FORMATS[layer.activation_format].onnx_type]
+    meant = {layer.name: layer.activation_format for layer in layers if layer.activation_format is not None}
+    weights_only = len(layers) - len(meant)
+    for layer in assignment.values():
+        meant |= dict.fromkeys(layer.attention_products, layer.activation_format)
+    known = [name for name in meant if name in types]
+    fell_back = [name for name in known if types[name] != FORMATS[meant[name]].onnx_type]
     if fell_back:
         shown = ", ".join(fell_back[:NAMED]) + (", ..." if len(fell_back) > NAMED else "")
         LOG.warning("%s computes %d of %d quantized layers in floating point: %s", engine, len(fell_back), len(meant),
                     shown)  # fmt: skip
-    unknown = [layer.name for layer in meant if layer.name not in types]
+    unknown = [name for name in meant if name not in types]
     return {
         "count": len(known) - len(fell_back),
         "of": len(meant),
-        "weights_only": len(layers) - len(meant),
+        "weights_only": weights_only,
         "fell_back": fell_back,
         "unknown": unknown,
         "reason": f"{engine} does not say what became of {len(unknown)} layers" if unknown else None,

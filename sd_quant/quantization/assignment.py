@@ -39,7 +39,9 @@ class LayerAssignment:
     output_scale: Tensor | None = None  # fp32 [out_channels], absorbed smoothing: multiplies this weight and bias
     rounded: tuple[Tensor, ...] | None = None  # the weight's codes [out, in] and scales, if chosen, see ``rounding``
     low_rank: tuple[Tensor, Tensor] | None = None  # fp16 up [out, rank] and down [rank, in], see ``low_rank``
-    attention_amax: tuple[float, float, float] | None = None  # ranges of query, key and value as they are multiplied
+    # Ranges of query, key and value as they are multiplied, fp32 [1]; of integers [heads], and of the scores too.
+    attention_amax: tuple[Tensor, ...] | None = None
+    key_mean: Tensor | None = None  # fp32 [heads, head_width], subtracted from the keys of an attention in integers
     alpha: float | None = None
     output_error: float | None = None  # on the sampled inputs, relative to the norm of the output, see ``error_model``
     accumulated_error: float | None = None  # the same over all denoising steps
@@ -89,6 +91,11 @@ class LayerAssignment:
     def rank(self) -> int:
         """Of the low-rank branch; 0 without one."""
         return 0 if self.low_rank is None else len(self.low_rank[1])
+
+    @property
+    def attention_products(self) -> tuple[str, ...]:
+        """The names of the two products of a quantized attention; none of anything else."""
+        return (f"{self.name}.scores", f"{self.name}.values") if self.attention_amax is not None else ()
 
     @property
     def multiplies(self) -> bool:

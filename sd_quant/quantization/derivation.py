@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from torch import Tensor
 
 from sd_quant.errors import ConfigError, SdQuantError
-from sd_quant.models.parts import SharedInput
+from sd_quant.models.parts import SharedInput, text_readers
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.attention import assign_attention
 from sd_quant.quantization.convolutions import assign_convolution
@@ -79,6 +79,8 @@ def derive(
             assignment[name] = with_output_errors(layer, weight_of(name), statistics[name])
             advance()
     if recipe.enable.attention is not None:
+        text = text_readers(inputs)
         for name, head_width in attentions.items():
-            assignment[name] = assign_attention(name, head_width, assignment, weight_of, statistics, recipe)
+            cross = f"{name}.to_k" in text
+            assignment[name] = assign_attention(name, head_width, assignment, weight_of, statistics, recipe, cross)
     return assignment

@@ -127,6 +127,7 @@ class Knobs(TypedDict, total=False):
 
 class Plan(TypedDict, total=False):
     targets: list[str]  # compute capabilities that the plan was built for, such as SM89
+    attention: str | None  # why its attention is in high precision though the ONNX file's is quantized
 
 
 class Layers(TypedDict):

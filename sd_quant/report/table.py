@@ -83,6 +83,8 @@ def _sizes(record: Mapping[str, Any], reasons: list[str]) -> list[str]:
         full, quantized, plan = (
             number_at(record, "sizes_bytes", part, key) for key in ("onnx_full_precision", "onnx_quantized", "plan")
         )
+        if kept := at(record, "plans", part, "attention"):
+            plan = Number(plan.value, f"attention is in high precision: {kept}")
         rows.append([
             part, _cell(full, _bytes, reasons), _cell(quantized, _bytes, reasons),
             _cell(quotient(full, quantized), _times, reasons), *([_cell(plan, _bytes, reasons)] if plans else []),
@@ -142,8 +144,14 @@ def _costs(record: Mapping[str, Any]) -> list[str]:
 
 
 def _warnings(record: Mapping[str, Any], engine: str) -> list[str]:
-    """A sentence for each part that is slower quantized, to two decimals, and for each that a busy machine timed."""
+    """A sentence for each part that is slower quantized, to two decimals, and for each that a busy machine timed.
+
+    One more for layers that the engine computes in floating point though their recipe has codes.
+    """
     sentences = []
+    if fell_back := at(record, "executed", "fell_back"):
+        of = at(record, "executed", "of")
+        sentences.append(f"FLOAT: {engine} computes {len(fell_back)} of {of} quantized layers in floating point.")
     for part in names(record, "latency", engine):
         for batch in names(record, "latency", engine, part):
             speedup = latency_of(record, engine, part, batch).speedup.value

@@ -225,8 +225,12 @@ def with_native_layers(
 
 
 def products_of_layers(network: nn.Module, assignment: Mapping[str, LayerAssignment]) -> dict[str, str]:
-    """What each quantized layer of a ``network`` with native layers multiplies, a name of onnx.TensorProto."""
-    return {
+    """What each quantized layer of a ``network`` with native layers multiplies, a name of onnx.TensorProto.
+
+    Attention's products are those of the simulation, of dequantized numbers.
+    """
+    attention = {product: "FLOAT" for layer in assignment.values() for product in layer.attention_products}
+    return attention | {
         name: FORMATS[layer.format].onnx_type if isinstance(network.get_submodule(name), NativeLayer) else "FLOAT"
         for name, layer in assignment.items()
         if layer.format is not None

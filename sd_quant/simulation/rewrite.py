@@ -5,12 +5,14 @@ multiply codes (``native``).
 """
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
-from sd_quant.quantization.formats import FORMATS
+from sd_quant.quantization.attention import EXPONENTIAL_LEVELS, head_factors
+from sd_quant.quantization.formats import FORMATS, Format
 
 
 @torch.no_grad()
@@ -25,30 +27,65 @@ def rewrite(module: nn.Module, assignment: Mapping[str, LayerAssignment]) -> Non
             target.set_processor(QuantizedAttention(layer))
 
 
-class QuantizedAttention:
-    """An attention processor of diffusers whose two matrix products, QK^T and softmax times V, read quantized inputs.
+class QuantizedAttention(nn.Module):
+    """An attention processor of diffusers whose two matrix products read quantized inputs."""
+
+    def __init__(self, layer: LayerAssignment):
+        super().__init__()
+        kind = IntegerProducts if FORMATS[layer.activation_format].equal_levels else FloatProducts
+        self.products = kind(layer)
+
+    def forward(self, attention, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, **_) -> Tensor:
+        text = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        projections = attention.to_q(hidden_states), attention.to_k(text), attention.to_v(text)
+        query, key, value = (attention.head_to_batch_dim(projection, out_dim=4) for projection in projections)
+        root = query.shape[-1] ** -0.25
+        mixed = self.products(query * root, key * root, value)
+        return attention.to_out[1](attention.to_out[0](mixed.transpose(1, 2).flatten(2)))
+
+
+def fake_quantized(fmt: Format, x: Tensor, number: float) -> Tensor:
+    """``x`` quantized and dequantized with a scale that is a Python float: no call waits for a GPU to read it."""
+    scale = torch.full((), number, device=x.device)
+    return fmt.dequantize(fmt.quantize(x, scale), scale).to(x)
+
+
+class FloatProducts(nn.Module):
+    """QK^T and softmax times V in a floating-point format, of query, key and value [B, heads, tokens, head_width].
 
     A softmax lies in 0..1, so its range is 1 without calibration. (ModelOpt gives it the scale 1, which in E4M3 turns
     what is below 2^-10 into zero: half of everything from about 1000 tokens on.)
     """
 
     def __init__(self, layer: LayerAssignment):
-        """Keep the scales as Python floats, so that no call waits for a GPU and a CUDA graph can record it."""
+        super().__init__()
         self.fmt = FORMATS[layer.activation_format]
-        self.scales = [self.fmt.scales(torch.empty(0), torch.tensor(amax))[0].item() for amax in layer.attention_amax]
-        self.scales.append(self.fmt.scales(torch.empty(0), torch.tensor(1.0))[0].item())
+        ranges = (*layer.attention_amax, torch.ones(1))
+        self.scales = [self.fmt.scales(torch.empty(0), amax)[0].item() for amax in ranges]
 
-    def __call__(self, attention, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, **_) -> Tensor:
-        text = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-        projections = attention.to_q(hidden_states), attention.to_k(text), attention.to_v(text)
-        query, key, value = (attention.head_to_batch_dim(projection) for projection in projections)
-        root = query.shape[-1] ** -0.25
-
-        def fake_quantized(x: Tensor, number: float) -> Tensor:
-            scale = torch.full((), number, device=x.device)
-            return self.fmt.dequantize(self.fmt.quantize(x, scale), scale).to(x)
-
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        rounded = partial(fake_quantized, self.fmt)
         query_scale, key_scale, value_scale, softmax_scale = self.scales
-        scores = fake_quantized(query * root, query_scale) @ fake_quantized(key * root, key_scale).transpose(1, 2)
-        mixed = fake_quantized(scores.softmax(-1), softmax_scale) @ fake_quantized(value, value_scale)
-        return attention.to_out[1](attention.to_out[0](attention.batch_to_head_dim(mixed)))
+        scores = rounded(query, query_scale) @ rounded(key, key_scale).transpose(2, 3)
+        return rounded(scores.softmax(-1), softmax_scale) @ rounded(value, value_scale)
+
+
+class IntegerProducts(nn.Module):
+    """The same two products of integers, see ``quantization.attention``."""
+
+    def __init__(self, layer: LayerAssignment):
+        super().__init__()
+        self.fmt, self.scales = FORMATS[layer.activation_format], head_factors(layer)
+        self.register_buffer("key_mean", layer.key_mean[:, None], persistent=False)
+        for name in ("query", "key", "logit", "value", "output"):
+            self.register_buffer(name, getattr(self.scales, name), persistent=False)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        rounded, unit = partial(fake_quantized, self.fmt), self.scales.unit_scale
+        query = rounded(query * self.query, unit)
+        key = rounded((key - self.key_mean) * self.key, self.scales.key_scale)
+        scores = rounded(query @ key.transpose(2, 3), unit)
+        logits = (scores - scores.amax(-1, keepdim=True)) * self.logit
+        codes = (logits.exp() / self.scales.exponential_scale).round().clamp(max=EXPONENTIAL_LEVELS)
+        mixed = codes @ rounded(value * self.value, unit) / codes.sum(-1, keepdim=True)
+        return mixed * self.output

@@ -24,6 +24,7 @@ from sd_quant.source import source_digest
 
 LOG = logging.getLogger(__name__)
 Assignment = Mapping[str, LayerAssignment]
+GRAPH = "graph.onnx"
 # fields of an assignment that only the report reads
 REPORTED = {"role", "reason", "alpha", "output_error", "accumulated_error", "fixed_alpha_error"}
 
@@ -57,16 +58,10 @@ def export_parts(checkpoint: Checkpoint, checkpoint_sha256: str, files: Sequence
     from a file with several. The unquantized denoiser is many GB in each job of a sweep, which runtimes alone read, so
     it stays a link. Raises ResourceError when the disk is full.
     """
-    origin = {
-        "checkpoint": checkpoint_sha256,
-        "source": source_digest("checkpoints.kinds", "export.parts"),
-        "versions": versions("torch", "onnx", "onnx-ir", "onnxscript", "diffusers", "transformers"),
-    }
     with progress(len(files), "export") as advance:
         for file in files:
             path = artifact(file.directory, "onnx", file.part)
-            contract = repr(checkpoint.parts()[file.part].contract)  # knobs may give it other shapes
-            export(checkpoint, origin | {"contract": contract}, file.part, path, file.assignment, cache)
+            export(checkpoint, checkpoint_sha256, file.part, path, file.assignment, cache)
             for weights in onnx_files(path)[1:] if file.delivered else ():
                 make_sole(weights)
             size = sum(each.stat().st_size for each in onnx_files(path))
@@ -74,19 +69,35 @@ def export_parts(checkpoint: Checkpoint, checkpoint_sha256: str, files: Sequence
             advance()
 
 
-def export(checkpoint: Checkpoint, origin: dict, part: str, path: Path, assignment: Assignment, cache: Cache) -> None:
-    """Write one part, or copy it from the cache. The graph without weights is cached too, for all assignments."""
+def graph_origin(checkpoint: Checkpoint, checkpoint_sha256: str, part: str) -> dict:
+    """All that the graph of a part depends on."""
+    return {
+        "checkpoint": checkpoint_sha256,
+        "source": source_digest("checkpoints.kinds", "export.parts"),
+        "versions": versions("torch", "onnx", "onnx-ir", "onnxscript", "diffusers", "transformers"),
+        "contract": repr(checkpoint.parts()[part].contract),  # knobs may give it other shapes
+        "part": part,
+    }
+
+
+def provide_graph(checkpoint: Checkpoint, checkpoint_sha256: str, part: str, folder: Path, cache: Cache) -> None:
+    """``graph.onnx`` of a part without weights, for all assignments, in ``folder``; traced unless the cache has it."""
+    origin = graph_origin(checkpoint, checkpoint_sha256, part)
+    cache.provide("graph", origin, folder, lambda made: ir.save(trace_part(checkpoint, part), made / GRAPH))
+
+
+def export(
+    checkpoint: Checkpoint, checkpoint_sha256: str, part: str, path: Path, assignment: Assignment, cache: Cache
+) -> None:
+    """Write one part, or copy it from the cache."""
 
     def write(folder: Path) -> None:
         with temporary_folder(path.parent) as temporary:
-            graph = Path(temporary) / "graph.onnx"
-            cache.provide(
-                "graph", origin | {"part": part}, graph.parent,
-                lambda folder: ir.save(trace_part(checkpoint, part), folder / graph.name),
-            )  # fmt: skip
-            write_part(ir.load(graph), checkpoint, part, folder / path.name, assignment)
+            provide_graph(checkpoint, checkpoint_sha256, part, Path(temporary), cache)
+            write_part(ir.load(Path(temporary) / GRAPH), checkpoint, part, folder / path.name, assignment)
 
-    cache.provide("onnx", origin | {"part": part, "assignment": assignment_digest(assignment)}, path.parent, write)
+    origin = graph_origin(checkpoint, checkpoint_sha256, part)
+    cache.provide("onnx", origin | {"assignment": assignment_digest(assignment)}, path.parent, write)
 
 
 def make_sole(path: Path) -> None:

@@ -43,6 +43,7 @@ from sd_quant.stages.latency import compare_latency
 from sd_quant.stages.load import load
 from sd_quant.stages.open_parts import check_cuda_graph
 from sd_quant.stages.results import Results, record_of
+from sd_quant.stages.trace_ahead import traced_ahead
 from sd_quant.stages.variants import variants_of
 from sd_quant.stages.verify import executed_layers, verify
 from sd_quant.trackers import track
@@ -105,12 +106,13 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> Record:
     with step("load"):
         loaded = load(job, directory)
         bytes_to_share(loaded)  # refuses a budget before calibration
-    with step("calibrate"):
-        statistics = statistics_of(loaded.checkpoint, loaded.roles, job, sha256)
-    chosen = choose(loaded, statistics, directory, step)
-    assignment = chosen.assignment
-    with step("export"):
-        export_parts(loaded.checkpoint, sha256, files_of_a_run(loaded.checkpoint, assignment, directory), cache)
+    with traced_ahead(job.model, loaded.checkpoint, sha256, cache):
+        with step("calibrate"):
+            statistics = statistics_of(loaded.checkpoint, loaded.roles, job, sha256)
+        chosen = choose(loaded, statistics, directory, step)
+        assignment = chosen.assignment
+        with step("export"):
+            export_parts(loaded.checkpoint, sha256, files_of_a_run(loaded.checkpoint, assignment, directory), cache)
     with step("plans") if job.trt.library != "none" else nullcontext():
         plans = build_run_plans(loaded, directory, job.trt, job.infer, cache)
     variants = variants_of(loaded, job.infer, assignment, directory, simulated)

@@ -12,6 +12,7 @@ from sd_quant.export.layer_cut import names_of_products
 from sd_quant.inference.executed import executed_entry, not_executed, types_of_layers
 from sd_quant.inference.parity import (
     Simulation,
+    attention_outputs,
     layer_outputs,
     layer_parity,
     native_outputs,
@@ -56,8 +57,12 @@ def verify(
             weight = next(module_of(variants.engines[QUANTIZED][denoiser]).parameters())
             simulation = rounded_inputs(simulation, weight.dtype)
         layers = outputs_of_layers(loaded, assignment, variants, simulation, engine, directory)
+        attentions = {}  # torch's own layers have the simulation's
+        if RUNTIMES[engine].file is not None:
+            path = artifact(directory, "onnx", denoiser)
+            attentions = attention_outputs(simulation, assignment, path, engine)
         (expected,), (output,) = (outputs[variant][denoiser].values() for variant in (FRAMEWORK, QUANTIZED))
-        parity |= layer_parity(simulation, expected, output.cpu(), assignment, layers, denoiser)
+        parity |= layer_parity(simulation, expected, output.cpu(), assignment, layers, attentions, denoiser)
     variants.pool.close()
     return parity
 

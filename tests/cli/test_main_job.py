@@ -273,7 +273,7 @@ def test_the_quantized_file_is_at_most_three_tenths_of_the_fp32_weights(record, 
     assert sizes["onnx_quantized"] <= 0.60 * sizes["onnx_full_precision"]
 
 
-def test_every_quantized_layer_executes_with_an_int8_kernel(run):
+def test_every_quantized_layer_executes_with_an_int8_kernel(run, int8_kernels):
     engine = openvino.load(onnx_path(run, "unet_xl"))
     assert openvino.int8_layers(engine) == sum(ROLES.values()), openvino.layer_precisions(engine)
 

@@ -129,7 +129,7 @@ def test_every_option_of_every_primary_is_a_job(primary, option):
 
 def test_the_preset_is_nemos():
     """Names and defaults of NeMo's sdxl_quantize.yaml; ours, which it does not have, change nothing that it does."""
-    job = read(QuantizeJob, composed("quantize"))
+    job = read(QuantizeJob, composed("quantize", "model=sdxl_nemo", "model.path=sdxl.nemo"))
     found = dataclasses.asdict(job.quantize)
     ours = {
         "collect_method": "mean-max",
@@ -137,7 +137,7 @@ def test_the_preset_is_nemos():
         "enable": {
             "conv": {"weight": "int8", "activation": "int8"},
             "linear": {"weight": "int8", "activation": "int8"},
-            "attention": None,
+            "attention": "int8",  # for level 4, which NeMo has in FP8 alone
         },
         "exclude": {family: [] for family in FAMILIES},
         "exclude_text": False,
@@ -286,12 +286,6 @@ NAN, INFINITY = float("nan"), float("inf")
         ("quantize.format", "int3", "quantize.format is int3, expected one of fp8, int4_w4a4, int8, int8_per_tensor, "
             "int8_weight_only, mxfp4, nvfp4, svdquant_nvfp4, svdquant_w4a16, svdquant_w4a4"),
         ("quantize.quant_level", 5, "quant_level is 5.0, expected one of 1, 2, 2.5, 3, 4"),
-        (
-            "quantize.quant_level",
-            4,
-            "quant_level is 4.0, expected at most 3, because int8 has no format for attention's matrix products; "
-            "quantize=fp8 has",
-        ),
         ("quantize.rank", -1, RANK.format(-1)),
         ("quantize.rank", 1.5, RANK.format(1.5)),
         ("quantize.quant_level", "three", "quantize.quant_level is 'three', expected a number"),
@@ -411,6 +405,18 @@ def test_a_wrong_value_is_refused_by_its_name(mappings, knob, value, sentence):
     assert str(refusal.value) == sentence
 
 
+def test_level_4_takes_a_format_for_attention():
+    sentence = (
+        "quant_level is 4.0, expected at most 3, because int8_per_tensor has no format for attention's matrix "
+        "products; quantize=fp8 and quantize=int8 have"
+    )
+    with pytest.raises(ConfigError) as refusal:
+        read(QuantizeJob, composed("quantize", "quantize=int8_per_tensor", "quant_level=4"))
+    assert str(refusal.value) == sentence
+    for preset in ("fp8", "int8"):
+        assert read(QuantizeJob, composed("quantize", f"quantize={preset}", "quant_level=4")).quantize.quant_level == 4
+
+
 @pytest.mark.parametrize("primary", JOBS)
 def test_every_missing_knob_is_named(mappings, primary):
     complete = mappings[primary]
@@ -524,7 +530,9 @@ def test_a_checkpoint_has_to_be_there_and_whole(mappings, quantize_mapping, arch
 @pytest.mark.parametrize("knob", ["infer.engine", "trt.library"])
 def test_a_missing_runtime_is_refused_with_its_extra(quantize_mapping, knob):
     job = read(QuantizeJob, changed(quantize_mapping, knob, "tensorrt"))
-    with pytest.raises(ResourceError, match=r"the package tensorrt is not installed.* pip install -e '\.\[tensorrt\]'"):
+    with pytest.raises(
+        ResourceError, match=r"the package tensorrt is not installed.* pip install 'sd-quant\[tensorrt\]'"
+    ):
         job.check_files()
 
 

@@ -13,11 +13,13 @@ from types import ModuleType
 
 import torch
 
+from sd_quant.engines import NO_INTEGER_ATTENTION
 from sd_quant.engines.onnx_input import onnx_files
 from sd_quant.engines.tensorrt.library import device_target, library_logger, runtime_module
 from sd_quant.engines.tensorrt.plan import PlanReport, record_path
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError
-from sd_quant.files import atomic_path, sha256, write_json
+from sd_quant.export.attention import with_softmax
+from sd_quant.files import atomic_path, sha256, temporary_folder, write_json
 from sd_quant.process import peak_memory_bytes
 from sd_quant.text import one_line
 
@@ -57,40 +59,49 @@ def build_plan(
     files = onnx_files(onnx_path)
     logger.errors.clear()
 
-    builder = trt.Builder(logger)
-    # 10.x takes a flag for this; from 11 on every network is strongly typed and the flag may be gone
-    typed = getattr(getattr(trt, "NetworkDefinitionCreationFlag", None), "STRONGLY_TYPED", None)
-    network = builder.create_network(0 if typed is None else 1 << int(typed))
-    parser = trt.OnnxParser(network, logger)
-    if not parser.parse_from_file(str(onnx_path)):  # by path, so that external weights are found
-        problems = "; ".join(map(_parser_error, map(parser.get_error, range(parser.num_errors))))
-        raise ArtifactError(f"{library} {trt.__version__} cannot parse {onnx_path}: {problems}; export it differently")
+    with temporary_folder(plan_path.parent) as folder:
+        taken = with_softmax(onnx_path, files[1:], Path(folder))
+        attention = None if taken == onnx_path else NO_INTEGER_ATTENTION
+        if attention:
+            LOG.info("%s keeps attention in high precision: %s", plan_path.name, attention)
+        builder = trt.Builder(logger)
+        # 10.x takes a flag for this; from 11 on every network is strongly typed and the flag may be gone
+        typed = getattr(getattr(trt, "NetworkDefinitionCreationFlag", None), "STRONGLY_TYPED", None)
+        network = builder.create_network(0 if typed is None else 1 << int(typed))
+        parser = trt.OnnxParser(network, logger)
+        if not parser.parse_from_file(str(taken)):  # by path, so that external weights are found
+            problems = "; ".join(map(_parser_error, map(parser.get_error, range(parser.num_errors))))
+            raise ArtifactError(
+                f"{library} {trt.__version__} cannot parse {onnx_path}: {problems}; export it differently"
+            )
 
-    config = builder.create_builder_config()
-    config.add_optimization_profile(_optimization_profile(builder, network, profile))
-    if library == "tensorrt_rtx":
-        config.num_compute_capabilities = max(1, len(compute_capabilities))
-        for index, name in enumerate(targets if compute_capabilities else ["CURRENT"]):
-            config.set_compute_capability(trt.ComputeCapability.__members__[name], index)
-    if workspace_gib is not None:
-        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, int(workspace_gib * 2**30))
-    if optimization_level is not None:
-        config.builder_optimization_level = optimization_level
-    if hasattr(
-        trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"
-    ):  # else a large plan allocates in a call, which no graph records
-        config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
-    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # so that the plan says what became of each layer
-    config.progress_monitor = monitor = _monitor(trt, progress)
-    times = timing_cache / timing_name(library, trt.__version__) if timing_cache and library == "tensorrt" else None
-    if times is not None:
-        read_timing_cache(config, times)
+        config = builder.create_builder_config()
+        config.add_optimization_profile(_optimization_profile(builder, network, profile))
+        if library == "tensorrt_rtx":
+            config.num_compute_capabilities = max(1, len(compute_capabilities))
+            for index, name in enumerate(targets if compute_capabilities else ["CURRENT"]):
+                config.set_compute_capability(trt.ComputeCapability.__members__[name], index)
+        if workspace_gib is not None:
+            config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, int(workspace_gib * 2**30))
+        if optimization_level is not None:
+            config.builder_optimization_level = optimization_level
+        if hasattr(
+            trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"
+        ):  # else a large plan allocates in a call, which no graph records
+            config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
+        config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # so that the plan says what became of each layer
+        config.progress_monitor = monitor = _monitor(trt, progress)
+        times = timing_cache / timing_name(library, trt.__version__) if timing_cache and library == "tensorrt" else None
+        if times is not None:
+            read_timing_cache(config, times)
 
-    serialized = _build(builder, network, config, monitor)
-    if serialized is None:
-        problems = "; ".join(logger.errors) or "it gave no reason"
-        refusal = ResourceError if re.search("out ?of ?memory|bad_alloc", problems, re.IGNORECASE) else ArtifactError
-        raise refusal(f"{library} {trt.__version__} cannot build {onnx_path} for {', '.join(targets)}: {problems}")
+        serialized = _build(builder, network, config, monitor)
+        if serialized is None:
+            problems = "; ".join(logger.errors) or "it gave no reason"
+            refusal = (
+                ResourceError if re.search("out ?of ?memory|bad_alloc", problems, re.IGNORECASE) else ArtifactError
+            )
+            raise refusal(f"{library} {trt.__version__} cannot build {onnx_path} for {', '.join(targets)}: {problems}")
     with atomic_path(plan_path) as temporary:
         with temporary.open("wb") as file:
             file.write(memoryview(serialized))
@@ -109,6 +120,7 @@ def build_plan(
         seconds=round(time.perf_counter() - started, 3),
         peak_memory_bytes=peak_memory_bytes(),
         timing_cache=times.name if times else None,
+        attention=attention,
     )
     write_json(record_path(plan_path), asdict(report))
     return report

@@ -79,6 +79,7 @@ class PlanReport:
     seconds: float  # that the build took
     peak_memory_bytes: int  # of the building process; in a job, since its stage began
     timing_cache: str | None = None  # the file with kernel times of this GPU that the build read and extended
+    attention: str | None = None  # why its attention is in high precision though the ONNX file's is quantized
 
 
 def record_path(plan_path: Path) -> Path:

@@ -112,7 +112,7 @@ FORMATS: dict[str, Format] = {
     for row in (
         Format(
             "int8", 8, None, "INT8", ("FLOAT16",), opset=19, min_compute_capability=75, layer_tolerance=3e-3,
-            modelopt_num_bits=8, torch_compute_capability=(8, 0),
+            attention=True, modelopt_num_bits=8, torch_compute_capability=(8, 0),
         ),
         Format(
             "fp8", 8, None, "FLOAT8E4M3FN", ("FLOAT16",), opset=19, min_compute_capability=89, layer_tolerance=1e-2,

@@ -28,6 +28,8 @@ RUNS = {
               "--peers", "unquantized", "ours", "modelopt_max", "onnxruntime_percentile"],
     "overhead": [*ONE_STEP, "--batches", "1"],
     "recipes": [*ONE_STEP, "--references", "1", "--levels", "3", "--alphas", "0.8"],
+    "shapes": [*ONE_STEP, "--pictures", "1", "--repeats", "2"],
+    "saturation": [*ONE_STEP, "--repeats", "2"],
     "shift": ["--sizes", "1", "--seconds", "0"],
     "convolutions": ["--repeats", "1", "--sizes", "1"],
     "coverage": ["--draws", "2"],

@@ -39,13 +39,22 @@ def tiny(tmp_path: Path) -> Tiny:
     """With its weights in a file beside it, as in the exports that are larger than protobuf's 2 GB."""
     random = np.random.default_rng(0)
     weight = random.integers(-127, 128, (WIDTH, OUT)).astype(np.int8)
-    weight_scale = (random.random(OUT) * 0.01 + 0.001).astype(np.float16)
-    tiny = Tiny(tmp_path / "tiny.onnx", weight, weight_scale)
+    return write(Tiny(tmp_path / "tiny.onnx", weight, (random.random(OUT) * 0.01 + 0.001).astype(np.float16)))
+
+
+@pytest.fixture
+def largest(tmp_path: Path) -> Tiny:
+    """All codes of its weight are the largest: a sum of two products needs more than 16 bits."""
+    weight_scale = np.full(OUT, 2.0**-8, np.float16)
+    return write(Tiny(tmp_path / "largest.onnx", np.full((WIDTH, OUT), 127, np.int8), weight_scale))
+
+
+def write(tiny: Tiny) -> Tiny:
     constants = {
         "x_scale": np.array(tiny.scale, np.float16),
         "x_zero": np.array(0, np.int8),
-        "w_int8": weight,
-        "w_scale": weight_scale,
+        "w_int8": tiny.weight,
+        "w_scale": tiny.weight_scale,
         "w_zero": np.zeros(OUT, np.int8),
     }
     nodes = [

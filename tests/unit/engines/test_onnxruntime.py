@@ -17,6 +17,11 @@ def test_it_computes_the_quantized_layer_at_every_batch_size(tiny, samples):
         np.testing.assert_allclose(y.numpy(), tiny.expected(samples[:batch]), rtol=2e-3, atol=5e-3)
 
 
+def test_the_largest_codes_do_not_saturate(largest):
+    y = onnxruntime.load(largest.path, threads=1)(x=torch.full((2, 64), 3.96875))["y"]
+    np.testing.assert_allclose(y.numpy(), largest.expected(np.full((2, 64), 3.96875)), rtol=1e-3)
+
+
 def test_it_runs_on_exactly_the_cpu_provider(tiny):
     assert onnxruntime.load(tiny.path).session.get_providers() == ["CPUExecutionProvider"]
 

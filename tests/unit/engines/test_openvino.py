@@ -17,14 +17,28 @@ def test_it_computes_the_quantized_layer_at_every_batch_size(tiny, samples):
         np.testing.assert_allclose(y.numpy(), tiny.expected(samples[:batch]), rtol=2e-3, atol=2e-3)
 
 
-def test_int8_layers_are_told_from_float_layers(tiny, float_onnx):
+def test_int8_layers_are_told_from_float_layers(tiny, float_onnx, int8_kernels):
     quantized, plain = openvino.load(tiny.path, threads=1), openvino.load(float_onnx, threads=1)
     assert openvino.int8_layers(quantized) == 1
     assert openvino.int8_layers(plain) == 0
     assert openvino.layer_precisions(plain) == {"FullyConnected": {"f32": 1}}
 
 
-def test_quantized_convolutions_count_as_int8(tmp_path):
+def test_the_largest_codes_do_not_saturate(largest):
+    y = openvino.load(largest.path, threads=1)(x=torch.full((2, 64), 3.96875))["y"]
+    np.testing.assert_allclose(y.numpy(), largest.expected(np.full((2, 64), 3.96875)), rtol=1e-3)
+
+
+def test_where_sums_saturate_codes_are_dequantized(tiny, float_onnx, monkeypatch, caplog):
+    monkeypatch.setattr(openvino, "saturates", lambda: True)
+    with caplog.at_level("INFO"):
+        assert openvino.int8_layers(openvino.load(float_onnx, threads=1)) == 0 and not caplog.messages
+        engine = openvino.load(tiny.path, threads=1)
+    assert openvino.int8_layers(engine) == 0 and openvino.products(engine, tiny.path) == {"y": "FLOAT"}
+    assert "no VNNI" in caplog.messages[0]
+
+
+def test_quantized_convolutions_count_as_int8(tmp_path, int8_kernels):
     constants = {
         "scale": np.array(2.0**-5, np.float16),
         "zero": np.array(0, np.int8),
@@ -69,6 +83,47 @@ def test_a_shape_that_the_graph_does_not_take_is_refused(tiny):
         openvino.load(tiny.path, threads=1)(x=torch.ones(1, 65))
 
 
+def test_it_is_compiled_for_the_shapes_of_its_calls(tiny, samples):
+    engine = openvino.load(tiny.path, threads=1)
+    for batch in (1, 3, 1, 5):
+        engine(x=torch.from_numpy(samples[:batch]))
+    assert [shapes[0][0] for shapes in engine.compiled_models] == [1, 5]  # 3 was used longest ago
+    kept = engine.compiled_models[((1, 64),)]
+    engine(x=torch.from_numpy(samples[:1]))
+    assert engine.compiled_models[((1, 64),)] is kept is engine.compiled
+    assert all(port.partial_shape.is_static for port in kept.inputs)
+
+
+def test_after_a_refusal_it_computes_what_it_takes(tiny, samples):
+    engine = openvino.load(tiny.path, threads=1)
+    with pytest.raises(ValueError, match="tiny|x"):
+        engine(x=torch.ones(1, 65))
+    np.testing.assert_allclose(
+        engine(x=torch.from_numpy(samples))["y"].numpy(), tiny.expected(samples), rtol=2e-3, atol=2e-3
+    )
+
+
+def test_fp8_is_computed_with_dynamic_shapes(tmp_path):
+    """With static ones OpenVINO 2026.4 rounds FP8 numbers otherwise where it joins nodes into kernels."""
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "scale", "zero"], ["codes"]),
+        helper.make_node("DequantizeLinear", ["codes", "scale", "zero"], ["y"]),
+    ]
+    constants = [
+        numpy_helper.from_array(np.array(0.5, np.float16), "scale"),
+        helper.make_tensor("zero", TensorProto.FLOAT8E4M3FN, [], [0]),
+    ]
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT16, ["B", 4]) for name in "xy")
+    graph = helper.make_graph(nodes, "fp8", [x], [y], constants)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9), tmp_path / "f.onnx")
+    engine = openvino.load(tmp_path / "f.onnx", threads=1)
+    for batch in (1, 3):
+        assert engine(x=torch.full((batch, 4), 0.49))["y"].shape == (batch, 4)
+    assert list(engine.compiled_models) == [()]
+    with pytest.raises(ValueError, match=r"'x': \(1, 5\)"):
+        engine(x=torch.ones(1, 5))
+
+
 def test_what_it_cannot_compile_is_an_artifact_error(unknown_operator_onnx):
     with pytest.raises(ArtifactError, match="NoSuchOperator"):
         openvino.load(unknown_operator_onnx)
@@ -102,7 +157,7 @@ def test_weights_that_are_dequantized_first_are_no_int8_layers(tmp_path):
     assert openvino.products(engine, tmp_path / "w.onnx")["y"] == "FLOAT"
 
 
-def test_the_nodes_of_the_file_are_found_in_the_graph_that_runs(tiny, float_onnx):
+def test_the_nodes_of_the_file_are_found_in_the_graph_that_runs(tiny, int8_kernels):
     assert openvino.products(openvino.load(tiny.path, threads=1), tiny.path)["y"] == "INT8"
 
 

@@ -1,12 +1,15 @@
+import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 import torch
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
 from onnxscript import optimizer
 from torch import nn
 
 from sd_quant.export import tracing
-from sd_quant.export.tracing import OPSET, copy_of, drop_squeezes, fake_module, trace
+from sd_quant.export.tracing import OPSET, copy_of, drop_squeezes, fake_module, trace, transpose_keys
 from sd_quant.models.parts import Contract
 
 pytestmark = pytest.mark.slow  # the tracing
@@ -135,3 +138,55 @@ def test_a_traced_graph_squeezes_no_long_axis():
     half = torch.float16
     traced = trace(Squeezing, Contract({"x": ("batch", 4, 6)}, ("out",), {"x": half}, half))
     assert [node.op_type for node in traced.graph] == ["Mul"]
+
+
+def keys_of(graph: ir.Graph) -> list[list[ir.Node]]:
+    """The nodes between the projection of each attention's keys and their product with queries, the last first."""
+    found = []
+    for softmax in (node for node in graph if node.op_type == "Softmax"):
+        value, chain = softmax.inputs[0].producer().inputs[1], []
+        while (node := value.producer()) is not None and node.op_type != "MatMul":
+            chain.append(node)
+            value = node.inputs[0]
+        found.append(chain)
+    return found
+
+
+def test_keys_are_transposed_once(traced):
+    """torch writes a Reshape, a Transpose and a Reshape behind the Transpose of heads and tokens."""
+    chains = keys_of(traced.graph)
+    assert chains and all([node.op_type for node in chain] == ["Mul", "Transpose", "Reshape"] for chain in chains)
+    assert all(chain[1].attributes["perm"].as_ints() == (0, 2, 3, 1) for chain in chains)
+
+
+@pytest.mark.parametrize(("axes", "replaced"), [((-1, -2), True), ((-2, -1), False)])
+def test_a_reshape_that_is_no_transposition_stays(axes, replaced):
+    """The two that torch writes around a Transpose swap the last axes; with the sizes the other way they do not."""
+
+    def size(axis: int) -> onnx.NodeProto:
+        end = {-1: 2**63 - 1, -2: -1}[axis]
+        return helper.make_node("Slice", ["shape", f"at{axis}", f"to{end}"], [f"size{axis}"])
+
+    nodes = [
+        helper.make_node("Shape", ["x"], ["shape"]),
+        size(-1), size(-2),
+        helper.make_node("Slice", ["shape", "first", "to-2"], ["leading"]),
+        helper.make_node("Concat", ["at-1", "size-2", "size-1"], ["merged"], axis=0),
+        helper.make_node("Reshape", ["x", "merged"], ["flat"]),
+        helper.make_node("Transpose", ["flat"], ["turned"], perm=[0, 2, 1]),
+        helper.make_node("Concat", ["leading", *(f"size{axis}" for axis in axes)], ["parted"], axis=0),
+        helper.make_node("Reshape", ["turned", "parted"], ["y"]),
+        helper.make_node("Identity", ["y"], ["out"]),
+    ]  # fmt: skip
+    numbers = {"at-1": -1, "at-2": -2, f"to{2**63 - 1}": 2**63 - 1, "to-1": -1, "first": -(2**63), "to-2": -2}
+    weights = [numpy_helper.from_array(np.array([number], np.int64), name) for name, number in numbers.items()]
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["a", "b", "c", "d"]) for name in ("x", "out")]
+    graph = helper.make_graph(nodes, "keys", ends[:1], ends[1:], weights)
+    model = ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)]))
+    x = np.arange(120, dtype=np.float32).reshape(1, 2, 3, 20)
+    (expected,) = ReferenceEvaluator(ir.to_proto(model)).run(None, {"x": x})
+    transpose_keys(model)
+    (found,) = ReferenceEvaluator(ir.to_proto(model)).run(None, {"x": x})
+    np.testing.assert_array_equal(found, expected)
+    made = {node.outputs[0].name: node for node in model.graph}["out"].inputs[0].producer()
+    assert (made.op_type == "Transpose") == replaced

@@ -1,6 +1,7 @@
 import logging
 
 import pytest
+import torch
 
 from sd_quant.inference.executed import executed_entry, not_executed
 from sd_quant.quantization.assignment import LayerAssignment
@@ -43,3 +44,11 @@ def test_where_all_is_executed_there_is_nothing_to_say(caplog):
 def test_what_cannot_be_known_has_a_reason(reason):
     entry = not_executed(reason)
     assert entry["count"] is None and entry["reason"] == reason
+
+
+def test_the_two_products_of_an_attention_count_like_layers(caplog):
+    row = LayerAssignment("attn", "attention", (16,), activation_format="int8", attention_amax=(torch.ones(1),) * 4)
+    kept = LayerAssignment("other", "attention", (16,), reason="it reads the text")
+    entry = executed_entry("runtime", {"attn.scores": "INT8", "attn.values": "FLOAT"}, {"attn": row, "other": kept})
+    assert (entry["count"], entry["of"], entry["weights_only"]) == (1, 2, 0)
+    assert entry["fell_back"] == ["attn.values"] and not entry["unknown"]

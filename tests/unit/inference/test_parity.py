@@ -9,10 +9,11 @@ from torch import nn
 from sd_quant.errors import SdQuantError
 from sd_quant.inference import parity
 from sd_quant.inference.parity import (
-    FAULTS,
     SCALE_FAULT,
     LayerDifference,
     WatchedVariant,
+    attention_difference,
+    attentions_entry,
     checked_entry,
     distance,
     layers_entry,
@@ -25,6 +26,7 @@ from sd_quant.inference.parity import (
 from sd_quant.models.parts import Contract
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.simulation.modelopt import simulate
+from sd_quant.simulation.rewrite import IntegerProducts
 
 
 class Doubling:
@@ -120,13 +122,36 @@ def test_the_worst_layer_is_the_one_nearest_its_tolerance():
         layers_of(narrow=0.002, wide=0.04)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", ["input", "weight", "scale"])
 def test_a_layer_may_go_half_of_the_way_to_a_fault(fault):
     entry = layers_of(**{fault: 0.4})["faults"][fault]
     assert entry.pop("hidden_scales", 0) == 0
     assert entry == {"worst": "wide", "lean": 0.4, "limit": 0.5, "layers": 2, "hidden": 0}
     with pytest.raises(SdQuantError, match="computes the layer wide as if .*(rounded|off)"):
         layers_of(**{fault: 0.6})
+
+
+def test_an_attention_that_is_not_of_codes_is_told_by_its_lean():
+    """Its error is within the tolerance: quantization itself costs as little."""
+    torch.manual_seed(0)
+    inputs = [(0.5 * torch.randn(1, 2, 64, 16)).half() for _ in "qkv"]
+    query, key, value = (heads.float() for heads in inputs)
+    ranges = tuple(heads.abs().amax((0, 2, 3)) for heads in (query, key, value, query @ key.transpose(2, 3)))
+    row = LayerAssignment(
+        "attn", "attention", (16,), activation_format="int8", attention_amax=ranges, key_mean=torch.zeros(2, 16)
+    )
+    products = IntegerProducts(row)
+    honest = attention_difference(products, inputs, products(query, key, value).half())
+    exact = attention_difference(products, inputs, (query @ key.transpose(2, 3)).softmax(-1) @ value)
+    assert honest.relative_error < 1e-3 and abs(honest.leans["products"]) < 0.1
+    assert exact.relative_error < 3e-2 and exact.leans["products"] == pytest.approx(1)
+    assert attentions_entry({"attn": honest})["count"] == 1
+    with pytest.raises(SdQuantError, match="computes the layer attn as if its two products were not of codes"):
+        attentions_entry({"attn": replace(exact, relative_error=0.0)})
+    tolerated = 0.01 + honest.cost / 2
+    attentions_entry({"attn": replace(honest, relative_error=0.99 * tolerated)})
+    with pytest.raises(SdQuantError, match="in attention attn by "):
+        attentions_entry({"attn": replace(honest, relative_error=1.01 * tolerated)})
 
 
 def test_layers_that_cannot_show_a_fault_are_counted():

@@ -82,6 +82,13 @@ def test_a_slower_engine_is_called_slower_in_words():
     assert "SLOWER: on openvino, prompt to image at batch 1 takes 1.25 times as long" in table
 
 
+def test_layers_that_the_engine_does_not_multiply_in_codes_are_counted():
+    assert "FLOAT" not in run_table(record())
+    dequantized = record()
+    dequantized["executed"] = {"count": 1, "of": 3, "fell_back": ["conv1", "conv2"]}
+    assert "FLOAT: openvino computes 2 of 3 quantized layers in floating point." in run_table(dequantized)
+
+
 def test_what_two_decimals_do_not_show_is_not_called_slower():
     noise = record()
     for speedup in (1.0, 0.996):
@@ -155,3 +162,11 @@ def test_a_sweeps_table_has_a_line_for_each_recipe_and_why_some_have_no_figures(
     assert [line.split("  ")[0] for line in recipes] == names and not empty
     assert "44.00 ± 0.64" in recipes[0] and "1.33x" in recipes[1] and "–" in recipes[4]
     assert failed == "level=5: the disk is full" and unfinished.startswith("level=6: it left no record")
+
+
+def test_a_plan_that_keeps_attention_in_high_precision_says_so():
+    found = record()
+    found["plans"] = {"unet_xl": {"attention": "it takes no unsigned codes"}}
+    table = run_table(found)
+    (marked,) = [line for line in table.splitlines() if "attention is in high precision: it takes no" in line]
+    assert f"GiB {marked.partition(' ')[0]}" in next(line for line in table.splitlines() if line.startswith("unet_xl"))

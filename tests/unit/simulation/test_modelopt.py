@@ -106,7 +106,7 @@ def test_modelopt_holds_what_is_its_own_and_nothing_else(assignment):
         {"format": "int4"},
         {"activation_format": "nvfp4"},
         {"low_rank": (torch.ones(2, 1), torch.ones(1, 2))},
-        {"attention_amax": (1.0, 1.0, 1.0)},
+        {"attention_amax": (torch.ones(1),) * 3},
     ):
         assert not restorable(assignment | {name: replace(layer, **lost)})
 
@@ -125,6 +125,8 @@ def test_attention_that_is_spread_over_many_tokens_is_not_rounded_to_nothing():
     torch.manual_seed(0)
     attention, tokens = Attention(32, heads=2, dim_head=16), 1 + 0.1 * torch.randn(1, 2048, 32)
     expected = attention(tokens)
-    layer = LayerAssignment("attention", "attention", (), activation_format="fp8", attention_amax=(4.0, 4.0, 4.0))
+    layer = LayerAssignment(
+        "attention", "attention", (), activation_format="fp8", attention_amax=(torch.full((1,), 4.0),) * 3
+    )
     attention.set_processor(QuantizedAttention(layer))
     assert relative_error(expected, attention(tokens)) < 0.05

@@ -33,7 +33,8 @@ OTHER = {
     "output_scale": torch.ones(2),
     "rounded": (torch.ones(2, 4).to(torch.int8), torch.ones(2, 1)),
     "low_rank": (torch.ones(2, 1).half(), torch.ones(1, 4).half()),
-    "attention_amax": (1.0, 2.0, 3.0),
+    "attention_amax": (torch.ones(2), torch.ones(2), torch.ones(2), torch.ones(2)),
+    "key_mean": torch.ones(2, 16),
 }
 
 

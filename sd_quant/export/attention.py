@@ -1,0 +1,135 @@
+"""The two matrix products of an attention put between QuantizeLinear and DequantizeLinear, and taken out again.
+
+In a floating-point format their inputs get pairs and the Softmax stays. In integers, see ``quantization.attention``:
+
+    query ─ Mul ──────────────── Q ─ DQ ┐
+    key ─ Sub(key_mean) ─ Mul ── Q ─ DQ ┴ MatMul ─ Q ─ DQ ┬──────────── Sub ─ Mul ─ Exp ─ Q ─ DQ ┬─ MatMul ─ Div ─ Mul
+                                                          └ ReduceMax ──┘                        └─ ReduceSum ─┘
+
+with the value, scaled and quantized, in the second MatMul. OpenVINO runs both products in INT8 and all else between
+them in one kernel. TensorRT has no use for it: it takes no unsigned codes and has one kernel for attention as it was
+traced, so ``with_softmax`` brings that back for plans.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnx_ir.passes.common as passes
+import torch
+from torch import Tensor
+
+from sd_quant.cache import link
+from sd_quant.errors import ArtifactError
+from sd_quant.export.nodes import constant, initializer, insert, static_copy
+from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.attention import head_factors
+from sd_quant.quantization.formats import FORMATS
+
+ROW_SUM = ".attention_row_sum"  # ends the name of a node that only attention in integers has
+
+
+def quantize_attention(graph: ir.Graph, weight: ir.Value, layer: LayerAssignment) -> None:
+    """Quantize both matrix products of an attention, whose output projection multiplies with ``weight``."""
+    (node,) = [usage.node for usage in weight.uses()]
+    if node.op_type == "Transpose":
+        (node,) = [usage.node for usage in node.outputs[0].uses()]
+    mixed = nearest_producer(node.inputs[0], "MatMul")
+    softmax = nearest_producer(mixed.inputs[0], "Softmax")
+    scores = nearest_producer(softmax.inputs[0], "MatMul")
+    fmt = FORMATS[layer.activation_format]
+    if fmt.equal_levels:
+        return quantize_by_rows(graph, scores, softmax, mixed, layer)
+    products = ((scores, 0, "query"), (scores, 1, "key"), (mixed, 1, "value"), (mixed, 0, "softmax"))
+    for (node, index, what), amax in zip(products, (*layer.attention_amax, torch.ones(1)), strict=True):
+        scale = fmt.scales(torch.empty(0), amax)[0].item()
+        fake_quantized = static_copy(graph, node, node.inputs[index], f"{layer.name}.{what}", fmt, scale)
+        node.replace_input_with(index, fake_quantized)
+
+
+def quantize_by_rows(
+    graph: ir.Graph, scores: ir.Node, softmax: ir.Node, mixed: ir.Node, layer: LayerAssignment
+) -> None:
+    """Compute the products ``scores`` and ``mixed`` of integers, and with them what ``softmax`` did."""
+    found, fmt = head_factors(layer), FORMATS[layer.activation_format]
+
+    def head_constant(what: str, numbers: Tensor) -> ir.Value:
+        return constant(graph, f"{layer.name}.{what}", numbers.half().numpy())
+
+    def pair(before: ir.Node, value: ir.Value, what: str, scale: float) -> ir.Value:
+        return static_copy(graph, before, value, f"{layer.name}.{what}", fmt, scale)
+
+    def times(before: ir.Node, value: ir.Value, what: str, factor: Tensor) -> ir.Value:
+        return insert(graph, before, "Mul", [value, head_constant(f"{what}_factor", factor)], f"{layer.name}.{what}")
+
+    query, key, value = scores.inputs[0], scores.inputs[1], mixed.inputs[1]
+    scores.replace_input_with(0, pair(scores, times(scores, query, "query", found.query), "query", found.unit_scale))
+    mean = head_constant("key_mean", layer.key_mean[:, :, None])  # keys are transposed here: [heads, head_width, 1]
+    key = insert(graph, scores, "Sub", [key, mean], f"{layer.name}.key_minus_mean")
+    scores.replace_input_with(1, pair(scores, times(scores, key, "key", found.key), "key", found.key_scale))
+    rounded = pair(softmax, scores.outputs[0], "scores", found.unit_scale)
+    axis = constant(graph, f"{layer.name}.row", np.array([-1], np.int64))
+    largest = insert(graph, softmax, "ReduceMax", [rounded, axis], f"{layer.name}.largest_score", keepdims=1)
+    logits = insert(graph, softmax, "Sub", [rounded, largest], f"{layer.name}.scores_minus_largest")
+    logits = times(softmax, logits, "logits", found.logit)
+    exponentials = insert(graph, softmax, "Exp", [logits], f"{layer.name}.exponentials")
+    name = f"{layer.name}.exponentials"
+    unsigned = [
+        constant(graph, f"{name}_scale", np.array(found.exponential_scale, np.float16)),
+        initializer(graph, f"{name}_zero_point", ir.DataType.UINT8, (), lambda: torch.zeros((), dtype=torch.uint8)),
+    ]
+    exponentials = insert(graph, softmax, "QuantizeLinear", [exponentials, *unsigned], f"{name}_quantized")
+    exponentials = insert(graph, softmax, "DequantizeLinear", [exponentials, *unsigned], f"{name}_dequantized")
+    mixed.replace_input_with(0, exponentials)
+    mixed.replace_input_with(1, pair(mixed, times(mixed, value, "value", found.value), "value", found.unit_scale))
+    readers = [(usage.node, usage.idx) for usage in mixed.outputs[0].uses()]
+    behind = readers[0][0]
+    row_sum = insert(graph, behind, "ReduceSum", [exponentials, axis], f"{layer.name}{ROW_SUM}", keepdims=1)
+    output = insert(graph, behind, "Div", [mixed.outputs[0], row_sum], f"{layer.name}.mean_of_values")
+    output = times(behind, output, "output", found.output)
+    for reader, index in readers:
+        reader.replace_input_with(index, output)
+    graph.remove(softmax, safe=True)
+
+
+def with_softmax(onnx_path: Path, weights: Sequence[Path], folder: Path) -> Path:
+    """The same network without integers in its attention: a file in ``folder``, which is empty and stays as long.
+
+    ``weights`` are the files of the graph's weights, which are linked, not copied. A graph without such an attention is
+    returned as it is.
+    """
+    model = ir.load(onnx_path)
+    sums = [node for node in model.graph if (node.name or "").endswith(ROW_SUM)]
+    if not sums:
+        return onnx_path
+    made = {node.outputs[0].name: node for node in model.graph}
+    for row_sum in sums:
+        name = row_sum.name.removesuffix(ROW_SUM)
+        scores = made[f"{name}.scores_quantized"].inputs[0].producer()
+        output = made[f"{name}.output"].outputs[0]
+        mixed = made[f"{name}.mean_of_values"].inputs[0].producer()
+        scores.replace_input_with(0, made[f"{name}.query"].inputs[0])
+        scores.replace_input_with(1, made[f"{name}.key_minus_mean"].inputs[0])
+        softmax = insert(model.graph, mixed, "Softmax", [scores.outputs[0]], f"{name}.softmax", axis=-1)
+        mixed.replace_input_with(0, softmax)
+        mixed.replace_input_with(1, made[f"{name}.value"].inputs[0])
+        ir.convenience.replace_all_uses_with(output, mixed.outputs[0])
+    passes.RemoveUnusedNodesPass()(model)
+    for file in weights:
+        link(file, folder / file.name)
+    ir.save(model, folder / onnx_path.name)
+    return folder / onnx_path.name
+
+
+def nearest_producer(value: ir.Value, op_type: str) -> ir.Node:
+    """The nearest node of this type that ``value`` comes from, through nodes that only move or cast numbers.
+
+    Raises ArtifactError when there is none.
+    """
+    node = value.producer()
+    while node is not None and node.op_type != op_type:
+        node = node.inputs[0].producer() if node.op_type in ("Reshape", "Transpose", "Cast") else None
+    if node is None:
+        raise ArtifactError(f"the graph has no {op_type} in front of {value.name}, where an attention's should be")
+    return node

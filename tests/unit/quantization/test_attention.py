@@ -1,0 +1,155 @@
+import pytest
+import torch
+from torch import Tensor
+
+from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.attention import assign_attention, head_factors
+from sd_quant.quantization.recipe import Enable, Pair, Recipe
+from sd_quant.quantization.statistics import LayerStatistics, Sample
+from sd_quant.simulation.rewrite import IntegerProducts, fake_quantized
+
+HEADS, WIDTH = 3, 16
+
+
+def recipe(attention: str | None, level: float = 4.0) -> Recipe:
+    return Recipe(level, 0.8, enable=Enable(Pair("int8", "int8"), Pair("int8", "int8"), attention))
+
+
+def statistics_of(rows: Tensor) -> dict[str, LayerStatistics]:
+    """All of an attention's linears read ``rows``, of which the first has the first half in its sample."""
+    halves = {"q": rows[: len(rows) // 2], "k": rows[len(rows) // 2 :], "v": rows[:1]}
+    sample = {
+        letter: Sample(half.half(), torch.arange(len(half), dtype=torch.float64)) for letter, half in halves.items()
+    }
+    return {f"attn.to_{letter}": LayerStatistics("linear", torch.ones(1, 8), sample[letter]) for letter in "qkv"}
+
+
+def assigned(fmt: str, cross: bool = False, width: int = WIDTH, scale: Tensor | None = None) -> LayerAssignment:
+    torch.manual_seed(0)
+    weights = {f"attn.to_{letter}": torch.randn(HEADS * width, 8) for letter in "qkv"}
+    rows = {
+        name: LayerAssignment(name, "qkv", (HEADS * width, 8), output_scale=scale if name == "attn.to_v" else None)
+        for name in weights
+    }
+    statistics = statistics_of(torch.randn(12, 8))
+    return assign_attention("attn", width, rows, weights.__getitem__, statistics, recipe(fmt), cross)
+
+
+def test_integers_have_ranges_for_each_head_over_all_rows_that_the_attention_reads():
+    torch.manual_seed(0)
+    weights, inputs = [torch.randn(HEADS * WIDTH, 8) for _ in "qkv"], torch.randn(12, 8)
+    query, key, value = (
+        ((torch.cat([inputs[:6], inputs[6:], inputs[:1]]).half().float()) @ weight.T)
+        .unflatten(1, (HEADS, WIDTH))
+        .transpose(0, 1)
+        for weight in weights
+    )
+    query, key = query * WIDTH**-0.25, key * WIDTH**-0.25
+    row = assigned("int8")
+    mean = key.mean(1)
+    torch.testing.assert_close(row.key_mean, mean, rtol=1e-3, atol=1e-3)
+    key = key - mean[:, None]
+    scores = query @ key.transpose(1, 2)
+    for amax, heads in zip(row.attention_amax, (query, key, value, scores), strict=True):
+        torch.testing.assert_close(amax, 1.25 * heads.abs().amax((1, 2)))
+
+
+def test_floats_have_one_range_each_and_no_mean():
+    row = assigned("fp8")
+    assert [amax.shape for amax in row.attention_amax] == [(1,)] * 3 and row.key_mean is None
+
+
+def test_what_the_value_absorbed_is_in_its_range():
+    plain, absorbed = assigned("int8"), assigned("int8", scale=torch.full((HEADS * WIDTH,), 4.0))
+    torch.testing.assert_close(absorbed.attention_amax[2], 4 * plain.attention_amax[2])
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"fmt": "int8", "cross": True}, "it reads the text, whose first token is far larger than the others"),
+        ({"fmt": "int8", "width": 24}, "its heads are 24 wide, no multiple of 16"),
+        ({"fmt": "fp8", "width": 24}, "its heads are 24 wide, no multiple of 16"),
+    ],
+)
+def test_what_stays_in_high_precision_says_why(given, reason):
+    row = assigned(**given)
+    assert (row.reason, row.activation_format, row.attention_products) == (reason, None, ())
+
+
+def test_floats_quantize_a_cross_attention_too():
+    assert assigned("fp8", cross=True).attention_products == ("attn.scores", "attn.values")
+
+
+def test_factors_are_numbers_of_fp16_that_undo_each_other():
+    row = assigned("int8")
+    found = head_factors(row)
+    for factor in (found.query, found.key, found.logit, found.value, found.output):
+        assert factor.shape == (HEADS, 1, 1) and torch.equal(factor, factor.half().float())
+    torch.testing.assert_close(found.query * found.key * found.logit, torch.ones(HEADS, 1, 1), rtol=1e-3, atol=0)
+    torch.testing.assert_close(found.value * found.output, torch.ones(HEADS, 1, 1), rtol=1e-3, atol=0)
+    query, key, value, scores = row.attention_amax
+    torch.testing.assert_close(found.query[:, 0, 0] * query, torch.ones(HEADS), rtol=1e-3, atol=0)
+    torch.testing.assert_close((found.query * found.key)[:, 0, 0] * scores, torch.ones(HEADS), rtol=2e-3, atol=0)
+    assert 127 * found.key_scale == pytest.approx((found.key[:, 0, 0] * key).max().item(), rel=1e-3)
+
+
+def test_a_head_of_zeros_has_finite_factors():
+    zeros = (torch.zeros(HEADS),) * 4
+    row = LayerAssignment("attn", "attention", (WIDTH,), activation_format="int8", attention_amax=zeros)
+    found = head_factors(row)
+    assert all(torch.isfinite(factor).all() for factor in (found.query, found.key, found.logit, found.output))
+
+
+def integer_error(query: Tensor, key: Tensor, value: Tensor, mean: Tensor | None = None) -> tuple[float, Tensor]:
+    """How far the two products of integers are from exact ones, and the exact output."""
+    mean = key.mean((0, 2)) if mean is None else mean
+    scores = query @ (key - mean[:, None]).transpose(2, 3)
+    ranges = tuple(heads.abs().amax((0, 2, 3)) for heads in (query, key - mean[:, None], value, scores))
+    row = LayerAssignment(
+        "attn", "attention", (WIDTH,), activation_format="int8", attention_amax=ranges, key_mean=mean.half().float()
+    )
+    exact = (query @ key.transpose(2, 3)).softmax(-1) @ value
+    return ((IntegerProducts(row)(query, key, value) - exact).norm() / exact.norm()).item(), exact
+
+
+def test_attention_spread_over_4096_tokens_keeps_its_values():
+    """Of a softmax with a scale that holds 1, every probability of 1/4096 becomes zero, and so does the output."""
+    torch.manual_seed(1)
+    query, key = 0.5 * torch.randn(1, HEADS, 8, WIDTH), 0.5 * torch.randn(1, HEADS, 4096, WIDTH)
+    value = 1 + torch.randn(1, HEADS, 4096, WIDTH)
+    error, exact = integer_error(query, key, value)
+    assert error < 5e-3
+    softmax = (query @ key.transpose(2, 3)).softmax(-1)
+    naive = (softmax * 255).round() / 255 @ value
+    assert (naive - exact).norm() / exact.norm() > 0.9
+
+
+def test_the_mean_of_the_keys_is_not_paid_for_with_codes():
+    torch.manual_seed(1)
+    query, key, value = (torch.randn(1, HEADS, 64, WIDTH) for _ in "qkv")
+    key = key + 40 * torch.randn(HEADS, 1, WIDTH)
+    without, _ = integer_error(query, key, value, mean=torch.zeros(HEADS, WIDTH))
+    subtracted, _ = integer_error(query, key, value)
+    assert subtracted < 0.03 < without / 3
+
+
+def test_a_small_head_beside_a_large_one_keeps_its_codes():
+    torch.manual_seed(1)
+    query, key, value = (torch.randn(1, HEADS, 64, WIDTH) for _ in "qkv")
+    value[:, 1] *= 100
+    error, exact = integer_error(query[:, :1], key[:, :1], value[:, :1])
+    sizes = torch.tensor([1.0, 100.0, 1.0]).view(1, HEADS, 1, 1)
+    together, everything = integer_error(query, key, value)
+    assert together == pytest.approx(error, rel=1) and (everything / sizes).isfinite().all()
+
+
+def test_level_3_has_a_row_that_says_so():
+    row = assign_attention("attn", WIDTH, {}, lambda name: torch.empty(0), {}, recipe("int8", 3.0), False)
+    assert row.reason == "role attention is not in quant_level 3" and row.attention_amax is None
+
+
+def test_a_number_is_rounded_to_its_code():
+    from sd_quant.quantization.formats import FORMATS
+
+    assert fake_quantized(FORMATS["int8"], torch.tensor([0.26, 100.0]), 0.5).tolist() == [0.5, 63.5]
