@@ -107,7 +107,7 @@ def test_all_layers_but_the_excluded_are_int8(sweep, folders, name):
     checkpoint = open_pipeline(folders / name, name)
     roles = checkpoint.family.layer_roles(empty_denoiser(checkpoint))
     with (directory / "layers.csv").open(newline="") as file:
-        rows = {row["name"]: row for row in csv.DictReader(file) if row["role"] != "norm"}
+        rows = {row["name"]: row for row in csv.DictReader(file) if row["role"] not in ("norm", "attention")}
     assert {layer: row["role"] for layer, row in rows.items()} == roles
     assert all((row["format"] == "int8") == (row["role"] != "excluded") for row in rows.values())
     found = Counter(row["format"] for row in rows.values())
@@ -258,5 +258,5 @@ def test_the_exported_layers_compute_what_the_simulation_does(network, preset, t
             loaded = load_engine(name, path)
             (quantized,) = loaded(**call).values()
             loaded.close()
-            parity = layer_parity(simulation, full, quantized, assignment, outputs, family.DENOISER)
+            parity = layer_parity(simulation, full, quantized, assignment, outputs, {}, family.DENOISER)
             assert parity["quantized_layers"]["count"] == sum(layer.format is not None for layer in assignment.values())

@@ -105,7 +105,10 @@ def test_onnxruntime_runs_inputs_in_int4_as_the_simulation_does(command, argumen
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        (["quantize=int8", "quant_level=4"], "quant_level is 4.0, expected at most 3, because int8 has no format for"),
+        (
+            ["quantize=int8_per_tensor", "quant_level=4"],
+            "quant_level is 4.0, expected at most 3, because int8_per_tensor has no format for",
+        ),
         (
             ["quantize=svdquant_w4a4", "quantize.rank=300"],
             "quantize.rank is 300, expected at most 128, the shorter side",

@@ -30,7 +30,7 @@ from sd_quant.report.schema import record_schema
 # samplers, 11 transformer blocks with 2 feed-forward layers, 6 query/key/value and 2 output projections, and 7
 # attention blocks with an input and an output projection.
 ROLES = {"conv": 26, "ffn": 11 * 2, "qkv": 11 * 6, "linear": 11 * 2 + 7 * 2}
-EXCLUDED = 24
+EXCLUDED, ATTENTIONS = 24, 11 * 2
 PROMPT = "a glossy icon of a castle"
 PARITY = {*PART_NAMES, "quantized_layers", "unet_xl_quantized"}
 
@@ -121,9 +121,10 @@ def test_each_layer_has_a_row_with_its_scale_or_its_reason(layers):
         assert bool(row["pre_quant_scale_max"]) == bool(row["alpha"]) == smoothed
     kept = [row for row in layers if row["format"] != "int8" and row["role"] != "norm"]
     assert {(row["role"], row["format"], row["reason"]) for row in kept} == {
-        ("excluded", "high precision", "excluded by the model family")
+        ("excluded", "high precision", "excluded by the model family"),
+        ("attention", "high precision", "role attention is not in quant_level 3"),
     }
-    assert len(kept) == EXCLUDED
+    assert Counter(row["role"] for row in kept) == {"excluded": EXCLUDED, "attention": ATTENTIONS}
 
 
 def test_smoothing_is_folded_where_it_can_be_and_the_graph_multiplies_elsewhere(layers, unet, record):
@@ -230,7 +231,7 @@ def test_statistics_from_elsewhere_give_the_same_recipe(command, run, main_job, 
 def test_levels_add_roles(layers):
     roles = Counter(row["role"] for row in layers)
     per_level = {level: sum(roles[role] for role in included) for level, included in QUANT_LEVELS.items()}
-    assert per_level == {1.0: 26, 2.0: 48, 2.5: 114, 3.0: 150, 4.0: 150}  # attention has no layers of its own
+    assert per_level == {1.0: 26, 2.0: 48, 2.5: 114, 3.0: 150, 4.0: 150 + ATTENTIONS}
 
 
 @pytest.mark.parametrize("part", PART_NAMES)
