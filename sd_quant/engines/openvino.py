@@ -52,6 +52,7 @@ FP32: dict[str, str | int] = {
     "INFERENCE_PRECISION_HINT": "f32",
     "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,  # else OpenVINO quantizes inputs of linears with quantized weights
 }
+QUANTIZER = "FakeQuantize"  # what OpenVINO reads a QuantizeLinear as
 DEQUANTIZED = {"LP_TRANSFORMS_MODE": "NO"}  # codes are not multiplied, but what they stand for
 LARGEST = np.full(64, 127, np.int8)  # codes of a layer's input, and of its weight
 KEPT = 2  # models of an engine, compiled for different shapes
@@ -149,12 +150,27 @@ def load(path: Path, *, threads: int | None = None) -> OpenVinoEngine:
         model = core.read_model(path)
     except RuntimeError as error:
         raise ArtifactError(f"OpenVINO cannot compile {path}: {one_line(error)}") from error
-    if any(op.get_type_name() == "FakeQuantize" for op in model.get_ops()) and saturates():
+    if any(op.get_type_name() == QUANTIZER for op in model.get_ops()) and saturates():
         LOG.info(
             "this processor has no VNNI, without which OpenVINO's sums of INT8 products saturate: computed in fp32"
         )
         settings |= DEQUANTIZED
+        round_by_arithmetic(model)
     return OpenVinoEngine(model, path, settings)
+
+
+def round_by_arithmetic(model: openvino.Model) -> None:
+    """Replace each quantizer by ONNX's formula, ``clamp(round(x / scale) + zero_point)``, in place.
+
+    Where codes are not multiplied, OpenVINO 2026.4 moves quantizers through transposes, and fails at some.
+    """
+    for op in (op for op in model.get_ops() if op.get_type_name() == QUANTIZER):
+        low, high, lowest_code, largest_code = (op.input_value(port).get_node().get_data() for port in range(1, 5))
+        scale = (high - low) / (largest_code - lowest_code)
+        zero_point = np.round(lowest_code - low / scale)
+        rounded = opset.round(opset.divide(op.input_value(0), opset.constant(scale)), "half_to_even")
+        codes = opset.add(rounded, opset.constant(zero_point))
+        op.output(0).replace(opset.clamp(codes, lowest_code.item(), largest_code.item()).output(0))
 
 
 @cache
