@@ -45,8 +45,8 @@ The two products of a quantized attention are compared in the same way, from que
 multiplied, and the fault is that nothing is rounded. Where logits are large, one code of a score that rounds the other
 way changes a probability by half, so three quarters of what quantization costs are tolerated too. Measured on the
 shipped checkpoint in INT8 and in FP8: 1.6e-3 and 2.5e-2 in OpenVINO, 5.5e-3 in ONNX Runtime (INT8), with leans up to
-0.01, 0.22 and 0.06; a file without the codes leans 1. On a processor with AVX2 alone OpenVINO's FP8 has 4.2e-2 of a cost
-of 6.2e-2, because it rounds twice and one code in 200 is the next one.
+0.01, 0.22 and 0.06; a file without the codes leans 1. On a processor with AVX2 alone OpenVINO's FP8 has 4.2e-2 of the
+6.2e-2 that quantization costs, because it rounds twice there and one code in 200 is the next one.
 
 The quantized network as a whole is not compared with its simulation, because roundings that flip in the first layer
 change everything behind it. Its distance to full precision may be 1.5 times the simulation's plus 2e-2, and is at least

@@ -148,7 +148,7 @@ def test_an_attention_that_is_not_of_codes_is_told_by_its_lean():
     assert attentions_entry({"attn": honest})["count"] == 1
     with pytest.raises(SdQuantError, match="computes the layer attn as if its two products were not of codes"):
         attentions_entry({"attn": replace(exact, relative_error=0.0)})
-    tolerated = 0.01 + honest.cost / 2
+    tolerated = 0.01 + 0.75 * honest.cost
     attentions_entry({"attn": replace(honest, relative_error=0.99 * tolerated)})
     with pytest.raises(SdQuantError, match="in attention attn by "):
         attentions_entry({"attn": replace(honest, relative_error=1.01 * tolerated)})
