@@ -183,7 +183,7 @@ def saturates() -> bool:
     product = opset.matmul(codes, weight, transpose_a=False, transpose_b=True)
     compiled = openvino.compile_model(openvino.Model([product], [x]), "CPU", FP32)
     (sums,) = compiled([LARGEST[None].astype(np.float32)]).values()
-    return sums.item() != (LARGEST.astype(np.int64) ** 2).sum()
+    return sums.item() != int((LARGEST.astype(np.int64) ** 2).sum())
 
 
 def arithmetic_layers(engine: OpenVinoEngine) -> list[tuple[str, str, list[str]]]:

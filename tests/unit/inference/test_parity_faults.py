@@ -302,8 +302,10 @@ def test_a_fault_too_small_to_be_seen_is_counted_as_hidden(export):
         ("fp8", "onnxruntime", "FLOAT"),
     ],
 )
-def test_a_runtime_says_in_which_numbers_it_multiplies(export, recipe, engine, multiplied):
+def test_a_runtime_says_in_which_numbers_it_multiplies(export, recipe, engine, multiplied, request):
     """OpenVINO has kernels for INT8; ONNX Runtime fuses none of this export's Q/DQ pairs, whose scales are fp16."""
+    if multiplied == "INT8":
+        request.getfixturevalue("int8_kernels")
     assignment, _, path = export(recipe)
     products = products_of(load_engine(engine, path), path)
     types = types_of_layers(products, names_of_products(path, assignment, ""))

