@@ -4,7 +4,8 @@ PYTHON := $(VENV)/bin/python
 PIP := $(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart install test check style types quick mutations gpu-bundle gpu-check report cache-clean clean
+.PHONY: help quickstart install test check style types quick mutations hand-over-check gpu-bundle \
+	gpu-check report cache-clean clean
 
 help: ## Show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -33,6 +34,9 @@ quick:
 
 mutations: $(VENV)/.sd-quant-test ## Apply each deliberate fault of tests/mutations and say which test notices it
 	$(PYTHON) -m tests.mutations.run --workers 2
+
+hand-over-check: $(VENV)/.sd-quant-test ## Hand a result over to optimum-intel and optimum-onnx, each in an environment of its own (2 GB)
+	OMP_NUM_THREADS=1 $(PYTHON) -m tests.hand_over.check
 
 gpu-bundle: $(VENV)/.sd-quant-run ## What a GPU machine without a network needs beside this folder: gpu_bundle (a quarter of an hour)
 	$(PYTHON) -m benchmarks.gpu.bundle

@@ -21,6 +21,7 @@ from sd_quant.checkpoints.plain_yaml import load_yaml
 from sd_quant.engines import PLAN_BUILDERS, RUNTIMES, check_installed
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError, of_the_machine
 from sd_quant.files import TEMPORARY
+from sd_quant.hand_over import TARGETS
 from sd_quant.knobs import Called, Limit, at_least, check, one_of, read
 from sd_quant.metrics import INCEPTION_PACKAGE
 from sd_quant.models import FAMILIES
@@ -502,6 +503,48 @@ class InferJob:
         check_installed(self.infer.engine)
         if kind := RUNTIMES[self.infer.engine].file:
             check_parts(self, kind)
+
+
+@dataclass(slots=True)
+class HandOverJob:
+    """What ``hand_over`` does."""
+
+    run: Annotated[str, "folder of a finished run"]
+    to: Annotated[
+        list[str] | str,
+        Limit(
+            lambda to: bool(to) and set([to] if isinstance(to, str) else to) <= TARGETS.keys(),
+            lambda: f"one of {', '.join(TARGETS)}, or a list of them",
+        ),
+        f"whose formats the result is written in: {', '.join(TARGETS)}",
+    ]
+    images: Annotated[bool, "whether images are made of what each target computes, for figures of its own"]
+
+    def targets(self) -> list[str]:
+        return [self.to] if isinstance(self.to, str) else self.to
+
+    def check_files(self) -> None:
+        run_job(self.run)
+
+
+def run_job(run: str) -> QuantizeJob:
+    """The job of a finished run.
+
+    Raises ConfigError when it is none, ArtifactError when its configuration is damaged.
+    """
+    folder = input_path(run)
+    for name in ("metrics.json", "config.yaml", "layers.csv"):
+        if not (folder / name).is_file():
+            raise ConfigError(f"run is {run}, which has no {name}, expected the folder of a finished quantize.py")
+    try:
+        knobs = load_yaml((folder / "config.yaml").read_bytes())
+        if not isinstance(knobs, dict) or INTERPOLATION in str(knobs):
+            raise ValueError("it holds no plain knobs")
+    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ArtifactError(
+            f"{folder / 'config.yaml'} is not the config of a run ({one_line(error, 200)}); give another run"
+        ) from error
+    return read(QuantizeJob, knobs)
 
 
 def run_model(run: str) -> dict | None:

@@ -9,7 +9,7 @@ where it should refuse.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +149,22 @@ def write_diffusers(path: Path, checkpoint: NemoCheckpoint, advance: Callable[[]
     One tensor is in memory at a time; ``advance`` is called after each. Raises ArtifactError for a vocabulary that is
     not CLIP's and ResourceError when the disk is full.
     """
+    with atomic_path(path.absolute()) as folder:
+        write_pipeline(folder, checkpoint, advance=advance)
+        write_text(folder / NEMO / CONFIG, yaml.safe_dump(checkpoint.model_config, sort_keys=False))
+        write_safetensors(folder / NEMO / UNUSED_FILE, checkpoint.unused, advance)
+
+
+def write_pipeline(
+    folder: Path,
+    checkpoint: NemoCheckpoint,
+    without: Collection[str] = (),
+    advance: Callable[[], object] = lambda: None,
+) -> None:
+    """Writes what diffusers loads into a folder, ``without`` the weights of these components.
+
+    Raises what ``write_diffusers`` raises.
+    """
     from diffusers import EulerDiscreteScheduler
 
     try:
@@ -159,25 +175,24 @@ def write_diffusers(path: Path, checkpoint: NemoCheckpoint, advance: Callable[[]
     except ValueError as error:
         raise ArtifactError(f"{checkpoint.path} needs a tokenizer that is not CLIP's: {error}") from error
     modules = described_networks(checkpoint.path, checkpoint.model_config, checkpoint.clip1, checkpoint.clip2)
-    with atomic_path(path.absolute()) as folder:
-        write_json(folder / INDEX, PIPELINE | REST_OF_PIPELINE)
-        # diffusers' own class: the folder is for those who do not have ours
-        EulerDiscreteScheduler.from_config(scheduler().config).save_pretrained(folder / "scheduler")
-        for name, tokenizer in tokenizers.items():
-            tokenizer.save_pretrained(folder / name)
-            tokenizer.backend_tokenizer.model.save(str(folder / name))  # vocab.json, merges.txt: for transformers 4
-        for name, module in modules.items():
-            weights, (library, kind) = checkpoint.components[name], NETWORKS[name]
-            if library == "diffusers":
-                module.save_config(folder / name)
-            else:
-                module.config.architectures = [kind]
-                module.config.save_pretrained(folder / name)
-            level = "text_model." if name == "text_encoder" else ""  # which transformers 4 needs and 5 allows
-            tensors = {level + parameter: each for parameter, each in weights.parameters.items()}
-            write_safetensors(folder / name / f"{WEIGHTS[library]}.safetensors", tensors, advance)
-        write_text(folder / NEMO / CONFIG, yaml.safe_dump(checkpoint.model_config, sort_keys=False))
-        write_safetensors(folder / NEMO / UNUSED_FILE, checkpoint.unused, advance)
+    write_json(folder / INDEX, PIPELINE | REST_OF_PIPELINE)
+    # diffusers' own class: the folder is for those who do not have ours
+    EulerDiscreteScheduler.from_config(scheduler().config).save_pretrained(folder / "scheduler")
+    for name, tokenizer in tokenizers.items():
+        tokenizer.save_pretrained(folder / name)
+        tokenizer.backend_tokenizer.model.save(str(folder / name))  # vocab.json, merges.txt: for transformers 4
+    for name, module in modules.items():
+        weights, (library, kind) = checkpoint.components[name], NETWORKS[name]
+        if library == "diffusers":
+            module.save_config(folder / name)
+        else:
+            module.config.architectures = [kind]
+            module.config.save_pretrained(folder / name)
+        if name in without:
+            continue
+        level = "text_model." if name == "text_encoder" else ""  # which transformers 4 needs and 5 allows
+        tensors = {level + parameter: each for parameter, each in weights.parameters.items()}
+        write_safetensors(folder / name / f"{WEIGHTS[library]}.safetensors", tensors, advance)
 
 
 def _check_architecture(path: Path, configs: Mapping[str, dict], modules: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ is the way through diffusers, which splits tensors that NeMo's keys would join a
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 
 from sd_quant.checkpoints.archive import whole_file
 from sd_quant.checkpoints.checks import renamed
-from sd_quant.checkpoints.nemo_keys import PREFIX, SIGMAS, unused_state
+from sd_quant.checkpoints.nemo_keys import PREFIX, SIGMAS, locations, unused_state
 from sd_quant.checkpoints.nemo_networks import NemoCheckpoint, checkpoint_of
 from sd_quant.checkpoints.safetensors_file import read_safetensors
 from sd_quant.models.sdxl_nemo import scheduler
@@ -29,6 +30,15 @@ UNET_RENAMES = {  # from SGM to NeMo; no result is the pattern of another
     r"\bff\.net\.0\.proj\.": "ff.net.1.proj.",
     r"\bff\.net\.2\.": "ff.net.3.",
 }
+FROM_NEMO = {  # the way back, behind the UNet's prefix; the first pattern that is found counts
+    r"\bin_layers\.1\.": "in_layers.2.",
+    r"\bout_layers\.2\.": "out_layers.3.",
+    r"^out\.1\.": "out.2.",
+    r"\battn([12])\.norm\.": r"norm\1.",
+    r"\bff\.net\.0\.": "norm3.",
+    r"\bff\.net\.1\.proj\.": "ff.net.0.proj.",
+    r"\bff\.net\.3\.": "ff.net.2.",
+}
 
 
 def nemo_key(key: str) -> str:
@@ -38,6 +48,31 @@ def nemo_key(key: str) -> str:
     for pattern, replacement in UNET_RENAMES.items():
         key = re.sub(pattern, replacement, key)
     return f"model.{key}"
+
+
+def sgm_names(names: Iterable[str]) -> dict[str, str]:
+    """SGM's key, without the prefix ``model.diffusion_model.``, of each parameter of SDXL's UNet by diffusers' name.
+
+    Both store the same tensors: none is joined, split or reshaped. ``names`` are those of all parameters, because SGM
+    counts the blocks of all levels in one row, so that a key depends on how many there are.
+    """
+    return {
+        name: _from_nemo(place.key.removeprefix(PREFIX["unet"])) for name, place in locations("unet", names).items()
+    }
+
+
+def sgm_key(key: str) -> str:
+    """SGM's key for a key of NeMo's SDXL: ``nemo_key`` undone."""
+    within = key.removeprefix(PREFIX["unet"])
+    return (key if within == key else PREFIX["unet"] + _from_nemo(within)).removeprefix("model.")
+
+
+def _from_nemo(key: str) -> str:
+    for pattern, replacement in FROM_NEMO.items():
+        key, count = re.subn(pattern, replacement, key)
+        if count:
+            return key
+    return key
 
 
 def open_sgm(path: Path, model_config: dict, io: str = "nemo") -> NemoCheckpoint:

@@ -84,7 +84,7 @@ def low_rank_hook(up: Tensor, down: Tensor) -> Callable[[nn.Module, tuple, Tenso
 def simulate(module: nn.Module, assignment: Mapping[str, LayerAssignment]) -> nn.Module:
     """Insert ModelOpt's quantizers into ``module``, in place, and return it.
 
-    Its weights are smoothed; the quantizers round them in every call.
+    Its weights are smoothed; the quantizers round them in every call. On the meta device only quantizers get values.
     """
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):  # it prints how many it inserted
         warnings.filterwarnings("ignore", "transformers .* is not tested")
@@ -103,7 +103,7 @@ def simulate(module: nn.Module, assignment: Mapping[str, LayerAssignment]) -> nn
         weight = target.get_parameter("weight")
         if layer.multiplies:
             target.input_quantizer._enable_pre_quant_scale = True
-            target.input_quantizer.pre_quant_scale = layer.pre_quant_scale.half().to(weight)  # as in the graph
+            target.input_quantizer.pre_quant_scale = beside(layer.pre_quant_scale.half(), weight)  # as in the graph
         if layer.low_rank is not None:
             target.register_forward_hook(low_rank_hook(*layer.low_rank))
         if layer.format is not None:
@@ -111,13 +111,19 @@ def simulate(module: nn.Module, assignment: Mapping[str, LayerAssignment]) -> nn
             if layer.rounded is not None:
                 for index, part in enumerate(layer.rounded):
                     target.weight_quantizer.register_buffer(f"{ROUNDED}{index}", part)
-            target.weight_quantizer.amax = (per_channel(amax, weight) if layer.weight_axis == 0 else amax[0]).to(weight)
+            amax = per_channel(amax, weight) if layer.weight_axis == 0 else amax[0]
+            target.weight_quantizer.amax = beside(amax, weight)
         if layer.activation_format is not None:
             amax = quantizer_amax(layer.activation_format, layer.activation_amax, layer.activation_scale)
-            target.input_quantizer.amax = torch.tensor(amax).to(weight)
+            target.input_quantizer.amax = beside(torch.tensor(amax), weight)
             if layer.activation_zero_point:
-                target.input_quantizer.bias_value = torch.tensor(layer.shift).to(weight)
+                target.input_quantizer.bias_value = beside(torch.tensor(layer.shift), weight)
     return module
+
+
+def beside(number: Tensor, weight: Tensor) -> Tensor:
+    """``number`` in the dtype of ``weight`` and on its device, if that holds values."""
+    return number.to(weight.dtype) if weight.is_meta else number.to(weight)
 
 
 @contextmanager

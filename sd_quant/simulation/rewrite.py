@@ -22,7 +22,8 @@ def rewrite(module: nn.Module, assignment: Mapping[str, LayerAssignment]) -> Non
         target = module.get_submodule(layer.name)
         if layer.role != "attention":
             for parameter in target.parameters(recurse=False):
-                parameter.copy_(rewritten(parameter, layer))
+                if not parameter.is_meta:
+                    parameter.copy_(rewritten(parameter, layer))
         elif layer.activation_format is not None:
             target.set_processor(QuantizedAttention(layer))
 

@@ -30,6 +30,7 @@ ROOMS = (
     "report",  # the record and everything that shows it
     "calibration",  # runs the pipeline, so it stands above it
     "inference",  # the pipeline with engines
+    "hand_over",  # assignment to other tools' files
     "metrics",
     "engines",
     "export",  # assignment to ONNX
@@ -109,7 +110,8 @@ def test_hydra_and_config_stay_at_the_edge(name):
 
 
 NAMED_AT_HOME = {"engines": set(RUNTIMES) - {"torch"}, "quantization": set(FORMATS)}
-LISTS_OF_PACKAGES = {"report.provenance"}  # whose versions a run records
+# whose versions a run records; and targets, which are called after consumers and say which formats these read
+LISTS_OF_PACKAGES = {"report.provenance", *(name for name in modules() if room_of(name) == "hand_over")}
 
 
 @pytest.mark.parametrize("name", [name for name in modules() if name not in LISTS_OF_PACKAGES])

@@ -1,0 +1,32 @@
+"""The folder of a pipeline, as diffusers and its relatives load it, without the weights of some networks.
+
+What a checkpoint in diffusers' layout has is copied; an archive or a single file becomes such a folder.
+"""
+
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+from typing import cast
+
+from sd_quant.checkpoints.diffusers_pipeline import DiffusersCheckpoint
+from sd_quant.checkpoints.nemo_and_diffusers import write_pipeline
+from sd_quant.checkpoints.nemo_networks import NemoCheckpoint
+from sd_quant.models.checkpoint import Checkpoint
+
+COPIED = (".json", ".txt", ".model", ".safetensors")  # no code, and nothing that would have to be unpickled
+
+
+def write_pipeline_without(checkpoint: Checkpoint, components: Collection[str], folder: Path) -> None:
+    """Write model_index.json, scheduler, tokenizers, configs and all weights but those of ``components``.
+
+    Raises ArtifactError for a vocabulary that is not CLIP's and ResourceError when the disk is full.
+    """
+    if not isinstance(checkpoint, DiffusersCheckpoint):
+        return write_pipeline(folder, cast(NemoCheckpoint, checkpoint), without=components)
+
+    def left_out(directory: str, names: list[str]) -> list[str]:
+        own = Path(directory) in [checkpoint.path / component for component in components]
+        here = [name for name in names if (Path(directory) / name).is_file()]
+        return [name for name in here if not name.endswith(COPIED) or (own and ".safetensors" in name)]
+
+    shutil.copytree(checkpoint.path, folder, ignore=left_out, dirs_exist_ok=True)

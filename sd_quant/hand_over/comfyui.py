@@ -1,0 +1,128 @@
+"""SDXL as one file that ComfyUI opens: Stability's keys, each quantized linear marked by a tensor ``comfy_quant``.
+
+Per linear X behind ``model.diffusion_model.``, as ComfyUI's ``ops.py`` reads them (``_load_quantized_module``):
+
+| format | X.weight         | scales                                                             | inputs        |
+|--------|------------------|--------------------------------------------------------------------|---------------|
+| fp8    | E4M3 [N, K]      | weight_scale, input_scale: fp32 scalars                            | static        |
+| int8   | INT8 [N, K]      | weight_scale fp32 [N, 1]                                           | a scale a row |
+| nvfp4  | uint8 [N, K / 2] | weight_scale E4M3 in tiles of 128 x 4, weight_scale_2, input_scale | in blocks     |
+
+A byte of NVFP4 has its first number in the high half, where ONNX and ModelOpt have it in the low one. Convolutions stay
+in fp16, as all that is not quantized: ComfyUI has no quantized ones. The road not taken is the older ``scaled_fp8``,
+which ComfyUI converts when it loads a file.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sd_quant.checkpoints.nemo_keys import locations, network_state
+from sd_quant.checkpoints.safetensors_file import write_safetensors
+from sd_quant.checkpoints.sgm import sgm_key
+from sd_quant.checkpoints.tensors import LazyTensor, Readable, lazy
+from sd_quant.hand_over.weights import high_precision
+from sd_quant.models.checkpoint import Checkpoint, denoiser_part
+from sd_quant.progress import progress
+from sd_quant.quantization.assignment import LayerAssignment, rewritten
+from sd_quant.quantization.formats import FORMATS
+
+FILE = "sdxl.safetensors"
+NAMES = {"fp8": "float8_e4m3fn", "int8": "int8_tensorwise", "nvfp4": "nvfp4"}  # in ComfyUI's QUANT_ALGOS
+TILE_ROWS, TILE_COLUMNS = 128, 4  # of NVFP4's scales, as cuBLAS wants them
+MULTIPLE = 16  # of a packed weight's sides
+
+
+def write(checkpoint: Checkpoint, assignment: Mapping[str, LayerAssignment], folder: Path) -> None:
+    """Write ``folder``/sdxl.safetensors with all four networks; one tensor is in memory at a time.
+
+    Raises ResourceError when the disk is full.
+    """
+    denoiser = denoiser_part(checkpoint).component
+    components: dict[str, Mapping[str, Readable]] = {
+        name: weights.parameters for name, weights in checkpoint.components.items()
+    }
+    parameters, places = components[denoiser], locations(denoiser, components[denoiser])
+    components[denoiser] = high_precision(checkpoint, assignment)
+    state: dict[str, Readable] = {sgm_key(key): in_fp16(each) for key, each in network_state(components).items()}
+    for layer in (layer for layer in assignment.values() if layer.format is not None):
+        key = sgm_key(places[f"{layer.name}.weight"].key)
+        del state[key]
+        tensors = quantized(parameters[f"{layer.name}.weight"], layer)
+        state |= {f"{key.removesuffix('weight')}{name}": each for name, each in tensors}
+    with progress(len(state), f"write {FILE}") as advance:
+        write_safetensors(folder / FILE, state, advance)
+
+
+def in_fp16(parameter: Readable) -> LazyTensor:
+    return LazyTensor(tuple(parameter.shape), torch.float16, lambda: parameter.read().half())
+
+
+def quantized(source: Readable, layer: LayerAssignment) -> Iterator[tuple[str, Readable]]:
+    """The tensors of a quantized linear in place of its weight ``source``, by the ends of their names."""
+    fmt = FORMATS[layer.format]
+    mark = json.dumps({"format": NAMES[fmt.name]}).encode()
+    yield "comfy_quant", lazy(torch.frombuffer(bytearray(mark), dtype=torch.uint8))
+    if fmt.block is not None:
+        yield from packed(source, layer)
+    else:
+
+        def codes() -> Tensor:
+            return layer.codes_and_scales(rewritten(source.read(), layer))[0]
+
+        dtype = fmt.quantize(torch.zeros(1), torch.ones(1)).dtype
+        yield "weight", LazyTensor(tuple(source.shape), dtype, codes)
+        scale = layer.weight_scale.float()
+        per_output = scale.expand(source.shape[0])[:, None].contiguous()
+        yield "weight_scale", lazy(scale[0] if layer.activation_format else per_output)
+    if layer.activation_format is not None:
+        yield "input_scale", lazy(torch.tensor(input_scale(layer)))
+    if layer.multiplies:
+        yield "pre_quant_scale", lazy(layer.pre_quant_scale.half())
+
+
+def input_scale(layer: LayerAssignment) -> float:
+    """The static scale of the input, or the global one of its blocks."""
+    return layer.activation_scales(torch.zeros(1, FORMATS[layer.activation_format].block or 1))[-1].item()
+
+
+def packed(source: Readable, layer: LayerAssignment) -> Iterator[tuple[str, Readable]]:
+    """Codes of four bits, the first in the high half of a byte, padded to multiples of 16, and their two scales."""
+    rows, columns = (up_to(side, MULTIPLE) for side in source.shape)
+    block = FORMATS[layer.format].block
+
+    def made() -> tuple[Tensor, tuple[Tensor, ...]]:
+        return layer.codes_and_scales(rewritten(source.read(), layer))
+
+    def codes() -> Tensor:
+        found = made()[0]
+        padded = F.pad(found, (0, columns - found.shape[1], 0, rows - found.shape[0]))
+        return padded[:, ::2] << 4 | padded[:, 1::2]
+
+    def scales() -> Tensor:
+        return in_tiles(made()[1][0].to(torch.float8_e4m3fn))
+
+    yield "weight", LazyTensor((rows, columns // 2), torch.uint8, codes)
+    shape = (up_to(rows, TILE_ROWS), up_to(columns // block, TILE_COLUMNS))
+    yield "weight_scale", LazyTensor(shape, torch.float8_e4m3fn, scales)
+    yield "weight_scale_2", LazyTensor((), torch.float32, lambda: made()[1][1].float().reshape(()))
+
+
+def in_tiles(scales: Tensor) -> Tensor:
+    """Scales [N, K / block] as cuBLAS lays them: tiles of 128 rows and 4 columns, in a tile row r behind row r + 32.
+
+    Source: the layout of 1D block scaling factors in the documentation of cuBLAS.
+    """
+    rows, columns = up_to(scales.shape[0], TILE_ROWS), up_to(scales.shape[1], TILE_COLUMNS)
+    bits = F.pad(scales.view(torch.uint8), (0, columns - scales.shape[1], 0, rows - scales.shape[0]))
+    tiles = bits.view(rows // TILE_ROWS, 4, 32, columns // TILE_COLUMNS, TILE_COLUMNS)  # quarters of a tile's rows
+    return tiles.permute(0, 3, 2, 1, 4).reshape(rows, columns).view(torch.float8_e4m3fn)
+
+
+def up_to(side: int, multiple: int) -> int:
+    return math.ceil(side / multiple) * multiple

@@ -1,0 +1,208 @@
+"""The networks of a Stable Diffusion pipeline as optimum's pipelines call them, each exported to an ONNX file.
+
+They are the networks of a run's own files, with the same weights and the same assignment, but called otherwise: sizes
+as ids, all hidden states of a text encoder, and fp32 at every boundary, so that the sampler's arithmetic between two
+calls keeps its precision (diffusers casts latents to what the network returns). Weights stay in fp16 or in codes.
+The road not taken is to rename the inputs and outputs of a run's own files: NeMo's UNet takes sizes already embedded,
+and a text encoder there has one of its states.
+
+| folder           | inputs                                                  | outputs                                 |
+|------------------|---------------------------------------------------------|-----------------------------------------|
+| `unet`           | sample [B,4,H/8,W/8], timestep [],                      | out_sample [B,4,H/8,W/8]                |
+|                  | encoder_hidden_states [B,77,C];                         |                                         |
+|                  | of SDXL also text_embeds [B,P], time_ids [B,6]          |                                         |
+| `vae_decoder`    | latent_sample [B,4,H/8,W/8], already divided by the     | sample [B,3,H,W]                        |
+|                  | scaling factor                                          |                                         |
+| `text_encoder`   | input_ids [B,77]                                        | last_hidden_state [B,77,C],             |
+|                  |                                                         | pooler_output [B,C], hidden_states.i    |
+| `text_encoder_2` | input_ids [B,77]                                        | text_embeds [B,P], last_hidden_state,   |
+|                  |                                                         | hidden_states.i                         |
+
+input_ids are int64, everything else is fp32. hidden_states.0 is the embedding and hidden_states.N what the last of N
+layers gives, before the last norm: the order in which optimum's own exporter has them.
+"""
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sd_quant.checkpoints.diffusers_files import INDEX, read_json
+from sd_quant.engines import why_not
+from sd_quant.errors import ConfigError
+from sd_quant.export.qdq import write_onnx
+from sd_quant.export.tracing import trace
+from sd_quant.files import temporary_folder, write_json
+from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_modules
+from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
+from sd_quant.models.parts import Contract, Part, VaePart
+from sd_quant.models.sdxl import padded, unet_part
+from sd_quant.models.text_encoders import positions
+from sd_quant.quantization.assignment import LayerAssignment
+
+PIPELINES = {"StableDiffusionPipeline", "StableDiffusionXLPipeline"}  # whose networks these are
+CONFIG = "config.json"
+
+
+class ConsumedUnet(nn.Module):
+    """diffusers' UNet, in fp32 outside and in the dtype of its weights inside.
+
+    NeMo trains on text padded with zeros, which consumers do not know of, so the text is padded here to ``tokens``.
+    """
+
+    def __init__(self, unet: nn.Module, tokens: int):
+        super().__init__()
+        self.unet, self.tokens = unet, tokens
+
+    def forward(
+        self,
+        sample: Tensor,
+        timestep: Tensor,
+        encoder_hidden_states: Tensor,
+        text_embeds: Tensor | None = None,
+        time_ids: Tensor | None = None,
+    ) -> Tensor:
+        dtype = next(self.unet.parameters()).dtype
+        text = padded(encoder_hidden_states, self.tokens).to(dtype)
+        added = {"text_embeds": text_embeds, "time_ids": time_ids}
+        output = self.unet(sample.to(dtype), timestep, text, added_cond_kwargs=added, return_dict=False)[0]
+        return output.float()
+
+
+class ConsumedVae(VaePart):
+    """The autoencoder's decoder, whose input has optimum's name."""
+
+    def forward(self, latent_sample: Tensor) -> Tensor:
+        return super().forward(latent_sample)
+
+
+class ConsumedTextEncoder(nn.Module):
+    """A CLIP text encoder with all its outputs, in fp32."""
+
+    def __init__(self, text_encoder: nn.Module, named: tuple[str, ...]):
+        """``named`` are the outputs in front of the hidden states, by transformers' names."""
+        super().__init__()
+        self.text_encoder, self.named = text_encoder, named
+
+    def forward(self, input_ids: Tensor) -> tuple[Tensor, ...]:
+        output = self.text_encoder(input_ids, position_ids=positions(input_ids), output_hidden_states=True)
+        return tuple(value.float() for value in (*(output[name] for name in self.named), *output.hidden_states))
+
+
+def consumed_unet(checkpoint: Checkpoint, config: Mapping) -> Part:
+    """The UNet as a part; ``config`` is its configuration."""
+    contract = denoiser_part(checkpoint).contract
+    inputs = contract.inputs
+    if "context" in inputs:  # NeMo's names
+        inputs = unet_part(config, inputs["context"][1], "diffusers").contract.inputs
+    tokens = inputs["encoder_hidden_states"][1]
+    text = ("batch", CONTEXT_LENGTH, inputs["encoder_hidden_states"][2])
+    inputs = inputs | {"timestep": (), "encoder_hidden_states": text}
+    dtypes = dict.fromkeys(inputs, torch.float32)
+    return Part(
+        "unet",
+        "unet.",
+        Contract(inputs, ("out_sample",), dtypes, contract.weights),
+        partial(ConsumedUnet, tokens=tokens),
+    )
+
+
+def consumed_vae(part: Part) -> Part:
+    """The run's own decoder under other names."""
+    (shape,), (dtype,) = part.contract.inputs.values(), part.contract.dtypes.values()
+    contract = replace(
+        part.contract, inputs={"latent_sample": shape}, outputs=("sample",), dtypes={"latent_sample": dtype}
+    )
+    return replace(part, contract=contract, wrap=ConsumedVae)
+
+
+def consumed_text_encoder(component: str, layers: int, projects: bool) -> Part:
+    """A text encoder of so many ``layers`` as a part. What a pipeline reads by index comes first."""
+    named = ("text_embeds", "last_hidden_state") if projects else ("last_hidden_state", "pooler_output")
+    outputs = (*named, *(f"hidden_states.{layer}" for layer in range(layers + 1)))
+    contract = Contract({"input_ids": ("batch", CONTEXT_LENGTH)}, outputs, {"input_ids": torch.int64}, torch.float16)
+    return Part(component, "text_encoder.", contract, partial(ConsumedTextEncoder, named=named))
+
+
+def consumed_parts(checkpoint: Checkpoint) -> dict[str, Part]:
+    """The parts by the consumer's folder, the UNet first.
+
+    Raises ConfigError for a family that is neither SDXL nor Stable Diffusion 1 or 2.
+    """
+    family = checkpoint.family
+    if not PIPELINES & set(family.PIPELINES):
+        raise ConfigError(
+            f"{family.PIPELINES[0]} cannot be handed over to optimum's pipelines, only Stable Diffusion 1, 2 and XL "
+            "can; choose another target"
+        )
+    configs: dict[str, Any] = {name: module.config for name, module in empty_modules(checkpoint).items()}
+    parts = {
+        "unet": consumed_unet(checkpoint, configs["unet"]),
+        "vae_decoder": consumed_vae(checkpoint.parts()["vae"]),
+    }
+    for component, kind in family.NETWORKS.items():
+        if component.startswith("text_encoder"):
+            layers = configs[component].num_hidden_layers
+            parts[component] = consumed_text_encoder(component, layers, kind.endswith("WithProjection"))
+    return parts
+
+
+def write_consumed(checkpoint: Checkpoint, part: Part, path: Path, assignment: Mapping[str, LayerAssignment]) -> None:
+    """Write ``part`` to the ONNX file ``path``, with one weight in memory at a time."""
+    weights = checkpoint.components[part.component]
+    write_onnx(
+        trace(lambda: part.wrap(checkpoint.build()[part.component]), part.contract),
+        path,
+        inputs=len(part.contract.inputs),
+        prefix=part.prefix,
+        read=lambda name: weights[name.removeprefix(part.prefix)],
+        assignment=assignment,
+    )
+
+
+def check_executes(runtime: str, assignment: Mapping[str, LayerAssignment]) -> None:
+    """Raises ConfigError when the ``runtime`` cannot execute a format of the ``assignment``."""
+    layers = [layer for layer in assignment.values() if layer.attention_amax is None]
+    used = {
+        "weights": {layer.format for layer in layers} - {None},
+        "inputs": {layer.activation_format for layer in layers} - {None},
+        "attention": {layer.activation_format for layer in assignment.values() if layer.attention_amax is not None},
+    }
+    if reason := why_not(runtime, used):
+        raise ConfigError(f"{reason}, so the result cannot be handed over to it; choose another target")
+
+
+def write_folder(
+    checkpoint: Checkpoint,
+    assignment: Mapping[str, LayerAssignment],
+    folder: Path,
+    *,
+    runtime: str,
+    pipelines: str,
+    convert: Callable[[Path, Path], None],
+) -> None:
+    """Add the networks to the pipeline ``folder``, which has everything else, the UNet quantized by ``assignment``.
+
+    ``convert`` is called for each with its ONNX file, which it may move or change, and with the folder of the network,
+    which has the config already. ``pipelines`` stands in front of diffusers' class in the consumer's name of its own.
+    One network at a time is on the disk twice. Raises ConfigError for a family that the consumer does not have, or a
+    format that its ``runtime`` cannot execute, and what ``write_onnx`` raises.
+    """
+    check_executes(runtime, assignment)
+    parts = consumed_parts(checkpoint)
+    for component, part in parts.items():
+        place = folder / component
+        place.mkdir(exist_ok=True)
+        if component != part.component:  # the VAE's config in the folder of its decoder
+            shutil.copyfile(folder / part.component / CONFIG, place / CONFIG)
+        with temporary_folder(folder) as temporary:
+            path = Path(temporary) / "model.onnx"
+            write_consumed(checkpoint, part, path, assignment if component == "unet" else {})
+            convert(path, place)
+    index = read_json(folder, INDEX)
+    write_json(folder / INDEX, index | {"_class_name": f"{pipelines}{index['_class_name'].removeprefix(pipelines)}"})

@@ -1,0 +1,66 @@
+"""The README of a result: what it is, what it lost, how far it is from full precision, and how to open it."""
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+from sd_quant.hand_over import OF_THE_RECIPE, Target
+from sd_quant.metrics.intervals import mean_interval
+
+
+def model_card(figures: Mapping, target: Target, folder: Path) -> str:
+    """Markdown of the ``figures``, the content of hand_over.json; ``folder`` is where the result lies."""
+    knobs = ", ".join(f"{name} {value}" for name, value in figures["knobs"].items())
+    inputs = "; ".join(
+        f"{name} with inputs {'as the recipe quantizes them' if how == OF_THE_RECIPE else 'quantized ' + how}"
+        for name, how in figures["inputs"].items()
+    )
+    return "\n".join([
+        f"# {figures['part']} for {target.consumer}",
+        "",
+        f"Quantized by sd-quant: {knobs}.",
+        f"{figures['quantized']} of {figures['of']} layers are in {inputs}; all else is in fp16.",
+        "",
+        "## How to open it",
+        "",
+        "```python",
+        target.loading.format(folder=folder.name),
+        "```",
+        "",
+        f"Tried with {target.tried}. The licence is that of the checkpoint it was made of.",
+        "",
+        "## What it computes, against full precision",
+        "",
+        *fidelity_lines(figures["fidelity"]),
+        "",
+        "## What of the recipe is not in it",
+        "",
+        *(lost_lines(figures["lost"]) or ["Nothing."]),
+        "",
+        "## How it was made",
+        "",
+        f"    {figures['command']}",
+        "",
+        ", ".join(f"{name} {version}" for name, version in figures["versions"].items() if version),
+        "",
+        "| file | MB |",
+        "|---|---|",
+        *(f"| {name} | {size / 1e6:.1f} |" for name, size in figures["bytes"].items()),
+        "",
+    ])  # fmt: skip
+
+
+def fidelity_lines(fidelity: Mapping | None) -> list[str]:
+    if fidelity is None:
+        return ["No images were made of it (`images=false`)."]
+    lines = ["| score | mean of the images | 95 % interval |", "|---|---|---|"]
+    for key, entry in fidelity.items():
+        values = [value for value in entry["values"] if value is not None]
+        if values:
+            interval = mean_interval(values)
+            lines.append(f"| {key} | {interval.value:.4g} | {interval.low:.4g} to {interval.high:.4g} |")
+    return [*lines, "", "These are images of what the consumer computes of this file, simulated, not those of the run."]
+
+
+def lost_lines(lost: Mapping[str, str]) -> list[str]:
+    return [f"- {count} layers in high precision: {reason}" for reason, count in Counter(lost.values()).items()]

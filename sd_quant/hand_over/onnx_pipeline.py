@@ -1,0 +1,29 @@
+"""A folder that optimum-onnx loads: ``ORTStableDiffusionXLPipeline.from_pretrained(folder)``, or that of SD 1 and 2.
+
+Each network is exported to ONNX as a run exports it. ONNX Runtime's CPU provider runs most of the quantizers in
+floating point, so there the folder is for correctness; its GPU providers decide for themselves.
+The road not taken is optimum's own export and ONNX Runtime's quantizer, which would choose its own ranges.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from sd_quant.engines.onnx_input import onnx_files
+from sd_quant.hand_over.exported_parts import write_folder
+from sd_quant.models.checkpoint import Checkpoint
+from sd_quant.quantization.assignment import LayerAssignment
+
+
+def write(checkpoint: Checkpoint, assignment: Mapping[str, LayerAssignment], folder: Path) -> None:
+    """Add ``<network>/model.onnx``, and ``model.onnx.data`` of a large one, to the pipeline ``folder``.
+
+    The folder has everything else. Inputs, outputs and their dtypes are those of ``exported_parts``.
+    Raises ConfigError for a family or a format that ONNX Runtime's pipelines do not have.
+    """
+    write_folder(checkpoint, assignment, folder, runtime="onnxruntime", pipelines="ORT", convert=move)
+
+
+def move(onnx: Path, place: Path) -> None:
+    """Move an ONNX file, and its weights if they are beside it, into the folder ``place``."""
+    for file in reversed(onnx_files(onnx)):  # the graph last
+        file.replace(place / file.name)

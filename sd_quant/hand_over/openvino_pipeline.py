@@ -1,0 +1,40 @@
+"""A folder that optimum-intel loads: ``OVStableDiffusionXLPipeline.from_pretrained(folder)``, or that of SD 1 and 2.
+
+Each network is exported to ONNX as a run exports it, and OpenVINO's own reader makes its format of that: codes and
+their quantizers come through, and OpenVINO multiplies the codes on processors with VNNI. On others its sums of
+INT8 products saturate; the consumer then passes ``ov_config={"LP_TRANSFORMS_MODE": "NO"}``, see ``engines.openvino``.
+The road not taken is optimum-intel's own export, whose quantizer would choose its own ranges.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import openvino
+
+from sd_quant.errors import ArtifactError
+from sd_quant.hand_over.exported_parts import write_folder
+from sd_quant.models.checkpoint import Checkpoint
+from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.text import one_line
+
+MODEL = "openvino_model.xml"  # beside its .bin
+
+
+def write(checkpoint: Checkpoint, assignment: Mapping[str, LayerAssignment], folder: Path) -> None:
+    """Add ``<network>/openvino_model.xml`` and ``.bin`` to the pipeline ``folder``, which has everything else.
+
+    Inputs, outputs and their dtypes are those of ``exported_parts``. Memory peaks at about the weights of one network
+    as they are stored, in pages of a mapped file which the kernel can drop.
+    Raises ConfigError for a family or a format that OpenVINO's pipelines do not have, and ArtifactError when OpenVINO
+    cannot read an exported network.
+    """
+    write_folder(checkpoint, assignment, folder, runtime="openvino", pipelines="OV", convert=convert)
+
+
+def convert(onnx: Path, place: Path) -> None:
+    """Write the network of the file ``onnx`` in OpenVINO's format into the folder ``place``."""
+    try:
+        model = openvino.Core().read_model(onnx)
+    except RuntimeError as error:
+        raise ArtifactError(f"OpenVINO cannot read the exported {place.name}: {one_line(error)}") from error
+    openvino.save_model(model, place / MODEL, compress_to_fp16=False)  # fp32 is there on purpose

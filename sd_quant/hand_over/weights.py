@@ -1,0 +1,106 @@
+"""The denoiser's weights as an assignment leaves them: in fp16 where it rounds nothing, else as codes and scales.
+
+Each is read, smoothed and quantized when it is due to be written, so that one weight is in memory at a time. The road
+not taken is a network with all its weights, from which other tools save: SDXL's has 10 GB.
+"""
+
+import math
+from collections.abc import Callable, Container, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from sd_quant.checkpoints.tensors import LazyTensor
+from sd_quant.errors import ConfigError
+from sd_quant.models.checkpoint import Checkpoint, denoiser_weights, empty_denoiser
+from sd_quant.quantization.assignment import LayerAssignment, rewritten
+from sd_quant.quantization.formats import FORMATS
+
+Assignment = Mapping[str, LayerAssignment]
+KEPT_IN = torch.float16  # what stays in high precision
+
+
+def quantized(assignment: Assignment) -> dict[str, LayerAssignment]:
+    """The rows whose weight is quantized, by the name of the layer."""
+    return {name: layer for name, layer in assignment.items() if layer.format is not None}
+
+
+def check_held(
+    layer: LayerAssignment,
+    formats: Container[str | None],
+    inputs: str | None,
+    target: str,
+    convolutions: bool,
+    multiplies: bool,
+) -> None:
+    """Raises ConfigError unless ``target`` holds a quantized layer as it is assigned.
+
+    It holds weights in ``formats`` and inputs in the format ``inputs``, None for high precision. ``convolutions`` says
+    whether it holds weights [out, in, h, w], ``multiplies`` whether it multiplies a layer's input.
+    """
+    found = None
+    if layer.format not in formats:
+        found = f"a weight in {layer.format}"
+    elif layer.activation_format != inputs:
+        found = f"an input in {layer.activation_format or 'high precision'}"
+    elif len(layer.weight_shape) > 2 and not convolutions:
+        found = "the weight of a convolution, quantized"
+    elif layer.multiplies and not multiplies:
+        found = "an input that is multiplied in front of the layer"
+    elif layer.activation_zero_point:
+        found = "a shifted input"
+    if found:
+        raise ConfigError(
+            f"{layer.name} has {found}, which {target} cannot hold; keep the layer in high precision or choose another "
+            "target"
+        )
+
+
+def high_precision(checkpoint: Checkpoint, assignment: Assignment) -> dict[str, LazyTensor]:
+    """Every weight and bias of the denoiser by diffusers' name, as if nothing were rounded.
+
+    Floating-point ones are fp16, smoothed as the row of their module says; others keep their dtype.
+    """
+    weights = denoiser_weights(checkpoint)
+    found = {}
+    for name, tensor in empty_denoiser(checkpoint).state_dict().items():
+        if name in weights:
+            dtype = KEPT_IN if tensor.is_floating_point() else tensor.dtype
+            read = _reader(weights, name, assignment.get(name.rpartition(".")[0]), dtype)
+            found[name] = LazyTensor(tuple(tensor.shape), dtype, read)
+    return found
+
+
+def _reader(
+    weights: Mapping[str, Tensor], name: str, layer: LayerAssignment | None, dtype: torch.dtype
+) -> Callable[[], Tensor]:
+    if layer is None or layer.role == "attention":
+        return lambda: weights[name].to(dtype)
+    if layer.format is None and layer.multiplies:  # no target multiplies for it, and its weight need not be divided
+        layer = replace(layer, pre_quant_scale=None)
+    return lambda: rewritten(weights[name], layer).to(dtype)
+
+
+def codes_and_scales(checkpoint: Checkpoint, layer: LayerAssignment) -> tuple[Tensor, Tensor]:
+    """The codes of a layer's weight, [out, in] with what follows flattened, and its scales.
+
+    The scales are fp32: [out, 1], [1, 1] or [out, blocks].
+    """
+    weight = denoiser_weights(checkpoint)[f"{layer.name}.weight"]
+    codes, (scales, *_) = layer.codes_and_scales(rewritten(weight, layer).flatten(1))
+    return codes, scales.float()
+
+
+def flat_shape(layer: LayerAssignment) -> tuple[int, int]:
+    """The shape of ``codes_and_scales``' codes."""
+    return layer.weight_shape[0], math.prod(layer.weight_shape[1:])
+
+
+def scales_shape(layer: LayerAssignment) -> tuple[int, int]:
+    """The shape of ``codes_and_scales``' scales, without reading the weight."""
+    outputs, inputs = flat_shape(layer)
+    block = FORMATS[layer.format].block
+    if block is None:
+        return (outputs if layer.weight_axis == 0 else 1), 1
+    return outputs, inputs // block

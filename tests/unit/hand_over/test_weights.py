@@ -1,0 +1,46 @@
+"""What stays in high precision is smoothed where something in front of it is, and only there."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sd_quant.hand_over.weights import codes_and_scales, flat_shape, high_precision, quantized, scales_shape
+from sd_quant.quantization.assignment import LayerAssignment, rewritten
+from sd_quant.quantization.recipe import Enable, Pair, Recipe
+
+NAME = "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8", "int4"])
+def test_shapes_are_known_without_the_weight(tiny, name):
+    case = tiny("sdxl")
+    recipe = Recipe(3.0, None, enable=Enable(Pair(name, None), Pair(name, None), None), per_channel=name == "int8")
+    layers = quantized(case.assignment(recipe, lambda layer: layer.role != "conv"))
+    for layer in layers.values():
+        codes, scales = codes_and_scales(case.checkpoint, layer)
+        assert (codes.shape, scales.shape) == (flat_shape(layer), scales_shape(layer)), layer.name
+
+
+def test_a_weight_is_divided_only_where_its_input_is_multiplied(tiny):
+    case = tiny("sdxl")
+    weight = case.checkpoint.components["unet"][f"{NAME}.weight"]
+    row = LayerAssignment(NAME, "qkv", tuple(weight.shape), pre_quant_scale=torch.full((weight.shape[1],), 4.0))
+    folded = replace(row, folded_into="norm")
+    for layer, expected in ((row, weight), (folded, weight / 4)):
+        (found,) = (
+            tensor.read()
+            for name, tensor in high_precision(case.checkpoint, {NAME: layer}).items()
+            if name == f"{NAME}.weight"
+        )
+        assert found.dtype == torch.float16 and torch.equal(found, expected.half())
+    assert torch.equal(rewritten(weight, folded), weight / 4)
+
+
+def test_attention_has_no_weight_of_its_own(tiny):
+    case = tiny("sdxl")
+    attention = NAME.removesuffix(".to_q")
+    rows = {attention: LayerAssignment(attention, "attention", (), activation_format="fp8")}
+    plain, found = high_precision(case.checkpoint, {}), high_precision(case.checkpoint, rows)
+    assert found.keys() == plain.keys() == set(case.checkpoint.components["unet"])
+    assert all(torch.equal(found[name].read(), plain[name].read()) for name in plain if name.startswith(attention))
