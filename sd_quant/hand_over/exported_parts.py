@@ -33,7 +33,6 @@ import torch
 from torch import Tensor, nn
 
 from sd_quant.checkpoints.diffusers_files import INDEX, read_json
-from sd_quant.engines import why_not
 from sd_quant.errors import ConfigError
 from sd_quant.export.qdq import write_onnx
 from sd_quant.export.tracing import trace
@@ -44,9 +43,11 @@ from sd_quant.models.parts import Contract, Part, VaePart
 from sd_quant.models.sdxl import padded, unet_part
 from sd_quant.models.text_encoders import positions
 from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.formats import FORMATS, Format
 
 PIPELINES = {"StableDiffusionPipeline", "StableDiffusionXLPipeline"}  # whose networks these are
 CONFIG = "config.json"
+Refuses = Callable[[str, Format], str | None]  # as in ``engines.Runtime``
 
 
 class ConsumedUnet(nn.Module):
@@ -165,16 +166,13 @@ def write_consumed(checkpoint: Checkpoint, part: Part, path: Path, assignment: M
     )
 
 
-def check_executes(runtime: str, assignment: Mapping[str, LayerAssignment]) -> None:
-    """Raises ConfigError when the ``runtime`` cannot execute a format of the ``assignment``."""
-    layers = [layer for layer in assignment.values() if layer.attention_amax is None]
-    used = {
-        "weights": {layer.format for layer in layers} - {None},
-        "inputs": {layer.activation_format for layer in layers} - {None},
-        "attention": {layer.activation_format for layer in assignment.values() if layer.attention_amax is not None},
-    }
-    if reason := why_not(runtime, used):
-        raise ConfigError(f"{reason}, so the result cannot be handed over to it; choose another target")
+def check_executed(refuses: Refuses, assignment: Mapping[str, LayerAssignment]) -> None:
+    """Raises ConfigError when the runtime that ``refuses`` cannot execute a format of the ``assignment``."""
+    for layer in assignment.values():
+        attention = {"attention": layer.activation_format} if layer.attention_amax is not None else None
+        for where, name in (attention or {"weights": layer.format, "inputs": layer.activation_format}).items():
+            if name is not None and (reason := refuses(where, FORMATS[name])):
+                raise ConfigError(f"{reason}, so the result cannot be handed over to it; choose another target")
 
 
 def write_folder(
@@ -182,7 +180,7 @@ def write_folder(
     assignment: Mapping[str, LayerAssignment],
     folder: Path,
     *,
-    runtime: str,
+    refuses: Refuses,
     pipelines: str,
     convert: Callable[[Path, Path], None],
 ) -> None:
@@ -191,9 +189,9 @@ def write_folder(
     ``convert`` is called for each with its ONNX file, which it may move or change, and with the folder of the network,
     which has the config already. ``pipelines`` stands in front of diffusers' class in the consumer's name of its own.
     One network at a time is on the disk twice. Raises ConfigError for a family that the consumer does not have, or a
-    format that its ``runtime`` cannot execute, and what ``write_onnx`` raises.
+    format that its runtime ``refuses``, and what ``write_onnx`` raises.
     """
-    check_executes(runtime, assignment)
+    check_executed(refuses, assignment)
     parts = consumed_parts(checkpoint)
     for component, part in parts.items():
         place = folder / component

@@ -8,6 +8,7 @@ The road not taken is optimum's own export and ONNX Runtime's quantizer, which w
 from collections.abc import Mapping
 from pathlib import Path
 
+from sd_quant.engines import refused_by_onnxruntime
 from sd_quant.engines.onnx_input import onnx_files
 from sd_quant.hand_over.exported_parts import write_folder
 from sd_quant.models.checkpoint import Checkpoint
@@ -20,7 +21,7 @@ def write(checkpoint: Checkpoint, assignment: Mapping[str, LayerAssignment], fol
     The folder has everything else. Inputs, outputs and their dtypes are those of ``exported_parts``.
     Raises ConfigError for a family or a format that ONNX Runtime's pipelines do not have.
     """
-    write_folder(checkpoint, assignment, folder, runtime="onnxruntime", pipelines="ORT", convert=move)
+    write_folder(checkpoint, assignment, folder, refuses=refused_by_onnxruntime, pipelines="ORT", convert=move)
 
 
 def move(onnx: Path, place: Path) -> None:

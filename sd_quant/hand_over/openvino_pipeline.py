@@ -11,6 +11,7 @@ from pathlib import Path
 
 import openvino
 
+from sd_quant.engines import refused_by_openvino
 from sd_quant.errors import ArtifactError
 from sd_quant.hand_over.exported_parts import write_folder
 from sd_quant.models.checkpoint import Checkpoint
@@ -23,12 +24,12 @@ MODEL = "openvino_model.xml"  # beside its .bin
 def write(checkpoint: Checkpoint, assignment: Mapping[str, LayerAssignment], folder: Path) -> None:
     """Add ``<network>/openvino_model.xml`` and ``.bin`` to the pipeline ``folder``, which has everything else.
 
-    Inputs, outputs and their dtypes are those of ``exported_parts``. Memory peaks at about the weights of one network
-    as they are stored, in pages of a mapped file which the kernel can drop.
+    Inputs, outputs and their dtypes are those of ``exported_parts``. Memory does not grow with the weights, but for
+    pages of mapped files, which the kernel can drop.
     Raises ConfigError for a family or a format that OpenVINO's pipelines do not have, and ArtifactError when OpenVINO
     cannot read an exported network.
     """
-    write_folder(checkpoint, assignment, folder, runtime="openvino", pipelines="OV", convert=convert)
+    write_folder(checkpoint, assignment, folder, refuses=refused_by_openvino, pipelines="OV", convert=convert)
 
 
 def convert(onnx: Path, place: Path) -> None:

@@ -5,10 +5,12 @@ class draw pictures of it, which are compared with those that the simulation dra
 sampler. Environments are made with pip under ``outputs``, once for each list of requirements. It is no part of the
 tests, because consumers need older packages than the project does, 2 GB of them.
 
-A picture of the consumer has to be at least ``LEAST_PSNR`` dB from the simulation's, and nearer to it than the
-unquantized picture is. Both compute the same codes, but the consumer's other weights and numbers between layers are
-fp16, and what rounds the other way in one layer changes all behind it (see ``inference.parity``), so they differ. A
-wrong input, such as another noise level, other sizes or the first hidden state, gives less than 20 dB.
+A picture of the consumer has to have at least ``LEAST_PSNR`` dB against the simulation's, and to be nearer to it than
+the unquantized picture is. Both compute the same codes, but the consumer's other weights and numbers between layers are
+fp16, and what rounds the other way in one layer changes all behind it (see ``inference.parity``), so they differ.
+Measured in torch without quantization, the worse of the two pictures has 31.6 dB where the text is not padded as NeMo
+pads it, 28.9 dB with four times the size ids, 26.5 dB with the text encoders' last state for the last but one, 25.4 dB
+with timesteps 40 later and 21.7 dB with the pooled text reversed; honest consumers had 36 dB and more.
 """
 
 import hashlib
@@ -37,7 +39,7 @@ HERE = Path(__file__).resolve().parent
 ENVIRONMENTS = HERE.parents[1] / "outputs" / "hand_over_environments"
 PROMPTS = ["a glossy icon of a rocket", "a glossy icon of a red apple"]
 CALL = {"height": 64, "width": 64, "num_inference_steps": 8, "guidance_scale": 5.0}
-LEAST_PSNR = 30.0
+LEAST_PSNR = 33.0
 Assignment = Mapping[str, LayerAssignment]
 WRITERS: dict[str, Callable[[Checkpoint, Assignment, Path], None]] = {
     "openvino": openvino_pipeline.write,

@@ -23,6 +23,8 @@ from sd_quant.places import HOME
 
 from ....pipelines import sd15
 
+pytestmark = pytest.mark.slow  # the tracing
+
 
 @pytest.fixture(scope="module")
 def folder(handed_over, tmp_path_factory) -> Path:

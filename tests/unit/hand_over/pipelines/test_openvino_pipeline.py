@@ -13,6 +13,7 @@ from sd_quant.errors import ArtifactError
 from sd_quant.hand_over import openvino_pipeline
 from sd_quant.inference.parity import PART_TOLERANCE
 
+pytestmark = pytest.mark.slow  # the tracing
 COMPONENTS = ["text_encoder", "text_encoder_2", "unet", "vae_decoder"]
 
 
