@@ -27,7 +27,11 @@ LATE = (  # what the project imports when it is needed
     *("diffusers", "lightning.fabric", "modelopt.torch.opt", "modelopt.torch.quantization", "onnxscript.optimizer"),
     *("onnxscript.rewriter", "torch._dynamo", "torch.onnx._internal.exporter._core"),
 )
-STARTING_THREADS = {"sd_quant.engines.onnxruntime", "sd_quant.engines.openvino"}  # as they are imported
+STARTING_THREADS = {
+    "sd_quant.engines.onnxruntime",
+    "sd_quant.engines.openvino",
+    "sd_quant.hand_over.openvino_pipeline",
+}  # as they are imported
 
 
 Run = Callable[..., tuple[subprocess.CompletedProcess, int]]  # a script and its arguments to how it ended, and bytes
