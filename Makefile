@@ -15,9 +15,11 @@ quickstart: install ## Install, then run the main job on the checkpoint that shi
 
 install: $(VENV)/.sd-quant-run ## Install what the commands need
 
-test: $(VENV)/.sd-quant-test ## Install what the tests need, then run all of them
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/cli tests/faults tests/fuzz tests/gpu tests/unit \
+test: $(VENV)/.sd-quant-test $(VENV)/.sd-quant-consumers ## Install what the tests need, then run all of them
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/cli tests/faults tests/fuzz tests/gpu tests/unit -m "not consumer" \
 		--numprocesses 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 PYTHONPATH=$(abspath $(VENV)/consumers) $(PYTHON) -m pytest tests/cli/test_hand_over.py \
+		tests/unit/hand_over -m consumer --numprocesses 2 --dist loadfile
 
 check: $(VENV)/.sd-quant-test ## Style, types and the quick unit tests, in a minute
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync style types quick
@@ -30,7 +32,8 @@ types:
 	$(PYTHON) -m mypy
 
 quick:
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/unit --numprocesses 2 --dist worksteal --quiet -m "not slow"
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/unit --numprocesses 2 --dist worksteal --quiet \
+		-m "not slow and not consumer"
 
 mutations: $(VENV)/.sd-quant-test ## Apply each deliberate fault of tests/mutations and say which test notices it
 	$(PYTHON) -m tests.mutations.run --workers 2
@@ -62,4 +65,8 @@ $(VENV)/.sd-quant-run: pyproject.toml constraints.txt | $(PYTHON)
 
 $(VENV)/.sd-quant-test: pyproject.toml constraints.txt | $(PYTHON)
 	$(PIP) --editable '.[test]'
+	touch $@
+
+$(VENV)/.sd-quant-consumers: tests/hand_over/requirements-consumers.txt | $(PYTHON)
+	$(PIP) --no-deps --upgrade --target $(VENV)/consumers --requirement $<
 	touch $@

@@ -10,8 +10,9 @@ that are missing; delete the file, or take another ``--work``, to measure again.
 
 Rows: 1 the UNet to INT8 ONNX, 2 all four parts from ``.nemo`` to ONNX, 3 the UNet's plan, 4 one UNet pass on every
 level, 5 a picture by ``infer.py`` with all four parts on OpenVINO, the UNet in INT8, 6 the UNet in other formats: its
-recipe, its ONNX and its plan, 7 where the seconds of a pass go. Without ``--checkpoint`` the
-weights are random, of the real sizes: time and memory are the same, but the errors in row 4 are of random weights.
+recipe, its ONNX and its plan, 7 where the seconds of a pass go, 8 the whole model in other tools' formats. Without
+``--checkpoint`` the weights are random, of the real sizes: time and memory are the same, but the errors in row 4 are of
+random weights.
 
 What is honest about it: both sides of row 1 start from the same weights and quantize the same layers. Ours pays for
 reading the checkpoint and rounding the weights, the reference's seconds are those of ``torch.onnx.export`` alone, with
@@ -85,6 +86,7 @@ REFERENCE_AXES = {"batch": 2, "height": 16, "width": 16}  # of the one call that
 PICTURES, TARGET = (1, 1, 8), "SM89"  # least, likely and most pictures of a batch of the plan
 LATENT_FACTOR = 8  # pixels per latent
 PRESETS = ("fp8", "svdquant_w4a16")  # of row 6, at level 3
+HANDED_OVER = {"comfyui": "fp8", "openvino": "int8"}  # of row 8: targets and their presets
 KILLED = "killed"
 
 
@@ -253,6 +255,20 @@ def preset(options: argparse.Namespace, name: str) -> dict:
     return {"derive_seconds": derive_seconds, "seconds": seconds, "bytes": bytes_in(folder)}
 
 
+def handed_over(options: argparse.Namespace, target: str) -> dict:
+    """All that a target's consumer opens, at level 3."""
+    from sd_quant.hand_over import TARGETS
+    from sd_quant.stages.hand_over import rows_of, write_folder
+
+    checkpoint, folder = open_nemo(options.checkpoint), emptied(options.work / "hand_over")
+    recipe = recipe_of(HANDED_OVER[target], f"quant_level={HIGHEST}")
+    known, derive_seconds = timed(lambda: derived(options, checkpoint, recipe))
+    rows = rows_of([target], known)[target]
+    _, seconds = timed(lambda: write_folder(folder, TARGETS[target], checkpoint, rows))
+    layers = sum(row.format is not None for row in rows.values())
+    return {"derive_seconds": derive_seconds, "seconds": seconds, "bytes": bytes_in(folder), "layers": layers}
+
+
 def count_operations(options: argparse.Namespace, _: str) -> dict:
     """Of one pass: of all, of the layers, and of each level's, 4 with the products inside self-attention."""
     checkpoint = open_nemo(options.checkpoint)
@@ -341,6 +357,7 @@ CHILDREN: dict[str, Callable[[argparse.Namespace, str], dict]] = {
     "reference": reference,
     "parts": parts,
     "preset": preset,
+    "handed_over": handed_over,
     "plan": plan,
     "operations": count_operations,
     "pass": one_pass,
@@ -493,6 +510,11 @@ class Bench:
             self.measure(f"plan:{name}", self.after(f"preset:{name}", row=f"plan:{name}"))
             self.remove("unet", "plan")
 
+    def hand_overs(self) -> None:
+        for target in HANDED_OVER:
+            self.measure(f"handed_over:{target}", self.after(row=f"handed_over:{target}"))
+            self.remove("hand_over")
+
     def run_infer(self) -> dict:
         """``infer.py`` as a user calls it: its command line, and the record that it leaves."""
         options, out = self.options, self.options.work / "picture"
@@ -520,6 +542,7 @@ ROWS: dict[str, Callable[[Bench], None]] = {
     "5": Bench.picture,
     "6": Bench.formats,
     "7": Bench.profiles,
+    "8": Bench.hand_overs,
 }
 
 
@@ -581,6 +604,7 @@ def stages_table(rows: dict) -> str:
         f"5. `infer.py`, a picture of {rows.get('picture', {}).get('steps')} steps": ({}, rows.get("picture", {})),
         **{f"6. the UNet in {name}": ({}, rows.get(f"preset:{name}", {})) for name in PRESETS},
         **{f"6. its plan in {name} for {TARGET}": ({}, rows.get(f"plan:{name}", {})) for name in PRESETS},
+        **{f"8. for {name}, {fmt}": ({}, rows.get(f"handed_over:{name}", {})) for name, fmt in HANDED_OVER.items()},
     }
     lines = [
         (f"{stage}: {label}", cell(theirs, key, form), cell(ours, key, form), ratio(theirs, ours, key))

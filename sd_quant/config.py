@@ -8,12 +8,15 @@ named ``check_...``, and by ``check_files`` of a job what can be said of files w
 import dataclasses
 import os
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import yaml
+from packaging.requirements import Requirement
 
 from sd_quant.calibration.prompts import draw_prompts, is_table, read_prompts
 from sd_quant.checkpoints.archive import is_gzipped, open_members
@@ -416,9 +419,13 @@ class QuantizeJob:
     metrics: Metrics
     trackers: Annotated[list[str], one_of(TRACKERS, each=True), "who is told of a finished run, beside its own record"]
     published: Annotated[str | None, "file of published latencies, shown beside a sweep's"]
+    hand_over: Annotated[
+        list[str], one_of(TARGETS, each=True), "tools in whose own formats the result is written too, see hand_over.py"
+    ]
 
     def __post_init__(self):
         check_recipe(self.quantize)
+        check_targets("hand_over", self.hand_over, self)
         check_batch(self.trt, self.infer)
         targets_for(self.trt, set().union(*self.formats().values()))
         expected = (
@@ -461,6 +468,7 @@ class QuantizeJob:
         check_installed(self.infer.engine)
         if self.trt.library in PLAN_BUILDERS:
             check_installed(self.trt.library)
+        check_consumers(self.hand_over)
 
 
 RUN = Annotated[str | None, "folder of an earlier run, whose files are taken"]
@@ -524,7 +532,40 @@ class HandOverJob:
         return [self.to] if isinstance(self.to, str) else self.to
 
     def check_files(self) -> None:
-        run_job(self.run)
+        check_targets("to", self.targets(), run_job(self.run))
+        check_consumers(self.targets())
+
+
+def check_targets(knob: str, targets: list[str], job: QuantizeJob) -> None:
+    """Raises ConfigError when one of the ``targets`` can hold nothing of what the ``job`` makes."""
+    family, weights = job.model.family, job.formats()["weights"]
+    facts = {
+        family: lambda target: target.families is None or family in target.families,
+        f"weights in {' or '.join(sorted(weights))}": lambda target: weights & target.formats.keys(),
+        "a low-rank branch, or quantize.rank=0": lambda target: target.low_rank or job.quantize.rank == 0,
+    }
+    for what, holds in facts.items():
+        able = ", ".join(name for name, target in TARGETS.items() if holds(target))
+        for name in targets:
+            check(bool(holds(TARGETS[name])), knob, name, f"a target that holds {what} ({able})")
+
+
+def check_consumers(targets: list[str]) -> None:
+    """Raises SdQuantError for a package that writes a target and is missing, and one that cannot open the result."""
+    for target in map(TARGETS.__getitem__, targets):
+        if target.package is not None and find_spec(target.package) is None:
+            raise ResourceError(
+                f"the package {target.package} is not installed, which writes what {target.name} opens; "
+                f"pip install 'sd-quant[{target.package}]'"
+            )
+        for broken, symptom in target.broken.items():
+            requirement = Requirement(broken)
+            with suppress(PackageNotFoundError):
+                if requirement.specifier.contains(found := version(requirement.name), prereleases=True):
+                    raise ConfigError(
+                        f"{requirement.name} {found} is installed, with which {target.consumer} cannot open the "
+                        f"result: {symptom}; install {' and '.join(target.tried)}"
+                    )
 
 
 def run_job(run: str) -> QuantizeJob:

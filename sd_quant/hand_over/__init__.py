@@ -10,12 +10,12 @@ The road not taken is a converter of exported files: codes would be taken apart 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 
+from sd_quant.engines import RUNTIMES
 from sd_quant.quantization.formats import FORMATS
 
-STATIC, PER_ROW, FP16 = "static", "per row", "fp16"  # how a consumer quantizes a layer's inputs, FP16: it does not
-OF_THE_RECIPE = "as the recipe says"
-EVERY_FORMAT = {name: OF_THE_RECIPE for name in FORMATS}
+AS_ASSIGNED, STATIC, PER_ROW, FP16 = "as the recipe says", "static", "per row", "fp16"  # how inputs are computed
 
 
 @dataclass(frozen=True)
@@ -24,81 +24,104 @@ class Target:
 
     name: str
     consumer: str  # what opens the result
-    tried: str  # the versions with which a test opened it
+    tried: tuple[str, ...]  # the packages with which a test opened it
     formats: Mapping[str, str]  # of weights, each with how its inputs are computed
     loading: str  # the consumer's code that opens the result, with {folder}
+    broken: Mapping[str, str] = field(default_factory=dict)  # versions of packages that cannot open it, and what fails
     convolutions: frozenset[str] = frozenset()  # formats that hold them; they may have four axes then
     multiplied: frozenset[str] = frozenset()  # formats whose inputs may be multiplied by a pre_quant_scale
     low_rank: bool = False  # whether a branch beside the weight is held
     zero_point: bool = False  # whether inputs may be shifted
     per_channel: Mapping[str, bool] = field(default_factory=dict)  # formats that want one range, or one per channel
     attention: bool = False  # whether attention's products are held
+    half: bool = False  # whether ranges are kept in fp16
+    in_fp32: frozenset[str] = frozenset()  # formats in blocks whose two scales are multiplied in fp32
+    block: int = 1  # a weight's inputs are a multiple of it
     excluded: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # ends of names that a format cannot hold
+    runtime: str | None = None  # of ``RUNTIMES``, which has to execute what is held
+    package: str | None = None  # which writes the files, where that is none that is always there; an extra's name too
     families: frozenset[str] | None = None  # None: all
     others: bool | None = True  # a pipeline's folder, with the other networks' weights or without; None: no folder
-    module: str = ""  # with ``write``; by default the file of the target's name beside this one
+    pads: bool = False  # whether a text is padded as the checkpoint was trained; False: it has CLIP's 77 tokens
+    left_out: tuple[str, ...] = ()  # what else of the pipeline is not there
 
 
 SDXL = frozenset({"sdxl"})
 UNETS = SDXL | {"sd15", "sd21"}
+DIFFUSERS = ("diffusers==0.42.1", "accelerate==1.15.0")  # without accelerate it loads nothing quantized
+
+
+def exported(name: str, consumer: str, tried: tuple[str, ...], loading: str, runtime: str) -> Target:
+    """A pipeline of exported graphs, which hold all that a runtime executes."""
+    every = frozenset(FORMATS)
+    return Target(
+        name, consumer, tried, dict.fromkeys(FORMATS, AS_ASSIGNED), loading, convolutions=every, multiplied=every,
+        low_rank=True, zero_point=True, attention=True, runtime=runtime, families=UNETS, others=False, pads=True,
+        left_out=("the autoencoder's encoder, for images to begin with", "prompts of more than 77 tokens"),
+    )  # fmt: skip
+
+
 TARGETS: dict[str, Target] = {
     row.name: row
     for row in (
         Target(
-            "comfyui", "ComfyUI", "comfy-kitchen 0.2.40, whose kernels and layouts ComfyUI calls",
-            {"fp8": STATIC, "int8": PER_ROW, "nvfp4": OF_THE_RECIPE},
+            "comfyui", "ComfyUI", ("comfy-kitchen==0.2.40",),  # whose kernels and layouts ComfyUI calls
+            {"fp8": STATIC, "int8": PER_ROW, "nvfp4": AS_ASSIGNED},
             "# copy {folder}/sdxl.safetensors to ComfyUI/models/checkpoints and open it with Load Checkpoint",
-            multiplied=frozenset({"nvfp4"}), per_channel={"fp8": False},
+            multiplied=frozenset({"nvfp4"}), per_channel={"fp8": False}, in_fp32=frozenset({"nvfp4"}),
             excluded={"nvfp4": ("attn2.to_k", "attn2.to_v")},  # ComfyUI reads the model's kind off their shape
             families=SDXL, others=None,
         ),
         Target(
-            "diffusers_modelopt", "diffusers with ModelOpt", "diffusers 0.42.1 and nvidia-modelopt 0.47.0",
-            {"int8": OF_THE_RECIPE, "fp8": OF_THE_RECIPE},
-            "import modelopt.torch.opt as mto\nfrom diffusers import DiffusionPipeline\n\n"
-            "mto.enable_huggingface_checkpointing()\npipeline = DiffusionPipeline.from_pretrained({folder!r})",
-            convolutions=frozenset({"int8", "fp8"}), multiplied=frozenset({"int8", "fp8"}), zero_point=True,
+            "diffusers_modelopt", "diffusers with ModelOpt", (*DIFFUSERS, "nvidia-modelopt==0.47.0"),
+            {"int8": AS_ASSIGNED, "fp8": AS_ASSIGNED},
+            "import modelopt.torch.opt as mto\nimport torch\nfrom diffusers import DiffusionPipeline\n\n"
+            "mto.enable_huggingface_checkpointing()\n"
+            "pipeline = DiffusionPipeline.from_pretrained({folder!r}, torch_dtype=torch.float16)",
+            convolutions=frozenset({"int8", "fp8"}), multiplied=frozenset({"int8", "fp8"}), zero_point=True, half=True,
         ),
         Target(
-            "diffusers_torchao", "diffusers with torchao", "diffusers 0.42.1 and torchao 0.18.0", {"int8": STATIC},
+            "diffusers_torchao", "diffusers with torchao", (*DIFFUSERS, "torchao==0.18.0"), {"int8": STATIC},
             "import torch\nfrom diffusers import DiffusionPipeline\n\n"
             "pipeline = DiffusionPipeline.from_pretrained({folder!r}, torch_dtype=torch.bfloat16)",
-            multiplied=frozenset({"int8"}),
+            multiplied=frozenset({"int8"}), broken={"torchao<0.18": "its tensors take no description of static inputs"},
         ),
         Target(
-            "diffusers_sdnq", "diffusers with SDNQ", "diffusers 0.42.1 and sdnq 0.2.8",
+            "diffusers_sdnq", "diffusers with SDNQ", (*DIFFUSERS, "sdnq==0.2.8"),
             {"int8": FP16, "fp8": FP16, "int4": FP16},
-            "import torch\nfrom diffusers import DiffusionPipeline  # pip install sdnq\n\n"
+            "import torch\nfrom diffusers import DiffusionPipeline\n\n"
             "pipeline = DiffusionPipeline.from_pretrained({folder!r}, torch_dtype=torch.float16)",
             convolutions=frozenset({"int8", "fp8"}), low_rank=True,
+            broken={"sdnq<0.2.2": "diffusers refuses older ones"},
         ),
         Target(
-            "gguf", "ComfyUI-GGUF", "gguf 0.19.0, whose reader and dequantizers it calls",
+            "gguf", "ComfyUI-GGUF", ("gguf==0.19.0",),  # whose reader and dequantizers it calls
             {"int8": FP16, "int4": FP16},
             "# copy {folder}/unet_xl.gguf to ComfyUI/models/unet and open it with Unet Loader (GGUF)",
-            families=SDXL, others=None,
+            block=32, families=SDXL, others=None, package="gguf",
         ),
-        Target(
-            "openvino", "optimum-intel", "optimum-intel 2.2.0, see tests/hand_over", EVERY_FORMAT,
+        exported(
+            "openvino", "optimum-intel", ("optimum-intel==2.2.0", "openvino==2026.4.1"),
             "from optimum.intel import OVDiffusionPipeline\n\n"
             'settings = {{"INFERENCE_PRECISION_HINT": "f32"}}\n'
             "pipeline = OVDiffusionPipeline.from_pretrained({folder!r}, ov_config=settings)",
-            convolutions=frozenset(FORMATS), multiplied=frozenset(FORMATS), low_rank=True, zero_point=True,
-            attention=True, families=UNETS, others=False, module="openvino_pipeline",
+            runtime="openvino",
         ),
-        Target(
-            "onnx", "optimum-onnx", "optimum-onnx 0.1.0, see tests/hand_over", EVERY_FORMAT,
+        exported(
+            "onnx", "optimum-onnx", ("optimum-onnx==0.1.0", "onnxruntime==1.31.1"),
             "from optimum.onnxruntime import ORTDiffusionPipeline\n\n"
             "pipeline = ORTDiffusionPipeline.from_pretrained({folder!r})",
-            convolutions=frozenset(FORMATS), multiplied=frozenset(FORMATS), low_rank=True, zero_point=True,
-            attention=True, families=UNETS, others=False, module="onnx_pipeline",
+            runtime="onnxruntime",
         ),
     )
 }  # fmt: skip
 
 
 def writer(target: Target) -> Callable:
-    """The target's ``write(checkpoint, assignment, folder)``."""
-    from importlib import import_module
+    """The target's ``write(checkpoint, assignment, folder)``, of an assignment as ``adapted`` makes it."""
+    return import_module(f"{__name__}.{target.name}").write
 
-    return import_module(f"{__name__}.{target.module or target.name}").write
+
+def refused(target: Target, where: str, name: str) -> str | None:
+    """Why the runtime of the target cannot execute the format ``name`` in ``where``, or None."""
+    return RUNTIMES[target.runtime].refuses(where, FORMATS[name]) if target.runtime else None

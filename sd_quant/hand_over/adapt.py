@@ -1,17 +1,20 @@
 """The assignment that a target holds, of the one that a recipe has made, and what its consumer computes of it.
 
-A layer that the target cannot hold stays in high precision, with its reason. Where that leaves no layer, or all have a
-branch that would be lost, the recipe is refused: another fits, and the sentence names it.
+A layer that the target cannot hold stays in high precision, with its reason. Where that leaves no layer, or some would
+lose their branch, the recipe is refused: another fits, and the sentence names it.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
 from sd_quant.errors import ConfigError
-from sd_quant.hand_over import FP16, OF_THE_RECIPE, PER_ROW, Target
+from sd_quant.hand_over import FP16, PER_ROW, STATIC, Target, refused
 from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.formats import FORMATS, e2m1, nvfp4
+from sd_quant.quantization.formats.blocks import spread
 from sd_quant.simulation.modelopt import simulate
 
 LARGEST_CODE, SMALLEST_SCALE = 127, 1e-12  # of inputs that are quantized row by row as they come
@@ -23,12 +26,14 @@ def adapted(assignment: Mapping[str, LayerAssignment], target: Target) -> dict[s
     Raises ConfigError when it holds none of the quantized layers, or they have a branch that it cannot hold.
     """
     rows = {name: held(layer, target) for name, layer in assignment.items()}
-    quantized = [layer for layer in assignment.values() if layer.format is not None]
-    kept = [rows[layer.name] for layer in quantized if rows[layer.name].format is not None]
+    wanted = [layer for layer in assignment.values() if layer.format is not None]
+    kept = [layer for layer in rows.values() if layer.format is not None]
     if not kept:
-        found = ", ".join(sorted({layer.format for layer in quantized})) or "nothing"
+        found = ", ".join(sorted({layer.format for layer in wanted})) or "nothing"
+        reasons = {rows[layer.name].reason for layer in wanted}
+        because = f" ({min(reasons)})" if len(reasons) == 1 else ""
         raise ConfigError(
-            f"{target.name} holds {', '.join(target.formats)} and none of the layers in {found}; "
+            f"{target.name} holds {', '.join(target.formats)} and none of the layers in {found}{because}; "
             "hand over a run with another quantize= preset"
         )
     branches = sum(layer.low_rank is not None for layer in kept)
@@ -43,9 +48,9 @@ def adapted(assignment: Mapping[str, LayerAssignment], target: Target) -> dict[s
 def held(layer: LayerAssignment, target: Target) -> LayerAssignment:
     """One row: as it is, with other inputs, or in high precision with the reason."""
     if layer.role == "attention":
-        if target.attention or layer.activation_format is None:
+        reason = why_no_attention(layer, target)
+        if reason is None:
             return layer
-        reason = f"{target.name} holds no products of attention"
         return replace(layer, activation_format=None, attention_amax=None, key_mean=None, reason=reason)
     if layer.format is None:
         return layer
@@ -55,11 +60,7 @@ def held(layer: LayerAssignment, target: Target) -> LayerAssignment:
             without_inputs(layer), format=None, reason=reason, weight_amax=None, weight_axis=None, rounded=None,
             low_rank=None, pre_quant_scale=smoothing,
         )  # fmt: skip
-    return layer if target.formats[layer.format] == OF_THE_RECIPE or is_static(layer, target) else without_inputs(layer)
-
-
-def is_static(layer: LayerAssignment, target: Target) -> bool:
-    return target.formats[layer.format] not in (FP16, PER_ROW)
+    return without_inputs(layer) if target.formats[layer.format] in (PER_ROW, FP16) else layer
 
 
 def without_inputs(layer: LayerAssignment) -> LayerAssignment:
@@ -67,20 +68,34 @@ def without_inputs(layer: LayerAssignment) -> LayerAssignment:
     return replace(layer, activation_format=None, activation_amax=None, activation_zero_point=0, bias=None)
 
 
+def why_no_attention(layer: LayerAssignment, target: Target) -> str | None:
+    """Why an attention's products stay in high precision, or None where they are held, or are not quantized."""
+    if layer.attention_amax is None:
+        return None
+    if not target.attention:
+        return f"{target.name} holds no products of attention"
+    return refused(target, "attention", layer.activation_format)
+
+
 def why_not_held(layer: LayerAssignment, target: Target) -> str | None:
     """Why a quantized layer stays in high precision, or None."""
     fmt = layer.format
     if fmt not in target.formats:
         return f"{target.name} holds no weights in {fmt}"
+    for where, name in {"weights": fmt, "inputs": layer.activation_format}.items():
+        if name is not None and (reason := refused(target, where, name)):
+            return reason
     if len(layer.weight_shape) > 2 and fmt not in target.convolutions:
         return f"{target.name} holds no convolutions in {fmt}"
+    if layer.weight_shape[1] % target.block:
+        return f"{target.name} holds weights whose inputs are a multiple of {target.block}"
     if layer.name.endswith(target.excluded.get(fmt, ())):
         return f"{target.name} reads the model's kind off the shape of its weight"
     if layer.multiplies and fmt not in target.multiplied:
         return f"{target.name} cannot multiply the inputs of {fmt} by a pre_quant_scale; smoothing=none needs none"
     if layer.activation_zero_point and not target.zero_point:
         return f"{target.name} holds no inputs that are shifted"
-    if is_static(layer, target) and target.formats[fmt] != OF_THE_RECIPE and layer.activation_format is None:
+    if layer.activation_format is None and target.formats[fmt] == STATIC:
         return f"{target.name} wants a scale of the inputs of {fmt}, and the recipe leaves them in high precision"
     if fmt in target.per_channel and target.per_channel[fmt] != (layer.weight_axis == 0):
         return f"{target.name} holds {'no' if target.per_channel[fmt] else 'only'} one scale for a weight in {fmt}"
@@ -95,10 +110,52 @@ def per_row(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return ((codes * scale).to(x), *inputs[1:])
 
 
+def multiply_scales_in_fp32(layer: nn.Module, row: LayerAssignment) -> None:
+    """Have a simulated linear in NVFP4 multiply a block's scale and the global one in fp32, and not in fp16 as a graph.
+
+    Codes of the weight stay what the file holds; those of inputs follow.
+    """
+    from modelopt.torch.quantization.nn import is_registered_quant_backend, register_quant_backend
+
+    if not is_registered_quant_backend(fake_quantize_in_fp32.__name__):
+        register_quant_backend(fake_quantize_in_fp32.__name__, fake_quantize_in_fp32)
+    weight = layer.get_parameter("weight")
+    codes, (scale, global_scale) = row.codes_and_scales(weight)
+    weight.copy_(e2m1.decode(codes) * spread(scale * global_scale, codes.shape[-1]))
+    layer.weight_quantizer.disable()
+    layer.input_quantizer.backend = fake_quantize_in_fp32.__name__
+
+
+def fake_quantize_in_fp32(x: Tensor, quantizer) -> Tensor:
+    """ModelOpt's backend for it."""
+    scale, global_scale = nvfp4.scales(x, quantizer.amax.float())
+    product = spread(scale * global_scale, x.shape[-1])
+    return (e2m1.decode(e2m1.encode(x.float() / product)) * product).to(x)
+
+
+@torch.no_grad()
 def simulate_target(module: nn.Module, rows: Mapping[str, LayerAssignment], target: Target) -> nn.Module:
-    """Make of ``module``, in place, what the consumer computes of the ``rows`` that ``adapted`` has made."""
+    """Make of ``module``, in place, what the consumer computes of the ``rows`` that ``adapted`` has made.
+
+    Weights that are not quantized are fp16's numbers, as in every target's file, and static codes are the file's: a
+    weight in the middle of two would get the other one from ModelOpt, which multiplies by 1 / scale.
+    """
     module = simulate(module, rows)
-    for layer in rows.values():
-        if layer.format is not None and target.formats[layer.format] == PER_ROW:
-            module.get_submodule(layer.name).register_forward_pre_hook(per_row)
+    quantized = {f"{row.name}.weight": row for row in rows.values() if row.format is not None}
+    for name, parameter in module.named_parameters():
+        if name not in quantized:
+            parameter.copy_(parameter.half())
+    for row in quantized.values():
+        layer = module.get_submodule(row.name)
+        if FORMATS[row.format].static_scale:
+            weight = layer.get_parameter("weight")
+            codes, scales = row.codes_and_scales(weight)
+            weight.copy_(FORMATS[row.format].dequantize(codes, *scales))
+        if target.formats[row.format] == PER_ROW:
+            layer.register_forward_pre_hook(per_row)
+        if row.format in target.in_fp32:
+            multiply_scales_in_fp32(layer, row)
+        if target.half:
+            for buffer in (*layer.weight_quantizer.buffers(), *layer.input_quantizer.buffers()):
+                buffer.copy_(buffer.half())
     return module

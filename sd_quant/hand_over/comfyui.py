@@ -26,7 +26,7 @@ from sd_quant.checkpoints.nemo_keys import locations, network_state
 from sd_quant.checkpoints.safetensors_file import write_safetensors
 from sd_quant.checkpoints.sgm import sgm_key
 from sd_quant.checkpoints.tensors import LazyTensor, Readable, lazy
-from sd_quant.hand_over.weights import high_precision
+from sd_quant.hand_over.weights import Assignment, high_precision, quantized
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part
 from sd_quant.progress import progress
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
@@ -38,7 +38,7 @@ TILE_ROWS, TILE_COLUMNS = 128, 4  # of NVFP4's scales, as cuBLAS wants them
 MULTIPLE = 16  # of a packed weight's sides
 
 
-def write(checkpoint: Checkpoint, assignment: Mapping[str, LayerAssignment], folder: Path) -> None:
+def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> None:
     """Write ``folder``/sdxl.safetensors with all four networks; one tensor is in memory at a time.
 
     Raises ResourceError when the disk is full.
@@ -50,10 +50,10 @@ def write(checkpoint: Checkpoint, assignment: Mapping[str, LayerAssignment], fol
     parameters, places = components[denoiser], locations(denoiser, components[denoiser])
     components[denoiser] = high_precision(checkpoint, assignment)
     state: dict[str, Readable] = {sgm_key(key): in_fp16(each) for key, each in network_state(components).items()}
-    for layer in (layer for layer in assignment.values() if layer.format is not None):
+    for layer in quantized(assignment).values():
         key = sgm_key(places[f"{layer.name}.weight"].key)
         del state[key]
-        tensors = quantized(parameters[f"{layer.name}.weight"], layer)
+        tensors = tensors_of(parameters[f"{layer.name}.weight"], layer)
         state |= {f"{key.removesuffix('weight')}{name}": each for name, each in tensors}
     with progress(len(state), f"write {FILE}") as advance:
         write_safetensors(folder / FILE, state, advance)
@@ -63,7 +63,7 @@ def in_fp16(parameter: Readable) -> LazyTensor:
     return LazyTensor(tuple(parameter.shape), torch.float16, lambda: parameter.read().half())
 
 
-def quantized(source: Readable, layer: LayerAssignment) -> Iterator[tuple[str, Readable]]:
+def tensors_of(source: Readable, layer: LayerAssignment) -> Iterator[tuple[str, Readable]]:
     """The tensors of a quantized linear in place of its weight ``source``, by the ends of their names."""
     fmt = FORMATS[layer.format]
     mark = json.dumps({"format": NAMES[fmt.name]}).encode()

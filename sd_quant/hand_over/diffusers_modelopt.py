@@ -6,7 +6,6 @@ its codes stand for, in fp16, of which the quantizer makes the same codes. No ``
 diffusers 0.42 passes ModelOpt 0.47 an empty one, which it cannot read.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from sd_quant.checkpoints.safetensors_file import write_safetensors
 from sd_quant.checkpoints.tensors import LazyTensor, Readable, lazy
 from sd_quant.files import atomic_path
-from sd_quant.hand_over.weights import high_precision
+from sd_quant.hand_over.weights import Assignment, high_precision, quantized
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
 from sd_quant.progress import progress
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
@@ -25,7 +24,7 @@ from sd_quant.simulation.modelopt import simulate
 WEIGHTS, STATE = "diffusion_pytorch_model.safetensors", "modelopt_state.pth"
 
 
-def write(checkpoint: Checkpoint, assignment: Mapping[str, LayerAssignment], folder: Path) -> None:
+def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> None:
     """Write the denoiser into its folder in ``folder``, a pipeline's; one weight is in memory at a time.
 
     Raises ResourceError when the disk is full.
@@ -36,7 +35,7 @@ def write(checkpoint: Checkpoint, assignment: Mapping[str, LayerAssignment], fol
     network = simulate(empty_denoiser(checkpoint), assignment)
     parameters = checkpoint.components[component].parameters
     tensors: dict[str, Readable] = dict(high_precision(checkpoint, assignment))
-    for layer in (layer for layer in assignment.values() if layer.format is not None):
+    for layer in quantized(assignment).values():
         name = f"{layer.name}.weight"
         tensors[name] = of_codes(parameters[name], layer)
     buffers = {name: buffer for name, buffer in network.state_dict().items() if name not in tensors}

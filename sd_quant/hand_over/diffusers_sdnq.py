@@ -25,11 +25,9 @@ from torch import Tensor, nn
 
 from sd_quant.checkpoints.safetensors_file import write_safetensors
 from sd_quant.checkpoints.tensors import LazyTensor, lazy
-from sd_quant.errors import ConfigError
 from sd_quant.files import write_json
 from sd_quant.hand_over.weights import (
     Assignment,
-    check_held,
     codes_and_scales,
     high_precision,
     quantized,
@@ -58,17 +56,10 @@ CONFIG = {
 def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> None:
     """Writes the denoiser into the pipeline ``folder``: its weights, and ``quantization_config`` in its config.
 
-    What is not quantized is fp16, a branch ``svd_up`` [out, rank] and ``svd_down`` [rank, in] too. Raises ConfigError
-    for a layer with a quantized or multiplied input, a convolution in blocks, or a format that SDNQ stores otherwise.
+    What is not quantized is fp16, a branch ``svd_up`` [out, rank] and ``svd_down`` [rank, in] too. Raises ResourceError
+    when the disk is full.
     """
     layers = quantized(assignment)
-    for layer in layers.values():
-        check_held(layer, DTYPES, None, "SDNQ", convolutions=True, multiplies=False)
-        if layer.format == "int4" and len(layer.weight_shape) > 2:
-            raise ConfigError(
-                f"{layer.name} is a convolution in int4, whose blocks SDNQ cuts otherwise; keep it in high precision "
-                "or choose int8"
-            )
     tensors: dict[str, LazyTensor] = {}
     for name, tensor in high_precision(checkpoint, assignment).items():
         layer = layers.get(name.removesuffix(".weight"))

@@ -23,7 +23,6 @@ from sd_quant.export.tracing import EXAMPLE_AXES, fake_module
 from sd_quant.files import write_json
 from sd_quant.hand_over.weights import (
     Assignment,
-    check_held,
     codes_and_scales,
     flat_shape,
     high_precision,
@@ -53,12 +52,9 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> None:
     """Writes the denoiser into the pipeline ``folder``: its weights, and ``quantization_config`` in its config.
 
     Per quantized layer there are codes int8 [out, in], scales fp32 [out, 1], the input's scale fp32 [1, ...] and, where
-    the layer multiplies, its factors fp32 [in]; all other weights are fp16. Raises ConfigError for a layer that is no
-    linear, or not int8 with a static, symmetric int8 input.
+    the layer multiplies, its factors fp32 [in]; all other weights are fp16. Raises ResourceError when the disk is full.
     """
     layers = quantized(assignment)
-    for layer in layers.values():
-        check_held(layer, {"int8"}, "int8", "torchao's Int8Tensor", convolutions=False, multiplies=True)
     ranks = input_ranks(checkpoint, layers)
     tensors: dict[str, LazyTensor] = {}
     metadata: dict[str, str] = {}

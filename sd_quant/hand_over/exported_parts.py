@@ -33,7 +33,6 @@ import torch
 from torch import Tensor, nn
 
 from sd_quant.checkpoints.diffusers_files import INDEX, read_json
-from sd_quant.errors import ConfigError
 from sd_quant.export.qdq import write_onnx
 from sd_quant.export.tracing import trace
 from sd_quant.files import temporary_folder, write_json
@@ -43,11 +42,8 @@ from sd_quant.models.parts import Contract, Part, VaePart
 from sd_quant.models.sdxl import padded, unet_part
 from sd_quant.models.text_encoders import positions
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.formats import FORMATS, Format
 
-PIPELINES = {"StableDiffusionPipeline", "StableDiffusionXLPipeline"}  # whose networks these are
 CONFIG = "config.json"
-Refuses = Callable[[str, Format], str | None]  # as in ``engines.Runtime``
 
 
 class ConsumedUnet(nn.Module):
@@ -131,16 +127,8 @@ def consumed_text_encoder(component: str, layers: int, projects: bool) -> Part:
 
 
 def consumed_parts(checkpoint: Checkpoint) -> dict[str, Part]:
-    """The parts by the consumer's folder, the UNet first.
-
-    Raises ConfigError for a family that is neither SDXL nor Stable Diffusion 1 or 2.
-    """
+    """The parts by the consumer's folder, the UNet first, of SDXL or Stable Diffusion 1 or 2."""
     family = checkpoint.family
-    if not PIPELINES & set(family.PIPELINES):
-        raise ConfigError(
-            f"{family.PIPELINES[0]} cannot be handed over to optimum's pipelines, only Stable Diffusion 1, 2 and XL "
-            "can; choose another target"
-        )
     configs: dict[str, Any] = {name: module.config for name, module in empty_modules(checkpoint).items()}
     parts = {
         "unet": consumed_unet(checkpoint, configs["unet"]),
@@ -166,21 +154,11 @@ def write_consumed(checkpoint: Checkpoint, part: Part, path: Path, assignment: M
     )
 
 
-def check_executed(refuses: Refuses, assignment: Mapping[str, LayerAssignment]) -> None:
-    """Raises ConfigError when the runtime that ``refuses`` cannot execute a format of the ``assignment``."""
-    for layer in assignment.values():
-        attention = {"attention": layer.activation_format} if layer.attention_amax is not None else None
-        for where, name in (attention or {"weights": layer.format, "inputs": layer.activation_format}).items():
-            if name is not None and (reason := refuses(where, FORMATS[name])):
-                raise ConfigError(f"{reason}, so the result cannot be handed over to it; choose another target")
-
-
 def write_folder(
     checkpoint: Checkpoint,
     assignment: Mapping[str, LayerAssignment],
     folder: Path,
     *,
-    refuses: Refuses,
     pipelines: str,
     convert: Callable[[Path, Path], None],
 ) -> None:
@@ -188,10 +166,8 @@ def write_folder(
 
     ``convert`` is called for each with its ONNX file, which it may move or change, and with the folder of the network,
     which has the config already. ``pipelines`` stands in front of diffusers' class in the consumer's name of its own.
-    One network at a time is on the disk twice. Raises ConfigError for a family that the consumer does not have, or a
-    format that its runtime ``refuses``, and what ``write_onnx`` raises.
+    One network at a time is on the disk twice. Raises what ``write_onnx`` raises.
     """
-    check_executed(refuses, assignment)
     parts = consumed_parts(checkpoint)
     for component, part in parts.items():
         place = folder / component

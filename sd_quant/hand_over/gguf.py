@@ -14,12 +14,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, GGUFWriter, LlamaFileType
 from torch import Tensor
 
 from sd_quant.checkpoints.sgm import sgm_names
-from sd_quant.errors import ConfigError, ResourceError
 from sd_quant.files import atomic_path
-from sd_quant.hand_over.weights import Assignment, check_held, codes_and_scales, flat_shape, high_precision, quantized
+from sd_quant.hand_over.weights import Assignment, codes_and_scales, flat_shape, high_precision, quantized
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.quantization.assignment import LayerAssignment
 
@@ -48,18 +48,8 @@ class Stored:
 def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> None:
     """Writes the denoiser to ``<part>.gguf`` in ``folder``, one tensor in memory at a time.
 
-    Raises ConfigError for another family than SDXL, and for a quantized layer that is no linear of INT8 or INT4, a
-    multiple of 32 wide, with inputs in high precision; ResourceError when the package ``gguf`` is not installed or the
-    disk is full.
+    Raises ResourceError when the disk is full.
     """
-    if "StableDiffusionXLPipeline" not in checkpoint.family.PIPELINES:
-        raise ConfigError(
-            "GGUF is written with the keys of SDXL, and this checkpoint is of another family; choose another target"
-        )
-    try:
-        from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, GGUFWriter, LlamaFileType
-    except ImportError as error:
-        raise ResourceError(f"the package gguf cannot be imported ({error}); install it: pip install gguf") from error
     tensors = stored_tensors(checkpoint, assignment)
     kinds = [tensor.kind for tensor in tensors.values()]
     with atomic_path(folder / f"{checkpoint.family.DENOISER}.gguf") as temporary:
@@ -82,18 +72,6 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> None:
 def stored_tensors(checkpoint: Checkpoint, assignment: Assignment) -> dict[str, Stored]:
     """The tensors by SGM's keys."""
     layers = quantized(assignment)
-    for layer in layers.values():
-        check_held(layer, KIND, None, "GGUF", convolutions=False, multiplies=False)
-        found = None
-        if layer.low_rank is not None:
-            found = "a low-rank branch"
-        elif layer.weight_shape[1] % BLOCK:
-            found = f"{layer.weight_shape[1]} inputs, no multiple of {BLOCK}"
-        if found:
-            raise ConfigError(
-                f"{layer.name} has {found}, which GGUF cannot hold; keep the layer in high precision or choose another "
-                "target"
-            )
     weights = high_precision(checkpoint, assignment)
     keys = sgm_names(weights)
     stored: dict[str, Stored] = {}

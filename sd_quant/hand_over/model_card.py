@@ -1,33 +1,39 @@
 """The README of a result: what it is, what it lost, how far it is from full precision, and how to open it."""
 
-from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
+from typing import Any
 
-from sd_quant.hand_over import OF_THE_RECIPE, Target
+from sd_quant.hand_over import AS_ASSIGNED, Target
 from sd_quant.metrics.intervals import mean_interval
 
 
-def model_card(figures: Mapping, target: Target, folder: Path) -> str:
-    """Markdown of the ``figures``, the content of hand_over.json; ``folder`` is where the result lies."""
-    knobs = ", ".join(f"{name} {value}" for name, value in figures["knobs"].items())
+def model_card(figures: Mapping[str, Any], target: Target) -> str:
+    """Markdown of the ``figures``, the content of hand_over.json."""
+    knobs = ", ".join(f"{name} {value}" for name, value in figures["knobs"].items() if value is not None)
     inputs = "; ".join(
-        f"{name} with inputs {'as the recipe quantizes them' if how == OF_THE_RECIPE else 'quantized ' + how}"
+        f"{name} with inputs {'as the recipe quantizes them' if how == AS_ASSIGNED else how}"
         for name, how in figures["inputs"].items()
     )
+    lost = [f"- {count} in high precision: {reason}" for reason, count in figures["lost"].items()]
+    lost += [f"- {what}" for what in figures["left_out"]]
+    code = target.loading.format(folder=figures["folder"].rpartition("/")[2])
+    packages = [] if code.startswith("#") else [f"# pip install {' '.join(target.tried)}"]
     return "\n".join([
         f"# {figures['part']} for {target.consumer}",
         "",
         f"Quantized by sd-quant: {knobs}.",
         f"{figures['quantized']} of {figures['of']} layers are in {inputs}; all else is in fp16.",
         "",
+        f"Licence: {figures['licence'] or 'that of the checkpoint it was made of, which names none'}.",
+        "",
         "## How to open it",
         "",
         "```python",
-        target.loading.format(folder=folder.name),
+        *packages,
+        code,
         "```",
         "",
-        f"Tried with {target.tried}. The licence is that of the checkpoint it was made of.",
+        f"Tried with {', '.join(target.tried)}.",
         "",
         "## What it computes, against full precision",
         "",
@@ -35,7 +41,7 @@ def model_card(figures: Mapping, target: Target, folder: Path) -> str:
         "",
         "## What of the recipe is not in it",
         "",
-        *(lost_lines(figures["lost"]) or ["Nothing."]),
+        *(lost or ["Nothing."]),
         "",
         "## How it was made",
         "",
@@ -51,6 +57,7 @@ def model_card(figures: Mapping, target: Target, folder: Path) -> str:
 
 
 def fidelity_lines(fidelity: Mapping | None) -> list[str]:
+    """A table of the scores' means over images with their intervals."""
     if fidelity is None:
         return ["No images were made of it (`images=false`)."]
     lines = ["| score | mean of the images | 95 % interval |", "|---|---|---|"]
@@ -60,7 +67,3 @@ def fidelity_lines(fidelity: Mapping | None) -> list[str]:
             interval = mean_interval(values)
             lines.append(f"| {key} | {interval.value:.4g} | {interval.low:.4g} to {interval.high:.4g} |")
     return [*lines, "", "These are images of what the consumer computes of this file, simulated, not those of the run."]
-
-
-def lost_lines(lost: Mapping[str, str]) -> list[str]:
-    return [f"- {count} layers in high precision: {reason}" for reason, count in Counter(lost.values()).items()]

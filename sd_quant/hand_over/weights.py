@@ -5,56 +5,24 @@ not taken is a network with all its weights, from which other tools save: SDXL's
 """
 
 import math
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from sd_quant.checkpoints.tensors import LazyTensor
-from sd_quant.errors import ConfigError
 from sd_quant.models.checkpoint import Checkpoint, denoiser_weights, empty_denoiser
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from sd_quant.quantization.formats import FORMATS
 
-Assignment = Mapping[str, LayerAssignment]
+Assignment = Mapping[str, LayerAssignment]  # as ``adapt.adapted`` makes it for a target
 KEPT_IN = torch.float16  # what stays in high precision
 
 
 def quantized(assignment: Assignment) -> dict[str, LayerAssignment]:
     """The rows whose weight is quantized, by the name of the layer."""
     return {name: layer for name, layer in assignment.items() if layer.format is not None}
-
-
-def check_held(
-    layer: LayerAssignment,
-    formats: Container[str | None],
-    inputs: str | None,
-    target: str,
-    convolutions: bool,
-    multiplies: bool,
-) -> None:
-    """Raises ConfigError unless ``target`` holds a quantized layer as it is assigned.
-
-    It holds weights in ``formats`` and inputs in the format ``inputs``, None for high precision. ``convolutions`` says
-    whether it holds weights [out, in, h, w], ``multiplies`` whether it multiplies a layer's input.
-    """
-    found = None
-    if layer.format not in formats:
-        found = f"a weight in {layer.format}"
-    elif layer.activation_format != inputs:
-        found = f"an input in {layer.activation_format or 'high precision'}"
-    elif len(layer.weight_shape) > 2 and not convolutions:
-        found = "the weight of a convolution, quantized"
-    elif layer.multiplies and not multiplies:
-        found = "an input that is multiplied in front of the layer"
-    elif layer.activation_zero_point:
-        found = "a shifted input"
-    if found:
-        raise ConfigError(
-            f"{layer.name} has {found}, which {target} cannot hold; keep the layer in high precision or choose another "
-            "target"
-        )
 
 
 def high_precision(checkpoint: Checkpoint, assignment: Assignment) -> dict[str, LazyTensor]:
@@ -82,14 +50,14 @@ def _reader(
     return lambda: rewritten(weights[name], layer).to(dtype)
 
 
-def codes_and_scales(checkpoint: Checkpoint, layer: LayerAssignment) -> tuple[Tensor, Tensor]:
+def codes_and_scales(checkpoint: Checkpoint, layer: LayerAssignment) -> tuple[Tensor, ...]:
     """The codes of a layer's weight, [out, in] with what follows flattened, and its scales.
 
-    The scales are fp32: [out, 1], [1, 1] or [out, blocks].
+    The scales are fp32: [out, 1], [1, 1] or [out, blocks]; NVFP4 has one of all blocks besides, [1, 1].
     """
     weight = denoiser_weights(checkpoint)[f"{layer.name}.weight"]
-    codes, (scales, *_) = layer.codes_and_scales(rewritten(weight, layer).flatten(1))
-    return codes, scales.float()
+    codes, scales = layer.codes_and_scales(rewritten(weight, layer).flatten(1))
+    return codes, *(each.float() for each in scales)
 
 
 def flat_shape(layer: LayerAssignment) -> tuple[int, int]:

@@ -146,6 +146,18 @@ class Executed(TypedDict):
     reason: str | None  # why nothing is known
 
 
+class HandedOver(TypedDict):
+    """What a target of ``hand_over`` holds: see ``docs/hand_over.md``."""
+
+    folder: str  # where it lies
+    quantized: float  # layers that are quantized in it
+    of: float  # those that the recipe quantizes
+    inputs: dict[str, str]  # by the format of weights, how the target's consumer computes inputs
+    lost: dict[str, int]  # how many layers and attentions stay in high precision there, by the reason
+    fidelity: dict[str, Any] | None  # of what the consumer computes, by score; null where no images were made
+    bytes: dict[str, int]  # of its larger files
+
+
 class Stage(TypedDict):
     seconds: float  # wall time
     peak_memory_bytes: float  # of the stage alone, with the processes that it started
@@ -193,6 +205,7 @@ class Record(TypedDict):
     layers: Layers  # how many are quantized
     smoothing: dict[str, int]  # how many layers are smoothed and folded, and the graph's multiplications for it
     sensitivity: dict[str, Any]  # what the choice of layers went by, with `keep` or `quantize.budget`
+    hand_over: dict[str, HandedOver]  # by target, what was written in other tools' formats
     peak_memory_bytes: float | Explained  # the most memory of the job
     peak_cuda_memory_bytes: float | Explained  # the most memory of a GPU
     stages: dict[str, Stage]  # by name, in the order in which they ran

@@ -40,6 +40,7 @@ def run_table(record: Mapping[str, Any]) -> str:
         *(_parts(record, engine, reasons) for engine in engines),
         *(_image(record, engine, reasons) for engine in engines or [FRAMEWORK]),
         _fidelity(record, reasons),
+        handed_over(record.get("hand_over")),
         _costs(record),
         [f"[{number}] {reason}" for number, reason in enumerate(reasons, 1)],
     ]
@@ -135,6 +136,17 @@ def _fidelity(record: Mapping[str, Any], reasons: list[str]) -> list[str]:
                 title, _cell(value, score.text, reasons), _cell(worst, score.text, reasons) if of_images else "",
             ])  # fmt: skip
     return _align(["fidelity to full precision", "mean", "worst"], rows)
+
+
+def handed_over(entries: Mapping[str, Any] | None) -> list[str]:
+    """The lines of a table of what other tools were given, by target; none where there is nothing."""
+    rows = []
+    for name, entry in (entries or {}).items():
+        psnr = number_at(entry, "fidelity", "psnr", "mean").value
+        size = sum((at(entry, "bytes") or {}).values())
+        held = f"{at(entry, 'quantized')} of {at(entry, 'of')}"
+        rows.append([name, held, "–" if psnr is None else f"{psnr:.2f} dB", _bytes(size)])
+    return _align(["handed over", "layers", "PSNR", "size"], rows) if rows else []
 
 
 def _costs(record: Mapping[str, Any]) -> list[str]:

@@ -1,106 +1,119 @@
 """A quantized denoiser handed over to other tools: their files, and the figures of what they compute of them.
 
-The assignment is derived again from the run's knobs and its statistics, which the cache has, and has to be the run's
-own. The road not taken is to keep it in the run's folder: with chosen codes it is as large as the exported file.
+``quantize.py`` hands over the assignment that it has. For a run that is done it is derived again from the run's knobs
+and its statistics, which the cache has, and has to be the run's own. The road not taken is to keep it in the run's
+folder: with chosen codes it is as large as the exported file.
 """
 
-import logging
-from collections.abc import Mapping
+import csv
+import shutil
+from collections import Counter
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor, nn
 
+from sd_quant.checkpoints.licence import licence_of
 from sd_quant.checkpoints.pipeline_folder import write_pipeline_without
 from sd_quant.config import HandOverJob, QuantizeJob, run_job
 from sd_quant.devices import best_device, threads
-from sd_quant.engines.torch import TorchEngine
+from sd_quant.engines.pool import Pool, Variant
+from sd_quant.engines.torch import TorchEngine, placed
 from sd_quant.errors import ArtifactError, ConfigError
-from sd_quant.files import atomic_path, temporary_folder, write_json, write_text
+from sd_quant.files import atomic_path, check_room, temporary_folder, write_json, write_text
 from sd_quant.hand_over import TARGETS, Target, writer
 from sd_quant.hand_over.adapt import adapted, simulate_target
 from sd_quant.hand_over.model_card import model_card
 from sd_quant.inference.loading import load_part, pipeline_of
+from sd_quant.inference.memory import fits, memory_of_variant
 from sd_quant.metrics.fidelity import Against, fidelity_scores, summary
 from sd_quant.metrics.memory import StageTimer
-from sd_quant.models.checkpoint import contracts_of, denoiser_of, denoiser_part
+from sd_quant.models.checkpoint import Checkpoint, contracts_of, denoiser_of, denoiser_part
+from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
 from sd_quant.places import input_path, shown
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.report.provenance import versions
-from sd_quant.report.record import at, read_record
+from sd_quant.report.record import HandedOver, at, read_record
+from sd_quant.report.table import handed_over
 from sd_quant.stages.calibrate import statistics_of
 from sd_quant.stages.choose import choose
 from sd_quant.stages.generate import generate
 from sd_quant.stages.load import Loaded, check_weights, layers_of, open_model
 from sd_quant.stages.open_parts import open_torch
-from sd_quant.stages.variants import FULL_PRECISION
+from sd_quant.stages.resources import stored_bytes, workload_of
+from sd_quant.stages.variants import FULL_PRECISION, SIMULATED
 
-LOG = logging.getLogger(__name__)
 FIGURES = "hand_over.json"  # written last; a folder that has it is ours
 PACKAGES = ("sd-quant", "torch", "diffusers", "transformers", "nvidia-modelopt")
+KNOBS = ("format", "quant_level", "alpha", "smoothing", "keep", "budget", "calib_size", "n_steps")
+ROUGHLY = 1e5  # bytes below which a card does not name a file
+TEXT = ("context", "encoder_hidden_states")  # names of the same input of a denoiser
+Rows = Mapping[str, LayerAssignment]
 
 
 def hand_over(job: HandOverJob, directory: Path) -> None:
     """Write a folder for each target into ``directory``.
 
-    Raises ConfigError for a recipe or a family that a target cannot hold, ArtifactError when the run's checkpoint or
-    assignment is another now.
+    Raises ConfigError for a recipe that a target cannot hold, ArtifactError when the run's checkpoint or assignment is
+    another now, ResourceError when the disk is too small.
     """
     torch.set_num_threads(threads())
-    run = input_path(job.run)
-    targets, knobs = [TARGETS[name] for name in job.targets()], run_job(job.run)
-    folders = {target.name: free_folder(directory / target.name) for target in targets}
-    for target in targets:
-        check_family(target, knobs.model.family)
-    record, step = read_record(run), StageTimer()
-    loaded, assignment = assignment_of(knobs, run, record, step)
-    rows = {target.name: adapted(assignment, target) for target in targets}  # refused before anything is written
-    for target in targets:
-        with step(target.name):
-            figures = {**described(target, loaded, rows[target.name], assignment), "run": shown(run)}
-            figures["command"] = f"python hand_over.py run={shown(run)} to={target.name}"
-            figures["knobs"] = {
-                name: at(record, "knobs", name) for name in ("format", "quant_level", "alpha", "smoothing")
-            }
-            figures["fidelity"] = fidelity_of(loaded, rows[target.name], target, knobs, run) if job.images else None
-            with atomic_path(folders[target.name]) as folder:
-                write_folder(folder, target, loaded, rows[target.name])
-                figures["bytes"] = {
-                    str(file.relative_to(folder)): file.stat().st_size
-                    for file in sorted(folder.rglob("*.*")) if file.stat().st_size > 1e5
-                }  # fmt: skip
-                write_text(folder / "README.md", model_card(figures, target, folders[target.name]))
-                write_json(folder / FIGURES, figures)
-        print(f"{target.name}: {shown(folders[target.name])}")
+    run, knobs, step = input_path(job.run), run_job(job.run), StageTimer()
+    for name in job.targets():
+        check_free(directory / name)
+    loaded, assignment = assignment_of(knobs, run, step)
+    rows = rows_of(job.targets(), assignment)
+    check_room(directory, len(rows) * sum(stored_bytes(loaded.parts, loaded.parameters).values()))
+    written = {}
+    for name, held in rows.items():
+        command = f"python hand_over.py run={shown(run)} to={name}"
+        with step(name):
+            written[name] = write_target(
+                TARGETS[name], loaded, assignment, held, knobs, run, directory, command, job.images
+            )
+    print("\n".join([*handed_over(written), "", f"folders, each with a README.md: {shown(directory)}"]))
 
 
-def free_folder(folder: Path) -> Path:
-    """``folder`` if nothing stands there but an earlier result. Raises ConfigError else."""
+def hand_over_run(
+    loaded: Loaded, assignment: Rows, rows: Mapping[str, Rows], job: QuantizeJob, directory: Path, overrides: list[str]
+) -> dict[str, HandedOver]:
+    """What ``quantize.py`` hands over to each target of ``rows``, into ``hand_over`` in its own ``directory``."""
+    command = " ".join(["python quantize.py", *overrides])
+    return {
+        name: write_target(
+            TARGETS[name], loaded, assignment, held, job, directory, directory / "hand_over", command, True
+        )
+        for name, held in rows.items()
+    }
+
+
+def rows_of(targets: Collection[str], assignment: Rows) -> dict[str, Rows]:
+    """What each target holds of an assignment. Raises ConfigError, before anything is written, for one of nothing."""
+    return {name: adapted(assignment, TARGETS[name]) for name in targets}
+
+
+def check_free(folder: Path) -> None:
+    """Raises ConfigError when something stands in ``folder`` that is no earlier result."""
     if folder.exists() and not (folder / FIGURES).is_file() and any(folder.iterdir()):
         raise ConfigError(f"{folder} exists and was not handed over by us; set hydra.run.dir to another folder")
-    return folder
 
 
-def check_family(target: Target, family: str) -> None:
-    if target.families is not None and family not in target.families:
-        raise ConfigError(f"{target.name} holds {', '.join(sorted(target.families))} and this run is of {family}")
-
-
-def assignment_of(
-    job: QuantizeJob, run: Path, record: Mapping, step: StageTimer
-) -> tuple[Loaded, dict[str, LayerAssignment]]:
+def assignment_of(job: QuantizeJob, run: Path, step: StageTimer) -> tuple[Loaded, dict[str, LayerAssignment]]:
     """The run's checkpoint and the assignment that its knobs give, which is the one that it has written down."""
     checkpoint = open_model(job.model)
-    sha256 = at(record, "inputs", "checkpoint", "sha256")
     with step("load"):
         loaded = layers_of(checkpoint, job)
         check_weights(checkpoint)
     with step("calibrate"):
+        sha256 = at(read_record(run), "inputs", "checkpoint", "sha256")
         statistics = statistics_of(checkpoint, loaded.roles, job, sha256)
     with temporary_folder(run.parent) as folder:
         assignment = choose(loaded, statistics, Path(folder), step).assignment
-        if (Path(folder) / "layers.csv").read_bytes() != (run / "layers.csv").read_bytes():
+        if decided(Path(folder) / "layers.csv") != decided(run / "layers.csv"):
             raise ArtifactError(
                 f"{run / 'layers.csv'} is not what the run's knobs give with this version and checkpoint; "
                 "make the run again, and hand that over"
@@ -108,52 +121,126 @@ def assignment_of(
     return loaded, assignment
 
 
-def described(
-    target: Target, loaded: Loaded, rows: Mapping[str, LayerAssignment], assignment: Mapping[str, LayerAssignment]
-) -> dict:
-    """What of the recipe the target holds."""
-    wanted = [name for name, layer in assignment.items() if layer.format is not None]
-    lost = {name: rows[name].reason for name in wanted if rows[name].format is None}
-    attentions = [name for name, layer in assignment.items() if layer.attention_amax is not None]
-    lost |= {name: rows[name].reason for name in attentions if rows[name].attention_amax is None}
-    return {
-        "target": target.name,
-        "consumer": target.consumer,
-        "tried": target.tried,
-        "part": loaded.denoiser,
+def decided(table: Path) -> list[dict[str, str]]:
+    """The rows of a ``layers.csv`` without the errors, whose last digit depends on how many threads add them up."""
+    with table.open(newline="", encoding="utf-8") as file:
+        return [
+            {name: value for name, value in row.items() if not name.endswith("error")} for row in csv.DictReader(file)
+        ]
+
+
+def write_target(
+    target: Target,
+    loaded: Loaded,
+    assignment: Rows,
+    rows: Rows,
+    job: QuantizeJob,
+    run: Path,
+    directory: Path,
+    command: str,
+    images: bool,
+) -> HandedOver:
+    """Write a target's folder into ``directory``, whole or not at all, and say what it holds.
+
+    ``rows`` are the target's of the run's ``assignment``. Fidelity is to the full-precision images of ``run``.
+    """
+    folder = directory / target.name
+    written: HandedOver = {
+        "folder": shown(folder),
         "quantized": sum(layer.format is not None for layer in rows.values()),
-        "of": len(wanted),
+        "of": sum(layer.format is not None for layer in assignment.values()),
         "inputs": {
             name: how for name, how in target.formats.items() if any(row.format == name for row in rows.values())
         },
-        "lost": lost,
-        "versions": versions(*PACKAGES),
+        "lost": lost(assignment, rows),
+        "fidelity": fidelity_of(loaded, rows, target, job, run) if images else None,
+        "bytes": {},
     }
+    with atomic_path(folder) as place:
+        write_folder(place, target, loaded.checkpoint, rows)
+        files = sorted(file for file in place.rglob("*") if file.is_file())
+        sizes = {str(file.relative_to(place)): file.stat().st_size for file in files}
+        written["bytes"] = {name: size for name, size in sizes.items() if size > ROUGHLY}
+        described: dict[str, Any] = {
+            "target": target.name,
+            "part": loaded.denoiser,
+            "run": shown(run),
+            "command": command,
+            "left_out": left_out(target, loaded.checkpoint),
+            "licence": licence_of(loaded.checkpoint.path),
+            "knobs": {name: getattr(job.quantize, name) for name in KNOBS},
+            "versions": versions(*PACKAGES),
+            **written,
+        }
+        write_text(place / "README.md", model_card(described, target))
+        write_json(place / FIGURES, described)
+        if folder.exists():  # an earlier result, which a rename does not replace
+            shutil.rmtree(folder)
+    return written
 
 
-def write_folder(folder: Path, target: Target, loaded: Loaded, rows: Mapping[str, LayerAssignment]) -> None:
+def lost(assignment: Rows, rows: Rows) -> dict[str, int]:
+    """How many of the layers and attentions that the recipe quantizes are in high precision, by the reason."""
+    names = [
+        name
+        for name, layer in assignment.items()
+        if (layer.format, layer.attention_amax is None) != (rows[name].format, rows[name].attention_amax is None)
+    ]
+    return dict(Counter(rows[name].reason for name in names))
+
+
+def left_out(target: Target, checkpoint: Checkpoint) -> list[str]:
+    """What of the pipeline the target's result does without."""
+    tokens = [shape[1] for name, shape in denoiser_part(checkpoint).contract.inputs.items() if name in TEXT]
+    cut = not target.pads and checkpoint.family.TOKENS is None and tokens[0] > CONTEXT_LENGTH
+    text = f"the zeros behind a text's {CONTEXT_LENGTH} tokens, with which the checkpoint was trained"
+    return [*target.left_out, *([text] if cut else [])]
+
+
+def write_folder(folder: Path, target: Target, checkpoint: Checkpoint, rows: Rows) -> None:
+    """Write what the target's consumer opens into ``folder``."""
     folder.mkdir(exist_ok=True)
     if target.others is not None:
-        denoiser = denoiser_part(loaded.checkpoint).component
-        written = {denoiser} if target.others else set(loaded.checkpoint.components)
-        write_pipeline_without(loaded.checkpoint, written, folder)
-    writer(target)(loaded.checkpoint, rows, folder)
+        denoiser = denoiser_part(checkpoint).component
+        without = {denoiser} if target.others else set(checkpoint.components)
+        write_pipeline_without(checkpoint, without, folder)
+    writer(target)(checkpoint, rows, folder)
 
 
-def fidelity_of(
-    loaded: Loaded, rows: Mapping[str, LayerAssignment], target: Target, job: QuantizeJob, run: Path
-) -> dict:
+def fidelity_of(loaded: Loaded, rows: Rows, target: Target, job: QuantizeJob, run: Path) -> dict:
     """PSNR, SSIM and LPIPS of the images of what the consumer computes, against the run's full-precision images."""
     checkpoint, infer = loaded.checkpoint, job.infer
-    engines = {part: open_torch(checkpoint, infer, part) for part in loaded.parts}
-    module = load_part(checkpoint, loaded.denoiser).module
-    simulate_target(denoiser_of(checkpoint, module), rows, target)
-    contract = contracts_of(checkpoint)[loaded.denoiser]
-    engines[loaded.denoiser] = TorchEngine(module.to(best_device(), torch.float32), contract)
-    images = generate(pipeline_of(checkpoint, engines), infer.prompt_list(), infer, target.name).images
+    keys = {part: part for part in checkpoint.parts()} | {loaded.denoiser: SIMULATED}
+    together = fits(memory_of_variant(loaded.parameters, workload_of(infer)), "all parts of the model")
+    pool = Pool(
+        lambda part: (
+            open_consumed(checkpoint, rows, target) if part == SIMULATED else open_torch(checkpoint, infer, part)
+        ),
+        most=None if together else 1,
+    )
+    try:
+        pipeline = pipeline_of(checkpoint, Variant(pool, keys))
+        images = generate(pipeline, infer.prompt_list(), infer, target.name).images
+    finally:
+        pool.close()
     files = sorted((run / "images" / FULL_PRECISION).glob("[0-9]*.png"))
     reference = np.stack([np.asarray(Image.open(file).convert("RGB")) for file in files])
     return {
         score.key: summary(score.compute(reference, images), score.undefined, not score.more_is_better)
         for score in fidelity_scores() if score.against is Against.IMAGES
     }  # fmt: skip
+
+
+def open_consumed(checkpoint: Checkpoint, rows: Rows, target: Target) -> TorchEngine:
+    """The denoiser as the target's consumer computes it, in fp32, so that all of its error comes from the result."""
+    part = checkpoint.family.DENOISER
+    module = load_part(checkpoint, part).module
+    simulate_target(denoiser_of(checkpoint, module), rows, target)
+    if not target.pads and checkpoint.family.TOKENS is None:
+        module.register_forward_pre_hook(without_padding, with_kwargs=True)
+    return TorchEngine(placed(module, best_device(), torch.float32), contracts_of(checkpoint)[part])
+
+
+def without_padding(module: nn.Module, arguments: tuple, inputs: Mapping[str, Tensor]) -> tuple:
+    """A pre-hook: the text among the inputs ends behind CLIP's tokens; zeros behind it are NeMo's, not a consumer's."""
+    return arguments, {name: x[:, :CONTEXT_LENGTH] if name in TEXT else x for name, x in inputs.items()}

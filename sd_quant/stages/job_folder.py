@@ -18,6 +18,7 @@ import yaml
 from sd_quant.config import SHOWN_ALONE, QuantizeJob
 from sd_quant.errors import ConfigError, SdQuantError
 from sd_quant.files import TEMPORARY, digest
+from sd_quant.hand_over import TARGETS
 from sd_quant.places import input_path, lasting
 from sd_quant.report.provenance import made_of, provenance
 from sd_quant.report.record import RECORD, at, read_record
@@ -25,12 +26,13 @@ from sd_quant.report.summary import FAILURE, LOCK, LOG, PROVENANCE
 from sd_quant.source import source_digest
 
 # What a job writes. Nothing else is ever removed, because the folder may be any that the user has named.
-FOLDERS = ("onnx", "plan", "full_precision", "images")
+FOLDERS = ("onnx", "plan", "full_precision", "images", "hand_over")
 UNFINISHED = (f"{TEMPORARY}*", ".*.part")
 WRITTEN = (
     *(f"{kind}/{name}" for kind in ("onnx", "full_precision/onnx") for name in ("*/*.onnx", "*/*.onnx.data")),
     *(f"{kind}/{name}" for kind in ("plan", "full_precision/plan") for name in ("*.plan", "*.plan.json")),
     "images/grid.png", "images/full_precision/[0-9]*.png", "images/quantized/[0-9]*.png",
+    *(f"hand_over/{target}" for target in TARGETS),
     *UNFINISHED, *(f"{folder}/**/{name}" for folder in FOLDERS for name in UNFINISHED),
     RECORD, FAILURE, PROVENANCE, "config.yaml", "layers.csv", "budget.csv", "sensitivity.csv", "sensitivity.png",
     "quantized_*.pt", "report.html", "summary.*", "trajectory.png", "layers.png",

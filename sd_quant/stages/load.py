@@ -20,7 +20,7 @@ from sd_quant.quantization.recipe import reason_kept
 from sd_quant.quantization.recipe_check import check_layers
 from sd_quant.simulation.sensitivity import budget
 from sd_quant.stages.generate import check_channels, check_steps
-from sd_quant.stages.resources import check_machine, disk_needed, gpu_memory_needed, memory_needed
+from sd_quant.stages.resources import check_machine, disk_needed, gpu_memory_needed, memory_needed, stored_bytes
 
 LOG = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def load(job: QuantizeJob, directory: Path) -> Loaded:
     checkpoint = open_model(job.model)
     warn_of_size(job)
     loaded = layers_of(checkpoint, job)
-    stored = {part: loaded.parts[part].contract.weights.itemsize * count for part, count in loaded.parameters.items()}
+    stored = stored_bytes(loaded.parts, loaded.parameters)
     check_machine(
         memory_needed(loaded.parameters, job), disk_needed(stored, job), directory,
         gpu_memory_needed(loaded.parameters, job),

@@ -30,6 +30,7 @@ from sd_quant.stages.export_onnx import export_parts, files_of_a_run
 from sd_quant.stages.export_trt import build_run_plans, check_gpu, plan_library
 from sd_quant.stages.fit_budget import bytes_to_share
 from sd_quant.stages.generate import check_images
+from sd_quant.stages.hand_over import hand_over_run, rows_of
 from sd_quant.stages.job_folder import (
     check_own,
     check_still_there,
@@ -111,6 +112,7 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> Record:
             statistics = statistics_of(loaded.checkpoint, loaded.roles, job, sha256)
         chosen = choose(loaded, statistics, directory, step)
         assignment = chosen.assignment
+        rows = rows_of(job.hand_over, assignment)  # refused before anything is exported
         with step("export"):
             export_parts(loaded.checkpoint, sha256, files_of_a_run(loaded.checkpoint, assignment, directory), cache)
     with step("plans") if job.trt.library != "none" else nullcontext():
@@ -121,6 +123,8 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> Record:
         save_pairs(comparison, prompts, f"{job.quantize.format} level {job.quantize.quant_level:g}", directory)
     timed_later = in_sweep(directory) and RUNTIMES[job.infer.engine].file is not None  # together with other jobs'
     timing = replace(job.timing, budget_s=0) if timed_later else job.timing
+    with step("hand_over") if rows else nullcontext():
+        handed_over = hand_over_run(loaded, assignment, rows, job, directory, facts["overrides"])
     with step("latency"):
         latency = compare_latency(
             loaded.checkpoint, variants.engines, prompts, job.infer, timing, variants.together, variants.simulated
@@ -137,6 +141,7 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> Record:
         latency,
         parity,
         executed,
+        handed_over,
         step.stages,
         step.peak,
     )

@@ -18,6 +18,7 @@ from sd_quant.inference.memory import (
     memory_of_simulation,
 )
 from sd_quant.metrics.memory import available_cuda_memory_bytes, available_memory_bytes
+from sd_quant.models.parts import Part
 
 
 def workload_of(infer: Infer) -> Workload:
@@ -50,6 +51,11 @@ def calibration_pixels(job: QuantizeJob) -> int:
     return job.quantize.batch_size * job.model.width * job.model.height
 
 
+def stored_bytes(parts: Mapping[str, Part], parameters: Parameters) -> dict[str, int]:
+    """Bytes of each part's unquantized weights, as they are exported."""
+    return {part: parts[part].contract.weights.itemsize * count for part, count in parameters.items()}
+
+
 def disk_needed(stored: Mapping[str, int], job: QuantizeJob) -> dict[str, float]:
     """The most bytes that a run writes, by kind of file; ``stored`` has the bytes of each part's unquantized weights.
 
@@ -61,6 +67,7 @@ def disk_needed(stored: Mapping[str, int], job: QuantizeJob) -> dict[str, float]
         "the cache": sum(stored.values()),
         "full_precision": denoiser,
         "plan": sum(stored.values()) if job.trt.library != "none" else 0,
+        "hand_over": len(job.hand_over) * sum(stored.values()),
         "ModelOpt's checkpoint": 2 * denoiser,
         "temporary files": denoiser,
     }

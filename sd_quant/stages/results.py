@@ -18,6 +18,7 @@ from sd_quant.report.record import (
     SCHEMA_VERSION,
     Executed,
     Explained,
+    HandedOver,
     Knobs,
     Layers,
     Plan,
@@ -46,6 +47,7 @@ class Results:
     latency: dict
     parity: dict
     executed: dict  # in which numbers the quantized layers are multiplied
+    handed_over: dict[str, HandedOver]  # by target
     stages: dict  # seconds and peak memory by step
     peak: float | dict  # bytes of memory of the job, with a reason where it may be that of another
 
@@ -89,6 +91,7 @@ def record_of(job: QuantizeJob, facts: dict, results: Results, directory: Path) 
         layers=count_layers(results.chosen.assignment),
         smoothing=count_smoothing(results.chosen.assignment, artifact(directory, "onnx", loaded.denoiser)),
         sensitivity=sensitivity_entry(results.chosen),
+        hand_over=results.handed_over,
         peak_memory_bytes=cast("float | Explained", results.peak),
         peak_cuda_memory_bytes=explained(peak_cuda_memory_bytes(), "no NVIDIA GPU"),
         stages=cast(dict[str, Stage], results.stages),

@@ -59,6 +59,7 @@ def sweep(command, folders, tmp_path_factory) -> Path:
     result = command(
         "quantize.py", "-m", f"model={','.join(TINY)}", f"model.path={folders}/${{.family}}", "model.width=64",
         "model.height=64", "quant_level=3", "alpha=0.8", *SMALL, f"cache.dir={folder}/cache",
+        "hand_over=[diffusers_modelopt]",
         f"hydra.sweep.dir={folder}/sweep",
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
@@ -115,6 +116,15 @@ def test_all_layers_but_the_excluded_are_int8(sweep, folders, name):
     graph = onnx.load(onnx_path(directory, checkpoint.family.DENOISER)).graph
     integers = [weight for weight in graph.initializer if weight.data_type == onnx.TensorProto.INT8]
     assert len([weight for weight in integers if len(weight.dims) > 1]) == found["int8"] >= 20
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_modelopt_is_handed_every_layer(sweep, name):
+    directory, record = run_of(sweep, name), record_of(run_of(sweep, name))
+    entry, component = record["hand_over"]["diffusers_modelopt"], family_named(name).DENOISER.removesuffix("_xl")
+    assert entry["quantized"] == entry["of"] == record["layers"]["quantized"] and entry["lost"] == {}
+    assert (directory / "hand_over/diffusers_modelopt" / component / "modelopt_state.pth").is_file()
+    assert entry["fidelity"]["psnr"]["mean"] > 15
 
 
 @pytest.mark.parametrize("name", TINY)

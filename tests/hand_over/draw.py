@@ -1,11 +1,12 @@
 """Draws pictures from a handed-over folder, with nothing but what its consumer installs: no module of this project.
 
-It is run by ``check`` in the consumer's own environment, as ``python draw.py <request.json>``. The request names the
-``target``, the ``folder``, the ``prompts``, the ``settings`` of the runtime, the call's ``options``, the files of the
+It is run in the consumer's own environment, as ``python draw.py <request.json>``. The request has the ``code`` that
+opens the result, to be run in ``folder``, the ``target``, the ``prompts``, the call's ``options``, the files of the
 ``latents`` to start from and of the ``pictures`` to write, both .npy, and the file of the ``facts`` to write, JSON.
 """
 
 import json
+import os
 import sys
 import time
 from collections import Counter
@@ -23,90 +24,64 @@ PACKAGES = {
 }
 
 
-def open_openvino(folder: str, settings: dict):
-    from optimum.intel import OVStableDiffusionXLPipeline
-
-    return OVStableDiffusionXLPipeline.from_pretrained(folder, ov_config=settings)
-
-
-def openvino_layers(compiled) -> dict[str, int]:
+def openvino_facts(pipe) -> dict:
     """Convolutions and matrix products of the compiled UNet, by the precision of their kernels."""
     kinds = ("Convolution", "FullyConnected", "MatMul")
-    infos = [layer.get_rt_info() for layer in compiled.get_runtime_model().get_ops()]
+    infos = [layer.get_rt_info() for layer in pipe.unet.request.get_runtime_model().get_ops()]
     infos = [info for info in infos if info["layerType"].astype(str) in kinds]
-    return Counter(info["primitiveType"].astype(str).rpartition("_")[2].lower() for info in infos)
-
-
-def openvino_facts(pipe, settings: dict) -> dict:
-    import openvino
-
-    by_default = {name: value for name, value in settings.items() if name != "LP_TRANSFORMS_MODE"}
-    compiled = openvino.Core().compile_model(pipe.unet.model, "CPU", by_default)
     return {
-        "UNet's layers by kernel with these settings": openvino_layers(pipe.unet.request),
-        "UNet's layers by kernel without LP_TRANSFORMS_MODE": openvino_layers(compiled),
+        "UNet's layers by kernel": Counter(
+            info["primitiveType"].astype(str).rpartition("_")[2].lower() for info in infos
+        )
     }
 
 
-def open_onnx(folder: str, settings: dict):
-    from onnxruntime import SessionOptions
-    from optimum.onnxruntime import ORTStableDiffusionXLPipeline
-
-    options = SessionOptions()
-    for name, value in settings.items():
-        options.add_session_config_entry(name, value)
-    return ORTStableDiffusionXLPipeline.from_pretrained(folder, session_options=options)
-
-
-def onnx_facts(folder: str, settings: dict) -> dict:
+def onnx_facts(pipe) -> dict:
+    """The nodes of the UNet as ONNX Runtime optimizes it, by their kind."""
     import onnx
     from onnxruntime import InferenceSession, SessionOptions
 
     options = SessionOptions()
     options.log_severity_level = 3  # it warns that a file optimized for this processor is for no other
-    for name, value in settings.items():
-        options.add_session_config_entry(name, value)
     with TemporaryDirectory() as temporary:
         options.optimized_model_filepath = str(Path(temporary) / "optimized.onnx")
-        InferenceSession(Path(folder) / "unet/model.onnx", options, providers=["CPUExecutionProvider"])
+        InferenceSession("onnx/unet/model.onnx", options, providers=["CPUExecutionProvider"])
         nodes = onnx.load(options.optimized_model_filepath, load_external_data=False).graph.node
     kinds = Counter(node.op_type for node in nodes)
     counted = INTEGER_KERNELS | {"Conv", "MatMul", "FusedConv", "FusedMatMul", "Gemm", "NhwcFusedConv"}
     return {"UNet's layers by kernel": {kind: count for kind, count in kinds.items() if kind in counted}}
 
 
+FACTS = {"openvino": openvino_facts, "onnx": onnx_facts}
+
+
 def main() -> None:
     request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     torch.set_num_threads(1)
-    folder, settings = request["folder"], request["settings"]
-    pipe = {"openvino": open_openvino, "onnx": open_onnx}[request["target"]](folder, settings)
+    os.chdir(request["folder"])
+    opened: dict = {}
+    exec(request["code"], opened)
+    pipe, target = opened["pipeline"], request["target"]
     pipe.set_progress_bar_config(disable=True)
-    latents = torch.from_numpy(np.load(request["latents"]))
-    options = {"latents": latents, "output_type": "np", **request["options"]}
-    pictures = pipe(request["prompts"], **options).images
+    options = {"output_type": "np", **request["options"]}
+
+    def draw() -> np.ndarray:
+        latents = torch.from_numpy(np.load(request["latents"])).to(getattr(pipe.unet, "dtype", torch.float32))
+        return pipe(request["prompts"], latents=latents, **options).images
+
+    pictures = draw()
     start = time.perf_counter()
-    again = pipe(request["prompts"], **options).images
+    again = draw()
     seconds = time.perf_counter() - start
     np.save(request["pictures"], (pictures * 255).round().astype(np.uint8))
     facts = {
-        "versions": ", ".join(f"{name} {version(name)}" for name in PACKAGES[request["target"]]),
         "class": type(pipe).__name__,
         "seconds a picture": round(seconds / len(pictures), 3),
         "drawn twice it is the same": bool(np.array_equal(pictures, again)),
     }
-    if request["target"] == "openvino":
-        facts |= openvino_facts(pipe, settings)
-        # the road to the fastest kernels; with optimum-intel 2.2.0 it is one prompt's, as its VAE gets no other batch
-        pipe.reshape(1, options["height"], options["width"], 1)
-        pipe.compile()
-        options["latents"] = latents[:1]
-        pipe(request["prompts"][0], **options)
-        start = time.perf_counter()
-        fixed = pipe(request["prompts"][0], **options).images
-        facts["seconds a picture, reshaped"] = round(time.perf_counter() - start, 3)
-        facts["a reshaped pipeline's pixels differ by"] = round(float(np.abs(fixed[0] - pictures[0]).mean()), 5)
-    else:
-        facts |= onnx_facts(folder, settings)
+    if target in PACKAGES:
+        facts["versions"] = ", ".join(f"{name} {version(name)}" for name in PACKAGES[target])
+        facts |= FACTS[target](pipe)
     Path(request["facts"]).write_text(json.dumps(facts), encoding="utf-8")
 
 

@@ -73,9 +73,11 @@ ENDS: dict[str, list[str]] = {  # the first value is one that goes with most oth
     "cache.dir": ["{folder}/cache", "null"],
     "cache.limit_gb": ["50.0", "0.0"],
     "trackers": ["[]", "[tensorboard]", "[tensorboard,tensorboard]"],
+    "hand_over": ["[]", "[openvino]", "[onnx,onnx]"],
 }
 DEPENDING = (  # knobs whose values a job may refuse when it knows the layers; a row has one of them at most
     *("keep", "quantize.exclude", "quantize.exclude_text", "quantize.budget", "quantize.choices", "quantize.rank"),
+    "hand_over",
 )
 ELSEWHERE = {  # knobs that other names above set, that name a file, or that say which model it is
     *("quantize.format", "quantize.enable", "infer.engine", "quantize.quant_level", "quantize.alpha", "quantize.keep"),

@@ -17,6 +17,7 @@ from sd_quant.cli import SHORTHANDS, composing
 from sd_quant.config import (
     PART_NAMES,
     ExportJob,
+    HandOverJob,
     InferJob,
     QuantizeJob,
     Trt,
@@ -37,8 +38,10 @@ CONF = HOME / "conf"
 RANK = (
     "quantize.rank is {}, expected 0, a number of singular directions, or a fraction below 1 of a layer's shorter side"
 )
-JOBS = {"quantize": QuantizeJob, "export_trt": ExportJob, "infer": InferJob}
-NEEDED = {  # mandatory values of an option
+JOBS = {"quantize": QuantizeJob, "export_trt": ExportJob, "infer": InferJob, "hand_over": HandOverJob}
+NEEDED = {  # mandatory values of a primary or an option
+    "hand_over": ["run=some_run", "to=comfyui"],
+} | {
     f"model={path.stem}": ["model.path=some_model"]
     for path in (CONF / "model").glob("*.yaml")
     if "path: ???" in path.read_text()
@@ -76,7 +79,6 @@ def test_every_file_under_conf_is_composed_by_the_test_below():
     """Those whose names begin with _ hold what primaries share, and are no options of a group."""
     covered = {f"{primary}.yaml" for primary in JOBS} | {f"{o.replace('=', '/')}.yaml" for _, o in options() if o}
     shared = {f"{entry}.yaml" for name in JOBS for entry in defaults_of(name) if str(entry).startswith("_")}
-    covered.add("hand_over.yaml")  # a run's own knobs decide the rest: composed in tests/unit/hand_over
     assert covered | shared - {"_self_.yaml"} == {str(path.relative_to(CONF)) for path in CONF.rglob("*.yaml")}
     assert len(options()) > 15
 
@@ -103,7 +105,7 @@ def skip_without_its_package(primary: str, option: str) -> None:
 
 @pytest.mark.parametrize(("primary", "option"), options())
 def test_every_option_of_every_primary_is_a_job(primary, option):
-    overrides = [option, *NEEDED.get(option, [])] if option else []
+    overrides = [*([option] if option else []), *NEEDED.get(primary, []), *NEEDED.get(option, [])]
     refused = {
         ("quantize", "infer=torch"): "an engine for the quantized model",  # it is the baseline of every job
         ("infer", "infer=torch_native"): "another, because this one computes what quantize.py derives",

@@ -1,7 +1,7 @@
 """Tiny checkpoints with assignments that a target holds, and what is compared of a network that a consumer loads."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from sd_quant.calibration.hooks import collect, draw
 from sd_quant.checkpoints.diffusers_pipeline import DiffusersCheckpoint, open_pipeline
-from sd_quant.hand_over.weights import codes_and_scales
+from sd_quant.hand_over import TARGETS, writer
+from sd_quant.hand_over.adapt import adapted, simulate_target
 from sd_quant.inference.loading import load_part
 from sd_quant.models import family_named
 from sd_quant.models.checkpoint import denoiser_of, denoiser_part
@@ -21,10 +22,9 @@ from sd_quant.models.unet import attentions, shared_inputs
 from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.derivation import derive
-from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
 from sd_quant.quantization.statistics import Statistics
-from sd_quant.simulation.modelopt import between_roundings, simulate
+from sd_quant.simulation.modelopt import between_roundings
 
 from ...pipelines import TINY
 
@@ -71,8 +71,8 @@ class Tiny:
                 part(**self.inputs(now["prompt"]))
         return statistics
 
-    def assignment(self, recipe: Recipe, held: Callable[[LayerAssignment], bool]) -> dict[str, LayerAssignment]:
-        """What the recipe derives; layers that are quantized and not ``held`` stay in high precision."""
+    def assignment(self, recipe: Recipe, target: str) -> dict[str, LayerAssignment]:
+        """What the ``target`` holds of what the recipe derives."""
         denoiser = denoiser_of(self.checkpoint, self.part())
         derived = derive(
             self.roles,
@@ -81,37 +81,19 @@ class Tiny:
             recipe,
             self.checkpoint.family.shared_inputs(self.roles),
         )
-        kept = {"format": None, "activation_format": None, "low_rank": None, "rounded": None}
-        for name, layer in derived.items():
-            if layer.format is not None and not held(layer):
-                scale = None if layer.multiplies else layer.pre_quant_scale
-                derived[name] = replace(layer, **kept, pre_quant_scale=scale, reason="the target cannot hold it")
-        return derived
+        return adapted(derived, TARGETS[target])
 
-    def simulated(self, assignment: Assignment) -> nn.Module:
-        """The part with ModelOpt's quantizers, and the rest of its weights as fp16 holds them.
-
-        ModelOpt multiplies by 1 / scale where we divide: a weight within rounding of a half may get the neighbouring
-        code. So static codes are decoded first, and rounded again to what they are.
-        """
+    def simulated(self, assignment: Assignment, target: str) -> nn.Module:
+        """The part as the ``target``'s consumer computes it."""
         part = self.part()
-        denoiser = denoiser_of(self.checkpoint, part)
-        simulate(denoiser, assignment)
-        codes = {f"{name}.weight" for name, layer in assignment.items() if layer.format}
-        for name, tensor in denoiser.state_dict().items():
-            if name not in codes and name.endswith((".weight", ".bias", "table")):
-                tensor.copy_(tensor.half())
-        for name, layer in assignment.items():
-            if layer.format and FORMATS[layer.format].static_scale:
-                weight = denoiser.get_submodule(name).weight
-                codes, scales = codes_and_scales(self.checkpoint, layer)
-                weight.copy_(FORMATS[layer.format].dequantize(codes, scales).view(weight.shape))
+        simulate_target(denoiser_of(self.checkpoint, part), assignment, TARGETS[target])
         return part
 
-    def pipeline_folder(self, folder: Path) -> Path:
-        """What the frame writes before a target writes the denoiser: a pipeline without its weights."""
+    def written(self, assignment: Assignment, target: str, folder: Path) -> Path:
+        """``folder``, a pipeline's, with the denoiser that the ``target`` writes."""
         DiffusionPipeline.from_pretrained(self.checkpoint.path).save_pretrained(folder)
         (folder / self.component / "diffusion_pytorch_model.safetensors").unlink()
+        writer(TARGETS[target])(self.checkpoint, assignment, folder)
         return folder
 
     @property

@@ -5,7 +5,8 @@ import torch
 
 from sd_quant.errors import ConfigError
 from sd_quant.hand_over import STATIC, TARGETS
-from sd_quant.hand_over.adapt import adapted, per_row
+from sd_quant.hand_over.adapt import adapted, held, per_row
+from sd_quant.quantization.assignment import LayerAssignment
 
 COMFYUI, MODELOPT = TARGETS["comfyui"], TARGETS["diffusers_modelopt"]
 
@@ -39,6 +40,50 @@ def test_inputs_that_come_row_by_row_have_no_static_scale(assign):
 def test_a_scale_per_channel_is_refused_where_one_is_wanted(assign):
     with pytest.raises(ConfigError, match="none of the layers in fp8"):
         adapted(assign("fp8", "fp8", per_channel=True), COMFYUI)
+
+
+@pytest.mark.parametrize(
+    "target, change, words",
+    [
+        ("diffusers_torchao", {"format": "fp8"}, "holds no weights in fp8"),
+        ("diffusers_torchao", {"activation_format": None}, "wants a scale of the inputs of int8"),
+        ("diffusers_torchao", {"weight_shape": (64, 64, 3, 3)}, "holds no convolutions in int8"),
+        ("diffusers_torchao", {"activation_zero_point": 3}, "holds no inputs that are shifted"),
+        ("diffusers_sdnq", {"format": "nvfp4"}, "holds no weights in nvfp4"),
+        (
+            "diffusers_sdnq",
+            {"pre_quant_scale": torch.ones(64), "folded_into": None},
+            "cannot multiply the inputs of int8",
+        ),
+        ("diffusers_sdnq", {"format": "int4", "weight_shape": (64, 64, 3, 3)}, "holds no convolutions in int4"),
+        ("gguf", {"format": "fp8"}, "holds no weights in fp8"),
+        ("gguf", {"weight_shape": (64, 48)}, "whose inputs are a multiple of 32"),
+        ("gguf", {"weight_shape": (64, 64, 3, 3)}, "holds no convolutions in int8"),
+        ("comfyui", {"format": "fp8", "weight_axis": 0}, "holds only one scale for a weight in fp8"),
+        ("comfyui", {"format": "nvfp4", "name": "down.attn2.to_k"}, "reads the model's kind off the shape"),
+        ("onnx", {"format": "nvfp4"}, "has no kernel for nvfp4's FP4 numbers"),
+        ("openvino", {"activation_format": "nvfp4"}, "whose scales are computed in blocks"),
+    ],
+)
+def test_what_a_target_cannot_hold_stays_in_high_precision(target, change, words):
+    row = LayerAssignment(
+        "down.attn1.to_q", "qkv", (64, 64), "int8", "int8", weight_axis=0, weight_amax=torch.ones(64),
+        activation_amax=1.0,
+    )  # fmt: skip
+    assert held(row, TARGETS[target]).format == "int8"
+    found = held(replace(row, **change), TARGETS[target])
+    assert found.format is None and found.activation_format is None and words in found.reason
+
+
+@pytest.mark.parametrize("target, kept", [("diffusers_modelopt", None), ("openvino", "int8"), ("onnx", "int8")])
+def test_attention_is_held_by_graphs_alone(target, kept):
+    row = LayerAssignment(
+        "down.attn1", "attention", (), activation_format="int8", attention_amax=(torch.ones(1),) * 4,
+        key_mean=torch.zeros(1, 4),
+    )  # fmt: skip
+    found = held(row, TARGETS[target])
+    assert found.activation_format == kept and (found.attention_amax is None) == (kept is None)
+    assert (found.reason is None) == (kept is not None)
 
 
 def test_each_row_has_its_own_scale():

@@ -1,12 +1,19 @@
 """What the command takes, as it is composed, and what it refuses before anything is loaded."""
 
+import tomllib
+from importlib.metadata import version
+
 import pytest
 from hydra import compose
+from omegaconf import OmegaConf
 
-from sd_quant.cli import composing, job_of
-from sd_quant.config import HandOverJob
-from sd_quant.errors import ConfigError
-from sd_quant.hand_over import TARGETS, writer
+import sd_quant.config as config_module
+from sd_quant.cli import SHORTHANDS, composing, job_of
+from sd_quant.config import HandOverJob, QuantizeJob, check_consumers
+from sd_quant.errors import ConfigError, ResourceError
+from sd_quant.hand_over import TARGETS
+from sd_quant.knobs import read
+from sd_quant.places import HOME, PACKAGE
 
 
 def composed(*overrides: str) -> HandOverJob:
@@ -26,4 +33,62 @@ def test_an_unknown_target_is_refused(tmp_path):
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_every_target_has_a_writer(name):
-    assert callable(writer(TARGETS[name])) and "{folder" in TARGETS[name].loading
+    source = (PACKAGE / f"hand_over/{name}.py").read_text(encoding="utf-8")  # its packages may not be installed
+    assert "def write(checkpoint: Checkpoint, assignment: " in source and "{folder" in TARGETS[name].loading
+
+
+@pytest.mark.parametrize(
+    "knobs, words",
+    [
+        (["quantize=svdquant_w4a4", "hand_over=[comfyui]"],
+         "hand_over is comfyui, expected a target that holds weights in int4 (diffusers_sdnq, gguf, openvino, onnx)"),
+        (["quantize=svdquant_w4a16", "hand_over=[openvino,gguf]"], "hand_over is gguf, expected a target that holds a "
+         "low-rank branch, or quantize.rank=0 (diffusers_sdnq, openvino, onnx)"),
+        (["model=flux", "model.path=x", "hand_over=[gguf]"], "hand_over is gguf, expected a target that holds flux "
+         "(diffusers_modelopt, diffusers_torchao, diffusers_sdnq)"),
+    ],
+)  # fmt: skip
+def test_what_a_target_cannot_hold_is_refused_before_anything_is_loaded(knobs, words):
+    with composing("quantize"), pytest.raises(ConfigError) as refusal:
+        read(QuantizeJob, plain(compose("quantize", knobs)))
+    assert str(refusal.value).startswith(words)
+
+
+def plain(config) -> dict:
+    knobs = OmegaConf.to_container(config, resolve=True)
+    return {name: value for name, value in knobs.items() if name not in SHORTHANDS}
+
+
+@pytest.mark.parametrize(
+    "name, package, found, refused",
+    [
+        ("diffusers_torchao", "torchao", "0.17.0", True),
+        ("diffusers_torchao", "torchao", "0.18.0", False),
+        ("diffusers_sdnq", "sdnq", "0.2.1", True),
+        ("comfyui", "torchao", "0.17.0", False),
+    ],
+)
+def test_a_version_that_cannot_open_the_result(monkeypatch, name, package, found, refused):
+    monkeypatch.setattr(config_module, "version", lambda asked: found if asked == package else version(asked))
+    if not refused:
+        return check_consumers([name])
+    with pytest.raises(ConfigError, match=rf"{package} {found} is installed, with which .* cannot open the result: "):
+        check_consumers([name])
+
+
+def test_a_package_that_is_missing(monkeypatch):
+    monkeypatch.setattr(config_module, "find_spec", lambda name: None)
+    check_consumers(["diffusers_sdnq"])
+    with pytest.raises(ResourceError, match=r"gguf is not installed.*pip install 'sd-quant\[gguf\]'"):
+        check_consumers(["gguf"])
+
+
+def test_every_package_is_an_extra():
+    extras = tomllib.loads((HOME / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {row.package for row in TARGETS.values() if row.package} <= extras.keys()
+
+
+def test_what_was_tried_is_what_the_tests_install():
+    lists = [path.read_text() for path in (HOME / "tests/hand_over").glob("requirements-*.txt")]
+    pinned = "\n".join([*lists, (HOME / "constraints.txt").read_text()]).splitlines()
+    assert {package for row in TARGETS.values() for package in row.tried} <= set(pinned)

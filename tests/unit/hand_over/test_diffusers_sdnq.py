@@ -1,19 +1,16 @@
 """diffusers and SDNQ load what is written, and compute what the simulation computes."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from sd_quant.errors import ConfigError
-from sd_quant.hand_over import diffusers_sdnq
 from sd_quant.hand_over.weights import codes_and_scales
-from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
 
 from .conftest import layer_errors, network_error
 
+TARGET = "diffusers_sdnq"
+pytestmark = pytest.mark.consumer
 with pytest.MonkeyPatch.context() as environment:
     environment.setenv("SDNQ_USE_TORCH_COMPILE", "0")  # read at import: each shape would be compiled, for seconds
     pytest.importorskip("sdnq")
@@ -36,23 +33,17 @@ CASES = {
 }
 
 
-def held(layer: LayerAssignment) -> bool:
-    return not layer.multiplies
-
-
 @pytest.fixture(scope="module", params=CASES)
 def written(request, tiny, tmp_path_factory):
     family, recipe = CASES[request.param]
     case = tiny(family)
-    assignment = case.assignment(recipe, held)
-    folder = case.pipeline_folder(tmp_path_factory.mktemp("sdnq"))
-    diffusers_sdnq.write(case.checkpoint, assignment, folder)
-    return case, assignment, folder
+    assignment = case.assignment(recipe, TARGET)
+    return case, assignment, case.written(assignment, TARGET, tmp_path_factory.mktemp("sdnq"))
 
 
 def test_layers_and_the_network_are_the_simulation(written):
     case, assignment, folder = written
-    theirs, simulated = case.loaded(folder), case.simulated(assignment)
+    theirs, simulated = case.loaded(folder), case.simulated(assignment, TARGET)
     layers = {name: layer for name, layer in assignment.items() if layer.format}
     assert {name for name, module in theirs.named_modules() if hasattr(module, "sdnq_dequantizer")} == layers.keys()
     for name, layer in layers.items():
@@ -64,35 +55,16 @@ def test_layers_and_the_network_are_the_simulation(written):
         assert (module.svd_up is None) == (layer.low_rank is None)
     errors = layer_errors(case, simulated, theirs, assignment)
     whole = network_error(case, simulated, theirs)
-    print(f"{len(errors)} layers, largest error {max(errors.values()):.1e}, network {whole:.1e}")
     assert max(errors.values()) < 1e-5 and whole < 1e-5
 
 
 def test_fp16_keeps_every_scale(tiny, tmp_path):
     """diffusers casts scales to the dtype that it is told to load: ours are fp16's numbers, and not bfloat16's."""
     case = tiny("sdxl")
-    assignment = case.assignment(CASES["int8"][1], held)
-    diffusers_sdnq.write(case.checkpoint, assignment, case.pipeline_folder(tmp_path))
+    assignment = case.assignment(CASES["int8"][1], TARGET)
+    case.written(assignment, TARGET, tmp_path)
     expected, half, brain = (case.loaded(tmp_path, dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16))
     name = next(name for name, layer in assignment.items() if layer.format)
     scale = expected.get_submodule(name).scale
     assert torch.equal(half.get_submodule(name).scale, scale)
     assert not torch.equal(brain.get_submodule(name).scale, scale)
-
-
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        ({"format": "nvfp4"}, "a weight in nvfp4"),
-        ({"activation_format": "int8"}, "an input in int8"),
-        ({"pre_quant_scale": torch.ones(1), "folded_into": None}, "multiplied"),
-        ({"format": "int4", "weight_shape": (64, 64, 3, 3)}, "a convolution in int4"),
-    ],
-)
-def test_what_sdnq_cannot_hold_is_refused(tiny, tmp_path, change, words):
-    case = tiny("sdxl")
-    assignment = case.assignment(CASES["int8"][1], held)
-    name = next(name for name, layer in assignment.items() if layer.format)
-    with pytest.raises(ConfigError, match=words):
-        diffusers_sdnq.write(case.checkpoint, assignment | {name: replace(assignment[name], **change)}, tmp_path)
-    assert not list(tmp_path.iterdir())

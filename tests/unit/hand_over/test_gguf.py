@@ -1,7 +1,5 @@
 """The package ``gguf`` reads what is written, and diffusers' converter finds SDXL's UNet in it."""
 
-from dataclasses import replace
-
 import diffusers
 import numpy as np
 import pytest
@@ -13,8 +11,6 @@ from sd_quant.checkpoints.nemo_keys import PREFIX, locations
 from sd_quant.checkpoints.nemo_networks import parameter_shapes, sdxl_base_config
 from sd_quant.checkpoints.sgm import nemo_key, sgm_names
 from sd_quant.checkpoints.synthetic import CLIP_L, OPEN_CLIP_BIGG
-from sd_quant.errors import ConfigError
-from sd_quant.hand_over import gguf as writer
 from sd_quant.hand_over.weights import codes_and_scales
 from sd_quant.models.sdxl_nemo import TextShape, build_modules
 from sd_quant.quantization.assignment import LayerAssignment
@@ -23,7 +19,9 @@ from sd_quant.quantization.recipe import Enable, Pair, Recipe
 
 from .conftest import layer_errors, network_error
 
+pytestmark = pytest.mark.consumer
 gguf = pytest.importorskip("gguf")
+from sd_quant.hand_over import gguf as writer  # noqa: E402
 
 CLIP1 = TextShape(vocab_size=100, width=64, layers=2, context=16, mlp_width=96)
 CLIP2 = TextShape(vocab_size=100, width=64, layers=2, context=16, mlp_width=96, projection=32)
@@ -35,7 +33,7 @@ CASES = {"int8": {}, "int8-folded": {"alpha": 0.8}, "int8-one-scale": {"per_chan
 def assigned(case, name: str = "int8"):
     pair = Pair(name.partition("-")[0], None)
     recipe = Recipe(3.0, **{"alpha": None, **CASES[name]}, collect_method="min-max", enable=Enable(pair, pair, None))
-    return case.assignment(recipe, lambda layer: layer.role != "conv" and not layer.multiplies)
+    return case.assignment(recipe, "gguf")
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -79,10 +77,9 @@ def test_codes_layers_and_the_network_are_the_simulation(written):
     )
     state = {UNET + key: tensor for key, tensor in tensors.items()}
     theirs.load_state_dict(single_file_utils.convert_ldm_unet_checkpoint(state, dict(theirs.config)))
-    simulated = case.simulated(assignment)
+    simulated = case.simulated(assignment, "gguf")
     errors = layer_errors(case, simulated, theirs.eval(), assignment)
     whole = network_error(case, simulated, theirs)
-    print(f"{len(errors)} layers, largest error {max(errors.values()):.1e}, network {whole:.1e}")
     assert max(errors.values()) < 1e-5 and whole < 1e-5
 
 
@@ -132,28 +129,3 @@ def test_blocks_are_ggmls():
     assert block[0, 0, :2].view(torch.float16).item() == 0.5
     block = writer.blocks_of(torch.tensor([[-8] * 16 + [7] * 16], dtype=torch.int8), scales, "int4")
     assert block.shape == (1, 1, 18) and set(block[0, 0, 2:].tolist()) == {0xF0}
-
-
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        ({"format": "fp8"}, "a weight in fp8"),
-        ({"activation_format": "int8"}, "an input in int8"),
-        ({"weight_shape": (64, 64, 3, 3)}, "the weight of a convolution"),
-        ({"weight_shape": (64, 48)}, "no multiple of 32"),
-        ({"low_rank": (torch.ones(2, 1), torch.ones(1, 2))}, "a low-rank branch"),
-        ({"pre_quant_scale": torch.ones(1), "folded_into": None}, "multiplied"),
-    ],
-)
-def test_what_gguf_cannot_hold_is_refused(tiny, tmp_path, change, words):
-    case = tiny("sdxl")
-    assignment = assigned(case)
-    name = next(name for name, layer in assignment.items() if layer.format)
-    with pytest.raises(ConfigError, match=words):
-        writer.write(case.checkpoint, assignment | {name: replace(assignment[name], **change)}, tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
-def test_another_family_is_refused(tiny, tmp_path):
-    with pytest.raises(ConfigError, match="another family"):
-        writer.write(tiny("pixart").checkpoint, {}, tmp_path)

@@ -16,7 +16,7 @@ NAME = "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"
 def test_shapes_are_known_without_the_weight(tiny, name):
     case = tiny("sdxl")
     recipe = Recipe(3.0, None, enable=Enable(Pair(name, None), Pair(name, None), None), per_channel=name == "int8")
-    layers = quantized(case.assignment(recipe, lambda layer: layer.role != "conv"))
+    layers = quantized(case.assignment(recipe, "diffusers_sdnq"))
     for layer in layers.values():
         codes, scales = codes_and_scales(case.checkpoint, layer)
         assert (codes.shape, scales.shape) == (flat_shape(layer), scales_shape(layer)), layer.name

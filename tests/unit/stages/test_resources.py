@@ -20,7 +20,8 @@ SDXL = {"unet_xl": 2_567_463_684, "vae": 49_490_199, "clip1": 123_060_480, "clip
 def job(size: int = 1024, calibration: str | None = None, library: str = "tensorrt_rtx", engine: str = "openvino"):
     picture = SimpleNamespace(width=size, height=size, batch_size=1, engine=engine, precision="auto")
     quantize = SimpleNamespace(batch_size=1, calibration=calibration, accelerator="auto")
-    return SimpleNamespace(model=picture, infer=picture, quantize=quantize, trt=SimpleNamespace(library=library))
+    trt = SimpleNamespace(library=library)
+    return SimpleNamespace(model=picture, infer=picture, quantize=quantize, trt=trt, hand_over=["comfyui", "gguf"])
 
 
 @pytest.fixture
@@ -88,7 +89,8 @@ def test_a_disk_that_is_too_small(tmp_path, memory):
     memory(24)
     stored = {part: (4 if part == "vae" else 2) * count for part, count in SDXL.items()}
     files = resources.disk_needed(stored, job())
-    assert 25e9 < sum(files.values()) < 48e9 and files["plan"] > 0
+    assert 25e9 < sum(files.values()) - files["hand_over"] < 48e9 and files["plan"] > 0
+    assert files["hand_over"] == 2 * files["onnx"]
     assert resources.disk_needed(stored, job(library="none"))["plan"] == 0
     with pytest.raises(ResourceError, match=r"needs up to .*ModelOpt's checkpoint 10.3 GB"):
         resources.check_machine({}, files | {"onnx": 1e18}, tmp_path)

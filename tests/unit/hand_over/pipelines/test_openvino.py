@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sd_quant.engines.openvino import DEQUANTIZED, FP32, saturates
 from sd_quant.errors import ArtifactError
-from sd_quant.hand_over import openvino_pipeline
+from sd_quant.hand_over import openvino as target
 from sd_quant.inference.parity import PART_TOLERANCE
 
 pytestmark = pytest.mark.slow  # the tracing
@@ -19,7 +19,7 @@ COMPONENTS = ["text_encoder", "text_encoder_2", "unet", "vae_decoder"]
 
 @pytest.fixture(scope="module")
 def folder(handed_over, tmp_path_factory) -> Path:
-    return handed_over.write(openvino_pipeline, tmp_path_factory.mktemp("openvino") / "sdxl")
+    return handed_over.write(target, tmp_path_factory.mktemp("openvino") / "sdxl")
 
 
 def read(folder: Path) -> openvino.Model:
@@ -93,4 +93,4 @@ def test_codes_and_quantizers_come_through(handed_over, folder):
 def test_what_openvino_cannot_read_is_refused(tmp_path):
     (tmp_path / "model.onnx").write_bytes(b"hello")
     with pytest.raises(ArtifactError, match="OpenVINO cannot read the exported unet: "):
-        openvino_pipeline.convert(tmp_path / "model.onnx", tmp_path / "unet")
+        target.convert(tmp_path / "model.onnx", tmp_path / "unet")

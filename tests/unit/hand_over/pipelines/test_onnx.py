@@ -1,9 +1,7 @@
 """The folder for optimum-onnx, run by ONNX Runtime itself; and what the targets share."""
 
-import dataclasses
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import onnx
 import pytest
@@ -12,11 +10,10 @@ from torch import Tensor
 
 from sd_quant.checkpoints.kinds import open_checkpoint
 from sd_quant.engines.onnxruntime import load
-from sd_quant.errors import ConfigError
 from sd_quant.export import onnx_file
-from sd_quant.hand_over import exported_parts, onnx_pipeline, openvino_pipeline
+from sd_quant.hand_over import exported_parts
+from sd_quant.hand_over import onnx as target
 from sd_quant.inference.parity import PART_TOLERANCE
-from sd_quant.models import family_named
 from sd_quant.models.checkpoint import build_module
 from sd_quant.models.sdxl import UnetPart, padded
 from sd_quant.places import HOME
@@ -28,7 +25,7 @@ pytestmark = pytest.mark.slow  # the tracing
 
 @pytest.fixture(scope="module")
 def folder(handed_over, tmp_path_factory) -> Path:
-    return handed_over.write(onnx_pipeline, tmp_path_factory.mktemp("onnx") / "sdxl")
+    return handed_over.write(target, tmp_path_factory.mktemp("onnx") / "sdxl")
 
 
 def run(folder: Path, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -73,7 +70,7 @@ def test_large_weights_lie_beside_the_graph(handed_over, tmp_path, monkeypatch):
     (tmp_path / "vae_decoder").mkdir()
     part, file = handed_over.parts["vae_decoder"], tmp_path / "made/model.onnx"
     exported_parts.write_consumed(handed_over.checkpoint, part, file, {})
-    onnx_pipeline.move(file, tmp_path / "vae_decoder")
+    target.move(file, tmp_path / "vae_decoder")
     assert not list((tmp_path / "made").iterdir())
     assert {path.name for path in (tmp_path / "vae_decoder").iterdir()} == {"model.onnx", "model.onnx.data"}
     assert handed_over.error("vae_decoder", tmp_path, run) < 1e-3
@@ -120,28 +117,3 @@ def test_stable_diffusion_1(tmp_path):
     unet = parts["unet"].wrap(build_module(checkpoint, "unet"))
     inputs = {"sample": torch.randn(1, 4, 8, 8), "encoder_hidden_states": torch.randn(1, 77, 64)}
     assert unet(**inputs, timestep=torch.tensor(500.0)).shape == (1, 4, 8, 8)
-
-
-@pytest.mark.parametrize("family", ["flux", "sd3", "pixart"])
-def test_other_families_are_refused(family):
-    with pytest.raises(ConfigError, match="cannot be handed over to optimum's pipelines"):
-        exported_parts.consumed_parts(SimpleNamespace(family=family_named(family)))
-
-
-@pytest.mark.parametrize(
-    ("target", "weight", "activation", "reason"),
-    [
-        (onnx_pipeline, "nvfp4", "nvfp4", "FP4"),
-        (openvino_pipeline, "nvfp4", "nvfp4", "scales are computed in blocks"),
-    ],
-)
-def test_a_format_that_is_not_executed_is_refused_before_anything_is_written(
-    handed_over, tmp_path, target, weight, activation, reason
-):
-    assignment = {
-        name: dataclasses.replace(layer, format=weight, activation_format=activation) if layer.format else layer
-        for name, layer in handed_over.assignment.items()
-    }
-    with pytest.raises(ConfigError, match=reason):
-        target.write(handed_over.checkpoint, assignment, tmp_path)
-    assert not list(tmp_path.iterdir())

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import openvino
 
-from sd_quant.engines import refused_by_openvino
 from sd_quant.errors import ArtifactError
 from sd_quant.hand_over.exported_parts import write_folder
 from sd_quant.models.checkpoint import Checkpoint
@@ -26,10 +25,9 @@ def write(checkpoint: Checkpoint, assignment: Mapping[str, LayerAssignment], fol
 
     Inputs, outputs and their dtypes are those of ``exported_parts``. Memory does not grow with the weights, but for
     pages of mapped files, which the kernel can drop.
-    Raises ConfigError for a family or a format that OpenVINO's pipelines do not have, and ArtifactError when OpenVINO
-    cannot read an exported network.
+    Raises ArtifactError when OpenVINO cannot read an exported network.
     """
-    write_folder(checkpoint, assignment, folder, refuses=refused_by_openvino, pipelines="OV", convert=convert)
+    write_folder(checkpoint, assignment, folder, pipelines="OV", convert=convert)
 
 
 def convert(onnx: Path, place: Path) -> None:

@@ -8,7 +8,6 @@ The road not taken is optimum's own export and ONNX Runtime's quantizer, which w
 from collections.abc import Mapping
 from pathlib import Path
 
-from sd_quant.engines import refused_by_onnxruntime
 from sd_quant.engines.onnx_input import onnx_files
 from sd_quant.hand_over.exported_parts import write_folder
 from sd_quant.models.checkpoint import Checkpoint
@@ -19,9 +18,8 @@ def write(checkpoint: Checkpoint, assignment: Mapping[str, LayerAssignment], fol
     """Add ``<network>/model.onnx``, and ``model.onnx.data`` of a large one, to the pipeline ``folder``.
 
     The folder has everything else. Inputs, outputs and their dtypes are those of ``exported_parts``.
-    Raises ConfigError for a family or a format that ONNX Runtime's pipelines do not have.
     """
-    write_folder(checkpoint, assignment, folder, refuses=refused_by_onnxruntime, pipelines="ORT", convert=move)
+    write_folder(checkpoint, assignment, folder, pipelines="ORT", convert=move)
 
 
 def move(onnx: Path, place: Path) -> None:

@@ -1,0 +1,34 @@
+"""The licence that a checkpoint names: in a folder's model card, or in the metadata of a single file.
+
+A card is a README.md that begins with YAML between lines of dashes, as Hugging Face reads it; a file's metadata follow
+ModelSpec (``modelspec.license``). An archive of NeMo's has no place for one.
+"""
+
+import re
+from pathlib import Path
+
+import yaml
+
+from sd_quant.checkpoints.archive import whole_file
+from sd_quant.checkpoints.plain_yaml import load_yaml
+from sd_quant.checkpoints.safetensors_file import read_header
+from sd_quant.text import one_line
+
+CARD = "README.md"
+LARGEST_CARD = 100_000  # bytes that are looked at
+LONGEST = 100  # characters that are shown
+
+
+def licence_of(path: Path) -> str | None:
+    """What the checkpoint at ``path`` says of its licence, or None where it says nothing that can be read."""
+    if (path / CARD).is_file():
+        with (path / CARD).open("rb") as file:
+            head = re.match(rb"---\r?\n(.*?)\r?\n---", file.read(LARGEST_CARD), re.DOTALL)
+        try:
+            card = load_yaml(head[1]) if head else None
+        except (yaml.YAMLError, ValueError, RecursionError):
+            return None
+        named = card.get("license_name") or card.get("license") if isinstance(card, dict) else None
+    else:
+        named = read_header(whole_file(path))[1].get("modelspec.license") if path.suffix == ".safetensors" else None
+    return one_line(named, LONGEST) if isinstance(named, str) else None

@@ -1,0 +1,154 @@
+"""Results in other tools' formats, by the commands; and those tools, which draw by the code that a card prints."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sd_quant.config import run_job
+from sd_quant.hand_over import TARGETS
+from sd_quant.metrics.memory import StageTimer
+from sd_quant.stages.hand_over import assignment_of, rows_of
+
+from ..hand_over.pictures import PROMPTS, by_consumer, decibels, in_torch, printed_code
+
+SMALL = (
+    "quant_level=3", "alpha=0.8", "calib_size=4", "quantize.n_steps=4", "infer.steps=4", "timing.budget_s=0",
+    "export_trt=none",
+)  # fmt: skip
+# Decibels of a picture in fp32 against the simulation: ModelOpt computes it bit for bit. SDNQ adds in another order.
+# torchao divides an input by its scale as we do, in another order of multiplications, so that some get the other code.
+LEAST = {"diffusers_modelopt": float("inf"), "diffusers_torchao": 33.0, "diffusers_sdnq": 60.0}
+AS_PRINTED = 30.0  # in 16 bits, in which most inputs are near the next code
+
+
+@pytest.fixture(scope="module")
+def run(command, tmp_path_factory) -> Path:
+    """A run that has handed over to ModelOpt, which is installed with the project."""
+    folder = tmp_path_factory.mktemp("hand_over")
+    result = command(
+        "quantize.py", *SMALL, f"infer.prompts={PROMPTS}", f"cache.dir={folder}/cache", f"hydra.run.dir={folder}/run",
+        "hand_over=[diffusers_modelopt]",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "handed over" in result.stdout and "diffusers_modelopt  150 of 150" in result.stdout
+    return folder / "run"
+
+
+def test_the_record_and_the_card_say_what_it_is(run):
+    (entry,) = json.loads((run / "metrics.json").read_text())["hand_over"].values()
+    folder = run / "hand_over/diffusers_modelopt"
+    figures = json.loads((folder / "hand_over.json").read_text())
+    assert entry.items() <= figures.items() and Path(entry["folder"]).name == folder.name
+    assert entry["quantized"] == entry["of"] == 150 and entry["lost"] == {} and entry["inputs"].keys() == {"int8"}
+    assert len(entry["fidelity"]["psnr"]["values"]) == len(PROMPTS) and 20 < entry["fidelity"]["psnr"]["mean"] < 60
+    assert {"unet/modelopt_state.pth", "unet/diffusion_pytorch_model.safetensors"} <= entry["bytes"].keys()
+    card = (folder / "README.md").read_text()
+    assert f"| psnr | {entry['fidelity']['psnr']['mean']:.4g} |" in card and "95 % interval" in card
+    assert "zeros behind a text's 77 tokens" in card and "which names none" in card and "python quantize.py" in card
+
+
+def test_a_run_that_is_done_is_handed_over_the_same(run, command, tmp_path):
+    """The assignment that is derived again gives the same files, and a second time they are replaced."""
+    for images in ("true", "false"):
+        result = command(
+            "hand_over.py", f"run={run}", "to=diffusers_modelopt", f"images={images}", f"hydra.run.dir={tmp_path}"
+        )
+        assert result.returncode == 0, result.stderr[-3000:]
+        ours, theirs = tmp_path / "diffusers_modelopt", run / "hand_over/diffusers_modelopt"
+        name = "unet/diffusion_pytorch_model.safetensors"
+        assert (ours / name).read_bytes() == (theirs / name).read_bytes()
+        found, expected = (json.loads((folder / "hand_over.json").read_text())["fidelity"] for folder in (ours, theirs))
+        assert found == (expected if images == "true" else None)
+
+
+def refused(command, code: int, *arguments: object) -> str:
+    result = command("hand_over.py", *map(str, arguments))
+    assert result.returncode == code, result.stdout + result.stderr
+    return result.stderr.splitlines()[-1]
+
+
+def test_what_is_not_ours_is_left_alone(run, command, tmp_path):
+    (tmp_path / "diffusers_modelopt").mkdir()
+    (tmp_path / "diffusers_modelopt/thesis.txt").write_text("mine")
+    message = refused(command, 2, f"run={run}", "to=diffusers_modelopt", f"hydra.run.dir={tmp_path}")
+    assert "exists and was not handed over by us; set hydra.run.dir to another folder" in message
+    assert (tmp_path / "diffusers_modelopt/thesis.txt").read_text() == "mine"
+
+
+def test_another_assignment_is_refused(run, command, tmp_path):
+    changed = tmp_path / "run"
+    shutil.copytree(run, changed, ignore=shutil.ignore_patterns("hand_over", "onnx", "full_precision"))
+    table = (changed / "layers.csv").read_text()
+    (changed / "layers.csv").write_text(table.replace("int8", "fp8", 1))
+    message = refused(command, 3, f"run={changed}", "to=diffusers_modelopt", f"hydra.run.dir={tmp_path / 'out'}")
+    assert "layers.csv is not what the run's knobs give" in message
+    assert not (tmp_path / "out/diffusers_modelopt").exists()
+
+
+def test_a_recipe_of_which_nothing_would_be_left_is_refused_at_once(command, tmp_path):
+    result = command("quantize.py", "quantize=svdquant_w4a4", "hand_over=[comfyui]", f"hydra.run.dir={tmp_path}")
+    assert result.returncode == 2
+    assert "hand_over is comfyui, expected a target that holds weights in int4 (diffusers_sdnq" in result.stderr
+
+
+# --------------------------------------------------------------------------------------------- opened by others
+
+
+@pytest.fixture(scope="module")
+def handed_over(process, tmp_path_factory) -> Path:
+    """The run's folder of what all packages beside the project open."""
+    for package in ("accelerate", "comfy_kitchen", "gguf", "sdnq", "torchao"):
+        pytest.importorskip(package)
+    folder, targets = tmp_path_factory.mktemp("consumers"), [name for name, row in TARGETS.items() if not row.runtime]
+    result = process(
+        "quantize.py", *SMALL, f"infer.prompts={PROMPTS}", f"cache.dir={folder}/cache", f"hydra.run.dir={folder}/run",
+        f"hand_over=[{','.join(targets)}]",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert {path.name for path in (folder / "run/hand_over").iterdir()} == set(targets)
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def derived(handed_over):
+    return assignment_of(run_job(str(handed_over)), handed_over, StageTimer())
+
+
+@pytest.mark.consumer
+@pytest.mark.parametrize("target", LEAST)
+def test_it_draws_what_the_simulation_draws(handed_over, derived, tmp_path, target):
+    """By the printed code, and with fp32 in place of its dtype."""
+    (loaded, assignment), folder = derived, handed_over / "hand_over" / target
+    rows = rows_of([target], assignment)[target]
+    simulated = in_torch(loaded.checkpoint, folder, TARGETS[target].pads, rows, target)
+    code = printed_code(folder)
+    single = code.replace("torch.bfloat16", "torch.float32").replace("torch.float16", "torch.float32")
+    assert single != code
+    exact, _ = by_consumer(sys.executable, single, folder, tmp_path)
+    assert min(decibels(simulated, exact)) >= LEAST[target]
+    printed, facts = by_consumer(sys.executable, code, folder, tmp_path)
+    assert facts["class"] == "StableDiffusionXLPipeline" and min(decibels(simulated, printed)) > AS_PRINTED
+
+
+@pytest.mark.consumer
+def test_single_files_are_whole(handed_over):
+    """Every weight of the checkpoint is in ComfyUI's file, and of its UNet in GGUF's, under the keys that they read."""
+    import gguf
+    from safetensors.torch import load_file
+
+    state = load_file(handed_over / "hand_over/comfyui/sdxl.safetensors")
+    marked = [name for name in state if name.endswith(".comfy_quant")]
+    entry = json.loads((handed_over / "metrics.json").read_text())["hand_over"]
+    assert len(marked) == entry["comfyui"]["quantized"] > 50
+    assert all(state[name.replace("comfy_quant", "weight")].dtype == torch.int8 for name in marked)
+    unet = {name.removeprefix("model.diffusion_model.") for name in state if name.startswith("model.diffusion_model.")}
+    added = ("comfy_quant", "weight_scale", "input_scale", "pre_quant_scale")
+    reader = gguf.GGUFReader(handed_over / "hand_over/gguf/unet_xl.gguf")
+    assert {tensor.name for tensor in reader.tensors} == {name for name in unet if not name.endswith(added)}
+    assert sum(t.tensor_type.name == "Q8_0" for t in reader.tensors) == entry["gguf"]["quantized"]
+    others = ("first_stage_model.", "conditioner.embedders.0.", "conditioner.embedders.1.")
+    assert all(any(name.startswith(prefix) for name in state) for prefix in others)

@@ -1,0 +1,78 @@
+"""The same pictures by a consumer, from the code that its card prints, and by the simulation of it in torch.
+
+Prompts, noise, sampler and pipeline are the same: diffusers', whose networks are on one side the consumer's and on the
+other ours with the target's simulation.
+"""
+
+import json
+import re
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from diffusers import StableDiffusionXLPipeline
+
+from sd_quant.hand_over import TARGETS
+from sd_quant.hand_over.adapt import simulate_target
+from sd_quant.metrics.fidelity import psnr
+from sd_quant.models.checkpoint import Checkpoint, build_module, denoiser_part
+from sd_quant.models.sdxl import padded
+from sd_quant.quantization.assignment import LayerAssignment
+
+HERE = Path(__file__).resolve().parent
+PROMPTS = ["a glossy icon of a rocket", "a glossy icon of a red apple"]
+CALL = {"height": 64, "width": 64, "num_inference_steps": 8, "guidance_scale": 5.0}
+LATENTS = np.random.default_rng(0).standard_normal((len(PROMPTS), 4, 8, 8), np.float32)
+
+
+def printed_code(folder: Path) -> str:
+    """The code of a result's README."""
+    return re.search(r"```python\n(.*?)```", (folder / "README.md").read_text(encoding="utf-8"), re.DOTALL)[1]
+
+
+def by_consumer(python: Path | str, code: str, folder: Path, work: Path) -> tuple[np.ndarray, dict[str, object]]:
+    """Pictures, uint8 [N, H, W, 3], by what the ``code`` opens, and what that told of itself.
+
+    Raises CalledProcessError when it fails.
+    """
+    np.save(work / "latents.npy", LATENTS)
+    request = {
+        "code": code, "target": folder.name, "folder": str(folder.parent), "prompts": PROMPTS, "options": CALL,
+        **{name: str(work / f"{name}.npy") for name in ("latents", "pictures")}, "facts": str(work / "facts.json"),
+    }  # fmt: skip
+    path = work / "request.json"
+    path.write_text(json.dumps(request), encoding="utf-8")
+    subprocess.run([python, HERE / "draw.py", path], check=True, cwd=work)
+    return np.load(request["pictures"]), json.loads(Path(request["facts"]).read_text(encoding="utf-8"))
+
+
+@torch.inference_mode()
+def in_torch(
+    checkpoint: Checkpoint, folder: Path, pads: bool, rows: Mapping[str, LayerAssignment] = {}, target: str = ""
+) -> np.ndarray:
+    """The same pictures by torch in diffusers' pipeline of the ``folder``, whose UNet has the ``rows`` of a target.
+
+    ``pads`` says whether the text is padded as the checkpoint was trained.
+    """
+    networks = {component: build_module(checkpoint, component) for component in checkpoint.components}
+    part = denoiser_part(checkpoint)
+    tokens = part.contract.inputs["context"][1]
+    if target:
+        simulate_target(networks[part.component], rows, TARGETS[target])
+
+    def pad(unet, arguments, named):
+        return arguments, named | {"encoder_hidden_states": padded(named["encoder_hidden_states"], tokens)}
+
+    if pads:
+        networks[part.component].register_forward_pre_hook(pad, with_kwargs=True)
+    pipe = StableDiffusionXLPipeline.from_pretrained(folder, **networks, add_watermarker=False)
+    pipe.set_progress_bar_config(disable=True)
+    pictures = pipe(PROMPTS, latents=torch.from_numpy(LATENTS), output_type="np", **CALL).images
+    return (pictures * 255).round().astype(np.uint8)
+
+
+def decibels(reference: np.ndarray, pictures: np.ndarray) -> list[float]:
+    """PSNR of each picture, infinite for identical ones."""
+    return [float("inf") if score is None else score for score in psnr(reference, pictures)]

@@ -1,0 +1,46 @@
+import pytest
+
+from sd_quant.hand_over import TARGETS
+from sd_quant.hand_over.model_card import model_card
+from sd_quant.metrics.intervals import mean_interval
+
+VALUES = [30.0, 32.0, 37.0]
+FIGURES = {
+    "part": "unet_xl", "folder": "outputs/x/hand_over/diffusers_torchao", "quantized": 95, "of": 150,
+    "inputs": {"int8": "static"}, "lost": {"it holds no convolutions": 55}, "left_out": ["the encoder"],
+    "fidelity": {"psnr": {"values": [*VALUES, None]}}, "licence": "openrail++",
+    "command": "python quantize.py alpha=0.8",
+    "knobs": {"format": "int8", "alpha": 0.8, "budget": None}, "versions": {"torch": "2.13.0", "sdnq": None},
+    "bytes": {"unet/weights.safetensors": 12_345_678},
+}  # fmt: skip
+
+
+def test_a_card_says_everything():
+    card, interval = model_card(FIGURES, TARGETS["diffusers_torchao"]), mean_interval(VALUES)
+    for words in (
+        "95 of 150 layers are in int8 with inputs static; all else is in fp16.",
+        "format int8, alpha 0.8.",
+        "Licence: openrail++.",
+        "# pip install diffusers==0.42.1 accelerate==1.15.0 torchao==0.18.0",
+        "from_pretrained('diffusers_torchao', torch_dtype=torch.bfloat16)",
+        f"| psnr | 33 | {interval.low:.4g} to {interval.high:.4g} |",
+        "- 55 in high precision: it holds no convolutions",
+        "- the encoder",
+        "    python quantize.py alpha=0.8",
+        "torch 2.13.0\n",
+        "| unet/weights.safetensors | 12.3 |",
+    ):
+        assert words in card, words
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_the_code_of_a_card_is_python(name):
+    card = model_card(FIGURES | {"folder": f"x/{name}"}, TARGETS[name])
+    code = card.split("```")[1].removeprefix("python\n")
+    compile(code, name, "exec")
+    assert name in code
+
+
+def test_nothing_lost_no_images_and_no_licence():
+    card = model_card(FIGURES | {"lost": {}, "left_out": [], "fidelity": None, "licence": None}, TARGETS["onnx"])
+    assert "is not in it\n\nNothing.\n" in card and "No images were made of it" in card and "which names none" in card

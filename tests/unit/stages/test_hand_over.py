@@ -1,0 +1,105 @@
+"""What of a recipe and a pipeline is lost, and what is not written."""
+
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sd_quant.errors import ConfigError, ResourceError
+from sd_quant.hand_over import TARGETS
+from sd_quant.hand_over.adapt import adapted
+from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
+from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.stages import hand_over
+
+
+def row(name: str, *shape: int, **options) -> LayerAssignment:
+    known = {"weight_axis": 0, "weight_amax": torch.ones(shape[0]), "activation_amax": 1.0}
+    return LayerAssignment(name, "qkv", shape, "int8", "int8", **known | options)
+
+
+def test_layers_and_attentions_that_are_lost_are_counted_by_their_reason():
+    attention = LayerAssignment(
+        "attn", "attention", (), activation_format="int8", attention_amax=(torch.ones(1),) * 4,
+    )  # fmt: skip
+    kept = LayerAssignment("kept", "qkv", (4, 4), reason="kept")
+    rows = {each.name: each for each in (row("a", 4, 4), row("b", 4, 4, 3, 3), row("c", 4, 4, 1, 1), attention, kept)}
+    found = hand_over.lost(rows, adapted(rows, TARGETS["diffusers_torchao"]))
+    assert found == {
+        "diffusers_torchao holds no convolutions in int8": 2, "diffusers_torchao holds no products of attention": 1
+    }  # fmt: skip
+
+
+def test_nothing_left_says_why():
+    rows = {"a": row("a", 4, 4, 3, 3)}
+    with pytest.raises(ConfigError, match=r"none of the layers in int8 \(gguf holds no convolutions in int8\)"):
+        adapted(rows, TARGETS["gguf"])
+
+
+def test_no_consumer_but_a_graph_pads_text():
+    x, other = torch.ones(1, 80, 2), torch.ones(1, 90)
+    arguments, inputs = hand_over.without_padding(None, (), {"context": x, "y": other})
+    assert inputs["context"].shape == (1, CONTEXT_LENGTH, 2) and inputs["y"] is other and arguments == ()
+
+
+def test_errors_do_not_decide(tmp_path):
+    (tmp_path / "a.csv").write_text("name,format,output_error,accumulated_error\nx,int8,0.1,0.2\n")
+    (tmp_path / "b.csv").write_text("name,format,output_error,accumulated_error\nx,int8,0.10001,0.2\n")
+    (tmp_path / "c.csv").write_text("name,format,output_error,accumulated_error\nx,fp8,0.1,0.2\n")
+    same, other = hand_over.decided(tmp_path / "b.csv"), hand_over.decided(tmp_path / "c.csv")
+    assert hand_over.decided(tmp_path / "a.csv") == same != other
+
+
+def test_a_folder_of_ours_is_free(tmp_path):
+    hand_over.check_free(tmp_path / "none")
+    (tmp_path / "mine").mkdir()
+    hand_over.check_free(tmp_path / "mine")
+    (tmp_path / "mine/thesis.txt").touch()
+    with pytest.raises(ConfigError, match="exists and was not handed over by us"):
+        hand_over.check_free(tmp_path / "mine")
+    (tmp_path / "mine" / hand_over.FIGURES).touch()
+    hand_over.check_free(tmp_path / "mine")
+
+
+@pytest.mark.parametrize("when", ["write", "card"])
+def test_an_earlier_result_stays_until_the_next_is_whole(tmp_path, monkeypatch, when):
+    folder = tmp_path / "gguf"
+    folder.mkdir()
+    (folder / hand_over.FIGURES).write_text("{}")
+
+    def write(place, *_):
+        place.mkdir()
+        (place / "weights").write_bytes(bytes(200_000))
+        if when == "write":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(hand_over, "write_folder", write)
+    monkeypatch.setattr(hand_over, "left_out", lambda *_: [])
+    monkeypatch.setattr(hand_over, "versions", lambda *_: {})
+    loaded = SimpleNamespace(checkpoint=SimpleNamespace(path=tmp_path), denoiser="unet_xl")
+    job = SimpleNamespace(quantize=SimpleNamespace(**dict.fromkeys(hand_over.KNOBS)))
+    rows = {"a": row("a", 32, 32)}
+    make = lambda: hand_over.write_target(  # noqa: E731
+        TARGETS["gguf"], loaded, rows, rows, job, tmp_path, tmp_path, "python hand_over.py", False
+    )
+    if when == "write":
+        with pytest.raises(KeyboardInterrupt):
+            make()
+        assert (folder / hand_over.FIGURES).read_text() == "{}" and not list(tmp_path.glob(".*"))
+        return
+    written = make()
+    assert written["bytes"] == {"weights": 200_000} and (folder / "README.md").is_file()
+    assert (folder / hand_over.FIGURES).read_text() != "{}"
+
+
+def test_a_disk_that_is_too_small_is_found_out_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    parts = {"unet_xl": SimpleNamespace(contract=SimpleNamespace(weights=torch.float16))}
+    loaded = SimpleNamespace(parts=parts, parameters={"unet_xl": 10**9})
+    monkeypatch.setattr(hand_over, "assignment_of", lambda *_: (loaded, {"a": row("a", 32, 32)}))
+    monkeypatch.setattr(hand_over, "run_job", lambda run: None)
+    job = SimpleNamespace(run=str(tmp_path), targets=lambda: ["onnx"])
+    with pytest.raises(ResourceError, match=r"needs up to 2.00 GB and the disk has 0.00 GB free"):
+        hand_over.hand_over(job, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
