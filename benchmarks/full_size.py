@@ -18,11 +18,12 @@ What is honest about it: both sides of row 1 start from the same weights and qua
 reading the checkpoint and rounding the weights, the reference's seconds are those of ``torch.onnx.export`` alone, with
 everything loaded and calibrated. Every side of row 4 has the same inputs and as many threads as torch takes
 (``OMP_NUM_THREADS`` is heeded, but not by ``infer.py``), and its error against torch stands beside its time.
-``--twice`` measures the unquantized sides again at the end, because a machine may change its speed.
+``--twice`` measures the unquantized sides again at the end, because a machine may change its speed. ``--bf16`` measures
+each of OpenVINO's sides with bf16 in place of fp32 too, where the processor has instructions for it.
 What is unfair: the reference holds fp32, as it does on a CPU; on a GPU it may hold fp16, half of that. It writes
 weights as fp32 with a QuantizeLinear behind them, so its file is an intermediate one. Peak memory (VmHWM) counts files
 that are mapped, such as the weights that OpenVINO reads, which the kernel could drop. torch and OpenVINO compute in
-fp32 what is not quantized; bf16, where a processor has it, would be faster. A plan is built here and not run.
+fp32 what is not quantized, but where a row says bf16. A plan is built here and not run.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ LEVELS = ("1", "2", "2.5", "3", "4")
 HIGHEST = "3"  # that plans are built of; of the rows that have one
 PROFILED = (UNQUANTIZED, "3", "4")
 SIDES = (TORCH, UNQUANTIZED, *LEVELS)  # of one UNet pass
-PASSES = [(side, "") for side in SIDES] + [(side, ", again") for side in (TORCH, UNQUANTIZED)]
+HALF = ", bf16"  # what is not quantized, by the processor's instructions for it
+PASSES = [(side, note) for side in SIDES for note in ("", *([HALF] if side != TORCH else []))]
+PASSES += [(side, ", again") for side in (TORCH, UNQUANTIZED)]
 SELF_ATTENTION = "attn1"  # ends the names of attentions that level 4 quantizes in INT8
 ALPHA = 0.8
 PROMPT = "a cabin in deep snow with light in the windows"
@@ -303,9 +306,10 @@ def pass_inputs(options: argparse.Namespace, checkpoint: NemoCheckpoint) -> dict
 
 
 def one_pass(options: argparse.Namespace, side: str) -> dict:
-    checkpoint = open_nemo(options.checkpoint)
+    checkpoint, half = open_nemo(options.checkpoint), side.endswith(HALF)
+    side = side.removesuffix(HALF)
     inputs, torch_output = pass_inputs(options, checkpoint), options.work / "torch_output.pt"
-    engine, load_seconds = timed(lambda: pass_engine(options, checkpoint, side, inputs))
+    engine, load_seconds = timed(lambda: pass_engine(options, checkpoint, side, inputs, half))
     found = {"load_seconds": load_seconds, "load_peak_bytes": peak_memory_bytes(), "threads": torch.get_num_threads()}
     output = engine(**inputs)["out"]
     samples = [timed(lambda: engine(**inputs))[1] for _ in range(options.repeats)]
@@ -319,11 +323,13 @@ def one_pass(options: argparse.Namespace, side: str) -> dict:
 
 
 def pass_engine(
-    options: argparse.Namespace, checkpoint: NemoCheckpoint, side: str, inputs: dict[str, Tensor]
+    options: argparse.Namespace, checkpoint: NemoCheckpoint, side: str, inputs: dict[str, Tensor], half: bool
 ) -> Engine:
     if side == TORCH:
         return load_part(checkpoint, "unet_xl")
     engine = openvino.load(unet_file(options, side), threads=torch.get_num_threads())
+    if half:
+        engine.settings["INFERENCE_PRECISION_HINT"] = "bf16"
     engine.compiled_for(tuple(tuple(inputs[name].shape) for name in engine.inputs))
     return engine
 
@@ -488,13 +494,17 @@ class Bench:
         """Each side's file is written, measured and removed, so the disk holds one at a time."""
         self.measure("operations", self.after(row="operations"))
         chosen = (TORCH, UNQUANTIZED, *self.options.levels.split(","))
-        passes = [(side, again) for side, again in PASSES if side in chosen]
-        for side, again in passes if self.options.twice else [each for each in passes if not each[1]]:
-            if side != TORCH and not again:
+        notes = {"", *([HALF] if self.options.bf16 else []), *([", again"] if self.options.twice else [])}
+        written = None
+        for side, note in [(side, note) for side, note in PASSES if side in chosen and note in notes]:
+            if side != written:
+                self.remove("unet")
+            if side not in (TORCH, written):
                 self.measure(f"variant:{side}", self.after(row=f"variant:{side}"))
-            needed = () if side == TORCH else (f"variant:{side}",)
-            self.measure(f"pass:{side}{again}", self.after(*needed, row=f"pass:{side}"), repeats=self.options.repeats)
-            self.remove("unet")
+            written, needed = side, () if side == TORCH else (f"variant:{side}",)
+            row = f"pass:{side}{note if note == HALF else ''}"
+            self.measure(f"pass:{side}{note}", self.after(*needed, row=row), repeats=self.options.repeats)
+        self.remove("unet")
 
     def profiles(self) -> None:
         for side in PROFILED:
@@ -713,6 +723,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="timed UNet passes of each side (%(default)s)")
     parser.add_argument("--steps", type=int, default=2, help="of the picture (%(default)s)")
     parser.add_argument("--levels", default=",".join(LEVELS), help="of row 4 (%(default)s)")
+    parser.add_argument("--bf16", action="store_true", help="passes with bf16 in place of fp32 too")
     parser.add_argument("--twice", action="store_true", help="the unquantized passes again at the end")
     parser.add_argument("--skip-reference", action="store_true", help="no export by ModelOpt and torch.onnx")
     parser.add_argument("--keep", action="store_true", help="the checkpoint that was made and the ONNX of all parts")

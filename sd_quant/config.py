@@ -290,7 +290,7 @@ class Infer:
     precision: Annotated[
         str,
         one_of(["auto", "fp32", "fp16", "bf16"]),
-        "what torch computes in; auto: fp16 on a GPU, fp32 on a processor",
+        "what torch computes in, and OpenVINO what is not quantized (fp32, bf16); auto: fp16 on a GPU, fp32 elsewhere",
     ]
     cuda_graph: Annotated[bool, "a GPU replays an engine's calls: one launch instead of thousands"]
     allow_untrusted_plan: Annotated[bool, "load a plan that has no record of its build"]

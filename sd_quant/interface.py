@@ -31,13 +31,15 @@ from omegaconf.errors import OmegaConfBaseException
 
 from sd_quant.cache import Cache
 from sd_quant.cli import composing, job_of, knobs_of
-from sd_quant.config import QuantizeJob, artifact
+from sd_quant.config import QuantizeJob, artifact, check_consumers, check_targets
 from sd_quant.engines.pool import Pool, Variant
 from sd_quant.errors import ConfigError
+from sd_quant.files import atomic_path
+from sd_quant.hand_over import TARGETS
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.memory import fits, memory_of_variant
 from sd_quant.inference.pipeline import Generated
-from sd_quant.knobs import near
+from sd_quant.knobs import check, near, one_of
 from sd_quant.metrics.fidelity import fidelity
 from sd_quant.metrics.intervals import Interval, mean_interval
 from sd_quant.models.checkpoint import Checkpoint, denoiser_of, part_parameters
@@ -52,6 +54,7 @@ from sd_quant.stages.calibrate import statistics_of
 from sd_quant.stages.choose import choose
 from sd_quant.stages.export_onnx import delivered_files, export_parts
 from sd_quant.stages.generate import check_channels, check_images, check_steps, generate
+from sd_quant.stages.hand_over import rows_of, write_folder
 from sd_quant.stages.load import Loaded, check_weights, layers_of, open_model
 from sd_quant.stages.open_parts import open_simulated
 from sd_quant.stages.resources import workload_of
@@ -145,7 +148,7 @@ class Model:
         with TemporaryDirectory() as folder:
             chosen = choose(loaded, statistics, Path(folder), nullcontext)
         label = ", ".join([job.quantize.format, *(f"{name}={value}" for name, value in knobs.items())])
-        return Quantized(self, label, loaded, chosen.assignment)
+        return Quantized(self, label, job, loaded, chosen.assignment)
 
     def images(self, prompts: Sequence[str], **knobs: object) -> np.ndarray:
         """The full-precision model's images of ``prompts``, uint8 [N, H, W, 3]; knobs as for ``compare``."""
@@ -188,6 +191,7 @@ class Quantized:
 
     model: Model
     label: str  # the preset and the knobs that were given
+    job: QuantizeJob
     loaded: Loaded
     assignment: dict[str, LayerAssignment]
 
@@ -227,6 +231,30 @@ class Quantized:
             checkpoint, self.model.sha256, delivered_files(checkpoint, self.assignment, directory), self.model.cache
         )
         return {part: artifact(directory, "onnx", part) for part in checkpoint.parts()}
+
+    def hand_over(self, target: str, folder: str | Path) -> Path:
+        """Write the model in another tool's own format; ``docs/hand_over.md`` says what each holds and how to open it.
+
+        Args:
+            target: ``comfyui``, ``diffusers_modelopt``, ``diffusers_torchao``, ``diffusers_sdnq``, ``gguf``,
+                ``openvino`` or ``onnx``.
+            folder: a new one, or an empty one.
+
+        Returns:
+            The folder.
+
+        Raises:
+            ConfigError: there is no such target, it cannot hold the recipe or the family, or the folder is not empty.
+            ResourceError: a package that writes it is missing, or the disk is full.
+        """
+        one_of(TARGETS).check("target", target)
+        check_targets("target", [target], self.job)
+        check_consumers([target])
+        rows, directory = rows_of([target], self.assignment)[target], output_path(folder)
+        check(not directory.exists() or not any(directory.iterdir()), "folder", folder, "a new one, or an empty one")
+        with atomic_path(directory) as place:
+            write_folder(place, TARGETS[target], self.model.checkpoint, rows)
+        return directory
 
     def save_modelopt(self, path: str | Path) -> Path:
         """Write what ModelOpt makes the quantized denoiser of, in a diffusers pipeline of fp32 or fp16.

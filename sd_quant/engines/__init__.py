@@ -63,6 +63,7 @@ class Runtime:
     quantized: bool = True  # whether it can compute the quantized model; False: a baseline only
     unquantized: bool = True  # whether it can compute without an assignment, as infer.py does
     compiled: bool = False  # whether its modules go through torch.compile
+    precisions: tuple[str, ...] = ()  # other than fp32 that ``load`` takes, for what is not quantized
     ahead_of_time: bool = False  # whether it builds plans for named GPUs on a machine without one
     build: str | None = None  # ``module:function`` that makes what it loads of an ONNX file; None: it loads that
     # (where, fmt) -> why it cannot execute the format in ``where``, which is weights, inputs or attention, or None
@@ -77,7 +78,7 @@ RUNTIMES: dict[str, Runtime] = {
     for row in (
         Runtime(
             "openvino", "onnx", "cpu", package="openvino", extra="openvino", load="sd_quant.engines.openvino:load",
-            products="sd_quant.engines.openvino:products", refuses=refused_by_openvino,
+            products="sd_quant.engines.openvino:products", refuses=refused_by_openvino, precisions=("bf16",),
             bytes_per_parameter=OPENVINO_BYTES,
         ),
         Runtime(

@@ -1,8 +1,8 @@
 """OpenVINO on the CPU: the runtime where there is no GPU. It runs the same Q/DQ graphs as TensorRT with int8 kernels.
 
-What is not quantized is computed in fp32 (INFERENCE_PRECISION_HINT). By default OpenVINO takes bf16 or fp16 on
-processors that have them: the same file would give other images and other speed-ups on the next machine, and a
-comparison of int8 with "full precision" would silently be one with bf16.
+What is not quantized is computed in fp32 (INFERENCE_PRECISION_HINT) unless bf16 is asked for. By default OpenVINO takes
+bf16 or fp16 on processors that have them: the same file would give other images and other speed-ups on the next
+machine, and a comparison of int8 with "full precision" would silently be one with bf16.
 
 A model is compiled for the very shapes that it is called with. One for dynamic shapes, the road not taken, is computed
 node by node: OpenVINO joins element-wise nodes into kernels only where it knows their shapes. A pass of the shipped
@@ -52,6 +52,7 @@ FP32: dict[str, str | int] = {
     "INFERENCE_PRECISION_HINT": "f32",
     "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,  # else OpenVINO quantizes inputs of linears with quantized weights
 }
+BF16 = "BF16"  # among what a processor can do
 QUANTIZER = "FakeQuantize"  # what OpenVINO reads a QuantizeLinear as
 DEQUANTIZED = {"LP_TRANSFORMS_MODE": "NO"}  # codes are not multiplied, but what they stand for
 LARGEST = np.full(64, 127, np.int8)  # codes of a layer's input, and of its weight
@@ -136,9 +137,11 @@ def compiled_model(model: openvino.Model, path: Path, settings: dict[str, str | 
     return compiled
 
 
-def load(path: Path, *, threads: int | None = None) -> OpenVinoEngine:
+def load(path: Path, *, threads: int | None = None, precision: str = "fp32") -> OpenVinoEngine:
     """Read an ONNX file for this machine's CPU. ``threads`` is by default torch's.
 
+    ``precision`` is that of what is not quantized, fp32 or bf16. It is fp32 where the processor has no bf16, and for a
+    file without weights in fp16: a part that is exported in fp32, as a VAE is, needs it.
     Raises ArtifactError when the file is broken and ResourceError when OpenVINO has no CPU.
     """
     onnx_files(path)
@@ -150,6 +153,10 @@ def load(path: Path, *, threads: int | None = None) -> OpenVinoEngine:
         model = core.read_model(path)
     except RuntimeError as error:
         raise ArtifactError(f"OpenVINO cannot compile {path}: {one_line(error)}") from error
+    if precision != "fp32" and BF16 not in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+        LOG.info("this processor has no %s, so OpenVINO computes in fp32 what is not quantized", precision)
+    elif precision != "fp32" and "f16" in {op.get_element_type().get_type_name() for op in constants(model)}:
+        settings["INFERENCE_PRECISION_HINT"] = precision
     if any(op.get_type_name() == QUANTIZER for op in model.get_ops()) and saturates():
         LOG.info(
             "this processor has no VNNI, without which OpenVINO's sums of INT8 products saturate: computed in fp32"
@@ -157,6 +164,10 @@ def load(path: Path, *, threads: int | None = None) -> OpenVinoEngine:
         settings |= DEQUANTIZED
         round_by_arithmetic(model)
     return OpenVinoEngine(model, path, settings)
+
+
+def constants(model: openvino.Model) -> list[openvino.Node]:
+    return [op for op in model.get_ops() if op.get_type_name() == "Constant"]
 
 
 def round_by_arithmetic(model: openvino.Model) -> None:

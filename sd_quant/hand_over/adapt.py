@@ -17,6 +17,7 @@ from sd_quant.quantization.formats import FORMATS, e2m1, nvfp4
 from sd_quant.quantization.formats.blocks import spread
 from sd_quant.simulation.modelopt import simulate
 
+OWN_INPUTS = (PER_ROW, FP16)  # are computed in the consumer's own way, whatever the recipe says
 LARGEST_CODE, SMALLEST_SCALE = 127, 1e-12  # of inputs that are quantized row by row as they come
 
 
@@ -60,7 +61,7 @@ def held(layer: LayerAssignment, target: Target) -> LayerAssignment:
             without_inputs(layer), format=None, reason=reason, weight_amax=None, weight_axis=None, rounded=None,
             low_rank=None, pre_quant_scale=smoothing,
         )  # fmt: skip
-    return without_inputs(layer) if target.formats[layer.format] in (PER_ROW, FP16) else layer
+    return without_inputs(layer) if target.formats[layer.format] in OWN_INPUTS else layer
 
 
 def without_inputs(layer: LayerAssignment) -> LayerAssignment:
@@ -93,7 +94,7 @@ def why_not_held(layer: LayerAssignment, target: Target) -> str | None:
         return f"{target.name} reads the model's kind off the shape of its weight"
     if layer.multiplies and fmt not in target.multiplied:
         return f"{target.name} cannot multiply the inputs of {fmt} by a pre_quant_scale; smoothing=none needs none"
-    if layer.activation_zero_point and not target.zero_point:
+    if layer.activation_zero_point and not target.zero_point and target.formats[fmt] not in OWN_INPUTS:
         return f"{target.name} holds no inputs that are shifted"
     if layer.activation_format is None and target.formats[fmt] == STATIC:
         return f"{target.name} wants a scale of the inputs of {fmt}, and the recipe leaves them in high precision"

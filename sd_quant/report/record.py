@@ -154,7 +154,7 @@ class HandedOver(TypedDict):
     of: float  # those that the recipe quantizes
     inputs: dict[str, str]  # by the format of weights, how the target's consumer computes inputs
     lost: dict[str, int]  # how many layers and attentions stay in high precision there, by the reason
-    fidelity: dict[str, Any] | None  # of what the consumer computes, by score; null where no images were made
+    fidelity: dict[str, ImageScores] | None  # of what the consumer computes, by score; null where no images were made
     bytes: dict[str, int]  # of its larger files
 
 

@@ -4,11 +4,13 @@ Everything comes from the record, so the table can be printed again later. A num
 dash, with its reason below the table. The road not taken is ``rich``: colours and boxes do not survive a log file.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from sd_quant.metrics import Against, fidelity_scores
+from sd_quant.metrics.intervals import mean_interval
 from sd_quant.report.record import (
     DONE,
     FRAMEWORK,
@@ -26,6 +28,7 @@ from sd_quant.report.summary import Sweep, rows, shown_columns
 from sd_quant.report.timing import busy_because
 from sd_quant.text import printable
 
+HANDED_OVER = ["handed over", "layers", "PSNR", "size"]
 SWEPT = ("psnr_db", "lpips", "denoiser_speedup", "image_ms", "denoiser_onnx_share")  # columns, where there are figures
 
 
@@ -139,14 +142,22 @@ def _fidelity(record: Mapping[str, Any], reasons: list[str]) -> list[str]:
 
 
 def handed_over(entries: Mapping[str, Any] | None) -> list[str]:
-    """The lines of a table of what other tools were given, by target; none where there is nothing."""
+    """What other tools were given, by target; no lines where there is nothing."""
+    rows = handed_over_rows(entries)
+    return _align(HANDED_OVER, rows) if rows else []
+
+
+def handed_over_rows(entries: Mapping[str, Any] | None) -> list[list[str]]:
+    """The cells under HANDED_OVER: PSNR with its interval at 95 %, bytes of the larger files."""
     rows = []
     for name, entry in (entries or {}).items():
-        psnr = number_at(entry, "fidelity", "psnr", "mean").value
-        size = sum((at(entry, "bytes") or {}).values())
+        values = [value for value in at(entry, "fidelity", "psnr", "values") or [] if value is not None]
+        interval = mean_interval(values) if values else None
+        reach = f" ± {interval.high - interval.value:.1f}" if interval and math.isfinite(interval.high) else ""
+        psnr = f"{interval.value:.1f}{reach} dB" if interval else "–"
         held = f"{at(entry, 'quantized')} of {at(entry, 'of')}"
-        rows.append([name, held, "–" if psnr is None else f"{psnr:.2f} dB", _bytes(size)])
-    return _align(["handed over", "layers", "PSNR", "size"], rows) if rows else []
+        rows.append([name, held, psnr, _bytes(sum(filter(None, (at(entry, "bytes") or {}).values())))])
+    return rows
 
 
 def _costs(record: Mapping[str, Any]) -> list[str]:

@@ -30,6 +30,8 @@ def check_cuda_graph(infer: Infer) -> None:
 
 def open_file(path: Path, infer: Infer, **options: object) -> Engine:
     """The part in the file at ``path``, loaded by ``infer.engine``; ``options`` are those of its ``load``."""
+    if infer.precision in RUNTIMES[infer.engine].precisions:
+        options["precision"] = infer.precision
     return replayed(load_engine(infer.engine, path, **options), infer)
 
 

@@ -9,6 +9,7 @@ from PIL import Image
 
 import sd_quant
 from sd_quant.checkpoints.convert import convert
+from sd_quant.errors import ConfigError
 from sd_quant.metrics.fidelity import psnr
 from sd_quant.places import HOME
 
@@ -45,6 +46,16 @@ def test_files_are_those_of_the_command(quantized, main_job, tmp_path):
     for part, path in files.items():
         assert path.read_bytes() == (main_job.directory / f"onnx/{part}/{part}.onnx").read_bytes()
     assert not (tmp_path / "exported/full_precision").exists()
+
+
+def test_it_is_handed_over_to_other_tools(quantized, main_job, tmp_path):
+    folder = quantized.hand_over("diffusers_modelopt", tmp_path / "handed_over")
+    assert (folder / "unet/modelopt_state.pth").is_file() and (folder / "vae/config.json").is_file()
+    with pytest.raises(ConfigError, match="folder is .*handed_over, expected a new one, or an empty one"):
+        quantized.hand_over("diffusers_modelopt", folder)
+    with pytest.raises(ConfigError, match="target is nobody, expected one of comfyui, "):
+        quantized.hand_over("nobody", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
 
 
 def images_in(folder) -> np.ndarray:

@@ -51,7 +51,7 @@ NEEDED = {  # mandatory values of a primary or an option
 def composed(primary: str, *overrides: str) -> dict:
     """What Hydra makes of a primary, without its own section and the short names of knobs."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = compose(primary, list(overrides))
+        config = compose(primary, [*NEEDED.get(primary, []), *overrides])
     plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     return {name: value for name, value in plain.items() if name not in SHORTHANDS}
 
@@ -105,7 +105,7 @@ def skip_without_its_package(primary: str, option: str) -> None:
 
 @pytest.mark.parametrize(("primary", "option"), options())
 def test_every_option_of_every_primary_is_a_job(primary, option):
-    overrides = [*([option] if option else []), *NEEDED.get(primary, []), *NEEDED.get(option, [])]
+    overrides = [option, *NEEDED.get(option, [])] if option else []
     refused = {
         ("quantize", "infer=torch"): "an engine for the quantized model",  # it is the baseline of every job
         ("infer", "infer=torch_native"): "another, because this one computes what quantize.py derives",
@@ -241,7 +241,7 @@ def test_help_says_of_every_knob_what_it_means_and_takes(primary, mappings):
     lines = list(described(JOBS[primary]))
     knobs = [f"{group}.{name}" for group in ("quantize", "trt", "infer") for name in mappings[primary].get(group, {})]
     told = {line.partition(":")[0].rpartition(".")[2] for line in lines}
-    assert {knob.rpartition(".")[2] for knob in knobs} - {"enable"} <= told and knobs
+    assert {knob.rpartition(".")[2] for knob in knobs} - {"enable"} <= told and lines
     assert all(re.fullmatch(r"[a-z_.0-9]+: [^$]+ \(.+\)", line) for line in lines)
 
 

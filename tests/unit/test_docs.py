@@ -18,7 +18,7 @@ from sd_quant.errors import ResourceError
 from sd_quant.knobs import read
 from sd_quant.places import HOME
 
-from .test_config import JOBS, NEEDED, composed
+from .test_config import JOBS, composed
 
 PAGES = [HOME / name for name in ("README.md", "SECURITY.md")] + sorted((HOME / "docs").glob("*.md"))
 FOLDERS = "benchmarks|checkpoints|conf|docs|examples|sd_quant|tests"
@@ -156,4 +156,4 @@ def test_every_knob_is_explained(primary):
                 names.append(full)
         return names
 
-    assert not unexplained(composed(primary, *NEEDED.get(primary, [])))
+    assert not unexplained(composed(primary))

@@ -77,7 +77,7 @@ def test_bytes_of_weights_are_those_of_their_formats(model):
         LayerAssignment("a", "ffn", (10, 64), format="int8", weight_axis=0),
         LayerAssignment("b", "ffn", (10, 64), format=None, reason="kept"),
     ]
-    made = Quantized(model, "one", loaded, {row.name: row for row in rows})
+    made = Quantized(model, "one", None, loaded, {row.name: row for row in rows})
     parameters = model.parameters["unet_xl"]
     assert made.weight_bytes == 2 * parameters - 2 * 640 + 640 + 10 * 2  # codes, and a scale in fp16 for each channel
     assert made.share == made.weight_bytes / (2 * parameters)
@@ -91,7 +91,9 @@ def test_a_comparison_is_a_table_with_intervals(model, tmp_path):
     images = np.zeros((3, 64, 64, 3), np.uint8)
     scores = {"psnr": {"values": [30.0, 32.0, None]}, "ssim": {"mean": 0.9}, "lpips": {"mean": 0.01}}
     same = {"psnr": {"values": [None] * 3}, "ssim": {"mean": 1.0}, "lpips": {"mean": 0.0}}
-    results = [Result(Quantized(model, name, loaded, {}), images, each) for name, each in (("a", scores), ("b", same))]
+    results = [
+        Result(Quantized(model, name, None, loaded, {}), images, each) for name, each in (("a", scores), ("b", same))
+    ]
     comparison = Comparison(["x", "y", "z"], images, results)
     first, second = comparison.rows()
     assert (first["recipe"], first["psnr_db"], first["share_of_fp16"]) == ("a", 31.0, 1.0)

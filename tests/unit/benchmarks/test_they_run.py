@@ -35,7 +35,7 @@ RUNS = {
     "coverage": ["--draws", "2"],
 }  # fmt: skip
 WITHOUT_FILES = {"convolutions", "coverage"}
-LEFT_OUT = {"against_diffusers", "families", "full_size", "sweep", "verdict", "common"}
+LEFT_OUT = {"against_diffusers", "families", "full_size", "quickstart", "sweep", "verdict", "common"}
 
 
 def test_none_is_forgotten():

@@ -29,6 +29,20 @@ def test_the_largest_codes_do_not_saturate(largest):
     np.testing.assert_allclose(y.numpy(), largest.expected(np.full((2, 64), 3.96875)), rtol=1e-3)
 
 
+@pytest.mark.parametrize("able", [True, False])
+def test_bf16_is_taken_where_the_processor_has_it(float_onnx, monkeypatch, caplog, able):
+    class Core(openvino.openvino.Core):
+        def get_property(self, device, name):
+            return ["FP32", "INT8", *(["BF16"] if able else [])]
+
+    monkeypatch.setattr(openvino.openvino, "Core", Core)
+    with caplog.at_level("INFO"):
+        engine = openvino.load(float_onnx, threads=1, precision="bf16")
+    assert engine.settings["INFERENCE_PRECISION_HINT"] == ("bf16" if able else "f32")
+    assert ("this processor has no bf16" in caplog.text) == (not able)
+    assert openvino.load(float_onnx, threads=1).settings["INFERENCE_PRECISION_HINT"] == "f32"
+
+
 def test_where_sums_saturate_codes_are_dequantized(tiny, float_onnx, monkeypatch, caplog):
     monkeypatch.setattr(openvino, "saturates", lambda: True)
     with caplog.at_level("INFO"):

@@ -75,6 +75,16 @@ def test_what_a_target_cannot_hold_stays_in_high_precision(target, change, words
     assert found.format is None and found.activation_format is None and words in found.reason
 
 
+def test_a_shift_goes_with_the_inputs():
+    """The weight of a shifted convolution is held where inputs are not, with the convolution's own bias."""
+    row = LayerAssignment(
+        "conv1", "conv", (8, 8, 3, 3), "int8", "int8", weight_axis=0, weight_amax=torch.ones(8), activation_amax=1.0,
+        activation_zero_point=3, bias=torch.ones(8),
+    )  # fmt: skip
+    found = held(row, TARGETS["diffusers_sdnq"])
+    assert (found.format, found.activation_format, found.activation_zero_point, found.bias) == ("int8", None, 0, None)
+
+
 @pytest.mark.parametrize("target, kept", [("diffusers_modelopt", None), ("openvino", "int8"), ("onnx", "int8")])
 def test_attention_is_held_by_graphs_alone(target, kept):
     row = LayerAssignment(

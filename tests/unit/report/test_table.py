@@ -1,6 +1,7 @@
 import pytest
 
-from sd_quant.report.table import run_table, sweep_table
+from sd_quant.metrics.intervals import mean_interval
+from sd_quant.report.table import handed_over_rows, run_table, sweep_table
 
 
 def latency(p50: float) -> dict:
@@ -170,3 +171,20 @@ def test_a_plan_that_keeps_attention_in_high_precision_says_so():
     table = run_table(found)
     (marked,) = [line for line in table.splitlines() if "attention is in high precision: it takes no" in line]
     assert f"GiB {marked.partition(' ')[0]}" in next(line for line in table.splitlines() if line.startswith("unet_xl"))
+
+
+def test_what_was_handed_over_has_an_interval():
+    entry = {
+        "quantized": 95,
+        "of": 150,
+        "bytes": {"a": 2**20, "b": None},
+        "fidelity": {"psnr": {"values": [30.0, None, 32.0, 37.0]}},
+    }
+    interval = mean_interval([30.0, 32.0, 37.0])
+    shown = f"33.0 ± {interval.high - 33:.1f} dB"
+    assert handed_over_rows({"gguf": entry}) == [["gguf", "95 of 150", shown, "1.0 MiB"]]
+    assert handed_over_rows({"gguf": entry | {"fidelity": None}})[0][2] == "–"
+    assert handed_over_rows({"gguf": entry | {"fidelity": {"psnr": {"values": [30.0]}}}})[0][2] == "30.0 dB"
+    assert handed_over_rows(None) == []
+    assert "handed over" not in run_table(record())
+    assert "gguf         95 of 150" in run_table(record() | {"hand_over": {"gguf": entry}})

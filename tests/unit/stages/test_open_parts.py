@@ -1,5 +1,6 @@
 """Which engine a part becomes."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -74,3 +75,14 @@ def test_native_layers_are_those_of_the_best_device(checkpoint, monkeypatch):
     monkeypatch.setattr(open_parts, "with_native_layers", lambda network, known, device: asked.append((known, device)))
     open_parts.open_torch(checkpoint, infer(), "unet_xl", {})
     assert asked == [({}, torch.device("meta"))]
+
+
+@pytest.mark.parametrize(
+    "engine, precision, expected",
+    [("openvino", "bf16", "bf16"), ("openvino", "auto", None), ("openvino", "fp16", None), ("torch", "bf16", None)],
+)
+def test_a_runtime_is_told_of_a_precision_that_it_has(monkeypatch, engine, precision, expected):
+    given = {}
+    monkeypatch.setattr(open_parts, "load_engine", lambda name, path, **options: given.update(options))
+    open_parts.open_file(Path("unet_xl.onnx"), infer(engine, precision))
+    assert given.get("precision") == expected

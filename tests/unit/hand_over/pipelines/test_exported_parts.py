@@ -1,0 +1,194 @@
+"""The folders for optimum's pipelines, run by ONNX Runtime and OpenVINO. tests/hand_over has optimum load them."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import onnx
+import openvino
+import pytest
+import torch
+from torch import Tensor
+
+from sd_quant.checkpoints.kinds import open_checkpoint
+from sd_quant.engines.onnxruntime import load
+from sd_quant.engines.openvino import DEQUANTIZED, FP32, saturates
+from sd_quant.errors import ArtifactError
+from sd_quant.export import onnx_file
+from sd_quant.hand_over import exported_parts
+from sd_quant.hand_over import onnx as onnx_target
+from sd_quant.hand_over import openvino as openvino_target
+from sd_quant.inference.parity import PART_TOLERANCE
+from sd_quant.models.checkpoint import build_module
+from sd_quant.models.sdxl import UnetPart, padded
+from sd_quant.places import HOME
+
+from ....pipelines import sd15
+
+pytestmark = pytest.mark.slow  # the tracing
+COMPONENTS = ["text_encoder", "text_encoder_2", "unet", "vae_decoder"]
+TARGETS = {"onnx": onnx_target, "openvino": openvino_target}
+
+
+@pytest.fixture(scope="module")
+def folders(handed_over, tmp_path_factory) -> Mapping[str, Path]:
+    """What each target has written."""
+    folder = tmp_path_factory.mktemp("pipelines")
+    return {name: handed_over.write(target, folder / name) for name, target in TARGETS.items()}
+
+
+def run_onnx(folder: Path, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return load(folder / "model.onnx", threads=1)(**inputs)
+
+
+def read(folder: Path) -> openvino.Model:
+    return openvino.Core().read_model(folder / "openvino_model.xml")
+
+
+def run_openvino(folder: Path, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As the consumer does: inputs by name, outputs in the file's order."""
+    model = read(folder)
+    settings = FP32 | {"INFERENCE_NUM_THREADS": 1} | (DEQUANTIZED if saturates() else {})
+    outputs = openvino.compile_model(model, "CPU", settings)({name: x.numpy() for name, x in inputs.items()})
+    return {port.any_name: torch.from_numpy(outputs[index]) for index, port in enumerate(model.outputs)}
+
+
+RUN = {"onnx": run_onnx, "openvino": run_openvino}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("component", ["text_encoder", "text_encoder_2", "vae_decoder"])
+def test_an_unquantized_network_computes_what_torch_does(handed_over, folders, target, component):
+    """The tolerances are those of every part: fp16 weights in a text encoder, fp32 in the VAE."""
+    dtype = handed_over.parts[component].contract.weights
+    assert handed_over.error(component, folders[target], RUN[target]) < PART_TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_unet_is_as_far_from_full_precision_as_the_simulation(handed_over, folders, target):
+    """Not the same: what rounds the other way in one layer changes all behind it, see tests/unit/export/test_qdq.py."""
+    ours, simulated = handed_over.distances(folders[target], RUN[target])
+    assert ours == pytest.approx(simulated, rel=0.2) and 1e-2 < ours < 0.3
+
+
+def test_the_state_that_pipelines_read_is_the_last_but_one(handed_over):
+    inputs = handed_over.inputs("text_encoder_2", seed=1)
+    outputs = dict(
+        zip(
+            handed_over.parts["text_encoder_2"].contract.outputs,
+            handed_over.module("text_encoder_2")(**inputs),
+            strict=True,
+        )
+    )
+    expected = build_module(handed_over.checkpoint, "text_encoder_2")(inputs["input_ids"], output_hidden_states=True)
+    states = [value for name, value in outputs.items() if name.startswith("hidden_states")]
+    assert torch.equal(states[-2], expected.hidden_states[-2])
+    assert list(outputs)[0] == "text_embeds" and torch.equal(outputs["text_embeds"], expected.text_embeds)
+
+
+def test_nemo_text_is_padded_inside(handed_over):
+    """Consumers know of CLIP's 77 tokens, and NeMo's checkpoints were trained on 80."""
+    checkpoint = open_checkpoint(HOME / "checkpoints/sdxl_mini.nemo", "sdxl", io=None, max_sequence_length=None)
+    part = exported_parts.consumed_parts(checkpoint)["unet"]
+    assert part.contract.inputs["encoder_hidden_states"][1] == 77 and part.wrap(torch.nn.Identity()).tokens == 80
+    network, inputs = build_module(handed_over.checkpoint, "unet"), handed_over.inputs("unet", seed=1)
+    text = padded(inputs["encoder_hidden_states"], 80)
+    assert text.shape[1] == 80 and torch.equal(text[:, :77], inputs["encoder_hidden_states"])
+    expected = UnetPart(network)(**inputs | {"encoder_hidden_states": text})
+    assert torch.equal(exported_parts.ConsumedUnet(network, 80)(**inputs), expected)
+    assert not torch.equal(exported_parts.ConsumedUnet(network, 77)(**inputs), expected)
+
+
+def test_stable_diffusion_1(tmp_path):
+    sd15(tmp_path / "sd15")
+    checkpoint = open_checkpoint(tmp_path / "sd15", "sd15", io=None, max_sequence_length=None)
+    parts = exported_parts.consumed_parts(checkpoint)
+    assert list(parts) == ["unet", "vae_decoder", "text_encoder"]
+    assert list(parts["unet"].contract.inputs) == ["sample", "timestep", "encoder_hidden_states"]
+    assert parts["text_encoder"].contract.outputs[:2] == ("last_hidden_state", "pooler_output")
+    unet = parts["unet"].wrap(build_module(checkpoint, "unet"))
+    inputs = {"sample": torch.randn(1, 4, 8, 8), "encoder_hidden_states": torch.randn(1, 77, 64)}
+    assert unet(**inputs, timestep=torch.tensor(500.0)).shape == (1, 4, 8, 8)
+
+
+def test_files_of_onnx(folders):
+    folder = folders["onnx"]
+    places = sorted(path.parent.name for path in folder.rglob("model.onnx"))
+    assert places == COMPONENTS
+    assert all({path.name for path in (folder / place).iterdir()} == {"config.json", "model.onnx"} for place in places)
+    assert json.loads((folder / "model_index.json").read_text())["_class_name"] == "ORTStableDiffusionXLPipeline"
+    for place in places:
+        onnx.checker.check_model(folder / place / "model.onnx", full_check=True)
+
+
+def test_inputs_of_onnx(folders):
+    inputs = load(folders["onnx"] / "unet/model.onnx", threads=1).session.get_inputs()
+    assert {port.name: (port.shape, port.type) for port in inputs} == {
+        "sample": (["batch", 4, "height", "width"], "tensor(float)"),
+        "timestep": ([], "tensor(float)"),
+        "encoder_hidden_states": (["batch", 77, 128], "tensor(float)"),
+        "text_embeds": (["batch", 64], "tensor(float)"),
+        "time_ids": (["batch", 6], "tensor(float)"),
+    }
+
+
+def test_large_weights_lie_beside_the_graph(handed_over, tmp_path, monkeypatch):
+    monkeypatch.setattr(onnx_file, "LARGEST_SINGLE_FILE", 0)
+    (tmp_path / "made").mkdir()
+    (tmp_path / "vae_decoder").mkdir()
+    part, file = handed_over.parts["vae_decoder"], tmp_path / "made/model.onnx"
+    exported_parts.write_consumed(handed_over.checkpoint, part, file, {})
+    onnx_target.move(file, tmp_path / "vae_decoder")
+    assert not list((tmp_path / "made").iterdir())
+    assert {path.name for path in (tmp_path / "vae_decoder").iterdir()} == {"model.onnx", "model.onnx.data"}
+    assert handed_over.error("vae_decoder", tmp_path, run_onnx) < 1e-3
+
+
+def test_files_of_openvino(folders):
+    folder = folders["openvino"]
+    places = sorted(path.parent.name for path in folder.rglob("openvino_model.xml"))
+    assert places == COMPONENTS
+    for place in places:
+        assert {path.name for path in (folder / place).iterdir()} == {
+            "config.json", "openvino_model.xml", "openvino_model.bin"
+        }  # fmt: skip
+    assert json.loads((folder / "vae_decoder/config.json").read_text())["scaling_factor"] == 0.13025
+    assert json.loads((folder / "model_index.json").read_text())["_class_name"] == "OVStableDiffusionXLPipeline"
+    assert not list(folder.glob(".*")) and not list(folder.rglob("*.onnx"))  # nothing of the way is left
+
+
+def test_inputs_and_outputs_of_openvino(folders):
+    found = {}
+    for component in COMPONENTS:
+        model = read(folders["openvino"] / component)
+        found[component] = {
+            port.any_name: (str(port.partial_shape), port.element_type.get_type_name()) for port in model.inputs
+        }
+        assert {port.element_type.get_type_name() for port in model.outputs} == {"f32"}
+    assert found == {
+        "unet": {
+            "sample": ("[?,4,?,?]", "f32"),
+            "timestep": ("[]", "f32"),
+            "encoder_hidden_states": ("[?,77,128]", "f32"),
+            "text_embeds": ("[?,64]", "f32"),
+            "time_ids": ("[?,6]", "f32"),
+        },
+        "vae_decoder": {"latent_sample": ("[?,4,?,?]", "f32")},
+        "text_encoder": {"input_ids": ("[?,77]", "i64")},
+        "text_encoder_2": {"input_ids": ("[?,77]", "i64")},
+    }
+
+
+def test_codes_and_quantizers_come_through(handed_over, folders):
+    ops = read(folders["openvino"] / "unet").get_ops()
+    constants = [op.output(0) for op in ops if op.get_type_name() == "Constant"]
+    codes = [port for port in constants if port.element_type.get_type_name() == "i8" and len(port.shape) > 1]
+    quantized = sum(layer.format is not None for layer in handed_over.assignment.values())
+    assert len([port for port in codes if max(port.shape) > 1]) >= quantized > 10
+    assert sum(op.get_type_name() == "FakeQuantize" for op in ops) > 5
+
+
+def test_what_openvino_cannot_read_is_refused(tmp_path):
+    (tmp_path / "model.onnx").write_bytes(b"hello")
+    with pytest.raises(ArtifactError, match="OpenVINO cannot read the exported unet: "):
+        openvino_target.convert(tmp_path / "model.onnx", tmp_path / "unet")
