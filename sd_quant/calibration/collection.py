@@ -69,13 +69,11 @@ def calibrate(
     accelerator: str = "auto",
     devices: int = 1,
     announce: Callable[[str, int, float | None], object] | None = None,
-    each_step: Callable[[], object] = lambda: None,
 ) -> Statistics:
     """The statistics of the denoiser's layers ``names`` over all ``prompts``, from the cache as far as it has them.
 
     ``announce`` is called with the type of the device, the number of prompts to calibrate and the seconds that a call
     of the denoiser takes (None for several processes) before the first prompt, and not at all when the cache has all.
-    ``each_step`` is called at every step of a batch, but of several processes.
     Raises SdQuantError naming layer, prompt and step when an input of a layer is not finite, ResourceError when there
     are fewer GPUs than asked for.
     """
@@ -101,7 +99,7 @@ def calibrate(
                 segment = segments(done, len(prompts), snapshots)[0]
                 arguments = (names, prompts, segment, sampling)
                 statistics = (
-                    collect_segment(fabric, model, *arguments, each_step=each_step)
+                    collect_segment(fabric, model, *arguments)
                     if devices == 1
                     else collect_in_processes(fabric, model.checkpoint, *arguments)
                 )
@@ -165,7 +163,6 @@ def collect_segment(
     segment: range,
     sampling: Sampling,
     subset: slice = slice(None),
-    each_step: Callable[[], object] = lambda: None,
 ) -> Statistics:
     """The statistics of the prompts ``segment[subset]``, collected in this process. The model ends on the CPU again."""
     mine = segment[subset]
@@ -199,7 +196,6 @@ def collect_segment(
         def on_step(step: int) -> None:
             if (step, now["batch"]) != (now.get("step"), now.get("counted")):  # once for all calls of a step
                 advance()
-                each_step()
             now.update(step=step, counted=now["batch"])
 
         pipeline(

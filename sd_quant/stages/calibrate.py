@@ -1,7 +1,6 @@
 """Statistics of the denoiser's layers: from the cache, from a calibration here, or from a file made elsewhere."""
 
 import logging
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -26,11 +25,10 @@ def statistics_of(
     job: QuantizeJob,
     checkpoint_sha256: str,
     prompts: list[str] | None = None,
-    each_step: Callable[[], object] = lambda: None,
 ) -> Statistics:
     """Statistics of every layer that some level may quantize; ``roles`` are those of all the denoiser's layers.
 
-    They are of ``prompts``, or of those that the job names. ``each_step`` is called at every step of a batch.
+    They are of ``prompts``, or of those that the job names.
     """
     knobs = job.quantize
     names = [name for name, role in roles.items() if role != "excluded"]
@@ -56,7 +54,6 @@ def statistics_of(
         accelerator=knobs.accelerator,
         devices=knobs.devices,
         announce=partial(announce_calibration, knobs),
-        each_step=each_step,
     )
 
 

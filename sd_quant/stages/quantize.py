@@ -107,9 +107,9 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> Record:
     with step("load"):
         loaded = load(job, directory)
         bytes_to_share(loaded)  # refuses a budget before calibration
-    with traced_ahead(job.model, loaded.checkpoint, sha256, cache) as leave_cores:
+    with traced_ahead(job.model, loaded.checkpoint, sha256, cache):
         with step("calibrate"):
-            statistics = statistics_of(loaded.checkpoint, loaded.roles, job, sha256, each_step=leave_cores)
+            statistics = statistics_of(loaded.checkpoint, loaded.roles, job, sha256)
         chosen = choose(loaded, statistics, directory, step)
         assignment = chosen.assignment
         rows = rows_of(job.hand_over, assignment)  # refused before anything is exported

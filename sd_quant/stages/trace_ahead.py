@@ -3,9 +3,9 @@
 A trace takes the network's structure alone and one core for half a minute, of Python that no thread can run beside. The
 denoiser has a process and the other parts share one. They leave graphs in the cache, where the export finds them, or
 waits for them at the cache's lock. A process that fails leaves nothing, and the export traces that part itself and says
-what is wrong. While one is at work, calibration leaves it a core: threads of torch wait for each other, so they lose
-most by sharing one. The road not taken is the lowest priority, with which a trace of a network that is soon calibrated
-begins when that ends.
+what is wrong. They have the lowest priority, because threads of torch that wait for each other lose most by sharing a
+core. The road not taken is to calibrate with a thread less meanwhile: on two cores that takes 7 seconds more, and a
+trace is only 4 seconds earlier (benchmarks/quickstart.py).
 """
 
 import dataclasses
@@ -14,11 +14,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-
-import torch
 
 from sd_quant.cache import Cache
 from sd_quant.config import Model
@@ -27,33 +25,20 @@ from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.stages.export_onnx import graph_origin, provide_graph
 from sd_quant.stages.load import open_model
 
+LOWEST_PRIORITY = 19
+
 
 @contextmanager
-def traced_ahead(
-    model: Model, checkpoint: Checkpoint, checkpoint_sha256: str, cache: Cache
-) -> Iterator[Callable[[], None]]:
-    """While the block runs, parts are traced whose graphs the ``cache`` lacks; none where a job has one thread only.
-
-    Yields a function for whoever computes in the block to call now and then: torch then takes the cores that the traces
-    leave. Behind the block it has all of them again.
-    """
-    most = threads()
-    parts = checkpoint.parts() if cache.directory is not None and most > 1 else ()
+def traced_ahead(model: Model, checkpoint: Checkpoint, checkpoint_sha256: str, cache: Cache) -> Iterator[None]:
+    """While the block runs, parts are traced whose graphs the ``cache`` lacks; none where a job has one thread only."""
+    parts = checkpoint.parts() if cache.directory is not None and threads() > 1 else ()
     missing = [part for part in parts if not cache.holds("graph", graph_origin(checkpoint, checkpoint_sha256, part))]
     denoiser = [part for part in missing if part == checkpoint.family.DENOISER]
-    others = [part for part in missing if part not in denoiser]
-    with ExitStack() as stack:
-        stack.callback(torch.set_num_threads, most)
-        processes = [start(model, checkpoint_sha256, cache, group) for group in (denoiser, others) if group]
-        for process in processes:
-            stack.callback(end, process)
-
-        def leave_cores() -> None:
-            at_work = sum(process.poll() is None for process in processes)
-            if torch.get_num_threads() != (left := max(1, most - at_work)):
-                torch.set_num_threads(left)
-
-        yield leave_cores
+    with ExitStack() as processes:
+        for group in (denoiser, [part for part in missing if part not in denoiser]):
+            if group:
+                processes.callback(end, start(model, checkpoint_sha256, cache, group))
+        yield
 
 
 def end(process: subprocess.Popen) -> None:
@@ -86,6 +71,7 @@ def start(model: Model, checkpoint_sha256: str, cache: Cache, parts: list[str]) 
 def main() -> None:
     """What such a process does: the request comes on standard input."""
     request = json.load(sys.stdin)
+    os.nice(LOWEST_PRIORITY)
     directory, limit_bytes = request["cache"]
     checkpoint, cache = open_model(Model(**request["model"])), Cache(Path(directory), limit_bytes)
     for part in request["parts"]:

@@ -28,10 +28,7 @@ def started(monkeypatch) -> list:
 
     class Process:
         def __init__(self, parts):
-            self.parts, self.killed, self.code = parts, False, None
-
-        def poll(self):
-            return self.code
+            self.parts, self.killed = parts, False
 
         def kill(self):
             self.killed = True
@@ -54,21 +51,6 @@ def test_the_denoiser_has_a_process_and_the_others_share_one(started, tmp_path):
         assert [process.parts for process in started] == [["unet"], ["vae", "clip"]]
         assert not any(process.killed for process in started)
     assert all(process.killed for process in started)
-
-
-def test_what_computes_meanwhile_leaves_a_core_to_each_that_is_at_work(started, tmp_path, monkeypatch):
-    threads = [4]
-    monkeypatch.setattr(trace_ahead, "threads", lambda: 4)
-    monkeypatch.setattr(trace_ahead.torch, "get_num_threads", lambda: threads[-1])
-    monkeypatch.setattr(trace_ahead.torch, "set_num_threads", threads.append)
-    with traced_ahead(None, Checkpoint(), "", Cache(tmp_path)) as leave_cores:
-        for code in (None, None, 0):
-            leave_cores()
-            started[0].code = code
-        leave_cores()
-        started[1].code = 1
-        leave_cores()
-    assert threads == [4, 2, 3, 4, 4]
 
 
 def test_graphs_that_the_cache_has_are_not_traced_again(started, tmp_path):
