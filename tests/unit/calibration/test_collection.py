@@ -215,7 +215,7 @@ def test_what_is_to_come_is_said_once_and_changes_nothing(model, names, whole, t
         found = collected(model, names, cache=tmp_path, snapshots=[1], announce=lambda *told: said.append(told))
         assert_same(found, whole)
     [(device, prompts, seconds)] = said
-    assert (device, prompts) == ("cpu", len(PROMPTS)) and 0 < seconds < 60
+    assert (device, prompts) == ("cpu", len(PROMPTS)) and seconds > 0
 
 
 def test_the_second_time_nothing_runs(model, names, whole, calls, caplog, tmp_path):
