@@ -52,6 +52,15 @@ def test_where_sums_saturate_codes_are_dequantized(tiny, float_onnx, monkeypatch
     assert "no VNNI" in caplog.messages[0]
 
 
+def test_dequantized_codes_are_computed_for_any_shape(tiny, samples, monkeypatch):
+    """With AVX2 alone, kernels for known shapes round behind an attention wrongly; a run's own parity shows it there."""
+    monkeypatch.setattr(openvino, "saturates", lambda: True)
+    engine = openvino.load(tiny.path, threads=1)
+    y = engine(x=torch.from_numpy(samples))["y"]
+    np.testing.assert_allclose(y.numpy(), tiny.expected(samples), rtol=2e-3, atol=2e-3)
+    assert all(port.partial_shape.is_dynamic for port in engine.compiled.inputs)
+
+
 def test_quantized_convolutions_count_as_int8(tmp_path, int8_kernels):
     constants = {
         "scale": np.array(2.0**-5, np.float16),
@@ -97,7 +106,8 @@ def test_a_shape_that_the_graph_does_not_take_is_refused(tiny):
         openvino.load(tiny.path, threads=1)(x=torch.ones(1, 65))
 
 
-def test_it_is_compiled_for_the_shapes_of_its_calls(tiny, samples):
+def test_it_is_compiled_for_the_shapes_of_its_calls(tiny, samples, monkeypatch):
+    monkeypatch.setattr(openvino, "saturates", lambda: False)
     engine = openvino.load(tiny.path, threads=1)
     for batch in (1, 3, 1, 5):
         engine(x=torch.from_numpy(samples[:batch]))
