@@ -6,6 +6,7 @@ named ``check_...``, and by ``check_files`` of a job what can be said of files w
 """
 
 import dataclasses
+import math
 import os
 import tempfile
 from contextlib import suppress
@@ -32,6 +33,7 @@ from sd_quant.places import GROUPS, existing, input_path, looked_in, output_path
 from sd_quant.quantization.formats import FORMATS, min_compute_capability
 from sd_quant.quantization.observers import OBSERVERS
 from sd_quant.quantization.recipe import ALPHA, BY_ROLE, Enable, Recipe, formats_used
+from sd_quant.report.record import LORA
 from sd_quant.text import one_line
 from sd_quant.trackers import TRACKERS
 
@@ -65,6 +67,11 @@ class Model:
     ]
     calibration_prompts: Annotated[str, "a text file with a prompt a line, or a table of captions"]
     prompts: Annotated[str, "a text file with the prompts of the images that are compared"]
+    loras: Annotated[
+        list[str],
+        Limit(lambda stated: is_lora(stated), "a file, or file:strength with a number", each=True),
+        "LoRA files that are fused into the weights, each with its strength: [style.safetensors:0.8]",
+    ]
     width: Annotated[int, SIDE, "pixels across a calibration image, and across the others by default"]
     height: Annotated[int, SIDE, "pixels down the same images"]
     recommended: Annotated[dict[str, float | int], "what other knobs are by default"]
@@ -72,6 +79,35 @@ class Model:
     def __post_init__(self):
         fits = self.io in (None, "diffusers") or self.family == "sdxl"
         check(fits, "export.io", self.io, f"diffusers or null, because NeMo has no names for {self.family}")
+
+    def adapters(self) -> list[tuple[Path, float]]:
+        """The files of ``loras`` and their strengths, 1 where none is stated."""
+        return [(input_path(path), strength) for path, strength in map(lora_of, self.loras)]
+
+    def inputs(self) -> dict[str, Path]:
+        """The files that the weights come from, by the names that they have in a record."""
+        loras = {f"{LORA}{index} at {strength!r}": path for index, (path, strength) in enumerate(self.adapters(), 1)}
+        return {"checkpoint": input_path(self.path)} | loras
+
+    def check_files(self) -> None:
+        """Raises SdQuantError unless the checkpoint and the LoRAs are there, and its archive whole."""
+        check_checkpoint(self.path)
+        for path, _ in map(lora_of, self.loras):
+            existing("model.loras", path, "the path of a .safetensors file, or file:strength")
+
+
+def lora_of(stated: str) -> tuple[str, float]:
+    """The path and the strength of an entry of ``model.loras``. Raises ValueError for a strength that is no number."""
+    path, colon, strength = stated.rpartition(":")
+    return (path, float(strength)) if colon else (stated, 1.0)
+
+
+def is_lora(stated: str) -> bool:
+    """Whether an entry of ``model.loras`` names a file, and a strength that is finite."""
+    with suppress(ValueError):
+        path, strength = lora_of(stated)
+        return bool(path) and math.isfinite(strength)
+    return False
 
 
 def presets() -> dict[str, Path]:
@@ -453,7 +489,7 @@ class QuantizeJob:
 
     def check_files(self) -> None:
         """Raises SdQuantError for every file and package that can be refused without loading anything."""
-        check_checkpoint(self.model.path)
+        self.model.check_files()
         if self.quantize.calibration is None:
             self.calibration_prompts()
         else:
@@ -479,14 +515,24 @@ FILES = Annotated[dict[str, str | None], "the file of a part, instead of the run
 class ExportJob:
     run: RUN
     files: FILES
+    model: Model
     trt: Trt
     infer: ExportShape
 
     def __post_init__(self):
         check_batch(self.trt, self.infer)
+        expected = "a library that builds plans, because the ONNX files are there already"
+        check(self.trt.library != "none" or self.unquantized(), "trt.library", self.trt.library, expected)
+
+    def unquantized(self) -> bool:
+        """Whether the model's checkpoint is exported, because neither a run nor files are given."""
+        return self.run is None and not any(self.files.values())
 
     def check_files(self) -> None:
-        check_parts(self, "onnx")
+        if self.unquantized():
+            self.model.check_files()
+        else:
+            check_parts(self, "onnx")
         check_out_path(self.infer.out_path)
         if self.trt.library in PLAN_BUILDERS:
             check_installed(self.trt.library)
@@ -506,7 +552,7 @@ class InferJob:
 
     def check_files(self) -> None:
         self.infer.check_files()
-        check_checkpoint(self.model.path)
+        self.model.check_files()
         check_out_path(self.infer.out_path)
         check_installed(self.infer.engine)
         if kind := RUNTIMES[self.infer.engine].file:

@@ -48,7 +48,8 @@ from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.budget import HALF, assigned_bytes
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.images import comparison_grid
-from sd_quant.report.provenance import fingerprint
+from sd_quant.report.provenance import made_of
+from sd_quant.report.record import weights_sha256
 from sd_quant.simulation.modelopt import restorable, save_quantized
 from sd_quant.stages.calibrate import statistics_of
 from sd_quant.stages.choose import choose
@@ -73,7 +74,7 @@ def open(
             checkpoint that ships.
         path: the file or folder of the checkpoint, as for ``model.path=``.
         cache: a folder where statistics and exported files are kept for the next time; None keeps nothing.
-        knobs: others of the section ``model``, such as ``width=512``.
+        knobs: others of the section ``model``, such as ``width=512`` or ``loras=["style.safetensors:0.8"]``.
 
     Returns:
         A ``Model``, of which no weight is in memory.
@@ -104,8 +105,8 @@ class Model:
 
     @cached_property
     def sha256(self) -> str:
-        """Of the checkpoint's file, or of its folder's files."""
-        return fingerprint(self.path)["sha256"]
+        """Of the checkpoint's file, or of its folder's files; with LoRAs a digest of all files and strengths."""
+        return str(weights_sha256(made_of(self.job(None, {}).model.inputs())))
 
     @cached_property
     def parameters(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The training pictures: Fluent emoji ("modern" style) from the npm package ``fluentui-emoji``, MIT licence.
+"""The training pictures: Fluent emoji, "modern" ones unless told otherwise, from npm's ``fluentui-emoji``, MIT licence.
 
 ``npm pack`` brings the SVG files, resvg rasterises them at 256 pixels on white, Pillow reduces them to 64. The caption
 is the file's name: "a glossy icon of a rocket". Left out: every skin-tone variant, people and families, clock faces and
@@ -49,17 +49,20 @@ def rasterise(svg: bytes, size: int) -> np.ndarray:
     )
 
 
-def load_pictures(folder: Path, size: int = 64) -> tuple[list[str], np.ndarray]:
-    """All captions and pictures, uint8 [N, size, size, 3], in the order of their names; cached in ``folder``."""
+def load_pictures(folder: Path, size: int = 64, style: str = "modern") -> tuple[list[str], np.ndarray]:
+    """All captions and pictures, uint8 [N, size, size, 3], in the order of their names; cached in ``folder``.
+
+    ``style`` is a folder of the package: modern, flat or high-contrast. The captions say nothing of it.
+    """
     from tqdm import tqdm
 
-    cache = folder / f"pictures_{size}.npz"
+    cache = folder / (f"pictures_{size}.npz" if style == "modern" else f"{style}_{size}.npz")
     if not cache.exists():
         with tarfile.open(download(folder)) as archive:
             drawings = {
                 Path(member.name).stem: archive.extractfile(member).read()
                 for member in archive
-                if member.isfile() and "/modern/" in member.name and not LEFT_OUT.search(Path(member.name).stem)
+                if member.isfile() and f"/{style}/" in member.name and not LEFT_OUT.search(Path(member.name).stem)
             }
         names = sorted(drawings)
         pictures = np.stack([rasterise(drawings[name], size) for name in tqdm(names, desc="rasterise")])

@@ -142,7 +142,9 @@ class SaveWhenStopped(Callback):
         trainer.save_checkpoint(self.path)
 
 
-def fit(module: Trained, data: TensorDataset, batch_size: int, name: str, folder: Path, seed: int):
+def fit(
+    module: Trained, data: TensorDataset, batch_size: int, name: str, folder: Path, seed: int, precision="bf16-mixed"
+):
     """Trains up to ``module.steps``, going on from ``last.ckpt`` if there is one."""
     lightning.seed_everything(seed, verbose=False)
     last = folder / name / "last.ckpt"
@@ -152,7 +154,7 @@ def fit(module: Trained, data: TensorDataset, batch_size: int, name: str, folder
     loader = DataLoader(data, batch_size=batch_size, sampler=sampler)
     trainer = lightning.Trainer(
         max_steps=module.steps,
-        precision="bf16-mixed",
+        precision=precision,
         accelerator="auto",
         logger=False,
         callbacks=[saver, SaveWhenStopped(last), TQDMProgressBar(refresh_rate=10)],

@@ -7,7 +7,7 @@ folder names, unpickles where there is no safetensors file, and warns where it s
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from sd_quant.checkpoints.tensors import Weights
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.knobs import between, one_of
 from sd_quant.models import FAMILIES, Family, family_named
+from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.models.parts import Part, PipelineAdapter
 from sd_quant.text import one_line
 
@@ -81,6 +82,7 @@ class DiffusersCheckpoint:
     components: dict[str, Weights]
     tokens: int | None  # that a T5 reads at most, None for the family's own number
     io: str  # whose names the denoiser's inputs have
+    reopen: Callable[[], Checkpoint]  # opens the same folder
 
     @property
     def family(self) -> Family:
@@ -96,7 +98,7 @@ class DiffusersCheckpoint:
 
     def __reduce__(self):
         """Pickles how it was opened: another process opens the folder again."""
-        return open_pipeline, (self.path, self.name, self.tokens, self.io)
+        return self.reopen, ()
 
     def adapter(self, networks: Mapping[str, nn.Module]) -> PipelineAdapter:
         import diffusers
@@ -277,7 +279,8 @@ def open_pipeline(path: Path, name: str, tokens: int | None = None, io: str = "d
         component: weights_of(path / component, component, library_of(family.NETWORKS[component]), built)
         for component, built in networks.items()
     }
-    checkpoint = DiffusersCheckpoint(path, name, index, configs, components, tokens, io)
+    reopen = partial(open_pipeline, path, name, tokens, io)
+    checkpoint = DiffusersCheckpoint(path, name, index, configs, components, tokens, io, reopen)
     checkpoint.scheduler(), checkpoint.tokenizers()  # refused now, not when the first image is made
     return checkpoint
 

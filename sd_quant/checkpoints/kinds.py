@@ -1,24 +1,34 @@
 """Which reader opens a checkpoint: kinds of files told apart by their path and the family."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from sd_quant.checkpoints.diffusers_files import INDEX
-from sd_quant.checkpoints.diffusers_pipeline import open_pipeline
+from sd_quant.checkpoints.diffusers_pipeline import DiffusersCheckpoint, open_pipeline
+from sd_quant.checkpoints.lora import fused
 from sd_quant.checkpoints.nemo import open_nemo
-from sd_quant.checkpoints.nemo_networks import sdxl_base_config
+from sd_quant.checkpoints.nemo_networks import NemoCheckpoint, sdxl_base_config
 from sd_quant.checkpoints.sgm import open_sgm
 from sd_quant.errors import ConfigError
 from sd_quant.models import family_named
 from sd_quant.models.checkpoint import Checkpoint
 
 
-def open_checkpoint(path: Path, family: str, *, io: str | None, max_sequence_length: int | None) -> Checkpoint:
+def open_checkpoint(
+    path: Path,
+    family: str,
+    *,
+    io: str | None,
+    max_sequence_length: int | None,
+    loras: Sequence[tuple[Path, float]] = (),
+) -> Checkpoint:
     """Opens a checkpoint of ``family``; no weight is read.
 
     ``path`` is the folder of a diffusers pipeline; of SDXL also a ``.nemo``, the folder that one was extracted to, or a
     single file in Stability AI's layout, which is taken for SDXL base and sampled as NeMo samples.
     ``io`` says whose names the denoiser's inputs have, "nemo" or "diffusers", None for those of the kind of file;
-    ``max_sequence_length`` how many tokens a T5 reads, None for the family's own number.
+    ``max_sequence_length`` how many tokens a T5 reads, None for the family's own number. ``loras`` are files of
+    adapters that are fused into the weights, and their strengths.
     Raises ConfigError for another kind of file, and what the readers raise.
     """
     if max_sequence_length is not None and family_named(family).TOKENS is None:
@@ -26,8 +36,13 @@ def open_checkpoint(path: Path, family: str, *, io: str | None, max_sequence_len
             f"model.max_sequence_length is {max_sequence_length}, expected null, because {family} has no T5 to read "
             "that much"
         )
+    opened = _opened(path, family, io, max_sequence_length)
+    return fused(opened, loras) if loras else opened
+
+
+def _opened(path: Path, family: str, io: str | None, tokens: int | None) -> DiffusersCheckpoint | NemoCheckpoint:
     if (path / INDEX).is_file() or (path.is_dir() and family != "sdxl"):
-        return open_pipeline(path, family, max_sequence_length, io or "diffusers")
+        return open_pipeline(path, family, tokens, io or "diffusers")
     if family != "sdxl":
         raise ConfigError(
             f"{path} is a file, and of {family} a diffusers folder is expected; make one with diffusers' "

@@ -18,6 +18,7 @@ from sd_quant.checkpoints.schema import check_schema
 from sd_quant.checkpoints.tensors import Readable, Weights
 from sd_quant.errors import ArtifactError
 from sd_quant.models import Family, family_named
+from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.models.parts import Part, PipelineAdapter
 from sd_quant.models.sdxl_nemo import (
     CONTEXT_TOKENS,
@@ -49,7 +50,7 @@ class NemoCheckpoint:
     clip2: TextShape
     unused: dict[str, Readable]  # the tensors of ``nemo_keys.UNUSED`` that the file holds
     io: str = "nemo"  # whose names the UNet's inputs have
-    reopen: "Callable[[], NemoCheckpoint] | None" = None  # opens the same file; None for what is only converted
+    reopen: Callable[[], Checkpoint] | None = None  # opens the same file; None for what is only converted
 
     @property
     def family(self) -> Family:

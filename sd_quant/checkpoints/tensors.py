@@ -103,6 +103,7 @@ class Weights(Mapping[str, torch.Tensor]):
     component: str  # diffusers' name of the network
     parameters: Mapping[str, Readable] = field(repr=False)  # by diffusers' names
     tensors: Mapping[str, Readable] = field(repr=False)  # the same as the file holds them, by its own keys
+    adapted: bool = False  # by LoRAs: then both are what the network computes with, by diffusers' names
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.parameters[name].read()

@@ -1,4 +1,4 @@
-"""TensorRT plans from ONNX files: ``export_trt run=<directory of an earlier run>``."""
+"""TensorRT plans: ``export_trt run=<directory of an earlier run>``, or of a checkpoint as it is: ``model=``."""
 
 import hydra
 from omegaconf import DictConfig

@@ -9,8 +9,8 @@ node by node: OpenVINO joins element-wise nodes into kernels only where it knows
 checkpoint's UNet then takes 1.1 to 1.5 times as long (benchmarks/shapes.py), of the full SDXL's 1.05 times. It is taken
 for FP8, because OpenVINO 2026.4 joins nodes around FP8 numbers into kernels that round otherwise: the UNet's output is
 then 0.040 away from torch's, and 0.012 with dynamic shapes as in ONNX Runtime.
-It is taken too where codes are dequantized (below): behind an attention whose shapes it knows OpenVINO computes rounding
-in the attention's own kernel, and wrongly on processors with AVX2 alone, by 0.04 of the shipped UNet's output.
+It is taken too where codes are dequantized (below): behind an attention whose shapes it knows OpenVINO rounds in the
+attention's own kernel, and on processors with AVX2 alone wrongly, by 0.04 of the shipped UNet's output.
 
 A processor without VNNI adds two products of 8-bit codes in 16 bits, and OpenVINO's int8 kernels let the sum saturate:
 a layer's output is then up to 0.16 of its norm away. Where a product shows that, codes are dequantized and multiplied

@@ -25,6 +25,10 @@ def model_card(figures: Mapping[str, Any], target: Target) -> str:
         f"{figures['quantized']} of {figures['of']} layers are in {inputs}; all else is in fp16.",
         "",
         f"Licence: {figures['licence'] or 'that of the checkpoint it was made of, which names none'}.",
+        *(
+            f"The LoRA {name} is fused into the weights; its licence: {licence or 'it names none'}."
+            for name, licence in figures["loras"].items()
+        ),
         "",
         "## How to open it",
         "",

@@ -163,7 +163,7 @@ def facts(sweep: Sweep) -> list[tuple[str, str]]:
         if at(record, "knobs", "calib_size")
     )
     return [
-        ("checkpoint", distinct(Path(str(at(record, "knobs", "model", "path") or "")).name for record in done)),
+        ("checkpoint", distinct(map(weights_of, done))),
         ("engine", distinct(engine_of(record) for record in done)),
         ("machine", distinct(machine_of(at(record, "environment", "machine") or {}) for record in done)),
         ("date", started(sweep)),
@@ -171,6 +171,15 @@ def facts(sweep: Sweep) -> list[tuple[str, str]]:
         ("calibration", distinct(calibration)),
         ("command", shlex.join(sweep.command)),
     ]
+
+
+def weights_of(record: Any) -> str:
+    """The names of the checkpoint's file and of the LoRAs that are fused into it."""
+    model = at(record, "knobs", "model")
+    loras = at(model, "loras")
+    return " + ".join(
+        Path(str(each)).name for each in (at(model, "path") or "", *(loras if isinstance(loras, list) else []))
+    )
 
 
 def engine_of(record: Any) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, NamedTuple, TypedDict, Union, get_args, get_origin, get_type_hints, is_typeddict
 
-from sd_quant.files import write_json
+from sd_quant.files import digest, write_json
 from sd_quant.metrics import Against, Score, fidelity_scores
 from sd_quant.text import one_line
 
@@ -23,6 +23,7 @@ RECORD = "metrics.json"
 SCHEMA_VERSION = 1
 DONE = "done"
 FRAMEWORK = "torch"  # the engine that every other is compared with
+LORA = "lora "  # begins the names of inputs that are one
 IMAGE = "image"  # beside the parts in ``latency``: from prompt to image
 VARIANTS = ("full_precision", "quantized")
 LARGEST = 1e18  # of a record's numbers, in any unit: a table has no place for more
@@ -320,6 +321,16 @@ def at(record: Any, *keys: Any) -> Any:
     for key in keys:
         record = record.get(key) if isinstance(record, Mapping) else None
     return record
+
+
+def weights_sha256(made: Mapping[str, Any]) -> str | None:
+    """Of the weights that a model computes with: the checkpoint's own, with LoRAs a digest of all files and strengths.
+
+    ``made`` is a record, or what ``provenance.made_of`` returns; None where it has no hash of a checkpoint.
+    """
+    own, inputs = at(made, "inputs", "checkpoint", "sha256"), at(made, "inputs")
+    loras = [[name, at(inputs, name, "sha256")] for name in inputs or () if name.startswith(LORA)]
+    return digest(json.dumps([own, *loras])) if own and loras else own
 
 
 class Number(NamedTuple):

@@ -36,6 +36,7 @@ from sd_quant.report.record import (
     read_record,
     score_of,
     seconds_of_stages,
+    weights_sha256,
     why,
 )
 from sd_quant.report.timing import TIMING, Timed, blocks_by_job, read_timing, rounds_of, timed_together
@@ -218,7 +219,7 @@ def row_of(job: Job, timed_on: str | None = None) -> Row:
         "denoiser_plan_bytes": sizes["plan"].value,
         "denoiser_plan_targets": " ".join(at(record, "plans", denoiser, "targets") or ()) or None,
         "run_by": "simulation" if record.get("simulated") else engine,
-        "checkpoint": str(at(record, "inputs", "checkpoint", "sha256") or "")[:12] or None,
+        "checkpoint": str(weights_sha256(record) or "")[:12] or None,
         "quantized_layers": at(record, "layers", "quantized"),
         "float_layers": len(at(record, "executed", "fell_back") or ()),
         "seconds": sum(seconds.values()) if seconds else None,

@@ -19,6 +19,7 @@ from sd_quant.inference.parity import Outputs, WatchedVariant
 from sd_quant.inference.pipeline import Generated
 from sd_quant.models.checkpoint import Checkpoint, contracts_of
 from sd_quant.report.images import comparison_grid, save_images
+from sd_quant.report.record import weights_sha256
 from sd_quant.source import source_digest
 from sd_quant.stages.generate import generate, image_names, sampling_of
 from sd_quant.stages.variants import FRAMEWORK, FULL_PRECISION, QUANTIZED
@@ -76,7 +77,7 @@ def unquantized_origin(facts: dict) -> dict:
     """What unquantized images depend on besides the knobs; the machine counts, because processors round differently."""
     packages = dict.fromkeys(("torch", "diffusers", "transformers", *(row.package for row in RUNTIMES.values())))
     return {
-        "checkpoint": facts["inputs"]["checkpoint"]["sha256"],
+        "checkpoint": weights_sha256(facts),
         "source": source_digest("checkpoints.kinds", "export.parts", "inference.parity", "inference.loading"),
         "versions": {name: facts["versions"].get(name) for name in packages},
         "machine": [facts["machine"][name] for name in ("cpu", "usable_cores", "gpus")],

@@ -1,4 +1,4 @@
-"""TensorRT plans from the ONNX files of this run, of an earlier one, or that are given."""
+"""TensorRT plans from the ONNX files of this run, of an earlier one, that are given, or of a checkpoint as it is."""
 
 import logging
 import math
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import onnx
 import torch
+import yaml
 
 from sd_quant.cache import Cache
 from sd_quant.config import ExportJob, ExportShape, Infer, Trt, artifact, part_paths, targets_for
@@ -18,27 +19,55 @@ from sd_quant.engines.tensorrt.library import runtime_module
 from sd_quant.engines.tensorrt.plan import PlanReport, describe_plan, read_record
 from sd_quant.engines.tensorrt.profile import profile_of
 from sd_quant.errors import ResourceError
-from sd_quant.files import sha256
+from sd_quant.files import sha256, write_text
 from sd_quant.inference.memory import memory_of_plan
+from sd_quant.models.checkpoint import part_parameters
 from sd_quant.places import output_path
 from sd_quant.progress import progress
 from sd_quant.quantization.formats import FORMATS
-from sd_quant.stages.load import Loaded
-from sd_quant.stages.resources import check_machine
+from sd_quant.stages.export_onnx import delivered_files, export_parts
+from sd_quant.stages.job_folder import kept_model
+from sd_quant.stages.load import Loaded, check_weights, open_model
+from sd_quant.stages.resources import check_machine, stored_bytes
 
 LOG = logging.getLogger(__name__)
 
 
 def export_trt(job: ExportJob, directory: Path) -> None:
-    """Build the job's plans into ``infer.out_path`` or ``directory``."""
+    """Build the job's plans into ``infer.out_path`` or ``directory``, from a checkpoint its ONNX files too."""
     out = output_path(job.infer.out_path) if job.infer.out_path else directory
-    paths = part_paths(job, "onnx")
-    parameters = {part: numbers_in(path) for part, path in paths.items()}
-    check_machine({"plans": memory_of_plan(parameters)}, {"plans": 2 * sum(parameters.values())}, out)
+    if job.unquantized():
+        paths = export_unquantized(job, out)
+        if job.trt.library == "none":
+            return
+    else:
+        paths = part_paths(job, "onnx")
+        parameters = {part: numbers_in(path) for part, path in paths.items()}
+        check_machine({"plans": memory_of_plan(parameters)}, {"plans": 2 * sum(parameters.values())}, out)
     reports = build_plans(paths, out, job.trt, job.infer, Cache(None))
     for part, report in reports.items():
         print(f"{part:14} {report.bytes / 1e6:8.1f} MB  {report.seconds:6.1f} s  {' '.join(report.targets)}")
     print(f"plans: {out / 'plan'}")
+
+
+def export_unquantized(job: ExportJob, out: Path) -> dict[str, Path]:
+    """Write the ONNX file of each part of the model's checkpoint, unquantized; returns their paths by part.
+
+    The folder also gets the model's knobs, so that ``infer.py run=`` takes it for a run's. One weight is in memory at a
+    time. Raises what opening the checkpoint raises, and ResourceError when memory or disk are too small.
+    """
+    checkpoint = open_model(job.model)
+    parameters = part_parameters(checkpoint)
+    stored = sum(stored_bytes(checkpoint.parts(), parameters).values())
+    plans = job.trt.library != "none"
+    check_machine(
+        {"plans": memory_of_plan(parameters)} if plans else {}, {"onnx": stored, "plans": stored if plans else 0}, out
+    )
+    check_weights(checkpoint)
+    export_parts(checkpoint, "", delivered_files(checkpoint, {}, out), Cache(None))  # without a cache no key of one
+    write_text(out / "config.yaml", yaml.safe_dump({"model": kept_model(job.model)}, sort_keys=False))
+    print(f"onnx: {out / 'onnx'}")
+    return {part: artifact(out, "onnx", part) for part in checkpoint.parts()}
 
 
 def numbers_in(onnx_path: Path) -> int:

@@ -37,7 +37,7 @@ from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
 from sd_quant.places import input_path, shown
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.report.provenance import versions
-from sd_quant.report.record import HandedOver, at, read_record
+from sd_quant.report.record import HandedOver, read_record, weights_sha256
 from sd_quant.report.table import handed_over
 from sd_quant.stages.calibrate import statistics_of
 from sd_quant.stages.choose import choose
@@ -109,8 +109,7 @@ def assignment_of(job: QuantizeJob, run: Path, step: StageTimer) -> tuple[Loaded
         loaded = layers_of(checkpoint, job)
         check_weights(checkpoint)
     with step("calibrate"):
-        sha256 = at(read_record(run), "inputs", "checkpoint", "sha256")
-        statistics = statistics_of(checkpoint, loaded.roles, job, sha256)
+        statistics = statistics_of(checkpoint, loaded.roles, job, weights_sha256(read_record(run)))
     with temporary_folder(run.parent) as folder:
         assignment = choose(loaded, statistics, Path(folder), step).assignment
         if decided(Path(folder) / "layers.csv") != decided(run / "layers.csv"):
@@ -168,6 +167,7 @@ def write_target(
             "command": command,
             "left_out": left_out(target, loaded.checkpoint),
             "licence": licence_of(loaded.checkpoint.path),
+            "loras": {f"{path.name}:{strength:g}": licence_of(path) for path, strength in job.model.adapters()},
             "knobs": {name: getattr(job.quantize, name) for name in KNOBS},
             "versions": versions(*PACKAGES),
             **written,

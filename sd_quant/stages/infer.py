@@ -43,7 +43,7 @@ def infer(job: InferJob, directory: Path) -> None:
     parameters, work = part_parameters(checkpoint), workload_of(job.infer)
     check_machine({"the largest part": memory_of_part(parameters, work)}, {}, out)
     given = {"latents": input_path(job.infer.latents)} if job.infer.latents else {}
-    facts = provenance({"checkpoint": input_path(job.model.path)} | given | files, [])
+    facts = provenance(job.model.inputs() | given | files, [])
     memory, gpu = memory_of_variant(parameters, work), gpu_memory_of_variant(parameters, work)
     together = fits(memory, "all parts of the model", gpu)
     pool = Pool(lambda part: open_part(checkpoint, job.infer, files, part), most=None if together else 1)

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from sd_quant.config import SHOWN_ALONE, QuantizeJob
+from sd_quant.config import SHOWN_ALONE, Model, QuantizeJob, lora_of
 from sd_quant.errors import ConfigError, SdQuantError
 from sd_quant.files import TEMPORARY, digest
 from sd_quant.hand_over import TARGETS
@@ -43,7 +43,7 @@ BEFORE_A_JOB = (".hydra", LOG, LOCK, FAILURE)  # what Hydra, and a job that was 
 
 def inputs_of(job: QuantizeJob) -> dict[str, Path]:
     """The files and folders that the job reads."""
-    inputs = {"checkpoint": input_path(job.model.path)}
+    inputs = job.model.inputs()
     if job.quantize.calibration is None:
         inputs["calibration_prompts"] = input_path(job.model.calibration_prompts)
     else:
@@ -63,8 +63,13 @@ def facts_of(job: QuantizeJob, directory: Path) -> dict:
 
 def kept_knobs(job: QuantizeJob) -> dict:
     """The knobs for commands that are given later and elsewhere: the model's files are still found there."""
-    knobs = dataclasses.asdict(job)
-    knobs["model"] |= {name: lasting(knobs["model"][name]) for name in ("path", "calibration_prompts", "prompts")}
+    return dataclasses.asdict(job) | {"model": kept_model(job.model)}
+
+
+def kept_model(model: Model) -> dict:
+    knobs = dataclasses.asdict(model)
+    knobs |= {name: lasting(knobs[name]) for name in ("path", "calibration_prompts", "prompts")}
+    knobs["loras"] = [f"{lasting(path)}:{strength!r}" for path, strength in map(lora_of, model.loras)]
     return knobs
 
 

@@ -59,8 +59,9 @@ class Loaded:
 def open_model(model: Model) -> Checkpoint:
     """The checkpoint that the knobs name. Raises what its reader raises."""
     return open_checkpoint(
-        input_path(model.path), model.family, io=model.io, max_sequence_length=model.max_sequence_length
-    )
+        input_path(model.path), model.family, io=model.io, max_sequence_length=model.max_sequence_length,
+        loras=model.adapters(),
+    )  # fmt: skip
 
 
 def read_the_text(checkpoint: Checkpoint, roles: Mapping[str, str]) -> list[str]:

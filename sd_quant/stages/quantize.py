@@ -19,7 +19,7 @@ from sd_quant.errors import ResourceError
 from sd_quant.files import write_json, write_text
 from sd_quant.metrics.memory import StageTimer
 from sd_quant.places import output_path
-from sd_quant.report.record import Record, write_record
+from sd_quant.report.record import Record, weights_sha256, write_record
 from sd_quant.report.summary import LOCK, PROVENANCE
 from sd_quant.simulation.native import check_device
 from sd_quant.stages.calibrate import statistics_of
@@ -99,7 +99,7 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> Record:
     """Take all steps in their order, write the record and return it."""
     torch.set_num_threads(threads())
     step, cache = StageTimer(), Cache(output_path(job.cache.dir) if job.cache.dir else None, job.cache.limit_gb * 1e9)
-    prompts, sha256 = job.infer.prompt_list(), facts["inputs"]["checkpoint"]["sha256"]
+    prompts, sha256 = job.infer.prompt_list(), weights_sha256(facts)
     simulated = why_not(job.infer.engine, job.formats())
     if simulated:
         LOG.info("%s: images come from the simulation in torch, and nothing is timed", simulated)

@@ -35,7 +35,7 @@ from sd_quant.models.checkpoint import Checkpoint, part_parameters
 from sd_quant.places import CONF
 from sd_quant.report.provenance import machine
 from sd_quant.report.rebuild import rebuild
-from sd_quant.report.record import DONE, IMAGE, SCHEMA_VERSION, VARIANTS, at, read_object
+from sd_quant.report.record import DONE, IMAGE, SCHEMA_VERSION, VARIANTS, at, read_object, weights_sha256
 from sd_quant.report.summary import SWEEP, Job, machine_of, read_sweep
 from sd_quant.report.timing import TIMING, Block, LeftOut, Subject, TimingRecord, read_timing
 from sd_quant.stages.latency import conditions, denoiser_rounds
@@ -117,7 +117,7 @@ def add(workloads: dict[str, Workload], knobs: QuantizeJob, job: Job) -> None:
     denoiser = str(at(job.record, "denoiser", "part"))
     engine, reference = artifact(job.directory, kind, denoiser), artifact(full_precision(job), kind, denoiser)
     same = (infer.width, infer.height, infer.batch_size, infer.steps, infer.scale, infer.precision, infer.cuda_graph)
-    key = digest(infer.engine, str(same), str(at(job.record, "inputs", "checkpoint", "sha256")), hash_of(reference))
+    key = digest(infer.engine, str(same), str(weights_sha256(job.record)), hash_of(reference))
     image = at(job.record, "latency", infer.engine, IMAGE, str(infer.batch_size), VARIANTS[0])
     work = workloads.setdefault(key, Workload(knobs, reference, image["rest"], image["p50_ms"]))
     this = hash_of(engine)

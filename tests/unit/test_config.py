@@ -24,6 +24,7 @@ from sd_quant.config import (
     artifact,
     check_enabled,
     check_writable,
+    lora_of,
     part_paths,
     run_model,
     targets_for,
@@ -568,8 +569,40 @@ def test_an_export_takes_some_parts_and_pictures_need_all(mappings, run, archive
     mapping = changed(changed(mappings["infer"], "files.unet_xl", unet), "model.path", str(archive))
     with pytest.raises(ConfigError, match=r"^no file is given for vae, clip1, clip2; set run=.* or vae=<path of its"):
         read(InferJob, mapping).check_files()
-    with pytest.raises(ConfigError, match="^no file is given for unet_xl, vae, clip1, clip2; set run="):
-        read(ExportJob, mappings["export_trt"]).check_files()
+
+
+def test_without_files_an_export_is_of_the_checkpoint(mappings, run, archive):
+    job = read(ExportJob, changed(mappings["export_trt"], "model.path", str(archive)))
+    assert job.unquantized()
+    job.check_files()
+    with pytest.raises(ConfigError, match="^model.path names missing.nemo, which does not exist"):
+        read(ExportJob, changed(mappings["export_trt"], "model.path", "missing.nemo")).check_files()
+    read(ExportJob, changed(mappings["export_trt"], "trt.library", "none"))  # its ONNX files alone
+    with pytest.raises(ConfigError, match="^trt.library is none, expected a library that builds plans"):
+        read(ExportJob, changed(changed(mappings["export_trt"], "trt.library", "none"), "run", str(run)))
+
+
+@pytest.mark.parametrize(
+    ("stated", "expected"),
+    [
+        ("style.safetensors", ("style.safetensors", 1.0)),
+        ("a/b.safetensors:0.8", ("a/b.safetensors", 0.8)),
+        ("b.safetensors:-1", ("b.safetensors", -1.0)),
+    ],
+)
+def test_a_lora_has_a_strength(mappings, stated, expected):
+    job = read(InferJob, changed(mappings["infer"], "model.loras", [stated]))
+    assert lora_of(job.model.loras[0]) == expected
+    with pytest.raises(
+        ConfigError, match="^model.loras is .*which does not exist|^model.loras is .*, expected the path"
+    ):
+        job.model.check_files()
+
+
+@pytest.mark.parametrize("stated", ["b.safetensors:much", "b.safetensors:nan", "b.safetensors:", ":0.5", ""])
+def test_a_strength_that_is_no_number_is_refused(mappings, stated):
+    with pytest.raises(ConfigError, match=r"^model.loras .* a file, or file:strength with a number"):
+        read(InferJob, changed(mappings["infer"], "model.loras", [stated]))
 
 
 def test_a_missing_part_is_named_with_its_path(mappings, run):

@@ -53,7 +53,7 @@ def test_where_sums_saturate_codes_are_dequantized(tiny, float_onnx, monkeypatch
 
 
 def test_dequantized_codes_are_computed_for_any_shape(tiny, samples, monkeypatch):
-    """With AVX2 alone, kernels for known shapes round behind an attention wrongly; a run's own parity shows it there."""
+    """With AVX2 alone, kernels for known shapes round wrongly behind an attention; a run's parity shows it there."""
     monkeypatch.setattr(openvino, "saturates", lambda: True)
     engine = openvino.load(tiny.path, threads=1)
     y = engine(x=torch.from_numpy(samples))["y"]

@@ -9,7 +9,7 @@ FIGURES = {
     "part": "unet_xl", "folder": "outputs/x/hand_over/diffusers_torchao", "quantized": 95, "of": 150,
     "inputs": {"int8": "static"}, "lost": {"it holds no convolutions": 55}, "left_out": ["the encoder"],
     "fidelity": {"psnr": {"values": [*VALUES, None]}}, "licence": "openrail++",
-    "command": "python quantize.py alpha=0.8",
+    "loras": {"style.safetensors:0.8": "mit", "plain.safetensors:1": None}, "command": "python quantize.py alpha=0.8",
     "knobs": {"format": "int8", "alpha": 0.8, "budget": None}, "versions": {"torch": "2.13.0", "sdnq": None},
     "bytes": {"unet/weights.safetensors": 12_345_678},
 }  # fmt: skip
@@ -21,6 +21,8 @@ def test_a_card_says_everything():
         "95 of 150 layers are in int8 with inputs static; all else is in fp16.",
         "format int8, alpha 0.8.",
         "Licence: openrail++.",
+        "The LoRA style.safetensors:0.8 is fused into the weights; its licence: mit.",
+        "The LoRA plain.safetensors:1 is fused into the weights; its licence: it names none.",
         "# pip install diffusers==0.42.1 accelerate==1.15.0 torchao==0.18.0",
         "from_pretrained('diffusers_torchao', torch_dtype=torch.bfloat16)",
         f"| psnr | 33 | {interval.low:.4g} to {interval.high:.4g} |",

@@ -78,7 +78,8 @@ def test_an_earlier_result_stays_until_the_next_is_whole(tmp_path, monkeypatch, 
     monkeypatch.setattr(hand_over, "left_out", lambda *_: [])
     monkeypatch.setattr(hand_over, "versions", lambda *_: {})
     loaded = SimpleNamespace(checkpoint=SimpleNamespace(path=tmp_path), denoiser="unet_xl")
-    job = SimpleNamespace(quantize=SimpleNamespace(**dict.fromkeys(hand_over.KNOBS)))
+    model = SimpleNamespace(adapters=lambda: [])
+    job = SimpleNamespace(quantize=SimpleNamespace(**dict.fromkeys(hand_over.KNOBS)), model=model)
     rows = {"a": row("a", 32, 32)}
     make = lambda: hand_over.write_target(  # noqa: E731
         TARGETS["gguf"], loaded, rows, rows, job, tmp_path, tmp_path, "python hand_over.py", False

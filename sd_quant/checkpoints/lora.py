@@ -1,0 +1,282 @@
+"""Low-rank adapters (LoRA) fused into a checkpoint's weights, each as it is read.
+
+    W' = W + strength * (alpha / rank) * up @ down
+
+(Hu et al. 2021, arXiv:2106.09685, section 4.1), in fp32 and in the order in which the files are given, so that the
+result is bit for bit that of diffusers' ``fuse_lora`` on fp32 weights. What follows, calibration, export and the tools
+that a result is handed over to, reads the fused weights and knows of no adapter.
+The road not taken is ``load_lora_weights`` and ``fuse_lora`` themselves: they take all weights in memory, need PEFT,
+and leave out keys that they do not know with a warning.
+"""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+
+from sd_quant.checkpoints.archive import open_members, whole_file
+from sd_quant.checkpoints.checks import WEIGHT_DTYPES, listing
+from sd_quant.checkpoints.diffusers_files import read_json
+from sd_quant.checkpoints.diffusers_pipeline import DiffusersCheckpoint
+from sd_quant.checkpoints.lora_names import WEIGHT, Place, places_by_name
+from sd_quant.checkpoints.nemo_networks import NemoCheckpoint
+from sd_quant.checkpoints.safetensors_file import read_header, without_duplicates
+from sd_quant.checkpoints.schema import check_schema
+from sd_quant.checkpoints.tensors import LazyTensor, Readable, Weights
+from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.models.checkpoint import Checkpoint
+from sd_quant.text import one_line
+
+Opened = DiffusersCheckpoint | NemoCheckpoint
+PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+DIFFUSERS_WEIGHTS, DIFFUSERS_METADATA = "pytorch_lora_weights.safetensors", "lora_adapter_metadata"
+ROLES = {  # what the ends of keys say that a tensor is
+    ".lora_A.weight": "down", ".lora_B.weight": "up", ".lora_A.default.weight": "down", ".lora_B.default.weight": "up",
+    ".lora_down.weight": "down", ".lora_up.weight": "up", ".lora.down.weight": "down", ".lora.up.weight": "up",
+    ".lora_linear_layer.down.weight": "down", ".lora_linear_layer.up.weight": "up",
+    "_lora.down.weight": "down", "_lora.up.weight": "up", ".alpha": "alpha",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class PeftConfig:
+    """What is read of PEFT's ``LoraConfig``. The rank is told by the tensors."""
+
+    lora_alpha: float | int
+    alpha_pattern: dict[str, float | int]
+    use_rslora: bool
+    use_dora: bool
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one file adds to the weight of one layer."""
+
+    path: Path  # of the file, for messages
+    place: Place
+    down: Readable  # [rank, in] or [rank, in, kh, kw]
+    up: Readable  # [rows, rank] or [rows, rank, 1, 1]; those of ``place`` begin at its first
+    factor: float  # strength * alpha / rank
+
+    def delta(self) -> torch.Tensor:
+        """fp32, of the weight's shape, as PEFT's ``get_delta_weight`` computes it. Raises ArtifactError for NaN."""
+        shape, first = self.place.shape, self.place.first
+        down, up = self.down.read().float(), self.up.read().float()[first : first + shape[0]]
+        if len(shape) == 4 and shape[2:] != (1, 1):
+            delta = F.conv2d(down.permute(1, 0, 2, 3), up).permute(1, 0, 2, 3) * self.factor
+        else:
+            delta = (up.flatten(1) @ down.flatten(1)).reshape(shape) * self.factor
+        if not bool(torch.isfinite(delta).all()):
+            raise ArtifactError(
+                f"{self.path}: what it adds to {self.place.layer!r} is not finite; expected finite numbers, so fetch "
+                "the file again or give it less strength"
+            )
+        return delta
+
+
+def fused(checkpoint: Opened, loras: Sequence[tuple[Path, float]]) -> Opened:
+    """The checkpoint with the adapters in its weights, which are fp32 where one changes them; no weight is read.
+
+    ``loras`` are files, or folders of PEFT or diffusers, and strengths.
+    Raises ConfigError for a file of another kind and one that does not fit the networks, or fits them partly, and
+    ArtifactError for a damaged one.
+    """
+    names = places_by_name({name: weights.parameters for name, weights in checkpoint.components.items()})
+    updates: dict[tuple[str, str], list[Update]] = {}
+    for path, strength in loras:
+        for update in read_lora(path, strength, names, checkpoint.family.PIPELINES[0].removesuffix("Pipeline")):
+            updates.setdefault((update.place.component, update.place.layer + WEIGHT), []).append(update)
+    components = {name: changed(weights, updates) for name, weights in checkpoint.components.items()}
+    return replace(checkpoint, components=components, reopen=partial(reopened, checkpoint.reopen, loras))
+
+
+def reopened(reopen: Callable[[], Checkpoint], loras: Sequence[tuple[Path, float]]) -> Opened:
+    """The checkpoint in another process, with the same adapters."""
+    return fused(cast(Opened, reopen()), loras)
+
+
+def changed(weights: Weights, updates: Mapping[tuple[str, str], list[Update]]) -> Weights:
+    """The weights of a network with what the updates add to it, or the same if there is nothing."""
+    here = {name: added for (component, name), added in updates.items() if component == weights.component}
+    if not here:
+        return weights
+    parameters = dict(weights.parameters) | {
+        name: LazyTensor(
+            tuple(weights.parameters[name].shape), torch.float32,
+            lambda source=weights.parameters[name], added=added: sum_of(source, added),
+        )
+        for name, added in here.items()
+    }  # fmt: skip
+    return replace(weights, parameters=parameters, tensors=parameters, adapted=True)
+
+
+def sum_of(source: Readable, updates: Sequence[Update]) -> torch.Tensor:
+    """The weight in fp32 with all that is added to it, in the order of the files."""
+    weight = source.read().float().clone()
+    for update in updates:
+        weight += update.delta()
+    return weight
+
+
+def read_lora(path: Path, strength: float, names: Mapping[str, list[list[Place]]], model: str) -> list[Update]:
+    """The updates of a file, whose tensors are not read but for those that hold one number.
+
+    ``names`` are those of ``places_by_name``, ``model`` is for messages. Raises as ``fused`` does.
+    """
+    tensors, configs, about = open_lora(path)
+    roles: dict[str, dict[str, Readable]] = {}
+    unknown: list[str] = []
+    for key, tensor in tensors.items():
+        end = next((end for end in sorted(ROLES, key=len, reverse=True) if key.endswith(end)), None)
+        if end is None:
+            unknown.append(key)
+            continue
+        entry = roles.setdefault(key.removesuffix(end), {})
+        if ROLES[end] in entry:
+            raise ArtifactError(f"{path} holds {key[:200]!r} twice, under two endings; expected it once")
+        entry[ROLES[end]] = tensor
+    incomplete = [name for name, entry in roles.items() if not {"down", "up"} <= entry.keys()]
+    strangers = [name for name in roles if name not in names and name not in incomplete]
+    updates, misshapen = [], []
+    for name, entry in roles.items():
+        if name in names and name not in incomplete:
+            meaning = next((places for places in names[name] if fits(entry, places)), None)
+            if meaning is None:
+                misshapen.append(f"{name} {sizes(entry)} for a weight of {list(names[name][0][0].shape)}")
+                continue
+            for place in meaning:
+                factor = strength * scale(path, entry, place, configs)
+                updates.append(Update(path, place, entry["down"], entry["up"], factor))
+    problems = {
+        f"of {len(roles)} layers are none of this model's": strangers,
+        f"of {len(roles)} layers have another shape": misshapen,
+        "layers lack a half": incomplete,
+        "tensors are no part of a LoRA (of a DoRA, LoHa or LoKr, say)": unknown,
+    }
+    if any(problems.values()) or not updates:
+        found = "; ".join(f"{len(keys)} {what}: {listing(keys, 3)}" for what, keys in problems.items() if keys)
+        raise ConfigError(
+            f"model.loras names {path}, which does not fit this {model} ({found or 'it holds no update'}{about}); "
+            "expected a LoRA that was trained for it, every layer of which fits"
+        )
+    twice = [
+        name
+        for name, count in Counter((each.place.component, each.place.layer) for each in updates).items()
+        if count > 1
+    ]
+    if twice:
+        raise ArtifactError(f"{path} holds two updates of {twice[0][1]!r}, under two names; expected one")
+    return updates
+
+
+def open_lora(path: Path) -> tuple[Mapping[str, Readable], dict[str, PeftConfig], str]:
+    """The tensors of a file or folder, PEFT's configs of components where it has some, and what it says it is for.
+
+    The key of a config is a component's name, or empty for all. Raises ConfigError for a file of another kind,
+    ArtifactError for a damaged one.
+    """
+    if path.is_dir():
+        members = open_members(path)
+        held = next((name for name in (PEFT_WEIGHTS, DIFFUSERS_WEIGHTS) if name in members), None)
+        if held is None:
+            raise ConfigError(
+                f"model.loras names {path}, a folder without {PEFT_WEIGHTS} or {DIFFUSERS_WEIGHTS}, expected one of "
+                "these; name the file itself"
+            )
+        member = members[held]
+    elif path.suffix != ".safetensors":
+        raise ConfigError(
+            f"model.loras names {path}, expected a .safetensors file, because other files would have to be unpickled; "
+            "save it again as one"
+        )
+    else:
+        member = whole_file(path)
+    tensors, metadata = read_header(member)
+    for key, tensor in tensors.items():
+        if tensor.dtype not in WEIGHT_DTYPES or (key.endswith(".alpha") and math.prod(tensor.shape) != 1):
+            raise ArtifactError(
+                f"{path}: {key[:200]!r} is {list(tensor.shape)} in {tensor.dtype}, expected numbers in float32, "
+                "float16 or bfloat16, and one for an alpha; fetch it again"
+            )
+    configs = {}
+    if path.is_dir() and PEFT_CONFIG in open_members(path):
+        configs[""] = peft_config(path / PEFT_CONFIG, read_json(path, PEFT_CONFIG))
+    elif DIFFUSERS_METADATA in metadata:
+        configs = stored_configs(path, metadata[DIFFUSERS_METADATA])
+    made_for = metadata.get("modelspec.architecture") or metadata.get("ss_base_model_version")
+    about = f"; it says that it is for {one_line(made_for, 80)}" if isinstance(made_for, str) else ""
+    return tensors, configs, about
+
+
+def stored_configs(path: Path, text: object) -> dict[str, PeftConfig]:
+    """The configs that diffusers keeps in a file's metadata, as JSON with keys such as ``unet.lora_alpha``."""
+    try:
+        stored = json.loads(str(text), object_pairs_hook=without_duplicates)
+        grouped: dict[str, dict] = {}
+        for key, value in stored.items():
+            component, _, entry = key.rpartition(".")
+            grouped.setdefault(component, {})[entry] = value
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise ArtifactError(f"{path}: its {DIFFUSERS_METADATA} is no object of JSON; fetch it again") from error
+    return {component: peft_config(path, entries) for component, entries in grouped.items()}
+
+
+def peft_config(path: Path, entries: Mapping) -> PeftConfig:
+    """Raises ArtifactError for entries of a wrong type, ConfigError for what is more than a LoRA."""
+    given = {"alpha_pattern": {}, "use_rslora": False, "use_dora": False} | {
+        name: value for name, value in entries.items() if value is not None
+    }
+    try:
+        check_schema(PeftConfig, given)
+    except ConfigError as error:
+        raise ArtifactError(f"{path} holds no config of a LoRA ({error}); fetch it again") from error
+    config = PeftConfig(*(given[name] for name in PeftConfig.__slots__))
+    if config.use_dora or entries.get("peft_type", "LORA") != "LORA":
+        raise ConfigError(f"model.loras names {path}, which is more than a LoRA (DoRA, say), expected a plain one")
+    return config
+
+
+def scale(path: Path, entry: Mapping[str, Readable], place: Place, configs: Mapping[str, PeftConfig]) -> float:
+    """``alpha / rank`` as the file has it, and 1 where it says none, as diffusers and kohya take it."""
+    rank = entry["down"].shape[0]
+    if "alpha" in entry:
+        alpha = float(entry["alpha"].read().float())
+        return alpha / rank
+    config = configs.get(place.component) or configs.get("")
+    if config is None:
+        return 1.0
+    alpha = next(
+        (value for name, value in config.alpha_pattern.items() if f".{place.layer}".endswith(f".{name.lstrip('^')}")),
+        config.lora_alpha,
+    )
+    return alpha / (math.sqrt(rank) if config.use_rslora else rank)
+
+
+def fits(entry: Mapping[str, Readable], places: Sequence[Place]) -> bool:
+    """Whether the product of the two factors has the shape of the layers' weights, one below the other."""
+    down, up, shape = tuple(entry["down"].shape), tuple(entry["up"].shape), places[0].shape
+    if min(len(down), len(up)) < 2 or any(place.shape[1:] != shape[1:] for place in places) or 0 in down:
+        return False
+    rows, kernel = sum(place.shape[0] for place in places), without_ones(shape[2:])
+    return (
+        up[:2] == (rows, down[0])
+        and without_ones(up[2:]) == ()
+        and down[1] == shape[1]
+        and (without_ones(down[2:]) == kernel)
+    )
+
+
+def without_ones(kernel: tuple[int, ...]) -> tuple[int, ...]:
+    """A kernel of one pixel is none: trainers write the factors of linears and of such convolutions in either way."""
+    return () if set(kernel) <= {1} else kernel
+
+
+def sizes(entry: Mapping[str, Readable]) -> str:
+    return f"{list(entry['up'].shape)} by {list(entry['down'].shape)}"

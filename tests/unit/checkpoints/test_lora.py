@@ -1,0 +1,409 @@
+"""LoRAs in the weights: against the formula, against diffusers' own fuse_lora, and every file that is refused."""
+
+import pickle
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from sd_quant.checkpoints.kinds import open_checkpoint
+from sd_quant.checkpoints.pipeline_folder import write_pipeline_without
+from sd_quant.checkpoints.sgm import sgm_names
+from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.models.checkpoint import Checkpoint, build_module
+
+from ...pipelines import TINY
+
+RANK, ALPHA = 4, 2.0  # a scale of 1/2, which diffusers' rescaling of Flux's factors leaves exact
+Factors = dict[str, tuple[Tensor, Tensor]]  # down and up, by a layer's name
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def folder_of(family: str) -> Path:
+        if family not in made:
+            made[family] = tmp_path_factory.mktemp(family) / family
+            TINY[family](made[family])
+        return made[family]
+
+    return folder_of
+
+
+def layers_of(module: nn.Module) -> dict[str, nn.Module]:
+    return {name: each for name, each in module.named_modules() if isinstance(each, nn.Linear | nn.Conv2d)}
+
+
+def factors_of(module: nn.Module, wanted: str = "", seed: int = 0) -> Factors:
+    """Random factors for the layers whose names match ``wanted``, of the size that moves a weight by a tenth."""
+    random = torch.Generator().manual_seed(seed)
+    factors = {}
+    for name, layer in layers_of(module).items():
+        if re.search(wanted, name):
+            outs, ins, *kernel = layer.weight.shape
+            down = torch.randn(RANK, ins, *kernel, generator=random) * ins**-0.5
+            up = torch.randn(outs, RANK, *[1] * len(kernel), generator=random) * 0.1
+            factors[name] = (down, up)
+    assert factors
+    return factors
+
+
+def opened(folder: Path, family: str, *loras: tuple[Path, float]) -> Checkpoint:
+    return open_checkpoint(folder, family, io=None, max_sequence_length=None, loras=loras)
+
+
+def dotted(prefix: str, down: str, up: str) -> Callable[[Factors], dict[str, Tensor]]:
+    """A layout that keeps the layers' names."""
+    return lambda factors: {
+        f"{prefix}{name}.{end}.weight": tensor.contiguous()
+        for name, pair in factors.items()
+        for end, tensor in zip((down, up), pair, strict=True)
+    }
+
+
+def kohya(prefix: str = "lora_unet_") -> Callable[[Factors], dict[str, Tensor]]:
+    """Underscores for dots, and the scale of each layer in a tensor."""
+    return lambda factors: {
+        f"{prefix}{name.replace('.', '_')}.{end}": tensor.contiguous()
+        for name, (down, up) in factors.items()
+        for end, tensor in {
+            "lora_down.weight": down, "lora_up.weight": up, "alpha": torch.tensor(ALPHA),
+        }.items()
+    }  # fmt: skip
+
+
+def processors(factors: Factors) -> dict[str, Tensor]:
+    """diffusers' layout of early 2023, of attention alone."""
+    inside = {re.sub(r"(attn[12])[.](\w+)(?:[.]0)?$", "\\1.processor.\\2_lora", name): name for name in factors}
+    return {
+        f"unet.{name}.{end}.weight": tensor
+        for name, layer in inside.items()
+        for end, tensor in zip(("down", "up"), factors[layer], strict=True)
+    }
+
+
+def delta_of(pair: tuple[Tensor, Tensor], scale: float) -> Tensor:
+    """The formula in fp64, by sums over the rank and nothing else."""
+    down, up = (tensor.double() for tensor in pair)
+    return scale * torch.einsum("or,ri...->oi...", up.flatten(1), down)
+
+
+PROCESSORS = "diffusers, in processors"
+LAYOUTS = {
+    PROCESSORS: (processors, 1.0),
+    "diffusers": (dotted("unet.", "lora_A", "lora_B"), 1.0),
+    "diffusers, of 2023": (dotted("unet.", "lora.down", "lora.up"), 1.0),
+    "peft": (dotted("base_model.model.", "lora_A", "lora_B"), 1.0),
+    "one adapter's state": (dotted("", "lora_A.default", "lora_B.default"), 1.0),
+    "kohya": (kohya("lora_unet_"), ALPHA / RANK),
+    "comfyui": (dotted("diffusion_model.", "lora_down", "lora_up"), 1.0),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layer_gets_strength_times_alpha_by_rank_times_the_product(folder_of, tmp_path, layout):
+    folder, (written, scale) = folder_of("sd15"), LAYOUTS[layout]
+    before = opened(folder, "sd15")
+    unet = build_module(before, "unet")
+    factors = factors_of(unet, r"attn\d[.]to_" if layout == PROCESSORS else "attentions|resnets|conv_")
+    save_file(written(factors), tmp_path / "style.safetensors")
+    after = build_module(opened(folder, "sd15", (tmp_path / "style.safetensors", 0.6)), "unet")
+    for name, tensor in after.state_dict().items():
+        old = unet.get_parameter(name)
+        pair = factors.get(name.removesuffix(".weight"))
+        expected = old if pair is None else (old.double() + delta_of(pair, 0.6 * scale)).float()
+        assert torch.allclose(tensor, expected, rtol=0, atol=1e-6), name  # three fp32 roundings of weights below 2
+        assert (pair is None) == torch.equal(tensor, old), name
+
+
+CHECKED = {  # by family: which components, and which layers of them that diffusers can load an update for
+    "sd15": {"unet": "attn|proj_|conv", "text_encoder": "self_attn|mlp"},
+    "sd21": {"unet": "attn|ff", "text_encoder": "self_attn"},
+    "sdxl": {"unet": "attn|ff|time_emb", "text_encoder": "self_attn", "text_encoder_2": "self_attn|mlp"},
+    "sd3": {"transformer": "attn|ff", "text_encoder": "self_attn", "text_encoder_2": "self_attn"},
+    "flux": {"transformer": "attn|ff|proj_mlp|proj_out|norm", "text_encoder": "self_attn"},
+}
+
+
+def assert_fused_alike(folder: Path, family: str, *loras: tuple[Path, float]) -> None:
+    """Every network is bit for bit what diffusers' own pipeline fuses, and each file changes one at least."""
+    pipe = diffusers.DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float32)
+    for index, (path, _) in enumerate(loras):
+        pipe.load_lora_weights(path, adapter_name=f"lora{index}")
+    names = [f"lora{index}" for index in range(len(loras))]
+    pipe.set_adapters(names, adapter_weights=[strength for _, strength in loras])
+    before, after = opened(folder, family), opened(folder, family, *loras)
+    pipe.fuse_lora(components=[name for name in after.components if after.components[name].adapted])
+    pipe.unload_lora_weights()
+    for component in after.components:
+        ours, plain = build_module(after, component).state_dict(), build_module(before, component).state_dict()
+        theirs = getattr(pipe, component).state_dict()
+        different = [name for name in ours if not torch.equal(ours[name], theirs[name])]
+        assert not different, (component, len(different), different[:5])
+        assert after.components[component].adapted == any(not torch.equal(ours[name], plain[name]) for name in ours)
+    assert any(weights.adapted for weights in after.components.values())
+
+
+def of_components(folder: Path, family: str, seed: int = 0) -> dict[str, Factors]:
+    checkpoint = opened(folder, family)
+    return {
+        component: factors_of(build_module(checkpoint, component), wanted, seed)
+        for component, wanted in CHECKED[family].items()
+    }
+
+
+@pytest.mark.consumer
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning")  # PEFT's, of a second adapter
+@pytest.mark.parametrize("family", CHECKED)
+def test_two_of_diffusers_own_files_are_fused_as_diffusers_fuses_them(folder_of, tmp_path, family):
+    """Written by PEFT and diffusers: their names, their metadata with alpha, one with the encoders and one without."""
+    from peft import LoraConfig
+    from peft.utils import get_peft_model_state_dict
+
+    folder = folder_of(family)
+    for index, components in enumerate((CHECKED[family], [*CHECKED[family]][:1])):
+        pipe = diffusers.DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float32)
+        given = {}
+        torch.manual_seed(index)
+        for component in components:
+            module = getattr(pipe, component)
+            targets = [name for name in layers_of(module) if re.search(CHECKED[family][component], name)]
+            config = LoraConfig(r=RANK, lora_alpha=3, target_modules=targets, init_lora_weights=False)
+            module.add_adapter(config)
+            key = "text_encoder_2" if component == "text_encoder_2" else component
+            given[f"{key}_lora_layers"] = get_peft_model_state_dict(module)
+            given[f"{key}_lora_adapter_metadata"] = module.peft_config["default"].to_dict()
+        pipe.save_lora_weights(tmp_path / str(index), **given)
+    files = [tmp_path / str(index) / "pytorch_lora_weights.safetensors" for index in range(2)]
+    assert_fused_alike(folder, family, (files[0], 0.8), (files[1], -0.3))
+
+
+@pytest.mark.consumer
+@pytest.mark.parametrize("family", ["sd15", "sdxl"])
+def test_kohyas_files_are_fused_as_diffusers_fuses_them(folder_of, tmp_path, family):
+    tensors: dict[str, Tensor] = {}
+    for component, factors in of_components(folder_of(family), family).items():
+        if component == "unet" and family == "sdxl":
+            layers = layers_of(build_module(opened(folder_of(family), family), "unet"))
+            names = sgm_names([f"{name}.weight" for name in layers])
+            factors = {names[f"{name}.weight"].removesuffix(".weight"): pair for name, pair in factors.items()}
+        factors = {name.removeprefix("text_model."): pair for name, pair in factors.items()}
+        numbers = {"text_encoder": "1" if family == "sdxl" else "", "text_encoder_2": "2"}
+        tensors |= kohya(f"lora_te{numbers[component]}_text_model_" if component in numbers else "lora_unet_")(factors)
+    save_file(tensors, tmp_path / "style.safetensors")
+    assert_fused_alike(folder_of(family), family, (tmp_path / "style.safetensors", 0.7))
+
+
+@pytest.mark.consumer
+def test_a_folder_of_pefts_is_merged_as_peft_merges_it(folder_of, tmp_path):
+    """Ranks and scales of layers that differ, by rank-stabilized scaling."""
+    from peft import LoraConfig, get_peft_model
+
+    checkpoint = opened(folder_of("pixart"), "pixart")
+    network = build_module(checkpoint, "transformer")
+    config = LoraConfig(
+        r=RANK, lora_alpha=6, use_rslora=True, target_modules=["to_q", "to_out.0", "linear_1"],
+        rank_pattern={"to_q": 2}, alpha_pattern={"transformer_blocks.1.attn1.to_q": 3}, init_lora_weights=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    theirs = get_peft_model(network, config)
+    theirs.save_pretrained(tmp_path / "adapter")
+    merged = theirs.merge_and_unload().state_dict()
+    ours = build_module(opened(folder_of("pixart"), "pixart", (tmp_path / "adapter", 1.0)), "transformer").state_dict()
+    assert all(torch.equal(ours[name], merged[name]) for name in ours)
+    before = build_module(checkpoint, "transformer").state_dict()
+    assert 3 * 2 < sum(not torch.equal(ours[name], before[name]) for name in ours)
+
+
+FLUX = {  # Black Forest Labs' names, and the layers of diffusers' that they stand for
+    "double_blocks_1_img_attn_qkv": ["transformer_blocks.1.attn.to_q", "transformer_blocks.1.attn.to_k",
+                                     "transformer_blocks.1.attn.to_v"],
+    "double_blocks_0_txt_attn_qkv": [f"transformer_blocks.0.attn.add_{each}_proj" for each in "qkv"],
+    "double_blocks_1_txt_attn_proj": ["transformer_blocks.1.attn.to_add_out"],
+    "double_blocks_0_img_mlp_2": ["transformer_blocks.0.ff.net.2"],
+    "double_blocks_0_txt_mod_lin": ["transformer_blocks.0.norm1_context.linear"],
+    "single_blocks_1_linear2": ["single_transformer_blocks.1.proj_out"],
+}  # fmt: skip
+
+
+def stacked(module: nn.Module, names: Mapping[str, list[str]]) -> Factors:
+    """Factors for layers whose rows lie in one weight elsewhere."""
+    random = torch.Generator().manual_seed(0)
+    factors = {}
+    for name, parts in names.items():
+        weights = [module.get_parameter(f"{part}.weight") for part in parts]
+        down = torch.randn(RANK + 1, weights[0].shape[1], generator=random)  # a rank that no number of parts divides
+        factors[name] = (down, torch.randn(sum(map(len, weights)), RANK + 1, generator=random) * 0.02)
+    return factors
+
+
+@pytest.mark.consumer
+def test_the_layers_of_flux_as_its_authors_name_them(folder_of, tmp_path):
+    module = build_module(opened(folder_of("flux"), "flux"), "transformer")
+    tensors = kohya()(stacked(module, FLUX))
+    tensors |= {name: torch.tensor((RANK + 1) / 2) for name in tensors if name.endswith("alpha")}
+    save_file(tensors, tmp_path / "style.safetensors")
+    assert_fused_alike(folder_of("flux"), "flux", (tmp_path / "style.safetensors", 0.5))
+
+
+def test_the_widest_layer_of_flux(folder_of, tmp_path):
+    """diffusers' converter has the rows of the published size written into it, so this is against the formula."""
+    before = build_module(opened(folder_of("flux"), "flux"), "transformer")
+    parts = [f"single_transformer_blocks.0.{each}" for each in ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")]
+    factors = stacked(before, {"single_blocks.0.linear1": parts})
+    save_file(dotted("diffusion_model.", "lora_A", "lora_B")(factors), tmp_path / "style.safetensors")
+    after = build_module(opened(folder_of("flux"), "flux", (tmp_path / "style.safetensors", 1.0)), "transformer")
+    delta = delta_of(factors["single_blocks.0.linear1"], 1.0)
+    moved = torch.cat(
+        [after.get_parameter(f"{part}.weight") - before.get_parameter(f"{part}.weight") for part in parts]
+    )
+    assert torch.allclose(moved.double(), delta, rtol=0, atol=1e-6)
+
+
+@pytest.fixture
+def style(folder_of, tmp_path) -> Path:
+    """A file that fits SD 1.5's UNet and its text encoder."""
+    checkpoint = opened(folder_of("sd15"), "sd15")
+    unet = factors_of(build_module(checkpoint, "unet"), "attn1.to_")
+    text = factors_of(build_module(checkpoint, "text_encoder"), "q_proj")
+    tensors = dotted("unet.", "lora_A", "lora_B")(unet) | dotted("text_encoder.", "lora_A", "lora_B")(text)
+    save_file(tensors, tmp_path / "style.safetensors")
+    return tmp_path / "style.safetensors"
+
+
+def test_another_process_opens_the_same_weights(folder_of, style):
+    checkpoint = opened(folder_of("sd15"), "sd15", (style, 0.5))
+    again = pickle.loads(pickle.dumps(checkpoint))
+    name = "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q.weight"
+    assert torch.equal(again.components["unet"][name], checkpoint.components["unet"][name])
+    assert not torch.equal(again.components["unet"][name], opened(folder_of("sd15"), "sd15").components["unet"][name])
+
+
+def test_a_pipelines_folder_gets_the_changed_weights_and_copies_of_the_others(folder_of, style, tmp_path):
+    checkpoint = opened(folder_of("sd15"), "sd15", (style, 0.5))
+    write_pipeline_without(checkpoint, ["unet"], tmp_path / "out")
+    assert not list((tmp_path / "out" / "unet").glob("*.safetensors"))
+    again = opened_without_unet(tmp_path / "out")
+    assert all(
+        torch.equal(again[name], tensor)
+        for name, tensor in build_module(checkpoint, "text_encoder").state_dict().items()
+    )
+    vae = "vae/diffusion_pytorch_model.safetensors"
+    assert (tmp_path / "out" / vae).read_bytes() == (folder_of("sd15") / vae).read_bytes()
+
+
+def opened_without_unet(folder: Path) -> dict[str, Tensor]:
+    import transformers
+
+    return transformers.CLIPTextModel.from_pretrained(folder / "text_encoder").state_dict()
+
+
+def test_no_weight_is_read_when_it_is_opened(folder_of, style, monkeypatch):
+    monkeypatch.setattr("sd_quant.checkpoints.tensors.StoredTensor.read", lambda self: pytest.fail("a tensor was read"))
+    opened(folder_of("sd15"), "sd15", (style, 0.5))
+
+
+def changed(style: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]], **metadata: str) -> Path:
+    save_file(change(load_file(style)), style, metadata=metadata)
+    return style
+
+
+def renamed(old: str, new: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    return lambda tensors: {name.replace(old, new): tensor for name, tensor in tensors.items()}
+
+
+ODD = "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
+DAMAGED = {
+    "partly of another network": (renamed("down_blocks.0", "down_blocks.7"), "4 of 18 layers are none of this model's"),
+    "a half is missing": (
+        lambda tensors: {name: tensor for name, tensor in tensors.items() if name != f"unet.{ODD}.lora_B.weight"},
+        f"1 layers lack a half: unet.{ODD}",
+    ),
+    "of another width": (
+        lambda tensors: tensors | {f"unet.{ODD}.lora_A.weight": torch.zeros(RANK, 63)},
+        r"1 of 18 layers have another shape: unet.* \[64, 4\] by \[4, 63\] for a weight of \[64, 64\]",
+    ),
+    "a DoRA": (
+        lambda tensors: tensors | {f"unet.{ODD}.dora_scale": torch.ones(64, 1)},
+        "1 tensors are no part of a LoRA .*dora_scale",
+    ),
+    "nothing of a LoRA": (lambda _: {"weight": torch.ones(3)}, "1 tensors are no part of a LoRA .*: weight"),
+    "an alpha of several numbers": (
+        lambda tensors: tensors | {f"unet.{ODD}.alpha": torch.ones(2)}, "expected .* one for an alpha",
+    ),
+    "codes": (
+        lambda tensors: tensors | {f"unet.{ODD}.lora_A.weight": torch.zeros(RANK, 64, dtype=torch.int8)},
+        "is .* in torch.int8, expected numbers in float32",
+    ),
+    "a layer twice": (
+        lambda tensors: tensors | {
+            f"{ODD}.lora_A.weight": torch.zeros(1, 64), f"{ODD}.lora_B.weight": torch.zeros(64, 1)
+        },
+        "two updates of .*under two names",
+    ),
+    "a rank of none": (
+        lambda tensors: tensors | {
+            f"unet.{ODD}.lora_A.weight": torch.zeros(0, 64), f"unet.{ODD}.lora_B.weight": torch.zeros(64, 0)
+        },
+        "1 of 18 layers have another shape",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", DAMAGED)
+def test_a_file_that_does_not_fit_is_refused_with_names_and_counts(folder_of, style, fault):
+    change, expected = DAMAGED[fault]
+    with pytest.raises((ArtifactError, ConfigError), match=expected):
+        opened(folder_of("sd15"), "sd15", (changed(style, change), 1.0))
+
+
+def test_a_lora_of_another_family_is_refused_with_what_it_says_of_itself(folder_of, style):
+    changed(style, dict, **{"modelspec.architecture": "stable-diffusion-v1/lora"})
+    with pytest.raises(ConfigError, match="does not fit this StableDiffusionXL .* for stable-diffusion-v1/lora"):
+        opened(folder_of("sdxl"), "sdxl", (style, 1.0))
+    with pytest.raises(ConfigError, match="18 of 18 layers are none of this model's"):
+        opened(folder_of("flux"), "flux", (changed(style, renamed("text_encoder.", "unet.")), 1.0))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "expected"),
+    [
+        ("[1]", "is no object of JSON"),
+        ("{", "is no object of JSON"),
+        ('{"unet.lora_alpha": "8"}', "lora_alpha is '8', expected a number"),
+        ('{"unet.r": 4}', "lora_alpha is missing"),
+        ('{"unet.lora_alpha": 8, "unet.use_dora": true}', "more than a LoRA"),
+        ('{"unet.lora_alpha": 8, "unet.alpha_pattern": {"to_q": []}}', "alpha_pattern.to_q is"),
+    ],
+)
+def test_metadata_that_is_none(folder_of, style, metadata, expected):
+    with pytest.raises((ArtifactError, ConfigError), match=expected):
+        opened(folder_of("sd15"), "sd15", (changed(style, dict, lora_adapter_metadata=metadata), 1.0))
+
+
+def test_other_files(folder_of, tmp_path):
+    (tmp_path / "style.pt").write_bytes(b"PK")
+    with pytest.raises(ConfigError, match=r"style.pt, expected a .safetensors file, because other files would have to"):
+        opened(folder_of("sd15"), "sd15", (tmp_path / "style.pt", 1.0))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(
+        ConfigError, match="a folder without adapter_model.safetensors or pytorch_lora_weights.safetens"
+    ):
+        opened(folder_of("sd15"), "sd15", (tmp_path / "empty", 1.0))
+    (tmp_path / "cut.safetensors").write_bytes(b"12")
+    with pytest.raises(ArtifactError, match="cut.safetensors"):
+        opened(folder_of("sd15"), "sd15", (tmp_path / "cut.safetensors", 1.0))
+
+
+@pytest.mark.parametrize("value", [float("nan"), 3e38])
+def test_what_is_not_finite_is_refused_when_it_is_read(folder_of, style, value):
+    changed(style, lambda tensors: {name: torch.full_like(tensor, value) for name, tensor in tensors.items()})
+    checkpoint = opened(folder_of("sd15"), "sd15", (style, 1.0))
+    with pytest.raises(ArtifactError, match="style.safetensors: what it adds to 'down_blocks.* is not finite"):
+        checkpoint.components["unet"][f"{ODD}.weight"]
