@@ -28,6 +28,7 @@ from sd_quant.errors import ResourceError, SdQuantError
 from sd_quant.files import digest
 from sd_quant.inference.loading import LoadedModel, load_model, pipeline_of
 from sd_quant.inference.pipeline import Sampling
+from sd_quant.models import VAE_ENCODER
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, samples_per_image
 from sd_quant.models.parts import axes, text_readers
 from sd_quant.progress import progress
@@ -169,7 +170,8 @@ def collect_segment(
     if not mine:  # more processes than prompts
         return Statistics({}, {})
     checkpoint = model.checkpoint
-    used = [part for part in model.parts if part != "vae"]
+    unused = {"vae"} if sampling.source else {"vae", VAE_ENCODER}
+    used = [part for part in model.parts if part not in unused]
     for part in used:
         fabric.to_device(model.parts[part])
     pipeline = pipeline_of(checkpoint, {part: model.torch_engine(part) for part in used})
@@ -177,16 +179,18 @@ def collect_segment(
     batched = [name for name, shape in denoiser_part(checkpoint).contract.inputs.items() if shape[0] == "batch"]
     linears = [name for name, layer in layers.items() if kind_of(layer) == "linear"]
     text = text_readers(checkpoint.family.shared_inputs(linears))
-    wanted = draw(names, segment, sampling.steps, sampling.seed, text)
+    wanted = draw(names, segment, sampling.steps_taken, sampling.seed, text)
     now: dict = {}
     batches = -(-len(mine) // sampling.batch_size)
     with (
-        progress(batches * sampling.steps, f"calibrate on prompts {segment.start + 1} to {segment.stop}") as advance,
+        progress(
+            batches * sampling.steps_taken, f"calibrate on prompts {segment.start + 1} to {segment.stop}"
+        ) as advance,
         collect(
             model.parts[checkpoint.family.DENOISER],
             layers,
             mine,
-            sampling.steps,
+            sampling.steps_taken,
             lambda: (now["step"], now["batch"]),
             wanted,
             batched,
