@@ -362,8 +362,22 @@ class Infer:
         expected = f"null, because at infer.scale={self.scale:g} nothing is guided and no negative prompt is read"
         check(self.negative_prompt is None or self.scale > 1, "infer.negative_prompt", self.negative_prompt, expected)
         check_source("infer.image", self.image, "infer.mask", self.mask)
+        expected = "null without infer.image, because it is how much of one is changed"
+        check(self.strength is None or self.image is not None, "infer.strength", self.strength, expected)
+        if self.image is not None:
+            self.check_strength(self.mask, self.steps, "infer.steps")
         expected = "null with infer.image, whose noise is drawn from the seeds"
         check(self.latents is None or self.image is None, "infer.latents", self.latents, expected)
+
+    def strength_with(self, mask: str | None) -> float:
+        """The share of the steps by which an image is changed; by default all of them where there is a ``mask``."""
+        return self.strength or (0.6 if mask is None else 1.0)
+
+    def check_strength(self, mask: str | None, steps: int, knob: str) -> None:
+        """Raises ConfigError when that share of the ``steps``, which ``knob`` says, is none."""
+        strength = self.strength_with(mask)
+        expected = f"at least {math.ceil(1 / strength)}, because infer.strength={strength:g} is the share that is taken"
+        check(int(steps * strength) > 0, knob, steps, expected)
 
     def inputs(self) -> dict[str, Path]:
         """The files and folders that images start from, by the names that they have in a record."""
@@ -526,6 +540,8 @@ class QuantizeJob:
         expected = "null, because a run keeps everything in hydra.run.dir"
         check(self.infer.out_path is None, "infer.out_path", self.infer.out_path, expected)
         self.model.encoder |= self.infer.image is not None
+        if self.model.calibration_image is not None:
+            self.infer.check_strength(self.model.calibration_mask, self.quantize.n_steps, "quantize.n_steps")
 
     def formats(self) -> dict[str, set[str]]:
         used = formats_used(self.quantize.enable, self.quantize.quant_level)

@@ -31,21 +31,16 @@ def source_of(infer: Infer) -> SourceImages | None:
 
     Raises what ``read_source`` raises.
     """
-    source = images_of("infer.", infer.image, infer.mask, infer.width, infer.height, strength_of(infer, infer.mask))
+    source = images_of("infer.", infer.image, infer.mask, infer.width, infer.height, infer.strength_with(infer.mask))
     return None if source is None else source.repeated(infer.num_samples)
 
 
 def calibration_source_of(model: Model, infer: Infer) -> SourceImages | None:
     """The images that calibration starts from, by the same strength. Raises what ``read_source`` raises."""
-    strength = strength_of(infer, model.calibration_mask)
+    strength = infer.strength_with(model.calibration_mask)
     return images_of(
         "model.calibration_", model.calibration_image, model.calibration_mask, model.width, model.height, strength
     )
-
-
-def strength_of(infer: Infer, mask: str | None) -> float:
-    """The share of the denoising steps that is taken of images to start from: by default all where a mask is given."""
-    return infer.strength or (0.6 if mask is None else 1.0)
 
 
 def images_of(
