@@ -11,7 +11,7 @@ from sd_quant.inference.loading import most_steps
 from sd_quant.inference.pipeline import Generated, Pipeline, Sampling
 from sd_quant.knobs import check
 from sd_quant.models import LATENT_FACTOR, family_named
-from sd_quant.models.checkpoint import Checkpoint, contracts_of
+from sd_quant.models.checkpoint import Checkpoint, contracts_of, reads_guidance
 from sd_quant.places import input_path
 from sd_quant.progress import progress
 
@@ -56,6 +56,15 @@ def check_channels(checkpoint: Checkpoint, infer: Infer) -> None:
             f"infer.latents: {infer.latents} holds {latents.shape[1]} channels, and the latents of this checkpoint "
             f"have {channels}; make them for it"
         )
+
+
+def check_guidance(checkpoint: Checkpoint, infer: Infer) -> None:
+    """Raises ConfigError for a guidance scale of which nothing in the checkpoint is told."""
+    expected = (
+        "at most 1, because this checkpoint was distilled to do without guidance and takes no scale; for Flux schnell "
+        "model=flux_schnell has the knobs"
+    )
+    check(infer.scale <= 1 or reads_guidance(checkpoint), "infer.scale", infer.scale, expected)
 
 
 def check_steps(checkpoint: Checkpoint, steps: Mapping[str, int]) -> None:
