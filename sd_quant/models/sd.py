@@ -21,6 +21,7 @@ __all__ = ["attentions", "layer_roles", "pack", "shared_inputs", "unpack"]
 
 PIPELINES = ("StableDiffusionPipeline",)
 NETWORKS = {"unet": "UNet2DConditionModel", "vae": "AutoencoderKL", "text_encoder": "CLIPTextModel"}
+OPTIONAL = ()
 DENOISER = "unet"
 GUIDES = True
 TOKENS = None

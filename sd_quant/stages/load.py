@@ -60,7 +60,7 @@ def open_model(model: Model) -> Checkpoint:
     """The checkpoint that the knobs name. Raises what its reader raises."""
     return open_checkpoint(
         input_path(model.path), model.family, io=model.io, max_sequence_length=model.max_sequence_length,
-        loras=model.adapters(),
+        parts=model.parts, loras=model.adapters(),
     )  # fmt: skip
 
 

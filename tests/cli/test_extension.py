@@ -44,6 +44,7 @@ from sd_quant.engines import onnxruntime
 from sd_quant.models import sd
 from sd_quant.models.sd import NETWORKS, PIPELINES, attentions, encode, layer_roles, pack, shared_inputs, unpack
 
+OPTIONAL = ()
 DENOISER, GUIDES, TOKENS = "my_unet", True, None
 QMAX = 127.0
 
