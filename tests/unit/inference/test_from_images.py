@@ -13,11 +13,13 @@ from PIL import Image
 
 from sd_quant.checkpoints.kinds import open_checkpoint
 from sd_quant.engines.pool import Pool, Variant
+from sd_quant.errors import ConfigError
 from sd_quant.inference.loading import load_model, pipeline_of
 from sd_quant.inference.pipeline import Generated, Sampling
 from sd_quant.inference.source_images import SourceImages
 from sd_quant.models import VAE_ENCODER
 from sd_quant.models.checkpoint import Checkpoint
+from sd_quant.stages.generate import check_mask
 
 from ...pipelines import TINY, redraw
 
@@ -139,6 +141,13 @@ def test_a_part_of_an_image_is_made_anew(folder_of, family, strength):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_checkpoint_for_inpainting(folder_of, family):
     assert_equal(folder_of(family, True), family, CLASSES[family][1], source(True, 1.0))
+
+
+def test_a_checkpoint_for_inpainting_wants_a_mask(folder_of):
+    check_mask(opened(folder_of("sd15"), "sd15"), "infer.", None)
+    check_mask(opened(folder_of("sd15", True), "sd15"), "infer.", "mask.png")
+    with pytest.raises(ConfigError, match=r"^infer.image and infer.mask are not given, .*: it reads 9 channels, 4 of"):
+        check_mask(opened(folder_of("sd15", True), "sd15"), "infer.", None)
 
 
 def test_the_encoder_is_open_before_the_denoiser(folder_of):

@@ -22,6 +22,7 @@ from sd_quant.report.record import (
     read_record,
     score_of,
     seconds_of_stages,
+    weights_sha256,
     write_record,
 )
 from sd_quant.report.table import run_table
@@ -174,3 +175,11 @@ def test_the_worst_image_is_the_least_like_full_precision():
     assert score_of(record, SCORES["latent_sqnr_db"]).value == (None, "NaN")
     assert score_of(record, SCORES["latent_sqnr_db"]).values == [9.0, None]
     assert score_of(record, SCORES["ssim"]) == ((None, ABSENT), (None, ABSENT), [])
+
+
+def test_weights_with_loras_are_others():
+    own = {"inputs": {"checkpoint": {"sha256": "a"}, "calibration_prompts": {"sha256": "p"}}}
+    lora = {"lora 1 at 0.8": {"sha256": "b"}}
+    made = [own, *({"inputs": own["inputs"] | more} for more in (lora, {"lora 1 at 0.5": lora["lora 1 at 0.8"]}))]
+    assert weights_sha256(own) == "a" and len({weights_sha256(each) for each in made}) == 3
+    assert weights_sha256({}) is None
