@@ -277,6 +277,14 @@ def style(folder_of, tmp_path) -> Path:
     return tmp_path / "style.safetensors"
 
 
+def test_files_add_up(folder_of, style):
+    name = f"{ODD}.weight"
+    plain, once, twice = (
+        opened(folder_of("sd15"), "sd15", *[(style, 0.5)] * count).components["unet"][name] for count in range(3)
+    )
+    assert torch.allclose(twice - once, once - plain, atol=1e-6) and not torch.equal(once, plain)
+
+
 def test_another_process_opens_the_same_weights(folder_of, style):
     checkpoint = opened(folder_of("sd15"), "sd15", (style, 0.5))
     again = pickle.loads(pickle.dumps(checkpoint))
