@@ -84,5 +84,5 @@ ELSEWHERE = {  # knobs that other names above set, that name a file, or that say
     *("quantize.smoothing", "quantize.percentile", "quantize.collect_method", "quantize.calib_size"),
     *("quantize.calibration", "infer.out_path", "metrics.clip_weights", "metrics.fid_weights"),
     *("metrics.fid_references", "model.family", "model.path", "model.parts", "model.io"),
-    *("model.max_sequence_length", "model.calibration_prompts", "model.prompts", "model.recommended"),
+    *("model.max_sequence_length", "model.calibration_prompts", "model.prompts", "model.recommended", "model.loras"),
 }
