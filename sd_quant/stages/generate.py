@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from sd_quant.config import Infer, Model
+from sd_quant.config import Infer, Model, sizes_of
 from sd_quant.errors import ConfigError
 from sd_quant.inference.latents import read_latents
 from sd_quant.inference.loading import most_steps
@@ -20,7 +20,7 @@ def sampling_of(infer: Infer) -> Sampling:
     """How the knobs say that images are made. Raises what ``latents_of`` raises."""
     return Sampling(
         infer.steps, infer.scale, infer.height, infer.width, infer.batch_size, infer.seed,
-        infer.negative_prompts(infer.num_samples), latents_of(infer),
+        infer.negative_prompts(infer.num_samples), latents_of(infer), sizes_of(infer) if infer.sizes else None,
     )  # fmt: skip
 
 
@@ -67,9 +67,10 @@ def check_steps(checkpoint: Checkpoint, steps: Mapping[str, int]) -> None:
 
 def generate(pipeline: Pipeline, prompts: list[str], infer: Infer, description: str) -> Generated:
     """An image for each prompt, with a progress bar that shows the ``description``."""
-    batches = -(-len(prompts) // infer.batch_size)
+    sampling = sampling_of(infer)
+    batches = len(sampling.batches(range(len(prompts))))
     with progress(batches * infer.steps, f"images, {description}") as advance:
-        return pipeline(prompts, sampling_of(infer), on_step=lambda step: advance())
+        return pipeline(prompts, sampling, on_step=lambda step: advance())
 
 
 def image_names(prompts: list[str]) -> list[str]:
