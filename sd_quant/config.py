@@ -26,9 +26,10 @@ from sd_quant.engines import PLAN_BUILDERS, RUNTIMES, check_installed
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError, of_the_machine
 from sd_quant.files import TEMPORARY
 from sd_quant.hand_over import TARGETS
+from sd_quant.inference.image_files import image_files, mask_files
 from sd_quant.knobs import Called, Limit, at_least, check, one_of, read
 from sd_quant.metrics import INCEPTION_PACKAGE
-from sd_quant.models import FAMILIES
+from sd_quant.models import FAMILIES, VAE_ENCODER
 from sd_quant.places import GROUPS, existing, input_path, looked_in, output_path
 from sd_quant.quantization.formats import FORMATS, min_compute_capability
 from sd_quant.quantization.observers import OBSERVERS
@@ -76,6 +77,13 @@ class Model:
         Limit(lambda stated: is_lora(stated), "a file, or file:strength with a number", each=True),
         "LoRA files that are fused into the weights, each with its strength: [style.safetensors:0.8]",
     ]
+    encoder: Annotated[
+        bool, "the autoencoder's encoder is a part too, which images from images begin with; infer.image implies it"
+    ]
+    calibration_image: Annotated[
+        str | None, "image, or folder of images, that calibration begins with in turn; null: with noise"
+    ]
+    calibration_mask: Annotated[str | None, "their masks, as for infer.mask"]
     width: Annotated[int, SIDE, "pixels across a calibration image, and across the others by default"]
     height: Annotated[int, SIDE, "pixels down the same images"]
     sizes: Annotated[
@@ -89,6 +97,11 @@ class Model:
     def __post_init__(self):
         fits = self.io in (None, "diffusers") or self.family == "sdxl"
         check(fits, "export.io", self.io, f"diffusers or null, because NeMo has no names for {self.family}")
+        check_source("model.calibration_image", self.calibration_image, "model.calibration_mask", self.calibration_mask)
+        expected = "null with model.sizes, because images to begin with are read at one size"
+        fits = self.sizes is None or self.calibration_image is None
+        check(fits, "model.calibration_image", self.calibration_image, expected)
+        self.encoder |= self.calibration_image is not None
 
     def adapters(self) -> list[tuple[Path, float]]:
         """The files of ``loras`` and their strengths, 1 where none is stated."""
@@ -104,6 +117,7 @@ class Model:
         check_checkpoint(self.path)
         for path, _ in map(lora_of, self.loras):
             existing("model.loras", path, "the path of a .safetensors file, or file:strength")
+        check_source_files("model.calibration_", self.calibration_image, self.calibration_mask)
 
 
 def size_of(stated: str) -> tuple[int, int]:
@@ -362,6 +376,19 @@ class Infer:
     latents: Annotated[
         str | None, "start noise instead of the seed's: a .pt, .npy or .safetensors of [1 or images, C, H/8, W/8]"
     ]
+    image: Annotated[
+        str | None, "image, or folder of images, that prompts change in turn; null: images begin with noise"
+    ]
+    mask: Annotated[
+        str | None,
+        "masks of the images, white where they are made anew: one for all, or a folder with the same names; "
+        "null: the whole image is changed",
+    ]
+    strength: Annotated[
+        float | None,
+        Limit(lambda share: 0 < share <= 1, "more than 0 and at most 1"),
+        "share of the denoising steps by which an image is changed; null: 0.6, and 1 with a mask",
+    ]
     num_warmup_runs: Annotated[int, at_least(0), "calls before the timed ones"]
     num_timed_runs: Annotated[int, at_least(1), "calls whose median is the latency"]
     precision: Annotated[
@@ -380,10 +407,38 @@ class Infer:
         check(self.sizes is None or self.latents is None, "infer.latents", self.latents, expected)
         expected = f"null, because at infer.scale={self.scale:g} nothing is guided and no negative prompt is read"
         check(self.negative_prompt is None or self.scale > 1, "infer.negative_prompt", self.negative_prompt, expected)
+        check_source("infer.image", self.image, "infer.mask", self.mask)
+        expected = "null with infer.sizes, because images to begin with are read at one size"
+        check(self.sizes is None or self.image is None, "infer.image", self.image, expected)
+        expected = "null without infer.image, because it is how much of one is changed"
+        check(self.strength is None or self.image is not None, "infer.strength", self.strength, expected)
+        if self.image is not None:
+            self.check_strength(self.mask, self.steps, "infer.steps")
+        expected = "null with infer.image, whose noise is drawn from the seeds"
+        check(self.latents is None or self.image is None, "infer.latents", self.latents, expected)
+
+    def strength_with(self, mask: str | None) -> float:
+        """The share of the steps by which an image is changed; by default all of them where there is a ``mask``."""
+        return self.strength or (0.6 if mask is None else 1.0)
+
+    def check_strength(self, mask: str | None, steps: int, knob: str) -> None:
+        """Raises ConfigError when that share of the ``steps``, which ``knob`` says, is none."""
+        strength = self.strength_with(mask)
+        expected = f"at least {math.ceil(1 / strength)}, because infer.strength={strength:g} is the share that is taken"
+        check(int(steps * strength) > 0, knob, steps, expected)
+
+    def inputs(self) -> dict[str, Path]:
+        """The files and folders that images start from, by the names that they have in a record."""
+        return {name: input_path(path) for name in ("latents", "image", "mask") if (path := getattr(self, name))}
 
     def prompt_list(self) -> list[str]:
-        """Every prompt, repeated ``num_samples`` times. Raises ConfigError when there is none."""
-        return [prompt for prompt in self.distinct_prompts() for _ in range(self.num_samples)]
+        """Every prompt, repeated ``num_samples`` times. Raises ConfigError when there is none.
+
+        With more images to start from than prompts, prompts are taken in turn until each image is.
+        """
+        prompts = self.distinct_prompts()
+        count = max(len(prompts), len(image_files("infer.image", input_path(self.image))) if self.image else 0)
+        return [prompts[index % len(prompts)] for index in range(count) for _ in range(self.num_samples)]
 
     def distinct_prompts(self) -> list[str]:
         prompts = read_prompts(prompt_file(self.prompts)) if isinstance(self.prompts, str) else self.prompts
@@ -396,9 +451,10 @@ class Infer:
         return None if texts is None else [text for text in texts for _ in range(samples)]
 
     def check_files(self) -> None:
-        """Raises ConfigError for prompts that cannot be read, negative prompts for others, absent latents."""
+        """Raises ConfigError for prompts that cannot be read, negative prompts for others, absent latents, images."""
         if self.latents is not None:
             existing("infer.latents", self.latents, "an existing file, or null")
+        check_source_files("infer.", self.image, self.mask)
         prompts, negative = self.distinct_prompts(), self.negative_prompt
         if isinstance(negative, list):
             expected = f"one for each of the {len(prompts)} prompts, or a single text for all"
@@ -406,6 +462,22 @@ class Infer:
         elif negative is not None:
             expected = "the text itself or a list of texts: only infer.prompts is read from a file"
             check(not negative.endswith((".txt", ".tsv")), "infer.negative_prompt", negative, expected)
+
+
+def check_source(knob: str, image: str | None, mask_knob: str, mask: str | None) -> None:
+    """Raises ConfigError for a mask without an image."""
+    check(mask is None or image is not None, mask_knob, mask, f"null without {knob}, because it is the mask of one")
+
+
+def check_source_files(knobs: str, image: str | None, mask: str | None) -> None:
+    """Raises ConfigError for absent images, and for images without masks; ``knobs`` begins the names of both."""
+    for knob, path in {f"{knobs}image": image, f"{knobs}mask": mask}.items():
+        if path is not None:
+            existing(knob, path, "an existing image or a folder of images, or null")
+    if image is not None:
+        images = image_files(f"{knobs}image", input_path(image))
+        if mask is not None:
+            mask_files(f"{knobs}mask", input_path(mask), images)
 
 
 def prompt_file(path: str) -> Path:
@@ -520,6 +592,9 @@ class QuantizeJob:
         check_engine(self.infer.engine, self.quantize, self.trt)
         expected = "null, because a run keeps everything in hydra.run.dir"
         check(self.infer.out_path is None, "infer.out_path", self.infer.out_path, expected)
+        self.model.encoder |= self.infer.image is not None
+        if self.model.calibration_image is not None:
+            self.infer.check_strength(self.model.calibration_mask, self.quantize.n_steps, "quantize.n_steps")
 
     def formats(self) -> dict[str, set[str]]:
         used = formats_used(self.quantize.enable, self.quantize.quant_level)
@@ -598,6 +673,7 @@ class InferJob:
         fits = RUNTIMES[self.infer.engine].unquantized
         expected = "another, because this one computes what quantize.py derives and reads no file"
         check(fits, "infer.engine", self.infer.engine, expected)
+        self.model.encoder |= self.infer.image is not None
 
     def check_files(self) -> None:
         self.infer.check_files()
@@ -763,9 +839,14 @@ def artifact(run: Path, kind: str, part: str) -> Path:
 def part_names(job: ExportJob | InferJob) -> list[str]:
     """The parts of the model, of the run's model, or else those that files are given for."""
     if isinstance(job, InferJob):
-        return job.model.parts
+        return parts_of(job.model.parts, job.model.encoder)
     model = run_model(job.run) if job.run else None
-    return model["parts"] if model else list(dict.fromkeys((*PART_NAMES, *job.files)))
+    return parts_of(model["parts"], model["encoder"]) if model else list(dict.fromkeys((*PART_NAMES, *job.files)))
+
+
+def parts_of(parts: list[str], encoder: bool) -> list[str]:
+    """The names of the exported parts, the encoder last."""
+    return [*parts, VAE_ENCODER] if encoder else parts
 
 
 def part_paths(job: ExportJob | InferJob, kind: str) -> dict[str, Path]:

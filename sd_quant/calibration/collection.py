@@ -29,6 +29,7 @@ from sd_quant.errors import ResourceError, SdQuantError
 from sd_quant.files import digest
 from sd_quant.inference.loading import LoadedModel, load_model, pipeline_of
 from sd_quant.inference.pipeline import Sampling
+from sd_quant.models import VAE_ENCODER
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, samples_per_image
 from sd_quant.models.parts import axes, text_readers
 from sd_quant.progress import progress
@@ -172,7 +173,8 @@ def collect_segment(
     if not mine:  # more processes than prompts
         return Statistics({}, {})
     checkpoint = model.checkpoint
-    used = [part for part in model.parts if part != "vae"]
+    unused = {"vae"} if sampling.source else {"vae", VAE_ENCODER}
+    used = [part for part in model.parts if part not in unused]
     for part in used:
         fabric.to_device(model.parts[part])
     pipeline = pipeline_of(checkpoint, {part: model.torch_engine(part) for part in used})
@@ -181,16 +183,18 @@ def collect_segment(
     linears = [name for name, layer in layers.items() if kind_of(layer) == "linear"]
     text = text_readers(checkpoint.family.shared_inputs(linears))
     whole = [number for number in segment if sampling.size_of(number) == sampling.size_of(0)]
-    wanted = draw(names, segment, sampling.steps, sampling.seed, text, whole)
+    wanted = draw(names, segment, sampling.steps_taken, sampling.seed, text, whole)
     now: dict = {}
     batches = len(sampling.batches(mine))
     with (
-        progress(batches * sampling.steps, f"calibrate on prompts {segment.start + 1} to {segment.stop}") as advance,
+        progress(
+            batches * sampling.steps_taken, f"calibrate on prompts {segment.start + 1} to {segment.stop}"
+        ) as advance,
         collect(
             model.parts[checkpoint.family.DENOISER],
             layers,
             mine,
-            sampling.steps,
+            sampling.steps_taken,
             lambda: (now["step"], now["batch"]),
             wanted,
             batched,

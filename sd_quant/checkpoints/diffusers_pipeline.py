@@ -23,9 +23,9 @@ from sd_quant.checkpoints.schema import check_like, check_schema
 from sd_quant.checkpoints.tensors import Weights
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.knobs import between, one_of
-from sd_quant.models import FAMILIES, Family, family_named
+from sd_quant.models import FAMILIES, VAE_ENCODER, Family, family_named
 from sd_quant.models.checkpoint import Checkpoint
-from sd_quant.models.parts import Part, PipelineAdapter
+from sd_quant.models.parts import Part, PipelineAdapter, pipelines_from_images, vae_encoder_part
 from sd_quant.text import one_line
 
 TOKENIZER = "tokenizer_config.json"
@@ -83,13 +83,15 @@ class DiffusersCheckpoint:
     tokens: int | None  # that a T5 reads at most, None for the family's own number
     io: str  # whose names the denoiser's inputs have
     reopen: Callable[[], Checkpoint]  # opens the same folder
+    encodes: bool = False  # whether the autoencoder's encoder is a part
 
     @property
     def family(self) -> Family:
         return family_named(self.name)
 
     def parts(self) -> dict[str, Part]:
-        return self.family.parts(self.configs, self.tokens, self.io)
+        parts = self.family.parts(self.configs, self.tokens, self.io)
+        return parts | {VAE_ENCODER: vae_encoder_part()} if self.encodes else parts
 
     def build(self) -> dict[str, nn.Module]:
         return {
@@ -124,7 +126,13 @@ class DiffusersCheckpoint:
         denoiser = networks[self.parts()[family.DENOISER].component]
         shortest = min(self.tokenizers().values(), key=lambda tokenizer: tokenizer.model_max_length)
         return PipelineAdapter(
-            pipe, denoiser, encode, partial(family.pack, pipe), partial(family.unpack, pipe), shortest
+            pipe,
+            denoiser,
+            encode,
+            partial(family.pack, pipe),
+            partial(family.unpack, pipe),
+            shortest,
+            pipelines_from_images(family.FROM_IMAGES),
         )
 
     def scheduler(self):

@@ -1,6 +1,8 @@
 """Which reader opens a checkpoint: kinds of files told apart by their path and the family."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from sd_quant.checkpoints.diffusers_files import INDEX
@@ -21,6 +23,7 @@ def open_checkpoint(
     io: str | None,
     max_sequence_length: int | None,
     loras: Sequence[tuple[Path, float]] = (),
+    encodes: bool = False,
 ) -> Checkpoint:
     """Opens a checkpoint of ``family``; no weight is read.
 
@@ -28,7 +31,7 @@ def open_checkpoint(
     single file in Stability AI's layout, which is taken for SDXL base and sampled as NeMo samples.
     ``io`` says whose names the denoiser's inputs have, "nemo" or "diffusers", None for those of the kind of file;
     ``max_sequence_length`` how many tokens a T5 reads, None for the family's own number. ``loras`` are files of
-    adapters that are fused into the weights, and their strengths.
+    adapters that are fused into the weights, and their strengths; ``encodes`` makes the autoencoder's encoder a part.
     Raises ConfigError for another kind of file, and what the readers raise.
     """
     if max_sequence_length is not None and family_named(family).TOKENS is None:
@@ -37,7 +40,12 @@ def open_checkpoint(
             "that much"
         )
     opened = _opened(path, family, io, max_sequence_length)
-    return fused(opened, loras) if loras else opened
+    if loras:
+        opened = fused(opened, loras)
+    again = partial(
+        open_checkpoint, path, family, io=io, max_sequence_length=max_sequence_length, loras=loras, encodes=encodes
+    )
+    return replace(opened, encodes=encodes, reopen=again)
 
 
 def _opened(path: Path, family: str, io: str | None, tokens: int | None) -> DiffusersCheckpoint | NemoCheckpoint:

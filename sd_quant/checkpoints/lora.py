@@ -12,11 +12,9 @@ and leave out keys that they do not know with a warning.
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +29,6 @@ from sd_quant.checkpoints.safetensors_file import read_header, without_duplicate
 from sd_quant.checkpoints.schema import check_schema
 from sd_quant.checkpoints.tensors import LazyTensor, Readable, Weights
 from sd_quant.errors import ArtifactError, ConfigError
-from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.text import one_line
 
 Opened = DiffusersCheckpoint | NemoCheckpoint
@@ -94,12 +91,7 @@ def fused(checkpoint: Opened, loras: Sequence[tuple[Path, float]]) -> Opened:
         for update in read_lora(path, strength, names, checkpoint.family.PIPELINES[0].removesuffix("Pipeline")):
             updates.setdefault((update.place.component, update.place.layer + WEIGHT), []).append(update)
     components = {name: changed(weights, updates) for name, weights in checkpoint.components.items()}
-    return replace(checkpoint, components=components, reopen=partial(reopened, checkpoint.reopen, loras))
-
-
-def reopened(reopen: Callable[[], Checkpoint], loras: Sequence[tuple[Path, float]]) -> Opened:
-    """The checkpoint in another process, with the same adapters."""
-    return fused(cast(Opened, reopen()), loras)
+    return replace(checkpoint, components=components)
 
 
 def changed(weights: Weights, updates: Mapping[tuple[str, str], list[Update]]) -> Weights:

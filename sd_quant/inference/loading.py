@@ -11,7 +11,8 @@ from torch import nn
 
 from sd_quant.engines.base import Engine
 from sd_quant.engines.torch import TorchEngine
-from sd_quant.inference.pipeline import EngineNetwork, Pipeline
+from sd_quant.inference.pipeline import EncodingNetwork, EngineNetwork, Pipeline
+from sd_quant.models import VAE_ENCODER
 from sd_quant.models.checkpoint import Checkpoint, build_module, contracts_of, denoiser_part, empty_modules
 from sd_quant.models.parts import Contract
 
@@ -89,7 +90,9 @@ def pipeline_of(checkpoint: Checkpoint, engines: Mapping[str, Engine]) -> Pipeli
     """The checkpoint's pipeline, whose networks are ``engines`` by part."""
     modules = empty_modules(checkpoint)
     networks = {
-        part.component: EngineNetwork(engines, name, part, modules[part.component])
-        for name, part in checkpoint.parts().items()
+        part.component: (EncodingNetwork if name == VAE_ENCODER else EngineNetwork)(
+            engines, name, part, modules[part.component]
+        )
+        for name, part in checkpoint.parts().items()  # the encoder behind the decoder, which no pipeline calls
     }
     return Pipeline(engines, checkpoint.adapter(networks))

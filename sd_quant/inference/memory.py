@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from sd_quant.engines import Runtime
 from sd_quant.metrics.memory import available_cuda_memory_bytes, available_memory_bytes
+from sd_quant.models import VAE_ENCODER
 
 LOG = logging.getLogger(__name__)
 PROCESS = 1.0e9  # the process with its libraries; on a GPU, the contexts of CUDA and of its libraries
@@ -34,7 +35,8 @@ class Workload:
 def activations(parameters: Parameters, pixels: int) -> dict[str, int]:
     """Bytes of each part's activations, with both samples of guidance in a call."""
     denoiser = next(iter(parameters))
-    return dict.fromkeys(parameters, 0) | {denoiser: 2 * DENOISER_PIXEL * pixels, "vae": VAE_PIXEL * pixels}
+    autoencoder = {part: VAE_PIXEL * pixels for part in ("vae", VAE_ENCODER) if part in parameters}
+    return dict.fromkeys(parameters, 0) | {denoiser: 2 * DENOISER_PIXEL * pixels} | autoencoder
 
 
 def memory_of_variant(parameters: Parameters, work: Workload) -> dict[str, float]:

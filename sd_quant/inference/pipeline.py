@@ -2,10 +2,12 @@
 
 Scheduler, guidance, text encoding and image processing stay diffusers' own. There are three phases, so that engines can
 be opened one at a time: all prompts are encoded, then all images are denoised, then all are decoded. What is special
-about a family comes as a ``PipelineAdapter``. The road not taken is a pipeline of our own, which would have to agree
-with diffusers for every family and scheduler.
+about a family comes as a ``PipelineAdapter``. Images from images are made by diffusers' pipelines for these with the
+same networks, and what they ask of the autoencoder's encoder is calculated before they run, in a phase of its own.
+The road not taken is a pipeline of our own, which would have to agree with diffusers for every family and scheduler.
 """
 
+import hashlib
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 from sd_quant.engines.base import Engine
 from sd_quant.errors import SdQuantError
 from sd_quant.inference.latents import digest_of
+from sd_quant.inference.source_images import SourceImages
 from sd_quant.metrics.images import Images, joined
 from sd_quant.models.parts import Part, PipelineAdapter
 
@@ -58,6 +61,39 @@ class EngineNetwork(nn.Module):
         return self.part.answer({name: output.to(sample.device, dtype) for name, output in outputs.items()})
 
 
+class EncodingNetwork(EngineNetwork):
+    """A pipeline's autoencoder, whose encoder an engine computes, once for each image.
+
+    So ``encode_images`` can calculate them all while that engine is open, and the pipeline finds them when it denoises.
+    """
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self.moments: dict[bytes, Tensor] = {}  # by the bytes of an image
+
+    def encode(self, x: Tensor, return_dict: bool = True) -> Any:
+        from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+        from diffusers.models.modeling_outputs import AutoencoderKLOutput
+
+        key = hashlib.sha256(x.numpy().tobytes()).digest()
+        if key not in self.moments:
+            self.moments[key] = self.engines[self.name](x=x)["moments"].to(x)
+        return AutoencoderKLOutput(latent_dist=DiagonalGaussianDistribution(self.moments[key]))
+
+
+def encode_images(pipe: Any, source: SourceImages, numbers: Sequence[int]) -> None:
+    """Let the autoencoder of ``pipe`` calculate what it will be asked for: images, and what masks leave of them.
+
+    ``numbers`` are those of the prompts. Of an earlier call nothing is left, so that each takes its own time.
+    """
+    pipe.vae.moments.clear()
+    for number in {number % len(source.images) for number in numbers}:
+        image = pipe.image_processor.preprocess(source.images_of([number]))
+        pipe.vae.encode(image)
+        if source.masks is not None:
+            pipe.vae.encode(image * (pipe.mask_processor.preprocess(source.masks_of([number])) < 0.5))
+
+
 @dataclass(slots=True)
 class Sampling:
     """How images are made."""
@@ -70,15 +106,28 @@ class Sampling:
     seed: int  # of the first image; the next image has the next seed, whatever the batch size
     negative_prompts: list[str] | None = None  # of the images, in turn; None: the model's own unconditional embedding
     latents: Tensor | None = None  # noise to start from, fp32 [N, C, h, w], taken in turn; None: drawn from the seeds
+    source: SourceImages | None = None  # images to start from, with noise that is drawn from the seeds
     sizes: list[tuple[int, int]] | None = None  # (width, height) of the images, in turn; None: those above
 
+    @property
+    def steps_taken(self) -> int:
+        """The steps of denoising that an image takes: some are left out where it begins with an image."""
+        return self.steps if self.source is None else int(self.steps * self.source.strength)
+
     def described(self) -> dict[str, Any]:
-        """What decides the images, as JSON has it; of the latents their digest, and sizes where there are several."""
+        """What decides the images, as JSON has it; of the latents and of the images to start from their digests.
+
+        What is not given is left out, so that what was made before it could be is found again.
+        """
         latents = None if self.latents is None else digest_of(self.latents)
-        described = asdict(replace(self, latents=None)) | {"latents": latents}
-        if described.pop("sizes") is None:  # as before there were sizes: what was made then is found again
-            return described
-        return described | {"sizes": [f"{width}x{height}" for width, height in self.sizes or ()]}
+        described = asdict(replace(self, latents=None, source=None)) | {"latents": latents}
+        del described["source"], described["sizes"]
+        if self.source is not None:
+            of_source = self.source.described() | {"of_steps": self.steps}
+            described |= {"steps": self.steps_taken, "source": of_source}
+        if self.sizes is not None:
+            described["sizes"] = [f"{width}x{height}" for width, height in self.sizes]
+        return described
 
     def size_of(self, number: int) -> tuple[int, int]:
         """Width and height of the image with this ``number``."""
@@ -119,7 +168,14 @@ class Pipeline:
 
     def __init__(self, engines: Mapping[str, Engine], adapter: PipelineAdapter):
         self.engines, self.adapter = engines, adapter
-        adapter.pipe.set_progress_bar_config(disable=True)
+
+    def pipe_for(self, sampling: Sampling) -> Any:
+        """diffusers' pipeline that makes images from noise, or from images, or in their masks."""
+        source, pipe = sampling.source, self.adapter.pipe
+        if source is not None:
+            pipe = self.adapter.from_images[source.masks is not None](pipe)
+        pipe.set_progress_bar_config(disable=True)
+        return pipe
 
     def warn_of_long_prompts(self, prompts: Sequence[str]) -> None:
         """Log how many prompts are longer than the text encoders read."""
@@ -181,13 +237,16 @@ class Pipeline:
         texts = [[prompts[number] for number in batch] for batch in batches]
         negatives = [sampling.negatives_of(batch) for batch in batches]
         encoded = self.adapter.encode(texts, negatives, sampling.guidance_scale > 1)
+        pipe = self.pipe_for(sampling)
+        if sampling.source is not None:
+            encode_images(pipe, sampling.source, numbers)
         of_batch = [sampling.of_image(batch[0]) for batch in batches]
         latents: dict[int, Tensor] = {}
         images: dict[int, np.ndarray] = {}
         final_latents = []
         for batch, text, sampled in zip(batches, encoded, of_batch, strict=True):
             on_batch(batch)
-            steps, final = self.denoise(batch, text, sampled, on_step)
+            steps, final = self.denoise(pipe, batch, text, sampled, on_step)
             latents |= zip(batch, torch.stack(steps, dim=1), strict=True)
             final_latents.append(final)
         if decode:
@@ -200,16 +259,30 @@ class Pipeline:
             torch.stack(in_order) if one_shape else in_order,
         )
 
+    def start(self, numbers: Sequence[int], sampling: Sampling) -> dict[str, Any]:
+        """What the prompts of these ``numbers`` start from, as the pipeline of ``pipe_for`` takes it."""
+        size, source = {"height": sampling.height, "width": sampling.width}, sampling.source
+        if source is None:
+            return {"latents": self.noise(numbers, sampling), **size}
+        generators = [torch.Generator().manual_seed(sampling.seed + number) for number in numbers]
+        start = {"image": source.images_of(numbers), "strength": source.strength, "generator": generators}
+        return start if source.masks is None else start | {"mask_image": source.masks_of(numbers), **size}
+
     def denoise(
-        self, numbers: Sequence[int], text: Mapping[str, Any], sampling: Sampling, on_step: Callable[[int], object]
+        self,
+        pipe: Any,
+        numbers: Sequence[int],
+        text: Mapping[str, Any],
+        sampling: Sampling,
+        on_step: Callable[[int], object],
     ) -> tuple[list[Tensor], Tensor]:
-        """The latents of a batch after every step in fp32 on the CPU, and the last as the pipeline leaves them."""
-        pipe, calls, steps = self.adapter.pipe, 0, list[Tensor]()
+        """The latents of a batch after every step in fp32 on the CPU, and the last as the ``pipe`` leaves them."""
+        calls, steps = 0, list[Tensor]()
 
         def count() -> None:
             """Report the step. Second-order samplers call the network 2n - 1 times for n steps, some others n + 1."""
             nonlocal calls
-            on_step(min(calls * sampling.steps // len(pipe.scheduler.timesteps), sampling.steps - 1))
+            on_step(min(calls * sampling.steps // len(pipe.scheduler.timesteps), sampling.steps_taken - 1))
             calls += 1
 
         def remember(step: int, values: Tensor) -> None:
@@ -237,10 +310,8 @@ class Pipeline:
             **text,
             num_inference_steps=sampling.steps,
             guidance_scale=sampling.guidance_scale,
-            height=sampling.height,
-            width=sampling.width,
-            latents=self.noise(numbers, sampling),
             output_type="latent",
+            **self.start(numbers, sampling),
             **hook,
         )[0]
         return steps, final

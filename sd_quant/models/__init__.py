@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from importlib import import_module
 from typing import Any, Protocol
 
+VAE_ENCODER = "vae_encoder"  # the part that images from images begin with
 LATENT_FACTOR = 8  # pixels per latent along each axis, in the autoencoders of all families
 FAMILIES = {
     "sd15": "sd_quant.models.sd",
@@ -23,6 +24,7 @@ class Family(Protocol):
     """What the module of a family holds."""
 
     PIPELINES: tuple[str, ...]  # diffusers' pipeline classes that are of this family
+    FROM_IMAGES: tuple[str, str] | None  # those that change an image, and a part of one; None: none is known here
     NETWORKS: Mapping[str, str]  # the pipeline's components that are networks, and their classes
     DENOISER: str  # name of the part that is quantized
     GUIDES: bool  # whether classifier-free guidance doubles the denoiser's batch

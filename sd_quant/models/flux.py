@@ -26,6 +26,7 @@ from sd_quant.models.text_encoders import clip_part, t5_part
 __all__ = ["shared_inputs"]
 
 PIPELINES = ("FluxPipeline",)
+FROM_IMAGES = None
 NETWORKS = {
     "transformer": "FluxTransformer2DModel",
     "vae": "AutoencoderKL",

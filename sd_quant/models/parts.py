@@ -4,8 +4,10 @@ The same wrapped module is the framework baseline, the source of the exported gr
 check, so the three cannot drift apart. Each family's own file says which parts it has and how they are called.
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,10 +33,12 @@ class Contract:
 def axes(batch: int, width: int, height: int) -> dict[str, int]:
     """Sizes of all dynamic axes for images of ``width`` by ``height`` pixels.
 
-    ``height`` and ``width`` of the result count latents; one of the ``image_tokens`` is two latents wide and high.
+    ``height`` and ``width`` of the result count latents, ``image_height`` and ``image_width`` pixels; one of the
+    ``image_tokens`` is two latents wide and high.
     """
     rows, columns = height // LATENT_FACTOR, width // LATENT_FACTOR
-    return {"batch": batch, "height": rows, "width": columns, "image_tokens": (rows // 2) * (columns // 2)}
+    latents = {"batch": batch, "height": rows, "width": columns, "image_tokens": (rows // 2) * (columns // 2)}
+    return latents | {"image_height": height, "image_width": width}
 
 
 def as_inputs(contract: Contract, given: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -94,6 +98,25 @@ def vae_part(channels: int) -> Part:
     return Part("vae", "", contract, VaePart)
 
 
+class VaeEncoderPart(nn.Module):
+    """The autoencoder's encoder. Its output holds mean and logarithm of the variance of each latent, unscaled."""
+
+    def __init__(self, vae: nn.Module):
+        super().__init__()
+        self.encoder, self.quant_conv = vae.encoder, vae.quant_conv
+
+    def forward(self, x: Tensor) -> Tensor:
+        moments = self.encoder(x)
+        return moments if self.quant_conv is None else self.quant_conv(moments)
+
+
+def vae_encoder_part() -> Part:
+    """The encoder as a part, x [B, 3, H, W] from -1 to 1 -> moments [B, 2 C, H/8, W/8], in fp32 as the decoder is."""
+    single = torch.float32
+    contract = Contract({"x": ("batch", 3, "image_height", "image_width")}, ("moments",), {"x": single}, single)
+    return Part("vae", "", contract, VaeEncoderPart)
+
+
 @dataclass(frozen=True, slots=True)
 class SharedInput:
     """A tensor that one or more linears read."""
@@ -122,6 +145,21 @@ class PipelineAdapter:
     pack: Callable[[Tensor], Tensor]  # latents [B, C, h, w] -> what ``pipe`` calls latents
     unpack: Callable[[Tensor, int, int], Tensor]  # the inverse, for an image's height and width in pixels
     tokenizer: Any  # of the text encoder that reads the shortest prompts
+    # the pipelines that change an image, and a part of one, each made of ``pipe``; None for a family without
+    from_images: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None
+
+
+def pipelines_from_images(names: tuple[str, str] | None):
+    """What makes diffusers' pipelines of these class names of another one, with its networks; see PipelineAdapter."""
+    return None if names is None else tuple(partial(remade, name) for name in names)
+
+
+def remade(name: str, pipe: Any) -> Any:
+    """A pipeline of diffusers' class ``name`` with the networks and the configuration of ``pipe``."""
+    import diffusers
+
+    kind, known = getattr(diffusers, name), {**pipe.config, **pipe.components}
+    return kind(**{each: known[each] for each in inspect.signature(kind).parameters if each in known})
 
 
 def pack(pipe, latents: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from sd_quant.models.text_encoders import t5_part
 __all__ = ["pack", "shared_inputs", "unpack"]
 
 PIPELINES = ("PixArtSigmaPipeline", "PixArtAlphaPipeline")
+FROM_IMAGES = None
 NETWORKS = {"transformer": "PixArtTransformer2DModel", "vae": "AutoencoderKL", "text_encoder": "T5EncoderModel"}
 DENOISER = "transformer"
 GUIDES = True

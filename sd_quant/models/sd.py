@@ -19,7 +19,8 @@ from sd_quant.models.unet import attentions, layer_roles, shared_inputs
 
 __all__ = ["attentions", "layer_roles", "pack", "shared_inputs", "unpack"]
 
-PIPELINES = ("StableDiffusionPipeline",)
+PIPELINES = ("StableDiffusionPipeline", "StableDiffusionInpaintPipeline")
+FROM_IMAGES = ("StableDiffusionImg2ImgPipeline", "StableDiffusionInpaintPipeline")
 NETWORKS = {"unet": "UNet2DConditionModel", "vae": "AutoencoderKL", "text_encoder": "CLIPTextModel"}
 DENOISER = "unet"
 GUIDES = True

@@ -26,6 +26,7 @@ from sd_quant.models.text_encoders import clip_part, t5_part
 __all__ = ["pack", "shared_inputs", "unpack"]
 
 PIPELINES = ("StableDiffusion3Pipeline",)
+FROM_IMAGES = None
 NETWORKS = {
     "transformer": "SD3Transformer2DModel",
     "vae": "AutoencoderKL",

@@ -28,7 +28,8 @@ from sd_quant.models.unet import attentions, layer_roles, shared_inputs
 
 __all__ = ["attentions", "layer_roles", "pack", "shared_inputs", "unpack"]
 
-PIPELINES = ("StableDiffusionXLPipeline",)
+PIPELINES = ("StableDiffusionXLPipeline", "StableDiffusionXLInpaintPipeline")
+FROM_IMAGES = ("StableDiffusionXLImg2ImgPipeline", "StableDiffusionXLInpaintPipeline")
 NETWORKS = {
     "unet": "UNet2DConditionModel",
     "vae": "AutoencoderKL",

@@ -14,6 +14,7 @@ from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
 from sd_quant.places import input_path, output_path
 from sd_quant.progress import duration
 from sd_quant.quantization.statistics import Statistics
+from sd_quant.stages.generate import calibration_source_of
 
 LOG = logging.getLogger(__name__)
 LONG = 600  # seconds of a calibration that nobody expects
@@ -35,7 +36,7 @@ def statistics_of(
     (width, height), *others = sizes = sizes_of(job.model)
     sampling = Sampling(
         knobs.n_steps, job.infer.scale, height, width, knobs.batch_size, knobs.seed, job.infer.negative_prompts(),
-        sizes=sizes if others else None,
+        source=calibration_source_of(job.model, job.infer), sizes=sizes if others else None,
     )  # fmt: skip
     if knobs.calibration is not None:
         network, contract = empty_denoiser(checkpoint), denoiser_part(checkpoint).contract
@@ -54,13 +55,13 @@ def statistics_of(
         cache=output_path(job.cache.dir) / "statistics" if job.cache.dir else None,
         accelerator=knobs.accelerator,
         devices=knobs.devices,
-        announce=partial(announce_calibration, knobs),
+        announce=partial(announce_calibration, knobs, sampling.steps_taken),
     )
 
 
-def announce_calibration(knobs: Quantize, device: str, prompts: int, seconds: float | None) -> None:
+def announce_calibration(knobs: Quantize, steps: int, device: str, prompts: int, seconds: float | None) -> None:
     """Log how much there is to compute and how long it will take, and the ways out where that is long."""
-    calls = -(-prompts // knobs.batch_size) * knobs.n_steps
+    calls = -(-prompts // knobs.batch_size) * steps
     about = (seconds or 0) * calls
     what = f"calibrating on {prompts} prompts: {calls} calls of the denoiser on {device}"
     what += f", about {duration(about)}" if about else ""

@@ -87,7 +87,7 @@ def unquantized_origin(facts: dict) -> dict:
 
 def compare_unquantized(checkpoint: Checkpoint, engines: Engines, prompts: list[str], infer: Infer) -> Comparison:
     """Images of framework and unquantized engine, and the outputs of their parts for the framework's inputs."""
-    framework = WatchedVariant(engines[FRAMEWORK], {checkpoint.family.DENOISER: infer.steps // 2})
+    framework = WatchedVariant(engines[FRAMEWORK], {checkpoint.family.DENOISER: sampling_of(infer).steps_taken // 2})
     images: dict[str, Generated] = {}
     outputs: dict[str, Outputs] = {}
     for name, variant in {FRAMEWORK: framework, FULL_PRECISION: engines[FULL_PRECISION]}.items():

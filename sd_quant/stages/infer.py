@@ -19,7 +19,7 @@ from sd_quant.metrics.latency import clock_of, measure
 from sd_quant.metrics.memory import peak_cuda_memory_bytes, peak_memory_bytes, used
 from sd_quant.models.checkpoint import Checkpoint, contracts_of, part_parameters
 from sd_quant.models.parts import Contract
-from sd_quant.places import input_path, output_path
+from sd_quant.places import output_path
 from sd_quant.report.images import save_images
 from sd_quant.report.provenance import provenance
 from sd_quant.report.record import DONE, IMAGE, SCHEMA_VERSION, InferRecord, Timing, explained, write_record
@@ -42,8 +42,7 @@ def infer(job: InferJob, directory: Path) -> None:
     files = engine_files(job)
     parameters, work = part_parameters(checkpoint), workload_of(job.infer)
     check_machine({"the largest part": memory_of_part(parameters, work)}, {}, out)
-    given = {"latents": input_path(job.infer.latents)} if job.infer.latents else {}
-    facts = provenance(job.model.inputs() | given | files, [])
+    facts = provenance(job.model.inputs() | job.infer.inputs() | files, [])
     memory, gpu = memory_of_variant(parameters, work), gpu_memory_of_variant(parameters, work)
     together = fits(memory, "all parts of the model", gpu)
     pool = Pool(lambda part: open_part(checkpoint, job.infer, files, part), most=None if together else 1)
@@ -107,7 +106,7 @@ def time_engine(
     if together:
         image = cast(Timing, measure(image_call(pipeline, prompts, sampling), 1, min(3, infer.num_timed_runs)))
     else:
-        added_up = image_of_parts(medians, infer.steps, checkpoint.family.DENOISER)
+        added_up = image_of_parts(medians, sampling.steps_taken, checkpoint.family.DENOISER)
         image = cast(Timing, image_entry(added_up, measured=False))
     return latency | {IMAGE: {str(infer.batch_size): image}}
 

@@ -45,12 +45,11 @@ def inputs_of(job: QuantizeJob) -> dict[str, Path]:
     """The files and folders that the job reads."""
     inputs = job.model.inputs()
     if job.quantize.calibration is None:
-        inputs["calibration_prompts"] = input_path(job.model.calibration_prompts)
+        names = ("calibration_prompts", "calibration_image", "calibration_mask")
+        inputs |= {name: input_path(path) for name in names if (path := getattr(job.model, name))}
     else:
         inputs["calibration"] = input_path(job.quantize.calibration)
-    if job.infer.latents is not None:
-        inputs["latents"] = input_path(job.infer.latents)
-    return inputs
+    return inputs | job.infer.inputs()
 
 
 def facts_of(job: QuantizeJob, directory: Path) -> dict:
@@ -68,7 +67,8 @@ def kept_knobs(job: QuantizeJob) -> dict:
 
 def kept_model(model: Model) -> dict:
     knobs = dataclasses.asdict(model)
-    knobs |= {name: lasting(knobs[name]) for name in ("path", "calibration_prompts", "prompts")}
+    names = ("path", "calibration_prompts", "calibration_image", "calibration_mask", "prompts")
+    knobs |= {name: lasting(knobs[name]) for name in names if knobs[name] is not None}
     knobs["loras"] = [f"{lasting(path)}:{strength!r}" for path, strength in map(lora_of, model.loras)]
     return knobs
 

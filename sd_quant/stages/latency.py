@@ -84,7 +84,7 @@ def compare_latency(
         images = {
             name: image_times(checkpoint, engines[name], prompts, sampling, max(3, infer.num_timed_runs // 2))
             if together
-            else image_of_parts(each, infer.steps, denoiser)
+            else image_of_parts(each, sampling.steps_taken, denoiser)
             for name, each in medians.items()
         }
         advance()

@@ -482,10 +482,13 @@ def test_a_size_needs_no_profile_when_no_plan_is_built(mappings):
     assert read(QuantizeJob, mapping).trt.sizes == sizes
 
 
-def test_noise_and_scores_of_one_size_are_refused_with_several(mappings):
+def test_what_is_of_one_size_is_refused_with_several(mappings):
     sizes = changed(mappings["quantize"], "infer.sizes", ["64x64", "64x128"])
+    sizes = changed(sizes, "model.sizes", ["64x64", "64x128"])
     for knob, expected in (
         ("infer.latents", "null with infer.sizes, because noise is of one size"),
+        ("infer.image", "null with infer.sizes, because images to begin with are read at one size"),
+        ("model.calibration_image", "null with model.sizes, because images to begin with are read at one size"),
         ("metrics.clip_weights", "null with infer.sizes, because this score is of images of one size"),
         ("metrics.fid_references", "null with infer.sizes, because this score is of images of one size"),
     ):
@@ -653,6 +656,74 @@ def test_a_lora_has_a_strength(mappings, stated, expected):
     assert lora_of(job.model.loras[0]) == expected
     with pytest.raises(ConfigError, match="^model.loras names .*, which does not exist"):
         job.model.check_files()
+
+
+@pytest.fixture
+def picture(tmp_path) -> Path:
+    (tmp_path / "pictures").mkdir()
+    for name in "ab":
+        (tmp_path / f"pictures/{name}.png").touch()
+    return tmp_path / "pictures"
+
+
+def test_images_to_start_from_make_the_encoder_a_part(mappings, run, picture):
+    assert not read(QuantizeJob, mappings["quantize"]).model.encoder
+    for primary, job in (("quantize", QuantizeJob), ("infer", InferJob)):
+        mapping = changed(mappings[primary], "infer.image", str(picture))
+        assert read(job, mapping).model.encoder
+    assert list(part_paths(read(InferJob, changed(mapping, "run", str(run))), "onnx")) == [*PART_NAMES, "vae_encoder"]
+    calibrated = changed(mappings["quantize"], "model.calibration_image", str(picture))
+    assert read(QuantizeJob, calibrated).model.encoder
+
+
+def test_prompts_and_images_take_turns_until_all_are_used(mappings, picture):
+    infer = changed(mappings["infer"], "infer.prompts", ["a"])
+    two = read(InferJob, changed(changed(infer, "infer.image", str(picture)), "infer.num_samples", 2))
+    assert two.infer.prompt_list() == ["a"] * 4
+    three = changed(changed(infer, "infer.image", str(picture)), "infer.prompts", ["a", "b", "c"])
+    assert read(InferJob, three).infer.prompt_list() == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("knobs", "refusal"),
+    [
+        ({"infer.mask": "m.png"}, "^infer.mask is m.png, expected null without infer.image, because it is the mask"),
+        ({"infer.strength": 0.0}, "^infer.strength is 0.0, expected more than 0 and at most 1"),
+        ({"infer.strength": 1.5}, "^infer.strength is 1.5, expected more than 0 and at most 1"),
+        ({"infer.strength": 0.5}, "^infer.strength is 0.5, expected null without infer.image"),
+        (
+            {"infer.image": "a.png", "infer.strength": 0.01},
+            "^infer.steps is 20, expected at least 100, because infer.str",
+        ),
+        (
+            {"infer.image": "a.png", "infer.steps": 1},
+            "^infer.steps is 1, expected at least 2, because infer.strength=0.6",
+        ),
+        (
+            {"model.calibration_image": "a.png", "quantize.n_steps": 1},
+            "^quantize.n_steps is 1, expected at least 2, bec",
+        ),
+        ({"infer.image": "a.png", "infer.latents": "n.pt"}, "^infer.latents is n.pt, expected null with infer.image"),
+        ({"model.calibration_mask": "m.png"}, "^model.calibration_mask is m.png, expected null without model.calib"),
+    ],
+)
+def test_knobs_of_images_that_do_not_go_together(mappings, knobs, refusal):
+    mapping = mappings["quantize"]
+    for name, value in knobs.items():
+        mapping = changed(mapping, name, value)
+    with pytest.raises(ConfigError, match=refusal):
+        read(QuantizeJob, mapping)
+
+
+def test_absent_images_and_masks_are_refused(mappings, picture):
+    image = changed(mappings["quantize"], "infer.image", "missing.png")
+    with pytest.raises(ConfigError, match="^infer.image names missing.png, which does not exist"):
+        read(QuantizeJob, image).check_files()
+    (picture.parent / "masks").mkdir()
+    (picture.parent / "masks/a.png").touch()
+    masked = changed(changed(image, "infer.image", str(picture)), "infer.mask", str(picture.parent / "masks"))
+    with pytest.raises(ConfigError, match=r"^infer.mask is .* holds no mask for 1 of 2 images, such as b.png"):
+        read(QuantizeJob, masked).check_files()
 
 
 @pytest.mark.parametrize("stated", ["b.safetensors:much", "b.safetensors:nan", "b.safetensors:", ":0.5", ""])

@@ -128,7 +128,8 @@ def test_every_part_holds_all_of_a_component_of_the_pipeline(small_config, io):
 
 def test_axes_are_those_of_latents_and_of_tokens_two_latents_wide():
     found = axes(batch=2, width=128, height=64)
-    assert found == {"batch": 2, "height": 8, "width": 16, "image_tokens": 4 * 8}
+    pixels = {"image_height": 64, "image_width": 128}
+    assert found == {"batch": 2, "height": 8, "width": 16, "image_tokens": 4 * 8} | pixels
 
 
 def test_a_scalar_becomes_one_or_one_for_each_sample_as_the_contract_has_it():

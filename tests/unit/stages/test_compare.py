@@ -31,6 +31,7 @@ def test_the_denoiser_is_compared_where_half_of_the_steps_are_done(monkeypatch):
         engines["vae"](x=torch.tensor([50.0]))
 
     monkeypatch.setattr(compare, "generate", generate)
+    monkeypatch.setattr(compare, "sampling_of", lambda infer: SimpleNamespace(steps_taken=infer.steps))
     monkeypatch.setattr(compare, "pipeline_of", lambda checkpoint, engines: engines)
     checkpoint = SimpleNamespace(family=SimpleNamespace(DENOISER="unet"), parts=lambda: {"unet": None, "vae": None})
     engines = {name: dict.fromkeys(("unet", "vae"), Adding(number)) for name, number in VARIANTS.items()}

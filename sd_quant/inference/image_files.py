@@ -1,0 +1,39 @@
+"""The files of images to start from, and of their masks, told by their names alone: nothing is opened here."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from sd_quant.errors import ConfigError
+
+FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}  # Pillow's readers, none of which runs code
+
+
+def image_files(knob: str, path: Path) -> list[Path]:
+    """The file itself, or the images of a folder by name. Raises ConfigError when there is none; ``knob`` names it."""
+    if not path.is_dir():
+        files = [path]
+    else:
+        files = sorted(file for file in path.iterdir() if file.suffix.lower() in FORMATS and file.is_file())
+    if not files or files[0].suffix.lower() not in FORMATS:
+        raise ConfigError(
+            f"{knob} is {path}, expected an image or a folder with images, whose names end with {', '.join(FORMATS)}"
+        )
+    return files
+
+
+def mask_files(knob: str, path: Path, images: Sequence[Path]) -> list[Path]:
+    """The mask of each image: one file for all, or of a folder those with the images' names, whatever they end with.
+
+    Raises ConfigError for an image without one.
+    """
+    files = image_files(knob, path)
+    if not path.is_dir():
+        return files * len(images)
+    by_stem = {file.stem: file for file in files}
+    lacking = [image.name for image in images if image.stem not in by_stem]
+    if lacking:
+        raise ConfigError(
+            f"{knob} is {path}, which holds no mask for {len(lacking)} of {len(images)} images, such as {lacking[0]}; "
+            "expected one of the same name for each, or a single file for all"
+        )
+    return [by_stem[image.stem] for image in images]

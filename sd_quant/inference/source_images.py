@@ -1,0 +1,101 @@
+"""Images that a pipeline changes, in place of the noise that it begins with.
+
+An image is turned as its camera says, cropped to the shape of the images that are made, about its middle, and resized
+to them; so is its mask. From there on diffusers' own pipelines do what they do with a PIL image: a mask is white where
+the image is made anew.
+The road not taken is to leave the resizing to diffusers, which stretches some images and refuses others.
+"""
+
+import hashlib
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.inference.image_files import FORMATS
+from sd_quant.text import one_line
+
+MOST_PIXELS = 2**26  # of an image before it is resized: 8192 x 8192
+
+
+@dataclass(frozen=True)
+class SourceImages:
+    """Images for the prompts, in turn."""
+
+    images: np.ndarray  # uint8 [N, H, W, 3]
+    masks: np.ndarray | None  # uint8 [N, H, W], of the images in their order; None: the whole of an image may change
+    strength: float  # the share of the denoising steps that is taken, from a noise of that level over the image
+
+    def described(self) -> dict[str, object]:
+        """What decides the images that are made, as JSON has it."""
+        masks = None if self.masks is None else hashlib.sha256(self.masks.tobytes()).hexdigest()
+        return {"images": hashlib.sha256(self.images.tobytes()).hexdigest(), "masks": masks, "strength": self.strength}
+
+    def repeated(self, times: int) -> "SourceImages":
+        """Each image so many times, for the samples of its prompt."""
+        masks = None if self.masks is None else self.masks.repeat(times, axis=0)
+        return replace(self, images=self.images.repeat(times, axis=0), masks=masks)
+
+    def images_of(self, numbers: Sequence[int]) -> list[Image.Image]:
+        """The images for the prompts with these ``numbers``."""
+        return [Image.fromarray(self.images[number % len(self.images)]) for number in numbers]
+
+    def masks_of(self, numbers: Sequence[int]) -> list[Image.Image]:
+        """The masks of the same. Raises TypeError where there are none."""
+        assert self.masks is not None
+        return [Image.fromarray(self.masks[number % len(self.masks)]) for number in numbers]
+
+
+def read_source(
+    images: Sequence[Path], masks: Sequence[Path] | None, width: int, height: int, strength: float
+) -> SourceImages:
+    """The images, and their masks, for images of ``width`` by ``height`` pixels.
+
+    Raises ArtifactError for a file that is no image, or a damaged one; ConfigError for one that is too large, and for a
+    mask of another size than its image.
+    """
+    fit, fit_masks = list[np.ndarray](), list[np.ndarray]()
+    for path, of_mask in zip(images, masks or [None] * len(images), strict=True):
+        image = read_image(path)
+        fit.append(fitted(image, width, height))
+        if of_mask is not None:
+            mask = read_image(of_mask).convert("L")
+            if image.size != mask.size:
+                raise ConfigError(
+                    f"{of_mask} is a mask of {mask.width} x {mask.height} pixels, and its image {path} has "
+                    f"{image.width} x {image.height}; expected the same, so make the mask again for this image"
+                )
+            fit_masks.append(fitted(mask, width, height))
+    return SourceImages(np.stack(fit), np.stack(fit_masks) if fit_masks else None, strength)
+
+
+def read_image(path: Path) -> Image.Image:
+    """An image in RGB, upright; what is transparent becomes white. Raises as ``read_source`` does."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # which begins at more than we take
+            image = Image.open(path, formats=[FORMATS[path.suffix.lower()]])
+        with image:
+            if image.width * image.height > MOST_PIXELS:
+                raise ConfigError(
+                    f"{path} has {image.width} x {image.height} pixels, expected at most {MOST_PIXELS // 10**6} "
+                    "million; make it smaller, as it is resized anyway"
+                )
+            upright = ImageOps.exif_transpose(image).convert("RGBA")
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever the bytes lead the decoders to
+        raise ArtifactError(
+            f"{path} cannot be read as an image ({one_line(error, 100)}); save it again as a PNG"
+        ) from None
+    white = Image.new("RGBA", upright.size, "white")
+    return Image.alpha_composite(white, upright).convert("RGB")
+
+
+def fitted(image: Image.Image, width: int, height: int) -> np.ndarray:
+    """The image, or the mask, cropped about its middle and resized, uint8 [height, width] and its channels."""
+    return np.asarray(ImageOps.fit(image, (width, height), Image.Resampling.LANCZOS))

@@ -1,0 +1,129 @@
+"""What is made of files of images and masks, and which are refused."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.inference.image_files import image_files, mask_files
+from sd_quant.inference.source_images import MOST_PIXELS, read_source
+
+
+@pytest.fixture
+def saved(tmp_path):
+    def saved(name: str, width: int = 64, height: int = 64, color: object = (200, 0, 0), mode: str = "RGB") -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        Image.new(mode, (width, height), color).save(path)
+        return path
+
+    return saved
+
+
+def test_an_image_is_cropped_about_its_middle_and_resized(saved, tmp_path):
+    wide = Image.new("RGB", (400, 100), "blue")
+    wide.paste((255, 0, 0), (100, 0, 300, 100))  # the middle, which is as wide as is asked for
+    wide.save(tmp_path / "wide.png")
+    source = read_source([tmp_path / "wide.png"], None, 128, 64, 0.5)
+    assert source.images.shape == (1, 64, 128, 3) and source.images.dtype == np.uint8 and source.masks is None
+    assert (source.images[0, :, 4:-4] == (255, 0, 0)).all()
+
+
+def test_an_image_of_the_right_size_stays_as_it_is(tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 255, (64, 128, 3), np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    assert np.array_equal(read_source([tmp_path / "a.png"], None, 128, 64, 0.5).images[0], pixels)
+
+
+def test_what_is_transparent_is_white_and_a_camera_turns(saved, tmp_path):
+    clear = saved("clear.png", color=(0, 0, 0, 0), mode="RGBA")
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was turned by a quarter
+    image = Image.new("RGB", (64, 64), "black")
+    image.paste((255, 255, 255), (0, 0, 64, 32))
+    image.save(tmp_path / "turned.png", exif=exif)
+    white, turned = read_source([clear, tmp_path / "turned.png"], None, 64, 64, 0.5).images
+    assert (white == 255).all() and (turned[:, 32:] == 255).all() and (turned[:, :32] == 0).all()
+
+
+def test_images_and_masks_take_turns_and_samples_share_theirs(saved):
+    images = [saved(f"{name}.png", color=(value, 0, 0)) for name, value in (("a", 10), ("b", 20))]
+    masks = [saved(f"{value}.png", color=value, mode="L") for value in (0, 255)]
+    source = read_source(images, masks, 64, 64, 0.5)
+    assert [np.asarray(image)[0, 0, 0] for image in source.images_of([0, 1, 2])] == [10, 20, 10]
+    assert [np.asarray(mask)[0, 0] for mask in source.masks_of([1, 2])] == [255, 0]
+    twice = source.repeated(2)
+    assert [image[0, 0, 0] for image in twice.images] == [10, 10, 20, 20] and len(twice.masks) == 4
+
+
+def test_a_folder_is_taken_by_name(saved, tmp_path):
+    for name in ("b.PNG", "a.jpg", "c.webp"):
+        saved(f"images/{name}")
+    (tmp_path / "images/notes.txt").write_text("no image")
+    assert [file.name for file in image_files("infer.image", tmp_path / "images")] == ["a.jpg", "b.PNG", "c.webp"]
+
+
+def test_a_mask_for_each_image_or_one_for_all(saved, tmp_path):
+    images = [saved(f"images/{name}.png") for name in "ab"]
+    for name in "bac":
+        saved(f"masks/{name}.webp", mode="L", color=255)
+    assert [file.name for file in mask_files("infer.mask", tmp_path / "masks", images)] == ["a.webp", "b.webp"]
+    one = saved("one.png", mode="L", color=255)
+    assert mask_files("infer.mask", one, images) == [one, one]
+    (tmp_path / "masks/b.webp").unlink()
+    with pytest.raises(ConfigError, match=r"holds no mask for 1 of 2 images, such as b.png; expected one of the same"):
+        mask_files("infer.mask", tmp_path / "masks", images)
+
+
+def test_a_mask_of_another_size(saved):
+    image, mask = saved("a.png", 64, 32), saved("mask.png", 32, 64, 255, "L")
+    with pytest.raises(ConfigError, match=r"mask.png is a mask of 32 x 64 pixels, and its image .*a.png has 64 x 32"):
+        read_source([image], [mask], 64, 64, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.png", b"no image"),
+        ("a.png", b""),
+        ("a.jpg", b"%!PS-Adobe-3.0 EPSF-3.0\n"),
+        ("a.webp", b"RIFF\x04\x00\x00\x00WEBP"),
+    ],
+)
+def test_what_is_no_image(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ArtifactError, match=f"{name} cannot be read as an image .*; save it again as a PNG"):
+        read_source([tmp_path / name], None, 64, 64, 0.5)
+
+
+def test_a_png_that_is_cut_off(saved):
+    path = saved("a.png", 256, 256)
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ArtifactError, match="cannot be read as an image"):
+        read_source([path], None, 64, 64, 0.5)
+
+
+def test_an_image_that_is_too_large_is_not_decoded(saved, monkeypatch):
+    path = saved("a.png", 8448, 8192, 0, "1")
+    assert 8448 * 8192 > MOST_PIXELS
+    monkeypatch.setattr("PIL.Image.Image.convert", lambda *_: pytest.fail("it was decoded"))
+    with pytest.raises(
+        ConfigError, match=r"a.png has 8448 x 8192 pixels, expected at most 67 million; make it smaller"
+    ):
+        read_source([path], None, 64, 64, 0.5)
+
+
+@pytest.mark.parametrize("name", ["a.eps", "a.gif", "a"])
+def test_other_kinds_of_files(tmp_path, name):
+    (tmp_path / name).write_bytes(b"GIF89a")
+    with pytest.raises(
+        ConfigError, match=r"^infer.image is .*, expected an image or a folder with images, whose names"
+    ):
+        image_files("infer.image", tmp_path / name)
+
+
+def test_a_folder_without_images(tmp_path):
+    with pytest.raises(ConfigError, match="^infer.image is .*, expected an image or a folder with images"):
+        image_files("infer.image", tmp_path)
