@@ -31,6 +31,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from sd_quant import placement, sweep
+from sd_quant.checkpoints.own_parts import own_parts
 from sd_quant.checkpoints.own_size import own_size
 from sd_quant.config import check_writable, run_model
 from sd_quant.errors import CANCELLED, ConfigError, ResourceError, SdQuantError, fail, of_the_machine
@@ -72,6 +73,9 @@ def own_side(axis: int, path: object, usual: int) -> int:
 
 
 OmegaConf.register_new_resolver("own_height", partial(own_side, 0), replace=True)
+OmegaConf.register_new_resolver(
+    "own_parts", lambda path, usual: own_parts(input_path(str(path)), list(usual)), replace=True
+)
 OmegaConf.register_new_resolver("own_width", partial(own_side, 1), replace=True)
 OmegaConf.register_new_resolver("given", given, replace=True)  # ${given:...} in conf
 OmegaConf.register_new_resolver("alpha_of", alpha_of, replace=True)

@@ -55,7 +55,7 @@ from sd_quant.simulation.modelopt import restorable, save_quantized
 from sd_quant.stages.calibrate import statistics_of
 from sd_quant.stages.choose import choose
 from sd_quant.stages.export_onnx import delivered_files, export_parts
-from sd_quant.stages.generate import check_channels, check_images, check_steps, generate
+from sd_quant.stages.generate import check_channels, check_guidance, check_images, check_steps, generate
 from sd_quant.stages.hand_over import rows_of, write_folder
 from sd_quant.stages.load import Loaded, check_weights, layers_of, open_model
 from sd_quant.stages.open_parts import open_simulated
@@ -167,6 +167,7 @@ class Model:
         checkpoint, infer = self.checkpoint, job.infer
         check_images(job.model, infer)
         check_channels(checkpoint, infer)
+        check_guidance(checkpoint, infer)
         check_steps(checkpoint, {"infer.steps": infer.steps})
         keys = {part: part for part in checkpoint.parts()}
         if assignment is not None:

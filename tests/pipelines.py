@@ -7,6 +7,7 @@ A linear layer of a denoiser is some multiple of 64 wide (PixArt's last, which w
 its attention 16 or 32, a latent 8 pixels of the picture.
 """
 
+import shutil
 import string
 from collections.abc import Callable
 from pathlib import Path
@@ -265,6 +266,35 @@ def pixart(folder: Path) -> None:
     write(pipeline, folder)
 
 
+def sd3_no_t5(folder: Path) -> None:
+    """As ``save_pretrained`` leaves a pipeline that was loaded without T5."""
+    sd3(folder)
+    lean = diffusers.StableDiffusion3Pipeline.from_pretrained(folder, text_encoder_3=None, tokenizer_3=None)
+    shutil.rmtree(folder)
+    lean.save_pretrained(folder)
+
+
+def flux_schnell(folder: Path) -> None:
+    """The one that is told no guidance, with its own scheduler."""
+    flux(folder)
+    dev = diffusers.FluxPipeline.from_pretrained(folder)
+    denoiser = diffusers.FluxTransformer2DModel.from_config(dev.transformer.config, guidance_embeds=False)
+    redraw(denoiser)
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=1.0)
+    components = {**dev.components, "transformer": denoiser, "scheduler": scheduler}
+    diffusers.FluxPipeline(**components).save_pretrained(folder)
+
+
+def pixart_alpha(folder: Path) -> None:
+    """The one that is told the size, which diffusers sees by the number of latents."""
+    pixart(folder)
+    sigma = diffusers.PixArtSigmaPipeline.from_pretrained(folder)
+    sizes = {"num_attention_heads": 6, "cross_attention_dim": 192}  # the features of three numbers fill the width
+    denoiser = diffusers.PixArtTransformer2DModel.from_config(sigma.transformer.config, sample_size=128, **sizes)
+    redraw(denoiser)
+    diffusers.PixArtAlphaPipeline(**{**sigma.components, "transformer": denoiser}).save_pretrained(folder)
+
+
 TINY: dict[str, Callable[[Path], None]] = {
     "sd15": sd15,
     "sd21": sd21,
@@ -272,4 +302,9 @@ TINY: dict[str, Callable[[Path], None]] = {
     "sd3": sd3,
     "flux": flux,
     "pixart": pixart,
+}
+VARIANTS: dict[str, Callable[[Path], None]] = {  # by the family's name and what is special
+    "sd3_no_t5": sd3_no_t5,
+    "flux_schnell": flux_schnell,
+    "pixart_alpha": pixart_alpha,
 }

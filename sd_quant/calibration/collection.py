@@ -80,7 +80,8 @@ def calibrate(
     are fewer GPUs than asked for.
     """
     fabric = fabric_for(accelerator, devices)
-    inputs = digest(repr(denoiser_part(model.checkpoint).contract))  # a checkpoint can be opened with other names
+    # a checkpoint can be opened with other names, and with fewer text encoders
+    inputs = digest(repr(model.contracts))
     made_from = origin(checkpoint_sha256, names, sampling, fabric.device.type) | {"inputs": inputs}
     entries = Entries(cache, made_from, prompts) if cache else None
     parts: list[Statistics] = []

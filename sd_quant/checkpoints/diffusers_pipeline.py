@@ -7,7 +7,7 @@ folder names, unpickles where there is no safetensors file, and warns where it s
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ DEPTHS = ("layer", "depth", "blocks")  # in the names of keys that say how often
 TIED = {"encoder.embed_tokens.weight": "shared.weight"}  # T5's embedding is stored under one of two names, or both
 UNUSED = {"embeddings.position_ids", "logit_scale"}
 NOT_WANTED = {"requires_safety_checker": False, "add_watermarker": False}
+ABSENT = [None, None]  # what stands in an index for a component that the pipeline was saved without
 FORMER_NAMES = {"Transformer2DModel": "PixArtTransformer2DModel"}  # of classes, in published folders
 
 
@@ -77,8 +78,8 @@ class DiffusersCheckpoint:
 
     path: Path
     name: str  # of the family
-    index: dict[str, Any]  # the content of model_index.json
-    configs: dict[str, dict]  # of the networks, complete, by component
+    index: dict[str, Any]  # the content of model_index.json, as if it were saved without what is left out
+    configs: dict[str, dict]  # of the networks that are used, complete, by component
     components: dict[str, Weights]
     tokens: int | None  # that a T5 reads at most, None for the family's own number
     io: str  # whose names the denoiser's inputs have
@@ -160,7 +161,7 @@ class DiffusersCheckpoint:
     def tokenizers(self) -> dict[str, Any]:
         """Returns the tokenizers by the pipeline's names, read from the folder, never from a hub.
 
-        Raises ArtifactError when there is none, or one cannot be read.
+        Raises ArtifactError when a text encoder has none, or one cannot be read.
         """
         import transformers
 
@@ -169,8 +170,9 @@ class DiffusersCheckpoint:
             if name.startswith("tokenizer") and (described := class_in(self.index, name)) is not None:
                 kind = transformers.CLIPTokenizer if "CLIP" in str(described) else transformers.T5TokenizerFast
                 tokenizers[name] = read_tokenizer(self.path / name, kind)
-        if not tokenizers:
-            raise ArtifactError(f"{self.path / INDEX} names no tokenizer, expected one; fetch the folder again")
+        for name in map(tokenizer_of, filter(reads_text, self.configs)):
+            if name not in tokenizers:
+                raise ArtifactError(f"{self.path / INDEX} names no {name}, expected one; fetch the folder again")
         return tokenizers
 
 
@@ -256,10 +258,37 @@ def library_of(name: str) -> str:
     return "diffusers" if hasattr(diffusers, name) else "transformers"
 
 
-def open_pipeline(path: Path, name: str, tokens: int | None = None, io: str = "diffusers") -> DiffusersCheckpoint:
+def reads_text(component: str) -> bool:
+    """Returns whether a network is a text encoder, by its name in the pipeline."""
+    return component.startswith("text_encoder")
+
+
+def tokenizer_of(text_encoder: str) -> str:
+    """Returns what a pipeline calls the tokenizer of a text encoder."""
+    return text_encoder.replace("text_encoder", "tokenizer")
+
+
+def with_tokenizers(components: Collection[str]) -> list[str]:
+    """Returns these networks, and behind them the tokenizers of those that read text."""
+    return [*components, *map(tokenizer_of, filter(reads_text, components))]
+
+
+def index_without(index: Mapping[str, Any], components: Collection[str]) -> dict[str, Any]:
+    """Returns what model_index.json would hold, had the pipeline been saved without these networks."""
+    return {**index, **{name: ABSENT for name in with_tokenizers(components) if name in index}}
+
+
+def open_pipeline(
+    path: Path,
+    name: str,
+    tokens: int | None = None,
+    io: str = "diffusers",
+    parts: Collection[str] | None = None,
+) -> DiffusersCheckpoint:
     """Opens the folder of a pipeline of the family ``name``; no weight is read.
 
     ``tokens`` is how many a T5 reads, None for the family's own number; ``io`` whose names the denoiser's inputs have.
+    Networks that the family can do without are left out if the folder has none, or if ``parts`` are given without them.
     Raises ConfigError when the folder is no pipeline, or one of another family; ArtifactError when it is damaged or
     incomplete.
     """
@@ -268,9 +297,12 @@ def open_pipeline(path: Path, name: str, tokens: int | None = None, io: str = "d
             f"{path} holds no {INDEX}, so it is no diffusers pipeline; give the folder that save_pretrained wrote or a "
             "hub's snapshot, downloaded before"
         )
-    family, index = family_named(name), read_json(path, INDEX)
+    family = family_named(name)
+    left_out = [] if parts is None else [component for component in family.OPTIONAL if component not in parts]
+    index = index_without(read_json(path, INDEX), left_out)
     check_pipeline(path, name, family, index)
-    configs = {component: read_json(path / component, "config.json") for component in family.NETWORKS}
+    used = [component for component in family.NETWORKS if class_in(index, component) is not None]
+    configs = {component: read_json(path / component, "config.json") for component in used}
     for component, config in configs.items():
         check_depths(path / component, config)
         check_entries(path / component, NetworkEntries, config, usual_entries(family.NETWORKS[component]))
@@ -287,14 +319,17 @@ def open_pipeline(path: Path, name: str, tokens: int | None = None, io: str = "d
         component: weights_of(path / component, component, library_of(family.NETWORKS[component]), built)
         for component, built in networks.items()
     }
-    reopen = partial(open_pipeline, path, name, tokens, io)
+    reopen = partial(open_pipeline, path, name, tokens, io, parts)
     checkpoint = DiffusersCheckpoint(path, name, index, configs, components, tokens, io, reopen)
     checkpoint.scheduler(), checkpoint.tokenizers()  # refused now, not when the first image is made
     return checkpoint
 
 
 def check_pipeline(path: Path, name: str, family: Family, index: Mapping) -> None:
-    """Raises ConfigError for a pipeline of another family, ArtifactError for networks of other classes."""
+    """Raises ConfigError for a pipeline of another family, ArtifactError for a network of another class, or for none.
+
+    One that the family can do without may be absent.
+    """
     pipeline = index.get("_class_name")
     if pipeline not in family.PIPELINES:
         others = [other for other in FAMILIES if pipeline in family_named(other).PIPELINES]
@@ -305,6 +340,8 @@ def check_pipeline(path: Path, name: str, family: Family, index: Mapping) -> Non
         )
     for component, expected in family.NETWORKS.items():
         kind = class_in(index, component)
+        if kind is None and component in family.OPTIONAL:
+            continue
         if FORMER_NAMES.get(str(kind), kind) != expected:
             raise ArtifactError(
                 f"{path / INDEX}: its {component} is {str(kind)[:100]!r}, expected {expected}; save the pipeline again "

@@ -22,6 +22,7 @@ def open_checkpoint(
     *,
     io: str | None,
     max_sequence_length: int | None,
+    parts: Sequence[str] | None = None,
     loras: Sequence[tuple[Path, float]] = (),
     encodes: bool = False,
 ) -> Checkpoint:
@@ -30,27 +31,36 @@ def open_checkpoint(
     ``path`` is the folder of a diffusers pipeline; of SDXL also a ``.nemo``, the folder that one was extracted to, or a
     single file in Stability AI's layout, which is taken for SDXL base and sampled as NeMo samples.
     ``io`` says whose names the denoiser's inputs have, "nemo" or "diffusers", None for those of the kind of file;
-    ``max_sequence_length`` how many tokens a T5 reads, None for the family's own number. ``loras`` are files of
-    adapters that are fused into the weights, and their strengths; ``encodes`` makes the autoencoder's encoder a part.
-    Raises ConfigError for another kind of file, and what the readers raise.
+    ``max_sequence_length`` how many tokens a T5 reads, None for the family's own number. ``parts`` are the names of the
+    parts that are used, None for all: a network that the family can do without is left out unless it is among them.
+    ``loras`` are files of adapters that are fused into the weights, and their strengths; ``encodes`` makes the
+    autoencoder's encoder a part.
+    Raises ConfigError for another kind of file or other ``parts`` than it has, and what the readers raise.
     """
     if max_sequence_length is not None and family_named(family).TOKENS is None:
         raise ConfigError(
             f"model.max_sequence_length is {max_sequence_length}, expected null, because {family} has no T5 to read "
             "that much"
         )
-    opened = _opened(path, family, io, max_sequence_length)
+    opened = _opened(path, family, io, max_sequence_length, parts)
+    if parts is not None and sorted(parts) != sorted(opened.parts()):
+        raise ConfigError(
+            f"model.parts is [{','.join(parts)}], expected [{','.join(opened.parts())}], the networks that {path} has"
+        )
     if loras:
         opened = fused(opened, loras)
     again = partial(
-        open_checkpoint, path, family, io=io, max_sequence_length=max_sequence_length, loras=loras, encodes=encodes
-    )
+        open_checkpoint, path, family, io=io, max_sequence_length=max_sequence_length, parts=parts, loras=loras,
+        encodes=encodes,
+    )  # fmt: skip
     return replace(opened, encodes=encodes, reopen=again)
 
 
-def _opened(path: Path, family: str, io: str | None, tokens: int | None) -> DiffusersCheckpoint | NemoCheckpoint:
+def _opened(
+    path: Path, family: str, io: str | None, tokens: int | None, parts: Sequence[str] | None
+) -> DiffusersCheckpoint | NemoCheckpoint:
     if (path / INDEX).is_file() or (path.is_dir() and family != "sdxl"):
-        return open_pipeline(path, family, tokens, io or "diffusers")
+        return open_pipeline(path, family, tokens, io or "diffusers", parts)
     if family != "sdxl":
         raise ConfigError(
             f"{path} is a file, and of {family} a diffusers folder is expected; make one with diffusers' "

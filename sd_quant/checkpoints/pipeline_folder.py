@@ -1,7 +1,7 @@
 """The folder of a pipeline, as diffusers and its relatives load it, without the weights of some networks.
 
-What a checkpoint in diffusers' layout has is copied, but for weights that a LoRA changes, which are written; an archive
-or a single file becomes such a folder.
+What a checkpoint in diffusers' layout has is copied, but for weights that a LoRA changes, which are written, and
+networks that it was opened without; an archive or a single file becomes such a folder.
 """
 
 import shutil
@@ -9,11 +9,12 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import cast
 
-from sd_quant.checkpoints.diffusers_files import WEIGHTS
-from sd_quant.checkpoints.diffusers_pipeline import DiffusersCheckpoint
+from sd_quant.checkpoints.diffusers_files import INDEX, WEIGHTS
+from sd_quant.checkpoints.diffusers_pipeline import ABSENT, DiffusersCheckpoint
 from sd_quant.checkpoints.nemo_and_diffusers import write_pipeline
 from sd_quant.checkpoints.nemo_networks import NemoCheckpoint
 from sd_quant.checkpoints.safetensors_file import write_safetensors
+from sd_quant.files import write_json
 from sd_quant.models.checkpoint import Checkpoint
 
 COPIED = (".json", ".txt", ".model", ".safetensors")  # no code, and nothing that would have to be unpickled
@@ -27,14 +28,17 @@ def write_pipeline_without(checkpoint: Checkpoint, components: Collection[str], 
     if not isinstance(checkpoint, DiffusersCheckpoint):
         return write_pipeline(folder, cast(NemoCheckpoint, checkpoint), without=components)
 
+    absent = [name for name, described in checkpoint.index.items() if described == ABSENT]
     adapted = [name for name, weights in checkpoint.components.items() if weights.adapted and name not in components]
 
     def left_out(directory: str, names: list[str]) -> list[str]:
         own = Path(directory) in [checkpoint.path / component for component in (*components, *adapted)]
         here = [name for name in names if (Path(directory) / name).is_file()]
-        return [name for name in here if not name.endswith(COPIED) or (own and ".safetensors" in name)]
+        unused = [name for name in here if not name.endswith(COPIED) or (own and ".safetensors" in name)]
+        return unused + (absent if Path(directory) == checkpoint.path else [])
 
     shutil.copytree(checkpoint.path, folder, ignore=left_out, dirs_exist_ok=True)
+    write_json(folder / INDEX, checkpoint.index)
     for component in adapted:
         name = f"{WEIGHTS[checkpoint.index[component][0]]}.safetensors"
         write_safetensors(folder / component / name, checkpoint.components[component].parameters)

@@ -26,7 +26,7 @@ class Target:
     consumer: str  # what opens the result
     tried: tuple[str, ...]  # the packages with which a test opened it
     formats: Mapping[str, str]  # of weights, each with how its inputs are computed
-    loading: str  # the consumer's code that opens the result, with {folder}
+    loading: str  # the consumer's code that opens the result, with {folder}, and {absent} for what it is to do without
     broken: Mapping[str, str] = field(default_factory=dict)  # versions of packages that cannot open it, and what fails
     convolutions: frozenset[str] = frozenset()  # formats that hold them; they may have four axes then
     multiplied: frozenset[str] = frozenset()  # formats whose inputs may be multiplied by a pre_quant_scale
@@ -77,20 +77,20 @@ TARGETS: dict[str, Target] = {
             {"int8": AS_ASSIGNED, "fp8": AS_ASSIGNED},
             "import modelopt.torch.opt as mto\nimport torch\nfrom diffusers import DiffusionPipeline\n\n"
             "mto.enable_huggingface_checkpointing()\n"
-            "pipeline = DiffusionPipeline.from_pretrained({folder!r}, torch_dtype=torch.float16)",
+            "pipeline = DiffusionPipeline.from_pretrained({folder!r}{absent}, torch_dtype=torch.float16)",
             convolutions=frozenset({"int8", "fp8"}), multiplied=frozenset({"int8", "fp8"}), zero_point=True, half=True,
         ),
         Target(
             "diffusers_torchao", "diffusers with torchao", (*DIFFUSERS, "torchao==0.18.0"), {"int8": STATIC},
             "import torch\nfrom diffusers import DiffusionPipeline\n\n"
-            "pipeline = DiffusionPipeline.from_pretrained({folder!r}, torch_dtype=torch.bfloat16)",
+            "pipeline = DiffusionPipeline.from_pretrained({folder!r}{absent}, torch_dtype=torch.bfloat16)",
             multiplied=frozenset({"int8"}), broken={"torchao<0.18": "its tensors take no description of static inputs"},
         ),
         Target(
             "diffusers_sdnq", "diffusers with SDNQ", (*DIFFUSERS, "sdnq==0.2.8"),
             {"int8": FP16, "fp8": FP16, "int4": FP16},
             "import torch\nfrom diffusers import DiffusionPipeline\n\n"
-            "pipeline = DiffusionPipeline.from_pretrained({folder!r}, torch_dtype=torch.float16)",
+            "pipeline = DiffusionPipeline.from_pretrained({folder!r}{absent}, torch_dtype=torch.float16)",
             convolutions=frozenset({"int8", "fp8"}), low_rank=True,
             broken={"sdnq<0.2.2": "diffusers refuses older ones"},
         ),

@@ -16,7 +16,8 @@ def model_card(figures: Mapping[str, Any], target: Target) -> str:
     )
     lost = [f"- {count} in high precision: {reason}" for reason, count in figures["lost"].items()]
     lost += [f"- {what}" for what in figures["left_out"]]
-    code = target.loading.format(folder=figures["folder"].rpartition("/")[2])
+    absent = "".join(f", {name}=None" for name in figures["absent"])
+    code = target.loading.format(folder=figures["folder"].rpartition("/")[2], absent=absent)
     packages = [] if code.startswith("#") else [f"# pip install {' '.join(target.tried)}"]
     return "\n".join([
         f"# {figures['part']} for {target.consumer}",

@@ -26,6 +26,7 @@ class Family(Protocol):
     PIPELINES: tuple[str, ...]  # diffusers' pipeline classes that are of this family
     FROM_IMAGES: tuple[str, str] | None  # those that change an image, and a part of one; None: none is known here
     NETWORKS: Mapping[str, str]  # the pipeline's components that are networks, and their classes
+    OPTIONAL: tuple[str, ...]  # those of them that a pipeline may do without, each a part of the same name
     DENOISER: str  # name of the part that is quantized
     GUIDES: bool  # whether classifier-free guidance doubles the denoiser's batch
     TOKENS: int | None  # longest text that its T5 reads by default, in tokens; None without a T5
@@ -34,9 +35,9 @@ class Family(Protocol):
     def parts(configs: Mapping[str, Mapping], tokens: int | None, io: str) -> dict[str, Any]:
         """The exported parts by name, each a ``parts.Part``, the denoiser first.
 
-        ``configs`` are the networks' configurations by component. ``tokens`` is the longest text that a T5 reads, None
-        for the default. ``io``, "nemo" or "diffusers", says whose names the denoiser's inputs get, where a family has
-        both.
+        ``configs`` are the configurations of the networks, by component; of the optional ones only if they are used.
+        ``tokens`` is the longest text that a T5 reads, None for the default. ``io``, "nemo" or "diffusers", says whose
+        names the denoiser's inputs get, where a family has both.
         """
 
     @staticmethod

@@ -94,6 +94,11 @@ def build_module(checkpoint: Checkpoint, component: str, dtype: torch.dtype = to
     return module.eval().requires_grad_(False)
 
 
+def reads_guidance(checkpoint: Checkpoint) -> bool:
+    """Whether the guidance scale changes anything: the weight of a second pass, or an input of the denoiser."""
+    return checkpoint.family.GUIDES or "guidance" in denoiser_part(checkpoint).contract.inputs
+
+
 def samples_per_image(checkpoint: Checkpoint, guidance_scale: float) -> int:
     """Samples in the denoiser's batch for each image: 2 with classifier-free guidance, with and without the prompt."""
     return 2 if checkpoint.family.GUIDES and guidance_scale > 1 else 1

@@ -4,7 +4,7 @@
 |------------------|-------------------------------------------------------------------------|-------------------------|
 | `transformer`    | hidden_states [B,N,64], encoder_hidden_states [B,T,J],                  | out_sample [B,N,64]     |
 |                  | pooled_projections [B,P], timestep [B], img_ids [N,3], txt_ids [T,3]    |                         |
-|                  | (the dev model also: guidance [B])                                      |                         |
+|                  | (dev also: guidance [B]; schnell was distilled to do without)           |                         |
 | `vae`            | z [B,16,H/8,W/8]                                                        | dec [B,3,H,W]           |
 | `text_encoder`   | input_ids [B,77]                                                        | pooler_output [B,P]     |
 | `text_encoder_2` | input_ids [B,T]                                                         | last_hidden_state       |
@@ -33,6 +33,7 @@ NETWORKS = {
     "text_encoder": "CLIPTextModel",
     "text_encoder_2": "T5EncoderModel",
 }
+OPTIONAL = ()
 DENOISER = "transformer"
 GUIDES = False
 TOKENS = 512

@@ -28,6 +28,7 @@ __all__ = ["pack", "shared_inputs", "unpack"]
 PIPELINES = ("PixArtSigmaPipeline", "PixArtAlphaPipeline")
 FROM_IMAGES = None
 NETWORKS = {"transformer": "PixArtTransformer2DModel", "vae": "AutoencoderKL", "text_encoder": "T5EncoderModel"}
+OPTIONAL = ()
 DENOISER = "transformer"
 GUIDES = True
 TOKENS = 300

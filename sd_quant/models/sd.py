@@ -22,6 +22,7 @@ __all__ = ["attentions", "layer_roles", "pack", "shared_inputs", "unpack"]
 PIPELINES = ("StableDiffusionPipeline", "StableDiffusionInpaintPipeline")
 FROM_IMAGES = ("StableDiffusionImg2ImgPipeline", "StableDiffusionInpaintPipeline")
 NETWORKS = {"unet": "UNet2DConditionModel", "vae": "AutoencoderKL", "text_encoder": "CLIPTextModel"}
+OPTIONAL = ()
 DENOISER = "unet"
 GUIDES = True
 TOKENS = None

@@ -9,7 +9,8 @@
 | `text_encoder_2` | input_ids [B,77]                                                      | hidden_states, text_embeds|
 | `text_encoder_3` | input_ids [B,T]                                                       | last_hidden_state [B,T,J] |
 
-T is the longest text that T5 reads. Level 4 does not quantize the joint attention.
+T is the longest text that T5 reads. Without T5, which most people leave out, diffusers' pipeline has as many zeros in
+place of what it says, and so has the transformer. Level 4 does not quantize the joint attention.
 """
 
 from collections.abc import Mapping
@@ -34,6 +35,7 @@ NETWORKS = {
     "text_encoder_2": "CLIPTextModelWithProjection",
     "text_encoder_3": "T5EncoderModel",
 }
+OPTIONAL = ("text_encoder_3",)
 DENOISER = "transformer"
 GUIDES = True
 TOKENS = 256  # the pipeline's default
@@ -72,12 +74,13 @@ def parts(configs: Mapping[str, Mapping], tokens: int | None, io: str) -> dict[s
         },
         half,
     )
+    t5 = {"text_encoder_3": t5_part("text_encoder_3", tokens)} if "text_encoder_3" in configs else {}
     return {
         "transformer": Part("transformer", "transformer.", contract, TransformerPart),
         "vae": vae_part(configs["vae"]["latent_channels"]),
         "text_encoder": clip_part("text_encoder", "hidden_states", "text_embeds"),
         "text_encoder_2": clip_part("text_encoder_2", "hidden_states", "text_embeds"),
-        "text_encoder_3": t5_part("text_encoder_3", tokens),
+        **t5,
     }
 
 

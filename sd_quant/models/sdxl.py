@@ -36,6 +36,7 @@ NETWORKS = {
     "text_encoder": "CLIPTextModel",
     "text_encoder_2": "CLIPTextModelWithProjection",
 }
+OPTIONAL = ()
 DENOISER = "unet_xl"
 GUIDES = True
 TOKENS = None

@@ -13,7 +13,7 @@ from sd_quant.inference.pipeline import Generated, Pipeline, Sampling
 from sd_quant.inference.source_images import SourceImages, read_source
 from sd_quant.knobs import check
 from sd_quant.models import FAMILIES, LATENT_FACTOR, family_named
-from sd_quant.models.checkpoint import Checkpoint, contracts_of
+from sd_quant.models.checkpoint import Checkpoint, contracts_of, reads_guidance
 from sd_quant.places import input_path
 from sd_quant.progress import progress
 
@@ -112,6 +112,15 @@ def check_mask(checkpoint: Checkpoint, knobs: str, mask: str | None) -> None:
             f"{knobs}image and {knobs}mask are not given, expected both, because this checkpoint's denoiser is one for "
             f"inpainting: it reads {read[1]} channels, {channels} of latents, {channels} of a masked image and its mask"
         )
+
+
+def check_guidance(checkpoint: Checkpoint, infer: Infer) -> None:
+    """Raises ConfigError for a guidance scale of which nothing in the checkpoint is told."""
+    expected = (
+        "at most 1, because this checkpoint was distilled to do without guidance and takes no scale; for Flux schnell "
+        "model=flux_schnell has the knobs"
+    )
+    check(infer.scale <= 1 or reads_guidance(checkpoint), "infer.scale", infer.scale, expected)
 
 
 def check_steps(checkpoint: Checkpoint, steps: Mapping[str, int]) -> None:

@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from sd_quant.checkpoints.diffusers_pipeline import with_tokenizers
 from sd_quant.checkpoints.licence import licence_of
 from sd_quant.checkpoints.pipeline_folder import write_pipeline_without
 from sd_quant.config import HandOverJob, QuantizeJob, run_job
@@ -167,6 +168,7 @@ def write_target(
             "run": shown(run),
             "command": command,
             "left_out": left_out(target, loaded.checkpoint),
+            "absent": absent(loaded.checkpoint),
             "licence": licence_of(loaded.checkpoint.path),
             "loras": {f"{path.name}:{strength:g}": licence_of(path) for path, strength in job.model.adapters()},
             "knobs": {name: getattr(job.quantize, name) for name in KNOBS},
@@ -196,6 +198,11 @@ def left_out(target: Target, checkpoint: Checkpoint) -> list[str]:
     cut = not target.pads and checkpoint.family.TOKENS is None and tokens[0] > CONTEXT_LENGTH
     text = f"the zeros behind a text's {CONTEXT_LENGTH} tokens, with which the checkpoint was trained"
     return [*target.left_out, *([text] if cut else [])]
+
+
+def absent(checkpoint: Checkpoint) -> list[str]:
+    """The components that the pipeline does without, which diffusers asks to be told of when it opens a folder."""
+    return with_tokenizers([name for name in checkpoint.family.OPTIONAL if name not in checkpoint.components])
 
 
 def write_folder(folder: Path, target: Target, checkpoint: Checkpoint, rows: Rows) -> None:

@@ -23,7 +23,15 @@ from sd_quant.places import output_path
 from sd_quant.report.images import save_images
 from sd_quant.report.provenance import provenance
 from sd_quant.report.record import DONE, IMAGE, SCHEMA_VERSION, InferRecord, Timing, explained, write_record
-from sd_quant.stages.generate import check_channels, check_images, check_steps, generate, image_names, sampling_of
+from sd_quant.stages.generate import (
+    check_channels,
+    check_guidance,
+    check_images,
+    check_steps,
+    generate,
+    image_names,
+    sampling_of,
+)
 from sd_quant.stages.latency import image_entry
 from sd_quant.stages.load import open_model
 from sd_quant.stages.open_parts import check_cuda_graph, open_file, open_torch_engine
@@ -37,6 +45,7 @@ def infer(job: InferJob, directory: Path) -> None:
     torch.set_num_threads(threads())
     checkpoint, prompts = open_model(job.model), job.infer.prompt_list()
     check_channels(checkpoint, job.infer)
+    check_guidance(checkpoint, job.infer)
     check_steps(checkpoint, {"infer.steps": job.infer.steps})
     check_cuda_graph(job.infer)
     files = engine_files(job)

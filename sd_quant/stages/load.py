@@ -19,7 +19,7 @@ from sd_quant.quantization.budget import with_weights
 from sd_quant.quantization.recipe import reason_kept
 from sd_quant.quantization.recipe_check import check_layers
 from sd_quant.simulation.sensitivity import budget
-from sd_quant.stages.generate import check_channels, check_mask, check_steps
+from sd_quant.stages.generate import check_channels, check_guidance, check_mask, check_steps
 from sd_quant.stages.resources import check_machine, disk_needed, gpu_memory_needed, memory_needed, stored_bytes
 
 LOG = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ def open_model(model: Model) -> Checkpoint:
     """The checkpoint that the knobs name. Raises what its reader raises."""
     return open_checkpoint(
         input_path(model.path), model.family, io=model.io, max_sequence_length=model.max_sequence_length,
-        loras=model.adapters(), encodes=model.encoder,
+        parts=model.parts, loras=model.adapters(), encodes=model.encoder,
     )  # fmt: skip
 
 
@@ -115,12 +115,13 @@ def check_weights(checkpoint: Checkpoint) -> None:
 def layers_of(checkpoint: Checkpoint, job: QuantizeJob) -> Loaded:
     """What follows from the checkpoint's structure and the job.
 
-    Raises ConfigError for a recipe that does not fit the layers, noise that does not fit the VAE, or more steps than
-    the sampler can make.
+    Raises ConfigError for a recipe that does not fit the layers, noise that does not fit the VAE, guidance that nothing
+    reads, or more steps than the sampler can make.
     """
     check_channels(checkpoint, job.infer)
     if job.quantize.calibration is None:
         check_mask(checkpoint, "model.calibration_", job.model.calibration_mask)
+    check_guidance(checkpoint, job.infer)
     check_steps(checkpoint, {"quantize.n_steps": job.quantize.n_steps, "infer.steps": job.infer.steps})
     parts, parameters = checkpoint.parts(), part_parameters(checkpoint)
     network, recipe = empty_denoiser(checkpoint), job.quantize

@@ -179,7 +179,7 @@ def test_a_lora_is_in_everything_that_is_made(command, plain, style, cache, tmp_
     assert adapted["inputs"]["lora 1 at 0.5"]["sha256"] and adapted["fingerprint"] != without["fingerprint"]
     assert not np.array_equal(*(pixels(folder / "images/full_precision/0000.png") for folder in made.values()))
     scales = {
-        name: {row["name"]: row["weight_scale"] for row in csv.DictReader((folder / "layers.csv").open())}
+        name: {row["name"]: row["weight_scale_max"] for row in csv.DictReader((folder / "layers.csv").open())}
         for name, folder in made.items()
     }
     assert scales["without"][LAYER] != scales["with"][LAYER]

@@ -44,6 +44,8 @@ from sd_quant.engines import onnxruntime
 from sd_quant.models import sd
 from sd_quant.models.sd import NETWORKS, PIPELINES, attentions, encode, layer_roles, pack, shared_inputs, unpack
 
+OPTIONAL = ()
+FROM_IMAGES = None
 DENOISER, GUIDES, TOKENS = "my_unet", True, None
 QMAX = 127.0
 

@@ -14,7 +14,6 @@ import onnx
 import onnx_ir as ir
 import pytest
 import torch
-import yaml
 from torch import Tensor
 
 from sd_quant.calibration.hooks import collect, draw
@@ -30,12 +29,11 @@ from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.recipe import formats_used
 from sd_quant.quantization.statistics import LayerStatistics
 from sd_quant.simulation.modelopt import simulate
-from tests.presets import recipe_of
+from tests.presets import model_of, recipe_of
 
-from ..pipelines import TINY
+from ..pipelines import TINY, VARIANTS
 from .sweeps import link_cache
 
-CONF = Path(__file__).parents[2] / "conf"
 PRESETS = ("fp8", "svdquant_w4a16", "int4_w4a4", "nvfp4")
 SMALL = (
     "calib_size=2", "quantize.n_steps=2", "infer.steps=2", "infer.num_timed_runs=1", "infer.num_warmup_runs=1",
@@ -75,7 +73,7 @@ def record_of(directory: Path) -> dict:
 
 
 def parts_of(name: str) -> list[str]:
-    return yaml.safe_load((CONF / f"model/{name}.yaml").read_text())["parts"]
+    return model_of(name)["parts"]
 
 
 def onnx_path(directory: Path, part: str) -> Path:
@@ -192,6 +190,80 @@ def test_the_inputs_names_change_nothing_but_the_names(command, folders, sweep, 
     assert records["nemo"]["layers"] == records["diffusers"]["layers"]
 
 
+# ------------------------------------------------------------------------------------------------------------- variants
+
+
+@pytest.fixture(scope="module")
+def lean(command, folders, sweep, tmp_path_factory) -> Path:
+    """A run of Stable Diffusion 3 without the T5 that its folder has; graphs are in the cache, statistics are not."""
+    folder = tmp_path_factory.mktemp("lean")
+    link_cache(sweep.parent / "cache", folder / "cache")
+    result = command(
+        "quantize.py", "model=sd3_no_t5", f"model.path={folders}/sd3", "model.width=64", "model.height=64",
+        "quant_level=3", "alpha=0.8", *SMALL, f"cache.dir={folder}/cache", "hand_over=[diffusers_modelopt]",
+        f"hydra.run.dir={folder}/run",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    return folder / "run"
+
+
+def test_stable_diffusion_3_without_t5_has_all_but_its_part(lean):
+    record, parts = record_of(lean), parts_of("sd3_no_t5")
+    assert "text_encoder_3" not in parts and record["knobs"]["model"]["parts"] == parts
+    assert sorted(path.name for path in (lean / "onnx").iterdir()) == sorted(parts) == sorted(record["plans"])
+    assert set(record["parity"]) == {*parts, "quantized_layers", "transformer_quantized"}
+    assert record["fidelity_unquantized_engine"]["psnr"]["mean"] > record["fidelity"]["psnr"]["mean"] > 20
+    shapes = {
+        value.name: [axis.dim_value for axis in value.type.tensor_type.shape.dim]
+        for value in onnx.load(onnx_path(lean, "transformer"), load_external_data=False).graph.input
+    }
+    assert shapes["encoder_hidden_states"][1] == 77 + 256  # of zeros, of which diffusers has as many as of T5's tokens
+    card = (lean / "hand_over/diffusers_modelopt/README.md").read_text()
+    assert "text_encoder_3=None, tokenizer_3=None" in card
+
+
+def test_a_run_without_t5_draws_and_builds_again(command, lean, tmp_path):
+    drawn = command("infer.py", f"run='{lean}'", "steps=1", "prompts=[a red cat]", "num_warmup_runs=0",
+                    f"hydra.run.dir={tmp_path}/drawn")  # fmt: skip
+    assert drawn.returncode == 0, drawn.stderr[-3000:]
+    assert list(record_of(tmp_path / "drawn")["latency"]["openvino"]) == [*parts_of("sd3_no_t5"), "image"]
+    built = command("export_trt.py", f"run='{lean}'", "infer.width=64", "infer.height=64",
+                    f"hydra.run.dir={tmp_path}/built")  # fmt: skip
+    assert built.returncode == 0, built.stderr[-3000:]
+    assert {path.stem for path in (tmp_path / "built/plan").glob("*.plan")} == set(parts_of("sd3_no_t5"))
+
+
+def test_a_folder_that_was_saved_without_t5_is_drawn_without_it(command, tmp_path):
+    VARIANTS["sd3_no_t5"](tmp_path / "lean")
+    result = command("infer.py", "infer=torch", "model=sd3", f"model.path={tmp_path}/lean", "model.width=64",
+                     "model.height=64", "steps=1", "prompts=[a red cat]", "num_warmup_runs=0",
+                     f"hydra.run.dir={tmp_path}/run")  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert list(record_of(tmp_path / "run")["latency"]["torch"]) == [*parts_of("sd3_no_t5"), "image"]
+
+
+def test_schnell_takes_its_four_steps_without_guidance(command, tmp_path):
+    VARIANTS["flux_schnell"](tmp_path / "schnell")
+    small = [knob for knob in SMALL if not knob.startswith(("infer.steps", "quantize.n_steps"))]
+    given = (
+        f"model.path={tmp_path}/schnell", "model.width=64", "model.height=64", "quant_level=3", "alpha=0.8", *small,
+        "export_trt=none", "cache.dir=null",
+    )  # fmt: skip
+    result = command("quantize.py", "model=flux_schnell", *given, f"hydra.run.dir={tmp_path}/run")
+    assert result.returncode == 0, result.stderr[-3000:]
+    record = record_of(tmp_path / "run")
+    knobs = record["knobs"]
+    assert (knobs["n_steps"], knobs["infer"]["steps"], knobs["infer"]["scale"]) == (4, 4, 0)
+    assert len(record["fidelity"]["latent_sqnr_db"]) == 4 and record["fidelity"]["psnr"]["mean"] > 20
+    inputs = onnx.load(onnx_path(tmp_path / "run", "transformer"), load_external_data=False).graph.input
+    assert [value.name for value in inputs] == [
+        *("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep", "img_ids", "txt_ids")
+    ]
+    assert inputs[1].type.tensor_type.shape.dim[1].dim_value == 256
+    refused = command("quantize.py", "model=flux", *given, f"hydra.run.dir={tmp_path}/refused")
+    assert refused.returncode == 2 and "infer.scale is 3.5, expected at most 1" in refused.stderr
+
+
 # -------------------------------------------------------------------------------------------------------- other formats
 
 
@@ -216,7 +288,7 @@ def inputs_of(checkpoint: DiffusersCheckpoint, seed: int) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module", params=sorted(set(TINY) - {"sd21"}))  # whose layers are those of SD 1.5 and SDXL
 def network(request, folders, sweep) -> Network:
-    tokens = yaml.safe_load((CONF / f"model/{request.param}.yaml").read_text())["max_sequence_length"]
+    tokens = model_of(request.param)["max_sequence_length"]
     checkpoint = open_pipeline(folders / request.param, request.param, tokens)
     model, calls = load_model(checkpoint), [inputs_of(checkpoint, seed) for seed in range(2)]
     roles = checkpoint.family.layer_roles(model.denoiser)

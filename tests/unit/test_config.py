@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import importlib.util
+import json
 import re
 import tempfile
 from copy import deepcopy
@@ -911,3 +912,30 @@ def test_a_folder_has_images_of_its_own_size(tmp_path):
     given = composed("quantize", "model=sd15", f"model.path={tmp_path}", "model.width=512")
     assert (given["infer"]["width"], given["infer"]["height"]) == (512, 768)
     assert composed("quantize", "model=sd15", "model.path=nowhere")["model"]["width"] == 512
+
+
+@pytest.mark.parametrize(("t5", "parts"), [(["transformers", "T5EncoderModel"], 5), ([None, None], 4)])
+def test_a_folder_has_parts_of_its_own(tmp_path, t5, parts):
+    usual = ["transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3"]
+    (tmp_path / "model_index.json").write_text(
+        json.dumps({name: ["some", "Kind"] for name in usual[:4]} | {usual[4]: t5})
+    )
+    for primary in ("quantize", "infer", "export_trt"):
+        assert composed(primary, "model=sd3", f"model.path={tmp_path}")["model"]["parts"] == usual[:parts]
+        assert composed(primary, "model=sd3_no_t5", f"model.path={tmp_path}")["model"]["parts"] == usual[:4]
+        given = composed(primary, "model=sd3", f"model.path={tmp_path}", f"model.parts=[{','.join(usual)}]")
+        assert given["model"]["parts"] == usual
+    assert composed("infer", "model=sd3", "model.path=nowhere")["model"]["parts"] == usual
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (CONF / "model").glob("*.yaml")))
+def test_a_model_of_few_steps_recommends_them(name):
+    """All others have 20, as NeMo does."""
+    model = [f"model={name}", *NEEDED.get(f"model={name}", [])]
+    steps = {"sdxl_turbo": 4, "flux_schnell": 4}.get(name, 20)
+    job = read(QuantizeJob, composed("quantize", *model))
+    assert (job.quantize.n_steps, job.infer.steps) == (steps, steps)
+    assert read(InferJob, composed("infer", *model)).infer.steps == steps
+    assert read(InferJob, composed("infer", *model, "steps=7")).infer.steps == 7
+    given = read(QuantizeJob, composed("quantize", *model, "infer.steps=7", "quantize.n_steps=9"))
+    assert (given.quantize.n_steps, given.infer.steps) == (9, 7)

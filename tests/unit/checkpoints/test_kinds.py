@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import shutil
 
 import pytest
 import torch
@@ -10,15 +11,16 @@ from sentencepiece import SentencePieceTrainer
 from sd_quant.checkpoints.diffusers_pipeline import DiffusersCheckpoint
 from sd_quant.checkpoints.kinds import open_checkpoint
 from sd_quant.checkpoints.nemo_networks import NemoCheckpoint
-from sd_quant.errors import ConfigError
+from sd_quant.checkpoints.pipeline_folder import write_pipeline_without
+from sd_quant.errors import ArtifactError, ConfigError
 
-from ...pipelines import TINY
+from ...pipelines import TINY, VARIANTS
 
 pytestmark = pytest.mark.slow
 
 
-def opened(path, family="sdxl", io=None, max_sequence_length=None):
-    return open_checkpoint(path, family, io=io, max_sequence_length=max_sequence_length)
+def opened(path, family="sdxl", io=None, max_sequence_length=None, parts=None):
+    return open_checkpoint(path, family, io=io, max_sequence_length=max_sequence_length, parts=parts)
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +72,68 @@ def test_a_folder_that_is_no_pipeline(tmp_path):
 def test_a_length_of_text_that_nothing_heeds_is_refused(folder):
     with pytest.raises(ConfigError, match="max_sequence_length is 64, expected null, because sdxl has no T5"):
         opened(folder, max_sequence_length=64)
+
+
+@pytest.mark.parametrize("parts", [["unet_xl", "vae", "clip1"], ["unet_xl", "vae", "clip1", "clip2", "t5"], []])
+def test_parts_that_are_not_the_checkpoints_are_refused(folder, parts):
+    with pytest.raises(ConfigError) as refusal:
+        opened(folder, parts=parts)
+    sentence = f"model.parts is [{','.join(parts)}], expected [unet_xl,vae,clip1,clip2], the networks that {folder} has"
+    assert str(refusal.value) == sentence
+
+
+@pytest.fixture
+def lean(tmp_path):
+    """Stable Diffusion 3 as it is saved without T5."""
+    VARIANTS["sd3_no_t5"](tmp_path / "lean")
+    return tmp_path / "lean"
+
+
+def test_a_network_that_a_family_can_do_without_may_be_absent(lean):
+    parts = opened(lean, "sd3").parts()
+    assert list(parts) == ["transformer", "vae", "text_encoder", "text_encoder_2"]
+    assert parts["transformer"].contract.inputs["encoder_hidden_states"][1] == 77 + 256
+    shorter = opened(lean, "sd3", max_sequence_length=64, parts=list(parts)).parts()["transformer"]
+    assert shorter.contract.inputs["encoder_hidden_states"][1] == 77 + 64
+    with pytest.raises(
+        ConfigError, match=r"^model.parts is \[.*,text_encoder_3\], expected \[.*,text_encoder_2\], the"
+    ):
+        opened(lean, "sd3", parts=[*parts, "text_encoder_3"])
+
+
+@pytest.mark.parametrize("absent", ["vae", "text_encoder", "transformer"])
+def test_any_other_network_may_not(lean, absent):
+    index = json.loads((lean / "model_index.json").read_text())
+    for described in ([None, None], None):
+        (lean / "model_index.json").write_text(json.dumps(index | {absent: described}))
+        with pytest.raises(
+            ArtifactError, match=f"its {absent} is 'None', expected .*; save the pipeline again with all"
+        ):
+            opened(lean, "sd3")
+
+
+def test_a_text_encoder_has_its_tokenizer(lean):
+    index = json.loads((lean / "model_index.json").read_text())
+    (lean / "model_index.json").write_text(json.dumps(index | {"tokenizer_2": [None, None]}))
+    with pytest.raises(ArtifactError, match="names no tokenizer_2, expected one"):
+        opened(lean, "sd3")
+
+
+def test_what_is_left_out_is_not_read_and_not_handed_on(tmp_path):
+    """A folder of which T5 was never downloaded, although its index names it."""
+    TINY["sd3"](tmp_path / "whole")
+    parts = ["transformer", "vae", "text_encoder", "text_encoder_2"]
+    write_pipeline_without(opened(tmp_path / "whole", "sd3", parts=parts), {"transformer"}, tmp_path / "copied")
+    assert {path.name for path in (tmp_path / "whole").iterdir()} - {
+        path.name for path in (tmp_path / "copied").iterdir()
+    } == {"text_encoder_3", "tokenizer_3"}
+    index = json.loads((tmp_path / "copied/model_index.json").read_text())
+    assert index["text_encoder_3"] == index["tokenizer_3"] == [None, None] != index["transformer"]
+    for name in ("text_encoder_3", "tokenizer_3"):
+        shutil.rmtree(tmp_path / "whole" / name)
+    assert list(opened(tmp_path / "whole", "sd3", parts=parts).parts()) == parts
+    with pytest.raises(ArtifactError, match="text_encoder_3 is missing; expected the whole folder of a pipeline"):
+        opened(tmp_path / "whole", "sd3")
 
 
 def test_t5s_vocabulary_may_come_as_sentencepieces_model_alone(tmp_path):

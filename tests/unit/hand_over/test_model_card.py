@@ -7,7 +7,7 @@ from sd_quant.metrics.intervals import mean_interval
 VALUES = [30.0, 32.0, 37.0]
 FIGURES = {
     "part": "unet_xl", "folder": "outputs/x/hand_over/diffusers_torchao", "quantized": 95, "of": 150,
-    "inputs": {"int8": "static"}, "lost": {"it holds no convolutions": 55}, "left_out": ["the encoder"],
+    "inputs": {"int8": "static"}, "lost": {"it holds no convolutions": 55}, "left_out": ["the encoder"], "absent": [],
     "fidelity": {"psnr": {"values": [*VALUES, None]}}, "licence": "openrail++",
     "loras": {"style.safetensors:0.8": "mit", "plain.safetensors:1": None}, "command": "python quantize.py alpha=0.8",
     "knobs": {"format": "int8", "alpha": 0.8, "budget": None}, "versions": {"torch": "2.13.0", "sdnq": None},
@@ -41,6 +41,12 @@ def test_the_code_of_a_card_is_python(name):
     code = card.split("```")[1].removeprefix("python\n")
     compile(code, name, "exec")
     assert name in code
+
+
+@pytest.mark.parametrize("name", ["diffusers_modelopt", "diffusers_torchao", "diffusers_sdnq"])
+def test_diffusers_is_told_what_a_pipeline_does_without(name):
+    card = model_card(FIGURES | {"folder": f"x/{name}", "absent": ["text_encoder_3", "tokenizer_3"]}, TARGETS[name])
+    assert f"from_pretrained('{name}', text_encoder_3=None, tokenizer_3=None, torch_dtype=torch." in card
 
 
 def test_nothing_lost_no_images_and_no_licence():

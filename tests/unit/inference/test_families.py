@@ -1,6 +1,7 @@
 """Every family draws what diffusers' own pipeline draws from the same folder, and is what the protocol says."""
 
 import inspect
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -13,14 +14,15 @@ import torch
 import yaml
 
 from sd_quant.calibration.collection import calibrate
-from sd_quant.checkpoints.diffusers_pipeline import DiffusersCheckpoint, open_pipeline
+from sd_quant.checkpoints.diffusers_pipeline import ABSENT, DiffusersCheckpoint, open_pipeline
 from sd_quant.inference.loading import load_model, pipeline_of
 from sd_quant.inference.pipeline import Pipeline, Sampling
 from sd_quant.models import FAMILIES, Family, family_named
-from sd_quant.models.checkpoint import denoiser_part, empty_denoiser, samples_per_image
+from sd_quant.models.checkpoint import denoiser_part, empty_denoiser, reads_guidance, samples_per_image
 from sd_quant.models.parts import Part
 
-from ...pipelines import TINY, redraw
+from ...pipelines import TINY, VARIANTS
+from ..test_config import composed
 
 pytestmark = pytest.mark.slow
 
@@ -33,30 +35,6 @@ PROMPTS = ["a red cat", "a house at the end of a long road, at night"]
 # where a part has sinusoids of its own in fp32, which diffusers has in fp64: rotary angles of Flux, places of PixArt.
 # Seen: 3e-7.
 TOLERANCE = {"flux": 1e-5, "flux_schnell": 1e-5, "pixart": 1e-5, "pixart_alpha": 1e-5}
-
-
-def flux_schnell(folder: Path) -> None:
-    """The one that is told no guidance."""
-    TINY["flux"](folder)
-    pipeline = diffusers.FluxPipeline.from_pretrained(folder)
-    pipeline.transformer = diffusers.FluxTransformer2DModel.from_config(
-        pipeline.transformer.config, guidance_embeds=False
-    )
-    redraw(pipeline.transformer)
-    pipeline.save_pretrained(folder)
-
-
-def pixart_alpha(folder: Path) -> None:
-    """The one that is told the size, which diffusers sees by the number of latents."""
-    TINY["pixart"](folder)
-    sigma = diffusers.PixArtSigmaPipeline.from_pretrained(folder)
-    sizes = {"num_attention_heads": 6, "cross_attention_dim": 192}  # the features of three numbers fill the width
-    transformer = diffusers.PixArtTransformer2DModel.from_config(sigma.transformer.config, sample_size=128, **sizes)
-    redraw(transformer)
-    diffusers.PixArtAlphaPipeline(**{**sigma.components, "transformer": transformer}).save_pretrained(folder)
-
-
-VARIANTS = {"flux_schnell": flux_schnell, "pixart_alpha": pixart_alpha}
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +58,8 @@ def drawn_by_diffusers(
     checkpoint: DiffusersCheckpoint, sampling: Sampling, noise: torch.Tensor
 ) -> tuple[torch.Tensor, np.ndarray]:
     """Latents after every step, and pictures, as ``Generated`` has them."""
-    theirs = diffusers.DiffusionPipeline.from_pretrained(checkpoint.path)
+    absent = [name for name, described in checkpoint.index.items() if described == ABSENT]  # diffusers wants to be told
+    theirs = diffusers.DiffusionPipeline.from_pretrained(checkpoint.path, **dict.fromkeys(absent))
     theirs.set_progress_bar_config(disable=True)
     latents: list[torch.Tensor] = []
 
@@ -194,10 +173,54 @@ def test_statistics_are_of_the_inputs_that_a_checkpoint_is_read_with(opened, tmp
     assert [calls(each)["encoder_attention_mask"][-1] for each in (long, short)] == [TOKENS, TOKENS // 2]
 
 
+def test_t5_can_be_left_out_of_a_folder_that_has_it(opened):
+    """And then the images are those of a folder that was saved without it, from the same weights."""
+    whole = opened("sd3")
+    lean = open_pipeline(whole.path, "sd3", TOKENS, parts=list(opened("sd3_no_t5").parts()))
+    latents = assert_drawn_alike(lean, SAMPLING, 0)
+    assert torch.equal(latents, pipeline(opened("sd3_no_t5"))(PROMPTS, SAMPLING, decode=False).latents)
+    with_t5 = pipeline(whole)(PROMPTS, SAMPLING, decode=False).latents
+    assert (latents - with_t5).norm() > 1e-2 * with_t5.norm(), "T5 would show nothing"
+    again = pickle.loads(pickle.dumps(lean))
+    assert again.parts().keys() == lean.parts().keys() and "text_encoder_3" not in again.parts()
+
+
+def test_statistics_with_and_without_t5_are_others(opened, tmp_path):
+    """Though file, layers and inputs are the same, and so is the cache."""
+    whole, path = opened("sd3"), opened("sd3").path
+    lean = open_pipeline(path, "sd3", TOKENS, parts=list(opened("sd3_no_t5").parts()))
+    names = [name for name, role in whole.family.layer_roles(empty_denoiser(whole)).items() if role != "excluded"]
+    texts = [
+        calibrate(
+            load_model(checkpoint), names, PROMPTS[:1], SAMPLING, checkpoint_sha256="", cache=tmp_path,
+            accelerator="cpu",
+        ).calls["encoder_hidden_states"].values
+        for checkpoint in (whole, lean)
+    ]  # fmt: skip
+    with_t5, zeros = (text[..., -TOKENS:, :] for text in texts)
+    assert torch.count_nonzero(with_t5) and not torch.count_nonzero(zeros)
+
+
+def test_schnell_has_no_input_for_guidance(opened):
+    """So the scale, which the model of the same family reads, changes nothing."""
+    dev, schnell = opened("flux"), opened("flux_schnell")
+    inputs = [denoiser_part(checkpoint).contract.inputs.keys() for checkpoint in (dev, schnell)]
+    assert inputs[0] - inputs[1] == {"guidance"} and (reads_guidance(dev), reads_guidance(schnell)) == (True, False)
+    for checkpoint in (dev, schnell):
+        latents = [
+            pipeline(checkpoint)(PROMPTS, replace(SAMPLING, guidance_scale=scale), decode=False).latents
+            for scale in (0.0, 3.5)
+        ]
+        assert torch.equal(*latents) == (checkpoint is schnell)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_has_all_that_the_protocol_asks_for(name):
     family = family_named(name)
-    kinds = {"PIPELINES": tuple, "NETWORKS": dict, "DENOISER": str, "GUIDES": bool, "TOKENS": int | None}
+    kinds = {
+        "PIPELINES": tuple, "FROM_IMAGES": tuple | None, "NETWORKS": dict, "OPTIONAL": tuple, "DENOISER": str,
+        "GUIDES": bool, "TOKENS": int | None,
+    }  # fmt: skip
     for constant, kind in kinds.items():
         assert isinstance(getattr(family, constant), kind)
     assert set(Family.__annotations__) == set(kinds)
@@ -211,13 +234,16 @@ def test_a_family_has_all_that_the_protocol_asks_for(name):
         assert family.NETWORKS.keys() <= components.keys()
 
 
-@pytest.mark.parametrize("path", sorted(CONF.glob("*.yaml")), ids=lambda path: path.stem)
-def test_the_parts_of_a_configuration_are_its_familys(opened, path):
-    config = yaml.safe_load(path.read_text())
-    parts = opened(config["family"]).parts()
-    assert config["parts"] == list(parts)
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONF.glob("*.yaml")))
+def test_the_parts_of_a_configuration_are_its_familys(opened, name):
+    family = composed("infer", f"model={name}", "model.path=unknown")["model"]["family"]
+    path = opened(family).path
+    stated = composed("infer", f"model={name}", f"model.path={path}")["model"]["parts"]
+    parts = open_pipeline(path, family, parts=stated).parts()
+    assert stated == list(parts)
     assert all(isinstance(part, Part) for part in parts.values())
-    assert {part.component for part in parts.values()} == set(family_named(config["family"]).NETWORKS)
+    left_out = family_named(family).NETWORKS.keys() - {part.component for part in parts.values()}
+    assert left_out == ({"text_encoder_3"} if name == "sd3_no_t5" else set())
 
 
 def test_every_family_has_a_configuration_of_its_own():

@@ -28,7 +28,8 @@ from dataclasses import replace
 
 from sd_quant.models import sd, unet
 from sd_quant.models.roles import roles_of
-from sd_quant.models.sd import NETWORKS, PIPELINES, attentions, encode, pack, shared_inputs, unpack
+from sd_quant.models.sd import FROM_IMAGES, NETWORKS, OPTIONAL, PIPELINES
+from sd_quant.models.sd import attentions, encode, pack, shared_inputs, unpack
 
 DENOISER, GUIDES, TOKENS = "my_unet", True, None
 EXCLUDED = (*unet.EXCLUDED, "attn2")
@@ -70,11 +71,15 @@ def test_its_folder_opens_by_its_name_in_the_configuration(folder):
         max_sequence_length=None,
         calibration_prompts="",
         prompts="",
+        loras=[],
+        encoder=False,
+        calibration_image=None,
+        calibration_mask=None,
         width=64,
         height=64,
         recommended={},
     )
-    opened = open_checkpoint(Path(model.path), model.family, io=model.io, max_sequence_length=None)
+    opened = open_checkpoint(Path(model.path), model.family, io=model.io, max_sequence_length=None, parts=model.parts)
     assert list(opened.parts()) == model.parts
 
 

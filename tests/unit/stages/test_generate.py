@@ -6,14 +6,17 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
+from sd_quant.checkpoints.diffusers_pipeline import open_pipeline
 from sd_quant.cli import job_of
 from sd_quant.config import InferJob, QuantizeJob
 from sd_quant.errors import ConfigError
 from sd_quant.places import HOME
 from sd_quant.stages import calibrate
-from sd_quant.stages.generate import check_channels, check_images, check_steps, sampling_of
+from sd_quant.stages.generate import check_channels, check_guidance, check_images, check_steps, sampling_of
 from sd_quant.stages.job_folder import facts_of, fingerprint
 from sd_quant.stages.load import open_model
+
+from ...pipelines import TINY, VARIANTS
 
 PROMPTS = "infer.prompts=[a cat, a dog]"
 COMMON = {InferJob: ["infer=torch"], QuantizeJob: []}
@@ -112,6 +115,22 @@ def test_more_steps_than_the_sampler_has_noise_levels_are_refused():
     check_steps(checkpoint, {"infer.steps": 1000, "quantize.n_steps": 1})
     with pytest.raises(ConfigError, match=r"^quantize.n_steps is 1001, expected at most 1000, for which this check"):
         check_steps(checkpoint, {"infer.steps": 1000, "quantize.n_steps": 1001})
+
+
+@pytest.mark.slow
+def test_guidance_that_nothing_reads_is_refused(tmp_path):
+    asked = [job(InferJob, f"infer.scale={scale}") for scale in (3.5, 1.0, 0.0)]
+    for name in ("flux", "flux_schnell"):
+        (TINY | VARIANTS)[name](tmp_path / name)
+    dev, schnell = (open_pipeline(tmp_path / name, "flux", 32) for name in ("flux", "flux_schnell"))
+    for each in asked:
+        check_guidance(dev, each.infer)
+    for each in asked[1:]:
+        check_guidance(schnell, each.infer)
+    with pytest.raises(
+        ConfigError, match=r"^infer.scale is 3.5, expected at most 1, because .* model=flux_schnell has"
+    ):
+        check_guidance(schnell, asked[0].infer)
 
 
 def test_noise_that_is_not_there_is_refused_with_the_knobs():

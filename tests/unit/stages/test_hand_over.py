@@ -76,6 +76,7 @@ def test_an_earlier_result_stays_until_the_next_is_whole(tmp_path, monkeypatch, 
 
     monkeypatch.setattr(hand_over, "write_folder", write)
     monkeypatch.setattr(hand_over, "left_out", lambda *_: [])
+    monkeypatch.setattr(hand_over, "absent", lambda *_: [])
     monkeypatch.setattr(hand_over, "versions", lambda *_: {})
     loaded = SimpleNamespace(checkpoint=SimpleNamespace(path=tmp_path), denoiser="unet_xl")
     model = SimpleNamespace(adapters=lambda: [])
