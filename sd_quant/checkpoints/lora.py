@@ -67,6 +67,7 @@ class Update:
         shape, first = self.place.shape, self.place.first
         down, up = self.down.read().float(), self.up.read().float()[first : first + shape[0]]
         if len(shape) == 4 and shape[2:] != (1, 1):
+            up = up.flatten(1)[:, :, None, None]  # however many ones the file has
             delta = F.conv2d(down.permute(1, 0, 2, 3), up).permute(1, 0, 2, 3) * self.factor
         else:
             delta = (up.flatten(1) @ down.flatten(1)).reshape(shape) * self.factor

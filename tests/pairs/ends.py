@@ -88,4 +88,6 @@ ELSEWHERE = {  # knobs that other names above set, that name a file, or that say
     *("quantize.calibration", "infer.out_path", "metrics.clip_weights", "metrics.fid_weights"),
     *("metrics.fid_references", "model.family", "model.path", "model.parts", "model.io"),
     *("model.max_sequence_length", "model.calibration_prompts", "model.prompts", "model.recommended", "model.loras"),
+    *("model.calibration_image", "model.calibration_mask", "model.encoder"),
+    *("infer.image", "infer.mask", "infer.strength"),
 }

@@ -5,6 +5,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from diffusers import HeunDiscreteScheduler
@@ -22,6 +23,7 @@ from sd_quant.errors import ResourceError, SdQuantError
 from sd_quant.inference import loading
 from sd_quant.inference.loading import LoadedModel, load_model
 from sd_quant.inference.pipeline import Sampling
+from sd_quant.inference.source_images import SourceImages
 from sd_quant.models.unet import layer_roles
 from sd_quant.places import HOME
 from sd_quant.quantization.statistics import Statistics, bytes_bound, merge
@@ -344,7 +346,12 @@ SAMPLING_FIELDS = Sampling.__dataclass_fields__
 
 
 def other(field: str) -> object:
-    optional = {"negative_prompts": ["rain"], "latents": torch.zeros(1, 4, 8, 8), "sizes": [(64, 64), (64, 128)]}
+    optional = {
+        "negative_prompts": ["rain"],
+        "latents": torch.zeros(1, 4, 8, 8),
+        "source": SourceImages(np.zeros((1, 64, 64, 3), np.uint8), None, 0.5),
+        "sizes": [(64, 64), (64, 128)],
+    }
     return optional[field] if field in optional else getattr(SAMPLING, field) + 1
 
 
