@@ -47,6 +47,10 @@ PART_NAMES = ("unet_xl", "vae", "clip1", "clip2")  # of files that no run tells 
 SHOWN_ALONE = ("cache", "published", "timing", "trackers", "verdict")  # sections that change no file that a job makes
 
 SIDE = Limit(lambda pixels: 64 <= pixels <= 4096 and pixels % 64 == 0, "a multiple of 64 from 64 to 4096")
+SIZE = Limit(
+    lambda stated: is_size(stated), f"WIDTHxHEIGHT such as 832x1216, each side {SIDE}", each=True
+)  # of a list of sizes
+SOME = Limit(lambda stated: len(stated) > 0, "at least one")  # of a list
 SEED = Limit(lambda seed: 0 <= seed < 2**32, "a whole number from 0 to 2^32 - 1")
 
 
@@ -82,12 +86,21 @@ class Model:
     calibration_mask: Annotated[str | None, "their masks, as for infer.mask"]
     width: Annotated[int, SIDE, "pixels across a calibration image, and across the others by default"]
     height: Annotated[int, SIDE, "pixels down the same images"]
+    sizes: Annotated[
+        list[str] | None,
+        SIZE,
+        SOME,
+        "sizes that the calibration images have instead, in turn; null: all are model.width x model.height",
+    ]
     recommended: Annotated[dict[str, float | int], "what other knobs are by default"]
 
     def __post_init__(self):
         fits = self.io in (None, "diffusers") or self.family == "sdxl"
         check(fits, "export.io", self.io, f"diffusers or null, because NeMo has no names for {self.family}")
         check_source("model.calibration_image", self.calibration_image, "model.calibration_mask", self.calibration_mask)
+        expected = "null with model.sizes, because images to begin with are read at one size"
+        fits = self.sizes is None or self.calibration_image is None
+        check(fits, "model.calibration_image", self.calibration_image, expected)
         self.encoder |= self.calibration_image is not None
 
     def adapters(self) -> list[tuple[Path, float]]:
@@ -105,6 +118,25 @@ class Model:
         for path, _ in map(lora_of, self.loras):
             existing("model.loras", path, "the path of a .safetensors file, or file:strength")
         check_source_files("model.calibration_", self.calibration_image, self.calibration_mask)
+
+
+def size_of(stated: str) -> tuple[int, int]:
+    """The width and height in a text such as 832x1216. Raises ValueError for any other text."""
+    width, height = map(int, stated.split("x"))
+    return width, height
+
+
+def sizes_of(knobs: "Model | Infer") -> list[tuple[int, int]]:
+    """Width and height of the images in pixels, which they have in turn."""
+    return [(knobs.width, knobs.height)] if knobs.sizes is None else list(map(size_of, knobs.sizes))
+
+
+def is_size(stated: str) -> bool:
+    """Whether a text is a size whose sides an image may have."""
+    with suppress(ValueError):
+        width, height = size_of(stated)
+        return stated == f"{width}x{height}" and SIDE.holds(width) and SIDE.holds(height)
+    return False
 
 
 def lora_of(stated: str) -> tuple[str, float]:
@@ -276,6 +308,12 @@ class Trt:
     min_batch_size: Annotated[int, at_least(1), "images of the smallest batch of a plan"]
     max_batch_size: Annotated[int, at_least(1), "images of the largest batch; guidance doubles it for the denoiser"]
     optimization_level: Annotated[int | None, one_of(range(6)), "TensorRT's own; null: the library's default"]
+    sizes: Annotated[
+        list[str] | None,
+        SIZE,
+        SOME,
+        "sizes of images that a plan takes, and all between; null: infer.width x infer.height alone",
+    ]
     workspace_gib: Annotated[
         float | None, Limit(lambda gib: gib > 0, "more than 0"), "memory that the builder may use; null: its default"
     ]
@@ -318,6 +356,12 @@ class Infer:
     out_path: Annotated[str | None, "folder that gets the images; null: this command's own"]
     width: Annotated[int, SIDE, "pixels across an image"]
     height: Annotated[int, SIDE, "pixels down an image"]
+    sizes: Annotated[
+        list[str] | None,
+        SIZE,
+        SOME,
+        "sizes that the images have instead, in turn; null: all are infer.width x infer.height, as timed calls are",
+    ]
     batch_size: Annotated[int, at_least(1), "images at a time"]
     prompts: Annotated[list[str] | str, "a list, or a text file with a prompt a line"]
     negative_prompt: Annotated[
@@ -359,9 +403,13 @@ class Infer:
         expected = f"false, because infer.engine={self.engine} runs on the processor"
         fits = not self.cuda_graph or RUNTIMES[self.engine].device != "cpu"
         check(fits, "infer.cuda_graph", self.cuda_graph, expected)
+        expected = "null with infer.sizes, because noise is of one size"
+        check(self.sizes is None or self.latents is None, "infer.latents", self.latents, expected)
         expected = f"null, because at infer.scale={self.scale:g} nothing is guided and no negative prompt is read"
         check(self.negative_prompt is None or self.scale > 1, "infer.negative_prompt", self.negative_prompt, expected)
         check_source("infer.image", self.image, "infer.mask", self.mask)
+        expected = "null with infer.sizes, because images to begin with are read at one size"
+        check(self.sizes is None or self.image is None, "infer.image", self.image, expected)
         expected = "null without infer.image, because it is how much of one is changed"
         check(self.strength is None or self.image is not None, "infer.strength", self.strength, expected)
         if self.image is not None:
@@ -530,6 +578,11 @@ class QuantizeJob:
         check_recipe(self.quantize)
         check_targets("hand_over", self.hand_over, self)
         check_batch(self.trt, self.infer)
+        check_plan_size(self.trt, self.infer)
+        for name in ("clip_weights", "fid_references"):
+            expected = "null with infer.sizes, because this score is of images of one size"
+            fits = self.infer.sizes is None or getattr(self.metrics, name) is None
+            check(fits, f"metrics.{name}", getattr(self.metrics, name), expected)
         targets_for(self.trt, set().union(*self.formats().values()))
         expected = (
             "newer ones, because TensorRT for RTX multiplies no fp32 matrices on SM75, and every decoder of images has "
@@ -591,6 +644,7 @@ class ExportJob:
 
     def __post_init__(self):
         check_batch(self.trt, self.infer)
+        check_plan_size(self.trt, self.infer)
         expected = "a library that builds plans, because the ONNX files are there already"
         check(self.trt.library != "none" or self.unquantized(), "trt.library", self.trt.library, expected)
 
@@ -750,6 +804,23 @@ def check_batch(trt: Trt, infer: Infer | ExportShape) -> None:
     fits = trt.library == "none" or trt.min_batch_size <= infer.batch_size <= trt.max_batch_size
     expected = f"from trt.min_batch_size={trt.min_batch_size} to trt.max_batch_size={trt.max_batch_size}"
     check(fits, "infer.batch_size", infer.batch_size, expected)
+
+
+def check_plan_size(trt: Trt, infer: Infer | ExportShape) -> None:
+    """Raises ConfigError unless plans take the size that they are tuned for, and those of images that they make."""
+    if trt.library == "none":
+        return
+    sizes = [(infer.width, infer.height)] if trt.sizes is None else list(map(size_of, trt.sizes))
+    made = infer.sizes if isinstance(infer, Infer) and RUNTIMES[infer.engine].file == "plan" else None
+    for axis, side in enumerate(("width", "height")):
+        taken = [size[axis] for size in sizes]
+        least, most = min(taken), max(taken)
+        pixels = getattr(infer, side)
+        expected = f"from {least} to {most}, as in trt.sizes, because plans are tuned for it"
+        check(least <= pixels <= most, f"infer.{side}", pixels, expected)
+        expected = f"a {side} from {least} to {most}, which trt.sizes has, because plans make the images"
+        for stated in made or ():
+            check(least <= size_of(stated)[axis] <= most, "infer.sizes", stated, expected)
 
 
 def check_checkpoint(path: str) -> None:

@@ -41,6 +41,7 @@ from sd_quant.inference.memory import fits, memory_of_variant
 from sd_quant.inference.pipeline import Generated
 from sd_quant.knobs import check, near, one_of
 from sd_quant.metrics.fidelity import fidelity
+from sd_quant.metrics.images import Images
 from sd_quant.metrics.intervals import Interval, mean_interval
 from sd_quant.models.checkpoint import Checkpoint, denoiser_of, part_parameters
 from sd_quant.places import input_path, output_path
@@ -151,8 +152,11 @@ class Model:
         label = ", ".join([job.quantize.format, *(f"{name}={value}" for name, value in knobs.items())])
         return Quantized(self, label, job, loaded, chosen.assignment)
 
-    def images(self, prompts: Sequence[str], **knobs: object) -> np.ndarray:
-        """The full-precision model's images of ``prompts``, uint8 [N, H, W, 3]; knobs as for ``compare``."""
+    def images(self, prompts: Sequence[str], **knobs: object) -> Images:
+        """The full-precision model's images of ``prompts``, uint8 [N, H, W, 3]; knobs as for ``compare``.
+
+        With ``sizes`` of several it is a list, of [H, W, 3] each.
+        """
         return self.generate(prompts, knobs).images
 
     def generate(
@@ -211,7 +215,7 @@ class Quantized:
         """The same as a share of what all of them take in fp16."""
         return self.weight_bytes / (HALF * self.loaded.parameters[self.loaded.denoiser])
 
-    def images(self, prompts: Sequence[str], **knobs: object) -> np.ndarray:
+    def images(self, prompts: Sequence[str], **knobs: object) -> Images:
         """The quantized model's images of ``prompts``, uint8 [N, H, W, 3], simulated in torch; see ``compare``."""
         return self.model.generate(prompts, knobs, self.assignment).images
 
@@ -287,7 +291,7 @@ class Result:
     """What one recipe costs and saves."""
 
     quantized: Quantized
-    images: np.ndarray  # uint8 [N, H, W, 3]
+    images: Images  # uint8 [N, H, W, 3], or a list where their sizes differ
     scores: Mapping[str, Any]  # against full precision, as ``fidelity`` in metrics.json: psnr, ssim, lpips, ...
 
     @property
@@ -319,7 +323,7 @@ class Comparison:
     """Recipes on the same prompts and seeds. ``sd_quant.compare`` makes it."""
 
     prompts: list[str]
-    full_precision: np.ndarray  # images, uint8 [N, H, W, 3]
+    full_precision: Images  # images, uint8 [N, H, W, 3], or a list where their sizes differ
     results: list[Result]
 
     def rows(self) -> list[dict[str, object]]:
@@ -356,7 +360,7 @@ def compare(quantized: Sequence[Quantized], prompts: Sequence[str], **knobs: obj
         quantized: recipes of one ``Model``.
         prompts: what the images show; for an interval that says something, some dozens.
         knobs: of the section ``infer``: ``steps``, ``scale``, ``seed``, ``batch_size``, ``width``, ``height``,
-            ``negative_prompt``, ``latents``.
+            ``sizes``, ``negative_prompt``, ``latents``.
 
     Raises:
         ConfigError: nothing to compare, recipes of several models, or a knob that does not exist.

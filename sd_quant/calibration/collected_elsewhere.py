@@ -152,9 +152,12 @@ def read_entry(
 ) -> Statistics:
     """The statistics of an entry. ``calls`` are the shapes of the inputs of one call.
 
+    An entry without the first prompt may hold no calls, as where all of its prompts are of another size than that one.
     Raises ArtifactError when the tensors are not those of these layers and calls, or are damaged.
     """
     stored = {name: (tensor.dtype, tensor.shape) for name, tensor in entry.tensors.items()}
+    if entry.segment.start > 0 and not any(name.startswith("call|") for name in stored):
+        calls = {}
     expected = expected_layout(layers, calls, entry.segment.stop, steps, stored)
     if wrong := [name for name in expected | stored if stored.get(name) != expected.get(name)]:
         count, first = len({name.rpartition("|")[0] for name in wrong}), wrong[0]
@@ -189,7 +192,7 @@ def expected_layout(
         expected[f"{sample}|amax"] = torch.float32, (prompts, steps) if kind == "conv" else (steps, width)
         expected[f"{sample}|rows"] = torch.float16, (count, width)
         expected[f"{sample}|priority"] = torch.float64, (count,)
-    count = rows(f"call|{next(iter(calls))}", CALLS)  # the same calls for every input
+    count = rows(f"call|{next(iter(calls), '')}", CALLS)  # the same calls for every input
     for name, shape in calls.items():
         expected[f"call|{name}|rows"] = torch.float32, (count, *shape)
         expected[f"call|{name}|priority"] = torch.float64, (count,)
@@ -203,7 +206,7 @@ def shown(tensor: tuple[torch.dtype, tuple[int, ...]] | None) -> str:
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """The differences between two origins for a message, such as ``sampling.seed 7 (here 42)``; not the checkpoint."""
-    first, second = flattened(there), flattened(here)
+    first, second = flattened(there), {"sampling.sizes": None} | flattened(here)  # absent where there is one size
     return [
         f"{name} {first.get(name)!r:.24} (here {value!r:.24})"
         for name, value in second.items()

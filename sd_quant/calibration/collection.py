@@ -16,6 +16,7 @@ from contextlib import nullcontext, suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from statistics import fmean
 from time import perf_counter
 
 import torch
@@ -95,7 +96,9 @@ def calibrate(
                 LOG.info("statistics of prompts %d to %d come from the cache", segment.start + 1, segment.stop)
             else:
                 if announce:
-                    seconds = seconds_of_a_call(fabric, model, names, sampling) if devices == 1 else None
+                    one_of_each = [sampling.of_image(number) for number in range(len(sampling.sizes or [None]))]
+                    times = (seconds_of_a_call(fabric, model, names, image) for image in one_of_each)
+                    seconds = fmean(times) if devices == 1 else None
                     announce(fabric.device.type, len(prompts) - done, seconds)
                 announce = None
                 segment = segments(done, len(prompts), snapshots)[0]
@@ -180,9 +183,10 @@ def collect_segment(
     batched = [name for name, shape in denoiser_part(checkpoint).contract.inputs.items() if shape[0] == "batch"]
     linears = [name for name, layer in layers.items() if kind_of(layer) == "linear"]
     text = text_readers(checkpoint.family.shared_inputs(linears))
-    wanted = draw(names, segment, sampling.steps_taken, sampling.seed, text)
+    whole = [number for number in segment if sampling.size_of(number) == sampling.size_of(0)]
+    wanted = draw(names, segment, sampling.steps_taken, sampling.seed, text, whole)
     now: dict = {}
-    batches = -(-len(mine) // sampling.batch_size)
+    batches = len(sampling.batches(mine))
     with (
         progress(
             batches * sampling.steps_taken, f"calibrate on prompts {segment.start + 1} to {segment.stop}"
@@ -208,7 +212,7 @@ def collect_segment(
             sampling,
             numbers=mine,
             decode=False,
-            on_batch=lambda numbers: now.update(batch=list(numbers)),
+            on_batch=lambda numbers: now.update(batch=numbers),
             on_step=on_step,
         )
     for part in used:

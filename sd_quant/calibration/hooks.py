@@ -34,22 +34,31 @@ ROWS_PER_CALL = 8  # candidates for each prompt and step, so that a few prompts 
 Wanted = Mapping[tuple[int, int], Mapping[str, Sequence[tuple[float, float]]]]
 
 
-def draw(names: Iterable[str], prompts: Sequence[int], steps: int, seed: int, text: Collection[str] = ()) -> Wanted:
+def draw(
+    names: Iterable[str],
+    prompts: Sequence[int],
+    steps: int,
+    seed: int,
+    text: Collection[str] = (),
+    whole: Sequence[int] | None = None,
+) -> Wanted:
     """The rows to keep of each layer, and under the name "" the calls to keep of the whole network.
 
-    The layers in ``text`` read the text.
+    The layers in ``text`` read the text. Calls are kept of the prompts in ``whole``, by default of all: they are of one
+    shape.
     """
     wanted: dict[tuple[int, int], dict[str, list[tuple[float, float]]]] = {}
-    for name, limit, candidates in (("", CALLS, 1), *((name, ROWS, ROWS_PER_CALL) for name in names)):
+    calls = ("", CALLS, 1, prompts if whole is None else whole)
+    for name, limit, candidates, among in (calls, *((name, ROWS, ROWS_PER_CALL, prompts) for name in names)):
         key, size = zlib.crc32(name.encode()), (steps * candidates, 2)
-        drawn = np.stack([np.random.default_rng([seed, key, prompt]).random(size) for prompt in prompts])
-        priority, place = drawn.reshape(-1, 2).T
-        if name in text and 0 in prompts:  # its first row in the first step
-            first = list(prompts).index(0) * steps * candidates
+        drawn = [np.random.default_rng([seed, key, prompt]).random(size) for prompt in among]
+        priority, place = np.reshape(drawn, (-1, 2)).T
+        if name in text and 0 in among:  # its first row in the first step
+            first = list(among).index(0) * steps * candidates
             priority[first], place[first] = FIRST_OF_ALL, 0.0
         for index in priority.argsort()[:limit]:
             prompt, step = divmod(int(index) // candidates, steps)
-            kept = wanted.setdefault((prompts[prompt], step), {}).setdefault(name, [])
+            kept = wanted.setdefault((among[prompt], step), {}).setdefault(name, [])
             kept.append((float(priority[index]), float(place[index])))
     return wanted
 

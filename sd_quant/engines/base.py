@@ -21,8 +21,8 @@ class Engine(Protocol):
     def __call__(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         """The outputs for ``inputs`` from any device and of any dtype; the outputs are on the engine's own device.
 
-        Raises ValueError for missing or unknown names and for shapes that the graph, or the profile of a plan, does
-        not take.
+        Raises ValueError for missing or unknown names and for shapes that the graph does not take, ConfigError for
+        shapes outside the profile of a plan, because knobs chose both.
         """
         ...
 

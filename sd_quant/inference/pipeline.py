@@ -22,6 +22,7 @@ from sd_quant.engines.base import Engine
 from sd_quant.errors import SdQuantError
 from sd_quant.inference.latents import digest_of
 from sd_quant.inference.source_images import SourceImages
+from sd_quant.metrics.images import Images, joined
 from sd_quant.models.parts import Part, PipelineAdapter
 
 LOG = logging.getLogger(__name__)
@@ -106,6 +107,7 @@ class Sampling:
     negative_prompts: list[str] | None = None  # of the images, in turn; None: the model's own unconditional embedding
     latents: Tensor | None = None  # noise to start from, fp32 [N, C, h, w], taken in turn; None: drawn from the seeds
     source: SourceImages | None = None  # images to start from, with noise that is drawn from the seeds
+    sizes: list[tuple[int, int]] | None = None  # (width, height) of the images, in turn; None: those above
 
     @property
     def steps_taken(self) -> int:
@@ -113,12 +115,36 @@ class Sampling:
         return self.steps if self.source is None else int(self.steps * self.source.strength)
 
     def described(self) -> dict[str, Any]:
-        """What decides the images, as JSON has it; of the latents and of the images to start from their digests."""
+        """What decides the images, as JSON has it; of the latents and of the images to start from their digests.
+
+        What is not given is left out, so that what was made before it could be is found again.
+        """
         latents = None if self.latents is None else digest_of(self.latents)
-        own = asdict(replace(self, latents=None, source=None)) | {"latents": latents}
-        if self.source is None:
-            return {name: value for name, value in own.items() if name != "source"}
-        return own | {"steps": self.steps_taken, "source": self.source.described() | {"of_steps": self.steps}}
+        described = asdict(replace(self, latents=None, source=None)) | {"latents": latents}
+        del described["source"], described["sizes"]
+        if self.source is not None:
+            of_source = self.source.described() | {"of_steps": self.steps}
+            described |= {"steps": self.steps_taken, "source": of_source}
+        if self.sizes is not None:
+            described["sizes"] = [f"{width}x{height}" for width, height in self.sizes]
+        return described
+
+    def size_of(self, number: int) -> tuple[int, int]:
+        """Width and height of the image with this ``number``."""
+        return self.sizes[number % len(self.sizes)] if self.sizes else (self.width, self.height)
+
+    def of_image(self, number: int) -> "Sampling":
+        """How the image with this ``number`` is made: the same, with its size alone."""
+        width, height = self.size_of(number)
+        return replace(self, width=width, height=height, sizes=None)
+
+    def batches(self, numbers: Sequence[int]) -> list[list[int]]:
+        """The images with these ``numbers`` in batches, each of images of one size."""
+        by_size: dict[tuple[int, int], list[int]] = {}
+        for number in numbers:
+            by_size.setdefault(self.size_of(number), []).append(number)
+        count = self.batch_size
+        return [same[start : start + count] for same in by_size.values() for start in range(0, len(same), count)]
 
     def negatives_of(self, numbers: Sequence[int]) -> list[str] | None:
         """The negative prompts of the images with these ``numbers``."""
@@ -130,8 +156,8 @@ class Sampling:
 class Generated:
     """N images, and their latents on the way."""
 
-    images: np.ndarray | None  # uint8 [N, H, W, 3]; None when only latents were asked for
-    latents: Tensor  # fp32 [N, steps, ...], after every step, as the pipeline has them
+    images: Images | None  # None when only latents were asked for
+    latents: Tensor | list[Tensor]  # fp32 [N, steps, ...], or N of [steps, ...]: after every step, as the pipeline's
 
 
 class Pipeline:
@@ -207,27 +233,31 @@ class Pipeline:
         """
         self.warn_of_long_prompts([*prompts, *(sampling.negative_prompts or ())])
         numbers = range(len(prompts)) if numbers is None else numbers
-        batches = [
-            numbers[start : start + sampling.batch_size] for start in range(0, len(numbers), sampling.batch_size)
-        ]
+        batches = sampling.batches(numbers)
         texts = [[prompts[number] for number in batch] for batch in batches]
         negatives = [sampling.negatives_of(batch) for batch in batches]
         encoded = self.adapter.encode(texts, negatives, sampling.guidance_scale > 1)
         pipe = self.pipe_for(sampling)
         if sampling.source is not None:
             encode_images(pipe, sampling.source, numbers)
-        latents, final_latents = [], []
-        for batch, text in zip(batches, encoded, strict=True):
+        of_batch = [sampling.of_image(batch[0]) for batch in batches]
+        latents: dict[int, Tensor] = {}
+        images: dict[int, np.ndarray] = {}
+        final_latents = []
+        for batch, text, sampled in zip(batches, encoded, of_batch, strict=True):
             on_batch(batch)
-            steps, final = self.denoise(pipe, batch, text, sampling, on_step)
-            latents.append(torch.stack(steps, dim=1))
+            steps, final = self.denoise(pipe, batch, text, sampled, on_step)
+            latents |= zip(batch, torch.stack(steps, dim=1), strict=True)
             final_latents.append(final)
-        images = None
         if decode:
-            images = np.concatenate(
-                [self.decode(batch, final, sampling) for batch, final in zip(batches, final_latents, strict=True)]
-            )
-        return Generated(images, torch.cat(latents))
+            for batch, final, sampled in zip(batches, final_latents, of_batch, strict=True):
+                images |= zip(batch, self.decode(batch, final, sampled), strict=True)
+        in_order = [latents[number] for number in numbers]
+        one_shape = len({each.shape for each in in_order}) == 1
+        return Generated(
+            joined([images[number] for number in numbers]) if decode else None,
+            torch.stack(in_order) if one_shape else in_order,
+        )
 
     def start(self, numbers: Sequence[int], sampling: Sampling) -> dict[str, Any]:
         """What the prompts of these ``numbers`` start from, as the pipeline of ``pipe_for`` takes it."""

@@ -12,7 +12,7 @@ machine changes little; the road not taken is to compare whole images, of which 
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -48,9 +48,12 @@ def example_inputs(contract: Contract, samples: int, sampling: Sampling) -> dict
 
 
 def image_call(pipeline: Pipeline, prompts: Sequence[str], sampling: Sampling) -> Callable[[], object]:
-    """A call of the pipeline that makes one batch of images of the first prompts, which are repeated to fill it."""
-    batch = (list(prompts) * sampling.batch_size)[: sampling.batch_size]
-    return lambda: pipeline(batch, sampling)
+    """A call of the pipeline that makes one batch of images of the first prompts, which are repeated to fill it.
+
+    All are of ``sampling.width`` x ``sampling.height``, as are the inputs of a part's call.
+    """
+    batch, one_size = (list(prompts) * sampling.batch_size)[: sampling.batch_size], replace(sampling, sizes=None)
+    return lambda: pipeline(batch, one_size)
 
 
 WARMUP_IMAGES = 1

@@ -15,7 +15,9 @@ from enum import Enum, auto
 class Against(Enum):
     """What a score compares a variant's images with, and so what its function takes and returns.
 
-    Images are uint8 [N, H, W, 3], latents [N, steps, ...]. ``value`` of a dictionary is None where ``reason`` says why.
+    Images are uint8 [N, H, W, 3], latents [N, steps, ...]. Where sizes differ LATENTS and SET get lists of what each
+    image has, IMAGES is called for one image at a time, and the others are refused. ``value`` of a dictionary is None
+    where ``reason`` says why.
     """
 
     IMAGES = auto()  # (full precision's images, images) -> a number or None for each of N images

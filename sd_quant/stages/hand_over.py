@@ -32,6 +32,7 @@ from sd_quant.hand_over.model_card import model_card
 from sd_quant.inference.loading import load_part, pipeline_of
 from sd_quant.inference.memory import fits, memory_of_variant
 from sd_quant.metrics.fidelity import Against, fidelity_scores, summary
+from sd_quant.metrics.images import joined, score_pairs
 from sd_quant.metrics.memory import StageTimer
 from sd_quant.models.checkpoint import Checkpoint, contracts_of, denoiser_of, denoiser_part
 from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
@@ -231,9 +232,9 @@ def fidelity_of(loaded: Loaded, rows: Rows, target: Target, job: QuantizeJob, ru
     finally:
         pool.close()
     files = sorted((run / "images" / FULL_PRECISION).glob("[0-9]*.png"))
-    reference = np.stack([np.asarray(Image.open(file).convert("RGB")) for file in files])
+    reference = joined([np.asarray(Image.open(file).convert("RGB")) for file in files])
     return {
-        score.key: summary(score.compute(reference, images), score.undefined, not score.more_is_better)
+        score.key: summary(score_pairs(score.compute, reference, images), score.undefined, not score.more_is_better)
         for score in fidelity_scores() if score.against is Against.IMAGES
     }  # fmt: skip
 

@@ -10,7 +10,7 @@ from sd_quant.checkpoints.checks import check_finite
 from sd_quant.checkpoints.kinds import open_checkpoint
 from sd_quant.checkpoints.own_size import own_size
 from sd_quant.checkpoints.tensors import Weights
-from sd_quant.config import Model, Quantize, QuantizeJob
+from sd_quant.config import Model, Quantize, QuantizeJob, sizes_of
 from sd_quant.errors import ConfigError
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser, part_parameters
 from sd_quant.models.parts import Part, SharedInput, text_readers
@@ -97,12 +97,13 @@ def warn_of_size(job: QuantizeJob) -> None:
     """Log when images have less than half or more than twice the pixels of those that the checkpoint was made for."""
     size = own_size(input_path(job.model.path))
     for section, knobs in (("model", job.model), ("infer", job.infer)):
-        if size is not None and not 0.5 <= knobs.height * knobs.width / (size[0] * size[1]) <= 2:
-            LOG.warning(
-                "%s.width and %s.height are %d and %d, and this checkpoint was made for %d x %d: images of another "
-                "size are often broken, and so is what is calibrated on them",
-                section, section, knobs.width, knobs.height, size[1], size[0],
-            )  # fmt: skip
+        stated = f"{section}.sizes" if knobs.sizes else f"{section}.width and {section}.height"
+        for width, height in sizes_of(knobs) if size is not None else ():
+            if not 0.5 <= height * width / (size[0] * size[1]) <= 2:
+                LOG.warning(
+                    "%s ask for %d x %d, and this checkpoint was made for %d x %d: images of another size are often "
+                    "broken, and so is what is calibrated on them", stated, width, height, size[1], size[0],
+                )  # fmt: skip
 
 
 def check_weights(checkpoint: Checkpoint) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from sd_quant.config import Infer, QuantizeJob
+from sd_quant.config import Infer, QuantizeJob, sizes_of
 from sd_quant.engines import RUNTIMES
 from sd_quant.errors import ResourceError
 from sd_quant.files import check_room
@@ -23,7 +23,7 @@ from sd_quant.models.parts import Part
 
 def workload_of(infer: Infer) -> Workload:
     """What one call of the pipeline computes, by the knobs."""
-    pixels = infer.batch_size * infer.width * infer.height
+    pixels = infer.batch_size * max(width * height for width, height in [(infer.width, infer.height), *sizes_of(infer)])
     return Workload(RUNTIMES[infer.engine], pixels, fp32=infer.precision == "fp32")
 
 
@@ -47,8 +47,8 @@ def gpu_memory_needed(parameters: Parameters, job: QuantizeJob) -> dict[str, flo
 
 
 def calibration_pixels(job: QuantizeJob) -> int:
-    """Pixels of all images in one call of calibration."""
-    return job.quantize.batch_size * job.model.width * job.model.height
+    """The most pixels of all images in one call of calibration."""
+    return job.quantize.batch_size * max(width * height for width, height in sizes_of(job.model))
 
 
 def stored_bytes(parts: Mapping[str, Part], parameters: Parameters) -> dict[str, int]:

@@ -4,11 +4,10 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
-
 from sd_quant.config import Infer, Metrics
 from sd_quant.inference.loading import sampler_of
 from sd_quant.metrics import SCORES, Against
+from sd_quant.metrics.images import Images
 from sd_quant.metrics.text_image import captions_sha256, git_blob, mlperf_window
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.places import input_path
@@ -16,11 +15,12 @@ from sd_quant.stages.generate import sampling_of
 
 
 def text_scores(
-    metrics: Metrics, infer: Infer, checkpoint: Checkpoint, prompts: list[str], variants: Mapping[str, np.ndarray]
+    metrics: Metrics, infer: Infer, checkpoint: Checkpoint, prompts: list[str], variants: Mapping[str, Images]
 ) -> dict:
     """The record's text scores of each variant's images, or the reason why there are none.
 
-    ``variants`` has images by variant, uint8 [N, H, W, 3], one for each of the ``prompts``.
+    ``variants`` has images by variant, one for each of the ``prompts``; of one size where files are named, which the
+    knobs ensure.
     """
     files = {name: input_path(path) for name, path in asdict(metrics).items() if path is not None}
     if not files:
@@ -38,7 +38,7 @@ def how_made(infer: Infer, checkpoint: Checkpoint, prompts: list[str]) -> dict:
     }  # fmt: skip
 
 
-def scores_of(images: np.ndarray, prompts: list[str], files: Mapping[str, Path], made: Mapping) -> dict:
+def scores_of(images: Images, prompts: list[str], files: Mapping[str, Path], made: Mapping) -> dict:
     """Each score of one variant's images, with the reason where its ``files`` are not named, and MLPerf's verdict."""
     entries: dict = {}
     for score in SCORES.values():

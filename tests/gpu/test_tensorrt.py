@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from sd_quant.engines import load_engine
-from sd_quant.errors import ArtifactError
+from sd_quant.errors import ArtifactError, ConfigError
 
 pytest.importorskip("onnx")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU on this machine")
@@ -105,7 +105,7 @@ def test_it_runs_on_the_stream_of_the_caller(engine):
 
 
 def test_a_batch_outside_the_profile_is_refused(engine):
-    with pytest.raises(ValueError, match=r"from \(1, 64\) to \(8, 64\)"):
+    with pytest.raises(ConfigError, match=r"from \(1, 64\) to \(8, 64\)"):
         engine(**inputs(9))
 
 

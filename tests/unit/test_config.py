@@ -287,6 +287,20 @@ NAN, INFINITY = float("nan"), float("inf")
         ("model.width", 100, "model.width is 100, expected a multiple of 64 from 64 to 4096"),
         ("model.height", 0, "model.height is 0, expected a multiple of 64 from 64 to 4096"),
         ("model.height", 8192, "model.height is 8192, expected a multiple of 64 from 64 to 4096"),
+        *(
+            (f"{section}.sizes", [found], f"{section}.sizes is {found}, expected WIDTHxHEIGHT such as 832x1216, each "
+             "side a multiple of 64 from 64 to 4096")
+            for section in ("model", "trt", "infer")
+            for found in ("832x1200", "0x64", "64x8192", "64", "64x64x64", "64 x 64", "ax64", "064x64", "-64x64")
+        ),
+        ("model.sizes", [], "model.sizes is [], expected at least one"),
+        ("infer.sizes", [], "infer.sizes is [], expected at least one"),
+        ("trt.sizes", [], "trt.sizes is [], expected at least one"),
+        ("trt.sizes", "64x64", "trt.sizes is '64x64', expected a list of texts or null"),
+        ("trt.sizes", ["128x64", "192x64"],
+            "infer.width is 64, expected from 128 to 192, as in trt.sizes, because plans are tuned for it"),
+        ("trt.sizes", ["64x128", "64x192"],
+            "infer.height is 64, expected from 128 to 192, as in trt.sizes, because plans are tuned for it"),
         ("model.path", 3, "model.path is 3, expected text"),
         ("quantize.format", "int3", "quantize.format is int3, expected one of fp8, int4_w4a4, int8, int8_per_tensor, "
             "int8_weight_only, mxfp4, nvfp4, svdquant_nvfp4, svdquant_w4a16, svdquant_w4a4"),
@@ -400,7 +414,7 @@ NAN, INFINITY = float("nan"), float("inf")
         ("infer", 3, "infer is 3, expected a group of knobs"),
         ("quantize.quant_levle", 3, "there is no knob quantize.quant_levle; did you mean quant_level?"),
         ("trt.xyzzy", 1, "there is no knob trt.xyzzy; known are library, max_batch_size, min_batch_size, "
-         "optimization_level, static_batch, targets, timing_cache, workspace_gib"),
+         "optimization_level, sizes, static_batch, targets, timing_cache, workspace_gib"),
         ("modle", {}, "there is no knob modle; did you mean model?"),
     ],
 )  # fmt: skip
@@ -461,6 +475,53 @@ def test_whole_numbers_are_numbers(mappings):
 def test_a_batch_needs_no_profile_when_no_plan_is_built(mappings):
     mapping = changed(changed(mappings["quantize"], "trt.library", "none"), "infer.batch_size", 64)
     assert read(QuantizeJob, mapping).infer.batch_size == 64
+
+
+def test_a_size_needs_no_profile_when_no_plan_is_built(mappings):
+    sizes = ["128x128", "192x128"]
+    mapping = changed(changed(mappings["quantize"], "trt.library", "none"), "trt.sizes", sizes)
+    assert read(QuantizeJob, mapping).trt.sizes == sizes
+
+
+def test_what_is_of_one_size_is_refused_with_several(mappings):
+    sizes = changed(mappings["quantize"], "infer.sizes", ["64x64", "64x128"])
+    sizes = changed(sizes, "model.sizes", ["64x64", "64x128"])
+    for knob, expected in (
+        ("infer.latents", "null with infer.sizes, because noise is of one size"),
+        ("infer.image", "null with infer.sizes, because images to begin with are read at one size"),
+        ("model.calibration_image", "null with model.sizes, because images to begin with are read at one size"),
+        ("metrics.clip_weights", "null with infer.sizes, because this score is of images of one size"),
+        ("metrics.fid_references", "null with infer.sizes, because this score is of images of one size"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{knob} is given, expected {expected}$"):
+            read(QuantizeJob, changed(sizes, knob, "given"))
+
+
+@pytest.mark.parametrize(
+    ("engine", "taken", "fits"),
+    [
+        ("tensorrt_rtx", ["64x64", "192x128"], True),
+        ("tensorrt_rtx", ["64x64", "64x128"], False),
+        ("tensorrt_rtx", None, False),
+        ("openvino", ["64x64", "64x128"], True),
+        ("openvino", None, True),
+    ],
+)
+def test_plans_that_make_images_take_their_sizes(mappings, engine, taken, fits):
+    mapping = changed(changed(mappings["quantize"], "infer.engine", engine), "trt.sizes", taken)
+    mapping = changed(mapping, "infer.sizes", ["64x64", "128x64"])
+    if fits:
+        assert read(QuantizeJob, mapping).infer.sizes == ["64x64", "128x64"]
+        return
+    expected = "infer.sizes is 128x64, expected a width from 64 to 64, which trt.sizes has, because plans make the"
+    with pytest.raises(ConfigError, match=f"^{expected} images$"):
+        read(QuantizeJob, mapping)
+
+
+def test_plans_of_files_are_tuned_for_a_size_that_they_take(mappings):
+    mapping = changed(mappings["export_trt"], "trt.sizes", ["128x64", "192x64"])
+    with pytest.raises(ConfigError, match="^infer.width is 64, expected from 128 to 192, as in trt.sizes"):
+        read(ExportJob, mapping)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from sd_quant.engines.base import cast_inputs
 from sd_quant.engines.tensorrt.library import device_target, library_logger, runtime_module
 from sd_quant.engines.tensorrt.plan import RTX_HEADER, describe_header, read_record, rebuild
-from sd_quant.errors import ArtifactError, ResourceError, SdQuantError
+from sd_quant.errors import ArtifactError, ConfigError, ResourceError, SdQuantError
 
 
 class TensorRtEngine:
@@ -41,9 +41,10 @@ class TensorRtEngine:
             for name, tensor in given.items():
                 if not self.context.set_input_shape(name, tuple(tensor.shape)):
                     smallest, _, largest = self.engine.get_tensor_profile_shape(name, 0)
-                    raise ValueError(
+                    raise ConfigError(
                         f"the plan takes {name} from {tuple(smallest)} to {tuple(largest)} but was given "
-                        f"{tuple(tensor.shape)}; rebuild it with a wider profile or change the batch size"
+                        f"{tuple(tensor.shape)}; build it with trt.sizes and batch sizes that include this, or change "
+                        "infer.width, infer.height or infer.batch_size"
                     )
             outputs = {
                 name: torch.empty(tuple(self.context.get_tensor_shape(name)), dtype=dtype, device=self.device)

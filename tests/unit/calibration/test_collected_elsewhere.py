@@ -150,7 +150,29 @@ def test_what_a_pass_collected_and_cached_is_read_elsewhere(tmp_path, caplog):
     assert not caplog.records
 
 
+def test_an_entry_of_other_sizes_than_the_first_holds_no_calls(tmp_path):
+    """The first entry holds calls of the first size, so that the statistics of all prompts have some."""
+    entries = Entries(tmp_path, ORIGIN, PROMPTS)
+    first, second = statistics(range(1)), Statistics(statistics(range(1, 2)).layers, {})
+    entries.write(range(1), first)
+    entries.write(range(1, 2), second)
+    assert_same(shared(entries.folder), merge([first, second]))
+    entries.write(range(1), Statistics(first.layers, {}))
+    with pytest.raises(ArtifactError, match="is of another UNet"):
+        shared(entries.folder)
+
+
 # What is told
+
+
+def test_sizes_are_told_of(folder, caplog):
+    here = ORIGIN | {"sampling": ORIGIN["sampling"] | {"sizes": ["128x64", "64x64"]}}
+    with caplog.at_level(logging.INFO):
+        shared(folder, here=here)
+        shared(written(folder.parent, (0, 2), **here))
+    told = [message for message in caplog.messages if "otherwise" in message]
+    begin = "these statistics were collected otherwise than here: sampling.sizes "
+    assert told == [f"{begin}None (here '128x64, 64x64')", f"{begin}'128x64, 64x64' (here None)"]
 
 
 def test_another_checkpoint_file_whose_layers_fit_is_told(folder, caplog):

@@ -5,6 +5,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from diffusers import HeunDiscreteScheduler
@@ -22,6 +23,7 @@ from sd_quant.errors import ResourceError, SdQuantError
 from sd_quant.inference import loading
 from sd_quant.inference.loading import LoadedModel, load_model
 from sd_quant.inference.pipeline import Sampling
+from sd_quant.inference.source_images import SourceImages
 from sd_quant.models.unet import layer_roles
 from sd_quant.places import HOME
 from sd_quant.quantization.statistics import Statistics, bytes_bound, merge
@@ -206,6 +208,45 @@ def test_a_sampler_of_second_order_has_the_steps_that_were_asked_for(model, name
         assert layer.amax.shape[1 if layer.kind == "conv" else 0] == SAMPLING.steps and layer.amax.amax(dim=1).all()
 
 
+# Several sizes
+
+
+SIZED = replace(SAMPLING, sizes=[(64, 64), (128, 64)])
+
+
+@pytest.fixture(scope="module")
+def sized(model, names) -> Statistics:
+    return collected(model, names, sampling=SIZED)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_prompts_take_the_sizes_in_turn(model, names, batch_size):
+    """The ranges and rows are those of a pass of each size over its own prompts; calls are of the first size alone."""
+    fabric, statistics = Fabric(accelerator="cpu", devices=1), []
+    for width, share in ((64, slice(0, None, 2)), (128, slice(1, None, 2))):
+        sampling = replace(SAMPLING, width=width, batch_size=batch_size)
+        statistics.append(collect_segment(fabric, model, names, PROMPTS, range(3), sampling, subset=share))
+    statistics[1].calls.clear()
+    assert_same(collected(model, names, sampling=replace(SIZED, batch_size=batch_size)), merge(statistics))
+    assert statistics[0].calls["x"].values.shape == (2 * SAMPLING.steps, 2, 4, 8, 8)
+
+
+def test_snapshots_and_processes_share_the_prompts_of_all_sizes(model, names, sized, calls, tmp_path):
+    assert_same(collected(model, names, sampling=SIZED, cache=tmp_path, snapshots=[1, 2]), sized)
+    calls.update(unet_xl=0)
+    assert_same(collected(model, names, sampling=SIZED, cache=tmp_path), sized)
+    assert calls["unet_xl"] == 0
+    fabric, shares = Fabric(accelerator="cpu", devices=1), (slice(rank, None, 2) for rank in range(2))
+    parts = [collect_segment(fabric, model, names, PROMPTS, range(0, 3), SIZED, subset=share) for share in shares]
+    assert_same(merge(parts), sized)
+
+
+def test_a_pass_of_one_size_is_found_under_its_old_name():
+    expected = {"steps", "guidance_scale", "height", "width", "batch_size", "seed", "negative_prompts", "latents"}
+    assert SAMPLING.described().keys() == expected
+    assert SIZED.described() == SAMPLING.described() | {"sizes": ["64x64", "128x64"]}
+
+
 # The cache
 
 
@@ -305,7 +346,12 @@ SAMPLING_FIELDS = Sampling.__dataclass_fields__
 
 
 def other(field: str) -> object:
-    optional = {"negative_prompts": ["rain"], "latents": torch.zeros(1, 4, 8, 8)}
+    optional = {
+        "negative_prompts": ["rain"],
+        "latents": torch.zeros(1, 4, 8, 8),
+        "source": SourceImages(np.zeros((1, 64, 64, 3), np.uint8), None, 0.5),
+        "sizes": [(64, 64), (64, 128)],
+    }
     return optional[field] if field in optional else getattr(SAMPLING, field) + 1
 
 

@@ -263,6 +263,17 @@ def test_calls_are_the_inputs_that_the_network_was_given_by_name(whole):
         assert torch.equal(values, halves_of(*came_from[priority]))
 
 
+def test_calls_are_kept_of_the_prompts_that_may_and_of_all_segments_the_lowest():
+    def kept(prompts, whole):
+        wanted = draw(NAMES, prompts, STEPS, seed=7, whole=whole)
+        assert set(wanted) >= {(prompt, step) for prompt in prompts for step in range(STEPS)}  # rows, of all prompts
+        return sorted((found[""][0][0], prompt) for (prompt, _), found in wanted.items() if "" in found)
+
+    together, segments = kept(range(PROMPTS), [0, 2, 4, 6]), (([0], [0]), ([1], []), (range(2, PROMPTS), [2, 4, 6]))
+    assert len(together) == CALLS and {prompt % 2 for _, prompt in together} == {0}
+    assert sorted(call for segment in segments for call in kept(*segment))[:CALLS] == together
+
+
 def test_calls_outlive_the_buffer_that_they_came_in():
     network, buffer = Network(), torch.ones(1, 2, 4, 4)
     with collect(network, layers_of(network), [0], 1, lambda: (0, [0]), draw((), [0], 1, seed=0)) as statistics:

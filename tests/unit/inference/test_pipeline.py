@@ -15,6 +15,7 @@ from diffusers import (
 
 from sd_quant.errors import SdQuantError
 from sd_quant.inference.pipeline import EngineNetwork, Pipeline, Sampling
+from sd_quant.inference.timed_calls import image_call
 from sd_quant.models import sdxl
 from sd_quant.models.sdxl import vector_condition
 from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS, TextShape, build_modules, pipeline_adapter, scheduler, unet_config
@@ -104,6 +105,25 @@ def test_chosen_prompts_give_the_pictures_of_the_full_run(pipeline, numbers, bat
     assert (some.images == full.images[list(numbers)]).all()
     assert [number for batch in batches for number in batch] == list(numbers)
     assert all(len(batch) <= batch_size for batch in batches)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+def test_images_take_the_sizes_in_turn(pipeline, batch_size):
+    """Each is that of a run of its size alone, in the order of the prompts; a batch has one size."""
+    batches = []
+    sizes, sampling = [(64, 64), (128, 64)], replace(SAMPLING, batch_size=batch_size)
+    mixed = pipeline(PROMPTS, replace(sampling, sizes=sizes), on_batch=batches.append)
+    assert batches == ([[0], [2], [1]] if batch_size == 1 else [[0, 2], [1]])
+    assert [image.shape for image in mixed.images] == [(64, 64, 3), (64, 128, 3), (64, 64, 3)]
+    for number, (image, latents) in enumerate(zip(mixed.images, mixed.latents, strict=True)):
+        alone = pipeline(PROMPTS, replace(sampling, width=sizes[number % 2][0]))
+        assert (image == alone.images[number]).all()
+        torch.testing.assert_close(latents, alone.latents[number])
+
+
+def test_an_image_that_is_timed_has_the_size_of_the_calls_that_are(pipeline, engines):
+    image_call(pipeline, PROMPTS, replace(SAMPLING, sizes=[(128, 64)]))()
+    assert [tuple(call["z"].shape) for call in engines["vae"].calls] == [(2, 4, 8, 8)]
 
 
 def test_each_picture_has_noise_of_its_own_seed(pipeline):

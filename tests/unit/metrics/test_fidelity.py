@@ -118,3 +118,25 @@ def test_the_record_is_valid_json_and_explains_each_null(images, error):
     assert result["latent_sqnr_reason"] == {0.0: fidelity.IDENTICAL, 0.1: None}.get(error, fidelity.NOT_FINITE)
     assert result["lpips"]["reason"] is None and len(result["lpips"]["values"]) == 3
     assert (result["lpips"]["max"] > 0) == (error == 0.1)
+
+
+def test_images_of_several_sizes_are_scored_one_by_one():
+    random = np.random.default_rng(2)
+    reference = [random.integers(0, 256, (64, width, 3), dtype=np.uint8) for width in (64, 128, 64)]
+    images = [np.clip(image.astype(int) + 3, 0, 255).astype(np.uint8) for image in reference]
+    latents = [torch.randn(2, 4, 8, width) for width in (8, 16, 8)]
+    noisy = [each + 0.1 * torch.randn_like(each) for each in latents]
+    found = fidelity.fidelity(reference, images, latents, noisy, sets=True)
+    alone = [
+        fidelity.fidelity(*(np.stack([each]) for each in pair), *(torch.stack([each]) for each in ends))
+        for pair, ends in zip(zip(reference, images, strict=True), zip(latents, noisy, strict=True), strict=True)
+    ]
+    for score in ("psnr", "ssim", "lpips"):
+        assert found[score]["values"] == pytest.approx([each[score]["values"][0] for each in alone])
+    steps = np.mean([each["latent_sqnr_db"] for each in alone], axis=0)
+    assert found["latent_sqnr_db"] == pytest.approx(steps.tolist())
+    assert found["frechet_efficientnet"]["pictures"] == 3
+    with pytest.raises(ArtifactError, match="expected the same uint8"):
+        fidelity.fidelity(reference, images[::-1][1:] + images[:1], latents, noisy)
+    with pytest.raises(ArtifactError, match="run both with the same prompts"):
+        fidelity.latent_sqnr(latents, noisy[1:] + noisy[:1])

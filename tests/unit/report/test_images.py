@@ -71,3 +71,20 @@ def test_thousands_of_pairs_give_a_grid_that_still_opens(tmp_path):
 def test_images_that_do_not_match_are_refused(tmp_path):
     with pytest.raises(ArtifactError, match="same prompts and size"):
         comparison_grid(gradient(2, 64), gradient(1, 64), tmp_path / "grid.png")
+
+
+def test_images_of_several_sizes_are_saved_and_drawn_as_they_are(tmp_path):
+    black = [np.zeros((height, width, 3), np.uint8) for height, width in ((64, 64), (32, 64), (64, 32))]
+    for image, path in zip(black, save_images(black, tmp_path / "images", ["a", "b", "c"]), strict=True):
+        with Image.open(path) as saved:
+            assert saved.size == image.shape[1::-1]
+    white = [255 - image for image in black]
+    with Image.open(comparison_grid(white, black, tmp_path / "grid.png", scale=1)) as image:
+        grid = np.asarray(image)
+    edges = [grid.shape[1] - 16 - (3 - index) * 72 + 8 for index in range(3)]  # the left edges of the pairs
+    for left, (height, width, _) in zip(edges, (image.shape for image in black), strict=True):
+        below = grid[16 + 64 + 4 :, left : left + 64].max(-1) == 0
+        assert below.sum() == height * width
+        assert below[(64 - height) // 2 :, (64 - width) // 2 :][:height, :width].all()
+    with pytest.raises(ArtifactError, match="expected the same shape twice"):
+        comparison_grid(black, white[1:], tmp_path / "grid.png")

@@ -2,8 +2,11 @@
 
 from types import SimpleNamespace
 
+import numpy as np
+import pytest
 import torch
 
+from sd_quant.inference.pipeline import Generated
 from sd_quant.stages import compare
 
 VARIANTS = {compare.FRAMEWORK: 0.25, compare.FULL_PRECISION: 0.5}  # to what each one adds
@@ -37,3 +40,17 @@ def test_the_denoiser_is_compared_where_half_of_the_steps_are_done(monkeypatch):
     for name, number in VARIANTS.items():
         outputs = {part: output["out"].item() for part, output in found.outputs[name].items()}
         assert outputs == {"unet": 10 + number, "vae": 50 + number}
+
+
+@pytest.mark.parametrize("widths", [(64, 64), (64, 128)], ids=["one size", "several sizes"])
+def test_images_are_kept_as_they_were(widths):
+    images = [np.full((64, width, 3), number, np.uint8) for number, width in enumerate(widths * 6)]
+    latents = [torch.full((2, 4, 8, width // 8), float(number)) for number, width in enumerate(widths * 6)]
+    same = len(set(widths)) == 1
+    made = Generated(np.stack(images) if same else images, torch.stack(latents) if same else latents)
+    inputs = {"vae": {"z": torch.ones(1)}}
+    kept = compare.unpack(compare.pack(compare.Comparison({"framework": made}, inputs, {"framework": inputs})))
+    found = kept.images["framework"]
+    assert type(found.images) is type(made.images) and type(found.latents) is type(made.latents)
+    assert all(np.array_equal(*pair) for pair in zip(found.images, images, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(found.latents, latents, strict=True))

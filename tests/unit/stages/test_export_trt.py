@@ -1,3 +1,4 @@
+import struct
 from dataclasses import fields
 from types import SimpleNamespace
 
@@ -6,6 +7,7 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 
+from sd_quant.cache import Cache
 from sd_quant.config import ExportShape, Infer, Trt
 from sd_quant.errors import ResourceError
 from sd_quant.stages import export_trt
@@ -16,7 +18,9 @@ SHAPE = ExportShape(out_path=None, width=1024, height=512, batch_size=2)
 
 def trt(**knobs) -> Trt:
     default = {"library": "auto", "targets": [], "static_batch": False, "min_batch_size": 1, "max_batch_size": 8}
-    return Trt(**default | {"optimization_level": None, "workspace_gib": None, "timing_cache": None} | knobs)
+    return Trt(
+        **default | {"optimization_level": None, "workspace_gib": None, "timing_cache": None, "sizes": None} | knobs
+    )
 
 
 @pytest.fixture
@@ -25,7 +29,7 @@ def onnx_path(tmp_path):
     out = helper.make_tensor_value_info("out", TensorProto.FLOAT16, None)
     graph = helper.make_graph([helper.make_node("Identity", ["x"], ["out"])], "graph", [x], [out])
     path = tmp_path / "unet_xl.onnx"
-    onnx.save(helper.make_model(graph), path)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9), path)
     return path
 
 
@@ -37,7 +41,7 @@ def test_the_unet_holds_the_doubling_of_guidance(onnx_path):
 def test_a_job_without_guidance_has_nothing_to_double(onnx_path):
     """``infer.scale`` is the job's own, where it makes pictures too."""
     knobs = dict.fromkeys((field.name for field in fields(Infer)), 1) | {"engine": "openvino", "prompts": ["a cat"]}
-    knobs |= {"precision": "auto", "cuda_graph": False, "negative_prompt": None, "latents": None}
+    knobs |= {"precision": "auto", "cuda_graph": False, "negative_prompt": None, "latents": None, "sizes": None}
     sizes = {"width": 1024, "height": 512, "batch_size": 2}
     for scale, most in ((1.0, 8), (5.0, 16)):
         infer = Infer(**knobs | sizes | {"scale": scale})
@@ -54,6 +58,37 @@ def test_other_parts_are_not_doubled(onnx_path):
 
 def test_a_static_batch_is_the_pictures_asked_for(onnx_path):
     assert set(profile(onnx_path, "unet_xl", trt(static_batch=True), SHAPE)["x"]) == {(4, 4, 64, 128)}
+
+
+SIZES = ["512x1024", "1024x512", "768x768"]
+
+
+def test_a_plan_of_several_sizes_takes_all_of_them_and_is_tuned_for_one(onnx_path):
+    """And every width with every height, because a profile has a range for each axis."""
+    expected = ((1, 4, 64, 64), (2, 4, 64, 128), (8, 4, 128, 128))
+    assert profile(onnx_path, "vae", trt(sizes=SIZES), SHAPE)["x"] == expected
+
+
+def test_tokens_of_images_follow_the_sizes(tmp_path):
+    """Flux's denoiser has no height and width."""
+    tokens = helper.make_tensor_value_info("hidden_states", TensorProto.FLOAT16, ["batch", "image_tokens", 64])
+    places = helper.make_tensor_value_info("img_ids", TensorProto.FLOAT16, ["image_tokens", 3])
+    path = tmp_path / "transformer.onnx"
+    onnx.save(helper.make_model(helper.make_graph([], "graph", [tokens, places], [])), path)
+    shapes = profile(path, "transformer", trt(sizes=SIZES), SHAPE)
+    assert shapes["hidden_states"] == ((1, 32 * 32, 64), (2, 32 * 64, 64), (8, 64 * 64, 64))
+    assert shapes["img_ids"] == ((32 * 32, 3), (32 * 64, 3), (64 * 64, 3))
+
+
+def test_a_plan_that_is_built_has_the_ranges_of_its_sizes(onnx_path, tmp_path):
+    """In its bytes, where the shapes of a profile stand as they are, and in its record."""
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT for RTX is not installed")
+    knobs = trt(library="tensorrt_rtx", targets=["SM89"], sizes=SIZES)
+    report = build_plans({"unet_xl": onnx_path}, tmp_path, knobs, SHAPE, Cache(None))["unet_xl"]
+    shapes = profile(onnx_path, "unet_xl", knobs, SHAPE)["x"]
+    assert report.profile == {"x": list(map(list, shapes))}
+    plan = (tmp_path / "plan" / "unet_xl.plan").read_bytes()
+    assert all(struct.pack("<4q", *shape) in plan for shape in shapes) and struct.pack("<4q", 9, 9, 9, 9) not in plan
 
 
 def test_a_library_that_is_named_is_taken():

@@ -28,6 +28,7 @@ INFER = SimpleNamespace(
     num_samples=1,
     negative_prompts=lambda samples: None,
     latents=None,
+    sizes=None,
     num_warmup_runs=1,
     num_timed_runs=3,
 )

@@ -18,7 +18,7 @@ SDXL = {"unet_xl": 2_567_463_684, "vae": 49_490_199, "clip1": 123_060_480, "clip
 
 
 def job(size: int = 1024, calibration: str | None = None, library: str = "tensorrt_rtx", engine: str = "openvino"):
-    picture = SimpleNamespace(width=size, height=size, batch_size=1, engine=engine, precision="auto")
+    picture = SimpleNamespace(width=size, height=size, sizes=None, batch_size=1, engine=engine, precision="auto")
     quantize = SimpleNamespace(batch_size=1, calibration=calibration, accelerator="auto")
     trt = SimpleNamespace(library=library)
     return SimpleNamespace(model=picture, infer=picture, quantize=quantize, trt=trt, hand_over=["comfyui", "gguf"])
