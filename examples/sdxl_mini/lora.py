@@ -13,17 +13,14 @@ convolutions of the UNet, rank 4, fp16. Five minutes on two cores.
 import argparse
 from pathlib import Path
 
-import torch
 from diffusers import StableDiffusionXLPipeline
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 from pictures import load_pictures
-from torch.utils.data import TensorDataset
-from train import TrainUnet, average_of, fit
+from train import TrainUnet, average_of, data_of, fit
 
 from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.inference.loading import load_model
-from sd_quant.models.clip_tokenizer import clip_tokenizer
 
 SHIPPED, WRITTEN = Path("checkpoints/sdxl_mini.nemo"), Path("examples/sdxl_mini/high_contrast.safetensors")
 NETWORKS = ("unet", "text_encoder", "text_encoder_2")
@@ -67,17 +64,9 @@ def main() -> None:
         )
         return
     captions, pictures = load_pictures(knobs.folder, style="high-contrast")
-    images = torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 127.5 - 1
-    with torch.inference_mode():
-        latents = torch.cat([shipped["vae"].encode(part).latent_dist.mean for part in images.split(64)]).clone()
-    tokens = [
-        torch.tensor(clip_tokenizer(4096, pad)(captions, padding="max_length", truncation=True)["input_ids"])
-        for pad in ("<|endoftext|>", "!")
-    ]
-    data = TensorDataset(latents * shipped["vae"].config.scaling_factor, *tokens)
-    fit(
-        module, data, 32, "lora", knobs.folder, seed=1, precision="32-true"
-    )  # where bf16 is emulated it takes 30 times as long
+    data = data_of(captions, pictures, shipped["vae"])
+    # fp32, because a processor that emulates bf16 takes 30 times as long with it
+    fit(module, data, 32, "lora", knobs.folder, seed=1, precision="32-true")
 
 
 if __name__ == "__main__":

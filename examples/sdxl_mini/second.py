@@ -22,12 +22,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from pictures import caption
-from torch.utils.data import TensorDataset
-from train import CLIP1, CLIP2, TrainUnet, average_of, fit, model_config
+from train import CLIP1, CLIP2, TrainUnet, average_of, data_of, fit, model_config
 
 from sd_quant.checkpoints.nemo import open_nemo, write_nemo
 from sd_quant.inference.loading import load_model
-from sd_quant.models.clip_tokenizer import clip_tokenizer
 from sd_quant.models.sdxl_nemo import build_modules
 
 PACKAGE = "@iconify-json/noto@1.2.9"
@@ -81,20 +79,12 @@ def main() -> None:
     checkpoint = open_nemo(SHIPPED)
     shipped = load_model(checkpoint).modules
     if knobs.what == "train":
-        images = torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 127.5 - 1
-        with torch.inference_mode():
-            latents = torch.cat([shipped["vae"].encode(part).latent_dist.mean for part in images.split(64)]).clone()
-        tokens = [
-            torch.tensor(clip_tokenizer(4096, pad)(captions, padding="max_length", truncation=True)["input_ids"])
-            for pad in ("<|endoftext|>", "!")
-        ]
         curve = knobs.folder / "unet" / "loss.csv"
         module = TrainUnet(steps=knobs.steps, decay=knobs.decay, learning_rate=1e-3, curve=curve)
         for network in (module.net, module.average):
             for name in ("unet", "text_encoder", "text_encoder_2"):
                 getattr(network, name).load_state_dict(shipped[name].state_dict())
-        data = TensorDataset(latents * shipped["vae"].config.scaling_factor, *tokens)
-        fit(module, data, 64, "unet", knobs.folder, seed=1)
+        fit(module, data_of(captions, pictures, shipped["vae"]), 64, "unet", knobs.folder, seed=1)
         return
     config = model_config() | {"scale_factor": shipped["vae"].config.scaling_factor}
     modules = build_modules(config, CLIP1, CLIP2)

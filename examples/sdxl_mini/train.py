@@ -17,6 +17,7 @@ import csv
 from pathlib import Path
 
 import lightning
+import numpy as np
 import torch
 import torch.nn.functional as F
 import yaml
@@ -179,6 +180,22 @@ def latents_of(pictures: torch.Tensor, folder: Path) -> torch.Tensor:
         return torch.cat([vae.encode(chunk).latent_dist.mean for chunk in pictures.split(64)]).clone()
 
 
+def tokens_of(captions: list[str]) -> list[torch.Tensor]:
+    """Token ids [N, 77] for each of the two text encoders."""
+    return [
+        torch.tensor(clip_tokenizer(4096, pad)(captions, padding="max_length", truncation=True)["input_ids"])
+        for pad in ("<|endoftext|>", "!")
+    ]
+
+
+def data_of(captions: list[str], pictures: np.ndarray, vae) -> TensorDataset:
+    """What ``TrainUnet`` takes, with a trained ``vae``."""
+    images = torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 127.5 - 1
+    with torch.inference_mode():
+        latents = torch.cat([vae.encode(part).latent_dist.mean for part in images.split(64)]).clone()
+    return TensorDataset(latents * vae.config.scaling_factor, *tokens_of(captions))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["vae", "unet", "pack"])
@@ -198,12 +215,8 @@ def main():
         fit(module, TensorDataset(images), knobs.batch_size or 16, "vae", knobs.folder, knobs.seed)
     elif knobs.what == "unet":
         latents = latents_of(images, knobs.folder)
-        tokens = [
-            torch.tensor(clip_tokenizer(4096, pad)(captions, padding="max_length", truncation=True)["input_ids"])
-            for pad in ("<|endoftext|>", "!")
-        ]
         module = TrainUnet(learning_rate=knobs.learning_rate or 1e-3, **common)
-        data = TensorDataset(latents / latents.std(), *tokens)
+        data = TensorDataset(latents / latents.std(), *tokens_of(captions))
         fit(module, data, knobs.batch_size or 64, "unet", knobs.folder, knobs.seed)
     else:
         from sd_quant.checkpoints.nemo import write_nemo

@@ -76,8 +76,10 @@ def check_images(model: Model, infer: Infer) -> None:
     """
     if family_named(model.family).FROM_IMAGES is None:
         able = ", ".join(name for name in FAMILIES if family_named(name).FROM_IMAGES)
-        for knob, value in {"infer.image": infer.image, "model.encoder": model.encoder or None}.items():
+        knobs = {"infer.image": infer.image, "model.calibration_image": model.calibration_image}
+        for knob, value in knobs.items():
             check(value is None, knob, value, f"null, because only {able} begin with images here")
+        check(not model.encoder, "model.encoder", True, f"false, because only {able} begin with images here")
     guides = family_named(model.family).GUIDES
     expected = f"null, because the guidance of {model.family} is an input of its network, which reads no second text"
     check(guides or infer.negative_prompt is None, "infer.negative_prompt", infer.negative_prompt, expected)
