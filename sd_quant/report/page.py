@@ -152,11 +152,6 @@ def model_name(sweep: Sweep) -> str:
 def facts(sweep: Sweep) -> list[tuple[str, str]]:
     """What all jobs have in common, or each of the different values."""
     done = records(sweep)
-    sizes = (
-        f"{len(record.get('prompts') or [])}, {infer['width']} × {infer['height']}, {infer['steps']} steps"
-        for record in done
-        if (infer := at(record, "knobs", "infer")) and {"width", "height", "steps"} <= set(infer)
-    )
     calibration = (
         f"{at(record, 'knobs', 'calib_size')} prompts, {at(record, 'knobs', 'n_steps')} steps"
         for record in done
@@ -167,10 +162,22 @@ def facts(sweep: Sweep) -> list[tuple[str, str]]:
         ("engine", distinct(engine_of(record) for record in done)),
         ("machine", distinct(machine_of(at(record, "environment", "machine") or {}) for record in done)),
         ("date", started(sweep)),
-        ("images", distinct(sizes)),
+        ("images", distinct(filter(None, map(images_of, done)))),
         ("calibration", distinct(calibration)),
         ("command", shlex.join(sweep.command)),
     ]
+
+
+def images_of(record: Any) -> str | None:
+    """How many images of a job there are, of which size, in how many steps, and what they begin with if not noise."""
+    infer = at(record, "knobs", "infer")
+    if not infer or not {"width", "height", "steps"} <= set(infer):
+        return None
+    sizes = infer.get("sizes") or [f"{infer['width']}x{infer['height']}"]
+    size = ", ".join(str(each).replace("x", " × ") for each in sizes)
+    begins = [f"{what} {Path(str(infer[what])).name}" for what in ("image", "mask") if infer.get(what)]
+    source = f", from {' and '.join(begins)}" if begins else ""
+    return f"{len(record.get('prompts') or [])}, {size}, {infer['steps']} steps{source}"
 
 
 def weights_of(record: Any) -> str:

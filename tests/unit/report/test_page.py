@@ -289,3 +289,16 @@ def test_a_folder_of_something_else_is_refused_in_one_sentence(tmp_path, monkeyp
     error = capsys.readouterr().err
     assert error.startswith(f"error: {tmp_path} holds neither") and error.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_what_images_begin_with_is_said_and_which_weights_make_them():
+    infer = {"width": 64, "height": 128, "steps": 20}
+    record = {"prompts": ["a"] * 3, "knobs": {"infer": infer, "model": {"path": "m/mini.nemo"}}}
+    assert page.images_of(record) == "3, 64 × 128, 20 steps" and page.weights_of(record) == "mini.nemo"
+    infer |= {"image": "a/photos", "mask": "a/sky.png"}
+    assert page.images_of(record) == "3, 64 × 128, 20 steps, from image photos and mask sky.png"
+    infer |= {"sizes": ["64x64", "128x64"], "image": None, "mask": None}
+    assert page.images_of(record) == "3, 64 × 64, 128 × 64, 20 steps"
+    record["knobs"]["model"]["loras"] = ["b/style.safetensors:0.8"]
+    assert page.weights_of(record) == "mini.nemo + style.safetensors:0.8"
+    assert page.images_of({}) is None and page.images_of({"knobs": {"infer": {"steps": 2}}}) is None
