@@ -739,6 +739,14 @@ def check_consumers(targets: list[str]) -> None:
                     )
 
 
+# What runs did before these knobs were there, so that their configs can still be read.
+BEFORE: dict[str, dict[str, object]] = {
+    "model": {"loras": [], "encoder": False, "calibration_image": None, "calibration_mask": None, "sizes": None},
+    "infer": dict.fromkeys(("image", "mask", "strength", "sizes")),
+    "trt": {"sizes": None},
+}
+
+
 def run_job(run: str) -> QuantizeJob:
     """The job of a finished run.
 
@@ -752,7 +760,8 @@ def run_job(run: str) -> QuantizeJob:
         knobs = load_yaml((folder / "config.yaml").read_bytes())
         if not isinstance(knobs, dict) or INTERPOLATION in str(knobs):
             raise ValueError("it holds no plain knobs")
-    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
+        knobs |= {section: before | knobs[section] for section, before in BEFORE.items()}
+    except (OSError, yaml.YAMLError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ArtifactError(
             f"{folder / 'config.yaml'} is not the config of a run ({one_line(error, 200)}); give another run"
         ) from error
@@ -768,7 +777,7 @@ def run_model(run: str) -> dict | None:
     if not resolved.is_file():
         return None
     try:
-        model = load_yaml(resolved.read_bytes())["model"] | {}  # type: ignore[index]
+        model = BEFORE["model"] | load_yaml(resolved.read_bytes())["model"]  # type: ignore[index,operator]
         if INTERPOLATION in str(model):
             raise ValueError("Hydra would read variables of the environment for it")
     except (OSError, yaml.YAMLError, ValueError, KeyError, TypeError, RecursionError) as error:

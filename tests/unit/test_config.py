@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 
 from sd_quant.cli import SHORTHANDS, composing
 from sd_quant.config import (
+    BEFORE,
     PART_NAMES,
     ExportJob,
     HandOverJob,
@@ -745,6 +746,9 @@ def test_the_model_of_a_run_is_read_from_its_configuration(mappings, run):
     model = mappings["infer"]["model"] | {"path": "some.nemo", "width": 128}
     (run / "config.yaml").write_text(yaml.safe_dump({"model": model}))
     assert run_model(str(run)) == model
+    earlier = {name: value for name, value in model.items() if name not in BEFORE["model"]}
+    (run / "config.yaml").write_text(yaml.safe_dump({"model": earlier}))
+    assert run_model(str(run)) == model, "of a run from before these knobs"
     environment = yaml.safe_dump({"model": model | {"path": "${oc.env:HOME}"}})  # Hydra would read it
     for broken in (
         "a: [",
