@@ -164,7 +164,8 @@ class Model:
     ) -> Generated:
         """Images and latents by torch, with the denoiser quantized by an ``assignment`` where one is given."""
         job = self.job(None, {}, {"prompts": texts_of(prompts), **knobs})
-        checkpoint, infer = self.checkpoint, job.infer
+        # images from images take one part more, and to open a checkpoint reads no weight
+        checkpoint, infer = open_model(job.model) if job.model.encoder else self.checkpoint, job.infer
         check_images(job.model, infer)
         check_channels(checkpoint, infer)
         check_guidance(checkpoint, infer)

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
+import sd_quant
 from sd_quant.engines.tensorrt.plan import describe_plan
 
 from ..pipelines import redraw, sd15_of_one_level
@@ -152,6 +153,13 @@ def test_a_checkpoint_for_inpainting(command, inpainting, pictures, mask, cache,
     assert record["fidelity"]["psnr"]["mean"] > 20
     (sample, *_) = onnx.load(tmp_path / "run/onnx/unet/unet.onnx").graph.input
     assert sample.type.tensor_type.shape.dim[1].dim_value == 9
+
+
+def test_from_python(plain, pictures):
+    model = sd_quant.open("sd15", plain, width=64, height=64)
+    knobs = {"steps": 4, "seed": 3}
+    noise, changed = (model.images(["a red cat"], **knobs, **more) for more in ({}, {"image": f"{pictures}/a.png"}))
+    assert noise.shape == changed.shape == (1, 64, 64, 3) and not np.array_equal(noise, changed)
 
 
 @pytest.mark.parametrize(
