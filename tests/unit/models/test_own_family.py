@@ -75,6 +75,7 @@ def test_its_folder_opens_by_its_name_in_the_configuration(folder):
         encoder=False,
         calibration_image=None,
         calibration_mask=None,
+        sizes=None,
         width=64,
         height=64,
         recommended={},
