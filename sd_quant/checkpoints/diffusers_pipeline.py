@@ -23,9 +23,9 @@ from sd_quant.checkpoints.schema import check_like, check_schema
 from sd_quant.checkpoints.tensors import Weights
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.knobs import between, one_of
-from sd_quant.models import FAMILIES, VAE_ENCODER, Family, family_named
+from sd_quant.models import FAMILIES, Family, family_named
 from sd_quant.models.checkpoint import Checkpoint
-from sd_quant.models.parts import Part, PipelineAdapter, pipelines_from_images, vae_encoder_part
+from sd_quant.models.parts import Part, PipelineAdapter, pipelines_from_images, with_encoder
 from sd_quant.text import one_line
 
 TOKENIZER = "tokenizer_config.json"
@@ -91,8 +91,7 @@ class DiffusersCheckpoint:
         return family_named(self.name)
 
     def parts(self) -> dict[str, Part]:
-        parts = self.family.parts(self.configs, self.tokens, self.io)
-        return parts | {VAE_ENCODER: vae_encoder_part()} if self.encodes else parts
+        return with_encoder(self.family.parts(self.configs, self.tokens, self.io), self.encodes)
 
     def build(self) -> dict[str, nn.Module]:
         return {

@@ -17,9 +17,9 @@ from sd_quant.checkpoints.plain_yaml import load_yaml
 from sd_quant.checkpoints.schema import check_schema
 from sd_quant.checkpoints.tensors import Readable, Weights
 from sd_quant.errors import ArtifactError
-from sd_quant.models import VAE_ENCODER, Family, family_named
+from sd_quant.models import Family, family_named
 from sd_quant.models.checkpoint import Checkpoint
-from sd_quant.models.parts import Part, PipelineAdapter, vae_encoder_part
+from sd_quant.models.parts import Part, PipelineAdapter, with_encoder
 from sd_quant.models.sdxl_nemo import (
     CONTEXT_TOKENS,
     NemoConfig,
@@ -59,8 +59,7 @@ class NemoCheckpoint:
 
     def parts(self) -> dict[str, Part]:
         unet, vae = unet_config(self.model_config), vae_config(self.model_config)
-        parts = self.family.parts({"unet": unet, "vae": vae}, CONTEXT_TOKENS, self.io)
-        return parts | {VAE_ENCODER: vae_encoder_part()} if self.encodes else parts
+        return with_encoder(self.family.parts({"unet": unet, "vae": vae}, CONTEXT_TOKENS, self.io), self.encodes)
 
     def build(self) -> dict[str, torch.nn.Module]:
         return build_modules(self.model_config, self.clip1, self.clip2)

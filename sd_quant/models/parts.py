@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sd_quant.models import LATENT_FACTOR
+from sd_quant.models import LATENT_FACTOR, VAE_ENCODER
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +110,14 @@ class VaeEncoderPart(nn.Module):
         return moments if self.quant_conv is None else self.quant_conv(moments)
 
 
-def vae_encoder_part() -> Part:
-    """The encoder as a part, x [B, 3, H, W] from -1 to 1 -> moments [B, 2 C, H/8, W/8], in fp32 as the decoder is."""
+def with_encoder(parts: dict[str, Part], wanted: bool) -> dict[str, Part]:
+    """The parts, and behind them the autoencoder's encoder if it is wanted.
+
+    x [B, 3, H, W] from -1 to 1 -> moments [B, 2 C, H/8, W/8], in fp32 as the decoder is.
+    """
     single = torch.float32
     contract = Contract({"x": ("batch", 3, "image_height", "image_width")}, ("moments",), {"x": single}, single)
-    return Part("vae", "", contract, VaeEncoderPart)
+    return parts | {VAE_ENCODER: Part("vae", "", contract, VaeEncoderPart)} if wanted else parts
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,10 @@ def add(workloads: dict[str, Workload], knobs: QuantizeJob, job: Job) -> None:
     infer, kind = knobs.infer, str(RUNTIMES[knobs.infer.engine].file)
     denoiser = str(at(job.record, "denoiser", "part"))
     engine, reference = artifact(job.directory, kind, denoiser), artifact(full_precision(job), kind, denoiser)
-    same = (infer.width, infer.height, infer.batch_size, infer.steps, infer.scale, infer.precision, infer.cuda_graph)
+    same = (
+        infer.width, infer.height, infer.batch_size, infer.steps, infer.scale, infer.precision, infer.cuda_graph,
+        infer.image, infer.mask, infer.strength,  # by which an image takes fewer steps, and an encoder beside them
+    )  # fmt: skip
     key = digest(infer.engine, str(same), str(weights_sha256(job.record)), hash_of(reference))
     image = at(job.record, "latency", infer.engine, IMAGE, str(infer.batch_size), VARIANTS[0])
     work = workloads.setdefault(key, Workload(knobs, reference, image["rest"], image["p50_ms"]))
