@@ -88,6 +88,8 @@ def read_image(path: Path) -> Image.Image:
             upright = ImageOps.exif_transpose(image).convert("RGBA")
     except ConfigError:
         raise
+    except Image.DecompressionBombError as error:  # Pillow's own limit, which is higher
+        raise ConfigError(f"{path} is too large to be read ({one_line(error, 100)}); make it smaller") from None
     except Exception as error:  # whatever the bytes lead the decoders to
         raise ArtifactError(
             f"{path} cannot be read as an image ({one_line(error, 100)}); save it again as a PNG"

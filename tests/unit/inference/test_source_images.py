@@ -115,6 +115,13 @@ def test_an_image_that_is_too_large_is_not_decoded(saved, monkeypatch):
         read_source([path], None, 64, 64, 0.5)
 
 
+def test_an_image_that_pillow_itself_refuses_is_too_large_and_not_damaged(saved, monkeypatch):
+    path = saved("a.png", 64, 64)
+    monkeypatch.setattr("PIL.Image.MAX_IMAGE_PIXELS", 1000)
+    with pytest.raises(ConfigError, match="a.png is too large to be read .*; make it smaller"):
+        read_source([path], None, 64, 64, 0.5)
+
+
 @pytest.mark.parametrize("name", ["a.eps", "a.gif", "a"])
 def test_other_kinds_of_files(tmp_path, name):
     (tmp_path / name).write_bytes(b"GIF89a")
