@@ -90,6 +90,13 @@ def test_other_sizes_and_batches_are_other_workloads_with_a_reference_of_their_o
     assert blocks(folder) == [[["a"]], [["b"]], [["c"]]] and opened.count("unquantized") == 3
 
 
+def test_images_that_begin_with_images_are_other_workloads(sweep, opened):
+    image = ["infer.image=a.png"]
+    folder = sweep(a=(b"one", [], {}), b=(b"one", image, {}), c=(b"one", [*image, "infer.strength=0.3"], {}))
+    time_sweep.time_sweep(folder)
+    assert blocks(folder) == [[["a"]], [["b"]], [["c"]]]
+
+
 def test_what_memory_does_not_hold_at_once_is_timed_in_blocks(sweep, opened, monkeypatch):
     monkeypatch.setattr(time_sweep, "most_at_once", lambda checkpoint, infer: 2)
     folder = sweep(a=(b"a", [], {}), b=(b"b", [], {}), c=(b"c", [], {}))
