@@ -747,6 +747,11 @@ BEFORE: dict[str, dict[str, object]] = {
 }
 
 
+def completed(knobs: dict) -> dict:
+    """The knobs of a run's ``config.yaml``, with those that its version did not have."""
+    return knobs | {section: before | knobs[section] for section, before in BEFORE.items()}
+
+
 def run_job(run: str) -> QuantizeJob:
     """The job of a finished run.
 
@@ -760,7 +765,7 @@ def run_job(run: str) -> QuantizeJob:
         knobs = load_yaml((folder / "config.yaml").read_bytes())
         if not isinstance(knobs, dict) or INTERPOLATION in str(knobs):
             raise ValueError("it holds no plain knobs")
-        knobs |= {section: before | knobs[section] for section, before in BEFORE.items()}
+        knobs = completed(knobs)
     except (OSError, yaml.YAMLError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ArtifactError(
             f"{folder / 'config.yaml'} is not the config of a run ({one_line(error, 200)}); give another run"

@@ -19,11 +19,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import yaml
 
 from sd_quant.checkpoints.plain_yaml import load_yaml
-from sd_quant.config import Infer, QuantizeJob, Timing, artifact
+from sd_quant.config import Infer, QuantizeJob, Timing, artifact, completed
 from sd_quant.engines import RUNTIMES
 from sd_quant.engines.onnx_input import onnx_files
 from sd_quant.errors import ArtifactError, SdQuantError, exit_with_its_code
@@ -81,7 +82,8 @@ def time_sweep(directory: Path, again: bool = False) -> None:
             if reason := why_left_out(job, here):
                 left_out.append({"job": job.name, "reason": reason})
                 continue
-            knobs = read(QuantizeJob, load_yaml((job.directory / "config.yaml").read_bytes()))  # type: ignore[arg-type]
+            stored: Any = load_yaml((job.directory / "config.yaml").read_bytes())
+            knobs = read(QuantizeJob, completed(stored))
             add(workloads, knobs, job)
         except (SdQuantError, OSError, ValueError, TypeError, KeyError, RecursionError, yaml.YAMLError) as error:
             left_out.append({"job": job.name, "reason": f"its files cannot be read: {error}"})

@@ -91,7 +91,7 @@ def test_other_sizes_and_batches_are_other_workloads_with_a_reference_of_their_o
 
 
 def test_images_that_begin_with_images_are_other_workloads(sweep, opened):
-    image = ["infer.image=a.png"]
+    image = ["infer.image=examples/sdxl_mini/card/high_contrast.png"]
     folder = sweep(a=(b"one", [], {}), b=(b"one", image, {}), c=(b"one", [*image, "infer.strength=0.3"], {}))
     time_sweep.time_sweep(folder)
     assert blocks(folder) == [[["a"]], [["b"]], [["c"]]]
