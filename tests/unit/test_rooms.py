@@ -31,6 +31,7 @@ ROOMS = (
     "calibration",  # runs the pipeline, so it stands above it
     "inference",  # the pipeline with engines
     "hand_over",  # assignment to other tools' files
+    "candidates",  # other tools' files to weights and inputs
     "metrics",
     "engines",
     "export",  # assignment to ONNX
@@ -110,8 +111,10 @@ def test_hydra_and_config_stay_at_the_edge(name):
 
 
 NAMED_AT_HOME = {"engines": set(RUNTIMES) - {"torch"}, "quantization": set(FORMATS)}
-# whose versions a run records; and targets, which are called after consumers and say which formats these read
-LISTS_OF_PACKAGES = {"report.provenance", *(name for name in modules() if room_of(name) == "hand_over")}
+# whose versions a run records; and other tools' files, which are called after tools and say which formats these have
+LISTS_OF_PACKAGES = {
+    "report.provenance", *(name for name in modules() if room_of(name) in ("hand_over", "candidates")),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [name for name in modules() if name not in LISTS_OF_PACKAGES])
