@@ -34,4 +34,5 @@ class Reader:
         return self.module.recognizes
 
 
-READERS: dict[str, Reader] = {row.name: row for row in ()}
+ROWS: tuple[Reader, ...] = ()
+READERS = {row.name: row for row in ROWS}
