@@ -51,7 +51,7 @@ LAUNCHERS = {  # what the files in conf/hydra/launcher build on, and what instal
 }
 SHORTHANDS = {  # names at the top of a configuration, from which its sections take their values
     *("quant_level", "alpha", "smoothing", "keep", "percentile", "collect_method", "calib_size", "calibration"),
-    *("export", "unet_xl", "vae", "clip1", "clip2"),
+    *("export", "unet_xl", "vae", "clip1", "clip2", "candidates"),
     *("out_path", "prompts", "num_samples", "steps", "scale", "seed", "num_warmup_runs"),
 }
 

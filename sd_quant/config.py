@@ -8,6 +8,7 @@ named ``check_...``, and by ``check_files`` of a job what can be said of files w
 import dataclasses
 import math
 import os
+import re
 import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from sd_quant.places import GROUPS, existing, input_path, looked_in, output_path
 from sd_quant.quantization.formats import FORMATS, min_compute_capability
 from sd_quant.quantization.observers import OBSERVERS
 from sd_quant.quantization.recipe import ALPHA, BY_ROLE, Enable, Recipe, formats_used
-from sd_quant.report.record import LORA
+from sd_quant.report.record import CANDIDATE, LORA
 from sd_quant.text import one_line
 from sd_quant.trackers import TRACKERS
 
@@ -42,9 +43,11 @@ RTX_TARGETS = ("SM75", "SM80", "SM86", "SM89", "SM120", "SM121")  # of TensorRT 
 INTERPOLATION = "${"  # begins what OmegaConf resolves
 NO_FP32 = "SM75"  # Turing, for which only fp16 and codes are multiplied
 USUAL_TARGETS = ("SM89", "SM120")
+UNSAFE = re.compile(r"[^A-Za-z0-9._=,+-]+")  # in the name of a folder
 PART_NAMES = ("unet_xl", "vae", "clip1", "clip2")  # of files that no run tells of
 
-SHOWN_ALONE = ("cache", "published", "timing", "trackers", "verdict")  # sections that change no file that a job makes
+# sections that change no file that a job makes
+SHOWN_ALONE = ("cache", "judge", "published", "timing", "trackers", "verdict")
 
 SIDE = Limit(lambda pixels: 64 <= pixels <= 4096 and pixels % 64 == 0, "a multiple of 64 from 64 to 4096")
 SIZE = Limit(
@@ -525,11 +528,51 @@ class Verdict:
 
 
 @dataclass(slots=True)
+class Judge:
+    """How quantized checkpoints of anybody are judged, see ``sd_quant.candidates``."""
+
+    candidates: Annotated[
+        list[str], Called("candidates"), "quantized checkpoints of anybody, or runs of quantize.py: files and folders"
+    ]
+    layers: Annotated[
+        int, at_least(0), "of each, how many layers with the largest errors are put into the network alone"
+    ]
+    runtimes: Annotated[bool, "whether a candidate's own library, where it is installed, makes images and is timed"]
+
+    def named(self) -> dict[str, Path]:
+        """The candidates by the names that they have in tables, which are those of their folders.
+
+        A name is the path's last part, with its folder in front of it where two end alike.
+        """
+        paths = [input_path(path) for path in self.candidates]
+        for ends in (lambda path: path.name, lambda path: f"{path.parent.name}-{path.name}"):
+            names = [UNSAFE.sub("-", ends(path)) for path in paths]
+            if len(set(names)) == len(names):
+                return dict(zip(names, paths, strict=True))
+        return {f"{number}-{name}": path for number, (name, path) in enumerate(zip(names, paths, strict=True), start=1)}
+
+    def planned(self) -> list[dict]:
+        """The candidates as the plan of a sweep has them."""
+        return [{"name": name, "varied": {CANDIDATE: name}} for name in self.named()]
+
+    def check_files(self) -> None:
+        """Raises ConfigError for a candidate that is not there, or stands twice in the list."""
+        for path in self.candidates:
+            existing("candidates", path, "existing files and folders")
+        once = len(set(map(input_path, self.candidates))) == len(self.candidates)
+        check(once, "candidates", self.candidates, "each of them once")
+
+
+@dataclass(slots=True)
 class CacheFolder:
     """What runs share: statistics, graphs, unquantized parts, their plans, the full-precision images."""
 
     dir: Annotated[str | None, "where it is kept; null: everything is made anew and nothing kept"]
     limit_gb: Annotated[float, at_least(0), "what was used longest ago goes first above this; statistics stay"]
+
+    def check_files(self) -> None:
+        if self.dir is not None:
+            check_writable(output_path(self.dir), "cache.dir", "the cache")
 
 
 @dataclass(slots=True)
@@ -564,6 +607,7 @@ class QuantizeJob:
     quantize: Quantize
     trt: Trt
     infer: Infer
+    judge: Judge
     timing: Timing
     verdict: Verdict
     cache: CacheFolder
@@ -619,11 +663,11 @@ class QuantizeJob:
             expected = "a statistics file or a folder of them, as a run logs"  # the job checks whether they fit
             existing("calibration", self.quantize.calibration, expected)
         self.infer.check_files()
+        self.judge.check_files()
         self.metrics.check_files()
         if self.published is not None:
             existing("published", self.published, "an existing file, or null")
-        if self.cache.dir is not None:
-            check_writable(output_path(self.cache.dir), "cache.dir", "the cache")
+        self.cache.check_files()
         check_installed(self.infer.engine)
         if self.trt.library in PLAN_BUILDERS:
             check_installed(self.trt.library)
@@ -682,6 +726,30 @@ class InferJob:
         check_installed(self.infer.engine)
         if kind := RUNTIMES[self.infer.engine].file:
             check_parts(self, kind)
+
+
+@dataclass(slots=True)
+class JudgeJob:
+    """What ``judge`` does."""
+
+    model: Model
+    infer: Infer
+    judge: Judge
+    timing: Timing
+    verdict: Verdict
+    cache: CacheFolder
+
+    def __post_init__(self):
+        check(bool(self.judge.candidates), "candidates", "empty", "at least one file or folder")
+        expected = "torch, which computes what every candidate's consumer computes; judge.runtimes is for these"
+        check(self.infer.engine == "torch", "infer.engine", self.infer.engine, expected)
+        self.model.encoder |= self.infer.image is not None
+
+    def check_files(self) -> None:
+        self.model.check_files()
+        self.infer.check_files()
+        self.judge.check_files()
+        self.cache.check_files()
 
 
 @dataclass(slots=True)
@@ -744,12 +812,13 @@ BEFORE: dict[str, dict[str, object]] = {
     "model": {"loras": [], "encoder": False, "calibration_image": None, "calibration_mask": None, "sizes": None},
     "infer": dict.fromkeys(("image", "mask", "strength", "sizes")),
     "trt": {"sizes": None},
+    "judge": {"candidates": [], "layers": 20, "runtimes": True},
 }
 
 
 def completed(knobs: dict) -> dict:
     """The knobs of a run's ``config.yaml``, with those that its version did not have."""
-    return knobs | {section: before | knobs[section] for section, before in BEFORE.items()}
+    return knobs | {section: before | knobs.get(section, {}) for section, before in BEFORE.items()}
 
 
 def run_job(run: str) -> QuantizeJob:

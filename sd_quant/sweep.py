@@ -11,7 +11,6 @@ import dataclasses
 import fcntl
 import json
 import logging
-import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from sd_quant.config import SHOWN_ALONE
+from sd_quant.config import SHOWN_ALONE, UNSAFE
 from sd_quant.errors import ConfigError
 from sd_quant.files import digest, write_json
 from sd_quant.places import input_path
@@ -40,7 +39,6 @@ from sd_quant.text import one_line
 LOG = logging.getLogger(__name__)
 LONGEST_NAME = 120
 MOST_JOBS = 1000  # each is composed and checked before the first starts, and stands in the report
-UNSAFE = re.compile(r"[^A-Za-z0-9._=,+-]+")
 
 
 def is_sweep(config_name: str, arguments: Sequence[str], multirun: bool) -> bool:
@@ -94,6 +92,7 @@ def plan_of(config_name: str, arguments: Sequence[str], job_of: Callable[[DictCo
     varied, jobs = expand(config_name, arguments)
     elsewhere = [argument for argument in arguments if argument.startswith("hydra.searchpath=")]  # the user's groups
     entries, everything, published, stated = [], [], None, dict[str, dict]()
+    judging: list[Any] = []
     by_result: dict[str, str] = {}  # the name of the first job that gives it
     for overrides in each(jobs, "jobs checked"):
         config = compose(config_name, [*overrides, *elsewhere], return_hydra_config=True)
@@ -106,6 +105,7 @@ def plan_of(config_name: str, arguments: Sequence[str], job_of: Callable[[DictCo
             published = read_published(input_path(name).read_text(encoding="utf-8"), name)
         stated = {name: dataclasses.asdict(getattr(job, name)) for name in ("timing", "verdict") if hasattr(job, name)}
         everything.append(json.dumps(deciding(job), sort_keys=True))
+        judging.append(job)
         entry: dict[str, Any] = {"name": job_name(values), "varied": values, "overrides": overrides}
         if (done := by_result.setdefault(result_of(job), entry["name"])) != entry["name"]:
             entry["same_as"] = done
@@ -124,9 +124,26 @@ def plan_of(config_name: str, arguments: Sequence[str], job_of: Callable[[DictCo
         "jobs": entries,
         "identity": identity,
         "published": published,
+        "candidates": candidates_of(judging),
         **stated,
     }
     return plan, f"{UNSAFE.sub('-', label)[:60]}_{identity[:8]}"
+
+
+def candidates_of(jobs: Sequence[Any]) -> list[dict]:
+    """What is judged beside the jobs. Raises ConfigError when they have not one model and make not the same images."""
+    if not hasattr(jobs[0], "judge"):
+        return []
+    planned = [job.judge.planned() for job in jobs]
+    by_what = [
+        json.dumps([dataclasses.asdict(each) for each in (job.model, job.infer)], sort_keys=True) for job in jobs
+    ]
+    if any(planned) and len(set(map(json.dumps, planned)) | set(by_what)) > 2:
+        raise ConfigError(
+            "candidates are judged beside recipes for one model and the same images, and the jobs of this sweep differ "
+            "in model, infer or candidates; vary the recipe alone"
+        )
+    return planned[0]
 
 
 def deciding(job: Any) -> dict:
@@ -205,10 +222,10 @@ def name_of_job(directory: str, number: int) -> str:
 
 
 def start_line(sweep: Sweep) -> str:
-    done, failed = (sum(job.status == status for job in sweep.jobs) for status in (DONE, FAILED))
+    done, failed = (sum(job.status == status for job in sweep.own) for status in (DONE, FAILED))
     before = [f"{done} done before"] if done else []
     before += [f"{failed} failed before and tried again"] if failed else []
-    if twins := len(sweep.names) - len(sweep.jobs):
+    if twins := len(sweep.names) - len(sweep.own):
         before.append(f"{twins} of them the same as another, done once")
     return f"sweep of {len(sweep.names)} jobs in {sweep.directory}" + (f": {', '.join(before)}" if before else "")
 
@@ -225,8 +242,8 @@ def job_line(sweep: Sweep, number: int) -> str:
 
 def left(sweep: Sweep) -> str:
     """How long the other jobs will take, from the median of those that are done; nothing before there are any."""
-    seconds = [sum(seconds_of_stages(job.record).values()) for job in sweep.jobs if job.record is not None]
-    waiting = len(sweep.jobs) - len(seconds)
+    seconds = [sum(seconds_of_stages(job.record).values()) for job in sweep.own if job.record is not None]
+    waiting = len(sweep.own) - len(seconds)
     return f"; about {duration(waiting * statistics.median(seconds))} of work to go" if seconds and waiting else ""
 
 

@@ -8,6 +8,7 @@ COMMANDS = {  # each with the module whose ``main`` it is
     "infer": ("sd_quant.commands.infer", "images and latency from the engines of an earlier run"),
     "export_trt": ("sd_quant.commands.export_trt", "TensorRT plans from the ONNX files of an earlier run"),
     "hand_over": ("sd_quant.commands.hand_over", "the result of an earlier run in the formats of other tools"),
+    "judge": ("sd_quant.commands.judge", "quantized checkpoints of anybody, judged beside each other"),
     "convert": ("sd_quant.checkpoints.convert", "SDXL between NeMo's archive, a diffusers folder and a single file"),
     "report": ("sd_quant.report.__main__", "the report of a run or a sweep, made again from its records"),
 }

@@ -8,8 +8,9 @@ from omegaconf import DictConfig
 
 from sd_quant.cli import importing, job_of, output_directory, recording_failure, run
 from sd_quant.config import QuantizeJob
+from sd_quant.errors import ConfigError
 from sd_quant.places import CONF
-from sd_quant.stages.closing import DONE_BEFORE, closing_words
+from sd_quant.stages.closing import DONE_BEFORE, closing_words, in_sweep
 from sd_quant.stages.job_folder import done_before
 
 LOG = logging.getLogger(__name__)
@@ -19,6 +20,11 @@ LOG = logging.getLogger(__name__)
 @recording_failure
 def task(config: DictConfig) -> float | None:
     job, directory = job_of(QuantizeJob, config), output_directory()
+    if job.judge.candidates and not in_sweep(directory):
+        raise ConfigError(
+            "candidates are judged beside the recipes of a sweep, and this is a single run; add -m, or give its folder "
+            "to judge.py as one of the candidates"
+        )
     if (record := done_before(job, directory)) is not None:  # found without importing what would do it
         LOG.info(DONE_BEFORE)
         return closing_words(record, directory)
@@ -28,12 +34,15 @@ def task(config: DictConfig) -> float | None:
     return quantize(job, directory)
 
 
-def time_together(directory: Path) -> None:
+def compare_together(directory: Path) -> None:
+    """What is done when a sweep's jobs have ended: their engines are timed together, and candidates judged."""
     with importing():
+        from sd_quant.stages.judge import judge_sweep
         from sd_quant.stages.time_sweep import time_sweep
 
     time_sweep(directory)
+    judge_sweep(directory)
 
 
 def main() -> None:
-    run(task, QuantizeJob, "quantize", after_sweep=time_together)
+    run(task, QuantizeJob, "quantize", after_sweep=compare_together)

@@ -55,7 +55,7 @@ half of the simulation's: an engine that quantizes nothing is none.
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -112,17 +112,19 @@ class WatchedEngine:
 
 
 class WatchedVariant(Mapping[str, Engine]):
-    """The engines of a variant by part, which remember the inputs of one call of each."""
+    """The engines of a variant by part, which remember the inputs of some calls of each."""
 
-    def __init__(self, variant: Mapping[str, Engine], calls: Mapping[str, int]):
-        """``calls`` gives by part the number of the call that is remembered, 0 for parts that it lacks."""
-        self.variant, self.countdown = variant, dict.fromkeys(variant, 0) | calls
-        self.seen: dict[str, dict[str, Tensor]] = {}  # a copy of the inputs by part and name
+    def __init__(self, variant: Mapping[str, Engine], calls: Mapping[str, Collection[int]]):
+        """``calls`` gives by part the numbers of the calls that are remembered, of parts that it lacks the first."""
+        self.variant, self.wanted = variant, dict.fromkeys(variant, (0,)) | calls
+        self.count = dict.fromkeys(variant, 0)  # of the calls so far
+        self.seen: dict[str, dict[int, dict[str, Tensor]]] = {}  # a copy of the inputs by part, number and name
 
     def remember(self, part: str, inputs: Mapping[str, Tensor]) -> None:
-        if self.countdown[part] == 0:
-            self.seen[part] = {name: tensor.clone() for name, tensor in inputs.items()}
-        self.countdown[part] -= 1
+        if self.count[part] in self.wanted[part]:
+            copies = {name: tensor.clone() for name, tensor in inputs.items()}
+            self.seen.setdefault(part, {})[self.count[part]] = copies
+        self.count[part] += 1
 
     def __getitem__(self, part: str) -> Engine:
         return WatchedEngine(self.variant[part], partial(self.remember, part))

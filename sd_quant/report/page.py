@@ -23,10 +23,21 @@ from PIL import Image
 
 from sd_quant.files import write_text
 from sd_quant.metrics import SCORES, Against, Score, fidelity_scores
+from sd_quant.report.candidates import RULE, judgement
 from sd_quant.report.plots import SIZE, TIME, figures, fitted, knob_value, svg
 from sd_quant.report.recommendation import Recommendation, fidelity_db, front, recommend, rule_of
-from sd_quant.report.record import DONE, VARIANTS, at, read_object, score_of
-from sd_quant.report.summary import PROVENANCE, Column, Job, Row, Sweep, machine_of, rows, shown_columns, workload
+from sd_quant.report.record import CANDIDATE, DONE, VARIANTS, at, read_object, score_of
+from sd_quant.report.summary import (
+    PROVENANCE,
+    Column,
+    Job,
+    Row,
+    Sweep,
+    machine_of,
+    rows,
+    shown_columns,
+    workload,
+)
 from sd_quant.report.timing import blocks_by_job, busy_because
 from sd_quant.text import printable
 
@@ -60,6 +71,8 @@ def write_report(sweep: Sweep, extra_sections: Sequence[tuple[str, str]] = ()) -
     table = rows(sweep)
     names = {row["job"]: described(row, sweep) for row in table}
     advice, rule = recommend(sweep, table, lambda row: names[row["job"]]), str(rule_of(sweep.verdict))
+    if not sweep.own:  # candidates alone, which have no latency in common
+        advice, rule = Recommendation(None, judgement(sweep, table)), RULE
     plots = figures(sweep)
     shown_images, notes = gallery(sweep, names, advice.job)
     sections = [
@@ -74,7 +87,7 @@ def write_report(sweep: Sweep, extra_sections: Sequence[tuple[str, str]] = ()) -
         style=style,
         script=script,
         title=safe(model_name(sweep)),
-        kind=f"sweep of {len(sweep.jobs)} jobs" if len(sweep.jobs) > 1 else "one job",
+        kind=kind_of_folder(sweep),
         facts="".join(
             f'<div class="{name}"><dt>{name}</dt><dd>{safe(value)}</dd></div>' for name, value in facts(sweep) if value
         ),
@@ -88,6 +101,14 @@ def write_report(sweep: Sweep, extra_sections: Sequence[tuple[str, str]] = ()) -
     path = sweep.directory / REPORT
     write_text(path, page + "\n")
     return path
+
+
+def kind_of_folder(sweep: Sweep) -> str:
+    own, judged = len(sweep.own), len(sweep.jobs) - len(sweep.own)
+    jobs = f"sweep of {own} jobs" if own > 1 else "one job" if own else ""
+    return " and ".join(
+        filter(None, [jobs, f"{judged} candidates" if judged > 1 else "one candidate" if judged else ""])
+    )
 
 
 def template(name: str) -> str:
@@ -130,6 +151,8 @@ def plot(name: str, drawing: str) -> str:
 
 def described(row: Row, sweep: Sweep) -> str:
     """A recipe as it is given on the command line; of a single run all that was given, or else its folder's name."""
+    if row.get(CANDIDATE):
+        return row[CANDIDATE]
     given = " ".join(at(sweep.jobs[0].record, "overrides") or []) if len(sweep.jobs) == 1 else ""
     return " ".join(f"{knob}={knob_value(row.get(knob))}" for knob in sweep.varied) or fitted(given, 80) or row["job"]
 

@@ -26,7 +26,7 @@ from matplotlib.ticker import MaxNLocator
 from sd_quant.files import atomic_path
 from sd_quant.metrics import SCORES
 from sd_quant.report.recommendation import fidelity_db, front, recommend
-from sd_quant.report.record import DONE, score_of
+from sd_quant.report.record import CANDIDATE, DONE, score_of
 from sd_quant.report.sensitivity_plot import COLOURS
 from sd_quant.report.summary import Job, Row, Sweep, rows
 from sd_quant.text import printable
@@ -64,8 +64,8 @@ LONGEST_NAME = 28
 MOST_NAMES = 16  # more lines or points than this are named only where they matter
 WORST_LAYERS = 6
 DB_BEYOND = 3.0  # identical images have an infinite PSNR and are drawn this far above the rest
-TIME, SIZE = "image_relative_time", "denoiser_onnx_bytes"
-COSTS = {TIME: "prompt to image, % of the unquantized engine's time", SIZE: "ONNX file of the denoiser, MB"}
+TIME, SIZE = "image_relative_time", "denoiser_bytes"
+COSTS = {TIME: "prompt to image, % of the unquantized engine's time", SIZE: "size of the denoiser, MB"}
 UNQUANTIZED = {TIME: lambda row: 1.0, SIZE: lambda row: row["denoiser_onnx_full_precision_bytes"]}
 SCALE = {TIME: 100.0, SIZE: 1e-6}
 UNIT = {TIME: "%", SIZE: "MB"}
@@ -137,7 +137,7 @@ def colour_on_page(colour: str) -> str:
 def short_name(row: Mapping, varied: Sequence[str]) -> str:
     """What a row is called in a plot: the values of the varied knobs, or the job's name."""
     values = " · ".join(knob_value(row.get(knob)) for knob in varied)
-    return fitted(values or row["job"])
+    return fitted(row.get(CANDIDATE) or values or row["job"])
 
 
 def knob_value(value: object) -> str:

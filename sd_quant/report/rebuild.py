@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from sd_quant.files import write_text
+from sd_quant.report.candidates import candidate_tables
 from sd_quant.report.page import write_report
 from sd_quant.report.plots import write_plots
 from sd_quant.report.published import Table, as_html, as_markdown, published_tables
@@ -22,7 +23,7 @@ def rebuild(directory: Path) -> Path:
     tables = published_tables(sweep)
     if tables:
         write_text(directory / "published.md", "\n".join(map(as_markdown, tables)))
-    tables += handed_over_tables(sweep)
+    tables += candidate_tables(sweep) + handed_over_tables(sweep)
     return write_report(sweep, [(table.heading, as_html(table)) for table in tables])
 
 

@@ -13,7 +13,17 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, NamedTuple, TypedDict, Union, get_args, get_origin, get_type_hints, is_typeddict
+from typing import (
+    Annotated,
+    Any,
+    NamedTuple,
+    TypedDict,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
 
 from sd_quant.files import digest, write_json
 from sd_quant.metrics import Against, Score, fidelity_scores
@@ -23,6 +33,7 @@ RECORD = "metrics.json"
 SCHEMA_VERSION = 1
 DONE = "done"
 FRAMEWORK = "torch"  # the engine that every other is compared with
+CANDIDATE = "candidate"  # the column of a candidate's name, in place of the knobs in which a sweep's jobs differ
 LORA = "lora "  # begins the names of inputs that are one
 IMAGE = "image"  # beside the parts in ``latency``: from prompt to image
 VARIANTS = ("full_precision", "quantized")
@@ -159,6 +170,44 @@ class HandedOver(TypedDict):
     bytes: dict[str, int]  # of its larger files
 
 
+class Hurting(TypedDict):
+    """One of the layers of a candidate that cost most."""
+
+    name: str  # diffusers'
+    role: str  # its role in the network
+    format: str  # of its weight
+    output_error: float | None  # of its output on real inputs, relative to the norm of the full-precision one
+    network_error: float | None  # of the network's output with this layer alone; null where it was not put in
+
+
+class JudgedRuntime(TypedDict, total=False):
+    """What the library that a candidate is made for computes of it on this machine."""
+
+    name: str | None  # what it is
+    agreement: ImageScores  # PSNR of its images to those of our reading of the candidate, in dB
+    ms: Positive  # one call of the denoiser, median
+    torch_ms: Positive  # the same of torch in full precision, in the same rounds
+    speedup: Positive  # of the library over torch: above 1 is faster
+    speedup_interval: list[float] | None  # its ends at 95 %
+    reason: str | None  # why nothing is known
+
+
+class Judged(TypedDict):
+    """A quantized checkpoint of anybody: see ``docs/judge.md``."""
+
+    name: str  # in tables
+    path: str  # where it lies
+    reader: str  # what has read it
+    maker: str  # who made it, as far as the file says
+    bits: float  # stored bits of the denoiser by the number of its weights
+    stored_bytes: float  # of the denoiser
+    formats: dict[str, int]  # how many layers have their weights in which format
+    inputs: dict[str, int]  # how many layers have their inputs computed in which way
+    network_error: float | None  # of the denoiser's output on sampled calls, relative to the norm of the full one
+    hurting: list[Hurting]  # the layers that cost most, worst first
+    runtime: JudgedRuntime  # the candidate's own library
+
+
 class Stage(TypedDict):
     seconds: float  # wall time
     peak_memory_bytes: float  # of the stage alone, with the processes that it started
@@ -207,6 +256,7 @@ class Record(TypedDict):
     smoothing: dict[str, int]  # how many layers are smoothed and folded, and the graph's multiplications for it
     sensitivity: dict[str, Any]  # what the choice of layers went by, with `keep` or `quantize.budget`
     hand_over: dict[str, HandedOver]  # by target, what was written in other tools' formats
+    judged: Judged | None  # of a candidate of judge.py, of which much else is absent; null for a run
     peak_memory_bytes: float | Explained  # the most memory of the job
     peak_cuda_memory_bytes: float | Explained  # the most memory of a GPU
     stages: dict[str, Stage]  # by name, in the order in which they ran

@@ -22,6 +22,7 @@ from sd_quant.metrics import SCORES, fidelity_scores
 from sd_quant.metrics.intervals import Interval, mean_interval
 from sd_quant.report.csv_files import cell
 from sd_quant.report.record import (
+    CANDIDATE,
     DONE,
     FRAMEWORK,
     IMAGE,
@@ -62,6 +63,7 @@ class Plan(TypedDict):
     command: list[Any]
     varied: list[str]
     jobs: list[PlannedJob]
+    candidates: list[PlannedJob]  # what is judged beside the jobs, see ``sd_quant.stages.judge``
     published: dict[str, Any]  # figures to show beside ours, see ``sd_quant.report.published``
     verdict: dict[str, Any]  # the knobs of the same name, see ``sd_quant.report.recommendation``
 
@@ -77,17 +79,27 @@ class Job:
     twins: tuple[str, ...] = ()  # jobs of other names that are this one, because their assignment is the same
     timed: Timed | None = None  # its latencies, measured together with the other jobs' or else on its own
 
+    @property
+    def judged(self) -> bool:
+        """Whether it is a candidate of somebody's and no job of ours."""
+        return CANDIDATE in self.varied
+
 
 @dataclass(frozen=True)
 class Sweep:
     directory: Path
     command: list[str]
     varied: list[str]
-    jobs: list[Job]  # each assignment once
+    jobs: list[Job]  # each assignment once, and the candidates that are judged beside them
     published: Mapping[str, Any] | None = None  # figures to show beside ours, see sd_quant.report.published
     verdict: Mapping[str, Any] | None = None  # by which a recipe is recommended, see sd_quant.report.recommendation
     timing: Mapping[str, Any] | None = None  # of engines that were timed together, see sd_quant.report.timing
     names: tuple[str, ...] = ()  # of all jobs by Hydra's number, twins among them
+
+    @property
+    def own(self) -> list[Job]:
+        """The jobs without the candidates."""
+        return [job for job in self.jobs if not job.judged]
 
 
 def read_sweep(directory: Path) -> Sweep:
@@ -116,7 +128,7 @@ def read_sweep(directory: Path) -> Sweep:
     try:
         content = json.loads(plan.read_text(encoding="utf-8"))
         check_shape(content, Plan, "it")
-        planned = content["jobs"]
+        planned, candidates = content["jobs"], content.get("candidates") or []
         names = tuple(job["name"] for job in planned)
         twins = {name: tuple(job["name"] for job in planned if job.get("same_as") == name) for name in names}
         jobs = [
@@ -124,6 +136,8 @@ def read_sweep(directory: Path) -> Sweep:
             for job in planned
             if job.get("same_as") not in names
         ]
+        twins |= dict.fromkeys((each["name"] for each in candidates), ())
+        jobs += [read_job(each["name"], folder_in(directory, each["name"]), {**each["varied"]}) for each in candidates]
         jobs = [
             replace(job, twins=twins[job.name], timed=together.get(job.name) or timed_alone(job.name, job.record))
             for job in jobs
@@ -216,6 +230,8 @@ def row_of(job: Job, timed_on: str | None = None) -> Row:
         "denoiser_onnx_bytes": sizes["onnx_quantized"].value,
         "denoiser_onnx_full_precision_bytes": sizes["onnx_full_precision"].value,
         "denoiser_onnx_share": quotient(sizes["onnx_quantized"], sizes["weights_fp32"]).value,
+        "denoiser_bytes": number_at(record, "judged", "stored_bytes").value or sizes["onnx_quantized"].value,
+        "denoiser_bits": bits_of(record, sizes),
         "denoiser_plan_bytes": sizes["plan"].value,
         "denoiser_plan_targets": " ".join(at(record, "plans", denoiser, "targets") or ()) or None,
         "run_by": "simulation" if record.get("simulated") else engine,
@@ -225,6 +241,12 @@ def row_of(job: Job, timed_on: str | None = None) -> Row:
         "seconds": sum(seconds.values()) if seconds else None,
         "peak_memory_bytes": number_at(record, "peak_memory_bytes").value,
     }
+
+
+def bits_of(record: Mapping[str, Any], sizes: Mapping[str, Number]) -> float | None:
+    """Stored bits of the denoiser by the number of its weights."""
+    judged, share = number_at(record, "judged", "bits"), quotient(sizes["onnx_quantized"], sizes["weights_fp32"])
+    return judged.value if judged.value is not None or share.value is None else 32 * share.value
 
 
 def latencies_of(job: Job, measured_together: bool) -> dict[str, float | None]:
@@ -356,8 +378,8 @@ def shown_columns() -> dict[str, Column]:
         "denoiser_speedup": Column("denoiser speedup", "{:.2f}x", more_is_better=True),
         "image_ms": Column("image, ms", "{:,.0f}"),
         "image_speedup": Column("image speedup", "{:.2f}x", more_is_better=True),
-        "denoiser_onnx_bytes": Column("denoiser ONNX, MB", "{:,.1f}", scale=1e-6),
-        "denoiser_onnx_share": Column("of fp32", "{:.3f}"),
+        "denoiser_bytes": Column("denoiser, MB", "{:,.1f}", scale=1e-6),
+        "denoiser_bits": Column("bits a weight", "{:.2f}"),
         "denoiser_plan_targets": Column("plan for", is_text=True),
         "run_by": Column("run by", is_text=True),
         "seconds": Column("job, s", "{:.1f}"),

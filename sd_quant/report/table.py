@@ -29,7 +29,7 @@ from sd_quant.report.timing import busy_because
 from sd_quant.text import printable
 
 HANDED_OVER = ["handed over", "layers", "PSNR", "size"]
-SWEPT = ("psnr_db", "lpips", "denoiser_speedup", "image_ms", "denoiser_onnx_share")  # columns, where there are figures
+SWEPT = ("psnr_db", "lpips", "denoiser_speedup", "image_ms", "denoiser_bits")  # columns, where there are figures
 
 
 def run_table(record: Mapping[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """Images of the three variants of the model from the same seeds, and what their parts compute from the same inputs."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -26,6 +26,7 @@ from sd_quant.stages.generate import generate, image_names, sampling_of
 from sd_quant.stages.variants import FRAMEWORK, FULL_PRECISION, QUANTIZED
 
 Engines = Mapping[str, Mapping[str, Engine]]  # by variant, which is FRAMEWORK, FULL_PRECISION or QUANTIZED, and part
+SAMPLED = 4  # calls of the denoiser that are kept
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Comparison:
     images: dict[str, Generated]  # by variant
     inputs: dict[str, dict]  # by part: the inputs of one call in the framework's pipeline, the denoiser's from half way
     outputs: dict[str, Outputs]  # by variant: what the parts computed from these inputs
+    calls: dict[str, dict]  # inputs of further calls of the denoiser in that pipeline, spread over images and steps
 
 
 def compare_images(
@@ -51,27 +53,53 @@ def compare_images(
     Those of the unquantized variants are the same for every recipe, so they come from the cache where it has them.
     ``facts`` are the job's, which the cache key is made of; ``directory`` holds temporary files.
     """
-    origin = {
+    framework = framework_images(checkpoint, engines[FRAMEWORK], prompts, infer, facts, directory, cache)
+    origin = framework_origin(checkpoint, prompts, infer, facts) | {"engine": infer.engine}
+    unquantized = provided(
+        "pictures", origin, directory, cache,
+        lambda: compare_unquantized(checkpoint, engines[FULL_PRECISION], framework.inputs, prompts, infer),
+    )  # fmt: skip
+    variant, denoiser = engines[QUANTIZED], checkpoint.family.DENOISER  # its other parts are the unquantized ones
+    images = framework.images | unquantized.images
+    outputs = framework.outputs | unquantized.outputs
+    images[QUANTIZED] = generate(pipeline_of(checkpoint, variant), prompts, infer, "quantized")
+    outputs[QUANTIZED] = {denoiser: variant[denoiser](**framework.inputs[denoiser])}
+    return Comparison(images, framework.inputs, outputs, framework.calls)
+
+
+def framework_images(
+    checkpoint: Checkpoint,
+    variant: Mapping[str, Engine],
+    prompts: list[str],
+    infer: Infer,
+    facts: dict,
+    directory: Path,
+    cache: Cache,
+) -> Comparison:
+    """What the framework makes of the prompts, whatever else is compared with it, from the cache if it has that."""
+    origin = framework_origin(checkpoint, prompts, infer, facts)
+    return provided(
+        "pictures", origin, directory, cache, lambda: compare_framework(checkpoint, variant, prompts, infer)
+    )
+
+
+def framework_origin(checkpoint: Checkpoint, prompts: list[str], infer: Infer, facts: dict) -> dict:
+    """All that the framework's images depend on."""
+    return {
         **unquantized_origin(facts),
         "contracts": repr(contracts_of(checkpoint)),  # knobs may give a checkpoint's parts other shapes
         "prompts": prompts,
         "sampling": sampling_of(infer).described(),
-        "engine": infer.engine,
         "precision": infer.precision,
     }
+
+
+def provided(kind: str, origin: dict, directory: Path, cache: Cache, make: Callable[[], Comparison]) -> Comparison:
+    """What ``make`` returns, from the cache if it has that for this ``origin``."""
     with temporary_folder(directory) as temporary:
-        path = Path(temporary) / "pictures.safetensors"
-        cache.provide(
-            "pictures", origin, path.parent,
-            lambda folder: save_file(
-                pack(compare_unquantized(checkpoint, engines, prompts, infer)), folder / path.name
-            ),
-        )  # fmt: skip
-        comparison = unpack(load_file(path))
-    variant, denoiser = engines[QUANTIZED], checkpoint.family.DENOISER  # its other parts are the unquantized ones
-    comparison.images[QUANTIZED] = generate(pipeline_of(checkpoint, variant), prompts, infer, "quantized")
-    comparison.outputs[QUANTIZED] = {denoiser: variant[denoiser](**comparison.inputs[denoiser])}
-    return comparison
+        path = Path(temporary) / f"{kind}.safetensors"
+        cache.provide(kind, origin, path.parent, lambda folder: save_file(pack(make()), folder / path.name))
+        return unpack(load_file(path))
 
 
 def unquantized_origin(facts: dict) -> dict:
@@ -85,15 +113,34 @@ def unquantized_origin(facts: dict) -> dict:
     }
 
 
-def compare_unquantized(checkpoint: Checkpoint, engines: Engines, prompts: list[str], infer: Infer) -> Comparison:
-    """Images of framework and unquantized engine, and the outputs of their parts for the framework's inputs."""
-    framework = WatchedVariant(engines[FRAMEWORK], {checkpoint.family.DENOISER: sampling_of(infer).steps_taken // 2})
-    images: dict[str, Generated] = {}
-    outputs: dict[str, Outputs] = {}
-    for name, variant in {FRAMEWORK: framework, FULL_PRECISION: engines[FULL_PRECISION]}.items():
-        images[name] = generate(pipeline_of(checkpoint, variant), prompts, infer, name.replace("_", " "))
-        outputs[name] = {part: engines[name][part](**framework.seen[part]) for part in reversed(checkpoint.parts())}
-    return Comparison(images, framework.seen, outputs)
+def compare_framework(
+    checkpoint: Checkpoint, variant: Mapping[str, Engine], prompts: list[str], infer: Infer
+) -> Comparison:
+    """The framework's images, and what its parts compute on the way."""
+    steps, denoiser = sampling_of(infer).steps_taken, checkpoint.family.DENOISER
+    calls = sampled_calls(len(sampling_of(infer).batches(range(len(prompts)))), steps)
+    watched = WatchedVariant(variant, {denoiser: {steps // 2, *calls}})
+    images = generate(pipeline_of(checkpoint, watched), prompts, infer, "framework")
+    inputs = {part: seen[steps // 2 if part == denoiser else 0] for part, seen in watched.seen.items()}
+    outputs = {part: variant[part](**inputs[part]) for part in reversed(checkpoint.parts())}
+    kept = {str(number): watched.seen[denoiser][number] for number in calls if number in watched.seen[denoiser]}
+    return Comparison({FRAMEWORK: images}, inputs, {FRAMEWORK: outputs}, kept)
+
+
+def sampled_calls(batches: int, steps: int) -> list[int]:
+    """The numbers of up to SAMPLED calls of the denoiser: each of another batch, if there are as many, and step."""
+    return sorted({
+        number * batches // SAMPLED * steps + (2 * number + 1) * steps // (2 * SAMPLED) for number in range(SAMPLED)
+    })  # fmt: skip
+
+
+def compare_unquantized(
+    checkpoint: Checkpoint, variant: Mapping[str, Engine], inputs: dict[str, dict], prompts: list[str], infer: Infer
+) -> Comparison:
+    """Images of the unquantized engine, and the outputs of its parts for the framework's ``inputs``."""
+    images = generate(pipeline_of(checkpoint, variant), prompts, infer, FULL_PRECISION.replace("_", " "))
+    outputs = {part: variant[part](**inputs[part]) for part in reversed(checkpoint.parts())}
+    return Comparison({FULL_PRECISION: images}, {}, {FULL_PRECISION: outputs}, {})
 
 
 def pack(comparison: Comparison) -> dict[str, Tensor]:
@@ -104,6 +151,8 @@ def pack(comparison: Comparison) -> dict[str, Tensor]:
         tensors |= named(f"images/{variant}/latents", generated.latents)
     for part, inputs in comparison.inputs.items():
         tensors |= {f"inputs/{part}/{name}": tensor for name, tensor in inputs.items()}
+    for number, inputs in comparison.calls.items():
+        tensors |= {f"calls/{number}/{name}": tensor for name, tensor in inputs.items()}
     for variant, parts in comparison.outputs.items():
         tensors |= {f"outputs/{variant}/{part}/{name}": parts[part][name] for part in parts for name in parts[part]}
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
@@ -129,7 +178,7 @@ def unpack(tensors: Mapping[str, Tensor]) -> Comparison:
             [image.numpy() for image in pixels.values()] if isinstance(pixels, dict) else pixels.numpy(),
             list(each["latents"].values()) if isinstance(each["latents"], dict) else each["latents"],
         )
-    return Comparison(images, tree["inputs"], tree["outputs"])
+    return Comparison(images, tree.get("inputs", {}), tree["outputs"], tree.get("calls", {}))
 
 
 def save_pairs(comparison: Comparison, prompts: list[str], label: str, directory: Path) -> None:

@@ -92,6 +92,7 @@ def record_of(job: QuantizeJob, facts: dict, results: Results, directory: Path) 
         smoothing=count_smoothing(results.chosen.assignment, artifact(directory, "onnx", loaded.denoiser)),
         sensitivity=sensitivity_entry(results.chosen),
         hand_over=results.handed_over,
+        judged=None,
         peak_memory_bytes=cast("float | Explained", results.peak),
         peak_cuda_memory_bytes=explained(peak_cuda_memory_bytes(), "no NVIDIA GPU"),
         stages=cast(dict[str, Stage], results.stages),

@@ -72,11 +72,11 @@ def time_sweep(directory: Path, again: bool = False) -> None:
     if not (directory / SWEEP).exists():
         raise ArtifactError(f"{directory} holds no {SWEEP}; give the folder of a sweep")
     here, sweep = machine(), read_sweep(directory)
-    usual = yaml.safe_load((CONF / "quantize.yaml").read_text(encoding="utf-8"))["timing"]  # of a plan without it
+    usual = yaml.safe_load((CONF / "_judge.yaml").read_text(encoding="utf-8"))["timing"]  # of a plan without it
     timing = read(Timing, at(read_object(directory / SWEEP), "timing") or usual, "timing.")
     workloads, left_out = dict[str, Workload](), list[LeftOut]()
     for job in sweep.jobs:
-        if job.status != DONE or at(job.record, "simulated"):
+        if job.status != DONE or job.judged or at(job.record, "simulated"):
             continue
         try:
             if reason := why_left_out(job, here):

@@ -21,6 +21,7 @@ from sd_quant.config import (
     ExportJob,
     HandOverJob,
     InferJob,
+    JudgeJob,
     QuantizeJob,
     Trt,
     artifact,
@@ -41,9 +42,16 @@ CONF = HOME / "conf"
 RANK = (
     "quantize.rank is {}, expected 0, a number of singular directions, or a fraction below 1 of a layer's shorter side"
 )
-JOBS = {"quantize": QuantizeJob, "export_trt": ExportJob, "infer": InferJob, "hand_over": HandOverJob}
+JOBS = {
+    "quantize": QuantizeJob,
+    "export_trt": ExportJob,
+    "infer": InferJob,
+    "hand_over": HandOverJob,
+    "judge": JudgeJob,
+}
 NEEDED = {  # mandatory values of a primary or an option
     "hand_over": ["run=some_run", "to=comfyui"],
+    "judge": ["candidates=[some.gguf]"],
 } | {
     f"model={path.stem}": ["model.path=some_model"]
     for path in (CONF / "model").glob("*.yaml")

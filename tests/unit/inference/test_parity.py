@@ -61,16 +61,15 @@ def test_an_engine_may_differ_from_torch_in_bf16_by_what_bf16_rounds(dtype, off,
             part_parity(*outputs, {"unet": contract})
 
 
-def test_the_watched_unet_keeps_the_inputs_of_the_middle_call():
-    variant = WatchedVariant({"unet_xl": Doubling(), "vae": Doubling()}, {"unet_xl": 2})
+def test_the_watched_unet_keeps_the_inputs_of_the_calls_that_are_named():
+    variant = WatchedVariant({"unet_xl": Doubling(), "vae": Doubling()}, {"unet_xl": {0, 2}})
     for value in range(4):
         x = torch.full((1,), float(value))
         assert variant["unet_xl"](x=x)["out"] == 2 * value
         x += 100  # what was seen is a copy
     variant["vae"](x=torch.full((1,), 7.0))
     variant["vae"](x=torch.full((1,), 8.0))
-    assert variant.seen["unet_xl"]["x"] == 2
-    assert variant.seen["vae"]["x"] == 7
+    assert variant.seen == {"unet_xl": {0: {"x": 0}, 2: {"x": 2}}, "vae": {0: {"x": 7}}}
 
 
 def test_an_output_of_zeros_or_none_at_all_is_no_agreement():

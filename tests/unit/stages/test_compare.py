@@ -26,20 +26,32 @@ def test_the_denoiser_is_compared_where_half_of_the_steps_are_done(monkeypatch):
     """Not on the first call, of pure noise: both engines get the inputs that the framework's had there."""
 
     def generate(engines, prompts, infer, description):
-        for step in range(infer.steps):
-            engines["unet"](x=torch.tensor([float(step)]))
+        for _ in prompts:
+            for step in range(infer.steps):
+                engines["unet"](x=torch.tensor([float(step)]))
         engines["vae"](x=torch.tensor([50.0]))
 
     monkeypatch.setattr(compare, "generate", generate)
-    monkeypatch.setattr(compare, "sampling_of", lambda infer: SimpleNamespace(steps_taken=infer.steps))
+    monkeypatch.setattr(compare, "sampling_of", lambda infer: SimpleNamespace(steps_taken=infer.steps, batches=list))
     monkeypatch.setattr(compare, "pipeline_of", lambda checkpoint, engines: engines)
     checkpoint = SimpleNamespace(family=SimpleNamespace(DENOISER="unet"), parts=lambda: {"unet": None, "vae": None})
     engines = {name: dict.fromkeys(("unet", "vae"), Adding(number)) for name, number in VARIANTS.items()}
-    found = compare.compare_unquantized(checkpoint, engines, ["a cat"], SimpleNamespace(steps=20))
+    infer = SimpleNamespace(steps=20)
+    found = compare.compare_framework(checkpoint, engines[compare.FRAMEWORK], ["a cat"] * 8, infer)
     assert {part: inputs["x"].item() for part, inputs in found.inputs.items()} == {"unet": 10, "vae": 50}
+    assert [inputs["x"].item() for inputs in found.calls.values()] == [2, 7, 12, 17]
+    theirs = compare.compare_unquantized(
+        checkpoint, engines[compare.FULL_PRECISION], found.inputs, ["a cat"] * 8, infer
+    )
     for name, number in VARIANTS.items():
-        outputs = {part: output["out"].item() for part, output in found.outputs[name].items()}
+        outputs = {part: output["out"].item() for part, output in (found.outputs | theirs.outputs)[name].items()}
         assert outputs == {"unet": 10 + number, "vae": 50 + number}
+
+
+@pytest.mark.parametrize(("batches", "expected"), [(8, [2, 47, 92, 137]), (1, [2, 7, 12, 17]), (2, [2, 7, 32, 37])])
+def test_further_calls_are_of_other_images_and_other_steps(batches, expected):
+    assert compare.sampled_calls(batches, 20) == expected
+    assert max(compare.sampled_calls(batches, 1)) < batches
 
 
 @pytest.mark.parametrize("widths", [(64, 64), (64, 128)], ids=["one size", "several sizes"])
@@ -49,7 +61,12 @@ def test_images_are_kept_as_they_were(widths):
     same = len(set(widths)) == 1
     made = Generated(np.stack(images) if same else images, torch.stack(latents) if same else latents)
     inputs = {"vae": {"z": torch.ones(1)}}
-    kept = compare.unpack(compare.pack(compare.Comparison({"framework": made}, inputs, {"framework": inputs})))
+    kept = compare.unpack(
+        compare.pack(
+            compare.Comparison({"framework": made}, inputs, {"framework": inputs}, {"7": {"z": torch.ones(2)}})
+        )
+    )
+    assert kept.calls["7"]["z"].shape == (2,)
     found = kept.images["framework"]
     assert type(found.images) is type(made.images) and type(found.latents) is type(made.latents)
     assert all(np.array_equal(*pair) for pair in zip(found.images, images, strict=True))

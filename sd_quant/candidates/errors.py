@@ -1,0 +1,108 @@
+"""What each layer of a candidate does to its own output, and to the network's when it stands in it alone.
+
+Both are measured on real inputs of the full-precision network, which stays as it is: a layer's weight is read when it
+is due, so the candidate takes the memory of one layer. The road not taken is to compare the candidate's own network
+layer by layer: the errors in front of a layer would be counted as its own.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sd_quant.candidates.candidate import StoredLayer
+from sd_quant.candidates.network import before
+from sd_quant.numbers import finite, relative_error
+
+
+@dataclass(frozen=True)
+class LayerErrors:
+    """Of one layer, relative to the norms of what the full-precision one has; None where that is zero."""
+
+    weight: float | None
+    output: float | None
+
+
+def product(module: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
+    """What a linear or a convolution computes of ``x`` with another weight, without its bias."""
+    if isinstance(module, nn.Conv2d):
+        return F.conv2d(x, weight, None, module.stride, module.padding, module.dilation, module.groups)
+    return F.linear(x, weight)
+
+
+@torch.no_grad()
+def layer_errors(
+    network: nn.Module,
+    layers: Mapping[str, StoredLayer],
+    run: Callable[[], object],
+    advance: Callable[[], object] = lambda: None,
+) -> dict[str, LayerErrors]:
+    """The errors of the candidate's ``layers``, each on the inputs that it has in ``network`` while ``run()`` calls it.
+
+    ``advance`` is called after every call of a layer.
+    """
+    squares = {name: torch.zeros(2, dtype=torch.float64) for name in layers}  # of the error and of the output
+    weights: dict[str, float | None] = {}
+
+    def hook(name: str):
+        layer = layers[name]
+
+        def measure(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
+            (x, *_), full = arguments, module.get_parameter("weight")
+            weight = layer.weight.read().to(full)
+            weights.setdefault(name, relative_error(full, weight))
+            expected = product(module, x, full)
+            error = product(module, x if layer.inputs is None else layer.inputs(x), weight) - expected
+            squares[name] += torch.stack([error.double().square().sum(), expected.double().square().sum()]).cpu()
+            advance()
+
+        return measure
+
+    handles = [network.get_submodule(name).register_forward_hook(hook(name)) for name in layers]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {name: LayerErrors(weights.get(name), ratio(*squares[name].tolist())) for name in layers}
+
+
+def ratio(error: float, reference: float) -> float | None:
+    """The root of two sums of squares' quotient."""
+    return finite((error / reference) ** 0.5) if reference else None
+
+
+@contextmanager
+def put_in(network: nn.Module, name: str, layer: StoredLayer) -> Iterator[None]:
+    """In the block ``network`` has this layer of the candidate, and is otherwise as it was."""
+    module = network.get_submodule(name)
+    weight = module.get_parameter("weight")
+    full = weight.data
+    weight.data = layer.weight.read().to(full)
+    handle = None if layer.inputs is None else module.register_forward_pre_hook(before(layer.inputs))
+    try:
+        yield
+    finally:
+        weight.data = full
+        if handle is not None:
+            handle.remove()
+
+
+@torch.no_grad()
+def alone(
+    network: nn.Module,
+    layers: Mapping[str, StoredLayer],
+    names: Sequence[str],
+    run: Callable[[], Tensor],
+    advance: Callable[[], object] = lambda: None,
+) -> dict[str, float | None]:
+    """The relative error of what ``run()`` returns, with each of these layers alone in ``network``, largest first."""
+    expected, errors = run(), {}
+    for name in names:
+        with put_in(network, name, layers[name]):
+            errors[name] = relative_error(expected, run())
+        advance()
+    return dict(sorted(errors.items(), key=lambda item: -(item[1] or 0)))

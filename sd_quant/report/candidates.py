@@ -1,0 +1,157 @@
+"""Candidates of ``judge.py`` in a report: which of them is worth its bits, what is in each, and which layers hurt.
+
+Candidates come from other tools and run on other machines, so what they have in common is images and size. One is
+worth its bits if no other is both smaller and closer to full precision. Two are compared on the prompts that both have
+drawn, image by image, because prompts differ by more than candidates do. The road not taken is a single score of both:
+nobody can say what a bit is worth to somebody else's memory.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sd_quant.metrics.intervals import Interval, mean_interval
+from sd_quant.report.published import Table
+from sd_quant.report.recommendation import capped, joined
+from sd_quant.report.record import CANDIDATE, DONE, at
+from sd_quant.report.summary import Job, Row, Sweep
+
+RULE = (
+    "a candidate is worth its bits if no other is both smaller and closer to full precision; two are compared on the "
+    "same prompts, with a confidence of 95 % for all comparisons together"
+)
+IDENTICAL_DB = 100.0  # what an identical image counts
+HIGH_PRECISION = "high precision"
+WORST = 5  # layers of each candidate
+
+
+@dataclass(frozen=True, eq=False)
+class Standing:
+    """A candidate among the others."""
+
+    name: str
+    bits: float
+    images: tuple[float, ...]  # PSNR of each in dB
+
+    @property
+    def fidelity(self) -> float:
+        return statistics.fmean(self.images)
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.fidelity:.1f} dB at {self.bits:.2f} bits a weight)"
+
+
+def standings(sweep: Sweep, table: Sequence[Row]) -> list[Standing]:
+    """Everything in the folder that has both images and a size, the smallest first."""
+    found = []
+    for job, row in zip(sweep.jobs, table, strict=True):
+        images = capped(job.record, IDENTICAL_DB)
+        if row["status"] == DONE and images and row["denoiser_bits"]:
+            found.append(Standing(row.get(CANDIDATE) or row["job"], row["denoiser_bits"], images))
+    return sorted(found, key=lambda each: (each.bits, -each.fidelity))
+
+
+def closer(a: Standing, b: Standing, confidence: float) -> Interval:
+    """By how many dB ``a`` is closer to full precision than ``b``."""
+    if len(a.images) != len(b.images):
+        return Interval(a.fidelity - b.fidelity, -math.inf, math.inf)
+    return mean_interval([x - y for x, y in zip(a.images, b.images, strict=True)], confidence)
+
+
+def judgement(sweep: Sweep, table: Sequence[Row]) -> str:
+    """The sentences on which candidates are worth their bits, and by how much the others are beaten."""
+    everyone = standings(sweep, table)
+    if not everyone:
+        return "No candidate has both images and a size, so there is nothing to say."
+    worth: list[Standing] = []
+    beaten: list[str] = []
+    tied: list[str] = []
+    confidence = 1 - 0.05 / len(everyone)
+    for each in everyone:  # the smallest first, so all that could beat it stand before it
+        if not worth:
+            worth.append(each)
+            continue
+        best = worth[-1]
+        gain = closer(each, best, confidence)
+        if gain.low > 0:
+            worth.append(each)
+        elif gain.high < 0:
+            by = f"{-gain.value:.1f} dB ({-gain.high:.1f} to {-gain.low:.1f})"
+            beaten.append(f"{each} by {best.name}, which is no larger, by {by}")
+        else:
+            tied.append(f"{each} from {best.name}, which is no larger")
+    sentences = [f"Worth its bits: {joined(list(map(str, worth)))}."]
+    sentences += [f"Beaten: {'; '.join(beaten)}."] if beaten else []
+    sentences += [f"Not to be told apart on {len(everyone[0].images)} images: {'; '.join(tied)}."] if tied else []
+    return " ".join(sentences)
+
+
+def candidate_tables(sweep: Sweep) -> list[Table]:
+    """What is in each candidate, how its own library does, and which layers hurt; no tables without candidates."""
+    judged = {job.name: (job, at(job.record, "judged")) for job in sweep.jobs if at(job.record, "judged")}
+    if not judged:
+        return []
+    contents = [contents_of(job, entry) for job, entry in judged.values()]
+    hurting = [line for job, entry in judged.values() for line in hurting_of(job, entry)]
+    return [
+        Table(
+            "What is in each candidate",
+            ["candidate", "made by", "bits a weight", "MB", "layers quantized", "inputs", "error of the network",
+             "its own library", "agrees with our reading", "a call, ms", "over torch in full precision"],
+            contents,
+            "Bits are those that are stored for the denoiser, scales and what is not quantized included, by the number "
+            "of its weights. Images come from our reading of each file, in torch and fp32; where the library that the "
+            "file is made for computes here, it has made them again, and their PSNR to ours says whether the file was "
+            "understood. Speed is of this machine's processor alone. The error of the network is that of one call's "
+            "output, relative to its norm.",
+        ),
+        Table(
+            "Which layers hurt",
+            ["candidate", "layer", "role", "format", "error of its output", "error of the network with it alone"],
+            hurting,
+            f"The {WORST} worst of each candidate, on inputs of the full-precision network. All layers stand in "
+            "layers.csv of the candidate's folder.",
+        ),
+    ]  # fmt: skip
+
+
+def contents_of(job: Job, entry: Mapping[str, Any]) -> list[str]:
+    formats, runtime = at(entry, "formats") or {}, at(entry, "runtime") or {}
+    quantized = [f"{count} {name}" for name, count in formats.items() if name != HIGH_PRECISION]
+    inputs = [f"{count} {name}" for name, count in (at(entry, "inputs") or {}).items() if name != HIGH_PRECISION]
+    agreement = [value for value in at(runtime, "agreement", "values") or []]
+    known = [value for value in agreement if value is not None]
+    agrees = "–" if not agreement else f"{statistics.fmean(known):.1f} dB" if known else "identical"
+    interval = at(runtime, "speedup_interval")
+    reach = f" ({interval[0]:.2f} to {interval[1]:.2f})" if interval else ""
+    speedup, ms = at(runtime, "speedup"), at(runtime, "ms")
+    return [
+        str(job.varied.get(CANDIDATE, job.name)),
+        str(at(entry, "maker")),
+        number(at(entry, "bits"), "{:.2f}"),
+        number(at(entry, "stored_bytes"), "{:,.1f}", 1e-6),
+        f"{', '.join(quantized) or 'none'} of {sum(formats.values())}",
+        ", ".join(inputs) or HIGH_PRECISION,
+        number(at(entry, "network_error"), "{:.2g} %", 100),
+        str(at(runtime, "name") or "–") if not at(runtime, "reason") else f"– ({at(runtime, 'reason')})",
+        agrees,
+        number(ms, "{:,.1f}"),
+        "–" if speedup is None else f"{speedup:.2f}x{reach}",
+    ]
+
+
+def hurting_of(job: Job, entry: Mapping[str, Any]) -> list[list[str]]:
+    return [
+        [
+            str(job.varied.get(CANDIDATE, job.name)), str(at(layer, "name")), str(at(layer, "role")),
+            str(at(layer, "format")), number(at(layer, "output_error"), "{:.2g} %", 100),
+            number(at(layer, "network_error"), "{:.2g} %", 100),
+        ]
+        for layer in (at(entry, "hurting") or [])[:WORST]
+    ]  # fmt: skip
+
+
+def number(value: float | None, form: str, scale: float = 1.0) -> str:
+    return "–" if value is None else form.format(value * scale)

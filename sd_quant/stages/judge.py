@@ -1,0 +1,378 @@
+"""Quantized checkpoints of anybody, and runs of ours, judged by one rule: the same prompts, seeds and full precision.
+
+Each candidate gets a folder as a job of a sweep has it, so everything that shows a sweep shows candidates: its images
+beside their full-precision twins, ``layers.csv`` with the error of each layer, and a record. All are opened before
+anything is computed, so that a file which is not understood costs no time. One network is in memory at a time where it
+does not hold two.
+
+Where the library that a candidate is made for computes here, it makes the images again, which says whether the
+candidate was understood, and it is timed in the same rounds as torch in full precision.
+"""
+
+import dataclasses
+import json
+import logging
+import math
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, cast, get_type_hints
+
+import torch
+from torch import Tensor
+
+from sd_quant.cache import Cache, locked
+from sd_quant.candidates.errors import LayerErrors, alone, layer_errors
+from sd_quant.config import Infer, Judge, JudgeJob, Model, QuantizeJob, Timing, Verdict, run_job
+from sd_quant.devices import threads
+from sd_quant.engines.base import Engine
+from sd_quant.engines.pool import Pool, Variant
+from sd_quant.engines.torch import TorchEngine
+from sd_quant.errors import SdQuantError, of_the_machine
+from sd_quant.files import digest, write_json
+from sd_quant.inference.loading import pipeline_of
+from sd_quant.inference.memory import fits, memory_of_part, memory_of_variant
+from sd_quant.inference.pipeline import Generated
+from sd_quant.metrics.fidelity import fidelity, psnr, summary
+from sd_quant.metrics.images import score_pairs
+from sd_quant.metrics.intervals import ratio_interval
+from sd_quant.metrics.memory import StageTimer, peak_cuda_memory_bytes
+from sd_quant.models.checkpoint import Checkpoint, denoiser_of, part_parameters, samples_per_image
+from sd_quant.numbers import relative_error
+from sd_quant.places import output_path, shown
+from sd_quant.progress import progress
+from sd_quant.report.csv_files import write_csv
+from sd_quant.report.provenance import fingerprint, provenance
+from sd_quant.report.rebuild import rebuild
+from sd_quant.report.record import (
+    DONE,
+    SCHEMA_VERSION,
+    Explained,
+    Hurting,
+    ImageScores,
+    Judged,
+    JudgedRuntime,
+    Knobs,
+    Record,
+    Stage,
+    explained,
+    weights_sha256,
+    write_record,
+)
+from sd_quant.report.summary import FAILURE, LOCK, PROVENANCE, SWEEP, read_sweep
+from sd_quant.report.table import sweep_table
+from sd_quant.simulation.sensitivity import guided
+from sd_quant.source import source_digest
+from sd_quant.stages.compare import Comparison, framework_images, save_pairs
+from sd_quant.stages.generate import check_channels, check_guidance, check_images, check_steps, generate
+from sd_quant.stages.job_folder import finished, remove_leftovers
+from sd_quant.stages.latency import denoiser_rounds
+from sd_quant.stages.load import check_weights, open_model
+from sd_quant.stages.open_parts import open_torch
+from sd_quant.stages.resources import check_machine, workload_of
+from sd_quant.stages.subjects import HIGH_PRECISION, Subject, subject_of
+from sd_quant.stages.variants import FRAMEWORK, QUANTIZED
+from sd_quant.text import one_line
+
+LOG = logging.getLogger(__name__)
+HURTING = 10  # layers that a record names
+THEIRS, LIBRARY = "theirs", "library"  # keys of a candidate's denoiser: as its reader says, and by its own library
+
+
+@dataclass(frozen=True)
+class Court:
+    """What every candidate is judged by."""
+
+    checkpoint: Checkpoint
+    model: Model
+    infer: Infer
+    judge: Judge
+    timing: Timing
+    verdict: Verdict
+    cache: Cache
+    facts: dict  # as ``provenance`` has them, of the full-precision model
+    together: bool  # whether memory holds two denoisers
+
+    @property
+    def prompts(self) -> list[str]:
+        return self.infer.prompt_list()
+
+    @property
+    def denoiser(self) -> str:
+        return self.checkpoint.family.DENOISER
+
+
+def judge(job: JudgeJob, directory: Path) -> None:
+    """Judge the job's candidates in ``directory``, which becomes a sweep's folder; each is a job of it.
+
+    Candidates that were judged there before by the same rule are not judged again.
+    Raises what the readers raise, before anything is computed.
+    """
+    torch.set_num_threads(threads())
+    with locked(directory / LOCK, f"waiting for another process, which works in {directory}"):
+        court = court_of(job, directory)
+        subjects = opened(job.judge, court)
+        write_json(directory / SWEEP, plan_of(job))
+        judge_all(subjects, court, directory)
+        page, sweep = rebuild(directory), read_sweep(directory)
+    print(sweep_table(sweep))
+    print(f"report: {shown(page)}")
+
+
+def plan_of(job: JudgeJob) -> dict:
+    """``sweep.json`` of a folder with candidates alone."""
+    return {
+        "schema_version": 1,
+        "command": ["python", "judge.py", *sys.argv[1:]] if sys.argv[0].endswith(".py") else sys.argv,
+        "varied": [],
+        "jobs": [],
+        "candidates": job.judge.planned(),
+        "verdict": dataclasses.asdict(job.verdict),
+    }
+
+
+def judge_sweep(directory: Path) -> None:
+    """Judge the candidates of a sweep's jobs in its folder, by the model and the images of its first finished job.
+
+    Nothing happens where there are none, or no job is done.
+    """
+    jobs = [run_job(str(job.directory)) for job in read_sweep(directory).jobs if job.status == DONE and not job.judged]
+    if not jobs or not jobs[0].judge.candidates:
+        return
+    court = court_of(jobs[0], directory)
+    judge_all(opened(jobs[0].judge, court), court, directory)
+
+
+def court_of(job: JudgeJob | QuantizeJob, directory: Path) -> Court:
+    """The full-precision model, checked, and all that candidates are compared by."""
+    check_images(job.model, job.infer)
+    checkpoint = open_model(job.model)
+    check_channels(checkpoint, job.infer)
+    check_guidance(checkpoint, job.infer)
+    check_steps(checkpoint, {"infer.steps": job.infer.steps})
+    parameters, work = part_parameters(checkpoint), workload_of(job.infer)
+    check_machine({"the largest part": memory_of_part(parameters, work)}, {}, directory)
+    check_weights(checkpoint)
+    cache = Cache(output_path(job.cache.dir) if job.cache.dir else None, job.cache.limit_gb * 1e9)
+    memory = memory_of_variant(parameters, work) | {"the candidate": 4.0 * parameters[checkpoint.family.DENOISER]}
+    return Court(
+        checkpoint, job.model, job.infer, job.judge, job.timing, job.verdict, cache,
+        provenance(job.model.inputs() | job.infer.inputs(), []), fits(memory, "the model and a candidate"),
+    )  # fmt: skip
+
+
+def opened(judge: Judge, court: Court) -> list[Subject]:
+    """Every candidate, opened. Raises what the first that cannot be opened raises."""
+    sha256 = weights_sha256(court.facts)
+    return [subject_of(name, path, court.checkpoint, sha256) for name, path in judge.named().items()]
+
+
+def judge_all(subjects: Sequence[Subject], court: Court, directory: Path) -> None:
+    """Judge each in its own folder. One that fails leaves why, and the others go on; raises what the first raised."""
+    left = [each for each in subjects if finished(directory / each.name, mark_of(each, court)) is None]
+    if done := len(subjects) - len(left):
+        LOG.info("%d of %d candidates were judged before", done, len(subjects))
+    if not left:
+        return
+    reference, failure = reference_of(court, directory), None
+    for number, subject in enumerate(left, start=1):
+        LOG.info("candidate %d of %d: %s, %s", number, len(left), subject.name, subject.maker)
+        folder = directory / subject.name
+        folder.mkdir(exist_ok=True)
+        with locked(folder / LOCK, f"waiting for another process, which works in {folder}"):
+            remove_leftovers(folder)
+            try:
+                judge_one(subject, court, reference, folder)
+            except Exception as error:
+                refused = of_the_machine(error) or error
+                if not isinstance(refused, SdQuantError):
+                    raise
+                reason = {"status": "failed", "reason": str(refused), "exit_code": refused.exit_code}
+                write_json(folder / FAILURE, reason)
+                failure = failure or refused
+    if failure is not None:
+        raise failure
+
+
+def reference_of(court: Court, directory: Path) -> Comparison:
+    """What the model in full precision makes of the prompts."""
+    pool = engines_of(court)
+    try:
+        framework = variant_of(court, pool, court.denoiser)
+        return framework_images(
+            court.checkpoint, framework, court.prompts, court.infer, court.facts, directory, court.cache
+        )
+    finally:
+        pool.close()
+
+
+def engines_of(court: Court, others: Mapping[str, Callable[[], Engine]] = MappingProxyType({})) -> Pool:
+    """The model's parts by name, and ``others`` by theirs; one at a time where memory does not hold two denoisers."""
+
+    def open_engine(key: str) -> Engine:
+        return others[key]() if key in others else open_torch(court.checkpoint, court.infer, key)
+
+    return Pool(open_engine, most=None if court.together else 1)
+
+
+def variant_of(court: Court, pool: Pool, denoiser: str) -> Variant:
+    """The model with the denoiser that ``pool`` has under this key."""
+    return Variant(pool, {part: part for part in court.checkpoint.parts()} | {court.denoiser: denoiser})
+
+
+def mark_of(subject: Subject, court: Court) -> str:
+    """A digest of all that decides a candidate's record but the machine."""
+    judge = dataclasses.asdict(court.judge) | {"candidates": [str(subject.path)]}
+    knobs = {"model": dataclasses.asdict(court.model), "infer": dataclasses.asdict(court.infer), "judge": judge}
+    inputs = {name: each["sha256"] for name, each in court.facts["inputs"].items()}
+    made = fingerprint(subject.path)["sha256"]
+    return digest(
+        json.dumps([knobs, court.prompts, inputs, made, court.facts["versions"], source_digest()], sort_keys=True)
+    )
+
+
+def judge_one(subject: Subject, court: Court, reference: Comparison, folder: Path) -> None:
+    """Everything that is found out about one candidate, into its ``folder``; the record last."""
+    step, others = StageTimer(), {THEIRS: subject.open}
+    if subject.runtime is not None:
+        others[LIBRARY] = subject.runtime.open
+    pool = engines_of(court, others)
+    try:
+        with step("pictures"):
+            theirs = pipeline_of(court.checkpoint, variant_of(court, pool, THEIRS))
+            generated = generate(theirs, court.prompts, court.infer, subject.name)
+            comparison = Comparison(reference.images | {QUANTIZED: generated}, {}, {}, {})
+            save_pairs(comparison, court.prompts, subject.name, folder)
+        with step("layers"):
+            outputs = network_outputs(pool[THEIRS], reference, court)
+            rows, network_error = layer_rows(subject, court, reference, pool, outputs)
+            write_csv(rows, folder / "layers.csv")
+        with step("runtime"):
+            runtime = judged_runtime(subject, court, generated, pool)
+    finally:
+        pool.close()
+    facts = court.facts | {"inputs": court.facts["inputs"] | {"candidate": fingerprint(subject.path)}}
+    judged = judged_entry(subject, court, rows, network_error, runtime)
+    write_json(folder / PROVENANCE, facts)
+    write_record(record_of(subject, court, comparison, judged, facts, step), folder)
+
+
+def network_outputs(engine: Engine, reference: Comparison, court: Court) -> Tensor:
+    """What guidance makes of the denoiser's outputs for the calls that the framework's pipeline has made."""
+    outputs = []
+    for inputs in reference.calls.values():
+        (output, *_) = engine(**inputs).values()
+        outputs.append(guided(output.float().cpu(), court.infer.scale).flatten())
+    return torch.cat(outputs)
+
+
+def layer_rows(
+    subject: Subject, court: Court, reference: Comparison, pool: Pool, outputs: Tensor
+) -> tuple[list[dict[str, Any]], float | None]:
+    """The rows of ``layers.csv``, and the relative error of the network's output; the candidate's were ``outputs``."""
+    full = cast(TorchEngine, pool[court.denoiser])
+    network = denoiser_of(court.checkpoint, full.module)
+
+    def run() -> Tensor:
+        return network_outputs(full, reference, court)
+
+    expected = run()
+    with progress(len(reference.calls) * len(subject.layers), f"layers of {subject.name}") as advance:
+        errors = layer_errors(network, subject.layers, run, advance)
+    ranked = sorted(errors, key=lambda name: -(errors[name].output or 0))[: court.judge.layers]
+    with progress(len(ranked), f"layers of {subject.name}, each alone") as advance:
+        in_network = alone(network, subject.layers, ranked, run, advance)
+    rows = []
+    for row in subject.rows:
+        own = errors.get(row["name"], LayerErrors(None, row.get("output_error")))
+        found = {"weight_error": own.weight, "output_error": own.output, "network_error": in_network.get(row["name"])}
+        rows.append(row | found)
+    return rows, relative_error(expected, outputs)
+
+
+def judged_runtime(subject: Subject, court: Court, simulated: Generated, pool: Pool) -> JudgedRuntime:
+    """What the library that the candidate is made for computes here, beside our reading of it, and how fast."""
+    if subject.runtime is None:
+        return JudgedRuntime(reason="no library that opens it computes on this machine")
+    if not court.judge.runtimes:
+        return JudgedRuntime(reason="judge.runtimes is false")
+    if not court.together:
+        return JudgedRuntime(reason="memory does not hold it beside the full-precision model")
+    try:
+        pipeline = pipeline_of(court.checkpoint, variant_of(court, pool, LIBRARY))
+        images = generate(pipeline, court.prompts, court.infer, f"{subject.name} by {subject.runtime.name}").images
+        engines = {FRAMEWORK: pool[court.denoiser], QUANTIZED: pool[LIBRARY]}
+        samples = denoiser_rounds(court.checkpoint, engines, court.infer, court.timing).samples
+    except Exception as error:  # other people's code, which may fail in any way; our reading stands without it
+        LOG.warning("%s: %s failed: %r", subject.name, subject.runtime.name, error)
+        return JudgedRuntime(name=subject.runtime.name, reason=f"it failed with {one_line(repr(error), 200)}")
+    interval = ratio_interval(samples[FRAMEWORK], samples[QUANTIZED])
+    return JudgedRuntime(
+        name=subject.runtime.name,
+        agreement=cast(ImageScores, summary(score_pairs(psnr, simulated.images, images))),
+        ms=statistics.median(samples[QUANTIZED]),
+        torch_ms=statistics.median(samples[FRAMEWORK]),
+        speedup=interval.value,
+        speedup_interval=[interval.low, interval.high] if math.isfinite(interval.high) else None,
+    )
+
+
+def judged_entry(
+    subject: Subject,
+    court: Court,
+    rows: Sequence[Mapping[str, Any]],
+    network_error: float | None,
+    runtime: JudgedRuntime,
+) -> Judged:
+    hurting = [row for row in rows if row["output_error"] is not None]
+    hurting.sort(key=lambda row: (-(row["network_error"] or 0), -row["output_error"]))
+    return Judged(
+        name=subject.name,
+        path=shown(subject.path),
+        reader=subject.reader,
+        maker=subject.maker,
+        bits=8 * subject.stored_bytes / part_parameters(court.checkpoint)[court.denoiser],
+        stored_bytes=subject.stored_bytes,
+        formats=dict(Counter(row["format"] for row in rows)),
+        inputs=dict(Counter(row["inputs"] for row in rows)),
+        network_error=network_error,
+        hurting=[cast(Hurting, {name: row[name] for name in get_type_hints(Hurting)}) for row in hurting[:HURTING]],
+        runtime=runtime,
+    )
+
+
+def record_of(
+    subject: Subject, court: Court, comparison: Comparison, judged: Judged, facts: dict, step: StageTimer
+) -> Record:
+    """The candidate's record. What a run's has and this lacks is not known of a candidate."""
+    framework, quantized = (comparison.images[variant] for variant in (FRAMEWORK, QUANTIZED))
+    groups = ("model", "infer", "judge", "timing", "verdict")
+    high = judged["formats"].get(HIGH_PRECISION, 0)
+    return Record(  # type: ignore[typeddict-item]
+        schema_version=SCHEMA_VERSION,
+        status=DONE,
+        fingerprint=mark_of(subject, court),
+        overrides=[],
+        knobs=cast(Knobs, {group: dataclasses.asdict(getattr(court, group)) for group in groups}),
+        denoiser={
+            "part": court.denoiser, "samples_a_picture": samples_per_image(court.checkpoint, court.infer.scale)
+        },
+        prompts=court.prompts,
+        simulated=False,
+        simulated_because=None,
+        sizes_bytes={},
+        plans={},
+        latency={},
+        fidelity=fidelity(framework.images, quantized.images, framework.latents, quantized.latents, sets=True),
+        layers={"quantized": sum(judged["formats"].values()) - high, "high_precision": high},
+        judged=judged,
+        peak_memory_bytes=cast("float | Explained", step.peak),
+        peak_cuda_memory_bytes=explained(peak_cuda_memory_bytes(), "no NVIDIA GPU"),
+        stages=cast(dict[str, Stage], step.stages),
+        environment={"versions": facts["versions"], "machine": facts["machine"]},
+        inputs=facts["inputs"],
+    )  # fmt: skip

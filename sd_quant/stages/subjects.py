@@ -1,0 +1,172 @@
+"""What is judged, whatever it was read from: somebody's quantized denoiser, or a run of ours.
+
+A candidate is computed as its reader says that its consumer computes. A run is computed as its assignment says, which
+is derived again from its knobs and has to be the one that it has written down.
+"""
+
+import csv
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from sd_quant.candidates.candidate import Candidate, StoredLayer
+from sd_quant.candidates.network import with_candidate
+from sd_quant.candidates.opening import open_candidate
+from sd_quant.config import QuantizeJob, artifact, run_job
+from sd_quant.devices import best_device
+from sd_quant.engines import RUNTIMES
+from sd_quant.engines.base import Engine, cast_inputs
+from sd_quant.engines.onnx_input import onnx_files
+from sd_quant.engines.torch import TorchEngine, placed
+from sd_quant.errors import ConfigError
+from sd_quant.inference.loading import load_part
+from sd_quant.metrics.memory import StageTimer
+from sd_quant.models.checkpoint import Checkpoint, contracts_of, denoiser_part, empty_denoiser
+from sd_quant.report.record import RECORD, read_record, weights_sha256
+from sd_quant.stages.hand_over import assignment_of
+from sd_quant.stages.open_parts import open_file, open_simulated
+
+RUN = "sd_quant run"  # what stands for a reader's name
+HIGH_PRECISION = "high precision"
+BITS = {torch.float32: 32.0, torch.float16: 16.0, torch.bfloat16: 16.0, torch.float64: 64.0}
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What a candidate is made for, where it computes on this machine."""
+
+    name: str
+    open: Callable[[], Engine]  # may raise anything: it is other people's code
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One of what is judged."""
+
+    name: str  # of its folder, and in tables
+    path: Path
+    reader: str  # of ``READERS``, or RUN
+    maker: str  # who made it, for people
+    stored_bytes: int  # of the denoiser
+    rows: list[dict[str, Any]]  # of ``layers.csv``: every layer, quantized or not
+    open: Callable[[], Engine]  # the denoiser that its consumer computes, in torch and fp32
+    layers: Mapping[str, StoredLayer] = field(default_factory=dict)  # those that are quantized; empty of a run
+    runtime: Runtime | None = None
+
+
+def is_run(path: Path) -> bool:
+    """Whether ``path`` is the folder of a finished run of quantize.py."""
+    return all((path / name).is_file() for name in (RECORD, "config.yaml", "layers.csv"))
+
+
+def subject_of(name: str, path: Path, checkpoint: Checkpoint, sha256: str | None) -> Subject:
+    """What lies at ``path``, opened; ``sha256`` is that of the full-precision weights.
+
+    Raises ConfigError for a run of other weights, and what the readers raise.
+    """
+    if is_run(path):
+        return run_subject(name, path, checkpoint, sha256)
+    candidate = open_candidate(path, checkpoint)
+    return Subject(
+        name, path, candidate.reader, candidate.maker, candidate.stored_bytes, rows_of(candidate, checkpoint),
+        partial(open_computed, checkpoint, candidate), candidate.layers, runtime_of(candidate, checkpoint),
+    )  # fmt: skip
+
+
+def rows_of(candidate: Candidate, checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    """What is known of every layer before anything is computed."""
+    rows = []
+    for name, role in checkpoint.family.layer_roles(empty_denoiser(checkpoint)).items():
+        layer = candidate.layers.get(name)
+        stored = layer.weight if layer is not None else candidate.parameters[f"{name}.weight"]
+        rows.append({
+            "name": name,
+            "role": role,
+            "weight_shape": "x".join(map(str, stored.shape)),
+            "format": layer.format if layer is not None else HIGH_PRECISION,
+            "bits": layer.bits if layer is not None else BITS[stored.dtype],
+            "scales": layer.scales if layer is not None else "",
+            "inputs": str(layer.inputs) if layer is not None and layer.inputs is not None else HIGH_PRECISION,
+        })  # fmt: skip
+    return rows
+
+
+def open_computed(checkpoint: Checkpoint, candidate: Candidate) -> TorchEngine:
+    """The denoiser as the candidate's consumer computes it, in fp32, so that all of its error comes from the file."""
+    part = checkpoint.family.DENOISER
+    module = with_candidate(load_part(checkpoint, part).module, checkpoint, candidate)
+    return TorchEngine(placed(module, best_device(), torch.float32), contracts_of(checkpoint)[part])
+
+
+class LibraryEngine(TorchEngine):
+    """A denoiser that another library has opened: its weights may be of any kind, so its dtype is asked for."""
+
+    def __init__(self, module: torch.nn.Module, dtype: torch.dtype, *arguments: Any):
+        super().__init__(module, *arguments)
+        self.inputs = {name: dtype if each.is_floating_point else each for name, each in self.inputs.items()}
+
+    @torch.inference_mode()
+    def __call__(self, **inputs: Tensor) -> dict[str, Tensor]:
+        output = self.module(**cast_inputs(self.inputs, inputs, self.device))
+        outputs = output if isinstance(output, tuple) else (output,)
+        return {name: each.float() for name, each in zip(self.outputs, outputs, strict=True)}
+
+
+def runtime_of(candidate: Candidate, checkpoint: Checkpoint) -> Runtime | None:
+    if candidate.runtime is None:
+        return None
+    opened, part = candidate.runtime, denoiser_part(checkpoint)
+
+    def open_library() -> Engine:
+        network = opened().eval().requires_grad_(False)
+        return LibraryEngine(part.wrap(network), cast(torch.dtype, network.dtype), part.contract)
+
+    return Runtime(candidate.maker, open_library)
+
+
+def run_subject(name: str, run: Path, checkpoint: Checkpoint, sha256: str | None) -> Subject:
+    job, record = run_job(str(run)), read_record(run)
+    if weights_sha256(record) != sha256:
+        raise ConfigError(
+            f"the candidate {run} quantizes {job.model.path}, which has other weights than model.path; "
+            "give runs of the full-precision model that the others are compared with"
+        )
+    _, assignment = assignment_of(job, run, StageTimer())
+    with (run / "layers.csv").open(newline="", encoding="utf-8") as file:
+        rows = [
+            {
+                "name": row["name"],
+                "role": row["role"],
+                "weight_shape": row["weight_shape"],
+                "format": row["format"],
+                "bits": None,
+                "scales": "",
+                "inputs": row["activation_format"] or HIGH_PRECISION,
+                "output_error": float(row["output_error"]) if row["output_error"] else None,
+            }
+            for row in csv.DictReader(file)
+            if row["weight_shape"]
+        ]
+    path = artifact(run, "onnx", checkpoint.family.DENOISER)
+    stored = sum(file.stat().st_size for file in onnx_files(path))
+    return Subject(
+        name, run, RUN, f"sd-quant {job.quantize.format}", stored, rows,
+        partial(open_simulated, checkpoint, assignment), runtime=run_runtime(run, job, checkpoint),
+    )  # fmt: skip
+
+
+def run_runtime(run: Path, job: QuantizeJob, checkpoint: Checkpoint) -> Runtime | None:
+    """The runtime of the run, where it reads a file that is there, is installed and computes on a processor."""
+    row = RUNTIMES[job.infer.engine]
+    if row.file != "onnx" or row.device != "cpu" or find_spec(row.package) is None:
+        return None
+    if read_record(run).get("simulated"):
+        return None
+    path = artifact(run, "onnx", checkpoint.family.DENOISER)
+    return Runtime(job.infer.engine, partial(open_file, path, job.infer))
