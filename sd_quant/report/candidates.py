@@ -16,7 +16,7 @@ from sd_quant.metrics.intervals import Interval, mean_interval
 from sd_quant.report.published import Table
 from sd_quant.report.recommendation import capped, joined
 from sd_quant.report.record import CANDIDATE, DONE, at
-from sd_quant.report.summary import Job, Row, Sweep
+from sd_quant.report.summary import Job, Row, Sweep, rows
 
 RULE = (
     "a candidate is worth its bits if no other is both smaller and closer to full precision; two are compared on the "
@@ -25,6 +25,13 @@ RULE = (
 IDENTICAL_DB = 100.0  # what an identical image counts
 HIGH_PRECISION = "high precision"
 WORST = 5  # layers of each candidate
+CONTENTS = (
+    "Bits are those that are stored for the denoiser, scales and what is not quantized included, by the number "
+    "of its weights. Images come from our reading of each file, in torch and fp32; where the library that the "
+    "file is made for computes here, it has made them again, and their PSNR to ours says whether the file was "
+    "understood. Speed is of this machine's processor alone. The error of the network is that of one call's "
+    "output, relative to its norm."
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +100,7 @@ def candidate_tables(sweep: Sweep) -> list[Table]:
     judged = {job.name: (job, at(job.record, "judged")) for job in sweep.jobs if at(job.record, "judged")}
     if not judged:
         return []
+    verdict = [f"{judgement(sweep, rows(sweep))} ({RULE}.)"] if sweep.own else []  # else the page begins with it
     contents = [contents_of(job, entry) for job, entry in judged.values()]
     hurting = [line for job, entry in judged.values() for line in hurting_of(job, entry)]
     return [
@@ -101,11 +109,7 @@ def candidate_tables(sweep: Sweep) -> list[Table]:
             ["candidate", "made by", "bits a weight", "MB", "layers quantized", "inputs", "error of the network",
              "its own library", "agrees with our reading", "a call, ms", "over torch in full precision"],
             contents,
-            "Bits are those that are stored for the denoiser, scales and what is not quantized included, by the number "
-            "of its weights. Images come from our reading of each file, in torch and fp32; where the library that the "
-            "file is made for computes here, it has made them again, and their PSNR to ours says whether the file was "
-            "understood. Speed is of this machine's processor alone. The error of the network is that of one call's "
-            "output, relative to its norm.",
+            " ".join([*verdict, CONTENTS]),
         ),
         Table(
             "Which layers hurt",

@@ -1,0 +1,62 @@
+"""What a candidate's layer costs, against the same computed with whole networks."""
+
+import pytest
+import torch
+from torch import nn
+
+from sd_quant.candidates.candidate import StoredLayer
+from sd_quant.candidates.errors import alone, layer_errors, put_in
+from sd_quant.candidates.inputs import RowInteger, StaticInteger
+from sd_quant.checkpoints.tensors import lazy
+from sd_quant.numbers import relative_error
+
+
+@pytest.fixture
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, stride=2), nn.Flatten(2), nn.Linear(16, 12), nn.Linear(12, 5))
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+def rounded(network: nn.Module, name: str, inputs=None) -> StoredLayer:
+    weight = network.get_submodule(name).weight.detach()
+    return StoredLayer("int4", "1 for all", weight.numel() // 2, lazy((weight * 8).round() / 8), inputs)
+
+
+@torch.no_grad()
+def test_a_layer_is_judged_on_the_inputs_that_it_has_in_full_precision(network, x):
+    inputs = RowInteger(-8, 7)
+    layers = {"0": rounded(network, "0", StaticInteger(0.1)), "2": rounded(network, "2", inputs)}
+    errors = layer_errors(network, layers, lambda: [network(x), network(2 * x)])
+    flat = [network[1](network[0](each)) for each in (x, 2 * x)]
+    expected = torch.cat([each @ network[2].weight.T for each in flat])
+    theirs = torch.cat([inputs(each) @ layers["2"].weight.read().T for each in flat])
+    assert errors["2"].output == pytest.approx(relative_error(expected, theirs), rel=1e-5)
+    assert errors["2"].weight == pytest.approx(relative_error(network[2].weight, layers["2"].weight.read()), rel=1e-6)
+    images = [torch.nn.functional.conv2d(each, network[0].weight, None, 2, 1) for each in (x, 2 * x)]
+    theirs = [torch.nn.functional.conv2d(StaticInteger(0.1)(each), layers["0"].weight.read(), None, 2, 1)
+              for each in (x, 2 * x)]  # fmt: skip
+    assert errors["0"].output == pytest.approx(relative_error(torch.cat(images), torch.cat(theirs)), rel=1e-5)
+
+
+@torch.no_grad()
+def test_each_layer_stands_alone_in_the_network_which_is_then_as_it_was(network, x):
+    layers = {name: rounded(network, name, RowInteger(-8, 7) if name == "3" else None) for name in ("0", "2", "3")}
+    before = {name: each.clone() for name, each in network.state_dict().items()}
+    full = network(x)
+    errors = alone(network, layers, list(layers), lambda: network(x))
+    assert list(errors.values()) == sorted(errors.values(), reverse=True) and min(errors.values()) > 1e-3
+    for name, error in errors.items():
+        with put_in(network, name, layers[name]):
+            assert relative_error(full, network(x)) == pytest.approx(error)
+    assert all(torch.equal(each, before[name]) for name, each in network.state_dict().items())
+    assert torch.equal(network(x), full)
+
+
+def test_a_layer_that_is_never_called_has_no_error(network):
+    errors = layer_errors(network, {"2": rounded(network, "2")}, lambda: None)
+    assert errors["2"].output is None and errors["2"].weight is None

@@ -1,0 +1,65 @@
+"""Which reader opens a candidate, and what is refused before any is asked."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from sd_quant import candidates
+from sd_quant.candidates import READERS, Reader
+from sd_quant.candidates.opening import reader_of
+from sd_quant.errors import ArtifactError, ConfigError, ResourceError
+
+
+@pytest.fixture
+def readers(monkeypatch):
+    """``readers(name=recognizes)``: in place of the usual ones."""
+
+    def use(package=None, **recognizing):
+        for name in list(READERS):
+            monkeypatch.delitem(READERS, name)
+        for name, recognizes in recognizing.items():
+            monkeypatch.setitem(READERS, name, Reader(name, f"files of {name}", package))
+            monkeypatch.setattr(
+                candidates, "import_module",
+                lambda full: SimpleNamespace(recognizes=recognizing[full.rpartition(".")[2]]),
+            )  # fmt: skip
+
+    return use
+
+
+def test_each_reader_has_its_module_with_both_functions():
+    for name, reader in READERS.items():
+        assert reader.name == name and callable(reader.module.read) and callable(reader.recognizes)
+
+
+def test_what_nobody_knows_is_refused_with_what_is_known(readers, tmp_path):
+    readers(gguf=lambda path: False, sdnq=lambda path: False)
+    (tmp_path / "a.bin").write_bytes(b"?")
+    with pytest.raises(ConfigError, match="a.bin is of no kind .* files of gguf; files of sdnq; or a run of quantize"):
+        reader_of(tmp_path / "a.bin")
+    with pytest.raises(ConfigError, match="the candidate .*b.bin does not exist"):
+        reader_of(tmp_path / "b.bin")
+
+
+def test_a_file_with_two_meanings_is_refused(readers, tmp_path):
+    readers(gguf=lambda path: True, sdnq=lambda path: True)
+    with pytest.raises(ArtifactError, match=r"can be read in 2 ways \(gguf, sdnq\), expected one"):
+        reader_of(tmp_path)
+
+
+def test_a_package_that_is_missing_is_named(readers, tmp_path):
+    readers("no_such_package", gguf=lambda path: True)
+    with pytest.raises(ResourceError, match="no_such_package, which is not installed"):
+        reader_of(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"GGUF", b"\x00" * 64, "é".encode() * 9], ids=len)
+def test_no_reader_takes_what_is_none_of_theirs(tmp_path, content):
+    """A glance never raises, and a folder's config may be anything."""
+    for suffix in (".gguf", ".safetensors", ".bin"):
+        (tmp_path / f"a{suffix}").write_bytes(content)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/config.json").write_bytes(content)
+    for path in (*tmp_path.iterdir(), tmp_path / "folder/config.json"):
+        known = {name for name, reader in READERS.items() if reader.recognizes(path)}
+        assert known <= {"gguf", "comfyui"}, path

@@ -1,0 +1,99 @@
+"""Which candidates are worth their bits, and what a report says of each."""
+
+import json
+
+import pytest
+
+from sd_quant.report.candidates import candidate_tables, judgement
+from sd_quant.report.rebuild import rebuild
+from sd_quant.report.summary import read_sweep, rows
+from sd_quant.report.table import sweep_table
+
+PROMPTS = ("a red apple", "a pear", "a plum", "a cherry")
+
+
+def judged(bits: float, **runtime) -> dict:
+    return {
+        "name": "x", "path": "x", "reader": "gguf", "maker": "GGUF", "bits": bits, "stored_bytes": 1e6 * bits,
+        "formats": {"Q4_0": 90, "high precision": 10}, "inputs": {"high precision": 100}, "network_error": 0.0123,
+        "hurting": [
+            {"name": "conv_in", "role": "excluded", "format": "Q4_0", "output_error": 0.2, "network_error": 0.1},
+            {"name": "conv_out", "role": "excluded", "format": "Q4_0", "output_error": 0.3, "network_error": None},
+        ],
+        "runtime": runtime or {"reason": "no library that opens it computes on this machine"},
+    }  # fmt: skip
+
+
+@pytest.fixture
+def folder(write_job, tmp_path):
+    """``folder(a=(decibels, bits, ...))``: candidates as ``judge.py`` leaves them."""
+
+    def write(jobs: int = 0, **candidates):
+        for name, (decibels, bits, *more) in candidates.items():
+            path = write_job(tmp_path / name, decibels, prompts=PROMPTS)
+            record = json.loads((path / "metrics.json").read_text())
+            record |= {"latency": {}, "sizes_bytes": {}, "judged": judged(bits, **(more[0] if more else {}))}
+            (path / "metrics.json").write_text(json.dumps(record))
+        for number in range(jobs):
+            write_job(tmp_path / f"level={number}", 35 + number, prompts=PROMPTS)
+        planned = [{"name": f"level={number}", "varied": {"level": number}} for number in range(jobs)]
+        plan = {
+            "command": ["python", "judge.py"], "varied": ["level"] if jobs else [], "jobs": planned,
+            "candidates": [{"name": name, "varied": {"candidate": name}} for name in candidates],
+        }  # fmt: skip
+        (tmp_path / "sweep.json").write_text(json.dumps(plan))
+        return read_sweep(tmp_path)
+
+    return write
+
+
+def said(sweep) -> str:
+    return judgement(sweep, rows(sweep))
+
+
+def test_a_candidate_is_worth_its_bits_if_no_smaller_one_is_as_close(folder):
+    sentence = said(folder(large=(40.0, 8.5), small=(30.0, 4.5), middle=(29.0, 5.5)))
+    worth, beaten = sentence.split(" Beaten: ")
+    assert worth == "Worth its bits: small (30.0 dB at 4.50 bits a weight) and large (40.0 dB at 8.50 bits a weight)."
+    assert beaten.startswith("middle (29.0 dB at 5.50 bits a weight) by small, which is no larger, by 1.0 dB (")
+
+
+def test_what_a_few_images_cannot_tell_apart_is_not_decided(folder, tmp_path):
+    """The larger one is closer in one image and further in the others."""
+    sweep = folder(small=(30.0, 4.5), large=(30.05, 8.5))
+    path = tmp_path / "large/metrics.json"
+    record = json.loads(path.read_text())
+    record["fidelity"]["psnr"]["values"] = [31.0, 30.0, 29.9, 29.3]
+    path.write_text(json.dumps(record))
+    sentence = said(read_sweep(sweep.directory))
+    assert "Worth its bits: small" in sentence and "Beaten" not in sentence
+    assert "Not to be told apart on 4 images: large (30.1 dB" in sentence
+
+
+def test_a_folder_of_candidates_has_no_recipe_to_recommend_and_shows_all_the_rest(folder):
+    runtime = {"name": "SDNQ", "agreement": {"values": [None, 60.0]}, "ms": 20.0, "speedup": 0.5,
+               "speedup_interval": [0.45, 0.55]}  # fmt: skip
+    sweep = folder(a=(30.0, 4.5), b=(35.0, 8.5, runtime))
+    page = rebuild(sweep.directory).read_text()
+    for shown in ("2 candidates", "Worth its bits", "What is in each candidate", "Which layers hurt", "conv_in",
+                  "90 Q4_0 of 100", "SDNQ", "60.0 dB", "0.50x (0.45 to 0.55)", "8.50"):  # fmt: skip
+        assert shown in page, shown
+    assert "no library that opens it computes" in page
+    table = sweep_table(sweep)
+    assert "bits a weight" in table and "4.50" in table
+    contents, hurting = candidate_tables(sweep)
+    assert [line[0] for line in contents.lines] == ["a", "b"] and hurting.lines[0][-1] == "10 %"
+
+
+def test_beside_recipes_candidates_stand_in_the_same_table_and_change_no_recommendation(folder):
+    sweep = folder(2, theirs=(45.0, 4.5))
+    assert [job.name for job in sweep.own] == ["level=0", "level=1"] and sweep.names == ("level=0", "level=1")
+    table = rows(sweep)
+    assert [row["candidate"] if "candidate" in row else row["level"] for row in table] == [0, 1, "theirs"]
+    page = rebuild(sweep.directory).read_text()
+    assert "sweep of 2 jobs and one candidate" in page and "level=1</strong>" in page and "theirs" in page
+    assert "Worth its bits: theirs (45.0 dB at 4.50 bits a weight)" in page
+
+
+def test_nothing_is_said_of_candidates_where_there_are_none(folder):
+    assert candidate_tables(folder(1)) == []
