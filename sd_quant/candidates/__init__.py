@@ -34,5 +34,7 @@ class Reader:
         return self.module.recognizes
 
 
-ROWS: tuple[Reader, ...] = ()
+ROWS: tuple[Reader, ...] = (
+    Reader("gguf", "a GGUF file, as ComfyUI-GGUF and stable-diffusion.cpp write it", package="gguf"),
+)
 READERS = {row.name: row for row in ROWS}
