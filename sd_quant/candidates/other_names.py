@@ -17,6 +17,7 @@ from itertools import accumulate
 from math import prod
 from operator import mul
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -147,11 +148,16 @@ def denoiser_tensors(names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def places_in(
-    path: Path, network: nn.Module, needed: Mapping[str, Shape], shapes: Mapping[str, Shape]
+    path: Path,
+    network: nn.Module,
+    needed: Mapping[str, Shape],
+    shapes: Mapping[str, Shape],
+    multiples: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[Places, list[str]]:
     """Where each tensor of ``network`` lies in a file, as far as it is there, and the names that are none of its.
 
-    ``needed`` are its tensors by diffusers' name, ``shapes`` those of the file by the names in it, without the prefix.
+    ``needed`` are its tensors by diffusers' name, ``shapes`` those of the file by the names in it, without the prefix;
+    of a name in ``multiples`` the sides are padded to multiples of that number.
     Raises ArtifactError for the denoiser of another family, or of another size.
     """
     told, wanted = told_family(shapes), told_family(needed)
@@ -167,7 +173,7 @@ def places_in(
     misshapen = [
         f"{name} {list(shapes[name])} instead of {list(shape)}"
         for name, shape in expected.items()
-        if name in shapes and shapes[name] != shape
+        if name in shapes and shapes[name] != tuple(up_to(side, multiples.get(name, 1)) for side in shape)
     ]
     if misshapen:
         raise ArtifactError(
@@ -236,6 +242,11 @@ def rows_of(stored: StoredTensor, rows: Rows) -> StoredTensor:
     width = prod(stored.shape[1:])
     start = stored.start + rows.start * width * stored.dtype.itemsize
     return replace(stored, start=start, shape=(rows.stop - rows.start, *stored.shape[1:]))
+
+
+def up_to(side: int, multiple: int) -> int:
+    """The smallest multiple that is not smaller."""
+    return -(-side // multiple) * multiple
 
 
 def strides(shape: Shape) -> Shape:
