@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
-from math import prod
+from math import gcd, prod
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +101,10 @@ class Blocks:
         """fp32. Raises ArtifactError when a number is NaN or infinite."""
         from gguf import GGMLQuantizationType, quants
 
+        codes = self.codes()
+        rows = codes.reshape(gcd(len(codes), self.shape[0]), -1)  # of which the package decodes 16 at once
         with np.errstate(all="ignore"):  # a stranger's scales may be anything
-            numbers = quants.dequantize(self.codes(), GGMLQuantizationType[self.kind.name])
+            numbers = quants.dequantize(rows, GGMLQuantizationType[self.kind.name])
         found = torch.from_numpy(np.ascontiguousarray(numbers)).reshape(self.shape)
         if not bool(torch.isfinite(found).all()):
             raise ArtifactError(

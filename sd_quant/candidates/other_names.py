@@ -33,6 +33,7 @@ OTHER_NETWORKS = (
     "first_stage_model.", "vae.", "cond_stage_model.", "conditioner.", "text_encoders.", "text_encoder.", "model_ema.",
     "embedding_manager.", "safety_checker.", "denoiser.", "betas", "alphas_cumprod", "sqrt_", "log_one_minus_",
     "posterior_", "logvar", "scale_factor", "global_step", "model_sampling.",
+    "v_pred", "ztsnr", "edm_",
 )  # fmt: skip
 Shape = tuple[int, ...]
 
@@ -112,7 +113,7 @@ KINDS: Sequence[tuple[str, tuple[str, ...]]] = (
     ("a Flux.2 transformer", ("double_stream_modulation_img.",)),
     ("a Flux transformer", ("double_blocks.", "single_blocks.")),
     ("a Flux transformer", ("transformer_blocks.", "single_transformer_blocks.")),
-    ("a PixArt transformer", ("adaln_single.", "caption_projection.", "pos_embed.")),
+    ("a PixArt transformer", ("adaln_single.", "pos_embed.")),
     ("a PixArt transformer", ("t_block.", "y_embedder.y_proj.")),
     ("a Stable Diffusion 3 transformer", ("joint_blocks.",)),
     ("a Stable Diffusion 3 transformer", ("transformer_blocks.", "pos_embed.proj.")),

@@ -161,6 +161,12 @@ def test_it_is_recognized_by_its_first_bytes(sound, tmp_path):
     assert not recognizes(tmp_path / "b") and not recognizes(tmp_path) and not recognizes(tmp_path / "none")
 
 
+def test_without_the_package_the_header_is_read_all_the_same(sound, sdxl, monkeypatch):
+    monkeypatch.setattr("sd_quant.candidates.gguf.find_spec", lambda name: None)
+    candidate = read(sound, sdxl)
+    assert candidate.runtime is None and candidate.layers
+
+
 def test_another_familys_file_is_refused_by_name(sound, tmp_path):
     other = opened(tmp_path, "flux")
     assert "is an SDXL UNet, and the full-precision model is a Flux transformer" in refusal(sound, other)

@@ -96,6 +96,15 @@ def test_names_tell_the_family_whosever_they_are(name):
     assert told_family({PREFIX + each for each in authors}) == KINDS[name]
 
 
+def test_families_without_a_table_are_known_by_name_too():
+    with torch.device("meta"):
+        pixart = diffusers.PixArtTransformer2DModel(num_layers=1)
+    needed = shapes_of(pixart)
+    assert told_family(needed) == "a PixArt transformer"
+    assert {rows.name: name for name, (rows,) in authors_places(pixart, needed).items()} == {n: n for n in needed}
+    assert told_family(["distilled_guidance_layer.a", "double_blocks.0", "single_blocks.0"]) == "a Chroma transformer"
+
+
 def test_names_of_no_denoiser_tell_nothing():
     assert told_family(["a.weight", "first_stage_model.decoder.conv_in.weight", "vae.encoder.down.0.weight"]) is None
 
