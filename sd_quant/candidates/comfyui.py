@@ -342,8 +342,8 @@ def marks_in(
         )
     if twice := [layer for layer in single if layer in listed and single[layer] != listed[layer]]:
         raise ArtifactError(
-            f"{path} marks {len(twice)} layers in two ways ({listing(twice)}), and so has two meanings; quantize the "
-            "model again"
+            f"{path} marks {len(twice)} layers in two ways ({listing(twice, 5)}), and so has two meanings; quantize "
+            "the model again"
         )
     marks = {**single, **listed}
     if old := OLD_MARK in tensors:
@@ -365,8 +365,8 @@ def marks_in(
         known = HARMLESS | METHODS[mark["format"]].entries
         if extra := [key for key in mark if key not in known]:
             raise ArtifactError(
-                f"{path}: the mark of {layer[:200]!r} has entries that are not known here ({listing(extra)}); expected "
-                f"{', '.join(sorted(known))}, so give a file that ComfyUI itself has written"
+                f"{path}: the mark of {layer[:200]!r} has entries that are not known here ({listing(extra, 3)}); "
+                f"expected {', '.join(sorted(known))}, so give a file that ComfyUI itself has written"
             )
     return marks, old
 
@@ -391,7 +391,7 @@ def marks_in_metadata(path: Path, metadata: Mapping[str, Any], whole: bool) -> M
     if bare := [name for name in layers if not name.startswith((PREFIX, *OTHER_NETWORKS))]:
         raise ArtifactError(
             f"{path}: {METADATA} has {len(bare)} layers without the prefix {PREFIX} of their tensors "
-            f"({listing(bare)}), which ComfyUI does not find; quantize the model again"
+            f"({listing(bare, 5)}), which ComfyUI does not find; quantize the model again"
         )
     return {name.removeprefix(PREFIX): mark for name, mark in layers.items() if name.startswith(PREFIX)}
 

@@ -1,6 +1,7 @@
 """What ComfyUI's linears make of their inputs, which are quantized when they come: comfy-kitchen's formulas, in fp32.
 
-Each is a function of ``comfy_kitchen/backends/eager/quantization.py``, which says what its kernels compute.
+Each is a function of ``comfy_kitchen/backends/eager/quantization.py``, which says what its kernels compute. The road
+not taken is to call that package: it would be needed for four short formulas, and picks a kernel by the machine.
 """
 
 import math
@@ -72,7 +73,8 @@ class Nvfp4:
         whole = (
             largest.amax() / (LARGEST_FP8 * e2m1.LARGEST) if self.scale is None else x.new_tensor(self.scale).float()
         )
-        scales = (largest / e2m1.LARGEST / whole).clamp(max=LARGEST_FP8).to(torch.float8_e4m3fn).float() * whole
+        wanted = torch.where(largest > 0, largest / e2m1.LARGEST / whole, 0.0)  # of zeros alone, ``whole`` is 0 too
+        scales = wanted.clamp(max=LARGEST_FP8).to(torch.float8_e4m3fn).float() * whole
         scaled = torch.where(scales > 0, blocks / scales, 0.0).clamp(-e2m1.LARGEST, e2m1.LARGEST)
         return (e2m1.decode(e2m1.encode(scaled)) * scales).flatten(-2)[..., : x.shape[-1]].to(x)
 

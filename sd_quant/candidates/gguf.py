@@ -216,7 +216,7 @@ def read_header(member: Member) -> tuple[Tensors, int]:
         if unknown:
             raise ArtifactError(
                 f"{member.name} holds {len(unknown)} tensors of types of ggml's that are not read here "
-                f"({listing(unknown)}); expected {', '.join(kind.name for kind in QUANTIZED.values())}, F32, F16 or "
+                f"({listing(unknown, 5)}); expected {', '.join(kind.name for kind in QUANTIZED.values())}, F32, F16 or "
                 "BF16, so choose such a file"
             )
         end = data

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from sd_quant.candidates import READERS
 from sd_quant.candidates.comfyui import METHODS, Codes, check_codes, read, recognizes
+from sd_quant.candidates.comfyui_inputs import Float8, Mxfp8, Nvfp4, Rotated
 from sd_quant.candidates.other_names import PREFIX, Rows
 from sd_quant.checkpoints.archive import whole_file
 from sd_quant.checkpoints.safetensors_file import read_safetensors
@@ -174,6 +175,14 @@ def test_every_linear_and_the_network_compute_what_comfy_kitchen_does(sdxl, case
         if layer.inputs is not None:
             assert relative_error(x, inputs(x)) > 1e-4 and str(layer.inputs)
     assert error_of_network(sdxl, candidate, theirs) < (1e-2 if case.startswith("int8") else 1e-6)
+
+
+@pytest.mark.parametrize(
+    "inputs", [Nvfp4(), Nvfp4(0.5), Mxfp8(), Rotated(4), Float8(torch.float8_e4m3fn, 0.1)], ids=str
+)
+def test_inputs_of_zeros_stay_zeros(inputs):
+    """comfy-kitchen's NVFP4 divides them by a scale of 0."""
+    assert torch.equal(inputs(torch.zeros(2, 3, 32)), torch.zeros(2, 3, 32))
 
 
 def test_inputs_are_multiplied_before_they_are_quantized(sdxl, tmp_path):
