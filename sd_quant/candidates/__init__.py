@@ -34,5 +34,8 @@ class Reader:
         return self.module.recognizes
 
 
-ROWS: tuple[Reader, ...] = ()
+ROWS: tuple[Reader, ...] = (
+    Reader("gguf", "a GGUF file, as ComfyUI-GGUF and stable-diffusion.cpp write it", package="gguf"),
+    Reader("comfyui", "a safetensors file for ComfyUI, with its marks or merely cast"),
+)
 READERS = {row.name: row for row in ROWS}

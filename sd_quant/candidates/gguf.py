@@ -1,0 +1,372 @@
+"""GGUF files with a denoiser, as ComfyUI-GGUF, city96 and stable-diffusion.cpp write them: ggml's blocks of numbers.
+
+A file begins with ``GGUF``, a version and two counts; then come metadata, each tensor's name, sides, type and offset,
+and, at a multiple of the alignment, the numbers (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). The first
+side of a tensor is the one whose numbers lie side by side, so sides are in the opposite order of torch's.
+ComfyUI-GGUF's converter stores what no block divides as rows of 256 and says its shape in
+``comfy.gguf.orig_shape.<name>``. What ``general.architecture`` says is not read: names and shapes tell more.
+
+The header is read here, byte by byte, because it is a stranger's; blocks are decoded by ggml's own package ``gguf``, in
+fp32 as ggml does. ComfyUI-GGUF and diffusers multiply scale and code in fp16, which rounds each number of a weight once
+more. The road not taken is the package's ``GGUFReader``: it maps the file and believes its counts.
+"""
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib.util import find_spec
+from math import gcd, prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sd_quant.candidates.candidate import Candidate, StoredLayer, check_whole, needed
+from sd_quant.candidates.other_names import Rows, denoiser_tensors, joined, places_in, rows_of, strides
+from sd_quant.checkpoints.archive import Member, whole_file
+from sd_quant.checkpoints.checks import listing
+from sd_quant.checkpoints.safetensors_file import MAX_DIMENSIONS, MAX_HEADER, MAX_SIDE
+from sd_quant.checkpoints.tensors import Readable, StoredTensor
+from sd_quant.errors import ArtifactError
+from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+MAX_TENSORS = 50_000  # Flux has 780, a whole SDXL 2,500
+MAX_ENTRIES = 50_000  # of the metadata: a shape for each tensor at most, and some more
+MAX_NAME = 1000  # bytes; ggml allows 63, stable-diffusion.cpp 127
+MAX_ALIGNMENT = 2**20
+ALIGNMENT = 32  # where the file says none
+ORIGINAL_SHAPE = "comfy.gguf.orig_shape."
+# types of metadata, as struct has them; strings and arrays are 8 and 9
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+INT32, STRING, ARRAY = 5, 8, 9
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A type of ggml's: ``block`` numbers lie in ``size`` bytes, and ``share`` of them have one scale."""
+
+    name: str
+    block: int
+    size: int
+    share: int
+
+
+PLAIN = {0: torch.float32, 1: torch.float16, 28: torch.float64, 30: torch.bfloat16}
+QUANTIZED = {
+    2: Kind("Q4_0", 32, 18, 32), 3: Kind("Q4_1", 32, 20, 32), 6: Kind("Q5_0", 32, 22, 32), 7: Kind("Q5_1", 32, 24, 32),
+    8: Kind("Q8_0", 32, 34, 32), 10: Kind("Q2_K", 256, 84, 16), 11: Kind("Q3_K", 256, 110, 16),
+    12: Kind("Q4_K", 256, 144, 32), 13: Kind("Q5_K", 256, 176, 32), 14: Kind("Q6_K", 256, 210, 16),
+    20: Kind("IQ4_NL", 32, 18, 32), 23: Kind("IQ4_XS", 256, 136, 32),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A ``Readable`` of a quantized tensor, or of whole rows of one: blocks that lie one behind the other."""
+
+    member: Member
+    name: str
+    start: int  # byte of ``member``
+    shape: tuple[int, ...]
+    kind: Kind
+    dtype: torch.dtype = field(default=torch.float32, init=False)
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return prod(self.shape) // self.kind.block * self.kind.size
+
+    def rows(self, rows: Rows) -> "Blocks":
+        """Raises ArtifactError where they begin or end within a block."""
+        width = prod(self.shape[1:])
+        first, count = rows.start * width, (rows.stop - rows.start) * width
+        if first % self.kind.block or count % self.kind.block:
+            raise ArtifactError(
+                f"{self.member.name}: rows {rows.start} to {rows.stop} of {self.name[:200]!r} are no whole blocks of "
+                f"{self.kind.name}, {self.kind.block} numbers each; expected whole ones, so convert the model again"
+            )
+        start = self.start + first // self.kind.block * self.kind.size
+        return replace(self, start=start, shape=(rows.stop - rows.start, *self.shape[1:]))
+
+    def codes(self) -> np.ndarray:
+        """The blocks as they are stored, uint8 [blocks, bytes of one]."""
+        return np.frombuffer(self.member.read(self.start, self.size), np.uint8).reshape(-1, self.kind.size)
+
+    def read(self) -> Tensor:
+        """fp32. Raises ArtifactError when a number is NaN or infinite."""
+        from gguf import GGMLQuantizationType, quants
+
+        codes = self.codes()
+        rows = codes.reshape(gcd(len(codes), self.shape[0]), -1)  # of which the package decodes 16 at once
+        with np.errstate(all="ignore"):  # a stranger's scales may be anything
+            numbers = quants.dequantize(rows, GGMLQuantizationType[self.kind.name])
+        found = torch.from_numpy(np.ascontiguousarray(numbers)).reshape(self.shape)
+        if not bool(torch.isfinite(found).all()):
+            raise ArtifactError(
+                f"{self.member.name}: {self.name[:200]!r} has a scale that is not finite; expected finite numbers, so "
+                "fetch the file again"
+            )
+        return found
+
+
+Tensors = Mapping[str, "StoredTensor | Blocks"]
+
+
+def recognizes(path: Path) -> bool:
+    """Whether ``path`` is a file that begins as GGUF does."""
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == MAGIC
+    except (OSError, ValueError):
+        return False
+
+
+def read(path: Path, checkpoint: Checkpoint) -> Candidate:
+    """Locates the denoiser of ``checkpoint`` in a GGUF file; no weight is read.
+
+    Raises ConfigError when ``path`` does not exist, ArtifactError when it is damaged, holds a type that is not known
+    here, or any other denoiser.
+    """
+    tensors, version = read_header(whole_file(path))
+    names, unknown = denoiser_tensors(tensors)
+    network = empty_denoiser(checkpoint)
+    modules = dict(network.named_modules())
+    found = without_kernels({name: tensors[full] for name, full in names.items()}, modules)
+    shapes = {name: tuple(each.shape) for name, each in needed(network).items()}
+    places, others = places_in(path, network, shapes, {name: each.shape for name, each in found.items()})
+    parts = {
+        name: [source.rows(rows) if isinstance(source := found[rows.name], Blocks) else rows_of(source, rows)
+               for rows in of_one]
+        for name, of_one in places.items()
+    }  # fmt: skip
+    quantized = {
+        name: [each for each in of_one if isinstance(each, Blocks)]
+        for name, of_one in parts.items()
+        if name.endswith(".weight") and isinstance(modules[name.removesuffix(".weight")], nn.Linear | nn.Conv2d)
+    }
+    layers = {
+        name.removesuffix(".weight"): stored_layer(of_one, joined(parts[name]))
+        for name, of_one in quantized.items()
+        if of_one
+    }
+    candidate = Candidate(
+        path,
+        "gguf",
+        f"GGUF {version}",
+        layers,
+        {name: joined(of_one) for name, of_one in parts.items() if name.removesuffix(".weight") not in layers},
+        sum(map(size_of, found.values())),
+        partial(in_diffusers, checkpoint, parts) if runs_in_diffusers() else None,
+    )
+    return check_whole(candidate, checkpoint, [*unknown, *others])
+
+
+def stored_layer(parts: Sequence[Blocks], weight: Readable) -> StoredLayer:
+    """Of a weight that lies in ``parts``, blocks of one type."""
+    kind = parts[0].kind
+    return StoredLayer(kind.name, f"1 for {kind.share} numbers", sum(map(size_of, parts)), weight)
+
+
+def size_of(tensor: StoredTensor | Blocks) -> int:
+    """In bytes, as it is stored."""
+    return tensor.size if isinstance(tensor, Blocks) else prod(tensor.shape) * tensor.dtype.itemsize
+
+
+def without_kernels(tensors: Tensors, modules: Mapping[str, nn.Module]) -> Tensors:
+    """The tensors, those of a UNet's ``proj_in`` and ``proj_out`` as matrices where its modules are linears.
+
+    stable-diffusion.cpp has convolutions of one pixel there for every UNet.
+    """
+    ends = (".proj_in", ".proj_out")
+    if not any(name.endswith(ends) and isinstance(module, nn.Linear) for name, module in modules.items()):
+        return tensors
+    kernels = tuple(f"{end}.weight" for end in ends)
+    return {
+        name: _reshaped(each, each.shape[:2]) if name.endswith(kernels) and each.shape[2:] == (1, 1) else each
+        for name, each in tensors.items()
+    }
+
+
+def read_header(member: Member) -> tuple[Tensors, int]:
+    """Every tensor by name, in the header's order, and the version of the format; no numbers are read.
+
+    Raises ArtifactError when the header is damaged, or places a tensor beyond the file's end or over another one.
+    """
+    header = Header(bytes(member.read(0, min(member.size, MAX_HEADER))))
+    try:
+        version, entries, described = header.parsed()
+        alignment = entries.get("general.alignment", ALIGNMENT)
+        if type(alignment) is not int or not 0 < alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
+            raise ValueError("an alignment that is no power of two")
+        data = -(-header.position // alignment) * alignment
+        tensors: dict[str, StoredTensor | Blocks] = {}
+        unknown: list[str] = []
+        for name, shape, number, offset in described:
+            if offset % alignment or offset > MAX_SIDE:
+                raise ValueError(f"{name[:200]!r} begins at byte {offset}, which is no multiple of {alignment}")
+            if number not in PLAIN and number not in QUANTIZED:
+                unknown.append(f"{name} {number}")
+                continue
+            tensors[name] = _located(member, name, shape, number, data + offset)
+        if unknown:
+            raise ArtifactError(
+                f"{member.name} holds {len(unknown)} tensors of types of ggml's that are not read here "
+                f"({listing(unknown, 5)}); expected {', '.join(kind.name for kind in QUANTIZED.values())}, F32, F16 or "
+                "BF16, so choose such a file"
+            )
+        end = data
+        for each in sorted(tensors.values(), key=lambda each: each.start):
+            if each.start < end:
+                raise ValueError(f"tensors overlap at byte {each.start}")
+            end = each.start + size_of(each)
+        if end > member.size:
+            raise ValueError(f"{end} bytes described, {member.size} present")
+        for name, shape in original_shapes(entries).items():
+            if name in tensors:
+                tensors[name] = _reshaped(tensors[name], shape)
+    except ValueError as error:
+        reason = f"{type(error).__name__}: {error}"[:300]
+        raise ArtifactError(
+            f"{member.name} is not a whole GGUF file ({ascii(reason)[1:-1]}); fetch it again"
+        ) from error
+    return tensors, version
+
+
+class Header:
+    """The bytes of a header, and how far they are read. Methods raise ValueError where they are damaged."""
+
+    def __init__(self, data: bytes):
+        self.data, self.position = data, 0
+
+    def parsed(self) -> tuple[int, dict[str, Any], list[tuple[str, tuple[int, ...], int, int]]]:
+        """The version; the metadata; and of each tensor name, shape as in torch, type and offset."""
+        if self.taken(4) != MAGIC:
+            raise ValueError("it does not begin with GGUF")
+        (version,) = self.numbers("I")
+        if version not in VERSIONS:
+            raise ValueError(f"version {version}, {' or '.join(map(str, VERSIONS))} expected")
+        count, entries = self.numbers("QQ")
+        if count > MAX_TENSORS or entries > MAX_ENTRIES:
+            raise ValueError(f"{count} tensors and {entries} entries of metadata")
+        metadata: dict[str, Any] = {}
+        for _ in range(entries):
+            name, (kind,) = self.text(), self.numbers("I")
+            if name in metadata:
+                raise ValueError(f"{name[:200]!r} stands twice in the metadata")
+            metadata[name] = self.value(kind)
+        found: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
+        for _ in range(count):
+            name, (dimensions,) = self.text(), self.numbers("I")
+            if len(name) > MAX_NAME or name in found or dimensions > MAX_DIMENSIONS:
+                raise ValueError(f"{name[:200]!r} stands twice, or has too long a name or {dimensions} dimensions")
+            shape = self.numbers("Q" * dimensions)[::-1]
+            found[name] = (name, shape, *self.numbers("IQ"))
+        return version, metadata, list(found.values())
+
+    def taken(self, length: int) -> bytes:
+        if length > len(self.data) - self.position:
+            raise ValueError(f"it ends, or its header is longer than {MAX_HEADER} bytes, within the header")
+        self.position += length
+        return self.data[self.position - length : self.position]
+
+    def numbers(self, layout: str) -> tuple[Any, ...]:
+        return struct.unpack(f"<{layout}", self.taken(struct.calcsize(f"<{layout}")))
+
+    def text(self) -> str:
+        """Raises UnicodeDecodeError, a ValueError, for what is no text."""
+        return self.taken(*self.numbers("Q")).decode()
+
+    def value(self, kind: int) -> Any:
+        """An entry of the metadata; of an array that is no shape nothing but that it is one, None."""
+        if kind == STRING:
+            return self.text()
+        if kind in SCALARS:
+            return self.numbers(SCALARS[kind])[0]
+        if kind != ARRAY:
+            raise ValueError(f"metadata of type {kind}")
+        inner, count = self.numbers("IQ")
+        if inner == STRING:
+            for _ in range(count):  # each has eight bytes at least, so it ends with the header
+                self.taken(*self.numbers("Q"))
+        elif inner not in SCALARS:
+            raise ValueError(f"an array of type {inner}")
+        elif inner == INT32 and count <= MAX_DIMENSIONS:
+            return self.numbers(SCALARS[inner] * count)
+        else:
+            self.taken(count * struct.calcsize(SCALARS[inner]))
+        return None
+
+
+def original_shapes(metadata: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The shapes, as in torch, of tensors that are stored in another. Raises ValueError for what is none."""
+    found = {}
+    for name, shape in metadata.items():
+        if name.startswith(ORIGINAL_SHAPE):
+            if not isinstance(shape, tuple) or min(shape, default=1) < 0:
+                raise ValueError(f"{name[:200]!r} is no shape")
+            found[name.removeprefix(ORIGINAL_SHAPE)] = shape
+    return found
+
+
+def _located(member: Member, name: str, shape: tuple[int, ...], number: int, start: int) -> StoredTensor | Blocks:
+    if prod(shape) > MAX_SIDE or max(shape, default=0) > MAX_SIDE:
+        raise ValueError(f"{name[:200]!r} has the shape {list(shape)}")
+    if number in PLAIN:
+        return StoredTensor(member, start, shape, strides(shape), PLAIN[number])
+    kind = QUANTIZED[number]
+    if not shape or shape[-1] % kind.block:
+        raise ValueError(
+            f"{name[:200]!r} has the shape {list(shape)}, whose rows are no whole blocks of {kind.name}, {kind.block} "
+            "numbers each"
+        )
+    return Blocks(member, name, start, shape, kind)
+
+
+def _reshaped(tensor: StoredTensor | Blocks, shape: tuple[int, ...]) -> StoredTensor | Blocks:
+    """Raises ValueError for a shape of another number of numbers."""
+    if prod(shape) != prod(tensor.shape):
+        raise ValueError(f"a tensor of shape {list(tensor.shape)} has the original shape {list(shape)}")
+    return replace(tensor, shape=shape) if isinstance(tensor, Blocks) else replace(
+        tensor, shape=shape, stride=strides(shape)
+    )  # fmt: skip
+
+
+def runs_in_diffusers() -> bool:
+    """Whether diffusers can compute with ggml's blocks: it asks for their package."""
+    return find_spec("gguf") is not None
+
+
+def in_diffusers(checkpoint: Checkpoint, parts: Mapping[str, Sequence[StoredTensor | Blocks]]) -> nn.Module:
+    """The denoiser with diffusers' own linears of ggml's blocks, which multiply in fp32; all else is fp32.
+
+    ``parts`` are where each of its tensors lies, by diffusers' name.
+    """
+    from diffusers.quantizers.gguf.utils import GGUFParameter, _replace_with_gguf_linear, dequantize_gguf_tensor
+    from gguf import GGMLQuantizationType as Type
+
+    network = empty_denoiser(checkpoint)
+    state: dict[str, Tensor] = {}
+    for name, of_one in parts.items():
+        if not isinstance(of_one[0], Blocks):
+            state[name] = joined(of_one).read().float()
+            continue
+        shape, kind = joined(of_one).shape, of_one[0].kind
+        blocks = torch.cat([torch.from_numpy(each.codes().copy()) for each in of_one])
+        linear = isinstance(network.get_submodule(name.rpartition(".")[0]), nn.Linear) and not shape[-1] % kind.block
+        stored = GGUFParameter(blocks.reshape(shape[0], -1) if linear else blocks, quant_type=Type[kind.name])
+        state[name] = stored if linear else dequantize_gguf_tensor(stored).float().reshape(shape)
+    network = _replace_with_gguf_linear(network, torch.float32, state)
+    for name, tensor in state.items():
+        owner, _, leaf = name.rpartition(".")
+        module = network.get_submodule(owner)
+        if leaf in module._buffers:
+            module._buffers[leaf] = tensor
+        else:
+            plain = isinstance(tensor, nn.Parameter)
+            module._parameters[leaf] = tensor if plain else nn.Parameter(tensor, requires_grad=False)
+    return network.eval()

@@ -1,0 +1,263 @@
+"""Where diffusers' parameters lie in a file with the names of a model's authors: rows of stored tensors.
+
+Single files have the names of those who trained the model: Stability's for Stable Diffusion 1 to 3 and SDXL, Black
+Forest Labs' for Flux. Their tensors are diffusers' own, joined one behind the other along the first axis (query, key
+and value are one linear), and of a modulation that is a shift and a scale the halves are exchanged. So a table of joins
+says it all, and the model in full precision says which of its rows there are: hostile names lead nowhere.
+
+The road not taken is to send row numbers through diffusers' own converters and to read off what became of them: they
+count blocks by the file's names, end in a KeyError where one is missing, and know Flux in one width only. The tests go
+that way.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import prod
+from operator import mul
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from torch import nn
+
+from sd_quant.checkpoints.checks import listing
+from sd_quant.checkpoints.sgm import sgm_names
+from sd_quant.checkpoints.tensors import LazyTensor, Readable, StoredTensor
+from sd_quant.errors import ArtifactError
+
+PREFIX = "model.diffusion_model."  # of the denoiser, in a file of the whole model
+# what else is in such a file: the other networks, averages of the weights, and what training keeps
+OTHER_NETWORKS = (
+    "first_stage_model.", "vae.", "cond_stage_model.", "conditioner.", "text_encoders.", "text_encoder.", "model_ema.",
+    "embedding_manager.", "safety_checker.", "denoiser.", "betas", "alphas_cumprod", "sqrt_", "log_one_minus_",
+    "posterior_", "logvar", "scale_factor", "global_step", "model_sampling.",
+    "v_pred", "ztsnr", "edm_",
+)  # fmt: skip
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a stored tensor, from ``start`` to before ``stop``; ``of`` how many it has."""
+
+    name: str
+    start: int
+    stop: int
+    of: int
+
+
+Places = Mapping[str, tuple[Rows, ...]]  # by diffusers' name; what stands there one behind the other
+
+QKV, ADDED_QKV = ("attn.to_q", "attn.to_k", "attn.to_v"), ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj")
+# a stored module with what lies in it one behind the other; ``block`` stands for a block's name and number
+FLUX_DOUBLE = {
+    "img_mod.lin": ("norm1.linear",), "txt_mod.lin": ("norm1_context.linear",),
+    "img_attn.qkv": QKV, "txt_attn.qkv": ADDED_QKV,
+    "img_attn.norm.query_norm": ("attn.norm_q",), "img_attn.norm.key_norm": ("attn.norm_k",),
+    "txt_attn.norm.query_norm": ("attn.norm_added_q",), "txt_attn.norm.key_norm": ("attn.norm_added_k",),
+    "img_attn.proj": ("attn.to_out.0",), "txt_attn.proj": ("attn.to_add_out",),
+    "img_mlp.0": ("ff.net.0.proj",), "img_mlp.2": ("ff.net.2",),
+    "txt_mlp.0": ("ff_context.net.0.proj",), "txt_mlp.2": ("ff_context.net.2",),
+}  # fmt: skip
+FLUX_SINGLE = {
+    "modulation.lin": ("norm.linear",), "linear1": (*QKV, "proj_mlp"), "linear2": ("proj_out",),
+    "norm.query_norm": ("attn.norm_q",), "norm.key_norm": ("attn.norm_k",),
+}  # fmt: skip
+FLUX_OUTER = {
+    "img_in": ("x_embedder",), "txt_in": ("context_embedder",),
+    "time_in.in_layer": ("time_text_embed.timestep_embedder.linear_1",),
+    "time_in.out_layer": ("time_text_embed.timestep_embedder.linear_2",),
+    "vector_in.in_layer": ("time_text_embed.text_embedder.linear_1",),
+    "vector_in.out_layer": ("time_text_embed.text_embedder.linear_2",),
+    "guidance_in.in_layer": ("time_text_embed.guidance_embedder.linear_1",),
+    "guidance_in.out_layer": ("time_text_embed.guidance_embedder.linear_2",),
+    "final_layer.linear": ("proj_out",), "final_layer.adaLN_modulation.1": ("norm_out.linear",),
+}  # fmt: skip
+SD3_JOINT = {
+    "x_block.attn.qkv": QKV, "context_block.attn.qkv": ADDED_QKV,
+    "x_block.attn2.qkv": ("attn2.to_q", "attn2.to_k", "attn2.to_v"),
+    "x_block.attn.ln_q": ("attn.norm_q",), "x_block.attn.ln_k": ("attn.norm_k",),
+    "context_block.attn.ln_q": ("attn.norm_added_q",), "context_block.attn.ln_k": ("attn.norm_added_k",),
+    "x_block.attn2.ln_q": ("attn2.norm_q",), "x_block.attn2.ln_k": ("attn2.norm_k",),
+    "x_block.attn.proj": ("attn.to_out.0",), "context_block.attn.proj": ("attn.to_add_out",),
+    "x_block.attn2.proj": ("attn2.to_out.0",),
+    "x_block.adaLN_modulation.1": ("norm1.linear",), "context_block.adaLN_modulation.1": ("norm1_context.linear",),
+    "x_block.mlp.fc1": ("ff.net.0.proj",), "x_block.mlp.fc2": ("ff.net.2",),
+    "context_block.mlp.fc1": ("ff_context.net.0.proj",), "context_block.mlp.fc2": ("ff_context.net.2",),
+}  # fmt: skip
+SD3_OUTER = {
+    "pos_embed": ("pos_embed.pos_embed",), "x_embedder.proj": ("pos_embed.proj",),
+    "t_embedder.mlp.0": ("time_text_embed.timestep_embedder.linear_1",),
+    "t_embedder.mlp.2": ("time_text_embed.timestep_embedder.linear_2",),
+    "y_embedder.mlp.0": ("time_text_embed.text_embedder.linear_1",),
+    "y_embedder.mlp.2": ("time_text_embed.text_embedder.linear_2",),
+    "final_layer.linear": ("proj_out",), "final_layer.adaLN_modulation.1": ("norm_out.linear",),
+}  # fmt: skip
+# by the class of the network: of each of diffusers' blocks, "" for what is in none, the stored block and its joins
+JOINS: Mapping[str, Mapping[str, tuple[str, Mapping[str, tuple[str, ...]]]]] = {
+    "FluxTransformer2DModel": {
+        "transformer_blocks": ("double_blocks", FLUX_DOUBLE),
+        "single_transformer_blocks": ("single_blocks", FLUX_SINGLE),
+        "": ("", FLUX_OUTER),
+    },
+    "SD3Transformer2DModel": {"transformer_blocks": ("joint_blocks", SD3_JOINT), "": ("", SD3_OUTER)},
+}
+SCALED = ("query_norm", "key_norm")  # whose weight Flux's authors call scale
+
+# what names tell of a network, for people; the first whose every mark begins a name
+KINDS: Sequence[tuple[str, tuple[str, ...]]] = (
+    ("a HunyuanVideo transformer", ("double_blocks.", "txt_in.individual_token_refiner.")),
+    ("a Chroma transformer", ("distilled_guidance_layer.",)),
+    ("a Flux.2 transformer", ("double_stream_modulation_img.",)),
+    ("a Flux transformer", ("double_blocks.", "single_blocks.")),
+    ("a Flux transformer", ("transformer_blocks.", "single_transformer_blocks.")),
+    ("a PixArt transformer", ("adaln_single.", "pos_embed.")),
+    ("a PixArt transformer", ("t_block.", "y_embedder.y_proj.")),
+    ("a Stable Diffusion 3 transformer", ("joint_blocks.",)),
+    ("a Stable Diffusion 3 transformer", ("transformer_blocks.", "pos_embed.proj.")),
+    ("a Qwen-Image transformer", ("transformer_blocks.", "txt_norm.")),
+    ("a Wan transformer", ("blocks.", "patch_embedding.", "text_embedding.")),
+    ("an SDXL UNet", ("input_blocks.", "label_emb.")),
+    ("an SDXL UNet", ("down_blocks.", "add_embedding.")),
+    ("a Stable Diffusion 1 or 2 UNet", ("input_blocks.", "output_blocks.")),
+    ("a Stable Diffusion 1 or 2 UNet", ("down_blocks.", "up_blocks.", "conv_in.")),
+)
+
+
+def told_family(names: Iterable[str]) -> str | None:
+    """Of which family a denoiser with these tensors is, for people: ``a Flux transformer``. None: of none known here.
+
+    Names may have the denoiser's prefix, and may be a model's authors' or diffusers'.
+    """
+    words = [name.removeprefix(PREFIX) for name in names]
+    found = {mark for _, marks in KINDS for mark in marks if any(word.startswith(mark) for word in words)}
+    return next((kind for kind, marks in KINDS if found.issuperset(marks)), None)
+
+
+def denoiser_tensors(names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+    """The names of a file's denoiser, without its prefix, with what they are in the file; and names that are unknown.
+
+    Where any name has the prefix, all of the denoiser's do, and tensors of other networks are left out.
+    """
+    names = list(names)
+    if not any(name.startswith(PREFIX) for name in names):
+        return {name: name for name in names}, []
+    found = {name.removeprefix(PREFIX): name for name in names if name.startswith(PREFIX)}
+    return found, [name for name in names if not name.startswith((PREFIX, *OTHER_NETWORKS))]
+
+
+def places_in(
+    path: Path,
+    network: nn.Module,
+    needed: Mapping[str, Shape],
+    shapes: Mapping[str, Shape],
+    multiples: Mapping[str, int] = MappingProxyType({}),
+) -> tuple[Places, list[str]]:
+    """Where each tensor of ``network`` lies in a file, as far as it is there, and the names that are none of its.
+
+    ``needed`` are its tensors by diffusers' name, ``shapes`` those of the file by the names in it, without the prefix;
+    of a name in ``multiples`` the sides are padded to multiples of that number.
+    Raises ArtifactError for the denoiser of another family, or of another size.
+    """
+    told, wanted = told_family(shapes), told_family(needed)
+    if told is not None and wanted is not None and told != wanted:
+        raise ArtifactError(
+            f"{path} is {told}, and the full-precision model is {wanted}; give a quantization of that very model"
+        )
+    own = {name: (Rows(name, 0, _rows(shape), _rows(shape)),) for name, shape in needed.items()}
+    layouts = (own, authors_places(network, needed))
+    hits = [sum(part.name in shapes for parts in layout.values() for part in parts) for layout in layouts]
+    layout = layouts[hits[1] > hits[0]]
+    expected = {part.name: (part.of, *needed[name][1:]) if needed[name] else () for name, (part, *_) in layout.items()}
+    misshapen = [
+        f"{name} {list(shapes[name])} instead of {list(shape)}"
+        for name, shape in expected.items()
+        if name in shapes and shapes[name] != tuple(up_to(side, multiples.get(name, 1)) for side in shape)
+    ]
+    if misshapen:
+        raise ArtifactError(
+            f"{path} is {told or 'a denoiser'} of another size than the full-precision model, with {len(misshapen)} "
+            f"tensors of another shape ({listing(misshapen, 3)}); give a quantization of that very model"
+        )
+    known = {part.name for parts in layout.values() for part in parts}
+    there = {name: parts for name, parts in layout.items() if all(part.name in shapes for part in parts)}
+    return there, [name for name in shapes if name not in known]
+
+
+def authors_places(network: nn.Module, needed: Mapping[str, Shape]) -> Places:
+    """Where each tensor of ``network`` lies in a file with its authors' names, without the prefix.
+
+    Names that no table has are the same in both.
+    """
+    if type(network).__name__ == "UNet2DConditionModel":
+        keys = sgm_names(needed)
+        return {name: (Rows(keys[name], 0, _rows(shape), _rows(shape)),) for name, shape in needed.items()}
+    inside: dict[str, dict[int, str]] = {}  # what lies in a stored tensor, by its turn
+    for name in needed:
+        stored, turn = _stored_name(name, JOINS.get(type(network).__name__, {}))
+        inside.setdefault(stored, {})[turn] = name
+    places: dict[str, tuple[Rows, ...]] = {}
+    for stored, by_turn in inside.items():
+        total = sum(_rows(needed[name]) for name in by_turn.values())
+        start = 0
+        for _, name in sorted(by_turn.items()):
+            stop = start + _rows(needed[name])
+            places[name] = (Rows(stored, start, stop, total),)
+            if _ends_in_shift_and_scale(network, name):
+                half = total // 2
+                places[name] = Rows(stored, half, total, total), Rows(stored, 0, half, total)
+            start = stop
+    return places
+
+
+def _rows(shape: Shape) -> int:
+    return shape[0] if shape else 1
+
+
+def _stored_name(name: str, joins: Mapping[str, tuple[str, Mapping[str, tuple[str, ...]]]]) -> tuple[str, int]:
+    """The name of the tensor that holds diffusers' ``name``, and which of those in it that is."""
+    block = re.match(r"(\w+)\.(\d+)\.", name)
+    ours = block[1] if block and block[1] in joins else ""
+    theirs, table = joins.get(ours, ("", {}))
+    inner = name[block.end() :] if ours else name
+    for stored, parts in table.items():
+        for turn, part in enumerate(parts):
+            if inner == part or inner.startswith(f"{part}."):
+                head = f"{theirs}.{block[2]}.{stored}" if ours else stored
+                return head + (".scale" if stored.endswith(SCALED) else inner.removeprefix(part)), turn
+    return name, 0
+
+
+def _ends_in_shift_and_scale(network: nn.Module, name: str) -> bool:
+    """Whether a tensor is of a modulation of which diffusers has the scale in front, and the authors the shift."""
+    owner, _, _ = name.rpartition(".linear.")
+    return bool(owner) and type(network.get_submodule(owner)).__name__ == "AdaLayerNormContinuous"
+
+
+def rows_of(stored: StoredTensor, rows: Rows) -> StoredTensor:
+    """These rows of a tensor whose values lie one behind the other, and no others are read."""
+    if (rows.start, rows.stop) == (0, rows.of):
+        return stored
+    width = prod(stored.shape[1:])
+    start = stored.start + rows.start * width * stored.dtype.itemsize
+    return replace(stored, start=start, shape=(rows.stop - rows.start, *stored.shape[1:]))
+
+
+def up_to(side: int, multiple: int) -> int:
+    """The smallest multiple that is not smaller."""
+    return -(-side // multiple) * multiple
+
+
+def strides(shape: Shape) -> Shape:
+    """In elements, of a tensor whose values lie one behind the other."""
+    return tuple(accumulate(reversed(shape), mul, initial=1))[-2::-1]
+
+
+def joined(parts: Sequence[Readable]) -> Readable:
+    """What lies in ``parts``, of one dtype, one behind the other along the first axis."""
+    if len(parts) == 1:
+        return parts[0]
+    shape = (sum(each.shape[0] for each in parts), *parts[0].shape[1:])
+    return LazyTensor(shape, parts[0].dtype, lambda: torch.cat([each.read() for each in parts]))

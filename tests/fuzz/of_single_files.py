@@ -1,0 +1,210 @@
+"""Other people's denoisers as single files: GGUF, and safetensors with ComfyUI's marks."""
+
+import json
+import struct
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from safetensors.torch import save as save_safetensors
+from torch import Tensor
+
+from sd_quant.candidates import comfyui, gguf
+from sd_quant.candidates.candidate import Candidate, needed
+from sd_quant.candidates.other_names import authors_places
+from sd_quant.checkpoints.diffusers_pipeline import DiffusersCheckpoint, open_pipeline
+from sd_quant.models.checkpoint import empty_denoiser
+
+from ..pipelines import TINY
+from .harness import Reader
+from .mutations import LARGE, VALUES, byte_edits, changed, document_edits, edited
+
+LISTED = [*VALUES, "float8_e4m3fn", "int8_tensorwise", "nvfp4", "mxfp8", 256, 4]
+
+
+def single_files(scratch: Path) -> list[Reader]:
+    """Of a tiny SDXL, which stays at its place: a reader looks at the file alone."""
+    TINY["sdxl"](scratch / "single_files")
+    checkpoint = open_pipeline(scratch / "single_files", "sdxl")
+    return [of_gguf(checkpoint), of_comfyui(checkpoint)]
+
+
+def shapes_in_file(checkpoint: DiffusersCheckpoint) -> dict[str, tuple[int, ...]]:
+    network = empty_denoiser(checkpoint)
+    shapes = {name: tuple(each.shape) for name, each in needed(network).items()}
+    return {parts[0].name: shapes[name] for name, parts in authors_places(network, shapes).items()}
+
+
+def summary(candidate: Candidate, decodes: bool = True) -> tuple:
+    """What was found, with the numbers of a few tensors of every kind where the package that decodes them is there."""
+    layers = {
+        name: (each.format, each.scales, each.stored_bytes, str(each.inputs)) for name, each in candidate.layers.items()
+    }
+    first = sorted(candidate.layers)[:4]
+    numbers = [candidate.layers[name].weight.read() for name in first if decodes]
+    numbers += [each.read() for _, each in sorted(candidate.parameters.items())[:4]]
+    applied = []
+    for name in first:
+        if (inputs := candidate.layers[name].inputs) is not None:
+            weight = candidate.layers[name].weight
+            applied.append(inputs(torch.linspace(-2, 2, weight.shape[1]).expand(2, -1)))
+    assert all(each.isfinite().all() for each in applied)
+    return layers, [each.double().sum().item() for each in (*numbers, *applied)], candidate.stored_bytes
+
+
+def stays_within(name: str):
+    def check(folder: Path, found: tuple) -> None:
+        assert found[2] <= (folder / name).stat().st_size
+        assert sum(layer[2] for layer in found[0].values()) <= found[2]
+
+    return check
+
+
+# GGUF
+
+
+def text(content: str) -> bytes:
+    return struct.pack("<Q", len(content.encode())) + content.encode()
+
+
+def gguf_file(shapes: Mapping[str, tuple[int, ...]]) -> tuple[bytes, int]:
+    """A file of zeros and of scales of 1, by the description of the format, and where its header ends."""
+    q8_0, q4_0, number, infos, data = 8, 2, 0, b"", b""
+    entries = [text("general.architecture") + struct.pack("<I", 8) + text("sdxl"),
+               text("general.alignment") + struct.pack("<II", 4, 32),
+               text("a list") + struct.pack("<IIQ", 9, 8, 2) + text("a") + text("b"),
+               text("numbers") + struct.pack("<IIQ", 9, 6, 3) + bytes(12)]  # fmt: skip
+    for name, shape in shapes.items():
+        numbers, kind = 1, 0
+        for side in shape:
+            numbers *= side
+        if len(shape) > 1 and numbers % 256 == 0:
+            kind = q4_0 if (number := number + 1) % 2 else q8_0
+            if shape[-1] % 32:
+                key = text(f"comfy.gguf.orig_shape.{name}")
+                entries.append(key + struct.pack(f"<IIQ{len(shape)}i", 9, 5, len(shape), *shape))
+                shape = (numbers // 256, 256)
+        elif len(shape) > 1:
+            kind = 1
+        size = {0: 4 * numbers, 1: 2 * numbers, q4_0: numbers // 32 * 18, q8_0: numbers // 32 * 34}[kind]
+        block = struct.pack("<e", 1) + bytes(range(16 if kind == q4_0 else 32))
+        content = bytes(size) if kind < 2 else block * (numbers // 32)
+        infos += text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *reversed(shape), kind, len(data))
+        data += content + bytes(-len(content) % 32)
+    header = b"GGUF" + struct.pack("<IQQ", 3, len(shapes), len(entries)) + b"".join(entries) + infos
+    return header + bytes(-len(header) % 32) + data, len(header)
+
+
+def of_gguf(checkpoint: DiffusersCheckpoint) -> Reader:
+    shapes = shapes_in_file(checkpoint)
+    sound, end = gguf_file(shapes)
+    names = [name.encode() for name in shapes]
+    decodes = find_spec("gguf") is not None
+
+    def mutate(recipe: tuple) -> dict[str, bytes]:
+        kind, edits, number = recipe
+        if kind == "bytes":
+            return {"a.gguf": edited(sound, edits, [(0, 24), (24, 500), (24, end), (end - 500, end)])}
+        # the sides, type and offset of one tensor, or what its name is
+        name = names[number % len(names)]
+        at = sound.index(struct.pack("<Q", len(name)) + name, 500) + 8 + len(name)
+        if kind == "name":
+            other = names[number // 7 % len(names)]
+            return {"a.gguf": sound[: at - len(name)] + (other * 9)[: len(name)] + sound[at:]}
+        return {"a.gguf": edited(sound, edits, [(at, at + 4 + 16 + 12)])}
+
+    def read(folder: Path) -> tuple:
+        assert gguf.recognizes(folder / "a.gguf") == ((folder / "a.gguf").read_bytes()[:4] == b"GGUF")
+        return summary(gguf.read(folder / "a.gguf", checkpoint), decodes)
+
+    recipes = st.tuples(st.sampled_from(["bytes", "tensor", "tensor", "name"]), byte_edits, LARGE)
+    return Reader("gguf", {"a.gguf": sound}, recipes, mutate, read, stays_within("a.gguf"), weight=15, quick=30)
+
+
+# ComfyUI
+
+
+def marked(shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Tensor], dict[str, dict]]:
+    """Tensors of the denoiser, every method in turn, and the marks by layer."""
+    tensors: dict[str, Tensor] = {}
+    marks: dict[str, dict[str, Any]] = {}
+    for name, shape in shapes.items():
+        layer = name.removesuffix(".weight")
+        if len(shape) != 2 or not name.endswith(".weight") or "embed" in name:
+            tensors[name] = torch.ones(shape, dtype=torch.float8_e5m2 if len(shape) == 4 else torch.float16)
+            continue
+        rows, columns = shape
+        method = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise", "nvfp4", "mxfp8")[len(marks) % 5]
+        marks[layer] = {"format": method}
+        match method:
+            case "int8_tensorwise":
+                marks[layer] |= {"convrot": True, "convrot_groupsize": 16}
+                more = {"weight": torch.ones(shape, dtype=torch.int8), "weight_scale": torch.ones(rows, 1)}
+            case "nvfp4":
+                scales = torch.ones(-(-rows // 128) * 128, -(-columns // 64) * 4)
+                more = {
+                    "weight": torch.full((rows, columns // 2), 0x12, dtype=torch.uint8),
+                    "weight_scale": scales.to(torch.float8_e4m3fn), "weight_scale_2": torch.ones(()),
+                    "pre_quant_scale": torch.ones(columns),
+                }  # fmt: skip
+            case "mxfp8":
+                scales = torch.full((-(-rows // 128) * 128, -(-columns // 128) * 4), 127)
+                more = {"weight": torch.ones(shape).to(torch.float8_e4m3fn), "weight_scale": scales.to(torch.uint8)}
+            case _:
+                more = {"weight": torch.ones(shape).to(getattr(torch, method)), "weight_scale": torch.ones(()),
+                        "input_scale": torch.ones(1)}  # fmt: skip
+        tensors |= {f"{layer}.{end}": each for end, each in more.items()}
+    return tensors, marks
+
+
+def of_comfyui(checkpoint: DiffusersCheckpoint) -> Reader:
+    tensors, marks = marked(shapes_in_file(checkpoint))
+    half = dict(sorted(marks.items())[::2])
+    inside = {f"{layer}.comfy_quant": torch.tensor(list(json.dumps(mark).encode()), dtype=torch.uint8)
+              for layer, mark in marks.items() if layer not in half}  # fmt: skip
+    metadata = {"format_version": "1.0", "layers": half}
+    sound = save_safetensors(tensors | inside, {"_quantization_metadata": json.dumps(metadata)})
+    end = 8 + int.from_bytes(sound[:8], "little")
+    header = json.loads(sound[8:end])
+
+    def file(header: Any) -> bytes:
+        content = json.dumps(header).encode("utf-8", "replace")
+        return struct.pack("<Q", len(content)) + content + sound[end:]
+
+    def mutate(recipe: tuple) -> dict[str, bytes]:
+        kind, edits, number = recipe
+        if kind == "bytes":
+            places = [(0, end)] + [(end + start, end + stop) for name in inside for start, stop in [
+                header[name]["data_offsets"]]]  # fmt: skip
+            return {"a.safetensors": edited(sound, edits, places)}
+        if kind == "metadata":
+            text = json.dumps(changed(metadata, edits, LISTED))
+            return {"a.safetensors": file(header | {"__metadata__": {"_quantization_metadata": text}})}
+        if kind == "header":
+            return {"a.safetensors": file(changed(header, edits))}
+        # the numbers of one of the small tensors, or its name
+        small = [name for name in header if name.endswith(("_scale", "_scale_2", "comfy_quant"))]
+        name = small[number % len(small)]
+        start, stop = header[name]["data_offsets"]
+        if kind == "name":
+            ends = ["weight_scale", "scale_weight", "input_scale", "scaled_fp8", "comfy_quant", "weight", "bias"]
+            other = f"{name.rpartition('.')[0]}.{ends[number // 7 % len(ends)]}"
+            renamed = {other if each == name else each: value for each, value in header.items()}
+            return {"a.safetensors": file(renamed)}
+        piece = edited(sound[end + start : end + stop], edits)[: stop - start].ljust(stop - start, b"\xff")
+        return {"a.safetensors": sound[: end + start] + piece + sound[end + stop :]}
+
+    def read(folder: Path) -> tuple:
+        comfyui.recognizes(folder / "a.safetensors")
+        return summary(comfyui.read(folder / "a.safetensors", checkpoint))
+
+    kinds = st.one_of(
+        st.tuples(st.sampled_from(["bytes", "numbers", "name"]), byte_edits, LARGE),
+        st.tuples(st.sampled_from(["metadata", "metadata", "header"]), document_edits, LARGE),
+    )
+    return Reader(
+        "comfyui", {"a.safetensors": sound}, kinds, mutate, read, stays_within("a.safetensors"), weight=15, quick=30
+    )

@@ -1,0 +1,92 @@
+"""Tiny checkpoints as single files with their authors' names, and the way back, which is diffusers' own."""
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from diffusers.loaders import single_file_utils
+from torch import Tensor, nn
+
+from sd_quant.candidates.candidate import Candidate, needed
+from sd_quant.candidates.network import with_candidate
+from sd_quant.candidates.other_names import PREFIX, authors_places
+from sd_quant.checkpoints.diffusers_pipeline import DiffusersCheckpoint, open_pipeline
+from sd_quant.inference.loading import load_part
+from sd_quant.models import family_named
+from sd_quant.models.checkpoint import denoiser_part, denoiser_weights, empty_denoiser
+from sd_quant.models.parts import axes
+from sd_quant.numbers import relative_error
+
+from ...pipelines import TINY
+
+TOKENS = 16  # of a T5
+FAMILIES = ("sdxl", "sd15", "sd21", "flux", "sd3")
+
+
+def opened(folder: Path, family: str) -> DiffusersCheckpoint:
+    TINY[family](folder / family)
+    return open_pipeline(folder / family, family, TOKENS if family_named(family).TOKENS else None, "diffusers")
+
+
+def authors_state(checkpoint: DiffusersCheckpoint) -> dict[str, Tensor]:
+    """The denoiser's tensors by its authors' names; ``test_other_names`` holds these against diffusers."""
+    weights, network = denoiser_weights(checkpoint), empty_denoiser(checkpoint)
+    shapes = {name: tuple(each.shape) for name, each in needed(network).items()}
+    state: dict[str, Tensor] = {}
+    for name, parts in authors_places(network, shapes).items():
+        weight, first = weights[name], 0
+        for rows in parts:
+            shape = (rows.of, *weight.shape[1:]) if weight.ndim else ()
+            stored = state.setdefault(rows.name, torch.zeros(shape, dtype=weight.dtype))
+            stored[rows.start : rows.stop] = weight[first : first + rows.stop - rows.start]
+            first += rows.stop - rows.start
+    return state
+
+
+def in_diffusers(checkpoint: DiffusersCheckpoint, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same by diffusers' names, as diffusers' own converter makes them of the authors' tensors ``state``."""
+    network = empty_denoiser(checkpoint)
+    named = {PREFIX + name: tensor for name, tensor in state.items()}
+    match type(network).__name__:
+        case "UNet2DConditionModel":
+            return single_file_utils.convert_ldm_unet_checkpoint(named, dict(network.config))
+        case "SD3Transformer2DModel":
+            return single_file_utils.convert_sd3_transformer_checkpoint_to_diffusers(named)
+    source = inspect.getsource(single_file_utils.convert_flux_transformer_checkpoint_to_diffusers)
+    assert "inner_dim = 3072" in source  # the one width that it knows
+    known = vars(single_file_utils).copy()
+    exec(source.replace("inner_dim = 3072", f"inner_dim = {network.inner_dim}"), known)
+    return known["convert_flux_transformer_checkpoint_to_diffusers"](named)
+
+
+def inputs(checkpoint: DiffusersCheckpoint, seed: int = 7) -> dict[str, Tensor]:
+    """A time has one axis, and is neither the first nor the last."""
+    random = torch.Generator().manual_seed(seed)
+    shapes = denoiser_part(checkpoint).contract.shapes(**axes(batch=2, width=64, height=128))
+    return {
+        name: torch.randn(shape, generator=random) if len(shape) > 1 else torch.full(shape, 0.5)
+        for name, shape in shapes.items()
+    }
+
+
+@torch.no_grad()
+def error_of_network(checkpoint: DiffusersCheckpoint, candidate: Candidate, theirs: nn.Module) -> float:
+    """The relative error of the candidate's output to that of ``theirs``, a denoiser of diffusers."""
+    given = inputs(checkpoint)
+    part = load_part(checkpoint, checkpoint.family.DENOISER).module
+    ours = with_candidate(part, checkpoint, candidate)(**given)
+    return relative_error(denoiser_part(checkpoint).wrap(theirs.eval())(**given), ours)
+
+
+def loaded(checkpoint: DiffusersCheckpoint, state: Mapping[str, Tensor]) -> nn.Module:
+    """The denoiser as diffusers builds it, with these tensors in fp32."""
+    network = checkpoint.build()[denoiser_part(checkpoint).component]
+    network.load_state_dict({name: each.float() for name, each in state.items()})
+    return network
+
+
+def read_all(candidate: Candidate) -> dict[str, Tensor]:
+    """Every tensor of the denoiser."""
+    layers = {f"{name}.weight": layer.weight for name, layer in candidate.layers.items()}
+    return {name: each.read() for name, each in {**layers, **candidate.parameters}.items()}

@@ -1,0 +1,268 @@
+"""GGUF files of ggml's own package, read here and by it; networks restored by diffusers' converters and linears."""
+
+import struct
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from sd_quant.candidates import READERS
+from sd_quant.candidates.candidate import Candidate
+from sd_quant.candidates.gguf import PLAIN, QUANTIZED, read, read_header, recognizes
+from sd_quant.candidates.other_names import PREFIX, Rows
+from sd_quant.checkpoints.archive import whole_file
+from sd_quant.errors import ArtifactError
+
+from .single_files import FAMILIES, authors_state, error_of_network, in_diffusers, loaded, opened, read_all
+
+pytestmark = pytest.mark.consumer
+gguf = pytest.importorskip("gguf")
+Type = gguf.GGMLQuantizationType
+KINDS = {kind.name: number for number, kind in QUANTIZED.items()}
+WHICH = {"sdxl": "Q8_0", "sd15": "Q5_1", "sd21": "Q4_1", "flux": "Q4_0", "sd3": "Q5_0"}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def checkpoint(request, tmp_path_factory):
+    return opened(tmp_path_factory.mktemp("tiny"), request.param)
+
+
+def random_blocks(kind: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    """Valid ones of any type: every bit pattern is a code, and scales in fp16 are small."""
+    random = np.random.default_rng(seed)
+    size = QUANTIZED[KINDS[kind]].size
+    blocks = random.integers(0, 256, (*shape[:-1], shape[-1] // QUANTIZED[KINDS[kind]].block, size), np.uint8)
+    places = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2),
+              "Q6_K": (208,)}.get(kind, (0,))  # fmt: skip
+    for place in places:
+        scales = random.uniform(-1e-2, 1e-2, blocks.shape[:-1]).astype(np.float16)
+        blocks[..., place : place + 2] = scales[..., None].view(np.uint8)
+    return blocks.reshape(*shape[:-1], -1)
+
+
+def write(path, state, kind: str, prefix: str = "", entries=lambda writer: None) -> None:
+    """As ComfyUI-GGUF's converter: matrices in blocks, what no block divides in rows of 256, vectors in fp32."""
+    writer = gguf.GGUFWriter(path, "flux")
+    entries(writer)
+    for name, tensor in state.items():
+        array, stored = tensor.float().numpy(), Type.F32
+        if tensor.ndim > 1 and array.size % 256 == 0 and array.size > 512:
+            stored = Type[kind]
+            if array.shape[-1] % gguf.GGML_QUANT_SIZES[stored][0]:
+                writer.add_array(f"comfy.gguf.orig_shape.{prefix}{name}", [int(side) for side in array.shape])
+                array = array.reshape(-1, 256)
+        elif tensor.ndim > 1:
+            stored = Type.BF16 if array.size % 2 else Type.F16
+        writer.add_tensor(prefix + name, gguf.quants.quantize(array, stored), raw_dtype=stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def read_by_gguf(path, state) -> dict[str, torch.Tensor]:
+    """By ggml's package alone."""
+    found = {}
+    for tensor in gguf.GGUFReader(path).tensors:
+        name = tensor.name.removeprefix(PREFIX)
+        numbers = gguf.quants.dequantize(np.array(tensor.data), tensor.tensor_type)
+        found[name] = torch.from_numpy(np.array(numbers)).float().reshape(state[name].shape)
+    return found
+
+
+def test_the_types_are_ggmls():
+    for number, kind in QUANTIZED.items():
+        assert (Type(number).name, gguf.GGML_QUANT_SIZES[number]) == (kind.name, (kind.block, kind.size))
+    for number, dtype in PLAIN.items():
+        assert gguf.GGML_QUANT_SIZES[number] == (1, dtype.itemsize)
+        assert {"F32": "float32", "F16": "float16", "F64": "float64", "BF16": "bfloat16"}[Type(number).name] in str(
+            dtype
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_type_is_decoded_as_ggml_does(kind, tmp_path):
+    shape = (6, 512)
+    blocks = random_blocks(kind, shape)
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "sdxl")
+    writer.add_tensor("before", np.ones(5, np.float32))
+    writer.add_tensor("a", blocks, raw_dtype=Type[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = read_header(whole_file(tmp_path / "a.gguf"))[0]["a"]
+    expected = torch.from_numpy(gguf.quants.dequantize(blocks, Type[kind]))
+    assert found.shape == shape and found.size == blocks.size and expected.std() > 0
+    assert torch.equal(found.read(), expected)
+    assert torch.equal(found.rows(Rows("a", 2, 5, 6)).read(), expected[2:5])
+
+
+@pytest.mark.parametrize("prefix", ["", PREFIX])
+def test_a_whole_network_is_what_ggml_and_diffusers_make_of_it(checkpoint, prefix, tmp_path):
+    """Every weight bit for bit; with diffusers' own linears, which multiply scales in fp16, the output to 2e-3."""
+    path, state = tmp_path / "a.gguf", authors_state(checkpoint)
+    write(path, state, WHICH[checkpoint.name], prefix)
+    candidate = read(path, checkpoint)
+    expected = in_diffusers(checkpoint, read_by_gguf(path, state))
+    found = read_all(candidate)
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor.float(), expected[name]), name
+    assert len(candidate.layers) > 20
+    assert {layer.format for layer in candidate.layers.values()} == {WHICH[checkpoint.name]}
+    assert all(layer.inputs is None for layer in candidate.layers.values())
+    assert candidate.stored_bytes == sum(each.n_bytes for each in gguf.GGUFReader(path).tensors)
+    bits = 8 * QUANTIZED[KINDS[WHICH[checkpoint.name]]].size / 32
+    assert all(layer.bits == bits for layer in candidate.layers.values())
+    assert error_of_network(checkpoint, candidate, loaded(checkpoint, expected)) == 0
+    theirs = candidate.runtime()
+    assert any(type(module).__name__ == "GGUFLinear" for module in theirs.modules())
+    assert 0 < error_of_network(checkpoint, candidate, theirs) < 2e-3
+
+
+def test_diffusers_own_names_are_taken_as_they_are(checkpoint, tmp_path):
+    state = loaded_state(checkpoint)
+    write(tmp_path / "a.gguf", state, "Q8_0")
+    candidate = read(tmp_path / "a.gguf", checkpoint)
+    expected = read_by_gguf(tmp_path / "a.gguf", state)
+    assert all(torch.equal(tensor.float(), expected[name]) for name, tensor in read_all(candidate).items())
+    assert candidate.layers
+
+
+def loaded_state(checkpoint) -> dict[str, torch.Tensor]:
+    from sd_quant.models.checkpoint import denoiser_weights
+
+    weights = denoiser_weights(checkpoint)
+    return {name: weights[name] for name in weights}
+
+
+@pytest.fixture(scope="module")
+def sdxl(tmp_path_factory):
+    return opened(tmp_path_factory.mktemp("tiny"), "sdxl")
+
+
+@pytest.fixture()
+def sound(sdxl, tmp_path):
+    write(tmp_path / "a.gguf", authors_state(sdxl), "Q8_0")
+    return tmp_path / "a.gguf"
+
+
+def refusal(path, checkpoint) -> str:
+    with pytest.raises(ArtifactError) as error:
+        read(path, checkpoint)
+    return str(error.value)
+
+
+def test_it_is_recognized_by_its_first_bytes(sound, tmp_path):
+    assert recognizes(sound) and READERS["gguf"].recognizes(sound)
+    (tmp_path / "b").write_bytes(b"GGU")
+    assert not recognizes(tmp_path / "b") and not recognizes(tmp_path) and not recognizes(tmp_path / "none")
+
+
+def test_without_the_package_the_header_is_read_all_the_same(sound, sdxl, monkeypatch):
+    monkeypatch.setattr("sd_quant.candidates.gguf.find_spec", lambda name: None)
+    candidate = read(sound, sdxl)
+    assert candidate.runtime is None and candidate.layers
+
+
+def test_another_familys_file_is_refused_by_name(sound, tmp_path):
+    other = opened(tmp_path, "flux")
+    assert "is an SDXL UNet, and the full-precision model is a Flux transformer" in refusal(sound, other)
+
+
+@pytest.mark.parametrize(
+    ("place", "content", "reason"),
+    [
+        (4, struct.pack("<I", 1), "version 1, 2 or 3 expected"),
+        (4, struct.pack(">I", 3), "version 50331648"),
+        (8, struct.pack("<Q", 2**63), "tensors and"),
+        (24, struct.pack("<Q", 2**62), "within the header"),
+    ],
+)
+def test_a_damaged_header_is_refused(sound, sdxl, place, content, reason):
+    data = bytearray(sound.read_bytes())
+    data[place : place + len(content)] = content
+    sound.write_bytes(data)
+    assert reason in refusal(sound, sdxl)
+
+
+def test_a_cut_file_is_refused(sound, sdxl):
+    data = sound.read_bytes()
+    sound.write_bytes(data[:-40])
+    assert "bytes described" in refusal(sound, sdxl)
+    sound.write_bytes(data[:500])
+    assert "within the header" in refusal(sound, sdxl)
+
+
+def test_tensors_over_each_other_are_refused(sound, sdxl):
+    data = bytearray(sound.read_bytes())
+    name = b"time_embed.0.bias"
+    at = data.index(struct.pack("<Q", len(name)) + name) + 8 + len(name) + 4 + 8 + 4
+    data[at : at + 8] = struct.pack("<Q", 0)
+    sound.write_bytes(data)
+    assert "overlap" in refusal(sound, sdxl)
+
+
+def test_a_type_that_is_not_known_is_named(sdxl, tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "sdxl")
+    writer.add_tensor("a.weight", np.zeros((2, 66), np.uint8), raw_dtype=Type.TQ2_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert "(a.weight TQ2_0 or" not in refusal(tmp_path / "a.gguf", sdxl)
+    assert "not read here (a.weight 35)" in refusal(tmp_path / "a.gguf", sdxl)
+
+
+def test_an_original_shape_of_another_size_is_refused(sdxl, tmp_path):
+    state = authors_state(sdxl)
+    name = "time_embed.0.weight"
+    write(tmp_path / "a.gguf", state, "Q8_0", entries=lambda writer: writer.add_array(
+        f"comfy.gguf.orig_shape.{name}", [3, 5]))  # fmt: skip
+    assert "has the original shape [3, 5]" in refusal(tmp_path / "a.gguf", sdxl)
+
+
+def test_tensors_that_nothing_needs_are_named(sdxl, tmp_path):
+    state = authors_state(sdxl) | {"odd.weight": torch.ones(3)}
+    write(tmp_path / "a.gguf", state, "Q8_0")
+    assert "1 unknown: odd.weight" in refusal(tmp_path / "a.gguf", sdxl)
+    del state["odd.weight"], state["time_embed.0.bias"]
+    write(tmp_path / "a.gguf", state, "Q8_0")
+    assert "1 missing: time_embedding.linear_1.bias" in refusal(tmp_path / "a.gguf", sdxl)
+
+
+def test_a_scale_that_is_not_finite_is_refused_when_it_is_read(sound, sdxl):
+    tensor = next(each for each in gguf.GGUFReader(sound).tensors if each.name == "time_embed.2.weight")
+    data = bytearray(sound.read_bytes())
+    at = int(tensor.data_offset) + 34
+    data[at : at + 2] = struct.pack("<e", float("inf"))
+    sound.write_bytes(data)
+    candidate = read(sound, sdxl)
+    with pytest.raises(ArtifactError, match="'time_embed.2.weight' has a scale that is not finite"):
+        candidate.layers["time_embedding.linear_2"].weight.read()
+
+
+def test_kernels_of_one_pixel_are_matrices_where_the_model_has_linears(sdxl, tmp_path):
+    """As stable-diffusion.cpp writes them."""
+    state = authors_state(sdxl)
+    kernels = [name for name in state if name.endswith((".proj_in.weight", ".proj_out.weight"))]
+    expected = read_all(reading(tmp_path / "a.gguf", state, sdxl))
+    found = read_all(
+        reading(tmp_path / "b.gguf", state | {name: state[name][..., None, None] for name in kernels}, sdxl)
+    )
+    assert kernels and found.keys() == expected.keys()
+    assert all(found[name].shape == expected[name].shape for name in found)
+
+
+def reading(path, state, checkpoint) -> Candidate:
+    write(path, state, "Q8_0")
+    return read(path, checkpoint)
+
+
+def test_a_network_of_no_quantized_tensors_is_a_candidate(sdxl, tmp_path):
+    write(tmp_path / "a.gguf", authors_state(sdxl), "F16")
+    candidate = read(tmp_path / "a.gguf", sdxl)
+    assert not candidate.layers and candidate.parameters["conv_in.weight"].dtype == torch.float16
+    assert isinstance(candidate.runtime(), nn.Module)
