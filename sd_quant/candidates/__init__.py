@@ -34,5 +34,7 @@ class Reader:
         return self.module.recognizes
 
 
-ROWS: tuple[Reader, ...] = ()
+ROWS: tuple[Reader, ...] = (
+    Reader("diffusers_sdnq", "a diffusers folder quantized with SDNQ"),
+)
 READERS = {row.name: row for row in ROWS}

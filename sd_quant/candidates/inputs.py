@@ -33,6 +33,20 @@ class Multiplied:
 
 
 @dataclass(frozen=True)
+class ManyRows:
+    """What ``then`` does, for inputs [..., in] of at least ``least`` rows; fewer stay as they are."""
+
+    then: Callable[[Tensor], Tensor]
+    least: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x if x.numel() < self.least * x.shape[-1] else self.then(x)
+
+    def __str__(self) -> str:
+        return f"{self.then}, of {self.least} or more"
+
+
+@dataclass(frozen=True)
 class StaticInteger:
     """Codes ``clamp(round(x / scale) + zero_point, low, high)`` with one scale for every input."""
 
@@ -63,6 +77,21 @@ class RowInteger:
 
     def __str__(self) -> str:
         return f"int{(self.high - self.low).bit_length()}, a scale a row"
+
+
+@dataclass(frozen=True)
+class RowUnsigned:
+    """256 codes with a scale for each row of the input [..., in], from its smallest number to its largest."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        low, high = x.float().aminmax(dim=-1, keepdim=True)
+        scale = (high - low) / 255
+        low = low + 128 * scale
+        codes = ((x.float() - low) / scale).round().nan_to_num().clamp(-128, 127)
+        return (codes * scale + low).to(x)
+
+    def __str__(self) -> str:
+        return "uint8, a scale a row"
 
 
 def to_fp8(x: Tensor, scale: Tensor) -> Tensor:
