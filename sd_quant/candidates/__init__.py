@@ -36,5 +36,6 @@ class Reader:
 
 ROWS: tuple[Reader, ...] = (
     Reader("diffusers_sdnq", "a diffusers folder quantized with SDNQ"),
+    Reader("diffusers_torchao", "a diffusers folder quantized with torchao"),
 )
 READERS = {row.name: row for row in ROWS}

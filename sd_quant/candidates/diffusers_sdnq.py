@@ -30,7 +30,7 @@ from typing import Annotated
 import torch
 from torch import Tensor, nn
 
-from sd_quant.candidates.candidate import FLOATS, Candidate, StoredLayer, check_whole, size_in_file
+from sd_quant.candidates.candidate import FLOATS, Candidate, Inputs, StoredLayer, check_whole, size_in_file
 from sd_quant.candidates.folders import by_diffusers, decoded, quantization_config, quantized_by, stored_tensors
 from sd_quant.candidates.inputs import ManyRows, RowFloat8, RowInteger, RowUnsigned
 from sd_quant.checkpoints.schema import check_schema
@@ -41,7 +41,7 @@ from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
 
 METHOD = "sdnq"
 PIECES = ("weight", "scale", "zero_point", "svd_up", "svd_down")
-INPUTS = {"int8": RowInteger(), "uint8": RowUnsigned(), "float8_e4m3fn": RowFloat8()}
+INPUTS: dict[str, Inputs] = {"int8": RowInteger(), "uint8": RowUnsigned(), "float8_e4m3fn": RowFloat8()}
 MANY = 32  # rows of an input from which on SDNQ quantizes it
 ALIGNED = 16  # of which a layer's sides have to be multiples then
 OTHER_NAMES = {  # that a config may use

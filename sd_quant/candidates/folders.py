@@ -43,8 +43,14 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     return stored_weights(denoiser_folder(path), WEIGHTS["diffusers"])
 
 
-def decoded(path: Path, layer: str, shape: tuple[int, ...], decode: Callable[[], Tensor]) -> LazyTensor:
-    """The weight of a ``layer``, fp32, which ``decode`` makes each time that it is read.
+def decoded(
+    path: Path,
+    layer: str,
+    shape: tuple[int, ...],
+    decode: Callable[[], Tensor],
+    dtype: torch.dtype = torch.float32,
+) -> LazyTensor:
+    """The weight of a ``layer``, of that ``shape`` and ``dtype``, which ``decode`` makes each time that it is read.
 
     Reading it raises ArtifactError where a number is NaN or infinite.
     """
@@ -57,7 +63,7 @@ def decoded(path: Path, layer: str, shape: tuple[int, ...], decode: Callable[[],
             )
         return weight
 
-    return LazyTensor(shape, torch.float32, read)
+    return LazyTensor(shape, dtype, read)
 
 
 def by_diffusers(
