@@ -42,6 +42,8 @@ from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
 METHOD = "sdnq"
 PIECES = ("weight", "scale", "zero_point", "svd_up", "svd_down")
 INPUTS: dict[str, Inputs] = {"int8": RowInteger(), "uint8": RowUnsigned(), "float8_e4m3fn": RowFloat8()}
+# It would compile for each shape of an input, and with OpenVINO multiply FP8 as 256 numbers at even distances.
+ENVIRONMENT = {"SDNQ_USE_TORCH_COMPILE": "0", "SDNQ_USE_OPENVINO_MM": "0"}
 MANY = 32  # rows of an input from which on SDNQ quantizes it
 ALIGNED = 16  # of which a layer's sides have to be multiples then
 OTHER_NAMES = {  # that a config may use
@@ -123,7 +125,7 @@ def read(path: Path, checkpoint: Checkpoint) -> Candidate:
         layers=layers,
         parameters=stored,
         stored_bytes=total,
-        runtime=by_diffusers(path, checkpoint, "sdnq", SDNQ_USE_TORCH_COMPILE="0"),
+        runtime=by_diffusers(path, checkpoint, "sdnq", **ENVIRONMENT),
     )
     return check_whole(candidate, checkpoint)
 
