@@ -155,9 +155,6 @@ def test_inputs_of_codes(name, saved, checkpoint):
             assert difference > 5 * tolerance if rows >= 32 else difference < 1e-6
     errors = layer_errors(checkpoint, candidate, theirs)
     assert errors.keys() == candidate.layers.keys() and max(errors.values()) < tolerance
-    # Rounding of the last bit changes codes behind it, and they others, so the whole is alike and no more.
-    error = network_errors(checkpoint, candidate, theirs)
-    assert error.ours < 0.6 * error.plain
 
 
 REFUSED = {
