@@ -32,16 +32,18 @@ from torch import Tensor, nn
 
 from sd_quant.candidates.candidate import FLOATS, Candidate, Inputs, StoredLayer, check_whole, size_in_file
 from sd_quant.candidates.folders import by_diffusers, decoded, quantization_config, quantized_by, stored_tensors
-from sd_quant.candidates.inputs import ManyRows, RowFloat8, RowInteger, RowUnsigned
+from sd_quant.candidates.inputs import LARGEST_FP8, ManyRows, RowFloat8, RowInteger, RowUnsigned
 from sd_quant.checkpoints.schema import check_schema
-from sd_quant.checkpoints.tensors import Readable
+from sd_quant.checkpoints.tensors import LazyTensor, Readable
 from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.export.tracing import EXAMPLE_AXES, fake_module
 from sd_quant.knobs import BOUNDED, between
-from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
+from sd_quant.models.checkpoint import Checkpoint, denoiser_of, denoiser_part, empty_denoiser
 
 METHOD = "sdnq"
+FP8 = "float8_e4m3fn"
 PIECES = ("weight", "scale", "zero_point", "svd_up", "svd_down")
-INPUTS: dict[str, Inputs] = {"int8": RowInteger(), "uint8": RowUnsigned(), "float8_e4m3fn": RowFloat8()}
+INPUTS: dict[str, Inputs] = {"int8": RowInteger(), "uint8": RowUnsigned(), FP8: RowFloat8()}
 # It would compile for each shape of an input, and with OpenVINO multiply FP8 as 256 numbers at even distances.
 ENVIRONMENT = {"SDNQ_USE_TORCH_COMPILE": "0", "SDNQ_USE_OPENVINO_MM": "0"}
 MANY = 32  # rows of an input from which on SDNQ quantizes it
@@ -96,6 +98,9 @@ class Numbers:
     unsigned: bool  # and so with a zero point
     integer: bool
     decode: Callable[[Tensor], Tensor]  # codes as they are stored, unpacked, to fp32
+    turns: bool = False  # is stored [in, out] where codes are multiplied
+    largest: float = 0.0  # of a float
+    in_fp8: bool = True  # whether E4M3 has all numbers of a float
 
 
 def recognizes(path: Path) -> bool:
@@ -112,11 +117,12 @@ def read(path: Path, checkpoint: Checkpoint) -> Candidate:
     config, exceptions = read_config(path, given), exceptions_of(path, given)
     stored = stored_tensors(path)
     layers: dict[str, StoredLayer] = {}
+    ranks = cache(partial(input_ranks, checkpoint))
     for name, module in empty_denoiser(checkpoint).named_modules():
         if isinstance(module, nn.Linear | nn.Conv2d) and f"{name}.scale" in stored and f"{name}.weight" in stored:
             pieces = {piece: stored.pop(key) for piece in PIECES if (key := f"{name}.{piece}") in stored}
             own = of_layer(path, config, exceptions, name)
-            layers[name] = stored_layer(path, name, tuple(module.weight.shape), pieces, own)
+            layers[name] = stored_layer(path, name, tuple(module.weight.shape), pieces, own, ranks)
     total = size_in_file(stored.values()) + sum(layer.stored_bytes for layer in layers.values())
     candidate = Candidate(
         path=path,
@@ -228,16 +234,22 @@ def numbers(path: Path, name: str) -> Numbers:
 @cache
 def numbers_named(name: str) -> Numbers | None:
     if name in UNPACKED:
-        return Numbers(name, 8, UNPACKED[name], False, False, name == "int8", Tensor.float)
+        largest = torch.finfo(UNPACKED[name]).max if UNPACKED[name].is_floating_point else 0.0
+        return Numbers(name, 8, UNPACKED[name], False, False, name == "int8", Tensor.float, True, largest)
     if integer := re.fullmatch(r"(u?)int([2-8])", name):
         bits, unsigned = int(integer[2]), bool(integer[1])
         smallest = 0 if unsigned else -(2 ** (bits - 1))
-        return Numbers(name, bits, torch.uint8, bits < 8, unsigned, True, partial(shifted, by=smallest))
+        decode = partial(shifted, by=smallest)
+        return Numbers(name, bits, torch.uint8, bits < 8, unsigned, True, decode, turns=bits == 8)
     if small := re.fullmatch(r"float([2-8])_e([1-5])m([0-7])fn(u?)(_sdnq)?", name):
         bits, exponent, mantissa = (int(small[index]) for index in (1, 2, 3))
         if bits == exponent + mantissa + (not small[4]):
-            values = small_floats(exponent, mantissa, bool(small[4]))
-            return Numbers(name, bits, torch.uint8, bits < 8, bool(small[4]), False, partial(looked_up, values))
+            unsigned = bool(small[4])
+            values = small_floats(exponent, mantissa, unsigned)
+            return Numbers(
+                name, bits, torch.uint8, bits < 8, unsigned, False, partial(looked_up, values),
+                largest=float(values.max()), in_fp8=torch.equal(values.to(torch.float8_e4m3fn).float(), values),
+            )  # fmt: skip
     return None
 
 
@@ -275,30 +287,41 @@ def unpack(stored: Tensor, bits: int) -> Tensor:
 
 
 def stored_layer(
-    path: Path, name: str, shape: tuple[int, ...], pieces: Mapping[str, Readable], config: Config
+    path: Path,
+    name: str,
+    shape: tuple[int, ...],
+    pieces: Mapping[str, Readable],
+    config: Config,
+    ranks: Callable[[], Mapping[str, int]],
 ) -> StoredLayer:
-    """A quantized layer with a weight of ``shape``. Raises ArtifactError or ConfigError unless its ``pieces`` fit."""
+    """A quantized layer with a weight of ``shape``; ``ranks`` says how many axes the input of each linear has.
+
+    Raises ArtifactError or ConfigError unless its ``pieces`` fit.
+    """
     kind, scale = numbers(path, config.weights_dtype), tuple(pieces["scale"].shape)
     product = product_of(kind, config) if multiplies_codes(shape, config) else None
-    if options := not_decoded(shape, pieces, kind, config, product):
+    if options := not_decoded(shape, kind, config, product):
         raise ConfigError(f"{path}: {name} has {' and '.join(options)}, not decoded here; save it without")
-    turned = product is not None and not kind.packed
-    codes = shape_of_codes(shape, scale, turned)
-    if found := list(problems(shape, pieces, kind, codes)):
+    again = product is not None and quantized_again(kind, product, len(scale) > len(shape))
+    turned = product is not None and kind.turns and not again
+    group = rotated_together(shape[1], config.hadamard_group_size) if config.use_hadamard else 1
+    stored = Stored(pieces, kind, shape, shape_of_codes(shape, scale, turned), turned, product is not None, group)
+    if found := list(problems(stored)):
         raise ArtifactError(
             f"{path}: {name} has {' and '.join(found)}, no {kind.name} for a weight {list(shape)}; fetch config and "
             "weights again, together"
         )
-    assert codes is not None
+    many = product is not None and not (again and ranks()[name] == 2)  # else one row for each image
+    inputs = INPUTS[product] if product is not None and many else None
     count = prod(scale)
     per_row = count == shape[0] and len(shape) == 2
-    group = rotated_together(shape[1], config.hadamard_group_size) if config.use_hadamard else 1
     return StoredLayer(
         format=kind.name,
         scales="1 for all" if count == 1 else "1 for a row" if per_row else f"1 for {prod(shape) // count} numbers",
         stored_bytes=size_in_file(pieces.values()),
-        weight=decoded(path, name, shape, partial(dequantize, dict(pieces), kind, codes, turned, shape, group)),
-        inputs=None if product is None else ManyRows(INPUTS[product], MANY),
+        weight=decoded(path, name, shape, partial(stored.weight, inputs if again else None)),
+        inputs=None if inputs is None else ManyRows(Rotated(inputs, group) if group > 1 else inputs, MANY),
+        branch=stored.branch if inputs is not None and "svd_up" in pieces else None,
     )
 
 
@@ -311,13 +334,11 @@ def multiplies_codes(shape: tuple[int, ...], config: Config) -> bool:
 def product_of(kind: Numbers, config: Config) -> str:
     """The numbers of the inputs that are multiplied with a weight of this ``kind``."""
     wanted = config.quantized_matmul_dtype
-    usual = "uint8" if kind.name == "uint8" else "int8" if kind.integer else "float8_e4m3fn"
+    usual = "uint8" if kind.name == "uint8" else "int8" if kind.integer else FP8
     return OTHER_NAMES.get(wanted, wanted) if wanted else usual
 
 
-def not_decoded(
-    shape: tuple[int, ...], pieces: Mapping[str, Readable], kind: Numbers, config: Config, product: str | None
-) -> list[str]:
+def not_decoded(shape: tuple[int, ...], kind: Numbers, config: Config, product: str | None) -> list[str]:
     """The options of a layer that are not decoded here, in words."""
     found = [
         f"{name}={value[:100]}"
@@ -328,15 +349,38 @@ def not_decoded(
         found.append("use_codebook")
     if product is None:
         return found
-    again = len(pieces["scale"].shape) > len(shape) or (kind.integer != product.endswith("int8"))
+    inexact = product == FP8 and not kind.integer and not quantized_again(kind, product, False) and not kind.in_fp8
     others = {
         "a convolution": len(shape) > 2,
-        "a branch": "svd_up" in pieces,
-        "a rotation": config.use_hadamard,
         f"inputs of {product[:100]}": product not in INPUTS,
-        "a weight that is quantized again": again or kind.name in ("float8_e5m2",) or kind.packed and not kind.integer,
+        f"weights of {kind.name}": inexact,  # which are rounded to E4M3 besides
     }
     return found + [f"use_quantized_matmul with {what}" for what, holds in others.items() if holds]
+
+
+def quantized_again(kind: Numbers, product: str, blocks: bool) -> bool:
+    """Whether SDNQ quantizes a weight anew, a scale for a row, each time before it multiplies."""
+    integer = product != FP8
+    beyond = not kind.turns and not kind.integer and (kind.bits == 8 or kind.largest > LARGEST_FP8)
+    return blocks or kind.integer != integer or not integer and (kind.unsigned or beyond)
+
+
+def input_ranks(checkpoint: Checkpoint) -> dict[str, int]:
+    """How many axes the input of each linear of the denoiser has; no weight is read."""
+    part = denoiser_part(checkpoint)
+    mode, module = fake_module(lambda: part.wrap(checkpoint.build()[part.component]), part.contract.weights)
+    ranks: dict[str, int] = {}
+
+    def remember(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        return lambda layer, inputs: ranks.update({name: inputs[0].ndim})
+
+    for name, layer in denoiser_of(checkpoint, module).named_modules():
+        if isinstance(layer, nn.Linear):
+            layer.register_forward_pre_hook(remember(name))
+    with mode, torch.no_grad():
+        shapes = part.contract.shapes(**EXAMPLE_AXES)
+        module(**{name: torch.zeros(shape, dtype=part.contract.dtypes[name]) for name, shape in shapes.items()})
+    return ranks
 
 
 def shape_of_codes(shape: tuple[int, ...], scale: tuple[int, ...], turned: bool) -> tuple[int, ...] | None:
@@ -356,18 +400,59 @@ def shape_of_codes(shape: tuple[int, ...], scale: tuple[int, ...], turned: bool)
     return None
 
 
-def problems(
-    shape: tuple[int, ...], pieces: Mapping[str, Readable], kind: Numbers, codes: tuple[int, ...] | None
-) -> Iterator[str]:
-    """What of ``pieces`` makes no weight of ``shape`` with such ``codes``, in words."""
-    stored, scale = (tuple(pieces[piece].shape) for piece in ("weight", "scale"))
+@dataclass(frozen=True)
+class Stored:
+    """A layer's tensors as they are in the file."""
+
+    pieces: Mapping[str, Readable]
+    kind: Numbers
+    shape: tuple[int, ...]  # of the weight
+    codes: tuple[int, ...] | None  # see ``shape_of_codes``
+    turned: bool  # the codes
+    by_codes: bool  # so that the branch is turned
+    group: int  # of input channels that are rotated together, 1 for none
+
+    def read(self, piece: str) -> Tensor:
+        return self.pieces[piece].read().float()
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """The branch, [out, rank] and [rank, in], where weights are rotated."""
+        up, down = self.read("svd_up"), self.read("svd_down")
+        return (up.t(), down.t()) if self.by_codes else (up, down)
+
+    @property
+    def branch(self) -> tuple[Readable, Readable]:
+        rank = self.pieces["svd_up"].shape[0 if self.by_codes else 1]
+        return (
+            LazyTensor((self.shape[0], rank), torch.float32, lambda: self.factors()[0]),
+            LazyTensor((rank, self.shape[1]), torch.float32, lambda: rotated(self.factors()[1], self.group)),
+        )
+
+    def weight(self, again: Inputs | None) -> Tensor:
+        """The weight in fp32, in SDNQ's order of operations, quantized ``again`` before a branch is added."""
+        weight, scale = self.pieces["weight"].read(), self.read("scale")
+        weight = self.kind.decode(unpack(weight, self.kind.bits).view(self.codes) if self.kind.packed else weight)
+        weight = torch.addcmul(self.read("zero_point"), weight, scale) if self.kind.unsigned else weight.mul_(scale)
+        weight = (weight.t() if self.turned else weight).reshape(self.shape)
+        weight = weight if again is None else again(weight)
+        if "svd_up" in self.pieces:
+            up, down = self.factors()
+            flat = weight.flatten(1)
+            weight = (flat.addmm_(up, down) if weight.ndim == 2 else flat.add_(up @ down)).view(self.shape)
+        return rotated(weight, self.group)
+
+
+def problems(stored: Stored) -> Iterator[str]:
+    """What of a layer's tensors makes no such weight, in words."""
+    pieces, kind = stored.pieces, stored.kind
+    codes, scale = (tuple(pieces[piece].shape) for piece in ("weight", "scale"))
     if pieces["weight"].dtype != kind.stored:
         yield f"codes of {pieces['weight'].dtype}"
-    if codes is None:
+    if stored.codes is None:
         yield f"scales {list(scale)}"
-    fits = 8 * prod(stored) == kind.bits * prod(shape) if kind.packed else codes is None or stored == codes
+    fits = 8 * prod(codes) == kind.bits * prod(stored.shape) if kind.packed else stored.codes in (None, codes)
     if not fits:
-        yield f"codes {list(stored)}"
+        yield f"codes {list(codes)}"
     if ("zero_point" in pieces) != kind.unsigned:
         yield f"{'no' if kind.unsigned else 'a'} zero point"
     elif kind.unsigned and tuple(pieces["zero_point"].shape) != scale:
@@ -375,35 +460,14 @@ def problems(
     if ("svd_up" in pieces) != ("svd_down" in pieces):
         yield "half a branch"
     elif "svd_up" in pieces:
-        up, down = (tuple(pieces[piece].shape) for piece in ("svd_up", "svd_down"))
-        if len(up) != 2 or len(down) != 2 or (up[0], down[1]) != (shape[0], prod(shape[1:])) or up[1] != down[0]:
+        step = -1 if stored.by_codes else 1
+        up, down = (tuple(pieces[piece].shape)[::step] for piece in ("svd_up", "svd_down"))
+        outer = (stored.shape[0], prod(stored.shape[1:]))
+        if len(up) != 2 or len(down) != 2 or (up[0], down[1]) != outer or up[1] != down[0]:
             yield f"a branch {list(up)} by {list(down)}"
     for name, piece in pieces.items():
         if name != "weight" and piece.dtype not in FLOATS:
             yield f"a {name} of {piece.dtype}"
-
-
-def dequantize(
-    pieces: Mapping[str, Readable],
-    kind: Numbers,
-    codes: tuple[int, ...],
-    turned: bool,
-    shape: tuple[int, ...],
-    group: int,
-) -> Tensor:
-    """The weight of ``shape`` in fp32, in SDNQ's order of operations."""
-    stored, scale = pieces["weight"].read(), pieces["scale"].read().float()
-    weight = kind.decode(unpack(stored, kind.bits).view(codes) if kind.packed else stored)
-    if kind.unsigned:
-        weight = torch.addcmul(pieces["zero_point"].read().float(), weight, scale)
-    else:
-        weight = weight.mul_(scale)
-    weight = (weight.t() if turned else weight).reshape(shape)
-    if "svd_up" in pieces:
-        up, down = (pieces[piece].read().float() for piece in ("svd_up", "svd_down"))
-        flat = weight.flatten(1)
-        weight = (flat.addmm_(up, down) if flat.shape == shape else flat.add_(up @ down)).view(shape)
-    return rotated(weight, group) if group > 1 else weight
 
 
 # Hadamard rotations
@@ -417,8 +481,26 @@ def rotated_together(columns: int, most: int) -> int:
     return group if group >= 4 else 1
 
 
+@dataclass(frozen=True)
+class Rotated:
+    """What ``then`` does to an input [..., in] that is rotated as weights are, turned back."""
+
+    then: Inputs
+    group: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        matrix = hadamard(self.group).to(x)
+        y = self.then((x.unflatten(-1, (-1, self.group)) @ matrix).flatten(-2))
+        return (y.unflatten(-1, (-1, self.group)) @ matrix).flatten(-2)
+
+    def __str__(self) -> str:
+        return f"rotated, {self.then}"
+
+
 def rotated(weight: Tensor, group: int) -> Tensor:
-    """A weight [out, in, ...] times a symmetric Hadamard matrix, ``group`` numbers of a row at a time."""
+    """A weight [out, in, ...] times a symmetric Hadamard matrix, ``group`` numbers of a row at a time; 1 for none."""
+    if group == 1:
+        return weight
     return (weight.flatten(1).unflatten(1, (-1, group)) @ hadamard(group)).view(weight.shape)
 
 

@@ -173,6 +173,15 @@ def described(entry: Any) -> Described:
     return Described(kind, fields, tuple(pieces))
 
 
+def options_of(value: Any, kind: str, known: Iterable[str]) -> dict[str, Any]:
+    """The fields of a ``kind`` of value. Raises ValueError for anything else, and for a field that is not known."""
+    options = named(value, kind)
+    if not isinstance(options, dict):
+        raise ValueError(f"{BOUNDED.repr(options)} where the fields of a {kind} belong")
+    only(options, known)
+    return options
+
+
 def named(value: Any, kind: str) -> Any:
     """The data of a ``kind`` of value, such as a dtype's name. Raises ValueError for anything else."""
     if not isinstance(value, dict) or value.keys() != {"_type", "_data"} or value["_type"] != kind:
@@ -311,13 +320,13 @@ def int8_inputs(value: Any, pieces: Mapping[str, Readable]) -> Affine | None:
     """What ``act_quant_kwargs`` says, with a static scale where there is one."""
     if value is None:
         return None
-    options = named(value, "QuantizeTensorToInt8Kwargs")
-    only(options, ("granularity", "mapping_type", "reduce_range"))
+    options = options_of(value, "QuantizeTensorToInt8Kwargs", ("granularity", "mapping_type", "reduce_range"))
     granularity, mapping = options["granularity"], named(options["mapping_type"], "MappingType")
     if granularity not in (PER_ROW, PER_TENSOR) or mapping not in ("SYMMETRIC", "ASYMMETRIC"):
         raise ValueError(f"inputs with {BOUNDED.repr(granularity)}, {BOUNDED.repr(mapping)}")
-    half = bool(options["reduce_range"])
-    static = None
+    half, static = options["reduce_range"], None
+    if not isinstance(half, bool):
+        raise ValueError(f"reduce_range {BOUNDED.repr(half)}")
     if "act_quant_scale" in pieces:
         static = positive(one_number(pieces["act_quant_scale"], "act_quant_scale"), "act_quant_scale")
     zero = pieces.get("act_quant_zero_point")
@@ -374,8 +383,11 @@ def float8(fields: Mapping[str, Any], pieces: Mapping[str, Readable], shape: tup
 def float8_inputs(value: Any) -> RowFloat8 | None:
     if value is None:
         return None
-    options = named(value, "QuantizeTensorToFloat8Kwargs")
-    only(options, ("float8_dtype", "granularity", "mm_config", "hp_value_lb", "hp_value_ub", "kernel_preference"))
+    options = options_of(
+        value,
+        "QuantizeTensorToFloat8Kwargs",
+        ("float8_dtype", "granularity", "mm_config", "hp_value_lb", "hp_value_ub", "kernel_preference"),
+    )
     dtype_of(options["float8_dtype"], {"float8_e4m3fn": torch.float8_e4m3fn})
     bounds = [options.get(name) for name in ("hp_value_lb", "hp_value_ub")]
     if options["granularity"] not in (PER_ROW, PER_TENSOR) or bounds != [None, None]:
@@ -416,8 +428,11 @@ def untiled(scales: Tensor, tiles: tuple[int, int]) -> Tensor:
 def nvfp4_inputs(value: Any, pieces: Mapping[str, Readable]) -> NvidiaBlocks | None:
     if value is None:
         return None
-    options = named(value, "QuantizeTensorToNVFP4Kwargs")
-    only(options, ("block_size", "is_swizzled_scales", "use_triton_kernel", "use_dynamic_per_tensor_scale"))
+    options = options_of(
+        value,
+        "QuantizeTensorToNVFP4Kwargs",
+        ("block_size", "is_swizzled_scales", "use_triton_kernel", "use_dynamic_per_tensor_scale"),
+    )
     if options["block_size"] != BLOCK or not isinstance(options["use_dynamic_per_tensor_scale"], bool):
         raise ValueError(f"inputs with {BOUNDED.repr(options)}")
     if options["use_dynamic_per_tensor_scale"]:

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -157,7 +158,42 @@ def test_inputs_of_codes(name, saved, checkpoint):
     assert errors.keys() == candidate.layers.keys() and max(errors.values()) < tolerance
 
 
+AGAIN = {  # weights that are quantized again before each product, or branches beside products of codes
+    "blocks": {"weights_dtype": "uint4"},
+    "blocks, branch": {"weights_dtype": "uint4"} | BRANCH,
+    "blocks, branch, rotated": {"weights_dtype": "int5", "use_hadamard": True, "hadamard_group_size": 64} | BRANCH,
+    "branch": {"weights_dtype": "int8"} | BRANCH,
+    "rotated": {"weights_dtype": "int8", "use_hadamard": True, "hadamard_group_size": 64},
+    "packed, branch": {"weights_dtype": "int6"} | BRANCH,
+    "uint8 of int8": {"weights_dtype": "int8", "quantized_matmul_dtype": "uint8"},
+    "int8 of float8": {"weights_dtype": "float8_e4m3fn", "quantized_matmul_dtype": "int8"},
+    "float4": {"weights_dtype": "fp4", "group_size": -1},
+    "ufp4": {"weights_dtype": "ufp4"},
+    "e5m2": {"weights_dtype": "float8_e5m2"},
+    "float8_e3m4fn": {"weights_dtype": "float8_e3m4fn", "group_size": -1},
+    "beyond": {"weights_dtype": "float6_e5m0fn", "group_size": -1},
+}
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_branches_and_blocks_beside_products_of_codes(name, saved, checkpoint):
+    candidate = read(saved(**AGAIN[name], use_quantized_matmul=True), checkpoint)
+    theirs = candidate.runtime()
+    errors = layer_errors(checkpoint, candidate, theirs)
+    fp8 = any("float8" in str(layer.inputs) for layer in candidate.layers.values())
+    assert errors.keys() == candidate.layers.keys()
+    assert max(errors.values()) < (4e-4 if fp8 else 5e-6), max(errors, key=errors.get)
+    with_codes = {key: layer for key, layer in candidate.layers.items() if layer.inputs}
+    plain = replace(candidate, layers={key: replace(layer, inputs=None) for key, layer in candidate.layers.items()})
+    without = layer_errors(checkpoint, plain, theirs)
+    assert max(without[key] for key in with_codes) > 2e-3
+    assert all((layer.branch is not None) == ("use_svd" in AGAIN[name]) for layer in with_codes.values())
+
+
 REFUSED = {
+    "use_quantized_matmul with a convolution": {"weights_dtype": "int8", "use_quantized_matmul_conv": True},
+    "inputs of float16": {"weights_dtype": "int8", "use_quantized_matmul": True, "quantized_matmul_dtype": "float16"},
+    "weights of float7_e2m4fn": {"weights_dtype": "float7_e2m4fn", "use_quantized_matmul": True, "group_size": -1},
     "scale_dtype=int8": {"weights_dtype": "int4", "scale_dtype": "int8"},
     "use_codebook": {"weights_dtype": "uint4", "use_codebook": True, "codebook_steps": 2},
     "integers or floats of 2 to 8 bits": {"weights_dtype": "int9"},
