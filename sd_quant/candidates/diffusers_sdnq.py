@@ -13,9 +13,12 @@ is computed in fp32, as SDNQ does by default. What numbers the codes are stands 
 | uint2 to uint7       | packed in bytes: see ``PLACES``                                                          |
 | float4_e2m1fn, ...   | sign, exponent, mantissa, without infinities; packed as the unsigned of the same width   |
 
-With ``use_quantized_matmul`` SDNQ quantizes inputs too, a scale for each row, and stores weights of 8 bits turned, [in,
-out]. The facts are those of SDNQ 0.2.8's files and of its own layers' outputs. It is under the GPL: nothing of it is
-imported or copied here, and tests compare with it.
+With ``use_quantized_matmul`` SDNQ quantizes inputs too, a scale for each row, if there are 32 rows or more. Weights of
+8 bits and branches are stored turned then, [in, out]; a weight in blocks, or of other numbers than its inputs, is
+quantized again, a scale for a row, before it is multiplied; and a branch multiplies the inputs as they came.
+
+The facts are those of SDNQ 0.2.8, and tests compare with its files and its layers' outputs. It is under the GPL, so
+nothing of it is imported or copied here.
 The road not taken is to let shapes tell how a layer is stored: int4, uint4 and a float of four bits look the same.
 """
 
@@ -78,7 +81,7 @@ class Config:
     scale_dtype: str | None = None  # of scales that are quantized themselves
     zero_point_dtype: str | None = None
     group_size: Annotated[int, between(-2, 2**31)] = 0
-    hadamard_group_size: Annotated[int, between(1, 2**16)] = 256
+    hadamard_group_size: Annotated[int, between(1, 4096)] = 256  # their square is held
     use_hadamard: bool = False
     use_codebook: bool = False
     use_quantized_matmul: bool = False
@@ -235,7 +238,7 @@ def numbers(path: Path, name: str) -> Numbers:
 def numbers_named(name: str) -> Numbers | None:
     if name in UNPACKED:
         largest = torch.finfo(UNPACKED[name]).max if UNPACKED[name].is_floating_point else 0.0
-        return Numbers(name, 8, UNPACKED[name], False, False, name == "int8", Tensor.float, True, largest)
+        return Numbers(name, 8, UNPACKED[name], False, False, name == "int8", Tensor.float, True, largest, name == FP8)
     if integer := re.fullmatch(r"(u?)int([2-8])", name):
         bits, unsigned = int(integer[2]), bool(integer[1])
         smallest = 0 if unsigned else -(2 ** (bits - 1))
@@ -311,7 +314,7 @@ def stored_layer(
             f"{path}: {name} has {' and '.join(found)}, no {kind.name} for a weight {list(shape)}; fetch config and "
             "weights again, together"
         )
-    many = product is not None and not (again and ranks()[name] == 2)  # else one row for each image
+    many = product is not None and not (again and ranks().get(name) == 2)  # else one row for each image
     inputs = INPUTS[product] if product is not None and many else None
     count = prod(scale)
     per_row = count == shape[0] and len(shape) == 2
@@ -504,6 +507,7 @@ def rotated(weight: Tensor, group: int) -> Tensor:
     return (weight.flatten(1).unflatten(1, (-1, group)) @ hadamard(group)).view(weight.shape)
 
 
+@cache
 def hadamard(size: int) -> Tensor:
     """Sylvester's matrix, or for powers of four the one with as many minus signs in each row, over sqrt(size)."""
     four = size.bit_length() % 2 == 1

@@ -63,12 +63,3 @@ def layer_errors(checkpoint: DiffusersCheckpoint, candidate: Candidate, theirs: 
         network.get_submodule(name).register_forward_hook(after)
     part(**network_inputs(checkpoint))
     return errors
-
-
-def stub(network: type[nn.Module], **sizes) -> SimpleNamespace:
-    """As much of a checkpoint as a reader asks for."""
-    return SimpleNamespace(
-        family=SimpleNamespace(DENOISER="unet", NETWORKS={"unet": "UNet2DConditionModel"}),
-        parts=lambda: {"unet": SimpleNamespace(component="unet", prefix="")},
-        build=lambda: {"unet": network(**sizes)},
-    )

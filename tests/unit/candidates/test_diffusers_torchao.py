@@ -206,6 +206,23 @@ def test_the_network_as_diffusers_loads_it(name, saved, checkpoint):
     assert candidate.maker == "torchao"
 
 
+def test_a_pipeline_with_shards(tmp_path):
+    """PixArt, one of whose tensors is the denoiser's own and no layer's."""
+    from diffusers import PixArtTransformer2DModel
+
+    checkpoint = tiny_checkpoint(tmp_path / "pixart", "pixart")
+    network = PixArtTransformer2DModel.from_pretrained(
+        checkpoint.path, subfolder="transformer", quantization_config=TorchAoConfig(ao.Int8WeightOnlyConfig()),
+        torch_dtype=torch.float32,
+    )  # fmt: skip
+    network.save_pretrained(tmp_path / "pipeline/transformer", max_shard_size="300KB")
+    assert len(list((tmp_path / "pipeline/transformer").glob("*.safetensors"))) > 1
+    candidate = read(tmp_path / "pipeline", checkpoint)
+    assert "scale_shift_table" in candidate.parameters
+    error = network_errors(checkpoint, candidate, candidate.runtime())
+    assert error.ours < 1e-5 < 1e-4 < error.plain
+
+
 def test_what_dequantizes_to_another_dtype_is_not_computed_in_fp32(saved, checkpoint):
     assert read(saved("float8", torch.bfloat16), checkpoint).runtime is None
     assert read(saved("float8"), checkpoint).runtime is not None
