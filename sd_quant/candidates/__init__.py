@@ -37,5 +37,7 @@ class Reader:
 ROWS: tuple[Reader, ...] = (
     Reader("gguf", "a GGUF file, as ComfyUI-GGUF and stable-diffusion.cpp write it", package="gguf"),
     Reader("comfyui", "a safetensors file for ComfyUI, with its marks or merely cast"),
+    Reader("diffusers_sdnq", "a diffusers folder quantized with SDNQ"),
+    Reader("diffusers_torchao", "a diffusers folder quantized with torchao"),
 )
 READERS = {row.name: row for row in ROWS}

@@ -40,6 +40,8 @@ class StoredLayer:
     stored_bytes: int  # of all that is stored for the weight: codes, scales, a low-rank branch
     weight: Readable  # what its consumer multiplies with, in diffusers' shape; floating point, a branch added
     inputs: Inputs | None = None  # None: they stay as they are
+    # up [out, rank] and down [rank, in], part of ``weight`` too, that are multiplied with inputs as they came
+    branch: tuple[Readable, Readable] | None = None
 
     @property
     def bits(self) -> float:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sd_quant.candidates.candidate import StoredLayer
-from sd_quant.candidates.network import before
+from sd_quant.candidates.network import quantize_inputs
 from sd_quant.numbers import finite, relative_error
 
 
@@ -31,6 +31,18 @@ def product(module: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
     if isinstance(module, nn.Conv2d):
         return F.conv2d(x, weight, None, module.stride, module.padding, module.dilation, module.groups)
     return F.linear(x, weight)
+
+
+def theirs(module: nn.Module, layer: StoredLayer, x: Tensor, weight: Tensor) -> Tensor:
+    """The same as the candidate's layer computes it."""
+    if layer.inputs is None:
+        return product(module, x, weight)
+    rounded = layer.inputs(x)
+    output = product(module, rounded, weight)
+    if layer.branch is None:
+        return output
+    up, down = (each.read().to(weight) for each in layer.branch)
+    return output + F.linear(F.linear(x - rounded, down), up)
 
 
 @torch.no_grad()
@@ -55,7 +67,7 @@ def layer_errors(
             weight = layer.weight.read().to(full)
             weights.setdefault(name, relative_error(full, weight))
             expected = product(module, x, full)
-            error = product(module, x if layer.inputs is None else layer.inputs(x), weight) - expected
+            error = theirs(module, layer, x, weight) - expected
             squares[name] += torch.stack([error.double().square().sum(), expected.double().square().sum()]).cpu()
             advance()
 
@@ -82,12 +94,12 @@ def put_in(network: nn.Module, name: str, layer: StoredLayer) -> Iterator[None]:
     weight = module.get_parameter("weight")
     full = weight.data
     weight.data = layer.weight.read().to(full)
-    handle = None if layer.inputs is None else module.register_forward_pre_hook(before(layer.inputs))
+    handles = [] if layer.inputs is None else quantize_inputs(module, layer.inputs, layer.branch)
     try:
         yield
     finally:
         weight.data = full
-        if handle is not None:
+        for handle in handles:
             handle.remove()
 
 

@@ -71,6 +71,7 @@ from .mutations import (
     to_yaml,
     with_pickle,
 )
+from .of_sdnq_and_torchao import sdnq_and_torchao
 from .of_single_files import single_files
 
 MINI_CONFIG = Path(__file__).parents[2] / "examples/sdxl_mini/model_config.yaml"
@@ -99,6 +100,7 @@ def make_readers(scratch: Path) -> list[Reader]:
         plan_record(),
         cache_entry(),
         *single_files(scratch),
+        *sdnq_and_torchao(),
     ]
 
 

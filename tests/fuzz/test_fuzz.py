@@ -14,6 +14,7 @@ from .run import main, table
 NAMES = (
     "archive", "weights", "nemo", "safetensors", "pipeline", "prompts", "statistics", "records", "report", "config",
     "onnx", "noise", "lora", "pictures", "plan", "cache", "gguf", "comfyui",
+    "diffusers_sdnq", "diffusers_torchao",
 )  # fmt: skip
 
 

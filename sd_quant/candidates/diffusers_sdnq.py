@@ -1,0 +1,518 @@
+"""diffusers with SDNQ, SD.Next's quantization library: integers and small floats of 2 to 8 bits, for convolutions too.
+
+    W = codes * scale + zero_point + svd_up @ svd_down
+
+A weight ``X.weight`` [out, in, ...] has a scale ``X.scale`` for each row, block or tensor; unsigned numbers have a
+``X.zero_point`` of the same shape besides, and a branch is ``X.svd_up`` [out, rank] and ``X.svd_down`` [rank, in]. All
+is computed in fp32, as SDNQ does by default. What numbers the codes are stands in the config alone, layer by layer.
+
+| numbers              | stored                                                                                   |
+|----------------------|------------------------------------------------------------------------------------------|
+| int8, uint8, float8  | one by one, in the weight's shape                                                        |
+| int2 to int7         | code minus the smallest, packed as the unsigned of the same width                        |
+| uint2 to uint7       | packed in bytes: see ``PLACES``                                                          |
+| float4_e2m1fn, ...   | sign, exponent, mantissa, without infinities; packed as the unsigned of the same width   |
+
+With ``use_quantized_matmul`` SDNQ quantizes inputs too, a scale for each row, if there are 32 rows or more. Weights of
+8 bits and branches are stored turned then, [in, out]; a weight in blocks, or of other numbers than its inputs, is
+quantized again, a scale for a row, before it is multiplied; and a branch multiplies the inputs as they came.
+
+The facts are those of SDNQ 0.2.8, and tests compare with its files and its layers' outputs. It is under the GPL, so
+nothing of it is imported or copied here.
+The road not taken is to let shapes tell how a layer is stored: int4, uint4 and a float of four bits look the same.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
+from math import prod
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from torch import Tensor, nn
+
+from sd_quant.candidates.candidate import FLOATS, Candidate, Inputs, StoredLayer, check_whole, size_in_file
+from sd_quant.candidates.folders import by_diffusers, decoded, quantization_config, quantized_by, stored_tensors
+from sd_quant.candidates.inputs import LARGEST_FP8, ManyRows, RowFloat8, RowInteger, RowUnsigned
+from sd_quant.checkpoints.schema import check_schema
+from sd_quant.checkpoints.tensors import LazyTensor, Readable
+from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.export.tracing import EXAMPLE_AXES, fake_module
+from sd_quant.knobs import BOUNDED, between
+from sd_quant.models.checkpoint import Checkpoint, denoiser_of, denoiser_part, empty_denoiser
+
+METHOD = "sdnq"
+FP8 = "float8_e4m3fn"
+PIECES = ("weight", "scale", "zero_point", "svd_up", "svd_down")
+INPUTS: dict[str, Inputs] = {"int8": RowInteger(), "uint8": RowUnsigned(), FP8: RowFloat8()}
+# It would compile for each shape of an input, and with OpenVINO multiply FP8 as 256 numbers at even distances.
+ENVIRONMENT = {"SDNQ_USE_TORCH_COMPILE": "0", "SDNQ_USE_OPENVINO_MM": "0"}
+MANY = 32  # rows of an input from which on SDNQ quantizes it
+ALIGNED = 16  # of which a layer's sides have to be multiples then
+OTHER_NAMES = {  # that a config may use
+    "fp8": "float8_e4m3fn", "fp7": "float7_e3m3fn", "fp6": "float6_e3m2fn", "fp5": "float5_e2m2fn",
+    "fp4": "float4_e2m1fn", "fp3": "float3_e1m1fn", "fp2": "float2_e1m0fn",
+    "ufp8": "float8_e4m4fnu", "ufp7": "float7_e3m4fnu", "ufp6": "float6_e3m3fnu", "ufp5": "float5_e2m3fnu",
+    "ufp4": "float4_e2m2fnu", "ufp3": "float3_e1m2fnu", "ufp2": "float2_e1m1fnu",
+}  # fmt: skip
+UNPACKED = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
+# Where the bits of numbers lie that share bytes: the numbers in order, each by (byte, first bit, how many bits), the
+# lowest bits first. Four or two bits are simply in a row.
+PLACES = {
+    2: (1, [[(0, 0, 2)], [(0, 2, 2)], [(0, 4, 2)], [(0, 6, 2)]]),
+    3: (3, [[(0, 0, 3)], [(1, 0, 3)], [(2, 0, 3)], [(0, 3, 3)], [(1, 3, 3)], [(2, 3, 3)],
+            [(0, 6, 2), (2, 6, 1)], [(1, 6, 2), (2, 7, 1)]]),
+    4: (1, [[(0, 0, 4)], [(0, 4, 4)]]),
+    5: (5, [*([(byte, 0, 5)] for byte in range(5)),
+            [(0, 5, 3), (3, 5, 2)], [(1, 5, 3), (4, 5, 2)], [(2, 5, 3), (4, 7, 1), (3, 7, 1)]]),
+    6: (3, [*([(byte, 0, 6)] for byte in range(3)), [(2, 6, 2), (1, 6, 2), (0, 6, 2)]]),
+    7: (7, [*([(byte, 0, 7)] for byte in range(7)), [(byte, 7, 1) for byte in reversed(range(7))]]),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Config:
+    """What is read of ``quantization_config``; defaults are SDNQ's."""
+
+    weights_dtype: str = "int8"
+    quantized_matmul_dtype: str | None = None
+    scale_dtype: str | None = None  # of scales that are quantized themselves
+    zero_point_dtype: str | None = None
+    group_size: Annotated[int, between(-2, 2**31)] = 0
+    hadamard_group_size: Annotated[int, between(1, 4096)] = 256  # their square is held
+    use_hadamard: bool = False
+    use_codebook: bool = False
+    use_quantized_matmul: bool = False
+    use_quantized_matmul_conv: bool = False
+    modules_to_not_use_matmul: list[str] | None = None
+    modules_dtype_dict: dict[str, list[str]] | None = None
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The numbers of a weight: how they are stored, and what codes stand for."""
+
+    name: str
+    bits: int
+    stored: torch.dtype
+    packed: bool
+    unsigned: bool  # and so with a zero point
+    integer: bool
+    decode: Callable[[Tensor], Tensor]  # codes as they are stored, unpacked, to fp32
+    turns: bool = False  # is stored [in, out] where codes are multiplied
+    largest: float = 0.0  # of a float
+    in_fp8: bool = True  # whether E4M3 has all numbers of a float
+
+
+def recognizes(path: Path) -> bool:
+    return quantized_by(path, METHOD)
+
+
+def read(path: Path, checkpoint: Checkpoint) -> Candidate:
+    """The denoiser in ``path`` as SDNQ dequantizes it, fp32.
+
+    Raises ArtifactError or ConfigError for a damaged folder, a config that is none, an option that cannot be decoded
+    here, and for whatever is not the denoiser of ``checkpoint``.
+    """
+    given = quantization_config(path) or {}
+    config, exceptions = read_config(path, given), exceptions_of(path, given)
+    stored = stored_tensors(path)
+    layers: dict[str, StoredLayer] = {}
+    ranks = cache(partial(input_ranks, checkpoint))
+    for name, module in empty_denoiser(checkpoint).named_modules():
+        if isinstance(module, nn.Linear | nn.Conv2d) and f"{name}.scale" in stored and f"{name}.weight" in stored:
+            pieces = {piece: stored.pop(key) for piece in PIECES if (key := f"{name}.{piece}") in stored}
+            own = of_layer(path, config, exceptions, name)
+            layers[name] = stored_layer(path, name, tuple(module.weight.shape), pieces, own, ranks)
+    total = size_in_file(stored.values()) + sum(layer.stored_bytes for layer in layers.values())
+    candidate = Candidate(
+        path=path,
+        reader="diffusers_sdnq",
+        maker=maker(given),
+        layers=layers,
+        parameters=stored,
+        stored_bytes=total,
+        runtime=by_diffusers(path, checkpoint, "sdnq", **ENVIRONMENT),
+    )
+    return check_whole(candidate, checkpoint)
+
+
+def maker(given: Mapping[str, object]) -> str:
+    version = given.get("sdnq_version")
+    return f"SDNQ {version}" if isinstance(version, str) and re.fullmatch(r"[\w.+-]{1,30}", version) else "SDNQ"
+
+
+# The config
+
+
+def read_config(path: Path, given: Mapping[str, object], usual: Config | None = None) -> Config:
+    """``given`` over what is ``usual``. Raises ConfigError for an entry of another type, or out of range."""
+    known = asdict(usual or Config())
+    config = known | {name: given[name] for name in known if name in given}
+    try:
+        check_schema(Config, config, "quantization_config.")
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}; give a folder that SDNQ has saved") from error
+    return Config(**config)
+
+
+def exceptions_of(path: Path, given: Mapping[str, object]) -> dict[str, dict[str, object]]:
+    """The configs of ``modules_quant_config`` by names or patterns of layers. Raises ConfigError for anything else."""
+    found = given.get("modules_quant_config") or {}
+    if not isinstance(found, dict) or not all(isinstance(config, dict) for config in found.values()):
+        raise ConfigError(
+            f"{path}: quantization_config.modules_quant_config is {BOUNDED.repr(found)}, expected configs by layers' "
+            "names; give a folder that SDNQ has saved"
+        )
+    return found
+
+
+def of_layer(path: Path, config: Config, exceptions: Mapping[str, dict[str, object]], layer: str) -> Config:
+    """The ``config`` of one layer: the first of ``exceptions`` that names it, then ``modules_dtype_dict``."""
+    name = f"{layer}.weight"
+    numbers_by_layer, no_codes = config.modules_dtype_dict or {}, config.modules_to_not_use_matmul or []
+    if given := next((given for pattern, given in exceptions.items() if matches(path, pattern, name)), None):
+        config = read_config(path, given, config)
+    for wanted, patterns in numbers_by_layer.items():
+        if any(matches(path, pattern, name) for pattern in patterns):
+            config = replace(config, weights_dtype=at_least_as_wide(path, wanted, config.weights_dtype))
+            break
+    if any(matches(path, pattern, name) for pattern in no_codes):
+        config = replace(config, use_quantized_matmul=False, use_quantized_matmul_conv=False)
+    return config
+
+
+def matches(path: Path, pattern: str, name: str) -> bool:
+    """Whether SDNQ takes a ``pattern`` for the parameter's ``name``: the name, a part of it between dots, its beginning
+    after a dot in front, or its beginning with ``*`` for anything.
+
+    Raises ConfigError for a regular expression, as which SDNQ reads a pattern with a ``*``.
+    """
+    if pattern.startswith("."):
+        return name.startswith(pattern[1:])
+    if pattern == name or pattern in name.split("."):
+        return True
+    if "*" not in pattern:
+        return False
+    if re.search(r"[\[\](){}+?|^$\\]", pattern):
+        raise ConfigError(
+            f"{path}: quantization_config names layers by the regular expression {pattern[:200]!r}, and only names and "
+            "* are read here; save it with the layers' names"
+        )
+    first, *others = pattern.split("*")
+    position = len(first) if name.startswith(first) else -1
+    for piece in others:
+        found = name.find(piece, position) if position >= 0 else -1
+        position = found + len(piece) if found >= 0 else -1
+    return position >= 0
+
+
+def at_least_as_wide(path: Path, wanted: str, name: str) -> str:
+    """The numbers of a layer that ``modules_dtype_dict`` has under ``wanted``, a name or a least width."""
+    wanted = wanted.lower()
+    least = re.fullmatch(r"(minimum)?[-_]?(u?int|)(\d{1,2})[-_]?(bits?)?", wanted)
+    if least is None or not (least[1] or least[4]):
+        return wanted
+    if numbers(path, name).bits >= int(least[3]):
+        return name
+    return f"{'uint' if least[2] == 'uint' or int(least[3]) <= 4 else 'int'}{least[3]}"
+
+
+# Numbers
+
+
+def numbers(path: Path, name: str) -> Numbers:
+    """The numbers that SDNQ calls ``name``. Raises ConfigError for those that are not decoded here."""
+    found = numbers_named(OTHER_NAMES.get(name, name))
+    if found is None:
+        raise ConfigError(
+            f"{path}: quantization_config has weights of {name[:100]!r}; expected integers or floats of 2 to 8 bits, "
+            "because SDNQ's wider ones are not decoded here"
+        )
+    return found
+
+
+@cache
+def numbers_named(name: str) -> Numbers | None:
+    if name in UNPACKED:
+        largest = torch.finfo(UNPACKED[name]).max if UNPACKED[name].is_floating_point else 0.0
+        return Numbers(name, 8, UNPACKED[name], False, False, name == "int8", Tensor.float, True, largest, name == FP8)
+    if integer := re.fullmatch(r"(u?)int([2-8])", name):
+        bits, unsigned = int(integer[2]), bool(integer[1])
+        smallest = 0 if unsigned else -(2 ** (bits - 1))
+        decode = partial(shifted, by=smallest)
+        return Numbers(name, bits, torch.uint8, bits < 8, unsigned, True, decode, turns=bits == 8)
+    if small := re.fullmatch(r"float([2-8])_e([1-5])m([0-7])fn(u?)(_sdnq)?", name):
+        bits, exponent, mantissa = (int(small[index]) for index in (1, 2, 3))
+        if bits == exponent + mantissa + (not small[4]):
+            unsigned = bool(small[4])
+            values = small_floats(exponent, mantissa, unsigned)
+            return Numbers(
+                name, bits, torch.uint8, bits < 8, unsigned, False, partial(looked_up, values),
+                largest=float(values.max()), in_fp8=torch.equal(values.to(torch.float8_e4m3fn).float(), values),
+            )  # fmt: skip
+    return None
+
+
+def shifted(codes: Tensor, by: int) -> Tensor:
+    return codes.float().add_(by)
+
+
+def looked_up(values: Tensor, codes: Tensor) -> Tensor:
+    return values[codes.int()]
+
+
+def small_floats(exponent: int, mantissa: int, unsigned: bool) -> Tensor:
+    """The number of each code, fp32: IEEE 754's with subnormals, and a number also where that has infinities."""
+    fields, fractions = torch.arange(2**exponent)[:, None], torch.arange(2**mantissa) / 2**mantissa
+    bias = 2 ** (exponent - 1) - 1
+    positive = torch.where(fields > 0, 1 + fractions, fractions) * 2.0 ** (fields.clamp(min=1) - bias)
+    positive = positive.float().flatten()
+    return positive if unsigned else torch.cat([positive, -positive])
+
+
+def unpack(stored: Tensor, bits: int) -> Tensor:
+    """Numbers of ``bits`` bits, uint8 in one axis, from the bytes that hold them; see ``PLACES``."""
+    length, places = PLACES[bits]
+    data = stored.view(-1, length)
+    unpacked = torch.zeros(len(data), len(places), dtype=torch.uint8)
+    for number, pieces in zip(unpacked.unbind(1), places, strict=True):
+        low = 0
+        for byte, first, count in pieces:
+            number |= (data[:, byte] >> first & 2**count - 1) << low
+            low += count
+    return unpacked.flatten()
+
+
+# A layer
+
+
+def stored_layer(
+    path: Path,
+    name: str,
+    shape: tuple[int, ...],
+    pieces: Mapping[str, Readable],
+    config: Config,
+    ranks: Callable[[], Mapping[str, int]],
+) -> StoredLayer:
+    """A quantized layer with a weight of ``shape``; ``ranks`` says how many axes the input of each linear has.
+
+    Raises ArtifactError or ConfigError unless its ``pieces`` fit.
+    """
+    kind, scale = numbers(path, config.weights_dtype), tuple(pieces["scale"].shape)
+    product = product_of(kind, config) if multiplies_codes(shape, config) else None
+    if options := not_decoded(shape, kind, config, product):
+        raise ConfigError(f"{path}: {name} has {' and '.join(options)}, not decoded here; save it without")
+    again = product is not None and quantized_again(kind, product, len(scale) > len(shape))
+    turned = product is not None and kind.turns and not again
+    group = rotated_together(shape[1], config.hadamard_group_size) if config.use_hadamard else 1
+    stored = Stored(pieces, kind, shape, shape_of_codes(shape, scale, turned), turned, product is not None, group)
+    if found := list(problems(stored)):
+        raise ArtifactError(
+            f"{path}: {name} has {' and '.join(found)}, no {kind.name} for a weight {list(shape)}; fetch config and "
+            "weights again, together"
+        )
+    many = product is not None and not (again and ranks().get(name) == 2)  # else one row for each image
+    inputs = INPUTS[product] if product is not None and many else None
+    count = prod(scale)
+    per_row = count == shape[0] and len(shape) == 2
+    return StoredLayer(
+        format=kind.name,
+        scales="1 for all" if count == 1 else "1 for a row" if per_row else f"1 for {prod(shape) // count} numbers",
+        stored_bytes=size_in_file(pieces.values()),
+        weight=decoded(path, name, shape, partial(stored.weight, inputs if again else None)),
+        inputs=None if inputs is None else ManyRows(Rotated(inputs, group) if group > 1 else inputs, MANY),
+        branch=stored.branch if inputs is not None and "svd_up" in pieces else None,
+    )
+
+
+def multiplies_codes(shape: tuple[int, ...], config: Config) -> bool:
+    """Whether SDNQ quantizes the inputs of a layer, if they have many rows."""
+    wanted = config.use_quantized_matmul if len(shape) == 2 else config.use_quantized_matmul_conv
+    return wanted and all(side >= MANY and side % ALIGNED == 0 for side in shape[:2])
+
+
+def product_of(kind: Numbers, config: Config) -> str:
+    """The numbers of the inputs that are multiplied with a weight of this ``kind``."""
+    wanted = config.quantized_matmul_dtype
+    usual = "uint8" if kind.name == "uint8" else "int8" if kind.integer else FP8
+    return OTHER_NAMES.get(wanted, wanted) if wanted else usual
+
+
+def not_decoded(shape: tuple[int, ...], kind: Numbers, config: Config, product: str | None) -> list[str]:
+    """The options of a layer that are not decoded here, in words."""
+    found = [
+        f"{name}={value[:100]}"
+        for name in ("scale_dtype", "zero_point_dtype")
+        if (value := getattr(config, name)) not in (None, "none")
+    ]
+    if config.use_codebook:
+        found.append("use_codebook")
+    if product is None:
+        return found
+    inexact = product == FP8 and not kind.integer and not quantized_again(kind, product, False) and not kind.in_fp8
+    others = {
+        "a convolution": len(shape) > 2,
+        f"inputs of {product[:100]}": product not in INPUTS,
+        f"weights of {kind.name}": inexact,  # which are rounded to E4M3 besides
+    }
+    return found + [f"use_quantized_matmul with {what}" for what, holds in others.items() if holds]
+
+
+def quantized_again(kind: Numbers, product: str, blocks: bool) -> bool:
+    """Whether SDNQ quantizes a weight anew, a scale for a row, each time before it multiplies."""
+    integer = product != FP8
+    beyond = not kind.turns and not kind.integer and (kind.bits == 8 or kind.largest > LARGEST_FP8)
+    return blocks or kind.integer != integer or not integer and (kind.unsigned or beyond)
+
+
+def input_ranks(checkpoint: Checkpoint) -> dict[str, int]:
+    """How many axes the input of each linear of the denoiser has; no weight is read."""
+    part = denoiser_part(checkpoint)
+    mode, module = fake_module(lambda: part.wrap(checkpoint.build()[part.component]), part.contract.weights)
+    ranks: dict[str, int] = {}
+
+    def remember(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        return lambda layer, inputs: ranks.update({name: inputs[0].ndim})
+
+    for name, layer in denoiser_of(checkpoint, module).named_modules():
+        if isinstance(layer, nn.Linear):
+            layer.register_forward_pre_hook(remember(name))
+    with mode, torch.no_grad():
+        shapes = part.contract.shapes(**EXAMPLE_AXES)
+        module(**{name: torch.zeros(shape, dtype=part.contract.dtypes[name]) for name, shape in shapes.items()})
+    return ranks
+
+
+def shape_of_codes(shape: tuple[int, ...], scale: tuple[int, ...], turned: bool) -> tuple[int, ...] | None:
+    """The shape in which the codes of a weight of ``shape`` are multiplied with scales of that shape.
+
+    It is the weight's own, [in, out], or, with blocks of input channels, [out, blocks, in / blocks, ...]. None where
+    the scales fit no layout.
+    """
+    rows, columns, *kernel = shape
+    if turned:
+        return (prod(shape[1:]), rows) if scale in ((1, rows), (1, 1)) else None
+    if scale in ((rows, 1, *kernel), (1,) * len(shape)):
+        return shape
+    count = scale[1] if len(scale) == len(shape) + 1 else 0
+    if count > 1 and columns % count == 0 and scale == (rows, count, 1, *kernel):
+        return (rows, count, columns // count, *kernel)
+    return None
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A layer's tensors as they are in the file."""
+
+    pieces: Mapping[str, Readable]
+    kind: Numbers
+    shape: tuple[int, ...]  # of the weight
+    codes: tuple[int, ...] | None  # see ``shape_of_codes``
+    turned: bool  # the codes
+    by_codes: bool  # so that the branch is turned
+    group: int  # of input channels that are rotated together, 1 for none
+
+    def read(self, piece: str) -> Tensor:
+        return self.pieces[piece].read().float()
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """The branch, [out, rank] and [rank, in], where weights are rotated."""
+        up, down = self.read("svd_up"), self.read("svd_down")
+        return (up.t(), down.t()) if self.by_codes else (up, down)
+
+    @property
+    def branch(self) -> tuple[Readable, Readable]:
+        rank = self.pieces["svd_up"].shape[0 if self.by_codes else 1]
+        return (
+            LazyTensor((self.shape[0], rank), torch.float32, lambda: self.factors()[0]),
+            LazyTensor((rank, self.shape[1]), torch.float32, lambda: rotated(self.factors()[1], self.group)),
+        )
+
+    def weight(self, again: Inputs | None) -> Tensor:
+        """The weight in fp32, in SDNQ's order of operations, quantized ``again`` before a branch is added."""
+        weight, scale = self.pieces["weight"].read(), self.read("scale")
+        weight = self.kind.decode(unpack(weight, self.kind.bits).view(self.codes) if self.kind.packed else weight)
+        weight = torch.addcmul(self.read("zero_point"), weight, scale) if self.kind.unsigned else weight.mul_(scale)
+        weight = (weight.t() if self.turned else weight).reshape(self.shape)
+        weight = weight if again is None else again(weight)
+        if "svd_up" in self.pieces:
+            up, down = self.factors()
+            flat = weight.flatten(1)
+            weight = (flat.addmm_(up, down) if weight.ndim == 2 else flat.add_(up @ down)).view(self.shape)
+        return rotated(weight, self.group)
+
+
+def problems(stored: Stored) -> Iterator[str]:
+    """What of a layer's tensors makes no such weight, in words."""
+    pieces, kind = stored.pieces, stored.kind
+    codes, scale = (tuple(pieces[piece].shape) for piece in ("weight", "scale"))
+    if pieces["weight"].dtype != kind.stored:
+        yield f"codes of {pieces['weight'].dtype}"
+    if stored.codes is None:
+        yield f"scales {list(scale)}"
+    fits = 8 * prod(codes) == kind.bits * prod(stored.shape) if kind.packed else stored.codes in (None, codes)
+    if not fits:
+        yield f"codes {list(codes)}"
+    if ("zero_point" in pieces) != kind.unsigned:
+        yield f"{'no' if kind.unsigned else 'a'} zero point"
+    elif kind.unsigned and tuple(pieces["zero_point"].shape) != scale:
+        yield f"zero points {list(pieces['zero_point'].shape)}"
+    if ("svd_up" in pieces) != ("svd_down" in pieces):
+        yield "half a branch"
+    elif "svd_up" in pieces:
+        step = -1 if stored.by_codes else 1
+        up, down = (tuple(pieces[piece].shape)[::step] for piece in ("svd_up", "svd_down"))
+        outer = (stored.shape[0], prod(stored.shape[1:]))
+        if len(up) != 2 or len(down) != 2 or (up[0], down[1]) != outer or up[1] != down[0]:
+            yield f"a branch {list(up)} by {list(down)}"
+    for name, piece in pieces.items():
+        if name != "weight" and piece.dtype not in FLOATS:
+            yield f"a {name} of {piece.dtype}"
+
+
+# Hadamard rotations
+
+
+def rotated_together(columns: int, most: int) -> int:
+    """How many of a weight's input channels are rotated together; 1 for none."""
+    group = 1 << (min(columns, most) - 1).bit_length()
+    while columns % group:
+        group //= 2
+    return group if group >= 4 else 1
+
+
+@dataclass(frozen=True)
+class Rotated:
+    """What ``then`` does to an input [..., in] that is rotated as weights are, turned back."""
+
+    then: Inputs
+    group: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        matrix = hadamard(self.group).to(x)
+        y = self.then((x.unflatten(-1, (-1, self.group)) @ matrix).flatten(-2))
+        return (y.unflatten(-1, (-1, self.group)) @ matrix).flatten(-2)
+
+    def __str__(self) -> str:
+        return f"rotated, {self.then}"
+
+
+def rotated(weight: Tensor, group: int) -> Tensor:
+    """A weight [out, in, ...] times a symmetric Hadamard matrix, ``group`` numbers of a row at a time; 1 for none."""
+    if group == 1:
+        return weight
+    return (weight.flatten(1).unflatten(1, (-1, group)) @ hadamard(group)).view(weight.shape)
+
+
+@cache
+def hadamard(size: int) -> Tensor:
+    """Sylvester's matrix, or for powers of four the one with as many minus signs in each row, over sqrt(size)."""
+    four = size.bit_length() % 2 == 1
+    smallest = torch.ones(4, 4) - 2 * torch.eye(4).flip(1) if four else torch.tensor([[1.0, 1.0], [1.0, -1.0]])
+    matrix = smallest
+    while len(matrix) < size:
+        matrix = torch.kron(matrix, smallest)
+    return matrix / size**0.5

@@ -1,0 +1,314 @@
+"""Folders that SDNQ itself has quantized and saved: weights are its own bit for bit, and layers compute the same."""
+
+import json
+import logging
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from diffusers import UNet2DConditionModel
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from sd_quant.candidates import READERS
+from sd_quant.candidates.diffusers_sdnq import (
+    hadamard,
+    matches,
+    of_layer,
+    read,
+    read_config,
+    small_floats,
+)
+from sd_quant.errors import ArtifactError, ConfigError
+
+from .diffusers_folders import layer_errors, network_errors, tiny_checkpoint
+
+pytestmark = pytest.mark.consumer
+with pytest.MonkeyPatch.context() as environment:  # read at import
+    environment.setenv("SDNQ_USE_TORCH_COMPILE", "0")  # each shape would be compiled, for seconds
+    environment.setenv("SDNQ_USE_OPENVINO_MM", "0")  # which multiplies FP8 as 256 numbers at even distances
+    sdnq = pytest.importorskip("sdnq")
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+EVERYTHING = {"quant_conv": True, "minimum_allowed_numel": 0}
+BRANCH = {"use_svd": True, "svd_rank": 4}
+
+NUMBERS = (
+    "int8 uint8 int7 uint7 int6 uint6 int5 uint5 int4 uint4 int3 uint3 int2 uint2 float8_e4m3fn float8_e5m2 "
+    "fp7 fp6 fp5 fp4 fp3 fp2 ufp8 ufp4 float8_e3m4fn float8_e4m3fn_sdnq float4_e3m0fn float5_e5m0fnu"
+).split()
+OPTIONS = {
+    "a row": {"weights_dtype": "int8", "group_size": -1},
+    "all": {"weights_dtype": "int8", "group_size": -2},
+    "blocks": {"weights_dtype": "int8", "group_size": 16},
+    "branch": {"weights_dtype": "uint4"} | BRANCH,
+    "half": {"weights_dtype": "int8", "dequantize_fp32": False, "torch_dtype": torch.bfloat16} | BRANCH,
+    "rotated": {"weights_dtype": "int4", "use_hadamard": True, "hadamard_group_size": 64},
+    "rotated, branch": {"weights_dtype": "int4", "use_hadamard": True, "hadamard_group_size": 32} | BRANCH,
+    "dynamic": {"weights_dtype": "int2", "use_dynamic_quantization": True},
+    "exceptions": {
+        "weights_dtype": "uint4",
+        "modules_dtype_dict": {"minimum_6bit": ["to_q", "*.ff.*"], "float8_e4m3fn": [".conv_out"]},
+        "modules_quant_config": {"to_k": {"weights_dtype": "int8", "group_size": -1}, "mid_block.*conv*": dict(BRANCH)},
+        "modules_to_not_convert": ["to_v"],
+    },
+}
+PRODUCTS = {  # the kind of the inputs' codes, and the tolerance of a layer's output
+    "int8": ("int8", 1e-6),
+    "uint8": ("uint8", 3e-6),
+    "int6": ("int8", 1e-6),
+    "uint7": ("int8", 3e-6),
+    "float8_e4m3fn": ("float8_e4m3fn", 4e-4),  # a processor multiplies them in fp16
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    logging.getLogger("sdnq").setLevel(logging.ERROR)
+    return tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "sdxl")
+
+
+@pytest.fixture
+def saved(checkpoint, tmp_path):
+    """What SDNQ saves of the network with such options."""
+
+    def save(**options):
+        from sdnq import sdnq_post_load_quant
+        from sdnq.loader import save_sdnq_model
+
+        network = UNet2DConditionModel.from_pretrained(checkpoint.path, subfolder="unet")
+        dtype = options.pop("torch_dtype", None)
+        config = sdnq.SDNQConfig(**EVERYTHING | options)
+        save_sdnq_model(
+            sdnq_post_load_quant(network, quantization_config=config, torch_dtype=dtype), str(tmp_path / "saved")
+        )
+        return tmp_path / "saved"
+
+    return save
+
+
+def dequantized(layer: nn.Module) -> torch.Tensor:
+    from sdnq.utils import get_sdnq_params
+
+    dequantize = layer.sdnq_dequantizer
+    pieces = get_sdnq_params(layer)
+    return dequantize(**pieces, skip_quantized_matmul=dequantize.use_quantized_matmul, skip_compile=True)
+
+
+def assert_weights_equal(candidate, theirs):
+    quantized = {name for name, module in theirs.named_modules() if hasattr(module, "sdnq_dequantizer")}
+    assert candidate.layers.keys() == quantized and len(quantized) > 50
+    for name, layer in candidate.layers.items():
+        found, expected = layer.weight.read(), dequantized(theirs.get_submodule(name))
+        assert found.dtype == layer.weight.dtype == expected.dtype == torch.float32
+        assert torch.equal(found, expected), name
+    state = theirs.state_dict()
+    for name, parameter in candidate.parameters.items():
+        assert torch.equal(parameter.read().float(), state[name]), name
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers(name, saved, checkpoint):
+    candidate = read(saved(weights_dtype=name), checkpoint)
+    assert_weights_equal(candidate, candidate.runtime())
+    assert candidate.maker == f"SDNQ {sdnq.common.sdnq_version}"
+    assert not any(layer.inputs for layer in candidate.layers.values())
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name, saved, checkpoint):
+    path = saved(**OPTIONS[name])
+    assert [row.name for row in READERS.values() if row.recognizes(path)] == ["diffusers_sdnq"]
+    candidate = read(path, checkpoint)
+    theirs = candidate.runtime()
+    assert_weights_equal(candidate, theirs)
+    error = network_errors(checkpoint, candidate, theirs)
+    assert error.ours < 1e-6 and error.plain > 1e-3
+    stored = sum((path / file).stat().st_size for file in os.listdir(path) if ".safetensors" in file)
+    assert 0 <= stored - candidate.stored_bytes < 100_000  # the header
+
+
+def test_exceptions_are_of_their_own_kinds(saved, checkpoint):
+    layers = read(saved(**OPTIONS["exceptions"]), checkpoint).layers
+    kinds = {name.rpartition(".")[2]: layer.format for name, layer in layers.items()}
+    assert (kinds["to_q"], kinds["to_k"], kinds["conv_out"]) == ("int6", "int8", "float8_e4m3fn")
+    assert not any(name.endswith("to_v") for name in layers)
+    assert {layer.format for name, layer in layers.items() if ".ff." in name} == {"int6"}
+    assert layers["conv_out"].bits > layers["down_blocks.0.resnets.0.conv1"].bits
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_inputs_of_codes(name, saved, checkpoint):
+    codes, tolerance = PRODUCTS[name]
+    candidate = read(saved(weights_dtype=name, use_quantized_matmul=True), checkpoint)
+    theirs = candidate.runtime()
+    assert_weights_equal(candidate, theirs)
+    layers = {name: layer for name, layer in candidate.layers.items() if layer.inputs}
+    assert layers and {str(layer.inputs) for layer in layers.values()} == {f"{codes}, a scale a row, of 32 or more"}
+    for layer_name, layer in layers.items():
+        module, weight = theirs.get_submodule(layer_name), layer.weight.read()
+        for rows in (31, 32, 80):
+            x = torch.randn(rows, weight.shape[1], generator=torch.Generator().manual_seed(rows)) * 3 + 1
+            expected = module(x[None])[0] - (0 if module.bias is None else module.bias)
+            scale = expected.norm()
+            assert (layer.inputs(x) @ weight.t() - expected).norm() < tolerance * scale
+            difference = (x @ weight.t() - expected).norm() / scale
+            assert difference > 5 * tolerance if rows >= 32 else difference < 1e-6
+    errors = layer_errors(checkpoint, candidate, theirs)
+    assert errors.keys() == candidate.layers.keys() and max(errors.values()) < tolerance
+
+
+AGAIN = {  # weights that are quantized again before each product, or branches beside products of codes
+    "blocks": {"weights_dtype": "uint4"},
+    "blocks, branch": {"weights_dtype": "uint4"} | BRANCH,
+    "blocks, branch, rotated": {"weights_dtype": "int5", "use_hadamard": True, "hadamard_group_size": 64} | BRANCH,
+    "branch": {"weights_dtype": "int8"} | BRANCH,
+    "rotated": {"weights_dtype": "int8", "use_hadamard": True, "hadamard_group_size": 64},
+    "packed, branch": {"weights_dtype": "int6"} | BRANCH,
+    "uint8 of int8": {"weights_dtype": "int8", "quantized_matmul_dtype": "uint8"},
+    "int8 of float8": {"weights_dtype": "float8_e4m3fn", "quantized_matmul_dtype": "int8"},
+    "float4": {"weights_dtype": "fp4", "group_size": -1},
+    "ufp4": {"weights_dtype": "ufp4"},
+    "int8 of e5m2": {"weights_dtype": "float8_e5m2", "quantized_matmul_dtype": "int8"},
+    "float8_e3m4fn": {"weights_dtype": "float8_e3m4fn", "group_size": -1},
+    "beyond": {"weights_dtype": "float6_e5m0fn", "group_size": -1},
+}
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_branches_and_blocks_beside_products_of_codes(name, saved, checkpoint):
+    candidate = read(saved(**AGAIN[name], use_quantized_matmul=True), checkpoint)
+    theirs = candidate.runtime()
+    errors = layer_errors(checkpoint, candidate, theirs)
+    fp8 = any("float8" in str(layer.inputs) for layer in candidate.layers.values())
+    assert errors.keys() == candidate.layers.keys()
+    assert max(errors.values()) < (4e-4 if fp8 else 5e-6), max(errors, key=errors.get)
+    with_codes = {key: layer for key, layer in candidate.layers.items() if layer.inputs}
+    plain = replace(candidate, layers={key: replace(layer, inputs=None) for key, layer in candidate.layers.items()})
+    without = layer_errors(checkpoint, plain, theirs)
+    assert max(without[key] for key in with_codes) > 2e-3
+    assert all((layer.branch is not None) == ("use_svd" in AGAIN[name]) for layer in with_codes.values())
+
+
+def test_a_pipeline_with_shards(tmp_path):
+    from diffusers import FluxTransformer2DModel
+    from sdnq import sdnq_post_load_quant
+    from sdnq.loader import save_sdnq_model
+
+    checkpoint = tiny_checkpoint(tmp_path / "flux", "flux")
+    network = FluxTransformer2DModel.from_pretrained(checkpoint.path, subfolder="transformer")
+    network = sdnq_post_load_quant(network, weights_dtype="uint4", minimum_allowed_numel=0, **BRANCH)
+    save_sdnq_model(network, str(tmp_path / "pipeline/transformer"), max_shard_size="100KB")
+    assert len(list((tmp_path / "pipeline/transformer").glob("*.safetensors"))) > 1
+    candidate = read(tmp_path / "pipeline", checkpoint)
+    error = network_errors(checkpoint, candidate, candidate.runtime())
+    assert candidate.layers and error.ours < 1e-5 < 1e-4 < error.plain
+
+
+REFUSED = {
+    "use_quantized_matmul with a convolution": {"weights_dtype": "int8", "use_quantized_matmul_conv": True},
+    "inputs of float16": {"weights_dtype": "int8", "use_quantized_matmul": True, "quantized_matmul_dtype": "float16"},
+    # which SDNQ 0.2.8 itself cannot compute once it is saved and loaded again
+    "weights of float8_e5m2": {"weights_dtype": "float8_e5m2", "use_quantized_matmul": True},
+    "weights of float7_e2m4fn": {"weights_dtype": "float7_e2m4fn", "use_quantized_matmul": True, "group_size": -1},
+    "scale_dtype=int8": {"weights_dtype": "int4", "scale_dtype": "int8"},
+    "use_codebook": {"weights_dtype": "uint4", "use_codebook": True, "codebook_steps": 2},
+    "integers or floats of 2 to 8 bits": {"weights_dtype": "int9"},
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_is_not_decoded_is_refused_by_name(words, saved, checkpoint):
+    with pytest.raises(ConfigError, match=words):
+        read(saved(**REFUSED[words]), checkpoint)
+
+
+def test_damage_is_refused(saved, checkpoint):
+    path = saved(weights_dtype="uint4", svd_rank=4, use_svd=True)
+    config, sound = json.loads((path / "config.json").read_text()), load_file(path / WEIGHTS)
+    layer = "down_blocks.1.attentions.0.proj_in"
+
+    def with_tensors(message: str, **pieces: torch.Tensor | None) -> None:
+        changed = sound | {f"{layer}.{piece}": tensor for piece, tensor in pieces.items()}
+        save_file({name: tensor for name, tensor in changed.items() if tensor is not None}, path / WEIGHTS)
+        with pytest.raises(ArtifactError, match=message):
+            read(path, checkpoint).layers[layer].weight.read()
+
+    scale = sound[f"{layer}.scale"]
+    with_tensors("no zero point", zero_point=None)
+    with_tensors("zero points", zero_point=scale[:1].clone())
+    with_tensors("half a branch", svd_up=None)
+    with_tensors("a branch", svd_up=torch.zeros(3, 4))
+    with_tensors("scales", scale=scale[:, :0].clone())
+    with_tensors("a scale of torch.int32", scale=scale.int())
+    with_tensors("codes \\[1\\]", weight=torch.zeros(1, dtype=torch.uint8))
+    with_tensors("codes of torch.int8", weight=sound[f"{layer}.weight"].view(torch.int8))
+    with_tensors("NaN or infinite", scale=torch.full_like(scale, torch.nan))
+    with_tensors("1 unknown: .*extra", extra=torch.zeros(1))
+    with_tensors("missing: .*proj_in.weight", scale=None, weight=None, zero_point=None, svd_up=None, svd_down=None)
+    save_file(sound, path / WEIGHTS)
+    for entry, message in {
+        "weights_dtype": "weights_dtype is 3", "use_svd": None, "modules_dtype_dict": "modules_dtype_dict is 3",
+        "modules_quant_config": "modules_quant_config is 3", "group_size": None, "use_hadamard": "use_hadamard is 3",
+    }.items():  # fmt: skip
+        changed = config["quantization_config"] | {entry: 3}
+        (path / "config.json").write_text(json.dumps(config | {"quantization_config": changed}))
+        if message is None:  # nobody reads it
+            read(path, checkpoint)
+            continue
+        with pytest.raises(ConfigError, match=message):
+            read(path, checkpoint)
+    (path / "config.json").write_text(json.dumps(config | {"_class_name": "Popen"}))
+    with pytest.raises(ArtifactError, match="of a 'Popen', expected UNet2DConditionModel"):
+        read(path, checkpoint).runtime()
+
+
+def test_patterns_are_those_that_sdnq_takes(tmp_path):
+    from sdnq.utils import check_param_name_in
+
+    names = ["a.to_q.weight", "a.to_q_extra.weight", "up.0.ff.net.0.proj.weight", "proj.weight", "upside.weight"]
+    patterns = [
+        "to_q",
+        "a.to_q.weight",
+        ".up",
+        "up.*.ff.*",
+        "*proj*",
+        "*",
+        "a.*weight",
+        "a.to",
+        "weight",
+        "*.net",
+        "x*",
+    ]
+    for name in names:
+        for pattern in patterns:
+            assert matches(tmp_path, pattern, name) == (check_param_name_in(name, [pattern]) is not None), (
+                name,
+                pattern,
+            )
+    with pytest.raises(ConfigError, match="regular expression"):
+        matches(tmp_path, "(a*)*b", "a.weight")
+
+
+@pytest.mark.parametrize(
+    "wanted", ["minimum_6bit", "minimum-int6", "6bits", "minimum_uint4", "uint3bit", "fp4", "minimum3"]
+)
+@pytest.mark.parametrize("usual", ["uint2", "int5", "int8"])
+def test_least_widths_are_those_that_sdnq_takes(wanted, usual, tmp_path):
+    from sdnq.utils import get_minimum_dtype
+
+    config = read_config(tmp_path, {"weights_dtype": usual, "modules_dtype_dict": {wanted: ["a"]}})
+    expected = get_minimum_dtype(usual, "a.weight", {wanted: ["a"]})
+    assert of_layer(tmp_path, config, {}, "a").weights_dtype == expected
+
+
+def test_small_floats_are_ieee():
+    assert torch.equal(small_floats(2, 1, False)[:8], torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6]))
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    finite = codes.isfinite()
+    assert torch.equal(small_floats(4, 3, False)[finite], codes[finite]) and finite.sum() == 254
+
+
+@pytest.mark.parametrize("size", [4, 8, 16, 256])
+def test_rotations_are_undone_by_themselves(size):
+    assert torch.allclose(hadamard(size) @ hadamard(size), torch.eye(size), atol=1e-6)
