@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from sd_quant.checkpoints.checks import listing
+from sd_quant.checkpoints.checks import problems_in
 from sd_quant.checkpoints.tensors import Readable
 from sd_quant.errors import ArtifactError
 from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
@@ -92,11 +92,10 @@ def check_whole(candidate: Candidate, checkpoint: Checkpoint, unknown: Collectio
             f"{name} {each.dtype}" for name, each in found.items() if name in expected and each.dtype not in FLOATS
         ],
     }
-    told = [f"{len(names)} {what}: {listing(names)}" for what, names in problems.items() if names]
-    if told:
+    if told := problems_in(problems):
         raise ArtifactError(
             f"{candidate.path} ({candidate.maker}) does not hold the denoiser of the full-precision model, "
-            f"{len(expected)} tensors ({'; '.join(told)}); give a quantization of that very model"
+            f"{len(expected)} tensors ({told}); give a quantization of that very model"
         )
     return candidate
 

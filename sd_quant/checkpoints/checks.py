@@ -76,15 +76,10 @@ def check_tensors(
         for key, shape in expected.items()
         if key in tensors and tensors[key].shape != shape
     ]
-    kinds = {"missing": missing, "unknown": unknown, "misshapen": misshapen}
-    for most in (10, 3):  # names of a kind; every kind has to fit into the sentence
-        problems = [f"{len(keys)} {what}: {listing(keys, most)}" for what, keys in kinds.items() if keys]
-        if sum(map(len, problems)) < MAX_PROBLEMS:
-            break
-    if problems:
+    if problems := problems_in({"missing": missing, "unknown": unknown, "misshapen": misshapen}):
         raise ArtifactError(
             f"{path} does not hold the weights that its configuration describes, {len(expected)} keys expected "
-            f"({'; '.join(problems)}); use the configuration and the weights of one training"
+            f"({problems}); use the configuration and the weights of one training"
         )
     for key in expected:
         if tensors[key].dtype not in WEIGHT_DTYPES:
@@ -92,6 +87,18 @@ def check_tensors(
                 f"{path}: {key!r} is stored as {tensors[key].dtype}; expected float32, float16 or bfloat16, so start "
                 "from the checkpoint as it was before quantization"
             )
+
+
+def problems_in(kinds: Mapping[str, Sequence[str]]) -> str:
+    """Returns how many names of each kind there are, and the first of them; nothing where there are none.
+
+    There are ten of each kind, or three where that would be too long.
+    """
+    for most in (10, 3):
+        problems = [f"{len(names)} {what}: {listing(names, most)}" for what, names in kinds.items() if names]
+        if sum(map(len, problems)) < MAX_PROBLEMS:
+            break
+    return "; ".join(problems)
 
 
 def check_finite(weights: Weights) -> None:

@@ -17,12 +17,12 @@ def readers(monkeypatch):
     def use(package=None, **recognizing):
         for name in list(READERS):
             monkeypatch.delitem(READERS, name)
-        for name, recognizes in recognizing.items():
+        for name in recognizing:
             monkeypatch.setitem(READERS, name, Reader(name, f"files of {name}", package))
-            monkeypatch.setattr(
-                candidates, "import_module",
-                lambda full: SimpleNamespace(recognizes=recognizing[full.rpartition(".")[2]]),
-            )  # fmt: skip
+        opened = {
+            f"{candidates.__name__}.{name}": SimpleNamespace(recognizes=each) for name, each in recognizing.items()
+        }
+        monkeypatch.setattr(candidates, "import_module", opened.__getitem__)
 
     return use
 
