@@ -34,5 +34,7 @@ class Reader:
         return self.module.recognizes
 
 
-ROWS: tuple[Reader, ...] = ()
+ROWS: tuple[Reader, ...] = (
+    Reader("diffusers_bitsandbytes", "a folder of diffusers in bitsandbytes' NF4, FP4 or LLM.int8"),
+)
 READERS = {row.name: row for row in ROWS}
