@@ -37,5 +37,6 @@ class Reader:
 ROWS: tuple[Reader, ...] = (
     Reader("diffusers_bitsandbytes", "a folder of diffusers in bitsandbytes' NF4, FP4 or LLM.int8"),
     Reader("diffusers_quanto", "a folder of diffusers or of quanto in quanto's int8, float8, int4 or int2"),
+    Reader("diffusers_modelopt", "a folder of diffusers with NVIDIA ModelOpt's quantizers, compressed or exported"),
 )
 READERS = {row.name: row for row in ROWS}

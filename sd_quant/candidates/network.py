@@ -16,9 +16,9 @@ def with_candidate(part: nn.Module, checkpoint: Checkpoint, candidate: Candidate
         layer = candidate.layers.get(name.removesuffix(".weight"))
         source = candidate.parameters[name] if layer is None else layer.weight
         tensor.copy_(source.read())
-    for name, layer in candidate.layers.items():
-        if layer.inputs is not None:
-            network.get_submodule(name).register_forward_pre_hook(before(layer.inputs))
+    of_layers = {name: layer.inputs for name, layer in candidate.layers.items() if layer.inputs is not None}
+    for name, inputs in {**of_layers, **candidate.rounded}.items():
+        network.get_submodule(name).register_forward_pre_hook(before(inputs))
     return part
 
 
