@@ -27,7 +27,18 @@ from torch import Tensor, nn
 
 from sd_quant.candidates.candidate import Candidate, StoredLayer, size_in_file
 from sd_quant.candidates.folders import quantization_config, quantized_by, stored_tensors
-from sd_quant.candidates.layer_tensors import Fields, Shape, by_layer, check, field, finite, shown, weight_shapes, whole
+from sd_quant.candidates.layer_tensors import (
+    Fields,
+    Shape,
+    by_layer,
+    check,
+    field,
+    finite,
+    shown,
+    told,
+    weight_shapes,
+    whole,
+)
 from sd_quant.checkpoints.checks import listing
 from sd_quant.checkpoints.safetensors_file import without_duplicates
 from sd_quant.checkpoints.tensors import LazyTensor
@@ -129,7 +140,7 @@ def threshold(path: Path) -> float:
     given = config.get("llm_int8_threshold", 6.0)
     if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given <= 1e6:
         raise ArtifactError(
-            f"{path}: llm_int8_threshold in its config is {listing([str(given)])}, expected a number from 0 on; fetch "
+            f"{path}: llm_int8_threshold in its config is {listing([told(given)])}, expected a number from 0 on; fetch "
             "the folder again"
         )
     if config.get("load_in_8bit") is True and config.get("llm_int8_has_fp16_weight", False) is not False:
@@ -200,7 +211,7 @@ def checked_state(content: object, kind: str, shape: Shape) -> State:
     }.items():  # fmt: skip
         given = content.get(entry)
         if entry in content and not any(type(given) is type(each) and given == each for each in allowed):
-            raise ValueError(f"{entry} {str(given)[:60]}")
+            raise ValueError(f"{entry} {told(given)}")
     offset = content.get("nested_offset")
     if offset is not None and (type(offset) not in (int, float) or not isfinite(offset) or abs(offset) > 1e30):
         raise ValueError("nested_offset is no number")

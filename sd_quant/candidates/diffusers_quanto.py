@@ -33,6 +33,7 @@ from sd_quant.candidates.layer_tensors import (
     field,
     finite,
     shown,
+    told,
     weight_shapes,
     whole,
 )
@@ -114,7 +115,7 @@ def kinds_of(path: Path, layers: Mapping[str, Fields]) -> dict[str, str]:
     given = config.get("weights_dtype")
     if not isinstance(given, str) or given not in DIFFUSERS:
         raise ArtifactError(
-            f"{path}: weights_dtype in its config is {shown(str(given))}, expected one of {', '.join(DIFFUSERS)}; "
+            f"{path}: weights_dtype in its config is {shown(told(given))}, expected one of {', '.join(DIFFUSERS)}; "
             "fetch the folder again"
         )
     if config.get("activations_dtype") is not None:

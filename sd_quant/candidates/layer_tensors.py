@@ -120,3 +120,8 @@ def shown(name: str) -> str:
 
 def plain(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def told(value: object) -> str:
+    """A value from a file for a message: plain ones as they are, cut, of others the kind, because they may be deep."""
+    return str(value)[:80] if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sd_quant.candidates.inputs import LARGEST_FP8
+from sd_quant.candidates.layer_tensors import told
 from sd_quant.checkpoints.checks import listing
 from sd_quant.errors import ArtifactError
 from sd_quant.quantization.formats import e2m1, nvfp4
@@ -144,7 +145,7 @@ def understood(properties: Mapping[str, object]) -> Quantizer:
     bias, narrow = properties.get("_bias"), properties.get("_narrow_range", False)
     axis = properties.get("_axis")
     axes = () if axis is None else axis if isinstance(axis, tuple) else (axis,)
-    if not all(type(each) is int and -4 <= each < 4 for each in axes) or not isinstance(narrow, bool):
+    if len(axes) > 4 or not all(type(each) is int and -4 <= each < 4 for each in axes) or not isinstance(narrow, bool):
         raise ValueError("another axis or range of codes")
     if bias is not None and (not isinstance(bias, dict) or bias.get("type") != "static"):
         raise ValueError("a bias that is not static")
@@ -155,14 +156,14 @@ def understood(properties: Mapping[str, object]) -> Quantizer:
         return replace(plain, format=FP8)
     if bits == (2, 1) and blocks == NVFP4_BLOCKS:
         return replace(plain, format=NVFP4, block=16)
-    raise ValueError(f"num_bits {str(bits)[:40]} and block_sizes {str(blocks)[:80]}")
+    raise ValueError(f"num_bits {told(bits)} and block_sizes {told(blocks)}")
 
 
 def static_block(blocks: object) -> int:
     """The size of blocks along the last axis. Raises ValueError for others."""
     along_last = isinstance(blocks, dict) and blocks.keys() <= {-1, "type"}
     if not isinstance(blocks, dict) or not along_last or blocks.get("type") not in (None, "static"):
-        raise ValueError(f"block_sizes {str(blocks)[:80]}")
+        raise ValueError(f"block_sizes {told(blocks)}")
     if type(blocks.get(-1)) is not int or not 2 <= blocks[-1] <= LARGEST_BLOCK:
         raise ValueError("another size of blocks")
     return blocks[-1]

@@ -14,12 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sd_quant.candidates.layer_tensors import told
 from sd_quant.checkpoints.archive import Member
 from sd_quant.checkpoints.checks import listing
 from sd_quant.errors import ArtifactError
 
 MOST_BYTES = 256 * 2**20  # of the file, which holds ranges too
-MOST_PICKLE, MOST_ENTRIES = 32 * 2**20, 100_000  # SDXL's pickle has about 2 MB
+MOST_PICKLE, MOST_ENTRIES = 4 * 2**20, 100_000  # SDXL's pickle has about 2 MB
+MOST_STEPS, MOST_PROPERTIES = 100, 100  # what a pickle refers to often costs nothing there and time here
 MOST_TEXT = 4096  # of anything that is named
 STEPS = ("quantize", "auto_quantize", "real_quantize")  # of what ModelOpt did; and whatever calibrates
 CALIBRATES = "_calibrate"
@@ -55,6 +57,8 @@ def read_state(path: Path, member: Member) -> State:
     try:
         content = plain_content(pickle_of(member))
         version, steps = content["modelopt_version"], content["modelopt_state_dict"]
+        if not isinstance(steps, list) or len(steps) > MOST_STEPS:
+            raise ValueError("no list of steps, or too many")
         quantizers: dict[str, Mapping[str, object]] = {}
         stored: dict[str, object] = {}
         for step, entry in steps:
@@ -77,7 +81,7 @@ def read_state(path: Path, member: Member) -> State:
 def check_step(path: Path, step: object) -> None:
     if not isinstance(step, str) or not (step in STEPS or step.endswith(CALIBRATES)) or step == BRANCHES:
         raise ArtifactError(
-            f"{path}: ModelOpt has done {listing([str(step)[:80]])} with this network, expected quantization without a "
+            f"{path}: ModelOpt has done {listing([told(step)])} with this network, expected quantization without a "
             "low-rank branch; give such a checkpoint"
         )
 
@@ -85,8 +89,8 @@ def check_step(path: Path, step: object) -> None:
 def checked(quantizers: Any) -> dict[str, Mapping[str, object]]:
     """Raises ValueError for anything but mappings of properties by names."""
     for name, properties in quantizers.items():
-        if not isinstance(name, str) or not isinstance(properties, dict):
-            raise ValueError("a quantizer without a name or properties")
+        if not isinstance(name, str) or not isinstance(properties, dict) or len(properties) > MOST_PROPERTIES:
+            raise ValueError("a quantizer without a name or properties, or with too many")
     return quantizers
 
 

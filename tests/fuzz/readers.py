@@ -71,6 +71,7 @@ from .mutations import (
     to_yaml,
     with_pickle,
 )
+from .of_diffusers_folders import diffusers_folders
 
 MINI_CONFIG = Path(__file__).parents[2] / "examples/sdxl_mini/model_config.yaml"
 Files = dict[str, bytes]
@@ -97,6 +98,7 @@ def make_readers(scratch: Path) -> list[Reader]:
         pictures(),
         plan_record(),
         cache_entry(),
+        *diffusers_folders(scratch / "folders", described, damaged_safetensors, digest),
     ]
 
 

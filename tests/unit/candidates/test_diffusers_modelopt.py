@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sd_quant.candidates.diffusers_modelopt import read
+from sd_quant.candidates.modelopt_quantizers import quantizer_of
 from sd_quant.candidates.modelopt_state import plain_content, read_state
 from sd_quant.checkpoints.archive import whole_file
 from sd_quant.errors import ArtifactError
@@ -192,6 +193,22 @@ def test_pickles_that_are_none_raise_or_stay_inert(data):
     assert not callable(found)
 
 
+def test_what_a_pickle_refers_to_often_costs_no_time(tmp_path):
+    """A thousand steps of a thousand quantizers, and lists in lists that stand for more numbers than memory holds."""
+    properties = dict.fromkeys(map(str, range(10**4)))
+    deep: list = [4]
+    for _ in range(60):
+        deep = [deep, deep]
+    many = [("quantize", {"metadata": {"quantizer_state": dict.fromkeys(map(str, range(10**4)), properties)}})]
+    for steps in (many, many * 10**5, [("quantize", {"metadata": {"quantizer_state": {"a": {"_num_bits": deep}}}})]):
+        with zipfile.ZipFile(tmp_path / "a.pth", "w") as file:
+            file.writestr("archive/data.pkl", pickled({"modelopt_version": "0", "modelopt_state_dict": steps}))
+        with pytest.raises(ArtifactError):
+            state = read_state(tmp_path, whole_file(tmp_path / "a.pth"))
+            for name, each in state.quantizers.items():
+                quantizer_of(tmp_path, name, each)
+
+
 def test_a_pickle_is_what_it_says():
     shared = (4, 3)
     content = {"a": [1, -2, 2.5, None, True, "x", shared, shared, {"b": 2**40}], "c": torch.Size([2, 3]), -1: {}}
@@ -209,6 +226,14 @@ def with_state(saved, folder, change):
     (folder / "modelopt_state.pth").write_bytes(stored.getvalue())
     save_file(tensors, folder / "diffusion_pytorch_model.safetensors")
     return folder
+
+
+def test_a_pipelines_folder(tmp_path):
+    case = tiny("sd15", tmp_path / "full")
+    shutil.copytree(tmp_path / "full", tmp_path / "quantized")
+    quantized(case, "INT8_DEFAULT_CFG", torch.float32).save_pretrained(tmp_path / "quantized/unet")
+    candidate = case.read(tmp_path / "quantized", READER)
+    assert len(candidate.layers) > 15 and candidate.rounded and candidate.path == tmp_path / "quantized"
 
 
 CHANGES = [
