@@ -44,14 +44,14 @@ def diffusers_folders(
     full = {name: tensor for name, tensor in denoiser_weights(checkpoint).items()}
     layers = [name.removesuffix(".weight") for name in full if name.endswith("to_q.weight")]
     made: dict[str, tuple[str, Callable, dict, bytes | None]] = {
-        "four bits": ("diffusers_bitsandbytes", nf4, {"quant_method": "bitsandbytes", "load_in_4bit": True}, None),
-        "llm.int8": (
+        "bnb_nf4": ("diffusers_bitsandbytes", nf4, {"quant_method": "bitsandbytes", "load_in_4bit": True}, None),
+        "bnb_int8": (
             "diffusers_bitsandbytes", int8,
             {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_threshold": 6.0}, None,
         ),
         "quanto": ("diffusers_quanto", int4, {"quant_method": "quanto", "weights_dtype": "int4"}, None),
         "modelopt": ("diffusers_modelopt", ranged, {}, state_of(layers)),
-        "exported": ("diffusers_modelopt", nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"}, None),
+        "modelopt_hf": ("diffusers_modelopt", nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"}, None),
     }  # fmt: skip
     return [
         folder(name, reader, checkpoint, sound(full, layers, store, config, state), described, damaged, digest)

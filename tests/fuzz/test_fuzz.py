@@ -13,7 +13,7 @@ from .run import main, table
 
 NAMES = (
     "archive", "weights", "nemo", "safetensors", "pipeline", "prompts", "statistics", "records", "report", "config",
-    "onnx", "noise", "lora", "pictures", "plan", "cache",
+    "onnx", "noise", "lora", "pictures", "plan", "cache", "bnb_nf4", "bnb_int8", "quanto", "modelopt", "modelopt_hf",
 )  # fmt: skip
 
 

@@ -64,7 +64,7 @@ class Tiny:
 
     @torch.no_grad()
     def error_of_layers(self, ours: nn.Module, theirs: nn.Module, candidate: Candidate) -> dict[str, float]:
-        """The relative error of each quantized layer's output, of the input that it gets in ``ours``."""
+        """The relative error of the output of whatever is quantized, of the input that it gets in ``ours``."""
         errors: dict[str, float] = {}
 
         def compare(name: str):
@@ -79,11 +79,12 @@ class Tiny:
             layer = ours.get_submodule(name)
             return layer.register_forward_pre_hook(before, prepend=True), layer.register_forward_hook(after)
 
-        hooks = [hook for name in candidate.layers for hook in compare(name)]
+        names = {*candidate.layers, *candidate.rounded}
+        hooks = [hook for name in names for hook in compare(name)]
         self.output(ours)
         for hook in hooks:
             hook.remove()
-        assert errors.keys() == candidate.layers.keys() and errors
+        assert errors.keys() == names and errors
         return errors
 
 

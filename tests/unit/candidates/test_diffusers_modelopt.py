@@ -15,7 +15,10 @@ from sd_quant.candidates.modelopt_quantizers import quantizer_of
 from sd_quant.candidates.modelopt_state import plain_content, read_state
 from sd_quant.checkpoints.archive import whole_file
 from sd_quant.errors import ArtifactError
+from sd_quant.models.checkpoint import denoiser_of
+from sd_quant.quantization.recipe import Enable, Pair, Recipe
 
+from ..hand_over.conftest import Tiny as Assigned
 from .diffusers_folders import Tiny, tiny
 
 READER = "diffusers_modelopt"
@@ -226,6 +229,32 @@ def with_state(saved, folder, change):
     (folder / "modelopt_state.pth").write_bytes(stored.getvalue())
     save_file(tensors, folder / "diffusion_pytorch_model.safetensors")
     return folder
+
+
+@pytest.mark.parametrize("fmt", ["int8", "fp8"])
+@torch.no_grad()
+def test_what_is_handed_over_is_read_back(tmp_path, fmt):
+    """Smoothed, shifted and in a pipeline's folder: the weights are those that the simulation has."""
+    case, pair = tiny("sdxl", tmp_path / "full"), Pair(fmt, fmt)
+    assigned = Assigned(case.checkpoint)
+    options = {"shift": True, "smoothing": "modelopt"} if fmt == "int8" else {}
+    recipe = Recipe(
+        3.0, 0.8, collect_method="min-max", enable=Enable(pair, pair, None), per_channel=fmt == "int8", **options
+    )
+    assignment = assigned.assignment(recipe, READER)
+    candidate = case.read(assigned.written(assignment, READER, tmp_path / "quantized"), READER)
+    simulated = denoiser_of(case.checkpoint, assigned.simulated(assignment, READER))
+    assert candidate.layers.keys() == {name for name, layer in assignment.items() if layer.format}
+    for name, layer in candidate.layers.items():
+        theirs = simulated.get_submodule(name)
+        torch.testing.assert_close(
+            layer.weight.read().float(), theirs.weight_quantizer(theirs._parameters["weight"]), rtol=1e-3, atol=1e-6
+        )
+    ours = case.network(candidate)
+    shifted = [name for name, layer in candidate.layers.items() if "shift" in str(layer.inputs)]
+    assert fmt == "fp8" or shifted and any("smoothed" in str(layer.inputs) for layer in candidate.layers.values())
+    errors = case.error_of_layers(ours, simulated, candidate)
+    assert max(errors.values()) < 2e-2 and sorted(errors.values())[len(errors) // 2] < 1e-3  # ranges in fp16
 
 
 def test_a_pipelines_folder(tmp_path):
