@@ -94,7 +94,7 @@ def read(path: Path, checkpoint: Checkpoint) -> Candidate:
     layers, rounded = {}, {}
     for name in dict.fromkeys([*used, *found]):
         fields, roles = found.get(name, {}), used.get(name, {})
-        if name in shapes and (WEIGHT in roles or f"{WEIGHT}.{SCALE}" in fields):
+        if name in shapes and (WEIGHT in roles or name in state.stored):
             layers[name] = with_quantizers(path, name, fields, shapes[name], roles, state.stored.get(name))
             continue
         if (inputs := inputs_of(path, name, fields, shapes.get(name), roles.get(INPUT))) is not None:
@@ -141,6 +141,10 @@ def with_quantizers(
     if stored is not None:
         codes, scales, read = compressed(path, name, fields, shape, dtype_of(path, name, stored))
         return StoredLayer(codes, scales, size, read, inputs)
+    if f"{WEIGHT}.{SCALE}" in fields:
+        raise ArtifactError(
+            f"{path}: {STATE} does not say that {listing([name])} is compressed; fetch the whole folder"
+        )
     check(path, f"{name}.weight", source, [shape], FLOAT_SCALES)
     weight = used[WEIGHT]
     amax = field(path, name, fields, f"{WEIGHT}.{AMAX}")

@@ -294,6 +294,7 @@ def test_what_does_not_fit_is_refused_by_name(saved, tmp_path):
         (lambda state, _: state[f"{name}.output_quantizer"].update(_disabled=False), f"{name}.output_quantizer"),
         (lambda _, tensors: tensors[f"{name}.input_quantizer._amax"].fill_(-1), "below 0"),
         (lambda _, tensors: tensors.update({"what.is_this": torch.ones(1)}), "1 unknown: what"),
+        (lambda _, tensors: tensors.update({f"{name}.weight_quantizer._scale": torch.ones(1)}), "does not say"),
     ]:
         with pytest.raises(ArtifactError, match=message):
             read(with_state(saved, tmp_path, change), case.checkpoint)
