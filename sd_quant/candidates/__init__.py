@@ -39,5 +39,8 @@ ROWS: tuple[Reader, ...] = (
     Reader("comfyui", "a safetensors file for ComfyUI, with its marks or merely cast"),
     Reader("diffusers_sdnq", "a diffusers folder quantized with SDNQ"),
     Reader("diffusers_torchao", "a diffusers folder quantized with torchao"),
+    Reader("diffusers_bitsandbytes", "a folder of diffusers in bitsandbytes' NF4, FP4 or LLM.int8"),
+    Reader("diffusers_quanto", "a folder of diffusers or of quanto in quanto's int8, float8, int4 or int2"),
+    Reader("diffusers_modelopt", "a folder of diffusers with NVIDIA ModelOpt's quantizers, compressed or exported"),
 )
 READERS = {row.name: row for row in ROWS}

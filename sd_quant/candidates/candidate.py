@@ -59,6 +59,8 @@ class Candidate:
     layers: Mapping[str, StoredLayer]  # by diffusers' name
     parameters: Mapping[str, Readable] = field(repr=False)  # all others, by diffusers' name of the parameter
     stored_bytes: int = 0  # of the denoiser, all parameters
+    # What becomes of the inputs of modules that are no quantized layers, norms say, by diffusers' name of the module.
+    rounded: Mapping[str, Inputs] = field(default_factory=dict, repr=False)
     # Opens the denoiser by the candidate's own library, for the pipeline's network of the same class; None where the
     # library is not installed or cannot compute on a processor. May raise anything.
     runtime: Callable[[], nn.Module] | None = field(default=None, repr=False)

@@ -161,7 +161,7 @@ def read(path: Path, checkpoint: Checkpoint) -> Candidate:
         layers,
         {name: joined(of_one) for name, of_one in parts.items() if name.removesuffix(".weight") not in layers},
         sum(map(size_of, found.values())),
-        partial(in_diffusers, checkpoint, parts) if runs_in_diffusers() else None,
+        runtime=partial(in_diffusers, checkpoint, parts) if runs_in_diffusers() else None,
     )
     return check_whole(candidate, checkpoint, [*unknown, *others])
 

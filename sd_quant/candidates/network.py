@@ -22,6 +22,8 @@ def with_candidate(part: nn.Module, checkpoint: Checkpoint, candidate: Candidate
     for name, layer in candidate.layers.items():
         if layer.inputs is not None:
             quantize_inputs(network.get_submodule(name), layer.inputs, layer.branch)
+    for name, inputs in candidate.rounded.items():
+        quantize_inputs(network.get_submodule(name), inputs, None)
     return part
 
 

@@ -56,7 +56,7 @@ FRONTS = {
 CAPTIONS = {
     "pareto_latency": "Fidelity and time, with the interval of the time at 95 % over the rounds in which each engine "
     "was timed beside the unquantized one. The line joins the recipes that no other beats in both.",
-    "pareto_size": "Fidelity and the size of the denoiser's ONNX file.",
+    "pareto_size": "Fidelity and the size of the denoiser: of its ONNX file, or of what a candidate stores for it.",
     "trajectory": "How close the latents stay to full precision, step by step. Where a line falls, the images part.",
     "layers": "The error of each quantized layer's output on real inputs, in the order in which they are called.",
 }
@@ -91,6 +91,7 @@ def write_report(sweep: Sweep, extra_sections: Sequence[tuple[str, str]] = ()) -
         facts="".join(
             f'<div class="{name}"><dt>{name}</dt><dd>{safe(value)}</dd></div>' for name, value in facts(sweep) if value
         ),
+        question="Which recipe to ship" if sweep.own else "Which candidate is worth its bits",
         advice=emphasized(advice.sentence, names.get(advice.job, "")),
         rule=safe(rule[0].upper() + rule[1:]),
         sections="\n".join(filter(None, sections)),
@@ -279,6 +280,8 @@ def results(table: Sequence[Row], sweep: Sweep, advice: Recommendation) -> str:
     compares = sum(row["status"] == DONE for row in table) > 1
     header = [heading(name, "text") for name in leading]
     columns = shown_columns()
+    if not sweep.own:  # candidates have no latency in common, and no plans
+        columns = {name: each for name, each in columns.items() if any(row.get(name) is not None for row in table)}
     header += [heading(column.title, kind_of(column), column.more_is_better) for column in columns.values()]
     body = []
     for row in table:

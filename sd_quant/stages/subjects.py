@@ -34,6 +34,7 @@ from sd_quant.stages.open_parts import open_file, open_simulated
 
 RUN = "sd_quant run"  # what stands for a reader's name
 HIGH_PRECISION = "high precision"
+ROLES = ("conv", "ffn", "qkv", "linear", "excluded")  # of layers with a weight that may be quantized
 BITS = {torch.float32: 32.0, torch.float16: 16.0, torch.bfloat16: 16.0, torch.float64: 64.0}
 
 
@@ -85,6 +86,7 @@ def rows_of(candidate: Candidate, checkpoint: Checkpoint) -> list[dict[str, Any]
     for name, role in checkpoint.family.layer_roles(empty_denoiser(checkpoint)).items():
         layer = candidate.layers.get(name)
         stored = layer.weight if layer is not None else candidate.parameters[f"{name}.weight"]
+        inputs = candidate.rounded.get(name) if layer is None else layer.inputs
         rows.append({
             "name": name,
             "role": role,
@@ -92,7 +94,7 @@ def rows_of(candidate: Candidate, checkpoint: Checkpoint) -> list[dict[str, Any]
             "format": layer.format if layer is not None else HIGH_PRECISION,
             "bits": layer.bits if layer is not None else BITS[stored.dtype],
             "scales": layer.scales if layer is not None else "",
-            "inputs": str(layer.inputs) if layer is not None and layer.inputs is not None else HIGH_PRECISION,
+            "inputs": HIGH_PRECISION if inputs is None else str(inputs),
         })  # fmt: skip
     return rows
 
@@ -151,7 +153,7 @@ def run_subject(name: str, run: Path, checkpoint: Checkpoint, sha256: str | None
                 "output_error": float(row["output_error"]) if row["output_error"] else None,
             }
             for row in csv.DictReader(file)
-            if row["weight_shape"]
+            if row["role"] in ROLES
         ]
     path = artifact(run, "onnx", checkpoint.family.DENOISER)
     stored = sum(file.stat().st_size for file in onnx_files(path))

@@ -71,6 +71,7 @@ from .mutations import (
     to_yaml,
     with_pickle,
 )
+from .of_other_folders import other_folders
 from .of_sdnq_and_torchao import sdnq_and_torchao
 from .of_single_files import single_files
 
@@ -101,6 +102,7 @@ def make_readers(scratch: Path) -> list[Reader]:
         cache_entry(),
         *single_files(scratch),
         *sdnq_and_torchao(),
+        *other_folders(scratch / "folders", described, damaged_safetensors, digest),
     ]
 
 

@@ -13,8 +13,8 @@ from .run import main, table
 
 NAMES = (
     "archive", "weights", "nemo", "safetensors", "pipeline", "prompts", "statistics", "records", "report", "config",
-    "onnx", "noise", "lora", "pictures", "plan", "cache", "gguf", "comfyui",
-    "diffusers_sdnq", "diffusers_torchao",
+    "onnx", "noise", "lora", "pictures", "plan", "cache", "gguf", "comfyui", "diffusers_sdnq", "diffusers_torchao",
+    "bnb_nf4", "bnb_int8", "quanto", "modelopt", "modelopt_hf",
 )  # fmt: skip
 
 

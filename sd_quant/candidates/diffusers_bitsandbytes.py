@@ -1,0 +1,300 @@
+"""bitsandbytes in a folder that diffusers saved: four bits in blocks (NF4 and FP4), and eight with outliers (LLM.int8).
+
+Four bits (Dettmers et al. 2023, arXiv:2305.14314): of two codes in a byte the first is the high half. A code is a place
+in a table of 16 numbers, which is multiplied by the block's largest magnitude, ``absmax``. "Double" quantization has
+those in eight bits, in blocks of 256 and by a table that the file holds, with one offset for all. What is no tensor
+stands in ``quant_state.bitsandbytes__nf4`` as JSON in bytes. bitsandbytes' ``dequantize_4bit`` multiplies in fp32 and
+rounds to the dtype that the weight had, which the JSON names; its layers from 0.50 on round to the input's dtype.
+
+Eight bits (Dettmers et al. 2022, arXiv:2208.07339): codes in int8 with ``SCB``, the largest magnitude of each row. A
+layer quantizes its inputs too, see ``OutlierColumns``.
+
+The road not taken is the table that a four-bit file holds: bitsandbytes' kernels have their own, and read no other. So
+one that differs is refused, because nobody computes with it.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from math import isfinite, prod
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sd_quant.candidates.candidate import Candidate, StoredLayer, size_in_file
+from sd_quant.candidates.folders import quantization_config, quantized_by, stored_tensors
+from sd_quant.candidates.layer_tensors import (
+    Fields,
+    Shape,
+    by_layer,
+    check,
+    field,
+    finite,
+    shown,
+    told,
+    weight_shapes,
+    whole,
+)
+from sd_quant.checkpoints.checks import listing
+from sd_quant.checkpoints.safetensors_file import without_duplicates
+from sd_quant.checkpoints.tensors import LazyTensor
+from sd_quant.errors import ArtifactError
+from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
+
+NAME, MAKER = "diffusers_bitsandbytes", "bitsandbytes"
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+FP4_MAGNITUDES = (0.0, 0.0625 / 12, 8 / 12, 12 / 12, 4 / 12, 6 / 12, 2 / 12, 3 / 12)
+TABLES = {"nf4": torch.tensor(NF4), "fp4": torch.tensor([*FP4_MAGNITUDES, *(-each for each in FP4_MAGNITUDES)])}
+SAME_TABLE = 1e-3  # versions of bitsandbytes round FP4's table differently
+
+PACKED = {kind: f"weight.quant_state.bitsandbytes__{kind}" for kind in TABLES}
+ABSMAX, TABLE = "weight.absmax", "weight.quant_map"
+NESTED_ABSMAX, NESTED_TABLE = "weight.nested_absmax", "weight.nested_quant_map"
+STATISTICS, LAYOUT = "SCB", "weight_format"
+FOUR_BITS = (*PACKED.values(), ABSMAX, TABLE, NESTED_ABSMAX, NESTED_TABLE)
+EIGHT_BITS = (STATISTICS, LAYOUT)
+
+MOST_JSON = 4096  # bytes; about 200 are written
+BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # in which bitsandbytes dequantizes
+NESTED_BLOCK, NESTED_NUMBERS = 256, 256
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+STORAGE = (torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+OF_127 = 7.874015718698502e-3  # 1 / 127 as bitsandbytes writes it
+
+
+@dataclass(frozen=True)
+class State:
+    """What ``quant_state`` says of a weight in four bits."""
+
+    kind: str  # of TABLES
+    block: int  # numbers that share an ``absmax``
+    dtype: torch.dtype  # of the weight before, and dequantized again
+    offset: float | None  # of an ``absmax`` in eight bits; None where they are fp32
+
+
+@dataclass(frozen=True)
+class OutlierColumns:
+    """LLM.int8's inputs [..., in]: columns with a magnitude from ``threshold`` on stay, the rest is int8 by row.
+
+    In fp16, as bitsandbytes casts them. A row's scale is that of its numbers below the threshold, also of those in
+    columns that stay. A threshold of 0 lets nothing stay.
+    """
+
+    threshold: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        half = rows.half()
+        large = half.abs() >= self.threshold if self.threshold > 0 else torch.zeros_like(half, dtype=torch.bool)
+        rest = half.masked_fill(large, 0)
+        largest = rest.abs().amax(-1, keepdim=True).float()
+        codes = (rest * (127.0 / largest)).nan_to_num(0).round()  # NaN: a row of zeros
+        rounded = (codes * (largest / 127.0)).to(x)
+        return torch.where(large.any(dim=0), rows, rounded).view_as(x)
+
+    def __str__(self) -> str:
+        beside = f", columns with {self.threshold:g} and more stay" if self.threshold > 0 else ""
+        return f"int8, a scale a row{beside}"
+
+
+def recognizes(path: Path) -> bool:
+    """Whether a denoiser's config in the folder says that bitsandbytes quantized it."""
+    return quantized_by(path, "bitsandbytes")
+
+
+def read(path: Path, checkpoint: Checkpoint) -> Candidate:
+    """The denoiser in a folder, a pipeline's or its own. The JSON in the file is read, no weight.
+
+    Raises ArtifactError for anything that is not the whole denoiser as bitsandbytes stores it.
+    """
+    inputs = OutlierColumns(threshold(path))
+    tensors, shapes = stored_tensors(path), weight_shapes(checkpoint)
+    found, others = by_layer(tensors, shapes, (*FOUR_BITS, *EIGHT_BITS))
+    if convolutions := [layer for layer in found if len(shapes[layer]) != 2]:
+        raise ArtifactError(f"{path}: {listing(convolutions)} are convolutions, expected linears alone; fetch it again")
+    layers = {}
+    for layer, fields in found.items():
+        stored = eight_bits if fields.keys() & set(EIGHT_BITS) else four_bits
+        layers[layer] = stored(path, layer, fields, shapes[layer])
+        if stored is eight_bits:
+            layers[layer] = replace(layers[layer], inputs=inputs)
+    candidate = whole(path, NAME, MAKER, checkpoint, layers, tensors, others)
+    if find_spec("bitsandbytes") is None:
+        return candidate
+    return replace(candidate, runtime=partial(with_their_layers, candidate, checkpoint, found, inputs.threshold))
+
+
+def threshold(path: Path) -> float:
+    """LLM.int8's threshold in the config. Raises ArtifactError for one that is none, and for weights kept in fp16."""
+    config = quantization_config(path)
+    if config is None:
+        raise ArtifactError(f"{path} has no config of bitsandbytes; expected a folder that diffusers saved")
+    given = config.get("llm_int8_threshold", 6.0)
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given <= 1e6:
+        raise ArtifactError(
+            f"{path}: llm_int8_threshold in its config is {listing([told(given)])}, expected a number from 0 on; fetch "
+            "the folder again"
+        )
+    if config.get("load_in_8bit") is True and config.get("llm_int8_has_fp16_weight", False) is not False:
+        raise ArtifactError(
+            f"{path}: its config has llm_int8_has_fp16_weight, which stores weights that are not quantized yet; save "
+            "it again without"
+        )
+    return float(given)
+
+
+def four_bits(path: Path, layer: str, fields: Fields, shape: Shape) -> StoredLayer:
+    """A layer in NF4 or FP4. Raises ArtifactError for tensors that do not fit its ``shape`` or each other."""
+    state = state_of(path, layer, fields, shape)
+    codes, absmax, table = (field(path, layer, fields, end) for end in ("weight", ABSMAX, TABLE))
+    numbers = prod(shape)
+    blocks = -(-numbers // state.block)
+    stored = -(-numbers // 2)
+    check(path, f"{layer}.weight", codes, packed_shapes(stored, codes.dtype.itemsize), STORAGE)
+    check(path, f"{layer}.{TABLE}", table, [(16,)], [torch.float32])
+    nested = state.offset is not None
+    check(path, f"{layer}.{ABSMAX}", absmax, [(blocks,)], [torch.uint8] if nested else [torch.float32])
+    if nested:
+        outer = (-(-blocks // NESTED_BLOCK),)
+        for end, size in ((NESTED_ABSMAX, outer), (NESTED_TABLE, (NESTED_NUMBERS,))):
+            check(path, f"{layer}.{end}", field(path, layer, fields, end), [size], [torch.float32])
+    if unused := [f"{layer}.{end}" for end in fields if end in (NESTED_ABSMAX, NESTED_TABLE) and not nested]:
+        raise ArtifactError(f"{path} holds {listing(unused)}, of which the quant_state says nothing; fetch it again")
+    scales = f"1 for {state.block} numbers{', in int8' if nested else ''}"
+    weight = LazyTensor(shape, state.dtype, partial(from_four_bits, path, layer, fields, shape, state))
+    return StoredLayer(state.kind, scales, size_in_file(fields.values()), weight)
+
+
+def packed_shapes(stored: int, width: int) -> list[Shape]:
+    """The shapes in which bitsandbytes keeps ``stored`` bytes in a dtype of ``width``."""
+    count = -(-stored // width)
+    return [(count, 1), (1, count)]
+
+
+def state_of(path: Path, layer: str, fields: Fields, shape: Shape) -> State:
+    """The layer's ``quant_state``, read and checked. Raises ArtifactError."""
+    kinds = [kind for kind, end in PACKED.items() if end in fields]
+    if len(kinds) != 1:
+        raise ArtifactError(f"{path}: layer {shown(layer)} has {len(kinds)} quant_states, expected one; fetch it again")
+    name, packed = f"{layer}.{PACKED[kinds[0]]}", fields[PACKED[kinds[0]]]
+    size = packed.shape[0] if len(packed.shape) == 1 else 0
+    check(path, name, packed, [(min(size, MOST_JSON),)], [torch.uint8])
+    try:
+        content = json.loads(bytes(packed.read().tolist()), object_pairs_hook=without_duplicates)
+        return checked_state(content, kinds[0], shape)
+    except (ValueError, RecursionError) as error:  # of JSON too, and of its letters
+        raise ArtifactError(
+            f"{path}: {shown(name)} is no quant_state of a weight {list(shape)} ({listing([str(error)])}); fetch the "
+            "file again"
+        ) from None
+
+
+def checked_state(content: object, kind: str, shape: Shape) -> State:
+    """Raises ValueError for what bitsandbytes does not write."""
+    if not isinstance(content, Mapping):
+        raise ValueError("no object")
+    plain = {"quant_type", "blocksize", "dtype", "shape"}
+    nested = {"nested_blocksize", "nested_dtype", "nested_offset"}
+    if content.keys() not in (plain, plain | nested):
+        raise ValueError(f"entries {', '.join(sorted(map(str, content)))}")
+    for entry, allowed in {
+        "quant_type": [kind], "blocksize": BLOCKS, "dtype": list(DTYPES), "shape": [list(shape)],
+        "nested_blocksize": [NESTED_BLOCK], "nested_dtype": ["float32"],
+    }.items():  # fmt: skip
+        given = content.get(entry)
+        if entry in content and not any(type(given) is type(each) and given == each for each in allowed):
+            raise ValueError(f"{entry} {told(given)}")
+    offset = content.get("nested_offset")
+    if offset is not None and (type(offset) not in (int, float) or not isfinite(offset) or abs(offset) > 1e30):
+        raise ValueError("nested_offset is no number")
+    if offset is None and "nested_offset" in content:
+        raise ValueError("nested_offset is null")
+    return State(kind, content["blocksize"], DTYPES[content["dtype"]], offset)
+
+
+def from_four_bits(path: Path, layer: str, fields: Fields, shape: Shape, state: State) -> Tensor:
+    """The weight in the dtype that ``state`` names, as ``dequantize_4bit`` computes it.
+
+    Raises ArtifactError for scales that are not finite, and another table.
+    """
+    table = TABLES[state.kind]
+    if not torch.allclose(fields[TABLE].read(), table, rtol=0, atol=SAME_TABLE):
+        raise ArtifactError(
+            f"{path}: {shown(f'{layer}.{TABLE}')} is not the table of {state.kind}, and bitsandbytes computes with no "
+            "other; fetch the file again"
+        )
+    absmax = finite(path, f"{layer}.{ABSMAX}", fields[ABSMAX])
+    if state.offset is not None:
+        outer = finite(path, f"{layer}.{NESTED_ABSMAX}", fields[NESTED_ABSMAX])
+        numbers = finite(path, f"{layer}.{NESTED_TABLE}", fields[NESTED_TABLE])
+        absmax = in_blocks(numbers[absmax.int()], outer, NESTED_BLOCK) + state.offset
+    pairs = torch.stack([table.repeat_interleave(16), table.repeat(16)], dim=1)  # of each byte, the high half first
+    codes = fields["weight"].read().flatten().view(torch.uint8)
+    return in_blocks(pairs[codes.int()].flatten()[: prod(shape)], absmax, state.block).view(shape).to(state.dtype)
+
+
+def in_blocks(numbers: Tensor, scales: Tensor, size: int) -> Tensor:
+    """Numbers [n] multiplied by the scale [ceil(n / size)] of their block, the last of which may be shorter."""
+    padded = F.pad(numbers, (0, len(scales) * size - len(numbers))).view(-1, size)
+    return (padded * scales[:, None]).flatten()[: len(numbers)]
+
+
+def eight_bits(path: Path, layer: str, fields: Fields, shape: Shape) -> StoredLayer:
+    """A layer of LLM.int8, but for its inputs. Raises ArtifactError for tensors that do not fit its ``shape``."""
+    codes, statistics = (field(path, layer, fields, end) for end in ("weight", STATISTICS))
+    check(path, f"{layer}.weight", codes, [shape], [torch.int8])
+    check(path, f"{layer}.{STATISTICS}", statistics, [(shape[0],)], [torch.float32])
+    if LAYOUT in fields:
+        check(path, f"{layer}.{LAYOUT}", fields[LAYOUT], [()], [torch.uint8])
+        if int(fields[LAYOUT].read()) != 0:
+            raise ArtifactError(
+                f"{path}: {shown(f'{layer}.{LAYOUT}')} says that the weight is in an order for one GPU, expected rows "
+                "(0); save it again with bitsandbytes 0.45 or later"
+            )
+    if extra := [f"{layer}.{end}" for end in fields if end in FOUR_BITS]:
+        raise ArtifactError(f"{path} holds {listing(extra)} beside a weight in eight bits; fetch it again")
+
+    def from_eight_bits() -> Tensor:
+        return codes.read() * finite(path, f"{layer}.{STATISTICS}", statistics).view(-1, 1) * OF_127
+
+    weight = LazyTensor(shape, torch.float32, from_eight_bits)
+    return StoredLayer("int8", "1 for a row", size_in_file(fields.values()), weight)
+
+
+def with_their_layers(
+    candidate: Candidate, checkpoint: Checkpoint, found: Mapping[str, Fields], threshold: float
+) -> nn.Module:
+    """diffusers' network in fp32 with bitsandbytes' own layers, on the CPU.
+
+    Not by ``from_pretrained``: diffusers 0.42 refuses bitsandbytes where there is no GPU, though its layers compute.
+    """
+    from bitsandbytes.nn import Int8Params, Linear4bit, Linear8bitLt, Params4bit
+
+    network = empty_denoiser(checkpoint)
+    for layer, fields in found.items():
+        owner, _, name = layer.rpartition(".")
+        plain = network.get_submodule(layer)
+        assert isinstance(plain, nn.Linear)
+        inputs, outputs, bias = plain.in_features, plain.out_features, plain.bias is not None
+        tensors = {end: tensor.read() for end, tensor in fields.items()}
+        codes = tensors.pop("weight")
+        if STATISTICS in fields:
+            eight = Linear8bitLt(inputs, outputs, bias, has_fp16_weights=False, threshold=threshold, device="meta")
+            eight.weight = Int8Params(codes, requires_grad=False, CB=codes, SCB=tensors[STATISTICS])
+            setattr(network.get_submodule(owner), name, eight)
+        else:
+            four = Linear4bit(inputs, outputs, bias, device="meta")
+            four.weight = Params4bit.from_prequantized(codes, tensors, device="cpu", module=four)
+            four.support_avx512bf16_for_cpu = False  # it rounds inputs to bf16, which no GPU does
+            setattr(network.get_submodule(owner), name, four)
+    others = {name: tensor.read().float() for name, tensor in candidate.parameters.items()}
+    network.load_state_dict(others, assign=True, strict=False)
+    return network.eval().requires_grad_(False)

@@ -1,0 +1,204 @@
+"""quanto in a folder that diffusers or quanto saved: int8, float8, and four or two bits in groups.
+
+A weight is flattened to ``X.weight._data`` and ``X.weight._scale``, of one number a row, in the weight's dtype before.
+Four and two bits (``X.weight._data._data``) are unsigned codes with a ``_shift`` too, which is subtracted after the
+scale was multiplied, or before if it is an integer. They are packed by rows: the first half of all rows, or quarter,
+lies in the low bits. A row of more than 128 numbers is cut into groups, as many rows, whose size follows from the shape
+(``QModuleMixin.__init__``). What the codes are stands in the config of diffusers, ``weights_dtype`` for all layers, or
+in quanto's own ``quanto_qmap.json``, layer by layer (optimum-quanto 0.2.7).
+
+Inputs that are quantized are refused: quanto then quantizes outputs too and hands the codes on from one layer to the
+next, which no change of a layer's input is. ``input_scale`` and ``output_scale`` are stored in any case, and are ones.
+The road not taken is the class of a stored tensor, which quanto's pickles name: its safetensors files hold none.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from sd_quant.candidates.candidate import Candidate, StoredLayer, size_in_file
+from sd_quant.candidates.folders import denoiser_folder, quantization_config, quantized_by, stored_tensors
+from sd_quant.candidates.layer_tensors import (
+    FLOAT_SCALES,
+    Fields,
+    Shape,
+    by_layer,
+    check,
+    field,
+    finite,
+    shown,
+    told,
+    weight_shapes,
+    whole,
+)
+from sd_quant.checkpoints.checks import listing
+from sd_quant.checkpoints.diffusers_files import read_json
+from sd_quant.checkpoints.tensors import LazyTensor
+from sd_quant.errors import ArtifactError
+from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
+
+NAME, MAKER = "diffusers_quanto", "quanto"
+MAP = "quanto_qmap.json"
+DATA, PACKED, SCALE, SHIFT = "weight._data", "weight._data._data", "weight._scale", "weight._shift"
+UNUSED = ("input_scale", "output_scale")  # of a layer whose inputs stay
+LARGEST_GROUP, SMALLEST_GROUP, STEP = 128, 32, 32
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A ``qtype`` of quanto's."""
+
+    format: str
+    dtype: torch.dtype  # of what is stored
+    bits: int = 8
+
+
+KINDS = {
+    "qint8": Kind("int8", torch.int8),
+    "qint4": Kind("int4", torch.uint8, 4),
+    "qint2": Kind("int2", torch.uint8, 2),
+    "qfloat8_e4m3fn": Kind("float8_e4m3fn", torch.float8_e4m3fn),
+    "qfloat8_e5m2": Kind("float8_e5m2", torch.float8_e5m2),
+}
+DIFFUSERS = {"int8": "qint8", "int4": "qint4", "int2": "qint2", "float8": "qfloat8_e4m3fn"}  # its ``weights_dtype``
+
+
+def recognizes(path: Path) -> bool:
+    """Whether a denoiser's config in the folder says that quanto quantized it, or quanto's map lies beside it."""
+    try:
+        return quantized_by(path, "quanto") or has_map(path)
+    except OSError:
+        return False
+
+
+def has_map(path: Path) -> bool:
+    folder = denoiser_folder(path) if path.is_dir() else None
+    return folder is not None and (folder / MAP).is_file()
+
+
+def read(path: Path, checkpoint: Checkpoint) -> Candidate:
+    """The denoiser in a folder, a pipeline's or its own. No weight is read.
+
+    Raises ArtifactError for anything that is not the whole denoiser as quanto stores it with inputs as they are.
+    """
+    tensors, shapes = stored_tensors(path), weight_shapes(checkpoint)
+    found, others = by_layer(tensors, shapes, (DATA, PACKED, SCALE, SHIFT))
+    kinds = kinds_of(path, found)
+    layers = {
+        name: stored_layer(path, name, fields, shapes[name], KINDS[kinds[name]]) for name, fields in found.items()
+    }
+    ignored = {f"{name}.{end}" for name in layers for end in UNUSED}
+    candidate = whole(path, NAME, MAKER, checkpoint, layers, tensors, others, ignored)
+    if find_spec("optimum") is None or find_spec("optimum.quanto") is None:
+        return candidate
+    return replace(candidate, runtime=partial(with_their_layers, candidate, checkpoint, found, kinds))
+
+
+def kinds_of(path: Path, layers: Mapping[str, Fields]) -> dict[str, str]:
+    """The name in KINDS of each layer. Raises ArtifactError where it is not said, or inputs are quantized too."""
+    config = quantization_config(path) if quantized_by(path, "quanto") else None
+    if config is None:
+        said = from_map(path)
+        differ = [*(name for name in layers if name not in said), *(name for name in said if name not in layers)]
+        if differ:
+            raise ArtifactError(
+                f"{path}: {MAP} and the weights are of other layers ({len(differ)}: {listing(differ)}); fetch the "
+                "folder again"
+            )
+        return said
+    given = config.get("weights_dtype")
+    if not isinstance(given, str) or given not in DIFFUSERS:
+        raise ArtifactError(
+            f"{path}: weights_dtype in its config is {shown(told(given))}, expected one of {', '.join(DIFFUSERS)}; "
+            "fetch the folder again"
+        )
+    if config.get("activations_dtype") is not None:
+        raise ArtifactError(f"{path}: its config has activations_dtype, expected a quantization of weights alone")
+    return dict.fromkeys(layers, DIFFUSERS[given])
+
+
+def from_map(path: Path) -> dict[str, str]:
+    """The names in KINDS that quanto's own map has, by layer. Raises ArtifactError."""
+    folder = denoiser_folder(path)
+    if folder is None:
+        raise ArtifactError(f"{path} has no config of a denoiser; expected a folder that diffusers or quanto saved")
+    entries = read_json(folder, MAP)
+    malformed = [name for name, entry in entries.items() if not isinstance(entry, Mapping)]
+    weights = {name: entry.get("weights") for name, entry in entries.items() if name not in malformed}
+    malformed += [name for name, kind in weights.items() if not isinstance(kind, str) or kind not in {*KINDS, "none"}]
+    if malformed:
+        raise ArtifactError(
+            f"{folder / MAP} says for {listing(malformed)} no weights of quanto's, expected {', '.join(KINDS)}; fetch "
+            "it again"
+        )
+    if quantized := [name for name, entry in entries.items() if entry.get("activations", "none") != "none"]:
+        raise ArtifactError(
+            f"{path}: quanto quantizes inputs and outputs of {len(quantized)} layers ({listing(quantized)}), whose "
+            "codes pass from layer to layer and are not judged here; give a quantization of weights alone"
+        )
+    return {name: kind for name, kind in weights.items() if kind != "none"}
+
+
+def stored_layer(path: Path, name: str, fields: Fields, shape: Shape, kind: Kind) -> StoredLayer:
+    """A layer of ``kind``. Raises ArtifactError for tensors that do not fit its ``shape``."""
+    size = group_size(shape) if kind.bits < 8 else None
+    rows = (shape[0], *shape[1:]) if size is None else (prod(shape) // size, size)
+    expected = {
+        PACKED if kind.bits < 8 else DATA: ((-(-rows[0] * kind.bits // 8), *rows[1:]), [kind.dtype]),
+        SCALE: ((rows[0], *(1 for _ in rows[1:])), FLOAT_SCALES),
+    }
+    if kind.bits < 8:
+        expected[SHIFT] = (expected[SCALE][0], [*FLOAT_SCALES, torch.int8, torch.uint8])
+    for end, (fitting, dtypes) in expected.items():
+        check(path, f"{name}.{end}", field(path, name, fields, end), [fitting], dtypes)
+    if extra := [f"{name}.{end}" for end in fields if end not in expected]:
+        raise ArtifactError(f"{path} holds {listing(extra)}, which {kind.format} does not have; fetch it again")
+    scales = f"1 for {size} numbers" if size else "1 for a row"
+    read_weight = partial(dequantized, path, name, fields, shape, kind, rows)
+    return StoredLayer(
+        kind.format, scales, size_in_file(fields.values()), LazyTensor(shape, fields[SCALE].dtype, read_weight)
+    )
+
+
+def group_size(shape: Shape) -> int | None:
+    """How many numbers of a weight in four or two bits share a scale, as quanto chooses it; None: a row."""
+    row, size = prod(shape[1:]), LARGEST_GROUP
+    if row <= size:
+        return None
+    while row % size and size > SMALLEST_GROUP:
+        size -= STEP
+    return None if row % size else size
+
+
+def dequantized(path: Path, name: str, fields: Fields, shape: Shape, kind: Kind, rows: Shape) -> Tensor:
+    """The weight in its scales' dtype, as quanto's ``dequantize`` computes it. Raises ArtifactError for NaN."""
+    scale = finite(path, f"{name}.{SCALE}", fields[SCALE])
+    if kind.bits == 8:
+        codes = fields[DATA].read()
+        return scale * (codes.to(scale.dtype) if kind.dtype.is_floating_point else codes)
+    packed = fields[PACKED].read()
+    codes = torch.cat([packed >> first & 2**kind.bits - 1 for first in range(0, 8, kind.bits)])[: rows[0]]
+    shift = finite(path, f"{name}.{SHIFT}", fields[SHIFT])
+    if shift.dtype.is_floating_point:
+        return (scale * codes).sub_(shift).view(shape)
+    return (scale * (codes.to(torch.int8) - shift.to(torch.int8))).view(shape)
+
+
+def with_their_layers(
+    candidate: Candidate, checkpoint: Checkpoint, found: Mapping[str, Fields], kinds: Mapping[str, str]
+) -> nn.Module:
+    """diffusers' network with quanto's own layers, by quanto's ``requantize``, on the CPU."""
+    from optimum.quanto import requantize
+
+    state = {name: tensor.read() for name, tensor in candidate.parameters.items()}
+    for layer, fields in found.items():
+        state |= {f"{layer}.{end}": tensor.read() for end, tensor in fields.items()}
+    network = empty_denoiser(checkpoint)
+    requantize(network, state, {layer: {"weights": kind, "activations": "none"} for layer, kind in kinds.items()})
+    return network.eval().requires_grad_(False)

@@ -1,0 +1,189 @@
+"""``modelopt_state.pth``: what NVIDIA ModelOpt says of its quantizers, read without an unpickler.
+
+The file is a pickle in the zip of ``torch.save``. It needs a few operations that make dicts, lists, tuples and plain
+values, and it names a few things, ``torch.Size`` or a class of stored tensors. Here the operations are carried out one
+by one, a name stays a name, and what a name is called with is kept beside it, so nothing in the file can be called.
+The roads not taken: ``torch.load(weights_only=True)`` allows whatever any library has declared safe, and refuses the
+classes that a compressed checkpoint names; the quantizers' buffers alone do not tell INT8 from FP8.
+"""
+
+import pickletools
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sd_quant.candidates.layer_tensors import told
+from sd_quant.checkpoints.archive import Member
+from sd_quant.checkpoints.checks import listing
+from sd_quant.errors import ArtifactError
+
+MOST_BYTES = 256 * 2**20  # of the file, which holds ranges too
+MOST_PICKLE, MOST_ENTRIES = 4 * 2**20, 100_000  # SDXL's pickle has about 2 MB
+MOST_STEPS, MOST_PROPERTIES = 100, 100  # what a pickle refers to often costs nothing there and time here
+MOST_TEXT = 4096  # of anything that is named
+STEPS = ("quantize", "auto_quantize", "real_quantize")  # of what ModelOpt did; and whatever calibrates
+CALIBRATES = "_calibrate"
+BRANCHES = "svdquant_calibrate"  # adds weights
+
+
+@dataclass(frozen=True)
+class Name:
+    """What a pickle names, such as ``torch.float16``; never looked up."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a pickle would have made by a call; never called."""
+
+    by: object
+    of: object = field(repr=False)
+
+
+@dataclass(frozen=True)
+class State:
+    """``quantizers``: the properties of each by name; ``stored``: what is said of each compressed weight, by layer."""
+
+    version: str
+    quantizers: Mapping[str, Mapping[str, object]]
+    stored: Mapping[str, object]
+
+
+def read_state(path: Path, member: Member) -> State:
+    """Raises ArtifactError for a file that ModelOpt does not write, or that says of more than quantization."""
+    try:
+        content = plain_content(pickle_of(member))
+        version, steps = content["modelopt_version"], content["modelopt_state_dict"]
+        if not isinstance(steps, list) or len(steps) > MOST_STEPS:
+            raise ValueError("no list of steps, or too many")
+        quantizers: dict[str, Mapping[str, object]] = {}
+        stored: dict[str, object] = {}
+        for step, entry in steps:
+            check_step(path, step)
+            metadata = entry["metadata"]
+            quantizers |= checked(metadata.get("quantizer_state", {}))
+            stored |= metadata.get("q_tensor_state", {})
+        if not isinstance(version, str) or not all(isinstance(name, str) for name in stored):
+            raise ValueError("no version, or another key than a name")
+    except ArtifactError:
+        raise
+    except Exception as error:  # the file decides where this fails
+        raise ArtifactError(
+            f"{member.name} is not what ModelOpt writes beside weights "
+            f"({listing([f'{type(error).__name__}: {error}'])}); fetch it again"
+        ) from None
+    return State(version[:40], quantizers, stored)
+
+
+def check_step(path: Path, step: object) -> None:
+    if not isinstance(step, str) or not (step in STEPS or step.endswith(CALIBRATES)) or step == BRANCHES:
+        raise ArtifactError(
+            f"{path}: ModelOpt has done {listing([told(step)])} with this network, expected quantization without a "
+            "low-rank branch; give such a checkpoint"
+        )
+
+
+def checked(quantizers: Any) -> dict[str, Mapping[str, object]]:
+    """Raises ValueError for anything but mappings of properties by names."""
+    for name, properties in quantizers.items():
+        if not isinstance(name, str) or not isinstance(properties, dict) or len(properties) > MOST_PROPERTIES:
+            raise ValueError("a quantizer without a name or properties, or with too many")
+    return quantizers
+
+
+def pickle_of(member: Member) -> bytes:
+    """The pickle in a file of ``torch.save``. Raises ValueError or what zipfile raises."""
+    if member.size > MOST_BYTES:
+        raise ValueError(f"{member.size} bytes, at most {MOST_BYTES} expected")
+    with member.open() as file, zipfile.ZipFile(file) as directory:
+        entries = directory.infolist()
+        found = [entry for entry in entries if entry.filename.endswith("/data.pkl")]
+        if len(entries) > MOST_ENTRIES or len(found) != 1:
+            raise ValueError(f"{len(found)} pickles in {len(entries)} entries")
+        if found[0].compress_type != zipfile.ZIP_STORED or found[0].file_size > MOST_PICKLE:
+            raise ValueError("a pickle that is compressed or too large")
+        return directory.read(found[0])
+
+
+def plain_content(data: bytes) -> Any:
+    """What a pickle of protocol 2 says, without ever calling anything. Raises an exception of any kind if it cannot."""
+    stack: list[Any] = []
+    marks: list[int] = []
+    memo: dict[int, Any] = {}
+
+    def since_mark() -> list[Any]:
+        start = marks.pop()
+        items = stack[start:]
+        del stack[start:]
+        return items
+
+    def pop(count: int) -> tuple:
+        if count > len(stack) - (marks[-1] if marks else 0):
+            raise ValueError("a value is missing")
+        items = tuple(stack[len(stack) - count :])
+        del stack[len(stack) - count :]
+        return items
+
+    for opcode, argument, _ in pickletools.genops(data):
+        match opcode.name:
+            case "PROTO" | "STOP":
+                pass
+            case "MARK":
+                marks.append(len(stack))
+            case "EMPTY_DICT":
+                stack.append({})
+            case "EMPTY_LIST":
+                stack.append([])
+            case "EMPTY_TUPLE":
+                stack.append(())
+            case "TUPLE":
+                stack.append(tuple(since_mark()))
+            case "TUPLE1" | "TUPLE2" | "TUPLE3":
+                stack.append(pop(int(opcode.name[-1])))
+            case "NONE" | "NEWTRUE" | "NEWFALSE":
+                stack.append({"NONE": None, "NEWTRUE": True, "NEWFALSE": False}[opcode.name])
+            case "BINUNICODE" | "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINFLOAT":
+                if isinstance(argument, str) and len(argument) > MOST_TEXT:
+                    raise ValueError("a text that is too long")
+                stack.append(argument)
+            case "GLOBAL":
+                stack.append(Name(str(argument)[:MOST_TEXT].replace(" ", ".")))
+            case "BINPERSID":
+                stack.append(Made("storage", pop(1)))
+            case "REDUCE" | "NEWOBJ":
+                by, of = pop(2)
+                stack.append(made(by, of))
+            case "BUILD":
+                pop(1)
+            case "BINPUT" | "LONG_BINPUT":
+                memo[argument] = stack[-1]
+            case "BINGET" | "LONG_BINGET":
+                stack.append(memo[argument])
+            case "APPEND":
+                (item,) = pop(1)
+                stack[-1].append(item)
+            case "APPENDS":
+                items = since_mark()
+                stack[-1].extend(items)
+            case "SETITEM" | "SETITEMS":
+                items = list(pop(2)) if opcode.name == "SETITEM" else since_mark()
+                for key, value in zip(items[::2], items[1::2], strict=True):
+                    if not isinstance(key, str | int | float | None):
+                        raise ValueError("a key that is no plain value")
+                    stack[-1][key] = value
+            case other:
+                raise ValueError(f"the operation {other}")
+    (content,) = stack
+    return content
+
+
+def made(by: object, of: object) -> object:
+    """Of the calls two are plain values: an ordered dict and a shape."""
+    if by == Name("collections.OrderedDict") and of == ():
+        return {}
+    if by == Name("torch.Size") and isinstance(of, tuple) and len(of) == 1:
+        return of[0]
+    return Made(by, of)

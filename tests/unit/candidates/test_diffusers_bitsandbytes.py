@@ -1,0 +1,197 @@
+"""Folders that diffusers and bitsandbytes quantize and save are read back as bitsandbytes computes with them."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sd_quant.candidates.diffusers_bitsandbytes import OutlierColumns, read
+from sd_quant.errors import ArtifactError
+from sd_quant.numbers import relative_error
+
+from .tiny_folders import tiny
+
+bnb = pytest.importorskip("bitsandbytes")
+pytest.importorskip("accelerate")
+pytestmark = pytest.mark.consumer
+READER = "diffusers_bitsandbytes"
+CASES = {
+    "nf4": ("sdxl", {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, torch.float32),
+    "nested": (
+        "flux", {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}, torch.float32,
+    ),
+    "fp4": ("sd3", {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, torch.float16),
+    "bf16": ("sdxl", {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}, torch.bfloat16),
+    "int8": ("sdxl", {"load_in_8bit": True, "llm_int8_threshold": 2.0}, torch.float32),
+    "all_int8": ("flux", {"load_in_8bit": True, "llm_int8_threshold": 0.0}, torch.float32),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def on_cpu():
+    """diffusers asks for a GPU before it quantizes with bitsandbytes, which computes without."""
+    from diffusers.quantizers.bitsandbytes.bnb_quantizer import BnB4BitDiffusersQuantizer, BnB8BitDiffusersQuantizer
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (BnB4BitDiffusersQuantizer, BnB8BitDiffusersQuantizer):
+            patch.setattr(kind, "validate_environment", lambda *_, **__: None)
+            patch.setattr(kind, "update_device_map", lambda *_: {"": "cpu"})
+        yield
+
+
+@pytest.fixture(scope="module", params=CASES)
+def saved(request, tmp_path_factory, on_cpu):
+    """A checkpoint, the candidate in the folder of its quantized denoiser, and diffusers' own network of it."""
+    from diffusers import BitsAndBytesConfig
+
+    family, options, dtype = CASES[request.param]
+    case = tiny(family, tmp_path_factory.mktemp("full"))
+    folder = tmp_path_factory.mktemp(request.param)
+    config = BitsAndBytesConfig(**options)
+    case.kind.from_pretrained(case.folder, quantization_config=config, torch_dtype=dtype).save_pretrained(folder)
+    theirs = case.kind.from_pretrained(folder, torch_dtype=torch.float32).eval()
+    for module in theirs.modules():
+        if isinstance(module, bnb.nn.Linear4bit):
+            module.support_avx512bf16_for_cpu = False  # a kernel for some processors rounds inputs to bf16
+    return case, case.read(folder, READER), theirs, folder
+
+
+def linears(network):
+    kinds = bnb.nn.Linear4bit, bnb.nn.Linear8bitLt
+    return {name: module for name, module in network.named_modules() if isinstance(module, kinds)}
+
+
+def test_weights_are_those_of_bitsandbytes_bit_for_bit(saved):
+    _, candidate, theirs, _ = saved
+    assert candidate.layers.keys() == linears(theirs).keys() and len(candidate.layers) > 20
+    for name, module in linears(theirs).items():
+        if isinstance(module, bnb.nn.Linear4bit):
+            expected = bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
+        else:
+            expected = bnb.functional.int8_vectorwise_dequant(module.weight.data, module.weight.SCB)
+        found = candidate.layers[name].weight
+        assert found.dtype == expected.dtype and torch.equal(found.read(), expected), name
+        most = 9 if isinstance(module, bnb.nn.Linear8bitLt) else 7  # a tiny layer has its tables too
+        assert 4 <= candidate.layers[name].bits < most
+
+
+def test_layers_and_the_network_compute_what_bitsandbytes_computes(saved):
+    """A layer of four bits rounds to its input's dtype, fp32 here, where ``dequantize_4bit`` rounds to the weight's.
+
+    On a CPU LLM.int8's products are 1.8e-5 too large: bitsandbytes writes 6.200124e-05 for 1 / 127^2. Without
+    that, where all is int8, layers agree further. In a network any difference moves some inputs over a rounding, and
+    those move others behind them.
+    """
+    case, candidate, theirs, _ = saved
+    ours = case.network(candidate)
+    some = next(iter(candidate.layers.values()))
+    dtype = some.weight.dtype
+    tolerance = 3e-5 if dtype == torch.float32 else torch.finfo(dtype).eps
+    assert max(case.error_of_layers(ours, theirs, candidate).values()) < tolerance
+    if some.inputs is not None and some.inputs.threshold == 0:
+        for name in candidate.layers:
+            ours.get_submodule(name).weight.data *= 6.200124e-05 * 127**2
+        assert max(case.error_of_layers(ours, theirs, candidate).values()) < 2e-6
+    errors = [torch.dist(case.output(ours), case.output(each)) for each in (theirs, candidate.runtime())]
+    lost = torch.dist(case.output(theirs), case.output(case.kind.from_pretrained(case.folder).eval()))
+    part = 0.1 if some.inputs is None else 0.7 if some.inputs.threshold else 0.3
+    assert max(errors) < part * lost, (errors, lost)
+
+
+@pytest.mark.parametrize("block", [32, 64, 128, 256, 4096])
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16])
+def test_every_block_size(tmp_path, block, kind, nested, storage):
+    """Also where the last block is short. diffusers does not load again what it stored in another dtype than uint8."""
+    from sd_quant.candidates.diffusers_bitsandbytes import four_bits
+    from sd_quant.checkpoints.archive import whole_file
+    from sd_quant.checkpoints.safetensors_file import read_safetensors
+
+    weight = torch.randn(58, 74, generator=torch.Generator().manual_seed(0)).half()
+    options = {"blocksize": block, "quant_type": kind, "compress_statistics": nested, "quant_storage": storage}
+    codes, state = bnb.functional.quantize_4bit(weight, **options)
+    save_file({"weight": codes, **{f"weight.{end}": each for end, each in state.as_dict(packed=True).items()}},
+              tmp_path / "a.safetensors")  # fmt: skip
+    layer = four_bits(tmp_path, "a", read_safetensors(whole_file(tmp_path / "a.safetensors")), (58, 74))
+    assert torch.equal(layer.weight.read(), bnb.functional.dequantize_4bit(codes, state))
+
+
+@pytest.mark.parametrize("threshold", [0.0, 2.0, 6.0])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_inputs_are_those_of_llm_int8(threshold, rows):
+    """With columns of outliers, a row of zeros, and outliers that touch the threshold."""
+    random = torch.Generator().manual_seed(1)
+    x = torch.randn(2, rows, 64, generator=random)
+    x[..., 3] *= 9
+    x[0, 0] = 0
+    x[1, -1, 5] = threshold
+    layer = bnb.nn.Linear8bitLt(64, 48, has_fp16_weights=False, threshold=threshold)
+    layer.weight = bnb.nn.Int8Params(torch.randn(48, 64, generator=random), requires_grad=False)
+    layer = layer.to("cpu").eval()  # in training its inputs stay as they are on a CPU
+    with torch.no_grad():
+        weight = bnb.functional.int8_vectorwise_dequant(layer.weight.data, layer.weight.SCB)
+        expected = layer(x)
+        found = torch.nn.functional.linear(OutlierColumns(threshold)(x), weight, layer.bias)
+        unquantized = torch.nn.functional.linear(x, weight, layer.bias)
+    assert relative_error(found, expected) < 3e-5 < 1e-3 < relative_error(unquantized, expected)
+    assert (OutlierColumns(threshold)(x)[..., 3] == x[..., 3]).all() == (threshold > 0)
+
+
+def changed(saved, folder, change):
+    """A folder like the saved one, with its tensors as ``change`` makes them."""
+    tensors = load_file(next(saved[3].glob("*.safetensors")))
+    change(tensors)
+    save_file(tensors, folder / "diffusion_pytorch_model.safetensors")
+    (folder / "config.json").write_text((saved[3] / "config.json").read_text())
+    return folder
+
+
+def test_what_does_not_fit_is_refused_by_name(saved, tmp_path):
+    case, candidate, _, _ = saved
+    name = min(candidate.layers)
+
+    def shorter(tensors):
+        tensors[f"{name}.weight"] = tensors[f"{name}.weight"][:-1].clone()
+
+    with pytest.raises(ArtifactError, match=f"{name}.weight"):
+        read(changed(saved, tmp_path, shorter), case.checkpoint)
+    with pytest.raises(ArtifactError, match=r"1 unknown: what\.is_this"):
+        read(changed(saved, tmp_path, lambda tensors: tensors.update({"what.is_this": torch.ones(1)})), case.checkpoint)
+    end = next(end for end in ("SCB", "weight.nested_absmax", "weight.absmax") if f"{name}.{end}" in load_file(
+        next(saved[3].glob("*.safetensors"))))  # fmt: skip
+    found = read(changed(saved, tmp_path, lambda tensors: tensors[f"{name}.{end}"].fill_(torch.nan)), case.checkpoint)
+    with pytest.raises(ArtifactError, match=rf"{name}\.{end}.*NaN"):
+        found.layers[name].weight.read()
+
+
+@pytest.mark.parametrize("given", ["6", -1, True, None, 1e999, [6.0]])
+def test_a_threshold_that_is_none_is_refused(saved, tmp_path, given):
+    case = saved[0]
+    folder = changed(saved, tmp_path, lambda tensors: None)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["llm_int8_threshold"] = given
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ArtifactError, match="llm_int8_threshold"):
+        read(folder, case.checkpoint)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"blocksize": 63}, {"blocksize": True}, {"blocksize": 10**30}, {"dtype": "complex64"}, {"shape": [2**40, 9]},
+        {"shape": None}, {"quant_type": "fp3"}, {"more": 1}, {"nested_offset": 1e999}, {"nested_blocksize": 1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_quant_state_that_nobody_writes_is_refused(change):
+    from sd_quant.candidates.diffusers_bitsandbytes import checked_state
+
+    sound = {
+        "quant_type": "nf4", "blocksize": 64, "dtype": "float16", "shape": [4, 4],
+        "nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.5,
+    }  # fmt: skip
+    assert checked_state(sound, "nf4", (4, 4)).offset == 0.5
+    with pytest.raises(ValueError, match=next(iter(change))):
+        checked_state(sound | change, "nf4", (4, 4))
