@@ -19,7 +19,7 @@ test: $(VENV)/.sd-quant-test $(VENV)/.sd-quant-consumers ## Install what the tes
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/cli tests/faults tests/fuzz tests/gpu tests/unit -m "not consumer" \
 		--numprocesses 2 --dist loadfile --no-loadscope-reorder
 	OMP_NUM_THREADS=1 PYTHONPATH=$(abspath $(VENV)/consumers) $(PYTHON) -m pytest tests/cli/test_hand_over.py \
-		tests/unit/checkpoints/test_lora.py tests/unit/hand_over -m consumer --numprocesses 2 --dist loadfile
+		tests/unit/checkpoints/test_lora.py tests/unit/hand_over tests/unit/candidates -m consumer --numprocesses 2 --dist loadfile
 
 check: $(VENV)/.sd-quant-test ## Style, types and the quick unit tests, in a minute
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync style types quick

@@ -395,7 +395,8 @@ def shape_of_codes(shape: tuple[int, ...], scale: tuple[int, ...], turned: bool)
     rows, columns, *kernel = shape
     if turned:
         return (prod(shape[1:]), rows) if scale in ((1, rows), (1, 1)) else None
-    if scale in ((rows, 1, *kernel), (1,) * len(shape)):
+    ones = (1,) * len(kernel)
+    if scale in ((rows, 1, *kernel), (rows, 1, *ones), (1, 1, *ones)):  # SDNQ's own, and others that it multiplies
         return shape
     count = scale[1] if len(scale) == len(shape) + 1 else 0
     if count > 1 and columns % count == 0 and scale == (rows, count, 1, *kernel):

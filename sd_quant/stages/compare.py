@@ -123,8 +123,14 @@ def compare_framework(
     images = generate(pipeline_of(checkpoint, watched), prompts, infer, "framework")
     inputs = {part: seen[steps // 2 if part == denoiser else 0] for part, seen in watched.seen.items()}
     outputs = {part: variant[part](**inputs[part]) for part in reversed(checkpoint.parts())}
-    kept = {str(number): watched.seen[denoiser][number] for number in calls if number in watched.seen[denoiser]}
+    seen = watched.seen[denoiser]
+    kept = {str(number): copies_of(seen[number]) for number in calls if number in seen}  # one of them may be in inputs
     return Comparison({FRAMEWORK: images}, inputs, {FRAMEWORK: outputs}, kept)
+
+
+def copies_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A file of safetensors holds none twice."""
+    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def sampled_calls(batches: int, steps: int) -> list[int]:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from sd_quant.inference.pipeline import Generated
 from sd_quant.stages import compare
@@ -22,8 +23,8 @@ class Adding:
         return {"out": x + self.number}
 
 
-def test_the_denoiser_is_compared_where_half_of_the_steps_are_done(monkeypatch):
-    """Not on the first call, of pure noise: both engines get the inputs that the framework's had there."""
+def faked(monkeypatch):
+    """A checkpoint of two parts, and engines that generate calls a step of each prompt, and then the decoder."""
 
     def generate(engines, prompts, infer, description):
         for _ in prompts:
@@ -35,7 +36,12 @@ def test_the_denoiser_is_compared_where_half_of_the_steps_are_done(monkeypatch):
     monkeypatch.setattr(compare, "sampling_of", lambda infer: SimpleNamespace(steps_taken=infer.steps, batches=list))
     monkeypatch.setattr(compare, "pipeline_of", lambda checkpoint, engines: engines)
     checkpoint = SimpleNamespace(family=SimpleNamespace(DENOISER="unet"), parts=lambda: {"unet": None, "vae": None})
-    engines = {name: dict.fromkeys(("unet", "vae"), Adding(number)) for name, number in VARIANTS.items()}
+    return checkpoint, {name: dict.fromkeys(("unet", "vae"), Adding(number)) for name, number in VARIANTS.items()}
+
+
+def test_the_denoiser_is_compared_where_half_of_the_steps_are_done(monkeypatch):
+    """Not on the first call, of pure noise: both engines get the inputs that the framework's had there."""
+    checkpoint, engines = faked(monkeypatch)
     infer = SimpleNamespace(steps=20)
     found = compare.compare_framework(checkpoint, engines[compare.FRAMEWORK], ["a cat"] * 8, infer)
     assert {part: inputs["x"].item() for part, inputs in found.inputs.items()} == {"unet": 10, "vae": 50}
@@ -52,6 +58,15 @@ def test_the_denoiser_is_compared_where_half_of_the_steps_are_done(monkeypatch):
 def test_further_calls_are_of_other_images_and_other_steps(batches, expected):
     assert compare.sampled_calls(batches, 20) == expected
     assert max(compare.sampled_calls(batches, 1)) < batches
+
+
+def test_a_call_that_is_kept_twice_can_be_saved(monkeypatch, tmp_path):
+    """With four steps the third is both half way and one of the further calls."""
+    checkpoint, engines = faked(monkeypatch)
+    found = compare.compare_framework(checkpoint, engines[compare.FRAMEWORK], ["a cat"], SimpleNamespace(steps=4))
+    assert found.inputs["unet"]["x"].item() == 2 and "2" in found.calls
+    found.images.clear()
+    save_file(compare.pack(found), tmp_path / "a.safetensors")
 
 
 @pytest.mark.parametrize("widths", [(64, 64), (64, 128)], ids=["one size", "several sizes"])

@@ -1,0 +1,155 @@
+"""Quantized checkpoints of anybody, judged by the command: alone, and beside a sweep's recipes."""
+
+import csv
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from sd_quant.checkpoints.nemo import open_nemo
+from sd_quant.checkpoints.sgm import sgm_names
+
+from .conftest import PROMPTS
+
+PREFIX = "model.diffusion_model."
+
+
+def cast(checkpoint: Path, path: Path) -> Path:
+    """The shipped UNet as a file for ComfyUI with every matrix and kernel cast to FP8, which has no scales."""
+    weights = open_nemo(checkpoint).components["unet"]
+    state = {PREFIX + key: weights[name].half() for name, key in sgm_names(weights).items()}
+    save_file({name: each.to(torch.float8_e4m3fn) if each.ndim > 1 else each for name, each in state.items()}, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def judged(command, main_job, checkpoint, tmp_path_factory) -> tuple[Path, dict[str, Path]]:
+    """The folder of three candidates: a file that was cast, what a run has handed over, and the run itself."""
+    folder = tmp_path_factory.mktemp("judge")
+    handed = command("hand_over.py", f"run={main_job.directory}", "to=diffusers_sdnq", f"hydra.run.dir={folder}/handed")
+    assert handed.returncode == 0, handed.stderr[-3000:]
+    candidates = {
+        "cast.safetensors": cast(checkpoint, folder / "cast.safetensors"),
+        "diffusers_sdnq": folder / "handed/diffusers_sdnq",
+        "run": main_job.directory,
+    }
+    result = judge(command, main_job, folder, candidates.values())
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "cast.safetensors" in result.stdout and "bits a weight" in result.stdout
+    return folder / "judged", candidates
+
+
+def judge(command, main_job, folder: Path, candidates, *more: str):
+    given = ",".join(map(str, candidates))
+    return command(
+        "judge.py", f"candidates=[{given}]", f"infer.prompts=[{','.join(PROMPTS)}]", *main_job.sampling,
+        "timing.budget_s=0", f"cache.dir={main_job.cache}", f"hydra.run.dir={folder}/judged", *more,
+    )  # fmt: skip
+
+
+def record(folder: Path, name: str) -> dict:
+    return json.loads((folder / name / "metrics.json").read_text())
+
+
+def test_each_candidate_has_images_figures_and_a_table_of_its_layers(judged):
+    folder, candidates = judged
+    full = [np.asarray(Image.open(path)) for path in sorted((folder / "run/images/full_precision").glob("*.png"))]
+    for name in candidates:
+        entry = record(folder, name)
+        assert entry["status"] == "done" and len(entry["fidelity"]["psnr"]["values"]) == len(PROMPTS)
+        assert 15 < entry["fidelity"]["psnr"]["mean"] < 70 and 0 < entry["judged"]["network_error"] < 0.5
+        for path, expected in zip(sorted((folder / name / "images/full_precision").glob("*.png")), full, strict=True):
+            assert np.array_equal(np.asarray(Image.open(path)), expected)
+        rows = list(csv.DictReader((folder / name / "layers.csv").open(newline="")))
+        assert len(rows) == 174 and {row["format"] for row in rows} == set(entry["judged"]["formats"])
+    cast_entry, sdnq = (record(folder, name)["judged"] for name in ("cast.safetensors", "diffusers_sdnq"))
+    assert cast_entry["formats"] == {"float8_e4m3fn": 174} and 8 < cast_entry["bits"] < 8.5
+    assert sdnq["formats"]["int8"] + sdnq["formats"]["high precision"] == 174 and 11 < sdnq["bits"] < 13
+    worst = cast_entry["hurting"]
+    assert len(worst) == 10 and all(each["network_error"] > 0 for each in worst)
+    assert [each["network_error"] for each in worst] == sorted((e["network_error"] for e in worst), reverse=True)
+
+
+def test_what_was_handed_over_is_read_as_it_was_written(judged, main_job):
+    """By layers: hand_over's own figures are of images whose text has no zeros behind it, as SDNQ's pipeline has it."""
+    folder, _ = judged
+    (handed,) = (folder.parent / "handed").glob("*/hand_over.json")
+    held = json.loads(handed.read_text())
+    assert record(folder, "diffusers_sdnq")["layers"]["quantized"] == held["quantized"]
+    rows = {row["name"]: row for row in csv.DictReader((folder / "diffusers_sdnq/layers.csv").open(newline=""))}
+    errors = [float(row["weight_error"]) for row in rows.values() if row["weight_error"]]
+    assert len(errors) == held["quantized"] and 1e-3 < max(errors) < 2e-2  # of INT8 with a scale for a row
+
+
+def test_a_run_is_judged_as_the_engine_that_it_made(judged):
+    """Its own library is OpenVINO, which runs the exported file; images of both agree as far as codes do."""
+    runtime = record(judged[0], "run")["judged"]["runtime"]
+    assert runtime["name"] == "openvino" and runtime["speedup"] > 0
+    assert min(runtime["agreement"]["values"]) > 25
+
+
+def test_the_report_says_which_is_worth_its_bits(judged):
+    page = (judged[0] / "report.html").read_text()
+    for text in ("Which candidate is worth its bits", "Worth its bits:", "What is in each candidate",
+                 "Which layers hurt", "174 float8_e4m3fn of 174"):  # fmt: skip
+        assert text in page, text
+    assert (judged[0] / "pareto_size.png").exists() and (judged[0] / "summary.csv").exists()
+
+
+def test_what_was_judged_is_not_judged_again(judged, command, main_job):
+    folder, candidates = judged
+    before = {name: (folder / name / "metrics.json").stat().st_mtime_ns for name in candidates}
+    result = judge(command, main_job, folder.parent, candidates.values())
+    assert result.returncode == 0 and "3 of 3 candidates were judged before" in result.stderr, result.stderr[-2000:]
+    assert before == {name: (folder / name / "metrics.json").stat().st_mtime_ns for name in candidates}
+
+
+@pytest.mark.parametrize(
+    ("candidate", "more", "code", "sentence"),
+    [
+        ("no.gguf", [], 2, "candidates names .*no.gguf, which does not exist"),
+        ("README.md", [], 2, "README.md is of no kind that is known here, expected one of: a GGUF file"),
+        ("conf", [], 2, "conf is of no kind that is known here"),
+        ("checkpoints/sdxl_mini.nemo", ["model.path=no_such_model"], 2, "model.path names no_such_model"),
+        ("README.md", ["infer.engine=openvino"], 2, "infer.engine is openvino, expected torch"),
+    ],
+)
+def test_what_cannot_be_judged_is_refused_in_a_sentence(command, tmp_path, candidate, more, code, sentence):
+    result = command("judge.py", f"candidates=[{candidate}]", f"hydra.run.dir={tmp_path}/judged", *more)
+    assert result.returncode == code, result.stderr
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("error:")]
+    assert re.search(sentence, line), line
+
+
+def test_a_candidate_of_another_size_is_refused_before_anything_is_computed(command, checkpoint, tmp_path):
+    path = cast(checkpoint, tmp_path / "a.safetensors")
+    state = load_file(path)
+    key = f"{PREFIX}input_blocks.0.0.weight"
+    state[key] = state[key].float()[:, :, :1].to(torch.float8_e4m3fn).contiguous()
+    save_file(state, path)
+    result = command("judge.py", f"candidates=[{path}]", f"hydra.run.dir={tmp_path}/judged")
+    assert result.returncode == 3 and "of another size than the full-precision model" in result.stderr
+    assert not (tmp_path / "judged/sweep.json").exists()
+
+
+def test_beside_the_recipes_of_a_sweep_candidates_stand_in_its_table(command, checkpoint, with_graphs, tmp_path):
+    path = cast(checkpoint, tmp_path / "cast.safetensors")
+    single = ["calib_size=1", "quantize.n_steps=2", "infer.steps=2", "infer.prompts=[a rocket]", "export_trt=none"]
+    single += ["infer.num_timed_runs=1", "infer.num_warmup_runs=0", "timing.budget_s=0", f"candidates=[{path}]"]
+    alone = command("quantize.py", *single, f"hydra.run.dir={tmp_path}/run")
+    assert alone.returncode == 2 and "candidates are judged beside the recipes of a sweep" in alone.stderr
+    single += [f"cache.dir={with_graphs(tmp_path / 'cache')}", f"hydra.sweep.dir={tmp_path}/sweep"]
+    differing = command("quantize.py", "-m", "infer.seed=1,2", *single)
+    assert differing.returncode == 2 and "the jobs of this sweep differ in model, infer" in differing.stderr
+    result = command("quantize.py", "-m", "quant_level=1,3", *single)
+    assert result.returncode == 0, result.stderr[-3000:]
+    rows = list(csv.DictReader((tmp_path / "sweep/summary.csv").open(newline="")))
+    assert [row["job"] for row in rows] == ["quant_level=1", "quant_level=3", "cast.safetensors"]
+    assert all(row["status"] == "done" and float(row["psnr_db"]) > 10 for row in rows)
+    page = (tmp_path / "sweep/report.html").read_text()
+    assert "sweep of 2 jobs and one candidate" in page and "Which recipe to ship" in page
