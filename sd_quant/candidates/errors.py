@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sd_quant.candidates.candidate import StoredLayer
+from sd_quant.candidates.folding import plain_weight
 from sd_quant.candidates.network import quantize_inputs
 from sd_quant.numbers import finite, relative_error
 
@@ -65,7 +66,8 @@ def layer_errors(
         def measure(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
             (x, *_), full = arguments, module.get_parameter("weight")
             weight = layer.weight.read().to(full)
-            weights.setdefault(name, relative_error(full, weight))
+            if name not in weights:
+                weights[name] = relative_error(full.cpu(), plain_weight(layer))
             expected = product(module, x, full)
             error = theirs(module, layer, x, weight) - expected
             squares[name] += torch.stack([error.double().square().sum(), expected.double().square().sum()]).cpu()

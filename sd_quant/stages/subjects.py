@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sd_quant.candidates.candidate import Candidate, StoredLayer
+from sd_quant.candidates.folding import unfolded
 from sd_quant.candidates.network import with_candidate
 from sd_quant.candidates.opening import open_candidate
 from sd_quant.config import QuantizeJob, artifact, run_job
@@ -57,7 +58,8 @@ class Subject:
     stored_bytes: int  # of the denoiser
     rows: list[dict[str, Any]]  # of ``layers.csv``: every layer, quantized or not
     open: Callable[[], Engine]  # the denoiser that its consumer computes, in torch and fp32
-    layers: Mapping[str, StoredLayer] = field(default_factory=dict)  # those that are quantized; empty of a run
+    # those that are quantized, for inputs of the full-precision network; empty of a run
+    layers: Mapping[str, StoredLayer] = field(default_factory=dict)
     runtime: Runtime | None = None
 
 
@@ -76,7 +78,8 @@ def subject_of(name: str, path: Path, checkpoint: Checkpoint, sha256: str | None
     candidate = open_candidate(path, checkpoint)
     return Subject(
         name, path, candidate.reader, candidate.maker, candidate.stored_bytes, rows_of(candidate, checkpoint),
-        partial(open_computed, checkpoint, candidate), candidate.layers, runtime_of(candidate, checkpoint),
+        partial(open_computed, checkpoint, candidate), unfolded(candidate, checkpoint),
+        runtime_of(candidate, checkpoint),
     )  # fmt: skip
 
 

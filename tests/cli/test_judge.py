@@ -52,6 +52,11 @@ def judge(command, main_job, folder: Path, candidates, *more: str):
     )  # fmt: skip
 
 
+def table(path: Path) -> list[dict]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
 def record(folder: Path, name: str) -> dict:
     return json.loads((folder / name / "metrics.json").read_text())
 
@@ -65,11 +70,11 @@ def test_each_candidate_has_images_figures_and_a_table_of_its_layers(judged):
         assert 15 < entry["fidelity"]["psnr"]["mean"] < 70 and 0 < entry["judged"]["network_error"] < 0.5
         for path, expected in zip(sorted((folder / name / "images/full_precision").glob("*.png")), full, strict=True):
             assert np.array_equal(np.asarray(Image.open(path)), expected)
-        rows = list(csv.DictReader((folder / name / "layers.csv").open(newline="")))
+        rows = table(folder / name / "layers.csv")
         assert len(rows) == 174 and {row["format"] for row in rows} == set(entry["judged"]["formats"])
     cast_entry, sdnq = (record(folder, name)["judged"] for name in ("cast.safetensors", "diffusers_sdnq"))
     assert cast_entry["formats"] == {"float8_e4m3fn": 174} and 8 < cast_entry["bits"] < 8.5
-    assert sdnq["formats"]["int8"] + sdnq["formats"]["high precision"] == 174 and 11 < sdnq["bits"] < 13
+    assert sdnq["formats"]["int8"] + sdnq["formats"]["high precision"] == 174 and 9 < sdnq["bits"] < 10
     worst = cast_entry["hurting"]
     assert len(worst) == 10 and all(each["network_error"] > 0 for each in worst)
     assert [each["network_error"] for each in worst] == sorted((e["network_error"] for e in worst), reverse=True)
@@ -81,9 +86,9 @@ def test_what_was_handed_over_is_read_as_it_was_written(judged, main_job):
     (handed,) = (folder.parent / "handed").glob("*/hand_over.json")
     held = json.loads(handed.read_text())
     assert record(folder, "diffusers_sdnq")["layers"]["quantized"] == held["quantized"]
-    rows = {row["name"]: row for row in csv.DictReader((folder / "diffusers_sdnq/layers.csv").open(newline=""))}
-    errors = [float(row["weight_error"]) for row in rows.values() if row["weight_error"]]
-    assert len(errors) == held["quantized"] and 1e-3 < max(errors) < 2e-2  # of INT8 with a scale for a row
+    rows = table(folder / "diffusers_sdnq/layers.csv")
+    errors = [float(row["weight_error"]) for row in rows if row["weight_error"]]
+    assert len(errors) == held["quantized"] and 1e-3 < max(errors) < 2e-2  # of INT8, though smoothing is folded
 
 
 def test_a_run_is_judged_as_the_engine_that_it_made(judged):
@@ -105,7 +110,7 @@ def test_what_was_judged_is_not_judged_again(judged, command, main_job):
     folder, candidates = judged
     before = {name: (folder / name / "metrics.json").stat().st_mtime_ns for name in candidates}
     result = judge(command, main_job, folder.parent, candidates.values())
-    assert result.returncode == 0 and "3 of 3 candidates were judged before" in result.stderr, result.stderr[-2000:]
+    assert result.returncode == 0 and "3 of 3 candidates were judged before" in result.stdout, result.stdout[-2000:]
     assert before == {name: (folder / name / "metrics.json").stat().st_mtime_ns for name in candidates}
 
 
@@ -148,7 +153,7 @@ def test_beside_the_recipes_of_a_sweep_candidates_stand_in_its_table(command, ch
     assert differing.returncode == 2 and "the jobs of this sweep differ in model, infer" in differing.stderr
     result = command("quantize.py", "-m", "quant_level=1,3", *single)
     assert result.returncode == 0, result.stderr[-3000:]
-    rows = list(csv.DictReader((tmp_path / "sweep/summary.csv").open(newline="")))
+    rows = table(tmp_path / "sweep/summary.csv")
     assert [row["job"] for row in rows] == ["quant_level=1", "quant_level=3", "cast.safetensors"]
     assert all(row["status"] == "done" and float(row["psnr_db"]) > 10 for row in rows)
     page = (tmp_path / "sweep/report.html").read_text()

@@ -1,0 +1,89 @@
+"""Smoothing that a candidate has folded into the module in front of a layer, undone, so that a layer can stand alone.
+
+SmoothQuant divides a weight's columns by factors and multiplies the layer's input by them, and where a norm or a linear
+makes that input, its outputs are multiplied instead and the graph has nothing to do. Such a layer computes nonsense of
+the full-precision network's inputs. So the factors are read off the modules in front: of a norm they are the ratio of
+its weights, of a linear what its rows, once its own columns are restored, have to be multiplied by to be nearest.
+The road not taken is to ask the file: no format says what was folded.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from sd_quant.candidates.candidate import Candidate, StoredLayer
+from sd_quant.candidates.inputs import Multiplied
+from sd_quant.checkpoints.tensors import LazyTensor
+from sd_quant.models.checkpoint import Checkpoint, denoiser_weights, empty_denoiser
+
+NOTICED = 0.15  # by which a factor differs from 1; E5M2 rounds a norm's weight by up to 0.125
+
+
+def unfolded(candidate: Candidate, checkpoint: Checkpoint) -> Mapping[str, StoredLayer]:
+    """The candidate's layers as they compute on inputs of the full-precision network: the same where none is folded.
+
+    Reads the weights of norms, and where one has taken over a smoothing, of the linears that may have.
+    """
+    full, factors_in, factors_out = denoiser_weights(checkpoint), dict[str, Tensor](), dict[str, Tensor]()
+    linears = [
+        name for name, role in checkpoint.family.layer_roles(empty_denoiser(checkpoint)).items() if role != "conv"
+    ]
+    shared = [each for each in checkpoint.family.shared_inputs(linears) if each.producer is not None]
+    norms = [each for each in shared if len(full[f"{each.producer}.weight"].shape) == 1]
+    for each in norms:
+        name = f"{each.producer}.weight"
+        factor = quotient(candidate.parameters[name].read().float(), full[name].float())
+        if noticed(factor):
+            factors_in |= dict.fromkeys(each.readers, factor)
+    for each in shared if factors_in else ():
+        if each not in norms:
+            wanted = full[f"{each.producer}.weight"].float()
+            factor = row_factors(weight_in(candidate, each.producer), wanted, factors_in.get(each.producer))
+            inputs = full[f"{each.readers[0]}.weight"].shape[1]
+            if noticed(factor[:inputs]):
+                factors_in |= dict.fromkeys(each.readers, factor[:inputs])
+                factors_out[each.producer] = torch.cat([factor[:inputs], torch.ones(len(factor) - inputs)])
+    return {
+        name: without(layer, factors_in.get(name), factors_out.get(name)) for name, layer in candidate.layers.items()
+    }
+
+
+def weight_in(candidate: Candidate, name: str) -> Tensor:
+    layer = candidate.layers.get(name)
+    return (candidate.parameters[f"{name}.weight"] if layer is None else layer.weight).read().float()
+
+
+def noticed(factor: Tensor) -> bool:
+    return bool((factor - 1).abs().max() > NOTICED)
+
+
+def quotient(a: Tensor, b: Tensor) -> Tensor:
+    """``a`` by ``b``, and 1 where ``b`` is zero."""
+    return torch.where(b == 0, 1.0, a / b)
+
+
+def row_factors(theirs: Tensor, ours: Tensor, columns: Tensor | None) -> Tensor:
+    """By what each row of ``ours`` [out, in] is to be multiplied to be nearest to that of ``theirs``."""
+    restored = theirs if columns is None else theirs * columns
+    return quotient((restored * ours).sum(1), ours.square().sum(1))
+
+
+def without(layer: StoredLayer, factor_in: Tensor | None, factor_out: Tensor | None) -> StoredLayer:
+    """``layer`` for inputs that are not multiplied by ``factor_in``, with outputs not multiplied by ``factor_out``."""
+    if factor_out is not None:
+        source, divisor = layer.weight, factor_out[:, None]
+        weight = LazyTensor(tuple(source.shape), torch.float32, lambda: source.read().float() / divisor)
+        layer = replace(layer, weight=weight)
+    return layer if factor_in is None else replace(layer, inputs=Multiplied(factor_in, False, layer.inputs))
+
+
+def plain_weight(layer: StoredLayer) -> Tensor:
+    """What the weight is to inputs that are not multiplied: its columns multiplied by what inputs are."""
+    weight, inputs = layer.weight.read().float(), cast(object, layer.inputs)
+    while isinstance(inputs, Multiplied):
+        weight = weight * inputs.factor.float().view(1, -1, *(1,) * (weight.ndim - 2))
+        inputs = inputs.then
+    return weight

@@ -1,0 +1,78 @@
+"""A folded candidate of a tiny network is judged layer by layer as if nothing were folded."""
+
+import pytest
+import torch
+
+from sd_quant.candidates.candidate import Candidate, StoredLayer
+from sd_quant.candidates.errors import layer_errors
+from sd_quant.candidates.folding import unfolded
+from sd_quant.candidates.inputs import Multiplied, RowInteger
+from sd_quant.checkpoints.tensors import lazy
+from sd_quant.inference.loading import load_part
+from sd_quant.models.checkpoint import denoiser_of, denoiser_part, denoiser_weights
+from sd_quant.models.parts import axes
+
+from .diffusers_folders import tiny_checkpoint
+
+BLOCK = "down_blocks.1.attentions.0.transformer_blocks.0"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+def candidate(checkpoint, folded: bool) -> Candidate:
+    """Weights rounded to sixteenths, of a block whose norm, value and feed-forward have taken over a smoothing."""
+    weights = {name: weight.float() for name, weight in denoiser_weights(checkpoint).items()}
+    chosen = {
+        name: weight for name, weight in weights.items()
+        if name.startswith(BLOCK) and name.endswith(".weight") and weight.ndim == 2
+    }  # fmt: skip
+    random, rounded = torch.Generator().manual_seed(0), {n: (w * 16).round() / 16 for n, w in chosen.items()}
+
+    def smooth(reader: str, *producers: str) -> None:
+        """By factors from 0.5 to 2, so that rounding, which stays as it is, is no reason for a difference."""
+        inputs = chosen[f"{BLOCK}.{reader}.weight"].shape[1]
+        factor = torch.exp2(2 * torch.rand(inputs, generator=random) - 1)
+        rounded[f"{BLOCK}.{reader}.weight"] = rounded[f"{BLOCK}.{reader}.weight"] / factor
+        for name in producers:
+            source = rounded if f"{BLOCK}.{name}" in rounded else weights
+            weight = source[f"{BLOCK}.{name}"]
+            rows = torch.cat([factor, torch.ones(len(weight) - inputs)])
+            source[f"{BLOCK}.{name}"] = weight * rows.view(-1, *(1,) * (weight.ndim - 1))
+
+    if folded:
+        smooth("attn2.to_q", "norm2.weight", "norm2.bias")
+        smooth("attn1.to_out.0", "attn1.to_v.weight")
+        smooth("ff.net.2", "ff.net.0.proj.weight", "ff.net.0.proj.bias")
+        smooth("ff.net.0.proj", "norm3.weight", "norm3.bias")
+    layers = {
+        name.removesuffix(".weight"): StoredLayer("int4", "1 for all", weight.numel() // 2, lazy(weight), RowInteger())
+        for name, weight in rounded.items()
+    }
+    others = {name: lazy(weight) for name, weight in weights.items() if name not in rounded}
+    return Candidate(checkpoint.path, "gguf", "a test", layers, others)
+
+
+@torch.no_grad()
+def test_the_errors_of_folded_layers_are_those_of_the_same_layers_unfolded(checkpoint):
+    part = load_part(checkpoint, checkpoint.family.DENOISER).module
+    random = torch.Generator().manual_seed(7)
+    shapes = denoiser_part(checkpoint).contract.shapes(**axes(batch=2, width=64, height=64))
+    inputs = {
+        name: torch.randn(shape, generator=random) if len(shape) > 1 else torch.full(shape, 0.5)
+        for name, shape in shapes.items()
+    }
+    found = {}
+    for folded in (False, True):
+        layers = unfolded(candidate(checkpoint, folded), checkpoint)
+        multiplied = {name for name, layer in layers.items() if isinstance(layer.inputs, Multiplied)}
+        readers = {"attn2.to_q", "attn1.to_out.0", "ff.net.2", "ff.net.0.proj"} if folded else set()
+        assert multiplied == {f"{BLOCK}.{name}" for name in readers}
+        found[folded] = layer_errors(denoiser_of(checkpoint, part), layers, lambda: part(**inputs))
+    for name, plain in found[False].items():
+        assert found[True][name].weight == pytest.approx(plain.weight, rel=0.05), name
+        assert found[True][name].output == pytest.approx(plain.output, rel=0.3), name  # inputs are rounded smoothed
+    naive = layer_errors(denoiser_of(checkpoint, part), candidate(checkpoint, True).layers, lambda: part(**inputs))
+    assert naive[f"{BLOCK}.ff.net.0.proj"].output > 2.5 * found[True][f"{BLOCK}.ff.net.0.proj"].output
