@@ -188,7 +188,8 @@ def judge_all(subjects: Sequence[Subject], court: Court, directory: Path) -> Non
             try:
                 judge_one(subject, court, reference, folder)
             except Exception as error:
-                refused = of_the_machine(error) or error
+                fault = of_the_machine(error)
+                refused = error if fault is None else fault
                 if not isinstance(refused, SdQuantError):
                     raise
                 reason = {"status": "failed", "reason": str(refused), "exit_code": refused.exit_code}
