@@ -15,9 +15,8 @@ import onnx
 import pytest
 from hydra import compose, initialize_config_dir
 
-from sd_quant import config
 from sd_quant.cli import job_of
-from sd_quant.config import InferJob, QuantizeJob
+from sd_quant.config import InferJob, QuantizeJob, recipe
 from sd_quant.engines import RUNTIMES, Runtime
 from sd_quant.metrics import SCORES, Against, Score
 from sd_quant.models import FAMILIES
@@ -144,7 +143,7 @@ def added(tmp_path, monkeypatch) -> Path:
     shutil.copytree(REPOSITORY / "conf", tmp_path / "conf")
     for name, text in ADDED.items():
         (tmp_path / name).write_text("\n".join(line[8:] for line in text.splitlines()))
-    monkeypatch.setattr(config, "GROUPS", [tmp_path / "conf"])
+    monkeypatch.setattr(recipe, "GROUPS", [tmp_path / "conf"])
     monkeypatch.setattr(quantize, "TRACKED", str(tmp_path / "trackers"))
     yield tmp_path / "conf"
     for name in ("my_module", "my_format"):

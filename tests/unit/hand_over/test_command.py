@@ -7,7 +7,7 @@ import pytest
 from hydra import compose
 from omegaconf import OmegaConf
 
-import sd_quant.config as config_module
+import sd_quant.config.main_job as config_module
 from sd_quant.cli import SHORTHANDS, composing, job_of
 from sd_quant.config import HandOverJob, QuantizeJob, check_consumers
 from sd_quant.errors import ConfigError, ResourceError

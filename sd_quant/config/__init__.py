@@ -1,0 +1,53 @@
+"""Every knob, typed and checked before anything heavy is imported (no torch here).
+
+Hydra composes YAML into a plain mapping; ``sd_quant.knobs.read`` turns that into the jobs below, each a dataclass of
+sections. Every knob is stated once, at its field; what knobs have to do with one another is checked by the functions
+named ``check_...``, and by ``check_files`` of a job what can be said of files without loading them. Sections stand in
+``model``, ``recipe``, ``images``, ``plans`` and ``comparison``, jobs in ``main_job`` and ``jobs``.
+"""
+
+from sd_quant.config.comparison import UNSAFE, Judge, Metrics, Timing, Verdict
+from sd_quant.config.earlier_runs import BEFORE, artifact, completed, run_job, run_model
+from sd_quant.config.images import Infer
+from sd_quant.config.jobs import PART_NAMES, RUN, ExportJob, HandOverJob, InferJob, JudgeJob, part_paths
+from sd_quant.config.main_job import SHOWN_ALONE, QuantizeJob, check_consumers, check_targets
+from sd_quant.config.model import Model, lora_of
+from sd_quant.config.plans import ExportShape, Trt, targets_for
+from sd_quant.config.recipe import Quantize, check_enabled
+from sd_quant.config.sections import SEED, check_writable, size_of, sizes_of
+
+__all__ = [
+    "BEFORE",
+    "ExportJob",
+    "ExportShape",
+    "HandOverJob",
+    "Infer",
+    "InferJob",
+    "Judge",
+    "JudgeJob",
+    "Metrics",
+    "Model",
+    "PART_NAMES",
+    "Quantize",
+    "QuantizeJob",
+    "RUN",
+    "SEED",
+    "SHOWN_ALONE",
+    "Timing",
+    "Trt",
+    "UNSAFE",
+    "Verdict",
+    "artifact",
+    "check_consumers",
+    "check_enabled",
+    "check_targets",
+    "check_writable",
+    "completed",
+    "lora_of",
+    "part_paths",
+    "run_job",
+    "run_model",
+    "size_of",
+    "sizes_of",
+    "targets_for",
+]

@@ -1,0 +1,73 @@
+"""What earlier runs have left of their knobs, whichever version they are of."""
+
+import dataclasses
+from pathlib import Path
+
+import yaml
+
+from sd_quant.checkpoints.plain_yaml import load_yaml
+from sd_quant.config.main_job import QuantizeJob
+from sd_quant.config.model import Model
+from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.knobs import read
+from sd_quant.places import input_path
+from sd_quant.text import one_line
+
+INTERPOLATION = "${"  # begins what OmegaConf resolves
+# What runs did before these knobs were there, so that their configs can still be read.
+BEFORE: dict[str, dict[str, object]] = {
+    "model": {"loras": [], "encoder": False, "calibration_image": None, "calibration_mask": None, "sizes": None},
+    "infer": dict.fromkeys(("image", "mask", "strength", "sizes")),
+    "trt": {"sizes": None},
+    "judge": {"candidates": [], "layers": 20, "runtimes": True},
+}
+
+
+def completed(knobs: dict) -> dict:
+    """The knobs of a run's ``config.yaml``, with those that its version did not have."""
+    return knobs | {section: before | knobs.get(section, {}) for section, before in BEFORE.items()}
+
+
+def run_job(run: str) -> QuantizeJob:
+    """The job of a finished run.
+
+    Raises ConfigError when it is none, ArtifactError when its configuration is damaged.
+    """
+    folder = input_path(run)
+    for name in ("metrics.json", "config.yaml", "layers.csv"):
+        if not (folder / name).is_file():
+            raise ConfigError(f"run is {run}, which has no {name}, expected the folder of a finished quantize.py")
+    try:
+        knobs = load_yaml((folder / "config.yaml").read_bytes())
+        if not isinstance(knobs, dict) or INTERPOLATION in str(knobs):
+            raise ValueError("it holds no plain knobs")
+        knobs = completed(knobs)
+    except (OSError, yaml.YAMLError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ArtifactError(
+            f"{folder / 'config.yaml'} is not the config of a run ({one_line(error, 200)}); give another run"
+        ) from error
+    return read(QuantizeJob, knobs)
+
+
+def run_model(run: str) -> dict | None:
+    """The ``model`` section of an earlier run, or None where it left no configuration.
+
+    Raises ArtifactError when its configuration is damaged.
+    """
+    resolved = input_path(run) / "config.yaml"
+    if not resolved.is_file():
+        return None
+    try:
+        model = BEFORE["model"] | load_yaml(resolved.read_bytes())["model"]  # type: ignore[index,operator]
+        if INTERPOLATION in str(model):
+            raise ValueError("Hydra would read variables of the environment for it")
+    except (OSError, yaml.YAMLError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ArtifactError(
+            f"{resolved} is not the config of a run ({one_line(error, 200)}); give another run, or run=null"
+        ) from error
+    return dataclasses.asdict(read(Model, model, "model."))
+
+
+def artifact(run: Path, kind: str, part: str) -> Path:
+    """Where a run keeps a part: ``onnx/<part>/<part>.onnx`` or ``plan/<part>.plan``."""
+    return run / "onnx" / part / f"{part}.onnx" if kind == "onnx" else run / "plan" / f"{part}.plan"

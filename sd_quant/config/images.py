@@ -1,0 +1,142 @@
+"""The section ``infer``: how images are made and timed."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from sd_quant.calibration.prompts import read_prompts
+from sd_quant.config.model import check_source, check_source_files
+from sd_quant.config.sections import SEED, SIDE, SIZE, SOME
+from sd_quant.engines import RUNTIMES
+from sd_quant.errors import ConfigError
+from sd_quant.inference.image_files import image_files
+from sd_quant.knobs import Limit, at_least, check, one_of
+from sd_quant.places import existing, input_path, looked_in
+
+
+@dataclass(slots=True)
+class Infer:
+    """How images are made and timed."""
+
+    engine: Annotated[str, one_of(RUNTIMES), "the runtime that executes the exported networks, or torch itself"]
+    out_path: Annotated[str | None, "folder that gets the images; null: this command's own"]
+    width: Annotated[int, SIDE, "pixels across an image"]
+    height: Annotated[int, SIDE, "pixels down an image"]
+    sizes: Annotated[
+        list[str] | None,
+        SIZE,
+        SOME,
+        "sizes that the images have instead, in turn; null: all are infer.width x infer.height, as timed calls are",
+    ]
+    batch_size: Annotated[int, at_least(1), "images at a time"]
+    prompts: Annotated[list[str] | str, "a list, or a text file with a prompt a line"]
+    negative_prompt: Annotated[
+        list[str] | str | None,
+        "what guidance leads away from, in calibration too: a text, or a list of one for each prompt; "
+        "null: the model's own unconditional embedding",
+    ]
+    num_samples: Annotated[int, at_least(1), "images of a prompt"]
+    steps: Annotated[int, at_least(1), "denoising steps"]
+    scale: Annotated[float, at_least(0), "guidance scale, of the calibration images too"]
+    seed: Annotated[int, SEED, "random seed of the first image; the next has the next"]
+    latents: Annotated[
+        str | None, "start noise instead of the seed's: a .pt, .npy or .safetensors of [1 or images, C, H/8, W/8]"
+    ]
+    image: Annotated[
+        str | None, "image, or folder of images, that prompts change in turn; null: images begin with noise"
+    ]
+    mask: Annotated[
+        str | None,
+        "masks of the images, white where they are made anew: one for all, or a folder with the same names; "
+        "null: the whole image is changed",
+    ]
+    strength: Annotated[
+        float | None,
+        Limit(lambda share: 0 < share <= 1, "more than 0 and at most 1"),
+        "share of the denoising steps by which an image is changed; null: 0.6, and 1 with a mask",
+    ]
+    num_warmup_runs: Annotated[int, at_least(0), "calls before the timed ones"]
+    num_timed_runs: Annotated[int, at_least(1), "calls whose median is the latency"]
+    precision: Annotated[
+        str,
+        one_of(["auto", "fp32", "fp16", "bf16"]),
+        "what torch computes in, and OpenVINO what is not quantized (fp32, bf16); auto: fp16 on a GPU, fp32 elsewhere",
+    ]
+    cuda_graph: Annotated[bool, "a GPU replays an engine's calls: one launch instead of thousands"]
+    allow_untrusted_plan: Annotated[bool, "load a plan that has no record of its build"]
+
+    def __post_init__(self):
+        expected = f"false, because infer.engine={self.engine} runs on the processor"
+        fits = not self.cuda_graph or RUNTIMES[self.engine].device != "cpu"
+        check(fits, "infer.cuda_graph", self.cuda_graph, expected)
+        expected = "null with infer.sizes, because noise is of one size"
+        check(self.sizes is None or self.latents is None, "infer.latents", self.latents, expected)
+        expected = f"null, because at infer.scale={self.scale:g} nothing is guided and no negative prompt is read"
+        check(self.negative_prompt is None or self.scale > 1, "infer.negative_prompt", self.negative_prompt, expected)
+        check_source("infer.image", self.image, "infer.mask", self.mask)
+        expected = "null with infer.sizes, because images to begin with are read at one size"
+        check(self.sizes is None or self.image is None, "infer.image", self.image, expected)
+        expected = "null without infer.image, because it is how much of one is changed"
+        check(self.strength is None or self.image is not None, "infer.strength", self.strength, expected)
+        if self.image is not None:
+            self.check_strength(self.mask, self.steps, "infer.steps")
+        expected = "null with infer.image, whose noise is drawn from the seeds"
+        check(self.latents is None or self.image is None, "infer.latents", self.latents, expected)
+
+    def strength_with(self, mask: str | None) -> float:
+        """The share of the steps by which an image is changed; by default all of them where there is a ``mask``."""
+        return self.strength or (0.6 if mask is None else 1.0)
+
+    def check_strength(self, mask: str | None, steps: int, knob: str) -> None:
+        """Raises ConfigError when that share of the ``steps``, which ``knob`` says, is none."""
+        strength = self.strength_with(mask)
+        expected = f"at least {math.ceil(1 / strength)}, because infer.strength={strength:g} is the share that is taken"
+        check(int(steps * strength) > 0, knob, steps, expected)
+
+    def inputs(self) -> dict[str, Path]:
+        """The files and folders that images start from, by the names that they have in a record."""
+        return {name: input_path(path) for name in ("latents", "image", "mask") if (path := getattr(self, name))}
+
+    def prompt_list(self) -> list[str]:
+        """Every prompt, repeated ``num_samples`` times. Raises ConfigError when there is none.
+
+        With more images to start from than prompts, prompts are taken in turn until each image is.
+        """
+        prompts = self.distinct_prompts()
+        count = max(len(prompts), len(image_files("infer.image", input_path(self.image))) if self.image else 0)
+        return [prompts[index % len(prompts)] for index in range(count) for _ in range(self.num_samples)]
+
+    def distinct_prompts(self) -> list[str]:
+        prompts = read_prompts(prompt_file(self.prompts)) if isinstance(self.prompts, str) else self.prompts
+        check(bool(prompts), "infer.prompts", "empty", "at least one prompt")
+        return prompts
+
+    def negative_prompts(self, samples: int = 1) -> list[str] | None:
+        """The negative prompts, which prompts take in turn, each repeated ``samples`` times; None without any."""
+        texts = [self.negative_prompt] if isinstance(self.negative_prompt, str) else self.negative_prompt
+        return None if texts is None else [text for text in texts for _ in range(samples)]
+
+    def check_files(self) -> None:
+        """Raises ConfigError for prompts that cannot be read, negative prompts for others, absent latents, images."""
+        if self.latents is not None:
+            existing("infer.latents", self.latents, "an existing file, or null")
+        check_source_files("infer.", self.image, self.mask)
+        prompts, negative = self.distinct_prompts(), self.negative_prompt
+        if isinstance(negative, list):
+            expected = f"one for each of the {len(prompts)} prompts, or a single text for all"
+            check(len(negative) == len(prompts), "infer.negative_prompt", f"a list of {len(negative)} texts", expected)
+        elif negative is not None:
+            expected = "the text itself or a list of texts: only infer.prompts is read from a file"
+            check(not negative.endswith((".txt", ".tsv")), "infer.negative_prompt", negative, expected)
+
+
+def prompt_file(path: str) -> Path:
+    """The file of prompts that ``path`` names. Raises ConfigError for what looks like a prompt itself."""
+    file = input_path(path)
+    if not file.exists() and not file.suffix:
+        raise ConfigError(
+            f"infer.prompts is {path}, which is no file{looked_in(path)}; put a prompt in brackets: "
+            f"'infer.prompts=[{path}]'"
+        )
+    return file

@@ -1,0 +1,168 @@
+"""The jobs of the other commands, which start from an earlier run, from files or from a checkpoint."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from sd_quant.config.comparison import CacheFolder, Judge, Timing, Verdict
+from sd_quant.config.earlier_runs import artifact, run_job, run_model
+from sd_quant.config.images import Infer
+from sd_quant.config.main_job import check_consumers, check_targets
+from sd_quant.config.model import Model, parts_of
+from sd_quant.config.plans import ExportShape, Trt, check_batch, check_plan_size
+from sd_quant.config.sections import check_writable
+from sd_quant.engines import PLAN_BUILDERS, RUNTIMES, check_installed
+from sd_quant.errors import ConfigError
+from sd_quant.hand_over import TARGETS
+from sd_quant.knobs import Limit, check
+from sd_quant.places import existing, input_path, output_path
+
+PART_NAMES = ("unet_xl", "vae", "clip1", "clip2")  # of files that no run tells of
+RUN = Annotated[str | None, "folder of an earlier run, whose files are taken"]
+FILES = Annotated[dict[str, str | None], "the file of a part, instead of the run's"]
+
+
+@dataclass(slots=True)
+class ExportJob:
+    run: RUN
+    files: FILES
+    model: Model
+    trt: Trt
+    infer: ExportShape
+
+    def __post_init__(self):
+        check_batch(self.trt, self.infer)
+        check_plan_size(self.trt, self.infer)
+        expected = "a library that builds plans, because the ONNX files are there already"
+        check(self.trt.library != "none" or self.unquantized(), "trt.library", self.trt.library, expected)
+
+    def unquantized(self) -> bool:
+        """Whether the model's checkpoint is exported, because neither a run nor files are given."""
+        return self.run is None and not any(self.files.values())
+
+    def check_files(self) -> None:
+        if self.unquantized():
+            self.model.check_files()
+        else:
+            check_parts(self, "onnx")
+        check_out_path(self.infer.out_path)
+        if self.trt.library in PLAN_BUILDERS:
+            check_installed(self.trt.library)
+
+
+@dataclass(slots=True)
+class InferJob:
+    run: RUN
+    files: FILES
+    model: Model
+    infer: Infer
+
+    def __post_init__(self):
+        fits = RUNTIMES[self.infer.engine].unquantized
+        expected = "another, because this one computes what quantize.py derives and reads no file"
+        check(fits, "infer.engine", self.infer.engine, expected)
+        self.model.encoder |= self.infer.image is not None
+
+    def check_files(self) -> None:
+        self.infer.check_files()
+        self.model.check_files()
+        check_out_path(self.infer.out_path)
+        check_installed(self.infer.engine)
+        if kind := RUNTIMES[self.infer.engine].file:
+            check_parts(self, kind)
+
+
+@dataclass(slots=True)
+class JudgeJob:
+    """What ``judge`` does."""
+
+    model: Model
+    infer: Infer
+    judge: Judge
+    timing: Timing
+    verdict: Verdict
+    cache: CacheFolder
+
+    def __post_init__(self):
+        check(bool(self.judge.candidates), "candidates", "empty", "at least one file or folder")
+        expected = "torch, which computes what every candidate's consumer computes; judge.runtimes is for these"
+        check(self.infer.engine == "torch", "infer.engine", self.infer.engine, expected)
+        self.model.encoder |= self.infer.image is not None
+
+    def check_files(self) -> None:
+        self.model.check_files()
+        self.infer.check_files()
+        self.judge.check_files()
+        self.cache.check_files()
+
+
+@dataclass(slots=True)
+class HandOverJob:
+    """What ``hand_over`` does."""
+
+    run: Annotated[str, "folder of a finished run"]
+    to: Annotated[
+        list[str] | str,
+        Limit(
+            lambda to: bool(to) and set([to] if isinstance(to, str) else to) <= TARGETS.keys(),
+            lambda: f"one of {', '.join(TARGETS)}, or a list of them",
+        ),
+        f"whose formats the result is written in: {', '.join(TARGETS)}",
+    ]
+    images: Annotated[bool, "whether images are made of what each target computes, for figures of its own"]
+
+    def targets(self) -> list[str]:
+        return [self.to] if isinstance(self.to, str) else self.to
+
+    def check_files(self) -> None:
+        check_targets("to", self.targets(), run_job(self.run))
+        check_consumers(self.targets())
+
+
+def part_names(job: ExportJob | InferJob) -> list[str]:
+    """The parts of the model, of the run's model, or else those that files are given for."""
+    if isinstance(job, InferJob):
+        return parts_of(job.model.parts, job.model.encoder)
+    model = run_model(job.run) if job.run else None
+    return parts_of(model["parts"], model["encoder"]) if model else list(dict.fromkeys((*PART_NAMES, *job.files)))
+
+
+def part_paths(job: ExportJob | InferJob, kind: str) -> dict[str, Path]:
+    """The file of each part that the job names, in the model's order. Raises ConfigError for files of other parts."""
+    run = existing("run", job.run, "the folder of an earlier run") if job.run else None
+    names = part_names(job)
+    paths = {}
+    for part, given in job.files.items():
+        check(given is None or part in names, "files", part, f"a part of the model: {', '.join(names)}")
+    for part in names:
+        if given := job.files.get(part):
+            paths[part] = input_path(given)
+        elif run is not None:
+            paths[part] = artifact(run, kind, part)
+    return paths
+
+
+def check_parts(job: ExportJob | InferJob, kind: str) -> None:
+    """Raises ConfigError for a part without a file: infer.py needs all of the model's, export_trt.py one at least."""
+    paths = part_paths(job, kind)
+    missing = [part for part in part_names(job) if part not in paths]
+    if missing and (isinstance(job, InferJob) or not paths):
+        raise ConfigError(
+            f"no file is given for {', '.join(missing)}; set run=<directory of an earlier run>, "
+            f"or {given_as(missing[0])}=<path of its .{kind}>"
+        )
+    for part, path in paths.items():
+        if not path.is_file():
+            raise ConfigError(
+                f"{part} should be at {path}, which does not exist; check run= or set {given_as(part)}=<path>"
+            )
+
+
+def given_as(part: str) -> str:
+    """How a part's file is named on the command line."""
+    return part if part in PART_NAMES else f"+files.{part}"
+
+
+def check_out_path(path: str | None) -> None:
+    if path is not None:
+        check_writable(output_path(path), "infer.out_path")

@@ -1,0 +1,153 @@
+"""The job of ``quantize.py``, and what its sections have to do with one another."""
+
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Annotated
+
+from packaging.requirements import Requirement
+
+from sd_quant.calibration.prompts import draw_prompts, is_table, read_prompts
+from sd_quant.config.comparison import CacheFolder, Judge, Metrics, Timing, Verdict
+from sd_quant.config.images import Infer
+from sd_quant.config.model import Model
+from sd_quant.config.plans import NO_FP32, Trt, check_batch, check_plan_size, targets_for
+from sd_quant.config.recipe import Quantize, check_recipe
+from sd_quant.engines import PLAN_BUILDERS, RUNTIMES, check_installed
+from sd_quant.errors import ConfigError, ResourceError
+from sd_quant.hand_over import TARGETS
+from sd_quant.knobs import check, one_of
+from sd_quant.places import existing, input_path
+from sd_quant.quantization.formats import FORMATS
+from sd_quant.quantization.recipe import formats_used
+from sd_quant.trackers import TRACKERS
+
+# sections that change no file that a job makes
+SHOWN_ALONE = ("cache", "judge", "published", "timing", "trackers", "verdict")
+
+
+@dataclass(slots=True)
+class QuantizeJob:
+    model: Model
+    quantize: Quantize
+    trt: Trt
+    infer: Infer
+    judge: Judge
+    timing: Timing
+    verdict: Verdict
+    cache: CacheFolder
+    metrics: Metrics
+    trackers: Annotated[list[str], one_of(TRACKERS, each=True), "who is told of a finished run, beside its own record"]
+    published: Annotated[str | None, "file of published latencies, shown beside a sweep's"]
+    hand_over: Annotated[
+        list[str], one_of(TARGETS, each=True), "tools in whose own formats the result is written too, see hand_over.py"
+    ]
+
+    def __post_init__(self):
+        check_recipe(self.quantize)
+        check_targets("hand_over", self.hand_over, self)
+        check_batch(self.trt, self.infer)
+        check_plan_size(self.trt, self.infer)
+        for name in ("clip_weights", "fid_references"):
+            expected = "null with infer.sizes, because this score is of images of one size"
+            fits = self.infer.sizes is None or getattr(self.metrics, name) is None
+            check(fits, f"metrics.{name}", getattr(self.metrics, name), expected)
+        targets_for(self.trt, set().union(*self.formats().values()))
+        expected = (
+            "newer ones, because TensorRT for RTX multiplies no fp32 matrices on SM75, and every decoder of images has "
+            "some; build plans of the other parts with export_trt.py"
+        )
+        check(NO_FP32 not in (self.trt.targets or ()), "trt.targets", self.trt.targets, expected)
+        check_engine(self.infer.engine, self.quantize, self.trt)
+        expected = "null, because a run keeps everything in hydra.run.dir"
+        check(self.infer.out_path is None, "infer.out_path", self.infer.out_path, expected)
+        self.model.encoder |= self.infer.image is not None
+        if self.model.calibration_image is not None:
+            self.infer.check_strength(self.model.calibration_mask, self.quantize.n_steps, "quantize.n_steps")
+
+    def formats(self) -> dict[str, set[str]]:
+        used = formats_used(self.quantize.enable, self.quantize.quant_level)
+        return used | {"weights": used["weights"] | set(self.quantize.choices if self.quantize.budget else ())}
+
+    def calibration_prompts(self) -> list[str]:
+        """The first ``calib_size`` prompts of a text file, or as many drawn with ``seed`` from a table of captions.
+
+        Raises ConfigError when the file holds fewer.
+        """
+        path = input_path(self.model.calibration_prompts)
+        prompts, size = read_prompts(path), self.quantize.calib_size
+        check(size <= len(prompts), "calib_size", size, f"at most the {len(prompts)} prompts of the prompt file")
+        return draw_prompts(prompts, size, self.quantize.seed) if is_table(path) else prompts[:size]
+
+    def check_files(self) -> None:
+        """Raises SdQuantError for every file and package that can be refused without loading anything."""
+        self.model.check_files()
+        if self.quantize.calibration is None:
+            self.calibration_prompts()
+        else:
+            expected = "a statistics file or a folder of them, as a run logs"  # the job checks whether they fit
+            existing("calibration", self.quantize.calibration, expected)
+        self.infer.check_files()
+        self.judge.check_files()
+        self.metrics.check_files()
+        if self.published is not None:
+            existing("published", self.published, "an existing file, or null")
+        self.cache.check_files()
+        check_installed(self.infer.engine)
+        if self.trt.library in PLAN_BUILDERS:
+            check_installed(self.trt.library)
+        check_consumers(self.hand_over)
+
+
+def check_engine(engine: str, quantize: Quantize, trt: Trt) -> None:
+    """Raises ConfigError unless ``engine`` can compute what ``quantize`` derives, from what ``trt`` builds."""
+    runtime = RUNTIMES[engine]
+    expected = "an engine for the quantized model, such as infer=openvino, because torch is every job's baseline"
+    check(runtime.quantized, "infer.engine", engine, expected)
+    if runtime.file is None:
+        pairs = (quantize.enable.conv, quantize.enable.linear)
+        fits = all(FORMATS[pair.weight].torch_compute_capability and pair.activation == pair.weight for pair in pairs)
+        expected = f"another, such as infer=openvino, because torch itself multiplies no {quantize.format}"
+        check(fits, "infer.engine", engine, expected)
+        expected = (
+            f"null, because infer.engine={engine} multiplies codes with codes, and a budget leaves inputs in fp16"
+        )
+        check(quantize.budget is None, "quantize.budget", quantize.budget, expected)
+        expected = f"0, because infer.engine={engine} computes no low-rank branch"
+        check(quantize.rank == 0, "quantize.rank", quantize.rank, expected)
+    if runtime.file == "plan":
+        expected = f"auto or {engine}, because infer.engine={engine} runs the plans that it builds"
+        check(trt.library in ("auto", engine), "trt.library", trt.library, expected)
+
+
+def check_targets(knob: str, targets: list[str], job: QuantizeJob) -> None:
+    """Raises ConfigError when one of the ``targets`` can hold nothing of what the ``job`` makes."""
+    family, weights = job.model.family, job.formats()["weights"]
+    facts = {
+        family: lambda target: target.families is None or family in target.families,
+        f"weights in {' or '.join(sorted(weights))}": lambda target: weights & target.formats.keys(),
+        "a low-rank branch, or quantize.rank=0": lambda target: target.low_rank or job.quantize.rank == 0,
+    }
+    for what, holds in facts.items():
+        able = ", ".join(name for name, target in TARGETS.items() if holds(target))
+        for name in targets:
+            check(bool(holds(TARGETS[name])), knob, name, f"a target that holds {what} ({able})")
+
+
+def check_consumers(targets: list[str]) -> None:
+    """Raises SdQuantError for a package that writes a target and is missing, and one that cannot open the result."""
+    for target in map(TARGETS.__getitem__, targets):
+        if target.package is not None and find_spec(target.package) is None:
+            raise ResourceError(
+                f"the package {target.package} is not installed, which writes what {target.name} opens; "
+                f"pip install 'sd-quant[{target.package}]'"
+            )
+        for broken, symptom in target.broken.items():
+            requirement = Requirement(broken)
+            with suppress(PackageNotFoundError):
+                if requirement.specifier.contains(found := version(requirement.name), prereleases=True):
+                    raise ConfigError(
+                        f"{requirement.name} {found} is installed, with which {target.consumer} cannot open the "
+                        f"result: {symptom}; install {' and '.join(target.tried)}"
+                    )

@@ -1,0 +1,124 @@
+"""The section ``model``: the checkpoint, and what belongs to it."""
+
+import math
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from sd_quant.checkpoints.archive import is_gzipped, open_members
+from sd_quant.config.sections import SIDE, SIZE, SOME
+from sd_quant.inference.image_files import image_files, mask_files
+from sd_quant.knobs import Called, Limit, at_least, check, one_of
+from sd_quant.models import FAMILIES, VAE_ENCODER
+from sd_quant.places import existing, input_path
+from sd_quant.report.record import LORA
+
+
+@dataclass(slots=True)
+class Model:
+    """The checkpoint and what belongs to it."""
+
+    family: Annotated[str, one_of(lambda: sorted(FAMILIES)), "the model's family"]
+    path: Annotated[str, "the checkpoint: a file or a folder"]
+    parts: Annotated[list[str], "the networks that are exported"]
+    io: Annotated[
+        str | None,
+        Called("export.io"),
+        one_of(["nemo", "diffusers"]),
+        "whose names the inputs of SDXL's UNet have; null: those of the checkpoint's kind",
+    ]
+    max_sequence_length: Annotated[
+        int | None, at_least(1), "tokens of the longest text that a T5 reads; null: the family's own"
+    ]
+    calibration_prompts: Annotated[str, "a text file with a prompt a line, or a table of captions"]
+    prompts: Annotated[str, "a text file with the prompts of the images that are compared"]
+    loras: Annotated[
+        list[str],
+        Limit(lambda stated: is_lora(stated), "a file, or file:strength with a number", each=True),
+        "LoRA files that are fused into the weights, each with its strength: [style.safetensors:0.8]",
+    ]
+    encoder: Annotated[
+        bool, "the autoencoder's encoder is a part too, which images from images begin with; infer.image implies it"
+    ]
+    calibration_image: Annotated[
+        str | None, "image, or folder of images, that calibration begins with in turn; null: with noise"
+    ]
+    calibration_mask: Annotated[str | None, "their masks, as for infer.mask"]
+    width: Annotated[int, SIDE, "pixels across a calibration image, and across the others by default"]
+    height: Annotated[int, SIDE, "pixels down the same images"]
+    sizes: Annotated[
+        list[str] | None,
+        SIZE,
+        SOME,
+        "sizes that the calibration images have instead, in turn; null: all are model.width x model.height",
+    ]
+    recommended: Annotated[dict[str, float | int], "what other knobs are by default"]
+
+    def __post_init__(self):
+        fits = self.io in (None, "diffusers") or self.family == "sdxl"
+        check(fits, "export.io", self.io, f"diffusers or null, because NeMo has no names for {self.family}")
+        check_source("model.calibration_image", self.calibration_image, "model.calibration_mask", self.calibration_mask)
+        expected = "null with model.sizes, because images to begin with are read at one size"
+        fits = self.sizes is None or self.calibration_image is None
+        check(fits, "model.calibration_image", self.calibration_image, expected)
+        self.encoder |= self.calibration_image is not None
+
+    def adapters(self) -> list[tuple[Path, float]]:
+        """The files of ``loras`` and their strengths, 1 where none is stated."""
+        return [(input_path(path), strength) for path, strength in map(lora_of, self.loras)]
+
+    def inputs(self) -> dict[str, Path]:
+        """The files that the weights come from, by the names that they have in a record."""
+        loras = {f"{LORA}{index} at {strength!r}": path for index, (path, strength) in enumerate(self.adapters(), 1)}
+        return {"checkpoint": input_path(self.path)} | loras
+
+    def check_files(self) -> None:
+        """Raises SdQuantError unless the checkpoint and the LoRAs are there, and its archive whole."""
+        check_checkpoint(self.path)
+        for path, _ in map(lora_of, self.loras):
+            existing("model.loras", path, "the path of a .safetensors file, or file:strength")
+        check_source_files("model.calibration_", self.calibration_image, self.calibration_mask)
+
+
+def lora_of(stated: str) -> tuple[str, float]:
+    """The path and the strength of an entry of ``model.loras``. Raises ValueError for a strength that is no number."""
+    path, colon, strength = stated.rpartition(":")
+    return (path, float(strength)) if colon else (stated, 1.0)
+
+
+def is_lora(stated: str) -> bool:
+    """Whether an entry of ``model.loras`` names a file, and a strength that is finite."""
+    with suppress(ValueError):
+        path, strength = lora_of(stated)
+        return bool(path) and math.isfinite(strength)
+    return False
+
+
+def check_source(knob: str, image: str | None, mask_knob: str, mask: str | None) -> None:
+    """Raises ConfigError for a mask without an image."""
+    check(mask is None or image is not None, mask_knob, mask, f"null without {knob}, because it is the mask of one")
+
+
+def check_source_files(knobs: str, image: str | None, mask: str | None) -> None:
+    """Raises ConfigError for absent images, and for images without masks; ``knobs`` begins the names of both."""
+    for knob, path in {f"{knobs}image": image, f"{knobs}mask": mask}.items():
+        if path is not None:
+            existing(knob, path, "an existing image or a folder of images, or null")
+    if image is not None:
+        images = image_files(f"{knobs}image", input_path(image))
+        if mask is not None:
+            mask_files(f"{knobs}mask", input_path(mask), images)
+
+
+def check_checkpoint(path: str) -> None:
+    """Raises SdQuantError unless the checkpoint is there and its archive whole; the job checks weights and gzip."""
+    expected = "the path of an existing file or folder: nothing is fetched from a hub, so download a model first"
+    checkpoint = existing("model.path", path, expected)
+    if checkpoint.suffix != ".safetensors" and not is_gzipped(checkpoint):
+        open_members(checkpoint)
+
+
+def parts_of(parts: list[str], encoder: bool) -> list[str]:
+    """The names of the exported parts, the encoder last."""
+    return [*parts, VAE_ENCODER] if encoder else parts

@@ -1,0 +1,96 @@
+"""The section ``trt``: how plans are built, and for which images."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from sd_quant.config.images import Infer
+from sd_quant.config.sections import SIDE, SIZE, SOME, size_of
+from sd_quant.engines import PLAN_BUILDERS, RUNTIMES
+from sd_quant.knobs import Limit, at_least, check, one_of
+from sd_quant.quantization.formats import min_compute_capability
+
+RTX_TARGETS = ("SM75", "SM80", "SM86", "SM89", "SM120", "SM121")  # of TensorRT for RTX 1.7
+NO_FP32 = "SM75"  # Turing, for which only fp16 and codes are multiplied
+USUAL_TARGETS = ("SM89", "SM120")
+
+
+@dataclass(slots=True)
+class Trt:
+    """How plans are built."""
+
+    library: Annotated[
+        str,
+        one_of(["auto", *PLAN_BUILDERS, "none"]),
+        "what builds plans: auto is tensorrt where it and a GPU are there, else tensorrt_rtx; none builds no plans",
+    ]
+    targets: Annotated[
+        list[str] | None,
+        one_of(RTX_TARGETS, each=True),
+        f"what TensorRT for RTX builds for; null: {' and '.join(USUAL_TARGETS)} if they have the formats; []: this GPU",
+    ]
+    static_batch: Annotated[bool, "plans take batches of infer.batch_size only"]
+    min_batch_size: Annotated[int, at_least(1), "images of the smallest batch of a plan"]
+    max_batch_size: Annotated[int, at_least(1), "images of the largest batch; guidance doubles it for the denoiser"]
+    optimization_level: Annotated[int | None, one_of(range(6)), "TensorRT's own; null: the library's default"]
+    sizes: Annotated[
+        list[str] | None,
+        SIZE,
+        SOME,
+        "sizes of images that a plan takes, and all between; null: infer.width x infer.height alone",
+    ]
+    workspace_gib: Annotated[
+        float | None, Limit(lambda gib: gib > 0, "more than 0"), "memory that the builder may use; null: its default"
+    ]
+    timing_cache: Annotated[
+        str | None, "folder of TensorRT's measurements of this GPU, for the next build; null: measure again"
+    ]
+
+    def __post_init__(self):
+        at_least(self.min_batch_size).check("trt.max_batch_size", self.max_batch_size)
+
+
+def targets_for(trt: Trt, formats: set[str]) -> list[str]:
+    """The compute capabilities to build for; by default those of USUAL_TARGETS that have these formats.
+
+    Raises ConfigError when one that was asked for has not.
+    """
+    least = min_compute_capability(formats)
+    able = [target for target in RTX_TARGETS if int(target.removeprefix("SM")) >= least]
+    for target in trt.targets or []:
+        expected = f"one of {', '.join(able)}, because older ones have no {' or '.join(sorted(formats))}"
+        check(target in able, "trt.targets", target, expected)
+    return [target for target in USUAL_TARGETS if target in able] if trt.targets is None else trt.targets
+
+
+@dataclass(slots=True)
+class ExportShape:
+    """NeMo's ``infer`` section of an export."""
+
+    out_path: Annotated[str | None, "folder that gets plan/<part>.plan; null: this command's own"]
+    width: Annotated[int, SIDE, "pixels across the images that plans are tuned for"]
+    height: Annotated[int, SIDE, "pixels down these images"]
+    batch_size: Annotated[int, at_least(1), "images at a time"]
+
+
+def check_batch(trt: Trt, infer: Infer | ExportShape) -> None:
+    """Raises ConfigError unless the plans that are built take batches of ``infer.batch_size``."""
+    fits = trt.library == "none" or trt.min_batch_size <= infer.batch_size <= trt.max_batch_size
+    expected = f"from trt.min_batch_size={trt.min_batch_size} to trt.max_batch_size={trt.max_batch_size}"
+    check(fits, "infer.batch_size", infer.batch_size, expected)
+
+
+def check_plan_size(trt: Trt, infer: Infer | ExportShape) -> None:
+    """Raises ConfigError unless plans take the size that they are tuned for, and those of images that they make."""
+    if trt.library == "none":
+        return
+    sizes = [(infer.width, infer.height)] if trt.sizes is None else list(map(size_of, trt.sizes))
+    made = infer.sizes if isinstance(infer, Infer) and RUNTIMES[infer.engine].file == "plan" else None
+    for axis, side in enumerate(("width", "height")):
+        taken = [size[axis] for size in sizes]
+        least, most = min(taken), max(taken)
+        pixels = getattr(infer, side)
+        expected = f"from {least} to {most}, as in trt.sizes, because plans are tuned for it"
+        check(least <= pixels <= most, f"infer.{side}", pixels, expected)
+        expected = f"a {side} from {least} to {most}, which trt.sizes has, because plans make the images"
+        for stated in made or ():
+            check(least <= size_of(stated)[axis] <= most, "infer.sizes", stated, expected)
