@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from sd_quant.candidates.candidate import Candidate, Inputs, StoredLayer, size_in_file
-from sd_quant.candidates.folders import denoiser_folder, quantized_by, stored_tensors
+from sd_quant.candidates.folders import denoiser_folder, holds, quantized_by, stored_tensors
 from sd_quant.candidates.inputs import BlocksNvfp4, Multiplied, StaticFloat8
 from sd_quant.candidates.layer_tensors import (
     FLOAT_SCALES,
@@ -58,14 +58,9 @@ BLOCK = 16  # of NVFP4
 def recognizes(path: Path) -> bool:
     """Whether a denoiser's folder holds ModelOpt's state, or its config says that ModelOpt quantized it."""
     try:
-        return quantized_by(path, "modelopt") or has_state(path)
+        return quantized_by(path, "modelopt") or holds(path, STATE)
     except OSError:
         return False
-
-
-def has_state(path: Path) -> bool:
-    folder = denoiser_folder(path) if path.is_dir() else None
-    return folder is not None and (folder / STATE).is_file()
 
 
 def read(path: Path, checkpoint: Checkpoint) -> Candidate:
@@ -81,7 +76,7 @@ def read(path: Path, checkpoint: Checkpoint) -> Candidate:
     if found:
         layers = {name: exported(path, name, fields, shapes[name]) for name, fields in found.items()}
         return whole(path, NAME, MAKER, checkpoint, layers, tensors, others)
-    if not has_state(path):
+    if not holds(path, STATE):
         raise ArtifactError(f"{path} holds neither {STATE} nor scales of weights; fetch the whole folder")
     state = read_state(path, whole_file(denoiser_folder(path) / STATE))
     leaves = {name for name, module in empty_denoiser(checkpoint).named_modules() if not list(module.children())}

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from sd_quant.candidates.candidate import Candidate, StoredLayer, size_in_file
-from sd_quant.candidates.folders import denoiser_folder, quantization_config, quantized_by, stored_tensors
+from sd_quant.candidates.folders import denoiser_folder, holds, quantization_config, quantized_by, stored_tensors
 from sd_quant.candidates.layer_tensors import (
     FLOAT_SCALES,
     Fields,
@@ -72,14 +72,9 @@ DIFFUSERS = {"int8": "qint8", "int4": "qint4", "int2": "qint2", "float8": "qfloa
 def recognizes(path: Path) -> bool:
     """Whether a denoiser's config in the folder says that quanto quantized it, or quanto's map lies beside it."""
     try:
-        return quantized_by(path, "quanto") or has_map(path)
+        return quantized_by(path, "quanto") or holds(path, MAP)
     except OSError:
         return False
-
-
-def has_map(path: Path) -> bool:
-    folder = denoiser_folder(path) if path.is_dir() else None
-    return folder is not None and (folder / MAP).is_file()
 
 
 def read(path: Path, checkpoint: Checkpoint) -> Candidate:

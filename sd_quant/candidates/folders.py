@@ -23,6 +23,12 @@ def denoiser_folder(path: Path) -> Path | None:
     return folders[0] if folders else path if (path / CONFIG).is_file() else None
 
 
+def holds(path: Path, name: str) -> bool:
+    """Whether a file of this name lies beside a denoiser's weights."""
+    folder = denoiser_folder(path) if path.is_dir() else None
+    return folder is not None and (folder / name).is_file()
+
+
 def quantization_config(path: Path) -> Mapping[str, object] | None:
     """``quantization_config`` of the denoiser's config; None where there is no such object, or no config at all."""
     try:

@@ -15,10 +15,10 @@ from sd_quant.checkpoints.diffusers_pipeline import DiffusersCheckpoint, open_pi
 from sd_quant.inference.loading import load_part
 from sd_quant.models import family_named
 from sd_quant.models.checkpoint import denoiser_part, denoiser_weights, empty_denoiser
-from sd_quant.models.parts import axes
 from sd_quant.numbers import relative_error
 
 from ...pipelines import TINY
+from .diffusers_folders import network_inputs
 
 TOKENS = 16  # of a T5
 FAMILIES = ("sdxl", "sd15", "sd21", "flux", "sd3")
@@ -60,20 +60,10 @@ def in_diffusers(checkpoint: DiffusersCheckpoint, state: Mapping[str, Tensor]) -
     return known["convert_flux_transformer_checkpoint_to_diffusers"](named)
 
 
-def inputs(checkpoint: DiffusersCheckpoint, seed: int = 7) -> dict[str, Tensor]:
-    """A time has one axis, and is neither the first nor the last."""
-    random = torch.Generator().manual_seed(seed)
-    shapes = denoiser_part(checkpoint).contract.shapes(**axes(batch=2, width=64, height=128))
-    return {
-        name: torch.randn(shape, generator=random) if len(shape) > 1 else torch.full(shape, 0.5)
-        for name, shape in shapes.items()
-    }
-
-
 @torch.no_grad()
 def error_of_network(checkpoint: DiffusersCheckpoint, candidate: Candidate, theirs: nn.Module) -> float:
     """The relative error of the candidate's output to that of ``theirs``, a denoiser of diffusers."""
-    given = inputs(checkpoint)
+    given = network_inputs(checkpoint)
     part = load_part(checkpoint, checkpoint.family.DENOISER).module
     ours = with_candidate(part, checkpoint, candidate)(**given)
     return relative_error(denoiser_part(checkpoint).wrap(theirs.eval())(**given), ours)

@@ -9,10 +9,9 @@ from sd_quant.candidates.folding import unfolded
 from sd_quant.candidates.inputs import Multiplied, RowInteger
 from sd_quant.checkpoints.tensors import lazy
 from sd_quant.inference.loading import load_part
-from sd_quant.models.checkpoint import denoiser_of, denoiser_part, denoiser_weights
-from sd_quant.models.parts import axes
+from sd_quant.models.checkpoint import denoiser_of, denoiser_weights
 
-from .diffusers_folders import tiny_checkpoint
+from .diffusers_folders import network_inputs, tiny_checkpoint
 
 BLOCK = "down_blocks.1.attentions.0.transformer_blocks.0"
 
@@ -58,12 +57,7 @@ def candidate(checkpoint, folded: bool) -> Candidate:
 @torch.no_grad()
 def test_the_errors_of_folded_layers_are_those_of_the_same_layers_unfolded(checkpoint):
     part = load_part(checkpoint, checkpoint.family.DENOISER).module
-    random = torch.Generator().manual_seed(7)
-    shapes = denoiser_part(checkpoint).contract.shapes(**axes(batch=2, width=64, height=64))
-    inputs = {
-        name: torch.randn(shape, generator=random) if len(shape) > 1 else torch.full(shape, 0.5)
-        for name, shape in shapes.items()
-    }
+    inputs = network_inputs(checkpoint)
     found = {}
     for folded in (False, True):
         layers = unfolded(candidate(checkpoint, folded), checkpoint)

@@ -14,10 +14,10 @@ from sd_quant.checkpoints.diffusers_pipeline import DiffusersCheckpoint, open_pi
 from sd_quant.inference.loading import load_part
 from sd_quant.models import family_named
 from sd_quant.models.checkpoint import denoiser_of, denoiser_part
-from sd_quant.models.parts import axes
 from sd_quant.numbers import relative_error
 
 from ...pipelines import TINY
+from .diffusers_folders import network_inputs
 
 TOKENS = 16  # of a T5
 
@@ -53,14 +53,7 @@ class Tiny:
 
     @torch.no_grad()
     def output(self, denoiser: nn.Module, seed: int = 7) -> Tensor:
-        random = torch.Generator().manual_seed(seed)
-        part = denoiser_part(self.checkpoint)
-        shapes = part.contract.shapes(**axes(batch=2, width=64, height=128))
-        inputs = {
-            name: torch.randn(shape, generator=random) if len(shape) > 1 else torch.full(shape, 0.5)
-            for name, shape in shapes.items()
-        }
-        return part.wrap(denoiser)(**inputs)
+        return denoiser_part(self.checkpoint).wrap(denoiser)(**network_inputs(self.checkpoint, seed))
 
     @torch.no_grad()
     def error_of_layers(self, ours: nn.Module, theirs: nn.Module, candidate: Candidate) -> dict[str, float]:
