@@ -117,10 +117,12 @@ def judge(job: JudgeJob, directory: Path) -> None:
         court = court_of(job, directory)
         subjects = opened(job.judge, court)
         write_json(directory / SWEEP, plan_of(job))
-        judge_all(subjects, court, directory)
-        page, sweep = rebuild(directory), read_sweep(directory)
-    print(sweep_table(sweep))
-    print(f"report: {shown(page)}")
+        try:
+            judge_all(subjects, court, directory)
+        finally:  # those that are judged are shown, whatever became of the others
+            page = rebuild(directory)
+            print(sweep_table(read_sweep(directory)))
+            print(f"report: {shown(page)}", flush=True)
 
 
 def plan_of(job: JudgeJob) -> dict:

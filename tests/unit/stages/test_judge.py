@@ -1,0 +1,104 @@
+"""What is said of a candidate's own library, and of candidates that fail."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from sd_quant.errors import ArtifactError
+from sd_quant.inference.pipeline import Generated
+from sd_quant.metrics.latency import Rounds
+from sd_quant.stages import judge
+from sd_quant.stages.judge import judge_all, judged_entry, judged_runtime
+from sd_quant.stages.subjects import Runtime, Subject
+
+
+def subject(name: str = "a.gguf", runtime: Runtime | None = None, **more) -> Subject:
+    return Subject(name, Path(name), "gguf", "GGUF 3", 4_000_000, more.pop("rows", []), None, {}, runtime)
+
+
+def court(**more) -> SimpleNamespace:
+    usual = {"judge": SimpleNamespace(runtimes=True, layers=3), "together": True, "checkpoint": None, "prompts": [],
+             "infer": None, "timing": None, "denoiser": "unet"}  # fmt: skip
+    return SimpleNamespace(**usual | more)
+
+
+def images(value: int) -> Generated:
+    return Generated(np.full((2, 64, 64, 3), value, np.uint8), torch.zeros(2, 1))
+
+
+@pytest.mark.parametrize(
+    ("runtime", "here", "reason"),
+    [
+        (None, court(), "no library that opens it computes on this machine"),
+        ("SDNQ", court(judge=SimpleNamespace(runtimes=False)), "judge.runtimes is false"),
+        ("SDNQ", court(together=False), "memory does not hold it beside the full-precision model"),
+    ],
+)
+def test_why_nothing_is_known_of_a_library_is_said(runtime, here, reason):
+    found = judged_runtime(subject(runtime=runtime and Runtime(runtime, None)), here, images(7), None)
+    assert found == {"reason": reason}
+
+
+def test_a_library_that_fails_is_a_finding_and_no_end(monkeypatch):
+    """It is other people's code; our reading of the candidate stands."""
+
+    class Strange(Exception):
+        pass
+
+    def fail(*_):
+        raise Strange("a kernel\nis missing")
+
+    monkeypatch.setattr(judge, "pipeline_of", fail)
+    monkeypatch.setattr(judge, "variant_of", lambda *_: None)
+    found = judged_runtime(subject(runtime=Runtime("SDNQ", None)), court(), images(7), None)
+    assert found["name"] == "SDNQ" and found["reason"].startswith("it failed with Strange(") and "ms" not in found
+    assert "\n" not in found["reason"]
+
+
+def test_a_library_is_compared_with_our_reading_and_timed_beside_torch(monkeypatch):
+    samples = {judge.FRAMEWORK: [20.0 + index % 3 for index in range(40)], judge.QUANTIZED: [10.0] * 40}
+    monkeypatch.setattr(judge, "pipeline_of", lambda *_: None)
+    monkeypatch.setattr(judge, "variant_of", lambda *_: None)
+    monkeypatch.setattr(judge, "generate", lambda *_: images(8))
+    monkeypatch.setattr(judge, "denoiser_rounds", lambda *_: Rounds(samples, {}, 0, "narrow", {}))
+    pool = {"unet": None, judge.LIBRARY: None}
+    found = judged_runtime(subject(runtime=Runtime("SDNQ", None)), court(), images(7), pool)
+    assert found["ms"] == 10 and found["torch_ms"] == 21 and 1.9 < found["speedup_interval"][0] < found["speedup"] < 2.2
+    assert found["agreement"]["values"] == pytest.approx([20 * np.log10(255)] * 2, abs=1e-3)  # each pixel is off by 1
+
+
+def test_the_layers_that_cost_most_come_first(monkeypatch):
+    monkeypatch.setattr(judge, "part_parameters", lambda checkpoint: {"unet": 8_000_000})
+    rows = [
+        {"name": name, "role": "conv", "format": fmt, "inputs": "high precision", "output_error": output,
+         "network_error": network}
+        for name, fmt, output, network in [
+            ("a", "Q4_0", 0.3, None), ("b", "Q4_0", 0.1, 0.02), ("c", "Q4_0", 0.2, 0.05),
+            ("d", "high precision", None, None),
+        ]
+    ]  # fmt: skip
+    entry = judged_entry(subject(rows=rows), court(), rows, 0.1, {"reason": "none"})
+    assert [each["name"] for each in entry["hurting"]] == ["c", "b", "a"] and entry["bits"] == 4
+    assert entry["formats"] == {"Q4_0": 3, "high precision": 1}
+
+
+def test_a_candidate_that_fails_leaves_why_and_the_others_go_on(monkeypatch, tmp_path):
+    judged = []
+
+    def judge_one(each, here, reference, folder):
+        if each.name == "b":
+            raise ArtifactError("b has a scale that is not finite")
+        judged.append(each.name)
+
+    monkeypatch.setattr(judge, "mark_of", lambda *_: "mark")
+    monkeypatch.setattr(judge, "reference_of", lambda *_: None)
+    monkeypatch.setattr(judge, "judge_one", judge_one)
+    with pytest.raises(ArtifactError, match="not finite"):
+        judge_all([subject(name) for name in "abc"], court(), tmp_path)
+    assert judged == ["a", "c"]
+    failure = json.loads((tmp_path / "b/failure.json").read_text())
+    assert failure == {"status": "failed", "reason": "b has a scale that is not finite", "exit_code": 3}
