@@ -19,13 +19,14 @@ from sd_quant.candidates.inputs import Multiplied
 from sd_quant.checkpoints.tensors import LazyTensor
 from sd_quant.models.checkpoint import Checkpoint, denoiser_weights, empty_denoiser
 
-NOTICED = 0.15  # by which a factor differs from 1; E5M2 rounds a norm's weight by up to 0.125
+# By which a factor differs from 1: E5M2 rounds a norm's weight by up to 0.125, two bits may shorten a row by a third.
+OF_NORM, OF_ROW = 0.15, 0.5
 
 
 def unfolded(candidate: Candidate, checkpoint: Checkpoint) -> Mapping[str, StoredLayer]:
     """The candidate's layers as they compute on inputs of the full-precision network: the same where none is folded.
 
-    Reads the weights of norms, and where one has taken over a smoothing, of the linears that may have.
+    Reads the weights of the norms and linears that may have taken over a smoothing.
     """
     full, factors_in, factors_out = denoiser_weights(checkpoint), dict[str, Tensor](), dict[str, Tensor]()
     linears = [
@@ -36,14 +37,14 @@ def unfolded(candidate: Candidate, checkpoint: Checkpoint) -> Mapping[str, Store
     for each in norms:
         name = f"{each.producer}.weight"
         factor = quotient(candidate.parameters[name].read().float(), full[name].float())
-        if noticed(factor):
+        if noticed(factor, OF_NORM):
             factors_in |= dict.fromkeys(each.readers, factor)
-    for each in shared if factors_in else ():
+    for each in shared:
         if each not in norms:
             wanted = full[f"{each.producer}.weight"].float()
             factor = row_factors(weight_in(candidate, each.producer), wanted, factors_in.get(each.producer))
             inputs = full[f"{each.readers[0]}.weight"].shape[1]
-            if noticed(factor[:inputs]):
+            if noticed(factor[:inputs], OF_ROW):
                 factors_in |= dict.fromkeys(each.readers, factor[:inputs])
                 factors_out[each.producer] = torch.cat([factor[:inputs], torch.ones(len(factor) - inputs)])
     return {
@@ -56,8 +57,8 @@ def weight_in(candidate: Candidate, name: str) -> Tensor:
     return (candidate.parameters[f"{name}.weight"] if layer is None else layer.weight).read().float()
 
 
-def noticed(factor: Tensor) -> bool:
-    return bool((factor - 1).abs().max() > NOTICED)
+def noticed(factor: Tensor, least: float) -> bool:
+    return bool((factor - 1).abs().max() > least)
 
 
 def quotient(a: Tensor, b: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from sd_quant.candidates.folding import unfolded
 from sd_quant.candidates.inputs import Multiplied, RowInteger
 from sd_quant.checkpoints.tensors import lazy
 from sd_quant.inference.loading import load_part
-from sd_quant.models.checkpoint import denoiser_of, denoiser_weights
+from sd_quant.models.checkpoint import denoiser_of, denoiser_weights, empty_denoiser
 
 from .diffusers_folders import network_inputs, tiny_checkpoint
 
@@ -70,3 +70,30 @@ def test_the_errors_of_folded_layers_are_those_of_the_same_layers_unfolded(check
         assert found[True][name].output == pytest.approx(plain.output, rel=0.3), name  # inputs are rounded smoothed
     naive = layer_errors(denoiser_of(checkpoint, part), candidate(checkpoint, True).layers, lambda: part(**inputs))
     assert naive[f"{BLOCK}.ff.net.0.proj"].output > 2.5 * found[True][f"{BLOCK}.ff.net.0.proj"].output
+
+
+def test_coarse_rounding_is_no_folding_and_a_linear_may_fold_without_a_norm(tmp_path):
+    """PixArt's norms have no weights, so linears alone take over a smoothing there."""
+    checkpoint = tiny_checkpoint(tmp_path, "pixart")
+    weights = {name: weight.float() for name, weight in denoiser_weights(checkpoint).items()}
+    roles = checkpoint.family.layer_roles(empty_denoiser(checkpoint))
+    shared = checkpoint.family.shared_inputs([name for name, role in roles.items() if role != "conv"])
+    folded = next(each for each in shared if each.producer is not None)
+    inputs = weights[f"{folded.readers[0]}.weight"].shape[1]
+    factor = torch.exp2(4 * torch.rand(inputs, generator=torch.Generator().manual_seed(0)) - 2)
+
+    def found(fold: bool) -> set[str]:
+        layers = {}
+        for name in roles:
+            weight = weights[f"{name}.weight"]
+            largest = weight.flatten(1).abs().amax(1).view(-1, *(1,) * (weight.ndim - 1))
+            rounded = (weight / largest * 1.5).round() / 1.5 * largest  # two bits: thirds of the row's largest
+            if fold and name == folded.producer:
+                rows = torch.cat([factor, torch.ones(len(weight) - inputs)])
+                rounded = rounded * rows.view(-1, *(1,) * (weight.ndim - 1))
+            layers[name] = StoredLayer("int2", "1 for a row", weight.numel() // 4, lazy(rounded))
+        others = {name: lazy(each) for name, each in weights.items() if name.removesuffix(".weight") not in layers}
+        made = unfolded(Candidate(checkpoint.path, "gguf", "a test", layers, others), checkpoint)
+        return {name for name, layer in made.items() if isinstance(layer.inputs, Multiplied)}
+
+    assert found(False) == set() and found(True) == set(folded.readers)
