@@ -67,31 +67,41 @@ def closer(a: Standing, b: Standing, confidence: float) -> Interval:
     return mean_interval([x - y for x, y in zip(a.images, b.images, strict=True)], confidence)
 
 
+WORTH, BEATEN, TIED = "worth its bits", "beaten", "not to be told apart"
+
+
+def verdicts(everyone: Sequence[Standing]) -> dict[str, tuple[str, str]]:
+    """Of each, by name, which of WORTH, BEATEN and TIED it is, and the same in words; the smallest stands first."""
+    found: dict[str, tuple[str, str]] = {}
+    best: Standing | None = None
+    confidence = 1 - 0.05 / max(1, len(everyone))
+    for each in everyone:  # all that could beat it stand before it
+        gain = None if best is None else closer(each, best, confidence)
+        if best is None or gain is None or gain.low > 0:
+            best, found[each.name] = each, (WORTH, WORTH)
+        elif gain.high < 0:
+            by = f"{-gain.value:.1f} dB ({-gain.high:.1f} to {-gain.low:.1f})"
+            found[each.name] = BEATEN, f"beaten by {best.name}, which is no larger, by {by}"
+        else:
+            found[each.name] = TIED, f"not to be told apart from {best.name}, which is no larger"
+    return found
+
+
 def judgement(sweep: Sweep, table: Sequence[Row]) -> str:
-    """The sentences on which candidates are worth their bits, and by how much the others are beaten."""
+    """The sentence on which candidates are worth their bits, and how many are not."""
     everyone = standings(sweep, table)
     if not everyone:
         return "No candidate has both images and a size, so there is nothing to say."
-    worth: list[Standing] = []
-    beaten: list[str] = []
-    tied: list[str] = []
-    confidence = 1 - 0.05 / len(everyone)
-    for each in everyone:  # the smallest first, so all that could beat it stand before it
-        if not worth:
-            worth.append(each)
-            continue
-        best = worth[-1]
-        gain = closer(each, best, confidence)
-        if gain.low > 0:
-            worth.append(each)
-        elif gain.high < 0:
-            by = f"{-gain.value:.1f} dB ({-gain.high:.1f} to {-gain.low:.1f})"
-            beaten.append(f"{each} by {best.name}, which is no larger, by {by}")
-        else:
-            tied.append(f"{each} from {best.name}, which is no larger")
-    sentences = [f"Worth its bits: {joined(list(map(str, worth)))}."]
-    sentences += [f"Beaten: {'; '.join(beaten)}."] if beaten else []
-    sentences += [f"Not to be told apart on {len(everyone[0].images)} images: {'; '.join(tied)}."] if tied else []
+    kinds = {name: kind for name, (kind, _) in verdicts(everyone).items()}
+    worth = [str(each) for each in everyone if kinds[each.name] == WORTH]
+    beaten, tied = ([name for name, kind in kinds.items() if kind == other] for other in (BEATEN, TIED))
+    sentences = [f"Worth its bits: {joined(worth)}." if len(worth) == 1 else f"Worth their bits: {joined(worth)}."]
+    if beaten:
+        sentences.append(f"Beaten by one that is no larger: {joined(beaten)}.")
+    if tied:
+        sentences.append(
+            f"On {len(everyone[0].images)} images not to be told apart from a smaller one: {joined(tied)}."
+        )
     return " ".join(sentences)
 
 
@@ -101,13 +111,14 @@ def candidate_tables(sweep: Sweep) -> list[Table]:
     if not judged:
         return []
     verdict = [f"{judgement(sweep, rows(sweep))} ({RULE}.)"] if sweep.own else []  # else the page begins with it
-    contents = [contents_of(job, entry) for job, entry in judged.values()]
+    said = {name: words for name, (_, words) in verdicts(standings(sweep, rows(sweep))).items()}
+    contents = [contents_of(job, entry, said) for job, entry in judged.values()]
     hurting = [line for job, entry in judged.values() for line in hurting_of(job, entry)]
     return [
         Table(
             "What is in each candidate",
-            ["candidate", "made by", "bits a weight", "MB", "layers quantized", "inputs", "error of the network",
-             "its own library", "agrees with our reading", "a call, ms", "over torch in full precision"],
+            ["candidate", "made by", "verdict", "bits a weight", "MB", "layers quantized", "inputs",
+             "error of the network", "its own library", "agrees with our reading", "a call, ms", "over torch in full precision"],
             contents,
             " ".join([*verdict, CONTENTS]),
         ),
@@ -121,7 +132,7 @@ def candidate_tables(sweep: Sweep) -> list[Table]:
     ]  # fmt: skip
 
 
-def contents_of(job: Job, entry: Mapping[str, Any]) -> list[str]:
+def contents_of(job: Job, entry: Mapping[str, Any], verdicts: Mapping[str, str]) -> list[str]:
     formats, runtime = at(entry, "formats") or {}, at(entry, "runtime") or {}
     quantized = [f"{count} {name}" for name, count in formats.items() if name != HIGH_PRECISION]
     inputs = [f"{count} {name}" for name, count in (at(entry, "inputs") or {}).items() if name != HIGH_PRECISION]
@@ -134,6 +145,7 @@ def contents_of(job: Job, entry: Mapping[str, Any]) -> list[str]:
     return [
         str(job.varied.get(CANDIDATE, job.name)),
         str(at(entry, "maker")),
+        verdicts.get(str(job.varied.get(CANDIDATE, job.name)), "–"),
         number(at(entry, "bits"), "{:.2f}"),
         number(at(entry, "stored_bytes"), "{:,.1f}", 1e-6),
         f"{', '.join(quantized) or 'none'} of {sum(formats.values())}",

@@ -110,13 +110,16 @@ def open_computed(checkpoint: Checkpoint, candidate: Candidate) -> TorchEngine:
 
 
 class LibraryEngine(TorchEngine):
-    """A denoiser that another library has opened: its weights may be of any kind, so its dtype is asked for."""
+    """A denoiser that another library has opened: its weights may be of any kind, so its dtype is asked for.
+
+    It runs without inference mode, in which quanto fails.
+    """
 
     def __init__(self, module: torch.nn.Module, dtype: torch.dtype, *arguments: Any):
         super().__init__(module, *arguments)
         self.inputs = {name: dtype if each.is_floating_point else each for name, each in self.inputs.items()}
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def __call__(self, **inputs: Tensor) -> dict[str, Tensor]:
         output = self.module(**cast_inputs(self.inputs, inputs, self.device))
         outputs = output if isinstance(output, tuple) else (output,)

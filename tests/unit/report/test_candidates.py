@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from sd_quant.report.candidates import candidate_tables, judgement
+from sd_quant.report.candidates import candidate_tables, judgement, standings, verdicts
 from sd_quant.report.rebuild import rebuild
 from sd_quant.report.summary import read_sweep, rows
 from sd_quant.report.table import sweep_table
@@ -52,10 +52,13 @@ def said(sweep) -> str:
 
 
 def test_a_candidate_is_worth_its_bits_if_no_smaller_one_is_as_close(folder):
-    sentence = said(folder(large=(40.0, 8.5), small=(30.0, 4.5), middle=(29.0, 5.5)))
-    worth, beaten = sentence.split(" Beaten: ")
-    assert worth == "Worth its bits: small (30.0 dB at 4.50 bits a weight) and large (40.0 dB at 8.50 bits a weight)."
-    assert beaten.startswith("middle (29.0 dB at 5.50 bits a weight) by small, which is no larger, by 1.0 dB (")
+    sweep = folder(large=(40.0, 8.5), small=(30.0, 4.5), middle=(29.0, 5.5))
+    assert said(sweep) == (
+        "Worth their bits: small (30.0 dB at 4.50 bits a weight) and large (40.0 dB at 8.50 bits a weight). "
+        "Beaten by one that is no larger: middle."
+    )
+    (_, words) = verdicts(standings(sweep, rows(sweep)))["middle"]
+    assert words.startswith("beaten by small, which is no larger, by 1.0 dB (")
 
 
 def test_what_a_few_images_cannot_tell_apart_is_not_decided(folder, tmp_path):
@@ -67,7 +70,7 @@ def test_what_a_few_images_cannot_tell_apart_is_not_decided(folder, tmp_path):
     path.write_text(json.dumps(record))
     sentence = said(read_sweep(sweep.directory))
     assert "Worth its bits: small" in sentence and "Beaten" not in sentence
-    assert "Not to be told apart on 4 images: large (30.1 dB" in sentence
+    assert "On 4 images not to be told apart from a smaller one: large." in sentence
 
 
 def test_a_folder_of_candidates_has_no_recipe_to_recommend_and_shows_all_the_rest(folder):
@@ -75,7 +78,7 @@ def test_a_folder_of_candidates_has_no_recipe_to_recommend_and_shows_all_the_res
                "speedup_interval": [0.45, 0.55]}  # fmt: skip
     sweep = folder(a=(30.0, 4.5), b=(35.0, 8.5, runtime))
     page = rebuild(sweep.directory).read_text()
-    for shown in ("2 candidates", "Worth its bits", "What is in each candidate", "Which layers hurt", "conv_in",
+    for shown in ("2 candidates", "Worth their bits", "What is in each candidate", "Which layers hurt", "conv_in",
                   "90 Q4_0 of 100", "SDNQ", "60.0 dB", "0.50x (0.45 to 0.55)", "8.50"):  # fmt: skip
         assert shown in page, shown
     assert "no library that opens it computes" in page
