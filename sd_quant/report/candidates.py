@@ -118,7 +118,8 @@ def candidate_tables(sweep: Sweep) -> list[Table]:
         Table(
             "What is in each candidate",
             ["candidate", "made by", "verdict", "bits a weight", "MB", "layers quantized", "inputs",
-             "error of the network", "its own library", "agrees with our reading", "a call, ms", "over torch in full precision"],
+             "error of the network", "its own library", "agrees with our reading", "a call, ms",
+             "over torch in full precision"],
             contents,
             " ".join([*verdict, CONTENTS]),
         ),
