@@ -24,6 +24,7 @@ RULE = (
 )
 IDENTICAL_DB = 100.0  # what an identical image counts
 HIGH_PRECISION = "high precision"
+MOST_NAMES = 6  # in a sentence
 WORST = 5  # layers of each candidate
 CONTENTS = (
     "Bits are those that are stored for the denoiser, scales and what is not quantized included, by the number "
@@ -97,7 +98,8 @@ def judgement(sweep: Sweep, table: Sequence[Row]) -> str:
     beaten, tied = ([name for name, kind in kinds.items() if kind == other] for other in (BEATEN, TIED))
     sentences = [f"Worth its bits: {joined(worth)}." if len(worth) == 1 else f"Worth their bits: {joined(worth)}."]
     if beaten:
-        sentences.append(f"Beaten by one that is no larger: {joined(beaten)}.")
+        named = joined(beaten) if len(beaten) <= MOST_NAMES else f"{len(beaten)} others"
+        sentences.append(f"Beaten by one that is no larger: {named}.")
     if tied:
         sentences.append(
             f"On {len(everyone[0].images)} images not to be told apart from a smaller one: {joined(tied)}."

@@ -401,8 +401,12 @@ def network_order(name: str) -> tuple[int, int, int, int]:
 
 
 def part_of(name: str) -> str:
+    """Where in the network a layer is, in a word or two; nothing of those few in front of and behind its blocks."""
     match = PLACE.match(name)
-    return " ".join(filter(None, match.group(1, 2))) if match else name.partition(".")[0]
+    first = name.partition(".")[0]
+    if match is None:
+        return "" if first.startswith("conv_") or first.endswith(("embed", "embedding")) else first
+    return " ".join(filter(None, match.group(1, 2)))
 
 
 def abbreviated(name: str) -> str:
