@@ -188,7 +188,10 @@ def dequantized(path: Path, name: str, fields: Fields, shape: Shape, kind: Kind,
 def with_their_layers(
     candidate: Candidate, checkpoint: Checkpoint, found: Mapping[str, Fields], kinds: Mapping[str, str]
 ) -> nn.Module:
-    """diffusers' network with quanto's own layers, by quanto's ``requantize``, on the CPU."""
+    """diffusers' network with quanto's own layers, by quanto's ``requantize``, on the CPU.
+
+    What is not quantized gets the dtype of the scales, which some of quanto's products take for granted.
+    """
     from optimum.quanto import requantize
 
     state = {name: tensor.read() for name, tensor in candidate.parameters.items()}
@@ -196,4 +199,8 @@ def with_their_layers(
         state |= {f"{layer}.{end}": tensor.read() for end, tensor in fields.items()}
     network = empty_denoiser(checkpoint)
     requantize(network, state, {layer: {"weights": kind, "activations": "none"} for layer, kind in kinds.items()})
+    dtype = next(fields[SCALE].dtype for fields in found.values())
+    for parameter in network.parameters():
+        if type(parameter.data) is Tensor:
+            parameter.data = parameter.data.to(dtype)
     return network.eval().requires_grad_(False)
