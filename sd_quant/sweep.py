@@ -37,6 +37,7 @@ from sd_quant.report.summary import FAILED, SWEEP, UNFINISHED, Sweep
 from sd_quant.text import one_line
 
 LOG = logging.getLogger(__name__)
+STATED = ("judge", "timing", "verdict")  # sections that are for a sweep as a whole
 LONGEST_NAME = 120
 MOST_JOBS = 1000  # each is composed and checked before the first starts, and stands in the report
 
@@ -103,7 +104,7 @@ def plan_of(config_name: str, arguments: Sequence[str], job_of: Callable[[DictCo
             raise ConfigError(f"job {job_name(values)}: {error}") from error
         if name := getattr(job, "published", None):
             published = read_published(input_path(name).read_text(encoding="utf-8"), name)
-        stated = {name: dataclasses.asdict(getattr(job, name)) for name in ("timing", "verdict") if hasattr(job, name)}
+        stated = {name: dataclasses.asdict(getattr(job, name)) for name in STATED if hasattr(job, name)}
         everything.append(json.dumps(deciding(job), sort_keys=True))
         judging.append(job)
         entry: dict[str, Any] = {"name": job_name(values), "varied": values, "overrides": overrides}

@@ -19,8 +19,10 @@ from sd_quant.candidates.inputs import Multiplied
 from sd_quant.checkpoints.tensors import LazyTensor
 from sd_quant.models.checkpoint import Checkpoint, denoiser_weights, empty_denoiser
 
-# By which a factor differs from 1: E5M2 rounds a norm's weight by up to 0.125, two bits may shorten a row by a third.
+# By which a factor differs from 1 that rounding does not explain: E5M2 rounds a norm's weight by up to 0.125, and two
+# bits may shorten a row by a third. Where a norm says that something is folded, slighter ones count too.
 OF_NORM, OF_ROW = 0.15, 0.5
+SLIGHT_OF_NORM, SLIGHT_OF_ROW = 0.01, 0.05
 
 
 def unfolded(candidate: Candidate, checkpoint: Checkpoint) -> Mapping[str, StoredLayer]:
@@ -34,17 +36,18 @@ def unfolded(candidate: Candidate, checkpoint: Checkpoint) -> Mapping[str, Store
     ]
     shared = [each for each in checkpoint.family.shared_inputs(linears) if each.producer is not None]
     norms = [each for each in shared if len(full[f"{each.producer}.weight"].shape) == 1]
-    for each in norms:
-        name = f"{each.producer}.weight"
-        factor = quotient(candidate.parameters[name].read().float(), full[name].float())
-        if noticed(factor, OF_NORM):
+    by_norms = {each: quotient(weight_in(candidate, each.producer), full[f"{each.producer}.weight"].float())
+                for each in norms}  # fmt: skip
+    folds = any(noticed(factor, OF_NORM) for factor in by_norms.values())
+    for each, factor in by_norms.items():
+        if folds and noticed(factor, SLIGHT_OF_NORM):
             factors_in |= dict.fromkeys(each.readers, factor)
     for each in shared:
         if each not in norms:
             wanted = full[f"{each.producer}.weight"].float()
             factor = row_factors(weight_in(candidate, each.producer), wanted, factors_in.get(each.producer))
             inputs = full[f"{each.readers[0]}.weight"].shape[1]
-            if noticed(factor[:inputs], OF_ROW):
+            if noticed(factor[:inputs], SLIGHT_OF_ROW if folds else OF_ROW):
                 factors_in |= dict.fromkeys(each.readers, factor[:inputs])
                 factors_out[each.producer] = torch.cat([factor[:inputs], torch.ones(len(factor) - inputs)])
     return {
@@ -53,8 +56,9 @@ def unfolded(candidate: Candidate, checkpoint: Checkpoint) -> Mapping[str, Store
 
 
 def weight_in(candidate: Candidate, name: str) -> Tensor:
+    """For inputs that are not multiplied."""
     layer = candidate.layers.get(name)
-    return (candidate.parameters[f"{name}.weight"] if layer is None else layer.weight).read().float()
+    return candidate.parameters[f"{name}.weight"].read().float() if layer is None else plain_weight(layer)
 
 
 def noticed(factor: Tensor, least: float) -> bool:

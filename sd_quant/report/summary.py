@@ -64,6 +64,7 @@ class Plan(TypedDict):
     varied: list[str]
     jobs: list[PlannedJob]
     candidates: list[PlannedJob]  # what is judged beside the jobs, see ``sd_quant.stages.judge``
+    judge: dict[str, Any]  # the knobs of the same name
     published: dict[str, Any]  # figures to show beside ours, see ``sd_quant.report.published``
     verdict: dict[str, Any]  # the knobs of the same name, see ``sd_quant.report.recommendation``
 

@@ -17,7 +17,7 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast, get_type_hints
@@ -37,6 +37,7 @@ from sd_quant.files import digest, write_json
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.memory import fits, memory_of_part, memory_of_variant
 from sd_quant.inference.pipeline import Generated
+from sd_quant.knobs import read
 from sd_quant.metrics.fidelity import fidelity, psnr, summary
 from sd_quant.metrics.images import score_pairs
 from sd_quant.metrics.intervals import ratio_interval
@@ -59,7 +60,9 @@ from sd_quant.report.record import (
     Knobs,
     Record,
     Stage,
+    at,
     explained,
+    read_object,
     weights_sha256,
     write_record,
 )
@@ -138,15 +141,17 @@ def plan_of(job: JudgeJob) -> dict:
 
 
 def judge_sweep(directory: Path) -> None:
-    """Judge the candidates of a sweep's jobs in its folder, by the model and the images of its first finished job.
+    """Judge the candidates of a sweep in its folder, by the model and the images of its first finished job.
 
     Nothing happens where there are none, or no job is done.
     """
-    jobs = [run_job(str(job.directory)) for job in read_sweep(directory).jobs if job.status == DONE and not job.judged]
-    if not jobs or not jobs[0].judge.candidates:
+    stated = at(read_object(directory / SWEEP), "judge")
+    done = [job for job in read_sweep(directory).own if job.status == DONE]
+    if not done or not at(stated, "candidates"):
         return
-    court = court_of(jobs[0], directory)
-    judge_all(opened(jobs[0].judge, court), court, directory)
+    judge = read(Judge, stated, "judge.")  # the sweep's own, because jobs that were done before know of no later ones
+    court = replace(court_of(run_job(str(done[0].directory)), directory), judge=judge)
+    judge_all(opened(judge, court), court, directory)
 
 
 def court_of(job: JudgeJob | QuantizeJob, directory: Path) -> Court:

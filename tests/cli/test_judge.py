@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -88,7 +89,7 @@ def test_what_was_handed_over_is_read_as_it_was_written(judged, main_job):
     assert record(folder, "diffusers_sdnq")["layers"]["quantized"] == held["quantized"]
     rows = table(folder / "diffusers_sdnq/layers.csv")
     errors = [float(row["weight_error"]) for row in rows if row["weight_error"]]
-    assert len(errors) == held["quantized"] and 1e-3 < max(errors) < 2e-2  # of INT8, though smoothing is folded
+    assert len(errors) == held["quantized"] and 1e-3 < max(errors) < 3e-2  # of INT8, though smoothing is folded
 
 
 def test_a_run_is_judged_as_the_engine_that_it_made(judged):
@@ -151,10 +152,18 @@ def test_beside_the_recipes_of_a_sweep_candidates_stand_in_its_table(command, ch
     single += [f"cache.dir={with_graphs(tmp_path / 'cache')}", f"hydra.sweep.dir={tmp_path}/sweep"]
     differing = command("quantize.py", "-m", "infer.seed=1,2", *single)
     assert differing.returncode == 2 and "the jobs of this sweep differ in model, infer" in differing.stderr
-    result = command("quantize.py", "-m", "quant_level=1,3", *single)
+    sweep = ["quantize.py", "-m", "quant_level=1,3", *single]
+    result = command(*sweep)
     assert result.returncode == 0, result.stderr[-3000:]
     rows = table(tmp_path / "sweep/summary.csv")
     assert [row["job"] for row in rows] == ["quant_level=1", "quant_level=3", "cast.safetensors"]
     assert all(row["status"] == "done" and float(row["psnr_db"]) > 10 for row in rows)
     page = (tmp_path / "sweep/report.html").read_text()
     assert "sweep of 2 jobs and one candidate" in page and "Which recipe to ship" in page
+
+    shutil.copy(path, tmp_path / "second.safetensors")
+    again = command(*sweep, f"candidates=[{path},{tmp_path}/second.safetensors]")
+    assert again.returncode == 0 and "2 done before" in again.stdout, again.stderr[-3000:]
+    added = table(tmp_path / "sweep/summary.csv")
+    assert [row["job"] for row in added] == [*(row["job"] for row in rows), "second.safetensors"]
+    assert added[3]["psnr_db"] == added[2]["psnr_db"] == rows[2]["psnr_db"]

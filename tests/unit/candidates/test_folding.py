@@ -22,13 +22,13 @@ def checkpoint(tmp_path_factory):
 
 
 def candidate(checkpoint, folded: bool) -> Candidate:
-    """Weights rounded to sixteenths, of a block whose norm, value and feed-forward have taken over a smoothing."""
+    """Weights in steps of 1/64, of a block whose norm, value and feed-forward have taken over a smoothing."""
     weights = {name: weight.float() for name, weight in denoiser_weights(checkpoint).items()}
     chosen = {
         name: weight for name, weight in weights.items()
         if name.startswith(BLOCK) and name.endswith(".weight") and weight.ndim == 2
     }  # fmt: skip
-    random, rounded = torch.Generator().manual_seed(0), {n: (w * 16).round() / 16 for n, w in chosen.items()}
+    random, rounded = torch.Generator().manual_seed(0), {n: (w * 64).round() / 64 for n, w in chosen.items()}
 
     def smooth(reader: str, *producers: str) -> None:
         """By factors from 0.5 to 2, so that rounding, which stays as it is, is no reason for a difference."""
