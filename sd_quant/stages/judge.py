@@ -310,18 +310,20 @@ def judged_runtime(subject: Subject, court: Court, simulated: Generated, pool: P
         return JudgedRuntime(reason="judge.runtimes is false")
     if not court.together:
         return JudgedRuntime(reason="memory does not hold it beside the full-precision model")
+    found = JudgedRuntime(name=subject.runtime.name)
     try:
         pipeline = pipeline_of(court.checkpoint, variant_of(court, pool, LIBRARY))
         images = generate(pipeline, court.prompts, court.infer, f"{subject.name} by {subject.runtime.name}").images
+        found["agreement"] = cast(ImageScores, summary(score_pairs(psnr, simulated.images, images)))
         engines = {FRAMEWORK: pool[court.denoiser], QUANTIZED: pool[LIBRARY]}
+        if len({engine.device.type for engine in engines.values()}) > 1:  # whose times nobody compares
+            return found
         samples = denoiser_rounds(court.checkpoint, engines, court.infer, court.timing).samples
     except Exception as error:  # other people's code, which may fail in any way; our reading stands without it
         LOG.warning("%s: %s failed: %r", subject.name, subject.runtime.name, error)
         return JudgedRuntime(name=subject.runtime.name, reason=f"it failed with {one_line(repr(error), 200)}")
     interval = ratio_interval(samples[FRAMEWORK], samples[QUANTIZED])
-    return JudgedRuntime(
-        name=subject.runtime.name,
-        agreement=cast(ImageScores, summary(score_pairs(psnr, simulated.images, images))),
+    return found | JudgedRuntime(
         ms=statistics.median(samples[QUANTIZED]),
         torch_ms=statistics.median(samples[FRAMEWORK]),
         speedup=interval.value,

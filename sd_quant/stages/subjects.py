@@ -20,7 +20,7 @@ from sd_quant.candidates.folding import unfolded
 from sd_quant.candidates.network import with_candidate
 from sd_quant.candidates.opening import open_candidate
 from sd_quant.config import QuantizeJob, artifact, run_job
-from sd_quant.devices import best_device
+from sd_quant.devices import CPU, best_device
 from sd_quant.engines import RUNTIMES
 from sd_quant.engines.base import Engine, cast_inputs
 from sd_quant.engines.onnx_input import onnx_files
@@ -132,7 +132,8 @@ def runtime_of(candidate: Candidate, checkpoint: Checkpoint) -> Runtime | None:
     opened, part = candidate.runtime, denoiser_part(checkpoint)
 
     def open_library() -> Engine:
-        network = opened().eval().requires_grad_(False)
+        network, device = opened().eval().requires_grad_(False), best_device()
+        network = network if device == CPU else network.to(device)  # which some libraries refuse, even where it is
         return LibraryEngine(part.wrap(network), cast(torch.dtype, network.dtype), part.contract)
 
     return Runtime(candidate.maker, open_library)

@@ -65,10 +65,13 @@ def test_a_library_is_compared_with_our_reading_and_timed_beside_torch(monkeypat
     monkeypatch.setattr(judge, "variant_of", lambda *_: None)
     monkeypatch.setattr(judge, "generate", lambda *_: images(8))
     monkeypatch.setattr(judge, "denoiser_rounds", lambda *_: Rounds(samples, {}, 0, "narrow", {}))
-    pool = {"unet": None, judge.LIBRARY: None}
+    pool = dict.fromkeys(("unet", judge.LIBRARY), SimpleNamespace(device=torch.device("cpu")))
     found = judged_runtime(subject(runtime=Runtime("SDNQ", None)), court(), images(7), pool)
     assert found["ms"] == 10 and found["torch_ms"] == 21 and 1.9 < found["speedup_interval"][0] < found["speedup"] < 2.2
     assert found["agreement"]["values"] == pytest.approx([20 * np.log10(255)] * 2, abs=1e-3)  # each pixel is off by 1
+    elsewhere = pool | {"unet": SimpleNamespace(device=torch.device("cuda"))}
+    untimed = judged_runtime(subject(runtime=Runtime("SDNQ", None)), court(), images(7), elsewhere)
+    assert untimed.keys() == {"name", "agreement"}
 
 
 def test_the_layers_that_cost_most_come_first(monkeypatch):
