@@ -82,7 +82,7 @@ DEPENDING = (  # knobs whose values a job may refuse when it knows the layers; a
     *("keep", "quantize.exclude", "quantize.exclude_text", "quantize.budget", "quantize.choices", "quantize.rank"),
     "hand_over",
 )
-ELSEWHERE = {  # knobs that other names above set, that name a file, or that say which model it is
+ELSEWHERE = {  # knobs that other names above set, that name a file, say which model it is, or are of no job
     *("quantize.format", "quantize.enable", "infer.engine", "quantize.quant_level", "quantize.alpha", "quantize.keep"),
     *("quantize.smoothing", "quantize.percentile", "quantize.collect_method", "quantize.calib_size"),
     *("quantize.calibration", "infer.out_path", "metrics.clip_weights", "metrics.fid_weights"),
@@ -90,4 +90,5 @@ ELSEWHERE = {  # knobs that other names above set, that name a file, or that say
     *("model.max_sequence_length", "model.calibration_prompts", "model.prompts", "model.recommended", "model.loras"),
     *("model.calibration_image", "model.calibration_mask", "model.encoder"),
     *("infer.image", "infer.mask", "infer.strength"),
+    *("judge.candidates", "judge.layers", "judge.runtimes"),  # of a sweep, and not of its jobs
 }

@@ -33,6 +33,7 @@ RUNS = {
     "shift": ["--sizes", "1", "--seconds", "0"],
     "convolutions": ["--repeats", "1", "--sizes", "1"],
     "coverage": ["--draws", "2"],
+    "candidates": ["--only", "comfyui-fp8-cast"],  # the one that takes no tool
 }  # fmt: skip
 WITHOUT_FILES = {"convolutions", "coverage"}
 LEFT_OUT = {"against_diffusers", "families", "full_size", "quickstart", "sweep", "verdict", "common"}
