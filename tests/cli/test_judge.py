@@ -4,6 +4,7 @@ import csv
 import json
 import re
 import shutil
+import statistics
 from pathlib import Path
 
 import numpy as np
@@ -89,7 +90,8 @@ def test_what_was_handed_over_is_read_as_it_was_written(judged, main_job):
     assert record(folder, "diffusers_sdnq")["layers"]["quantized"] == held["quantized"]
     rows = table(folder / "diffusers_sdnq/layers.csv")
     errors = [float(row["weight_error"]) for row in rows if row["weight_error"]]
-    assert len(errors) == held["quantized"] and 1e-3 < max(errors) < 3e-2  # of INT8, though smoothing is folded
+    assert len(errors) == held["quantized"]
+    assert statistics.median(errors) < 1.5e-2 and max(errors) < 5e-2  # of INT8, though smoothing is folded
 
 
 def test_a_run_is_judged_as_the_engine_that_it_made(judged):
