@@ -1,6 +1,7 @@
 """An SDXL UNet with a conv and an attention level, one layer a block: every role of layer, a second to run."""
 
 import gc
+import os
 import signal
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ MINI_CONFIG = Path(__file__).parents[1] / "examples/sdxl_mini/model_config.yaml"
 POOLED, SIZE_FEATURES = 32, 8
 PROMPTS = 2
 
+# SDNQ reads these when it is imported, by whichever test is first: it would compile for each shape, for seconds, and
+# with OpenVINO multiply FP8 as 256 numbers at even distances.
+os.environ |= {"SDNQ_USE_TORCH_COMPILE": "0", "SDNQ_USE_OPENVINO_MM": "0"}
 gc.disable()  # until all is imported, which is millions of objects that stay
 
 

@@ -25,10 +25,7 @@ from sd_quant.errors import ArtifactError, ConfigError
 from .diffusers_folders import layer_errors, network_errors, tiny_checkpoint
 
 pytestmark = pytest.mark.consumer
-with pytest.MonkeyPatch.context() as environment:  # read at import
-    environment.setenv("SDNQ_USE_TORCH_COMPILE", "0")  # each shape would be compiled, for seconds
-    environment.setenv("SDNQ_USE_OPENVINO_MM", "0")  # which multiplies FP8 as 256 numbers at even distances
-    sdnq = pytest.importorskip("sdnq")
+sdnq = pytest.importorskip("sdnq")
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 EVERYTHING = {"quant_conv": True, "minimum_allowed_numel": 0}
 BRANCH = {"use_svd": True, "svd_rank": 4}

@@ -11,9 +11,7 @@ from .conftest import layer_errors, network_error
 
 TARGET = "diffusers_sdnq"
 pytestmark = pytest.mark.consumer
-with pytest.MonkeyPatch.context() as environment:
-    environment.setenv("SDNQ_USE_TORCH_COMPILE", "0")  # read at import: each shape would be compiled, for seconds
-    pytest.importorskip("sdnq")
+pytest.importorskip("sdnq")
 
 
 def weights_in(name: str, **options) -> Recipe:
