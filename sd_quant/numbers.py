@@ -12,6 +12,11 @@ def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+def up_to(number: int, multiple: int) -> int:
+    """The smallest multiple that is not smaller than ``number``."""
+    return -(-number // multiple) * multiple
+
+
 def relative_error(reference: torch.Tensor, output: torch.Tensor) -> float | None:
     """||output - reference|| / ||reference||, computed in float64 for two tensors of one shape and any float type.
 

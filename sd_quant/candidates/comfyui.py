@@ -54,7 +54,6 @@ from sd_quant.candidates.other_names import (
     places_in,
     rows_of,
     told_family,
-    up_to,
 )
 from sd_quant.checkpoints.archive import whole_file
 from sd_quant.checkpoints.checks import listing
@@ -62,14 +61,15 @@ from sd_quant.checkpoints.safetensors_file import read_header, without_duplicate
 from sd_quant.checkpoints.tensors import LazyTensor, Readable, StoredTensor
 from sd_quant.errors import ArtifactError, SdQuantError
 from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
+from sd_quant.numbers import up_to
 from sd_quant.quantization.formats import e2m1
+from sd_quant.quantization.formats.blocks import TILE_COLUMNS, TILE_ROWS, from_tiles
 
 MARK, METADATA, OLD_MARK = "comfy_quant", "_quantization_metadata", "scaled_fp8"
 OLD_NAMES = {"scale_weight": "weight_scale", "scale_input": "input_scale"}
 MAX_MARK = 4096  # bytes
 HARMLESS = {"format", "full_precision_matrix_mult", "orig_dtype", "orig_shape"}  # entries of a mark
 FLOAT8 = {torch.float8_e4m3fn: "float8_e4m3fn", torch.float8_e5m2: "float8_e5m2"}
-TILE_ROWS, TILE_COLUMNS = 128, 4  # of scales, as cuBLAS wants them
 LARGEST_GROUP = 1024  # that is rotated; ComfyUI's is 256
 FOREIGN = ".qweight"  # the end of a name that others give to codes in their own order
 
@@ -115,10 +115,8 @@ class Codes:
     def tiled(self, block: int) -> Tensor:
         """The codes of the scales of these rows, uint8 [rows, blocks], from their tiles."""
         stored = self.tensors["weight_scale"].read().view(torch.uint8)
-        rows, columns = stored.shape
-        tiles = stored.reshape(rows // TILE_ROWS, columns // TILE_COLUMNS, 32, 4, TILE_COLUMNS)
-        plain = tiles.permute(0, 3, 2, 1, 4).reshape(rows, columns)
-        return plain[self.rows.start : self.rows.stop, : up_to(self.shape[1], block) // block]
+        plain = from_tiles(stored, self.rows.of, up_to(self.shape[1], block) // block)
+        return plain[self.rows.start : self.rows.stop]
 
 
 @dataclass(frozen=True)

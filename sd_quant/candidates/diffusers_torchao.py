@@ -34,13 +34,15 @@ from sd_quant.checkpoints.tensors import Readable, StoredTensor
 from sd_quant.errors import ArtifactError
 from sd_quant.knobs import BOUNDED
 from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
+from sd_quant.numbers import up_to
 from sd_quant.quantization.formats import e2m1
+from sd_quant.quantization.formats.blocks import TILE_COLUMNS, TILE_ROWS, from_tiles
 
 METHOD = "torchao"
 NAMES = "tensor_names"  # of the metadata
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 FLOATS8 = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
-BLOCK, TILE = 16, (128, 4)  # of NVFP4: numbers to a scale, and scales in a tile
+BLOCK = 16  # numbers of NVFP4 to a scale
 PER_ROW = {"_type": "PerRow", "_data": {"dim": -1}}
 PER_TENSOR = {"_type": "PerTensor", "_data": {}}
 OTHERS = {
@@ -401,9 +403,8 @@ def nvfp4(fields: Mapping[str, Any], pieces: Mapping[str, Readable], shape: tupl
     tiled, rows, columns = fields.get("is_swizzled_scales"), shape[0], shape[1] // BLOCK
     if fields["block_size"] != BLOCK or shape[1] % BLOCK or not isinstance(tiled, bool):
         raise ValueError(f"blocks of {BOUNDED.repr(fields['block_size'])}, in tiles: {BOUNDED.repr(tiled)}")
-    tiles = (-(-rows // TILE[0]), -(-columns // TILE[1]))
     codes = expect(pieces, "qdata", (rows, shape[1] // 2), (torch.uint8,))
-    scale_shape = (32 * tiles[0], 16 * tiles[1]) if tiled else (rows, columns)
+    scale_shape = (up_to(rows, TILE_ROWS) // 4, 4 * up_to(columns, TILE_COLUMNS)) if tiled else (rows, columns)
     scale = expect(pieces, "scale", scale_shape, (torch.float8_e4m3fn,))
     common = expect(pieces, "per_tensor_scale", (), (torch.float32,)) if "per_tensor_scale" in pieces else None
     inputs = nvfp4_inputs(fields.get("act_quant_kwargs"), pieces)
@@ -412,17 +413,11 @@ def nvfp4(fields: Mapping[str, Any], pieces: Mapping[str, Readable], shape: tupl
     def weight() -> Tensor:
         stored = codes.read()
         numbers = e2m1.decode(torch.stack([stored & 0xF, stored >> 4], -1).flatten(1))
-        scales = scale.read().float()
-        scales = untiled(scales, tiles)[:rows, :columns] if tiled else scales
+        scales = (from_tiles(scale.read(), rows, columns) if tiled else scale.read()).float()
         scales = scales if common is None else common.read() * scales
         return (numbers.unflatten(1, (-1, BLOCK)) * scales[..., None]).flatten(1).to(dtype)
 
     return Decoded("nvfp4", (1, BLOCK), dtype, weight, inputs, computes=inputs is None)
-
-
-def untiled(scales: Tensor, tiles: tuple[int, int]) -> Tensor:
-    """Scales in cuBLAS's order, a tile's rows r, r + 32, r + 64 and r + 96 side by side, as rows and columns."""
-    return scales.view(*tiles, 32, 4, 4).permute(0, 3, 2, 1, 4).reshape(tiles[0] * TILE[0], tiles[1] * TILE[1])
 
 
 def nvfp4_inputs(value: Any, pieces: Mapping[str, Readable]) -> NvidiaBlocks | None:

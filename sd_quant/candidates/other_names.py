@@ -13,19 +13,19 @@ that way.
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from math import prod
-from operator import mul
 from pathlib import Path
 from types import MappingProxyType
 
 import torch
 from torch import nn
 
+from sd_quant.checkpoints import flux_names
 from sd_quant.checkpoints.checks import listing
 from sd_quant.checkpoints.sgm import sgm_names
 from sd_quant.checkpoints.tensors import LazyTensor, Readable, StoredTensor
 from sd_quant.errors import ArtifactError
+from sd_quant.numbers import up_to
 
 PREFIX = "model.diffusion_model."  # of the denoiser, in a file of the whole model
 # what else is in such a file: the other networks, averages of the weights, and what training keeps
@@ -50,33 +50,9 @@ class Rows:
 
 Places = Mapping[str, tuple[Rows, ...]]  # by diffusers' name; what stands there one behind the other
 
-QKV, ADDED_QKV = ("attn.to_q", "attn.to_k", "attn.to_v"), ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj")
-# a stored module with what lies in it one behind the other; ``block`` stands for a block's name and number
-FLUX_DOUBLE = {
-    "img_mod.lin": ("norm1.linear",), "txt_mod.lin": ("norm1_context.linear",),
-    "img_attn.qkv": QKV, "txt_attn.qkv": ADDED_QKV,
-    "img_attn.norm.query_norm": ("attn.norm_q",), "img_attn.norm.key_norm": ("attn.norm_k",),
-    "txt_attn.norm.query_norm": ("attn.norm_added_q",), "txt_attn.norm.key_norm": ("attn.norm_added_k",),
-    "img_attn.proj": ("attn.to_out.0",), "txt_attn.proj": ("attn.to_add_out",),
-    "img_mlp.0": ("ff.net.0.proj",), "img_mlp.2": ("ff.net.2",),
-    "txt_mlp.0": ("ff_context.net.0.proj",), "txt_mlp.2": ("ff_context.net.2",),
-}  # fmt: skip
-FLUX_SINGLE = {
-    "modulation.lin": ("norm.linear",), "linear1": (*QKV, "proj_mlp"), "linear2": ("proj_out",),
-    "norm.query_norm": ("attn.norm_q",), "norm.key_norm": ("attn.norm_k",),
-}  # fmt: skip
-FLUX_OUTER = {
-    "img_in": ("x_embedder",), "txt_in": ("context_embedder",),
-    "time_in.in_layer": ("time_text_embed.timestep_embedder.linear_1",),
-    "time_in.out_layer": ("time_text_embed.timestep_embedder.linear_2",),
-    "vector_in.in_layer": ("time_text_embed.text_embedder.linear_1",),
-    "vector_in.out_layer": ("time_text_embed.text_embedder.linear_2",),
-    "guidance_in.in_layer": ("time_text_embed.guidance_embedder.linear_1",),
-    "guidance_in.out_layer": ("time_text_embed.guidance_embedder.linear_2",),
-    "final_layer.linear": ("proj_out",), "final_layer.adaLN_modulation.1": ("norm_out.linear",),
-}  # fmt: skip
+# A stored module of Stable Diffusion 3 with what lies in it one behind the other; Flux's are ``flux_names``.
 SD3_JOINT = {
-    "x_block.attn.qkv": QKV, "context_block.attn.qkv": ADDED_QKV,
+    "x_block.attn.qkv": flux_names.QKV, "context_block.attn.qkv": flux_names.ADDED_QKV,
     "x_block.attn2.qkv": ("attn2.to_q", "attn2.to_k", "attn2.to_v"),
     "x_block.attn.ln_q": ("attn.norm_q",), "x_block.attn.ln_k": ("attn.norm_k",),
     "context_block.attn.ln_q": ("attn.norm_added_q",), "context_block.attn.ln_k": ("attn.norm_added_k",),
@@ -97,11 +73,7 @@ SD3_OUTER = {
 }  # fmt: skip
 # by the class of the network: of each of diffusers' blocks, "" for what is in none, the stored block and its joins
 JOINS: Mapping[str, Mapping[str, tuple[str, Mapping[str, tuple[str, ...]]]]] = {
-    "FluxTransformer2DModel": {
-        "transformer_blocks": ("double_blocks", FLUX_DOUBLE),
-        "single_transformer_blocks": ("single_blocks", FLUX_SINGLE),
-        "": ("", FLUX_OUTER),
-    },
+    "FluxTransformer2DModel": {**flux_names.BLOCKS, "": ("", flux_names.OUTER)},
     "SD3Transformer2DModel": {"transformer_blocks": ("joint_blocks", SD3_JOINT), "": ("", SD3_OUTER)},
 }
 SCALED = ("query_norm", "key_norm")  # whose weight Flux's authors call scale
@@ -243,16 +215,6 @@ def rows_of(stored: StoredTensor, rows: Rows) -> StoredTensor:
     width = prod(stored.shape[1:])
     start = stored.start + rows.start * width * stored.dtype.itemsize
     return replace(stored, start=start, shape=(rows.stop - rows.start, *stored.shape[1:]))
-
-
-def up_to(side: int, multiple: int) -> int:
-    """The smallest multiple that is not smaller."""
-    return -(-side // multiple) * multiple
-
-
-def strides(shape: Shape) -> Shape:
-    """In elements, of a tensor whose values lie one behind the other."""
-    return tuple(accumulate(reversed(shape), mul, initial=1))[-2::-1]
 
 
 def joined(parts: Sequence[Readable]) -> Readable:

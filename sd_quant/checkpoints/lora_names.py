@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from sd_quant.checkpoints import flux_names
 from sd_quant.checkpoints.sgm import sgm_names
 from sd_quant.checkpoints.tensors import Readable
 
@@ -20,38 +21,6 @@ DENOISERS = ("unet", "transformer")
 OF_DENOISER = ("", "base_model.model.", "diffusion_model.", "model.diffusion_model.")  # before a denoiser's name
 FLAT_OF_DENOISER = ("lora_unet_", "lora_transformer_")  # the same of kohya's
 ATTENTION = re.compile(r"(.*\.attn\d?)\.((?:add_|to_)\w+)(?:\.0)?")  # diffusers once kept updates in its processors
-
-# Black Forest Labs' names in Flux's blocks, and diffusers'; several of these are parts of the rows of one of those.
-FLUX_BLOCKS = {
-    "transformer_blocks": ("double_blocks", {
-        "img_attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
-        "img_attn.proj": ("attn.to_out.0",),
-        "img_mlp.0": ("ff.net.0.proj",),
-        "img_mlp.2": ("ff.net.2",),
-        "img_mod.lin": ("norm1.linear",),
-        "txt_attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
-        "txt_attn.proj": ("attn.to_add_out",),
-        "txt_mlp.0": ("ff_context.net.0.proj",),
-        "txt_mlp.2": ("ff_context.net.2",),
-        "txt_mod.lin": ("norm1_context.linear",),
-    }),
-    "single_transformer_blocks": ("single_blocks", {
-        "linear1": ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"),
-        "linear2": ("proj_out",),
-        "modulation.lin": ("norm.linear",),
-    }),
-}  # fmt: skip
-FLUX_ENDS = {
-    "img_in": "x_embedder",
-    "txt_in": "context_embedder",
-    "time_in.in_layer": "time_text_embed.timestep_embedder.linear_1",
-    "time_in.out_layer": "time_text_embed.timestep_embedder.linear_2",
-    "vector_in.in_layer": "time_text_embed.text_embedder.linear_1",
-    "vector_in.out_layer": "time_text_embed.text_embedder.linear_2",
-    "guidance_in.in_layer": "time_text_embed.guidance_embedder.linear_1",
-    "guidance_in.out_layer": "time_text_embed.guidance_embedder.linear_2",
-    "final_layer.linear": "proj_out",
-}
 
 
 @dataclass(frozen=True)
@@ -120,17 +89,16 @@ def _names_elsewhere(layers: Mapping[str, Place]) -> Iterator[tuple[str, list[Pl
         for name, key in sgm_names([layer + WEIGHT for layer in layers]).items():
             yield key.removesuffix(WEIGHT), [layers[name.removesuffix(WEIGHT)]]
     if "single_transformer_blocks.0.proj_mlp" in layers:
-        for theirs, ours in FLUX_ENDS.items():
-            if ours in layers:  # without guidance there is no guidance_embedder
-                yield theirs, [layers[ours]]
-        for blocks, (their_blocks, table) in FLUX_BLOCKS.items():
-            count = len({layer.split(".")[1] for layer in layers if layer.startswith(f"{blocks}.")})
-            for index in range(count):
-                for theirs, parts in table.items():
-                    yield (
-                        f"{their_blocks}.{index}.{theirs}",
-                        stacked([layers[f"{blocks}.{index}.{part}"] for part in parts]),
-                    )
+        named = [(theirs, parts) for theirs, parts in flux_names.OUTER.items() if theirs != flux_names.EXCHANGED]
+        for blocks, (their_blocks, table) in flux_names.BLOCKS.items():
+            for index in range(len({layer.split(".")[1] for layer in layers if layer.startswith(f"{blocks}.")})):
+                named += [
+                    (f"{their_blocks}.{index}.{theirs}", tuple(f"{blocks}.{index}.{part}" for part in parts))
+                    for theirs, parts in table.items()
+                ]
+        for theirs, parts in named:
+            if all(part in layers for part in parts):  # norms are no layers, and not each has a guidance_embedder
+                yield theirs, stacked([layers[part] for part in parts])
 
 
 def stacked(places: list[Place]) -> list[Place]:

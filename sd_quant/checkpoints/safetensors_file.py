@@ -10,13 +10,12 @@ import json
 from collections.abc import Callable, Mapping
 from itertools import accumulate
 from math import prod
-from operator import mul
 from pathlib import Path
 
 import torch
 
 from sd_quant.checkpoints.archive import Member
-from sd_quant.checkpoints.tensors import Readable, StoredTensor, read_bytes
+from sd_quant.checkpoints.tensors import Readable, StoredTensor, read_bytes, strides
 from sd_quant.errors import ArtifactError
 from sd_quant.files import atomic_path
 
@@ -128,5 +127,4 @@ def _located(member: Member, data: int, entry: Mapping) -> StoredTensor:
         raise ValueError("a shape or a range of bytes that is none")
     if end - start != prod(shape) * dtype.itemsize:
         raise ValueError(f"{end - start} bytes for a tensor of shape {list(shape)} and {dtype}")
-    stride = tuple(accumulate(reversed(shape), mul, initial=1))[-2::-1]
-    return StoredTensor(member, data + start, shape, stride, dtype)
+    return StoredTensor(member, data + start, shape, strides(shape), dtype)

@@ -7,6 +7,8 @@ import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from typing import Protocol
 
@@ -86,6 +88,11 @@ class StoredTensor:
             )
         flat = torch.frombuffer(data, dtype=self.dtype)
         return flat.as_strided(self.shape, self.stride).contiguous()
+
+
+def strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns those of a tensor whose numbers lie row after row, in elements."""
+    return tuple(accumulate(reversed(shape), mul, initial=1))[-2::-1]
 
 
 def span_of(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:

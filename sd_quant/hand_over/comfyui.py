@@ -14,7 +14,6 @@ which ComfyUI converts when it loads a file.
 """
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -28,13 +27,14 @@ from sd_quant.checkpoints.sgm import sgm_key
 from sd_quant.checkpoints.tensors import LazyTensor, Readable, lazy
 from sd_quant.hand_over.weights import Assignment, high_precision, quantized
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part
+from sd_quant.numbers import up_to
 from sd_quant.progress import progress
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from sd_quant.quantization.formats import FORMATS
+from sd_quant.quantization.formats.blocks import TILE_COLUMNS, TILE_ROWS, in_tiles
 
 FILE = "sdxl.safetensors"
 NAMES = {"fp8": "float8_e4m3fn", "int8": "int8_tensorwise", "nvfp4": "nvfp4"}  # in ComfyUI's QUANT_ALGOS
-TILE_ROWS, TILE_COLUMNS = 128, 4  # of NVFP4's scales, as cuBLAS wants them
 MULTIPLE = 16  # of a packed weight's sides
 
 
@@ -111,18 +111,3 @@ def packed(source: Readable, layer: LayerAssignment) -> Iterator[tuple[str, Read
     shape = (up_to(rows, TILE_ROWS), up_to(columns // block, TILE_COLUMNS))
     yield "weight_scale", LazyTensor(shape, torch.float8_e4m3fn, scales)
     yield "weight_scale_2", LazyTensor((), torch.float32, lambda: made()[1][1].float().reshape(()))
-
-
-def in_tiles(scales: Tensor) -> Tensor:
-    """Scales [N, K / block] as cuBLAS lays them: tiles of 128 rows and 4 columns, in a tile row r behind row r + 32.
-
-    Source: the layout of 1D block scaling factors in the documentation of cuBLAS.
-    """
-    rows, columns = up_to(scales.shape[0], TILE_ROWS), up_to(scales.shape[1], TILE_COLUMNS)
-    bits = F.pad(scales.view(torch.uint8), (0, columns - scales.shape[1], 0, rows - scales.shape[0]))
-    tiles = bits.view(rows // TILE_ROWS, 4, 32, columns // TILE_COLUMNS, TILE_COLUMNS)  # quarters of a tile's rows
-    return tiles.permute(0, 3, 2, 1, 4).reshape(rows, columns).view(torch.float8_e4m3fn)
-
-
-def up_to(side: int, multiple: int) -> int:
-    return math.ceil(side / multiple) * multiple

@@ -1,9 +1,13 @@
-"""What four-bit formats share: blocks along the last axis, and two codes to a byte."""
+"""What formats in blocks share: blocks along the last axis, two codes to a byte, and scales in tiles."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sd_quant.errors import SdQuantError
+from sd_quant.numbers import up_to
+
+TILE_ROWS, TILE_COLUMNS = 128, 4  # of scales of blocks, as cuBLAS wants them
 
 
 def blocks(x: Tensor, size: int) -> Tensor:
@@ -26,3 +30,22 @@ def pack_nibbles(codes: Tensor) -> Tensor:
     nibbles = codes.contiguous().view(torch.uint8).flatten() & 0xF
     pairs = torch.nn.functional.pad(nibbles, (0, len(nibbles) % 2)).view(-1, 2)
     return pairs[:, 0] | pairs[:, 1] << 4
+
+
+def in_tiles(scales: Tensor) -> Tensor:
+    """Scales [N, blocks] of eight bits as cuBLAS lays them, with both sides padded by zeros to those of whole tiles.
+
+    A tile has 128 rows and 4 columns, and in it row r stands behind row r + 32.
+    Source: the layout of 1D block scaling factors in the documentation of cuBLAS.
+    """
+    rows, columns = up_to(scales.shape[0], TILE_ROWS), up_to(scales.shape[1], TILE_COLUMNS)
+    bits = F.pad(scales.view(torch.uint8), (0, columns - scales.shape[1], 0, rows - scales.shape[0]))
+    tiles = bits.view(rows // TILE_ROWS, 4, 32, columns // TILE_COLUMNS, TILE_COLUMNS)  # quarters of a tile's rows
+    return tiles.permute(0, 3, 2, 1, 4).reshape(rows, columns).view(scales.dtype)
+
+
+def from_tiles(tiled: Tensor, rows: int, columns: int) -> Tensor:
+    """``in_tiles`` undone: of scales in tiles, in any shape, the [rows, columns] without the padding."""
+    high, wide = up_to(rows, TILE_ROWS), up_to(columns, TILE_COLUMNS)
+    tiles = tiled.view(torch.uint8).reshape(high // TILE_ROWS, wide // TILE_COLUMNS, 32, 4, TILE_COLUMNS)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(high, wide)[:rows, :columns].contiguous().view(tiled.dtype)
