@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -84,12 +85,17 @@ OmegaConf.register_new_resolver("places", placement.places, replace=True)
 
 
 def run(
-    main: Callable[[], object], job: type, config_name: str, after_sweep: Callable[[Path], object] = lambda folder: None
+    main: Callable[[], object],
+    job: type,
+    config_name: str,
+    after_sweep: Callable[[Path], object] = lambda folder: None,
+    before_sweep: Callable[[Any], object] = lambda job: None,
 ) -> None:
     """Run a Hydra entrypoint and exit with the code of its outcome.
 
-    ``job`` is the dataclass that describes what ``main`` does, ``config_name`` its file in ``conf``. ``after_sweep`` is
-    called with a sweep's folder when its jobs have ended, before the report is made.
+    ``job`` is the dataclass that describes what ``main`` does, ``config_name`` its file in ``conf``. ``before_sweep``
+    is called with the first job of a sweep before any begins, ``after_sweep`` with the sweep's folder when they have
+    ended, before the report is made.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what a scheduler sends ends a job as Ctrl-C does
     logging.raiseExceptions = False  # else every line of the log says that a disk is full
@@ -110,7 +116,7 @@ def run(
             if not sweeps:
                 check_command(job, config_name, overrides)
         if sweeps:
-            sys.exit(run_sweep(main, job, config_name, overrides, after_sweep))
+            sys.exit(run_sweep(main, job, config_name, overrides, after_sweep, before_sweep))
         main()
     except SdQuantError as error:
         sys.exit(fail(str(error), error.exit_code))
@@ -159,20 +165,28 @@ def run_sweep(
     config_name: str,
     overrides: list[str],
     after_sweep: Callable[[Path], object] = lambda folder: None,
+    before_sweep: Callable[[Any], object] = lambda job: None,
 ) -> int:
     """Check all jobs, let Hydra run them, and make the report, whatever became of them. Returns the exit code."""
+    jobs: list[Any] = []
+
+    def checked(config: DictConfig) -> Any:
+        jobs.append(job_of(job, config))
+        return jobs[-1]
+
     with composing(config_name):
-        plan, name = sweep.plan_of(config_name, overrides, lambda config: job_of(job, config))
+        plan, name = sweep.plan_of(config_name, overrides, checked)
         chosen = any(override.startswith("hydra.sweep.dir=") for override in overrides)
         given = sweep.plain_config(config_name, overrides).hydra.sweep.dir if chosen else f"{SWEEPS}/{name}"
         directory = output_path(given)
     program = sys.argv[0]  # a script, or "sd-quant quantize"
     plan["command"] = [*(["python", Path(program).name] if program.endswith(".py") else program.split()), *sys.argv[1:]]
     check_writable(directory, "hydra.sweep.dir")
+    before_sweep(jobs[0])
     with sweep.opened(directory, plan):
         print(sweep.start_line(read_sweep(directory)), flush=True)
         sys.argv.append("hydra.sweep.dir='{}'".format(str(directory).replace("'", r"\'")))  # jobs may work elsewhere
-        cancelled, ended_with, untimed = False, None, None
+        cancelled, ended_with, uncompared = False, None, None
         try:
             try:
                 main()
@@ -182,7 +196,7 @@ def run_sweep(
             try:
                 after_sweep(directory)
             except SdQuantError as error:  # the jobs are done all the same, and the report shows them
-                untimed = error
+                uncompared = error
         except KeyboardInterrupt:
             cancelled = True
         from sd_quant.report.rebuild import rebuild
@@ -194,8 +208,8 @@ def run_sweep(
     if cancelled:
         return fail("cancelled; what was finished is kept, and the same command goes on", CANCELLED)
     code, sentence = sweep.outcome(finished, ended_with)
-    if untimed is not None and not code:
-        code, sentence = untimed.exit_code, f"the jobs are done, and their engines are not timed together: {untimed}"
+    if uncompared is not None and not code:
+        code, sentence = uncompared.exit_code, f"the jobs are done, and could not be compared together: {uncompared}"
     return fail(sentence, code) if code else 0
 
 

@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 
 from sd_quant.cli import importing, job_of, output_directory, recording_failure, run
 from sd_quant.config import QuantizeJob
-from sd_quant.errors import ConfigError
+from sd_quant.errors import ConfigError, SdQuantError
 from sd_quant.places import CONF
 from sd_quant.stages.closing import DONE_BEFORE, closing_words, in_sweep
 from sd_quant.stages.job_folder import done_before
@@ -40,9 +40,24 @@ def compare_together(directory: Path) -> None:
         from sd_quant.stages.judge import judge_sweep
         from sd_quant.stages.time_sweep import time_sweep
 
-    time_sweep(directory)
+    untimed = None
+    try:
+        time_sweep(directory)
+    except SdQuantError as error:  # which is no reason not to judge
+        untimed = error
     judge_sweep(directory)
+    if untimed is not None:
+        raise untimed
+
+
+def check_before(job: QuantizeJob) -> None:
+    """Raises SdQuantError for a candidate that cannot be read, before hours of other work."""
+    if job.judge.candidates:
+        with importing():
+            from sd_quant.stages.judge import check_candidates
+
+        check_candidates(job)
 
 
 def main() -> None:
-    run(task, QuantizeJob, "quantize", after_sweep=compare_together)
+    run(task, QuantizeJob, "quantize", after_sweep=compare_together, before_sweep=check_before)

@@ -16,6 +16,8 @@ from sd_quant.report.record import CANDIDATE
 
 UNSAFE = re.compile(r"[^A-Za-z0-9._=,+-]+")  # in the name of a folder
 
+CONFIDENCE = Limit(lambda share: 0.5 <= share < 1, "a number from 0.5 to below 1")
+
 
 @dataclass(slots=True)
 class Timing:
@@ -43,11 +45,7 @@ class Verdict:
         Limit(lambda share: 0 < share < 1, "a number between 0 and 1"),
         "share of an image's time that is worth one dB",
     ]
-    confidence: Annotated[
-        float,
-        Limit(lambda share: 0.5 <= share < 1, "a number from 0.5 to below 1"),
-        "with which recipes are told apart, all of them together",
-    ]
+    confidence: Annotated[float, CONFIDENCE, "with which recipes are told apart, all of them together"]
 
 
 @dataclass(slots=True)
@@ -61,6 +59,7 @@ class Judge:
         int, at_least(0), "of each, how many layers with the largest errors are put into the network alone"
     ]
     runtimes: Annotated[bool, "whether a candidate's own library, where it is installed, makes images and is timed"]
+    confidence: Annotated[float, CONFIDENCE, "with which candidates are told apart, all of them together"]
 
     def named(self) -> dict[str, Path]:
         """The candidates by the names that they have in tables, which are those of their folders.

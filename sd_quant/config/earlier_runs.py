@@ -19,7 +19,7 @@ BEFORE: dict[str, dict[str, object]] = {
     "model": {"loras": [], "encoder": False, "calibration_image": None, "calibration_mask": None, "sizes": None},
     "infer": dict.fromkeys(("image", "mask", "strength", "sizes")),
     "trt": {"sizes": None},
-    "judge": {"candidates": [], "layers": 20, "runtimes": True},
+    "judge": {"candidates": [], "layers": 20, "runtimes": True, "confidence": 0.95},
 }
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from sd_quant.config.comparison import CacheFolder, Judge, Timing, Verdict
+from sd_quant.config.comparison import CacheFolder, Judge, Timing
 from sd_quant.config.earlier_runs import artifact, run_job, run_model
 from sd_quant.config.images import Infer
 from sd_quant.config.main_job import check_consumers, check_targets
@@ -80,7 +80,6 @@ class JudgeJob:
     infer: Infer
     judge: Judge
     timing: Timing
-    verdict: Verdict
     cache: CacheFolder
 
     def __post_init__(self):

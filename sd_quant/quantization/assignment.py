@@ -11,6 +11,7 @@ from torch import Tensor
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.formats.int8 import per_channel
 
+WITHOUT_WEIGHTS = ("norm", "attention")  # roles of rows that are no layer which is quantized
 FIXED_ALPHA = 0.8  # what NeMo and ModelOpt recommend for SDXL; alpha=auto is compared with it
 
 

@@ -18,10 +18,7 @@ from sd_quant.report.recommendation import capped, joined
 from sd_quant.report.record import CANDIDATE, DONE, at
 from sd_quant.report.summary import Job, Row, Sweep, rows
 
-RULE = (
-    "a candidate is worth its bits if no other is both smaller and closer to full precision; two are compared on the "
-    "same prompts, with a confidence of 95 % for all comparisons together"
-)
+USUAL_CONFIDENCE = 0.95
 IDENTICAL_DB = 100.0  # what an identical image counts
 HIGH_PRECISION = "high precision"
 MOST_NAMES = 6  # in a sentence
@@ -51,6 +48,19 @@ class Standing:
         return f"{self.name} ({self.fidelity:.1f} dB at {self.bits:.2f} bits a weight)"
 
 
+def confidence_of(sweep: Sweep) -> float:
+    """That of the knob ``judge.confidence``, with the usual one where a plan lacks or misstates it."""
+    stated = at(sweep.judge, "confidence")
+    return stated if type(stated) is float and 0.5 <= stated < 1 else USUAL_CONFIDENCE
+
+
+def rule(sweep: Sweep) -> str:
+    return (
+        "a candidate is worth its bits if no other is both smaller and closer to full precision; two are compared on "
+        f"the same prompts, with a confidence of {confidence_of(sweep):.0%} for all comparisons together"
+    )
+
+
 def standings(sweep: Sweep, table: Sequence[Row]) -> list[Standing]:
     """Everything in the folder that has both images and a size, the smallest first."""
     found = []
@@ -71,11 +81,14 @@ def closer(a: Standing, b: Standing, confidence: float) -> Interval:
 WORTH, BEATEN, TIED = "worth its bits", "beaten", "not to be told apart"
 
 
-def verdicts(everyone: Sequence[Standing]) -> dict[str, tuple[str, str]]:
-    """Of each, by name, which of WORTH, BEATEN and TIED it is, and the same in words; the smallest stands first."""
+def verdicts(everyone: Sequence[Standing], together: float) -> dict[str, tuple[str, str]]:
+    """Of each, by name, which of WORTH, BEATEN and TIED it is, and the same in words; the smallest stands first.
+
+    All comparisons hold ``together`` with this confidence.
+    """
     found: dict[str, tuple[str, str]] = {}
     best: Standing | None = None
-    confidence = 1 - 0.05 / max(1, len(everyone))
+    confidence = 1 - (1 - together) / max(1, len(everyone))
     for each in everyone:  # all that could beat it stand before it
         gain = None if best is None else closer(each, best, confidence)
         if best is None or gain is None or gain.low > 0:
@@ -93,7 +106,7 @@ def judgement(sweep: Sweep, table: Sequence[Row]) -> str:
     everyone = standings(sweep, table)
     if not everyone:
         return "No candidate has both images and a size, so there is nothing to say."
-    kinds = {name: kind for name, (kind, _) in verdicts(everyone).items()}
+    kinds = {name: kind for name, (kind, _) in verdicts(everyone, confidence_of(sweep)).items()}
     worth = [str(each) for each in everyone if kinds[each.name] == WORTH]
     beaten, tied = ([name for name, kind in kinds.items() if kind == other] for other in (BEATEN, TIED))
     sentences = [f"Worth its bits: {joined(worth)}." if len(worth) == 1 else f"Worth their bits: {joined(worth)}."]
@@ -112,8 +125,9 @@ def candidate_tables(sweep: Sweep) -> list[Table]:
     judged = {job.name: (job, at(job.record, "judged")) for job in sweep.jobs if at(job.record, "judged")}
     if not judged:
         return []
-    verdict = [f"{judgement(sweep, rows(sweep))} ({RULE}.)"] if sweep.own else []  # else the page begins with it
-    said = {name: words for name, (_, words) in verdicts(standings(sweep, rows(sweep))).items()}
+    verdict = [f"{judgement(sweep, rows(sweep))} ({rule(sweep)}.)"] if sweep.own else []  # else the page begins with it
+    everyone = standings(sweep, rows(sweep))
+    said = {name: words for name, (_, words) in verdicts(everyone, confidence_of(sweep)).items()}
     contents = [contents_of(job, entry, said) for job, entry in judged.values()]
     hurting = [line for job, entry in judged.values() for line in hurting_of(job, entry)]
     return [

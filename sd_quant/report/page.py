@@ -23,7 +23,8 @@ from PIL import Image
 
 from sd_quant.files import write_text
 from sd_quant.metrics import SCORES, Against, Score, fidelity_scores
-from sd_quant.report.candidates import RULE, judgement
+from sd_quant.report.candidates import judgement
+from sd_quant.report.candidates import rule as rule_of_candidates
 from sd_quant.report.plots import SIZE, TIME, figures, fitted, knob_value, svg
 from sd_quant.report.recommendation import Recommendation, fidelity_db, front, recommend, rule_of
 from sd_quant.report.record import CANDIDATE, DONE, VARIANTS, at, read_object, score_of
@@ -72,7 +73,7 @@ def write_report(sweep: Sweep, extra_sections: Sequence[tuple[str, str]] = ()) -
     names = {row["job"]: described(row, sweep) for row in table}
     advice, rule = recommend(sweep, table, lambda row: names[row["job"]]), str(rule_of(sweep.verdict))
     if not sweep.own:  # candidates alone, which have no latency in common
-        advice, rule = Recommendation(None, judgement(sweep, table)), RULE
+        advice, rule = Recommendation(None, judgement(sweep, table)), rule_of_candidates(sweep)
     plots = figures(sweep)
     shown_images, notes = gallery(sweep, names, advice.job)
     sections = [

@@ -94,6 +94,7 @@ class Sweep:
     jobs: list[Job]  # each assignment once, and the candidates that are judged beside them
     published: Mapping[str, Any] | None = None  # figures to show beside ours, see sd_quant.report.published
     verdict: Mapping[str, Any] | None = None  # by which a recipe is recommended, see sd_quant.report.recommendation
+    judge: Mapping[str, Any] | None = None  # by which candidates are told apart, see sd_quant.report.candidates
     timing: Mapping[str, Any] | None = None  # of engines that were timed together, see sd_quant.report.timing
     names: tuple[str, ...] = ()  # of all jobs by Hydra's number, twins among them
 
@@ -118,7 +119,7 @@ def read_sweep(directory: Path) -> Sweep:
         overrides = (job.record or {}).get("overrides") or []
         job = replace(job, timed=timed_alone(job.name, job.record))
         verdict = at(job.record, "knobs", "verdict")
-        return Sweep(directory, [str(override) for override in overrides], [], [job], None, verdict, None, (job.name,))
+        return Sweep(directory, [str(override) for override in overrides], [], [job], None, verdict, names=(job.name,))
     try:
         timing = read_timing(directory)
         together = timed_together(timing)
@@ -144,8 +145,8 @@ def read_sweep(directory: Path) -> Sweep:
             for job in jobs
         ]
         command, varied = [str(argument) for argument in content["command"]], list(content["varied"])
-        verdict = content.get("verdict")
-        return Sweep(directory, command, varied, jobs, content.get("published"), verdict, timing, names)
+        published, verdict, judge = (content.get(name) for name in ("published", "verdict", "judge"))
+        return Sweep(directory, command, varied, jobs, published, verdict, judge, timing, names)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ArtifactError(f"{plan} is not the plan of a sweep ({why(error)}); start the sweep again") from error
 

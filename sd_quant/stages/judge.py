@@ -27,7 +27,8 @@ from torch import Tensor
 
 from sd_quant.cache import Cache, locked
 from sd_quant.candidates.errors import LayerErrors, alone, layer_errors
-from sd_quant.config import Infer, Judge, JudgeJob, Model, QuantizeJob, Timing, Verdict, run_job
+from sd_quant.candidates.opening import open_candidate
+from sd_quant.config import Infer, Judge, JudgeJob, Model, QuantizeJob, Timing, run_job
 from sd_quant.devices import threads
 from sd_quant.engines.base import Engine
 from sd_quant.engines.pool import Pool, Variant
@@ -46,8 +47,9 @@ from sd_quant.models.checkpoint import Checkpoint, denoiser_of, part_parameters,
 from sd_quant.numbers import relative_error
 from sd_quant.places import output_path, shown
 from sd_quant.progress import progress
+from sd_quant.report.candidates import HIGH_PRECISION
 from sd_quant.report.csv_files import write_csv
-from sd_quant.report.provenance import fingerprint, provenance
+from sd_quant.report.provenance import provenance
 from sd_quant.report.rebuild import rebuild
 from sd_quant.report.record import (
     DONE,
@@ -77,7 +79,7 @@ from sd_quant.stages.latency import denoiser_rounds
 from sd_quant.stages.load import check_weights, open_model
 from sd_quant.stages.open_parts import open_torch
 from sd_quant.stages.resources import check_machine, workload_of
-from sd_quant.stages.subjects import HIGH_PRECISION, Subject, subject_of
+from sd_quant.stages.subjects import Subject, is_run, subject_of
 from sd_quant.stages.variants import FRAMEWORK, QUANTIZED
 from sd_quant.text import one_line
 
@@ -95,7 +97,6 @@ class Court:
     infer: Infer
     judge: Judge
     timing: Timing
-    verdict: Verdict
     cache: Cache
     facts: dict  # as ``provenance`` has them, of the full-precision model
     together: bool  # whether memory holds two denoisers
@@ -136,8 +137,16 @@ def plan_of(job: JudgeJob) -> dict:
         "varied": [],
         "jobs": [],
         "candidates": job.judge.planned(),
-        "verdict": dataclasses.asdict(job.verdict),
+        "judge": dataclasses.asdict(job.judge),
     }
+
+
+def check_candidates(job: QuantizeJob) -> None:
+    """Raises what a reader raises for the first candidate that it cannot open; runs are not looked at."""
+    checkpoint = open_model(job.model)
+    for path in job.judge.named().values():
+        if not is_run(path):
+            open_candidate(path, checkpoint)
 
 
 def judge_sweep(directory: Path) -> None:
@@ -167,7 +176,7 @@ def court_of(job: JudgeJob | QuantizeJob, directory: Path) -> Court:
     cache = Cache(output_path(job.cache.dir) if job.cache.dir else None, job.cache.limit_gb * 1e9)
     memory = memory_of_variant(parameters, work) | {"the candidate": 4.0 * parameters[checkpoint.family.DENOISER]}
     return Court(
-        checkpoint, job.model, job.infer, job.judge, job.timing, job.verdict, cache,
+        checkpoint, job.model, job.infer, job.judge, job.timing, cache,
         provenance(job.model.inputs() | job.infer.inputs(), []), fits(memory, "the model and a candidate"),
     )  # fmt: skip
 
@@ -180,7 +189,8 @@ def opened(judge: Judge, court: Court) -> list[Subject]:
 
 def judge_all(subjects: Sequence[Subject], court: Court, directory: Path) -> None:
     """Judge each in its own folder. One that fails leaves why, and the others go on; raises what the first raised."""
-    left = [each for each in subjects if finished(directory / each.name, mark_of(each, court)) is None]
+    marks = {each.name: mark_of(each, court) for each in subjects}
+    left = [each for each in subjects if finished(directory / each.name, marks[each.name]) is None]
     if done := len(subjects) - len(left):
         LOG.info("%d of %d candidates were judged before", done, len(subjects))
     if not left:
@@ -193,12 +203,13 @@ def judge_all(subjects: Sequence[Subject], court: Court, directory: Path) -> Non
         with locked(folder / LOCK, f"waiting for another process, which works in {folder}"):
             remove_leftovers(folder)
             try:
-                judge_one(subject, court, reference, folder)
+                judge_one(subject, court, reference, marks[subject.name], folder)
             except Exception as error:
                 fault = of_the_machine(error)
                 refused = error if fault is None else fault
                 if not isinstance(refused, SdQuantError):
                     raise
+                LOG.error("%s: %s", subject.name, refused)
                 reason = {"status": "failed", "reason": str(refused), "exit_code": refused.exit_code}
                 write_json(folder / FAILURE, reason)
                 failure = failure or refused
@@ -237,14 +248,14 @@ def mark_of(subject: Subject, court: Court) -> str:
     judge = dataclasses.asdict(court.judge) | {"candidates": [str(subject.path)]}
     knobs = {"model": dataclasses.asdict(court.model), "infer": dataclasses.asdict(court.infer), "judge": judge}
     inputs = {name: each["sha256"] for name, each in court.facts["inputs"].items()}
-    made = fingerprint(subject.path)["sha256"]
+    made = subject.file["sha256"], subject.runtime is not None  # whose library may be installed later
     return digest(
         json.dumps([knobs, court.prompts, inputs, made, court.facts["versions"], source_digest()], sort_keys=True)
     )
 
 
-def judge_one(subject: Subject, court: Court, reference: Comparison, folder: Path) -> None:
-    """Everything that is found out about one candidate, into its ``folder``; the record last."""
+def judge_one(subject: Subject, court: Court, reference: Comparison, mark: str, folder: Path) -> None:
+    """Everything that is found out about one candidate, into its ``folder``; the record, with its ``mark``, last."""
     step, others = StageTimer(), {THEIRS: subject.open}
     if subject.runtime is not None:
         others[LIBRARY] = subject.runtime.open
@@ -263,10 +274,10 @@ def judge_one(subject: Subject, court: Court, reference: Comparison, folder: Pat
             runtime = judged_runtime(subject, court, generated, pool)
     finally:
         pool.close()
-    facts = court.facts | {"inputs": court.facts["inputs"] | {"candidate": fingerprint(subject.path)}}
+    facts = court.facts | {"inputs": court.facts["inputs"] | {"candidate": subject.file}}
     judged = judged_entry(subject, court, rows, network_error, runtime)
     write_json(folder / PROVENANCE, facts)
-    write_record(record_of(subject, court, comparison, judged, facts, step), folder)
+    write_record(record_of(court, comparison, judged, facts, step, mark), folder)
 
 
 def network_outputs(engine: Engine, reference: Comparison, court: Court) -> Tensor:
@@ -355,17 +366,15 @@ def judged_entry(
     )
 
 
-def record_of(
-    subject: Subject, court: Court, comparison: Comparison, judged: Judged, facts: dict, step: StageTimer
-) -> Record:
+def record_of(court: Court, comparison: Comparison, judged: Judged, facts: dict, step: StageTimer, mark: str) -> Record:
     """The candidate's record. What a run's has and this lacks is not known of a candidate."""
     framework, quantized = (comparison.images[variant] for variant in (FRAMEWORK, QUANTIZED))
-    groups = ("model", "infer", "judge", "timing", "verdict")
+    groups = ("model", "infer", "judge", "timing")
     high = judged["formats"].get(HIGH_PRECISION, 0)
     return Record(  # type: ignore[typeddict-item]
         schema_version=SCHEMA_VERSION,
         status=DONE,
-        fingerprint=mark_of(subject, court),
+        fingerprint=mark,
         overrides=[],
         knobs=cast(Knobs, {group: dataclasses.asdict(getattr(court, group)) for group in groups}),
         denoiser={

@@ -12,7 +12,7 @@ from sd_quant.engines.tensorrt.plan import PlanReport
 from sd_quant.metrics.fidelity import fidelity
 from sd_quant.metrics.memory import peak_cuda_memory_bytes
 from sd_quant.models.checkpoint import samples_per_image
-from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.assignment import WITHOUT_WEIGHTS, LayerAssignment
 from sd_quant.report.record import (
     DONE,
     SCHEMA_VERSION,
@@ -133,7 +133,7 @@ def bytes_of(onnx_path: Path) -> int:
 
 def count_layers(assignment: dict[str, LayerAssignment]) -> Layers:
     """The number of convolutions and linears that are quantized, and of those that are not."""
-    layers = [layer for layer in assignment.values() if layer.role not in ("norm", "attention")]
+    layers = [layer for layer in assignment.values() if layer.role not in WITHOUT_WEIGHTS]
     quantized = sum(layer.format is not None for layer in layers)
     return {"quantized": quantized, "high_precision": len(layers) - quantized}
 

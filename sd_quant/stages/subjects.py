@@ -4,7 +4,6 @@ A candidate is computed as its reader says that its consumer computes. A run is 
 is derived again from its knobs and has to be the one that it has written down.
 """
 
-import csv
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,13 +28,14 @@ from sd_quant.errors import ConfigError
 from sd_quant.inference.loading import load_part
 from sd_quant.metrics.memory import StageTimer
 from sd_quant.models.checkpoint import Checkpoint, contracts_of, denoiser_part, empty_denoiser
+from sd_quant.quantization.assignment import WITHOUT_WEIGHTS
+from sd_quant.report.candidates import HIGH_PRECISION
+from sd_quant.report.provenance import fingerprint
 from sd_quant.report.record import RECORD, read_record, weights_sha256
 from sd_quant.stages.hand_over import assignment_of
 from sd_quant.stages.open_parts import open_file, open_simulated
 
 RUN = "sd_quant run"  # what stands for a reader's name
-HIGH_PRECISION = "high precision"
-ROLES = ("conv", "ffn", "qkv", "linear", "excluded")  # of layers with a weight that may be quantized
 BITS = {torch.float32: 32.0, torch.float16: 16.0, torch.bfloat16: 16.0, torch.float64: 64.0}
 
 
@@ -53,6 +53,7 @@ class Subject:
 
     name: str  # of its folder, and in tables
     path: Path
+    file: Mapping[str, Any]  # what ``provenance.fingerprint`` says of it
     reader: str  # of ``READERS``, or RUN
     maker: str  # who made it, for people
     stored_bytes: int  # of the denoiser
@@ -77,8 +78,8 @@ def subject_of(name: str, path: Path, checkpoint: Checkpoint, sha256: str | None
         return run_subject(name, path, checkpoint, sha256)
     candidate = open_candidate(path, checkpoint)
     return Subject(
-        name, path, candidate.reader, candidate.maker, candidate.stored_bytes, rows_of(candidate, checkpoint),
-        partial(open_computed, checkpoint, candidate), unfolded(candidate, checkpoint),
+        name, path, fingerprint(path), candidate.reader, candidate.maker, candidate.stored_bytes,
+        rows_of(candidate, checkpoint), partial(open_computed, checkpoint, candidate), unfolded(candidate, checkpoint),
         runtime_of(candidate, checkpoint),
     )  # fmt: skip
 
@@ -147,25 +148,24 @@ def run_subject(name: str, run: Path, checkpoint: Checkpoint, sha256: str | None
             "give runs of the full-precision model that the others are compared with"
         )
     _, assignment = assignment_of(job, run, StageTimer())
-    with (run / "layers.csv").open(newline="", encoding="utf-8") as file:
-        rows = [
-            {
-                "name": row["name"],
-                "role": row["role"],
-                "weight_shape": row["weight_shape"],
-                "format": row["format"],
-                "bits": None,
-                "scales": "",
-                "inputs": row["activation_format"] or HIGH_PRECISION,
-                "output_error": float(row["output_error"]) if row["output_error"] else None,
-            }
-            for row in csv.DictReader(file)
-            if row["role"] in ROLES
-        ]
+    rows = [
+        {
+            "name": layer.name,
+            "role": layer.role,
+            "weight_shape": "x".join(map(str, layer.weight_shape)),
+            "format": layer.format or HIGH_PRECISION,
+            "bits": None,
+            "scales": "",
+            "inputs": layer.activation_format or HIGH_PRECISION,
+            "output_error": layer.output_error,
+        }
+        for layer in assignment.values()
+        if layer.role not in WITHOUT_WEIGHTS
+    ]
     path = artifact(run, "onnx", checkpoint.family.DENOISER)
     stored = sum(file.stat().st_size for file in onnx_files(path))
     return Subject(
-        name, run, RUN, f"sd-quant {job.quantize.format}", stored, rows,
+        name, run, fingerprint(run), RUN, f"sd-quant {job.quantize.format}", stored, rows,
         partial(open_simulated, checkpoint, assignment), runtime=run_runtime(run, job, checkpoint),
     )  # fmt: skip
 

@@ -154,6 +154,9 @@ def test_beside_the_recipes_of_a_sweep_candidates_stand_in_its_table(command, ch
     single += [f"cache.dir={with_graphs(tmp_path / 'cache')}", f"hydra.sweep.dir={tmp_path}/sweep"]
     differing = command("quantize.py", "-m", "infer.seed=1,2", *single)
     assert differing.returncode == 2 and "the jobs of this sweep differ in model, infer" in differing.stderr
+    unread = command("quantize.py", "-m", "quant_level=1,3", *single, "candidates=[README.md]")
+    assert unread.returncode == 2 and "README.md is of no kind that is known here" in unread.stderr
+    assert not (tmp_path / "sweep").exists()  # before hours of work, not behind them
     sweep = ["quantize.py", "-m", "quant_level=1,3", *single]
     result = command(*sweep)
     assert result.returncode == 0, result.stderr[-3000:]

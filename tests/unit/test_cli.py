@@ -261,7 +261,7 @@ def test_engines_that_cannot_be_timed_together_take_no_report_with_them(tmp_path
     assert cli.run_sweep(jobs, QuantizeJob, "quantize", overrides, time_together) == code
     assert (folder / "report.html").exists()
     said = capsys.readouterr().err
-    assert ("their engines are not timed together: no engine" in said) == (status == "done")
+    assert ("could not be compared together: no engine" in said) == (status == "done")
     assert ("the disk is full" in said) == (status == "failed")
 
 

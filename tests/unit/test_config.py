@@ -966,6 +966,6 @@ def test_a_model_of_few_steps_recommends_them(name):
 def test_each_candidate_has_a_name_of_its_own(paths, names, tmp_path, monkeypatch):
     """Which is that of a folder too."""
     monkeypatch.chdir(tmp_path)
-    found = Judge(paths, 20, True).named()
+    found = Judge(paths, 20, True, 0.95).named()
     expected = [name.replace("..", f"{tmp_path.name}-") for name in names]
     assert list(found) == expected and [path.relative_to(tmp_path) for path in found.values()] == list(map(Path, paths))

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from sd_quant.report.candidates import candidate_tables, judgement, standings, verdicts
+from sd_quant.report.candidates import candidate_tables, judgement, rule, standings, verdicts
 from sd_quant.report.rebuild import rebuild
 from sd_quant.report.summary import read_sweep, rows
 from sd_quant.report.table import sweep_table
@@ -57,7 +57,7 @@ def test_a_candidate_is_worth_its_bits_if_no_smaller_one_is_as_close(folder):
         "Worth their bits: small (30.0 dB at 4.50 bits a weight) and large (40.0 dB at 8.50 bits a weight). "
         "Beaten by one that is no larger: middle."
     )
-    (_, words) = verdicts(standings(sweep, rows(sweep)))["middle"]
+    (_, words) = verdicts(standings(sweep, rows(sweep)), 0.95)["middle"]
     assert words.startswith("beaten by small, which is no larger, by 1.0 dB (")
 
 
@@ -100,3 +100,25 @@ def test_beside_recipes_candidates_stand_in_the_same_table_and_change_no_recomme
 
 def test_nothing_is_said_of_candidates_where_there_are_none(folder):
     assert candidate_tables(folder(1)) == []
+
+
+@pytest.mark.parametrize(
+    ("stated", "found"), [(0.5, "50%"), (0.99, "99%"), ("many", "95%"), (1.5, "95%"), (None, "95%")]
+)
+def test_the_confidence_is_the_knobs_or_the_usual_one(folder, tmp_path, stated, found):
+    folder(a=(30.0, 4.5))
+    plan = json.loads((tmp_path / "sweep.json").read_text())
+    (tmp_path / "sweep.json").write_text(json.dumps(plan | {"judge": {"confidence": stated}}))
+    sweep = read_sweep(tmp_path)
+    assert f"with a confidence of {found} for" in rule(sweep) and rule(sweep)[1:] in rebuild(tmp_path).read_text()
+
+
+def test_less_confidence_tells_more_apart(folder, tmp_path):
+    sweep = folder(small=(30.0, 4.5), large=(30.3, 8.5))
+    path = tmp_path / "large/metrics.json"
+    record = json.loads(path.read_text())
+    record["fidelity"]["psnr"]["values"] = [31.0, 30.4, 30.1, 29.9]
+    path.write_text(json.dumps(record))
+    everyone = standings(sweep := read_sweep(sweep.directory), rows(sweep))
+    kinds = [verdicts(everyone, confidence)["large"][0] for confidence in (0.99, 0.5)]
+    assert kinds == ["not to be told apart", "worth its bits"]

@@ -141,7 +141,7 @@ def test_the_constants_are_knobs():
 
 
 def test_the_usual_constants_are_those_of_the_knobs():
-    conf = yaml.safe_load((Path(__file__).parents[3] / "conf/_judge.yaml").read_text())
+    conf = yaml.safe_load((Path(__file__).parents[3] / "conf/quantize.yaml").read_text())
     assert rule_of(conf["verdict"]) == Rule() == Rule(**conf["verdict"])
 
 

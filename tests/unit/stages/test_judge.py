@@ -17,7 +17,7 @@ from sd_quant.stages.subjects import Runtime, Subject
 
 
 def subject(name: str = "a.gguf", runtime: Runtime | None = None, **more) -> Subject:
-    return Subject(name, Path(name), "gguf", "GGUF 3", 4_000_000, more.pop("rows", []), None, {}, runtime)
+    return Subject(name, Path(name), {}, "gguf", "GGUF 3", 4_000_000, more.pop("rows", []), None, {}, runtime)
 
 
 def court(**more) -> SimpleNamespace:
@@ -92,7 +92,7 @@ def test_the_layers_that_cost_most_come_first(monkeypatch):
 def test_a_candidate_that_fails_leaves_why_and_the_others_go_on(monkeypatch, tmp_path):
     judged = []
 
-    def judge_one(each, here, reference, folder):
+    def judge_one(each, here, reference, mark, folder):
         if each.name == "b":
             raise ArtifactError("b has a scale that is not finite")
         judged.append(each.name)
