@@ -18,7 +18,7 @@ from sd_quant.errors import ResourceError
 from sd_quant.knobs import read
 from sd_quant.places import HOME
 
-from .test_config import JOBS, composed
+from .config.composition import JOBS, composed
 
 PAGES = [HOME / name for name in ("README.md", "SECURITY.md")] + sorted((HOME / "docs").glob("*.md"))
 FOLDERS = "benchmarks|checkpoints|conf|docs|examples|sd_quant|tests"

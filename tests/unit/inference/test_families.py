@@ -22,7 +22,7 @@ from sd_quant.models.checkpoint import denoiser_part, empty_denoiser, reads_guid
 from sd_quant.models.parts import Part
 
 from ...pipelines import TINY, VARIANTS
-from ..test_config import composed
+from ..config.composition import composed
 
 pytestmark = pytest.mark.slow
 

@@ -1,0 +1,65 @@
+"""The commands' configurations as Hydra composes them, for tests."""
+
+from copy import deepcopy
+
+import yaml
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from sd_quant.cli import SHORTHANDS
+from sd_quant.config import ExportJob, HandOverJob, InferJob, JudgeJob, QuantizeJob
+from sd_quant.places import HOME
+
+CONF = HOME / "conf"
+JOBS = {
+    "quantize": QuantizeJob,
+    "export_trt": ExportJob,
+    "infer": InferJob,
+    "hand_over": HandOverJob,
+    "judge": JudgeJob,
+}
+NEEDED = {  # mandatory values of a primary or an option
+    "hand_over": ["run=some_run", "to=comfyui"],
+    "judge": ["candidates=[some.gguf]"],
+} | {
+    f"model={path.stem}": ["model.path=some_model"]
+    for path in (CONF / "model").glob("*.yaml")
+    if "path: ???" in path.read_text()
+}
+
+
+def composed(primary: str, *overrides: str) -> dict:
+    """What Hydra makes of a primary, without its own section and the short names of knobs."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose(primary, [*NEEDED.get(primary, []), *overrides])
+    plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    return {name: value for name, value in plain.items() if name not in SHORTHANDS}
+
+
+def defaults_of(primary: str) -> list:
+    return yaml.safe_load((CONF / f"{primary}.yaml").read_text())["defaults"]
+
+
+def groups_of(primary: str) -> set[str]:
+    return {
+        name.removeprefix("optional ") for entry in defaults_of(primary) if isinstance(entry, dict) for name in entry
+    }
+
+
+def options() -> list[tuple[str, str]]:
+    """Each primary alone, then with each option of each of its groups; a launcher is for all of them."""
+    pairs = [(primary, "") for primary in JOBS]
+    for path in sorted(CONF.glob("*/**/*.yaml")):
+        group = str(path.parent.relative_to(CONF))
+        pairs += [(name, f"{group}={path.stem}") for name in JOBS if group in {*groups_of(name), "hydra/launcher"}]
+    return pairs
+
+
+def changed(mapping: dict, knob: str, value: object) -> dict:
+    mapping = deepcopy(mapping)
+    *groups, name = knob.split(".")
+    inner = mapping
+    for group in groups:
+        inner = inner[group]
+    inner[name] = value
+    return mapping

@@ -1,0 +1,29 @@
+"""What is read of an earlier run's knobs."""
+
+import pytest
+import yaml
+
+from sd_quant.config import BEFORE, run_model
+from sd_quant.errors import ArtifactError
+
+
+def test_the_model_of_a_run_is_read_from_its_configuration(mappings, run):
+    assert run_model(str(run)) is None
+    model = mappings["infer"]["model"] | {"path": "some.nemo", "width": 128}
+    (run / "config.yaml").write_text(yaml.safe_dump({"model": model}))
+    assert run_model(str(run)) == model
+    earlier = {name: value for name, value in model.items() if name not in BEFORE["model"]}
+    (run / "config.yaml").write_text(yaml.safe_dump({"model": earlier}))
+    assert run_model(str(run)) == model, "of a run from before these knobs"
+    environment = yaml.safe_dump({"model": model | {"path": "${oc.env:HOME}"}})  # Hydra would read it
+    for broken in (
+        "a: [",
+        "just text",
+        "other: 1",
+        "model: " + "1:" * 100_000 + "1",
+        "model: " + "[" * 9999,
+        environment,
+    ):
+        (run / "config.yaml").write_text(broken)
+        with pytest.raises(ArtifactError, match=r"config\.yaml is not the config of a run"):
+            run_model(str(run))
