@@ -10,7 +10,6 @@ import pickle
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -25,6 +24,7 @@ from sd_quant.models.checkpoint import Checkpoint, denoiser_weights
 from ..pipelines import TINY
 from .harness import Reader
 from .mutations import byte_edits, changed, document_edits, edited, pickle_edits, repickled, to_json, with_pickle
+from .shared import damaged_safetensors, described, digest
 
 CONFIG, WEIGHTS, STATE = "config.json", "diffusion_pytorch_model.safetensors", "modelopt_state.pth"
 FAMILY = "sd15"
@@ -35,10 +35,8 @@ PROPERTIES = {
 Tensors = dict[str, Tensor]
 
 
-def other_folders(
-    scratch: Path, described: Any, damaged: Callable[[bytes, tuple], bytes], digest: Callable[[Tensor], tuple]
-) -> list[Reader]:
-    """One for each kind of folder. ``described`` and ``damaged`` are what befalls a safetensors file."""
+def other_folders(scratch: Path) -> list[Reader]:
+    """One for each kind of folder."""
     TINY[FAMILY](scratch / FAMILY)
     checkpoint = open_pipeline(scratch / FAMILY, FAMILY)
     full = {name: tensor for name, tensor in denoiser_weights(checkpoint).items()}
@@ -54,7 +52,7 @@ def other_folders(
         "modelopt_hf": ("diffusers_modelopt", nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"}, None),
     }  # fmt: skip
     return [
-        folder(name, reader, checkpoint, sound(full, layers, store, config, state), described, damaged, digest)
+        folder(name, reader, checkpoint, sound(full, layers, store, config, state))
         for name, (reader, store, config, state) in made.items()
     ]
 
@@ -72,15 +70,7 @@ def sound(
     return files | ({STATE: state} if state is not None else {})
 
 
-def folder(
-    name: str,
-    reader: str,
-    checkpoint: Checkpoint,
-    files: dict[str, bytes],
-    described: Any,
-    damaged: Callable[[bytes, tuple], bytes],
-    digest: Callable[[Tensor], tuple],
-) -> Reader:
+def folder(name: str, reader: str, checkpoint: Checkpoint, files: dict[str, bytes]) -> Reader:
     shapes = {weight: tuple(tensor.shape) for weight, tensor in denoiser_weights(checkpoint).items()}
 
     def mutate(recipe: tuple) -> dict[str, bytes]:
@@ -91,7 +81,7 @@ def folder(
             return {CONFIG: to_json(changed(json.loads(files[CONFIG]), node))}
         if which == "text" and (places := texts(files[WEIGHTS])):
             return {WEIGHTS: edited(files[WEIGHTS], edits, places)}
-        return {WEIGHTS: damaged(files[WEIGHTS], header)}
+        return {WEIGHTS: damaged_safetensors(files[WEIGHTS], header)}
 
     def read(path: Path) -> tuple:
         READERS[reader].recognizes(path)

@@ -16,6 +16,7 @@ from sd_quant.candidates.candidate import Candidate
 
 from .harness import Reader
 from .mutations import changed, document_edits, edited, to_json
+from .shared import damaged_safetensors, described, digest, header_of, with_header
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
@@ -109,8 +110,6 @@ def sdnq_and_torchao() -> list[Reader]:
 
 
 def folder(name: str, made: tuple[dict[str, torch.Tensor], dict, dict[str, str]], module: Any) -> Reader:
-    from .readers import damaged_safetensors, described, digest, header_of, with_header  # which lists these readers
-
     tensors, quantization, metadata = made
     tensors |= {f"{layer}.bias": some(shape[0]) for layer, shape in SHAPES.items() if f"{layer}.bias" not in tensors}
     config = {"_class_name": "UNet2DConditionModel", "quantization_config": quantization}

@@ -19,7 +19,9 @@ from sd_quant.report.summary import UNFINISHED, read_sweep
 from sd_quant.report.table import run_table
 
 from .mutations import YAML_PLANTS, called, constant, to_yaml, with_pickle
-from .readers import PLAN, TIMING, a_record, graph_with, tar_of, tiny_config, weights_file
+from .of_artifacts import graph_with
+from .of_checkpoints import nemo, tar_of, tiny_config, weights_file
+from .of_records import PLAN, TIMING, a_record
 
 QUICK = 5  # seconds of the processor; without a bound it is hours
 SHARED = b")q\xc8" + b"h\xc8h\xc8\x86q\xc8" * 60  # a tuple that holds the last one twice, sixty times
@@ -74,8 +76,6 @@ def test_lists_of_lists_in_a_checkpoints_yaml_are_not_written_out(tmp_path, plac
     for name in place[:-1]:
         holder = holder[name]
     holder[place[-1]] = "@bomb"
-    from .readers import nemo
-
     sound = nemo(tmp_path).files["a.nemo"]
     start = sound.index(b"PK\x03\x04")
     end = sound.rindex(b"PK\x05\x06") + 22

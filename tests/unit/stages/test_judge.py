@@ -1,6 +1,7 @@
 """What is said of a candidate's own library, and of candidates that fail."""
 
 import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -105,3 +106,25 @@ def test_a_candidate_that_fails_leaves_why_and_the_others_go_on(monkeypatch, tmp
     assert judged == ["a", "c"]
     failure = json.loads((tmp_path / "b/failure.json").read_text())
     assert failure == {"status": "failed", "reason": "b has a scale that is not finite", "exit_code": 3}
+
+
+@dataclass
+class Knobs:
+    layers: int = 3
+    candidates: tuple = ("a.gguf",)
+
+
+def test_what_decides_a_verdict_decides_whether_it_is_found_again():
+    """Which others stand in the list does not; a library that was installed since does."""
+    facts = {"inputs": {"checkpoint": {"sha256": "c"}}, "versions": {"torch": "2"}}
+    here = court(model=Knobs(), infer=Knobs(), judge=Knobs(), facts=facts)
+    mark = judge.mark_of(replace(subject(), file={"sha256": "f"}), here)
+    assert mark == judge.mark_of(replace(subject(), file={"sha256": "f"}), court(**vars(here) | {
+        "judge": Knobs(candidates=("a.gguf", "b.gguf"))}))  # fmt: skip
+    others = [
+        judge.mark_of(replace(subject(), file={"sha256": "g"}), here),
+        judge.mark_of(replace(subject(), file={"sha256": "f"}, runtime=Runtime("SDNQ", None)), here),
+        judge.mark_of(replace(subject(), file={"sha256": "f"}), court(**vars(here) | {"judge": Knobs(layers=4)})),
+        judge.mark_of(replace(subject(), file={"sha256": "f"}), court(**vars(here) | {"prompts": ["a cat"]})),
+    ]
+    assert len({mark, *others}) == 5

@@ -1,0 +1,113 @@
+"""Start noise, LoRAs and images to start from."""
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from PIL import Image
+from safetensors.torch import save as save_safetensors
+
+from sd_quant.checkpoints.lora import read_lora
+from sd_quant.checkpoints.lora_names import places_by_name
+from sd_quant.checkpoints.tensors import LazyTensor
+from sd_quant.inference.image_files import FORMATS
+from sd_quant.inference.latents import read_latents
+from sd_quant.inference.source_images import read_source
+
+from .harness import Reader
+from .mutations import byte_edits, changed, document_edits, edited, to_json
+from .of_checkpoints import damaged_weights, either
+from .shared import Files, damaged_safetensors, described, digest, header_of, with_header
+
+
+def noise() -> Reader:
+    values = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    stored, array = io.BytesIO(), io.BytesIO()
+    torch.save(values, stored)
+    np.save(array, values.numpy())
+    files = {"a.pt": stored.getvalue(), "a.npy": array.getvalue(), "a.safetensors": save_safetensors({"a": values})}
+
+    def mutate(recipe: tuple) -> Files:
+        which, weights, header, edits = recipe
+        if which == "a.pt":
+            return {which: damaged_weights(files[which], weights)}
+        if which == "a.safetensors":
+            return {which: damaged_safetensors(files[which], header)}
+        return {which: edited(files[which], edits, [(0, 128)])}
+
+    def loaded(folder: Path) -> list[tuple]:
+        return [digest(read_latents(folder / name, {1, 2}, 8, 8)) for name in files]
+
+    def check(folder: Path, found: list[tuple]) -> None:
+        """Finite and of the shape; numpy finds the same."""
+        for name in files:
+            latents = read_latents(folder / name, {1, 2}, 8, 8)
+            assert latents.isfinite().all() and latents.shape[2:] == (8, 8) and latents.dtype == torch.float32
+        array = np.load(folder / "a.npy", allow_pickle=False)
+        assert digest(torch.from_numpy(array.astype("<f4"))) == found[1]
+
+    return Reader("noise", files, st.tuples(st.sampled_from(sorted(files)), either, described, byte_edits), mutate,
+                  loaded, check, weight=20)  # fmt: skip
+
+
+def lora() -> Reader:
+    """Of a linear, a convolution and a text encoder's linear, with an alpha of its own and a config in the metadata."""
+    shapes = {"unet": {"q": (8, 6), "conv": (8, 6, 3, 3)}, "text_encoder": {"q_proj": (4, 4)}}
+    names = places_by_name({
+        component: {f"{name}.weight": LazyTensor(shape, torch.float32, torch.empty) for name, shape in layers.items()}
+        for component, layers in shapes.items()
+    })  # fmt: skip
+    tensors = {
+        "unet.q.lora_A.weight": torch.ones(2, 6), "unet.q.lora_B.weight": torch.ones(8, 2),
+        "lora_unet_conv.lora_down.weight": torch.ones(2, 6, 3, 3), "lora_unet_conv.alpha": torch.tensor(4.0),
+        "lora_unet_conv.lora_up.weight": torch.ones(8, 2, 1, 1), "text_encoder.q_proj.lora_A.weight": torch.ones(2, 4),
+        "text_encoder.q_proj.lora_B.weight": torch.ones(4, 2).half(),
+    }  # fmt: skip
+    config = {"unet.r": 2, "unet.lora_alpha": 3, "unet.alpha_pattern": {"q": 5}, "text_encoder.lora_alpha": 8}
+    sound = save_safetensors(tensors, {"lora_adapter_metadata": json.dumps(config)})
+
+    def mutate(recipe: tuple) -> Files:
+        which, header, edits = recipe
+        if which == "tensors":
+            return {"a.safetensors": damaged_safetensors(sound, header)}
+        fields, content = header_of(sound)
+        fields["__metadata__"]["lora_adapter_metadata"] = to_json(changed(config, edits)).decode("utf-8", "replace")
+        return {"a.safetensors": with_header(fields, content)}
+
+    def read_all(folder: Path) -> list[tuple]:
+        updates = read_lora(folder / "a.safetensors", 0.5, names, "Tiny")
+        return sorted((update.place.component, update.place.layer, *digest(update.delta())) for update in updates)
+
+    def check(folder: Path, found: list[tuple]) -> None:
+        assert all(shapes[component][layer] == shape for component, layer, _, shape, _ in found)
+
+    recipes = st.tuples(st.sampled_from(["tensors", "tensors", "config"]), described, document_edits)
+    return Reader("lora", {"a.safetensors": sound}, recipes, mutate, read_all, check, weight=20)
+
+
+def pictures() -> Reader:
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (24, 32, 3), np.uint8))
+    files = {}
+    for name in ("a.png", "a.jpg", "a.webp", "mask.png"):
+        stored = io.BytesIO()
+        (image.convert("L") if name == "mask.png" else image).save(stored, FORMATS[Path(name).suffix])
+        files[name] = stored.getvalue()
+    names = [name for name in files if name != "mask.png"]
+
+    def loaded(folder: Path) -> list[tuple]:
+        source = read_source([folder / name for name in names], [folder / "mask.png"] * len(names), 64, 128, 0.5)
+        return [digest(torch.from_numpy(each)) for each in (source.images, source.masks)]
+
+    def check(folder: Path, found: list[tuple]) -> None:
+        assert [shape for _, shape, _ in found] == [(3, 128, 64, 3), (3, 128, 64)]
+
+    recipes = st.tuples(st.sampled_from(sorted(files)), byte_edits)
+
+    def mutate(recipe: tuple) -> Files:
+        name, edits = recipe
+        return {name: edited(files[name], edits, [(0, 64)])}
+
+    return Reader("pictures", files, recipes, mutate, loaded, check, weight=20)

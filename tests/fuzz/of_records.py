@@ -1,0 +1,216 @@
+"""Records of runs and sweeps, their reports, and a run's configuration."""
+
+import dataclasses
+import io
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hypothesis import strategies as st
+from PIL import Image
+
+from sd_quant.config import Model, run_model
+from sd_quant.errors import ArtifactError
+from sd_quant.knobs import read
+from sd_quant.report.rebuild import rebuild
+from sd_quant.report.record import DONE
+from sd_quant.report.summary import markdown, read_sweep, rows
+from sd_quant.report.table import run_table
+
+from .harness import Reader
+from .mutations import LARGE, byte_edits, changed, document_edits, edited, to_json, to_yaml
+from .shared import YAML_VALUES, Files
+
+
+def a_record(decibels: float, speedup: float) -> dict:
+    """As ``quantize.py`` leaves it, with everything in it that a table, a plot or a page reads."""
+    full = {"p50_ms": 20.0, "mean_ms": 21.0, "n": 5, "samples_ms": [20.0, 19.0, 21.0, 20.0, 20.5]}
+    times = {
+        "full_precision": full, "speedup": speedup, "speedup_interval": [speedup - 0.1, speedup + 0.1],
+        "quantized": {"p50_ms": 20 / speedup, "samples_ms": [each / speedup for each in reversed(full["samples_ms"])]},
+    }  # fmt: skip
+    rounds = {"together": True, "stopped": "budget", "others": 0.3, "steal": None, "reference_spread": 0.1}
+    image = {"full_precision": {"p50_ms": 60.0, "rest": 0.5}}
+    none = {"value": None, "reason": "not quantized"}
+    return {
+        "schema_version": 1, "status": "done", "overrides": ["alpha=0.5", "quant_level=3"],
+        "knobs": {
+            "format": "int8", "quant_level": 3.0, "alpha": 0.8, "percentile": 1.0, "calib_size": 32, "n_steps": 20,
+            "model": {"family": "sdxl", "path": "checkpoints/small.nemo"},
+            "infer": {"engine": "openvino", "batch_size": 1, "width": 64, "height": 64, "steps": 20},
+            "verdict": {"enough_db": 40.0, "time_of_a_db": 0.02, "confidence": 0.95},
+        },
+        "denoiser": {"part": "unet_xl", "samples_a_picture": 2},
+        "prompts": ["a cat", "a dog"], "simulated": False, "simulated_because": None,
+        "sizes_bytes": {
+            "unet_xl": {"onnx_full_precision": 4000000, "onnx_quantized": 2e6, "plan": 3, "weights_fp32": 8000000},
+            "vae": {"onnx_full_precision": 70, "onnx_quantized": none, "plan": none, "weights_fp32": 69},
+        },
+        "plans": {"unet_xl": {"targets": ["SM89", "SM120"]}},
+        "latency": {
+            "torch": {"image": {"1": {"full_precision": {"p50_ms": 80.0}}}},
+            "openvino": {
+                "unet_xl": {"2": {**times, "rounds": rounds}},
+                "vae": {
+                    "1": {"full_precision": {"p50_ms": 5.0}, "quantized": {"p50_ms": None, "reason": "not quantized"}}
+                },
+                "image": {"1": {**times, **image}},
+            },
+        },
+        "fidelity": {
+            "psnr": {"mean": decibels, "min": decibels - 1, "values": [decibels, decibels - 1], "reason": None},
+            "ssim": {"mean": 0.98, "min": 0.97, "values": [0.98, 0.98]},
+            "lpips": {"mean": 0.01, "max": 0.02, "values": [0.01, 0.01]},
+            "latent_sqnr_db": [decibels, decibels - 5, None], "latent_sqnr_reason": "identical",
+            "frechet_efficientnet": {"value": None, "reason": "too few"},
+        },
+        "parity": {"unet_xl": {"relative_error": 0.0, "tolerance": 0.01}},
+        "layers": {"quantized": 7, "high_precision": 2}, "peak_memory_bytes": 10**9,
+        "stages": {"calibrate": {"seconds": 1.5, "peak_memory_bytes": 5}, "export": {"seconds": 2.0}},
+        "environment": {
+            "versions": {"openvino": "2026.4"},
+            "machine": {
+                "cpu": "a processor", "usable_cores": 2, "cpu_int8": ["avx512_vnni"], "memory_bytes": 2**34, "gpus": [],
+            },
+        },
+    }  # fmt: skip
+
+
+PUBLISHED = {
+    "title": "somebody", "machine": "GPU", "engine": "TensorRT", "precision": "fp16", "steps": "50",
+    "resolution": "1024",
+    "batches": {"1": {"framework": 3.0, "unquantized": 2.0, "quantized": 1.0}},
+}  # fmt: skip
+PLAN = {
+    "schema_version": 1, "command": ["python", "quantize.py", "-m", "alpha=0.5,auto,1.0"], "varied": ["alpha"],
+    "jobs": [
+        {"name": f"alpha={alpha}", "varied": {"alpha": alpha}, "overrides": []} for alpha in (0.5, "auto", 1.0, 0.1)
+    ],
+    "published": PUBLISHED, "verdict": {"enough_db": 40.0, "time_of_a_db": 0.02, "confidence": 0.95},
+}  # fmt: skip
+PLAN["jobs"][3]["same_as"] = "alpha=0.5"
+TIMING = {
+    "schema_version": 1, "origin": "x", "machine": "this one", "left_out": [{"job": "alpha=auto", "reason": "<b>"}],
+    "blocks": [{
+        "engine": "openvino", "rest": 0.1, "image_ms": 420.0, "seconds": 3.0,
+        "reference_ms": [20.0, 19.0, 21.0, 20.0, 20.5],
+        "subjects": [{"sha256": "a", "jobs": ["alpha=0.5"], "samples_ms": [10.0, 9.0, 11.0, 10.0, 10.5]}],
+        "rounds": {"together": True, "stopped": "narrow", "others": 0.0, "steal": 0.0, "reference_spread": 0.1},
+    }],
+}  # fmt: skip
+RECORDS = {
+    "sweep.json": PLAN,
+    "timing.json": TIMING,
+    "alpha=0.5/metrics.json": a_record(30.0, 2.0),
+    "alpha=auto/metrics.json": a_record(35.0, 1.25),
+    "alpha=1.0/failure.json": {"reason": "=cmd|' /C calc'!A0 <b>| broken", "schema_version": 1},
+    "alpha=0.5/provenance.json": {"started": "2026-01-01T00:00:00+00:00", "overrides": ["a"]},
+}
+LAYERS = b"""name,role,format,output_error
+conv_in,excluded,high precision,
+up_blocks.0.resnets.0.conv1,conv,int8,0.01
+"""
+RECORD_FILES = {name: to_json(content) for name, content in RECORDS.items()} | {"alpha=0.5/layers.csv": LAYERS}
+OF_RECORDS = st.tuples(
+    st.sampled_from(["sweep.json", *["alpha=0.5/metrics.json"] * 4, *sorted(RECORDS)]),
+    st.one_of(st.tuples(st.just("bytes"), byte_edits), *[st.tuples(st.just("node"), document_edits)] * 4),
+)
+
+
+def damaged_record(recipe: tuple) -> Files:
+    name, (kind, edits) = recipe
+    if kind == "bytes":
+        return {name: edited(RECORD_FILES[name], edits, other=RECORD_FILES["sweep.json"])}
+    return {name: to_json(changed(RECORDS[name], edits))}
+
+
+def refuse_unreadable(reasons: Iterator[str]) -> None:
+    """A sweep goes on without a job whose record is damaged; here that is a refusal like others."""
+    for reason in reasons:
+        raise ArtifactError(reason)
+
+
+def unreadable(sweep: Any) -> Iterator[str]:
+    return (job.reason for job in sweep.jobs if job.reason and job.reason.startswith("its record cannot be read"))
+
+
+def records() -> Reader:
+    def shown(folder: Path) -> tuple:
+        sweep = read_sweep(folder)
+        table = rows(sweep)
+        texts = [run_table(job.record) for job in sweep.jobs if job.status == DONE]
+        result = repr(table), texts, markdown(table, sweep.varied), sweep.command, repr(sweep.published)
+        refuse_unreadable(unreadable(sweep))
+        return result
+
+    def check(folder: Path, found: tuple) -> None:
+        """Numbers are numbers, and no text has letters that a terminal obeys."""
+        sweep = read_sweep(folder)
+        for row, job in zip(rows(sweep), sweep.jobs, strict=True):
+            assert (row["job"], row["status"], row["reason"]) == (job.name, job.status, job.reason)
+            values = [
+                value for name, value in row.items() if name.endswith(("_db", "_ms", "speedup", "_bytes", "seconds"))
+            ]
+            assert all(value is None or type(value) in (int, float) and math.isfinite(value) for value in values)
+        assert all(line.isprintable() for text in (*found[1], found[2]) for line in text.split("\n"))
+
+    return Reader("records", RECORD_FILES, OF_RECORDS, damaged_record, shown, check, weight=20)
+
+
+def report() -> Reader:
+    """The whole report, which costs a second for its plots; layers and pictures are read by it alone."""
+    picture = io.BytesIO()
+    Image.new("RGB", (8, 8), "red").save(picture, "PNG")
+    pictures = {
+        f"alpha={alpha}/images/{side}/0000.png": picture.getvalue()
+        for alpha in ("0.5", "auto")
+        for side in ("full_precision", "quantized")
+    }
+    files = RECORD_FILES | pictures
+
+    def mutate(recipe: tuple) -> Files:
+        (name, (kind, edits)), number = recipe
+        if kind == "bytes" and number % 2:
+            name = ["alpha=0.5/layers.csv", *pictures][number // 2 % 5]
+            return {name: edited(files[name], edits, other=LAYERS)}
+        return damaged_record((name, (kind, edits)))
+
+    def made(folder: Path) -> str:
+        page = rebuild(folder).read_text(encoding="utf-8")
+        refuse_unreadable(unreadable(read_sweep(folder)))
+        return page
+
+    def check(folder: Path, page: str) -> None:
+        assert "<script>alert" not in page and page.count("<script") == 2
+
+    recipes = st.tuples(OF_RECORDS, LARGE)
+    return Reader("report", files, recipes, mutate, made, check, weight=1, quick=3, writes=True)
+
+
+def configuration() -> Reader:
+    model = {
+        "family": "sdxl", "path": "a.nemo", "parts": ["unet_xl", "vae"], "io": None, "max_sequence_length": None,
+        "calibration_prompts": "a.txt", "prompts": "b.txt", "width": 64, "height": 128, "recommended": {"rank": 3},
+    }  # fmt: skip
+    config = {"model": model, "quantize": {"n_steps": 20, "alpha": None, "enable": {"conv": ["fp8"]}}}
+
+    def mutate(recipe: tuple) -> Files:
+        kind, edits = recipe
+        text = to_yaml(config)
+        data = edited(text, edits) if kind == "bytes" else to_yaml(changed(config, edits, YAML_VALUES))
+        return {"config.yaml": data}
+
+    def check(folder: Path, found: dict) -> None:
+        assert dataclasses.asdict(read(Model, found, "model.")) == found
+
+    recipes = st.one_of(st.tuples(st.just("bytes"), byte_edits), *[st.tuples(st.just("node"), document_edits)] * 2)
+    return Reader(
+        "config",
+        {"config.yaml": to_yaml(config)},
+        recipes,
+        mutate,
+        lambda folder: run_model(str(folder)),
+        check,
+        weight=10,
+    )
