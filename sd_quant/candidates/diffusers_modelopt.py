@@ -57,10 +57,7 @@ BLOCK = 16  # of NVFP4
 
 def recognizes(path: Path) -> bool:
     """Whether a denoiser's folder holds ModelOpt's state, or its config says that ModelOpt quantized it."""
-    try:
-        return quantized_by(path, "modelopt") or holds(path, STATE)
-    except OSError:
-        return False
+    return quantized_by(path, "modelopt") or holds(path, STATE)
 
 
 def read(path: Path, checkpoint: Checkpoint) -> Candidate:

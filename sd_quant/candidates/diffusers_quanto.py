@@ -71,10 +71,7 @@ DIFFUSERS = {"int8": "qint8", "int4": "qint4", "int2": "qint2", "float8": "qfloa
 
 def recognizes(path: Path) -> bool:
     """Whether a denoiser's config in the folder says that quanto quantized it, or quanto's map lies beside it."""
-    try:
-        return quantized_by(path, "quanto") or holds(path, MAP)
-    except OSError:
-        return False
+    return quantized_by(path, "quanto") or holds(path, MAP)
 
 
 def read(path: Path, checkpoint: Checkpoint) -> Candidate:

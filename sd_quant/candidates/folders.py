@@ -25,8 +25,11 @@ def denoiser_folder(path: Path) -> Path | None:
 
 def holds(path: Path, name: str) -> bool:
     """Whether a file of this name lies beside a denoiser's weights."""
-    folder = denoiser_folder(path) if path.is_dir() else None
-    return folder is not None and (folder / name).is_file()
+    try:
+        folder = denoiser_folder(path) if path.is_dir() else None
+        return folder is not None and (folder / name).is_file()
+    except OSError:
+        return False
 
 
 def quantization_config(path: Path) -> Mapping[str, object] | None:

@@ -68,7 +68,7 @@ def read_state(path: Path, member: Member) -> State:
             stored |= metadata.get("q_tensor_state", {})
         if not isinstance(version, str) or not all(isinstance(name, str) for name in stored):
             raise ValueError("no version, or another key than a name")
-    except ArtifactError:
+    except (ArtifactError, MemoryError):
         raise
     except Exception as error:  # the file decides where this fails
         raise ArtifactError(
