@@ -8,13 +8,14 @@ weights as floats with a QuantizeLinear behind them.
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sd_quant.errors import ArtifactError
 from sd_quant.export.nodes import insert
@@ -60,15 +61,7 @@ def trace(build: Callable[[], nn.Module], contract: Contract) -> ir.Model:
             name: {index: torch.export.Dim.DYNAMIC for index, axis in enumerate(shape) if isinstance(axis, str)}
             for name, shape in contract.inputs.items()
         }
-        program = torch.export.export(module, (), example, dynamic_shapes=dynamic, strict=False)
-        model = torch.onnx.export(
-            program,
-            dynamo=True,
-            opset_version=OPSET,
-            optimize=False,
-            verbose=False,
-            output_names=list(contract.outputs),
-        ).model
+        model = converted(module, example, dynamic, contract.outputs)
     for value in list(model.graph.initializers.values()):
         value.const_value = None
         del model.graph.initializers[value.name]
@@ -78,6 +71,37 @@ def trace(build: Callable[[], nn.Module], contract: Contract) -> ir.Model:
     name_axes(model, contract)
     strip(model)
     return model
+
+
+def converted(
+    module: nn.Module, example: dict[str, Tensor], dynamic: dict[str, dict], outputs: Sequence[str]
+) -> ir.Model:
+    """The module in ONNX as torch converts it, with its operations as the network calls them where that can be written.
+
+    Else they are decomposed first, which traces the network twice more, with symbols for its sizes: so it has to be
+    where one changes its input.
+    """
+    from sd_quant.export.translations import TRANSLATIONS
+
+    def exported() -> torch.export.ExportedProgram:
+        return torch.export.export(module, (), example, dynamic_shapes=dynamic, strict=False)
+
+    def in_onnx(program: torch.export.ExportedProgram) -> ir.Model:
+        return torch.onnx.export(
+            program,
+            dynamo=True,
+            opset_version=OPSET,
+            optimize=False,
+            verbose=False,
+            output_names=list(outputs),
+            custom_translation_table=TRANSLATIONS,
+        ).model
+
+    program = exported()
+    program.run_decompositions = lambda *_: program
+    with suppress(torch.onnx.errors.OnnxExporterError):  # an operation that can be written in its parts alone
+        return in_onnx(program)
+    return in_onnx(exported())  # anew, as the attempt has left its marks
 
 
 def drop_squeezes(model: ir.Model) -> None:

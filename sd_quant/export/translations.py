@@ -1,0 +1,70 @@
+"""Operations of torch as a network calls them, in ONNX, where torch's exporter knows only what they decompose into.
+
+Decomposing traces the whole network a second and a third time and is half of what a trace costs; with these few no
+family's denoiser needs it. The road not taken is to decompose always.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import onnxscript
+import torch
+
+aten = torch.ops.aten
+op: Any = onnxscript.opset20  # its annotations want constants of a tensor's own type
+
+
+def to(x, *args, dtype: int | None = None, **_):
+    """``x.to``: of its arguments only the dtype means anything to a graph, and comes as ONNX's number of it."""
+    numbers = [argument for argument in (*args, dtype) if isinstance(argument, int) and not isinstance(argument, bool)]
+    return op.Cast(x, to=numbers[0]) if numbers else op.Identity(x)
+
+
+def reversed_difference(x, number: float, alpha: float = 1):
+    """``number - alpha * x``, in the dtype of ``x``."""
+    factor = op.CastLike(op.Constant(value_float=float(alpha)), x)
+    return op.Sub(op.CastLike(op.Constant(value_float=float(number)), x), op.Mul(x, factor))
+
+
+def clip(x, min: float | None = None, max: float | None = None):
+    ends = [None if end is None else op.CastLike(op.Constant(value_float=float(end)), x) for end in (min, max)]
+    return op.Clip(x, *ends)
+
+
+def flatten(x, start_dim: int = 0, end_dim: int = -1):
+    """The last axes as one, without the sizes of ``x``, which torch's own translation reads while the network runs."""
+    if end_dim % len(x.shape) != len(x.shape) - 1:
+        raise NotImplementedError("axes are flattened that are not the last")
+    return op.Reshape(x, op.Constant(value_ints=[0] * (start_dim % len(x.shape)) + [-1]))
+
+
+def unflatten(x, dim: int, sizes: Sequence[int]):
+    """The last axis as several, in the same way."""
+    if dim % len(x.shape) != len(x.shape) - 1 or not all(isinstance(size, int) for size in sizes):
+        raise NotImplementedError("an axis is unflattened that is not the last, or into sizes that are not known")
+    return op.Reshape(x, op.Constant(value_ints=[0] * (len(x.shape) - 1) + list(sizes)))
+
+
+def rms_norm(x, normalized_shape: Sequence[int], weight=None, eps: float | None = None):
+    """``x`` over the root of its mean square, in fp32 as torch computes it, times the weight.
+
+    Without ``eps`` torch takes the smallest step of the dtype that it computes in.
+    """
+    number = torch.finfo(torch.float32).eps if eps is None else eps
+    axes = op.Constant(value_ints=list(range(-len(normalized_shape), 0)))
+    wide = op.Cast(x, to=1)
+    mean = op.ReduceMean(op.Pow(wide, op.Constant(value_float=2.0)), axes, keepdims=1)
+    normed = op.Mul(wide, op.Reciprocal(op.Sqrt(op.Add(mean, op.Constant(value_float=number)))))
+    return op.CastLike(normed if weight is None else op.Mul(normed, op.Cast(weight, to=1)), x)
+
+
+TRANSLATIONS: dict[Callable, Callable] = {
+    aten.to.dtype: to,
+    aten.to.device: to,
+    aten.to.dtype_layout: to,
+    aten.clip.default: clip,
+    aten.flatten.using_ints: flatten,
+    aten.rsub.Scalar: reversed_difference,
+    aten.rms_norm.default: rms_norm,
+    aten.unflatten.int: unflatten,
+}
