@@ -37,7 +37,7 @@ from sd_quant.quantization.statistics import CALLS, ROWS, Statistics, kind_of, m
 from sd_quant.source import source_digest
 
 LOG = logging.getLogger(__name__)
-TRIES, ENOUGH = 20, 5.0  # calls, and seconds of them, from which the time of a call is taken
+TRIES, ENOUGH = 5, 1.0  # calls, and seconds of them, from which the time of a call is taken
 
 
 def origin(checkpoint_sha256: str, names: Iterable[str], sampling: Sampling, device: str) -> dict:
@@ -71,11 +71,13 @@ def calibrate(
     accelerator: str = "auto",
     devices: int = 1,
     announce: Callable[[str, int, float | None], object] | None = None,
+    between_calls: Callable[[], object] = lambda: None,
 ) -> Statistics:
     """The statistics of the denoiser's layers ``names`` over all ``prompts``, from the cache as far as it has them.
 
     ``announce`` is called with the type of the device, the number of prompts to calibrate and the seconds that a call
     of the denoiser takes (None for several processes) before the first prompt, and not at all when the cache has all.
+    ``between_calls`` is called before each call of the denoiser, where one process makes them.
     Raises SdQuantError naming layer, prompt and step when an input of a layer is not finite, ResourceError when there
     are fewer GPUs than asked for.
     """
@@ -104,7 +106,7 @@ def calibrate(
                 segment = segments(done, len(prompts), snapshots)[0]
                 arguments = (names, prompts, segment, sampling)
                 statistics = (
-                    collect_segment(fabric, model, *arguments)
+                    collect_segment(fabric, model, *arguments, between_calls=between_calls)
                     if devices == 1
                     else collect_in_processes(fabric, model.checkpoint, *arguments)
                 )
@@ -168,6 +170,7 @@ def collect_segment(
     segment: range,
     sampling: Sampling,
     subset: slice = slice(None),
+    between_calls: Callable[[], object] = lambda: None,
 ) -> Statistics:
     """The statistics of the prompts ``segment[subset]``, collected in this process. The model ends on the CPU again."""
     mine = segment[subset]
@@ -206,6 +209,7 @@ def collect_segment(
             if (step, now["batch"]) != (now.get("step"), now.get("counted")):  # once for all calls of a step
                 advance()
             now.update(step=step, counted=now["batch"])
+            between_calls()
 
         pipeline(
             prompts,

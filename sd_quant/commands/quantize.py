@@ -12,6 +12,7 @@ from sd_quant.errors import ConfigError, SdQuantError
 from sd_quant.places import CONF
 from sd_quant.stages.closing import DONE_BEFORE, closing_words, in_sweep
 from sd_quant.stages.job_folder import done_before
+from sd_quant.stages.trace_ahead import tracer_for
 
 LOG = logging.getLogger(__name__)
 
@@ -28,10 +29,11 @@ def task(config: DictConfig) -> float | None:
     if (record := done_before(job, directory)) is not None:  # found without importing what would do it
         LOG.info(DONE_BEFORE)
         return closing_words(record, directory)
-    with importing():
-        from sd_quant.stages.quantize import quantize
+    with tracer_for(job) as tracer:
+        with importing():
+            from sd_quant.stages.quantize import quantize
 
-    return quantize(job, directory)
+        return quantize(job, directory, tracer)
 
 
 def compare_together(directory: Path) -> None:

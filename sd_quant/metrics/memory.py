@@ -110,11 +110,14 @@ def used() -> str:
 class StageTimer:
     """``with timer("calibrate"): ...`` fills ``timer.stages["calibrate"]``, also when the block fails.
 
-    Made where a job begins: a GPU's peak counts from there.
+    A stage that is entered again adds to its entry. Stages may overlap, in threads of their own: the peak of each is
+    then what all of them have taken together. Made where a job begins: a GPU's peak counts from there.
     """
 
     def __init__(self) -> None:
         self.stages: dict[str, dict[str, float | int]] = {}  # seconds and peak_memory_bytes of each
+        self.running: dict[str, int] = {}  # peaks of those that have not ended
+        self.lock = threading.Lock()
         self.resets = reset_peak()
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
@@ -130,15 +133,28 @@ class StageTimer:
     def __call__(self, name: str) -> Iterator[None]:
         LOG.info("%s ...", name)
         start = perf_counter()
-        reset_peak()
-        self.family = FamilyPeak()
+        with self.lock:
+            self.note(peak_memory_bytes())
+            self.running[name] = 0
+            reset_peak()
+        family = FamilyPeak()
         try:
-            with self.family:
+            with family:
                 yield
         except Exception as error:
             error.add_note(f"the stage {name}, with up to {used()}")
             raise
         finally:
-            seconds, peak = perf_counter() - start, max(peak_memory_bytes(), self.family.peak_bytes)
-            self.stages[name] = {"seconds": seconds, "peak_memory_bytes": peak}
+            with self.lock:
+                self.note(max(peak_memory_bytes(), family.peak_bytes))
+                seconds, peak = perf_counter() - start, self.running.pop(name)
+                earlier = self.stages.get(name, {"seconds": 0, "peak_memory_bytes": 0})
+                self.stages[name] = {
+                    "seconds": earlier["seconds"] + seconds,
+                    "peak_memory_bytes": max(earlier["peak_memory_bytes"], peak),
+                }
             LOG.info("%s: %.1f s, peak %.2f GiB", name, seconds, peak / 2**30)
+
+    def note(self, peak: int) -> None:
+        """All stages that run have had this peak, which is set back next."""
+        self.running = {name: max(before, peak) for name, before in self.running.items()}

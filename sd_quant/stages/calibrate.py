@@ -1,6 +1,7 @@
 """Statistics of the denoiser's layers: from the cache, from a calibration here, or from a file made elsewhere."""
 
 import logging
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -26,10 +27,11 @@ def statistics_of(
     job: QuantizeJob,
     checkpoint_sha256: str,
     prompts: list[str] | None = None,
+    between_calls: Callable[[], object] = lambda: None,
 ) -> Statistics:
     """Statistics of every layer that some level may quantize; ``roles`` are those of all the denoiser's layers.
 
-    They are of ``prompts``, or of those that the job names.
+    They are of ``prompts``, or of those that the job names. ``between_calls`` is called before each of the denoiser's.
     """
     knobs = job.quantize
     names = [name for name, role in roles.items() if role != "excluded"]
@@ -56,6 +58,7 @@ def statistics_of(
         accelerator=knobs.accelerator,
         devices=knobs.devices,
         announce=partial(announce_calibration, knobs, sampling.steps_taken),
+        between_calls=between_calls,
     )
 
 

@@ -41,6 +41,7 @@ class Comparison:
 
 def compare_images(
     checkpoint: Checkpoint,
+    framework: Comparison,
     engines: Engines,
     prompts: list[str],
     infer: Infer,
@@ -48,12 +49,11 @@ def compare_images(
     directory: Path,
     cache: Cache,
 ) -> Comparison:
-    """Images of all variants, and the outputs of their parts for the same inputs.
+    """Images of all variants, and the outputs of their parts for the same inputs; the ``framework``'s are there.
 
-    Those of the unquantized variants are the same for every recipe, so they come from the cache where it has them.
-    ``facts`` are the job's, which the cache key is made of; ``directory`` holds temporary files.
+    The unquantized engine's are the same for every recipe, so they come from the cache where it has them. ``facts`` are
+    the job's, which the cache key is made of; ``directory`` holds temporary files.
     """
-    framework = framework_images(checkpoint, engines[FRAMEWORK], prompts, infer, facts, directory, cache)
     origin = framework_origin(checkpoint, prompts, infer, facts) | {"engine": infer.engine}
     unquantized = provided(
         "pictures", origin, directory, cache,

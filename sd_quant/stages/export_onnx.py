@@ -12,7 +12,7 @@ import onnx_ir as ir
 from torch import Tensor
 
 from sd_quant.cache import Cache
-from sd_quant.config import artifact
+from sd_quant.config import QuantizeJob, artifact
 from sd_quant.engines.onnx_input import onnx_files
 from sd_quant.export.parts import trace_part, write_part
 from sd_quant.files import atomic_path, temporary_folder
@@ -21,6 +21,7 @@ from sd_quant.progress import progress
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.report.provenance import versions
 from sd_quant.source import source_digest
+from sd_quant.stages.trace_ahead import Tracer, pays
 
 LOG = logging.getLogger(__name__)
 Assignment = Mapping[str, LayerAssignment]
@@ -46,9 +47,13 @@ def delivered_files(checkpoint: Checkpoint, assignment: Assignment, directory: P
 
 
 def files_of_a_run(checkpoint: Checkpoint, assignment: Assignment, directory: Path) -> list[File]:
-    """The same, and the unquantized denoiser, which comes first because its graph is the quantized one's too."""
+    """The same, and the unquantized denoiser, both of which have one graph.
+
+    The last part comes first, because a process that traces meanwhile begins with the denoiser.
+    """
     unquantized = File(checkpoint.family.DENOISER, directory / "full_precision", {}, delivered=False)
-    return [unquantized, *delivered_files(checkpoint, assignment, directory)]
+    denoiser, *others = delivered_files(checkpoint, assignment, directory)
+    return [*reversed(others), unquantized, denoiser]
 
 
 def export_parts(checkpoint: Checkpoint, checkpoint_sha256: str, files: Sequence[File], cache: Cache) -> None:
@@ -67,6 +72,23 @@ def export_parts(checkpoint: Checkpoint, checkpoint_sha256: str, files: Sequence
             size = sum(each.stat().st_size for each in onnx_files(path))
             LOG.info("%s.onnx%s: %.1f MB", file.part, "" if file.delivered else ", unquantized", size / 1e6)
             advance()
+
+
+def trace_meanwhile(
+    tracer: Tracer, job: QuantizeJob, checkpoint: Checkpoint, checkpoint_sha256: str, cache: Cache
+) -> None:
+    """Let the ``tracer`` trace the parts whose graphs the ``cache`` lacks, the denoiser first; end it if it has all."""
+    parts = checkpoint.parts() if cache.directory is not None and pays() else ()
+    missing = [part for part in parts if not cache.holds("graph", graph_origin(checkpoint, checkpoint_sha256, part))]
+    if not missing:
+        tracer.end()
+        return
+    tracer.trace({
+        "model": dataclasses.asdict(job.model),
+        "sha256": checkpoint_sha256,
+        "cache": [str(cache.directory), cache.limit_bytes],
+        "parts": missing,
+    })  # fmt: skip
 
 
 def graph_origin(checkpoint: Checkpoint, checkpoint_sha256: str, part: str) -> dict:

@@ -2,6 +2,9 @@
 
 import logging
 import math
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,8 +13,20 @@ import onnx
 import torch
 import yaml
 
+from sd_quant.background import beside, done
 from sd_quant.cache import Cache
-from sd_quant.config import ExportJob, ExportShape, Infer, Trt, artifact, part_paths, size_of, targets_for
+from sd_quant.config import (
+    ExportJob,
+    ExportShape,
+    Infer,
+    QuantizeJob,
+    Trt,
+    artifact,
+    part_paths,
+    size_of,
+    targets_for,
+)
+from sd_quant.devices import threads
 from sd_quant.engines import PLAN_BUILDERS, RUNTIMES
 from sd_quant.engines.onnx_input import onnx_files
 from sd_quant.engines.tensorrt.build import Profile, build_plan
@@ -21,6 +36,7 @@ from sd_quant.engines.tensorrt.profile import profile_of
 from sd_quant.errors import ResourceError
 from sd_quant.files import sha256, write_text
 from sd_quant.inference.memory import memory_of_plan
+from sd_quant.metrics.memory import StageTimer, available_memory_bytes
 from sd_quant.models.checkpoint import part_parameters
 from sd_quant.places import output_path
 from sd_quant.progress import progress
@@ -116,15 +132,46 @@ def profile(onnx_path: Path, part: str, trt: Trt, infer: Infer | ExportShape) ->
     return profile_of(onnx_path, part, infer.batch_size, limits, size, sizes, guided=guided)
 
 
-def build_run_plans(loaded: Loaded, directory: Path, trt: Trt, infer: Infer, cache: Cache) -> dict[str, PlanReport]:
+@contextmanager
+def plans_beside(
+    loaded: Loaded, directory: Path, job: QuantizeJob, cache: Cache, step: StageTimer, memory: float
+) -> Iterator[Future[dict[str, PlanReport]]]:
+    """The run's plans are built while the block runs, where that takes nothing from it, or before.
+
+    It takes what the block cannot spare where a builder times kernels on the GPU, where the block's engine loads plans,
+    where there is one thread, and where memory holds the build alone; ``memory`` is how many bytes the block takes. The
+    block gets the future of the reports.
+    """
+
+    def build(check: Callable[[], None] = lambda: None) -> dict[str, PlanReport]:
+        with step("plans") if job.trt.library != "none" else nullcontext():
+            return build_run_plans(loaded, directory, job.trt, job.infer, cache, check)
+
+    if (
+        job.trt.library == "none"
+        or not RUNTIMES[plan_library(job.trt)].ahead_of_time
+        or RUNTIMES[job.infer.engine].file == "plan"
+        or threads() == 1
+        or memory_of_plan(loaded.parameters) + memory > available_memory_bytes()
+    ):
+        yield done(build())
+        return
+    with beside(build) as plans:
+        yield plans
+
+
+def build_run_plans(
+    loaded: Loaded, directory: Path, trt: Trt, infer: Infer, cache: Cache, check: Callable[[], None] = lambda: None
+) -> dict[str, PlanReport]:
     """Build the plans of a run's parts, and the unquantized denoiser's if the run's engine loads plans.
 
-    Returns the reports by part, without the unquantized denoiser's; none where ``trt.library`` is none.
+    Returns the reports by part, without the unquantized denoiser's; none where ``trt.library`` is none. ``check`` is
+    called all the while; what it raises stops the build.
     """
     if trt.library == "none":
         return {}
     paths = {part: artifact(directory, "onnx", part) for part in loaded.parts}
-    plans = build_plans(paths, directory, trt, infer, cache)
+    plans = build_plans(paths, directory, trt, infer, cache, check)
     if RUNTIMES[infer.engine].file == "plan":
         unquantized = directory / "full_precision"
         build_plans({loaded.denoiser: artifact(unquantized, "onnx", loaded.denoiser)}, unquantized, trt, infer, cache)
@@ -132,9 +179,17 @@ def build_run_plans(loaded: Loaded, directory: Path, trt: Trt, infer: Infer, cac
 
 
 def build_plans(
-    paths: dict[str, Path], out: Path, trt: Trt, infer: Infer | ExportShape, cache: Cache
+    paths: dict[str, Path],
+    out: Path,
+    trt: Trt,
+    infer: Infer | ExportShape,
+    cache: Cache,
+    check: Callable[[], None] = lambda: None,
 ) -> dict[str, PlanReport]:
-    """Build ``out/plan/<part>.plan`` from each ONNX file in ``paths``, or copy it from the cache; reports by part."""
+    """Build ``out/plan/<part>.plan`` from each ONNX file in ``paths``, or copy it from the cache; reports by part.
+
+    ``check`` is called all the while; what it raises stops the build.
+    """
     library = plan_library(trt)
     formats = set().union(*(formats_in(path) for path in paths.values()))
     targets = targets_for(trt, formats) if RUNTIMES[library].ahead_of_time else []
@@ -160,7 +215,9 @@ def build_plans(
                 optimization_level=trt.optimization_level,
                 workspace_gib=trt.workspace_gib,
                 timing_cache=output_path(trt.timing_cache) if trt.timing_cache else None,
+                progress=lambda *_: check(),
             )
+            check()
             cache.provide("plan", origin, plan.parent, lambda folder, build=build, name=plan.name: build(folder / name))
             reports[part] = read_record(plan)
             LOG.info("%s.plan: %.1f MB, %s %s for %s", part, reports[part].bytes / 1e6, library,

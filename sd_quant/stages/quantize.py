@@ -13,7 +13,7 @@ import yaml
 
 from sd_quant.cache import Cache, locked
 from sd_quant.config import QuantizeJob
-from sd_quant.devices import threads
+from sd_quant.devices import sharing, threads
 from sd_quant.engines import RUNTIMES, check_installed, why_not
 from sd_quant.errors import ResourceError
 from sd_quant.files import write_json, write_text
@@ -25,9 +25,9 @@ from sd_quant.simulation.native import check_device
 from sd_quant.stages.calibrate import statistics_of
 from sd_quant.stages.choose import choose
 from sd_quant.stages.closing import DONE_BEFORE, closing_words, in_sweep
-from sd_quant.stages.compare import compare_images, save_pairs
-from sd_quant.stages.export_onnx import export_parts, files_of_a_run
-from sd_quant.stages.export_trt import build_run_plans, check_gpu, plan_library
+from sd_quant.stages.compare import compare_images, framework_images, save_pairs
+from sd_quant.stages.export_onnx import export_parts, files_of_a_run, trace_meanwhile
+from sd_quant.stages.export_trt import check_gpu, plan_library, plans_beside
 from sd_quant.stages.fit_budget import bytes_to_share
 from sd_quant.stages.generate import check_images
 from sd_quant.stages.hand_over import hand_over_run, rows_of
@@ -44,8 +44,8 @@ from sd_quant.stages.latency import compare_latency
 from sd_quant.stages.load import load
 from sd_quant.stages.open_parts import check_cuda_graph
 from sd_quant.stages.results import Results, record_of
-from sd_quant.stages.trace_ahead import traced_ahead
-from sd_quant.stages.variants import variants_of
+from sd_quant.stages.trace_ahead import Tracer
+from sd_quant.stages.variants import FRAMEWORK, variants_of
 from sd_quant.stages.verify import executed_layers, verify
 from sd_quant.trackers import track
 
@@ -53,8 +53,10 @@ LOG = logging.getLogger(__name__)
 TRACKED = "outputs/trackers"
 
 
-def quantize(job: QuantizeJob, directory: Path) -> float | None:
+def quantize(job: QuantizeJob, directory: Path, tracer: Tracer) -> float | None:
     """Run the job in ``directory`` and return the mean PSNR in dB; the record is written last.
+
+    ``tracer`` traces graphs meanwhile and is ended when it has.
 
     Where this very job is done already, the directory stays as it is. What an interrupted attempt has left is removed.
     Of two processes with one directory the second waits for the first.
@@ -69,7 +71,7 @@ def quantize(job: QuantizeJob, directory: Path) -> float | None:
             if attempted:
                 remove_leftovers(directory)
             try:
-                record = run(job, directory, facts)
+                record = run(job, directory, facts, tracer)
             except Exception:
                 check_still_there(directory)  # else that is why
                 raise
@@ -95,7 +97,7 @@ def check_runtimes(job: QuantizeJob) -> None:
     check_images(job.model, job.infer)
 
 
-def run(job: QuantizeJob, directory: Path, facts: dict) -> Record:
+def run(job: QuantizeJob, directory: Path, facts: dict, tracer: Tracer) -> Record:
     """Take all steps in their order, write the record and return it."""
     torch.set_num_threads(threads())
     step, cache = StageTimer(), Cache(output_path(job.cache.dir) if job.cache.dir else None, job.cache.limit_gb * 1e9)
@@ -107,35 +109,46 @@ def run(job: QuantizeJob, directory: Path, facts: dict) -> Record:
     with step("load"):
         loaded = load(job, directory)
         bytes_to_share(loaded)  # refuses a budget before calibration
-    with traced_ahead(job.model, loaded.checkpoint, sha256, cache):
+    trace_meanwhile(tracer, job, loaded.checkpoint, sha256, cache)
+    with sharing(tracer.busy) as share:
         with step("calibrate"):
-            statistics = statistics_of(loaded.checkpoint, loaded.roles, job, sha256)
+            statistics = statistics_of(loaded.checkpoint, loaded.roles, job, sha256, between_calls=share)
         chosen = choose(loaded, statistics, directory, step)
         assignment = chosen.assignment
         rows = rows_of(job.hand_over, assignment)  # refused before anything is exported
-        with step("export"):
-            export_parts(loaded.checkpoint, sha256, files_of_a_run(loaded.checkpoint, assignment, directory), cache)
-    with step("plans") if job.trt.library != "none" else nullcontext():
-        plans = build_run_plans(loaded, directory, job.trt, job.infer, cache)
-    variants = variants_of(loaded, job.infer, assignment, directory, simulated)
-    with step("pictures"):
-        comparison = compare_images(loaded.checkpoint, variants.engines, prompts, job.infer, facts, directory, cache)
-        save_pairs(comparison, prompts, f"{job.quantize.format} level {job.quantize.quant_level:g}", directory)
+        variants = variants_of(loaded, job.infer, assignment, directory, simulated)
+        with step("pictures"):
+            share()
+            framework = framework_images(
+                loaded.checkpoint, variants.engines[FRAMEWORK], prompts, job.infer, facts, directory, cache
+            )
+            variants.make_room()
+    with step("export"):
+        export_parts(loaded.checkpoint, sha256, files_of_a_run(loaded.checkpoint, assignment, directory), cache)
+    tracer.end()
+    with plans_beside(loaded, directory, job, cache, step, variants.bytes) as plans:
+        with step("pictures"), sharing(plans.running):
+            comparison = compare_images(
+                loaded.checkpoint, framework, variants.engines, prompts, job.infer, facts, directory, cache
+            )
+            save_pairs(comparison, prompts, f"{job.quantize.format} level {job.quantize.quant_level:g}", directory)
+        with step("hand_over") if rows else nullcontext():
+            handed_over = hand_over_run(loaded, assignment, rows, job, directory, facts["overrides"])
+        with step("parity"), sharing(plans.running):
+            executed = executed_layers(loaded, assignment, variants, job.infer.engine, directory)
+            parity = verify(loaded, assignment, variants, comparison, job.infer.engine, directory)
+        plan_reports = plans.result()
     timed_later = in_sweep(directory) and RUNTIMES[job.infer.engine].file is not None  # together with other jobs'
     timing = replace(job.timing, budget_s=0) if timed_later else job.timing
-    with step("hand_over") if rows else nullcontext():
-        handed_over = hand_over_run(loaded, assignment, rows, job, directory, facts["overrides"])
-    with step("latency"):
+    with step("latency"):  # with nothing beside it
         latency = compare_latency(
             loaded.checkpoint, variants.engines, prompts, job.infer, timing, variants.together, variants.simulated
         )
-    with step("parity"):
-        executed = executed_layers(loaded, assignment, variants, job.infer.engine, directory)
-        parity = verify(loaded, assignment, variants, comparison, job.infer.engine, directory)
+    variants.pool.close()
     results = Results(
         loaded,
         chosen,
-        plans,
+        plan_reports,
         comparison,
         simulated,
         latency,

@@ -1,83 +1,79 @@
-"""Graphs traced by processes of their own while the model is calibrated.
+"""A process that traces graphs while the job imports its libraries, opens the model and calibrates.
 
-A trace takes the network's structure alone and one core for half a minute, of Python that no thread can run beside. The
-denoiser has a process and the other parts share one. They leave graphs in the cache, where the export finds them, or
-waits for them at the cache's lock. A process that fails leaves nothing, and the export traces that part itself and says
-what is wrong. They have the lowest priority, because threads of torch that wait for each other lose most by sharing a
-core. The road not taken is to calibrate with a thread less meanwhile: on two cores that takes 7 seconds more, and a
-trace is only 4 seconds earlier (benchmarks/quickstart.py).
+A trace takes the network's structure alone and one core for a quarter of a minute, of Python that no thread can run
+beside. The process leaves graphs in the cache, where the export finds them, or waits for them at the cache's lock. If
+it fails it leaves nothing, and the export traces and says what is wrong. Where nothing has been traced yet it begins
+before the job knows what is to be traced, because its imports are a third of its work.
+
+While it works torch computes with a thread less: its threads wait for each other without sleeping, so that one of them
+that has to share a core costs all the others its time. The roads not taken: the lowest priority, with which it was only
+done with its imports when the export began, which traced everything once more; and a fork of the job, whose libraries
+have threads of their own by then.
 """
 
-import dataclasses
 import json
 import os
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from contextlib import suppress
+from types import TracebackType
 
-from sd_quant.cache import Cache
-from sd_quant.config import Model
-from sd_quant.devices import threads
-from sd_quant.models.checkpoint import Checkpoint
-from sd_quant.stages.export_onnx import graph_origin, provide_graph
-from sd_quant.stages.load import open_model
+from sd_quant.config import QuantizeJob
+from sd_quant.places import output_path
+from sd_quant.process import cores
 
-LOWEST_PRIORITY = 19
+TRACES = "sd_quant.stages.trace_parts"
 
 
-@contextmanager
-def traced_ahead(model: Model, checkpoint: Checkpoint, checkpoint_sha256: str, cache: Cache) -> Iterator[None]:
-    """While the block runs, parts are traced whose graphs the ``cache`` lacks; none where a job has one thread only."""
-    parts = checkpoint.parts() if cache.directory is not None and threads() > 1 else ()
-    missing = [part for part in parts if not cache.holds("graph", graph_origin(checkpoint, checkpoint_sha256, part))]
-    denoiser = [part for part in missing if part == checkpoint.family.DENOISER]
-    with ExitStack() as processes:
-        for group in (denoiser, [part for part in missing if part not in denoiser]):
-            if group:
-                processes.callback(end, start(model, checkpoint_sha256, cache, group))
-        yield
+class Tracer:
+    """The process, which ends with the ``with`` block. It is started by ``start``, or when it gets something to do."""
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", TRACES],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            text=True,
+        )
+
+    def trace(self, request: dict) -> None:
+        """Let it do what ``trace_parts`` reads. It does one request."""
+        if self.process is None:
+            self.start()
+        assert self.process is not None and self.process.stdin is not None
+        with suppress(BrokenPipeError), self.process.stdin as pipe:  # it may have failed, which the export finds out
+            json.dump(request, pipe)
+
+    def busy(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def end(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.communicate()
+            self.process = None
+
+    def __enter__(self) -> "Tracer":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.end()
 
 
-def end(process: subprocess.Popen) -> None:
-    process.kill()
-    process.wait()
+def tracer_for(job: QuantizeJob) -> Tracer:
+    """The job's tracer, started if the job's cache has no graph yet."""
+    tracer = Tracer()
+    if job.cache.dir is not None and pays() and not any((output_path(job.cache.dir) / "graph").glob("*")):
+        tracer.start()
+    return tracer
 
 
-def start(model: Model, checkpoint_sha256: str, cache: Cache, parts: list[str]) -> subprocess.Popen:
-    """A process that traces these parts."""
-    request = {
-        "model": dataclasses.asdict(model),
-        "sha256": checkpoint_sha256,
-        "cache": [str(cache.directory), cache.limit_bytes],
-        "parts": parts,
-    }
-    process = subprocess.Popen(
-        [sys.executable, "-m", __name__],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        text=True,
-    )
-    assert process.stdin is not None
-    with process.stdin as pipe:
-        json.dump(request, pipe)
-    return process
-
-
-def main() -> None:
-    """What such a process does: the request comes on standard input."""
-    request = json.load(sys.stdin)
-    os.nice(LOWEST_PRIORITY)
-    directory, limit_bytes = request["cache"]
-    checkpoint, cache = open_model(Model(**request["model"])), Cache(Path(directory), limit_bytes)
-    for part in request["parts"]:
-        with tempfile.TemporaryDirectory() as folder:
-            provide_graph(checkpoint, request["sha256"], part, Path(folder), cache)
-
-
-if __name__ == "__main__":
-    main()
+def pays() -> bool:
+    """Whether this process has more than one thread, of which another may take one."""
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    return min(cores(), int(asked) if asked.isdecimal() else cores()) > 1

@@ -15,7 +15,7 @@ from sd_quant.engines import RUNTIMES
 from sd_quant.engines.base import Engine
 from sd_quant.engines.pool import Pool, Variant
 from sd_quant.engines.torch import TorchEngine
-from sd_quant.inference.memory import fits, gpu_memory_of_variants, memory_of_variants
+from sd_quant.inference.memory import fits, gpu_memory_of_variants, memory_of_part, memory_of_variants
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.stages.load import Loaded
@@ -41,12 +41,18 @@ class Variants:
     engines: Mapping[str, Mapping[str, Engine]]  # by variant, which is FRAMEWORK, FULL_PRECISION or QUANTIZED, and part
     pool: Pool  # opens and closes them
     together: bool  # whether memory holds all of them at once
+    bytes: float  # the most that they take, all at once or with one part open at a time
     simulated: str | None  # why the quantized variant is the simulation and no engine; None where it is an engine
 
     @property
     def simulation(self) -> TorchEngine:
         """The denoiser with ModelOpt's quantizers."""
         return self.pool[SIMULATED]  # type: ignore[return-value]
+
+    def make_room(self) -> None:
+        """Close all engines where memory does not hold them together."""
+        if not self.together:
+            self.pool.close()
 
 
 def variants_of(
@@ -59,9 +65,10 @@ def variants_of(
     work = workload_of(infer)
     memory, gpu = memory_of_variants(loaded.parameters, work), gpu_memory_of_variants(loaded.parameters, work)
     together = fits(memory, "all variants of the model", gpu)
+    most = sum(memory.values()) if together else memory_of_part(loaded.parameters, work)
     pool = Pool(partial(open_engine, loaded.checkpoint, infer, assignment), most=None if together else 1)
     keys = keys_of(loaded, infer.engine, directory, simulated is not None)
-    return Variants({name: Variant(pool, parts) for name, parts in keys.items()}, pool, together, simulated)
+    return Variants({name: Variant(pool, parts) for name, parts in keys.items()}, pool, together, most, simulated)
 
 
 def keys_of(loaded: Loaded, engine: str, directory: Path, simulated: bool) -> dict[str, dict[str, object]]:

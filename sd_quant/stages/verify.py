@@ -38,7 +38,7 @@ def verify(
     engine: str,
     directory: Path,
 ) -> dict:
-    """The record's ``parity``. Closes all engines.
+    """The record's ``parity``. Closes all engines where memory does not hold them together.
 
     Also writes ModelOpt's checkpoint of the simulation, if that can hold the recipe.
     Raises SdQuantError when an engine differs from torch by more than is tolerated.
@@ -63,7 +63,7 @@ def verify(
             attentions = attention_outputs(simulation, assignment, path, engine)
         (expected,), (output,) = (outputs[variant][denoiser].values() for variant in (FRAMEWORK, QUANTIZED))
         parity |= layer_parity(simulation, expected, output.cpu(), assignment, layers, attentions, denoiser)
-    variants.pool.close()
+    variants.make_room()
     return parity
 
 
@@ -97,6 +97,6 @@ def outputs_of_layers(
     if RUNTIMES[engine].file is None:
         module = module_of(variants.engines[QUANTIZED][denoiser])
         return native_outputs(denoiser_of(loaded.checkpoint, module), simulation)
-    variants.pool.close()  # frees memory for the layers
+    variants.make_room()  # for the layers
     path = artifact(directory, "onnx", denoiser)
     return layer_outputs(simulation, assignment, path, loaded.parts[denoiser].prefix, engine)

@@ -26,6 +26,7 @@ from sd_quant.quantization.percentile import COLLECT_METHODS
 from sd_quant.quantization.smoothing import SMOOTHINGS, by_layer
 from sd_quant.report.rebuild import rebuild
 from sd_quant.stages import infer, quantize
+from sd_quant.stages.trace_ahead import Tracer
 from sd_quant.trackers import TRACKERS
 
 from ..pipelines import sd15_of_one_level
@@ -171,7 +172,7 @@ def test_one_of_each_is_one_file_and_one_line(added, pipeline_folder, tmp_path):
         "export_trt=none", f"cache.dir={tmp_path / 'cache'}", *SAMPLING, "timing.budget_s=0",
     )  # fmt: skip
     run.mkdir()
-    psnr = quantize.quantize(job, run)
+    psnr = quantize.quantize(job, run, Tracer())
     record = json.loads((run / "metrics.json").read_text())
 
     assert record["status"] == "done" and not record["simulated"] and record["fidelity"]["psnr"]["mean"] == psnr

@@ -41,6 +41,7 @@ ROOMS = (
     "models",  # families
     "knobs",  # and the ground, which imports nothing above
     "progress",
+    "background",  # work in a thread
     "devices",
     "process",
     "cache",

@@ -259,6 +259,12 @@ def test_what_is_to_come_is_said_once_and_changes_nothing(model, names, whole, t
     assert (device, prompts) == ("cpu", len(PROMPTS)) and seconds > 0
 
 
+def test_something_may_be_done_before_each_call_of_the_denoiser(model, names, whole):
+    done = []
+    assert_same(collected(model, names, between_calls=lambda: done.append(torch.get_num_threads())), whole)
+    assert len(done) == SAMPLING.steps * len(PROMPTS)
+
+
 def test_the_second_time_nothing_runs(model, names, whole, calls, caplog, tmp_path):
     assert_same(collected(model, names, cache=tmp_path), whole)
     calls.update(dict.fromkeys(calls, 0))

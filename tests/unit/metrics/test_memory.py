@@ -60,6 +60,29 @@ def test_a_stage_has_its_own_peak_and_a_job_that_of_its_largest():
     assert small < large - 200 * 2**20 and timer.peak == large
 
 
+@pytest.mark.skipif(not reset_peak(), reason="nothing sets a peak back here")
+def test_stages_that_overlap_have_the_peak_of_both():
+    timer = StageTimer()
+    with timer("plans"):
+        block = np.ones(300 * 2**20, np.uint8)
+        del block
+        with timer("pictures"):
+            block = np.ones(150 * 2**20, np.uint8)
+            del block
+    with timer("small"):
+        pass
+    plans, pictures, small = (timer.stages[name]["peak_memory_bytes"] for name in ("plans", "pictures", "small"))
+    assert small + 100 * 2**20 < pictures < plans - 100 * 2**20
+
+
+def test_a_stage_that_is_entered_again_adds_to_its_entry():
+    timer = StageTimer()
+    for seconds in (0.02, 0.03):
+        with timer("pictures"):
+            time.sleep(seconds)
+    assert timer.stages["pictures"]["seconds"] >= 0.05 and list(timer.stages) == ["pictures"]
+
+
 def test_where_nothing_sets_the_peak_back_the_record_says_whose_it_is(monkeypatch):
     monkeypatch.setattr(memory, "reset_peak", lambda: False)
     timer = StageTimer()
@@ -69,15 +92,23 @@ def test_where_nothing_sets_the_peak_back_the_record_says_whose_it_is(monkeypatc
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a process's children are Linux's to say")
-def test_the_processes_that_a_stage_starts_count():
-    timer = StageTimer()
+def test_the_processes_that_a_stage_starts_count(monkeypatch):
+    timer, seen = StageTimer(), []
+
+    class Seen(memory.FamilyPeak):
+        def __init__(self):
+            super().__init__()
+            seen.append(self)
+
+    monkeypatch.setattr(memory, "FamilyPeak", Seen)
     with timer("alone"):
         pass
     code = "import time; block = bytearray(400 * 2**20); print('ready', flush=True); time.sleep(60)"
     with timer("calibrate"), subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
         child.stdout.readline()
         deadline = time.monotonic() + 30
-        while timer.family.peak_bytes < 400 * 2**20 and time.monotonic() < deadline:
+        enough = timer.stages["alone"]["peak_memory_bytes"] + 380 * 2**20
+        while seen[-1].peak_bytes < enough and time.monotonic() < deadline:
             time.sleep(0.01)
         child.kill()
     alone, calibrate = (timer.stages[name]["peak_memory_bytes"] for name in ("alone", "calibrate"))

@@ -1,92 +1,118 @@
 import dataclasses
+import signal
+from types import SimpleNamespace
 
 import pytest
 
 from sd_quant.cache import Cache
-from sd_quant.stages import trace_ahead
-from sd_quant.stages.export_onnx import graph_origin
+from sd_quant.stages import export_onnx, trace_ahead
+from sd_quant.stages.export_onnx import graph_origin, trace_meanwhile
 from sd_quant.stages.load import open_model
-from sd_quant.stages.trace_ahead import traced_ahead
+from sd_quant.stages.trace_ahead import Tracer, tracer_for
 from tests.presets import job
 
 
-class Family:
-    DENOISER = "unet"
-
-
 class Checkpoint:
-    family = Family
-
     def parts(self):
         return {"unet": None, "vae": None, "clip": None}
 
 
+class Asked(Tracer):
+    """A tracer that starts nothing and keeps what it is asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.requests, self.ended = [], False
+
+    def trace(self, request):
+        self.requests.append(request)
+
+    def end(self):
+        self.ended = True
+
+
 @pytest.fixture
-def started(monkeypatch) -> list:
-    """What would be traced, by process."""
-    processes = []
-
-    class Process:
-        def __init__(self, parts):
-            self.parts, self.killed = parts, False
-
-        def kill(self):
-            self.killed = True
-
-        def wait(self):
-            assert self.killed
-
-    def start(model, sha256, cache, parts):
-        processes.append(Process(parts))
-        return processes[-1]
-
-    monkeypatch.setattr(trace_ahead, "start", start)
-    monkeypatch.setattr(trace_ahead, "graph_origin", lambda checkpoint, sha256, part: {"part": part})
-    monkeypatch.setattr(trace_ahead, "threads", lambda: 2)
-    return processes
+def two_cores(monkeypatch):
+    monkeypatch.setattr(trace_ahead, "cores", lambda: 2)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
 
-def test_the_denoiser_has_a_process_and_the_others_share_one(started, tmp_path):
-    with traced_ahead(None, Checkpoint(), "", Cache(tmp_path)):
-        assert [process.parts for process in started] == [["unet"], ["vae", "clip"]]
-        assert not any(process.killed for process in started)
-    assert all(process.killed for process in started)
+@pytest.fixture
+def tracer(monkeypatch, two_cores) -> Asked:
+    monkeypatch.setattr(export_onnx, "graph_origin", lambda checkpoint, sha256, part: {"part": part})
+    return Asked()
 
 
-def test_graphs_that_the_cache_has_are_not_traced_again(started, tmp_path):
+def test_the_denoiser_is_traced_first(tracer, tmp_path):
+    trace_meanwhile(tracer, job(), Checkpoint(), "", Cache(tmp_path))
+    assert [request["parts"] for request in tracer.requests] == [["unet", "vae", "clip"]] and not tracer.ended
+
+
+def test_graphs_that_the_cache_has_are_not_traced_again(tracer, tmp_path):
     cache = Cache(tmp_path, 1e9)
     for part in ("unet", "vae"):
         made = tmp_path / part
         cache.provide("graph", {"part": part}, made, lambda folder: (folder / "graph.onnx").write_text("x"))
-    with traced_ahead(None, Checkpoint(), "", cache):
-        assert [process.parts for process in started] == [["clip"]]
+    trace_meanwhile(tracer, job(), Checkpoint(), "", cache)
+    assert [request["parts"] for request in tracer.requests] == [["clip"]]
 
 
-@pytest.mark.parametrize("without", ["cache", "threads"])
-def test_nothing_is_traced_ahead_where_that_gains_nothing(started, tmp_path, monkeypatch, without):
+@pytest.mark.parametrize("without", ["cache", "cores", "threads", "parts"])
+def test_nothing_is_traced_where_that_gains_nothing(tracer, tmp_path, monkeypatch, without):
+    if without == "cores":
+        monkeypatch.setattr(trace_ahead, "cores", lambda: 1)
     if without == "threads":
-        monkeypatch.setattr(trace_ahead, "threads", lambda: 1)
-    with traced_ahead(None, Checkpoint(), "", Cache(None if without == "cache" else tmp_path)):
-        assert started == []
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    checkpoint = SimpleNamespace(parts=dict) if without == "parts" else Checkpoint()
+    trace_meanwhile(tracer, job(), checkpoint, "", Cache(None if without == "cache" else tmp_path))
+    assert tracer.requests == [] and tracer.ended
 
 
-def test_what_fails_in_the_block_ends_the_processes_too(started, tmp_path):
-    with pytest.raises(RuntimeError), traced_ahead(None, Checkpoint(), "", Cache(tmp_path)):
-        raise RuntimeError
-    assert all(process.killed for process in started)
+@pytest.mark.parametrize("graphs", [0, 1])
+def test_a_tracer_starts_before_it_has_work_where_nothing_was_traced_yet(two_cores, tmp_path, monkeypatch, graphs):
+    monkeypatch.setattr(trace_ahead, "TRACES", "this")  # whose poem goes nowhere
+    quantize_job = job()
+    quantize_job = dataclasses.replace(quantize_job, cache=dataclasses.replace(quantize_job.cache, dir=str(tmp_path)))
+    for number in range(graphs):
+        (tmp_path / "graph" / str(number)).mkdir(parents=True)
+    with tracer_for(quantize_job) as tracer:
+        assert (tracer.process is None) == bool(graphs)
+    assert tracer.process is None
 
 
-def test_a_process_leaves_the_graphs_of_its_parts_in_the_cache(tmp_path):
+def test_a_process_leaves_the_graphs_of_its_parts_in_the_cache_and_ends(tmp_path):
     """The real one, with the smallest part of the shipped checkpoint."""
     model, cache = job().model, Cache(tmp_path, 1e9)
-    checkpoint = open_model(model)
-    process = trace_ahead.start(model, "0" * 64, cache, ["clip1"])
-    assert process.wait(timeout=300) == 0
-    assert cache.holds("graph", graph_origin(checkpoint, "0" * 64, "clip1"))
-    assert not cache.holds("graph", graph_origin(checkpoint, "1" * 64, "clip1"))
+    with Tracer() as tracer:
+        tracer.trace(request(model, cache))
+        assert tracer.busy()
+        assert tracer.process.wait(timeout=300) == 0 and not tracer.busy()
+    assert cache.holds("graph", graph_origin(open_model(model), "0" * 64, "clip1"))
+    assert not cache.holds("graph", graph_origin(open_model(model), "1" * 64, "clip1"))
 
 
-def test_a_process_that_fails_leaves_nothing(tmp_path):
-    model = dataclasses.replace(job().model, path="no_such.nemo")
-    assert trace_ahead.start(model, "0" * 64, Cache(tmp_path, 1e9), ["clip1"]).wait(timeout=300) != 0
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_process_that_fails_or_gets_no_work_leaves_nothing(tmp_path, asked):
+    with Tracer() as tracer:
+        if asked:
+            model = dataclasses.replace(job().model, path="no_such.nemo")
+            tracer.trace(request(model, Cache(tmp_path, 1e9)))
+            assert tracer.process.wait(timeout=300) != 0
+        else:
+            tracer.start()
+            tracer.process.stdin.close()
+            assert tracer.process.wait(timeout=300) == 0
     assert not list(tmp_path.rglob("*.onnx"))
+
+
+def test_the_process_ends_with_the_block(tmp_path):
+    with pytest.raises(RuntimeError), Tracer() as tracer:
+        tracer.start()
+        process = tracer.process
+        raise RuntimeError
+    assert process.returncode == -signal.SIGKILL
+
+
+def request(model, cache: Cache) -> dict:
+    place = [str(cache.directory), cache.limit_bytes]
+    return {"model": dataclasses.asdict(model), "sha256": "0" * 64, "cache": place, "parts": ["clip1"]}
