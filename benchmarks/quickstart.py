@@ -5,6 +5,7 @@
 
 Each is a process of its own, as a user starts it: the first with an empty cache and without the files that importing
 and drawing leave, the second with another alpha and what the first has left, the third with the first one's folder.
+Plans are built beside pictures and parity, so the stages add up to more than the job.
 With ``--against`` the jobs of another version of this project are run in turn with ours, by its own code in this
 environment, and the ratio is printed. What is honest about it: everything from the command to the prompt counts,
 imports too, and the seconds of a stage are the record's. The second job makes full-precision images from the cache.
@@ -44,7 +45,7 @@ def run(checkout: Path, folder: Path, name: str) -> tuple[float, Mapping[str, fl
 
 def line(seconds: float, stages: Mapping[str, float]) -> str:
     parts = [f"{stage} {spent:.1f}" for stage, spent in stages.items() if spent >= 0.5]
-    return f"{seconds:.1f} s ({', '.join(parts)}, all else {seconds - sum(stages.values()):.1f})"
+    return f"{seconds:.1f} s ({', '.join(parts)})"
 
 
 def main() -> None:

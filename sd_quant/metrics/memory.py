@@ -115,12 +115,18 @@ class StageTimer:
     """
 
     def __init__(self) -> None:
+        self.started = perf_counter()
         self.stages: dict[str, dict[str, float | int]] = {}  # seconds and peak_memory_bytes of each
         self.running: dict[str, int] = {}  # peaks of those that have not ended
         self.lock = threading.Lock()
         self.resets = reset_peak()
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
+
+    @property
+    def seconds(self) -> float:
+        """Since the job began, within stages and between them."""
+        return perf_counter() - self.started
 
     @property
     def peak(self) -> float | dict[str, float | str]:

@@ -210,7 +210,7 @@ class Judged(TypedDict):
 
 class Stage(TypedDict):
     seconds: float  # wall time
-    peak_memory_bytes: float  # of the stage alone, with the processes that it started
+    peak_memory_bytes: float  # of the stage and those that it overlaps, with the processes that they started
 
 
 class Machine(TypedDict, total=False):
@@ -259,7 +259,8 @@ class Record(TypedDict):
     judged: Judged | None  # of a candidate of judge.py, of which much else is absent; null for a run
     peak_memory_bytes: float | Explained  # the most memory of the job
     peak_cuda_memory_bytes: float | Explained  # the most memory of a GPU
-    stages: dict[str, Stage]  # by name, in the order in which they ran
+    seconds: float  # wall time of the job
+    stages: dict[str, Stage]  # by name, in the order in which they ended; some overlap
     environment: Environment  # what the figures belong to
     inputs: dict[str, Any]  # name to path, hash and bytes: ``sd_quant.report.provenance.fingerprint``
 
@@ -455,8 +456,14 @@ def score_of(record: Any, score: Score) -> Scored:
     return Scored(number_at(record, "fidelity", score.key), Number(None), [])
 
 
+def seconds_of_job(record: Any) -> float | None:
+    """The seconds of a job; where its record has none, no stages of it overlapped."""
+    stages = seconds_of_stages(record)
+    return number_at(record, "seconds").value or (sum(stages.values()) if stages else None)
+
+
 def seconds_of_stages(record: Any) -> dict[str, float]:
-    """The seconds of each stage, in the order in which they ran."""
+    """The seconds of each stage, in the order in which they ended."""
     seconds = {name: at(record, "stages", name, "seconds") for name in names(record, "stages")}
     return {name: value for name, value in seconds.items() if value is not None}
 

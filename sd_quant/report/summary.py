@@ -36,7 +36,7 @@ from sd_quant.report.record import (
     read_object,
     read_record,
     score_of,
-    seconds_of_stages,
+    seconds_of_job,
     weights_sha256,
     why,
 )
@@ -218,7 +218,6 @@ def row_of(job: Job, timed_on: str | None = None) -> Row:
     engine, denoiser, _, _ = workload(record)
     files = ("onnx_quantized", "onnx_full_precision", "weights_fp32", "plan")
     sizes = {file: number_at(record, "sizes_bytes", denoiser, file) for file in files}
-    seconds = seconds_of_stages(record)
     known = {"job": job.name, "status": job.status, "reason": job.reason}
     return {
         **known,
@@ -240,7 +239,7 @@ def row_of(job: Job, timed_on: str | None = None) -> Row:
         "checkpoint": str(weights_sha256(record) or "")[:12] or None,
         "quantized_layers": at(record, "layers", "quantized"),
         "float_layers": len(at(record, "executed", "fell_back") or ()),
-        "seconds": sum(seconds.values()) if seconds else None,
+        "seconds": seconds_of_job(record),
         "peak_memory_bytes": number_at(record, "peak_memory_bytes").value,
     }
 

@@ -22,6 +22,7 @@ from sd_quant.report.record import (
     number_at,
     quotient,
     score_of,
+    seconds_of_job,
     seconds_of_stages,
 )
 from sd_quant.report.summary import Sweep, rows, shown_columns
@@ -162,8 +163,11 @@ def handed_over_rows(entries: Mapping[str, Any] | None) -> list[list[str]]:
 
 def _costs(record: Mapping[str, Any]) -> list[str]:
     peak = number_at(record, "peak_memory_bytes").value
-    stages = [f"{name} {seconds:.1f} s" for name, seconds in seconds_of_stages(record).items()]
-    return ["; ".join(([f"peak memory {_bytes(peak)}"] if peak else []) + stages)] if peak or stages else []
+    whole = seconds_of_job(record)
+    costs = [f"peak memory {_bytes(peak)}"] if peak else []
+    costs += [f"{whole:.1f} s in all"] if whole else []
+    costs += [f"{name} {seconds:.1f} s" for name, seconds in seconds_of_stages(record).items()]
+    return ["; ".join(costs)] if costs else []
 
 
 def _warnings(record: Mapping[str, Any], engine: str) -> list[str]:

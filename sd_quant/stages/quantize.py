@@ -155,6 +155,7 @@ def run(job: QuantizeJob, directory: Path, facts: dict, tracer: Tracer) -> Recor
         parity,
         executed,
         handed_over,
+        step.seconds,
         step.stages,
         step.peak,
     )

@@ -48,6 +48,7 @@ class Results:
     parity: dict
     executed: dict  # in which numbers the quantized layers are multiplied
     handed_over: dict[str, HandedOver]  # by target
+    seconds: float  # of the job
     stages: dict  # seconds and peak memory by step
     peak: float | dict  # bytes of memory of the job, with a reason where it may be that of another
 
@@ -95,6 +96,7 @@ def record_of(job: QuantizeJob, facts: dict, results: Results, directory: Path) 
         judged=None,
         peak_memory_bytes=cast("float | Explained", results.peak),
         peak_cuda_memory_bytes=explained(peak_cuda_memory_bytes(), "no NVIDIA GPU"),
+        seconds=results.seconds,
         stages=cast(dict[str, Stage], results.stages),
         environment={"versions": facts["versions"], "machine": facts["machine"]},
         inputs=facts["inputs"],

@@ -21,6 +21,7 @@ from sd_quant.report.record import (
     quotient,
     read_record,
     score_of,
+    seconds_of_job,
     seconds_of_stages,
     weights_sha256,
     write_record,
@@ -164,6 +165,8 @@ def test_the_seconds_of_stages_are_those_that_there_are():
     record = {"stages": stages}
     check_shape(record, Record, RECORD)
     assert seconds_of_stages(record) == {"load": 2.0, "parity": 0} and seconds_of_stages({}) == {}
+    assert seconds_of_job(record) == 2 and seconds_of_job({}) is None
+    assert seconds_of_job(record | {"seconds": 1.5}) == 1.5  # stages overlapped
     assert "load 2.0 s; parity 0.0 s" in run_table(record)
 
 
