@@ -107,7 +107,7 @@ def test_the_closing_table_is_printed_and_the_log_has_every_stage(run, main_job,
     for words in ("unet_xl", "speed-up", "PSNR", "peak memory", f"run directory: {run}"):
         assert words in main_job.stdout
     log = (run / "quantize.log").read_text()
-    stages = ("load", "calibrate", "assign", "export", "plans", "pictures", "latency", "parity")
+    stages = ("load", "calibrate", "assign", "pictures", "export", "plans", "parity", "latency")
     assert tuple(record["stages"]) == stages
     assert all(f"{stage} ..." in log for stage in stages)
 
