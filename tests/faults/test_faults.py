@@ -27,8 +27,8 @@ def test_a_job_that_is_killed_and_starved_leaves_what_an_unbroken_one_leaves(tmp
             assert ended.code == -signal.SIGKILL and ended.stages[-1] == "plans"
             assert whole(place, model.artifacts) == []
 
-            ended, problems = starved(place, "pictures", disk / "filler", SPARED, model.artifacts)
-            assert (ended.code, ended.stages[-1], problems) == (4, "pictures", [])
+            ended, problems = starved(place, "parity", disk / "filler", SPARED, model.artifacts)
+            assert (ended.code, ended.stages[-1], problems) == (4, "parity", [])
             assert resumed(place, model.artifacts) == []
     except PermissionError as error:
         pytest.skip(f"no small disk can be mounted here: {error}")
