@@ -27,7 +27,9 @@ FAST = (
     "infer.prompts=[a rocket]", "infer.num_timed_runs=1", "infer.num_warmup_runs=0", "timing.budget_s=0",
     "trt.optimization_level=0", "trt.targets=[SM89]",
 )  # fmt: skip
-MEASURED = {"latency", "seconds", "stages", "peak_memory_bytes", "environment", "overrides", "fingerprint", "plans", "knobs"}
+MEASURED = {
+    *("latency", "seconds", "stages", "peak_memory_bytes", "environment", "overrides", "fingerprint", "plans", "knobs"),
+}
 STAGE_LINE = re.compile(rf"^[\d:]{{8}} ({'|'.join(STAGES)}) \.\.\.$")
 
 
