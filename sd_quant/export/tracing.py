@@ -9,7 +9,8 @@ weights as floats with a QuantizeLinear behind them.
 import logging
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
+from unittest import mock
 
 import onnx
 import onnx_ir as ir
@@ -27,6 +28,7 @@ ONLY_MORE_TYPES = {
 }
 OPSET = 20  # the first with fp16 scales, group normalisation and GELU, and below the opset that fuses attention
 FIRST, LAST = -(2**63), 2**63 - 1  # how torch's exporter writes the open ends of a Slice
+PROMOTION = "insert_type_promotion_nodes"
 NOISY_LOGGERS = ("torch.onnx", "onnx_ir", "onnxscript")  # they log every node that they touch
 # All different, so that none is taken for another, and large enough not to be 1 where a network has halved them thrice.
 EXAMPLE_AXES = axes(batch=2, width=256, height=128)
@@ -99,9 +101,31 @@ def converted(
 
     program = exported()
     program.run_decompositions = lambda *_: program
-    with suppress(torch.onnx.errors.OnnxExporterError):  # an operation that can be written in its parts alone
+    promoting = without_type_promotion() if dtypes_agree(program) else nullcontext()
+    with suppress(torch.onnx.errors.OnnxExporterError), promoting:
         return in_onnx(program)
-    return in_onnx(exported())  # anew, as the attempt has left its marks
+    return in_onnx(exported())  # an operation can be written in its parts alone; anew, as the attempt has left marks
+
+
+def dtypes_agree(program: torch.export.ExportedProgram) -> bool:
+    """Whether each call reads floating-point tensors of one dtype alone: then nothing is promoted to another one."""
+    calls = [node for node in program.graph.nodes if node.op == "call_function"]
+    values = [[operand.meta.get("val") for operand in call.all_input_nodes] for call in calls]
+    dtypes = [{value.dtype for value in each if isinstance(value, Tensor)} for each in values]
+    return all(len(each) < 2 and all(dtype.is_floating_point for dtype in each) for each in dtypes)
+
+
+def without_type_promotion() -> AbstractContextManager:
+    """In the block torch's exporter does not look for operands to promote, for which it computes all shapes anew.
+
+    That is a quarter of a trace, and no option leaves it out. Where torch has another name for it, it is done.
+    """
+    try:
+        from torch.onnx._internal.exporter import _fx_passes
+    except ImportError:
+        return nullcontext()
+    known = hasattr(_fx_passes, PROMOTION)
+    return mock.patch.object(_fx_passes, PROMOTION, lambda module: None) if known else nullcontext()
 
 
 def drop_squeezes(model: ir.Model) -> None:

@@ -95,3 +95,48 @@ def test_a_size_in_pixels_is_no_number_of_the_graph():
     for height, width in ((4, 8), (3, 5)):
         (out,) = session.run(None, {"x": np.zeros((2, 2, height, width), np.float32)})
         assert out.shape == (2, height * width, 2)
+
+
+PROMOTED = {
+    "of two dtypes": lambda x, weight: x.to(FULL) + x,
+    "of an integer": lambda x, weight: torch.arange(6) * x,
+    "of a truth": lambda x, weight: (x > 0) * x,
+}
+
+
+@pytest.mark.parametrize("name", PROMOTED)
+def test_operands_of_other_dtypes_are_promoted_as_torch_does(name, promotions):
+    ours, theirs = computed(PROMOTED[name], HALF)
+    assert promotions and ours.dtype == theirs.numpy().dtype
+    np.testing.assert_allclose(ours, theirs.numpy(), rtol=2e-3, atol=2e-3)
+
+
+def test_where_all_dtypes_agree_the_graph_is_the_same_without_looking(promotions, monkeypatch):
+    def call(x, weight):
+        return (x * weight + 1).softmax(-1) / 3
+
+    contract = Contract({"x": ("batch", 3, 4, 6)}, ("out",), {"x": HALF}, HALF)
+    graphs, outputs = [], []
+    for look in (False, True):
+        monkeypatch.setattr(tracing, "dtypes_agree", tracing.dtypes_agree if not look else lambda program: False)
+        graphs.append([node.op_type for node in trace(lambda: Calls(call), contract).graph])
+        outputs.append(computed(call, HALF)[0])
+        assert bool(promotions) == look
+    assert graphs[0] == graphs[1]
+    np.testing.assert_array_equal(*outputs)
+
+
+def test_a_torch_that_names_it_otherwise_looks_for_operands_to_promote(promotions, monkeypatch):
+    monkeypatch.setattr(tracing, "PROMOTION", "another_name")
+    computed(lambda x, weight: x * weight, HALF)
+    assert promotions
+
+
+@pytest.fixture
+def promotions(monkeypatch) -> list:
+    """Has an entry for each time that torch's exporter has looked for operands to promote."""
+    from torch.onnx._internal.exporter import _fx_passes
+
+    looked, look = [], _fx_passes.insert_type_promotion_nodes
+    monkeypatch.setattr(_fx_passes, "insert_type_promotion_nodes", lambda module: looked.append(1) or look(module))
+    return looked
