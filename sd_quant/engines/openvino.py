@@ -70,8 +70,7 @@ class OpenVinoEngine:
 
     def __init__(self, model: openvino.Model, path: Path, settings: dict[str, str | int]):
         """``model`` is that of the ONNX file at ``path``."""
-        self.unused: openvino.Model | None = model
-        self.path, self.settings = path, settings
+        self.model, self.path, self.settings = model, path, settings
         self.threads = settings["INFERENCE_NUM_THREADS"]
         # The names of ports are ambiguous once a model is compiled: an input in front of a node that was optimised away
         # has that node's name too. Their order is that of the file.
@@ -104,21 +103,15 @@ class OpenVinoEngine:
             return self.compiled
         compiled = self.compiled_models.pop(shapes, None)
         if compiled is None:
-            model = self.take_model()
             try:
-                model.reshape(dict(enumerate(map(openvino.PartialShape, shapes))))
+                self.model.reshape(dict(enumerate(map(openvino.PartialShape, shapes))))
             except RuntimeError as error:
                 raise ValueError(f"{self.refusal(shapes)}: {one_line(error)}") from error
             while len(self.compiled_models) >= KEPT:
                 del self.compiled_models[next(iter(self.compiled_models))]
-            compiled = compiled_model(model, self.path, self.settings)
+            compiled = compiled_model(self.model, self.path, self.settings)
         self.compiled_models[shapes] = compiled
         return compiled
-
-    def take_model(self) -> openvino.Model:
-        """The file's model, to be compiled and let go: it holds all weights, which a compiled one has once more."""
-        model, self.unused = self.unused or read_model(self.path, self.settings), None
-        return model
 
     def refusal(self, shapes: Iterable[tuple[int, ...]]) -> str:
         return f"OpenVINO refused inputs of shapes {dict(zip(self.inputs, shapes, strict=True))}"
@@ -127,12 +120,12 @@ class OpenVinoEngine:
     def compiled(self) -> openvino.CompiledModel:
         """The model as it was last called; before any call, for dynamic shapes."""
         if not self.compiled_models:
-            self.compiled_models[()] = compiled_model(self.take_model(), self.path, self.settings)
+            self.compiled_models[()] = compiled_model(self.model, self.path, self.settings)
         return list(self.compiled_models.values())[-1]
 
     def close(self) -> None:
         self.compiled_models.clear()
-        self.unused = None
+        del self.model
 
 
 def compiled_model(model: openvino.Model, path: Path, settings: dict[str, str | int]) -> openvino.CompiledModel:
@@ -158,7 +151,10 @@ def load(path: Path, *, threads: int | None = None, precision: str = "fp32") -> 
     if "CPU" not in core.available_devices:
         raise ResourceError(f"OpenVINO offers {core.available_devices} but not CPU; reinstall the package openvino")
     settings = FP32 | {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": threads or default_threads()}
-    model = read_model(path, settings)
+    try:
+        model = core.read_model(path)
+    except RuntimeError as error:
+        raise ArtifactError(f"OpenVINO cannot compile {path}: {one_line(error)}") from error
     if precision != "fp32" and BF16 not in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
         LOG.info("this processor has no %s, so OpenVINO computes in fp32 what is not quantized", precision)
     elif precision != "fp32" and "f16" in {op.get_element_type().get_type_name() for op in constants(model)}:
@@ -170,17 +166,6 @@ def load(path: Path, *, threads: int | None = None, precision: str = "fp32") -> 
         settings |= DEQUANTIZED
         round_by_arithmetic(model)
     return OpenVinoEngine(model, path, settings)
-
-
-def read_model(path: Path, settings: dict[str, str | int]) -> openvino.Model:
-    """The model of an ONNX file as it is compiled with these settings. Raises ArtifactError when it is broken."""
-    try:
-        model = openvino.Core().read_model(path)
-    except RuntimeError as error:
-        raise ArtifactError(f"OpenVINO cannot compile {path}: {one_line(error)}") from error
-    if DEQUANTIZED.items() <= settings.items():
-        round_by_arithmetic(model)
-    return model
 
 
 def constants(model: openvino.Model) -> list[openvino.Node]:
@@ -244,8 +229,7 @@ def products(engine: OpenVinoEngine, path: Path) -> dict[str, str]:
     Where codes are dequantized, every product is a float's, and some nodes lose their names on their way.
     """
     if DEQUANTIZED.items() <= engine.settings.items():
-        model = read_model(path, engine.settings)
-        nodes = (op for op in model.get_ops() if op.get_type_name() in ARITHMETIC)
+        nodes = (op for op in engine.model.get_ops() if op.get_type_name() in ARITHMETIC)
         return {op.friendly_name.partition("/")[0]: "FLOAT" for op in nodes}
     types = {}
     for _, precision, names in arithmetic_layers(engine):

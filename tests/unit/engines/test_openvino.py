@@ -1,5 +1,3 @@
-import weakref
-
 import numpy as np
 import onnx
 import pytest
@@ -118,16 +116,6 @@ def test_it_is_compiled_for_the_shapes_of_its_calls(tiny, samples, monkeypatch):
     engine(x=torch.from_numpy(samples[:1]))
     assert engine.compiled_models[((1, 64),)] is kept is engine.compiled
     assert all(port.partial_shape.is_static for port in kept.inputs)
-
-
-def test_a_model_is_let_go_once_it_is_compiled(tiny, samples):
-    """It holds the weights a second time; another shape reads the file again."""
-    engine = openvino.load(tiny.path, threads=1)
-    model = weakref.ref(engine.unused)
-    first = engine(x=torch.from_numpy(samples[:2]))["y"]
-    assert engine.unused is None and model() is None
-    again = engine(x=torch.from_numpy(samples[:3]))["y"]
-    torch.testing.assert_close(again[:2], first, rtol=0, atol=1e-6)
 
 
 def test_after_a_refusal_it_computes_what_it_takes(tiny, samples):
