@@ -28,7 +28,7 @@ ONLY_MORE_TYPES = {
 }
 OPSET = 20  # the first with fp16 scales, group normalisation and GELU, and below the opset that fuses attention
 FIRST, LAST = -(2**63), 2**63 - 1  # how torch's exporter writes the open ends of a Slice
-PROMOTION = "insert_type_promotion_nodes"
+PROMOTION = "insert_type_promotion_nodes"  # what torch's exporter calls it
 NOISY_LOGGERS = ("torch.onnx", "onnx_ir", "onnxscript")  # they log every node that they touch
 # All different, so that none is taken for another, and large enough not to be 1 where a network has halved them thrice.
 EXAMPLE_AXES = axes(batch=2, width=256, height=128)

@@ -56,10 +56,8 @@ TRACKED = "outputs/trackers"
 def quantize(job: QuantizeJob, directory: Path, tracer: Tracer) -> float | None:
     """Run the job in ``directory`` and return the mean PSNR in dB; the record is written last.
 
-    ``tracer`` traces graphs meanwhile and is ended when it has.
-
-    Where this very job is done already, the directory stays as it is. What an interrupted attempt has left is removed.
-    Of two processes with one directory the second waits for the first.
+    ``tracer`` traces graphs meanwhile. Where this very job is done already, the directory stays as it is. What an
+    interrupted attempt has left is removed. Of two processes with one directory the second waits for the first.
     """
     check_runtimes(job)
     check_own(directory)
@@ -127,14 +125,14 @@ def run(job: QuantizeJob, directory: Path, facts: dict, tracer: Tracer) -> Recor
         export_parts(loaded.checkpoint, sha256, files_of_a_run(loaded.checkpoint, assignment, directory), cache)
     tracer.end()
     with plans_beside(loaded, directory, job, cache, step, variants.bytes) as plans:
-        with step("pictures"), sharing(plans.running):
+        with step("pictures"), sharing(lambda: not plans.done()):
             comparison = compare_images(
                 loaded.checkpoint, framework, variants.engines, prompts, job.infer, facts, directory, cache
             )
             save_pairs(comparison, prompts, f"{job.quantize.format} level {job.quantize.quant_level:g}", directory)
         with step("hand_over") if rows else nullcontext():
             handed_over = hand_over_run(loaded, assignment, rows, job, directory, facts["overrides"])
-        with step("parity"), sharing(plans.running):
+        with step("parity"), sharing(lambda: not plans.done()):
             executed = executed_layers(loaded, assignment, variants, job.infer.engine, directory)
             parity = verify(loaded, assignment, variants, comparison, job.infer.engine, directory)
         plan_reports = plans.result()

@@ -10,7 +10,7 @@ def test_work_goes_on_while_the_block_runs_and_its_result_comes_when_it_is_asked
     with beside(lambda check: met.wait() and 0 or "done") as future:
         met.wait()
         assert future.result() == "done"
-    assert done("before").result() == "before" and not done("before").running()
+    assert done("before").result() == "before" and done("before").done()
 
 
 def test_what_the_work_raises_is_raised_where_its_result_is_asked_for():

@@ -160,7 +160,7 @@ def test_plans_are_built_while_the_block_runs(spare, monkeypatch):
     monkeypatch.setattr(export_trt, "build_run_plans", build)
     step = Told()
     with plans_beside(LOADED, None, run_job("tensorrt_rtx"), None, step, 1e9) as plans:
-        assert plans.running()
+        assert not plans.done()
         met.wait()
         assert plans.result() == {"unet_xl": "built"}
     assert step.said == ["plans begin", "plans end"]
@@ -176,7 +176,7 @@ def test_plans_are_built_before_where_the_block_cannot_spare_what_it_takes(spare
     job = run_job(library, "tensorrt_rtx" if why == "the engine loads them" else "openvino")
     memory = 99.9e9 if why == "little memory" else 1e9
     with plans_beside(LOADED, None, job, None, step, memory) as plans:
-        assert step.said == ["plans begin", "plans end"] and not plans.running() and plans.result() == {}
+        assert step.said == ["plans begin", "plans end"] and plans.done() and plans.result() == {}
     assert built_in == [threading.main_thread()]
 
 
