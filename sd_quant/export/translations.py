@@ -1,7 +1,8 @@
 """Operations of torch as a network calls them, in ONNX, where torch's exporter knows only what they decompose into.
 
 Decomposing traces the whole network a second and a third time and is half of what a trace costs; with these few no
-family's denoiser needs it. The road not taken is to decompose always.
+family's denoiser needs it. What a translation cannot write it refuses by NotImplementedError, and the network is
+decomposed. The road not taken is to decompose always.
 """
 
 from collections.abc import Callable, Sequence

@@ -259,7 +259,7 @@ class Record(TypedDict):
     judged: Judged | None  # of a candidate of judge.py, of which much else is absent; null for a run
     peak_memory_bytes: float | Explained  # the most memory of the job
     peak_cuda_memory_bytes: float | Explained  # the most memory of a GPU
-    seconds: float  # wall time of the job
+    seconds: float  # wall time of the job from its first stage on
     stages: dict[str, Stage]  # by name, in the order in which they ended; some overlap
     environment: Environment  # what the figures belong to
     inputs: dict[str, Any]  # name to path, hash and bytes: ``sd_quant.report.provenance.fingerprint``

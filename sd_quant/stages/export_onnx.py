@@ -21,7 +21,7 @@ from sd_quant.progress import progress
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.report.provenance import versions
 from sd_quant.source import source_digest
-from sd_quant.stages.trace_ahead import Tracer, pays
+from sd_quant.stages.trace_ahead import Tracer, several_threads
 
 LOG = logging.getLogger(__name__)
 Assignment = Mapping[str, LayerAssignment]
@@ -78,7 +78,7 @@ def trace_meanwhile(
     tracer: Tracer, job: QuantizeJob, checkpoint: Checkpoint, checkpoint_sha256: str, cache: Cache
 ) -> None:
     """Let the ``tracer`` trace the parts whose graphs the ``cache`` lacks, the denoiser first; end it if it has all."""
-    parts = checkpoint.parts() if cache.directory is not None and pays() else ()
+    parts = checkpoint.parts() if cache.directory is not None and several_threads() else ()
     missing = [part for part in parts if not cache.holds("graph", graph_origin(checkpoint, checkpoint_sha256, part))]
     if not missing:
         tracer.end()

@@ -124,7 +124,7 @@ def run(job: QuantizeJob, directory: Path, facts: dict, tracer: Tracer) -> Recor
     with step("export"):
         export_parts(loaded.checkpoint, sha256, files_of_a_run(loaded.checkpoint, assignment, directory), cache)
     tracer.end()
-    with plans_beside(loaded, directory, job, cache, step, variants.bytes) as plans:
+    with plans_beside(loaded, directory, job, cache, step, variants.memory_bytes) as plans:
         with step("pictures"), sharing(lambda: not plans.done()):
             comparison = compare_images(
                 loaded.checkpoint, framework, variants.engines, prompts, job.infer, facts, directory, cache

@@ -68,12 +68,12 @@ class Tracer:
 def tracer_for(job: QuantizeJob) -> Tracer:
     """The job's tracer, started if the job's cache has no graph yet."""
     tracer = Tracer()
-    if job.cache.dir is not None and pays() and not any((output_path(job.cache.dir) / "graph").glob("*")):
+    if job.cache.dir is not None and several_threads() and not any((output_path(job.cache.dir) / "graph").glob("*")):
         tracer.start()
     return tracer
 
 
-def pays() -> bool:
+def several_threads() -> bool:
     """Whether this process has more than one thread, of which another may take one."""
     asked = os.environ.get("OMP_NUM_THREADS", "")
     return min(cores(), int(asked) if asked.isdecimal() else cores()) > 1

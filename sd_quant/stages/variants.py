@@ -41,7 +41,7 @@ class Variants:
     engines: Mapping[str, Mapping[str, Engine]]  # by variant, which is FRAMEWORK, FULL_PRECISION or QUANTIZED, and part
     pool: Pool  # opens and closes them
     together: bool  # whether memory holds all of them at once
-    bytes: float  # the most that they take, all at once or with one part open at a time
+    memory_bytes: float  # the most that they take, all at once or with one part open at a time
     simulated: str | None  # why the quantized variant is the simulation and no engine; None where it is an engine
 
     @property

@@ -7,8 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
 
-from sd_quant.places import HOME
+from sd_quant.cli import job_of
+from sd_quant.config import QuantizeJob
+from sd_quant.places import CONF, HOME
+from sd_quant.stages import export_onnx
+from sd_quant.stages.quantize import quantize
+from sd_quant.stages.trace_ahead import Tracer
 
 from ..pipelines import sd15
 
@@ -17,6 +23,38 @@ JOB = (
     "infer.width=64", "infer.height=64", "infer.steps=2", "infer.prompts=[a cat,a dog]", "infer.num_timed_runs=3",
     "infer.num_warmup_runs=1", "timing.budget_s=0", "export_trt=tensorrt_rtx", "trt.targets=[SM89]",
 )  # fmt: skip
+
+
+class Asked(Tracer):
+    """A tracer that traces nothing and keeps what happens to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts, self.asked, self.happened = [], 0, []
+
+    def trace(self, request):
+        self.parts = request["parts"]
+        self.happened.append("work")
+
+    def busy(self):
+        self.asked += 1
+        return False
+
+    def end(self):
+        self.happened.append("end")
+
+
+def test_a_job_gives_its_tracer_work_and_asks_before_each_call_how_many_cores_it_leaves(tmp_path, monkeypatch):
+    monkeypatch.setattr(export_onnx, "several_threads", lambda: True)
+    sd15(tmp_path / "model")
+    (tmp_path / "run").mkdir()
+    places = (f"model.path={tmp_path}/model", f"cache.dir={tmp_path}/cache", "export_trt=none")
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        job = job_of(QuantizeJob, compose("quantize", [*JOB[1:-2], *places]))
+    tracer, calls = Asked(), 2 * 3  # of two prompts, of which PNDM makes one more than steps
+    quantize(job, tmp_path / "run", tracer)
+    assert tracer.parts == ["unet", "vae", "text_encoder"] and tracer.happened == ["work", "end"]
+    assert tracer.asked == calls + 2  # and as calibration and the framework's images begin
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +97,11 @@ def test_the_plans_and_images_are_there(runs):
     assert beside == pytest.approx(alone, abs=0.2)  # last bits move inputs to other codes
 
 
-def test_the_graphs_came_from_the_process_and_the_plans_from_the_thread(runs):
-    logs = {threads: (run / "quantize.log").read_text() for threads, run in runs.items()}
-    assert "graph of unet comes from the cache" in logs[2]
-    order = {threads: [log.index(f"{stage} ...") for stage in ("parity", "plans")] for threads, log in logs.items()}
-    assert order[1][0] > order[1][1] and order[2][0] > order[2][1]
-    assert logs[1].index("plans: ") < logs[1].index("parity ...")
+def test_plans_are_built_while_images_are_made_and_before_them_with_one_thread(runs):
+    for threads, run in runs.items():
+        log = (run / "quantize.log").read_text()
+        assert (log.rindex("pictures ...") < log.index("plans: ")) == (threads == 2)
+        assert log.index("plans: ") < log.index("latency ...") and log.index("parity: ") < log.index("latency ...")
     stages = record(runs[2])["stages"]
     assert record(runs[2])["seconds"] > max(stage["seconds"] for stage in stages.values())
-    assert list(stages).index("latency") == len(stages) - 1  # with nothing beside it
+    assert list(stages)[-1] == "latency"  # with nothing beside it
