@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from pictures import load_pictures
+from examples.sdxl_mini.pictures import load_pictures
 from PIL import Image, ImageDraw, ImageFont
 
 from sd_quant.checkpoints.nemo import open_nemo

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
-from pictures import load_pictures
+from examples.sdxl_mini.pictures import load_pictures
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from sd_quant.models.clip_tokenizer import clip_tokenizer
