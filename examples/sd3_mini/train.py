@@ -16,6 +16,7 @@ the text encoders too, which would make every step a third slower, and captions 
 
 import argparse
 import copy
+import json
 from pathlib import Path
 
 import torch
@@ -26,6 +27,7 @@ from examples.sdxl_mini.pictures import load_pictures
 from examples.sdxl_mini.train import DROP_CAPTION, Trained, average_of, fit, tokens_of
 from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.inference.loading import load_model
+from sd_quant.models.clip_tokenizer import clip_tokenizer
 
 SHARED, WRITTEN = Path("checkpoints/sdxl_mini.nemo"), Path("checkpoints/sd3_mini")
 TRANSFORMER = {
@@ -118,21 +120,14 @@ class TrainTransformer(Trained):
         return loss
 
 
-def write_tokenizer(pad_token: str, folder: Path) -> None:
-    """CLIP's two files, which are a third of the one that transformers would write."""
-    import json
-
-    from sd_quant.models.clip_tokenizer import clip_tokenizer
-
-    tokenizer = clip_tokenizer(4096, pad_token)
-    described = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
-    folder.mkdir(parents=True, exist_ok=True)
+def shrink_tokenizer(folder: Path) -> None:
+    """CLIP's two files instead of the one that transformers writes, which is three times as large."""
+    described = json.loads((folder / "tokenizer.json").read_text())["model"]
     vocabulary = dict(sorted(described["vocab"].items(), key=lambda item: item[1]))
     (folder / "vocab.json").write_text(json.dumps(vocabulary, ensure_ascii=False, separators=(",", ":")))
     merges = ["#version: 0.2", *(" ".join(pair) for pair in described["merges"])]
     (folder / "merges.txt").write_text("\n".join(merges) + "\n")
-    settings = {"model_max_length": 77, "pad_token": pad_token, "tokenizer_class": "CLIPTokenizer"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    (folder / "tokenizer.json").unlink()
 
 
 def pack(folder: Path, pictures, written: Path) -> None:
@@ -148,13 +143,15 @@ def pack(folder: Path, pictures, written: Path) -> None:
         diffusers.FlowMatchEulerDiscreteScheduler(),
         networks["vae"].half(),
         networks["text_encoder"].half(),
-        None,
+        clip_tokenizer(4096),
         networks["text_encoder_2"].half(),
-        None,
+        clip_tokenizer(4096, "!"),
         None,
         None,
     )
     pipeline.save_pretrained(written)
+    for name in ("tokenizer", "tokenizer_2"):
+        shrink_tokenizer(written / name)
 
 
 def main():

@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from examples.sdxl_mini.pictures import load_pictures
 from PIL import Image, ImageDraw, ImageFont
 
+from examples.sdxl_mini.pictures import load_pictures
 from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.files import atomic_path, sha256, write_json
 from sd_quant.inference.loading import load_model, pipeline_of

@@ -16,9 +16,9 @@ from pathlib import Path
 from diffusers import StableDiffusionXLPipeline
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
+
 from examples.sdxl_mini.pictures import load_pictures
 from examples.sdxl_mini.train import TrainUnet, average_of, data_of, fit
-
 from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.inference.loading import load_model
 

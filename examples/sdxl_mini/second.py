@@ -21,9 +21,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+
 from examples.sdxl_mini.pictures import caption
 from examples.sdxl_mini.train import CLIP1, CLIP2, TrainUnet, average_of, data_of, fit, model_config
-
 from sd_quant.checkpoints.nemo import open_nemo, write_nemo
 from sd_quant.inference.loading import load_model
 from sd_quant.models.sdxl_nemo import build_modules

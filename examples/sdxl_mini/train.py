@@ -22,9 +22,9 @@ import torch
 import torch.nn.functional as F
 import yaml
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
-from examples.sdxl_mini.pictures import load_pictures
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
+from examples.sdxl_mini.pictures import load_pictures
 from sd_quant.models.clip_tokenizer import clip_tokenizer
 from sd_quant.models.sdxl_nemo import TextShape, build_modules, scheduler
 

@@ -42,7 +42,6 @@ from sd_quant.candidates.comfyui_inputs import (
     Nvfp4,
     Rotated,
     powers_of_two,
-    rotated,
 )
 from sd_quant.candidates.inputs import Multiplied
 from sd_quant.candidates.other_names import (
@@ -64,6 +63,7 @@ from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
 from sd_quant.numbers import up_to
 from sd_quant.quantization.formats import e2m1
 from sd_quant.quantization.formats.blocks import TILE_COLUMNS, TILE_ROWS, from_tiles
+from sd_quant.quantization.rotation import rotated
 
 MARK, METADATA, OLD_MARK = "comfy_quant", "_quantization_metadata", "scaled_fp8"
 OLD_NAMES = {"scale_weight": "weight_scale", "scale_input": "input_scale"}

@@ -4,7 +4,6 @@ Each is a function of ``comfy_kitchen/backends/eager/quantization.py``, which sa
 not taken is to call that package: it would be needed for four short formulas, and picks a kernel by the machine.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from sd_quant.candidates.inputs import LARGEST_FP8, RowInteger
 from sd_quant.quantization.formats import e2m1
+from sd_quant.quantization.rotation import rotated
 
 INT8 = RowInteger(smallest=1e-30)  # quantize_int8_rowwise
 NVFP4_BLOCK, MXFP8_BLOCK = 16, 32
@@ -47,18 +47,6 @@ class Rotated:
 
     def __str__(self) -> str:
         return f"{INT8}, rotated by {self.group}"
-
-
-def rotated(x: Tensor, group: int) -> Tensor:
-    """``x`` [..., n] with each ``group`` of its last axis times a symmetric orthogonal matrix: twice it is ``x`` again.
-
-    The matrix is ConvRot's regular Hadamard matrix; ``group`` is a power of 4 that divides n.
-    """
-    four = torch.tensor([[1.0, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]], device=x.device)
-    matrix = four
-    while len(matrix) < group:
-        matrix = torch.kron(matrix, four)
-    return (x.unflatten(-1, (-1, group)) @ (matrix / math.sqrt(group)).to(x)).flatten(-2)
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from sd_quant.candidates.inputs import LARGEST_FP8, ManyRows, RowFloat8, RowInte
 from sd_quant.checkpoints.schema import check_schema
 from sd_quant.checkpoints.tensors import LazyTensor, Readable
 from sd_quant.errors import ArtifactError, ConfigError
-from sd_quant.export.tracing import EXAMPLE_AXES, fake_module
+from sd_quant.export.tracing import example_shapes, fake_module
 from sd_quant.knobs import BOUNDED, between
 from sd_quant.models.checkpoint import Checkpoint, denoiser_of, denoiser_part, empty_denoiser
 
@@ -381,7 +381,7 @@ def input_ranks(checkpoint: Checkpoint) -> dict[str, int]:
         if isinstance(layer, nn.Linear):
             layer.register_forward_pre_hook(remember(name))
     with mode, torch.no_grad():
-        shapes = part.contract.shapes(**EXAMPLE_AXES)
+        shapes = example_shapes(part.contract)
         module(**{name: torch.zeros(shape, dtype=part.contract.dtypes[name]) for name, shape in shapes.items()})
     return ranks
 

@@ -81,6 +81,7 @@ def check_recipe(quantize: Quantize) -> None:
     check_enabled(quantize)
     check_shift(quantize)
     check_rounding(quantize)
+    check_inputs_as_they_come(quantize)
     expected = f"0, because quantize.budget={quantize.budget} chooses what stays in fp16"
     check(quantize.budget is None or quantize.keep == 0, "keep", quantize.keep, expected)
     expected = f"at least {1 / steps:g}, one of the {steps} steps, because it selects no step"
@@ -117,7 +118,8 @@ def check_enabled(quantize: Quantize) -> None:
         because = f"because {label} leaves the inputs of convolutions alone"
         check(quantize.percentile == 1, "percentile", quantize.percentile, f"1, {because}")
         check(quantize.collect_method == "mean-max", "collect_method", quantize.collect_method, f"mean-max, {because}")
-    formats = [FORMATS[name] for name in (enable.conv.activation, enable.linear.activation) if name is not None]
+    linear = None if quantize.per_token else enable.linear.activation  # which has a range of 1 then
+    formats = [FORMATS[name] for name in (enable.conv.activation, linear) if name is not None]
     inputs = [fmt for fmt in formats if fmt.needs_amax]
     expected = f"min_max, because no input that {label} quantizes has a range"
     check(bool(inputs) or observer == "min_max", "quantize.observer", observer, expected)
@@ -138,6 +140,22 @@ def check_shift(quantize: Quantize) -> None:
     else:
         return
     check(not quantize.shift, "quantize.shift", quantize.shift, expected)
+
+
+def check_inputs_as_they_come(quantize: Quantize) -> None:
+    """Raises ConfigError when inputs of linears are to be scaled per token or rotated that cannot, or gain nothing."""
+    name, label = quantize.enable.linear.activation, quantize.format
+    static = name is not None and FORMATS[name].static_scale
+    because = "has scales per block" if name is not None else "leaves the inputs of linears alone"
+    check(
+        static or not quantize.per_token, "quantize.per_token", quantize.per_token, f"false, because {label} {because}"
+    )
+    if name is None:
+        expected = f"0, because {label} leaves the inputs of linears alone"
+    else:
+        expected = "0 without quantize.per_token, because how large a rotated input gets was not calibrated"
+    fits = name is not None and (not static or quantize.per_token)
+    check(fits or quantize.rotation == 0, "quantize.rotation", quantize.rotation, expected)
 
 
 def check_rounding(quantize: Quantize) -> None:

@@ -5,6 +5,7 @@ layer changes everything behind it. So one flat graph is written in which every 
 output of its own.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -14,6 +15,8 @@ import onnx_ir as ir
 from sd_quant.export.attention import ROW_SUM
 from sd_quant.export.onnx_file import save
 from sd_quant.quantization.assignment import LayerAssignment
+
+OF_INPUT = re.compile(r"\.input[._]")  # in the names of the nodes that quantize a layer's input, see ``qdq``
 
 
 def cut_layers(onnx_path: Path, assignment: Mapping[str, LayerAssignment], path: Path, prefix: str) -> dict[str, str]:
@@ -33,19 +36,23 @@ def cut_layers(onnx_path: Path, assignment: Mapping[str, LayerAssignment], path:
         name = f"{prefix}{layer.name}.weight"
         weight = producers.get(f"{name}.shaped") or producers[f"{name}.dequantized"]
         (last,) = [usage.node for usage in weight.outputs[0].uses()]
-        first = last if layer.activation_format is None else quantizer_of(last, layer)
-        smoothing = first.inputs[0].producer()
-        if layer.multiplies and smoothing is not None:
-            first = smoothing
+        readers = [(last, 0)] if layer.activation_format is None else readers_of_input(last)
+        if layer.multiplies:
+            reader, index = readers[0]
+            readers = [(reader.inputs[index].producer(), 0)]
+        first = readers[0][0]
         channels = layer.weight_shape[1]
         shape = [None, channels, None, None] if len(layer.weight_shape) == 4 else [None, None, channels]
         if first not in inputs:
             value = ir.Value(name=layer.name, shape=ir.Shape(shape), type=ir.TensorType(ir.DataType.FLOAT16))
-            for reader in (first, *readers_for_scales(first)):
-                reader.replace_input_with(0, value)
+            for reader, index in readers:
+                reader.replace_input_with(index, value)
             inputs[first] = value
         reads[layer.name] = inputs[first].name
         output = last.outputs[0]
+        if layer.per_token:
+            (usage,) = output.uses()
+            output = usage.node.outputs[0]
         output.name, output.type = f"{layer.name}.output", ir.TensorType(ir.DataType.FLOAT16)
         output.shape = ir.Shape([None] * len(shape))
         outputs.append(output)
@@ -56,14 +63,20 @@ def cut_layers(onnx_path: Path, assignment: Mapping[str, LayerAssignment], path:
     return reads
 
 
-def quantizer_of(product: ir.Node, layer: LayerAssignment) -> ir.Node:
-    """The first node of the quantization of a product's input: QuantizeLinear, or in front of it the Sub of a shift."""
-    quantizer = product.inputs[0].producer().inputs[0].producer()
-    if not layer.activation_zero_point:
-        return quantizer
-    if quantizer.op_type == "Pad":
-        quantizer = quantizer.inputs[0].producer()
-    return quantizer.inputs[0].producer()
+def readers_of_input(product: ir.Node) -> list[tuple[ir.Node, int]]:
+    """What reads the input that a product reads the codes of: each node that quantizes it and the input's index there.
+
+    What stands between the two is named after one of the layers that read it, see ``OF_INPUT``.
+    """
+    nodes, readers = [product.inputs[0].producer()], []
+    for node in nodes:
+        for index, value in enumerate(node.inputs):
+            producer = value.producer()
+            if producer is not None and OF_INPUT.search(producer.name):
+                nodes += [producer] if producer not in nodes else []
+            elif not value.is_initializer():
+                readers.append((node, index))
+    return readers
 
 
 def cut_attentions(onnx_path: Path, attentions: Iterable[LayerAssignment], path: Path) -> None:
@@ -104,8 +117,9 @@ def nearest_reader(node: ir.Node) -> ir.Node:
 def names_of_products(onnx_path: Path, assignment: Mapping[str, LayerAssignment], prefix: str) -> dict[str, list[str]]:
     """By quantized layer, the names under which a runtime may know the product with its weight.
 
-    They are those of the node and of the addition of the bias, which runtimes fuse with it, and of their outputs. The
-    two products of a quantized attention stand under its ``attention_products``.
+    They are those of the node, of the addition of the bias, which runtimes fuse with it, of the multiplication between
+    them where inputs are scaled per token, and of their outputs. The two products of a quantized attention stand under
+    its ``attention_products``.
     """
     nodes = onnx.load(onnx_path, load_external_data=False).graph.node
     readers = {value: node for node in nodes for value in node.input}
@@ -117,14 +131,9 @@ def names_of_products(onnx_path: Path, assignment: Mapping[str, LayerAssignment]
     for layer in (layer for layer in assignment.values() if layer.format is not None):
         weight = f"{prefix}{layer.name}.weight"
         product = readers.get(f"{weight}.shaped") or readers[f"{weight}.dequantized"]
-        reader = readers.get(product.output[0])
-        fused = [product, reader] if reader is not None and reader.op_type == "Add" else [product]
+        fused = [product]
+        for fusable in ("Mul", "Add") if layer.per_token else ("Add",):
+            reader = readers.get(fused[-1].output[0])
+            fused += [reader] if reader is not None and reader.op_type == fusable else []
         names[layer.name] = [name for node in fused for name in (node.name, node.output[0])]
     return names
-
-
-def readers_for_scales(quantizer: ir.Node) -> list[ir.Node]:
-    """The nodes that read the input of a QuantizeLinear to compute its block scales (``dynamic_copy`` names them)."""
-    scope = quantizer.name.partition(".QuantizeLinear.")[0]
-    names = (f"{scope}.Reshape.1", f"{scope}.leading")
-    return [usage.node for usage in quantizer.inputs[0].uses() if usage.node.name in names]

@@ -4,6 +4,14 @@
                               │      codes ─ DequantizeLinear(scale) ┴─ Conv | MatMul | Gemm ─ (Add) ─ y
                               └─ MatMul(down) ─ MatMul(up) ───────────────────────────────────────┘
 
+Inputs may be rotated in groups in front of QuantizeLinear, as the weight's codes are (``quantization.rotation``): a
+Reshape, a MatMul with the matrix, and a Reshape. Inputs that are scaled per token are divided by each token's largest
+number, so that one static scale serves them all and every runtime has integer kernels for the product, which is
+multiplied by that number again. QuantizeLinear with a scale for each token would do without, and no runtime has it.
+
+    x ─┬─────────────── Div ─ QuantizeLinear ─ DequantizeLinear ─ MatMul ─ Mul ─ (Add) ─ y
+       └ Abs ─ ReduceMax ┴─────────────────────────────────────────────────┘
+
 The input of a convolution may be shifted, so that it uses all codes (``quantization.shift``). It is then padded behind
 QuantizeLinear, with the code of zero, and what the convolution makes of the shift is the same everywhere: a bias.
 
@@ -17,7 +25,7 @@ A layer is the node that multiplies with the layer's weight, so nothing is decid
 a network with quantizers in it: every recipe would cost a trace of its own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -30,8 +38,9 @@ from sd_quant.export.nodes import constant, insert, static_copy, static_scales
 from sd_quant.export.onnx_file import save
 from sd_quant.export.tracing import OPSET, raise_opset
 from sd_quant.export.weights import ReadWeight, blocked_weight, high_precision_weight, static_weight
-from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.assignment import SMALLEST_TOKEN, LayerAssignment
 from sd_quant.quantization.formats import FORMATS
+from sd_quant.quantization.rotation import rotation_matrix
 
 SharedValues = dict[tuple, ir.Value]  # smoothed and quantized inputs that several layers read, made once
 
@@ -97,7 +106,10 @@ def quantize_layer(
     if layer.activation_zero_point:
         quantize_shifted(graph, node, x, layer)
     else:
-        node.replace_input_with(0, quantized_input(graph, node, x, layer, shared, rows))
+        rotated = rotated_input(graph, node, x, layer, shared)
+        if layer.per_token:
+            rotated = scaled_per_token(graph, node, rotated, layer, shared)
+        node.replace_input_with(0, quantized_input(graph, node, rotated, layer, shared, rows))
     dequantized_weight = static_weight if FORMATS[layer.format].block is None else blocked_weight
     node.replace_input_with(1, dequantized_weight(graph, node, weight.name, layer, read, transposed))
     if layer.low_rank is not None:
@@ -131,6 +143,60 @@ def smoothed_input(graph: ir.Graph, node: ir.Node, layer: LayerAssignment, share
         scale = constant(graph, f"{layer.name}.pre_quant_scale", layer.pre_quant_scale.half().numpy())
         shared[key] = insert(graph, node, "Mul", [value, scale], f"{layer.name}.smoothed")
     return shared[key]
+
+
+def rotated_input(
+    graph: ir.Graph, node: ir.Node, value: ir.Value, layer: LayerAssignment, shared: SharedValues
+) -> ir.Value:
+    """``value`` with its groups of channels rotated; ``value`` itself where the layer rotates none.
+
+    The shape of ``value`` is [..., in], and is computed in the graph: a text has other axes than an image.
+    """
+    if not layer.rotation:
+        return value
+    key = (value, "rotated", layer.rotation)
+    if key not in shared:
+        name, group = f"{layer.name}.input", layer.rotation
+        shape = insert(graph, node, "Shape", [value], f"{name}_shape")
+        leading = insert(graph, node, "Shape", [value], f"{name}_leading", start=0, end=-1)
+        groups = constant(graph, f"{name}_groups", np.array([layer.weight_shape[1] // group, group], np.int64))
+        grouped = insert(graph, node, "Concat", [leading, groups], f"{name}_grouped_shape", axis=0)
+        matrix = constant(graph, f"{name}_rotation", rotation_matrix(group).half().numpy())
+        grouped = insert(graph, node, "Reshape", [value, grouped], f"{name}_grouped")
+        product = insert(graph, node, "MatMul", [grouped, matrix], f"{name}_rotated_groups")
+        shared[key] = insert(graph, node, "Reshape", [product, shape], f"{name}_rotated")
+    return shared[key]
+
+
+def scaled_per_token(
+    graph: ir.Graph, node: ir.Node, value: ir.Value, layer: LayerAssignment, shared: SharedValues
+) -> ir.Value:
+    """``value`` over the largest number of each token; all readers of ``node``'s output read it times that number."""
+    key, name = (value, "largest"), f"{layer.name}.input"
+    if key not in shared:
+        last = constant(graph, f"{name}_last", np.array([-1], np.int64))
+        smallest = constant(graph, f"{name}_smallest", np.array(SMALLEST_TOKEN, np.float16))
+        largest = insert(graph, node, "Abs", [value], f"{name}_magnitude")
+        largest = insert(graph, node, "ReduceMax", [largest, last], f"{name}_largest_number", keepdims=1)
+        shared[key] = insert(graph, node, "Max", [largest, smallest], f"{name}_largest")
+    largest = shared[key]
+    over = (value, "over its largest")
+    if over not in shared:
+        shared[over] = insert(graph, node, "Div", [value, largest], f"{name}_over_largest")
+    read_instead(
+        graph,
+        node.outputs[0],
+        lambda before, y: insert(graph, before, "Mul", [y, largest], f"{layer.name}.times_largest"),
+    )
+    return shared[over]
+
+
+def read_instead(graph: ir.Graph, y: ir.Value, made: Callable[[ir.Node, ir.Value], ir.Value]) -> None:
+    """Let all readers of ``y`` read what ``made`` inserts in front of the first of them instead."""
+    readers = [(usage.node, usage.idx) for usage in y.uses()]
+    value = made(readers[0][0], y)
+    for reader, index in readers:
+        reader.replace_input_with(index, value)
 
 
 def quantized_input(
@@ -178,11 +244,10 @@ def add_low_rank(graph: ir.Graph, node: ir.Node, x: ir.Value, layer: LayerAssign
         constant(graph, f"{layer.name}.{name}", factor.T.half().contiguous().numpy())
         for name, factor in zip(("up", "down"), layer.low_rank, strict=True)
     )
-    y = node.outputs[0]
-    readers = [(usage.node, usage.idx) for usage in y.uses()]
-    first_reader = readers[0][0]
-    value = insert(graph, first_reader, "MatMul", [x, down], f"{layer.name}.low_rank_down")
-    value = insert(graph, first_reader, "MatMul", [value, up], f"{layer.name}.low_rank_up")
-    value = insert(graph, first_reader, "Add", [y, value], f"{layer.name}.with_low_rank")
-    for reader, index in readers:
-        reader.replace_input_with(index, value)
+
+    def with_low_rank(before: ir.Node, y: ir.Value) -> ir.Value:
+        value = insert(graph, before, "MatMul", [x, down], f"{layer.name}.low_rank_down")
+        value = insert(graph, before, "MatMul", [value, up], f"{layer.name}.low_rank_up")
+        return insert(graph, before, "Add", [y, value], f"{layer.name}.with_low_rank")
+
+    read_instead(graph, node.outputs[0], with_low_rank)

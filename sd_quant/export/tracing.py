@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from sd_quant.errors import ArtifactError
 from sd_quant.export.nodes import insert
+from sd_quant.models import LATENT_FACTOR
 from sd_quant.models.parts import Contract, axes
 
 # Operations to which opsets 21, 22 and 23 only add types. What others of these opsets mean may have changed.
@@ -31,7 +32,13 @@ FIRST, LAST = -(2**63), 2**63 - 1  # how torch's exporter writes the open ends o
 PROMOTION = "insert_type_promotion_nodes"  # what torch's exporter calls it
 NOISY_LOGGERS = ("torch.onnx", "onnx_ir", "onnxscript")  # they log every node that they touch
 # All different, so that none is taken for another, and large enough not to be 1 where a network has halved them thrice.
-EXAMPLE_AXES = axes(batch=2, width=256, height=128)
+EXAMPLE = {"batch": 2, "width": 256, "height": 128}
+
+
+def example_shapes(contract: Contract) -> dict[str, tuple[int, ...]]:
+    """The shapes of inputs to trace a part with; smaller ones where the network takes no such images."""
+    smaller = max(1, EXAMPLE["width"] // LATENT_FACTOR // (contract.latents or EXAMPLE["width"]))
+    return contract.shapes(**axes(EXAMPLE["batch"], EXAMPLE["width"] // smaller, EXAMPLE["height"] // smaller))
 
 
 def fake_module(build: Callable[[], nn.Module], dtype: torch.dtype):
@@ -57,7 +64,7 @@ def trace(build: Callable[[], nn.Module], contract: Contract) -> ir.Model:
         warnings.simplefilter("ignore")  # torch's exporter warns about its own internals
         for name in NOISY_LOGGERS:
             logging.getLogger(name).setLevel(logging.ERROR)
-        shapes = contract.shapes(**EXAMPLE_AXES)
+        shapes = example_shapes(contract)
         example = {name: torch.zeros(shape, dtype=contract.dtypes[name]) for name, shape in shapes.items()}
         dynamic = {
             name: {index: torch.export.Dim.DYNAMIC for index, axis in enumerate(shape) if isinstance(axis, str)}

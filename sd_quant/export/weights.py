@@ -44,8 +44,7 @@ def static_weight(
     dtype = ir.DataType[fmt.onnx_type]
 
     def codes() -> Tensor:
-        weight = rewritten(read(name), layer)
-        packed = fmt.pack(fmt.quantize(weight, *layer.weight_scales(weight)))
+        packed = fmt.pack(layer.codes_and_scales(rewritten(read(name), layer))[0])
         return packed.T if transposed else packed
 
     shape = layer.weight_shape[::-1] if transposed else layer.weight_shape

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from sd_quant.checkpoints.safetensors_file import FORMAT, write_safetensors
 from sd_quant.checkpoints.tensors import LazyTensor, lazy
-from sd_quant.export.tracing import EXAMPLE_AXES, fake_module
+from sd_quant.export.tracing import example_shapes, fake_module
 from sd_quant.files import write_json
 from sd_quant.hand_over.weights import (
     Assignment,
@@ -122,6 +122,6 @@ def input_ranks(checkpoint: Checkpoint, layers: Collection[str]) -> dict[str, in
     for name in layers:
         denoiser.get_submodule(name).register_forward_pre_hook(remember(name))
     with mode, torch.no_grad():
-        shapes = part.contract.shapes(**EXAMPLE_AXES)
+        shapes = example_shapes(part.contract)
         module(**{name: torch.zeros(shape, dtype=part.contract.dtypes[name]) for name, shape in shapes.items()})
     return ranks

@@ -75,6 +75,7 @@ from sd_quant.models.parts import Contract
 from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import FORMATS
+from sd_quant.quantization.rotation import rotated
 from sd_quant.simulation.modelopt import between_roundings, unrounded
 
 PART_TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 8e-2}
@@ -374,8 +375,12 @@ def scale_lean(
 
 
 def factors(module: Any, layer: LayerAssignment, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The quantized inputs [rows, K] and weight [N, K] whose product is the output, without its bias."""
-    inputs, weight = module.input_quantizer(x), module.weight_quantizer(module.weight).flatten(1)
+    """The quantized inputs [rows, K] and weight [N, K] whose product is the output, without its bias.
+
+    They are rotated where codes are of rotated ones.
+    """
+    inputs = rotated(module.input_quantizer(x), layer.rotation)
+    weight = rotated(module.weight_quantizer(module.weight).flatten(1), layer.rotation)
     if not is_linear(layer):
         windows = {name: getattr(module, name) for name in ("dilation", "padding", "stride")}
         inputs = F.unfold(inputs, module.kernel_size, **windows).movedim(1, -1)

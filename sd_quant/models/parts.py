@@ -24,6 +24,7 @@ class Contract:
     outputs: tuple[str, ...]
     dtypes: dict[str, torch.dtype]  # of the inputs
     weights: torch.dtype
+    latents: int | None = None  # rows and columns of latents that the network takes at most; None: any number
 
     def shapes(self, **axes: int) -> dict[str, tuple[int, ...]]:
         """The shapes of the inputs with these sizes for the dynamic axes."""

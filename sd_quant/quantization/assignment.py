@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sd_quant.quantization.formats import FORMATS
+from sd_quant.quantization.formats import FORMATS, fake_quantize
 from sd_quant.quantization.formats.int8 import per_channel
+from sd_quant.quantization.rotation import rotated
 
 WITHOUT_WEIGHTS = ("norm", "attention")  # roles of rows that are no layer which is quantized
+SMALLEST_TOKEN = 2.0**-14  # a token whose numbers are all smaller counts as if one were this large, fp16's least normal
 FIXED_ALPHA = 0.8  # what NeMo and ModelOpt recommend for SDXL; alpha=auto is compared with it
 
 
@@ -33,6 +35,8 @@ class LayerAssignment:
     # Ranges after smoothing. A format with blocks has a range in every block, and uses these for a global scale only.
     weight_amax: Tensor | None = None  # fp32, [out_channels] with weight_axis 0, else [1]
     activation_amax: float | None = None
+    per_token: bool = False  # codes are those of each token over its largest number, and ``activation_amax`` is 1
+    rotation: int = 0  # how many inputs are rotated together before they get codes, and the weight's with them
     activation_zero_point: int = 0  # the code of an input of zero, see ``shift``
     bias: Tensor | None = None  # fp32 [out_channels] of a shifted convolution: its own and its answer to the shift
     pre_quant_scale: Tensor | None = None  # fp32 [in_features]; divides the weight and multiplies the input
@@ -49,7 +53,7 @@ class LayerAssignment:
     fixed_alpha_error: float | None = None  # accumulated_error with FIXED_ALPHA, where alpha was searched
 
     def weight_scales(self, weight: Tensor) -> tuple[Tensor, ...]:
-        """The scales of a rewritten weight [out, in...] as the format stores them.
+        """The scales of a rewritten and rotated weight [out, in...] as the format stores them.
 
         They are [out, 1...], [1, 1...] or one per block. A block lies along the inputs of one output; the inputs of a
         convolution are in the order of its weight.
@@ -60,8 +64,19 @@ class LayerAssignment:
         """The codes of a rewritten weight [out, in...], in its shape, and its scales."""
         if self.rounded is not None:
             return self.rounded[0].view(weight.shape), self.rounded[1:]
+        weight = rotated(weight, self.rotation)
         scales = self.weight_scales(weight)
         return FORMATS[self.format].quantize(weight, *scales), scales
+
+    def rounded_weight(self, weight: Tensor) -> Tensor:
+        """What the codes of a rewritten weight [out, in...] stand for, fp32 in its shape, rotated back."""
+        codes, scales = self.codes_and_scales(weight)
+        return rotated(FORMATS[self.format].dequantize(codes, *scales), self.rotation)
+
+    def rounded_input(self, x: Tensor) -> Tensor:
+        """What the codes of a smoothed input [..., in] stand for, fp32, rotated back."""
+        amax = torch.tensor(self.activation_amax, device=x.device)
+        return rounded_by(self.activation_format, x, amax, self.per_token, self.rotation, self.shift)
 
     def activation_scales(self, x: Tensor) -> tuple[Tensor, ...]:
         """The scales of an input [..., in]: one, or one per block."""
@@ -76,7 +91,7 @@ class LayerAssignment:
     @property
     def activation_scale(self) -> float | None:
         """The static scale of all inputs. None when they have none, or scales per block."""
-        static = self.activation_format is not None and FORMATS[self.activation_format].block is None
+        static = self.activation_format is not None and FORMATS[self.activation_format].static_scale
         return self.activation_scales(torch.empty(0))[0].item() if static and self.activation_amax else None
 
     @property
@@ -120,6 +135,8 @@ class LayerAssignment:
             "format": self.format or self.activation_format or "high precision",
             "activation_format": self.activation_format or "",
             "rank": self.rank or None,
+            "per_token": self.per_token or None,
+            "rotation": self.rotation or None,
             "reason": self.reason or "",
             "alpha": self.alpha,
             "smoothing": self.smoothing,
@@ -133,6 +150,18 @@ class LayerAssignment:
             "pre_quant_scale_min": None if smoothing is None else smoothing.min().item(),
             "pre_quant_scale_max": None if smoothing is None else smoothing.max().item(),
         }
+
+
+def rounded_by(fmt: str, x: Tensor, amax: Tensor, per_token: bool, rotation: int, shift: float = 0.0) -> Tensor:
+    """What the codes of ``x`` [..., in] in the format ``fmt`` stand for, fp32; the others as in ``LayerAssignment``."""
+    x = rotated(x.float(), rotation)
+    largest = token_amax(x) if per_token else 1.0
+    return rotated(largest * (fake_quantize(FORMATS[fmt], x / largest - shift, amax) + shift), rotation)
+
+
+def token_amax(x: Tensor) -> Tensor:
+    """The largest magnitude of each token of ``x`` [..., tokens, in]: [..., tokens, 1]."""
+    return x.abs().amax(-1, keepdim=True).clamp(min=SMALLEST_TOKEN)
 
 
 def rewritten(parameter: Tensor, layer: LayerAssignment) -> Tensor:

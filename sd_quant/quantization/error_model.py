@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
-from sd_quant.quantization.formats import FORMATS, fake_quantize
 from sd_quant.quantization.row_chunks import row_chunks
 from sd_quant.quantization.statistics import LayerStatistics
 
@@ -45,13 +44,11 @@ def output_errors(
         inputs = inputs * layer.pre_quant_scale
     fake_quantized = inputs
     if layer.activation_format is not None:
-        amax, shift = torch.tensor(layer.activation_amax), layer.shift
-        fake_quantized = fake_quantize(FORMATS[layer.activation_format], inputs - shift, amax) + shift
+        fake_quantized = layer.rounded_input(inputs)
     squares = torch.zeros(4, dtype=torch.float64)  # of the output, its error, the input's part of that and the weight's
     for chunk, part in row_chunks(weight, layer):
         smoothed = rewritten(chunk, part)
-        codes, scales = part.codes_and_scales(smoothed)
-        weight_error = FORMATS[layer.format].dequantize(codes, *scales).sub_(smoothed)
+        weight_error = part.rounded_weight(smoothed).sub_(smoothed)
         output, from_input = inputs @ smoothed.T, (fake_quantized - inputs) @ smoothed.T
         from_weight = inputs @ weight_error.T
         error = fake_quantized @ weight_error.T + from_input

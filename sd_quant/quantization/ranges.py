@@ -9,7 +9,10 @@ from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.observers import OBSERVERS
 from sd_quant.quantization.recipe import Recipe
+from sd_quant.quantization.rotation import rotated
 from sd_quant.quantization.row_chunks import layer_of_rows, output_amax, row_chunks
+
+ROTATED_HEADROOM = 2.0  # only formats whose scale of all numbers is a floating-point one heed such a range
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +27,18 @@ def observed_range(values: Tensor, amax: float, role: str, recipe: Recipe, **opt
     """The range that the recipe's observer chooses for the input of a layer of this role.
 
     ``values`` are a sample of the input, ``amax`` is its largest magnitude in the whole calibration. That is also the
-    result when inputs of this role stay in high precision. ``options`` are further ones of the observer.
+    result when inputs of this role stay in high precision. Of tokens over their largest numbers the range is 1. How
+    large rotated inputs get is known of the sample alone, so they have headroom. ``options`` are further ones of the
+    observer.
     """
     name = recipe.formats_of(role).activation
     if name is None:
         return amax
+    if recipe.scaled_per_token(role):
+        return 1.0
+    if group := recipe.rotation_of(role):
+        values = rotated(values.float(), group)
+        amax = ROTATED_HEADROOM * values.abs().max().item()
     observer = OBSERVERS[recipe.observer_of(role)]
     return observer(values, amax, fmt=FORMATS[name], percent=recipe.observer_percentile, **options)
 
@@ -57,13 +67,15 @@ def with_ranges(layer: LayerAssignment, weight: Tensor, chosen: InputRange, reci
         weight_axis=0 if recipe.per_channel and FORMATS[formats.weight].block is None else None,
         activation_amax=chosen.amax,
         activation_zero_point=chosen.zero_point,
+        per_token=recipe.scaled_per_token(layer.role),
+        rotation=recipe.rotation_of(layer.role),
         reason=None,
     )
     layer = with_weight_range(layer, weight)
     try:
         layer.weight_scale, layer.activation_scale  # noqa: B018
         for chunk, part in row_chunks(weight[:1], layer_of_rows(layer, slice(1))):
-            part.weight_scales(rewritten(chunk, part))
+            part.weight_scales(rotated(rewritten(chunk, part), layer.rotation))
     except OverflowError as error:
         raise SdQuantError(
             f"layer {layer.name} cannot be quantized: {error}; keep it out with a lower quant_level"

@@ -33,6 +33,7 @@ RANK = Limit(
     "0, a number of singular directions, or a fraction below 1 of a layer's shorter side",
 )
 ROUNDINGS = ("nearest", "gptq")
+ROTATIONS = (0, 4, 16, 64, 256)  # regular Hadamard matrices are products of that of 4
 BY_ROLE = "by_role"  # the observer that suits a layer's role
 FOR_ATTENTION = one_of(lambda: [name for name, fmt in FORMATS.items() if fmt.attention])
 
@@ -114,6 +115,14 @@ class Recipe:
     per_channel: Annotated[
         bool, "weights have a scale per output channel, where their format takes a range, instead of one"
     ] = True
+    per_token: Annotated[
+        bool, "inputs of linears are scaled token by token while the network runs, not by what calibration has seen"
+    ] = False
+    rotation: Annotated[
+        int,
+        one_of(ROTATIONS),
+        "inputs of linears that a Hadamard matrix rotates together before they are rounded; 0: none",
+    ] = 0
     rank: Annotated[
         int | float,
         RANK,
@@ -134,6 +143,14 @@ class Recipe:
         return FORMATS[fmt].block is not None and bool(
             self.rounding != "nearest" or self.scale_search or self.branch_rounds
         )
+
+    def scaled_per_token(self, role: str) -> bool:
+        """Whether inputs of layers of this role are scaled token by token."""
+        return self.per_token and role != "conv" and self.enable.linear.activation is not None
+
+    def rotation_of(self, role: str) -> int:
+        """How many inputs of layers of this role are rotated together; 0 where they stay as they are."""
+        return self.rotation if role != "conv" and self.enable.linear.activation is not None else 0
 
     def formats_of(self, role: str) -> Pair:
         """The formats for a layer of this role."""
@@ -168,10 +185,10 @@ def reason_kept(role: str, quant_level: float) -> str | None:
 def unheeded_knobs(recipe: Recipe) -> dict[str, None]:
     """The knobs of a recipe that none of its layers heeds, as null: recipes that are equal then assign the same.
 
-    Smoothing and the low-rank branch are for linears, of which level 1 has none.
+    Smoothing, the low-rank branch, scales per token and rotation are for linears, of which level 1 has none.
     """
     return (
-        dict.fromkeys(("alpha", "smoothing", "rank", "branch_rounds"))
+        dict.fromkeys(("alpha", "smoothing", "rank", "branch_rounds", "per_token", "rotation"))
         if QUANT_LEVELS[recipe.quant_level] == ("conv",)
         else {}
     )

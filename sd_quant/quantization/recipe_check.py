@@ -45,6 +45,12 @@ def check_layers(
                 f"quantize.rank is {recipe.rank}, expected at most {min(shape)}, the shorter side of {name}; "
                 "give a fraction below 1 instead, which is taken of every layer"
             )
+        group = recipe.rotation_of(roles[name])
+        if group and shape[1] % group:
+            raise ConfigError(
+                f"quantize.rotation is {group}, which does not divide the {shape[1]} inputs of {name}; rotate fewer "
+                "together, or exclude it with quantize.exclude"
+            )
         for fmt in filter(None, (formats.weight, formats.activation)):
             block, numbers = FORMATS[fmt].block, math.prod(shape[1:])
             if block is not None and numbers % block:

@@ -29,6 +29,7 @@ from sd_quant.quantization.formats import FORMATS, Format
 from sd_quant.quantization.low_rank import low_rank
 from sd_quant.quantization.ranges import with_weight_range
 from sd_quant.quantization.recipe import Recipe
+from sd_quant.quantization.rotation import rotated
 from sd_quant.quantization.statistics import LayerStatistics
 
 COLUMNS = 2048
@@ -55,13 +56,13 @@ def with_rounded_weight(
         rows = rows * layer.pre_quant_scale
     if layer.low_rank is not None and recipe.branch_rounds:
         layer = with_refined_branch(layer, weight, rows, recipe)
-    fmt, residual = FORMATS[layer.format], rewritten(weight, layer).flatten(1)
+    fmt, residual = FORMATS[layer.format], rotated(rewritten(weight, layer).flatten(1), layer.rotation)
 
     def scales_of(columns: Tensor) -> tuple[Tensor, ...]:
         return chosen_scales(fmt, columns, layer.weight_amax, recipe)
 
     if recipe.rounding == "gptq":
-        return replace(layer, rounded=gptq(residual, rows, fmt, scales_of))
+        return replace(layer, rounded=gptq(residual, rotated(rows, layer.rotation), fmt, scales_of))
     scales = scales_of(residual)
     return replace(layer, rounded=(fmt.quantize(residual, *scales), *scales))
 
@@ -74,9 +75,9 @@ def with_refined_branch(layer: LayerAssignment, weight: Tensor, rows: Tensor, re
     fmt, factor = FORMATS[layer.format], torch.linalg.cholesky(damped_hessian(rows))
     whole = rewritten(weight, replace(layer, low_rank=None))
     for _ in range(recipe.branch_rounds):
-        residual = rewritten(weight, layer)
+        residual = rotated(rewritten(weight, layer), layer.rotation)
         scales = chosen_scales(fmt, residual, layer.weight_amax, recipe)
-        rounded = fmt.dequantize(fmt.quantize(residual, *scales), *scales)
+        rounded = rotated(fmt.dequantize(fmt.quantize(residual, *scales), *scales), layer.rotation)
         branch = low_rank(whole - rounded, len(layer.low_rank[1]), factor)
         layer = with_weight_range(replace(layer, low_rank=branch), weight)
     return layer

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
+from sd_quant.quantization.rotation import rotated
 
 CHUNK = 2**18  # numbers of a weight that are worked on at a time
 
@@ -47,8 +48,9 @@ def layer_of_rows(layer: LayerAssignment, rows: slice) -> LayerAssignment:
 
 
 def output_amax(weight: Tensor, layer: LayerAssignment) -> Tensor:
-    """The range of each row of the rewritten weight, fp32 [out]."""
-    return torch.cat([rewritten(chunk, part).abs().amax(dim=1) for chunk, part in row_chunks(weight, layer)])
+    """The range of each row of the rewritten and rotated weight, fp32 [out]."""
+    chunks = (rotated(rewritten(chunk, part), layer.rotation) for chunk, part in row_chunks(weight, layer))
+    return torch.cat([chunk.abs().amax(dim=1) for chunk in chunks])
 
 
 def input_amax(weights: Sequence[Tensor]) -> Tensor:

@@ -51,8 +51,8 @@ def alike(rows: Sequence[LayerAssignment | None]) -> bool:
         and row.format is not None
         and row.weight_amax is not None
         and (row.rounded, row.low_rank) == (None, None)
-        and (row.format, row.weight_axis, row.activation_amax)
-        == (first.format, first.weight_axis, first.activation_amax)
+        and (row.format, row.weight_axis, row.activation_amax, row.per_token, row.rotation)
+        == (first.format, first.weight_axis, first.activation_amax, first.per_token, first.rotation)
         and (row.pre_quant_scale is None) == (first.pre_quant_scale is None)
         and (row.pre_quant_scale is None or torch.equal(row.pre_quant_scale, first.pre_quant_scale))
         for row in rows

@@ -11,33 +11,55 @@ import io
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from sd_quant.files import atomic_path
-from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.formats import FORMATS, fake_quantize
+from sd_quant.quantization.assignment import LayerAssignment, rounded_by
+from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.formats.int8 import per_channel
+from sd_quant.quantization.rotation import rotated
 from sd_quant.simulation.rewrite import rewrite
 
 BACKEND = "sd_quant"
 ROUNDED = "rounded_"  # begins the names of buffers with a weight's codes and scales, if they are chosen beforehand
 
 
-def quantizer_config(name: str, axis: int | None) -> dict:
-    """ModelOpt's configuration of one quantizer for the format ``name``, with one range or one along ``axis``."""
-    num_bits = FORMATS[name].modelopt_num_bits
-    if num_bits is not None:
-        return {"num_bits": num_bits, "axis": axis}
-    return {"num_bits": 8, "axis": None, "backend": BACKEND, "backend_extra_args": {"format": name}}
+@dataclass(frozen=True, slots=True)
+class Quantizer:
+    """What a quantizer of a layer does besides smoothing."""
+
+    format: str
+    rotation: int = 0
+    per_token: bool = False
+
+    @property
+    def modelopts(self) -> bool:
+        """Whether ModelOpt's own quantizers compute it."""
+        return FORMATS[self.format].modelopt_num_bits is not None and not self.rotation and not self.per_token
+
+    def config(self, axis: int | None) -> dict:
+        """ModelOpt's configuration of it, with one range or one along ``axis``."""
+        if self.modelopts:
+            return {"num_bits": FORMATS[self.format].modelopt_num_bits, "axis": axis}
+        return {"num_bits": 8, "axis": axis, "backend": BACKEND, "backend_extra_args": asdict(self)}
+
+    def amax(self, amax, scale):
+        """The amax with which ModelOpt's own quantizer has our ``scale``; our backend takes ``amax`` as it is."""
+        return scale * FORMATS[self.format].largest_code if self.modelopts else amax
 
 
-def quantizer_amax(name: str, amax, scale):
-    """The amax with which ModelOpt's own quantizer has our ``scale``; our backend takes ``amax`` as it is."""
-    fmt = FORMATS[name]
-    return amax if fmt.modelopt_num_bits is None else scale * fmt.largest_code
+def quantizers(layer: LayerAssignment) -> dict[str, Quantizer]:
+    """The quantizers of a layer by the names of its attributes that hold them."""
+    made = {}
+    if layer.format is not None:
+        made["weight_quantizer"] = Quantizer(layer.format, layer.rotation)
+    if layer.activation_format is not None and layer.role != "attention":
+        made["input_quantizer"] = Quantizer(layer.activation_format, layer.rotation, layer.per_token)
+    return made
 
 
 def modelopt_config(assignment: Mapping[str, LayerAssignment]) -> dict:
@@ -47,25 +69,22 @@ def modelopt_config(assignment: Mapping[str, LayerAssignment]) -> dict:
     """
     rules: list[dict] = [{"quantizer_name": "*", "enable": False}]
     for layer in assignment.values():
-        if layer.format is not None:
-            cfg = quantizer_config(layer.format, layer.weight_axis)
-            rules.append({"quantizer_name": f"{layer.name}.weight_quantizer", "cfg": cfg})
-            if layer.activation_format is not None:
-                cfg = quantizer_config(layer.activation_format, None)
-                if layer.activation_zero_point:
-                    cfg["bias"] = {0: None, "type": "static"}  # its value is set below, so the axis means nothing
-                rules.append({"quantizer_name": f"{layer.name}.input_quantizer", "cfg": cfg})
+        for name, quantizer in quantizers(layer).items():
+            cfg = quantizer.config(layer.weight_axis if name == "weight_quantizer" else None)
+            if layer.activation_zero_point and name == "input_quantizer":
+                cfg["bias"] = {0: None, "type": "static"}  # its value is set below, so the axis means nothing
+            rules.append({"quantizer_name": f"{layer.name}.{name}", "cfg": cfg})
     return {"quant_cfg": rules, "algorithm": None}
 
 
-def fake_quantize_blocks(x: Tensor, quantizer) -> Tensor:
-    """ModelOpt's backend: ``x`` fake-quantized in blocks of its last axis, of a convolution's weight in [C, KH, KW]."""
-    fmt = FORMATS[quantizer.backend_extra_args["format"]]
+def fake_quantize_by_backend(x: Tensor, quantizer) -> Tensor:
+    """ModelOpt's backend: ``x`` fake-quantized along its last axis, a convolution's weight along [C, KH, KW]."""
+    how = Quantizer(**quantizer.backend_extra_args)
     rounded = [buffer for name, buffer in quantizer.named_buffers(recurse=False) if name.startswith(ROUNDED)]
     if rounded:
-        return fmt.dequantize(*rounded).view(x.shape).to(x)
+        return rotated(FORMATS[how.format].dequantize(*rounded), how.rotation).view(x.shape).to(x)
     flat = x.flatten(1) if x.ndim == 4 else x
-    return fake_quantize(fmt, flat, quantizer.amax.float()).view(x.shape).to(x)
+    return rounded_by(how.format, flat, quantizer.amax.float(), how.per_token, how.rotation).view(x.shape).to(x)
 
 
 def low_rank_hook(up: Tensor, down: Tensor) -> Callable[[nn.Module, tuple, Tensor], Tensor]:
@@ -93,13 +112,13 @@ def simulate(module: nn.Module, assignment: Mapping[str, LayerAssignment]) -> nn
         from modelopt.torch.quantization.nn import is_registered_quant_backend, register_quant_backend
 
         if not is_registered_quant_backend(BACKEND):
-            register_quant_backend(BACKEND, fake_quantize_blocks)
+            register_quant_backend(BACKEND, fake_quantize_by_backend)
         # On a GPU ModelOpt would compile kernels for minutes. Without them it computes there in torch, as on a CPU.
         get_cuda_ext.extension = get_cuda_ext_fp8.extension = None
         module = mtq.quantize(module, modelopt_config(assignment))
     rewrite(module, assignment)
     for layer in (layer for layer in assignment.values() if layer.role != "attention"):
-        target = module.get_submodule(layer.name)
+        target, made = module.get_submodule(layer.name), quantizers(layer)
         weight = target.get_parameter("weight")
         if layer.multiplies:
             target.input_quantizer._enable_pre_quant_scale = True
@@ -107,14 +126,14 @@ def simulate(module: nn.Module, assignment: Mapping[str, LayerAssignment]) -> nn
         if layer.low_rank is not None:
             target.register_forward_hook(low_rank_hook(*layer.low_rank))
         if layer.format is not None:
-            amax = quantizer_amax(layer.format, layer.weight_amax, layer.weight_scale)
+            amax = made["weight_quantizer"].amax(layer.weight_amax, layer.weight_scale)
             if layer.rounded is not None:
                 for index, part in enumerate(layer.rounded):
                     target.weight_quantizer.register_buffer(f"{ROUNDED}{index}", part)
             amax = per_channel(amax, weight) if layer.weight_axis == 0 else amax[0]
             target.weight_quantizer.amax = beside(amax, weight)
         if layer.activation_format is not None:
-            amax = quantizer_amax(layer.activation_format, layer.activation_amax, layer.activation_scale)
+            amax = made["input_quantizer"].amax(layer.activation_amax, layer.activation_scale)
             target.input_quantizer.amax = beside(torch.tensor(amax), weight)
             if layer.activation_zero_point:
                 target.input_quantizer.bias_value = beside(torch.tensor(layer.shift), weight)
@@ -156,7 +175,7 @@ def between_roundings(layer: nn.Module, x: Tensor) -> Tensor:
 def restorable(assignment: Mapping[str, LayerAssignment]) -> bool:
     """Whether ModelOpt's checkpoint can hold the assignment: it would lose our hooks, processors and formats."""
     return all(
-        all(FORMATS[name].modelopt_num_bits is not None for name in (layer.format, layer.activation_format) if name)
+        all(quantizer.modelopts for quantizer in quantizers(layer).values())
         and layer.low_rank is None
         and layer.attention_amax is None
         for layer in assignment.values()

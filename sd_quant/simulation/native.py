@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from sd_quant.devices import CPU
 from sd_quant.errors import ResourceError
-from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.assignment import LayerAssignment, token_amax
 from sd_quant.quantization.formats import FORMATS
+from sd_quant.quantization.rotation import rotation_matrix
 from sd_quant.simulation.rewrite import rewrite
 
 MIN_ROWS = 17  # that CUDA's INT8 product takes
@@ -35,25 +36,33 @@ class NativeLayer(nn.Module):
     input_scale: Tensor  # fp32, a scalar
     scale: Tensor  # fp32 [N], of a product of two codes
     pre_quant_scale: Tensor | None  # [C] by which the input is multiplied, if nothing in front of the layer does it
+    matrix: Tensor | None  # fp32, which rotates groups of a linear's inputs, if they are rotated
 
     def __init__(self, weight: Tensor, bias, layer: LayerAssignment, product: "Product"):
         """``weight`` fp32 [N, C, ...] is smoothed and not yet rounded."""
         super().__init__()
-        (weight_scale,) = layer.weight_scales(weight)
+        codes, (weight_scale,) = layer.codes_and_scales(weight)
         self.format, self.bias, self.product = layer.format, bias, product
         self.shift = layer.shift  # a float, so that no call waits for a GPU
         self.zero_point = layer.activation_zero_point
-        self.register_buffer("codes", FORMATS[layer.format].quantize(weight, weight_scale).movedim(1, -1).flatten(1))
+        self.register_buffer("codes", codes.movedim(1, -1).flatten(1))
         self.register_buffer("weight_scale", weight_scale.float().flatten())
         self.register_buffer("max_weight_scale", self.weight_scale.max())
         self.register_buffer("input_scale", torch.tensor(layer.activation_scale, device=weight.device))
         self.register_buffer("scale", (self.input_scale * self.weight_scale).expand(len(weight)).contiguous())
         multiplies = layer.pre_quant_scale.half().to(weight) if layer.multiplies else None
         self.register_buffer("pre_quant_scale", multiplies)
+        self.register_buffer("matrix", rotation_matrix(layer.rotation).to(weight) if layer.rotation else None)
 
-    def quantized(self, x: Tensor) -> Tensor:
-        """The codes of an input [..., C], computed in fp32: bf16 has too few bits for numbers on their way to codes."""
+    def smoothed(self, x: Tensor) -> Tensor:
+        """An input [..., C] smoothed and rotated, in fp32: bf16 has too few bits for numbers on their way to codes."""
         smoothed = x if self.pre_quant_scale is None else x.float() * self.pre_quant_scale
+        if self.matrix is None:
+            return smoothed
+        return (smoothed.float().unflatten(-1, (-1, len(self.matrix))) @ self.matrix).flatten(-2)
+
+    def quantized(self, smoothed: Tensor) -> Tensor:
+        """The codes of a smoothed input [..., C]."""
         shifted = smoothed.float() - self.shift if self.shift else smoothed
         return FORMATS[self.format].quantize(shifted, self.input_scale)
 
@@ -62,7 +71,25 @@ class NativeLinear(NativeLayer):
     """A linear; its ``product`` takes codes [M, C] and returns [M, N]."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.product(self.quantized(x).flatten(0, -2), self, x.dtype).unflatten(0, x.shape[:-1])
+        return self.multiplied(self.smoothed(x), x.dtype)
+
+    def multiplied(self, smoothed: Tensor, dtype: torch.dtype) -> Tensor:
+        """The output for a smoothed input."""
+        return self.product(self.quantized(smoothed).flatten(0, -2), self, dtype).unflatten(0, smoothed.shape[:-1])
+
+
+class PerTokenLinear(nn.Module):
+    """A linear of tokens over their largest numbers, which its output is multiplied by before it gets its bias."""
+
+    def __init__(self, weight: Tensor, bias, layer: LayerAssignment, product: "Product"):
+        super().__init__()
+        self.linear, self.bias = NativeLinear(weight, None, layer, product), bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        smoothed = self.linear.smoothed(x).float()
+        largest = token_amax(smoothed)
+        output = self.linear.multiplied(smoothed / largest, torch.float32) * largest
+        return (output if self.bias is None else output + self.bias).to(x.dtype)
 
 
 class NativeConv(NativeLayer):
@@ -77,7 +104,7 @@ class NativeConv(NativeLayer):
         self.padding = int(conv.padding[0])
 
     def forward(self, x: Tensor) -> Tensor:
-        codes = self.quantized(x.movedim(1, -1)).contiguous()
+        codes = self.quantized(x.movedim(1, -1)).contiguous()  # a convolution's input is not smoothed
         return self.product(codes, self, x.dtype).movedim(-1, 1)
 
 
@@ -197,7 +224,7 @@ def layer_of(module: nn.Module, layer: LayerAssignment, products: Mapping[str, P
         if product.convolution is None or module.groups > 1 or not square:
             return RoundedConv(module, weight, layer)
         return NativeConv(module, weight, layer, product.convolution)
-    return NativeLinear(weight, module.bias, layer, product.linear)
+    return (PerTokenLinear if layer.per_token else NativeLinear)(weight, module.bias, layer, product.linear)
 
 
 @torch.no_grad()
@@ -231,7 +258,7 @@ def products_of_layers(network: nn.Module, assignment: Mapping[str, LayerAssignm
     """
     attention = {product: "FLOAT" for layer in assignment.values() for product in layer.attention_products}
     return attention | {
-        name: FORMATS[layer.format].onnx_type if isinstance(network.get_submodule(name), NativeLayer) else "FLOAT"
+        name: "FLOAT" if isinstance(network.get_submodule(name), RoundedConv) else FORMATS[layer.format].onnx_type
         for name, layer in assignment.items()
         if layer.format is not None
     }
