@@ -71,7 +71,7 @@ class QuantizedJointAttention(QuantizedAttention):
 
 
 def heads_of(attention, stream: Stream, tokens: Tensor) -> list[Tensor]:
-    """Query, key and value [B, heads, tokens, head_width] that an attention of diffusers makes of one stream's tokens."""
+    """Query, key and value [B, heads, tokens, head_width] that diffusers' Attention makes of one stream's tokens."""
     found = []
     for linear, norm in ((stream.query, stream.query_norm), (stream.key, stream.key_norm), (stream.value, None)):
         heads = attention.head_to_batch_dim(getattr(attention, linear)(tokens), out_dim=4)
