@@ -71,7 +71,7 @@ class Subject:
         return derive(
             self.roles, lambda name: weights[f"{name}.weight"], statistics.layers, recipe, shared_inputs(self.roles),
             kept, attentions(self.model.modules["unet"]), exclude=exclude,
-            bias_of=lambda name: weights[f"{name}.bias"], recipes=recipes,
+            bias_of=lambda name: weights.get(f"{name}.bias"), recipes=recipes,
         )  # fmt: skip
 
 

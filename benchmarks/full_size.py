@@ -153,7 +153,7 @@ def derived(options: argparse.Namespace, checkpoint: NemoCheckpoint, recipe: Qua
     return derive(
         roles, lambda name: weights[f"{name}.weight"], layers, recipe, shared_inputs(roles),
         attentions=attentions(empty_modules(checkpoint)["unet"]),
-        exclude=recipe.exclude.get("sdxl", ()), bias_of=lambda name: weights[f"{name}.bias"],
+        exclude=recipe.exclude.get("sdxl", ()), bias_of=lambda name: weights.get(f"{name}.bias"),
     )  # fmt: skip
 
 

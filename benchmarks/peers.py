@@ -131,7 +131,7 @@ def derived(context: Context, recipe: Recipe) -> Quantized:
                 part(**call)
         return derive(
             context.roles, lambda name: weights[f"{name}.weight"], statistics.layers, recipe, shared,
-            bias_of=lambda name: weights[f"{name}.bias"],
+            bias_of=lambda name: weights.get(f"{name}.bias"),
         )  # fmt: skip
 
     assignment, seconds = timed(calibrate)

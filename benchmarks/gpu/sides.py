@@ -6,7 +6,7 @@ quantize.py opens it.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -201,12 +201,13 @@ def assignment_of(part: NemoUnetPart, statistics: Statistics, recipe: Recipe) ->
     """Derived on the processor, as everywhere."""
     roles = layer_roles(part.unet)
 
-    def read(kind: str) -> Callable[[str], Tensor]:
-        return lambda name: part.unet.get_parameter(f"{name}.{kind}").cpu().float()
+    def bias_of(name: str) -> Tensor | None:
+        bias = part.unet.get_submodule(name).bias
+        return None if bias is None else bias.cpu().float()
 
     return derive(
-        roles, read("weight"), statistics.layers, recipe,
-        shared_inputs(roles), (), attention_widths(part.unet) if recipe.quant_level >= 4 else {}, bias_of=read("bias"),
+        roles, lambda name: part.unet.get_parameter(f"{name}.weight").cpu().float(), statistics.layers, recipe,
+        shared_inputs(roles), (), attention_widths(part.unet) if recipe.quant_level >= 4 else {}, bias_of=bias_of,
     )  # fmt: skip
 
 

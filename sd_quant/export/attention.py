@@ -28,6 +28,8 @@ from sd_quant.quantization.attention import head_factors
 from sd_quant.quantization.formats import FORMATS
 
 ROW_SUM = ".attention_row_sum"  # ends the name of a node that only attention in integers has
+# What may stand between a product of attention and its reader. A joint attention takes the image's tokens apart.
+MOVES = ("Reshape", "Transpose", "Cast", "Slice")
 
 
 def quantize_attention(graph: ir.Graph, weight: ir.Value, layer: LayerAssignment) -> None:
@@ -123,13 +125,13 @@ def with_softmax(onnx_path: Path, weights: Sequence[Path], folder: Path) -> Path
 
 
 def nearest_producer(value: ir.Value, op_type: str) -> ir.Node:
-    """The nearest node of this type that ``value`` comes from, through nodes that only move or cast numbers.
+    """The nearest node of this type that ``value`` comes from, through nodes that only move, take or cast numbers.
 
     Raises ArtifactError when there is none.
     """
     node = value.producer()
     while node is not None and node.op_type != op_type:
-        node = node.inputs[0].producer() if node.op_type in ("Reshape", "Transpose", "Cast") else None
+        node = node.inputs[0].producer() if node.op_type in MOVES else None
     if node is None:
         raise ArtifactError(f"the graph has no {op_type} in front of {value.name}, where an attention's should be")
     return node

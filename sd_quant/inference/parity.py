@@ -204,7 +204,7 @@ def run_simulation(
 
     def capture_attention(name: str):
         def hook(products: nn.Module, arguments: tuple) -> None:
-            of_attentions[name] = tuple(heads[-1:, :, -TOKENS:].half().cpu() for heads in arguments)
+            of_attentions[name] = tuple(some_tokens(heads).half().cpu() for heads in arguments)
 
         return hook
 
@@ -217,6 +217,14 @@ def run_simulation(
     for hook in hooks:
         hook.remove()
     return Simulation(network, output.cpu(), crops, of_attentions)
+
+
+def some_tokens(heads: Tensor) -> Tensor:
+    """At most ``TOKENS`` of the last sample's tokens [1, heads, tokens, head_width], evenly spaced.
+
+    The tokens of a joint attention are the image's and behind them the text's, so those of one end are of one kind.
+    """
+    return heads[-1:, :, :: -(-heads.shape[2] // TOKENS)]
 
 
 def products_of(network: nn.Module, attention: LayerAssignment) -> nn.Module:

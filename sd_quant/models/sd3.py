@@ -10,7 +10,8 @@
 | `text_encoder_3` | input_ids [B,T]                                                       | last_hidden_state [B,T,J] |
 
 T is the longest text that T5 reads. Without T5, which most people leave out, diffusers' pipeline has as many zeros in
-place of what it says, and so has the transformer. Level 4 does not quantize the joint attention.
+place of what it says, and so has the transformer. Level 4 quantizes the joint attention of text and image, and the
+self-attention of the image beside it that some blocks of 3.5 have.
 """
 
 from collections.abc import Mapping
@@ -20,8 +21,8 @@ from torch import Tensor, nn
 
 from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
 from sd_quant.models.parts import Contract, Part, pack, unpack, vae_part
+from sd_quant.models.roles import attention_widths, roles_of
 from sd_quant.models.roles import inputs_of_transformer as shared_inputs
-from sd_quant.models.roles import roles_of
 from sd_quant.models.text_encoders import clip_part, t5_part
 
 __all__ = ["pack", "shared_inputs", "unpack"]
@@ -90,7 +91,8 @@ def layer_roles(transformer: nn.Module) -> dict[str, str]:
 
 
 def attentions(transformer: nn.Module) -> dict[str, int]:
-    return {}
+    """All, if queries and keys have no norms or those of 3.5, which the ranges of attentions know."""
+    return attention_widths(transformer) if transformer.config.qk_norm in (None, "rms_norm") else {}
 
 
 def encode(pipe, prompts: list[str], negative: list[str] | None, guided: bool, tokens: int | None) -> dict[str, Tensor]:

@@ -12,6 +12,11 @@ equal probabilities none is a code of a scale that holds a probability of 1. So 
 - a cross-attention stays in high precision: the first token of a text is up to 80 times as large as the others, which
   would be left with few codes, and its products are small.
 
+A joint attention (Stable Diffusion 3) has tokens of image and text, each ``Stream`` with linears and norms of its own,
+and multiplies both at once, so ranges are of both. It is quantized in integers too: in each of its blocks a LayerNorm
+stands in front of the text's linears, behind which the first token is as large as the others. The samples of both
+streams are of one size, so the mean of the keys lies half-way between their means, and neither has most of the range.
+
 Measured on two checkpoints with 16 images each: as close to full precision as level 3, within 0.4 dB, for headrooms
 from 1 to 2 and with one scale or one for each head. The latter is for networks whose heads differ more.
 """
@@ -20,6 +25,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sd_quant.quantization.assignment import LayerAssignment
@@ -32,6 +38,22 @@ FLOAT_HEADROOM = 2.0  # a range that is twice too large costs the smallest of 15
 INTEGER_HEADROOM = 1.25  # and here a third of a bit; the sample lacks the largest values
 EXPONENTIAL_LEVELS = 255  # codes of exp(score - largest score), of which 0 is the smallest
 SMALLEST_RANGE = 1e-3  # of a head, so that no factor of fp16 overflows
+NORM_EPSILON = 1e-6  # of the norms of query and key, as diffusers' JointTransformerBlock states it
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The tokens of one kind that an attention reads: its layers for them, by their names in diffusers."""
+
+    query: str
+    key: str
+    value: str
+    query_norm: str  # an RMSNorm of each head, which only some attentions have
+    key_norm: str
+
+
+IMAGE = Stream("to_q", "to_k", "to_v", "norm_q", "norm_k")  # a cross-attention makes keys and values of text with it
+TEXT = Stream("add_q_proj", "add_k_proj", "add_v_proj", "norm_added_q", "norm_added_k")  # in a joint attention alone
 
 
 def assign_attention(
@@ -42,8 +64,13 @@ def assign_attention(
     statistics: Mapping[str, LayerStatistics],
     recipe: Recipe,
     cross: bool,
+    bias_of: Callable[[str], Tensor | None] = lambda name: None,
+    gain_of: Callable[[str], Tensor | None] = lambda name: None,
 ) -> LayerAssignment:
-    """The row of the attention ``name``. ``assignment`` holds the rows of its linears; ``cross``: it reads the text."""
+    """The row of the attention ``name``. ``assignment`` holds the rows of its linears.
+
+    ``cross``: key and value are the text's alone. The readers are those of ``derivation.derive``.
+    """
     row = LayerAssignment(name, "attention", (head_width,), reason=reason_kept("attention", recipe.quant_level))
     fmt = recipe.enable.attention
     if row.reason is not None or fmt is None:
@@ -53,7 +80,12 @@ def assign_attention(
     integers = FORMATS[fmt].equal_levels
     if integers and cross:
         return replace(row, reason="it reads the text, whose first token is far larger than the others")
-    query, key, value = samples(name, head_width, assignment, weight_of, statistics, shared_rows=not cross)
+    streams = [stream for stream in (IMAGE, TEXT) if f"{name}.{stream.query}" in assignment]
+    sampled = [
+        samples(name, stream, head_width, assignment, weight_of, statistics, not cross, bias_of, gain_of)
+        for stream in streams
+    ]
+    query, key, value = (torch.cat(heads, dim=1) for heads in zip(*sampled, strict=True))
     if not integers:
         ranges = tuple(FLOAT_HEADROOM * heads.abs().amax().view(1) for heads in (query, key, value))
         return replace(row, activation_format=fmt, attention_amax=ranges)
@@ -66,27 +98,36 @@ def assign_attention(
 
 def samples(
     name: str,
+    stream: Stream,
     head_width: int,
     assignment: Mapping[str, LayerAssignment],
     weight_of: Callable[[str], Tensor],
     statistics: Mapping[str, LayerStatistics],
     shared_rows: bool,
+    bias_of: Callable[[str], Tensor | None],
+    gain_of: Callable[[str], Tensor | None],
 ) -> list[Tensor]:
     """Query, key and value [heads, rows, head_width] as they are multiplied, of the sampled inputs of their linears.
 
     Query and key are each divided by the fourth root of the head's width, as in torch's scaled_dot_product_attention.
     With ``shared_rows`` the three linears read one tensor, and the rows of all their samples count for each.
     """
-    layers = [assignment[f"{name}.to_{letter}"] for letter in "qkv"]
+    layers = [assignment[f"{name}.{linear}"] for linear in (stream.query, stream.key, stream.value)]
+    gains = (gain_of(f"{name}.{stream.query_norm}"), gain_of(f"{name}.{stream.key_norm}"), None)
     rows = [statistics[layer.name].rows.values.float() for layer in layers]
     if shared_rows:
         rows = [torch.cat(rows)] * 3
     found = []
-    for layer, inputs, factor in zip(layers, rows, (head_width**-0.25, head_width**-0.25, 1.0), strict=True):
-        output = inputs @ weight_of(layer.name).float().T * factor
+    factors = (head_width**-0.25, head_width**-0.25, 1.0)
+    for layer, inputs, gain, factor in zip(layers, rows, gains, factors, strict=True):
+        bias = bias_of(layer.name)
+        output = F.linear(inputs, weight_of(layer.name).float(), None if bias is None else bias.float())
         if layer.output_scale is not None:
             output = output * layer.output_scale
-        found.append(output.unflatten(1, (-1, head_width)).transpose(0, 1))
+        heads = output.unflatten(1, (-1, head_width))
+        if gain is not None:
+            heads = F.rms_norm(heads, (head_width,), gain.float(), NORM_EPSILON)
+        found.append(heads.transpose(0, 1) * factor)
     return found
 
 

@@ -32,11 +32,13 @@ def derive(
     exclude: Collection[str] = (),
     bias_of: Callable[[str], Tensor | None] = lambda name: None,
     recipes: Mapping[str, Recipe] = {},
+    gain_of: Callable[[str], Tensor | None] = lambda name: None,
     advance: Callable[[], object] = lambda: None,
 ) -> dict[str, LayerAssignment]:
     """The assignment of every layer in ``roles`` (role by name).
 
-    ``weight_of`` reads the weight of a layer by name, ``bias_of`` the bias of a convolution, None where it has none;
+    ``weight_of`` reads the weight of a layer by name, ``bias_of`` the bias of a layer, None where it has none, and
+    ``gain_of`` the weight of a norm of an attention's queries or keys, None where there is no such norm;
     the weights of one shared input are in memory at a time. ``inputs`` are
     the family's shared inputs of linears, ``attentions`` the head widths of its attentions by name. The layers ``kept``
     and those that match a pattern of ``exclude`` stay in high precision at every level. ``recipes`` has the layers with
@@ -82,5 +84,7 @@ def derive(
         text = text_readers(inputs)
         for name, head_width in attentions.items():
             cross = f"{name}.to_k" in text
-            assignment[name] = assign_attention(name, head_width, assignment, weight_of, statistics, recipe, cross)
+            assignment[name] = assign_attention(
+                name, head_width, assignment, weight_of, statistics, recipe, cross, bias_of, gain_of
+            )
     return assignment

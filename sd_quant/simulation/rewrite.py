@@ -11,13 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
-from sd_quant.quantization.attention import EXPONENTIAL_LEVELS, head_factors
+from sd_quant.quantization.attention import EXPONENTIAL_LEVELS, IMAGE, TEXT, Stream, head_factors
 from sd_quant.quantization.formats import FORMATS, Format
 
 
 @torch.no_grad()
 def rewrite(module: nn.Module, assignment: Mapping[str, LayerAssignment]) -> None:
     """Smooth weights and norms of ``module`` in place, without rounding them, and quantize its attentions' products."""
+    from diffusers.models.attention_processor import JointAttnProcessor2_0
+
     for layer in assignment.values():
         target = module.get_submodule(layer.name)
         if layer.role != "attention":
@@ -25,7 +27,8 @@ def rewrite(module: nn.Module, assignment: Mapping[str, LayerAssignment]) -> Non
                 if not parameter.is_meta:
                     parameter.copy_(rewritten(parameter, layer))
         elif layer.activation_format is not None:
-            target.set_processor(QuantizedAttention(layer))
+            joint = isinstance(target.processor, JointAttnProcessor2_0)
+            target.set_processor((QuantizedJointAttention if joint else QuantizedAttention)(layer))
 
 
 class QuantizedAttention(nn.Module):
@@ -39,10 +42,42 @@ class QuantizedAttention(nn.Module):
     def forward(self, attention, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, **_) -> Tensor:
         text = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         projections = attention.to_q(hidden_states), attention.to_k(text), attention.to_v(text)
-        query, key, value = (attention.head_to_batch_dim(projection, out_dim=4) for projection in projections)
+        heads = (attention.head_to_batch_dim(projection, out_dim=4) for projection in projections)
+        return attention.to_out[1](attention.to_out[0](self.mixed(*heads)))
+
+    def mixed(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """The means of the values [B, tokens, heads * head_width], of [B, heads, tokens, head_width] each."""
         root = query.shape[-1] ** -0.25
-        mixed = self.products(query * root, key * root, value)
-        return attention.to_out[1](attention.to_out[0](mixed.transpose(1, 2).flatten(2)))
+        return self.products(query * root, key * root, value).transpose(1, 2).flatten(2)
+
+
+class QuantizedJointAttention(QuantizedAttention):
+    """What diffusers' JointAttnProcessor2_0 computes: tokens of image and text attend to each other, the image's first.
+
+    Without text it is a self-attention, whose queries and keys may have norms too. What it returns of the text has no
+    output projection in the last block, which makes nothing of it.
+    """
+
+    def forward(self, attention, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, **_):
+        output = lambda image: attention.to_out[1](attention.to_out[0](image))  # noqa: E731
+        image = heads_of(attention, IMAGE, hidden_states)
+        if encoder_hidden_states is None:
+            return output(self.mixed(*image))
+        text = heads_of(attention, TEXT, encoder_hidden_states)
+        mixed = self.mixed(*(torch.cat(both, dim=2) for both in zip(image, text, strict=True)))
+        tokens = hidden_states.shape[1]
+        of_text = mixed[:, tokens:]
+        return output(mixed[:, :tokens]), of_text if attention.context_pre_only else attention.to_add_out(of_text)
+
+
+def heads_of(attention, stream: Stream, tokens: Tensor) -> list[Tensor]:
+    """Query, key and value [B, heads, tokens, head_width] that diffusers' Attention makes of one stream's tokens."""
+    found = []
+    for linear, norm in ((stream.query, stream.query_norm), (stream.key, stream.key_norm), (stream.value, None)):
+        heads = attention.head_to_batch_dim(getattr(attention, linear)(tokens), out_dim=4)
+        normed = None if norm is None else getattr(attention, norm)
+        found.append(heads if normed is None else normed(heads))
+    return found
 
 
 def fake_quantized(fmt: Format, x: Tensor, number: float) -> Tensor:

@@ -1,9 +1,10 @@
 """The assignment of the denoiser's layers, from statistics and recipe, and the layers that are kept out of it."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from sd_quant.models.checkpoint import Checkpoint, denoiser_of, denoiser_weights
 from sd_quant.progress import progress
@@ -25,6 +26,10 @@ def assign(
     """How each layer is quantized by the recipe, or by its own of ``recipes``; those ``kept`` stay in fp16."""
     weights, recipe = denoiser_weights(loaded.checkpoint), loaded.recipe
     rounds = 2 if recipe.chooses_codes(recipe.enable.linear.weight) else 1
+
+    def optional(kind: str) -> Callable[[str], Tensor | None]:
+        return lambda name: weights[parameter] if (parameter := f"{name}.{kind}") in weights else None
+
     with progress(rounds * len(loaded.roles), "assign") as advance:
         return derive(
             loaded.roles,
@@ -35,8 +40,9 @@ def assign(
             kept,
             loaded.head_widths,
             loaded.exclude,
-            lambda name: weights[bias] if (bias := f"{name}.bias") in weights else None,
+            optional("bias"),
             recipes,
+            optional("weight"),
             advance,
         )
 

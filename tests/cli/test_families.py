@@ -222,6 +222,23 @@ def test_stable_diffusion_3_without_t5_has_all_but_its_part(lean):
     assert "text_encoder_3=None, tokenizer_3=None" in card
 
 
+@pytest.mark.parametrize("preset", ["int8", "fp8"])
+def test_level_4_quantizes_the_joint_attention_of_stable_diffusion_3(command, folders, sweep, tmp_path, preset):
+    link_cache(sweep.parent / "cache", tmp_path / "cache")
+    result = command(
+        "quantize.py", "model=sd3", f"model.path={folders}/sd3", "model.width=64", "model.height=64",
+        f"quantize={preset}", "quant_level=4", *SMALL, "export_trt=none", f"cache.dir={tmp_path}/cache",
+        f"hydra.run.dir={tmp_path}/run",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    record = record_of(tmp_path / "run")
+    assert record["parity"]["quantized_attentions"]["count"] == 2
+    assert record["fidelity_unquantized_engine"]["psnr"]["mean"] > record["fidelity"]["psnr"]["mean"] > 20
+    with (tmp_path / "run/layers.csv").open(newline="") as file:
+        formats = {row["name"]: row["format"] for row in csv.DictReader(file) if row["role"] == "attention"}
+    assert formats == {f"transformer_blocks.{block}.attn": preset for block in range(2)}
+
+
 def test_a_run_without_t5_draws_and_builds_again(command, lean, tmp_path):
     drawn = command("infer.py", f"run='{lean}'", "steps=1", "prompts=[a red cat]", "num_warmup_runs=0",
                     f"hydra.run.dir={tmp_path}/drawn")  # fmt: skip

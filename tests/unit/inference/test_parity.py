@@ -101,6 +101,14 @@ def test_a_layer_is_compared_where_its_input_is_not_the_zeros_of_the_uncondition
     assert all(inputs.any() for inputs in found.inputs.values())
 
 
+def test_tokens_of_image_and_text_are_compared(monkeypatch):
+    """In a joint attention the text's are the last."""
+    monkeypatch.setattr(parity, "TOKENS", 4)
+    heads = torch.arange(10.0).view(1, 1, 10, 1).expand(2, 3, 10, 2)
+    assert parity.some_tokens(heads)[0, 0, :, 0].tolist() == [0, 3, 6, 9]
+    assert torch.equal(parity.some_tokens(heads[:, :, :4]), heads[-1:, :, :4])
+
+
 def layer(name: str, fmt: str) -> LayerAssignment:
     return LayerAssignment(name, "linear", (1, 1), format=fmt, activation_format=fmt)
 

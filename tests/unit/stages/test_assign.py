@@ -29,16 +29,18 @@ def test_sensitivity_is_measured_on_what_guidance_makes_of_the_output(monkeypatc
 
 def test_a_derivation_reads_weights_and_biases_by_the_layers_name(monkeypatch):
     weights = {"conv.weight": torch.ones(2, 3), "conv.bias": torch.zeros(2), "to_q.weight": torch.ones(4, 3)}
+    weights["norm_q.weight"] = torch.ones(4)
     monkeypatch.setattr(stage, "denoiser_weights", lambda _: weights)
     monkeypatch.setattr(stage, "derive", lambda *given: given)
     loaded = SimpleNamespace(
         checkpoint=None, roles={"conv": "conv", "to_q": "qkv"}, recipe=Recipe(3.0, None), shared_inputs=["to_q"],
         head_widths={"attn": 64}, exclude=["up*"],
     )  # fmt: skip
-    _, weight_of, _, _, inputs, kept, widths, exclude, bias_of, recipes, _ = stage.assign(
+    _, weight_of, _, _, inputs, kept, widths, exclude, bias_of, recipes, gain_of, _ = stage.assign(
         loaded, Statistics({"conv": "ranges"}, {}), ["mid"], {"to_q": "its own"}
     )
     assert weight_of("to_q") is weights["to_q.weight"]
     assert bias_of("conv") is weights["conv.bias"] and bias_of("to_q") is None
+    assert gain_of("norm_q") is weights["norm_q.weight"] and gain_of("norm_k") is None
     assert (inputs, kept, widths, exclude) == (["to_q"], ["mid"], {"attn": 64}, ["up*"])
     assert recipes == {"to_q": "its own"}
