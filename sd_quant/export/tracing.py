@@ -36,8 +36,11 @@ EXAMPLE = {"batch": 2, "width": 256, "height": 128}
 
 
 def example_shapes(contract: Contract) -> dict[str, tuple[int, ...]]:
-    """The shapes of inputs to trace a part with; smaller ones where the network takes no such images."""
-    smaller = max(1, EXAMPLE["width"] // LATENT_FACTOR // (contract.latents or EXAMPLE["width"]))
+    """The shapes of inputs to trace a part with.
+
+    They stay below the most latents that the network takes: torch would take that number for a constant.
+    """
+    smaller = 1 if contract.latents is None else 1 + EXAMPLE["width"] // LATENT_FACTOR // contract.latents
     return contract.shapes(**axes(EXAMPLE["batch"], EXAMPLE["width"] // smaller, EXAMPLE["height"] // smaller))
 
 
