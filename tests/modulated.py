@@ -23,7 +23,7 @@ def sd3_network(**options: Any) -> diffusers.SD3Transformer2DModel:
     """Two blocks, of which the last has no text behind its attention."""
     return diffusers.SD3Transformer2DModel(
         sample_size=8, in_channels=4, out_channels=4, num_layers=2, num_attention_heads=4, attention_head_dim=16,
-        caption_projection_dim=WIDTH, joint_attention_dim=TEXT, pooled_projection_dim=POOLED, pos_embed_max_size=8,
+        caption_projection_dim=WIDTH, joint_attention_dim=TEXT, pooled_projection_dim=POOLED, pos_embed_max_size=24,
         qk_norm="rms_norm", **options,
     )  # fmt: skip
 

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
-import torch
 from torch import nn
 
 from sd_quant.numbers import relative_error
@@ -60,15 +59,3 @@ def test_a_network_whose_modulations_have_absorbed_factors_computes_the_same(nam
         for layer in (reader, producer):
             assert relative_error(network.get_submodule(layer).weight, changed.get_submodule(layer).weight) > 0.05
     assert relative_error(run(network, seed=1), run(changed, seed=1)) < 1e-5  # measured 1e-6
-
-
-@pytest.mark.parametrize("name", NETWORKS)
-def test_fp16_holds_what_a_modulation_absorbs(name):
-    """A bias near -1 would lose most of a small factor; the largest channels have one of about 1 instead."""
-    network = made(name)
-    assignment = assigned(name, network, Recipe(3.0, 0.5, collect_method="min-max", per_channel=True))
-    plain, changed = (rewritten_network(network, rows).half().float() for rows in ({}, assignment))
-    expected = run(network, seed=1)
-    stored, folded = (relative_error(expected, run(each, seed=1)) for each in (plain, changed))
-    print(name, stored, folded)
-    assert folded < 3 * stored
