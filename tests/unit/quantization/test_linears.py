@@ -7,11 +7,12 @@ import torch
 
 from sd_quant.models.parts import SharedInput
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
-from sd_quant.quantization.linears import absorb_scale
+from sd_quant.quantization.linears import absorb_scale, assign_linears
 from sd_quant.quantization.low_rank import low_rank
 from sd_quant.quantization.ranges import with_weight_range
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
 from sd_quant.quantization.row_chunks import layer_of_rows
+from sd_quant.quantization.statistics import LayerStatistics, Sample
 
 from ...modulated import assigned, made
 
@@ -81,20 +82,20 @@ def test_a_quantized_modulation_has_other_ranges_and_another_branch():
     assert torch.equal(twice.low_rank[1], row.low_rank[1])
 
 
-@torch.no_grad()
 def test_fp16_holds_a_small_factor_of_a_scale():
-    """A channel 1000 times as large as the others has a factor of about 1, and not the rest of a bias near -1."""
-    network = made("flux")
-    modulation = network.get_submodule("transformer_blocks.0.norm1.linear")
-    width = modulation.in_features
-    modulation.weight[width : 2 * width] = 0
-    modulation.bias[width : 2 * width] = 0
-    network.x_embedder.bias[3] = 1000  # its norm is 8, the root of the width, and that of the others small
-    row = assigned("flux", network, Recipe(3.0, 1.0, collect_method="min-max"))["transformer_blocks.0.norm1.linear"]
-    factor = row.output_scale[width : 2 * width]
-    stored = rewritten(modulation.bias, row)[width : 2 * width].half().float()
-    torch.testing.assert_close(1 + stored, factor, rtol=1e-3, atol=0)
-    assert factor.max() > 50 * factor.min()
+    """A channel 1000 times as large as the other: not (0.001, 1), whose bias of -0.999 fp16 rounds by 2 % of 0.001."""
+    reader = LayerAssignment("to_q", "qkv", (2, 2))
+    statistics = LayerStatistics(
+        "linear", torch.tensor([[1000.0, 1.0]]), Sample(torch.empty(0, 2).half(), torch.empty(0))
+    )
+    weights = {"to_q": torch.ones(2, 2), ROW.name: WEIGHT}
+    rows = assign_linears(
+        ATTENTION, {"to_q": reader, ROW.name: ROW}, weights.__getitem__, lambda name: torch.zeros(12),
+        {"to_q": statistics}, Recipe(3.0, 1.0, collect_method="min-max"),
+    )  # fmt: skip
+    assert rows["to_q"].pre_quant_scale.tolist() == [1.0, 1000.0] and rows["to_q"].activation_amax == 1000.0
+    stored = rewritten(torch.zeros(12), rows[ROW.name]).half().float()
+    torch.testing.assert_close(1 + stored[2:4], rows["to_q"].pre_quant_scale, rtol=1e-3, atol=0)
 
 
 def test_without_a_bias_readers_stay_unfolded_and_the_graph_multiplies():
