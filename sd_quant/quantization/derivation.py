@@ -36,11 +36,12 @@ def derive(
 ) -> dict[str, LayerAssignment]:
     """The assignment of every layer in ``roles`` (role by name).
 
-    ``weight_of`` reads the weight of a layer by name, ``bias_of`` the bias, None where it has none; the weights of one
-    shared input are in memory at a time. ``inputs`` are the family's shared inputs of linears, ``attentions`` the head
-    widths of its attentions by name. The layers ``kept`` and those that match a pattern of ``exclude`` stay in high
-    precision at every level. ``recipes`` has the layers with another recipe than the others; all readers of a shared
-    input have the same. ``advance`` is called once for every layer, and again when its codes have been chosen.
+    ``weight_of`` reads the weight of a layer by name, ``bias_of`` the bias of a convolution or modulation, None where
+    it has none; the weights of one shared input are in memory at a time. ``inputs`` are the family's shared inputs of
+    linears, ``attentions`` the head widths of its attentions by name. The layers ``kept`` and those that match a
+    pattern of ``exclude`` stay in high precision at every level. ``recipes`` has the layers with another recipe than
+    the others; all readers of a shared input have the same. ``advance`` is called once for every layer, and again when
+    its codes have been chosen.
     Raises SdQuantError when calibration never reached a layer that is to be quantized or saw only zeros there,
     ConfigError when no layer is left to quantize.
     """

@@ -134,10 +134,11 @@ def absorb_scale(
 ) -> LayerAssignment | None:
     """The producer's row with ``scale`` absorbed by the outputs that make the tensor, beside what it absorbed before.
 
-    ``producer`` is its row so far, None for a norm. The result is None when fp16 cannot hold the rewritten weight or
-    bias, or when a modulation has no bias to which s - 1 could be added.
+    ``producer`` is its row so far, None for a norm. The result is None when a modulation has no bias that could change,
+    and when fp16 cannot hold the rewritten weight, or that bias.
     """
-    weight, bias = weight_of(shared.producer), bias_of(shared.producer)
+    weight = weight_of(shared.producer)
+    parameters = [weight]
     if producer is None:
         producer = LayerAssignment(
             shared.producer, "norm", tuple(weight.shape), reason=f"takes over the smoothing of {shared.readers[0]}"
@@ -147,13 +148,15 @@ def absorb_scale(
         factor[rows] = scale
     producer = replace(producer, output_scale=factor * (1 if producer.output_scale is None else producer.output_scale))
     if shared.modulation is not None:
+        bias = bias_of(shared.producer)
         if bias is None:
             return None
+        parameters.append(bias)
         output_shift = factor * (0 if producer.output_shift is None else producer.output_shift)
         _, of_scale = shared.rows(len(scale))
-        output_shift[of_scale] += scale - 1  # s (1 + scale) = 1 + (s scale + s - 1)
+        output_shift[of_scale] += scale - 1  # p (1 + scale) is 1 + (p scale + p - 1)
         producer = replace(producer, output_shift=output_shift)
-    if not all(fits_half(parameter, producer) for parameter in (weight, bias) if parameter is not None):
+    if not all(fits_half(parameter, producer) for parameter in parameters):
         return None
     if producer.format:
         if producer.low_rank is not None:
