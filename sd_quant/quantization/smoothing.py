@@ -44,7 +44,7 @@ def range_keeping_scale(activation_amax: Tensor, weight_amax: Tensor, alpha: flo
 
     For a modulation, in whose bias p - 1 stands in fp16 (p as above): what is lost there, up to 2^-12, would be much of
     a small p. So the largest channels get a p of about 1, and for all others that loss is far below a step of eight
-    bits. The common factor changes no code of an input with one scale, and none of the weights.
+    bits. A common factor changes codes, of inputs and of weights, by how fp16 rounds their scales alone.
     """
     scale = pre_quant_scale(activation_amax, weight_amax, alpha)
     largest, smoothed = activation_amax.max(), (activation_amax * scale).max()
