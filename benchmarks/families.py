@@ -106,8 +106,9 @@ def export(family: str, path: Path) -> dict[str, float]:
     inputs = checkpoint.family.shared_inputs([name for name, role in roles.items() if role != "conv"])
     start = time.perf_counter()
     assignment = derive(
-        roles, lambda name: weights[f"{name}.weight"], statistics_of(roles, shapes), Recipe(LEVEL, ALPHA), inputs
-    )
+        roles, lambda name: weights[f"{name}.weight"], statistics_of(roles, shapes), Recipe(LEVEL, ALPHA), inputs,
+        bias_of=lambda name: weights[bias] if (bias := f"{name}.bias") in weights else None,
+    )  # fmt: skip
     derived = time.perf_counter()
     graph = trace_part(checkpoint, checkpoint.family.DENOISER)
     traced = time.perf_counter()

@@ -3,7 +3,8 @@
 SmoothQuant divides a weight's columns by factors and multiplies the layer's input by them, and where a norm or a linear
 makes that input, its outputs are multiplied instead and the graph has nothing to do. Such a layer computes nonsense of
 the full-precision network's inputs. So the factors are read off the modules in front: of a norm they are the ratio of
-its weights, of a linear what its rows, once its own columns are restored, have to be multiplied by to be nearest.
+its weights, of a linear what its rows, once its own columns are restored, have to be multiplied by to be nearest. A
+modulation, which makes a tensor's shift and scale, has two rows and two biases for each channel.
 The road not taken is to ask the file: no format says what was folded.
 """
 
@@ -18,6 +19,7 @@ from sd_quant.candidates.candidate import Candidate, StoredLayer
 from sd_quant.candidates.inputs import Multiplied
 from sd_quant.checkpoints.tensors import LazyTensor
 from sd_quant.models.checkpoint import Checkpoint, denoiser_weights, empty_denoiser
+from sd_quant.models.parts import SharedInput
 
 # By which a factor differs from 1 that rounding does not explain: E5M2 rounds a norm's weight by up to 0.125, and two
 # bits may shorten a row by a third. Where a norm says that something is folded, slighter ones count too.
@@ -44,12 +46,18 @@ def unfolded(candidate: Candidate, checkpoint: Checkpoint) -> Mapping[str, Store
             factors_in |= dict.fromkeys(each.readers, factor)
     for each in shared:
         if each not in norms:
-            wanted = full[f"{each.producer}.weight"].float()
-            factor = row_factors(weight_in(candidate, each.producer), wanted, factors_in.get(each.producer))
+            ours, theirs = full[f"{each.producer}.weight"].float(), weight_in(candidate, each.producer)
+            restored = theirs * factors_in.get(each.producer, torch.ones(()))
             inputs = full[f"{each.readers[0]}.weight"].shape[1]
-            if noticed(factor[:inputs], SLIGHT_OF_ROW if folds else OF_ROW):
-                factors_in |= dict.fromkeys(each.readers, factor[:inputs])
-                factors_out[each.producer] = torch.cat([factor[:inputs], torch.ones(len(factor) - inputs)])
+            bias, their_bias = None, None
+            if each.modulation is not None and f"{each.producer}.bias" in full:
+                bias, their_bias = full[f"{each.producer}.bias"], candidate.parameters[f"{each.producer}.bias"].read()
+            factor = row_factors(numbers_of(each, restored, their_bias, inputs), numbers_of(each, ours, bias, inputs))
+            if noticed(factor, SLIGHT_OF_ROW if folds else OF_ROW):
+                factors_in |= dict.fromkeys(each.readers, factor)
+                absorbed = factors_out.setdefault(each.producer, torch.ones(len(ours)))
+                for rows in each.rows(inputs):
+                    absorbed[rows] *= factor
     return {
         name: without(layer, factors_in.get(name), factors_out.get(name)) for name, layer in candidate.layers.items()
     }
@@ -70,10 +78,21 @@ def quotient(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(b == 0, 1.0, a / b)
 
 
-def row_factors(theirs: Tensor, ours: Tensor, columns: Tensor | None) -> Tensor:
+def numbers_of(shared: SharedInput, weight: Tensor, bias: Tensor | None, width: int) -> Tensor:
+    """What a factor of the tensor multiplies in its producer, a linear: [width, numbers].
+
+    Of a modulation, which has a ``bias``, both rows and their biases: it multiplies 1 + that of the scale.
+    """
+    found = [weight[rows] for rows in shared.rows(width)]
+    if bias is not None:
+        shift, scale = (bias.float()[rows, None] for rows in shared.rows(width))
+        found += [shift, scale + 1]
+    return torch.cat(found, 1)
+
+
+def row_factors(theirs: Tensor, ours: Tensor) -> Tensor:
     """By what each row of ``ours`` [out, in] is to be multiplied to be nearest to that of ``theirs``."""
-    restored = theirs if columns is None else theirs * columns
-    return quotient((restored * ours).sum(1), ours.square().sum(1))
+    return quotient((theirs * ours).sum(1), ours.square().sum(1))
 
 
 def without(layer: StoredLayer, factor_in: Tensor | None, factor_out: Tensor | None) -> StoredLayer:

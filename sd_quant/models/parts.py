@@ -126,10 +126,17 @@ class SharedInput:
     """A tensor that one or more linears read."""
 
     readers: tuple[str, ...]
-    # The module whose first outputs are the tensor's channels, so that it can absorb a factor for each. None when there
-    # is no such module: the tensor is a residual stream or an input of the network.
+    # The module whose first outputs are the tensor's channels, or that modulates it, so that it can absorb a factor for
+    # each. None when there is no such module: the tensor is a residual stream or an input of the network.
     producer: str | None = None
     text: bool = False  # whether it is made of the prompt alone: its first token is unlike all others
+    # Where the tensor is ``norm * (1 + scale) + shift``, and the producer a linear that makes both: which chunks of its
+    # outputs, each as wide as the tensor, are (the shift, the scale). None: its first outputs are the tensor's.
+    modulation: tuple[int, int] | None = None
+
+    def rows(self, width: int) -> tuple[slice, ...]:
+        """The producer's outputs that a factor of the tensor, ``width`` channels, multiplies."""
+        return tuple(slice(chunk * width, (chunk + 1) * width) for chunk in self.modulation or (0,))
 
 
 def text_readers(inputs: Iterable[SharedInput]) -> set[str]:

@@ -12,6 +12,10 @@ from sd_quant.models.parts import SharedInput
 
 QKV = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
 FEED_FORWARD = ("ff", "ff_context")
+MODULATIONS = ("norm1.linear", "norm1_context.linear", "norm.linear")  # of a block's own, by the ends of their names
+# The chunks (shift, scale) of what diffusers' modulations make: AdaLayerNormZero, AdaLayerNormZeroSingle and
+# SD35AdaLayerNormZeroX begin with those of the attention, AdaLayerNormContinuous is a scale, then a shift.
+OF_ATTENTION, OF_FEED_FORWARD, OF_SECOND_ATTENTION, CONTINUOUS = (0, 1), (3, 4), (6, 7), (1, 0)
 
 
 def layer_role(name: str, is_conv: bool, excluded: Iterable[str]) -> str:
@@ -49,29 +53,58 @@ def inputs_of_transformer(linears: Iterable[str]) -> list[SharedInput]:
     Query, key and value of a self-attention read one tensor. So do query, key and value of the text in a joint
     attention, and key and value of a cross-attention. Every other linear has an input of its own.
 
-    In front of an attention stand a norm without weights and a modulation that is computed anew for every image, and
-    neither can absorb a factor. An attention's output is a weighted mean of its values, so ``to_v`` absorbs a factor of
-    the output projection. Not in a joint attention, where ``add_v_proj`` would have to absorb the same one.
+    In front of attention and feed-forward stands a norm without weights. Its output is multiplied by 1 + scale, and a
+    shift is added. In SD3 and Flux a linear of the block, its modulation, makes both, and absorbs a factor. PixArt has
+    one modulation for all blocks, to which each adds a table of its own: what it absorbed would change every block.
+
+    An attention's output is a weighted mean of its values, so ``to_v`` absorbs a factor of the output projection. Not
+    in a joint attention, where ``add_v_proj`` would have to absorb the same one.
+
+    A modulation's own input comes before those that it makes, as in the network: its row is then derived from its
+    weight as the checkpoint has it.
     """
     names = list(dict.fromkeys(linears))
     known, inputs, seen = set(names), [], set[str]()
+    with_text = {name.partition(".ff_context.")[0] for name in names if ".ff_context." in name}  # blocks that go on
 
-    def add(readers: Collection[str], producer: str | None = None, text: bool = False) -> None:
+    def add(
+        readers: Collection[str],
+        producer: str | None = None,
+        text: bool = False,
+        modulation: tuple[int, int] | None = None,
+    ) -> None:
         readers = tuple(reader for reader in readers if reader in known and reader not in seen)
         if readers:
-            inputs.append(SharedInput(readers, producer if producer in known else None, text))
+            made = (producer, text, modulation) if producer in known else (None, text, None)
+            inputs.append(SharedInput(readers, *made))
             seen.update(readers)
 
     for name in names:
         block, _, layer = name.rpartition(".")
-        cross = block.endswith("attn2") and f"{block}.add_q_proj" not in known
-        if layer == "to_q":
-            parent = block.rpartition(".")[0]  # in Flux's single blocks the feed-forward reads the same tensor
-            add([name] if cross else [name, f"{block}.to_k", f"{block}.to_v", f"{parent}.proj_mlp"])
+        parent = block.rpartition(".")[0]
+        second = block.endswith("attn2")
+        cross = second and f"{parent}.attn.to_q" not in known  # SD3.5's second attention reads the picture again
+        if name.endswith(MODULATIONS):
+            add([name])
+        elif layer == "to_q" and cross:
+            add([name])
+        elif layer == "to_q":  # in Flux's single blocks the feed-forward reads the same tensor
+            readers = [name, f"{block}.to_k", f"{block}.to_v", f"{parent}.proj_mlp"]
+            single = f"{parent}.norm.linear" in known
+            chunks = OF_SECOND_ATTENTION if second else OF_ATTENTION
+            add(readers, f"{parent}.norm.linear" if single else f"{parent}.norm1.linear", modulation=chunks)
         elif layer == "to_k":
             add([name, f"{block}.to_v"], text=f"{block.removesuffix('2')}1.to_k" in known)  # a block's second attention
-        elif layer == "add_q_proj":
-            add([name, f"{block}.add_k_proj", f"{block}.add_v_proj"])
+        elif layer == "add_q_proj":  # the last block of SD3 has no text behind its attention, and another norm
+            readers = [name, f"{block}.add_k_proj", f"{block}.add_v_proj"]
+            chunks = OF_ATTENTION if parent in with_text else CONTINUOUS
+            add(readers, f"{parent}.norm1_context.linear", modulation=chunks)
+        elif name.endswith(".ff.net.0.proj"):
+            producer = f"{name.removesuffix('.ff.net.0.proj')}.norm1.linear"
+            add([name], producer, modulation=OF_FEED_FORWARD)
+        elif name.endswith(".ff_context.net.0.proj"):
+            producer = f"{name.removesuffix('.ff_context.net.0.proj')}.norm1_context.linear"
+            add([name], producer, modulation=OF_FEED_FORWARD)
         elif name.endswith(".to_out.0"):
             attention = name.removesuffix(".to_out.0")
             joint = f"{attention}.add_v_proj" in known

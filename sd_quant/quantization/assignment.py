@@ -42,6 +42,7 @@ class LayerAssignment:
     pre_quant_scale: Tensor | None = None  # fp32 [in_features]; divides the weight and multiplies the input
     folded_into: str | None = None  # the module that multiplies the input by pre_quant_scale; None: the graph does
     output_scale: Tensor | None = None  # fp32 [out_channels], absorbed smoothing: multiplies this weight and bias
+    output_shift: Tensor | None = None  # fp32 [out_channels], absorbed by a modulation: then added to this bias
     rounded: tuple[Tensor, ...] | None = None  # the weight's codes [out, in] and scales, if chosen, see ``rounding``
     low_rank: tuple[Tensor, Tensor] | None = None  # fp16 up [out, rank] and down [rank, in], see ``low_rank``
     # Ranges of query, key and value as they are multiplied, fp32 [1]; of integers [heads], and of the scores too.
@@ -171,6 +172,8 @@ def rewritten(parameter: Tensor, layer: LayerAssignment) -> Tensor:
         parameter = parameter / layer.pre_quant_scale
     if layer.output_scale is not None:
         parameter = parameter * per_channel(layer.output_scale, parameter)
+    if layer.output_shift is not None and parameter.ndim == 1:
+        parameter = parameter + layer.output_shift
     if layer.low_rank is not None and parameter.ndim > 1:
         up, down = layer.low_rank
         parameter = torch.addmm(parameter, up.float(), down.float(), alpha=-1)

@@ -38,12 +38,11 @@ def derive(
     """The assignment of every layer in ``roles`` (role by name).
 
     ``weight_of`` reads the weight of a layer by name, ``bias_of`` the bias of a layer, None where it has none, and
-    ``gain_of`` the weight of a norm of an attention's queries or keys, None where there is no such norm;
-    the weights of one shared input are in memory at a time. ``inputs`` are
-    the family's shared inputs of linears, ``attentions`` the head widths of its attentions by name. The layers ``kept``
-    and those that match a pattern of ``exclude`` stay in high precision at every level. ``recipes`` has the layers with
-    another recipe than the others; all readers of a shared input have the same. ``advance`` is called once for every
-    layer, and again when its codes have been chosen.
+    ``gain_of`` the weight of a norm of an attention's queries or keys, None where there is no such norm; the weights
+    of one shared input are in memory at a time. ``inputs`` are the family's shared inputs of linears, ``attentions``
+    the head widths of its attentions by name. The layers ``kept`` and those that match a pattern of ``exclude`` stay in
+    high precision at every level. ``recipes`` has the layers with another recipe than the others; all readers of a
+    shared input have the same. ``advance`` is called once for every layer, and again when its codes have been chosen.
     Raises SdQuantError when calibration never reached a layer that is to be quantized or saw only zeros there,
     ConfigError when no layer is left to quantize.
     """
@@ -66,7 +65,7 @@ def derive(
             advance()
     for shared in SMOOTHINGS[recipe.smoothing](inputs):
         own = recipes.get(shared.readers[0], recipe)
-        assignment |= assign_linears(shared, assignment, weight_of, statistics, own)
+        assignment |= assign_linears(shared, assignment, weight_of, bias_of, statistics, own)
         for _ in shared.readers:
             advance()
     if not any(layer.format for layer in assignment.values()):

@@ -7,7 +7,7 @@ is given by the recipe, or is the one of ``ALPHAS`` with which the readers' accu
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor
 
 from sd_quant.models.parts import SharedInput
@@ -17,17 +17,20 @@ from sd_quant.quantization.low_rank import low_rank, rank_of
 from sd_quant.quantization.ranges import InputRange, observed_range, with_ranges, with_weight_range
 from sd_quant.quantization.recipe import Recipe
 from sd_quant.quantization.row_chunks import fits_half, input_amax
-from sd_quant.quantization.smoothing import pre_quant_scale
+from sd_quant.quantization.smoothing import pre_quant_scale, range_keeping_scale
 from sd_quant.quantization.statistics import LayerStatistics
 
 ALPHAS = tuple(index / 10 for index in range(11))  # what alpha=auto tries
 SEARCHED_OUTPUTS, SEARCHED_ROWS = 256, 64  # outputs and sampled inputs of a layer that the search looks at
+
+Vector = Callable[[Tensor, Tensor, float], Tensor]  # what smooths an input, see ``smoothing.pre_quant_scale``
 
 
 def assign_linears(
     shared: SharedInput,
     assignment: Mapping[str, LayerAssignment],
     weight_of: Callable[[str], Tensor],
+    bias_of: Callable[[str], Tensor | None],
     statistics: Mapping[str, LayerStatistics],
     recipe: Recipe,
 ) -> dict[str, LayerAssignment]:
@@ -41,7 +44,8 @@ def assign_linears(
         return {}
     weights = {layer.name: weight_of(layer.name) for layer in layers}
     weight_amax = input_amax([weights[layer.name] for layer in quantized])
-    readers = (layers, weights, weight_amax, statistics[quantized[0].name])
+    vector = pre_quant_scale if shared.modulation is None else range_keeping_scale
+    readers = (layers, weights, weight_amax, statistics[quantized[0].name], vector)
     if recipe.alpha == "auto":
         assigned = assign_readers(*readers, search_alpha(*readers, recipe), recipe)
         fixed = assign_readers(*readers, FIXED_ALPHA, recipe)
@@ -54,7 +58,7 @@ def assign_linears(
     unfolded = {layer.name: layer for layer in assigned if layer.format}
     if shared.producer is None or recipe.alpha is None:
         return unfolded
-    producer = absorb_scale(shared, assignment.get(shared.producer), weight_of, assigned[0].pre_quant_scale)
+    producer = absorb_scale(shared, assignment.get(shared.producer), weight_of, bias_of, assigned[0].pre_quant_scale)
     if producer is None or not all(fits_half(weights[layer.name], layer) for layer in assigned if not layer.format):
         return unfolded
     return {layer.name: replace(layer, folded_into=shared.producer) for layer in assigned} | {producer.name: producer}
@@ -65,6 +69,7 @@ def assign_readers(
     weights: Mapping[str, Tensor],
     weight_amax: Tensor,
     statistics: LayerStatistics,
+    vector: Vector,
     alpha: float | None,
     recipe: Recipe,
     max_outputs: int | None = None,
@@ -77,7 +82,7 @@ def assign_readers(
     checkpoint.
     """
     channel_amax, sample = statistics.amax.amax(dim=0), statistics.rows.values
-    scale = None if alpha is None else pre_quant_scale(channel_amax, weight_amax, alpha)
+    scale = None if alpha is None else vector(channel_amax, weight_amax, alpha)
     smoothed = (sample.float(), channel_amax) if scale is None else (sample.float() * scale, channel_amax * scale)
     chosen = InputRange(observed_range(smoothed[0], smoothed[1].max().item(), layers[0].role, recipe))
     assigned = []
@@ -100,6 +105,7 @@ def search_alpha(
     weights: Mapping[str, Tensor],
     weight_amax: Tensor,
     statistics: LayerStatistics,
+    vector: Vector,
     recipe: Recipe,
 ) -> float:
     """The alpha of ``ALPHAS`` with the smallest sum of the readers' squared accumulated errors.
@@ -112,7 +118,7 @@ def search_alpha(
     statistics, recipe = replace(statistics, rows=rows), replace(recipe, observer="min_max")
 
     def cost(alpha: float) -> float:
-        tried = assign_readers(layers, weights, weight_amax, statistics, alpha, recipe, SEARCHED_OUTPUTS)
+        tried = assign_readers(layers, weights, weight_amax, statistics, vector, alpha, recipe, SEARCHED_OUTPUTS)
         return sum((layer.accumulated_error or 0) ** 2 for layer in tried)
 
     # without a sample every alpha costs nothing, and FIXED_ALPHA is taken
@@ -120,24 +126,41 @@ def search_alpha(
 
 
 def absorb_scale(
-    shared: SharedInput, producer: LayerAssignment | None, weight_of: Callable[[str], Tensor], scale: Tensor
+    shared: SharedInput,
+    producer: LayerAssignment | None,
+    weight_of: Callable[[str], Tensor],
+    bias_of: Callable[[str], Tensor | None],
+    scale: Tensor,
 ) -> LayerAssignment | None:
-    """The producer's row with ``scale`` as the output scale of its first outputs, and 1 for the others.
+    """The producer's row with ``scale`` absorbed by the outputs that make the tensor, beside what it absorbed before.
 
-    ``producer`` is its row so far, None for a norm. The result is None when fp16 cannot hold the scaled weight.
+    ``producer`` is its row so far, None for a norm. The result is None when a modulation has no bias that could change,
+    and when fp16 cannot hold the rewritten weight, or that bias.
     """
     weight = weight_of(shared.producer)
-    output_scale = F.pad(scale, (0, len(weight) - len(scale)), value=1.0)
+    parameters = [weight]
     if producer is None:
         producer = LayerAssignment(
             shared.producer, "norm", tuple(weight.shape), reason=f"takes over the smoothing of {shared.readers[0]}"
         )
-    producer = replace(producer, output_scale=output_scale)
-    if not fits_half(weight, producer):
+    factor = torch.ones(len(weight))
+    for rows in shared.rows(len(scale)):
+        factor[rows] = scale
+    producer = replace(producer, output_scale=factor * (1 if producer.output_scale is None else producer.output_scale))
+    if shared.modulation is not None:
+        bias = bias_of(shared.producer)
+        if bias is None:
+            return None
+        parameters.append(bias)
+        output_shift = factor * (0 if producer.output_shift is None else producer.output_shift)
+        _, of_scale = shared.rows(len(scale))
+        output_shift[of_scale] += scale - 1  # p (1 + scale) is 1 + (p scale + p - 1)
+        producer = replace(producer, output_shift=output_shift)
+    if not all(fits_half(parameter, producer) for parameter in parameters):
         return None
     if producer.format:
         if producer.low_rank is not None:
             up, down = producer.low_rank
-            producer = replace(producer, low_rank=((up * output_scale[:, None]).half(), down))
+            producer = replace(producer, low_rank=((up * factor[:, None]).half(), down))
         producer = with_weight_range(producer, weight)
     return producer

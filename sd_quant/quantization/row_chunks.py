@@ -40,6 +40,7 @@ def layer_of_rows(layer: LayerAssignment, rows: slice) -> LayerAssignment:
     return replace(
         layer,
         output_scale=None if layer.output_scale is None else layer.output_scale[rows],
+        output_shift=None if layer.output_shift is None else layer.output_shift[rows],
         low_rank=None if layer.low_rank is None else (layer.low_rank[0][rows], layer.low_rank[1]),
         weight_amax=layer.weight_amax[rows] if per_row else layer.weight_amax,
         bias=None if layer.bias is None else layer.bias[rows],
@@ -59,6 +60,6 @@ def input_amax(weights: Sequence[Tensor]) -> Tensor:
     return reduce(torch.maximum, columns)
 
 
-def fits_half(weight: Tensor, layer: LayerAssignment) -> bool:
-    """Whether fp16 can hold the rewritten weight."""
-    return all(torch.isfinite(rewritten(chunk, part).half()).all() for chunk, part in row_chunks(weight, layer))
+def fits_half(parameter: Tensor, layer: LayerAssignment) -> bool:
+    """Whether fp16 can hold the rewritten weight or bias."""
+    return all(torch.isfinite(rewritten(chunk, part).half()).all() for chunk, part in row_chunks(parameter, layer))

@@ -8,9 +8,10 @@ is computed and stored is ``pre_quant_scale = 1 / s``, which multiplies the inpu
 leaves it at the clamp.
 
 Multiplying the input costs nothing when the module that makes the input absorbs the factors: a norm in its gain and
-bias, a linear in the rows of its weight. All linears that read the input then share one vector, and ``w`` is taken over
-all their weights. ModelOpt multiplies before every layer instead, each with a vector of its own. ``SMOOTHINGS`` has
-both.
+bias, a linear in the rows of its weight. Where the input is ``norm * (1 + scale) + shift``, the linear that makes scale
+and shift absorbs them: with p for ``pre_quant_scale``, scale' = p * scale + (p - 1) and shift' = p * shift give p times
+the input. All linears that read the input then share one vector, and ``w`` is taken over all their weights. ModelOpt
+multiplies before every layer instead, each with a vector of its own. ``SMOOTHINGS`` has both.
 """
 
 from __future__ import annotations
@@ -38,6 +39,18 @@ def pre_quant_scale(activation_amax: Tensor, weight_amax: Tensor, alpha: float) 
     return scale.clamp(SMALLEST, LARGEST).masked_fill(dead, 1.0)
 
 
+def range_keeping_scale(activation_amax: Tensor, weight_amax: Tensor, alpha: float) -> Tensor:
+    """The multiple of ``pre_quant_scale`` with which the smoothed input is as large as the input.
+
+    For a modulation, in whose bias p - 1 stands in fp16 (p as above): what is lost there, up to 2^-12, would be much of
+    a small p. So the largest channels get a p of about 1, and for all others that loss is far below a step of eight
+    bits. A common factor changes codes, of inputs and of weights, by how fp16 rounds their scales alone.
+    """
+    scale = pre_quant_scale(activation_amax, weight_amax, alpha)
+    largest, smoothed = activation_amax.max(), (activation_amax * scale).max()
+    return (scale * largest / smoothed).clamp(SMALLEST, LARGEST) if smoothed > 0 else scale
+
+
 def folded(inputs: Sequence[SharedInput]) -> list[SharedInput]:
     """The inputs as they are: one vector each, which the module that makes the input absorbs."""
     return list(inputs)
@@ -45,7 +58,8 @@ def folded(inputs: Sequence[SharedInput]) -> list[SharedInput]:
 
 def by_layer(inputs: Sequence[SharedInput]) -> list[SharedInput]:
     """An input of its own for every layer, which no module absorbs: a vector and a multiplication per layer."""
-    return [replace(shared, readers=(reader,), producer=None) for shared in inputs for reader in shared.readers]
+    alone = [replace(shared, producer=None, modulation=None) for shared in inputs]
+    return [replace(shared, readers=(reader,)) for shared in alone for reader in shared.readers]
 
 
 SMOOTHINGS: dict[str, Callable[[Sequence[SharedInput]], list[SharedInput]]] = {

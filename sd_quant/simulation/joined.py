@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sd_quant.quantization.assignment import LayerAssignment
 
@@ -63,16 +63,22 @@ def joined(name: str, rows: Sequence[LayerAssignment]) -> LayerAssignment:
     """The row of rows that are ``alike``."""
     first, outputs = rows[0], [row.weight_shape[0] for row in rows]
     amaxes = [row.weight_amax for row in rows if row.weight_amax is not None]
-    absorbed = [
-        torch.ones(size) if row.output_scale is None else row.output_scale.cpu()
-        for row, size in zip(rows, outputs, strict=True)
-    ]
+
+    def stacked(absorbed: Sequence[Tensor | None], nothing: float) -> Tensor | None:
+        """What the rows have absorbed, [out] of all; a row without has ``nothing``."""
+        if all(each is None for each in absorbed):
+            return None
+        filled = [
+            torch.full((size,), nothing) if each is None else each.cpu()
+            for each, size in zip(absorbed, outputs, strict=True)
+        ]
+        return torch.cat(filled).to(amaxes[0].device)
+
     return replace(
         first,
         name=name,
         weight_shape=(sum(outputs), *first.weight_shape[1:]),
         weight_amax=torch.cat(amaxes) if first.weight_axis == 0 else torch.stack(amaxes).amax(0),
-        output_scale=torch.cat(absorbed).to(amaxes[0].device)
-        if any(row.output_scale is not None for row in rows)
-        else None,
+        output_scale=stacked([row.output_scale for row in rows], 1.0),
+        output_shift=stacked([row.output_shift for row in rows], 0.0),
     )

@@ -336,7 +336,10 @@ def test_the_exported_layers_compute_what_the_simulation_does(network, preset, t
     recipe = replace(recipe, alpha=alpha, rank=min(recipe.rank, 8))
     weights, part = denoiser_weights(checkpoint), denoiser_part(checkpoint)
     inputs = family.shared_inputs([name for name, role in network.roles.items() if role != "conv"])
-    assignment = derive(network.roles, lambda name: weights[f"{name}.weight"], network.statistics, recipe, inputs)
+    assignment = derive(
+        network.roles, lambda name: weights[f"{name}.weight"], network.statistics, recipe, inputs,
+        bias_of=lambda name: weights[bias] if (bias := f"{name}.bias") in weights else None,
+    )  # fmt: skip
     path = tmp_path / "onnx" / family.DENOISER / f"{family.DENOISER}.onnx"
     path.parent.mkdir(parents=True)
     write_part(ir.load(network.graph), checkpoint, family.DENOISER, path, assignment)

@@ -10,6 +10,7 @@ from sd_quant.candidates.inputs import Multiplied, RowInteger
 from sd_quant.checkpoints.tensors import lazy
 from sd_quant.inference.loading import load_part
 from sd_quant.models.checkpoint import denoiser_of, denoiser_weights, empty_denoiser
+from sd_quant.models.parts import SharedInput
 
 from .diffusers_folders import network_inputs, tiny_checkpoint
 
@@ -97,3 +98,41 @@ def test_coarse_rounding_is_no_folding_and_a_linear_may_fold_without_a_norm(tmp_
         return {name for name, layer in made.items() if isinstance(layer.inputs, Multiplied)}
 
     assert found(False) == set() and found(True) == set(folded.readers)
+
+
+@torch.no_grad()
+def test_a_modulations_factors_are_read_off_its_weights_and_biases(tmp_path):
+    """Of two tensors that one modulation makes, of which the graph multiplies none."""
+    checkpoint = tiny_checkpoint(tmp_path, "sd3")
+    weights = {name: weight.float() for name, weight in denoiser_weights(checkpoint).items()}
+    block, random = "transformer_blocks.0", torch.Generator().manual_seed(0)
+    name = f"{block}.norm1.linear"
+    inputs_of_block = [
+        SharedInput((f"{block}.attn.to_q", f"{block}.attn.to_k", f"{block}.attn.to_v"), name, modulation=(0, 1)),
+        SharedInput((f"{block}.ff.net.0.proj",), name, modulation=(3, 4)),
+    ]
+    changed, absorbed, factors = dict(weights), torch.ones(len(weights[f"{name}.bias"])), {}
+    for shared in inputs_of_block:
+        inputs = weights[f"{shared.readers[0]}.weight"].shape[1]
+        factor = torch.exp2(4 * torch.rand(inputs, generator=random) - 2)
+        shift, scale = shared.rows(inputs)
+        changed[f"{name}.bias"] = changed[f"{name}.bias"].clone()
+        changed[f"{name}.bias"][shift] *= factor
+        changed[f"{name}.bias"][scale] = factor * (1 + changed[f"{name}.bias"][scale]) - 1
+        absorbed[shift] = absorbed[scale] = factor
+        for reader in shared.readers:
+            changed[f"{reader}.weight"] = weights[f"{reader}.weight"] / factor
+            factors[reader] = factor
+    changed[f"{name}.weight"] = weights[f"{name}.weight"] * absorbed[:, None]
+
+    def layer(weight: torch.Tensor) -> StoredLayer:
+        return StoredLayer("int8", "1 for a row", weight.numel(), lazy(weight), RowInteger())
+
+    names = [name, *factors, f"{block}.attn.add_q_proj"]
+    layers = {each: layer(changed[f"{each}.weight"]) for each in names}
+    others = {key: lazy(each) for key, each in changed.items() if key.removesuffix(".weight") not in layers}
+    found = unfolded(Candidate(checkpoint.path, "gguf", "a test", layers, others), checkpoint)
+    for reader, factor in factors.items():
+        torch.testing.assert_close(found[reader].inputs.factor, factor)
+    assert not isinstance(found[f"{block}.attn.add_q_proj"].inputs, Multiplied)
+    torch.testing.assert_close(found[name].weight.read(), weights[f"{name}.weight"])

@@ -80,6 +80,7 @@ class Tiny:
             self.statistics.layers,
             recipe,
             self.checkpoint.family.shared_inputs(self.roles),
+            bias_of=lambda name: denoiser.get_submodule(name).bias,
         )
         return adapted(derived, TARGETS[target])
 

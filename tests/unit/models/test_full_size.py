@@ -269,9 +269,17 @@ SHARED = {  # inputs of linears that may be quantized, and of those how many can
     "sd21": (16 * 7 + 16 * 2, 16 * 6 + 16),  # and not those of proj_out
     "sdxl": (70 * 7 + 11 * 2, 70 * 6 + 11),
     # The picture's and the text's query, key and value, what is behind them, 2 modulations, 2 feed-forwards of 2.
-    "sd3": (24 * 7 + 23 * 3, 0),
-    "flux": (19 * 8 + 38 * 2, 0),  # no modulations; proj_mlp reads what query, key and value read
+    # The modulations make what query, key and value read, and the first linear of a feed-forward.
+    "sd3": (24 * 7 + 23 * 3, 24 * 3 + 23),
+    "flux": (19 * 8 + 38 * 2, 19 * 4 + 38),  # no modulations; proj_mlp reads what query, key and value read
     "pixart": (28 * 7, 28 * 2),  # both attentions' outputs; its norms have no weights
+}
+
+
+MODULATIONS = {  # diffusers' class, its chunks, and which of them are a shift and a scale
+    *(("AdaLayerNormZero", 6, chunks) for chunks in ((0, 1), (3, 4))),
+    ("AdaLayerNormContinuous", 2, (1, 0)),
+    ("AdaLayerNormZeroSingle", 3, (0, 1)),
 }
 
 
@@ -289,7 +297,7 @@ def test_every_linear_that_may_be_quantized_reads_exactly_one_input(full):
 
 
 def test_producers_are_modules_with_enough_outputs(full):
-    """More only where the second half of the outputs is the gate of the first."""
+    """More only where the second half of the outputs is the gate of the first, or where they are of several tensors."""
     linears = [name for name, role in full.roles.items() if role != "conv"]
     for shared in full.family.shared_inputs(linears):
         layers = [full.denoiser.get_submodule(reader) for reader in shared.readers]
@@ -298,8 +306,12 @@ def test_producers_are_modules_with_enough_outputs(full):
         if shared.producer is not None:
             producer = full.denoiser.get_submodule(shared.producer)
             assert isinstance(producer, nn.LayerNorm | nn.GroupNorm | nn.Linear)
-            gated = shared.producer.endswith(".ff.net.0.proj")
-            assert len(producer.weight) == layers[0].in_features * (2 if gated else 1)
+            outputs = len(producer.weight) / layers[0].in_features
+            if shared.modulation is None:
+                assert outputs == (2 if shared.producer.endswith(".ff.net.0.proj") else 1)
+            else:
+                kind = type(full.denoiser.get_submodule(shared.producer.rpartition(".")[0])).__name__
+                assert (kind, outputs, shared.modulation) in MODULATIONS
 
 
 # ----------------------------------------------------------------------------------------------- other people's recipes

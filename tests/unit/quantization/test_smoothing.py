@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sd_quant.models.parts import SharedInput
-from sd_quant.quantization.smoothing import SMOOTHINGS, pre_quant_scale
+from sd_quant.quantization.smoothing import SMOOTHINGS, pre_quant_scale, range_keeping_scale
 
 ACTIVATION, WEIGHT = torch.tensor([4.0, 16.0, 1.0]), torch.tensor([1.0, 4.0, 9.0])
 
@@ -40,6 +40,17 @@ def test_extremes_are_clamped_to_what_fp16_holds():
     assert scale.half().isfinite().all() and (scale.half() > 0).all()
 
 
+def test_a_modulations_vector_is_a_multiple_that_keeps_the_range_of_the_input():
+    """With alpha 0.5 the plain one is (0.5, 0.5, 3) and what it makes of the ranges (2, 8, 3): 16 / 8 is missing."""
+    scale = range_keeping_scale(ACTIVATION, WEIGHT, 0.5)
+    assert scale.tolist() == [1.0, 1.0, 6.0] and (ACTIVATION * scale).max() == ACTIVATION.max()
+
+
+def test_it_is_clamped_too_and_is_plain_for_an_input_of_zeros():
+    assert range_keeping_scale(torch.tensor([1e-7, 1e3]), torch.ones(2), 1.0).tolist() == pytest.approx([1e4, 1.0])
+    assert range_keeping_scale(torch.zeros(2), torch.ones(2), 0.5).tolist() == [1.0, 1.0]
+
+
 INPUTS = [SharedInput(("to_q", "to_k", "to_v"), "norm"), SharedInput(("proj_out",))]
 
 
@@ -54,3 +65,8 @@ def test_modelopt_takes_every_layer_alone_and_folds_nothing():
         SharedInput(("to_v",), None),
         SharedInput(("proj_out",), None),
     ]
+
+
+def test_what_no_module_absorbs_is_not_modulated():
+    shared = SharedInput(("to_q",), "norm1.linear", modulation=(0, 1))
+    assert SMOOTHINGS["modelopt"]([shared]) == [SharedInput(("to_q",))]

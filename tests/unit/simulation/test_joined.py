@@ -12,7 +12,7 @@ from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
-from sd_quant.simulation.joined import alike, join_projections
+from sd_quant.simulation.joined import alike, join_projections, joined
 from sd_quant.simulation.modelopt import simulate
 from sd_quant.simulation.native import NativeLinear, with_native_layers
 
@@ -81,3 +81,10 @@ ROW = LayerAssignment("a", "attention", (4, 4), "int8", "int8", weight_axis=0, w
 )
 def test_what_is_not_quantized_alike_stays_apart(other):
     assert alike([ROW, ROW]) and not alike([ROW, other])
+
+
+def test_what_one_of_them_has_absorbed_stands_beside_nothing_of_the_others():
+    absorbing = replace(ROW, output_scale=torch.full((4,), 2.0), output_shift=torch.full((4,), 3.0))
+    row = joined("both", [ROW, absorbing])
+    assert row.output_scale.tolist() == [1] * 4 + [2] * 4 and row.output_shift.tolist() == [0] * 4 + [3] * 4
+    assert joined("both", [ROW, ROW]).output_shift is None

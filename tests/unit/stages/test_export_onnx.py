@@ -31,6 +31,7 @@ OTHER = {
     "pre_quant_scale": torch.ones(4),
     "folded_into": "norm",
     "output_scale": torch.ones(2),
+    "output_shift": torch.ones(2),
     "rounded": (torch.ones(2, 4).to(torch.int8), torch.ones(2, 1)),
     "low_rank": (torch.ones(2, 1).half(), torch.ones(1, 4).half()),
     "attention_amax": (torch.ones(2), torch.ones(2), torch.ones(2), torch.ones(2)),

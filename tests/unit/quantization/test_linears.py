@@ -1,0 +1,121 @@
+"""Modulations that absorb the factors of two inputs, two channels wide, by hand."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sd_quant.models.parts import SharedInput
+from sd_quant.quantization.assignment import LayerAssignment, rewritten
+from sd_quant.quantization.linears import absorb_scale, assign_linears
+from sd_quant.quantization.low_rank import low_rank
+from sd_quant.quantization.ranges import with_weight_range
+from sd_quant.quantization.recipe import Enable, Pair, Recipe
+from sd_quant.quantization.row_chunks import layer_of_rows
+from sd_quant.quantization.statistics import LayerStatistics, Sample
+
+from ...modulated import assigned, made
+
+ATTENTION = SharedInput(("to_q",), "norm1.linear", modulation=(0, 1))
+FEED_FORWARD = SharedInput(("ff",), "norm1.linear", modulation=(3, 4))
+CONTINUOUS = SharedInput(("to_q",), "norm1.linear", modulation=(1, 0))
+WEIGHT, BIAS = torch.arange(1.0, 37).view(12, 3), torch.arange(1.0, 13)
+ROW = LayerAssignment("norm1.linear", "linear", (12, 3), reason="excluded")
+SCALE, OTHER = torch.tensor([2.0, 0.5]), torch.tensor([4.0, 0.25])
+
+
+def absorb(shared: SharedInput, row: LayerAssignment, scale: torch.Tensor, weight=WEIGHT, bias=BIAS):
+    return absorb_scale(shared, row, lambda name: weight, lambda name: bias, scale)
+
+
+def test_a_scales_bias_gets_the_factor_minus_one():
+    row = absorb(ATTENTION, ROW, SCALE)
+    assert row.output_scale.tolist() == [2, 0.5, 2, 0.5, *[1] * 8]
+    assert row.output_shift.tolist() == [0, 0, 1, -0.5, *[0] * 8]
+    assert rewritten(BIAS, row).tolist() == [2, 1, 2 * 3 + 1, 0.5 * 4 - 0.5, *range(5, 13)]
+    assert torch.equal(rewritten(WEIGHT, row), WEIGHT * row.output_scale[:, None])
+    assert row.reason == "excluded" and row.format is None
+
+
+def test_a_scale_may_stand_before_the_shift():
+    assert absorb(CONTINUOUS, ROW, SCALE).output_shift.tolist() == [1, -0.5, *[0] * 10]
+
+
+@pytest.mark.parametrize("first, second", [(ATTENTION, FEED_FORWARD), (FEED_FORWARD, ATTENTION)])
+def test_two_inputs_fold_into_one_modulation(first, second):
+    scales = {id(ATTENTION): SCALE, id(FEED_FORWARD): OTHER}
+    row = absorb(second, absorb(first, ROW, scales[id(first)]), scales[id(second)])
+    assert row.output_scale.tolist() == [2, 0.5, 2, 0.5, 1, 1, 4, 0.25, 4, 0.25, 1, 1]
+    assert row.output_shift.tolist() == [0, 0, 1, -0.5, 0, 0, 0, 0, 3, -0.75, 0, 0]
+
+
+def test_factors_of_one_input_multiply():
+    """s1 s2 (1 + scale), whatever has been absorbed before."""
+    assert torch.equal(
+        rewritten(BIAS, absorb(ATTENTION, absorb(ATTENTION, ROW, SCALE), OTHER)),
+        rewritten(BIAS, absorb(ATTENTION, ROW, SCALE * OTHER)),
+    )
+
+
+def test_rows_have_their_part_of_it():
+    part = layer_of_rows(absorb(ATTENTION, ROW, SCALE), slice(1, 4))
+    assert part.output_shift.tolist() == [0, 1, -0.5]
+    assert rewritten(BIAS[1:4], part).tolist() == rewritten(BIAS, absorb(ATTENTION, ROW, SCALE))[1:4].tolist()
+
+
+def test_without_a_bias_or_beyond_fp16_it_absorbs_nothing():
+    assert absorb(ATTENTION, ROW, SCALE, bias=None) is None
+    assert absorb(ATTENTION, ROW, SCALE, bias=BIAS * 5e3) is not None
+    assert absorb(ATTENTION, ROW, SCALE, bias=BIAS * 3e4) is None
+    assert absorb(ATTENTION, ROW, SCALE, weight=WEIGHT * 1e4) is None
+
+
+def test_a_quantized_modulation_has_other_ranges_and_another_branch():
+    weight = torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
+    row = replace(ROW, reason=None, format="int8", weight_axis=0)
+    row = with_weight_range(replace(row, low_rank=low_rank(weight, 2)), weight)
+    once = absorb(ATTENTION, row, SCALE, weight)
+    twice = absorb(FEED_FORWARD, once, OTHER, weight)
+    factor = twice.output_scale
+    torch.testing.assert_close(twice.weight_amax, row.weight_amax * factor, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(twice.low_rank[0].float(), row.low_rank[0].float() * factor[:, None], rtol=1e-3, atol=0)
+    assert torch.equal(twice.low_rank[1], row.low_rank[1])
+
+
+def test_fp16_holds_a_small_factor_of_a_scale():
+    """A channel 1000 times as large as the other: not (0.001, 1), whose bias of -0.999 fp16 rounds by 2 % of 0.001."""
+    reader = LayerAssignment("to_q", "qkv", (2, 2))
+    statistics = LayerStatistics(
+        "linear", torch.tensor([[1000.0, 1.0]]), Sample(torch.empty(0, 2).half(), torch.empty(0))
+    )
+    weights = {"to_q": torch.ones(2, 2), ROW.name: WEIGHT}
+    rows = assign_linears(
+        ATTENTION, {"to_q": reader, ROW.name: ROW}, weights.__getitem__, lambda name: torch.zeros(12),
+        {"to_q": statistics}, Recipe(3.0, 1.0, collect_method="min-max"),
+    )  # fmt: skip
+    assert rows["to_q"].pre_quant_scale.tolist() == [1.0, 1000.0] and rows["to_q"].activation_amax == 1000.0
+    stored = rewritten(torch.zeros(12), rows[ROW.name]).half().float()
+    torch.testing.assert_close(1 + stored[2:4], rows["to_q"].pre_quant_scale, rtol=1e-3, atol=0)
+
+
+def test_without_a_bias_readers_stay_unfolded_and_the_graph_multiplies():
+    recipe = Recipe(3.0, 0.5, collect_method="min-max", enable=Enable(Pair("int8", "int8"), Pair("int8", "int8"), None))
+    rows = assigned("sd3", made("sd3"), recipe, bias_of=lambda name: None)
+    readers = [row for name, row in rows.items() if name.endswith(("attn.to_q", "ff.net.0.proj", "add_k_proj"))]
+    assert len(readers) == 6 and all(row.multiplies and row.format for row in readers)
+    assert all(row.output_scale is None and row.output_shift is None for name, row in rows.items() if ".norm" in name)
+
+
+def test_layers_csv_says_where_the_factors_are():
+    rows = assigned("sd3", made("sd3"), Recipe(3.0, 0.5, collect_method="min-max"))
+    modulation = "transformer_blocks.0.norm1.linear"
+    assert rows["transformer_blocks.0.attn.to_q"].row()["smoothing"] == f"folded into {modulation}"
+    assert rows["transformer_blocks.0.ff.net.0.proj"].row()["smoothing"] == f"folded into {modulation}"
+    assert rows[modulation].format and rows[modulation].row()["smoothing"] == "multiplication"
+
+
+def test_an_excluded_modulation_absorbs_and_stays_excluded():
+    row = assigned("flux", made("flux"), Recipe(3.0, 0.5, collect_method="min-max"))[
+        "transformer_blocks.0.norm1.linear"
+    ]
+    assert row.output_shift is not None and row.format is None and row.role == "excluded" and row.reason

@@ -1,0 +1,61 @@
+"""Factors that modulations absorb change nothing: the readers' weights are divided, and nothing is rounded."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+from torch import nn
+
+from sd_quant.numbers import relative_error
+from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.recipe import Recipe
+from sd_quant.simulation.rewrite import rewrite
+
+from ...modulated import NETWORKS, assigned, made, run
+
+BLOCK, SINGLE = "transformer_blocks.0", "single_transformer_blocks.0"
+FOLDED = {  # by network: readers of a block, and what their input's modulation is
+    "sd3": {
+        f"{BLOCK}.attn.to_q": f"{BLOCK}.norm1.linear",
+        f"{BLOCK}.attn.add_k_proj": f"{BLOCK}.norm1_context.linear",
+        f"{BLOCK}.ff.net.0.proj": f"{BLOCK}.norm1.linear",
+        f"{BLOCK}.ff_context.net.0.proj": f"{BLOCK}.norm1_context.linear",
+        "transformer_blocks.1.attn.add_q_proj": "transformer_blocks.1.norm1_context.linear",  # scale, then shift
+    },
+    "sd35": {f"{BLOCK}.attn2.{layer}": f"{BLOCK}.norm1.linear" for layer in ("to_q", "to_k", "to_v")},
+    "flux": {
+        f"{BLOCK}.attn.to_v": f"{BLOCK}.norm1.linear",
+        f"{BLOCK}.ff_context.net.0.proj": f"{BLOCK}.norm1_context.linear",
+        f"{SINGLE}.attn.to_q": f"{SINGLE}.norm.linear",
+        f"{SINGLE}.proj_mlp": f"{SINGLE}.norm.linear",
+    },
+}
+
+
+def folded_alone(assignment: Mapping[str, LayerAssignment]) -> dict[str, LayerAssignment]:
+    """Without the factors for which the graph has to multiply."""
+    return {
+        name: replace(layer, pre_quant_scale=None) if layer.multiplies else layer for name, layer in assignment.items()
+    }
+
+
+def rewritten_network(network: nn.Module, assignment: Mapping[str, LayerAssignment]) -> nn.Module:
+    network = copy.deepcopy(network)
+    rewrite(network, folded_alone(assignment))
+    return network
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_network_whose_modulations_have_absorbed_factors_computes_the_same(name):
+    network = made(name)
+    assignment = assigned(name, network, Recipe(3.0, 0.5, collect_method="min-max", per_channel=True))
+    found = {reader: assignment[reader].folded_into for reader in FOLDED[name]}
+    assert found == FOLDED[name]
+    readers = [layer for layer in assignment.values() if ".norm" in (layer.folded_into or "")]
+    assert all(layer.pre_quant_scale.max() > 2 * layer.pre_quant_scale.min() for layer in readers)
+    changed = rewritten_network(network, assignment)
+    for reader, producer in FOLDED[name].items():
+        for layer in (reader, producer):
+            assert relative_error(network.get_submodule(layer).weight, changed.get_submodule(layer).weight) > 0.05
+    assert relative_error(run(network, seed=1), run(changed, seed=1)) < 1e-5  # measured 1e-6
