@@ -13,6 +13,7 @@ pixels; FID needs thousands of held-out pictures, and none are held out: the mod
 import argparse
 import csv
 import random
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -22,13 +23,14 @@ from PIL import Image, ImageDraw, ImageFont
 
 from examples.sdxl_mini.pictures import load_pictures
 from sd_quant.checkpoints.nemo import open_nemo
-from sd_quant.files import atomic_path, sha256, write_json
-from sd_quant.inference.loading import load_model, pipeline_of
+from sd_quant.files import atomic_path, digest, sha256, write_json
+from sd_quant.inference.loading import LoadedModel, load_model, pipeline_of
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.metrics.fidelity import psnr
 from sd_quant.metrics.frechet import efficientnet_features
 from sd_quant.progress import progress
 
+PICTURES = Path("outputs/sdxl_mini/pictures")
 CHOSEN, CHOICE_SEED = 100, 0
 SAMPLING = Sampling(steps=20, guidance_scale=5.0, height=64, width=64, batch_size=25, seed=0)
 
@@ -90,28 +92,35 @@ def read_curve(path: Path) -> dict[int, float]:
         return dict(sorted((int(step), float(loss)) for step, loss in csv.reader(file)))
 
 
-def save_loss_curves(folder: Path, path: Path) -> None:
+def save_loss_curves(curves: Mapping[str, Path], path: Path) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 3), layout="constrained")
-    for axes, name in zip(figure.subplots(1, 2), ("vae", "unet"), strict=True):
-        curve = read_curve(folder / name / "loss.csv")
+    figure = Figure(figsize=(4 * len(curves), 3), layout="constrained")
+    for axes, (name, file) in zip(figure.subplots(1, len(curves), squeeze=False)[0], curves.items(), strict=True):
+        curve = read_curve(file)
         axes.plot(curve.keys(), curve.values())
         axes.set(title=name, xlabel="step", ylabel="loss, mean of 50 steps", yscale="log")
     with atomic_path(path) as temporary:
         figure.savefig(temporary, format="png", dpi=100)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", type=Path, nargs="?", default=Path("checkpoints/sdxl_mini.nemo"))
-    parser.add_argument("--folder", type=Path, default=Path("outputs/sdxl_mini"), help="the training's own folder")
-    parser.add_argument("--card", type=Path, default=Path(__file__).parent / "card")
-    knobs = parser.parse_args()
+def described(checkpoint: Path) -> dict[str, str | int]:
+    """The bytes of a file or of all files of a folder, and their digest."""
+    files = [checkpoint] if checkpoint.is_file() else sorted(path for path in checkpoint.rglob("*") if path.is_file())
+    hashes = [sha256(path) for path in files]
+    return {
+        "sha256": hashes[0] if checkpoint.is_file() else digest(*hashes),
+        "bytes": sum(path.stat().st_size for path in files),
+    }
 
-    captions, pictures = load_pictures(knobs.folder / "pictures")
+
+def write_card(checkpoint: Path, model: LoadedModel, curves: Mapping[str, Path], card: Path) -> None:
+    """Measures a model of ``checkpoint`` and writes into ``card`` all that its page shows.
+
+    ``curves`` are the loss curves of its trainings by name.
+    """
+    captions, pictures = load_pictures(PICTURES)
     chosen = random.Random(CHOICE_SEED).sample(range(len(captions)), CHOSEN)
-    model = load_model(open_nemo(knobs.checkpoint))
     reconstructed = reconstruct(model.modules["vae"], pictures)
     pipeline = pipeline_of(model.checkpoint, model.torch_engines())
     batches = -(-CHOSEN // SAMPLING.batch_size)
@@ -120,16 +129,16 @@ def main():
         drawn = pipeline(prompts, SAMPLING, on_step=lambda step: advance()).images
 
     titles = [captions[index].removeprefix("a glossy icon of ").split(" ", 1)[1] for index in chosen]
-    save(grid(drawn[:48], titles[:48], columns=8), knobs.card / "samples.png")
+    save(grid(drawn[:48], titles[:48], columns=8), card / "samples.png")
     pairs = np.stack([pictures[chosen[:16]], reconstructed[chosen[:16]]], axis=1).reshape(-1, 64, 64, 3)
     pair_titles = [title for name in titles[:16] for title in (name, "reconstructed")]
-    save(grid(pairs, pair_titles, columns=8), knobs.card / "reconstruction.png")
-    save_loss_curves(knobs.folder, knobs.card / "loss.png")
+    save(grid(pairs, pair_titles, columns=8), card / "reconstruction.png")
+    save_loss_curves(curves, card / "loss.png")
 
     quality = np.array(psnr(pictures, reconstructed), dtype=float)
     measures = {"network_features": network_features, "pixels_4x4": pooled_pixels}
     record = {
-        "checkpoint": {"sha256": sha256(knobs.checkpoint), "bytes": knobs.checkpoint.stat().st_size},
+        "checkpoint": described(checkpoint),
         "captions": CHOSEN,
         "choice_seed": CHOICE_SEED,
         "sampling": {"steps": SAMPLING.steps, "guidance_scale": SAMPLING.guidance_scale, "seed": SAMPLING.seed},
@@ -149,10 +158,20 @@ def main():
             "p10": round(float(np.percentile(quality, 10)), 2),
             "pictures": len(pictures),
         },
-        "steps": {name: max(read_curve(knobs.folder / name / "loss.csv")) for name in ("vae", "unet")},
+        "steps": {name: max(read_curve(file)) for name, file in curves.items()},
     }
-    write_json(knobs.card / "evaluation.json", record)
-    print(f"{knobs.card / 'evaluation.json'}: {record['own_picture_is_nearest']}")
+    write_json(card / "evaluation.json", record)
+    print(f"{card / 'evaluation.json'}: {record['own_picture_is_nearest']}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path, nargs="?", default=Path("checkpoints/sdxl_mini.nemo"))
+    parser.add_argument("--folder", type=Path, default=Path("outputs/sdxl_mini"), help="the training's own folder")
+    parser.add_argument("--card", type=Path, default=Path(__file__).parent / "card")
+    knobs = parser.parse_args()
+    curves = {name: knobs.folder / name / "loss.csv" for name in ("vae", "unet")}
+    write_card(knobs.checkpoint, load_model(open_nemo(knobs.checkpoint)), curves, knobs.card)
 
 
 if __name__ == "__main__":
