@@ -12,21 +12,21 @@ from hydra import compose
 
 from sd_quant.calibration.collection import calibrate
 from sd_quant.calibration.prompts import read_prompts
-from sd_quant.checkpoints.nemo import open_nemo
+from sd_quant.checkpoints.kinds import open_checkpoint
 from sd_quant.cli import composing, job_of
 from sd_quant.config import Quantize, QuantizeJob
-from sd_quant.files import sha256, write_json
+from sd_quant.files import write_json
 from sd_quant.inference.loading import LoadedModel, load_model
 from sd_quant.inference.pipeline import Sampling
-from sd_quant.models.unet import attentions, layer_roles, shared_inputs
+from sd_quant.models.checkpoint import denoiser_weights
 from sd_quant.places import input_path
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.recipe import Recipe
 from sd_quant.quantization.statistics import Statistics
-from sd_quant.report.provenance import machine
+from sd_quant.report.provenance import fingerprint, machine
 
-CONFIGURATION = "conf/model/sdxl_mini.yaml"
+MODEL = "sdxl_mini"
 GUIDANCE, SEED = 5.0, 42  # of the main job's calibration
 Result = TypeVar("Result")
 
@@ -46,6 +46,12 @@ class Subject:
     prompts: list[str]
     size: int
     path: Path
+    family: str = "sdxl"
+
+    @property
+    def denoiser(self) -> str:
+        """The part that is quantized."""
+        return self.model.checkpoint.family.DENOISER
 
     @property
     def names(self) -> list[str]:
@@ -56,7 +62,7 @@ class Subject:
 
     def statistics(self, sampling: Sampling, prompts: int | None = None, cache: Path | None = None) -> Statistics:
         """Of all prompts or the first ones, on the CPU; from a cache where one is given."""
-        checkpoint = sha256(self.path) if cache else ""
+        checkpoint = fingerprint(self.path)["sha256"] if cache else ""
         return calibrate(
             self.model, self.names, self.prompts[:prompts], sampling,
             checkpoint_sha256=checkpoint, cache=cache, accelerator="cpu",
@@ -67,26 +73,39 @@ class Subject:
         recipes: Mapping[str, Recipe] = {},
     ) -> dict[str, LayerAssignment]:  # fmt: skip
         """As the main job derives it, which reads the weights from the checkpoint again."""
-        weights = self.model.checkpoint.components["unet"]
+        checkpoint = self.model.checkpoint
+        weights, family = denoiser_weights(checkpoint), checkpoint.family
         return derive(
-            self.roles, lambda name: weights[f"{name}.weight"], statistics.layers, recipe, shared_inputs(self.roles),
-            kept, attentions(self.model.modules["unet"]), exclude=exclude,
+            self.roles, lambda name: weights[f"{name}.weight"], statistics.layers, recipe,
+            family.shared_inputs(self.roles), kept, family.attentions(self.model.denoiser), exclude=exclude,
             bias_of=lambda name: weights.get(f"{name}.bias"), recipes=recipes,
+            gain_of=lambda name: weights.get(f"{name}.weight"),
         )  # fmt: skip
 
 
-def open_subject(path: Path, prompts: Path, count: int, size: int = 64) -> Subject:
-    """A NeMo checkpoint with the first ``count`` prompts of a file to calibrate on."""
-    model, given = load_model(open_nemo(path)), read_prompts(prompts)
+def configured(model: str) -> dict:
+    """The file of ``model=``, one of the shipped checkpoints."""
+    return yaml.safe_load(input_path(f"conf/model/{model}.yaml").read_text(encoding="utf-8"))
+
+
+def open_subject(path: Path | None, prompts: Path | None, count: int, model: str = MODEL) -> Subject:
+    """A checkpoint of the kind of ``model`` with the first ``count`` prompts of a file to calibrate on.
+
+    Where no path is given, both are those of ``model``.
+    """
+    known = configured(model)
+    path, prompts = path or input_path(known["path"]), prompts or input_path(known["calibration_prompts"])
+    given, tokens = read_prompts(prompts), known["max_sequence_length"]
+    checkpoint = open_checkpoint(path, known["family"], io=None, max_sequence_length=tokens, parts=known["parts"])
+    opened = load_model(checkpoint)
     if count > len(given):
         raise SystemExit(f"{count} prompts are more than the {len(given)} of {prompts}; ask for fewer")
-    return Subject(model, layer_roles(model.modules["unet"]), given[:count], size, path)
+    roles = checkpoint.family.layer_roles(opened.denoiser)
+    return Subject(opened, roles, given[:count], known["width"], path, known["family"])
 
 
 def load(prompts: int) -> Subject:
-    configuration = yaml.safe_load(input_path(CONFIGURATION).read_text(encoding="utf-8"))
-    path, calibration = input_path(configuration["path"]), input_path(configuration["calibration_prompts"])
-    return open_subject(path, calibration, prompts, configuration["width"])
+    return open_subject(None, None, prompts)
 
 
 def parser(description: str, prompts: int) -> argparse.ArgumentParser:

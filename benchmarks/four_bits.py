@@ -15,7 +15,7 @@ import argparse
 import json
 from pathlib import Path
 
-from common import GUIDANCE, SEED, Subject, open_subject, recipe_of
+from common import GUIDANCE, MODEL, SEED, Subject, open_subject, recipe_of
 from quality import PROMPTS, label, table
 
 from sd_quant.calibration.prompts import read_prompts
@@ -61,8 +61,8 @@ def measure(subject: Subject, recipes: dict[str, Quantize], options: argparse.Na
         for name, recipe in recipes.items():
             kept = options.out / f"{label(name)}.json"
             if not kept.exists() or json.loads(kept.read_text(encoding="utf-8"))["prompts"] != prompts:
-                assignment = subject.assignment(statistics, recipe, exclude=recipe.exclude.get("sdxl", ()))
-                quantized = engines | {"unet_xl": open_simulated(checkpoint, assignment)}
+                assignment = subject.assignment(statistics, recipe, exclude=recipe.exclude.get(subject.family, ()))
+                quantized = engines | {subject.denoiser: open_simulated(checkpoint, assignment)}
                 images = pipeline_of(checkpoint, quantized)(prompts, sampling)
                 closeness = fidelity(reference.images, images.images, reference.latents, images.latents)
                 write_json(kept, {"prompts": prompts, "fidelity": closeness})
@@ -73,8 +73,9 @@ def measure(subject: Subject, recipes: dict[str, Quantize], options: argparse.Na
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", type=Path, default=HOME / "checkpoints/sdxl_mini.nemo")
-    parser.add_argument("--calibration", type=Path, default=CONF / "model/prompts/sdxl_mini.txt")
+    parser.add_argument("--model", default=MODEL, help="a shipped checkpoint, as in model= (%(default)s)")
+    parser.add_argument("--checkpoint", type=Path, help="another one of its kind")
+    parser.add_argument("--calibration", type=Path, help="prompts to calibrate on, of the other one")
     parser.add_argument("--prompts", type=Path, default=PROMPTS / "sdxl_mini.txt")
     parser.add_argument("--presets", nargs="+", choices=presets(), default=presets(), metavar="NAME")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="NAME")
@@ -84,7 +85,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--out", type=Path, default=HOME / "outputs/benchmarks/four_bits/choice")
     options = parser.parse_args()
-    subject, lines = open_subject(options.checkpoint, options.calibration, options.calib_size), []
+    subject, lines = open_subject(options.checkpoint, options.calibration, options.calib_size, options.model), []
     for preset in options.presets:
         recipes = {f"{preset}, {name}": recipe_of(preset, LEVEL, *VARIANTS[name]) for name in options.variants}
         lines.append(table(measure(subject, recipes, options)))

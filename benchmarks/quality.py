@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
 
-from common import GUIDANCE, SEED, Subject, open_subject
+from common import GUIDANCE, MODEL, SEED, Subject, open_subject
 
 from sd_quant.calibration.prompts import read_prompts
 from sd_quant.engines import load_engine
@@ -32,7 +32,7 @@ from sd_quant.files import write_json, write_text
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.metrics.fidelity import fidelity
-from sd_quant.places import CONF, HOME
+from sd_quant.places import HOME
 from sd_quant.progress import progress
 from sd_quant.quantization.recipe import BY_ROLE, Enable, Pair, Recipe
 
@@ -100,8 +100,8 @@ def measure(subject: Subject, recipes: dict[str, Recipe], options: argparse.Name
     size = subject.size
     sampling = Sampling(options.steps, GUIDANCE, size, size, options.batch, 123)
     checkpoint, engines = subject.model.checkpoint, subject.model.torch_engines()
-    part = checkpoint.parts()["unet_xl"]
-    source, graph = checkpoint.components[part.component], trace_part(checkpoint, "unet_xl")
+    part = checkpoint.parts()[subject.denoiser]
+    source, graph = checkpoint.components[part.component], trace_part(checkpoint, subject.denoiser)
     reference = pipeline_of(checkpoint, engines)(prompts, sampling)
     calibration = Sampling(options.steps, GUIDANCE, size, size, 1, SEED)
     statistics = subject.statistics(calibration, cache=HOME / "outputs/cache/statistics")
@@ -115,7 +115,7 @@ def measure(subject: Subject, recipes: dict[str, Recipe], options: argparse.Name
                 write_onnx(copy_of(graph), folder / "unet.onnx", assignment=assignment, prefix=part.prefix,
                            inputs=len(part.contract.inputs),
                            read=lambda weight: source[weight.removeprefix(part.prefix)])  # fmt: skip
-                quantized = engines | {"unet_xl": load_engine("openvino", folder / "unet.onnx")}
+                quantized = engines | {subject.denoiser: load_engine("openvino", folder / "unet.onnx")}
                 images = pipeline_of(checkpoint, quantized)(prompts, sampling)
                 closeness = fidelity(reference.images, images.images, reference.latents, images.latents)
                 write_json(kept, {"recipe": dataclasses.asdict(recipe), "prompts": prompts, "fidelity": closeness})
@@ -127,8 +127,9 @@ def measure(subject: Subject, recipes: dict[str, Recipe], options: argparse.Name
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", type=Path, default=HOME / "checkpoints/sdxl_mini.nemo")
-    parser.add_argument("--calibration", type=Path, default=CONF / "model/prompts/sdxl_mini.txt")
+    parser.add_argument("--model", default=MODEL, help="a shipped checkpoint, as in model= (%(default)s)")
+    parser.add_argument("--checkpoint", type=Path, help="another one of its kind")
+    parser.add_argument("--calibration", type=Path, help="prompts to calibrate on, of the other one")
     parser.add_argument("--prompts", type=Path, default=PROMPTS / "sdxl_mini.txt")
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), metavar="NAME")
     parser.add_argument("--images", type=int, default=64)
@@ -137,7 +138,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--out", type=Path, default=HOME / "outputs/benchmarks/quality/choice")
     options = parser.parse_args()
-    subject = open_subject(options.checkpoint, options.calibration, options.calib_size)
+    subject = open_subject(options.checkpoint, options.calibration, options.calib_size, options.model)
     print(table(measure(subject, {name: RECIPES[name] for name in options.recipes}, options)))
 
 

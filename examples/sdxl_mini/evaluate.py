@@ -23,12 +23,13 @@ from PIL import Image, ImageDraw, ImageFont
 
 from examples.sdxl_mini.pictures import load_pictures
 from sd_quant.checkpoints.nemo import open_nemo
-from sd_quant.files import atomic_path, digest, sha256, write_json
+from sd_quant.files import atomic_path, write_json
 from sd_quant.inference.loading import LoadedModel, load_model, pipeline_of
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.metrics.fidelity import psnr
 from sd_quant.metrics.frechet import efficientnet_features
 from sd_quant.progress import progress
+from sd_quant.report.provenance import fingerprint
 
 PICTURES = Path("outputs/sdxl_mini/pictures")
 CHOSEN, CHOICE_SEED = 100, 0
@@ -104,16 +105,6 @@ def save_loss_curves(curves: Mapping[str, Path], path: Path) -> None:
         figure.savefig(temporary, format="png", dpi=100)
 
 
-def described(checkpoint: Path) -> dict[str, str | int]:
-    """The bytes of a file or of all files of a folder, and their digest."""
-    files = [checkpoint] if checkpoint.is_file() else sorted(path for path in checkpoint.rglob("*") if path.is_file())
-    hashes = [sha256(path) for path in files]
-    return {
-        "sha256": hashes[0] if checkpoint.is_file() else digest(*hashes),
-        "bytes": sum(path.stat().st_size for path in files),
-    }
-
-
 def write_card(checkpoint: Path, model: LoadedModel, curves: Mapping[str, Path], card: Path) -> None:
     """Measures a model of ``checkpoint`` and writes into ``card`` all that its page shows.
 
@@ -138,7 +129,7 @@ def write_card(checkpoint: Path, model: LoadedModel, curves: Mapping[str, Path],
     quality = np.array(psnr(pictures, reconstructed), dtype=float)
     measures = {"network_features": network_features, "pixels_4x4": pooled_pixels}
     record = {
-        "checkpoint": described(checkpoint),
+        "checkpoint": {key: value for key, value in fingerprint(checkpoint).items() if key != "path"},
         "captions": CHOSEN,
         "choice_seed": CHOICE_SEED,
         "sampling": {"steps": SAMPLING.steps, "guidance_scale": SAMPLING.guidance_scale, "seed": SAMPLING.seed},
