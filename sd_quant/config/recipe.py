@@ -21,6 +21,12 @@ def presets() -> dict[str, Path]:
     return {path.stem: path for groups in GROUPS for path in sorted((groups / "quantize").glob("*.yaml"))}
 
 
+BY_FAMILY = Limit(
+    lambda patterns: patterns.keys() <= FAMILIES.keys(),
+    lambda: f"patterns by the name of a family: {', '.join(sorted(FAMILIES))}",
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantize(Recipe):
     """NeMo's ``quantize`` section, with its names and defaults: the recipe, and what it is derived from."""
@@ -28,12 +34,17 @@ class Quantize(Recipe):
     exp_name: Annotated[str, "a label, which stands in the record"]
     format: Annotated[str, one_of(presets), "what tables call the recipe: the name of its preset"]
     exclude: Annotated[
+        dict[str, list[str]], BY_FAMILY, "patterns of layers that stay in high precision, by model family"
+    ]
+    include: Annotated[
         dict[str, list[str]],
-        Limit(
-            lambda patterns: patterns.keys() <= FAMILIES.keys(),
-            lambda: f"patterns by the name of a family: {', '.join(sorted(FAMILIES))}",
-        ),
-        "patterns of layers that stay in high precision, by model family",
+        BY_FAMILY,
+        "patterns of linears that are quantized as others are, although the family excludes them, by model family",
+    ]
+    weights_alone: Annotated[
+        dict[str, list[str]],
+        BY_FAMILY,
+        "patterns of linears whose inputs stay in high precision, without a low-rank branch, by model family",
     ]
     exclude_text: Annotated[bool, "layers that read the text alone, cross-attention's key and value, stay in fp16"]
     keep: Annotated[

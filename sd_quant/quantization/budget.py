@@ -38,6 +38,11 @@ def with_weights(recipe: Recipe, fmt: str) -> Recipe:
     return replace(recipe, enable=enable, rank=0, per_channel=FORMATS[fmt].static_scale, shift=False)
 
 
+def inputs_left_alone(recipe: Recipe) -> Recipe:
+    """``recipe`` with its weights of linears and inputs in high precision, without a low-rank branch."""
+    return with_weights(recipe, recipe.enable.linear.weight)
+
+
 def stored_bytes(shape: Sequence[int], role: str, recipe: Recipe | None) -> int:
     """Bytes of a layer's weight [out, in...], its scales and its low-rank branch; None: in fp16."""
     if recipe is None:

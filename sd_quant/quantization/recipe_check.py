@@ -16,11 +16,13 @@ def check_layers(
     recipe: Recipe,
     attentions: Collection[str] = (),
     exclude: Collection[str] = (),
+    recipes: Mapping[str, Recipe] = {},
 ) -> None:
     """Raises ConfigError when the recipe does not fit the layers that it quantizes.
 
     ``roles`` has the role of every layer, ``shapes`` the shape of its weight, both by name. ``attentions`` names the
-    attentions that can be quantized. Layers whose names match a pattern of ``exclude`` are not quantized.
+    attentions that can be quantized. Layers whose names match a pattern of ``exclude`` are not quantized, those in
+    ``recipes`` by another recipe.
     """
     level = recipe.quant_level
     selected = [name for name, role in roles.items() if reason_kept(role, level) is None]
@@ -38,14 +40,14 @@ def check_layers(
     for name in selected:
         if is_excluded(name, exclude):
             continue
-        formats, shape = recipe.formats_of(roles[name]), shapes[name]
-        rank = rank_of(recipe.rank, shape) if roles[name] != "conv" else 0
+        own, shape = recipes.get(name, recipe), shapes[name]
+        formats, rank = own.formats_of(roles[name]), rank_of(own.rank, shape) if roles[name] != "conv" else 0
         if rank > min(shape):
             raise ConfigError(
                 f"quantize.rank is {recipe.rank}, expected at most {min(shape)}, the shorter side of {name}; "
                 "give a fraction below 1 instead, which is taken of every layer"
             )
-        group = recipe.rotation_of(roles[name])
+        group = own.rotation_of(roles[name])
         if group and shape[1] % group:
             raise ConfigError(
                 f"quantize.rotation is {group}, which does not divide the {shape[1]} inputs of {name}; rotate fewer "

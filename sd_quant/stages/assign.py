@@ -25,6 +25,7 @@ def assign(
 ) -> dict[str, LayerAssignment]:
     """How each layer is quantized by the recipe, or by its own of ``recipes``; those ``kept`` stay in fp16."""
     weights, recipe = denoiser_weights(loaded.checkpoint), loaded.recipe
+    recipes = {name: loaded.own(name, recipes.get(name, recipe)) for name in (*recipes, *loaded.weights_alone)}
     rounds = 2 if recipe.chooses_codes(recipe.enable.linear.weight) else 1
 
     def optional(kind: str) -> Callable[[str], Tensor | None]:

@@ -56,7 +56,8 @@ def units_of(loaded: Loaded) -> list[tuple[str, ...]]:
 
 def bytes_of(loaded: Loaded, names: tuple[str, ...], recipe: Recipe | None) -> int:
     """Bytes of these layers."""
-    return sum(stored_bytes(loaded.shapes[name], loaded.roles[name], recipe) for name in names)
+    own = {name: recipe and loaded.own(name, recipe) for name in names}
+    return sum(stored_bytes(loaded.shapes[name], loaded.roles[name], own[name]) for name in names)
 
 
 def bytes_to_share(loaded: Loaded) -> int | None:

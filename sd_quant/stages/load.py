@@ -1,5 +1,6 @@
 """From the checkpoint's path to everything that later steps need to know of the model."""
 
+import fnmatch
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -15,9 +16,9 @@ from sd_quant.errors import ConfigError
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser, part_parameters
 from sd_quant.models.parts import Part, SharedInput, text_readers
 from sd_quant.places import input_path
-from sd_quant.quantization.budget import with_weights
-from sd_quant.quantization.recipe import reason_kept
-from sd_quant.quantization.recipe_check import check_layers
+from sd_quant.quantization.budget import inputs_left_alone, with_weights
+from sd_quant.quantization.recipe import Recipe, reason_kept
+from sd_quant.quantization.recipe_check import check_layers, is_excluded
 from sd_quant.simulation.sensitivity import budget
 from sd_quant.stages.generate import check_channels, check_guidance, check_mask, check_steps
 from sd_quant.stages.resources import check_machine, disk_needed, gpu_memory_needed, memory_needed, stored_bytes
@@ -37,6 +38,7 @@ class Loaded:
     head_widths: dict[str, int]  # width of a head by attention, of those that quant_level 4 can quantize
     recipe: Quantize
     exclude: Collection[str]  # patterns of the layers that the recipe leaves in high precision
+    weights_alone: Collection[str]  # the linears of which the recipe quantizes the weight alone
     kept: int  # how many of the most sensitive layers stay in high precision
     guidance_scale: float  # of the images, those of calibration too
 
@@ -44,6 +46,10 @@ class Loaded:
     def shared_inputs(self) -> list[SharedInput]:
         """The tensors that its linears read."""
         return self.checkpoint.family.shared_inputs([name for name, role in self.roles.items() if role != "conv"])
+
+    def own(self, name: str, recipe: Recipe) -> Recipe:
+        """What ``recipe`` becomes for the layer of this name."""
+        return inputs_left_alone(recipe) if name in self.weights_alone else recipe
 
     @property
     def denoiser(self) -> str:
@@ -126,13 +132,43 @@ def layers_of(checkpoint: Checkpoint, job: QuantizeJob) -> Loaded:
     parts, parameters = checkpoint.parts(), part_parameters(checkpoint)
     network, recipe = empty_denoiser(checkpoint), job.quantize
     roles, head_widths = checkpoint.family.layer_roles(network), checkpoint.family.attentions(network)
+    shapes = {name: tuple(network.get_parameter(f"{name}.weight").shape) for name in roles}
+    linears = [name for name, shape in shapes.items() if len(shape) == 2]
+    excluded = [name for name in linears if roles[name] == "excluded"]
+    roles |= dict.fromkeys(matched("include", recipe.include.get(job.model.family, ()), excluded), "linear")
     exclude = list(recipe.exclude.get(job.model.family, ()))
     if recipe.exclude_text:
         exclude += read_the_text(checkpoint, roles)
-    shapes = {name: tuple(network.get_parameter(f"{name}.weight").shape) for name in roles}
+    alone = frozenset(matched("weights_alone", recipe.weights_alone.get(job.model.family, ()), linears))
     alternatives = [with_weights(recipe, fmt) for fmt in recipe.choices] if recipe.budget else []
     for each in (recipe, *alternatives):
-        check_layers(roles, shapes, each, head_widths, exclude)
+        check_layers(roles, shapes, each, head_widths, exclude, dict.fromkeys(alone, inputs_left_alone(each)))
     selected = sum(reason_kept(role, recipe.quant_level) is None for role in roles.values())
     kept = budget(job.quantize.keep, selected)
-    return Loaded(checkpoint, parts, parameters, roles, shapes, head_widths, recipe, exclude, kept, job.infer.scale)
+    loaded = Loaded(
+        checkpoint, parts, parameters, roles, shapes, head_widths, recipe, exclude, alone, kept, job.infer.scale
+    )
+    check_readers(loaded)
+    return loaded
+
+
+def matched(knob: str, patterns: Collection[str], names: Collection[str]) -> list[str]:
+    """Those of ``names`` that match a pattern. Raises ConfigError when a pattern matches none."""
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise ConfigError(
+                f"quantize.{knob} has {pattern!r}, which matches none of the {len(names)} linears that it could be of, "
+                f"such as {', '.join(list(names)[:3]) or 'none'}; change the pattern"
+            )
+    return [name for name in names if is_excluded(name, patterns)]
+
+
+def check_readers(loaded: Loaded) -> None:
+    """Raises ConfigError when some readers of one input have it in high precision and others have not."""
+    for shared in loaded.shared_inputs:
+        alone = [name for name in shared.readers if name in loaded.weights_alone]
+        if alone and len(alone) < len(shared.readers):
+            other = next(name for name in shared.readers if name not in loaded.weights_alone)
+            raise ConfigError(
+                f"quantize.weights_alone matches {alone[0]} and not {other}, which reads the same input; match both"
+            )
