@@ -123,11 +123,16 @@ def check_engine(engine: str, quantize: Quantize, trt: Trt) -> None:
 
 def check_targets(knob: str, targets: list[str], job: QuantizeJob) -> None:
     """Raises ConfigError when one of the ``targets`` can hold nothing of what the ``job`` makes."""
-    family, weights = job.model.family, job.formats()["weights"]
+    family, weights, enable = job.model.family, job.formats()["weights"], job.quantize.enable
     facts = {
         family: lambda target: target.families is None or family in target.families,
         f"weights in {' or '.join(sorted(weights))}": lambda target: weights & target.formats.keys(),
         "a low-rank branch, or quantize.rank=0": lambda target: target.low_rank or job.quantize.rank == 0,
+        f"rotated weights in {enable.linear.weight}, or quantize.rotation=0": lambda target: (
+            job.quantize.rotation == 0
+            or enable.linear.weight in target.rotated
+            or enable.conv.weight in target.convolutions
+        ),
     }
     for what, holds in facts.items():
         able = ", ".join(name for name, target in TARGETS.items() if holds(target))
