@@ -6,8 +6,10 @@ import torch
 from sd_quant.errors import ConfigError
 from sd_quant.hand_over import AS_ASSIGNED, FP16, PER_ROW, STATIC, TARGETS, rounding_of_rows
 from sd_quant.hand_over.adapt import adapted, held, inputs_of, simulate_target
+from sd_quant.models.checkpoint import denoiser_of
 from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
+from sd_quant.quantization.recipe import Enable, Pair, Recipe
 from sd_quant.quantization.rotation import rotated
 
 COMFYUI, MODELOPT = TARGETS["comfyui"], TARGETS["diffusers_modelopt"]
@@ -146,6 +148,19 @@ def test_what_rotates_nothing_refuses_a_recipe_of_rotated_weights_alone(assign):
     rows = assign("int8", "int8", per_token=True, rotation=16, smoothing="none", alpha=None)
     with pytest.raises(ConfigError, match=r"holds int8 and none .* quantize\.rotation=0 rotates none"):
         adapted(rows, TARGETS["diffusers_torchao"])
+
+
+def test_what_a_file_has_beside_weights_is_fp16s_numbers_too(tiny):
+    """SD3's table of positions, which no layer quantizes."""
+    case = tiny("sd3")
+    pair = Pair("int8", None)
+    rows = case.assignment(Recipe(3.0, None, enable=Enable(pair, pair, None)), "diffusers_sdnq")
+    name = "pos_embed.pos_embed"
+    exact, found = (
+        denoiser_of(case.checkpoint, part).get_buffer(name)
+        for part in (case.part(), case.simulated(rows, "diffusers_sdnq"))
+    )
+    assert torch.equal(found, exact.half().float()) and not torch.equal(found, exact)
 
 
 def test_the_largest_of_a_row_is_torchaos_last_step():

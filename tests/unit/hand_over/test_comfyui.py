@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from sd_quant.candidates import comfyui as candidate
+from sd_quant.candidates.comfyui_inputs import Rotated
 from sd_quant.checkpoints.nemo_keys import locations
 from sd_quant.checkpoints.sgm import nemo_key, sgm_key
 from sd_quant.checkpoints.tensors import lazy
@@ -14,6 +16,7 @@ from sd_quant.hand_over.adapt import adapted, simulate_target
 from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import rewritten
 from sd_quant.quantization.formats import FORMATS
+from sd_quant.quantization.recipe import Recipe
 
 TARGET = TARGETS["comfyui"]
 pytestmark = pytest.mark.consumer
@@ -105,6 +108,20 @@ def test_a_mark_says_how_many_inputs_are_rotated(assign, calibrated):
     for layer in linears(rows):
         mark = json.loads(bytes(tensors_of(unet, layer)["comfy_quant"].tolist()))
         assert mark == {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 16}
+
+
+def test_it_is_read_back_as_what_the_codes_stand_for(tiny, tmp_path):
+    """As a candidate of ``judge.py``: the same weights, rotated back, and inputs that are rotated."""
+    case = tiny("sdxl")
+    recipe = Recipe(3.0, None, smoothing="none", collect_method="min-max", per_token=True, rotation=16)
+    rows = case.assignment(recipe, TARGET.name)
+    comfyui.write(case.checkpoint, rows, tmp_path)
+    found = candidate.read(tmp_path / comfyui.FILE, case.checkpoint).layers
+    assert found.keys() == {layer.name for layer in linears(rows)}
+    for layer in linears(rows):
+        weight = case.checkpoint.components["unet"][f"{layer.name}.weight"]
+        torch.testing.assert_close(found[layer.name].weight.read(), layer.rounded_weight(rewritten(weight, layer)))
+        assert found[layer.name].inputs == Rotated(16)
 
 
 def test_convolutions_and_what_names_the_model_stay_in_high_precision(assign):
