@@ -17,6 +17,7 @@ from sd_quant.engines import RUNTIMES
 from sd_quant.quantization.formats import FORMATS
 
 AS_ASSIGNED, STATIC, PER_ROW, FP16 = "as the recipe says", "static", "per row", "fp16"  # how inputs are computed
+OWN_INPUTS = (PER_ROW, FP16)  # in the consumer's own way, whatever the recipe says
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,10 @@ class Target:
     others: bool | None = True  # a pipeline's folder, with the other networks' weights or without; None: no folder
     pads: bool = False  # whether a text is padded as the checkpoint was trained; False: it has CLIP's 77 tokens
     left_out: tuple[str, ...] = ()  # what else of the pipeline is not there
+
+    def takes_per_token(self, name: str) -> bool:
+        """Whether a layer in the format ``name`` may have inputs that a recipe scales per token."""
+        return name in self.per_token or self.formats.get(name) in OWN_INPUTS
 
 
 SDXL = frozenset({"sdxl"})

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from sd_quant.errors import ConfigError
-from sd_quant.hand_over import FP16, PER_ROW, STATIC, Target, refused, rounding_of_rows
+from sd_quant.hand_over import OWN_INPUTS, PER_ROW, STATIC, Target, refused, rounding_of_rows
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import FORMATS, e2m1, nvfp4
 from sd_quant.quantization.formats.blocks import spread
 from sd_quant.simulation.modelopt import simulate
 
 REASONS = 2  # that a refusal gives, the commonest
-OWN_INPUTS = (PER_ROW, FP16)  # are computed in the consumer's own way, whatever the recipe says
 
 
 def adapted(assignment: Mapping[str, LayerAssignment], target: Target) -> dict[str, LayerAssignment]:
@@ -103,7 +102,7 @@ def why_not_held(layer: LayerAssignment, target: Target) -> str | None:
         return f"{target.name} reads the model's kind off the shape of its weight"
     if layer.rotation and fmt not in target.rotated:
         return f"{target.name} holds no rotated weights in {fmt}; quantize.rotation=0 rotates none"
-    if layer.per_token and fmt not in target.per_token and target.formats[fmt] not in OWN_INPUTS:
+    if layer.per_token and not target.takes_per_token(fmt):
         return f"{target.name} holds no inputs of {fmt} that are scaled per token; quantize.per_token=false scales none"
     if layer.multiplies and fmt not in target.multiplied:
         return f"{target.name} cannot multiply the inputs of {fmt} by a pre_quant_scale; smoothing=none needs none"

@@ -49,6 +49,9 @@ def test_every_target_has_a_writer(name):
         (["quantize=int8_dynamic", "quantize.rotation=16", "hand_over=[gguf]"], "hand_over is gguf, expected a target "
          "that holds rotated weights in int8, or quantize.rotation=0 (comfyui, diffusers_modelopt, diffusers_sdnq, "
          "openvino, onnx)"),
+        (["model=flux", "model.path=x", "quantize=int8_dynamic", "hand_over=[diffusers_modelopt]"], "hand_over is "
+         "diffusers_modelopt, expected a target that holds inputs of int8 that are scaled per token, or "
+         "quantize.per_token=false (comfyui, diffusers_torchao, diffusers_sdnq, gguf, openvino, onnx)"),
         (["model=flux", "model.path=x", "hand_over=[gguf]"], "hand_over is gguf, expected a target that holds flux "
          "(diffusers_modelopt, diffusers_torchao, diffusers_sdnq)"),
     ],
