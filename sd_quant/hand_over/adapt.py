@@ -108,8 +108,9 @@ def why_not_held(layer: LayerAssignment, target: Target) -> str | None:
         return f"{target.name} cannot multiply the inputs of {fmt} by a pre_quant_scale; smoothing=none needs none"
     if layer.activation_zero_point and not target.zero_point and target.formats[fmt] not in OWN_INPUTS:
         return f"{target.name} holds no inputs that are shifted"
-    if layer.activation_format is None and target.formats[fmt] == STATIC:
-        return f"{target.name} wants a scale of the inputs of {fmt}, and the recipe leaves them in high precision"
+    if layer.activation_format != fmt and target.formats[fmt] == STATIC:
+        found = layer.activation_format or "high precision"
+        return f"{target.name} wants a scale of the inputs of {fmt}, and the recipe leaves them in {found}"
     if fmt in target.per_channel and target.per_channel[fmt] != (layer.weight_axis == 0):
         return f"{target.name} holds {'no' if target.per_channel[fmt] else 'only'} one scale for a weight in {fmt}"
     return None

@@ -54,6 +54,7 @@ def test_a_scale_per_channel_is_refused_where_one_is_wanted(assign):
     [
         ("diffusers_torchao", {"format": "fp8"}, "holds no weights in fp8"),
         ("diffusers_torchao", {"activation_format": None}, "wants a scale of the inputs of int8"),
+        ("diffusers_torchao", {"activation_format": "fp8"}, "and the recipe leaves them in fp8"),
         ("diffusers_torchao", {"weight_shape": (64, 64, 3, 3)}, "holds no convolutions in int8"),
         ("diffusers_torchao", {"activation_zero_point": 3}, "holds no inputs that are shifted"),
         ("diffusers_sdnq", {"format": "nvfp4"}, "holds no weights in nvfp4"),
