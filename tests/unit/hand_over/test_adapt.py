@@ -67,7 +67,11 @@ def test_a_scale_per_channel_is_refused_where_one_is_wanted(assign):
         ("gguf", {"format": "fp8"}, "holds no weights in fp8"),
         ("gguf", {"weight_shape": (64, 48)}, "whose inputs are a multiple of 32"),
         ("gguf", {"weight_shape": (64, 64, 3, 3)}, "holds no convolutions in int8"),
-        ("comfyui", {"format": "fp8", "weight_axis": 0}, "holds only one scale for a weight in fp8"),
+        (
+            "comfyui",
+            {"format": "fp8", "activation_format": "fp8", "weight_axis": 0},
+            "holds only one scale for a weight in fp8",
+        ),
         ("comfyui", {"format": "nvfp4", "name": "down.attn2.to_k"}, "reads the model's kind off the shape"),
         ("onnx", {"format": "nvfp4"}, "has no kernel for nvfp4's FP4 numbers"),
         ("openvino", {"activation_format": "nvfp4"}, "whose scales are computed in blocks"),
