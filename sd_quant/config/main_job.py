@@ -16,7 +16,7 @@ from sd_quant.config.plans import NO_FP32, Trt, check_batch, check_plan_size, ta
 from sd_quant.config.recipe import Quantize, check_recipe
 from sd_quant.engines import PLAN_BUILDERS, RUNTIMES, check_installed
 from sd_quant.errors import ConfigError, ResourceError
-from sd_quant.hand_over import TARGETS
+from sd_quant.hand_over import TARGETS, UNETS
 from sd_quant.knobs import check, one_of
 from sd_quant.places import existing, input_path
 from sd_quant.quantization.formats import FORMATS
@@ -123,11 +123,18 @@ def check_engine(engine: str, quantize: Quantize, trt: Trt) -> None:
 
 def check_targets(knob: str, targets: list[str], job: QuantizeJob) -> None:
     """Raises ConfigError when one of the ``targets`` can hold nothing of what the ``job`` makes."""
-    family, weights = job.model.family, job.formats()["weights"]
+    family, weights, enable = job.model.family, job.formats()["weights"], job.quantize.enable
+    linear, conv = enable.linear.weight, enable.conv.weight if family in UNETS else None  # transformers have linears
     facts = {
         family: lambda target: target.families is None or family in target.families,
         f"weights in {' or '.join(sorted(weights))}": lambda target: weights & target.formats.keys(),
         "a low-rank branch, or quantize.rank=0": lambda target: target.low_rank or job.quantize.rank == 0,
+        f"rotated weights in {linear}, or quantize.rotation=0": lambda target: (
+            job.quantize.rotation == 0 or linear in target.rotated or conv in target.convolutions
+        ),
+        f"inputs of {linear} that are scaled per token, or quantize.per_token=false": lambda target: (
+            not job.quantize.per_token or target.takes_per_token(linear) or conv in target.convolutions
+        ),
     }
     for what, holds in facts.items():
         able = ", ".join(name for name, target in TARGETS.items() if holds(target))

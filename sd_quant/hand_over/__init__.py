@@ -3,7 +3,8 @@
 The facts say which layers of an assignment the target's format can hold and how its consumer computes their inputs.
 ``adapted`` makes of them the assignment that the file holds, so that writer and simulation read the same rows. The
 writers import what they need; a row imports nothing, so what cannot be is refused at once. To add a target, write
-``sd_quant/hand_over/<name>.py`` with a function ``write(checkpoint, assignment, folder)`` and one row in ``TARGETS``.
+``sd_quant/hand_over/<name>.py`` with a function ``write(checkpoint, assignment, folder)`` and one row in ``TARGETS``;
+where inputs are computed per row, with a function ``per_row(rotation)`` too, see ``rounding_of_rows``.
 
 The road not taken is a converter of exported files: codes would be taken apart again that the assignment has whole.
 """
@@ -16,6 +17,7 @@ from sd_quant.engines import RUNTIMES
 from sd_quant.quantization.formats import FORMATS
 
 AS_ASSIGNED, STATIC, PER_ROW, FP16 = "as the recipe says", "static", "per row", "fp16"  # how inputs are computed
+OWN_INPUTS = (PER_ROW, FP16)  # in the consumer's own way, whatever the recipe says
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class Target:
     multiplied: frozenset[str] = frozenset()  # formats whose inputs may be multiplied by a pre_quant_scale
     low_rank: bool = False  # whether a branch beside the weight is held
     zero_point: bool = False  # whether inputs may be shifted
+    per_token: frozenset[str] = frozenset()  # formats whose inputs may be scaled per token; "static" is "per row" then
+    rotated: frozenset[str] = frozenset()  # formats whose weights may be those of rotated inputs, which it rotates
     per_channel: Mapping[str, bool] = field(default_factory=dict)  # formats that want one range, or one per channel
     attention: bool = False  # whether attention's products are held
     half: bool = False  # whether ranges are kept in fp16
@@ -45,6 +49,10 @@ class Target:
     pads: bool = False  # whether a text is padded as the checkpoint was trained; False: it has CLIP's 77 tokens
     left_out: tuple[str, ...] = ()  # what else of the pipeline is not there
 
+    def takes_per_token(self, name: str) -> bool:
+        """Whether a layer in the format ``name`` may have inputs that a recipe scales per token."""
+        return name in self.per_token or self.formats.get(name) in OWN_INPUTS
+
 
 SDXL = frozenset({"sdxl"})
 UNETS = SDXL | {"sd15", "sd21"}
@@ -56,7 +64,8 @@ def exported(name: str, consumer: str, tried: tuple[str, ...], loading: str, run
     every = frozenset(FORMATS)
     return Target(
         name, consumer, tried, dict.fromkeys(FORMATS, AS_ASSIGNED), loading, convolutions=every, multiplied=every,
-        low_rank=True, zero_point=True, attention=True, runtime=runtime, families=UNETS, others=False, pads=True,
+        low_rank=True, zero_point=True, per_token=every, rotated=every, attention=True, runtime=runtime,
+        families=UNETS, others=False, pads=True,
         left_out=("the autoencoder's encoder, for images to begin with", "prompts of more than 77 tokens"),
     )  # fmt: skip
 
@@ -68,7 +77,8 @@ TARGETS: dict[str, Target] = {
             "comfyui", "ComfyUI", ("comfy-kitchen==0.2.40",),  # whose kernels and layouts ComfyUI calls
             {"fp8": STATIC, "int8": PER_ROW, "nvfp4": AS_ASSIGNED},
             "# copy {folder}/sdxl.safetensors to ComfyUI/models/checkpoints and open it with Load Checkpoint",
-            multiplied=frozenset({"nvfp4"}), per_channel={"fp8": False}, in_fp32=frozenset({"nvfp4"}),
+            multiplied=frozenset({"nvfp4"}), rotated=frozenset({"int8"}), per_channel={"fp8": False},
+            in_fp32=frozenset({"nvfp4"}),
             excluded={"nvfp4": ("attn2.to_k", "attn2.to_v")},  # ComfyUI reads the model's kind off their shape
             families=SDXL, others=None,
         ),
@@ -84,7 +94,8 @@ TARGETS: dict[str, Target] = {
             "diffusers_torchao", "diffusers with torchao", (*DIFFUSERS, "torchao==0.18.0"), {"int8": STATIC},
             "import torch\nfrom diffusers import DiffusionPipeline\n\n"
             "pipeline = DiffusionPipeline.from_pretrained({folder!r}{absent}, torch_dtype=torch.bfloat16)",
-            multiplied=frozenset({"int8"}), broken={"torchao<0.18": "its tensors take no description of static inputs"},
+            multiplied=frozenset({"int8"}), per_token=frozenset({"int8"}),
+            broken={"torchao<0.18": "its tensors take no description of static inputs"},
         ),
         Target(
             "diffusers_sdnq", "diffusers with SDNQ", (*DIFFUSERS, "sdnq==0.2.8"),
@@ -120,6 +131,14 @@ TARGETS: dict[str, Target] = {
 def writer(target: Target) -> Callable:
     """The target's ``write(checkpoint, assignment, folder)``, of an assignment as ``adapted`` makes it."""
     return import_module(f"{__name__}.{target.name}").write
+
+
+def rounding_of_rows(target: Target, rotation: int) -> Callable:
+    """What the target's consumer makes of an input [..., in] of an INT8 linear: what its codes stand for.
+
+    ``rotation`` is how many inputs it rotates together before; the codes are rotated back.
+    """
+    return import_module(f"{__name__}.{target.name}").per_row(rotation)
 
 
 def refused(target: Target, where: str, name: str) -> str | None:

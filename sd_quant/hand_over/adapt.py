@@ -4,6 +4,7 @@ A layer that the target cannot hold stays in high precision, with its reason. Wh
 lose their branch, the recipe is refused: another fits, and the sentence names it.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -11,14 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from sd_quant.errors import ConfigError
-from sd_quant.hand_over import FP16, PER_ROW, STATIC, Target, refused
+from sd_quant.hand_over import OWN_INPUTS, PER_ROW, STATIC, Target, refused, rounding_of_rows
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import FORMATS, e2m1, nvfp4
 from sd_quant.quantization.formats.blocks import spread
 from sd_quant.simulation.modelopt import simulate
 
-OWN_INPUTS = (PER_ROW, FP16)  # are computed in the consumer's own way, whatever the recipe says
-LARGEST_CODE, SMALLEST_SCALE = 127, 1e-12  # of inputs that are quantized row by row as they come
+REASONS = 2  # that a refusal gives, the commonest
 
 
 def adapted(assignment: Mapping[str, LayerAssignment], target: Target) -> dict[str, LayerAssignment]:
@@ -31,8 +31,8 @@ def adapted(assignment: Mapping[str, LayerAssignment], target: Target) -> dict[s
     kept = [layer for layer in rows.values() if layer.format is not None]
     if not kept:
         found = ", ".join(sorted({layer.format for layer in wanted})) or "nothing"
-        reasons = {rows[layer.name].reason for layer in wanted}
-        because = f" ({min(reasons)})" if len(reasons) == 1 else ""
+        reasons = Counter(rows[layer.name].reason for layer in wanted)
+        because = f" ({'; '.join(str(reason) for reason, _ in reasons.most_common(REASONS))})" if reasons else ""
         raise ConfigError(
             f"{target.name} holds {', '.join(target.formats)} and none of the layers in {found}{because}; "
             "hand over a run with another quantize= preset"
@@ -59,14 +59,22 @@ def held(layer: LayerAssignment, target: Target) -> LayerAssignment:
         smoothing = layer.pre_quant_scale if layer.folded_into else None  # what a norm has taken over stays divided
         return replace(
             without_inputs(layer), format=None, reason=reason, weight_amax=None, weight_axis=None, rounded=None,
-            low_rank=None, pre_quant_scale=smoothing,
+            low_rank=None, pre_quant_scale=smoothing, rotation=0,
         )  # fmt: skip
     return without_inputs(layer) if target.formats[layer.format] in OWN_INPUTS else layer
 
 
 def without_inputs(layer: LayerAssignment) -> LayerAssignment:
-    """With inputs in high precision."""
-    return replace(layer, activation_format=None, activation_amax=None, activation_zero_point=0, bias=None)
+    """With inputs in high precision. A weight whose codes are those of the rotated one stays that."""
+    return replace(
+        layer, activation_format=None, activation_amax=None, activation_zero_point=0, bias=None, per_token=False
+    )
+
+
+def inputs_of(layer: LayerAssignment, target: Target) -> str:
+    """How the target's consumer computes the inputs of a quantized layer, in the words of ``Target.formats``."""
+    how = target.formats[layer.format]
+    return PER_ROW if layer.per_token and how == STATIC else how
 
 
 def why_no_attention(layer: LayerAssignment, target: Target) -> str | None:
@@ -92,23 +100,37 @@ def why_not_held(layer: LayerAssignment, target: Target) -> str | None:
         return f"{target.name} holds weights whose inputs are a multiple of {target.block}"
     if layer.name.endswith(target.excluded.get(fmt, ())):
         return f"{target.name} reads the model's kind off the shape of its weight"
+    if layer.rotation and fmt not in target.rotated:
+        return f"{target.name} holds no rotated weights in {fmt}; quantize.rotation=0 rotates none"
+    if layer.per_token and not target.takes_per_token(fmt):
+        return f"{target.name} holds no inputs of {fmt} that are scaled per token; quantize.per_token=false scales none"
     if layer.multiplies and fmt not in target.multiplied:
         return f"{target.name} cannot multiply the inputs of {fmt} by a pre_quant_scale; smoothing=none needs none"
     if layer.activation_zero_point and not target.zero_point and target.formats[fmt] not in OWN_INPUTS:
         return f"{target.name} holds no inputs that are shifted"
-    if layer.activation_format is None and target.formats[fmt] == STATIC:
-        return f"{target.name} wants a scale of the inputs of {fmt}, and the recipe leaves them in high precision"
+    if layer.activation_format != fmt and target.formats[fmt] == STATIC:
+        found = layer.activation_format or "high precision"
+        return f"{target.name} wants a scale of the inputs of {fmt}, and the recipe leaves them in {found}"
     if fmt in target.per_channel and target.per_channel[fmt] != (layer.weight_axis == 0):
         return f"{target.name} holds {'no' if target.per_channel[fmt] else 'only'} one scale for a weight in {fmt}"
     return None
 
 
-def per_row(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """A forward pre-hook: the input [..., in] fake-quantized with a scale for each row, its largest magnitude / 127."""
-    x = inputs[0]
-    scale = (x.float().abs().amax(-1, keepdim=True) / LARGEST_CODE).clamp(min=SMALLEST_SCALE)
-    codes = (x.float() / scale).round().clamp(-LARGEST_CODE - 1, LARGEST_CODE)
-    return ((codes * scale).to(x), *inputs[1:])
+def fake_quantize_per_row(x: Tensor, quantizer) -> Tensor:
+    """ModelOpt's backend for inputs that are quantized row by row as they come."""
+    return quantizer.backend_extra_args["rounded"](x)
+
+
+def quantize_per_row(layer: nn.Module, row: LayerAssignment, target: Target) -> None:
+    """Have a simulated linear quantize its input, behind a ``pre_quant_scale``, as the target's consumer does."""
+    from modelopt.torch.quantization.nn import is_registered_quant_backend, register_quant_backend
+
+    if not is_registered_quant_backend(fake_quantize_per_row.__name__):
+        register_quant_backend(fake_quantize_per_row.__name__, fake_quantize_per_row)
+    quantizer = layer.input_quantizer
+    quantizer.backend = fake_quantize_per_row.__name__
+    quantizer.backend_extra_args = {"rounded": rounding_of_rows(target, row.rotation)}
+    quantizer.enable()
 
 
 def multiply_scales_in_fp32(layer: nn.Module, row: LayerAssignment) -> None:
@@ -141,6 +163,10 @@ def simulate_target(module: nn.Module, rows: Mapping[str, LayerAssignment], targ
     Weights that are not quantized are fp16's numbers, as in every target's file, and static codes are the file's: a
     weight in the middle of two would get the other one from ModelOpt, which multiplies by 1 / scale.
     """
+    stored = module.state_dict()
+    for name, buffer in module.named_buffers():  # such as SD3's positions; quantizers bring their own below
+        if name in stored and buffer.is_floating_point():
+            buffer.copy_(buffer.half())
     module = simulate(module, rows)
     quantized = {f"{row.name}.weight": row for row in rows.values() if row.format is not None}
     for name, parameter in module.named_parameters():
@@ -150,10 +176,9 @@ def simulate_target(module: nn.Module, rows: Mapping[str, LayerAssignment], targ
         layer = module.get_submodule(row.name)
         if FORMATS[row.format].static_scale:
             weight = layer.get_parameter("weight")
-            codes, scales = row.codes_and_scales(weight)
-            weight.copy_(FORMATS[row.format].dequantize(codes, *scales))
-        if target.formats[row.format] == PER_ROW:
-            layer.register_forward_pre_hook(per_row)
+            weight.copy_(row.rounded_weight(weight))
+        if inputs_of(row, target) == PER_ROW:
+            quantize_per_row(layer, row, target)
         if row.format in target.in_fp32:
             multiply_scales_in_fp32(layer, row)
         if target.half:

@@ -9,8 +9,9 @@ Per linear X behind ``model.diffusion_model.``, as ComfyUI's ``ops.py`` reads th
 | nvfp4  | uint8 [N, K / 2] | weight_scale E4M3 in tiles of 128 x 4, weight_scale_2, input_scale | in blocks     |
 
 A byte of NVFP4 has its first number in the high half, where ONNX and ModelOpt have it in the low one. Convolutions stay
-in fp16, as all that is not quantized: ComfyUI has no quantized ones. The road not taken is the older ``scaled_fp8``,
-which ComfyUI converts when it loads a file.
+in fp16, as all that is not quantized: ComfyUI has no quantized ones. The mark of an INT8 linear may say ``convrot``:
+groups of inputs are then rotated by the matrix of ``quantization.rotation``, and the codes are of the rotated weight.
+The road not taken is the older ``scaled_fp8``, which ComfyUI converts when it loads a file.
 """
 
 import json
@@ -21,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sd_quant.candidates.candidate import Inputs
+from sd_quant.candidates.comfyui_inputs import INT8, Rotated
 from sd_quant.checkpoints.nemo_keys import locations, network_state
 from sd_quant.checkpoints.safetensors_file import write_safetensors
 from sd_quant.checkpoints.sgm import sgm_key
@@ -59,6 +62,11 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> None:
         write_safetensors(folder / FILE, state, advance)
 
 
+def per_row(rotation: int) -> Inputs:
+    """What ComfyUI makes of an INT8 linear's input, see ``rounding_of_rows``."""
+    return Rotated(rotation) if rotation else INT8
+
+
 def in_fp16(parameter: Readable) -> LazyTensor:
     return LazyTensor(tuple(parameter.shape), torch.float16, lambda: parameter.read().half())
 
@@ -66,7 +74,7 @@ def in_fp16(parameter: Readable) -> LazyTensor:
 def tensors_of(source: Readable, layer: LayerAssignment) -> Iterator[tuple[str, Readable]]:
     """The tensors of a quantized linear in place of its weight ``source``, by the ends of their names."""
     fmt = FORMATS[layer.format]
-    mark = json.dumps({"format": NAMES[fmt.name]}).encode()
+    mark = json.dumps({"format": NAMES[fmt.name]} | rotation_of(layer)).encode()
     yield "comfy_quant", lazy(torch.frombuffer(bytearray(mark), dtype=torch.uint8))
     if fmt.block is not None:
         yield from packed(source, layer)
@@ -84,6 +92,11 @@ def tensors_of(source: Readable, layer: LayerAssignment) -> Iterator[tuple[str, 
         yield "input_scale", lazy(torch.tensor(input_scale(layer)))
     if layer.multiplies:
         yield "pre_quant_scale", lazy(layer.pre_quant_scale.half())
+
+
+def rotation_of(layer: LayerAssignment) -> dict[str, bool | int]:
+    """What a mark says of inputs that ComfyUI rotates before it quantizes them, as the weight's codes are rotated."""
+    return {"convrot": True, "convrot_groupsize": layer.rotation} if layer.rotation else {}
 
 
 def input_scale(layer: LayerAssignment) -> float:

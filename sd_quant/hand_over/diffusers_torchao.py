@@ -1,4 +1,4 @@
-"""diffusers with torchao: linears of INT8 codes whose inputs have static scales, and a factor per channel in front.
+"""diffusers with torchao: linears of INT8 codes whose inputs have a static scale or one a row, and factors in front.
 
 torchao's ``Int8Tensor`` holds all that SmoothQuant needs. A safetensors file holds such a tensor in pieces, and its
 metadata says how to join them (torchao's ``prototype.safetensors``, read by diffusers' ``TorchAoHfQuantizer``). The
@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from sd_quant.candidates.candidate import Inputs
+from sd_quant.candidates.inputs import Affine
 from sd_quant.checkpoints.safetensors_file import FORMAT, write_safetensors
 from sd_quant.checkpoints.tensors import LazyTensor, lazy
 from sd_quant.export.tracing import example_shapes, fake_module
@@ -38,24 +40,19 @@ CONFIG = {
     "quant_type": {"default": {"_type": "Int8StaticActivationInt8WeightConfig", "_version": 1, "_data": {}}},
     "modules_to_not_convert": None,
 }
-INPUTS = {  # how torchao quantizes an input
-    "_type": "QuantizeTensorToInt8Kwargs",
-    "_data": {
-        "granularity": {"_type": "PerTensor", "_data": {}},
-        "mapping_type": {"_type": "MappingType", "_data": "SYMMETRIC"},
-        "reduce_range": False,
-    },
-}
+STATIC = {"_type": "PerTensor", "_data": {}}
+PER_ROW = {"_type": "PerRow", "_data": {"dim": -1}}  # the scale is found each time
 
 
 def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> None:
     """Writes the denoiser into the pipeline ``folder``: its weights, and ``quantization_config`` in its config.
 
-    Per quantized layer there are codes int8 [out, in], scales fp32 [out, 1], the input's scale fp32 [1, ...] and, where
-    the layer multiplies, its factors fp32 [in]; all other weights are fp16. Raises ResourceError when the disk is full.
+    Per quantized layer there are codes int8 [out, in], scales fp32 [out, 1], the input's scale fp32 [1, ...] unless it
+    is scaled per token and, where the layer multiplies, its factors fp32 [in]; all other weights are fp16.
+    Raises ResourceError when the disk is full.
     """
     layers = quantized(assignment)
-    ranks = input_ranks(checkpoint, layers)
+    ranks = input_ranks(checkpoint, [name for name, layer in layers.items() if not layer.per_token])
     tensors: dict[str, LazyTensor] = {}
     metadata: dict[str, str] = {}
     for name, tensor in high_precision(checkpoint, assignment).items():
@@ -63,7 +60,7 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> None:
         if layer is None:
             tensors[name], metadata[name] = tensor, json.dumps({"_type": "Tensor"})
             continue
-        pieces = pieces_of(checkpoint, layer, ranks[layer.name])
+        pieces = pieces_of(checkpoint, layer, ranks.get(name.removesuffix(".weight")))
         tensors |= {f"{layer.name}._weight_{piece}": each for piece, each in pieces.items()}
         metadata[name] = json.dumps(description(layer, list(pieces)))
     metadata["tensor_names"] = json.dumps(list(metadata))
@@ -73,8 +70,17 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> None:
     write_json(target / "config.json", config | {"quantization_config": CONFIG})
 
 
-def pieces_of(checkpoint: Checkpoint, layer: LayerAssignment, rank: int) -> dict[str, LazyTensor]:
-    """The tensors that make up a layer's ``Int8Tensor``, by torchao's names; ``rank`` is that of the layer's input."""
+def per_row(rotation: int) -> Inputs:
+    """What torchao makes of an input without a static scale, see ``rounding_of_rows``. It rotates none."""
+    assert not rotation
+    return Affine(smallest=torch.finfo(torch.float32).eps)
+
+
+def pieces_of(checkpoint: Checkpoint, layer: LayerAssignment, rank: int | None) -> dict[str, LazyTensor]:
+    """The tensors that make up a layer's ``Int8Tensor``, by torchao's names.
+
+    ``rank`` is that of the layer's input, None where the input has no static scale.
+    """
     outputs, inputs = flat_shape(layer)
     per_output = (outputs, 1)
 
@@ -85,8 +91,9 @@ def pieces_of(checkpoint: Checkpoint, layer: LayerAssignment, rank: int) -> dict
         "qdata": LazyTensor((outputs, inputs), torch.int8, lambda: codes_and_scales(checkpoint, layer)[0]),
         "scale": LazyTensor(per_output, torch.float32, scales),
         "zero_point": lazy(torch.zeros(per_output, dtype=torch.int8)),
-        "act_quant_scale": lazy(torch.full([1] * rank, layer.activation_scale)),
     }
+    if rank is not None:
+        pieces["act_quant_scale"] = lazy(torch.full([1] * rank, layer.activation_scale))
     if layer.multiplies:
         pieces["act_pre_scale"] = lazy(layer.pre_quant_scale.half().float())  # as every graph of ours has it
     return pieces
@@ -97,8 +104,13 @@ def description(layer: LayerAssignment, pieces: list[str]) -> dict:
 
     The dtype is the one that diffusers loads by default and advises for integers.
     """
+    inputs = {
+        "granularity": PER_ROW if layer.per_token else STATIC,
+        "mapping_type": {"_type": "MappingType", "_data": "SYMMETRIC"},
+        "reduce_range": False,
+    }
     fields = {
-        "act_quant_kwargs": INPUTS,
+        "act_quant_kwargs": {"_type": "QuantizeTensorToInt8Kwargs", "_data": inputs},
         "reduce_range": False,
         "block_size": [1, flat_shape(layer)[1]],
         "dtype": {"_type": "torch.dtype", "_data": "bfloat16"},
@@ -108,6 +120,8 @@ def description(layer: LayerAssignment, pieces: list[str]) -> dict:
 
 def input_ranks(checkpoint: Checkpoint, layers: Collection[str]) -> dict[str, int]:
     """How many axes the input of each of these layers of the denoiser has; no weight is read."""
+    if not layers:
+        return {}
     part = denoiser_part(checkpoint)
     mode, module = fake_module(lambda: part.wrap(checkpoint.build()[part.component]), part.contract.weights)
     ranks: dict[str, int] = {}

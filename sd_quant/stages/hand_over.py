@@ -27,7 +27,7 @@ from sd_quant.engines.torch import TorchEngine, placed
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files import atomic_path, check_room, temporary_folder, write_json, write_text
 from sd_quant.hand_over import TARGETS, Target, writer
-from sd_quant.hand_over.adapt import adapted, simulate_target
+from sd_quant.hand_over.adapt import adapted, inputs_of, simulate_target
 from sd_quant.hand_over.model_card import model_card
 from sd_quant.inference.loading import load_part, pipeline_of
 from sd_quant.inference.memory import fits, memory_of_variant
@@ -51,7 +51,9 @@ from sd_quant.stages.variants import FULL_PRECISION, SIMULATED
 
 FIGURES = "hand_over.json"  # written last; a folder that has it is ours
 PACKAGES = ("sd-quant", "torch", "diffusers", "transformers", "nvidia-modelopt")
-KNOBS = ("format", "quant_level", "alpha", "smoothing", "keep", "budget", "calib_size", "n_steps")
+KNOBS = (
+    "format", "quant_level", "alpha", "smoothing", "per_token", "rotation", "keep", "budget", "calib_size", "n_steps",
+)  # fmt: skip
 ROUGHLY = 1e5  # bytes below which a card does not name a file
 TEXT = ("context", "encoder_hidden_states")  # names of the same input of a denoiser
 Rows = Mapping[str, LayerAssignment]
@@ -150,9 +152,7 @@ def write_target(
         "folder": shown(folder),
         "quantized": sum(layer.format is not None for layer in rows.values()),
         "of": sum(layer.format is not None for layer in assignment.values()),
-        "inputs": {
-            name: how for name, how in target.formats.items() if any(row.format == name for row in rows.values())
-        },
+        "inputs": computed_inputs(rows, target),
         "lost": lost(assignment, rows),
         "fidelity": fidelity_of(loaded, rows, target, job, run) if images else None,
         "bytes": {},
@@ -180,6 +180,15 @@ def write_target(
         if folder.exists():  # an earlier result, which a rename does not replace
             shutil.rmtree(folder)
     return written
+
+
+def computed_inputs(rows: Rows, target: Target) -> dict[str, str]:
+    """How the target's consumer computes inputs, by the format of the weight, of those that a layer has."""
+    ways: dict[str, set[str]] = {}
+    for row in rows.values():
+        if row.format is not None:
+            ways.setdefault(row.format, set()).add(inputs_of(row, target))
+    return {name: " or ".join(sorted(ways[name])) for name in target.formats if name in ways}
 
 
 def lost(assignment: Rows, rows: Rows) -> dict[str, int]:

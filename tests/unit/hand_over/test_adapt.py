@@ -4,11 +4,18 @@ import pytest
 import torch
 
 from sd_quant.errors import ConfigError
-from sd_quant.hand_over import STATIC, TARGETS
-from sd_quant.hand_over.adapt import adapted, held, per_row
-from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.hand_over import AS_ASSIGNED, FP16, PER_ROW, STATIC, TARGETS, rounding_of_rows
+from sd_quant.hand_over.adapt import adapted, held, inputs_of, simulate_target
+from sd_quant.models.checkpoint import denoiser_of
+from sd_quant.numbers import relative_error
+from sd_quant.quantization.assignment import LayerAssignment, rewritten
+from sd_quant.quantization.recipe import Enable, Pair, Recipe
+from sd_quant.quantization.rotation import rotated
 
 COMFYUI, MODELOPT = TARGETS["comfyui"], TARGETS["diffusers_modelopt"]
+ROW = LayerAssignment(
+    "down.attn1.to_q", "qkv", (64, 64), "int8", "int8", weight_axis=0, weight_amax=torch.ones(64), activation_amax=1.0
+)
 
 
 def test_layers_whose_input_would_have_to_be_multiplied_stay_in_high_precision(assign):
@@ -47,6 +54,7 @@ def test_a_scale_per_channel_is_refused_where_one_is_wanted(assign):
     [
         ("diffusers_torchao", {"format": "fp8"}, "holds no weights in fp8"),
         ("diffusers_torchao", {"activation_format": None}, "wants a scale of the inputs of int8"),
+        ("diffusers_torchao", {"activation_format": "fp8"}, "and the recipe leaves them in fp8"),
         ("diffusers_torchao", {"weight_shape": (64, 64, 3, 3)}, "holds no convolutions in int8"),
         ("diffusers_torchao", {"activation_zero_point": 3}, "holds no inputs that are shifted"),
         ("diffusers_sdnq", {"format": "nvfp4"}, "holds no weights in nvfp4"),
@@ -59,20 +67,28 @@ def test_a_scale_per_channel_is_refused_where_one_is_wanted(assign):
         ("gguf", {"format": "fp8"}, "holds no weights in fp8"),
         ("gguf", {"weight_shape": (64, 48)}, "whose inputs are a multiple of 32"),
         ("gguf", {"weight_shape": (64, 64, 3, 3)}, "holds no convolutions in int8"),
-        ("comfyui", {"format": "fp8", "weight_axis": 0}, "holds only one scale for a weight in fp8"),
+        (
+            "comfyui",
+            {"format": "fp8", "activation_format": "fp8", "weight_axis": 0},
+            "holds only one scale for a weight in fp8",
+        ),
         ("comfyui", {"format": "nvfp4", "name": "down.attn2.to_k"}, "reads the model's kind off the shape"),
         ("onnx", {"format": "nvfp4"}, "has no kernel for nvfp4's FP4 numbers"),
         ("openvino", {"activation_format": "nvfp4"}, "whose scales are computed in blocks"),
+        ("diffusers_modelopt", {"per_token": True}, "holds no inputs of int8 that are scaled per token; quantize.per_"),
+        ("comfyui", {"format": "fp8", "per_token": True, "weight_axis": None}, "no inputs of fp8 that are scaled per"),
+        ("comfyui", {"format": "nvfp4", "rotation": 16}, "comfyui holds no rotated weights in nvfp4; quantize.rotat"),
+        *(
+            (target, {"rotation": 16, "per_token": True}, "holds no rotated weights in int8; quantize.rotation=0 rot")
+            for target in ("diffusers_modelopt", "diffusers_torchao", "diffusers_sdnq", "gguf")
+        ),
     ],
 )
 def test_what_a_target_cannot_hold_stays_in_high_precision(target, change, words):
-    row = LayerAssignment(
-        "down.attn1.to_q", "qkv", (64, 64), "int8", "int8", weight_axis=0, weight_amax=torch.ones(64),
-        activation_amax=1.0,
-    )  # fmt: skip
-    assert held(row, TARGETS[target]).format == "int8"
-    found = held(replace(row, **change), TARGETS[target])
+    assert held(ROW, TARGETS[target]).format == "int8"
+    found = held(replace(ROW, **change), TARGETS[target])
     assert found.format is None and found.activation_format is None and words in found.reason
+    assert not found.rotation and not found.per_token
 
 
 def test_a_shift_goes_with_the_inputs():
@@ -97,6 +113,80 @@ def test_attention_is_held_by_graphs_alone(target, kept):
 
 
 def test_each_row_has_its_own_scale():
-    x = torch.tensor([[127.0, 3.4, -1.0], [0.127, 0.0014, 0.0]])
-    (found,) = per_row(torch.nn.Identity(), (x,))
-    torch.testing.assert_close(found, torch.tensor([[127.0, 3.0, -1.0], [0.127, 0.001, 0.0]]))
+    x = torch.tensor([[127.0, 3.4, -1.0], [0.127, 0.0014, 0.0], [0.0, 0.0, 0.0]])
+    found = rounding_of_rows(COMFYUI, 0)(x)
+    torch.testing.assert_close(found, torch.tensor([[127.0, 3.0, -1.0], [0.127, 0.001, 0.0], [0.0, 0.0, 0.0]]))
+
+
+def test_rows_of_rotated_inputs_are_rotated_back():
+    x = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
+    found, plain = rounding_of_rows(COMFYUI, 16)(x), rounding_of_rows(COMFYUI, 0)
+    torch.testing.assert_close(rotated(found, 16), plain(rotated(x, 16)))
+    assert relative_error(x, found) < 0.02 and not torch.equal(found, plain(x))
+
+
+@pytest.mark.parametrize(
+    "target, per_token, how",
+    [
+        ("diffusers_torchao", True, PER_ROW),
+        ("diffusers_torchao", False, STATIC),
+        ("comfyui", True, PER_ROW),
+        ("comfyui", False, PER_ROW),
+        ("diffusers_sdnq", True, FP16),
+        ("gguf", True, FP16),
+        ("openvino", True, AS_ASSIGNED),
+        ("onnx", True, AS_ASSIGNED),
+    ],
+)
+def test_inputs_that_are_scaled_per_token_are_computed_in_the_consumers_way(target, per_token, how):
+    found = held(replace(ROW, per_token=per_token), TARGETS[target])
+    assert found.format == "int8" and inputs_of(found, TARGETS[target]) == how
+    assert found.per_token == (per_token and how != FP16 and target != "comfyui")
+
+
+@pytest.mark.parametrize("target", ["comfyui", "openvino", "onnx"])
+def test_rotated_weights_are_held_by_who_rotates_inputs(target):
+    assert held(replace(ROW, per_token=True, rotation=16), TARGETS[target]).rotation == 16
+
+
+def test_what_rotates_nothing_refuses_a_recipe_of_rotated_weights_alone(assign):
+    rows = assign("int8", "int8", per_token=True, rotation=16, smoothing="none", alpha=None)
+    with pytest.raises(ConfigError, match=r"holds int8 and none .* quantize\.rotation=0 rotates none"):
+        adapted(rows, TARGETS["diffusers_torchao"])
+
+
+def test_what_a_file_has_beside_weights_is_fp16s_numbers_too(tiny):
+    """SD3's table of positions, which no layer quantizes."""
+    case = tiny("sd3")
+    pair = Pair("int8", None)
+    rows = case.assignment(Recipe(3.0, None, enable=Enable(pair, pair, None)), "diffusers_sdnq")
+    name = "pos_embed.pos_embed"
+    exact, found = (
+        denoiser_of(case.checkpoint, part).get_buffer(name)
+        for part in (case.part(), case.simulated(rows, "diffusers_sdnq"))
+    )
+    assert torch.equal(found, exact.half().float()) and not torch.equal(found, exact)
+
+
+def test_the_largest_of_a_row_is_torchaos_last_step():
+    """Half of the 255 steps between its 256 codes, so that it is cut off where it is positive."""
+    found = rounding_of_rows(TARGETS["diffusers_torchao"], 0)(torch.tensor([[127.5, 3.4], [-255.0, 3.4]]))
+    torch.testing.assert_close(found, torch.tensor([[127.0, 3.0], [-256.0, 4.0]]))
+
+
+@pytest.mark.parametrize("target, group", [("comfyui", 0), ("comfyui", 16), ("diffusers_torchao", 0)])
+@torch.no_grad()
+def test_a_simulated_linear_rounds_its_input_as_the_consumer_does(assign, calibrated, target, group):
+    """Its weight is what the codes stand for, rotated back."""
+    target = TARGETS[target]
+    rows = adapted(assign("int8", "int8", per_token=True, rotation=group, smoothing="none", alpha=None), target)
+    row = next(row for row in rows.values() if row.format == "int8" and row.role != "conv")
+    unet, simulated = calibrated.part().unet, calibrated.part().unet
+    simulate_target(simulated, rows, target)
+    linear, original = simulated.get_submodule(row.name), unet.get_submodule(row.name)
+    x = torch.randn(2, 5, row.weight_shape[1], generator=torch.Generator().manual_seed(0))
+    weight = row.rounded_weight(rewritten(original.weight, row))
+    bias = None if original.bias is None else original.bias.half().float()
+    expected = torch.nn.functional.linear(rounding_of_rows(target, group)(x), weight, bias)
+    assert row.rotation == group
+    assert relative_error(expected, linear(x)) < 1e-5

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from sd_quant.candidates import comfyui as candidate
+from sd_quant.candidates.comfyui_inputs import Rotated
 from sd_quant.checkpoints.nemo_keys import locations
 from sd_quant.checkpoints.sgm import nemo_key, sgm_key
 from sd_quant.checkpoints.tensors import lazy
@@ -14,6 +16,7 @@ from sd_quant.hand_over.adapt import adapted, simulate_target
 from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import rewritten
 from sd_quant.quantization.formats import FORMATS
+from sd_quant.quantization.recipe import Recipe
 
 TARGET = TARGETS["comfyui"]
 pytestmark = pytest.mark.consumer
@@ -35,7 +38,9 @@ def tensors_of(unet, layer) -> dict[str, torch.Tensor]:
 def computed(layer, found, x, bias) -> torch.Tensor:
     """What ComfyUI makes of a linear's tensors: its ``ops.py``, with comfy-kitchen's kernels."""
     if layer.format == "int8":
-        return kitchen.int8_linear(x, found["weight"], found["weight_scale"], bias, torch.float32)
+        mark = json.loads(bytes(found["comfy_quant"].tolist()))
+        rotation = {name: each for name, each in mark.items() if name != "format"}
+        return kitchen.int8_linear(x, found["weight"], found["weight_scale"], bias, torch.float32, **rotation)
     kind = {"fp8": TensorCoreFP8Layout, "nvfp4": TensorCoreNVFP4Layout}[layer.format]
     flat = x.flatten(0, -2)
     if "pre_quant_scale" in found:
@@ -53,7 +58,14 @@ def computed(layer, found, x, bias) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "weight, options",
-    [("fp8", {"per_channel": False}), ("int8", {"per_channel": True}), ("nvfp4", {"smoothing": "none", "alpha": None})],
+    [
+        ("fp8", {"per_channel": False}),
+        ("int8", {"per_channel": True}),
+        ("int8", {"per_channel": True, "per_token": True}),
+        ("int8", {"per_channel": True, "per_token": True, "rotation": 16}),
+        ("int8", {"per_channel": False, "per_token": True, "rotation": 4}),
+        ("nvfp4", {"smoothing": "none", "alpha": None}),
+    ],
 )
 @torch.no_grad()
 def test_each_linear_computes_what_the_simulation_does(assign, calibrated, weight, options):
@@ -88,6 +100,28 @@ def test_the_codes_and_scales_of_nvfp4_are_ours(assign, calibrated):
         )[:height, :width]
         codes, scales = layer.codes_and_scales(rewritten(unet.get_submodule(layer.name).weight, layer))
         torch.testing.assert_close(unpacked, FORMATS["nvfp4"].dequantize(codes, *scales), rtol=1e-3, atol=0)
+
+
+def test_a_mark_says_how_many_inputs_are_rotated(assign, calibrated):
+    rows = adapted(assign("int8", "int8", per_channel=True, per_token=True, rotation=16), TARGET)
+    unet = calibrated.part().unet
+    for layer in linears(rows):
+        mark = json.loads(bytes(tensors_of(unet, layer)["comfy_quant"].tolist()))
+        assert mark == {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 16}
+
+
+def test_it_is_read_back_as_what_the_codes_stand_for(tiny, tmp_path):
+    """As a candidate of ``judge.py``: the same weights, rotated back, and inputs that are rotated."""
+    case = tiny("sdxl")
+    recipe = Recipe(3.0, None, smoothing="none", collect_method="min-max", per_token=True, rotation=16)
+    rows = case.assignment(recipe, TARGET.name)
+    comfyui.write(case.checkpoint, rows, tmp_path)
+    found = candidate.read(tmp_path / comfyui.FILE, case.checkpoint).layers
+    assert found.keys() == {layer.name for layer in linears(rows)}
+    for layer in linears(rows):
+        weight = case.checkpoint.components["unet"][f"{layer.name}.weight"]
+        torch.testing.assert_close(found[layer.name].weight.read(), layer.rounded_weight(rewritten(weight, layer)))
+        assert found[layer.name].inputs == Rotated(16)
 
 
 def test_convolutions_and_what_names_the_model_stay_in_high_precision(assign):

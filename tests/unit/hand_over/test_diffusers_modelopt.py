@@ -46,3 +46,17 @@ def test_layers_and_the_network_are_the_simulation(tiny, tmp_path, fmt, options,
     assert fmt == "fp8" or any(layer.activation_zero_point for layer in assignment.values())
     assert max(layer_errors(case, simulated, theirs, assignment).values()) < 1e-5
     assert network_error(case, simulated, theirs) < 1e-5
+
+
+@pytest.mark.consumer
+def test_linears_whose_inputs_are_scaled_per_token_stay_in_high_precision(tiny, tmp_path):
+    pytest.importorskip("accelerate")
+    import modelopt.torch.opt as mto
+
+    mto.enable_huggingface_checkpointing()
+    case = tiny("sdxl")
+    assignment = case.assignment(Recipe(3.0, 0.8, collect_method="min-max", per_token=True), TARGET)
+    assert {row.role for row in assignment.values() if row.format is not None} == {"conv"}
+    folder = case.written(assignment, TARGET, tmp_path)
+    theirs = UNet2DConditionModel.from_pretrained(folder / case.component, torch_dtype=torch.float32).eval()
+    assert network_error(case, case.simulated(assignment, TARGET), theirs) < 1e-5

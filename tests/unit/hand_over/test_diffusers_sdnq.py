@@ -28,6 +28,16 @@ CASES = {
     "int4-rank": ("sdxl", weights_in("int4", rank=0.1)),  # with convolutions in int8
     "int4-gptq": ("pixart", weights_in("int4", rounding="gptq")),
     "flux-fp8": ("flux", weights_in("fp8")),
+    "sd3-per-token": (  # whose inputs are fp16 here
+        "sd3",
+        Recipe(
+            3.0,
+            None,
+            collect_method="min-max",
+            per_token=True,
+            enable=Enable(Pair("int8", "int8"), Pair("int8", "int8"), None),
+        ),
+    ),
 }
 
 

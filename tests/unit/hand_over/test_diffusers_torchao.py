@@ -9,6 +9,7 @@ from safetensors import safe_open
 from sd_quant.hand_over import diffusers_torchao
 from sd_quant.hand_over.weights import codes_and_scales
 from sd_quant.models.checkpoint import denoiser_of
+from sd_quant.numbers import relative_error
 from sd_quant.quantization.recipe import Recipe
 
 from .conftest import layer_errors, network_error
@@ -16,16 +17,22 @@ from .conftest import layer_errors, network_error
 TARGET = "diffusers_torchao"
 pytestmark = pytest.mark.consumer
 pytest.importorskip("torchao")
-CASES = [("sdxl", "folded", True), ("sdxl", "modelopt", False), ("flux", "folded", True), ("sd3", "folded", True)]
+CASES = {  # of the smoothed, some linears multiply
+    "sdxl-folded": ("sdxl", {}),
+    "sdxl-modelopt": ("sdxl", {"smoothing": "modelopt", "per_channel": False}),
+    "sdxl-per-token": ("sdxl", {"smoothing": "modelopt", "per_token": True}),
+    "flux-folded": ("flux", {}),
+    "sd3-folded": ("sd3", {}),
+    "sd3-per-token": ("sd3", {"per_token": True}),
+}
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(map(str, case[:2])))
+@pytest.fixture(scope="module", params=CASES)
 def written(request, tiny, tmp_path_factory):
-    family, smoothing, per_channel = request.param
+    family, options = CASES[request.param]
     case = tiny(family)
-    assignment = case.assignment(
-        Recipe(3.0, 0.8, collect_method="min-max", smoothing=smoothing, per_channel=per_channel), TARGET
-    )
+    recipe = Recipe(3.0, 0.8, collect_method="min-max", **{"smoothing": "folded", "per_channel": True, **options})
+    assignment = case.assignment(recipe, TARGET)
     return case, assignment, case.written(assignment, TARGET, tmp_path_factory.mktemp("torchao"))
 
 
@@ -43,12 +50,29 @@ def test_layers_and_the_network_are_the_simulation(written):
         codes, scales = codes_and_scales(case.checkpoint, layer)
         assert torch.equal(weight.qdata, codes) and torch.equal(weight.scale, scales.expand_as(weight.scale))
         assert (weight.act_pre_scale is not None) == layer.multiplies
+        assert (weight.act_quant_scale is None) == layer.per_token
+        granularity = type(weight.act_quant_kwargs.granularity).__name__
+        assert granularity == ("PerRow" if layer.per_token else "PerTensor")
     errors = layer_errors(case, simulated, theirs, assignment)
-    whole = network_error(case, simulated, theirs)
     assert max(errors.values()) < 1e-5
-    unquantized = network_error(case, case.part(), theirs)
+    whole, unquantized = network_error(case, simulated, theirs), network_error(case, case.part(), theirs)
     # an input within rounding of a half may get the neighbouring code, and changes those behind it
-    assert whole < 0.2 * unquantized, unquantized
+    if not any(layer.per_token for layer in layers.values()):  # of these see below
+        assert whole < 0.2 * unquantized, unquantized
+
+
+@torch.no_grad()
+def test_a_network_whose_inputs_come_per_token_is_as_far_from_full_precision(tiny, tmp_path):
+    """Not the same: the largest of a row is half-way between two codes where it is negative, -127.5."""
+    case = tiny("sdxl")
+    assignment = case.assignment(Recipe(3.0, 0.8, collect_method="min-max", per_token=True), TARGET)
+    theirs = case.wrapped(case.loaded(case.written(assignment, TARGET, tmp_path)))
+    simulated, exact = case.simulated(assignment, TARGET), case.part()
+    for seed in range(7, 10):
+        inputs = case.inputs(seed)
+        expected = exact(**inputs)
+        ours, found = relative_error(expected, simulated(**inputs)), relative_error(expected, theirs(**inputs))
+        assert found == pytest.approx(ours, rel=0.2)
 
 
 def test_the_file_is_what_torchao_itself_would_write(written):

@@ -37,6 +37,15 @@ def test_a_weight_is_divided_only_where_its_input_is_multiplied(tiny):
     assert torch.equal(rewritten(weight, folded), weight / 4)
 
 
+def test_a_bias_has_what_it_has_absorbed(tiny):
+    case, name = tiny("sdxl"), f"{NAME.rpartition('.attn1')[0]}.attn1.to_out.0"
+    bias = case.checkpoint.components["unet"][f"{name}.bias"]
+    shift, scale = torch.linspace(-1, 1, len(bias)), torch.full((len(bias),), 2.0)
+    row = LayerAssignment(name, "out", (len(bias), len(bias)), output_shift=shift, output_scale=scale)
+    found = high_precision(case.checkpoint, {name: row})[f"{name}.bias"].read()
+    assert torch.equal(found, (2 * bias.float() + shift).half())
+
+
 def test_attention_has_no_weight_of_its_own(tiny):
     case = tiny("sdxl")
     attention = NAME.removesuffix(".to_q")

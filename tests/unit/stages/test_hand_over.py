@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sd_quant.errors import ConfigError, ResourceError
-from sd_quant.hand_over import TARGETS
+from sd_quant.hand_over import AS_ASSIGNED, TARGETS
 from sd_quant.hand_over.adapt import adapted
 from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
 from sd_quant.quantization.assignment import LayerAssignment
@@ -35,6 +35,14 @@ def test_nothing_left_says_why():
     rows = {"a": row("a", 4, 4, 3, 3)}
     with pytest.raises(ConfigError, match=r"none of the layers in int8 \(gguf holds no convolutions in int8\)"):
         adapted(rows, TARGETS["gguf"])
+
+
+def test_a_card_says_how_inputs_are_computed():
+    rows = {"a": row("a", 4, 4), "b": row("b", 4, 4, per_token=True), "c": row("c", 4, 4, 3, 3)}
+    target = TARGETS["diffusers_torchao"]
+    found = [hand_over.computed_inputs(adapted({name: rows[name]}, target), target) for name in "ab"]
+    assert found == [{"int8": "static"}, {"int8": "per row"}]
+    assert hand_over.computed_inputs(adapted(rows, TARGETS["onnx"]), TARGETS["onnx"]) == {"int8": AS_ASSIGNED}
 
 
 def test_no_consumer_but_a_graph_pads_text():

@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
@@ -59,6 +59,7 @@ class HandedOver:
     parts: dict[str, Part]
     assignment: dict[str, LayerAssignment]
     pipeline_folder: Path
+    assigned: Callable[[Recipe], dict[str, LayerAssignment]]  # by another recipe
 
     def module(self, component: str) -> nn.Module:
         part = self.parts[component]
@@ -105,7 +106,7 @@ class HandedOver:
 @pytest.fixture(scope="session")
 def handed_over(pipeline_folder) -> HandedOver:
     checkpoint = open_checkpoint(pipeline_folder, "sdxl", io="nemo", max_sequence_length=None)
-    given = HandedOver(checkpoint, exported_parts.consumed_parts(checkpoint), {}, pipeline_folder)
+    given = HandedOver(checkpoint, exported_parts.consumed_parts(checkpoint), {}, pipeline_folder, lambda recipe: {})
     part = given.module("unet")
     family, network = checkpoint.family, part.unet
     roles = family.layer_roles(network)
@@ -117,9 +118,9 @@ def handed_over(pipeline_folder) -> HandedOver:
             part(**given.inputs("unet", seed=now["call"]) | {"timestep": torch.tensor([500.0])})  # sliced by sample
     shared = family.shared_inputs([name for name, role in roles.items() if role != "conv"])
     weight_of = lambda name: network.get_submodule(name).weight  # noqa: E731
-    recipe = Recipe(3.0, 0.8, collect_method="min-max")
-    assignment = derive(roles, weight_of, statistics.layers, recipe, shared)
-    return HandedOver(checkpoint, given.parts, assignment, pipeline_folder)
+    assigned = lambda recipe: derive(roles, weight_of, statistics.layers, recipe, shared)  # noqa: E731
+    assignment = assigned(Recipe(3.0, 0.8, collect_method="min-max"))
+    return replace(given, assignment=assignment, assigned=assigned)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import onnx
@@ -15,13 +16,16 @@ from sd_quant.engines.onnxruntime import load
 from sd_quant.engines.openvino import DEQUANTIZED, FP32, saturates
 from sd_quant.errors import ArtifactError
 from sd_quant.export import onnx_file
+from sd_quant.hand_over import TARGETS as FACTS
 from sd_quant.hand_over import exported_parts
 from sd_quant.hand_over import onnx as onnx_target
 from sd_quant.hand_over import openvino as openvino_target
+from sd_quant.hand_over.adapt import adapted
 from sd_quant.inference.parity import PART_TOLERANCE
 from sd_quant.models.checkpoint import build_module
 from sd_quant.models.sdxl import UnetPart, padded
 from sd_quant.places import HOME
+from sd_quant.quantization.recipe import Recipe
 
 from ....pipelines import sd15
 
@@ -54,6 +58,7 @@ def run_openvino(folder: Path, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 RUN = {"onnx": run_onnx, "openvino": run_openvino}
+CONVERT = {"onnx": onnx_target.move, "openvino": openvino_target.convert}
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -69,6 +74,22 @@ def test_the_unet_is_as_far_from_full_precision_as_the_simulation(handed_over, f
     """Not the same: what rounds the other way in one layer changes all behind it, see tests/unit/export/test_qdq.py."""
     ours, simulated = handed_over.distances(folders[target], RUN[target])
     assert ours == pytest.approx(simulated, rel=0.2) and 1e-2 < ours < 0.3
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("options", [{}, {"rotation": 16}], ids=["per-token", "rotated"])
+def test_inputs_that_are_scaled_per_token_and_rotated_are_in_the_graph(handed_over, tmp_path, target, options):
+    """Every quantized layer is held, and the UNet is as far from full precision as the simulation."""
+    recipe = Recipe(3.0, 0.8, collect_method="min-max", per_token=True, **options)
+    rows = adapted(handed_over.assigned(recipe), FACTS[target])
+    assert {row.rotation for row in rows.values() if row.per_token} == {options.get("rotation", 0)}
+    given, path = replace(handed_over, assignment=rows), tmp_path / "made/model.onnx"
+    path.parent.mkdir()
+    (tmp_path / "unet").mkdir()
+    exported_parts.write_consumed(given.checkpoint, given.parts["unet"], path, rows)
+    CONVERT[target](path, tmp_path / "unet")
+    ours, simulated = given.distances(tmp_path, RUN[target])
+    assert ours == pytest.approx(simulated, rel=0.2) and 1e-3 < ours < 0.3
 
 
 def test_the_state_that_pipelines_read_is_the_last_but_one(handed_over):
