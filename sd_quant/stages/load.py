@@ -44,8 +44,12 @@ class Loaded:
 
     @property
     def shared_inputs(self) -> list[SharedInput]:
-        """The tensors that its linears read."""
-        return self.checkpoint.family.shared_inputs([name for name, role in self.roles.items() if role != "conv"])
+        """The tensors that its linears read. One that the family excludes and the recipe includes has its own."""
+        linears = [name for name, role in self.roles.items() if role != "conv"]
+        inputs = self.checkpoint.family.shared_inputs(linears)
+        known = {name for shared in inputs for name in shared.readers}
+        others = [name for name in linears if self.roles[name] != "excluded" and name not in known]
+        return [*inputs, *(SharedInput((name,)) for name in others)]
 
     def own(self, name: str, recipe: Recipe) -> Recipe:
         """What ``recipe`` becomes for the layer of this name."""

@@ -1,4 +1,4 @@
-"""What ``exclude=text`` leaves out, and what is said of sizes."""
+"""What ``exclude=text`` leaves out, what patterns of layers make of a recipe, and what is said of sizes."""
 
 from types import SimpleNamespace
 
@@ -8,7 +8,8 @@ from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.errors import ConfigError
 from sd_quant.models.checkpoint import empty_denoiser
 from sd_quant.places import HOME
-from sd_quant.stages.load import read_the_text, warn_of_size
+from sd_quant.stages.load import Loaded, layers_of, open_model, read_the_text, warn_of_size
+from tests.presets import job
 
 
 def test_exclude_text_leaves_out_key_and_value_of_cross_attention():
@@ -16,6 +17,50 @@ def test_exclude_text_leaves_out_key_and_value_of_cross_attention():
     roles = checkpoint.family.layer_roles(empty_denoiser(checkpoint))
     expected = {name for name in roles if name.endswith(("attn2.to_k", "attn2.to_v"))}
     assert set(read_the_text(checkpoint, roles)) == expected and len(expected) == 22
+
+
+def loaded(*overrides: str) -> Loaded:
+    made = job("quantize=svdquant_w4a4", "quant_level=3", *overrides)
+    return layers_of(open_model(made.model), made)
+
+
+def test_layers_that_the_family_excludes_are_linears_when_they_are_included():
+    plain, included = loaded(), loaded("quantize.include.sdxl=[time_embedding.*]")
+    changed = {name for name, role in included.roles.items() if role != plain.roles[name]}
+    assert changed == {"time_embedding.linear_1", "time_embedding.linear_2"}
+    assert {included.roles[name] for name in changed} == {"linear"}
+    readers = {name for shared in included.shared_inputs for name in shared.readers}
+    assert changed <= readers, "every linear that may be quantized reads a known input"
+
+
+def test_weights_alone_leave_the_inputs_and_have_no_branch():
+    made = loaded("quantize.weights_alone.sdxl=[*.ff.net.2]")
+    alone = {name for name in made.roles if name.endswith(".ff.net.2")}
+    assert set(made.weights_alone) == alone and alone
+    for name in made.roles:
+        own = made.own(name, made.recipe)
+        expected = ("int4", None, 0) if name in alone else ("int4", "int4", 32)
+        assert (own.enable.linear.weight, own.enable.linear.activation, own.rank) == expected
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("include.sdxl=[conv_in]", "quantize.include has 'conv_in', which matches none of the "),
+        (
+            "include.sdxl=[*.to_q]",
+            r"quantize.include has '\*.to_q', which matches none of the ",
+        ),  # it is quantized anyway
+        ("weights_alone.sdxl=[nothing]", "quantize.weights_alone has 'nothing', which matches none of the 1"),
+        (
+            "weights_alone.sdxl=[*.attn1.to_q]",
+            "quantize.weights_alone matches .*attn1.to_q and not .*attn1.to_k, which",
+        ),
+    ],
+)
+def test_patterns_that_cannot_be_meant_are_refused(override, message):
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        loaded(f"quantize.{override}")
 
 
 @pytest.mark.parametrize(("side", "warned"), [(64, []), (128, ["model", "infer"])])
