@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import yaml
 from hydra import compose
+from torch import nn
 
 from sd_quant.calibration.collection import calibrate
 from sd_quant.calibration.prompts import read_prompts
@@ -31,22 +32,26 @@ GUIDANCE, SEED = 5.0, 42  # of the main job's calibration
 Result = TypeVar("Result")
 
 
-def recipe_of(preset: str, *overrides: str) -> Quantize:
-    """The checked section ``quantize`` of a job."""
+def job_with(preset: str, *overrides: str) -> QuantizeJob:
+    """The checked job of ``python quantize.py quantize=<preset> <overrides>``."""
     with composing("quantize"):
-        return job_of(QuantizeJob, compose("quantize", [f"quantize={preset}", *overrides])).quantize
+        return job_of(QuantizeJob, compose("quantize", [f"quantize={preset}", *overrides]))
+
+
+def recipe_of(preset: str, *overrides: str) -> Quantize:
+    """The section ``quantize`` of that job."""
+    return job_with(preset, *overrides).quantize
 
 
 @dataclass(frozen=True)
 class Subject:
-    """The model and what it is calibrated on. ``names`` are the layers that some recipe quantizes."""
+    """The model and what it is calibrated on. ``names`` are the layers that recipes quantize unless told more."""
 
     model: LoadedModel
     roles: dict[str, str]
     prompts: list[str]
     size: int
     path: Path
-    family: str = "sdxl"
 
     @property
     def denoiser(self) -> str:
@@ -61,10 +66,13 @@ class Subject:
         return Sampling(steps, GUIDANCE, self.size, self.size, batch_size, SEED)
 
     def statistics(self, sampling: Sampling, prompts: int | None = None, cache: Path | None = None) -> Statistics:
-        """Of all prompts or the first ones, on the CPU; from a cache where one is given."""
+        """Of all prompts or the first ones, on the CPU; from a cache where one is given. As in the main job, linears
+        that are excluded are among the layers, because a recipe may include them."""
+        linears = {name for name, layer in self.model.denoiser.named_modules() if isinstance(layer, nn.Linear)}
+        names = [name for name in self.roles if name in self.names or name in linears]
         checkpoint = fingerprint(self.path)["sha256"] if cache else ""
         return calibrate(
-            self.model, self.names, self.prompts[:prompts], sampling,
+            self.model, names, self.prompts[:prompts], sampling,
             checkpoint_sha256=checkpoint, cache=cache, accelerator="cpu",
         )  # fmt: skip
 
@@ -101,7 +109,7 @@ def open_subject(path: Path | None, prompts: Path | None, count: int, model: str
     if count > len(given):
         raise SystemExit(f"{count} prompts are more than the {len(given)} of {prompts}; ask for fewer")
     roles = checkpoint.family.layer_roles(opened.denoiser)
-    return Subject(opened, roles, given[:count], known["width"], path, known["family"])
+    return Subject(opened, roles, given[:count], known["width"], path)
 
 
 def load(prompts: int) -> Subject:

@@ -15,11 +15,11 @@ import argparse
 import json
 from pathlib import Path
 
-from common import GUIDANCE, MODEL, SEED, Subject, open_subject, recipe_of
+from common import GUIDANCE, MODEL, SEED, Subject, job_with, open_subject, recipe_of
 from quality import PROMPTS, label, table
 
 from sd_quant.calibration.prompts import read_prompts
-from sd_quant.config import Quantize
+from sd_quant.config import QuantizeJob
 from sd_quant.files import write_json, write_text
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.pipeline import Sampling
@@ -27,6 +27,8 @@ from sd_quant.metrics.fidelity import fidelity
 from sd_quant.places import CONF, HOME
 from sd_quant.progress import progress
 from sd_quant.quantization.formats import FORMATS
+from sd_quant.stages.assign import assign
+from sd_quant.stages.load import layers_of
 from sd_quant.stages.open_parts import open_simulated
 
 LEVEL = "quant_level=3"
@@ -49,7 +51,7 @@ def presets() -> list[str]:
     return [name for name in names if FORMATS[recipe_of(name, LEVEL).enable.linear.weight].block is not None]
 
 
-def measure(subject: Subject, recipes: dict[str, Quantize], options: argparse.Namespace) -> dict[str, dict]:
+def measure(subject: Subject, jobs: dict[str, QuantizeJob], options: argparse.Namespace) -> dict[str, dict]:
     prompts = read_prompts(options.prompts)[: options.images]
     sampling = Sampling(options.steps, GUIDANCE, subject.size, subject.size, options.batch, 123)
     checkpoint, engines = subject.model.checkpoint, subject.model.torch_engines()
@@ -57,11 +59,11 @@ def measure(subject: Subject, recipes: dict[str, Quantize], options: argparse.Na
     calibration = Sampling(options.steps, GUIDANCE, subject.size, subject.size, 1, SEED)
     statistics = subject.statistics(calibration, cache=HOME / "outputs/cache/statistics")
     found = {}
-    with progress(len(recipes), "variants") as advance:
-        for name, recipe in recipes.items():
+    with progress(len(jobs), "variants") as advance:
+        for name, job in jobs.items():
             kept = options.out / f"{label(name)}.json"
             if not kept.exists() or json.loads(kept.read_text(encoding="utf-8"))["prompts"] != prompts:
-                assignment = subject.assignment(statistics, recipe, exclude=recipe.exclude.get(subject.family, ()))
+                assignment = assign(layers_of(checkpoint, job), statistics)
                 quantized = engines | {subject.denoiser: open_simulated(checkpoint, assignment)}
                 images = pipeline_of(checkpoint, quantized)(prompts, sampling)
                 closeness = fidelity(reference.images, images.images, reference.latents, images.latents)
@@ -87,8 +89,9 @@ def main() -> None:
     options = parser.parse_args()
     subject, lines = open_subject(options.checkpoint, options.calibration, options.calib_size, options.model), []
     for preset in options.presets:
-        recipes = {f"{preset}, {name}": recipe_of(preset, LEVEL, *VARIANTS[name]) for name in options.variants}
-        lines.append(table(measure(subject, recipes, options)))
+        given = [f"model={options.model}", LEVEL]
+        jobs = {f"{preset}, {name}": job_with(preset, *given, *VARIANTS[name]) for name in options.variants}
+        lines.append(table(measure(subject, jobs, options)))
         write_text(options.out / "four_bits.md", "\n".join(lines))
     print("\n".join(lines))
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import nn
 
 from sd_quant.calibration.collected_elsewhere import read_statistics
 from sd_quant.calibration.collection import calibrate, origin
@@ -29,9 +30,10 @@ def statistics_of(
     prompts: list[str] | None = None,
     between_calls: Callable[[], object] = lambda: None,
 ) -> Statistics:
-    """Statistics of every layer that some level may quantize; ``roles`` are those of all the denoiser's layers.
+    """Statistics of every layer that some recipe may quantize; ``roles`` are those of all the denoiser's layers.
 
-    They are of ``prompts``, or of those that the job names. ``between_calls`` is called before each of the denoiser's.
+    Excluded linears are among them, because a recipe may include them: one calibration serves all recipes. They are of
+    ``prompts``, or of those that the job names. ``between_calls`` is called before each of the denoiser's.
     """
     knobs = job.quantize
     names = [name for name, role in roles.items() if role != "excluded"]
@@ -40,8 +42,9 @@ def statistics_of(
         knobs.n_steps, job.infer.scale, height, width, knobs.batch_size, knobs.seed, job.infer.negative_prompts(),
         source=calibration_source_of(job.model, job.infer), sizes=sizes if others else None,
     )  # fmt: skip
+    network = empty_denoiser(checkpoint)
     if knobs.calibration is not None:
-        network, contract = empty_denoiser(checkpoint), denoiser_part(checkpoint).contract
+        contract = denoiser_part(checkpoint).contract
         layers = {name: network.get_submodule(name) for name in names}
         here = origin(checkpoint_sha256, names, sampling, "cuda" if torch.cuda.is_available() else "cpu")
         return read_statistics(
@@ -49,7 +52,7 @@ def statistics_of(
         )
     return calibrate(
         load_model(checkpoint),
-        names,
+        [name for name in roles if name in names or isinstance(network.get_submodule(name), nn.Linear)],
         job.calibration_prompts() if prompts is None else prompts,
         sampling,
         checkpoint_sha256=checkpoint_sha256,
