@@ -37,6 +37,7 @@ from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.formats import FORMATS, fake_quantize
 from sd_quant.quantization.recipe import Recipe, formats_used
+from sd_quant.quantization.rotation import rotated
 from sd_quant.quantization.statistics import LayerStatistics
 from sd_quant.simulation.modelopt import simulate
 from tests.presets import recipe_of
@@ -305,7 +306,7 @@ def without_rounding(exported: Exported, to: Path) -> Path:
         if value.name.endswith(".weight.dequantized"):
             name = value.name.removeprefix(PREFIX).removesuffix(".weight.dequantized")
             layer = exported.assignment[name]
-            weight = rewritten(exported.network.weight(name), layer).half()
+            weight = rotated(rewritten(exported.network.weight(name), layer), layer.rotation).half()
             weight = weight.reshape(tuple(node.inputs[0].shape)) if layer.role == "conv" else weight.T
             instead = constant(model.graph, f"{value.name}.exact", weight.contiguous().numpy())
             if layer.activation_zero_point:
