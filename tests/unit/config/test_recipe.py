@@ -85,8 +85,8 @@ def test_level_4_takes_a_format_for_attention():
         ),
         (
             ["quantize=int8", "quantize.rotation=16"],
-            "quantize.rotation is 16, expected 0 without quantize.per_token, because how large a rotated input gets was "
-            "not calibrated",
+            "quantize.rotation is 16, expected 0 without quantize.per_token, because how large a rotated input gets "
+            "was not calibrated",
         ),
         (
             ["quantize=svdquant_w4a4", "quant_level=4"],
