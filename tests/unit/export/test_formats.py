@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 from sd_quant.calibration.hooks import collect, draw
 from sd_quant.engines import load_engine, why_not
+from sd_quant.engines.openvino import products
 from sd_quant.export.block_scales import dynamic_copy
-from sd_quant.export.layer_cut import cut_layers
+from sd_quant.export.layer_cut import cut_layers, names_of_products
 from sd_quant.export.nodes import constant
 from sd_quant.export.qdq import write_onnx
 from sd_quant.export.tracing import OPSET, copy_of, trace
@@ -294,6 +295,19 @@ def test_the_network_is_as_far_from_full_precision_as_its_simulation(exported):
         assert relative_error(full, found) == pytest.approx(expected, rel=0.2), engine
         if exported.recipe.enable.linear.activation is None:
             assert relative_error(simulated, found) < WHOLE_HALF, engine
+
+
+@pytest.mark.parametrize("preset", ["int8", "int8_dynamic"])
+def test_openvino_multiplies_every_layer_in_int8(export, preset, int8_kernels):
+    """A division and a multiplication for each token, around the product, change nothing about its codes."""
+    exported = export(preset)
+    engine = load_engine("openvino", exported.path, threads=1)
+    engine(**inputs(1, seed=7))
+    found, names = products(engine, exported.path), names_of_products(exported.path, exported.layers, PREFIX)
+    types = {name: next((found[known] for known in names[name] if known in found), None) for name in exported.layers}
+    assert types == dict.fromkeys(exported.layers, "INT8")
+    linears = [layer for layer in exported.layers.values() if layer.role != "conv"]
+    assert {layer.per_token for layer in linears} == {preset == "int8_dynamic"} and len(linears) > 20
 
 
 def without_rounding(exported: Exported, to: Path) -> Path:

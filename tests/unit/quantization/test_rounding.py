@@ -140,10 +140,8 @@ def test_a_branch_that_is_fitted_again_leaves_less_of_outputs_that_it_has_not_se
     factors = drawn(INPUTS, seed=3).mul(0.3).exp()
     layer = row(weight, fmt, pre_quant_scale=factors, rotation=rotation)
     layer = with_weight_range(replace(layer, low_rank=low_rank(rewritten(weight, layer), 4)), weight)
-    for rounding, left in (
-        ("nearest", 0.8),
-        ("gptq", 1.02 if rotation else 0.96),
-    ):  # fitted to the weight, FP4 has 0.82 and 0.88 left
+    # fitted to the weight, FP4 has 0.82 and 0.88 left
+    for rounding, left in (("nearest", 0.8), ("gptq", 1.02 if rotation else 0.96)):
         chosen = [
             with_rounded_weight(
                 layer, weight, statistics(rows), recipe(fmt, rounding, True, rank=4, branch_rounds=rounds)
