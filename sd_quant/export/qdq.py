@@ -103,6 +103,8 @@ def quantize_layer(
         transpose = node
         (node,) = [usage.node for usage in transpose.outputs[0].uses()]
     x = smoothed_input(graph, node, layer, shared)
+    if layer.low_rank is not None:  # first, so that a product that is scaled per token is scaled before the sum
+        add_low_rank(graph, node, x, layer)
     if layer.activation_zero_point:
         quantize_shifted(graph, node, x, layer)
     else:
@@ -112,8 +114,6 @@ def quantize_layer(
         node.replace_input_with(0, quantized_input(graph, node, rotated, layer, shared, rows))
     dequantized_weight = static_weight if FORMATS[layer.format].block is None else blocked_weight
     node.replace_input_with(1, dequantized_weight(graph, node, weight.name, layer, read, transposed))
-    if layer.low_rank is not None:
-        add_low_rank(graph, node, x, layer)
     if transposed:
         graph.remove(transpose, safe=True)
 

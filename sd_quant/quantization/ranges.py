@@ -1,5 +1,6 @@
 """The ranges that a layer is quantized with: of its weight from the weight, of its input from calibration."""
 
+import math
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -28,8 +29,8 @@ def observed_range(values: Tensor, amax: float, role: str, recipe: Recipe, **opt
 
     ``values`` are a sample of the input, ``amax`` is its largest magnitude in the whole calibration. That is also the
     result when inputs of this role stay in high precision. Of tokens over their largest numbers the range is 1. How
-    large rotated inputs get is known of the sample alone, so they have headroom. ``options`` are further ones of the
-    observer.
+    large rotated inputs get is known of the sample alone, so they have headroom; without a sample it is the
+    most that they can be. ``options`` are further ones of the observer.
     """
     name = recipe.formats_of(role).activation
     if name is None:
@@ -38,7 +39,7 @@ def observed_range(values: Tensor, amax: float, role: str, recipe: Recipe, **opt
         return 1.0
     if group := recipe.rotation_of(role):
         values = rotated(values.float(), group)
-        amax = ROTATED_HEADROOM * values.abs().max().item()
+        amax = ROTATED_HEADROOM * values.abs().max().item() if len(values) else math.sqrt(group) * amax
     observer = OBSERVERS[recipe.observer_of(role)]
     return observer(values, amax, fmt=FORMATS[name], percent=recipe.observer_percentile, **options)
 

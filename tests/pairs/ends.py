@@ -8,8 +8,8 @@ and that this model still takes in a test's time.
 LONG = "x" * 300
 ENDS: dict[str, list[str]] = {  # the first value is one that goes with most others
     "quantize": [
-        *("int8", "fp8", "int8_per_tensor", "int8_weight_only", "int4_w4a4", "mxfp4", "nvfp4"),
-        *("svdquant_nvfp4", "svdquant_w4a16", "svdquant_w4a4"),
+        *("int8", "fp8", "int8_dynamic", "int8_per_tensor", "int8_weight_only", "int4_w4a4", "mxfp4", "nvfp4"),
+        *("rotated_w4a4", "svdquant_nvfp4", "svdquant_w4a16", "svdquant_w4a4"),
     ],
     "infer": ["openvino", "onnxruntime", "torch_native"],
     "quant_level": ["3", "1", "2.5", "4"],
@@ -35,6 +35,8 @@ ENDS: dict[str, list[str]] = {  # the first value is one that goes with most oth
     "quantize.observer": ["min_max", "mse", "entropy", "percentile", "by_role"],
     "quantize.observer_percentile": ["99.99", "0.001", "100.0"],
     "quantize.shift": ["false", "true"],
+    "quantize.per_token": ["false", "true"],
+    "quantize.rotation": ["0", "4", "256"],
     "quantize.per_channel": ["false", "true"],
     "quantize.rank": ["0", "1", "64", "0.999", "0.001"],
     "quantize.branch_rounds": ["0", "3"],

@@ -36,8 +36,8 @@ def composed(*overrides: str):
         ("infer=openvin", "there is no preset infer=openvin; did you mean openvino?"),
         (
             "model=xyzzy",
-            "there is no preset model=xyzzy; known are flux, flux_schnell, pixart, sd15, sd21, sd3, sd3_no_t5, sdxl, "
-            "sdxl_mini, sdxl_nemo",
+            "there is no preset model=xyzzy; known are flux, flux_schnell, pixart, sd15, sd21, sd3, sd3_mini, "
+            "sd3_no_t5, sdxl, sdxl_mini, sdxl_nemo",
         ),
     ],
 )

@@ -85,6 +85,8 @@ def test_the_preset_is_nemos():
         "observer": "by_role",
         "observer_percentile": 99.99,
         "shift": True,
+        "per_token": False,
+        "rotation": 0,
         "percentile_calibrator": "corrected",
         "keep": 0,
         "calibration": None,

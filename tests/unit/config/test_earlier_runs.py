@@ -4,7 +4,22 @@ import pytest
 import yaml
 
 from sd_quant.config import BEFORE, run_model
+from sd_quant.config.earlier_runs import run_job
 from sd_quant.errors import ArtifactError
+
+
+def test_a_run_from_before_inputs_were_scaled_per_token_or_rotated_did_neither(mappings, run):
+    knobs = mappings["quantize"] | {"quantize": dict(mappings["quantize"]["quantize"])}
+    for name in ("metrics.json", "layers.csv"):
+        (run / name).touch()
+    (run / "config.yaml").write_text(yaml.safe_dump(knobs))
+    now = run_job(str(run))
+    for knob in ("per_token", "rotation"):
+        del knobs["quantize"][knob]
+    (run / "config.yaml").write_text(yaml.safe_dump(knobs))
+    assert run_job(str(run)) == now and (now.quantize.per_token, now.quantize.rotation) == (False, 0)
+    (run / "config.yaml").write_text(yaml.safe_dump(knobs | {"quantize": knobs["quantize"] | {"per_token": True}}))
+    assert run_job(str(run)).quantize.per_token
 
 
 def test_the_model_of_a_run_is_read_from_its_configuration(mappings, run):

@@ -11,6 +11,8 @@ from sd_quant.quantization.recipe import Pair
 
 from .composition import composed
 
+ADAPTIVE = ("int8_dynamic", "rotated_w4a4")
+
 
 def test_level_4_takes_a_format_for_attention():
     sentence = (
@@ -70,6 +72,23 @@ def test_level_4_takes_a_format_for_attention():
             "quantize.shift is True, expected false without quantize.per_channel, because fp16 would round away a",
         ),
         (
+            ["quantize=int4_w4a4", "quantize.per_token=true"],
+            "quantize.per_token is True, expected false, because int4_w4a4 has scales per block",
+        ),
+        (
+            ["quantize=int8_weight_only", "quantize.per_token=true"],
+            "quantize.per_token is True, expected false, because int8_weight_only leaves the inputs of linears alone",
+        ),
+        (
+            ["quantize=int8_weight_only", "quantize.rotation=64"],
+            "quantize.rotation is 64, expected 0, because int8_weight_only leaves the inputs of linears alone",
+        ),
+        (
+            ["quantize=int8", "quantize.rotation=16"],
+            "quantize.rotation is 16, expected 0 without quantize.per_token, because how large a rotated input gets "
+            "was not calibrated",
+        ),
+        (
             ["quantize=svdquant_w4a4", "quant_level=4"],
             "quant_level is 4.0, expected at most 3, because svdquant",
         ),
@@ -95,6 +114,41 @@ def test_what_a_preset_cannot_do_is_refused_before_anything_starts(overrides, se
     with pytest.raises(ConfigError) as error:
         read(QuantizeJob, composed("quantize", *overrides))
     assert str(error.value).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["quantize=int8", "quantize.per_token=true"],
+        ["quantize=int8", "quantize.per_token=true", "quantize.rotation=256"],
+        ["quantize=fp8", "quantize.per_token=true", "quantize.rotation=4"],
+        ["quantize=int4_w4a4", "quantize.rotation=16"],
+        ["quantize=nvfp4", "quantize.rotation=16"],
+    ],
+)
+def test_inputs_that_can_be_scaled_per_token_or_rotated_are(overrides):
+    quantize = read(QuantizeJob, composed("quantize", *overrides)).quantize
+    assert quantize.per_token == ("quantize.per_token=true" in overrides)
+    assert quantize.rotation == int(dict(each.split("=") for each in overrides).get("quantize.rotation", 0))
+    assert (quantize.scaled_per_token("conv"), quantize.rotation_of("conv")) == (False, 0)
+    assert (quantize.scaled_per_token("ffn"), quantize.rotation_of("qkv")) == (quantize.per_token, quantize.rotation)
+
+
+def test_presets_of_inputs_as_they_come():
+    dynamic, rotated = (read(QuantizeJob, composed("quantize", f"quantize={name}")).quantize for name in ADAPTIVE)
+    assert (dynamic.per_token, dynamic.rotation, dynamic.shift, dynamic.smoothing) == (True, 0, True, "folded")
+    assert (rotated.per_token, rotated.rotation, rotated.rounding, rotated.smoothing) == (False, 64, "gptq", "none")
+
+
+@pytest.mark.parametrize("observer", ["mse", "percentile"])
+def test_an_observer_of_linears_alone_has_nothing_to_judge_per_token(observer):
+    """The range is 1 then; the inputs of convolutions of this preset stay in fp16."""
+    quantize = read(QuantizeJob, composed("quantize", "quantize=int8")).quantize
+    enable = dataclasses.replace(quantize.enable, conv=Pair("int8", None))
+    given = dataclasses.replace(quantize, enable=enable, observer=observer, per_channel=True)
+    check_enabled(given)
+    with pytest.raises(ConfigError, match=r"^quantize\.observer is \w+, expected min_max, because no input that"):
+        check_enabled(dataclasses.replace(given, per_token=True))
 
 
 def test_a_conv_takes_no_input_in_blocks():

@@ -40,8 +40,9 @@ NAN, INFINITY = float("nan"), float("inf")
         ("trt.sizes", ["64x128", "64x192"],
             "infer.height is 64, expected from 128 to 192, as in trt.sizes, because plans are tuned for it"),
         ("model.path", 3, "model.path is 3, expected text"),
-        ("quantize.format", "int3", "quantize.format is int3, expected one of fp8, int4_w4a4, int8, int8_per_tensor, "
-            "int8_weight_only, mxfp4, nvfp4, svdquant_nvfp4, svdquant_w4a16, svdquant_w4a4"),
+        ("quantize.format", "int3", "quantize.format is int3, expected one of fp8, int4_w4a4, int8, int8_dynamic, "
+            "int8_per_tensor, int8_weight_only, mxfp4, nvfp4, rotated_w4a4, svdquant_nvfp4, svdquant_w4a16, "
+            "svdquant_w4a4"),
         ("quantize.quant_level", 5, "quant_level is 5.0, expected one of 1, 2, 2.5, 3, 4"),
         ("quantize.rank", -1, RANK.format(-1)),
         ("quantize.rank", 1.5, RANK.format(1.5)),
@@ -69,6 +70,12 @@ NAN, INFINITY = float("nan"), float("inf")
         ("quantize.choices", ["int3"], "quantize.choices is int3, expected one of int8, fp8, int4, mxfp4, nvfp4"),
         ("quantize.rounding", "gptq", "quantize.rounding is gptq, expected nearest, because int8 has 8 bits for a "
          "weight, where choosing them gains nothing"),
+        ("quantize.per_token", 1, "quantize.per_token is 1, expected true or false"),
+        *(("quantize.rotation", group, f"quantize.rotation is {group}, expected one of 0, 4, 16, 64, 256")
+          for group in (-4, 2, 8, 32, 1024)),
+        ("quantize.rotation", True, "quantize.rotation is True, expected a whole number"),
+        ("quantize.rotation", 64, "quantize.rotation is 64, expected 0 without quantize.per_token, because how large a "
+         "rotated input gets was not calibrated"),
         ("quantize.branch_rounds", 3, "quantize.branch_rounds is 3, expected 0 with quantize.rank=0, because there is "
          "no low-rank branch to fit"),
         ("quantize.scale_search", True, "quantize.scale_search is True, expected false, because int8 has 8 bits for "

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 from sd_quant.calibration.hooks import collect, draw
 from sd_quant.engines import load_engine, why_not
+from sd_quant.engines.openvino import products
 from sd_quant.export.block_scales import dynamic_copy
-from sd_quant.export.layer_cut import cut_layers
+from sd_quant.export.layer_cut import cut_layers, names_of_products
 from sd_quant.export.nodes import constant
 from sd_quant.export.qdq import write_onnx
 from sd_quant.export.tracing import OPSET, copy_of, trace
@@ -37,6 +38,7 @@ from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.formats import FORMATS, fake_quantize
 from sd_quant.quantization.recipe import Recipe, formats_used
+from sd_quant.quantization.rotation import rotated
 from sd_quant.quantization.statistics import LayerStatistics
 from sd_quant.simulation.modelopt import simulate
 from tests.presets import recipe_of
@@ -295,6 +297,19 @@ def test_the_network_is_as_far_from_full_precision_as_its_simulation(exported):
             assert relative_error(simulated, found) < WHOLE_HALF, engine
 
 
+@pytest.mark.parametrize("preset", ["int8", "int8_dynamic"])
+def test_openvino_multiplies_every_layer_in_int8(export, preset, int8_kernels):
+    """A division and a multiplication for each token, around the product, change nothing about its codes."""
+    exported = export(preset)
+    engine = load_engine("openvino", exported.path, threads=1)
+    engine(**inputs(1, seed=7))
+    found, names = products(engine, exported.path), names_of_products(exported.path, exported.layers, PREFIX)
+    types = {name: next((found[known] for known in names[name] if known in found), None) for name in exported.layers}
+    assert types == dict.fromkeys(exported.layers, "INT8")
+    linears = [layer for layer in exported.layers.values() if layer.role != "conv"]
+    assert {layer.per_token for layer in linears} == {preset == "int8_dynamic"} and len(linears) > 20
+
+
 def without_rounding(exported: Exported, to: Path) -> Path:
     """The graph with what was quantized in place of what is dequantized: all that is left is the rewriting."""
     model = ir.load(exported.path)
@@ -305,7 +320,7 @@ def without_rounding(exported: Exported, to: Path) -> Path:
         if value.name.endswith(".weight.dequantized"):
             name = value.name.removeprefix(PREFIX).removesuffix(".weight.dequantized")
             layer = exported.assignment[name]
-            weight = rewritten(exported.network.weight(name), layer).half()
+            weight = rotated(rewritten(exported.network.weight(name), layer), layer.rotation).half()
             weight = weight.reshape(tuple(node.inputs[0].shape)) if layer.role == "conv" else weight.T
             instead = constant(model.graph, f"{value.name}.exact", weight.contiguous().numpy())
             if layer.activation_zero_point:

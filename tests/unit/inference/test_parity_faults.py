@@ -30,6 +30,7 @@ from sd_quant.inference.parity import layer_difference, layers_entry, native_out
 from sd_quant.models.parts import Contract
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from sd_quant.quantization.formats import FORMATS
+from sd_quant.quantization.rotation import rotated
 from sd_quant.quantization.shift import with_bias
 from sd_quant.simulation.modelopt import simulate
 from sd_quant.simulation.native import products_of_layers, with_native_layers
@@ -43,12 +44,20 @@ RECIPES = {  # format of weights, of linears' and convolutions' inputs, whether 
     "fp8": ("fp8", "fp8", "fp8", False, 0),
     "int4_weight_only": ("int4", None, None, False, 0),
     "int4": ("int4", "int4", None, False, 0),
+    "int8_dynamic": ("int8", "int8", "int8", True, 0),
+    "int8_rotated": ("int8", "int8", "int8", True, 0),
+    "int4_rotated": ("int4", "int4", None, False, 0),
+}
+AS_THEY_COME = {  # whether inputs of linears are scaled per token, and how many are rotated together
+    "int8_dynamic": (True, 0),
+    "int8_rotated": (True, 16),
+    "int4_rotated": (False, 64),
 }
 RUNS = [
     (recipe, engine)
     for recipe in RECIPES
     for engine in ("openvino", "onnxruntime")
-    if (recipe, engine) != ("int4", "openvino")  # which does not execute it
+    if not (recipe in ("int4", "int4_rotated") and engine == "openvino")  # which does not execute it
 ]
 CAUSES = {
     "unquantized": "were not rounded",
@@ -110,13 +119,15 @@ def assign(network: Network, inputs: dict[str, Tensor], recipe: str) -> dict[str
         hook.remove()
     assignment = {}
     for name, layer in network.named_children():
-        weight = layer.weight / factor.get(name, 1)
+        per_token, rotation = AS_THEY_COME.get(recipe, (False, 0)) if layer.weight.ndim == 2 else (False, 0)
+        weight = rotated(layer.weight / factor.get(name, 1), rotation)
         ranges = weight.abs().flatten(1).amax(1) if per_channel else weight.abs().amax().view(1)
         assignment[name] = LayerAssignment(
             name, "conv" if weight.ndim == 4 else "ffn", tuple(weight.shape), fmt,
             of_convolutions if weight.ndim == 4 else of_linears,
-            weight_axis=0 if per_channel else None, weight_amax=ranges, activation_amax=amax[name],
-            pre_quant_scale=factor.get(name),
+            weight_axis=0 if per_channel else None, weight_amax=ranges,
+            activation_amax=1.0 if per_token else amax[name], pre_quant_scale=factor.get(name), per_token=per_token,
+            rotation=rotation,
         )  # fmt: skip
     if zero_point:
         conv = replace(assignment["conv"], activation_amax=1.9 * amax["conv"], activation_zero_point=zero_point)
@@ -157,12 +168,13 @@ def unrounded_input(graph: onnx.GraphProto, layer: LayerAssignment, node: onnx.N
         pad.input[0], pad.input[2] = f"{layer.name}.input_shifted", f"{layer.name}.input_shifted_zero"
         node.input[0] = pad.output[0]
         return
-    smoothed = f"{layer.name}.smoothed"
-    node.input[0] = smoothed if smoothed in made else layer.name
+    before = ("input_over_largest", "input_rotated", "smoothed")  # what stands nearest to QuantizeLinear
+    found = [f"{layer.name}.{what}" for what in before if f"{layer.name}.{what}" in made]
+    node.input[0] = found[0] if found else layer.name
 
 
 def unrounded_weight(graph: onnx.GraphProto, layer: LayerAssignment, node: onnx.NodeProto, network: Network) -> None:
-    weight = rewritten(network.get_submodule(layer.name).weight, layer).half()
+    weight = rotated(rewritten(network.get_submodule(layer.name).weight, layer), layer.rotation).half()
     values = (weight if weight.ndim == 4 else weight.T).contiguous().numpy()
     graph.initializer.append(numpy_helper.from_array(values, f"{layer.name}.exact"))
     node.input[1] = f"{layer.name}.exact"
@@ -184,6 +196,8 @@ def faulty_cut(monkeypatch, network: Network, fault: str, name: str) -> None:
         reads = cut_layers(onnx_path, assignment, path, prefix)
         model, layer = onnx.load(path), assignment[name]
         (node,) = [node for node in model.graph.node if f"{name}.output" in node.output]
+        if layer.per_token:
+            (node,) = [each for each in model.graph.node if node.input[0] in each.output]
         if fault in ("unquantized", "unrounded input") and layer.activation_format is not None:
             unrounded_input(model.graph, layer, node)
         if fault == "unquantized":
@@ -247,7 +261,7 @@ def test_a_fault_of_one_layer_is_caught(export, network, monkeypatch, recipe, en
         entry_of(export, recipe, outputs_by(engine))
 
 
-@pytest.mark.parametrize("recipe", ["int8", "fp8"])
+@pytest.mark.parametrize("recipe", ["int8", "fp8", "int8_dynamic", "int8_rotated"])
 def test_layers_of_codes_pass_and_leave_their_biases_as_they_are(export, network, recipe):
     native = Network().eval().requires_grad_(False)
     native.load_state_dict(network.state_dict())
@@ -258,7 +272,7 @@ def test_layers_of_codes_pass_and_leave_their_biases_as_they_are(export, network
     assert bias.any()
 
 
-@pytest.mark.parametrize("recipe", ["int8", "fp8"])
+@pytest.mark.parametrize("recipe", ["int8", "fp8", "int8_dynamic", "int8_rotated"])
 def test_layers_of_codes_pass_in_bf16_with_inputs_that_it_holds(export, network, recipe):
     """It is coarser than half a step of INT8 from code 64 on, and takes other inputs to other codes."""
     native = Network().eval().requires_grad_(False)
@@ -270,7 +284,7 @@ def test_layers_of_codes_pass_in_bf16_with_inputs_that_it_holds(export, network,
     for name, x in held.inputs.items():
         assert torch.equal(x, x.bfloat16().half()) and not torch.equal(x, simulation.inputs[name])
         found = layer_difference(simulation.network.get_submodule(name), assignment[name], x, outputs[name])
-        assert found.relative_error < FORMATS[recipe].layer_tolerance
+        assert found.relative_error < FORMATS[assignment[name].format].layer_tolerance
         assert all(lean is None or abs(lean) < 0.2 for lean in found.leans.values())
 
 
@@ -296,6 +310,8 @@ def test_a_fault_too_small_to_be_seen_is_counted_as_hidden(export):
     "recipe, engine, multiplied",
     [
         ("int8", "openvino", "INT8"),
+        ("int8_dynamic", "openvino", "INT8"),
+        ("int8_rotated", "openvino", "INT8"),
         ("int4_weight_only", "openvino", "FLOAT"),
         ("fp8", "openvino", "FLOAT"),
         ("int8", "onnxruntime", "FLOAT"),
@@ -320,7 +336,7 @@ def test_layers_of_codes_are_counted(export, network):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("recipe", ["int8", "fp8", "int4_weight_only"])
+@pytest.mark.parametrize("recipe", ["int8", "fp8", "int4_weight_only", "int8_rotated"])
 def test_layers_of_a_plan_are_those_of_a_plan(export, monkeypatch, recipe):
     """Built by the job's own library. It runs on a GPU only, so that another runtime computes the file of this one."""
     pytest.importorskip("tensorrt_rtx", reason="TensorRT for RTX is not installed")

@@ -386,8 +386,8 @@ def test_rows_are_plain_values_that_a_csv_holds():
         text = io.StringIO()
         csv.DictWriter(text, layer.row()).writerow(layer.row())
         found[name] = text.getvalue().strip()
-    assert found["down"] == "down,ffn,2x2,int8,int8,,,0.5,folded into up,,,,8.0,0,1.0,8.0,0.5,1.0"
-    assert found["norm"] == "norm,norm,2,high precision,,,takes over the smoothing of to_q,,,,,,,,,,,"
+    assert found["down"] == "down,ffn,2x2,int8,int8,,,,,0.5,folded into up,,,,8.0,0,1.0,8.0,0.5,1.0"
+    assert found["norm"] == "norm,norm,2,high precision,,,,,takes over the smoothing of to_q,,,,,,,,,,,"
 
 
 def test_nothing_that_was_given_is_changed():
@@ -450,6 +450,21 @@ def test_blocks_have_to_divide_the_inputs_of_what_is_quantized():
     with pytest.raises(ConfigError, match="int4 has blocks of 64, which do not divide the 96 inputs of down"):
         check_layers(ROLES, shapes, recipe)
     check_layers(ROLES, shapes, recipe, exclude=["down"])
+
+
+def test_groups_that_are_rotated_have_to_divide_the_inputs_of_linears():
+    """Of what is quantized; a convolution is not rotated, and ``down`` has 96 inputs, which 16 divides and 64 not."""
+    shapes = {name: (128, 6, 1, 1) if name.startswith("conv") else (128, 64) for name in ROLES} | {"down": (64, 96)}
+    recipe = Recipe(2.5, 0.5, per_token=True, rotation=64)
+    with pytest.raises(ConfigError) as refusal:
+        check_layers(ROLES, shapes, recipe)
+    assert str(refusal.value) == (
+        "quantize.rotation is 64, which does not divide the 96 inputs of down; rotate fewer together, or exclude it "
+        "with quantize.exclude"
+    )
+    check_layers(ROLES, shapes, recipe, exclude=["down"])
+    check_layers(ROLES, shapes, replace(recipe, rotation=16))
+    check_layers(ROLES, shapes, replace(recipe, quant_level=1.0))
 
 
 def test_patterns_that_leave_nothing_are_refused_before_anything_is_calibrated():
