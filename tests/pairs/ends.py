@@ -22,6 +22,8 @@ ENDS: dict[str, list[str]] = {  # the first value is one that goes with most oth
     "published": ["null", "examples/published/nemo_docs.yaml"],
     "quantize.exp_name": ["nemo", "''", LONG, "../../../etc/passwd", "'=1+1'"],
     "quantize.exclude": ["{}", "{sd15:['*']}", "{sd15:[]}", "{sdxl:['*']}"],
+    "quantize.include": ["{}", "{sdxl:['time_embedding.*']}"],
+    "quantize.weights_alone": ["{}", "{sdxl:['*.ff.net.2']}"],
     "quantize.exclude_text": ["false", "true"],
     "quantize.budget": ["null", "0.4", "4000000"],
     "quantize.choices": ["[int8]", "[]", "[int4,int8,fp8,mxfp4,nvfp4]"],

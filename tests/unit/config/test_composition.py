@@ -73,6 +73,8 @@ def test_the_preset_is_nemos():
             "attention": "int8",  # for level 4, which NeMo has in FP8 alone
         },
         "exclude": {family: [] for family in FAMILIES},
+        "include": {family: [] for family in FAMILIES},
+        "weights_alone": {family: [] for family in FAMILIES},
         "exclude_text": False,
         "budget": None,
         "choices": ["int8"],
