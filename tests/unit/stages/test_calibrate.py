@@ -1,9 +1,13 @@
-"""What is said before a calibration."""
+"""Which layers a calibration looks at, and what is said before it."""
 
 import logging
 from types import SimpleNamespace
 
+from torch import nn
+
+from sd_quant.stages import calibrate
 from sd_quant.stages.calibrate import announce_calibration
+from tests.presets import job
 
 
 def knobs(**given) -> SimpleNamespace:
@@ -29,3 +33,19 @@ def test_a_long_calibration_says_so_with_the_ways_out(caplog):
     text = record.getMessage()
     assert "about 5.0 h" in text and "keeps what is done at 32, 64 prompts" in text
     assert all(way in text for way in ("calib_size=", "quantize.n_steps=", "on a GPU", "calibration="))
+
+
+def test_linears_that_a_recipe_may_include_are_looked_at_and_asked_of_nobody_else(monkeypatch, tmp_path):
+    network = nn.ModuleDict({"time": nn.Linear(4, 4), "first": nn.Conv2d(4, 4, 3), "to_q": nn.Linear(4, 4)})
+    roles = {"time": "excluded", "first": "excluded", "to_q": "qkv"}
+    taken = {}
+    monkeypatch.setattr(calibrate, "empty_denoiser", lambda _: network)
+    monkeypatch.setattr(calibrate, "load_model", lambda _: None)
+    monkeypatch.setattr(calibrate, "calibrate", lambda _, names, *rest, **others: taken.update(ours=names))
+    monkeypatch.setattr(calibrate, "read_statistics", lambda _, layers, *rest: taken.update(elsewhere=list(layers)))
+    monkeypatch.setattr(calibrate, "denoiser_part", lambda _: SimpleNamespace(contract=None))
+    monkeypatch.setattr(calibrate, "origin", lambda *_: {})
+    checkpoint = SimpleNamespace(family=SimpleNamespace(GUIDES=True))
+    calibrate.statistics_of(checkpoint, roles, job("cache.dir=null"), "ab")
+    calibrate.statistics_of(checkpoint, roles, job(f"calibration={tmp_path}"), "ab")
+    assert taken == {"ours": ["time", "to_q"], "elsewhere": ["to_q"]}

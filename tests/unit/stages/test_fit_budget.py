@@ -7,7 +7,8 @@ import pytest
 
 from sd_quant.errors import ConfigError
 from sd_quant.models.parts import SharedInput
-from sd_quant.quantization.budget import stored_bytes, with_weights
+from sd_quant.quantization.budget import inputs_left_alone, stored_bytes, with_weights
+from sd_quant.quantization.low_rank import rank_of
 from sd_quant.stages import fit_budget as stage
 from tests.presets import recipe_of
 
@@ -26,12 +27,13 @@ NORMS = 5000
 PARAMETERS = NORMS + sum(stored_bytes(shape, "ffn", None) // 2 for shape in SHAPES.values())
 
 
-def loaded(**given) -> SimpleNamespace:
-    """``proj`` is excluded by the preset, ``first`` by its role."""
+def loaded(alone: tuple[str, ...] = (), **given) -> SimpleNamespace:
+    """``proj`` is excluded by the preset, ``first`` by its role; of ``alone`` the weights alone are quantized."""
     recipe = recipe_of("svdquant_w4a16", "quant_level=3", "alpha=0.5", *(f"quantize.{k}={v}" for k, v in given.items()))
     return SimpleNamespace(
         recipe=recipe, roles=ROLES, shapes=SHAPES, shared_inputs=INPUTS, exclude=["proj"], denoiser="unet",
         parameters={"unet": PARAMETERS, "vae": 7}, checkpoint=None, guidance_scale=5.0,
+        own=lambda name, recipe: inputs_left_alone(recipe) if name in alone else recipe,
     )  # fmt: skip
 
 
@@ -39,6 +41,12 @@ def least(given: SimpleNamespace) -> int:
     """Everything that is not quantized in fp16, and the rest in INT4 with its branch."""
     whole = sum(stored_bytes(SHAPES[name], ROLES[name], None) for name in QUANTIZED)
     return 2 * PARAMETERS - whole + sum(stored_bytes(SHAPES[name], ROLES[name], given.recipe) for name in QUANTIZED)
+
+
+def test_a_layer_whose_weight_alone_is_quantized_has_no_branch():
+    branch = 2 * rank_of(loaded().recipe.rank, SHAPES["out"]) * sum(SHAPES["out"])
+    sizes = [stage.bytes_of(given, ("out",), given.recipe) for given in (loaded(), loaded(alone=("out",)))]
+    assert branch > 0 and sizes[0] - sizes[1] == branch
 
 
 def test_readers_of_one_input_choose_together_and_what_is_excluded_does_not():

@@ -47,6 +47,7 @@ def test_calibration_has_the_negative_prompts_of_the_images(monkeypatch):
     monkeypatch.setattr(calibrate, "load_model", lambda checkpoint: None)
     monkeypatch.setattr(calibrate, "calibrate", lambda model, names, prompts, sampling, **_: taken.append(sampling))
     asked = job(QuantizeJob, "infer.negative_prompt=[rain, nude]", "infer.num_samples=2", "cache.dir=null")
+    monkeypatch.setattr(calibrate, "empty_denoiser", lambda checkpoint: None)
     calibrate.statistics_of(SimpleNamespace(), {}, asked, "ab")
     assert taken[0].negative_prompts == ["rain", "nude"]
 
