@@ -9,6 +9,11 @@ goes on where it was. Variants were chosen on other prompts than those that are 
     python benchmarks/four_bits.py --checkpoint outputs/sdxl_mini_second/sdxl_mini_second.nemo \\
         --calibration benchmarks/prompts/second_calibration.txt --prompts benchmarks/prompts/second_report.txt \\
         --out outputs/benchmarks/four_bits/second
+
+Any presets with any overrides stand in one table with ``--recipes``, each compared with the first:
+
+    python benchmarks/four_bits.py --model sd3_mini --prompts benchmarks/prompts/sdxl_mini_report.txt \\
+        --recipes int4_w4a4 rotated_w4a4 "rotated_w4a4 quantize.rank=32" --out outputs/benchmarks/four_bits/sd3
 """
 
 import argparse
@@ -81,6 +86,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, default=PROMPTS / "sdxl_mini.txt")
     parser.add_argument("--presets", nargs="+", choices=presets(), default=presets(), metavar="NAME")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="NAME")
+    parser.add_argument("--recipes", nargs="+", metavar="'PRESET OVERRIDES'", help="instead of presets and variants")
     parser.add_argument("--images", type=int, default=64)
     parser.add_argument("--calib-size", type=int, default=32)
     parser.add_argument("--steps", type=int, default=20)
@@ -88,9 +94,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HOME / "outputs/benchmarks/four_bits/choice")
     options = parser.parse_args()
     subject, lines = open_subject(options.checkpoint, options.calibration, options.calib_size, options.model), []
-    for preset in options.presets:
-        given = [f"model={options.model}", LEVEL]
-        jobs = {f"{preset}, {name}": job_with(preset, *given, *VARIANTS[name]) for name in options.variants}
+    tables = [[(preset, name, VARIANTS[name]) for name in options.variants] for preset in options.presets]
+    if options.recipes:
+        tables = [[(text.split()[0], text, text.split()[1:]) for text in options.recipes]]
+    for rows in tables:
+        jobs = {
+            name if options.recipes else f"{preset}, {name}": job_with(preset, f"model={options.model}", LEVEL, *knobs)
+            for preset, name, knobs in rows
+        }
         lines.append(table(measure(subject, jobs, options)))
         write_text(options.out / "four_bits.md", "\n".join(lines))
     print("\n".join(lines))
