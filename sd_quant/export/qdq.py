@@ -161,9 +161,11 @@ def rotated_input(
         leading = insert(graph, node, "Shape", [value], f"{name}_leading", start=0, end=-1)
         groups = constant(graph, f"{name}_groups", np.array([layer.weight_shape[1] // group, group], np.int64))
         grouped = insert(graph, node, "Concat", [leading, groups], f"{name}_grouped_shape", axis=0)
-        matrix = constant(graph, f"{name}_rotation", rotation_matrix(group).half().numpy())
+        if ("rotation", group) not in shared:  # one for all layers, because it is as large as a small layer's codes
+            matrix = rotation_matrix(group).half().numpy()
+            shared["rotation", group] = constant(graph, f"rotation_of_{group}", matrix)
         grouped = insert(graph, node, "Reshape", [value, grouped], f"{name}_grouped")
-        product = insert(graph, node, "MatMul", [grouped, matrix], f"{name}_rotated_groups")
+        product = insert(graph, node, "MatMul", [grouped, shared["rotation", group]], f"{name}_rotated_groups")
         shared[key] = insert(graph, node, "Reshape", [product, shape], f"{name}_rotated")
     return shared[key]
 

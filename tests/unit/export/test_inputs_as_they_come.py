@@ -203,7 +203,7 @@ def test_readers_of_one_input_share_one_rotation_one_maximum_and_one_division(wr
     operators = Counter(node.op_type for node in onnx.load(path).graph.node)
     assert (operators["Div"], operators["ReduceMax"], operators["Abs"], operators["QuantizeLinear"]) == (3, 3, 3, 3)
     stored = {tensor.name for tensor in onnx.load(path).graph.initializer}
-    assert sum(name.endswith("input_rotation") for name in stored) == 3
+    assert [name for name in stored if name.startswith("rotation_of_")] == ["rotation_of_16"]
     made = producers(path)
     products = [node for node in made.values() if node.op_type == "MatMul" and "weight" in node.input[1]]
     reading = {node.input[1].partition(".")[0]: node.input[0] for node in products}

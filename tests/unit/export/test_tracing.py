@@ -3,6 +3,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 import torch
+from diffusers.models.embeddings import PatchEmbed
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from onnxscript import optimizer
@@ -129,6 +130,32 @@ def test_an_axis_that_is_longer_than_one_is_not_squeezed(size, left):
     drop_squeezes(model)
     assert [node.op_type for node in model.graph] == ["Squeeze"] * left + ["Neg"]
     assert model.graph[-1].inputs[0].name == ("squeezed" if left else "x")
+
+
+class Positions(nn.Module):
+    """What Stable Diffusion 3 begins with: the places that the checkpoint knows, of which an image takes the middle."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = PatchEmbed(
+            height=8, width=8, patch_size=1, in_channels=4, embed_dim=16, pos_embed_max_size=8
+        )  # fmt: skip
+
+    def forward(self, x):
+        return self.embed(x)
+
+
+def test_a_network_that_takes_few_latents_is_traced_with_fewer():
+    single = torch.float32
+    contract = Contract({"x": ("batch", 4, "height", "width")}, ("out",), {"x": single}, single, latents=8)
+    assert all(size < 8 for size in tracing.example_shapes(contract)["x"][2:])
+    module = Positions().eval()
+    evaluator = ReferenceEvaluator(ir.to_proto(trace(Positions, contract)))
+    weights = {name: value.numpy() for name, value in module.state_dict().items()}
+    for height, width in ((8, 8), (4, 6)):  # the most that it takes too
+        x = torch.randn(1, 4, height, width, generator=torch.Generator().manual_seed(height))
+        (found,) = evaluator.run(None, {"x": x.numpy()} | weights)
+        assert torch.allclose(torch.from_numpy(found), module(x), atol=1e-5)
 
 
 class Squeezing(nn.Module):
