@@ -15,9 +15,9 @@ from statistics import fmean
 
 import torch
 import torch.nn.functional as F
-from common import GUIDANCE, Subject, load, parser, report, timed
+from common import GUIDANCE, PROMPTS, Subject, load, parser, report, timed
 from diffusers.models.attention_processor import AttnProcessor
-from quality import PROMPTS, paired
+from quality import paired
 
 from sd_quant.calibration.prompts import read_prompts
 from sd_quant.inference.loading import load_part, pipeline_of

@@ -20,14 +20,14 @@ from sd_quant.files import write_json
 from sd_quant.inference.loading import LoadedModel, load_model
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.models.checkpoint import denoiser_weights
-from sd_quant.places import input_path
+from sd_quant.places import HOME, input_path
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.recipe import Recipe
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.provenance import fingerprint, machine
 
-MODEL = "sdxl_mini"
+MODEL, PROMPTS = "sdxl_mini", Path(__file__).parent / "prompts"
 GUIDANCE, SEED = 5.0, 42  # of the main job's calibration
 Result = TypeVar("Result")
 
@@ -122,6 +122,21 @@ def parser(description: str, prompts: int) -> argparse.ArgumentParser:
     made.add_argument("--prompts", type=int, default=prompts, help="to calibrate on (%(default)s)")
     made.add_argument("--steps", type=int, default=20, help="of denoising (%(default)s)")
     made.add_argument("--out", type=Path, help="a JSON file for the figures")
+    return made
+
+
+def recipe_parser(description: str, name: str) -> argparse.ArgumentParser:
+    """With what the benchmarks of recipes' images take; ``name`` is that of the script, whose docstring is given."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--model", default=MODEL, help="a shipped checkpoint, as in model= (%(default)s)")
+    made.add_argument("--checkpoint", type=Path, help="another one of its kind")
+    made.add_argument("--calibration", type=Path, help="prompts to calibrate on, of the other one")
+    made.add_argument("--prompts", type=Path, default=PROMPTS / "sdxl_mini.txt")
+    made.add_argument("--images", type=int, default=64)
+    made.add_argument("--calib-size", type=int, default=32)
+    made.add_argument("--steps", type=int, default=20)
+    made.add_argument("--batch", type=int, default=8)
+    made.add_argument("--out", type=Path, default=HOME / f"outputs/benchmarks/{name}/choice")
     return made
 
 

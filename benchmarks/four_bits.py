@@ -18,10 +18,9 @@ Any presets with any overrides stand in one table with ``--recipes``, each compa
 
 import argparse
 import json
-from pathlib import Path
 
-from common import GUIDANCE, MODEL, SEED, Subject, job_with, open_subject, recipe_of
-from quality import PROMPTS, label, table
+from common import GUIDANCE, SEED, Subject, job_with, open_subject, recipe_of, recipe_parser
+from quality import label, table
 
 from sd_quant.calibration.prompts import read_prompts
 from sd_quant.config import QuantizeJob
@@ -79,19 +78,10 @@ def measure(subject: Subject, jobs: dict[str, QuantizeJob], options: argparse.Na
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=MODEL, help="a shipped checkpoint, as in model= (%(default)s)")
-    parser.add_argument("--checkpoint", type=Path, help="another one of its kind")
-    parser.add_argument("--calibration", type=Path, help="prompts to calibrate on, of the other one")
-    parser.add_argument("--prompts", type=Path, default=PROMPTS / "sdxl_mini.txt")
+    parser = recipe_parser(__doc__, "four_bits")
     parser.add_argument("--presets", nargs="+", choices=presets(), default=presets(), metavar="NAME")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="NAME")
     parser.add_argument("--recipes", nargs="+", metavar="'PRESET OVERRIDES'", help="instead of presets and variants")
-    parser.add_argument("--images", type=int, default=64)
-    parser.add_argument("--calib-size", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--out", type=Path, default=HOME / "outputs/benchmarks/four_bits/choice")
     options = parser.parse_args()
     subject, lines = open_subject(options.checkpoint, options.calibration, options.calib_size, options.model), []
     tables = [[(preset, name, VARIANTS[name]) for name in options.variants] for preset in options.presets]

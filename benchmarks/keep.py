@@ -11,9 +11,9 @@ import tempfile
 from pathlib import Path
 
 import torch
-from common import GUIDANCE, load, parser, report
+from common import GUIDANCE, PROMPTS, load, parser, report
 from folding import UNQUANTIZED, export
-from quality import DEFAULT, NEMO, PROMPTS
+from quality import DEFAULT, NEMO
 
 from sd_quant.calibration.prompts import read_prompts
 from sd_quant.engines import load_engine

@@ -27,7 +27,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import torch
-from quality import DEFAULT, NEMO, PROMPTS, paired
+from common import PROMPTS
+from quality import DEFAULT, NEMO, paired
 from torch import Tensor, nn
 
 from sd_quant.calibration.hooks import collect, draw

@@ -18,10 +18,9 @@ import dataclasses
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 from statistics import fmean, stdev
 
-from common import GUIDANCE, MODEL, SEED, Subject, open_subject
+from common import GUIDANCE, SEED, Subject, open_subject, recipe_parser
 
 from sd_quant.calibration.prompts import read_prompts
 from sd_quant.engines import load_engine
@@ -36,7 +35,6 @@ from sd_quant.places import HOME
 from sd_quant.progress import progress
 from sd_quant.quantization.recipe import BY_ROLE, Enable, Pair, Recipe
 
-PROMPTS = Path(__file__).parent / "prompts"
 COLUMNS = ("recipe", "PSNR, dB", "against the first", "worst", "SSIM", "LPIPS", "SQNR dB, step 1", "10", "20")
 INT8 = Pair("int8", "int8")
 NEMO = Recipe(3.0, 0.8)  # its literal minimum apart
@@ -126,17 +124,8 @@ def measure(subject: Subject, recipes: dict[str, Recipe], options: argparse.Name
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=MODEL, help="a shipped checkpoint, as in model= (%(default)s)")
-    parser.add_argument("--checkpoint", type=Path, help="another one of its kind")
-    parser.add_argument("--calibration", type=Path, help="prompts to calibrate on, of the other one")
-    parser.add_argument("--prompts", type=Path, default=PROMPTS / "sdxl_mini.txt")
+    parser = recipe_parser(__doc__, "quality")
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), metavar="NAME")
-    parser.add_argument("--images", type=int, default=64)
-    parser.add_argument("--calib-size", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--out", type=Path, default=HOME / "outputs/benchmarks/quality/choice")
     options = parser.parse_args()
     subject = open_subject(options.checkpoint, options.calibration, options.calib_size, options.model)
     print(table(measure(subject, {name: RECIPES[name] for name in options.recipes}, options)))

@@ -22,7 +22,10 @@ from .config.composition import JOBS, composed
 
 PAGES = [HOME / name for name in ("README.md", "SECURITY.md")] + sorted((HOME / "docs").glob("*.md"))
 FOLDERS = "benchmarks|checkpoints|conf|docs|examples|sd_quant|tests"
-EXPLAINED_AS_ONE = {"files", "model.recommended", "quantize.exclude"}  # groups whose names are parts, knobs or families
+# groups whose names are parts, knobs or families
+EXPLAINED_AS_ONE = {
+    "files", "model.recommended", "quantize.exclude", "quantize.include", "quantize.weights_alone",
+}  # fmt: skip
 
 
 def name_of(value) -> str:
