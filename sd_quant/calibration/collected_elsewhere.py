@@ -54,12 +54,13 @@ def read_statistics(
     here: Mapping[str, Any],
     calib_size: int,
     guides: bool = True,
+    optional: Mapping[str, nn.Module] = {},
 ) -> Statistics:
     """The statistics of the first ``calib_size`` prompts, from an entry or a folder of entries.
 
     ``layers`` are the denoiser's layers to calibrate, by name; their weights may be on the meta device. ``contract`` is
     the denoiser's, and ``guides`` says whether guidance doubles its batch. ``here`` is the ``origin`` that a pass on
-    this machine would have.
+    this machine would have. Statistics may have the layers ``optional`` besides.
     Raises ConfigError when there is no entry, or none for so many prompts or so many steps; ArtifactError when an entry
     is damaged, holds no statistics, or those of another version or another denoiser.
     """
@@ -86,7 +87,9 @@ def read_statistics(
         )
     samples = 2 if guides and sampling["guidance_scale"] > 1 else 1
     calls = contract.shapes(**axes(samples, sampling["width"], sampling["height"]))
-    statistics = merge([read_entry(entries[segment], layers, calls, steps) for segment in by_size[calib_size]])
+    statistics = merge(
+        [read_entry(entries[segment], layers, calls, steps, optional) for segment in by_size[calib_size]]
+    )
     LOG.info("statistics of prompts 1 to %d come from %s", calib_size, path)
     if there["checkpoint"] != here["checkpoint"]:
         LOG.warning(
@@ -148,7 +151,11 @@ def chains(segments: Iterable[range]) -> dict[int, list[range]]:
 
 
 def read_entry(
-    entry: Entry, layers: Mapping[str, nn.Module], calls: Mapping[str, tuple[int, ...]], steps: int
+    entry: Entry,
+    layers: Mapping[str, nn.Module],
+    calls: Mapping[str, tuple[int, ...]],
+    steps: int,
+    optional: Mapping[str, nn.Module] = {},
 ) -> Statistics:
     """The statistics of an entry. ``calls`` are the shapes of the inputs of one call.
 
@@ -158,7 +165,8 @@ def read_entry(
     stored = {name: (tensor.dtype, tensor.shape) for name, tensor in entry.tensors.items()}
     if entry.segment.start > 0 and not any(name.startswith("call|") for name in stored):
         calls = {}
-    expected = expected_layout(layers, calls, entry.segment.stop, steps, stored)
+    besides = {name: layer for name, layer in optional.items() if f"{kind_of(layer)}|{name}|amax" in stored}
+    expected = expected_layout({**layers, **besides}, calls, entry.segment.stop, steps, stored)
     if wrong := [name for name in expected | stored if stored.get(name) != expected.get(name)]:
         count, first = len({name.rpartition("|")[0] for name in wrong}), wrong[0]
         raise ArtifactError(

@@ -43,16 +43,18 @@ def statistics_of(
         source=calibration_source_of(job.model, job.infer), sizes=sizes if others else None,
     )  # fmt: skip
     network = empty_denoiser(checkpoint)
+    watched = [name for name in roles if name in names or isinstance(network.get_submodule(name), nn.Linear)]
     if knobs.calibration is not None:
         contract = denoiser_part(checkpoint).contract
-        layers = {name: network.get_submodule(name) for name in names}
-        here = origin(checkpoint_sha256, names, sampling, "cuda" if torch.cuda.is_available() else "cpu")
+        besides = {name: network.get_submodule(name) for name in watched}
+        needed = {name: besides.pop(name) for name in names}
+        here = origin(checkpoint_sha256, watched, sampling, "cuda" if torch.cuda.is_available() else "cpu")
         return read_statistics(
-            input_path(knobs.calibration), layers, contract, here, knobs.calib_size, checkpoint.family.GUIDES
+            input_path(knobs.calibration), needed, contract, here, knobs.calib_size, checkpoint.family.GUIDES, besides
         )
     return calibrate(
         load_model(checkpoint),
-        [name for name in roles if name in names or isinstance(network.get_submodule(name), nn.Linear)],
+        watched,
         job.calibration_prompts() if prompts is None else prompts,
         sampling,
         checkpoint_sha256=checkpoint_sha256,

@@ -243,7 +243,7 @@ def test_the_parts_of_a_configuration_are_its_familys(opened, name):
     assert stated == list(parts)
     assert all(isinstance(part, Part) for part in parts.values())
     left_out = family_named(family).NETWORKS.keys() - {part.component for part in parts.values()}
-    assert left_out == ({"text_encoder_3"} if name == "sd3_no_t5" else set())
+    assert left_out == ({"text_encoder_3"} if name in ("sd3_no_t5", "sd3_mini") else set())
 
 
 def test_every_family_has_a_configuration_of_its_own():

@@ -42,10 +42,12 @@ def test_linears_that_a_recipe_may_include_are_looked_at_and_asked_of_nobody_els
     monkeypatch.setattr(calibrate, "empty_denoiser", lambda _: network)
     monkeypatch.setattr(calibrate, "load_model", lambda _: None)
     monkeypatch.setattr(calibrate, "calibrate", lambda _, names, *rest, **others: taken.update(ours=names))
-    monkeypatch.setattr(calibrate, "read_statistics", lambda _, layers, *rest: taken.update(elsewhere=list(layers)))
+    monkeypatch.setattr(
+        calibrate, "read_statistics", lambda _, layers, *rest: taken.update(needed=list(layers), besides=list(rest[-1]))
+    )
     monkeypatch.setattr(calibrate, "denoiser_part", lambda _: SimpleNamespace(contract=None))
     monkeypatch.setattr(calibrate, "origin", lambda *_: {})
     checkpoint = SimpleNamespace(family=SimpleNamespace(GUIDES=True))
     calibrate.statistics_of(checkpoint, roles, job("cache.dir=null"), "ab")
     calibrate.statistics_of(checkpoint, roles, job(f"calibration={tmp_path}"), "ab")
-    assert taken == {"ours": ["time", "to_q"], "elsewhere": ["to_q"]}
+    assert taken == {"ours": ["time", "to_q"], "needed": ["to_q"], "besides": ["time"]}

@@ -27,6 +27,8 @@ OTHER = {
     "weight_amax": torch.ones(2),
     "activation_amax": 1.0,
     "activation_zero_point": -110,
+    "per_token": True,
+    "rotation": 4,
     "bias": torch.ones(2),
     "pre_quant_scale": torch.ones(4),
     "folded_into": "norm",
