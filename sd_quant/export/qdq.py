@@ -7,7 +7,8 @@
 Inputs may be rotated in groups in front of QuantizeLinear, as the weight's codes are (``quantization.rotation``): a
 Reshape, a MatMul with the matrix, and a Reshape. Inputs that are scaled per token are divided by each token's largest
 number, so that one static scale serves them all and every runtime has integer kernels for the product, which is
-multiplied by that number again. QuantizeLinear with a scale for each token would do without, and no runtime has it.
+multiplied by that number again. QuantizeLinear with a scale for each token would do without the division, but OpenVINO
+takes no scales that the graph computes.
 
     x ─┬─────────────── Div ─ QuantizeLinear ─ DequantizeLinear ─ MatMul ─ Mul ─ (Add) ─ y
        └ Abs ─ ReduceMax ┴─────────────────────────────────────────────────┘

@@ -74,7 +74,7 @@ def parts(configs: Mapping[str, Mapping], tokens: int | None, io: str) -> dict[s
             "timestep": torch.float32,
         },
         half,
-        transformer["pos_embed_max_size"] * transformer["patch_size"],
+        (transformer["pos_embed_max_size"] or 0) * transformer["patch_size"] or None,
     )
     t5 = {"text_encoder_3": t5_part("text_encoder_3", tokens)} if "text_encoder_3" in configs else {}
     return {

@@ -40,7 +40,7 @@ def with_weights(recipe: Recipe, fmt: str) -> Recipe:
 
 def inputs_left_alone(recipe: Recipe) -> Recipe:
     """``recipe`` with its weights of linears and inputs in high precision, without a low-rank branch."""
-    return with_weights(recipe, recipe.enable.linear.weight)
+    return replace(with_weights(recipe, recipe.enable.linear.weight), per_channel=recipe.per_channel)
 
 
 def stored_bytes(shape: Sequence[int], role: str, recipe: Recipe | None) -> int:

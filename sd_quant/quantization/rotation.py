@@ -9,8 +9,9 @@ row of Sylvester's is all 1, and where the channels have a mean, as behind an ac
 itself. Groups make the product small beside that of the layer, and fit all widths that networks have.
 
 H is symmetric, so rotating twice gives ``x`` again, and its numbers are powers of two: fp16 holds them exactly. Not
-taken: absorbing a rotation into the layer in front, where the norms of diffusion models stand, with factors that differ
-per channel, and random signs, which change nothing here but what can be reproduced.
+taken: absorbing a rotation into the layer in front. Where a norm stands its factors differ per channel; an attention's
+values could take that of the output projection, one of four in a block. And random signs, with which results would
+depend on a seed.
 """
 
 import math

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from sd_quant.config import Infer, Model, sizes_of
+from sd_quant.config.sections import Sized
 from sd_quant.errors import ConfigError
 from sd_quant.inference.image_files import image_files, mask_files
 from sd_quant.inference.latents import read_latents
@@ -13,7 +14,7 @@ from sd_quant.inference.pipeline import Generated, Pipeline, Sampling
 from sd_quant.inference.source_images import SourceImages, read_source
 from sd_quant.knobs import check
 from sd_quant.models import FAMILIES, LATENT_FACTOR, family_named
-from sd_quant.models.checkpoint import Checkpoint, contracts_of, reads_guidance
+from sd_quant.models.checkpoint import Checkpoint, contracts_of, denoiser_part, reads_guidance
 from sd_quant.places import input_path
 from sd_quant.progress import progress
 
@@ -130,6 +131,17 @@ def check_steps(checkpoint: Checkpoint, steps: Mapping[str, int]) -> None:
     most = most_steps(checkpoint)
     for knob, number in steps.items():
         check(number <= most, knob, number, f"at most {most}, for which this checkpoint's sampler has noise levels")
+
+
+def check_sizes(checkpoint: Checkpoint, sections: Mapping[str, Sized]) -> None:
+    """Raises ConfigError when a section asks for images with more latents along a side than the denoiser takes."""
+    latents = denoiser_part(checkpoint).contract.latents
+    for section, knobs in sections.items():
+        for width, height in sizes_of(knobs) if latents is not None else ():
+            stated = f"{section}.sizes" if knobs.sizes else f"{section}.width and {section}.height"
+            most, found = latents * LATENT_FACTOR, f"{width} x {height}"
+            expected = f"at most {most} pixels a side, because this checkpoint knows the places of no more"
+            check(max(width, height) <= most, stated, found, expected)
 
 
 def generate(pipeline: Pipeline, prompts: list[str], infer: Infer, description: str) -> Generated:

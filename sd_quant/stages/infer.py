@@ -27,6 +27,7 @@ from sd_quant.stages.generate import (
     check_channels,
     check_guidance,
     check_images,
+    check_sizes,
     check_steps,
     generate,
     image_names,
@@ -47,6 +48,7 @@ def infer(job: InferJob, directory: Path) -> None:
     check_channels(checkpoint, job.infer)
     check_guidance(checkpoint, job.infer)
     check_steps(checkpoint, {"infer.steps": job.infer.steps})
+    check_sizes(checkpoint, {"infer": job.infer})
     check_cuda_graph(job.infer)
     files = engine_files(job)
     parameters, work = part_parameters(checkpoint), workload_of(job.infer)

@@ -73,7 +73,7 @@ from sd_quant.report.table import sweep_table
 from sd_quant.simulation.sensitivity import guided
 from sd_quant.source import source_digest
 from sd_quant.stages.compare import Comparison, framework_images, save_pairs
-from sd_quant.stages.generate import check_channels, check_guidance, check_images, check_steps, generate
+from sd_quant.stages.generate import check_channels, check_guidance, check_images, check_sizes, check_steps, generate
 from sd_quant.stages.job_folder import finished, remove_leftovers
 from sd_quant.stages.latency import denoiser_rounds
 from sd_quant.stages.load import check_weights, open_model
@@ -170,6 +170,7 @@ def court_of(job: JudgeJob | QuantizeJob, directory: Path) -> Court:
     check_channels(checkpoint, job.infer)
     check_guidance(checkpoint, job.infer)
     check_steps(checkpoint, {"infer.steps": job.infer.steps})
+    check_sizes(checkpoint, {"infer": job.infer})
     parameters, work = part_parameters(checkpoint), workload_of(job.infer)
     check_machine({"the largest part": memory_of_part(parameters, work)}, {}, directory)
     check_weights(checkpoint)

@@ -1,6 +1,5 @@
 """From the checkpoint's path to everything that later steps need to know of the model."""
 
-import fnmatch
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from sd_quant.quantization.budget import inputs_left_alone, with_weights
 from sd_quant.quantization.recipe import Recipe, reason_kept
 from sd_quant.quantization.recipe_check import check_layers, is_excluded
 from sd_quant.simulation.sensitivity import budget
-from sd_quant.stages.generate import check_channels, check_guidance, check_mask, check_steps
+from sd_quant.stages.generate import check_channels, check_guidance, check_mask, check_sizes, check_steps
 from sd_quant.stages.resources import check_machine, disk_needed, gpu_memory_needed, memory_needed, stored_bytes
 
 LOG = logging.getLogger(__name__)
@@ -126,13 +125,14 @@ def layers_of(checkpoint: Checkpoint, job: QuantizeJob) -> Loaded:
     """What follows from the checkpoint's structure and the job.
 
     Raises ConfigError for a recipe that does not fit the layers, noise that does not fit the VAE, guidance that nothing
-    reads, or more steps than the sampler can make.
+    reads, more steps than the sampler can make, or images that are larger than the denoiser takes.
     """
     check_channels(checkpoint, job.infer)
     if job.quantize.calibration is None:
         check_mask(checkpoint, "model.calibration_", job.model.calibration_mask)
     check_guidance(checkpoint, job.infer)
     check_steps(checkpoint, {"quantize.n_steps": job.quantize.n_steps, "infer.steps": job.infer.steps})
+    check_sizes(checkpoint, {"model": job.model, "infer": job.infer})
     parts, parameters = checkpoint.parts(), part_parameters(checkpoint)
     network, recipe = empty_denoiser(checkpoint), job.quantize
     roles, head_widths = checkpoint.family.layer_roles(network), checkpoint.family.attentions(network)
@@ -159,7 +159,7 @@ def layers_of(checkpoint: Checkpoint, job: QuantizeJob) -> Loaded:
 def matched(knob: str, patterns: Collection[str], names: Collection[str]) -> list[str]:
     """Those of ``names`` that match a pattern. Raises ConfigError when a pattern matches none."""
     for pattern in patterns:
-        if not fnmatch.filter(names, pattern):
+        if not any(is_excluded(name, [pattern]) for name in names):
             raise ConfigError(
                 f"quantize.{knob} has {pattern!r}, which matches none of the {len(names)} linears that it could be of, "
                 f"such as {', '.join(list(names)[:3]) or 'none'}; change the pattern"

@@ -40,10 +40,10 @@ def bytes_of(folder: Path) -> int:
     return sum(value.const_value.nbytes for value in stored)
 
 
-def test_int8_per_token_with_joint_attention_runs_in_int8_and_keeps_the_images(run):
-    """Measured: 43.6 dB. (With 10 steps, which guidance makes more of, 32.)"""
+def test_int8_per_token_with_joint_attention_runs_in_int8_and_keeps_the_images(run, int8_kernels):
+    """Measured: 43.6 dB, and 41.0 without scales per token. (With 10 steps guidance makes more of it: 32.)"""
     folder, record = run("int8_dynamic", "quantize=int8_dynamic", "quant_level=4")
-    assert record["fidelity"]["psnr"]["mean"] > 38
+    assert record["fidelity"]["psnr"]["mean"] > 42.3
     executed = record["executed"]
     # 81 linears, and the two products of 6 attentions
     assert executed["of"] == 81 + 12 and executed["count"] == executed["of"], executed["fell_back"]
@@ -57,12 +57,12 @@ def test_int8_per_token_with_joint_attention_runs_in_int8_and_keeps_the_images(r
 
 
 def test_rotated_four_bits_of_all_linears_run_in_onnx_runtime_and_take_a_quarter_of_fp16(run):
-    """The images are the engine's. Measured over 48 prompts and 20 steps: 26.0 dB; without rotation 23.3."""
+    """The images are the engine's. Measured: 27.5 dB, and 24.0 without rotation."""
     folder, record = run(
         "rotated", "quantize=rotated_w4a4", "quant_level=3", "infer=onnxruntime",
         f"quantize.include.sd3=[{EMBEDDERS}]", f"quantize.weights_alone.sd3=[{MODULATIONS},{EMBEDDERS}]",
     )  # fmt: skip
-    assert not record["simulated"] and record["fidelity"]["psnr"]["mean"] > 22
+    assert not record["simulated"] and record["fidelity"]["psnr"]["mean"] > 25.7
     assert bytes_of(folder / "onnx") < 0.28 * bytes_of(folder / "full_precision/onnx")
     layers = rows(folder)
     assert {row["rotation"] for name, row in layers.items() if row["activation_format"]} == {"64"}

@@ -43,6 +43,33 @@ def test_weights_alone_leave_the_inputs_and_have_no_branch():
         assert (own.enable.linear.weight, own.enable.linear.activation, own.rank) == expected
 
 
+def test_a_scale_for_a_whole_weight_stays_one_where_the_weight_alone_is_quantized():
+    made = job("quantize=int8_per_tensor", "quant_level=3", "quantize.weights_alone.sdxl=[*.ff.net.2]")
+    alone = layers_of(open_model(made.model), made)
+    name = next(iter(alone.weights_alone))
+    assert not made.quantize.per_channel and not alone.own(name, alone.recipe).per_channel
+
+
+@pytest.mark.parametrize("section", ["model", "infer"])
+@pytest.mark.parametrize("stated", ["width=128", "sizes=[64x64,64x128]"])
+def test_images_beyond_the_places_that_a_checkpoint_knows_are_refused(section, stated):
+    made = job("model=sd3_mini", f"{section}.{stated}")
+    with pytest.raises(
+        ConfigError, match=rf"^{section}\.\S.* expected at most 64 pixels a side, because this checkpoint"
+    ):
+        layers_of(open_model(made.model), made)
+
+
+def test_a_network_that_interpolates_places_takes_any_number_of_latents():
+    checkpoint = open_model(job("model=sd3_mini").model)
+    configs = checkpoint.configs | {"transformer": checkpoint.configs["transformer"] | {"pos_embed_max_size": None}}
+    limits = [
+        checkpoint.family.parts(each, 3, "diffusers")["transformer"].contract.latents
+        for each in (configs, checkpoint.configs)
+    ]
+    assert limits == [None, 8]
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
