@@ -3,9 +3,11 @@ VENV := $(or $(VIRTUAL_ENV),.venv)
 PYTHON := $(VENV)/bin/python
 PIP := $(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
+PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest --numprocesses 2
+
 .DEFAULT_GOAL := help
-.PHONY: help quickstart install test check style types quick mutations hand-over-check gpu-bundle \
-	gpu-check report cache-clean clean
+.PHONY: help quickstart install test soak soak-tests soak-consumers soak-benchmarks check style types quick \
+	mutations hand-over-check gpu-bundle gpu-check report cache-clean clean
 
 help: ## Show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -15,11 +17,23 @@ quickstart: install ## Install, then run the main job on the checkpoint that shi
 
 install: $(VENV)/.sd-quant-run ## Install what the commands need
 
-test: $(VENV)/.sd-quant-test $(VENV)/.sd-quant-consumers ## Install what the tests need, then run all of them
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/cli tests/faults tests/fuzz tests/gpu tests/unit -m "not consumer" \
-		--numprocesses 2 --dist loadfile --no-loadscope-reorder
-	OMP_NUM_THREADS=1 PYTHONPATH=$(abspath $(VENV)/consumers) $(PYTHON) -m pytest tests/cli/test_hand_over.py \
-		tests/unit/checkpoints/test_lora.py tests/unit/hand_over tests/unit/candidates -m consumer --numprocesses 2 --dist loadfile
+test: $(VENV)/.sd-quant-test ## Install what the tests need, then run all but the long ones (8 minutes on two cores)
+	$(PYTEST) tests/cli tests/faults tests/fuzz tests/gpu tests/unit -m "not soak and not consumer" \
+		--dist loadfile --no-loadscope-reorder --durations 10
+
+soak: ## The long tests, whatever became of the part before: half an hour on two cores
+	@$(MAKE) --keep-going --no-print-directory soak-tests soak-consumers soak-benchmarks
+
+soak-tests: $(VENV)/.sd-quant-test
+	$(PYTEST) tests/cli tests/faults tests/fuzz tests/unit -m "soak and not consumer" --ignore tests/unit/benchmarks \
+		--dist loadfile --durations 10
+
+soak-consumers: $(VENV)/.sd-quant-test $(VENV)/.sd-quant-consumers
+	PYTHONPATH=$(abspath $(VENV)/consumers) $(PYTEST) tests/cli/test_hand_over.py tests/unit/checkpoints/test_lora.py \
+		tests/unit/hand_over tests/unit/candidates -m consumer --dist loadfile --durations 10
+
+soak-benchmarks: $(VENV)/.sd-quant-test $(VENV)/.sd-quant-peers
+	PYTHONPATH=$(abspath $(VENV)/peers) $(PYTEST) tests/unit/benchmarks -m soak --dist load --durations 10
 
 check: $(VENV)/.sd-quant-test ## Style, types and the quick unit tests, in a minute
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync style types quick
@@ -32,8 +46,7 @@ types:
 	$(PYTHON) -m mypy
 
 quick:
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/unit --numprocesses 2 --dist worksteal --quiet \
-		-m "not slow and not consumer"
+	$(PYTEST) tests/unit --dist worksteal --quiet -m "not slow and not soak and not consumer"
 
 mutations: $(VENV)/.sd-quant-test ## Apply each deliberate fault of tests/mutations and say which test notices it
 	$(PYTHON) -m tests.mutations.run --workers 2

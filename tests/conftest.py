@@ -1,7 +1,9 @@
 """An SDXL UNet with a conv and an attention level, one layer a block: every role of layer, a second to run."""
 
 import gc
+import math
 import os
+import resource
 import signal
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -12,7 +14,9 @@ import torch
 import yaml
 from torch import Tensor, nn
 
+from sd_quant import process
 from sd_quant.calibration.hooks import collect, draw
+from sd_quant.metrics.memory import available_memory_bytes
 from sd_quant.models.sdxl import NemoUnetPart
 from sd_quant.models.sdxl_nemo import unet_config
 from sd_quant.models.unet import layer_roles, shared_inputs
@@ -42,6 +46,25 @@ def pytest_unconfigure() -> None:
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and so would everything that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_runtest_setup(item) -> None:
+    for marker in item.iter_markers("needs"):
+        if missing := lacking(**marker.kwargs):
+            pytest.skip(missing)
+
+
+def lacking(cores: int = 1, memory_gb: float = 0, files: int = 0) -> str | None:
+    """What of these this process cannot have, in a sentence; None where it can have all."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    for needed, found, what in (
+        (cores, process.cores(), "cores"),
+        (memory_gb, round(available_memory_bytes() / 1e9, 1), "GB of memory"),
+        (files, math.inf if limit == resource.RLIM_INFINITY else limit, "open files"),
+    ):
+        if found < needed:
+            return f"needs {needed} {what}, found {found}"
+    return None
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,4 +1,4 @@
-"""The real commands, and one real run of the main job that every test of its results shares.
+"""The real commands, and two runs that most tests of their results share: of the main job, and of a tiny pipeline.
 
 A command of most tests is a fork of a process that has imported everything (``command``). What only a new interpreter
 shows is tested with one: that a whole job runs, what is imported, signals, launchers (``process`` and ``start``).
@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
+from ..pipelines import sd15_of_one_level
 from . import forking
-from .sweeps import JOBS, SMALL, link_cache
+from .sweeps import JOBS, QUICK, link_cache
 
 REPOSITORY = Path(__file__).parents[2]
 SAMPLING = ("infer.steps=5", "infer.num_timed_runs=3", "infer.num_warmup_runs=1")
@@ -102,8 +103,7 @@ def made_once(tmp_path_factory) -> Callable[[str, Callable[[Path], object]], Pat
 class MainJob:
     directory: Path
     cache: Path
-    graphs: Path  # that it has put into that cache
-    statistics: Path  # in that cache: an entry of its prompts, and one of the first
+    statistics: Path  # in that cache: an entry of its prompts
     stdout: str
     prompts: list[str]
     sampling: tuple[str, ...]
@@ -111,46 +111,72 @@ class MainJob:
 
 @pytest.fixture(scope="session")
 def main_job(process, checkpoint, made_once) -> MainJob:
-    """``quantize.py quant_level=3 alpha=0.8``, with fewer prompts, steps and repeats."""
+    """``quantize.py quant_level=3 alpha=0.8`` in an interpreter of its own, with fewer prompts, steps and repeats."""
 
     def make(folder: Path) -> None:
         result = process(
-            "quantize.py", "quant_level=3", "alpha=0.8", "calib_size=4", "quantize.n_steps=5", "quantize.snapshots=[1]",
-            f"model.path={checkpoint}", f"cache.dir={folder}/cache",
+            "quantize.py", "quant_level=3", "alpha=0.8", "calib_size=4", "quantize.n_steps=5",
+            f"model.path={checkpoint}", f"cache.dir={folder}/cache", "hand_over=[diffusers_modelopt]",
             f"infer.prompts=[{','.join(PROMPTS)}]", f"hydra.run.dir={folder}/run", *SAMPLING, "timing.budget_s=0",
+            "trt.optimization_level=0",
         )  # fmt: skip
         assert result.returncode == 0, result.stderr[-3000:]
         (folder / "stdout").write_text(result.stdout)
-        link_cache(folder / "cache" / "graph", folder / "graphs")  # others may add to its cache
 
     folder = made_once("main_job", make)
     (statistics,) = (folder / "cache" / "statistics").iterdir()
     stdout = (folder / "stdout").read_text()
-    return MainJob(folder / "run", folder / "cache", folder / "graphs", statistics, stdout, PROMPTS, SAMPLING)
+    return MainJob(folder / "run", folder / "cache", statistics, stdout, PROMPTS, SAMPLING)
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """The smallest pipeline: what every command on it is told, a run at level 3, and the cache of that run."""
+
+    folder: Path
+    knobs: tuple[str, ...]
+    run: Path
+    cache: Path
 
 
 @pytest.fixture(scope="session")
-def with_graphs(main_job) -> Callable[[Path], Path]:
-    """``with_graphs(cache)``: a new cache that has the checkpoint's graphs, which depend on no knob of a recipe.
+def tiny(command, made_once) -> Tiny:
+    """A job of it takes a third of one of the shipped checkpoint, and a sixth where its graphs are in the cache."""
 
-    To trace them is half of the main job.
-    """
+    def knobs(folder: Path) -> tuple[str, ...]:
+        return ("model=sd15", f"model.path={folder}/model", "model.width=64", "model.height=64", *QUICK)
+
+    def make(folder: Path) -> None:
+        sd15_of_one_level(folder / "model")
+        result = command(
+            "quantize.py", *knobs(folder), "quant_level=3", "alpha=0.8", "quantize.snapshots=[1]",
+            f"cache.dir={folder}/cache", f"hydra.run.dir={folder}/run",
+        )  # fmt: skip
+        assert result.returncode == 0, result.stderr[-3000:]
+
+    folder = made_once("tiny", make)
+    return Tiny(folder / "model", knobs(folder), folder / "run", folder / "cache")
+
+
+@pytest.fixture(scope="session")
+def with_graphs(tiny) -> Callable[[Path], Path]:
+    """``with_graphs(cache)``: a new cache that has the tiny pipeline's graphs, which depend on no knob of a recipe."""
 
     def fill(cache: Path) -> Path:
-        link_cache(main_job.graphs, cache / "graph")
+        link_cache(tiny.cache / "graph", cache / "graph")
         return cache
 
     return fill
 
 
 @pytest.fixture(scope="session")
-def sweep_arguments(checkpoint) -> Callable[..., list[str]]:
+def sweep_arguments(tiny) -> Callable[..., list[str]]:
     """``sweep_arguments(folder)``: a command for three jobs in ``folder/sweep``, with their cache beside it."""
 
     def arguments(folder: Path, *more: str) -> list[str]:
         levels = ",".join(job.partition("=")[2] for job in JOBS)
-        knobs = f"quant_level={levels}", f"model.path={checkpoint}", f"cache.dir={folder}/cache"
-        return [*SMALL, *knobs, f"hydra.sweep.dir={folder}/sweep", *more]
+        where = f"cache.dir={folder}/cache", f"hydra.sweep.dir={folder}/sweep"
+        return ["quantize.py", "-m", *tiny.knobs, f"quant_level={levels}", *where, *more]
 
     return arguments
 

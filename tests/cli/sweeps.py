@@ -1,13 +1,13 @@
-"""The sweep of several files here: three jobs that are soon done, its table, and a cache to start with."""
+"""What several files here share: knobs of a job that is soon done, a sweep's jobs and table, a cache to start with."""
 
 import csv
 import os
 import shutil
 from pathlib import Path
 
-SMALL = (
-    "quantize.py", "-m", "calib_size=1", "quantize.n_steps=2", "infer.steps=2", "infer.prompts=[a rocket]",
-    "infer.num_timed_runs=1", "infer.num_warmup_runs=0", "timing.budget_s=0", "export_trt=none",
+QUICK = (
+    "calib_size=2", "quantize.n_steps=2", "infer.steps=2", "infer.prompts=[a rocket]", "infer.num_timed_runs=1",
+    "infer.num_warmup_runs=0", "timing.budget_s=0", "export_trt=none",
 )  # fmt: skip
 JOBS = ["quant_level=1", "quant_level=2", "quant_level=3"]
 TIMES = (

@@ -1,5 +1,9 @@
 import json
 
+import pytest
+
+pytestmark = pytest.mark.soak
+
 
 def test_a_picture_is_that_of_diffusers_own_pipeline(command, checkpoint):
     """By way of the converted folder, to what two orders of fp32 sums differ in over four guided steps."""

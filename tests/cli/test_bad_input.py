@@ -190,7 +190,7 @@ def test_a_sweep_with_broken_jobs_fails_and_each_log_and_row_says_why(command, f
     assert table.count("failed") == 4 and "holds no model" in table
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("sent", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.soak)])
 def test_ctrl_c_and_a_schedulers_word_end_the_job_soon_and_without_a_record(start, checkpoint, tmp_path, sent):
     directory = tmp_path / "run"
     with start("quantize.py", f"model.path={checkpoint}", f"hydra.run.dir={directory}", "cache.dir=null") as process:

@@ -17,18 +17,8 @@ from sd_quant.engines.tensorrt.plan import describe_plan
 
 from ..pipelines import redraw, sd15_of_one_level
 
-SMALL = (
-    "calib_size=2", "quantize.n_steps=4", "infer.steps=4", "infer.num_timed_runs=1", "infer.num_warmup_runs=1",
-    "timing.budget_s=0", "quant_level=3",
-)  # fmt: skip
+STEPS = ("quantize.n_steps=4", "infer.steps=4", "quant_level=3")
 LAYER = "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("plain") / "sd15"
-    sd15_of_one_level(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -74,18 +64,18 @@ def style(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("cache")
+def cache(with_graphs, tmp_path_factory) -> Path:
+    return with_graphs(tmp_path_factory.mktemp("cached") / "cache")
 
 
 @pytest.fixture(scope="module")
-def changed(command, plain, pictures, cache, tmp_path_factory) -> Path:
+def changed(command, tiny, pictures, cache, tmp_path_factory) -> Path:
     """A run whose images begin with images, calibrated on images too."""
     folder = tmp_path_factory.mktemp("changed") / "run"
     result = command(
-        "quantize.py", "model=sd15", f"model.path={plain}", "model.width=64", "model.height=64", *SMALL,
-        f"infer.image={pictures}", f"model.calibration_image={pictures}/c.png", "infer.prompts=[a red cat]",
-        "infer.strength=0.5", f"cache.dir={cache}", f"hydra.run.dir={folder}",
+        "quantize.py", *tiny.knobs, *STEPS, f"infer.image={pictures}", f"model.calibration_image={pictures}/c.png",
+        "infer.prompts=[a red cat]", "infer.strength=0.5", "export_trt=tensorrt_rtx", "trt.optimization_level=0",
+        f"cache.dir={cache}", f"hydra.run.dir={folder}",
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
     return folder
@@ -118,8 +108,8 @@ def test_each_image_of_a_folder_is_changed_and_the_encoder_is_a_part(changed, pi
     assert describe_plan(changed / "plan/vae_encoder.plan")["version"]
     assert len(record["fidelity"]["latent_sqnr_db"]) == 3, "half of four steps, which are five calls of PNDM"
     inputs = record["inputs"]
+    assert "calibrating on 2 prompts: 6 calls" in (changed / "quantize.log").read_text(), "from images too"
     assert inputs["image"]["sha256"] and inputs["calibration_image"]["sha256"] != inputs["image"]["sha256"]
-    assert record["fidelity"]["psnr"]["mean"] > 20
 
 
 def test_an_earlier_run_changes_other_images(command, changed, pictures, mask, tmp_path):
@@ -138,8 +128,9 @@ def test_an_earlier_run_changes_other_images(command, changed, pictures, mask, t
     assert right < np.abs(part - few)[:, 40:].mean(), "and what is, nearer to what is made of noise"
 
 
-def test_a_checkpoint_for_inpainting(command, inpainting, pictures, mask, cache, tmp_path):
-    knobs = "model=sd15", f"model.path={inpainting}", "model.width=64", "model.height=64", *SMALL, f"cache.dir={cache}"
+@pytest.mark.soak
+def test_a_checkpoint_for_inpainting(command, tiny, inpainting, pictures, mask, cache, tmp_path):
+    knobs = *tiny.knobs, *STEPS, f"model.path={inpainting}", f"cache.dir={cache}"
     masked = f"infer.image={pictures}/a.png", f"infer.mask={mask}", "infer.prompts=[a red cat]"
     result = command("quantize.py", *knobs, *masked, "export_trt=none", f"hydra.run.dir={tmp_path / 'refused'}")
     assert result.returncode == 2
@@ -149,14 +140,12 @@ def test_a_checkpoint_for_inpainting(command, inpainting, pictures, mask, cache,
         "quantize.py", *knobs, *masked, *calibrated, "export_trt=none", f"hydra.run.dir={tmp_path / 'run'}"
     )
     assert result.returncode == 0, result.stderr[-3000:]
-    record = record_of(tmp_path / "run")
-    assert record["fidelity"]["psnr"]["mean"] > 20
     (sample, *_) = onnx.load(tmp_path / "run/onnx/unet/unet.onnx").graph.input
     assert sample.type.tensor_type.shape.dim[1].dim_value == 9
 
 
-def test_from_python(plain, pictures):
-    model = sd_quant.open("sd15", plain, width=64, height=64)
+def test_from_python(tiny, pictures):
+    model = sd_quant.open("sd15", tiny.folder, width=64, height=64)
     knobs = {"steps": 4, "seed": 3}
     noise, changed = (model.images(["a red cat"], **knobs, **more) for more in ({}, {"image": f"{pictures}/a.png"}))
     assert noise.shape == changed.shape == (1, 64, 64, 3) and not np.array_equal(noise, changed)
@@ -171,14 +160,14 @@ def test_from_python(plain, pictures):
         (["model.loras=[{style}:x]"], 2, "a file, or file:strength with a number"),
     ],
 )
-def test_what_is_refused_before_anything_is_loaded(command, plain, pictures, style, tmp_path, knobs, code, refusal):
+def test_what_is_refused_before_anything_is_loaded(command, tiny, pictures, style, tmp_path, knobs, code, refusal):
     given = [knob.format(pictures=pictures, style=style) for knob in knobs]
-    result = command("quantize.py", "model=sd15", f"model.path={plain}", *given, f"hydra.run.dir={tmp_path}/run")
+    result = command("quantize.py", "model=sd15", f"model.path={tiny.folder}", *given, f"hydra.run.dir={tmp_path}/run")
     assert result.returncode == code and refusal in result.stderr and result.stderr.count("\n") == 1, result.stderr
 
 
-def test_a_lora_is_in_everything_that_is_made(command, plain, style, cache, tmp_path):
-    knobs = "model=sd15", f"model.path={plain}", "model.width=64", "model.height=64", *SMALL, f"cache.dir={cache}"
+def test_a_lora_is_in_everything_that_is_made(command, tiny, style, cache, tmp_path):
+    knobs = *tiny.knobs, *STEPS, f"cache.dir={cache}"
     made = {}
     for name, more in {"without": [], "with": [f"model.loras=[{style}:0.5]"]}.items():
         result = command(
@@ -200,9 +189,9 @@ def test_a_lora_is_in_everything_that_is_made(command, plain, style, cache, tmp_
     assert "The LoRA style.safetensors:0.5 is fused into the weights" in card
 
 
-def test_a_checkpoint_is_exported_as_it_is_and_drawn(command, plain, style, tmp_path):
+def test_a_checkpoint_is_exported_as_it_is_and_drawn(command, tiny, style, tmp_path):
     result = command(
-        "export_trt.py", "model=sd15", f"model.path={plain}", "model.width=64", "model.height=64",
+        "export_trt.py", "model=sd15", f"model.path={tiny.folder}", "model.width=64", "model.height=64",
         f"model.loras=[{style}]", "model.encoder=true", f"hydra.run.dir={tmp_path / 'exported'}",
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
@@ -216,7 +205,7 @@ def test_a_checkpoint_is_exported_as_it_is_and_drawn(command, plain, style, tmp_
     drawn = command("infer.py", f"run={tmp_path / 'exported'}", *knobs, f"hydra.run.dir={tmp_path / 'drawn'}")
     assert drawn.returncode == 0, drawn.stderr[-3000:]
     torch_drawn = command(
-        "infer.py", "model=sd15", f"model.path={plain}", "model.width=64", "model.height=64", "infer=torch",
+        "infer.py", "model=sd15", f"model.path={tiny.folder}", "model.width=64", "model.height=64", "infer=torch",
         f"model.loras=[{style}]", *knobs, f"hydra.run.dir={tmp_path / 'torch'}",
     )  # fmt: skip
     assert torch_drawn.returncode == 0, torch_drawn.stderr[-3000:]

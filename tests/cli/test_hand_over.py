@@ -26,16 +26,10 @@ AS_PRINTED = 30.0  # in 16 bits, in which most inputs are near the next code
 
 
 @pytest.fixture(scope="module")
-def run(command, tmp_path_factory) -> Path:
+def run(main_job) -> Path:
     """A run that has handed over to ModelOpt, which is installed with the project."""
-    folder = tmp_path_factory.mktemp("hand_over")
-    result = command(
-        "quantize.py", *SMALL, f"infer.prompts={PROMPTS}", f"cache.dir={folder}/cache", f"hydra.run.dir={folder}/run",
-        "hand_over=[diffusers_modelopt]",
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert "handed over" in result.stdout and "diffusers_modelopt  150 of 150" in result.stdout
-    return folder / "run"
+    assert "handed over" in main_job.stdout and "diffusers_modelopt  150 of 150" in main_job.stdout
+    return main_job.directory
 
 
 def test_the_record_and_the_card_say_what_it_is(run):
@@ -44,7 +38,7 @@ def test_the_record_and_the_card_say_what_it_is(run):
     figures = json.loads((folder / "hand_over.json").read_text())
     assert entry.items() <= figures.items() and Path(entry["folder"]).name == folder.name
     assert entry["quantized"] == entry["of"] == 150 and entry["lost"] == {} and entry["inputs"].keys() == {"int8"}
-    assert len(entry["fidelity"]["psnr"]["values"]) == len(PROMPTS) and 20 < entry["fidelity"]["psnr"]["mean"] < 60
+    assert len(entry["fidelity"]["psnr"]["values"]) == 2 and 20 < entry["fidelity"]["psnr"]["mean"] < 60
     assert {"unet/modelopt_state.pth", "unet/diffusion_pytorch_model.safetensors"} <= entry["bytes"].keys()
     card = (folder / "README.md").read_text()
     assert f"| psnr | {entry['fidelity']['psnr']['mean']:.4g} |" in card and "95 % interval" in card
@@ -53,13 +47,12 @@ def test_the_record_and_the_card_say_what_it_is(run):
 
 def test_a_run_that_is_done_is_handed_over_the_same(run, command, tmp_path):
     """The assignment that is derived again gives the same files, and a second time they are replaced."""
+    name = "unet/diffusion_pytorch_model.safetensors"
+    ours, theirs = tmp_path / "diffusers_modelopt", run / "hand_over/diffusers_modelopt"
+    given = "hand_over.py", f"run={run}", "to=diffusers_modelopt", f"hydra.run.dir={tmp_path}"
     for images in ("true", "false"):
-        result = command(
-            "hand_over.py", f"run={run}", "to=diffusers_modelopt", f"images={images}", f"hydra.run.dir={tmp_path}"
-        )
+        result = command(*given, f"images={images}")
         assert result.returncode == 0, result.stderr[-3000:]
-        ours, theirs = tmp_path / "diffusers_modelopt", run / "hand_over/diffusers_modelopt"
-        name = "unet/diffusion_pytorch_model.safetensors"
         assert (ours / name).read_bytes() == (theirs / name).read_bytes()
         found, expected = (json.loads((folder / "hand_over.json").read_text())["fidelity"] for folder in (ours, theirs))
         assert found == (expected if images == "true" else None)
@@ -118,6 +111,7 @@ def derived(handed_over):
     return assignment_of(run_job(str(handed_over)), handed_over, StageTimer())
 
 
+@pytest.mark.soak
 @pytest.mark.consumer
 @pytest.mark.parametrize("target", LEAST)
 def test_it_draws_what_the_simulation_draws(handed_over, derived, tmp_path, target):
@@ -134,6 +128,7 @@ def test_it_draws_what_the_simulation_draws(handed_over, derived, tmp_path, targ
     assert facts["class"] == "StableDiffusionXLPipeline" and min(decibels(simulated, printed)) > AS_PRINTED
 
 
+@pytest.mark.soak
 @pytest.mark.consumer
 def test_single_files_are_whole(handed_over):
     """Every weight of the checkpoint is in ComfyUI's file, and of its UNet in GGUF's, under the keys that they read."""

@@ -13,6 +13,8 @@ import pytest
 
 from sd_quant.places import HOME
 
+pytestmark = [pytest.mark.soak, pytest.mark.needs(memory_gb=3)]
+
 MINE = """format: mine
 enable:
   conv: {weight: int8, activation: int8}

@@ -14,6 +14,8 @@ import pytest
 from .sweeps import JOBS as ALL_JOBS
 from .sweeps import link_cache, without_times
 
+pytestmark = [pytest.mark.soak, pytest.mark.needs(cores=2, memory_gb=6, files=1000)]
+
 JOBS = ALL_JOBS[:2]
 INSTALLED = {distribution.name for distribution in importlib.metadata.distributions()}
 ONE_HOST = ["hydra/launcher=one_host", "hydra.launcher.n_jobs=2"]

@@ -4,7 +4,6 @@ import csv
 import hashlib
 import json
 import math
-import re
 import shlex
 import shutil
 from collections import Counter
@@ -88,6 +87,7 @@ def test_everything_that_a_run_leaves_is_there(run, main_job):
     files = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
     names = [f"{index:04}.png" for index in range(len(main_job.prompts))]
     expected = {"config.yaml", "layers.csv", "metrics.json", "provenance.json", "quantize.log", "quantized_unet.pt"}
+    expected |= {"report.html"}
     expected |= {f"onnx/{part}/{part}.onnx" for part in PART_NAMES}
     expected |= {f"plan/{part}.plan{record}" for part in PART_NAMES for record in ("", ".json")}
     expected |= {"images/grid.png"} | {f"images/{side}/{n}" for side in ("full_precision", "quantized") for n in names}
@@ -107,8 +107,8 @@ def test_the_closing_table_is_printed_and_the_log_has_every_stage(run, main_job,
     for words in ("unet_xl", "speed-up", "PSNR", "peak memory", f"run directory: {run}"):
         assert words in main_job.stdout
     log = (run / "quantize.log").read_text()
-    stages = ("load", "calibrate", "assign", "pictures", "export", "plans", "parity", "latency")
-    assert tuple(record["stages"]) == stages
+    stages = ("load", "calibrate", "assign", "pictures", "export", "plans", "hand_over", "parity", "latency")
+    assert set(record["stages"]) == set(stages)
     assert all(f"{stage} ..." in log for stage in stages)
 
 
@@ -136,96 +136,6 @@ def test_smoothing_is_folded_where_it_can_be_and_the_graph_multiplies_elsewhere(
     multiplications = sum(node.output[0].endswith(".smoothed") for node in unet.graph.node)
     assert record["smoothing"] == {"smoothed_layers": 124, "folded_layers": 95, "multiplications": multiplications}
     assert multiplications == 11 + 7
-
-
-def test_another_recipe_takes_its_statistics_from_the_cache_and_keeps_what_is_most_sensitive(
-    command, checkpoint, main_job, tmp_path
-):
-    directory = tmp_path / "run"
-    """And of the first prompt alone: of that the main job left a snapshot."""
-    entries = {path: path.stat().st_mtime_ns for path in main_job.statistics.glob("*.safetensors")}
-    result = command(
-        "quantize.py", "quant_level=2", "alpha=auto", "smoothing=modelopt", "keep=2", "calib_size=1",
-        "quantize.n_steps=5", "export_trt=none", f"model.path={checkpoint}", f"cache.dir={main_job.cache}",
-        f"infer.prompts=[{PROMPT}]", f"hydra.run.dir={directory}", *main_job.sampling, "timing.budget_s=0",
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert "statistics of prompts 1 to 1 come from the cache" in (directory / "quantize.log").read_text()
-    found = {path: path.stat().st_mtime_ns for path in main_job.statistics.glob("*.safetensors")}
-    assert len(found) == 2 and found == entries
-
-    with (directory / "sensitivity.csv").open(newline="") as file:
-        ranked = list(csv.DictReader(file))
-    errors = [float(row["network_error"]) for row in ranked]
-    assert len(ranked) == 48 and errors == sorted(errors, reverse=True) and errors[-1] > 0
-    assert [row["name"] for row in ranked if row["kept"] == "True"] == [row["name"] for row in ranked[:2]]
-    with Image.open(directory / "sensitivity.png") as plot:
-        assert plot.size == (1600, 600)
-
-    record = json.loads((directory / "metrics.json").read_text())
-    curve = record["sensitivity"]["curve"]
-    assert [point["kept"] for point in curve] == [0, 1, 2, 4, 8, 16, 32]
-    assert curve[-1]["relative_error"] < curve[2]["relative_error"] < curve[0]["relative_error"]
-    assert record["layers"] == {"quantized": 46, "high_precision": 174 - 46}
-
-    with (directory / "layers.csv").open(newline="") as file:
-        layers = {row["name"]: row for row in csv.DictReader(file)}
-    assert all(layers[row["name"]]["reason"] == "among the most sensitive layers" for row in ranked[:2])
-    searched = [row for row in layers.values() if row["alpha"]]
-    gains = [float(row["accumulated_error_alpha_0.8"]) - float(row["accumulated_error"]) for row in searched]
-    assert len({row["alpha"] for row in searched}) > 1 and sum(gains) > 0
-    assert record["smoothing"]["multiplications"] == len(searched) > 18
-
-
-def test_a_budget_gives_bits_to_the_layers_that_need_them(command, checkpoint, main_job, with_graphs, tmp_path):
-    """Convolutions alone, in 4 or 8 bits or left in fp16; the file takes what was computed, and its graph."""
-    directory = tmp_path / "run"
-    arguments = [
-        "quantize.py", "quantize=svdquant_w4a16", "quant_level=1", "calib_size=1", "quantize.n_steps=5",
-        "export_trt=none", f"model.path={checkpoint}", f"cache.dir={main_job.cache}", f"infer.prompts=[{PROMPT}]",
-        f"hydra.run.dir={directory}", *main_job.sampling, "timing.budget_s=0",
-    ]  # fmt: skip
-    refused = command(*arguments, "quantize.budget=0.05")
-    assert refused.returncode == 2 and "calibrat" not in refused.stderr.splitlines()[-1]
-    found = re.search(r"quantize.budget is 0.05, expected from (\d+) bytes \(a share of ([\d.]+)\)", refused.stderr)
-    least = int(found[1])
-    result = command(*arguments, f"quantize.budget={least + 300_000}")
-    assert result.returncode == 0, result.stderr[-3000:]
-    record = json.loads((directory / "metrics.json").read_text())
-    chosen = record["sensitivity"]["budget"]
-    assert set(chosen["layers"]) == {"svdquant_w4a16", "int8", "fp16"} and sum(chosen["layers"].values()) == 26
-    assert chosen["layers"]["svdquant_w4a16"] and chosen["layers"]["int8"]
-    assert least < chosen["chosen_bytes"] <= chosen["limit_bytes"] == least + 300_000
-    stored = record["sizes_bytes"]["unet_xl"]["onnx_quantized"]
-    graph = record["sizes_bytes"]["unet_xl"]["onnx_full_precision"] - 2 * parameters_of(record)
-    assert stored - chosen["chosen_bytes"] == pytest.approx(graph, abs=150_000)
-    with (directory / "budget.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    worst = sorted(rows, key=lambda row: -float(row["network_error_svdquant_w4a16"]) / float(row["bytes_fp16"]))
-    assert {row["chosen"] for row in worst[:3]} <= {"int8", "fp16"}
-    predicted = sum(float(row.get(f"network_error_{row['chosen']}") or 0) ** 2 for row in rows) ** 0.5
-    assert predicted == pytest.approx(chosen["predicted_error"])
-
-
-def parameters_of(record: dict) -> int:
-    return record["sizes_bytes"]["unet_xl"]["weights_fp32"] // 4
-
-
-def test_statistics_from_elsewhere_give_the_same_recipe(command, run, main_job, with_graphs, checkpoint, tmp_path):
-    """As someone without a GPU does it: another machine's folder, no pass and no statistics here."""
-    directory = tmp_path / "reused"
-    result = command(
-        "quantize.py", "quant_level=3", "alpha=0.8", "calib_size=4", "quantize.n_steps=5", f"model.path={checkpoint}",
-        f"calibration={main_job.statistics}", "quantize.seed=7", "export_trt=none",
-        f"cache.dir={with_graphs(tmp_path / 'cache')}", "infer.prompts=[a rocket]", f"hydra.run.dir={directory}",
-        "infer.steps=1", "infer.num_timed_runs=1", "timing.budget_s=0",
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr[-3000:]
-    log = (directory / "quantize.log").read_text()
-    assert "calibrating on" not in log and "sampling.seed 42 (here 7)" in log
-    assert not (tmp_path / "cache/statistics").exists()
-    assert (directory / "layers.csv").read_text() == (run / "layers.csv").read_text()
-    assert "calibration" in json.loads((directory / "metrics.json").read_text())["inputs"]
 
 
 def test_levels_add_roles(layers):
@@ -395,14 +305,6 @@ def test_modelopt_restores_the_quantized_unet(run, checkpoint, layers):
 # ----------------------------------------------------------------------------------- the commands that go on from a run
 
 
-def test_plans_are_built_alone_into_the_directory_that_was_asked_for(command, run, tmp_path):
-    result = command("export_trt.py", f"run={run}", f"hydra.run.dir={tmp_path}/plans")
-    assert result.returncode == 0, result.stderr
-    for part in PART_NAMES:
-        assert describe_plan(tmp_path / "plans/plan" / f"{part}.plan")["targets"] == ["SM89", "SM120"]
-    assert f"plans: {tmp_path}/plans/plan" in result.stdout
-
-
 def test_one_part_can_be_built_for_one_target(command, run, tmp_path):
     result = command(
         "export_trt.py", f"clip1={onnx_path(run, 'clip1')}", "trt.targets=[SM120]", "trt.static_batch=true",
@@ -414,19 +316,16 @@ def test_one_part_can_be_built_for_one_target(command, run, tmp_path):
     assert (record["targets"], record["profile"]) == (["SM120"], {"input_ids": [[2, 77]] * 3})
 
 
-@pytest.mark.parametrize("explicit", [False, True])
-def test_pictures_of_the_run_come_out_the_same(command, run, main_job, checkpoint, tmp_path, explicit):
-    if explicit:
-        paths = [f"{part}={onnx_path(run, part)}" for part in PART_NAMES] + [f"model.path={checkpoint}"]
-    else:
-        paths = [f"run={run}"]
+def test_images_of_the_run_come_out_the_same(command, run, main_job, checkpoint, tmp_path):
+    """From the files one by one; that ``run=`` finds them is tested with a tiny pipeline."""
+    paths = [f"{part}={onnx_path(run, part)}" for part in PART_NAMES] + [f"model.path={checkpoint}"]
     prompts = f"infer.prompts=[{','.join(main_job.prompts)}]"
-    result = command("infer.py", *paths, prompts, *main_job.sampling, f"hydra.run.dir={tmp_path}/pictures")
+    result = command("infer.py", *paths, prompts, *main_job.sampling, f"hydra.run.dir={tmp_path}/images")
     assert result.returncode == 0, result.stderr
     for index in range(len(main_job.prompts)):
-        found = picture(tmp_path / "pictures/images" / f"{index:04}.png")
+        found = picture(tmp_path / "images/images" / f"{index:04}.png")
         np.testing.assert_array_equal(found, picture(run / "images/quantized" / f"{index:04}.png"))
-    record = json.loads((tmp_path / "pictures/metrics.json").read_text())
+    record = json.loads((tmp_path / "images/metrics.json").read_text())
     assert (record["status"], record["prompts"]) == ("done", main_job.prompts)
     assert set(record["latency"]["openvino"]) == {*PART_NAMES, "image"}
     assert all(math.isfinite(value) for _, value in numbers(record))

@@ -8,9 +8,7 @@ import pytest
 from PIL import Image
 
 from .conftest import PROMPTS
-from .sweeps import SMALL
 
-KNOBS = [knob for knob in SMALL if knob not in ("quantize.py", "-m", "calib_size=1", "infer.prompts=[a rocket]")]
 SIZES = {"0000": (64, 64), "0001": (64, 128)}  # by image
 
 
@@ -28,25 +26,23 @@ def pixels(path) -> np.ndarray:
         return np.asarray(image).astype(int)
 
 
-def test_a_run_calibrates_on_and_compares_images_of_all_sizes(command, checkpoint, with_graphs, prompts, tmp_path):
+def test_a_run_calibrates_on_and_compares_images_of_all_sizes(command, tiny, with_graphs, prompts, tmp_path):
     run = tmp_path / "run"
     result = command(
-        "quantize.py", "quant_level=1", "calib_size=2", "model.sizes=[128x64,64x64]",
-        "infer.sizes=[64x64,64x128]", *KNOBS, prompts, f"model.path={checkpoint}",
-        f"cache.dir={with_graphs(tmp_path / 'cache')}", f"hydra.run.dir={run}",
+        "quantize.py", *tiny.knobs, "quant_level=1", "model.sizes=[128x64,64x64]", "infer.sizes=[64x64,64x128]",
+        prompts, f"cache.dir={with_graphs(tmp_path / 'cache')}", f"hydra.run.dir={run}",
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
     for variant in ("full_precision", "quantized"):
         assert sizes_in(run / "images" / variant) == SIZES
     record = json.loads((run / "metrics.json").read_text())
-    assert all(10 < value < 60 for value in record["fidelity"]["psnr"]["values"])
-    assert all(value > 40 for value in record["fidelity_unquantized_engine"]["psnr"]["values"])
-    assert len(record["fidelity"]["ssim"]["values"]) == 2 and len(record["fidelity"]["latent_sqnr_db"]) == 2
+    fidelity = record["fidelity"]
+    assert len(fidelity["psnr"]["values"]) == len(fidelity["ssim"]["values"]) == len(fidelity["latent_sqnr_db"]) == 2
     (entry,) = (tmp_path / "cache" / "statistics").rglob("*.safetensors")
     assert b'\\"sizes\\": [\\"128x64\\", \\"64x64\\"]' in entry.read_bytes()[:10_000]
     again = command(
         "infer.py", f"run={run}", prompts, "infer.sizes=[64x64,64x128]", "steps=2", "num_warmup_runs=0",
-        "infer.num_timed_runs=1", f"model.path={checkpoint}", f"hydra.run.dir={tmp_path}/again",
+        "infer.num_timed_runs=1", f"hydra.run.dir={tmp_path}/again",
     )  # fmt: skip
     assert again.returncode == 0, again.stderr
     assert sizes_in(tmp_path / "again" / "images") == SIZES

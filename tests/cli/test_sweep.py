@@ -39,8 +39,8 @@ def test_what_jobs_share_is_made_once(unbroken):
     entries = {
         kind: len(list((unbroken / "cache" / kind).glob("*/manifest.json"))) for kind in ("graph", "onnx", "pictures")
     }
-    assert entries == {"graph": 4, "onnx": 4 + 3, "pictures": 2}  # torch's, and the unquantized engine's
-    full = [unbroken / "sweep" / job / "full_precision/onnx/unet_xl/unet_xl.onnx" for job in JOBS]
+    assert entries == {"graph": 3, "onnx": 3 + 3, "pictures": 2}  # torch's, and the unquantized engine's
+    full = [unbroken / "sweep" / job / "full_precision/onnx/unet/unet.onnx" for job in JOBS]
     assert full[0].samefile(full[1]) and full[0].samefile(full[2])
 
 
