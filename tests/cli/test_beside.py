@@ -44,6 +44,7 @@ class Asked(Tracer):
         self.happened.append("end")
 
 
+@pytest.mark.soak
 def test_a_job_gives_its_tracer_work_and_asks_before_each_call_how_many_cores_it_leaves(tmp_path, monkeypatch):
     monkeypatch.setattr(export_onnx, "several_threads", lambda: True)
     sd15(tmp_path / "model")

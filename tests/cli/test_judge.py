@@ -156,7 +156,8 @@ def test_beside_the_recipes_of_a_sweep_candidates_stand_in_its_table(command, ti
     given = ["quantize.py", *tiny.knobs, "judge.runtimes=false", f"candidates=[{first}]"]
     alone = command(*given, f"hydra.run.dir={tmp_path}/run")
     assert alone.returncode == 2 and "candidates are judged beside the recipes of a sweep" in alone.stderr
-    given += ["-m", f"cache.dir={with_graphs(tmp_path / 'cache')}", f"hydra.sweep.dir={tmp_path}/sweep"]
+    given[1:1] = ["-m"]
+    given += [f"cache.dir={with_graphs(tmp_path / 'cache')}", f"hydra.sweep.dir={tmp_path}/sweep"]
     differing = command(*given, "infer.seed=1,2")
     assert differing.returncode == 2 and "the jobs of this sweep differ in model, infer" in differing.stderr
     unread = command(*given, "quant_level=1,3", "candidates=[README.md]")

@@ -44,6 +44,7 @@ def test_what_jobs_share_is_made_once(unbroken):
     assert full[0].samefile(full[1]) and full[0].samefile(full[2])
 
 
+@pytest.mark.soak
 def test_killed_and_started_again_it_leaves_the_same(unbroken, start, command, sweep_arguments, with_graphs, tmp_path):
     with_graphs(tmp_path / "cache")
     with start(*sweep_arguments(tmp_path)) as process:
