@@ -1,5 +1,6 @@
 """An SDXL UNet with a conv and an attention level, one layer a block: every role of layer, a second to run."""
 
+import copy
 import gc
 import math
 import os
@@ -22,7 +23,7 @@ from sd_quant.models.sdxl_nemo import unet_config
 from sd_quant.models.unet import layer_roles, shared_inputs
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.derivation import derive
-from sd_quant.quantization.recipe import Recipe
+from sd_quant.quantization.recipe import Enable, Pair, Recipe
 from sd_quant.quantization.statistics import Statistics
 
 MINI_CONFIG = Path(__file__).parents[1] / "examples/sdxl_mini/model_config.yaml"
@@ -142,28 +143,50 @@ class Calibrated:
         for inputs in self.calls:
             part(**inputs)
 
+    def output(self, unet: nn.Module) -> Tensor:
+        """What the part answers to the first call with this UNet."""
+        part = self.part()
+        part.unet = unet
+        return part(**self.calls[0])
+
     def assignment(
         self, alpha: float | str, quant_level: float = 3.0, smoothing: str = "folded", kept: Collection[str] = ()
     ) -> dict[str, LayerAssignment]:
         """``min-max`` over one step is the max calibrator, which is what ModelOpt has."""
+        return self.derived(Recipe(quant_level, alpha, collect_method="min-max", smoothing=smoothing), kept)
+
+    def in_format(self, fmt: str, **given) -> dict[str, LayerAssignment]:
+        """All layers in one format."""
+        pair = Pair(fmt, fmt)
+        enable = Enable(pair, pair, None)
+        per_channel = fmt == "int8"
+        return self.derived(Recipe(3.0, 0.8, collect_method="min-max", enable=enable, per_channel=per_channel, **given))
+
+    def derived(self, recipe: Recipe, kept: Collection[str] = ()) -> dict[str, LayerAssignment]:
         weights = self.part().unet
-        recipe = Recipe(quant_level, alpha, collect_method="min-max", smoothing=smoothing)
-        inputs = shared_inputs(self.roles)
         weight_of = lambda name: weights.get_submodule(name).weight  # noqa: E731
-        return derive(self.roles, weight_of, self.statistics.layers, recipe, inputs, kept)
+        return derive(self.roles, weight_of, self.statistics.layers, recipe, shared_inputs(self.roles), kept)
 
 
 @pytest.fixture(scope="session")
-def calibrated(build_unet, unet_inputs) -> Calibrated:
-    """Statistics of the UNet over two prompts, one step, as calibration collects them."""
-    calls = [unet_inputs(batch=2, seed=prompt) for prompt in range(PROMPTS)]
-    part = NemoUnetPart(build_unet(), POOLED)
-    roles = layer_roles(part.unet)
-    layers = {name: part.unet.get_submodule(name) for name, role in roles.items() if role != "excluded"}
-    now = {}
-    wanted = draw(layers, range(PROMPTS), 1, seed=0)
-    with collect(part, layers, range(PROMPTS), 1, lambda: (0, [now["prompt"]]), wanted) as statistics:
-        for prompt, inputs in enumerate(calls):
-            now["prompt"] = prompt
-            part(**inputs)
-    return Calibrated(lambda: NemoUnetPart(build_unet(), POOLED), calls, roles, statistics)
+def calibrate() -> Callable[[NemoUnetPart, list[dict[str, Tensor]]], Calibrated]:
+    """Collects statistics as calibration does, each call a prompt of its own at one step."""
+
+    def run(part: NemoUnetPart, calls: list[dict[str, Tensor]]) -> Calibrated:
+        pristine, roles, now = copy.deepcopy(part), layer_roles(part.unet), {}
+        layers = {name: part.unet.get_submodule(name) for name, role in roles.items() if role != "excluded"}
+        wanted = draw(layers, range(len(calls)), 1, seed=0)
+        with collect(part, layers, range(len(calls)), 1, lambda: (0, [now["call"]]), wanted) as statistics:
+            for now["call"], inputs in enumerate(calls):
+                part(**inputs)
+        return Calibrated(lambda: copy.deepcopy(pristine), calls, roles, statistics)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def calibrated(build_unet, unet_inputs, calibrate) -> Calibrated:
+    """Of the small UNet over two prompts."""
+    return calibrate(
+        NemoUnetPart(build_unet(), POOLED), [unet_inputs(batch=2, seed=prompt) for prompt in range(PROMPTS)]
+    )

@@ -1,15 +1,12 @@
 """What codes of inputs that are scaled token by token stand for: the rule that torchao and ComfyUI compute."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
 
 from sd_quant.candidates.comfyui_inputs import INT8
 from sd_quant.quantization.assignment import SMALLEST_TOKEN, LayerAssignment, token_amax
-from sd_quant.quantization.formats import FORMATS
-from sd_quant.quantization.rotation import rotated
+from tests.layers import drawn, turned
 
 # 1 / 127 becomes 0.0078735 in fp16, which is 7e-5 less: so much smaller is every number that a code stands for, and a
 # code of a number so near to halfway between two that 7e-5 of it decide is the next.
@@ -18,8 +15,7 @@ OF_FP16 = 1e-4
 
 def tokens(rows: int = 64, width: int = 96) -> Tensor:
     """Of very different magnitudes, 2^-8 to 2^8."""
-    random = torch.Generator().manual_seed(0)
-    return torch.randn(rows, width, generator=random) * 2.0 ** torch.linspace(-8, 8, rows)[:, None]
+    return drawn(rows, width) * 2.0 ** torch.linspace(-8, 8, rows)[:, None]
 
 
 def per_token(fmt: str = "int8", rotation: int = 0) -> LayerAssignment:
@@ -53,52 +49,18 @@ def test_what_one_token_is_changes_no_other(fmt):
     assert torch.equal(after[5], torch.zeros(96))
 
 
-@pytest.mark.parametrize("fmt", ["int8", "fp8"])
-def test_every_token_errs_as_much_relative_to_its_largest(fmt):
-    """With one scale of all, the smallest tokens would become zeros."""
-    x = tokens()
-    layer = per_token(fmt)
-    errors = (layer.rounded_input(x) - x).abs().amax(-1) / x.abs().amax(-1)
-    step = 1 / 127 if fmt == "int8" else 32 / 448  # the largest between two codes
-    assert errors.max() < 0.51 * step
-    static = LayerAssignment("layer", "ffn", (8, 96), fmt, fmt, activation_amax=x.abs().max().item())
-    if fmt == "int8":
-        assert not static.rounded_input(x)[0].any() and layer.rounded_input(x)[0].any()
-
-
 def test_the_largest_number_of_a_token_is_over_its_last_axis_and_never_zero():
     x = torch.tensor([[[1.0, -3.0], [0.0, 0.0]], [[2.0**-20, 0.0], [5.0, 4.0]]])
     assert token_amax(x).tolist() == [[[3.0], [SMALLEST_TOKEN]], [[SMALLEST_TOKEN], [5.0]]]
     assert torch.tensor(SMALLEST_TOKEN).half() == torch.finfo(torch.float16).tiny
 
 
-def test_of_a_rotated_token_the_largest_rotated_number_counts():
-    """An outlier of 100 among zeros becomes 16 numbers of 25, all of them the code 127."""
-    x = torch.zeros(2, 96)
-    x[0, 20] = 100
-    layer = per_token(rotation=16)
-    turned = rotated(layer.rounded_input(x), 16)
-    largest = 127 * layer.activation_scale * 25
-    assert turned[0, 16:32].abs().tolist() == [pytest.approx(largest, rel=1e-6)] * 16
-    assert turned[0, :16].abs().max() < 1e-4 and not turned[1].any()
-
-
 @pytest.mark.parametrize("rotation", [0, 16])
 def test_it_is_that_of_a_formula_in_double_precision(rotation):
-    x, layer = tokens().double(), per_token(rotation=rotation)
-    four = torch.tensor([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]]).double() / 2
-    matrix = torch.kron(four, four)
-    turned = (x.unflatten(-1, (-1, 16)) @ matrix).flatten(-2) if rotation else x
-    largest, scale = turned.abs().amax(-1, keepdim=True), float(torch.tensor(1 / 127).half())
-    rounded = (turned / largest / scale).round().clamp(-128, 127) * scale * largest
-    expected = (rounded.unflatten(-1, (-1, 16)) @ matrix).flatten(-2) if rotation else rounded
+    x, layer = tokens(), per_token(rotation=rotation)
+    rotated_x = turned(x, rotation)
+    largest, scale = rotated_x.abs().amax(-1, keepdim=True), float(torch.tensor(1 / 127).half())
+    rounded = (rotated_x / largest / scale).round().clamp(-128, 127) * scale * largest
+    expected = turned(rounded, rotation)
     assert layer.activation_scale == scale
-    assert ((layer.rounded_input(x.float()) - expected).norm() / expected.norm()) < 1e-4
-
-
-def test_its_columns_stand_in_layers_csv():
-    row = replace(per_token(rotation=16), weight_amax=torch.ones(1)).row()
-    assert (row["per_token"], row["rotation"]) == (True, 16)
-    assert row["activation_scale"] == FORMATS["int8"].scales(torch.empty(0), torch.tensor(1.0))[0].item()
-    plain = LayerAssignment("layer", "ffn", (8, 96), "int8", "int8", weight_amax=torch.ones(1), activation_amax=1.0)
-    assert (plain.row()["per_token"], plain.row()["rotation"]) == (None, None)
+    assert ((layer.rounded_input(x) - expected).norm() / expected.norm()) < 1e-4

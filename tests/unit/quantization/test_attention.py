@@ -5,43 +5,35 @@ from torch import Tensor
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.attention import assign_attention, head_factors
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
-from sd_quant.quantization.statistics import LayerStatistics, Sample
-from sd_quant.simulation.rewrite import IntegerProducts, fake_quantized
+from sd_quant.quantization.statistics import LayerStatistics
+from sd_quant.simulation.rewrite import IntegerProducts
+from tests.layers import sample_of
 
 HEADS, WIDTH = 3, 16
 
 
-def recipe(attention: str | None, level: float = 4.0) -> Recipe:
-    return Recipe(level, 0.8, enable=Enable(Pair("int8", "int8"), Pair("int8", "int8"), attention))
-
-
-def statistics_of(rows: Tensor) -> dict[str, LayerStatistics]:
-    """All of an attention's linears read ``rows``, of which the first has the first half in its sample."""
-    halves = {"q": rows[: len(rows) // 2], "k": rows[len(rows) // 2 :], "v": rows[:1]}
-    sample = {
-        letter: Sample(half.half(), torch.arange(len(half), dtype=torch.float64)) for letter, half in halves.items()
-    }
-    return {f"attn.to_{letter}": LayerStatistics("linear", torch.ones(1, 8), sample[letter]) for letter in "qkv"}
-
-
-def assigned(fmt: str, cross: bool = False, width: int = WIDTH, scale: Tensor | None = None) -> LayerAssignment:
+def assigned(
+    fmt: str, cross: bool = False, width: int = WIDTH, level: float = 4.0, scale: Tensor | None = None
+) -> LayerAssignment:
+    """The row of an attention whose value absorbed ``scale``; each of its linears has a part of the rows it reads."""
     torch.manual_seed(0)
     weights = {f"attn.to_{letter}": torch.randn(HEADS * width, 8) for letter in "qkv"}
     rows = {
         name: LayerAssignment(name, "qkv", (HEADS * width, 8), output_scale=scale if name == "attn.to_v" else None)
         for name in weights
     }
-    statistics = statistics_of(torch.randn(12, 8))
-    return assign_attention("attn", width, rows, weights.__getitem__, statistics, recipe(fmt), cross)
+    inputs, int8 = torch.randn(12, 8), Pair("int8", "int8")
+    parts = zip(weights, (inputs[:6], inputs[6:], inputs[:1]), strict=True)
+    statistics = {name: LayerStatistics("linear", torch.ones(1, 8), sample_of(part.half())) for name, part in parts}
+    recipe = Recipe(level, 0.8, enable=Enable(int8, int8, fmt))
+    return assign_attention("attn", width, rows, weights.__getitem__, statistics, recipe, cross)
 
 
 def test_integers_have_ranges_for_each_head_over_all_rows_that_the_attention_reads():
     torch.manual_seed(0)
     weights, inputs = [torch.randn(HEADS * WIDTH, 8) for _ in "qkv"], torch.randn(12, 8)
     query, key, value = (
-        ((torch.cat([inputs[:6], inputs[6:], inputs[:1]]).half().float()) @ weight.T)
-        .unflatten(1, (HEADS, WIDTH))
-        .transpose(0, 1)
+        (torch.cat([inputs, inputs[:1]]).half().float() @ weight.T).unflatten(1, (HEADS, WIDTH)).transpose(0, 1)
         for weight in weights
     )
     query, key = query * WIDTH**-0.25, key * WIDTH**-0.25
@@ -54,9 +46,10 @@ def test_integers_have_ranges_for_each_head_over_all_rows_that_the_attention_rea
         torch.testing.assert_close(amax, 1.25 * heads.abs().amax((1, 2)))
 
 
-def test_floats_have_one_range_each_and_no_mean():
-    row = assigned("fp8")
+def test_floats_have_one_range_each_and_no_mean_even_of_a_cross_attention():
+    row = assigned("fp8", cross=True)
     assert [amax.shape for amax in row.attention_amax] == [(1,)] * 3 and row.key_mean is None
+    assert row.attention_products == ("attn.scores", "attn.values")
 
 
 def test_what_the_value_absorbed_is_in_its_range():
@@ -70,15 +63,12 @@ def test_what_the_value_absorbed_is_in_its_range():
         ({"fmt": "int8", "cross": True}, "it reads the text, whose first token is far larger than the others"),
         ({"fmt": "int8", "width": 24}, "its heads are 24 wide, no multiple of 16"),
         ({"fmt": "fp8", "width": 24}, "its heads are 24 wide, no multiple of 16"),
+        ({"fmt": "int8", "level": 3.0}, "role attention is not in quant_level 3"),
     ],
 )
 def test_what_stays_in_high_precision_says_why(given, reason):
     row = assigned(**given)
     assert (row.reason, row.activation_format, row.attention_products) == (reason, None, ())
-
-
-def test_floats_quantize_a_cross_attention_too():
-    assert assigned("fp8", cross=True).attention_products == ("attn.scores", "attn.values")
 
 
 def test_factors_are_numbers_of_fp16_that_undo_each_other():
@@ -132,24 +122,3 @@ def test_the_mean_of_the_keys_is_not_paid_for_with_codes():
     without, _ = integer_error(query, key, value, mean=torch.zeros(HEADS, WIDTH))
     subtracted, _ = integer_error(query, key, value)
     assert subtracted < 0.03 < without / 3
-
-
-def test_a_small_head_beside_a_large_one_keeps_its_codes():
-    torch.manual_seed(1)
-    query, key, value = (torch.randn(1, HEADS, 64, WIDTH) for _ in "qkv")
-    value[:, 1] *= 100
-    error, exact = integer_error(query[:, :1], key[:, :1], value[:, :1])
-    sizes = torch.tensor([1.0, 100.0, 1.0]).view(1, HEADS, 1, 1)
-    together, everything = integer_error(query, key, value)
-    assert together == pytest.approx(error, rel=1) and (everything / sizes).isfinite().all()
-
-
-def test_level_3_has_a_row_that_says_so():
-    row = assign_attention("attn", WIDTH, {}, lambda name: torch.empty(0), {}, recipe("int8", 3.0), False)
-    assert row.reason == "role attention is not in quant_level 3" and row.attention_amax is None
-
-
-def test_a_number_is_rounded_to_its_code():
-    from sd_quant.quantization.formats import FORMATS
-
-    assert fake_quantized(FORMATS["int8"], torch.tensor([0.26, 100.0]), 0.5).tolist() == [0.5, 63.5]

@@ -1,4 +1,5 @@
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,22 +16,15 @@ from sd_quant.quantization.observers.mse import mse, squared_errors
 from sd_quant.quantization.observers.sample import BINS, bin_counts
 
 COUNT = 30_011  # no multiple of 10 000: which value then has exactly 99.99 % below it is a matter of rounding
-OF_THE_SAMPLE = ["percentile", "histogram", "entropy", "mse"]
-
-
-DISTRIBUTIONS = ["gaussian", "rectified", "laplace", "heavy-tailed", "one outlier"]
+OF_THE_SAMPLE = [name for name in OBSERVERS if name != "min_max"]
+DISTRIBUTIONS = ["gaussian", "rectified", "heavy-tailed", "one outlier"]
 each_distribution = pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 
 
 def draw(distribution: str) -> Tensor:
     """fp32 [COUNT], the same every time."""
     random = np.random.default_rng(0)
-    if distribution == "laplace":
-        values = random.laplace(size=COUNT)
-    elif distribution == "heavy-tailed":
-        values = random.standard_t(3, size=COUNT)
-    else:
-        values = random.normal(size=COUNT)
+    values = random.standard_t(3, size=COUNT) if distribution == "heavy-tailed" else random.normal(size=COUNT)
     if distribution == "one outlier":
         values[7] = -30
     if distribution == "rectified":
@@ -42,10 +36,10 @@ def amax_of(values: Tensor) -> float:
     return values.abs().max().item()
 
 
-def modelopt_amax(values: Tensor, method: str) -> float:
+def modelopt_amax(values: Tensor, method: str, bins: int = BINS) -> float:
     from modelopt.torch.quantization.calib import HistogramCalibrator
 
-    calibrator = HistogramCalibrator(num_bins=BINS)
+    calibrator = HistogramCalibrator(num_bins=bins)
     calibrator.collect(values)
     return calibrator.compute_amax(method).item()
 
@@ -66,12 +60,13 @@ def deployed_error(values: Tensor, threshold: float) -> float:
     return (quantized - values.double()).square().mean().item()
 
 
-@pytest.mark.slow  # ModelOpt's own search
-@each_distribution
-def test_entropy_is_that_of_modelopt(distribution):
-    """The same histogram gives the same bin; its edge is an fp32 number there."""
+@pytest.mark.parametrize("distribution", ["rectified", "heavy-tailed"])
+def test_entropy_is_that_of_modelopt(distribution, monkeypatch):
+    """The same histogram gives the same bin; its edge is an fp32 number there. ModelOpt searches 2048 bins for 5 s."""
+    monkeypatch.setattr("sd_quant.quantization.observers.entropy.BINS", 512)
+    monkeypatch.setattr("sd_quant.quantization.observers.entropy.bin_counts", partial(bin_counts, bins=512))
     values = draw(distribution)
-    expected = modelopt_amax(values, "entropy")
+    expected = modelopt_amax(values, "entropy", 512)
     assert expected < 0.98 * amax_of(values)  # or anything that returns amax would pass
     assert OBSERVERS["entropy"](values, amax_of(values)) == pytest.approx(expected, rel=1e-6)
 
@@ -103,7 +98,8 @@ def test_mse_is_as_good_as_brute_force(distribution):
     thresholds' 1 %, so the curve is not quite smooth."""
     values = draw(distribution)
     peak = amax_of(values)
-    best = min(modelopt_error(values, peak * share) for share in np.geomspace(1, 1 / 20, 2000))
+    grid = peak * np.geomspace(1, 1 / 20, 2000)
+    best = modelopt_error(values, grid[squared_errors(values.abs(), grid).argmin()])
     found = OBSERVERS["mse"](values, peak)
     assert best < 0.98 * modelopt_error(values, peak)
     assert modelopt_error(values, found) < 1.01 * best
@@ -139,14 +135,6 @@ def test_e4m3_is_judged_by_its_own_rounding(name, distribution):
     assert found <= 1.02 * min(error(peak), error(OBSERVERS[name](values, peak)))
 
 
-@pytest.mark.parametrize("halves, step", [(127**2, 3 / 4), (3 * 127**2, 5 / 8)])
-def test_mse_by_hand(halves, step):
-    """That many values of 0.5 and one of 127. A step s above 1/2 makes the first s and the other 127 s: the error
-    ``halves (s - 1/2)^2 + 127^2 (1 - s)^2`` is smallest at the mean of 1/2 and 1 with these weights."""
-    values = torch.cat([torch.full((halves,), 0.5), torch.tensor([127.0])])
-    assert mse(values, 127.0) == pytest.approx(127 * step, rel=0.01)
-
-
 def test_divergences_by_hand():
     counts = torch.zeros(130).double()
     counts[65], counts[66], counts[127], counts[129] = 1, 3, 2, 2
@@ -163,38 +151,23 @@ def test_the_wider_of_two_equal_ranges():
     assert OBSERVERS["entropy"](torch.tensor([0.5, 0.5, 1.0]), 1.0) == 1.0
 
 
-def test_amax_is_among_the_ranges_of_mse():
-    """A step of 1 hits both values; no other that reaches 50 within 127 steps hits 3."""
-    assert mse(torch.tensor([3.0, 50.0]), 127.0) == 127.0
-
-
 @pytest.mark.parametrize("name", OBSERVERS)
 def test_never_more_than_amax(name):
     """A sample may exceed it by how its dtype was rounded."""
     assert OBSERVERS[name](torch.tensor([1.0, 9.004]), 9.0) <= 9.0
 
 
-def test_min_max_ignores_the_sample():
-    assert OBSERVERS["min_max"](torch.tensor([0.1, -7.0]), 9.0) == 9.0
-
-
 @pytest.mark.parametrize("name", OF_THE_SAMPLE)
-def test_a_sample_that_lacks_the_peak_is_judged_by_its_own(name):
-    values = draw("laplace")
-    assert OBSERVERS[name](values, 1e4) == OBSERVERS[name](values, amax_of(values))
-
-
-@pytest.mark.parametrize("name", OF_THE_SAMPLE)
-def test_neither_shape_nor_order_nor_sign_matters(name):
+def test_neither_shape_nor_order_nor_sign_matters_nor_a_peak_that_the_sample_lacks(name):
     values = draw("heavy-tailed")[:30_000]
-    other = -values.flip(0).reshape(10, 3000).T
-    assert OBSERVERS[name](other, amax_of(values)) == OBSERVERS[name](values, amax_of(values))
+    other, expected = -values.flip(0).reshape(10, 3000).T, OBSERVERS[name](values, amax_of(values))
+    assert OBSERVERS[name](other, amax_of(values)) == OBSERVERS[name](values, 1e4) == expected
 
 
 @pytest.mark.parametrize("name", OBSERVERS)
-@pytest.mark.parametrize("values", [[], [[]], [0.0, -0.0], [1.0, math.nan], [1.0, -math.inf]])
-def test_a_sample_that_says_nothing_gives_amax(name, values):
-    assert OBSERVERS[name](torch.tensor(values), 3.0) == 3.0
+def test_a_sample_that_says_nothing_gives_amax(name):
+    for values in ([], [[]], [0.0, -0.0], [1.0, math.nan], [1.0, -math.inf]):
+        assert OBSERVERS[name](torch.tensor(values), 3.0) == 3.0, values
 
 
 def test_a_percentile_of_zero_gives_amax():
@@ -203,12 +176,7 @@ def test_a_percentile_of_zero_gives_amax():
     assert OBSERVERS["percentile"](values, 3.0) == 3.0
 
 
-def test_histogram_by_hand():
-    values = torch.tensor([[0.0, -0.4, 0.5], [1.9, -2.0, 5.0]])
-    assert bin_counts(values, 2.0, bins=4).tolist() == [2, 1, 0, 3]
-
-
-properties = settings(derandomize=True, deadline=None, max_examples=50)
+properties = settings(derandomize=True, deadline=None, max_examples=30)
 names = st.sampled_from(list(OBSERVERS))
 samples = arrays(np.float32, st.integers(1, 200), elements=st.floats(-(2**10), 2**10, width=32)).map(torch.from_numpy)
 headroom = st.floats(1, 100)

@@ -13,17 +13,13 @@ from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.low_rank import low_rank
 from sd_quant.quantization.ranges import with_weight_range
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
-from sd_quant.quantization.rotation import rotated, rotation_matrix
-from sd_quant.quantization.rounding import COLUMNS, DAMPING, FEWEST_ROWS, damped_hessian, gptq, with_rounded_weight
+from sd_quant.quantization.rotation import rotated
+from sd_quant.quantization.rounding import DAMPING, FEWEST_ROWS, gptq, with_rounded_weight
 from sd_quant.quantization.row_chunks import layer_of_rows
-from sd_quant.quantization.statistics import LayerStatistics, Sample
+from tests.layers import drawn, statistics_of
 
 BLOCKED = [name for name, fmt in FORMATS.items() if fmt.block is not None]
 OUTPUTS, INPUTS = 24, 128
-
-
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def inputs(count: int, seed: int = 1) -> Tensor:
@@ -31,17 +27,24 @@ def inputs(count: int, seed: int = 1) -> Tensor:
     return drawn(count, 16, seed=seed) @ drawn(16, INPUTS, seed=7) * drawn(INPUTS, seed=8).exp() + drawn(count, INPUTS)
 
 
-def statistics(rows: Tensor) -> LayerStatistics:
-    return LayerStatistics("linear", rows.abs().amax(0)[None], Sample(rows, torch.arange(len(rows)).double()))
-
-
 def row(weight: Tensor, fmt: str, **given) -> LayerAssignment:
     return LayerAssignment("layer", "ffn", tuple(weight.shape), fmt, weight_amax=weight.abs().amax().view(1), **given)
 
 
-def recipe(fmt: str, rounding: str = "nearest", scale_search: bool = False, **given) -> Recipe:
-    pair = Pair(fmt, None)
-    return Recipe(3.0, None, enable=Enable(pair, pair, None), rounding=rounding, scale_search=scale_search, **given)
+def branched(weight: Tensor, fmt: str, rotation: int) -> LayerAssignment:
+    """A row with factors of smoothing and a branch of rank 4."""
+    factors = drawn(INPUTS, seed=3).mul(0.3).exp()
+    layer = row(weight, fmt, pre_quant_scale=factors, rotation=rotation)
+    return with_weight_range(replace(layer, low_rank=low_rank(rewritten(weight, layer), 4)), weight)
+
+
+def rounded(
+    layer: LayerAssignment, weight: Tensor, rows: Tensor, rounding: str = "gptq", scale_search: bool = False, **given
+) -> LayerAssignment:
+    pair = Pair(layer.format, None)
+    enable = Enable(pair, pair, None)
+    recipe = Recipe(3.0, None, enable=enable, rounding=rounding, scale_search=scale_search, **given)
+    return with_rounded_weight(layer, weight, statistics_of(rows), recipe)
 
 
 def published(weight: Tensor, rows: Tensor, fmt_name: str) -> Tensor:
@@ -68,26 +71,16 @@ def published(weight: Tensor, rows: Tensor, fmt_name: str) -> Tensor:
 def test_gptq_is_the_published_update(fmt):
     """But for numbers so near to halfway between two codes that fp32 and double precision decide differently."""
     weight, rows = drawn(OUTPUTS, INPUTS), inputs(64)
-    layer = with_rounded_weight(row(weight, fmt), weight, statistics(rows), recipe(fmt, "gptq"))
-    codes, scales = layer.codes_and_scales(weight)
+    codes, scales = rounded(row(weight, fmt), weight, rows).codes_and_scales(weight)
     numbers = FORMATS[fmt].dequantize(codes, *scales)
     assert torch.isclose(numbers, published(weight, rows, fmt), rtol=1e-4).float().mean() > 0.99
-
-
-@pytest.mark.parametrize("fmt", BLOCKED)
-def test_gptq_makes_the_error_of_outputs_smaller_on_rows_that_it_has_not_seen(fmt):
-    weight, rows, others = drawn(OUTPUTS, INPUTS), inputs(128), inputs(500, seed=2)
-    plain = row(weight, fmt)
-    chosen = with_rounded_weight(plain, weight, statistics(rows), recipe(fmt, "gptq"))
-    errors = [output_errors(layer, weight, others, 1)[0] for layer in (plain, chosen)]
-    assert errors[1] < 0.9 * errors[0]
 
 
 @pytest.mark.parametrize("fmt", BLOCKED)
 def test_every_block_has_the_best_scale_of_those_tried(fmt):
     """Tried one by one, and for whole rows the error is smaller than with the format's own scale."""
     weight = drawn(OUTPUTS, INPUTS) ** 3
-    layer = with_rounded_weight(row(weight, fmt), weight, statistics(inputs(8)), recipe(fmt, scale_search=True))
+    layer = rounded(row(weight, fmt), weight, inputs(8), "nearest", scale_search=True)
     table, block = FORMATS[fmt], FORMATS[fmt].block
 
     def errors(codes: Tensor, scales: tuple[Tensor, ...]) -> Tensor:
@@ -105,7 +98,7 @@ def test_four_over_six_worked_by_hand():
     """Of a block's numbers 12 and 9: with 12 as code 6, nine lies between 4 and 6; with 12 as code 4 it is code 3."""
     fmt, weight = FORMATS["nvfp4"], torch.tensor([[12.0, *15 * [9.0]], 16 * [36.0]])
     layer = row(weight, "nvfp4")
-    chosen = with_rounded_weight(layer, weight, statistics(inputs(8)[:, :16]), recipe("nvfp4", scale_search=True))
+    chosen = rounded(layer, weight, inputs(8)[:, :16], "nearest", scale_search=True)
     plain, better = (
         fmt.dequantize(codes, *scales) for codes, scales in (each.codes_and_scales(weight) for each in (layer, chosen))
     )
@@ -121,12 +114,9 @@ def test_smoothed_and_split_weights_are_rounded_for_the_smoothed_input(fmt):
     factors = drawn(INPUTS, seed=3).exp()
     layer = row(weight, fmt, pre_quant_scale=factors, low_rank=(drawn(OUTPUTS, 4).half(), drawn(4, INPUTS).half()))
     smoothed = rewritten(weight, layer)
-    layer = replace(layer, weight_amax=smoothed.abs().amax().view(1))
-    chosen = with_rounded_weight(layer, weight, statistics(rows), recipe(fmt, "gptq"))
-    alone = row(smoothed, fmt)
-    expected = with_rounded_weight(alone, smoothed, statistics(rows * factors), recipe(fmt, "gptq"))
-    for found, wanted in zip(chosen.rounded, expected.rounded, strict=True):
-        assert torch.equal(found, wanted)
+    chosen = rounded(replace(layer, weight_amax=smoothed.abs().amax().view(1)), weight, rows)
+    expected = rounded(row(smoothed, fmt), smoothed, rows * factors)
+    assert all(map(torch.equal, chosen.rounded, expected.rounded))
 
 
 @pytest.mark.parametrize("rotation", [0, 16])
@@ -137,100 +127,61 @@ def test_a_branch_that_is_fitted_again_leaves_less_of_outputs_that_it_has_not_se
     Where inputs are rotated GPTQ leaves 0.92 to 1.00; fitted to what is rotated, a branch would make it more.
     """
     weight, rows, others = drawn(OUTPUTS, INPUTS), inputs(128), inputs(500, seed=2)
-    factors = drawn(INPUTS, seed=3).mul(0.3).exp()
-    layer = row(weight, fmt, pre_quant_scale=factors, rotation=rotation)
-    layer = with_weight_range(replace(layer, low_rank=low_rank(rewritten(weight, layer), 4)), weight)
+    layer = branched(weight, fmt, rotation)
     # fitted to the weight, FP4 has 0.82 and 0.88 left
     for rounding, left in (("nearest", 0.8), ("gptq", 1.02 if rotation else 0.96)):
-        chosen = [
-            with_rounded_weight(
-                layer, weight, statistics(rows), recipe(fmt, rounding, True, rank=4, branch_rounds=rounds)
-            )
-            for rounds in (0, 3)
-        ]
-        errors = [output_errors(each, weight, others, 1)[0] for each in chosen]
+        before, after = (
+            rounded(layer, weight, rows, rounding, True, rank=4, branch_rounds=rounds) for rounds in (0, 3)
+        )
+        errors = [output_errors(each, weight, others, 1)[0] for each in (before, after)]
         assert errors[1] < left * errors[0]
-        assert [each.low_rank[1].shape for each in chosen] == 2 * [(4, INPUTS)]
-        assert chosen[0].low_rank is layer.low_rank
+        assert before.low_rank is layer.low_rank and after.low_rank[1].shape == (4, INPUTS)
 
 
 @pytest.mark.parametrize("fmt", BLOCKED)
 def test_gptq_rounds_what_is_rotated_for_inputs_that_are_rotated(fmt):
     """The codes are those of a layer whose weight and inputs were rotated before anybody saw them."""
     weight, rows = drawn(OUTPUTS, INPUTS), inputs(64)
-    turned, turned_rows = (rotated(x, 16) for x in (weight, rows))
-    layer = replace(row(turned, fmt), rotation=16)
-    chosen = with_rounded_weight(layer, weight, statistics(rows), recipe(fmt, "gptq", True))
-    expected = with_rounded_weight(row(turned, fmt), turned, statistics(turned_rows), recipe(fmt, "gptq", True))
-    for found, wanted in zip(chosen.rounded, expected.rounded, strict=True):
-        assert torch.equal(found, wanted)
-    torch.testing.assert_close(chosen.rounded_weight(weight), rotated(expected.rounded_weight(turned), 16))
-    unturned = with_rounded_weight(row(weight, fmt), weight, statistics(rows), recipe(fmt, "gptq", True))
-    assert not torch.equal(unturned.rounded[0], chosen.rounded[0])
+    rotated_weight, rotated_rows = (rotated(x, 16) for x in (weight, rows))
+    chosen = rounded(replace(row(rotated_weight, fmt), rotation=16), weight, rows, scale_search=True)
+    expected = rounded(row(rotated_weight, fmt), rotated_weight, rotated_rows, scale_search=True)
+    assert all(map(torch.equal, chosen.rounded, expected.rounded))
+    torch.testing.assert_close(chosen.rounded_weight(weight), rotated(expected.rounded_weight(rotated_weight), 16))
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "gptq"])
-@pytest.mark.parametrize("rounds", [0, 3])
-@pytest.mark.parametrize("fmt", BLOCKED)
-def test_a_branch_beside_rotated_codes_reads_inputs_that_are_not_rotated(fmt, rounds, rounding):
-    """Output of codes and branch in double precision; fitted to what is rotated it would be off by all of itself."""
-    weight = drawn(OUTPUTS, INPUTS) + 20 * drawn(OUTPUTS, 1) @ drawn(1, INPUTS)
-    rows, others = inputs(128), inputs(64, seed=2)
-    factors = drawn(INPUTS, seed=3).mul(0.3).exp()
-    layer = row(weight, fmt, pre_quant_scale=factors, rotation=16)
-    layer = with_weight_range(replace(layer, low_rank=low_rank(rewritten(weight, layer), 4)), weight)
-    given = recipe(fmt, rounding, True, rank=4, branch_rounds=rounds, rotation=16)
-    chosen = with_rounded_weight(layer, weight, statistics(rows), given)
-    x, matrix = (others * factors).double(), rotation_matrix(16).double()
-    turned = (x.unflatten(-1, (-1, 16)) @ matrix).flatten(-2)
-    codes, scales = chosen.codes_and_scales(rewritten(weight, chosen))
-    up, down = (part.double() for part in chosen.low_rank)
-    found = turned @ FORMATS[fmt].dequantize(codes, *scales).double().T + x @ down.T @ up.T
-    exact = others.double() @ weight.double().T
-    error = ((found - exact).norm() / exact.norm()).item()
-    assert error < 0.03 < ((x @ down.T @ up.T - exact).norm() / exact.norm()).item()
-    assert output_errors(chosen, weight, others, 1)[0] == pytest.approx(error, rel=1e-2)
-
-
-def test_without_rows_a_branch_is_fitted_to_the_weight():
-    assert torch.equal(damped_hessian(torch.empty(0, 8)), DAMPING * torch.eye(8))
-
-
-def test_inputs_far_apart_do_not_make_up_for_each_other():
+def test_inputs_far_apart_do_not_make_up_for_each_other(monkeypatch):
     """A weight of more than ``COLUMNS`` inputs is rounded as two weights are."""
-    width = COLUMNS + 64
-    weight, rows = drawn(4, width), drawn(32, width)
-    fmt = FORMATS["int4"]
+    monkeypatch.setattr("sd_quant.quantization.rounding.COLUMNS", 128)
+    weight, rows, fmt = drawn(4, 192), drawn(32, 192), FORMATS["int4"]
     codes, scales = gptq(weight, rows, fmt, lambda columns: fmt.scales(columns, torch.ones(1)))
-    for part in (slice(COLUMNS), slice(COLUMNS, None)):
+    for part in (slice(128), slice(128, None)):
         own, _ = gptq(weight[:, part], rows[:, part], fmt, lambda columns: fmt.scales(columns, torch.ones(1)))
         assert torch.equal(codes[:, part], own)
-    assert codes.shape == weight.shape and scales.shape == (4, width // 64)
+    assert codes.shape == weight.shape and scales.shape == (4, 3)
 
 
 def test_inputs_that_are_always_zero():
     weight, rows = drawn(4, INPUTS), inputs(32)
     rows[:, ::2] = 0
     for given in (rows, torch.zeros(32, INPUTS)):
-        layer = with_rounded_weight(row(weight, "int4"), weight, statistics(given), recipe("int4", "gptq"))
+        layer = rounded(row(weight, "int4"), weight, given)
         nearest = FORMATS["int4"].quantize(weight, *layer.rounded[1:])
         assert torch.equal(layer.rounded[0][:, 0], nearest[:, 0])
 
 
-def test_some_rows_of_a_weight_have_their_own_codes():
+@pytest.mark.parametrize("fmt", BLOCKED)
+def test_some_rows_of_a_weight_have_their_own_codes(fmt):
     weight = drawn(OUTPUTS, INPUTS)
-    for fmt in BLOCKED:
-        layer = with_rounded_weight(row(weight, fmt), weight, statistics(inputs(32)), recipe(fmt, "gptq", True))
-        codes, scales = layer.codes_and_scales(weight)
-        some, its_scales = layer_of_rows(layer, slice(5, 9)).codes_and_scales(weight[5:9])
-        assert torch.equal(some, codes[5:9])
-        numbers = FORMATS[fmt].dequantize(some, *its_scales)
-        assert torch.equal(numbers, FORMATS[fmt].dequantize(codes, *scales)[5:9])
+    layer = rounded(row(weight, fmt), weight, inputs(32), scale_search=True)
+    codes, scales = layer.codes_and_scales(weight)
+    some, its_scales = layer_of_rows(layer, slice(5, 9)).codes_and_scales(weight[5:9])
+    assert torch.equal(some, codes[5:9])
+    numbers = FORMATS[fmt].dequantize(some, *its_scales)
+    assert torch.equal(numbers, FORMATS[fmt].dequantize(codes, *scales)[5:9])
 
 
 def test_too_few_rows_are_refused():
     weight = drawn(4, INPUTS)
-    with pytest.raises(
-        SdQuantError, match=f"^calibration has 8 rows of the input of layer, and GPTQ needs {FEWEST_ROWS}"
-    ):
-        with_rounded_weight(row(weight, "int4"), weight, statistics(inputs(8)), recipe("int4", "gptq"))
+    reason = f"^calibration has 8 rows of the input of layer, and GPTQ needs {FEWEST_ROWS}"
+    with pytest.raises(SdQuantError, match=reason):
+        rounded(row(weight, "int4"), weight, inputs(8))

@@ -21,13 +21,6 @@ def test_a_table_worked_by_hand(alpha, expected):
     torch.testing.assert_close(pre_quant_scale(ACTIVATION, WEIGHT, alpha), torch.tensor(expected), rtol=1e-6, atol=0)
 
 
-def test_the_product_is_unchanged():
-    random = torch.Generator().manual_seed(0)
-    x, weight = torch.randn(5, 3, generator=random) * ACTIVATION, torch.randn(7, 3, generator=random)
-    scale = pre_quant_scale(x.abs().amax(0), weight.abs().amax(0), 0.8)
-    torch.testing.assert_close((x * scale) @ (weight / scale).T, x @ weight.T)
-
-
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 0.8, 1.0])
 def test_dead_channels_are_left_alone(alpha):
     dead = torch.tensor([0.0, 2.0**-31, 1.0, 1.0])
@@ -35,38 +28,21 @@ def test_dead_channels_are_left_alone(alpha):
 
 
 def test_extremes_are_clamped_to_what_fp16_holds():
-    scale = pre_quant_scale(torch.tensor([1e-7, 1e7]), torch.tensor([1.0, 1.0]), 1.0)
+    scale = pre_quant_scale(torch.tensor([1e-7, 1e7]), torch.ones(2), 1.0)
     assert scale.tolist() == pytest.approx([1e4, 1e-4])
     assert scale.half().isfinite().all() and (scale.half() > 0).all()
+    assert range_keeping_scale(torch.tensor([1e-7, 1e3]), torch.ones(2), 1.0).tolist() == pytest.approx([1e4, 1.0])
 
 
 def test_a_modulations_vector_is_a_multiple_that_keeps_the_range_of_the_input():
     """With alpha 0.5 the plain one is (0.5, 0.5, 3) and what it makes of the ranges (2, 8, 3): 16 / 8 is missing."""
     scale = range_keeping_scale(ACTIVATION, WEIGHT, 0.5)
     assert scale.tolist() == [1.0, 1.0, 6.0] and (ACTIVATION * scale).max() == ACTIVATION.max()
-
-
-def test_it_is_clamped_too_and_is_plain_for_an_input_of_zeros():
-    assert range_keeping_scale(torch.tensor([1e-7, 1e3]), torch.ones(2), 1.0).tolist() == pytest.approx([1e4, 1.0])
     assert range_keeping_scale(torch.zeros(2), torch.ones(2), 0.5).tolist() == [1.0, 1.0]
 
 
-INPUTS = [SharedInput(("to_q", "to_k", "to_v"), "norm"), SharedInput(("proj_out",))]
-
-
-def test_folded_keeps_the_readers_of_an_input_together():
-    assert SMOOTHINGS["folded"](INPUTS) == INPUTS
-
-
-def test_modelopt_takes_every_layer_alone_and_folds_nothing():
-    assert SMOOTHINGS["modelopt"](INPUTS) == [
-        SharedInput(("to_q",), None),
-        SharedInput(("to_k",), None),
-        SharedInput(("to_v",), None),
-        SharedInput(("proj_out",), None),
-    ]
-
-
-def test_what_no_module_absorbs_is_not_modulated():
-    shared = SharedInput(("to_q",), "norm1.linear", modulation=(0, 1))
-    assert SMOOTHINGS["modelopt"]([shared]) == [SharedInput(("to_q",))]
+def test_folded_keeps_the_readers_of_an_input_together_and_modelopt_takes_every_layer_alone():
+    """What no module absorbs is not modulated either."""
+    inputs = [SharedInput(("to_q", "to_k"), "norm1.linear", modulation=(0, 1)), SharedInput(("proj_out",), "norm")]
+    assert SMOOTHINGS["folded"](inputs) == inputs
+    assert SMOOTHINGS["modelopt"](inputs) == [SharedInput((name,)) for name in ("to_q", "to_k", "proj_out")]

@@ -10,6 +10,7 @@ from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.simulation.modelopt import restorable, save_quantized, simulate
 from sd_quant.simulation.rewrite import QuantizedAttention
+from tests.layers import static_layer
 
 KEPT = ("mid_block.attentions.0.transformer_blocks.0.attn1.to_k", "mid_block.attentions.0.proj_out")
 
@@ -37,17 +38,13 @@ def enabled(unet: nn.Module, kind: str) -> set[str]:
     return {name for name, quantizer in quantizers(unet, kind).items() if quantizer.is_enabled}
 
 
-@pytest.mark.parametrize("kind", ["weight", "input"])
-def test_exactly_the_assigned_layers_are_quantized(simulated, assignment, kind):
+def test_exactly_the_assigned_layers_are_quantized(simulated, assignment):
+    """And their inputs multiplied where nothing else does it."""
     expected = {layer.name for layer in assignment.values() if layer.format}
-    assert enabled(simulated.unet, kind) == expected and not expected & set(KEPT)
-    assert not enabled(simulated.unet, "output")
-
-
-def test_inputs_are_multiplied_where_nothing_else_does_it(simulated, assignment):
-    multiplied = {
-        name for name, module in quantizers(simulated.unet, "input").items() if module.pre_quant_scale is not None
-    }
+    assert enabled(simulated.unet, "weight") == enabled(simulated.unet, "input") == expected
+    assert not expected & set(KEPT) and not enabled(simulated.unet, "output")
+    inputs = quantizers(simulated.unet, "input")
+    multiplied = {name for name, module in inputs.items() if module.pre_quant_scale is not None}
     assert multiplied == {layer.name for layer in assignment.values() if layer.multiplies}
 
 
@@ -67,9 +64,6 @@ def test_it_computes_nearly_what_the_original_does(simulated, calibrated):
 def test_folding_alone_changes_nothing(calibrated, quant_level, kept, tolerance):
     """With rounding off, the norms, the linears and the divided weights, of kept layers too, cancel."""
     original, part, inputs = calibrated.part(), calibrated.part(), calibrated.calls[1]
-    for norm in (module for module in original.modules() if isinstance(module, nn.LayerNorm | nn.GroupNorm)):
-        norm.bias.uniform_(-1, 1)
-    part.load_state_dict(original.state_dict())
     assignment = calibrated.assignment(0.8, quant_level, kept=kept)
     simulate(part.unet, assignment)
     for kind in ("weight", "input"):
@@ -83,38 +77,40 @@ def test_folding_alone_changes_nothing(calibrated, quant_level, kept, tolerance)
     assert relative_error(original(**inputs), part(**inputs)) < tolerance
 
 
-def test_a_saved_model_is_restored_bit_for_bit(simulated, calibrated, tmp_path):
-    save_quantized(simulated.unet, tmp_path / "quantized.pt")
-    assert [file.name for file in tmp_path.iterdir()] == ["quantized.pt"]
-    fresh = calibrated.part()
-    mto.restore(fresh.unet, tmp_path / "quantized.pt")
-    inputs = calibrated.calls[1]
-    assert torch.equal(fresh(**inputs), simulated(**inputs))
-    assert not torch.equal(fresh(**inputs), calibrated.part()(**inputs))
+@pytest.mark.parametrize("assignment", ["folded"], indirect=True)
+def test_a_saved_model_holds_no_code_and_is_restored_bit_for_bit(simulated, calibrated, tmp_path):
+    file = tmp_path / "quantized.pt"
+    save_quantized(simulated.unet, file)
+    assert list(tmp_path.iterdir()) == [file]
+    assert torch.load(file, weights_only=True).keys() == {"modelopt_state", "model_state_dict"}
+    fresh, inputs = calibrated.part(), calibrated.calls[1]
+    mto.restore(fresh.unet, file)
+    found = fresh(**inputs)
+    assert torch.equal(found, simulated(**inputs)) and not torch.equal(found, calibrated.part()(**inputs))
 
 
-def test_the_saved_file_holds_no_code(simulated, tmp_path):
-    save_quantized(simulated.unet, tmp_path / "quantized.pt")
-    assert torch.load(tmp_path / "quantized.pt", weights_only=True).keys() == {"modelopt_state", "model_state_dict"}
-
-
-def test_modelopt_holds_what_is_its_own_and_nothing_else(assignment):
-    """A low-rank branch is a hook, quantized attention a processor: its file would lose both."""
-    assert restorable(assignment)
-    name, layer = next((name, layer) for name, layer in assignment.items() if layer.format)
-    for lost in (
+@pytest.mark.parametrize(
+    "lost",
+    [
         {"format": "int4"},
         {"activation_format": "nvfp4"},
         {"low_rank": (torch.ones(2, 1), torch.ones(1, 2))},
         {"attention_amax": (torch.ones(1),) * 3},
-    ):
-        assert not restorable(assignment | {name: replace(layer, **lost)})
+        {"per_token": True},
+        {"rotation": 4},
+    ],
+)
+def test_modelopt_holds_what_is_its_own_and_nothing_else(lost):
+    """A low-rank branch is a hook, quantized attention a processor: its file would lose both."""
+    layer = LayerAssignment("layer", "ffn", (2, 2), "int8", "int8")
+    assert restorable({"layer": layer}) and not restorable({"layer": replace(layer, **lost)})
 
 
-def test_on_a_gpu_modelopt_would_compile_nothing(simulated, monkeypatch):
+def test_on_a_gpu_modelopt_would_compile_nothing(monkeypatch):
     """It asks for its kernels in every call there, and falls back to what it computes on a processor."""
     from modelopt.torch.quantization import extensions, tensor_quant
 
+    simulate(nn.ModuleDict({"layer": nn.Linear(2, 2)}), {"layer": static_layer(torch.ones(2, 2), "int8", True)})
     monkeypatch.setattr(extensions, "load_cpp_extension", lambda *_, **__: pytest.fail("it compiles"))
     assert tensor_quant.get_cuda_ext() is None and tensor_quant.get_cuda_ext_fp8() is None
 

@@ -1,14 +1,11 @@
 """Factors that modulations absorb change nothing: the readers' weights are divided, and nothing is rounded."""
 
 import copy
-from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
-from torch import nn
 
 from sd_quant.numbers import relative_error
-from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.recipe import Recipe
 from sd_quant.simulation.rewrite import rewrite
 
@@ -33,19 +30,6 @@ FOLDED = {  # by network: readers of a block, and what their input's modulation 
 }
 
 
-def folded_alone(assignment: Mapping[str, LayerAssignment]) -> dict[str, LayerAssignment]:
-    """Without the factors for which the graph has to multiply."""
-    return {
-        name: replace(layer, pre_quant_scale=None) if layer.multiplies else layer for name, layer in assignment.items()
-    }
-
-
-def rewritten_network(network: nn.Module, assignment: Mapping[str, LayerAssignment]) -> nn.Module:
-    network = copy.deepcopy(network)
-    rewrite(network, folded_alone(assignment))
-    return network
-
-
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_network_whose_modulations_have_absorbed_factors_computes_the_same(name):
     network = made(name)
@@ -54,7 +38,11 @@ def test_a_network_whose_modulations_have_absorbed_factors_computes_the_same(nam
     assert found == FOLDED[name]
     readers = [layer for layer in assignment.values() if ".norm" in (layer.folded_into or "")]
     assert all(layer.pre_quant_scale.max() > 2 * layer.pre_quant_scale.min() for layer in readers)
-    changed = rewritten_network(network, assignment)
+    changed = copy.deepcopy(network)  # without the factors for which the graph has to multiply
+    rewrite(
+        changed,
+        {row.name: replace(row, pre_quant_scale=None) if row.multiplies else row for row in assignment.values()},
+    )
     for reader, producer in FOLDED[name].items():
         for layer in (reader, producer):
             assert relative_error(network.get_submodule(layer).weight, changed.get_submodule(layer).weight) > 0.05

@@ -9,16 +9,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sd_quant.errors import ConfigError
+from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.ranges import InputRange, with_ranges
 from sd_quant.quantization.recipe import Recipe
 from sd_quant.simulation.modelopt import simulate
 from sd_quant.simulation.sensitivity import Sensitivity, budget, guided, measure, points, rows
+from tests.layers import drawn
 
 NAMES = ["0", "2", "4"]
 RANGES = {"0": 4.0, "2": 0.5, "4": 8.0}  # of the layers' inputs; that of "2" is much too narrow
 SMOOTHING = torch.tensor([0.5, 1.0, 2.0, 4.0])  # of the input of "4"; powers of two, which fp16 holds
-X = torch.randn(256, 4, generator=torch.Generator().manual_seed(1))
+X = drawn(256, 4, seed=1)
 
 
 @pytest.fixture(scope="module")
@@ -29,11 +31,10 @@ def network() -> nn.Sequential:
 
 @pytest.fixture(scope="module")
 def assignment(network) -> dict[str, LayerAssignment]:
-    smoothing = {"4": SMOOTHING}
     layers = {}
     for name, amax in RANGES.items():
-        weight = network.get_submodule(name).weight
-        layer = LayerAssignment(name, "ffn", tuple(weight.shape), pre_quant_scale=smoothing.get(name))
+        weight, smoothing = network.get_submodule(name).weight, SMOOTHING if name == "4" else None
+        layer = LayerAssignment(name, "ffn", tuple(weight.shape), pre_quant_scale=smoothing)
         layers[name] = with_ranges(layer, weight, InputRange(amax), Recipe(3.0, 0.8))
     return layers
 
@@ -62,15 +63,16 @@ def by_hand(network, assignment):
 
 @pytest.fixture(scope="module")
 def error_by_hand(network, by_hand):
-    expected = network(X)
-    return lambda quantized: ((by_hand(quantized) - expected).norm() / expected.norm()).item()
+    return lambda quantized: relative_error(network(X), by_hand(quantized))
 
 
 @pytest.fixture(scope="module")
-def measured(network, assignment) -> tuple[nn.Module, Sensitivity, list]:
-    """The simulation as it is left, what was found, and an entry per call of ``advance``."""
+def measured(network, assignment) -> tuple[nn.Module, Sensitivity]:
+    """The simulation as it is left, and what was found."""
     simulated, calls = simulate(copy.deepcopy(network), assignment), []
-    return simulated, measure(simulated, lambda: simulated(X), NAMES, 2, lambda: calls.append(None)), calls
+    found = measure(simulated, lambda: simulated(X), NAMES, 2, lambda: calls.append(None))
+    assert len(calls) == 1 + len(NAMES) + len(points(2, len(NAMES)))  # progress is told of every measurement
+    return simulated, found
 
 
 def test_the_error_of_a_layer_is_that_of_the_network_with_it_alone_quantized(measured, error_by_hand):
@@ -81,7 +83,7 @@ def test_the_error_of_a_layer_is_that_of_the_network_with_it_alone_quantized(mea
 
 
 def test_the_curve_keeps_the_worst_layers_first(measured, error_by_hand):
-    _, sensitivity, _ = measured
+    _, sensitivity = measured
     order = list(sensitivity.network_error)
     assert [point["kept"] for point in sensitivity.curve] == [0, 1, 2]
     for point in sensitivity.curve:
@@ -94,36 +96,26 @@ def test_the_curve_keeps_the_worst_layers_first(measured, error_by_hand):
 
 def test_the_model_is_left_with_every_layer_quantized(measured, by_hand):
     simulated = measured[0]
-    assert all(
-        quantizer.is_enabled
-        for name in NAMES
-        for layer in [simulated.get_submodule(name)]
-        for quantizer in (layer.weight_quantizer, layer.input_quantizer)
-    )
+    for layer in map(simulated.get_submodule, NAMES):
+        assert layer.weight_quantizer.is_enabled and layer.input_quantizer.is_enabled
     torch.testing.assert_close(simulated(X), by_hand(NAMES))
-
-
-def test_progress_is_told_of_every_measurement(measured):
-    assert len(measured[2]) == 1 + len(NAMES) + len(points(2, len(NAMES)))
 
 
 def test_layers_that_are_not_named_stay_as_they_are(network, assignment, by_hand):
     """They are part of what the others are compared with."""
     simulated = simulate(copy.deepcopy(network), assignment)
     found = measure(simulated, lambda: simulated(X), ["0", "4"], 0)
-    reference, output = by_hand(["2"]), by_hand(["2", "4"])
     assert found.network_error.keys() == {"0", "4"}
-    assert found.network_error["4"] == pytest.approx(((output - reference).norm() / reference.norm()).item(), rel=1e-3)
+    expected = relative_error(by_hand(["2"]), by_hand(["2", "4"]))
+    assert found.network_error["4"] == pytest.approx(expected, rel=1e-3)
 
 
 def test_rows_are_ranked_and_say_which_layers_are_kept(measured, assignment):
-    _, sensitivity, _ = measured
+    _, sensitivity = measured
     table = rows(sensitivity, assignment, kept=2)
-    assert [row["name"] for row in table] == list(sensitivity.network_error)
-    assert [row["rank"] for row in table] == [1, 2, 3]
-    assert [row["kept"] for row in table] == [True, True, False]
-    assert [row["network_error"] for row in table] == list(sensitivity.network_error.values())
-    assert {row["role"] for row in table} == {"ffn"}
+    for rank, (row, (name, error)) in enumerate(zip(table, sensitivity.network_error.items(), strict=True), 1):
+        assert (row["name"], row["network_error"], row["rank"]) == (name, error, rank)
+        assert (row["kept"], row["role"]) == (rank <= 2, "ffn")
 
 
 @pytest.mark.parametrize(

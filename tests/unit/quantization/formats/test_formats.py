@@ -1,4 +1,4 @@
-"""What all formats have in common."""
+"""What all formats have in common, and that they are those of NVIDIA ModelOpt and of ONNX."""
 
 import subprocess
 import sys
@@ -8,6 +8,8 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from modelopt.torch.quantization.config import QuantizerAttributeConfig
+from modelopt.torch.quantization.nn import TensorQuantizer
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 from torch import Tensor
@@ -15,6 +17,8 @@ from torch import Tensor
 from sd_quant.errors import SdQuantError
 from sd_quant.export.weights import SCALE_DTYPES
 from sd_quant.quantization.formats import FORMATS, Format, fake_quantize
+from sd_quant.quantization.formats.int8 import per_channel
+from tests.layers import drawn
 
 # Of Gaussian numbers with one range for all, relative to their norm; measured 0.0104, 0.0265, 0.1074, 0.1148, 0.0955.
 # Theory has for int8 amax / 127 / sqrt(12), with an amax of 4.6 here, and for fp8 about 2^-4 / sqrt(6).
@@ -32,8 +36,8 @@ def fmt(name) -> Format:
     return FORMATS[name]
 
 
-def gaussian(dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(64, 1024, generator=torch.Generator().manual_seed(seed)).to(dtype)
+def gaussian() -> Tensor:
+    return drawn(64, 1024)
 
 
 def largest(x: Tensor) -> Tensor:
@@ -42,7 +46,7 @@ def largest(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_format_loses_what_its_bits_cost_and_no_more(name, fmt, dtype):
-    x = gaussian(dtype)
+    x = gaussian().to(dtype)
     before, found = x.clone(), fake_quantize(fmt, x, largest(x))
     assert found.dtype == torch.float32 and found.shape == x.shape and torch.equal(x, before)
     low, high = ERRORS[name]
@@ -57,21 +61,18 @@ def test_codes_have_few_values_and_scales_are_fp32(name, fmt):
     assert len(codes.view(torch.uint8).unique()) <= 2**fmt.bits
     assert fmt.pack(codes).numel() * fmt.pack(codes).element_size() == x.numel() * fmt.bits // 8
     assert all(scale.dtype == torch.float32 for scale in scales)
+    assert fmt.needs_amax == (name in ("int8", "fp8", "nvfp4"))
     expected = () if fmt.block is None else (64, 1024 // fmt.block)
     assert scales[0].shape == expected and all(scale.shape == () for scale in scales[1:])
 
 
-def test_what_was_dequantized_is_not_changed_again(fmt):
+def test_what_was_dequantized_is_not_changed_again(name, fmt):
+    """Not even with scales of its own, but for nvfp4: E4M3 rounds the scale of the largest block's peak, so that the
+    global scale is found anew."""
     x = gaussian()
     scales = fmt.scales(x, largest(x))
     once = fmt.dequantize(fmt.quantize(x, *scales), *scales)
     assert torch.equal(fmt.dequantize(fmt.quantize(once, *scales), *scales), once)
-
-
-def test_not_even_with_scales_of_its_own(name, fmt):
-    """But for nvfp4: E4M3 rounds the scale of the largest block's peak, so that the global scale is found anew."""
-    x = gaussian()
-    once = fake_quantize(fmt, x, largest(x))
     again = fake_quantize(fmt, once, largest(once))
     if name == "nvfp4":
         assert 0 < ((again - once).norm() / once.norm()).item() < 2.0**-11  # by rounding to fp16 alone
@@ -79,17 +80,13 @@ def test_not_even_with_scales_of_its_own(name, fmt):
         assert torch.equal(again, once)
 
 
-def test_zeros_stay_zeros(fmt):
-    x = torch.zeros(2, 128)
-    assert not fake_quantize(fmt, x, torch.tensor(0.0)).any()
-    assert not fake_quantize(fmt, x, torch.tensor(3.0)).any()
-
-
-def test_a_block_of_zeros_does_not_touch_the_others(fmt):
+def test_zeros_stay_zeros_and_a_block_of_them_does_not_touch_the_others(fmt):
     x = gaussian()
-    expected = fake_quantize(fmt, x, largest(x))
+    amax, expected = largest(x), fake_quantize(fmt, x, largest(x))
     x[5, 128:256] = expected[5, 128:256] = 0
-    assert torch.equal(fake_quantize(fmt, x, largest(gaussian())), expected)
+    assert torch.equal(fake_quantize(fmt, x, amax), expected)
+    for amax in (0.0, 3.0):
+        assert not fake_quantize(fmt, torch.zeros(2, 128), torch.tensor(amax)).any()
 
 
 def test_numbers_that_blocks_do_not_divide_are_refused(fmt):
@@ -149,14 +146,56 @@ def test_the_opset_is_the_first_that_has_these_types(fmt):
         onnx.checker.check_model(model, full_check=True)
 
 
-def test_every_format_has_the_arithmetic_that_its_facts_promise():
-    for name, fmt in FORMATS.items():
-        assert fmt.name == name and fmt.static_scale == (fmt.block is None)
-        assert hasattr(fmt.arithmetic, "QMAX" if fmt.static_scale else "onnx_scale")
-        assert fmt.modelopt_num_bits is None or fmt.static_scale
-    assert {name for name, fmt in FORMATS.items() if fmt.needs_amax} == {"int8", "fp8", "nvfp4"}
-
-
 def test_the_facts_of_formats_need_no_torch():
     code = "import sys, sd_quant.quantization.formats as f; sys.exit('torch' in sys.modules or len(f.FORMATS) < 5)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[4]).returncode == 0
+
+
+def uneven(axis: int | None) -> tuple[Tensor, Tensor]:
+    """A weight with channels of very different ranges and the ranges along ``axis``, twice as much as which it has.
+
+    Its first channel has halves for INT8, which round to the even neighbour.
+    """
+    weight = drawn(32, 8, 4, 8) * torch.logspace(-4, 1, 32).view(32, 1, 1, 1)
+    amax = weight.abs().amax() if axis is None else weight.abs().amax((1, 2, 3))
+    weight.flatten(1)[:, ::50] *= 2
+    if axis == 0:
+        weight[0], amax[0] = 4.5 * torch.arange(-128, 128).view(8, 4, 8), 127.0
+    return weight, amax
+
+
+@pytest.mark.parametrize("name, axis", [("int8", None), ("int8", 0), ("fp8", None), ("fp8", 0), ("int4", -1)])
+def test_it_is_modelopts_fake_quantization(name, axis):
+    """ModelOpt multiplies with a reciprocal where we divide: fp32's last bits differ, no number takes another code."""
+    fmt, (weight, amax) = FORMATS[name], uneven(axis)
+    weight = weight.flatten(1) if fmt.block else weight
+    (scale,) = fmt.scales(weight, amax)
+    scale = per_channel(scale, weight) if axis == 0 else scale
+    config = {"block_sizes": {-1: fmt.block}} if fmt.block else {"axis": axis}
+    quantizer = TensorQuantizer(QuantizerAttributeConfig(num_bits=fmt.modelopt_num_bits or fmt.bits, **config))
+    quantizer.amax = (scale.view(-1, 1) if fmt.block else scale) * fmt.largest_code
+    ours = fmt.dequantize(fmt.quantize(weight, scale), scale)
+    torch.testing.assert_close(ours, quantizer(weight), rtol=2.0**-21, atol=0)
+    assert not torch.equal(ours, weight)
+
+
+@pytest.mark.parametrize("axis", [None, 0], ids=["per tensor", "per channel"])
+@pytest.mark.parametrize("name", [name for name, fmt in FORMATS.items() if fmt.static_scale])
+def test_codes_are_those_of_onnxs_quantize_linear(name, axis):
+    fmt, (weight, amax) = FORMATS[name], uneven(axis)
+    (scale,), kind = fmt.scales(weight, amax), TensorProto.DataType.Value(fmt.onnx_type)
+    node = helper.make_node(
+        "QuantizeLinear", ["x", "scale", "zero"], ["codes"], **({} if axis is None else {"axis": 0})
+    )
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, weight.shape)
+    codes = helper.make_tensor_value_info("codes", kind, weight.shape)
+    constants = [
+        helper.make_tensor("scale", TensorProto.FLOAT, scale.shape, bytes_of(scale), raw=True),
+        helper.make_tensor("zero", kind, scale.shape, bytes(scale.numel()), raw=True),
+    ]
+    graph = helper.make_graph([node], "quantize", [x], [codes], constants)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", fmt.opset)])
+    onnx.checker.check_model(model, full_check=True)
+    (found,) = ReferenceEvaluator(model).run(None, {"x": weight.numpy()})
+    ours = fmt.quantize(weight, scale if axis is None else per_channel(scale, weight))
+    assert fmt.pack(ours).numpy().tobytes() == found.tobytes()
