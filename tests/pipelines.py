@@ -111,52 +111,37 @@ def unet(**options: Any) -> diffusers.UNet2DConditionModel:
     return diffusers.UNet2DConditionModel(sample_size=8, layers_per_block=1, **defaults | options)
 
 
-def sd15(folder: Path) -> None:
-    encoder, tokenizer = clip()
+def stable_diffusion(folder: Path, unet: nn.Module, scheduler: Any, encoder: nn.Module, tokenizer: Any) -> None:
+    unsafe = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
     pipeline = diffusers.StableDiffusionPipeline(
-        unet=unet(attention_head_dim=4),
-        text_encoder=encoder,
-        tokenizer=tokenizer,
-        vae=vae(0.18215),
-        scheduler=diffusers.PNDMScheduler(**SD_NOISE, skip_prk_steps=True, set_alpha_to_one=False),
-        safety_checker=None,
-        feature_extractor=None,
-        requires_safety_checker=False,
+        unet=unet, text_encoder=encoder, tokenizer=tokenizer, vae=vae(0.18215), scheduler=scheduler, **unsafe
     )
     write(pipeline, folder)
+
+
+def sd15(folder: Path) -> None:
+    scheduler = diffusers.PNDMScheduler(**SD_NOISE, skip_prk_steps=True, set_alpha_to_one=False)
+    stable_diffusion(folder, unet(attention_head_dim=4), scheduler, *clip())
+
+
+ONE_LEVEL = {"down_block_types": ["CrossAttnDownBlock2D"], "up_block_types": ["CrossAttnUpBlock2D"]}
 
 
 def sd15_of_one_level(folder: Path) -> None:
     """``sd15``, which is soon traced."""
     sd15(folder)
-    blocks = {"down_block_types": ["CrossAttnDownBlock2D"], "up_block_types": ["CrossAttnUpBlock2D"]}
-    small = unet(block_out_channels=[64], attention_head_dim=4, **blocks)
+    small = unet(block_out_channels=[64], attention_head_dim=4, **ONE_LEVEL)
     redraw(small)
     small.save_pretrained(folder / "unet")
 
 
 def sd21(folder: Path) -> None:
-    encoder, tokenizer = clip(pad_token="!", act="gelu")
     denoiser = unet(
-        block_out_channels=[128],
-        down_block_types=["CrossAttnDownBlock2D"],
-        up_block_types=["CrossAttnUpBlock2D"],
-        attention_head_dim=[4],
-        use_linear_projection=True,
-        upcast_attention=True,
+        block_out_channels=[128], attention_head_dim=[4], use_linear_projection=True, upcast_attention=True, **ONE_LEVEL
     )
     v_prediction = {"prediction_type": "v_prediction", "clip_sample": False, "set_alpha_to_one": False}
-    pipeline = diffusers.StableDiffusionPipeline(
-        unet=denoiser,
-        text_encoder=encoder,
-        tokenizer=tokenizer,
-        vae=vae(0.18215),
-        scheduler=diffusers.DDIMScheduler(**SD_NOISE, **v_prediction),
-        safety_checker=None,
-        feature_extractor=None,
-        requires_safety_checker=False,
-    )
-    write(pipeline, folder)
+    scheduler = diffusers.DDIMScheduler(**SD_NOISE, **v_prediction)
+    stable_diffusion(folder, denoiser, scheduler, *clip(pad_token="!", act="gelu"))
 
 
 def sdxl(folder: Path) -> None:

@@ -3,15 +3,12 @@
 import sys
 from pathlib import Path
 
-import onnx
 import pytest
 import torch
 
 from sd_quant.checkpoints.diffusers_pipeline import open_pipeline
 from sd_quant.checkpoints.kinds import open_checkpoint
-from sd_quant.config import Model
 from sd_quant.errors import ConfigError
-from sd_quant.export.parts import trace_part, write_part
 from sd_quant.inference.loading import load_model, pipeline_of
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.models import FAMILIES
@@ -62,28 +59,6 @@ def my_sd(tmp_path, monkeypatch):
     sys.modules.pop("my_sd_module", None)
 
 
-def test_its_folder_opens_by_its_name_in_the_configuration(folder):
-    model = Model(
-        family="my_sd",
-        path=str(folder),
-        parts=["my_unet", "vae", "text_encoder"],
-        io=None,
-        max_sequence_length=None,
-        calibration_prompts="",
-        prompts="",
-        loras=[],
-        encoder=False,
-        calibration_image=None,
-        calibration_mask=None,
-        sizes=None,
-        width=64,
-        height=64,
-        recommended={},
-    )
-    opened = open_checkpoint(Path(model.path), model.family, io=model.io, max_sequence_length=None, parts=model.parts)
-    assert list(opened.parts()) == model.parts
-
-
 def test_a_folder_of_its_kind_is_sent_to_it_too(folder):
     with pytest.raises(ConfigError, match="use model=sd15 or model=sd21 or model=my_sd$"):
         open_pipeline(folder, "flux")
@@ -99,17 +74,10 @@ def test_its_roles_are_its_own(folder):
 
 
 def test_it_draws(folder):
-    checkpoint = open_pipeline(folder, "my_sd")
+    """Through a part and an output of its own names."""
+    parts = ["my_unet", "vae", "text_encoder"]
+    checkpoint = open_checkpoint(folder, "my_sd", io=None, max_sequence_length=None, parts=parts)
+    assert list(checkpoint.parts()) == parts
     pipeline = pipeline_of(checkpoint, load_model(checkpoint).torch_engines())
     generated = pipeline(["a red cat"], Sampling(2, 3.0, 64, 64, 1, 0))
     assert generated.images.shape == (1, 64, 64, 3) and torch.isfinite(generated.latents).all()
-
-
-def test_its_denoiser_is_exported(folder, tmp_path):
-    checkpoint, path = open_pipeline(folder, "my_sd"), tmp_path / "my_unet.onnx"
-    write_part(trace_part(checkpoint, "my_unet"), checkpoint, "my_unet", path, {})
-    onnx.checker.check_model(path, full_check=True)
-    model = onnx.load(path)
-    assert [value.name for value in model.graph.input] == ["sample", "timestep", "encoder_hidden_states"]
-    assert [value.name for value in model.graph.output] == ["my_noise"]
-    assert "unet.conv_in.weight" in {weight.name for weight in model.graph.initializer}
