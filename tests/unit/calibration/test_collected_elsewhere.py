@@ -203,23 +203,17 @@ def test_entries_of_several_origins(tmp_path, folder):
     assert "holds statistics of 2 origins, expected one" in refusal(ArtifactError, folder)
 
 
-FLOATS = "torch.float32"
-
-
 @pytest.mark.parametrize(
     ("layers", "count", "first"),
     [
-        (LAYERS | {"up.to_q": nn.Linear(4, 3)}, 1, f"'linear|up.to_q|amax', nothing instead of {FLOATS} [2, 4]"),
-        (LAYERS | {"down.to_q": nn.Linear(5, 3)}, 1, f"|amax', {FLOATS} [2, 4] instead of {FLOATS} [2, 5]"),
-        (LAYERS | {"down.conv1": nn.Conv2d(2, 2, 3)}, 1, "'conv|down.conv1|rows', torch.float16 [3, 9] instead of "
-         "torch.float16 [3, 18]"),
-        (LAYERS | {"down.conv1": nn.Linear(9, 1)}, 2, f"'linear|down.conv1|amax', nothing instead of {FLOATS} [2, 9]"),
+        (LAYERS | {"down.to_q": nn.Linear(5, 3)}, 1, "'linear|down.to_q|amax', {0} [2, 4] instead of {0} [2, 5]"),
+        (LAYERS | {"down.conv1": nn.Linear(9, 1)}, 2, "'linear|down.conv1|amax', nothing instead of {0} [2, 9]"),
         ({"down.to_q": LAYERS["down.to_q"]}, 1, "'conv|down.conv1|priority', torch.float64 [3] instead of nothing"),
     ],
-    ids=["missing", "linear width", "conv width", "kind", "unknown"],
-)  # fmt: skip
+    ids=["width", "kind", "unknown"],
+)
 def test_another_unet(folder, entry, layers, count, first):
-    found = refusal(ArtifactError, folder, layers=layers)
+    found, first = refusal(ArtifactError, folder, layers=layers), first.format(torch.float32)
     assert found.startswith(
         f"{entry} is of another UNet: beside the {len(layers)} layers of this checkpoint's, {count} layers or inputs "
         "are missing, unknown or of another shape, the first is "

@@ -152,22 +152,6 @@ def test_layers_that_are_never_reached_are_told_of(model, names, monkeypatch, ca
     assert statistics.layers.keys() == set(names)
 
 
-def test_prompts_side_by_side(model, names, whole, calls):
-    """Only rounding differs: sums run in another order. The rows are the same ones, in fp16."""
-    batched = collected(model, names, sampling=replace(SAMPLING, batch_size=2))
-    assert calls["unet_xl"] == 2 * SAMPLING.steps
-    assert whole.calls["x"].values.shape[1] == batched.calls["x"].values.shape[1] == 2
-    for name in names:
-        first, second = whole.layers[name], batched.layers[name]
-        torch.testing.assert_close(first.amax, second.amax, rtol=1e-4, atol=0)
-        assert torch.equal(first.rows.priority, second.rows.priority)
-        close = {"rtol": 2**-10, "atol": 1e-3 * first.amax.amax().item()}  # a last place of fp16
-        torch.testing.assert_close(first.rows.values, second.rows.values, **close)
-    for name, call in whole.calls.items():
-        assert torch.equal(call.priority, batched.calls[name].priority)
-        torch.testing.assert_close(call.values, batched.calls[name].values, rtol=1e-4, atol=1e-4)
-
-
 def test_a_sampler_of_second_order_has_the_steps_that_were_asked_for(model, names, calls, monkeypatch):
     monkeypatch.setattr(nemo_networks, "scheduler", HeunDiscreteScheduler)
     statistics = collected(model, names, PROMPTS[:1])

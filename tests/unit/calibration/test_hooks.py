@@ -1,3 +1,4 @@
+from collections import OrderedDict
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -276,15 +277,6 @@ def test_the_order_of_the_prompts_and_the_batch_size_do_not_matter(whole, order,
     assert_same(calibrate(order, batch_size), whole)
 
 
-def test_without_guidance_the_same_rows_are_drawn(whole):
-    """Of one half instead of two."""
-    conditional, batched = calibrate(halves=(1,)), calibrate(halves=(1,), batch_size=3)
-    assert_same(conditional, batched)
-    for name in NAMES:
-        assert torch.equal(conditional.layers[name].rows.priority, whole.layers[name].rows.priority)
-    assert torch.equal(conditional.calls["x"].values, whole.calls["x"].values[:, 1:])
-
-
 def test_a_snapshot_is_a_pass_of_that_size_and_can_be_continued(whole, singles):
     snapshot, rest = calibrate(range(5)), calibrate(range(5, PROMPTS))
     assert_same(snapshot, merge(singles[:5]))
@@ -334,21 +326,15 @@ def test_what_is_not_finite_names_layer_prompt_and_step(bad, half):
             calibrate(prompts, 2, change=spoil)
 
 
-@pytest.mark.parametrize("broken, named", [(None, "a"), ("a", "b"), ("b", "c")])
+@pytest.mark.parametrize("broken, named", [(None, "a"), ("a", "b")])
 def test_the_first_layer_of_the_network_is_named(broken, named):
     """Not the first in the list of layers, nor one that only received the damage."""
-    network = nn.Sequential()
-    for name in "abc":
-        network.add_module(name, nn.Linear(2, 2))
+    network = nn.Sequential(OrderedDict((name, nn.Linear(2, 2)) for name in "abc"))
     if broken:
         nn.init.constant_(network.get_submodule(broken).weight, torch.inf)
     x = torch.ones(1, 3, 2) if broken else torch.full((1, 3, 2), torch.nan)
-    layers = {name: network.get_submodule(name) for name in "cba"}
-    with (
-        pytest.raises(SdQuantError, match=f"^the input of layer {named} is not finite at prompt 4, step 0$"),
-        collect(network, layers, [4], 1, lambda: (0, [4]), {}),
-    ):
-        network(x)
+    with pytest.raises(SdQuantError, match=f"^the input of layer {named} is not finite at prompt 0, step 0$"):
+        of_one_call(network, {name: network.get_submodule(name) for name in "cba"}, x)
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -37,21 +37,18 @@ from sd_quant.simulation.native import products_of_layers, with_native_layers
 
 WIDTH, HIDDEN = 64, 256
 FAULTY = ("conv", "up", "down")
-RECIPES = {  # format of weights, of linears' and convolutions' inputs, whether channels have scales, code of zero
-    "int8": ("int8", "int8", "int8", True, 0),
-    "int8_shifted": ("int8", "int8", "int8", True, -60),
-    "int8_per_tensor": ("int8", "int8", "int8", False, 0),
-    "fp8": ("fp8", "fp8", "fp8", False, 0),
-    "int4_weight_only": ("int4", None, None, False, 0),
-    "int4": ("int4", "int4", None, False, 0),
-    "int8_dynamic": ("int8", "int8", "int8", True, 0),
-    "int8_rotated": ("int8", "int8", "int8", True, 0),
-    "int4_rotated": ("int4", "int4", None, False, 0),
-}
-AS_THEY_COME = {  # whether inputs of linears are scaled per token, and how many are rotated together
-    "int8_dynamic": (True, 0),
-    "int8_rotated": (True, 16),
-    "int4_rotated": (False, 64),
+RECIPES = {
+    # format of weights, of linears' and convolutions' inputs; whether channels have scales, code of zero;
+    # whether inputs of linears are scaled per token, and how many of their channels are rotated together
+    "int8": ("int8", "int8", "int8", True, 0, False, 0),
+    "int8_shifted": ("int8", "int8", "int8", True, -60, False, 0),
+    "int8_per_tensor": ("int8", "int8", "int8", False, 0, False, 0),
+    "fp8": ("fp8", "fp8", "fp8", False, 0, False, 0),
+    "int4_weight_only": ("int4", None, None, False, 0, False, 0),
+    "int4": ("int4", "int4", None, False, 0, False, 0),
+    "int8_dynamic": ("int8", "int8", "int8", True, 0, True, 0),
+    "int8_rotated": ("int8", "int8", "int8", True, 0, True, 16),
+    "int4_rotated": ("int4", "int4", None, False, 0, False, 64),
 }
 RUNS = [
     (recipe, engine)
@@ -122,10 +119,9 @@ def traced():
 
 
 def assign(network: Network, inputs: dict[str, Tensor], recipe: str) -> dict[str, LayerAssignment]:
-    fmt, of_linears, of_convolutions, per_channel, zero_point = RECIPES[recipe]
+    fmt, of_linears, of_convolutions, per_channel, zero_point, per_token, rotation = RECIPES[recipe]
     amax: dict[str, float] = {}
-    smoothing = torch.linspace(0.5, 2, WIDTH)
-    factor = {"up": smoothing}
+    factor = {"up": torch.linspace(0.5, 2, WIDTH)}
     hooks = [
         layer.register_forward_pre_hook(
             lambda layer, given, name=name: amax.__setitem__(name, (given[0] * factor.get(name, 1)).abs().max().item())
@@ -137,15 +133,14 @@ def assign(network: Network, inputs: dict[str, Tensor], recipe: str) -> dict[str
         hook.remove()
     assignment = {}
     for name, layer in network.named_children():
-        per_token, rotation = AS_THEY_COME.get(recipe, (False, 0)) if layer.weight.ndim == 2 else (False, 0)
-        weight = rotated(layer.weight / factor.get(name, 1), rotation)
+        linear = layer.weight.ndim == 2
+        weight = rotated(layer.weight / factor.get(name, 1), rotation * linear)
         ranges = weight.abs().flatten(1).amax(1) if per_channel else weight.abs().amax().view(1)
         assignment[name] = LayerAssignment(
-            name, "conv" if weight.ndim == 4 else "ffn", tuple(weight.shape), fmt,
-            of_convolutions if weight.ndim == 4 else of_linears,
+            name, "ffn" if linear else "conv", tuple(weight.shape), fmt, of_linears if linear else of_convolutions,
             weight_axis=0 if per_channel else None, weight_amax=ranges,
-            activation_amax=1.0 if per_token else amax[name], pre_quant_scale=factor.get(name), per_token=per_token,
-            rotation=rotation,
+            activation_amax=1.0 if per_token and linear else amax[name], pre_quant_scale=factor.get(name),
+            per_token=per_token and linear, rotation=rotation * linear,
         )  # fmt: skip
     if zero_point:
         conv = replace(assignment["conv"], activation_amax=1.9 * amax["conv"], activation_zero_point=zero_point)

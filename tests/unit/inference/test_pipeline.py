@@ -17,7 +17,6 @@ from sd_quant.errors import SdQuantError
 from sd_quant.inference.pipeline import EngineNetwork, Pipeline, Sampling
 from sd_quant.inference.timed_calls import image_call
 from sd_quant.models import sdxl
-from sd_quant.models.sdxl import vector_condition
 from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS, TextShape, build_modules, pipeline_adapter, scheduler, unet_config
 
 SAMPLING = Sampling(steps=3, guidance_scale=2.0, height=64, width=64, batch_size=2, seed=5)
@@ -148,16 +147,6 @@ def test_what_decides_the_images_is_described(pipeline):
     json.dumps(one)
 
 
-def test_the_unconditional_half_comes_first_and_is_zero(pipeline, engines):
-    pipeline(PROMPTS[:2], SAMPLING, decode=False)
-    call = engines["unet_xl"].calls[0]
-    assert call["x"].shape[0] == call["timesteps"].shape[0] == 4
-    assert not call["context"][:2].any() and call["context"][2:].all()
-    pooled = call["y"].shape[1] - 6 * pipeline.adapter.denoiser.config.addition_time_embed_dim
-    assert not call["y"][:2, :pooled].any() and call["y"][2:, :pooled].all()
-    assert call["timesteps"].tolist() == [999] * 4
-
-
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_negative_prompts_are_the_unconditional_half_in_turn(pipeline, engines, batch_size):
     """Whatever the batch: the third image gets the first of two again."""
@@ -231,13 +220,6 @@ def test_long_prompts_are_told_of(pipeline, caplog):
     with caplog.at_level("WARNING"):
         pipeline.warn_of_long_prompts(["long"])
     assert "1 of 1 prompts are longer than the 77 tokens that are read (the longest has 90)" in caplog.text
-
-
-def test_size_ids_become_cosines_then_sines():
-    condition = vector_condition(torch.zeros(1, 2), torch.tensor([[0.0, 1, 2, 3, 4, 5]]), width=4)
-    assert condition.shape == (1, 2 + 6 * 4)
-    assert condition[0, 2:6].tolist() == [1, 1, 0, 0]  # of size 0
-    torch.testing.assert_close(condition[0, 6], torch.cos(torch.tensor(1.0)))
 
 
 @pytest.mark.parametrize("scale, guided", [(1.0, False), (1.1, True)])

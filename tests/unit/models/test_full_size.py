@@ -17,15 +17,14 @@ import diffusers
 import pytest
 import torch
 import yaml
-from hydra import compose
-from omegaconf import OmegaConf
 from torch import nn
 
-from sd_quant.cli import composing
 from sd_quant.metrics.flops import operations
 from sd_quant.models import FAMILIES, family_named
 from sd_quant.models.parts import axes
 from sd_quant.quantization.recipe import ROLES, reason_kept
+
+from ..config.composition import composed
 
 pytestmark = pytest.mark.slow
 
@@ -80,28 +79,19 @@ def kinds(names: Iterable[str]) -> Counter[str]:
     return Counter(re.sub(r"\.\d+(?=\.)", ".*", name) for name in names)
 
 
-# the networks
-
-
 def test_the_file_holds_every_family_as_its_own_configuration_has_it():
     assert DENOISERS.keys() == FAMILIES.keys()
     for name, entry in DENOISERS.items():
-        with composing("infer"):
-            config = compose("infer", [f"model={name}", "model.path=unknown"])
-        model = OmegaConf.to_container(config.model, resolve=True)
+        model = composed("infer", f"model={name}", "model.path=unknown")["model"]
         assert (model["family"], model["width"], model["height"]) == (name, entry["width"], entry["height"])
         assert model["max_sequence_length"] in (None, entry["tokens"])  # None: CLIP's
         assert entry["class"] in family_named(name).NETWORKS.values()
 
 
 PARAMETERS = {
-    "sd15": 859_520_964,
-    "sd21": 865_910_724,
-    "sdxl": 2_567_463_684,
-    "sd3": 2_028_328_000,
-    "flux": 11_901_408_320,
+    "sd15": 859_520_964, "sd21": 865_910_724, "sdxl": 2_567_463_684, "sd3": 2_028_328_000, "flux": 11_901_408_320,
     "pixart": 610_856_096,
-}
+}  # fmt: skip
 
 
 def test_the_size_is_the_published_one(full):
@@ -110,14 +100,11 @@ def test_the_size_is_the_published_one(full):
 
 def test_every_linear_and_convolution_has_one_role(full):
     """Whatever has a weight of two dimensions or more is one of them, so nothing that computes is overlooked."""
-    weights = {name.removesuffix(".weight"): weight for name, weight in full.denoiser.named_parameters()}
-    names = {name for name, _ in full.denoiser.named_modules()}
-    assert full.roles.keys() == {name for name, weight in weights.items() if weight.ndim > 1 and name in names}
+    weights = {name for name, parameter in full.denoiser.named_parameters() if parameter.ndim > 1}
+    assert full.roles.keys() == {name.removesuffix(".weight") for name in weights if name.endswith(".weight")}
     assert {type(layer) for layer in full.layers.values()} <= {nn.Linear, nn.Conv2d}
     assert set(full.roles.values()) <= {*ROLES, "excluded"}
 
-
-# the levels
 
 # Every UNet: 2 ResBlocks a level down, 2 in the middle, 3 a level up, each with 2 convolutions and one projection of
 # the time; a stack of transformer blocks behind each ResBlock where there is attention, one in the middle. A block has
@@ -126,28 +113,15 @@ def test_every_linear_and_convolution_has_one_role(full):
 # down, and everywhere on the way up, because of what is concatenated.
 # 1 and 2: 4 levels, 8 + 2 + 12 = 22 ResBlocks, 6 + 1 + 9 = 16 stacks of 1 block, 3 down- and 3 upsamplers.
 # XL: 3 levels, 6 + 2 + 9 = 17 ResBlocks, 4 + 1 + 6 = 11 stacks, 2 * 2 + 2 * 10 + 10 + 3 * 10 + 3 * 2 = 70 blocks.
+def of_unet(blocks: int, conv: int, linear: int, excluded: int) -> dict[str, int]:
+    """``conv`` and ``linear`` beside those of the transformer blocks."""
+    return {"conv": conv, "ffn": blocks * 2, "qkv": blocks * 6, "linear": blocks * 2 + linear, "excluded": excluded}
+
+
 BY_ARCHITECTURE = {
-    "sd15": {
-        "conv": 22 * 2 + 3 + 3 + 16 * 2,  # proj_in and proj_out are convolutions
-        "ffn": 16 * 2,
-        "qkv": 16 * 6,
-        "linear": 16 * 2,
-        "excluded": (22 + 2) + (1 + 1 + 2 + 12),
-    },
-    "sd21": {
-        "conv": 22 * 2 + 3 + 3,
-        "ffn": 16 * 2,
-        "qkv": 16 * 6,
-        "linear": 16 * 2 + 16 * 2,
-        "excluded": (22 + 2) + (1 + 1 + 2 + 12),
-    },
-    "sdxl": {
-        "conv": 17 * 2 + 2 + 2,
-        "ffn": 70 * 2,
-        "qkv": 70 * 6,
-        "linear": 70 * 2 + 11 * 2,
-        "excluded": (17 + 2 + 2) + (1 + 1 + 2 + 9),
-    },
+    "sd15": of_unet(16, 22 * 2 + 3 + 3 + 16 * 2, 0, (22 + 2) + (1 + 1 + 2 + 12)),  # proj_in, proj_out are convolutions
+    "sd21": of_unet(16, 22 * 2 + 3 + 3, 16 * 2, (22 + 2) + (1 + 1 + 2 + 12)),
+    "sdxl": of_unet(70, 17 * 2 + 2 + 2, 11 * 2, (17 + 2 + 2) + (1 + 1 + 2 + 9)),
     # 24 blocks of two streams, picture and text, of which the last has no text behind its attention; the modulations
     # (norm1.linear and norm1_context.linear) are linears as others.
     "sd3": {"ffn": 24 * 2 + 23 * 2, "qkv": 24 * 6, "linear": 24 + 23 + 24 * 2, "excluded": 8},
@@ -160,13 +134,10 @@ BY_ARCHITECTURE = {
 
 def test_golden_counts(full):
     assert Counter(full.roles.values()) == BY_ARCHITECTURE[full.name]
-    assert all((role == "conv") == isinstance(full.layers[name], nn.Conv2d) for name, role in full.roles.items()
-               if role != "excluded")  # fmt: skip
+    convolutions = {name for name, layer in full.layers.items() if isinstance(layer, nn.Conv2d)} - full.excluded
+    assert convolutions == {name for name, role in full.roles.items() if role == "conv"}
     for number, level in enumerate(LEVELS, start=1):
         assert {full.roles[name] for name in full.quantized(level)} == {*ROLES[:number]} & set(full.roles.values())
-
-
-# how much
 
 
 # At each level, of the parameters (weights alone are quantized) and of the operations (attention's products count).
@@ -187,28 +158,6 @@ def test_golden_shares(full, level):
     work = sum(full.operations[name] for name in names) / full.total
     assert (round(weights, 3), round(work, 3)) == SHARES[full.name][LEVELS.index(level)]
 
-
-# Blocks, tokens that ask, tokens that are asked, width. A level of a UNet has 2 stacks of blocks down and 3 up, the
-# middle 1; where picture and text have attentions of their own (all but sd3 and flux), both are asked.
-ATTENTION = {
-    "sd15": [(5, 64**2, 64**2 + 77, 320), (5, 32**2, 32**2 + 77, 640), (5, 16**2, 16**2 + 77, 1280),
-             (1, 8**2, 8**2 + 77, 1280)],
-    "sd21": [(5, 96**2, 96**2 + 77, 320), (5, 48**2, 48**2 + 77, 640), (5, 24**2, 24**2 + 77, 1280),
-             (1, 12**2, 12**2 + 77, 1280)],
-    "sdxl": [(5 * 2, 64**2, 64**2 + 77, 640), (6 * 10, 32**2, 32**2 + 77, 1280)],
-    "sd3": [(24, 64**2 + 77 + 256, 64**2 + 77 + 256, 24 * 64)],
-    "flux": [(19 + 38, 64**2 + 512, 64**2 + 512, 24 * 128)],
-    "pixart": [(28, 64**2, 64**2 + 300, 16 * 72)],
-}  # fmt: skip
-
-
-def test_beside_the_layers_there_is_only_attention_to_compute(full):
-    """Two products, two operations for each multiplication with its addition."""
-    products = sum(2 * 2 * blocks * queries * keys * width for blocks, queries, keys, width in ATTENTION[full.name])
-    assert full.total == sum(full.operations.values()) + products
-
-
-# shared inputs
 
 SHARED = {  # inputs of linears that may be quantized, and of those how many can be folded into what makes them
     "sd15": (16 * 7, 16 * 6),  # not the text's
@@ -257,8 +206,6 @@ def test_the_heads_of_an_attention_divide_its_width(full):
     for attention, width in full.family.attentions(full.denoiser).items():
         assert full.denoiser.get_submodule(attention).to_q.out_features % width == 0
 
-
-# other people's recipes
 
 # NVIDIA/Model-Optimizer, examples/diffusers/quantization/utils.py, August 2026: filter_func_default and
 # filter_func_flux_dev, which models_utils.py takes for Flux-dev. They are asked for names of quantizers, which begin

@@ -76,17 +76,6 @@ def test_the_second_attention_of_stable_diffusion_35_reads_the_picture_and_has_c
     assert modulated(inputs["image"], names[0], (0, 1)) in found and len(found) == 7
 
 
-def test_a_single_block_of_flux_has_one_modulation():
-    block = "single_transformer_blocks.3"
-    readers = [f"{block}.attn.to_q", f"{block}.attn.to_k", f"{block}.attn.to_v", f"{block}.proj_mlp"]
-    modulation, out = f"{block}.norm.linear", f"{block}.proj_out"
-    assert inputs_of_transformer([modulation, readers[3], out, *readers[:3]]) == [
-        SharedInput((modulation,)),
-        modulated(readers, modulation, (0, 1)),
-        SharedInput((out,)),
-    ]
-
-
 def test_a_modulation_for_all_blocks_absorbs_nothing():
     """PixArt's, to which every block adds a table."""
     names = ["adaln_single.linear", *of_attention("to_q", "to_k", "to_v"), f"{BLOCK}.ff.net.0.proj"]
