@@ -276,6 +276,7 @@ PROMPTS_OF_NOTHING = [(0, 1, ["a cat"]), (1, -1, []), (0, 1e3, ["a cat", "a dog"
     [
         *({"origin": text} for text in (DEEP, "{", "[]", json.dumps({"form": VERSION}))),
         {"origin": json.dumps({"form": VERSION, **ORIGIN, "checkpoint": None})},
+        {"origin": json.dumps({"form": VERSION, "sampling": ORIGIN["sampling"]})},
         *({"origin": json.dumps({"form": VERSION, **ORIGIN, "sampling": each})} for each in NOTHING_SAMPLED),
         *({"origin": json.dumps({"form": VERSION, **with_sampling(**change)})} for change in CHANGES),
         *({"prompts": text} for text in (DEEP, "null", '{"first": 0, "last": 1}')),

@@ -259,6 +259,7 @@ def test_what_fp16_rounds_off_a_bias_is_no_fault_of_a_scale(export):
     assert difference.relative_error > 1e-3 and difference.leans["scale"] < 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe, engine, fault, name", faults())
 def test_a_fault_of_one_layer_is_caught(export, network, monkeypatch, recipe, engine, fault, name):
     faulty_cut(monkeypatch, network, fault, name)

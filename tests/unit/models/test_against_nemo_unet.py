@@ -72,7 +72,7 @@ def random_state(config: dict) -> dict[str, Tensor]:
     return state
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(scope="module", params=[SDXL, pytest.param(OTHER, marks=pytest.mark.slow)])
 def given(request, tmp_path_factory) -> Given:
     config = yaml.safe_load(MINI_CONFIG.read_text())
     config["unet_config"] |= LAYOUTS[request.param] | {
