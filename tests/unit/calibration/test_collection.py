@@ -84,11 +84,9 @@ def whole(model, names) -> Statistics:
     "start, stop, snapshots, expected",
     [
         (0, 5, [], [(0, 5)]),
-        (0, 5, [2, 4], [(0, 2), (2, 4), (4, 5)]),
         (0, 5, [4, 2, 2], [(0, 2), (2, 4), (4, 5)]),
         (0, 4, [4, 8], [(0, 4)]),
         (3, 5, [2, 3, 4], [(3, 4), (4, 5)]),
-        (0, 1, [1], [(0, 1)]),
     ],
 )
 def test_segments_end_at_the_snapshots(start, stop, snapshots, expected):

