@@ -13,8 +13,9 @@ from sd_quant.models.sd3 import TransformerPart, attentions, layer_roles, parts,
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
-from sd_quant.quantization.statistics import LayerStatistics, Sample
+from sd_quant.quantization.statistics import LayerStatistics
 
+from .modulated import linear_statistics
 from .pipelines import redraw
 
 CHANNELS, WIDTH, TEXT_TOKENS, CALLS = 16, 64, 20, 2
@@ -82,17 +83,7 @@ def calibrated(normed: bool) -> Joint:
     contract = parts(configs, None, "diffusers")["transformer"].contract
     fewer = dict(contract.inputs) | {"encoder_hidden_states": ("batch", TEXT_TOKENS, WIDTH)}
     contract = replace(contract, inputs=fewer)
-    part, seen = TransformerPart(copy.deepcopy(network)), {}
-    for name, role in layer_roles(network).items():
-        if role != "excluded":
-            part.transformer.get_submodule(name).register_forward_pre_hook(
-                lambda _, given, name=name: seen.setdefault(name, []).append(given[0].flatten(0, -2))
-            )
-    for seed in range(CALLS):
-        part(**inputs_of(contract, seed))
-    rows = {name: torch.cat(calls) for name, calls in seen.items()}
-    statistics = {
-        name: LayerStatistics("linear", x.abs().amax(0, keepdim=True), Sample(x.half(), torch.arange(len(x)).double()))
-        for name, x in rows.items()
-    }
-    return Joint(network, contract, statistics)
+    part = TransformerPart(network)
+    names = [name for name, role in layer_roles(network).items() if role != "excluded"]
+    calls = (inputs_of(contract, seed) for seed in range(CALLS))
+    return Joint(network, contract, linear_statistics(network, names, lambda: [part(**inputs) for inputs in calls]))

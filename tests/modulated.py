@@ -69,23 +69,23 @@ def run(network: nn.Module, seed: int = 0) -> Tensor:
     return network(draw(2, 16, 16), timestep=time, **text, **places, return_dict=False)[0]
 
 
-def linear_statistics(network: nn.Module, names: list[str]) -> dict[str, LayerStatistics]:
-    """What these linears read in one run: ranges, and all rows."""
-    found: dict[str, LayerStatistics] = {}
-
-    def remember(name: str) -> Callable:
-        def hook(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            rows = inputs[0].flatten(0, -2)
-            sample = Sample(rows.half(), torch.arange(len(rows)).double())
-            found[name] = LayerStatistics("linear", rows.abs().amax(0, keepdim=True), sample)
-
-        return hook
-
-    hooks = [network.get_submodule(name).register_forward_pre_hook(remember(name)) for name in names]
-    run(network)
+def linear_statistics(network: nn.Module, names: list[str], call: Callable[[], Any]) -> dict[str, LayerStatistics]:
+    """What these linears read while ``call`` runs the network: ranges, and all rows."""
+    read: dict[str, list[Tensor]] = {name: [] for name in names}
+    hooks = [
+        network.get_submodule(name).register_forward_pre_hook(
+            lambda _, inputs, name=name: read[name].append(inputs[0].flatten(0, -2))
+        )
+        for name in names
+    ]
+    call()
     for hook in hooks:
         hook.remove()
-    return found
+    rows = {name: torch.cat(inputs) for name, inputs in read.items()}
+    return {
+        name: LayerStatistics("linear", x.abs().amax(0, keepdim=True), Sample(x.half(), torch.arange(len(x)).double()))
+        for name, x in rows.items()
+    }
 
 
 def assigned(name: str, network: nn.Module, recipe: Recipe, **options: Any) -> Mapping[str, LayerAssignment]:
@@ -93,7 +93,8 @@ def assigned(name: str, network: nn.Module, recipe: Recipe, **options: Any) -> M
     family = NETWORKS[name][1]
     roles = family.layer_roles(network)
     linears = [layer for layer, role in roles.items() if role != "conv"]
-    statistics = linear_statistics(network, [layer for layer in linears if roles[layer] != "excluded"])
+    watched = [layer for layer in linears if roles[layer] != "excluded"]
+    statistics = linear_statistics(network, watched, lambda: run(network))
     given = {"bias_of": lambda layer: network.get_submodule(layer).bias, **options}
     weight_of = lambda layer: network.get_submodule(layer).weight  # noqa: E731
     return derive(roles, weight_of, statistics, recipe, family.shared_inputs(linears), **given)

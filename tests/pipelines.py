@@ -22,6 +22,8 @@ from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH, clip_tokenizer
 
 CLIP_VOCAB, CLIP_WIDTH = 1000, 64
 T5_WIDTH = 192  # wider than two CLIPs, whose features Stable Diffusion 3 pads to it
+HEADS = {"num_attention_heads": 4, "attention_head_dim": 32}
+PROJECTING = transformers.CLIPTextModelWithProjection
 SD_NOISE = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012, "steps_offset": 1}
 
 
@@ -77,6 +79,13 @@ def t5() -> tuple[transformers.T5EncoderModel, Any]:
     return transformers.T5EncoderModel(config), transformers.T5Tokenizer(vocab, extra_ids=0, model_max_length=512)
 
 
+def texts(*pairs: tuple[nn.Module, Any]) -> dict[str, Any]:
+    """Text encoders and their tokenizers, by the names that a pipeline has for the first, the second and the third."""
+    ends = ("", "_2", "_3")[: len(pairs)]
+    encoders = {f"text_encoder{end}": encoder for end, (encoder, _) in zip(ends, pairs, strict=True)}
+    return encoders | {f"tokenizer{end}": tokenizer for end, (_, tokenizer) in zip(ends, pairs, strict=True)}
+
+
 def vae(scaling_factor: float, latent_channels: int = 4, **options: Any) -> diffusers.AutoencoderKL:
     return diffusers.AutoencoderKL(
         down_block_types=["DownEncoderBlock2D"] * 4,
@@ -111,57 +120,38 @@ def unet(**options: Any) -> diffusers.UNet2DConditionModel:
     return diffusers.UNet2DConditionModel(sample_size=8, layers_per_block=1, **defaults | options)
 
 
+def stable_diffusion(folder: Path, unet: nn.Module, scheduler: Any, text: tuple[nn.Module, Any]) -> None:
+    unsafe = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
+    parts = {"unet": unet, "vae": vae(0.18215), "scheduler": scheduler, **texts(text)}
+    write(diffusers.StableDiffusionPipeline(**parts, **unsafe), folder)
+
+
 def sd15(folder: Path) -> None:
-    encoder, tokenizer = clip()
-    pipeline = diffusers.StableDiffusionPipeline(
-        unet=unet(attention_head_dim=4),
-        text_encoder=encoder,
-        tokenizer=tokenizer,
-        vae=vae(0.18215),
-        scheduler=diffusers.PNDMScheduler(**SD_NOISE, skip_prk_steps=True, set_alpha_to_one=False),
-        safety_checker=None,
-        feature_extractor=None,
-        requires_safety_checker=False,
-    )
-    write(pipeline, folder)
+    scheduler = diffusers.PNDMScheduler(**SD_NOISE, skip_prk_steps=True, set_alpha_to_one=False)
+    stable_diffusion(folder, unet(attention_head_dim=4), scheduler, clip())
+
+
+ONE_LEVEL = {"down_block_types": ["CrossAttnDownBlock2D"], "up_block_types": ["CrossAttnUpBlock2D"]}
 
 
 def sd15_of_one_level(folder: Path) -> None:
     """``sd15``, which is soon traced."""
     sd15(folder)
-    blocks = {"down_block_types": ["CrossAttnDownBlock2D"], "up_block_types": ["CrossAttnUpBlock2D"]}
-    small = unet(block_out_channels=[64], attention_head_dim=4, **blocks)
+    small = unet(block_out_channels=[64], attention_head_dim=4, **ONE_LEVEL)
     redraw(small)
     small.save_pretrained(folder / "unet")
 
 
 def sd21(folder: Path) -> None:
-    encoder, tokenizer = clip(pad_token="!", act="gelu")
     denoiser = unet(
-        block_out_channels=[128],
-        down_block_types=["CrossAttnDownBlock2D"],
-        up_block_types=["CrossAttnUpBlock2D"],
-        attention_head_dim=[4],
-        use_linear_projection=True,
-        upcast_attention=True,
+        block_out_channels=[128], attention_head_dim=[4], use_linear_projection=True, upcast_attention=True, **ONE_LEVEL
     )
     v_prediction = {"prediction_type": "v_prediction", "clip_sample": False, "set_alpha_to_one": False}
-    pipeline = diffusers.StableDiffusionPipeline(
-        unet=denoiser,
-        text_encoder=encoder,
-        tokenizer=tokenizer,
-        vae=vae(0.18215),
-        scheduler=diffusers.DDIMScheduler(**SD_NOISE, **v_prediction),
-        safety_checker=None,
-        feature_extractor=None,
-        requires_safety_checker=False,
-    )
-    write(pipeline, folder)
+    scheduler = diffusers.DDIMScheduler(**SD_NOISE, **v_prediction)
+    stable_diffusion(folder, denoiser, scheduler, clip(pad_token="!", act="gelu"))
 
 
 def sdxl(folder: Path) -> None:
-    encoder, tokenizer = clip()
-    encoder_2, tokenizer_2 = clip(transformers.CLIPTextModelWithProjection, pad_token="!", act="gelu")
     size_features = 32
     denoiser = unet(
         block_out_channels=[64, 64],
@@ -177,92 +167,60 @@ def sdxl(folder: Path) -> None:
     )
     pipeline = diffusers.StableDiffusionXLPipeline(
         unet=denoiser,
-        text_encoder=encoder,
-        text_encoder_2=encoder_2,
-        tokenizer=tokenizer,
-        tokenizer_2=tokenizer_2,
         vae=vae(0.13025),
         scheduler=diffusers.EulerDiscreteScheduler(**SD_NOISE, timestep_spacing="leading"),
         add_watermarker=False,
+        **texts(clip(), clip(PROJECTING, pad_token="!", act="gelu")),
     )
     write(pipeline, folder)
 
 
 def sd3(folder: Path) -> None:
-    encoder, tokenizer = clip(transformers.CLIPTextModelWithProjection)
-    encoder_2, tokenizer_2 = clip(transformers.CLIPTextModelWithProjection, pad_token="!", act="gelu")
-    encoder_3, tokenizer_3 = t5()
     denoiser = diffusers.SD3Transformer2DModel(
         sample_size=16,
         in_channels=16,
         out_channels=16,
         num_layers=2,
-        num_attention_heads=4,
-        attention_head_dim=32,
         caption_projection_dim=128,
         joint_attention_dim=T5_WIDTH,
         pooled_projection_dim=2 * CLIP_WIDTH,
         pos_embed_max_size=24,
+        **HEADS,
     )
     pipeline = diffusers.StableDiffusion3Pipeline(
         transformer=denoiser,
-        text_encoder=encoder,
-        text_encoder_2=encoder_2,
-        text_encoder_3=encoder_3,
-        tokenizer=tokenizer,
-        tokenizer_2=tokenizer_2,
-        tokenizer_3=tokenizer_3,
         vae=vae16(1.5305, 0.0609),
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+        **texts(clip(PROJECTING), clip(PROJECTING, pad_token="!", act="gelu"), t5()),
     )
     write(pipeline, folder)
 
 
 def flux(folder: Path) -> None:
-    encoder, tokenizer = clip()
-    encoder_2, tokenizer_2 = t5()
     denoiser = diffusers.FluxTransformer2DModel(
         in_channels=64,
         num_layers=2,
         num_single_layers=2,
-        num_attention_heads=4,
-        attention_head_dim=32,
         axes_dims_rope=(4, 14, 14),
         joint_attention_dim=T5_WIDTH,
         pooled_projection_dim=CLIP_WIDTH,
         guidance_embeds=True,
+        **HEADS,
     )
     pipeline = diffusers.FluxPipeline(
         transformer=denoiser,
-        text_encoder=encoder,
-        text_encoder_2=encoder_2,
-        tokenizer=tokenizer,
-        tokenizer_2=tokenizer_2,
         vae=vae16(0.3611, 0.1159),
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+        **texts(clip(), t5()),
     )
     write(pipeline, folder)
 
 
 def pixart(folder: Path) -> None:
-    encoder, tokenizer = t5()
-    denoiser = diffusers.PixArtTransformer2DModel(
-        sample_size=16,
-        in_channels=4,
-        out_channels=8,
-        num_layers=2,
-        num_attention_heads=4,
-        attention_head_dim=32,
-        cross_attention_dim=128,
-        caption_channels=T5_WIDTH,
-    )
-    pipeline = diffusers.PixArtSigmaPipeline(
-        transformer=denoiser,
-        text_encoder=encoder,
-        tokenizer=tokenizer,
-        vae=vae(0.13025),
-        scheduler=diffusers.DPMSolverMultistepScheduler(),
-    )
+    sizes = {"sample_size": 16, "in_channels": 4, "out_channels": 8, "num_layers": 2, **HEADS}
+    denoiser = diffusers.PixArtTransformer2DModel(cross_attention_dim=128, caption_channels=T5_WIDTH, **sizes)
+    scheduler = diffusers.DPMSolverMultistepScheduler()
+    pipeline = diffusers.PixArtSigmaPipeline(transformer=denoiser, vae=vae(0.13025), scheduler=scheduler, **texts(t5()))
     write(pipeline, folder)
 
 
@@ -296,13 +254,8 @@ def pixart_alpha(folder: Path) -> None:
 
 
 TINY: dict[str, Callable[[Path], None]] = {
-    "sd15": sd15,
-    "sd21": sd21,
-    "sdxl": sdxl,
-    "sd3": sd3,
-    "flux": flux,
-    "pixart": pixart,
-}
+    "sd15": sd15, "sd21": sd21, "sdxl": sdxl, "sd3": sd3, "flux": flux, "pixart": pixart,
+}  # fmt: skip
 VARIANTS: dict[str, Callable[[Path], None]] = {  # by the family's name and what is special
     "sd3_no_t5": sd3_no_t5,
     "flux_schnell": flux_schnell,

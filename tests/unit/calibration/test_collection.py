@@ -4,6 +4,7 @@ import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,9 +15,9 @@ from torch import nn
 
 from sd_quant.cache import locked
 from sd_quant.calibration import collection
+from sd_quant.calibration.collected_elsewhere import read_statistics
 from sd_quant.calibration.collection import calibrate, collect_segment, fabric_for, origin, segments
 from sd_quant.calibration.hooks import FIRST_OF_ALL, ROWS_PER_CALL
-from sd_quant.calibration.store import pack
 from sd_quant.checkpoints import nemo_networks
 from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.errors import ResourceError, SdQuantError
@@ -24,9 +25,12 @@ from sd_quant.inference import loading
 from sd_quant.inference.loading import LoadedModel, load_model
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.inference.source_images import SourceImages
+from sd_quant.models.checkpoint import contracts_of, empty_modules
 from sd_quant.models.unet import layer_roles
 from sd_quant.places import HOME
-from sd_quant.quantization.statistics import Statistics, bytes_bound, merge
+from sd_quant.quantization.statistics import Statistics, merge
+
+from .some_statistics import assert_same
 
 pytestmark = pytest.mark.slow
 
@@ -35,13 +39,9 @@ SAMPLING = Sampling(steps=2, guidance_scale=5.0, height=64, width=64, batch_size
 SHA256 = "a" * 64
 
 
-def fresh() -> LoadedModel:
-    return load_model(open_nemo(HOME / "checkpoints/sdxl_mini.nemo"))
-
-
 @pytest.fixture(scope="module")
 def model() -> LoadedModel:
-    return fresh()
+    return load_model(open_nemo(HOME / "checkpoints/sdxl_mini.nemo"))
 
 
 @pytest.fixture(scope="module")
@@ -72,10 +72,6 @@ def collected(model, names, prompts=PROMPTS, sampling=SAMPLING, **options) -> St
     return calibrate(model, names, prompts, sampling, checkpoint_sha256=SHA256, accelerator="cpu", **options)
 
 
-def assert_same(first: Statistics, second: Statistics) -> None:
-    torch.testing.assert_close(pack(first), pack(second), rtol=0, atol=0)
-
-
 @pytest.fixture(scope="module")
 def whole(model, names) -> Statistics:
     return collected(model, names)
@@ -88,11 +84,9 @@ def whole(model, names) -> Statistics:
     "start, stop, snapshots, expected",
     [
         (0, 5, [], [(0, 5)]),
-        (0, 5, [2, 4], [(0, 2), (2, 4), (4, 5)]),
         (0, 5, [4, 2, 2], [(0, 2), (2, 4), (4, 5)]),
         (0, 4, [4, 8], [(0, 4)]),
         (3, 5, [2, 3, 4], [(3, 4), (4, 5)]),
-        (0, 1, [1], [(0, 1)]),
     ],
 )
 def test_segments_end_at_the_snapshots(start, stop, snapshots, expected):
@@ -129,7 +123,7 @@ def test_ranges_are_those_that_plain_hooks_see(model, names, whole):
         )
         for name in (linear, conv)
     ]
-    loading.pipeline_of(model.checkpoint, model.torch_engines())(PROMPTS, SAMPLING)
+    loading.pipeline_of(model.checkpoint, model.torch_engines())(PROMPTS, SAMPLING, decode=False)
     for hook in hooks:
         hook.remove()
     by_call = torch.stack([x.flatten(0, -2).amax(0) for x in seen[linear]]).view(3, 2, -1)  # prompts, steps, channels
@@ -137,74 +131,31 @@ def test_ranges_are_those_that_plain_hooks_see(model, names, whole):
     assert torch.equal(whole.layers[conv].amax, torch.stack([x.amax() for x in seen[conv]]).view(3, 2))
 
 
-def test_the_vae_is_never_called(model, names, calls):
-    collected(model, names, PROMPTS[:1])
+def test_without_guidance_there_is_one_half_and_the_vae_is_never_called(model, names, calls):
+    statistics = collected(model, names, PROMPTS[:1], replace(SAMPLING, guidance_scale=1.0))
     assert calls == {"unet_xl": SAMPLING.steps, "vae": 0, "clip1": 1, "clip2": 1}
+    assert statistics.calls["x"].values.shape[1] == 1
 
 
-def test_the_bound_on_bytes_holds(model, names, whole):
-    layers = {name: model.modules["unet"].get_submodule(name) for name in names}
-    tensors = {name: tensor for name, tensor in pack(whole).items() if not name.startswith("call|")}
-    assert sum(tensor.nbytes for tensor in tensors.values()) <= bytes_bound(layers, 3, SAMPLING.steps)
-
-
-def test_the_networks_are_left_as_they_were(model, names, whole):
+def test_the_networks_are_left_as_they_were(model, whole):
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.parts["unet_xl"].modules())
     assert all(parameter.device.type == "cpu" for part in model.parts.values() for parameter in part.parameters())
 
 
-def test_layers_that_are_never_reached_are_told_of(names, caplog):
-    model = fresh()
-    model.modules["unet"].spare, model.modules["unet"].other = nn.Linear(2, 2), nn.Conv2d(2, 2, 1)
+def test_layers_that_are_never_reached_are_told_of(model, names, monkeypatch, caplog):
+    for name in ("spare", "other"):
+        monkeypatch.setattr(model.modules["unet"], name, nn.Linear(2, 2), raising=False)
     statistics = collected(model, [*names, "spare", "other"], PROMPTS[:1])
     assert "2 layers were never reached during calibration, such as spare" in caplog.text
     assert statistics.layers.keys() == set(names)
 
 
-def test_what_is_not_finite_names_the_prompt_of_the_whole_list(model, names, monkeypatch):
-    monkeypatch.setattr(loading.Pipeline, "noise", spoiled(loading.Pipeline.noise, bad=2))
-    with pytest.raises(
-        SdQuantError, match=r"^the input of layer \S*resnets.0.conv1 is not finite at prompt 2, step 0$"
-    ):
-        collected(model, names, sampling=replace(SAMPLING, batch_size=3))
-
-
-def spoiled(noise, bad: int):
-    def draw(pipeline, indices, sampling):
-        latents = noise(pipeline, indices, sampling)
-        latents[[index == bad for index in indices]] = torch.nan
-        return latents
-
-    return draw
-
-
-@pytest.mark.parametrize("guidance_scale", [5.0, 1.0])
-def test_prompts_side_by_side(model, names, whole, calls, guidance_scale):
-    """Only rounding differs: sums run in another order. The rows are the same ones, in fp16."""
-    sampling = replace(SAMPLING, guidance_scale=guidance_scale)
-    single = whole if guidance_scale == 5 else collected(model, names, sampling=sampling)
-    calls.update(unet_xl=0)
-    batched = collected(model, names, sampling=replace(sampling, batch_size=2))
-    assert calls["unet_xl"] == 2 * SAMPLING.steps
-    halves = 2 if guidance_scale > 1 else 1
-    assert single.calls["x"].values.shape[1] == batched.calls["x"].values.shape[1] == halves
-    for name in names:
-        first, second = single.layers[name], batched.layers[name]
-        torch.testing.assert_close(first.amax, second.amax, rtol=1e-4, atol=0)
-        assert torch.equal(first.rows.priority, second.rows.priority)
-        close = {"rtol": 2**-10, "atol": 1e-3 * first.amax.amax().item()}  # a last place of fp16
-        torch.testing.assert_close(first.rows.values, second.rows.values, **close)
-    for name, call in single.calls.items():
-        assert torch.equal(call.priority, batched.calls[name].priority)
-        torch.testing.assert_close(call.values, batched.calls[name].values, rtol=1e-4, atol=1e-4)
-
-
 def test_a_sampler_of_second_order_has_the_steps_that_were_asked_for(model, names, calls, monkeypatch):
     monkeypatch.setattr(nemo_networks, "scheduler", HeunDiscreteScheduler)
-    statistics = collected(model, names, PROMPTS[:2])
-    assert calls["unet_xl"] == 2 * (2 * SAMPLING.steps - 1)
+    statistics = collected(model, names, PROMPTS[:1])
+    assert calls["unet_xl"] == 2 * SAMPLING.steps - 1
     for layer in statistics.layers.values():
-        assert len(layer.rows.values) == 2 * 2 * ROWS_PER_CALL
+        assert len(layer.rows.values) == 2 * ROWS_PER_CALL
         assert layer.amax.shape[1 if layer.kind == "conv" else 0] == SAMPLING.steps and layer.amax.amax(dim=1).all()
 
 
@@ -214,31 +165,20 @@ def test_a_sampler_of_second_order_has_the_steps_that_were_asked_for(model, name
 SIZED = replace(SAMPLING, sizes=[(64, 64), (128, 64)])
 
 
-@pytest.fixture(scope="module")
-def sized(model, names) -> Statistics:
-    return collected(model, names, sampling=SIZED)
-
-
-@pytest.mark.parametrize("batch_size", [1, 2])
-def test_prompts_take_the_sizes_in_turn(model, names, batch_size):
+def test_prompts_take_the_sizes_in_turn(model, names):
     """The ranges and rows are those of a pass of each size over its own prompts; calls are of the first size alone."""
     fabric, statistics = Fabric(accelerator="cpu", devices=1), []
     for width, share in ((64, slice(0, None, 2)), (128, slice(1, None, 2))):
-        sampling = replace(SAMPLING, width=width, batch_size=batch_size)
+        sampling = replace(SAMPLING, width=width, batch_size=2)
         statistics.append(collect_segment(fabric, model, names, PROMPTS, range(3), sampling, subset=share))
     statistics[1].calls.clear()
-    assert_same(collected(model, names, sampling=replace(SIZED, batch_size=batch_size)), merge(statistics))
+    assert_same(collected(model, names, sampling=replace(SIZED, batch_size=2)), merge(statistics))
     assert statistics[0].calls["x"].values.shape == (2 * SAMPLING.steps, 2, 4, 8, 8)
 
 
-def test_snapshots_and_processes_share_the_prompts_of_all_sizes(model, names, sized, calls, tmp_path):
-    assert_same(collected(model, names, sampling=SIZED, cache=tmp_path, snapshots=[1, 2]), sized)
-    calls.update(unet_xl=0)
-    assert_same(collected(model, names, sampling=SIZED, cache=tmp_path), sized)
-    assert calls["unet_xl"] == 0
-    fabric, shares = Fabric(accelerator="cpu", devices=1), (slice(rank, None, 2) for rank in range(2))
-    parts = [collect_segment(fabric, model, names, PROMPTS, range(0, 3), SIZED, subset=share) for share in shares]
-    assert_same(merge(parts), sized)
+def test_snapshots_and_processes_share_the_prompts_of_all_sizes(model, names, tmp_path):
+    parts = shares(model, names, SIZED, processes=2)
+    assert_same(collected(model, names, sampling=SIZED, cache=tmp_path, snapshots=[1, 2]), merge(parts))
 
 
 def test_a_pass_of_one_size_is_found_under_its_old_name():
@@ -250,42 +190,25 @@ def test_a_pass_of_one_size_is_found_under_its_old_name():
 # The cache
 
 
-def test_what_is_to_come_is_said_once_and_changes_nothing(model, names, whole, tmp_path):
-    said: list = []
-    for _ in range(2):  # the second time all of it is in the cache
-        found = collected(model, names, cache=tmp_path, snapshots=[1], announce=lambda *told: said.append(told))
+def test_what_is_to_come_is_said_once_and_changes_nothing(model, names, whole, calls, caplog, tmp_path):
+    """The second time all of it is in the cache, and nothing runs."""
+    said, done = [], []
+    for _ in range(2):
+        calls.update(dict.fromkeys(calls, 0))
+        with caplog.at_level(logging.INFO):
+            found = collected(
+                model, names, cache=tmp_path, snapshots=[2], announce=lambda *told: said.append(told),
+                between_calls=lambda: done.append(torch.get_num_threads()),
+            )  # fmt: skip
         assert_same(found, whole)
     [(device, prompts, seconds)] = said
     assert (device, prompts) == ("cpu", len(PROMPTS)) and seconds > 0
-
-
-def test_something_may_be_done_before_each_call_of_the_denoiser(model, names, whole):
-    done = []
-    assert_same(collected(model, names, between_calls=lambda: done.append(torch.get_num_threads())), whole)
-    assert len(done) == SAMPLING.steps * len(PROMPTS)
-
-
-def test_the_second_time_nothing_runs(model, names, whole, calls, caplog, tmp_path):
-    assert_same(collected(model, names, cache=tmp_path), whole)
-    calls.update(dict.fromkeys(calls, 0))
-    with caplog.at_level(logging.INFO):
-        assert_same(collected(model, names, cache=tmp_path), whole)
-    assert "statistics of prompts 1 to 3 come from the cache" in caplog.text
-    assert not any(calls.values())
-
-
-def test_another_negative_prompt_is_another_entry(model, names, whole, calls, tmp_path):
-    negative = replace(SAMPLING, negative_prompts=["blurry"])
-    collected(model, names, cache=tmp_path)
-    led_away = collected(model, names, sampling=negative, cache=tmp_path)
-    assert calls["unet_xl"] == 2 * len(PROMPTS) * SAMPLING.steps
-    assert not torch.equal(led_away.calls["context"].values, whole.calls["context"].values)
-    assert_same(collected(model, names, sampling=negative, cache=tmp_path), led_away)
-    assert calls["unet_xl"] == 2 * len(PROMPTS) * SAMPLING.steps
+    assert len(done) == SAMPLING.steps * len(PROMPTS) and not any(calls.values())
+    assert "statistics of prompts 1 to 2 come from the cache" in caplog.text
 
 
 def test_of_two_that_want_the_same_the_second_waits_and_takes_it(model, names, calls, tmp_path):
-    collected(model, names, cache=tmp_path)
+    collected(model, names, PROMPTS[:1], cache=tmp_path)
     [entries] = (folder for folder in tmp_path.iterdir() if folder.is_dir())
     entry = next(entries.glob("*.safetensors"))
     content = entry.read_bytes()
@@ -293,7 +216,7 @@ def test_of_two_that_want_the_same_the_second_waits_and_takes_it(model, names, c
     calls.update(unet_xl=0)
     with ThreadPoolExecutor(1) as second:
         with locked(entries / ".lock"):  # as the first holds it
-            waiting = second.submit(collected, model, names, cache=tmp_path)
+            waiting = second.submit(collected, model, names, PROMPTS[:1], cache=tmp_path)
             time.sleep(0.3)
             assert not waiting.done()
             entry.write_bytes(content)
@@ -301,42 +224,55 @@ def test_of_two_that_want_the_same_the_second_waits_and_takes_it(model, names, c
     assert not calls["unet_xl"]
 
 
-def test_a_larger_size_runs_only_the_prompts_that_it_adds(model, names, whole, calls, tmp_path):
-    collected(model, names, PROMPTS[:2], cache=tmp_path)
+def test_another_size_runs_only_the_prompts_that_it_adds(model, names, whole, calls, tmp_path):
+    collected(model, names, PROMPTS[:2], cache=tmp_path, snapshots=[2, 1, 64])
     calls.update(unet_xl=0)
     assert_same(collected(model, names, cache=tmp_path), whole)
     assert calls["unet_xl"] == SAMPLING.steps
-
-
-def test_a_smaller_size_takes_the_snapshot_that_a_larger_one_left(model, names, whole, calls, tmp_path):
-    assert_same(collected(model, names, cache=tmp_path, snapshots=[2, 1, 64]), whole)
-    calls.update(unet_xl=0)
-    found = collected(model, names, PROMPTS[:2], cache=tmp_path)
-    assert calls["unet_xl"] == 0
-    assert_same(found, collected(model, names, PROMPTS[:2]))
-
-
-def test_a_pass_that_broke_off_goes_on_at_its_last_snapshot(model, names, whole, calls, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch, pytest.raises(SdQuantError, match="prompt 2, step 0"):
-        patch.setattr(loading.Pipeline, "noise", spoiled(loading.Pipeline.noise, bad=2))
-        collected(model, names, cache=tmp_path, snapshots=[1, 2])
-    calls.update(unet_xl=0)
-    assert_same(collected(model, names, cache=tmp_path, snapshots=[1, 2]), whole)
+    smaller = collected(model, names, PROMPTS[:1], cache=tmp_path)
     assert calls["unet_xl"] == SAMPLING.steps
+    for name, layer in smaller.layers.items():
+        assert layer.kind != "conv" or torch.equal(layer.amax, whole.layers[name].amax[:1])
 
 
-def test_a_damaged_entry_is_collected_again(model, names, whole, calls, caplog, tmp_path):
-    collected(model, names, cache=tmp_path, snapshots=[1])
-    entry = next(tmp_path.rglob("00001-00003.safetensors"))
+def test_a_pass_that_broke_off_goes_on_at_its_last_sound_snapshot(
+    model, names, whole, calls, caplog, tmp_path, monkeypatch
+):
+    noise = loading.Pipeline.noise
+
+    def spoiled(pipeline, indices, sampling):
+        latents = noise(pipeline, indices, sampling)
+        latents[[index == 2 for index in indices]] = torch.nan
+        return latents
+
+    broken = r"^the input of layer \S*resnets.0.conv1 is not finite at prompt 2, step 0$"
+    with monkeypatch.context() as patch, pytest.raises(SdQuantError, match=broken):
+        patch.setattr(loading.Pipeline, "noise", spoiled)
+        collected(model, names, cache=tmp_path, snapshots=[1, 2])
+    entry = next(tmp_path.rglob("00001-00002.safetensors"))
     sound = entry.read_bytes()
     entry.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
     calls.update(unet_xl=0)
-    assert_same(collected(model, names, cache=tmp_path, snapshots=[1]), whole)
+    assert_same(collected(model, names, cache=tmp_path, snapshots=[1, 2]), whole)
     assert calls["unet_xl"] == 2 * SAMPLING.steps and f"{entry} are damaged" in caplog.text
     assert entry.read_bytes() == sound
 
 
-def test_everything_that_counts_is_in_the_origin(names):
+def test_what_a_pass_cached_is_read_elsewhere(model, names, tmp_path, caplog):
+    """From the folder that the log names, with networks that have no weights."""
+    with caplog.at_level(logging.INFO):
+        statistics = collected(model, names, PROMPTS[:2], cache=tmp_path, snapshots=[1])
+    message, _, path = caplog.messages[-1].partition("; use them elsewhere with calibration=")
+    assert message == f"statistics: {path}" and Path(path).parent == tmp_path
+    empty = empty_modules(model.checkpoint)["unet"]
+    layers = {name: empty.get_submodule(name) for name in names}
+    contract, here = contracts_of(model.checkpoint)["unet_xl"], origin(SHA256, names, SAMPLING, "cpu")
+    caplog.clear()
+    assert_same(read_statistics(Path(path), layers, contract, here, 2), statistics)
+    assert not caplog.records
+
+
+def test_everything_that_counts_is_in_the_origin(names, monkeypatch):
     given = (SHA256, names, SAMPLING, "cpu")
     changed = [
         ("b" * 64, *given[1:]),
@@ -344,8 +280,12 @@ def test_everything_that_counts_is_in_the_origin(names):
         *((*given[:2], replace(SAMPLING, **{field: other(field)}), "cpu") for field in SAMPLING_FIELDS),
         (*given[:3], "cuda"),
     ]
-    assert origin(*given) == origin(*given)
-    assert all(origin(*other) != origin(*given) for other in changed)
+    expected = origin(*given)
+    assert origin(*given) == expected and all(origin(*other) != expected for other in changed)
+    for how_much_is_kept in ("ROWS", "CALLS"):
+        with monkeypatch.context() as patch:
+            patch.setattr(collection, how_much_is_kept, 7)
+            assert origin(*given) != expected
 
 
 SAMPLING_FIELDS = Sampling.__dataclass_fields__
@@ -361,23 +301,21 @@ def other(field: str) -> object:
     return optional[field] if field in optional else getattr(SAMPLING, field) + 1
 
 
-@pytest.mark.parametrize("constant", ["ROWS", "CALLS"])
-def test_how_much_is_kept_is_in_the_origin(names, monkeypatch, constant):
-    before = origin(SHA256, names, SAMPLING, "cpu")
-    monkeypatch.setattr(collection, constant, 7)
-    assert origin(SHA256, names, SAMPLING, "cpu") != before
-
-
 # Several processes
 
 
-@pytest.mark.parametrize("processes", [2, 5])
-def test_shares_of_the_prompts_make_the_whole(model, names, whole, processes):
+def shares(model, names, sampling, processes: int) -> list[Statistics]:
+    """The statistics that each process collects."""
+    fabric, ranks = Fabric(accelerator="cpu", devices=1), range(processes)
+    return [
+        collect_segment(fabric, model, names, PROMPTS, range(3), sampling, subset=slice(rank, None, processes))
+        for rank in ranks
+    ]
+
+
+def test_shares_of_the_prompts_make_the_whole(model, names, whole):
     """Also when there are fewer prompts than processes."""
-    fabric = Fabric(accelerator="cpu", devices=1)
-    shares = [slice(rank, None, processes) for rank in range(processes)]
-    parts = [collect_segment(fabric, model, names, PROMPTS, range(0, 3), SAMPLING, subset=share) for share in shares]
-    assert_same(merge(parts), whole)
+    assert_same(merge(shares(model, names, SAMPLING, processes=5)), whole)
 
 
 def test_more_gpus_than_there_are_is_refused(monkeypatch):

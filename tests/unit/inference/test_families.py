@@ -2,6 +2,7 @@
 
 import inspect
 import pickle
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -15,11 +16,14 @@ import yaml
 
 from sd_quant.calibration.collection import calibrate
 from sd_quant.checkpoints.diffusers_pipeline import ABSENT, DiffusersCheckpoint, open_pipeline
+from sd_quant.checkpoints.kinds import open_checkpoint
+from sd_quant.errors import ConfigError
 from sd_quant.inference.loading import load_model, pipeline_of
 from sd_quant.inference.pipeline import Pipeline, Sampling
 from sd_quant.models import FAMILIES, Family, family_named
 from sd_quant.models.checkpoint import denoiser_part, empty_denoiser, reads_guidance, samples_per_image
 from sd_quant.models.parts import Part
+from sd_quant.quantization.statistics import Statistics
 
 from ...pipelines import TINY, VARIANTS
 from ..config.composition import composed
@@ -27,6 +31,7 @@ from ..config.composition import composed
 pytestmark = pytest.mark.slow
 
 CONF = Path(__file__).parents[3] / "conf/model"
+FAMILY_OF = {path.stem: yaml.safe_load(path.read_text())["family"] for path in sorted(CONF.glob("*.yaml"))}
 SAMPLING = Sampling(steps=2, guidance_scale=3.0, height=64, width=128, batch_size=2, seed=5)
 TOKENS = 32  # of T5, for which every letter is one: the second prompt is cut
 PROMPTS = ["a red cat", "a house at the end of a long road, at night"]
@@ -54,13 +59,17 @@ def pipeline(checkpoint: DiffusersCheckpoint) -> Pipeline:
     return pipeline_of(checkpoint, load_model(checkpoint).torch_engines())
 
 
+def theirs(checkpoint: DiffusersCheckpoint) -> diffusers.DiffusionPipeline:
+    absent = [name for name, described in checkpoint.index.items() if described == ABSENT]  # diffusers wants to be told
+    found = diffusers.DiffusionPipeline.from_pretrained(checkpoint.path, **dict.fromkeys(absent))
+    found.set_progress_bar_config(disable=True)
+    return found
+
+
 def drawn_by_diffusers(
-    checkpoint: DiffusersCheckpoint, sampling: Sampling, noise: torch.Tensor
+    theirs: diffusers.DiffusionPipeline, sampling: Sampling, noise: torch.Tensor
 ) -> tuple[torch.Tensor, np.ndarray]:
     """Latents after every step, and pictures, as ``Generated`` has them."""
-    absent = [name for name, described in checkpoint.index.items() if described == ABSENT]  # diffusers wants to be told
-    theirs = diffusers.DiffusionPipeline.from_pretrained(checkpoint.path, **dict.fromkeys(absent))
-    theirs.set_progress_bar_config(disable=True)
     latents: list[torch.Tensor] = []
 
     def remember(_, step, timestep, values: dict) -> dict:
@@ -91,10 +100,11 @@ def drawn_by_diffusers(
     return torch.stack(latents, dim=1), (images * 255).round().astype(np.uint8)
 
 
-def assert_drawn_alike(checkpoint: DiffusersCheckpoint, sampling: Sampling, tolerance: float) -> torch.Tensor:
-    ours = pipeline(checkpoint)
+def assert_drawn_alike(
+    ours: Pipeline, theirs: diffusers.DiffusionPipeline, sampling: Sampling, tolerance: float
+) -> torch.Tensor:
     generated = ours(PROMPTS, sampling)
-    latents, images = drawn_by_diffusers(checkpoint, sampling, ours.noise(range(len(PROMPTS)), sampling))
+    latents, images = drawn_by_diffusers(theirs, sampling, ours.noise(range(len(PROMPTS)), sampling))
     assert generated.latents.shape == latents.shape
     for step in range(latents.shape[1]):
         difference = generated.latents[:, step] - latents[:, step]
@@ -108,97 +118,74 @@ def assert_drawn_alike(checkpoint: DiffusersCheckpoint, sampling: Sampling, tole
 
 @pytest.mark.parametrize("name", [*TINY, *VARIANTS])
 def test_a_picture_is_diffusers_own(opened, name):
-    checkpoint, tolerance = opened(name), TOLERANCE.get(name, 0)
-    strong = assert_drawn_alike(checkpoint, SAMPLING, tolerance)
-    if checkpoint.family.GUIDES:
-        plain = assert_drawn_alike(checkpoint, replace(SAMPLING, guidance_scale=1.0), tolerance)
-        assert (strong - plain).norm() > 1e-2 * plain.norm(), "guidance would show nothing"
-
-
-@pytest.mark.parametrize("name", [name for name in [*TINY, *VARIANTS] if family_named(name.split("_")[0]).GUIDES])
-def test_a_negative_prompt_is_diffusers_own(opened, name):
-    checkpoint, tolerance = opened(name), TOLERANCE.get(name, 0)
-    plain = pipeline(checkpoint)(PROMPTS, SAMPLING, decode=False).latents
-    negative = replace(SAMPLING, negative_prompts=["blurry, nude", "rain"])
-    led_away = assert_drawn_alike(checkpoint, negative, tolerance)
-    assert (led_away - plain).norm() > 1e-3 * plain.norm(), "the negative prompts would show nothing"
-
-
-@pytest.mark.parametrize("name", TINY)
-def test_given_noise_is_what_diffusers_calls_latents(opened, name):
-    checkpoint = opened(name)
+    """With guidance and without; and with negative prompts, from a noise that is given, as ``latents`` of diffusers."""
+    checkpoint, tolerance, samples = opened(name), TOLERANCE.get(name, 0), []
+    ours, diffusers_own, denoiser = pipeline(checkpoint), theirs(checkpoint), checkpoint.family.DENOISER
+    engine = ours.engines[denoiser]
+    ours.engines[denoiser] = lambda **inputs: samples.append(len(next(iter(inputs.values())))) or engine(**inputs)
+    strong = assert_drawn_alike(ours, diffusers_own, SAMPLING, tolerance)
+    assert set(samples) == {len(PROMPTS) * samples_per_image(checkpoint, SAMPLING.guidance_scale)}
     noise = torch.randn(1, checkpoint.parts()["vae"].contract.inputs["z"][1], 8, 16)
-    ours = pipeline(checkpoint)
-    packed = ours.adapter.pack(noise.expand(len(PROMPTS), -1, -1, -1))
     given = replace(SAMPLING, latents=noise)
-    assert torch.equal(ours.noise(range(len(PROMPTS)), given), packed)
-    theirs, _ = drawn_by_diffusers(checkpoint, given, packed)
-    latents = ours(PROMPTS, given, decode=False).latents
-    assert (latents - theirs).norm() <= TOLERANCE.get(name, 0) * theirs.norm()
+    assert torch.equal(
+        ours.noise(range(len(PROMPTS)), given), ours.adapter.pack(noise.expand(len(PROMPTS), -1, -1, -1))
+    )
+    if not checkpoint.family.GUIDES:
+        assert_drawn_alike(ours, diffusers_own, given, tolerance)
+        return
+    samples.clear()
+    plain = assert_drawn_alike(ours, diffusers_own, replace(SAMPLING, guidance_scale=1.0), tolerance)
+    assert set(samples) == {len(PROMPTS)} and samples_per_image(checkpoint, 1.0) == 1
+    assert (strong - plain).norm() > 1e-2 * plain.norm(), "guidance would show nothing"
+    negative = replace(given, negative_prompts=["blurry, nude", "rain"])
+    led_away = assert_drawn_alike(ours, diffusers_own, negative, tolerance)
+    without = ours(PROMPTS, given, decode=False).latents
+    assert (led_away - without).norm() > 1e-3 * without.norm(), "the negative prompts would show nothing"
 
 
 def test_sdxl_by_nemos_names_draws_the_same(opened):
     """Up to the size ids, whose sinusoids are then computed outside of the network."""
-    assert_drawn_alike(opened("sdxl", io="nemo"), SAMPLING, 0)
+    checkpoint = opened("sdxl", io="nemo")
+    assert_drawn_alike(pipeline(checkpoint), theirs(checkpoint), SAMPLING, 0)
 
 
-@pytest.mark.parametrize("name", TINY)
-def test_guidance_doubles_the_samples_of_those_that_guide(opened, name):
-    checkpoint, calls = opened(name), []
-    ours = pipeline(checkpoint)
-    engine = ours.engines[checkpoint.family.DENOISER]
-    ours.engines[checkpoint.family.DENOISER] = lambda **inputs: calls.append(inputs) or engine(**inputs)
-    for scale in (3.0, 1.0):
-        calls.clear()
-        ours(PROMPTS, replace(SAMPLING, guidance_scale=scale), decode=False)
-        batch = {len(next(iter(call.values()))) for call in calls}
-        assert batch == {len(PROMPTS) * samples_per_image(checkpoint, scale)}
+def statistics(checkpoint: DiffusersCheckpoint, cache: Path) -> Statistics:
+    names = [name for name, role in checkpoint.family.layer_roles(empty_denoiser(checkpoint)).items() if role == "ffn"]
+    sampling, model = replace(SAMPLING, steps=1), load_model(checkpoint)
+    return calibrate(model, names, PROMPTS[:1], sampling, checkpoint_sha256="", cache=cache, accelerator="cpu")
 
 
 def test_statistics_are_of_the_inputs_that_a_checkpoint_is_read_with(opened, tmp_path):
     """The same file by other names, or with shorter texts, is calibrated anew, though the cache is the same."""
-
-    def calls(checkpoint: DiffusersCheckpoint) -> dict[str, tuple]:
-        model, names = load_model(checkpoint), list(checkpoint.family.layer_roles(empty_denoiser(checkpoint)))
-        found = calibrate(
-            model, names, PROMPTS[:1], SAMPLING, checkpoint_sha256="", cache=tmp_path, accelerator="cpu"
-        ).calls
-        return {name: tuple(sample.values.shape) for name, sample in found.items()}
-
     for io in ("diffusers", "nemo"):
         checkpoint = opened("sdxl", io)
-        assert calls(checkpoint).keys() == denoiser_part(checkpoint).contract.inputs.keys()
+        assert statistics(checkpoint, tmp_path).calls.keys() == denoiser_part(checkpoint).contract.inputs.keys()
     long = opened("pixart")
     short = open_pipeline(long.path, "pixart", TOKENS // 2)
-    assert [calls(each)["encoder_attention_mask"][-1] for each in (long, short)] == [TOKENS, TOKENS // 2]
+    masks = [statistics(each, tmp_path).calls["encoder_attention_mask"].values for each in (long, short)]
+    assert [mask.shape[-1] for mask in masks] == [TOKENS, TOKENS // 2]
+
+
+def test_statistics_with_and_without_t5_are_others(opened, tmp_path):
+    """Though file, layers and inputs are the same, and so is the cache."""
+    lean = open_pipeline(opened("sd3").path, "sd3", TOKENS, parts=list(opened("sd3_no_t5").parts()))
+    with_t5, zeros = (
+        statistics(checkpoint, tmp_path).calls["encoder_hidden_states"].values[..., -TOKENS:, :]
+        for checkpoint in (opened("sd3"), lean)
+    )
+    assert torch.count_nonzero(with_t5) and not torch.count_nonzero(zeros)
 
 
 def test_t5_can_be_left_out_of_a_folder_that_has_it(opened):
     """And then the images are those of a folder that was saved without it, from the same weights."""
     whole = opened("sd3")
     lean = open_pipeline(whole.path, "sd3", TOKENS, parts=list(opened("sd3_no_t5").parts()))
-    latents = assert_drawn_alike(lean, SAMPLING, 0)
+    latents = pipeline(lean)(PROMPTS, SAMPLING, decode=False).latents
     assert torch.equal(latents, pipeline(opened("sd3_no_t5"))(PROMPTS, SAMPLING, decode=False).latents)
     with_t5 = pipeline(whole)(PROMPTS, SAMPLING, decode=False).latents
     assert (latents - with_t5).norm() > 1e-2 * with_t5.norm(), "T5 would show nothing"
     again = pickle.loads(pickle.dumps(lean))
     assert again.parts().keys() == lean.parts().keys() and "text_encoder_3" not in again.parts()
-
-
-def test_statistics_with_and_without_t5_are_others(opened, tmp_path):
-    """Though file, layers and inputs are the same, and so is the cache."""
-    whole, path = opened("sd3"), opened("sd3").path
-    lean = open_pipeline(path, "sd3", TOKENS, parts=list(opened("sd3_no_t5").parts()))
-    names = [name for name, role in whole.family.layer_roles(empty_denoiser(whole)).items() if role != "excluded"]
-    texts = [
-        calibrate(
-            load_model(checkpoint), names, PROMPTS[:1], SAMPLING, checkpoint_sha256="", cache=tmp_path,
-            accelerator="cpu",
-        ).calls["encoder_hidden_states"].values
-        for checkpoint in (whole, lean)
-    ]  # fmt: skip
-    with_t5, zeros = (text[..., -TOKENS:, :] for text in texts)
-    assert torch.count_nonzero(with_t5) and not torch.count_nonzero(zeros)
 
 
 def test_schnell_has_no_input_for_guidance(opened):
@@ -217,13 +204,7 @@ def test_schnell_has_no_input_for_guidance(opened):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_has_all_that_the_protocol_asks_for(name):
     family = family_named(name)
-    kinds = {
-        "PIPELINES": tuple, "FROM_IMAGES": tuple | None, "NETWORKS": dict, "OPTIONAL": tuple, "DENOISER": str,
-        "GUIDES": bool, "TOKENS": int | None,
-    }  # fmt: skip
-    for constant, kind in kinds.items():
-        assert isinstance(getattr(family, constant), kind)
-    assert set(Family.__annotations__) == set(kinds)
+    assert all(hasattr(family, constant) for constant in Family.__annotations__)
     functions = {each: found.__func__ for each, found in vars(Family).items() if isinstance(found, staticmethod)}
     assert len(functions) == 7
     for each, asked in functions.items():
@@ -234,35 +215,73 @@ def test_a_family_has_all_that_the_protocol_asks_for(name):
         assert family.NETWORKS.keys() <= components.keys()
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in CONF.glob("*.yaml")))
+@pytest.mark.parametrize("name", FAMILY_OF)
 def test_the_parts_of_a_configuration_are_its_familys(opened, name):
-    family = composed("infer", f"model={name}", "model.path=unknown")["model"]["family"]
+    family = FAMILY_OF[name]
     path = opened(family).path
     stated = composed("infer", f"model={name}", f"model.path={path}")["model"]["parts"]
     parts = open_pipeline(path, family, parts=stated).parts()
     assert stated == list(parts)
+    assert next(iter(parts)) == family_named(family).DENOISER
     assert all(isinstance(part, Part) for part in parts.values())
     left_out = family_named(family).NETWORKS.keys() - {part.component for part in parts.values()}
     assert left_out == ({"text_encoder_3"} if name in ("sd3_no_t5", "sd3_mini") else set())
 
 
 def test_every_family_has_a_configuration_of_its_own():
-    families = {path.stem: yaml.safe_load(path.read_text())["family"] for path in CONF.glob("*.yaml")}
-    assert {name: families.get(name) for name in FAMILIES} == {name: name for name in FAMILIES}
-    assert set(families.values()) == set(FAMILIES) == set(TINY)
+    assert {name: FAMILY_OF.get(name) for name in FAMILIES} == {name: name for name in FAMILIES}
+    assert set(FAMILY_OF.values()) == set(FAMILIES) == set(TINY)
 
 
-@pytest.mark.parametrize("name", TINY)
-def test_the_denoiser_comes_first_and_each_of_its_layers_has_a_role_and_an_input(opened, name):
-    checkpoint = opened(name)
-    family, parts = checkpoint.family, checkpoint.parts()
-    assert next(iter(parts)) == family.DENOISER
-    network = empty_denoiser(checkpoint)
-    roles = family.layer_roles(network)
-    layers = [each for each, module in network.named_modules() if isinstance(module, torch.nn.Linear | torch.nn.Conv2d)]
-    assert list(roles) == layers and {"excluded", "ffn", "qkv", "linear"} <= set(roles.values())
-    linears = [each for each, role in roles.items() if role not in ("conv", "excluded")]
-    readers = [linear for shared in family.shared_inputs(linears) for linear in shared.readers]
-    assert sorted(readers) == sorted(linears)
-    widths = family.attentions(network)
-    assert all(network.get_submodule(attention).to_q.out_features % width == 0 for attention, width in widths.items())
+# A family of a user's own is one file and its line of ``FAMILIES``: nothing else of the project knows families.
+
+
+FILE = '''
+"""Stable Diffusion whose cross-attention stays as it is, with a name of its own for the UNet and for its output."""
+
+from dataclasses import replace
+
+from sd_quant.models import sd, unet
+from sd_quant.models.roles import roles_of
+from sd_quant.models.sd import FROM_IMAGES, NETWORKS, OPTIONAL, PIPELINES
+from sd_quant.models.sd import attentions, encode, pack, shared_inputs, unpack
+
+DENOISER, GUIDES, TOKENS = "my_unet", True, None
+EXCLUDED = (*unet.EXCLUDED, "attn2")
+
+
+def parts(configs, tokens, io):
+    described = sd.parts(configs, tokens, io)
+    denoiser = described.pop("unet")
+    return {"my_unet": replace(denoiser, contract=replace(denoiser.contract, outputs=("my_noise",)))} | described
+
+
+def layer_roles(network):
+    return roles_of(network, EXCLUDED)
+'''
+
+
+@pytest.fixture
+def own(opened, tmp_path, monkeypatch) -> DiffusersCheckpoint:
+    """A folder of Stable Diffusion's, opened by the name of a family that this project does not have."""
+    (tmp_path / "my_sd_module.py").write_text(FILE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(FAMILIES, "my_sd", "my_sd_module")
+    parts = ["my_unet", "vae", "text_encoder"]
+    checkpoint = open_checkpoint(opened("sd15").path, "my_sd", io=None, max_sequence_length=None, parts=parts)
+    assert list(checkpoint.parts()) == parts
+    yield checkpoint
+    sys.modules.pop("my_sd_module", None)
+
+
+def test_a_folder_of_its_kind_is_sent_to_an_own_family_too(own):
+    with pytest.raises(ConfigError, match="use model=sd15 or model=sd21 or model=my_sd$"):
+        open_pipeline(own.path, "flux")
+
+
+def test_an_own_family_draws_and_its_roles_are_its_own(own, opened):
+    roles, plain = own.family.layer_roles(empty_denoiser(own)), opened("sd15").family.layer_roles(empty_denoiser(own))
+    assert {name for name in plain if roles[name] != plain[name]} == {name for name in plain if ".attn2." in name}
+    assert {role for name, role in roles.items() if ".attn2." in name} == {"excluded"}
+    generated = pipeline(own)(["a red cat"], replace(SAMPLING, batch_size=1))
+    assert generated.images.shape == (1, 64, 128, 3) and torch.isfinite(generated.latents).all()

@@ -17,7 +17,6 @@ from sd_quant.errors import SdQuantError
 from sd_quant.inference.pipeline import EngineNetwork, Pipeline, Sampling
 from sd_quant.inference.timed_calls import image_call
 from sd_quant.models import sdxl
-from sd_quant.models.sdxl import vector_condition
 from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS, TextShape, build_modules, pipeline_adapter, scheduler, unet_config
 
 SAMPLING = Sampling(steps=3, guidance_scale=2.0, height=64, width=64, batch_size=2, seed=5)
@@ -56,21 +55,24 @@ def engines(small_config):
     def unet_xl(x, timesteps, context, y):
         return {"out": 0.1 * x + 0.01 * context.mean(dim=(1, 2)).view(-1, 1, 1, 1)}
 
-    return {
-        "unet_xl": Function("unet_xl", unet_xl),
-        "vae": Function("vae", lambda z: {"dec": torch.nn.functional.interpolate(z[:, :3], scale_factor=8)}),
-        "clip1": Function("clip1", lambda input_ids: {"z": clip(input_ids, half)}),
-        "clip2": Function(
-            "clip2", lambda input_ids: {"z": clip(input_ids, half), "z_pooled": torch.ones(len(input_ids), pooled)}
-        ),
+    functions = {
+        "unet_xl": unet_xl,
+        "vae": lambda z: {"dec": torch.nn.functional.interpolate(z[:, :3], scale_factor=8)},
+        "clip1": lambda input_ids: {"z": clip(input_ids, half)},
+        "clip2": lambda input_ids: {"z": clip(input_ids, half), "z_pooled": torch.ones(len(input_ids), pooled)},
     }
+    return {name: Function(name, function) for name, function in functions.items()}
+
+
+@pytest.fixture(scope="module")
+def modules(small_config):
+    with torch.device("meta"):
+        return build_modules(small_config, SHAPE, SHAPE)
 
 
 @pytest.fixture
-def build(engines, small_config):
+def build(engines, modules):
     """A pipeline with a given scheduler."""
-    with torch.device("meta"):
-        modules = build_modules(small_config, SHAPE, SHAPE)
     parts = sdxl.parts({name: modules[name].config for name in ("unet", "vae")}, CONTEXT_TOKENS, "nemo")
 
     def built(scheduler):
@@ -87,19 +89,13 @@ def pipeline(build):
     return build(scheduler())
 
 
-def test_a_picture_does_not_depend_on_its_batch(pipeline):
-    together = pipeline(PROMPTS, SAMPLING)
-    alone = pipeline(PROMPTS, replace(SAMPLING, batch_size=1))
-    assert together.images.shape == (3, 64, 64, 3)
-    assert together.latents.shape == (3, 3, 4, 8, 8)
-    torch.testing.assert_close(together.latents, alone.latents)
-
-
-@pytest.mark.parametrize("batch_size", [1, 2, 3])
-@pytest.mark.parametrize("numbers", [[2], [2, 0], range(1, 3), range(0, 3, 2), [0, 1, 2]], ids=str)
-def test_chosen_prompts_give_the_pictures_of_the_full_run(pipeline, numbers, batch_size):
+@pytest.mark.parametrize(
+    ("numbers", "batch_size"), [([0, 1, 2], 1), ([2, 0], 2), (range(1, 3), 1), (range(0, 3, 2), 3)]
+)
+def test_chosen_prompts_give_the_pictures_of_the_full_run_whatever_the_batch(pipeline, numbers, batch_size):
     batches = []
     full = pipeline(PROMPTS, SAMPLING)
+    assert full.images.shape == (3, 64, 64, 3) and full.latents.shape == (3, 3, 4, 8, 8)
     some = pipeline(PROMPTS, replace(SAMPLING, batch_size=batch_size), numbers=numbers, on_batch=batches.append)
     torch.testing.assert_close(some.latents, full.latents[list(numbers)])
     assert (some.images == full.images[list(numbers)]).all()
@@ -107,7 +103,7 @@ def test_chosen_prompts_give_the_pictures_of_the_full_run(pipeline, numbers, bat
     assert all(len(batch) <= batch_size for batch in batches)
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 3])
+@pytest.mark.parametrize("batch_size", [1, 2])
 def test_images_take_the_sizes_in_turn(pipeline, batch_size):
     """Each is that of a run of its size alone, in the order of the prompts; a batch has one size."""
     batches = []
@@ -132,8 +128,7 @@ def test_each_picture_has_noise_of_its_own_seed(pipeline):
     assert torch.equal(noise[2], pipeline.noise(range(2, 3), SAMPLING)[0])
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 3])
-@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize(("number", "batch_size"), [(1, 2), (3, 1), (3, 2)])
 def test_images_start_from_the_noise_that_is_given(pipeline, engines, number, batch_size):
     """One for each, or one for all; at NeMo's first noise level the network is given the very numbers."""
     given = torch.randn(number, 4, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -152,17 +147,7 @@ def test_what_decides_the_images_is_described(pipeline):
     json.dumps(one)
 
 
-def test_the_unconditional_half_comes_first_and_is_zero(pipeline, engines):
-    pipeline(PROMPTS[:2], SAMPLING, decode=False)
-    call = engines["unet_xl"].calls[0]
-    assert call["x"].shape[0] == call["timesteps"].shape[0] == 4
-    assert not call["context"][:2].any() and call["context"][2:].all()
-    pooled = call["y"].shape[1] - 6 * pipeline.adapter.denoiser.config.addition_time_embed_dim
-    assert not call["y"][:2, :pooled].any() and call["y"][2:, :pooled].all()
-    assert call["timesteps"].tolist() == [999] * 4
-
-
-@pytest.mark.parametrize("batch_size", [1, 2, 3])
+@pytest.mark.parametrize("batch_size", [1, 2])
 def test_negative_prompts_are_the_unconditional_half_in_turn(pipeline, engines, batch_size):
     """Whatever the batch: the third image gets the first of two again."""
     negatives = ["a", "bbbbb"]  # the tokenizer here gives their lengths
@@ -177,25 +162,17 @@ def test_negative_prompts_are_the_unconditional_half_in_turn(pipeline, engines, 
     assert vectors == [1, 1, 1]  # without a negative prompt it is all zeros
 
 
-def test_it_says_where_it_stands(pipeline):
-    batches, steps = [], []
-    pipeline(
-        PROMPTS, SAMPLING, decode=False, on_batch=lambda indices: batches.append(list(indices)), on_step=steps.append
-    )
-    assert batches == [[0, 1], [2]]
-    assert steps == [0, 1, 2, 0, 1, 2]
-
-
 ONCE, TWICE = (EulerDiscreteScheduler, DPMSolverMultistepScheduler), (HeunDiscreteScheduler, KDPM2DiscreteScheduler)
 
 
-@pytest.mark.parametrize("steps", [2, 3, 20])
+@pytest.mark.parametrize("steps", [2, 20])
 @pytest.mark.parametrize("kind", ONCE + TWICE)
-def test_steps_are_counted_by_the_samplers_calls(build, kind, steps):
+def test_steps_are_counted_by_the_samplers_calls(build, engines, kind, steps):
     counted = []
-    build(kind())(PROMPTS, replace(SAMPLING, steps=steps), decode=False, on_step=counted.append)
+    generated = build(kind())(PROMPTS, replace(SAMPLING, steps=steps), decode=False, on_step=counted.append)
     calls = [[step] * (2 if kind in TWICE and step < steps - 1 else 1) for step in range(steps)]
     assert counted == sum(calls, []) * 2  # for the next batch from 0 again
+    assert len(engines["unet_xl"].calls) == len(counted) == 2 * generated.latents.shape[1]
 
 
 def test_a_sampler_with_a_call_too_many_stays_in_its_steps(build):
@@ -205,36 +182,24 @@ def test_a_sampler_with_a_call_too_many_stays_in_its_steps(build):
     assert counted == [0, 0, 1, 2]
 
 
-@pytest.mark.parametrize("kind", TWICE)
-def test_a_sampler_of_second_order_stays_two_calls_in_a_step(build, engines, kind):
-    batches, steps = [], []
-    generated = build(kind())(PROMPTS, SAMPLING, decode=False, on_batch=batches.append, on_step=steps.append)
-    assert steps == [0, 0, 1, 1, 2] * len(batches) and len(batches) == 2
-    assert len(engines["unet_xl"].calls) == len(steps)
-    assert generated.latents.shape[1] == 5
-
-
 def test_without_decoding_the_vae_is_not_called(pipeline, engines):
     assert pipeline(PROMPTS, SAMPLING, decode=False).images is None
     assert not engines["vae"].calls
 
 
-def test_a_latent_that_is_not_finite_is_named(pipeline, engines):
+@pytest.mark.parametrize(
+    ("numbers", "until", "named"), [(None, 700, "prompt 1 at step 1"), ([2, 0], 1000, "prompt 0 at step 0")]
+)
+def test_a_latent_that_is_not_finite_is_named_by_the_prompts_own_number(pipeline, engines, numbers, until, named):
     def broken(x, timesteps, context, y):
         out = 0.1 * x
-        if timesteps[0] < 700:
+        if timesteps[0] < until:
             out[-1] = torch.nan
         return {"out": out}
 
     engines["unet_xl"].function = broken
-    with pytest.raises(SdQuantError, match="not finite for prompt 1 at step 1"):
-        pipeline(PROMPTS, SAMPLING)
-
-
-def test_a_latent_that_is_not_finite_is_named_by_the_prompts_own_number(pipeline, engines):
-    engines["unet_xl"].function = lambda x, **_: {"out": torch.full_like(x, torch.nan)}
-    with pytest.raises(SdQuantError, match="not finite for prompt 2 at step 0"):
-        pipeline(PROMPTS, SAMPLING, numbers=[2, 0])
+    with pytest.raises(SdQuantError, match=f"not finite for {named}"):
+        pipeline(PROMPTS, SAMPLING, numbers=numbers)
 
 
 def test_a_picture_that_is_not_finite_is_named(pipeline, engines):
@@ -257,14 +222,7 @@ def test_long_prompts_are_told_of(pipeline, caplog):
     assert "1 of 1 prompts are longer than the 77 tokens that are read (the longest has 90)" in caplog.text
 
 
-def test_size_ids_become_cosines_then_sines():
-    condition = vector_condition(torch.zeros(1, 2), torch.tensor([[0.0, 1, 2, 3, 4, 5]]), width=4)
-    assert condition.shape == (1, 2 + 6 * 4)
-    assert condition[0, 2:6].tolist() == [1, 1, 0, 0]  # of size 0
-    torch.testing.assert_close(condition[0, 6], torch.cos(torch.tensor(1.0)))
-
-
-@pytest.mark.parametrize("scale, guided", [(0.0, False), (1.0, False), (1.1, True), (7.5, True)])
+@pytest.mark.parametrize("scale, guided", [(1.0, False), (1.1, True)])
 def test_text_is_encoded_for_guidance_where_there_is_any(build, monkeypatch, scale, guided):
     pipeline, asked = build(scheduler()), []
     encode = pipeline.adapter.encode

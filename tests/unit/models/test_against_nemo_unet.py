@@ -72,11 +72,13 @@ def random_state(config: dict) -> dict[str, Tensor]:
     return state
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(scope="module", params=[SDXL, pytest.param(OTHER, marks=pytest.mark.slow)])
 def given(request, tmp_path_factory) -> Given:
     config = yaml.safe_load(MINI_CONFIG.read_text())
     config["unet_config"] |= LAYOUTS[request.param] | {
         "adm_in_channels": POOLED + 6 * SIZE_FEATURES,
+        "model_channels": 32,
+        "num_head_channels": 16,
         "channel_mult": [1, 1, 2],
         "context_dim": CONTEXT,
     }

@@ -1,8 +1,8 @@
 """Every family's denoiser at full size, on the meta device: what a level quantizes, how much of the network that is,
 and whether other people's recipes leave the same layers alone.
 
-Golden numbers of layers stand here twice, as the architecture has them (so many blocks of so many layers) and as what a
-level comes to. Those of parameters are the published checkpoints' own.
+Golden numbers of layers are written as the architecture has them: so many blocks of so many layers. Those of parameters
+are the published checkpoints' own.
 """
 
 import re
@@ -17,15 +17,14 @@ import diffusers
 import pytest
 import torch
 import yaml
-from hydra import compose
-from omegaconf import OmegaConf
 from torch import nn
 
-from sd_quant.cli import composing
 from sd_quant.metrics.flops import operations
 from sd_quant.models import FAMILIES, family_named
 from sd_quant.models.parts import axes
 from sd_quant.quantization.recipe import ROLES, reason_kept
+
+from ..config.composition import composed
 
 pytestmark = pytest.mark.slow
 
@@ -80,28 +79,19 @@ def kinds(names: Iterable[str]) -> Counter[str]:
     return Counter(re.sub(r"\.\d+(?=\.)", ".*", name) for name in names)
 
 
-# --------------------------------------------------------------------------------------------------------- the networks
-
-
 def test_the_file_holds_every_family_as_its_own_configuration_has_it():
     assert DENOISERS.keys() == FAMILIES.keys()
     for name, entry in DENOISERS.items():
-        with composing("infer"):
-            config = compose("infer", [f"model={name}", "model.path=unknown"])
-        model = OmegaConf.to_container(config.model, resolve=True)
+        model = composed("infer", f"model={name}", "model.path=unknown")["model"]
         assert (model["family"], model["width"], model["height"]) == (name, entry["width"], entry["height"])
         assert model["max_sequence_length"] in (None, entry["tokens"])  # None: CLIP's
         assert entry["class"] in family_named(name).NETWORKS.values()
 
 
 PARAMETERS = {
-    "sd15": 859_520_964,
-    "sd21": 865_910_724,
-    "sdxl": 2_567_463_684,
-    "sd3": 2_028_328_000,
-    "flux": 11_901_408_320,
+    "sd15": 859_520_964, "sd21": 865_910_724, "sdxl": 2_567_463_684, "sd3": 2_028_328_000, "flux": 11_901_408_320,
     "pixart": 610_856_096,
-}
+}  # fmt: skip
 
 
 def test_the_size_is_the_published_one(full):
@@ -110,17 +100,11 @@ def test_the_size_is_the_published_one(full):
 
 def test_every_linear_and_convolution_has_one_role(full):
     """Whatever has a weight of two dimensions or more is one of them, so nothing that computes is overlooked."""
-    weighted = {
-        name
-        for name, module in full.denoiser.named_modules()
-        if isinstance(weight := getattr(module, "weight", None), nn.Parameter) and weight.ndim > 1
-    }
-    assert full.roles.keys() == weighted
+    weights = {name for name, parameter in full.denoiser.named_parameters() if parameter.ndim > 1}
+    assert full.roles.keys() == {name.removesuffix(".weight") for name in weights if name.endswith(".weight")}
     assert {type(layer) for layer in full.layers.values()} <= {nn.Linear, nn.Conv2d}
     assert set(full.roles.values()) <= {*ROLES, "excluded"}
 
-
-# ----------------------------------------------------------------------------------------------------------- the levels
 
 # Every UNet: 2 ResBlocks a level down, 2 in the middle, 3 a level up, each with 2 convolutions and one projection of
 # the time; a stack of transformer blocks behind each ResBlock where there is attention, one in the middle. A block has
@@ -129,28 +113,15 @@ def test_every_linear_and_convolution_has_one_role(full):
 # down, and everywhere on the way up, because of what is concatenated.
 # 1 and 2: 4 levels, 8 + 2 + 12 = 22 ResBlocks, 6 + 1 + 9 = 16 stacks of 1 block, 3 down- and 3 upsamplers.
 # XL: 3 levels, 6 + 2 + 9 = 17 ResBlocks, 4 + 1 + 6 = 11 stacks, 2 * 2 + 2 * 10 + 10 + 3 * 10 + 3 * 2 = 70 blocks.
+def of_unet(blocks: int, conv: int, linear: int, excluded: int) -> dict[str, int]:
+    """``conv`` and ``linear`` beside those of the transformer blocks."""
+    return {"conv": conv, "ffn": blocks * 2, "qkv": blocks * 6, "linear": blocks * 2 + linear, "excluded": excluded}
+
+
 BY_ARCHITECTURE = {
-    "sd15": {
-        "conv": 22 * 2 + 3 + 3 + 16 * 2,  # proj_in and proj_out are convolutions
-        "ffn": 16 * 2,
-        "qkv": 16 * 6,
-        "linear": 16 * 2,
-        "excluded": (22 + 2) + (1 + 1 + 2 + 12),
-    },
-    "sd21": {
-        "conv": 22 * 2 + 3 + 3,
-        "ffn": 16 * 2,
-        "qkv": 16 * 6,
-        "linear": 16 * 2 + 16 * 2,
-        "excluded": (22 + 2) + (1 + 1 + 2 + 12),
-    },
-    "sdxl": {
-        "conv": 17 * 2 + 2 + 2,
-        "ffn": 70 * 2,
-        "qkv": 70 * 6,
-        "linear": 70 * 2 + 11 * 2,
-        "excluded": (17 + 2 + 2) + (1 + 1 + 2 + 9),
-    },
+    "sd15": of_unet(16, 22 * 2 + 3 + 3 + 16 * 2, 0, (22 + 2) + (1 + 1 + 2 + 12)),  # proj_in, proj_out are convolutions
+    "sd21": of_unet(16, 22 * 2 + 3 + 3, 16 * 2, (22 + 2) + (1 + 1 + 2 + 12)),
+    "sdxl": of_unet(70, 17 * 2 + 2 + 2, 11 * 2, (17 + 2 + 2) + (1 + 1 + 2 + 9)),
     # 24 blocks of two streams, picture and text, of which the last has no text behind its attention; the modulations
     # (norm1.linear and norm1_context.linear) are linears as others.
     "sd3": {"ffn": 24 * 2 + 23 * 2, "qkv": 24 * 6, "linear": 24 + 23 + 24 * 2, "excluded": 8},
@@ -161,55 +132,12 @@ BY_ARCHITECTURE = {
 }
 
 
-def test_every_role_has_as_many_layers_as_the_architecture_says(full):
+def test_golden_counts(full):
     assert Counter(full.roles.values()) == BY_ARCHITECTURE[full.name]
-
-
-QUANTIZED = {  # at each level: Linear, Conv2d
-    "sd15": ((0, 82), (32, 82), (128, 82), (160, 82)),
-    "sd21": ((0, 50), (32, 50), (128, 50), (192, 50)),
-    "sdxl": ((0, 38), (140, 38), (560, 38), (722, 38)),
-    "sd3": ((0, 0), (94, 0), (238, 0), (333, 0)),
-    "flux": ((0, 0), (76, 0), (304, 0), (418, 0)),
-    "pixart": ((0, 0), (56, 0), (224, 0), (280, 0)),
-}
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_golden_counts(full, level):
-    found = Counter(type(full.layers[name]) for name in full.quantized(level))
-    assert (found[nn.Linear], found[nn.Conv2d]) == QUANTIZED[full.name][LEVELS.index(level)]
-    roles = ROLES[: LEVELS.index(level) + 1]
-    assert found.total() == sum(BY_ARCHITECTURE[full.name].get(role, 0) for role in roles)
-
-
-IN_UNET = {"conv_in": 1, "conv_out": 1, "time_embedding": 2}
-EXCLUDED = {  # rule to number of layers
-    "sd15": IN_UNET | {"time_emb_proj": 22, "conv_shortcut": 14},
-    "sd21": IN_UNET | {"time_emb_proj": 22, "conv_shortcut": 14},
-    "sdxl": IN_UNET | {"time_emb_proj": 17, "conv_shortcut": 11, "add_embedding": 2},
-    "sd3": {"pos_embed": 1, "time_text_embed": 4, "context_embedder": 1, "norm_out": 1, "proj_out": 1},
-    "flux": {
-        "x_embedder": 1,
-        "time_text_embed": 6,  # time, guidance and text
-        "context_embedder": 1,
-        "norm1.linear": 19,
-        "norm1_context.linear": 19,
-        "norm.linear": 38,
-        "norm_out": 1,
-        "proj_out": 1,  # not those of the single blocks
-    },
-    "pixart": {"pos_embed": 1, "adaln_single": 3, "caption_projection": 2, "proj_out": 1},
-}
-
-
-def test_the_excluded_layers_by_rule(full):
-    applied = [[rule for rule in EXCLUDED[full.name] if f".{rule}." in f".{name}."] for name in full.excluded]
-    assert all(len(rules) == 1 for rules in applied)
-    assert Counter(rules[0] for rules in applied) == EXCLUDED[full.name]
-
-
-# ------------------------------------------------------------------------------------------------------------- how much
+    convolutions = {name for name, layer in full.layers.items() if isinstance(layer, nn.Conv2d)} - full.excluded
+    assert convolutions == {name for name, role in full.roles.items() if role == "conv"}
+    for number, level in enumerate(LEVELS, start=1):
+        assert {full.roles[name] for name in full.quantized(level)} == {*ROLES[:number]} & set(full.roles.values())
 
 
 # At each level, of the parameters (weights alone are quantized) and of the operations (attention's products count).
@@ -231,39 +159,6 @@ def test_golden_shares(full, level):
     assert (round(weights, 3), round(work, 3)) == SHARES[full.name][LEVELS.index(level)]
 
 
-# Blocks, tokens that ask, tokens that are asked, width. A level of a UNet has 2 stacks of blocks down and 3 up, the
-# middle 1; where picture and text have attentions of their own (all but sd3 and flux), both are asked.
-ATTENTION = {
-    "sd15": [(5, 64**2, 64**2 + 77, 320), (5, 32**2, 32**2 + 77, 640), (5, 16**2, 16**2 + 77, 1280),
-             (1, 8**2, 8**2 + 77, 1280)],
-    "sd21": [(5, 96**2, 96**2 + 77, 320), (5, 48**2, 48**2 + 77, 640), (5, 24**2, 24**2 + 77, 1280),
-             (1, 12**2, 12**2 + 77, 1280)],
-    "sdxl": [(5 * 2, 64**2, 64**2 + 77, 640), (6 * 10, 32**2, 32**2 + 77, 1280)],
-    "sd3": [(24, 64**2 + 77 + 256, 64**2 + 77 + 256, 24 * 64)],
-    "flux": [(19 + 38, 64**2 + 512, 64**2 + 512, 24 * 128)],
-    "pixart": [(28, 64**2, 64**2 + 300, 16 * 72)],
-}  # fmt: skip
-
-
-def test_beside_the_layers_there_is_only_attention_to_compute(full):
-    """Two products, two operations for each multiplication with its addition."""
-    products = sum(2 * 2 * blocks * queries * keys * width for blocks, queries, keys, width in ATTENTION[full.name])
-    assert full.total == sum(full.operations.values()) + products
-
-
-OPERATIONS = {"sd15": 0.8033, "sd21": 2.149, "sdxl": 6.761, "sd3": 8.904, "flux": 74.38, "pixart": 6.634}
-
-
-def test_the_work_of_one_call_of_one_sample(full):
-    """Flux's by hand: every token passes the blocks of its kind once, and 12 * 3072**2 weights in each."""
-    assert full.total / 1e12 == pytest.approx(OPERATIONS[full.name], rel=1e-4)
-    if full.name == "flux":
-        blocks = {name: work for name, work in full.operations.items() if "_blocks." in name and ".norm" not in name}
-        assert sum(blocks.values()) == 2 * (19 + 38) * (64**2 + 512) * 12 * 3072**2
-
-
-# -------------------------------------------------------------------------------------------------------- shared inputs
-
 SHARED = {  # inputs of linears that may be quantized, and of those how many can be folded into what makes them
     "sd15": (16 * 7, 16 * 6),  # not the text's
     "sd21": (16 * 7 + 16 * 2, 16 * 6 + 16),  # and not those of proj_out
@@ -284,37 +179,33 @@ MODULATIONS = {  # diffusers' class, its chunks, and which of them are a shift a
 
 
 def test_every_linear_that_may_be_quantized_reads_exactly_one_input(full):
+    """Its producer has as many outputs; more only where half of them are a gate, or where they are several tensors."""
     linears = [name for name, role in full.roles.items() if role != "conv"]  # as the main job asks
     shared = full.family.shared_inputs(linears)
     readers = Counter(reader for each in shared for reader in each.readers)
-    assert readers.keys() <= set(linears) and set(readers.values()) == {1}
     wanted = {name for name in linears if full.roles[name] != "excluded"}
-    assert wanted <= readers.keys()
+    assert wanted <= readers.keys() <= set(linears) and set(readers.values()) == {1}
     wanted_inputs = [each for each in shared if wanted & set(each.readers)]
     assert all(wanted >= set(each.readers) for each in wanted_inputs)
-    folded = sum(each.producer is not None for each in wanted_inputs)
-    assert (len(wanted_inputs), folded) == SHARED[full.name]
+    folded = [each for each in wanted_inputs if each.producer is not None]
+    assert (len(wanted_inputs), len(folded)) == SHARED[full.name]
+    for each in wanted_inputs:
+        assert len({full.layers[reader].in_features for reader in each.readers}) == 1
+    for each in folded:
+        producer = full.denoiser.get_submodule(each.producer)
+        assert isinstance(producer, nn.LayerNorm | nn.GroupNorm | nn.Linear)
+        outputs = len(producer.weight) / full.layers[each.readers[0]].in_features
+        if each.modulation is None:
+            assert outputs == (2 if each.producer.endswith(".ff.net.0.proj") else 1)
+        else:
+            kind = type(full.denoiser.get_submodule(each.producer.rpartition(".")[0])).__name__
+            assert (kind, outputs, each.modulation) in MODULATIONS
 
 
-def test_producers_are_modules_with_enough_outputs(full):
-    """More only where the second half of the outputs is the gate of the first, or where they are of several tensors."""
-    linears = [name for name, role in full.roles.items() if role != "conv"]
-    for shared in full.family.shared_inputs(linears):
-        layers = [full.denoiser.get_submodule(reader) for reader in shared.readers]
-        if shared.readers[0] not in full.excluded:
-            assert len({layer.in_features for layer in layers}) == 1
-        if shared.producer is not None:
-            producer = full.denoiser.get_submodule(shared.producer)
-            assert isinstance(producer, nn.LayerNorm | nn.GroupNorm | nn.Linear)
-            outputs = len(producer.weight) / layers[0].in_features
-            if shared.modulation is None:
-                assert outputs == (2 if shared.producer.endswith(".ff.net.0.proj") else 1)
-            else:
-                kind = type(full.denoiser.get_submodule(shared.producer.rpartition(".")[0])).__name__
-                assert (kind, outputs, shared.modulation) in MODULATIONS
+def test_the_heads_of_an_attention_divide_its_width(full):
+    for attention, width in full.family.attentions(full.denoiser).items():
+        assert full.denoiser.get_submodule(attention).to_q.out_features % width == 0
 
-
-# ----------------------------------------------------------------------------------------------- other people's recipes
 
 # NVIDIA/Model-Optimizer, examples/diffusers/quantization/utils.py, August 2026: filter_func_default and
 # filter_func_flux_dev, which models_utils.py takes for Flux-dev. They are asked for names of quantizers, which begin

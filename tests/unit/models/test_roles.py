@@ -1,5 +1,7 @@
 """Which linears of a transformer read one tensor, and what could absorb a factor of it, by their names alone."""
 
+import pytest
+
 from sd_quant.models.parts import SharedInput
 from sd_quant.models.roles import inputs_of_transformer
 
@@ -10,35 +12,24 @@ def of_attention(*layers: str) -> list[str]:
     return [f"{BLOCK}.attn.{layer}" for layer in layers]
 
 
-def test_an_attentions_output_is_a_mean_of_value_rows():
-    names = of_attention("to_q", "to_k", "to_v", "to_out.0")
-    assert inputs_of_transformer(names) == [
-        SharedInput(tuple(names[:3])),
-        SharedInput((names[3],), f"{BLOCK}.attn.to_v"),
-    ]
+SELF, TEXT = tuple(of_attention("to_q", "to_k", "to_v")), tuple(of_attention("add_q_proj", "add_k_proj", "add_v_proj"))
+OUT, TEXT_OUT = of_attention("to_out.0", "to_add_out")
+QUERY, KEY, VALUE, CROSS_OUT = (f"{BLOCK}.attn2.{layer}" for layer in ("to_q", "to_k", "to_v", "to_out.0"))
 
 
-def test_where_text_is_attended_too_no_single_value_takes_the_factor():
-    """The output is a mean of rows of both ``to_v`` and ``add_v_proj``."""
-    image, text = of_attention("to_q", "to_k", "to_v"), of_attention("add_q_proj", "add_k_proj", "add_v_proj")
-    (out, text_out) = of_attention("to_out.0", "to_add_out")
-    found = inputs_of_transformer([*image, *text, out, text_out])
-    assert found == [SharedInput(tuple(image)), SharedInput(tuple(text)), SharedInput((out,)), SharedInput((text_out,))]
-
-
-def test_the_query_of_a_cross_attention_stands_alone():
-    query, key, value, out = (f"{BLOCK}.attn2.{layer}" for layer in ("to_q", "to_k", "to_v", "to_out.0"))
-    assert inputs_of_transformer([query, key, value, out]) == [
-        SharedInput((query,)),
-        SharedInput((key, value)),
-        SharedInput((out,), value),
-    ]
-
-
-def test_a_single_blocks_feed_forward_reads_what_its_attention_reads():
-    block = "single_transformer_blocks.3"
-    names = [f"{block}.attn.to_q", f"{block}.attn.to_k", f"{block}.attn.to_v", f"{block}.proj_mlp", f"{block}.proj_out"]
-    assert inputs_of_transformer(names) == [SharedInput(tuple(names[:4])), SharedInput((names[4],))]
+@pytest.mark.parametrize(
+    "producers",  # of each input, by its readers
+    [
+        {SELF: None, (OUT,): f"{BLOCK}.attn.to_v"},  # the output is a mean of the value's rows
+        {SELF: None, TEXT: None, (OUT,): None, (TEXT_OUT,): None},  # of rows of both ``to_v`` and ``add_v_proj``
+        {(QUERY,): None, (KEY, VALUE): None, (CROSS_OUT,): VALUE},
+        {(*SELF, f"{BLOCK}.proj_mlp"): None, (f"{BLOCK}.proj_out",): None},  # of a block of one stream
+    ],
+    ids=["attention", "joint attention", "cross-attention", "single block"],
+)
+def test_which_linears_read_one_tensor_and_what_absorbs_a_factor(producers):
+    found = inputs_of_transformer([name for readers in producers for name in readers])
+    assert found == [SharedInput(readers, producer) for readers, producer in producers.items()]
 
 
 def modulated(readers: list[str], producer: str, modulation: tuple[int, int]) -> SharedInput:
@@ -83,17 +74,6 @@ def test_the_second_attention_of_stable_diffusion_35_reads_the_picture_and_has_c
     found = inputs_of_transformer(names)
     assert modulated(inputs["second"], names[0], (6, 7)) in found
     assert modulated(inputs["image"], names[0], (0, 1)) in found and len(found) == 7
-
-
-def test_a_single_block_of_flux_has_one_modulation():
-    block = "single_transformer_blocks.3"
-    readers = [f"{block}.attn.to_q", f"{block}.attn.to_k", f"{block}.attn.to_v", f"{block}.proj_mlp"]
-    modulation, out = f"{block}.norm.linear", f"{block}.proj_out"
-    assert inputs_of_transformer([modulation, readers[3], out, *readers[:3]]) == [
-        SharedInput((modulation,)),
-        modulated(readers, modulation, (0, 1)),
-        SharedInput((out,)),
-    ]
 
 
 def test_a_modulation_for_all_blocks_absorbs_nothing():
