@@ -96,42 +96,33 @@ def failing(error: Exception):
     return task
 
 
-@pytest.mark.parametrize(
-    ("error", "code"), [(SdQuantError, 1), (ConfigError, 2), (ArtifactError, 3), (ResourceError, 4)]
-)
-def test_a_refusal_of_a_single_run_is_recorded_and_logged(hydra, capsys, caplog, error, code):
+FULL = OSError(28, "No space left on device")
+LACKING = [(MemoryError(), ResourceError, "out of memory"), (FULL, ResourceError, "the disk is full")]
+REFUSALS = [(kind("it is broken"), kind, "it is broken") for kind in (ArtifactError, ConfigError, SdQuantError)]
+
+
+@pytest.mark.parametrize(("error", "kind", "words"), [*REFUSALS, *LACKING])
+def test_a_refusal_of_a_single_run_is_recorded_and_logged(hydra, capsys, caplog, error, kind, words):
     failure = hydra(RunMode.RUN)
     with pytest.raises(SystemExit) as left, caplog.at_level(logging.ERROR):
-        failing(error("the file is broken"))(None)
-    assert left.value.code == code
-    assert capsys.readouterr().err == "error: the file is broken\n"
-    assert caplog.messages == ["the file is broken"]
-    assert json.loads(failure.read_text()) == {"status": "failed", "reason": "the file is broken", "exit_code": code}
-
-
-def test_in_a_sweep_hydra_sees_the_refusal_and_the_log_has_it(hydra, capsys, caplog):
-    failure, task = hydra(RunMode.MULTIRUN), failing(ArtifactError("the file is broken"))
-    with pytest.raises(ArtifactError), caplog.at_level(logging.INFO):
-        task(None)
-    assert capsys.readouterr().err == ""
-    assert caplog.messages == ["job 2 of 2: two", "the file is broken"]
-    with pytest.raises(ArtifactError), caplog.at_level(logging.INFO):
-        task(None)
-    assert caplog.messages[2] == "job 2 of 2: two, failed before: the file is broken"
-    assert json.loads(failure.read_text())["exit_code"] == 3
-
-
-@pytest.mark.parametrize(
-    "error, words", [(MemoryError(), "out of memory"), (OSError(28, "No space left on device"), "the disk is full")]
-)
-@pytest.mark.parametrize("mode, left", [(RunMode.RUN, SystemExit), (RunMode.MULTIRUN, ResourceError)])
-def test_what_the_machine_lacks_is_no_crash(hydra, caplog, error, words, mode, left):
-    failure = hydra(mode)
-    with pytest.raises(left) as ended, caplog.at_level(logging.ERROR):
         failing(error)(None)
-    assert getattr(ended.value, "code", 4) == 4 and caplog.messages[-1].startswith(words)
-    told = json.loads(failure.read_text())
-    assert told["exit_code"] == 4 and told["reason"].startswith(words)
+    [said] = caplog.messages
+    assert said.startswith(words) and capsys.readouterr().err == f"error: {said}\n"
+    assert left.value.code == {SdQuantError: 1, ConfigError: 2, ArtifactError: 3, ResourceError: 4}[kind]
+    assert json.loads(failure.read_text()) == {"status": "failed", "reason": said, "exit_code": left.value.code}
+    assert not any(record.exc_info for record in caplog.records)
+
+
+@pytest.mark.parametrize(("error", "kind", "words"), [REFUSALS[0], *LACKING])
+def test_in_a_sweep_hydra_sees_the_refusal_and_the_log_has_it(hydra, capsys, caplog, error, kind, words):
+    failure = hydra(RunMode.MULTIRUN)
+    for _ in range(2):
+        with pytest.raises(kind), caplog.at_level(logging.INFO):
+            failing(error)(None)
+    first, said, second, _ = caplog.messages
+    assert first == "job 2 of 2: two" and second.startswith(f"{first}, failed before: {words}")
+    assert said.startswith(words) and capsys.readouterr().err == ""
+    assert json.loads(failure.read_text())["exit_code"] == kind.exit_code
     assert not any(record.exc_info for record in caplog.records)
 
 
@@ -144,7 +135,7 @@ def test_a_failure_that_cannot_be_written_keeps_its_words(hydra, capsys, monkeyp
     failure = hydra(RunMode.RUN)
     monkeypatch.setattr(cli, "write_json", full)
     with pytest.raises(SystemExit) as left:
-        failing(OSError(28, "No space left on device"))(None)
+        failing(FULL)(None)
     assert left.value.code == 4 and not failure.exists()
     assert capsys.readouterr().err == "error: the disk is full; free some space and rerun\n"
 
