@@ -37,6 +37,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.soak
 def test_a_row_has_a_value_of_every_knob_and_passes_the_checks(folder):
     missing = every_pair()
     drawn = rows(random.Random(1), folder, missing)
@@ -51,7 +52,10 @@ def test_a_row_has_a_value_of_every_knob_and_passes_the_checks(folder):
         job_of(QuantizeJob, compose("quantize", arguments(second, folder)))
 
 
-@pytest.mark.parametrize("changes", [{}, {"quantize": "svdquant_w4a4", "keep": "60", "trt.min_batch_size": "1"}])
+@pytest.mark.parametrize(
+    "changes",
+    [pytest.param({}, marks=pytest.mark.soak), {"quantize": "svdquant_w4a4", "keep": "60", "trt.min_batch_size": "1"}],
+)
 def test_a_job_at_the_ends_ends_well(folder, forked, changes):
     ended, _ = forked("quantize.py", *arguments(FIRST | changes, folder), f"hydra.run.dir={folder}/run{len(changes)}")
     assert problem(ended.returncode, ended.stdout, ended.stderr) is None

@@ -22,13 +22,19 @@ from pathlib import Path
 from threading import Timer
 
 from ..pipelines import TINY
-from .job import STAGES, Ended, Place, artifacts, differing, follow, leftovers, strike
+from .job import PLAN, STAGES, Ended, Place, artifacts, differing, follow, leftovers, strike
 
 CODES = {signal.SIGKILL: (-signal.SIGKILL,), signal.SIGINT: (130,), signal.SIGTERM: (130,)}
 SOON = 15  # seconds that a cancelled job may take to end
 FEWEST_ADDRESSES, MOST_ADDRESSES = 1.5e9, 4e9  # bytes
 SPARED = 64 * 1024  # bytes that a full disk still has for logs
 MINI = ("model.path=checkpoints/sdxl_mini.nemo",)
+
+
+def tiny(folder: Path) -> tuple[str, ...]:
+    """The arguments for a pipeline that is made in the folder."""
+    TINY["sd15"](folder / "sd15")
+    return "model=sd15", f"model.path={folder}/sd15", "model.width=64", "model.height=64"
 
 
 @dataclass
@@ -103,17 +109,24 @@ def killed_after(place: Place, seconds: float, number: int) -> tuple[Ended, floa
     return ended, time.monotonic() - started - seconds
 
 
+def badly_refused(ended: Ended, lacking: str) -> list[str]:
+    """What is wrong with the end of a job for which the machine had too little of something."""
+    errors = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
+    problems = []
+    if ended.code != 4 or len(errors) != 1 or lacking not in errors[0]:
+        problems.append(f"ended with {ended.code}: {ended.stderr.strip()[-600:]}")
+    if "Traceback" in ended.stdout + ended.stderr:
+        problems.append(f"a traceback: {(ended.stdout + ended.stderr)[-600:]}")
+    return problems
+
+
 def whole(place: Place, expected: dict[str, str]) -> list[str]:
     """What lies under a final name and is not what an unbroken run leaves there; with a record, all has to be there."""
     found = artifacts(place)
-    broken = [name for name, value in found.items() if not is_plan(name) and expected.get(name) != value]
+    broken = [name for name, value in found.items() if not name.endswith(PLAN) and expected.get(name) != value]
     if (place.run / "metrics.json").exists() and (missing := sorted(expected.keys() - found.keys())):
         broken.append(f"a record of a job that was not done: {missing[0]} is missing")
     return [f"half written: {name}" for name in broken]
-
-
-def is_plan(name: str) -> bool:
-    return name.endswith(".plan")
 
 
 def resumed(place: Place, expected: dict[str, str], *more: str) -> list[str]:
@@ -122,14 +135,14 @@ def resumed(place: Place, expected: dict[str, str], *more: str) -> list[str]:
     if ended.code:
         return [f"resuming ended with {ended.code}: {ended.stderr.strip()[-300:]}"]
     found = artifacts(place)
-    problems = [f"differs: {name}" for name in differing(expected, found) if not is_plan(name)]
-    problems += [f"missing: {name}" for name in expected if is_plan(name) and name not in found]
+    problems = [f"differs: {name}" for name in differing(expected, found)]
+    problems += [f"missing: {name}" for name in expected if name.endswith(PLAN) and name not in found]
     plans = json.loads((place.run / "metrics.json").read_text(encoding="utf-8"))["plans"]
     for part, report in plans.items():
         path = place.run / "plan" / f"{part}.plan"
         if path.stat().st_size != report["bytes"] or report["sha256"] != found[str(path.relative_to(place.run))]:
             problems.append(f"the record has another {path.name}")
-    return problems + [f"left over: {name}" for name in leftovers(place)]
+    return problems + leftovers(place)
 
 
 def strikes(
@@ -159,7 +172,7 @@ def strikes(
                 problems.append(f"took {after:.0f} s to end")
             if "Traceback" in ended.stderr:
                 problems.append(f"a traceback: {ended.stderr.strip()[-300:]}")
-            problems += [f"left over: {name}" for name in leftovers(place)]
+            problems += leftovers(place)
         tally.add(kind, problems + resumed(place, model.artifacts))
 
 
@@ -167,9 +180,8 @@ def strikes(
 def small_disk(megabytes: int):
     """A tmpfs; PermissionError where this user may mount none."""
     folder = Path(tempfile.mkdtemp())
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", folder], capture_output=True, text=True
-    )
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", folder]
+    mounted = subprocess.run(mount, capture_output=True, text=True)
     try:
         if mounted.returncode:
             raise PermissionError(mounted.stderr.strip())
@@ -184,7 +196,7 @@ def full_disks(arguments: Sequence[str], model: Unbroken, stages: Sequence[str],
     with small_disk(3 * model.used["end"] // 2**20 + 64) as folder:
         place = Place(folder / "job", tuple(arguments))
         for stage in stages:
-            written = model.used[following(stage)] - model.used[stage]
+            written = model.used[(*STAGES, "end")[STAGES.index(stage) + 1]] - model.used[stage]
             place.empty()
             ended, problems = starved(place, stage, folder / "filler", max(written // 2, SPARED), model.artifacts)
             kind = f"disk full in {stage}, of {written / 1e6:.1f} MB half had room, ended in {ended.stages[-1]}"
@@ -195,17 +207,8 @@ def starved(place: Place, stage: str, filler: Path, spared: int, expected: dict[
     """The job on a disk that is filled as the stage begins; afterwards there is room again."""
     ended = filled_at(place, stage, filler, spared)
     filler.unlink(missing_ok=True)
-    problems = whole(place, expected) if ended.code else ["it did not fail"]
-    errors = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
-    if ended.code not in (0, 4) or len(errors) != 1 or "disk" not in errors[0]:
-        problems.append(f"ended with {ended.code}: {ended.stderr.strip()[-600:]}")
-    if "Traceback" in ended.stdout + ended.stderr:
-        problems.append(f"a traceback: {(ended.stdout + ended.stderr)[-600:]}")
-    return ended, problems + [f"left over: {name}" for name in leftovers(place)]
-
-
-def following(stage: str) -> str:
-    return (*STAGES, "end")[STAGES.index(stage) + 1]
+    problems = whole(place, expected) if ended.code else []
+    return ended, problems + badly_refused(ended, "disk") + leftovers(place)
 
 
 def filled_at(place: Place, stage: str, filler: Path, spared: int) -> Ended:
@@ -234,9 +237,8 @@ def races(places: Sequence[Place], model: Unbroken, tally: Tally) -> None:
         ended = [follow(process) for process in started]
         problems = [f"ended with {each.code}: {each.stderr.strip()[-300:]}" for each in ended if each.code]
         for place in dict.fromkeys(others):
-            names = differing(model.artifacts, artifacts(place))
-            problems += [f"differs: {name}" for name in names if not is_plan(name)]
-            problems += [f"left over: {name}" for name in leftovers(place)]
+            problems += [f"differs: {name}" for name in differing(model.artifacts, artifacts(place))]
+            problems += leftovers(place)
         tally.add(kind, problems)
 
 
@@ -254,11 +256,8 @@ def shared_kills(places: Sequence[Place], model: Unbroken, kills: int, draw: ran
         ended = [follow(process) for process in started]
         for timer in timers:
             timer.cancel()
-        problems = [
-            f"ended with {each.code}: {each.stderr[-300:]}"
-            for each in ended
-            if each.code not in (0, *CODES[signal.SIGKILL])
-        ]
+        wrong = [each for each in ended if each.code not in (0, *CODES[signal.SIGKILL])]
+        problems = [f"ended with {each.code}: {each.stderr[-300:]}" for each in wrong]
         for place in places:
             problems += whole(place, model.artifacts) + resumed(place, model.artifacts, cache)
         tally.add(f"SIGKILL after {moments[0]:.1f} and {moments[1]:.1f} s with one cache", problems)
@@ -270,13 +269,8 @@ def small_memories(place: Place, model: Unbroken, limits: int, tally: Tally) -> 
         memory = round(FEWEST_ADDRESSES * (MOST_ADDRESSES / FEWEST_ADDRESSES) ** (number / max(1, limits - 1)))
         place.empty()
         ended = follow(place.start(memory=memory))
-        errors = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
-        problems = whole(place, model.artifacts) if ended.code else []
-        if ended.code and (ended.code != 4 or len(errors) != 1 or "memory" not in errors[0]):
-            problems.append(f"ended with {ended.code}: {ended.stderr.strip()[-600:]}")
-        if "Traceback" in ended.stdout + ended.stderr:
-            problems.append(f"a traceback: {(ended.stdout + ended.stderr)[-600:]}")
-        problems += [f"left over: {name}" for name in leftovers(place)]
+        problems = whole(place, model.artifacts) + badly_refused(ended, "memory") if ended.code else []
+        problems += leftovers(place)
         where = ended.stages[-1] if ended.stages else "the start"
         kind = f"{memory / 1e9:.1f} GB of addresses, ended with {ended.code} in {where}"
         tally.add(kind, problems + resumed(place, model.artifacts))
@@ -286,12 +280,8 @@ def main(arguments: Sequence[str] | None = None, model_arguments: Sequence[str] 
     parser = argparse.ArgumentParser(prog="python -m tests.faults.run", description=__doc__)
     parser.add_argument("--kills", type=int, default=50, help="runs that end by SIGKILL")
     parser.add_argument("--cancels", type=int, default=8, help="runs that end by SIGINT and SIGTERM")
-    parser.add_argument(
-        "--disk",
-        nargs="*",
-        default=["calibrate", "export", "plans", "pictures", "parity"],
-        help="stages in which the disk is full; the others write next to nothing",
-    )
+    parser.add_argument("--disk", nargs="*", default=["calibrate", "export", "plans", "pictures", "parity"],
+                        help="stages in which the disk is full; the others write next to nothing")  # fmt: skip
     parser.add_argument("--races", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--shared", type=int, default=0, help="jobs that share a cache, two at a time, and are killed")
     parser.add_argument("--memories", type=int, default=0, help="runs with fewer addresses than the job needs")
@@ -301,8 +291,7 @@ def main(arguments: Sequence[str] | None = None, model_arguments: Sequence[str] 
     tally, start = Tally(), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         if chosen.tiny:
-            TINY["sd15"](Path(folder) / "sd15")
-            model_arguments = ("model=sd15", f"model.path={folder}/sd15", "model.width=64", "model.height=64")
+            model_arguments = tiny(Path(folder))
         places = [Place(Path(folder) / name, tuple(model_arguments)) for name in ("one", "two")]
         model = unbroken(places[0])
         print(f"unbroken: {model.seconds:.0f} s, {len(model.artifacts)} artifacts, {model.used['end'] / 1e6:.0f} MB")

@@ -1,37 +1,60 @@
-"""A job that is killed, starved of disk and then done; ``python -m tests.faults.run`` does it many times, and more."""
+"""A job that is killed or starved of disk, and then done; ``python -m tests.faults.run`` does it many times over."""
 
 import shutil
 import signal
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.pipelines import TINY
-
-from .job import STAGES, Place, differing, is_temporary
-from .run import SPARED, killed_at, resumed, small_disk, starved, unbroken, whole
+from .job import STAGES, Place, differing, is_temporary, leftovers
+from .run import CODES, SPARED, Unbroken, killed_at, resumed, small_disk, starved, tiny, unbroken, whole
 
 
-def test_a_job_that_is_killed_and_starved_leaves_what_an_unbroken_one_leaves(tmp_path):
-    TINY["sd15"](tmp_path / "sd15")
-    arguments = ("model=sd15", f"model.path={tmp_path}/sd15", "model.width=64", "model.height=64")
+@pytest.fixture(scope="module")
+def unbroken_job(tmp_path_factory) -> Iterator[tuple[Place, Unbroken, Path]]:
+    """A place on a small disk, what a job has left there, and the graphs that it had in its cache."""
+    folder = tmp_path_factory.mktemp("faults")
     try:
         with small_disk(512) as disk:
-            place = Place(disk / "job", arguments)
+            place = Place(disk / "job", tiny(folder))
             model = unbroken(place)
-            assert tuple(model.moments) == STAGES and len(model.artifacts) >= 10
-
-            graphs = shutil.copytree(place.root / "cache/graph", tmp_path / "graphs")
-            place.empty()
-            shutil.copytree(graphs, place.root / "cache/graph")  # to trace them again is most of the job
-            ended, _ = killed_at(place, "plans", signal.SIGKILL)
-            assert ended.code == -signal.SIGKILL and ended.stages[-1] == "plans"
-            assert whole(place, model.artifacts) == []
-
-            ended, problems = starved(place, "parity", disk / "filler", SPARED, model.artifacts)
-            assert (ended.code, ended.stages[-1], problems) == (4, "parity", [])
-            assert resumed(place, model.artifacts) == []
+            yield place, model, shutil.copytree(place.root / "cache/graph", folder / "graphs")
     except PermissionError as error:
         pytest.skip(f"no small disk can be mounted here: {error}")
+
+
+@pytest.fixture
+def job(unbroken_job) -> tuple[Place, Unbroken]:
+    """The place without what the job has left, and that. Graphs lie in the cache: to trace them is most of the job."""
+    place, model, graphs = unbroken_job
+    place.empty()
+    shutil.copytree(graphs, place.root / "cache/graph")
+    return place, model
+
+
+soak = pytest.mark.soak
+
+
+@pytest.mark.parametrize(
+    "sent", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=soak), pytest.param(signal.SIGTERM, marks=soak)]
+)
+def test_a_job_that_is_killed_and_given_again_leaves_what_an_unbroken_one_leaves(job, sent):
+    place, model = job
+    assert tuple(model.moments) == STAGES and len(model.artifacts) >= 10
+    ended, _ = killed_at(place, "plans", sent)
+    assert ended.code in CODES[sent] and ended.stages[-1] == "plans"
+    assert whole(place, model.artifacts) == []
+    assert sent == signal.SIGKILL or leftovers(place) == []
+    assert resumed(place, model.artifacts) == []
+
+
+@soak
+def test_a_job_that_is_starved_and_given_again_leaves_what_an_unbroken_one_leaves(job):
+    place, model = job
+    ended, problems = starved(place, "parity", place.root.parent / "filler", SPARED, model.artifacts)
+    assert (ended.code, ended.stages[-1], problems) == (4, "parity", [])
+    assert resumed(place, model.artifacts) == []
 
 
 def test_what_differs_is_named(tmp_path):

@@ -53,9 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as scratch:
         shares = shares_of(wanted, Path(scratch))
         with ThreadPoolExecutor(wanted.workers) as pool:
-            tallies = dict(
-                zip(shares, pool.map(lambda name: learn(name, shares[name], wanted, scratch), shares), strict=True)
-            )
+            learnt = pool.map(lambda name: learn(name, shares[name], wanted, scratch), shares)
+            tallies = dict(zip(shares, learnt, strict=True))
     print(table(tallies))
     kept = {name: len(inputs) for name, inputs in read_corpus(wanted.corpus).items()}
     print(f"{time.monotonic() - start:.0f} s, seed {wanted.seed}; kept in the corpus: {kept}")
@@ -95,9 +94,7 @@ def learn(name: str, inputs: int, wanted: argparse.Namespace, scratch: str):
             [sys.executable, "-m", "tests.fuzz.learn", *map(str, given)], capture_output=True, text=True
         )
         with suppress(OSError):
-            told = json.loads((folder / "tally.json").read_text())
-            tally.counts.update(told["counts"])
-            tally.slowest, tally.peak = max(tally.slowest, told["slowest"]), max(tally.peak, told["peak"])
+            tally.add(**json.loads((folder / "tally.json").read_text()))
         if ended.returncode:
             tally.counts[WRONG] += 1
             preserve(folder / "input", wanted.keep, f"{name}-{number}-died", ended.stderr[-4000:])
@@ -125,10 +122,10 @@ def child(wanted: argparse.Namespace) -> int:
     name, root = wanted.child[0], Path(wanted.child[1])
     with atheris.instrument_imports(include=WATCHED):
         readers = importlib.import_module("tests.fuzz.readers")
-    from hypothesis import HealthCheck, given, settings
+    from hypothesis import given, settings
 
-    from .harness import Place, Wrong, outcome
-    from .run import WRONG, Tally, forget_peak, peak, preserve
+    from .harness import Place
+    from .run import EVERY_INPUT, Tally, tried
 
     [reader] = [each for each in readers.make_readers(root / "made") if each.name == name]
     place, tally = Place(reader, root), Tally()
@@ -137,23 +134,13 @@ def child(wanted: argparse.Namespace) -> int:
     os.chdir(place.outside)
 
     def tell() -> None:
-        told = {"counts": tally.counts, "slowest": tally.slowest, "peak": tally.peak}
-        (root / "tally.json").write_text(json.dumps(told))
+        (root / "tally.json").write_text(json.dumps(vars(tally)))
 
-    @settings(database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(**EVERY_INPUT)
     @given(reader.recipes)
     def read_one(recipe: object) -> None:
-        place.put(recipe)
-        base = forget_peak()
-        try:
-            kind, seconds = outcome(place)
-        except Wrong as error:
-            kind, seconds = WRONG, 0.0
-            preserve(place.input, kept, f"{name}-{wanted.seed}-{tally.counts.total()}", f"{error}\n\n{recipe!r}")
-            for extra in place.outside.iterdir():
-                extra.unlink()
-        tally.counts[kind] += 1
-        tally.slowest, tally.peak = max(tally.slowest, seconds), max(tally.peak, peak() - base)
+        kind, seconds, most = tried(place, recipe, kept, f"{name}-{wanted.seed}-{tally.counts.total()}")
+        tally.add({kind: 1}, seconds, most)
         if tally.counts.total() % 100 == 0:
             tell()
         if tally.counts.total() >= wanted.inputs:

@@ -113,16 +113,10 @@ VALUES: list[Any] = [
     {"a" * 2000: {"b" * 2000: 1}}, {f"key {number}": number for number in range(300)}, *PLANTS,
 ]  # fmt: skip
 
-document_edit = st.one_of(
-    st.tuples(st.just("replace"), LARGE, LARGE),
-    st.tuples(st.just("replace"), LARGE, LARGE),
-    st.tuples(st.just("remove"), LARGE, LARGE),
-    st.tuples(st.just("rename"), LARGE, LARGE),
-    st.tuples(st.just("copy"), LARGE, LARGE),
-    st.tuples(st.just("wrap"), LARGE, LARGE),
-    st.tuples(st.just("twice"), LARGE, LARGE),
-    st.tuples(st.just("scale"), LARGE, LARGE),
-)
+YAML_VALUES = [*VALUES, *YAML_PLANTS]
+
+DOCUMENT_EDITS = ("replace", "replace", "remove", "rename", "copy", "wrap", "twice", "scale")
+document_edit = st.one_of(*(st.tuples(st.just(kind), LARGE, LARGE) for kind in DOCUMENT_EDITS))
 document_edits = st.lists(document_edit, min_size=1, max_size=3)
 
 
@@ -146,9 +140,8 @@ def changed(document: Any, edits: Sequence[Edit], values: Sequence = VALUES) -> 
             other, name = nodes[number % len(nodes)]
             parent[key] = deepcopy(other[name])
         elif kind == "wrap":
-            parent[key] = ([value], {"value": value}, [value, deepcopy(value)], {"a": {"a": value}}, str(value))[
-                number % 5
-            ]
+            wrapped = [value], {"value": value}, [value, deepcopy(value)], {"a": {"a": value}}, str(value)
+            parent[key] = wrapped[number % 5]
         elif kind == "twice" and isinstance(parent, list):
             parent[key:key] = [deepcopy(value) for _ in range((1, 2, 101)[number % 3])]
         elif kind == "scale" and isinstance(value, int | float):
@@ -212,12 +205,8 @@ RAW = [
     b"(lp0\n", b"(iposix\nsystem\n", b"L9999999999999999999999L\n", b"F1e999\n", b".",
     b"\x8f", b"\x90", b"\x94", b"\x97", b"\x98",
 ]  # fmt: skip
-pickle_edit = st.tuples(
-    st.sampled_from(["suspect", "suspect", "raw", "raw", "remove", "twice", "swap", "number", "number", "text"]),
-    LARGE,
-    LARGE,
-)
-pickle_edits = st.lists(pickle_edit, min_size=1, max_size=3)
+PICKLE_EDITS = ["suspect", "suspect", "raw", "raw", "remove", "twice", "swap", "number", "number", "text"]
+pickle_edits = st.lists(st.tuples(st.sampled_from(PICKLE_EDITS), LARGE, LARGE), min_size=1, max_size=3)
 
 
 def repickled(data: bytes, edits: Sequence[Edit]) -> bytes:
@@ -225,9 +214,7 @@ def repickled(data: bytes, edits: Sequence[Edit]) -> bytes:
     found = list(pickletools.genops(data))
     starts = [position for *_, position in found] + [len(data)]
     pieces = [data[start:stop] for start, stop in zip(starts, starts[1:], strict=False)]
-    numbers = [
-        index for index, (_, value, _) in enumerate(found) if type(value) is int and found[index][0].code in "KMJ"
-    ]
+    numbers = [index for index, (code, value, _) in enumerate(found) if type(value) is int and code.code in "KMJ"]
     texts = [index for index, (_, value, _) in enumerate(found) if isinstance(value, str)]
     for kind, where, number in edits:
         at = where % len(pieces)
@@ -253,13 +240,9 @@ def repickled(data: bytes, edits: Sequence[Edit]) -> bytes:
 def called(module: str, name: str, arguments: tuple, number: int) -> bytes:
     """In the three ways in which a pickle can name something."""
     given = b"(" + b"".join(map(constant, arguments)) + b"t"
-    match number // len(SUSPECTS) % 3:
-        case 0:
-            return f"c{module}\n{name}\n".encode() + given + b"R"
-        case 1:
-            return constant(module) + constant(name) + b"\x93" + given + b"R"
-        case _:
-            return f"c{module}\n{name}\n".encode() + given + b"\x81"
+    way = number // len(SUSPECTS) % 3
+    found = constant(module) + constant(name) + b"\x93" if way == 1 else f"c{module}\n{name}\n".encode()
+    return found + given + (b"\x81" if way == 2 else b"R")
 
 
 def constant(value: Any) -> bytes:

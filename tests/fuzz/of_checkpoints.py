@@ -6,8 +6,7 @@ import io
 import json
 import math
 import tarfile
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path, PurePosixPath
 
 import torch
@@ -29,19 +28,8 @@ from sd_quant.models.sdxl_nemo import TextShape, build_modules
 
 from ..pipelines import TINY
 from .harness import Reader
-from .mutations import (
-    LARGE,
-    byte_edits,
-    changed,
-    document_edits,
-    edited,
-    pickle_edits,
-    repickled,
-    to_json,
-    to_yaml,
-    with_pickle,
-)
-from .shared import YAML_VALUES, Files, damaged_safetensors, described, digest, digests
+from .mutations import LARGE, YAML_VALUES, byte_edits, changed, document_edits, edited, to_json, to_yaml
+from .shared import Files, damaged_safetensors, damaged_weights, decisive, described, digest, digests, either, ways
 
 MINI_CONFIG = Path(__file__).parents[2] / "examples/sdxl_mini/model_config.yaml"
 
@@ -77,6 +65,10 @@ def with_checksums(archive: bytes, headers: list[tuple[int, int]]) -> bytes:
     return bytes(content)
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    return {name: bytes(member.read(0, member.size)) for name, member in open_members(folder / "a.nemo").items()}
+
+
 def archives() -> Reader:
     members = {"./model_config.yaml": b"a: 1\n" * 20, "./model_weights.ckpt": bytes(range(256)) * 3}
     plain, extended = tar_of(members, tarfile.GNU_FORMAT), tar_of(members, tarfile.PAX_FORMAT, 1.5)
@@ -101,13 +93,8 @@ def archives() -> Reader:
             files = [member for member in archive.getmembers() if member.isfile()]
             assert {str(PurePosixPath(each.name)): archive.extractfile(each).read() for each in files} == found
 
-    def contents(path: Path) -> dict[str, bytes]:
-        return {name: bytes(member.read(0, member.size)) for name, member in open_members(path).items()}
-
     recipes = st.tuples(st.integers(0, 1), byte_edits, st.booleans(), st.sampled_from([0, 0, 0, 1, 2]))
-    return Reader(
-        "archive", {"a.nemo": plain}, recipes, mutate, lambda folder: contents(folder / "a.nemo"), check, weight=20
-    )
+    return Reader("archive", {"a.nemo": plain}, recipes, mutate, contents, check, weight=20)
 
 
 def weights_file() -> bytes:
@@ -124,23 +111,6 @@ def weights_file() -> bytes:
     return target.getvalue()
 
 
-def decisive(archive: bytes) -> list[tuple[int, int]]:
-    """Where a zip file of torch.save has its pickle, and its directory."""
-    start = archive.index(b"\x80\x02")
-    directory = archive.index(b"PK\x01\x02")
-    return [(0, 64), (start, archive.index(b"PK", start)), (directory, len(archive))]
-
-
-either = st.one_of(st.tuples(st.just("bytes"), byte_edits), st.tuples(st.just("pickle"), pickle_edits))
-
-
-def damaged_weights(archive: bytes, recipe: tuple) -> bytes:
-    kind, edits = recipe
-    if kind == "bytes":
-        return edited(archive, edits, decisive(archive))
-    return with_pickle(archive, partial(repickled, edits=edits))
-
-
 def weights() -> Reader:
     sound = weights_file()
 
@@ -149,15 +119,13 @@ def weights() -> Reader:
         loaded = torch.load(folder / "a.ckpt", weights_only=True)
         assert {name: digest(tensor) for name, tensor in loaded.items()} == found
 
-    return Reader(
-        "weights",
-        {"a.ckpt": sound},
-        either,
-        lambda recipe: {"a.ckpt": damaged_weights(sound, recipe)},
-        lambda folder: digests(stored_tensors(whole_file(folder / "a.ckpt"))),
-        check,
-        weight=40,
-    )
+    def read(folder: Path) -> dict[str, tuple]:
+        return digests(stored_tensors(whole_file(folder / "a.ckpt")))
+
+    def mutate(recipe: tuple) -> Files:
+        return {"a.ckpt": damaged_weights(sound, recipe)}
+
+    return Reader("weights", {"a.ckpt": sound}, either, mutate, read, check, weight=40)
 
 
 def tiny_config() -> dict:
@@ -179,21 +147,13 @@ def nemo(scratch: Path) -> Reader:
     modules = build_modules(config, text, dataclasses.replace(text, projection=32))
     write_nemo(scratch / "a.nemo", config, modules, torch.float16)
     sound = (scratch / "a.nemo").read_bytes()
-    members = {name: bytes(each.read(0, each.size)) for name, each in open_members(scratch / "a.nemo").items()}
+    members = contents(scratch)
     stored, headers = members["model_weights.ckpt"], headers_of(sound)
     begin = sound.index(b"PK")
     hot = [*headers, (512, headers[1][0]), *((begin + start, begin + stop) for start, stop in decisive(stored))]
 
-    def mutate(recipe: tuple) -> Files:
-        kind, edits = recipe
-        if kind == "archive":
-            return {"a.nemo": edited(sound, edits, hot)}
-        changes = {
-            "config": lambda: {"model_config.yaml": to_yaml(changed(config, edits, YAML_VALUES))},
-            "text": lambda: {"model_config.yaml": edited(members["model_config.yaml"], edits)},
-            "weights": lambda: {"model_weights.ckpt": damaged_weights(stored, edits)},
-        }
-        return {"a.nemo": tar_of(members | changes[kind](), tarfile.GNU_FORMAT)}
+    def having(name: str, content: bytes) -> Files:
+        return {"a.nemo": tar_of(members | {name: content}, tarfile.GNU_FORMAT)}
 
     def opened(folder: Path) -> tuple:
         checkpoint = open_nemo(folder / "a.nemo")
@@ -211,13 +171,14 @@ def nemo(scratch: Path) -> Reader:
                 assert tensor.read().isfinite().all() and tensor.dtype.is_floating_point
             assert size_of(source.tensors.values()) <= (folder / "a.nemo").stat().st_size
 
-    recipes = st.one_of(
-        st.tuples(st.just("archive"), byte_edits),
-        st.tuples(st.just("config"), document_edits),
-        st.tuples(st.just("text"), byte_edits),
-        st.tuples(st.just("weights"), either),
+    config_name = "model_config.yaml"
+    damages = ways(
+        (byte_edits, lambda edits: {"a.nemo": edited(sound, edits, hot)}),
+        (document_edits, lambda edits: having(config_name, to_yaml(changed(config, edits, YAML_VALUES)))),
+        (byte_edits, lambda edits: having(config_name, edited(members[config_name], edits))),
+        (either, lambda recipe: having("model_weights.ckpt", damaged_weights(stored, recipe))),
     )
-    return Reader("nemo", {"a.nemo": sound}, recipes, mutate, opened, check, weight=7, quick=10)
+    return Reader("nemo", {"a.nemo": sound}, read=opened, check=check, weight=7, quick=10, **damages)
 
 
 def safetensors() -> Reader:
@@ -237,37 +198,33 @@ def safetensors() -> Reader:
         else:
             assert {name: digest(tensor) for name, tensor in loaded.items()} == found
 
-    return Reader(
-        "safetensors",
-        {"a.safetensors": sound},
-        described,
-        lambda recipe: {"a.safetensors": damaged_safetensors(sound, recipe)},
-        lambda folder: digests(read_safetensors(whole_file(folder / "a.safetensors"))),
-        check,
-        weight=30,
-    )
-
-
-def pipeline(scratch: Path) -> Reader:
-    """A folder of each family; ``family`` says which one is opened."""
-    for name, write in TINY.items():
-        write(scratch / name)
-    paths = {name: sorted(path for path in (scratch / name).rglob("*") if path.is_file()) for name in TINY}
-    files = {str(path.relative_to(scratch)): path.read_bytes() for found in paths.values() for path in found}
-    sound = files | {"family": b"pixart"}
+    def read(folder: Path) -> dict[str, tuple]:
+        return digests(read_safetensors(whole_file(folder / "a.safetensors")))
 
     def mutate(recipe: tuple) -> Files:
-        family, which, (kind, edits), number = recipe
-        suffix = ".safetensors" if which == "weights" else ".json"
-        names = [name for name in files if name.startswith(f"{family}/") and name.endswith(suffix)]
-        name, other = names[number % len(names)], names[number // 7 % len(names)]
-        if which == "weights":
-            content = damaged_safetensors(files[name], (kind, edits))
-        elif kind == "bytes":
-            content = edited(files[name], edits, other=files[other])
-        else:
-            content = to_json(changed(json.loads(files[name]), edits))
-        return {"family": family.encode(), name: content}
+        return {"a.safetensors": damaged_safetensors(sound, recipe)}
+
+    return Reader("safetensors", {"a.safetensors": sound}, described, mutate, read, check, weight=30)
+
+
+def pipeline(scratch: Path, families: Collection[str] = TINY) -> Reader:
+    """A folder of each family, which it makes; ``family`` says which one is opened."""
+    for name in families:
+        TINY[name](scratch / name)
+    paths = [path for name in families for path in sorted((scratch / name).rglob("*")) if path.is_file()]
+    files = {str(path.relative_to(scratch)): path.read_bytes() for path in paths}
+    sound = files | {"family": min(families).encode()}
+
+    def damaging(suffix: str, edits: st.SearchStrategy, damage: Callable[..., bytes]) -> tuple:
+        """``damage`` gets a file, what was drawn for it, and another file."""
+
+        def mutate(drawn: tuple) -> Files:
+            family, number, recipe = drawn
+            names = [name for name in files if name.startswith(f"{family}/") and name.endswith(suffix)]
+            name, other = names[number % len(names)], names[number // 7 % len(names)]
+            return {"family": family.encode(), name: damage(files[name], recipe, files[other])}
+
+        return st.tuples(st.sampled_from(sorted(families)), LARGE, edits), mutate
 
     def opened(folder: Path) -> tuple:
         family = (folder / "family").read_text()
@@ -287,7 +244,9 @@ def pipeline(scratch: Path) -> Reader:
         total = sum(dtype.itemsize * math.prod(shape) for dtype, shape in found[0].values())
         assert total <= sum(path.stat().st_size for path in (folder / family).rglob("*.safetensors"))
 
-    recipes = st.tuples(
-        st.sampled_from(sorted(TINY)), st.sampled_from(["weights", "text", "text", "text"]), described, LARGE
+    damages = ways(
+        damaging(".safetensors", described, lambda data, recipe, other: damaged_safetensors(data, recipe)),
+        damaging(".json", byte_edits, lambda data, edits, other: edited(data, edits, other=other)),
+        damaging(".json", document_edits, lambda data, edits, other: to_json(changed(json.loads(data), edits))),
     )
-    return Reader("pipeline", sound, recipes, mutate, opened, check, weight=12, quick=25)
+    return Reader("pipeline", sound, read=opened, check=check, weight=12, quick=25, **damages)

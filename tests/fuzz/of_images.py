@@ -18,9 +18,8 @@ from sd_quant.inference.latents import read_latents
 from sd_quant.inference.source_images import read_source
 
 from .harness import Reader
-from .mutations import byte_edits, changed, document_edits, edited, to_json
-from .of_checkpoints import damaged_weights, either
-from .shared import Files, damaged_safetensors, described, digest, header_of, with_header
+from .mutations import byte_edits, document_edits, edited
+from .shared import Files, damaged_metadata, damaged_safetensors, damaged_weights, described, digest, either, ways
 
 
 def noise() -> Reader:
@@ -69,14 +68,6 @@ def lora() -> Reader:
     config = {"unet.r": 2, "unet.lora_alpha": 3, "unet.alpha_pattern": {"q": 5}, "text_encoder.lora_alpha": 8}
     sound = save_safetensors(tensors, {"lora_adapter_metadata": json.dumps(config)})
 
-    def mutate(recipe: tuple) -> Files:
-        which, header, edits = recipe
-        if which == "tensors":
-            return {"a.safetensors": damaged_safetensors(sound, header)}
-        fields, content = header_of(sound)
-        fields["__metadata__"]["lora_adapter_metadata"] = to_json(changed(config, edits)).decode("utf-8", "replace")
-        return {"a.safetensors": with_header(fields, content)}
-
     def read_all(folder: Path) -> list[tuple]:
         updates = read_lora(folder / "a.safetensors", 0.5, names, "Tiny")
         return sorted((update.place.component, update.place.layer, *digest(update.delta())) for update in updates)
@@ -84,8 +75,12 @@ def lora() -> Reader:
     def check(folder: Path, found: list[tuple]) -> None:
         assert all(shapes[component][layer] == shape for component, layer, _, shape, _ in found)
 
-    recipes = st.tuples(st.sampled_from(["tensors", "tensors", "config"]), described, document_edits)
-    return Reader("lora", {"a.safetensors": sound}, recipes, mutate, read_all, check, weight=20)
+    tensors_damaged = (described, lambda recipe: {"a.safetensors": damaged_safetensors(sound, recipe)})
+    config_damaged = (
+        document_edits, lambda edits: {"a.safetensors": damaged_metadata(sound, "lora_adapter_metadata", edits)},
+    )  # fmt: skip
+    damages = ways(tensors_damaged, tensors_damaged, config_damaged)
+    return Reader("lora", {"a.safetensors": sound}, read=read_all, check=check, weight=20, **damages)
 
 
 def pictures() -> Reader:

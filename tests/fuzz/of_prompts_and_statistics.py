@@ -39,15 +39,10 @@ def prompts() -> Reader:
         rest = (folder / "prompts.tsv").read_text("utf-8")
         assert all(prompt.replace('"', "") in rest.replace('"', "") for prompt in found[1])
 
-    return Reader(
-        "prompts",
-        files,
-        st.tuples(st.sampled_from(sorted(files)), byte_edits),
-        mutate,
-        lambda folder: [read_prompts(folder / name) for name in ("prompts.txt", "prompts.tsv")],
-        check,
-        weight=20,
-    )
+    def read(folder: Path) -> list[list[str]]:
+        return [read_prompts(folder / name) for name in ("prompts.txt", "prompts.tsv")]
+
+    return Reader("prompts", files, st.tuples(st.sampled_from(sorted(files)), byte_edits), mutate, read, check, 20)
 
 
 STEPS = 2
@@ -104,15 +99,17 @@ def statistics(scratch: Path) -> Reader:
             known["digest"] = content_digest(known["origin"], known["prompts"], tensors)
         return {name: with_header(header, content)}
 
+    def packed(folder: Path) -> dict[str, torch.Tensor]:
+        return pack(read_statistics(folder, fitting, contract, {"form": 2, **ORIGIN}, 2))
+
     def check(folder: Path, found: dict[str, tuple]) -> None:
         """Of the same layers and inputs, finite, no range below zero."""
-        tensors = pack(read_statistics(folder, fitting, contract, {"form": 2, **ORIGIN}, 2))
+        tensors = packed(folder)
         assert tensors.keys() == sound.keys() and all(tensor.isfinite().all() for tensor in tensors.values())
         assert all((tensor >= 0).all() for name, tensor in tensors.items() if name.endswith("amax"))
 
     def loaded(folder: Path) -> dict[str, tuple]:
-        found = pack(read_statistics(folder, fitting, contract, {"form": 2, **ORIGIN}, 2))
-        return {name: digest(tensor) for name, tensor in found.items()}
+        return {name: digest(tensor) for name, tensor in packed(folder).items()}
 
     sound = loaded(entries.folder)
     kinds = st.one_of(

@@ -19,8 +19,8 @@ from sd_quant.report.summary import markdown, read_sweep, rows
 from sd_quant.report.table import run_table
 
 from .harness import Reader
-from .mutations import LARGE, byte_edits, changed, document_edits, edited, to_json, to_yaml
-from .shared import YAML_VALUES, Files
+from .mutations import YAML_VALUES, byte_edits, changed, document_edits, edited, to_json, to_yaml
+from .shared import Files, ways
 
 
 def a_record(decibels: float, speedup: float) -> dict:
@@ -149,9 +149,8 @@ def records() -> Reader:
         sweep = read_sweep(folder)
         for row, job in zip(rows(sweep), sweep.jobs, strict=True):
             assert (row["job"], row["status"], row["reason"]) == (job.name, job.status, job.reason)
-            values = [
-                value for name, value in row.items() if name.endswith(("_db", "_ms", "speedup", "_bytes", "seconds"))
-            ]
+            ends = ("_db", "_ms", "speedup", "_bytes", "seconds")
+            values = [value for name, value in row.items() if name.endswith(ends)]
             assert all(value is None or type(value) in (int, float) and math.isfinite(value) for value in values)
         assert all(line.isprintable() for text in (*found[1], found[2]) for line in text.split("\n"))
 
@@ -162,19 +161,13 @@ def report() -> Reader:
     """The whole report, which costs a second for its plots; layers and pictures are read by it alone."""
     picture = io.BytesIO()
     Image.new("RGB", (8, 8), "red").save(picture, "PNG")
-    pictures = {
-        f"alpha={alpha}/images/{side}/0000.png": picture.getvalue()
-        for alpha in ("0.5", "auto")
-        for side in ("full_precision", "quantized")
-    }
+    folders = [f"alpha={alpha}/images/{side}" for alpha in ("0.5", "auto") for side in ("full_precision", "quantized")]
+    pictures = {f"{folder}/0000.png": picture.getvalue() for folder in folders}
     files = RECORD_FILES | pictures
 
-    def mutate(recipe: tuple) -> Files:
-        (name, (kind, edits)), number = recipe
-        if kind == "bytes" and number % 2:
-            name = ["alpha=0.5/layers.csv", *pictures][number // 2 % 5]
-            return {name: edited(files[name], edits, other=LAYERS)}
-        return damaged_record((name, (kind, edits)))
+    def damaged_other(drawn: tuple) -> Files:
+        name, edits = drawn
+        return {name: edited(files[name], edits, other=LAYERS)}
 
     def made(folder: Path) -> str:
         page = rebuild(folder).read_text(encoding="utf-8")
@@ -184,8 +177,9 @@ def report() -> Reader:
     def check(folder: Path, page: str) -> None:
         assert "<script>alert" not in page and page.count("<script") == 2
 
-    recipes = st.tuples(OF_RECORDS, LARGE)
-    return Reader("report", files, recipes, mutate, made, check, weight=1, quick=3, writes=True)
+    others = st.tuples(st.sampled_from(["alpha=0.5/layers.csv", *pictures]), byte_edits)
+    damages = ways(*[(OF_RECORDS, damaged_record)] * 4, (others, damaged_other))
+    return Reader("report", files, read=made, check=check, weight=1, quick=3, writes=True, **damages)
 
 
 def configuration() -> Reader:
@@ -195,22 +189,11 @@ def configuration() -> Reader:
     }  # fmt: skip
     config = {"model": model, "quantize": {"n_steps": 20, "alpha": None, "enable": {"conv": ["fp8"]}}}
 
-    def mutate(recipe: tuple) -> Files:
-        kind, edits = recipe
-        text = to_yaml(config)
-        data = edited(text, edits) if kind == "bytes" else to_yaml(changed(config, edits, YAML_VALUES))
-        return {"config.yaml": data}
-
     def check(folder: Path, found: dict) -> None:
         assert dataclasses.asdict(read(Model, found, "model.")) == found
 
-    recipes = st.one_of(st.tuples(st.just("bytes"), byte_edits), *[st.tuples(st.just("node"), document_edits)] * 2)
-    return Reader(
-        "config",
-        {"config.yaml": to_yaml(config)},
-        recipes,
-        mutate,
-        lambda folder: run_model(str(folder)),
-        check,
-        weight=10,
-    )
+    bytes_edited = (byte_edits, lambda edits: {"config.yaml": edited(to_yaml(config), edits)})
+    nodes_changed = (document_edits, lambda edits: {"config.yaml": to_yaml(changed(config, edits, YAML_VALUES))})
+    damages = ways(bytes_edited, nodes_changed, nodes_changed)
+    files = {"config.yaml": to_yaml(config)}
+    return Reader("config", files, read=lambda folder: run_model(str(folder)), check=check, **damages)

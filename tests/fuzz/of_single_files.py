@@ -20,7 +20,8 @@ from sd_quant.models.checkpoint import empty_denoiser
 
 from ..pipelines import TINY
 from .harness import Reader
-from .mutations import LARGE, VALUES, byte_edits, changed, document_edits, edited
+from .mutations import VALUES, byte_edits, changed, document_edits, edited
+from .shared import Files, ways
 
 LISTED = [*VALUES, "float8_e4m3fn", "int8_tensorwise", "nvfp4", "mxfp8", 256, 4]
 
@@ -104,24 +105,31 @@ def of_gguf(checkpoint: DiffusersCheckpoint) -> Reader:
     names = [name.encode() for name in shapes]
     decodes = find_spec("gguf") is not None
 
-    def mutate(recipe: tuple) -> dict[str, bytes]:
-        kind, edits, number = recipe
-        if kind == "bytes":
-            return {"a.gguf": edited(sound, edits, [(0, 24), (24, 500), (24, end), (end - 500, end)])}
-        # the sides, type and offset of one tensor, or what its name is
-        name = names[number % len(names)]
-        at = sound.index(struct.pack("<Q", len(name)) + name, 500) + 8 + len(name)
-        if kind == "name":
-            other = names[number // 7 % len(names)]
-            return {"a.gguf": sound[: at - len(name)] + (other * 9)[: len(name)] + sound[at:]}
-        return {"a.gguf": edited(sound, edits, [(at, at + 4 + 16 + 12)])}
+    def behind(name: bytes) -> int:
+        """Where the sides, type and offset of a tensor are."""
+        return sound.index(struct.pack("<Q", len(name)) + name, 500) + 8 + len(name)
+
+    def of_tensor(drawn: tuple) -> Files:
+        name, edits = drawn
+        return {"a.gguf": edited(sound, edits, [(behind(name), behind(name) + 4 + 16 + 12)])}
+
+    def renamed(drawn: tuple) -> Files:
+        name, other = drawn
+        at = behind(name)
+        return {"a.gguf": sound[: at - len(name)] + (other * 9)[: len(name)] + sound[at:]}
 
     def read(folder: Path) -> tuple:
         assert gguf.recognizes(folder / "a.gguf") == ((folder / "a.gguf").read_bytes()[:4] == b"GGUF")
         return summary(gguf.read(folder / "a.gguf", checkpoint), decodes)
 
-    recipes = st.tuples(st.sampled_from(["bytes", "tensor", "tensor", "name"]), byte_edits, LARGE)
-    return Reader("gguf", {"a.gguf": sound}, recipes, mutate, read, stays_within("a.gguf"), weight=15, quick=30)
+    hot, name = [(0, 24), (24, 500), (24, end), (end - 500, end)], st.sampled_from(names)
+    damages = ways(
+        (byte_edits, lambda edits: {"a.gguf": edited(sound, edits, hot)}),
+        *[(st.tuples(name, byte_edits), of_tensor)] * 2,
+        (st.tuples(name, name), renamed),
+    )
+    check = stays_within("a.gguf")
+    return Reader("gguf", {"a.gguf": sound}, read=read, check=check, weight=15, quick=30, **damages)
 
 
 # ComfyUI
@@ -170,41 +178,41 @@ def of_comfyui(checkpoint: DiffusersCheckpoint) -> Reader:
     end = 8 + int.from_bytes(sound[:8], "little")
     header = json.loads(sound[8:end])
 
-    def file(header: Any) -> bytes:
+    def file(header: Any) -> Files:
         content = json.dumps(header).encode("utf-8", "replace")
-        return struct.pack("<Q", len(content)) + content + sound[end:]
+        return {"a.safetensors": struct.pack("<Q", len(content)) + content + sound[end:]}
 
-    def mutate(recipe: tuple) -> dict[str, bytes]:
-        kind, edits, number = recipe
-        if kind == "bytes":
-            places = [(0, end)] + [(end + start, end + stop) for name in inside for start, stop in [
-                header[name]["data_offsets"]]]  # fmt: skip
-            return {"a.safetensors": edited(sound, edits, places)}
-        if kind == "metadata":
-            text = json.dumps(changed(metadata, edits, LISTED))
-            return {"a.safetensors": file(header | {"__metadata__": {"_quantization_metadata": text}})}
-        if kind == "header":
-            return {"a.safetensors": file(changed(header, edits))}
-        # the numbers of one of the small tensors, or its name
-        small = [name for name in header if name.endswith(("_scale", "_scale_2", "comfy_quant"))]
-        name = small[number % len(small)]
+    def place(name: str) -> tuple[int, int]:
         start, stop = header[name]["data_offsets"]
-        if kind == "name":
-            ends = ["weight_scale", "scale_weight", "input_scale", "scaled_fp8", "comfy_quant", "weight", "bias"]
-            other = f"{name.rpartition('.')[0]}.{ends[number // 7 % len(ends)]}"
-            renamed = {other if each == name else each: value for each, value in header.items()}
-            return {"a.safetensors": file(renamed)}
-        piece = edited(sound[end + start : end + stop], edits)[: stop - start].ljust(stop - start, b"\xff")
-        return {"a.safetensors": sound[: end + start] + piece + sound[end + stop :]}
+        return end + start, end + stop
+
+    def with_metadata(edits: list) -> Files:
+        text = json.dumps(changed(metadata, edits, LISTED))
+        return file(header | {"__metadata__": {"_quantization_metadata": text}})
+
+    def renamed(drawn: tuple) -> Files:
+        name, ending = drawn
+        other = f"{name.rpartition('.')[0]}.{ending}"
+        return file({other if each == name else each: value for each, value in header.items()})
+
+    def with_numbers(drawn: tuple) -> Files:
+        name, edits = drawn
+        start, stop = place(name)
+        piece = edited(sound[start:stop], edits)[: stop - start].ljust(stop - start, b"\xff")
+        return {"a.safetensors": sound[:start] + piece + sound[stop:]}
 
     def read(folder: Path) -> tuple:
         comfyui.recognizes(folder / "a.safetensors")
         return summary(comfyui.read(folder / "a.safetensors", checkpoint))
 
-    kinds = st.one_of(
-        st.tuples(st.sampled_from(["bytes", "numbers", "name"]), byte_edits, LARGE),
-        st.tuples(st.sampled_from(["metadata", "metadata", "header"]), document_edits, LARGE),
+    small = st.sampled_from([name for name in header if name.endswith(("_scale", "_scale_2", "comfy_quant"))])
+    endings = ["weight_scale", "scale_weight", "input_scale", "scaled_fp8", "comfy_quant", "weight", "bias"]
+    damages = ways(
+        (byte_edits, lambda edits: {"a.safetensors": edited(sound, edits, [(0, end), *map(place, inside)])}),
+        (st.tuples(small, byte_edits), with_numbers),
+        (st.tuples(small, st.sampled_from(endings)), renamed),
+        *[(document_edits, with_metadata)] * 2,
+        (document_edits, lambda edits: file(changed(header, edits))),
     )
-    return Reader(
-        "comfyui", {"a.safetensors": sound}, kinds, mutate, read, stays_within("a.safetensors"), weight=15, quick=30
-    )
+    check = stays_within("a.safetensors")
+    return Reader("comfyui", {"a.safetensors": sound}, read=read, check=check, weight=15, quick=30, **damages)

@@ -5,11 +5,10 @@ from pathlib import Path
 from .harness import Reader
 from .of_artifacts import cache_entry, onnx_graph, plan_record
 from .of_checkpoints import archives, nemo, pipeline, safetensors, weights
+from .of_folders import folders
 from .of_images import lora, noise, pictures
-from .of_other_folders import other_folders
 from .of_prompts_and_statistics import prompts, statistics
 from .of_records import configuration, records, report
-from .of_sdnq_and_torchao import sdnq_and_torchao
 from .of_single_files import single_files
 
 
@@ -34,6 +33,5 @@ def make_readers(scratch: Path) -> list[Reader]:
         plan_record(),
         cache_entry(),
         *single_files(scratch),
-        *sdnq_and_torchao(),
-        *other_folders(scratch / "folders"),
+        *folders(),
     ]

@@ -34,6 +34,7 @@ from .readers import make_readers
 CHUNK = 250  # inputs to a child
 MEMORY_CAP = 2**30  # above what the child has at its start
 WRONG = "anything else"
+EVERY_INPUT = {"database": None, "deadline": None, "suppress_health_check": list(HealthCheck)}  # is tried, once
 
 
 @dataclass
@@ -41,6 +42,10 @@ class Tally:
     counts: Counter = field(default_factory=Counter)
     slowest: float = 0.0
     peak: int = 0
+
+    def add(self, counts: dict[str, int], slowest: float, peak: int) -> None:
+        self.counts.update(counts)
+        self.slowest, self.peak = max(self.slowest, slowest), max(self.peak, peak)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -97,7 +102,7 @@ def run_chunk(reader: Reader, count: int, seed: int, root: Path, wanted: argpars
     if child == 0:
         os.close(receiving)
         try:
-            in_child(reader, count, seed, root, sending, wanted.seconds)
+            in_child(reader, count, seed, root, sending, wanted)
         except BaseException:
             traceback.print_exc()
             os._exit(70)
@@ -112,13 +117,8 @@ def run_chunk(reader: Reader, count: int, seed: int, root: Path, wanted: argpars
         data = os.read(receiving, 65536)
         ended = not data
         *lines, buffer = (buffer + data).split(b"\n")
-        for line in lines:
-            told = json.loads(line)
-            tally.counts[told["kind"]] += 1
-            tally.slowest = max(tally.slowest, told["seconds"])
-            tally.peak = max(tally.peak, told["peak"])
-            if told["kind"] == WRONG:
-                preserve(Path(told["kept"]), wanted.keep, f"{reader.name}-{seed}-{told['number']}", told["reason"])
+        for kind, seconds, most in map(json.loads, lines):
+            tally.add({kind: 1}, seconds, most)
     os.close(receiving)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if status != 0:
@@ -134,8 +134,8 @@ def preserve(source: Path, keep: Path, name: str, reason: str) -> None:
     print(f"\n{name}: {reason.splitlines()[0][:300]}", file=sys.stderr)
 
 
-def in_child(reader: Reader, count: int, seed: int, root: Path, sending: int, limit: float) -> None:
-    place = Place(reader, root)
+def in_child(reader: Reader, count: int, seed: int, root: Path, sending: int, wanted: argparse.Namespace) -> None:
+    place, keep = Place(reader, root), wanted.keep.resolve()
     os.environ["TMPDIR"] = tempfile.tempdir = str(place.outside)
     os.chdir(place.outside)
     with suppress(OSError, ValueError):
@@ -143,35 +143,30 @@ def in_child(reader: Reader, count: int, seed: int, root: Path, sending: int, li
         resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY_CAP, resource.RLIM_INFINITY))
     number = 0
 
-    # no shrinking: what fails is kept as files, and every input is tried
     @seeded(seed)
-    @settings(
-        max_examples=count,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
+    @settings(max_examples=count, phases=[Phase.generate], **EVERY_INPUT)  # to shrink what fails can take minutes
     @given(reader.recipes)
     def read_one(recipe: object) -> None:
         nonlocal number
-        place.put(recipe)
         number += 1
-        told = {"number": number, "seconds": 0.0, "peak": 0}
-        base = forget_peak()
-        try:
-            told["kind"], told["seconds"] = outcome(place, limit)
-        except Wrong as error:
-            kept = root / f"kept-{number}"
-            shutil.copytree(place.input, kept)
-            reason = f"{error}\n\n{recipe!r}\n\n{''.join(traceback.format_exception(error))}"
-            told |= {"kind": WRONG, "reason": reason, "kept": str(kept)}
-            for extra in place.outside.iterdir():
-                extra.unlink()
-        told["peak"] = max(0, peak() - base)
+        told = tried(place, recipe, keep, f"{reader.name}-{seed}-{number}", wanted.seconds)
         os.write(sending, json.dumps(told).encode() + b"\n")
 
     read_one()
+
+
+def tried(place: Place, recipe: object, keep: Path, name: str, limit: float = SECONDS) -> tuple[str, float, int]:
+    """How an input was taken, its seconds, and the bytes that it took. What may not be is kept under the name."""
+    place.put(recipe)
+    base = forget_peak()
+    try:
+        kind, seconds = outcome(place, limit)
+    except Wrong as error:
+        kind, seconds = WRONG, 0.0
+        preserve(place.input, keep, name, f"{error}\n\n{recipe!r}\n\n{''.join(traceback.format_exception(error))}")
+        for extra in place.outside.iterdir():
+            extra.unlink()
+    return kind, seconds, max(0, peak() - base)
 
 
 def forget_peak() -> int:
@@ -189,18 +184,14 @@ def peak() -> int:
 
 def table(tallies: dict[str, Tally]) -> str:
     columns = (REFUSED, SAME, OTHER, WRONG)
-    header = (
-        f"{'reader':<14}{'tried':>8}{''.join(f'{name:>15}' for name in columns)}{'slowest, ms':>13}{'peak, MB':>10}"
-    )
-    lines = [header, "-" * len(header)]
-    total = Tally()
+    names = "".join(f"{name:>15}" for name in columns)
+    header = f"{'reader':<14}{'tried':>8}{names}{'slowest, ms':>13}{'peak, MB':>10}"
+    lines, total = [header, "-" * len(header)], Tally()
     for name, tally in [*tallies.items(), ("all", total)]:
         counts = "".join(f"{tally.counts[column]:>15}" for column in columns)
-        lines.append(
-            f"{name:<14}{tally.counts.total():>8}{counts}{1e3 * tally.slowest:>13.0f}{tally.peak / 1e6:>10.0f}"
-        )
-        total.counts += tally.counts
-        total.slowest, total.peak = max(total.slowest, tally.slowest), max(total.peak, tally.peak)
+        times = f"{1e3 * tally.slowest:>13.0f}{tally.peak / 1e6:>10.0f}"
+        lines.append(f"{name:<14}{tally.counts.total():>8}{counts}{times}")
+        total.add(tally.counts, tally.slowest, tally.peak)
     return "\n".join(lines)
 
 

@@ -1,9 +1,10 @@
-"""What damages safetensors files, and what tells tensors apart."""
+"""What damages files of weights, what tells tensors apart, and readers whose input is damaged in several ways."""
 
 import hashlib
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,10 +12,18 @@ from hypothesis import strategies as st
 
 from sd_quant.checkpoints.tensors import Readable
 
-from .mutations import VALUES, YAML_PLANTS, byte_edits, changed, document_edits, edited, to_json
+from .mutations import byte_edits, changed, document_edits, edited, pickle_edits, repickled, to_json, with_pickle
 
 Files = dict[str, bytes]
-YAML_VALUES = [*VALUES, *YAML_PLANTS]
+
+
+def ways(*given: tuple[st.SearchStrategy, Callable[[Any], Files]]) -> dict[str, Any]:
+    """A reader's ``recipes`` and ``mutate`` of strategies, each with what makes files of its values.
+
+    One that stands here twice is taken twice as often.
+    """
+    recipes = st.one_of(*(st.tuples(st.just(number), strategy) for number, (strategy, _) in enumerate(given)))
+    return {"recipes": recipes, "mutate": lambda recipe: given[recipe[0]][1](recipe[1])}
 
 
 def digest(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], str]:
@@ -50,3 +59,29 @@ def damaged_safetensors(data: bytes, recipe: tuple) -> bytes:
         return edited(data, edits, decisive_header(data))
     header, content = header_of(data)
     return with_header(changed(header, edits), content)
+
+
+def damaged_metadata(data: bytes, key: str, edits: list) -> bytes:
+    """With another document, or text that is none, in one entry of the header's metadata."""
+    header, content = header_of(data)
+    known = header["__metadata__"]
+    document = json.loads(known[key]) if known[key].startswith(("{", "[")) else known[key]
+    known[key] = to_json(changed(document, edits)).decode("utf-8", "replace")
+    return with_header(header, content)
+
+
+def decisive(archive: bytes) -> list[tuple[int, int]]:
+    """Where a zip file of torch.save has its pickle, and its directory."""
+    start = archive.index(b"\x80\x02")
+    directory = archive.index(b"PK\x01\x02")
+    return [(0, 64), (start, archive.index(b"PK", start)), (directory, len(archive))]
+
+
+either = st.one_of(st.tuples(st.just("bytes"), byte_edits), st.tuples(st.just("pickle"), pickle_edits))
+
+
+def damaged_weights(archive: bytes, recipe: tuple) -> bytes:
+    kind, edits = recipe
+    if kind == "bytes":
+        return edited(archive, edits, decisive(archive))
+    return with_pickle(archive, partial(repickled, edits=edits))

@@ -1,9 +1,9 @@
 """What the fuzzing has found, each as the smallest file that shows it."""
 
 import json
+import tarfile
 import time
 from copy import deepcopy
-from pathlib import Path
 
 import pytest
 
@@ -13,14 +13,14 @@ from sd_quant.checkpoints.safetensors_file import read_safetensors
 from sd_quant.checkpoints.torch_weights import stored_tensors
 from sd_quant.config import run_model
 from sd_quant.engines.onnx_input import onnx_files
-from sd_quant.errors import LONGEST, ArtifactError, ConfigError, SdQuantError
+from sd_quant.errors import LONGEST, ArtifactError, SdQuantError
 from sd_quant.report.rebuild import rebuild
 from sd_quant.report.summary import UNFINISHED, read_sweep
 from sd_quant.report.table import run_table
 
-from .mutations import YAML_PLANTS, called, constant, to_yaml, with_pickle
+from .mutations import constant, to_yaml, with_pickle
 from .of_artifacts import graph_with
-from .of_checkpoints import nemo, tar_of, tiny_config, weights_file
+from .of_checkpoints import contents, nemo, tar_of, tiny_config, weights_file
 from .of_records import PLAN, TIMING, a_record
 
 QUICK = 5  # seconds of the processor; without a bound it is hours
@@ -28,6 +28,7 @@ SHARED = b")q\xc8" + b"h\xc8h\xc8\x86q\xc8" * 60  # a tuple that holds the last 
 
 
 def quickly(refuse) -> str:
+    """The sentence of a refusal."""
     start = time.process_time()
     with pytest.raises(SdQuantError) as refusal:
         refuse()
@@ -36,11 +37,19 @@ def quickly(refuse) -> str:
     return str(refusal.value)
 
 
+def put(value: object, document: dict, place: tuple[str, ...]) -> dict:
+    """The document itself, with the value at the place."""
+    holder = document
+    for name in place[:-1]:
+        holder = holder[name]
+    holder[place[-1]] = value
+    return document
+
+
 @pytest.mark.parametrize(
     "content",
     [
-        constant("x" * 200_000)
-        + b")R",  # torch searches its own message for longer than a day where there are millions
+        constant("x" * 200_000) + b")R",  # torch searches its own message; where there are millions, for a day
         b"}" + SHARED + b"h\xc8K\x01s",  # the hash of a key
         SHARED + b"h\xc8)R",  # the text of what is called
         b"}" + b")" + b"2\x86" * 60 + b"K\x01s",
@@ -54,41 +63,29 @@ def test_a_small_pickle_does_not_stand_for_a_large_one(tmp_path, content):
 
 
 def test_torch_says_nothing_beside_the_refusal(tmp_path, capfd):
-    path = tmp_path / "a.ckpt"
-    huge = weights_file()
-    path.write_bytes(with_pickle(huge, lambda data: data.replace(b"K\x03K\x04\x86", constant((2**62, 2**62)), 1)))
+    path, sides = tmp_path / "a.ckpt", constant((2**62, 2**62))
+    path.write_bytes(with_pickle(weights_file(), lambda data: data.replace(b"K\x03K\x04\x86", sides, 1)))
     quickly(lambda: stored_tensors(whole_file(path)))
     assert capfd.readouterr() == ("", "")
 
 
-def test_nothing_that_a_pickle_names_is_called(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    call = called("os", "system", ("touch canary",), 0)
-    Path("a.ckpt").write_bytes(with_pickle(weights_file(), lambda data: data[:2] + call + data[2:]))
-    assert "asks for 'os.system', which was not run" in quickly(lambda: stored_tensors(whole_file(Path("a.ckpt"))))
-    assert not Path("canary").exists()
+@pytest.fixture(scope="module")
+def tiny_nemo(tmp_path_factory) -> bytes:
+    return nemo(tmp_path_factory.mktemp("nemo")).files["a.nemo"]
 
 
 @pytest.mark.parametrize("place", [("unet_config", "context_dim"), ("unet_config", "image_size"), ("scale_factor",)])
-def test_lists_of_lists_in_a_checkpoints_yaml_are_not_written_out(tmp_path, place):
-    config = tiny_config()
-    holder = config
-    for name in place[:-1]:
-        holder = holder[name]
-    holder[place[-1]] = "@bomb"
-    sound = nemo(tmp_path).files["a.nemo"]
-    start = sound.index(b"PK\x03\x04")
-    end = sound.rindex(b"PK\x05\x06") + 22
-    members = {"model_config.yaml": to_yaml(config), "model_weights.ckpt": sound[start:end]}
-    (tmp_path / "b.nemo").write_bytes(tar_of(members, 1))
-    quickly(lambda: open_nemo(tmp_path / "b.nemo"))
+def test_lists_of_lists_in_a_checkpoints_yaml_are_not_written_out(tmp_path, tiny_nemo, place):
+    (tmp_path / "a.nemo").write_bytes(tiny_nemo)
+    members = contents(tmp_path) | {"model_config.yaml": to_yaml(put("@bomb", tiny_config(), place))}
+    (tmp_path / "a.nemo").write_bytes(tar_of(members, tarfile.GNU_FORMAT))
+    quickly(lambda: open_nemo(tmp_path / "a.nemo"))
 
 
 @pytest.mark.parametrize("plant", ["@bomb", "@cycle", "@deep list", "@object", "@date", "@not a number"])
 def test_a_runs_configuration_is_refused_in_a_line(tmp_path, plant):
     (tmp_path / "config.yaml").write_bytes(to_yaml({"model": {"path": plant, "a\n\x1b[2Jb": 1}}))
     quickly(lambda: run_model(str(tmp_path)))
-    assert plant in YAML_PLANTS or plant == "@deep list"
 
 
 @pytest.mark.parametrize("location", ["a\0b", "x" * 300, "y/" * 3000 + "z", "", "..", "/etc/passwd"])
@@ -106,28 +103,20 @@ def test_a_graph_whose_offset_is_no_number_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("place", "value"),
     [
-        (("latency", "openvino"), ["a"]), (("latency", "openvino", "image", "1", "speedup"), -2.0),
-        (("latency", "openvino", "image", "1", "quantized", "p50_ms"), "fast"), (("stages", "export"), 3),
-        (("fidelity", "psnr", "mean"), 10**400), (("fidelity", "latent_sqnr_db"), {"value": None}),
-        (("plans", "unet_xl", "targets"), [None]), (("knobs", "infer"), "openvino"), (("peak_memory_bytes",), True),
-        (("environment", "machine", "memory_bytes"), "much"), (("sizes_bytes", "vae"), 7),
+        (("latency", "openvino"), ["a"]), (("stages", "export"), 3), (("fidelity", "psnr", "mean"), 10**400),
+        (("knobs", "infer"), "openvino"), (("environment", "machine", "memory_bytes"), "much"),
+        (("sizes_bytes", "vae"), 7),
     ],
 )  # fmt: skip
 def test_a_record_that_is_none_is_an_unfinished_job(tmp_path, place, value):
-    record = a_record(30.0, 2.0)
-    holder = record
-    for name in place[:-1]:
-        holder = holder[name]
-    holder[place[-1]] = value
-    (tmp_path / "metrics.json").write_text(json.dumps(record))
+    (tmp_path / "metrics.json").write_text(json.dumps(put(value, a_record(30.0, 2.0), place)))
     [job] = read_sweep(tmp_path).jobs
     assert job.status == UNFINISHED and f"{place[-1]} is " in job.reason
 
 
 def test_a_stage_without_a_time_and_a_name_without_utf8_are_shown(tmp_path):
-    record = a_record(30.0, 2.0)
-    record["stages"]["export"], record["status"] = {"seconds": None}, None
-    record["knobs"]["infer"]["engine"] = "\ud800"
+    record = put("\ud800", a_record(30.0, 2.0), ("knobs", "infer", "engine")) | {"status": None}
+    record["stages"]["export"] = {"seconds": None}
     (tmp_path / "metrics.json").write_text(json.dumps(record))
     assert rebuild(tmp_path).is_file() and run_table(record).startswith("unfinished")
 
@@ -148,24 +137,19 @@ def test_published_figures_that_are_none_are_refused(tmp_path, published):
         rebuild(tmp_path)
 
 
-def test_every_refusal_is_a_line_that_ends_with_its_advice():
-    error = ConfigError("it is " + "a\x1b[2J\n‮" * 1000 + "; fetch it again")
-    assert str(error).isprintable() and len(str(error)) == LONGEST and str(error).endswith("; fetch it again")
-
-
-@pytest.mark.parametrize("name", ["blocks", "jobs", "subjects", "samples_ms", "reference_ms", "rest", "image_ms"])
 @pytest.mark.parametrize("value", [None, "missing", 1e-320, [1e-320] * 5])
-def test_rounds_that_are_none_are_refused(tmp_path, name, value):
-    timing = deepcopy(TIMING)
-    for holder in (timing, timing["blocks"][0], timing["blocks"][0]["subjects"][0]):
-        if name in holder:
-            holder.pop(name) if value == "missing" else holder.update({name: value})
-            break
+def test_rounds_that_are_none_are_refused(tmp_path, value):
     (tmp_path / "sweep.json").write_text(json.dumps(PLAN))
-    (tmp_path / "timing.json").write_text(json.dumps(timing))
-    if name == "blocks" and value in (None, "missing") or name == "rest" and value == 1e-320:
-        read_sweep(tmp_path)  # nothing was timed, or an image is nothing but its denoiser
-    else:
+    for name in ("blocks", "jobs", "subjects", "samples_ms", "reference_ms", "rest", "image_ms"):
+        timing = deepcopy(TIMING)
+        for holder in (timing, timing["blocks"][0], timing["blocks"][0]["subjects"][0]):
+            if name in holder:
+                holder.pop(name) if value == "missing" else holder.update({name: value})
+                break
+        (tmp_path / "timing.json").write_text(json.dumps(timing))
+        if name == "blocks" and value in (None, "missing") or name == "rest" and value == 1e-320:
+            read_sweep(tmp_path)  # nothing was timed, or an image is nothing but its denoiser
+            continue
         assert "timing.json holds no rounds" in quickly(lambda: read_sweep(tmp_path))
 
 

@@ -1,23 +1,23 @@
 """A few damaged inputs to every reader, the same each time; ``python -m tests.fuzz.run`` tries as many as one likes."""
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
 from .harness import OTHER, REFUSED, SAME, Place, Reader, Wrong, outcome
 from .learn import CORPUS, read_corpus
 from .readers import make_readers
-from .run import main, table
+from .run import EVERY_INPUT, main, table
 
 NAMES = (
     "archive", "weights", "nemo", "safetensors", "pipeline", "prompts", "statistics", "records", "report", "config",
     "onnx", "noise", "lora", "pictures", "plan", "cache", "gguf", "comfyui", "diffusers_sdnq", "diffusers_torchao",
     "bnb_nf4", "bnb_int8", "quanto", "modelopt", "modelopt_hf",
 )  # fmt: skip
-
-
 LEARNT = read_corpus(CORPUS)
 
 
@@ -30,51 +30,44 @@ def test_every_reader_has_its_turn(readers):
     assert tuple(readers) == NAMES
 
 
+@pytest.fixture
+def outcomes(readers, tmp_path, monkeypatch) -> Callable:
+    """``outcomes(reader, **settings)``: a test of Hypothesis, and the list that it fills with what comes of inputs."""
+
+    def make(name: str, **wanted) -> tuple[Callable, list[str]]:
+        place, found = Place(readers[name], tmp_path), list[str]()
+        monkeypatch.chdir(place.outside)
+        monkeypatch.setattr(tempfile, "tempdir", str(place.outside))
+
+        @settings(**EVERY_INPUT, **wanted)
+        @given(readers[name].recipes)
+        def one(recipe: object) -> None:
+            place.put(recipe)
+            found.append(outcome(place)[0])
+
+        return one, found
+
+    return make
+
+
+@pytest.mark.parametrize("times", [0.4, pytest.param(4, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.filterwarnings("ignore")  # of libraries, about damaged input
-def test_damage_is_refused_or_harmless(readers, name, tmp_path, monkeypatch):
-    place = Place(readers[name], tmp_path)
-    monkeypatch.chdir(place.outside)
-    monkeypatch.setattr(tempfile, "tempdir", str(place.outside))
-    found = []
-
-    @settings(
-        max_examples=readers[name].quick, derandomize=True, database=None, deadline=None,
-        phases=[Phase.generate], suppress_health_check=list(HealthCheck),  # to shrink what fails can take minutes
-    )  # fmt: skip
-    @given(readers[name].recipes)
-    def one(recipe: object) -> None:
-        place.put(recipe)
-        found.append(outcome(place)[0])
-
+def test_damage_is_refused_or_harmless(readers, name, outcomes, times):
+    inputs = round(times * readers[name].quick)
+    one, found = outcomes(name, max_examples=inputs, derandomize=True, phases=[Phase.generate])
     one()
-    assert set(found) <= {REFUSED, SAME, OTHER} and REFUSED in found
+    assert set(found) <= {REFUSED, SAME, OTHER} and (REFUSED in found or inputs < 5)
 
 
 @pytest.mark.parametrize("name", LEARNT)
 @pytest.mark.filterwarnings("ignore")
-def test_what_was_learnt_is_refused_or_harmless(readers, name, tmp_path, monkeypatch):
-    """Inputs that ``learn`` keeps, because each takes a branch that none before it took."""
-    place = Place(readers[name], tmp_path)
-    monkeypatch.chdir(place.outside)
-    monkeypatch.setattr(tempfile, "tempdir", str(place.outside))
-    found = []
-
-    @settings(database=None, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(readers[name].recipes)
-    def one(recipe: object) -> None:
-        place.put(recipe)
-        found.append(outcome(place)[0])
-
+def test_what_was_learnt_is_refused_or_harmless(name, outcomes):
+    """Inputs that ``learn`` has found, each of which takes a branch or ends in a sentence that no other does."""
+    one, found = outcomes(name)
     for content in LEARNT[name]:
         one.hypothesis.fuzz_one_input(content)
     assert set(found) <= {REFUSED, SAME, OTHER} and len(found) > len(LEARNT[name]) / 2  # of some bytes come no edits
-
-
-def careless(name: str, read) -> Reader:
-    from hypothesis import strategies as st
-
-    return Reader(name, {"a": b"sound"}, st.just(None), lambda recipe: {"a": b"other"}, read)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +80,8 @@ def careless(name: str, read) -> Reader:
     ids=["exception", "written", "read"],
 )
 def test_what_a_reader_may_not_do_is_noticed(read, complaint, tmp_path, monkeypatch):
-    place = Place(careless("careless", read), tmp_path)
+    reader = Reader("careless", {"a": b"sound"}, st.just(None), lambda recipe: {"a": b"other"}, read)
+    place = Place(reader, tmp_path)
     monkeypatch.chdir(place.outside)
     place.put(None)
     with pytest.raises(Wrong, match=complaint):

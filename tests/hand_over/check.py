@@ -1,9 +1,8 @@
 """What is handed over to optimum-intel and optimum-onnx, loaded by those in environments of their own.
 
 ``make hand-over-check`` quantizes the shipped checkpoint by the command, which hands it over, and has each consumer
-draw pictures with the code of the result's README. They are compared with those that the simulation draws in torch: the
-same prompts, noise and sampler. Environments are made with pip under ``outputs``, once for each list of requirements.
-It is no part of the tests, because consumers need older packages than the project does, 2 GB of them.
+draw pictures with the code of the result's README, which are compared with the simulation's. Environments are made with
+pip under ``outputs``, once for each list of requirements: consumers need older packages than the project, 2 GB of them.
 
 A picture of the consumer has to have at least ``LEAST_PSNR`` dB against the simulation's. Both compute the same codes,
 but the consumer's numbers between layers are others, and what rounds the other way in one layer changes all behind it

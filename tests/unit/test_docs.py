@@ -23,9 +23,7 @@ from .config.composition import JOBS, composed
 PAGES = [HOME / name for name in ("README.md", "SECURITY.md")] + sorted((HOME / "docs").glob("*.md"))
 FOLDERS = "benchmarks|checkpoints|conf|docs|examples|sd_quant|tests"
 # groups whose names are parts, knobs or families
-EXPLAINED_AS_ONE = {
-    "files", "model.recommended", "quantize.exclude", "quantize.include", "quantize.weights_alone",
-}  # fmt: skip
+EXPLAINED_AS_ONE = {"files", "model.recommended", *(f"quantize.{x}" for x in ("exclude", "include", "weights_alone"))}
 
 
 def name_of(value) -> str:
@@ -68,58 +66,52 @@ def commands() -> list[list[str]]:
     return found
 
 
-@cache
-def check(primary: str, *overrides: str) -> None:
-    read(JOBS[primary], composed(primary, *overrides))
-
-
 PYTHON = [words[1:] for words in commands() if words[0] == "python" and len(words) > 1]
 JOB_COMMANDS = [words for words in PYTHON if words[0].removesuffix(".py") in JOBS and words[0].endswith(".py")]
 OTHER_COMMANDS = [words for words in PYTHON if words not in JOB_COMMANDS]
 
 
-def test_the_readme_is_read_to_its_end():
+def test_the_readme_is_short_and_leads_to_every_page():
     assert len(text_of(HOME / "README.md").splitlines()) <= 200
-
-
-def test_the_readme_leads_to_every_page():
     linked = {HOME / target.partition("#")[0] for target in links_of(HOME / "README.md")}
     assert set(PAGES) - {HOME / "README.md"} <= linked
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_every_link_has_its_target(page):
+def test_every_link_has_its_target_and_every_path_is_there(page):
     for target in links_of(page):
         path, _, anchor = target.partition("#")
         file = (page.parent / path).resolve() if path else page
         assert file.exists(), target
         assert not anchor or anchor in anchors_of(file), target
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_every_path_is_there(page):
     paths = re.findall(rf"(?<![\w/.])(?:{FOLDERS})/[\w./-]*[\w/]", text_of(page))
     assert not [path for path in paths if not (HOME / path).exists()]
 
 
-@pytest.mark.parametrize("words", JOB_COMMANDS, ids=name_of)
-def test_every_job_command_is_a_job(words):
-    script, *arguments = words
-    primary, overrides = script.removesuffix(".py"), [word for word in arguments if word != "-m"]
-    if any(word.startswith(("--help", "--cfg", "--config-dir")) for word in overrides):
-        return
-    try:
-        with composing(primary):
-            jobs = [overrides]
-            if sweep.is_sweep(primary, overrides, "-m" in arguments):
-                _, jobs = sweep.expand(primary, overrides)
-    except ResourceError as error:  # a launcher that is not installed
-        pytest.skip(str(error))
-    seen: set[str] = set()
-    for job in jobs:  # not every combination: every value once
-        if not {*job} <= seen:
-            check(primary, *job)
-        seen |= {*job}
+@pytest.mark.slow
+def test_every_job_command_is_a_job():
+    """Not every combination: every word of a command once."""
+    seen: set[tuple[str, str]] = set()
+    for script, *arguments in JOB_COMMANDS:
+        primary, overrides = script.removesuffix(".py"), [word for word in arguments if word != "-m"]
+        if any(word.startswith(("--help", "--cfg", "--config-dir")) for word in overrides):
+            continue
+        try:
+            with composing(primary):
+                jobs = [overrides]
+                if sweep.is_sweep(primary, overrides, "-m" in arguments):
+                    _, jobs = sweep.expand(primary, overrides)
+        except ResourceError:  # a launcher that is not installed
+            continue
+        for job in jobs:
+            words = {(primary, word) for word in job or [""]}
+            if not words <= seen:
+                try:
+                    read(JOBS[primary], composed(primary, *job))
+                except Exception as error:
+                    error.add_note(f"python {script} {' '.join(arguments)}")
+                    raise
+            seen |= words
 
 
 @pytest.mark.parametrize("words", OTHER_COMMANDS, ids=name_of)
@@ -135,9 +127,9 @@ def test_every_other_command_has_its_file_and_options(words):
     assert not [word for word in arguments if word.startswith("--") and f'"{word}"' not in known]
 
 
-@pytest.mark.parametrize("words", [words for words in commands() if words[0] == "make"], ids=name_of)
-def test_every_target_of_make_is_there(words):
-    assert re.search(rf"^{words[1]}:", text_of(HOME / "Makefile"), re.MULTILINE)
+def test_every_target_of_make_is_there():
+    wanted = {words[1] for words in commands() if words[0] == "make"}
+    assert wanted <= {*re.findall(r"^([\w-]+):", text_of(HOME / "Makefile"), re.MULTILINE)}
 
 
 def test_pages_that_are_made_are_those_of_today():

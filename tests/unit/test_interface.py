@@ -19,10 +19,14 @@ def model() -> sd_quant.Model:
     return sd_quant.open()
 
 
-def test_to_import_it_imports_nothing_heavy():
-    code = (
-        "import sys, sd_quant; sd_quant.__version__, dir(sd_quant); assert not {'torch', 'hydra'} & sys.modules.keys()"
-    )
+def test_to_import_it_or_to_choose_a_tracker_imports_nothing_heavy():
+    code = """if True:
+        import sys, sd_quant
+        sd_quant.__version__, dir(sd_quant)
+        assert "hydra" not in sys.modules
+        import sd_quant.trackers
+        assert not {"torch", "mlflow", "PIL", "onnx"} & sys.modules.keys()
+    """
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

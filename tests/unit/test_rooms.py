@@ -1,7 +1,4 @@
-"""One way down: every import in ``sd_quant`` points to a room further down the table, and no files form a ring.
-
-``python -m tests.unit.test_rooms`` prints the rooms with their lines and what each imports.
-"""
+"""One way down: every import in ``sd_quant`` points to a room further down the table, and no files form a ring."""
 
 import ast
 from collections.abc import Iterator
@@ -52,7 +49,6 @@ ROOMS = (
     "errors",
     "text",
 )
-STAGES = ROOMS.index("stages")
 
 
 @cache
@@ -62,9 +58,14 @@ def modules() -> dict[str, Path]:
     return {".".join(name.parts).removesuffix(".__init__"): path for name, path in paths.items()}
 
 
+@cache
+def tree_of(path: Path) -> ast.AST:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def imports_of(path: Path) -> Iterator[str]:
     """Full names of all that a file imports, wherever in it the import stands."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -88,12 +89,18 @@ def room_of(module: str) -> str:
     return module.partition(".")[0]
 
 
-@pytest.mark.parametrize("name", [name for name in modules() if name != "__init__"])
-def test_every_import_points_down(name):
-    assert room_of(name) in ROOMS, f"{name} is in no room of the table"
-    place = ROOMS.index(room_of(name))
-    up = [other for other in own_imports(name) if other != "__init__" and ROOMS.index(room_of(other)) < place]
-    assert not up, f"{name} imports {', '.join(up)}, which stand above it"
+def test_the_table_names_every_room_and_none_that_is_gone():
+    assert {room_of(name) for name in modules()} - {""} == set(ROOMS) | {"__init__"}
+
+
+def test_every_import_points_down():
+    up = [
+        f"{name} imports {other}"
+        for name in modules()
+        for other in own_imports(name)
+        if "__init__" not in (name, other) and ROOMS.index(room_of(other)) < ROOMS.index(room_of(name))
+    ]
+    assert not up
 
 
 def test_no_files_import_each_other_in_a_ring():
@@ -103,12 +110,12 @@ def test_no_files_import_each_other_in_a_ring():
         pytest.fail(f"a ring: {' <- '.join(error.args[1])}")
 
 
-@pytest.mark.parametrize("name", [name for name in modules() if room_of(name) in ROOMS[STAGES:]])
-def test_hydra_and_config_stay_at_the_edge(name):
-    foreign = {full.partition(".")[0] for full in imports_of(modules()[name])}
-    assert not foreign & {"hydra", "omegaconf"}, name
-    below_config = ROOMS.index(room_of(name)) > ROOMS.index("config")
-    assert not (below_config and "config" in own_imports(name)), name
+def test_hydra_and_config_stay_at_the_edge():
+    for name in [name for name in modules() if room_of(name) in ROOMS[ROOMS.index("stages") :]]:
+        foreign = {full.partition(".")[0] for full in imports_of(modules()[name])}
+        assert not foreign & {"hydra", "omegaconf"}, name
+        below_config = ROOMS.index(room_of(name)) > ROOMS.index("config")
+        assert not (below_config and "config" in own_imports(name)), name
 
 
 NAMED_AT_HOME = {"engines": set(RUNTIMES) - {"torch"}, "quantization": set(FORMATS)}
@@ -118,22 +125,10 @@ LISTS_OF_PACKAGES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [name for name in modules() if name not in LISTS_OF_PACKAGES])
-def test_runtimes_and_formats_are_named_in_their_own_rooms_alone(name):
+def test_runtimes_and_formats_are_named_in_their_own_rooms_alone():
     """Elsewhere their facts are asked for: what a runtime reads, whether a format has static scales."""
-    foreign = set().union(*(names for room, names in NAMED_AT_HOME.items() if room != room_of(name)))
-    nodes = ast.walk(ast.parse(modules()[name].read_text(encoding="utf-8")))
-    named = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    assert not named & foreign, f"{name} names {', '.join(named & foreign)}"
-
-
-def test_the_table_names_no_room_that_is_gone():
-    assert {room_of(name) for name in modules()} - {""} == set(ROOMS) | {"__init__"}
-
-
-if __name__ == "__main__":
-    for room in ROOMS:
-        inside = [name for name in modules() if room_of(name) == room]
-        lines = sum(len(modules()[name].read_text(encoding="utf-8").splitlines()) for name in inside)
-        below = {room_of(other) for name in inside for other in own_imports(name)} - {room}
-        print(f"{room:13} {lines:6}  {' '.join(sorted(below, key=ROOMS.index))}")
+    for name in modules().keys() - LISTS_OF_PACKAGES:
+        foreign = set().union(*(names for room, names in NAMED_AT_HOME.items() if room != room_of(name)))
+        nodes = ast.walk(tree_of(modules()[name]))
+        named = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+        assert not named & foreign, f"{name} names {', '.join(named & foreign)}"

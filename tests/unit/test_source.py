@@ -17,23 +17,16 @@ def package(tmp_path_factory) -> Path:
     return copy
 
 
-def test_an_edit_of_any_file_is_another_package(package):
-    before = source_digest(package=package)
-    assert before == source_digest() and before == source_digest(package=package)
-    for path in sorted(everything(package)):
-        content = path.read_bytes()
-        path.write_bytes(content + b"\n")
-        assert source_digest(package=package) != before, path
-        path.write_bytes(content)
-    assert source_digest(package=package) == before
-
-
 def test_an_edit_counts_where_the_file_is_imported_and_nowhere_else(package):
-    files = imported(STATISTICS, package)
-    before = source_digest(*STATISTICS, package=package)
-    for path in sorted(everything(package)):
+    files, before = imported(STATISTICS, package), source_digest(*STATISTICS, package=package)
+    whole = source_digest(package=package)
+    assert whole == source_digest()
+    some = sorted(everything(package))[::20]
+    assert {path in files for path in some} == {True, False}
+    for path in some:
         content = path.read_bytes()
         path.write_bytes(content + b"\n")
+        assert source_digest(package=package) != whole, path
         assert (source_digest(*STATISTICS, package=package) != before) == (path in files), path
         path.write_bytes(content)
 

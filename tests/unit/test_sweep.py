@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import cache
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -17,6 +18,7 @@ from sd_quant.report.record import RECORD
 from sd_quant.report.summary import FAILURE, SWEEP, read_sweep
 
 
+@cache
 def plan(*arguments: str) -> tuple[dict, str]:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         return sweep.plan_of("quantize", arguments, lambda config: job_of(QuantizeJob, config))
@@ -27,40 +29,32 @@ def names(*arguments: str) -> list[str]:
 
 
 def test_jobs_are_named_by_what_varies():
-    assert names("quant_level=1,2.5", "alpha=0.5,auto", "calib_size=16") == [
-        "quant_level=1,alpha=0.5",
-        "quant_level=1,alpha=auto",
-        "quant_level=2.5,alpha=0.5",
-        "quant_level=2.5,alpha=auto",
-    ]
+    found, label = plan("quant_level=1,2.5", "alpha=0.5,auto", "calib_size=16", "infer.steps=choice(5)")
+    expected = [f"quant_level={level},alpha={alpha}" for level in ("1", "2.5") for alpha in ("0.5", "auto")]
+    assert [job["name"] for job in found["jobs"]] == expected
+    assert found["varied"] == ["quant_level", "alpha"] and label.startswith("quant_level-alpha_")
+    assert names("calib_size=range(8,17,8)") == ["calib_size=8", "calib_size=16"]
+    assert names("infer=openvino,onnxruntime") == ["infer=openvino", "infer=onnxruntime"]
 
 
 def test_a_value_has_one_name_however_it_is_written():
-    assert names("alpha=0.8,1") == names("alpha=0.80,1.0") == ["alpha=0.8", "alpha=1"]
-    assert plan("alpha=0.8,1")[1] == plan("alpha=0.80,1.0")[1]
-
-
-def test_what_is_swept_over_one_value_does_not_vary():
-    found, label = plan("quant_level=1,2", "alpha=choice(0.5)")
-    assert found["varied"] == ["quant_level"] and label.startswith("quant_level_")
-
-
-def test_ranges_choices_and_lists():
-    assert names("calib_size=range(8,17,8)") == ["calib_size=8", "calib_size=16"]
-    assert names("infer=openvino,onnxruntime") == ["infer=openvino", "infer=onnxruntime"]
-    prompts = names("infer.prompts=[a/b],[a b]")
-    assert len(set(prompts)) == 2 and all(re.fullmatch(r"[A-Za-z0-9._=,+-]+", name) for name in prompts)
+    (usual, folder), (other, same) = plan("alpha=0.8,1"), plan("alpha=0.80,1.0")
+    assert [[job["name"] for job in found["jobs"]] for found in (usual, other)] == [["alpha=0.8", "alpha=1"]] * 2
+    assert folder == same
 
 
 def test_long_and_hostile_values_are_still_one_folder():
-    found = names(f"quantize.exp_name={'x' * 300},../../etc,{'x' * 301}")
-    assert len(set(found)) == 3 and all("/" not in name and len(name) < 200 for name in found)
+    found = names(f"quantize.exp_name={'x' * 300},../../etc,{'x' * 301},a/b,'a b'")
+    assert len(set(found)) == 5
+    assert all(re.fullmatch(r"[A-Za-z0-9._=,+-]+", name) and len(name) < 200 for name in found)
 
 
 def test_the_folder_depends_on_the_jobs_alone():
-    assert plan("quant_level=1,2")[1] == plan("quant_level=1,2", "cache.limit_gb=1", "hydra.verbose=false")[1]
-    assert plan("quant_level=1,2")[1] != plan("quant_level=1,2", "infer.steps=7")[1]
-    assert plan("quant_level=1,2")[1] != plan("quant_level=1,3")[1]
+    usual, same, others = (
+        plan("quant_level=1,2", *given)[1]
+        for given in ([], ["cache.limit_gb=1", "hydra.verbose=false"], ["infer.steps=7"])
+    )
+    assert usual == same and len({usual, others, plan("quant_level=1,3")[1]}) == 3
 
 
 @pytest.mark.parametrize(
@@ -107,16 +101,12 @@ def test_the_jobs_are_those_of_hydras_sweeper_in_its_order(arguments):
 def test_a_folder_has_one_sweep(tmp_path):
     one, two = plan("quant_level=1,2")[0], plan("quant_level=1,3")[0]
     with sweep.opened(tmp_path / "sweep", one):
-        with (
-            pytest.raises(ConfigError, match="another process is running a sweep in"),
-            sweep.opened(tmp_path / "sweep", one),
-        ):
-            pass
+        with pytest.raises(ConfigError, match="another process is running a sweep in"):
+            sweep.opened(tmp_path / "sweep", one).__enter__()
     with sweep.opened(tmp_path / "sweep", one):  # again
         pass
     with pytest.raises(ConfigError, match=r"holds another sweep \(quant_level=1,2\); set another hydra.sweep.dir"):
-        with sweep.opened(tmp_path / "sweep", two):
-            pass
+        sweep.opened(tmp_path / "sweep", two).__enter__()
     assert json.loads((tmp_path / "sweep" / SWEEP).read_text())["jobs"] == one["jobs"]
 
 
@@ -131,31 +121,18 @@ def test_what_is_said_follows_from_the_folder(tmp_path):
         write_json(second / FAILURE, {"reason": "no memory"})
         found = read_sweep(tmp_path)
         assert sweep.start_line(found).endswith(": 1 done before, 1 failed before and tried again")
-        assert sweep.job_line(found, 1) == (
-            "job 2 of 3: quant_level=2, failed before: no memory; about 85 s of work to go"
-        )
+        said = "job 2 of 3: quant_level=2, failed before: no memory; about 85 s of work to go"
+        assert sweep.job_line(found, 1) == said
         code, sentence = sweep.outcome(found)
-        assert code == 1 and sentence.startswith(
-            "2 of 3 jobs are not done (quant_level=2: no memory; quant_level=3: it "
-        )
-
-
-def test_a_sweep_whose_jobs_are_done_is_done(tmp_path):
-    with sweep.opened(tmp_path, plan("quant_level=1,2")[0]):
-        for level in (1, 2):
-            (tmp_path / f"quant_level={level}").mkdir()
-            write_json(tmp_path / f"quant_level={level}" / RECORD, {"stages": {}})
-        assert sweep.outcome(read_sweep(tmp_path)) == (0, "")
+        assert code == 1
+        assert sentence.startswith("2 of 3 jobs are not done (quant_level=2: no memory; quant_level=3: it ")
 
 
 def test_jobs_of_the_same_assignment_are_done_once():
     """At level 1 nothing is smoothed, so alpha says nothing; at level 2 it does."""
-    jobs = {job["name"]: job.get("same_as") for job in plan("quant_level=1,2", "alpha=0.5,0.8,auto")[0]["jobs"]}
-    first = "quant_level=1,alpha=0.5"
-    assert {name for name, same in jobs.items() if same == first} == {
-        f"quant_level=1,alpha={x}" for x in ("0.8", "auto")
-    }
-    assert all(same is None for name, same in jobs.items() if name == first or "level=2" in name)
+    jobs = {job["name"]: job.get("same_as") for job in plan("quant_level=1,2", "alpha=0.5,auto")[0]["jobs"]}
+    first, twin = "quant_level=1,alpha=0.5", "quant_level=1,alpha=auto"
+    assert jobs.pop(twin) == first and set(jobs.values()) == {None}
 
 
 @pytest.mark.parametrize(
@@ -167,6 +144,6 @@ def test_what_level_1_heeds_makes_another_job(knob):
 
 def test_another_rule_or_budget_is_the_same_sweep():
     """So its jobs are not done again, and the report says by what it recommends."""
-    usual, changed = (plan("alpha=0.5,0.8", *more) for more in ((), ("verdict.enough_db=35", "timing.budget_s=60")))
+    usual, changed = (plan("quant_level=1,2", *more) for more in ((), ("verdict.enough_db=35", "timing.budget_s=60")))
     assert usual[1] == changed[1] and usual[0]["identity"] == changed[0]["identity"]
     assert (changed[0]["verdict"]["enough_db"], changed[0]["timing"]["budget_s"]) == (35, 60)

@@ -1,6 +1,3 @@
-import subprocess
-import sys
-
 from sd_quant.text import escaped, one_line, printable
 
 HOSTILE = "\x1b[31mred\n\u202edesrever\ud800"
@@ -16,8 +13,3 @@ def test_what_is_cut_ends_in_dots():
     assert one_line("a page\n\n  of a library's words", 9) == "a page..."
     assert one_line("  nine\nletters ", 12) == "nine letters"
     assert one_line(ValueError()) == ""
-
-
-def test_the_choice_of_a_tracker_loads_neither_torch_nor_a_tracker():
-    program = "import sys, sd_quant.trackers; sys.exit(' '.join({'torch', 'mlflow', 'PIL', 'onnx'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stderr == "\n"

@@ -1,0 +1,261 @@
+"""Folders of denoisers that SDNQ, torchao, bitsandbytes, quanto and ModelOpt quantized, of four layers.
+
+They are made here by hand, because a run without those libraries is to fuzz their readers too; what the libraries write
+themselves is read in ``tests/unit/candidates``.
+"""
+
+import io
+import json
+import math
+import pickle
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from safetensors.torch import save as save_safetensors
+from torch import Tensor, nn
+
+from sd_quant.candidates import READERS
+from sd_quant.candidates.diffusers_bitsandbytes import TABLES
+
+from .harness import Reader
+from .mutations import LARGE, byte_edits, changed, document_edits, edited, pickle_edits, repickled, to_json, with_pickle
+from .shared import damaged_metadata, damaged_safetensors, described, digest, ways
+
+CONFIG, WEIGHTS, STATE = "config.json", "diffusion_pytorch_model.safetensors", "modelopt_state.pth"
+SHAPES = {"a": (32, 64), "b": (64, 32), "c": (4, 8, 3, 3), "last": (4, 16)}
+Tensors = dict[str, Tensor]
+
+
+class Four(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c, self.last = nn.Linear(64, 32), nn.Linear(32, 64), nn.Conv2d(8, 4, 3), nn.Linear(16, 4)
+
+
+CHECKPOINT: Any = SimpleNamespace(
+    family=SimpleNamespace(DENOISER="unet", NETWORKS={"unet": "UNet2DConditionModel"}),
+    parts=lambda: {"unet": SimpleNamespace(component="unet", prefix="")},
+    build=lambda: {"unet": Four()},
+)
+
+
+def folders() -> list[Reader]:
+    """One for each kind."""
+    nvfp4_config = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    nf4_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    int8_config = {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_threshold": 6.0}
+    return [
+        folder("diffusers_sdnq", "diffusers_sdnq", *sdnq()),
+        folder("diffusers_torchao", "diffusers_torchao", *torchao()),
+        folder("bnb_nf4", "diffusers_bitsandbytes", stored_by(nf4), nf4_config),
+        folder("bnb_int8", "diffusers_bitsandbytes", stored_by(int8), int8_config),
+        folder("quanto", "diffusers_quanto", stored_by(int4), {"quant_method": "quanto", "weights_dtype": "int4"}),
+        folder("modelopt", "diffusers_modelopt", stored_by(ranged), {}, state=modelopt_state("ab")),
+        folder("modelopt_hf", "diffusers_modelopt", stored_by(nvfp4), nvfp4_config),
+    ]
+
+
+def folder(
+    name: str, reader: str, quantized: Tensors, quantization: dict, metadata: dict | None = None, state: bytes = b""
+) -> Reader:
+    """Of these tensors and of fp16 for what is not among them."""
+    plain = {f"{layer}.weight": some(*shape).half() for layer, shape in SHAPES.items()}
+    plain |= {f"{layer}.bias": some(shape[0]) for layer, shape in SHAPES.items()}
+    layers = {each.partition(".")[0] for each in quantized}
+    plain = {each: tensor for each, tensor in plain.items() if each.removesuffix(".weight") not in layers}
+    config = {"_class_name": "UNet2DConditionModel"} | ({"quantization_config": quantization} if quantization else {})
+    weights, text = save_safetensors(plain | quantized, metadata or {"format": "pt"}), to_json(config)
+    damages = [
+        (described, lambda recipe: {WEIGHTS: damaged_safetensors(weights, recipe)}),
+        (document_edits, lambda edits: {CONFIG: to_json(changed(config, edits))}),
+        (byte_edits, lambda edits: {CONFIG: edited(text, edits)}),
+    ]
+    if metadata:
+        keys = sorted(metadata)
+        damages += [(st.tuples(LARGE, document_edits), lambda drawn: {
+            WEIGHTS: damaged_metadata(weights, keys[drawn[0] % len(keys)], drawn[1])
+        })] * 2  # fmt: skip
+    if places := texts(weights):
+        damages.append((byte_edits, lambda edits: {WEIGHTS: edited(weights, edits, places)}))
+    if state:
+        damages.append((byte_edits, lambda edits: {STATE: edited(state, edits)}))
+        damages += [(pickle_edits, lambda edits: {STATE: with_pickle(state, lambda data: repickled(data, edits))})] * 2
+
+    def read(path: Path) -> tuple | None:
+        if not READERS[reader].recognizes(path):
+            return None
+        found = READERS[reader].module.read(path, CHECKPOINT)
+        layers = {
+            layer: (each.format, each.scales, each.bits, str(each.inputs), digest(each.weight.read()),
+                    None if each.inputs is None else digest(each.inputs(torch.ones(40, each.weight.shape[1]))))
+            for layer, each in found.layers.items()
+        }  # fmt: skip
+        return layers, {parameter: digest(each.read()) for parameter, each in found.parameters.items()}, found.bits
+
+    def check(path: Path, found: tuple | None) -> None:
+        """The whole network, of as many bytes as the file has."""
+        if found is None:
+            return
+        layers, parameters, bits = found
+        shapes = {f"{layer}.weight": own[4][1] for layer, own in layers.items()}
+        shapes |= {parameter: own[1] for parameter, own in parameters.items()}
+        expected = {f"{layer}.{kind}": shape[: None if kind == "weight" else 1]
+                    for layer, shape in SHAPES.items() for kind in ("weight", "bias")}  # fmt: skip
+        assert shapes == expected
+        count = sum(map(math.prod, expected.values()))
+        assert bits * count / 8 <= (path / WEIGHTS).stat().st_size
+
+    files = {WEIGHTS: weights, CONFIG: text} | ({STATE: state} if state else {})
+    return Reader(name, files, read=read, check=check, weight=20, **ways(*damages))
+
+
+def texts(data: bytes) -> list[tuple[int, int]]:
+    """Where the JSON lies that is stored as a tensor."""
+    found, position = [], data.find(b'{"quant_type"')
+    while position >= 0:
+        found.append((position, data.index(b"}", position) + 1))
+        position = data.find(b'{"quant_type"', position + 1)
+    return found
+
+
+def some(*shape: int) -> Tensor:
+    """Different numbers from 0 to 1, the same every time."""
+    return (torch.arange(math.prod(shape)) * 0.37 % 1).view(shape)
+
+
+def codes(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+    """All that a byte can be, one after the other."""
+    return torch.arange(math.prod(shape)).to(dtype).view(shape)
+
+
+def sdnq() -> tuple[Tensors, dict]:
+    """Packed in blocks with a branch, turned for products of codes, a convolution; and one that is not quantized."""
+    tensors = {
+        "a.weight": codes(1024), "a.scale": some(32, 4, 1) + 0.1,
+        "a.zero_point": some(32, 4, 1), "a.svd_up": some(32, 2), "a.svd_down": some(2, 64),
+        "b.weight": codes(32, 64, dtype=torch.int8), "b.scale": some(1, 64) + 0.1,
+        "c.weight": codes(36, 5), "c.scale": some(4, 1, 3, 3),
+    }  # fmt: skip
+    config = {
+        "quant_method": "sdnq", "weights_dtype": "uint4", "group_size": 16, "use_hadamard": False, "use_svd": True,
+        "hadamard_group_size": 256, "use_codebook": False, "scale_dtype": None, "zero_point_dtype": None,
+        "use_quantized_matmul": False, "use_quantized_matmul_conv": False, "quantized_matmul_dtype": None,
+        "modules_to_not_convert": ["last"], "modules_to_not_use_matmul": ["a*", ".c"], "sdnq_version": "0.2.8",
+        "modules_dtype_dict": {"minimum_5bit": ["c"]},
+        "modules_quant_config": {"b": {"weights_dtype": "int8", "use_quantized_matmul": True, "group_size": -1}},
+    }  # fmt: skip
+    return tensors, config
+
+
+def torchao() -> tuple[Tensors, dict, dict[str, str]]:
+    """Codes with static inputs and a factor in front, NVFP4 in tiles with inputs; and two that are not quantized."""
+
+    def tagged(kind: str, data: Any) -> dict:
+        return {"_type": kind, "_data": data}
+
+    inputs = tagged("QuantizeTensorToInt8Kwargs", {
+        "granularity": tagged("PerTensor", {}), "mapping_type": tagged("MappingType", "SYMMETRIC"),
+        "reduce_range": False,
+    })  # fmt: skip
+    int8 = {
+        "act_quant_kwargs": inputs, "reduce_range": False, "block_size": [1, 64],
+        "dtype": tagged("torch.dtype", "bfloat16"),
+    }  # fmt: skip
+    blocks = {
+        "block_size": 16, "is_swizzled_scales": False, "use_triton_kernel": False, "use_dynamic_per_tensor_scale": True,
+    }  # fmt: skip
+    nvfp4 = {
+        "block_size": 16, "orig_dtype": tagged("torch.dtype", "float32"), "is_swizzled_scales": True,
+        "use_triton_kernel": False, "act_quant_kwargs": tagged("QuantizeTensorToNVFP4Kwargs", blocks),
+    }  # fmt: skip
+    pieces = {
+        "a": {
+            "qdata": codes(32, 64, dtype=torch.int8), "scale": some(32, 1),
+            "zero_point": torch.zeros(32, 1, dtype=torch.int8), "act_quant_scale": torch.full((1, 1), 0.1),
+            "act_pre_scale": some(64),
+        },
+        "b": {
+            "qdata": codes(64, 16), "per_tensor_scale": torch.tensor(0.01),
+            "scale": some(32, 16).to(torch.float8_e4m3fn),
+        },
+    }  # fmt: skip
+    told: dict[str, Any] = {f"{name}.bias": {"_type": "Tensor"} for name in SHAPES}
+    told |= {f"{name}.weight": {"_type": "Tensor"} for name in ("c", "last")} | {
+        f"{name}.weight": {**tagged(kind, data), "_tensor_data_names": list(pieces[name])}
+        for name, kind, data in (("a", "Int8Tensor", int8), ("b", "NVFP4Tensor", nvfp4))
+    }
+    metadata = {name: json.dumps(entry) for name, entry in told.items()} | {"tensor_names": json.dumps(list(told))}
+    tensors = {f"{name}._weight_{piece}": each for name, own in pieces.items() for piece, each in own.items()}
+    return tensors, {"quant_method": "torchao"}, metadata
+
+
+# What is stored of one weight, fp32 [out, in], by the others
+
+
+def stored_by(store: Callable[[Tensor], Tensors]) -> Tensors:
+    return {f"{layer}.{end}": each for layer in "ab" for end, each in store(some(*SHAPES[layer])).items()}
+
+
+def nf4(weight: Tensor) -> Tensors:
+    """In two levels. Any codes will do."""
+    numbers = weight.numel()
+    blocks = -(-numbers // 64)
+    state = {
+        "quant_type": "nf4", "blocksize": 64, "dtype": "float16", "shape": list(weight.shape),
+        "nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.5,
+    }  # fmt: skip
+    return {
+        "weight": codes(numbers // 2, 1), "weight.absmax": codes(blocks),
+        "weight.quant_map": TABLES["nf4"].clone(), "weight.nested_absmax": some(-(-blocks // 256)),
+        "weight.nested_quant_map": torch.linspace(-1, 1, 256),
+        "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
+    }  # fmt: skip
+
+
+def int8(weight: Tensor) -> Tensors:
+    of_rows = {"SCB": some(len(weight)), "weight_format": torch.tensor(0, dtype=torch.uint8)}
+    return {"weight": codes(*weight.shape, dtype=torch.int8), **of_rows}
+
+
+def int4(weight: Tensor) -> Tensors:
+    """Of rows that are too short for groups."""
+    rows, width = weight.shape
+    scales = {end: some(rows, 1) for end in ("weight._scale", "weight._shift")}
+    ones = {end: torch.ones(()) for end in ("input_scale", "output_scale")}
+    return {"weight._data._data": codes(rows // 2, width), **scales, **ones}
+
+
+def ranged(weight: Tensor) -> Tensors:
+    return {
+        "weight": weight.half(), "weight_quantizer._amax": weight.abs().amax(1, keepdim=True),
+        "input_quantizer._amax": torch.tensor(3.0), "input_quantizer._pre_quant_scale": some(weight.shape[1]) + 0.1,
+    }  # fmt: skip
+
+
+def nvfp4(weight: Tensor) -> Tensors:
+    rows, width = weight.shape
+    return {
+        "weight": codes(rows, width // 2), "weight_scale": some(rows, width // 16).to(torch.float8_e4m3fn),
+        "weight_scale_2": torch.tensor(0.01), "input_scale": torch.tensor(0.02),
+    }  # fmt: skip
+
+
+def modelopt_state(layers: str) -> bytes:
+    """As ModelOpt's checkpointing writes it, of these layers' quantizers."""
+    properties = {
+        "_num_bits": 8, "_axis": 0, "_block_sizes": None, "_narrow_range": False, "_bias": None, "_disabled": False,
+        "_if_quant": True, "_fake_quant": True, "_rotate": False, "backend": None, "_unsigned": False,
+    }  # fmt: skip
+    changes = {"weight_quantizer": {}, "input_quantizer": {"_axis": None}, "output_quantizer": {"_disabled": True}}
+    quantizers = {f"{layer}.{role}": properties | own for layer in layers for role, own in changes.items()}
+    steps = [("quantize", {"config": {}, "metadata": {"quantizer_state": quantizers}})]
+    target = io.BytesIO()
+    with zipfile.ZipFile(target, "w") as file:
+        content = {"modelopt_state_dict": steps, "modelopt_version": "0.47.0"}
+        file.writestr("archive/data.pkl", pickle.dumps(content, protocol=2))
+    return target.getvalue()
