@@ -223,6 +223,7 @@ def test_names_of_older_libraries(tmp_path, folder, theirs_as_nemo):
         ("unet/config.json", {"down_block_types": ["CrossAttnDownBlock2D"] * 40_000}, "attention_resolutions is"),
         ("vae/config.json", {"latents_mean": [0.1] * 4}, "latents_mean is [0.1"),
         ("vae/config.json", {"block_out_channels": [32, 48]}, "block_out_channels is [32, 48]"),
+        ("text_encoder/config.json", {"hidden_size": "wide"}, "do not describe an SDXL base"),
         ("text_encoder/config.json", {"hidden_act": "gelu"}, "'gelu' where SDXL in NeMo has 'quick_gelu'"),
         ("text_encoder_2/config.json", {"hidden_act": "quick_gelu"}, "hidden_act is 'quick_gelu'"),
         ("text_encoder_2/config.json", {"num_hidden_layers": 3}, "16 missing"),

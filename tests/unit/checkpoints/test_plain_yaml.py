@@ -58,6 +58,7 @@ def test_what_is_refused(text, message):
     assert str(caught.value).startswith(message)
 
 
-def test_deep_files_end_in_an_exception_of_python():
+def test_nothing_is_none_and_what_is_too_deep_an_exception_of_python():
+    assert load_yaml(b"") is None
     with pytest.raises(RecursionError):
-        load_yaml(b"[" * 1500)
+        load_yaml(b"[" * 700)

@@ -74,6 +74,7 @@ def entry(dtype="F32", shape=(2,), data_offsets=(0, 8)) -> dict:
         (packed(b"garbage"), "JSONDecodeError"),
         (packed(b"[" * 100_000), "RecursionError"),
         (packed(b"\xff"), "UnicodeDecodeError"),
+        (packed([1]), "TypeError|AttributeError"),
         (packed({"a": 1}), "TypeError"),
         (packed(entry("Q4")), "KeyError: 'Q4'"),
         (packed(json.dumps(entry()).encode().replace(b'{"a"', b'{"a": {}, "a"', 1)), "a name stands twice"),

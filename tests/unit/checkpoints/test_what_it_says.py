@@ -71,6 +71,7 @@ def archive(path: Path, config: str) -> Path:
         (lambda path: archive(path, NEMO.format(8, 64)), (64, 64)),
         (lambda path: archive(path, "model:\n  " + NEMO.format(8, 64).replace("\nf", "\n  f")), (64, 64)),
         (lambda path: archive(path, NEMO.format(64, 256)), None),  # SDXL's own, where neither is meant
+        (lambda path: archive(path, "nothing: 1"), None),
         (lambda path: path, None),  # which is not there
         (lambda path: MINI, (64, 64)),
     ],

@@ -33,12 +33,13 @@ def skip_without_its_package(primary: str, option: str) -> None:
 
 
 def pairs() -> list[tuple[str, str]]:
-    """All but models, of which there are many: each with one primary, and each primary with one at least."""
-    found = options()
-    models = sorted({option for _, option in found if option.startswith("model=")})
-    primaries = [primary for primary, option in found if option == models[0]]
-    turns = zip(cycle(primaries), models, strict=False)
-    return [pair for pair in found if not pair[1].startswith("model=")] + list(turns)
+    """Models and launchers mean the same to all: each with one primary, in turn. All others with each of theirs."""
+    found, chosen = options(), []
+    for group in ("model=", "hydra/launcher="):
+        shared = sorted({option for _, option in found if option.startswith(group)})
+        chosen += zip(cycle(primary for primary, option in found if option == shared[0]), shared, strict=False)
+        found = [pair for pair in found if not pair[1].startswith(group)]
+    return found + chosen
 
 
 REFUSED = {
