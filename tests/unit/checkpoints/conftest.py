@@ -7,16 +7,11 @@ import torch
 import yaml
 
 from sd_quant.checkpoints.nemo import write_nemo
+from sd_quant.checkpoints.nemo_networks import parameter_shapes, sdxl_base_config
+from sd_quant.checkpoints.synthetic import CLIP_L, OPEN_CLIP_BIGG
 from sd_quant.models.sdxl_nemo import TextShape, build_modules
 
 MINI_CONFIG = Path(__file__).parents[3] / "examples/sdxl_mini/model_config.yaml"
-CLIP1 = TextShape(vocab_size=100, width=64, layers=2, context=16, mlp_width=96)
-CLIP2 = TextShape(vocab_size=100, width=64, layers=2, context=16, mlp_width=96, projection=32)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
@@ -37,10 +32,17 @@ def tiny_config() -> dict:
 
 
 @pytest.fixture(scope="session")
-def tiny_modules(tiny_config) -> dict[str, torch.nn.Module]:
+def tiny_texts() -> tuple[TextShape, TextShape]:
+    sizes = {"vocab_size": 600, "width": 64, "layers": 2, "context": 16, "mlp_width": 96}
+    return TextShape(**sizes), TextShape(**sizes, projection=32)
+
+
+@pytest.fixture(scope="session")
+def tiny_modules(tiny_config, tiny_texts) -> dict[str, torch.nn.Module]:
     torch.manual_seed(0)
-    modules = build_modules(tiny_config, CLIP1, CLIP2)
+    modules = build_modules(tiny_config, *tiny_texts)
     for module in modules.values():
+        module.eval()
         for parameter in module.parameters():  # no two weights alike, biases and norms included
             torch.nn.init.normal_(parameter, std=0.1)
     return modules
@@ -51,3 +53,10 @@ def tiny_nemo(tmp_path_factory, tiny_config, tiny_modules) -> Path:
     path = tmp_path_factory.mktemp("checkpoint") / "tiny.nemo"
     write_nemo(path, tiny_config, tiny_modules, torch.float32)
     return path
+
+
+@pytest.fixture(scope="session")
+def full_size_shapes() -> dict[str, dict[str, tuple[int, ...]]]:
+    """Of SDXL base, by component and diffusers' name."""
+    with torch.device("meta"):
+        return parameter_shapes(build_modules(sdxl_base_config(), CLIP_L, OPEN_CLIP_BIGG))

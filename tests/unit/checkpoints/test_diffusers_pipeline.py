@@ -50,13 +50,12 @@ def folder(whole, tmp_path) -> Path:
 
 
 @pytest.fixture
-def changed(folder) -> Callable[..., Path]:
-    """The copy after ``change(content)`` of one of its JSON files, which may return another content."""
+def changed(folder) -> Callable[[str, dict], Path]:
+    """The copy, in which one of its JSON files has other ``entries``."""
 
-    def change(file: str, edit: Callable) -> Path:
+    def change(file: str, entries: dict) -> Path:
         content = json.loads((folder / file).read_text())
-        returned = edit(content)
-        (folder / file).write_text(json.dumps(content if returned is None else returned))
+        (folder / file).write_text(json.dumps(content | entries))
         return folder
 
     return change
@@ -64,7 +63,7 @@ def changed(folder) -> Callable[..., Path]:
 
 @pytest.fixture
 def stored(folder) -> Callable[..., Path]:
-    """The same of a file of weights."""
+    """The copy after ``edit(tensors)`` of one of its files of weights."""
 
     def change(file: str, edit: Callable[[dict[str, Tensor]], object]) -> Path:
         tensors = load_file(folder / file)
@@ -161,20 +160,10 @@ def test_weights_may_be_links_as_in_a_hubs_snapshot(folder, tmp_path):
     assert torch.equal(weights[BIAS], load_file(blob)[BIAS])
 
 
-@pytest.mark.parametrize(
-    ("target", "said"),
-    [("/etc/passwd", "no safetensors file"), ("/dev/zero", "holds no"), ("/nowhere", "holds no"), (".", "holds no")],
-)
-def test_a_link_to_anything_else_is_refused(folder, target, said):
-    (folder / WEIGHTS).unlink()
-    (folder / WEIGHTS).symlink_to(target)
-    assert said in refusal(folder)
-
-
 def test_how_a_text_encoder_computes_is_not_the_folders_to_say(changed):
     """transformers would fetch a kernel from a hub and run it."""
     kernel = "kernels-community/flash-attn2"
-    path = changed(TEXT, lambda config: config.update(attn_implementation=kernel, _attn_implementation=kernel))
+    path = changed(TEXT, {"attn_implementation": kernel, "_attn_implementation": kernel})
     assert kernel not in str(opened(path).build()["text_encoder"].config)
 
 
@@ -190,15 +179,13 @@ def test_a_folder_without_an_index_is_no_pipeline(folder):
         ("FluxPipeline", "use model=flux"),
         ("StableDiffusionPipeline", "use model=sd15 or model=sd21"),
         ("StableDiffusionXLPipeline", "use model=sdxl"),
-        ("StableDiffusion3Pipeline", "use model=sd3"),
-        ("KandinskyPipeline", "this pipeline is of no known family"),
         ("os.system", "this pipeline is of no known family"),
         (["PixArtSigmaPipeline"], "this pipeline is of no known family"),
         (None, "this pipeline is of no known family"),
     ],
 )
 def test_another_pipeline_is_sent_to_its_own_model(changed, found, advice):
-    sentence = refusal(changed(INDEX, lambda index: index.update(_class_name=found)), ConfigError)
+    sentence = refusal(changed(INDEX, {"_class_name": found}), ConfigError)
     assert "model.family is pixart, expected PixArtSigmaPipeline or PixArtAlphaPipeline" in sentence
     assert sentence.endswith(f"; {advice}")
 
@@ -229,11 +216,9 @@ def nothing_runs(monkeypatch, folder):
     [
         (["os", "system"], "its transformer is 'system', expected PixArtTransformer2DModel"),
         (["diffusers", "os.system"], "its transformer is 'os.system', expected PixArtTransformer2DModel"),
-        (["diffusers", "UNet3DConditionModel"], "its transformer is 'UNet3DConditionModel', expected PixArt"),
         (["canary", "Payload"], "its transformer is 'Payload', expected PixArt"),
         (["canary", "PixArtTransformer2DModel"], "of the library 'canary', expected diffusers or transformers"),
         ([["diffusers"], "PixArtTransformer2DModel"], "expected diffusers or transformers"),
-        ("PixArtTransformer2DModel", "expected diffusers or transformers"),
         (["diffusers"], "its transformer is \"['diffusers']\", expected PixArt"),
         ([None, None], "its transformer is 'None', expected PixArt"),
         (None, "its transformer is 'None', expected PixArt"),
@@ -241,7 +226,7 @@ def nothing_runs(monkeypatch, folder):
     ids=str,
 )
 def test_no_other_class_is_imported_or_made(changed, nothing_made, nothing_runs, described, said):
-    sentence = refusal(changed(INDEX, lambda index: index.update(transformer=described)))
+    sentence = refusal(changed(INDEX, {"transformer": described}))
     assert "model_index.json: its transformer is" in sentence and said in sentence
 
 
@@ -251,27 +236,39 @@ def test_no_other_class_is_imported_or_made(changed, nothing_made, nothing_runs,
     ids=["the name that published folders have", "the other library"],
 )
 def test_the_network_is_of_the_familys_class(changed, described):
-    checkpoint = opened(changed(INDEX, lambda index: index.update(transformer=described)))
+    checkpoint = opened(changed(INDEX, {"transformer": described}))
     with torch.device("meta"):
         assert type(checkpoint.build()["transformer"]) is diffusers.PixArtTransformer2DModel
 
 
-@pytest.mark.parametrize("file", [TRANSFORMER, VAE, TEXT, SCHEDULER])
-def test_a_missing_config_is_named(folder, file):
-    (folder / file).unlink()
-    assert f"holds no {Path(file).name}; expected the whole folder of a pipeline" in refusal(folder)
+WHOLE_FOLDER = "expected the whole folder of a pipeline"
 
 
-@pytest.mark.parametrize("name", ["transformer", "scheduler"])
-def test_a_missing_folder_is_named(folder, name):
-    shutil.rmtree(folder / name)
-    assert f"{folder / name} is missing; expected the whole folder of a pipeline" in refusal(folder)
-
-
-@pytest.mark.parametrize("text", ["{", "[]", "\x00", '"' + "x" * 2**20])
-def test_a_config_that_is_no_object_is_refused(folder, text):
-    (folder / TRANSFORMER).write_text(text)
-    assert f"{folder / 'transformer'}: config.json " in refusal(folder)
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        *((file, None, f"holds no {Path(file).name}; {WHOLE_FOLDER}") for file in (TRANSFORMER, VAE, TEXT, SCHEDULER)),
+        *((name, None, f"/{name} is missing; {WHOLE_FOLDER}") for name in ("transformer", "scheduler", "tokenizer")),
+        *((TRANSFORMER, text, "transformer: config.json ") for text in ("{", "[]", "\x00", '"' + "x" * 2**20)),
+        (VAE, '{"latent_channels": 4, "latent_channels": 4}', "a name stands twice in an object"),
+        (WEIGHTS, "\x02" + "\x00" * 7 + "{}and more", "is not a whole safetensors file"),
+        (WEIGHTS, Path("/etc/passwd"), "no safetensors file"),
+        *((WEIGHTS, Path(target), "holds no") for target in ("/dev/zero", "/nowhere", ".")),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_what_is_missing_or_something_else_is_named(folder, file, content, said):
+    """A link is something else unless it leads to a file of weights."""
+    path = folder / file
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+    if isinstance(content, str):
+        path.write_text(content)
+    elif content is not None:
+        path.symlink_to(content)
+    assert said in refusal(folder)
 
 
 class Canary:
@@ -283,21 +280,18 @@ class Canary:
 
 
 def test_missing_weights_are_named_and_a_pickle_is_never_opened(folder, tmp_path):
+    canary = Canary(tmp_path / "ran")
     (folder / WEIGHTS).unlink()
     sentence = refusal(folder)
     assert "holds no diffusion_pytorch_model.safetensors" in sentence
     for name in ("diffusion_pytorch_model.bin", "pytorch_model.bin", "model.pt"):
-        (folder / "transformer" / name).write_bytes(pickle.dumps(Canary(tmp_path / "ran")))
+        (folder / "transformer" / name).write_bytes(pickle.dumps(canary))
     assert refusal(folder) == sentence
-    assert not (tmp_path / "ran").exists()
-    pickle.loads((folder / "transformer/model.pt").read_bytes()).close()
-    assert (tmp_path / "ran").exists(), "the canary would not have shown anything"
-
-
-def test_a_pickle_by_the_name_of_safetensors_is_none(folder, tmp_path):
-    torch.save({"weight": Canary(tmp_path / "ran")}, folder / WEIGHTS)
+    torch.save({"weight": canary}, folder / WEIGHTS)
     assert "it is damaged or no safetensors file" in refusal(folder)
-    assert not (tmp_path / "ran").exists()
+    assert not canary.mark.exists()
+    pickle.loads((folder / "transformer/model.pt").read_bytes()).close()
+    assert canary.mark.exists(), "the canary would not have shown anything"
 
 
 @pytest.mark.parametrize(
@@ -315,12 +309,6 @@ def test_other_tensors_than_the_configs_are_refused(stored, edit, said):
     assert said in refusal(stored(WEIGHTS, edit))
 
 
-def test_a_damaged_file_of_weights_is_refused(folder):
-    content = (folder / WEIGHTS).read_bytes()
-    (folder / WEIGHTS).write_bytes(content[:-100])
-    assert "is not a whole safetensors file" in refusal(folder)
-
-
 @pytest.mark.parametrize(
     ("file", "edit"),
     [
@@ -334,49 +322,37 @@ def test_a_damaged_file_of_weights_is_refused(folder):
     ids=["layers", "layers of text", "layers of a block", "a list in a list", "many counts", "many blocks"],
 )
 def test_a_config_that_would_build_for_ever_is_refused(changed, nothing_made, file, edit):
-    assert "more than any network has" in refusal(changed(file, lambda config: config.update(edit)))
+    assert "more than any network has" in refusal(changed(file, edit))
 
 
-def test_a_config_of_a_million_entries_is_not_parsed(changed):
-    path = changed(VAE, lambda config: config.update(block_out_channels=[8] * 10**6))
-    assert "expected at most 1048576" in refusal(path)
+NO_PIXART = "its configs describe no pixart that can be built"
+NO_SCHEDULER = "its config describes no DPMSolverMultistepScheduler that can be built"
 
 
 @pytest.mark.parametrize(
-    ("file", "edit"),
+    ("file", "edit", "said"),
     [
-        (TRANSFORMER, {"attention_head_dim": None}),
-        (TRANSFORMER, {"patch_size": 0}),
-        (TRANSFORMER, {"norm_type": ["ada"]}),
-        (TRANSFORMER, {"in_channels": -4}),
-        (VAE, {"block_out_channels": "wide"}),
-        (VAE, {"down_block_types": ["os.system"] * 4}),
-        (TEXT, {"d_model": {"a": 1}}),
-        (TEXT, {"vocab_size": 1e9}),
+        (TRANSFORMER, {"attention_head_dim": None}, NO_PIXART),
+        (TRANSFORMER, {"patch_size": 0}, NO_PIXART),
+        (TRANSFORMER, {"norm_type": ["ada"]}, NO_PIXART),
+        (TRANSFORMER, {"in_channels": -4}, NO_PIXART),
+        (VAE, {"block_out_channels": "wide"}, NO_PIXART),
+        (VAE, {"down_block_types": ["os.system"] * 4}, NO_PIXART),
+        (VAE, {"block_out_channels": [8] * 10**6}, "expected at most 1048576"),
+        (TEXT, {"d_model": {"a": 1}}, NO_PIXART),
+        (TEXT, {"vocab_size": 1e9}, NO_PIXART),
+        (SCHEDULER, {"beta_schedule": "none"}, NO_SCHEDULER),
+        (INDEX, {"tokenizer": None}, "names no tokenizer, expected one"),
+        (INDEX, {"scheduler": None}, "its scheduler is 'None'"),
+        *(
+            (INDEX, {"scheduler": ["diffusers", found]}, f"its scheduler is '{found}', expected one of diffusers'")
+            for found in ("AutoencoderKL", "__builtins__", "utils", "SchedulerMixin", "DiffusionPipeline", "os.system")
+        ),
     ],
-    ids=str,
+    ids=lambda value: repr(value)[:40],
 )
-def test_a_config_of_other_types_is_refused(changed, file, edit):
-    sentence = refusal(changed(file, lambda config: config.update(edit)))
-    assert "its configs describe no pixart that can be built" in sentence
-
-
-@pytest.mark.parametrize(
-    "found", ["AutoencoderKL", "__builtins__", "utils", "SchedulerMixin", "DiffusionPipeline", "os.system", None]
-)
-def test_a_scheduler_is_one_of_diffusers(changed, found):
-    path = changed(INDEX, lambda index: index.update(scheduler=["diffusers", found]))
-    assert f"its scheduler is '{found}', expected one of diffusers' schedulers" in refusal(path)
-
-
-def test_a_pipeline_has_a_scheduler_and_a_tokenizer(changed):
-    assert "names no tokenizer, expected one" in refusal(changed(INDEX, lambda index: index.pop("tokenizer") and None))
-    assert "its scheduler is 'None'" in refusal(changed(INDEX, lambda index: index.pop("scheduler") and None))
-
-
-def test_a_schedulers_config_that_describes_none_is_refused(changed):
-    sentence = refusal(changed(SCHEDULER, lambda config: config.update(beta_schedule="none")))
-    assert "its config describes no DPMSolverMultistepScheduler that can be built" in sentence
+def test_a_config_of_other_types_is_refused(changed, file, edit, said):
+    assert said in refusal(changed(file, edit))
 
 
 @pytest.mark.parametrize(
@@ -384,7 +360,6 @@ def test_a_schedulers_config_that_describes_none_is_refused(changed):
     [
         (SCHEDULER, "num_train_timesteps", ["many", 0, 10**9, True, 1000.5]),
         (SCHEDULER, "beta_start", [math.nan, -0.1, 2, "0.1"]),
-        (SCHEDULER, "beta_end", [math.nan, math.inf]),
         (SCHEDULER, "trained_betas", [[math.nan], [0.1, 2.0], "x", [None]]),
         (SCHEDULER, "prediction_type", ["junk", None, 3]),
         (SCHEDULER, "timestep_spacing", ["junk", None]),
@@ -394,34 +369,23 @@ def test_a_schedulers_config_that_describes_none_is_refused(changed):
         (TEXT, "relative_attention_max_distance", [-1, 0, "x"]),
         (TEXT, "relative_attention_num_buckets", [0, 10**9]),
         (TRANSFORMER, "norm_eps", [math.nan, math.inf, "x", True, [1e-6, math.nan]]),
-        (TRANSFORMER, "num_layers", ["two"]),
-        (TRANSFORMER, "attention_bias", ["no", 0]),
-        (TRANSFORMER, "activation_fn", [True, 1.5]),
         (TRANSFORMER, "sample_size", [10**12, "128", False]),
         (VAE, "force_upcast", ["false", 1]),
-        (TEXT, "layer_norm_epsilon", [math.nan, "x"]),
         (TEXT, "is_decoder", ["no"]),
         (SCHEDULER, "solver_order", [10**12, "2", True]),
-        (SCHEDULER, "use_karras_sigmas", ["no"]),
         ("tokenizer/tokenizer_config.json", "extra_ids", [10**8, -1, "x"]),
     ],
 )
 def test_an_entry_out_of_its_range_is_refused_by_name(changed, file, name, values):
     for value in values:
-        sentence = refusal(changed(file, lambda config, value=value: config.update({name: value})))
+        sentence = refusal(changed(file, {name: value}))
         assert f"{name} is " in sentence and ", expected " in sentence
 
 
-@pytest.mark.parametrize("length", [300_000_000, 0, -1, 10**29, "x", 77.5])
-def test_a_context_without_end_is_refused_before_anything_is_padded_to_it(changed, length):
-    path = changed("tokenizer/tokenizer_config.json", lambda config: config.update(model_max_length=length))
-    sentence = refusal(path)
-    assert "model_max_length is " in sentence or "holds no tokenizer that can be read" in sentence
-
-
-def test_a_missing_tokenizer_is_named_and_fetched_from_nowhere(folder):
-    shutil.rmtree(folder / "tokenizer")
-    assert f"{folder / 'tokenizer'} is missing; expected the whole folder" in refusal(folder)
+def test_a_context_without_end_is_refused_before_anything_is_padded_to_it(changed):
+    for length in (300_000_000, 0, -1, 10**29, "x", 77.5):
+        said = refusal(changed("tokenizer/tokenizer_config.json", {"model_max_length": length}))
+        assert "model_max_length is " in said or "holds no tokenizer that can be read" in said
 
 
 @pytest.mark.parametrize("left", ["nothing", "a pipe", "a device"])
@@ -436,15 +400,9 @@ def test_a_tokenizer_without_its_vocabulary_is_refused(folder, left):
     assert "tokenizer holds neither tokenizer.json nor spiece.model, so it holds no tokenizer" in refusal(folder)
 
 
-def test_a_name_twice_is_refused(folder):
-    text = (folder / VAE).read_text()
-    (folder / VAE).write_text(text.replace("{", '{"latent_channels": 4, ', 1))
-    assert "a name stands twice in an object" in refusal(folder)
-
-
 def test_a_tokenizers_own_code_is_not_run(changed, nothing_runs):
     path = changed(
         "tokenizer/tokenizer_config.json",
-        lambda config: config.update(tokenizer_class="Payload", auto_map={"AutoTokenizer": ["canary.Payload", None]}),
+        {"tokenizer_class": "Payload", "auto_map": {"AutoTokenizer": ["canary.Payload", None]}},
     )
     assert list(opened(path).tokenizers()) == ["tokenizer"]

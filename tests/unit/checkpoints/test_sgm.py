@@ -11,13 +11,10 @@ from diffusers.loaders import single_file_utils
 from sd_quant.checkpoints import kinds, nemo_keys
 from sd_quant.checkpoints.convert import convert
 from sd_quant.checkpoints.nemo import open_nemo
-from sd_quant.checkpoints.nemo_keys import state_of
-from sd_quant.checkpoints.nemo_networks import parameter_shapes, sdxl_base_config
+from sd_quant.checkpoints.nemo_networks import sdxl_base_config
 from sd_quant.checkpoints.sgm import nemo_key, open_sgm
-from sd_quant.checkpoints.synthetic import CLIP_L, OPEN_CLIP_BIGG
-from sd_quant.checkpoints.tensors import lazy
 from sd_quant.errors import ArtifactError
-from sd_quant.models.sdxl_nemo import build_modules
+from tests.networks import assert_same
 
 POSITION_IDS = "conditioner.embedders.0.transformer.text_model.embeddings.position_ids"
 FROM_NEMO = {  # undoes what sets NeMo apart: fused GroupNorms, and norms inside attention and feed-forward
@@ -41,12 +38,8 @@ def sgm_key(nemo: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def nemo_state(tiny_config, tiny_modules) -> dict[str, torch.Tensor]:
-    parameters = {
-        component: {name: lazy(parameter) for name, parameter in module.named_parameters()}
-        for component, module in tiny_modules.items()
-    }
-    return {key: tensor.read() for key, tensor in state_of(parameters, tiny_config).items()}
+def nemo_state(tiny_nemo) -> dict[str, torch.Tensor]:
+    return {key: tensor.read() for key, tensor in open_nemo(tiny_nemo).state().items()}
 
 
 @pytest.fixture
@@ -69,9 +62,7 @@ def written(tmp_path, sgm):
 def test_unet_means_the_same_to_diffusers_ldm_converter(sgm, tiny_modules):
     expected = tiny_modules["unet"].state_dict()
     converted = single_file_utils.convert_ldm_unet_checkpoint(dict(sgm), dict(tiny_modules["unet"].config))
-    assert converted.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(converted[name], tensor), name
+    assert_same(converted, expected)
 
 
 def test_every_tensor_keeps_its_bits_and_dtype(tmp_path, written, sgm, nemo_state, tiny_config):
@@ -83,18 +74,13 @@ def test_every_tensor_keeps_its_bits_and_dtype(tmp_path, written, sgm, nemo_stat
     assert checkpoint.model_config == tiny_config
     expected = nemo_state | {nemo_key(key): tensor for key, tensor in changes.items()}
     expected[nemo_keys.POSITION_IDS] = torch.arange(16)[None]
-    found = checkpoint.state()
-    assert found.keys() == expected.keys()
-    for key, tensor in expected.items():
-        assert found[key].dtype == tensor.dtype and torch.equal(found[key].read(), tensor), key
+    assert_same({key: tensor.read() for key, tensor in checkpoint.state().items()}, expected)
 
 
-def test_full_size_has_the_2515_keys_of_stability_ai():
-    with torch.device("meta"):
-        modules = build_modules(sdxl_base_config(), CLIP_L, OPEN_CLIP_BIGG)
+def test_full_size_has_the_2515_keys_of_stability_ai(full_size_shapes):
     keys = {
         place.key
-        for component, shapes in parameter_shapes(modules).items()
+        for component, shapes in full_size_shapes.items()
         for place in nemo_keys.locations(component, shapes).values()
     } | {nemo_keys.LOGIT_SCALE, nemo_keys.POSITION_IDS}
     sgm_keys = {sgm_key(key) for key in keys}
@@ -126,12 +112,9 @@ def test_missing_and_unknown_keys_are_counted_and_named(written, tiny_config):
     assert "1 unknown: v_pred" in message
 
 
-def test_the_same_weight_under_both_namings(written, sgm, tiny_config):
+def test_another_architecture_or_a_weight_under_both_namings(written, tiny_config):
     key = "model.diffusion_model.out.1.weight"
     assert "twice" in refusal(written({key: torch.ones(4, 32, 3, 3)}), tiny_config)
-
-
-def test_another_architecture(written, tiny_config):
     assert "misshapen" in refusal(written(), sdxl_base_config())
     assert "text encoders" in refusal(written(missing="conditioner."), tiny_config)
 

@@ -1,31 +1,33 @@
+import math
+
 import pytest
 import torch
 
 from sd_quant.checkpoints.checks import check_finite
 from sd_quant.checkpoints.nemo import open_nemo
-from sd_quant.checkpoints.nemo_networks import sdxl_base_config
-from sd_quant.checkpoints.synthetic import CLIP_L, OPEN_CLIP_BIGG, write_synthetic
-from sd_quant.models.sdxl_nemo import TextShape, build_modules
+from sd_quant.checkpoints.synthetic import write_synthetic
 
 pytestmark = pytest.mark.slow
-CLIP1 = TextShape(vocab_size=100, width=64, layers=2, context=16, mlp_width=96)
-CLIP2 = TextShape(vocab_size=100, width=64, layers=2, context=16, mlp_width=96, projection=32)
 
 
-@pytest.fixture
-def written(tmp_path, tiny_config):
-    def write(name: str, dtype: torch.dtype = torch.float16, seed: int = 0):
-        write_synthetic(tmp_path / name, dtype, seed, tiny_config, CLIP1, CLIP2)
-        return tmp_path / name
+@pytest.fixture(scope="module")
+def written(tmp_path_factory, tiny_config, tiny_texts):
+    folder = tmp_path_factory.mktemp("synthetic")
+
+    def write(name: str, dtype: torch.dtype, seed: int = 0):
+        write_synthetic(folder / name, dtype, seed, tiny_config, *tiny_texts)
+        return folder / name
 
     return write
 
 
-def test_full_size_is_that_of_sdxl_base():
-    with torch.device("meta"):
-        modules = build_modules(sdxl_base_config(), CLIP_L, OPEN_CLIP_BIGG)
-    counts = {name: sum(parameter.numel() for parameter in module.parameters()) for name, module in modules.items()}
-    assert counts == {
+@pytest.fixture(scope="module")
+def half(written):
+    return written("half.nemo", torch.float16)
+
+
+def test_full_size_is_that_of_sdxl_base(full_size_shapes):
+    assert {name: sum(map(math.prod, shapes.values())) for name, shapes in full_size_shapes.items()} == {
         "unet": 2_567_463_684,
         "vae": 83_653_863,
         "text_encoder": 123_060_480,
@@ -33,22 +35,19 @@ def test_full_size_is_that_of_sdxl_base():
     }
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_it_is_a_whole_checkpoint_of_finite_weights(written, dtype):
-    checkpoint = open_nemo(written("a.nemo", dtype))
-    for source in checkpoint.components.values():
-        check_finite(source)
-        assert {parameter.dtype for parameter in source.parameters.values()} == {dtype}
+def test_the_seed_decides_every_byte_of_a_whole_checkpoint(written, half):
+    assert written("again.nemo", torch.float16).read_bytes() == half.read_bytes()
+    checkpoint, other = open_nemo(half), open_nemo(written("other.nemo", torch.float32, seed=1))
+    for opened, dtype in ((checkpoint, torch.float16), (other, torch.float32)):
+        for source in opened.components.values():
+            check_finite(source)
+            assert {parameter.dtype for parameter in source.parameters.values()} == {dtype}
+    unet, another = checkpoint.components["unet"], other.components["unet"]
+    assert not any(torch.equal(unet[name], another[name].half()) for name in unet)
 
 
-def test_the_seed_decides_every_byte(written):
-    assert written("a.nemo").read_bytes() == written("b.nemo").read_bytes()
-    unets = [open_nemo(written(f"{seed}.nemo", seed=seed)).components["unet"] for seed in (0, 1)]
-    assert not any(torch.equal(unets[0][name], unets[1][name]) for name in unets[0])
-
-
-def test_ranges_of_channels_differ_as_those_of_trained_weights_do(written):
-    unet = open_nemo(written("a.nemo")).components["unet"]
+def test_ranges_of_channels_differ_as_those_of_trained_weights_do(half):
+    unet = open_nemo(half).components["unet"]
     weight = unet["mid_block.attentions.0.transformer_blocks.0.ff.net.0.proj.weight"].float()
     for axis in (0, 1):
         spread = weight.std(dim=1 - axis)

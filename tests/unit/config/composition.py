@@ -63,3 +63,9 @@ def changed(mapping: dict, knob: str, value: object) -> dict:
         inner = inner[group]
     inner[name] = value
     return mapping
+
+
+def given(mapping: dict, knobs: dict[str, object]) -> dict:
+    for name, value in knobs.items():
+        mapping = changed(mapping, name, value)
+    return mapping

@@ -1,17 +1,42 @@
-"""Composed configurations, and files that they may name."""
+"""Composed configurations, jobs of them, and files that they may name."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from sd_quant.config import PART_NAMES, artifact
+from sd_quant.errors import ConfigError
+from sd_quant.knobs import read
 
-from .composition import JOBS, changed, composed
+from .composition import JOBS, composed, given
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def mappings() -> dict[str, dict]:
     return {primary: composed(primary) for primary in JOBS}
+
+
+@pytest.fixture
+def job(mappings) -> Callable:
+    """The job of a primary with other knobs; of a path the text."""
+
+    def job(primary: str, knobs: dict[str, object]):
+        texts = {name: str(value) if isinstance(value, Path) else value for name, value in knobs.items()}
+        return read(JOBS[primary], given(mappings[primary], texts))
+
+    return job
+
+
+@pytest.fixture
+def refused(job) -> Callable:
+    """Such a job has wrong knobs, or names files that are not there."""
+
+    def refused(primary: str, knobs: dict[str, object], sentence: str, kind: type[Exception] = ConfigError) -> None:
+        with pytest.raises(kind, match=sentence):
+            job(primary, knobs).check_files()
+
+    return refused
 
 
 @pytest.fixture
@@ -20,11 +45,6 @@ def archive(tmp_path) -> Path:
     path = tmp_path / "empty.nemo"
     path.write_bytes(bytes(1024))
     return path
-
-
-@pytest.fixture
-def quantize_mapping(mappings, archive) -> dict:
-    return changed(mappings["quantize"], "model.path", str(archive))
 
 
 @pytest.fixture

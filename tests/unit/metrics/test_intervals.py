@@ -19,12 +19,8 @@ def test_a_mean_has_students_interval():
     assert found == pytest.approx((values.mean(), low, high))
 
 
-@pytest.mark.parametrize("interval", [mean_interval([3.0]), mean_interval([3.0], 0.5)])
-def test_of_a_single_value_nothing_else_is_known(interval):
-    assert interval == (3.0, -math.inf, math.inf)
-
-
-def test_of_few_rounds_a_ratio_is_known_and_its_interval_is_not():
+def test_of_few_rounds_a_figure_is_known_and_its_interval_is_not():
+    assert mean_interval([3.0]) == mean_interval([3.0], 0.5) == (3.0, -math.inf, math.inf)
     assert ratio_interval([4.0, 4.0], [2.0, 2.0]) == (2.0, 0.0, math.inf)
     reach = math.exp(1.96 * math.sqrt(2) * OPENING)  # no two rounds differ, but another opening would
     assert ratio_interval([4.0] * 5, [2.0] * 5) == pytest.approx((2.0, 2.0 / reach, 2.0 * reach), rel=1e-4)
@@ -39,8 +35,9 @@ def test_a_ratio_is_of_the_same_rounds():
 
 
 @pytest.fixture(scope="module")
-def coverage():
-    path = Path(__file__).parents[3] / "benchmarks" / "coverage.py"
+def machine():
+    """The simulated machines of ``benchmarks/coverage.py``, and the ratio that they have in truth."""
+    path = Path(__file__).parents[3] / "benchmarks/coverage.py"
     spec = importlib.util.spec_from_file_location("coverage_of_intervals", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -48,16 +45,16 @@ def coverage():
 
 
 @pytest.mark.parametrize("kind", ["quiet", "hiccups", "neighbour"])
-def test_intervals_cover_what_they_say_although_rounds_end_when_they_are_narrow(kind, coverage):
-    """95 % are within 2 of the standard errors that 1,000 draws have: 93.6 to 96.4. ``benchmarks/coverage.py``."""
+def test_intervals_cover_what_they_say_although_rounds_end_when_they_are_narrow(kind, machine):
+    """95 % are within 2 of the standard errors that 150 draws have, 91.4 to 98.6; the benchmark has 1,000."""
     generator, covered, stopping = np.random.default_rng(3), 0, Stopping(20, 0.02, 1e9, most=640)
-    for _ in range(400):
-        a, b = coverage.machine(generator, 640, kind)
+    for _ in range(150):
+        a, b = machine.machine(generator, 640, kind)
         rounds = 20
         while enough([a[:rounds], b[:rounds]], stopping, 0) is None:
             rounds *= 2
-        covered += ratio_interval(a[:rounds], b[:rounds]).holds(coverage.RATIO)
-    assert 0.92 <= covered / 400 <= 0.98
+        covered += ratio_interval(a[:rounds], b[:rounds]).holds(machine.RATIO)
+    assert 0.91 <= covered / 150 <= 0.99
 
 
 def test_a_sum_takes_from_each_figure_the_side_that_counts():

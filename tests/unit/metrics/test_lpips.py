@@ -40,17 +40,8 @@ def test_identical_images_are_at_no_distance_and_the_order_does_not_matter():
     assert lpips(distorted, reference) == lpips(reference, distorted)
 
 
-def test_it_grows_with_noise():
-    generator = np.random.default_rng(0)
-    reference = np.repeat(generator.integers(40, 215, (3, 8, 8, 3), dtype=np.uint8), 8, axis=1).repeat(8, axis=2)
-    noise = generator.normal(0, 1, reference.shape)
-    levels = [lpips(reference, (reference + deviation * noise).astype(np.uint8)) for deviation in (1, 3, 9)]
-    assert all(0 < a < b < c < 1 for a, b, c in zip(*levels, strict=True))
-
-
-@pytest.mark.parametrize("together", [1, 4])
-def test_batches_change_nothing(monkeypatch, together):
-    monkeypatch.setattr(module, "BATCH_PIXELS", together * 96 * 64 + 1)
+def test_batches_change_nothing(monkeypatch):
+    monkeypatch.setattr(module, "BATCH_PIXELS", 4 * 96 * 64 + 1)
     assert lpips(*distorted_images()) == pytest.approx(THEIRS, rel=3e-4)
 
 

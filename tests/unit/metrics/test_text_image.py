@@ -9,19 +9,7 @@ from torchmetrics.image.fid import FrechetInceptionDistance
 
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.metrics import text_image
-from sd_quant.metrics.text_image import (
-    MLPERF_CLIP,
-    MLPERF_FID,
-    MLPERF_FILES,
-    MLPERF_PROTOCOL,
-    captions_sha256,
-    check_clip_weights,
-    check_references,
-    clip_score,
-    fid,
-    git_blob,
-    mlperf_window,
-)
+from sd_quant.metrics.text_image import MLPERF_PROTOCOL, clip_score, fid, mlperf_window
 
 from ...text_scores import LONGEST, Means, small_clip
 
@@ -53,8 +41,7 @@ def by_transformers(folder, images: np.ndarray) -> torch.Tensor:
     return torch.cat(scores)
 
 
-@pytest.mark.parametrize("batch", [2, 16])
-@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(("batch", "sign"), [(2, 1), (16, -1)])
 def test_clip_score_is_the_mean_cosine_but_not_below_zero(clip_folder, tmp_path, monkeypatch, batch, sign):
     from transformers import CLIPModel, CLIPProcessor
 
@@ -72,29 +59,23 @@ def test_clip_score_is_the_mean_cosine_but_not_below_zero(clip_folder, tmp_path,
     assert found["network"] == {"layers": 1, "width": 16, "patch": 16}
 
 
-def test_weights_that_are_damaged_give_a_reason_instead_of_a_number(clip_folder, tmp_path):
-    for file in clip_folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes()[: -100 if file.suffix == ".safetensors" else None])
-    found = clip_score(random_images(3), PROMPTS, tmp_path)
-    assert found["value"] is None
-    assert "cannot be loaded as a CLIPModel" in found["reason"]
-
-
-def test_nan_becomes_a_reason(clip_folder, monkeypatch):
-    monkeypatch.setattr(
-        text_image.ProjectedClip, "get_image_features", lambda self, pixels: torch.full((len(pixels), 8), torch.nan)
-    )
-    found = clip_score(random_images(3), PROMPTS, clip_folder)
-    assert found["value"] is None and "NaN" in found["reason"]
-    json.dumps(found, allow_nan=False)
-
-
-def test_a_folder_is_checked_before_anything_is_loaded(clip_folder, tmp_path):
-    check_clip_weights(clip_folder)
-    assert clip_score(random_images(3), PROMPTS, tmp_path / "absent")["reason"].startswith("there is no folder")
+def test_what_has_no_score_has_a_reason(clip_folder, tmp_path, monkeypatch):
+    text_image.check_clip_weights(clip_folder)
     (tmp_path / "config.json").touch()
     with pytest.raises(ConfigError, match="has no model.safetensors or"):
-        check_clip_weights(tmp_path)
+        text_image.check_clip_weights(tmp_path)
+    for file in clip_folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes()[: -100 if file.suffix == ".safetensors" else None])
+    nan = lambda self, pixels: torch.full((len(pixels), 8), torch.nan)  # noqa: E731
+    monkeypatch.setattr(text_image.ProjectedClip, "get_image_features", nan)
+    for folder, reason in (
+        (tmp_path / "absent", "there is no folder"),
+        (tmp_path, "cannot be loaded as a CLIPModel"),
+        (clip_folder, "NaN"),
+    ):
+        found = clip_score(random_images(3), PROMPTS, folder)
+        assert found["value"] is None and reason in found["reason"]
+        json.dumps(found, allow_nan=False)
 
 
 def test_every_image_needs_a_prompt_and_there_has_to_be_one(clip_folder):
@@ -166,7 +147,7 @@ def test_too_few_images_give_a_reason(small_inception, folder):
         path.unlink()
     assert f"10 images are in {folder}" in fid(random_images(24), folder, folder)["reason"]
     with pytest.raises(ConfigError, match="neither a folder of images nor an .npz"):
-        check_references(folder / "absent.npz")
+        text_image.check_references(folder / "absent.npz")
 
 
 def test_fid_takes_more_images_than_inception_has_features():
@@ -176,56 +157,51 @@ def test_fid_takes_more_images_than_inception_has_features():
         text_image._check_number(2048, "were made")
 
 
-@pytest.fixture
-def made() -> dict:
-    return dict(MLPERF_PROTOCOL)
-
-
 @pytest.mark.parametrize(
     ("score", "distance", "passes"),
     [
         (31.75, 23.5, True),
-        (MLPERF_CLIP[0], MLPERF_FID[1], True),
+        (text_image.MLPERF_CLIP[0], text_image.MLPERF_FID[1], True),
         (31.686, 23.5, False),
         (31.75, 23.9501, False),
         (31.82, 22.9, False),
     ],
 )
-def test_both_have_to_be_in_mlperfs_window(made, score, distance, passes):
-    found = mlperf_window(score, distance, made)
-    assert found["passes"] is passes
-    assert (found["reason"] is None) is passes
+def test_both_have_to_be_in_mlperfs_window(score, distance, passes):
+    found = mlperf_window(score, distance, MLPERF_PROTOCOL)
+    assert found["passes"] is passes and (found["reason"] is None) is passes
 
 
 def test_the_window_is_what_mlperf_makes_of_its_reference():
-    assert MLPERF_CLIP == pytest.approx([31.74981837 * factor for factor in (0.998, 1.002)], abs=1e-8)
-    assert MLPERF_FID == pytest.approx([23.48046692 * factor for factor in (0.98, 1.02)], abs=1e-8)
+    assert text_image.MLPERF_CLIP == pytest.approx([31.74981837 * factor for factor in (0.998, 1.002)], abs=1e-8)
+    assert text_image.MLPERF_FID == pytest.approx([23.48046692 * factor for factor in (0.98, 1.02)], abs=1e-8)
 
 
 @pytest.mark.parametrize("name", MLPERF_PROTOCOL)
-def test_another_protocol_neither_passes_nor_fails(made, name):
-    found = mlperf_window(31.75, 23.5, made | {name: None})
+def test_another_protocol_neither_passes_nor_fails(name):
+    found = mlperf_window(31.75, 23.5, MLPERF_PROTOCOL | {name: None})
     assert found["passes"] is None
     assert found["reason"].startswith(f"not MLPerf's protocol: {name} ") and "; " not in found["reason"]
-    del made[name]
-    assert mlperf_window(31.75, 23.5, made) == found
+    without = {other: value for other, value in MLPERF_PROTOCOL.items() if other != name}
+    assert mlperf_window(31.75, 23.5, without) == found
 
 
-def test_without_a_number_nothing_passes(made):
-    assert mlperf_window(None, 23.5, made) == {"passes": None, "reason": "there is no CLIP score"}
-    assert mlperf_window(None, None, made)["reason"] == "there is no CLIP score and no FID"
+def test_without_a_number_nothing_passes():
+    assert mlperf_window(None, 23.5, MLPERF_PROTOCOL) == {"passes": None, "reason": "there is no CLIP score"}
+    assert mlperf_window(None, None, MLPERF_PROTOCOL)["reason"] == "there is no CLIP score and no FID"
 
 
 def test_what_is_told_by_a_digest_has_a_name_for_people():
     digests = {name for name, value in MLPERF_PROTOCOL.items() if re.fullmatch("[0-9a-f]{40,64}", str(value))}
-    assert digests == set(MLPERF_FILES) and len(digests) == 3
+    assert digests == set(text_image.MLPERF_FILES) and len(digests) == 3
 
 
 def test_a_file_has_the_name_that_git_gives_its_content(tmp_path):
     (tmp_path / "file").write_bytes(b"hello world\n")
-    assert git_blob(tmp_path / "file") == "3b18e512dba79e4c8300dd08aeb37f8e728b8dad"  # git hash-object
-    assert git_blob(tmp_path) is None
+    assert text_image.git_blob(tmp_path / "file") == "3b18e512dba79e4c8300dd08aeb37f8e728b8dad"  # git hash-object
+    assert text_image.git_blob(tmp_path) is None
 
 
 def test_the_order_of_captions_does_not_matter():
-    assert captions_sha256(["b", "a"]) == captions_sha256(["a", "b"]) != captions_sha256(["a", "b", "b"])
+    one, turned, more = map(text_image.captions_sha256, (["b", "a"], ["a", "b"], ["a", "b", "b"]))
+    assert one == turned != more

@@ -1,0 +1,156 @@
+"""Files and folders that a job starts from or writes to, which are looked at before anything is loaded."""
+
+import errno
+import importlib.util
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from sd_quant.config import PART_NAMES, artifact, check_writable, lora_of, part_paths
+from sd_quant.errors import ArtifactError, ConfigError, ResourceError
+
+
+def test_parts_come_from_the_run_and_single_paths_go_before(job, run, tmp_path):
+    own = tmp_path / "own.onnx"
+    own.touch()
+    export = job("export_trt", {"run": run, "files.vae": own})
+    export.check_files()
+    paths = part_paths(export, "onnx")
+    assert list(paths) == list(PART_NAMES)
+    assert (paths["vae"], paths["unet_xl"]) == (own, run / "onnx/unet_xl/unet_xl.onnx")
+    assert artifact(run, "plan", "unet_xl") == run / "plan/unet_xl.plan"
+
+
+def test_an_export_takes_some_parts_and_pictures_need_all(job, refused, run, archive):
+    unet, missing = artifact(run, "onnx", "unet_xl"), artifact(run, "onnx", "clip1")
+    job("export_trt", {"files.unet_xl": unet}).check_files()
+    needed = r"^no file is given for vae, clip1, clip2; set run=.* or vae=<path of its"
+    refused("infer", {"files.unet_xl": unet, "model.path": archive}, needed)
+    missing.unlink()
+    refused("export_trt", {"run": run}, f"^clip1 should be at {missing}, which does not exist")
+
+
+def test_without_files_an_export_is_of_the_checkpoint(job, refused, run, archive):
+    export = job("export_trt", {"model.path": archive})
+    assert export.unquantized()
+    export.check_files()
+    refused("export_trt", {"model.path": "missing.nemo"}, "^model.path names missing.nemo, which does not exist")
+    job("export_trt", {"trt.library": "none"})  # its ONNX files alone
+    refused(
+        "export_trt", {"trt.library": "none", "run": run}, "^trt.library is none, expected a library that builds plans"
+    )
+
+
+def test_folders_to_write_to_are_made_later_and_refused_now(job, refused, run, archive, tmp_path):
+    job("export_trt", {"run": run, "infer.out_path": run / "new"}).check_files()
+    assert not (run / "new").exists()
+    below = r"cannot be written, because of .*empty\.nemo; set infer\.out_path$"
+    refused("export_trt", {"run": run, "infer.out_path": archive / "new"}, below)
+    below = r"^the cache .* cannot be written, .*; set cache\.dir"
+    refused("quantize", {"cache.dir": archive / "cache", "model.path": archive}, below)
+    check_writable(tmp_path / "a/b/c")
+    assert not (tmp_path / "a").exists()
+    (tmp_path / "broken").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"because of .*broken; set hydra\.run\.dir"):
+        check_writable(tmp_path / "broken/run")
+
+
+def test_a_folder_that_cannot_be_made_is_refused(monkeypatch):
+    """/proc has the permissions of a folder in which its owner may write."""
+    with pytest.raises(ConfigError, match=r"^the output directory /proc/x/y cannot be written, because of /proc; set"):
+        check_writable(Path("/proc/x/y"))
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda **_: (_ for _ in ()).throw(full))
+    with pytest.raises(ResourceError, match="the disk is full"):
+        check_writable(Path("/tmp/x"))
+
+
+def test_a_checkpoint_has_to_be_there_and_whole(job, refused, archive):
+    job("quantize", {"model.path": archive}).check_files()
+    refused("quantize", {"model.path": "no/such.nemo"}, r"^model\.path names no/such\.nemo, which does not exist")
+    archive.write_bytes(b"not a tar" * 100)
+    refused("quantize", {"model.path": archive}, "no valid tar header", ArtifactError)
+
+
+def test_a_lora_has_a_strength(job, refused):
+    for stated, expected in (
+        ("style.safetensors", ("style.safetensors", 1.0)),
+        ("a/b.safetensors:0.8", ("a/b.safetensors", 0.8)),
+        ("b.safetensors:-1", ("b.safetensors", -1.0)),
+    ):
+        model = job("infer", {"model.loras": [stated]}).model
+        assert lora_of(model.loras[0]) == expected
+        with pytest.raises(ConfigError, match="^model.loras names .*, which does not exist"):
+            model.check_files()
+    for stated in ("b.safetensors:much", "b.safetensors:nan", "b.safetensors:", ":0.5", ""):
+        refused("infer", {"model.loras": [stated]}, r"^model.loras .* a file, or file:strength with a number")
+
+
+def test_images_to_start_from_make_the_encoder_a_part(job, run, picture):
+    assert not job("quantize", {}).model.encoder
+    for knob in ("infer.image", "model.calibration_image"):
+        assert job("quantize", {knob: picture}).model.encoder
+    infer = job("infer", {"infer.image": picture, "run": run})
+    assert infer.model.encoder and list(part_paths(infer, "onnx")) == [*PART_NAMES, "vae_encoder"]
+
+
+def test_absent_images_and_masks_are_refused(refused, picture):
+    refused("quantize", {"infer.image": "missing.png"}, "^infer.image names missing.png, which does not exist")
+    masks = picture.parent / "masks"
+    masks.mkdir()
+    (masks / "a.png").touch()
+    told = r"^infer.mask is .* holds no mask for 1 of 2 images, such as b.png"
+    refused("quantize", {"infer.image": picture, "infer.mask": masks}, told)
+
+
+def test_prompts_come_from_a_list_or_a_file(job, refused, archive, tmp_path):
+    listed = job("quantize", {"infer.prompts": ["a", "b"], "infer.num_samples": 2})
+    assert listed.infer.prompt_list() == ["a", "a", "b", "b"]
+    (tmp_path / "prompts.txt").write_text("c\nd\n")
+    assert job("quantize", {"infer.prompts": tmp_path / "prompts.txt"}).infer.prompt_list() == ["c", "d"]
+    empty = r"^infer\.prompts is empty, expected at least one prompt$"
+    refused("quantize", {"infer.prompts": [], "model.path": archive}, empty)
+
+
+def test_a_prompt_without_brackets_is_told_of_them(job):
+    told = r"^infer.prompts is cat, which is no file .*brackets: 'infer.prompts=\[cat\]'$"
+    with pytest.raises(ConfigError, match=told):
+        job("quantize", {"infer.prompts": "cat"}).infer.prompt_list()
+
+
+def test_prompts_and_images_take_turns_until_all_are_used(job, picture):
+    two = {"infer.image": picture, "infer.prompts": ["a"], "infer.num_samples": 2}
+    assert job("infer", two).infer.prompt_list() == ["a"] * 4
+    three = {"infer.image": picture, "infer.prompts": ["a", "b", "c"]}
+    assert job("infer", three).infer.prompt_list() == ["a", "b", "c"]
+
+
+def test_negative_prompts_are_repeated_as_the_prompts_are(job):
+    infer = job("quantize", {"infer.negative_prompt": ["rain", "nude"], "infer.num_samples": 2}).infer
+    assert infer.negative_prompts(2) == ["rain", "rain", "nude", "nude"]
+    assert infer.negative_prompts() == ["rain", "nude"]
+    assert job("quantize", {"infer.negative_prompt": "rain"}).infer.negative_prompts(3) == ["rain"] * 3
+    assert job("quantize", {}).infer.negative_prompts(2) is None
+
+
+def test_more_calibration_prompts_than_there_are_is_refused(job, refused, archive, tmp_path):
+    (tmp_path / "prompts.txt").write_text("one\n\ntwo\nthree\n")
+    knobs = {"model.path": archive, "model.calibration_prompts": tmp_path / "prompts.txt"}
+    assert job("quantize", knobs | {"quantize.calib_size": 2}).calibration_prompts() == ["one", "two"]
+    told = "^calib_size is 4, expected at most the 3 prompts of the prompt file$"
+    refused("quantize", knobs | {"quantize.calib_size": 4}, told)
+
+
+def test_statistics_from_elsewhere_have_to_be_there_and_need_no_prompts(job, refused, archive, tmp_path):
+    knobs = {"model.path": archive, "model.calibration_prompts": "no/such.txt"}
+    job("quantize", knobs | {"quantize.calibration": tmp_path}).check_files()
+    told = "^calibration names no/such/cache, which .*; give a statistics"
+    refused("quantize", knobs | {"quantize.calibration": "no/such/cache"}, told)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorrt") is not None, reason="tensorrt is installed here")
+@pytest.mark.parametrize("knob", ["infer.engine", "trt.library"])
+def test_a_missing_runtime_is_refused_with_its_extra(refused, archive, knob):
+    told = r"the package tensorrt is not installed.* pip install 'sd-quant\[tensorrt\]'"
+    refused("quantize", {knob: "tensorrt", "model.path": archive}, told, ResourceError)

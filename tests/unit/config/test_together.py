@@ -1,0 +1,87 @@
+"""Which knobs of images and of plans go together."""
+
+import pytest
+
+from sd_quant.errors import ConfigError
+
+SIZES = {"infer.sizes": ["64x64", "128x64"], "model.sizes": ["64x64", "128x64"]}
+NEGATIVE = {"infer.prompts": ["a cat", "a dog"], "infer.num_samples": 3}
+SCORE = "null with infer.sizes, because this score is of images of one size"
+TRT = "trt.sizes has, because plans make the images"
+AUTO = "expected auto or tensorrt, because infer.engine=tensorrt"
+
+
+@pytest.mark.parametrize(
+    ("primary", "knobs"),
+    [
+        ("infer", {"infer.engine": "torch", "infer.cuda_graph": True, "run": "x"}),
+        ("infer", {"infer.engine": "tensorrt", "infer.cuda_graph": True, "run": "x"}),
+        ("infer", {"infer.scale": 1.1, "infer.negative_prompt": "blurry"}),
+        *(("quantize", NEGATIVE | {"infer.negative_prompt": prompt}) for prompt in ("", "rain", ["rain", "nude"])),
+        ("quantize", {"trt.library": "none", "infer.batch_size": 64}),
+        ("quantize", {"trt.library": "none", "trt.sizes": ["128x128", "192x128"]}),
+        ("quantize", SIZES | {"infer.engine": "tensorrt_rtx", "trt.sizes": ["64x64", "192x128"]}),
+        ("quantize", SIZES | {"infer.engine": "openvino", "trt.sizes": ["64x64", "64x128"]}),
+        ("quantize", SIZES | {"infer.engine": "openvino", "trt.sizes": None}),
+        ("quantize", {"infer.engine": "tensorrt", "trt.library": "auto"}),
+        ("quantize", {"infer.engine": "tensorrt", "trt.library": "tensorrt"}),
+    ],
+)  # fmt: skip
+def test_these_do(job, primary, knobs):
+    found = job(primary, knobs)
+    if "infer.prompts" in knobs:
+        found.infer.check_files()
+
+
+@pytest.mark.parametrize(
+    ("primary", "knobs", "refusal"),
+    [
+        *(("infer", {"infer.engine": engine, "infer.cuda_graph": True, "run": "x"},
+           f"infer.cuda_graph is True, expected false, because infer.engine={engine}")
+          for engine in ("openvino", "onnxruntime")),
+        *(("infer", {"infer.scale": scale, "infer.negative_prompt": "blurry"},
+           f"infer.negative_prompt is blurry, expected null, because at infer.scale={scale} nothing is guided")
+          for scale in (0, 1)),
+        ("quantize", NEGATIVE | {"infer.negative_prompt": "rain.txt"}, "infer.negative_prompt is rain.txt, expected "
+         "the text itself or a list of texts: only infer.prompts is read from a file"),
+        *(("quantize", NEGATIVE | {"infer.negative_prompt": prompts}, f"infer.negative_prompt is a list of "
+           f"{len(prompts)} texts, expected one for each of the 2 prompts, or a single text for all")
+          for prompts in (["rain"], [])),
+        ("quantize", NEGATIVE | {"infer.negative_prompt": 5},
+         "infer.negative_prompt is 5, expected a list of texts or text or null"),
+        ("quantize", {"infer.mask": "m.png"},
+         "infer.mask is m.png, expected null without infer.image, because it is the mask"),
+        ("quantize", {"infer.strength": 0.0}, "infer.strength is 0.0, expected more than 0 and at most 1"),
+        ("quantize", {"infer.strength": 1.5}, "infer.strength is 1.5, expected more than 0 and at most 1"),
+        ("quantize", {"infer.strength": 0.5}, "infer.strength is 0.5, expected null without infer.image"),
+        ("quantize", {"infer.image": "a.png", "infer.strength": 0.01},
+         "infer.steps is 20, expected at least 100, because infer.str"),
+        ("quantize", {"infer.image": "a.png", "infer.steps": 1},
+         "infer.steps is 1, expected at least 2, because infer.strength=0.6"),
+        ("quantize", {"model.calibration_image": "a.png", "quantize.n_steps": 1},
+         "quantize.n_steps is 1, expected at least 2, bec"),
+        ("quantize", {"infer.image": "a.png", "infer.latents": "n.pt"},
+         "infer.latents is n.pt, expected null with infer.image"),
+        ("quantize", {"model.calibration_mask": "m.png"},
+         "model.calibration_mask is m.png, expected null without model.calib"),
+        ("quantize", SIZES | {"infer.latents": "x"},
+         "infer.latents is x, expected null with infer.sizes, because noise is of one size"),
+        ("quantize", SIZES | {"infer.image": "x"},
+         "infer.image is x, expected null with infer.sizes, because images to begin with are read at one size"),
+        ("quantize", SIZES | {"model.calibration_image": "x"},
+         "model.calibration_image is x, expected null with model.sizes, because images to begin with are read at one"),
+        ("quantize", SIZES | {"metrics.clip_weights": "x"}, f"metrics.clip_weights is x, expected {SCORE}"),
+        ("quantize", SIZES | {"metrics.fid_references": "x"}, f"metrics.fid_references is x, expected {SCORE}"),
+        *(("quantize", SIZES | {"infer.engine": "tensorrt_rtx", "trt.sizes": sizes},
+           f"infer.sizes is 128x64, expected a width from 64 to 64, which {TRT}")
+          for sizes in (None, ["64x64", "64x128"])),
+        ("export_trt", {"trt.sizes": ["128x64", "192x64"]},
+         "infer.width is 64, expected from 128 to 192, as in trt.sizes"),
+        *(("quantize", {"infer.engine": "tensorrt", "trt.library": library}, f"trt.library is {library}, {AUTO}")
+          for library in ("tensorrt_rtx", "none")),
+    ],
+)  # fmt: skip
+def test_these_do_not(job, primary, knobs, refusal):
+    with pytest.raises(ConfigError) as found:
+        job(primary, knobs).infer.check_files()
+    assert str(found.value).startswith(refusal)
