@@ -1,7 +1,7 @@
 from dataclasses import replace
 
 from sd_quant.report.published import as_html
-from sd_quant.report.rebuild import handed_over_tables, rebuild
+from sd_quant.report.rebuild import handed_over_tables
 
 
 def test_what_jobs_have_handed_over_stands_in_one_table(small_sweep):
@@ -13,7 +13,3 @@ def test_what_jobs_have_handed_over_stands_in_one_table(small_sweep):
     (table,) = handed_over_tables(replace(small_sweep, jobs=jobs))
     assert table.lines == [[f"level={level}", "gguf", "95 of 150", "–", "1.0 MiB"] for level in "1234"]
     assert "<td>gguf</td><td>95 of 150</td>" in as_html(table) and len(table.header) == len(table.lines[0])
-
-
-def test_a_page_without_any_has_no_such_table(small_sweep):
-    assert "Handed over" not in rebuild(small_sweep.directory).read_text(encoding="utf-8")

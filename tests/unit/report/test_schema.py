@@ -2,7 +2,6 @@ import json
 import runpy
 
 import jsonschema
-import pytest
 
 from sd_quant.places import HOME
 from sd_quant.report.record import SCHEMA_VERSION
@@ -21,18 +20,13 @@ def test_every_name_is_explained():
     assert all(name.endswith("<...>") for name in silent), silent
 
 
-@pytest.mark.parametrize(
-    ("record", "wrong"),
-    [
-        ({"schema_version": 1, "prompts": ["a cat"], "of_a_later_version": [1]}, None),
-        ({"peak_memory_bytes": {"value": None, "reason": "killed"}}, None),
-        ({"fidelity": {"psnr": {"mean": None, "values": [30.5, None]}}}, None),
-        ({"prompts": [None]}, "$.prompts[0]"),
-        ({"schema_version": "1"}, "$.schema_version"),
-        ({"latency": {"openvino": {"vae": {"1": {"speedup": 0}}}}}, "$.latency.openvino.vae['1'].speedup"),
-        ({"fidelity": {"psnr": {"mean": "high"}}}, "$.fidelity.psnr.mean"),
-    ],
-)
-def test_what_it_takes_for_a_record(record, wrong):
-    found = [error.json_path for error in jsonschema.Draft202012Validator(record_schema()).iter_errors(record)]
-    assert found == ([] if wrong is None else [wrong])
+def test_it_takes_nulls_with_reasons_and_what_a_later_version_knows():
+    """What it does not take is beside what the reader does not take, in the tests of records."""
+    record = {
+        "schema_version": 1,
+        "prompts": ["a cat"],
+        "of_a_later_version": [1],
+        "peak_memory_bytes": {"value": None, "reason": "killed"},
+        "fidelity": {"psnr": {"mean": None, "values": [30.5, None]}},
+    }
+    jsonschema.validate(record, record_schema())
