@@ -94,10 +94,6 @@ def test_beside_recipes_candidates_stand_in_the_same_table_and_change_no_recomme
     assert "Worth its bits: theirs (45.0 dB at 4.50 bits a weight)" in page
 
 
-def test_nothing_is_said_of_candidates_where_there_are_none(folder):
-    assert candidate_tables(folder(1)) == []
-
-
 @pytest.mark.parametrize(("stated", "found"), [(0.5, "50%"), ("many", "95%"), (1.5, "95%"), (None, "95%")])
 def test_the_confidence_is_the_knobs_or_the_usual_one(tmp_path, stated, found):
     sweep = write_plan(tmp_path, {}, judge={"confidence": stated})

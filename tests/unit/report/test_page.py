@@ -52,22 +52,29 @@ def cells(row: str) -> list[str]:
     return [re.sub(r"<[^>]+>", "", cell) for cell in re.findall(r"<td.*?</td>", row)]
 
 
-def test_everything_stands_in_its_place(small_sweep):
-    text, parsed, data = written(small_sweep, extra_sections=[("NeMo's tables", "<table id=nemo></table>")])
+def test_the_command_makes_everything_and_each_thing_stands_in_its_place(small_sweep, monkeypatch, capsys):
+    directory = small_sweep.directory
+    monkeypatch.setattr(sys, "argv", ["report", str(directory)])
+    exit_with_its_code(main)
+    assert {path.name for path in directory.iterdir() if path.is_file()} == {
+        "sweep.json", "summary.csv", "summary.md", "summary.parquet", "report.html",
+        "pareto_latency.png", "pareto_size.png", "trajectory.png", "layers.png",
+    }  # fmt: skip
+    assert Path(capsys.readouterr().out.strip()) == directory / "report.html"
+    text = (directory / "report.html").read_text(encoding="utf-8")
     order = [
         "<h1>small</h1>", "openvino 2026.4", "a processor, 2 cores, avx512_vnni, 16 GiB", "1 March 2026, 10:20 UTC",
         "quantize.py -m", "Which recipe to ship", "<strong>quant_level=2</strong>: 1.20x (1.18 to 1.22) as fast",
         "Worth of a recipe",
         "Warnings", "FAILED: level=5: the disk is full", "UNFINISHED: level=6: it left no record", "Results", "Plots",
         'id="pareto_latency-figure_1"', 'id="pareto_size-figure_1"', 'id="trajectory-figure_1"', 'id="layers-figure_1"',
-        "<h2>NeMo&#x27;s tables</h2><table id=nemo></table>", "<h2>Images</h2>",
+        "<h2>Images</h2>",
     ]  # fmt: skip
     places = [text.find(part) for part in order]
     assert -1 not in places and places == sorted(places)
-    assert [recipe["name"] for recipe in data["recipes"] if recipe["recommended"]] == ["quant_level=2"]
-    ids = [attributes["id"] for _, attributes in parsed.elements if "id" in attributes]
+    assert "Handed over" not in text and "What is in each candidate" not in text
+    ids = [attributes["id"] for _, attributes in Parsed(text).elements if "id" in attributes]
     assert len(ids) == len(set(ids))
-    assert {path.name for path in small_sweep.directory.iterdir() if path.is_file()} == {"sweep.json", "report.html"}
 
 
 def test_the_page_asks_for_nothing_and_runs_only_its_own_script(small_sweep, without_plots):
@@ -119,13 +126,6 @@ def test_a_recipe_that_is_slower_or_that_no_engine_ran_is_called_so(small_sweep,
     assert "simulation" in cells(row(text, "level=2"))
 
 
-def test_without_warnings_there_is_no_such_section(tmp_path, without_plots):
-    text, parsed, data = written(read_sweep(write_job(tmp_path / "a run")))
-    assert "Warnings" not in parsed.text and "one job" in text and "◆" not in text
-    assert "<strong>a run</strong>: 1.30x (1.28 to 1.32) as fast" in text
-    assert [prompt["text"] for prompt in data["prompts"]] == ["a pear", "a red apple"]  # the worse one first
-
-
 HOSTILE = [
     "</script><script>alert(1)</script>",
     '"><img src=x onerror="alert(1)">',
@@ -135,7 +135,7 @@ HOSTILE = [
 ]
 
 
-def test_other_peoples_text_stays_text(tmp_path):
+def test_other_peoples_text_stays_text(tmp_path, without_plots):
     """In prompts, knobs, reasons, names of jobs and paths."""
     jobs = {}
     for number, text in enumerate(HOSTILE):
@@ -153,6 +153,7 @@ def test_other_peoples_text_stays_text(tmp_path):
     assert not [name for _, attributes in parsed.elements for name in attributes if name.startswith("on")]
     assert parsed.scripts[1:] == [page.template("page.js")]
     assert sorted(prompt["text"] for prompt in data["prompts"]) == sorted(map(printable, HOSTILE))
+    assert 0 < text.find("<p>ours</p>") < text.find("<h2>Images</h2>")
     shown = "".join(parsed.text)
     for number, hostile in enumerate(map(printable, HOSTILE)):
         assert f"failed: {hostile}" in shown  # its reason, in the table
@@ -176,6 +177,7 @@ def image(data: dict, index: int) -> Image.Image:
 
 def test_small_images_are_embedded_once_and_bit_for_bit(small_sweep, without_plots):
     _, _, data = written(small_sweep)
+    assert [recipe["name"] for recipe in data["recipes"] if recipe["recommended"]] == ["quant_level=2"]
     assert len(data["images"]) == 2 + 4 * 2  # full precision of two prompts, and the images of four recipes
     for prompt in data["prompts"]:
         assert len({pair["full"] for pair in prompt["pairs"]}) == 1
@@ -186,8 +188,11 @@ def test_small_images_are_embedded_once_and_bit_for_bit(small_sweep, without_plo
             assert pair["scores"] == f"PSNR {pair['psnr']:.2f} dB · SSIM 0.9800 · LPIPS 0.0100"
 
 
-def test_large_images_are_reduced(tmp_path, without_plots):
-    text, _, data = written(read_sweep(write_job(tmp_path / "run", size=1000)))
+def test_the_page_of_one_run_has_no_warnings_and_reduced_images_where_they_are_large(tmp_path, without_plots):
+    text, parsed, data = written(read_sweep(write_job(tmp_path / "a run", size=1000)))
+    assert "Warnings" not in parsed.text and "one job" in text and "◆" not in text
+    assert "<strong>a run</strong>: 1.30x (1.28 to 1.32) as fast" in text
+    assert [prompt["text"] for prompt in data["prompts"]] == ["a pear", "a red apple"]  # the worse one first
     assert image(data, 0).size == (page.LONGEST_EDGE, page.LONGEST_EDGE) and image(data, 0).format == "WEBP"
     assert data["images"][0]["width"] == page.LONGEST_EDGE
     assert "at most 768 pixels" in text
@@ -244,19 +249,6 @@ def test_the_style_sheet_has_every_colour_of_the_plots_in_light_and_in_dark():
         found = re.search(rf"--plot-{name}: (?:var\(--(\w+)\)|#\w+)", light)
         assert found, name
         assert (f"--{found[1]}: #" if found[1] else f"--plot-{name}: #") in dark
-
-
-def test_the_command_makes_everything_again(small_sweep, monkeypatch, capsys):
-    directory = small_sweep.directory
-    monkeypatch.setattr(sys, "argv", ["report", str(directory)])
-    exit_with_its_code(main)
-    made = {path.name for path in directory.iterdir() if path.is_file()} - {"sweep.json"}
-    assert made == {
-        "summary.csv", "summary.md", "summary.parquet", "report.html",
-        "pareto_latency.png", "pareto_size.png", "trajectory.png", "layers.png",
-    }  # fmt: skip
-    assert Path(capsys.readouterr().out.strip()) == directory / "report.html"
-    assert "Handed over" not in (directory / "report.html").read_text(encoding="utf-8")
 
 
 def test_a_folder_of_something_else_is_refused_in_one_sentence(tmp_path, monkeypatch, capsys):

@@ -43,11 +43,9 @@ def test_more_layers_kept_move_the_line_and_one_that_costs_nothing_has_no_bar_bu
     assert np.array_equal(few[:, 800:], many[:, 800:])
 
 
-@pytest.mark.parametrize("before", [None, b"an earlier plot"])
-def test_a_failure_leaves_what_was_there(tmp_path, monkeypatch, before):
+def test_a_failure_leaves_what_was_there(tmp_path, monkeypatch):
     path = tmp_path / "sensitivity.png"
-    if before:
-        path.write_bytes(before)
+    path.write_bytes(b"an earlier plot")
 
     def half(self, target, **_) -> None:
         target.write_bytes(b"\x89PNG half of it")
@@ -56,4 +54,4 @@ def test_a_failure_leaves_what_was_there(tmp_path, monkeypatch, before):
     monkeypatch.setattr(Figure, "savefig", half)
     with pytest.raises(RuntimeError, match="the renderer broke"):
         plot_sensitivity(ROWS, CURVE, path)
-    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == ({path.name: before} if before else {})
+    assert list(tmp_path.iterdir()) == [path] and path.read_bytes() == b"an earlier plot"
