@@ -52,6 +52,7 @@ def cells(row: str) -> list[str]:
     return [re.sub(r"<[^>]+>", "", cell) for cell in re.findall(r"<td.*?</td>", row)]
 
 
+@pytest.mark.slow
 def test_the_command_makes_everything_and_each_thing_stands_in_its_place(small_sweep, monkeypatch, capsys):
     directory = small_sweep.directory
     monkeypatch.setattr(sys, "argv", ["report", str(directory)])

@@ -149,21 +149,24 @@ def test_plans_are_built_while_the_block_runs(spare, monkeypatch):
     assert step.said == ["plans begin", "plans end"]
 
 
-@pytest.mark.parametrize(
-    "why", ["kernels are timed", "the engine loads them", "one thread", "little memory", "none are asked for"]
-)
+@pytest.mark.parametrize("why", ["kernels are timed", "the engine loads them", "one thread", "little memory"])
 def test_plans_are_built_before_where_the_block_cannot_spare_what_it_takes(spare, monkeypatch, why):
     step, built_in = Told(), []
     monkeypatch.setattr(export_trt, "build_run_plans", lambda *_: built_in.append(threading.current_thread()) or {})
     if why == "one thread":
         monkeypatch.setattr(export_trt, "threads", lambda: 1)
-    library = {"kernels are timed": "tensorrt", "none are asked for": "none"}.get(why, "tensorrt_rtx")
+    library = "tensorrt" if why == "kernels are timed" else "tensorrt_rtx"
     asked = run_job(library, "tensorrt_rtx" if why == "the engine loads them" else "openvino")
     memory = 99.9e9 if why == "little memory" else 1e9
     with plans_beside(LOADED, None, asked, None, step, memory) as plans:
-        assert step.said == ([] if library == "none" else ["plans begin", "plans end"])
-        assert plans.done() and plans.result() == {}
+        assert step.said == ["plans begin", "plans end"] and plans.done() and plans.result() == {}
     assert built_in == [threading.main_thread()]
+
+
+def test_without_plans_there_is_no_step_of_them(spare):
+    step = Told()
+    with plans_beside(LOADED, None, run_job("none"), None, step, 1e9) as plans:
+        assert plans.result() == {} and step.said == []
 
 
 def test_a_build_asks_all_the_while_whether_it_is_wanted(onnx_path, tmp_path):

@@ -57,6 +57,7 @@ def test_a_replayed_engine_is_the_same_engine(checkpoint):
     assert open_parts.module_of(engine.engine) is engine.engine.module
 
 
+@pytest.mark.slow
 def test_torch_computes_on_the_best_device_in_layers_for_it(checkpoint, monkeypatch):
     """Stood in for by one without memory."""
     monkeypatch.setattr(open_parts, "best_device", lambda: torch.device("meta"))
