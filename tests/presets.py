@@ -4,7 +4,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from sd_quant.cli import job_of
-from sd_quant.config import Quantize, QuantizeJob
+from sd_quant.config import InferJob, Quantize, QuantizeJob
 from sd_quant.knobs import read
 from sd_quant.places import CONF
 
@@ -12,6 +12,11 @@ from sd_quant.places import CONF
 def job(*overrides: str) -> QuantizeJob:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         return job_of(QuantizeJob, compose("quantize", [*overrides]))
+
+
+def infer_job(*overrides: str) -> InferJob:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return job_of(InferJob, compose("infer", ["infer=torch", *overrides]))
 
 
 def recipe_of(preset: str, *overrides: str) -> Quantize:

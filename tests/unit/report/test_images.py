@@ -20,16 +20,20 @@ def test_saved_images_read_back_exactly_and_leave_no_partial_files(tmp_path):
             assert np.array_equal(np.asarray(read), image)
 
 
-@pytest.mark.parametrize("names", [["../a", "b"], ["a", "a"], ["a"], ["", "b"], ["a/b", "c"]])
+@pytest.mark.parametrize("names", [["../a", "b"], ["a", "a"], ["a"], ["", "b"]])
 def test_names_that_leave_the_folder_or_collide_are_refused(tmp_path, names):
     with pytest.raises(ArtifactError, match="number the images"):
         save_images(gradient(2, 8), tmp_path / "images", names)
     assert not (tmp_path / "images").exists()
 
 
-def test_float_images_are_refused(tmp_path):
+def test_images_of_another_type_or_that_do_not_match_are_refused(tmp_path):
     with pytest.raises(ArtifactError, match="float64"):
         save_images(np.zeros((1, 8, 8, 3)), tmp_path, ["a"])
+    with pytest.raises(ArtifactError, match="same prompts and size"):
+        comparison_grid(gradient(2, 64), gradient(1, 64), tmp_path / "grid.png")
+    with pytest.raises(ArtifactError, match="expected the same shape twice"):
+        comparison_grid(gradient(2, 64), [*gradient(1, 32), *gradient(1, 64)], tmp_path / "grid.png")
 
 
 @pytest.mark.parametrize(("size", "edge"), [(64, 128), (1024, 256)])
@@ -68,11 +72,6 @@ def test_thousands_of_pairs_give_a_grid_that_still_opens(tmp_path):
     assert 8 * 2 * 16 < width < 1000 and 8 * 2 * 32 < height < 1000
 
 
-def test_images_that_do_not_match_are_refused(tmp_path):
-    with pytest.raises(ArtifactError, match="same prompts and size"):
-        comparison_grid(gradient(2, 64), gradient(1, 64), tmp_path / "grid.png")
-
-
 def test_images_of_several_sizes_are_saved_and_drawn_as_they_are(tmp_path):
     black = [np.zeros((height, width, 3), np.uint8) for height, width in ((64, 64), (32, 64), (64, 32))]
     for image, path in zip(black, save_images(black, tmp_path / "images", ["a", "b", "c"]), strict=True):
@@ -86,5 +85,3 @@ def test_images_of_several_sizes_are_saved_and_drawn_as_they_are(tmp_path):
         below = grid[16 + 64 + 4 :, left : left + 64].max(-1) == 0
         assert below.sum() == height * width
         assert below[(64 - height) // 2 :, (64 - width) // 2 :][:height, :width].all()
-    with pytest.raises(ArtifactError, match="expected the same shape twice"):
-        comparison_grid(black, white[1:], tmp_path / "grid.png")

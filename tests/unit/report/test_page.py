@@ -17,6 +17,8 @@ from sd_quant.report.__main__ import main
 from sd_quant.report.summary import read_sweep
 from sd_quant.text import printable
 
+from .sweeps import change_record, write_job, write_plan
+
 
 class Parsed(HTMLParser):
     """Elements with their attributes, the text outside of scripts, and what each script holds."""
@@ -42,12 +44,6 @@ def written(sweep, **options) -> tuple[str, Parsed, dict]:
     return text, parsed, json.loads(parsed.scripts[0])
 
 
-@pytest.fixture
-def without_plots(monkeypatch):
-    """For tests of the rest of the page: plots take most of the time."""
-    monkeypatch.setattr(page, "figures", lambda sweep: {})
-
-
 def row(text: str, job: str) -> str:
     return next(line for line in re.findall(r"<tr class=.*?</tr>", text) if job in line)
 
@@ -56,22 +52,30 @@ def cells(row: str) -> list[str]:
     return [re.sub(r"<[^>]+>", "", cell) for cell in re.findall(r"<td.*?</td>", row)]
 
 
-def test_everything_stands_in_its_place(small_sweep):
-    text, parsed, data = written(small_sweep, extra_sections=[("NeMo's tables", "<table id=nemo></table>")])
+@pytest.mark.slow
+def test_the_command_makes_everything_and_each_thing_stands_in_its_place(small_sweep, monkeypatch, capsys):
+    directory = small_sweep.directory
+    monkeypatch.setattr(sys, "argv", ["report", str(directory)])
+    exit_with_its_code(main)
+    assert {path.name for path in directory.iterdir() if path.is_file()} == {
+        "sweep.json", "summary.csv", "summary.md", "summary.parquet", "report.html",
+        "pareto_latency.png", "pareto_size.png", "trajectory.png", "layers.png",
+    }  # fmt: skip
+    assert Path(capsys.readouterr().out.strip()) == directory / "report.html"
+    text = (directory / "report.html").read_text(encoding="utf-8")
     order = [
         "<h1>small</h1>", "openvino 2026.4", "a processor, 2 cores, avx512_vnni, 16 GiB", "1 March 2026, 10:20 UTC",
         "quantize.py -m", "Which recipe to ship", "<strong>quant_level=2</strong>: 1.20x (1.18 to 1.22) as fast",
         "Worth of a recipe",
         "Warnings", "FAILED: level=5: the disk is full", "UNFINISHED: level=6: it left no record", "Results", "Plots",
         'id="pareto_latency-figure_1"', 'id="pareto_size-figure_1"', 'id="trajectory-figure_1"', 'id="layers-figure_1"',
-        "<h2>NeMo&#x27;s tables</h2><table id=nemo></table>", "<h2>Images</h2>",
+        "<h2>Images</h2>",
     ]  # fmt: skip
     places = [text.find(part) for part in order]
     assert -1 not in places and places == sorted(places)
-    assert [recipe["name"] for recipe in data["recipes"] if recipe["recommended"]] == ["quant_level=2"]
-    ids = [attributes["id"] for _, attributes in parsed.elements if "id" in attributes]
+    assert "Handed over" not in text and "What is in each candidate" not in text
+    ids = [attributes["id"] for _, attributes in Parsed(text).elements if "id" in attributes]
     assert len(ids) == len(set(ids))
-    assert {path.name for path in small_sweep.directory.iterdir() if path.is_file()} == {"sweep.json", "report.html"}
 
 
 def test_the_page_asks_for_nothing_and_runs_only_its_own_script(small_sweep, without_plots):
@@ -89,12 +93,12 @@ def test_the_page_asks_for_nothing_and_runs_only_its_own_script(small_sweep, wit
         assert tag != "link" or attributes["href"] == "data:,"
 
 
-def test_the_table_has_units_dashes_marks_and_reasons(small_sweep, without_plots, change_record):
-    def incomplete(record):
-        record["fidelity"]["lpips"] = {"mean": None, "reason": "not measured"}
-        record["fidelity"]["psnr"]["mean"] = None
-        record["fidelity"]["ssim"]["mean"] = 1.0
-
+def test_the_table_has_units_dashes_marks_and_reasons(small_sweep, without_plots):
+    incomplete = {
+        "fidelity.lpips": {"mean": None, "reason": "not measured"},
+        "fidelity.psnr.mean": None,
+        "fidelity.ssim.mean": 1.0,
+    }
     change_record(small_sweep.directory / "level=4", incomplete)
     text, *_ = written(read_sweep(small_sweep.directory))
     assert cells(row(text, "level=2")) == [
@@ -111,34 +115,16 @@ def test_the_table_has_units_dashes_marks_and_reasons(small_sweep, without_plots
     assert len({title for _, title in headers}) == len(headers) == 16
 
 
-def test_a_recipe_that_no_engine_ran_is_called_so(small_sweep, without_plots, change_record):
-    def simulated(record):
-        record["simulated"] = True
-
-    change_record(small_sweep.directory / "level=2", simulated)
-    text, *_ = written(read_sweep(small_sweep.directory))
-    assert text.count("SIMULATED: no engine here executes quant_level=2; torch made its images.") == 1
-    assert "simulation" in cells(row(text, "level=2"))
-    assert "SIMULATED: no engine here executes quant_level=4" not in text
-
-
-def test_a_recipe_that_is_slower_is_called_so(small_sweep, without_plots, change_record):
-    def slower(record):
-        record["latency"]["openvino"]["image"]["1"]["speedup"] = 0.8
-        record["latency"]["openvino"]["unet_xl"]["2"]["speedup"] = 0.997
-
+def test_a_recipe_that_is_slower_or_that_no_engine_ran_is_called_so(small_sweep, without_plots):
+    slower = {"latency.openvino.image.1.speedup": 0.8, "latency.openvino.unet_xl.2.speedup": 0.997}
+    change_record(small_sweep.directory / "level=2", {"simulated": True})
     change_record(small_sweep.directory / "level=3", slower)
     text, *_ = written(read_sweep(small_sweep.directory))
-    assert re.findall("SLOWER: [^<]*", text) == [
-        "SLOWER: quant_level=3 takes 1.25 times as long quantized as unquantized from prompt to image."
-    ]
-
-
-def test_without_warnings_there_is_no_such_section(tmp_path, write_job, without_plots):
-    text, parsed, data = written(read_sweep(write_job(tmp_path / "a run")))
-    assert "Warnings" not in parsed.text and "one job" in text and "◆" not in text
-    assert "<strong>a run</strong>: 1.30x (1.28 to 1.32) as fast" in text
-    assert [prompt["text"] for prompt in data["prompts"]] == ["a pear", "a red apple"]  # the worse one first
+    assert set(re.findall("(?:SLOWER|SIMULATED): [^<]*", text)) == {
+        "SIMULATED: no engine here executes quant_level=2; torch made its images.",
+        "SLOWER: quant_level=3 takes 1.25 times as long quantized as unquantized from prompt to image.",
+    }
+    assert "simulation" in cells(row(text, "level=2"))
 
 
 HOSTILE = [
@@ -150,16 +136,14 @@ HOSTILE = [
 ]
 
 
-def test_other_peoples_text_stays_text(tmp_path, write_job, write_plan):
+def test_other_peoples_text_stays_text(tmp_path, without_plots):
     """In prompts, knobs, reasons, names of jobs and paths."""
     jobs = {}
     for number, text in enumerate(HOSTILE):
         name = f"{number} {text}".replace("/", "").replace("\x00", "").replace("\ud800", "")
         folder = write_job(tmp_path / name, 34 + number, 1.1 if number else 0.9, prompts=HOSTILE)
+        change_record(folder, {"knobs.model.path": text})
         jobs[name] = {"prompts": text, "<i>knob": 1}
-        record = json.loads((folder / "metrics.json").read_text())
-        record["knobs"]["model"]["path"] = text
-        (folder / "metrics.json").write_text(json.dumps(record))
     for number, reason in enumerate(HOSTILE):
         (tmp_path / f"failed {number}").mkdir()
         (tmp_path / f"failed {number}" / "failure.json").write_text(json.dumps({"reason": reason}))
@@ -170,6 +154,7 @@ def test_other_peoples_text_stays_text(tmp_path, write_job, write_plan):
     assert not [name for _, attributes in parsed.elements for name in attributes if name.startswith("on")]
     assert parsed.scripts[1:] == [page.template("page.js")]
     assert sorted(prompt["text"] for prompt in data["prompts"]) == sorted(map(printable, HOSTILE))
+    assert 0 < text.find("<p>ours</p>") < text.find("<h2>Images</h2>")
     shown = "".join(parsed.text)
     for number, hostile in enumerate(map(printable, HOSTILE)):
         assert f"failed: {hostile}" in shown  # its reason, in the table
@@ -193,6 +178,7 @@ def image(data: dict, index: int) -> Image.Image:
 
 def test_small_images_are_embedded_once_and_bit_for_bit(small_sweep, without_plots):
     _, _, data = written(small_sweep)
+    assert [recipe["name"] for recipe in data["recipes"] if recipe["recommended"]] == ["quant_level=2"]
     assert len(data["images"]) == 2 + 4 * 2  # full precision of two prompts, and the images of four recipes
     for prompt in data["prompts"]:
         assert len({pair["full"] for pair in prompt["pairs"]}) == 1
@@ -203,14 +189,17 @@ def test_small_images_are_embedded_once_and_bit_for_bit(small_sweep, without_plo
             assert pair["scores"] == f"PSNR {pair['psnr']:.2f} dB · SSIM 0.9800 · LPIPS 0.0100"
 
 
-def test_large_images_are_reduced(tmp_path, write_job, without_plots):
-    text, _, data = written(read_sweep(write_job(tmp_path / "run", size=1000)))
+def test_the_page_of_one_run_has_no_warnings_and_reduced_images_where_they_are_large(tmp_path, without_plots):
+    text, parsed, data = written(read_sweep(write_job(tmp_path / "a run", size=1000)))
+    assert "Warnings" not in parsed.text and "one job" in text and "◆" not in text
+    assert "<strong>a run</strong>: 1.30x (1.28 to 1.32) as fast" in text
+    assert [prompt["text"] for prompt in data["prompts"]] == ["a pear", "a red apple"]  # the worse one first
     assert image(data, 0).size == (page.LONGEST_EDGE, page.LONGEST_EDGE) and image(data, 0).format == "WEBP"
     assert data["images"][0]["width"] == page.LONGEST_EDGE
     assert "at most 768 pixels" in text
 
 
-def test_of_many_prompts_the_worst_are_embedded(tmp_path, write_job, without_plots, monkeypatch):
+def test_of_many_prompts_the_worst_are_embedded(tmp_path, without_plots, monkeypatch):
     sweep = read_sweep(write_job(tmp_path / "run", prompts=[f"prompt {number}" for number in range(40)]))
     text, _, data = written(sweep)
     assert [prompt["text"] for prompt in data["prompts"]] == [f"prompt {number}" for number in range(39, 15, -1)]
@@ -220,23 +209,17 @@ def test_of_many_prompts_the_worst_are_embedded(tmp_path, write_job, without_plo
     assert 0 < len(data["prompts"]) < 24
 
 
-def test_identical_images_come_last_and_say_so(tmp_path, write_job, change_record, without_plots):
-    folder = write_job(tmp_path / "run")
-
-    def identical(record):
-        record["fidelity"]["psnr"]["values"][1] = None
-        record["fidelity"]["ssim"]["values"][1] = 1.0
-
-    change_record(folder, identical)
-    _, _, data = written(read_sweep(folder))
+def test_identical_images_come_last_and_say_so(tmp_path, without_plots):
+    identical = {"fidelity.psnr.values": [34.05, None], "fidelity.ssim.values": [0.98, 1.0]}
+    _, _, data = written(read_sweep(change_record(write_job(tmp_path / "run"), identical)))
     assert [(prompt["text"], prompt["pairs"][0]["scores"]) for prompt in data["prompts"]] == [
         ("a red apple", "PSNR 34.05 dB · SSIM 0.9800 · LPIPS 0.0100"),
         ("a pear", "identical"),
     ]
 
 
-@pytest.mark.parametrize("content", [None, b"", b"\x89PNG\r\n\x1a\n half", b"<svg onload='alert(1)'>"])
-def test_an_image_that_is_missing_or_damaged_is_said_to_be(tmp_path, write_job, content, without_plots):
+@pytest.mark.parametrize("content", [None, b"\x89PNG\r\n\x1a\n half", b"<svg onload='alert(1)'>"])
+def test_an_image_that_is_missing_or_damaged_is_said_to_be(tmp_path, content, without_plots):
     sweep = read_sweep(write_job(tmp_path / "run"))
     path = sweep.directory / "images/quantized/0000.png"
     path.unlink() if content is None else path.write_bytes(content)
@@ -247,13 +230,13 @@ def test_an_image_that_is_missing_or_damaged_is_said_to_be(tmp_path, write_job, 
     assert "run: 1 pair of images is missing or damaged" in text
 
 
-def test_an_image_that_would_fill_the_memory_is_damaged(tmp_path, write_job, without_plots, monkeypatch):
+def test_an_image_that_would_fill_the_memory_is_damaged(tmp_path, without_plots, monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 4000)
     _, parsed, data = written(read_sweep(write_job(tmp_path / "run", size=100)))
     assert not data["prompts"] and "There are no images to show." in parsed.text
 
 
-def test_a_sweep_without_images_says_so(tmp_path, write_plan):
+def test_a_sweep_without_images_says_so(tmp_path):
     (tmp_path / "a").mkdir()
     text, parsed, data = written(write_plan(tmp_path, {"a": {"alpha": 0.8}}))
     assert "There are no images to show." in parsed.text and '<div id="comparison" hidden>' in text
@@ -267,18 +250,6 @@ def test_the_style_sheet_has_every_colour_of_the_plots_in_light_and_in_dark():
         found = re.search(rf"--plot-{name}: (?:var\(--(\w+)\)|#\w+)", light)
         assert found, name
         assert (f"--{found[1]}: #" if found[1] else f"--plot-{name}: #") in dark
-
-
-def test_the_command_makes_everything_again(small_sweep, monkeypatch, capsys):
-    directory = small_sweep.directory
-    monkeypatch.setattr(sys, "argv", ["report", str(directory)])
-    exit_with_its_code(main)
-    made = {path.name for path in directory.iterdir() if path.is_file()} - {"sweep.json"}
-    assert made == {
-        "summary.csv", "summary.md", "summary.parquet", "report.html",
-        "pareto_latency.png", "pareto_size.png", "trajectory.png", "layers.png",
-    }  # fmt: skip
-    assert Path(capsys.readouterr().out.strip()) == directory / "report.html"
 
 
 def test_a_folder_of_something_else_is_refused_in_one_sentence(tmp_path, monkeypatch, capsys):

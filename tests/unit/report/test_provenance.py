@@ -21,14 +21,11 @@ def test_the_record_is_json_and_tells_when_with_what_and_on_what(tmp_path):
     assert result["machine"]["memory_bytes"] > 2**28
     assert 0 < result["machine"]["threads"] <= result["machine"]["usable_cores"]
     assert all(value > 0 for value in result["machine"]["cpu_mhz"])
-    assert result["inputs"]["prompts"] == {
-        "path": str(prompts),
-        "sha256": hashlib.sha256(b"a red apple\n").hexdigest(),
-        "bytes": 12,
-    }
+    digest = hashlib.sha256(b"a red apple\n").hexdigest()
+    assert result["inputs"]["prompts"] == {"path": str(prompts), "sha256": digest, "bytes": 12}
 
 
-def test_a_folder_is_known_by_its_files_names_and_contents(tmp_path):
+def test_a_folder_is_known_by_its_files_names_and_contents_and_an_absent_input_has_a_reason(tmp_path):
     for folder in ("a", "b"):
         (tmp_path / folder / "unet").mkdir(parents=True)
         (tmp_path / folder / "unet" / "weights").write_bytes(b"123")
@@ -36,15 +33,8 @@ def test_a_folder_is_known_by_its_files_names_and_contents(tmp_path):
     assert first["sha256"] == second["sha256"] and first["bytes"] == 3
     (tmp_path / "b" / "unet" / "weights").rename(tmp_path / "b" / "unet" / "other")
     assert fingerprint(tmp_path / "b")["sha256"] != first["sha256"]
-
-
-def test_an_absent_input_is_null_with_a_reason():
-    assert fingerprint(Path("no/such/file")) == {
-        "path": "no/such/file",
-        "sha256": None,
-        "bytes": None,
-        "reason": "no such file or folder",
-    }
+    absent = {"path": "no/such/file", "sha256": None, "bytes": None, "reason": "no such file or folder"}
+    assert fingerprint(Path("no/such/file")) == absent
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
@@ -67,8 +57,5 @@ def test_git_state_of_a_clean_a_changed_and_a_foreign_repository(tmp_path, monke
     assert git_state(tmp_path / "site-packages") == nothing
     (tmp_path / "new.py").write_text("")
     assert git_state(tmp_path)["dirty"] is True
-
-
-def test_git_state_is_null_without_git(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert git_state(tmp_path) == {"commit": None, "dirty": None}
+    monkeypatch.setenv("PATH", str(tmp_path))  # where git is not
+    assert git_state(tmp_path) == nothing

@@ -7,10 +7,12 @@ import yaml
 from sd_quant.errors import ConfigError
 from sd_quant.places import HOME
 from sd_quant.report.published import as_html, as_markdown, published_tables, read_published
+from sd_quant.report.rebuild import handed_over_tables
 from sd_quant.report.summary import Job, Sweep
 from sd_quant.report.timing import Timed
 
 NEMO = HOME / "examples/published/nemo_docs.yaml"
+PUBLISHED = read_published(NEMO.read_text(), str(NEMO))
 
 
 def job(batch: int, framework: float | None, unquantized: float, quantized: float):
@@ -28,32 +30,29 @@ def job(batch: int, framework: float | None, unquantized: float, quantized: floa
     return Job(f"batch_size={batch}", Path(), {}, "done", None, record)
 
 
-@pytest.fixture
-def published() -> dict:
-    return read_published(NEMO.read_text(), str(NEMO))
+def tables(*jobs: Job, published: dict | None = PUBLISHED):
+    return published_tables(Sweep(Path(), [], [], list(jobs), published))
 
 
-def test_nemos_own_speed_ups_follow_from_its_figures(published):
+def test_nemos_own_speed_ups_follow_from_its_figures():
     """2.172, 2.011, 1.983 and 1.226, 1.250, 1.330 on its page."""
-    jobs = [job(batch, 100.0, 50.0, 40.0) for batch in (1, 2, 4)]
-    framework, unquantized = published_tables(Sweep(Path(), [], [], jobs, published))
+    framework, unquantized = tables(*(job(batch, 100.0, 50.0, 40.0) for batch in (1, 2, 4)))
     assert [line[-1] for line in framework.lines] == ["2.172x", "2.011x", "1.983x"]
     assert [line[-1] for line in unquantized.lines] == ["1.226x", "1.250x", "1.330x"]
     assert framework.lines[0] == ["1", "100.00", "40.00", "2.500x", "3,056.01", "1,406.68", "2.172x"]
     assert [line[3] for line in unquantized.lines] == ["1.250x"] * 3
 
 
-def test_a_speed_up_over_the_unquantized_engine_has_its_interval(published):
+def test_a_speed_up_over_the_unquantized_engine_has_its_interval():
     timed = Timed("block", [10.0, 10.2, 10.1, 10.3] * 10, [8.0, 8.3, 8.1, 8.0] * 10, rest=0.1, image_ms=50.0)
-    jobs = [replace(job(1, 100.0, 50.0, 40.0), timed=timed)]
-    framework, unquantized = published_tables(Sweep(Path(), [], [], jobs, published))
+    framework, unquantized = tables(replace(job(1, 100.0, 50.0, 40.0), timed=timed))
     assert framework.lines[0][3] == "2.500x"
     interval = timed.image_speedup()
     assert unquantized.lines[0][3] == f"1.250x ± {(interval.high - interval.low) / 2:.3f}"
 
 
-def test_what_differs_is_said(published):
-    [table, _] = published_tables(Sweep(Path(), [], [], [job(1, 100.0, 50.0, 40.0)], published))
+def test_what_differs_is_said():
+    [table, _] = tables(job(1, 100.0, 50.0, 40.0))
     for text in ("at guidance_scale 1.5 here",
                  "2 cores here, NVIDIA H100 there", "openvino 1 here, TensorRT 9.3.0 there", "steps: 5 here",
                  "64x64 here", "fp32 beside INT8 here, fp16 beside INT8 there"):  # fmt: skip
@@ -61,17 +60,14 @@ def test_what_differs_is_said(published):
     assert "<b>" not in as_html(table) and "&lt;b&gt;CPU" in as_html(table) and r"\<b\>" in as_markdown(table)
 
 
-def test_a_slower_engine_and_a_batch_that_nobody_published(published):
-    jobs = [job(8, None, 50.0, 60.0)]
-    framework, unquantized = published_tables(Sweep(Path(), [], [], jobs, published))
+def test_a_slower_engine_and_a_batch_that_nobody_published():
+    framework, unquantized = tables(job(8, None, 50.0, 60.0))
     assert framework.lines == [["8", "–", "60.00", "–", "–", "–", "–"]]
     assert unquantized.lines == [["8", "50.00", "60.00", "0.833x (slower)", "–", "–", "–"]]
 
 
-def test_no_tables_without_figures(published):
-    failed = Job("a", Path(), {}, "failed", "x")
-    assert published_tables(Sweep(Path(), [], [], [failed], published)) == []
-    assert published_tables(Sweep(Path(), [], [], [job(1, 1.0, 1.0, 1.0)])) == []
+def test_no_tables_without_figures():
+    assert tables(Job("a", Path(), {}, "failed", "x")) == tables(job(1, 1.0, 1.0, 1.0), published=None) == []
 
 
 @pytest.mark.parametrize(
@@ -84,3 +80,14 @@ def test_another_file_is_refused(change):
         read_published(yaml.safe_dump(content), "x.yaml")
     with pytest.raises(ConfigError):
         read_published("- a\n", "x.yaml")
+
+
+def test_what_jobs_have_handed_over_stands_in_one_table(small_sweep):
+    assert handed_over_tables(small_sweep) == []
+    entry = {"quantized": 95, "of": 150, "fidelity": None, "bytes": {"a": 2**20}}
+    jobs = [
+        replace(job, record=job.record and {**job.record, "hand_over": {"gguf": entry}}) for job in small_sweep.jobs
+    ]
+    (table,) = handed_over_tables(replace(small_sweep, jobs=jobs))
+    assert table.lines == [[f"level={level}", "gguf", "95 of 150", "–", "1.0 MiB"] for level in "1234"]
+    assert "<td>gguf</td><td>95 of 150</td>" in as_html(table) and len(table.header) == len(table.lines[0])

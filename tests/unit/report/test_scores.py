@@ -18,6 +18,8 @@ from sd_quant.report.summary import read_sweep, write_summary
 from sd_quant.report.table import run_table
 from sd_quant.trackers import read_run
 
+from .sweeps import change_record, write_job
+
 
 def mean_difference(reference: np.ndarray, images: np.ndarray) -> list[float | None]:
     """In levels; undefined for a second image that equals its reference."""
@@ -46,34 +48,31 @@ def added(monkeypatch) -> None:
 
 
 @pytest.fixture
-def run(added, tmp_path, write_job, change_record):
+def run(added, tmp_path):
     """The folder of a run whose second image is identical."""
     reference = np.full((2, 64, 64, 3), 100, np.uint8)
     images = reference + np.array([3, 0], np.uint8).reshape(2, 1, 1, 1)
     latents = torch.zeros(2, 3, 4, 8, 8)
     scores = fidelity(reference, images, latents, latents + torch.arange(1, 4).reshape(3, 1, 1, 1))
-    folder = write_job(tmp_path / "run", size=64)
-    change_record(folder, lambda record: record.update(fidelity=scores))
-    return folder
+    return change_record(write_job(tmp_path / "run", size=64), {"fidelity": scores})
 
 
-def test_an_added_score_is_in_the_record(run):
-    scores = read_record(run)["fidelity"]
+def test_an_added_score_is_in_the_record_and_trackers_are_told_of_it(run):
+    scores, told = read_record(run)["fidelity"], read_run(read_record(run), run)
     assert scores["difference"] == {
         "mean": 3.0, "max": 3.0, "worst_index": 0, "values": [3.0, None],
         "reason": "1 of 2 images: it equals its reference",
     }  # fmt: skip
-    assert scores["drift"] == [1.0, 2.0, 3.0] and scores["drift_reason"] is None
+    assert scores["drift"] == told.series["fidelity/drift"] == [1.0, 2.0, 3.0] and scores["drift_reason"] is None
+    assert told.metrics["fidelity/difference/mean"] == 3.0
 
 
-def test_an_added_score_is_in_the_table_of_a_run(run):
+def test_an_added_score_is_in_the_table_of_a_run_in_the_summaries_and_on_the_page(run, without_plots):
     lines = [line.split() for line in run_table(read_record(run)).splitlines()]
     [note] = [line[0] for line in lines if line[-4:] == ["it", "equals", "its", "reference"]]
     assert ["mean", "difference", "3.000", "levels", note, "3.000", "levels"] in lines
     assert ["drift,", "last", "step", "3.0"] in lines
 
-
-def test_an_added_score_is_in_the_summaries(run):
     write_summary(read_sweep(run))
     with (run / "summary.csv").open(newline="") as file:
         [row] = csv.DictReader(file)
@@ -84,33 +83,21 @@ def test_an_added_score_is_in_the_summaries(run):
     assert shown["mean difference, levels"] == shown["worst mean difference, levels"] == "3.000"
     assert shown["drift"] == "3.0"
 
-
-def test_an_added_score_is_on_the_page(run):
     text = write_report(read_sweep(run)).read_text()
     assert ">worst mean difference, levels<" in text and '<td class="number" data-value="3.0">3.000</td>' in text
     assert "mean difference 3.000 levels" in text  # below the image
 
 
-def test_trackers_are_told_of_an_added_score(run):
-    told = read_run(read_record(run), run)
-    assert told.metrics["fidelity/difference/mean"] == 3.0
-    assert told.series["fidelity/drift"] == [1.0, 2.0, 3.0]
-
-
-def test_a_damaged_entry_of_an_added_score_is_found(run, change_record):
-    change_record(run, lambda record: record["fidelity"].update(difference={"mean": "large"}))
+def test_a_damaged_entry_of_an_added_score_is_found(run):
+    change_record(run, {"fidelity.difference": {"mean": "large"}})
     assert read_sweep(run).jobs[0].reason == (
         "its record cannot be read: ValueError: metrics.json.fidelity.difference.mean is large"
     )
 
 
-def test_the_functions_of_the_table_are_there_and_its_names_differ():
+def test_the_functions_of_the_table_are_there_and_its_columns_and_keys_stay():
     assert all(callable(pkgutil.resolve_name(score.function)) for score in SCORES.values())
-    columns = [column for score in SCORES.values() for column in score.columns]
-    assert len(set(columns)) == len(columns) and all(key == score.key for key, score in SCORES.items())
-
-
-def test_the_columns_of_the_summary_and_the_keys_of_the_record_stay():
+    assert all(key == score.key for key, score in SCORES.items())
     images, latents = np.zeros((1, 64, 64, 3), np.uint8), torch.zeros(1, 2, 4, 8, 8)
     scores = fidelity(images, images, latents, latents, sets=True)
     assert set(scores) == {

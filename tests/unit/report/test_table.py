@@ -3,37 +3,16 @@ import pytest
 from sd_quant.metrics.intervals import mean_interval
 from sd_quant.report.table import handed_over_rows, run_table, sweep_table
 
-
-def latency(p50: float) -> dict:
-    return {"p50_ms": p50, "mean_ms": p50 + 1, "n": 20, "warmup": 3}
+from .sweeps import changed, latency_of, record_of
 
 
 def record() -> dict:
-    not_quantized = {"p50_ms": None, "reason": "not quantized"}
-    sizes = {"onnx_full_precision": 64 * 2**20, "onnx_quantized": 32 * 2**20, "plan": 3 * 2**30}
-    return {
-        "schema_version": 1,
-        "status": "done",
-        "knobs": {"format": "int8", "quant_level": 2.5, "alpha": 0.8},
-        "sizes_bytes": {"unet_xl": sizes, "vae": {**sizes, "onnx_quantized": None, "reason": "not quantized"}},
-        "latency": {
-            "torch": {"image": {"1": {"full_precision": latency(800.0)}}},
-            "openvino": {
-                "unet_xl": {"2": {"full_precision": latency(30.0), "quantized": latency(10.0), "speedup": 2.9}},
-                "vae": {"1": {"full_precision": latency(5.0), "quantized": not_quantized}},
-                "image": {"1": {"full_precision": latency(400.0), "quantized": latency(200.0), "speedup": 2.1}},
-            },
-        },
-        "fidelity": {
-            "psnr": {"mean": 24.31, "min": 18.2, "reason": "1 of 8 images: identical"},
-            "ssim": {"mean": 0.88125, "min": 0.7, "reason": None},
-            "latent_sqnr_db": [30.0, 17.5],
-            "latent_sqnr_reason": None,
-            "lpips": {"mean": 0.03125, "max": 0.0625, "reason": None},
-        },
-        "peak_memory_bytes": 2**31,
-        "stages": {"calibrate": {"seconds": 12.34, "peak_memory_bytes": 2**30}},
-    }
+    """Of a run whose text encoder left nothing and whose PSNR leaves an image out."""
+    made = record_of(24.31, 1.5, 0.5)
+    made["fidelity"]["psnr"]["reason"] = "1 of 8 images: identical"
+    made["sizes_bytes"]["clip1"] = {}
+    made["knobs"] |= {"format": "int8", "quant_level": 2.5, "alpha": 0.8}
+    return made
 
 
 def row(table: str, start: str, after: str = "") -> list[str]:
@@ -46,22 +25,20 @@ def row(table: str, start: str, after: str = "") -> list[str]:
 def test_every_number_stands_in_its_place():
     table = run_table(record())
     assert "format=int8  quant_level=2.5  alpha=0.8" in table.splitlines()[0]
-    assert row(table, "unet_xl", "size") == ["64.0", "MiB", "32.0", "MiB", "2.00x", "3.00", "GiB"]
-    assert row(table, "unet_xl", "one call, openvino") == ["2", "30.00", "ms", "10.00", "ms", "2.90x"]
+    assert row(table, "unet_xl", "size") == ["16.2", "MiB", "8.1", "MiB", "2.00x", "28.6", "MiB"]
+    assert row(table, "unet_xl", "one call, openvino") == ["2", "20.00", "ms", "10.00", "ms", "2.00x"]
     assert row(table, "torch, full precision") == ["1", "800", "ms"]
-    assert row(table, "openvino, full precision") == ["1", "400", "ms", "2.00x"]
-    assert row(table, "openvino, quantized") == ["1", "200", "ms", "4.00x", "2.10x"]
-    assert row(table, "SSIM") == ["0.8812", "0.7000"]
-    assert row(table, "LPIPS") == ["0.0312", "0.0625"]
-    assert row(table, "latent SQNR, last step") == ["17.5", "dB"]
-    assert "peak memory 2.00 GiB; 12.3 s in all; calibrate 12.3 s" in table
+    assert row(table, "openvino, full precision") == ["1", "60.00", "ms", "13.33x"]
+    assert row(table, "openvino, quantized") == ["1", "40.00", "ms", "20.00x", "1.50x"]
+    assert row(table, "SSIM") == ["0.9800", "0.9700"]
+    assert row(table, "LPIPS") == ["0.0100", "0.0200"]
+    assert row(table, "latent SQNR, last step") == ["15.3", "dB"]
+    assert "peak memory 2.00 GiB; 12.5 s in all; calibrate 12.5 s" in table
     assert "SLOWER" not in table
 
 
 def test_each_null_is_a_dash_with_its_reason():
-    given = record()
-    given["sizes_bytes"]["clip1"] = {}
-    table = run_table(given)
+    table = run_table(record())
     notes = {line.split()[0]: line.partition(" ")[2] for line in table.splitlines() if line.startswith("[")}
 
     def reason(cells: list[str]) -> str:
@@ -74,27 +51,24 @@ def test_each_null_is_a_dash_with_its_reason():
     assert len(set(notes.values())) == len(notes)
 
 
-def test_a_slower_engine_is_called_slower_in_words():
-    slow = record()
-    slow["latency"]["openvino"]["unet_xl"]["2"]["speedup"] = 0.8
-    slow["latency"]["openvino"]["image"]["1"].update(quantized=latency(500.0), speedup=None)
-    table = run_table(slow)
-    assert "SLOWER: on openvino, unet_xl at batch 2 takes 1.25 times as long quantized as unquantized." in table
-    assert "SLOWER: on openvino, prompt to image at batch 1 takes 1.25 times as long" in table
+def test_a_slower_engine_is_called_slower_in_words_at_the_top():
+    changes = {"unet_xl.2.speedup": 0.8, "image.1.quantized.p50_ms": 75.0, "image.1.speedup": None}
+    lines = run_table(record() | {"latency": {"openvino": changed(latency_of(1.5)["openvino"], changes)}}).splitlines()
+    assert lines[2] == "SLOWER: on openvino, unet_xl at batch 2 takes 1.25 times as long quantized as unquantized."
+    assert lines[3].startswith("SLOWER: on openvino, prompt to image at batch 1 takes 1.25 times as long")
 
 
 def test_layers_that_the_engine_does_not_multiply_in_codes_are_counted():
     assert "FLOAT" not in run_table(record())
-    dequantized = record()
-    dequantized["executed"] = {"count": 1, "of": 3, "fell_back": ["conv1", "conv2"]}
-    assert "FLOAT: openvino computes 2 of 3 quantized layers in floating point." in run_table(dequantized)
+    dequantized = {"count": 1, "of": 3, "fell_back": ["conv1", "conv2"]}
+    assert "FLOAT: openvino computes 2 of 3 quantized layers in floating point." in run_table(
+        record() | {"executed": dequantized}
+    )
 
 
 def test_what_two_decimals_do_not_show_is_not_called_slower():
-    noise = record()
     for speedup in (1.0, 0.996):
-        noise["latency"]["openvino"]["unet_xl"]["2"]["speedup"] = speedup
-        assert "SLOWER" not in run_table(noise)
+        assert "SLOWER" not in run_table(changed(record(), {"latency.openvino.unet_xl.2.speedup": speedup}))
 
 
 def test_columns_line_up():
@@ -146,14 +120,9 @@ def test_a_speed_up_stands_beside_how_far_it_may_be_off_and_a_busy_machine_is_ca
     assert "1.25x\n" in text and "BUSY" not in text
 
 
-def test_what_is_slower_stands_at_the_top_and_plans_that_nobody_wanted_nowhere():
-    slower = record()
-    slower["latency"]["openvino"]["unet_xl"]["2"]["speedup"] = 0.5
-    for part in slower["sizes_bytes"].values():
-        part["plan"] = {"value": None, "reason": "no plan was asked for"}
-    lines = run_table(slower).splitlines()
-    assert lines[2].startswith("SLOWER: on openvino, unet_xl at batch 2 takes 2.00 times as long")
-    assert "plan" not in "".join(lines)
+def test_plans_that_nobody_wanted_stand_nowhere():
+    none = {"value": None, "reason": "no plan was asked for"}
+    assert "plan" not in run_table(changed(record(), {"sizes_bytes.unet_xl.plan": none}))
 
 
 def test_a_sweeps_table_has_a_line_for_each_recipe_and_why_some_have_no_figures(small_sweep):
@@ -166,20 +135,14 @@ def test_a_sweeps_table_has_a_line_for_each_recipe_and_why_some_have_no_figures(
 
 
 def test_a_plan_that_keeps_attention_in_high_precision_says_so():
-    found = record()
-    found["plans"] = {"unet_xl": {"attention": "it takes no unsigned codes"}}
-    table = run_table(found)
+    table = run_table(record() | {"plans": {"unet_xl": {"attention": "it takes no unsigned codes"}}})
     (marked,) = [line for line in table.splitlines() if "attention is in high precision: it takes no" in line]
-    assert f"GiB {marked.partition(' ')[0]}" in next(line for line in table.splitlines() if line.startswith("unet_xl"))
+    assert f"MiB {marked.partition(' ')[0]}" in next(line for line in table.splitlines() if line.startswith("unet_xl"))
 
 
 def test_what_was_handed_over_has_an_interval():
-    entry = {
-        "quantized": 95,
-        "of": 150,
-        "bytes": {"a": 2**20, "b": None},
-        "fidelity": {"psnr": {"values": [30.0, None, 32.0, 37.0]}},
-    }
+    images = {"psnr": {"values": [30.0, None, 32.0, 37.0]}}
+    entry = {"quantized": 95, "of": 150, "bytes": {"a": 2**20, "b": None}, "fidelity": images}
     interval = mean_interval([30.0, 32.0, 37.0])
     shown = f"33.0 ± {interval.high - 33:.1f} dB"
     assert handed_over_rows({"gguf": entry}) == [["gguf", "95 of 150", shown, "1.0 MiB"]]

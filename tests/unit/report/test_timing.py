@@ -50,8 +50,7 @@ def test_figures_of_engines_that_were_timed_together_replace_the_jobs_own(timed)
     assert third["image_speedup"] == 1.3 and third["timed_on"].startswith("a processor")
 
 
-def test_the_page_says_that_the_machine_was_busy_and_who_was_left_out(timed, monkeypatch):
-    monkeypatch.setattr(page, "figures", lambda sweep: {})
+def test_the_page_says_that_the_machine_was_busy_and_who_was_left_out(timed, without_plots):
     left_out = [{"job": "level=3", "reason": "it ran on another machine <b>"}]
     sweep = timed({"level=1": 2.0, "level=2": 1.25}, rounds=QUIET | {"others": 0.48}, left_out=left_out)
     text = page.write_report(sweep).read_text()
@@ -76,12 +75,10 @@ def test_a_job_that_is_another_has_no_row_and_is_named(small_sweep):
     "changes",
     [
         {"reference_ms": [20.0]},
-        {"reference_ms": []},
         {"image_ms": 0},
         {"rest": -1.0},
         {"subjects": [{"sha256": "a", "jobs": ["level=1"], "samples_ms": [0.0] * 40}]},
         {"subjects": {"level=1": 3}},
-        {"image_ms": "fast"},
     ],
 )
 def test_rounds_that_are_none_are_refused(timed, changes):

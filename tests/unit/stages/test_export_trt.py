@@ -11,19 +11,18 @@ from onnx import TensorProto, helper
 
 from sd_quant.background import NoLongerWanted
 from sd_quant.cache import Cache
-from sd_quant.config import ExportShape, Infer, Trt
+from sd_quant.config import ExportShape, Trt
 from sd_quant.errors import ResourceError
 from sd_quant.stages import export_trt
-from sd_quant.stages.export_trt import build_plans, check_gpu, plan_library, plans_beside, profile
+from sd_quant.stages.export_trt import build_plans, check_gpu, plans_beside, profile
+from tests.presets import job
 
 SHAPE = ExportShape(out_path=None, width=1024, height=512, batch_size=2)
 
 
 def trt(**knobs) -> Trt:
-    default = {"library": "auto", "targets": [], "static_batch": False, "min_batch_size": 1, "max_batch_size": 8}
-    return Trt(
-        **default | {"optimization_level": None, "workspace_gib": None, "timing_cache": None, "sizes": None} | knobs
-    )
+    usual = {"library": "auto", "targets": [], "static_batch": False, "min_batch_size": 1, "max_batch_size": 8}
+    return Trt(**dict.fromkeys(field.name for field in fields(Trt)) | usual | knobs)
 
 
 @pytest.fixture
@@ -36,31 +35,19 @@ def onnx_path(tmp_path):
     return path
 
 
-def test_the_unet_holds_the_doubling_of_guidance(onnx_path):
-    expected = {"x": ((1, 4, 64, 128), (4, 4, 64, 128), (16, 4, 64, 128))}
-    assert profile(onnx_path, "unet_xl", trt(), SHAPE) == expected
-
-
-def test_a_job_without_guidance_has_nothing_to_double(onnx_path):
-    """``infer.scale`` is the job's own, where it makes pictures too."""
-    knobs = dict.fromkeys((field.name for field in fields(Infer)), 1) | {"engine": "openvino", "prompts": ["a cat"]}
-    knobs |= {"precision": "auto", "cuda_graph": False, "negative_prompt": None, "latents": None, "sizes": None}
-    sizes = {"width": 1024, "height": 512, "batch_size": 2}
-    for scale, most in ((1.0, 8), (5.0, 16)):
-        infer = Infer(**knobs | sizes | {"scale": scale})
-        assert profile(onnx_path, "unet_xl", trt(), infer)["x"][2] == (most, 4, 64, 128)
-
-
-def test_other_parts_are_not_doubled(onnx_path):
-    assert profile(onnx_path, "vae", trt(max_batch_size=4), SHAPE)["x"] == (
-        (1, 4, 64, 128),
-        (2, 4, 64, 128),
-        (4, 4, 64, 128),
-    )
-
-
-def test_a_static_batch_is_the_pictures_asked_for(onnx_path):
+def test_the_unet_holds_the_doubling_of_guidance_and_other_parts_do_not(onnx_path):
+    unet, vae = (profile(onnx_path, part, trt(), SHAPE) for part in ("unet_xl", "vae"))
+    assert unet == {"x": ((1, 4, 64, 128), (4, 4, 64, 128), (16, 4, 64, 128))}
+    assert vae == {"x": ((1, 4, 64, 128), (2, 4, 64, 128), (8, 4, 64, 128))}
+    # a static batch is the pictures asked for
     assert set(profile(onnx_path, "unet_xl", trt(static_batch=True), SHAPE)["x"]) == {(4, 4, 64, 128)}
+
+
+@pytest.mark.parametrize(("scale", "most"), [(1.0, 8), (5.0, 16)])
+def test_a_job_without_guidance_has_nothing_to_double(onnx_path, scale, most):
+    """``infer.scale`` is the job's own, where it makes pictures too."""
+    knobs = job("infer.width=1024", "infer.height=512", "infer.batch_size=2", f"infer.scale={scale}")
+    assert profile(onnx_path, "unet_xl", trt(), knobs.infer)["x"][2] == (most, 4, 64, 128)
 
 
 SIZES = ["512x1024", "1024x512", "768x768"]
@@ -92,10 +79,6 @@ def test_a_plan_that_is_built_has_the_ranges_of_its_sizes(onnx_path, tmp_path):
     assert report.profile == {"x": list(map(list, shapes))}
     plan = (tmp_path / "plan" / "unet_xl.plan").read_bytes()
     assert all(struct.pack("<4q", *shape) in plan for shape in shapes) and struct.pack("<4q", 9, 9, 9, 9) not in plan
-
-
-def test_a_library_that_is_named_is_taken():
-    assert plan_library(trt(library="tensorrt")) == "tensorrt"
 
 
 def test_a_gpu_builds_for_the_formats_that_it_has(monkeypatch):
@@ -173,9 +156,9 @@ def test_plans_are_built_before_where_the_block_cannot_spare_what_it_takes(spare
     if why == "one thread":
         monkeypatch.setattr(export_trt, "threads", lambda: 1)
     library = "tensorrt" if why == "kernels are timed" else "tensorrt_rtx"
-    job = run_job(library, "tensorrt_rtx" if why == "the engine loads them" else "openvino")
+    asked = run_job(library, "tensorrt_rtx" if why == "the engine loads them" else "openvino")
     memory = 99.9e9 if why == "little memory" else 1e9
-    with plans_beside(LOADED, None, job, None, step, memory) as plans:
+    with plans_beside(LOADED, None, asked, None, step, memory) as plans:
         assert step.said == ["plans begin", "plans end"] and plans.done() and plans.result() == {}
     assert built_in == [threading.main_thread()]
 

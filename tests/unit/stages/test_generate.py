@@ -1,44 +1,44 @@
 """What the knobs of ``infer`` say of images, and what is refused of them before a checkpoint is opened."""
 
+from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 
 from sd_quant.checkpoints.diffusers_pipeline import open_pipeline
-from sd_quant.cli import job_of
-from sd_quant.config import InferJob, QuantizeJob
 from sd_quant.errors import ConfigError
-from sd_quant.places import HOME
 from sd_quant.stages import calibrate
 from sd_quant.stages.generate import check_channels, check_guidance, check_images, check_steps, sampling_of
 from sd_quant.stages.job_folder import facts_of, fingerprint
 from sd_quant.stages.load import open_model
+from tests import presets
+from tests.presets import infer_job
 
 from ...pipelines import TINY, VARIANTS
 
 PROMPTS = "infer.prompts=[a cat, a dog]"
-COMMON = {InferJob: ["infer=torch"], QuantizeJob: []}
 
 
-def job(kind=InferJob, *overrides: str):
-    name = {InferJob: "infer", QuantizeJob: "quantize"}[kind]
-    with initialize_config_dir(str(HOME / "conf"), version_base="1.3"):
-        return job_of(kind, compose(name, [PROMPTS, *COMMON[kind], *overrides]))
+@cache
+def job(*overrides: str):
+    """Nobody changes it."""
+    return infer_job(PROMPTS, *overrides)
 
 
-def test_what_was_not_given_leaves_the_pipeline_as_it_is():
-    sampling = sampling_of(job().infer)
-    assert sampling.negative_prompts is None and sampling.latents is None
+@pytest.fixture(scope="module")
+def checkpoint():
+    return open_model(job().model)
 
 
 @pytest.mark.parametrize(
-    ("given", "negatives"), [("rain", ["rain", "rain"]), ("[rain, nude]", ["rain", "rain", "nude", "nude"])]
+    ("given", "negatives"),
+    [("null", None), ("rain", ["rain", "rain"]), ("[rain, nude]", ["rain", "rain", "nude", "nude"])],
 )
 def test_negative_prompts_are_those_of_the_images(given, negatives):
-    infer = job(InferJob, f"infer.negative_prompt={given}", "infer.num_samples=2").infer
-    assert sampling_of(infer).negative_prompts == negatives
+    sampling = sampling_of(job(f"infer.negative_prompt={given}", "infer.num_samples=2").infer)
+    assert sampling.negative_prompts == negatives and sampling.latents is None
 
 
 def test_calibration_has_the_negative_prompts_of_the_images(monkeypatch):
@@ -46,7 +46,7 @@ def test_calibration_has_the_negative_prompts_of_the_images(monkeypatch):
     taken = []
     monkeypatch.setattr(calibrate, "load_model", lambda checkpoint: None)
     monkeypatch.setattr(calibrate, "calibrate", lambda model, names, prompts, sampling, **_: taken.append(sampling))
-    asked = job(QuantizeJob, "infer.negative_prompt=[rain, nude]", "infer.num_samples=2", "cache.dir=null")
+    asked = presets.job(PROMPTS, "infer.negative_prompt=[rain, nude]", "infer.num_samples=2", "cache.dir=null")
     monkeypatch.setattr(calibrate, "empty_denoiser", lambda checkpoint: None)
     calibrate.statistics_of(SimpleNamespace(), {}, asked, "ab")
     assert taken[0].negative_prompts == ["rain", "nude"]
@@ -54,14 +54,14 @@ def test_calibration_has_the_negative_prompts_of_the_images(monkeypatch):
 
 def test_a_family_without_an_unconditional_half_takes_no_negative_prompt():
     flux = ["model=flux", "model.path=checkpoints/sdxl_mini.nemo"]
-    refused = job(InferJob, *flux, "infer.negative_prompt=rain")
+    refused = job(*flux, "infer.negative_prompt=rain")
     sentence = (
         "^infer.negative_prompt is rain, expected null, because the guidance of flux is an input of its network, which "
         "reads no second text$"
     )
     with pytest.raises(ConfigError, match=sentence):
         check_images(refused.model, refused.infer)
-    for taken in (job(InferJob, *flux), job(InferJob, "infer.negative_prompt=rain")):
+    for taken in (job(*flux), job("infer.negative_prompt=rain")):
         check_images(taken.model, taken.infer)
 
 
@@ -78,41 +78,36 @@ def noise(tmp_path):
 
 @pytest.mark.parametrize(
     ("number", "samples", "taken"),
-    [(1, 1, True), (2, 1, True), (3, 1, False), (4, 2, True), (1, 2, False), (2, 2, False)],
+    [(1, 1, True), (2, 1, True), (3, 1, False), (4, 2, True), (1, 2, False)],
 )
 def test_there_is_one_noise_for_each_image_or_one_for_all(noise, number, samples, taken):
-    """With one for all, the samples of a prompt would be one image."""
-    asked = job(InferJob, noise(number, 4, 8, 8), f"infer.num_samples={samples}")
+    """With one for all, the samples of a prompt would be one image. It has the size of the images."""
+    asked = job(noise(number, 4, 8, 8), f"infer.num_samples={samples}")
     if taken:
         check_images(asked.model, asked.infer)
         assert sampling_of(asked.infer).latents.shape == (number, 4, 8, 8)
+        wide = replace(asked.infer, width=128)
+        with pytest.raises(ConfigError, match=r"channels, 8, 16\]"):
+            check_images(asked.model, wide)
         return
     expected = "4" if samples == 2 else "1 or 2"
     with pytest.raises(ConfigError, match=rf"holds a tensor \[{number}, 4, 8, 8\], expected \[{expected}, channels"):
         check_images(asked.model, asked.infer)
 
 
-def test_noise_has_the_size_of_the_images(noise):
-    asked = job(InferJob, noise(1, 4, 8, 8), "infer.width=128")
-    with pytest.raises(ConfigError, match=r"expected \[1 or 2, channels, 8, 16\]"):
-        check_images(asked.model, asked.infer)
-
-
-def test_noise_of_another_autoencoder_is_refused_when_the_checkpoint_is_opened(noise):
-    asked = job(InferJob, noise(1, 16, 8, 8))
+def test_noise_of_another_autoencoder_is_refused_when_the_checkpoint_is_opened(noise, checkpoint):
+    asked = job(noise(1, 16, 8, 8))
     check_images(asked.model, asked.infer)  # which does not know the checkpoint
-    checkpoint = open_model(asked.model)
     with pytest.raises(
         ConfigError, match="noise.pt holds 16 channels, and the latents of this checkpoint have 4; make"
     ):
         check_channels(checkpoint, asked.infer)
-    check_channels(checkpoint, job(InferJob, noise(1, 4, 8, 8)).infer)
-    check_channels(checkpoint, job(InferJob).infer)
+    check_channels(checkpoint, job(noise(1, 4, 8, 8)).infer)
+    check_channels(checkpoint, job().infer)
 
 
-def test_more_steps_than_the_sampler_has_noise_levels_are_refused():
+def test_more_steps_than_the_sampler_has_noise_levels_are_refused(checkpoint):
     """Its tables end there: what diffusers says is an IndexError, after minutes of work."""
-    checkpoint = open_model(job(InferJob).model)
     check_steps(checkpoint, {"infer.steps": 1000, "quantize.n_steps": 1})
     with pytest.raises(ConfigError, match=r"^quantize.n_steps is 1001, expected at most 1000, for which this check"):
         check_steps(checkpoint, {"infer.steps": 1000, "quantize.n_steps": 1001})
@@ -120,7 +115,7 @@ def test_more_steps_than_the_sampler_has_noise_levels_are_refused():
 
 @pytest.mark.slow
 def test_guidance_that_nothing_reads_is_refused(tmp_path):
-    asked = [job(InferJob, f"infer.scale={scale}") for scale in (3.5, 1.0, 0.0)]
+    asked = [job(f"infer.scale={scale}") for scale in (3.5, 1.0, 0.0)]
     for name in ("flux", "flux_schnell"):
         (TINY | VARIANTS)[name](tmp_path / name)
     dev, schnell = (open_pipeline(tmp_path / name, "flux", 32) for name in ("flux", "flux_schnell"))
@@ -136,14 +131,14 @@ def test_guidance_that_nothing_reads_is_refused(tmp_path):
 
 def test_noise_that_is_not_there_is_refused_with_the_knobs():
     with pytest.raises(ConfigError, match="^infer.latents names nowhere.pt, which does not exist .*; give an existing"):
-        job(InferJob, "infer.latents=nowhere.pt")
+        job("infer.latents=nowhere.pt")
 
 
 def test_the_hash_of_the_noise_is_one_of_the_inputs(noise, tmp_path):
     """So it is in the record, and other noise under the same name makes another job."""
-    asked = job(QuantizeJob, noise(1, 4, 8, 8))
+    asked = presets.job(PROMPTS, noise(1, 4, 8, 8))
     before = facts_of(asked, tmp_path)
-    assert "latents" not in facts_of(job(QuantizeJob), tmp_path)["inputs"]
+    assert "latents" not in facts_of(presets.job(PROMPTS), tmp_path)["inputs"]
     torch.save(torch.ones(1, 4, 8, 8), tmp_path / "noise.pt")
     after = facts_of(asked, tmp_path)
     assert before["inputs"]["latents"]["sha256"] != after["inputs"]["latents"]["sha256"]

@@ -8,22 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 
-from sd_quant.cli import job_of
 from sd_quant.config import QuantizeJob
 from sd_quant.errors import ConfigError, SdQuantError
-from sd_quant.places import HOME
-from sd_quant.stages.job_folder import (
-    check_own,
-    check_still_there,
-    done_before,
-    facts_of,
-    fingerprint,
-    finished,
-    kept_knobs,
-    remove_leftovers,
-)
+from sd_quant.stages import job_folder
+from tests import presets
 
 FACTS = {
     "inputs": {"checkpoint": {"path": "here.nemo", "sha256": "ab", "bytes": 2}},
@@ -37,64 +26,59 @@ FACTS = {
 def job(tmp_path) -> QuantizeJob:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a cat\na dog\n")
-    with initialize_config_dir(str(HOME / "conf"), version_base="1.3"):
-        return job_of(QuantizeJob, compose("quantize", [f"infer.prompts={prompts}"]))
+    return presets.job(f"infer.prompts={prompts}")
 
 
-def test_where_a_run_keeps_and_tells_what_it_finds_does_not_make_another_job(job):
-    before = fingerprint(job, FACTS)
+def test_only_knobs_prompts_files_and_versions_make_another_job(job, tmp_path):
+    before = job_folder.fingerprint(job, FACTS)
     job.cache.dir, job.trackers, job.trt.timing_cache = None, ["mlflow"], "elsewhere"
-    assert fingerprint(job, FACTS) == before
-
-
-def test_neither_does_another_machine_or_place_of_the_same_file(job):
     facts = deepcopy(FACTS) | {"machine": {"cpu": "another"}, "started": "tomorrow"}
     facts["inputs"]["checkpoint"]["path"] = "there.nemo"
-    assert fingerprint(job, facts) == fingerprint(job, FACTS)
+    assert job_folder.fingerprint(job, facts) == before
 
-
-def test_knobs_prompts_files_and_versions_make_another_job(job, tmp_path):
-    known = {fingerprint(job, FACTS)}
+    known = {before}
     (tmp_path / "prompts.txt").write_text("a cat\na bird\n")  # under the same name
-    known.add(fingerprint(job, FACTS))
+    known.add(job_folder.fingerprint(job, facts))
     job.quantize = replace(job.quantize, alpha=0.3)
-    known.add(fingerprint(job, FACTS))
-    facts = deepcopy(FACTS)
+    known.add(job_folder.fingerprint(job, facts))
     facts["inputs"]["checkpoint"]["sha256"] = "cd"
-    known.add(fingerprint(job, facts))
+    known.add(job_folder.fingerprint(job, facts))
     facts["versions"]["torch"] = "2.11"
-    known.add(fingerprint(job, facts))
+    known.add(job_folder.fingerprint(job, facts))
     assert len(known) == 5
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", json.dumps({"fingerprint": "another"})])
-def test_what_is_not_the_record_of_this_job_is_none(tmp_path, text):
-    (tmp_path / "metrics.json").write_text(text)
-    assert finished(tmp_path, "this") is None
-    assert finished(tmp_path / "nowhere", "this") is None
+RECORD_OF_THIS = {"fingerprint": "this", "fidelity": {}}
 
 
-def test_the_record_of_this_job_is_taken(tmp_path):
-    record = {"fingerprint": "this", "fidelity": {}}
-    (tmp_path / "metrics.json").write_text(json.dumps(record))
-    assert finished(tmp_path, "this") == record
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (None, None), ("", None), ("[]", None), ("{}", None), ('{"fingerprint": "another"}', None),
+        (json.dumps(RECORD_OF_THIS), RECORD_OF_THIS),
+    ],
+)  # fmt: skip
+def test_only_the_record_of_this_job_is_taken(tmp_path, text, found):
+    if text is not None:
+        (tmp_path / "metrics.json").write_text(text)
+    assert job_folder.finished(tmp_path, "this") == found
 
 
 def test_the_config_that_is_kept_leads_to_the_same_files_from_elsewhere(job, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     job.model.prompts = "prompts.txt"
-    kept = kept_knobs(job)["model"]
+    kept = job_folder.kept_knobs(job)["model"]
     assert kept["prompts"] == str(tmp_path / "prompts.txt")
     assert kept["path"] == job.model.path == "checkpoints/sdxl_mini.nemo"  # which ships
 
 
 def test_a_job_is_known_to_be_done_without_what_would_do_it(job, tmp_path):
-    assert done_before(job, tmp_path) is None
-    record = {"fingerprint": fingerprint(job, facts_of(job, tmp_path)), "fidelity": {}}
+    assert job_folder.done_before(job, tmp_path) is None
+    record = {"fingerprint": job_folder.fingerprint(job, job_folder.facts_of(job, tmp_path)), "fidelity": {}}
     (tmp_path / "metrics.json").write_text(json.dumps(record))
-    assert done_before(job, tmp_path) == record
+    assert job_folder.done_before(job, tmp_path) == record
     job.infer.seed += 1
-    assert done_before(job, tmp_path) is None
+    assert job_folder.done_before(job, tmp_path) is None
     code = "import sys, sd_quant.commands.quantize; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -118,7 +102,7 @@ def put(folder: Path, *names: str) -> None:
 
 def test_leftovers_go_with_their_folders(tmp_path):
     put(tmp_path, *OURS)
-    remove_leftovers(tmp_path)
+    job_folder.remove_leftovers(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -126,27 +110,27 @@ def test_what_a_job_does_not_write_stays_wherever_it_lies(tmp_path):
     put(tmp_path, *OURS, *THEIRS)
     elsewhere = tmp_path / "notes"
     (tmp_path / "images/quantized/0007.png").symlink_to(elsewhere)
-    remove_leftovers(tmp_path)
+    job_folder.remove_leftovers(tmp_path)
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     assert left == set(THEIRS)
 
 
 def test_a_folder_with_other_peoples_files_is_refused(tmp_path):
     put(tmp_path, ".hydra/config.yaml", "quantize.log", "failure.json")
-    check_own(tmp_path)
+    job_folder.check_own(tmp_path)
     put(tmp_path, "images/family.png", "notes.txt", "thesis.tex")
     with pytest.raises(
         ConfigError, match="^hydra.run.dir is .*, which holds images and notes.txt and more that no job"
     ):
-        check_own(tmp_path)
+        job_folder.check_own(tmp_path)
     put(tmp_path, ".lock")
-    check_own(tmp_path)
+    job_folder.check_own(tmp_path)
 
 
 def test_a_folder_that_was_removed_while_its_job_ran_is_noticed(tmp_path):
     """Though a later stage may have made it again."""
     put(tmp_path, ".lock", "onnx/vae/vae.onnx")
-    check_still_there(tmp_path)
+    job_folder.check_still_there(tmp_path)
     (tmp_path / ".lock").unlink()
     with pytest.raises(SdQuantError, match="was removed while its job was running, so files of it are missing; start"):
-        check_still_there(tmp_path)
+        job_folder.check_still_there(tmp_path)

@@ -118,13 +118,10 @@ def test_what_decides_a_verdict_decides_whether_it_is_found_again():
     """Which others stand in the list does not; a library that was installed since does."""
     facts = {"inputs": {"checkpoint": {"sha256": "c"}}, "versions": {"torch": "2"}}
     here = court(model=Knobs(), infer=Knobs(), judge=Knobs(), facts=facts)
-    mark = judge.mark_of(replace(subject(), file={"sha256": "f"}), here)
-    assert mark == judge.mark_of(replace(subject(), file={"sha256": "f"}), court(**vars(here) | {
-        "judge": Knobs(candidates=("a.gguf", "b.gguf"))}))  # fmt: skip
-    others = [
-        judge.mark_of(replace(subject(), file={"sha256": "g"}), here),
-        judge.mark_of(replace(subject(), file={"sha256": "f"}, runtime=Runtime("SDNQ", None)), here),
-        judge.mark_of(replace(subject(), file={"sha256": "f"}), court(**vars(here) | {"judge": Knobs(layers=4)})),
-        judge.mark_of(replace(subject(), file={"sha256": "f"}), court(**vars(here) | {"prompts": ["a cat"]})),
-    ]
-    assert len({mark, *others}) == 5
+
+    def mark(sha256: str = "f", runtime: Runtime | None = None, **changes) -> str:
+        return judge.mark_of(replace(subject(runtime=runtime), file={"sha256": sha256}), court(**vars(here) | changes))
+
+    assert mark() == mark(judge=Knobs(candidates=("a.gguf", "b.gguf")))
+    others = [mark("g"), mark(runtime=Runtime("SDNQ", None)), mark(judge=Knobs(layers=4)), mark(prompts=["a cat"])]
+    assert len({mark(), *others}) == 5

@@ -1,27 +1,32 @@
 """What ``exclude=text`` leaves out, what patterns of layers make of a recipe, and what is said of sizes."""
 
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
 
-from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.errors import ConfigError
-from sd_quant.models.checkpoint import empty_denoiser
 from sd_quant.places import HOME
 from sd_quant.stages.load import Loaded, layers_of, open_model, read_the_text, warn_of_size
 from tests.presets import job
 
 
 def test_exclude_text_leaves_out_key_and_value_of_cross_attention():
-    checkpoint = open_nemo(HOME / "checkpoints/sdxl_mini.nemo")
-    roles = checkpoint.family.layer_roles(empty_denoiser(checkpoint))
+    roles = loaded().roles
     expected = {name for name in roles if name.endswith(("attn2.to_k", "attn2.to_v"))}
-    assert set(read_the_text(checkpoint, roles)) == expected and len(expected) == 22
+    assert set(read_the_text(opened(), roles)) == expected and len(expected) == 22
 
 
-def loaded(*overrides: str) -> Loaded:
-    made = job("quantize=svdquant_w4a4", "quant_level=3", *overrides)
-    return layers_of(open_model(made.model), made)
+@cache
+def loaded(*overrides: str, preset: str = "svdquant_w4a4") -> Loaded:
+    made = job(f"quantize={preset}", "quant_level=3", *overrides)
+    return layers_of(opened(), made)
+
+
+@cache
+def opened():
+    """The shipped SDXL, whose parameters and layers are counted once."""
+    return open_model(job().model)
 
 
 def test_layers_that_the_family_excludes_are_linears_when_they_are_included():
@@ -44,16 +49,14 @@ def test_weights_alone_leave_the_inputs_and_have_no_branch():
 
 
 def test_a_scale_for_a_whole_weight_stays_one_where_the_weight_alone_is_quantized():
-    made = job("quantize=int8_per_tensor", "quant_level=3", "quantize.weights_alone.sdxl=[*.ff.net.2]")
-    alone = layers_of(open_model(made.model), made)
+    alone = loaded("quantize.weights_alone.sdxl=[*.ff.net.2]", preset="int8_per_tensor")
     name = next(iter(alone.weights_alone))
-    assert not made.quantize.per_channel and not alone.own(name, alone.recipe).per_channel
+    assert not alone.recipe.per_channel and not alone.own(name, alone.recipe).per_channel
 
 
-@pytest.mark.parametrize("section", ["model", "infer"])
-@pytest.mark.parametrize("stated", ["width=128", "sizes=[64x64,64x128]"])
-def test_images_beyond_the_places_that_a_checkpoint_knows_are_refused(section, stated):
-    made = job("model=sd3_mini", f"{section}.{stated}")
+@pytest.mark.parametrize("stated", ["model.width=128", "infer.sizes=[64x64,64x128]"])
+def test_images_beyond_the_places_that_a_checkpoint_knows_are_refused(stated):
+    made, section = job("model=sd3_mini", stated), stated.partition(".")[0]
     with pytest.raises(
         ConfigError, match=rf"^{section}\.\S.* expected at most 64 pixels a side, because this checkpoint"
     ):
@@ -74,15 +77,9 @@ def test_a_network_that_interpolates_places_takes_any_number_of_latents():
     ("override", "message"),
     [
         ("include.sdxl=[conv_in]", "quantize.include has 'conv_in', which matches none of the "),
-        (
-            "include.sdxl=[*.to_q]",
-            r"quantize.include has '\*.to_q', which matches none of the ",
-        ),  # it is quantized anyway
+        ("include.sdxl=[*.to_q]", r"quantize.include has '\*.to_q', which matches none of the "),  # it is quantized
         ("weights_alone.sdxl=[nothing]", "quantize.weights_alone has 'nothing', which matches none of the 1"),
-        (
-            "weights_alone.sdxl=[*.attn1.to_q]",
-            "quantize.weights_alone matches .*attn1.to_q and not .*attn1.to_k, which",
-        ),
+        ("weights_alone.sdxl=[*.attn1.to_q]", "quantize.weights_alone matches .*attn1.to_q and not .*attn1.to_k"),
     ],
 )
 def test_patterns_that_cannot_be_meant_are_refused(override, message):
@@ -90,22 +87,19 @@ def test_patterns_that_cannot_be_meant_are_refused(override, message):
         loaded(f"quantize.{override}")
 
 
-@pytest.mark.parametrize(("side", "warned"), [(64, []), (128, ["model", "infer"])])
-def test_images_far_from_the_checkpoints_own_size_are_warned_of(caplog, side, warned):
-    images = SimpleNamespace(width=side, height=side, sizes=None, path=str(HOME / "checkpoints/sdxl_mini.nemo"))
-    warn_of_size(SimpleNamespace(model=images, infer=images))
-    assert [message.partition(".")[0] for message in caplog.messages] == warned
-    assert all("128 x 128, and this checkpoint was made for 64 x 64" in message for message in caplog.messages)
-
-
-def test_each_of_several_sizes_is_warned_of(caplog):
-    path = str(HOME / "checkpoints/sdxl_mini.nemo")
-    images = SimpleNamespace(width=64, height=64, sizes=["64x128", "128x192", "192x64"], path=path)
-    warn_of_size(SimpleNamespace(model=images, infer=SimpleNamespace(width=64, height=64, sizes=None)))
-    assert [message.partition(", and")[0] for message in caplog.messages] == [
-        "model.sizes ask for 128 x 192",
-        "model.sizes ask for 192 x 64",
-    ]
+@pytest.mark.parametrize(
+    ("sides", "warned"),
+    [
+        ({}, []),
+        ({"width": 128, "height": 128}, ["model.width and model.height ask for 128 x 128"]),
+        ({"sizes": ["64x128", "128x192", "192x64"]}, ["model.sizes ask for 128 x 192", "model.sizes ask for 192 x 64"]),
+    ],
+)
+def test_images_far_from_the_checkpoints_own_size_are_warned_of(caplog, sides, warned):
+    usual = {"width": 64, "height": 64, "sizes": None, "path": str(HOME / "checkpoints/sdxl_mini.nemo")}
+    warn_of_size(SimpleNamespace(model=SimpleNamespace(**usual | sides), infer=SimpleNamespace(**usual)))
+    assert [message.partition(", and")[0] for message in caplog.messages] == warned
+    assert all("and this checkpoint was made for 64 x 64" in message for message in caplog.messages)
 
 
 def test_a_model_without_such_layers_refuses_it():

@@ -57,23 +57,19 @@ def test_a_replayed_engine_is_the_same_engine(checkpoint):
     assert open_parts.module_of(engine.engine) is engine.engine.module
 
 
-def test_torch_computes_on_the_best_device(checkpoint, monkeypatch):
+@pytest.mark.slow
+def test_torch_computes_on_the_best_device_in_layers_for_it(checkpoint, monkeypatch):
     """Stood in for by one without memory."""
     monkeypatch.setattr(open_parts, "best_device", lambda: torch.device("meta"))
+    asked = []
+    monkeypatch.setattr(open_parts, "with_native_layers", lambda network, known, device: asked.append((known, device)))
     for engine in (
-        open_parts.open_torch(checkpoint, infer(), "clip1"),
-        open_parts.open_torch_engine(checkpoint, infer(), "unet_xl"),
+        open_parts.open_torch(checkpoint, infer(), "unet_xl", {}),
+        open_parts.open_torch_engine(checkpoint, infer(), "clip1"),
         open_parts.open_simulated(checkpoint, {}),
     ):
         assert engine.device.type == "meta"
         assert {weight.device.type for weight in engine.module.parameters()} == {"meta"}
-
-
-def test_native_layers_are_those_of_the_best_device(checkpoint, monkeypatch):
-    asked = []
-    monkeypatch.setattr(open_parts, "best_device", lambda: torch.device("meta"))
-    monkeypatch.setattr(open_parts, "with_native_layers", lambda network, known, device: asked.append((known, device)))
-    open_parts.open_torch(checkpoint, infer(), "unet_xl", {})
     assert asked == [({}, torch.device("meta"))]
 
 

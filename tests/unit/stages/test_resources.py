@@ -47,8 +47,10 @@ def test_a_machine_that_is_too_small_is_told_what_would_help(tmp_path, memory):
         ResourceError, match=r"the 8.0 GB that are free here .*calibrate 1\d.\d GB, plans 1\d.\d GB.* infer.batch_size"
     ):
         resources.check_machine(resources.memory_needed(SDXL, job()), {}, tmp_path)
-    small = resources.memory_needed(SDXL, job(calibration="given", library="none"))
-    assert set(small) == {"pictures"}
+    given = resources.memory_needed(SDXL, job(calibration="given", library="none"))
+    assert set(given) == {"pictures"}
+    large, small = (resources.memory_needed(SDXL, job(size)) for size in (1024, 512))
+    assert all(small[stage] <= large[stage] for stage in large) and small["calibrate"] < large["calibrate"]
 
 
 def test_a_gpu_of_24_gb_is_enough_one_part_at_a_time(tmp_path, memory, monkeypatch):
@@ -62,6 +64,9 @@ def test_a_gpu_of_24_gb_is_enough_one_part_at_a_time(tmp_path, memory, monkeypat
     resources.check_machine({}, {}, tmp_path, needed)
     infer = job(engine="torch_native").infer
     assert not fits({}, "all", gpu_memory_of_variants(SDXL, workload_of(infer)))
+    free.bytes = int(1e9)
+    assert fits({}, "a side", gpu_memory_of_variant(SDXL, workload_of(job().infer)))  # an engine for the processor
+    assert not fits({}, "a side", gpu_memory_of_variant(SDXL, workload_of(job(engine="tensorrt").infer)))
     free.bytes = int(11.5e9)
     with pytest.raises(
         ResourceError, match=r"the 11.5 GB that are free on the GPU \(.*calibrate 16.6 GB\).* infer.batch_size"
@@ -71,18 +76,6 @@ def test_a_gpu_of_24_gb_is_enough_one_part_at_a_time(tmp_path, memory, monkeypat
     assert "calibrate" not in given
     free.bytes = int(75e9)
     assert fits({}, "all", gpu_memory_of_variants(SDXL, workload_of(infer)))
-
-
-def test_engines_for_the_processor_take_nothing_of_a_gpu(memory, monkeypatch):
-    memory(100)
-    monkeypatch.setattr(memory_model, "available_cuda_memory_bytes", lambda: int(1e9))
-    assert fits({}, "a side", gpu_memory_of_variant(SDXL, workload_of(job().infer)))
-    assert not fits({}, "a side", gpu_memory_of_variant(SDXL, workload_of(job(engine="tensorrt").infer)))
-
-
-def test_smaller_pictures_need_less(memory):
-    large, small = (resources.memory_needed(SDXL, job(size)) for size in (1024, 512))
-    assert all(small[stage] <= large[stage] for stage in large) and small["calibrate"] < large["calibrate"]
 
 
 def test_a_disk_that_is_too_small(tmp_path, memory):

@@ -11,10 +11,7 @@ from sd_quant.stages.load import open_model
 from sd_quant.stages.trace_ahead import Tracer, tracer_for
 from tests.presets import job
 
-
-class Checkpoint:
-    def parts(self):
-        return {"unet": None, "vae": None, "clip": None}
+CHECKPOINT = SimpleNamespace(parts=lambda: dict.fromkeys(("unet", "vae", "clip")))
 
 
 class Asked(Tracer):
@@ -44,7 +41,7 @@ def tracer(monkeypatch, two_cores) -> Asked:
 
 
 def test_the_denoiser_is_traced_first(tracer, tmp_path):
-    trace_meanwhile(tracer, job(), Checkpoint(), "", Cache(tmp_path))
+    trace_meanwhile(tracer, job(), CHECKPOINT, "", Cache(tmp_path))
     assert [request["parts"] for request in tracer.requests] == [["unet", "vae", "clip"]] and not tracer.ended
 
 
@@ -53,7 +50,7 @@ def test_graphs_that_the_cache_has_are_not_traced_again(tracer, tmp_path):
     for part in ("unet", "vae"):
         made = tmp_path / part
         cache.provide("graph", {"part": part}, made, lambda folder: (folder / "graph.onnx").write_text("x"))
-    trace_meanwhile(tracer, job(), Checkpoint(), "", cache)
+    trace_meanwhile(tracer, job(), CHECKPOINT, "", cache)
     assert [request["parts"] for request in tracer.requests] == [["clip"]]
 
 
@@ -63,23 +60,27 @@ def test_nothing_is_traced_where_that_gains_nothing(tracer, tmp_path, monkeypatc
         monkeypatch.setattr(trace_ahead, "cores", lambda: 1)
     if without == "threads":
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    checkpoint = SimpleNamespace(parts=dict) if without == "parts" else Checkpoint()
+    checkpoint = SimpleNamespace(parts=dict) if without == "parts" else CHECKPOINT
     trace_meanwhile(tracer, job(), checkpoint, "", Cache(None if without == "cache" else tmp_path))
     assert tracer.requests == [] and tracer.ended
 
 
 @pytest.mark.parametrize("graphs", [0, 1])
-def test_a_tracer_starts_before_it_has_work_where_nothing_was_traced_yet(two_cores, tmp_path, monkeypatch, graphs):
-    monkeypatch.setattr(trace_ahead, "TRACES", "this")  # whose poem goes nowhere
+def test_a_tracer_starts_before_it_has_work_where_nothing_was_traced_yet_and_ends_with_its_block(
+    two_cores, tmp_path, monkeypatch, graphs
+):
     quantize_job = job()
     quantize_job = dataclasses.replace(quantize_job, cache=dataclasses.replace(quantize_job.cache, dir=str(tmp_path)))
     for number in range(graphs):
         (tmp_path / "graph" / str(number)).mkdir(parents=True)
-    with tracer_for(quantize_job) as tracer:
-        assert (tracer.process is None) == bool(graphs)
+    with pytest.raises(RuntimeError), tracer_for(quantize_job) as tracer:
+        process = tracer.process
+        raise RuntimeError
     assert tracer.process is None
+    assert process is None if graphs else process.returncode == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_a_process_leaves_the_graphs_of_its_parts_in_the_cache_and_ends(tmp_path):
     """The real one, with the smallest part of the shipped checkpoint."""
     model, cache = job().model, Cache(tmp_path, 1e9)
@@ -91,26 +92,13 @@ def test_a_process_leaves_the_graphs_of_its_parts_in_the_cache_and_ends(tmp_path
     assert not cache.holds("graph", graph_origin(open_model(model), "1" * 64, "clip1"))
 
 
-@pytest.mark.parametrize("asked", [True, False])
-def test_a_process_that_fails_or_gets_no_work_leaves_nothing(tmp_path, asked):
+@pytest.mark.slow
+def test_a_process_that_fails_leaves_nothing(tmp_path):
     with Tracer() as tracer:
-        if asked:
-            model = dataclasses.replace(job().model, path="no_such.nemo")
-            tracer.trace(request(model, Cache(tmp_path, 1e9)))
-            assert tracer.process.wait(timeout=300) != 0
-        else:
-            tracer.start()
-            tracer.process.stdin.close()
-            assert tracer.process.wait(timeout=300) == 0
+        model = dataclasses.replace(job().model, path="no_such.nemo")
+        tracer.trace(request(model, Cache(tmp_path, 1e9)))
+        assert tracer.process.wait(timeout=300) != 0
     assert not list(tmp_path.rglob("*.onnx"))
-
-
-def test_the_process_ends_with_the_block(tmp_path):
-    with pytest.raises(RuntimeError), Tracer() as tracer:
-        tracer.start()
-        process = tracer.process
-        raise RuntimeError
-    assert process.returncode == -signal.SIGKILL
 
 
 def request(model, cache: Cache) -> dict:

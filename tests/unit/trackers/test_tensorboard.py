@@ -1,5 +1,3 @@
-import sys
-
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -18,16 +16,3 @@ def test_knobs_numbers_series_and_image_are_in_the_events(record, directory, met
     assert (image.width, image.height) == (40, 20)
     start = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
     assert b"quant_level" in start and b"infer.prompts" in start
-
-
-def test_a_store_that_cannot_be_written_is_a_warning(record, directory, tmp_path, caplog):
-    (tmp_path / "file").touch()
-    track(["tensorboard"], record, directory, tmp_path / "file")
-    assert len(caplog.messages) == 1 and "the tracker tensorboard was not told" in caplog.messages[0]
-
-
-def test_without_the_package_the_warning_says_what_to_install(record, directory, tmp_path, caplog, monkeypatch):
-    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    track(["tensorboard"], record, directory, tmp_path)
-    assert "pip install 'sd-quant[tensorboard]'" in caplog.messages[0]

@@ -1,6 +1,7 @@
 import logging
 import math
 import pkgutil
+import sys
 
 import pytest
 
@@ -27,30 +28,18 @@ def broken(run, store) -> None:
     raise RuntimeError("the database\nis locked")
 
 
-def test_knobs_are_flat_and_the_text_of_others_is_short_and_harmless(record, directory):
-    knobs = read_run(record, directory).knobs
-    prompts = knobs.pop("infer.prompts")
-    assert len(prompts) == LONGEST_TEXT and prompts.endswith("...") and prompts.isprintable()
-    assert knobs == {
-        "quant_level": 3.0,
-        "alpha": "auto",
-        "keep": "null",
-        "snapshots": "[32, 64]",
-        "infer.width": 64,
-        "infer.static": False,
-    }
-
-
-def test_metrics_are_the_numbers_that_exist(record, directory, metrics):
+def test_knobs_are_flat_the_text_of_others_is_short_and_harmless_and_metrics_are_numbers(record, directory, metrics):
     run = read_run(record, directory)
-    assert run.metrics == metrics
-    assert run.series == {"fidelity/latent_sqnr_db": [40.0, None, 25.1]}
+    prompts = run.knobs.pop("infer.prompts")
+    assert len(prompts) == LONGEST_TEXT and prompts.endswith("...") and prompts.isprintable()
+    assert run.knobs == {
+        "quant_level": 3.0, "alpha": "auto", "keep": "null", "snapshots": "[32, 64]", "infer.width": 64,
+        "infer.static": False,
+    }  # fmt: skip
+    assert run.name == "multirun/0"  # so that two sweeps differ
+    assert run.metrics == metrics and run.series == {"fidelity/latent_sqnr_db": [40.0, None, 25.1]}
     record["peak_memory_bytes"] = math.nan
     assert "peak_memory_bytes" not in read_run(record, directory).metrics
-
-
-def test_a_run_is_named_so_that_two_sweeps_differ(record, directory):
-    assert read_run(record, directory).name == "multirun/0"
 
 
 def test_a_failed_run_has_what_it_has(tmp_path):
@@ -72,5 +61,14 @@ def test_a_record_that_cannot_be_read_is_a_warning_too(told, directory, tmp_path
     assert len(caplog.messages) == 1 and not told
 
 
-def test_every_tracker_of_the_registry_is_there():
-    assert all(callable(pkgutil.resolve_name(place)) for place in trackers.TRACKERS.values())
+@pytest.mark.parametrize(
+    ("tracker", "modules"),
+    [("mlflow", ["mlflow", "mlflow.entities"]), ("tensorboard", ["torch.utils.tensorboard", "tensorboard"])],
+)
+def test_without_its_package_the_warning_says_what_to_install(
+    record, directory, tmp_path, caplog, monkeypatch, tracker, modules
+):
+    for module in modules:
+        monkeypatch.setitem(sys.modules, module, None)
+    track([tracker], record, directory, tmp_path)
+    assert f"pip install 'sd-quant[{tracker}]'" in caplog.messages[0]
