@@ -4,7 +4,7 @@ PYTHON := $(VENV)/bin/python
 PIP := $(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart install test check style types quick mutations hand-over-check gpu-bundle \
+.PHONY: help quickstart install test check style types quick mutations processors hand-over-check gpu-bundle \
 	gpu-check report cache-clean clean
 
 help: ## Show this help
@@ -37,6 +37,9 @@ quick:
 
 mutations: $(VENV)/.sd-quant-test ## Apply each deliberate fault of tests/mutations and say which test notices it
 	$(PYTHON) -m tests.mutations.run --workers 2
+
+processors: $(VENV)/.sd-quant-run ## Run the main job as each class of processor that this one can be, and say what changes
+	$(PYTHON) benchmarks/processors.py
 
 hand-over-check: $(VENV)/.sd-quant-test ## Hand a result over to optimum-intel and optimum-onnx, each in an environment of its own (2 GB)
 	OMP_NUM_THREADS=1 $(PYTHON) -m tests.hand_over.check
