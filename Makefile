@@ -7,7 +7,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest --numprocesses 2
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart install test soak soak-tests soak-consumers soak-benchmarks check style types quick \
-	mutations hand-over-check gpu-bundle gpu-check report cache-clean clean
+	mutations processors hand-over-check gpu-bundle gpu-check report cache-clean clean
 
 help: ## Show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -51,6 +51,9 @@ quick:
 mutations: $(VENV)/.sd-quant-test ## Apply each deliberate fault of tests/mutations and say which test notices it
 	$(PYTHON) -m tests.mutations.run --workers 2
 
+processors: $(VENV)/.sd-quant-run ## Run the main job as each class of processor that this one can be, and say what changes
+	$(PYTHON) benchmarks/processors.py
+
 hand-over-check: $(VENV)/.sd-quant-test ## Hand a result over to optimum-intel and optimum-onnx, each in an environment of its own (2 GB)
 	OMP_NUM_THREADS=1 $(PYTHON) -m tests.hand_over.check
 
@@ -78,6 +81,10 @@ $(VENV)/.sd-quant-run: pyproject.toml constraints.txt | $(PYTHON)
 
 $(VENV)/.sd-quant-test: pyproject.toml constraints.txt | $(PYTHON)
 	$(PIP) --editable '.[test]'
+	touch $@
+
+$(VENV)/.sd-quant-peers: tests/unit/benchmarks/requirements-peers.txt | $(PYTHON)
+	$(PIP) --no-deps --upgrade --target $(VENV)/peers --requirement $<
 	touch $@
 
 $(VENV)/.sd-quant-consumers: tests/hand_over/requirements-consumers.txt | $(PYTHON)

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 import yaml
 from hydra import compose
-from torch import nn
+from torch import Tensor, nn
 
 from sd_quant.calibration.collection import calibrate
 from sd_quant.calibration.prompts import read_prompts
@@ -19,7 +20,9 @@ from sd_quant.config import Quantize, QuantizeJob
 from sd_quant.files import write_json
 from sd_quant.inference.loading import LoadedModel, load_model
 from sd_quant.inference.pipeline import Sampling
+from sd_quant.knobs import read
 from sd_quant.models.checkpoint import denoiser_weights
+from sd_quant.models.parts import Contract
 from sd_quant.places import HOME, input_path
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.derivation import derive
@@ -138,6 +141,17 @@ def recipe_parser(description: str, name: str) -> argparse.ArgumentParser:
     made.add_argument("--batch", type=int, default=8)
     made.add_argument("--out", type=Path, default=HOME / f"outputs/benchmarks/{name}/choice")
     return made
+
+
+def job_of_run(folder: Path) -> QuantizeJob:
+    """The job that left its results in ``folder``."""
+    return read(QuantizeJob, yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")))
+
+
+def drawn_inputs(contract: Contract, batch: int, latent: int) -> dict[str, Tensor]:
+    """Of one call with latents of this size, the same in every process."""
+    shapes = contract.shapes(batch=batch, height=latent, width=latent)
+    return {name: torch.randn(shape, generator=torch.Generator().manual_seed(0)) for name, shape in shapes.items()}
 
 
 def timed(work: Callable[[], Result]) -> tuple[Result, float]:

@@ -13,8 +13,7 @@ from pathlib import Path
 from statistics import median
 from unittest.mock import patch
 
-import torch
-from common import load, parser, recipe_of, report
+from common import drawn_inputs, load, parser, recipe_of, report
 from folding import export
 
 from sd_quant.engines import onnxruntime, openvino
@@ -29,9 +28,7 @@ def main() -> None:
     subject = load(options.prompts)
     statistics = subject.statistics(subject.sampling(options.steps, batch_size=8))
     assignments = {"unquantized": {}, "int8": subject.assignment(statistics, recipe_of("int8", "quant_level=3"))}
-    latent = subject.size // 8
-    shapes = subject.model.contracts["unet_xl"].shapes(batch=2, height=latent, width=latent)
-    inputs = {key: torch.randn(shape, generator=torch.Generator().manual_seed(0)) for key, shape in shapes.items()}
+    inputs = drawn_inputs(subject.model.contracts["unet_xl"], 2, subject.size // 8)
     print(f"this processor's sums of INT8 products saturate: {openvino.saturates()}")
     with tempfile.TemporaryDirectory() as folder:
         paths = export(subject, assignments, Path(folder))

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from common import load, parser, recipe_of, report
+from common import drawn_inputs, load, parser, recipe_of, report
 from folding import export
 
 from sd_quant.engines import openvino
@@ -34,10 +34,7 @@ def main() -> None:
         for name, path in export(subject, assignments, Path(folder)).items():
             for pictures in options.pictures:
                 static, dynamic = openvino.load(path), openvino.load(path)
-                shapes = contract.shapes(batch=2 * pictures, height=latent, width=latent)
-                inputs = {
-                    key: torch.randn(shape, generator=torch.Generator().manual_seed(0)) for key, shape in shapes.items()
-                }
+                inputs = drawn_inputs(contract, 2 * pictures, latent)
                 arrays = [tensor.numpy() for tensor in cast_inputs(dynamic.inputs, inputs).values()]
                 compiled = dynamic.compiled  # before any call: for dynamic shapes
                 calls = {"static": lambda: static(**inputs), "dynamic": lambda: compiled(arrays, share_inputs=True)}  # noqa: B023

@@ -16,17 +16,16 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import yaml
+from common import job_of_run
 
 from sd_quant.config import QuantizeJob, artifact
 from sd_quant.engines import load_engine
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.timed_calls import image_call
-from sd_quant.knobs import read
 from sd_quant.metrics.intervals import Interval, ratio_interval
 from sd_quant.metrics.latency import Stopping, measure_in_turn, ratio
 from sd_quant.places import HOME, input_path
@@ -38,7 +37,7 @@ from sd_quant.stages.generate import sampling_of
 from sd_quant.stages.latency import part_rounds
 from sd_quant.stages.load import open_model
 
-COMMAND = ("quantize.py", "-m", "quant_level=1,2,3", "alpha=0.5,0.8", "export_trt=none")
+COMMAND, KNOBS = ("quantize.py", "-m", "export_trt=none"), ("quant_level=1,2,3", "alpha=0.5,0.8")
 BESIDE = (False, True, False, True, False)  # whether a busy process runs beside the sweep
 NEIGHBOUR = "number = 0\nwhile True: number += 1"
 MOST_APART = 0.02
@@ -55,9 +54,9 @@ def neighbour(there: bool) -> Iterator[None]:
             process.wait()
 
 
-def sweep(folder: Path, beside: bool) -> tuple[Sweep, float]:
+def sweep(folder: Path, beside: bool, knobs: Sequence[str]) -> tuple[Sweep, float]:
     """The sweep in ``folder``, which is run unless it is there, and the seconds that its run took."""
-    command = [sys.executable, *COMMAND, f"hydra.sweep.dir={folder}", f"cache.dir={folder.parent}/cache"]
+    command = [sys.executable, *COMMAND, *knobs, f"hydra.sweep.dir={folder}", f"cache.dir={folder.parent}/cache"]
     started = time.perf_counter()
     with neighbour(beside), folder.with_suffix(".log").open("a") as log:
         if subprocess.run(command, cwd=HOME, stdout=log, stderr=log).returncode:
@@ -71,7 +70,7 @@ def same_or_tied(verdicts: list[Recommendation]) -> bool:
 
 
 def opened(folder: Path) -> tuple[QuantizeJob, dict]:
-    job = read(QuantizeJob, yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")))
+    job = job_of_run(folder)
     return job, {part: load_engine(job.infer.engine, artifact(folder, "onnx", part)) for part in job.model.parts}
 
 
@@ -106,6 +105,8 @@ def shown(interval: Interval) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--work", type=input_path, default="outputs/benchmark_verdict", help="(%(default)s)")
+    parser.add_argument("--knobs", nargs="+", default=KNOBS, help="of the sweep (%(default)s)")
+    parser.add_argument("--sweeps", type=int, default=len(BESIDE), help="how many (%(default)s)")
     parser.add_argument("--images", type=int, default=40, help="whole images of the last table (%(default)s)")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
@@ -113,8 +114,8 @@ def main() -> None:
     verdicts, tables = [], []
     print("| sweep | beside | it says of the machine | recommended | tied | timed together, s | whole sweep, s |")
     print("|---|---|---|---|---|---|---|")
-    for number, beside in enumerate(BESIDE):
-        done, seconds = sweep(options.work / f"sweep_{number}", beside)
+    for number, beside in enumerate(BESIDE[: options.sweeps]):
+        done, seconds = sweep(options.work / f"sweep_{number}", beside, options.knobs)
         tables.append(rows(done))
         verdicts.append(recommend(done, tables[-1], lambda row: row["job"]))
         blocks = at(done.timing, "blocks") or []

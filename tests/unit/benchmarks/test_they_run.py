@@ -36,7 +36,7 @@ RUNS = {
     "candidates": ["--only", "comfyui-fp8-cast"],  # the one that takes no tool
 }  # fmt: skip
 WITHOUT_FILES = {"convolutions", "coverage"}
-LEFT_OUT = {"against_diffusers", "families", "full_size", "quickstart", "sweep", "verdict", "common"}
+LEFT_OUT = {"against_diffusers", "families", "full_size", "quickstart", "sweep", "verdict", "common", "processors"}
 
 
 def test_none_is_forgotten():
