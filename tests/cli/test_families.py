@@ -43,7 +43,6 @@ class Row:
 PLANS = ("export_trt=tensorrt_rtx", "trt.optimization_level=0")
 ROWS = [  # in `make test`; SDXL and Stable Diffusion 1.5 are the main job's and the tiny pipeline's
     Row("sd3", "int8_dynamic", "openvino", ("quant_level=4", "export_trt=none")),
-    Row("flux", "svdquant_w4a16", "openvino", PLANS),
 ]
 SOAK = [  # every pair of family, preset and engine
     Row(family, preset, ENGINES[(first + second) % 2], (*PLANS, "hand_over=[diffusers_modelopt]")

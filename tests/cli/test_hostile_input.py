@@ -267,7 +267,15 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+BEHIND_THE_READERS = (  # refused once the checkpoint is opened, in seconds: one of their like is in make test
+    "a flipped bit", "keys that are missing, unknown and misshapen", "weights in int8", "a weight that is infinite",
+    "a weight that is NaN", "targets in every section", "weights that share one storage", "a gzip bomb",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.soak if name in BEHIND_THE_READERS else ()) for name in CASES]
+)
 def test_a_checkpoint_from_a_stranger(forked, whole, tmp_path, name):
     case, canary, path = CASES[name], tmp_path / "canary", tmp_path / "hostile" / "a.nemo"
     path.parent.mkdir()
