@@ -44,9 +44,9 @@ PLANS = ("export_trt=tensorrt_rtx", "trt.optimization_level=0")
 ROWS = [  # in `make test`; SDXL and Stable Diffusion 1.5 are the main job's and the tiny pipeline's
     Row("sd3", "int8_dynamic", "openvino", ("quant_level=4", "export_trt=none")),
 ]
-SOAK = [  # every pair of family, preset and engine
-    Row(family, preset, ENGINES[(first + second) % 2], (*PLANS, "hand_over=[diffusers_modelopt]")
-        if preset == "int8" else ("export_trt=none",))
+SOAK = [  # every family in every format, the engines in turn where both compute it
+    Row(family, preset, "onnxruntime" if preset == "int4_w4a4" else ENGINES[(first + second) % 2],
+        (*PLANS, "hand_over=[diffusers_modelopt]") if preset == "int8" else ("export_trt=none",))
     for first, family in enumerate(TINY) for second, preset in enumerate(PRESETS)
 ]  # fmt: skip
 
