@@ -1,6 +1,9 @@
-"""Assigned layers to try products on."""
+"""Assigned layers to try products on, and what layers of a network read."""
+
+from collections.abc import Callable, Iterable
 
 import torch
+from torch import nn
 
 from sd_quant.quantization.assignment import LayerAssignment
 
@@ -13,3 +16,17 @@ def static_layer(weight: torch.Tensor, fmt: str, per_row: bool, activation_amax:
         weight_axis=0 if per_row else None, weight_amax=amax if per_row else amax.amax().view(1),
         activation_amax=activation_amax,
     )  # fmt: skip
+
+
+def inputs_seen(network: nn.Module, names: Iterable[str], call: Callable[[], object]) -> dict[str, torch.Tensor]:
+    """What each of these layers reads in ``call``, in numbers of fp16, as a runtime is given it."""
+    seen = {}
+
+    def remember(name: str) -> Callable:
+        return lambda layer, given: seen.__setitem__(name, given[0].half().float())
+
+    hooks = [network.get_submodule(name).register_forward_pre_hook(remember(name)) for name in names]
+    call()
+    for hook in hooks:
+        hook.remove()
+    return seen
