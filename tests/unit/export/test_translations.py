@@ -99,10 +99,10 @@ def promotions(monkeypatch) -> list:
     [
         (AS_CALLED, HALF, False),
         ({name: AS_CALLED[name] for name in ("rms norm", "clip")}, FULL, False),
-        (IN_PARTS, HALF, True),
+        *(({name: call}, HALF, True) for name, call in IN_PARTS.items()),
         (PROMOTED, HALF, False),
     ],
-    ids=["as called", "in fp32", "in parts", "promoted"],
+    ids=["as called", "in fp32", *IN_PARTS, "promoted"],
 )
 def test_a_graph_computes_what_torch_computes(calls, dtype, taken_apart, decompositions, promotions):
     _, ours, theirs = computed(calls, dtype)
