@@ -1,7 +1,9 @@
-"""Assigned layers to try products on, and the numbers that they are tried with."""
+"""Assigned layers to try products on, the numbers that they are tried with, and what layers of a network read."""
+
+from collections.abc import Callable, Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.statistics import LayerStatistics, Sample
@@ -42,3 +44,17 @@ def turned(x: Tensor, group: int) -> Tensor:
     while len(matrix) < group:
         matrix = torch.kron(matrix, four)
     return (x.double().unflatten(-1, (-1, group)) @ matrix).flatten(-2)
+
+
+def inputs_seen(network: nn.Module, names: Iterable[str], call: Callable[[], object]) -> dict[str, Tensor]:
+    """What each of these layers reads in ``call``, in numbers of fp16, as a runtime is given it."""
+    seen = {}
+
+    def remember(name: str) -> Callable:
+        return lambda layer, given: seen.__setitem__(name, given[0].half().float())
+
+    hooks = [network.get_submodule(name).register_forward_pre_hook(remember(name)) for name in names]
+    call()
+    for hook in hooks:
+        hook.remove()
+    return seen

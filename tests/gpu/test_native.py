@@ -22,48 +22,41 @@ if torch.cuda.is_available():
 GPU = torch.device("cuda")
 
 
-def skip_without(fmt: str) -> None:
+@torch.no_grad()
+def check(made_as: type, fmt: str, per_row: bool, build, shape: tuple[int, ...], compiled: bool, zero_point: int = 0):
+    """The GPU gives in fp16 what the processor gives in fp32 for the same codes.
+
+    fp16 rounds the output, and a GPU adds up FP8's products with some bits less.
+    """
     if torch.cuda.get_device_capability() < FORMATS[fmt].torch_compute_capability:
         pytest.skip(f"this GPU multiplies no {fmt}")
-
-
-def on_both(module: nn.Module, fmt: str, per_row: bool, x: torch.Tensor, compiled: bool, zero_point: int = 0):
-    """What the processor gives in fp32 and the GPU in fp16 for the same codes."""
+    torch.manual_seed(0)
+    module, x = build(), torch.randn(shape).half()
     layer = replace(static_layer(module.weight.detach(), fmt, per_row), activation_zero_point=zero_point)
     expected = placed(layer_of(module, layer, PRODUCTS["cpu"]), CPU, torch.float32)(x.float())
     made = placed(layer_of(module, layer, PRODUCTS["cuda"]), GPU, torch.float16)
     if compiled:
         made.compile()
-    return made, expected, made(x.to(GPU)).float().cpu()
+    found = made(x.to(GPU)).float().cpu()
+    assert isinstance(made, made_as) and expected.shape == found.shape
+    assert relative_error(expected, found) < 4e-3
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("sizes", [(640, 1280), (40, 24)])
 @pytest.mark.parametrize("rows", [1, 160])
 @pytest.mark.parametrize("fmt, per_row", [("int8", True), ("fp8", False), ("fp8", True)])
-@torch.no_grad()
 def test_a_linear_gives_what_the_processor_does(fmt, per_row, rows, sizes, compiled):
-    """The same codes; fp16 rounds the output, and a GPU adds up FP8's products with some bits less."""
-    skip_without(fmt)
-    torch.manual_seed(0)
-    module, x = nn.Linear(*sizes), torch.randn(2, rows, sizes[0]).half()
-    made, expected, found = on_both(module, fmt, per_row, x, compiled)
-    assert isinstance(made, NativeLinear)
-    assert relative_error(expected, found) < 4e-3
+    check(NativeLinear, fmt, per_row, lambda: nn.Linear(*sizes), (2, rows, sizes[0]), compiled)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("size, stride, padding", [(3, 1, 1), (3, 2, 1), (3, 2, 0), (1, 1, 0)])
 @pytest.mark.parametrize("fmt", [name for name, fmt in FORMATS.items() if fmt.torch_compute_capability])
 @pytest.mark.parametrize("zero_point", [0, -100])
-@torch.no_grad()
 def test_a_convolution_gives_what_the_processor_does(fmt, size, stride, padding, compiled, zero_point):
     """Shifted too, where codes have equal levels."""
-    skip_without(fmt)
     if zero_point and not FORMATS[fmt].equal_levels:
         pytest.skip(f"no input is shifted in {fmt}")
-    torch.manual_seed(0)
-    module, x = nn.Conv2d(320, 640, size, stride, padding), torch.randn(2, 320, 20, 12).half()
-    made, expected, found = on_both(module, fmt, fmt == "int8", x, compiled, zero_point)
-    assert isinstance(made, NativeConv) and expected.shape == found.shape
-    assert relative_error(expected, found) < 4e-3
+    build, shape = lambda: nn.Conv2d(320, 640, size, stride, padding), (2, 320, 20, 12)
+    check(NativeConv, fmt, fmt == "int8", build, shape, compiled, zero_point)

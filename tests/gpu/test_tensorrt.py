@@ -30,40 +30,20 @@ def weight() -> np.ndarray:
 @pytest.fixture(scope="module")
 def plan(library, weight, tmp_path_factory):
     """y [B, 32] fp16 = QDQ(x [B, 64] fp16) @ DQ(int8 weight), B from 1 to 8; and the ids passed through, int64."""
-    import onnx
-    from onnx import TensorProto, helper, numpy_helper
+    from onnx import helper
 
     from sd_quant.engines.tensorrt import build as building
+    from tests.graphs import product_of_codes, save_graph
 
     folder = tmp_path_factory.mktemp(library)
-    constants = {
-        "scale": np.array(SCALE, np.float16),
-        "zero": np.array(0, np.int8),
-        "w": weight,
-        "w_scale": np.full(OUT, 2.0**-8, np.float16),
-        "w_zero": np.zeros(OUT, np.int8),
-        "one": np.array(1, np.int64),
-    }
-    nodes = [
-        helper.make_node("QuantizeLinear", ["x", "scale", "zero"], ["x_int8"]),
-        helper.make_node("DequantizeLinear", ["x_int8", "scale", "zero"], ["x_dq"]),
-        helper.make_node("DequantizeLinear", ["w", "w_scale", "w_zero"], ["w_dq"], axis=1),
-        helper.make_node("MatMul", ["x_dq", "w_dq"], ["y"]),
-        helper.make_node("Add", ["ids", "one"], ["next_ids"]),
-    ]
-    value = helper.make_tensor_value_info
-    graph = helper.make_graph(
-        nodes,
-        "tiny",
-        [value("x", TensorProto.FLOAT16, ["B", WIDTH]), value("ids", TensorProto.INT64, ["B"])],
-        [value("y", TensorProto.FLOAT16, ["B", OUT]), value("next_ids", TensorProto.INT64, ["B"])],
-        [numpy_helper.from_array(array, name) for name, array in constants.items()],
-    )
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9), folder / "tiny.onnx")
-    path = folder / "tiny.plan"
+    nodes, constants = product_of_codes(weight, np.full(OUT, 2.0**-8, np.float16), SCALE)
+    nodes.append(helper.make_node("Add", ["ids", "one"], ["next_ids"]))
+    constants["one"] = np.array(1, np.int64)
+    inputs, outputs = {"x": ["B", WIDTH], "ids": ["B"]}, {"y": ["B", OUT], "next_ids": ["B"]}
+    save_graph(folder / "tiny.onnx", nodes, constants, inputs, outputs)
     profile = {"x": ((1, WIDTH), (2, WIDTH), (8, WIDTH)), "ids": ((1,), (2,), (8,))}
-    building.build_plan(folder / "tiny.onnx", path, library=library, profile=profile)
-    return path
+    building.build_plan(folder / "tiny.onnx", folder / "tiny.plan", library=library, profile=profile)
+    return folder / "tiny.plan"
 
 
 @pytest.fixture

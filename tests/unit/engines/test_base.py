@@ -1,9 +1,22 @@
+"""What holds of every engine, and what the runtimes on the processor compute of one quantized layer."""
+
+import numpy as np
 import pytest
 import torch
 
-from sd_quant.engines import RUNTIMES, Runtime, load_engine
+from sd_quant.engines import RUNTIMES, Runtime, load_engine, onnxruntime, openvino
 from sd_quant.engines.base import cast_inputs
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError
+from tests.graphs import OUT, WIDTH, Tiny
+
+MODULES = {"openvino": openvino, "onnxruntime": onnxruntime}
+# The last bits of fp16: ONNX Runtime rounds what is dequantized to it, OpenVINO computes in fp32.
+TOLERANCES = {"openvino": 2e-3, "onnxruntime": 5e-3}
+
+
+@pytest.fixture(params=MODULES)
+def runtime(request) -> str:
+    return request.param
 
 
 def test_inputs_are_cast_and_ordered_as_declared():
@@ -20,12 +33,11 @@ def test_missing_and_unknown_inputs_are_refused(names):
 
 
 @pytest.mark.parametrize("content", [b"", b"hello", b"\x00" * 64])
-def test_what_is_not_onnx_is_refused_by_every_engine_that_reads_onnx(tmp_path, content):
+def test_what_is_not_onnx_is_refused_by_every_engine_that_reads_onnx(tmp_path, runtime, content):
     path = tmp_path / "broken.onnx"
     path.write_bytes(content)
-    for name in ("openvino", "onnxruntime"):
-        with pytest.raises(ArtifactError, match="broken.onnx"):
-            load_engine(name, path)
+    with pytest.raises(ArtifactError, match="broken.onnx"):
+        load_engine(runtime, path)
 
 
 def test_a_missing_file_is_an_artifact_error(tmp_path):
@@ -44,3 +56,44 @@ def test_a_runtime_that_is_not_installed_names_its_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(RUNTIMES, "not_there", row)
     with pytest.raises(ResourceError, match=r"sd-quant\[not_there\]"):
         load_engine("not_there", tmp_path)
+
+
+def test_it_computes_the_quantized_layer_at_every_batch_size(tiny, samples, runtime):
+    """Also after a shape that the graph does not take."""
+    engine = load_engine(runtime, tiny.path, threads=1)
+    assert (engine.name, engine.inputs) == (runtime, {"x": torch.float16})
+    with pytest.raises(ValueError, match=r"'x': \(1, 65\)"):
+        engine(x=torch.ones(1, 65))
+    for batch in (1, 3, 5):
+        y = engine(x=torch.from_numpy(samples[:batch]))["y"]
+        assert y.dtype == torch.float16
+        expected = tiny.expected(samples[:batch])
+        np.testing.assert_allclose(y.numpy(), expected, rtol=2e-3, atol=TOLERANCES[runtime])
+
+
+def test_the_largest_codes_do_not_saturate(tmp_path, runtime):
+    """A sum of two products of them needs more than 16 bits."""
+    largest = Tiny(tmp_path / "x.onnx", np.full((WIDTH, OUT), 127, np.int8), np.full(OUT, 2.0**-8, np.float16)).write()
+    y = load_engine(runtime, largest.path, threads=1)(x=torch.full((2, WIDTH), 3.96875))["y"]
+    np.testing.assert_allclose(y.numpy(), largest.expected(np.full((2, WIDTH), 3.96875)), rtol=1e-3)
+
+
+def test_outputs_survive_the_next_call_and_the_engine(tiny, samples, runtime):
+    engine = load_engine(runtime, tiny.path, threads=1)
+    first = engine(x=torch.from_numpy(samples))["y"]
+    before = first.clone()
+    engine(x=torch.from_numpy(-samples))
+    engine.close()
+    assert torch.equal(first, before) and before.abs().max() > 0
+
+
+def test_what_it_cannot_load_is_an_artifact_error(unknown_operator_onnx, runtime):
+    with pytest.raises(ArtifactError, match="NoSuchOperator"):
+        load_engine(runtime, unknown_operator_onnx)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_it_computes_with_torchs_threads(tiny, monkeypatch, runtime, count):
+    monkeypatch.setattr(MODULES[runtime], "default_threads", lambda: count)
+    assert load_engine(runtime, tiny.path).threads == count
+    assert load_engine(runtime, tiny.path, threads=1).threads == 1

@@ -36,8 +36,3 @@ def test_where_memory_is_short_one_is_closed_before_the_next_is_opened(log):
     for engine in (one["vae"], other["vae"], one["unet_xl"], one["unet_xl"], other["unet_xl"]):
         assert engine.key
     assert log == ["open v", "close v", "open a", "close a", "open b"]
-
-
-def test_an_unknown_part():
-    with pytest.raises(KeyError):
-        Variant(Pool(Opened), {})["vae"]

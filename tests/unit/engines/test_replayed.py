@@ -44,31 +44,21 @@ def recorded(monkeypatch):
     return made
 
 
-def test_one_recording_serves_all_calls_of_a_shape(recorded):
-    engine = Replayed(Doubling())
-    first, second = engine(x=torch.full((2, 3), 1.0)), engine(x=torch.full((2, 3), 5.0))
-    assert len(recorded) == 1
-    assert first["y"].unique() == 2 and second["y"].unique() == 10  # an answer outlives the next call
-    assert first["y"].dtype == torch.float16
-
-
 def test_another_shape_is_recorded_anew(recorded):
+    """One recording serves all calls of a shape, and an answer outlives the next call."""
     engine = Replayed(Doubling())
-    for batch in (2, 4, 4, 2):
-        assert engine(x=torch.ones(batch, 3))["y"].shape == (batch, 3)
-    assert [shapes["x"][0] for shapes in recorded] == [2, 4, 2]
+    answers = [engine(x=torch.full((batch, 3), float(batch)))["y"] for batch in (2, 4, 4, 2)]
+    assert [(y.shape, y.unique().item()) for y in answers] == [((batch, 3), 2.0 * batch) for batch in (2, 4, 4, 2)]
+    assert [shapes["x"][0] for shapes in recorded] == [2, 4, 2] and answers[0].dtype == torch.float16
 
 
-def test_what_the_engine_refuses_is_refused(recorded):
-    engine = Replayed(Doubling())
+def test_what_the_engine_refuses_is_refused_and_it_is_closed_with_its_recorder(recorded):
+    inner = Doubling()
+    engine = Replayed(inner)
     with pytest.raises(ValueError, match="at most 8"):
         engine(x=torch.ones(9, 3))
     with pytest.raises(ValueError, match=r"takes inputs \['x'\]"):
         engine(z=torch.ones(2, 3))
     assert engine(x=torch.ones(2, 3))["y"].shape == (2, 3)
-
-
-def test_closing_closes_the_engine(recorded):
-    inner = Doubling()
-    Replayed(inner).close()
+    engine.close()
     assert inner.closed

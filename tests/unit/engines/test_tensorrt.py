@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import shutil
 import signal
 import time
 from contextlib import nullcontext
@@ -20,6 +21,7 @@ from sd_quant.engines.tensorrt import plan as planning
 from sd_quant.engines.tensorrt.run import TensorRtEngine
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError, SdQuantError
 from sd_quant.files import sha256
+from tests.graphs import tiny_in
 
 trt = pytest.importorskip("tensorrt_rtx", reason="TensorRT for RTX is not installed")
 
@@ -33,7 +35,22 @@ def build(tiny, targets=("SM89",), **options):
     return plan, building.build_plan(tiny.path, plan, **options)
 
 
-@pytest.mark.parametrize("targets", [["SM89"], ["SM89", "SM120"], ["SM75", "SM80", "SM86", "SM89", "SM120", "SM121"]])
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """A plan in a folder, which nobody changes, its report, and the steps of its build."""
+    tiny, steps = tiny_in(tmp_path_factory.mktemp("built")), []
+    options = {"workspace_gib": 1, "optimization_level": 0, "progress": lambda *step: steps.append(step)}
+    return *build(tiny, **options), steps
+
+
+@pytest.fixture
+def plan(built, tmp_path):
+    """A copy of the plan and of its record."""
+    shutil.copytree(built[0].parent, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "tiny.plan"
+
+
+@pytest.mark.parametrize("targets", [["SM89"], ["SM75", "SM80", "SM86", "SM89", "SM120", "SM121"]])
 def test_a_plan_says_in_its_header_what_it_was_built_for(tiny, targets):
     plan, report = build(tiny, targets)
     assert planning.describe_plan(plan) == {
@@ -47,19 +64,21 @@ def test_a_plan_says_in_its_header_what_it_was_built_for(tiny, targets):
     assert report.targets == targets
 
 
-def test_the_record_beside_the_plan_is_the_report(tiny):
-    plan, report = build(tiny, workspace_gib=1, optimization_level=0)
+def test_the_record_beside_the_plan_is_the_report(built):
+    plan, report, steps = built
     assert json.loads(planning.record_path(plan).read_text()) == asdict(report)
     assert planning.read_record(plan) == report
-    assert report.sha256 == sha256(plan)
-    assert report.onnx == {file: sha256(tiny.path.parent / file) for file in ("tiny.onnx", "weights.bin")}
+    assert report.sha256 == sha256(plan) and report.attention is None
+    assert report.onnx == {file: sha256(plan.parent / file) for file in ("tiny.onnx", "weights.bin")}
     assert report.profile == {"x": [[1, 64], [2, 64], [8, 64]]}
     assert report.seconds > 0 and report.bytes == plan.stat().st_size and report.peak_memory_bytes > report.bytes
+    assert steps and all(0 < done <= total for _, done, total in steps)
 
 
 @pytest.mark.parametrize(
     "damage",
     [
+        lambda content: "",
         lambda content: "[" * 100_000,
         lambda content: "[]",
         lambda content: json.dumps(content | {"sha256": ["a"]}),
@@ -71,11 +90,10 @@ def test_the_record_beside_the_plan_is_the_report(tiny):
         lambda content: json.dumps({"sha256": content["sha256"]}),
     ],
 )
-def test_a_record_that_is_none_is_refused(tiny, damage):
-    plan, report = build(tiny, optimization_level=0)
-    planning.record_path(plan).write_text(damage(asdict(report)))
+def test_a_record_that_is_none_is_refused(built, plan, damage):
+    planning.record_path(plan).write_text(damage(asdict(built[1])))
     with pytest.raises(ArtifactError, match="has no readable record tiny.plan.json of its build"):
-        planning.read_record(plan)
+        load_engine("tensorrt_rtx", plan)
 
 
 def test_an_error_in_progress_stops_the_build_and_is_raised(tiny):
@@ -90,12 +108,6 @@ def test_an_error_in_progress_stops_the_build_and_is_raised(tiny):
     assert len(steps) == 1
 
 
-def test_progress_counts_up_to_each_phase_total(tiny):
-    steps = []
-    build(tiny, progress=lambda *step: steps.append(step))
-    assert steps and all(0 < done <= total for _, done, total in steps)
-
-
 def test_an_interrupted_build_stops_and_leaves_nothing(tiny):
     """As by Ctrl-C: the signal arrives in the middle of the build, from a step of which it is sent."""
     phases = []
@@ -104,7 +116,7 @@ def test_an_interrupted_build_stops_and_leaves_nothing(tiny):
         if not phases:
             signal.raise_signal(signal.SIGINT)
         phases.append(phase)
-        time.sleep(0.02)
+        time.sleep(0.005)
 
     with pytest.raises(KeyboardInterrupt):
         build(tiny, progress=interrupt)
@@ -122,81 +134,43 @@ def test_a_plan_that_is_not_built_for_lack_of_memory_is_no_fault_of_the_graph(ti
         build(tiny)
 
 
-@pytest.mark.parametrize("target", ["SM90", "sm89", "CURRENT", "Ada"])
-def test_an_unknown_target_is_refused_with_the_known_ones(tiny, target):
-    with pytest.raises(ConfigError, match=rf"cannot build for '{target}'; it builds for SM75.*SM121"):
-        build(tiny, [target])
+KNOWN = "; it builds for SM75.*SM121"
 
 
 @pytest.mark.parametrize(
-    ("profile", "message"),
+    "options, error, message",
     [
-        ({}, "dynamic shape"),
-        (PROFILE | {"z": PROFILE["x"]}, r"shapes for \['z'\]"),
-        ({"x": ((1, 65), (2, 65), (8, 65))}, "fit"),
-        ({"x": ((1,), (2,), (8,))}, "fit"),
-        ({"x": ((4, 64), (2, 64), (8, 64))}, "growing"),
+        ({"targets": ["SM90"]}, ConfigError, f"cannot build for 'SM90'{KNOWN}"),
+        ({"targets": ["sm89"]}, ConfigError, f"cannot build for 'sm89'{KNOWN}; did you mean SM89"),
+        ({"targets": ["CURRENT"]}, ConfigError, f"cannot build for 'CURRENT'{KNOWN}"),
+        ({"profile": {}}, ConfigError, "dynamic shape"),
+        ({"profile": PROFILE | {"z": PROFILE["x"]}}, ConfigError, r"shapes for \['z'\]"),
+        ({"profile": {"x": ((1, 65), (2, 65), (8, 65))}}, ConfigError, "fit"),
+        ({"profile": {"x": ((1,), (2,), (8,))}}, ConfigError, "fit"),
+        ({"profile": {"x": ((4, 64), (2, 64), (8, 64))}}, ConfigError, "growing"),
+        ({"optimization_level": 9}, ConfigError, "optimization_level is 9"),  # TensorRT would clamp it
+        ({"library": "tensorrt_llm"}, ConfigError, "tensorrt_rtx"),
+        ({"library": "tensorrt"}, (ConfigError, ResourceError), r"builds only for the GPU|sd-quant\[tensorrt\]"),
+        pytest.param({"targets": []}, ResourceError, "no NVIDIA GPU", marks=no_gpu),
     ],
 )
-def test_a_profile_that_does_not_fit_the_graph_is_refused(tiny, profile, message):
-    with pytest.raises(ConfigError, match=message):
-        build(tiny, profile=profile)
+def test_what_it_cannot_build_for_is_refused(tiny, options, error, message):
+    with pytest.raises(error, match=message):
+        build(tiny, **options)
 
 
-def test_an_optimization_level_that_tensorrt_would_clamp_is_refused(tiny):
-    with pytest.raises(ConfigError, match="optimization_level is 9"):
-        build(tiny, optimization_level=9)
-
-
-def test_an_unknown_library_is_refused(tiny):
-    with pytest.raises(ConfigError, match="tensorrt_rtx"):
-        build(tiny, library="tensorrt_llm")
-
-
-def test_a_graph_that_tensorrt_does_not_take_names_the_node(tmp_path, unknown_operator_onnx):
+def test_a_graph_that_tensorrt_does_not_take_names_the_node(tiny, unknown_operator_onnx):
+    unknown_operator_onnx.rename(tiny.path)
     with pytest.raises(ArtifactError, match=r"node culprit \(NoSuchOperator\)"):
-        building.build_plan(
-            unknown_operator_onnx,
-            tmp_path / "x.plan",
-            library="tensorrt_rtx",
-            profile=PROFILE,
-            compute_capabilities=["SM89"],
-        )
-    assert not (tmp_path / "x.plan").exists()
-
-
-@pytest.mark.parametrize("content", [b"", b"hello"])
-def test_what_is_not_onnx_is_refused(tiny, content):
-    tiny.path.write_bytes(content)
+        build(tiny)
+    tiny.path.write_bytes(b"hello")  # to TensorRT a network with no layers
     with pytest.raises(ArtifactError, match="tiny.onnx"):
         build(tiny)
-
-
-@no_gpu
-def test_building_for_the_current_gpu_needs_one(tiny):
-    with pytest.raises(ResourceError, match="no NVIDIA GPU"):
-        build(tiny, [])
-
-
-def test_what_is_not_a_plan_is_told_apart(tiny):
-    assert not planning.describe_plan(tiny.path)["is_plan"]
-    plan, _ = build(tiny)
-    assert planning.describe_plan(plan)["is_plan"]
-    plan.write_bytes(plan.read_bytes()[:-1])
-    assert planning.describe_plan(plan)["complete"] is False
-
-
-def test_an_unchanged_plan_gets_as_far_as_the_gpu(tiny):
-    if torch.cuda.is_available():
-        pytest.skip("shows what a machine without a GPU says")
-    plan, _ = build(tiny)
-    with pytest.raises(ResourceError, match="infer=openvino"):
-        load_engine("tensorrt_rtx", plan)
+    assert not tiny.path.with_suffix(".plan").exists()
 
 
 @pytest.mark.parametrize("offset", [0, 32, 70, -1])
-def test_a_changed_plan_is_refused_before_the_runtime_sees_it(tiny, offset):
-    plan, _ = build(tiny)
+def test_a_changed_plan_is_refused_before_the_runtime_sees_it(plan, offset):
     changed = bytearray(plan.read_bytes())
     changed[offset] ^= 1
     plan.write_bytes(changed)
@@ -204,44 +178,33 @@ def test_a_changed_plan_is_refused_before_the_runtime_sees_it(tiny, offset):
         load_engine("tensorrt_rtx", plan)
 
 
-def test_a_plan_without_a_record_needs_the_callers_word(tiny):
-    plan, _ = build(tiny)
+@no_gpu
+def test_a_plan_gets_as_far_as_the_gpu_without_a_record_by_the_callers_word_alone(plan):
+    with pytest.raises(ResourceError, match="no NVIDIA GPU .*infer=openvino"):
+        load_engine("tensorrt_rtx", plan)
     planning.record_path(plan).unlink()
     with pytest.raises(ArtifactError, match="allow_untrusted_plan"):
         load_engine("tensorrt_rtx", plan)
-    if not torch.cuda.is_available():
-        with pytest.raises(ResourceError, match="no NVIDIA GPU"):
-            load_engine("tensorrt_rtx", plan, allow_untrusted_plan=True)
+    with pytest.raises(ResourceError, match="no NVIDIA GPU"):
+        load_engine("tensorrt_rtx", plan, allow_untrusted_plan=True)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"sha256": 1}'])
-def test_a_broken_record_is_refused(tiny, content):
-    plan, _ = build(tiny)
-    planning.record_path(plan).write_text(content)
-    with pytest.raises(ArtifactError, match="no readable record tiny.plan.json"):
-        load_engine("tensorrt_rtx", plan)
-
-
-def test_even_a_trusted_file_has_to_be_a_whole_plan(tiny):
-    plan, _ = build(tiny)
-    for content in (b"hello" * 100, plan.read_bytes()[:-1], b""):
+def test_even_a_trusted_file_has_to_be_a_whole_plan(plan):
+    whole = plan.read_bytes()
+    for content, facts in ((whole[:-1], (True, False)), (b"hello" * 100, (False, None)), (b"", (False, None))):
         plan.write_bytes(content)
+        described = planning.describe_plan(plan)
+        assert (described["is_plan"], described["complete"]) == facts
         with pytest.raises(ArtifactError, match="not a whole TensorRT plan"):
             load_engine("tensorrt_rtx", plan, allow_untrusted_plan=True)
 
 
-def test_a_plan_of_the_other_library_or_another_version_is_refused(tiny):
-    plan, report = build(tiny)
+def test_a_plan_of_the_other_library_or_another_version_is_refused(built, plan):
     with pytest.raises(ArtifactError, match="a plan of tensorrt_rtx, not of tensorrt;"):
         load_engine("tensorrt", plan)
-    planning.record_path(plan).write_text(json.dumps(asdict(report) | {"version": "1.0.0.1"}))
+    planning.record_path(plan).write_text(json.dumps(asdict(built[1]) | {"version": "1.0.0.1"}))
     with pytest.raises(ArtifactError, match=r"built by tensorrt_rtx 1\.0\.0\.1.*export_trt"):
         load_engine("tensorrt_rtx", plan)
-
-
-def test_mainline_builds_for_its_own_gpu_only_or_says_what_to_install(tiny):
-    with pytest.raises((ConfigError, ResourceError), match=r"builds only for the GPU|sd-quant\[tensorrt\]"):
-        build(tiny, library="tensorrt")
 
 
 # ------------------------------------------------------------------------------------- what a GPU's machine has kept
@@ -341,11 +304,12 @@ def running(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
     told.plan = plan
+    told.open = lambda: TensorRtEngine("tensorrt_rtx", None, plan, torch.device("cpu"))
     return told
 
 
 def test_a_plan_runs_on_the_callers_stream_in_memory_for_its_shapes(running):
-    engine = TensorRtEngine("tensorrt_rtx", None, running.plan, torch.device("cpu"))
+    engine = running.open()
     config = running.plan.create_runtime_config.return_value
     running.plan.create_execution_context.assert_called_once_with(config)
     managed = trt.ExecutionContextAllocationStrategy.USER_MANAGED
@@ -354,34 +318,24 @@ def test_a_plan_runs_on_the_callers_stream_in_memory_for_its_shapes(running):
     config.set_runtime_cache.assert_called_once_with(config.create_runtime_cache.return_value)
     assert engine.inputs == {"x": torch.float16} and engine.outputs == {"y": torch.float16}
     first = engine(x=torch.full((3, 4), 1.5))["y"]
-    second = engine(x=torch.full((5, 4), 4.0))["y"]
+    x = torch.full((5, 4), 4.0, dtype=torch.float16)
+    second = engine(x=x)["y"]
+    assert running.addresses["x"] == x.data_ptr()  # what is where it is needed is not copied
     assert first.unique() == 3 and second.unique() == 8  # an answer outlives the next call
     assert running.shapes == {"x": (5, 4)} and running.memory == [300, 500] and running.streams == [7, 7]
 
 
-def test_what_is_where_it_is_needed_is_not_copied(running):
-    engine = TensorRtEngine("tensorrt_rtx", None, running.plan, torch.device("cpu"))
-    x = torch.ones(2, 4, dtype=torch.float16)
-    engine(x=x)
-    assert running.addresses["x"] == x.data_ptr()
-
-
 def test_a_shape_outside_the_profile_is_refused_with_both(running):
-    engine = TensorRtEngine("tensorrt_rtx", None, running.plan, torch.device("cpu"))
     with pytest.raises(ConfigError, match=r"takes x from \(1, 4\) to \(8, 4\) but was given \(9, 4\); .*trt.sizes"):
-        engine(x=torch.ones(9, 4))
+        running.open()(x=torch.ones(9, 4))
     assert not running.streams
 
 
 def test_a_plan_that_does_not_run_says_why(running):
     library.library_logger("tensorrt_rtx").errors.append("an illegal memory access")
     running.works = False
-    engine = TensorRtEngine("tensorrt_rtx", None, running.plan, torch.device("cpu"))
     with pytest.raises(SdQuantError, match="could not run the plan: .*an illegal memory access"):
-        engine(x=torch.ones(1, 4))
-
-
-def test_a_plan_with_no_memory_to_run_in_is_refused(running):
+        running.open()(x=torch.ones(1, 4))
     running.plan.create_execution_context.return_value = None
     with pytest.raises(ResourceError, match="no memory to run the plan"):
-        TensorRtEngine("tensorrt_rtx", None, running.plan, torch.device("cpu"))
+        running.open()

@@ -1,5 +1,7 @@
 """Where torch computes a part, in which precision, and compiled how."""
 
+from functools import partialmethod
+
 import pytest
 import torch
 from torch import nn
@@ -88,8 +90,9 @@ def test_blocks_are_compiled_and_layers_of_codes_between_them_and_what_has_none_
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_a_compiled_block_of_codes_computes_what_it_does_eagerly():
-    """As deep as a compiler that joins roundings may differ: a code here and there."""
+def test_a_compiled_block_of_codes_computes_what_it_does_eagerly(monkeypatch):
+    """As torch has traced it, without the C++ that takes half a minute; tests/gpu has kernels that were made of it."""
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
     torch.manual_seed(0)
     weight = torch.randn(32, 64)
     layer = static_layer(weight, "int8", per_row=True)
@@ -108,4 +111,4 @@ def test_a_compiled_block_of_codes_computes_what_it_does_eagerly():
     network, x = Network(BasicTransformerBlock()), torch.randn(2, 20, 64)
     expected = network(x)
     assert compiled(network)[0]._compiled_call_impl is not None
-    torch.testing.assert_close(network(x), expected, rtol=1e-2, atol=2e-2)
+    torch.testing.assert_close(network(x), expected)

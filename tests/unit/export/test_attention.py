@@ -1,57 +1,103 @@
-"""Attention in integers: what the graph computes, in which numbers, and that it can be taken out again."""
+"""Attention whose two products are quantized, in FP8 and in integers: what the graph computes, and in which numbers."""
 
-from pathlib import Path
-
-import numpy as np
 import onnx
 import pytest
 import torch
 from onnx import TensorProto
 
-from sd_quant.engines import NO_INTEGER_ATTENTION, load_engine, openvino
+from sd_quant.engines import NO_INTEGER_ATTENTION, load_engine
 from sd_quant.engines.tensorrt.build import build_plan
-from sd_quant.errors import ArtifactError
 from sd_quant.export.attention import with_softmax
-from sd_quant.export.layer_cut import cut_attentions, names_of_products
-from sd_quant.models.unet import attentions, shared_inputs
+from sd_quant.export.layer_cut import cut_attentions
+from sd_quant.models.unet import attentions
 from sd_quant.numbers import relative_error
-from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.derivation import derive
-from sd_quant.quantization.recipe import Enable, Pair, Recipe
-from sd_quant.simulation.modelopt import simulate
+from tests.graphs import exposing, producers, readers, run, stored_in
 
-INT8 = Pair("int8", "int8")
+from .network import PREFIX, Exported, inputs
 
-
-def rows_of(calibrated, level: float) -> dict[str, LayerAssignment]:
-    unet = calibrated.part().unet
-    return derive(
-        calibrated.roles, lambda name: unet.get_submodule(name).weight, calibrated.statistics.layers,
-        Recipe(level, 0.8, collect_method="min-max", enable=Enable(INT8, INT8, "int8")),
-        shared_inputs(calibrated.roles), attentions=attentions(unet),
-    )  # fmt: skip
+pytestmark = pytest.mark.slow  # the tracing
 
 
 @pytest.fixture(scope="module")
-def rows(calibrated) -> dict[str, LayerAssignment]:
-    return rows_of(calibrated, 4.0)
+def in_fp8(network, export, tmp_path_factory) -> Exported:
+    """At level 4, where the attentions of the middle are said to have narrow heads."""
+    recipe = export("fp8").recipe
+    widths = {name: 24 if name.startswith("mid") else width for name, width in attentions(network.unet).items()}
+    assert set(widths.values()) == {24, 32}
+    assignment = network.derive(recipe, head_widths=widths)
+    path = network.write(tmp_path_factory.mktemp("attention") / "unet.onnx", assignment)
+    return Exported(recipe, network, assignment, path)
 
 
 @pytest.fixture(scope="module")
-def quantized_rows(rows) -> dict[str, LayerAssignment]:
-    return {name: row for name, row in rows.items() if row.attention_products}
+def in_integers(export) -> Exported:
+    return export("int8")
 
 
-@pytest.fixture(scope="module")
-def path(write, rows, tmp_path_factory) -> Path:
-    return write(tmp_path_factory.mktemp("level4") / "unet_xl.onnx", assignment=rows)
+def test_attention_has_four_pairs_where_heads_are_a_multiple_of_16_wide(in_fp8):
+    made, stored = producers(in_fp8.path), stored_in(in_fp8.path)
+    assert len(in_fp8.attentions) == 6  # down, up and up, attn1 and attn2
+    narrow = [row for row in in_fp8.assignment.values() if row.role == "attention" and row.name.startswith("mid")]
+    assert {row.reason for row in narrow} == {"its heads are 24 wide, no multiple of 16"}
+    of_layers = sum(f"{name}.input_quantized" in made for name in in_fp8.layers)
+    quantizers = [node for node in made.values() if node.op_type == "QuantizeLinear"]
+    assert len(quantizers) == of_layers + 4 * len(in_fp8.attentions)
+    assert {stored[node.input[2]].data_type for node in quantizers} == {TensorProto.FLOAT8E4M3FN}
+    for name in in_fp8.attentions:
+        for pair in (("query", "key"), ("softmax", "value")):
+            operands = [f"{name}.{what}_dequantized" for what in pair]
+            assert [node.op_type for node in made.values() if list(node.input) == operands] == ["MatMul"]
 
 
-def given(quantized_rows, tokens: int = 40) -> dict[str, torch.Tensor]:
+@torch.no_grad()
+def test_ranges_of_attention_are_those_of_what_is_multiplied(in_fp8):
+    """Unquantized, on what calibration saw: within twice the largest of its sample, and not much less than that."""
+    part, seen = in_fp8.network.part(), {}
+    names = [f"{name}.to_{letter}" for name in in_fp8.attentions for letter in "qkv"]
+    for name in names:
+        part.unet.get_submodule(name).register_forward_hook(
+            lambda layer, given, output, name=name: seen.setdefault(name, []).append(output.abs().max().item())
+        )
+    for call in range(2):
+        part(**inputs(2, seed=call))
+    for name, layer in in_fp8.attentions.items():
+        for letter, amax in zip("qkv", layer.attention_amax, strict=True):
+            largest = max(seen[f"{name}.to_{letter}"]) * (1 if letter == "v" else 32**-0.25)
+            assert largest < amax.item() <= 2.01 * largest  # rows of the sample are fp16
+
+
+@torch.no_grad()
+def test_attention_in_fp8_computes_what_the_simulation_does(in_fp8, tmp_path):
+    """With its projections: what flips in one is rounded again behind it, where FP8 is coarse, so the two drift apart.
+
+    Measured up to 0.037, where FP8 itself costs 0.044 to 0.095; and it is no further from the original.
+    """
+    made, consumers = producers(in_fp8.path), readers(in_fp8.path)
+    reads, outputs = {}, {}
+    for name in in_fp8.attentions:
+        products = [
+            consumers[f"{PREFIX}{name}.{layer}.weight.dequantized"][0] for layer in ("to_q", "to_k", "to_out.0")
+        ]
+        reads[name] = [made[made[product.input[0]].input[0]].input[0] for product in products[:2]]
+        outputs[name] = consumers[products[2].output[0]][0].output[0]  # with the bias
+    exposed = [*(value for pair in reads.values() for value in pair), *outputs.values()]
+    path, given = exposing(in_fp8.path, exposed, tmp_path / "unet.onnx"), inputs(1, seed=7)
+    original = in_fp8.network.unet
+    for engine in in_fp8.engines():
+        found = given | run(engine, path, given)
+        for name in in_fp8.attentions:
+            hidden, text = (found[value].half().float() for value in reads[name])
+            exact, expected = (unet.get_submodule(name)(hidden, text) for unet in (original, in_fp8.simulated.unet))
+            cost = relative_error(exact, expected)
+            assert relative_error(expected, found[outputs[name]]) < 0.06 and 0.02 < cost < 0.2, (engine, name)
+            assert relative_error(exact, found[outputs[name]]) == pytest.approx(cost, rel=0.15), (engine, name)
+
+
+def multiplied(exported: Exported, tokens: int = 40) -> dict[str, torch.Tensor]:
     """Query, key and value of each attention [2, heads, tokens, width], within their ranges and those of the scores."""
     torch.manual_seed(0)
     found = {}
-    for name, row in quantized_rows.items():
+    for name, row in exported.attentions.items():
         heads, width = row.key_mean.shape
         for what, amax in zip(("query", "key", "value"), row.attention_amax, strict=False):
             x = (torch.rand(2, heads, tokens, width) * 2 - 1) * amax.view(-1, 1, 1) * 0.4
@@ -59,98 +105,43 @@ def given(quantized_rows, tokens: int = 40) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_self_attentions_are_quantized_and_no_others(rows, quantized_rows):
-    assert quantized_rows and all(name.endswith("attn1") for name in quantized_rows)
-    others = {row.reason for row in rows.values() if row.role == "attention" and row.name not in quantized_rows}
-    assert others == {"it reads the text, whose first token is far larger than the others"}
-
-
-def test_the_graph_is_one_of_the_standard(path):
-    onnx.checker.check_model(path, full_check=True)
-    assert {node.domain for node in onnx.load(path).graph.node} == {""}
-
-
 @pytest.mark.parametrize("runtime", ["openvino", "onnxruntime"])
-def test_each_attention_computes_what_the_simulation_does(path, calibrated, rows, quantized_rows, tmp_path, runtime):
+def test_each_attention_computes_what_the_simulation_does(in_integers, tmp_path, runtime):
     """Up to a share of what quantization costs: 0.18 was measured with OpenVINO's INT8 kernels, 0.38 with its fp32 and
     0.48 in ONNX Runtime, in fp16. Random weights make logits of which one code is a factor of two in a probability.
     """
-    cut_attentions(path, quantized_rows.values(), tmp_path / "attentions.onnx")
-    engine, inputs = load_engine(runtime, tmp_path / "attentions.onnx"), given(quantized_rows)
-    turned = {name: x.transpose(2, 3).contiguous() if name.endswith("key") else x for name, x in inputs.items()}
-    outputs = engine(**turned)
-    part = simulate(calibrated.part().unet, rows)
-    for name in quantized_rows:
-        query, key, value = (inputs[f"{name}.given_{what}"].float() for what in ("query", "key", "value"))
+    rows, part = in_integers.attentions, in_integers.simulated.unet
+    assert rows and all(name.endswith("attn1") for name in rows)  # the others read the text
+    cut_attentions(in_integers.path, rows.values(), tmp_path / "attentions.onnx")
+    given = multiplied(in_integers)
+    turned = {name: x.transpose(2, 3).contiguous() if name.endswith("key") else x for name, x in given.items()}
+    outputs = run(runtime, tmp_path / "attentions.onnx", turned)
+    for name in rows:
+        query, key, value = (given[f"{name}.given_{what}"].float() for what in ("query", "key", "value"))
         expected = part.get_submodule(f"{name}.processor.products")(query, key, value)
-        exact = (query @ key.transpose(2, 3)).softmax(-1) @ value
-        found = outputs[f"{name}.given_output"].float()
+        exact, found = (query @ key.transpose(2, 3)).softmax(-1) @ value, outputs[f"{name}.given_output"]
         cost = relative_error(exact, expected)
         assert relative_error(expected, found) < 0.6 * cost and cost > 5e-3, name
         assert relative_error(exact, found) == pytest.approx(cost, rel=0.15), name
 
 
-def test_openvino_multiplies_both_products_in_int8(path, rows, quantized_rows, int8_kernels):
-    engine = load_engine("openvino", path, threads=1)
-    shapes = {name: [2 if axis == "batch" else axis for axis in shape] for name, shape in shapes_of(path).items()}
-    engine(**{name: torch.zeros([8 if isinstance(axis, str) else axis for axis in s]) for name, s in shapes.items()})
-    found, names = openvino.products(engine, path), names_of_products(path, rows, "unet.")
-    products = [product for row in quantized_rows.values() for product in row.attention_products]
-    assert {found[next(name for name in names[product] if name in found)] for product in products} == {"INT8"}
-
-
-def shapes_of(path: Path) -> dict[str, list[int | str]]:
-    inputs = onnx.load(path, load_external_data=False).graph.input
-    return {
-        value.name: [axis.dim_param or axis.dim_value for axis in value.type.tensor_type.shape.dim] for value in inputs
-    }
-
-
-def test_taken_out_again_it_is_the_graph_of_level_3(path, write, calibrated, tmp_path):
-    expected = write(tmp_path / "three" / "unet_xl.onnx", assignment=rows_of(calibrated, 3.0))
-    found = tmp_path / "found"
-    found.mkdir()
-    taken = with_softmax(path, [], found)
-    assert taken == found / "unet_xl.onnx" and onnx.checker.check_model(taken, full_check=True) is None
-    types = [sorted(node.op_type for node in onnx.load(each).graph.node) for each in (taken, expected)]
-    assert types[0] == types[1]
-    assert all(weight.data_type != TensorProto.UINT8 for weight in onnx.load(taken).graph.initializer)
-    shapes = {name: [8 if isinstance(axis, str) else axis for axis in s] for name, s in shapes_of(path).items()}
-    inputs = {name: torch.rand([2 if i == 0 else axis for i, axis in enumerate(s)]) for name, s in shapes.items()}
-    outputs = [next(iter(load_engine("openvino", each)(**inputs).values())) for each in (taken, expected)]
-    np.testing.assert_array_equal(*outputs)
-
-
-def test_a_plan_keeps_attention_in_high_precision_and_says_so(path, full_precision, tmp_path):
+def test_a_plan_keeps_attention_in_high_precision_and_says_so(in_integers, tmp_path):
     """TensorRT itself refuses unsigned codes."""
     pytest.importorskip("tensorrt_rtx")
-    shapes = {name: [8 if isinstance(axis, str) else axis for axis in s] for name, s in shapes_of(path).items()}
-    profile = {name: ((2, *shape[1:]),) * 3 for name, shape in shapes.items()}
-    for file, kept in ((path, NO_INTEGER_ATTENTION), (full_precision, None)):
-        report = build_plan(
-            file, tmp_path / "unet_xl.plan", library="tensorrt_rtx", profile=profile, compute_capabilities=["SM89"]
-        )
-        assert report.attention == kept and report.onnx.keys() == {file.name}
+    report = build_plan(
+        in_integers.path, tmp_path / "unet_xl.plan", library="tensorrt_rtx", optimization_level=0,
+        profile={name: (tuple(x.shape),) * 3 for name, x in inputs(2, seed=0).items()}, compute_capabilities=["SM89"],
+    )  # fmt: skip
+    assert report.attention == NO_INTEGER_ATTENTION and report.onnx.keys() == {in_integers.path.name}
 
 
-def test_weights_beside_the_graph_are_linked(path, tmp_path):
-    model = onnx.load(path)
+def test_weights_beside_the_graph_are_linked_where_its_attention_changes(in_integers, full_precision, tmp_path):
     apart, found = tmp_path / "apart", tmp_path / "found"
     apart.mkdir()
     found.mkdir()
-    onnx.save(model, apart / "unet_xl.onnx", save_as_external_data=True, location="unet_xl.onnx.data", size_threshold=0)
-    taken = with_softmax(apart / "unet_xl.onnx", [apart / "unet_xl.onnx.data"], found)
-    assert (found / "unet_xl.onnx.data").samefile(
-        apart / "unet_xl.onnx.data"
-    ) and taken.stat().st_size < path.stat().st_size / 2
+    path, name = apart / "unet_xl.onnx", "unet_xl.onnx.data"
+    onnx.save(onnx.load(in_integers.path), path, save_as_external_data=True, location=name, size_threshold=0)
+    taken = with_softmax(path, [apart / name], found)
+    assert (found / name).samefile(apart / name) and taken.stat().st_size < in_integers.path.stat().st_size / 2
     load_engine("openvino", taken, threads=1)
-
-
-def test_a_graph_without_integers_in_its_attention_is_taken_as_it_is(full_precision, tmp_path):
-    assert with_softmax(full_precision, [], tmp_path) == full_precision and not list(tmp_path.iterdir())
-
-
-def test_an_attention_that_the_graph_does_not_have_is_an_error(write, rows, quantized_rows, tmp_path):
-    lost = next(iter(quantized_rows.values()))
-    with pytest.raises(ArtifactError, match="the graph has no layer lost"):
-        write(tmp_path / "unet.onnx", assignment={"lost.attn1": lost})
+    assert with_softmax(full_precision, [], apart) == full_precision and len(list(apart.iterdir())) == 2

@@ -1,5 +1,8 @@
 """A shifted convolution is asymmetric quantization with zeros around the image, computed without a zero point."""
 
+from pathlib import Path
+
+import modelopt.torch.opt as mto
 import onnx_ir as ir
 import pytest
 import torch
@@ -29,17 +32,18 @@ CASES = {
     "pointwise": ((1, 1), 1, (0, 0, 0, 0), 1, False),
     "oblong": ((3, 2), 1, (1, 0, 1, 1), 1, False),
     "upsampler": ((3, 3), 1, (1, 1, 1, 1), 1, True),
+    "without bias": ((3, 3), 1, (1, 1, 1, 1), 1, False),
 }
 
 
 class Shifted:
     """A convolution, its assignment, and the graph of it that has not got its weights yet."""
 
-    def __init__(self, case: str, has_bias: bool = True):
+    def __init__(self, case: str):
         kernel, self.stride, self.pads, self.dilation, self.upsampled = CASES[case]
         random = torch.Generator().manual_seed(0)
         self.weight = torch.randn(OUTPUTS, CHANNELS, *kernel, generator=random)
-        self.bias = torch.randn(OUTPUTS, generator=random).half().float() if has_bias else None
+        self.bias = torch.randn(OUTPUTS, generator=random).half().float() if case != "without bias" else None
         layer = LayerAssignment("conv", "conv", tuple(self.weight.shape))
         layer = with_ranges(layer, self.weight, InputRange(2.0, -112), Recipe(3.0, None))
         self.layer = with_bias(layer, self.weight, self.bias)
@@ -49,27 +53,29 @@ class Shifted:
         x = ir.Value(name="x", type=half, shape=ir.Shape([None, CHANNELS, None, None]))
         weight = ir.Value(name="conv.weight", type=half, shape=ir.Shape(self.weight.shape))
         bias = ir.Value(name="conv.bias", type=half, shape=ir.Shape([OUTPUTS]))
-        nodes, read = [], x
-        if self.upsampled:
-            scales = ir.Value(name="scales", const_value=ir.tensor([1.0, 1.0, 2.0, 2.0], name="scales"))
-            nodes.append(
-                ir.node(
-                    "Resize",
-                    [x, None, scales],
-                    {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"},
-                )
-            )
-            read = nodes[-1].outputs[0]
+        parameters = [weight] if self.bias is None else [weight, bias]
+        scales = ir.Value(name="scales", const_value=ir.tensor([1.0, 1.0, 2.0, 2.0], name="scales"))
+        nearest = {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
+        nodes = [ir.node("Resize", [x, None, scales], nearest)] if self.upsampled else []
         attributes = {"pads": self.pads, "strides": [self.stride] * 2, "dilations": [self.dilation] * 2}
-        nodes.append(ir.node("Conv", [read, weight] + ([bias] if self.bias is not None else []), attributes))
+        nodes.append(ir.node("Conv", [nodes[0].outputs[0] if nodes else x, *parameters], attributes))
         nodes.append(ir.node("Identity", [nodes[-1].outputs[0]]))
         y = nodes[-1].outputs[0]
         y.name, y.type, y.shape = "y", half, ir.Shape([None, OUTPUTS, None, None])
-        inputs = [x, weight] + ([bias] if self.bias is not None else [])
-        graph = ir.Graph(inputs, [y], nodes=nodes, opset_imports={"": 20}, name="conv")
-        if self.upsampled:
-            graph.register_initializer(scales)
+        graph = ir.Graph([x, *parameters], [y], nodes=nodes, initializers=[scales], opset_imports={"": 20}, name="conv")
         return ir.Model(graph, ir_version=9)
+
+    def write(self, path: Path) -> Path:
+        parameters = {"conv.weight": self.weight, "conv.bias": self.bias}
+        write_onnx(
+            self.graph(), path, inputs=1, prefix="", read=parameters.__getitem__, assignment={"conv": self.layer}
+        )
+        return path
+
+    def module(self) -> nn.ModuleDict:
+        conv = nn.Conv2d(CHANNELS, OUTPUTS, self.weight.shape[2:], self.stride, self.pads[0], self.dilation)
+        conv.weight.data, conv.bias.data = self.weight.clone(), self.bias
+        return nn.ModuleDict({"conv": conv})
 
     def expected(self, x: Tensor) -> Tensor:
         """Codes with a zero point, zeros around the image, everything in double precision."""
@@ -97,12 +103,7 @@ def image(height: int = 9, width: int = 6) -> Tensor:
 def test_the_graph_computes_it_at_every_size(case, engine, tmp_path):
     """fp16 rounds the output (2^-11 of it), and the bias with what a scale's choice leaves of that."""
     shifted = Shifted(case)
-    path = tmp_path / "conv.onnx"
-    parameters = {"conv.weight": shifted.weight, "conv.bias": shifted.bias}
-    write_onnx(
-        shifted.graph(), path, inputs=1, prefix="", read=parameters.__getitem__, assignment={"conv": shifted.layer}
-    )
-    loaded = load_engine(engine, path)
+    loaded = load_engine(engine, shifted.write(tmp_path / "conv.onnx"))
     for x in (image(), image(4, 5)):
         expected = shifted.expected(x)
         actual = loaded(x=x)["y"].double()
@@ -112,45 +113,28 @@ def test_the_graph_computes_it_at_every_size(case, engine, tmp_path):
         assert relative_error(expected[..., border], actual[..., border]) < 5e-4
 
 
-def test_a_convolution_without_a_bias_gets_one(tmp_path):
-    shifted, path = Shifted("same", has_bias=False), tmp_path / "conv.onnx"
-    write_onnx(
-        shifted.graph(), path, inputs=1, prefix="", read=lambda name: shifted.weight, assignment={"conv": shifted.layer}
-    )
-    assert relative_error(shifted.expected(image()), load_engine("onnxruntime", path)(x=image())["y"].double()) < 5e-4
+IN_TORCH = pytest.mark.parametrize("case", ["same", "wide", "downsampler", "none", "pointwise"])
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.float16, 5e-4), (torch.bfloat16, 3e-3)])
-@pytest.mark.parametrize("case", ["same", "wide", "downsampler", "none", "pointwise"])
+@IN_TORCH
 def test_torchs_own_products_compute_it(case, dtype, tolerance):
     """To what the dtype rounds off the output: a shift is subtracted in fp32, whatever the input comes in."""
     shifted, x = Shifted(case), image().to(dtype)
-    _, stride, pads, dilation, _ = CASES[case]
-    conv = nn.Conv2d(CHANNELS, OUTPUTS, shifted.weight.shape[2:], stride, pads[0], dilation)
-    conv.weight.data, conv.bias.data = shifted.weight, shifted.bias
-    made = layer_of(conv, shifted.layer, PRODUCTS["cpu"])
+    made = layer_of(shifted.module()["conv"], shifted.layer, PRODUCTS["cpu"])
     assert isinstance(made, NativeConv)
     assert relative_error(shifted.expected(x.float()), made(x).double()) < tolerance
 
 
-@pytest.mark.parametrize("case", ["same", "wide", "downsampler", "none", "pointwise"])
+@IN_TORCH
 def test_modelopts_quantizer_computes_it_and_its_checkpoint_keeps_it(case, tmp_path):
-    import modelopt.torch.opt as mto
-
     shifted = Shifted(case)
-    _, stride, pads, dilation, _ = CASES[case]
-
-    def network() -> nn.Module:
-        conv = nn.Conv2d(CHANNELS, OUTPUTS, shifted.weight.shape[2:], stride, pads[0], dilation)
-        conv.weight.data, conv.bias.data = shifted.weight.clone(), shifted.bias
-        return nn.ModuleDict({"conv": conv})
-
-    simulated = simulate(network(), {"conv": shifted.layer})
+    simulated = simulate(shifted.module(), {"conv": shifted.layer})
     expected = shifted.expected(image())
     assert relative_error(expected, simulated["conv"](image()).double()) < 1e-5
     moved = between_roundings(simulated["conv"], image())
     assert relative_error(expected, simulated["conv"](moved).double()) < 1e-5
     save_quantized(simulated, tmp_path / "quantized.pt")
-    restored = network()
+    restored = shifted.module()
     mto.restore(restored, tmp_path / "quantized.pt")
     assert torch.equal(restored["conv"](image()), simulated["conv"](image()))

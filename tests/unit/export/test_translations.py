@@ -1,32 +1,35 @@
 """Operations as a network calls them, in ONNX: what ONNX Runtime computes of the graph is what torch computes."""
 
+from collections.abc import Callable, Mapping
+
 import numpy as np
 import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from sd_quant.export import tracing, translations
+from sd_quant.export import tracing
 from sd_quant.export.tracing import trace
 from sd_quant.models.parts import Contract
 
+pytestmark = pytest.mark.slow  # the tracing
 HALF, FULL = torch.float16, torch.float32
+Call = Callable[[Tensor, Tensor], Tensor]
 
 
 class Calls(nn.Module):
-    """A network of one call, which has a weight where the call takes one."""
+    """A network of calls, each with an output of its own, which has a weight where the calls take one."""
 
-    def __init__(self, call):
+    def __init__(self, calls: Mapping[str, Call]):
         super().__init__()
-        self.call, self.weight = call, nn.Parameter(torch.linspace(0.5, 2, 6))
+        self.calls, self.weight = calls, nn.Parameter(torch.linspace(0.5, 2, 6))
 
     def forward(self, x):
-        return {"out": self.call(x, self.weight)}
+        return {name: call(x, self.weight) for name, call in self.calls.items()}
 
 
-CALLS = {
-    "to a dtype": lambda x, weight: x.to(FULL) / 3,
+AS_CALLED = {
     "to a device": lambda x, weight: x.to("cpu", FULL) / 3,
     "to a dtype by its name": lambda x, weight: torch.ops.aten.to.dtype_layout(x, dtype=FULL, layout=torch.strided) / 3,
     "clip": lambda x, weight: torch.clip(x, -1, 0.5),
@@ -35,68 +38,16 @@ CALLS = {
     "1 minus x": lambda x, weight: 1 - x,
     "flattened": lambda x, weight: x.flatten(1),
     "flattened but for two": lambda x, weight: x.flatten(2),
-    "flattened in the middle": lambda x, weight: x.flatten(1, 2),
     "unflattened": lambda x, weight: x.unflatten(-1, (2, -1)),
-    "unflattened in the middle": lambda x, weight: x.unflatten(2, (2, 2)),
     "rms norm": lambda x, weight: nn.functional.rms_norm(x, (6,), weight, 1e-6),
     "rms norm of two axes": lambda x, weight: nn.functional.rms_norm(x, (4, 6)),
-    "what changes its input": lambda x, weight: (x * 2).add_(1),
-    "what has a translation in its parts alone": lambda x, weight: torch.min(x, x * x),
 }
-DECOMPOSED = {
-    "flattened in the middle", "unflattened in the middle", "what changes its input",
-    "what has a translation in its parts alone",
-}  # fmt: skip
-
-
-def computed(call, dtype: torch.dtype) -> tuple[np.ndarray, torch.Tensor]:
-    """What ONNX Runtime computes of the traced call, and what torch computes."""
-    contract = Contract({"x": ("batch", 3, 4, 6)}, ("out",), {"x": dtype}, dtype)
-    module = Calls(call).to(dtype)
-    model = trace(lambda: Calls(call), contract)
-    for value in list(model.graph.inputs)[1:]:
-        model.graph.inputs.remove(value)
-        value.const_value = ir.tensor(module.weight.detach().numpy(), name=value.name)
-        model.graph.initializers[value.name] = value
-    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
-    x = torch.randn(5, 3, 4, 6, generator=torch.Generator().manual_seed(1)).to(dtype)
-    return session.run(None, {"x": x.numpy()})[0], module(x)["out"].detach()
-
-
-@pytest.mark.parametrize("name, dtype", [*((name, HALF) for name in CALLS), ("rms norm", FULL)])
-def test_a_graph_computes_what_torch_computes(name, dtype, monkeypatch):
-    tables = []
-    decompose = torch.export.ExportedProgram.run_decompositions
-    monkeypatch.setattr(
-        torch.export.ExportedProgram,
-        "run_decompositions",
-        lambda self, *arguments: tables.append(arguments) or decompose(self, *arguments),
-    )
-    ours, theirs = computed(CALLS[name], dtype)
-    assert ours.dtype == theirs.numpy().dtype and ours.shape == theirs.shape
-    rounding = 1e-6 if dtype == FULL else 2e-3  # a last bit or two: means are summed in another order
-    np.testing.assert_allclose(ours, theirs.numpy(), rtol=rounding, atol=rounding)
-    assert bool(tables) == (name in DECOMPOSED)
-
-
-def test_the_test_would_notice_a_wrong_translation(monkeypatch):
-    wrong = translations.TRANSLATIONS | {torch.ops.aten.clip.default: lambda x, *_, **__: translations.op.Identity(x)}
-    monkeypatch.setattr(translations, "TRANSLATIONS", wrong)
-    ours, theirs = computed(CALLS["clip"], FULL)
-    assert np.abs(ours - theirs.numpy()).max() > 0.1
-
-
-def test_a_size_in_pixels_is_no_number_of_the_graph():
-    """Sizes that are read while the network runs stay so: another image size gives another shape."""
-    contract = Contract({"x": ("batch", 2, "height", "width")}, ("out",), {"x": FULL}, FULL)
-    model = trace(lambda: Calls(lambda x, weight: x.flatten(2).transpose(1, 2)), contract)
-    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
-    assert tracing.OPSET == model.opset_imports[""]
-    for height, width in ((4, 8), (3, 5)):
-        (out,) = session.run(None, {"x": np.zeros((2, 2, height, width), np.float32)})
-        assert out.shape == (2, height * width, 2)
-
-
+IN_PARTS = {
+    "flattened in the middle": lambda x, weight: x.flatten(1, 2),
+    "unflattened in the middle": lambda x, weight: x.unflatten(2, (2, 2)),
+    "changes its input": lambda x, weight: (x * 2).add_(1),
+    "has a translation in its parts alone": lambda x, weight: torch.min(x, x * x),
+}
 PROMOTED = {
     "of two dtypes": lambda x, weight: x.to(FULL) + x,
     "of an integer": lambda x, weight: torch.arange(6) * x,
@@ -104,32 +55,33 @@ PROMOTED = {
 }
 
 
-@pytest.mark.parametrize("name", PROMOTED)
-def test_operands_of_other_dtypes_are_promoted_as_torch_does(name, promotions):
-    ours, theirs = computed(PROMOTED[name], HALF)
-    assert promotions and ours.dtype == theirs.numpy().dtype
-    np.testing.assert_allclose(ours, theirs.numpy(), rtol=2e-3, atol=2e-3)
+def computed(
+    calls: Mapping[str, Call], dtype: torch.dtype
+) -> tuple[ir.Model, dict[str, np.ndarray], dict[str, Tensor]]:
+    """The traced graph, what ONNX Runtime computes of it and what torch computes, by call."""
+    contract = Contract({"x": ("batch", 3, 4, 6)}, tuple(calls), {"x": dtype}, dtype)
+    module = Calls(calls).to(dtype)
+    model = trace(lambda: Calls(calls), contract)
+    for value in list(model.graph.inputs)[1:]:
+        model.graph.inputs.remove(value)
+        value.const_value = ir.tensor(module.weight.detach().numpy(), name=value.name)
+        model.graph.initializers[value.name] = value
+    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    x = torch.randn(5, 3, 4, 6, generator=torch.Generator().manual_seed(1)).to(dtype)
+    found = dict(zip(calls, session.run(list(calls), {"x": x.numpy()}), strict=True))
+    return model, found, {name: y.detach().numpy() for name, y in module(x).items()}
 
 
-def test_where_all_dtypes_agree_the_graph_is_the_same_without_looking(promotions, monkeypatch):
-    def call(x, weight):
-        return (x * weight + 1).softmax(-1) / 3
-
-    contract = Contract({"x": ("batch", 3, 4, 6)}, ("out",), {"x": HALF}, HALF)
-    graphs, outputs = [], []
-    for look in (False, True):
-        monkeypatch.setattr(tracing, "dtypes_agree", tracing.dtypes_agree if not look else lambda program: False)
-        graphs.append([node.op_type for node in trace(lambda: Calls(call), contract).graph])
-        outputs.append(computed(call, HALF)[0])
-        assert bool(promotions) == look
-    assert graphs[0] == graphs[1]
-    np.testing.assert_array_equal(*outputs)
-
-
-def test_a_torch_that_names_it_otherwise_looks_for_operands_to_promote(promotions, monkeypatch):
-    monkeypatch.setattr(tracing, "PROMOTION", "another_name")
-    computed(lambda x, weight: x * weight, HALF)
-    assert promotions
+@pytest.fixture
+def decompositions(monkeypatch) -> list:
+    """Has an entry for each time that a program has been taken apart."""
+    made, decompose = [], torch.export.ExportedProgram.run_decompositions
+    monkeypatch.setattr(
+        torch.export.ExportedProgram,
+        "run_decompositions",
+        lambda self, *arguments: made.append(1) or decompose(self, *arguments),
+    )
+    return made
 
 
 @pytest.fixture
@@ -140,3 +92,45 @@ def promotions(monkeypatch) -> list:
     looked, look = [], _fx_passes.insert_type_promotion_nodes
     monkeypatch.setattr(_fx_passes, "insert_type_promotion_nodes", lambda module: looked.append(1) or look(module))
     return looked
+
+
+@pytest.mark.parametrize(
+    "calls, dtype, taken_apart",
+    [
+        (AS_CALLED, HALF, False),
+        ({name: AS_CALLED[name] for name in ("rms norm", "clip")}, FULL, False),
+        *(({name: call}, HALF, True) for name, call in IN_PARTS.items()),
+        (PROMOTED, HALF, False),
+    ],
+    ids=["as called", "in fp32", *IN_PARTS, "promoted"],
+)
+def test_a_graph_computes_what_torch_computes(calls, dtype, taken_apart, decompositions, promotions):
+    _, ours, theirs = computed(calls, dtype)
+    rounding = 1e-6 if dtype == FULL else 2e-3  # a last bit or two: means are summed in another order
+    for name in calls:
+        expected = theirs[name]
+        assert ours[name].dtype == expected.dtype and ours[name].shape == expected.shape, name
+        np.testing.assert_allclose(ours[name], expected, rtol=rounding, atol=rounding, err_msg=name)
+    assert bool(decompositions) == taken_apart and (promotions or calls is not PROMOTED)
+
+
+def test_a_size_in_pixels_is_no_number_of_the_graph():
+    """Sizes that are read while the network runs stay so: another image size gives another shape."""
+    contract = Contract({"x": ("batch", 2, "height", "width")}, ("out",), {"x": FULL}, FULL)
+    model = trace(lambda: Calls({"out": lambda x, weight: x.flatten(2).transpose(1, 2)}), contract)
+    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    assert tracing.OPSET == model.opset_imports[""]
+    for height, width in ((4, 8), (3, 5)):
+        (out,) = session.run(None, {"x": np.zeros((2, 2, height, width), np.float32)})
+        assert out.shape == (2, height * width, 2)
+
+
+def test_where_all_dtypes_agree_the_graph_is_the_same_without_looking(promotions, monkeypatch):
+    """And a torch that has another name for it looks."""
+    calls = {"out": lambda x, weight: (x * weight + 1).softmax(-1) / 3}
+    model, found, _ = computed(calls, HALF)
+    assert not promotions
+    monkeypatch.setattr(tracing, "PROMOTION", "another_name")
+    looked, expected, _ = computed(calls, HALF)
+    assert promotions and [node.op_type for node in model.graph] == [node.op_type for node in looked.graph]
+    np.testing.assert_array_equal(found["out"], expected["out"])

@@ -1,0 +1,130 @@
+"""A UNet with every kind of layer, calibrated and traced, and the files that are written of it."""
+
+import copy
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import onnx_ir as ir
+import torch
+import yaml
+from torch import Tensor, nn
+
+from sd_quant.engines import why_not
+from sd_quant.export.qdq import write_onnx
+from sd_quant.export.tracing import copy_of
+from sd_quant.models.parts import Contract
+from sd_quant.models.sdxl import NemoUnetPart
+from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS, unet_config
+from sd_quant.models.unet import attentions, shared_inputs
+from sd_quant.places import HOME
+from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.derivation import derive
+from sd_quant.quantization.recipe import Recipe, formats_used
+from sd_quant.quantization.statistics import LayerStatistics
+from sd_quant.simulation.modelopt import simulate
+
+WIDTH, POOLED, SIZE_FEATURES = 64, 16, 8
+PREFIX = "unet."
+Assignment = Mapping[str, LayerAssignment]
+
+
+def config() -> dict:
+    """Of two levels, the second with attention; as wide as the largest blocks, so that each preset fits it."""
+    config = yaml.safe_load((HOME / "examples/sdxl_mini/model_config.yaml").read_text())
+    config["unet_config"] |= {
+        "adm_in_channels": POOLED + 6 * SIZE_FEATURES,
+        "model_channels": WIDTH,
+        "channel_mult": [1, 1],
+        "attention_resolutions": [2],
+        "transformer_depth": [1, 1],
+        "context_dim": WIDTH,
+    }
+    for index in (2, 3, 4):
+        config["conditioner_config"]["emb_models"][index]["emb_model"]["outdim"] = SIZE_FEATURES
+    return unet_config(config)
+
+
+def inputs(batch: int, seed: int, height: int = 8, width: int = 8) -> dict[str, Tensor]:
+    """The contract's, different for every seed."""
+    random = torch.Generator().manual_seed(seed)
+    return {
+        "x": torch.randn(batch, 4, height, width, generator=random),
+        "timesteps": torch.full((batch,), 500.0),
+        "context": torch.randn(batch, CONTEXT_TOKENS, WIDTH, generator=random),
+        "y": torch.randn(batch, POOLED + 6 * SIZE_FEATURES, generator=random),
+    }
+
+
+def folding_alone(assignment: Assignment) -> Assignment:
+    """Nothing is quantized, and what the graph would multiply is left out."""
+    return {
+        name: replace(
+            layer, format=None, activation_format=None,
+            pre_quant_scale=None if layer.multiplies else layer.pre_quant_scale,
+        ) for name, layer in assignment.items()
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Network:
+    unet: nn.Module
+    contract: Contract
+    traced: ir.Model
+    roles: dict[str, str]
+    statistics: dict[str, LayerStatistics]
+
+    def part(self) -> NemoUnetPart:
+        return NemoUnetPart(copy.deepcopy(self.unet), POOLED)
+
+    def weight(self, name: str) -> Tensor:
+        return self.unet.get_parameter(f"{name}.weight")
+
+    def derive(
+        self, recipe: Recipe, kept: Collection[str] = (), head_widths: Mapping[str, int] | None = None
+    ) -> dict[str, LayerAssignment]:
+        return derive(
+            self.roles, self.weight, self.statistics, recipe, shared_inputs(self.roles), kept,
+            attentions=attentions(self.unet) if head_widths is None else head_widths,
+            bias_of=lambda name: self.unet.get_submodule(name).bias,
+        )  # fmt: skip
+
+    def write(self, path: Path, assignment: Assignment, **given) -> Path:
+        """``read`` may be given."""
+        arguments = {"read": self.part().state_dict().__getitem__} | given
+        write_onnx(
+            copy_of(self.traced), path, inputs=len(self.contract.inputs), prefix=PREFIX, assignment=assignment,
+            **arguments,
+        )  # fmt: skip
+        return path
+
+
+@dataclass
+class Exported:
+    recipe: Recipe
+    network: Network
+    assignment: dict[str, LayerAssignment]
+    path: Path
+
+    @cached_property
+    def simulated(self) -> NemoUnetPart:
+        part = self.network.part()
+        simulate(part.unet, self.assignment)
+        return part
+
+    @cached_property
+    def layers(self) -> dict[str, LayerAssignment]:
+        """Those with a quantized weight."""
+        return {name: layer for name, layer in self.assignment.items() if layer.format}
+
+    @property
+    def attentions(self) -> dict[str, LayerAssignment]:
+        """Those that are quantized."""
+        rows = {name: row for name, row in self.assignment.items() if row.role == "attention"}
+        return {name: row for name, row in rows.items() if row.activation_format}
+
+    def engines(self) -> list[str]:
+        """The runtimes that know the formats, ONNX's own reference where none does: it takes seconds."""
+        used = formats_used(self.recipe.enable, self.recipe.quant_level)
+        return [name for name in ("onnxruntime", "openvino") if not why_not(name, used)] or ["reference"]
