@@ -2,31 +2,15 @@
 
 import inspect
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from diffusers.loaders import single_file_utils
 from torch import Tensor, nn
 
 from sd_quant.candidates.candidate import Candidate, needed
-from sd_quant.candidates.network import with_candidate
 from sd_quant.candidates.other_names import PREFIX, authors_places
-from sd_quant.checkpoints.diffusers_pipeline import DiffusersCheckpoint, open_pipeline
-from sd_quant.inference.loading import load_part
-from sd_quant.models import family_named
+from sd_quant.checkpoints.diffusers_pipeline import DiffusersCheckpoint
 from sd_quant.models.checkpoint import denoiser_part, denoiser_weights, empty_denoiser
-from sd_quant.numbers import relative_error
-
-from ...pipelines import TINY
-from .diffusers_folders import network_inputs
-
-TOKENS = 16  # of a T5
-FAMILIES = ("sdxl", "sd15", "sd21", "flux", "sd3")
-
-
-def opened(folder: Path, family: str) -> DiffusersCheckpoint:
-    TINY[family](folder / family)
-    return open_pipeline(folder / family, family, TOKENS if family_named(family).TOKENS else None, "diffusers")
 
 
 def authors_state(checkpoint: DiffusersCheckpoint) -> dict[str, Tensor]:
@@ -44,9 +28,8 @@ def authors_state(checkpoint: DiffusersCheckpoint) -> dict[str, Tensor]:
     return state
 
 
-def in_diffusers(checkpoint: DiffusersCheckpoint, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def in_diffusers(network: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The same by diffusers' names, as diffusers' own converter makes them of the authors' tensors ``state``."""
-    network = empty_denoiser(checkpoint)
     named = {PREFIX + name: tensor for name, tensor in state.items()}
     match type(network).__name__:
         case "UNet2DConditionModel":
@@ -60,20 +43,11 @@ def in_diffusers(checkpoint: DiffusersCheckpoint, state: Mapping[str, Tensor]) -
     return known["convert_flux_transformer_checkpoint_to_diffusers"](named)
 
 
-@torch.no_grad()
-def error_of_network(checkpoint: DiffusersCheckpoint, candidate: Candidate, theirs: nn.Module) -> float:
-    """The relative error of the candidate's output to that of ``theirs``, a denoiser of diffusers."""
-    given = network_inputs(checkpoint)
-    part = load_part(checkpoint, checkpoint.family.DENOISER).module
-    ours = with_candidate(part, checkpoint, candidate)(**given)
-    return relative_error(denoiser_part(checkpoint).wrap(theirs.eval())(**given), ours)
-
-
 def loaded(checkpoint: DiffusersCheckpoint, state: Mapping[str, Tensor]) -> nn.Module:
     """The denoiser as diffusers builds it, with these tensors in fp32."""
     network = checkpoint.build()[denoiser_part(checkpoint).component]
     network.load_state_dict({name: each.float() for name, each in state.items()})
-    return network
+    return network.eval()
 
 
 def read_all(candidate: Candidate) -> dict[str, Tensor]:

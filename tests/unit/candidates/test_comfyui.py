@@ -3,6 +3,8 @@
 import json
 import re
 from collections.abc import Callable
+from functools import cache
+from itertools import cycle
 
 import pytest
 import torch
@@ -11,28 +13,21 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from sd_quant.candidates import READERS
+from sd_quant.candidates.candidate import needed
 from sd_quant.candidates.comfyui import METHODS, Codes, check_codes, read, recognizes
 from sd_quant.candidates.comfyui_inputs import Float8, Mxfp8, Nvfp4, Rotated
-from sd_quant.candidates.other_names import PREFIX, Rows
+from sd_quant.candidates.other_names import PREFIX, Rows, authors_places
 from sd_quant.checkpoints.archive import whole_file
 from sd_quant.checkpoints.safetensors_file import read_safetensors
 from sd_quant.errors import ArtifactError
+from sd_quant.models.checkpoint import empty_denoiser
 from sd_quant.numbers import relative_error
 
-from .single_files import authors_state, error_of_network, in_diffusers, loaded, opened, read_all
+from .single_files import authors_state, in_diffusers, loaded, read_all
 
-pytestmark = pytest.mark.consumer
-kitchen = pytest.importorskip("comfy_kitchen")
-from comfy_kitchen.tensor import (  # noqa: E402
-    QuantizedTensor,
-    TensorCoreFP8Layout,
-    TensorCoreMXFP8Layout,
-    TensorCoreNVFP4Layout,
-    TensorWiseINT8Layout,
-)
-
-FP8, INT8 = TensorCoreFP8Layout.__name__, TensorWiseINT8Layout.__name__
-NVFP4, MXFP8 = TensorCoreNVFP4Layout.__name__, TensorCoreMXFP8Layout.__name__
+consumer = pytest.mark.consumer
+FP8, INT8 = "TensorCoreFP8Layout", "TensorWiseINT8Layout"
+NVFP4, MXFP8 = "TensorCoreNVFP4Layout", "TensorCoreMXFP8Layout"
 STATIC = torch.tensor(0.013)
 # how a weight is quantized: layout, its options, the mark, further tensors
 CASES: dict[str, tuple[str, dict, dict, dict[str, Tensor]]] = {
@@ -53,78 +48,117 @@ CASES: dict[str, tuple[str, dict, dict, dict[str, Tensor]]] = {
 INPUT_OPTIONS = {FP8: {"scale": torch.ones(())}, NVFP4: {}, MXFP8: {}}  # where a file says no scale
 
 
+def by_kitchen(tensor: Tensor, layout: str, **options):
+    """comfy-kitchen's ``QuantizedTensor``."""
+    return pytest.importorskip("comfy_kitchen.tensor").QuantizedTensor.from_float(tensor, layout, **options)
+
+
 def chosen(name: str, tensor: Tensor) -> bool:
     return name.endswith(".weight") and tensor.ndim == 2 and min(tensor.shape) >= 16 and "embed" not in name
 
 
-def quantized(state: dict[str, Tensor], case: str) -> tuple[dict[str, Tensor], dict[str, QuantizedTensor]]:
-    """A file's tensors, and the quantized ones as comfy-kitchen has them, by layer."""
-    layout, options, mark, further = CASES[case]
+def quantized(state: dict[str, Tensor], *cases: str) -> tuple[dict[str, Tensor], dict[str, tuple]]:
+    """A file's tensors, whose layers are the ``cases`` in turn; case and quantized weight by layer."""
     found: dict[str, Tensor] = {}
-    weights: dict[str, QuantizedTensor] = {}
+    weights: dict[str, tuple] = {}
+    following = cycle(cases)
     for name, tensor in state.items():
         if not chosen(name, tensor):
             found[name] = tensor.half() if tensor.ndim > 1 else tensor
             continue
-        layer = name.removesuffix(".weight")
-        weights[layer] = QuantizedTensor.from_float(tensor.float(), layout, **options)
-        stored = weights[layer].state_dict(name)
-        found |= {each: stored[each].view(torch.uint8) if "e8m0" in str(stored[each].dtype) else stored[each]
-                  for each in stored}  # fmt: skip
-        found[f"{layer}.comfy_quant"] = torch.tensor(list(json.dumps(mark).encode()), dtype=torch.uint8)
+        layer, case = name.removesuffix(".weight"), next(following)
+        layout, options, mark, further = CASES[case]
+        weight = by_kitchen(tensor.float(), layout, **options)
+        weights[layer] = case, weight
+        found |= stored_pieces(weight, name)
+        found[f"{layer}.comfy_quant"] = mark_of(mark)
         found |= {f"{layer}.{each}": scale.clone() for each, scale in further.items()}
-    assert len(weights) > 10
+    assert len(weights) > max(10, len(cases))
     return found, weights
 
 
-def dequantized(state: dict[str, Tensor], weights: dict[str, QuantizedTensor]) -> dict[str, Tensor]:
+def stored_pieces(weight, name: str) -> dict[str, Tensor]:
+    """A file has no dtype for powers of two, so their exponents are bytes."""
+    pieces = weight.state_dict(name)
+    return {key: each.view(torch.uint8) if "e8m0" in str(each.dtype) else each for key, each in pieces.items()}
+
+
+def mark_of(mark: dict | bytes) -> Tensor:
+    return torch.tensor(list(mark if isinstance(mark, bytes) else json.dumps(mark).encode()), dtype=torch.uint8)
+
+
+def dequantized(state: dict[str, Tensor], weights: dict[str, tuple]) -> dict[str, Tensor]:
     """By comfy-kitchen; padding is cut off."""
-    ours = {f"{layer}.weight": weight.dequantize() for layer, weight in weights.items()}
-    return {
-        name: ours[name][: tensor.shape[0], : tensor.shape[1]] if name in ours else
-        (tensor.half() if tensor.ndim > 1 else tensor).float()
-        for name, tensor in state.items()
-    }  # fmt: skip
+    found = {name: (each.half() if each.ndim > 1 else each).float() for name, each in state.items()}
+    for layer, (_, weight) in weights.items():
+        rows, columns = state[f"{layer}.weight"].shape
+        found[f"{layer}.weight"] = weight.dequantize()[:rows, :columns]
+    return found
 
 
 def save(path, tensors, prefix: str = "", metadata=None) -> None:
     save_file({prefix + name: each.contiguous() for name, each in tensors.items()}, path, metadata)
 
 
-@pytest.fixture(scope="module", params=["sdxl", "sd21", "flux", "sd3"])
-def checkpoint(request, tmp_path_factory):
-    return opened(tmp_path_factory.mktemp("tiny"), request.param)
+@pytest.fixture(scope="module")
+def sdxl(tiny):
+    return tiny("sdxl").checkpoint
 
 
 @pytest.fixture(scope="module")
-def sdxl(tmp_path_factory):
-    return opened(tmp_path_factory.mktemp("tiny"), "sdxl")
+def tensors_in(sdxl):
+    """``tensors_in(*cases)``: a file's."""
+    state = authors_state(sdxl)
+    quantize = cache(lambda *cases: quantized(state, *cases)[0])
+    return lambda *cases: dict(quantize(*cases))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_every_weight_is_what_comfy_kitchen_makes_of_it(checkpoint, case, tmp_path):
+@pytest.fixture
+def opened(sdxl, tmp_path):
+    """The candidate in a file of these tensors."""
+
+    def save_and_read(tensors, prefix: str = "", metadata=None):
+        save(tmp_path / "a.safetensors", tensors, prefix, metadata)
+        return read(tmp_path / "a.safetensors", sdxl)
+
+    return save_and_read
+
+
+def authors_layers(checkpoint) -> dict[str, str]:
+    """The authors' layer, or the first of them, by the name that a layer of diffusers has."""
+    network = empty_denoiser(checkpoint)
+    places = authors_places(network, {name: tuple(each.shape) for name, each in needed(network).items()})
+    end = ".weight"
+    return {name.removesuffix(end): parts[0].name.removesuffix(end) for name, parts in places.items()}
+
+
+@consumer
+@pytest.mark.parametrize("family", ["sdxl", "sd21", "flux", "sd3"])
+def test_every_weight_is_what_comfy_kitchen_makes_of_it(tiny, family, tmp_path):
     """Bit for bit, where a rotation is multiplied in pieces to fp32's own error."""
-    state = authors_state(checkpoint)
-    tensors, weights = quantized(state, case)
+    checkpoint = tiny(family).checkpoint
+    state, authors = authors_state(checkpoint), authors_layers(checkpoint)
+    tensors, weights = quantized(state, *CASES)
     save(tmp_path / "a.safetensors", tensors)
     candidate = read(tmp_path / "a.safetensors", checkpoint)
-    expected = in_diffusers(checkpoint, dequantized(state, weights))
+    expected = in_diffusers(empty_denoiser(checkpoint), dequantized(state, weights))
     found = read_all(candidate)
-    assert found.keys() == expected.keys()
+    assert found.keys() == expected.keys() and len(candidate.layers) >= len(weights)
     for name, tensor in found.items():
+        case, _ = weights.get(authors[name.removesuffix(".weight")], ("", None)) if "weight" in name else ("", None)
         if case == "int8-rotated":
             torch.testing.assert_close(tensor.float(), expected[name], rtol=1e-5, atol=1e-6)
         else:
             assert torch.equal(tensor.float(), expected[name]), name
-    assert len(candidate.layers) >= len(weights)
-    assert {layer.format for layer in candidate.layers.values()} == {CASES[case][2]["format"]}
+    for name, layer in candidate.layers.items():
+        assert layer.format == CASES[weights[authors[name]][0]][2]["format"]
     assert candidate.stored_bytes == sum(each.nbytes for each in tensors.values())
     marked = [f"{layer}.weight{end}" for layer in weights for end in ("", "_scale", "_scale_2")]
     stored = sum(tensors[name].nbytes for name in marked if name in tensors)
     assert 0 <= stored - sum(layer.stored_bytes for layer in candidate.layers.values()) < 3 * len(candidate.layers)
 
 
-def comfyui_linear(weight: QuantizedTensor, case: str, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+def comfyui_linear(weight, case: str, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """ComfyUI's ``MixedPrecisionOps.Linear.forward``."""
     layout, options, mark, further = CASES[case]
 
@@ -137,7 +171,7 @@ def comfyui_linear(weight: QuantizedTensor, case: str, bias: Tensor | None) -> C
         else:
             given = {name.removeprefix("input_"): scale for name, scale in further.items()} or INPUT_OPTIONS[layout]
             kind = {name: value for name, value in options.items() if name == "dtype"}
-            theirs = QuantizedTensor.from_float(flat, layout, **given, **kind).dequantize()
+            theirs = by_kitchen(flat, layout, **given, **kind).dequantize()
             dense = weight.dequantize()
             rows = dense.shape[0] if bias is None else len(bias)
             y = F.linear(theirs[: len(flat), : x.shape[-1]], dense[:rows, : x.shape[-1]], bias)
@@ -146,35 +180,33 @@ def comfyui_linear(weight: QuantizedTensor, case: str, bias: Tensor | None) -> C
     return forward
 
 
-@pytest.mark.parametrize("case", CASES)
+@consumer
+@pytest.mark.parametrize("integers", [False, True])
 @torch.no_grad()
-def test_every_linear_and_the_network_compute_what_comfy_kitchen_does(sdxl, case, tmp_path):
+def test_every_linear_and_the_network_compute_what_comfy_kitchen_does(tiny, integers, tmp_path):
     """A linear to 1e-5, the network to 1e-6; of INT8, whose codes comfy-kitchen sums as integers, to 1e-2.
 
     What fp32 rounds otherwise turns some codes of the next layers.
     """
-    state = authors_state(sdxl)
-    tensors, weights = quantized(state, case)
+    case = tiny("sdxl")
+    state, authors = authors_state(case.checkpoint), authors_layers(case.checkpoint)
+    tensors, weights = quantized(state, *(name for name in CASES if name.startswith("int8") == integers))
     save(tmp_path / "a.safetensors", tensors, PREFIX)
-    candidate = read(tmp_path / "a.safetensors", sdxl)
-    theirs = loaded(sdxl, in_diffusers(sdxl, dequantized(state, weights)))
-    by_codes = in_diffusers(sdxl, {name: torch.full_like(each, float(index)) for index, (name, each) in
-                                   enumerate(state.items())})  # fmt: skip
-    names = list(state)
+    candidate = read(tmp_path / "a.safetensors", case.checkpoint)
+    theirs = loaded(case.checkpoint, in_diffusers(empty_denoiser(case.checkpoint), dequantized(state, weights)))
     random = torch.Generator().manual_seed(0)
     for name, layer in candidate.layers.items():
-        module = theirs.get_submodule(name)
-        theirs_layer = weights[names[int(by_codes[f"{name}.weight"].flatten()[0])].removesuffix(".weight")]
-        module.forward = comfyui_linear(theirs_layer, case, module.bias)
+        module, (kind, weight) = theirs.get_submodule(name), weights[authors[name]]
+        module.forward = comfyui_linear(weight, kind, module.bias)
         x = torch.randn(2, 5, module.in_features, generator=random) * 2
         x[0, 0] = 0
         inputs = layer.inputs or (lambda x: x)
-        assert (layer.inputs is None) == ("high" in case)
+        assert (layer.inputs is None) == ("high" in kind)
         ours = F.linear(inputs(x), layer.weight.read(), module.bias)
-        assert relative_error(module.forward(x), ours) < 1e-5, name
+        assert relative_error(module.forward(x), ours) < 1e-5, (name, kind)
         if layer.inputs is not None:
             assert relative_error(x, inputs(x)) > 1e-4 and str(layer.inputs)
-    assert error_of_network(sdxl, candidate, theirs) < (1e-2 if case.startswith("int8") else 1e-6)
+    assert case.error(case.network(candidate), theirs) < (1e-2 if integers else 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -185,42 +217,40 @@ def test_inputs_of_zeros_stay_zeros(inputs):
     assert torch.equal(inputs(torch.zeros(2, 3, 32)), torch.zeros(2, 3, 32))
 
 
-def test_inputs_are_multiplied_before_they_are_quantized(sdxl, tmp_path):
-    state = authors_state(sdxl)
-    tensors, _ = quantized(state, "nvfp4")
-    name = "output_blocks.0.1.transformer_blocks.0.ff.net.2"
-    factor = torch.rand(state[f"{name}.weight"].shape[1]) + 0.5
-    save(tmp_path / "a.safetensors", tensors | {f"{name}.pre_quant_scale": factor})
-    candidate = read(tmp_path / "a.safetensors", sdxl)
+@consumer
+def test_inputs_are_multiplied_before_they_are_quantized(opened, tensors_in):
+    tensors = tensors_in("nvfp4")
+    factor = torch.rand(2 * tensors[f"{LAYER}.weight"].shape[1]) + 0.5
+    candidate = opened(tensors | {f"{LAYER}.pre_quant_scale": factor})
     layer = candidate.layers["up_blocks.0.attentions.0.transformer_blocks.0.ff.net.2"]
     x = torch.randn(3, len(factor))
-    expected = QuantizedTensor.from_float(x * factor, NVFP4, scale=STATIC / 10).dequantize()[:3]
+    expected = by_kitchen(x * factor, NVFP4, scale=STATIC / 10).dequantize()[:3]
     torch.testing.assert_close(layer.inputs(x), expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("case", ["fp8", "fp8-high-inputs", "nvfp4"])
-def test_marks_may_stand_in_the_header(sdxl, case, tmp_path):
-    tensors, _ = quantized(authors_state(sdxl), case)
-    save(tmp_path / "a.safetensors", tensors)
-    expected = read(tmp_path / "a.safetensors", sdxl)
+@consumer
+def test_marks_may_stand_in_the_header(opened, tensors_in):
+    tensors = tensors_in("fp8", "fp8-high-inputs", "nvfp4")
+    expected = all_of(opened(tensors))
+    end = ".comfy_quant"
+    marks = {name.removesuffix(end): tensors.pop(name).tolist() for name in list(tensors) if name.endswith(end)}
     for prefix in ("", PREFIX):
-        plain = {name: each for name, each in tensors.items() if not name.endswith("comfy_quant")}
-        marks = {prefix + name.removesuffix(".comfy_quant"): CASES[case][2] for name in tensors.keys() - plain.keys()}
+        layers = {prefix + name: json.loads(bytes(mark)) for name, mark in marks.items()}
         others = {"text_encoders.a": {"format": "of no interest"}} if prefix else {}
-        text = json.dumps({"format_version": "1.0", "layers": marks | others})
-        save(tmp_path / "b.safetensors", plain, prefix, {"_quantization_metadata": text})
-        found = read(tmp_path / "b.safetensors", sdxl)
-        assert same(found, expected)
+        assert_same(all_of(opened(tensors, prefix, in_header(layers | others))), expected)
 
 
-def same(one, other) -> bool:
-    a, b = read_all(one), read_all(other)
-    return (
-        a.keys() == b.keys()
-        and all(torch.equal(a[name], b[name]) for name in a)
-        and {name: str(layer.inputs) for name, layer in one.layers.items()}
-        == {name: str(layer.inputs) for name, layer in other.layers.items()}
-    )
+def in_header(marks: dict[str, dict]) -> dict[str, str]:
+    return {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": marks})}
+
+
+def all_of(candidate) -> tuple[dict[str, Tensor], dict[str, str]]:
+    return read_all(candidate), {name: str(layer.inputs) for name, layer in candidate.layers.items()}
+
+
+def assert_same(found, expected) -> None:
+    torch.testing.assert_close(found[0], expected[0], rtol=0, atol=0)
+    assert found[1] == expected[1]
 
 
 def old_file(tensors: dict[str, Tensor], mark: Tensor) -> dict[str, Tensor]:
@@ -234,36 +264,35 @@ def old_file(tensors: dict[str, Tensor], mark: Tensor) -> dict[str, Tensor]:
     return found
 
 
+@consumer
 @pytest.mark.parametrize(("case", "numbers"), [("fp8", 0), ("fp8-cast-inputs", 1), ("fp8-high-inputs", 2)])
-def test_the_older_way_means_the_same(sdxl, case, numbers, tmp_path):
-    tensors, _ = quantized(authors_state(sdxl), case)
-    save(tmp_path / "a.safetensors", tensors)
+def test_the_older_way_means_the_same(opened, tensors_in, case, numbers):
+    expected = all_of(opened(tensors_in(case)))
     mark = torch.zeros(numbers, dtype=torch.float8_e4m3fn)
-    save(tmp_path / "b.safetensors", old_file(tensors, mark), PREFIX)
-    assert same(read(tmp_path / "b.safetensors", sdxl), read(tmp_path / "a.safetensors", sdxl))
+    assert_same(all_of(opened(old_file(tensors_in(case), mark), PREFIX)), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_a_plain_cast_is_multiplied_as_it_is_stored(checkpoint, dtype, tmp_path):
+@pytest.mark.parametrize("family, dtype", [("sdxl", torch.float8_e4m3fn), ("flux", torch.float8_e5m2)])
+def test_a_plain_cast_is_multiplied_as_it_is_stored(tiny, family, dtype, tmp_path):
+    checkpoint = tiny(family).checkpoint
     state = {name: each.to(dtype) for name, each in authors_state(checkpoint).items()}
     others = {"first_stage_model.a": torch.ones(3), "conditioner.b": torch.ones(2), "cond_stage_model.c": torch.ones(1)}
-    tensors = {PREFIX + name: each for name, each in state.items()} | others
-    save(tmp_path / "a.safetensors", tensors)
+    save(tmp_path / "a.safetensors", {PREFIX + name: each for name, each in state.items()} | others)
     candidate = read(tmp_path / "a.safetensors", checkpoint)
-    expected = in_diffusers(checkpoint, {name: each.float() for name, each in state.items()})
+    network = empty_denoiser(checkpoint)
+    expected = in_diffusers(network, {name: each.float() for name, each in state.items()})
     found = read_all(candidate)
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
     assert {(layer.format, layer.scales, layer.inputs, layer.bits) for layer in candidate.layers.values()} == {
         (str(dtype).removeprefix("torch."), "none", None, 8.0)
     }
-    modules = {name for name, module in loaded(checkpoint, expected).named_modules() if isinstance(module, nn.Conv2d)}
-    assert modules <= candidate.layers.keys() and candidate.bits == 8
+    convolutions = {name for name, module in network.named_modules() if isinstance(module, nn.Conv2d)}
+    assert convolutions <= candidate.layers.keys() and candidate.bits == 8
 
 
-def test_a_file_of_nothing_quantized_is_a_candidate(sdxl, tmp_path):
-    save(tmp_path / "a.safetensors", {name: each.half() for name, each in authors_state(sdxl).items()})
-    assert recognizes(tmp_path / "a.safetensors") and READERS["comfyui"].recognizes(tmp_path / "a.safetensors")
-    candidate = read(tmp_path / "a.safetensors", sdxl)
+def test_a_file_of_nothing_quantized_is_a_candidate(sdxl, opened):
+    candidate = opened({name: each.half() for name, each in authors_state(sdxl).items()})
+    assert recognizes(candidate.path) and READERS["comfyui"].recognizes(candidate.path)
     assert not candidate.layers and candidate.bits == 16
 
 
@@ -276,9 +305,9 @@ def test_what_is_no_denoiser_is_not_recognized(tmp_path):
         assert not recognizes(tmp_path / name)
 
 
-def refusal(path, checkpoint) -> str:
+def refusal(opened, *given) -> str:
     with pytest.raises(ArtifactError) as error:
-        read(path, checkpoint)
+        opened(*given)
     assert str(error.value).isprintable() and len(str(error.value)) < 1500
     return str(error.value)
 
@@ -286,14 +315,11 @@ def refusal(path, checkpoint) -> str:
 LAYER = "output_blocks.0.1.transformer_blocks.0.ff.net.2"
 
 
-def mark_of(mark: dict | bytes) -> Tensor:
-    return torch.tensor(list(mark if isinstance(mark, bytes) else json.dumps(mark).encode()), dtype=torch.uint8)
-
-
 def rotating(group: object) -> Tensor:
     return mark_of({"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": group})
 
 
+@consumer
 @pytest.mark.parametrize(
     ("case", "changes", "reason"),
     [
@@ -321,67 +347,53 @@ def rotating(group: object) -> Tensor:
         ("int8-rotated", {"comfy_quant": rotating("4")}, "convrot_groupsize '4'"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused_by_name(sdxl, case, changes, reason, tmp_path):
-    tensors, _ = quantized(authors_state(sdxl), case)
-    for end, tensor in changes.items():
-        tensors.pop(f"{LAYER}.{end}", None)
-        if tensor is not None:
-            tensors[f"{LAYER}.{end}"] = tensor
-    save(tmp_path / "a.safetensors", tensors)
+def test_what_does_not_fit_is_refused_by_name(opened, tensors_in, case, changes, reason):
+    changed = tensors_in(case) | {f"{LAYER}.{end}": tensor for end, tensor in changes.items()}
+    changed = {name: each for name, each in changed.items() if each is not None}
     if reason is None:  # only numbers show it
-        candidate = read(tmp_path / "a.safetensors", sdxl)
+        candidate = opened(changed)
         with pytest.raises(ArtifactError, match=f"{LAYER}.*not finite"):
             read_all(candidate)
         return
-    said = refusal(tmp_path / "a.safetensors", sdxl)
+    said = refusal(opened, changed)
     assert re.search(reason, said), said
     assert LAYER in said or "of another size" in said or "formats" in said
 
 
-def test_two_meanings_are_refused(sdxl, tmp_path):
-    tensors, _ = quantized(authors_state(sdxl), "fp8")
-    save(tmp_path / "a.safetensors", tensors | {"scaled_fp8": torch.zeros(1)})
-    assert "two meanings" in refusal(tmp_path / "a.safetensors", sdxl)
-    text = json.dumps({"layers": {LAYER: {"format": "float8_e5m2"}}})
-    save(tmp_path / "a.safetensors", tensors, metadata={"_quantization_metadata": text})
-    assert f"1 layers in two ways ({LAYER})" in refusal(tmp_path / "a.safetensors", sdxl)
-    old = old_file(tensors, torch.zeros(1))
-    save(tmp_path / "a.safetensors", old, metadata={"_quantization_metadata": text})
-    assert "two meanings" in refusal(tmp_path / "a.safetensors", sdxl)
-    text = json.dumps({"layers": {LAYER: {"format": "float8_e4m3fn"}}})
-    save(tmp_path / "a.safetensors", tensors, PREFIX, {"_quantization_metadata": text})
-    assert "without the prefix" in refusal(tmp_path / "a.safetensors", sdxl)
+@consumer
+def test_what_has_two_meanings_or_none_is_refused(opened, tensors_in):
+    """The last is an older file in another type: ComfyUI casts its codes to E4M3, which leaves other numbers."""
+    tensors = tensors_in("fp8")
+    marks = in_header({LAYER: {"format": "float8_e5m2"}})
+    for changed, prefix, header, reason in (
+        (tensors | {"scaled_fp8": torch.zeros(1)}, "", None, "two meanings"),
+        (tensors, "", marks, f"1 layers in two ways ({LAYER})"),
+        (old_file(tensors, torch.zeros(1)), "", marks, "two meanings"),
+        (tensors, PREFIX, marks, "without the prefix"),
+        (tensors | marked("input_blocks.0.0"), "", None, "which is no linear"),
+        (tensors | marked("nothing"), "", None, "nothing.weight, marked"),
+        (old_file(tensors_in("e5m2"), torch.zeros(1, dtype=torch.float8_e5m2)), "", None,
+         "is stored as torch.float8_e5m2; expected torch.float8_e4m3fn"),
+    ):  # fmt: skip
+        assert reason in refusal(opened, changed, prefix, header)
 
 
-def test_marks_of_what_is_no_linear_or_not_there_are_refused(sdxl, tmp_path):
-    tensors, _ = quantized(authors_state(sdxl), "fp8")
-    for layer, reason in {"input_blocks.0.0": "which is no linear", "nothing": "nothing.weight, marked"}.items():
-        more = {f"{layer}.comfy_quant": mark_of({"format": "float8_e4m3fn"}), f"{layer}.weight_scale": torch.ones(())}
-        save(tmp_path / "a.safetensors", tensors | more)
-        assert reason in refusal(tmp_path / "a.safetensors", sdxl)
+def marked(layer: str) -> dict[str, Tensor]:
+    return {f"{layer}.comfy_quant": mark_of({"format": "float8_e4m3fn"}), f"{layer}.weight_scale": torch.ones(())}
 
 
-def test_older_files_in_another_type_are_refused(sdxl, tmp_path):
-    """ComfyUI casts their codes to E4M3, which leaves other numbers."""
-    tensors, _ = quantized(authors_state(sdxl), "e5m2")
-    save(tmp_path / "a.safetensors", old_file(tensors, torch.zeros(1, dtype=torch.float8_e5m2)))
-    assert "is stored as torch.float8_e5m2; expected torch.float8_e4m3fn" in refusal(tmp_path / "a.safetensors", sdxl)
-
-
-def test_padding_is_cut_off(tmp_path):
+@consumer
+@pytest.mark.parametrize("layout, name", [(NVFP4, "nvfp4"), (MXFP8, "mxfp8")])
+def test_padding_is_cut_off(layout, name, tmp_path):
     """NVFP4's to multiples of 16, MXFP8's to 32: of sides that no checkpoint here has."""
-    weight = torch.randn(150, 90)
-    for layout, name in ((NVFP4, "nvfp4"), (MXFP8, "mxfp8")):
-        stored = QuantizedTensor.from_float(weight, layout)
-        tensors = {each.removeprefix("_"): tensor.view(torch.uint8) if "e8m0" in str(tensor.dtype) else tensor
-                   for each, tensor in stored.state_dict("_weight").items()}  # fmt: skip
-        save_file(tensors, tmp_path / "a.safetensors")
-        located = read_safetensors(whole_file(tmp_path / "a.safetensors"))
-        assert located["weight"].shape[0] % METHODS[name].multiple == 0
-        for first, last in ((0, 150), (40, 110)):
-            codes = Codes(tmp_path, "a", {"format": name}, located, (150, 90), Rows("a.weight", first, last, 150))
-            check_codes(codes)
-            assert torch.equal(codes.read(), stored.dequantize()[first:last, :90])
-        x = torch.randn(3, 90)
-        inputs = METHODS[name].inputs(codes)
-        assert torch.equal(inputs(x), QuantizedTensor.from_float(x, layout).dequantize()[:3, :90])
+    stored = by_kitchen(torch.randn(150, 90), layout)
+    pieces = stored_pieces(stored, "_weight")
+    save_file({key.removeprefix("_"): each for key, each in pieces.items()}, tmp_path / "a.safetensors")
+    located = read_safetensors(whole_file(tmp_path / "a.safetensors"))
+    assert located["weight"].shape[0] % METHODS[name].multiple == 0
+    for first, last in ((0, 150), (40, 110)):
+        codes = Codes(tmp_path, "a", {"format": name}, located, (150, 90), Rows("a.weight", first, last, 150))
+        check_codes(codes)
+        assert torch.equal(codes.read(), stored.dequantize()[first:last, :90])
+    x = torch.randn(3, 90)
+    assert torch.equal(METHODS[name].inputs(codes)(x), by_kitchen(x, layout).dequantize()[:3, :90])

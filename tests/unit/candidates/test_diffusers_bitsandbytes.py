@@ -1,35 +1,41 @@
 """Folders that diffusers and bitsandbytes quantize and save are read back as bitsandbytes computes with them."""
 
 import json
+from itertools import product
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from sd_quant.candidates.diffusers_bitsandbytes import OutlierColumns, read
+from sd_quant.candidates.diffusers_bitsandbytes import OutlierColumns, checked_state, four_bits, read
+from sd_quant.checkpoints.archive import whole_file
+from sd_quant.checkpoints.safetensors_file import read_safetensors
 from sd_quant.errors import ArtifactError
 from sd_quant.numbers import relative_error
 
-from .tiny_folders import tiny
+from ..tiny import changed
 
-bnb = pytest.importorskip("bitsandbytes")
-pytest.importorskip("accelerate")
-pytestmark = pytest.mark.consumer
+consumer = pytest.mark.consumer
 READER = "diffusers_bitsandbytes"
 CASES = {
     "nf4": ("sdxl", {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, torch.float32),
     "nested": (
-        "flux", {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}, torch.float32,
+        "flux", {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}, torch.bfloat16,
     ),
     "fp4": ("sd3", {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, torch.float16),
-    "bf16": ("sdxl", {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}, torch.bfloat16),
     "int8": ("sdxl", {"load_in_8bit": True, "llm_int8_threshold": 2.0}, torch.float32),
     "all_int8": ("flux", {"load_in_8bit": True, "llm_int8_threshold": 0.0}, torch.float32),
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def on_cpu():
+def bnb():
+    pytest.importorskip("accelerate")
+    return pytest.importorskip("bitsandbytes")
+
+
+@pytest.fixture(scope="module")
+def on_cpu(bnb):
     """diffusers asks for a GPU before it quantizes with bitsandbytes, which computes without."""
     from diffusers.quantizers.bitsandbytes.bnb_quantizer import BnB4BitDiffusersQuantizer, BnB8BitDiffusersQuantizer
 
@@ -41,12 +47,12 @@ def on_cpu():
 
 
 @pytest.fixture(scope="module", params=CASES)
-def saved(request, tmp_path_factory, on_cpu):
+def saved(request, tiny, tmp_path_factory, bnb, on_cpu):
     """A checkpoint, the candidate in the folder of its quantized denoiser, and diffusers' own network of it."""
     from diffusers import BitsAndBytesConfig
 
     family, options, dtype = CASES[request.param]
-    case = tiny(family, tmp_path_factory.mktemp("full"))
+    case = tiny(family)
     folder = tmp_path_factory.mktemp(request.param)
     config = BitsAndBytesConfig(**options)
     case.kind.from_pretrained(case.folder, quantization_config=config, torch_dtype=dtype).save_pretrained(folder)
@@ -57,15 +63,13 @@ def saved(request, tmp_path_factory, on_cpu):
     return case, case.read(folder, READER), theirs, folder
 
 
-def linears(network):
-    kinds = bnb.nn.Linear4bit, bnb.nn.Linear8bitLt
-    return {name: module for name, module in network.named_modules() if isinstance(module, kinds)}
-
-
-def test_weights_are_those_of_bitsandbytes_bit_for_bit(saved):
+@consumer
+def test_weights_are_those_of_bitsandbytes_bit_for_bit(saved, bnb):
     _, candidate, theirs, _ = saved
-    assert candidate.layers.keys() == linears(theirs).keys() and len(candidate.layers) > 20
-    for name, module in linears(theirs).items():
+    kinds = bnb.nn.Linear4bit, bnb.nn.Linear8bitLt
+    linears = {name: module for name, module in theirs.named_modules() if isinstance(module, kinds)}
+    assert candidate.layers.keys() == linears.keys() and len(linears) > 20
+    for name, module in linears.items():
         if isinstance(module, bnb.nn.Linear4bit):
             expected = bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
         else:
@@ -76,6 +80,7 @@ def test_weights_are_those_of_bitsandbytes_bit_for_bit(saved):
         assert 4 <= candidate.layers[name].bits < most
 
 
+@consumer
 def test_layers_and_the_network_compute_what_bitsandbytes_computes(saved):
     """A layer of four bits rounds to its input's dtype, fp32 here, where ``dequantize_4bit`` rounds to the weight's.
 
@@ -93,34 +98,30 @@ def test_layers_and_the_network_compute_what_bitsandbytes_computes(saved):
         for name in candidate.layers:
             ours.get_submodule(name).weight.data *= 6.200124e-05 * 127**2
         assert max(case.error_of_layers(ours, theirs, candidate).values()) < 2e-6
-    errors = [torch.dist(case.output(ours), case.output(each)) for each in (theirs, candidate.runtime())]
-    lost = torch.dist(case.output(theirs), case.output(case.kind.from_pretrained(case.folder).eval()))
+    lost = case.error(theirs, case.denoiser())
     part = 0.1 if some.inputs is None else 0.7 if some.inputs.threshold else 0.3
-    assert max(errors) < part * lost, (errors, lost)
+    assert case.error(theirs, ours) < part * lost
+    assert case.error(candidate.runtime(), ours) < part * lost
 
 
-@pytest.mark.parametrize("block", [32, 64, 128, 256, 4096])
+@consumer
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16])
-def test_every_block_size(tmp_path, block, kind, nested, storage):
+def test_every_block_size(bnb, tmp_path, kind):
     """Also where the last block is short. diffusers does not load again what it stored in another dtype than uint8."""
-    from sd_quant.candidates.diffusers_bitsandbytes import four_bits
-    from sd_quant.checkpoints.archive import whole_file
-    from sd_quant.checkpoints.safetensors_file import read_safetensors
-
     weight = torch.randn(58, 74, generator=torch.Generator().manual_seed(0)).half()
-    options = {"blocksize": block, "quant_type": kind, "compress_statistics": nested, "quant_storage": storage}
-    codes, state = bnb.functional.quantize_4bit(weight, **options)
-    save_file({"weight": codes, **{f"weight.{end}": each for end, each in state.as_dict(packed=True).items()}},
-              tmp_path / "a.safetensors")  # fmt: skip
-    layer = four_bits(tmp_path, "a", read_safetensors(whole_file(tmp_path / "a.safetensors")), (58, 74))
-    assert torch.equal(layer.weight.read(), bnb.functional.dequantize_4bit(codes, state))
+    for block, nested, storage in product([32, 64, 128, 256, 4096], [False, True], [torch.uint8, torch.bfloat16]):
+        options = {"blocksize": block, "quant_type": kind, "compress_statistics": nested, "quant_storage": storage}
+        codes, state = bnb.functional.quantize_4bit(weight, **options)
+        fields = {f"weight.{end}": each for end, each in state.as_dict(packed=True).items()}
+        save_file({"weight": codes, **fields}, tmp_path / "a.safetensors")
+        layer = four_bits(tmp_path, "a", read_safetensors(whole_file(tmp_path / "a.safetensors")), (58, 74))
+        assert torch.equal(layer.weight.read(), bnb.functional.dequantize_4bit(codes, state)), (block, nested, storage)
 
 
+@consumer
 @pytest.mark.parametrize("threshold", [0.0, 2.0, 6.0])
 @pytest.mark.parametrize("rows", [1, 5])
-def test_inputs_are_those_of_llm_int8(threshold, rows):
+def test_inputs_are_those_of_llm_int8(bnb, threshold, rows):
     """With columns of outliers, a row of zeros, and outliers that touch the threshold."""
     random = torch.Generator().manual_seed(1)
     x = torch.randn(2, rows, 64, generator=random)
@@ -139,42 +140,36 @@ def test_inputs_are_those_of_llm_int8(threshold, rows):
     assert (OutlierColumns(threshold)(x)[..., 3] == x[..., 3]).all() == (threshold > 0)
 
 
-def changed(saved, folder, change):
-    """A folder like the saved one, with its tensors as ``change`` makes them."""
-    tensors = load_file(next(saved[3].glob("*.safetensors")))
-    change(tensors)
-    save_file(tensors, folder / "diffusion_pytorch_model.safetensors")
-    (folder / "config.json").write_text((saved[3] / "config.json").read_text())
-    return folder
-
-
-def test_what_does_not_fit_is_refused_by_name(saved, tmp_path):
-    case, candidate, _, _ = saved
+@consumer
+@pytest.mark.parametrize(
+    "saved, end", [("nested", "weight.nested_absmax"), ("fp4", "weight.absmax"), ("int8", "SCB")], indirect=["saved"]
+)
+def test_what_does_not_fit_is_refused_by_name(saved, end, tmp_path):
+    case, candidate, _, folder = saved
     name = min(candidate.layers)
 
-    def shorter(tensors):
-        tensors[f"{name}.weight"] = tensors[f"{name}.weight"][:-1].clone()
-
-    with pytest.raises(ArtifactError, match=f"{name}.weight"):
-        read(changed(saved, tmp_path, shorter), case.checkpoint)
-    with pytest.raises(ArtifactError, match=r"1 unknown: what\.is_this"):
-        read(changed(saved, tmp_path, lambda tensors: tensors.update({"what.is_this": torch.ones(1)})), case.checkpoint)
-    end = next(end for end in ("SCB", "weight.nested_absmax", "weight.absmax") if f"{name}.{end}" in load_file(
-        next(saved[3].glob("*.safetensors"))))  # fmt: skip
-    found = read(changed(saved, tmp_path, lambda tensors: tensors[f"{name}.{end}"].fill_(torch.nan)), case.checkpoint)
+    codes = f"{name}.weight"
+    for change, message in (
+        (lambda tensors: tensors.update({codes: tensors[codes][:-1].clone()}), codes),
+        (lambda tensors: tensors.update({"what.is_this": torch.ones(1)}), r"1 unknown: what\.is_this"),
+    ):
+        with pytest.raises(ArtifactError, match=message):
+            read(changed(folder, tmp_path, change), case.checkpoint)
+    found = read(changed(folder, tmp_path, lambda tensors: tensors[f"{name}.{end}"].fill_(torch.nan)), case.checkpoint)
     with pytest.raises(ArtifactError, match=rf"{name}\.{end}.*NaN"):
         found.layers[name].weight.read()
 
 
-@pytest.mark.parametrize("given", ["6", -1, True, None, 1e999, [6.0]])
-def test_a_threshold_that_is_none_is_refused(saved, tmp_path, given):
-    case = saved[0]
-    folder = changed(saved, tmp_path, lambda tensors: None)
+@consumer
+@pytest.mark.parametrize("saved", ["nf4", "int8"], indirect=True)
+def test_a_threshold_that_is_none_is_refused(saved, tmp_path):
+    folder = changed(saved[3], tmp_path)
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"]["llm_int8_threshold"] = given
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ArtifactError, match="llm_int8_threshold"):
-        read(folder, case.checkpoint)
+    for given in ("6", -1, True, None, 1e999, [6.0]):
+        config["quantization_config"]["llm_int8_threshold"] = given
+        (folder / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ArtifactError, match="llm_int8_threshold"):
+            read(folder, saved[0].checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -186,8 +181,6 @@ def test_a_threshold_that_is_none_is_refused(saved, tmp_path, given):
     ids=str,
 )  # fmt: skip
 def test_a_quant_state_that_nobody_writes_is_refused(change):
-    from sd_quant.candidates.diffusers_bitsandbytes import checked_state
-
     sound = {
         "quant_type": "nf4", "blocksize": 64, "dtype": "float16", "shape": [4, 4],
         "nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.5,

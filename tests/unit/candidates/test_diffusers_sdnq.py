@@ -4,28 +4,18 @@ import json
 import logging
 import os
 from dataclasses import replace
+from itertools import cycle, product
 
 import pytest
 import torch
-from diffusers import UNet2DConditionModel
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from sd_quant.candidates import READERS
-from sd_quant.candidates.diffusers_sdnq import (
-    hadamard,
-    matches,
-    of_layer,
-    read,
-    read_config,
-    small_floats,
-)
+from sd_quant.candidates.diffusers_sdnq import OTHER_NAMES, hadamard, matches, of_layer, read, read_config, small_floats
 from sd_quant.errors import ArtifactError, ConfigError
 
-from .diffusers_folders import layer_errors, network_errors, tiny_checkpoint
-
-pytestmark = pytest.mark.consumer
-sdnq = pytest.importorskip("sdnq")
+consumer = pytest.mark.consumer
+READER = "diffusers_sdnq"
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 EVERYTHING = {"quant_conv": True, "minimum_allowed_numel": 0}
 BRANCH = {"use_svd": True, "svd_rank": 4}
@@ -34,14 +24,19 @@ NUMBERS = (
     "int8 uint8 int7 uint7 int6 uint6 int5 uint5 int4 uint4 int3 uint3 int2 uint2 float8_e4m3fn float8_e5m2 "
     "fp7 fp6 fp5 fp4 fp3 fp2 ufp8 ufp4 float8_e3m4fn float8_e4m3fn_sdnq float4_e3m0fn float5_e5m0fnu"
 ).split()
+KINDS = {  # layer by layer in one network
+    "numbers": {name: {"weights_dtype": name} for name in NUMBERS},
+    "blocks, branches, rotations": {
+        "a row": {"weights_dtype": "int8", "group_size": -1},
+        "all": {"weights_dtype": "int8", "group_size": -2},
+        "blocks": {"weights_dtype": "int8", "group_size": 16},
+        "branch": {"weights_dtype": "uint4"} | BRANCH,
+        "rotated": {"weights_dtype": "int4", "use_hadamard": True, "hadamard_group_size": 64},
+        "rotated, branch": {"weights_dtype": "int4", "use_hadamard": True, "hadamard_group_size": 32} | BRANCH,
+    },
+}
 OPTIONS = {
-    "a row": {"weights_dtype": "int8", "group_size": -1},
-    "all": {"weights_dtype": "int8", "group_size": -2},
-    "blocks": {"weights_dtype": "int8", "group_size": 16},
-    "branch": {"weights_dtype": "uint4"} | BRANCH,
     "half": {"weights_dtype": "int8", "dequantize_fp32": False, "torch_dtype": torch.bfloat16} | BRANCH,
-    "rotated": {"weights_dtype": "int4", "use_hadamard": True, "hadamard_group_size": 64},
-    "rotated, branch": {"weights_dtype": "int4", "use_hadamard": True, "hadamard_group_size": 32} | BRANCH,
     "dynamic": {"weights_dtype": "int2", "use_dynamic_quantization": True},
     "exceptions": {
         "weights_dtype": "uint4",
@@ -60,26 +55,44 @@ PRODUCTS = {  # the kind of the inputs' codes, and the tolerance of a layer's ou
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
+def sdnq():
     logging.getLogger("sdnq").setLevel(logging.ERROR)
-    return tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "sdxl")
+    return pytest.importorskip("sdnq")
+
+
+@pytest.fixture(scope="module")
+def sdxl(tiny):
+    return tiny("sdxl")
 
 
 @pytest.fixture
-def saved(checkpoint, tmp_path):
+def saved(sdnq, sdxl, tmp_path):
     """What SDNQ saves of the network with such options."""
 
     def save(**options):
-        from sdnq import sdnq_post_load_quant
         from sdnq.loader import save_sdnq_model
 
-        network = UNet2DConditionModel.from_pretrained(checkpoint.path, subfolder="unet")
         dtype = options.pop("torch_dtype", None)
         config = sdnq.SDNQConfig(**EVERYTHING | options)
-        save_sdnq_model(
-            sdnq_post_load_quant(network, quantization_config=config, torch_dtype=dtype), str(tmp_path / "saved")
-        )
+        network = sdxl.kind.from_pretrained(sdxl.folder)
+        network = sdnq.sdnq_post_load_quant(network, quantization_config=config, torch_dtype=dtype)
+        save_sdnq_model(network, str(tmp_path / "saved"))
         return tmp_path / "saved"
+
+    return save
+
+
+@pytest.fixture
+def in_turn(saved, sdxl):
+    """A candidate whose layers are of these kinds in turn, SDNQ's own network of it, and the kinds by layer."""
+
+    def save(kinds: dict[str, dict], *classes: type, **options):
+        layers = [name for name, module in sdxl.denoiser().named_modules() if isinstance(module, classes)]
+        chosen = dict(zip(layers, cycle(kinds), strict=False))
+        assert len(chosen) > len(kinds)
+        configs = {f"{name}.weight": dict(kinds[kind]) for name, kind in chosen.items()}
+        candidate = sdxl.read(saved(modules_quant_config=configs, **options), READER)
+        return candidate, candidate.runtime(), chosen
 
     return save
 
@@ -96,54 +109,56 @@ def assert_weights_equal(candidate, theirs):
     quantized = {name for name, module in theirs.named_modules() if hasattr(module, "sdnq_dequantizer")}
     assert candidate.layers.keys() == quantized and len(quantized) > 50
     for name, layer in candidate.layers.items():
-        found, expected = layer.weight.read(), dequantized(theirs.get_submodule(name))
+        module = theirs.get_submodule(name)
+        found, expected = layer.weight.read(), dequantized(module)
         assert found.dtype == layer.weight.dtype == expected.dtype == torch.float32
+        numbers = module.sdnq_dequantizer.weights_dtype
+        assert layer.format == OTHER_NAMES.get(numbers, numbers)
         assert torch.equal(found, expected), name
     state = theirs.state_dict()
     for name, parameter in candidate.parameters.items():
         assert torch.equal(parameter.read().float(), state[name]), name
 
 
-@pytest.mark.parametrize("name", NUMBERS)
-def test_numbers(name, saved, checkpoint):
-    candidate = read(saved(weights_dtype=name), checkpoint)
-    assert_weights_equal(candidate, candidate.runtime())
+def assert_equal(case, candidate, theirs):
+    assert_weights_equal(candidate, theirs)
+    assert case.error(theirs, case.network(candidate)) < 1e-6 < 1e-3 < case.error(theirs, case.denoiser())
+
+
+@consumer
+@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
+def test_every_kind(kinds, sdnq, in_turn, sdxl):
+    candidate, theirs, chosen = in_turn(kinds, nn.Linear, nn.Conv2d)
+    if kinds is KINDS["numbers"]:
+        assert_weights_equal(candidate, theirs)
+    else:
+        assert_equal(sdxl, candidate, theirs)
     assert candidate.maker == f"SDNQ {sdnq.common.sdnq_version}"
+    assert {chosen[name] for name in candidate.layers} == kinds.keys()
     assert not any(layer.inputs for layer in candidate.layers.values())
 
 
+@consumer
 @pytest.mark.parametrize("name", OPTIONS)
-def test_options(name, saved, checkpoint):
+def test_options(name, saved, sdxl):
     path = saved(**OPTIONS[name])
-    assert [row.name for row in READERS.values() if row.recognizes(path)] == ["diffusers_sdnq"]
-    candidate = read(path, checkpoint)
-    theirs = candidate.runtime()
-    assert_weights_equal(candidate, theirs)
-    error = network_errors(checkpoint, candidate, theirs)
-    assert error.ours < 1e-6 and error.plain > 1e-3
+    candidate = sdxl.read(path, READER)
+    assert_equal(sdxl, candidate, candidate.runtime())
     stored = sum((path / file).stat().st_size for file in os.listdir(path) if ".safetensors" in file)
     assert 0 <= stored - candidate.stored_bytes < 100_000  # the header
 
 
-def test_exceptions_are_of_their_own_kinds(saved, checkpoint):
-    layers = read(saved(**OPTIONS["exceptions"]), checkpoint).layers
-    kinds = {name.rpartition(".")[2]: layer.format for name, layer in layers.items()}
-    assert (kinds["to_q"], kinds["to_k"], kinds["conv_out"]) == ("int6", "int8", "float8_e4m3fn")
-    assert not any(name.endswith("to_v") for name in layers)
-    assert {layer.format for name, layer in layers.items() if ".ff." in name} == {"int6"}
-    assert layers["conv_out"].bits > layers["down_blocks.0.resnets.0.conv1"].bits
-
-
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_inputs_of_codes(name, saved, checkpoint):
-    codes, tolerance = PRODUCTS[name]
-    candidate = read(saved(weights_dtype=name, use_quantized_matmul=True), checkpoint)
-    theirs = candidate.runtime()
+@consumer
+def test_inputs_of_codes(in_turn, sdxl):
+    kinds = {name: {"weights_dtype": name} for name in PRODUCTS}
+    candidate, theirs, chosen = in_turn(kinds, nn.Linear, use_quantized_matmul=True)
     assert_weights_equal(candidate, theirs)
-    layers = {name: layer for name, layer in candidate.layers.items() if layer.inputs}
-    assert layers and {str(layer.inputs) for layer in layers.values()} == {f"{codes}, a scale a row, of 32 or more"}
-    for layer_name, layer in layers.items():
-        module, weight = theirs.get_submodule(layer_name), layer.weight.read()
+    layers = {name: layer for name, layer in candidate.layers.items() if layer.inputs and name in chosen}
+    assert {chosen[name] for name in layers} == PRODUCTS.keys()
+    for name, layer in layers.items():
+        codes, tolerance = PRODUCTS[chosen[name]]
+        assert str(layer.inputs) == f"{codes}, a scale a row, of 32 or more"
+        module, weight = theirs.get_submodule(name), layer.weight.read()
         for rows in (31, 32, 80):
             x = torch.randn(rows, weight.shape[1], generator=torch.Generator().manual_seed(rows)) * 3 + 1
             expected = module(x[None])[0] - (0 if module.bias is None else module.bias)
@@ -151,8 +166,8 @@ def test_inputs_of_codes(name, saved, checkpoint):
             assert (layer.inputs(x) @ weight.t() - expected).norm() < tolerance * scale
             difference = (x @ weight.t() - expected).norm() / scale
             assert difference > 5 * tolerance if rows >= 32 else difference < 1e-6
-    errors = layer_errors(checkpoint, candidate, theirs)
-    assert errors.keys() == candidate.layers.keys() and max(errors.values()) < tolerance
+    errors = sdxl.error_of_layers(sdxl.network(candidate), theirs, candidate)
+    assert all(error < (PRODUCTS[chosen[name]][1] if name in layers else 1e-6) for name, error in errors.items())
 
 
 AGAIN = {  # weights that are quantized again before each product, or branches beside products of codes
@@ -172,34 +187,18 @@ AGAIN = {  # weights that are quantized again before each product, or branches b
 }
 
 
-@pytest.mark.parametrize("name", AGAIN)
-def test_branches_and_blocks_beside_products_of_codes(name, saved, checkpoint):
-    candidate = read(saved(**AGAIN[name], use_quantized_matmul=True), checkpoint)
-    theirs = candidate.runtime()
-    errors = layer_errors(checkpoint, candidate, theirs)
-    fp8 = any("float8" in str(layer.inputs) for layer in candidate.layers.values())
-    assert errors.keys() == candidate.layers.keys()
-    assert max(errors.values()) < (4e-4 if fp8 else 5e-6), max(errors, key=errors.get)
-    with_codes = {key: layer for key, layer in candidate.layers.items() if layer.inputs}
+@consumer
+def test_branches_and_blocks_beside_products_of_codes(in_turn, sdxl):
+    candidate, theirs, chosen = in_turn(AGAIN, nn.Linear, use_quantized_matmul=True)
+    errors = sdxl.error_of_layers(sdxl.network(candidate), theirs, candidate)
+    for name, error in errors.items():
+        assert error < (4e-4 if "float8" in str(candidate.layers[name].inputs) else 5e-6), (name, chosen.get(name))
+    with_codes = {name: layer for name, layer in candidate.layers.items() if layer.inputs and name in chosen}
     plain = replace(candidate, layers={key: replace(layer, inputs=None) for key, layer in candidate.layers.items()})
-    without = layer_errors(checkpoint, plain, theirs)
-    assert max(without[key] for key in with_codes) > 2e-3
-    assert all((layer.branch is not None) == ("use_svd" in AGAIN[name]) for layer in with_codes.values())
-
-
-def test_a_pipeline_with_shards(tmp_path):
-    from diffusers import FluxTransformer2DModel
-    from sdnq import sdnq_post_load_quant
-    from sdnq.loader import save_sdnq_model
-
-    checkpoint = tiny_checkpoint(tmp_path / "flux", "flux")
-    network = FluxTransformer2DModel.from_pretrained(checkpoint.path, subfolder="transformer")
-    network = sdnq_post_load_quant(network, weights_dtype="uint4", minimum_allowed_numel=0, **BRANCH)
-    save_sdnq_model(network, str(tmp_path / "pipeline/transformer"), max_shard_size="100KB")
-    assert len(list((tmp_path / "pipeline/transformer").glob("*.safetensors"))) > 1
-    candidate = read(tmp_path / "pipeline", checkpoint)
-    error = network_errors(checkpoint, candidate, candidate.runtime())
-    assert candidate.layers and error.ours < 1e-5 < 1e-4 < error.plain
+    without = sdxl.error_of_layers(sdxl.network(plain), theirs, plain)
+    largest = {kind: max(without[name] for name in with_codes if chosen[name] == kind) for kind in AGAIN}
+    assert min(largest.values()) > 2e-3, largest
+    assert all((layer.branch is not None) == ("use_svd" in AGAIN[chosen[name]]) for name, layer in with_codes.items())
 
 
 REFUSED = {
@@ -214,13 +213,15 @@ REFUSED = {
 }
 
 
+@consumer
 @pytest.mark.parametrize("words", REFUSED)
-def test_what_is_not_decoded_is_refused_by_name(words, saved, checkpoint):
+def test_what_is_not_decoded_is_refused_by_name(words, saved, sdxl):
     with pytest.raises(ConfigError, match=words):
-        read(saved(**REFUSED[words]), checkpoint)
+        read(saved(**REFUSED[words]), sdxl.checkpoint)
 
 
-def test_damage_is_refused(saved, checkpoint):
+@consumer
+def test_damage_is_refused(saved, sdxl):
     path = saved(weights_dtype="uint4", svd_rank=4, use_svd=True)
     config, sound = json.loads((path / "config.json").read_text()), load_file(path / WEIGHTS)
     layer = "down_blocks.1.attentions.0.proj_in"
@@ -229,7 +230,7 @@ def test_damage_is_refused(saved, checkpoint):
         changed = sound | {f"{layer}.{piece}": tensor for piece, tensor in pieces.items()}
         save_file({name: tensor for name, tensor in changed.items() if tensor is not None}, path / WEIGHTS)
         with pytest.raises(ArtifactError, match=message):
-            read(path, checkpoint).layers[layer].weight.read()
+            read(path, sdxl.checkpoint).layers[layer].weight.read()
 
     scale = sound[f"{layer}.scale"]
     with_tensors("no zero point", zero_point=None)
@@ -251,52 +252,36 @@ def test_damage_is_refused(saved, checkpoint):
         changed = config["quantization_config"] | {entry: 3}
         (path / "config.json").write_text(json.dumps(config | {"quantization_config": changed}))
         if message is None:  # nobody reads it
-            read(path, checkpoint)
+            read(path, sdxl.checkpoint)
             continue
         with pytest.raises(ConfigError, match=message):
-            read(path, checkpoint)
+            read(path, sdxl.checkpoint)
     (path / "config.json").write_text(json.dumps(config | {"_class_name": "Popen"}))
     with pytest.raises(ArtifactError, match="of a 'Popen', expected UNet2DConditionModel"):
-        read(path, checkpoint).runtime()
+        read(path, sdxl.checkpoint).runtime()
 
 
-def test_patterns_are_those_that_sdnq_takes(tmp_path):
-    from sdnq.utils import check_param_name_in
-
+@consumer
+def test_patterns_are_those_that_sdnq_takes(sdnq, tmp_path):
     names = ["a.to_q.weight", "a.to_q_extra.weight", "up.0.ff.net.0.proj.weight", "proj.weight", "upside.weight"]
-    patterns = [
-        "to_q",
-        "a.to_q.weight",
-        ".up",
-        "up.*.ff.*",
-        "*proj*",
-        "*",
-        "a.*weight",
-        "a.to",
-        "weight",
-        "*.net",
-        "x*",
-    ]
-    for name in names:
-        for pattern in patterns:
-            assert matches(tmp_path, pattern, name) == (check_param_name_in(name, [pattern]) is not None), (
-                name,
-                pattern,
-            )
+    patterns = "to_q a.to_q.weight .up up.*.ff.* *proj* * a.*weight a.to weight *.net x*".split()
+    for name, pattern in product(names, patterns):
+        expected = sdnq.utils.check_param_name_in(name, [pattern]) is not None
+        assert matches(tmp_path, pattern, name) == expected, (name, pattern)
+
+
+def test_a_regular_expression_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="regular expression"):
         matches(tmp_path, "(a*)*b", "a.weight")
 
 
-@pytest.mark.parametrize(
-    "wanted", ["minimum_6bit", "minimum-int6", "6bits", "minimum_uint4", "uint3bit", "fp4", "minimum3"]
-)
+@consumer
 @pytest.mark.parametrize("usual", ["uint2", "int5", "int8"])
-def test_least_widths_are_those_that_sdnq_takes(wanted, usual, tmp_path):
-    from sdnq.utils import get_minimum_dtype
-
-    config = read_config(tmp_path, {"weights_dtype": usual, "modules_dtype_dict": {wanted: ["a"]}})
-    expected = get_minimum_dtype(usual, "a.weight", {wanted: ["a"]})
-    assert of_layer(tmp_path, config, {}, "a").weights_dtype == expected
+def test_least_widths_are_those_that_sdnq_takes(usual, sdnq, tmp_path):
+    for wanted in ("minimum_6bit", "minimum-int6", "6bits", "minimum_uint4", "uint3bit", "fp4", "minimum3"):
+        config = read_config(tmp_path, {"weights_dtype": usual, "modules_dtype_dict": {wanted: ["a"]}})
+        expected = sdnq.utils.get_minimum_dtype(usual, "a.weight", {wanted: ["a"]})
+        assert of_layer(tmp_path, config, {}, "a").weights_dtype == expected, wanted
 
 
 def test_small_floats_are_ieee():

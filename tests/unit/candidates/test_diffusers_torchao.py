@@ -1,23 +1,25 @@
 """Tensors that torchao itself has quantized and saved: weights are its own bit for bit, and layers compute the same."""
 
 import json
+import shutil
+from functools import cache
+from itertools import cycle
 from pathlib import Path
 
 import pytest
 import torch
-from diffusers import TorchAoConfig, UNet2DConditionModel
+from diffusers import TorchAoConfig
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from sd_quant.candidates import READERS
 from sd_quant.candidates.diffusers_torchao import read
 from sd_quant.errors import ArtifactError
 
-from .diffusers_folders import layer_errors, network_errors, tiny_checkpoint
-
 pytestmark = pytest.mark.consumer
 ao = pytest.importorskip("torchao.quantization")
+READER = "diffusers_torchao"
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 CONFIG = {
     "quant_method": "torchao",
@@ -26,7 +28,7 @@ CONFIG = {
 
 
 def configs() -> dict:
-    """What torchao quantizes by its configs on a processor, and the tolerance of a layer's output."""
+    """What torchao quantizes by its configs on a processor."""
     from torchao.prototype.mx_formats import NVFP4WeightOnlyConfig
 
     blocks, asymmetric = ao.PerGroup(32), ao.MappingType.ASYMMETRIC
@@ -104,142 +106,135 @@ def tensors() -> dict:
     }  # fmt: skip
 
 
-NAMES = list(configs()), list(tensors())
-RANK_3 = "int8, static"  # torchao asserts that a static scale has as many axes as its input
+def by_config(config):
+    def quantize(weight: Tensor) -> Tensor:
+        layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
+        layer.weight.data = weight
+        ao.quantize_(layer, config)
+        return layer.weight.data
+
+    return quantize
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "sdxl")
+def sdxl(tiny):
+    return tiny("sdxl")
 
 
-@pytest.fixture
-def saved(checkpoint, tmp_path):
+@pytest.fixture(scope="module")
+def saved(sdxl, tmp_path_factory):
+    """``saved(config, dtype)``: the network that diffusers saves."""
+
+    @cache
     def save(name: str, dtype: torch.dtype = torch.float32) -> Path:
-        config = configs().get(name)
-        options = {} if config is None else {"quantization_config": TorchAoConfig(config)}
-        network = UNet2DConditionModel.from_pretrained(checkpoint.path, subfolder="unet", torch_dtype=dtype, **options)
-        if config is None:
-            save_flattened(network, tensors()[name], tmp_path)
-        else:
-            network.save_pretrained(tmp_path)
-        return tmp_path
+        config, folder = TorchAoConfig(configs()[name]), tmp_path_factory.mktemp("saved")
+        network = sdxl.kind.from_pretrained(sdxl.folder, torch_dtype=dtype, quantization_config=config)
+        network.save_pretrained(folder)
+        return folder
 
     return save
 
 
-def save_flattened(network: nn.Module, quantize, folder: Path) -> None:
-    """As save_pretrained writes it, which a GPU's tensors would need too."""
+def save_flattened(network: nn.Module, folder: Path) -> dict[str, str]:
+    """As save_pretrained writes it, with every kind of weight in turn; the kinds by layer."""
     from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 
-    weights = {f"{name}.weight" for name, module in network.named_modules() if isinstance(module, nn.Linear)}
-    state = {name: quantize(each.data) if name in weights else each.data for name, each in network.state_dict().items()}
+    quantizers = tensors() | {name: by_config(config) for name, config in configs().items()}
+    layers = [name for name, module in network.named_modules() if isinstance(module, nn.Linear)]
+    kinds = dict(zip((f"{name}.weight" for name in layers), cycle(quantizers), strict=False))
+    state = {
+        name: quantizers[kinds[name]](each.data) if name in kinds else each.data
+        for name, each in network.state_dict().items()
+    }
     pieces, metadata = flatten_tensor_state_dict(state)
-    save_file(
-        {name: piece.contiguous() for name, piece in pieces.items()}, folder / WEIGHTS, {"format": "pt"} | metadata
-    )
+    pieces = {name: piece.contiguous() for name, piece in pieces.items()}
+    save_file(pieces, folder / WEIGHTS, {"format": "pt"} | metadata)
     network.save_config(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": CONFIG}))
+    assert set(kinds.values()) == quantizers.keys()
+    return {name.removesuffix(".weight"): kind for name, kind in kinds.items()}
 
 
 def torchao_weights(folder: Path) -> dict[str, Tensor]:
     """torchao's own tensors, made of the file by its own code."""
-    from safetensors import safe_open
     from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
 
     with safe_open(folder / WEIGHTS, framework="pt") as file:
-        state, left = unflatten_tensor_state_dict(
-            {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
-        )
+        pieces = {name: file.get_tensor(name) for name in file.keys()}
+        state, left = unflatten_tensor_state_dict(pieces, file.metadata())
     assert not left
     return {name.removesuffix(".weight"): each for name, each in state.items() if type(each) is not Tensor}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", NAMES[0] + NAMES[1])
-def test_weights_and_layers(name, dtype, saved, checkpoint):
-    path = saved(name, dtype)
-    assert [row.name for row in READERS.values() if row.recognizes(path)] == ["diffusers_torchao"]
-    candidate, theirs = read(path, checkpoint), torchao_weights(path)
-    assert candidate.layers.keys() == theirs.keys() and len(theirs) > 50
-    for layer_name, layer in candidate.layers.items():
-        expected, found = theirs[layer_name], layer.weight.read()
+def test_weights_and_layers(dtype, sdxl, tmp_path):
+    """torchao multiplies inputs in NVFP4 on Blackwell alone; it makes and decodes codes everywhere."""
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
+
+    kinds = save_flattened(sdxl.kind.from_pretrained(sdxl.folder, torch_dtype=dtype), tmp_path)
+    candidate, theirs = sdxl.read(tmp_path, READER), torchao_weights(tmp_path)
+    assert candidate.layers.keys() == theirs.keys() == kinds.keys() and candidate.runtime is None
+    for name, layer in candidate.layers.items():
+        weight, found, kind = theirs[name], layer.weight.read(), kinds[name]
         assert found.dtype == layer.weight.dtype in (torch.float32, dtype)
-        options = {} if hasattr(expected, "target_dtype") else {"output_dtype": found.dtype}
-        assert torch.equal(found, expected.dequantize(**options)), layer_name
-        if name.startswith("nvfp4") and layer.inputs or dtype != torch.float32:
+        options = {} if hasattr(weight, "target_dtype") else {"output_dtype": found.dtype}
+        assert torch.equal(found, weight.dequantize(**options)), (name, kind)
+        if dtype != torch.float32:
             continue
         x = 3 * torch.randn(1, 40, found.shape[1], generator=torch.Generator().manual_seed(0))
-        output, inputs = linear(x, expected), x if layer.inputs is None else layer.inputs(x)
-        assert (linear(inputs, found) - output).norm() < 1e-6 * output.norm(), layer_name
+        if kind.startswith("nvfp4") and layer.inputs:
+            x[0, 3] *= 1e-3  # with scales below E4M3's normal numbers
+            scale = weight.act_per_tensor_scale
+            if weight.act_quant_kwargs.use_dynamic_per_tensor_scale:
+                scale = per_tensor_amax_to_scale(x.abs().max())
+            assert torch.equal(layer.inputs(x[0]), NVFP4Tensor.to_nvfp4(x[0], per_tensor_scale=scale).dequantize())
+            continue
+        output, inputs = linear(x, weight), x if layer.inputs is None else layer.inputs(x)
+        assert (linear(inputs, found) - output).norm() < 1e-6 * output.norm(), (name, kind)
         if layer.inputs is not None:
             assert (linear(x, found) - output).norm() > 1e-3 * output.norm()
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES[1] if name.startswith("nvfp4")])
-def test_inputs_in_nvfp4(name, saved, checkpoint):
-    """torchao multiplies these on Blackwell alone; it makes and decodes codes everywhere."""
-    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
-
-    candidate, theirs = read(saved(name), checkpoint), torchao_weights(saved(name))
-    assert candidate.runtime is None
-    for layer_name, layer in list(candidate.layers.items())[::10]:
-        x = torch.randn(40, layer.weight.shape[1], generator=torch.Generator().manual_seed(0))
-        x[3] *= 1e-3  # with scales below E4M3's normal numbers
-        kwargs = theirs[layer_name].act_quant_kwargs
-        scale = theirs[layer_name].act_per_tensor_scale
-        scale = per_tensor_amax_to_scale(x.abs().max()) if kwargs.use_dynamic_per_tensor_scale else scale
-        assert torch.equal(layer.inputs(x), NVFP4Tensor.to_nvfp4(x, per_tensor_scale=scale).dequantize())
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES[0] + NAMES[1] if name != RANK_3])
-def test_the_network_as_diffusers_loads_it(name, saved, checkpoint):
-    candidate = read(saved(name), checkpoint)
-    if candidate.runtime is None:
-        pytest.skip("torchao computes it on GPUs alone")
-    theirs = candidate.runtime()
-    assert max(layer_errors(checkpoint, candidate, theirs).values()) < 3e-6
+@pytest.mark.parametrize("name", ["int8", "int8, inputs", "float8, all", "int4, inputs", "nvfp4"])
+def test_the_network_as_diffusers_saves_and_loads_it(name, saved, sdxl):
+    candidate = sdxl.read(saved(name), READER)
+    ours, theirs = sdxl.network(candidate), candidate.runtime()
+    assert max(sdxl.error_of_layers(ours, theirs, candidate).values()) < 3e-6 and len(candidate.layers) > 50
     if not any(layer.inputs for layer in candidate.layers.values()):  # else a last bit changes codes, and they others
-        error = network_errors(checkpoint, candidate, theirs)
-        assert error.ours < 1e-5 and error.plain > 1e-4
+        assert sdxl.error(theirs, ours) < 1e-5 < 1e-4 < sdxl.error(theirs, sdxl.denoiser())
     assert candidate.maker == "torchao"
 
 
-def test_a_pipeline_with_shards(tmp_path):
+def test_a_pipeline_with_shards(tiny, tmp_path):
     """PixArt, one of whose tensors is the denoiser's own and no layer's."""
-    from diffusers import PixArtTransformer2DModel
-
-    checkpoint = tiny_checkpoint(tmp_path / "pixart", "pixart")
-    network = PixArtTransformer2DModel.from_pretrained(
-        checkpoint.path, subfolder="transformer", quantization_config=TorchAoConfig(ao.Int8WeightOnlyConfig()),
-        torch_dtype=torch.float32,
-    )  # fmt: skip
+    case, config = tiny("pixart"), TorchAoConfig(ao.Int8WeightOnlyConfig())
+    network = case.kind.from_pretrained(case.folder, quantization_config=config, torch_dtype=torch.float32)
     network.save_pretrained(tmp_path / "pipeline/transformer", max_shard_size="300KB")
     assert len(list((tmp_path / "pipeline/transformer").glob("*.safetensors"))) > 1
-    candidate = read(tmp_path / "pipeline", checkpoint)
+    candidate = case.read(tmp_path / "pipeline", READER)
     assert "scale_shift_table" in candidate.parameters
-    error = network_errors(checkpoint, candidate, candidate.runtime())
-    assert error.ours < 1e-5 < 1e-4 < error.plain
+    theirs = candidate.runtime()
+    assert case.error(theirs, case.network(candidate)) < 1e-5 < 1e-4 < case.error(theirs, case.denoiser())
 
 
-def test_what_dequantizes_to_another_dtype_is_not_computed_in_fp32(saved, checkpoint):
-    assert read(saved("float8", torch.bfloat16), checkpoint).runtime is None
-    assert read(saved("float8"), checkpoint).runtime is not None
+def test_what_dequantizes_to_another_dtype_is_not_computed_in_fp32(saved, sdxl):
+    assert read(saved("float8, all", torch.bfloat16), sdxl.checkpoint).runtime is None
+    assert read(saved("float8, all"), sdxl.checkpoint).runtime is not None
+
+
+LAYER = "down_blocks.1.attentions.0.proj_in"
 
 
 def damaged(path: Path, change) -> None:
     """The header's metadata and the pieces of one layer, changed."""
-    from safetensors import safe_open
-
     with safe_open(path / WEIGHTS, framework="pt") as file:
         pieces, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
-    name = "down_blocks.1.attentions.0.proj_in"
-    entry = json.loads(metadata[f"{name}.weight"])
-    prefix = f"{name}._weight_"
+    entry = json.loads(metadata[f"{LAYER}.weight"])
+    prefix = f"{LAYER}._weight_"
     own = {key.removeprefix(prefix): pieces.pop(key) for key in list(pieces) if key.startswith(prefix)}
     change(entry, own)
-    metadata[f"{name}.weight"] = json.dumps(entry)
+    metadata[f"{LAYER}.weight"] = json.dumps(entry)
     save_file(pieces | {prefix + key: piece.contiguous() for key, piece in own.items()}, path / WEIGHTS, metadata)
 
 
@@ -264,18 +259,18 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("message", DAMAGE)
-def test_damage_is_refused(message, saved, checkpoint):
-    path = saved("int8")
+def test_damage_is_refused(message, saved, sdxl, tmp_path):
+    path = shutil.copytree(saved("int8"), tmp_path, dirs_exist_ok=True)
     damaged(path, DAMAGE[message])
     with pytest.raises(ArtifactError, match=message):
-        read(path, checkpoint).layers["down_blocks.1.attentions.0.proj_in"].weight.read()
+        read(path, sdxl.checkpoint).layers[LAYER].weight.read()
 
 
-def test_pickles_and_files_without_descriptions_are_refused(saved, checkpoint):
-    path = saved("int8")
+def test_pickles_and_files_without_descriptions_are_refused(saved, sdxl, tmp_path):
+    path = shutil.copytree(saved("int8"), tmp_path, dirs_exist_ok=True)
     save_file({"a": torch.zeros(1)}, path / WEIGHTS, {"format": "pt"})
     with pytest.raises(ArtifactError, match="does not say in its header .*tensor_names"):
-        read(path, checkpoint)
+        read(path, sdxl.checkpoint)
     (path / WEIGHTS).rename(path / "diffusion_pytorch_model.bin")
     with pytest.raises(ArtifactError, match="as pickles .*safe_serialization=True"):
-        read(path, checkpoint)
+        read(path, sdxl.checkpoint)

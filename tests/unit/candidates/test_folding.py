@@ -1,138 +1,129 @@
 """A folded candidate of a tiny network is judged layer by layer as if nothing were folded."""
 
+from collections.abc import Collection, Mapping
+
 import pytest
 import torch
+from torch import Tensor
 
 from sd_quant.candidates.candidate import Candidate, StoredLayer
 from sd_quant.candidates.errors import layer_errors
 from sd_quant.candidates.folding import unfolded
 from sd_quant.candidates.inputs import Multiplied, RowInteger
 from sd_quant.checkpoints.tensors import lazy
-from sd_quant.inference.loading import load_part
-from sd_quant.models.checkpoint import denoiser_of, denoiser_weights, empty_denoiser
+from sd_quant.models.checkpoint import denoiser_weights, empty_denoiser
 from sd_quant.models.parts import SharedInput
-
-from .diffusers_folders import network_inputs, tiny_checkpoint
 
 BLOCK = "down_blocks.1.attentions.0.transformer_blocks.0"
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+def weights_of(checkpoint) -> dict[str, Tensor]:
+    return {name: weight.float() for name, weight in denoiser_weights(checkpoint).items()}
 
 
-def candidate(checkpoint, folded: bool) -> Candidate:
-    """Weights in steps of 1/64, of a block whose norm, value and feed-forward have taken over a smoothing."""
-    weights = {name: weight.float() for name, weight in denoiser_weights(checkpoint).items()}
-    chosen = {
-        name: weight for name, weight in weights.items()
-        if name.startswith(BLOCK) and name.endswith(".weight") and weight.ndim == 2
-    }  # fmt: skip
-    random, rounded = torch.Generator().manual_seed(0), {n: (w * 64).round() / 64 for n, w in chosen.items()}
+def factors(count: int, most: float, random: torch.Generator) -> Tensor:
+    """From 1 / ``most`` to ``most``."""
+    return most ** (2 * torch.rand(count, generator=random) - 1)
 
-    def smooth(reader: str, *producers: str) -> None:
-        """By factors from 0.5 to 2, so that rounding, which stays as it is, is no reason for a difference."""
-        inputs = chosen[f"{BLOCK}.{reader}.weight"].shape[1]
-        factor = torch.exp2(2 * torch.rand(inputs, generator=random) - 1)
-        rounded[f"{BLOCK}.{reader}.weight"] = rounded[f"{BLOCK}.{reader}.weight"] / factor
-        for name in producers:
-            source = rounded if f"{BLOCK}.{name}" in rounded else weights
-            weight = source[f"{BLOCK}.{name}"]
-            rows = torch.cat([factor, torch.ones(len(weight) - inputs)])
-            source[f"{BLOCK}.{name}"] = weight * rows.view(-1, *(1,) * (weight.ndim - 1))
 
-    if folded:
-        smooth("attn2.to_q", "norm2.weight", "norm2.bias")
-        smooth("attn1.to_out.0", "attn1.to_v.weight")
-        smooth("ff.net.2", "ff.net.0.proj.weight", "ff.net.0.proj.bias")
-        smooth("ff.net.0.proj", "norm3.weight", "norm3.bias")
+def with_first_rows(weight: Tensor, factor: Tensor) -> Tensor:
+    """Whatever is behind them are a gate's, which take over nothing."""
+    rows = torch.cat([factor, torch.ones(len(weight) - len(factor))])
+    return weight * rows.view(-1, *(1,) * (weight.ndim - 1))
+
+
+def candidate_of(checkpoint, weights: Mapping[str, Tensor], quantized: Collection[str]) -> Candidate:
     layers = {
-        name.removesuffix(".weight"): StoredLayer("int4", "1 for all", weight.numel() // 2, lazy(weight), RowInteger())
-        for name, weight in rounded.items()
-    }
-    others = {name: lazy(weight) for name, weight in weights.items() if name not in rounded}
+        name: StoredLayer("int4", "1 for all", weights[f"{name}.weight"].numel() // 2, lazy(weights[f"{name}.weight"]),
+                          RowInteger())
+        for name in quantized
+    }  # fmt: skip
+    others = {name: lazy(each) for name, each in weights.items() if name.removesuffix(".weight") not in layers}
     return Candidate(checkpoint.path, "gguf", "a test", layers, others)
 
 
+def multiplied(layers: Mapping[str, StoredLayer]) -> set[str]:
+    return {name for name, layer in layers.items() if isinstance(layer.inputs, Multiplied)}
+
+
+def block_candidate(checkpoint, folded: Mapping[str, tuple[str, ...]]) -> Candidate:
+    """Weights in steps of 1/64, of a block some of whose layers have given a smoothing to others in front."""
+    weights, random = weights_of(checkpoint), torch.Generator().manual_seed(0)
+    chosen = [name for name in weights if name.startswith(BLOCK) and weights[name].ndim == 2]
+    weights |= {name: (weights[name] * 64).round() / 64 for name in chosen}
+    for reader, producers in folded.items():
+        name = f"{BLOCK}.{reader}.weight"
+        factor = factors(weights[name].shape[1], 2, random)  # little, so that rounding is no reason for a difference
+        weights[name] = weights[name] / factor
+        weights |= {key: with_first_rows(weights[key], factor) for key in (f"{BLOCK}.{each}" for each in producers)}
+    return candidate_of(checkpoint, weights, [name.removesuffix(".weight") for name in chosen])
+
+
 @torch.no_grad()
-def test_the_errors_of_folded_layers_are_those_of_the_same_layers_unfolded(checkpoint):
-    part = load_part(checkpoint, checkpoint.family.DENOISER).module
-    inputs = network_inputs(checkpoint)
-    found = {}
-    for folded in (False, True):
-        layers = unfolded(candidate(checkpoint, folded), checkpoint)
-        multiplied = {name for name, layer in layers.items() if isinstance(layer.inputs, Multiplied)}
-        readers = {"attn2.to_q", "attn1.to_out.0", "ff.net.2", "ff.net.0.proj"} if folded else set()
-        assert multiplied == {f"{BLOCK}.{name}" for name in readers}
-        found[folded] = layer_errors(denoiser_of(checkpoint, part), layers, lambda: part(**inputs))
-    for name, plain in found[False].items():
-        assert found[True][name].weight == pytest.approx(plain.weight, rel=0.05), name
-        assert found[True][name].output == pytest.approx(plain.output, rel=0.3), name  # inputs are rounded smoothed
-    naive = layer_errors(denoiser_of(checkpoint, part), candidate(checkpoint, True).layers, lambda: part(**inputs))
-    assert naive[f"{BLOCK}.ff.net.0.proj"].output > 2.5 * found[True][f"{BLOCK}.ff.net.0.proj"].output
+def test_the_errors_of_folded_layers_are_those_of_the_same_layers_unfolded(tiny):
+    case = tiny("sdxl")
+    network, found = case.denoiser(), []
+    folded = {
+        "attn2.to_q": ("norm2.weight", "norm2.bias"),
+        "attn1.to_out.0": ("attn1.to_v.weight",),
+        "ff.net.2": ("ff.net.0.proj.weight", "ff.net.0.proj.bias"),
+        "ff.net.0.proj": ("norm3.weight", "norm3.bias"),
+    }
+    for which in ({}, folded):
+        layers = unfolded(block_candidate(case.checkpoint, which), case.checkpoint)
+        assert multiplied(layers) == {f"{BLOCK}.{name}" for name in which}
+        found.append(layer_errors(network, layers, lambda: case.output(network)))
+    for name, plain in found[0].items():
+        assert found[1][name].weight == pytest.approx(plain.weight, rel=0.05), name
+        assert found[1][name].output == pytest.approx(plain.output, rel=0.3), name  # inputs are rounded smoothed
+    layers = block_candidate(case.checkpoint, folded).layers
+    naive = layer_errors(network, layers, lambda: case.output(network))
+    assert naive[f"{BLOCK}.ff.net.0.proj"].output > 2.5 * found[1][f"{BLOCK}.ff.net.0.proj"].output
 
 
-def test_coarse_rounding_is_no_folding_and_a_linear_may_fold_without_a_norm(tmp_path):
+def test_coarse_rounding_is_no_folding_and_a_linear_may_fold_without_a_norm(tiny):
     """PixArt's norms have no weights, so linears alone take over a smoothing there."""
-    checkpoint = tiny_checkpoint(tmp_path, "pixart")
-    weights = {name: weight.float() for name, weight in denoiser_weights(checkpoint).items()}
+    checkpoint = tiny("pixart").checkpoint
+    weights = weights_of(checkpoint)
     roles = checkpoint.family.layer_roles(empty_denoiser(checkpoint))
     shared = checkpoint.family.shared_inputs([name for name, role in roles.items() if role != "conv"])
     folded = next(each for each in shared if each.producer is not None)
-    inputs = weights[f"{folded.readers[0]}.weight"].shape[1]
-    factor = torch.exp2(4 * torch.rand(inputs, generator=torch.Generator().manual_seed(0)) - 2)
-
-    def found(fold: bool) -> set[str]:
-        layers = {}
-        for name in roles:
-            weight = weights[f"{name}.weight"]
-            largest = weight.flatten(1).abs().amax(1).view(-1, *(1,) * (weight.ndim - 1))
-            rounded = (weight / largest * 1.5).round() / 1.5 * largest  # two bits: thirds of the row's largest
-            if fold and name == folded.producer:
-                rows = torch.cat([factor, torch.ones(len(weight) - inputs)])
-                rounded = rounded * rows.view(-1, *(1,) * (weight.ndim - 1))
-            layers[name] = StoredLayer("int2", "1 for a row", weight.numel() // 4, lazy(rounded))
-        others = {name: lazy(each) for name, each in weights.items() if name.removesuffix(".weight") not in layers}
-        made = unfolded(Candidate(checkpoint.path, "gguf", "a test", layers, others), checkpoint)
-        return {name for name, layer in made.items() if isinstance(layer.inputs, Multiplied)}
-
-    assert found(False) == set() and found(True) == set(folded.readers)
+    for name in roles:
+        weight = weights[f"{name}.weight"]
+        largest = weight.flatten(1).abs().amax(1).view(-1, *(1,) * (weight.ndim - 1))
+        weights[f"{name}.weight"] = (weight / largest * 1.5).round() / 1.5 * largest  # two bits: thirds of the largest
+    assert not multiplied(unfolded(candidate_of(checkpoint, weights, roles), checkpoint))
+    factor = factors(weights[f"{folded.readers[0]}.weight"].shape[1], 4, torch.Generator().manual_seed(0))
+    producer = f"{folded.producer}.weight"
+    weights[producer] = with_first_rows(weights[producer], factor)
+    assert multiplied(unfolded(candidate_of(checkpoint, weights, roles), checkpoint)) == set(folded.readers)
 
 
 @torch.no_grad()
-def test_a_modulations_factors_are_read_off_its_weights_and_biases(tmp_path):
+def test_a_modulations_factors_are_read_off_its_weights_and_biases(tiny):
     """Of two tensors that one modulation makes, of which the graph multiplies none."""
-    checkpoint = tiny_checkpoint(tmp_path, "sd3")
-    weights = {name: weight.float() for name, weight in denoiser_weights(checkpoint).items()}
-    block, random = "transformer_blocks.0", torch.Generator().manual_seed(0)
+    checkpoint, block = tiny("sd3").checkpoint, "transformer_blocks.0"
+    weights, random = weights_of(checkpoint), torch.Generator().manual_seed(0)
     name = f"{block}.norm1.linear"
     inputs_of_block = [
         SharedInput((f"{block}.attn.to_q", f"{block}.attn.to_k", f"{block}.attn.to_v"), name, modulation=(0, 1)),
         SharedInput((f"{block}.ff.net.0.proj",), name, modulation=(3, 4)),
     ]
-    changed, absorbed, factors = dict(weights), torch.ones(len(weights[f"{name}.bias"])), {}
+    bias, expected = weights[f"{name}.bias"].clone(), {}
+    absorbed = torch.ones(len(bias))
     for shared in inputs_of_block:
         inputs = weights[f"{shared.readers[0]}.weight"].shape[1]
-        factor = torch.exp2(4 * torch.rand(inputs, generator=random) - 2)
+        factor = factors(inputs, 4, random)
         shift, scale = shared.rows(inputs)
-        changed[f"{name}.bias"] = changed[f"{name}.bias"].clone()
-        changed[f"{name}.bias"][shift] *= factor
-        changed[f"{name}.bias"][scale] = factor * (1 + changed[f"{name}.bias"][scale]) - 1
+        bias[shift] *= factor
+        bias[scale] = factor * (1 + bias[scale]) - 1
         absorbed[shift] = absorbed[scale] = factor
-        for reader in shared.readers:
-            changed[f"{reader}.weight"] = weights[f"{reader}.weight"] / factor
-            factors[reader] = factor
-    changed[f"{name}.weight"] = weights[f"{name}.weight"] * absorbed[:, None]
-
-    def layer(weight: torch.Tensor) -> StoredLayer:
-        return StoredLayer("int8", "1 for a row", weight.numel(), lazy(weight), RowInteger())
-
-    names = [name, *factors, f"{block}.attn.add_q_proj"]
-    layers = {each: layer(changed[f"{each}.weight"]) for each in names}
-    others = {key: lazy(each) for key, each in changed.items() if key.removesuffix(".weight") not in layers}
-    found = unfolded(Candidate(checkpoint.path, "gguf", "a test", layers, others), checkpoint)
-    for reader, factor in factors.items():
+        expected |= dict.fromkeys(shared.readers, factor)
+    changed = {f"{reader}.weight": weights[f"{reader}.weight"] / factor for reader, factor in expected.items()}
+    changed |= {f"{name}.bias": bias, f"{name}.weight": weights[f"{name}.weight"] * absorbed[:, None]}
+    other = f"{block}.attn.add_q_proj"
+    found = unfolded(candidate_of(checkpoint, weights | changed, [name, *expected, other]), checkpoint)
+    for reader, factor in expected.items():
         torch.testing.assert_close(found[reader].inputs.factor, factor)
-    assert not isinstance(found[f"{block}.attn.add_q_proj"].inputs, Multiplied)
+    assert multiplied({other: found[other]}) == set()
     torch.testing.assert_close(found[name].weight.read(), weights[f"{name}.weight"])

@@ -5,27 +5,20 @@ import struct
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
-from sd_quant.candidates import READERS
-from sd_quant.candidates.candidate import Candidate
-from sd_quant.candidates.gguf import PLAIN, QUANTIZED, read, read_header, recognizes
+from sd_quant.candidates.gguf import QUANTIZED, read, read_header
 from sd_quant.candidates.other_names import PREFIX, Rows
 from sd_quant.checkpoints.archive import whole_file
 from sd_quant.errors import ArtifactError
+from sd_quant.models.checkpoint import empty_denoiser
 
-from .single_files import FAMILIES, authors_state, error_of_network, in_diffusers, loaded, opened, read_all
+from .single_files import authors_state, in_diffusers, loaded, read_all
 
 pytestmark = pytest.mark.consumer
 gguf = pytest.importorskip("gguf")
 Type = gguf.GGMLQuantizationType
 KINDS = {kind.name: number for number, kind in QUANTIZED.items()}
 WHICH = {"sdxl": "Q8_0", "sd15": "Q5_1", "sd21": "Q4_1", "flux": "Q4_0", "sd3": "Q5_0"}
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
-def checkpoint(request, tmp_path_factory):
-    return opened(tmp_path_factory.mktemp("tiny"), request.param)
 
 
 def random_blocks(kind: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
@@ -55,6 +48,10 @@ def write(path, state, kind: str, prefix: str = "", entries=lambda writer: None)
         elif tensor.ndim > 1:
             stored = Type.BF16 if array.size % 2 else Type.F16
         writer.add_tensor(prefix + name, gguf.quants.quantize(array, stored), raw_dtype=stored)
+    finish(writer)
+
+
+def finish(writer) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -71,16 +68,6 @@ def read_by_gguf(path, state) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_the_types_are_ggmls():
-    for number, kind in QUANTIZED.items():
-        assert (Type(number).name, gguf.GGML_QUANT_SIZES[number]) == (kind.name, (kind.block, kind.size))
-    for number, dtype in PLAIN.items():
-        assert gguf.GGML_QUANT_SIZES[number] == (1, dtype.itemsize)
-        assert {"F32": "float32", "F16": "float16", "F64": "float64", "BF16": "bfloat16"}[Type(number).name] in str(
-            dtype
-        )
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_type_is_decoded_as_ggml_does(kind, tmp_path):
     shape = (6, 512)
@@ -88,10 +75,7 @@ def test_every_type_is_decoded_as_ggml_does(kind, tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "a.gguf", "sdxl")
     writer.add_tensor("before", np.ones(5, np.float32))
     writer.add_tensor("a", blocks, raw_dtype=Type[kind])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     found = read_header(whole_file(tmp_path / "a.gguf"))[0]["a"]
     expected = torch.from_numpy(gguf.quants.dequantize(blocks, Type[kind]))
     assert found.shape == shape and found.size == blocks.size and expected.std() > 0
@@ -99,53 +83,45 @@ def test_every_type_is_decoded_as_ggml_does(kind, tmp_path):
     assert torch.equal(found.rows(Rows("a", 2, 5, 6)).read(), expected[2:5])
 
 
-@pytest.mark.parametrize("prefix", ["", PREFIX])
-def test_a_whole_network_is_what_ggml_and_diffusers_make_of_it(checkpoint, prefix, tmp_path):
+@pytest.mark.parametrize("prefix, family", zip(["", PREFIX, "", PREFIX, ""], WHICH, strict=True))
+def test_a_whole_network_is_what_ggml_and_diffusers_make_of_it(tiny, prefix, family, tmp_path):
     """Every weight bit for bit; with diffusers' own linears, which multiply scales in fp16, the output to 2e-3."""
-    path, state = tmp_path / "a.gguf", authors_state(checkpoint)
-    write(path, state, WHICH[checkpoint.name], prefix)
-    candidate = read(path, checkpoint)
-    expected = in_diffusers(checkpoint, read_by_gguf(path, state))
+    case, path = tiny(family), tmp_path / "a.gguf"
+    state = authors_state(case.checkpoint)
+    write(path, state, WHICH[family], prefix)
+    candidate = case.read(path, "gguf")
+    expected = in_diffusers(empty_denoiser(case.checkpoint), read_by_gguf(path, state))
     found = read_all(candidate)
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
         assert torch.equal(tensor.float(), expected[name]), name
+    bits = 8 * QUANTIZED[KINDS[WHICH[family]]].size / 32
+    assert {(layer.format, layer.inputs, layer.bits) for layer in candidate.layers.values()} == {
+        (WHICH[family], None, bits)
+    }
     assert len(candidate.layers) > 20
-    assert {layer.format for layer in candidate.layers.values()} == {WHICH[checkpoint.name]}
-    assert all(layer.inputs is None for layer in candidate.layers.values())
     assert candidate.stored_bytes == sum(each.n_bytes for each in gguf.GGUFReader(path).tensors)
-    bits = 8 * QUANTIZED[KINDS[WHICH[checkpoint.name]]].size / 32
-    assert all(layer.bits == bits for layer in candidate.layers.values())
-    assert error_of_network(checkpoint, candidate, loaded(checkpoint, expected)) == 0
-    theirs = candidate.runtime()
+    ours, theirs = case.network(candidate), candidate.runtime()
+    assert case.error(loaded(case.checkpoint, expected), ours) == 0
     assert any(type(module).__name__ == "GGUFLinear" for module in theirs.modules())
-    assert 0 < error_of_network(checkpoint, candidate, theirs) < 2e-3
-
-
-def test_diffusers_own_names_are_taken_as_they_are(checkpoint, tmp_path):
-    state = loaded_state(checkpoint)
-    write(tmp_path / "a.gguf", state, "Q8_0")
-    candidate = read(tmp_path / "a.gguf", checkpoint)
-    expected = read_by_gguf(tmp_path / "a.gguf", state)
-    assert all(torch.equal(tensor.float(), expected[name]) for name, tensor in read_all(candidate).items())
-    assert candidate.layers
-
-
-def loaded_state(checkpoint) -> dict[str, torch.Tensor]:
-    from sd_quant.models.checkpoint import denoiser_weights
-
-    weights = denoiser_weights(checkpoint)
-    return {name: weights[name] for name in weights}
+    assert 0 < case.error(theirs, ours) < 2e-3
 
 
 @pytest.fixture(scope="module")
-def sdxl(tmp_path_factory):
-    return opened(tmp_path_factory.mktemp("tiny"), "sdxl")
+def sdxl(tiny):
+    return tiny("sdxl").checkpoint
 
 
-@pytest.fixture()
-def sound(sdxl, tmp_path):
-    write(tmp_path / "a.gguf", authors_state(sdxl), "Q8_0")
+@pytest.fixture(scope="module")
+def written(sdxl, tmp_path_factory):
+    path = tmp_path_factory.mktemp("sound") / "a.gguf"
+    write(path, authors_state(sdxl), "Q8_0")
+    return path.read_bytes()
+
+
+@pytest.fixture
+def sound(written, tmp_path):
+    (tmp_path / "a.gguf").write_bytes(written)
     return tmp_path / "a.gguf"
 
 
@@ -155,63 +131,38 @@ def refusal(path, checkpoint) -> str:
     return str(error.value)
 
 
-def test_it_is_recognized_by_its_first_bytes(sound, tmp_path):
-    assert recognizes(sound) and READERS["gguf"].recognizes(sound)
-    (tmp_path / "b").write_bytes(b"GGU")
-    assert not recognizes(tmp_path / "b") and not recognizes(tmp_path) and not recognizes(tmp_path / "none")
-
-
 def test_without_the_package_the_header_is_read_all_the_same(sound, sdxl, monkeypatch):
     monkeypatch.setattr("sd_quant.candidates.gguf.find_spec", lambda name: None)
     candidate = read(sound, sdxl)
     assert candidate.runtime is None and candidate.layers
 
 
-def test_another_familys_file_is_refused_by_name(sound, tmp_path):
-    other = opened(tmp_path, "flux")
-    assert "is an SDXL UNet, and the full-precision model is a Flux transformer" in refusal(sound, other)
+def test_another_familys_file_is_refused_by_name(sound, tiny):
+    words = "is an SDXL UNet, and the full-precision model is a Flux transformer"
+    assert words in refusal(sound, tiny("flux").checkpoint)
 
 
-@pytest.mark.parametrize(
-    ("place", "content", "reason"),
-    [
+def test_a_damaged_header_is_refused(sound, written, sdxl):
+    name = struct.pack("<Q", 17) + b"time_embed.0.bias"
+    offset = written.index(name) + len(name) + 4 + 8 + 4
+    for place, content, reason in (
         (4, struct.pack("<I", 1), "version 1, 2 or 3 expected"),
         (4, struct.pack(">I", 3), "version 50331648"),
         (8, struct.pack("<Q", 2**63), "tensors and"),
         (24, struct.pack("<Q", 2**62), "within the header"),
-    ],
-)
-def test_a_damaged_header_is_refused(sound, sdxl, place, content, reason):
-    data = bytearray(sound.read_bytes())
-    data[place : place + len(content)] = content
-    sound.write_bytes(data)
-    assert reason in refusal(sound, sdxl)
-
-
-def test_a_cut_file_is_refused(sound, sdxl):
-    data = sound.read_bytes()
-    sound.write_bytes(data[:-40])
-    assert "bytes described" in refusal(sound, sdxl)
-    sound.write_bytes(data[:500])
-    assert "within the header" in refusal(sound, sdxl)
-
-
-def test_tensors_over_each_other_are_refused(sound, sdxl):
-    data = bytearray(sound.read_bytes())
-    name = b"time_embed.0.bias"
-    at = data.index(struct.pack("<Q", len(name)) + name) + 8 + len(name) + 4 + 8 + 4
-    data[at : at + 8] = struct.pack("<Q", 0)
-    sound.write_bytes(data)
-    assert "overlap" in refusal(sound, sdxl)
+        (offset, struct.pack("<Q", 0), "overlap"),
+    ):
+        sound.write_bytes(written[:place] + content + written[place + len(content) :])
+        assert reason in refusal(sound, sdxl)
+    for length, reason in ((-40, "bytes described"), (500, "within the header")):
+        sound.write_bytes(written[:length])
+        assert reason in refusal(sound, sdxl)
 
 
 def test_a_type_that_is_not_known_is_named(sdxl, tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "a.gguf", "sdxl")
     writer.add_tensor("a.weight", np.zeros((2, 66), np.uint8), raw_dtype=Type.TQ2_0)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     assert "(a.weight TQ2_0 or" not in refusal(tmp_path / "a.gguf", sdxl)
     assert "not read here (a.weight 35)" in refusal(tmp_path / "a.gguf", sdxl)
 
@@ -244,25 +195,11 @@ def test_a_scale_that_is_not_finite_is_refused_when_it_is_read(sound, sdxl):
         candidate.layers["time_embedding.linear_2"].weight.read()
 
 
-def test_kernels_of_one_pixel_are_matrices_where_the_model_has_linears(sdxl, tmp_path):
+def test_kernels_of_one_pixel_are_matrices_where_the_model_has_linears(sound, sdxl, tmp_path):
     """As stable-diffusion.cpp writes them."""
     state = authors_state(sdxl)
     kernels = [name for name in state if name.endswith((".proj_in.weight", ".proj_out.weight"))]
-    expected = read_all(reading(tmp_path / "a.gguf", state, sdxl))
-    found = read_all(
-        reading(tmp_path / "b.gguf", state | {name: state[name][..., None, None] for name in kernels}, sdxl)
-    )
+    write(tmp_path / "b.gguf", state | {name: state[name][..., None, None] for name in kernels}, "Q8_0")
+    expected, found = (read_all(read(path, sdxl)) for path in (sound, tmp_path / "b.gguf"))
     assert kernels and found.keys() == expected.keys()
     assert all(found[name].shape == expected[name].shape for name in found)
-
-
-def reading(path, state, checkpoint) -> Candidate:
-    write(path, state, "Q8_0")
-    return read(path, checkpoint)
-
-
-def test_a_network_of_no_quantized_tensors_is_a_candidate(sdxl, tmp_path):
-    write(tmp_path / "a.gguf", authors_state(sdxl), "F16")
-    candidate = read(tmp_path / "a.gguf", sdxl)
-    assert not candidate.layers and candidate.parameters["conv_in.weight"].dtype == torch.float16
-    assert isinstance(candidate.runtime(), nn.Module)

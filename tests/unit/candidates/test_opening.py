@@ -12,17 +12,16 @@ from sd_quant.errors import ArtifactError, ConfigError, ResourceError
 
 @pytest.fixture
 def readers(monkeypatch):
-    """``readers(name=recognizes)``: in place of the usual ones."""
+    """``readers(name=whether it recognizes everything)``: in place of the usual ones."""
 
     def use(package=None, **recognizing):
         for name in list(READERS):
             monkeypatch.delitem(READERS, name)
-        for name in recognizing:
+        modules = {}
+        for name, known in recognizing.items():
             monkeypatch.setitem(READERS, name, Reader(name, f"files of {name}", package))
-        opened = {
-            f"{candidates.__name__}.{name}": SimpleNamespace(recognizes=each) for name, each in recognizing.items()
-        }
-        monkeypatch.setattr(candidates, "import_module", opened.__getitem__)
+            modules[f"{candidates.__name__}.{name}"] = SimpleNamespace(recognizes=lambda path, known=known: known)
+        monkeypatch.setattr(candidates, "import_module", modules.__getitem__)
 
     return use
 
@@ -32,24 +31,27 @@ def test_each_reader_has_its_module_with_both_functions():
         assert reader.name == name and callable(reader.module.read) and callable(reader.recognizes)
 
 
-def test_what_nobody_knows_is_refused_with_what_is_known(readers, tmp_path):
-    readers(gguf=lambda path: False, sdnq=lambda path: False)
+@pytest.mark.parametrize(
+    "known, name, error, words",
+    [
+        ({"gguf": False, "sdnq": False}, "a.bin", ConfigError,
+         "a.bin is of no kind .* files of gguf; files of sdnq; or a run of quantize"),
+        ({"gguf": False}, "b.bin", ConfigError, "the candidate .*b.bin does not exist"),
+        ({"gguf": True, "package": "no_such_package"}, "a.bin", ResourceError,
+         "no_such_package, which is not installed"),
+    ],
+    ids=["unknown", "absent", "package"],
+)  # fmt: skip
+def test_what_cannot_be_opened_is_refused(readers, tmp_path, known, name, error, words):
+    readers(**known)
     (tmp_path / "a.bin").write_bytes(b"?")
-    with pytest.raises(ConfigError, match="a.bin is of no kind .* files of gguf; files of sdnq; or a run of quantize"):
-        reader_of(tmp_path / "a.bin")
-    with pytest.raises(ConfigError, match="the candidate .*b.bin does not exist"):
-        reader_of(tmp_path / "b.bin")
+    with pytest.raises(error, match=words):
+        reader_of(tmp_path / name)
 
 
 def test_a_file_with_two_meanings_is_refused(readers, tmp_path):
-    readers(gguf=lambda path: True, sdnq=lambda path: True)
+    readers(gguf=True, sdnq=True)
     with pytest.raises(ArtifactError, match=r"can be read in 2 ways \(gguf, sdnq\), expected one"):
-        reader_of(tmp_path)
-
-
-def test_a_package_that_is_missing_is_named(readers, tmp_path):
-    readers("no_such_package", gguf=lambda path: True)
-    with pytest.raises(ResourceError, match="no_such_package, which is not installed"):
         reader_of(tmp_path)
 
 

@@ -5,11 +5,12 @@ from collections.abc import Callable, Mapping
 import diffusers
 import pytest
 import torch
-from diffusers.loaders import single_file_utils
 from torch import Tensor, nn
 
 from sd_quant.candidates.other_names import PREFIX, authors_places, denoiser_tensors, places_in, told_family
 from sd_quant.errors import ArtifactError
+
+from .single_files import in_diffusers
 
 SDXL = {
     "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
@@ -62,50 +63,28 @@ def numbered(places) -> dict[str, Tensor]:
     return stored
 
 
-def converted(module: nn.Module, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """By diffusers."""
-    named = {PREFIX + name: tensor for name, tensor in stored.items()}
-    match type(module).__name__:
-        case "UNet2DConditionModel":
-            return single_file_utils.convert_ldm_unet_checkpoint(named, dict(module.config))
-        case "FluxTransformer2DModel":
-            return single_file_utils.convert_flux_transformer_checkpoint_to_diffusers(named)
-        case _:
-            return single_file_utils.convert_sd3_transformer_checkpoint_to_diffusers(named)
-
-
 @pytest.mark.parametrize("name", NETWORKS)
-def test_diffusers_moves_every_row_to_the_same_place(name):
+def test_diffusers_moves_every_row_to_the_same_place_and_names_tell_the_family(name):
     module = network(name)
     needed = shapes_of(module)
     places = authors_places(module, needed)
     stored = numbered(places)
-    expected = converted(module, dict(stored))
+    expected = in_diffusers(module, stored)
     assert expected.keys() == needed.keys() == places.keys()
     for parameter, rows in expected.items():
         found = torch.cat([stored[part.name][part.start : part.stop] for part in places[parameter]])
         assert torch.equal(found, rows), parameter
+    assert told_family(needed) == told_family(stored) == KINDS[name]
+    assert told_family({PREFIX + each for each in stored}) == KINDS[name]
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-def test_names_tell_the_family_whosever_they_are(name):
-    module = network(name)
-    needed = shapes_of(module)
-    authors = {rows.name for parts in authors_places(module, needed).values() for rows in parts}
-    assert told_family(needed) == told_family(authors) == KINDS[name]
-    assert told_family({PREFIX + each for each in authors}) == KINDS[name]
-
-
-def test_families_without_a_table_are_known_by_name_too():
+def test_families_without_a_table_are_known_by_name_and_no_denoiser_by_none():
     with torch.device("meta"):
         pixart = diffusers.PixArtTransformer2DModel(num_layers=1)
     needed = shapes_of(pixart)
     assert told_family(needed) == "a PixArt transformer"
     assert {rows.name: name for name, (rows,) in authors_places(pixart, needed).items()} == {n: n for n in needed}
     assert told_family(["distilled_guidance_layer.a", "double_blocks.0", "single_blocks.0"]) == "a Chroma transformer"
-
-
-def test_names_of_no_denoiser_tell_nothing():
     assert told_family(["a.weight", "first_stage_model.decoder.conv_in.weight", "vae.encoder.down.0.weight"]) is None
 
 
@@ -135,14 +114,10 @@ def test_another_family_and_another_size_are_refused(tmp_path):
     needed = shapes_of(module)
     with pytest.raises(ArtifactError, match="is an SDXL UNet, and the full-precision model is a Flux transformer"):
         places_in(tmp_path, module, needed, shapes_of(other))
-    shapes = stored_shapes(authors_places(module, needed), needed)
-    name = "single_blocks.2.linear1.weight"
-    shapes[name] = (21503, 3072)
-    with pytest.raises(ArtifactError, match=r"of another size .*single_blocks.2.linear1.weight \[21503, 3072\]"):
-        places_in(tmp_path, module, needed, shapes)
-    shapes[name] = ()
-    with pytest.raises(ArtifactError, match="of another size"):
-        places_in(tmp_path, module, needed, shapes)
+    shapes, name = stored_shapes(authors_places(module, needed), needed), "single_blocks.2.linear1.weight"
+    for shape, reason in (((21503, 3072), rf"of another size .*{name} \[21503, 3072\]"), ((), "of another size")):
+        with pytest.raises(ArtifactError, match=reason):
+            places_in(tmp_path, module, needed, shapes | {name: shape})
 
 
 def test_other_networks_are_left_out_only_beside_a_prefix():

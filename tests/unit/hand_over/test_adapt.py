@@ -6,10 +6,8 @@ import torch
 from sd_quant.errors import ConfigError
 from sd_quant.hand_over import AS_ASSIGNED, FP16, PER_ROW, STATIC, TARGETS, rounding_of_rows
 from sd_quant.hand_over.adapt import adapted, held, inputs_of, simulate_target
-from sd_quant.models.checkpoint import denoiser_of
 from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
-from sd_quant.quantization.recipe import Enable, Pair, Recipe
 from sd_quant.quantization.rotation import rotated
 
 COMFYUI, MODELOPT = TARGETS["comfyui"], TARGETS["diffusers_modelopt"]
@@ -26,27 +24,27 @@ def test_layers_whose_input_would_have_to_be_multiplied_stay_in_high_precision(a
     assert all(found[name].pre_quant_scale is None for name in multiplied)
     assert adapted(rows, MODELOPT) == rows
 
-
-def test_what_no_layer_has_is_refused(assign):
-    with pytest.raises(ConfigError, match="comfyui holds fp8 and none of the layers in int8"):
-        adapted(assign("int8", "int8"), replace(COMFYUI, formats={"fp8": STATIC}))
+    kept = [row for row in found.values() if row.format is not None]  # whose inputs come row by row
+    assert kept and all(row.activation_format is None and row.activation_amax is None for row in kept)
 
 
-def test_a_branch_is_refused(assign):
-    rows = assign("nvfp4", "nvfp4", smoothing="none", alpha=None, rank=4)
-    with pytest.raises(ConfigError, match=r"layers have a low-rank branch, which comfyui cannot hold"):
-        adapted(rows, COMFYUI)
+PLAIN = {"smoothing": "none", "alpha": None}
 
 
-def test_inputs_that_come_row_by_row_have_no_static_scale(assign):
-    rows = adapted(assign("int8", "int8", per_channel=True), COMFYUI)
-    held = [row for row in rows.values() if row.format is not None]
-    assert held and all(row.activation_format is None and row.activation_amax is None for row in held)
-
-
-def test_a_scale_per_channel_is_refused_where_one_is_wanted(assign):
-    with pytest.raises(ConfigError, match="none of the layers in fp8"):
-        adapted(assign("fp8", "fp8", per_channel=True), COMFYUI)
+@pytest.mark.parametrize(
+    "fmt, options, target, words",
+    [
+        ("int8", {}, replace(COMFYUI, formats={"fp8": STATIC}), "comfyui holds fp8 and none of the layers in int8"),
+        ("fp8", {"per_channel": True}, COMFYUI, "none of the layers in fp8"),
+        ("nvfp4", {**PLAIN, "rank": 4}, COMFYUI, "layers have a low-rank branch, which comfyui cannot hold"),
+        ("int8", {**PLAIN, "per_token": True, "rotation": 16}, TARGETS["diffusers_torchao"],
+         r"holds int8 and none .* quantize\.rotation=0 rotates none"),
+    ],
+    ids=["format", "scale", "branch", "rotation"],
+)  # fmt: skip
+def test_what_a_target_cannot_hold_at_all_is_refused(assign, fmt, options, target, words):
+    with pytest.raises(ConfigError, match=words):
+        adapted(assign(fmt, fmt, **options), target)
 
 
 @pytest.mark.parametrize(
@@ -58,20 +56,12 @@ def test_a_scale_per_channel_is_refused_where_one_is_wanted(assign):
         ("diffusers_torchao", {"weight_shape": (64, 64, 3, 3)}, "holds no convolutions in int8"),
         ("diffusers_torchao", {"activation_zero_point": 3}, "holds no inputs that are shifted"),
         ("diffusers_sdnq", {"format": "nvfp4"}, "holds no weights in nvfp4"),
-        (
-            "diffusers_sdnq",
-            {"pre_quant_scale": torch.ones(64), "folded_into": None},
-            "cannot multiply the inputs of int8",
-        ),
+        ("diffusers_sdnq", {"pre_quant_scale": torch.ones(64)}, "cannot multiply the inputs of int8"),
         ("diffusers_sdnq", {"format": "int4", "weight_shape": (64, 64, 3, 3)}, "holds no convolutions in int4"),
         ("gguf", {"format": "fp8"}, "holds no weights in fp8"),
         ("gguf", {"weight_shape": (64, 48)}, "whose inputs are a multiple of 32"),
         ("gguf", {"weight_shape": (64, 64, 3, 3)}, "holds no convolutions in int8"),
-        (
-            "comfyui",
-            {"format": "fp8", "activation_format": "fp8", "weight_axis": 0},
-            "holds only one scale for a weight in fp8",
-        ),
+        ("comfyui", {"format": "fp8", "activation_format": "fp8"}, "holds only one scale for a weight in fp8"),
         ("comfyui", {"format": "nvfp4", "name": "down.attn2.to_k"}, "reads the model's kind off the shape"),
         ("onnx", {"format": "nvfp4"}, "has no kernel for nvfp4's FP4 numbers"),
         ("openvino", {"activation_format": "nvfp4"}, "whose scales are computed in blocks"),
@@ -112,10 +102,18 @@ def test_attention_is_held_by_graphs_alone(target, kept):
     assert (found.reason is None) == (kept is not None)
 
 
-def test_each_row_has_its_own_scale():
-    x = torch.tensor([[127.0, 3.4, -1.0], [0.127, 0.0014, 0.0], [0.0, 0.0, 0.0]])
-    found = rounding_of_rows(COMFYUI, 0)(x)
-    torch.testing.assert_close(found, torch.tensor([[127.0, 3.0, -1.0], [0.127, 0.001, 0.0], [0.0, 0.0, 0.0]]))
+@pytest.mark.parametrize(
+    "target, rows, expected",
+    [
+        ("comfyui", [[127.0, 3.4, -1.0], [0.127, 0.0014, 0.0], [0.0, 0.0, 0.0]],
+         [[127.0, 3.0, -1.0], [0.127, 0.001, 0.0], [0.0, 0.0, 0.0]]),
+        # half of the 255 steps between torchao's 256 codes, so that the largest is cut off where it is positive
+        ("diffusers_torchao", [[127.5, 3.4], [-255.0, 3.4]], [[127.0, 3.0], [-256.0, 4.0]]),
+    ],
+)  # fmt: skip
+def test_each_row_has_its_own_scale(target, rows, expected):
+    found = rounding_of_rows(TARGETS[target], 0)(torch.tensor(rows))
+    torch.testing.assert_close(found, torch.tensor(expected))
 
 
 def test_rows_of_rotated_inputs_are_rotated_back():
@@ -144,34 +142,17 @@ def test_inputs_that_are_scaled_per_token_are_computed_in_the_consumers_way(targ
     assert found.per_token == (per_token and how != FP16 and target != "comfyui")
 
 
-@pytest.mark.parametrize("target", ["comfyui", "openvino", "onnx"])
-def test_rotated_weights_are_held_by_who_rotates_inputs(target):
-    assert held(replace(ROW, per_token=True, rotation=16), TARGETS[target]).rotation == 16
-
-
-def test_what_rotates_nothing_refuses_a_recipe_of_rotated_weights_alone(assign):
-    rows = assign("int8", "int8", per_token=True, rotation=16, smoothing="none", alpha=None)
-    with pytest.raises(ConfigError, match=r"holds int8 and none .* quantize\.rotation=0 rotates none"):
-        adapted(rows, TARGETS["diffusers_torchao"])
+def test_rotated_weights_are_held_by_who_rotates_inputs():
+    for target in ("comfyui", "openvino", "onnx"):
+        assert held(replace(ROW, per_token=True, rotation=16), TARGETS[target]).rotation == 16
 
 
 def test_what_a_file_has_beside_weights_is_fp16s_numbers_too(tiny):
     """SD3's table of positions, which no layer quantizes."""
     case = tiny("sd3")
-    pair = Pair("int8", None)
-    rows = case.assignment(Recipe(3.0, None, enable=Enable(pair, pair, None)), "diffusers_sdnq")
-    name = "pos_embed.pos_embed"
-    exact, found = (
-        denoiser_of(case.checkpoint, part).get_buffer(name)
-        for part in (case.part(), case.simulated(rows, "diffusers_sdnq"))
-    )
+    denoisers = case.denoiser(), case.simulated({}, "diffusers_sdnq")
+    exact, found = (each.get_buffer("pos_embed.pos_embed") for each in denoisers)
     assert torch.equal(found, exact.half().float()) and not torch.equal(found, exact)
-
-
-def test_the_largest_of_a_row_is_torchaos_last_step():
-    """Half of the 255 steps between its 256 codes, so that it is cut off where it is positive."""
-    found = rounding_of_rows(TARGETS["diffusers_torchao"], 0)(torch.tensor([[127.5, 3.4], [-255.0, 3.4]]))
-    torch.testing.assert_close(found, torch.tensor([[127.0, 3.0], [-256.0, 4.0]]))
 
 
 @pytest.mark.parametrize("target, group", [("comfyui", 0), ("comfyui", 16), ("diffusers_torchao", 0)])

@@ -16,19 +16,16 @@ from sd_quant.knobs import read
 from sd_quant.places import HOME, PACKAGE
 
 
-def composed(*overrides: str) -> HandOverJob:
-    with composing("hand_over"):
-        return job_of(HandOverJob, compose("hand_over", [*overrides]))
-
-
-def test_a_folder_without_a_run_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="has no metrics.json, expected the folder of a finished quantize.py"):
-        composed(f"run={tmp_path}", "to=[comfyui,gguf]")
-
-
-def test_an_unknown_target_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"to is \['comfyui', 'nobody'\], expected one of comfyui, .*gguf"):
-        composed(f"run={tmp_path}", "to=[comfyui,nobody]")
+@pytest.mark.parametrize(
+    "targets, words",
+    [
+        ("comfyui,gguf", "has no metrics.json, expected the folder of a finished quantize.py"),
+        ("comfyui,nobody", r"to is \['comfyui', 'nobody'\], expected one of comfyui, .*gguf"),
+    ],
+)
+def test_another_folder_and_another_target_are_refused(tmp_path, targets, words):
+    with pytest.raises(ConfigError, match=words), composing("hand_over"):
+        job_of(HandOverJob, compose("hand_over", [f"run={tmp_path}", f"to=[{targets}]"]))
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -58,13 +55,9 @@ def test_every_target_has_a_writer(name):
 )  # fmt: skip
 def test_what_a_target_cannot_hold_is_refused_before_anything_is_loaded(knobs, words):
     with composing("quantize"), pytest.raises(ConfigError) as refusal:
-        read(QuantizeJob, plain(compose("quantize", knobs)))
+        composed = OmegaConf.to_container(compose("quantize", knobs), resolve=True)
+        read(QuantizeJob, {name: value for name, value in composed.items() if name not in SHORTHANDS})
     assert str(refusal.value).startswith(words)
-
-
-def plain(config) -> dict:
-    knobs = OmegaConf.to_container(config, resolve=True)
-    return {name: value for name, value in knobs.items() if name not in SHORTHANDS}
 
 
 @pytest.mark.parametrize(

@@ -36,17 +36,12 @@ def test_a_card_says_everything():
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_the_code_of_a_card_is_python(name):
-    card = model_card(FIGURES | {"folder": f"x/{name}"}, TARGETS[name])
+def test_the_code_of_a_card_is_python_and_says_what_a_pipeline_does_without(name):
+    card = model_card(FIGURES | {"folder": f"x/{name}", "absent": ["text_encoder_3", "tokenizer_3"]}, TARGETS[name])
     code = card.split("```")[1].removeprefix("python\n")
     compile(code, name, "exec")
-    assert name in code
-
-
-@pytest.mark.parametrize("name", ["diffusers_modelopt", "diffusers_torchao", "diffusers_sdnq"])
-def test_diffusers_is_told_what_a_pipeline_does_without(name):
-    card = model_card(FIGURES | {"folder": f"x/{name}", "absent": ["text_encoder_3", "tokenizer_3"]}, TARGETS[name])
-    assert f"from_pretrained('{name}', text_encoder_3=None, tokenizer_3=None, torch_dtype=torch." in card
+    told = f"from_pretrained('{name}', text_encoder_3=None, tokenizer_3=None, torch_dtype=torch." in card
+    assert name in code and told == name.startswith("diffusers_")
 
 
 def test_nothing_lost_no_images_and_no_licence():

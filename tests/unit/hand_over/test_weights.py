@@ -12,11 +12,12 @@ from sd_quant.quantization.recipe import Enable, Pair, Recipe
 NAME = "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"
 
 
-@pytest.mark.parametrize("name", ["int8", "fp8", "int4"])
-def test_shapes_are_known_without_the_weight(tiny, name):
+@pytest.mark.parametrize("conv, linear, per_channel", [("int8", "int8", True), ("fp8", "int4", False)])
+def test_shapes_are_known_without_the_weight(tiny, conv, linear, per_channel):
     case = tiny("sdxl")
-    recipe = Recipe(3.0, None, enable=Enable(Pair(name, None), Pair(name, None), None), per_channel=name == "int8")
+    recipe = Recipe(3.0, None, enable=Enable(Pair(conv, None), Pair(linear, None), None), per_channel=per_channel)
     layers = quantized(case.assignment(recipe, "diffusers_sdnq"))
+    assert {layer.format for layer in layers.values()} == {conv, linear}
     for layer in layers.values():
         codes, scales = codes_and_scales(case.checkpoint, layer)
         assert (codes.shape, scales.shape) == (flat_shape(layer), scales_shape(layer)), layer.name
@@ -28,11 +29,7 @@ def test_a_weight_is_divided_only_where_its_input_is_multiplied(tiny):
     row = LayerAssignment(NAME, "qkv", tuple(weight.shape), pre_quant_scale=torch.full((weight.shape[1],), 4.0))
     folded = replace(row, folded_into="norm")
     for layer, expected in ((row, weight), (folded, weight / 4)):
-        (found,) = (
-            tensor.read()
-            for name, tensor in high_precision(case.checkpoint, {NAME: layer}).items()
-            if name == f"{NAME}.weight"
-        )
+        found = high_precision(case.checkpoint, {NAME: layer})[f"{NAME}.weight"].read()
         assert found.dtype == torch.float16 and torch.equal(found, expected.half())
     assert torch.equal(rewritten(weight, folded), weight / 4)
 

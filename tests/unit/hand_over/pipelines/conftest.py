@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
@@ -11,19 +11,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sd_quant.calibration.hooks import collect, draw
 from sd_quant.checkpoints.kinds import open_checkpoint
 from sd_quant.export.tracing import copy_of, trace
 from sd_quant.hand_over import exported_parts
 from sd_quant.models.checkpoint import Checkpoint, build_module
 from sd_quant.models.parts import Part, axes
 from sd_quant.numbers import relative_error
-from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.recipe import Recipe
 from sd_quant.simulation.modelopt import simulate
 
 from ....pipelines import CLIP_WIDTH, redraw, sdxl, unet
+from ...tiny import Assignment, Tiny
 
 SIZE_FEATURES = 32
 Run = Callable[[Path, dict[str, Tensor]], dict[str, Tensor]]  # (folder of a network, inputs) -> outputs by name
@@ -55,11 +53,16 @@ def pipeline_folder(tmp_path_factory) -> Path:
 class HandedOver:
     """What every target is given, and what torch computes of it."""
 
-    checkpoint: Checkpoint
+    case: Tiny
     parts: dict[str, Part]
-    assignment: dict[str, LayerAssignment]
-    pipeline_folder: Path
-    assigned: Callable[[Recipe], dict[str, LayerAssignment]]  # by another recipe
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        return self.case.checkpoint
+
+    def assignment(self, **options: object) -> Assignment:
+        """``onnx`` holds whatever ``openvino`` does."""
+        return self.case.assignment(Recipe(3.0, 0.8, collect_method="min-max", **options), "onnx")
 
     def module(self, component: str) -> nn.Module:
         part = self.parts[component]
@@ -88,39 +91,25 @@ class HandedOver:
         return max(map(relative_error, expected, actual.values()))
 
     @torch.no_grad()
-    def distances(self, folder: Path, run: Run) -> tuple[float, float]:
+    def distances(self, assignment: Assignment, folder: Path, run: Run) -> tuple[float, float]:
         """How far the consumer's UNet, and the simulation, are from the unquantized one."""
         inputs, simulated = self.inputs("unet", seed=7), self.module("unet")
         expected = self.module("unet")(**inputs)
-        simulate(simulated.unet, self.assignment)
+        simulate(simulated.unet, assignment)
         (output,) = run(folder / "unet", inputs).values()
         return relative_error(expected, output), relative_error(expected, simulated(**inputs))
 
     def write(self, target: ModuleType, folder: Path) -> Path:
         """``folder``, written by a ``target`` into what stands in for the frame."""
-        shutil.copytree(self.pipeline_folder, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-        target.write(self.checkpoint, self.assignment, folder)
+        shutil.copytree(self.checkpoint.path, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+        target.write(self.checkpoint, self.assignment(), folder)
         return folder
 
 
 @pytest.fixture(scope="session")
 def handed_over(pipeline_folder) -> HandedOver:
     checkpoint = open_checkpoint(pipeline_folder, "sdxl", io="nemo", max_sequence_length=None)
-    given = HandedOver(checkpoint, exported_parts.consumed_parts(checkpoint), {}, pipeline_folder, lambda recipe: {})
-    part = given.module("unet")
-    family, network = checkpoint.family, part.unet
-    roles = family.layer_roles(network)
-    layers = {name: network.get_submodule(name) for name, role in roles.items() if role != "excluded"}
-    now = {}
-    wanted = draw(layers, range(2), 1, seed=0)
-    with torch.no_grad(), collect(part, layers, range(2), 1, lambda: (0, [now["call"]]), wanted) as statistics:
-        for now["call"] in range(2):
-            part(**given.inputs("unet", seed=now["call"]) | {"timestep": torch.tensor([500.0])})  # sliced by sample
-    shared = family.shared_inputs([name for name, role in roles.items() if role != "conv"])
-    weight_of = lambda name: network.get_submodule(name).weight  # noqa: E731
-    assigned = lambda recipe: derive(roles, weight_of, statistics.layers, recipe, shared)  # noqa: E731
-    assignment = assigned(Recipe(3.0, 0.8, collect_method="min-max"))
-    return replace(given, assignment=assignment, assigned=assigned)
+    return HandedOver(Tiny(checkpoint), exported_parts.consumed_parts(checkpoint))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,0 +1,1 @@
+from ..tiny import tiny  # noqa: F401 a fixture

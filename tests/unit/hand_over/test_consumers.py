@@ -1,0 +1,112 @@
+"""diffusers and its quantization libraries load what is written, and compute what the simulation computes."""
+
+import json
+
+import modelopt.torch.opt as mto
+import pytest
+import torch
+from safetensors import safe_open
+
+from sd_quant.checkpoints.tensors import lazy
+from sd_quant.hand_over import diffusers_torchao
+from sd_quant.hand_over.diffusers_modelopt import of_codes
+from sd_quant.hand_over.weights import codes_and_scales
+from sd_quant.models.checkpoint import denoiser_part
+from sd_quant.numbers import relative_error
+from sd_quant.quantization.assignment import rewritten
+from sd_quant.quantization.formats import FORMATS
+
+from .conftest import layer_errors, recipe_of
+from .test_read_back import CASES
+
+consumer = pytest.mark.consumer
+MODELOPT, SDNQ, TORCHAO = "diffusers_modelopt", "diffusers_sdnq", "diffusers_torchao"
+NEEDED = {MODELOPT: "accelerate", SDNQ: "sdnq", TORCHAO: "torchao"}
+
+
+def written_by(tiny, folder, target: str, family: str, fmt: str, options: dict):
+    pytest.importorskip(NEEDED[target])
+    if target == MODELOPT:
+        mto.enable_huggingface_checkpointing()
+    case = tiny(family)
+    assignment = case.assignment(recipe_of(fmt, **options), target)
+    return case, assignment, case.written(assignment, target, folder)
+
+
+@consumer
+@pytest.mark.parametrize("target, family, fmt, options", [case for case in CASES if case[0] in NEEDED])
+def test_layers_and_the_network_are_the_simulation(tiny, tmp_path, target, family, fmt, options):
+    case, assignment, folder = written_by(tiny, tmp_path, target, family, fmt, options)
+    theirs, simulated = case.loaded(folder), case.simulated(assignment, target)
+    layers = {name: layer for name, layer in assignment.items() if layer.format}
+    assert max(layer_errors(case, simulated, theirs, assignment).values()) < 1e-5
+    if target != TORCHAO:
+        assert case.error(simulated, theirs) < 1e-5
+    elif not options.get("per_token"):
+        # an input within rounding of a half may get the neighbouring code, and changes those behind it
+        assert case.error(simulated, theirs) < 0.2 * case.error(case.denoiser(), theirs)
+    for name, layer in layers.items():
+        if target != MODELOPT:
+            CHECKS[target](layer, theirs.get_submodule(name), *codes_and_scales(case.checkpoint, layer))
+
+
+def check_sdnq(layer, module, codes, scales) -> None:
+    found = module.sdnq_dequantizer(weight=module.weight, scale=module.scale, skip_compile=True)
+    assert torch.equal(found.flatten(1), FORMATS[layer.format].dequantize(codes, scales)), layer.name
+    assert (module.svd_up is None) == (layer.low_rank is None)
+
+
+def check_torchao(layer, module, codes, scales) -> None:
+    weight = module.weight
+    assert torch.equal(weight.qdata, codes) and torch.equal(weight.scale, scales.expand_as(weight.scale))
+    assert (weight.act_pre_scale is not None) == layer.multiplies
+    assert (weight.act_quant_scale is None) == layer.per_token
+    granularity = type(weight.act_quant_kwargs.granularity).__name__
+    assert granularity == ("PerRow" if layer.per_token else "PerTensor")
+
+
+CHECKS = {SDNQ: check_sdnq, TORCHAO: check_torchao}
+
+
+@pytest.mark.parametrize("fmt", ["int8", "fp8"])
+def test_a_weight_of_codes_gives_the_same_codes_in_modelopt(assign, calibrated, fmt):
+    rows, unet = assign(fmt, fmt, per_channel=fmt == "int8"), calibrated.part().unet
+    for layer in (layer for layer in rows.values() if layer.format is not None):
+        weight = unet.get_submodule(layer.name).weight
+        codes, scales = layer.codes_and_scales(rewritten(weight, layer))
+        stored = of_codes(lazy(weight), layer).read().float()
+        assert torch.equal(FORMATS[fmt].quantize(stored, *scales).float(), codes.float()), layer.name
+
+
+@consumer
+def test_fp16_keeps_every_scale_of_sdnq(tiny, tmp_path):
+    """diffusers casts scales to the dtype that it is told to load: ours are fp16's numbers, and not bfloat16's."""
+    case, assignment, folder = written_by(tiny, tmp_path, SDNQ, "sd21", "int8", {"activation": None, "alpha": None})
+    name = next(name for name, layer in assignment.items() if layer.format)
+    dtypes = torch.float32, torch.float16, torch.bfloat16
+    expected, half, brain = (case.loaded(folder, dtype).get_submodule(name).scale for dtype in dtypes)
+    assert torch.equal(half, expected) and not torch.equal(brain, expected)
+
+
+@consumer
+@pytest.mark.parametrize("options", [{}, {"per_token": True}])
+def test_the_file_is_what_torchao_itself_would_write_and_loads_in_bfloat16(tiny, tmp_path, options):
+    case, assignment, folder = written_by(tiny, tmp_path, TORCHAO, "sd3", "int8", options)
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+
+    name = next(name for name, layer in assignment.items() if layer.format and layer.multiplies)
+    weight = case.loaded(folder).get_submodule(name).weight
+    expected, metadata = flatten_tensor_state_dict({f"{name}.weight": weight.data})
+    with safe_open(folder / case.component / diffusers_torchao.FILE, framework="pt") as file:
+        found = {key: file.get_tensor(key) for key in file.keys() if key.startswith(f"{name}._weight_")}
+        theirs, ours = (json.loads(data[f"{name}.weight"]) for data in (metadata, file.metadata()))
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert found[key].dtype == tensor.dtype and torch.equal(found[key], tensor), key
+    assert set(ours.pop("_tensor_data_names")) == set(theirs.pop("_tensor_data_names"))
+    assert ours == theirs
+    network = denoiser_part(case.checkpoint).wrap(case.loaded(folder, torch.bfloat16))
+    with torch.no_grad():
+        output = network(**{name: tensor.bfloat16() for name, tensor in case.inputs().items()})
+    assert output.dtype == torch.bfloat16
+    assert relative_error(case.output(case.simulated(assignment, TORCHAO)), output) < 0.1

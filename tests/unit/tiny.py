@@ -1,0 +1,188 @@
+"""Tiny checkpoints, what a target holds of them, candidates in them, and what is compared with others' networks."""
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from sd_quant.calibration.hooks import collect, draw
+from sd_quant.candidates import READERS
+from sd_quant.candidates.candidate import Candidate
+from sd_quant.candidates.network import with_candidate
+from sd_quant.checkpoints.diffusers_pipeline import DiffusersCheckpoint, open_pipeline
+from sd_quant.hand_over import TARGETS, writer
+from sd_quant.hand_over.adapt import adapted, simulate_target
+from sd_quant.inference.loading import load_part
+from sd_quant.models import family_named
+from sd_quant.models.checkpoint import denoiser_of, denoiser_part
+from sd_quant.models.parts import axes
+from sd_quant.numbers import relative_error
+from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.derivation import derive
+from sd_quant.quantization.recipe import Recipe
+from sd_quant.quantization.statistics import Statistics
+
+from ..pipelines import TINY
+
+TOKENS = 16  # of a T5
+Assignment = Mapping[str, LayerAssignment]
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A checkpoint in full precision, and its layers' statistics over two calls with random inputs."""
+
+    checkpoint: DiffusersCheckpoint
+
+    @property
+    def component(self) -> str:
+        return denoiser_part(self.checkpoint).component
+
+    @property
+    def kind(self) -> type:
+        """The denoiser's class."""
+        return getattr(diffusers, self.checkpoint.family.NETWORKS[self.component])
+
+    @property
+    def folder(self) -> Path:
+        """Of the denoiser."""
+        return self.checkpoint.path / self.component
+
+    def part(self) -> nn.Module:
+        return load_part(self.checkpoint, self.checkpoint.family.DENOISER).module
+
+    def denoiser(self) -> nn.Module:
+        return denoiser_of(self.checkpoint, self.part())
+
+    def inputs(self, seed: int = 7) -> dict[str, Tensor]:
+        """A time has one axis, and is neither the first nor the last."""
+        random = torch.Generator().manual_seed(seed)
+        shapes = denoiser_part(self.checkpoint).contract.shapes(**axes(batch=2, width=64, height=128))
+        return {
+            name: torch.randn(shape, generator=random) if len(shape) > 1 else torch.full(shape, 0.5)
+            for name, shape in shapes.items()
+        }
+
+    @torch.no_grad()
+    def output(self, denoiser: nn.Module, seed: int = 7) -> Tensor:
+        return denoiser_part(self.checkpoint).wrap(denoiser)(**self.inputs(seed))
+
+    def error(self, denoiser: nn.Module, other: nn.Module) -> float:
+        """The relative error of one denoiser's output to the other's, of inputs that calibration has not seen."""
+        return relative_error(self.output(denoiser), self.output(other))
+
+    # Candidates
+
+    def read(self, path: Path, reader: str) -> Candidate:
+        assert [name for name, row in READERS.items() if row.recognizes(path)] == [reader]
+        return READERS[reader].module.read(path, self.checkpoint)
+
+    @torch.no_grad()
+    def network(self, candidate: Candidate) -> nn.Module:
+        """The denoiser with the candidate in it."""
+        return denoiser_of(self.checkpoint, with_candidate(self.part(), self.checkpoint, candidate))
+
+    @torch.no_grad()
+    def error_of_layers(self, ours: nn.Module, theirs: nn.Module, candidate: Candidate) -> dict[str, float]:
+        """The relative error of the output of whatever is quantized, of the input that it gets in ``ours``."""
+        errors: dict[str, float] = {}
+
+        def compare(name: str):
+            given: list[Tensor] = []
+
+            def before(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+                given[:] = [inputs[0].clone()]  # as it is before the candidate's own hook changes it
+
+            def after(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+                errors[name] = relative_error(output, theirs.get_submodule(name)(given[0]))
+
+            layer = ours.get_submodule(name)
+            return layer.register_forward_pre_hook(before, prepend=True), layer.register_forward_hook(after)
+
+        names = {*candidate.layers, *candidate.rounded}
+        hooks = [hook for name in names for hook in compare(name)]
+        self.output(ours)
+        for hook in hooks:
+            hook.remove()
+        assert errors.keys() == names and errors
+        return errors
+
+    # Assignments
+
+    @cached_property
+    def roles(self) -> dict[str, str]:
+        return self.checkpoint.family.layer_roles(self.denoiser())
+
+    @cached_property
+    def statistics(self) -> Statistics:
+        part, now = self.part(), {}
+        denoiser = denoiser_of(self.checkpoint, part)
+        layers = {name: denoiser.get_submodule(name) for name, role in self.roles.items() if role != "excluded"}
+        inputs = denoiser_part(self.checkpoint).contract.inputs
+        batched = {name for name, shape in inputs.items() if shape[0] == "batch"}
+        wanted = draw(layers, range(2), 1, seed=0)
+        with collect(part, layers, range(2), 1, lambda: (0, [now["prompt"]]), wanted, batched) as statistics:
+            for now["prompt"] in range(2):
+                part(**self.inputs(now["prompt"]))
+        return statistics
+
+    def assignment(self, recipe: Recipe, target: str) -> dict[str, LayerAssignment]:
+        """What the ``target`` holds of what the recipe derives."""
+        denoiser = self.denoiser()
+        derived = derive(
+            self.roles,
+            lambda name: denoiser.get_submodule(name).weight,
+            self.statistics.layers,
+            recipe,
+            self.checkpoint.family.shared_inputs(self.roles),
+            bias_of=lambda name: denoiser.get_submodule(name).bias,
+        )
+        return adapted(derived, TARGETS[target])
+
+    def simulated(self, assignment: Assignment, target: str) -> nn.Module:
+        """The denoiser as the ``target``'s consumer computes it."""
+        denoiser = self.denoiser()
+        simulate_target(denoiser, assignment, TARGETS[target])
+        return denoiser
+
+    def written(self, assignment: Assignment, target: str, folder: Path) -> Path:
+        """``folder``, a pipeline's, with the denoiser that the ``target`` writes and nothing else that is needed."""
+        (folder / self.component).mkdir(parents=True)
+        config = (self.folder / "config.json").read_text()
+        (folder / self.component / "config.json").write_text(config)
+        writer(TARGETS[target])(self.checkpoint, assignment, folder)
+        return folder
+
+    def loaded(self, folder: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
+        """The denoiser as diffusers loads the pipeline's."""
+        return self.kind.from_pretrained(folder / self.component, torch_dtype=dtype).eval()
+
+
+def changed(source: Path, folder: Path, change: Callable[[dict[str, Tensor]], object] = lambda tensors: None) -> Path:
+    """``folder``, as ``source`` with its tensors as ``change`` makes them."""
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> Callable[[str], Tiny]:
+    folder = tmp_path_factory.mktemp("tiny")
+
+    @cache
+    def opened(family: str) -> Tiny:
+        TINY[family](folder / family)
+        tokens = TOKENS if family_named(family).TOKENS else None
+        return Tiny(open_pipeline(folder / family, family, tokens, "diffusers"))
+
+    return opened
