@@ -10,13 +10,14 @@ quantizers choose scales of their own.
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sd_quant.devices import CPU
+from sd_quant.devices import CPU, best_device
 from sd_quant.errors import ResourceError
 from sd_quant.quantization.assignment import LayerAssignment, token_amax
 from sd_quant.quantization.formats import FORMATS
@@ -136,10 +137,23 @@ Product = Callable[[Tensor, Any, torch.dtype], Tensor]
 
 
 def int_mm(codes: Tensor, layer: NativeLayer, dtype: torch.dtype) -> Tensor:
-    """The product of INT8 codes by torch: exact sums in int32, scaled and given their bias in fp32."""
-    missing = max(0, MIN_ROWS - len(codes))
-    product = torch._int_mm(F.pad(codes, (0, 0, 0, missing)), layer.codes.T)[: len(codes)]
+    """The product of INT8 codes by torch: exact sums, in fp64 where int32 saturates; scale and bias in fp32."""
+    if saturates():
+        product = (codes.double() @ layer.codes.T.double()).float()
+    else:
+        missing = max(0, MIN_ROWS - len(codes))
+        product = torch._int_mm(F.pad(codes, (0, 0, 0, missing)), layer.codes.T)[: len(codes)]
     return with_bias(product * layer.scale, layer).to(dtype)
+
+
+@cache
+def saturates() -> bool:
+    """Whether torch's INT8 product goes wrong on this processor: tried on the largest codes.
+
+    Without VNNI oneDNN adds two products in 16 bits, and the sum saturates.
+    """
+    largest = torch.full((MIN_ROWS, 64), 127, dtype=torch.int8)
+    return bool((torch._int_mm(largest, largest.T) != 64 * 127**2).any())
 
 
 def scaled_mm(codes: Tensor, layer: NativeLayer, dtype: torch.dtype) -> Tensor:
@@ -256,11 +270,12 @@ def products_of_layers(network: nn.Module, assignment: Mapping[str, LayerAssignm
 
     Attention's products are those of the simulation, of dequantized numbers.
     """
+    dequantized = {"INT8"} if best_device().type == "cpu" and saturates() else set()
     attention = {product: "FLOAT" for layer in assignment.values() for product in layer.attention_products}
+    types = {name: FORMATS[layer.format].onnx_type for name, layer in assignment.items() if layer.format is not None}
+    rounded = {name for name in types if isinstance(network.get_submodule(name), RoundedConv)}
     return attention | {
-        name: "FLOAT" if isinstance(network.get_submodule(name), RoundedConv) else FORMATS[layer.format].onnx_type
-        for name, layer in assignment.items()
-        if layer.format is not None
+        name: "FLOAT" if name in rounded or kind in dequantized else kind for name, kind in types.items()
     }
 
 

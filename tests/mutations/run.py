@@ -1,6 +1,6 @@
 """``python -m tests.mutations.run``: would a test notice? One deliberate fault at a time, and the test that caught it.
 
-``faults.yaml`` lists the faults: a text that stands exactly once in ``sd_quant``, what replaces it, and the tests that
+``faults.diff`` lists the faults: a text that stands exactly once in ``sd_quant``, what replaces it, and the tests that
 should fail then. A fault does not say which file it is in, so code may move. It is put into a copy of the repository,
 pytest runs its tests there up to the first that fails, and it is taken out again. Exit code 1 when a fault survived or
 could not be tried.
@@ -27,10 +27,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-import yaml
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-FAULTS = Path(__file__).with_name("faults.yaml")
+FAULTS = Path(__file__).with_name("faults.diff")
 PACKAGE = "sd_quant"
 CAUGHT, SURVIVED, NOT_APPLICABLE = "caught by", "SURVIVED", "NOT APPLICABLE"
 TIME_LIMIT = 900  # seconds for the tests of one fault, which may have made a loop endless
@@ -70,9 +69,14 @@ class Failures:
 
 
 def read_faults(path: Path = FAULTS) -> list[Fault]:
-    """The faults of all rooms in the order of the file."""
-    rooms = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return [Fault(**fault) for faults in rooms.values() for fault in faults]
+    """The faults of all rooms in the order of the file, three lines each."""
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+    heads = [line.partition(": ") for line in lines[::3]]
+    changes = zip(lines[1::3], lines[2::3], strict=True)
+    return [
+        Fault(name, find.removeprefix("- "), replace[2:], tests.split())
+        for (name, _, tests), (find, replace) in zip(heads, changes, strict=True)
+    ]
 
 
 def files_with(text: str, repository: Path) -> list[Path]:
@@ -112,7 +116,7 @@ def start_tests(repository: Path, tests: Iterable[str], *options: str, limit: in
                 os.dup2(output.fileno(), stream)
         failures = Failures()
         quiet = ["-q", "--tb=short", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
-        code = pytest.main([*quiet, *options, *tests], plugins=[failures])
+        code = pytest.main([*quiet, "-m", "not soak and not consumer", *options, *tests], plugins=[failures])
         (repository / "answer.json").write_text(json.dumps([code, failures.ids]))
     except BaseException:
         traceback.print_exc()
