@@ -33,12 +33,8 @@ def job(unbroken_job) -> tuple[Place, Unbroken]:
     return place, model
 
 
-soak = pytest.mark.soak
-
-
-@pytest.mark.parametrize(
-    "sent", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=soak), pytest.param(signal.SIGTERM, marks=soak)]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_a_job_that_is_killed_and_given_again_leaves_what_an_unbroken_one_leaves(job, sent):
     place, model = job
     assert tuple(model.moments) == STAGES and len(model.artifacts) >= 10
@@ -49,7 +45,7 @@ def test_a_job_that_is_killed_and_given_again_leaves_what_an_unbroken_one_leaves
     assert resumed(place, model.artifacts) == []
 
 
-@soak
+@pytest.mark.soak
 def test_a_job_that_is_starved_and_given_again_leaves_what_an_unbroken_one_leaves(job):
     place, model = job
     ended, problems = starved(place, "parity", place.root.parent / "filler", SPARED, model.artifacts)

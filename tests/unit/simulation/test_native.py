@@ -19,6 +19,7 @@ from sd_quant.simulation.native import (
     NativeLinear,
     RoundedConv,
     check_device,
+    int_mm,
     layer_of,
     with_native_layers,
 )
@@ -49,6 +50,21 @@ def test_a_linear_multiplies_its_codes_and_answers_in_the_dtype_that_it_is_asked
         expected = made(x.to(dtype).float())
     found = made(x.to(dtype))
     assert found.dtype == dtype and relative_error(expected, found.float()) < TOLERANCES[dtype]
+
+
+def test_where_the_product_of_codes_saturates_it_is_not_used(monkeypatch):
+    """As on processors without VNNI, where torch gives 8160 for 64 * 127 * 127."""
+    largest = torch.full((3, 64), 127, dtype=torch.int8)
+    layer = NativeLinear(torch.full((48, 64), 0.5), None, static_layer(torch.full((48, 64), 0.5), "int8", True), int_mm)
+    monkeypatch.setattr(native, "saturates", lambda: True)
+    monkeypatch.setattr(torch, "_int_mm", lambda *_: torch.full((17, 48), 8160))
+    expected = 64 * 127 * 127 * layer.scale.expand(3, -1)
+    torch.testing.assert_close(int_mm(largest, layer, torch.float32), expected)
+    monkeypatch.undo()
+    native.saturates.cache_clear()
+    monkeypatch.setattr(torch, "_int_mm", lambda *_: torch.full((17, 17), 8160))
+    assert native.saturates()
+    native.saturates.cache_clear()
 
 
 @pytest.mark.parametrize("stride, padding, dilation", [(1, 1, 1), (2, 1, 1), (2, 0, 1), (1, 2, 2)])
