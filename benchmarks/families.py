@@ -1,6 +1,7 @@
 """Every family's denoiser at full size to INT8 ONNX and a plan: seconds, peak memory and bytes.
 
     python benchmarks/families.py [--families sd15,pixart,sd3,flux] [--plans] [--work outputs/families]
+    python benchmarks/families.py --denoisers <file like denoisers.yaml, of smaller networks>
 
 Weights are random and never there as a whole: each tensor is drawn when it is read, in fp16, so what is measured is the
 recipe, the graph and the streamed file, and not a disk. Statistics are drawn too, because a pass of the larger ones in
@@ -25,20 +26,20 @@ from typing import Any
 
 import yaml
 
-from sd_quant.config import Trt
 from sd_quant.files import write_json
 from sd_quant.places import HOME, input_path
 
 DENOISERS = Path(__file__).with_name("denoisers.yaml")
 STAGES = ("recipe and export", "plan")
+PLAN = ("export_trt=tensorrt_rtx", "trt.targets=[SM89]", "trt.max_batch_size=1", "trt.timing_cache=null")
 LEVEL, ALPHA, STEPS, PROMPTS, ROWS = 3.0, 0.8, 2, 1, 16
 
 
-def described(family: str) -> dict[str, Any]:
-    return yaml.safe_load(DENOISERS.read_text(encoding="utf-8"))[family]
+def described(family: str, denoisers: Path) -> dict[str, Any]:
+    return yaml.safe_load(denoisers.read_text(encoding="utf-8"))[family]
 
 
-def checkpoint_of(family: str):
+def checkpoint_of(family: str, given: dict[str, Any]):
     """What a reader would return, with the denoiser alone."""
     import diffusers
     import torch
@@ -46,7 +47,7 @@ def checkpoint_of(family: str):
 
     from sd_quant.models import family_named
 
-    given, kind = described(family), family_named(family)
+    kind = family_named(family)
     (component,) = (name for name, network in kind.NETWORKS.items() if network == given["class"])
 
     def build():
@@ -93,13 +94,13 @@ def statistics_of(roles: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]
     return found
 
 
-def export(family: str, path: Path) -> dict[str, float]:
+def export(family: str, given: dict[str, Any], path: Path) -> dict[str, float]:
     from sd_quant.export.parts import trace_part, write_part
     from sd_quant.models.checkpoint import denoiser_weights, empty_denoiser
     from sd_quant.quantization.derivation import derive
     from sd_quant.quantization.recipe import Recipe
 
-    checkpoint = checkpoint_of(family)
+    checkpoint = checkpoint_of(family, given)
     network, weights = empty_denoiser(checkpoint), denoiser_weights(checkpoint)
     roles = checkpoint.family.layer_roles(network)
     shapes = {name: tuple(network.get_submodule(name).weight.shape) for name in roles}
@@ -123,30 +124,33 @@ def export(family: str, path: Path) -> dict[str, float]:
     }
 
 
-def plan(family: str, path: Path) -> dict[str, float]:
+def plan(given: dict[str, Any], path: Path) -> dict[str, float]:
     """Refused where the machine has less memory than a build takes."""
+    from common import job_with
+
     from sd_quant.cache import Cache
     from sd_quant.config import ExportShape
     from sd_quant.inference.memory import memory_of_plan
     from sd_quant.stages.export_trt import build_plans, numbers_in
     from sd_quant.stages.resources import check_machine
 
-    given, name = described(family), path.stem
+    name = path.stem
     check_machine({"plans": memory_of_plan({name: numbers_in(path)})}, {}, path.parent)
-    trt = Trt("tensorrt_rtx", ["SM89"], False, 1, 1, None, None, None)
+    trt = job_with("int8", *PLAN).trt
     start = time.perf_counter()
     build_plans({name: path}, path.parents[2], trt, ExportShape(None, given["width"], given["height"], 1), Cache(None))
     built = path.parents[2] / "plan" / f"{name}.plan"
     return {"plan_seconds": time.perf_counter() - start, "plan_bytes": built.stat().st_size}
 
 
-def child(family: str, stage: str, work: Path) -> None:
+def child(family: str, stage: str, work: Path, denoisers: Path) -> None:
     from sd_quant.models import family_named
 
     denoiser = family_named(family).DENOISER
     path = work / family / "onnx" / denoiser / f"{denoiser}.onnx"
     path.parent.mkdir(parents=True, exist_ok=True)
-    found = export(family, path) if stage == STAGES[0] else plan(family, path)
+    given = described(family, denoisers)
+    found = export(family, given, path) if stage == STAGES[0] else plan(given, path)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(json.dumps(found | {"peak_memory_bytes": peak}))
 
@@ -156,15 +160,17 @@ def main() -> None:
     parser.add_argument("--families", default="sd15,pixart,sd3,flux")
     parser.add_argument("--plans", action="store_true", help="build plans too")
     parser.add_argument("--work", type=Path, default=Path("outputs/families"))
+    parser.add_argument("--denoisers", type=input_path, default=DENOISERS, help="what the networks are (%(default)s)")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
     work = input_path(given.work)
     if given.child:
-        child(*given.child, work)
+        child(*given.child, work, given.denoisers)
         return
     for family in given.families.split(","):
         for stage in STAGES if given.plans else STAGES[:1]:
             command = [sys.executable, __file__, "--child", family, stage, "--work", str(work)]
+            command += ["--denoisers", str(given.denoisers)]
             result = subprocess.run(command, capture_output=True, text=True, cwd=HOME, check=False)
             lines = (result.stdout if result.returncode == 0 else result.stderr).strip().splitlines()
             found = json.loads(lines[-1]) if result.returncode == 0 else {"failed": lines[-1][:600] if lines else ""}

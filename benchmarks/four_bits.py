@@ -24,6 +24,7 @@ from quality import label, table
 
 from sd_quant.calibration.prompts import read_prompts
 from sd_quant.config import QuantizeJob
+from sd_quant.errors import ConfigError
 from sd_quant.files import write_json, write_text
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.pipeline import Sampling
@@ -88,10 +89,15 @@ def main() -> None:
     if options.recipes:
         tables = [[(text.split()[0], text, text.split()[1:]) for text in options.recipes]]
     for rows in tables:
-        jobs = {
-            name if options.recipes else f"{preset}, {name}": job_with(preset, f"model={options.model}", LEVEL, *knobs)
-            for preset, name, knobs in rows
-        }
+        jobs = {}
+        for preset, name, knobs in rows:
+            row = name if options.recipes else f"{preset}, {name}"
+            try:
+                jobs[row] = job_with(preset, f"model={options.model}", LEVEL, *knobs)
+            except ConfigError as error:  # rounds of a branch that a preset has not
+                if options.recipes:
+                    raise
+                print(f"{row}: left out, {error}")
         lines.append(table(measure(subject, jobs, options)))
         write_text(options.out / "four_bits.md", "\n".join(lines))
     print("\n".join(lines))

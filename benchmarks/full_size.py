@@ -236,7 +236,7 @@ def plan(options: argparse.Namespace, name: str) -> dict:
     contract, latent = contracts_of(open_nemo(options.checkpoint))["unet_xl"], options.size // LATENT_FACTOR
     batches = PICTURES[0], 2 * PICTURES[1], 2 * PICTURES[2]
     shapes = [contract.shapes(batch=batch, height=latent, width=latent) for batch in batches]
-    path = options.work / "plan" / "unet_xl.plan"
+    path = emptied(options.work / "plan") / "unet_xl.plan"
     report, seconds = timed(
         lambda: build_plan(
             unet_file(options, name) if name else parts_file(options, "unet_xl"),

@@ -16,7 +16,6 @@ import argparse
 import copy
 import dataclasses
 import os
-import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -27,13 +26,14 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import torch
-from common import PROMPTS
+from common import PROMPTS, timed
 from quality import DEFAULT, NEMO, paired
 from torch import Tensor, nn
 
 from sd_quant.calibration.hooks import collect, draw
 from sd_quant.calibration.prompts import read_prompts
 from sd_quant.checkpoints.nemo import open_nemo
+from sd_quant.devices import threads
 from sd_quant.engines import load_engine
 from sd_quant.engines.base import Engine
 from sd_quant.engines.torch import TorchEngine
@@ -88,11 +88,6 @@ class Quantized:
     engine: Engine
     layers: set[str]
     seconds: float
-
-
-def timed(work: Callable):
-    start = time.perf_counter()
-    return work(), time.perf_counter() - start
 
 
 def arrays(call: Call) -> dict[str, np.ndarray]:
@@ -251,7 +246,7 @@ def nncf_quantize(context: Context, smoothquant_alpha: float, preset=None) -> Qu
     import openvino
     from nncf.quantization.advanced_parameters import AdvancedSmoothQuantParameters
 
-    from sd_quant.engines.openvino import OpenVinoEngine
+    from sd_quant.engines import openvino as engines
 
     model = openvino.Core().read_model(full_precision_onnx(context))
     layers = {}  # a layer's multiplication to the layer
@@ -278,10 +273,10 @@ def nncf_quantize(context: Context, smoothquant_alpha: float, preset=None) -> Qu
         )
     )
     found = {layers.get(node.friendly_name, node.friendly_name) for node in quantized.get_ops() if is_int8(node)}
-    settings = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}
-    compiled = openvino.Core().compile_model(quantized, "CPU", settings)
-    names = [port.any_name for port in quantized.inputs], list(context.contract.outputs)
-    return Quantized(OpenVinoEngine(compiled, *names), found, seconds)
+    settings = engines.FP32 | {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": threads()}
+    if engines.saturates():  # NNCF avoids that with weights of seven bits, where it is told to
+        settings |= engines.DEQUANTIZED
+    return Quantized(engines.OpenVinoEngine(quantized, full_precision_onnx(context), settings), found, seconds)
 
 
 # Name of the row to the package whose version it has, and the function that quantizes.

@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -30,12 +30,12 @@ JOBS = {
 }
 
 
-def run(checkout: Path, folder: Path, name: str) -> tuple[float, Mapping[str, float]]:
+def run(checkout: Path, folder: Path, name: str, more: Sequence[str]) -> tuple[float, Mapping[str, float]]:
     """Seconds of the job's process, and of its stages. Raises CalledProcessError when it fails."""
     directory, knob = JOBS[name]
     places = (f"cache.dir={folder}/cache", f"hydra.run.dir={folder}/{directory}")
     environment = os.environ | {"PYTHONPATH": str(checkout), "MPLCONFIGDIR": f"{folder}/matplotlib"}
-    command = [sys.executable, "quantize.py", "quant_level=3", knob, *places]
+    command = [sys.executable, "quantize.py", "quant_level=3", knob, *more, *places]
     start = time.perf_counter()
     subprocess.run(command, check=True, cwd=checkout, env=environment, capture_output=True, text=True)
     seconds = time.perf_counter() - start
@@ -51,6 +51,7 @@ def line(seconds: float, stages: Mapping[str, float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--against", type=input_path, help="a checkout of another version")
+    parser.add_argument("more", nargs="*", help="of the command, such as infer.steps=5")
     options = parser.parse_args()
     checkouts = {"ours": HOME} | ({"theirs": options.against} if options.against else {})
     with TemporaryDirectory() as temporary:
@@ -58,7 +59,7 @@ def main() -> None:
         for folder in folders.values():
             folder.mkdir()
         for name in JOBS:
-            found = {side: run(checkout, folders[side], name) for side, checkout in checkouts.items()}
+            found = {side: run(checkout, folders[side], name, options.more) for side, checkout in checkouts.items()}
             for side, (seconds, stages) in found.items():
                 again = name == "the same again"
                 shown = f"{seconds:.1f} s" if again else line(seconds, stages)

@@ -73,6 +73,7 @@ def graph(form: str, channels: int, size: int, dynamic: bool) -> onnx.ModelProto
             padding, bias = [0, 0, 0, 0], (bias + of_shift).astype(np.float16)
         value = node("DequantizeLinear", [value, scale, zero], f"{p}.dequantized")
         stored = [constant(f"{p}.codes", codes), constant(f"{p}.scales", scales)]
+        stored.append(constant(f"{p}.zeros", np.zeros(channels, np.int8)))  # ONNX Runtime adds one, for all channels
         weight = node("DequantizeLinear", stored, f"{p}.weight", axis=0)
         value = node("Conv", [value, weight, constant(f"{p}.bias", bias)], f"{p}.conv", pads=padding)
         if form == "map":

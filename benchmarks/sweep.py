@@ -1,6 +1,7 @@
 """What a job of a sweep costs when it is not the first, and whether a sweep that is killed ends like one that is not.
 
     python benchmarks/sweep.py
+    python benchmarks/sweep.py --knobs quant_level=1,3 alpha=0.8 infer.steps=5
 
 Twelve jobs on the shipped checkpoint, of which ten differ, from an empty cache; then the same command again with
 another empty cache, killed with SIGKILL when half of its jobs are done, and started once more. Both tables have to
@@ -26,15 +27,15 @@ from pathlib import Path
 from sd_quant.places import HOME, input_path
 from sd_quant.report.timing import read_timing
 
-COMMAND = ("quantize.py", "-m", "quant_level=1,2,2.5,3", "alpha=0.5,0.8,auto")
+COMMAND, KNOBS = ("quantize.py", "-m"), ("quant_level=1,2,2.5,3", "alpha=0.5,0.8,auto")
 TIMES = ("_ms", "_speedup", "_speedup_low", "_speedup_high", "_time", "seconds", "memory_bytes")
 
 
-def start(folder: Path, extra: list[str]) -> subprocess.Popen:
+def start(folder: Path, knobs: list[str]) -> subprocess.Popen:
     places = (f"cache.dir={folder}/cache", f"hydra.sweep.dir={folder}/sweep")
     with (folder / "log").open("a") as log:
         return subprocess.Popen(
-            [sys.executable, *COMMAND, *places, *extra], cwd=HOME, stdout=log, stderr=log, start_new_session=True
+            [sys.executable, *COMMAND, *knobs, *places], cwd=HOME, stdout=log, stderr=log, start_new_session=True
         )
 
 
@@ -42,15 +43,15 @@ def finished(folder: Path) -> list[Path]:
     return sorted((folder / "sweep").glob("*/metrics.json"), key=lambda path: path.stat().st_mtime)
 
 
-def finish(folder: Path, extra: list[str]) -> float:
+def finish(folder: Path, knobs: list[str]) -> float:
     started = time.perf_counter()
-    if code := start(folder, extra).wait():
+    if code := start(folder, knobs).wait():
         sys.exit(f"the sweep failed with exit code {code}; {folder}/log says why")
     return time.perf_counter() - started
 
 
-def kill_half_way(folder: Path, extra: list[str], jobs: int) -> int:
-    with start(folder, extra) as process:
+def kill_half_way(folder: Path, knobs: list[str], jobs: int) -> int:
+    with start(folder, knobs) as process:
         while len(finished(folder)) < jobs // 2 and process.poll() is None:
             time.sleep(0.2)
         os.killpg(process.pid, signal.SIGKILL)
@@ -70,14 +71,14 @@ def seconds_of(record: Path) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--work", type=input_path, default="outputs/benchmark_sweep", help="(%(default)s)")
-    parser.add_argument("overrides", nargs="*", help="more of the command, such as infer.steps=5")
+    parser.add_argument("--knobs", nargs="+", default=KNOBS, help="of the sweep (%(default)s)")
     options = parser.parse_args()
     unbroken, broken = (options.work / name for name in ("unbroken", "broken"))
     for folder in (unbroken, broken):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
 
-    total = finish(unbroken, options.overrides)
+    total = finish(unbroken, options.knobs)
     first, *others = [seconds_of(record) for record in finished(unbroken)]
     marginal = statistics.median(others)
     jobs = 1 + len(others)
@@ -86,8 +87,8 @@ def main() -> None:
     together = sum(block["seconds"] for block in read_timing(unbroken / "sweep")["blocks"])
     print(f"timing all engines together took {together:.0f} s, {together / (total - together):.0%} on top", flush=True)
 
-    done = kill_half_way(broken, options.overrides, jobs)
-    rest = finish(broken, options.overrides)
+    done = kill_half_way(broken, options.knobs, jobs)
+    rest = finish(broken, options.knobs)
     same = table(broken) == table(unbroken)
     print(f"killed with {done} jobs done, resumed in {rest:.0f} s: {'the same table' if same else 'ANOTHER TABLE'}")
     sys.exit(0 if same else 1)

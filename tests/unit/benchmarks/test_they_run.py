@@ -1,46 +1,99 @@
-"""Every benchmark of the shipped checkpoint at a size of seconds, so that the tables can be made again at any time.
+"""Every row of every benchmark, at a size of seconds, so that the tables can be made again at any time.
 
-They run in this process and share one trace of the UNet. Those of full-size networks, of other projects' pipelines and
-of the command line's own sweeps take minutes at any size and are left out.
+Those of the shipped checkpoint run in this process and share one trace of its UNet. Those that start commands, or take
+packages of other projects, have a process of their own. ``make test`` runs what takes seconds, ``make soak`` all.
 """
 
-import importlib
+import json
 import sys
+from dataclasses import dataclass
 
 import pytest
+import yaml
 
 from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.export.parts import trace_part
 from sd_quant.export.tracing import copy_of
 from sd_quant.places import HOME
 
-pytestmark = pytest.mark.slow
-BENCHMARKS = HOME / "benchmarks"
+from ...pipelines import TINY
+from .conftest import NAMES
+
 ONE_STEP = ["--prompts", "1", "--steps", "1"]
-RUNS = {
-    "quality": ["--images", "2", "--calib-size", "1", "--steps", "1", "--recipes", "the default", "NeMo's with shift"],
-    "four_bits": ["--images", "2", "--calib-size", "3", "--steps", "1", "--presets", "nvfp4",
-                  "--variants", "as it is", "branch_rounds=0 rounding=nearest"],
-    "budget": ["--prompts", "1", "--steps", "1", "--images", "2", "--bits", "7"],
-    "keep": [*ONE_STEP, "--images", "1", "--keep", "1", "--repeats", "2"],
-    "folding": [*ONE_STEP, "--repeats", "2"],
-    "peers": ["--calibration-prompts", "1", "--prompts", "2", "--steps", "1",
-              "--peers", "unquantized", "ours", "modelopt_max", "onnxruntime_percentile"],
-    "overhead": [*ONE_STEP, "--batches", "1"],
-    "recipes": [*ONE_STEP, "--references", "1", "--levels", "3", "--alphas", "0.8"],
-    "shapes": [*ONE_STEP, "--pictures", "1", "--repeats", "2"],
-    "saturation": [*ONE_STEP, "--repeats", "2"],
-    "shift": ["--sizes", "1", "--seconds", "0"],
-    "convolutions": ["--repeats", "1", "--sizes", "1"],
-    "coverage": ["--draws", "2"],
-    "candidates": ["--only", "comfyui-fp8-cast"],  # the one that takes no tool
-}  # fmt: skip
-WITHOUT_FILES = {"convolutions", "coverage"}
-LEFT_OUT = {"against_diffusers", "families", "full_size", "quickstart", "sweep", "verdict", "common", "processors"}
+TWO_IMAGES = ["--images", "2", "--calib-size", "3", "--steps", "1"]
+PEERS = ["--calibration-prompts", "1", "--prompts", "2", "--steps", "1", "--peers"]
+SMALL = ["calib_size=1", "quantize.n_steps=1", "infer.steps=1", "infer.prompts=[a rocket]", "infer.num_timed_runs=2"]
+
+
+@dataclass(frozen=True)
+class Case:
+    script: str
+    arguments: list[str]
+    which: str = ""  # of its rows, where one case does not start all
+    quick: bool = False
+    files: bool = True
+
+    @property
+    def id(self) -> str:
+        return " ".join(filter(None, (self.script, self.which)))
+
+
+IN_THIS_PROCESS = [
+    Case("shift", ["--sizes", "1", "--seconds", "0"], quick=True),
+    Case("shift", ["--sizes", "1", "--seconds", "0", "--engine", "onnxruntime"], "in ONNX Runtime", quick=True),
+    Case("coverage", ["--draws", "2"], quick=True, files=False),
+    Case("convolutions", ["--repeats", "1", "--sizes", "1"], files=False),
+    Case("convolutions", ["--repeats", "1", "--sizes", "1", "--compile"], "compiled", files=False),
+    Case("quality", ["--images", "2", "--calib-size", "1", "--steps", "3"]),  # a percentile of 0.4 takes three
+    Case("four_bits", [*TWO_IMAGES, "--variants", "as it is"], "presets"),
+    Case("four_bits", [*TWO_IMAGES, "--presets", "svdquant_nvfp4", "nvfp4"], "variants"),
+    Case(
+        "four_bits", [*TWO_IMAGES, "--model", "sd3_mini", "--recipes", "int8", "mxfp4 quantize.rotation=64"], "recipes"
+    ),
+    Case("budget", [*ONE_STEP, "--images", "2", "--bits", "7"]),
+    Case("keep", [*ONE_STEP, "--images", "1", "--keep", "1", "--repeats", "2"]),
+    Case("folding", [*ONE_STEP, "--repeats", "2"]),
+    Case("peers", [*PEERS, "unquantized", "ours", "ours_as_nemo", "modelopt_max", "modelopt_smoothquant",
+                   "onnxruntime_percentile"]),
+    Case("overhead", [*ONE_STEP, "--batches", "1"]),
+    Case("recipes", [*ONE_STEP, "--references", "1", "--levels", "3", "--alphas", "0.8"]),
+    Case("shapes", [*ONE_STEP, "--pictures", "1", "--repeats", "2"]),
+    Case("saturation", [*ONE_STEP, "--repeats", "2"]),
+    Case("candidates", ["--only", "comfyui-fp8-cast"], "without a tool"),
+]  # fmt: skip
+TOOLS = {  # of candidates, and the packages that it takes
+    "gguf": ["gguf"],
+    "comfyui": ["comfy_kitchen"],
+    "sdnq": ["sdnq"],
+    "torchao": ["torchao"],
+    "quanto": ["optimum", "accelerate"],
+    "bitsandbytes": ["bitsandbytes", "accelerate"],
+    "modelopt": [],
+}
+OTHER_QUANTIZERS = {  # rows of peers, and the package that they take
+    "nncf": ["nncf_default", "nncf_without_smoothquant", "nncf_symmetric"],
+    "quark": ["quark_w8a8"],
+}
+FAMILIES = ["sd15", "pixart", "sd3", "flux"]  # of results.md
+IN_PROCESSES = {"candidates", "families", "full_size", "peers", "quickstart", "sweep", "verdict"}
+ELSEWHERE = {  # whose tests are there
+    "against_diffusers": "tests/cli/test_against_diffusers.py",
+    "processors": "tests/unit/benchmarks/test_processors.py",
+    "common": "",
+}
 
 
 def test_none_is_forgotten():
-    assert {path.stem for path in BENCHMARKS.glob("*.py")} == RUNS.keys() | LEFT_OUT
+    scripts = {case.script for case in IN_THIS_PROCESS}
+    assert set(NAMES) == scripts | IN_PROCESSES | ELSEWHERE.keys()
+    assert all((HOME / path).exists() for path in ELSEWHERE.values())
+
+
+@pytest.mark.slow
+def test_no_row_of_other_tools_is_forgotten(benchmark):
+    here = {name for case in IN_THIS_PROCESS if case.script == "peers" for name in case.arguments}
+    assert benchmark("peers").PEERS.keys() <= here.union(*OTHER_QUANTIZERS.values())
+    assert {name.partition("-")[0] for name in benchmark("candidates").MAKERS} == TOOLS.keys()
 
 
 @pytest.fixture(scope="module")
@@ -48,18 +101,96 @@ def traced():
     return trace_part(open_nemo(HOME / "checkpoints/sdxl_mini.nemo"), "unet_xl")
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_it_runs(name, traced, monkeypatch, tmp_path, capsys):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    for other in RUNS.keys() | LEFT_OUT:  # which import one another by these names
-        monkeypatch.delitem(sys.modules, other, raising=False)
-    module = importlib.import_module(name)
-    for made in (sys.modules[other] for other in RUNS if other in sys.modules):
-        if hasattr(made, "trace_part"):
-            monkeypatch.setattr(made, "trace_part", lambda checkpoint, part: copy_of(traced))
-    files = [] if name in WITHOUT_FILES else ["--out", str(tmp_path / "out")]
-    monkeypatch.setattr(sys, "argv", [name, *RUNS[name], *files])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.id, marks=pytest.mark.slow if case.quick else pytest.mark.soak)
+        for case in IN_THIS_PROCESS
+    ],
+)
+def test_it_runs(case, benchmark, request, monkeypatch, tmp_path, capsys):
+    module = benchmark(case.script)
+    tracing = [sys.modules[name] for name in NAMES if hasattr(sys.modules.get(name), "trace_part")]
+    graph = request.getfixturevalue("traced") if tracing else None
+    for made in tracing:
+        monkeypatch.setattr(made, "trace_part", lambda checkpoint, part: copy_of(graph))
+    files = ["--out", str(tmp_path / "out")] if case.files else []
+    monkeypatch.setattr("sys.argv", [case.script, *case.arguments, *files])
     module.main()
     printed = capsys.readouterr().out
     assert printed.strip() and "not installed" not in printed and "nan" not in printed
-    assert bool(list(tmp_path.iterdir())) == bool(files)
+    assert bool(list(tmp_path.iterdir())) == case.files
+
+
+def ended(result, *codes: int) -> str:
+    assert result.returncode in (codes or (0,)), result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("package", OTHER_QUANTIZERS)
+def test_other_projects_quantizers_run(package, script, tmp_path):
+    names = OTHER_QUANTIZERS[package]
+    ended(script("peers", *PEERS, *names, "--out", tmp_path, needs=[package]))
+    rows = json.loads((tmp_path / "peers.json").read_text())["peers"]
+    assert [row["peer"] for row in rows] == names
+    for row in rows:
+        assert "reason" not in row and row["layers"] == 150 and row["layers_missing"] == row["layers_beyond"] == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("tool", TOOLS)
+def test_other_projects_tools_write_candidates(tool, benchmark, script, tmp_path):
+    names = [name for name in benchmark("candidates").MAKERS if name.startswith(f"{tool}-")]
+    printed = ended(script("candidates", "--only", f"{tool}-", "--out", tmp_path, needs=TOOLS[tool]))
+    assert [line.partition(":")[0] for line in printed.splitlines() if line.startswith(f"{tool}-")] == names
+    assert "left out" not in printed and all(list(tmp_path.glob(f"{name}*")) for name in names)
+
+
+@pytest.mark.soak
+def test_families_are_exported_and_planned(script, tmp_path):
+    """Of small networks of their classes."""
+    networks = {}
+    for name in FAMILIES:
+        TINY[name](tmp_path / name)
+        config = next((tmp_path / name).glob("unet/config.json"), tmp_path / name / "transformer/config.json")
+        known = yaml.safe_load((HOME / "benchmarks/denoisers.yaml").read_text())[name]
+        networks[name] = known | {"width": 64, "height": 64, "config": json.loads(config.read_text())}
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(networks))
+    families = ["--families", ",".join(FAMILIES), "--denoisers", tmp_path / "tiny.yaml"]
+    ended(script("families", *families, "--plans", "--work", tmp_path / "work"))
+    rows = json.loads((tmp_path / "work/rows.json").read_text())
+    assert len(rows) == 2 * len(FAMILIES) and not [row for row in rows.values() if "failed" in row]
+
+
+@pytest.mark.soak
+def test_all_rows_of_full_size_run_on_the_shipped_checkpoint(script, tmp_path):
+    checkpoint = ["--checkpoint", "checkpoints/sdxl_mini.nemo", "--size", "64", "--repeats", "1", "--steps", "1"]
+    printed = ended(
+        script("full_size", *checkpoint, "--twice", "--bf16", "--work", tmp_path, "--out", tmp_path / "table.md")
+    )
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert not {name: row["failed"] for name, row in rows.items() if "failed" in row}
+    assert {"export:3", "reference", "parts", "plan", "operations", "picture"} <= rows.keys()
+    assert {"pass:torch, again", "pass:4, bf16", "profile:4", "preset:fp8", "handed_over:openvino"} <= rows.keys()
+    assert (tmp_path / "table.md").read_text() in printed
+
+
+@pytest.mark.soak
+def test_quickstarts_three_jobs_are_timed(script):
+    lines = ended(script("quickstart", *SMALL, "export_trt=none")).splitlines()
+    assert [line.partition(",")[0] for line in lines] == ["quickstart", "another recipe", "the same again"]
+
+
+@pytest.mark.soak
+def test_a_killed_sweep_ends_with_the_same_table(script, tmp_path):
+    knobs = ["quant_level=1,3", "alpha=0.8", *SMALL, "export_trt=none"]
+    assert "the same table" in ended(script("sweep", "--work", tmp_path, "--knobs", *knobs))
+
+
+@pytest.mark.soak
+def test_a_verdict_is_asked_for_twice(script, tmp_path):
+    """Whether it holds is the machine's: this one is busy with tests."""
+    knobs = ["quant_level=1,3", "alpha=0.8", *SMALL]
+    printed = ended(script("verdict", "--work", tmp_path, "--sweeps", 2, "--images", 2, "--knobs", *knobs), 0, 1)
+    assert printed.splitlines()[-1].startswith("the verdict ") and printed.count("\n| ") >= 6

@@ -79,6 +79,7 @@ def check(bare, bundled, tmp_path, small_config):
 SMALL = ("--size", "64", "--steps", "2", "--picture-steps", "2", "--repeats", "5", "--no-compile", "--least", "15")
 
 
+@pytest.mark.soak
 def test_on_a_bare_machine_the_table_is_made_whatever_becomes_of_a_row(check, tmp_path):
     rows = ("a row*", "fp16 compiled at *", "fp8 level 3 at batch 1", "int8 level 3 at batch ?", "pictures*batch 1")
     result = check("--on-cpu", "--rehearse", "--model", str(tmp_path / "model.yaml"), *SMALL, "--rows", *rows)

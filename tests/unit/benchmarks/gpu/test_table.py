@@ -72,7 +72,7 @@ def test_what_may_be_is_not(kernel):
     assert worker.doubts_of(sides.SIDES["fp8 level 3"], said) == []
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @torch.no_grad()
 def test_a_plan_is_built_of_what_the_table_measures(part, assignments, tmp_path: Path):
     """Its ONNX by a runtime that is here; the plan for a GPU that is not."""
