@@ -25,6 +25,12 @@ PROMPTS = ["a glossy icon of a rocket", "a glossy icon of a teapot"]
 Command = Callable[..., subprocess.CompletedProcess]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """First the two files that make what others share, one by each worker, else one would wait for the other's."""
+    first = ("test_main_job.py", "test_recipes.py")
+    items.sort(key=lambda item: first.index(item.path.name) if item.path.name in first else len(first))
+
+
 @pytest.fixture(scope="session")
 def checkpoint() -> Path:
     """The one that ships with the project."""

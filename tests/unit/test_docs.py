@@ -88,7 +88,7 @@ def test_every_link_has_its_target_and_every_path_is_there(page):
     assert not [path for path in paths if not (HOME / path).exists()]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_every_job_command_is_a_job():
     """Not every combination: every word of a command once."""
     seen: set[tuple[str, str]] = set()

@@ -80,7 +80,7 @@ def test_a_tracer_starts_before_it_has_work_where_nothing_was_traced_yet_and_end
     assert process is None if graphs else process.returncode == -signal.SIGKILL
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_process_leaves_the_graphs_of_its_parts_in_the_cache_and_ends(tmp_path):
     """The real one, with the smallest part of the shipped checkpoint."""
     model, cache = job().model, Cache(tmp_path, 1e9)
@@ -92,7 +92,7 @@ def test_a_process_leaves_the_graphs_of_its_parts_in_the_cache_and_ends(tmp_path
     assert not cache.holds("graph", graph_origin(open_model(model), "1" * 64, "clip1"))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_process_that_fails_leaves_nothing(tmp_path):
     with Tracer() as tracer:
         model = dataclasses.replace(job().model, path="no_such.nemo")

@@ -57,6 +57,7 @@ RUN = {"onnx": run_onnx, "openvino": run_openvino}
 CONVERT = {"onnx": onnx_target.move, "openvino": openvino_target.convert}
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("component", ["text_encoder", "text_encoder_2", "vae_decoder"])
 def test_an_unquantized_network_computes_what_torch_does(handed_over, folders, target, component):
@@ -65,6 +66,7 @@ def test_an_unquantized_network_computes_what_torch_does(handed_over, folders, t
     assert handed_over.error(component, folders[target], RUN[target]) < PART_TOLERANCE[dtype]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_unet_is_as_far_from_full_precision_as_the_simulation(handed_over, folders, target):
     """Not the same: what rounds the other way in one layer changes all behind it, see tests/unit/export/test_qdq.py."""
@@ -72,6 +74,7 @@ def test_the_unet_is_as_far_from_full_precision_as_the_simulation(handed_over, f
     assert ours == pytest.approx(simulated, rel=0.2) and 1e-2 < ours < 0.3
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("options", [{}, {"rotation": 16}], ids=["per-token", "rotated"])
 def test_inputs_that_are_scaled_per_token_and_rotated_are_in_the_graph(handed_over, tmp_path, options):
     """Every quantized layer is held, and the UNet is as far from full precision as the simulation."""
