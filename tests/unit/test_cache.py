@@ -165,13 +165,6 @@ def test_one_entry_larger_than_the_limit_still_serves_its_run(tmp_path):
     assert make.calls == 1  # what has just been used does not go
 
 
-def test_without_a_directory_nothing_is_kept(tmp_path):
-    make = Maker()
-    for _ in range(2):
-        Cache(None).provide("thing", {}, tmp_path / "run", make)
-    assert make.calls == 2 and os.listdir(tmp_path) == ["run"]
-
-
 def provide_slowly(folder: Path, number: int) -> None:
     def make(entry: Path) -> None:
         with (folder / "calls").open("a") as calls:
@@ -192,24 +185,6 @@ def test_processes_wait_for_each_other(tmp_path):
         assert process.exitcode == 0
     assert (tmp_path / "calls").read_text() == "made\n"
     assert {(tmp_path / f"run{number}" / "a").read_text() for number in range(4)} == {"whole"}
-
-
-def hold(path: Path, ready) -> None:
-    with locked(path):
-        ready.set()
-        time.sleep(60)
-
-
-def test_a_lock_ends_with_its_process(tmp_path):
-    fork = multiprocessing.get_context("fork")
-    ready = fork.Event()
-    process = fork.Process(target=hold, args=(tmp_path / "lock", ready))
-    process.start()
-    assert ready.wait(30)
-    process.kill()
-    process.join(30)
-    with locked(tmp_path / "lock"):
-        pass
 
 
 @pytest.mark.parametrize("put", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to(path.parent / "elsewhere")])

@@ -6,17 +6,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import ConfigCompositionException, HydraException
 from hydra.types import RunMode
-from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from sd_quant import cli
 from sd_quant.cli import job_of, recording_failure, refusal
-from sd_quant.config import PART_NAMES, InferJob, QuantizeJob, artifact
+from sd_quant.config import QuantizeJob
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError, SdQuantError
 from sd_quant.files import write_json
 from sd_quant.places import CONF
@@ -53,20 +51,6 @@ def test_a_complaint_becomes_one_sentence_with_the_nearest_name(override, senten
 
 def test_a_complaint_without_a_pattern_keeps_its_words():
     assert str(refusal(ConfigCompositionException("two\n  lines"), "quantize")) == "two lines"
-
-
-def test_pictures_of_a_run_have_its_size_and_come_from_its_checkpoint(tmp_path):
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = compose("infer", [f"run={tmp_path}", "model.path=no/such.nemo"])
-    composed_model = OmegaConf.to_container(config, resolve=True)["model"]
-    model = composed_model | {"path": "checkpoints/sdxl_mini.nemo", "width": 128}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"model": model}))
-    for part in PART_NAMES:
-        path = artifact(tmp_path, "onnx", part)
-        path.parent.mkdir(parents=True)
-        path.touch()
-    job = job_of(InferJob, config)
-    assert (job.model.path, job.infer.width) == ("checkpoints/sdxl_mini.nemo", 128)
 
 
 @pytest.fixture
@@ -110,19 +94,6 @@ def test_a_refusal_of_a_single_run_is_recorded_and_logged(hydra, capsys, caplog,
     assert said.startswith(words) and capsys.readouterr().err == f"error: {said}\n"
     assert left.value.code == {SdQuantError: 1, ConfigError: 2, ArtifactError: 3, ResourceError: 4}[kind]
     assert json.loads(failure.read_text()) == {"status": "failed", "reason": said, "exit_code": left.value.code}
-    assert not any(record.exc_info for record in caplog.records)
-
-
-@pytest.mark.parametrize(("error", "kind", "words"), [REFUSALS[0], *LACKING])
-def test_in_a_sweep_hydra_sees_the_refusal_and_the_log_has_it(hydra, capsys, caplog, error, kind, words):
-    failure = hydra(RunMode.MULTIRUN)
-    for _ in range(2):
-        with pytest.raises(kind), caplog.at_level(logging.INFO):
-            failing(error)(None)
-    first, said, second, _ = caplog.messages
-    assert first == "job 2 of 2: two" and second.startswith(f"{first}, failed before: {words}")
-    assert said.startswith(words) and capsys.readouterr().err == ""
-    assert json.loads(failure.read_text())["exit_code"] == kind.exit_code
     assert not any(record.exc_info for record in caplog.records)
 
 
@@ -241,8 +212,3 @@ def test_groups_of_ones_own_are_named_once(tmp_path):
         given("nowhere")
     with pytest.raises(ConfigError, match="^--config-dir and hydra.searchpath are both given"):
         given(str(tmp_path), "hydra.searchpath=[file://x]")
-
-
-def test_help_lists_the_groups_of_the_command():
-    assert [line.partition(":")[0] for line in cli.presets_of("infer")] == ["model", "infer"]
-    assert "export_trt: auto, none, tensorrt, tensorrt_rtx" in cli.presets_of("quantize")

@@ -5,14 +5,6 @@ from sd_quant import devices
 from sd_quant.devices import best_device, full_precision
 
 
-def test_the_current_gpu_or_the_processor(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert best_device() == torch.device("cpu")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    assert best_device() == torch.device("cuda", 1)
-
-
 def test_scores_are_computed_in_fp32_and_nothing_else_changes():
     before = torch.backends.cudnn.allow_tf32, torch.backends.cudnn.enabled
     with full_precision() as device:

@@ -1,12 +1,10 @@
 import errno
-import hashlib
-import json
 import os
 
 import pytest
 
 from sd_quant.errors import ResourceError, SdQuantError
-from sd_quant.files import atomic_path, check_room, sha256, write_json, write_text
+from sd_quant.files import atomic_path, check_room, write_json, write_text
 
 
 def test_the_name_is_replaced_when_the_block_ends_well(tmp_path):
@@ -60,23 +58,11 @@ def test_a_folder_is_put_in_place_whole_or_not_at_all(tmp_path):
     assert (tmp_path / "folder/inner/a.txt").read_text() == "whole" and len(list(tmp_path.iterdir())) == 1
 
 
-def test_json_reads_back(tmp_path):
-    content = {"psnr": None, "name": "Größe", "values": [1, 0.5]}
-    write_json(tmp_path / "record.json", content)
-    assert json.loads((tmp_path / "record.json").read_text(encoding="utf-8")) == content
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_json_refuses_numbers_that_are_none(tmp_path, value):
     with pytest.raises(SdQuantError, match=rf"^record.json cannot be written, because psnr.values.1 \({value}\) in it"):
         write_json(tmp_path / "record.json", {"ssim": {}, "psnr": {"values": [1.0, value]}})
     assert not list(tmp_path.iterdir())
-
-
-def test_sha256_is_that_of_the_bytes(tmp_path):
-    path = tmp_path / "file"
-    path.write_bytes(b"abc" * 100_000)
-    assert sha256(path) == hashlib.sha256(b"abc" * 100_000).hexdigest()
 
 
 def test_room_is_asked_of_the_disk_that_a_path_will_be_on(tmp_path):

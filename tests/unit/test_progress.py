@@ -7,7 +7,7 @@ import time
 import pytest
 
 from sd_quant import progress as module
-from sd_quant.progress import ConsoleFormatter, each, progress
+from sd_quant.progress import ConsoleFormatter, progress
 
 
 @pytest.fixture
@@ -51,12 +51,6 @@ def test_a_terminal_gets_a_bar(monkeypatch, caplog):
         advance()
     assert "calibrate: 100%" in sys.stderr.getvalue() and "2/2" in sys.stderr.getvalue()
     assert caplog.messages == []
-
-
-def test_items_are_counted_when_they_are_done(monkeypatch):
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    assert list(each("abc", "letters")) == ["a", "b", "c"]
-    assert "letters:   0%" in sys.stderr.getvalue()
 
 
 def test_a_console_line_has_no_logger_and_a_warnings_level():

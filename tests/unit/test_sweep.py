@@ -5,7 +5,7 @@ import re
 from functools import cache
 
 import pytest
-from hydra import compose, initialize_config_dir
+from hydra import initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
 from sd_quant import sweep
@@ -71,16 +71,6 @@ def test_the_folder_depends_on_the_jobs_alone():
 def test_an_impossible_job_is_refused_before_any_starts(arguments, sentence):
     with pytest.raises(Exception, match=sentence):
         plan(*arguments)
-
-
-def test_hydra_numbers_the_jobs_alike(tmp_path):
-    found, _ = plan("quant_level=1,2", "alpha=0.5,1")
-    write_json(tmp_path / SWEEP, found)
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        for number, job in enumerate(found["jobs"]):
-            fixed = [f"hydra.sweep.dir={tmp_path}", f"hydra.job.num={number}"]
-            config = compose("quantize", [*job["overrides"], *fixed], return_hydra_config=True)
-            assert config.hydra.sweep.subdir == job["name"]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from sd_quant.checkpoints import convert as command
 from sd_quant.checkpoints import nemo_keys
 from sd_quant.checkpoints.convert import convert, open_sdxl
 from sd_quant.checkpoints.nemo import open_nemo, write_archive
-from sd_quant.checkpoints.nemo_and_diffusers import NETWORKS, nemo_config, open_diffusers, write_diffusers
+from sd_quant.checkpoints.nemo_and_diffusers import NETWORKS, nemo_config, write_diffusers
 from sd_quant.checkpoints.nemo_networks import checkpoint_of, sdxl_base_config
 from sd_quant.checkpoints.synthetic import CLIP_L, OPEN_CLIP_BIGG
 from sd_quant.checkpoints.tensors import LazyTensor, lazy
@@ -141,13 +141,6 @@ def test_nemo_to_folder_to_nemo(tmp_path, mixed, run):
     assert {nemo_keys.LOGIT_SCALE, nemo_keys.SIGMAS, nemo_keys.POSITION_IDS} < read(after).keys()
     assert {tensor.dtype for tensor in read(after).values()} == {*DTYPES, torch.int64}
     assert sha256(back) == sha256(mixed) and sorted(tmp_path.iterdir()) == [back, folder]
-
-
-def test_an_archive_without_what_only_training_uses_comes_back_without_it(tmp_path, mixed):
-    checkpoint = open_nemo(mixed)
-    state = {key: tensor for key, tensor in checkpoint.state().items() if key not in nemo_keys.UNUSED}
-    write_diffusers(tmp_path / "folder", checkpoint_of(mixed, checkpoint.model_config, state))
-    assert list(open_diffusers(tmp_path / "folder").state()) == list(state)
 
 
 def test_a_config_is_made_of_diffusers_configs(theirs_as_nemo, tiny_config):
@@ -366,14 +359,3 @@ def test_wrong_words_on_the_command_line(tmp_path, monkeypatch, run, mixed, sour
     code, _, said = run(source, target, *options)
     assert code == 2 and message in said and said.count("\n") == 1
     assert {path.name for path in tmp_path.rglob("*")} == {"config.yaml", "mixed.nemo", "precious", "content"}
-
-
-def test_what_nemos_own_converter_leaves_out_is_refused(tmp_path, mixed, run):
-    """It renames the first block of each transformer only, and leaves the rest to chance."""
-    checkpoint = open_nemo(mixed)
-    state = {key: each for key, each in checkpoint.state().items() if ".transformer_blocks.1." not in key}
-    write_archive(tmp_path / "theirs.nemo", checkpoint.model_config, state)
-    code, out, said = run(tmp_path / "theirs.nemo", tmp_path / "folder")
-    assert code == 3 and not out
-    assert "80 missing: model.model.diffusion_model." in said and "and 70 more" in said
-    assert "Traceback" not in said and [path.name for path in tmp_path.iterdir()] == ["theirs.nemo"]

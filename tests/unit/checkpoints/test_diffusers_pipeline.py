@@ -141,15 +141,6 @@ def test_the_table_of_tokens_is_stored_under_either_name_or_both(stored, names):
     assert torch.equal(text_encoder.encoder.embed_tokens.weight, table)
 
 
-def test_half_precision_is_read_where_there_is_no_other(folder):
-    theirs = diffusers.PixArtTransformer2DModel.from_pretrained(folder / "transformer").half()
-    (folder / WEIGHTS).unlink()
-    theirs.save_pretrained(folder / "transformer", variant="fp16")
-    assert not (folder / WEIGHTS).exists()
-    weights = open_pipeline(folder, "pixart").components["transformer"]
-    assert {tensor.dtype for tensor in weights.values()} == {torch.float16}
-
-
 def test_weights_may_be_links_as_in_a_hubs_snapshot(folder, tmp_path):
     """A hub's cache keeps files beside its snapshots. A file that a link leads to is read as weights, nothing else."""
     blob = tmp_path / "blobs" / "0123abcd"
@@ -165,12 +156,6 @@ def test_how_a_text_encoder_computes_is_not_the_folders_to_say(changed):
     kernel = "kernels-community/flash-attn2"
     path = changed(TEXT, {"attn_implementation": kernel, "_attn_implementation": kernel})
     assert kernel not in str(opened(path).build()["text_encoder"].config)
-
-
-def test_a_folder_without_an_index_is_no_pipeline(folder):
-    (folder / INDEX).unlink()
-    assert "holds no model_index.json, so it is no diffusers pipeline" in refusal(folder, ConfigError)
-    assert "holds no model_index.json" in refusal(folder / "nowhere", ConfigError)
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,10 @@ The UNet, whose keys NeMo shares with nobody, is judged as a file of SGM's in ``
 import gzip
 from pathlib import Path
 
-import pytest
 import torch
 from diffusers.loaders import single_file_utils
 
 from sd_quant.checkpoints import nemo_keys
-from sd_quant.checkpoints.synthetic import CLIP_L, OPEN_CLIP_BIGG
 from sd_quant.checkpoints.tensors import lazy
 from tests.networks import assert_same
 
@@ -32,25 +30,6 @@ def test_full_size_unet_has_the_keys_and_shapes_seen_in_nemo(full_size_shapes):
     golden = gzip.decompress(GOLDEN.read_bytes()).decode().splitlines()
     assert len(golden) == 1680
     assert sorted(f"{key} {'x'.join(map(str, shape))}" for key, shape in ours.items()) == golden
-
-
-@pytest.mark.parametrize(
-    "component, keys", [("unet", 1680), ("vae", 248), ("text_encoder", 196), ("text_encoder_2", 389)]
-)
-def test_each_key_is_used_once_and_joined_ones_by_their_three_thirds(full_size_shapes, component, keys):
-    layouts: dict[str, list[str]] = {}
-    for place in nemo_keys.locations(component, full_size_shapes[component]).values():
-        layouts.setdefault(place.key, []).append(place.layout)
-    assert len(layouts) == keys
-    for key, used in layouts.items():
-        assert len(used) == 1 or sorted(used) == ["third 0", "third 1", "third 2"], key
-
-
-def test_text_shapes_are_read_back_from_full_size_weights(full_size_shapes):
-    shapes = {}
-    for component in ("text_encoder", "text_encoder_2"):
-        shapes |= stored_shapes(component, full_size_shapes[component])
-    assert nemo_keys.text_shapes(shapes) == (CLIP_L, OPEN_CLIP_BIGG)
 
 
 def nemo_tensors(component: str, parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

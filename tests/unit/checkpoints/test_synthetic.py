@@ -44,12 +44,3 @@ def test_the_seed_decides_every_byte_of_a_whole_checkpoint(written, half):
             assert {parameter.dtype for parameter in source.parameters.values()} == {dtype}
     unet, another = checkpoint.components["unet"], other.components["unet"]
     assert not any(torch.equal(unet[name], another[name].half()) for name in unet)
-
-
-def test_ranges_of_channels_differ_as_those_of_trained_weights_do(half):
-    unet = open_nemo(half).components["unet"]
-    weight = unet["mid_block.attentions.0.transformer_blocks.0.ff.net.0.proj.weight"].float()
-    for axis in (0, 1):
-        spread = weight.std(dim=1 - axis)
-        assert spread.max() / spread.min() > 2
-    assert unet["mid_block.attentions.0.norm.weight"].float().mean() == pytest.approx(1, abs=0.1)

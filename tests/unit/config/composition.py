@@ -55,17 +55,12 @@ def options() -> list[tuple[str, str]]:
     return pairs
 
 
-def changed(mapping: dict, knob: str, value: object) -> dict:
-    mapping = deepcopy(mapping)
-    *groups, name = knob.split(".")
-    inner = mapping
-    for group in groups:
-        inner = inner[group]
-    inner[name] = value
-    return mapping
-
-
 def given(mapping: dict, knobs: dict[str, object]) -> dict:
-    for name, value in knobs.items():
-        mapping = changed(mapping, name, value)
+    mapping = deepcopy(mapping)
+    for knob, value in knobs.items():
+        *groups, name = knob.split(".")
+        inner = mapping
+        for group in groups:
+            inner = inner[group]
+        inner[name] = value
     return mapping

@@ -103,16 +103,6 @@ def test_help_says_of_every_knob_what_it_means_and_takes(primary, mappings):
     assert all(re.fullmatch(r"[a-z_.0-9]+: [^$]+ \(.+\)", line) for line in lines)
 
 
-def test_a_line_of_help():
-    assert {
-        "quantize.n_steps: denoising steps of a calibration image (at least 1)",
-        "quantize.enable.conv.weight: format of a layer's weight (one of int8, fp8, int4, mxfp4, nvfp4)",
-        "quantize.exclude: patterns of layers that stay in high precision, by model family (patterns by the name of a "
-        "family: flux, pixart, sd15, sd21, sd3, sdxl)",
-        "cache.dir: where it is kept; null: everything is made anew and nothing kept (text or null)",
-    } <= set(described(QuantizeJob))
-
-
 def test_a_folder_has_images_of_its_own_size(tmp_path):
     (tmp_path / "unet").mkdir()
     (tmp_path / "model_index.json").write_text("{}")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sd_quant.config import PART_NAMES, artifact, check_writable, lora_of, part_paths
-from sd_quant.errors import ArtifactError, ConfigError, ResourceError
+from sd_quant.errors import ConfigError, ResourceError
 
 
 def test_parts_come_from_the_run_and_single_paths_go_before(job, run, tmp_path):
@@ -66,13 +66,6 @@ def test_a_folder_that_cannot_be_made_is_refused(monkeypatch):
         check_writable(Path("/tmp/x"))
 
 
-def test_a_checkpoint_has_to_be_there_and_whole(job, refused, archive):
-    job("quantize", {"model.path": archive}).check_files()
-    refused("quantize", {"model.path": "no/such.nemo"}, r"^model\.path names no/such\.nemo, which does not exist")
-    archive.write_bytes(b"not a tar" * 100)
-    refused("quantize", {"model.path": archive}, "no valid tar header", ArtifactError)
-
-
 def test_a_lora_has_a_strength(job, refused):
     for stated, expected in (
         ("style.safetensors", ("style.safetensors", 1.0)),
@@ -85,14 +78,6 @@ def test_a_lora_has_a_strength(job, refused):
             model.check_files()
     for stated in ("b.safetensors:much", "b.safetensors:nan", "b.safetensors:", ":0.5", ""):
         refused("infer", {"model.loras": [stated]}, r"^model.loras .* a file, or file:strength with a number")
-
-
-def test_images_to_start_from_make_the_encoder_a_part(job, run, picture):
-    assert not job("quantize", {}).model.encoder
-    for knob in ("infer.image", "model.calibration_image"):
-        assert job("quantize", {knob: picture}).model.encoder
-    infer = job("infer", {"infer.image": picture, "run": run})
-    assert infer.model.encoder and list(part_paths(infer, "onnx")) == [*PART_NAMES, "vae_encoder"]
 
 
 def test_absent_images_and_masks_are_refused(refused, picture):
@@ -117,13 +102,6 @@ def test_a_prompt_without_brackets_is_told_of_them(job):
     told = r"^infer.prompts is cat, which is no file .*brackets: 'infer.prompts=\[cat\]'$"
     with pytest.raises(ConfigError, match=told):
         job("quantize", {"infer.prompts": "cat"}).infer.prompt_list()
-
-
-def test_prompts_and_images_take_turns_until_all_are_used(job, picture):
-    two = {"infer.image": picture, "infer.prompts": ["a"], "infer.num_samples": 2}
-    assert job("infer", two).infer.prompt_list() == ["a"] * 4
-    three = {"infer.image": picture, "infer.prompts": ["a", "b", "c"]}
-    assert job("infer", three).infer.prompt_list() == ["a", "b", "c"]
 
 
 def test_negative_prompts_are_repeated_as_the_prompts_are(job):

@@ -78,17 +78,6 @@ def test_inputs_that_can_be_scaled_per_token_or_rotated_are(preset, per_token, r
     assert (quantize.scaled_per_token("ffn"), quantize.rotation_of("qkv")) == (per_token, rotation)
 
 
-@pytest.mark.parametrize("observer", ["mse", "percentile"])
-def test_an_observer_of_linears_alone_has_nothing_to_judge_per_token(observer):
-    """The range is 1 then; the inputs of convolutions of this preset stay in fp16."""
-    quantize = job("int8", {}).quantize
-    enable = dataclasses.replace(quantize.enable, conv=Pair("int8", None))
-    given = dataclasses.replace(quantize, enable=enable, observer=observer, per_channel=True)
-    check_enabled(given)
-    with pytest.raises(ConfigError, match=r"^quantize\.observer is \w+, expected min_max, because no input that"):
-        check_enabled(dataclasses.replace(given, per_token=True))
-
-
 def test_a_conv_takes_no_input_in_blocks():
     """They lie along the last axis, which is no channel there."""
     quantize = job("int8", {}).quantize

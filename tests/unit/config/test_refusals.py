@@ -85,7 +85,6 @@ def test_a_wrong_value_is_refused_by_its_name(job, knob, values, expected):
     ("knob", "value", "sentence"),
     [
         ("model.io", "onnx", "export.io is onnx, expected one of nemo, diffusers"),
-        ("quantize.quant_level", 5, "quant_level is 5.0, expected one of 1, 2, 2.5, 3, 4"),
         ("model.family", "dalle", "model.family is dalle, expected one of flux, pixart, sd15, sd21, sd3, sdxl"),
         ("trt.sizes", ["128x64", "192x64"],
             "infer.width is 64, expected from 128 to 192, as in trt.sizes, because plans are tuned for it"),

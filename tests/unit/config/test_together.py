@@ -47,8 +47,6 @@ def test_these_do(job, primary, knobs):
         *(("quantize", NEGATIVE | {"infer.negative_prompt": prompts}, f"infer.negative_prompt is a list of "
            f"{len(prompts)} texts, expected one for each of the 2 prompts, or a single text for all")
           for prompts in (["rain"], [])),
-        ("quantize", NEGATIVE | {"infer.negative_prompt": 5},
-         "infer.negative_prompt is 5, expected a list of texts or text or null"),
         ("quantize", {"infer.mask": "m.png"},
          "infer.mask is m.png, expected null without infer.image, because it is the mask"),
         ("quantize", {"infer.strength": 0.0}, "infer.strength is 0.0, expected more than 0 and at most 1"),

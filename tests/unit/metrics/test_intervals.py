@@ -1,13 +1,12 @@
 """Intervals against scipy's t test, against counted coverage, and where nothing can be known."""
 
-import importlib.util
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy import stats
 
+from benchmarks import coverage
 from sd_quant.metrics.intervals import OPENING, Interval, mean_interval, ratio_interval, sum_of
 from sd_quant.metrics.latency import Stopping, enough
 
@@ -34,26 +33,16 @@ def test_a_ratio_is_of_the_same_rounds():
     assert not ratio_interval(2 * drift * noise, drift[::-1]).within(0.2)
 
 
-@pytest.fixture(scope="module")
-def machine():
-    """The simulated machines of ``benchmarks/coverage.py``, and the ratio that they have in truth."""
-    path = Path(__file__).parents[3] / "benchmarks/coverage.py"
-    spec = importlib.util.spec_from_file_location("coverage_of_intervals", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("kind", ["quiet", "hiccups", "neighbour"])
-def test_intervals_cover_what_they_say_although_rounds_end_when_they_are_narrow(kind, machine):
+def test_intervals_cover_what_they_say_although_rounds_end_when_they_are_narrow(kind):
     """95 % are within 2 of the standard errors that 150 draws have, 91.4 to 98.6; the benchmark has 1,000."""
     generator, covered, stopping = np.random.default_rng(3), 0, Stopping(20, 0.02, 1e9, most=640)
     for _ in range(150):
-        a, b = machine.machine(generator, 640, kind)
+        a, b = coverage.machine(generator, 640, kind)
         rounds = 20
         while enough([a[:rounds], b[:rounds]], stopping, 0) is None:
             rounds *= 2
-        covered += ratio_interval(a[:rounds], b[:rounds]).holds(machine.RATIO)
+        covered += ratio_interval(a[:rounds], b[:rounds]).holds(coverage.RATIO)
     assert 0.91 <= covered / 150 <= 0.99
 
 

@@ -108,14 +108,6 @@ def test_on_a_bare_machine_the_table_is_made_whatever_becomes_of_a_row(check, tm
     assert "failed" not in (out / "tests.txt").read_text() and "error" not in (out / "tests.txt").read_text().lower()
 
 
-def test_what_does_not_fit_into_the_time_is_named(check, tmp_path):
-    given = ("--on-cpu", "--model", str(tmp_path / "model.yaml"), *SMALL, "--only", "table", "--seconds", "20")
-    result = check(*given, "--rows", "fp16 compiled*")
-    assert result.returncode == 1
-    assert {row["ended"] for row in json.loads((tmp_path / "out" / "table.json").read_text())["rows"]} == {"not begun"}
-    assert "fp16 compiled at batch 1: not begun, it would take 9" in result.stdout
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_without_a_gpu_nothing_is_claimed(check, tmp_path):
     result = check()

@@ -1,4 +1,4 @@
-"""Assignments that were kept compute what those that were derived do, in a file of what cannot be computed again."""
+"""Assignments that were kept compute what those that were derived do."""
 
 from dataclasses import replace
 
@@ -35,25 +35,7 @@ def test_what_was_kept_computes_what_was_derived(part, assignments, kept, name):
     assert errors[0] == pytest.approx(errors[1], rel=0.1)
 
 
-def test_ranges_of_weights_are_not_kept_where_they_come_from_the_weights(kept, assignments):
-    """Of INT8's, those of convolutions whose shifted bias has chosen them are."""
-    numbers = sum(
-        row.weight_amax.numel() for row in assignments["int8 level 3"].values() if row.weight_amax is not None
-    )
-    smoothing = sum(row.pre_quant_scale.numel() for rows in assignments.found.values() for row in rows.values()
-                    if row.pre_quant_scale is not None)  # fmt: skip
-    assert kept.stat().st_size < 300_000 and numbers + smoothing > 0
-
-
 def test_scales_of_another_recipe_are_not_taken(part, kept):
     name = "int8 level 3"
     assert scales.load(kept, name, replace(sides.RECIPES[name], alpha=0.5), part.unet) is None
     assert scales.load(kept, "of another name", sides.RECIPES[name], part.unet) is None
-
-
-@torch.no_grad()
-def test_they_are_derived_where_the_file_has_them_not(part, kept):
-    found = sides.Assignments(part, 64, kept)
-    assert found["fp8 level 3"] and found.derived == []
-    without = sides.Assignments(part, 64, None)
-    assert without["fp8 level 3"] and without.derived == ["fp8 level 3"]

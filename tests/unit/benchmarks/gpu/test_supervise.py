@@ -57,18 +57,5 @@ def test_what_does_not_fit_is_not_begun_and_what_is_shorter_still_is(told):
     assert long["reason"].startswith("it would take 1010 s and ")  # with the opening of the worker
 
 
-def test_what_a_machine_takes_longer_is_learnt_from_the_rows_before(told):
-    """The first takes the interpreter's start, a thousand times what was expected; tenfold is believed."""
-    [first, second] = told(Task("a", 1e-3), Task("b", 20.0))
-    assert first["ended"] == second["ended"] == DONE  # within its opening, so it counts as ten times faster
-    slow = Worker([sys.executable, "-m", "tests.unit.benchmarks.gpu.test_supervise"], 0.0)
-    ended = []
-    do_all(
-        slow, [Task("a", 1e-3), Task("b", 20.0)], time.monotonic() + 100, 1.0, lambda _, answer: ended.append(answer)
-    )
-    assert [answer["ended"] for answer in ended] == [DONE, NOT_BEGUN]
-    assert ended[1]["reason"].startswith("it would take 200 s")
-
-
 if __name__ == "__main__":
     serve(int(sys.argv[sys.argv.index("--answers") + 1]), do)
