@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from sd_quant.errors import ConfigError
+
 
 @pytest.fixture
 def processors(benchmark):
@@ -37,6 +39,14 @@ OLD = {
 )
 def test_what_is_said_is_held_against_what_is_executed_and_timed(processors, changed, found):
     assert processors.falsehoods(TRUE | changed) == found
+
+
+def test_a_class_that_does_not_exist_is_refused(processors, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["processors", "--classes", "AVX2", "AVX3"])
+    expected = "--classes has AVX3, expected some of AVX2, AVX2_VNNI, AVX512_CORE, AVX512_CORE_VNNI, AVX512_CORE_AMX"
+    with pytest.raises(ConfigError) as refused:
+        processors.main()
+    assert str(refused.value) == expected and refused.value.exit_code == 2
 
 
 @pytest.mark.soak
