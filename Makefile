@@ -32,8 +32,8 @@ soak-consumers: $(VENV)/.sd-quant-test $(VENV)/.sd-quant-consumers
 	PYTHONPATH=$(abspath $(VENV)/consumers) $(PYTEST) tests/cli/test_hand_over.py tests/unit/checkpoints/test_lora.py \
 		tests/unit/hand_over tests/unit/candidates -m consumer --dist loadfile --durations 10
 
-soak-benchmarks: $(VENV)/.sd-quant-test $(VENV)/.sd-quant-peers
-	PYTHONPATH=$(abspath $(VENV)/peers) $(PYTEST) tests/unit/benchmarks -m soak --dist load --durations 10
+soak-benchmarks: $(VENV)/.sd-quant-test $(VENV)/.sd-quant-consumers $(VENV)/.sd-quant-peers
+	$(PYTEST) tests/unit/benchmarks -m soak --dist load --durations 10
 
 check: $(VENV)/.sd-quant-test ## Style, types and the quick unit tests, in a minute
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync style types quick
