@@ -45,16 +45,10 @@ CHECKPOINT_GIVEN = "model.path={files}/empty.nemo"
         ("quantize.py", ["quant_levle=3"], 2, "there is no knob quant_levle; did you mean quant_level"),
         ("quantize.py", ["+quantize.alhpa=0.5"], 2, "there is no knob quantize.alhpa; did you mean alpha?"),
         ("quantize.py", ["quantize=int9"], 2, "there is no preset quantize=int9; did you mean int8"),
-        ("quantize.py", ["infer=3"], 2, "Config group override must be a string"),
         ("quantize.py", ["alpha=["], 2, "the argument alpha=[ cannot be read"),
         ("quantize.py", ["alpha=0.5,0.8"], 2, "--multirun"),
         ("quantize.py", ["quant_level=5"], 2, "quant_level is 5.0, expected one of 1, 2, 2.5, 3"),
-        ("quantize.py", ["alpha=1.5"], 2, "alpha is 1.5, expected a number from 0 to 1"),
-        ("quantize.py", ["alpha=best"], 2, "alpha is best, expected a number from 0 to 1, or auto"),
-        ("quantize.py", ["percentile=0.01"], 2, "percentile is 0.01, expected at least 0.05"),
         ("quantize.py", ["keep=1.0"], 2, "keeping all would quantize nothing"),
-        ("quantize.py", ["smoothing=all"], 2, "smoothing is all, expected one of folded, modelopt, none"),
-        ("quantize.py", ["smoothing=none", "alpha=0.5"], 2, "alpha is 0.5, expected null, because int8 smooths"),
         (
             "quantize.py",
             [CHECKPOINT_GIVEN, "cache.dir={files}/empty.nemo/cache"],
@@ -64,9 +58,7 @@ CHECKPOINT_GIVEN = "model.path={files}/empty.nemo"
         ("quantize.py", [CHECKPOINT_GIVEN, "hydra.run.dir=/proc/xyz"], 2, "because of /proc; set hydra.run.dir"),
         ("quantize.py", ["-m", "infer.seed=range(0,10000)"], 2, "the command means more than 1000 jobs"),
         ("quantize.py", [CHECKPOINT_GIVEN, "calibration=no/such"], 2, "calibration names no/such, which does not"),
-        ("quantize.py", ["calib_size=many"], 2, "quantize.calib_size is 'many', expected a whole number"),
         ("quantize.py", ["infer=torch"], 2, "infer.engine is torch, expected an engine for the quantized model"),
-        ("infer.py", ["infer.cuda_graph=true", "run=x"], 2, "infer.cuda_graph is True, expected false, because"),
         ("quantize.py", ["model=sdxl_nemo"], 2, "the knob model.path has no value; give it one on the command line"),
         ("quantize.py", ["model.path=no/such.nemo"], 2, "model.path names no/such.nemo, which does not exist"),
         ("quantize.py", ["model.path={files}/garbage.nemo"], 3, "garbage.nemo has no valid tar header at byte 0"),
@@ -94,9 +86,7 @@ CHECKPOINT_GIVEN = "model.path={files}/empty.nemo"
         ("export_trt.py", ["run={files}/empty_run", "export_trt=none"], 2, "a library that builds plans, because"),
         ("export_trt.py", ["model.path=missing.nemo"], 2, "model.path names missing.nemo, which does not exist"),
         ("export_trt.py", ["run={files}/empty_run"], 2, "unet_xl should be at"),
-        ("export_trt.py", ["export_trt=tensort"], 2, "there is no preset export_trt=tensort; did you mean tensorrt"),
         ("infer.py", [CHECKPOINT_GIVEN, "run={files}/empty_run"], 2, "unet_xl should be at"),
-        ("infer.py", [CHECKPOINT_GIVEN, "infer=tensort"], 2, "there is no preset infer=tensort; did you mean tensorrt"),
         ("infer.py", ["infer.engine=tvm"], 2, "infer.engine is tvm, expected one of openvino, onnxruntime"),
         pytest.param(
             "infer.py",
@@ -125,12 +115,6 @@ def test_an_interpreter_of_its_own_says_the_same_and_no_more(command, process, f
     results = [run(*given) for run in (process, command)]
     assert results[0].returncode == results[1].returncode == code
     assert (results[0].stdout, results[0].stderr) == (results[1].stdout, results[1].stderr)
-
-
-def test_a_refused_command_does_not_make_the_default_directory(command, files):
-    before = listing(files)
-    assert command("quantize.py", "quant_level=5").returncode == 2
-    assert listing(files) == before
 
 
 def test_an_archive_without_a_checkpoint_fails_with_one_sentence_and_leaves_only_its_log(command, files):

@@ -12,7 +12,6 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-import sd_quant
 from sd_quant.engines.tensorrt.plan import describe_plan
 
 from ..pipelines import redraw, sd15_of_one_level
@@ -142,13 +141,6 @@ def test_a_checkpoint_for_inpainting(command, tiny, inpainting, pictures, mask, 
     assert result.returncode == 0, result.stderr[-3000:]
     (sample, *_) = onnx.load(tmp_path / "run/onnx/unet/unet.onnx").graph.input
     assert sample.type.tensor_type.shape.dim[1].dim_value == 9
-
-
-def test_from_python(tiny, pictures):
-    model = sd_quant.open("sd15", tiny.folder, width=64, height=64)
-    knobs = {"steps": 4, "seed": 3}
-    noise, changed = (model.images(["a red cat"], **knobs, **more) for more in ({}, {"image": f"{pictures}/a.png"}))
-    assert noise.shape == changed.shape == (1, 64, 64, 3) and not np.array_equal(noise, changed)
 
 
 @pytest.mark.parametrize(
