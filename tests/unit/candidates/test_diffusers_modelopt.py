@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import shutil
 import zipfile
 
 import modelopt.torch.opt as mto
@@ -216,12 +215,6 @@ def test_what_a_pickle_refers_to_often_costs_no_time(tmp_path):
                 quantizer_of(tmp_path, name, each)
 
 
-def test_a_pickle_is_what_it_says():
-    shared = (4, 3)
-    content = {"a": [1, -2, 2.5, None, True, "x", shared, shared, {"b": 2**40}], "c": torch.Size([2, 3]), -1: {}}
-    assert plain_content(pickled(content)) == content
-
-
 def with_state(saved, folder, change):
     """A folder like the saved one, whose state and tensors ``change`` has changed."""
     state = torch.load(saved[3] / "modelopt_state.pth", weights_only=False)
@@ -229,17 +222,6 @@ def with_state(saved, folder, change):
     changed(saved[3], folder, lambda tensors: change(quantizers, tensors))
     torch.save(state, folder / "modelopt_state.pth")
     return folder
-
-
-@slow
-@pytest.mark.parametrize("saved", ["int8"], indirect=True)
-def test_a_pipelines_folder(saved, tmp_path):
-    case, alone, _, folder = saved
-    shutil.copytree(case.checkpoint.path, tmp_path / "quantized")
-    shutil.copytree(folder, tmp_path / "quantized/unet", dirs_exist_ok=True)
-    candidate = case.read(tmp_path / "quantized", READER)
-    assert candidate.layers.keys() == alone.layers.keys() and candidate.path == tmp_path / "quantized"
-    assert candidate.rounded
 
 
 SOUND = {"_num_bits": 8, "_axis": 0, "_fake_quant": True, "_disabled": False}
@@ -279,17 +261,3 @@ def test_what_does_not_fit_is_refused_by_name(saved, tmp_path):
     found = read(with_state(saved, tmp_path, lambda _, tensors: tensors[buffer].fill_(torch.nan)), case.checkpoint)
     with pytest.raises(ArtifactError, match="NaN"):
         found.layers[name].weight.read()
-
-
-@slow
-@pytest.mark.parametrize("saved", ["int8"], indirect=True)
-def test_a_layer_that_is_switched_off_is_high_precision(saved, tmp_path):
-    case, candidate, _, _ = saved
-    name = min(candidate.layers)
-
-    def off(state, _):
-        for role in ("weight", "input"):
-            state[f"{name}.{role}_quantizer"]["_disabled"] = True
-
-    found = read(with_state(saved, tmp_path, off), case.checkpoint)
-    assert found.layers.keys() == candidate.layers.keys() - {name} and f"{name}.weight" in found.parameters

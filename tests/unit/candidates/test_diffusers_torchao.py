@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from functools import cache
 from itertools import cycle
 from pathlib import Path
 
@@ -123,16 +122,11 @@ def sdxl(tiny):
 
 @pytest.fixture(scope="module")
 def saved(sdxl, tmp_path_factory):
-    """``saved(config, dtype)``: the network that diffusers saves."""
-
-    @cache
-    def save(name: str, dtype: torch.dtype = torch.float32) -> Path:
-        config, folder = TorchAoConfig(configs()[name]), tmp_path_factory.mktemp("saved")
-        network = sdxl.kind.from_pretrained(sdxl.folder, torch_dtype=dtype, quantization_config=config)
-        network.save_pretrained(folder)
-        return folder
-
-    return save
+    """The network in INT8, as diffusers saves it."""
+    config, folder = TorchAoConfig(configs()["int8"]), tmp_path_factory.mktemp("saved")
+    network = sdxl.kind.from_pretrained(sdxl.folder, torch_dtype=torch.float32, quantization_config=config)
+    network.save_pretrained(folder)
+    return folder
 
 
 def save_flattened(network: nn.Module, folder: Path) -> dict[str, str]:
@@ -196,16 +190,6 @@ def test_weights_and_layers(dtype, sdxl, tmp_path):
             assert (linear(x, found) - output).norm() > 1e-3 * output.norm()
 
 
-@pytest.mark.parametrize("name", ["int8", "int8, inputs", "float8, all", "int4, inputs", "nvfp4"])
-def test_the_network_as_diffusers_saves_and_loads_it(name, saved, sdxl):
-    candidate = sdxl.read(saved(name), READER)
-    ours, theirs = sdxl.network(candidate), candidate.runtime()
-    assert max(sdxl.error_of_layers(ours, theirs, candidate).values()) < 3e-6 and len(candidate.layers) > 50
-    if not any(layer.inputs for layer in candidate.layers.values()):  # else a last bit changes codes, and they others
-        assert sdxl.error(theirs, ours) < 1e-5 < 1e-4 < sdxl.error(theirs, sdxl.denoiser())
-    assert candidate.maker == "torchao"
-
-
 def test_a_pipeline_with_shards(tiny, tmp_path):
     """PixArt, one of whose tensors is the denoiser's own and no layer's."""
     case, config = tiny("pixart"), TorchAoConfig(ao.Int8WeightOnlyConfig())
@@ -216,11 +200,6 @@ def test_a_pipeline_with_shards(tiny, tmp_path):
     assert "scale_shift_table" in candidate.parameters
     theirs = candidate.runtime()
     assert case.error(theirs, case.network(candidate)) < 1e-5 < 1e-4 < case.error(theirs, case.denoiser())
-
-
-def test_what_dequantizes_to_another_dtype_is_not_computed_in_fp32(saved, sdxl):
-    assert read(saved("float8, all", torch.bfloat16), sdxl.checkpoint).runtime is None
-    assert read(saved("float8, all"), sdxl.checkpoint).runtime is not None
 
 
 LAYER = "down_blocks.1.attentions.0.proj_in"
@@ -249,7 +228,6 @@ DAMAGE = {
     "a scale \\[1, 1\\]": lambda entry, own: own.update(scale=torch.ones(1, 1)),
     "a qdata .* torch.uint8": lambda entry, own: own.update(qdata=own["qdata"].view(torch.uint8)),
     "the dtype 'load'": lambda entry, own: entry["_data"].update(dtype={"_type": "torch.dtype", "_data": "load"}),
-    "3 where a torch.dtype": lambda entry, own: entry["_data"].update(dtype=3),
     "where a QuantizeTensorToInt8Kwargs": lambda entry, own: entry["_data"].update(act_quant_kwargs=[]),
     "swizzled, not known": lambda entry, own: entry["_data"].update(swizzled=True),
     "has zero points": lambda entry, own: own["zero_point"].add_(1),
@@ -260,14 +238,14 @@ DAMAGE = {
 
 @pytest.mark.parametrize("message", DAMAGE)
 def test_damage_is_refused(message, saved, sdxl, tmp_path):
-    path = shutil.copytree(saved("int8"), tmp_path, dirs_exist_ok=True)
+    path = shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     damaged(path, DAMAGE[message])
     with pytest.raises(ArtifactError, match=message):
         read(path, sdxl.checkpoint).layers[LAYER].weight.read()
 
 
 def test_pickles_and_files_without_descriptions_are_refused(saved, sdxl, tmp_path):
-    path = shutil.copytree(saved("int8"), tmp_path, dirs_exist_ok=True)
+    path = shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     save_file({"a": torch.zeros(1)}, path / WEIGHTS, {"format": "pt"})
     with pytest.raises(ArtifactError, match="does not say in its header .*tensor_names"):
         read(path, sdxl.checkpoint)

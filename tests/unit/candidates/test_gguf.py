@@ -131,12 +131,6 @@ def refusal(path, checkpoint) -> str:
     return str(error.value)
 
 
-def test_without_the_package_the_header_is_read_all_the_same(sound, sdxl, monkeypatch):
-    monkeypatch.setattr("sd_quant.candidates.gguf.find_spec", lambda name: None)
-    candidate = read(sound, sdxl)
-    assert candidate.runtime is None and candidate.layers
-
-
 def test_another_familys_file_is_refused_by_name(sound, tiny):
     words = "is an SDXL UNet, and the full-precision model is a Flux transformer"
     assert words in refusal(sound, tiny("flux").checkpoint)
@@ -173,15 +167,6 @@ def test_an_original_shape_of_another_size_is_refused(sdxl, tmp_path):
     write(tmp_path / "a.gguf", state, "Q8_0", entries=lambda writer: writer.add_array(
         f"comfy.gguf.orig_shape.{name}", [3, 5]))  # fmt: skip
     assert "has the original shape [3, 5]" in refusal(tmp_path / "a.gguf", sdxl)
-
-
-def test_tensors_that_nothing_needs_are_named(sdxl, tmp_path):
-    state = authors_state(sdxl) | {"odd.weight": torch.ones(3)}
-    write(tmp_path / "a.gguf", state, "Q8_0")
-    assert "1 unknown: odd.weight" in refusal(tmp_path / "a.gguf", sdxl)
-    del state["odd.weight"], state["time_embed.0.bias"]
-    write(tmp_path / "a.gguf", state, "Q8_0")
-    assert "1 missing: time_embedding.linear_1.bias" in refusal(tmp_path / "a.gguf", sdxl)
 
 
 def test_a_scale_that_is_not_finite_is_refused_when_it_is_read(sound, sdxl):

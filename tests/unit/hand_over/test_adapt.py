@@ -16,18 +16,6 @@ ROW = LayerAssignment(
 )
 
 
-def test_layers_whose_input_would_have_to_be_multiplied_stay_in_high_precision(assign):
-    rows = assign("int8", "int8", per_channel=True)
-    found = adapted(rows, COMFYUI)
-    multiplied = {name for name, row in rows.items() if row.multiplies}
-    assert multiplied and all("smoothing=none" in found[name].reason for name in multiplied)
-    assert all(found[name].pre_quant_scale is None for name in multiplied)
-    assert adapted(rows, MODELOPT) == rows
-
-    kept = [row for row in found.values() if row.format is not None]  # whose inputs come row by row
-    assert kept and all(row.activation_format is None and row.activation_amax is None for row in kept)
-
-
 PLAIN = {"smoothing": "none", "alpha": None}
 
 
@@ -55,12 +43,9 @@ def test_what_a_target_cannot_hold_at_all_is_refused(assign, fmt, options, targe
         ("diffusers_torchao", {"activation_format": "fp8"}, "and the recipe leaves them in fp8"),
         ("diffusers_torchao", {"weight_shape": (64, 64, 3, 3)}, "holds no convolutions in int8"),
         ("diffusers_torchao", {"activation_zero_point": 3}, "holds no inputs that are shifted"),
-        ("diffusers_sdnq", {"format": "nvfp4"}, "holds no weights in nvfp4"),
         ("diffusers_sdnq", {"pre_quant_scale": torch.ones(64)}, "cannot multiply the inputs of int8"),
         ("diffusers_sdnq", {"format": "int4", "weight_shape": (64, 64, 3, 3)}, "holds no convolutions in int4"),
-        ("gguf", {"format": "fp8"}, "holds no weights in fp8"),
         ("gguf", {"weight_shape": (64, 48)}, "whose inputs are a multiple of 32"),
-        ("gguf", {"weight_shape": (64, 64, 3, 3)}, "holds no convolutions in int8"),
         ("comfyui", {"format": "fp8", "activation_format": "fp8"}, "holds only one scale for a weight in fp8"),
         ("comfyui", {"format": "nvfp4", "name": "down.attn2.to_k"}, "reads the model's kind off the shape"),
         ("onnx", {"format": "nvfp4"}, "has no kernel for nvfp4's FP4 numbers"),
@@ -140,11 +125,6 @@ def test_inputs_that_are_scaled_per_token_are_computed_in_the_consumers_way(targ
     found = held(replace(ROW, per_token=per_token), TARGETS[target])
     assert found.format == "int8" and inputs_of(found, TARGETS[target]) == how
     assert found.per_token == (per_token and how != FP16 and target != "comfyui")
-
-
-def test_rotated_weights_are_held_by_who_rotates_inputs():
-    for target in ("comfyui", "openvino", "onnx"):
-        assert held(replace(ROW, per_token=True, rotation=16), TARGETS[target]).rotation == 16
 
 
 def test_what_a_file_has_beside_weights_is_fp16s_numbers_too(tiny):

@@ -43,9 +43,6 @@ def test_every_target_has_a_writer(name):
          "low-rank branch, or quantize.rank=0 (diffusers_sdnq, openvino, onnx)"),
         (["quantize=rotated_w4a4", "hand_over=[diffusers_sdnq]"], "hand_over is diffusers_sdnq, expected a target that "
          "holds rotated weights in int4, or quantize.rotation=0 (openvino, onnx)"),
-        (["quantize=int8_dynamic", "quantize.rotation=16", "hand_over=[gguf]"], "hand_over is gguf, expected a target "
-         "that holds rotated weights in int8, or quantize.rotation=0 (comfyui, diffusers_modelopt, diffusers_sdnq, "
-         "openvino, onnx)"),
         (["model=flux", "model.path=x", "quantize=int8_dynamic", "hand_over=[diffusers_modelopt]"], "hand_over is "
          "diffusers_modelopt, expected a target that holds inputs of int8 that are scaled per token, or "
          "quantize.per_token=false (comfyui, diffusers_torchao, diffusers_sdnq, gguf, openvino, onnx)"),

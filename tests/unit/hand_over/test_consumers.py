@@ -1,19 +1,10 @@
 """diffusers and its quantization libraries load what is written, and compute what the simulation computes."""
 
-import json
-
 import modelopt.torch.opt as mto
 import pytest
 import torch
-from safetensors import safe_open
 
-from sd_quant.checkpoints.tensors import lazy
-from sd_quant.hand_over import diffusers_torchao
-from sd_quant.hand_over.diffusers_modelopt import of_codes
 from sd_quant.hand_over.weights import codes_and_scales
-from sd_quant.models.checkpoint import denoiser_part
-from sd_quant.numbers import relative_error
-from sd_quant.quantization.assignment import rewritten
 from sd_quant.quantization.formats import FORMATS
 
 from .conftest import layer_errors, recipe_of
@@ -68,16 +59,6 @@ def check_torchao(layer, module, codes, scales) -> None:
 CHECKS = {SDNQ: check_sdnq, TORCHAO: check_torchao}
 
 
-@pytest.mark.parametrize("fmt", ["int8", "fp8"])
-def test_a_weight_of_codes_gives_the_same_codes_in_modelopt(assign, calibrated, fmt):
-    rows, unet = assign(fmt, fmt, per_channel=fmt == "int8"), calibrated.part().unet
-    for layer in (layer for layer in rows.values() if layer.format is not None):
-        weight = unet.get_submodule(layer.name).weight
-        codes, scales = layer.codes_and_scales(rewritten(weight, layer))
-        stored = of_codes(lazy(weight), layer).read().float()
-        assert torch.equal(FORMATS[fmt].quantize(stored, *scales).float(), codes.float()), layer.name
-
-
 @consumer
 def test_fp16_keeps_every_scale_of_sdnq(tiny, tmp_path):
     """diffusers casts scales to the dtype that it is told to load: ours are fp16's numbers, and not bfloat16's."""
@@ -86,27 +67,3 @@ def test_fp16_keeps_every_scale_of_sdnq(tiny, tmp_path):
     dtypes = torch.float32, torch.float16, torch.bfloat16
     expected, half, brain = (case.loaded(folder, dtype).get_submodule(name).scale for dtype in dtypes)
     assert torch.equal(half, expected) and not torch.equal(brain, expected)
-
-
-@consumer
-@pytest.mark.parametrize("options", [{}, {"per_token": True}])
-def test_the_file_is_what_torchao_itself_would_write_and_loads_in_bfloat16(tiny, tmp_path, options):
-    case, assignment, folder = written_by(tiny, tmp_path, TORCHAO, "sd3", "int8", options)
-    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
-
-    name = next(name for name, layer in assignment.items() if layer.format and layer.multiplies)
-    weight = case.loaded(folder).get_submodule(name).weight
-    expected, metadata = flatten_tensor_state_dict({f"{name}.weight": weight.data})
-    with safe_open(folder / case.component / diffusers_torchao.FILE, framework="pt") as file:
-        found = {key: file.get_tensor(key) for key in file.keys() if key.startswith(f"{name}._weight_")}
-        theirs, ours = (json.loads(data[f"{name}.weight"]) for data in (metadata, file.metadata()))
-    assert found.keys() == expected.keys()
-    for key, tensor in expected.items():
-        assert found[key].dtype == tensor.dtype and torch.equal(found[key], tensor), key
-    assert set(ours.pop("_tensor_data_names")) == set(theirs.pop("_tensor_data_names"))
-    assert ours == theirs
-    network = denoiser_part(case.checkpoint).wrap(case.loaded(folder, torch.bfloat16))
-    with torch.no_grad():
-        output = network(**{name: tensor.bfloat16() for name, tensor in case.inputs().items()})
-    assert output.dtype == torch.bfloat16
-    assert relative_error(case.output(case.simulated(assignment, TORCHAO)), output) < 0.1

@@ -55,14 +55,3 @@ def test_codes_layers_and_the_network_are_the_simulation(tiny, tmp_path, fmt, op
     simulated = case.simulated(assignment, "gguf")
     assert max(layer_errors(case, simulated, theirs, assignment).values()) < 1e-5
     assert case.error(simulated, theirs) < 1e-5
-
-
-def test_blocks_are_ggmls():
-    """32 codes behind the two bytes of their scale; of four bits, the first half lies in the low halves of bytes."""
-    codes = torch.arange(64, dtype=torch.int8)[None] - 32
-    scales = torch.tensor([[0.5]])
-    block = writer.blocks_of(codes, scales, "int8")
-    assert block.shape == (1, 2, 34) and block[0, 1, 2:].view(torch.int8).tolist() == list(range(32))
-    assert block[0, 0, :2].view(torch.float16).item() == 0.5
-    block = writer.blocks_of(torch.tensor([[-8] * 16 + [7] * 16], dtype=torch.int8), scales, "int4")
-    assert block.shape == (1, 1, 18) and set(block[0, 0, 2:].tolist()) == {0xF0}

@@ -10,7 +10,7 @@ from sd_quant.checkpoints.nemo_keys import PREFIX, locations
 from sd_quant.checkpoints.nemo_networks import parameter_shapes, sdxl_base_config
 from sd_quant.checkpoints.sgm import nemo_key, sgm_names
 from sd_quant.checkpoints.synthetic import CLIP_L, OPEN_CLIP_BIGG
-from sd_quant.hand_over import comfyui, diffusers_torchao
+from sd_quant.hand_over import comfyui
 from sd_quant.models.sdxl_nemo import build_modules
 
 from .conftest import layer_errors, recipe_of
@@ -52,20 +52,6 @@ def test_each_layer_computes_what_the_simulation_does(tiny, tmp_path, target, fa
         assert any(layer.activation_zero_point for layer in held) and "smoothed" in told and "shift" in told
     errors = layer_errors(case, case.simulated(assignment, target), case.network(candidate), assignment)
     assert max(errors.values()) < (5e-4 if target == "diffusers_modelopt" else 1e-5)  # whose weights are read in fp16
-
-
-def test_torchao_is_told_the_ranks_of_inputs(tiny):
-    """As the network has them that computes."""
-    case, expected = tiny("sdxl"), {}
-    layers = [name for name, role in case.roles.items() if role != "excluded"]
-    found = diffusers_torchao.input_ranks(case.checkpoint, layers)
-    denoiser = case.denoiser()
-    for name in found:
-        denoiser.get_submodule(name).register_forward_pre_hook(
-            lambda layer, inputs, name=name: expected.update({name: inputs[0].ndim})
-        )
-    case.output(denoiser)
-    assert found == expected and set(found.values()) == {3, 4}
 
 
 def test_full_size_keys_are_those_that_sgm_is_read_by():

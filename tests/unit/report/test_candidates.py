@@ -92,9 +92,3 @@ def test_beside_recipes_candidates_stand_in_the_same_table_and_change_no_recomme
     page = rebuild(sweep.directory).read_text()
     assert "sweep of 2 jobs and one candidate" in page and "level=1</strong>" in page and "theirs" in page
     assert "Worth its bits: theirs (45.0 dB at 4.50 bits a weight)" in page
-
-
-@pytest.mark.parametrize(("stated", "found"), [(0.5, "50%"), ("many", "95%"), (1.5, "95%"), (None, "95%")])
-def test_the_confidence_is_the_knobs_or_the_usual_one(tmp_path, stated, found):
-    sweep = write_plan(tmp_path, {}, judge={"confidence": stated})
-    assert f"with a confidence of {found} for" in rule(sweep)

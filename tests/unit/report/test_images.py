@@ -11,15 +11,6 @@ def gradient(count: int, size: int) -> np.ndarray:
     return np.broadcast_to(ramp[None, :, None, None], (count, size, size, 3)).copy()
 
 
-def test_saved_images_read_back_exactly_and_leave_no_partial_files(tmp_path):
-    images = np.random.default_rng(0).integers(0, 256, (2, 64, 64, 3), dtype=np.uint8)
-    paths = save_images(images, tmp_path / "images", ["0000", "0001"])
-    assert sorted((tmp_path / "images").iterdir()) == paths
-    for image, path in zip(images, paths, strict=True):
-        with Image.open(path) as read:
-            assert np.array_equal(np.asarray(read), image)
-
-
 @pytest.mark.parametrize("names", [["../a", "b"], ["a", "a"], ["a"], ["", "b"]])
 def test_names_that_leave_the_folder_or_collide_are_refused(tmp_path, names):
     with pytest.raises(ArtifactError, match="number the images"):
@@ -34,20 +25,6 @@ def test_images_of_another_type_or_that_do_not_match_are_refused(tmp_path):
         comparison_grid(gradient(2, 64), gradient(1, 64), tmp_path / "grid.png")
     with pytest.raises(ArtifactError, match="expected the same shape twice"):
         comparison_grid(gradient(2, 64), [*gradient(1, 32), *gradient(1, 64)], tmp_path / "grid.png")
-
-
-@pytest.mark.parametrize(("size", "edge"), [(64, 128), (1024, 256)])
-def test_grid_shows_both_rows_at_a_readable_size(tmp_path, size, edge):
-    reference = gradient(3, size)
-    quantized = 255 - reference
-    with Image.open(comparison_grid(reference, quantized, tmp_path / "grid.png", columns=2)) as image:
-        grid = np.asarray(image)
-    dark = (grid < 40).all(-1)
-    assert grid.shape[0] > 4 * edge and grid.shape[1] > 2 * edge
-    right = grid[:, -16 - edge // 2]  # a column through the second pair
-    assert right[18].max() < 40 and right[16 + edge - 3].min() > 215  # full precision: dark at the top
-    assert right[16 + edge + 4 + 2].min() > 215 and right[16 + 2 * edge + 2].max() < 40  # quantized: dark below
-    assert dark[:, :110].any()  # the row labels
 
 
 def test_hostile_captions_are_only_drawn(tmp_path):
@@ -76,7 +53,7 @@ def test_images_of_several_sizes_are_saved_and_drawn_as_they_are(tmp_path):
     black = [np.zeros((height, width, 3), np.uint8) for height, width in ((64, 64), (32, 64), (64, 32))]
     for image, path in zip(black, save_images(black, tmp_path / "images", ["a", "b", "c"]), strict=True):
         with Image.open(path) as saved:
-            assert saved.size == image.shape[1::-1]
+            assert np.array_equal(np.asarray(saved), image)
     white = [255 - image for image in black]
     with Image.open(comparison_grid(white, black, tmp_path / "grid.png", scale=1)) as image:
         grid = np.asarray(image)

@@ -209,15 +209,6 @@ def test_of_many_prompts_the_worst_are_embedded(tmp_path, without_plots, monkeyp
     assert 0 < len(data["prompts"]) < 24
 
 
-def test_identical_images_come_last_and_say_so(tmp_path, without_plots):
-    identical = {"fidelity.psnr.values": [34.05, None], "fidelity.ssim.values": [0.98, 1.0]}
-    _, _, data = written(read_sweep(change_record(write_job(tmp_path / "run"), identical)))
-    assert [(prompt["text"], prompt["pairs"][0]["scores"]) for prompt in data["prompts"]] == [
-        ("a red apple", "PSNR 34.05 dB · SSIM 0.9800 · LPIPS 0.0100"),
-        ("a pear", "identical"),
-    ]
-
-
 @pytest.mark.parametrize("content", [None, b"\x89PNG\r\n\x1a\n half", b"<svg onload='alert(1)'>"])
 def test_an_image_that_is_missing_or_damaged_is_said_to_be(tmp_path, content, without_plots):
     sweep = read_sweep(write_job(tmp_path / "run"))
@@ -260,16 +251,3 @@ def test_a_folder_of_something_else_is_refused_in_one_sentence(tmp_path, monkeyp
     error = capsys.readouterr().err
     assert error.startswith(f"error: {tmp_path} holds neither") and error.count("\n") == 1
     assert not list(tmp_path.iterdir())
-
-
-def test_what_images_begin_with_is_said_and_which_weights_make_them():
-    infer = {"width": 64, "height": 128, "steps": 20}
-    record = {"prompts": ["a"] * 3, "knobs": {"infer": infer, "model": {"path": "m/mini.nemo"}}}
-    assert page.images_of(record) == "3, 64 × 128, 20 steps" and page.weights_of(record) == "mini.nemo"
-    infer |= {"image": "a/photos", "mask": "a/sky.png"}
-    assert page.images_of(record) == "3, 64 × 128, 20 steps, from image photos and mask sky.png"
-    infer |= {"sizes": ["64x64", "128x64"], "image": None, "mask": None}
-    assert page.images_of(record) == "3, 64 × 64, 128 × 64, 20 steps"
-    record["knobs"]["model"]["loras"] = ["b/style.safetensors:0.8"]
-    assert page.weights_of(record) == "mini.nemo + style.safetensors:0.8"
-    assert page.images_of({}) is None and page.images_of({"knobs": {"infer": {"steps": 2}}}) is None

@@ -5,7 +5,6 @@ import re
 import numpy as np
 import pytest
 from matplotlib.colors import to_hex
-from matplotlib.text import Text
 from PIL import Image
 
 from sd_quant.report import plots
@@ -38,35 +37,12 @@ def test_the_front_joins_the_recipes_that_no_other_beats(figures):
     assert "unquantized, 17 MB" in words(sizes.figure)
 
 
-def test_one_job_has_no_pareto_and_none_that_finished_no_plots(tmp_path):
-    assert list(plots.figures(read_sweep(write_job(tmp_path / "run")))) == ["trajectory", "layers"]
-    (tmp_path / "a").mkdir()
-    sweep = write_plan(tmp_path, {"a": {"alpha": 0.8}})
-    plots.write_plots(sweep)
-    assert plots.figures(sweep) == {} and not list(tmp_path.glob("*.png"))
-
-
 def test_identical_images_stand_above_the_rest_and_say_so(small_sweep):
     identical = {"mean": None, "min": None, "values": [None, None]}
     change_record(small_sweep.directory / "level=1", {"fidelity.psnr": identical, "fidelity.ssim.mean": 1.0})
     figure = plots.figures(read_sweep(small_sweep.directory))["pareto_latency"]
     assert "1, identical" in words(figure)
     assert max(figure.axes[0].lines[0].get_ydata()) == 39 + plots.DB_BEYOND
-
-
-def test_names_keep_off_each_other(tmp_path):
-    """Eight recipes in one place: each name has one of its own."""
-    for number in range(8):
-        write_job(tmp_path / str(number), 34 + number / 100, 1.3 + number / 1000)
-    sweep = write_plan(tmp_path, {str(number): {"alpha": f"name {number}"} for number in range(8)})
-    axes = plots.figures(sweep)["pareto_latency"].axes[0]
-    labels = [text for text in axes.texts if text.get_text().startswith("name")]
-    for label in labels:
-        label.get_window_extent()  # puts it into its place, but its own box includes the thread to its point
-    boxes = [Text.get_window_extent(label).extents for label in labels]
-    for number, box in enumerate(boxes):
-        assert plots.overlap(box, boxes[:number] + boxes[number + 1 :]) == 0
-        assert plots.overlap(box, [axes.bbox.extents]) == pytest.approx(np.prod(box[2:] - box[:2]))
 
 
 def test_the_trajectory_has_a_line_a_recipe_and_a_gap_where_there_is_no_ratio(small_sweep):
@@ -166,15 +142,6 @@ def test_hostile_names_are_only_drawn(tmp_path):
     assert "<script" not in drawn and "&lt;script&gt;" in drawn
     assert "{{7*7}}" in drawn and 'id="a" #5f6368' in drawn
     assert drawn.isprintable() or set(re.findall(r"[^ -~\xa0-\uffff]", drawn)) == {"\n"}
-
-
-def test_names_are_short_and_in_one_line():
-    assert plots.short_name({"job": "a\nb"}, []) == "a b"
-    assert plots.short_name({"job": "0", "alpha": "auto", "quant_level": 2.0}, ["quant_level", "alpha", "keep"]) == (
-        "2 · auto · –"
-    )
-    long = plots.short_name({"job": "=".join("abcdefghij" * 9)}, [])
-    assert len(long) == plots.LONGEST_NAME and "…" in long
 
 
 def test_a_sweep_of_twenty_is_named_where_it_matters(tmp_path):

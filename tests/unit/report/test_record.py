@@ -9,14 +9,12 @@ import pytest
 
 from sd_quant.errors import SdQuantError
 from sd_quant.files import write_json
-from sd_quant.metrics import SCORES
 from sd_quant.places import HOME
 from sd_quant.report import record as records
 from sd_quant.report.record import ABSENT, RECORD, Number, read_record
 from sd_quant.report.schema import FILE, record_schema
-from sd_quant.report.table import run_table
 
-from .sweeps import changed, latency_of
+from .sweeps import latency_of
 
 
 def test_what_is_written_is_read_and_nothing_stays_beside_it(tmp_path):
@@ -101,20 +99,6 @@ def test_what_is_quoted_is_one_short_line():
     assert len(str(refused.value)) < 120 and "\n" not in str(refused.value)
 
 
-def test_the_latency_of_a_part_and_of_an_image():
-    way = "latency.openvino"
-    record = changed({"latency": latency_of(1.5)}, {f"{way}.unet_xl.2.speedup": 1.9, f"{way}.image.1.speedup": None})
-    full, quantized, speedup, _ = records.latency_of(record, "openvino", "unet_xl", 2)
-    assert (full.value, quantized.value, speedup.value) == (20.0, 10.0, 1.9)
-    # of the medians, as none is recorded
-    assert records.latency_of(record, "openvino", "image", "1").speedup.value == 1.5
-    assert records.latency_of(record, "openvino", "vae", "1").quantized == (None, "not quantized")
-    assert records.latency_of(record, "openvino", "vae", "1").speedup == (None, "not quantized")
-    assert records.latency_of(record, "torch", "image", "1").quantized == (None, ABSENT)
-    assert records.latency_of({}, "openvino", "image", "1").full_precision == (None, ABSENT)
-    assert records.names(record, "latency", "openvino") == ["unet_xl", "vae", "image"]
-
-
 def test_a_number_comes_with_the_reason_beside_where_its_way_ends():
     none = {"value": None, "reason": "no plan"}
     record = {"reason": "the run's own", "sizes_bytes": {"unet_xl": {"plan": none, "onnx_quantized": 3}, "vae": none}}
@@ -130,26 +114,6 @@ def test_a_quotient_and_what_is_recorded_have_the_reason_of_what_is_missing():
     assert records.quotient(Number(3.0), Number(None, "b")) == (None, "b")
     assert records.quotient(Number(3.0), Number(0)).value is None
     assert records.explained(None, "a") == {"value": None, "reason": "a"} and records.explained(0, "a") == 0
-
-
-def test_the_seconds_of_stages_are_those_that_there_are():
-    stages = {"reason": "a stranger's", "load": {"seconds": 2.0}, "export": None, "plans": {}, "parity": {"seconds": 0}}
-    record = {"stages": stages}
-    records.check_shape(record, records.Record, RECORD)
-    assert records.seconds_of_stages(record) == {"load": 2.0, "parity": 0} and records.seconds_of_stages({}) == {}
-    assert records.seconds_of_job(record) == 2 and records.seconds_of_job({}) is None
-    assert records.seconds_of_job(record | {"seconds": 1.5}) == 1.5  # stages overlapped
-    assert "load 2.0 s; parity 0.0 s" in run_table(record)
-
-
-def test_the_worst_image_is_the_least_like_full_precision():
-    scores = {key: {"mean": 2.0, "min": 1.0, "max": 3.0, "values": [1.0, 3.0]} for key in ("psnr", "lpips")}
-    record = {"fidelity": {**scores, "latent_sqnr_db": [9.0, None], "latent_sqnr_reason": "NaN"}}
-    assert records.score_of(record, SCORES["psnr"])[:2] == ((2.0, None), (1.0, None))
-    assert records.score_of(record, SCORES["lpips"])[:2] == ((2.0, None), (3.0, None))
-    assert records.score_of(record, SCORES["latent_sqnr_db"]).value == (None, "NaN")
-    assert records.score_of(record, SCORES["latent_sqnr_db"]).values == [9.0, None]
-    assert records.score_of(record, SCORES["ssim"]) == ((None, ABSENT), (None, ABSENT), [])
 
 
 def test_weights_with_loras_are_others():

@@ -16,7 +16,6 @@ from sd_quant.report.page import write_report
 from sd_quant.report.record import read_record
 from sd_quant.report.summary import read_sweep, write_summary
 from sd_quant.report.table import run_table
-from sd_quant.trackers import read_run
 
 from .sweeps import change_record, write_job
 
@@ -57,16 +56,6 @@ def run(added, tmp_path):
     return change_record(write_job(tmp_path / "run", size=64), {"fidelity": scores})
 
 
-def test_an_added_score_is_in_the_record_and_trackers_are_told_of_it(run):
-    scores, told = read_record(run)["fidelity"], read_run(read_record(run), run)
-    assert scores["difference"] == {
-        "mean": 3.0, "max": 3.0, "worst_index": 0, "values": [3.0, None],
-        "reason": "1 of 2 images: it equals its reference",
-    }  # fmt: skip
-    assert scores["drift"] == told.series["fidelity/drift"] == [1.0, 2.0, 3.0] and scores["drift_reason"] is None
-    assert told.metrics["fidelity/difference/mean"] == 3.0
-
-
 def test_an_added_score_is_in_the_table_of_a_run_in_the_summaries_and_on_the_page(run, without_plots):
     lines = [line.split() for line in run_table(read_record(run)).splitlines()]
     [note] = [line[0] for line in lines if line[-4:] == ["it", "equals", "its", "reference"]]
@@ -86,13 +75,6 @@ def test_an_added_score_is_in_the_table_of_a_run_in_the_summaries_and_on_the_pag
     text = write_report(read_sweep(run)).read_text()
     assert ">worst mean difference, levels<" in text and '<td class="number" data-value="3.0">3.000</td>' in text
     assert "mean difference 3.000 levels" in text  # below the image
-
-
-def test_a_damaged_entry_of_an_added_score_is_found(run):
-    change_record(run, {"fidelity.difference": {"mean": "large"}})
-    assert read_sweep(run).jobs[0].reason == (
-        "its record cannot be read: ValueError: metrics.json.fidelity.difference.mean is large"
-    )
 
 
 def test_the_functions_of_the_table_are_there_and_its_columns_and_keys_stay():

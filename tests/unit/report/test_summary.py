@@ -37,13 +37,6 @@ def test_a_row_has_what_its_record_says(folder):
     assert {name: first[name] for name in expected} == expected
 
 
-def test_failures_have_rows_with_their_reasons(folder):
-    failed, missing = rows(read_sweep(folder))[2:]
-    assert (failed["status"], missing["status"]) == ("failed", "unfinished")
-    assert "broken" in failed["reason"] and missing["reason"] == "it left no record: it has not run"
-    assert failed["psnr_db"] is None and list(failed) == list(rows(read_sweep(folder))[0])
-
-
 def test_a_job_that_left_nothing_is_running_or_was_killed(folder):
     """The process that holds its lock may be this one: a lock belongs to the file as it was opened."""
     killed = folder / "alpha=0.1"
@@ -68,11 +61,6 @@ def test_the_three_files_agree(folder):
     lines = (folder / "summary.md").read_text().splitlines()
     assert lines[2].startswith("| 0.5 | done | 30.00 ± 0.64 | 29.95 | 0.9800 | 0.0100 | 21.0 | 10.0 | 2.00x")
     assert r"\<b\>\| broken" in lines[-2] and all(line.count(" | ") == lines[0].count(" | ") for line in lines[:6])
-
-
-def test_a_run_is_a_sweep_of_one(folder):
-    sweep = read_sweep(folder / "alpha=auto")
-    assert [(job.name, job.status) for job in sweep.jobs] == [("alpha=auto", "done")] and sweep.varied == []
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "\udcff"])

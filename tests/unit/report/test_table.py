@@ -71,14 +71,6 @@ def test_what_two_decimals_do_not_show_is_not_called_slower():
         assert "SLOWER" not in run_table(changed(record(), {"latency.openvino.unet_xl.2.speedup": speedup}))
 
 
-def test_columns_line_up():
-    blocks = run_table(record()).split("\n\n")
-    tables = [block.splitlines() for block in blocks if "\n---" in block]
-    assert len(tables) == 4
-    for header, rule, *rows in tables:
-        assert len(header) == len(rule) >= max(map(len, rows))
-
-
 NULL = {"value": None, "reason": "the engine is missing"}
 
 

@@ -1,6 +1,5 @@
 """Two assignments share a cached file exactly when nothing that is written in it differs; what is delivered opens."""
 
-import os
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ from sd_quant.cache import Cache
 from sd_quant.export import onnx_file
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.stages import export_onnx
-from sd_quant.stages.export_onnx import REPORTED, assignment_digest, export_parts, files_of_a_run, make_sole
+from sd_quant.stages.export_onnx import REPORTED, assignment_digest, export_parts, files_of_a_run
 
 LAYER = LayerAssignment("layer", "ffn", (2, 4), "int8", "int8")
 OTHER = {
@@ -92,14 +91,3 @@ def test_weights_beside_a_graph_are_read_by_onnx_itself(tmp_path, monkeypatch):
     assert {str(path): names for path, names in links.items() if names > 1 and path.parts[0] != "cache"} == {
         f"{run}/full_precision/onnx/unet/unet.onnx.data": 3 for run in ("one", "two")
     }
-
-
-def test_a_file_of_two_names_becomes_two_files(tmp_path):
-    path, other = tmp_path / "file", tmp_path / "other"
-    path.write_bytes(b"weights")
-    make_sole(path)
-    sole = path.stat()
-    os.link(path, other)
-    make_sole(path)
-    assert (path.stat().st_nlink, other.stat().st_nlink) == (1, 1) and other.stat().st_ino == sole.st_ino
-    assert path.read_bytes() == other.read_bytes() == b"weights"

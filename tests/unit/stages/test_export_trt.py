@@ -59,17 +59,6 @@ def test_a_plan_of_several_sizes_takes_all_of_them_and_is_tuned_for_one(onnx_pat
     assert profile(onnx_path, "vae", trt(sizes=SIZES), SHAPE)["x"] == expected
 
 
-def test_tokens_of_images_follow_the_sizes(tmp_path):
-    """Flux's denoiser has no height and width."""
-    tokens = helper.make_tensor_value_info("hidden_states", TensorProto.FLOAT16, ["batch", "image_tokens", 64])
-    places = helper.make_tensor_value_info("img_ids", TensorProto.FLOAT16, ["image_tokens", 3])
-    path = tmp_path / "transformer.onnx"
-    onnx.save(helper.make_model(helper.make_graph([], "graph", [tokens, places], [])), path)
-    shapes = profile(path, "transformer", trt(sizes=SIZES), SHAPE)
-    assert shapes["hidden_states"] == ((1, 32 * 32, 64), (2, 32 * 64, 64), (8, 64 * 64, 64))
-    assert shapes["img_ids"] == ((32 * 32, 3), (32 * 64, 3), (64 * 64, 3))
-
-
 def test_a_plan_that_is_built_has_the_ranges_of_its_sizes(onnx_path, tmp_path):
     """In its bytes, where the shapes of a profile stand as they are, and in its record."""
     pytest.importorskip("tensorrt_rtx", reason="TensorRT for RTX is not installed")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sd_quant.errors import ConfigError, ResourceError
-from sd_quant.hand_over import AS_ASSIGNED, TARGETS
+from sd_quant.hand_over import TARGETS
 from sd_quant.hand_over.adapt import adapted
 from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
 from sd_quant.quantization.assignment import LayerAssignment
@@ -29,14 +29,6 @@ def test_layers_and_attentions_that_are_lost_are_counted_by_their_reason():
     assert found == {
         "diffusers_torchao holds no convolutions in int8": 2, "diffusers_torchao holds no products of attention": 1
     }  # fmt: skip
-
-
-def test_a_card_says_how_inputs_are_computed():
-    rows = {"a": row("a", 4, 4), "b": row("b", 4, 4, per_token=True), "c": row("c", 4, 4, 3, 3)}
-    target = TARGETS["diffusers_torchao"]
-    found = [hand_over.computed_inputs(adapted({name: rows[name]}, target), target) for name in "ab"]
-    assert found == [{"int8": "static"}, {"int8": "per row"}]
-    assert hand_over.computed_inputs(adapted(rows, TARGETS["onnx"]), TARGETS["onnx"]) == {"int8": AS_ASSIGNED}
 
 
 def test_no_consumer_but_a_graph_pads_text():

@@ -88,22 +88,6 @@ def test_each_number_is_of_its_own_variant(checkpoint, clock, together):
     assert "speedup" not in found["openvino"]["vae"]["1"]
 
 
-def test_one_after_the_other_no_variant_is_asked_for_twice(checkpoint, clock):
-    """Where memory holds one part at a time, every change of variant or part opens one."""
-    variants, asked = variants_taking(8.0, 4.0, 1.0, clock, contracts_of(checkpoint)), []
-
-    class Asked(dict):
-        def __getitem__(self, part):
-            asked.append((self.name, part))
-            return super().__getitem__(part)
-
-    for name in variants:
-        variants[name] = Asked(variants[name])
-        variants[name].name = name
-    compare_latency(checkpoint, variants, ["a rocket"], INFER, TIMING, together=False)
-    assert len(asked) == len(set(asked)) == 3 * 4 - 3  # three parts of the quantized variant are the unquantized ones
-
-
 def test_a_part_is_timed_by_the_clock_of_its_engines_device(checkpoint, clock, monkeypatch):
     """On a GPU a call returns when its work is queued: whoever forgets the clock times the queueing."""
 

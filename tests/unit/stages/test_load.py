@@ -63,16 +63,6 @@ def test_images_beyond_the_places_that_a_checkpoint_knows_are_refused(stated):
         layers_of(open_model(made.model), made)
 
 
-def test_a_network_that_interpolates_places_takes_any_number_of_latents():
-    checkpoint = open_model(job("model=sd3_mini").model)
-    configs = checkpoint.configs | {"transformer": checkpoint.configs["transformer"] | {"pos_embed_max_size": None}}
-    limits = [
-        checkpoint.family.parts(each, 3, "diffusers")["transformer"].contract.latents
-        for each in (configs, checkpoint.configs)
-    ]
-    assert limits == [None, 8]
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [

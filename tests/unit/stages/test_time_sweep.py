@@ -110,15 +110,6 @@ def test_what_memory_does_not_hold_at_once_is_timed_in_blocks_or_keeps_its_own_f
     assert timed(folder) == ([[["a"], ["b"]], [["c"]]], {"d": time_sweep.NO_ROOM}) and opened.count("unquantized") == 1
 
 
-def test_memory_holds_fewer_of_larger_models(monkeypatch):
-    monkeypatch.setattr(time_sweep, "part_parameters", lambda checkpoint: {"unet_xl": 10**9, "vae": 10**6})
-    found = []
-    for gigabytes in (1, 14, 24):
-        monkeypatch.setattr(time_sweep, "available_memory_bytes", lambda free=gigabytes: free * 10**9)
-        found.append(time_sweep.most_at_once(CHECKPOINT, composed().infer))
-    assert found == [0, 2, 6]  # 7.5 GB for the unquantized variant, 2.5 GB for each quantized UNet
-
-
 def test_what_cannot_be_timed_here_is_left_out_and_says_why(sweep, opened):
     """But for what torch simulated: that is no engine, and it was warned of when it ran."""
     elsewhere = {"environment": {"machine": {"cpu": "another"}}}

@@ -92,15 +92,6 @@ def test_a_process_leaves_the_graphs_of_its_parts_in_the_cache_and_ends(tmp_path
     assert not cache.holds("graph", graph_origin(open_model(model), "1" * 64, "clip1"))
 
 
-@pytest.mark.soak
-def test_a_process_that_fails_leaves_nothing(tmp_path):
-    with Tracer() as tracer:
-        model = dataclasses.replace(job().model, path="no_such.nemo")
-        tracer.trace(request(model, Cache(tmp_path, 1e9)))
-        assert tracer.process.wait(timeout=300) != 0
-    assert not list(tmp_path.rglob("*.onnx"))
-
-
 def request(model, cache: Cache) -> dict:
     place = [str(cache.directory), cache.limit_bytes]
     return {"model": dataclasses.asdict(model), "sha256": "0" * 64, "cache": place, "parts": ["clip1"]}

@@ -42,11 +42,6 @@ def test_knobs_are_flat_the_text_of_others_is_short_and_harmless_and_metrics_are
     assert "peak_memory_bytes" not in read_run(record, directory).metrics
 
 
-def test_a_failed_run_has_what_it_has(tmp_path):
-    run = read_run({"status": "failed", "reason": "disk", "fidelity": None}, tmp_path)
-    assert (run.knobs, run.metrics, run.series, run.image) == ({}, {}, {}, None)
-
-
 def test_every_tracker_is_told_whatever_the_others_do(told, record, directory, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "sd_quant"):
         track(["absent", "broken", "list"], record, directory, tmp_path)

@@ -141,29 +141,6 @@ def test_files(folders, target, kind, files):
         onnx.checker.check_model(graph, full_check=True)
 
 
-def test_the_inputs_of_a_unet(folders):
-    """Whatever batch, height and width are."""
-    inputs = load(folders["onnx"] / "unet/model.onnx", threads=1).session.get_inputs()
-    onnx_has = {port.name: tuple(port.shape) for port in inputs}
-    model = read(folders["openvino"] / "unet")
-    openvino_has = {port.any_name: tuple(str(side) for side in port.partial_shape) for port in model.inputs}
-    assert onnx_has == {
-        "sample": ("batch", 4, "height", "width"),
-        "timestep": (),
-        "encoder_hidden_states": ("batch", 77, 128),
-        "text_embeds": ("batch", 64),
-        "time_ids": ("batch", 6),
-    }
-    assert openvino_has == {
-        name: tuple("?" if isinstance(side, str) else str(side) for side in shape) for name, shape in onnx_has.items()
-    }
-    assert {port.type for port in inputs} == {"tensor(float)"}
-    for component in COMPONENTS:
-        model = read(folders["openvino"] / component)
-        kinds = [{port.element_type.get_type_name() for port in ports} for ports in (model.inputs, model.outputs)]
-        assert kinds == [{"i64" if component.startswith("text") else "f32"}, {"f32"}]
-
-
 def test_large_weights_lie_beside_the_graph(handed_over, tmp_path, monkeypatch):
     monkeypatch.setattr(onnx_file, "LARGEST_SINGLE_FILE", 0)
     (tmp_path / "made").mkdir()
