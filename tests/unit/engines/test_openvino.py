@@ -50,17 +50,6 @@ def test_where_sums_saturate_codes_are_dequantized_and_computed_for_any_shape(
     assert all(port.partial_shape.is_dynamic for port in engine.compiled.inputs)
 
 
-def test_quantized_products_are_found_in_the_graph_that_runs(tiny, tmp_path, int8_kernels):
-    """By the name in the file, of convolutions too."""
-    weight, scale = np.ones((32, 16, 3, 3), np.int8), np.full(32, 2.0**-8, np.float16)
-    graph = product_of_codes(weight, scale, 2.0**-5, "Conv", pads=[1, 1, 1, 1])
-    shapes = {"x": ["B", 16, "H", "W"]}, {"y": ["B", 32, "H", "W"]}
-    convolution = openvino.load(save_graph(tmp_path / "c.onnx", *graph, *shapes), threads=1)
-    for path, engine in ((tiny.path, openvino.load(tiny.path, threads=1)), (tmp_path / "c.onnx", convolution)):
-        assert openvino.int8_layers(engine) == 1 and openvino.products(engine, path)["y"] == "INT8"
-    assert convolution(x=torch.ones(1, 16, 4, 4))["y"][0, 0, 1, 1].item() == 16 * 9 / 2**8
-
-
 def test_weights_that_are_dequantized_first_are_no_int8_layers(tmp_path):
     """OpenVINO calls such a layer's runtimePrecision i8 too; its kernel multiplies fp32."""
     nodes, constants = product_of_codes(np.ones((WIDTH, OUT), np.int8), np.full(OUT, 2.0**-8, np.float16), 1)

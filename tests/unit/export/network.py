@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -55,16 +55,6 @@ def inputs(batch: int, seed: int, height: int = 8, width: int = 8) -> dict[str, 
         "context": torch.randn(batch, CONTEXT_TOKENS, WIDTH, generator=random),
         "y": torch.randn(batch, POOLED + 6 * SIZE_FEATURES, generator=random),
     }
-
-
-def folding_alone(assignment: Assignment) -> Assignment:
-    """Nothing is quantized, and what the graph would multiply is left out."""
-    return {
-        name: replace(
-            layer, format=None, activation_format=None,
-            pre_quant_scale=None if layer.multiplies else layer.pre_quant_scale,
-        ) for name, layer in assignment.items()
-    }  # fmt: skip
 
 
 @dataclass(frozen=True)

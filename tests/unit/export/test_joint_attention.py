@@ -4,11 +4,9 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 
-import numpy as np
 import onnx
 import pytest
 import torch
-from onnx import numpy_helper
 
 from sd_quant.engines import load_engine, openvino
 from sd_quant.export.attention import with_softmax
@@ -17,18 +15,15 @@ from sd_quant.export.qdq import write_onnx
 from sd_quant.export.tracing import copy_of, trace
 from sd_quant.inference.parity import attention_outputs, layer_outputs, layer_parity, run_simulation
 from sd_quant.models.sd3 import TransformerPart
-from sd_quant.numbers import relative_error
-from sd_quant.quantization.assignment import LayerAssignment, rewritten
+from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.simulation.modelopt import simulate
-from tests.graphs import producers, run, stored_in
+from tests.graphs import run
 
 from ...joint_attention import Joint, calibrated, transformer
-from .network import folding_alone
 
 pytestmark = pytest.mark.slow  # the tracing
 PREFIX = "transformer."
 Rows = Mapping[str, LayerAssignment]
-SMOOTHED = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj", "net.0.proj")  # by modulations
 
 
 @pytest.fixture(scope="module")
@@ -91,18 +86,6 @@ def test_scales_of_blocks_are_found_in_inputs_of_two_axes(joint, write):
     assert parity(joint, write("int4", 3.0), joint.rows("int4", 3.0), "onnxruntime")["quantized_layers"]["count"] > 18
 
 
-@pytest.mark.parametrize("fmt", ["int8", "fp8"])
-def test_each_attention_multiplies_codes_on_both_sides_of_both_products(joint, write, fmt):
-    made = producers(write(fmt))
-    rows = {name: row for name, row in joint.rows(fmt).items() if row.attention_products}
-    products = names_of_products(write(fmt), rows, PREFIX)
-    assert len(products) == 6
-    for _, output in products.values():
-        assert made[output].op_type == "MatMul"
-        assert [made[operand].op_type for operand in made[output].input] == ["DequantizeLinear"] * 2
-    assert sum(node.op_type == "Softmax" for node in made.values()) == (0 if fmt == "int8" else 3)
-
-
 def test_openvino_multiplies_both_products_in_int8(joint, write, int8_kernels):
     path = write("int8")
     engine = load_engine("openvino", path, threads=1)
@@ -118,26 +101,3 @@ def test_taken_out_again_it_is_the_graph_of_level_3(joint, write, tmp_path):
     assert types[0] == types[1]
     outputs = [run("openvino", path, joint.inputs(7))["out_sample"] for path in (taken, expected)]
     torch.testing.assert_close(*outputs, rtol=0, atol=0)
-
-
-def test_nothing_multiplies_in_front_of_attention_and_feed_forward(joint, write):
-    multiplied = {name for name in producers(write("int8", 3.0)) if name.endswith(".smoothed")}
-    assert multiplied and not [name for name in multiplied if name.removesuffix(".smoothed").endswith(SMOOTHED)]
-    assert len([name for name in joint.rows("int8", 3.0) if name.endswith(SMOOTHED)]) == 18
-
-
-def test_a_modulations_bias_is_stored_as_it_was_rewritten(joint, write):
-    stored = stored_in(write("int8", 3.0))
-    modulations = [layer for layer in joint.rows("int8", 3.0).values() if layer.output_shift is not None]
-    assert len(modulations) == 4 and all(layer.format for layer in modulations)
-    for layer in modulations:
-        bias = joint.network.get_submodule(layer.name).bias
-        found = numpy_helper.to_array(stored[f"{PREFIX}{layer.name}.bias"])
-        assert np.array_equal(found, rewritten(bias, layer).half()) and not np.array_equal(found, bias.half())
-
-
-@torch.no_grad()
-def test_folding_alone_changes_nothing(joint, write_rows):
-    """Weights are fp16 numbers; measured 1e-3."""
-    found = run("onnxruntime", write_rows(folding_alone(joint.rows("int8", 3.0))), joint.inputs(7))["out_sample"]
-    assert relative_error(joint.part()(**joint.inputs(7)), found) < 5e-3

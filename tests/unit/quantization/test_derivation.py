@@ -14,7 +14,7 @@ from sd_quant.quantization.assignment import FIXED_ALPHA, LayerAssignment, rewri
 from sd_quant.quantization.budget import with_weights
 from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.error_model import output_errors
-from sd_quant.quantization.linears import ALPHAS, SEARCHED_OUTPUTS, SEARCHED_ROWS
+from sd_quant.quantization.linears import ALPHAS
 from sd_quant.quantization.low_rank import low_rank
 from sd_quant.quantization.observers import OBSERVERS
 from sd_quant.quantization.ranges import InputRange, with_ranges
@@ -134,18 +134,6 @@ def test_a_vector_that_fp16_cannot_hold_in_the_norm_is_a_multiplication():
     assert rows["to_k"].pre_quant_scale is None  # its input is as it was
     small = assign(statistics=almost_dead, kept=["to_k"])
     assert torch.equal(rows["to_q"].pre_quant_scale, small["to_q"].pre_quant_scale)
-
-
-def test_modelopts_smoothing_is_a_vector_and_a_multiplication_for_every_layer():
-    rows = assign(smoothing="modelopt")
-    assert rows.keys() == ROLES.keys()  # no norm takes anything over
-    assert all(layer.output_scale is None and layer.folded_into is None for layer in rows.values())
-    assert all(rows[name].multiplies for name in ("to_q", "to_k", "up", "down"))
-    torch.testing.assert_close(rows["to_q"].pre_quant_scale, torch.tensor([1.0, (8 / 2032) ** 0.5]))  # w = (127, 8)
-    torch.testing.assert_close(rows["to_k"].pre_quant_scale, torch.tensor([2 / 127, 508 / 2032]).sqrt())  # (2, 508)
-    assert rows["up"].weight_amax.tolist() == [127.0, 127.0, 127.0, 254.0]
-    kept = assign(smoothing="modelopt", kept=["to_k"])  # a kept reader of an input that is not folded is left alone
-    assert kept["to_k"].pre_quant_scale is None and kept["to_q"].pre_quant_scale is not None
 
 
 def test_percentile_and_collect_method_are_for_convolutions_alone():
@@ -270,17 +258,6 @@ def test_no_alpha_has_a_smaller_error_than_auto(seed, readers):
     assert len({round(value, 9) for value in cost.values()}) == len(ALPHAS)  # there was something to choose
 
 
-def test_the_search_on_a_part_of_a_large_layer_is_good_for_all_of_it():
-    weights, _, statistics = random_input(tokens=2 * SEARCHED_ROWS, outputs=SEARCHED_OUTPUTS + 64, width=48)
-    cost = {
-        alpha: sum(layer.accumulated_error**2 for layer in derive_readers(weights, statistics, alpha))
-        for alpha in ALPHAS
-    }
-    found = derive_readers(weights, statistics, "auto")
-    assert sum(layer.accumulated_error**2 for layer in found) == cost[found[0].alpha]  # measured on all of it
-    assert cost[found[0].alpha] <= 1.02 * min(cost.values())
-
-
 def test_auto_chooses_by_the_maximum_and_leaves_the_range_to_the_observer():
     """An observer for each alpha would cost more than everything else."""
     weights, _, statistics = random_input()
@@ -304,15 +281,6 @@ def test_a_smoothed_weight_in_fp16_is_not_divided_in_fp16():
     layer = LayerAssignment("layer", "ffn", (1, 4), pre_quant_scale=torch.full((4,), 1e-4))
     found = rewritten(torch.full((1, 4), 60000.0).half(), layer)  # beyond fp16
     torch.testing.assert_close(found, torch.full((1, 4), 60000.0).half().float() * 1e4)
-
-
-@pytest.mark.parametrize("level, quantized", [(1, "conv"), (2, "conv up down"), (2.5, "conv up down to_q to_k")])
-def test_every_layer_has_a_row_and_every_row_in_high_precision_a_reason(level, quantized):
-    rows = {name: layer.row() for name, layer in assign(level).items()}
-    assert list(rows)[: len(ROLES)] == list(ROLES)
-    assert {name for name, row in rows.items() if row["format"] == "int8"} == set(quantized.split())
-    assert all(bool(row["reason"]) != (row["format"] == "int8") for row in rows.values())
-    assert ("norm" in rows) == (level == 2.5)
 
 
 def test_rows_are_plain_values_that_a_csv_holds():

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
 
 from sd_quant.models.parts import SharedInput
@@ -37,14 +36,6 @@ def test_a_scales_bias_gets_the_factor_minus_one():
     assert torch.equal(rewritten(WEIGHT, row), WEIGHT * row.output_scale[:, None])
     assert row.reason == "excluded" and row.format is None
     assert absorb(CONTINUOUS, ROW, SCALE).output_shift.tolist() == [1, -0.5, *[0] * 10]
-
-
-@pytest.mark.parametrize("first, second", [(ATTENTION, FEED_FORWARD), (FEED_FORWARD, ATTENTION)])
-def test_two_inputs_fold_into_one_modulation(first, second):
-    scales = {id(ATTENTION): SCALE, id(FEED_FORWARD): OTHER}
-    row = absorb(second, absorb(first, ROW, scales[id(first)]), scales[id(second)])
-    assert row.output_scale.tolist() == [2, 0.5, 2, 0.5, 1, 1, 4, 0.25, 4, 0.25, 1, 1]
-    assert row.output_shift.tolist() == [0, 0, 1, -0.5, 0, 0, 0, 0, 3, -0.75, 0, 0]
 
 
 def test_factors_of_one_input_multiply():

@@ -54,25 +54,12 @@ def test_with_a_factor_it_is_the_product_that_the_branch_is_nearest_to():
     assert 0.999 < left < 1.01 and of_the_weight > 1.1
 
 
-def test_at_full_rank_only_fp16_is_left():
-    """Each factor is off by up to 2^-12 of itself on average, so a product by about 2^-11.5."""
-    weight = drawn(640, 64)
-    up, down = low_rank(weight, 64)
-    assert ((weight - up.float() @ down.float()).norm() / weight.norm()).item() < 2.0**-11
-
-
 @pytest.mark.parametrize("magnitude", [1e-6, 1e-2, 1.0, 1e4])
 def test_factors_are_fp16_and_share_the_magnitude(magnitude):
     up, down = low_rank(drawn(96, 48) * magnitude, 8)
     for factor in (up, down):
         assert factor.dtype == torch.float16 and factor.isfinite().all()
     torch.testing.assert_close(up.float().norm(dim=0), down.float().norm(dim=1), rtol=1e-2, atol=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_weight_in_16_bits_is_worked_on_in_fp32(dtype):
-    weight = drawn(96, 48).to(dtype)
-    assert all(map(torch.equal, low_rank(weight, 8), low_rank(weight.float(), 8)))
 
 
 def test_it_is_deterministic_and_leaves_torchs_random_numbers_alone():
@@ -105,9 +92,9 @@ class OutlierLayer:
     """A linear with Gaussian weights whose input has two channels much larger than the others, and rows to test on."""
 
     def __init__(self, seed: int):
-        self.random = torch.Generator().manual_seed(seed)
-        self.weight = torch.randn(512, WIDTH, generator=self.random)
-        rows = torch.randn(2, TOKENS, WIDTH, generator=self.random)
+        random = torch.Generator().manual_seed(seed)
+        self.weight = torch.randn(512, WIDTH, generator=random)
+        rows = torch.randn(2, TOKENS, WIDTH, generator=random)
         rows[..., 100] *= 30
         rows[..., 300] *= 20
         calibration, self.rows = rows
@@ -164,17 +151,6 @@ def test_it_errs_as_much_in_every_dtype(layer, dtype):
     for chosen in ((None, 0), ("auto", 32)):
         assignment = layer.assignment(*chosen)
         assert layer.error(assignment, dtype) == pytest.approx(layer.error(assignment), abs=1e-3)
-
-
-def test_alpha_is_searched_with_the_branch():
-    """The branch takes up what smoothing moves into a weight of few directions, so it may move more of it there."""
-    layer = OutlierLayer(0)  # its weight becomes another
-    directions = torch.randn(512, 4, generator=layer.random) @ torch.randn(4, WIDTH, generator=layer.random)
-    layer.weight = directions + 0.1 * layer.weight
-    chosen = {rank: layer.assignment("auto", rank).alpha for rank in (0, 8)}
-    assert chosen[0] < chosen[8]
-    errors = {alpha: layer.assignment(alpha, 8).accumulated_error for alpha in (chosen[0], chosen[8])}
-    assert errors[chosen[8]] < 0.9 * errors[chosen[0]]
 
 
 def test_the_search_looks_at_a_branch_in_proportion_to_the_outputs_that_it_looks_at(layer, monkeypatch):

@@ -47,15 +47,6 @@ def test_linears_are_scaled_per_token_and_rotated_and_convolutions_never(pair, g
     assert {(row.per_token, row.rotation) for row in of_weights.values()} == {(False, 0)}
 
 
-@pytest.mark.parametrize("observer, alpha", [("min_max", 0.5), ("mse", None)])
-def test_of_tokens_over_their_largest_numbers_the_range_is_1(observer, alpha):
-    rows = assigned(INT8, alpha, per_token=True, observer=observer)
-    assert {rows[name].activation_amax for name in LINEARS} == {1.0}
-    static = assigned(INT8, alpha, observer=observer)
-    assert all(static[name].activation_amax != 1.0 for name in LINEARS)
-    assert rows["conv"].activation_amax == static["conv"].activation_amax
-
-
 @pytest.mark.parametrize("group, alpha", [(4, None), (16, 0.5), (64, None)])
 def test_ranges_of_weights_are_those_of_what_is_rotated(group, alpha):
     rows = assigned(INT8, alpha, per_token=True, rotation=group)

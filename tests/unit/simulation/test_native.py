@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from sd_quant.errors import ResourceError
@@ -65,22 +64,6 @@ def test_where_the_product_of_codes_saturates_it_is_not_used(monkeypatch):
     monkeypatch.setattr(torch, "_int_mm", lambda *_: torch.full((17, 17), 8160))
     assert native.saturates()
     native.saturates.cache_clear()
-
-
-@pytest.mark.parametrize("stride, padding, dilation", [(1, 1, 1), (2, 1, 1), (2, 0, 1), (1, 2, 2)])
-@pytest.mark.parametrize("size", [1, 3, (3, 2)])
-def test_a_convolution_multiplies_its_codes(size, stride, padding, dilation):
-    """Zeros around the picture are the code 0; int32 sums are exact."""
-    conv, x = nn.Conv2d(20, 12, size, stride, padding, dilation), drawn(2, 20, 9, 7)
-    layer = static_layer(conv.weight.detach(), "int8", per_row=True)
-    made = layer_of(conv, layer, PRODUCTS["cpu"])
-    assert isinstance(made, NativeConv)
-    codes = made.codes.unflatten(1, (*conv.kernel_size, 20)).movedim(-1, 1)
-    stored = codes.double() * made.weight_scale.double()[:, None, None, None]
-    expected = F.conv2d(codes_of(x, layer), stored, conv.bias.double(), stride, padding, dilation)
-    found = made(x)
-    assert found.shape == expected.shape and relative_error(expected.float(), found) < 1e-6
-    assert torch.equal(made(x.to(memory_format=torch.channels_last)), found)
 
 
 @pytest.mark.parametrize(

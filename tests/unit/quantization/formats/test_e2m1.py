@@ -5,14 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from sd_quant.quantization.formats.e2m1 import LARGEST, decode, encode
-
-
-def test_all_codes_are_decoded():
-    codes = torch.arange(16, dtype=torch.uint8)
-    expected = codes.numpy().view(ml_dtypes.float4_e2m1fn).astype(np.float32)
-    assert decode(codes).numpy().tobytes() == expected.tobytes()  # bytes, because 0 equals -0
-    assert decode(codes).max() == LARGEST
+from sd_quant.quantization.formats.e2m1 import encode
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

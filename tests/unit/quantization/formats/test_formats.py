@@ -53,33 +53,6 @@ def test_every_format_loses_what_its_bits_cost_and_no_more(name, fmt, dtype):
     assert low < ((found - x.float()).norm() / x.float().norm()).item() < high
 
 
-def test_codes_have_few_values_and_scales_are_fp32(name, fmt):
-    x = gaussian()
-    scales = fmt.scales(x, largest(x))
-    codes = fmt.quantize(x, *scales)
-    assert codes.shape == x.shape and codes.element_size() == 1
-    assert len(codes.view(torch.uint8).unique()) <= 2**fmt.bits
-    assert fmt.pack(codes).numel() * fmt.pack(codes).element_size() == x.numel() * fmt.bits // 8
-    assert all(scale.dtype == torch.float32 for scale in scales)
-    assert fmt.needs_amax == (name in ("int8", "fp8", "nvfp4"))
-    expected = () if fmt.block is None else (64, 1024 // fmt.block)
-    assert scales[0].shape == expected and all(scale.shape == () for scale in scales[1:])
-
-
-def test_what_was_dequantized_is_not_changed_again(name, fmt):
-    """Not even with scales of its own, but for nvfp4: E4M3 rounds the scale of the largest block's peak, so that the
-    global scale is found anew."""
-    x = gaussian()
-    scales = fmt.scales(x, largest(x))
-    once = fmt.dequantize(fmt.quantize(x, *scales), *scales)
-    assert torch.equal(fmt.dequantize(fmt.quantize(once, *scales), *scales), once)
-    again = fake_quantize(fmt, once, largest(once))
-    if name == "nvfp4":
-        assert 0 < ((again - once).norm() / once.norm()).item() < 2.0**-11  # by rounding to fp16 alone
-    else:
-        assert torch.equal(again, once)
-
-
 def test_zeros_stay_zeros_and_a_block_of_them_does_not_touch_the_others(fmt):
     x = gaussian()
     amax, expected = largest(x), fake_quantize(fmt, x, largest(x))
@@ -177,25 +150,3 @@ def test_it_is_modelopts_fake_quantization(name, axis):
     ours = fmt.dequantize(fmt.quantize(weight, scale), scale)
     torch.testing.assert_close(ours, quantizer(weight), rtol=2.0**-21, atol=0)
     assert not torch.equal(ours, weight)
-
-
-@pytest.mark.parametrize("axis", [None, 0], ids=["per tensor", "per channel"])
-@pytest.mark.parametrize("name", [name for name, fmt in FORMATS.items() if fmt.static_scale])
-def test_codes_are_those_of_onnxs_quantize_linear(name, axis):
-    fmt, (weight, amax) = FORMATS[name], uneven(axis)
-    (scale,), kind = fmt.scales(weight, amax), TensorProto.DataType.Value(fmt.onnx_type)
-    node = helper.make_node(
-        "QuantizeLinear", ["x", "scale", "zero"], ["codes"], **({} if axis is None else {"axis": 0})
-    )
-    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, weight.shape)
-    codes = helper.make_tensor_value_info("codes", kind, weight.shape)
-    constants = [
-        helper.make_tensor("scale", TensorProto.FLOAT, scale.shape, bytes_of(scale), raw=True),
-        helper.make_tensor("zero", kind, scale.shape, bytes(scale.numel()), raw=True),
-    ]
-    graph = helper.make_graph([node], "quantize", [x], [codes], constants)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", fmt.opset)])
-    onnx.checker.check_model(model, full_check=True)
-    (found,) = ReferenceEvaluator(model).run(None, {"x": weight.numpy()})
-    ours = fmt.quantize(weight, scale if axis is None else per_channel(scale, weight))
-    assert fmt.pack(ours).numpy().tobytes() == found.tobytes()
