@@ -53,11 +53,9 @@ class Place:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         (self.root / "tmp").mkdir(parents=True)
 
-    def start(self, *more: str, memory: int | None = None) -> subprocess.Popen:
-        """``memory``: bytes of addresses that the job may have, as by ``ulimit -v``."""
-        limited = [] if memory is None else ["prlimit", f"--as={memory}"]
+    def start(self, *more: str) -> subprocess.Popen:
         return subprocess.Popen(
-            [*limited, sys.executable, "quantize.py", *self.arguments, *FAST, f"cache.dir={self.root}/cache",
+            [sys.executable, "quantize.py", *self.arguments, *FAST, f"cache.dir={self.root}/cache",
              f"hydra.run.dir={self.run}", *more],
             cwd=REPOSITORY,
             env=os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": "0", "TMPDIR": str(self.root / "tmp")},

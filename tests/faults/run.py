@@ -26,7 +26,6 @@ from .job import PLAN, STAGES, Ended, Place, artifacts, differing, follow, lefto
 
 CODES = {signal.SIGKILL: (-signal.SIGKILL,), signal.SIGINT: (130,), signal.SIGTERM: (130,)}
 SOON = 15  # seconds that a cancelled job may take to end
-FEWEST_ADDRESSES, MOST_ADDRESSES = 1.5e9, 4e9  # bytes
 SPARED = 64 * 1024  # bytes that a full disk still has for logs
 MINI = ("model.path=checkpoints/sdxl_mini.nemo",)
 
@@ -109,11 +108,11 @@ def killed_after(place: Place, seconds: float, number: int) -> tuple[Ended, floa
     return ended, time.monotonic() - started - seconds
 
 
-def badly_refused(ended: Ended, lacking: str) -> list[str]:
-    """What is wrong with the end of a job for which the machine had too little of something."""
+def badly_refused(ended: Ended) -> list[str]:
+    """What is wrong with the end of a job whose disk was full."""
     errors = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
     problems = []
-    if ended.code != 4 or len(errors) != 1 or lacking not in errors[0]:
+    if ended.code != 4 or len(errors) != 1 or "disk" not in errors[0]:
         problems.append(f"ended with {ended.code}: {ended.stderr.strip()[-600:]}")
     if "Traceback" in ended.stdout + ended.stderr:
         problems.append(f"a traceback: {(ended.stdout + ended.stderr)[-600:]}")
@@ -129,9 +128,9 @@ def whole(place: Place, expected: dict[str, str]) -> list[str]:
     return [f"half written: {name}" for name in broken]
 
 
-def resumed(place: Place, expected: dict[str, str], *more: str) -> list[str]:
+def resumed(place: Place, expected: dict[str, str]) -> list[str]:
     """Give the command again; what then differs from the unbroken run."""
-    ended = follow(place.start(*more))
+    ended = follow(place.start())
     if ended.code:
         return [f"resuming ended with {ended.code}: {ended.stderr.strip()[-300:]}"]
     found = artifacts(place)
@@ -208,7 +207,7 @@ def starved(place: Place, stage: str, filler: Path, spared: int, expected: dict[
     ended = filled_at(place, stage, filler, spared)
     filler.unlink(missing_ok=True)
     problems = whole(place, expected) if ended.code else []
-    return ended, problems + badly_refused(ended, "disk") + leftovers(place)
+    return ended, problems + badly_refused(ended) + leftovers(place)
 
 
 def filled_at(place: Place, stage: str, filler: Path, spared: int) -> Ended:
@@ -242,40 +241,6 @@ def races(places: Sequence[Place], model: Unbroken, tally: Tally) -> None:
         tally.add(kind, problems)
 
 
-def shared_kills(places: Sequence[Place], model: Unbroken, kills: int, draw: random.Random, tally: Tally) -> None:
-    """Two jobs at a time with one cache, each killed at a moment of its own; then both commands, one by one."""
-    cache = f"cache.dir={places[0].root}/cache"
-    for _ in range(0, kills, 2):
-        for place in places:
-            place.empty()
-        started = [place.start(cache) for place in places]
-        moments = [draw.uniform(0, 2 * model.seconds) for _ in places]
-        timers = [Timer(seconds, strike, [job, signal.SIGKILL]) for seconds, job in zip(moments, started, strict=True)]
-        for timer in timers:
-            timer.start()
-        ended = [follow(process) for process in started]
-        for timer in timers:
-            timer.cancel()
-        wrong = [each for each in ended if each.code not in (0, *CODES[signal.SIGKILL])]
-        problems = [f"ended with {each.code}: {each.stderr[-300:]}" for each in wrong]
-        for place in places:
-            problems += whole(place, model.artifacts) + resumed(place, model.artifacts, cache)
-        tally.add(f"SIGKILL after {moments[0]:.1f} and {moments[1]:.1f} s with one cache", problems)
-
-
-def small_memories(place: Place, model: Unbroken, limits: int, tally: Tally) -> None:
-    """The job with fewer addresses than it needs, from what its imports take to what all of it takes."""
-    for number in range(limits):
-        memory = round(FEWEST_ADDRESSES * (MOST_ADDRESSES / FEWEST_ADDRESSES) ** (number / max(1, limits - 1)))
-        place.empty()
-        ended = follow(place.start(memory=memory))
-        problems = whole(place, model.artifacts) + badly_refused(ended, "memory") if ended.code else []
-        problems += leftovers(place)
-        where = ended.stages[-1] if ended.stages else "the start"
-        kind = f"{memory / 1e9:.1f} GB of addresses, ended with {ended.code} in {where}"
-        tally.add(kind, problems + resumed(place, model.artifacts))
-
-
 def main(arguments: Sequence[str] | None = None, model_arguments: Sequence[str] = MINI) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.run", description=__doc__)
     parser.add_argument("--kills", type=int, default=50, help="runs that end by SIGKILL")
@@ -283,8 +248,6 @@ def main(arguments: Sequence[str] | None = None, model_arguments: Sequence[str] 
     parser.add_argument("--disk", nargs="*", default=["calibrate", "export", "plans", "pictures", "parity"],
                         help="stages in which the disk is full; the others write next to nothing")  # fmt: skip
     parser.add_argument("--races", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--shared", type=int, default=0, help="jobs that share a cache, two at a time, and are killed")
-    parser.add_argument("--memories", type=int, default=0, help="runs with fewer addresses than the job needs")
     parser.add_argument("--tiny", action="store_true", help="a pipeline that a test makes, in place of what ships")
     parser.add_argument("--seed", type=int, default=0, help="of the random moments")
     chosen = parser.parse_args(arguments)
@@ -304,8 +267,6 @@ def main(arguments: Sequence[str] | None = None, model_arguments: Sequence[str] 
                 full_disks(model_arguments, model, chosen.disk, tally)
             except PermissionError as error:
                 print(f"no small disk could be mounted ({error}); full disks were not tried")
-        small_memories(places[0], model, chosen.memories, tally)
-        shared_kills(places, model, chosen.shared, draw, tally)
         if chosen.races:
             races(places, model, tally)
     print(f"{tally.counts.total()} faults, {len(tally.wrong)} problems, {time.monotonic() - start:.0f} s; the slowest "

@@ -99,10 +99,5 @@ def pictures() -> Reader:
     def check(folder: Path, found: list[tuple]) -> None:
         assert [shape for _, shape, _ in found] == [(3, 128, 64, 3), (3, 128, 64)]
 
-    recipes = st.tuples(st.sampled_from(sorted(files)), byte_edits)
-
-    def mutate(recipe: tuple) -> Files:
-        name, edits = recipe
-        return {name: edited(files[name], edits, [(0, 64)])}
-
-    return Reader("pictures", files, recipes, mutate, loaded, check, weight=20)
+    damages = [(byte_edits, lambda edits, name=name: {name: edited(files[name], edits, [(0, 64)])}) for name in files]
+    return Reader("pictures", files, read=loaded, check=check, weight=20, **ways(*damages))

@@ -6,15 +6,13 @@ from pathlib import Path
 import torch
 from hypothesis import strategies as st
 from safetensors.torch import load as load_safetensors
-from torch import nn
 
 from sd_quant.calibration.collected_elsewhere import read_statistics
 from sd_quant.calibration.prompts import read_prompts
 from sd_quant.calibration.store import Entries, content_digest, pack
-from sd_quant.models.sdxl import unet_part
-from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS
-from sd_quant.quantization.statistics import LayerStatistics, Sample, Statistics
 
+from ..unit.calibration.some_statistics import CONTRACT, LAYERS, ORIGIN
+from ..unit.calibration.some_statistics import statistics as some_statistics
 from .harness import Reader
 from .mutations import byte_edits, changed, document_edits, edited, to_json
 from .shared import Files, decisive_header, described, digest, header_of, with_header
@@ -45,40 +43,11 @@ def prompts() -> Reader:
     return Reader("prompts", files, st.tuples(st.sampled_from(sorted(files)), byte_edits), mutate, read, check, 20)
 
 
-STEPS = 2
-SAMPLING = {"steps": STEPS, "guidance_scale": 5.0, "height": 64, "width": 64, "batch_size": 1, "seed": 42}
-ORIGIN = {"checkpoint": "a" * 64, "sampling": SAMPLING, "device": "cuda", "kept": [128, 8], "versions": {"torch": "2"}}
-
-
-def layers() -> dict[str, nn.Module]:
-    with torch.device("meta"):
-        return {"down.to_q": nn.Linear(4, 3), "down.conv1": nn.Conv2d(1, 2, 3)}
-
-
-def some_statistics(segment: range) -> Statistics:
-    """Of the layers, and of inputs as this UNet's are."""
-    random = torch.Generator().manual_seed(segment.stop)
-
-    def sample(count: int, *shape: int, dtype: torch.dtype) -> Sample:
-        values = torch.randn(count, *shape, generator=random).to(dtype)
-        return Sample(values, torch.rand(count, generator=random, dtype=torch.float64).sort().values)
-
-    half, single = torch.float16, torch.float32
-    linear = LayerStatistics("linear", torch.rand(STEPS, 4, generator=random), sample(3, 4, dtype=half))
-    conv = LayerStatistics("conv", torch.rand(segment.stop, STEPS, generator=random), sample(3, 9, dtype=half))
-    inputs = {"x": (4, 8, 8), "timesteps": (), "context": (80, 6), "y": (5,)}
-    calls = {name: sample(1, 2, *shape, dtype=single) for name, shape in inputs.items()}
-    return Statistics({"down.to_q": linear, "down.conv1": conv}, calls)
-
-
 def statistics(scratch: Path) -> Reader:
     entries = Entries(scratch, ORIGIN, ["a cat", "ein Kätzchen 🐈"])
     for segment in (range(0, 1), range(1, 2)):
         entries.write(segment, some_statistics(segment))
     files = {path.name: path.read_bytes() for path in sorted(entries.folder.iterdir())}
-    sizes = {"in_channels": 4, "cross_attention_dim": 6, "projection_class_embeddings_input_dim": 5}
-    contract = unet_part(sizes | {"addition_time_embed_dim": 0}, CONTEXT_TOKENS, "nemo").contract
-    fitting = layers()
 
     def mutate(recipe: tuple) -> Files:
         number, (kind, edits), signed = recipe
@@ -100,7 +69,7 @@ def statistics(scratch: Path) -> Reader:
         return {name: with_header(header, content)}
 
     def packed(folder: Path) -> dict[str, torch.Tensor]:
-        return pack(read_statistics(folder, fitting, contract, {"form": 2, **ORIGIN}, 2))
+        return pack(read_statistics(folder, LAYERS, CONTRACT, {"form": 2, **ORIGIN}, 2))
 
     def check(folder: Path, found: dict[str, tuple]) -> None:
         """Of the same layers and inputs, finite, no range below zero."""

@@ -18,6 +18,7 @@ from sd_quant.report.record import DONE
 from sd_quant.report.summary import markdown, read_sweep, rows
 from sd_quant.report.table import run_table
 
+from ..unit.report.sweeps import LAYERS, record_of
 from .harness import Reader
 from .mutations import YAML_VALUES, byte_edits, changed, document_edits, edited, to_json, to_yaml
 from .shared import Files, ways
@@ -25,55 +26,27 @@ from .shared import Files, ways
 
 def a_record(decibels: float, speedup: float) -> dict:
     """As ``quantize.py`` leaves it, with everything in it that a table, a plot or a page reads."""
-    full = {"p50_ms": 20.0, "mean_ms": 21.0, "n": 5, "samples_ms": [20.0, 19.0, 21.0, 20.0, 20.5]}
-    times = {
-        "full_precision": full, "speedup": speedup, "speedup_interval": [speedup - 0.1, speedup + 0.1],
-        "quantized": {"p50_ms": 20 / speedup, "samples_ms": [each / speedup for each in reversed(full["samples_ms"])]},
+    record = record_of(decibels, speedup, 0.5)
+    times, sizes = record["latency"]["openvino"], record["sizes_bytes"]
+    denoiser, image = times["unet_xl"]["2"], times["image"]["1"]
+    denoiser["speedup_interval"] = image["speedup_interval"] = [speedup - 0.1, speedup + 0.1]
+    denoiser["rounds"] = TIMING["blocks"][0]["rounds"] | {"stopped": "budget", "others": 0.3, "steal": None}
+    sizes["unet_xl"]["weights_fp32"], sizes["vae"]["weights_fp32"] = 8000000, 69
+    record["knobs"] |= {
+        "format": "int8", "quant_level": 3.0, "alpha": 0.8, "percentile": 1.0,
+        "verdict": {"enough_db": 40.0, "time_of_a_db": 0.02, "confidence": 0.95},
     }  # fmt: skip
-    rounds = {"together": True, "stopped": "budget", "others": 0.3, "steal": None, "reference_spread": 0.1}
-    image = {"full_precision": {"p50_ms": 60.0, "rest": 0.5}}
-    none = {"value": None, "reason": "not quantized"}
-    return {
-        "schema_version": 1, "status": "done", "overrides": ["alpha=0.5", "quant_level=3"],
-        "knobs": {
-            "format": "int8", "quant_level": 3.0, "alpha": 0.8, "percentile": 1.0, "calib_size": 32, "n_steps": 20,
-            "model": {"family": "sdxl", "path": "checkpoints/small.nemo"},
-            "infer": {"engine": "openvino", "batch_size": 1, "width": 64, "height": 64, "steps": 20},
-            "verdict": {"enough_db": 40.0, "time_of_a_db": 0.02, "confidence": 0.95},
-        },
-        "denoiser": {"part": "unet_xl", "samples_a_picture": 2},
-        "prompts": ["a cat", "a dog"], "simulated": False, "simulated_because": None,
-        "sizes_bytes": {
-            "unet_xl": {"onnx_full_precision": 4000000, "onnx_quantized": 2e6, "plan": 3, "weights_fp32": 8000000},
-            "vae": {"onnx_full_precision": 70, "onnx_quantized": none, "plan": none, "weights_fp32": 69},
-        },
-        "plans": {"unet_xl": {"targets": ["SM89", "SM120"]}},
-        "latency": {
-            "torch": {"image": {"1": {"full_precision": {"p50_ms": 80.0}}}},
-            "openvino": {
-                "unet_xl": {"2": {**times, "rounds": rounds}},
-                "vae": {
-                    "1": {"full_precision": {"p50_ms": 5.0}, "quantized": {"p50_ms": None, "reason": "not quantized"}}
-                },
-                "image": {"1": {**times, **image}},
-            },
-        },
-        "fidelity": {
-            "psnr": {"mean": decibels, "min": decibels - 1, "values": [decibels, decibels - 1], "reason": None},
-            "ssim": {"mean": 0.98, "min": 0.97, "values": [0.98, 0.98]},
-            "lpips": {"mean": 0.01, "max": 0.02, "values": [0.01, 0.01]},
-            "latent_sqnr_db": [decibels, decibels - 5, None], "latent_sqnr_reason": "identical",
-            "frechet_efficientnet": {"value": None, "reason": "too few"},
-        },
+    record["knobs"]["model"]["family"] = "sdxl"
+    record["fidelity"] |= {
+        "latent_sqnr_db": [decibels, decibels - 5, None], "latent_sqnr_reason": "identical",
+        "frechet_efficientnet": {"value": None, "reason": "too few"},
+    }  # fmt: skip
+    record["stages"] = {"calibrate": {"seconds": 1.5, "peak_memory_bytes": 5}, "export": {"seconds": 2.0}}
+    return record | {
+        "schema_version": 1, "overrides": ["alpha=0.5", "quant_level=3"],
+        "denoiser": {"part": "unet_xl", "samples_a_picture": 2}, "simulated": False, "simulated_because": None,
+        "plans": {"unet_xl": {"targets": ["SM89", "SM120"]}}, "layers": {"quantized": 7, "high_precision": 2},
         "parity": {"unet_xl": {"relative_error": 0.0, "tolerance": 0.01}},
-        "layers": {"quantized": 7, "high_precision": 2}, "peak_memory_bytes": 10**9,
-        "stages": {"calibrate": {"seconds": 1.5, "peak_memory_bytes": 5}, "export": {"seconds": 2.0}},
-        "environment": {
-            "versions": {"openvino": "2026.4"},
-            "machine": {
-                "cpu": "a processor", "usable_cores": 2, "cpu_int8": ["avx512_vnni"], "memory_bytes": 2**34, "gpus": [],
-            },
-        },
     }  # fmt: skip
 
 
@@ -107,11 +80,7 @@ RECORDS = {
     "alpha=1.0/failure.json": {"reason": "=cmd|' /C calc'!A0 <b>| broken", "schema_version": 1},
     "alpha=0.5/provenance.json": {"started": "2026-01-01T00:00:00+00:00", "overrides": ["a"]},
 }
-LAYERS = b"""name,role,format,output_error
-conv_in,excluded,high precision,
-up_blocks.0.resnets.0.conv1,conv,int8,0.01
-"""
-RECORD_FILES = {name: to_json(content) for name, content in RECORDS.items()} | {"alpha=0.5/layers.csv": LAYERS}
+RECORD_FILES = {name: to_json(content) for name, content in RECORDS.items()} | {"alpha=0.5/layers.csv": LAYERS.encode()}
 OF_RECORDS = st.tuples(
     st.sampled_from(["sweep.json", *["alpha=0.5/metrics.json"] * 4, *sorted(RECORDS)]),
     st.one_of(st.tuples(st.just("bytes"), byte_edits), *[st.tuples(st.just("node"), document_edits)] * 4),
@@ -167,7 +136,7 @@ def report() -> Reader:
 
     def damaged_other(drawn: tuple) -> Files:
         name, edits = drawn
-        return {name: edited(files[name], edits, other=LAYERS)}
+        return {name: edited(files[name], edits, other=LAYERS.encode())}
 
     def made(folder: Path) -> str:
         page = rebuild(folder).read_text(encoding="utf-8")

@@ -20,10 +20,8 @@ from sd_quant.models.checkpoint import empty_denoiser
 
 from ..pipelines import TINY
 from .harness import Reader
-from .mutations import VALUES, byte_edits, changed, document_edits, edited
-from .shared import Files, ways
-
-LISTED = [*VALUES, "float8_e4m3fn", "int8_tensorwise", "nvfp4", "mxfp8", 256, 4]
+from .mutations import byte_edits, document_edits, edited
+from .shared import Files, damaged_metadata, damaged_safetensors, header_of, ways, with_header
 
 
 def single_files(scratch: Path) -> list[Reader]:
@@ -173,27 +171,20 @@ def of_comfyui(checkpoint: DiffusersCheckpoint) -> Reader:
     half = dict(sorted(marks.items())[::2])
     inside = {f"{layer}.comfy_quant": torch.tensor(list(json.dumps(mark).encode()), dtype=torch.uint8)
               for layer, mark in marks.items() if layer not in half}  # fmt: skip
-    metadata = {"format_version": "1.0", "layers": half}
-    sound = save_safetensors(tensors | inside, {"_quantization_metadata": json.dumps(metadata)})
-    end = 8 + int.from_bytes(sound[:8], "little")
-    header = json.loads(sound[8:end])
-
-    def file(header: Any) -> Files:
-        content = json.dumps(header).encode("utf-8", "replace")
-        return {"a.safetensors": struct.pack("<Q", len(content)) + content + sound[end:]}
+    metadata = json.dumps({"format_version": "1.0", "layers": half})
+    sound = save_safetensors(tensors | inside, {"_quantization_metadata": metadata})
+    header, content = header_of(sound)
+    end = len(sound) - len(content)
 
     def place(name: str) -> tuple[int, int]:
         start, stop = header[name]["data_offsets"]
         return end + start, end + stop
 
-    def with_metadata(edits: list) -> Files:
-        text = json.dumps(changed(metadata, edits, LISTED))
-        return file(header | {"__metadata__": {"_quantization_metadata": text}})
-
     def renamed(drawn: tuple) -> Files:
         name, ending = drawn
         other = f"{name.rpartition('.')[0]}.{ending}"
-        return file({other if each == name else each: value for each, value in header.items()})
+        names = {each: other if each == name else each for each in header}
+        return {"a.safetensors": with_header({names[each]: value for each, value in header.items()}, content)}
 
     def with_numbers(drawn: tuple) -> Files:
         name, edits = drawn
@@ -211,8 +202,10 @@ def of_comfyui(checkpoint: DiffusersCheckpoint) -> Reader:
         (byte_edits, lambda edits: {"a.safetensors": edited(sound, edits, [(0, end), *map(place, inside)])}),
         (st.tuples(small, byte_edits), with_numbers),
         (st.tuples(small, st.sampled_from(endings)), renamed),
-        *[(document_edits, with_metadata)] * 2,
-        (document_edits, lambda edits: file(changed(header, edits))),
-    )
+        *[(document_edits, lambda edits: {
+            "a.safetensors": damaged_metadata(sound, "_quantization_metadata", edits)
+        })] * 2,
+        (document_edits, lambda edits: {"a.safetensors": damaged_safetensors(sound, ("header", edits))}),
+    )  # fmt: skip
     check = stays_within("a.safetensors")
     return Reader("comfyui", {"a.safetensors": sound}, read=read, check=check, weight=15, quick=30, **damages)

@@ -1,14 +1,12 @@
 """What the fuzzing has found, each as the smallest file that shows it."""
 
 import json
-import tarfile
 import time
 from copy import deepcopy
 
 import pytest
 
 from sd_quant.checkpoints.archive import whole_file
-from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.checkpoints.safetensors_file import read_safetensors
 from sd_quant.checkpoints.torch_weights import stored_tensors
 from sd_quant.config import run_model
@@ -20,7 +18,7 @@ from sd_quant.report.table import run_table
 
 from .mutations import constant, to_yaml, with_pickle
 from .of_artifacts import graph_with
-from .of_checkpoints import contents, nemo, tar_of, tiny_config, weights_file
+from .of_checkpoints import weights_file
 from .of_records import PLAN, TIMING, a_record
 
 QUICK = 5  # seconds of the processor; without a bound it is hours
@@ -69,29 +67,10 @@ def test_torch_says_nothing_beside_the_refusal(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.fixture(scope="module")
-def tiny_nemo(tmp_path_factory) -> bytes:
-    return nemo(tmp_path_factory.mktemp("nemo")).files["a.nemo"]
-
-
-@pytest.mark.parametrize("place", [("unet_config", "context_dim"), ("unet_config", "image_size"), ("scale_factor",)])
-def test_lists_of_lists_in_a_checkpoints_yaml_are_not_written_out(tmp_path, tiny_nemo, place):
-    (tmp_path / "a.nemo").write_bytes(tiny_nemo)
-    members = contents(tmp_path) | {"model_config.yaml": to_yaml(put("@bomb", tiny_config(), place))}
-    (tmp_path / "a.nemo").write_bytes(tar_of(members, tarfile.GNU_FORMAT))
-    quickly(lambda: open_nemo(tmp_path / "a.nemo"))
-
-
 @pytest.mark.parametrize("plant", ["@bomb", "@cycle", "@deep list", "@object", "@date", "@not a number"])
 def test_a_runs_configuration_is_refused_in_a_line(tmp_path, plant):
     (tmp_path / "config.yaml").write_bytes(to_yaml({"model": {"path": plant, "a\n\x1b[2Jb": 1}}))
     quickly(lambda: run_model(str(tmp_path)))
-
-
-@pytest.mark.parametrize("location", ["a\0b", "x" * 300, "y/" * 3000 + "z", "", "..", "/etc/passwd"])
-def test_weights_of_a_graph_have_a_name_that_a_file_can_have(tmp_path, location):
-    (tmp_path / "a.onnx").write_bytes(graph_with([location, location]))
-    quickly(lambda: onnx_files(tmp_path / "a.onnx"))
 
 
 def test_a_graph_whose_offset_is_no_number_is_refused(tmp_path):

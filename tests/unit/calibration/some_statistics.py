@@ -1,14 +1,42 @@
-"""Statistics to keep and to compare."""
+"""Statistics to keep and to compare, those of two layers and a UNet's inputs among them."""
 
 import torch
+from torch import nn
 
 from sd_quant.calibration.store import pack
-from sd_quant.quantization.statistics import Sample, Statistics
+from sd_quant.models.sdxl import unet_part
+from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS
+from sd_quant.quantization.statistics import LayerStatistics, Sample, Statistics
+
+STEPS = 2
+with torch.device("meta"):
+    LAYERS = {"down.to_q": nn.Linear(4, 3), "down.conv1": nn.Conv2d(1, 2, 3)}
+UNET = {"in_channels": 4, "cross_attention_dim": 6, "projection_class_embeddings_input_dim": 5}
+CONTRACT = unet_part(UNET | {"addition_time_embed_dim": 0}, CONTEXT_TOKENS, "nemo").contract
+ORIGIN = {
+    "checkpoint": "a" * 64,
+    "sampling": {"steps": STEPS, "guidance_scale": 5.0, "height": 64, "width": 128, "batch_size": 1, "seed": 42},
+    "device": "cuda",
+    "kept": [128, 8],
+    "versions": {"torch": "2.13.0"},
+}
 
 
 def sample(random: torch.Generator, count: int, *shape: int, dtype: torch.dtype) -> Sample:
     values = torch.randn(count, *shape, generator=random).to(dtype)
     return Sample(values, torch.rand(count, generator=random, dtype=torch.float64).sort().values)
+
+
+def statistics(segment: range) -> Statistics:
+    """What calibration leaves of ``LAYERS`` and the UNet's inputs."""
+    random = torch.Generator().manual_seed(segment.stop)
+
+    half, ranges = torch.float16, torch.rand(segment.stop, STEPS, generator=random)
+    linear = LayerStatistics("linear", torch.rand(STEPS, 4, generator=random), sample(random, 3, 4, dtype=half))
+    conv = LayerStatistics("conv", ranges, sample(random, 3, 9, dtype=half))
+    inputs = {"x": (4, 8, 16), "timesteps": (), "context": (80, 6), "y": (5,)}
+    calls = {name: sample(random, 2, 2, *shape, dtype=torch.float32) for name, shape in inputs.items()}
+    return Statistics({"down.to_q": linear, "down.conv1": conv}, calls)
 
 
 def assert_same(first: Statistics, second: Statistics) -> None:

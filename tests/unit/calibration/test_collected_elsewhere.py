@@ -6,45 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import load, save
 from torch import nn
 
-from sd_quant.calibration.collected_elsewhere import chains, differences, read_statistics
+from sd_quant.calibration.collected_elsewhere import differences, read_statistics
 from sd_quant.calibration.store import VERSION, Entries, content_digest
 from sd_quant.errors import ArtifactError, ConfigError, SdQuantError
-from sd_quant.models.sdxl import unet_part
-from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS
-from sd_quant.quantization.statistics import LayerStatistics, Statistics, merge
+from sd_quant.quantization.statistics import Statistics, merge
 
-from .some_statistics import assert_same, sample
+from .some_statistics import CONTRACT, LAYERS, ORIGIN, STEPS, assert_same, statistics
 
-STEPS = 2
-with torch.device("meta"):
-    LAYERS = {"down.to_q": nn.Linear(4, 3), "down.conv1": nn.Conv2d(1, 2, 3)}
-UNET = {"in_channels": 4, "cross_attention_dim": 6, "projection_class_embeddings_input_dim": 5}
-CONTRACT = unet_part(UNET | {"addition_time_embed_dim": 0}, CONTEXT_TOKENS, "nemo").contract
-ORIGIN = {
-    "checkpoint": "a" * 64,
-    "sampling": {"steps": STEPS, "guidance_scale": 5.0, "height": 64, "width": 128, "batch_size": 1, "seed": 42},
-    "device": "cuda",
-    "kept": [128, 8],
-    "versions": {"torch": "2.13.0"},
-}
 PROMPTS = ["a cat", "ein Kätzchen 🐈", "../../etc/passwd", "\x1b[2J", "a dog"]
-
-
-def statistics(segment: range) -> Statistics:
-    """What calibration leaves of ``LAYERS`` and the UNet's inputs."""
-    random = torch.Generator().manual_seed(segment.stop)
-
-    half, ranges = torch.float16, torch.rand(segment.stop, STEPS, generator=random)
-    linear = LayerStatistics("linear", torch.rand(STEPS, 4, generator=random), sample(random, 3, 4, dtype=half))
-    conv = LayerStatistics("conv", ranges, sample(random, 3, 9, dtype=half))
-    inputs = {"x": (4, 8, 16), "timesteps": (), "context": (80, 6), "y": (5,)}
-    calls = {name: sample(random, 2, 2, *shape, dtype=torch.float32) for name, shape in inputs.items()}
-    return Statistics({"down.to_q": linear, "down.conv1": conv}, calls)
 
 
 def written(folder: Path, *segments: tuple[int, int], **other: object) -> Path:
@@ -97,16 +69,6 @@ def test_entries_that_cover_the_prompts_are_merged(tmp_path):
     assert_same(shared(folder, 5), merge([statistics(range(0, 3)), statistics(range(3, 5))]))
 
 
-@given(st.lists(st.tuples(st.integers(0, 6), st.integers(1, 4)), max_size=8))
-def test_every_number_that_segments_add_up_to_is_found(pairs):
-    segments = [range(start, start + length) for start, length in pairs]
-    ways = chains(segments)
-    for size, way in ways.items():
-        assert [index for segment in way for index in segment] == list(range(size)) and set(way) <= set(segments)
-    ends = {segment.stop for segment in segments if segment.start in {0, *ways}}
-    assert ends == set(ways)
-
-
 def test_an_entry_of_other_sizes_than_the_first_holds_no_calls(tmp_path):
     """The first entry holds calls of the first size, so that the statistics of all prompts have some."""
     entries = Entries(tmp_path, ORIGIN, PROMPTS)
@@ -129,13 +91,11 @@ def with_sampling(**changes: object) -> dict:
 @pytest.mark.parametrize(
     ("there", "here", "told"),
     [
-        ({}, {}, []),
         ({"seed": 42, "guidance_scale": 5.0}, {"seed": 7, "guidance_scale": 3.0},
          ["sampling.guidance_scale 5.0 (here 3.0)", "sampling.seed 42 (here 7)"]),
         ({}, {"negative_prompts": ["blurry"]}, ["sampling.negative_prompts None (here 'blurry')"]),
         ({"negative_prompts": ["blurry", "nude"]}, {"negative_prompts": None},
          ["sampling.negative_prompts 'blurry, nude' (here None)"]),
-        ({}, {"sizes": ["128x64", "64x64"]}, ["sampling.sizes None (here '128x64, 64x64')"]),
         ({"sizes": ["128x64", "64x64"]}, {}, ["sampling.sizes '128x64, 64x64' (here None)"]),
     ],
 )  # fmt: skip
@@ -291,12 +251,6 @@ def test_a_description_that_is_none(entry, metadata):
     """Whatever else it can be is tried by the fuzzing of this reader."""
     forge(entry, **metadata)
     assert f"{entry} does not describe statistics (" in refusal(ArtifactError, entry)
-
-
-@pytest.mark.parametrize("content", [b"", save({"a": torch.zeros(2)})], ids=["empty", "without a description"])
-def test_what_is_no_entry(tmp_path, content):
-    (tmp_path / "a.safetensors").write_bytes(content)
-    refusal(ArtifactError, tmp_path)
 
 
 def test_another_form(entry):

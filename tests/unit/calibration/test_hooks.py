@@ -127,27 +127,6 @@ def test_a_layer_that_is_used_twice_in_a_call_has_the_wider_range():
     assert of_one_call(network, {"0": layer}, torch.ones(2, 4, 2)).layers["0"].amax.tolist() == [[3.0, 1.0]]
 
 
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.query, self.key, self.value = (nn.Linear(2, 2) for _ in range(3))
-
-    def forward(self, x, text):
-        return self.query(x) + self.key(text) + self.value(text)
-
-
-def test_layers_that_read_one_tensor_share_the_look_at_it(monkeypatch):
-    """Query, key and value: the pass over the input costs more than all the rest."""
-    network, looks, magnitude = Attention(), [], torch.Tensor.abs
-    x, text = torch.randn(1, 4, 2), torch.randn(1, 4, 2)
-    monkeypatch.setattr(torch.Tensor, "abs", lambda seen: looks.append(seen) or magnitude(seen))
-    with collect(network, dict(network.named_children()), [0], 1, lambda: (0, [0]), {}) as statistics:
-        network(x, text)
-    assert [look is x for look in looks] == [True, False] and looks[1] is text
-    for name, layer in statistics.layers.items():
-        assert torch.equal(layer.amax[0], (x if name == "query" else text)[0].abs().amax(0))
-
-
 def test_ranges_of_fp16_inputs_are_kept_in_fp32():
     network = Network().half()
     amax = of_one_call(network, layers_of(network), torch.full((1, 2, 1, 1), 60000.0).half()).layers["conv"].amax
@@ -183,15 +162,6 @@ def test_a_patch_is_what_an_output_of_the_convolution_multiplies(options):
     patches = torch.stack([take_row(conv, x, place) for place in everywhere])
     assert patches.shape == (len(output), conv.weight[0].numel())
     torch.testing.assert_close(patches @ conv.weight.flatten(1).T + conv.bias, output)
-
-
-@pytest.mark.parametrize("shape", [(1, 1, 2), (2, 5, 2), (2, 3, 4, 2)])
-def test_a_row_of_a_linear_is_a_token(shape):
-    x = torch.arange(torch.tensor(shape).prod().item()).float().view(shape)
-    tokens = x.view(-1, 2)
-    places = [0.0, *((index + 0.5) / len(tokens) for index in range(len(tokens))), 1 - 2**-53]
-    found = [take_row(nn.Linear(2, 1), x, place).tolist() for place in places]
-    assert found == [[0.0, 1.0], *tokens.tolist(), tokens[-1].tolist()]
 
 
 def test_what_fp16_cannot_hold_is_cut():
@@ -281,16 +251,6 @@ def test_a_snapshot_is_a_pass_of_that_size_and_can_be_continued(whole, singles):
     snapshot, rest = calibrate(range(5)), calibrate(range(5, PROMPTS))
     assert_same(snapshot, merge(singles[:5]))
     assert_same(merge([snapshot, rest]), whole)
-
-
-@given(data=st.data())
-@settings(max_examples=20, deadline=None)
-def test_merging_is_exact_in_any_order_and_any_split(whole, singles, data):
-    parts = list(data.draw(st.permutations(singles)))
-    while len(parts) > 1:  # any tree of merges
-        size = data.draw(st.integers(2, len(parts)))
-        parts = [*parts[size:], merge(parts[:size])]
-    assert_same(parts[0], whole)
 
 
 def test_a_layer_that_only_some_prompts_reach(singles):

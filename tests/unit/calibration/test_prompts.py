@@ -25,7 +25,6 @@ def row(caption: str) -> bytes:
 @pytest.mark.parametrize(
     ("name", "content", "prompts"),
     [
-        (TEXT, b"a cat\na dog\n", ["a cat", "a dog"]),
         (TEXT, b"\xef\xbb\xbf\r\n  a cat  \r\n\r\n\ta dog", ["a cat", "a dog"]),  # byte order mark
         (TEXT, "\n".join(UNCHANGED).encode(), UNCHANGED),
         (TEXT, LONG.encode(), [LONG]),
@@ -53,14 +52,12 @@ COLUMNS = "has {} columns in line 4, expected 7 as in its header; put one tab"
     [
         *((TEXT, content, "holds no prompt") for content in (b"", b"  \r\n\t\n", b"\xef\xbb\xbf")),
         (TEXT, b"a cat\n\na caf\xc3\xa9\xe9 au lait\n", "not UTF-8 at line 3, byte 8; save it"),
-        (TEXT, "a cat".encode("utf-16"), "line 1, byte 1"),
         (TEXT, f"a cat\n{LONG}e".encode(), TOO_LONG),
         (TABLE, HEADER + row(" "), "holds no prompt"),
         (TABLE, HEADER + row("a cat") + b"70\t22\ta caf\xe9\t\t\t\t\n", "not UTF-8 at line 3, byte 12; save it"),
         (TABLE, HEADER + row(LONG + "e"), TOO_LONG),
         (TABLE, HEADER + row("a dog") + b"\n" + b"70\ta cat\n", COLUMNS.format(2)),
         (TABLE, HEADER + row("a dog") + b"\n" + row("a\tcat"), COLUMNS.format(8)),
-        (TABLE, HEADER + row("a dog") + b"\n \n", COLUMNS.format(1)),
     ],
     ids=lambda value: repr(value)[:40],
 )
@@ -77,12 +74,6 @@ def test_a_table_needs_one_column_of_captions(tmp_path, header):
         f"prompt file {tmp_path / TABLE} begins with {header.decode()!r}, expected a header line with one "
         "column 'caption' between tabs; add that line, or name the file .txt when it holds one prompt a line"
     )
-
-
-def test_a_hostile_header_is_not_repeated_in_full(tmp_path):
-    with pytest.raises(ConfigError) as refused:
-        read_prompts(written(tmp_path, TABLE, b"\x1b[2J" * 100_000))
-    assert "\x1b" not in str(refused.value) and len(str(refused.value)) < 1000
 
 
 def test_a_file_too_large_is_refused_before_it_is_read(tmp_path):

@@ -6,10 +6,8 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from safetensors import safe_open
 from safetensors.torch import save
 
-from sd_quant.calibration import store
 from sd_quant.calibration.store import Entries, content_digest
 from sd_quant.checkpoints.tensors import bytes_of
 from sd_quant.files import digest
@@ -83,16 +81,6 @@ def test_a_single_number_has_a_digest_whatever_its_stride():
     assert bytes_of(column).tobytes() == torch.tensor([3.0]).numpy().tobytes()
 
 
-def test_an_entry_says_what_it_is_of(entries):
-    """In the header, where anybody finds it with the library alone."""
-    entries.write(range(1, 4), statistics(0))
-    with safe_open(entries.path(range(1, 4)), "pt") as file:
-        metadata = file.metadata()
-    assert metadata.keys() == {"digest", "origin", "prompts"}
-    assert json.loads(metadata["origin"]) == {"form": store.VERSION, **ORIGIN}
-    assert json.loads(metadata["prompts"]) == {"first": 1, "last": 3, "texts": PROMPTS[1:4]}
-
-
 def test_the_same_statistics_are_the_same_bytes(entries):
     written = set()
     for _ in range(3):  # the library alone would order the metadata in 6 ways
@@ -114,20 +102,6 @@ def test_the_longest_entry_wins(entries, caplog):
     assert str(entries.path(range(0, 5))) in caplog.text
 
 
-def test_a_larger_request_goes_on_where_an_entry_ends(entries):
-    entries.write(range(0, 2), statistics(2))
-    entries.write(range(2, 4), statistics(4))
-    assert entries.longest(2, 5)[0] == range(2, 4)
-    assert entries.longest(1, 5) is None and entries.longest(4, 5) is None
-
-
-def test_it_comes_back_in_another_process(entries, tmp_path):
-    """Where the keys of the origin have another order, and the prompts behind the entry are others."""
-    entries.write(SEGMENT, statistics(0))
-    other = Entries(tmp_path, dict(reversed(ORIGIN.items())), [*PROMPTS[:2], "another"])
-    assert_same(other.read(SEGMENT), statistics(0))
-
-
 # What is not trusted
 
 
@@ -144,9 +118,9 @@ def test_a_changed_byte_is_noticed(kept, change, difference):
     assert entries.read(SEGMENT) is None
 
 
-def forged(header: object, data: bytes = b"") -> bytes:
+def forged(header: object) -> bytes:
     text = json.dumps(header).encode()
-    return len(text).to_bytes(8, "little") + text + data
+    return len(text).to_bytes(8, "little") + text
 
 
 UNKNOWN = {"__metadata__": {"digest": "0" * 64}}
@@ -156,12 +130,9 @@ UNKNOWN = {"__metadata__": {"digest": "0" * 64}}
     "content",
     [
         b"",
-        b"1234567",
-        b"\0" * 64,
         (2**63 - 1).to_bytes(8, "little") + b'{"__metadata__":{}}',
-        *(forged({"__metadata__": metadata}) for metadata in ({"digest": 1}, ["digest"])),
+        forged({"__metadata__": {"digest": 1}}),
         forged(UNKNOWN | {"t": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}),
-        forged(UNKNOWN | {"t": {"dtype": "F4", "shape": [8], "data_offsets": [0, 4]}}, bytes(4)),
         save({"linear|a|rows": torch.zeros(2)}),
         save({"linear|a|rows": torch.zeros(2)}, UNKNOWN["__metadata__"]),
     ],
@@ -206,11 +177,6 @@ def test_files_with_other_names_are_passed_by(entries, name):
     entries.folder.mkdir(parents=True)
     (entries.folder / f"{name}.safetensors").write_bytes(b"garbage")
     assert entries.longest(0, 5) is None
-
-
-def test_a_folder_in_place_of_an_entry(entries, caplog):
-    entries.path(SEGMENT).mkdir(parents=True)
-    assert refused(entries, caplog)
 
 
 # What entries are filed under

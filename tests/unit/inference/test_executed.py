@@ -2,7 +2,7 @@ import logging
 
 import torch
 
-from sd_quant.inference.executed import executed_entry, not_executed
+from sd_quant.inference.executed import executed_entry
 from sd_quant.quantization.assignment import LayerAssignment
 
 
@@ -37,11 +37,6 @@ def test_where_all_is_executed_there_is_nothing_to_say(caplog):
     entry = executed_entry("runtime", dict.fromkeys(("fast", "slow", "lost"), "INT8"), LAYERS)
     assert (entry["count"], entry["fell_back"], entry["unknown"], entry["reason"]) == (3, [], [], None)
     assert not caplog.messages
-
-
-def test_what_cannot_be_known_has_a_reason():
-    entry = not_executed("simulated: no kernel")
-    assert entry["count"] is None and entry["reason"] == "simulated: no kernel"
 
 
 def test_the_two_products_of_an_attention_count_like_layers(caplog):

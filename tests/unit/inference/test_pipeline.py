@@ -89,20 +89,6 @@ def pipeline(build):
     return build(scheduler())
 
 
-@pytest.mark.parametrize(
-    ("numbers", "batch_size"), [([0, 1, 2], 1), ([2, 0], 2), (range(1, 3), 1), (range(0, 3, 2), 3)]
-)
-def test_chosen_prompts_give_the_pictures_of_the_full_run_whatever_the_batch(pipeline, numbers, batch_size):
-    batches = []
-    full = pipeline(PROMPTS, SAMPLING)
-    assert full.images.shape == (3, 64, 64, 3) and full.latents.shape == (3, 3, 4, 8, 8)
-    some = pipeline(PROMPTS, replace(SAMPLING, batch_size=batch_size), numbers=numbers, on_batch=batches.append)
-    torch.testing.assert_close(some.latents, full.latents[list(numbers)])
-    assert (some.images == full.images[list(numbers)]).all()
-    assert [number for batch in batches for number in batch] == list(numbers)
-    assert all(len(batch) <= batch_size for batch in batches)
-
-
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_images_take_the_sizes_in_turn(pipeline, batch_size):
     """Each is that of a run of its size alone, in the order of the prompts; a batch has one size."""
@@ -180,11 +166,6 @@ def test_a_sampler_with_a_call_too_many_stays_in_its_steps(build):
     counted = []
     build(PNDMScheduler(skip_prk_steps=True))(PROMPTS[:1], SAMPLING, decode=False, on_step=counted.append)
     assert counted == [0, 0, 1, 2]
-
-
-def test_without_decoding_the_vae_is_not_called(pipeline, engines):
-    assert pipeline(PROMPTS, SAMPLING, decode=False).images is None
-    assert not engines["vae"].calls
 
 
 @pytest.mark.parametrize(

@@ -31,12 +31,6 @@ def test_an_image_is_cropped_about_its_middle_and_resized(saved, tmp_path):
     assert (source.images[0, :, 4:-4] == (255, 0, 0)).all()
 
 
-def test_an_image_of_the_right_size_stays_as_it_is(tmp_path):
-    pixels = np.random.default_rng(0).integers(0, 255, (64, 128, 3), np.uint8)
-    Image.fromarray(pixels).save(tmp_path / "a.png")
-    assert np.array_equal(read_source([tmp_path / "a.png"], None, 128, 64, 0.5).images[0], pixels)
-
-
 def test_what_is_transparent_is_white_and_a_camera_turns(saved, tmp_path):
     clear = saved("clear.png", color=(0, 0, 0, 0), mode="RGBA")
     exif = Image.Exif()

@@ -22,14 +22,6 @@ def test_the_ids_that_openai_published(clip, text, ids):
     assert clip(text)["input_ids"] == [START, *ids, END]
 
 
-def test_its_vocabulary_is_clips(clip):
-    assert len(clip) == clip.vocab_size == CLIP_VOCAB_SIZE
-    assert (clip.bos_token_id, clip.eos_token_id, clip.pad_token_id) == (START, END, END)
-    assert clip.convert_ids_to_tokens([0, 255, 256, 511, 512, END]) == [
-        "!", "Ń", "!</w>", "Ń</w>", "in", "<|endoftext|>"
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize("pad_token, id", [("<|endoftext|>", END), ("!", 0)])  # OpenAI's and OpenCLIP's
 def test_texts_of_any_length_become_a_context(pad_token, id):
     fill = {"padding": "max_length", "truncation": True, "max_length": CONTEXT_LENGTH}

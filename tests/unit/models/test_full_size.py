@@ -242,32 +242,6 @@ def test_modelopts_filter_excludes_nothing_that_we_quantize(full):
     assert kinds(full.excluded - theirs) == BEYOND_MODELOPT.get(full.name, {})
 
 
-def chosen_by_modelopt(name: str, layer: nn.Module, level: float) -> bool:
-    """``quantize_lvl`` of ModelOpt's example, as long as it had one."""
-    if isinstance(layer, nn.Conv2d):
-        return True
-    attention = any(word in name for word in ("to_q", "to_k", "to_v"))
-    return (level >= 3 or (level >= 2 and "ff.net" in name) or (level >= 2.5 and attention)) and name != "proj_out"
-
-
-def beside_the_picture(blocks: int, feed_forwards: int) -> dict[float, dict[str, int]]:
-    """Layers of the text that ModelOpt's words miss (ff_context.net, add_q_proj), until level 3 takes all."""
-    block = "transformer_blocks.*"
-    text = {f"{block}.ff_context.net.*.proj": feed_forwards, f"{block}.ff_context.net.2": feed_forwards}
-    return {2: text, 2.5: text | {f"{block}.attn.add_{letter}_proj": blocks for letter in "qkv"}}
-
-
-BEYOND_MODELOPTS_LEVEL = {"sd3": beside_the_picture(24, 23), "flux": beside_the_picture(19, 19)}
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_modelopts_levels_choose_the_same_layers_of_the_picture(full, level):
-    theirs = {name for name, layer in full.layers.items() if chosen_by_modelopt(name, layer, level)} - full.excluded
-    ours = set(full.quantized(level))
-    assert theirs <= ours
-    assert kinds(ours - theirs) == BEYOND_MODELOPTS_LEVEL.get(full.name, {}).get(level, {})
-
-
 # amd/Quark, examples/torch/diffusers: what its README, quantize_diffusers.py and testSVDQuant.py exclude, together.
 # The last takes SDXL's for every other UNet; PixArt is in none of them.
 QUARK_UNET = ("*time_embedding*", "*time_emb_proj*", "*add_time_proj*", "*conv_in*", "*conv_out*", "*conv_shortcut*",
