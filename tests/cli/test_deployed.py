@@ -84,10 +84,6 @@ def record_of(folder: Path) -> dict:
     return json.loads((folder / "metrics.json").read_text())
 
 
-def lines_of(path: Path) -> list[str]:
-    return path.read_text().splitlines()
-
-
 def pixels(path: Path) -> np.ndarray:
     with Image.open(path) as image:
         return np.asarray(image).astype(float)
@@ -171,7 +167,10 @@ def test_a_lora_is_in_everything_that_is_made(command, tiny, style, cache, tmp_p
     assert adapted["inputs"]["lora 1 at 0.5"]["sha256"] and adapted["fingerprint"] != without["fingerprint"]
     assert not np.array_equal(*(pixels(folder / "images/full_precision/0000.png") for folder in made.values()))
     scales = {
-        name: {row["name"]: row["weight_scale_max"] for row in csv.DictReader(lines_of(folder / "layers.csv"))}
+        name: {
+            row["name"]: row["weight_scale_max"]
+            for row in csv.DictReader((folder / "layers.csv").read_text().splitlines())
+        }
         for name, folder in made.items()
     }
     assert scales["without"][LAYER] != scales["with"][LAYER]

@@ -20,8 +20,3 @@ def test_what_is_missing_is_said(monkeypatch, needs, said):
     monkeypatch.setattr(resource, "getrlimit", lambda what: (256, 4096))
     found = lacking(**needs)
     assert found is None if said is None else found.startswith(said)
-
-
-@pytest.mark.needs(cores=10_000)
-def test_this_is_skipped():
-    raise AssertionError("ten thousand cores")
