@@ -189,7 +189,7 @@ def sweep_arguments(tiny) -> Callable[..., list[str]]:
 
 @pytest.fixture(scope="session")
 def unbroken_sweep(command, sweep_arguments, with_graphs, made_once) -> Path:
-    """The folder of that command, undisturbed; ``table.csv`` is the sweep's as it was then."""
+    """The folder of that command, undisturbed; ``table.csv`` and ``kept`` are the sweep's as it was then."""
 
     def make(folder: Path) -> None:
         with_graphs(folder / "cache")
@@ -197,5 +197,6 @@ def unbroken_sweep(command, sweep_arguments, with_graphs, made_once) -> Path:
         assert result.returncode == 0, result.stderr[-3000:]
         (folder / "stdout").write_text(result.stdout)
         shutil.copy(folder / "sweep/summary.csv", folder / "table.csv")
+        shutil.copytree(folder / "sweep", folder / "kept")
 
     return made_once("unbroken", make)

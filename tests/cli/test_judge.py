@@ -145,34 +145,32 @@ def test_a_candidate_of_another_size_is_refused_before_anything_is_computed(comm
     assert not (tmp_path / "judged/sweep.json").exists()
 
 
-def test_beside_the_recipes_of_a_sweep_candidates_stand_in_its_table(command, tiny, with_graphs, tmp_path):
-    """Here what a sweep's own job has handed over, under two names."""
-    first, second = tmp_path / "first", tmp_path / "second"
+def test_beside_the_recipes_of_a_sweep_candidates_stand_in_its_table(
+    command, tiny, unbroken_sweep, sweep_arguments, tmp_path
+):
+    """Of a sweep whose jobs are done; here of what one of them has handed over, under two names."""
+    first, second, sweep = tmp_path / "first", tmp_path / "second", tmp_path / "sweep"
     handed = command("hand_over.py", f"run={tiny.run}", "to=diffusers_modelopt", "images=false",
                      f"hydra.run.dir={tmp_path}/handed")  # fmt: skip
     assert handed.returncode == 0, handed.stderr[-3000:]
     for folder in (first, second):
         shutil.copytree(tmp_path / "handed/diffusers_modelopt", folder)
-    given = ["quantize.py", *tiny.knobs, "judge.runtimes=false", f"candidates=[{first}]"]
-    alone = command(*given, f"hydra.run.dir={tmp_path}/run")
+    alone = command("quantize.py", *tiny.knobs, f"candidates=[{first}]", f"hydra.run.dir={tmp_path}/run")
     assert alone.returncode == 2 and "candidates are judged beside the recipes of a sweep" in alone.stderr
-    given[1:1] = ["-m"]
-    given += [f"cache.dir={with_graphs(tmp_path / 'cache')}", f"hydra.sweep.dir={tmp_path}/sweep"]
+    given = sweep_arguments(unbroken_sweep, "judge.runtimes=false", f"candidates=[{first}]", f"hydra.sweep.dir={sweep}")
     differing = command(*given, "infer.seed=1,2")
     assert differing.returncode == 2 and "the jobs of this sweep differ in model, infer" in differing.stderr
-    unread = command(*given, "quant_level=1,3", "candidates=[README.md]")
+    unread = command(*given, "candidates=[README.md]")
     assert unread.returncode == 2 and "README.md is of no kind that is known here" in unread.stderr
-    assert not (tmp_path / "sweep").exists()  # before hours of work, not behind them
-    result = command(*given, "quant_level=1,3")
-    assert result.returncode == 0, result.stderr[-3000:]
-    rows = table(tmp_path / "sweep/summary.csv")
-    assert [row["job"] for row in rows] == ["quant_level=1", "quant_level=3", "first"]
-    assert all(row["status"] == "done" for row in rows)
-    page = (tmp_path / "sweep/report.html").read_text()
-    assert "sweep of 2 jobs and one candidate" in page and "Which recipe to ship" in page
-
-    again = command(*given, "quant_level=1,3", f"candidates=[{first},{second}]")
-    assert again.returncode == 0 and "2 done before" in again.stdout, again.stderr[-3000:]
-    added = table(tmp_path / "sweep/summary.csv")
-    assert [row["job"] for row in added] == [*(row["job"] for row in rows), "second"]
-    assert added[3]["psnr_db"] == added[2]["psnr_db"] == rows[2]["psnr_db"]
+    assert not sweep.exists()  # before hours of work, not behind them
+    shutil.copytree(unbroken_sweep / "kept", sweep)
+    jobs = ["quant_level=1", "quant_level=2", "quant_level=3"]
+    for candidates in ([first], [first, second]):
+        result = command(*given, f"candidates=[{','.join(map(str, candidates))}]")
+        assert result.returncode == 0 and ": 3 done before" in result.stdout, result.stderr[-3000:]
+        rows = table(sweep / "summary.csv")
+        assert [row["job"] for row in rows] == [*jobs, *(folder.name for folder in candidates)]
+        assert all(row["status"] == "done" for row in rows)
+    assert rows[-1]["psnr_db"] == rows[-2]["psnr_db"]
+    page = (sweep / "report.html").read_text()
+    assert "sweep of 3 jobs and 2 candidates" in page and "Which recipe to ship" in page

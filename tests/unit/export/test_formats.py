@@ -61,7 +61,12 @@ def export_case(export) -> Callable[[str], Exported]:
     return export_case
 
 
-@pytest.fixture(params=[*PRESETS, *PER_TOKEN])
+IN_SOAK = {"int8_per_tensor", "int8_weight_only", "int4_w4a4", "mxfp4", "svdquant_nvfp4"}  # whose like is in make test
+
+
+@pytest.fixture(
+    params=[pytest.param(name, marks=pytest.mark.soak if name in IN_SOAK else ()) for name in (*PRESETS, *PER_TOKEN)]
+)
 def exported(request, export_case) -> Exported:
     return export_case(request.param)
 

@@ -125,6 +125,7 @@ def test_stable_diffusion_1(tmp_path):
     assert unet(**inputs, timestep=torch.tensor(500.0)).shape == (1, 4, 8, 8)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "target, kind, files",
     [("onnx", "ORT", {"model.onnx"}), ("openvino", "OV", {"openvino_model.xml", "openvino_model.bin"})],
