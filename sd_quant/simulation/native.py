@@ -146,6 +146,7 @@ def int_mm(codes: Tensor, layer: NativeLayer, dtype: torch.dtype) -> Tensor:
     return with_bias(product * layer.scale, layer).to(dtype)
 
 
+@torch.compiler.assume_constant_result  # else what is compiled would be broken off here
 @cache
 def saturates() -> bool:
     """Whether torch's INT8 product goes wrong on this processor: tried on the largest codes.
