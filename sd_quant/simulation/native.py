@@ -45,6 +45,7 @@ class NativeLayer(nn.Module):
         codes, (weight_scale,) = layer.codes_and_scales(weight)
         self.format, self.bias, self.product = layer.format, bias, product
         self.shift = layer.shift  # a float, so that no call waits for a GPU
+        self.saturates = saturates()  # a constant to torch.compile
         self.zero_point = layer.activation_zero_point
         self.register_buffer("codes", codes.movedim(1, -1).flatten(1))
         self.register_buffer("weight_scale", weight_scale.float().flatten())
@@ -138,7 +139,7 @@ Product = Callable[[Tensor, Any, torch.dtype], Tensor]
 
 def int_mm(codes: Tensor, layer: NativeLayer, dtype: torch.dtype) -> Tensor:
     """The product of INT8 codes by torch: exact sums, in fp64 where int32 saturates; scale and bias in fp32."""
-    if saturates():
+    if layer.saturates:
         product = (codes.double() @ layer.codes.T.double()).float()
     else:
         missing = max(0, MIN_ROWS - len(codes))
@@ -146,7 +147,6 @@ def int_mm(codes: Tensor, layer: NativeLayer, dtype: torch.dtype) -> Tensor:
     return with_bias(product * layer.scale, layer).to(dtype)
 
 
-@torch.compiler.assume_constant_result  # else what is compiled would be broken off here
 @cache
 def saturates() -> bool:
     """Whether torch's INT8 product goes wrong on this processor: tried on the largest codes.

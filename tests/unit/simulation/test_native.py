@@ -52,16 +52,18 @@ def test_a_linear_multiplies_its_codes_and_answers_in_the_dtype_that_it_is_asked
 
 
 def test_where_the_product_of_codes_saturates_it_is_not_used(monkeypatch):
-    """As on processors without VNNI, where torch gives 8160 for 64 * 127 * 127."""
-    largest = torch.full((3, 64), 127, dtype=torch.int8)
-    layer = NativeLinear(torch.full((48, 64), 0.5), None, static_layer(torch.full((48, 64), 0.5), "int8", True), int_mm)
+    """As on processors without VNNI, where torch gives 8160 for 64 * 127 * 127; compiled without a break, too."""
     monkeypatch.setattr(native, "saturates", lambda: True)
-    monkeypatch.setattr(torch, "_int_mm", lambda *_: torch.full((17, 48), 8160))
+    weight, largest = torch.full((48, 64), 0.5), torch.full((3, 64), 127, dtype=torch.int8)
+    layer = NativeLinear(weight, None, static_layer(weight, "int8", True), int_mm)
+    monkeypatch.setattr(torch, "_int_mm", lambda x, y: torch.full((len(x), y.shape[1]), 8160))
     expected = 64 * 127 * 127 * layer.scale.expand(3, -1)
     torch.testing.assert_close(int_mm(largest, layer, torch.float32), expected)
+    x = drawn(3, 64)
+    torch.testing.assert_close(torch.compile(layer, backend="eager", fullgraph=True)(x), layer(x))
     monkeypatch.undo()
     native.saturates.cache_clear()
-    monkeypatch.setattr(torch, "_int_mm", lambda *_: torch.full((17, 17), 8160))
+    monkeypatch.setattr(torch, "_int_mm", lambda x, y: torch.full((len(x), y.shape[1]), 8160))
     assert native.saturates()
     native.saturates.cache_clear()
 
