@@ -221,14 +221,8 @@ CASES = {
     ),
     "cut between members": Case(bytes_of(lambda *_: tar(HARMLESS)[:1024]), 3, "end-of-archive"),
     "a name that leads out": Case(bytes_of(lambda *_: tar(HARMLESS, ("../canary", b"1"))), 3, "points outside"),
-    "an absolute name": Case(
-        bytes_of(lambda path, canary, whole: tar(HARMLESS, (str(canary), b"1"))), 3, "points outside"
-    ),
     "a symbolic link": Case(
         bytes_of(lambda *_: tar(HARMLESS, ("./x", b""), type=tarfile.SYMTYPE, linkname="/etc")), 3, "symbolic link"
-    ),
-    "a hard link": Case(
-        bytes_of(lambda *_: tar(HARMLESS, ("./x", b""), type=tarfile.LNKTYPE, linkname="/etc/passwd")), 3, "hard link"
     ),
     "a pipe": Case(bytes_of(lambda *_: tar(HARMLESS, ("./x", b""), type=tarfile.FIFOTYPE)), 3, "tar type"),
     "a member twice": Case(bytes_of(lambda *_: tar(HARMLESS, HARMLESS)), 3, "twice"),
