@@ -112,8 +112,9 @@ def assert_equal(folder: Path, family: str, kind: type, given: SourceImages) -> 
     generated = ours(opened(folder, family), sampling_of(given))
     latents, images = theirs(folder, kind, given)
     assert generated.latents.shape[1] >= int(STEPS * given.strength)
-    assert torch.equal(generated.latents[:, -1], latents)
-    assert np.array_equal(generated.images, images.astype(np.uint8))
+    # bit for bit with AVX-512; with AVX2 alone sums are ordered by where their numbers lie in memory: 1e-6 of the norm
+    assert (generated.latents[:, -1] - latents).norm() <= 1e-5 * latents.norm()
+    assert np.abs(generated.images.astype(int) - images).max() <= 1
     return generated
 
 
