@@ -149,7 +149,7 @@ def job_of_run(folder: Path) -> QuantizeJob:
 
 
 def drawn_inputs(contract: Contract, batch: int, latent: int) -> dict[str, Tensor]:
-    """Of one call with latents of this size, the same in every process."""
+    """Random inputs of one call with latents of this size; the same in every process."""
     shapes = contract.shapes(batch=batch, height=latent, width=latent)
     return {name: torch.randn(shape, generator=torch.Generator().manual_seed(0)) for name, shape in shapes.items()}
 

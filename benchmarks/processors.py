@@ -19,9 +19,9 @@ import argparse
 import csv
 import json
 import os
-import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -90,7 +90,7 @@ def classes_of(names: Sequence[str]) -> list[str]:
 
 
 def lacking(name: str, flags: set[str]) -> list[str]:
-    """What a processor with these flags needs for the class and does not have."""
+    """The flags that the class needs and a processor with these ``flags`` lacks."""
     return [flag for flag in FLAGS[name] if flag not in flags]
 
 
@@ -206,7 +206,7 @@ def told_float(sentences: Mapping[str, str]) -> int:
 
 
 def falsehoods(record: Record) -> list[str]:
-    """What a job told its user and what is not so."""
+    """The sentences that contradict what was executed or timed; none where all that the job said is true."""
     found, sentences, of = [], record["said"], record["quantized_layers"]
     told = of - told_float(sentences)
     if told != record["int8_layers"]:
@@ -343,8 +343,6 @@ def told_of(records: Sequence[Record]) -> str:
 
 
 def run_class(name: str, folder: Path, first: Record | None, options: argparse.Namespace) -> Record:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
     given = environment(name.removesuffix(AGAIN))
     places = (f"cache.dir={folder}/cache", f"hydra.run.dir={folder}/run")
     command = [sys.executable, *COMMAND, *(QUICK if options.quick else ()), *places]
@@ -373,7 +371,9 @@ def compare(options: argparse.Namespace) -> list[Record]:
         if lacks := lacking(plain, flags):
             records.append({"class": name, "lacks": lacks})
         else:
-            records.append(run_class(name, options.out / name.replace(AGAIN, "_again"), first, options))
+            options.out.mkdir(parents=True, exist_ok=True)  # in it a new folder each time, so that nothing is removed
+            folder = Path(tempfile.mkdtemp(prefix=f"{name.replace(AGAIN, '_again')}_", dir=options.out))
+            records.append(run_class(name, folder, first, options))
             first = first or (records[-1] if "psnr" in records[-1] else None)
         print(f"{name}: {outcome(records[-1])}", flush=True)
     return records

@@ -149,7 +149,7 @@ def int_mm(codes: Tensor, layer: NativeLayer, dtype: torch.dtype) -> Tensor:
 
 @cache
 def saturates() -> bool:
-    """Whether torch's INT8 product goes wrong on this processor: tried on the largest codes.
+    """Whether torch's product of INT8 codes overflows on this processor, which a product of the largest codes shows.
 
     Without VNNI oneDNN adds two products in 16 bits, and the sum saturates.
     """
