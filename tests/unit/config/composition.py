@@ -1,7 +1,5 @@
 """The commands' configurations as Hydra composes them, for tests."""
 
-from copy import deepcopy
-
 import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
@@ -53,14 +51,3 @@ def options() -> list[tuple[str, str]]:
         group = str(path.parent.relative_to(CONF))
         pairs += [(name, f"{group}={path.stem}") for name in JOBS if group in {*groups_of(name), "hydra/launcher"}]
     return pairs
-
-
-def given(mapping: dict, knobs: dict[str, object]) -> dict:
-    mapping = deepcopy(mapping)
-    for knob, value in knobs.items():
-        *groups, name = knob.split(".")
-        inner = mapping
-        for group in groups:
-            inner = inner[group]
-        inner[name] = value
-    return mapping

@@ -8,8 +8,9 @@ import pytest
 from sd_quant.config import PART_NAMES, artifact
 from sd_quant.errors import ConfigError
 from sd_quant.knobs import read
+from tests.nested import with_values
 
-from .composition import JOBS, composed, given
+from .composition import JOBS, composed
 
 
 @pytest.fixture(scope="session")
@@ -23,7 +24,7 @@ def job(mappings) -> Callable:
 
     def job(primary: str, knobs: dict[str, object]):
         texts = {name: str(value) if isinstance(value, Path) else value for name, value in knobs.items()}
-        return read(JOBS[primary], given(mappings[primary], texts))
+        return read(JOBS[primary], with_values(mappings[primary], texts))
 
     return job
 

@@ -9,8 +9,9 @@ from sd_quant.config import QuantizeJob, check_enabled, targets_for
 from sd_quant.errors import ConfigError
 from sd_quant.knobs import read
 from sd_quant.quantization.recipe import Pair
+from tests.nested import with_values
 
-from .composition import composed, given
+from .composition import composed
 
 
 @cache
@@ -21,7 +22,7 @@ def mapping_of(preset: str) -> dict:
 def job(preset: str, knobs: dict[str, object]) -> QuantizeJob:
     """The job of a preset with other knobs; those of ``quantize`` go by their names alone."""
     named = {name if "." in name else f"quantize.{name}": value for name, value in knobs.items()}
-    return read(QuantizeJob, given(mapping_of(preset), named))
+    return read(QuantizeJob, with_values(mapping_of(preset), named))
 
 
 @pytest.mark.parametrize(

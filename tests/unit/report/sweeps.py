@@ -8,6 +8,7 @@ import numpy as np
 from PIL import Image
 
 from sd_quant.report.summary import Sweep, read_sweep
+from tests.nested import with_values
 
 LAYERS = """name,role,format,output_error
 conv_in,excluded,high precision,
@@ -114,19 +115,8 @@ def write_sweep(folder: Path) -> Sweep:
     return write_plan(folder, {f"level={level}": {"quant_level": float(level)} for level in "123456"})
 
 
-def changed(record: dict, changes: Mapping[str, object]) -> dict:
-    """Of a record, ``{"fidelity.psnr.mean": None}``: what stands at the end of each way becomes another value."""
-    for way, value in changes.items():
-        *outer, last = way.split(".")
-        place = record
-        for name in outer:
-            place = place[name]
-        place[last] = value
-    return record
-
-
 def change_record(folder: Path, changes: Mapping[str, object]) -> Path:
     """What a job's folder holds, ``changed``; returns the folder."""
     path = folder / "metrics.json"
-    path.write_text(json.dumps(changed(json.loads(path.read_text()), changes)))
+    path.write_text(json.dumps(with_values(json.loads(path.read_text()), changes)))
     return folder

@@ -2,8 +2,9 @@ import pytest
 
 from sd_quant.metrics.intervals import mean_interval
 from sd_quant.report.table import handed_over_rows, run_table, sweep_table
+from tests.nested import with_values
 
-from .sweeps import changed, latency_of, record_of
+from .sweeps import latency_of, record_of
 
 
 def record() -> dict:
@@ -53,7 +54,8 @@ def test_each_null_is_a_dash_with_its_reason():
 
 def test_a_slower_engine_is_called_slower_in_words_at_the_top():
     changes = {"unet_xl.2.speedup": 0.8, "image.1.quantized.p50_ms": 75.0, "image.1.speedup": None}
-    lines = run_table(record() | {"latency": {"openvino": changed(latency_of(1.5)["openvino"], changes)}}).splitlines()
+    slower = with_values(latency_of(1.5)["openvino"], changes)
+    lines = run_table(record() | {"latency": {"openvino": slower}}).splitlines()
     assert lines[2] == "SLOWER: on openvino, unet_xl at batch 2 takes 1.25 times as long quantized as unquantized."
     assert lines[3].startswith("SLOWER: on openvino, prompt to image at batch 1 takes 1.25 times as long")
 
@@ -68,7 +70,7 @@ def test_layers_that_the_engine_does_not_multiply_in_codes_are_counted():
 
 def test_what_two_decimals_do_not_show_is_not_called_slower():
     for speedup in (1.0, 0.996):
-        assert "SLOWER" not in run_table(changed(record(), {"latency.openvino.unet_xl.2.speedup": speedup}))
+        assert "SLOWER" not in run_table(with_values(record(), {"latency.openvino.unet_xl.2.speedup": speedup}))
 
 
 NULL = {"value": None, "reason": "the engine is missing"}
@@ -114,7 +116,7 @@ def test_a_speed_up_stands_beside_how_far_it_may_be_off_and_a_busy_machine_is_ca
 
 def test_plans_that_nobody_wanted_stand_nowhere():
     none = {"value": None, "reason": "no plan was asked for"}
-    assert "plan" not in run_table(changed(record(), {"sizes_bytes.unet_xl.plan": none}))
+    assert "plan" not in run_table(with_values(record(), {"sizes_bytes.unet_xl.plan": none}))
 
 
 def test_a_sweeps_table_has_a_line_for_each_recipe_and_why_some_have_no_figures(small_sweep):
