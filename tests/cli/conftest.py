@@ -74,9 +74,15 @@ def process(start) -> Command:
 
 
 @pytest.fixture(scope="session")
-def forked(tmp_path_factory) -> Iterator[forking.Run]:
+def working_folder(tmp_path_factory) -> Path:
+    """Where ``command`` runs what it is given: no other process runs anything there."""
+    return tmp_path_factory.mktemp("working_folder")
+
+
+@pytest.fixture(scope="session")
+def forked(working_folder) -> Iterator[forking.Run]:
     """What ``process`` does, by a process that has imported everything; returns also the most bytes that it had."""
-    with forking.forked(tmp_path_factory.mktemp("forked")) as run:
+    with forking.forked(working_folder) as run:
         yield run
 
 

@@ -39,13 +39,15 @@ Run = Callable[..., tuple[subprocess.CompletedProcess, int]]  # a script and its
 
 @contextmanager
 def forked(folder: Path) -> Iterator[Run]:
-    """Starts such a process; ``folder`` holds what its commands print."""
+    """Starts such a process in ``folder``, which holds what its commands print, and what they write by default."""
     outputs = [str(folder / name) for name in ("stdout", "stderr")]
+    path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
     with (
         (folder / "warnings").open("w") as warnings,
         subprocess.Popen(
-            [sys.executable, "-m", "tests.cli.forking"], cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=warnings, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"},
+            [sys.executable, "-m", "tests.cli.forking"], cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=warnings, text=True,
+            env=os.environ | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
         ) as server,
     ):  # fmt: skip
         assert server.stdout.readline() == "ready\n", (folder / "warnings").read_text()
@@ -90,16 +92,17 @@ def main() -> None:
 
 
 def run(command: list[str], stdout: str, stderr: str) -> int:
-    """The exit code of a script, or of ``-m`` and a module, and its arguments."""
+    """The exit code of a script of the repository, or of ``-m`` and a module, and its arguments."""
     signal.alarm(SECONDS)
     for descriptor, path in ((1, stdout), (2, stderr)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), descriptor)
-    start = runpy.run_path
-    if command[0] == "-m":
-        start, command = runpy.run_module, command[1:]
-    sys.argv, code = command, 0
+    module = command[0] == "-m"
+    sys.argv, code = command[module:], 0
     try:
-        start(command[0], run_name="__main__")
+        if module:
+            runpy.run_module(sys.argv[0], run_name="__main__")
+        else:
+            runpy.run_path(str(REPOSITORY / sys.argv[0]), run_name="__main__")
     except SystemExit as left:
         code = left.code if isinstance(left.code, int) else int(left.code is not None)
     except BaseException:

@@ -19,9 +19,7 @@ REPOSITORY = Path(__file__).parents[2]
 tensorrt_missing = pytest.mark.skipif(importlib.util.find_spec("tensorrt") is not None, reason="tensorrt is installed")
 
 
-def listing(folder: Path) -> set[Path]:
-    """Everything in ``folder`` and where commands write by default."""
-    folders = [folder, *(REPOSITORY / "outputs" / name for name in ("quantize", "export_trt", "infer"))]
+def listing(*folders: Path) -> set[Path]:
     return {path for folder in folders for path in folder.rglob("*")}
 
 
@@ -97,16 +95,18 @@ CHECKPOINT_GIVEN = "model.path={files}/empty.nemo"
         ),
     ],
 )  # fmt: skip
-def test_a_refused_command_says_one_sentence_and_leaves_nothing(command, files, script, arguments, code, words):
+def test_a_refused_command_says_one_sentence_and_leaves_nothing(
+    command, working_folder, files, script, arguments, code, words
+):
     arguments = [argument.format(files=files) for argument in arguments]
     if not any(argument.startswith("hydra.run.dir") for argument in arguments):
         arguments.append(f"hydra.run.dir={files}/run")
-    before = listing(files)
+    before = listing(files, working_folder / "outputs")
     result = command(script, *arguments)
     assert (result.returncode, result.stdout) == (code, ""), result.stderr
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
     assert words in result.stderr
-    assert listing(files) == before
+    assert listing(files, working_folder / "outputs") == before
 
 
 @pytest.mark.parametrize(("arguments", "code"), [(["quant_level=5"], 2), (["model.path={files}/garbage.nemo"], 3)])

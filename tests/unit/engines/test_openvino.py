@@ -50,6 +50,17 @@ def test_where_sums_saturate_codes_are_dequantized_and_computed_for_any_shape(
     assert all(port.partial_shape.is_dynamic for port in engine.compiled.inputs)
 
 
+def test_a_product_of_dequantized_codes_keeps_the_files_name(tmp_path, monkeypatch):
+    """In the graph that runs, it and the bias are one node, which has the sum's name."""
+    monkeypatch.setattr(openvino, "saturates", lambda: True)
+    nodes, constants = product_of_codes(np.ones((WIDTH, OUT), np.int8), np.full(OUT, 2.0**-8, np.float16), 1)
+    nodes[-1].output[0] = "sums"
+    nodes.append(helper.make_node("Add", ["sums", "bias"], ["y"]))
+    constants["bias"] = np.ones(OUT, np.float16)
+    path = save_graph(tmp_path / "b.onnx", nodes, constants, {"x": ["B", WIDTH]}, {"y": ["B", OUT]})
+    assert openvino.products(openvino.load(path, threads=1), path) == {"product": "FLOAT"}
+
+
 def test_weights_that_are_dequantized_first_are_no_int8_layers(tmp_path):
     """OpenVINO calls such a layer's runtimePrecision i8 too; its kernel multiplies fp32."""
     nodes, constants = product_of_codes(np.ones((WIDTH, OUT), np.int8), np.full(OUT, 2.0**-8, np.float16), 1)

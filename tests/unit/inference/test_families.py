@@ -109,7 +109,7 @@ def assert_drawn_alike(ours: Pipeline, theirs: diffusers.DiffusionPipeline, samp
         assert difference.norm() <= TOLERANCE * latents[:, step].norm(), step
     assert generated.images.shape == images.shape == (len(PROMPTS), sampling.height, sampling.width, 3)
     apart = np.abs(generated.images.astype(int) - images)
-    assert apart.max() <= 1  # of 255, where a number is rounded to the other side
+    assert apart.max() <= 1 and apart.mean() < 0.01  # of 255: a few numbers are rounded to the other side
     assert images.std() > 10, "a picture of one colour would show nothing"
     return generated.latents
 
