@@ -25,19 +25,11 @@ def transformer(normed: bool) -> diffusers.SD3Transformer2DModel:
     """Two blocks of two heads, the second without an output of the text; ``normed``: as 3.5 has it."""
     torch.manual_seed(0)
     made = diffusers.SD3Transformer2DModel(
-        sample_size=8,
-        in_channels=CHANNELS,
-        out_channels=CHANNELS,
-        num_layers=2,
-        num_attention_heads=2,
-        attention_head_dim=WIDTH // 2,
-        caption_projection_dim=WIDTH,
-        joint_attention_dim=WIDTH,
-        pooled_projection_dim=WIDTH,
-        pos_embed_max_size=24,
-        qk_norm="rms_norm" if normed else None,
+        sample_size=8, in_channels=CHANNELS, out_channels=CHANNELS, num_layers=2, num_attention_heads=2,
+        attention_head_dim=WIDTH // 2, caption_projection_dim=WIDTH, joint_attention_dim=WIDTH,
+        pooled_projection_dim=WIDTH, pos_embed_max_size=24, qk_norm="rms_norm" if normed else None,
         dual_attention_layers=(0,) if normed else (),
-    )
+    )  # fmt: skip
     redraw(made)
     for name, parameter in made.named_parameters():
         if ".attn" in name and name.endswith(".bias"):

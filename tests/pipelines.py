@@ -47,18 +47,11 @@ def write(pipeline: diffusers.DiffusionPipeline, folder: Path) -> None:
 def clip(kind: type = transformers.CLIPTextModel, pad_token: str = "<|endoftext|>", act: str = "quick_gelu") -> Any:
     """A text encoder and its tokenizer; only ``CLIPTextModelWithProjection`` has the projection."""
     config = transformers.CLIPTextConfig(
-        vocab_size=CLIP_VOCAB,
-        hidden_size=CLIP_WIDTH,
-        intermediate_size=2 * CLIP_WIDTH,
-        projection_dim=CLIP_WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=CONTEXT_LENGTH,
-        hidden_act=act,
-        bos_token_id=CLIP_VOCAB - 2,
-        eos_token_id=CLIP_VOCAB - 1,
+        vocab_size=CLIP_VOCAB, hidden_size=CLIP_WIDTH, intermediate_size=2 * CLIP_WIDTH, projection_dim=CLIP_WIDTH,
+        num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=CONTEXT_LENGTH, hidden_act=act,
+        bos_token_id=CLIP_VOCAB - 2, eos_token_id=CLIP_VOCAB - 1,
         pad_token_id=0 if pad_token == "!" else CLIP_VOCAB - 1,
-    )
+    )  # fmt: skip
     return kind(config), clip_tokenizer(CLIP_VOCAB, pad_token)
 
 

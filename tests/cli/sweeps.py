@@ -11,14 +11,8 @@ QUICK = (
 )  # fmt: skip
 JOBS = ["quant_level=1", "quant_level=2", "quant_level=3"]
 TIMES = (
-    "_ms",
-    "_speedup",
-    "_speedup_low",
-    "_speedup_high",
-    "_time",
-    "seconds",
-    "memory_bytes",
-)  # columns that another run has otherwise
+    "_ms", "_speedup", "_speedup_low", "_speedup_high", "_time", "seconds", "memory_bytes",
+)  # columns that another run has otherwise  # fmt: skip
 
 
 def without_times(table: Path) -> list[dict]:

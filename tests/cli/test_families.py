@@ -42,7 +42,7 @@ class Row:
 
 PLANS = ("export_trt=tensorrt_rtx", "trt.optimization_level=0")
 ROWS = [  # in `make test`; SDXL and Stable Diffusion 1.5 are the main job's and the tiny pipeline's
-    Row("sd3", "int8_dynamic", "openvino", ("quant_level=4", "export_trt=none")),
+    Row("sd3", "int8_dynamic", "openvino", ("quant_level=4", "export_trt=none"))
 ]
 SOAK = [  # every family in every format, the engines in turn where both compute it
     Row(family, preset, "onnxruntime" if preset == "int4_w4a4" else ENGINES[(first + second) % 2],

@@ -16,22 +16,7 @@ def make_readers(scratch: Path) -> list[Reader]:
     """With their sound inputs made below ``scratch``."""
     scratch.mkdir(parents=True, exist_ok=True)
     return [
-        archives(),
-        weights(),
-        nemo(scratch),
-        safetensors(),
-        pipeline(scratch),
-        prompts(),
-        statistics(scratch),
-        records(),
-        report(),
-        configuration(),
-        onnx_graph(),
-        noise(),
-        lora(),
-        pictures(),
-        plan_record(),
-        cache_entry(),
-        *single_files(scratch),
-        *folders(),
-    ]
+        archives(), weights(), nemo(scratch), safetensors(), pipeline(scratch), prompts(), statistics(scratch),
+        records(), report(), configuration(), onnx_graph(), noise(), lora(), pictures(), plan_record(), cache_entry(),
+        *single_files(scratch), *folders(),
+    ]  # fmt: skip

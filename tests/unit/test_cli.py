@@ -26,6 +26,7 @@ def composed(*overrides: str):
         return compose("quantize", list(overrides))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
@@ -170,6 +171,7 @@ def test_the_garbage_of_one_job_does_not_outlive_the_next():
     subprocess.run([sys.executable, "-c", code], cwd=CONF.parent, check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("status", "code"), [("done", 3), ("failed", 1)])
 def test_engines_that_cannot_be_timed_together_take_no_report_with_them(tmp_path, monkeypatch, capsys, status, code):
     """The jobs are what took the hours. A job that failed weighs more, and its sentence is the one that is said."""

@@ -36,6 +36,7 @@ def test_what_is_exported_is_there():
         sd_quant.__getattr__("nothing")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
@@ -75,6 +76,7 @@ def test_a_hydra_application_around_it_goes_on_as_before():
         assert compose("quantize").quant_level == 2.5
 
 
+@pytest.mark.slow
 def test_bytes_of_weights_are_those_of_their_formats(model):
     loaded = sd_quant.interface.layers_of(model.checkpoint, model.job(None, {}))
     rows = [
@@ -90,6 +92,7 @@ def test_bytes_of_weights_are_those_of_their_formats(model):
         unheld.save_modelopt("unwritten.pt")
 
 
+@pytest.mark.slow
 def test_a_comparison_is_a_table_with_intervals(model, tmp_path):
     loaded = sd_quant.interface.layers_of(model.checkpoint, model.job(None, {}))
     images = np.zeros((3, 64, 64, 3), np.uint8)

@@ -17,6 +17,7 @@ def package(tmp_path_factory) -> Path:
     return copy
 
 
+@pytest.mark.slow
 def test_an_edit_counts_where_the_file_is_imported_and_nowhere_else(package):
     files, before = imported(STATISTICS, package), source_digest(*STATISTICS, package=package)
     whole = source_digest(package=package)

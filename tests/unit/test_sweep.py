@@ -17,6 +17,8 @@ from sd_quant.places import CONF
 from sd_quant.report.record import RECORD
 from sd_quant.report.summary import FAILURE, SWEEP, read_sweep
 
+pytestmark = pytest.mark.slow  # each composes jobs, a fifth of a second each
+
 
 @cache
 def plan(*arguments: str) -> tuple[dict, str]:

@@ -272,6 +272,7 @@ def test_the_older_way_means_the_same(opened, tensors_in, case, numbers):
     assert_same(all_of(opened(old_file(tensors_in(case), mark), PREFIX)), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family, dtype", [("sdxl", torch.float8_e4m3fn), ("flux", torch.float8_e5m2)])
 def test_a_plain_cast_is_multiplied_as_it_is_stored(tiny, family, dtype, tmp_path):
     checkpoint = tiny(family).checkpoint

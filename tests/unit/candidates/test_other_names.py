@@ -63,6 +63,7 @@ def numbered(places) -> dict[str, Tensor]:
     return stored
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NETWORKS)
 def test_diffusers_moves_every_row_to_the_same_place_and_names_tell_the_family(name):
     module = network(name)

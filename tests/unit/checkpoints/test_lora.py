@@ -20,6 +20,8 @@ from sd_quant.models.checkpoint import Checkpoint, build_module
 
 from ...pipelines import TINY
 
+pytestmark = pytest.mark.slow
+
 RANK, ALPHA = 4, 2.0  # a scale of 1/2, which diffusers' rescaling of Flux's factors leaves exact
 Factors = dict[str, tuple[Tensor, Tensor]]  # down and up, by a layer's name
 

@@ -19,6 +19,8 @@ from sd_quant.files import sha256
 from sd_quant.models.sdxl_nemo import scheduler
 from tests.networks import assert_same, built_networks
 
+pytestmark = pytest.mark.slow
+
 UNET = nemo_keys.PREFIX["unet"]
 
 

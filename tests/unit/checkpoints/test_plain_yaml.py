@@ -25,6 +25,7 @@ def doubling(levels: int, form: str) -> bytes:
     return "\n".join([*lines, *(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, levels))]).encode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -65,6 +65,7 @@ def test_unet_means_the_same_to_diffusers_ldm_converter(sgm, tiny_modules):
     assert_same(converted, expected)
 
 
+@pytest.mark.slow
 def test_every_tensor_keeps_its_bits_and_dtype(tmp_path, written, sgm, nemo_state, tiny_config):
     half = next(key for key in sgm if "out_layers.3.weight" in key)
     brain = next(key for key in sgm if "in_proj_weight" in key)

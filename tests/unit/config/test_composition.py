@@ -114,6 +114,7 @@ def test_a_folder_has_images_of_its_own_size(tmp_path):
     assert composed("quantize", "model=sd15", "model.path=nowhere")["model"]["width"] == 512
 
 
+@pytest.mark.slow
 def test_a_folder_has_parts_of_its_own(tmp_path):
     usual = ["transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3"]
     for name, t5 in (("whole", ["transformers", "T5EncoderModel"]), ("lean", [None, None])):
@@ -131,6 +132,7 @@ def test_a_folder_has_parts_of_its_own(tmp_path):
         assert composed(primary, *overrides)["model"]["parts"] == parts
 
 
+@pytest.mark.slow
 def test_a_model_of_few_steps_recommends_them():
     """All others have 20, as NeMo does."""
     for name, steps in (("sdxl_mini", 20), ("sdxl_turbo", 4), ("flux_schnell", 4)):

@@ -22,6 +22,7 @@ def test_a_run_from_before_inputs_were_scaled_per_token_or_rotated_did_neither(m
     assert run_job(str(run)).quantize.per_token
 
 
+@pytest.mark.slow
 def test_the_model_of_a_run_is_read_from_its_configuration(mappings, run):
     assert run_model(str(run)) is None
     model = mappings["infer"]["model"] | {"path": "some.nemo", "width": 128}

@@ -25,6 +25,7 @@ def job(preset: str, knobs: dict[str, object]) -> QuantizeJob:
     return read(QuantizeJob, with_values(mapping_of(preset), named))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "knobs", "sentence"),
     [

@@ -108,6 +108,7 @@ def test_an_error_in_progress_stops_the_build_and_is_raised(tiny):
     assert len(steps) == 1
 
 
+@pytest.mark.slow
 def test_an_interrupted_build_stops_and_leaves_nothing(tiny):
     """As by Ctrl-C: the signal arrives in the middle of the build, from a step of which it is sent."""
     phases = []

@@ -98,6 +98,7 @@ def image(height: int = 9, width: int = 6) -> Tensor:
     return ((torch.randint(-16, 240, (2, CHANNELS, height, width), generator=random) + 0.25) * scale).half().float()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
 @pytest.mark.parametrize("case", CASES)
 def test_the_graph_computes_it_at_every_size(case, engine, tmp_path):

@@ -135,6 +135,7 @@ def test_what_a_file_has_beside_weights_is_fp16s_numbers_too(tiny):
     assert torch.equal(found, exact.half().float()) and not torch.equal(found, exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target, group", [("comfyui", 0), ("comfyui", 16), ("diffusers_torchao", 0)])
 @torch.no_grad()
 def test_a_simulated_linear_rounds_its_input_as_the_consumer_does(assign, calibrated, target, group):

@@ -34,6 +34,7 @@ def test_every_target_has_a_writer(name):
     assert "def write(checkpoint: Checkpoint, assignment: " in source and "{folder" in TARGETS[name].loading
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "knobs, words",
     [

@@ -236,6 +236,7 @@ def outputs_by(engine: str) -> Callable:
     return lambda simulation, assignment, path: parity.layer_outputs(simulation, assignment, path, "", engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe, engine", RUNS)
 def test_an_honest_export_stays_clear_of_every_limit(export, recipe, engine):
     """By half and more: limits that honest layers only just keep would fail on another machine."""
@@ -318,6 +319,7 @@ def test_layers_of_codes_are_counted(export, network):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["fp8", "int4_weight_only", "int8_rotated"])
 def test_layers_of_a_plan_are_those_of_a_plan(export, monkeypatch, recipe):
     """Built by the job's own library. It runs on a GPU only, so that another runtime computes the file of this one."""

@@ -151,6 +151,7 @@ def test_negative_prompts_are_the_unconditional_half_in_turn(pipeline, engines, 
 ONCE, TWICE = (EulerDiscreteScheduler, DPMSolverMultistepScheduler), (HeunDiscreteScheduler, KDPM2DiscreteScheduler)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [2, 20])
 @pytest.mark.parametrize("kind", ONCE + TWICE)
 def test_steps_are_counted_by_the_samplers_calls(build, engines, kind, steps):

@@ -33,6 +33,7 @@ def test_a_ratio_is_of_the_same_rounds():
     assert not ratio_interval(2 * drift * noise, drift[::-1]).within(0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["quiet", "hiccups", "neighbour"])
 def test_intervals_cover_what_they_say_although_rounds_end_when_they_are_narrow(kind):
     """95 % are within 2 of the standard errors that 150 draws have, 91.4 to 98.6; the benchmark has 1,000."""

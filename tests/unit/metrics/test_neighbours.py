@@ -23,6 +23,7 @@ def test_where_nothing_was_counted_nothing_is_known(ends):
     assert used_by_others(*ends) == {"others": None, "steal": None}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(processor_times() is None, reason="this kernel does not say what its processors did")
 def test_a_busy_process_is_somebody_elses_and_ones_own_work_is_not():
     """Both measured against another count of the same: the processor time of the child, and of this process."""

@@ -12,11 +12,7 @@ def clip():
 
 @pytest.mark.parametrize(
     "text, ids",
-    [
-        ("a photo of a cat", [320, 1125, 539, 320, 2368]),
-        ("A  Photo of a CAT ", [320, 1125, 539, 320, 2368]),
-        ("", []),
-    ],
+    [("a photo of a cat", [320, 1125, 539, 320, 2368]), ("A  Photo of a CAT ", [320, 1125, 539, 320, 2368]), ("", [])],
 )
 def test_the_ids_that_openai_published(clip, text, ids):
     assert clip(text)["input_ids"] == [START, *ids, END]

@@ -59,6 +59,7 @@ def deployed_error(values: Tensor, threshold: float) -> float:
     return (quantized - values.double()).square().mean().item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distribution", ["rectified", "heavy-tailed"])
 def test_entropy_is_that_of_modelopt(distribution, monkeypatch):
     """The same histogram gives the same bin; its edge is an fp32 number there. ModelOpt searches 2048 bins for 5 s."""

@@ -34,8 +34,7 @@ def assigned(pair: Pair, alpha: float | None = None, **given) -> dict[str, Layer
 
 
 @pytest.mark.parametrize(
-    "pair, given",
-    [(INT8, {"per_token": True}), (INT8, {"per_token": True, "rotation": 16}), (NVFP4, {"rotation": 64})],
+    "pair, given", [(INT8, {"per_token": True}), (INT8, {"per_token": True, "rotation": 16}), (NVFP4, {"rotation": 64})]
 )
 def test_linears_are_scaled_per_token_and_rotated_and_convolutions_never(pair, given):
     rows = assigned(pair, **given)

@@ -31,11 +31,7 @@ def latency_of(speedup: float) -> dict:
         "quantized": {"p50_ms": quantized, "samples_ms": [quantized * each for each in reversed(wobble)]},
         "speedup": 20 / quantized,
     }
-    image = {
-        "full_precision": {"p50_ms": 60.0, "rest": 0.5},
-        "quantized": {"p50_ms": 60 / speedup},
-        "speedup": speedup,
-    }
+    image = {"full_precision": {"p50_ms": 60.0, "rest": 0.5}, "quantized": {"p50_ms": 60 / speedup}, "speedup": speedup}
     decoder = {"full_precision": {"p50_ms": 5.0}, "quantized": NOT_QUANTIZED}
     return {
         "torch": {"image": {"1": {"full_precision": {"p50_ms": 800.0}}}},

@@ -70,6 +70,7 @@ def test_what_a_few_images_cannot_tell_apart_is_not_decided_but_with_less_confid
     assert kind == "worth its bits"
 
 
+@pytest.mark.slow
 def test_a_folder_of_candidates_has_no_recipe_to_recommend_and_shows_all_the_rest(folder):
     runtime = {"name": "SDNQ", "agreement": {"values": [None, 60.0]}, "ms": 20.0, "speedup": 0.5,
                "speedup_interval": [0.45, 0.55]}  # fmt: skip

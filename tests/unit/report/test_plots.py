@@ -12,6 +12,8 @@ from sd_quant.report.summary import read_sweep, rows
 
 from .sweeps import change_record, write_job, write_plan, write_sweep
 
+pytestmark = pytest.mark.slow
+
 NAMES = ["pareto_latency", "pareto_size", "trajectory", "layers"]
 
 

@@ -13,6 +13,7 @@ from sd_quant.simulation.modelopt import simulate
 from sd_quant.simulation.native import NativeLinear, PerTokenLinear, with_native_layers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [{}, {"per_token": True, "rotation": 16}], ids=["static", "per token"])
 @torch.no_grad()
 def test_int8_with_scales_per_row_computes_the_same(calibrated, given):
@@ -31,6 +32,7 @@ def test_int8_with_scales_per_row_computes_the_same(calibrated, given):
     torch.testing.assert_close(calibrated.output(joined), calibrated.output(separate), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_fp8_with_one_scale_has_that_of_the_largest_weight_and_costs_little(calibrated):
     assignment, unet = calibrated.in_format("fp8"), calibrated.part().unet

@@ -54,6 +54,7 @@ def test_it_computes_nearly_what_the_original_does(simulated, calibrated):
     assert 1e-2 < error < 0.3  # rounded, and not broken: measured 0.09, uneven norms are hard on a small network
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "quant_level, kept, tolerance",
     [
@@ -77,6 +78,7 @@ def test_folding_alone_changes_nothing(calibrated, quant_level, kept, tolerance)
     assert relative_error(original(**inputs), part(**inputs)) < tolerance
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("assignment", ["folded"], indirect=True)
 def test_a_saved_model_holds_no_code_and_is_restored_bit_for_bit(simulated, calibrated, tmp_path):
     file = tmp_path / "quantized.pt"

@@ -95,6 +95,7 @@ def test_sizes_that_cuda_does_not_take_are_the_kernels(monkeypatch, outputs, inp
     assert taken == ["kernel" if unfit else "library"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fmt", ["int8", "fp8"])
 @torch.no_grad()
 def test_the_network_computes_what_the_simulation_does(calibrated, fmt):

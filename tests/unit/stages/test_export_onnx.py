@@ -18,26 +18,14 @@ from sd_quant.stages.export_onnx import REPORTED, assignment_digest, export_part
 
 LAYER = LayerAssignment("layer", "ffn", (2, 4), "int8", "int8")
 OTHER = {
-    "name": "other",
-    "weight_shape": (4, 2),
-    "format": "int4",
-    "activation_format": None,
-    "weight_axis": 0,
-    "weight_amax": torch.ones(2),
-    "activation_amax": 1.0,
-    "activation_zero_point": -110,
-    "per_token": True,
-    "rotation": 4,
-    "bias": torch.ones(2),
-    "pre_quant_scale": torch.ones(4),
-    "folded_into": "norm",
-    "output_scale": torch.ones(2),
-    "output_shift": torch.ones(2),
+    "name": "other", "weight_shape": (4, 2), "format": "int4", "activation_format": None, "weight_axis": 0,
+    "weight_amax": torch.ones(2), "activation_amax": 1.0, "activation_zero_point": -110, "per_token": True,
+    "rotation": 4, "bias": torch.ones(2), "pre_quant_scale": torch.ones(4), "folded_into": "norm",
+    "output_scale": torch.ones(2), "output_shift": torch.ones(2),
     "rounded": (torch.ones(2, 4).to(torch.int8), torch.ones(2, 1)),
     "low_rank": (torch.ones(2, 1).half(), torch.ones(1, 4).half()),
-    "attention_amax": (torch.ones(2), torch.ones(2), torch.ones(2), torch.ones(2)),
-    "key_mean": torch.ones(2, 16),
-}
+    "attention_amax": (torch.ones(2), torch.ones(2), torch.ones(2), torch.ones(2)), "key_mean": torch.ones(2, 16),
+}  # fmt: skip
 
 
 def test_every_field_is_either_written_or_reported():

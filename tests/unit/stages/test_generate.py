@@ -18,6 +18,8 @@ from tests.presets import infer_job
 
 from ...pipelines import TINY, VARIANTS
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = "infer.prompts=[a cat, a dog]"
 
 
@@ -77,8 +79,7 @@ def noise(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("number", "samples", "taken"),
-    [(1, 1, True), (2, 1, True), (3, 1, False), (4, 2, True), (1, 2, False)],
+    ("number", "samples", "taken"), [(1, 1, True), (2, 1, True), (3, 1, False), (4, 2, True), (1, 2, False)]
 )
 def test_there_is_one_noise_for_each_image_or_one_for_all(noise, number, samples, taken):
     """With one for all, the samples of a prompt would be one image. It has the size of the images."""
@@ -113,7 +114,6 @@ def test_more_steps_than_the_sampler_has_noise_levels_are_refused(checkpoint):
         check_steps(checkpoint, {"infer.steps": 1000, "quantize.n_steps": 1001})
 
 
-@pytest.mark.slow
 def test_guidance_that_nothing_reads_is_refused(tmp_path):
     asked = [job(f"infer.scale={scale}") for scale in (3.5, 1.0, 0.0)]
     for name in ("flux", "flux_schnell"):

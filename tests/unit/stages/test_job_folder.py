@@ -72,6 +72,7 @@ def test_the_config_that_is_kept_leads_to_the_same_files_from_elsewhere(job, tmp
     assert kept["path"] == job.model.path == "checkpoints/sdxl_mini.nemo"  # which ships
 
 
+@pytest.mark.slow
 def test_a_job_is_known_to_be_done_without_what_would_do_it(job, tmp_path):
     assert job_folder.done_before(job, tmp_path) is None
     record = {"fingerprint": job_folder.fingerprint(job, job_folder.facts_of(job, tmp_path)), "fidelity": {}}

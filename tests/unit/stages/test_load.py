@@ -10,6 +10,8 @@ from sd_quant.places import HOME
 from sd_quant.stages.load import Loaded, layers_of, open_model, read_the_text, warn_of_size
 from tests.presets import job
 
+pytestmark = pytest.mark.slow
+
 
 def test_exclude_text_leaves_out_key_and_value_of_cross_attention():
     roles = loaded().roles

@@ -40,6 +40,7 @@ def test_torch_computes_in_the_precision_that_was_asked_for(checkpoint, part, pr
     assert {weight.dtype for weight in engine.module.parameters()} == {expected}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, compiles", [("torch", False), ("torch_native", False), ("torch_compiled", True)])
 def test_only_the_compiled_engine_compiles(checkpoint, monkeypatch, name, compiles):
     compiled = []

@@ -111,6 +111,7 @@ def other_inception(run):
         return verdict(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [

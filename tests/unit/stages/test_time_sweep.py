@@ -95,6 +95,7 @@ def test_files_that_are_the_same_are_timed_once_and_share_the_figure(sweep, open
     assert (block["rest"], block["image_ms"]) == (0.5, 50.0)
 
 
+@pytest.mark.slow
 def test_other_images_are_other_workloads_with_a_reference_of_their_own(sweep, opened):
     image = ("infer.image=examples/sdxl_mini/card/high_contrast.png",)
     workloads = [(), ("infer.batch_size=2",), ("infer.width=192",), image, (*image, "infer.strength=0.3")]

@@ -54,6 +54,7 @@ def test_graphs_that_the_cache_has_are_not_traced_again(tracer, tmp_path):
     assert [request["parts"] for request in tracer.requests] == [["clip"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("without", ["cache", "cores", "threads", "parts"])
 def test_nothing_is_traced_where_that_gains_nothing(tracer, tmp_path, monkeypatch, without):
     if without == "cores":

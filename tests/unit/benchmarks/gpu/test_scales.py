@@ -16,6 +16,7 @@ def kept(part, assignments, tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sides.RECIPES)
 @torch.no_grad()
 def test_what_was_kept_computes_what_was_derived(part, assignments, kept, name):

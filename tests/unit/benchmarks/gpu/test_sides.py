@@ -15,6 +15,7 @@ def inputs(part):
     return sides.inputs_of(part, 1, 64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", HERE, ids=lambda side: side.name)
 @torch.no_grad()
 def test_it_costs_what_its_recipe_costs(part, assignments, inputs, side):

@@ -34,6 +34,7 @@ def told():
     return run
 
 
+@pytest.mark.slow
 def test_one_process_does_them_all_until_it_dies_or_is_late(told):
     first, second, raised, third, died, fourth, late, fifth = told(
         "a", "b", "raises", "c", "dies", "d", "hangs", "e"
