@@ -63,11 +63,11 @@ def equal(value: str, other: str) -> bool:
 
 
 @pytest.fixture
-def killed(start) -> Iterator[Callable[..., None]]:
-    """Starts a command, and kills its process, not those of its jobs, when all jobs have begun to write."""
+def killed(start) -> Iterator[Callable[..., int]]:
+    """Kills a command's process, not those of its jobs, when all jobs have begun to write; returns their group."""
     groups = []
 
-    def kill(arguments: list[str], sweep: Path) -> None:
+    def kill(arguments: list[str], sweep: Path) -> int:
         with start(*arguments) as process:
             groups.append(process.pid)
             while not all((sweep / job / "config.yaml").exists() for job in JOBS):
@@ -75,6 +75,7 @@ def killed(start) -> Iterator[Callable[..., None]]:
                 time.sleep(0.05)
             process.kill()
         assert not list(sweep.glob("*/metrics.json"))
+        return process.pid
 
     yield kill
     for group in groups:
@@ -112,15 +113,19 @@ def test_on_one_host_jobs_end_with_the_command_and_one_that_fails_stops_no_other
 
 
 @needs("submitit")
-def test_jobs_of_submitit_outlive_the_command_and_are_waited_for(unbroken, killed, process, arguments, sweep):
+def test_jobs_of_submitit_outlive_the_command_and_are_waited_for(unbroken, killed, start, arguments, sweep):
     given = arguments("hydra/launcher=slurm_local")
-    killed(given, sweep)
-
-    result = process(*given)
-    assert result.returncode == 0, result.stderr[-3000:]
-    for job in JOBS:
-        log = text(sweep / job / "quantize.log")
-        assert "waiting for another process, which works in" in log and "done before" in log
+    group, logs = killed(given, sweep), [sweep / job / "quantize.log" for job in JOBS]
+    os.killpg(group, signal.SIGSTOP)  # else they may be done before others wait
+    with start(*given) as again:
+        while not all("waiting for another process, which works in" in text(log) for log in logs):
+            assert again.poll() is None
+            time.sleep(0.05)
+        assert not list(sweep.glob("*/metrics.json"))
+        os.killpg(group, signal.SIGCONT)
+        _, stderr = again.communicate(timeout=600)
+    assert again.returncode == 0, stderr[-3000:]
+    assert all("done before" in text(log) for log in logs)
     assert same(table(sweep), unbroken)
 
 
