@@ -6,7 +6,8 @@ from sd_quant.calibration.prompts import LONGEST, MOST_BYTES, draw_prompts, is_t
 from sd_quant.errors import ArtifactError, ConfigError
 
 HEADER = b"id\timage_id\tcaption\theight\twidth\tfile_name\tcoco_url\n"  # of MLPerf's captions.tsv
-CONF = Path(__file__).parents[3] / "conf"
+HOME = Path(__file__).parents[3]
+CONF = HOME / "conf"
 TEXT, TABLE = "prompts.txt", "captions.tsv"
 LONG = "é" * LONGEST
 UNCHANGED = ["ein Kätzchen, „süß“", "猫の写真 🐈", "../../etc/passwd; rm -rf $HOME", "${oc.env:HOME}", "a\u2028b"]
@@ -105,9 +106,13 @@ def test_shipped_prompts_differ_and_those_of_every_model_are_many_and_short():
 
 
 def test_no_prompt_is_both_calibrated_on_and_judged_by():
-    names = ("general", "sdxl", "sdxl_evaluation")
-    general, sdxl, judged = (read_prompts(CONF / f"model/prompts/{name}.txt") for name in names)
-    assert not {*general, *sdxl} & set(judged)
+    def prompts(*names: str) -> set[str]:
+        return set().union(*(read_prompts(HOME / f"{name}.txt") for name in names))
+
+    mini = "conf/model/prompts/sdxl_mini"
+    reported = "benchmarks/prompts/sdxl_mini", "benchmarks/prompts/sdxl_mini_report", f"{mini}_evaluation"
+    assert not prompts("conf/model/prompts/general") & prompts("conf/model/prompts/sdxl_evaluation")
+    assert not prompts(mini) & prompts(*reported)
 
 
 # What is drawn
