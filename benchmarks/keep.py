@@ -2,7 +2,7 @@
 
 Sensitivity is measured once; then each number of kept layers is exported, run in OpenVINO on the report's prompts, and
 compared with full precision's images in torch. All graphs are timed in turn at the end, in one process, and beside them
-NeMo's recipe, whose inputs of convolutions are not shifted.
+plain INT8, whose inputs of convolutions are not shifted.
 
     python benchmarks/keep.py --keep 0 5 10 20 40
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from common import GUIDANCE, PROMPTS, load, parser, report
 from folding import UNQUANTIZED, export
-from quality import DEFAULT, NEMO
+from quality import DEFAULT, PLAIN
 
 from sd_quant.calibration.prompts import read_prompts
 from sd_quant.engines import load_engine
@@ -23,7 +23,7 @@ from sd_quant.metrics.fidelity import fidelity
 from sd_quant.metrics.latency import measure_in_turn, ratio
 from sd_quant.stages.assign import measure_sensitivity
 
-SYMMETRIC = "NeMo's recipe, 0"
+SYMMETRIC = "plain, 0"
 
 
 def main() -> None:
@@ -37,7 +37,7 @@ def main() -> None:
     assignment = subject.assignment(statistics, DEFAULT)
     sensitivity = measure_sensitivity(subject.model.checkpoint, assignment, statistics, 1, GUIDANCE)
     ranked = list(sensitivity.network_error)
-    assignments: dict[str, dict] = {UNQUANTIZED: {}, SYMMETRIC: subject.assignment(statistics, NEMO)}
+    assignments: dict[str, dict] = {UNQUANTIZED: {}, SYMMETRIC: subject.assignment(statistics, PLAIN)}
     for keep in options.keep:
         assignments[str(keep)] = subject.assignment(statistics, DEFAULT, ranked[:keep])
     prompts = read_prompts(PROMPTS / "sdxl_mini_report.txt")[: options.images]

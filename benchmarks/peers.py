@@ -27,7 +27,7 @@ import onnx
 import onnx_ir as ir
 import torch
 from common import PROMPTS, timed
-from quality import DEFAULT, NEMO, paired
+from quality import DEFAULT, PLAIN, paired
 from torch import Tensor, nn
 
 from sd_quant.calibration.hooks import collect, draw
@@ -102,9 +102,9 @@ def ours(context: Context) -> Quantized:
     return derived(context, DEFAULT)
 
 
-def ours_as_nemo(context: Context) -> Quantized:
-    """NeMo's recipe: alpha 0.8, the percentile calibrator for convolutions, symmetric inputs."""
-    return derived(context, NEMO)
+def ours_plain(context: Context) -> Quantized:
+    """Plain INT8: alpha 0.8, the mean over the steps of the largest numbers for convolutions, symmetric inputs."""
+    return derived(context, PLAIN)
 
 
 def derived(context: Context, recipe: Recipe) -> Quantized:
@@ -283,7 +283,7 @@ def nncf_quantize(context: Context, smoothquant_alpha: float, preset=None) -> Qu
 PEERS: dict[str, tuple[str, Callable[[Context], Quantized]]] = {
     "unquantized": ("openvino", unquantized),
     "ours": ("sd-quant", ours),
-    "ours_as_nemo": ("sd-quant", ours_as_nemo),
+    "ours_plain": ("sd-quant", ours_plain),
     "modelopt_max": ("nvidia-modelopt", modelopt_max),
     "modelopt_smoothquant": ("nvidia-modelopt", modelopt_smoothquant),
     "quark_w8a8": ("amd-quark", quark_w8a8),

@@ -37,20 +37,22 @@ from sd_quant.quantization.recipe import BY_ROLE, Enable, Pair, Recipe
 
 COLUMNS = ("recipe", "PSNR, dB", "against the first", "worst", "SSIM", "LPIPS", "SQNR dB, step 1", "10", "20")
 INT8 = Pair("int8", "int8")
-NEMO = Recipe(3.0, 0.8)  # its literal minimum apart
+PLAIN = Recipe(3.0, 0.8)
+NEMO = replace(PLAIN, collect_method="min-mean", percentile_calibrator="modelopt", smoothing="modelopt")
 DEFAULT = Recipe(3.0, "auto", observer=BY_ROLE, shift=True)  # as conf/quantize/int8.yaml has it
 RECIPES = {
     "the default": DEFAULT,
-    # what each step adds alone to NeMo's recipe, and together
-    "NeMo's: alpha=0.8 observer=min_max shift=false": NEMO,
-    "NeMo's with alpha=auto": replace(NEMO, alpha="auto"),
-    "NeMo's with observer=by_role": replace(NEMO, observer=BY_ROLE),
-    "NeMo's with shift": replace(NEMO, shift=True),
-    "NeMo's with alpha=auto observer=by_role": replace(NEMO, alpha="auto", observer=BY_ROLE),
-    "NeMo's, literally": replace(NEMO, collect_method="min-mean", percentile_calibrator="modelopt"),
-    "NeMo's with collect_method=default": replace(NEMO, collect_method="default"),
-    "NeMo's with collect_method=global_min": replace(NEMO, collect_method="global_min"),
-    "NeMo's with alpha=auto observer=mse": replace(NEMO, alpha="auto", observer="mse"),
+    # what each step adds alone to plain INT8, and together
+    "plain: alpha=0.8 observer=min_max shift=false": PLAIN,
+    "plain with alpha=auto": replace(PLAIN, alpha="auto"),
+    "plain with observer=by_role": replace(PLAIN, observer=BY_ROLE),
+    "plain with shift": replace(PLAIN, shift=True),
+    "plain with alpha=auto observer=by_role": replace(PLAIN, alpha="auto", observer=BY_ROLE),
+    "plain with NeMo's calibrator": replace(NEMO, smoothing="folded"),
+    "quantize=nemo": NEMO,
+    "plain with collect_method=default": replace(PLAIN, collect_method="default"),
+    "plain with collect_method=global_min": replace(PLAIN, collect_method="global_min"),
+    "plain with alpha=auto observer=mse": replace(PLAIN, alpha="auto", observer="mse"),
     # the default with one knob changed
     **{f"alpha={alpha}": replace(DEFAULT, alpha=alpha) for alpha in (0.5, 0.8, 1.0)},
     "smoothing=none": replace(DEFAULT, alpha=None, smoothing="none"),

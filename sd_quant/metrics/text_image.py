@@ -40,8 +40,9 @@ CLIP_FILES = (  # of each line, one has to be there
     ("preprocessor_config.json", "processor_config.json"),
 )
 
-# MLPerf Inference, stable-diffusion-xl, closed division: within 0.2 % and 2 % of the fp32 reference's 31.74981837 and
-# 23.48046692 (docs/index.md there); how the images are made: backend_pytorch.py, what they are judged by: coco.py.
+# MLPerf Inference up to v5.1, stable-diffusion-xl, closed division: within 0.2 % and 2 % of the fp32 reference's
+# 31.74981837 and 23.48046692 (docs/index.md there); how the images are made: backend_pytorch.py, what they are judged
+# by: coco.py.
 MLPERF_CLIP = (31.68631873, 31.81331801)
 MLPERF_FID = (23.01085758, 23.95007626)
 MLPERF_PROTOCOL = {

@@ -8,7 +8,7 @@ and that this model still takes in a test's time.
 LONG = "x" * 300
 ENDS: dict[str, list[str]] = {  # the first value is one that goes with most others
     "quantize": [
-        *("int8", "fp8", "int8_dynamic", "int8_per_tensor", "int8_weight_only", "int4_w4a4", "mxfp4", "nvfp4"),
+        *("int8", "fp8", "int8_dynamic", "nemo", "int8_per_tensor", "int8_weight_only", "int4_w4a4", "mxfp4", "nvfp4"),
         *("rotated_w4a4", "svdquant_nvfp4", "svdquant_w4a16", "svdquant_w4a4"),
     ],
     "infer": ["openvino", "onnxruntime", "torch_native"],
@@ -16,7 +16,7 @@ ENDS: dict[str, list[str]] = {  # the first value is one that goes with most oth
     "alpha": ["null", "0.0", "1.0", "auto"],
     "smoothing": ["null", "none", "folded", "modelopt"],
     "percentile": ["1.0", "0.5", "0.04"],
-    "collect_method": ["mean-max", "min-mean", "percentile"],
+    "collect_method": ["null", "mean-max", "min-mean", "default"],
     "keep": ["0", "1", "60", "0.9"],
     "calib_size": ["1", "9"],
     "published": ["null", "examples/published/nemo_docs.yaml"],

@@ -120,6 +120,20 @@ def test_what_is_said_follows_from_the_folder(tmp_path):
         assert sentence.startswith("2 of 3 jobs are not done (quant_level=2: no memory; quant_level=3: it ")
 
 
+@pytest.mark.parametrize("experiment", [path.stem for path in (CONF / "experiment").glob("*.yaml")])
+def test_every_job_of_a_shipped_experiment_has_its_prompts(experiment):
+    jobs = []
+
+    def read_job(config: object) -> QuantizeJob:
+        jobs.append(job_of(QuantizeJob, config))
+        return jobs[-1]
+
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        sweep.plan_of("quantize", [f"experiment={experiment}"], read_job)
+    assert jobs and [len(job.calibration_prompts()) for job in jobs] == [job.quantize.calib_size for job in jobs]
+    assert {job.quantize.format for job in jobs} == {"nemo"}, "both are named after NeMo"
+
+
 def test_jobs_of_the_same_assignment_are_done_once():
     """At level 1 nothing is smoothed, so alpha says nothing; at level 2 it does."""
     jobs = {job["name"]: job.get("same_as") for job in plan("quant_level=1,2", "alpha=0.5,auto")[0]["jobs"]}

@@ -53,7 +53,7 @@ IN_THIS_PROCESS = [
     Case("budget", [*ONE_STEP, "--images", "2", "--bits", "7"]),
     Case("keep", [*ONE_STEP, "--images", "1", "--keep", "1", "--repeats", "2"]),
     Case("folding", [*ONE_STEP, "--repeats", "2"]),
-    Case("peers", [*PEERS, "unquantized", "ours", "ours_as_nemo", "modelopt_max", "modelopt_smoothquant",
+    Case("peers", [*PEERS, "unquantized", "ours", "ours_plain", "modelopt_max", "modelopt_smoothquant",
                    "onnxruntime_percentile"]),
     Case("overhead", [*ONE_STEP, "--batches", "1"]),
     Case("recipes", [*ONE_STEP, "--references", "1", "--levels", "3", "--alphas", "0.8"]),

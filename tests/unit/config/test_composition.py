@@ -70,13 +70,24 @@ def test_every_option_of_every_primary_is_a_job(primary, option):
 
 
 def test_the_preset_is_nemos():
-    """Names and defaults of NeMo's sdxl_quantize.yaml."""
-    job = read(QuantizeJob, composed("quantize", "model=sdxl_nemo", "model.path=sdxl.nemo"))
+    """Names and defaults of NeMo's sd_xl_quantize.yaml, whose format is int8; alpha 1.0 is its page's for SD 1.5."""
+    job = read(QuantizeJob, composed("quantize", "quantize=nemo", "model=sdxl_nemo", "model.path=sdxl.nemo"))
     nemos = {
-        "exp_name": "nemo", "n_steps": 20, "format": "int8", "percentile": 1.0, "batch_size": 1, "calib_size": 32,
-        "quant_level": 2.5, "alpha": "auto",
+        "exp_name": "nemo", "n_steps": 20, "percentile": 1.0, "batch_size": 1, "calib_size": 32, "quant_level": 2.5,
+        "alpha": 0.8, "smoothing": "modelopt", "collect_method": "min-mean", "percentile_calibrator": "modelopt",
+        "observer": "min_max", "shift": False, "per_channel": True,
     }  # fmt: skip
     assert {name: getattr(job.quantize, name) for name in nemos} == nemos
+    assert composed("quantize", "quantize=nemo", "model=sd15", "model.path=x")["quantize"]["alpha"] == 1.0
+
+
+@pytest.mark.parametrize("model", sorted(path.stem for path in (CONF / "model").glob("*.yaml")))
+def test_a_model_takes_every_number_of_prompts_that_its_sources_name(model):
+    """32, 64 and 128 for SDXL on NeMo's page, 512 and 1024 for Stable Diffusion 1.5."""
+    option = f"model={model}"
+    most = 1024 if model == "sd15" else 128
+    job = read(QuantizeJob, composed("quantize", option, *NEEDED.get(option, []), f"calib_size={most}"))
+    assert len(job.calibration_prompts()) == most
 
 
 def test_knobs_have_the_same_meaning_at_the_top_and_in_their_group():

@@ -22,6 +22,7 @@ from sd_quant.quantization.recipe import Enable, Pair, Recipe
 from sd_quant.quantization.recipe_check import check_layers
 from sd_quant.quantization.statistics import LayerStatistics
 from tests.layers import drawn, sample_of
+from tests.presets import recipe_of
 
 # A block as in SDXL, two channels wide: to_q and to_k read a norm, ``up`` reads a residual stream, ``down`` reads the
 # first half of what ``up`` makes. The other half is the gate.
@@ -147,6 +148,23 @@ def test_percentile_and_collect_method_are_for_convolutions_alone():
         rows = assign(percentile_calibrator=calibrator, collect_method=method, percentile=percentile, batch_size=2)
         assert rows["conv"].activation_amax == expected
         assert rows["to_q"].activation_amax == 1016.0
+
+
+@pytest.mark.parametrize("percentile", [1.0, 0.5])
+def test_the_preset_nemo_has_the_ranges_of_nemos_calibrator_and_the_factors_of_modelopt(percentile):
+    """Of 32 calls a step the sum, divided by the number of steps; the least of the first steps."""
+    amax, amax_q = (
+        1 + 100 * torch.rand(32, STEPS, generator=torch.Generator().manual_seed(1)),
+        torch.tensor([127, 2032.0]),
+    )
+    recipe = recipe_of("nemo", "model=sdxl_nemo", "model.path=some.nemo", f"percentile={percentile}")
+    statistics = STATISTICS | {"conv": seen("conv", amax.tolist())}
+    rows = derive(ROLES, WEIGHTS.__getitem__, statistics, recipe, INPUTS)
+    by_hand = min(sum(amax[:, step].tolist()) / STEPS for step in range(int(STEPS * percentile)))
+    assert rows["conv"].activation_amax == pytest.approx(by_hand, rel=1e-6)
+    for name in ("to_q", "to_k"):  # each by its own weight, in front of it
+        factors = WEIGHTS[name].abs().amax(0) ** 0.2 / amax_q**0.8
+        assert rows[name].pre_quant_scale == pytest.approx(factors, rel=1e-3) and rows[name].folded_into is None
 
 
 def test_the_observer_sees_the_sampled_inputs_that_the_quantizer_will_see(monkeypatch):
