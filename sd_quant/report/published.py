@@ -1,13 +1,14 @@
 """A sweep's latencies by batch size in the shape of somebody's published tables, with their figures beside ours.
 
 Two tables, as in NeMo's documentation: the framework against the quantized engine, and the unquantized engine against
-it, from prompt to image. Another machine, engine or number of steps makes the milliseconds incomparable, so the
-caption says what differs; what may be compared is the speed-up.
+it, from prompt to image. Each stands in the page's own layout, of our figures alone, and with the page's figures beside
+them. Another machine, engine or number of steps makes the milliseconds incomparable, so the caption says what differs;
+what may be compared is the speed-up.
 """
 
 import html
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,8 @@ from sd_quant.report.summary import SWEEP, Row, Sweep, markdown_text, rows
 
 BASELINES = {"framework": "framework", "unquantized": "unquantized engine"}
 CONDITIONS = ("machine", "engine", "precision", "steps", "resolution")
+MEDIANS = "From prompt to image, medians"
+OWN = 4  # columns of a published table: batch, baseline, quantized engine, speed-up
 OURS = {"framework": "image_torch_ms", "unquantized": "image_full_precision_ms", "quantized": "image_ms"}
 
 
@@ -69,20 +72,29 @@ def published_tables(sweep: Sweep) -> list[Table]:
         raise ArtifactError(
             f"{sweep.directory / SWEEP} holds published figures that are none ({why(error)}); start the sweep again"
         ) from error
-    caption = caption_of(theirs, measured[0][1])
-    return [
-        Table(f"{title.capitalize()} against INT8 engine", header(title, theirs["title"]), [
+    fmt, caption = formats_of([record for _, record in measured]), caption_of(theirs, measured[0][1])
+    tables = []
+    for baseline, title in BASELINES.items():
+        lines = [
             line(row, batch_of(record), baseline, at(theirs, "batches", str(batch_of(record))))
             for row, record in measured
-        ], caption)
-        for baseline, title in BASELINES.items()
-    ]  # fmt: skip
+        ]
+        heading, columns = f"{title.capitalize()} against {fmt} engine", header(title, fmt, theirs["title"])
+        tables.append(Table(heading, columns[:OWN], [cells[:OWN] for cells in lines], f"{MEDIANS}."))
+        tables.append(Table(f"{heading}, beside {theirs['title']}", columns, lines, caption))
+    return tables
 
 
-def header(title: str, source: str) -> list[str]:
-    return ["batch", f"{title}, ms", "INT8 engine, ms", "speed-up", *(
-        f"{source}: {column}" for column in (f"{title}, ms", "INT8 engine, ms", "speed-up")
-    )]  # fmt: skip
+def formats_of(records: Sequence[Mapping[str, Any]]) -> str:
+    """What the weights of these jobs' layers are in, for a heading, such as INT8."""
+    kinds = [at(record, "knobs", "enable") or {} for record in records]
+    names = {at(kind, layer, "weight") for kind in kinds for layer in ("conv", "linear")} - {None}
+    return " and ".join(sorted(name.upper() for name in names)) or "quantized"
+
+
+def header(title: str, fmt: str, source: str) -> list[str]:
+    columns = [f"{title}, ms", f"{fmt} engine, ms", "speed-up"]
+    return ["batch", *columns, *(f"{source}: {column}" for column in columns)]
 
 
 def batch_of(record: Mapping[str, Any]) -> int:
@@ -108,17 +120,17 @@ def cells(medians: Mapping[str, Any], baseline: str) -> list[str]:
 def caption_of(theirs: Mapping[str, Any], record: Mapping[str, Any]) -> str:
     """A sentence on what differs between ours and theirs."""
     infer, machine = at(record, "knobs", "infer") or {}, at(record, "environment", "machine") or {}
-    engine = infer.get("engine")
+    engine, baseline = infer.get("engine"), "fp16" if machine.get("gpus") else "fp32"
     ours = {
         "machine": ", ".join(machine.get("gpus") or []) or f"{machine.get('cpu')}, {machine.get('usable_cores')} cores",
         "engine": f"{engine} {at(record, 'environment', 'versions', engine)}",
-        "precision": "fp32 beside INT8" if not machine.get("gpus") else "fp16 beside INT8",
+        "precision": f"{baseline} beside {formats_of([record])}",
         "steps": infer.get("steps"),
         "resolution": f"{infer.get('width')}x{infer.get('height')}",
     }
     differing = "; ".join(f"{name}: {ours[name]} here, {theirs[name]} there" for name in CONDITIONS)
     return (
-        f"From prompt to image, medians, at guidance_scale {infer.get('scale')} here; ± is the 95 % interval of a "
+        f"{MEDIANS}, at guidance_scale {infer.get('scale')} here; ± is the 95 % interval of a "
         f"speed-up over the unquantized engine. {differing}."
     )
 

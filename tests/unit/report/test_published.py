@@ -15,11 +15,12 @@ NEMO = HOME / "examples/published/nemo_docs.yaml"
 PUBLISHED = read_published(NEMO.read_text(), str(NEMO))
 
 
-def job(batch: int, framework: float | None, unquantized: float, quantized: float):
+def job(batch: int, framework: float | None, unquantized: float, quantized: float, weights: str = "int8"):
     sides = {"full_precision": {"p50_ms": unquantized}, "quantized": {"p50_ms": quantized}}
     record = {
         "knobs": {
-            "infer": {"engine": "openvino", "batch_size": batch, "steps": 5, "scale": 1.5, "width": 64, "height": 64}
+            "infer": {"engine": "openvino", "batch_size": batch, "steps": 5, "scale": 1.5, "width": 64, "height": 64},
+            "enable": {"conv": {"weight": weights}, "linear": {"weight": weights}},
         },
         "latency": {
             "torch": {"image": {str(batch): {"full_precision": {"p50_ms": framework}}}},
@@ -31,7 +32,19 @@ def job(batch: int, framework: float | None, unquantized: float, quantized: floa
 
 
 def tables(*jobs: Job, published: dict | None = PUBLISHED):
-    return published_tables(Sweep(Path(), [], [], list(jobs), published))
+    """The two with the published figures beside ours."""
+    return published_tables(Sweep(Path(), [], [], list(jobs), published))[1::2]
+
+
+def test_the_pages_own_layout_stands_before_the_wider_table_and_names_the_format_that_ran():
+    own, wider, *_ = found = published_tables(Sweep(Path(), [], [], [job(1, 100.0, 50.0, 40.0, "fp8")], PUBLISHED))
+    assert own.header == ["batch", "framework, ms", "FP8 engine, ms", "speed-up"]
+    assert own.lines == [["1", "100.00", "40.00", "2.500x"]] == [line[:4] for line in wider.lines]
+    assert [table.heading for table in found] == [
+        "Framework against FP8 engine", "Framework against FP8 engine, beside NeMo's documentation",
+        "Unquantized engine against FP8 engine", "Unquantized engine against FP8 engine, beside NeMo's documentation",
+    ]  # fmt: skip
+    assert "fp32 beside FP8 here" in wider.caption
 
 
 def test_nemos_own_speed_ups_follow_from_its_figures():
