@@ -85,13 +85,9 @@ def small_config() -> dict:
     """NeMo's ``model:`` section; the pooled text is 32 wide and a size id has 8 features."""
     config = yaml.safe_load(MINI_CONFIG.read_text())
     config["unet_config"] |= {
-        "adm_in_channels": POOLED + 6 * SIZE_FEATURES,
-        "model_channels": 32,
-        "channel_mult": [1, 2],
-        "attention_resolutions": [2],
-        "transformer_depth": [1, 1],
-        "context_dim": 48,
-    }
+        "adm_in_channels": POOLED + 6 * SIZE_FEATURES, "model_channels": 32, "channel_mult": [1, 2],
+        "attention_resolutions": [2], "transformer_depth": [1, 1], "context_dim": 48,
+    }  # fmt: skip
     for index in (2, 3, 4):
         config["conditioner_config"]["emb_models"][index]["emb_model"]["outdim"] = SIZE_FEATURES
     return config

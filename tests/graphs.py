@@ -48,12 +48,9 @@ def product_of_codes(
 ) -> tuple[list[NodeProto], dict[str, np.ndarray]]:
     """Nodes and constants of y = QDQ(x) @ DQ(weight), all scales of the weight's scales' type."""
     constants = {
-        "x_scale": np.array(scale, weight_scale.dtype),
-        "x_zero": np.array(0, np.int8),
-        "w_int8": weight,
-        "w_scale": weight_scale,
-        "w_zero": np.zeros(weight_scale.shape, np.int8),
-    }
+        "x_scale": np.array(scale, weight_scale.dtype), "x_zero": np.array(0, np.int8), "w_int8": weight,
+        "w_scale": weight_scale, "w_zero": np.zeros(weight_scale.shape, np.int8),
+    }  # fmt: skip
     nodes = [
         helper.make_node("QuantizeLinear", ["x", "x_scale", "x_zero"], ["x_int8"]),
         helper.make_node("DequantizeLinear", ["x_int8", "x_scale", "x_zero"], ["x_dq"]),

@@ -170,16 +170,9 @@ def sdxl(folder: Path) -> None:
 
 def sd3(folder: Path) -> None:
     denoiser = diffusers.SD3Transformer2DModel(
-        sample_size=16,
-        in_channels=16,
-        out_channels=16,
-        num_layers=2,
-        caption_projection_dim=128,
-        joint_attention_dim=T5_WIDTH,
-        pooled_projection_dim=2 * CLIP_WIDTH,
-        pos_embed_max_size=24,
-        **HEADS,
-    )
+        sample_size=16, in_channels=16, out_channels=16, num_layers=2, caption_projection_dim=128,
+        joint_attention_dim=T5_WIDTH, pooled_projection_dim=2 * CLIP_WIDTH, pos_embed_max_size=24, **HEADS,
+    )  # fmt: skip
     pipeline = diffusers.StableDiffusion3Pipeline(
         transformer=denoiser,
         vae=vae16(1.5305, 0.0609),
@@ -191,15 +184,9 @@ def sd3(folder: Path) -> None:
 
 def flux(folder: Path) -> None:
     denoiser = diffusers.FluxTransformer2DModel(
-        in_channels=64,
-        num_layers=2,
-        num_single_layers=2,
-        axes_dims_rope=(4, 14, 14),
-        joint_attention_dim=T5_WIDTH,
-        pooled_projection_dim=CLIP_WIDTH,
-        guidance_embeds=True,
-        **HEADS,
-    )
+        in_channels=64, num_layers=2, num_single_layers=2, axes_dims_rope=(4, 14, 14), joint_attention_dim=T5_WIDTH,
+        pooled_projection_dim=CLIP_WIDTH, guidance_embeds=True, **HEADS,
+    )  # fmt: skip
     pipeline = diffusers.FluxPipeline(
         transformer=denoiser,
         vae=vae16(0.3611, 0.1159),

@@ -31,7 +31,7 @@ from sd_quant.engines import PLAN_BUILDERS, RUNTIMES
 from sd_quant.engines.onnx_input import onnx_files
 from sd_quant.engines.tensorrt.build import Profile, build_plan
 from sd_quant.engines.tensorrt.library import runtime_module
-from sd_quant.engines.tensorrt.plan import PlanReport, describe_plan, read_record
+from sd_quant.engines.tensorrt.plan import PlanReport, describe_plan, own_command, read_record
 from sd_quant.engines.tensorrt.profile import profile_of
 from sd_quant.errors import ResourceError
 from sd_quant.files import sha256, write_text
@@ -63,6 +63,9 @@ def export_trt(job: ExportJob, directory: Path) -> None:
     reports = build_plans(paths, out, job.trt, job.infer, Cache(None))
     for part, report in reports.items():
         print(f"{part:14} {report.bytes / 1e6:8.1f} MB  {report.seconds:6.1f} s  {' '.join(report.targets)}")
+    for part, report in reports.items():
+        if line := own_command(report, paths[part], artifact(out, "plan", part)):
+            print(line)
     print(f"plans: {out / 'plan'}")
 
 

@@ -45,14 +45,10 @@ def start() -> Callable[..., subprocess.Popen]:
 
     def popen(script: str, *arguments: str | Path) -> subprocess.Popen:
         return subprocess.Popen(
-            [sys.executable, script, *map(str, arguments)],
-            cwd=REPOSITORY,
-            env=os.environ | {"PYTHONUNBUFFERED": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+            [sys.executable, script, *map(str, arguments)], cwd=REPOSITORY,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             start_new_session=True,
-        )
+        )  # fmt: skip
 
     return popen
 

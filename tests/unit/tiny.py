@@ -137,13 +137,9 @@ class Tiny:
         """What the ``target`` holds of what the recipe derives."""
         denoiser = self.denoiser()
         derived = derive(
-            self.roles,
-            lambda name: denoiser.get_submodule(name).weight,
-            self.statistics.layers,
-            recipe,
-            self.checkpoint.family.shared_inputs(self.roles),
-            bias_of=lambda name: denoiser.get_submodule(name).bias,
-        )
+            self.roles, lambda name: denoiser.get_submodule(name).weight, self.statistics.layers, recipe,
+            self.checkpoint.family.shared_inputs(self.roles), bias_of=lambda name: denoiser.get_submodule(name).bias,
+        )  # fmt: skip
         return adapted(derived, TARGETS[target])
 
     def simulated(self, assignment: Assignment, target: str) -> nn.Module:

@@ -87,6 +87,33 @@ def record_path(plan_path: Path) -> Path:
     return plan_path.with_name(f"{plan_path.name}.json")
 
 
+def own_command(report: PlanReport, onnx_path: Path, plan_path: Path) -> str | None:
+    """The command of NVIDIA's own tool that builds what ``report`` is of: trtexec, or tensorrt_rtx of TensorRT for RTX.
+
+    Precision is the graph's, which TensorRT 10 is told by a flag and later ones assume. None for a plan whose attention
+    was changed on its way, as that graph is in no file.
+    Source: NVIDIA's documentation of trtexec and of tensorrt_rtx.
+    """
+    if report.attention is not None:
+        return None
+    shapes = {
+        f"--{name}Shapes": ",".join(f"{given}:{'x'.join(map(str, row[i]))}" for given, row in report.profile.items())
+        for i, name in enumerate(("min", "opt", "max"))
+    }
+    rtx, workspace, level = report.library == "tensorrt_rtx", report.workspace_gib, report.optimization_level
+    flags = {
+        "--onnx": str(onnx_path),
+        "--saveEngine": str(plan_path),
+        **(shapes if any(report.profile.values()) else {}),
+        **({"--computeCapabilities": ",".join(name.removeprefix("SM") for name in report.targets)} if rtx else {}),
+        **({} if workspace is None else {"--memPoolSize": f"workspace:{1024 * workspace:g}"}),  # MiB
+        **({} if level is None else {"--builderOptimizationLevel": str(level)}),
+        "--profilingVerbosity": "detailed",
+    }
+    alone = ["--skipInference", *(["--stronglyTyped"] if report.version.startswith("10.") and not rtx else [])]
+    return shlex.join(["tensorrt_rtx" if rtx else "trtexec", *map("=".join, flags.items()), *alone])
+
+
 def read_record(plan_path: Path) -> PlanReport:
     """The record of a plan's build. Raises ArtifactError when there is none or it cannot be read."""
     path = record_path(plan_path)

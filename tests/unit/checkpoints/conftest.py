@@ -18,13 +18,9 @@ MINI_CONFIG = Path(__file__).parents[3] / "examples/sdxl_mini/model_config.yaml"
 def tiny_config() -> dict:
     config = yaml.safe_load(MINI_CONFIG.read_text())
     config["unet_config"] |= {
-        "adm_in_channels": 32 + 6 * 8,
-        "model_channels": 32,
-        "channel_mult": [1, 2],
-        "attention_resolutions": [2],
-        "transformer_depth": [1, 2],
-        "context_dim": 128,
-    }
+        "adm_in_channels": 32 + 6 * 8, "model_channels": 32, "channel_mult": [1, 2], "attention_resolutions": [2],
+        "transformer_depth": [1, 2], "context_dim": 128,
+    }  # fmt: skip
     config["first_stage_config"]["ddconfig"] |= {"ch": 32, "ch_mult": [1, 2]}
     for index in (2, 3, 4):
         config["conditioner_config"]["emb_models"][index]["emb_model"]["outdim"] = 8

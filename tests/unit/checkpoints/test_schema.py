@@ -54,12 +54,9 @@ def test_the_schema_has_what_the_networks_are_built_from_and_no_more():
 
 ANY = [None, "x", "", math.nan, math.inf, -1, 10**12, 10**400, {}, [10**12], ["x"], [True], [[1]], [1.5]]
 WRONG = {
-    ("scale_factor",): [True, 0, "0.13", 1e-9, 1e9],
-    (*UNET, "use_linear_in_transformer"): [0, 1, "no", "true"],
-    UNET: [None, [], "x", 3],
-    VAE[:1]: [None, [], "x", 3],
-    VAE: [None, [], "x", 3],
-}
+    ("scale_factor",): [True, 0, "0.13", 1e-9, 1e9], (*UNET, "use_linear_in_transformer"): [0, 1, "no", "true"],
+    UNET: [None, [], "x", 3], VAE[:1]: [None, [], "x", 3], VAE: [None, [], "x", 3],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("place", [*ENTRIES, UNET, VAE[:1], VAE], ids=".".join)

@@ -144,12 +144,9 @@ def test_a_pickle_longer_than_names_and_shapes_take_is_not_read(tmp_path, monkey
 
 
 STATE = {
-    "half": torch.arange(12).reshape(3, 4).half(),
-    "brain": torch.linspace(-1, 1, 5).bfloat16(),
-    "scalar": torch.tensor(2.5),
-    "empty": torch.empty(0, 3),
-    "large": torch.arange(2**18).float(),
-}
+    "half": torch.arange(12).reshape(3, 4).half(), "brain": torch.linspace(-1, 1, 5).bfloat16(),
+    "scalar": torch.tensor(2.5), "empty": torch.empty(0, 3), "large": torch.arange(2**18).float(),
+}  # fmt: skip
 
 
 def write_to(path: Path, tensors: dict, before: bytes = b"") -> bytes:

@@ -10,12 +10,8 @@ from sd_quant.places import HOME
 
 CONF = HOME / "conf"
 JOBS = {
-    "quantize": QuantizeJob,
-    "export_trt": ExportJob,
-    "infer": InferJob,
-    "hand_over": HandOverJob,
-    "judge": JudgeJob,
-}
+    "quantize": QuantizeJob, "export_trt": ExportJob, "infer": InferJob, "hand_over": HandOverJob, "judge": JudgeJob,
+}  # fmt: skip
 NEEDED = {  # mandatory values of a primary or an option
     "hand_over": ["run=some_run", "to=comfyui"],
     "judge": ["candidates=[some.gguf]"],

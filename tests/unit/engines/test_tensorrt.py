@@ -2,11 +2,13 @@
 
 import ctypes
 import json
+import shlex
 import shutil
 import signal
 import time
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -54,13 +56,9 @@ def plan(built, tmp_path):
 def test_a_plan_says_in_its_header_what_it_was_built_for(tiny, targets):
     plan, report = build(tiny, targets)
     assert planning.describe_plan(plan) == {
-        "is_plan": True,
-        "library": "tensorrt_rtx",
-        "version": trt.__version__,
-        "targets": targets,
-        "complete": True,
+        "is_plan": True, "library": "tensorrt_rtx", "version": trt.__version__, "targets": targets, "complete": True,
         "bytes": plan.stat().st_size,
-    }
+    }  # fmt: skip
     assert report.targets == targets
 
 
@@ -73,6 +71,20 @@ def test_the_record_beside_the_plan_is_the_report(built):
     assert report.profile == {"x": [[1, 64], [2, 64], [8, 64]]}
     assert report.seconds > 0 and report.bytes == plan.stat().st_size and report.peak_memory_bytes > report.bytes
     assert steps and all(0 < done <= total for _, done, total in steps)
+
+
+def test_nvidias_own_tool_is_told_the_shapes_and_the_targets(built):
+    """The flags of its documentation; TensorRT 10 is also told that the precision is the graph's."""
+    plan, report, _ = built
+    assert shlex.split(planning.own_command(report, Path("a b.onnx"), plan)) == [
+        "tensorrt_rtx", "--onnx=a b.onnx", f"--saveEngine={plan}", "--minShapes=x:1x64", "--optShapes=x:2x64",
+        "--maxShapes=x:8x64", "--computeCapabilities=89", "--memPoolSize=workspace:1024",
+        "--builderOptimizationLevel=0", "--profilingVerbosity=detailed", "--skipInference",
+    ]  # fmt: skip
+    other = planning.own_command(replace(report, library="tensorrt", version="10.9.0"), Path("a.onnx"), plan)
+    assert other.startswith("trtexec ") and other.endswith(" --skipInference --stronglyTyped")
+    assert "computeCapabilities" not in other
+    assert planning.own_command(replace(report, attention="no kernel"), Path("a.onnx"), plan) is None
 
 
 @pytest.mark.parametrize(

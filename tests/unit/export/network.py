@@ -34,13 +34,9 @@ def config() -> dict:
     """Of two levels, the second with attention; as wide as the largest blocks, so that each preset fits it."""
     config = yaml.safe_load((HOME / "examples/sdxl_mini/model_config.yaml").read_text())
     config["unet_config"] |= {
-        "adm_in_channels": POOLED + 6 * SIZE_FEATURES,
-        "model_channels": WIDTH,
-        "channel_mult": [1, 1],
-        "attention_resolutions": [2],
-        "transformer_depth": [1, 1],
-        "context_dim": WIDTH,
-    }
+        "adm_in_channels": POOLED + 6 * SIZE_FEATURES, "model_channels": WIDTH, "channel_mult": [1, 1],
+        "attention_resolutions": [2], "transformer_depth": [1, 1], "context_dim": WIDTH,
+    }  # fmt: skip
     for index in (2, 3, 4):
         config["conditioner_config"]["emb_models"][index]["emb_model"]["outdim"] = SIZE_FEATURES
     return unet_config(config)

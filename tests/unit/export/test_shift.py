@@ -24,16 +24,12 @@ from sd_quant.simulation.native import PRODUCTS, NativeConv, layer_of
 INT8, CHANNELS, OUTPUTS = FORMATS["int8"], 5, 7
 # kernel, stride, pads above, left, below and right, as ONNX orders them, dilation, whether an upsampler is in front
 CASES = {
-    "same": ((3, 3), 1, (1, 1, 1, 1), 1, False),
-    "wide": ((3, 3), 1, (2, 2, 2, 2), 2, False),
-    "downsampler": ((3, 3), 2, (1, 1, 1, 1), 1, False),
-    "uneven padding": ((3, 3), 2, (0, 0, 1, 1), 1, False),
-    "none": ((3, 3), 1, (0, 0, 0, 0), 1, False),
-    "pointwise": ((1, 1), 1, (0, 0, 0, 0), 1, False),
-    "oblong": ((3, 2), 1, (1, 0, 1, 1), 1, False),
-    "upsampler": ((3, 3), 1, (1, 1, 1, 1), 1, True),
+    "same": ((3, 3), 1, (1, 1, 1, 1), 1, False), "wide": ((3, 3), 1, (2, 2, 2, 2), 2, False),
+    "downsampler": ((3, 3), 2, (1, 1, 1, 1), 1, False), "uneven padding": ((3, 3), 2, (0, 0, 1, 1), 1, False),
+    "none": ((3, 3), 1, (0, 0, 0, 0), 1, False), "pointwise": ((1, 1), 1, (0, 0, 0, 0), 1, False),
+    "oblong": ((3, 2), 1, (1, 0, 1, 1), 1, False), "upsampler": ((3, 3), 1, (1, 1, 1, 1), 1, True),
     "without bias": ((3, 3), 1, (1, 1, 1, 1), 1, False),
-}
+}  # fmt: skip
 
 
 class Shifted:

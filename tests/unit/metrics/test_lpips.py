@@ -14,13 +14,9 @@ def distorted_images() -> tuple[np.ndarray, np.ndarray]:
     reference = np.stack(channels, axis=-1).astype(np.uint8)
     noise = ((x * 37 + y * 101 + x * y * 13) % 17)[..., None].astype(np.uint8)
     distorted = [
-        reference ^ noise,
-        reference // 32 * 32,
-        np.roll(reference, 3, axis=1),
-        255 - reference,
-        reference[..., ::-1],
+        reference ^ noise, reference // 32 * 32, np.roll(reference, 3, axis=1), 255 - reference, reference[..., ::-1],
         np.full_like(reference, 128),
-    ]
+    ]  # fmt: skip
     return np.stack([reference] * len(distorted)), np.stack(distorted)
 
 

@@ -76,12 +76,9 @@ def random_state(config: dict) -> dict[str, Tensor]:
 def given(request, tmp_path_factory) -> Given:
     config = yaml.safe_load(MINI_CONFIG.read_text())
     config["unet_config"] |= LAYOUTS[request.param] | {
-        "adm_in_channels": POOLED + 6 * SIZE_FEATURES,
-        "model_channels": 32,
-        "num_head_channels": 16,
-        "channel_mult": [1, 1, 2],
-        "context_dim": CONTEXT,
-    }
+        "adm_in_channels": POOLED + 6 * SIZE_FEATURES, "model_channels": 32, "num_head_channels": 16,
+        "channel_mult": [1, 1, 2], "context_dim": CONTEXT,
+    }  # fmt: skip
     config["first_stage_config"]["ddconfig"]["ch_mult"] = [1, 1, 1, 1]  # unused: no more of it than has to be there
     for index in (2, 3, 4):
         config["conditioner_config"]["emb_models"][index]["emb_model"]["outdim"] = SIZE_FEATURES

@@ -128,12 +128,9 @@ def test_a_recipe_that_is_slower_or_that_no_engine_ran_is_called_so(small_sweep,
 
 
 HOSTILE = [
-    "</script><script>alert(1)</script>",
-    '"><img src=x onerror="alert(1)">',
-    "<!--<script>",
-    "{{7*7}} ${data} $script %s",
-    "a&amp;b\u2028c\u202ed\x00e\ud800",
-]
+    "</script><script>alert(1)</script>", '"><img src=x onerror="alert(1)">', "<!--<script>",
+    "{{7*7}} ${data} $script %s", "a&amp;b\u2028c\u202ed\x00e\ud800",
+]  # fmt: skip
 
 
 def test_other_peoples_text_stays_text(tmp_path, without_plots):

@@ -51,13 +51,8 @@ def record() -> dict:
 def metrics() -> dict[str, float]:
     """Of the record."""
     return {
-        "fidelity/psnr/mean": 35.0,
-        "fidelity/psnr/min": 32.4,
-        "fidelity/frechet_efficientnet": 3.2,
-        "latency/openvino/unet_xl/2/full_precision/p50_ms": 15.05,
-        "latency/openvino/unet_xl/2/speedup": 1.35,
-        "sizes_bytes/unet_xl/onnx_quantized": 9_700_000.0,
-        "peak_memory_bytes": 1_460_000_000.0,
-        "stages/load/seconds": 0.4,
-        "stages/load/peak_memory_bytes": 5_000_000.0,
-    }
+        "fidelity/psnr/mean": 35.0, "fidelity/psnr/min": 32.4, "fidelity/frechet_efficientnet": 3.2,
+        "latency/openvino/unet_xl/2/full_precision/p50_ms": 15.05, "latency/openvino/unet_xl/2/speedup": 1.35,
+        "sizes_bytes/unet_xl/onnx_quantized": 9_700_000.0, "peak_memory_bytes": 1_460_000_000.0,
+        "stages/load/seconds": 0.4, "stages/load/peak_memory_bytes": 5_000_000.0,
+    }  # fmt: skip

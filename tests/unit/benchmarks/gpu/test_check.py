@@ -95,15 +95,11 @@ def test_on_a_bare_machine_the_table_is_made_whatever_becomes_of_a_row(check, tm
     table = json.loads((out / "table.json").read_text())
     ended = {row["name"]: row["ended"] for row in table["rows"]}
     assert ended == {
-        "fp16 compiled at batch 1": "done",
-        "a row that crashes": "crashed",
-        "a row that hangs": "late",
-        "fp8 level 3 at batch 1": "done",
-        "int8 level 3 at batch 1": "done",
-        "pictures by fp8 level 3 at batch 1": "done",
-        "int8 level 3 at batch 4": "done",
+        "fp16 compiled at batch 1": "done", "a row that crashes": "crashed", "a row that hangs": "late",
+        "fp8 level 3 at batch 1": "done", "int8 level 3 at batch 1": "done",
+        "pictures by fp8 level 3 at batch 1": "done", "int8 level 3 at batch 4": "done",
         "int8 level 3 at batch 2": "done",
-    }
+    }  # fmt: skip
     assert not any(row.get("doubts") for row in table["rows"])
     assert "failed" not in (out / "tests.txt").read_text() and "error" not in (out / "tests.txt").read_text().lower()
 
