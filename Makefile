@@ -26,14 +26,14 @@ soak: ## The long tests, whatever became of the part before: half an hour on two
 
 soak-tests: $(VENV)/.sd-quant-test
 	$(PYTEST) tests/cli tests/faults tests/fuzz tests/unit -m "soak and not consumer" --ignore tests/unit/benchmarks \
-		--dist loadfile --durations 10
+		--dist loadfile --no-loadscope-reorder --durations 10
 
 soak-consumers: $(VENV)/.sd-quant-test $(VENV)/.sd-quant-consumers
 	PYTHONPATH=$(abspath $(VENV)/consumers) $(PYTEST) tests/cli/test_hand_over.py tests/unit/checkpoints/test_lora.py \
 		tests/unit/hand_over tests/unit/candidates -m consumer --dist loadfile --durations 10
 
 soak-benchmarks: $(VENV)/.sd-quant-test $(VENV)/.sd-quant-consumers $(VENV)/.sd-quant-peers
-	$(PYTEST) tests/unit/benchmarks -m soak --dist load --durations 10
+	$(PYTEST) tests/unit/benchmarks -m soak --dist worksteal --durations 10
 
 check: $(VENV)/.sd-quant-test ## Style, types and the quick unit tests, in a minute
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync style types quick
