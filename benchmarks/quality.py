@@ -38,7 +38,9 @@ from sd_quant.quantization.recipe import BY_ROLE, Enable, Pair, Recipe
 COLUMNS = ("recipe", "PSNR, dB", "against the first", "worst", "SSIM", "LPIPS", "SQNR dB, step 1", "10", "20")
 INT8 = Pair("int8", "int8")
 PLAIN = Recipe(3.0, 0.8)
-NEMO = replace(PLAIN, collect_method="min-mean", percentile_calibrator="modelopt", smoothing="modelopt")
+NEMO = replace(
+    PLAIN, collect_method="min-mean", percentile_calibrator="modelopt", smoothing="modelopt"
+)  # conf/quantize/nemo.yaml
 DEFAULT = Recipe(3.0, "auto", observer=BY_ROLE, shift=True)  # as conf/quantize/int8.yaml has it
 RECIPES = {
     "the default": DEFAULT,

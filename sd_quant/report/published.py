@@ -86,7 +86,7 @@ def published_tables(sweep: Sweep) -> list[Table]:
 
 
 def formats_of(records: Sequence[Mapping[str, Any]]) -> str:
-    """What the weights of these jobs' layers are in, for a heading, such as INT8."""
+    """The formats of these jobs' weights as a heading names them, such as INT8."""
     kinds = [at(record, "knobs", "enable") or {} for record in records]
     names = {at(kind, layer, "weight") for kind in kinds for layer in ("conv", "linear")} - {None}
     return " and ".join(sorted(name.upper() for name in names)) or "quantized"

@@ -88,7 +88,7 @@ def record_path(plan_path: Path) -> Path:
 
 
 def own_command(report: PlanReport, onnx_path: Path, plan_path: Path) -> str | None:
-    """The command of NVIDIA's own tool that builds what ``report`` is of: trtexec, or tensorrt_rtx of TensorRT for RTX.
+    """The command with which NVIDIA's own tool builds this plan: trtexec, or tensorrt_rtx of TensorRT for RTX.
 
     Precision is the graph's, which TensorRT 10 is told by a flag and later ones assume. None for a plan whose attention
     was changed on its way, as that graph is in no file.
@@ -96,22 +96,20 @@ def own_command(report: PlanReport, onnx_path: Path, plan_path: Path) -> str | N
     """
     if report.attention is not None:
         return None
-    shapes = {
-        f"--{name}Shapes": ",".join(f"{given}:{'x'.join(map(str, row[i]))}" for given, row in report.profile.items())
-        for i, name in enumerate(("min", "opt", "max"))
-    }
-    rtx, workspace, level = report.library == "tensorrt_rtx", report.workspace_gib, report.optimization_level
-    flags = {
-        "--onnx": str(onnx_path),
-        "--saveEngine": str(plan_path),
-        **(shapes if any(report.profile.values()) else {}),
-        **({"--computeCapabilities": ",".join(name.removeprefix("SM") for name in report.targets)} if rtx else {}),
-        **({} if workspace is None else {"--memPoolSize": f"workspace:{1024 * workspace:g}"}),  # MiB
-        **({} if level is None else {"--builderOptimizationLevel": str(level)}),
-        "--profilingVerbosity": "detailed",
-    }
-    alone = ["--skipInference", *(["--stronglyTyped"] if report.version.startswith("10.") and not rtx else [])]
-    return shlex.join(["tensorrt_rtx" if rtx else "trtexec", *map("=".join, flags.items()), *alone])
+    rtx = report.library == "tensorrt_rtx"
+    words = ["tensorrt_rtx" if rtx else "trtexec", f"--onnx={onnx_path}", f"--saveEngine={plan_path}"]
+    for which, name in enumerate(("min", "opt", "max")):
+        shapes = (f"{given}:{'x'.join(map(str, shapes[which]))}" for given, shapes in report.profile.items())
+        words.append(f"--{name}Shapes={','.join(shapes)}")
+    if rtx:
+        words.append(f"--computeCapabilities={','.join(target.removeprefix('SM') for target in report.targets)}")
+    elif report.version.startswith("10."):
+        words.append("--stronglyTyped")
+    if report.workspace_gib is not None:
+        words.append(f"--memPoolSize=workspace:{1024 * report.workspace_gib:.0f}")  # MiB
+    if report.optimization_level is not None:
+        words.append(f"--builderOptimizationLevel={report.optimization_level}")
+    return shlex.join([*words, "--profilingVerbosity=detailed", "--skipInference"])
 
 
 def read_record(plan_path: Path) -> PlanReport:

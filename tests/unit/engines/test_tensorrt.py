@@ -82,7 +82,7 @@ def test_nvidias_own_tool_is_told_the_shapes_and_the_targets(built):
         "--builderOptimizationLevel=0", "--profilingVerbosity=detailed", "--skipInference",
     ]  # fmt: skip
     other = planning.own_command(replace(report, library="tensorrt", version="10.9.0"), Path("a.onnx"), plan)
-    assert other.startswith("trtexec ") and other.endswith(" --skipInference --stronglyTyped")
+    assert other.startswith("trtexec ") and " --stronglyTyped " in other
     assert "computeCapabilities" not in other
     assert planning.own_command(replace(report, attention="no kernel"), Path("a.onnx"), plan) is None
 

@@ -152,7 +152,7 @@ def test_percentile_and_collect_method_are_for_convolutions_alone():
 
 @pytest.mark.parametrize("percentile", [1.0, 0.5])
 def test_the_preset_nemo_has_the_ranges_of_nemos_calibrator_and_the_factors_of_modelopt(percentile):
-    """Of 32 calls a step the sum, divided by the number of steps; the least of the first steps."""
+    """NeMo adds up a convolution's maxima over the calls of a step, divides by n_steps and takes the least step."""
     amax, amax_q = (
         1 + 100 * torch.rand(32, STEPS, generator=torch.Generator().manual_seed(1)),
         torch.tensor([127, 2032.0]),
