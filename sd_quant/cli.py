@@ -177,13 +177,16 @@ def run_sweep(
     with composing(config_name):
         plan, name = sweep.plan_of(config_name, overrides, checked)
         chosen = any(override.startswith("hydra.sweep.dir=") for override in overrides)
-        given = sweep.plain_config(config_name, overrides).hydra.sweep.dir if chosen else f"{SWEEPS}/{name}"
-        directory = output_path(given)
+        given = sweep.plain_config(config_name, overrides).hydra.sweep.dir if chosen else None
+    begun = sweep.begun(output_path(SWEEPS), name) if given is None else None
+    directory = begun or output_path(given or f"{SWEEPS}/{sweep.dated(name)}")
     program = sys.argv[0]  # a script, or "sd-quant quantize"
     plan["command"] = [*(["python", Path(program).name] if program.endswith(".py") else program.split()), *sys.argv[1:]]
     check_writable(directory, "hydra.sweep.dir")
     before_sweep(jobs[0])
     with sweep.opened(directory, plan):
+        if begun is not None:
+            print(f"the same command was given before: this goes on in {shown(begun)}; hydra.sweep.dir= begins anew")
         print(sweep.start_line(read_sweep(directory)), flush=True)
         sys.argv.append("hydra.sweep.dir='{}'".format(str(directory).replace("'", r"\'")))  # jobs may work elsewhere
         cancelled, ended_with, uncompared = False, None, None

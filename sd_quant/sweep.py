@@ -1,19 +1,22 @@
 """A sweep: which jobs a command means, what they are called, where they go, and what is left to do.
 
 Hydra starts the jobs, here or through a launcher. Around that stands one file, ``sweep.json``, written before the first
-job: the jobs in Hydra's order, each named by the knobs that vary, in a folder that depends on nothing but the command
-and the configuration. So the same command finds what it did before, and every job knows its folder by its number. The
+job: the jobs in Hydra's order, each named by the knobs that vary, in a folder whose name is its time, and what depends
+on nothing but the command and the configuration. So the same command finds the newest that it has begun, and every job
+knows its folder by its number. The
 roads not taken: ``override_dirname``, for which 0.8 and 0.80 are two values, and a list of jobs in memory, which dies
 with its process.
 """
 
 import dataclasses
 import fcntl
+import glob
 import json
 import logging
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from itertools import islice, product
 from math import prod
 from pathlib import Path
@@ -25,7 +28,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from sd_quant.config import SHOWN_ALONE, UNSAFE
+from sd_quant.config import UNSAFE, deciding
 from sd_quant.errors import ConfigError
 from sd_quant.files import digest, write_json
 from sd_quant.places import input_path
@@ -38,6 +41,7 @@ from sd_quant.text import one_line
 
 LOG = logging.getLogger(__name__)
 STATED = ("judge", "timing", "verdict")  # sections that are for a sweep as a whole
+TIME = "%Y-%m-%d_%H-%M-%S"
 LONGEST_NAME = 120
 MOST_JOBS = 1000  # each is composed and checked before the first starts, and stands in the report
 
@@ -85,7 +89,7 @@ def expand(config_name: str, arguments: Sequence[str]) -> tuple[list[str], list[
 
 
 def plan_of(config_name: str, arguments: Sequence[str], job_of: Callable[[DictConfig], Any]) -> tuple[dict, str]:
-    """What ``sweep.json`` holds, and a name for the folder; ``job_of`` checks a job's config and returns its dataclass.
+    """What ``sweep.json`` holds, and a name for the folder, behind its time; ``job_of`` checks and returns a job.
 
     Jobs that are sure to give the same assignment are done once: all but the first name it as ``same_as``.
     Raises ConfigError, naming the job, when one of them is impossible: nothing has started then.
@@ -131,6 +135,16 @@ def plan_of(config_name: str, arguments: Sequence[str], job_of: Callable[[DictCo
     return plan, f"{UNSAFE.sub('-', label)[:60]}_{identity[:8]}"
 
 
+def dated(name: str) -> str:
+    """A folder's name that begins with the time, as a run's."""
+    return f"{datetime.now():{TIME}}_{name}"
+
+
+def begun(folder: Path, name: str) -> Path | None:
+    """The newest folder of a sweep of this name below ``folder``, if there is one."""
+    return max((path.parent for path in folder.glob(f"*_{glob.escape(name)}/{SWEEP}")), default=None)
+
+
 def candidates_of(jobs: Sequence[Any]) -> list[dict]:
     """What is judged beside the jobs. Raises ConfigError when they have not one model and make not the same images."""
     if not hasattr(jobs[0], "judge"):
@@ -145,11 +159,6 @@ def candidates_of(jobs: Sequence[Any]) -> list[dict]:
             "in model, infer or candidates; vary the recipe alone"
         )
     return planned[0]
-
-
-def deciding(job: Any) -> dict:
-    """The knobs that decide what a job makes, but for where it keeps it and how it is shown."""
-    return {name: value for name, value in dataclasses.asdict(job).items() if name not in SHOWN_ALONE}
 
 
 def result_of(job: Any) -> str:

@@ -10,9 +10,9 @@ from sd_quant.config.comparison import UNSAFE, Judge, Metrics, Timing, Verdict
 from sd_quant.config.earlier_runs import BEFORE, artifact, completed, run_job, run_model
 from sd_quant.config.images import Infer
 from sd_quant.config.jobs import PART_NAMES, RUN, ExportJob, HandOverJob, InferJob, JudgeJob, part_paths
-from sd_quant.config.main_job import SHOWN_ALONE, QuantizeJob, check_consumers, check_targets
+from sd_quant.config.main_job import QuantizeJob, check_consumers, check_targets, deciding
 from sd_quant.config.model import Model, lora_of
-from sd_quant.config.plans import ExportShape, Trt, targets_for
+from sd_quant.config.plans import ExportShape, Trt, plan_library, targets_for
 from sd_quant.config.recipe import Quantize, check_enabled
 from sd_quant.config.sections import SEED, check_writable, size_of, sizes_of
 
@@ -32,7 +32,6 @@ __all__ = [
     "QuantizeJob",
     "RUN",
     "SEED",
-    "SHOWN_ALONE",
     "Timing",
     "Trt",
     "UNSAFE",
@@ -43,8 +42,10 @@ __all__ = [
     "check_targets",
     "check_writable",
     "completed",
+    "deciding",
     "lora_of",
     "part_paths",
+    "plan_library",
     "run_job",
     "run_model",
     "size_of",

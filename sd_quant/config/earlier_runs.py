@@ -17,7 +17,7 @@ INTERPOLATION = "${"  # begins what OmegaConf resolves
 # What runs did before these knobs were there, so that their configs can still be read.
 BEFORE: dict[str, dict[str, object]] = {
     "model": {"loras": [], "encoder": False, "calibration_image": None, "calibration_mask": None, "sizes": None},
-    "infer": dict.fromkeys(("image", "mask", "strength", "sizes")),
+    "infer": dict.fromkeys(("image", "mask", "strength", "sizes", "chosen_because")),
     "quantize": {"include": {}, "weights_alone": {}, "per_token": False, "rotation": 0},
     "trt": {"sizes": None},
     "judge": {"candidates": [], "layers": 20, "runtimes": True, "confidence": 0.95},

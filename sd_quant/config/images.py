@@ -1,7 +1,8 @@
 """The section ``infer``: how images are made and timed."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -14,12 +15,20 @@ from sd_quant.inference.image_files import image_files
 from sd_quant.knobs import Limit, at_least, check, one_of
 from sd_quant.places import existing, input_path, looked_in
 
+AUTO = "auto"
+
 
 @dataclass(slots=True)
 class Infer:
     """How images are made and timed."""
 
-    engine: Annotated[str, one_of(RUNTIMES), "the runtime that executes the exported networks, or torch itself"]
+    engine: Annotated[
+        str,
+        one_of([AUTO, *RUNTIMES]),
+        "the runtime that executes the exported networks, or torch itself; auto: TensorRT with a GPU that its plans "
+        "run on, else OpenVINO",
+    ]
+    chosen_because: Annotated[str | None, "why infer=auto chose this engine, which it says here"]
     out_path: Annotated[str | None, "folder that gets the images; null: this command's own"]
     width: Annotated[int, SIDE, "pixels across an image"]
     height: Annotated[int, SIDE, "pixels down an image"]
@@ -68,7 +77,7 @@ class Infer:
 
     def __post_init__(self):
         expected = f"false, because infer.engine={self.engine} runs on the processor"
-        fits = not self.cuda_graph or RUNTIMES[self.engine].device != "cpu"
+        fits = not self.cuda_graph or self.engine == AUTO or RUNTIMES[self.engine].device != "cpu"
         check(fits, "infer.cuda_graph", self.cuda_graph, expected)
         expected = "null with infer.sizes, because noise is of one size"
         check(self.sizes is None or self.latents is None, "infer.latents", self.latents, expected)
@@ -83,6 +92,13 @@ class Infer:
             self.check_strength(self.mask, self.steps, "infer.steps")
         expected = "null with infer.image, whose noise is drawn from the seeds"
         check(self.latents is None or self.image is None, "infer.latents", self.latents, expected)
+
+    def with_engine(self, choose: Callable[[], tuple[str, str]]) -> "Infer":
+        """These knobs with the engine that ``choose`` returns, and why, if the engine is auto; else as they are."""
+        if self.engine != AUTO:
+            return self
+        engine, because = choose()
+        return replace(self, engine=engine, chosen_because=because)
 
     def strength_with(self, mask: str | None) -> float:
         """The share of the steps by which an image is changed; by default all of them where there is a ``mask``."""

@@ -6,7 +6,8 @@ from typing import Annotated
 
 from sd_quant.config.comparison import CacheFolder, Judge, Timing
 from sd_quant.config.earlier_runs import artifact, run_job, run_model
-from sd_quant.config.images import Infer
+from sd_quant.config.engine_choice import engine_of
+from sd_quant.config.images import AUTO, Infer
 from sd_quant.config.main_job import check_consumers, check_targets
 from sd_quant.config.model import Model, parts_of
 from sd_quant.config.plans import ExportShape, Trt, check_batch, check_plan_size
@@ -14,11 +15,12 @@ from sd_quant.config.sections import check_writable
 from sd_quant.engines import PLAN_BUILDERS, RUNTIMES, check_installed
 from sd_quant.errors import ConfigError
 from sd_quant.hand_over import TARGETS
-from sd_quant.knobs import Limit, check
+from sd_quant.knobs import Limit, check, one_of
 from sd_quant.places import existing, input_path, output_path
 
 PART_NAMES = ("unet_xl", "vae", "clip1", "clip2")  # of files that no run tells of
 RUN = Annotated[str | None, "folder of an earlier run, whose files are taken"]
+VARIANTS = ("quantized", "full_precision")
 FILES = Annotated[dict[str, str | None], "the file of a part, instead of the run's"]
 
 
@@ -53,17 +55,24 @@ class ExportJob:
 @dataclass(slots=True)
 class InferJob:
     run: RUN
+    variant: Annotated[
+        str,
+        one_of(VARIANTS),
+        "which of a run's denoisers: quantized, or full_precision as NeMo's script",
+    ]
     files: FILES
     model: Model
     infer: Infer
 
     def __post_init__(self):
-        fits = RUNTIMES[self.infer.engine].unquantized
+        fits = self.infer.engine == AUTO or RUNTIMES[self.infer.engine].unquantized
         expected = "another, because this one computes what quantize.py derives and reads no file"
         check(fits, "infer.engine", self.infer.engine, expected)
         self.model.encoder |= self.infer.image is not None
 
     def check_files(self) -> None:
+        """The same, and ``infer=auto`` is settled, by the files."""
+        self.infer = self.infer.with_engine(lambda: engine_of(part_paths(self, "plan"), part_paths(self, "onnx")))
         self.infer.check_files()
         self.model.check_files()
         check_out_path(self.infer.out_path)
@@ -137,8 +146,21 @@ def part_paths(job: ExportJob | InferJob, kind: str) -> dict[str, Path]:
         if given := job.files.get(part):
             paths[part] = input_path(given)
         elif run is not None:
-            paths[part] = artifact(run, kind, part)
+            paths[part] = artifact(run / "full_precision" if part in unquantized_parts(job) else run, kind, part)
     return paths
+
+
+def unquantized_parts(job: ExportJob | InferJob) -> set[str]:
+    """The parts of which the unquantized file is wanted that the job's run has beside the quantized one.
+
+    Raises ConfigError when there are none.
+    """
+    if not isinstance(job, InferJob) or job.variant == "quantized":
+        return set()
+    folder = input_path(job.run or "") / "full_precision" / "onnx"
+    expected = "quantized, because run= names no folder with full_precision/onnx, as one of quantize.py has"
+    check(job.run is not None and folder.is_dir(), "variant", job.variant, expected)
+    return {path.name for path in folder.iterdir()}
 
 
 def check_parts(job: ExportJob | InferJob, kind: str) -> None:

@@ -1,15 +1,16 @@
 """The job of ``quantize.py``, and what its sections have to do with one another."""
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Annotated
+from typing import Annotated, Any
 
 from packaging.requirements import Requirement
 
 from sd_quant.calibration.prompts import draw_prompts, is_table, read_prompts
 from sd_quant.config.comparison import CacheFolder, Judge, Metrics, Timing, Verdict
+from sd_quant.config.engine_choice import engine_for
 from sd_quant.config.images import Infer
 from sd_quant.config.model import Model
 from sd_quant.config.plans import NO_FP32, Trt, check_batch, check_plan_size, targets_for
@@ -24,6 +25,7 @@ from sd_quant.quantization.recipe import formats_used
 from sd_quant.trackers import TRACKERS
 
 # sections that change no file that a job makes
+DECIDE_NOTHING = (("infer", "chosen_because"), ("trt", "timing_cache"))  # knobs of other sections that change none
 SHOWN_ALONE = ("cache", "judge", "published", "timing", "trackers", "verdict")
 
 
@@ -46,6 +48,7 @@ class QuantizeJob:
 
     def __post_init__(self):
         check_recipe(self.quantize)
+        self.infer = self.infer.with_engine(lambda: engine_for(self.trt, self.formats()))
         check_targets("hand_over", self.hand_over, self)
         check_batch(self.trt, self.infer)
         check_plan_size(self.trt, self.infer)
@@ -98,6 +101,14 @@ class QuantizeJob:
         if self.trt.library in PLAN_BUILDERS:
             check_installed(self.trt.library)
         check_consumers(self.hand_over)
+
+
+def deciding(job: Any) -> dict[str, Any]:
+    """The knobs that decide what a job makes, but for where it keeps it and how it is shown."""
+    knobs = {name: value for name, value in asdict(job).items() if name not in SHOWN_ALONE}
+    for section, name in DECIDE_NOTHING:
+        knobs.get(section, {}).pop(name, None)
+    return knobs
 
 
 def check_engine(engine: str, quantize: Quantize, trt: Trt) -> None:

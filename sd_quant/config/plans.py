@@ -1,11 +1,12 @@
 """The section ``trt``: how plans are built, and for which images."""
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Annotated
 
 from sd_quant.config.images import Infer
 from sd_quant.config.sections import SIDE, SIZE, SOME, size_of
-from sd_quant.engines import PLAN_BUILDERS, RUNTIMES
+from sd_quant.engines import PLAN_BUILDERS, RUNTIMES, gpu
 from sd_quant.knobs import Limit, at_least, check, one_of
 from sd_quant.quantization.formats import min_compute_capability
 
@@ -26,7 +27,7 @@ class Trt:
     targets: Annotated[
         list[str] | None,
         one_of(RTX_TARGETS, each=True),
-        f"what TensorRT for RTX builds for; null: {' and '.join(USUAL_TARGETS)} if they have the formats; []: this GPU",
+        f"what TensorRT for RTX builds for; null: {', '.join(USUAL_TARGETS)} and this GPU if they can; []: this GPU",
     ]
     static_batch: Annotated[bool, "plans take batches of infer.batch_size only"]
     min_batch_size: Annotated[int, at_least(1), "images of the smallest batch of a plan"]
@@ -49,8 +50,20 @@ class Trt:
         at_least(self.min_batch_size).check("trt.max_batch_size", self.max_batch_size)
 
 
+def plan_library(trt: Trt) -> str:
+    """The runtime that builds the plans.
+
+    ``auto`` is TensorRT where it is installed and there is a GPU, and elsewhere TensorRT for RTX, which builds without.
+    """
+    if trt.library != "auto":
+        return trt.library
+    ahead_of_time = [name for name in PLAN_BUILDERS if RUNTIMES[name].ahead_of_time]
+    others = [name for name in PLAN_BUILDERS if name not in ahead_of_time and find_spec(RUNTIMES[name].package)]
+    return [*(others if gpu.current_gpu() else ()), *ahead_of_time][0]
+
+
 def targets_for(trt: Trt, formats: set[str]) -> list[str]:
-    """The compute capabilities to build for; by default those of USUAL_TARGETS that have these formats.
+    """The compute capabilities to build for; by default USUAL_TARGETS and this GPU, if they have these formats.
 
     Raises ConfigError when one that was asked for has not.
     """
@@ -59,7 +72,10 @@ def targets_for(trt: Trt, formats: set[str]) -> list[str]:
     for target in trt.targets or []:
         expected = f"one of {', '.join(able)}, because older ones have no {' or '.join(sorted(formats))}"
         check(target in able, "trt.targets", target, expected)
-    return [target for target in USUAL_TARGETS if target in able] if trt.targets is None else trt.targets
+    if trt.targets is not None:
+        return trt.targets
+    here = {gpu.current_gpu()} - {NO_FP32}  # every model has a decoder of images
+    return [target for target in able if target in here.union(USUAL_TARGETS)]
 
 
 @dataclass(slots=True)

@@ -103,6 +103,7 @@ RUNTIMES: dict[str, Runtime] = {
         Runtime("torch_compiled", None, "best", package="torch", extra="torch", compiled=True),
     )
 }  # fmt: skip
+WITHOUT_A_GPU = "openvino"  # what computes where no plan runs
 PLAN_BUILDERS = [name for name, runtime in RUNTIMES.items() if runtime.file == "plan"]
 
 

@@ -271,6 +271,7 @@ class InferRecord(TypedDict):
     schema_version: int
     status: str
     latency: dict[str, dict[str, dict[str, Timing]]]  # by engine, part or IMAGE, and batch size
+    chosen_because: str | None  # why infer=auto chose the engine; null: it was named
     peak_memory_bytes: float
     peak_cuda_memory_bytes: float | Explained
     prompts: list[str]

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import onnx
@@ -23,11 +22,12 @@ from sd_quant.config import (
     Trt,
     artifact,
     part_paths,
+    plan_library,
     size_of,
     targets_for,
 )
 from sd_quant.devices import threads
-from sd_quant.engines import PLAN_BUILDERS, RUNTIMES
+from sd_quant.engines import RUNTIMES
 from sd_quant.engines.onnx_input import onnx_files
 from sd_quant.engines.tensorrt.build import Profile, build_plan
 from sd_quant.engines.tensorrt.library import runtime_module
@@ -113,18 +113,6 @@ def check_gpu(formats: set[str]) -> None:
                 f"this GPU has compute capability {major}.{minor} and {name} takes {needed / 10:g}; "
                 "choose another preset, or build for another GPU with export_trt=tensorrt_rtx"
             )
-
-
-def plan_library(trt: Trt) -> str:
-    """The runtime that builds the plans.
-
-    ``auto`` is TensorRT where it is installed and there is a GPU, and elsewhere TensorRT for RTX, which builds without.
-    """
-    if trt.library != "auto":
-        return trt.library
-    ahead_of_time = [name for name in PLAN_BUILDERS if RUNTIMES[name].ahead_of_time]
-    others = [name for name in PLAN_BUILDERS if name not in ahead_of_time and find_spec(RUNTIMES[name].package)]
-    return [*(others if torch.cuda.is_available() else ()), *ahead_of_time][0]
 
 
 def profile(onnx_path: Path, part: str, trt: Trt, infer: Infer | ExportShape) -> Profile:

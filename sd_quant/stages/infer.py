@@ -35,13 +35,14 @@ from sd_quant.stages.generate import (
 )
 from sd_quant.stages.latency import image_entry
 from sd_quant.stages.load import open_model
-from sd_quant.stages.open_parts import check_cuda_graph, open_file, open_torch_engine
+from sd_quant.stages.open_parts import check_cuda_graph, open_file, open_torch_engine, say_choice
 from sd_quant.stages.resources import check_machine, workload_of
 
 
 def infer(job: InferJob, directory: Path) -> None:
     """Make the job's images and time its engine; images and record go to ``infer.out_path`` or to ``directory``."""
     out = output_path(job.infer.out_path) if job.infer.out_path else directory
+    say_choice(job.infer)
     check_images(job.model, job.infer)
     torch.set_num_threads(threads())
     checkpoint, prompts = open_model(job.model), job.infer.prompt_list()
@@ -68,6 +69,7 @@ def infer(job: InferJob, directory: Path) -> None:
         schema_version=SCHEMA_VERSION,
         status=DONE,
         latency={job.infer.engine: latency},
+        chosen_because=job.infer.chosen_because,
         peak_memory_bytes=peak_memory_bytes(),
         peak_cuda_memory_bytes=explained(peak_cuda_memory_bytes(), "no NVIDIA GPU"),
         prompts=prompts,

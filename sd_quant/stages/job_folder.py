@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from sd_quant.config import SHOWN_ALONE, Model, QuantizeJob, lora_of
+from sd_quant.config import Model, QuantizeJob, deciding, lora_of
 from sd_quant.errors import ConfigError, SdQuantError
 from sd_quant.files import TEMPORARY, digest
 from sd_quant.hand_over import TARGETS
@@ -75,11 +75,9 @@ def kept_model(model: Model) -> dict:
 
 def fingerprint(job: QuantizeJob, facts: dict) -> str:
     """A digest of everything that decides the record, except the machine: a sweep's jobs may run on several."""
-    knobs = dataclasses.asdict(job) | dict.fromkeys(SHOWN_ALONE)
-    knobs["trt"]["timing_cache"] = None
     inputs = {name: file["sha256"] for name, file in facts["inputs"].items()}
-    source = source_digest()
-    return digest(json.dumps([knobs, job.infer.prompt_list(), inputs, facts["versions"], source], sort_keys=True))
+    decided_by = [deciding(job), job.infer.prompt_list(), inputs, facts["versions"], source_digest()]
+    return digest(json.dumps(decided_by, sort_keys=True))
 
 
 def finished(directory: Path, wanted: str) -> Mapping[str, Any] | None:

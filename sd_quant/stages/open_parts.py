@@ -3,6 +3,7 @@
 Torch computes on the GPU where there is one.
 """
 
+import logging
 from pathlib import Path
 
 import torch
@@ -21,11 +22,19 @@ from sd_quant.simulation.modelopt import simulate
 from sd_quant.simulation.native import with_native_layers
 from sd_quant.stages.export_onnx import Assignment
 
+LOG = logging.getLogger(__name__)
+
 
 def check_cuda_graph(infer: Infer) -> None:
     """Raises ResourceError when ``infer.cuda_graph`` asks for a CUDA graph and there is no GPU."""
     if infer.cuda_graph and not torch.cuda.is_available():
         raise ResourceError("infer.cuda_graph=true takes an NVIDIA GPU and this machine has none; leave it false")
+
+
+def say_choice(infer: Infer) -> None:
+    """Log which engine ``infer=auto`` is here, and why."""
+    if infer.chosen_because is not None:
+        LOG.info("infer=auto is %s: %s", infer.engine, infer.chosen_because)
 
 
 def open_file(path: Path, infer: Infer, **options: object) -> Engine:

@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from sd_quant.cache import Cache, locked
-from sd_quant.config import QuantizeJob
+from sd_quant.config import QuantizeJob, plan_library
 from sd_quant.devices import sharing, threads
 from sd_quant.engines import RUNTIMES, check_installed, why_not
 from sd_quant.errors import ResourceError
@@ -27,7 +27,7 @@ from sd_quant.stages.choose import choose
 from sd_quant.stages.closing import DONE_BEFORE, closing_words, in_sweep
 from sd_quant.stages.compare import compare_images, framework_images, save_pairs
 from sd_quant.stages.export_onnx import export_parts, files_of_a_run, trace_meanwhile
-from sd_quant.stages.export_trt import check_gpu, plan_library, plans_beside
+from sd_quant.stages.export_trt import check_gpu, plans_beside
 from sd_quant.stages.fit_budget import bytes_to_share
 from sd_quant.stages.generate import check_images
 from sd_quant.stages.hand_over import hand_over_run, rows_of
@@ -42,7 +42,7 @@ from sd_quant.stages.job_folder import (
 )
 from sd_quant.stages.latency import compare_latency
 from sd_quant.stages.load import load
-from sd_quant.stages.open_parts import check_cuda_graph
+from sd_quant.stages.open_parts import check_cuda_graph, say_choice
 from sd_quant.stages.results import Results, record_of
 from sd_quant.stages.trace_ahead import Tracer
 from sd_quant.stages.variants import FRAMEWORK, variants_of
@@ -100,6 +100,7 @@ def run(job: QuantizeJob, directory: Path, facts: dict, tracer: Tracer) -> Recor
     torch.set_num_threads(threads())
     step, cache = StageTimer(), Cache(output_path(job.cache.dir) if job.cache.dir else None, job.cache.limit_gb * 1e9)
     prompts, sha256 = job.infer.prompt_list(), weights_sha256(facts)
+    say_choice(job.infer)
     simulated = why_not(job.infer.engine, job.formats())
     if simulated:
         LOG.info("%s: images come from the simulation in torch, and nothing is timed", simulated)

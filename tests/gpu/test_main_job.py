@@ -58,7 +58,8 @@ def test_the_job_runs_and_says_where(tmp_path, overrides):
 @pytest.mark.parametrize("fmt", ["int8", "fp8"])
 def test_the_layers_of_a_plan_are_compared_as_a_plan(tmp_path, library, fmt):
     pytest.importorskip(library, reason=f"{library} is not installed")
-    record = run(tmp_path, f"infer={library}", f"quantize={fmt}", plans=library)
+    record = run(tmp_path, f"quantize={fmt}", "trt.targets=[]", plans=library)
+    assert record["knobs"]["infer"]["engine"] == library  # infer=auto
     assert record["parity"]["quantized_layers"]["count"] == record["layers"]["quantized"] == 150
     executed = record["executed"]
     assert executed["of"] == 150 and executed["count"] + len(executed["fell_back"]) + len(executed["unknown"]) == 150

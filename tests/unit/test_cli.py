@@ -174,25 +174,32 @@ def test_the_garbage_of_one_job_does_not_outlive_the_next():
 @pytest.mark.slow
 @pytest.mark.parametrize(("status", "code"), [("done", 3), ("failed", 1)])
 def test_engines_that_cannot_be_timed_together_take_no_report_with_them(tmp_path, monkeypatch, capsys, status, code):
-    """The jobs are what took the hours. A job that failed weighs more, and its sentence is the one that is said."""
-    monkeypatch.setattr(sys, "argv", ["quantize.py", "-m"])
-    folder = tmp_path / "sweep"
+    """The jobs are what took the hours. A job that failed weighs more, and its sentence is the one that is said.
+
+    The same command goes on in the same folder and says so.
+    """
+    monkeypatch.chdir(tmp_path)
 
     def jobs() -> None:
+        folder = Path(sys.argv[-1].removeprefix("hydra.sweep.dir=").strip("'"))
+        folder.joinpath("report.html").unlink(missing_ok=True)
         for alpha in ("0.5", "0.8"):
-            (folder / f"alpha={alpha}").mkdir()
+            (folder / f"alpha={alpha}").mkdir(exist_ok=True)
             file = "metrics.json" if status == "done" else "failure.json"
             (folder / f"alpha={alpha}" / file).write_text(json.dumps({"status": status, "reason": "the disk is full"}))
 
     def time_together(directory: Path) -> None:
         raise ArtifactError("no engine")
 
-    overrides = ["quant_level=3", "alpha=0.5,0.8", f"hydra.sweep.dir={folder}"]
-    assert cli.run_sweep(jobs, QuantizeJob, "quantize", overrides, time_together) == code
-    assert (folder / "report.html").exists()
-    said = capsys.readouterr().err
-    assert ("could not be compared together: no engine" in said) == (status == "done")
-    assert ("the disk is full" in said) == (status == "failed")
+    for again in (False, True):
+        monkeypatch.setattr(sys, "argv", ["quantize.py", "-m"])
+        assert cli.run_sweep(jobs, QuantizeJob, "quantize", ["quant_level=3", "alpha=0.5,0.8"], time_together) == code
+        (folder,) = (tmp_path / "outputs/sweeps").iterdir()
+        assert (folder / "report.html").exists()
+        out, error = capsys.readouterr()
+        assert ("could not be compared together: no engine" in error) == (status == "done")
+        assert ("the disk is full" in error) == (status == "failed")
+        assert (f"this goes on in outputs/sweeps/{folder.name}; hydra.sweep.dir= begins anew" in out) == again
 
 
 def test_a_preset_in_two_folders_is_refused(tmp_path, monkeypatch):

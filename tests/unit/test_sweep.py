@@ -153,3 +153,15 @@ def test_another_rule_or_budget_is_the_same_sweep():
     usual, changed = (plan("quant_level=1,2", *more) for more in ((), ("verdict.enough_db=35", "timing.budget_s=60")))
     assert usual[1] == changed[1] and usual[0]["identity"] == changed[0]["identity"]
     assert (changed[0]["verdict"]["enough_db"], changed[0]["timing"]["budget_s"]) == (35, 60)
+
+
+def test_a_sweep_goes_on_in_the_newest_folder_of_the_same_jobs(tmp_path):
+    assert sweep.begun(tmp_path, "alpha_1a") is None
+    others = "2026-01-02_03-04-05_alpha_1a", "2026-01-04_03-04-05_alpha_2b", "alpha_1a"
+    for name in ("2026-01-03_03-04-05_alpha_1a", *others):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "sweep.json").touch()
+    (tmp_path / "2026-01-05_03-04-05_alpha_1a").mkdir()  # not begun
+    assert sweep.begun(tmp_path, "alpha_1a") == tmp_path / "2026-01-03_03-04-05_alpha_1a"
+    assert sweep.begun(tmp_path, sweep.dated("alpha_1a")) is None
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_alpha_1a", sweep.dated("alpha_1a"))

@@ -6,9 +6,8 @@ from collections import deque
 from functools import cache
 from types import ModuleType
 
-import torch
-
 from sd_quant.engines import PLAN_BUILDERS, RUNTIMES
+from sd_quant.engines.gpu import current_gpu
 from sd_quant.errors import ConfigError, ResourceError
 from sd_quant.text import one_line
 
@@ -54,9 +53,9 @@ def library_logger(library: str):
 
 def device_target() -> str:
     """The compute capability of this machine's GPU, such as SM89. Raises ResourceError when there is none."""
-    if not torch.cuda.is_available():
+    if (found := current_gpu()) is None:
         raise ResourceError(
             "this machine has no NVIDIA GPU that torch can use, neither to run a plan nor to build one for; "
             "use infer=openvino here, or name the targets of a tensorrt_rtx build, such as SM89"
         )
-    return "SM{}{}".format(*torch.cuda.get_device_capability())
+    return found

@@ -132,3 +132,17 @@ def test_statistics_from_elsewhere_have_to_be_there_and_need_no_prompts(job, ref
 def test_a_missing_runtime_is_refused_with_its_extra(refused, archive, knob):
     told = r"the package tensorrt is not installed.* pip install 'sd-quant\[tensorrt\]'"
     refused("quantize", {knob: "tensorrt", "model.path": archive}, told, ResourceError)
+
+
+def test_either_denoiser_of_a_run_can_be_opened(job, refused, run):
+    """NeMo's inference loads the original first."""
+    original = {"run": run, "variant": "full_precision"}
+    refused("infer", original, r"^variant is full_precision, expected quantized, because run= names no folder with")
+    beside = artifact(run / "full_precision", "onnx", "unet_xl")
+    beside.parent.mkdir(parents=True)
+    beside.touch()
+    quantized = {part: artifact(run, "onnx", part) for part in PART_NAMES}
+    assert part_paths(job("infer", {"run": run}), "onnx") == quantized
+    assert part_paths(job("infer", original), "onnx") == quantized | {"unet_xl": beside}
+    given = job("infer", original | {"files.unet_xl": quantized["unet_xl"]})
+    assert part_paths(given, "onnx") == quantized

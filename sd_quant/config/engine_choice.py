@@ -1,0 +1,65 @@
+"""Which engine ``infer=auto`` is: the runtime of the plans where they run on this machine's GPU, elsewhere OpenVINO.
+
+It is chosen where the job runs, from what is known before anything is built. The road not taken is to build plans and
+to see whether they load, which takes minutes until it says no.
+"""
+
+from collections.abc import Collection, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+from sd_quant.config.plans import NO_FP32, RTX_TARGETS, Trt, plan_library, targets_for
+from sd_quant.engines import RUNTIMES, WITHOUT_A_GPU, gpu, why_not
+from sd_quant.engines.tensorrt.plan import describe_plan, read_record
+from sd_quant.quantization.formats import min_compute_capability
+
+NO_GPU = "there is no NVIDIA GPU that torch can use"
+
+
+def engine_for(trt: Trt, formats: Mapping[str, Collection[str]]) -> tuple[str, str]:
+    """The engine for what a job builds, and why; ``formats`` are those that its recipe uses, by where."""
+    found = gpu.current_gpu()
+    if found is None:
+        return WITHOUT_A_GPU, NO_GPU
+    if trt.library == "none":
+        return WITHOUT_A_GPU, "no plans are built"
+    library, used = plan_library(trt), set().union(*formats.values())
+    ahead_of_time = RUNTIMES[library].ahead_of_time
+    targets = targets_for(trt, used) if ahead_of_time else []
+    able = [target for target in RTX_TARGETS if target != NO_FP32] if ahead_of_time else [found]
+    if find_spec(RUNTIMES[library].package) is None:
+        return WITHOUT_A_GPU, f"the package {RUNTIMES[library].package} is not installed, which runs plans"
+    if found not in (targets or able) or compute_capability(found) < min_compute_capability(used):
+        built_for = f"for {' and '.join(targets)}" if targets else f"in {' and '.join(sorted(used))}"
+        return WITHOUT_A_GPU, f"the GPU is {found}, which runs no plan of {library} {built_for}"
+    if (reason := why_not(library, formats)) and not why_not(WITHOUT_A_GPU, formats):
+        return WITHOUT_A_GPU, reason
+    return library, f"the GPU is {found}, which runs the plans that are built"
+
+
+def engine_of(plans: Mapping[str, Path], others: Mapping[str, Path]) -> tuple[str, str]:
+    """The engine for files that are there, and why: plans, or the ``others``, by part.
+
+    Raises ArtifactError for a plan that cannot be read or has no record of its build.
+    """
+    missing = [part for part, path in plans.items() if path.suffix != ".plan" or not path.is_file()]
+    if missing or not plans:
+        return WITHOUT_A_GPU, f"there is no plan of {missing[0]}" if missing else "no plans are given"
+    found, path = gpu.current_gpu(), next(iter(plans.values()))
+    described = describe_plan(path)
+    library = described["library"] or read_record(path).library
+    if all(path.suffix == ".plan" for path in others.values()):
+        return library, "only plans are given"
+    if found is None:
+        return WITHOUT_A_GPU, NO_GPU
+    targets = described["targets"] or read_record(path).targets
+    if find_spec(RUNTIMES[library].package) is None:
+        return WITHOUT_A_GPU, f"the package {RUNTIMES[library].package} is not installed, which runs the plans"
+    if found not in targets:
+        return WITHOUT_A_GPU, f"the GPU is {found}, and the plans are for {' and '.join(targets)}"
+    return library, f"the GPU is {found}, which the plans are for"
+
+
+def compute_capability(target: str) -> int:
+    """89 of SM89."""
+    return int(target.removeprefix("SM"))
