@@ -36,7 +36,7 @@ from sd_quant.progress import progress
 from sd_quant.quantization.recipe import BY_ROLE, Enable, Pair, Recipe
 
 COLUMNS = ("recipe", "PSNR, dB", "against the first", "worst", "SSIM", "LPIPS", "SQNR dB, step 1", "10", "20")
-INT8 = Pair("int8", "int8")
+INT8, FP8 = Pair("int8", "int8"), Pair("fp8", "fp8")
 PLAIN = Recipe(3.0, 0.8)
 NEMO = replace(
     PLAIN, collect_method="min-mean", percentile_calibrator="modelopt", smoothing="modelopt"
@@ -65,6 +65,14 @@ RECIPES = {
     **{f"quant_level={level:g}": replace(DEFAULT, quant_level=level) for level in (1.0, 2.0, 2.5)},
     "quant_level=4": replace(DEFAULT, quant_level=4.0, enable=Enable(INT8, INT8, "int8")),
     "exclude=text": DEFAULT,
+    # the presets with one scale per tensor, whose ranges may clip nothing that was seen
+    **{
+        f"{preset} collect_method={method}": Recipe(
+            3.0, None, enable=enable, smoothing="none", per_channel=False, collect_method=method
+        )
+        for preset, enable in (("fp8", Enable(FP8, FP8, None)), ("int8_per_tensor", Enable(INT8, INT8, None)))
+        for method in ("mean-max", "default")
+    },
 }
 EXCLUDED = {"exclude=text": ("*.attn2.to_k", "*.attn2.to_v")}
 

@@ -118,7 +118,10 @@ def check_engine(engine: str, quantize: Quantize, trt: Trt) -> None:
     check(runtime.quantized, "infer.engine", engine, expected)
     if runtime.file is None:
         pairs = (quantize.enable.conv, quantize.enable.linear)
-        fits = all(FORMATS[pair.weight].torch_compute_capability and pair.activation == pair.weight for pair in pairs)
+        fits = all(
+            pair.activation is None or FORMATS[pair.weight].torch_compute_capability and pair.activation == pair.weight
+            for pair in pairs
+        )
         expected = f"another, such as infer=openvino, because torch itself multiplies no {quantize.format}"
         check(fits, "infer.engine", engine, expected)
         expected = (

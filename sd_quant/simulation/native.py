@@ -1,4 +1,4 @@
-"""Quantized layers that torch itself computes by multiplying INT8 or FP8 codes, without an exported file.
+"""Quantized layers that torch itself computes from codes, without an exported file.
 
 They show what a format costs and gains with torch alone, and what ``torch.compile`` makes of it. A layer holds codes
 and scales, and a function that multiplies codes: torch's own (``torch._int_mm``, ``torch._scaled_mm``) or, on a GPU,
@@ -24,6 +24,7 @@ from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.rotation import rotation_matrix
 from sd_quant.simulation.rewrite import rewrite
 
+SCALE_TYPES = {"FLOAT16": torch.float16, "FLOAT8E4M3FN": torch.float8_e4m3fn, "FLOAT": torch.float32}
 MIN_ROWS = 17  # that CUDA's INT8 product takes
 ALIGNMENT = 16  # CUDA's FP8 product takes sizes that are multiples of it
 
@@ -133,6 +134,46 @@ class RoundedConv(nn.Module):
         return F.conv2d(fake_quantized, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
 
 
+class WeightOnly(nn.Module):
+    """A linear or convolution of high-precision inputs, whose weight is codes in memory: every call dequantizes it.
+
+    Compiled, codes are unpacked and scaled in one kernel, on a GPU by Triton. The road not taken is a product that
+    dequantizes tile by tile, which saves writing the numbers once and has to be tuned for each GPU.
+    """
+
+    codes: Tensor  # one row, 4-bit codes two to a byte
+    pre_quant_scale: Tensor | None  # as of a ``NativeLayer``
+
+    def __init__(self, module: nn.Linear | nn.Conv2d, weight: Tensor, layer: LayerAssignment):
+        """``weight`` fp32 [N, C, ...] is smoothed and not yet rounded."""
+        super().__init__()
+        rows = weight.flatten(1)
+        codes, scales = layer.codes_and_scales(rows)
+        self.format, self.bias, self.shape, self.rows = layer.format, module.bias, weight.shape, rows.shape
+        self.register_buffer("codes", FORMATS[layer.format].pack(codes))
+        for scale, kind in zip(scales, FORMATS[layer.format].onnx_scale_types, strict=True):
+            self.register_buffer(f"{kind.lower()}_scale", scale.to(SCALE_TYPES[kind]))  # exactly, as they are stored
+        multiplies = layer.pre_quant_scale.half().to(weight) if layer.multiplies else None
+        self.register_buffer("pre_quant_scale", multiplies)
+        self.geometry = None
+        if isinstance(module, nn.Conv2d):
+            self.geometry = (module.stride, module.padding, module.dilation, module.groups)
+
+    def dequantized(self) -> Tensor:
+        """The numbers of the codes, fp32 in the shape of the weight."""
+        fmt = FORMATS[self.format]
+        scales = (getattr(self, f"{kind.lower()}_scale").float() for kind in fmt.onnx_scale_types)
+        codes = fmt.unpack(self.codes.flatten())[: self.rows.numel()]
+        return fmt.dequantize(codes.view(self.rows), *scales).view(self.shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        smoothed = x if self.pre_quant_scale is None else (x.float() * self.pre_quant_scale).to(x)
+        weight = self.dequantized().to(x)
+        if self.geometry is None:
+            return F.linear(smoothed, weight, self.bias)
+        return F.conv2d(smoothed, weight, self.bias, *self.geometry)  # type: ignore[arg-type]
+
+
 # Multiplies codes of an input with a layer's; the result has scales, bias and the dtype of the third argument.
 Product = Callable[[Tensor, Any, torch.dtype], Tensor]
 
@@ -233,7 +274,10 @@ PRODUCTS = {
 
 def layer_of(module: nn.Module, layer: LayerAssignment, products: Mapping[str, Products]) -> nn.Module:
     """The layer of codes that replaces ``module``, whose weight is smoothed and not yet rounded."""
-    weight, product = module.get_parameter("weight").detach().float(), products[FORMATS[layer.format].onnx_type]
+    weight = module.get_parameter("weight").detach().float()
+    if layer.activation_format is None:
+        return WeightOnly(module, weight, layer)  # type: ignore[arg-type]
+    product = products[FORMATS[layer.format].onnx_type]
     if isinstance(module, nn.Conv2d):
         square = all(len(set(sizes)) == 1 for sizes in (module.stride, module.dilation, module.padding))
         if product.convolution is None or module.groups > 1 or not square:
@@ -274,18 +318,18 @@ def products_of_layers(network: nn.Module, assignment: Mapping[str, LayerAssignm
     dequantized = {"INT8"} if best_device().type == "cpu" and saturates() else set()
     attention = {product: "FLOAT" for layer in assignment.values() for product in layer.attention_products}
     types = {name: FORMATS[layer.format].onnx_type for name, layer in assignment.items() if layer.format is not None}
-    rounded = {name for name in types if isinstance(network.get_submodule(name), RoundedConv)}
+    rounded = {name for name in types if isinstance(network.get_submodule(name), RoundedConv | WeightOnly)}
     return attention | {
         name: "FLOAT" if name in rounded or kind in dequantized else kind for name, kind in types.items()
     }
 
 
 def check_device(formats: Collection[str]) -> None:
-    """Raises ResourceError where torch cannot multiply a format's codes on this machine's GPU. A CPU always can."""
-    if not torch.cuda.is_available():
+    """Raises ResourceError where torch cannot multiply codes of these formats on this machine's GPU. A CPU can."""
+    if not formats or not torch.cuda.is_available():
         return
     capability = torch.cuda.get_device_capability()
-    for name in formats:
+    for name in formats:  # of inputs: a weight alone is dequantized
         needed = FORMATS[name].torch_compute_capability
         if capability < needed:
             raise ResourceError(

@@ -90,7 +90,7 @@ def check_runtimes(job: QuantizeJob) -> None:
             )
         check_gpu(set().union(*job.formats().values()))
     if runtime.file is None:
-        check_device(job.formats()["weights"])
+        check_device(job.formats()["inputs"])
     check_cuda_graph(job.infer)
     check_images(job.model, job.infer)
 

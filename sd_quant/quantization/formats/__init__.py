@@ -93,6 +93,10 @@ class Format:
         """The codes as ONNX stores them: 4-bit codes two to a byte, the first in the low half."""
         return self.arithmetic.pack(codes)
 
+    def unpack(self, packed: Tensor) -> Tensor:
+        """The codes of ``pack``, in one row; of an odd number of 4-bit codes one more."""
+        return self.arithmetic.unpack(packed)
+
     def onnx_scale(self, apply: Callable[..., Any], amax: Any, global_scale: float) -> Any:
         """The scale of each block, computed in the graph from the ONNX value ``amax``. Formats with blocks have this.
 

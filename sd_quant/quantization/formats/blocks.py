@@ -32,6 +32,11 @@ def pack_nibbles(codes: Tensor) -> Tensor:
     return pairs[:, 0] | pairs[:, 1] << 4
 
 
+def unpack_nibbles(packed: Tensor) -> Tensor:
+    """The nibbles 0..15 of ``pack_nibbles``, uint8, two of each byte."""
+    return torch.stack((packed & 0xF, packed >> 4), -1).flatten()
+
+
 def in_tiles(scales: Tensor) -> Tensor:
     """Scales [N, blocks] of eight bits as cuBLAS lays them, with both sides padded by zeros to those of whole tiles.
 

@@ -32,3 +32,7 @@ def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
 
 def pack(codes: Tensor) -> Tensor:
     return codes.view(torch.uint8)
+
+
+def unpack(packed: Tensor) -> Tensor:
+    return packed.view(torch.float8_e4m3fn)

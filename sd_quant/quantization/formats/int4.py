@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sd_quant.quantization.formats import FORMATS
-from sd_quant.quantization.formats.blocks import blocks, pack_nibbles, spread
+from sd_quant.quantization.formats.blocks import blocks, pack_nibbles, spread, unpack_nibbles
 from sd_quant.quantization.formats.int8 import SMALLEST_SCALE, scale_of
 
 BLOCK = FORMATS["int4"].block
@@ -36,6 +36,10 @@ def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
 
 def pack(codes: Tensor) -> Tensor:
     return pack_nibbles(codes)
+
+
+def unpack(packed: Tensor) -> Tensor:
+    return (unpack_nibbles(packed) ^ 8).to(torch.int8) - 8  # of two's complement
 
 
 def onnx_scale(apply, amax, global_scale: float):

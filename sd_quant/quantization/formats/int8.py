@@ -42,3 +42,7 @@ def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
 
 def pack(codes: Tensor) -> Tensor:
     return codes
+
+
+def unpack(packed: Tensor) -> Tensor:
+    return packed

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sd_quant.quantization.formats import FORMATS, e2m1
-from sd_quant.quantization.formats.blocks import blocks, pack_nibbles, spread
+from sd_quant.quantization.formats.blocks import blocks, pack_nibbles, spread, unpack_nibbles
 
 BLOCK = FORMATS["mxfp4"].block
 SMALLEST_EXPONENT, LARGEST_EXPONENT = -24, 15  # of fp16; E8M0 has -127 and 127
@@ -53,6 +53,10 @@ def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
 
 def pack(codes: Tensor) -> Tensor:
     return pack_nibbles(codes)
+
+
+def unpack(packed: Tensor) -> Tensor:
+    return unpack_nibbles(packed)
 
 
 def onnx_scale(apply, amax, global_scale: float):

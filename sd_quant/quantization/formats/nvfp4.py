@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sd_quant.quantization.formats import FORMATS, e2m1, fp8
-from sd_quant.quantization.formats.blocks import blocks, pack_nibbles, spread
+from sd_quant.quantization.formats.blocks import blocks, pack_nibbles, spread, unpack_nibbles
 
 BLOCK = FORMATS["nvfp4"].block
 SMALLEST_SCALE = 2.0**-9  # of E4M3
@@ -57,6 +57,10 @@ def dequantize(codes: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
 
 def pack(codes: Tensor) -> Tensor:
     return pack_nibbles(codes)
+
+
+def unpack(packed: Tensor) -> Tensor:
+    return unpack_nibbles(packed)
 
 
 def onnx_scale(apply, amax, global_scale: float):

@@ -1,6 +1,7 @@
 """Torch's own products of codes against exact arithmetic, and a network of them against ModelOpt's simulation."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -118,6 +119,25 @@ def test_the_network_computes_what_the_simulation_does(calibrated, fmt):
         # 1.3e-3 was measured in fp8 with AVX2 alone: the codes of some inputs are those of the next number
         assert relative_error(output, replaced.get_submodule(name)(x)) < 2e-3, name
     assert relative_error(full, calibrated.output(replaced)) < 1.2 * relative_error(full, expected)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("kind", ["linear", "convolution"])
+def test_a_weight_alone_is_codes_in_memory_and_its_numbers_in_the_product(fmt, kind):
+    """Against the simulation's own rounding, to the last bit; in memory it takes its bits and its scales."""
+    module = nn.Linear(64, 48) if kind == "linear" else nn.Conv2d(64, 48, 3, stride=2, padding=1)
+    weight, x = module.weight.detach(), drawn(2, 64, 64) if kind == "linear" else drawn(2, 64, 8, 8)
+    row = replace(static_layer(weight, fmt, True), activation_format=None, activation_amax=None)
+    row = replace(row, pre_quant_scale=drawn(64).abs().half().float()) if kind == "linear" else row
+    made = layer_of(module, row, {})
+    rounded = row.rounded_weight(weight.flatten(1)).view(weight.shape)
+    assert torch.equal(made.dequantized(), rounded)
+    module.weight.data = rounded
+    torch.testing.assert_close(made(x), module(x * row.pre_quant_scale if kind == "linear" else x))
+    stored = sum(buffer.nbytes for name, buffer in made.named_buffers() if name != "pre_quant_scale")
+    block = FORMATS[fmt].block
+    scales = 2 * 48 if block is None else weight.numel() // block * (1 if fmt == "nvfp4" else 2) + 4 * (fmt == "nvfp4")
+    assert stored == weight.numel() * FORMATS[fmt].bits // 8 + scales
 
 
 def test_a_gpu_without_the_product_is_refused_by_its_capability(monkeypatch):
