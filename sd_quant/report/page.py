@@ -59,6 +59,8 @@ CAPTIONS = {
     "was timed beside the unquantized one. The line joins the recipes that no other beats in both.",
     "pareto_size": "Fidelity and the size of the denoiser: of its ONNX file, or of what a candidate stores for it.",
     "trajectory": "How close the latents stay to full precision, step by step. Where a line falls, the images part.",
+    "ranges": "How large the inputs of three layers are at each denoising step, of those that change most: of a linear "
+    "its channels', of a convolution its prompts'. The dashed line is the largest that the recipe keeps.",
     "layers": "The error of each quantized layer's output on real inputs, in the order in which they are called.",
 }
 

@@ -63,6 +63,10 @@ PIXELS_PER_INCH = 150
 LONGEST_NAME = 28
 MOST_NAMES = 16  # more lines or points than this are named only where they matter
 WORST_LAYERS = 6
+CHANGING_LAYERS = 3  # whose ranges by step are drawn
+MOST_BOXES = 20
+LARGEST_DRAWN = 1e6  # of a magnitude, more than fp16 has
+QUARTILES = ("least", "first_quartile", "median", "third_quartile", "largest")
 DB_BEYOND = 3.0  # identical images have an infinite PSNR and are drawn this far above the rest
 TIME, SIZE = "image_relative_time", "denoiser_bytes"
 COSTS = {TIME: "prompt to image, % of the unquantized engine's time", SIZE: "size of the denoiser, MB"}
@@ -80,7 +84,7 @@ def style() -> Iterator[None]:
 
 
 def figures(sweep: Sweep) -> dict[str, Figure]:
-    """``pareto_latency``, ``pareto_size``, ``trajectory`` and ``layers``, without those that have nothing to show."""
+    """``pareto_latency``, ``pareto_size``, ``trajectory``, ``layers`` and ``ranges``, if they show something."""
     table = rows(sweep)
     best = recommend(sweep, table, lambda row: row["job"]).job
     done = sorted((job for job in sweep.jobs if job.status == DONE), key=lambda job: job.name != best)
@@ -90,6 +94,7 @@ def figures(sweep: Sweep) -> dict[str, Figure]:
             "pareto_size": pareto(table, sweep.varied, SIZE, best),
             "trajectory": trajectory(sweep, best),
             "layers": next(filter(None, map(layers, done)), None),
+            "ranges": next(filter(None, map(ranges, done)), None),
         }
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
@@ -369,6 +374,62 @@ def layers(job: Job) -> Figure | None:
         key.text(0, top, f"{rank}: {100 * error:.2g} %", fontsize=9, weight="bold", va="top")
         key.text(0, top - 0.065, fitted(abbreviated(name), 44), fontsize=8, color=SOFT, va="top")
     return figure
+
+
+def ranges(job: Job) -> Figure | None:
+    """Boxes of the magnitudes that the inputs of some layers have at each step: of those that change most.
+
+    Drawn as NVIDIA's article on quantizing diffusion models does. None without a ``ranges.csv`` that can be read.
+    """
+    boxes = read_ranges(job)
+    if not boxes:
+        return None
+    figure = Figure(figsize=WHOLE, layout="constrained")
+    most = sorted(boxes, key=lambda name: -change(boxes[name]))[:CHANGING_LAYERS]
+    for axes, name in zip(figure.subplots(1, len(most), squeeze=False)[0], most, strict=True):
+        steps, largest = boxes[name], max(box["largest"] for box in boxes[name])
+        shown = steps[:: math.ceil(len(steps) / MOST_BOXES)]
+        line = {"color": SOFT, "linewidth": 0.9}
+        axes.bxp(
+            [
+                {"med": box["median"], "q1": box["first_quartile"], "q3": box["third_quartile"], "whislo": box["least"],
+                 "whishi": box["largest"]}
+                for box in shown
+            ],
+            positions=[box["step"] for box in shown], widths=0.6 * len(steps) / len(shown), showfliers=False,
+            manage_ticks=False, boxprops=line, whiskerprops=line, capprops=line,
+            medianprops={"color": ACCENT, "linewidth": 1.6},
+        )  # fmt: skip
+        said = f"changes {change(steps):.2g}-fold"
+        if kept := steps[0]["kept"]:
+            axes.axhline(kept, color=LINES[0], linewidth=1.2, linestyle="--")
+            said += f", {min(1.0, kept / largest):.0%} kept"
+        axes.set_title(f"{fitted(abbreviated(name), 40)}\n{said}", fontsize=9)
+        axes.set(xlabel="denoising step")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_ylim(bottom=0)
+    return figure
+
+
+def change(steps: Sequence[Mapping[str, float]]) -> float:
+    """How many times the largest magnitude of one step is that of another."""
+    largest = [box["largest"] for box in steps]
+    return max(largest) / max(min(largest), 1e-6)
+
+
+def read_ranges(job: Job) -> dict[str, list[dict[str, float]]]:
+    """The rows of ``ranges.csv`` by layer, in the order of their steps, ``kept`` as 0 where there is none."""
+    boxes: dict[str, list[dict[str, float]]] = {}
+    try:
+        with (job.directory / "ranges.csv").open(newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                box = {key: float(row[key] or 0) for key in ("step", *QUARTILES, "kept")}
+                if not all(math.isfinite(number) and 0 <= number < LARGEST_DRAWN for number in box.values()):
+                    return {}
+                boxes.setdefault(row["name"], []).append(box)
+    except (OSError, ValueError, KeyError, TypeError, csv.Error):
+        return {}
+    return boxes
 
 
 def read_layers(job: Job) -> list[tuple[str, str, float]]:

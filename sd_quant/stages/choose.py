@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.ranges_by_step import ranges_by_step
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.csv_files import write_csv
 from sd_quant.simulation.sensitivity import Sensitivity
@@ -26,7 +27,7 @@ class Chosen:
 def choose(
     loaded: Loaded, statistics: Statistics, directory: Path, step: Callable[[str], AbstractContextManager]
 ) -> Chosen:
-    """Each ``step`` is entered by its name. Writes ``layers.csv`` to ``directory``, and what the choice went by.
+    """Each ``step`` is entered by its name. Writes ``layers.csv``, ``ranges.csv`` and what the choice went by.
 
     Raises ConfigError for a budget that cannot be met.
     """
@@ -40,4 +41,5 @@ def choose(
             sensitivity, kept = most_sensitive(loaded, statistics, assignment, directory)
             assignment = assign(loaded, statistics, kept)
     write_csv([layer.row() for layer in assignment.values()], directory / "layers.csv")
+    write_csv(ranges_by_step(assignment, statistics.layers), directory / "ranges.csv")
     return Chosen(assignment, sensitivity, fitted)

@@ -34,8 +34,8 @@ WRITTEN = (
     "images/grid.png", "images/full_precision/[0-9]*.png", "images/quantized/[0-9]*.png",
     *(f"hand_over/{target}" for target in TARGETS),
     *UNFINISHED, *(f"{folder}/**/{name}" for folder in FOLDERS for name in UNFINISHED),
-    RECORD, FAILURE, PROVENANCE, "config.yaml", "layers.csv", "budget.csv", "sensitivity.csv", "sensitivity.png",
-    "quantized_*.pt", "report.html", "summary.*", "trajectory.png", "layers.png",
+    RECORD, FAILURE, PROVENANCE, "config.yaml", "layers.csv", "ranges.csv", "budget.csv", "sensitivity.csv",
+    "sensitivity.png", "quantized_*.pt", "report.html", "summary.*", "trajectory.png", "layers.png", "ranges.png",
 )  # fmt: skip
 A_JOBS = (LOCK, RECORD, PROVENANCE)  # a folder with one of these is a job's
 BEFORE_A_JOB = (".hydra", LOG, LOCK, FAILURE)  # what Hydra, and a job that was refused, leave in a folder

@@ -85,7 +85,7 @@ def test_everything_that_a_run_leaves_is_there(run, main_job):
     files = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
     names = [f"{index:04}.png" for index in range(len(main_job.prompts))]
     expected = {"config.yaml", "layers.csv", "metrics.json", "provenance.json", "quantize.log", "quantized_unet.pt"}
-    expected |= {"report.html"}
+    expected |= {"report.html", "ranges.csv", "ranges.png"}
     expected |= {f"onnx/{part}/{part}.onnx" for part in PART_NAMES}
     expected |= {f"plan/{part}.plan{record}" for part in PART_NAMES for record in ("", ".json")}
     expected |= {"images/grid.png"} | {f"images/{side}/{n}" for side in ("full_precision", "quantized") for n in names}

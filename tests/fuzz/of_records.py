@@ -80,7 +80,10 @@ RECORDS = {
     "alpha=1.0/failure.json": {"reason": "=cmd|' /C calc'!A0 <b>| broken", "schema_version": 1},
     "alpha=0.5/provenance.json": {"started": "2026-01-01T00:00:00+00:00", "overrides": ["a"]},
 }
-RECORD_FILES = {name: to_json(content) for name, content in RECORDS.items()} | {"alpha=0.5/layers.csv": LAYERS.encode()}
+RANGES = "name,step,least,first_quartile,median,third_quartile,largest,kept\na,1,0,1,2,3,4,\na,2,0,1,2,3,9,5\n"
+RECORD_FILES = {name: to_json(content) for name, content in RECORDS.items()} | {
+    "alpha=0.5/layers.csv": LAYERS.encode(), "alpha=0.5/ranges.csv": RANGES.encode(),
+}  # fmt: skip
 OF_RECORDS = st.tuples(
     st.sampled_from(["sweep.json", *["alpha=0.5/metrics.json"] * 4, *sorted(RECORDS)]),
     st.one_of(st.tuples(st.just("bytes"), byte_edits), *[st.tuples(st.just("node"), document_edits)] * 4),
@@ -146,7 +149,7 @@ def report() -> Reader:
     def check(folder: Path, page: str) -> None:
         assert "<script>alert" not in page and page.count("<script") == 2
 
-    others = st.tuples(st.sampled_from(["alpha=0.5/layers.csv", *pictures]), byte_edits)
+    others = st.tuples(st.sampled_from(["alpha=0.5/layers.csv", "alpha=0.5/ranges.csv", *pictures]), byte_edits)
     damages = ways(*[(OF_RECORDS, damaged_record)] * 4, (others, damaged_other))
     return Reader("report", files, read=made, check=check, weight=1, quick=3, writes=True, **damages)
 

@@ -15,6 +15,7 @@ from .sweeps import change_record, write_job, write_plan, write_sweep
 pytestmark = pytest.mark.slow
 
 NAMES = ["pareto_latency", "pareto_size", "trajectory", "layers"]
+RANGES = "name,step,least,first_quartile,median,third_quartile,largest,kept\n"
 
 
 def words(figure) -> list[str]:
@@ -65,6 +66,19 @@ def test_layers_stand_in_the_order_of_the_network_and_the_worst_have_names(figur
     shown = [text.get_text() for text in key.texts]
     assert shown[:4] == ["level=2", "1: 5 %", "mid.resnet.0.conv1", "2: 3 %"]
     assert {text.get_text() for text in axes.get_legend().get_texts()} == {"conv", "ffn", "qkv"}
+
+
+def test_ranges_by_step_are_of_the_layers_that_change_most(tmp_path):
+    sweep = read_sweep(write_job(tmp_path / "run"))
+    lines = [f"layer{n},{step},1,2,3,4,{5 + n * step},{8 if n == 3 else ''}" for n in range(4) for step in (1, 2)]
+    (sweep.directory / "ranges.csv").write_text(RANGES + "\n".join(lines))
+    drawn = plots.figures(sweep)["ranges"].axes
+    titles = ["layer3\nchanges 1.4-fold, 73% kept", "layer2\nchanges 1.3-fold", "layer1\nchanges 1.2-fold"]
+    assert [axes.get_title("left") for axes in drawn] == titles
+    assert [line.get_ydata()[0] for line in drawn[0].lines if line.get_color() == plots.ACCENT] == [3, 3]
+    for content in ("name,step\na,1\n", RANGES + "a,1,1,1,1,1,nan,\n", RANGES + "a,1,1,1,1,1,1e9,\n", RANGES + "a,b\n"):
+        (sweep.directory / "ranges.csv").write_text(content)
+        assert "ranges" not in plots.figures(sweep)
 
 
 def test_the_order_is_that_in_which_diffusers_calls_its_layers(build_unet, unet_inputs):

@@ -1,0 +1,37 @@
+"""How large the inputs of a layer are at each denoising step, and how much of that a recipe's range keeps.
+
+A range is one number for all steps, and inputs of the first, noisiest steps are often several times those of the last.
+Percentile quantization (NVIDIA's article on diffusion models) rests on that. The road not taken is to keep every
+range of the statistics in a run's folder, as they are in the cache already.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.statistics import LayerStatistics
+
+QUARTILES = {"least": 0.0, "first_quartile": 0.25, "median": 0.5, "third_quartile": 0.75, "largest": 1.0}
+
+
+def ranges_by_step(
+    assignment: Mapping[str, LayerAssignment], statistics: Mapping[str, LayerStatistics]
+) -> list[dict[str, object]]:
+    """A row for each denoising step of each layer whose input is quantized: quartiles of the magnitudes seen.
+
+    They are those of a linear's channels, the largest of all prompts, and those of a convolution's prompts. ``kept`` is
+    the largest magnitude that has a code of its own; None where the input is smoothed, rotated or scaled as the network
+    runs, so that the code of a number says nothing about its size here.
+    """
+    rows: list[dict[str, object]] = []
+    levels = torch.tensor(list(QUARTILES.values()))
+    for name, layer in assignment.items():
+        if layer.activation_format is None or name not in statistics:
+            continue
+        seen = statistics[name].amax if statistics[name].kind == "linear" else statistics[name].amax.T
+        as_it_is = layer.pre_quant_scale is None and layer.activation_scale and not (layer.per_token or layer.rotation)
+        kept = layer.activation_amax + abs(layer.shift) if as_it_is else None  # type: ignore[operator]
+        for step, numbers in enumerate(seen.float().quantile(levels, dim=1).T.tolist(), start=1):
+            rows.append({"name": name, "step": step, **dict(zip(QUARTILES, numbers, strict=True)), "kept": kept})
+    return rows
