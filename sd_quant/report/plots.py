@@ -407,6 +407,7 @@ def ranges(job: Job) -> Figure | None:
         axes.set_title(f"{fitted(abbreviated(name), 40)}\n{said}", fontsize=9)
         axes.set(xlabel="denoising step")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_xlim(0.3, len(steps) + 0.7)
         axes.set_ylim(bottom=0)
     return figure
 
