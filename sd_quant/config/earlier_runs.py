@@ -18,7 +18,7 @@ INTERPOLATION = "${"  # begins what OmegaConf resolves
 BEFORE: dict[str, dict[str, object]] = {
     "model": {"loras": [], "encoder": False, "calibration_image": None, "calibration_mask": None, "sizes": None},
     "infer": dict.fromkeys(("image", "mask", "strength", "sizes", "chosen_because")),
-    "quantize": {"include": {}, "weights_alone": {}, "per_token": False, "rotation": 0},
+    "quantize": {"include": {}, "weights_alone": {}, "per_token": False, "rotation": 0, "weight_observer": "min_max"},
     "trt": {"sizes": None},
     "judge": {"candidates": [], "layers": 20, "runtimes": True, "confidence": 0.95},
 }

@@ -93,6 +93,7 @@ def check_recipe(quantize: Quantize) -> None:
     check_shift(quantize)
     check_rounding(quantize)
     check_inputs_as_they_come(quantize)
+    check_weight_observer(quantize)
     expected = f"0, because quantize.budget={quantize.budget} chooses what stays in fp16"
     check(quantize.budget is None or quantize.keep == 0, "keep", quantize.keep, expected)
     expected = f"at least {1 / steps:g}, one of the {steps} steps, because it selects no step"
@@ -102,8 +103,23 @@ def check_recipe(quantize: Quantize) -> None:
     else:
         check(quantize.alpha is not None, "alpha", None, str(ALPHA))
     expected = "99.99, because only quantize.observer=percentile heeds it"
-    heeded = quantize.observer == "percentile" or quantize.observer_percentile == 99.99
+    heeded = "percentile" in (quantize.observer, quantize.weight_observer) or quantize.observer_percentile == 99.99
     check(heeded, "quantize.observer_percentile", quantize.observer_percentile, expected)
+
+
+def check_weight_observer(quantize: Quantize) -> None:
+    """Raises ConfigError when an observer is to choose ranges of weights that have another kind of them."""
+    observer, weights = quantize.weight_observer, [quantize.enable.conv.weight, quantize.enable.linear.weight]
+    if observer == "min_max":
+        return
+    judging = [name for name, row in OBSERVERS.items() if all(row.judges(FORMATS[fmt]) for fmt in weights)]
+    fits = observer in judging and not (quantize.per_channel or quantize.budget) and quantize.smoothing == "none"
+    fits &= all(FORMATS[fmt].static_scale for fmt in weights)
+    expected = (
+        "min_max, because the others choose the one range of a weight that is not smoothed, as of "
+        "quantize=int8_weight_only quantize.per_channel=false, and without a budget"
+    )
+    check(fits, "quantize.weight_observer", observer, expected)
 
 
 def check_format(name: str, enable: Enable) -> None:

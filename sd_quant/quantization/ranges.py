@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from sd_quant.errors import SdQuantError
@@ -13,6 +14,7 @@ from sd_quant.quantization.recipe import Recipe
 from sd_quant.quantization.rotation import rotated
 from sd_quant.quantization.row_chunks import layer_of_rows, output_amax, row_chunks
 
+MOST_NUMBERS = 2**20  # of a weight that an observer looks at, evenly apart
 ROTATED_HEADROOM = 2.0  # only formats whose scale of all numbers is a floating-point one heed such a range
 
 
@@ -45,9 +47,19 @@ def observed_range(values: Tensor, amax: float, role: str, recipe: Recipe, **opt
 
 
 def with_weight_range(layer: LayerAssignment, weight: Tensor) -> LayerAssignment:
-    """``layer`` with the range of its rewritten weight. ``weight`` is the checkpoint's."""
+    """``layer`` with the range of its rewritten weight, which clips nothing. ``weight`` is the checkpoint's."""
     amax = output_amax(weight, layer)
     return replace(layer, weight_amax=amax if layer.weight_axis == 0 else amax.amax(0, keepdim=True))
+
+
+def with_observed_weight_range(layer: LayerAssignment, weight: Tensor, recipe: Recipe) -> LayerAssignment:
+    """``layer``, whose weight has one range, with the one that the recipe's ``weight_observer`` chooses."""
+    numbers = rotated(rewritten(weight.flatten(1), layer), layer.rotation).flatten()
+    sample = numbers[:: -(-len(numbers) // MOST_NUMBERS)]
+    amax = OBSERVERS[recipe.weight_observer](
+        sample, numbers.abs().max().item(), fmt=FORMATS[layer.format], percent=recipe.observer_percentile
+    )
+    return replace(layer, weight_amax=torch.tensor([amax]))
 
 
 def with_ranges(layer: LayerAssignment, weight: Tensor, chosen: InputRange, recipe: Recipe) -> LayerAssignment:
@@ -73,6 +85,8 @@ def with_ranges(layer: LayerAssignment, weight: Tensor, chosen: InputRange, reci
         reason=None,
     )
     layer = with_weight_range(layer, weight)
+    if recipe.weight_observer != "min_max":
+        layer = with_observed_weight_range(layer, weight, recipe)
     try:
         layer.weight_scale, layer.activation_scale  # noqa: B018
         for chunk, part in row_chunks(weight[:1], layer_of_rows(layer, slice(1))):

@@ -1,8 +1,8 @@
 """How large the inputs of a layer are at each denoising step, and how much of that a recipe's range keeps.
 
-A range is one number for all steps, and inputs at one step may be several times those at another. Percentile quantization
-(NVIDIA's article on diffusion models), which takes the first steps alone, rests on that. The road not taken is to keep every
-range of the statistics in a run's folder, as they are in the cache already.
+A range is one number for all steps, and inputs at one step may be several times those at another. Percentile
+quantization (NVIDIA's article on diffusion models), which takes the first steps alone, rests on that. The road not
+taken is to keep every range of the statistics in a run's folder, as they are in the cache already.
 """
 
 from collections.abc import Mapping

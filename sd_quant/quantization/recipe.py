@@ -98,6 +98,11 @@ class Recipe:
         Limit(lambda percent: 0 < percent <= 100, "above 0 and up to 100"),
         "percent of the sample that observer=percentile does not clip",
     ] = 99.99
+    weight_observer: Annotated[
+        str,
+        one_of(OBSERVERS),
+        "how the one range of a weight is chosen: min_max clips nothing, the others as of inputs",
+    ] = "min_max"
     shift: Annotated[
         bool, "inputs of convolutions may be quantized minus a constant, so that those of one sign use all codes"
     ] = False

@@ -40,6 +40,7 @@ REFUSED = {  # how begins what was expected, of which knob, instead of which val
     "one of ": {
         "quantize.quant_level": [5], "quantize.format": ["int3"], "quantize.choices": [["int3"]],
         "quantize.smoothing": ["all"], "quantize.observer": ["min"], "quantize.percentile_calibrator": ["nemo"],
+        "quantize.weight_observer": ["by_role"],
         "quantize.collect_method": ["mean"], "quantize.accelerator": ["tpu"], "quantize.rotation": [-4, 2, 8, 32, 1024],
         "trt.library": ["rtx"], "trt.targets": [["SM89", "SM90"]], "trt.optimization_level": [6],
         "model.family": ["dalle"],

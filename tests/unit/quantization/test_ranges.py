@@ -1,4 +1,4 @@
-"""Ranges of inputs that are scaled per token or rotated, and of the weights that are rotated with them."""
+"""Ranges of inputs that are scaled per token or rotated, and of weights: rotated with them, or chosen by observers."""
 
 from dataclasses import replace
 
@@ -8,6 +8,8 @@ import torch
 from sd_quant.models.parts import SharedInput
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from sd_quant.quantization.derivation import derive
+from sd_quant.quantization.formats import FORMATS
+from sd_quant.quantization.observers import OBSERVERS
 from sd_quant.quantization.ranges import ROTATED_HEADROOM, observed_range
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
 from sd_quant.quantization.row_chunks import output_amax
@@ -68,3 +70,26 @@ def test_without_a_sample_a_rotated_input_is_no_larger_than_a_group_of_the_large
     """A rotated number is a sum of ``group`` numbers over root(group)."""
     recipe = Recipe(3.0, None, enable=Enable(Pair("nvfp4", None), NVFP4, None), rotation=16)
     assert observed_range(torch.empty(0, WIDTH), 3.0, "ffn", recipe) == 3.0 * 16**0.5
+
+
+@pytest.mark.parametrize("observer", ["min_max", "percentile", "mse", "histogram", "entropy"])
+def test_the_one_range_of_a_weight_is_what_the_observer_chooses_of_its_numbers(observer):
+    """One number is an outlier. The observer mse has the smallest squared error of all."""
+    place = torch.tensor([7])
+    weights = {name: weight.flatten().index_fill(0, place, 30.0).view(weight.shape) for name, weight in WEIGHTS.items()}
+    pair = Pair("int8", None)
+
+    def rows(weight_observer: str) -> dict[str, LayerAssignment]:
+        recipe = Recipe(3.0, None, enable=Enable(pair, pair, None), per_channel=False, smoothing="none",
+                        weight_observer=weight_observer, observer_percentile=99.0)  # fmt: skip
+        return derive(ROLES, weights.__getitem__, STATISTICS, recipe, [SharedInput((name,)) for name in LINEARS])
+
+    def error(row: LayerAssignment) -> float:
+        return (row.rounded_weight(weights[row.name]) - weights[row.name]).square().sum().item()
+
+    best = rows("mse")
+    for name, row in rows(observer).items():
+        chosen = OBSERVERS[observer](weights[name], 30.0, fmt=FORMATS["int8"], percent=99.0)
+        assert row.weight_amax.tolist() == pytest.approx([chosen], rel=1e-6) and row.weight_axis is None
+        assert chosen < (5 if observer == "percentile" else 30.1)
+        assert error(best[name]) <= error(row) * 1.01  # ranges are tried 1 % apart
