@@ -2,8 +2,8 @@
 
 Two tables, as in NeMo's documentation: the framework against the quantized engine, and the unquantized engine against
 it, from prompt to image. Each stands in the page's own layout, of our figures alone, and with the page's figures beside
-them. Another machine, engine or number of steps makes the milliseconds incomparable, so the caption says what differs;
-what may be compared is the speed-up.
+them, milliseconds or speed-ups alone. Another machine, engine or number of steps makes the milliseconds incomparable,
+so the caption says what differs; what may be compared is the speed-up.
 """
 
 import html
@@ -20,6 +20,7 @@ from sd_quant.report.record import at, why
 from sd_quant.report.summary import SWEEP, Row, Sweep, markdown_text, rows
 
 BASELINES = {"framework": "framework", "unquantized": "unquantized engine"}
+RATIOS = {baseline: f"over_{baseline}" for baseline in BASELINES}  # published without milliseconds: over_framework
 CONDITIONS = ("machine", "engine", "precision", "steps", "resolution")
 MEDIANS = "From prompt to image, medians"
 OWN = 4  # columns of a published table: batch, baseline, quantized engine, speed-up
@@ -46,11 +47,12 @@ def read_published(text: str, name: str) -> dict:
 
 def read_figures(content: Mapping) -> dict:
     """The figures and the conditions under which they were measured. Raises KeyError, TypeError and the like."""
-    batches = {
-        str(int(batch)): {name: float(figures[name]) for name in OURS} for batch, figures in content["batches"].items()
-    }
+    batches = {}
+    for batch, figures in content["batches"].items():
+        names = [name for name in RATIOS.values() if name in figures] or OURS  # a batch has ratios or milliseconds
+        batches[str(int(batch))] = {name: float(figures[name]) for name in names}
     if not all(math.isfinite(value) and value > 0 for figures in batches.values() for value in figures.values()):
-        raise ValueError("a latency that is none")
+        raise ValueError("a latency or a ratio that is none")
     return {name: str(content[name]) for name in ("title", *CONDITIONS)} | {"batches": batches}
 
 
@@ -111,6 +113,9 @@ def line(row: Row, batch: int, baseline: str, theirs: Mapping[str, float] | None
 
 
 def cells(medians: Mapping[str, Any], baseline: str) -> list[str]:
+    if "quantized" not in medians:
+        ratio = medians.get(RATIOS[baseline])
+        return ["–", "–", "–" if ratio is None else f"{ratio:g}x"]
     base, quantized = medians[baseline], medians["quantized"]
     if base is None:
         return ["–", f"{quantized:,.2f}", "–"]

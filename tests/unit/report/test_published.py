@@ -56,6 +56,16 @@ def test_nemos_own_speed_ups_follow_from_its_figures():
     assert [line[3] for line in unquantized.lines] == ["1.250x"] * 3
 
 
+def test_a_page_may_have_speed_ups_alone():
+    content = yaml.safe_load(NEMO.read_text()) | {
+        "batches": {1: {"over_framework": 1.72}, 2: {"over_unquantized": 1.2}}
+    }
+    page = read_published(yaml.safe_dump(content), "a page")
+    framework, unquantized = tables(job(1, 100.0, 50.0, 40.0), job(2, 100.0, 50.0, 40.0), published=page)
+    assert [line[4:] for line in framework.lines] == [["–", "–", "1.72x"], ["–", "–", "–"]]
+    assert [line[4:] for line in unquantized.lines] == [["–", "–", "–"], ["–", "–", "1.2x"]]
+
+
 def test_a_speed_up_over_the_unquantized_engine_has_its_interval():
     timed = Timed("block", [10.0, 10.2, 10.1, 10.3] * 10, [8.0, 8.3, 8.1, 8.0] * 10, rest=0.1, image_ms=50.0)
     framework, unquantized = tables(replace(job(1, 100.0, 50.0, 40.0), timed=timed))
