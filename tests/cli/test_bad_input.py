@@ -66,7 +66,7 @@ CHECKPOINT_GIVEN = "model.path={files}/empty.nemo"
         ("export_trt.py", ["model.path=missing.nemo"], 2, "model.path names missing.nemo, which does not exist"),
         ("export_trt.py", ["run={files}/empty_run"], 2, "unet_xl should be at"),
         ("infer.py", [CHECKPOINT_GIVEN, "run={files}/empty_run"], 2, "unet_xl should be at"),
-        ("infer.py", ["infer.engine=tvm"], 2, "infer.engine is tvm, expected one of openvino, onnxruntime"),
+        ("infer.py", ["infer.engine=tvm"], 2, "infer.engine is tvm, expected one of auto, openvino, onnxruntime"),
         pytest.param("infer.py", [CHECKPOINT_GIVEN, "run={files}/empty_run", "infer=tensorrt"], 4,
                      "the package tensorrt is not installed", marks=tensorrt_missing),
     ],
