@@ -24,7 +24,7 @@ class Infer:
 
     engine: Annotated[
         str,
-        one_of([AUTO, *RUNTIMES]),
+        one_of(lambda: [AUTO, *RUNTIMES]),
         "the runtime that executes the exported networks, or torch itself; auto: TensorRT with a GPU that its plans "
         "run on, else OpenVINO",
     ]

@@ -9,6 +9,7 @@ LONG = "x" * 300
 ENDS: dict[str, list[str]] = {  # the first value is one that goes with most others
     "quantize": [
         *("int8", "fp8", "int8_dynamic", "nemo", "int8_per_tensor", "int8_weight_only", "int4_w4a4", "mxfp4", "nvfp4"),
+        "mxfp4_weight_only",
         *("rotated_w4a4", "svdquant_nvfp4", "svdquant_w4a16", "svdquant_w4a4"),
     ],
     "infer": ["openvino", "onnxruntime", "torch_native"],
@@ -36,6 +37,7 @@ ENDS: dict[str, list[str]] = {  # the first value is one that goes with most oth
     "quantize.percentile_calibrator": ["corrected", "modelopt"],
     "quantize.observer": ["min_max", "mse", "entropy", "percentile", "by_role"],
     "quantize.observer_percentile": ["99.99", "0.001", "100.0"],
+    "quantize.weight_observer": ["min_max", "mse", "percentile"],
     "quantize.shift": ["false", "true"],
     "quantize.per_token": ["false", "true"],
     "quantize.rotation": ["0", "4", "256"],
@@ -87,7 +89,15 @@ DEPENDING = (  # knobs whose values a job may refuse when it knows the layers; a
     "hand_over",
 )
 ELSEWHERE = {  # knobs that other names above set, that name a file, say which model it is, or are of no job
-    *("quantize.format", "quantize.enable", "infer.engine", "quantize.quant_level", "quantize.alpha", "quantize.keep"),
+    *(
+        "quantize.format",
+        "quantize.enable",
+        "infer.engine",
+        "infer.chosen_because",
+        "quantize.quant_level",
+        "quantize.alpha",
+        "quantize.keep",
+    ),
     *("quantize.smoothing", "quantize.percentile", "quantize.collect_method", "quantize.calib_size"),
     *("quantize.calibration", "infer.out_path", "metrics.clip_weights", "metrics.fid_weights"),
     *("metrics.fid_references", "model.family", "model.path", "model.parts", "model.io"),
