@@ -89,20 +89,12 @@ DEPENDING = (  # knobs whose values a job may refuse when it knows the layers; a
     "hand_over",
 )
 ELSEWHERE = {  # knobs that other names above set, that name a file, say which model it is, or are of no job
-    *(
-        "quantize.format",
-        "quantize.enable",
-        "infer.engine",
-        "infer.chosen_because",
-        "quantize.quant_level",
-        "quantize.alpha",
-        "quantize.keep",
-    ),
+    *("quantize.format", "quantize.enable", "quantize.quant_level", "quantize.alpha", "quantize.keep"),
     *("quantize.smoothing", "quantize.percentile", "quantize.collect_method", "quantize.calib_size"),
     *("quantize.calibration", "infer.out_path", "metrics.clip_weights", "metrics.fid_weights"),
     *("metrics.fid_references", "model.family", "model.path", "model.parts", "model.io"),
     *("model.max_sequence_length", "model.calibration_prompts", "model.prompts", "model.recommended", "model.loras"),
     *("model.calibration_image", "model.calibration_mask", "model.encoder"),
-    *("infer.image", "infer.mask", "infer.strength"),
+    *("infer.image", "infer.mask", "infer.strength", "infer.engine", "infer.chosen_because"),
     *("judge.candidates", "judge.confidence", "judge.layers", "judge.runtimes"),  # of a sweep, and not of its jobs
 }
