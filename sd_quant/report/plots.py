@@ -179,6 +179,9 @@ def pareto(table: Sequence[Row], varied: Sequence[str], cost: str, recommended: 
     unquantized = [value * SCALE[cost] for row in usable if (value := UNQUANTIZED[cost](row)) is not None]
     if unquantized:
         mark_unquantized(axes, unquantized, UNIT[cost])
+    low, high = axes.get_ylim()
+    if high - low < 1:  # a decibel: less is no difference, and its ticks would be digits behind an offset
+        axes.set_ylim((low + high - 1) / 2, (low + high + 1) / 2)
     named = [row for row in usable if len(usable) <= MOST_NAMES or row in best or row["job"] == recommended]
     named.sort(key=lambda row: row["job"] != recommended)  # the first has the choice of places
     name_points(

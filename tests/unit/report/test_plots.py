@@ -48,6 +48,13 @@ def test_identical_images_stand_above_the_rest_and_say_so(small_sweep):
     assert max(figure.axes[0].lines[0].get_ydata()) == 39 + plots.DB_BEYOND
 
 
+def test_images_that_differ_by_rounding_alone_are_not_drawn_apart(small_sweep):
+    for level, decibels in enumerate((39.00001, 39.00002, 39.0, 39.00003), start=1):
+        change_record(small_sweep.directory / f"level={level}", {"fidelity.psnr.mean": decibels})
+    low, high = plots.figures(read_sweep(small_sweep.directory))["pareto_latency"].axes[0].get_ylim()
+    assert high - low == pytest.approx(1) and low < 38.9 < 39.1 < high
+
+
 def test_the_trajectory_has_a_line_a_recipe_and_a_gap_where_there_is_no_ratio(small_sweep):
     for level, ratios in ((3, [9, None, 7]), (4, [None])):
         change_record(small_sweep.directory / f"level={level}", {"fidelity.latent_sqnr_db": ratios})
