@@ -186,7 +186,7 @@ def run_sweep(
     before_sweep(jobs[0])
     with sweep.opened(directory, plan):
         if begun is not None:
-            print(f"the same command was given before: this goes on in {shown(begun)}; hydra.sweep.dir= begins anew")
+            print(f"these jobs were begun before, in {shown(begun)}, and go on; hydra.sweep.dir=<folder> begins anew")
         print(sweep.start_line(read_sweep(directory)), flush=True)
         sys.argv.append("hydra.sweep.dir='{}'".format(str(directory).replace("'", r"\'")))  # jobs may work elsewhere
         cancelled, ended_with, uncompared = False, None, None

@@ -9,8 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from sd_quant.config.plans import NO_FP32, RTX_TARGETS, Trt, plan_library, targets_for
-from sd_quant.engines import RUNTIMES, WITHOUT_A_GPU, gpu, why_not
+from sd_quant.engines import PLAN_BUILDERS, RUNTIMES, WITHOUT_A_GPU, gpu, why_not
 from sd_quant.engines.tensorrt.plan import describe_plan, read_record
+from sd_quant.errors import ArtifactError
 from sd_quant.quantization.formats import min_compute_capability
 
 NO_GPU = "there is no NVIDIA GPU that torch can use"
@@ -40,7 +41,7 @@ def engine_for(trt: Trt, formats: Mapping[str, Collection[str]]) -> tuple[str, s
 def engine_of(plans: Mapping[str, Path], others: Mapping[str, Path]) -> tuple[str, str]:
     """The engine for files that are there, and why: plans, or the ``others``, by part.
 
-    Raises ArtifactError for a plan that cannot be read or has no record of its build.
+    Raises ArtifactError for a plan that cannot be read, has no record of its build, or is of no library that is known.
     """
     missing = [part for part, path in plans.items() if path.suffix != ".plan" or not path.is_file()]
     if missing or not plans:
@@ -48,6 +49,9 @@ def engine_of(plans: Mapping[str, Path], others: Mapping[str, Path]) -> tuple[st
     found, path = gpu.current_gpu(), next(iter(plans.values()))
     described = describe_plan(path)
     library = described["library"] or read_record(path).library
+    if library not in PLAN_BUILDERS:
+        known = " or ".join(PLAN_BUILDERS)
+        raise ArtifactError(f"{path} is said to be of {library}, expected {known}; build it anew")
     if all(path.suffix == ".plan" for path in others.values()):
         return library, "only plans are given"
     if found is None:

@@ -5,12 +5,14 @@ quantization (NVIDIA's article on diffusion models), which takes the first steps
 taken is to keep every range of the statistics in a run's folder, as they are in the cache already.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-import torch
-
-from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.statistics import LayerStatistics
+if TYPE_CHECKING:  # plots read the table of this file, and need no torch
+    from sd_quant.quantization.assignment import LayerAssignment
+    from sd_quant.quantization.statistics import LayerStatistics
 
 QUARTILES = {"least": 0.0, "first_quartile": 0.25, "median": 0.5, "third_quartile": 0.75, "largest": 1.0}
 
@@ -25,11 +27,11 @@ def ranges_by_step(
     runs, so that the code of a number says nothing about its size here.
     """
     rows: list[dict[str, object]] = []
-    levels = torch.tensor(list(QUARTILES.values()))
     for name, layer in assignment.items():
         if layer.activation_format is None or name not in statistics:
             continue
         seen = statistics[name].amax if statistics[name].kind == "linear" else statistics[name].amax.T
+        levels = seen.float().new_tensor(list(QUARTILES.values()))
         as_it_is = layer.pre_quant_scale is None and layer.activation_scale and not (layer.per_token or layer.rotation)
         kept = layer.activation_amax + abs(layer.shift) if as_it_is else None  # type: ignore[operator]
         for step, numbers in enumerate(seen.float().quantile(levels, dim=1).T.tolist(), start=1):

@@ -25,6 +25,7 @@ from matplotlib.ticker import MaxNLocator
 
 from sd_quant.files import atomic_path
 from sd_quant.metrics import SCORES
+from sd_quant.quantization.ranges_by_step import QUARTILES
 from sd_quant.report.recommendation import fidelity_db, front, recommend
 from sd_quant.report.record import CANDIDATE, DONE, score_of
 from sd_quant.report.sensitivity_plot import COLOURS
@@ -66,7 +67,6 @@ WORST_LAYERS = 6
 CHANGING_LAYERS = 3  # whose ranges by step are drawn
 MOST_BOXES = 20
 LARGEST_DRAWN = 1e6  # of a magnitude, more than fp16 has
-QUARTILES = ("least", "first_quartile", "median", "third_quartile", "largest")
 DB_BEYOND = 3.0  # identical images have an infinite PSNR and are drawn this far above the rest
 TIME, SIZE = "image_relative_time", "denoiser_bytes"
 COSTS = {TIME: "prompt to image, % of the unquantized engine's time", SIZE: "size of the denoiser, MB"}

@@ -19,6 +19,7 @@ from PIL import Image
 from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.config import PART_NAMES
 from sd_quant.engines import openvino
+from sd_quant.engines.gpu import current_gpu
 from sd_quant.engines.tensorrt.plan import describe_plan, rebuild
 from sd_quant.models.sdxl_nemo import build_modules
 from sd_quant.report.schema import record_schema
@@ -88,6 +89,8 @@ def test_everything_that_a_run_leaves_is_there(run, main_job):
     expected |= {"report.html", "ranges.csv", "ranges.png"}
     expected |= {f"onnx/{part}/{part}.onnx" for part in PART_NAMES}
     expected |= {f"plan/{part}.plan{record}" for part in PART_NAMES for record in ("", ".json")}
+    if current_gpu() is None:
+        assert "infer=auto is openvino: there is no NVIDIA GPU" in (run / "quantize.log").read_text().splitlines()[0]
     expected |= {"images/grid.png"} | {f"images/{side}/{n}" for side in ("full_precision", "quantized") for n in names}
     assert expected <= files
     assert not [name for name in files if name.endswith(".part")]

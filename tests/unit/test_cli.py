@@ -199,7 +199,7 @@ def test_engines_that_cannot_be_timed_together_take_no_report_with_them(tmp_path
         out, error = capsys.readouterr()
         assert ("could not be compared together: no engine" in error) == (status == "done")
         assert ("the disk is full" in error) == (status == "failed")
-        assert (f"this goes on in outputs/sweeps/{folder.name}; hydra.sweep.dir= begins anew" in out) == again
+        assert (f"these jobs were begun before, in outputs/sweeps/{folder.name}, and go on;" in out) == again
 
 
 def test_a_preset_in_two_folders_is_refused(tmp_path, monkeypatch):

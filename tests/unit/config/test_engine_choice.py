@@ -1,11 +1,14 @@
 """What infer=auto is; only the question for the GPU is answered by the test."""
 
+import json
+from dataclasses import asdict
+
 import pytest
 
 from sd_quant.config import artifact, deciding, engine_choice, plans
 from sd_quant.engines import gpu
-from sd_quant.engines.tensorrt.plan import RTX_HEADER
-from sd_quant.errors import ConfigError
+from sd_quant.engines.tensorrt.plan import RTX_HEADER, PlanReport
+from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.stages import job_folder
 
 NO_GPU = "there is no NVIDIA GPU that torch can use"
@@ -90,5 +93,10 @@ def test_the_engine_of_a_run_is_what_runs_the_plans_that_it_has(job, on, run):
     assert chosen("SM120") == ("openvino", "the GPU is SM120, and the plans are for SM89")
     given = {f"files.{path.stem}": str(path) for path in sorted((run / "plan").iterdir())}
     assert chosen(None, run=None, **given) == ("tensorrt_rtx", "only plans are given")
+    (run / "plan/unet_xl.plan").write_bytes(b"no plan's header")
+    report = PlanReport("a library", "1", [], {}, None, None, {}, "", 0, 0.0, 0)
+    (run / "plan/unet_xl.plan.json").write_text(json.dumps(asdict(report)))
+    with pytest.raises(ArtifactError, match="is said to be of a library, expected tensorrt or tensorrt_rtx"):
+        chosen(None)
     onnx = {"files.vae": str(artifact(run, "onnx", "vae"))}
     assert chosen("SM89", **onnx) == ("openvino", "there is no plan of vae")

@@ -98,3 +98,8 @@ def test_a_conv_takes_no_input_in_blocks():
 def test_by_default_plans_are_for_the_usual_targets_that_have_the_format(preset, level, targets):
     found = job(preset, {"quant_level": level})
     assert targets_for(found.trt, set().union(*found.formats().values())) == targets
+
+
+@pytest.mark.parametrize("preset", ["mxfp4_weight_only", "int8_weight_only"])
+def test_torch_computes_weights_alone_in_every_format(preset):
+    assert job(preset, {"infer.engine": "torch_native"}).infer.engine == "torch_native"
