@@ -16,7 +16,7 @@ import re
 import signal
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -67,6 +67,11 @@ def alpha_of(value: object, smoothing: str, preset: object) -> object:
     return given(value, None if smoothing == "none" else preset)
 
 
+def case(value: str, choices: Mapping[str, object]) -> object:
+    """The one of ``choices`` that is named ``value``, else ``else``: what differs between presets that are varied."""
+    return choices.get(value, choices["else"])
+
+
 def own_side(axis: int, path: object, usual: int) -> int:
     """Pixels of the images that a checkpoint was made for, down or across; ``usual`` if it does not say."""
     size = own_size(input_path(str(path)))
@@ -80,6 +85,7 @@ OmegaConf.register_new_resolver(
 OmegaConf.register_new_resolver("own_width", partial(own_side, 1), replace=True)
 OmegaConf.register_new_resolver("given", given, replace=True)  # ${given:...} in conf
 OmegaConf.register_new_resolver("alpha_of", alpha_of, replace=True)
+OmegaConf.register_new_resolver("case", case, replace=True)
 OmegaConf.register_new_resolver("job_name", sweep.name_of_job, replace=True)
 OmegaConf.register_new_resolver("places", placement.places, replace=True)
 

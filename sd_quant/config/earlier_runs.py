@@ -26,7 +26,8 @@ BEFORE: dict[str, dict[str, object]] = {
 
 def completed(knobs: dict) -> dict:
     """The knobs of a run's ``config.yaml``, with those that its version did not have."""
-    return knobs | {section: before | knobs.get(section, {}) for section, before in BEFORE.items()}
+    sections = {section: before | knobs.get(section, {}) for section, before in BEFORE.items()}
+    return {"compiled_baseline": False} | knobs | sections
 
 
 def run_job(run: str) -> QuantizeJob:

@@ -15,7 +15,7 @@ from sd_quant.config.images import Infer
 from sd_quant.config.model import Model
 from sd_quant.config.plans import NO_FP32, Trt, check_batch, check_plan_size, targets_for
 from sd_quant.config.recipe import Quantize, check_recipe
-from sd_quant.engines import PLAN_BUILDERS, RUNTIMES, check_installed
+from sd_quant.engines import COMPILED, PLAN_BUILDERS, RUNTIMES, check_installed
 from sd_quant.errors import ConfigError, ResourceError
 from sd_quant.hand_over import TARGETS, UNETS
 from sd_quant.knobs import check, one_of
@@ -42,6 +42,9 @@ class QuantizeJob:
     metrics: Metrics
     trackers: Annotated[list[str], one_of(TRACKERS, each=True), "who is told of a finished run, beside its own record"]
     published: Annotated[str | None, "file of published latencies, shown beside a sweep's"]
+    compiled_baseline: Annotated[
+        bool, "whether the unquantized denoiser by torch after torch.compile is timed in the engines' rounds too"
+    ]
     hand_over: Annotated[
         list[str], one_of(TARGETS, each=True), "tools in whose own formats the result is written too, see hand_over.py"
     ]
@@ -63,6 +66,9 @@ class QuantizeJob:
         )
         check(NO_FP32 not in (self.trt.targets or ()), "trt.targets", self.trt.targets, expected)
         check_engine(self.infer.engine, self.quantize, self.trt)
+        expected = f"false, because with infer.engine={COMPILED} the unquantized engine is that baseline"
+        fits = not (self.compiled_baseline and self.infer.engine == COMPILED)
+        check(fits, "compiled_baseline", self.compiled_baseline, expected)
         expected = "null, because a run keeps everything in hydra.run.dir"
         check(self.infer.out_path is None, "infer.out_path", self.infer.out_path, expected)
         self.model.encoder |= self.infer.image is not None

@@ -104,6 +104,7 @@ RUNTIMES: dict[str, Runtime] = {
     )
 }  # fmt: skip
 WITHOUT_A_GPU = "openvino"  # what computes where no plan runs
+COMPILED = "torch_compiled"  # the framework's own way to be fast
 PLAN_BUILDERS = [name for name, runtime in RUNTIMES.items() if runtime.file == "plan"]
 
 

@@ -1,15 +1,16 @@
 """A sweep's latencies by batch size in the shape of somebody's published tables, with their figures beside ours.
 
-Two tables, as in NeMo's documentation: the framework against the quantized engine, and the unquantized engine against
-it, from prompt to image. Each stands in the page's own layout, of our figures alone, and with the page's figures beside
-them, milliseconds or speed-ups alone. Another machine, engine or number of steps makes the milliseconds incomparable,
-so the caption says what differs; what may be compared is the speed-up.
+A table for each format that ran and each baseline that the page has, from prompt to image. NeMo's documentation has two
+baselines, the framework and the unquantized engine. Each table stands in the page's own layout, of our figures alone,
+and with the page's figures beside them, milliseconds or speed-ups alone. Another machine, engine or number of steps
+makes the milliseconds incomparable, so the caption says what differs; what may be compared is the speed-up.
 """
 
 import html
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import yaml
@@ -19,12 +20,19 @@ from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.report.record import at, why
 from sd_quant.report.summary import SWEEP, Row, Sweep, markdown_text, rows
 
-BASELINES = {"framework": "framework", "unquantized": "unquantized engine"}
+BASELINES = {"framework": "framework", "compiled": "compiled framework", "unquantized": "unquantized engine"}
 RATIOS = {baseline: f"over_{baseline}" for baseline in BASELINES}  # published without milliseconds: over_framework
+FIGURES = (*BASELINES, "quantized", *RATIOS.values())  # that a batch may have
 CONDITIONS = ("machine", "engine", "precision", "steps", "resolution")
 MEDIANS = "From prompt to image, medians"
 OWN = 4  # columns of a published table: batch, baseline, quantized engine, speed-up
-OURS = {"framework": "image_torch_ms", "unquantized": "image_full_precision_ms", "quantized": "image_ms"}
+OURS = {
+    "framework": "image_torch_ms",
+    "compiled": "image_compiled_ms",
+    "unquantized": "image_full_precision_ms",
+    "quantized": "image_ms",
+}
+INTERVALS = {"compiled": "image_over_compiled", "unquantized": "image_speedup"}  # columns of rounds in common
 
 
 @dataclass(frozen=True)
@@ -46,18 +54,31 @@ def read_published(text: str, name: str) -> dict:
 
 
 def read_figures(content: Mapping) -> dict:
-    """The figures and the conditions under which they were measured. Raises KeyError, TypeError and the like."""
+    """The figures and the conditions under which they were measured. Raises KeyError, TypeError and the like.
+
+    A batch has ratios, or milliseconds of the quantized engine and of a baseline. A figure is a number, or one for each
+    format: ``{INT8: 1.72, FP8: 1.95}``.
+    """
     batches = {}
     for batch, figures in content["batches"].items():
-        names = [name for name in RATIOS.values() if name in figures] or OURS  # a batch has ratios or milliseconds
-        batches[str(int(batch))] = {name: float(figures[name]) for name in names}
-    if not all(math.isfinite(value) and value > 0 for figures in batches.values() for value in figures.values()):
-        raise ValueError("a latency or a ratio that is none")
+        compared = "quantized" in figures and any(name in figures for name in BASELINES)
+        if not figures.keys() <= set(FIGURES) or not (compared or figures.keys() & set(RATIOS.values())):
+            raise ValueError(f"batch {batch} has {', '.join(map(str, figures)) or 'nothing'}")
+        batches[str(int(batch))] = {name: read_figure(figure) for name, figure in figures.items()}
     return {name: str(content[name]) for name in ("title", *CONDITIONS)} | {"batches": batches}
 
 
+def read_figure(figure: Any) -> float | dict[str, float]:
+    """A latency or a ratio, or one by format. Raises ValueError and TypeError for what is none."""
+    if isinstance(figure, Mapping):
+        return {str(name): read_figure(each) for name, each in figure.items()}  # type: ignore[misc]
+    if not (math.isfinite(value := float(figure)) and value > 0):
+        raise ValueError("a latency or a ratio that is none")
+    return value
+
+
 def published_tables(sweep: Sweep) -> list[Table]:
-    """A table for each baseline; none where the sweep has no published figures, or no job has a latency.
+    """Tables for each format and baseline; none where the sweep has no published figures, or no job has a latency.
 
     Raises ArtifactError when the sweep's plan holds damaged ones.
     """
@@ -74,23 +95,24 @@ def published_tables(sweep: Sweep) -> list[Table]:
         raise ArtifactError(
             f"{sweep.directory / SWEEP} holds published figures that are none ({why(error)}); start the sweep again"
         ) from error
-    fmt, caption = formats_of([record for _, record in measured]), caption_of(theirs, measured[0][1])
+    by_format: dict[str, list[tuple[Row, Mapping[str, Any]]]] = {}
+    for row, record in measured:
+        by_format.setdefault(formats_of(record), []).append((row, record))
+    known = {name for figures in theirs["batches"].values() for name in figures}
+    shown = [name for name, ratio in RATIOS.items() if {name, ratio} & known]
     tables = []
-    for baseline, title in BASELINES.items():
-        lines = [
-            line(row, batch_of(record), baseline, at(theirs, "batches", str(batch_of(record))))
-            for row, record in measured
-        ]
+    for (fmt, jobs), baseline in product(by_format.items(), shown):
+        title, caption = BASELINES[baseline], caption_of(theirs, jobs[0][1])
+        lines = [line(row, record, baseline, figures_of(theirs, record)) for row, record in jobs]
         heading, columns = f"{title.capitalize()} against {fmt} engine", header(title, fmt, theirs["title"])
         tables.append(Table(heading, columns[:OWN], [cells[:OWN] for cells in lines], f"{MEDIANS}."))
         tables.append(Table(f"{heading}, beside {theirs['title']}", columns, lines, caption))
     return tables
 
 
-def formats_of(records: Sequence[Mapping[str, Any]]) -> str:
-    """The formats of these jobs' weights as a heading names them, such as INT8."""
-    kinds = [at(record, "knobs", "enable") or {} for record in records]
-    names = {at(kind, layer, "weight") for kind in kinds for layer in ("conv", "linear")} - {None}
+def formats_of(record: Mapping[str, Any]) -> str:
+    """The formats of a job's weights as a heading names them, such as INT8."""
+    names = {at(record, "knobs", "enable", layer, "weight") for layer in ("conv", "linear")} - {None}
     return " and ".join(sorted(name.upper() for name in names)) or "quantized"
 
 
@@ -99,27 +121,33 @@ def header(title: str, fmt: str, source: str) -> list[str]:
     return ["batch", *columns, *(f"{source}: {column}" for column in columns)]
 
 
-def batch_of(record: Mapping[str, Any]) -> int:
-    return at(record, "knobs", "infer", "batch_size")
+def figures_of(theirs: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, float] | None:
+    """What was published for a job's batch, and for its format where figures are by format."""
+    figures, fmt = at(theirs, "batches", str(at(record, "knobs", "infer", "batch_size"))), formats_of(record)
+    if figures is None:
+        return None
+    own = {name: figure.get(fmt) if isinstance(figure, Mapping) else figure for name, figure in figures.items()}
+    return {name: figure for name, figure in own.items() if figure is not None}
 
 
-def line(row: Row, batch: int, baseline: str, theirs: Mapping[str, float] | None) -> list[str]:
-    ours = {name: row[OURS[name]] for name in (baseline, "quantized")}
+def line(row: Row, record: Mapping[str, Any], baseline: str, theirs: Mapping[str, float] | None) -> list[str]:
+    ours, batch = (
+        {name: row[OURS[name]] for name in (baseline, "quantized")},
+        at(record, "knobs", "infer", "batch_size"),
+    )
     figures = [cells(medians, baseline) if medians else ["–"] * 3 for medians in (ours, theirs)]
     note = " (slower)" if ours[baseline] and round(ours[baseline] / ours["quantized"], 2) < 1 else ""
-    low, high = (row[f"image_speedup_{end}"] for end in ("low", "high"))
-    half = f" ± {(high - low) / 2:.3f}" if baseline == "unquantized" and low is not None else ""
+    low, high = (row.get(f"{INTERVALS.get(baseline)}_{end}") for end in ("low", "high"))
+    half = f" ± {(high - low) / 2:.3f}" if low is not None and high is not None else ""
     return [str(batch), *figures[0][:2], figures[0][2] + half + note, *figures[1]]
 
 
 def cells(medians: Mapping[str, Any], baseline: str) -> list[str]:
-    if "quantized" not in medians:
-        ratio = medians.get(RATIOS[baseline])
-        return ["–", "–", "–" if ratio is None else f"{ratio:g}x"]
-    base, quantized = medians[baseline], medians["quantized"]
-    if base is None:
-        return ["–", f"{quantized:,.2f}", "–"]
-    return [f"{base:,.2f}", f"{quantized:,.2f}", f"{base / quantized:.3f}x"]
+    base, quantized, ratio = (medians.get(name) for name in (baseline, "quantized", RATIOS[baseline]))
+    shown = [f"{each:,.2f}" if each is not None else "–" for each in (base, quantized)]
+    if base is not None and quantized is not None:
+        return [*shown, f"{base / quantized:.3f}x"]
+    return [*shown, "–" if ratio is None else f"{ratio:g}x"]
 
 
 def caption_of(theirs: Mapping[str, Any], record: Mapping[str, Any]) -> str:
@@ -129,14 +157,14 @@ def caption_of(theirs: Mapping[str, Any], record: Mapping[str, Any]) -> str:
     ours = {
         "machine": ", ".join(machine.get("gpus") or []) or f"{machine.get('cpu')}, {machine.get('usable_cores')} cores",
         "engine": f"{engine} {at(record, 'environment', 'versions', engine)}",
-        "precision": f"{baseline} beside {formats_of([record])}",
+        "precision": f"{baseline} beside {formats_of(record)}",
         "steps": infer.get("steps"),
         "resolution": f"{infer.get('width')}x{infer.get('height')}",
     }
     differing = "; ".join(f"{name}: {ours[name]} here, {theirs[name]} there" for name in CONDITIONS)
     return (
         f"{MEDIANS}, at guidance_scale {infer.get('scale')} here; ± is the 95 % interval of a "
-        f"speed-up over the unquantized engine. {differing}."
+        f"speed-up over what was timed in the same rounds. {differing}."
     )
 
 

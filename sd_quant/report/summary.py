@@ -270,10 +270,21 @@ def latencies_of(job: Job, measured_together: bool) -> dict[str, float | None]:
         **interval_columns("denoiser_speedup", intervals[0]),
         "image_ms": milliseconds[2],
         "image_full_precision_ms": milliseconds[3],
+        **compiled_columns(job.timed, milliseconds[2]),
         "image_torch_ms": latency_of(job.record, FRAMEWORK, IMAGE, batch).full_precision.value,
         "image_speedup": speedups[1],
         **interval_columns("image_speedup", intervals[1]),
         "image_relative_time": quotient(Number(1), Number(speedups[1])).value,
+    }
+
+
+def compiled_columns(timed: Timed | None, image_ms: float | None) -> dict[str, float | None]:
+    """An image with the calls of the compiled framework, and how much faster the quantized engine's is."""
+    over = None if timed is None else timed.image_over_compiled()
+    return {
+        "image_compiled_ms": image_ms * over.value if over is not None and image_ms is not None else None,
+        "image_over_compiled": over.value if over is not None else None,
+        **interval_columns("image_over_compiled", over),
     }
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from sd_quant.engines import COMPILED
 from sd_quant.metrics import Against, fidelity_scores
 from sd_quant.metrics.intervals import mean_interval
 from sd_quant.report.record import (
@@ -36,7 +37,7 @@ SWEPT = ("psnr_db", "lpips", "denoiser_speedup", "image_ms", "denoiser_bits")  #
 def run_table(record: Mapping[str, Any]) -> str:
     """The closing table as plain text, lines ending in a newline. Works on any record, a failed run's too."""
     reasons: list[str] = []
-    engines = [name for name in names(record, "latency") if name != FRAMEWORK]
+    engines = [name for name in names(record, "latency") if name not in baselines_of(record)]
     sections = [
         _heading(record),
         [sentence for engine in engines for sentence in _warnings(record, engine)],
@@ -110,23 +111,28 @@ def _parts(record: Mapping[str, Any], engine: str, reasons: list[str]) -> list[s
 
 
 def _image(record: Mapping[str, Any], engine: str, reasons: list[str]) -> list[str]:
-    rows = []
+    rows, baselines = [], baselines_of(record)
     for batch in names(record, "latency", engine, IMAGE) or ["1"]:
-        framework = latency_of(record, FRAMEWORK, IMAGE, batch).full_precision
-        rows.append([f"{FRAMEWORK}, full precision", batch, _cell(framework, _milliseconds, reasons), "", ""])
+        known = [latency_of(record, name, IMAGE, batch).full_precision for name in baselines]
+        for name, milliseconds in zip(baselines, known, strict=True):
+            cell = _cell(milliseconds, _milliseconds, reasons)
+            rows.append([f"{name}, full precision", batch, cell, *[""] * len(baselines), ""])
         if engine == FRAMEWORK:
             continue
         full, quantized, speedup, reach = latency_of(record, engine, IMAGE, batch)
-        rows.append([
-            f"{engine}, full precision", batch, _cell(full, _milliseconds, reasons),
-            _cell(quotient(framework, full), _times, reasons), "",
-        ])  # fmt: skip
-        rows.append([
-            f"{engine}, quantized", batch, _cell(quantized, _milliseconds, reasons),
-            _cell(quotient(framework, quantized), _times, reasons),
-            _cell(speedup, partial(_times, reach=reach), reasons),
-        ])  # fmt: skip
-    return _align(["prompt to image, median", "batch", "latency", f"vs {FRAMEWORK}", "vs full precision"], rows)
+        for variant, milliseconds in (("full precision", full), ("quantized", quantized)):
+            over = [_cell(quotient(baseline, milliseconds), _times, reasons) for baseline in known]
+            cell = _cell(milliseconds, _milliseconds, reasons)
+            own = _cell(speedup, partial(_times, reach=reach), reasons) if milliseconds is quantized else ""
+            rows.append([f"{engine}, {variant}", batch, cell, *over, own])
+    compared = [f"vs {name}" for name in baselines]
+    return _align(["prompt to image, median", "batch", "latency", *compared, "vs full precision"], rows)
+
+
+def baselines_of(record: Mapping[str, Any]) -> list[str]:
+    """What the engines of a record are compared with: the framework and, where both were timed, the compiled one."""
+    compiled = COMPILED in names(record, "latency") and at(record, "knobs", "infer", "engine") != COMPILED
+    return [FRAMEWORK, *([COMPILED] if compiled else [])]
 
 
 def _fidelity(record: Mapping[str, Any], reasons: list[str]) -> list[str]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
+from sd_quant.engines import COMPILED
 from sd_quant.metrics.intervals import Interval, ratio_interval, sum_of
 from sd_quant.metrics.neighbours import busy
 from sd_quant.report.record import IMAGE, LARGEST, VARIANTS, Conditions, at, check_shape, read_object
@@ -33,6 +34,7 @@ class Block(TypedDict):
     rest: float  # what an image takes beside its calls of the denoiser, as a share of what those take
     image_ms: float  # of the unquantized engine, median
     reference_ms: list[float]  # one call of the unquantized denoiser in each round
+    compiled_ms: list[float] | None  # the same by the compiled framework, where a job asks for that baseline
     subjects: list[Subject]
     rounds: Conditions
     seconds: float
@@ -62,6 +64,7 @@ class Timed:
     quantized: list[float]
     rest: float  # what an image takes beside these calls, as a share of what they take unquantized
     image_ms: float  # of the unquantized engine
+    compiled: list[float] | None = None  # milliseconds of the same call by the compiled framework, where it was timed
 
     @property
     def images(self) -> tuple[list[float], list[float]]:
@@ -74,6 +77,12 @@ class Timed:
 
     def image_speedup(self, confidence: float = 0.95) -> Interval:
         return ratio_interval(*self.images, confidence)
+
+    def image_over_compiled(self) -> Interval | None:
+        """How much faster an image is than with the calls of the compiled framework; None where it was not timed."""
+        if self.compiled is None:
+            return None
+        return ratio_interval(in_image(self.full_precision, self.compiled, self.rest), self.images[1])
 
 
 def in_image(reference: Sequence[float], samples: Sequence[float], rest: float) -> list[float]:
@@ -115,7 +124,7 @@ def timed_together(timing: Mapping[str, Any] | None) -> dict[str, Timed]:
     for number, block in enumerate(at(timing, "blocks") or []):
         for subject in block["subjects"]:
             rounds = block["reference_ms"], subject["samples_ms"]
-            known = Timed(f"block {number}", *rounds, block["rest"], block["image_ms"])
+            known = Timed(f"block {number}", *rounds, block["rest"], block["image_ms"], block.get("compiled_ms"))
             check_rounds(known)
             found |= dict.fromkeys(subject["jobs"], known)
     return found
@@ -134,7 +143,8 @@ def rounds_of(block: str, latency: Any, engine: str, part: str, samples: int, ba
     rest, image_ms = (at(image, VARIANTS[0], name) for name in ("rest", "p50_ms"))
     if not full or not quantized or None in (rest, image_ms):
         return None
-    known = Timed(block, full, quantized, rest, image_ms)
+    compiled = at(latency, COMPILED, part, str(samples), VARIANTS[0], "samples_ms") if engine != COMPILED else None
+    known = Timed(block, full, quantized, rest, image_ms, compiled)
     try:
         check_rounds(known)
     except ValueError:
@@ -143,8 +153,9 @@ def rounds_of(block: str, latency: Any, engine: str, part: str, samples: int, ba
 
 
 def check_rounds(timed: Timed) -> None:
-    numbers = [*timed.full_precision, *timed.quantized, timed.image_ms]
-    if len(timed.full_precision) != len(timed.quantized) or not timed.quantized:
+    rounds = [timed.full_precision, timed.quantized, *([] if timed.compiled is None else [timed.compiled])]
+    numbers = [*(number for each in rounds for number in each), timed.image_ms]
+    if len(set(map(len, rounds))) > 1 or not timed.quantized:
         raise ValueError("rounds that do not match the reference's")
     if not all(1 / LARGEST < number < LARGEST for number in numbers) or timed.rest < 0:
         raise ValueError("a latency that is not above zero")

@@ -2,14 +2,17 @@
 
 Where memory holds both engines they are timed in the same rounds, and torch in rounds of its own: its threads go on
 spinning for a while behind each call, and the engine that comes next has fewer processors, which makes the ratio of the
-engines two to three times as noisy. Where memory does not hold them, all are timed one after the other, and the time of
-an image is added up from those of its parts; the record says so.
+engines two to three times as noisy. The compiled framework, a baseline for those who ask for it, is timed in the rounds
+of the engines all the same: it is there to be compared with them, and on a GPU nothing spins. Where memory does not
+hold them, all are timed one after the other, and the time of an image is added up from those of its parts; the record
+says so.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 
 from sd_quant.config import Infer, Timing
+from sd_quant.engines import COMPILED
 from sd_quant.engines.base import Engine
 from sd_quant.inference.timed_calls import (
     WARMUP_IMAGES,
@@ -24,14 +27,15 @@ from sd_quant.metrics.latency import Rounds, Stopping, clock_of, measure_togethe
 from sd_quant.models.checkpoint import Checkpoint, contracts_of
 from sd_quant.progress import progress
 from sd_quant.report.record import FRAMEWORK as TORCH
-from sd_quant.report.record import IMAGE, VARIANTS, Conditions
+from sd_quant.report.record import IMAGE, Conditions
 from sd_quant.report.timing import in_image
 from sd_quant.stages.compare import Engines
 from sd_quant.stages.generate import sampling_of
-from sd_quant.stages.variants import FRAMEWORK, FULL_PRECISION, QUANTIZED
+from sd_quant.stages.variants import COMPILED_FRAMEWORK, FRAMEWORK, FULL_PRECISION, QUANTIZED
 
 NOT_QUANTIZED = {"p50_ms": None, "reason": "not quantized"}
 COMPOSED = "the unquantized engine's image with the quantized denoiser's calls in it"
+COMPOSED_COMPILED = "the unquantized engine's image with the compiled denoiser's calls in it"
 FROM_PARTS = "from single calls, as memory does not hold everything at once"
 USED = ("others", "steal")  # who used the processors beside this process
 TOO_FEW = "too few rounds for an interval; raise infer.num_timed_runs or timing.budget_s"
@@ -46,18 +50,19 @@ def compare_latency(
     together: bool,
     simulated: str | None = None,
 ) -> dict:
-    """The record's ``latency``.
+    """The record's ``latency``; the compiled framework's denoiser is timed where ``engines`` have one.
 
     ``together`` says whether all variants may be open at once, ``simulated`` why the quantized variant is no engine and
     so is not timed; None where it is one.
     """
     untimed = NOT_QUANTIZED if simulated is None else {"p50_ms": None, "reason": f"simulated: {simulated}"}
     contracts, sampling, denoiser = contracts_of(checkpoint), sampling_of(infer), checkpoint.family.DENOISER
-    framework, runtime = dict[str, dict](), dict[str, dict]()
+    framework, compiled, runtime = dict[str, dict](), dict[str, dict](), dict[str, dict]()
     medians: dict[str, dict[str, float]] = {FRAMEWORK: {}, FULL_PRECISION: {}}  # by variant and part
     with progress(len(contracts) + 1, "latency") as advance:
         for part in contracts:
             compared_with = [QUANTIZED] if part == denoiser and simulated is None else []
+            compared_with += [COMPILED_FRAMEWORK] if part == denoiser and COMPILED_FRAMEWORK in engines else []
             turns = [[FULL_PRECISION, *compared_with], [FRAMEWORK]]  # torch's threads spin behind a call of its own
             if not together:
                 turns = [[name] for turn in turns for name in turn]
@@ -78,6 +83,8 @@ def compare_latency(
                 found = compared(times[FULL_PRECISION]["samples_ms"], times[QUANTIZED]["samples_ms"])
                 found["rounds"] = conditions(rounds, FULL_PRECISION)
                 runtime[part][samples] |= {QUANTIZED: times[QUANTIZED], **found}
+            if COMPILED_FRAMEWORK in times:
+                compiled[part] = {samples: {FULL_PRECISION: times[COMPILED_FRAMEWORK]}}
             for name, each in medians.items():
                 each[part] = times[name]["p50_ms"]
             advance()
@@ -92,12 +99,22 @@ def compare_latency(
     framework[IMAGE] = {batch: {FULL_PRECISION: image_entry(images[FRAMEWORK], together)}}
     full, quantized = image_entry(images[FULL_PRECISION], together), untimed
     runtime[IMAGE] = {batch: {FULL_PRECISION: full, QUANTIZED: quantized}}
+    rest, reference = images[FULL_PRECISION].rest, call[FULL_PRECISION]["samples_ms"]
+
+    def over_full_precision(samples: Sequence[float]) -> dict:
+        return compared(in_image(reference, reference, rest), in_image(reference, samples, rest))
+
     if simulated is None:
-        rest, (reference, own) = images[FULL_PRECISION].rest, (call[name]["samples_ms"] for name in VARIANTS)
-        found = compared(in_image(reference, reference, rest), in_image(reference, own, rest))
+        found = over_full_precision(call[QUANTIZED]["samples_ms"])
         quantized = {"p50_ms": full["p50_ms"] / found["speedup"], "composed": COMPOSED if together else FROM_PARTS}
         runtime[IMAGE][batch] |= {QUANTIZED: quantized, **found}
-    return {TORCH: framework, infer.engine: runtime}
+    if not compiled:
+        return {TORCH: framework, infer.engine: runtime}
+    (found,) = compiled[denoiser].values()
+    speedup = over_full_precision(found[FULL_PRECISION]["samples_ms"])["speedup"]
+    entry = {"p50_ms": full["p50_ms"] / speedup, "composed": COMPOSED_COMPILED if together else FROM_PARTS}
+    compiled[IMAGE] = {batch: {FULL_PRECISION: entry}}
+    return {TORCH: framework, COMPILED: compiled, infer.engine: runtime}
 
 
 def part_rounds(

@@ -4,6 +4,7 @@ Torch computes on the GPU where there is one.
 """
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 from sd_quant.config import Infer
 from sd_quant.devices import best_device
-from sd_quant.engines import RUNTIMES, load_engine
+from sd_quant.engines import COMPILED, RUNTIMES, load_engine
 from sd_quant.engines.base import Engine
 from sd_quant.engines.replayed import Replayed
 from sd_quant.engines.torch import TorchEngine, compiled, dtype_on, placed
@@ -59,6 +60,11 @@ def open_torch_engine(checkpoint: Checkpoint, infer: Infer, part: str, assignmen
     if RUNTIMES[infer.engine].compiled:
         compiled(engine.module)
     return replayed(engine, infer)
+
+
+def open_compiled(checkpoint: Checkpoint, infer: Infer, part: str) -> Engine:
+    """A part computed by torch after compilation, whatever ``infer.engine`` is."""
+    return open_torch_engine(checkpoint, replace(infer, engine=COMPILED), part)
 
 
 def open_simulated(checkpoint: Checkpoint, assignment: Assignment) -> TorchEngine:

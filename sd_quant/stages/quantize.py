@@ -115,7 +115,7 @@ def run(job: QuantizeJob, directory: Path, facts: dict, tracer: Tracer) -> Recor
         chosen = choose(loaded, statistics, directory, step)
         assignment = chosen.assignment
         rows = rows_of(job.hand_over, assignment)  # refused before anything is exported
-        variants = variants_of(loaded, job.infer, assignment, directory, simulated)
+        variants = variants_of(loaded, job.infer, assignment, directory, simulated, job.compiled_baseline)
         with step("pictures"):
             share()
             framework = framework_images(

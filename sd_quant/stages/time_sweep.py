@@ -24,12 +24,12 @@ from typing import Any
 import yaml
 
 from sd_quant.checkpoints.plain_yaml import load_yaml
-from sd_quant.config import Infer, QuantizeJob, Timing, artifact, completed
+from sd_quant.config import QuantizeJob, Timing, artifact, completed
 from sd_quant.engines import RUNTIMES
 from sd_quant.engines.onnx_input import onnx_files
 from sd_quant.errors import ArtifactError, SdQuantError, exit_with_its_code
 from sd_quant.files import digest, sha256, write_json
-from sd_quant.inference.memory import QUANTIZED, gpu_memory_of_variant, memory_of_variant
+from sd_quant.inference.memory import QUANTIZED, TORCH, gpu_memory_of_variant, memory_of_variant
 from sd_quant.knobs import read
 from sd_quant.metrics.memory import available_cuda_memory_bytes, available_memory_bytes
 from sd_quant.models.checkpoint import Checkpoint, part_parameters
@@ -41,11 +41,11 @@ from sd_quant.report.summary import SWEEP, Job, machine_of, read_sweep
 from sd_quant.report.timing import TIMING, Block, LeftOut, Subject, TimingRecord, read_timing
 from sd_quant.stages.latency import conditions, denoiser_rounds
 from sd_quant.stages.load import open_model
-from sd_quant.stages.open_parts import open_file
+from sd_quant.stages.open_parts import open_compiled, open_file
 from sd_quant.stages.resources import workload_of
 
 LOG = logging.getLogger(__name__)
-REFERENCE = "unquantized"
+REFERENCE, COMPILED = "unquantized", "compiled"
 NO_ROOM = "memory does not hold its engine beside the unquantized one"
 SAME_MACHINE = ("cpu", "logical_cores", "memory_bytes", "gpus")  # a launcher may have given a job fewer of its cores
 
@@ -87,7 +87,7 @@ def time_sweep(directory: Path, again: bool = False) -> None:
             add(workloads, knobs, job)
         except (SdQuantError, OSError, ValueError, TypeError, KeyError, RecursionError, yaml.YAMLError) as error:
             left_out.append({"job": job.name, "reason": f"its files cannot be read: {error}"})
-    at_once = {key: most_at_once(open_model(work.job.model), work.job.infer) for key, work in workloads.items()}
+    at_once = {key: most_at_once(open_model(work.job.model), work.job) for key, work in workloads.items()}
     for key in [key for key, count in at_once.items() if count == 0]:
         names = [name for names in workloads.pop(key).jobs.values() for name in names]
         left_out += [LeftOut(job=name, reason=NO_ROOM) for name in names]
@@ -121,6 +121,7 @@ def add(workloads: dict[str, Workload], knobs: QuantizeJob, job: Job) -> None:
     same = (
         infer.width, infer.height, infer.batch_size, infer.steps, infer.scale, infer.precision, infer.cuda_graph,
         infer.image, infer.mask, infer.strength,  # by which an image takes fewer steps, and an encoder beside them
+        knobs.compiled_baseline,
     )  # fmt: skip
     key = digest(infer.engine, str(same), str(weights_sha256(job.record)), hash_of(reference))
     image = at(job.record, "latency", infer.engine, IMAGE, str(infer.batch_size), VARIANTS[0])
@@ -143,11 +144,14 @@ def blocks_of(work: Workload, size: int, timing: Timing) -> Iterator[Block]:
     """Time all engines of a workload, ``size`` of them at once beside the unquantized one."""
     infer, checkpoint = work.job.infer, open_model(work.job.model)
     reference, hashes = open_file(work.reference, infer), list(work.engines)
+    baselines = {REFERENCE: reference}
+    if work.job.compiled_baseline:
+        baselines[COMPILED] = open_compiled(checkpoint, infer, checkpoint.family.DENOISER)
     for start in range(0, len(hashes), size):
         block = hashes[start : start + size]
         LOG.info("timing %d engines beside the unquantized one, for at most %g s", len(block), timing.budget_s)
         began = perf_counter()
-        engines = {REFERENCE: reference} | {each: open_file(work.engines[each], infer) for each in block}
+        engines = baselines | {each: open_file(work.engines[each], infer) for each in block}
         rounds = denoiser_rounds(checkpoint, engines, infer, timing)
         for each in block:
             engines[each].close()
@@ -156,20 +160,23 @@ def blocks_of(work: Workload, size: int, timing: Timing) -> Iterator[Block]:
             rest=work.rest,
             image_ms=work.image_ms,
             reference_ms=rounds.samples[REFERENCE],
+            compiled_ms=rounds.samples.get(COMPILED),
             subjects=[Subject(sha256=each, jobs=work.jobs[each], samples_ms=rounds.samples[each]) for each in block],
             rounds=conditions([rounds], REFERENCE),
             seconds=perf_counter() - began,
         )
-    reference.close()
+    for engine in baselines.values():
+        engine.close()
 
 
-def most_at_once(checkpoint: Checkpoint, infer: Infer) -> int:
+def most_at_once(checkpoint: Checkpoint, job: QuantizeJob) -> int:
     """How many quantized denoisers memory holds beside one whole unquantized variant; it may be none."""
-    parameters, work = part_parameters(checkpoint), workload_of(infer)
-    each = QUANTIZED * parameters[checkpoint.family.DENOISER]
-    rooms = [available_memory_bytes() - sum(memory_of_variant(parameters, work).values())]
+    parameters, work = part_parameters(checkpoint), workload_of(job.infer)
+    weights = parameters[checkpoint.family.DENOISER]
+    each, compiled = QUANTIZED * weights, TORCH * weights if job.compiled_baseline else 0
+    rooms = [available_memory_bytes() - sum(memory_of_variant(parameters, work).values()) - compiled]
     if (gpu := available_cuda_memory_bytes()) is not None and (taken := gpu_memory_of_variant(parameters, work)):
-        rooms.append(gpu - sum(taken.values()))
+        rooms.append(gpu - sum(taken.values()) - compiled)
     return max(0, int(min(rooms) / each))
 
 

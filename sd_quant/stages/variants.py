@@ -1,4 +1,6 @@
-"""The three variants of the model that are compared: framework, unquantized engine, quantized engine.
+"""The variants of the model that are compared: framework, unquantized engine, quantized engine.
+
+The compiled framework is a fourth, where it is asked for: a second baseline, of which the denoiser alone is timed.
 
 All of them share one pool of engines. The key of an engine says how its part is opened: the name of a part by the
 framework, a path by the runtime that loads the file, ``Native`` by torch as an engine of its own, and ``SIMULATED`` by
@@ -15,15 +17,23 @@ from sd_quant.engines import RUNTIMES
 from sd_quant.engines.base import Engine
 from sd_quant.engines.pool import Pool, Variant
 from sd_quant.engines.torch import TorchEngine
-from sd_quant.inference.memory import fits, gpu_memory_of_variants, memory_of_part, memory_of_variants
+from sd_quant.inference.memory import (
+    TORCH,
+    bytes_on_gpu,
+    fits,
+    gpu_memory_of_variants,
+    memory_of_part,
+    memory_of_variants,
+)
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.stages.load import Loaded
-from sd_quant.stages.open_parts import open_file, open_simulated, open_torch, open_torch_engine
+from sd_quant.stages.open_parts import open_compiled, open_file, open_simulated, open_torch, open_torch_engine
 from sd_quant.stages.resources import workload_of
 
 FRAMEWORK, FULL_PRECISION, QUANTIZED = "framework", "full_precision", "quantized"
 SIMULATED = "simulated"  # the key of the denoiser that torch computes as if it were quantized
+COMPILED_FRAMEWORK = "compiled_framework"
 
 
 @dataclass(frozen=True)
@@ -35,10 +45,18 @@ class Native:
 
 
 @dataclass(frozen=True)
+class Compiled:
+    """The key of a part by the framework after torch.compile."""
+
+    part: str
+
+
+@dataclass(frozen=True)
 class Variants:
     """The engines of all variants, opened when they are asked for."""
 
-    engines: Mapping[str, Mapping[str, Engine]]  # by variant, which is FRAMEWORK, FULL_PRECISION or QUANTIZED, and part
+    # by variant, which is FRAMEWORK, FULL_PRECISION, QUANTIZED or COMPILED_FRAMEWORK, and part
+    engines: Mapping[str, Mapping[str, Engine]]
     pool: Pool  # opens and closes them
     together: bool  # whether memory holds all of them at once
     memory_bytes: float  # the most that they take, all at once or with one part open at a time
@@ -56,18 +74,28 @@ class Variants:
 
 
 def variants_of(
-    loaded: Loaded, infer: Infer, assignment: Mapping[str, LayerAssignment], directory: Path, simulated: str | None
+    loaded: Loaded,
+    infer: Infer,
+    assignment: Mapping[str, LayerAssignment],
+    directory: Path,
+    simulated: str | None,
+    compiled_baseline: bool = False,
 ) -> Variants:
-    """The variants of a run whose files are in ``directory``, none of them open.
+    """The variants of a run whose files are in ``directory``, none of them open; the fourth with a compiled baseline.
 
     Where memory does not hold all of them, one part is open at a time.
     """
     work = workload_of(infer)
     memory, gpu = memory_of_variants(loaded.parameters, work), gpu_memory_of_variants(loaded.parameters, work)
+    if compiled_baseline:
+        memory |= {"compiled": TORCH * loaded.parameters[loaded.denoiser]}
+        gpu |= {"compiled": bytes_on_gpu(work) * loaded.parameters[loaded.denoiser]}
     together = fits(memory, "all variants of the model", gpu)
     most = sum(memory.values()) if together else memory_of_part(loaded.parameters, work)
     pool = Pool(partial(open_engine, loaded.checkpoint, infer, assignment), most=None if together else 1)
     keys = keys_of(loaded, infer.engine, directory, simulated is not None)
+    if compiled_baseline:
+        keys[COMPILED_FRAMEWORK] = {loaded.denoiser: Compiled(loaded.denoiser)}
     return Variants({name: Variant(pool, parts) for name, parts in keys.items()}, pool, together, most, simulated)
 
 
@@ -88,11 +116,13 @@ def keys_of(loaded: Loaded, engine: str, directory: Path, simulated: bool) -> di
 
 
 def open_engine(
-    checkpoint: Checkpoint, infer: Infer, assignment: Mapping[str, LayerAssignment], key: str | Path | Native
+    checkpoint: Checkpoint, infer: Infer, assignment: Mapping[str, LayerAssignment], key: str | Path | Native | Compiled
 ) -> Engine:
     """Open the engine of a key; torch quantizes the denoiser by the ``assignment``."""
     if isinstance(key, Path):
         return open_file(key, infer)
+    if isinstance(key, Compiled):
+        return open_compiled(checkpoint, infer, key.part)
     if isinstance(key, Native):
         return open_torch_engine(checkpoint, infer, key.part, assignment if key.quantized else None)
     return open_simulated(checkpoint, assignment) if key == SIMULATED else open_torch(checkpoint, infer, key)

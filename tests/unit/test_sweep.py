@@ -131,7 +131,9 @@ def test_every_job_of_a_shipped_experiment_has_its_prompts(experiment):
     with initialize_config_dir(str(CONF), version_base="1.3"):
         sweep.plan_of("quantize", [f"experiment={experiment}"], read_job)
     assert jobs and [len(job.calibration_prompts()) for job in jobs] == [job.quantize.calib_size for job in jobs]
-    assert {job.quantize.format for job in jobs} == {"nemo"}, "both are named after NeMo"
+    formats = {"nemo", "fp8"} if experiment == "nvidia_article" else {"nemo"}
+    assert {job.quantize.format for job in jobs} == formats
+    assert {job.quantize.quant_level for job in jobs if job.quantize.format == "fp8"} <= {4.0}, "with attention"
 
 
 def test_jobs_of_the_same_assignment_are_done_once():

@@ -57,13 +57,33 @@ def test_nemos_own_speed_ups_follow_from_its_figures():
 
 
 def test_a_page_may_have_speed_ups_alone():
-    content = yaml.safe_load(NEMO.read_text()) | {
-        "batches": {1: {"over_framework": 1.72}, 2: {"over_unquantized": 1.2}}
-    }
-    page = read_published(yaml.safe_dump(content), "a page")
+    page = page_of({1: {"over_framework": 1.72}, 2: {"over_unquantized": 1.2}})
     framework, unquantized = tables(job(1, 100.0, 50.0, 40.0), job(2, 100.0, 50.0, 40.0), published=page)
     assert [line[4:] for line in framework.lines] == [["–", "–", "1.72x"], ["–", "–", "–"]]
     assert [line[4:] for line in unquantized.lines] == [["–", "–", "–"], ["–", "–", "1.2x"]]
+
+
+def page_of(batches: dict) -> dict:
+    return read_published(yaml.safe_dump(yaml.safe_load(NEMO.read_text()) | {"batches": batches}), "a page")
+
+
+def test_the_article_has_a_ratio_for_each_format_over_the_compiled_framework_in_the_engines_rounds():
+    article = HOME / "examples/published/nvidia_article.yaml"
+    page = read_published(article.read_text(), str(article))
+    compiled = Timed("block", [10.0] * 9, [8.0] * 9, rest=0.1, image_ms=50.0, compiled=[19.0] * 9)
+    jobs = [replace(job(1, 100.0, 50.0, 40.0, fmt), timed=compiled) for fmt in ("int8", "fp8")]
+    int8, fp8 = tables(*jobs, published=page)
+    assert int8.heading == "Compiled framework against INT8 engine, beside NVIDIA's article"
+    assert [line[4:] for table in (int8, fp8) for line in table.lines] == [["–", "–", "1.72x"], ["–", "–", "1.95x"]]
+    assert int8.lines[0][1:4] == ["88.89", "40.00", "2.222x ± 0.037"]  # 20 ms against 9
+    (alone,) = tables(job(1, 100.0, 50.0, 40.0), published=page)
+    assert alone.lines[0][1:4] == ["–", "40.00", "–"]
+
+
+def test_milliseconds_may_be_by_format_too():
+    page = page_of({1: {"unquantized": 3545, "quantized": {"INT8": 2479}}})
+    int8, fp8 = tables(*(job(1, 100.0, 50.0, 40.0, fmt) for fmt in ("int8", "fp8")), published=page)
+    assert (int8.lines[0][4:], fp8.lines[0][4:]) == (["3,545.00", "2,479.00", "1.430x"], ["3,545.00", "–", "–"])
 
 
 def test_a_speed_up_over_the_unquantized_engine_has_its_interval():
@@ -94,7 +114,16 @@ def test_no_tables_without_figures():
 
 
 @pytest.mark.parametrize(
-    "change", [lambda c: c.pop("batches"), lambda c: c.pop("title"), lambda c: c["batches"][1].clear()]
+    "change",
+    [
+        lambda c: c.pop("batches"),
+        lambda c: c.pop("title"),
+        lambda c: c["batches"][1].clear(),
+        lambda c: c["batches"][1].pop("quantized"),
+        lambda c: c["batches"].update({1: {"quantized": 2.0}}),
+        lambda c: c["batches"][1].update(speed=2.0),
+        lambda c: c["batches"][1].update(quantized={"INT8": -1}),
+    ],  # fmt: skip
 )
 def test_another_file_is_refused(change):
     content = yaml.safe_load(NEMO.read_text())

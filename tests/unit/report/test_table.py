@@ -38,6 +38,15 @@ def test_every_number_stands_in_its_place():
     assert "SLOWER" not in table
 
 
+def test_the_compiled_framework_is_a_second_baseline():
+    made = record()
+    made["latency"]["torch_compiled"] = {"image": {"1": {"full_precision": {"p50_ms": 100.0}}}}
+    table = run_table(made)
+    assert row(table, "torch_compiled, full precision") == ["1", "100", "ms"]
+    assert row(table, "openvino, quantized") == ["1", "40.00", "ms", "20.00x", "2.50x", "1.50x"]
+    assert "one call, torch_compiled" not in table and "vs torch_compiled" in table
+
+
 def test_each_null_is_a_dash_with_its_reason():
     table = run_table(record())
     notes = {line.split()[0]: line.partition(" ")[2] for line in table.splitlines() if line.startswith("[")}

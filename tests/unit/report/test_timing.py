@@ -50,6 +50,19 @@ def test_figures_of_engines_that_were_timed_together_replace_the_jobs_own(timed)
     assert third["image_speedup"] == 1.3 and third["timed_on"].startswith("a processor")
 
 
+def test_the_compiled_framework_has_columns_where_it_was_timed(timed):
+    """25 ms a call instead of the unquantized engine's 20, with the same 10 ms of rest: 35 ms against 20."""
+    wobble = [1 + 0.001 * (index % 7 - 3) for index in range(40)]
+    compared, *_ = rows(timed({"level=1": 2.0}, compiled_ms=[25.0 * each for each in wobble]))
+    assert compared["image_over_compiled"] == pytest.approx(35 / 20, rel=1e-3)
+    assert compared["image_over_compiled_low"] <= 35 / 20 <= compared["image_over_compiled_high"]
+    assert compared["image_compiled_ms"] == pytest.approx(40 * 35 / 20, rel=1e-3)
+    without, *_ = rows(timed({"level=1": 2.0}, compiled_ms=None))
+    assert without["image_compiled_ms"] is None is without["image_over_compiled"]
+    with pytest.raises(ArtifactError, match=r"timing.json holds no rounds"):
+        timed({"level=1": 2.0}, compiled_ms=[25.0])
+
+
 def test_the_page_says_that_the_machine_was_busy_and_who_was_left_out(timed, without_plots):
     left_out = [{"job": "level=3", "reason": "it ran on another machine <b>"}]
     sweep = timed({"level=1": 2.0, "level=2": 1.25}, rounds=QUIET | {"others": 0.48}, left_out=left_out)

@@ -10,6 +10,7 @@ from sd_quant.config import PART_NAMES, Timing
 from sd_quant.metrics import latency
 from sd_quant.models.checkpoint import contracts_of
 from sd_quant.places import HOME
+from sd_quant.report.summary import timed_alone
 from sd_quant.stages import infer
 from sd_quant.stages import latency as timing
 from sd_quant.stages.latency import compare_latency
@@ -86,6 +87,25 @@ def test_each_number_is_of_its_own_variant(checkpoint, clock, together):
     assert unet["rounds"]["together"] == together
     assert found["openvino"]["vae"]["1"]["quantized"] == {"p50_ms": None, "reason": "not quantized"}
     assert "speedup" not in found["openvino"]["vae"]["1"]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_the_compiled_framework_is_a_second_baseline_in_the_rounds_of_the_engines(checkpoint, clock, together):
+    """4 s of the unquantized engine, 1 s of the quantized one, 2 s of the compiled framework."""
+    contracts = contracts_of(checkpoint)
+    variants = variants_taking(8.0, 4.0, 1.0, clock, contracts)
+    variants["compiled_framework"] = {"unet_xl": engines_taking({"unet_xl": 2.0}, clock, contracts)["unet_xl"]}
+    found = compare_latency(checkpoint, variants, ["a rocket"], INFER, TIMING, together)
+    assert found["torch_compiled"].keys() == {"unet_xl", "image"}
+    assert found["torch_compiled"]["unet_xl"]["2"]["full_precision"]["p50_ms"] == 2000
+    # both text encoders and the VAE by the unquantized engine, two steps of the compiled denoiser
+    assert found["torch_compiled"]["image"]["1"]["full_precision"]["p50_ms"] == pytest.approx(3 * 4000 + 2 * 2000)
+    assert found["openvino"]["unet_xl"]["2"]["speedup"] == pytest.approx(4)
+    timed = timed_alone("a", {
+        "latency": found, "denoiser": {"part": "unet_xl", "samples_a_picture": 2},
+        "knobs": {"infer": {"engine": "openvino", "batch_size": 1}},
+    })  # fmt: skip
+    assert timed.image_over_compiled().value == pytest.approx((3 * 4 + 2 * 2) / (3 * 4 + 2 * 1))
 
 
 def test_a_part_is_timed_by_the_clock_of_its_engines_device(checkpoint, clock, monkeypatch):

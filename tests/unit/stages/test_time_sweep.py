@@ -104,8 +104,18 @@ def test_other_images_are_other_workloads_with_a_reference_of_their_own(sweep, o
     assert timed(folder) == ([[[name]] for name in "abcde"], {}) and opened.count("unquantized") == 5
 
 
+def test_the_compiled_framework_is_in_the_rounds_of_jobs_that_ask_for_it(sweep, opened, monkeypatch):
+    closed = []
+    compiled = SimpleNamespace(close=lambda: closed.append("compiled"))
+    monkeypatch.setattr(time_sweep, "open_compiled", lambda checkpoint, infer, part: compiled)
+    folder = sweep(a=("one", ["compiled_baseline=true"], {}), b=("two", [], {}))
+    time_sweep.time_sweep(folder)
+    assert [block["compiled_ms"] for block in read_object(folder / TIMING)["blocks"]] == [[1.0] * 5, None]
+    assert closed == ["compiled"]
+
+
 def test_what_memory_does_not_hold_at_once_is_timed_in_blocks_or_keeps_its_own_figures(sweep, opened, monkeypatch):
-    monkeypatch.setattr(time_sweep, "most_at_once", lambda checkpoint, infer: 0 if infer.batch_size == 4 else 2)
+    monkeypatch.setattr(time_sweep, "most_at_once", lambda checkpoint, job: 0 if job.infer.batch_size == 4 else 2)
     folder = sweep(a=("a", [], {}), b=("b", [], {}), c=("c", [], {}), d=("d", ["infer.batch_size=4"], {}))
     time_sweep.time_sweep(folder)
     assert timed(folder) == ([[["a"], ["b"]], [["c"]]], {"d": time_sweep.NO_ROOM}) and opened.count("unquantized") == 1

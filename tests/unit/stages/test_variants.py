@@ -3,7 +3,9 @@
 from pathlib import Path
 from types import SimpleNamespace
 
+from sd_quant.stages import variants
 from sd_quant.stages.variants import SIMULATED, Native, keys_of
+from tests.presets import job
 
 PARTS = ("unet", "vae")
 LOADED = SimpleNamespace(parts=dict.fromkeys(PARTS), denoiser="unet")
@@ -37,3 +39,19 @@ def test_torch_multiplies_codes_in_the_quantized_denoiser_alone():
     found = keys("torch_native")
     assert found["quantized"] == {"unet": Native("unet", quantized=True), "vae": Native("vae", quantized=False)}
     assert found["full_precision"] == {part: Native(part, quantized=False) for part in PARTS}
+
+
+def test_the_compiled_framework_is_opened_where_it_is_asked_for_and_counts_for_memory(monkeypatch):
+    asked, infer = [], job().infer
+    monkeypatch.setattr(variants, "fits", lambda memory, what, gpu: asked.append((memory, gpu)) or True)
+    monkeypatch.setattr(variants, "open_torch_engine", lambda checkpoint, infer, part, assignment: ("as it is", part))
+    monkeypatch.setattr(variants, "open_compiled", lambda checkpoint, infer, part: ("compiled", part))
+    loaded = SimpleNamespace(
+        parts=dict.fromkeys(PARTS), denoiser="unet", checkpoint=None, parameters={"unet": 10**9, "vae": 10**8}
+    )
+    with_it, without = (variants.variants_of(loaded, infer, {}, RUN, None, baseline) for baseline in (True, False))
+    assert "compiled_framework" not in without.engines and with_it.engines["compiled_framework"].keys() == {"unet"}
+    assert with_it.engines["compiled_framework"]["unet"] == ("compiled", "unet")
+    (memory, gpu), (memory_without, gpu_without) = asked
+    assert sum(memory.values()) - sum(memory_without.values()) == 4e9  # fp32
+    assert sum(gpu.values()) - sum(gpu_without.values()) == 2e9  # fp16
