@@ -137,14 +137,20 @@ class RoundedConv(nn.Module):
 class WeightOnly(nn.Module):
     """A linear or convolution of high-precision inputs, whose weight is codes in memory: every call dequantizes it.
 
-    Compiled, codes are unpacked and scaled in one kernel, on a GPU by Triton. The road not taken is a product that
-    dequantizes tile by tile, which saves writing the numbers once and has to be tuned for each GPU.
+    A linear may have a ``product`` that does so while it multiplies. Without one codes are unpacked and scaled first,
+    compiled in one kernel, on a GPU by Triton.
     """
 
     codes: Tensor  # one row, 4-bit codes two to a byte
     pre_quant_scale: Tensor | None  # as of a ``NativeLayer``
 
-    def __init__(self, module: nn.Linear | nn.Conv2d, weight: Tensor, layer: LayerAssignment):
+    def __init__(
+        self,
+        module: nn.Linear | nn.Conv2d,
+        weight: Tensor,
+        layer: LayerAssignment,
+        product: "WeightProduct | None" = None,
+    ):
         """``weight`` fp32 [N, C, ...] is smoothed and not yet rounded."""
         super().__init__()
         rows = weight.flatten(1)
@@ -155,7 +161,7 @@ class WeightOnly(nn.Module):
             self.register_buffer(f"{kind.lower()}_scale", scale.to(SCALE_TYPES[kind]))  # exactly, as they are stored
         multiplies = layer.pre_quant_scale.half().to(weight) if layer.multiplies else None
         self.register_buffer("pre_quant_scale", multiplies)
-        self.geometry = None
+        self.geometry, self.product = None, product
         if isinstance(module, nn.Conv2d):
             self.geometry = (module.stride, module.padding, module.dilation, module.groups)
 
@@ -168,6 +174,8 @@ class WeightOnly(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         smoothed = x if self.pre_quant_scale is None else (x.float() * self.pre_quant_scale).to(x)
+        if self.geometry is None and self.product is not None:
+            return self.product(smoothed.flatten(0, -2), self).unflatten(0, smoothed.shape[:-1])
         weight = self.dequantized().to(x)
         if self.geometry is None:
             return F.linear(smoothed, weight, self.bias)
@@ -176,6 +184,7 @@ class WeightOnly(nn.Module):
 
 # Multiplies codes of an input with a layer's; the result has scales, bias and the dtype of the third argument.
 Product = Callable[[Tensor, Any, torch.dtype], Tensor]
+WeightProduct = Callable[[Tensor, WeightOnly], Tensor]  # an input [M, C] by a layer's weight [N, C], plus bias
 
 
 def int_mm(codes: Tensor, layer: NativeLayer, dtype: torch.dtype) -> Tensor:
@@ -253,6 +262,12 @@ def aligned_scaled_mm(codes: Tensor, layer: NativeLayer, dtype: torch.dtype) -> 
     return kernel_linear(codes, layer, dtype) if unaligned else scaled_mm(codes, layer, dtype)
 
 
+def kernel_weight(x: Tensor, layer: WeightOnly) -> Tensor:
+    """The product of an input with a linear's weight in E2M1 codes by our kernel."""
+    scale = layer.get_buffer("float16_scale")
+    return torch.ops.sd_quant.weight_product(x, layer.codes.view(len(scale), -1), scale, layer.bias)
+
+
 @dataclass(frozen=True)
 class Products:
     """What multiplies the codes of one format on one kind of device."""
@@ -270,14 +285,27 @@ PRODUCTS = {
         "FLOAT8E4M3FN": Products(aligned_scaled_mm, kernel_convolution),
     },
 }
+# By device and by the ONNX types of codes and scales: what multiplies weights whose inputs are in high precision.
+WEIGHT_PRODUCTS: dict[str, dict[tuple[str, ...], WeightProduct]] = {
+    "cuda": {("FLOAT4E2M1", "FLOAT16"): kernel_weight},
+}
 
 
-def layer_of(module: nn.Module, layer: LayerAssignment, products: Mapping[str, Products]) -> nn.Module:
-    """The layer of codes that replaces ``module``, whose weight is smoothed and not yet rounded."""
-    weight = module.get_parameter("weight").detach().float()
+def layer_of(
+    module: nn.Module,
+    layer: LayerAssignment,
+    products: Mapping[str, Products],
+    weight_products: Mapping[tuple[str, ...], WeightProduct] | None = None,
+) -> nn.Module:
+    """The layer of codes that replaces ``module``, whose weight is smoothed and not yet rounded.
+
+    Without ``weight_products`` a weight whose inputs are in high precision is dequantized by every call.
+    """
+    weight, fmt = module.get_parameter("weight").detach().float(), FORMATS[layer.format]
     if layer.activation_format is None:
-        return WeightOnly(module, weight, layer)  # type: ignore[arg-type]
-    product = products[FORMATS[layer.format].onnx_type]
+        multiplies = (weight_products or {}).get((fmt.onnx_type, *fmt.onnx_scale_types))
+        return WeightOnly(module, weight, layer, multiplies)  # type: ignore[arg-type]
+    product = products[fmt.onnx_type]
     if isinstance(module, nn.Conv2d):
         square = all(len(set(sizes)) == 1 for sizes in (module.stride, module.dilation, module.padding))
         if product.convolution is None or module.groups > 1 or not square:
@@ -299,13 +327,15 @@ def with_native_layers(
     not start from what ``simulate`` returns, because ModelOpt's modules, even idle ones, keep a compiler from fusing.
     """
     if device.type == "cuda":
-        import sd_quant.simulation.product_kernel  # noqa: F401  # registers the kernel as an operator
+        import sd_quant.simulation.product_kernel  # registers the kernels as operators
+        import sd_quant.simulation.weight_kernel  # noqa: F401
     rewrite(unet, assignment)
     for layer in assignment.values():
         if layer.format is None:
             continue
         parent, _, name = layer.name.rpartition(".")
-        native = layer_of(unet.get_submodule(layer.name), layer, products or PRODUCTS[device.type])
+        chosen = products or PRODUCTS[device.type], WEIGHT_PRODUCTS.get(device.type, {})
+        native = layer_of(unet.get_submodule(layer.name), layer, *chosen)
         setattr(unet.get_submodule(parent), name, native)
     return unet
 

@@ -10,14 +10,15 @@ from sd_quant.devices import CPU
 from sd_quant.engines.torch import placed
 from sd_quant.numbers import relative_error
 from sd_quant.quantization.formats import FORMATS
-from sd_quant.simulation.native import PRODUCTS, NativeConv, NativeLinear, layer_of
+from sd_quant.simulation.native import PRODUCTS, WEIGHT_PRODUCTS, NativeConv, NativeLinear, layer_of
 from tests.layers import static_layer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU on this machine")
 
 if torch.cuda.is_available():
     pytest.importorskip("triton")
-    import sd_quant.simulation.product_kernel  # noqa: F401
+    import sd_quant.simulation.product_kernel
+    import sd_quant.simulation.weight_kernel  # noqa: F401
 
 GPU = torch.device("cuda")
 
@@ -48,6 +49,20 @@ def check(made_as: type, fmt: str, per_row: bool, build, shape: tuple[int, ...],
 @pytest.mark.parametrize("fmt, per_row", [("int8", True), ("fp8", False), ("fp8", True)])
 def test_a_linear_gives_what_the_processor_does(fmt, per_row, rows, sizes, compiled):
     check(NativeLinear, fmt, per_row, lambda: nn.Linear(*sizes), (2, rows, sizes[0]), compiled)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("rows", [1, 160])
+def test_weights_alone_are_dequantized_in_the_kernel_as_they_are_on_the_processor(rows, compiled):
+    torch.manual_seed(0)
+    module, x = nn.Linear(640, 1280), torch.randn(2, rows, 640).half()
+    layer = replace(static_layer(module.weight.detach(), "int8", True), format="mxfp4", activation_format=None)
+    expected = placed(layer_of(module, layer, {}), CPU, torch.float32)(x.float())
+    made = placed(layer_of(module, layer, {}, WEIGHT_PRODUCTS["cuda"]), GPU, torch.float16)
+    if compiled:
+        made.compile()
+    assert made.product is not None and relative_error(expected, made(x.to(GPU)).float().cpu()) < 4e-3
 
 
 @pytest.mark.parametrize("compiled", [False, True])
