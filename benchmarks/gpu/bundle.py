@@ -1,7 +1,7 @@
 """What a GPU machine without a network needs beside this repository, in one folder: ``make gpu-bundle``.
 
 Wheels of pure Python, which serve every Python from 3.11 on, named with their hashes in ``wheels.txt``: what diffusers
-takes beyond torch, Triton, numpy, safetensors and transformers, and pytest. And the scales of the table's networks,
+takes beyond torch, Triton, numpy, safetensors and transformers, and pytest. And the scales of SDXL's UNet in the table,
 which a processor derives in some minutes, so that no minute of a GPU goes to it. ``benchmarks.gpu.check`` finds the
 folder by itself. The road not taken is a bundle with ModelOpt and Lightning: 20 MB more, and no row needs them.
 
@@ -69,23 +69,20 @@ def unpack(bundle: Path, folder: Path, python: tuple[int, int] = sys.version_inf
 def derive_scales(path: Path, model: Path | None, size: int) -> None:
     """Write the assignments of all recipes, derived here."""
     import torch
-    import yaml
 
-    from sd_quant.checkpoints.nemo_networks import sdxl_base_config
     from sd_quant.devices import CPU
 
     from .scales import save
-    from .sides import RECIPES, Assignments, build
+    from .sides import RECIPES, Assignments, opened
 
-    config = yaml.safe_load(model.read_text(encoding="utf-8")) if model else sdxl_base_config()
     with torch.no_grad():
-        part = build(config, CPU, torch.float32)
-        assignments, found = Assignments(part, size, None), {}
+        unet = opened(model, CPU)
+        assignments, found = Assignments(unet, size, None), {}
         for name in RECIPES:
             start = time.monotonic()
             found[name] = assignments[name]
             print(f"scales of {name}: {time.monotonic() - start:.0f} s", flush=True)
-        save(path, found, RECIPES, part.unet)
+        save(path, found, RECIPES, unet.inner)
 
 
 def main() -> int:

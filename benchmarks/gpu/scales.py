@@ -77,10 +77,15 @@ def save(path: Path, assignments: Mapping[str, Mapping[str, LayerAssignment]], r
 
 
 def load(path: Path, name: str, recipe: Recipe, unet: nn.Module) -> Assignment | None:
-    """The assignment of this name where the weights of ``unet`` are; None where it is not of this ``recipe``."""
+    """The assignment of this name where the weights of ``unet`` are.
+
+    None where it is not of this ``recipe``, or of a network with other layers.
+    """
     with safe_open(path, "pt") as file:
         told = json.loads(zlib.decompress(base64.b64decode(file.metadata()["assignments"]))).get(name)
         if told is None or told["recipe"] != describe(recipe):
+            return None
+        if {row["name"] for row in told["layers"]} - dict(unet.named_modules()).keys():
             return None
         place = next(unet.parameters()).device
 

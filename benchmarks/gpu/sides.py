@@ -1,28 +1,25 @@
-"""The sides of the table: SDXL's UNet at its full size in every way that is timed, and what each way costs.
+"""The sides of the table: SDXL's UNet, and FLUX's transformer, in every way that is timed, and what each way costs.
 
-Its weights are random, because latency does not depend on them, and the same on every machine, so that an assignment
-derived on one holds on another. Scales come from one real pass over random inputs. Each side is an engine as
-quantize.py opens it.
+Scales come from one real pass over random inputs. Each side is an engine as quantize.py opens it.
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
+import yaml
 from torch import Tensor, nn
 
-from sd_quant.calibration.hooks import collect, draw
-from sd_quant.engines.base import Engine, cast_inputs
+from sd_quant.checkpoints.nemo_networks import sdxl_base_config
+from sd_quant.engines.base import Engine
 from sd_quant.engines.replayed import Replayed
-from sd_quant.engines.torch import TorchEngine, compiled, placed
-from sd_quant.models.parts import Contract, axes
-from sd_quant.models.roles import attention_widths
-from sd_quant.models.sdxl import NemoUnetPart, unet_part
+from sd_quant.engines.torch import TorchEngine, compiled
+from sd_quant.models import unet as family
+from sd_quant.models.sdxl import unet_part
 from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS, TextShape, build_modules, unet_config
-from sd_quant.models.unet import layer_roles, shared_inputs
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
@@ -41,6 +38,8 @@ from sd_quant.simulation.native import (
     with_native_layers,
 )
 
+from . import flux
+from .network import Inputs, Network, empty, fill, inputs_of, statistics_of, with_weights
 from .scales import Assignment, load
 
 INT8, FP8 = Pair("int8", "int8"), Pair("fp8", "fp8")
@@ -55,6 +54,7 @@ RECIPES = {  # as conf/quantize has them; one step is calibrated, so its largest
     **{f"fp8 level {level:g}": replace(OF_FP8, quant_level=level) for level in (2.5, 1.0, 4.0)},
 }
 TEXT = (".attn2.to_k", ".attn2.to_v")  # the layers that read the text
+GUIDANCE = 8.0  # of a loop
 FASTEST = "max-autotune-no-cudagraphs"  # graphs are recorded by ``Replayed``, around everything
 
 
@@ -77,6 +77,7 @@ class Side:
 
     name: str
     recipe: str | None = None  # a name in RECIPES
+    network: str = "sdxl"  # a name in NETWORKS
     products: str | None = None  # a name in PRODUCTS_OF; None: the device's own
     rounded_convolutions: bool = False  # convolve dequantized numbers in the baseline's precision
     blocks: bool = True  # compiled block by block; False: as a whole
@@ -103,16 +104,19 @@ def variants_of(fmt: str) -> list[Side]:
     ]
 
 
-BASELINE, EAGER = Side("fp16 compiled"), Side("fp16 eager", eager=True)
+COMPILED = {"sdxl": Side("fp16 compiled"), "flux": Side("flux bf16 compiled", network="flux")}  # the baselines
+EAGER = {"sdxl": Side("fp16 eager", eager=True), "flux": Side("flux bf16 eager", network="flux", eager=True)}
 SIDES = {
     side.name: side
     for side in (
-        BASELINE,
-        EAGER,
+        *COMPILED.values(),
+        *EAGER.values(),
         Side("fp16 eager, channels first", eager=True, channels_last=False),
         Side("fp16 compiled, cuDNN's attention", attention="CUDNN_ATTENTION"),
         Side("fp16 compiled as a whole, max-autotune", blocks=False, mode=FASTEST),
         *(Side(name, name) for name in RECIPES),
+        Side("flux fp8 level 3", "fp8 level 3", "flux"),
+        Side("flux fp8 level 3, eager", "fp8 level 3", "flux", eager=True),
         *variants_of("fp8"),
         *variants_of("int8"),
     )
@@ -122,93 +126,51 @@ SIDES = {
 # ------------------------------------------------------------------------------------------------------- the network
 
 
-def fill(module: nn.Module) -> nn.Module:
-    """Give a module that was built on the meta device weights of a device, the same on every device and machine.
-
-    The number of a weight in its tensor, mixed by multiplications and shifts (Mueller's 32-bit hash), is uniform
-    between -1 and 1 over the square root of what a row adds up, as torch's own first weights are.
-    """
-    for salt, (name, parameter) in enumerate(module.named_parameters()):
-        if parameter.ndim == 1:
-            owner = type(module.get_submodule(name.rpartition(".")[0])).__name__
-            parameter.fill_(1.0 if "Norm" in owner and name.endswith("weight") else 0.0)
-            continue
-        bound, rows = parameter[0].numel() ** -0.5, parameter.view(-1, parameter[0].numel())
-        for start in range(0, len(rows), 1024):
-            row = torch.arange(start, min(start + 1024, len(rows)), device=parameter.device)
-            number = row[:, None] * rows.shape[1] + torch.arange(rows.shape[1], device=parameter.device)
-            number = (number + 1_000_003 * salt) & 0xFFFFFFFF
-            for _ in range(2):
-                number = ((number ^ (number >> 16)) * 0x45D9F3B) & 0xFFFFFFFF
-            number = (number ^ (number >> 16)) >> 8  # 24 bits, which fp32 holds exactly
-            rows[start : start + 1024] = (number.float() * 2.0**-23 - 1.0) * bound
-    return module
-
-
-def empty(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """A module of the meta device with room on another, and parameters of this dtype."""
-    for parameter in module.parameters():
-        parameter.data = parameter.data.to(dtype)
-    return module.eval().requires_grad_(False).to_empty(device=device)
-
-
 @torch.no_grad()
-def build(config: dict, device: torch.device, dtype: torch.dtype) -> NemoUnetPart:
+def build(config: dict, device: torch.device, dtype: torch.dtype) -> Network:
     """The UNet of a NeMo config. Its weights are those of fp16 whatever the dtype."""
     from diffusers import UNet2DConditionModel
 
     with torch.device("meta"):
         unet = UNet2DConditionModel(**unet_config(config))
-    unet = fill(empty(unet, device, dtype))
-    for parameter in unet.parameters():
-        parameter.copy_(parameter.half())
-    return placed(wrapped(unet), device, dtype)
+    part = unet_part(unet.config, CONTEXT_TOKENS, "nemo")
+    module = part.wrap(with_weights(unet, device, dtype, torch.float16))
+    return Network(module, part, family, 2, known, assignment_of, loop_of)  # two samples, for guidance
 
 
-def wrapped(unet) -> NemoUnetPart:
-    config = unet.config
-    return NemoUnetPart(unet, config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim)
+def opened(model: Path | None, device: torch.device) -> Network:
+    """SDXL's own, or that of the config ``model``."""
+    return build(config_of(model), device, torch.float16 if device.type == "cuda" else torch.float32)
 
 
-def contract_of(part: NemoUnetPart) -> Contract:
-    return unet_part(part.unet.config, CONTEXT_TOKENS, "nemo").contract
+def config_of(model: Path | None) -> dict:
+    return yaml.safe_load(model.read_text("utf-8")) if model else sdxl_base_config()
 
 
-def inputs_of(part: NemoUnetPart, pictures: int, size: int) -> dict[str, Tensor]:
-    """Of one call with guidance, where the network is: the same two samples for each picture, which are calibrated."""
-    engine, random = TorchEngine(part, contract_of(part)), torch.Generator().manual_seed(1)
-    shapes = contract_of(part).shapes(**axes(2, size, size))
-    inputs = {name: torch.randn(shape, generator=random) for name, shape in shapes.items()}
-    inputs["timesteps"].fill_(500)
-    repeated = {name: torch.cat([tensor] * pictures) for name, tensor in inputs.items()}
-    return cast_inputs(engine.inputs, repeated, engine.device)
+def known(size: int) -> Inputs:
+    return {"timesteps": torch.full((2,), 500.0)}
+
+
+NETWORKS = {"sdxl": opened, "flux": flux.opened}  # as sides name them
 
 
 # ------------------------------------------------------------------------------------------------------ assignments
 
 
-def statistics_of(part: NemoUnetPart, inputs: dict[str, Tensor]) -> Statistics:
-    """Of one picture and one step, both halves of guidance."""
-    layers = {
-        name: part.unet.get_submodule(name) for name, role in layer_roles(part.unet).items() if role != "excluded"
-    }
-    with collect(part, layers, range(1), 1, lambda: (0, [0]), draw(layers, range(1), 1, seed=0)) as statistics:
-        part(**inputs)
-    return statistics
-
-
-def assignment_of(part: NemoUnetPart, statistics: Statistics, recipe: Recipe) -> Assignment:
+def assignment_of(network: Network, statistics: Statistics, recipe: Recipe) -> Assignment:
     """Derived on the processor, as everywhere."""
-    roles = layer_roles(part.unet)
+    unet = network.inner
+    roles = family.layer_roles(unet)
 
     def bias_of(name: str) -> Tensor | None:
-        bias = part.unet.get_submodule(name).bias
+        bias = unet.get_submodule(name).bias
         return None if bias is None else bias.cpu().float()
 
-    return derive(
-        roles, lambda name: part.unet.get_parameter(f"{name}.weight").cpu().float(), statistics.layers, recipe,
-        shared_inputs(roles), (), attention_widths(part.unet) if recipe.quant_level >= 4 else {}, bias_of=bias_of,
+    derived = derive(
+        roles, lambda name: unet.get_parameter(f"{name}.weight").cpu().float(), statistics.layers, recipe,
+        family.shared_inputs(roles), (), family.attentions(unet) if recipe.quant_level >= 4 else {}, bias_of=bias_of,
     )  # fmt: skip
+    return moved(derived, network.device)
 
 
 def moved(assignment: Mapping[str, LayerAssignment], device: torch.device) -> Assignment:
@@ -224,20 +186,20 @@ def moved(assignment: Mapping[str, LayerAssignment], device: torch.device) -> As
 class Assignments:
     """The assignments of a network by the names of recipes: from a file, or derived when one is first asked for."""
 
-    def __init__(self, part: NemoUnetPart, size: int, path: Path | None):
-        self.part, self.size, self.path = part, size, path
+    def __init__(self, network: Network, size: int, path: Path | None):
+        self.network, self.size, self.path = network, size, path
         self.found: dict[str, Assignment] = {}
         self.statistics: Statistics | None = None
         self.derived: list[str] = []  # because the file has them not
 
     def __getitem__(self, name: str) -> Assignment:
         if name not in self.found:
-            device, recipe = next(self.part.parameters()).device, RECIPES[name]
-            kept = load(self.path, name, recipe, self.part.unet) if self.path else None
+            recipe = RECIPES[name]
+            kept = load(self.path, name, recipe, self.network.inner) if self.path else None
             if kept is None:
                 self.derived.append(name)
-                self.statistics = self.statistics or statistics_of(self.part, inputs_of(self.part, 1, self.size))
-                kept = moved(assignment_of(self.part, self.statistics, recipe), device)
+                self.statistics = self.statistics or statistics_of(self.network, inputs_of(self.network, 1, self.size))
+                kept = self.network.assign(self.network, self.statistics, recipe)
             self.found[name] = kept
         return self.found[name]
 
@@ -245,22 +207,22 @@ class Assignments:
 # ------------------------------------------------------------------------------------------------------------- sides
 
 
-def network_of(part: NemoUnetPart, side: Side, assignments: Mapping[str, Assignment]) -> NemoUnetPart:
-    """The network of a side, not yet compiled."""
-    device, unet = next(part.parameters()).device, copy.deepcopy(part.unet)
+def network_of(network: Network, side: Side, assignments: Mapping[str, Assignment]) -> nn.Module:
+    """The module of a side, not yet compiled."""
+    device, inner = network.device, copy.deepcopy(network.inner)
     if side.recipe is not None:
         rows = dict(assignments[side.recipe])
         if not side.text:
             rows = {name: unquantized(row) if name.endswith(TEXT) else row for name, row in rows.items()}
         if side.joined:
-            rows = join_projections(unet, rows)
+            rows = join_projections(inner, rows)
         products = PRODUCTS_OF[side.products] if side.products else PRODUCTS[device.type]
         if side.rounded_convolutions:
             products = {fmt: Products(each.linear, None) for fmt, each in products.items()}
-        unet = with_native_layers(unet, rows, device, products)
+        inner = with_native_layers(inner, rows, device, products)
     if not side.channels_last:
-        unet = unet.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
-    return wrapped(unet)
+        inner = inner.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+    return network.part.wrap(inner)
 
 
 def unquantized(row: LayerAssignment) -> LayerAssignment:
@@ -268,17 +230,13 @@ def unquantized(row: LayerAssignment) -> LayerAssignment:
     return replace(row, format=None, activation_format=None, pre_quant_scale=None, weight_amax=None)
 
 
-def engine_of(part: NemoUnetPart) -> TorchEngine:
-    return TorchEngine(part, contract_of(part))
-
-
-def compiled_as(side: Side, part: NemoUnetPart) -> NemoUnetPart:
-    """``part`` as its side is compiled, in place."""
+def compiled_as(side: Side, module: nn.Module) -> nn.Module:
+    """``module`` as its side is compiled, in place."""
     if not side.eager and side.blocks:
-        compiled(part, side.mode)
+        compiled(module, side.mode)
     elif not side.eager:
-        part.compile(dynamic=False, mode=side.mode)
-    return part
+        module.compile(dynamic=False, mode=side.mode)
+    return module
 
 
 def fast(engine: TorchEngine) -> Engine:
@@ -300,6 +258,27 @@ def attention_of(side: Side) -> Iterator[None]:
 
 
 # ---------------------------------------------------------------------------------------------------------- pictures
+
+
+def loop_of(engine: Engine, inputs: Inputs, steps: int) -> Callable[[], Tensor]:
+    """Guidance and Euler's steps around the calls, which end with the latents."""
+    from diffusers import EulerDiscreteScheduler
+
+    scheduler, x = EulerDiscreteScheduler(), inputs["x"]
+
+    def run() -> Tensor:
+        scheduler.set_timesteps(steps, device=x.device)
+        latents = torch.randn_like(x[: len(x) // 2]) * scheduler.init_noise_sigma
+        for timestep in scheduler.timesteps:
+            given = {
+                "x": scheduler.scale_model_input(torch.cat([latents, latents]), timestep),
+                "timesteps": timestep.expand(len(x)),
+            }
+            unconditional, conditional = engine(**inputs | given)["out"].to(x).chunk(2)
+            latents = scheduler.step(torch.lerp(unconditional, conditional, GUIDANCE), timestep, latents)[0].to(x)
+        return latents
+
+    return run
 
 
 def others_of(config: dict, clip1: TextShape, clip2: TextShape, device: torch.device, dtype: torch.dtype):

@@ -1,4 +1,4 @@
-"""What measures: a process that builds the network once and answers one row of the table after the other.
+"""What measures: a process that builds a network once and answers one row of the table after the other.
 
 Every side is timed by the GPU's own events, call by call in turn with eager and with compiled fp16; a ratio has the
 interval of its rounds. What a row says of itself that cannot be is in ``doubts``: an output that is further from full
@@ -7,97 +7,111 @@ codes.
 """
 
 import argparse
-import copy
+import gc
 import math
 import os
 import re
 import sys
 import time
 from collections.abc import Callable, Mapping
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
-import yaml
-from torch import Tensor
+from torch import Tensor, nn
 
-from sd_quant.checkpoints.nemo_networks import sdxl_base_config
 from sd_quant.checkpoints.synthetic import CLIP_L, OPEN_CLIP_BIGG
 from sd_quant.devices import CPU
 from sd_quant.engines.base import Engine
 from sd_quant.engines.replayed import Replayed
 from sd_quant.metrics.flops import operations
 from sd_quant.metrics.latency import clock_of, cuda_events, measure, measure_in_turn, ratio
+from sd_quant.models.parts import first_output
 from sd_quant.models.sdxl_nemo import TextShape
 from sd_quant.numbers import relative_error
 from sd_quant.quantization.formats import FORMATS
 
 from . import smoke
 from .common import add_options
+from .network import Inputs, engine_of, inputs_of, twin
 from .sides import (
-    BASELINE,
+    COMPILED,
     EAGER,
+    NETWORKS,
     SIDES,
     Assignments,
     Side,
     attention_of,
-    build,
     compiled_as,
-    engine_of,
+    config_of,
     fast,
-    inputs_of,
     network_of,
     others_of,
 )
 from .supervise import serve
 
-GUIDANCE, SIDE = 8.0, 8192  # of a loop; of the matrices that the peaks are measured on
+SIDE = 8192  # of the matrices that the peaks are measured on
 MOST_ERROR = 1.5  # times the simulation's, before a row is doubted
-KERNELS_OF_CODES = re.compile(r"product_kernel|e4m3|fp8|f8|int8|s8|imma|igemm|i8816|i16832", re.IGNORECASE)
+KERNELS_OF_CODES = re.compile(  # nvjet_qq: cuBLAS's own, of FP8
+    r"product_kernel|nvjet_qq|e4m3|fp8|f8|int8|s8|imma|igemm|i8816|i16832", re.IGNORECASE
+)
 SMALL_TEXT = TextShape(vocab_size=64, width=64, layers=1, context=77, mlp_width=64, projection=64)
 
 
 class Bench:
-    """The network and its baselines, which every row is measured beside."""
+    """A network, by its name in NETWORKS, and its baselines, which every row is measured beside."""
 
-    def __init__(self, chosen: argparse.Namespace):
-        self.chosen, self.on_gpu = chosen, torch.cuda.is_available()
-        self.device, dtype = (torch.device("cuda", 0), torch.float16) if self.on_gpu else (CPU, torch.float32)
-        self.config = yaml.safe_load(chosen.model.read_text("utf-8")) if chosen.model else sdxl_base_config()
-        self.part = build(self.config, self.device, dtype)
-        self.assignments = Assignments(self.part, chosen.size, chosen.scales)
-        self.eager = engine_of(self.part)
+    def __init__(self, chosen: argparse.Namespace, name: str):
+        self.chosen, self.name, self.on_gpu = chosen, name, torch.cuda.is_available()
+        self.device = torch.device("cuda", 0) if self.on_gpu else CPU
+        self.network = NETWORKS[name](chosen.model, self.device)
+        self.assignments = Assignments(self.network, chosen.size, chosen.scales)
+        self.eager = engine_of(self.network, self.network.module)
         self.simulated: dict[tuple[str, bool], float] = {}
 
     @cached_property
     def compiled(self) -> Engine:
-        return fast(engine_of(self.compiled_as(BASELINE, copy.deepcopy(self.part))))
+        return fast(engine_of(self.network, self.compiled_as(COMPILED[self.name], twin(self.network.module))))
 
-    def compiled_as(self, side: Side, part):
-        return part if self.chosen.no_compile else compiled_as(side, part)
-
-    @cached_property
-    def peaks(self) -> dict[str, float]:
-        """Operations a second of this GPU's matrix products, measured: what a data sheet promises is never reached."""
-        return measured_peaks() if self.on_gpu else {}
+    def compiled_as(self, side: Side, module: nn.Module) -> nn.Module:
+        return module if self.chosen.no_compile else compiled_as(side, module)
 
     @cached_property
     def operations(self) -> int:
         """Of one call for one picture."""
-        meta = {name: tensor.to("meta") for name, tensor in inputs_of(self.part, 1, self.chosen.size).items()}
-        return operations(copy.deepcopy(self.part).to("meta"), meta)[0]
+        meta = {name: tensor.to("meta") for name, tensor in self.inputs(1).items()}
+        return operations(twin(self.network.module, lambda tensor: tensor.to("meta")), meta)[0]
 
-    def inputs(self, batch: int) -> dict[str, Tensor]:
-        return inputs_of(self.part, batch, self.chosen.size)
+    def inputs(self, batch: int) -> Inputs:
+        return inputs_of(self.network, batch, self.chosen.size)
 
     def simulation_error(self, side: Side) -> float:
         """Of the recipe itself: the same codes multiplied in fp32, without anything that makes them fast."""
         key = (str(side.recipe), side.text)
         if key not in self.simulated:
             inputs, plain = self.inputs(1), Side("", side.recipe, products="simulated", text=side.text)
-            simulated = network_of(self.part, plain, self.assignments)
-            self.simulated[key] = error_of(self.part(**inputs), simulated(**inputs))
+            simulated = network_of(self.network, plain, self.assignments)
+            self.simulated[key] = error_of(self.network.module(**inputs), simulated(**inputs))
         return self.simulated[key]
+
+
+def one_at_a_time(opened: Callable[[str], Bench]) -> Callable[[str], Bench]:
+    """Benches by name. Whoever asks for another frees what the last one has on the GPU."""
+    kept: dict[str, Bench] = {}
+
+    def bench(name: str) -> Bench:
+        if name not in kept:
+            kept.clear()
+            gc.collect()
+            torch.cuda.empty_cache()
+            kept[name] = opened(name)
+        return kept[name]
+
+    return bench
+
+
+def computed(engine: Engine, inputs: Inputs) -> Tensor:
+    return first_output(engine(**inputs))[0]
 
 
 def error_of(full: Tensor, found: Tensor) -> float:
@@ -106,7 +120,11 @@ def error_of(full: Tensor, found: Tensor) -> float:
     return math.inf if error is None else error
 
 
+@cache
 def measured_peaks() -> dict[str, float]:
+    """Operations a second of this GPU's matrix products, measured: what a data sheet promises is never reached."""
+    if not torch.cuda.is_available():
+        return {}
     a, b = (torch.randn(SIDE, SIDE, device="cuda", dtype=torch.float16) for _ in range(2))
     calls: dict[str, Callable[[], object]] = {"fp16": lambda: a @ b}
     able = torch.cuda.get_device_capability()
@@ -130,15 +148,15 @@ def row_of(bench: Bench, name: str, batch: int, told: bool = False) -> dict[str,
     side, inputs, begun = SIDES[name], bench.inputs(batch), time.monotonic()
     for engine in (bench.eager, bench.compiled):  # before another attention is chosen
         engine(**inputs)
-    full, found = bench.eager(**inputs)["out"], dict[str, Any](recipe=side.recipe)
-    if side == BASELINE:
+    full, found = computed(bench.eager, inputs), dict[str, Any](recipe=side.recipe)
+    if side in COMPILED.values():
         return found | timed(bench, side, bench.compiled, batch, begun, told)
-    if side == EAGER:
+    if side in EAGER.values():
         return found | timed(bench, side, bench.eager, batch, begun, told)
     with attention_of(side):
-        module = network_of(bench.part, side, bench.assignments)
-        plain = engine_of(bench.compiled_as(side, module))
-        output = plain(**inputs)["out"]
+        module = network_of(bench.network, side, bench.assignments)
+        plain = engine_of(bench.network, bench.compiled_as(side, module))
+        output = computed(plain, inputs)
         if bench.on_gpu:
             found["memory_gb"] = memory_of(plain, inputs)
             found["kernels"] = longest_kernels(plain, inputs) if told else []
@@ -170,11 +188,11 @@ def timed(bench: Bench, side: Side, engine: Engine, batch: int, begun: float, to
         if key in times:
             interval = ratio(times[key], times["side"])
             row[f"over_{key}"], row[f"over_{key}_interval"] = interval.value, [interval.low, interval.high]
-    for fmt, peak in bench.peaks.items():
+    for fmt, peak in measured_peaks().items():
         if fmt == "fp16" or (side.recipe or "").startswith(fmt):
             row[f"share_of_{fmt}_peak"] = rate / peak
-    if told:
-        loop = measure(loop_of(engine, inputs, bench.chosen.steps), 1, 3, clock)["p50_ms"]
+    if told and bench.network.loop:
+        loop = measure(bench.network.loop(engine, inputs, bench.chosen.steps), 1, 3, clock)["p50_ms"]
         row |= {"loop_ms": loop, "pictures_a_second": 1e3 * batch / loop}
     return row | {"seconds_before_timing": ready - begun, "seconds_of_timing": time.monotonic() - ready}
 
@@ -193,28 +211,7 @@ def doubts_of(side: Side, row: Mapping[str, Any]) -> list[str]:
     return doubts
 
 
-def loop_of(engine: Engine, inputs: dict[str, Tensor], steps: int) -> Callable[[], Tensor]:
-    """Guidance and Euler's steps around the calls, which end with the latents."""
-    from diffusers import EulerDiscreteScheduler
-
-    scheduler, x = EulerDiscreteScheduler(), inputs["x"]
-
-    def run() -> Tensor:
-        scheduler.set_timesteps(steps, device=x.device)
-        latents = torch.randn_like(x[: len(x) // 2]) * scheduler.init_noise_sigma
-        for timestep in scheduler.timesteps:
-            given = {
-                "x": scheduler.scale_model_input(torch.cat([latents, latents]), timestep),
-                "timesteps": timestep.expand(len(x)),
-            }
-            unconditional, conditional = engine(**inputs | given)["out"].to(x).chunk(2)
-            latents = scheduler.step(torch.lerp(unconditional, conditional, GUIDANCE), timestep, latents)[0].to(x)
-        return latents
-
-    return run
-
-
-def memory_of(engine: Engine, inputs: dict[str, Tensor]) -> float:
+def memory_of(engine: Engine, inputs: Inputs) -> float:
     """Most that this side has on the GPU in a call, in GB: its weights and what the call needs."""
     module = engine.module  # type: ignore[attr-defined]
     weights = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
@@ -224,7 +221,7 @@ def memory_of(engine: Engine, inputs: dict[str, Tensor]) -> float:
     return (weights + torch.cuda.max_memory_allocated() - before) / 1e9
 
 
-def longest_kernels(engine: Engine, inputs: dict[str, Tensor], most: int = 12) -> list[dict[str, Any]]:
+def longest_kernels(engine: Engine, inputs: Inputs, most: int = 12) -> list[dict[str, Any]]:
     """Of one call: what a GPU spends its time on, ``{kernel, calls, ms}``."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -248,14 +245,15 @@ def picture_of(bench: Bench, name: str, batch: int) -> dict[str, Any]:
     """
     side, inputs, clock = SIDES[name], bench.inputs(batch), clock_of(bench.device)
     shapes = (SMALL_TEXT, SMALL_TEXT) if bench.chosen.model else (CLIP_L, OPEN_CLIP_BIGG)
-    dtype = next(bench.part.parameters()).dtype
-    others = others_of(bench.config, *shapes, bench.device, dtype)
+    dtype = next(bench.network.module.parameters()).dtype
+    others = others_of(config_of(bench.chosen.model), *shapes, bench.device, dtype)
     vae, encoders = others.pop("vae"), list(others.values())
     tokens = torch.ones(2 * batch, shapes[0].context, dtype=torch.int64, device=bench.device)
     bench.compiled(**inputs)
     with attention_of(side):
-        module = network_of(bench.part, side, bench.assignments)
-        engine = fast(engine_of(bench.compiled_as(side, module))) if side != BASELINE else bench.compiled
+        module = network_of(bench.network, side, bench.assignments)
+        baseline = side in COMPILED.values()
+        engine = bench.compiled if baseline else fast(engine_of(bench.network, bench.compiled_as(side, module)))
         engine(**inputs)
 
     def encode() -> None:
@@ -266,7 +264,7 @@ def picture_of(bench: Bench, name: str, batch: int) -> dict[str, Any]:
         return vae.decode(latents.to(next(vae.parameters()).dtype), return_dict=False)[0]
 
     def pictures(unet: Engine) -> Callable[[], object]:
-        loop = loop_of(unet, inputs, bench.chosen.picture_steps)
+        loop = bench.network.loop(unet, inputs, bench.chosen.picture_steps)
 
         def run() -> Tensor:
             encode()
@@ -301,13 +299,13 @@ def plan_of(bench: Bench, library: str, name: str | None, batch: int) -> dict[st
     from .plans import built_plan
 
     begun = time.monotonic()
-    path = built_plan(bench.part, bench.assignments[name] if name else {}, library, batch, bench.chosen.size,
+    path = built_plan(bench.network, bench.assignments[name] if name else {}, library, batch, bench.chosen.size,
                       bench.chosen.plans / f"{library}-{name or 'fp16'}-{batch}".replace(" ", "-"))  # fmt: skip
     from sd_quant.engines import load_engine
 
     inputs = bench.inputs(batch)
     engine = Replayed(load_engine(library, path))
-    error = error_of(bench.eager(**inputs)["out"], engine(**inputs)["out"])
+    error = error_of(computed(bench.eager, inputs), computed(engine, inputs))
     side = Side("", name)
     row = {"error": error, "plan_gb": path.stat().st_size / 1e9, **timed(bench, side, engine, batch, begun, False)}
     if name:
@@ -316,7 +314,7 @@ def plan_of(bench: Bench, library: str, name: str | None, batch: int) -> dict[st
     return row | {"doubts": doubts_of(side, row)}
 
 
-def answer(bench: Callable[[], Bench], task: Mapping[str, Any]) -> dict[str, Any]:
+def answer(bench: Callable[[str], Bench], task: Mapping[str, Any]) -> dict[str, Any]:
     """Do one task of ``table`` or ``smoke``."""
     kind = task["kind"]
     if kind == "smoke":
@@ -326,28 +324,24 @@ def answer(bench: Callable[[], Bench], task: Mapping[str, Any]) -> dict[str, Any
     if kind == "hang":
         time.sleep(3600)
     with torch.no_grad():
-        here = bench()
+        here = bench(SIDES[task["side"]].network if "side" in task else "sdxl")
         if kind == "picture":
             row = picture_of(here, task["side"], task["batch"])
         elif kind == "plan":
             row = plan_of(here, task["library"], task["recipe"], task["batch"])
         else:
             row = row_of(here, task["side"], task["batch"], task["told"])
-    return row | {"derived": here.assignments.derived, "operations": here.operations, "peaks": here.peaks}
+    about = {"peaks": measured_peaks(), f"operations of {here.name}": here.operations,
+             f"derived of {here.name}": here.assignments.derived}  # fmt: skip
+    return row | {"network": here.name, "about": about}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add_options(parser)
     parser.add_argument("--answers", type=int, required=True)
-    chosen, made = parser.parse_args(), list[Bench]()
-
-    def bench() -> Bench:
-        if not made:
-            made.append(Bench(chosen))
-        return made[0]
-
-    serve(chosen.answers, partial(answer, bench))
+    chosen = parser.parse_args()
+    serve(chosen.answers, partial(answer, one_at_a_time(partial(Bench, chosen))))
 
 
 if __name__ == "__main__":

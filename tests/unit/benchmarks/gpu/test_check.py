@@ -81,7 +81,8 @@ SMALL = ("--size", "64", "--steps", "2", "--picture-steps", "2", "--repeats", "5
 
 @pytest.mark.soak
 def test_on_a_bare_machine_the_table_is_made_whatever_becomes_of_a_row(check, tmp_path):
-    rows = ("a row*", "fp16 compiled at *", "fp8 level 3 at batch 1", "int8 level 3 at batch ?", "pictures*batch 1")
+    rows = ("a row*", "fp16 compiled at *", "fp8 level 3 at batch 1", "int8 level 3 at batch ?", "pictures*batch 1",
+            "flux fp8 level 3 at *")  # fmt: skip
     result = check("--on-cpu", "--rehearse", "--model", str(tmp_path / "model.yaml"), *SMALL, "--rows", *rows)
     assert result.returncode == 1, result.stderr[-3000:]  # two rows have not ended well
     said = result.stdout.splitlines()
@@ -97,8 +98,8 @@ def test_on_a_bare_machine_the_table_is_made_whatever_becomes_of_a_row(check, tm
     assert ended == {
         "fp16 compiled at batch 1": "done", "a row that crashes": "crashed", "a row that hangs": "late",
         "fp8 level 3 at batch 1": "done", "int8 level 3 at batch 1": "done",
-        "pictures by fp8 level 3 at batch 1": "done", "int8 level 3 at batch 4": "done",
-        "int8 level 3 at batch 2": "done",
+        "pictures by fp8 level 3 at batch 1": "done", "flux fp8 level 3 at batch 1": "done",
+        "int8 level 3 at batch 4": "done", "int8 level 3 at batch 2": "done",
     }  # fmt: skip
     assert not any(row.get("doubts") for row in table["rows"])
     assert "failed" not in (out / "tests.txt").read_text() and "error" not in (out / "tests.txt").read_text().lower()

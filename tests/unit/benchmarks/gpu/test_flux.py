@@ -1,0 +1,135 @@
+"""FLUX in the table: its real size on the meta device, all else with a small one."""
+
+import argparse
+import gc
+import weakref
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu import flux, sides, table, worker
+from benchmarks.gpu.network import inputs_of, statistics_of, twin
+from sd_quant.devices import CPU
+from sd_quant.models.parts import axes
+from sd_quant.numbers import relative_error
+from sd_quant.quantization.derivation import derive
+from sd_quant.simulation.native import NativeLayer
+
+RECIPE = "fp8 level 3"
+
+
+@pytest.fixture
+def bench():
+    """The worker's, of small networks that are not compiled."""
+    small = Path(__file__).parents[4] / "examples/sdxl_mini/model_config.yaml"
+    chosen = argparse.Namespace(size=64, steps=2, repeats=3, model=small, scales=None, no_compile=True)
+    return worker.one_at_a_time(partial(worker.Bench, chosen))
+
+
+@pytest.mark.slow
+def test_it_is_as_large_as_dev():
+    transformer = flux.structure(flux.DEV)
+    assert sum(parameter.numel() for parameter in transformer.parameters()) == 11_901_408_320
+    assert (len(transformer.transformer_blocks), len(transformer.single_transformer_blocks)) == (19, 38)
+    roles = flux.family.layer_roles(transformer)
+    quantized = [name for name, role in roles.items() if role != "excluded"]
+    assert len(quantized) == 19 * 12 + 38 * 5 and len(roles) - len(quantized) == 86
+
+
+def test_a_call_is_that_of_a_picture_of_1024_pixels(transformer):
+    shapes = transformer.part.contract.shapes(**axes(transformer.samples, 1024, 1024))
+    assert shapes["hidden_states"][:2] == (1, 4096) and shapes["encoder_hidden_states"][:2] == (1, 512)
+    assert "guidance" in shapes and flux.known(1024).keys() < shapes.keys()
+    assert {name: tuple(tensor.shape) for name, tensor in flux.known(1024).items()}.items() <= shapes.items()
+    places = flux.known(1024)["img_ids"]
+    assert places[65].tolist() == [0, 1, 1] and places[-1].tolist() == [0, 63, 63]
+
+
+def test_further_pictures_are_further_samples_at_the_same_places(transformer):
+    one, two = (inputs_of(transformer, pictures, 64) for pictures in (1, 2))
+    assert len(two["hidden_states"]) == len(two["guidance"]) == 2 and torch.equal(one["img_ids"], two["img_ids"])
+
+
+@torch.no_grad()
+def test_weights_are_those_of_bf16_whatever_the_dtype(transformer):
+    half = flux.build(flux.SMALL, CPU, torch.bfloat16).module
+    assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
+    for found, expected in zip(half.parameters(), transformer.module.parameters(), strict=True):
+        assert torch.equal(found.float(), expected)
+
+
+@torch.no_grad()
+def test_the_layers_of_its_roles_are_of_codes(networks):
+    """And no others. What they make of the output is not lost behind closed gates."""
+    network, assignments = networks["flux"]
+    side = sides.network_of(network, sides.SIDES["flux fp8 level 3"], assignments)
+    inner = side.get_submodule("transformer")
+    codes = {name for name, module in inner.named_modules() if isinstance(module, NativeLayer)}
+    roles = flux.family.layer_roles(network.inner)
+    assert codes == {name for name, role in roles.items() if role != "excluded"}
+    assert {"single_transformer_blocks.0.proj_out", "transformer_blocks.1.attn.add_k_proj"} <= codes
+    inputs = inputs_of(network, 1, 64)
+    assert relative_error(network.module(**inputs), side(**inputs)) > 0.01
+
+
+@torch.no_grad()
+def test_its_ranges_are_those_that_are_derived(networks):
+    network, assignments = networks["flux"]
+    inner, roles = network.inner, flux.family.layer_roles(network.inner)
+    statistics = statistics_of(network, inputs_of(network, 1, 64)).layers
+    derived = derive(roles, lambda name: inner.get_parameter(f"{name}.weight"), statistics, sides.RECIPES[RECIPE],
+                     flux.family.shared_inputs(roles))  # fmt: skip
+    assert assignments[RECIPE].keys() == derived.keys()
+    for name, expected in derived.items():
+        found = assignments[RECIPE][name]
+        if expected.weight_amax is not None:
+            torch.testing.assert_close(found.weight_amax, expected.weight_amax, rtol=0, atol=0)
+        errors = dict.fromkeys(("weight_amax", "output_error", "accumulated_error"))
+        assert replace(found, **errors) == replace(expected, **errors)
+
+
+@torch.no_grad()
+def test_a_recipe_that_asks_for_more_is_refused(networks):
+    with pytest.raises(AssertionError, match="smoothing='folded'"):
+        networks["flux"][1]["int8 level 3"]
+
+
+@torch.no_grad()
+def test_a_twin_has_the_same_tensors_and_modules_of_its_own(transformer):
+    other = twin(transformer.module)
+    assert all(a is b for a, b in zip(other.parameters(), transformer.module.parameters(), strict=True))
+    assert not set(other.modules()) & set(transformer.module.modules())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("side", [side for side in sides.SIDES if side.startswith("flux ")])
+def test_a_row_is_made(bench, side):
+    row = worker.answer(bench, {"kind": "row", "side": side, "batch": 1, "told": True})
+    assert row["network"] == "flux" and row["p50_ms"] > 0 and not row.get("doubts")
+    assert row["about"]["operations of flux"] == bench("flux").operations > 0
+    assert ("error" in row) == (sides.SIDES[side].recipe is not None) == bool(row["about"]["derived of flux"])
+    assert "loop_ms" not in row  # of guidance that is two samples
+
+
+@pytest.mark.slow
+def test_one_network_is_kept_at_a_time(bench):
+    first = bench("flux")
+    assert bench("flux") is first and first.compiled
+    kept = weakref.ref(first.network.module)
+    del first
+    second = bench("sdxl")
+    gc.collect()
+    assert kept() is None and second.name == "sdxl"
+
+
+def test_its_rows_come_before_the_ways_of_int8():
+    names = [task.name for task in table.tasks()]
+    found = [name for name in names if name.startswith("flux ")]
+    assert found == [f"flux {side} at batch 1" for side in
+                     ("bf16 compiled", "fp8 level 3", "fp8 level 3, eager", "bf16 eager")]  # fmt: skip
+    assert {task.options["side"] for task in table.flux_rows()} <= sides.SIDES.keys()
+    assert names.index("fp8 level 3, max-autotune at batch 1") < names.index(found[0])
+    assert names.index(found[-1]) < names.index("int8 level 3, max-autotune at batch 1")
