@@ -1,18 +1,31 @@
-"""Writing so that a name never points at half a file: temporary name in the same folder, flush, rename."""
+"""Writing so that a name never points at half a file, and reading what may be no file at all.
 
+What is written has a temporary name in the same folder, and is flushed and renamed. The name says which process writes:
+what one that is dead has left goes when the same is written again. A file of somebody else is opened here, where a pipe
+or a device is refused instead of waited for.
+"""
+
+import errno
 import hashlib
 import json
 import math
 import os
+import re
 import shutil
+import socket
+import stat
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import BinaryIO
 
 from sd_quant.errors import FULL, ResourceError, SdQuantError
 
 TEMPORARY = ".unfinished-"
+HOST = re.sub(r"\W+", "_", socket.gethostname())[:30]
+UNFINISHED = re.compile(r"\.unfinished-.*|\..+\.(\w+-)?\d+\.part")  # the names of what is being written, of any process
+MOST_TEXT = 2**26  # bytes of a table or a record that another run has left
 
 
 @contextmanager
@@ -22,7 +35,8 @@ def atomic_path(path: Path) -> Iterator[Path]:
     The block writes a file there, or a folder. Raises ResourceError when the disk is full.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    remove_abandoned(path.parent, rf"\.{re.escape(path.name)}\.{HOST}-(\d+)\.part")
+    temporary = path.with_name(f".{path.name}.{HOST}-{os.getpid()}.part")
     try:
         yield temporary
         for entry in (temporary, *temporary.rglob("*")):
@@ -35,15 +49,61 @@ def atomic_path(path: Path) -> Iterator[Path]:
             raise ResourceError(f"the disk is full: {path} could not be written; free some space and rerun") from error
         raise
     finally:
-        if temporary.is_dir():
-            shutil.rmtree(temporary, ignore_errors=True)
-        else:
-            temporary.unlink(missing_ok=True)
+        remove(temporary)
 
 
 def temporary_folder(directory: Path) -> TemporaryDirectory:
-    """In ``directory``, under a name by which the next attempt knows what a killed one has left."""
-    return TemporaryDirectory(dir=directory, prefix=TEMPORARY)
+    """In ``directory``, under a name by which the next attempt knows what a killed one has left, and removes it."""
+    remove_abandoned(directory, rf"{re.escape(TEMPORARY)}{HOST}-(\d+)-\w+")
+    return TemporaryDirectory(dir=directory, prefix=f"{TEMPORARY}{HOST}-{os.getpid()}-")
+
+
+def remove_abandoned(directory: Path, pattern: str) -> None:
+    """Remove what is so called in ``directory`` if the process is dead whose number on this host ``pattern`` finds."""
+    with suppress(PermissionError):  # of a folder that may be written and not listed
+        for path in list(directory.iterdir()):
+            match = re.fullmatch(pattern, path.name)
+            if match and not is_alive(int(match[1])):
+                remove(path)
+
+
+def is_alive(process: int) -> bool:
+    """Whether a process of this host is; one of another user is too."""
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link or one of our own temporary folders."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def open_regular(path: Path, most: float = math.inf) -> BinaryIO:
+    """A regular file, opened for reading. Raises OSError for anything else, and for more than ``most`` bytes.
+
+    A pipe is not waited for: who opens one without O_NONBLOCK does so until somebody writes.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    found = os.fstat(descriptor)
+    if stat.S_ISREG(found.st_mode) and found.st_size <= most:
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    bounded = "" if most == math.inf else f" of at most {most:.0f} bytes"
+    raise OSError(errno.EINVAL, f"no regular file{bounded}", str(path))
+
+
+def read_regular(path: Path, most: float = MOST_TEXT) -> bytes:
+    """All bytes of a regular file. Raises OSError as ``open_regular`` does."""
+    with open_regular(path, most) as file:
+        return file.read()
 
 
 def check_room(path: Path, needed: float, what: str = "") -> None:

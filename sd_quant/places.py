@@ -6,6 +6,8 @@ folder. The road not taken is to work in the repository wherever the command was
 and a path that the shell has completed would not be found.
 """
 
+import hashlib
+import re
 from pathlib import Path
 
 from sd_quant.errors import ConfigError, ResourceError
@@ -14,6 +16,9 @@ PACKAGE = Path(__file__).resolve().parent
 SHIPPED = PACKAGE / "shipped"  # links in the repository, files in a wheel
 HOME = PACKAGE.parent if (PACKAGE.parent / "pyproject.toml").is_file() else SHIPPED
 CONF = HOME / "conf"
+UNSAFE = re.compile(r"[^A-Za-z0-9._=,+-]+")  # in the name of a folder
+LONGEST_NAME = 120
+FILES = re.compile(r"\.(json|html|csv|md|parquet|png|yaml|log|part|lock)$", re.IGNORECASE)  # beside folders of jobs
 GROUPS = [CONF]  # folders of Hydra's groups: ours, and those that the user adds to the search path
 
 
@@ -22,6 +27,14 @@ def input_path(path: str | Path) -> Path:
     path = Path(path).expanduser()
     here, shipped = Path.cwd() / path, HOME / path
     return shipped if shipped.exists() and not here.exists() else here
+
+
+def folder_name(text: str) -> str:
+    """``text`` as the name of one folder: it leads nowhere else, is not hidden, and no file beside it is called so."""
+    name = FILES.sub(r"-\1", UNSAFE.sub("-", text).lstrip(".")) or "unnamed"
+    if len(name) <= LONGEST_NAME:
+        return name
+    return f"{name[:LONGEST_NAME]}-{hashlib.sha256(text.encode(errors='surrogateescape')).hexdigest()[:8]}"
 
 
 def output_path(path: str | Path) -> Path:

@@ -28,10 +28,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from sd_quant.config import UNSAFE, deciding
+from sd_quant.config import deciding
 from sd_quant.errors import ConfigError
 from sd_quant.files import digest, write_json
-from sd_quant.places import input_path
+from sd_quant.places import LONGEST_NAME, folder_name, input_path
 from sd_quant.progress import duration, each
 from sd_quant.quantization.recipe import unheeded_knobs
 from sd_quant.report.published import read_published
@@ -42,7 +42,6 @@ from sd_quant.text import one_line
 LOG = logging.getLogger(__name__)
 STATED = ("judge", "timing", "verdict")  # sections that are for a sweep as a whole
 TIME = "%Y-%m-%d_%H-%M-%S"
-LONGEST_NAME = 120
 MOST_JOBS = 1000  # each is composed and checked before the first starts, and stands in the report
 
 
@@ -107,7 +106,7 @@ def plan_of(config_name: str, arguments: Sequence[str], job_of: Callable[[DictCo
         except ConfigError as error:
             raise ConfigError(f"job {job_name(values)}: {error}") from error
         if name := getattr(job, "published", None):
-            published = read_published(input_path(name).read_text(encoding="utf-8"), name)
+            published = read_published(input_path(name), name)
         stated = {name: dataclasses.asdict(getattr(job, name)) for name in STATED if hasattr(job, name)}
         everything.append(json.dumps(deciding(job), sort_keys=True))
         judging.append(job)
@@ -120,7 +119,12 @@ def plan_of(config_name: str, arguments: Sequence[str], job_of: Callable[[DictCo
         this = " ".join(entry["overrides"])
         if (same := first.setdefault(str(entry["name"]), this)) is not this:
             raise ConfigError(f"two jobs of the sweep are one: {same} and {this}; leave one of the values out")
-    identity = digest(*everything)
+    identity, candidates = digest(*everything), candidates_of(judging)
+    if taken := {each["name"] for each in candidates} & {entry["name"] for entry in entries}:
+        raise ConfigError(
+            f"the candidate {min(taken)} would have the folder of the job of that name; give it by another name, "
+            "such as that of a link to it"
+        )
     label = experiment_of(arguments) or "-".join(name.lstrip("+").rpartition(".")[2] for name in varied) or "one"
     plan = {
         "schema_version": 1,
@@ -129,10 +133,10 @@ def plan_of(config_name: str, arguments: Sequence[str], job_of: Callable[[DictCo
         "jobs": entries,
         "identity": identity,
         "published": published,
-        "candidates": candidates_of(judging),
+        "candidates": candidates,
         **stated,
     }
-    return plan, f"{UNSAFE.sub('-', label)[:60]}_{identity[:8]}"
+    return plan, f"{folder_name(label)[:60]}_{identity[:8]}"
 
 
 def dated(name: str) -> str:
@@ -189,8 +193,8 @@ def job_name(values: dict) -> str:
     """``quant_level=2.5,alpha=auto``: deterministic, a folder's name, and another one for every other job."""
     texts = [f"{name.rpartition('.')[2]}={written(value)}" for name, value in values.items()]
     name = ",".join(texts) or "job"
-    safe = UNSAFE.sub("-", name)
-    return safe if safe == name and len(name) <= LONGEST_NAME else f"{safe[:LONGEST_NAME]}-{digest(*texts)[:8]}"
+    safe = folder_name(name)
+    return safe if safe == name else f"{safe[:LONGEST_NAME]}-{digest(*texts)[:8]}"
 
 
 def written(value: object) -> str:

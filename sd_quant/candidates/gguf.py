@@ -31,6 +31,7 @@ from sd_quant.checkpoints.checks import listing
 from sd_quant.checkpoints.safetensors_file import MAX_DIMENSIONS, MAX_HEADER, MAX_SIDE
 from sd_quant.checkpoints.tensors import Readable, StoredTensor, strides
 from sd_quant.errors import ArtifactError
+from sd_quant.files import open_regular
 from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
 
 MAGIC = b"GGUF"
@@ -120,7 +121,7 @@ Tensors = Mapping[str, "StoredTensor | Blocks"]
 def recognizes(path: Path) -> bool:
     """Whether ``path`` is a file that begins as GGUF does."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return file.read(4) == MAGIC
     except (OSError, ValueError):
         return False

@@ -21,7 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError
-from sd_quant.files import check_room
+from sd_quant.files import check_room, open_regular
 
 BLOCK = tarfile.BLOCKSIZE
 MAX_MEMBERS = 64
@@ -112,13 +112,13 @@ def open_members(path: Path) -> dict[str, Member]:
             raise ArtifactError(f"{path} holds {len(files)} files; expected an extracted .nemo, so check the path")
         members: dict[str, Member] = {}
         for file_path in files:
-            with file_path.open("rb") as file:
+            with open_regular(file_path) as file:
                 size = os.fstat(file.fileno()).st_size
                 members[file_path.name] = Member(f"{path}: {file_path.name}", OpenFile(file), 0, size)
         return members
     if not path.is_file():
         raise ArtifactError(f"{path} is a device or a pipe; expected a .nemo file or an extracted directory")
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         archive = _gunzipped(path, file) if is_gzipped(path) else OpenFile(file)
     members = {}
     for member_name, member in _tar_members(path, archive):
@@ -132,7 +132,7 @@ def whole_file(path: Path) -> Member:
     """Returns a file that stands alone as a member. Raises ConfigError when it does not exist."""
     if not path.is_file():
         raise ConfigError(f"{path} is not a file; check the path")
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return Member(str(path), OpenFile(file), 0, os.fstat(file.fileno()).st_size)
 
 
@@ -147,7 +147,7 @@ def is_gzipped(path: Path) -> bool:
     """Returns whether ``path`` is a gzip file, as NeMo's archives were before 1.7."""
     if not path.is_file():
         return False
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return file.read(2) == b"\x1f\x8b"
 
 

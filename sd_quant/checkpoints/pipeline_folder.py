@@ -20,6 +20,17 @@ from sd_quant.models.checkpoint import Checkpoint
 COPIED = (".json", ".txt", ".model", ".safetensors")  # no code, and nothing that would have to be unpickled
 
 
+def copy_files(source: Path, target: Path, without: str | None = None) -> None:
+    """Copy the regular files of one folder that a pipeline reads, but for names with the text ``without`` in them.
+
+    A link to a file is followed, as a hub's snapshots need; no folder below is entered, wherever a link leads.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    for file in sorted(source.iterdir()):
+        if file.is_file() and file.name.endswith(COPIED) and not (without is not None and without in file.name):
+            shutil.copyfile(file, target / file.name)
+
+
 def write_pipeline_without(checkpoint: Checkpoint, components: Collection[str], folder: Path) -> None:
     """Write model_index.json, scheduler, tokenizers, configs and all weights but those of ``components``.
 
@@ -31,13 +42,11 @@ def write_pipeline_without(checkpoint: Checkpoint, components: Collection[str], 
     absent = [name for name, described in checkpoint.index.items() if described == ABSENT]
     adapted = [name for name, weights in checkpoint.components.items() if weights.adapted and name not in components]
 
-    def left_out(directory: str, names: list[str]) -> list[str]:
-        own = Path(directory) in [checkpoint.path / component for component in (*components, *adapted)]
-        here = [name for name in names if (Path(directory) / name).is_file()]
-        unused = [name for name in here if not name.endswith(COPIED) or (own and ".safetensors" in name)]
-        return unused + (absent if Path(directory) == checkpoint.path else [])
-
-    shutil.copytree(checkpoint.path, folder, ignore=left_out, dirs_exist_ok=True)
+    copy_files(checkpoint.path, folder)
+    for place in sorted(checkpoint.path.iterdir()):  # and no path that is made of a name in a file
+        if place.is_dir() and not place.is_symlink() and place.name in checkpoint.index.keys() - absent:
+            written = place.name in (*components, *adapted)
+            copy_files(place, folder / place.name, without=".safetensors" if written else None)
     write_json(folder / INDEX, checkpoint.index)
     for component in adapted:
         name = f"{WEIGHTS[checkpoint.index[component][0]]}.safetensors"

@@ -6,11 +6,11 @@ named ``check_...``, and by ``check_files`` of a job what can be said of files w
 ``model``, ``recipe``, ``images``, ``plans`` and ``comparison``, jobs in ``main_job`` and ``jobs``.
 """
 
-from sd_quant.config.comparison import UNSAFE, Judge, Metrics, Timing, Verdict
-from sd_quant.config.earlier_runs import BEFORE, artifact, completed, run_job, run_model
+from sd_quant.config.comparison import CacheFolder, Judge, Metrics, Timing, Verdict
+from sd_quant.config.earlier_runs import BEFORE, artifact, completed, recipe_of_run, run_job, run_model
 from sd_quant.config.images import Infer
 from sd_quant.config.jobs import PART_NAMES, RUN, ExportJob, HandOverJob, InferJob, JudgeJob, part_paths
-from sd_quant.config.main_job import QuantizeJob, check_consumers, check_targets, deciding
+from sd_quant.config.main_job import QuantizeJob, RecipeJob, check_consumers, check_targets, deciding
 from sd_quant.config.model import Model, lora_of
 from sd_quant.config.plans import ExportShape, Trt, plan_library, targets_for
 from sd_quant.config.recipe import Quantize, check_enabled
@@ -18,6 +18,7 @@ from sd_quant.config.sections import SEED, check_writable, size_of, sizes_of
 
 __all__ = [
     "BEFORE",
+    "CacheFolder",
     "ExportJob",
     "ExportShape",
     "HandOverJob",
@@ -30,11 +31,11 @@ __all__ = [
     "PART_NAMES",
     "Quantize",
     "QuantizeJob",
+    "RecipeJob",
     "RUN",
     "SEED",
     "Timing",
     "Trt",
-    "UNSAFE",
     "Verdict",
     "artifact",
     "check_consumers",
@@ -46,6 +47,7 @@ __all__ = [
     "lora_of",
     "part_paths",
     "plan_library",
+    "recipe_of_run",
     "run_job",
     "run_model",
     "size_of",

@@ -1,7 +1,7 @@
 """The sections by which results are compared: timing, the verdict, candidates, scores; and what runs share."""
 
 import dataclasses
-import re
+import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,10 +11,8 @@ from sd_quant.config.sections import check_writable
 from sd_quant.errors import ResourceError
 from sd_quant.knobs import Called, Limit, at_least, check
 from sd_quant.metrics import INCEPTION_PACKAGE
-from sd_quant.places import existing, input_path, output_path
+from sd_quant.places import existing, folder_name, input_path, output_path
 from sd_quant.report.record import CANDIDATE
-
-UNSAFE = re.compile(r"[^A-Za-z0-9._=,+-]+")  # in the name of a folder
 
 CONFIDENCE = Limit(lambda share: 0.5 <= share < 1, "a number from 0.5 to below 1")
 
@@ -59,6 +57,7 @@ class Judge:
         int, at_least(0), "of each, how many layers with the largest errors are put into the network alone"
     ]
     runtimes: Annotated[bool, "whether a candidate's own library, where it is installed, makes images and is timed"]
+    trust_runs: Annotated[bool, "whether the ONNX file of a run of quantize.py is executed too, as one's own may be"]
     confidence: Annotated[float, CONFIDENCE, "with which candidates are told apart, all of them together"]
 
     def named(self) -> dict[str, Path]:
@@ -67,20 +66,23 @@ class Judge:
         A name is the path's last part, with its folder in front of it where two end alike.
         """
         paths = [input_path(path) for path in self.candidates]
+        named = [Path(os.path.normpath(path)) for path in paths]
         for ends in (lambda path: path.name, lambda path: f"{path.parent.name}-{path.name}"):
-            names = [UNSAFE.sub("-", ends(path)) for path in paths]
+            names = [folder_name(ends(path)) for path in named]
             if len(set(names)) == len(names):
                 return dict(zip(names, paths, strict=True))
-        return {f"{number}-{name}": path for number, (name, path) in enumerate(zip(names, paths, strict=True), start=1)}
+        numbered = (f"{number}-{ends(path)}" for number, path in enumerate(named, start=1))
+        return dict(zip(map(folder_name, numbered), paths, strict=True))
 
     def planned(self) -> list[dict]:
         """The candidates as the plan of a sweep has them."""
         return [{"name": name, "varied": {CANDIDATE: name}} for name in self.named()]
 
     def check_files(self) -> None:
-        """Raises ConfigError for a candidate that is not there, or stands twice in the list."""
+        """Raises ConfigError for a candidate that is not there, is a pipe or a device, or stands twice in the list."""
         for path in self.candidates:
-            existing("candidates", path, "existing files and folders")
+            found = existing("candidates", path, "existing files and folders")
+            check(found.is_file() or found.is_dir(), "candidates", path, "files and folders, and no pipe or device")
         once = len(set(map(input_path, self.candidates))) == len(self.candidates)
         check(once, "candidates", self.candidates, "each of them once")
 

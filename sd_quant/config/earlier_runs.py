@@ -2,13 +2,17 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import yaml
 
+from sd_quant.checkpoints.archive import MAX_TEXT
 from sd_quant.checkpoints.plain_yaml import load_yaml
-from sd_quant.config.main_job import QuantizeJob
+from sd_quant.config.comparison import CacheFolder
+from sd_quant.config.main_job import QuantizeJob, RecipeJob
 from sd_quant.config.model import Model
 from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.files import read_regular
 from sd_quant.knobs import read
 from sd_quant.places import input_path
 from sd_quant.text import one_line
@@ -20,8 +24,9 @@ BEFORE: dict[str, dict[str, object]] = {
     "infer": dict.fromkeys(("image", "mask", "strength", "sizes", "chosen_because")),
     "quantize": {"include": {}, "weights_alone": {}, "per_token": False, "rotation": 0, "weight_observer": "min_max"},
     "trt": {"sizes": None},
-    "judge": {"candidates": [], "layers": 20, "runtimes": True, "confidence": 0.95},
+    "judge": {"candidates": [], "layers": 20, "runtimes": True, "trust_runs": False, "confidence": 0.95},
 }
+DESCRIBE = ("model", "quantize", "infer")  # the sections of a stranger's config that are read
 
 
 def completed(knobs: dict) -> dict:
@@ -31,7 +36,25 @@ def completed(knobs: dict) -> dict:
 
 
 def run_job(run: str) -> QuantizeJob:
-    """The job of a finished run.
+    """The job of a finished run of our own. Raises what ``knobs_of`` raises."""
+    return read(QuantizeJob, knobs_of(run))
+
+
+def recipe_of_run(run: str, cache: CacheFolder) -> RecipeJob:
+    """The job of a finished run of anybody, as far as it describes the recipe; statistics are kept in our ``cache``.
+
+    Where else it says what to run or where to write, nothing is obeyed. Raises what ``knobs_of`` raises.
+    """
+    knobs = knobs_of(run)
+    described: dict[str, Any] = {name: knobs.get(name) for name in DESCRIBE}
+    job = read(RecipeJob, described | {"cache": dataclasses.asdict(cache)})
+    job.infer = dataclasses.replace(job.infer, out_path=None, allow_untrusted_plan=False)
+    job.quantize = dataclasses.replace(job.quantize, devices=1, accelerator="auto")
+    return job
+
+
+def knobs_of(run: str) -> dict:
+    """The knobs of a finished run, with those that its version did not have.
 
     Raises ConfigError when it is none, ArtifactError when its configuration is damaged.
     """
@@ -40,15 +63,14 @@ def run_job(run: str) -> QuantizeJob:
         if not (folder / name).is_file():
             raise ConfigError(f"run is {run}, which has no {name}, expected the folder of a finished quantize.py")
     try:
-        knobs = load_yaml((folder / "config.yaml").read_bytes())
+        knobs = load_yaml(read_regular(folder / "config.yaml", MAX_TEXT))
         if not isinstance(knobs, dict) or INTERPOLATION in str(knobs):
             raise ValueError("it holds no plain knobs")
-        knobs = completed(knobs)
+        return completed(knobs)
     except (OSError, yaml.YAMLError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ArtifactError(
             f"{folder / 'config.yaml'} is not the config of a run ({one_line(error, 200)}); give another run"
         ) from error
-    return read(QuantizeJob, knobs)
 
 
 def run_model(run: str) -> dict | None:
@@ -60,7 +82,7 @@ def run_model(run: str) -> dict | None:
     if not resolved.is_file():
         return None
     try:
-        model = BEFORE["model"] | load_yaml(resolved.read_bytes())["model"]  # type: ignore[index,operator]
+        model = BEFORE["model"] | load_yaml(read_regular(resolved, MAX_TEXT))["model"]  # type: ignore[index,operator]
         if INTERPOLATION in str(model):
             raise ValueError("Hydra would read variables of the environment for it")
     except (OSError, yaml.YAMLError, ValueError, KeyError, TypeError, RecursionError) as error:

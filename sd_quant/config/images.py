@@ -136,7 +136,8 @@ class Infer:
     def check_files(self) -> None:
         """Raises ConfigError for prompts that cannot be read, negative prompts for others, absent latents, images."""
         if self.latents is not None:
-            existing("infer.latents", self.latents, "an existing file, or null")
+            found = existing("infer.latents", self.latents, "an existing file, or null")
+            check(found.is_file(), "infer.latents", self.latents, "a file, and no folder, pipe or device")
         check_source_files("infer.", self.image, self.mask)
         prompts, negative = self.distinct_prompts(), self.negative_prompt
         if isinstance(negative, list):

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from sd_quant.config.comparison import CacheFolder, Judge, Timing
-from sd_quant.config.earlier_runs import artifact, run_job, run_model
+from sd_quant.config.earlier_runs import artifact, recipe_of_run, run_model
 from sd_quant.config.engine_choice import engine_of
 from sd_quant.config.images import AUTO, Infer
 from sd_quant.config.main_job import check_consumers, check_targets
@@ -118,12 +118,14 @@ class HandOverJob:
         f"whose formats the result is written in: {', '.join(TARGETS)}",
     ]
     images: Annotated[bool, "whether images are made of what each target computes, for figures of its own"]
+    cache: CacheFolder
 
     def targets(self) -> list[str]:
         return [self.to] if isinstance(self.to, str) else self.to
 
     def check_files(self) -> None:
-        check_targets("to", self.targets(), run_job(self.run))
+        check_targets("to", self.targets(), recipe_of_run(self.run, self.cache))
+        self.cache.check_files()
         check_consumers(self.targets())
 
 

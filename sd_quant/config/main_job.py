@@ -30,15 +30,40 @@ SHOWN_ALONE = ("cache", "judge", "published", "timing", "trackers", "verdict")
 
 
 @dataclass(slots=True)
-class QuantizeJob:
+class RecipeJob:
+    """What decides an assignment, and where the statistics are kept that it is derived from."""
+
     model: Model
     quantize: Quantize
-    trt: Trt
     infer: Infer
+    cache: CacheFolder
+
+    def __post_init__(self):
+        check_recipe(self.quantize)
+        if self.model.calibration_image is not None:
+            self.infer.check_strength(self.model.calibration_mask, self.quantize.n_steps, "quantize.n_steps")
+
+    def formats(self) -> dict[str, set[str]]:
+        used = formats_used(self.quantize.enable, self.quantize.quant_level)
+        return used | {"weights": used["weights"] | set(self.quantize.choices if self.quantize.budget else ())}
+
+    def calibration_prompts(self) -> list[str]:
+        """The first ``calib_size`` prompts of a text file, or as many drawn with ``seed`` from a table of captions.
+
+        Raises ConfigError when the file holds fewer.
+        """
+        path = input_path(self.model.calibration_prompts)
+        prompts, size = read_prompts(path), self.quantize.calib_size
+        check(size <= len(prompts), "calib_size", size, f"at most the {len(prompts)} prompts of the prompt file")
+        return draw_prompts(prompts, size, self.quantize.seed) if is_table(path) else prompts[:size]
+
+
+@dataclass(slots=True)
+class QuantizeJob(RecipeJob):
+    trt: Trt
     judge: Judge
     timing: Timing
     verdict: Verdict
-    cache: CacheFolder
     metrics: Metrics
     trackers: Annotated[list[str], one_of(TRACKERS, each=True), "who is told of a finished run, beside its own record"]
     published: Annotated[str | None, "file of published latencies, shown beside a sweep's"]
@@ -50,7 +75,7 @@ class QuantizeJob:
     ]
 
     def __post_init__(self):
-        check_recipe(self.quantize)
+        RecipeJob.__post_init__(self)
         self.infer = self.infer.with_engine(lambda: engine_for(self.trt, self.formats()))
         check_targets("hand_over", self.hand_over, self)
         check_batch(self.trt, self.infer)
@@ -72,22 +97,6 @@ class QuantizeJob:
         expected = "null, because a run keeps everything in hydra.run.dir"
         check(self.infer.out_path is None, "infer.out_path", self.infer.out_path, expected)
         self.model.encoder |= self.infer.image is not None
-        if self.model.calibration_image is not None:
-            self.infer.check_strength(self.model.calibration_mask, self.quantize.n_steps, "quantize.n_steps")
-
-    def formats(self) -> dict[str, set[str]]:
-        used = formats_used(self.quantize.enable, self.quantize.quant_level)
-        return used | {"weights": used["weights"] | set(self.quantize.choices if self.quantize.budget else ())}
-
-    def calibration_prompts(self) -> list[str]:
-        """The first ``calib_size`` prompts of a text file, or as many drawn with ``seed`` from a table of captions.
-
-        Raises ConfigError when the file holds fewer.
-        """
-        path = input_path(self.model.calibration_prompts)
-        prompts, size = read_prompts(path), self.quantize.calib_size
-        check(size <= len(prompts), "calib_size", size, f"at most the {len(prompts)} prompts of the prompt file")
-        return draw_prompts(prompts, size, self.quantize.seed) if is_table(path) else prompts[:size]
 
     def check_files(self) -> None:
         """Raises SdQuantError for every file and package that can be refused without loading anything."""
@@ -101,7 +110,8 @@ class QuantizeJob:
         self.judge.check_files()
         self.metrics.check_files()
         if self.published is not None:
-            existing("published", self.published, "an existing file, or null")
+            found = existing("published", self.published, "an existing file, or null")
+            check(found.is_file(), "published", self.published, "a file, and no folder, pipe or device")
         self.cache.check_files()
         check_installed(self.infer.engine)
         if self.trt.library in PLAN_BUILDERS:
@@ -141,7 +151,7 @@ def check_engine(engine: str, quantize: Quantize, trt: Trt) -> None:
         check(trt.library in ("auto", engine), "trt.library", trt.library, expected)
 
 
-def check_targets(knob: str, targets: list[str], job: QuantizeJob) -> None:
+def check_targets(knob: str, targets: list[str], job: RecipeJob) -> None:
     """Raises ConfigError when one of the ``targets`` can hold nothing of what the ``job`` makes."""
     family, weights, enable = job.model.family, job.formats()["weights"], job.quantize.enable
     linear, conv = enable.linear.weight, enable.conv.weight if family in UNETS else None  # transformers have linears

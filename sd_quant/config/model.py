@@ -1,6 +1,7 @@
 """The section ``model``: the checkpoint, and what belongs to it."""
 
 import math
+import re
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,11 @@ class Model:
 
     family: Annotated[str, one_of(lambda: sorted(FAMILIES)), "the model's family"]
     path: Annotated[str, "the checkpoint: a file or a folder"]
-    parts: Annotated[list[str], "the networks that are exported"]
+    parts: Annotated[
+        list[str],
+        Limit(lambda part: re.fullmatch(r"\w{1,40}", part) is not None, "names of letters, digits and _", each=True),
+        "the networks that are exported",
+    ]
     io: Annotated[
         str | None,
         Called("export.io"),

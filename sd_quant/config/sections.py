@@ -1,13 +1,12 @@
 """What sections of knobs share: limits of sizes and seeds, and whether a folder can be written."""
 
 import os
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
 from sd_quant.errors import ConfigError, of_the_machine
-from sd_quant.files import TEMPORARY
+from sd_quant.files import temporary_folder
 from sd_quant.knobs import Limit
 
 SIDE = Limit(lambda pixels: 64 <= pixels <= 4096 and pixels % 64 == 0, "a multiple of 64 from 64 to 4096")
@@ -54,7 +53,8 @@ def check_writable(directory: Path, knob: str = "hydra.run.dir", what: str = "th
     while not os.path.lexists(parent):
         parent = parent.parent
     try:
-        os.rmdir(tempfile.mkdtemp(dir=parent, prefix=TEMPORARY))
+        with temporary_folder(parent):
+            pass
     except OSError as error:
         if (fault := of_the_machine(error)) is not None:
             raise fault from error

@@ -13,6 +13,7 @@ from google.protobuf.message import DecodeError
 from onnx.external_data_helper import uses_external_data
 
 from sd_quant.errors import ArtifactError
+from sd_quant.files import read_regular
 from sd_quant.text import one_line
 
 
@@ -24,7 +25,7 @@ def onnx_files(path: Path) -> list[Path]:
     with no layers.
     """
     try:
-        model = onnx.load(path, load_external_data=False)
+        model = onnx.load_model_from_string(read_regular(path, math.inf))
     except OSError as error:
         raise ArtifactError(f"{path} cannot be read ({error.strerror}); give the command that made it again") from error
     except DecodeError as error:

@@ -6,7 +6,6 @@ floating point.
 
 import re
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import onnx
 import onnxruntime
@@ -17,6 +16,7 @@ from sd_quant.devices import threads as default_threads
 from sd_quant.engines.base import cast_inputs
 from sd_quant.engines.onnx_input import onnx_files
 from sd_quant.errors import ArtifactError, ResourceError
+from sd_quant.files import temporary_folder
 from sd_quant.text import one_line
 
 PROVIDER = "CPUExecutionProvider"
@@ -97,7 +97,7 @@ def session_options(path: Path, threads: int | None = None) -> onnxruntime.Sessi
 
 def products(engine: OnnxRuntimeEngine, path: Path) -> dict[str, str]:
     """See ``sd_quant.engines.products_of``. The file is optimized once more, into a temporary one beside it."""
-    with TemporaryDirectory(dir=path.parent) as folder:
+    with temporary_folder(path.parent) as folder:
         options, optimized = session_options(path), Path(folder) / "optimized.onnx"
         options.optimized_model_filepath = str(optimized)
         options.add_session_config_entry("session.optimized_model_external_initializers_file_name", "weights")

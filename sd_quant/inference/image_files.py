@@ -14,7 +14,7 @@ def image_files(knob: str, path: Path) -> list[Path]:
         files = [path]
     else:
         files = sorted(file for file in path.iterdir() if file.suffix.lower() in FORMATS and file.is_file())
-    if not files or files[0].suffix.lower() not in FORMATS:
+    if not files or files[0].suffix.lower() not in FORMATS or not files[0].is_file():
         raise ConfigError(
             f"{knob} is {path}, expected an image or a folder with images, whose names end with {', '.join(FORMATS)}"
         )

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sd_quant.checkpoints.torch_weights import check_pickle
 from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.files import open_regular
 
 
 def from_numpy(path: Path) -> Tensor:
@@ -60,6 +61,7 @@ def read_latents(path: Path, numbers: set[int], rows: int, columns: int) -> Tens
     if path.suffix not in READERS:
         raise ConfigError(f"infer.latents is {path}, expected a name that ends with {', '.join(READERS)}")
     try:
+        open_regular(path).close()  # the readers take names, and would wait for a pipe
         latents = READERS[path.suffix](path)
     except Exception as error:  # whatever the bytes lead the readers to; torch's text advises to be unsafe
         raise ArtifactError(

@@ -16,10 +16,13 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.files import open_regular
 from sd_quant.inference.image_files import FORMATS
 from sd_quant.text import one_line
 
-MOST_PIXELS = 2**26  # of an image before it is resized: 8192 x 8192
+# Of an image before it is resized: 5792 x 5792, of a JPEG, which is decoded smaller where that suffices, 8192 x 8192.
+MOST_PIXELS = {"PNG": 2**25, "WEBP": 2**25, "JPEG": 2**26}
+ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)  # the tag of EXIF, and where it says that width and height change places
 
 
 @dataclass(frozen=True)
@@ -60,32 +63,41 @@ def read_source(
     """
     fit, fit_masks = list[np.ndarray](), list[np.ndarray]()
     for path, of_mask in zip(images, masks or [None] * len(images), strict=True):
-        image = read_image(path)
-        fit.append(fitted(image, width, height))
+        pixels, (own_width, own_height) = read_fitted(path, width, height, "RGB")
+        fit.append(pixels)
         if of_mask is not None:
-            mask = read_image(of_mask).convert("L")
-            if image.size != mask.size:
+            mask, (mask_width, mask_height) = read_fitted(of_mask, width, height, "L")
+            if (mask_width, mask_height) != (own_width, own_height):
                 raise ConfigError(
-                    f"{of_mask} is a mask of {mask.width} x {mask.height} pixels, and its image {path} has "
-                    f"{image.width} x {image.height}; expected the same, so make the mask again for this image"
+                    f"{of_mask} is a mask of {mask_width} x {mask_height} pixels, and its image {path} has "
+                    f"{own_width} x {own_height}; expected the same, so make the mask again for this image"
                 )
-            fit_masks.append(fitted(mask, width, height))
+            fit_masks.append(mask)
     return SourceImages(np.stack(fit), np.stack(fit_masks) if fit_masks else None, strength)
 
 
-def read_image(path: Path) -> Image.Image:
-    """An image in RGB, upright; what is transparent becomes white. Raises as ``read_source`` does."""
+def read_fitted(path: Path, width: int, height: int, mode: str) -> tuple[np.ndarray, tuple[int, int]]:
+    """An image in ``mode``, RGB or L, cropped about its middle and resized, and its own width and height.
+
+    The array is uint8 [height, width] and its channels. The image is turned upright; what is transparent becomes white.
+    A JPEG is decoded at a size that suffices, and everything else resized first, so that its pixels are in memory once.
+    Raises as ``read_source`` does.
+    """
     try:
-        with warnings.catch_warnings():
+        with open_regular(path) as file, warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # which begins at more than we take
-            image = Image.open(path, formats=[FORMATS[path.suffix.lower()]])
-        with image:
-            if image.width * image.height > MOST_PIXELS:
+            fmt = FORMATS[path.suffix.lower()]
+            image = Image.open(file, formats=[fmt])
+            own, most = image.size, MOST_PIXELS[fmt]
+            if own[0] * own[1] > most:
                 raise ConfigError(
-                    f"{path} has {image.width} x {image.height} pixels, expected at most {MOST_PIXELS // 10**6} "
-                    "million; make it smaller, as it is resized anyway"
+                    f"{path} has {own[0]} x {own[1]} pixels, expected at most {most // 10**6} million in a {fmt}; make "
+                    "it smaller, as it is resized anyway"
                 )
-            upright = ImageOps.exif_transpose(image).convert("RGBA")
+            turned = image.getexif().get(ORIENTATION) in TURNED
+            image.draft(None, (2 * max(width, height),) * 2)
+            ImageOps.exif_transpose(image, in_place=True)
+            small = ImageOps.fit(in_8_bits(image), (width, height), Image.Resampling.LANCZOS)
     except ConfigError:
         raise
     except Image.DecompressionBombError as error:  # Pillow's own limit, which is higher
@@ -94,10 +106,20 @@ def read_image(path: Path) -> Image.Image:
         raise ArtifactError(
             f"{path} cannot be read as an image ({one_line(error, 100)}); save it again as a PNG"
         ) from None
-    white = Image.new("RGBA", upright.size, "white")
-    return Image.alpha_composite(white, upright).convert("RGB")
+    if small.mode == "RGBA":
+        small = Image.alpha_composite(Image.new("RGBA", small.size, "white"), small)
+    return np.asarray(small.convert("RGB").convert(mode)), (own[1], own[0]) if turned else own
 
 
-def fitted(image: Image.Image, width: int, height: int) -> np.ndarray:
-    """The image, or the mask, cropped about its middle and resized, uint8 [height, width] and its channels."""
-    return np.asarray(ImageOps.fit(image, (width, height), Image.Resampling.LANCZOS))
+def in_8_bits(image: Image.Image) -> Image.Image:
+    """The image in L, RGB or RGBA. Raises ValueError for numbers that are neither 8 nor 16 bits.
+
+    Of 16 bits the upper 8 are taken: Pillow's own conversion makes everything beyond 255 white.
+    """
+    if image.mode.startswith("I;16"):
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise ValueError(f"its numbers are of Pillow's mode {image.mode}")
+    transparent = image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info
+    wanted = "RGBA" if transparent else "L" if image.mode == "L" else "RGB"
+    return image if image.mode == wanted else image.convert(wanted)

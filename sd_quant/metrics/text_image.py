@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from sd_quant.devices import full_precision
 from sd_quant.errors import ArtifactError, ConfigError, SdQuantError
+from sd_quant.files import open_regular
 from sd_quant.metrics.frechet import check_images, frechet_distance, moments
 from sd_quant.metrics.inception import inception
 from sd_quant.progress import progress
@@ -32,7 +33,7 @@ from sd_quant.text import one_line
 
 BATCH = 16
 FEWEST_FOR_FID = 2049  # images: with fewer the covariance of Inception's 2048 features is singular
-IMAGES = {".bmp", ".jpeg", ".jpg", ".png", ".webp"}
+IMAGES = {".bmp": "BMP", ".jpeg": "JPEG", ".jpg": "JPEG", ".png": "PNG", ".webp": "WEBP"}  # Pillow's readers
 CLIP_FILES = (  # of each line, one has to be there
     ("config.json",),
     ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"),
@@ -252,7 +253,7 @@ def _image_files(folder: Path) -> list[Path]:
 
 def _read_image(path: Path) -> np.ndarray:
     try:
-        with Image.open(path) as image:
+        with open_regular(path) as file, Image.open(file, formats=[IMAGES[path.suffix.lower()]]) as image:
             return np.asarray(image.convert("RGB"))
     except (OSError, ValueError, Image.DecompressionBombError) as error:
         raise ArtifactError(f"the reference {path} cannot be read ({one_line(error)}); remove it") from error

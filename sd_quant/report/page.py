@@ -21,7 +21,7 @@ from typing import Any
 
 from PIL import Image
 
-from sd_quant.files import write_text
+from sd_quant.files import read_regular, write_text
 from sd_quant.metrics import SCORES, Against, Score, fidelity_scores
 from sd_quant.report.candidates import judgement
 from sd_quant.report.candidates import rule as rule_of_candidates
@@ -363,7 +363,7 @@ def gallery(sweep: Sweep, names: Mapping[str, str], recommended: str | None) -> 
 
     def embed(path: Path) -> int | None:
         try:
-            content = path.read_bytes()
+            content = read_regular(path, MOST_BYTES)
             digest = hashlib.sha256(content).hexdigest()
             if digest not in places:
                 embedded.append(for_page(content))
@@ -410,7 +410,7 @@ def gallery(sweep: Sweep, names: Mapping[str, str], recommended: str | None) -> 
 def for_page(content: bytes) -> dict:
     """An image as the page embeds it, encoded anew, so that nothing but pixels is taken from a file; small ones without
     loss. Raises one of ``NOT_AN_IMAGE``."""
-    with Image.open(io.BytesIO(content)) as image:
+    with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
         pixels = image.convert("RGB")
     encoded = io.BytesIO()
     small = max(pixels.size) <= SMALL_EDGE

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
@@ -23,7 +24,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
 
-from sd_quant.files import atomic_path
+from sd_quant.files import atomic_path, read_regular
 from sd_quant.metrics import SCORES
 from sd_quant.quantization.ranges_by_step import QUARTILES
 from sd_quant.report.recommendation import fidelity_db, front, recommend
@@ -421,16 +422,20 @@ def change(steps: Sequence[Mapping[str, float]]) -> float:
     return max(largest) / max(min(largest), 1e-6)
 
 
+def table_of(path: Path) -> csv.DictReader:
+    """The rows of a CSV file of a job. Raises OSError and UnicodeDecodeError where there is none."""
+    return csv.DictReader(read_regular(path).decode("utf-8").splitlines())
+
+
 def read_ranges(job: Job) -> dict[str, list[dict[str, float]]]:
     """The rows of ``ranges.csv`` by layer, in the order of their steps, ``kept`` as 0 where there is none."""
     boxes: dict[str, list[dict[str, float]]] = {}
     try:
-        with (job.directory / "ranges.csv").open(newline="", encoding="utf-8") as file:
-            for row in csv.DictReader(file):
-                box = {key: float(row[key] or 0) for key in ("step", *QUARTILES, "kept")}
-                if not all(math.isfinite(number) and 0 <= number < LARGEST_DRAWN for number in box.values()):
-                    return {}
-                boxes.setdefault(row["name"], []).append(box)
+        for row in table_of(job.directory / "ranges.csv"):
+            box = {key: float(row[key] or 0) for key in ("step", *QUARTILES, "kept")}
+            if not all(math.isfinite(number) and 0 <= number < LARGEST_DRAWN for number in box.values()):
+                return {}
+            boxes.setdefault(row["name"], []).append(box)
     except (OSError, ValueError, KeyError, TypeError, csv.Error):
         return {}
     return boxes
@@ -440,12 +445,11 @@ def read_layers(job: Job) -> list[tuple[str, str, float]]:
     """Name, role and relative error of each layer that has an error."""
     errors = []
     try:
-        with (job.directory / "layers.csv").open(newline="", encoding="utf-8") as file:
-            for row in csv.DictReader(file):
-                if row.get("output_error"):
-                    error = float(row["output_error"])
-                    if math.isfinite(error):
-                        errors.append((row["name"], row["role"], error))
+        for row in table_of(job.directory / "layers.csv"):
+            if row.get("output_error"):
+                error = float(row["output_error"])
+                if math.isfinite(error):
+                    errors.append((row["name"], row["role"], error))
     except (OSError, ValueError, KeyError, csv.Error):
         return []
     return errors

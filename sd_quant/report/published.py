@@ -11,12 +11,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import yaml
 
+from sd_quant.checkpoints.archive import MAX_TEXT
 from sd_quant.checkpoints.plain_yaml import load_yaml
 from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.files import read_regular
 from sd_quant.report.record import at, why
 from sd_quant.report.summary import SWEEP, Row, Sweep, markdown_text, rows
 
@@ -43,11 +46,11 @@ class Table:
     caption: str
 
 
-def read_published(text: str, name: str) -> dict:
+def read_published(path: Path, name: str) -> dict:
     """The figures of a file like ``examples/published/nemo_docs.yaml``. Raises ConfigError when it is not one."""
     try:
-        return read_figures(load_yaml(text.encode()))  # type: ignore[arg-type]
-    except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        return read_figures(load_yaml(read_regular(path, MAX_TEXT)))  # type: ignore[arg-type]
+    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"published names {name}, which is not like examples/published/nemo_docs.yaml ({error!r}); follow that"
         ) from error

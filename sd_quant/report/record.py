@@ -25,7 +25,7 @@ from typing import (
     is_typeddict,
 )
 
-from sd_quant.files import digest, write_json
+from sd_quant.files import digest, read_regular, write_json
 from sd_quant.metrics import Against, Score, fidelity_scores
 from sd_quant.text import one_line
 
@@ -321,7 +321,7 @@ def read_object(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_regular(path))
     except RecursionError as error:
         raise ValueError(f"{path.name} is nested too deeply") from error
     if not isinstance(content, dict):

@@ -17,7 +17,7 @@ from typing import Any, TypedDict
 
 from sd_quant.cache import try_lock
 from sd_quant.errors import ArtifactError
-from sd_quant.files import atomic_path, write_text
+from sd_quant.files import atomic_path, open_regular, read_regular, write_text
 from sd_quant.metrics import SCORES, fidelity_scores
 from sd_quant.metrics.intervals import Interval, mean_interval
 from sd_quant.report.csv_files import cell
@@ -128,7 +128,7 @@ def read_sweep(directory: Path) -> Sweep:
             f"{directory / TIMING} holds no rounds ({why(error)}); remove it and start the sweep again"
         ) from error
     try:
-        content = json.loads(plan.read_text(encoding="utf-8"))
+        content = json.loads(read_regular(plan))
         check_shape(content, Plan, "it")
         planned, candidates = content["jobs"], content.get("candidates") or []
         names = tuple(job["name"] for job in planned)
@@ -165,7 +165,7 @@ def timed_alone(job: str, record: Any) -> Timed | None:
 
 def folder_in(directory: Path, name: str) -> Path:
     """The folder of a job. Raises ValueError when the name leads elsewhere."""
-    if not name or Path(name).name != name:
+    if name in ("", "..") or Path(name).name != name:
         raise ValueError(f"{name!r} is not the name of a folder")
     return directory / name
 
@@ -186,7 +186,7 @@ def read_job(name: str, directory: Path, varied: Mapping[str, Any]) -> Job:
 def what_became_of(directory: Path) -> str:
     """What can be said of a job that left nothing. A lock ends with its process, so it tells running from dead."""
     try:
-        with (directory / LOCK).open("rb") as lock:
+        with open_regular(directory / LOCK) as lock:
             running = not try_lock(lock)
     except OSError:
         return "it has not run"
@@ -199,7 +199,7 @@ def what_became_of(directory: Path) -> str:
 
 def last_text(path: Path, most: int = 65536) -> str:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             file.seek(max(0, path.stat().st_size - most))
             return file.read(most).decode("utf-8", "replace")
     except OSError:

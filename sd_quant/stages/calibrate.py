@@ -9,7 +9,7 @@ from torch import nn
 
 from sd_quant.calibration.collected_elsewhere import read_statistics
 from sd_quant.calibration.collection import calibrate, origin
-from sd_quant.config import Quantize, QuantizeJob, sizes_of
+from sd_quant.config import Quantize, RecipeJob, sizes_of
 from sd_quant.inference.loading import load_model
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
@@ -25,7 +25,7 @@ LONG = 600  # seconds of a calibration that nobody expects
 def statistics_of(
     checkpoint: Checkpoint,
     roles: dict[str, str],
-    job: QuantizeJob,
+    job: RecipeJob,
     checkpoint_sha256: str,
     prompts: list[str] | None = None,
     between_calls: Callable[[], object] = lambda: None,

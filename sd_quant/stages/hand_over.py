@@ -6,9 +6,8 @@ folder: with chosen codes it is as large as the exported file.
 """
 
 import csv
-import shutil
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,39 +16,52 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from sd_quant.cache import locked
 from sd_quant.checkpoints.diffusers_pipeline import with_tokenizers
 from sd_quant.checkpoints.licence import licence_of
 from sd_quant.checkpoints.pipeline_folder import write_pipeline_without
-from sd_quant.config import HandOverJob, QuantizeJob, run_job
+from sd_quant.config import HandOverJob, QuantizeJob, RecipeJob, recipe_of_run
 from sd_quant.devices import best_device, threads
 from sd_quant.engines.pool import Pool, Variant
 from sd_quant.engines.torch import TorchEngine, placed
-from sd_quant.errors import ArtifactError, ConfigError
-from sd_quant.files import atomic_path, check_room, temporary_folder, write_json, write_text
+from sd_quant.errors import ArtifactError
+from sd_quant.files import (
+    MOST_TEXT,
+    atomic_path,
+    check_room,
+    open_regular,
+    read_regular,
+    temporary_folder,
+    write_json,
+    write_text,
+)
 from sd_quant.hand_over import TARGETS, Target, writer
 from sd_quant.hand_over.adapt import adapted, inputs_of, simulate_target
 from sd_quant.hand_over.model_card import model_card
+from sd_quant.hand_over.result_folder import FIGURES, check_free, remove_result
 from sd_quant.inference.loading import load_part, pipeline_of
 from sd_quant.inference.memory import fits, memory_of_variant
 from sd_quant.metrics.fidelity import Against, fidelity_scores, summary
-from sd_quant.metrics.images import joined, score_pairs
+from sd_quant.metrics.images import Images, joined, score_pairs
 from sd_quant.metrics.memory import StageTimer
 from sd_quant.models.checkpoint import Checkpoint, contracts_of, denoiser_of, denoiser_part
 from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
 from sd_quant.places import input_path, shown
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.report.provenance import versions
-from sd_quant.report.record import HandedOver, read_record, weights_sha256
+from sd_quant.report.record import HandedOver, read_record, weights_sha256, why
+from sd_quant.report.summary import LOCK
 from sd_quant.report.table import handed_over
 from sd_quant.stages.calibrate import statistics_of
 from sd_quant.stages.choose import choose
-from sd_quant.stages.generate import generate
+from sd_quant.stages.generate import generate, image_names
+from sd_quant.stages.job_folder import remove_unfinished
 from sd_quant.stages.load import Loaded, check_weights, layers_of, open_model
 from sd_quant.stages.open_parts import open_torch
 from sd_quant.stages.resources import stored_bytes, workload_of
 from sd_quant.stages.variants import FULL_PRECISION, SIMULATED
+from sd_quant.text import one_line
 
-FIGURES = "hand_over.json"  # written last; a folder that has it is ours
 PACKAGES = ("sd-quant", "torch", "diffusers", "transformers", "nvidia-modelopt")
 KNOBS = (
     "format", "quant_level", "alpha", "smoothing", "per_token", "rotation", "keep", "budget", "calib_size", "n_steps",
@@ -66,19 +78,21 @@ def hand_over(job: HandOverJob, directory: Path) -> None:
     another now, ResourceError when the disk is too small.
     """
     torch.set_num_threads(threads())
-    run, knobs, step = input_path(job.run), run_job(job.run), StageTimer()
-    for name in job.targets():
-        check_free(directory / name)
-    loaded, assignment = assignment_of(knobs, run, step)
-    rows = rows_of(job.targets(), assignment)
-    check_room(directory, len(rows) * sum(stored_bytes(loaded.parts, loaded.parameters).values()))
-    written = {}
-    for name, held in rows.items():
-        command = f"python hand_over.py run={shown(run)} to={name}"
-        with step(name):
-            written[name] = write_target(
-                TARGETS[name], loaded, assignment, held, knobs, run, directory, command, job.images
-            )
+    run, knobs, step = input_path(job.run), recipe_of_run(job.run, job.cache), StageTimer()
+    with locked(directory / LOCK, f"waiting for another process, which works in {directory}"):
+        remove_unfinished(directory)
+        for name in job.targets():
+            check_free(directory / name)
+        loaded, assignment = assignment_of(knobs, run, step, open_model(knobs.model), directory)
+        rows = rows_of(job.targets(), assignment)
+        check_room(directory, len(rows) * sum(stored_bytes(loaded.parts, loaded.parameters).values()))
+        written = {}
+        for name, held in rows.items():
+            command = f"python hand_over.py run={shown(run)} to={name}"
+            with step(name):
+                written[name] = write_target(
+                    TARGETS[name], loaded, assignment, held, knobs, run, directory, command, job.images
+                )
     print("\n".join([*handed_over(written), "", f"folders, each with a README.md: {shown(directory)}"]))
 
 
@@ -100,21 +114,19 @@ def rows_of(targets: Collection[str], assignment: Rows) -> dict[str, Rows]:
     return {name: adapted(assignment, TARGETS[name]) for name in targets}
 
 
-def check_free(folder: Path) -> None:
-    """Raises ConfigError when something stands in ``folder`` that is no earlier result."""
-    if folder.exists() and not (folder / FIGURES).is_file() and any(folder.iterdir()):
-        raise ConfigError(f"{folder} exists and was not handed over by us; set hydra.run.dir to another folder")
+def assignment_of(
+    job: RecipeJob, run: Path, step: StageTimer, checkpoint: Checkpoint, directory: Path
+) -> tuple[Loaded, dict[str, LayerAssignment]]:
+    """The assignment that a run's knobs give of its ``checkpoint``, which is the one that it has written down.
 
-
-def assignment_of(job: QuantizeJob, run: Path, step: StageTimer) -> tuple[Loaded, dict[str, LayerAssignment]]:
-    """The run's checkpoint and the assignment that its knobs give, which is the one that it has written down."""
-    checkpoint = open_model(job.model)
+    Files in progress are in ``directory``. Raises ArtifactError for a run whose files are damaged, or say otherwise.
+    """
     with step("load"):
         loaded = layers_of(checkpoint, job)
         check_weights(checkpoint)
     with step("calibrate"):
-        statistics = statistics_of(checkpoint, loaded.roles, job, weights_sha256(read_record(run)))
-    with temporary_folder(run.parent) as folder:
+        statistics = statistics_of(checkpoint, loaded.roles, job, weights_sha256(record_of_run(run)))
+    with temporary_folder(directory) as folder:
         assignment = choose(loaded, statistics, Path(folder), step).assignment
         if decided(Path(folder) / "layers.csv") != decided(run / "layers.csv"):
             raise ArtifactError(
@@ -124,12 +136,26 @@ def assignment_of(job: QuantizeJob, run: Path, step: StageTimer) -> tuple[Loaded
     return loaded, assignment
 
 
+def record_of_run(run: Path) -> Mapping[str, Any]:
+    """The record of a finished run. Raises ArtifactError when it is damaged."""
+    try:
+        return read_record(run) or {}
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"{run} has no record that can be read ({why(error)}); give another run") from error
+
+
 def decided(table: Path) -> list[dict[str, str]]:
-    """The rows of a ``layers.csv`` without the errors, whose last digit depends on how many threads add them up."""
-    with table.open(newline="", encoding="utf-8") as file:
+    """The rows of a ``layers.csv`` without the errors, whose last digit depends on how many threads add them up.
+
+    Raises ArtifactError when it is none.
+    """
+    try:
+        lines = read_regular(table).decode("utf-8").splitlines()
         return [
-            {name: value for name, value in row.items() if not name.endswith("error")} for row in csv.DictReader(file)
+            {name: value for name, value in row.items() if not name.endswith("error")} for row in csv.DictReader(lines)
         ]
+    except (OSError, ValueError, AttributeError, csv.Error) as error:
+        raise ArtifactError(f"{table} is not a run's table of layers ({why(error)}); give another run") from error
 
 
 def write_target(
@@ -137,7 +163,7 @@ def write_target(
     loaded: Loaded,
     assignment: Rows,
     rows: Rows,
-    job: QuantizeJob,
+    job: RecipeJob,
     run: Path,
     directory: Path,
     command: str,
@@ -173,12 +199,13 @@ def write_target(
             "loras": {f"{path.name}:{strength:g}": licence_of(path) for path, strength in job.model.adapters()},
             "knobs": {name: getattr(job.quantize, name) for name in KNOBS},
             "versions": versions(*PACKAGES),
+            "files": [*sizes, "README.md", FIGURES],
             **written,
         }
         write_text(place / "README.md", model_card(described, target))
         write_json(place / FIGURES, described)
-        if folder.exists():  # an earlier result, which a rename does not replace
-            shutil.rmtree(folder)
+        check_free(folder)  # once more, after all the time that the work has taken
+        remove_result(folder)  # an earlier one, which a rename does not replace
     return written
 
 
@@ -224,7 +251,7 @@ def write_folder(folder: Path, target: Target, checkpoint: Checkpoint, rows: Row
     writer(target)(checkpoint, rows, folder)
 
 
-def fidelity_of(loaded: Loaded, rows: Rows, target: Target, job: QuantizeJob, run: Path) -> dict:
+def fidelity_of(loaded: Loaded, rows: Rows, target: Target, job: RecipeJob, run: Path) -> dict:
     """PSNR, SSIM and LPIPS of the images of what the consumer computes, against the run's full-precision images."""
     checkpoint, infer = loaded.checkpoint, job.infer
     keys = {part: part for part in checkpoint.parts()} | {loaded.denoiser: SIMULATED}
@@ -240,12 +267,25 @@ def fidelity_of(loaded: Loaded, rows: Rows, target: Target, job: QuantizeJob, ru
         images = generate(pipeline, infer.prompt_list(), infer, target.name).images
     finally:
         pool.close()
-    files = sorted((run / "images" / FULL_PRECISION).glob("[0-9]*.png"))
-    reference = joined([np.asarray(Image.open(file).convert("RGB")) for file in files])
+    reference = images_of_run(run, image_names(infer.prompt_list()))
     return {
         score.key: summary(score_pairs(score.compute, reference, images), score.undefined, not score.more_is_better)
         for score in fidelity_scores() if score.against is Against.IMAGES
     }  # fmt: skip
+
+
+def images_of_run(run: Path, names: Sequence[str]) -> Images:
+    """The full-precision images that a run has left. Raises ArtifactError where one is missing or no PNG."""
+    images = []
+    for file in (run / "images" / FULL_PRECISION / f"{name}.png" for name in names):
+        try:
+            with open_regular(file, MOST_TEXT) as opened, Image.open(opened, formats=["PNG"]) as image:
+                images.append(np.asarray(image.convert("RGB")))
+        except Exception as error:  # whatever the bytes lead the decoder to
+            raise ArtifactError(
+                f"{file} is not an image of the run ({one_line(error, 100)}); give another run, or images=false"
+            ) from None
+    return joined(images)
 
 
 def open_consumed(checkpoint: Checkpoint, rows: Rows, target: Target) -> TorchEngine:

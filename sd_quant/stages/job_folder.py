@@ -7,8 +7,7 @@ lock until it ends, in whatever way, so a lock file without a record is what an 
 import dataclasses
 import json
 import os
-import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,9 @@ import yaml
 
 from sd_quant.config import Model, QuantizeJob, deciding, lora_of
 from sd_quant.errors import ConfigError, SdQuantError
-from sd_quant.files import TEMPORARY, digest
+from sd_quant.files import UNFINISHED, digest, remove
 from sd_quant.hand_over import TARGETS
+from sd_quant.hand_over.result_folder import remove_result
 from sd_quant.places import input_path, lasting
 from sd_quant.report.provenance import made_of, provenance
 from sd_quant.report.record import RECORD, at, read_record
@@ -26,19 +26,17 @@ from sd_quant.report.summary import FAILURE, LOCK, LOG, PROVENANCE
 from sd_quant.source import source_digest
 
 # What a job writes. Nothing else is ever removed, because the folder may be any that the user has named.
-FOLDERS = ("onnx", "plan", "full_precision", "images", "hand_over")
-UNFINISHED = (f"{TEMPORARY}*", ".*.part")
+HAND_OVER = "hand_over"
+FOLDERS = ("onnx", "plan", "full_precision", "images", HAND_OVER)
 WRITTEN = (
     *(f"{kind}/{name}" for kind in ("onnx", "full_precision/onnx") for name in ("*/*.onnx", "*/*.onnx.data")),
     *(f"{kind}/{name}" for kind in ("plan", "full_precision/plan") for name in ("*.plan", "*.plan.json")),
     "images/grid.png", "images/full_precision/[0-9]*.png", "images/quantized/[0-9]*.png",
-    *(f"hand_over/{target}" for target in TARGETS),
-    *UNFINISHED, *(f"{folder}/**/{name}" for folder in FOLDERS for name in UNFINISHED),
     RECORD, FAILURE, PROVENANCE, "config.yaml", "layers.csv", "ranges.csv", "budget.csv", "sensitivity.csv",
     "sensitivity.png", "quantized_*.pt", "report.html", "summary.*", "trajectory.png", "layers.png", "ranges.png",
 )  # fmt: skip
 A_JOBS = (LOCK, RECORD, PROVENANCE)  # a folder with one of these is a job's
-BEFORE_A_JOB = (".hydra", LOG, LOCK, FAILURE)  # what Hydra, and a job that was refused, leave in a folder
+BEFORE_A_JOB = (".hydra", LOG, "judge.log", LOCK, FAILURE)  # what Hydra, and a job that was refused, leave in a folder
 
 
 def inputs_of(job: QuantizeJob) -> dict[str, Path]:
@@ -96,10 +94,10 @@ def done_before(job: QuantizeJob, directory: Path) -> Mapping[str, Any] | None:
     return finished(directory, fingerprint(job, made_of(inputs_of(job))))
 
 
-def check_own(directory: Path) -> None:
-    """Raises ConfigError when no job has been in the folder and yet something is in it."""
+def check_own(directory: Path, marks: Sequence[str] = A_JOBS) -> None:
+    """Raises ConfigError when something is in the folder and none of the ``marks``, by which it is a job's."""
     others = sorted(path.name for path in directory.iterdir() if path.name not in BEFORE_A_JOB)
-    if others and not any((directory / name).exists() for name in A_JOBS):
+    if others and not any((directory / name).exists() for name in marks):
         named = " and ".join(others[:2]) + (" and more" if len(others) > 2 else "")
         raise ConfigError(
             f"hydra.run.dir is {directory}, which holds {named} that no job has written, expected a folder that is "
@@ -116,11 +114,30 @@ def check_still_there(directory: Path) -> None:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove what an earlier attempt has written, and folders that are empty then."""
+    """Remove what an earlier attempt has written, and folders that are empty then; nothing behind a link is touched."""
     for name in WRITTEN:
         for path in directory.glob(name):
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-    for name in FOLDERS:
-        for folder, _, _ in os.walk(directory / name, topdown=False):
+            if (path.is_symlink() or path.is_file()) and not behind_a_link(path, directory):
+                path.unlink()
+    remove_unfinished(directory)
+    for folder in (directory / name for name in FOLDERS if not (directory / name).is_symlink()):
+        for place, _, _ in os.walk(folder):
+            remove_unfinished(Path(place))
+        if folder.name == HAND_OVER:
+            for target in TARGETS:
+                remove_result(folder / target)
+        for place, _, _ in os.walk(folder, topdown=False):
             with suppress(OSError):  # someone else's file is in it
-                Path(folder).rmdir()
+                Path(place).rmdir()
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what was being written in ``folder``, by whichever process: the caller holds the lock of all of them."""
+    for path in list(folder.iterdir()):
+        if UNFINISHED.fullmatch(path.name):
+            remove(path)
+
+
+def behind_a_link(path: Path, directory: Path) -> bool:
+    """Whether a folder between ``directory`` and ``path`` is a link, which may lead anywhere."""
+    return any(folder.is_symlink() for folder in path.parents if folder != directory and directory in folder.parents)

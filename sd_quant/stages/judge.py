@@ -28,12 +28,12 @@ from torch import Tensor
 from sd_quant.cache import Cache, locked
 from sd_quant.candidates.errors import LayerErrors, alone, layer_errors
 from sd_quant.candidates.opening import open_candidate
-from sd_quant.config import Infer, Judge, JudgeJob, Model, QuantizeJob, Timing, run_job
+from sd_quant.config import CacheFolder, Infer, Judge, JudgeJob, Model, QuantizeJob, Timing, run_job
 from sd_quant.devices import threads
 from sd_quant.engines.base import Engine
 from sd_quant.engines.pool import Pool, Variant
 from sd_quant.engines.torch import TorchEngine
-from sd_quant.errors import SdQuantError, of_the_machine
+from sd_quant.errors import ConfigError, SdQuantError, of_the_machine
 from sd_quant.files import digest, write_json
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.memory import fits, memory_of_part, memory_of_variant
@@ -74,12 +74,12 @@ from sd_quant.simulation.sensitivity import guided
 from sd_quant.source import source_digest
 from sd_quant.stages.compare import Comparison, framework_images, save_pairs
 from sd_quant.stages.generate import check_channels, check_guidance, check_images, check_sizes, check_steps, generate
-from sd_quant.stages.job_folder import finished, remove_leftovers
+from sd_quant.stages.job_folder import check_own, finished, remove_leftovers, remove_unfinished
 from sd_quant.stages.latency import denoiser_rounds
 from sd_quant.stages.load import check_weights, open_model
 from sd_quant.stages.open_parts import open_torch
 from sd_quant.stages.resources import check_machine, workload_of
-from sd_quant.stages.subjects import Subject, is_run, subject_of
+from sd_quant.stages.subjects import RunsAre, Subject, is_run, subject_of
 from sd_quant.stages.variants import FRAMEWORK, QUANTIZED
 from sd_quant.text import one_line
 
@@ -98,6 +98,7 @@ class Court:
     judge: Judge
     timing: Timing
     cache: Cache
+    cache_folder: CacheFolder
     facts: dict  # as ``provenance`` has them, of the full-precision model
     together: bool  # whether memory holds two denoisers
 
@@ -117,9 +118,13 @@ def judge(job: JudgeJob, directory: Path) -> None:
     Raises what the readers raise, before anything is computed.
     """
     torch.set_num_threads(threads())
+    check_own(directory, marks=(SWEEP,))
     with locked(directory / LOCK, f"waiting for another process, which works in {directory}"):
+        if at(read_object(directory / SWEEP), "jobs"):
+            raise ConfigError(f"{directory} holds a sweep of quantize.py; set hydra.run.dir to another folder")
+        remove_unfinished(directory)
         court = court_of(job, directory)
-        subjects = opened(job.judge, court)
+        subjects = opened(job.judge, court, directory)
         write_json(directory / SWEEP, plan_of(job))
         try:
             judge_all(subjects, court, directory)
@@ -160,7 +165,7 @@ def judge_sweep(directory: Path) -> None:
         return
     judge = read(Judge, stated, "judge.")  # the sweep's own, because jobs that were done before know of no later ones
     court = replace(court_of(run_job(str(done[0].directory)), directory), judge=judge)
-    judge_all(opened(judge, court), court, directory)
+    judge_all(opened(judge, court, directory), court, directory)
 
 
 def court_of(job: JudgeJob | QuantizeJob, directory: Path) -> Court:
@@ -177,15 +182,26 @@ def court_of(job: JudgeJob | QuantizeJob, directory: Path) -> Court:
     cache = Cache(output_path(job.cache.dir) if job.cache.dir else None, job.cache.limit_gb * 1e9)
     memory = memory_of_variant(parameters, work) | {"the candidate": 4.0 * parameters[checkpoint.family.DENOISER]}
     return Court(
-        checkpoint, job.model, job.infer, job.judge, job.timing, cache,
+        checkpoint, job.model, job.infer, job.judge, job.timing, cache, job.cache,
         provenance(job.model.inputs() | job.infer.inputs(), []), fits(memory, "the model and a candidate"),
     )  # fmt: skip
 
 
-def opened(judge: Judge, court: Court) -> list[Subject]:
-    """Every candidate, opened. Raises what the first that cannot be opened raises."""
+def opened(judge: Judge, court: Court, directory: Path) -> list[Subject]:
+    """Every candidate, opened. Raises what the first that cannot be opened raises.
+
+    Raises ConfigError for one that lies in its own folder of results, or that around this.
+    """
     sha256 = weights_sha256(court.facts)
-    return [subject_of(name, path, court.checkpoint, sha256) for name, path in judge.named().items()]
+    runs = RunsAre(court.model, court.infer, court.cache_folder, directory, judge.trust_runs)
+    for name, path in judge.named().items():
+        folder, given = (directory / name).resolve(), path.resolve()
+        if folder == given or folder in given.parents or given in folder.parents:
+            raise ConfigError(
+                f"the candidate {path} and the folder of its results, {folder}, lie in each other; set hydra.run.dir "
+                "to another folder"
+            )
+    return [subject_of(name, path, court.checkpoint, sha256, runs) for name, path in judge.named().items()]
 
 
 def judge_all(subjects: Sequence[Subject], court: Court, directory: Path) -> None:
@@ -201,6 +217,7 @@ def judge_all(subjects: Sequence[Subject], court: Court, directory: Path) -> Non
         LOG.info("candidate %d of %d: %s, %s", number, len(left), subject.name, subject.maker)
         folder = directory / subject.name
         folder.mkdir(exist_ok=True)
+        check_own(folder)
         with locked(folder / LOCK, f"waiting for another process, which works in {folder}"):
             remove_leftovers(folder)
             try:
@@ -317,7 +334,7 @@ def layer_rows(
 def judged_runtime(subject: Subject, court: Court, simulated: Generated, pool: Pool) -> JudgedRuntime:
     """What the library that the candidate is made for computes here, beside our reading of it, and how fast."""
     if subject.runtime is None:
-        return JudgedRuntime(reason="no library that opens it computes on this machine")
+        return JudgedRuntime(reason=subject.no_runtime)
     if not court.judge.runtimes:
         return JudgedRuntime(reason="judge.runtimes is false")
     if not court.together:

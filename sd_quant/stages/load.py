@@ -10,7 +10,7 @@ from sd_quant.checkpoints.checks import check_finite
 from sd_quant.checkpoints.kinds import open_checkpoint
 from sd_quant.checkpoints.own_size import own_size
 from sd_quant.checkpoints.tensors import Weights
-from sd_quant.config import Model, Quantize, QuantizeJob, sizes_of
+from sd_quant.config import Model, Quantize, QuantizeJob, RecipeJob, sizes_of
 from sd_quant.errors import ConfigError
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser, part_parameters
 from sd_quant.models.parts import Part, SharedInput, text_readers
@@ -121,7 +121,7 @@ def check_weights(checkpoint: Checkpoint) -> None:
         check_finite(cast(Weights, weights))
 
 
-def layers_of(checkpoint: Checkpoint, job: QuantizeJob) -> Loaded:
+def layers_of(checkpoint: Checkpoint, job: RecipeJob) -> Loaded:
     """What follows from the checkpoint's structure and the job.
 
     Raises ConfigError for a recipe that does not fit the layers, noise that does not fit the VAE, guidance that nothing

@@ -17,6 +17,7 @@ from sd_quant.devices import sharing, threads
 from sd_quant.engines import RUNTIMES, check_installed, why_not
 from sd_quant.errors import ResourceError
 from sd_quant.files import write_json, write_text
+from sd_quant.hand_over.result_folder import check_free
 from sd_quant.metrics.memory import StageTimer
 from sd_quant.places import output_path
 from sd_quant.report.record import Record, weights_sha256, write_record
@@ -32,6 +33,7 @@ from sd_quant.stages.fit_budget import bytes_to_share
 from sd_quant.stages.generate import check_images
 from sd_quant.stages.hand_over import hand_over_run, rows_of
 from sd_quant.stages.job_folder import (
+    HAND_OVER,
     check_own,
     check_still_there,
     facts_of,
@@ -115,6 +117,8 @@ def run(job: QuantizeJob, directory: Path, facts: dict, tracer: Tracer) -> Recor
         chosen = choose(loaded, statistics, directory, step)
         assignment = chosen.assignment
         rows = rows_of(job.hand_over, assignment)  # refused before anything is exported
+        for name in rows:
+            check_free(directory / HAND_OVER / name)
         variants = variants_of(loaded, job.infer, assignment, directory, simulated, job.compiled_baseline)
         with step("pictures"):
             share()

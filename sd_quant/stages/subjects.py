@@ -4,8 +4,9 @@ A candidate is computed as its reader says that its consumer computes. A run is 
 is derived again from its knobs and has to be the one that it has written down.
 """
 
+import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +19,7 @@ from sd_quant.candidates.candidate import Candidate, StoredLayer
 from sd_quant.candidates.folding import unfolded
 from sd_quant.candidates.network import with_candidate
 from sd_quant.candidates.opening import open_candidate
-from sd_quant.config import QuantizeJob, artifact, run_job
+from sd_quant.config import CacheFolder, Infer, Model, artifact, recipe_of_run
 from sd_quant.devices import CPU, best_device
 from sd_quant.engines import RUNTIMES
 from sd_quant.engines.base import Engine, cast_inputs
@@ -31,11 +32,16 @@ from sd_quant.models.checkpoint import Checkpoint, contracts_of, denoiser_part, 
 from sd_quant.quantization.assignment import WITHOUT_WEIGHTS
 from sd_quant.report.candidates import HIGH_PRECISION
 from sd_quant.report.provenance import fingerprint
-from sd_quant.report.record import RECORD, read_record, weights_sha256
-from sd_quant.stages.hand_over import assignment_of
+from sd_quant.report.record import RECORD, weights_sha256
+from sd_quant.stages.hand_over import assignment_of, record_of_run
 from sd_quant.stages.open_parts import open_file, open_simulated
 
 RUN = "sd_quant run"  # what stands for a reader's name
+UNTRUSTED = "judge.trust_runs is false, and a run's file is executed only where it is true"
+MOST_CALIBRATED = 1024 * 50  # prompts by steps: more than any source recommends
+# What of a run's own knobs decides its statistics, beside the recipe.
+OF_CALIBRATION = ("calibration_prompts", "calibration_image", "calibration_mask", "width", "height", "sizes")
+OF_GUIDANCE = ("scale", "negative_prompt", "strength")
 BITS = {torch.float32: 32.0, torch.float16: 16.0, torch.bfloat16: 16.0, torch.float64: 64.0}
 
 
@@ -62,6 +68,18 @@ class Subject:
     # those that are quantized, for inputs of the full-precision network; empty of a run
     layers: Mapping[str, StoredLayer] = field(default_factory=dict)
     runtime: Runtime | None = None
+    no_runtime: str = "no library that opens it computes on this machine"  # why there is none, where there is none
+
+
+@dataclass(frozen=True)
+class RunsAre:
+    """What a run is judged with, whatever its own config says."""
+
+    model: Model
+    infer: Infer
+    cache: CacheFolder  # for statistics
+    directory: Path  # for files in progress
+    trusted: bool  # whether their ONNX files are executed
 
 
 def is_run(path: Path) -> bool:
@@ -69,13 +87,13 @@ def is_run(path: Path) -> bool:
     return all((path / name).is_file() for name in (RECORD, "config.yaml", "layers.csv"))
 
 
-def subject_of(name: str, path: Path, checkpoint: Checkpoint, sha256: str | None) -> Subject:
+def subject_of(name: str, path: Path, checkpoint: Checkpoint, sha256: str | None, runs: RunsAre) -> Subject:
     """What lies at ``path``, opened; ``sha256`` is that of the full-precision weights.
 
     Raises ConfigError for a run of other weights, and what the readers raise.
     """
     if is_run(path):
-        return run_subject(name, path, checkpoint, sha256)
+        return run_subject(name, path, checkpoint, sha256, runs)
     candidate = open_candidate(path, checkpoint)
     return Subject(
         name, path, fingerprint(path), candidate.reader, candidate.maker, candidate.stored_bytes,
@@ -140,14 +158,26 @@ def runtime_of(candidate: Candidate, checkpoint: Checkpoint) -> Runtime | None:
     return Runtime(candidate.maker, open_library)
 
 
-def run_subject(name: str, run: Path, checkpoint: Checkpoint, sha256: str | None) -> Subject:
-    job, record = run_job(str(run)), read_record(run)
+def run_subject(name: str, run: Path, checkpoint: Checkpoint, sha256: str | None, runs: RunsAre) -> Subject:
+    """A run of anybody: a recipe for the judge's own model, which is derived again."""
+    job, record = recipe_of_run(str(run), runs.cache), record_of_run(run)
     if weights_sha256(record) != sha256:
         raise ConfigError(
             f"the candidate {run} quantizes {job.model.path}, which has other weights than model.path; "
             "give runs of the full-precision model that the others are compared with"
         )
-    _, assignment = assignment_of(job, run, StageTimer())
+    engine = job.infer.engine
+    if job.quantize.calibration is None and job.quantize.calib_size * job.quantize.n_steps > MOST_CALIBRATED:
+        raise ConfigError(
+            f"the candidate {run} was calibrated on {job.quantize.calib_size} prompts in {job.quantize.n_steps} steps, "
+            f"expected at most {MOST_CALIBRATED} of these together; give its statistics with the run"
+        )
+    job.model = replace(runs.model, **{name: getattr(job.model, name) for name in OF_CALIBRATION})
+    guided = {name: getattr(job.infer, name) for name in OF_GUIDANCE}
+    job.infer = copy.copy(runs.infer)
+    for knob, value in guided.items():
+        setattr(job.infer, knob, value)
+    _, assignment = assignment_of(job, run, StageTimer(), checkpoint, runs.directory)
     rows = [
         {
             "name": layer.name,
@@ -166,16 +196,16 @@ def run_subject(name: str, run: Path, checkpoint: Checkpoint, sha256: str | None
     stored = sum(file.stat().st_size for file in onnx_files(path))
     return Subject(
         name, run, fingerprint(run), RUN, f"sd-quant {job.quantize.format}", stored, rows,
-        partial(open_simulated, checkpoint, assignment), runtime=run_runtime(run, job, checkpoint),
+        partial(open_simulated, checkpoint, assignment), runtime=run_runtime(path, engine, record, runs),
+        no_runtime=Subject.no_runtime if runs.trusted else UNTRUSTED,
     )  # fmt: skip
 
 
-def run_runtime(run: Path, job: QuantizeJob, checkpoint: Checkpoint) -> Runtime | None:
-    """The runtime of the run, where it reads a file that is there, is installed and computes on a processor."""
-    row = RUNTIMES[job.infer.engine]
+def run_runtime(path: Path, engine: str, record: Mapping[str, Any], runs: RunsAre) -> Runtime | None:
+    """The run's ``engine`` for its file at ``path``, where it is trusted, installed and computes on a processor."""
+    row = RUNTIMES[engine]
+    if not runs.trusted or record.get("simulated"):
+        return None
     if row.file != "onnx" or row.device != "cpu" or find_spec(row.package) is None:
         return None
-    if read_record(run).get("simulated"):
-        return None
-    path = artifact(run, "onnx", checkpoint.family.DENOISER)
-    return Runtime(job.infer.engine, partial(open_file, path, job.infer))
+    return Runtime(engine, partial(open_file, path, replace(runs.infer, engine=engine)))

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -33,7 +34,8 @@ def cast(checkpoint: Path, path: Path) -> Path:
 def judged(command, main_job, checkpoint, tmp_path_factory) -> tuple[Path, dict[str, Path]]:
     """The folder of three candidates: a file that was cast, what a run has handed over, and the run itself."""
     folder = tmp_path_factory.mktemp("judge")
-    handed = command("hand_over.py", f"run={main_job.directory}", "to=diffusers_sdnq", f"hydra.run.dir={folder}/handed")
+    handed = command("hand_over.py", f"run={main_job.directory}", "to=diffusers_sdnq", f"hydra.run.dir={folder}/handed",
+                     f"cache.dir={main_job.cache}")  # fmt: skip
     assert handed.returncode == 0, handed.stderr[-3000:]
     candidates = {
         "cast.safetensors": cast(checkpoint, folder / "cast.safetensors"),
@@ -50,7 +52,8 @@ def judge(command, main_job, folder: Path, candidates, *more: str):
     given = ",".join(map(str, candidates))
     return command(
         "judge.py", f"candidates=[{given}]", f"infer.prompts=[{','.join(PROMPTS)}]", *main_job.sampling,
-        "timing.budget_s=0", f"cache.dir={main_job.cache}", f"hydra.run.dir={folder}/judged", *more,
+        "timing.budget_s=0", "judge.trust_runs=true", f"cache.dir={main_job.cache}", f"hydra.run.dir={folder}/judged",
+        *more,
     )  # fmt: skip
 
 
@@ -151,7 +154,7 @@ def test_beside_the_recipes_of_a_sweep_candidates_stand_in_its_table(
     """Of a sweep whose jobs are done; here of what one of them has handed over, under two names."""
     first, second, sweep = tmp_path / "first", tmp_path / "second", tmp_path / "sweep"
     handed = command("hand_over.py", f"run={tiny.run}", "to=diffusers_modelopt", "images=false",
-                     f"hydra.run.dir={tmp_path}/handed")  # fmt: skip
+                     f"cache.dir={tiny.cache}", f"hydra.run.dir={tmp_path}/handed")  # fmt: skip
     assert handed.returncode == 0, handed.stderr[-3000:]
     for folder in (first, second):
         shutil.copytree(tmp_path / "handed/diffusers_modelopt", folder)
@@ -174,3 +177,31 @@ def test_beside_the_recipes_of_a_sweep_candidates_stand_in_its_table(
     assert rows[-1]["psnr_db"] == rows[-2]["psnr_db"]
     page = (sweep / "report.html").read_text()
     assert "sweep of 3 jobs and 2 candidates" in page and "Which recipe to ship" in page
+
+
+def test_a_candidate_decides_neither_where_is_written_nor_what_is_removed(command, tiny, tmp_path):
+    """A folder that is named by what is above it, and a run whose config names another cache, as a stranger's may."""
+    outside, run, cache = tmp_path / "candidates", tmp_path / "candidates/run", tmp_path / "cache"
+    shutil.copytree(tiny.run, run)
+    knobs = yaml.safe_load((run / "config.yaml").read_text())
+    knobs["cache"]["dir"] = str(tmp_path / "victim")
+    (run / "config.yaml").write_text(yaml.safe_dump(knobs))
+    for name in ("report.html", "layers.csv", "summary.mine", "images/grid.png"):
+        (outside / name).parent.mkdir(exist_ok=True)
+        (outside / name).write_text("mine")
+    (outside / "model_index.json").write_text("{}")
+
+    def content(folder: Path) -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    before, where = content(outside), f"hydra.run.dir={tmp_path}/judged/deep"
+    knobs = [knob for knob in tiny.knobs if knob.startswith(("model", "infer."))]
+    given = "judge.py", *knobs, "judge.layers=0", f"cache.dir={cache}", where
+    above = command(*given, f"candidates=[{run}/..]")
+    assert above.returncode in (2, 3) and "Traceback" not in above.stderr, above.stderr[-2000:]
+    judged = command(*given, f"candidates=[{run}]")
+    assert judged.returncode == 0, judged.stderr[-3000:]
+    runtime = json.loads((tmp_path / "judged/deep/run/metrics.json").read_text())["judged"]["runtime"]
+    assert runtime == {"reason": "judge.trust_runs is false, and a run's file is executed only where it is true"}
+    assert content(outside) == before and not (tmp_path / "victim").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"candidates", "cache", "judged"}

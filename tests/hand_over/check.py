@@ -23,6 +23,7 @@ from sd_quant.config import run_job
 from sd_quant.engines.openvino import saturates
 from sd_quant.metrics.memory import StageTimer
 from sd_quant.stages.hand_over import assignment_of, rows_of
+from sd_quant.stages.load import open_model
 
 from .pictures import HERE, by_consumer, decibels, in_torch, printed_code
 
@@ -72,7 +73,8 @@ def main(targets: list[str]) -> int:
         asked = f"hand_over=[{','.join(targets)}]"
         command = [sys.executable, "quantize.py", *KNOBS, asked, f"hydra.run.dir={run}"]
         subprocess.run(command, check=True, cwd=REPOSITORY)
-        loaded, assignment = assignment_of(run_job(str(run)), run, StageTimer())
+        job = run_job(str(run))
+        loaded, assignment = assignment_of(job, run, StageTimer(), open_model(job.model), work)
         for target in targets:
             folder, rows = run / "hand_over" / target, rows_of([target], assignment)[target]
             simulated = in_torch(loaded.checkpoint, folder, True, rows, target)

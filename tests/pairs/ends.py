@@ -97,5 +97,11 @@ ELSEWHERE = {  # knobs that other names above set, that name a file, say which m
     *("model.max_sequence_length", "model.calibration_prompts", "model.prompts", "model.recommended", "model.loras"),
     *("model.calibration_image", "model.calibration_mask", "model.encoder"),
     *("infer.image", "infer.mask", "infer.strength", "infer.engine", "infer.chosen_because"),
-    *("judge.candidates", "judge.confidence", "judge.layers", "judge.runtimes"),  # of a sweep, and not of its jobs
+    *(
+        "judge.candidates",
+        "judge.confidence",
+        "judge.layers",
+        "judge.runtimes",
+        "judge.trust_runs",
+    ),  # of a sweep, and not of its jobs
 }

@@ -1,10 +1,22 @@
 import errno
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from sd_quant.errors import ResourceError, SdQuantError
-from sd_quant.files import atomic_path, check_room, write_json, write_text
+from sd_quant.files import (
+    HOST,
+    atomic_path,
+    check_room,
+    open_regular,
+    read_regular,
+    temporary_folder,
+    write_json,
+    write_text,
+)
 
 
 def test_the_name_is_replaced_when_the_block_ends_well(tmp_path):
@@ -36,6 +48,44 @@ def test_a_failed_block_leaves_the_old_file_and_nothing_else(tmp_path, failure):
         raise failure
     assert path.read_text() == "old"
     assert [file.name for file in tmp_path.iterdir()] == ["file.txt"]
+
+
+@pytest.fixture(scope="module")
+def dead() -> int:
+    """The number of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_what_a_killed_process_was_writing_goes_when_it_is_written_again(tmp_path, dead):
+    """What another writes at this moment stays, and so does what belongs to another machine, or to a user."""
+    stays = [
+        f".a.txt.{HOST}-{os.getppid()}.part", f".a.txt.elsewhere-{dead}.part", ".a.txt.secret.part",
+        f".b.txt.{HOST}-{dead}.part", f".unfinished-{HOST}-{os.getppid()}-x", ".unfinished-thesis",
+    ]  # fmt: skip
+    for name in (*stays, f".a.txt.{HOST}-{dead}.part"):
+        (tmp_path / name).write_text("half")
+    (tmp_path / f".unfinished-{HOST}-{dead}-x/deep").mkdir(parents=True)
+    write_text(tmp_path / "a.txt", "whole")
+    with temporary_folder(tmp_path) as made:
+        assert {path.name for path in tmp_path.iterdir()} == {*stays, "a.txt", Path(made).name}
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
+def test_only_a_regular_file_is_read_and_nothing_is_waited_for(tmp_path, make):
+    """An open pipe without a writer would wait for ever, and /dev/zero never ends."""
+    make(tmp_path / "a")
+    with pytest.raises(OSError, match="no regular file|Is a directory"):
+        open_regular(tmp_path / "a")
+
+
+def test_a_file_is_read_up_to_a_size(tmp_path):
+    (tmp_path / "a").write_bytes(b"1234")
+    (tmp_path / "link").symlink_to("a")
+    assert read_regular(tmp_path / "link", 4) == b"1234"
+    with pytest.raises(OSError, match="no regular file of at most 3 bytes"):
+        read_regular(tmp_path / "a", 3)
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])

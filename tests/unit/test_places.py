@@ -4,7 +4,7 @@ import pytest
 
 from sd_quant import places
 from sd_quant.errors import ConfigError, ResourceError
-from sd_quant.places import HOME, check_shipped, existing, input_path, lasting, output_path, shown
+from sd_quant.places import HOME, check_shipped, existing, folder_name, input_path, lasting, output_path, shown
 
 
 @pytest.fixture(autouse=True)
@@ -53,3 +53,14 @@ def test_an_installation_without_its_configuration_is_refused(here, monkeypatch)
     monkeypatch.setattr(places, "CONF", here / "conf")
     with pytest.raises(ResourceError, match="was installed without its configuration; install it again"):
         check_shipped()
+
+
+def test_a_name_of_a_folder_leads_nowhere_else_and_is_no_files():
+    named = {
+        "a.gguf": "a.gguf", "quant_level=2.5,alpha=auto": "quant_level=2.5,alpha=auto", "a b;c": "a-b-c",
+        "..": "unnamed", ".": "unnamed", "": "unnamed", "../../etc": "-..-etc", ".lock": "lock", ".hydra": "hydra",
+        "report.html": "report-html", "sweep.JSON": "sweep-JSON", "a.csv": "a-csv", "layers.png": "layers-png",
+    }  # fmt: skip
+    assert {text: folder_name(text) for text in named} == named
+    long, other = folder_name("a" * 300), folder_name("a" * 301)
+    assert len(long) < 140 and long != other

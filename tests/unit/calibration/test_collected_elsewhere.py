@@ -272,8 +272,8 @@ def test_a_claim_of_much_is_refused_before_it_is_read(entry):
 
 
 def test_a_file_that_may_not_be_read(entry, monkeypatch):
-    def forbidden(path, mode):
+    def forbidden(path, flags):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "open", forbidden)
+    monkeypatch.setattr("os.open", forbidden)
     assert f"{entry} cannot be read (Permission denied)" in refusal(ConfigError, entry)

@@ -3,9 +3,9 @@
 import pytest
 import yaml
 
-from sd_quant.config import BEFORE, run_model
-from sd_quant.config.earlier_runs import run_job
-from sd_quant.errors import ArtifactError
+from sd_quant.config import BEFORE, CacheFolder, run_model
+from sd_quant.config.earlier_runs import recipe_of_run, run_job
+from sd_quant.errors import ArtifactError, ConfigError
 
 
 def test_a_run_from_before_inputs_were_scaled_per_token_or_rotated_did_neither(mappings, run):
@@ -20,6 +20,28 @@ def test_a_run_from_before_inputs_were_scaled_per_token_or_rotated_did_neither(m
     assert run_job(str(run)) == now and (now.quantize.per_token, now.quantize.rotation) == (False, 0)
     (run / "config.yaml").write_text(yaml.safe_dump(knobs | {"quantize": knobs["quantize"] | {"per_token": True}}))
     assert run_job(str(run)).quantize.per_token
+
+
+def test_a_strangers_run_describes_its_recipe_and_decides_nothing_else(mappings, run):
+    for name in ("metrics.json", "layers.csv"):
+        (run / name).touch()
+    theirs = yaml.safe_load(yaml.safe_dump(mappings["quantize"]))
+    theirs["cache"]["dir"] = theirs["trt"]["timing_cache"] = "/home/victim"
+    theirs |= {"hand_over": "no list", "trackers": 3, "verdict": None, "unknown": 1}
+    theirs["quantize"] |= {"devices": 64, "accelerator": "cuda", "alpha": 0.3}
+    theirs["infer"] |= {"allow_untrusted_plan": True}
+    (run / "config.yaml").write_text(yaml.safe_dump(theirs))
+    found = recipe_of_run(str(run), CacheFolder("mine", 1.0))
+    assert (found.cache, found.quantize.alpha) == (CacheFolder("mine", 1.0), 0.3)
+    assert (found.quantize.devices, found.quantize.accelerator) == (1, "auto")
+    assert not found.infer.allow_untrusted_plan and not hasattr(found, "trt") and not hasattr(found, "trackers")
+    theirs["model"]["parts"] = ["../../victim", "vae"]
+    (run / "config.yaml").write_text(yaml.safe_dump(theirs))
+    with pytest.raises(ConfigError, match=r"^model.parts is \.\./\.\./victim, expected names of letters"):
+        recipe_of_run(str(run), CacheFolder("mine", 1.0))
+    (run / "config.yaml").write_text("a: " + "x" * 2**20)
+    with pytest.raises(ArtifactError, match="is not the config of a run .*no regular file of at most"):
+        recipe_of_run(str(run), CacheFolder("mine", 1.0))
 
 
 @pytest.mark.slow

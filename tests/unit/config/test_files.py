@@ -61,7 +61,7 @@ def test_a_folder_that_cannot_be_made_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match=r"^the output directory /proc/x/y cannot be written, because of /proc; set"):
         check_writable(Path("/proc/x/y"))
     full = OSError(errno.ENOSPC, "No space left on device")
-    monkeypatch.setattr(tempfile, "mkdtemp", lambda **_: (_ for _ in ()).throw(full))
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda *_, **__: (_ for _ in ()).throw(full))
     with pytest.raises(ResourceError, match="the disk is full"):
         check_writable(Path("/tmp/x"))
 

@@ -1,10 +1,11 @@
 """What is made of files of images and masks, and which are refused."""
 
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.inference.image_files import image_files, mask_files
@@ -86,11 +87,11 @@ def test_what_is_no_image(saved, content):
 
 
 def test_an_image_that_is_too_large_is_not_decoded(saved, monkeypatch):
-    path = saved("a.png", 8448, 8192, 0, "1")
-    assert 8448 * 8192 > MOST_PIXELS
+    path = saved("a.png", 5824, 5824, 0, "1")
+    assert 5824 * 5824 > MOST_PIXELS["PNG"]
     monkeypatch.setattr("PIL.Image.Image.convert", lambda *_: pytest.fail("it was decoded"))
     with pytest.raises(
-        ConfigError, match=r"a.png has 8448 x 8192 pixels, expected at most 67 million; make it smaller"
+        ConfigError, match=r"a.png has 5824 x 5824 pixels, expected at most 33 million in a PNG; make it"
     ):
         read_source([path], None, 64, 64, 0.5)
 
@@ -110,3 +111,38 @@ def test_other_files_and_a_folder_without_images(tmp_path, name):
         ConfigError, match=r"^infer.image is .*, expected an image or a folder with images, whose names"
     ):
         image_files("infer.image", tmp_path / name)
+
+
+def test_16_bits_keep_their_upper_8_and_do_not_become_white(tmp_path):
+    ramp = np.linspace(0, 65535, 64).astype(np.uint16)[None].repeat(64, 0)
+    Image.fromarray(ramp).save(tmp_path / "grey.png")
+    source = read_source([tmp_path / "grey.png"], [tmp_path / "grey.png"], 64, 64, 0.5)
+    assert (source.images[0, 0, :, 0] == ramp[0] >> 8).all() and (source.masks[0, 0] == ramp[0] >> 8).all()
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "LA", "PA", "RGBA", "CMYK"])
+def test_every_mode_becomes_the_colours_that_it_shows(tmp_path, mode):
+    name = "a.jpg" if mode == "CMYK" else "a.png"
+    Image.new("RGB", (128, 64), "white").convert("LA" if mode == "PA" else mode).save(tmp_path / name)
+    assert (read_source([tmp_path / name], None, 64, 64, 0.5).images >= 253).all()
+
+
+def test_a_large_jpeg_is_decoded_at_a_size_that_suffices(tmp_path, monkeypatch):
+    wide = Image.new("RGB", (2048, 1024), "blue")
+    wide.paste((255, 0, 0), (512, 0, 1536, 1024))
+    wide.save(tmp_path / "a.jpg", quality=95)
+    mask = Image.new("L", (2048, 1024), 255)
+    mask.save(tmp_path / "mask.png")
+    seen, fit = [], ImageOps.fit
+    monkeypatch.setattr(ImageOps, "fit", lambda image, *more: seen.append(image.size) or fit(image, *more))
+    source = read_source([tmp_path / "a.jpg"], [tmp_path / "mask.png"], 64, 64, 0.5)
+    assert seen == [(256, 128), (2048, 1024)], "and its own size is what a mask is compared with"
+    assert (np.abs(source.images[0, :, 4:-4].astype(int) - (255, 0, 0)) < 8).all()
+
+
+def test_a_pipe_is_no_image(tmp_path):
+    os.mkfifo(tmp_path / "a.png")
+    with pytest.raises(ConfigError, match="^infer.image is .*a.png, expected an image or a folder with images"):
+        image_files("infer.image", tmp_path / "a.png")
+    with pytest.raises(ArtifactError, match="a.png cannot be read as an image .*no regular file"):
+        read_source([tmp_path / "a.png"], None, 64, 64, 0.5)

@@ -6,13 +6,13 @@ import yaml
 
 from sd_quant.errors import ConfigError
 from sd_quant.places import HOME
-from sd_quant.report.published import as_html, as_markdown, published_tables, read_published
+from sd_quant.report.published import as_html, as_markdown, published_tables, read_figures, read_published
 from sd_quant.report.rebuild import handed_over_tables
 from sd_quant.report.summary import Job, Sweep
 from sd_quant.report.timing import Timed
 
 NEMO = HOME / "examples/published/nemo_docs.yaml"
-PUBLISHED = read_published(NEMO.read_text(), str(NEMO))
+PUBLISHED = read_published(NEMO, str(NEMO))
 
 
 def job(batch: int, framework: float | None, unquantized: float, quantized: float, weights: str = "int8"):
@@ -64,12 +64,12 @@ def test_a_page_may_have_speed_ups_alone():
 
 
 def page_of(batches: dict) -> dict:
-    return read_published(yaml.safe_dump(yaml.safe_load(NEMO.read_text()) | {"batches": batches}), "a page")
+    return read_figures(yaml.safe_load(NEMO.read_text()) | {"batches": batches})
 
 
 def test_the_article_has_a_ratio_for_each_format_over_the_compiled_framework_in_the_engines_rounds():
     article = HOME / "examples/published/nvidia_article.yaml"
-    page = read_published(article.read_text(), str(article))
+    page = read_published(article, str(article))
     compiled = Timed("block", [10.0] * 9, [8.0] * 9, rest=0.1, image_ms=50.0, compiled=[19.0] * 9)
     jobs = [replace(job(1, 100.0, 50.0, 40.0, fmt), timed=compiled) for fmt in ("int8", "fp8")]
     int8, fp8 = tables(*jobs, published=page)
@@ -125,13 +125,13 @@ def test_no_tables_without_figures():
         lambda c: c["batches"][1].update(quantized={"INT8": -1}),
     ],  # fmt: skip
 )
-def test_another_file_is_refused(change):
+def test_another_file_is_refused(change, tmp_path):
     content = yaml.safe_load(NEMO.read_text())
     change(content)
-    with pytest.raises(ConfigError, match=r"^published names x.yaml, which is not like"):
-        read_published(yaml.safe_dump(content), "x.yaml")
-    with pytest.raises(ConfigError):
-        read_published("- a\n", "x.yaml")
+    for other in (content, ["a"]):
+        (tmp_path / "x.yaml").write_text(yaml.safe_dump(other))
+        with pytest.raises(ConfigError, match=r"^published names x.yaml, which is not like"):
+            read_published(tmp_path / "x.yaml", "x.yaml")
 
 
 def test_what_jobs_have_handed_over_stands_in_one_table(small_sweep):

@@ -1,5 +1,6 @@
 """What of a recipe and a pipeline is lost, and what is not written."""
 
+import json
 import shutil
 from types import SimpleNamespace
 
@@ -45,28 +46,22 @@ def test_errors_do_not_decide(tmp_path):
     assert found[0] == found[1] != found[2]
 
 
-def test_a_folder_of_ours_is_free(tmp_path):
-    hand_over.check_free(tmp_path / "none")
-    (tmp_path / "mine").mkdir()
-    hand_over.check_free(tmp_path / "mine")
-    (tmp_path / "mine/thesis.txt").touch()
-    with pytest.raises(ConfigError, match="exists and was not handed over by us"):
-        hand_over.check_free(tmp_path / "mine")
-    (tmp_path / "mine" / hand_over.FIGURES).touch()
-    hand_over.check_free(tmp_path / "mine")
-
-
-@pytest.mark.parametrize("when", ["write", "card"])
+@pytest.mark.parametrize("when", ["write", "card", "meanwhile"])
 def test_an_earlier_result_stays_until_the_next_is_whole(tmp_path, monkeypatch, when):
     folder = tmp_path / "gguf"
     folder.mkdir()
-    (folder / hand_over.FIGURES).write_text("{}")
+    earlier = json.dumps({"files": ["old", "../canary"]})
+    (folder / hand_over.FIGURES).write_text(earlier)
+    for name in ("gguf/old", "canary"):
+        (tmp_path / name).touch()
 
     def write(place, *_):
         place.mkdir()
         (place / "weights").write_bytes(bytes(200_000))
         if when == "write":
             raise KeyboardInterrupt
+        if when == "meanwhile":
+            (folder / "thesis.txt").touch()
 
     monkeypatch.setattr(hand_over, "write_folder", write)
     monkeypatch.setattr(hand_over, "left_out", lambda *_: [])
@@ -82,11 +77,20 @@ def test_an_earlier_result_stays_until_the_next_is_whole(tmp_path, monkeypatch, 
     if when == "write":
         with pytest.raises(KeyboardInterrupt):
             make()
-        assert (folder / hand_over.FIGURES).read_text() == "{}" and not list(tmp_path.glob(".*"))
+        assert (folder / hand_over.FIGURES).read_text() == earlier and not list(tmp_path.glob(".*"))
         return
-    written = make()
-    assert written["bytes"] == {"weights": 200_000} and (folder / "README.md").is_file()
-    assert (folder / hand_over.FIGURES).read_text() != "{}"
+    if when == "meanwhile":
+        with pytest.raises(ConfigError, match="holds thesis.txt, which was not handed over by us"):
+            make()
+        assert {path.name for path in folder.iterdir()} == {"thesis.txt", "old", hand_over.FIGURES}
+        return
+    for _ in range(2):  # over the earlier result, and over its own
+        written = make()
+        assert written["bytes"] == {"weights": 200_000}
+        names = {path.name for path in folder.iterdir()}
+        assert names == {"weights", "README.md", hand_over.FIGURES}
+        assert names == set(json.loads((folder / hand_over.FIGURES).read_text())["files"])
+    assert (tmp_path / "canary").exists()
 
 
 def test_a_disk_that_is_too_small_is_found_out_before_anything_is_written(tmp_path, monkeypatch):
@@ -94,8 +98,9 @@ def test_a_disk_that_is_too_small_is_found_out_before_anything_is_written(tmp_pa
     parts = {"unet_xl": SimpleNamespace(contract=SimpleNamespace(weights=torch.float16))}
     loaded = SimpleNamespace(parts=parts, parameters={"unet_xl": 10**9})
     monkeypatch.setattr(hand_over, "assignment_of", lambda *_: (loaded, {"a": row("a", 32, 32)}))
-    monkeypatch.setattr(hand_over, "run_job", lambda run: None)
-    job = SimpleNamespace(run=str(tmp_path), targets=lambda: ["onnx"])
+    monkeypatch.setattr(hand_over, "recipe_of_run", lambda run, cache: SimpleNamespace(model=None))
+    monkeypatch.setattr(hand_over, "open_model", lambda model: None)
+    job = SimpleNamespace(run=str(tmp_path), cache=None, targets=lambda: ["onnx"])
     with pytest.raises(ResourceError, match=r"needs up to 2.00 GB and the disk has 0.00 GB free"):
         hand_over.hand_over(job, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {".lock"}

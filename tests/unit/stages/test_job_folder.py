@@ -88,10 +88,13 @@ OURS = (
     "onnx/unet_xl/unet_xl.onnx", "onnx/unet_xl/unet_xl.onnx.data", "plan/vae.plan", "plan/vae.plan.json", "budget.csv",
     "full_precision/onnx/unet_xl/unet_xl.onnx", "images/quantized/0000.png", "images/grid.png", "metrics.json",
     ".unfinished-1/part", "onnx/unet_xl/.unet_xl.onnx.7.part", "full_precision/onnx/.unet_xl.7.part/unet_xl.onnx",
+    ".a.csv.some_host-12.part", "hand_over/gguf/model.gguf", "hand_over/gguf/hand_over.json",
+    "hand_over/.gguf.host-3.part/a",
 )  # fmt: skip
 THEIRS = (
     "images/family.png", "images/quantized/grandmother.png", "onnx/model.onnx", "onnx/mine/weights.bin", "plan/b.txt",
-    "images.txt", "notes/onnx", "full_precision/x",
+    "images.txt", "notes/onnx", "full_precision/x", ".secret.part", "notes/.unfinished-thesis",
+    "hand_over/gguf/card.md", "hand_over/comfyui/lora.safetensors",
 )  # fmt: skip
 
 
@@ -103,12 +106,25 @@ def put(folder: Path, *names: str) -> None:
 
 def test_what_a_job_does_not_write_stays_wherever_it_lies(tmp_path):
     put(tmp_path, *OURS, *THEIRS)
+    (tmp_path / "hand_over/gguf/hand_over.json").write_text('{"files": ["model.gguf", "hand_over.json"]}')
     elsewhere = tmp_path / "notes"
     (tmp_path / "images/quantized/0007.png").symlink_to(elsewhere)
     job_folder.remove_leftovers(tmp_path)
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     assert left == set(THEIRS)
     assert not any((tmp_path / empty).exists() for empty in (".unfinished-1", "full_precision/onnx"))
+
+
+def test_nothing_behind_a_link_is_removed(tmp_path):
+    mine, run = tmp_path / "mine", tmp_path / "run"
+    put(mine, "quantized/0000.png", "unet_xl/unet_xl.onnx", "gguf/hand_over.json", ".x.12.part")
+    (mine / "gguf/hand_over.json").write_text('{"files": ["hand_over.json"]}')
+    before = sorted(mine.rglob("*"))
+    run.mkdir()
+    for name in ("images", "onnx", "hand_over"):
+        (run / name).symlink_to(mine)
+    job_folder.remove_leftovers(run)
+    assert sorted(mine.rglob("*")) == before
 
 
 def test_a_folder_with_other_peoples_files_is_refused(tmp_path):

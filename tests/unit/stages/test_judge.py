@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from sd_quant.errors import ArtifactError
+from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.inference.pipeline import Generated
 from sd_quant.metrics.latency import Rounds
 from sd_quant.stages import judge
@@ -106,6 +106,39 @@ def test_a_candidate_that_fails_leaves_why_and_the_others_go_on(monkeypatch, tmp
     assert judged == ["a", "c"]
     failure = json.loads((tmp_path / "b/failure.json").read_text())
     assert failure == {"status": "failed", "reason": "b has a scale that is not finite", "exit_code": 3}
+
+
+@pytest.mark.parametrize("given", ["a.gguf", "a.gguf/inside.gguf", "."])
+def test_a_candidate_is_never_where_its_results_are(given, tmp_path, monkeypatch):
+    """What is left of an earlier attempt is removed there."""
+    (tmp_path / "a.gguf").mkdir()
+    path = tmp_path / given
+    rules = SimpleNamespace(named=lambda: {"a.gguf": path}, trust_runs=False)
+    here = court(facts={}, model=None, cache_folder=None)
+    with pytest.raises(ConfigError, match="and the folder of its results, .*, lie in each other; set hydra.run.dir"):
+        judge.opened(rules, here, tmp_path)
+
+
+@pytest.mark.parametrize(("there", "said"), [
+    ("thesis.txt", "which holds thesis.txt that no job has written"),
+    ("metrics.json", "which holds metrics.json that no job has written"),
+    ("sweep.json", "holds a sweep of quantize.py; set hydra.run.dir to another folder"),
+])  # fmt: skip
+def test_a_folder_of_others_is_refused_before_anything_is_written(there, said, tmp_path):
+    (tmp_path / there).write_text('{"jobs": [{"name": "quant_level=3"}]}')
+    with pytest.raises(ConfigError, match=said):
+        judge.judge(None, tmp_path)
+    assert (tmp_path / there).read_text() == '{"jobs": [{"name": "quant_level=3"}]}'
+
+
+def test_results_are_not_written_into_a_folder_of_somebody(tmp_path, monkeypatch):
+    monkeypatch.setattr(judge, "mark_of", lambda *_: "mark")
+    monkeypatch.setattr(judge, "reference_of", lambda *_: None)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/config.yaml").touch()
+    with pytest.raises(ConfigError, match="which holds config.yaml that no job has written"):
+        judge_all([subject("a")], court(), tmp_path)
+    assert (tmp_path / "a/config.yaml").exists()
 
 
 @dataclass

@@ -1,0 +1,60 @@
+"""A run as a candidate is data: nothing that its config says is executed, and no time is its to spend."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from sd_quant.config import CacheFolder, Infer, Model
+from sd_quant.errors import ConfigError
+from sd_quant.stages import subjects
+from sd_quant.stages.subjects import MOST_CALIBRATED, RunsAre, run_runtime, run_subject
+from tests.presets import job
+
+
+@pytest.fixture
+def theirs():
+    return job("model.width=128", "infer.scale=3.0", "infer.prompts=[theirs]", "infer.seed=7")
+
+
+@pytest.fixture
+def runs(tmp_path):
+    ours = job("infer.prompts=[ours]")
+    ours.model.path = "ours.nemo"
+    return RunsAre(ours.model, ours.infer, CacheFolder(None, 1.0), tmp_path, trusted=False)
+
+
+def test_an_engine_is_opened_only_of_a_run_that_is_trusted(runs, tmp_path):
+    assert run_runtime(tmp_path, "openvino", {}, runs) is None
+    trusted = RunsAre(runs.model, runs.infer, runs.cache, runs.directory, trusted=True)
+    assert run_runtime(tmp_path, "openvino", {}, trusted).name == "openvino"
+    assert run_runtime(tmp_path, "openvino", {"simulated": True}, trusted) is None
+    assert run_runtime(tmp_path, "tensorrt", {}, trusted) is None, "a plan is never loaded"
+
+
+def test_the_recipe_is_the_runs_and_model_images_and_places_are_ours(theirs, runs, monkeypatch, tmp_path):
+    seen = []
+
+    def assignment_of(job, run, step, checkpoint, directory):
+        seen.append((job, checkpoint, directory))
+        raise InterruptedError
+
+    monkeypatch.setattr(subjects, "recipe_of_run", lambda run, cache: theirs)
+    monkeypatch.setattr(subjects, "record_of_run", lambda run: {})
+    monkeypatch.setattr(subjects, "assignment_of", assignment_of)
+    with pytest.raises(InterruptedError):
+        run_subject("a", tmp_path / "a", "our checkpoint", None, runs)
+    ((used, checkpoint, directory),) = seen
+    model: Model = used.model
+    infer: Infer = used.infer
+    assert (checkpoint, directory, used.quantize) == ("our checkpoint", tmp_path, theirs.quantize)
+    assert (model.path, model.width) == ("ours.nemo", 128)
+    assert (infer.prompts, infer.seed, infer.scale) == (["ours"], runs.infer.seed, 3.0)
+    assert runs.infer.scale != 3.0, "and ours stays as it is"
+
+
+def test_a_run_does_not_decide_how_long_is_calibrated(theirs, runs, monkeypatch, tmp_path):
+    theirs.quantize = SimpleNamespace(calibration=None, calib_size=MOST_CALIBRATED, n_steps=2)
+    monkeypatch.setattr(subjects, "recipe_of_run", lambda run, cache: theirs)
+    monkeypatch.setattr(subjects, "record_of_run", lambda run: {})
+    with pytest.raises(ConfigError, match=r"was calibrated on 51200 prompts in 2 steps, expected at most 51200 of"):
+        run_subject("a", tmp_path / "a", None, None, runs)
