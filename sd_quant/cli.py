@@ -295,7 +295,8 @@ def recording_failure(task: Callable[[DictConfig], object]) -> Callable[[DictCon
             LOG.info("%s", sweep.job_line(read_sweep(directory.parent), hydra.job.num))
             if sweep.twin_of(directory.parent, hydra.job.num) is not None:
                 return None
-        (directory / FAILURE).unlink(missing_ok=True)
+        if (directory / FAILURE).is_file():
+            (directory / FAILURE).unlink()
         try:
             return task(config)
         except Exception as error:

@@ -12,6 +12,7 @@ import yaml
 from sd_quant.checkpoints.archive import whole_file
 from sd_quant.checkpoints.plain_yaml import load_yaml
 from sd_quant.checkpoints.safetensors_file import read_header
+from sd_quant.files import open_regular
 from sd_quant.text import one_line
 
 CARD = "README.md"
@@ -22,7 +23,7 @@ LONGEST = 100  # characters that are shown
 def licence_of(path: Path) -> str | None:
     """What the checkpoint at ``path`` says of its licence, or None where it says nothing that can be read."""
     if (path / CARD).is_file():
-        with (path / CARD).open("rb") as file:
+        with open_regular(path / CARD) as file:
             head = re.match(rb"---\r?\n(.*?)\r?\n---", file.read(LARGEST_CARD), re.DOTALL)
         try:
             card = load_yaml(head[1]) if head else None

@@ -7,7 +7,7 @@ named ``check_...``, and by ``check_files`` of a job what can be said of files w
 """
 
 from sd_quant.config.comparison import CacheFolder, Judge, Metrics, Timing, Verdict
-from sd_quant.config.earlier_runs import BEFORE, artifact, completed, recipe_of_run, run_job, run_model
+from sd_quant.config.earlier_runs import BEFORE, artifact, completed, is_run, recipe_of_run, run_job, run_model
 from sd_quant.config.images import Infer
 from sd_quant.config.jobs import PART_NAMES, RUN, ExportJob, HandOverJob, InferJob, JudgeJob, part_paths
 from sd_quant.config.main_job import QuantizeJob, RecipeJob, check_consumers, check_targets, deciding
@@ -44,6 +44,7 @@ __all__ = [
     "check_writable",
     "completed",
     "deciding",
+    "is_run",
     "lora_of",
     "part_paths",
     "plan_library",

@@ -26,6 +26,7 @@ BEFORE: dict[str, dict[str, object]] = {
     "trt": {"sizes": None},
     "judge": {"candidates": [], "layers": 20, "runtimes": True, "trust_runs": False, "confidence": 0.95},
 }
+FILES = ("metrics.json", "config.yaml", "layers.csv")  # by which a folder is known as that of a finished run
 DESCRIBE = ("model", "quantize", "infer")  # the sections of a stranger's config that are read
 
 
@@ -33,6 +34,11 @@ def completed(knobs: dict) -> dict:
     """The knobs of a run's ``config.yaml``, with those that its version did not have."""
     sections = {section: before | knobs.get(section, {}) for section, before in BEFORE.items()}
     return {"compiled_baseline": False} | knobs | sections
+
+
+def is_run(path: Path) -> bool:
+    """Whether ``path`` is the folder of a finished run of quantize.py."""
+    return all((path / name).is_file() for name in FILES)
 
 
 def run_job(run: str) -> QuantizeJob:
@@ -59,7 +65,7 @@ def knobs_of(run: str) -> dict:
     Raises ConfigError when it is none, ArtifactError when its configuration is damaged.
     """
     folder = input_path(run)
-    for name in ("metrics.json", "config.yaml", "layers.csv"):
+    for name in FILES:
         if not (folder / name).is_file():
             raise ConfigError(f"run is {run}, which has no {name}, expected the folder of a finished quantize.py")
     try:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from sd_quant.config.comparison import CacheFolder, Judge, Timing
-from sd_quant.config.earlier_runs import artifact, recipe_of_run, run_model
+from sd_quant.config.earlier_runs import artifact, is_run, recipe_of_run, run_model
 from sd_quant.config.engine_choice import engine_of
 from sd_quant.config.images import AUTO, Infer
 from sd_quant.config.main_job import check_consumers, check_targets
@@ -76,6 +76,8 @@ class InferJob:
         self.infer.check_files()
         self.model.check_files()
         check_out_path(self.infer.out_path)
+        own = self.infer.out_path is None or not is_run(output_path(self.infer.out_path))
+        check(own, "infer.out_path", self.infer.out_path, "another folder than a finished run's, whose record would go")
         check_installed(self.infer.engine)
         if kind := RUNTIMES[self.infer.engine].file:
             check_parts(self, kind)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from sd_quant.devices import full_precision
 from sd_quant.errors import ArtifactError, ConfigError, SdQuantError
-from sd_quant.files import open_regular
+from sd_quant.files import open_regular, read_regular
 from sd_quant.metrics.frechet import check_images, frechet_distance, moments
 from sd_quant.metrics.inception import inception
 from sd_quant.progress import progress
@@ -176,7 +176,7 @@ def git_blob(path: Path) -> str | None:
     """The name that git has for a file's content, None for a folder. MLPerf's repository is what states these files."""
     if not path.is_file():
         return None
-    content = path.read_bytes()
+    content = read_regular(path, math.inf)
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
@@ -221,7 +221,7 @@ def _reference_moments(references: Path, network: nn.Module) -> tuple[Tensor, Te
         files = _image_files(references)
         return moments(_features(network, len(files), lambda index: _read_image(files[index])))
     try:
-        with references.open("rb") as file, np.load(file, allow_pickle=False) as stored:
+        with open_regular(references) as file, np.load(file, allow_pickle=False) as stored:
             mean, covariance = (torch.from_numpy(stored[name]).double() for name in ("mu", "sigma"))
     except Exception as error:  # the zip reader and numpy raise whatever the bytes lead them to
         raise ArtifactError(

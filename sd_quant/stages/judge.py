@@ -28,7 +28,7 @@ from torch import Tensor
 from sd_quant.cache import Cache, locked
 from sd_quant.candidates.errors import LayerErrors, alone, layer_errors
 from sd_quant.candidates.opening import open_candidate
-from sd_quant.config import CacheFolder, Infer, Judge, JudgeJob, Model, QuantizeJob, Timing, run_job
+from sd_quant.config import CacheFolder, Infer, Judge, JudgeJob, Model, QuantizeJob, Timing, is_run, run_job
 from sd_quant.devices import threads
 from sd_quant.engines.base import Engine
 from sd_quant.engines.pool import Pool, Variant
@@ -79,7 +79,7 @@ from sd_quant.stages.latency import denoiser_rounds
 from sd_quant.stages.load import check_weights, open_model
 from sd_quant.stages.open_parts import open_torch
 from sd_quant.stages.resources import check_machine, workload_of
-from sd_quant.stages.subjects import RunsAre, Subject, is_run, subject_of
+from sd_quant.stages.subjects import RunsAre, Subject, subject_of
 from sd_quant.stages.variants import FRAMEWORK, QUANTIZED
 from sd_quant.text import one_line
 

@@ -19,7 +19,7 @@ from sd_quant.candidates.candidate import Candidate, StoredLayer
 from sd_quant.candidates.folding import unfolded
 from sd_quant.candidates.network import with_candidate
 from sd_quant.candidates.opening import open_candidate
-from sd_quant.config import CacheFolder, Infer, Model, artifact, recipe_of_run
+from sd_quant.config import CacheFolder, Infer, Model, artifact, is_run, recipe_of_run
 from sd_quant.devices import CPU, best_device
 from sd_quant.engines import RUNTIMES
 from sd_quant.engines.base import Engine, cast_inputs
@@ -32,7 +32,7 @@ from sd_quant.models.checkpoint import Checkpoint, contracts_of, denoiser_part, 
 from sd_quant.quantization.assignment import WITHOUT_WEIGHTS
 from sd_quant.report.candidates import HIGH_PRECISION
 from sd_quant.report.provenance import fingerprint
-from sd_quant.report.record import RECORD, weights_sha256
+from sd_quant.report.record import weights_sha256
 from sd_quant.stages.hand_over import assignment_of, record_of_run
 from sd_quant.stages.open_parts import open_file, open_simulated
 
@@ -80,11 +80,6 @@ class RunsAre:
     cache: CacheFolder  # for statistics
     directory: Path  # for files in progress
     trusted: bool  # whether their ONNX files are executed
-
-
-def is_run(path: Path) -> bool:
-    """Whether ``path`` is the folder of a finished run of quantize.py."""
-    return all((path / name).is_file() for name in (RECORD, "config.yaml", "layers.csv"))
 
 
 def subject_of(name: str, path: Path, checkpoint: Checkpoint, sha256: str | None, runs: RunsAre) -> Subject:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from sd_quant.checkpoints.schema import check_schema
 from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.files import open_regular, read_regular
 from sd_quant.text import one_line
 
 # The first 64 bytes of a TensorRT for RTX 1.7 plan: magic, size of the whole file, library version, magic again, and a
@@ -40,7 +41,7 @@ def describe_plan(path: Path) -> dict:
     Raises ArtifactError when the file cannot be read.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return describe_header(file.read(RTX_HEADER.size), path.stat().st_size)
     except OSError as error:
         raise ArtifactError(f"{path} cannot be read ({error.strerror}); {rebuild(path)}") from error
@@ -116,7 +117,7 @@ def read_record(plan_path: Path) -> PlanReport:
     """The record of a plan's build. Raises ArtifactError when there is none or it cannot be read."""
     path = record_path(plan_path)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_regular(path))
         check_schema(PlanReport, content, whole=False)
         return PlanReport(**content)
     except (OSError, TypeError, ValueError, RecursionError, ConfigError) as error:

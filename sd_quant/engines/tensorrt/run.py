@@ -1,6 +1,7 @@
 """A plan as an engine: checked first, deserialized last, with its activations in torch's memory."""
 
 import hashlib
+import math
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +12,7 @@ from sd_quant.engines.base import cast_inputs
 from sd_quant.engines.tensorrt.library import device_target, library_logger, runtime_module
 from sd_quant.engines.tensorrt.plan import RTX_HEADER, describe_header, read_record, rebuild
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError, SdQuantError
+from sd_quant.files import read_regular
 
 
 class TensorRtEngine:
@@ -109,7 +111,7 @@ def load(path: Path, *, library: str = "tensorrt", allow_untrusted_plan: bool = 
     4. The runtime itself finds the plan valid; else ArtifactError, or ResourceError for driver and memory.
     """
     try:
-        plan = path.read_bytes()  # once: what is checked is what is deserialized
+        plan = read_regular(path, math.inf)  # once: what is checked is what is deserialized
     except OSError as error:
         raise ArtifactError(f"{path} cannot be read ({error.strerror}); {rebuild(path)}") from error
     described = describe_header(plan[: RTX_HEADER.size], len(plan))

@@ -66,6 +66,14 @@ def test_a_folder_that_cannot_be_made_is_refused(monkeypatch):
         check_writable(Path("/tmp/x"))
 
 
+def test_images_are_not_made_where_a_finished_run_lies(refused, run):
+    for name in ("metrics.json", "config.yaml", "layers.csv"):
+        (run / name).touch()
+    refused(
+        "infer", {"infer.out_path": str(run)}, "^infer.out_path is .*, expected another folder than a finished run's"
+    )
+
+
 def test_a_lora_has_a_strength(job, refused):
     for stated, expected in (
         ("style.safetensors", ("style.safetensors", 1.0)),
