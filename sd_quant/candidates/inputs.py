@@ -47,23 +47,6 @@ class ManyRows:
 
 
 @dataclass(frozen=True)
-class StaticInteger:
-    """Codes ``clamp(round(x / scale) + zero_point, low, high)`` with one scale for every input."""
-
-    scale: float
-    low: int = -128
-    high: int = 127
-    zero_point: int = 0
-
-    def __call__(self, x: Tensor) -> Tensor:
-        codes = ((x.float() / self.scale).round() + self.zero_point).clamp(self.low, self.high)
-        return ((codes - self.zero_point) * self.scale).to(x)
-
-    def __str__(self) -> str:
-        return f"int{(self.high - self.low).bit_length()}, one scale"
-
-
-@dataclass(frozen=True)
 class RowInteger:
     """Symmetric codes with a scale for each row of the input [..., in]: its largest magnitude is ``high``."""
 

@@ -151,9 +151,7 @@ def decided(table: Path) -> list[dict[str, str]]:
     """
     try:
         lines = read_regular(table).decode("utf-8").splitlines()
-        return [
-            {name: value for name, value in row.items() if not name.endswith("error")} for row in csv.DictReader(lines)
-        ]
+        return [{name: value for name, value in row.items() if "error" not in name} for row in csv.DictReader(lines)]
     except (OSError, ValueError, AttributeError, csv.Error) as error:
         raise ArtifactError(f"{table} is not a run's table of layers ({why(error)}); give another run") from error
 

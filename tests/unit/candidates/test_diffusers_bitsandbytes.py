@@ -4,8 +4,9 @@ import json
 
 import pytest
 import torch
+from diffusers import BitsAndBytesConfig
 
-from sd_quant.candidates.diffusers_bitsandbytes import OutlierColumns, checked_state, read
+from sd_quant.candidates.diffusers_bitsandbytes import OutlierColumns, checked_state, read, threshold
 from sd_quant.errors import ArtifactError
 
 from ..tiny import changed
@@ -44,8 +45,6 @@ def on_cpu(bnb):
 @pytest.fixture(scope="module", params=CASES)
 def saved(request, tiny, tmp_path_factory, bnb, on_cpu):
     """A checkpoint, the candidate in the folder of its quantized denoiser, and diffusers' own network of it."""
-    from diffusers import BitsAndBytesConfig
-
     family, options, dtype = CASES[request.param]
     case = tiny(family)
     folder = tmp_path_factory.mktemp(request.param)
@@ -97,6 +96,12 @@ def test_layers_and_the_network_compute_what_bitsandbytes_computes(saved):
     part = 0.1 if some.inputs is None else 0.7 if some.inputs.threshold else 0.3
     assert case.error(theirs, ours) < part * lost
     assert case.error(candidate.runtime(), ours) < part * lost
+
+
+def test_a_config_that_names_no_threshold_has_diffusers_own(tmp_path):
+    config = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert threshold(tmp_path) == BitsAndBytesConfig(load_in_8bit=True).llm_int8_threshold
 
 
 def test_inputs_of_zeros_stay_zeros():

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from sd_quant.candidates.diffusers_sdnq import OTHER_NAMES, hadamard, matches, read, small_floats
+from sd_quant.candidates.diffusers_sdnq import OTHER_NAMES, at_least_as_wide, hadamard, matches, read, small_floats
 from sd_quant.errors import ArtifactError, ConfigError
 
 consumer = pytest.mark.consumer
@@ -241,6 +241,18 @@ def test_patterns_are_those_that_sdnq_takes(sdnq, tmp_path):
 def test_a_regular_expression_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="regular expression"):
         matches(tmp_path, "(a*)*b", "a.weight")
+
+
+@pytest.mark.parametrize(
+    "wanted, name, expected",
+    [
+        ("minimum_4bit", "int3", "uint4"), ("5bits", "int3", "int5"), ("minimum_uint6", "int5", "uint6"),
+        ("minimum-int8", "uint4", "int8"), ("minimum_4bit", "int4", "int4"), ("Float8_E4M3FN", "int2", "float8_e4m3fn"),
+    ],
+)  # fmt: skip
+def test_a_least_width_is_unsigned_up_to_four_bits(tmp_path, wanted, name, expected):
+    """The answers of SDNQ 0.2.8's ``get_minimum_dtype``, by hand."""
+    assert at_least_as_wide(tmp_path, wanted, name) == expected
 
 
 def test_small_floats_are_ieee():

@@ -6,7 +6,7 @@ from torch import nn
 
 from sd_quant.candidates.candidate import StoredLayer
 from sd_quant.candidates.errors import alone, layer_errors, put_in
-from sd_quant.candidates.inputs import RowInteger, StaticInteger
+from sd_quant.candidates.inputs import Affine, RowInteger
 from sd_quant.checkpoints.tensors import lazy
 from sd_quant.numbers import relative_error
 
@@ -30,7 +30,7 @@ def rounded(network: nn.Module, name: str, inputs=None) -> StoredLayer:
 @torch.no_grad()
 def test_a_layer_is_judged_on_the_inputs_that_it_has_in_full_precision(network, x):
     inputs = RowInteger(-8, 7)
-    layers = {"0": rounded(network, "0", StaticInteger(0.1)), "2": rounded(network, "2", inputs)}
+    layers = {"0": rounded(network, "0", Affine(scale=0.1)), "2": rounded(network, "2", inputs)}
     errors = layer_errors(network, layers, lambda: [network(x), network(2 * x)])
     flat = [network[1](network[0](each)) for each in (x, 2 * x)]
     expected = torch.cat([each @ network[2].weight.T for each in flat])
@@ -38,9 +38,29 @@ def test_a_layer_is_judged_on_the_inputs_that_it_has_in_full_precision(network, 
     assert errors["2"].output == pytest.approx(relative_error(expected, theirs), rel=1e-5)
     assert errors["2"].weight == pytest.approx(relative_error(network[2].weight, layers["2"].weight.read()), rel=1e-6)
     images = [torch.nn.functional.conv2d(each, network[0].weight, None, 2, 1) for each in (x, 2 * x)]
-    theirs = [torch.nn.functional.conv2d(StaticInteger(0.1)(each), layers["0"].weight.read(), None, 2, 1)
+    theirs = [torch.nn.functional.conv2d(Affine(scale=0.1)(each), layers["0"].weight.read(), None, 2, 1)
               for each in (x, 2 * x)]  # fmt: skip
     assert errors["0"].output == pytest.approx(relative_error(torch.cat(images), torch.cat(theirs)), rel=1e-5)
+
+
+@torch.no_grad()
+def test_a_branch_is_multiplied_with_inputs_as_they_come(network, x):
+    """And what is left of the weight with their codes."""
+    inputs, residual = RowInteger(-8, 7), rounded(network, "3").weight.read()
+    up, down = (torch.randn(shape, generator=torch.Generator().manual_seed(2)) for shape in ((5, 2), (2, 12)))
+    layer = StoredLayer("int4", "1 for all", 30, lazy(residual + up @ down), inputs, (lazy(up), lazy(down)))
+    read = network[:3](x)
+    expected = inputs(read) @ residual.T + read @ (up @ down).T
+    error = relative_error(read @ network[3].weight.T, expected)
+    assert layer_errors(network, {"3": layer}, lambda: network(x))["3"].output == pytest.approx(error, rel=1e-5)
+    with put_in(network, "3", layer):
+        torch.testing.assert_close(network(x), expected + network[3].bias)
+
+
+@pytest.mark.parametrize("zero_point", [-110, 0, 3])
+def test_static_codes_are_torchs(x, zero_point):
+    expected = torch.fake_quantize_per_tensor_affine(x, 0.02, zero_point, -128, 127)
+    torch.testing.assert_close(Affine(scale=0.02, zero_point=zero_point)(x), expected)
 
 
 @torch.no_grad()

@@ -81,6 +81,28 @@ def test_the_errors_of_folded_layers_are_those_of_the_same_layers_unfolded(tiny)
     assert naive[f"{BLOCK}.ff.net.0.proj"].output > 2.5 * found[1][f"{BLOCK}.ff.net.0.proj"].output
 
 
+@pytest.mark.parametrize(
+    "first, readers",
+    [
+        ({"norm2": 1.14, "norm3": 1.02, "attn1.to_v": 1.45}, set()),
+        ({"attn1.to_v": 1.55}, {"attn1.to_out.0"}),
+        ({"norm2": 1.16, "norm3": 1.02, "attn1.to_v": 1.06}, {"attn2.to_q", "ff.net.0.proj", "attn1.to_out.0"}),
+        ({"norm2": 1.16, "norm3": 1.005, "attn1.to_v": 1.04}, {"attn2.to_q"}),
+    ],
+    ids=["rounding", "a row", "slight", "slightest"],
+)
+def test_a_slight_factor_counts_where_a_norm_has_a_large_one(tiny, first, readers):
+    """Of a norm's first number, or a first row: alone they have to differ by 0.15 and 0.5, else by 0.01 and 0.05."""
+    checkpoint = tiny("sdxl").checkpoint
+    weights = weights_of(checkpoint)
+    for producer, factor in first.items():
+        name = f"{BLOCK}.{producer}.weight"
+        weights[name] = with_first_rows(weights[name], torch.tensor([factor]))
+    names = [f"{BLOCK}.{reader}" for reader in ("attn2.to_q", "ff.net.0.proj", "attn1.to_out.0")]
+    found = multiplied(unfolded(candidate_of(checkpoint, weights, names), checkpoint))
+    assert found == {f"{BLOCK}.{reader}" for reader in readers}
+
+
 def test_coarse_rounding_is_no_folding_and_a_linear_may_fold_without_a_norm(tiny):
     """PixArt's norms have no weights, so linears alone take over a smoothing there."""
     checkpoint = tiny("pixart").checkpoint

@@ -2,7 +2,9 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from diffusers import (
@@ -11,10 +13,13 @@ from diffusers import (
     HeunDiscreteScheduler,
     KDPM2DiscreteScheduler,
     PNDMScheduler,
+    StableDiffusionImg2ImgPipeline,
+    StableDiffusionXLImg2ImgPipeline,
 )
 
 from sd_quant.errors import SdQuantError
 from sd_quant.inference.pipeline import EngineNetwork, Pipeline, Sampling
+from sd_quant.inference.source_images import SourceImages
 from sd_quant.inference.timed_calls import image_call
 from sd_quant.models import sdxl
 from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS, TextShape, build_modules, pipeline_adapter, scheduler, unet_config
@@ -112,6 +117,31 @@ def test_each_picture_has_noise_of_its_own_seed(pipeline):
     noise = pipeline.noise(range(0, 3), SAMPLING)
     assert not torch.equal(noise[0], noise[1])
     assert torch.equal(noise[2], pipeline.noise(range(2, 3), SAMPLING)[0])
+    source = SourceImages(np.zeros((1, 64, 64, 3), np.uint8), None, 0.5)
+    for number, generator in enumerate(pipeline.start(range(3), replace(SAMPLING, source=source))["generator"]):
+        assert torch.equal(noise[number], torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(5 + number)))
+        assert generator.initial_seed() == 5 + number
+
+
+@pytest.mark.parametrize("kind", [StableDiffusionImg2ImgPipeline, StableDiffusionXLImg2ImgPipeline])
+def test_an_image_takes_the_steps_that_diffusers_takes(kind):
+    """Also where the nearest number is the next: 0.7 of 4 steps are 2."""
+    for steps, strength in ((4, 0.7), (4, 0.6), (3, 0.5), (10, 1.0)):
+        sampling = replace(SAMPLING, steps=steps, source=SourceImages(np.zeros((1, 8, 8, 3)), None, strength))
+        scheduler = SimpleNamespace(timesteps=list(range(steps)), order=1)
+        timesteps, taken = kind.get_timesteps(SimpleNamespace(scheduler=scheduler), steps, strength, None)
+        assert sampling.steps_taken == taken == len(timesteps)
+
+
+def test_latents_are_shifted_before_they_are_decoded():
+    """As in ``StableDiffusion3Pipeline``: ``latents / scaling_factor + shift_factor``, with the two numbers of SD3."""
+    config = SimpleNamespace(scaling_factor=1.5305, shift_factor=0.0609)
+    processor = SimpleNamespace(postprocess=lambda decoded, output_type: decoded.numpy())
+    pipe = SimpleNamespace(vae=SimpleNamespace(config=config), image_processor=processor)
+    adapter = SimpleNamespace(pipe=pipe, unpack=lambda latents, height, width: latents)
+    vae = Function("vae", lambda z: {"dec": torch.zeros(1)})
+    Pipeline({"vae": vae}, adapter).decode([0], torch.tensor([[-1.5305, 0.0, 3.061]]), SAMPLING)
+    torch.testing.assert_close(vae.calls[0]["z"], torch.tensor([[-0.9391, 0.0609, 2.0609]]))
 
 
 @pytest.mark.parametrize(("number", "batch_size"), [(1, 2), (3, 1), (3, 2)])

@@ -259,6 +259,24 @@ def test_the_output_error_of_a_convolution_is_that_of_its_patches():
     assert output_errors(layer, weight, patches[:0], 1) == output_errors(layer, weight, 0 * patches, 1) == (None, None)
 
 
+def test_a_branch_reads_the_input_as_it_comes():
+    """Scales are 1. The input of 200 is cut to 127 for the residual (1, 2), and the branch adds 1 * 200: 329 of 402."""
+    branch = (torch.tensor([[1.0]]).half(), torch.tensor([[1.0, 0.0]]).half())
+    layer = LayerAssignment("up", "ffn", (1, 2), "int8", "int8", weight_axis=0, weight_amax=torch.tensor([127.0]),
+                            activation_amax=127.0, low_rank=branch)  # fmt: skip
+    error, accumulated = output_errors(layer, torch.tensor([[2.0, 2.0]]), torch.tensor([[200.0, 1.0]]), 20)
+    assert error == accumulated == pytest.approx((402 - 329) / 402)
+
+
+def test_the_bias_of_each_row_is_rounded_for_itself(monkeypatch):
+    """fp16 has 2048 and 4096 for these. Without a bias the output is (1, 2, 2)."""
+    monkeypatch.setattr(row_chunks, "CHUNK", 1)
+    layer = LayerAssignment("conv", "conv", (3, 1), "int8", weight_axis=0, weight_amax=torch.full((3,), 127.0),
+                            bias=torch.tensor([0.0, 2049.0, 4098.0]))  # fmt: skip
+    found = output_errors(layer, torch.tensor([[1.0], [2.0], [2.0]]), torch.ones(1, 1), 1)[0]
+    assert found == pytest.approx((1**2 + 2**2) ** 0.5 / 3)
+
+
 @pytest.mark.parametrize("seed, readers", [(0, 1), (1, 3), (2, 1)])
 def test_no_alpha_has_a_smaller_error_than_auto(seed, readers):
     """Brute force, with torch's fake quantization as the judge. The search sees all of a layer as small as these."""

@@ -14,7 +14,14 @@ from sd_quant.cache import Cache
 from sd_quant.export import onnx_file
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.stages import export_onnx
-from sd_quant.stages.export_onnx import REPORTED, assignment_digest, export_parts, files_of_a_run
+from sd_quant.stages.export_onnx import (
+    GRAPH,
+    REPORTED,
+    assignment_digest,
+    export_parts,
+    files_of_a_run,
+    provide_graph,
+)
 
 LAYER = LayerAssignment("layer", "ffn", (2, 4), "int8", "int8")
 OTHER = {
@@ -58,6 +65,16 @@ def product(name: str) -> ir.Model:
     output.name, output.shape, output.type = "y", ir.Shape([2, 64]), ir.TensorType(ir.DataType.FLOAT)
     graph = ir.Graph([x], [output], nodes=[node], initializers=[weight], opset_imports={"": 20}, name=name)
     return ir.Model(graph, ir_version=10)
+
+
+def test_a_part_of_other_shapes_has_another_graph(tmp_path, monkeypatch):
+    """The knobs of a checkpoint may change a contract, and nothing else that a graph depends on."""
+    monkeypatch.setattr(export_onnx, "trace_part", lambda checkpoint, part: product(checkpoint.parts()[part].contract))
+    for contract in ("77 tokens", "80 tokens"):
+        parts = {"unet": SimpleNamespace(contract=contract)}
+        checkpoint = SimpleNamespace(parts=lambda parts=parts: parts)
+        provide_graph(checkpoint, "hash", "unet", tmp_path / "run", Cache(tmp_path / "cache", 1e9))
+        assert ir.load(tmp_path / "run" / GRAPH).graph.name == contract
 
 
 def test_weights_beside_a_graph_are_read_by_onnx_itself(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ from sd_quant.hand_over import TARGETS
 from sd_quant.hand_over.adapt import adapted
 from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
 from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.report.csv_files import write_csv
 from sd_quant.stages import hand_over
 
 
@@ -40,10 +41,21 @@ def test_no_consumer_but_a_graph_pads_text():
 
 def test_errors_do_not_decide(tmp_path):
     found = []
-    for line in ("x,int8,0.1,0.2", "x,int8,0.10001,0.2", "x,fp8,0.1,0.2"):
-        (tmp_path / "layers.csv").write_text(f"name,format,output_error,accumulated_error\n{line}\n")
+    for line in ("x,int8,0.1,0.2", "x,int8,0.10001,0.20001", "x,fp8,0.1,0.2"):
+        (tmp_path / "layers.csv").write_text(f"name,format,output_error,accumulated_error_alpha_0.8\n{line}\n")
         found.append(hand_over.decided(tmp_path / "layers.csv"))
     assert found[0] == found[1] != found[2]
+
+
+def test_every_other_column_decides(tmp_path):
+    layer, found = row("a", 2, 2, pre_quant_scale=torch.ones(2)).row(), {}
+    deciding = layer.keys() - {"output_error", "accumulated_error", "accumulated_error_alpha_0.8"}
+    for column in ["", *deciding]:
+        changed = layer | ({column: "another"} if column else {})
+        write_csv([changed], tmp_path / "layers.csv")
+        found[column] = hand_over.decided(tmp_path / "layers.csv")
+    plain = found.pop("")
+    assert len(found) > 15 and [column for column in found if found[column] == plain] == []
 
 
 @pytest.mark.parametrize("when", ["write", "card", "meanwhile"])
