@@ -40,6 +40,7 @@ from sd_quant.files import write_json
 from sd_quant.knobs import described, near, read
 from sd_quant.places import CONF, GROUPS, check_shipped, input_path, output_path, shown
 from sd_quant.report.summary import FAILURE, read_sweep
+from sd_quant.text import one_line
 
 LOG = logging.getLogger(__name__)
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it misses torchvision in every run, which nothing needs
@@ -108,10 +109,12 @@ def run(
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise errors to here instead of printing a traceback
     OmegaConf.register_new_resolver("knobs", lambda: "\n".join(described(job)), replace=True)  # for --help
     OmegaConf.register_new_resolver("presets", lambda: "\n".join(presets_of(config_name)), replace=True)
-    arguments = get_args_parser().parse_args()
+    arguments, unknown = get_args_parser().parse_known_args()
     shows = arguments.help or arguments.hydra_help or arguments.cfg or arguments.info or arguments.shell_completion
     try:
         check_shipped()
+        if unknown:
+            raise ConfigError(f"{unknown[0]} is no option; a knob is given without dashes: {unknown[0].lstrip('-')}")
         if shows:
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as in --help | head
             main()
@@ -324,15 +327,19 @@ def composing(config_name: str) -> Iterator[None]:
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             yield
-    except (HydraException, OmegaConfBaseException, ValueError) as error:  # ValueError: infer=3
+    except (HydraException, OmegaConfBaseException, ValueError, yaml.YAMLError) as error:  # ValueError: infer=3
         raise refusal(error, config_name) from error
 
 
 def refusal(error: Exception, config_name: str) -> SdQuantError:
     """Hydra's or OmegaConf's complaint in one sentence."""
     text = " ".join(str(error).split())
+    if isinstance(error, yaml.YAMLError):  # a user's preset, mostly
+        return ConfigError(f"a file of presets is no YAML: {one_line(text, 300)}; mend it")
     if isinstance(error, OverrideParseException):
         hint = ""
+        if "=" not in error.override:
+            return ConfigError(f"the argument {error.override} has no value, expected {error.override}=<value>")
         if str(error.override).count("=") > 1:  # as in the folder of a sweep's job
             hint = "; put a value with = in it in quotes of its own, as in \"run='...'\""
         return ConfigError(f"the argument {error.override} cannot be read: {text}{hint}")

@@ -16,6 +16,7 @@ import socket
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import BinaryIO
@@ -25,6 +26,7 @@ from sd_quant.errors import FULL, ResourceError, SdQuantError
 TEMPORARY = ".unfinished-"
 HOST = re.sub(r"\W+", "_", socket.gethostname())[:30]
 UNFINISHED = re.compile(r"\.unfinished-.*|\..+\.(\w+-)?\d+\.part")  # the names of what is being written, of any process
+ABANDONED = re.compile(rf"\..+[.-]{HOST}-(\d+)(?:\.part|-\w+)")  # the same of this host, with the process
 MOST_TEXT = 2**26  # bytes of a table or a record that another run has left
 
 
@@ -35,7 +37,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
     The block writes a file there, or a folder. Raises ResourceError when the disk is full.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    remove_abandoned(path.parent, rf"\.{re.escape(path.name)}\.{HOST}-(\d+)\.part")
+    remove_abandoned(path.parent)
     temporary = path.with_name(f".{path.name}.{HOST}-{os.getpid()}.part")
     try:
         yield temporary
@@ -54,15 +56,16 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 def temporary_folder(directory: Path) -> TemporaryDirectory:
     """In ``directory``, under a name by which the next attempt knows what a killed one has left, and removes it."""
-    remove_abandoned(directory, rf"{re.escape(TEMPORARY)}{HOST}-(\d+)-\w+")
+    remove_abandoned(directory)
     return TemporaryDirectory(dir=directory, prefix=f"{TEMPORARY}{HOST}-{os.getpid()}-")
 
 
-def remove_abandoned(directory: Path, pattern: str) -> None:
-    """Remove what is so called in ``directory`` if the process is dead whose number on this host ``pattern`` finds."""
+@cache
+def remove_abandoned(directory: Path) -> None:
+    """Remove what dead processes of this host were writing in ``directory``; once, as a folder may be large."""
     with suppress(PermissionError):  # of a folder that may be written and not listed
         for path in list(directory.iterdir()):
-            match = re.fullmatch(pattern, path.name)
+            match = ABANDONED.fullmatch(path.name)
             if match and not is_alive(int(match[1])):
                 remove(path)
 

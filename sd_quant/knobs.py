@@ -127,7 +127,10 @@ def read(job: type, mapping: Mapping, path: str = ""):
 
 
 def read_value(kind, value: object, knob: str):
-    """``value`` as ``kind``: a whole number becomes a float where one is expected, nothing else is converted."""
+    """``value`` as ``kind``: a whole number becomes a float where one is expected, and what belongs into a list one.
+
+    Nothing else is converted.
+    """
     if dataclasses.is_dataclass(kind):
         if not isinstance(value, Mapping):
             raise ConfigError(f"{knob} is {BOUNDED.repr(value)}, expected a group of knobs")
@@ -149,6 +152,9 @@ def read_value(kind, value: object, knob: str):
             return float(value)
         if origin in (int, str, bool, types.NoneType) and type(value) is origin:
             return value
+    for option in options_of(kind):
+        if typing.get_origin(option) is list and type(value) is typing.get_args(option)[0]:
+            return [value]
     raise ConfigError(f"{knob} is {BOUNDED.repr(value)}, expected {type_name(kind)}")
 
 

@@ -3,14 +3,17 @@
 import argparse
 from pathlib import Path
 
-from sd_quant.errors import exit_with_its_code
+from sd_quant.errors import ConfigError, exit_with_its_code
 from sd_quant.report.rebuild import rebuild
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="sd-quant report", description="Make the report of a sweep again.")
     parser.add_argument("directory", type=Path, help="the folder of a sweep or of a run")
-    print(rebuild(parser.parse_args().directory))
+    directory = parser.parse_args().directory
+    if not directory.is_dir():
+        raise ConfigError(f"{directory} is not there, expected the folder of a sweep or of a run")
+    print(rebuild(directory))
 
 
 if __name__ == "__main__":

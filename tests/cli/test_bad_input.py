@@ -31,6 +31,8 @@ def files(tmp_path) -> Path:
     (tmp_path / "latin1.txt").write_bytes("ein rotes Häuschen\n".encode("latin-1"))
     (tmp_path / "three.txt").write_text("one\ntwo\nthree\n")
     (tmp_path / "empty_run").mkdir()
+    (tmp_path / "groups/quantize").mkdir(parents=True)
+    (tmp_path / "groups/quantize/broken.yaml").write_text("alpha: ${a: 1}")
     return tmp_path
 
 
@@ -44,6 +46,10 @@ CHECKPOINT_GIVEN = "model.path={files}/empty.nemo"
         ("quantize.py", ["+quantize.alhpa=0.5"], 2, "there is no knob quantize.alhpa; did you mean alpha?"),
         ("quantize.py", ["quantize=int9"], 2, "there is no preset quantize=int9; did you mean int8"),
         ("quantize.py", ["alpha=["], 2, "the argument alpha=[ cannot be read"),
+        ("quantize.py", ["quant_level"], 2, "the argument quant_level has no value, expected quant_level=<value>"),
+        ("quantize.py", ["-quant_level=3"], 2, "is no option; a knob is given without dashes: quant_level=3"),
+        ("quantize.py", ["hydra.searchpath=[file://{files}/groups]", "quantize=broken"], 2, "of presets is no YAML"),
+        ("quantize.py", ["hand_over=comfi"], 2, "hand_over is comfi, expected one of"),
         ("quantize.py", ["alpha=0.5,0.8"], 2, "--multirun"),
         ("quantize.py", ["quant_level=5"], 2, "quant_level is 5.0, expected one of 1, 2, 2.5, 3"),
         ("quantize.py", ["keep=1.0"], 2, "keeping all would quantize nothing"),

@@ -26,16 +26,7 @@ from sd_quant.files import UNFINISHED
 from .job import FAST, PLAN, REPOSITORY, WITH_TIMES
 from .run import Tally, small_disk, tiny
 
-KEPT = (
-    ".png",
-    ".csv",
-    ".safetensors",
-    ".pth",
-    ".xml",
-    ".bin",
-    ".onnx",
-    ".data",
-)  # the same in every run of one machine
+KEPT = (".png", ".csv", ".safetensors", ".xml", ".bin", ".onnx", ".data", PLAN)  # what a command promises
 IMAGES = ("infer.steps=2", "infer.prompts=[a rocket]")
 DECADES = (0.0, 2.2e9)  # seconds since 1970: a clock that was never set, and one that is far ahead
 

@@ -62,14 +62,16 @@ def test_what_a_killed_process_was_writing_goes_when_it_is_written_again(tmp_pat
     """What another writes at this moment stays, and so does what belongs to another machine, or to a user."""
     stays = [
         f".a.txt.{HOST}-{os.getppid()}.part", f".a.txt.elsewhere-{dead}.part", ".a.txt.secret.part",
-        f".b.txt.{HOST}-{dead}.part", f".unfinished-{HOST}-{os.getppid()}-x", ".unfinished-thesis",
+        f".unfinished-{HOST}-{os.getppid()}-x", f".unfinished-elsewhere-{dead}-x", ".unfinished-thesis",
     ]  # fmt: skip
-    for name in (*stays, f".a.txt.{HOST}-{dead}.part"):
-        (tmp_path / name).write_text("half")
-    (tmp_path / f".unfinished-{HOST}-{dead}-x/deep").mkdir(parents=True)
-    write_text(tmp_path / "a.txt", "whole")
-    with temporary_folder(tmp_path) as made:
-        assert {path.name for path in tmp_path.iterdir()} == {*stays, "a.txt", Path(made).name}
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        (folder / f".unfinished-{HOST}-{dead}-x/deep").mkdir(parents=True)
+        for name in (*stays, f".a.txt.{HOST}-{dead}.part", f".b.txt.{HOST}-{dead}.part"):
+            (folder / name).write_text("half")
+    write_text(tmp_path / "a/a.txt", "whole")
+    assert {path.name for path in (tmp_path / "a").iterdir()} == {*stays, "a.txt"}
+    with temporary_folder(tmp_path / "b") as made:
+        assert {path.name for path in (tmp_path / "b").iterdir()} == {*stays, Path(made).name}
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])

@@ -160,3 +160,10 @@ def test_without_smoothing_a_preset_recommends_no_alpha():
     assert read(QuantizeJob, composed("quantize", "smoothing=none")).quantize.alpha is None
     assert read(QuantizeJob, composed("quantize", "quantize=svdquant_w4a4", "smoothing=none")).quantize.alpha is None
     assert read(QuantizeJob, composed("quantize", "quantize=svdquant_w4a4", "alpha=0.5")).quantize.alpha == 0.5
+
+
+def test_one_value_is_a_list_of_one_where_only_a_list_will_do(job):
+    """As documents write hand_over=comfyui; a text that is a file of prompts stays a text."""
+    found = job("quantize", {"hand_over": "comfyui", "quantize.snapshots": 8, "trt.targets": "SM89"})
+    assert (found.hand_over, found.quantize.snapshots, found.trt.targets) == (["comfyui"], [8], ["SM89"])
+    assert isinstance(found.infer.prompts, str)
