@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from . import commands
 from .job import STAGES, Place, differing, is_temporary, leftovers
 from .run import CODES, SPARED, Unbroken, killed_at, resumed, small_disk, starved, tiny, unbroken, whole
 
@@ -51,6 +52,13 @@ def test_a_job_that_is_starved_and_given_again_leaves_what_an_unbroken_one_leave
     ended, problems = starved(place, "parity", place.root.parent / "filler", SPARED, model.artifacts)
     assert (ended.code, ended.stages[-1], problems) == (4, "parity", [])
     assert resumed(place, model.artifacts) == []
+
+
+@pytest.mark.soak
+def test_other_commands_that_are_killed_and_given_again_leave_the_same(capsys):
+    """``python -m tests.faults.commands`` does it for all of them, and puts them into hard places."""
+    assert commands.main(["--kills", "2", "--no-places", "--only", "judge", "hand over"]) == 0
+    assert "2 faults, 0 problems" in capsys.readouterr().out
 
 
 def test_what_differs_is_named(tmp_path):
