@@ -118,7 +118,7 @@ def read(job: type, mapping: Mapping, path: str = ""):
             raise ConfigError(f"the knob {path}{name} is missing; give it a value")
     values = {}
     for name, (kind, stated) in fields.items():
-        values[name] = value = read_value(kind, mapping[name], path + name)
+        values[name] = value = read_value(kind, in_a_list(kind, mapping[name]), path + name)
         called = next((entry.name for entry in stated if isinstance(entry, Called)), path + name)
         for limit in stated:
             if isinstance(limit, Limit) and value is not None:
@@ -126,11 +126,14 @@ def read(job: type, mapping: Mapping, path: str = ""):
     return job(**values)
 
 
-def read_value(kind, value: object, knob: str):
-    """``value`` as ``kind``: a whole number becomes a float where one is expected, and what belongs into a list one.
+def in_a_list(kind, value: object) -> object:
+    """``value`` as a list of one, where ``kind`` takes a list of such values and not one alone; else as it is."""
+    options = options_of(kind)
+    return [value] if type(value) not in options and any(option == list[type(value)] for option in options) else value
 
-    Nothing else is converted.
-    """
+
+def read_value(kind, value: object, knob: str):
+    """``value`` as ``kind``: a whole number becomes a float where one is expected, nothing else is converted."""
     if dataclasses.is_dataclass(kind):
         if not isinstance(value, Mapping):
             raise ConfigError(f"{knob} is {BOUNDED.repr(value)}, expected a group of knobs")
@@ -152,9 +155,6 @@ def read_value(kind, value: object, knob: str):
             return float(value)
         if origin in (int, str, bool, types.NoneType) and type(value) is origin:
             return value
-    for option in options_of(kind):
-        if typing.get_origin(option) is list and type(value) is typing.get_args(option)[0]:
-            return [value]
     raise ConfigError(f"{knob} is {BOUNDED.repr(value)}, expected {type_name(kind)}")
 
 
