@@ -49,7 +49,7 @@ def build(config: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -
 
 
 def opened(model: Path | None, device: torch.device) -> Network:
-    """Of full size, small where the UNet's ``model`` is another."""
+    """FLUX at its full size, or a small one where ``model`` names a UNet of another size too."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     return build(SMALL if model else DEV, device, dtype)
 

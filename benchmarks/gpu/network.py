@@ -95,7 +95,7 @@ def engine_of(network: Network, module: nn.Module) -> TorchEngine:
 
 
 def inputs_of(network: Network, pictures: int, size: int) -> Inputs:
-    """Of one call, where the network is: the same samples for each picture, which are calibrated."""
+    """The inputs of one call, on the device of the network: every picture has the samples that are calibrated with."""
     random, contract = torch.Generator().manual_seed(1), network.part.contract
     shapes = contract.shapes(**axes(network.samples, size, size))
     inputs = {name: torch.randn(shape, generator=random) for name, shape in shapes.items()} | network.known(size)
@@ -108,7 +108,7 @@ def inputs_of(network: Network, pictures: int, size: int) -> Inputs:
 
 
 def statistics_of(network: Network, inputs: Inputs) -> Statistics:
-    """Of one picture and one step, with all its samples."""
+    """Statistics of the layers over one picture and one step, with all its samples."""
     roles = network.family.layer_roles(network.inner)
     layers = {name: network.inner.get_submodule(name) for name, role in roles.items() if role != "excluded"}
     with collect(network.module, layers, range(1), 1, lambda: (0, [0]), draw(layers, range(1), 1, seed=0)) as found:

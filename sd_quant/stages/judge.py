@@ -79,7 +79,7 @@ from sd_quant.stages.latency import denoiser_rounds
 from sd_quant.stages.load import check_weights, open_model
 from sd_quant.stages.open_parts import open_torch
 from sd_quant.stages.resources import check_machine, workload_of
-from sd_quant.stages.subjects import RunsAre, Subject, subject_of
+from sd_quant.stages.subjects import JudgedWith, Subject, subject_of
 from sd_quant.stages.variants import FRAMEWORK, QUANTIZED
 from sd_quant.text import one_line
 
@@ -193,7 +193,7 @@ def opened(judge: Judge, court: Court, directory: Path) -> list[Subject]:
     Raises ConfigError for one that lies in its own folder of results, or that around this.
     """
     sha256 = weights_sha256(court.facts)
-    runs = RunsAre(court.model, court.infer, court.cache_folder, directory, judge.trust_runs)
+    runs = JudgedWith(court.model, court.infer, court.cache_folder, directory, judge.trust_runs)
     for name, path in judge.named().items():
         folder, given = (directory / name).resolve(), path.resolve()
         if folder == given or folder in given.parents or given in folder.parents:

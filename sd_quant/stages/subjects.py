@@ -72,7 +72,7 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class RunsAre:
+class JudgedWith:
     """What a run is judged with, whatever its own config says."""
 
     model: Model
@@ -82,7 +82,7 @@ class RunsAre:
     trusted: bool  # whether their ONNX files are executed
 
 
-def subject_of(name: str, path: Path, checkpoint: Checkpoint, sha256: str | None, runs: RunsAre) -> Subject:
+def subject_of(name: str, path: Path, checkpoint: Checkpoint, sha256: str | None, runs: JudgedWith) -> Subject:
     """What lies at ``path``, opened; ``sha256`` is that of the full-precision weights.
 
     Raises ConfigError for a run of other weights, and what the readers raise.
@@ -153,7 +153,7 @@ def runtime_of(candidate: Candidate, checkpoint: Checkpoint) -> Runtime | None:
     return Runtime(candidate.maker, open_library)
 
 
-def run_subject(name: str, run: Path, checkpoint: Checkpoint, sha256: str | None, runs: RunsAre) -> Subject:
+def run_subject(name: str, run: Path, checkpoint: Checkpoint, sha256: str | None, runs: JudgedWith) -> Subject:
     """A run of anybody: a recipe for the judge's own model, which is derived again."""
     job, record = recipe_of_run(str(run), runs.cache), record_of_run(run)
     if weights_sha256(record) != sha256:
@@ -196,7 +196,7 @@ def run_subject(name: str, run: Path, checkpoint: Checkpoint, sha256: str | None
     )  # fmt: skip
 
 
-def run_runtime(path: Path, engine: str, record: Mapping[str, Any], runs: RunsAre) -> Runtime | None:
+def run_runtime(path: Path, engine: str, record: Mapping[str, Any], runs: JudgedWith) -> Runtime | None:
     """The run's ``engine`` for its file at ``path``, where it is trusted, installed and computes on a processor."""
     row = RUNTIMES[engine]
     if not runs.trusted or record.get("simulated"):

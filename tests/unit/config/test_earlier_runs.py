@@ -26,7 +26,7 @@ def test_a_strangers_run_describes_its_recipe_and_decides_nothing_else(mappings,
     for name in ("metrics.json", "layers.csv"):
         (run / name).touch()
     theirs = yaml.safe_load(yaml.safe_dump(mappings["quantize"]))
-    theirs["cache"]["dir"] = theirs["trt"]["timing_cache"] = "/home/victim"
+    theirs["cache"]["dir"] = theirs["trt"]["timing_cache"] = "elsewhere"
     theirs |= {"hand_over": "no list", "trackers": 3, "verdict": None, "unknown": 1}
     theirs["quantize"] |= {"devices": 64, "accelerator": "cuda", "alpha": 0.3}
     theirs["infer"] |= {"allow_untrusted_plan": True}

@@ -7,7 +7,7 @@ import pytest
 from sd_quant.config import CacheFolder, Infer, Model
 from sd_quant.errors import ConfigError
 from sd_quant.stages import subjects
-from sd_quant.stages.subjects import MOST_CALIBRATED, RunsAre, run_runtime, run_subject
+from sd_quant.stages.subjects import MOST_CALIBRATED, JudgedWith, run_runtime, run_subject
 from tests.presets import job
 
 
@@ -20,12 +20,12 @@ def theirs():
 def runs(tmp_path):
     ours = job("infer.prompts=[ours]")
     ours.model.path = "ours.nemo"
-    return RunsAre(ours.model, ours.infer, CacheFolder(None, 1.0), tmp_path, trusted=False)
+    return JudgedWith(ours.model, ours.infer, CacheFolder(None, 1.0), tmp_path, trusted=False)
 
 
 def test_an_engine_is_opened_only_of_a_run_that_is_trusted(runs, tmp_path):
     assert run_runtime(tmp_path, "openvino", {}, runs) is None
-    trusted = RunsAre(runs.model, runs.infer, runs.cache, runs.directory, trusted=True)
+    trusted = JudgedWith(runs.model, runs.infer, runs.cache, runs.directory, trusted=True)
     assert run_runtime(tmp_path, "openvino", {}, trusted).name == "openvino"
     assert run_runtime(tmp_path, "openvino", {"simulated": True}, trusted) is None
     assert run_runtime(tmp_path, "tensorrt", {}, trusted) is None, "a plan is never loaded"
