@@ -3,11 +3,13 @@
 ``sd_quant.open`` is where Python begins; see ``sd_quant.interface``. Nothing heavy is imported before it is used.
 """
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sd_quant.interface import Comparison, Model, Quantized, Result, Statistics, compare, open
 
+sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]  # OpenVINO asks nobody before it tells
 __version__ = "0.1.0"
 __all__ = ["Comparison", "Model", "Quantized", "Result", "Statistics", "__version__", "compare", "open"]
 

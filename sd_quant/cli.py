@@ -39,12 +39,14 @@ from sd_quant.errors import CANCELLED, ConfigError, ResourceError, SdQuantError,
 from sd_quant.files import write_json
 from sd_quant.knobs import described, near, read
 from sd_quant.places import CONF, GROUPS, check_shipped, input_path, output_path, shown
+from sd_quant.process import address_space_bytes
 from sd_quant.report.summary import FAILURE, read_sweep
 from sd_quant.text import one_line
 
 LOG = logging.getLogger(__name__)
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it misses torchvision in every run, which nothing needs
 SWEEPS = "outputs/sweeps"
+LIBRARIES = 1.3e9  # bytes of address space that a job's imports map
 LAUNCHERS = {  # what the files in conf/hydra/launcher build on, and what installs it
     "joblib": "pip install -e '.[joblib]' -c constraints.txt",
     "submitit_local": "pip install -e '.[submitit]' -c constraints.txt",
@@ -120,6 +122,7 @@ def run(
             main()
             return
         overrides = [*arguments.overrides, *search_path(arguments)]
+        check_address_space()
         with composing(config_name):
             sweeps = sweep.is_sweep(config_name, overrides, arguments.multirun)
             if not sweeps:
@@ -158,6 +161,15 @@ def search_path(arguments: Namespace) -> list[str]:
     if any(override.startswith("hydra.searchpath=") for override in arguments.overrides):
         raise ConfigError("--config-dir and hydra.searchpath are both given; name all folders in hydra.searchpath")
     return [f"hydra.searchpath=['file://{folder}']"]
+
+
+def check_address_space() -> None:
+    """Raises ResourceError where the libraries alone would not fit: some end the process without telling Python."""
+    if (left := address_space_bytes()) < LIBRARIES:
+        raise ResourceError(
+            f"this process may map {left / 1e9:.2f} GB more of its address space, and the libraries alone take about "
+            f"{LIBRARIES / 1e9} GB; raise the limit (ulimit -v unlimited)"
+        )
 
 
 def check_command(job: type, config_name: str, overrides: list[str]) -> None:

@@ -13,9 +13,9 @@ from sd_quant.text import escaped, one_line
 CANCELLED = 130
 FULL = (errno.ENOSPC, errno.EDQUOT)
 FULL_WORDS = re.compile(r"no space left|os error 28\b|disk quota exceeded", re.IGNORECASE)
-MEMORY_WORDS = re.compile(  # the last three are said of threads, graphs and libraries
-    r"out of memory|bad_alloc|(can't|cannot|could not|failed to) allocate|resource temporarily unavailable"
-    r"|failed to serialize proto|failed to map segment",
+MEMORY_WORDS = re.compile(  # the last four are said of threads, graphs and libraries
+    r"out of memory|bad_alloc|(can't|cannot|could not|failed to) alloc|resource temporarily unavailable"
+    r"|failed to serialize proto|arena alloc failed|failed to map segment",
     re.IGNORECASE,
 )
 LONGEST = 1400  # characters of a sentence

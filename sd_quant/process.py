@@ -1,6 +1,7 @@
 """What this process has of the machine: memory at its peak, cores, and standard output."""
 
 import ctypes
+import math
 import os
 import resource
 import sys
@@ -29,6 +30,18 @@ def peak_memory_bytes() -> int:
             return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
+
+
+def address_space_bytes() -> float:
+    """What this process may still map of its address space, which ``ulimit -v`` limits; infinity without a limit."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return math.inf
+    try:
+        mapped = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+    except OSError:  # not Linux
+        mapped = 0
+    return max(0, limit - mapped)
 
 
 def cores() -> int:

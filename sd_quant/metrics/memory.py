@@ -20,7 +20,7 @@ from time import perf_counter
 
 import torch
 
-from sd_quant.process import peak_memory_bytes, reset_peak
+from sd_quant.process import address_space_bytes, peak_memory_bytes, reset_peak
 
 LOG = logging.getLogger("sd_quant")
 SECONDS_BETWEEN_LOOKS = 0.1
@@ -75,7 +75,11 @@ class FamilyPeak:
 
 
 def available_memory_bytes() -> int:
-    """Memory that a new program can have without swapping: what the kernel says, within the limit of a container."""
+    """Memory that can be had without swapping: what the kernel says, within the limits of container and process."""
+    return int(min(_free_memory_bytes(), address_space_bytes()))
+
+
+def _free_memory_bytes() -> int:
     try:
         match = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE)
         available = int(match[1]) * 1024

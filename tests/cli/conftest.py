@@ -21,6 +21,7 @@ from .sweeps import JOBS, QUICK, link_cache
 
 REPOSITORY = Path(__file__).parents[2]
 SAMPLING = ("infer.steps=5", "infer.num_timed_runs=3", "infer.num_warmup_runs=1")
+WATCHED = Path(__file__).with_name("watched")
 PROMPTS = ["a glossy icon of a rocket", "a glossy icon of a teapot"]
 Command = Callable[..., subprocess.CompletedProcess]
 
@@ -43,13 +44,13 @@ def checkpoint() -> Path:
 
 @pytest.fixture(scope="session")
 def start() -> Callable[..., subprocess.Popen]:
-    """``start(script, *arguments)`` in the repository, in a process group of its own."""
+    """``start(script, *arguments, **environment)`` in the repository, in a process group of its own."""
 
-    def popen(script: str, *arguments: str | Path) -> subprocess.Popen:
+    def popen(script: str, *arguments: str | Path, **environment: str) -> subprocess.Popen:
         return subprocess.Popen(
             [sys.executable, script, *map(str, arguments)], cwd=REPOSITORY,
-            env=os.environ | {"PYTHONUNBUFFERED": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            start_new_session=True,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"} | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True, start_new_session=True,
         )  # fmt: skip
 
     return popen
@@ -59,8 +60,8 @@ def start() -> Callable[..., subprocess.Popen]:
 def process(start) -> Command:
     """Runs a script to its end in an interpreter of its own, at most an hour."""
 
-    def run(script: str, *arguments: str | Path) -> subprocess.CompletedProcess:
-        with start(script, *arguments) as process:
+    def run(script: str, *arguments: str | Path, **environment: str) -> subprocess.CompletedProcess:
+        with start(script, *arguments, **environment) as process:
             try:
                 stdout, stderr = process.communicate(timeout=3600)
             except BaseException:
@@ -128,7 +129,7 @@ def main_job(process, checkpoint, made_once) -> MainJob:
             "quantize.py", "quant_level=3", "alpha=0.8", "calib_size=4", "quantize.n_steps=5",
             f"model.path={checkpoint}", f"cache.dir={folder}/cache", "hand_over=[diffusers_modelopt]",
             f"infer.prompts=[{','.join(PROMPTS)}]", f"hydra.run.dir={folder}/run", *SAMPLING, "timing.budget_s=0",
-            "trt.optimization_level=0",
+            "trt.optimization_level=0", PYTHONPATH=str(WATCHED), WATCHED=str(folder / "watched"),
         )  # fmt: skip
         assert result.returncode == 0, result.stderr[-3000:]
         (folder / "stdout").write_text(result.stdout)

@@ -99,6 +99,23 @@ def test_an_interpreter_of_its_own_says_the_same_and_no_more(command, process, f
     assert (results[0].stdout, results[0].stderr) == (results[1].stdout, results[1].stderr)
 
 
+def test_without_addresses_for_the_libraries_a_job_is_refused_before_they_are_loaded(files):
+    """Else some of them abort the process."""
+    limited = [
+        "sh",
+        "-c",
+        'ulimit -v 600000; exec "$@"',
+        "sh",
+        sys.executable,
+        "quantize.py",
+        f"hydra.run.dir={files}/run",
+    ]
+    result = subprocess.run(limited, cwd=REPOSITORY, capture_output=True, text=True)
+    assert result.returncode == 4 and result.stderr.count("\n") == 1
+    assert "and the libraries alone take about 1.3 GB; raise the limit (ulimit -v unlimited)" in result.stderr
+    assert not (files / "run").exists()
+
+
 def test_an_archive_without_a_checkpoint_fails_with_one_sentence_and_leaves_only_its_log(command, files):
     result = command("quantize.py", f"model.path={files}/empty.nemo", f"hydra.run.dir={files}/run")
     assert result.returncode == 3

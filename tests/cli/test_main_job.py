@@ -6,10 +6,12 @@ import json
 import math
 import shlex
 import shutil
+import tempfile
 from collections import Counter
 from pathlib import Path
 
 import jsonschema
+import matplotlib
 import numpy as np
 import onnx
 import pytest
@@ -104,6 +106,15 @@ def test_the_closing_table_is_printed_and_the_log_has_every_stage(run, main_job,
     stages = ("load", "calibrate", "assign", "pictures", "export", "plans", "hand_over", "parity", "latency")
     assert set(record["stages"]) == set(stages)
     assert all(f"{stage} ..." in log for stage in stages)
+
+
+def test_nobody_is_told_and_nothing_is_written_elsewhere(main_job):
+    """Importing OpenVINO tells Google Analytics and leaves a number for this user in ~/intel, unless that is prevented;
+    matplotlib keeps a list of the fonts."""
+    seen = set((main_job.directory.parent / "watched").read_text().splitlines())
+    assert f"{main_job.directory}/.lock" in seen
+    usual = (str(main_job.directory.parent), tempfile.gettempdir(), matplotlib.get_cachedir(), "/proc/self", "/dev")
+    assert not [line for line in seen if not line.startswith(usual)]
 
 
 def test_each_layer_has_a_row_with_its_scale_or_its_reason(layers):

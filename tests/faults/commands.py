@@ -4,7 +4,7 @@ Each command is first left alone. Then it is killed, as often as is asked for in
 has to be what it left before, by hash, and nothing may lie under a temporary name. After that it works with 64 file
 descriptors, without shared memory, with a cache from the future and the past, on a full and a read-only disk, and four
 processes of it with one cache: it has to leave the same, or to end with a code from 2 to 4 (a sweep with 1) and one
-sentence.
+sentence. With ``faketime`` (Debian's package) the clock is also set a year back and ahead while a command works.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Timer
 
 from sd_quant.files import UNFINISHED
 
@@ -29,6 +30,7 @@ from .run import Tally, small_disk, tiny
 
 KEPT = (".png", ".csv", ".safetensors", ".xml", ".bin", ".onnx", ".data", PLAN)  # what a command promises
 IMAGES = ("infer.steps=2", "infer.prompts=[a rocket]")
+CLOCK = "/usr/$LIB/faketime/libfaketimeMT.so.1"
 DECADES = (0.0, 2.2e9)  # seconds since 1970: a clock that was never set, and one that is far ahead
 
 
@@ -152,12 +154,38 @@ def few_descriptors() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 
 
-def hard_places(command: Command, expected: dict[str, str], tally: Tally) -> None:
+def with_clock_set(command: Command, expected: dict[str, str], years: int, seconds: float) -> list[str]:
+    """The clock jumps in the middle of the ``seconds`` of the command, and back when it has three quarters behind it.
+
+    Time since the machine's start goes on as it does, as when a real clock is set.
+    """
+    command.empty()
+    rule, following = command.root / "tmp/clock", command.root / "tmp/next"
+
+    def set_clock(offset: str) -> None:
+        following.write_text(offset)
+        following.replace(rule)
+
+    set_clock("+0")
+    told = {"FAKETIME_TIMESTAMP_FILE": str(rule), "FAKETIME_NO_CACHE": "1", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
+    before = ("env", "-u", "FAKETIME", *(f"{name}={value}" for name, value in told.items()), f"LD_PRELOAD={CLOCK}")
+    moments = [Timer(seconds / 2, set_clock, [f"{years:+d}y"]), Timer(0.75 * seconds, set_clock, ["+0"])]
+    for timer in moments:
+        timer.start()
+    found = hard(command, expected, before=before)
+    for timer in moments:
+        timer.cancel()
+    return found
+
+
+def hard_places(command: Command, expected: dict[str, str], seconds: float, tally: Tally) -> None:
     command.empty()
     tally.add(f"{command.name}, 64 file descriptors", hard(command, expected, limit=few_descriptors))
     command.empty()
     without = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o ro tmpfs /dev/shm && exec "$@"', "sh")
     tally.add(f"{command.name}, no /dev/shm", hard(command, expected, before=without))
+    for years in (-1, 1) if shutil.which("faketime") else ():
+        tally.add(f"{command.name}, a clock set by {years:+d} year", with_clock_set(command, expected, years, seconds))
     if not any(argument.startswith("cache.dir=") for argument in command.arguments):
         return
     for moment in DECADES:
@@ -213,7 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             tally.add(*killed(command, expected, draw.uniform(0.2, seconds)))
         if chosen.places:
             for command in made:
-                hard_places(command, alone[command.name][0], tally)
+                hard_places(command, *alone[command.name], tally)
             four_at_once(made[0], alone[made[0].name][0], tally)
     print(f"{tally.counts.total()} faults, {len(tally.wrong)} problems, {time.monotonic() - start:.0f} s")
     for problem in tally.wrong:

@@ -3,8 +3,10 @@
 import json
 import struct
 from collections.abc import Mapping
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor
 from sd_quant.candidates import comfyui, gguf
 from sd_quant.candidates.candidate import Candidate, needed
 from sd_quant.candidates.other_names import authors_places
-from sd_quant.checkpoints.diffusers_pipeline import DiffusersCheckpoint, open_pipeline
+from sd_quant.checkpoints.diffusers_pipeline import open_pipeline
 from sd_quant.models.checkpoint import empty_denoiser
 
 from ..pipelines import TINY
@@ -27,11 +29,14 @@ from .shared import Files, damaged_metadata, damaged_safetensors, header_of, way
 def single_files(scratch: Path) -> list[Reader]:
     """Of a tiny SDXL, which stays at its place: a reader looks at the file alone."""
     TINY["sdxl"](scratch / "single_files")
-    checkpoint = open_pipeline(scratch / "single_files", "sdxl")
+    opened = open_pipeline(scratch / "single_files", "sdxl")
+    checkpoint = SimpleNamespace(
+        family=opened.family, parts=opened.parts, build=cache(opened.build)
+    )  # once, as it is slow
     return [of_gguf(checkpoint), of_comfyui(checkpoint)]
 
 
-def shapes_in_file(checkpoint: DiffusersCheckpoint) -> dict[str, tuple[int, ...]]:
+def shapes_in_file(checkpoint: Any) -> dict[str, tuple[int, ...]]:
     network = empty_denoiser(checkpoint)
     shapes = {name: tuple(each.shape) for name, each in needed(network).items()}
     return {parts[0].name: shapes[name] for name, parts in authors_places(network, shapes).items()}
@@ -97,7 +102,7 @@ def gguf_file(shapes: Mapping[str, tuple[int, ...]]) -> tuple[bytes, int]:
     return header + bytes(-len(header) % 32) + data, len(header)
 
 
-def of_gguf(checkpoint: DiffusersCheckpoint) -> Reader:
+def of_gguf(checkpoint: Any) -> Reader:
     shapes = shapes_in_file(checkpoint)
     sound, end = gguf_file(shapes)
     names = [name.encode() for name in shapes]
@@ -166,7 +171,7 @@ def marked(shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Tensor], di
     return tensors, marks
 
 
-def of_comfyui(checkpoint: DiffusersCheckpoint) -> Reader:
+def of_comfyui(checkpoint: Any) -> Reader:
     tensors, marks = marked(shapes_in_file(checkpoint))
     half = dict(sorted(marks.items())[::2])
     inside = {f"{layer}.comfy_quant": torch.tensor(list(json.dumps(mark).encode()), dtype=torch.uint8)

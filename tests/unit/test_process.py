@@ -1,4 +1,7 @@
 import ctypes
+import math
+import resource
+from pathlib import Path
 
 import pytest
 
@@ -40,3 +43,12 @@ def test_not_even_compiled_code_writes_to_standard_output(capfd):
     libc.printf(b"after\n")
     libc.fflush(None)
     assert capfd.readouterr().out == "before\nafter\n"
+
+
+def test_the_address_space_that_is_left(monkeypatch):
+    assert process.address_space_bytes() == math.inf
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (mapped + 10**9, resource.RLIM_INFINITY))
+    assert process.address_space_bytes() == pytest.approx(1e9, abs=1e8)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1, 1))
+    assert process.address_space_bytes() == 0

@@ -142,3 +142,5 @@ def test_what_is_available_is_bounded_by_a_containers_limit(monkeypatch, tmp_pat
         (tmp_path / name).write_text(f"{text}\n")
     monkeypatch.setattr(memory, "Path", lambda path: Path(f"{tmp_path}{path}"))
     assert memory.available_memory_bytes() == expected
+    monkeypatch.setattr(memory, "address_space_bytes", lambda: 1e6)
+    assert memory.available_memory_bytes() == 1_000_000
