@@ -26,6 +26,13 @@ class Engine(Protocol):
         """
         ...
 
+    def reopen(self) -> bool:
+        """Move what the engine keeps in memory to other places, as opening it once more does; whether it did.
+
+        How fast an engine is depends on these places by chance (``sd_quant.metrics.latency``).
+        """
+        ...
+
     def close(self) -> None:
         """Free the engine's memory; it cannot be called afterwards."""
         ...

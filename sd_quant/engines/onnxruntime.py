@@ -5,6 +5,7 @@ floating point.
 """
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import onnx
@@ -43,8 +44,8 @@ class OnnxRuntimeEngine:
 
     name, device = "onnxruntime", CPU
 
-    def __init__(self, session: onnxruntime.InferenceSession):
-        self.session = session
+    def __init__(self, create: Callable[[], onnxruntime.InferenceSession]):
+        self.create, self.session = create, (session := create())
         self.inputs = {port.name: DTYPES[port.type] for port in session.get_inputs()}
         self.outputs = [port.name for port in session.get_outputs()]
         self.threads = session.get_session_options().intra_op_num_threads
@@ -57,6 +58,11 @@ class OnnxRuntimeEngine:
             shapes = {name: array.shape for name, array in arrays.items()}
             raise ValueError(f"ONNX Runtime refused inputs of shapes {shapes}: {one_line(error)}") from error
         return {name: torch.from_numpy(output) for name, output in zip(self.outputs, outputs, strict=True)}
+
+    def reopen(self) -> bool:
+        del self.session
+        self.session = self.create()
+        return True
 
     def close(self) -> None:
         del self.session
@@ -73,12 +79,12 @@ def load(path: Path, *, threads: int | None = None) -> OnnxRuntimeEngine:
         raise ResourceError(f"this build of ONNX Runtime has no {PROVIDER}; install the package onnxruntime")
     options = session_options(path, threads)
     try:
-        session = onnxruntime.InferenceSession(path, options, providers=[PROVIDER])
+        engine = OnnxRuntimeEngine(lambda: onnxruntime.InferenceSession(path, options, providers=[PROVIDER]))
     except Exception as error:  # ONNX Runtime's exceptions have no common base class
         raise ArtifactError(f"ONNX Runtime cannot load {path}: {one_line(error)}") from error
-    if session.get_providers() != [PROVIDER]:
-        raise ResourceError(f"ONNX Runtime was asked for {PROVIDER} but would run on {session.get_providers()}")
-    return OnnxRuntimeEngine(session)
+    if (used := engine.session.get_providers()) != [PROVIDER]:
+        raise ResourceError(f"ONNX Runtime was asked for {PROVIDER} but would run on {used}")
+    return engine
 
 
 def session_options(path: Path, threads: int | None = None) -> onnxruntime.SessionOptions:

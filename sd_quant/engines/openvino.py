@@ -22,6 +22,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable
 from functools import cache
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -80,6 +81,7 @@ class OpenVinoEngine:
         types = {port.element_type.get_type_name() for op in model.get_ops() for port in op.outputs()}
         self.fixed = FP8 not in types and not DEQUANTIZED.items() <= settings.items()
         self.compiled_models: dict[Shapes, openvino.CompiledModel] = {}  # the last used behind the others
+        self.exported: tuple[Shapes, bytes] | None = None  # what was compiled for these, once it was opened again
 
     def __call__(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         arrays = [tensor.numpy() for tensor in cast_inputs(self.inputs, inputs).values()]
@@ -123,8 +125,21 @@ class OpenVinoEngine:
             self.compiled_models[()] = compiled_model(self.model, self.path, self.settings)
         return list(self.compiled_models.values())[-1]
 
+    def reopen(self) -> bool:
+        """From the exported form of what was last called, in a quarter of the time that compiling takes."""
+        compiled, shapes = self.compiled, next(reversed(self.compiled_models))
+        if self.exported is None or self.exported[0] != shapes:
+            stream = BytesIO()
+            compiled.export_model(stream)
+            self.exported = shapes, stream.getvalue()
+        del compiled
+        self.compiled_models.clear()
+        self.compiled_models[shapes] = openvino.Core().import_model(BytesIO(self.exported[1]), "CPU", self.settings)
+        return True
+
     def close(self) -> None:
         self.compiled_models.clear()
+        self.exported = None
         del self.model
 
 

@@ -33,6 +33,9 @@ class Replayed:
         graph.replay()
         return {name: tensor.clone() for name, tensor in outputs.items()}
 
+    def reopen(self) -> bool:
+        return False  # a recorded graph reads and writes where it was recorded
+
     def close(self) -> None:
         torch.cuda.synchronize(self.device)
         self.recorded = None

@@ -32,6 +32,11 @@ class TorchEngine:
         output = self.module(**cast_inputs(self.inputs, inputs, self.device))
         return dict(zip(self.outputs, output if isinstance(output, tuple) else (output,), strict=True))
 
+    def reopen(self) -> bool:
+        for tensor in (*self.module.parameters(), *self.module.buffers()):
+            tensor.data = tensor.data.clone()
+        return True
+
     def close(self) -> None:
         del self.module
         if self.device.type == "cuda":

@@ -108,6 +108,9 @@ class WatchedEngine:
         self.on_call(inputs)
         return self.engine(**inputs)
 
+    def reopen(self) -> bool:
+        return self.engine.reopen()
+
     def close(self) -> None:
         self.engine.close()
 

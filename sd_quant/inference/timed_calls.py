@@ -6,8 +6,8 @@ calls that a pipeline makes: they would include its copies between devices and d
 Two variants of a model differ in the denoiser alone. So the speed-up of an image follows from that of the denoiser's
 call and from what an image takes beside these calls, which is measured once, as a share of what they take in the same
 image: what slows a machine slows both. Calls of the denoiser are short and can be interleaved a hundred times while a
-machine changes little; the road not taken is to compare whole images, of which a few fit into the same time.
-``benchmarks/verdict.py`` compares both.
+machine changes little; the road not taken is to compare whole images alone, of which a few fit into the same time. A
+few are made of both variants in turn all the same, and the record says whether they agree.
 """
 
 import statistics
@@ -79,26 +79,37 @@ class Stopwatch:
         self.milliseconds += clock_of(self.device)(lambda: outputs.update(self.engine(**inputs)))
         return outputs
 
+    def reopen(self) -> bool:
+        return self.engine.reopen()
+
     def close(self) -> None:
         self.engine.close()
 
 
 def image_times(
-    checkpoint: Checkpoint, engines: Mapping[str, Engine], prompts: Sequence[str], sampling: Sampling, repeats: int
-) -> ImageTimes:
-    """Time ``repeats`` batches of images, after WARMUP_IMAGES that do not count."""
+    checkpoint: Checkpoint,
+    variants: Mapping[str, Mapping[str, Engine]],
+    prompts: Sequence[str],
+    sampling: Sampling,
+    repeats: int,
+) -> dict[str, ImageTimes]:
+    """Time ``repeats`` batches of images of each variant, which take turns, after WARMUP_IMAGES that do not count."""
     denoiser = checkpoint.family.DENOISER
-    watch = Stopwatch(engines[denoiser])
-    call = image_call(pipeline_of(checkpoint, {**engines, denoiser: watch}), prompts, sampling)
-    for _ in range(WARMUP_IMAGES):
-        call()
-    totals, rests = list[float](), list[float]()
-    for _ in range(repeats):
-        before = watch.milliseconds
-        totals.append(wall_clock(call))
-        denoising = watch.milliseconds - before
-        rests.append(max(0.0, totals[-1] - denoising) / denoising)
-    return ImageTimes(totals, statistics.median(rests))
+    watches = {name: Stopwatch(engines[denoiser]) for name, engines in variants.items()}
+    calls = {
+        name: image_call(pipeline_of(checkpoint, {**engines, denoiser: watches[name]}), prompts, sampling)
+        for name, engines in variants.items()
+    }
+    totals = {name: list[float]() for name in variants}
+    rests = {name: list[float]() for name in variants}
+    for repeat in range(WARMUP_IMAGES + repeats):
+        for name in sorted(calls, reverse=bool(repeat % 2)):
+            watches[name].milliseconds = 0.0
+            total, denoising = wall_clock(calls[name]), watches[name].milliseconds
+            if repeat >= WARMUP_IMAGES:
+                totals[name].append(total)
+                rests[name].append(max(0.0, total - denoising) / denoising)
+    return {name: ImageTimes(totals[name], statistics.median(rests[name])) for name in variants}
 
 
 def image_of_parts(medians: Mapping[str, float], steps: int, denoiser: str) -> ImageTimes:

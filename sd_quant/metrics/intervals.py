@@ -2,14 +2,17 @@
 
 - A mean over prompts has Student's t interval.
 - A ratio of two latencies has an interval of batch means (Schmeiser, Operations Research 30, 1982): neighbouring rounds
-  form up to BATCHES batches, each gives the median of its rounds' log ratios, and these have a t interval. Medians
-  because a machine's hiccups are long, batches because what disturbs one round often disturbs the next. An engine is
-  also faster or slower by OPENING each time it is opened, by where its weights come to lie in memory (Mytkowicz et al.,
-  Producing wrong data without doing anything obviously wrong, ASPLOS 2009); rounds of one opening know nothing of that,
-  so it is added. ``benchmarks/verdict.py`` measures it: one file, opened again and timed in the same rounds, differs
-  from itself by up to 1.6 %. To open engines again and again would say it too, at two seconds each. Other roads not
-  taken are the bootstrap over single rounds and the order statistics of the median: both take rounds for independent,
-  and their 95 % are 67 to 92 where the ratio itself wanders (``benchmarks/coverage.py``).
+  form a batch, each gives the median of its rounds' log ratios, and these have a t interval. Medians because a
+  machine's hiccups are long, batches because what disturbs one round often disturbs the next.
+- An engine is faster or slower each time it is opened, by where its weights come to lie in memory (Mytkowicz et al.,
+  Producing wrong data without doing anything obviously wrong, ASPLOS 2009). So engines are opened several times, and
+  the rounds of one opening, or of a few neighbouring ones, are a batch: no number of rounds in an opening makes an
+  interval narrower than openings differ. How much they differ is estimated from all engines that were timed beside each
+  other, by a two-way analysis of variance (Scheffe, The analysis of variance, 1959, chapter 4): what is left of the
+  logarithms when the engine's mean and the opening's are taken out. Few openings say little of that: below
+  FEWEST_DEGREES the rounds form BATCHES batches, and what is known of other machines, OPENING, is added.
+- Roads not taken for a ratio are the bootstrap over single rounds and the order statistics of the median: both take
+  rounds for independent, and their 95 % are 67 to 92 where the ratio itself wanders (``benchmarks/coverage.py``).
 - A sum of two independent figures has the interval of Zou & Donner (Statistics in Medicine 27, 2008), which takes from
   each the side that counts.
 """
@@ -18,11 +21,14 @@ import math
 import statistics
 from collections.abc import Sequence
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-BATCHES = 20
-OPENING = 0.006  # standard deviation of an engine's latency from one opening to the next, as a share of it
+import numpy as np
+
+BATCHES, BATCHES_OF_OPENINGS = 20, 10
+OPENING = 0.01  # standard deviation of an engine's latency from one opening to the next, as a share of it
+FEWEST_DEGREES = 4  # of freedom, with which openings say how much they differ
 FEWEST_ROUNDS = 5  # of an interval of a ratio: with fewer, Student's factor is so large that it says nothing
 
 
@@ -54,19 +60,60 @@ def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval
     return Interval(mean, mean - half, mean + half)
 
 
-def ratio_interval(a: Sequence[float], b: Sequence[float], confidence: float = 0.95) -> Interval:
+def ratio_interval(
+    a: Sequence[float],
+    b: Sequence[float],
+    openings: Sequence[int] = (),
+    beside: Sequence[Sequence[float]] = (),
+    confidence: float = 0.95,
+) -> Interval:
     """The typical ratio of a / b, both > 0 and of the same rounds in their order: above 1 where b is faster.
 
-    The ends are 0 and infinity with fewer than FEWEST_ROUNDS. Raises ValueError unless both are as many.
+    ``openings`` says how many rounds each opening of the engines has, and is empty where they were opened once.
+    ``beside`` has the latencies of all engines that were in these rounds, a and b among them, if there were more.
+    The ends are 0 and infinity with fewer than FEWEST_ROUNDS. Raises ValueError unless all are as many.
     """
-    logs, batches = [math.log(x / y) for x, y in zip(a, b, strict=True)], min(BATCHES, len(a))
-    ends = [number * len(a) // batches for number in range(batches + 1)]
-    mean = mean_interval([statistics.median(logs[start:end]) for start, end in pairwise(ends)], confidence)
-    opening = statistics.NormalDist(0, math.sqrt(2) * OPENING).inv_cdf((1 + confidence) / 2)
-    half = math.hypot(mean.high - mean.value, opening)
+    logs = [math.log(x / y) for x, y in zip(a, b, strict=True)]
+    engines = beside or (a, b)
+    if (len(engines) - 1) * (len(openings) - 1) >= FEWEST_DEGREES:
+        ends = in_batches([0, *accumulate(openings)])
+        value = statistics.fmean(medians(logs, ends))
+        deviation, degrees = deviation_of_openings(engines, ends)
+        half = t_quantile(degrees, confidence) * deviation * math.sqrt(2 / (len(ends) - 1))
+    else:
+        ends = in_batches(range(len(a) + 1), BATCHES)
+        value, _, high = mean_interval(medians(logs, ends), confidence)
+        known = OPENING * math.sqrt(2 / max(1, len(openings)))
+        half = math.hypot(high - value, statistics.NormalDist(0, known).inv_cdf((1 + confidence) / 2))
     if len(logs) < FEWEST_ROUNDS:
-        return Interval(math.exp(mean.value), 0.0, math.inf)
-    return Interval(*map(math.exp, (mean.value, mean.value - half, mean.value + half)))
+        return Interval(math.exp(value), 0.0, math.inf)
+    return Interval(*map(math.exp, (value, value - half, value + half)))
+
+
+def in_batches(ends: Sequence[int], most: int = BATCHES_OF_OPENINGS) -> list[int]:
+    """``ends`` of neighbours, of which so many are joined that at most ``most`` are left."""
+    batches = min(most, len(ends) - 1)
+    return [ends[number * (len(ends) - 1) // batches] for number in range(batches + 1)]
+
+
+def medians(values: Sequence[float], ends: Sequence[int]) -> list[float]:
+    return [statistics.median(values[start:end]) for start, end in pairwise(ends)]
+
+
+def deviation_of_openings(engines: Sequence[Sequence[float]], ends: Sequence[int]) -> tuple[float, int]:
+    """The standard deviation of one engine's log latency from one opening to the next, and its degrees of freedom.
+
+    What all engines have in common in a round or in an opening does not count: the machine was slower for all.
+    Raises ValueError unless all have as many rounds as ``ends`` say.
+    """
+    logs = np.log(np.array(engines))
+    if logs.ndim != 2 or logs.shape[1] != ends[-1]:
+        raise ValueError(f"latencies of {logs.shape} engines and rounds, of which the openings have {ends[-1]}")
+    logs -= logs.mean(0)
+    found = np.array([medians(each, ends) for each in logs.tolist()])
+    left = found - found.mean(0) - found.mean(1, keepdims=True) + found.mean()
+    degrees = (found.shape[0] - 1) * (found.shape[1] - 1)
+    return math.sqrt((left**2).sum() / degrees), degrees
 
 
 def sum_of(a: Interval, b: Interval) -> Interval:

@@ -1,9 +1,18 @@
 """How long a call takes, on machines that other jobs share.
 
 Two latencies measured one after the other differ by whatever else the machine was doing. So what is to be compared is
-measured together: each round calls everything once, in random order, because a call also feels the one before it, and
-the rounds' ratios are compared (``intervals.py``). The road not taken is the ratio of two means: one hiccup of the
-machine decides it.
+measured together: each round has everything once, in random order, and the rounds' ratios are compared
+(``intervals.py``). The road not taken is the ratio of two means: one hiccup of the machine decides it.
+
+An image calls its denoiser many times in a row, and a call finds in the caches what the one before it has left. Calls
+that take turns find there what other engines have left: they take up to twice as long, the longer the more engines take
+turns, and of two engines the smaller one loses more. So in a round each engine is called as often in a row as an image
+calls it (``in_a_row``), and the first calls, which are slower, count as much as they do in an image. The road not taken
+is a shorter row whose last calls stand for those that are left out: an INT8 UNet is still getting faster at the tenth.
+
+Where an engine's memory comes to lie makes it faster or slower each time it is opened, so all are opened again and
+again, in random order. Rounds of one opening are made for a third of the time that it takes: more say little that is
+new, because machines change from second to second, and fewer are not worth it.
 
 Rounds go on until the interval of every ratio to the reference is narrow or a budget of time is spent. Whether they are
 narrow is looked at when their number has doubled and not in between: who looks after each round stops when luck has
@@ -13,10 +22,11 @@ A clock takes a call and returns its milliseconds. A GPU's work is only queued w
 time it, and the record says which clock it was.
 """
 
+import functools
 import random
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -29,6 +39,11 @@ from sd_quant.metrics.neighbours import processor_times, used_by_others
 
 Call = Callable[[], object]
 Clock = Callable[[Call], float]
+Reopen = Callable[[Sequence[str]], bool]  # opens again what has these names, in their order; whether it did with any
+LONGEST_ROW = 2000  # milliseconds; what longer calls find in the caches is little beside what they read
+FEWEST_OPENINGS = 8  # before their intervals are looked at
+LOOKED_AT = 0.995  # the confidence of intervals that have to be narrow, against those that are so by luck
+ROUNDS_OF_AN_OPENING, ROUNDS_SHARE = 3, 1 / 3  # at least so many, and at least this share of the time that it took
 NARROW, BUDGET, CEILING = "narrow", "budget", "rounds"  # why rounds ended: the intervals, the time, or there are enough
 
 
@@ -55,6 +70,18 @@ def clock_of(device: torch.device) -> Clock:
     return cuda_events if device.type == "cuda" else wall_clock
 
 
+def in_a_row(clock: Clock, calls: int) -> Clock:
+    """The mean of ``calls`` calls in a row, or of as many as there is room for in LONGEST_ROW."""
+
+    @functools.wraps(clock)
+    def timed(call: Call) -> float:
+        first = clock(call)
+        more = min(calls, int(LONGEST_ROW / first) if first else calls) - 1
+        return statistics.fmean([first, *(clock(call) for _ in range(more))])
+
+    return timed
+
+
 @dataclass(frozen=True)
 class Stopping:
     """When there have been enough rounds."""
@@ -71,9 +98,10 @@ class Rounds:
 
     samples: dict[str, list[float]]  # milliseconds by the calls' names, one for each round
     clocks: dict[str, str]  # the clocks' names
-    warmup: int  # rounds before, which do not count
+    warmup: int  # calls after each opening, which do not count
     stopped: str  # NARROW, BUDGET or CEILING
     machine: dict[str, float | None]  # see ``neighbours.used_by_others``
+    openings: list[int] = field(default_factory=list)  # how many rounds each opening has; empty where there was one
 
     def statistics(self, name: str) -> dict[str, Any]:
         """One call's latency, see ``statistics_of``."""
@@ -111,11 +139,17 @@ def measure_in_turn(
 
 
 def measure_together(
-    calls: Mapping[str, Call], warmup: int, stopping: Stopping, clocks: Mapping[str, Clock] | None = None
+    calls: Mapping[str, Call],
+    warmup: int,
+    stopping: Stopping,
+    clocks: Mapping[str, Clock] | None = None,
+    reopen: Reopen | None = None,
 ) -> Rounds:
     """Rounds of all ``calls``, the first of which is the reference that the others' ratios are taken to.
 
-    ``clocks``: by the calls' names; a call without one is timed by the wall clock.
+    ``clocks``: by the calls' names; a call without one is timed by the wall clock. ``reopen`` is called, and
+    ``warmup`` calls of each follow, while the budget has room for another opening and its rounds, until it opens
+    nothing.
     Raises ConfigError unless warmup >= 0 and at least one round is asked for.
     """
     if warmup < 0 or stopping.fewest < 1:
@@ -125,15 +159,43 @@ def measure_together(
         )
     times = {name: (clocks or {}).get(name, wall_clock) for name in calls}
     turns, samples = orders(list(calls)), {name: list[float]() for name in calls}
-    for _ in range(warmup):
-        for name in next(turns):
-            times[name](calls[name])
+
+    def warm_up() -> None:
+        for call in calls.values():
+            for _ in range(warmup):
+                call()
+
+    warm_up()
     before, start = processor_times(), perf_counter()
-    while (stopped := enough(list(samples.values()), stopping, perf_counter() - start)) is None:
-        for name in next(turns):
-            samples[name].append(times[name](calls[name]))
+    openings, opening_s, stopped = [0], 0.0, None
+    while stopped is None:
+        began = perf_counter()
+        while True:
+            for name in next(turns):
+                samples[name].append(times[name](calls[name]))
+            openings[-1] += 1
+            rounds_s = perf_counter() - began
+            if reopen is None or openings[-1] >= ROUNDS_OF_AN_OPENING and rounds_s >= ROUNDS_SHARE * opening_s:
+                break
+        seconds = perf_counter() - start
+        stopped = enough(list(samples.values()), stopping, seconds, openings)
+        if reopen is None or stopped is not None:
+            continue
+        if seconds + opening_s + rounds_s > stopping.budget_s:  # has no room for another opening
+            reopen = None
+            if len(openings) > 1 and sum(openings) >= stopping.fewest:
+                stopped = BUDGET
+            continue
+        began = perf_counter()
+        if reopen(random.sample(list(calls), len(calls))):
+            warm_up()
+            openings.append(0)
+            opening_s = perf_counter() - began
+        else:
+            reopen = None
     machine = used_by_others(before, processor_times())
-    return Rounds(samples, {name: clock.__name__ for name, clock in times.items()}, warmup, stopped, machine)
+    clocks_used = {name: clock.__name__ for name, clock in times.items()}
+    return Rounds(samples, clocks_used, warmup, stopped, machine, openings if len(openings) > 1 else [])
 
 
 def orders(names: list[str]) -> Iterator[list[str]]:
@@ -143,15 +205,19 @@ def orders(names: list[str]) -> Iterator[list[str]]:
         yield generator.sample(names, len(names))
 
 
-def enough(samples: Sequence[Sequence[float]], stopping: Stopping, seconds: float) -> str | None:
+def enough(
+    samples: Sequence[Sequence[float]], stopping: Stopping, seconds: float, openings: Sequence[int]
+) -> str | None:
     """Why no further round is made after ``seconds`` of them, or None."""
     reference, *others = samples
-    made, rest = divmod(len(reference), stopping.fewest)
-    if not made:
+    if len(reference) < stopping.fewest:
         return None
-    doubled = rest == 0 and made & (made - 1) == 0
-    if doubled and all(ratio_interval(reference, other).within(stopping.half_width) for other in others):
-        return NARROW
+    fewest, made = (FEWEST_OPENINGS, len(openings)) if len(openings) > 1 else (stopping.fewest, len(reference))
+    doublings, rest = divmod(made, fewest)
+    if rest == 0 and doublings and doublings & (doublings - 1) == 0:
+        intervals = (ratio_interval(reference, other, openings, samples, LOOKED_AT) for other in others)
+        if all(interval.within(stopping.half_width) for interval in intervals):
+            return NARROW
     if seconds >= stopping.budget_s:
         return BUDGET
     return CEILING if len(reference) >= stopping.most else None
@@ -159,7 +225,7 @@ def enough(samples: Sequence[Sequence[float]], stopping: Stopping, seconds: floa
 
 def ratio(a: Mapping[str, Any], b: Mapping[str, Any], confidence: float = 0.95) -> Interval:
     """a / b over the rounds, for two results of one ``measure_in_turn``: above 1 where b is faster."""
-    return ratio_interval(a["samples_ms"], b["samples_ms"], confidence)
+    return ratio_interval(a["samples_ms"], b["samples_ms"], confidence=confidence)
 
 
 def spread(samples: Sequence[float]) -> float:

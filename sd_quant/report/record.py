@@ -67,10 +67,10 @@ class Timing(TypedDict, total=False):
     p99_ms: float  # 99 in 100 calls took at most this
     min_ms: float  # the shortest
     std_ms: float  # standard deviation
-    n: int  # calls that were timed, after ``warmup`` others
-    warmup: int  # calls before the timed ones
+    n: int  # rounds that were timed, after ``warmup`` others
+    warmup: int  # calls after each opening, before the timed ones
     clock: str  # what measured: the processor's clock, or events of a GPU
-    samples_ms: list[float]  # every timed call, in order
+    samples_ms: list[float]  # of each round, in order: a call, or the mean of as many as an image makes
     composed: str  # from what the latency is put together, where it is not that of whole calls
     rest: float  # of an image: what it takes beside its calls of the denoiser, as a share of what those take
     reason: str  # why there is no latency
@@ -84,6 +84,15 @@ class Conditions(TypedDict, total=False):
     others: float | None  # share of the processors' time that other processes took
     steal: float | None  # the same of a hypervisor
     reference_spread: float | None  # of the unquantized engine's latency over the rounds
+    openings: list[int]  # rounds of each time that the engines were opened; empty where they were opened once
+
+
+class WholeImages(TypedDict, total=False):
+    """Images that were made by both engines in turn, from prompt to pixels."""
+
+    speedup: Positive  # as of rounds
+    speedup_interval: list[float] | Explained  # its ends at 95 %
+    agree: bool  # whether the interval meets that of the speed-up by the denoiser's calls
 
 
 class Timings(TypedDict, total=False):
@@ -94,6 +103,7 @@ class Timings(TypedDict, total=False):
     speedup: Positive | Explained  # full precision by quantized over the rounds: above 1 is faster
     speedup_interval: list[float] | Explained  # its ends at 95 %, see ``sd_quant.metrics.intervals``
     rounds: Conditions  # under which conditions
+    whole_images: WholeImages  # of an image: the same, not from calls of the denoiser but from images
 
 
 class ImageScores(TypedDict, total=False):

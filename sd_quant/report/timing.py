@@ -64,6 +64,8 @@ class Timed:
     quantized: list[float]
     rest: float  # what an image takes beside these calls, as a share of what they take unquantized
     image_ms: float  # of the unquantized engine
+    openings: Sequence[int] = ()  # rounds of each opening, see ``ratio_interval``
+    beside: Sequence[Sequence[float]] = ()  # milliseconds of all that was timed in these rounds, if there was more
     compiled: list[float] | None = None  # milliseconds of the same call by the compiled framework, where it was timed
 
     @property
@@ -73,16 +75,21 @@ class Timed:
         return in_image(full, full, self.rest), in_image(full, self.quantized, self.rest)
 
     def denoiser_speedup(self, confidence: float = 0.95) -> Interval:
-        return ratio_interval(self.full_precision, self.quantized, confidence)
+        return ratio_interval(self.full_precision, self.quantized, self.openings, self.beside, confidence)
 
     def image_speedup(self, confidence: float = 0.95) -> Interval:
-        return ratio_interval(*self.images, confidence)
+        return self.of_images(*self.images, confidence)
+
+    def of_images(self, a: Sequence[float], b: Sequence[float], confidence: float = 0.95) -> Interval:
+        """``ratio_interval`` of what two engines of these rounds take in an image."""
+        beside = [in_image(self.full_precision, each, self.rest) for each in self.beside]
+        return ratio_interval(a, b, self.openings, beside, confidence)
 
     def image_over_compiled(self) -> Interval | None:
         """How much faster an image is than with the calls of the compiled framework; None where it was not timed."""
         if self.compiled is None:
             return None
-        return ratio_interval(in_image(self.full_precision, self.compiled, self.rest), self.images[1])
+        return self.of_images(in_image(self.full_precision, self.compiled, self.rest), self.images[1])
 
 
 def in_image(reference: Sequence[float], samples: Sequence[float], rest: float) -> list[float]:
@@ -96,7 +103,7 @@ def in_image(reference: Sequence[float], samples: Sequence[float], rest: float) 
 def log_speedup_over(a: Timed, b: Timed | None, confidence: float) -> Interval:
     """The logarithm of how much faster an image of ``a`` is than one of ``b``, or than the unquantized engine's."""
     if b is not None and a.block == b.block:
-        return logarithm(ratio_interval(b.images[1], a.images[1], confidence))
+        return logarithm(a.of_images(b.images[1], a.images[1], confidence))
     own = logarithm(a.image_speedup(confidence))
     if b is None:
         return own
@@ -122,9 +129,15 @@ def timed_together(timing: Mapping[str, Any] | None) -> dict[str, Timed]:
     """
     found: dict[str, Timed] = {}
     for number, block in enumerate(at(timing, "blocks") or []):
+        reference, compiled = block["reference_ms"], block.get("compiled_ms")
+        subjects = [subject["samples_ms"] for subject in block["subjects"]]
+        beside = [reference, *([] if compiled is None else [compiled]), *subjects]
+        openings = at(block, "rounds", "openings") or ()
         for subject in block["subjects"]:
-            rounds = block["reference_ms"], subject["samples_ms"]
-            known = Timed(f"block {number}", *rounds, block["rest"], block["image_ms"], block.get("compiled_ms"))
+            known = Timed(
+                f"block {number}", reference, subject["samples_ms"], block["rest"], block["image_ms"], openings, beside,
+                compiled,
+            )  # fmt: skip
             check_rounds(known)
             found |= dict.fromkeys(subject["jobs"], known)
     return found
@@ -144,7 +157,8 @@ def rounds_of(block: str, latency: Any, engine: str, part: str, samples: int, ba
     if not full or not quantized or None in (rest, image_ms):
         return None
     compiled = at(latency, COMPILED, part, str(samples), VARIANTS[0], "samples_ms") if engine != COMPILED else None
-    known = Timed(block, full, quantized, rest, image_ms, compiled)
+    openings = at(call, "rounds", "openings") or ()
+    known = Timed(block, full, quantized, rest, image_ms, openings, compiled=compiled)
     try:
         check_rounds(known)
     except ValueError:
@@ -153,10 +167,13 @@ def rounds_of(block: str, latency: Any, engine: str, part: str, samples: int, ba
 
 
 def check_rounds(timed: Timed) -> None:
-    rounds = [timed.full_precision, timed.quantized, *([] if timed.compiled is None else [timed.compiled])]
+    rounds = [timed.full_precision, timed.quantized, *timed.beside]
+    rounds += [] if timed.compiled is None else [timed.compiled]
     numbers = [*(number for each in rounds for number in each), timed.image_ms]
     if len(set(map(len, rounds))) > 1 or not timed.quantized:
         raise ValueError("rounds that do not match the reference's")
+    if timed.openings and (min(timed.openings) < 1 or sum(timed.openings) != len(timed.quantized)):
+        raise ValueError("openings that do not have these rounds")
     if not all(1 / LARGEST < number < LARGEST for number in numbers) or timed.rest < 0:
         raise ValueError("a latency that is not above zero")
 

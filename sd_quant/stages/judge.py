@@ -347,11 +347,12 @@ def judged_runtime(subject: Subject, court: Court, simulated: Generated, pool: P
         engines = {FRAMEWORK: pool[court.denoiser], QUANTIZED: pool[LIBRARY]}
         if len({engine.device.type for engine in engines.values()}) > 1:  # whose times nobody compares
             return found
-        samples = denoiser_rounds(court.checkpoint, engines, court.infer, court.timing).samples
+        rounds = denoiser_rounds(court.checkpoint, engines, court.infer, court.timing)
     except Exception as error:  # other people's code, which may fail in any way; our reading stands without it
         LOG.warning("%s: %s failed: %r", subject.name, subject.runtime.name, error)
         return JudgedRuntime(name=subject.runtime.name, reason=f"it failed with {one_line(repr(error), 200)}")
-    interval = ratio_interval(samples[FRAMEWORK], samples[QUANTIZED])
+    samples = rounds.samples
+    interval = ratio_interval(samples[FRAMEWORK], samples[QUANTIZED], rounds.openings)
     return found | JudgedRuntime(
         ms=statistics.median(samples[QUANTIZED]),
         torch_ms=statistics.median(samples[FRAMEWORK]),

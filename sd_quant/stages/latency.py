@@ -1,15 +1,18 @@
 """How long the three variants of the model take, part by part and from prompt to image.
 
-Where memory holds both engines they are timed in the same rounds, and torch in rounds of its own: its threads go on
-spinning for a while behind each call, and the engine that comes next has fewer processors, which makes the ratio of the
-engines two to three times as noisy. The compiled framework, a baseline for those who ask for it, is timed in the rounds
-of the engines all the same: it is there to be compared with them, and on a GPU nothing spins. Where memory does not
-hold them, all are timed one after the other, and the time of an image is added up from those of its parts; the record
-says so.
+Where memory holds both engines they are timed in the same rounds and openings, and torch in rounds of its own: its
+threads go on spinning for a while behind each call, and the engine that comes next has fewer processors, which makes
+the ratio of the engines two to three times as noisy. The compiled framework, a baseline for those who ask for it, is
+timed in the rounds of the engines all the same: it is there to be compared with them, and on a GPU nothing spins. Where
+memory does not hold them, all are timed one after the other, and the time of an image is added up from those of its
+parts; the record says so. Where it does, images are made of both engines in turn, and where these are not as much
+faster as the rounds say, the record says that.
 """
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache
 
 from sd_quant.config import Infer, Timing
 from sd_quant.engines import COMPILED
@@ -23,8 +26,19 @@ from sd_quant.inference.timed_calls import (
     samples_per_call,
 )
 from sd_quant.metrics.intervals import ratio_interval
-from sd_quant.metrics.latency import Rounds, Stopping, clock_of, measure_together, spread, statistics_of, wall_clock
-from sd_quant.models.checkpoint import Checkpoint, contracts_of
+from sd_quant.metrics.latency import (
+    Reopen,
+    Rounds,
+    Stopping,
+    clock_of,
+    in_a_row,
+    measure_together,
+    spread,
+    statistics_of,
+    wall_clock,
+)
+from sd_quant.metrics.memory import available_memory_bytes
+from sd_quant.models.checkpoint import Checkpoint, contracts_of, part_parameters
 from sd_quant.progress import progress
 from sd_quant.report.record import FRAMEWORK as TORCH
 from sd_quant.report.record import IMAGE, Conditions
@@ -33,11 +47,13 @@ from sd_quant.stages.compare import Engines
 from sd_quant.stages.generate import sampling_of
 from sd_quant.stages.variants import COMPILED_FRAMEWORK, FRAMEWORK, FULL_PRECISION, QUANTIZED
 
+LOG = logging.getLogger(__name__)
 NOT_QUANTIZED = {"p50_ms": None, "reason": "not quantized"}
 COMPOSED = "the unquantized engine's image with the quantized denoiser's calls in it"
 COMPOSED_COMPILED = "the unquantized engine's image with the compiled denoiser's calls in it"
 FROM_PARTS = "from single calls, as memory does not hold everything at once"
 USED = ("others", "steal")  # who used the processors beside this process
+BYTES_OPENED = 4  # at most, of a parameter, that opening an engine again takes beside the engine
 TOO_FEW = "too few rounds for an interval; raise infer.num_timed_runs or timing.budget_s"
 
 
@@ -58,6 +74,7 @@ def compare_latency(
     untimed = NOT_QUANTIZED if simulated is None else {"p50_ms": None, "reason": f"simulated: {simulated}"}
     contracts, sampling, denoiser = contracts_of(checkpoint), sampling_of(infer), checkpoint.family.DENOISER
     framework, compiled, runtime = dict[str, dict](), dict[str, dict](), dict[str, dict]()
+    openings: Sequence[int] = ()  # of the denoiser
     medians: dict[str, dict[str, float]] = {FRAMEWORK: {}, FULL_PRECISION: {}}  # by variant and part
     with progress(len(contracts) + 1, "latency") as advance:
         for part in contracts:
@@ -72,6 +89,7 @@ def compare_latency(
                 for turn in turns
             ]
             times = {name: each.statistics(name) for each in rounds for name in each.samples}
+            openings = rounds[0].openings if part == denoiser else openings
             samples = str(samples_per_call(checkpoint, part, sampling))
             framework[part] = {samples: {FULL_PRECISION: times[FRAMEWORK]}}
             runtime[part] = {samples: {FULL_PRECISION: times[FULL_PRECISION]}}
@@ -80,7 +98,7 @@ def compare_latency(
             elif simulated is not None:
                 runtime[part][samples][QUANTIZED] = untimed
             else:
-                found = compared(times[FULL_PRECISION]["samples_ms"], times[QUANTIZED]["samples_ms"])
+                found = compared(times[FULL_PRECISION]["samples_ms"], times[QUANTIZED]["samples_ms"], openings)
                 found["rounds"] = conditions(rounds, FULL_PRECISION)
                 runtime[part][samples] |= {QUANTIZED: times[QUANTIZED], **found}
             if COMPILED_FRAMEWORK in times:
@@ -88,12 +106,18 @@ def compare_latency(
             for name, each in medians.items():
                 each[part] = times[name]["p50_ms"]
             advance()
-        images = {
-            name: image_times(checkpoint, engines[name], prompts, sampling, max(3, infer.num_timed_runs // 2))
-            if together
-            else image_of_parts(each, sampling.steps_taken, denoiser)
-            for name, each in medians.items()
-        }
+        if together:
+            of_engines = [FULL_PRECISION, *([QUANTIZED] if simulated is None else [])]
+            images = {
+                name: times
+                for turn in (of_engines, [FRAMEWORK])
+                for name, times in image_times(
+                    checkpoint, {name: engines[name] for name in turn}, prompts, sampling, whole_images(infer)
+                ).items()
+            }
+        else:
+            steps = sampling.steps_taken
+            images = {name: image_of_parts(each, steps, denoiser) for name, each in medians.items()}
         advance()
     batch, (call,) = str(infer.batch_size), runtime[denoiser].values()
     framework[IMAGE] = {batch: {FULL_PRECISION: image_entry(images[FRAMEWORK], together)}}
@@ -102,11 +126,13 @@ def compare_latency(
     rest, reference = images[FULL_PRECISION].rest, call[FULL_PRECISION]["samples_ms"]
 
     def over_full_precision(samples: Sequence[float]) -> dict:
-        return compared(in_image(reference, reference, rest), in_image(reference, samples, rest))
+        return compared(in_image(reference, reference, rest), in_image(reference, samples, rest), openings)
 
     if simulated is None:
         found = over_full_precision(call[QUANTIZED]["samples_ms"])
         quantized = {"p50_ms": full["p50_ms"] / found["speedup"], "composed": COMPOSED if together else FROM_PARTS}
+        if together:
+            found["whole_images"] = checked(found, images[FULL_PRECISION].totals, images[QUANTIZED].totals)
         runtime[IMAGE][batch] |= {QUANTIZED: quantized, **found}
     if not compiled:
         return {TORCH: framework, infer.engine: runtime}
@@ -123,12 +149,30 @@ def part_rounds(
     """Rounds of one part's call by what is compared, the reference first."""
     sampling, contract = sampling_of(infer), contracts_of(checkpoint)[part]
     samples = samples_per_call(checkpoint, part, sampling)
+    calls = sampling.steps_taken if part == checkpoint.family.DENOISER else 1
     return measure_together(
         {name: part_call(engine, contract, samples, sampling) for name, engine in engines.items()},
         infer.num_warmup_runs,
         stopping,
-        {name: clock_of(engine.device) for name, engine in engines.items()},
+        {name: in_a_row(clock_of(engine.device), calls) for name, engine in engines.items()},
+        reopener(checkpoint, part, engines) if len(engines) > 1 < calls else None,
     )
+
+
+def reopener(checkpoint: Checkpoint, part: str, engines: Mapping[str, Engine]) -> Reopen:
+    """Opens the ``engines`` of a part again, in a given order, while memory has room for what that takes."""
+
+    @cache
+    def room() -> int:
+        return BYTES_OPENED * part_parameters(checkpoint)[part] * len(engines)
+
+    def reopen(names: Sequence[str]) -> bool:
+        if available_memory_bytes() < room():
+            LOG.info("memory has no room to open %d engines again, so they are timed as they were opened", len(names))
+            return False
+        return any([engines[name].reopen() for name in names])
+
+    return reopen
 
 
 def denoiser_rounds(checkpoint: Checkpoint, engines: Mapping[str, Engine], infer: Infer, timing: Timing) -> Rounds:
@@ -146,12 +190,34 @@ def conditions(rounds: Sequence[Rounds], reference: str) -> Conditions:
         others=max(shares["others"], default=None),
         steal=max(shares["steal"], default=None),
         reference_spread=spread(rounds[0].samples[reference]),
+        openings=rounds[0].openings,
     )
 
 
-def compared(full: Sequence[float], quantized: Sequence[float]) -> dict:
+def whole_images(infer: Infer) -> int:
+    """How many batches of images are timed."""
+    return max(3, infer.num_timed_runs // 2)
+
+
+def checked(found: Mapping, full: Sequence[float], quantized: Sequence[float]) -> dict:
+    """The speed-up of whole images, of milliseconds, and whether it may be that which was ``found`` by rounds.
+
+    It may where the intervals have a point in common.
+    """
+    whole = compared(full, quantized)
+    ends = [each["speedup_interval"] for each in (found, whole)]
+    agree = any(isinstance(each, dict) for each in ends) or max(low for low, _ in ends) <= min(high for _, high in ends)
+    if not agree:
+        LOG.warning(
+            "whole images are %.2fx as fast, by the calls of the denoiser they should be %.2fx: something disturbs one "
+            "of the two", whole["speedup"], found["speedup"],
+        )  # fmt: skip
+    return whole | {"agree": agree}
+
+
+def compared(full: Sequence[float], quantized: Sequence[float], openings: Sequence[int] = ()) -> dict:
     """The record's speed-up and its interval, from milliseconds of the same rounds."""
-    found = ratio_interval(full, quantized)
+    found = ratio_interval(full, quantized, openings)
     ends = [found.low, found.high] if math.isfinite(found.high) else {"value": None, "reason": TOO_FEW}
     return {"speedup": found.value, "speedup_interval": ends}
 

@@ -167,7 +167,7 @@ def with_clock_set(command: Command, expected: dict[str, str], years: int, secon
         following.replace(rule)
 
     set_clock("+0")
-    told = {"FAKETIME_TIMESTAMP_FILE": str(rule), "FAKETIME_NO_CACHE": "1", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
+    told = {"FAKETIME_TIMESTAMP_FILE": str(rule), "FAKETIME_CACHE_DURATION": "1", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
     before = ("env", "-u", "FAKETIME", *(f"{name}={value}" for name, value in told.items()), f"LD_PRELOAD={CLOCK}")
     moments = [Timer(seconds / 2, set_clock, [f"{years:+d}y"]), Timer(0.75 * seconds, set_clock, ["+0"])]
     for timer in moments:

@@ -63,6 +63,9 @@ class TensorRtEngine:
                 raise SdQuantError(f"{self.name} could not run the plan: {'; '.join(library_logger(self.name).errors)}")
             return outputs
 
+    def reopen(self) -> bool:
+        return False  # a GPU's pages are large, and the activations are torch's anyway
+
     def close(self) -> None:
         torch.cuda.synchronize(self.device)
         del self.context, self.engine, self.runtime

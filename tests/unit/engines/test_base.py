@@ -81,6 +81,18 @@ def test_outputs_survive_the_next_call_and_the_engine(tiny, samples, runtime):
     assert torch.equal(first, before) and before.abs().max() > 0
 
 
+def test_opened_again_it_computes_the_same_with_the_same_kernels(tiny, samples, runtime):
+    engine, products, x = (
+        MODULES[runtime].load(tiny.path, threads=1),
+        MODULES[runtime].products,
+        torch.from_numpy(samples),
+    )
+    before, kernels = engine(x=x)["y"], products(engine, tiny.path)
+    for _ in range(2):
+        assert engine.reopen() and torch.equal(engine(x=x)["y"], before)
+    assert products(engine, tiny.path) == kernels and engine(x=x[:1])["y"].shape == before[:1].shape
+
+
 def test_what_it_cannot_load_is_an_artifact_error(unknown_operator_onnx, runtime):
     with pytest.raises(ArtifactError, match="NoSuchOperator"):
         load_engine(runtime, unknown_operator_onnx)

@@ -82,6 +82,15 @@ def test_it_is_compiled_for_the_shapes_of_its_calls(tiny, samples, monkeypatch):
     assert all(port.partial_shape.is_static for port in kept.inputs)
 
 
+def test_what_is_opened_again_is_another_model_with_the_same_settings(tiny, samples):
+    engine = openvino.load(tiny.path, threads=1)
+    engine(x=torch.from_numpy(samples))
+    first, shapes = engine.compiled, list(engine.compiled_models)
+    assert engine.reopen() and engine.compiled is not first and list(engine.compiled_models) == shapes
+    for name in ("INFERENCE_NUM_THREADS", "INFERENCE_PRECISION_HINT", "DYNAMIC_QUANTIZATION_GROUP_SIZE"):
+        assert engine.compiled.get_property(name) == first.get_property(name)
+
+
 def test_fp8_is_computed_with_dynamic_shapes(tmp_path):
     """With static ones OpenVINO 2026.4 rounds FP8 numbers otherwise where it joins nodes into kernels."""
     nodes = [

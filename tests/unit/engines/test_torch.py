@@ -35,6 +35,14 @@ def test_precision(device, precision, expected):
     assert dtype_on(device, precision, contract(torch.float32)) == torch.float32  # a VAE overflows in fp16
 
 
+def test_opened_again_its_weights_lie_elsewhere_and_are_the_same():
+    engine = TorchEngine(nn.BatchNorm2d(3).eval(), contract(torch.float32))
+    before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in engine.module.state_dict().items()}
+    assert engine.reopen()
+    for name, tensor in engine.module.state_dict().items():
+        assert tensor.data_ptr() != before[name][0] and torch.equal(tensor, before[name][1])
+
+
 def test_placing_leaves_codes_and_scales_alone():
     weight = torch.ones(4, 8)
     layer = static_layer(weight, "fp8", per_row=False)

@@ -21,30 +21,66 @@ def test_a_mean_has_students_interval():
 def test_of_few_rounds_a_figure_is_known_and_its_interval_is_not():
     assert mean_interval([3.0]) == mean_interval([3.0], 0.5) == (3.0, -math.inf, math.inf)
     assert ratio_interval([4.0, 4.0], [2.0, 2.0]) == (2.0, 0.0, math.inf)
-    reach = math.exp(1.96 * math.sqrt(2) * OPENING)  # no two rounds differ, but another opening would
-    assert ratio_interval([4.0] * 5, [2.0] * 5) == pytest.approx((2.0, 2.0 / reach, 2.0 * reach), rel=1e-4)
+    for openings in (1, 3):  # no two rounds differ, but other openings would
+        reach = math.exp(1.96 * math.sqrt(2 / openings) * OPENING)
+        found = ratio_interval([4.0] * 6, [2.0] * 6, [6 // openings] * openings)
+        assert found == pytest.approx((2.0, 2.0 / reach, 2.0 * reach), rel=1e-4)
+
+
+def drawn(engines: int, openings: int, rounds: int = 3) -> np.ndarray:
+    """Latencies [engines, openings * rounds] whose openings differ by 3 %, and rounds by 1 %."""
+    generator = np.random.default_rng(engines)
+    opened = np.repeat(0.03 * generator.normal(size=(engines, openings)), rounds, axis=1)
+    return np.exp(opened + 0.01 * generator.normal(size=opened.shape) + np.arange(engines)[:, None])
+
+
+def test_two_engines_have_students_interval_over_their_openings():
+    a, b = drawn(2, 6)
+    medians = np.median(np.log(a / b).reshape(6, 3), axis=1)
+    low, high = stats.ttest_1samp(medians, 0).confidence_interval(0.9)
+    found = ratio_interval(a.tolist(), b.tolist(), [3] * 6, confidence=0.9)
+    assert np.log(found) == pytest.approx((medians.mean(), low, high))
+
+
+def test_engines_that_were_timed_beside_each_other_say_together_how_much_openings_differ():
+    """By least squares, with a column for each engine and for each opening."""
+    times, (engines, openings) = drawn(4, 3), (4, 3)
+    centred = np.log(times) - np.log(times).mean(0)
+    y = np.median(centred.reshape(engines, openings, 3), axis=2).ravel()
+    columns = np.hstack([np.repeat(np.eye(engines), openings, 0), np.tile(np.eye(openings), (engines, 1))])
+    left = y - columns @ np.linalg.lstsq(columns, y, rcond=None)[0]
+    half = stats.t(6).ppf(0.975) * math.sqrt(left @ left / 6) * math.sqrt(2 / openings)
+    found = ratio_interval(times[1].tolist(), times[0].tolist(), [3] * 3, times.tolist())
+    assert np.log(found.high) - np.log(found.value) == pytest.approx(half)
+    with pytest.raises(ValueError):
+        ratio_interval(times[1].tolist(), times[0].tolist(), [3] * 4, times.tolist())
+
+
+def test_more_rounds_of_the_same_openings_do_not_make_an_interval_narrower():
+    few, many = (ratio_interval(*drawn(2, 6, rounds).tolist(), [rounds] * 6) for rounds in (3, 300))
+    assert many.high / many.low > 1 + 0.6 * (few.high / few.low - 1)
+    assert ratio_interval(*drawn(2, 60).tolist(), [3] * 60).within(0.02)  # more openings do
 
 
 def test_a_ratio_is_of_the_same_rounds():
     """A machine that gets three times slower half way changes no ratio."""
     drift = np.repeat([1.0, 3.0], 20)
     noise = np.exp(0.01 * np.random.default_rng(0).normal(size=40))
-    assert ratio_interval(2 * drift * noise, drift).within(0.02)
+    assert ratio_interval(2 * drift * noise, drift).within(0.04)
     assert not ratio_interval(2 * drift * noise, drift[::-1]).within(0.2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["quiet", "hiccups", "neighbour"])
-def test_intervals_cover_what_they_say_although_rounds_end_when_they_are_narrow(kind):
-    """95 % are within 2 of the standard errors that 150 draws have, 91.4 to 98.6; the benchmark has 1,000."""
-    generator, covered, stopping = np.random.default_rng(3), 0, Stopping(20, 0.02, 1e9, most=640)
+def test_intervals_cover_what_they_say_although_openings_end_when_they_are_narrow(kind):
+    """93 % are within 2 of the standard errors that 150 draws have, 88.8 to 97.2; the benchmark has 2,000."""
+    generator, covered, stopping = np.random.default_rng(3), 0, Stopping(1, 0.03, 1e9, most=3 * 64)
     for _ in range(150):
-        a, b = coverage.machine(generator, 640, kind)
-        rounds = 20
-        while enough([a[:rounds], b[:rounds]], stopping, 0) is None:
-            rounds *= 2
-        covered += ratio_interval(a[:rounds], b[:rounds]).holds(coverage.RATIO)
-    assert 0.91 <= covered / 150 <= 0.99
+        times, openings = coverage.machine(generator, 64, kind), 4
+        while enough(times[:, : 3 * openings].tolist(), stopping, 0, [3] * openings) is None:
+            openings *= 2
+        covered += coverage.by_openings(times[:, : 3 * openings]).holds(coverage.RATIO)
+    assert 0.88 <= covered / 150 <= 1
 
 
 def test_a_sum_takes_from_each_figure_the_side_that_counts():

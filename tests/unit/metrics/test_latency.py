@@ -13,7 +13,7 @@ def test_every_round_has_every_call_in_an_order_of_its_own_and_warmup_is_not_cou
     order = []
     results = measure_in_turn({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, warmup=2, repeats=3)
     rounds = ["".join(order[start : start + 2]) for start in range(0, 10, 2)]
-    assert len(order) == 10 and set(rounds) == {"ab", "ba"}
+    assert len(order) == 10 and set(rounds[2:]) == {"ab", "ba"}
     for result in results.values():
         assert (result["n"], result["warmup"], len(result["samples_ms"])) == (3, 2, 3)
 
@@ -93,11 +93,11 @@ def test_statistics_are_those_of_the_samples(seconds):
 
 
 def test_rounds_end_when_the_interval_is_narrow_and_not_before(seconds):
-    steady = measure_together(calls_taking(seconds, a=[2.0], b=[1.0]), 1, Stopping(10, 0.02, 1e9))
+    steady = measure_together(calls_taking(seconds, a=[2.0], b=[1.0]), 1, Stopping(10, 0.04, 1e9))
     assert (steady.stopped, len(steady.samples["a"])) == ("narrow", 10)
-    noisy = measure_together(calls_taking(seconds, a=[2.0, 2.2, 1.9], b=[1.0, 1.3]), 0, Stopping(10, 0.02, 1e9))
+    noisy = measure_together(calls_taking(seconds, a=[2.0, 2.2, 1.9], b=[1.0, 1.3]), 0, Stopping(10, 0.05, 1e9))
     assert noisy.stopped == "narrow" and len(noisy.samples["b"]) in (20, 40, 80, 160, 320, 640)
-    assert ratio(noisy.statistics("a"), noisy.statistics("b")).within(0.02)
+    assert ratio(noisy.statistics("a"), noisy.statistics("b")).within(0.05)
 
 
 def test_a_budget_ends_rounds_that_stay_wide_but_not_the_fewest(seconds):
@@ -113,7 +113,63 @@ def test_the_first_call_is_what_the_others_are_compared_with(seconds):
     calls = calls_taking(seconds, reference=[1.0, 3.0, 2.0], a=[1.0], b=[1.0])
     assert measure_together(calls, 0, Stopping(10, 0.02, 100)).stopped == "budget"
     calls = calls_taking(seconds, a=[1.0], b=[1.0])
-    assert measure_together(calls, 0, Stopping(10, 0.02, 100)).stopped == "narrow"
+    assert measure_together(calls, 0, Stopping(10, 0.04, 100)).stopped == "narrow"
+
+
+def test_a_row_has_as_many_calls_as_an_image_or_two_seconds_have_room_for(seconds):
+    made = []
+
+    def taking(first: float, then: float) -> float:
+        """Milliseconds that a row of 20 says, of a call that is slower at first."""
+        made.clear()
+
+        def call():
+            seconds.now += then if made else first
+            made.append(1)
+
+        return latency.in_a_row(latency.wall_clock, 20)(call)
+
+    assert taking(0.04, 0.02) == pytest.approx((40 + 19 * 20) / 20) and len(made) == 20
+    assert taking(0.6, 0.5) == pytest.approx((600 + 2 * 500) / 3) and len(made) == 3
+    assert taking(30.0, 30.0) == pytest.approx(30_000) and len(made) == 1
+    assert taking(0.0, 0.0) == 0 and len(made) == 20
+    assert latency.in_a_row(latency.cuda_events, 3).__name__ == "cuda_events"
+
+
+def test_engines_are_opened_again_in_new_orders_while_there_is_time(seconds):
+    """An opening takes 8 s with its warm-up, its three rounds 3 s: 60 s have room for five after the first rounds."""
+    told = []
+
+    def call(name: str):
+        return lambda: (told.append(name), setattr(seconds, "now", seconds.now + (0.5 if name == "a" else 0.25)))
+
+    def reopen(names) -> bool:
+        told.append("".join(names))
+        seconds.now += 6
+        return True
+
+    calls = {name: call(name) for name in "abc"}
+    rounds = measure_together(calls, 2, Stopping(4, 1e-9, 60), reopen=reopen)
+    assert rounds.stopped == "budget" and rounds.openings == [3] * 6 and seconds.now == 2 + 58
+    orders = [each for each in told if len(each) == 3]
+    assert len(orders) == 5 and {"".join(sorted(each)) for each in orders} == {"abc"} and len(set(orders)) > 1
+    first = told.index(orders[0])
+    assert told[first + 1 : first + 7] == ["a", "a", "b", "b", "c", "c"]  # are warmed up, and not counted
+    assert {len(samples) for samples in rounds.samples.values()} == {18}
+
+
+def test_engines_that_stay_as_they_were_opened_have_one_opening(seconds):
+    calls = {"a": lambda: setattr(seconds, "now", seconds.now + 1), "b": lambda: None}
+    for budget, reopen in ((0, pytest.fail), (5, pytest.fail), (60, lambda names: False)):
+        seconds.now = 0.0
+        rounds = measure_together(calls | {"b": calls["a"]}, 0, Stopping(4, 1e-9, budget), reopen=reopen)
+        assert rounds.openings == [] and len(rounds.samples["a"]) == max(4, 3 + (budget > 5) * 27, -(-budget // 2))
+
+
+def test_openings_end_when_the_interval_is_narrow_and_are_not_looked_at_before_eight(seconds):
+    calls = calls_taking(seconds, a=[2.0], b=[1.0])
+    rounds = measure_together(calls, 0, Stopping(1, 0.02, 1e9), reopen=lambda names: True)
+    assert (rounds.stopped, len(rounds.openings)) == ("narrow", 8)
 
 
 def test_spread_is_that_of_the_middle_four_fifths():

@@ -50,6 +50,24 @@ def test_figures_of_engines_that_were_timed_together_replace_the_jobs_own(timed)
     assert third["image_speedup"] == 1.3 and third["timed_on"].startswith("a processor")
 
 
+def test_the_openings_of_a_block_are_its_intervals(timed):
+    """Forty rounds whose engines differ by 5 % in every second opening: of four, of eight, or of one."""
+    slow = [1.05 if index // 5 % 2 else 1.0 for index in range(40)]
+    subjects = [
+        {"sha256": "a", "jobs": ["level=1"], "samples_ms": [10.0 * each for each in slow]},
+        {"sha256": "b", "jobs": ["level=2"], "samples_ms": [10.0 * each for each in reversed(slow)]},
+    ]
+
+    def half(openings: list[int]) -> float:
+        row, *_ = rows(timed({}, subjects=subjects, rounds=QUIET | {"openings": openings}))
+        return (row["denoiser_speedup_high"] - row["denoiser_speedup_low"]) / 2
+
+    assert half([5] * 8) > 2 * half([10] * 4) and half([]) != half([5] * 8)
+    for wrong in ([5] * 9, [41, -1], [0, 40]):
+        with pytest.raises(ArtifactError, match="holds no rounds"):
+            half(wrong)
+
+
 def test_the_compiled_framework_has_columns_where_it_was_timed(timed):
     """25 ms a call instead of the unquantized engine's 20, with the same 10 ms of rest: 35 ms against 20."""
     wobble = [1 + 0.001 * (index % 7 - 3) for index in range(40)]

@@ -1,5 +1,6 @@
 """The latency of the record: which variant was timed for which number, on a clock that only the engines move."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -106,6 +107,46 @@ def test_the_compiled_framework_is_a_second_baseline_in_the_rounds_of_the_engine
         "knobs": {"infer": {"engine": "openvino", "batch_size": 1}},
     })  # fmt: skip
     assert timed.image_over_compiled().value == pytest.approx((3 * 4 + 2 * 2) / (3 * 4 + 2 * 1))
+
+
+def test_whole_images_are_made_in_turn_and_the_record_says_whether_they_agree(checkpoint, clock, caplog):
+    """In images the denoiser takes as long as its calls do, or what quantizing gains is lost in them."""
+    contracts, infer = contracts_of(checkpoint), replace(INFER, num_timed_runs=10)
+    variants = variants_taking(8.0, 4.0, 1.0, clock, contracts)
+
+    def whole_images() -> dict:
+        found = compare_latency(checkpoint, variants, ["a rocket"], infer, TIMING, True)
+        return found["openvino"]["image"]["1"]["whole_images"]
+
+    found = whole_images()
+    assert found["agree"] and not caplog.messages and found["speedup"] == pytest.approx(20 / 14)
+    quantized = variants["quantized"]["unet_xl"]
+
+    def slower_in_images(**inputs):
+        clock.seconds += 3.0 if inputs["timesteps"].max() > 1 else 0.0  # timed calls are given ones
+        return quantized(**inputs)
+
+    vars(slower_in_images).update(vars(quantized))
+    variants["quantized"] |= {"unet_xl": slower_in_images}
+    found = whole_images()
+    assert not found["agree"] and found["speedup"] == pytest.approx(1)
+    assert "whole images are 1.00x as fast, by the calls of the denoiser they should be 1.43x" in caplog.text
+
+
+def test_engines_are_opened_again_where_memory_has_room(checkpoint, clock, monkeypatch, caplog):
+    opened, variants = [], variants_taking(8.0, 4.0, 1.0, clock, contracts_of(checkpoint))
+    engines = {name: variants[name]["unet_xl"] for name in ("full_precision", "quantized")}
+    for name, engine in engines.items():
+        engine.reopen = lambda name=name: opened.append(name) or True
+    enough = Timing(half_width=1e-9, budget_s=200)
+    rounds = timing.denoiser_rounds(checkpoint, engines, INFER, enough)
+    assert rounds.openings == [3] * len(rounds.openings) and sorted(set(opened)) == ["full_precision", "quantized"]
+    assert len(opened) == 2 * (len(rounds.openings) - 1) > 2
+    monkeypatch.setattr(timing, "available_memory_bytes", lambda: 1000)
+    opened.clear()
+    with caplog.at_level("INFO"):
+        assert timing.denoiser_rounds(checkpoint, engines, INFER, enough).openings == [] == opened
+    assert "memory has no room to open 2 engines again" in caplog.text
 
 
 def test_a_part_is_timed_by_the_clock_of_its_engines_device(checkpoint, clock, monkeypatch):
