@@ -193,5 +193,5 @@ def test_a_killed_sweep_ends_with_the_same_table(script, tmp_path):
 def test_a_verdict_is_asked_for_twice(script, tmp_path):
     """Whether it holds is the machine's: this one is busy with tests."""
     knobs = ["quant_level=1,3", "alpha=0.8", *SMALL]
-    printed = ended(script("verdict", "--work", tmp_path, "--sweeps", 2, "--images", 2, "--knobs", *knobs), 0, 1)
-    assert printed.splitlines()[-1].startswith("the verdict ") and printed.count("\n| ") >= 6
+    printed = ended(script("verdict", "--work", tmp_path, "--times", 2, "--images", 2, "--knobs", *knobs), 0, 1)
+    assert "\nthe verdict " in printed and "recipes of one graph are" in printed and printed.count("\n| ") >= 6
