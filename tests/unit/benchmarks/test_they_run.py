@@ -58,6 +58,7 @@ IN_THIS_PROCESS = [
     Case("overhead", [*ONE_STEP, "--batches", "1"]),
     Case("recipes", [*ONE_STEP, "--references", "1", "--levels", "3", "--alphas", "0.8"]),
     Case("shapes", [*ONE_STEP, "--pictures", "1", "--repeats", "2"]),
+    Case("rows", [*ONE_STEP, "--rows", "1", "--seconds", "0", "--products", "1"]),
     Case("saturation", [*ONE_STEP, "--repeats", "2"]),
     Case("candidates", ["--only", "comfyui-fp8-cast"], "without a tool"),
 ]  # fmt: skip
