@@ -66,11 +66,13 @@ def ratio_interval(
     openings: Sequence[int] = (),
     beside: Sequence[Sequence[float]] = (),
     confidence: float = 0.95,
+    known: float | None = None,
 ) -> Interval:
     """The typical ratio of a / b, both > 0 and of the same rounds in their order: above 1 where b is faster.
 
     ``openings`` says how many rounds each opening of the engines has, and is empty where they were opened once.
     ``beside`` has the latencies of all engines that were in these rounds, a and b among them, if there were more.
+    ``known`` is OPENING, unless an interval of this one opening is wanted, with 0.
     The ends are 0 and infinity with fewer than FEWEST_ROUNDS. Raises ValueError unless all are as many.
     """
     logs = [math.log(x / y) for x, y in zip(a, b, strict=True)]
@@ -83,8 +85,8 @@ def ratio_interval(
     else:
         ends = in_batches(range(len(a) + 1), BATCHES)
         value, _, high = mean_interval(medians(logs, ends), confidence)
-        known = OPENING * math.sqrt(2 / max(1, len(openings)))
-        half = math.hypot(high - value, statistics.NormalDist(0, known).inv_cdf((1 + confidence) / 2))
+        deviation = (OPENING if known is None else known) * math.sqrt(2 / max(1, len(openings)))
+        half = math.hypot(high - value, deviation * statistics.NormalDist().inv_cdf((1 + confidence) / 2))
     if len(logs) < FEWEST_ROUNDS:
         return Interval(math.exp(value), 0.0, math.inf)
     return Interval(*map(math.exp, (value, value - half, value + half)))

@@ -215,7 +215,7 @@ def enough(
     fewest, made = (FEWEST_OPENINGS, len(openings)) if len(openings) > 1 else (stopping.fewest, len(reference))
     doublings, rest = divmod(made, fewest)
     if rest == 0 and doublings and doublings & (doublings - 1) == 0:
-        intervals = (ratio_interval(reference, other, openings, samples, LOOKED_AT) for other in others)
+        intervals = (ratio_interval(reference, other, openings, samples, LOOKED_AT, known=0) for other in others)
         if all(interval.within(stopping.half_width) for interval in intervals):
             return NARROW
     if seconds >= stopping.budget_s:
