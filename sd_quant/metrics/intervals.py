@@ -24,8 +24,6 @@ from functools import cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-import numpy as np
-
 BATCHES, BATCHES_OF_OPENINGS = 20, 10
 OPENING = 0.01  # standard deviation of an engine's latency from one opening to the next, as a share of it
 FEWEST_DEGREES = 4  # of freedom, with which openings say how much they differ
@@ -108,14 +106,20 @@ def deviation_of_openings(engines: Sequence[Sequence[float]], ends: Sequence[int
     What all engines have in common in a round or in an opening does not count: the machine was slower for all.
     Raises ValueError unless all have as many rounds as ``ends`` say.
     """
-    logs = np.log(np.array(engines))
-    if logs.ndim != 2 or logs.shape[1] != ends[-1]:
-        raise ValueError(f"latencies of {logs.shape} engines and rounds, of which the openings have {ends[-1]}")
-    logs -= logs.mean(0)
-    found = np.array([medians(each, ends) for each in logs.tolist()])
-    left = found - found.mean(0) - found.mean(1, keepdims=True) + found.mean()
-    degrees = (found.shape[0] - 1) * (found.shape[1] - 1)
-    return math.sqrt((left**2).sum() / degrees), degrees
+    logs = [[math.log(each) for each in rounds] for rounds in engines]
+    if any(len(rounds) != ends[-1] for rounds in logs):
+        raise ValueError(f"latencies of {list(map(len, logs))} rounds, of which the openings have {ends[-1]}")
+    common = [statistics.fmean(each) for each in zip(*logs, strict=True)]  # of a round
+    found = [medians([log - mean for log, mean in zip(rounds, common, strict=True)], ends) for rounds in logs]
+    of_openings = [statistics.fmean(each) for each in zip(*found, strict=True)]
+    of_all = statistics.fmean(of_openings)
+    left = [
+        value - opening - statistics.fmean(own) + of_all
+        for own in found
+        for value, opening in zip(own, of_openings, strict=True)
+    ]
+    degrees = (len(found) - 1) * (len(of_openings) - 1)
+    return math.sqrt(sum(each**2 for each in left) / degrees), degrees
 
 
 def sum_of(a: Interval, b: Interval) -> Interval:

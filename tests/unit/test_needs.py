@@ -17,6 +17,10 @@ from tests.conftest import lacking
     ],
 )
 def test_what_is_missing_is_said(monkeypatch, needs, said):
-    monkeypatch.setattr(resource, "getrlimit", lambda what: (256, 4096))
+    monkeypatch.setattr(
+        resource,
+        "getrlimit",
+        lambda what: (256, 4096) if what == resource.RLIMIT_NOFILE else (resource.RLIM_INFINITY,) * 2,
+    )
     found = lacking(**needs)
     assert found is None if said is None else found.startswith(said)
