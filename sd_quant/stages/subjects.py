@@ -139,6 +139,9 @@ class LibraryEngine(TorchEngine):
         outputs = output if isinstance(output, tuple) else (output,)
         return {name: each.float() for name, each in zip(self.outputs, outputs, strict=True)}
 
+    def reopen(self) -> bool:
+        return False  # weights of any kind are not to be moved
+
 
 def runtime_of(candidate: Candidate, checkpoint: Checkpoint) -> Runtime | None:
     if candidate.runtime is None:
