@@ -76,7 +76,8 @@ METHODS: dict[str, Callable[..., Interval]] = {
     "openings": by_openings, "one opening": by_batches, "median": of_the_median, "bootstrap": bootstrapped,
 }  # fmt: skip
 ENDS = {  # engines, and when there are enough openings of them
-    "8 openings": (2, Stopping(8, 1e-9, 0, most=8)),
+    "4 openings": (2, Stopping(4, 1e-9, 0, most=4)),
+    "10 openings": (2, Stopping(10, 1e-9, 0, most=10)),
     "4 openings of 5 engines": (5, Stopping(4, 1e-9, 0, most=4)),
     "3 %, from 8 openings": (2, Stopping(8, 0.03, math.inf, most=MOST)),
     "3 %, from 8 openings of 5 engines": (5, Stopping(8, 0.03, math.inf, most=MOST)),

@@ -27,7 +27,9 @@ class Timing:
         "how far the interval of a speed-up may reach to each side, as a share of it, before timing ends",
     ]
     budget_s: Annotated[
-        float, at_least(0), "seconds after which no further round starts, for a run and for each block of a sweep"
+        float,
+        at_least(0),
+        "seconds for each engine that is compared, after which no round starts; five at most of a sweep's count",
     ]
 
 

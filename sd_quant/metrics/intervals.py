@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 BATCHES, BATCHES_OF_OPENINGS = 20, 10
 OPENING = 0.01  # standard deviation of an engine's latency from one opening to the next, as a share of it
-FEWEST_DEGREES = 4  # of freedom, with which openings say how much they differ
+FEWEST_DEGREES = 8  # of freedom, with which openings say how much they differ
 FEWEST_ROUNDS = 5  # of an interval of a ratio: with fewer, Student's factor is so large that it says nothing
 
 

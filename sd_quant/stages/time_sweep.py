@@ -16,7 +16,7 @@ first could not be compared with the last.
 import argparse
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -47,6 +47,7 @@ from sd_quant.stages.resources import workload_of
 
 LOG = logging.getLogger(__name__)
 REFERENCE, COMPILED = "unquantized", "compiled"
+MOST_BUDGETS = 5  # engines of a block that have a time of their own
 NO_ROOM = "memory does not hold its engine beside the unquantized one"
 SAME_MACHINE = ("cpu", "logical_cores", "memory_bytes", "gpus")  # a launcher may have given a job fewer of its cores
 
@@ -150,10 +151,11 @@ def blocks_of(work: Workload, size: int, timing: Timing) -> Iterator[Block]:
         baselines[COMPILED] = open_compiled(checkpoint, infer, checkpoint.family.DENOISER)
     for start in range(0, len(hashes), size):
         block = hashes[start : start + size]
-        LOG.info("timing %d engines beside the unquantized one, for at most %g s", len(block), timing.budget_s)
+        budget_s = timing.budget_s * min(len(block), MOST_BUDGETS)
+        LOG.info("timing %d engines beside the unquantized one, for about %g s", len(block), budget_s)
         began = perf_counter()
         engines = baselines | {each: open_file(work.engines[each], infer) for each in block}
-        rounds = denoiser_rounds(checkpoint, engines, infer, timing)
+        rounds = denoiser_rounds(checkpoint, engines, infer, replace(timing, budget_s=budget_s))
         for each in block:
             engines[each].close()
         yield Block(

@@ -35,29 +35,29 @@ def drawn(engines: int, openings: int, rounds: int = 3) -> np.ndarray:
 
 
 def test_two_engines_have_students_interval_over_their_openings():
-    a, b = drawn(2, 6)
-    medians = np.median(np.log(a / b).reshape(6, 3), axis=1)
+    a, b = drawn(2, 10)
+    medians = np.median(np.log(a / b).reshape(10, 3), axis=1)
     low, high = stats.ttest_1samp(medians, 0).confidence_interval(0.9)
-    found = ratio_interval(a.tolist(), b.tolist(), [3] * 6, confidence=0.9)
+    found = ratio_interval(a.tolist(), b.tolist(), [3] * 10, confidence=0.9)
     assert np.log(found) == pytest.approx((medians.mean(), low, high))
 
 
 def test_engines_that_were_timed_beside_each_other_say_together_how_much_openings_differ():
     """By least squares, with a column for each engine and for each opening."""
-    times, (engines, openings) = drawn(4, 3), (4, 3)
+    times, (engines, openings) = drawn(4, 4), (4, 4)
     centred = np.log(times) - np.log(times).mean(0)
     y = np.median(centred.reshape(engines, openings, 3), axis=2).ravel()
     columns = np.hstack([np.repeat(np.eye(engines), openings, 0), np.tile(np.eye(openings), (engines, 1))])
     left = y - columns @ np.linalg.lstsq(columns, y, rcond=None)[0]
-    half = stats.t(6).ppf(0.975) * math.sqrt(left @ left / 6) * math.sqrt(2 / openings)
-    found = ratio_interval(times[1].tolist(), times[0].tolist(), [3] * 3, times.tolist())
+    half = stats.t(9).ppf(0.975) * math.sqrt(left @ left / 9) * math.sqrt(2 / openings)
+    found = ratio_interval(times[1].tolist(), times[0].tolist(), [3] * 4, times.tolist())
     assert np.log(found.high) - np.log(found.value) == pytest.approx(half)
     with pytest.raises(ValueError):
-        ratio_interval(times[1].tolist(), times[0].tolist(), [3] * 4, times.tolist())
+        ratio_interval(times[1].tolist(), times[0].tolist(), [3] * 5, times.tolist())
 
 
 def test_more_rounds_of_the_same_openings_do_not_make_an_interval_narrower():
-    few, many = (ratio_interval(*drawn(2, 6, rounds).tolist(), [rounds] * 6) for rounds in (3, 300))
+    few, many = (ratio_interval(*drawn(2, 10, rounds).tolist(), [rounds] * 10) for rounds in (3, 300))
     assert many.high / many.low > 1 + 0.6 * (few.high / few.low - 1)
     assert ratio_interval(*drawn(2, 60).tolist(), [3] * 60).within(0.02)  # more openings do
 
