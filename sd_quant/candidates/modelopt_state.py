@@ -91,6 +91,8 @@ def checked(quantizers: Any) -> dict[str, Mapping[str, object]]:
     for name, properties in quantizers.items():
         if not isinstance(name, str) or not isinstance(properties, dict) or len(properties) > MOST_PROPERTIES:
             raise ValueError("a quantizer without a name or properties, or with too many")
+        if not all(isinstance(key, str) for key in properties):
+            raise ValueError("a property without a name")
     return quantizers
 
 

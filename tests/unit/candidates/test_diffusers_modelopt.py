@@ -215,6 +215,15 @@ def test_what_a_pickle_refers_to_often_costs_no_time(tmp_path):
                 quantizer_of(tmp_path, name, each)
 
 
+@pytest.mark.parametrize("key", [True, None, 3])
+def test_a_property_without_a_name_is_refused(tmp_path, key):
+    steps = [("quantize", {"metadata": {"quantizer_state": {"a.weight_quantizer": {key: 8}}}})]
+    with zipfile.ZipFile(tmp_path / "a.pth", "w") as file:
+        file.writestr("archive/data.pkl", pickled({"modelopt_version": "0", "modelopt_state_dict": steps}))
+    with pytest.raises(ArtifactError, match="a property without a name"):
+        read_state(tmp_path, whole_file(tmp_path / "a.pth"))
+
+
 def with_state(saved, folder, change):
     """A folder like the saved one, whose state and tensors ``change`` has changed."""
     state = torch.load(saved[3] / "modelopt_state.pth", weights_only=False)
