@@ -16,7 +16,7 @@ import numpy as np
 from scipy import stats
 
 from sd_quant.metrics.intervals import Interval, mean_interval, ratio_interval
-from sd_quant.metrics.latency import LOOKED_AT, ROUNDS_SHARE, Stopping
+from sd_quant.metrics.latency import LOOKED_AT, Stopping
 from sd_quant.metrics.latency import ROUNDS_OF_AN_OPENING as ROUNDS
 
 RATIO, MOST, OPENED = 1.25, 128, 0.02  # the last: the standard deviation of an engine's latency between openings
@@ -24,7 +24,7 @@ RATIO, MOST, OPENED = 1.25, 128, 0.02  # the last: the standard deviation of an 
 
 def machine(generator: np.random.Generator, openings: int, kind: str, engines: int = 2) -> np.ndarray:
     """Latencies [engines, rounds] on a machine of this kind; the first takes RATIO times as long as each other."""
-    rounds, seconds = openings * ROUNDS, openings * round(ROUNDS / ROUNDS_SHARE) + openings * ROUNDS
+    rounds, seconds = openings * ROUNDS, 2 * openings * ROUNDS
     timed = np.arange(seconds) % (seconds // openings) < ROUNDS  # the rest of the time engines are opened
     drift = np.exp(0.1 * np.cumsum(generator.normal(size=rounds)) / math.sqrt(rounds))
     opened = np.repeat(np.exp(OPENED * generator.normal(size=(engines, openings))), ROUNDS, axis=1)

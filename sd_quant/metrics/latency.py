@@ -11,8 +11,7 @@ calls it (``in_a_row``), and the first calls, which are slower, count as much as
 is a shorter row whose last calls stand for those that are left out: an INT8 UNet is still getting faster at the tenth.
 
 Where an engine's memory comes to lie makes it faster or slower each time it is opened, so all are opened again and
-again, in random order. Rounds of one opening are made for a third of the time that it takes: more say little that is
-new, because machines change from second to second, and fewer are not worth it.
+again, in random order, and rounds of one opening are made for as long as it took to open them.
 
 Rounds go on until the interval of every ratio to the reference is narrow or a budget of time is spent. Whether they are
 narrow is looked at when their number has doubled and not in between: who looks after each round stops when luck has
@@ -43,7 +42,7 @@ Reopen = Callable[[Sequence[str]], bool]  # opens again what has these names, in
 LONGEST_ROW = 2000  # milliseconds; what longer calls find in the caches is little beside what they read
 FEWEST_OPENINGS = 8  # before their intervals are looked at
 LOOKED_AT = 0.995  # the confidence of intervals that have to be narrow, against those that are so by luck
-ROUNDS_OF_AN_OPENING, ROUNDS_SHARE = 3, 1 / 3  # at least so many, and at least this share of the time that it took
+ROUNDS_OF_AN_OPENING = 3  # at least, and for as long as it took
 NARROW, BUDGET, CEILING = "narrow", "budget", "rounds"  # why rounds ended: the intervals, the time, or there are enough
 
 
@@ -175,7 +174,7 @@ def measure_together(
                 samples[name].append(times[name](calls[name]))
             openings[-1] += 1
             rounds_s = perf_counter() - began
-            if reopen is None or openings[-1] >= ROUNDS_OF_AN_OPENING and rounds_s >= ROUNDS_SHARE * opening_s:
+            if reopen is None or openings[-1] >= ROUNDS_OF_AN_OPENING and rounds_s >= opening_s:
                 break
         seconds = perf_counter() - start
         stopped = enough(list(samples.values()), stopping, seconds, openings)

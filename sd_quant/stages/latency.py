@@ -149,13 +149,14 @@ def part_rounds(
     """Rounds of one part's call by what is compared, the reference first."""
     sampling, contract = sampling_of(infer), contracts_of(checkpoint)[part]
     samples = samples_per_call(checkpoint, part, sampling)
-    calls = sampling.steps_taken if part == checkpoint.family.DENOISER else 1
+    # what is timed alone is called again and again anyway
+    calls = sampling.steps_taken if part == checkpoint.family.DENOISER and len(engines) > 1 else 1
     return measure_together(
         {name: part_call(engine, contract, samples, sampling) for name, engine in engines.items()},
         infer.num_warmup_runs,
         stopping,
         {name: in_a_row(clock_of(engine.device), calls) for name, engine in engines.items()},
-        reopener(checkpoint, part, engines) if len(engines) > 1 < calls else None,
+        reopener(checkpoint, part, engines) if calls > 1 else None,
     )
 
 
