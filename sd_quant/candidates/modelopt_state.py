@@ -105,7 +105,8 @@ def pickle_of(member: Member) -> bytes:
         found = [entry for entry in entries if entry.filename.endswith("/data.pkl")]
         if len(entries) > MOST_ENTRIES or len(found) != 1:
             raise ValueError(f"{len(found)} pickles in {len(entries)} entries")
-        if found[0].compress_type != zipfile.ZIP_STORED or found[0].file_size > MOST_PICKLE:
+        sizes = {found[0].file_size, found[0].compress_size}  # the second is what zipfile reads
+        if found[0].compress_type != zipfile.ZIP_STORED or len(sizes) > 1 or max(sizes) > MOST_PICKLE:
             raise ValueError("a pickle that is compressed or too large")
         return directory.read(found[0])
 

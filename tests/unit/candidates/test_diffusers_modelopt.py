@@ -224,6 +224,17 @@ def test_a_property_without_a_name_is_refused(tmp_path, key):
         read_state(tmp_path, whole_file(tmp_path / "a.pth"))
 
 
+def test_an_entry_whose_two_sizes_differ_is_refused_before_it_is_read(tmp_path):
+    path = tmp_path / "a.pth"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("archive/data.pkl", pickled({}))
+    data = path.read_bytes()
+    at = data.index(b"PK\x01\x02") + 20  # the compressed size in the directory
+    path.write_bytes(data[:at] + (2**31 - 1).to_bytes(4, "little") + data[at + 4 :])
+    with pytest.raises(ArtifactError, match="a pickle that is compressed or too large"):
+        read_state(tmp_path, whole_file(path))
+
+
 def with_state(saved, folder, change):
     """A folder like the saved one, whose state and tensors ``change`` has changed."""
     state = torch.load(saved[3] / "modelopt_state.pth", weights_only=False)
