@@ -45,7 +45,7 @@ def machine(generator: np.random.Generator, openings: int, kind: str, engines: i
 
 
 def by_openings(times: np.ndarray, confidence: float = 0.95) -> Interval:
-    """Of the first two engines, as a run and a sweep have it."""
+    """The ratio of the first two engines, with the interval that runs and sweeps give it."""
     openings = [ROUNDS] * (times.shape[1] // ROUNDS)
     return ratio_interval(times[0].tolist(), times[1].tolist(), openings, times.tolist(), confidence)
 

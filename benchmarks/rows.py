@@ -1,4 +1,4 @@
-"""What a call takes alone in a round, and in a row of calls as in an image: what it finds in the caches.
+"""How much faster a call is behind calls of the same engine, as in an image, than behind another engine's.
 
     python benchmarks/rows.py
 

@@ -1,4 +1,4 @@
-"""Whether the verdict of a sweep holds: one sweep, timed five times, two of them beside a busy process.
+"""Whether the engines of one sweep, timed five times, lead to the same recommendation, also beside a busy process.
 
     python benchmarks/verdict.py
 

@@ -33,7 +33,7 @@ def peak_memory_bytes() -> int:
 
 
 def address_space_bytes() -> float:
-    """What this process may still map of its address space, which ``ulimit -v`` limits; infinity without a limit."""
+    """How many bytes of memory this process may still reserve; infinity where ``ulimit -v`` sets no limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return math.inf

@@ -70,7 +70,7 @@ def ratio_interval(
 
     ``openings`` says how many rounds each opening of the engines has, and is empty where they were opened once.
     ``beside`` has the latencies of all engines that were in these rounds, a and b among them, if there were more.
-    ``known`` is OPENING, unless an interval of this one opening is wanted, with 0.
+    ``known``: by what openings differ where these are too few to say it, else OPENING; 0 for these very openings.
     The ends are 0 and infinity with fewer than FEWEST_ROUNDS. Raises ValueError unless all are as many.
     """
     logs = [math.log(x / y) for x, y in zip(a, b, strict=True)]

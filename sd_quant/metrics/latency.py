@@ -39,7 +39,7 @@ from sd_quant.metrics.neighbours import processor_times, used_by_others
 Call = Callable[[], object]
 Clock = Callable[[Call], float]
 Reopen = Callable[[Sequence[str]], bool]  # opens again what has these names, in their order; whether it did with any
-LONGEST_ROW = 2000  # milliseconds; what longer calls find in the caches is little beside what they read
+LONGEST_ROW = 500  # milliseconds; what longer calls find in the caches is little beside what they read
 FEWEST_OPENINGS = 8  # before their intervals are looked at
 LOOKED_AT = 0.995  # the confidence of intervals that have to be narrow, against those that are so by luck
 ROUNDS_OF_AN_OPENING = 3  # at least, and for as long as it took

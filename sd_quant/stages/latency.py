@@ -132,7 +132,7 @@ def compare_latency(
         found = over_full_precision(call[QUANTIZED]["samples_ms"])
         quantized = {"p50_ms": full["p50_ms"] / found["speedup"], "composed": COMPOSED if together else FROM_PARTS}
         if together:
-            found["whole_images"] = checked(found, images[FULL_PRECISION].totals, images[QUANTIZED].totals)
+            found["whole_images"] = of_whole_images(found, images[FULL_PRECISION].totals, images[QUANTIZED].totals)
         runtime[IMAGE][batch] |= {QUANTIZED: quantized, **found}
     if not compiled:
         return {TORCH: framework, infer.engine: runtime}
@@ -200,7 +200,7 @@ def whole_images(infer: Infer) -> int:
     return max(3, infer.num_timed_runs // 2)
 
 
-def checked(found: Mapping, full: Sequence[float], quantized: Sequence[float]) -> dict:
+def of_whole_images(found: Mapping, full: Sequence[float], quantized: Sequence[float]) -> dict:
     """The speed-up of whole images, of milliseconds, and whether it may be that which was ``found`` by rounds.
 
     It may where the intervals have a point in common.

@@ -30,9 +30,8 @@ def single_files(scratch: Path) -> list[Reader]:
     """Of a tiny SDXL, which stays at its place: a reader looks at the file alone."""
     TINY["sdxl"](scratch / "single_files")
     opened = open_pipeline(scratch / "single_files", "sdxl")
-    checkpoint = SimpleNamespace(
-        family=opened.family, parts=opened.parts, build=cache(opened.build)
-    )  # once, as it is slow
+    build = cache(opened.build)  # once, as it takes longer than reading a file
+    checkpoint = SimpleNamespace(family=opened.family, parts=opened.parts, build=build)
     return [of_gguf(checkpoint), of_comfyui(checkpoint)]
 
 

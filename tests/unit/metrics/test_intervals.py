@@ -56,6 +56,13 @@ def test_engines_that_were_timed_beside_each_other_say_together_how_much_opening
         ratio_interval(times[1].tolist(), times[0].tolist(), [3] * 5, times.tolist())
 
 
+def test_neighbouring_openings_are_joined_to_ten_batches():
+    a, b = drawn(2, 40)
+    medians = np.median(np.log(a / b).reshape(10, 12), axis=1)
+    low, high = stats.ttest_1samp(medians, 0).confidence_interval(0.95)
+    assert np.log(ratio_interval(a.tolist(), b.tolist(), [3] * 40)) == pytest.approx((medians.mean(), low, high))
+
+
 def test_more_rounds_of_the_same_openings_do_not_make_an_interval_narrower():
     few, many = (ratio_interval(*drawn(2, 10, rounds).tolist(), [rounds] * 10) for rounds in (3, 300))
     assert many.high / many.low > 1 + 0.6 * (few.high / few.low - 1)

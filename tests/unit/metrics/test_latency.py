@@ -116,7 +116,7 @@ def test_the_first_call_is_what_the_others_are_compared_with(seconds):
     assert measure_together(calls, 0, Stopping(10, 0.02, 100)).stopped == "narrow"
 
 
-def test_a_row_has_as_many_calls_as_an_image_or_two_seconds_have_room_for(seconds):
+def test_a_row_has_as_many_calls_as_an_image_or_half_a_second_has_room_for(seconds):
     made = []
 
     def taking(first: float, then: float) -> float:
@@ -129,8 +129,8 @@ def test_a_row_has_as_many_calls_as_an_image_or_two_seconds_have_room_for(second
 
         return latency.in_a_row(latency.wall_clock, 20)(call)
 
-    assert taking(0.04, 0.02) == pytest.approx((40 + 19 * 20) / 20) and len(made) == 20
-    assert taking(0.6, 0.5) == pytest.approx((600 + 2 * 500) / 3) and len(made) == 3
+    assert taking(0.02, 0.01) == pytest.approx((20 + 19 * 10) / 20) and len(made) == 20
+    assert taking(0.15, 0.1) == pytest.approx((150 + 2 * 100) / 3) and len(made) == 3
     assert taking(30.0, 30.0) == pytest.approx(30_000) and len(made) == 1
     assert taking(0.0, 0.0) == 0 and len(made) == 20
     assert latency.in_a_row(latency.cuda_events, 3).__name__ == "cuda_events"

@@ -133,6 +133,28 @@ def test_whole_images_are_made_in_turn_and_the_record_says_whether_they_agree(ch
     assert "whole images are 1.00x as fast, by the calls of the denoiser they should be 1.43x" in caplog.text
 
 
+def test_what_is_compared_is_called_as_often_in_a_row_as_an_image_calls_it(checkpoint, clock):
+    """Behind another engine's call each takes 10 ms more: half of that in the mean of a row of two steps."""
+    variants, last = variants_taking(0.08, 0.04, 0.01, clock, contracts_of(checkpoint)), [None]
+
+    def after_another(name: str):
+        engine = variants[name]["unet_xl"]
+
+        def call(**inputs):
+            clock.seconds += 0.01 * (last[0] != name)
+            last[0] = name
+            return engine(**inputs)
+
+        vars(call).update(vars(engine))
+        return call
+
+    engines = {name: after_another(name) for name in ("full_precision", "quantized")}
+    rounds = timing.denoiser_rounds(checkpoint, engines, INFER, TIMING)
+    assert {name: max(samples) for name, samples in rounds.samples.items()} == pytest.approx(
+        {"full_precision": 45, "quantized": 15}
+    )
+
+
 def test_engines_are_opened_again_where_memory_has_room(checkpoint, clock, monkeypatch, caplog):
     opened, variants = [], variants_taking(8.0, 4.0, 1.0, clock, contracts_of(checkpoint))
     engines = {name: variants[name]["unet_xl"] for name in ("full_precision", "quantized")}

@@ -95,6 +95,19 @@ def test_files_that_are_the_same_are_timed_once_and_share_the_figure(sweep, open
     assert (block["rest"], block["image_ms"]) == (0.5, 50.0)
 
 
+@pytest.mark.parametrize(("engines", "budgets"), [(1, 1), (3, 3), (7, 5)])
+def test_each_engine_has_a_time_of_its_own_up_to_five(sweep, opened, monkeypatch, engines, budgets):
+    given, rounds = [], time_sweep.denoiser_rounds
+
+    def told(checkpoint, engines, infer, timing):
+        given.append(timing.budget_s)
+        return rounds(checkpoint, engines, infer, timing)
+
+    monkeypatch.setattr(time_sweep, "denoiser_rounds", told)
+    time_sweep.time_sweep(sweep(**{f"job{number}": (f"weights {number}", [], {}) for number in range(engines)}))
+    assert given == [8 * budgets]
+
+
 @pytest.mark.slow
 def test_other_images_are_other_workloads_with_a_reference_of_their_own(sweep, opened):
     image = ("infer.image=examples/sdxl_mini/card/high_contrast.png",)
