@@ -4,8 +4,7 @@ Scales come from one real pass over random inputs. Each side is an engine as qua
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -33,7 +32,6 @@ from sd_quant.simulation.native import (
     int_mm,
     kernel_convolution,
     kernel_linear,
-    unfolded_int_mm,
     with_bias,
     with_native_layers,
 )
@@ -66,7 +64,7 @@ def dequantized(codes: Tensor, layer: NativeLayer, dtype: torch.dtype) -> Tensor
 SIMULATED = {fmt: Products(dequantized, None) for fmt in ("INT8", "FLOAT8E4M3FN")}
 PRODUCTS_OF: dict[str, Mapping[str, Products]] = {  # beside the device's own
     "simulated": SIMULATED,
-    "torch's": {"INT8": Products(int_mm, unfolded_int_mm), "FLOAT8E4M3FN": Products(aligned_scaled_mm, None)},
+    "torch's": {"INT8": Products(int_mm, None), "FLOAT8E4M3FN": Products(aligned_scaled_mm, None)},
     "the kernel's": {fmt: Products(kernel_linear, kernel_convolution) for fmt in ("INT8", "FLOAT8E4M3FN")},
 }
 
@@ -86,7 +84,6 @@ class Side:
     channels_last: bool = True
     joined: bool = False  # query, key and value as one product
     text: bool = True  # whether the layers that read the text are quantized
-    attention: str | None = None  # the kernel of torch's SDPBackend that is tried first
 
 
 def variants_of(fmt: str) -> list[Side]:
@@ -95,10 +92,9 @@ def variants_of(fmt: str) -> list[Side]:
     return [
         Side(f"{recipe}, joined projections", recipe, joined=True),
         Side(f"{recipe}, text in fp16", recipe, text=False),
+        Side(f"{recipe}, both of these", recipe, joined=True, text=False),
         Side(f"{recipe}, convolutions rounded", recipe, rounded_convolutions=True),
-        Side(f"{recipe}, cuDNN's attention", recipe, attention="CUDNN_ATTENTION"),
-        Side(f"{recipe}, max-autotune", recipe, mode=FASTEST),
-        Side(f"{recipe}, all of these", recipe, joined=True, text=False, attention="CUDNN_ATTENTION", mode=FASTEST),
+        Side(f"{recipe}, max-autotune", recipe, joined=True, text=False, mode=FASTEST),
         Side(f"{recipe}, torch's products", recipe, products="torch's"),
         Side(f"{recipe}, the kernel's products", recipe, products="the kernel's"),
     ]
@@ -112,7 +108,6 @@ SIDES = {
         *COMPILED.values(),
         *EAGER.values(),
         Side("fp16 eager, channels first", eager=True, channels_last=False),
-        Side("fp16 compiled, cuDNN's attention", attention="CUDNN_ATTENTION"),
         Side("fp16 compiled as a whole, max-autotune", blocks=False, mode=FASTEST),
         *(Side(name, name) for name in RECIPES),
         Side("flux fp8 level 3", "fp8 level 3", "flux"),
@@ -242,19 +237,6 @@ def compiled_as(side: Side, module: nn.Module) -> nn.Module:
 def fast(engine: TorchEngine) -> Engine:
     """Replayed where there is a GPU."""
     return Replayed(engine) if engine.device.type == "cuda" else engine
-
-
-@contextmanager
-def attention_of(side: Side) -> Iterator[None]:
-    """Within this, torch takes the side's kernel of attention wherever it can."""
-    if side.attention is None:
-        yield
-        return
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    others = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    with sdpa_kernel([SDPBackend.__members__[side.attention], *others], set_priority=True):
-        yield
 
 
 # ---------------------------------------------------------------------------------------------------------- pictures

@@ -120,19 +120,6 @@ def is_replayed(device: torch.device) -> Result:
     return compared(engine(x=2 * x)["out"], module(2 * x))
 
 
-def attends(device: torch.device) -> Result:
-    """cuDNN's attention against torch's own arithmetic."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    if device.type == "cpu":
-        return {"left out": "there is no GPU"}
-    query, key, value = torch.randn(3, 2, 4, 256, 64, device=device).half()
-    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
-        found = torch.nn.functional.scaled_dot_product_attention(query, key, value)
-    with sdpa_kernel([SDPBackend.MATH]):
-        return compared(found, torch.nn.functional.scaled_dot_product_attention(query, key, value))
-
-
 def plan_runs(library: str, device: torch.device) -> Result:
     """A plan of a small INT8 network, built here and run."""
     for package in ("onnx", library):
@@ -187,7 +174,6 @@ CHECKS: dict[str, Callable[[torch.device], Result]] = {
     "fp8 linear by the kernel": partial(product, "fp8", LINEAR, TOKENS, products=KERNEL),
     "torch.compile": compiles,
     "CUDA graph": is_replayed,
-    "cuDNN's attention": attends,
     "plan of tensorrt": partial(plan_runs, "tensorrt"),
     "plan of tensorrt_rtx": partial(plan_runs, "tensorrt_rtx"),
 }

@@ -11,6 +11,7 @@ merged, which is exact.
 
 import logging
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -146,6 +147,7 @@ def seconds_of_a_call(fabric, model: LoadedModel, names: Sequence[str], sampling
 def fabric_for(accelerator: str, devices: int):
     """Lightning's Fabric for ``devices`` processes; ``accelerator`` "auto" takes GPUs where there are any.
 
+    Its advice is kept from users: to start with srun, where only sweeps go to Slurm, and to multiply in TF32.
     Raises ResourceError when there are fewer GPUs than asked for.
     """
     from lightning.fabric import Fabric
@@ -157,9 +159,13 @@ def fabric_for(accelerator: str, devices: int):
             f"calibration on {devices} GPUs was asked for and this machine has {gpus}; lower quantize.devices or set "
             "quantize.accelerator=cpu"
         )
-    return Fabric(
-        accelerator="cuda" if on_gpus else "cpu", devices=devices, strategy="ddp_spawn" if devices > 1 else "auto"
-    )
+    for name in ("lightning.fabric", "lightning.pytorch"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The `srun` command is available")
+        return Fabric(
+            accelerator="cuda" if on_gpus else "cpu", devices=devices, strategy="ddp_spawn" if devices > 1 else "auto"
+        )
 
 
 def collect_segment(

@@ -189,7 +189,7 @@ WeightProduct = Callable[[Tensor, WeightOnly], Tensor]  # an input [M, C] by a l
 
 def int_mm(codes: Tensor, layer: NativeLayer, dtype: torch.dtype) -> Tensor:
     """The product of INT8 codes by torch: exact sums, in fp64 where int32 saturates; scale and bias in fp32."""
-    if layer.saturates:
+    if layer.saturates and codes.device.type == "cpu":
         product = (codes.double() @ layer.codes.T.double()).float()
     else:
         missing = max(0, MIN_ROWS - len(codes))

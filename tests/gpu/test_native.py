@@ -1,5 +1,6 @@
 """Products of codes on a GPU, torch's own and our kernel's. Skipped, with the reason, where there is none."""
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -17,10 +18,18 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA
 
 if torch.cuda.is_available():
     pytest.importorskip("triton")
-    import sd_quant.simulation.product_kernel
-    import sd_quant.simulation.weight_kernel  # noqa: F401
+    from sd_quant.simulation.product_kernel import product_kernel
+    from sd_quant.simulation.weight_kernel import weight_kernel
 
 GPU = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def one_tiling(request, monkeypatch):
+    """One of the kernels' tilings, drawn for each test: to compile and time all of them takes seconds a shape."""
+    for kernel in (product_kernel, weight_kernel):
+        drawn = random.Random(request.node.name).choice(kernel.configs)
+        monkeypatch.setattr(kernel, "configs", [drawn])
 
 
 @torch.no_grad()

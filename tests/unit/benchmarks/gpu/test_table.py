@@ -58,6 +58,7 @@ def test_the_verdict_is_of_the_fastest_quantized_row(compiled, eager, word):
         ("flux fp8 level 3", {"error": 0, "simulation_error": 1, "kernels": [{"kernel": "nvjet_tst_128x256_TNT"}]},
          "none of its longest kernels multiplies codes"),
         ("fp16 compiled", {"error": 0.1}, "it differs from eager by 0.1"),
+        ("fp16 compiled", {"share_of_fp16_peak": 1.1}, "share_of_fp16_peak is 1.10"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_doubted(side, said, doubt):
@@ -66,10 +67,11 @@ def test_what_cannot_be_is_doubted(side, said, doubt):
 
 @pytest.mark.parametrize(
     "kernel",
-    ["product_kernel", "sm90_xmma_gemm_e4m3e4m3_f32", "nvjet_qqtst_128x256_TNT", "cutlass_tensorop_i16832gemm_s8"],
-)
+    ["product_kernel", "sm90_xmma_gemm_e4m3e4m3_f32", "nvjet_qqtst_128x256_TNT", "cutlass_tensorop_i16832gemm_s8",
+     "nvjet_sm90_qqtst_192x192_128x4_1x2_h_bz_coopB_bias_TNN"],
+)  # fmt: skip
 def test_what_may_be_is_not(kernel):
-    said = {"error": 0.06, "simulation_error": 0.05, "share_of_fp16_peak": 0.9, "kernels": [{"kernel": kernel}]}
+    said = {"error": 0.06, "simulation_error": 0.05, "share_of_fp16_peak": 1.06, "kernels": [{"kernel": kernel}]}
     assert worker.doubts_of(sides.SIDES["fp8 level 3"], said) == []
 
 
