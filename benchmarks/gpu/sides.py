@@ -26,13 +26,12 @@ from sd_quant.quantization.statistics import Statistics
 from sd_quant.simulation.joined import join_projections
 from sd_quant.simulation.native import (
     PRODUCTS,
-    NativeLayer,
     Products,
     aligned_scaled_mm,
+    dequantized_mm,
     int_mm,
     kernel_convolution,
     kernel_linear,
-    with_bias,
     with_native_layers,
 )
 
@@ -56,12 +55,7 @@ GUIDANCE = 8.0  # of a loop
 FASTEST = "max-autotune-no-cudagraphs"  # graphs are recorded by ``Replayed``, around everything
 
 
-def dequantized(codes: Tensor, layer: NativeLayer, dtype: torch.dtype) -> Tensor:
-    """The product of the numbers that codes stand for, in fp32: what a recipe means, at no gain."""
-    return with_bias((codes.float() @ layer.codes.float().T) * layer.scale, layer).to(dtype)
-
-
-SIMULATED = {fmt: Products(dequantized, None) for fmt in ("INT8", "FLOAT8E4M3FN")}
+SIMULATED = {fmt: Products(dequantized_mm, None) for fmt in ("INT8", "FLOAT8E4M3FN")}
 PRODUCTS_OF: dict[str, Mapping[str, Products]] = {  # beside the device's own
     "simulated": SIMULATED,
     "torch's": {"INT8": Products(int_mm, None), "FLOAT8E4M3FN": Products(aligned_scaled_mm, None)},

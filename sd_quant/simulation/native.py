@@ -229,6 +229,15 @@ def scaled_mm(codes: Tensor, layer: NativeLayer, dtype: torch.dtype) -> Tensor:
     return output if fused_bias is not None else with_bias(output, layer)
 
 
+def dequantized_mm(codes: Tensor, layer: NativeLayer, dtype: torch.dtype) -> Tensor:
+    """The product of the numbers that codes stand for, in fp32: what a recipe means, at no gain.
+
+    So torch's own FP8 product is computed on a processor, but where it has AMX: there oneDNN's reference takes a
+    thousand times as long.
+    """
+    return with_bias((codes.float() @ layer.codes.float().T) * layer.scale, layer).to(dtype)
+
+
 def with_bias(output: Tensor, layer: NativeLayer) -> Tensor:
     """``output`` plus the layer's bias, if it has one."""
     return output if layer.bias is None else output + layer.bias
@@ -276,10 +285,9 @@ class Products:
     convolution: Product | None  # None: convolutions are ``RoundedConv``
 
 
-# By device and by the ONNX type of the codes. On a CPU, FP8 products are no faster than fp32, and unfolded ones slower
-# (benchmarks/convolutions.py).
+# By device and by the ONNX type of the codes. No CPU multiplies FP8.
 PRODUCTS = {
-    "cpu": {"INT8": Products(int_mm, unfolded_int_mm), "FLOAT8E4M3FN": Products(scaled_mm, None)},
+    "cpu": {"INT8": Products(int_mm, unfolded_int_mm), "FLOAT8E4M3FN": Products(dequantized_mm, None)},
     "cuda": {
         "INT8": Products(kernel_linear, kernel_convolution),
         "FLOAT8E4M3FN": Products(aligned_scaled_mm, kernel_convolution),
@@ -345,7 +353,9 @@ def products_of_layers(network: nn.Module, assignment: Mapping[str, LayerAssignm
 
     Attention's products are those of the simulation, of dequantized numbers.
     """
-    dequantized = {"INT8"} if best_device().type == "cpu" and saturates() else set()
+    dequantized = set()
+    if best_device().type == "cpu":
+        dequantized = {"FLOAT8E4M3FN", "INT8"} if saturates() else {"FLOAT8E4M3FN"}
     attention = {product: "FLOAT" for layer in assignment.values() for product in layer.attention_products}
     types = {name: FORMATS[layer.format].onnx_type for name, layer in assignment.items() if layer.format is not None}
     rounded = {name for name in types if isinstance(network.get_submodule(name), RoundedConv | WeightOnly)}
