@@ -1,5 +1,6 @@
 """``sd-quant quantize quant_level=3``, which is ``python -m sd_quant quantize quant_level=3``."""
 
+import os
 import sys
 from importlib import import_module
 
@@ -7,6 +8,7 @@ from sd_quant import __version__
 from sd_quant.commands import COMMANDS
 from sd_quant.errors import ConfigError, exit_with_its_code, fail
 from sd_quant.knobs import near
+from sd_quant.places import CONF
 
 USAGE = """Post-training quantization of diffusion models, from a checkpoint to engines, with honest numbers.
 
@@ -24,11 +26,27 @@ def main() -> None:
         print(USAGE.format(commands=listed(), version=__version__))
     elif name == "--version":
         print(__version__)
+    elif name == "-sc" and "COMP_LINE" in os.environ:
+        complete(os.environ["COMP_LINE"])
     elif name in COMMANDS:
         sys.argv = [f"sd-quant {name}", *sys.argv[2:]]
         exit_with_its_code(import_module(COMMANDS[name][0]).main)
     else:
         sys.exit(fail(f"there is no command {name}; {near(name, COMMANDS)}", ConfigError.exit_code))
+
+
+def complete(line: str) -> None:
+    """Prints what may come next in a line, as the shell asks that has the completion of ``quantize -sc install=bash``.
+
+    Hydra knows programs of one word, so it is told of the line without the first.
+    """
+    _, *words = line.split(" ", 2)
+    if len(words) < 2:
+        print(*COMMANDS)
+    elif (CONF / f"{(name := words[0])}.yaml").is_file():
+        os.environ["COMP_LINE"] = " ".join(words)
+        sys.argv = [name, *sys.argv[1:]]
+        import_module(COMMANDS[name][0]).main()
 
 
 def listed() -> str:

@@ -88,7 +88,7 @@ class Cache:
             make(target)
             return
         entry, described = self.entry(kind, origin), json.loads(json.dumps(origin))
-        with locked(lock_of(entry), f"waiting for another process, which makes the same {kind}"):
+        with locked(lock_of(entry), f"the same {kind} is being made already: waiting for it"):
             if names := sound(entry, described):
                 LOG.info("%s comes from the cache", f"{kind} of {origin['part']}" if "part" in origin else kind)
             else:

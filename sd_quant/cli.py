@@ -13,6 +13,7 @@ import gc
 import logging
 import os
 import re
+import shlex
 import signal
 import sys
 from argparse import Namespace
@@ -34,13 +35,15 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from sd_quant import placement, sweep
 from sd_quant.checkpoints.own_parts import own_parts
 from sd_quant.checkpoints.own_size import own_size
-from sd_quant.config import check_writable, run_model
+from sd_quant.config import JOBS, check_writable, is_run, run_model
 from sd_quant.errors import CANCELLED, ConfigError, ResourceError, SdQuantError, fail, of_the_machine
 from sd_quant.files import write_json
-from sd_quant.knobs import described, near, read
-from sd_quant.places import CONF, GROUPS, check_shipped, input_path, output_path, shown
-from sd_quant.process import address_space_bytes
+from sd_quant.knobs import described, fields_of, near, nearest, only_of, read
+from sd_quant.places import CONF, GROUPS, check_shipped, input_path, link, output_path, shown
+from sd_quant.process import address_space_bytes, end_at_once
+from sd_quant.progress import working
 from sd_quant.report.summary import FAILURE, read_sweep
+from sd_quant.shell import literal, program
 from sd_quant.text import one_line
 
 LOG = logging.getLogger(__name__)
@@ -48,10 +51,10 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it misses torchvisio
 SWEEPS = "outputs/sweeps"
 LIBRARIES = 1.3e9  # bytes of address space that a job's imports map
 LAUNCHERS = {  # what the files in conf/hydra/launcher build on, and what installs it
-    "joblib": "pip install -e '.[joblib]' -c constraints.txt",
-    "submitit_local": "pip install -e '.[submitit]' -c constraints.txt",
-    "submitit_slurm": "pip install -e '.[submitit]' -c constraints.txt",
-    "ray": "pip install -e '.[ray]' -c constraints.txt and then pip install --no-deps hydra-ray-launcher==1.2.2",
+    "joblib": "pip install 'sd-quant[joblib]'",
+    "submitit_local": "pip install 'sd-quant[submitit]'",
+    "submitit_slurm": "pip install 'sd-quant[submitit]'",
+    "ray": "pip install 'sd-quant[ray]' && pip install --no-deps hydra-ray-launcher==1.2.2",
 }
 SHORTHANDS = {  # names at the top of a configuration, from which its sections take their values
     *("quant_level", "alpha", "smoothing", "keep", "percentile", "collect_method", "calib_size", "calibration"),
@@ -93,24 +96,36 @@ OmegaConf.register_new_resolver("job_name", sweep.name_of_job, replace=True)
 OmegaConf.register_new_resolver("places", placement.places, replace=True)
 
 
+def check_no_run(job: object, directory: Path, given: list[str]) -> None:
+    """Raises ConfigError when a command that is not ``quantize`` would write into the folder of a finished run."""
+    if is_run(directory):
+        raise ConfigError(
+            f"hydra.run.dir is {shown(directory)}, which holds a finished run of quantize, expected another folder; "
+            "choose a new one"
+        )
+
+
 def run(
     main: Callable[[], object],
     job: type,
     config_name: str,
     after_sweep: Callable[[Path], object] = lambda folder: None,
     before_sweep: Callable[[Any], object] = lambda job: None,
+    before_run: Callable[[Any, Path, list[str]], object] = check_no_run,
 ) -> None:
     """Run a Hydra entrypoint and exit with the code of its outcome.
 
     ``job`` is the dataclass that describes what ``main`` does, ``config_name`` its file in ``conf``. ``before_sweep``
     is called with the first job of a sweep before any begins, ``after_sweep`` with the sweep's folder when they have
-    ended, before the report is made.
+    ended, before the report is made. ``before_run`` is called with a single job, the folder that it will work in and
+    the names of the knobs that were given, before anything is written.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what a scheduler sends ends a job as Ctrl-C does
     logging.raiseExceptions = False  # else every line of the log says that a disk is full
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise errors to here instead of printing a traceback
     OmegaConf.register_new_resolver("knobs", lambda: "\n".join(described(job)), replace=True)  # for --help
     OmegaConf.register_new_resolver("presets", lambda: "\n".join(presets_of(config_name)), replace=True)
+    OmegaConf.register_new_resolver("program", lambda name=config_name: shlex.join(program(name)), replace=True)
     arguments, unknown = get_args_parser().parse_known_args()
     shows = arguments.help or arguments.hydra_help or arguments.cfg or arguments.info or arguments.shell_completion
     try:
@@ -126,10 +141,11 @@ def run(
         with composing(config_name):
             sweeps = sweep.is_sweep(config_name, overrides, arguments.multirun)
             if not sweeps:
-                check_command(job, config_name, overrides)
+                check_command(job, config_name, overrides, before_run)
         if sweeps:
-            sys.exit(run_sweep(main, job, config_name, overrides, after_sweep, before_sweep))
+            end_at_once(run_sweep(main, job, config_name, overrides, after_sweep, before_sweep))
         main()
+        end_at_once(0)
     except SdQuantError as error:
         sys.exit(fail(str(error), error.exit_code))
     except (HydraException, OmegaConfBaseException) as error:
@@ -144,11 +160,17 @@ def run(
 
 
 def presets_of(config_name: str) -> Iterator[str]:
-    """A line for each group of the command's own configuration, with the names that can be chosen."""
-    for entry in yaml.safe_load((CONF / f"{config_name}.yaml").read_text(encoding="utf-8"))["defaults"]:
-        for group in entry if isinstance(entry, dict) else ():
-            name = group.removeprefix("optional ")
-            yield f"{name}: {', '.join(sorted(path.stem for path in (CONF / name).glob('*.yaml')))}"
+    """A line for each group of the command's own configuration, with the names that it takes."""
+    plain = lambda path: yaml.safe_load(path.read_text(encoding="utf-8"))  # noqa: E731
+    defaults, sections = plain(CONF / f"{config_name}.yaml")["defaults"], fields_of(JOBS[config_name])
+    groups = [group.removeprefix("optional ") for entry in defaults if isinstance(entry, dict) for group in entry]
+    for group in groups:
+        narrowed = only_of(sections[group][1]) if group in sections else []
+        files = sorted((CONF / group).glob("*.yaml"))
+        taken = [file.stem for file in files if all(each.limit.holds(plain(file)[each.name]) for each in narrowed)]
+        yield f"{group}: {', '.join(taken)}"
+    if not groups:
+        yield "none"
 
 
 def search_path(arguments: Namespace) -> list[str]:
@@ -160,7 +182,7 @@ def search_path(arguments: Namespace) -> list[str]:
         raise ConfigError(f"--config-dir is {arguments.config_dir}, which is no folder; give one that holds groups")
     if any(override.startswith("hydra.searchpath=") for override in arguments.overrides):
         raise ConfigError("--config-dir and hydra.searchpath are both given; name all folders in hydra.searchpath")
-    return [f"hydra.searchpath=['file://{folder}']"]
+    return [f"hydra.searchpath=[{literal(f'file://{folder}')}]"]
 
 
 def check_address_space() -> None:
@@ -172,12 +194,14 @@ def check_address_space() -> None:
         )
 
 
-def check_command(job: type, config_name: str, overrides: list[str]) -> None:
+def check_command(
+    job: type, config_name: str, overrides: list[str], before_run: Callable[[Any, Path, list[str]], object]
+) -> None:
     """Compose and check what a single run would do. Raises SdQuantError, makes nothing."""
     config = compose(config_name, overrides, return_hydra_config=True)
-    directory = str(config.hydra.run.dir)
-    job_of(job, config)
-    check_writable(Path(directory))
+    directory = output_path(str(config.hydra.run.dir))
+    before_run(job_of(job, config), directory, [override.get_key_element() for override in sweep.parse(overrides)])
+    check_writable(directory)
 
 
 def run_sweep(
@@ -201,15 +225,14 @@ def run_sweep(
         given = sweep.plain_config(config_name, overrides).hydra.sweep.dir if chosen else None
     begun = sweep.begun(output_path(SWEEPS), name) if given is None else None
     directory = begun or output_path(given or f"{SWEEPS}/{sweep.dated(name)}")
-    program = sys.argv[0]  # a script, or "sd-quant quantize"
-    plan["command"] = [*(["python", Path(program).name] if program.endswith(".py") else program.split()), *sys.argv[1:]]
+    plan["command"] = ["sd-quant", config_name, *sys.argv[1:]]
     check_writable(directory, "hydra.sweep.dir")
     before_sweep(jobs[0])
     with sweep.opened(directory, plan):
         if begun is not None:
             print(f"these jobs were begun before, in {shown(begun)}, and go on; hydra.sweep.dir=<folder> begins anew")
         print(sweep.start_line(read_sweep(directory)), flush=True)
-        sys.argv.append("hydra.sweep.dir='{}'".format(str(directory).replace("'", r"\'")))  # jobs may work elsewhere
+        sys.argv.append(f"hydra.sweep.dir={literal(directory)}")  # jobs may work elsewhere
         cancelled, ended_with, uncompared = False, None, None
         try:
             try:
@@ -226,9 +249,10 @@ def run_sweep(
         from sd_quant.report.rebuild import rebuild
         from sd_quant.report.table import sweep_table
 
-        page, finished = rebuild(directory), read_sweep(directory)
+        with working("report"):
+            page, finished = rebuild(directory), read_sweep(directory)
         print(sweep_table(finished))
-        print(f"report: {shown(page)}", flush=True)
+        print(f"report: {link(page)}", flush=True)
     if cancelled:
         return fail("cancelled; what was finished is kept, and the same command goes on", CANCELLED)
     code, sentence = sweep.outcome(finished, ended_with)
@@ -313,7 +337,8 @@ def recording_failure(task: Callable[[DictConfig], object]) -> Callable[[DictCon
         if (directory / FAILURE).is_file():
             (directory / FAILURE).unlink()
         try:
-            return task(config)
+            with working("getting ready"):
+                return task(config)
         except Exception as error:
             refused = of_the_machine(error) or error
             known = isinstance(refused, SdQuantError)
@@ -321,7 +346,8 @@ def recording_failure(task: Callable[[DictConfig], object]) -> Callable[[DictCon
             with suppress(OSError, ResourceError):  # the disk may be full
                 write_json(directory / FAILURE, {"status": "failed", "reason": reason, "exit_code": code})
             crashed_in_sweep = multirun and not known  # in a single run Hydra shows the traceback
-            LOG.error("%s", reason, exc_info=error if crashed_in_sweep else None)
+            said = {"said_at_the_end": known and not multirun}
+            LOG.error("%s", reason, exc_info=error if crashed_in_sweep else None, extra=said)
             if crashed_in_sweep:
                 raise SdQuantError(reason) from error  # not every exception survives the way from another process
             if multirun and refused is not error:
@@ -357,12 +383,18 @@ def refusal(error: Exception, config_name: str) -> SdQuantError:
         return ConfigError(f"the argument {error.override} cannot be read: {text}{hint}")
     unknown = re.search(r"Could not override '([^']+)'", text)
     if unknown:
+        name = unknown[1]
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            known = knobs_of(compose(config_name))
-        return ConfigError(f"there is no knob {unknown[1]}; {near(unknown[1], known)}")
+            known = {command: knobs_of(compose(command)) for command in JOBS}
+        if name in known[config_name]:
+            return ConfigError(f"{name} is a group of knobs in {config_name}, expected {name}.<knob>=<value>")
+        others = " and ".join(command for command in JOBS if name in known[command])
+        if others and not nearest(name, known[config_name]):
+            return ConfigError(f"there is no knob {name} in {config_name}; it is a knob of {others}")
+        return ConfigError(f"there is no knob {name}; {near(name, known[config_name])}")
     option = re.search(r"Could not (?:find|load) '([^']+)/([^'/]+)'", text)
     if option and option[1] == "hydra/launcher" and option[2] in LAUNCHERS:
-        return ResourceError(f"the launcher {option[2]} is not installed; {LAUNCHERS[option[2]]}")
+        return ResourceError(f"the launcher {option[2]} is not installed; install it with: {LAUNCHERS[option[2]]}")
     if option and (CONF / option[1]).is_dir():
         presets = [path.stem for groups in GROUPS for path in (groups / option[1]).glob("*.yaml")]
         return ConfigError(f"there is no preset {option[1]}={option[2]}; {near(option[2], presets)}")

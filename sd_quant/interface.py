@@ -15,15 +15,14 @@ and checks them as it does for a command, so a knob that is misspelt or out of r
 own, which would be another product after a year.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
@@ -31,38 +30,42 @@ from omegaconf.errors import OmegaConfBaseException
 
 from sd_quant.cache import Cache
 from sd_quant.cli import composing, job_of, knobs_of
-from sd_quant.config import QuantizeJob, artifact, check_consumers, check_targets
+from sd_quant.config import Infer, Quantize, QuantizeJob, artifact, check_consumers, check_targets
 from sd_quant.engines.pool import Pool, Variant
 from sd_quant.errors import ConfigError
-from sd_quant.files import atomic_path
 from sd_quant.hand_over import TARGETS
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.memory import fits, memory_of_variant
 from sd_quant.inference.pipeline import Generated
-from sd_quant.knobs import check, near, one_of
+from sd_quant.knobs import check, fields_of, near, one_of
+from sd_quant.metrics import SCORES
 from sd_quant.metrics.fidelity import fidelity
 from sd_quant.metrics.images import Images
-from sd_quant.metrics.intervals import Interval, mean_interval
+from sd_quant.metrics.intervals import Interval, exactly
 from sd_quant.models.checkpoint import Checkpoint, denoiser_of, part_parameters
-from sd_quant.places import input_path, output_path
+from sd_quant.places import input_path, output_path, shown
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.budget import HALF, assigned_bytes
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.images import comparison_grid
 from sd_quant.report.provenance import made_of
 from sd_quant.report.record import weights_sha256
+from sd_quant.report.summary import interval_columns
 from sd_quant.simulation.modelopt import restorable, save_quantized
 from sd_quant.stages.calibrate import statistics_of
 from sd_quant.stages.choose import choose
 from sd_quant.stages.export_onnx import delivered_files, export_parts
 from sd_quant.stages.generate import check_channels, check_guidance, check_images, check_steps, generate
-from sd_quant.stages.hand_over import rows_of, write_folder
+from sd_quant.stages.hand_over import fidelity_of, rows_of, write_target
 from sd_quant.stages.load import Loaded, check_weights, layers_of, open_model
 from sd_quant.stages.open_parts import open_simulated
 from sd_quant.stages.resources import workload_of
+from sd_quant.stages.results import count_layers
 from sd_quant.stages.variants import SIMULATED, open_engine
 
 __all__ = ["Comparison", "Model", "Quantized", "Result", "Statistics", "compare", "open"]
+
+CALIBRATION = ("calib_size", "n_steps", "seed", "snapshots", "calibration", "accelerator", "devices")
 
 
 def open(
@@ -94,7 +97,7 @@ def open(
     return Model(model, given, input_path(job.model.path), checkpoint, kept)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Model:
     """A checkpoint that is open. ``sd_quant.open`` makes it."""
 
@@ -103,6 +106,10 @@ class Model:
     path: Path
     checkpoint: Checkpoint
     cache: Cache
+
+    def __repr__(self) -> str:
+        part, count = next(iter(self.parameters.items()))
+        return f"Model({self.preset}, {shown(self.path)}, {count:,} parameters in {part})"
 
     @cached_property
     def sha256(self) -> str:
@@ -114,21 +121,26 @@ class Model:
         """The number of parameters by part, the denoiser first."""
         return part_parameters(self.checkpoint)
 
-    def calibrate(self, prompts: Sequence[str] | None = None, **knobs: object) -> Statistics:
+    def calibrate(self, prompts: str | Sequence[str] | None = None, **knobs: object) -> Statistics:
         """Collect what every recipe is derived from: ranges and samples of the inputs of all layers.
 
         Args:
-            prompts: texts to make calibration images of; None: those of the preset, the first ``calib_size``.
-            knobs: of the section ``quantize`` that decide the images: ``calib_size``, ``n_steps``, ``seed``,
-                ``batch_size``, ``calibration``, ``accelerator``, ``devices``; and ``scale``, the guidance scale.
+            prompts: one or more texts to make calibration images of; None: the first ``calib_size`` of the preset.
+            knobs: the guidance ``scale``, and of the section ``quantize`` those that statistics depend on:
+                ``calib_size``, ``n_steps``, ``seed``, ``batch_size``, ``calibration``, ``snapshots``, ``accelerator``,
+                ``devices``.
 
         Returns:
             The statistics, which know no recipe.
 
         Raises:
-            ConfigError: a knob does not exist or is out of range.
+            ConfigError: a knob does not exist, is out of range, or is used by ``quantize`` alone; ``calib_size`` or
+                ``calibration`` beside ``prompts``.
             SdQuantError: an input of a layer is not finite.
         """
+        check_used(knobs, fields_of(Quantize).keys() - {*CALIBRATION, "batch_size"}, "calibrate", "give it to quantize")
+        if prompts is not None:
+            check_used(knobs, ("calib_size", "calibration"), "calibrate", "leave one of them out", " beside prompts")
         job, texts = self.job(None, knobs), None if prompts is None else texts_of(prompts)
         loaded = layers_of(self.checkpoint, job)
         return statistics_of(self.checkpoint, loaded.roles, job, self.sha256, texts)
@@ -140,19 +152,27 @@ class Model:
             statistics: what ``calibrate`` has returned.
             preset: as for ``quantize=``: ``fp8``, ``svdquant_w4a16``, ``nvfp4``, ...; None: ``int8``, its default.
             knobs: of the section ``quantize``, such as ``quant_level=3``, ``alpha=0.8``, ``keep=10``, ``budget=0.25``;
-                and ``scale``, by which ``keep`` and ``budget`` weigh what guidance leaves of an error.
+                and ``scale``, by which ``keep`` and ``budget`` weigh what guidance leaves of an error. Prompts and
+                steps are known from the statistics; only ``percentile_calibrator="modelopt"`` reads ``batch_size``,
+                which is then that of ``calibrate``.
 
         Raises:
-            ConfigError: a knob does not exist, is out of range, or does not fit the others.
+            ConfigError: a knob does not exist, is out of range, does not fit the others, or is used by ``calibrate``
+                alone.
         """
-        job = self.job(preset, knobs)
+        check_used(knobs, CALIBRATION, "quantize", "give it to calibrate")
+        # where calibration begins with an image, statistics have a part of the steps
+        told = {"n_steps": statistics.steps} if statistics.steps and "model.calibration_image" not in self.knobs else {}
+        job = self.job(preset, {**knobs, **told})
+        seen: dict[str, Any] = {"calib_size": statistics.prompts}  # None where they do not say
+        job.quantize = replace(job.quantize, **seen)
         loaded = layers_of(self.checkpoint, job)
         with TemporaryDirectory() as folder:
             chosen = choose(loaded, statistics, Path(folder), nullcontext)
         label = ", ".join([job.quantize.format, *(f"{name}={value}" for name, value in knobs.items())])
-        return Quantized(self, label, job, loaded, chosen.assignment)
+        return Quantized(self, label, job, loaded, chosen.assignment, knobs)
 
-    def images(self, prompts: Sequence[str], **knobs: object) -> Images:
+    def images(self, prompts: str | Sequence[str], **knobs: object) -> Images:
         """The full-precision model's images of ``prompts``, uint8 [N, H, W, 3]; knobs as for ``compare``.
 
         With ``sizes`` of several it is a list, of [H, W, 3] each.
@@ -160,16 +180,13 @@ class Model:
         return self.generate(prompts, knobs).images
 
     def generate(
-        self, prompts: Sequence[str], knobs: Mapping[str, object], assignment: dict[str, LayerAssignment] | None = None
+        self,
+        prompts: str | Sequence[str],
+        knobs: Mapping[str, object],
+        assignment: dict[str, LayerAssignment] | None = None,
     ) -> Generated:
         """Images and latents by torch, with the denoiser quantized by an ``assignment`` where one is given."""
-        job = self.job(None, {}, {"prompts": texts_of(prompts), **knobs})
-        # images from images take one part more, and to open a checkpoint reads no weight
-        checkpoint, infer = open_model(job.model) if job.model.encoder else self.checkpoint, job.infer
-        check_images(job.model, infer)
-        check_channels(checkpoint, infer)
-        check_guidance(checkpoint, infer)
-        check_steps(checkpoint, {"infer.steps": infer.steps})
+        checkpoint, infer = to_generate(self, prompts, knobs)
         keys = {part: part for part in checkpoint.parts()}
         if assignment is not None:
             keys[checkpoint.family.DENOISER] = SIMULATED
@@ -192,7 +209,7 @@ class Model:
         return job_with(presets, {**self.knobs, **of_images, **of_recipe})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Quantized:
     """A model with an assignment: how each of its denoiser's layers is quantized. ``Model.quantize`` makes it."""
 
@@ -201,6 +218,12 @@ class Quantized:
     job: QuantizeJob
     loaded: Loaded
     assignment: dict[str, LayerAssignment]
+    knobs: Mapping[str, object] = field(default_factory=dict)  # those that were given to ``quantize``
+
+    def __repr__(self) -> str:
+        count = count_layers(self.assignment)
+        of = count["quantized"] + count["high_precision"]
+        return f"Quantized({self.label}: {count['quantized']} of {of} layers of {self.model.preset})"
 
     def layers(self) -> list[dict[str, object]]:
         """A row for each layer, as in ``layers.csv``: role, format, scales, alpha, errors, why it is not quantized."""
@@ -216,7 +239,7 @@ class Quantized:
         """The same as a share of what all of them take in fp16."""
         return self.weight_bytes / (HALF * self.loaded.parameters[self.loaded.denoiser])
 
-    def images(self, prompts: Sequence[str], **knobs: object) -> Images:
+    def images(self, prompts: str | Sequence[str], **knobs: object) -> Images:
         """The quantized model's images of ``prompts``, uint8 [N, H, W, 3], simulated in torch; see ``compare``."""
         return self.model.generate(prompts, knobs, self.assignment).images
 
@@ -239,19 +262,27 @@ class Quantized:
         )
         return {part: artifact(directory, "onnx", part) for part in checkpoint.parts()}
 
-    def hand_over(self, target: str, folder: str | Path) -> Path:
+    def hand_over(
+        self, target: str, folder: str | Path, prompts: str | Sequence[str] | None = None, **knobs: object
+    ) -> Path:
         """Write the model in another tool's own format; ``docs/hand_over.md`` says what each holds and how to open it.
+
+        The folder has the same README as the command writes: what it is, what of the recipe it lost, how to open it.
 
         Args:
             target: ``comfyui``, ``diffusers_modelopt``, ``diffusers_torchao``, ``diffusers_sdnq``, ``gguf``,
                 ``openvino`` or ``onnx``.
             folder: a new one, or an empty one.
+            prompts: one or more texts; the README then says how far images of what the tool computes are from full
+                precision. None: no images are made.
+            knobs: with ``prompts``, as for ``compare``.
 
         Returns:
             The folder.
 
         Raises:
-            ConfigError: there is no such target, it cannot hold the recipe or the family, or the folder is not empty.
+            ConfigError: there is no such target, it cannot hold the recipe or the family, the folder is not empty, or
+                a knob is given without prompts.
             ResourceError: a package that writes it is missing, or the disk is full.
         """
         one_of(TARGETS).check("target", target)
@@ -259,8 +290,24 @@ class Quantized:
         check_consumers([target])
         rows, directory = rows_of([target], self.assignment)[target], output_path(folder)
         check(not directory.exists() or not any(directory.iterdir()), "folder", folder, "a new one, or an empty one")
-        with atomic_path(directory) as place:
-            write_folder(place, TARGETS[target], self.model.checkpoint, rows)
+        fidelity = None
+        if prompts is None:
+            check_used(knobs, knobs, "hand_over", "give prompts", " without prompts")
+        else:
+            checkpoint, infer = to_generate(self.model, prompts, knobs)
+            loaded = replace(self.loaded, checkpoint=checkpoint)
+            reference = self.model.generate(prompts, knobs).images
+            fidelity = fidelity_of(loaded, rows, TARGETS[target], infer, reference)
+        opened = {name.partition(".")[2]: value for name, value in self.model.knobs.items() if name != "cache.dir"}
+        code = [
+            f"model = sd_quant.open({called(self.model.preset, **opened)})",
+            f"quantized = model.quantize(statistics, {called(self.job.quantize.format, **self.knobs)})"
+            "  # statistics: of model.calibrate",
+            f"quantized.hand_over({called(target, str(folder))})",
+        ]
+        write_target(
+            TARGETS[target], self.loaded, self.assignment, rows, self.job, directory, "\n".join(code), fidelity
+        )
         return directory
 
     def save_modelopt(self, path: str | Path) -> Path:
@@ -287,7 +334,7 @@ class Quantized:
         return file
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result:
     """What one recipe costs and saves."""
 
@@ -295,37 +342,44 @@ class Result:
     images: Images  # uint8 [N, H, W, 3], or a list where their sizes differ
     scores: Mapping[str, Any]  # against full precision, as ``fidelity`` in metrics.json: psnr, ssim, lpips, ...
 
+    def __repr__(self) -> str:
+        return f"Result({self.quantized.label}: {self.psnr.value:.2f} dB)"
+
     @property
     def psnr(self) -> Interval:
         """Mean over the images in dB with its 95 % interval, Student's t over prompts; identical images are left out.
 
-        Infinite when all images are identical.
+        Infinite when all images are identical. Of one image nothing but its value is known: the ends are infinite.
         """
-        values = [value for value in self.scores["psnr"]["values"] if value is not None]
-        return mean_interval(values) if values else Interval(*[float("inf")] * 3)
+        return SCORES["psnr"].mean(self.scores["psnr"]["values"]) or exactly(float("inf"))
 
     def row(self) -> dict[str, object]:
-        """Label, megabytes of the denoiser's weights, their share of fp16, and the scores, with PSNR's interval."""
-        low, high = self.psnr.low, self.psnr.high
+        """Label, megabytes of the denoiser's weights, their share of fp16, and the scores, with PSNR's interval.
+
+        The ends of the interval are None where they are not known, as of one image.
+        """
         return {
             "recipe": self.quantized.label,
             "megabytes": self.quantized.weight_bytes / 1e6,
             "share_of_fp16": self.quantized.share,
             "psnr_db": self.psnr.value,
-            "psnr_db_low": low,
-            "psnr_db_high": high,
+            **interval_columns("psnr_db", self.psnr),
             "ssim": self.scores["ssim"]["mean"],
             "lpips": self.scores["lpips"]["mean"],
         }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
     """Recipes on the same prompts and seeds. ``sd_quant.compare`` makes it."""
 
     prompts: list[str]
     full_precision: Images  # images, uint8 [N, H, W, 3], or a list where their sizes differ
     results: list[Result]
+
+    def __repr__(self) -> str:
+        recipes = "; ".join(result.quantized.label for result in self.results)
+        return f"Comparison({recipes}; {len(self.prompts)} prompt{'s' * (len(self.prompts) != 1)})"
 
     def rows(self) -> list[dict[str, object]]:
         """A row for each recipe, as pandas or a CSV writer takes it."""
@@ -346,20 +400,20 @@ class Comparison:
 
 def line(result: Result) -> str:
     """The result in a table as people read it."""
-    row, half = result.row(), result.psnr.high - result.psnr.value
-    interval = f"{result.psnr.value:.2f} ± {half:.2f}" if np.isfinite(half) else f"{result.psnr.value:.2f}"
+    row, (value, _, high) = result.row(), result.psnr
+    interval = f"{value:.2f} ± {high - value:.2f}" if result.psnr.known else f"{value:.2f}"
     return (
         f"{row['recipe']:40} {row['megabytes']:9.2f} {row['share_of_fp16']:8.3f} {interval:>15} "
         f"{row['ssim']:7.4f} {row['lpips']:7.4f}"
     )
 
 
-def compare(quantized: Sequence[Quantized], prompts: Sequence[str], **knobs: object) -> Comparison:
+def compare(quantized: Sequence[Quantized], prompts: str | Sequence[str], **knobs: object) -> Comparison:
     """Make the images of several recipes of one model, and of full precision, and say how far apart they are.
 
     Args:
         quantized: recipes of one ``Model``.
-        prompts: what the images show; for an interval that says something, some dozens.
+        prompts: one or more texts that say what the images show; for an interval that is of use, some dozens.
         knobs: of the section ``infer``: ``steps``, ``scale``, ``seed``, ``batch_size``, ``width``, ``height``,
             ``sizes``, ``negative_prompt``, ``latents``.
 
@@ -379,11 +433,37 @@ def compare(quantized: Sequence[Quantized], prompts: Sequence[str], **knobs: obj
     return Comparison(texts, full.images, results)
 
 
-def texts_of(prompts: Sequence[str]) -> list[str]:
-    """The prompts as a list. Raises ConfigError for none, and for a single text, whose letters would be prompts."""
-    if isinstance(prompts, str) or not prompts:
-        raise ConfigError(f"prompts are {prompts!r:.100}, expected a list of texts")
-    return list(prompts)
+def to_generate(model: Model, prompts: str | Sequence[str], knobs: Mapping[str, object]) -> tuple[Checkpoint, Infer]:
+    """The model's checkpoint and how images are made of it by these knobs of ``infer``, checked. Raises ConfigError."""
+    job = model.job(None, {}, {"prompts": texts_of(prompts), **knobs})
+    # images from images take one part more, and to open a checkpoint reads no weight
+    checkpoint, infer = open_model(job.model) if job.model.encoder else model.checkpoint, job.infer
+    check_images(job.model, infer)
+    check_channels(checkpoint, infer)
+    check_guidance(checkpoint, infer)
+    check_steps(checkpoint, {"infer.steps": infer.steps})
+    return checkpoint, infer
+
+
+def texts_of(prompts: str | Sequence[str]) -> list[str]:
+    """The prompts as a list, a single text as a list of one. Raises ConfigError for none, and for what is no text."""
+    texts = [prompts] if isinstance(prompts, str) else list(prompts) if isinstance(prompts, Iterable) else []
+    fits = bool(texts) and all(isinstance(text, str) for text in texts)
+    expected = "a text or a list of at least one; give what the images show, such as ['a red bicycle']"
+    check(fits, "prompts", f"{prompts!r:.100}", expected)
+    return texts
+
+
+def check_used(knobs: Iterable[str], unused: Collection[str], method: str, remedy: str, when: str = "") -> None:
+    """Raises ConfigError for a knob that was given to a ``method`` and is ``unused`` there."""
+    for name in knobs:
+        if name.partition(".")[0] in unused:
+            raise ConfigError(f"{method} does not use {name}{when}; {remedy}")
+
+
+def called(*positional: object, **named: object) -> str:
+    """The arguments of a call in Python."""
+    return ", ".join([*map(repr, positional), *(f"{name}={value!r}" for name, value in named.items())])
 
 
 def literally(value: object) -> object:

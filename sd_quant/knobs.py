@@ -28,6 +28,9 @@ BOUNDED = reprlib.Repr()
 BOUNDED.maxlevel, BOUNDED.maxlist, BOUNDED.maxdict = 3, 20, 10
 BOUNDED.maxstring = BOUNDED.maxlong = BOUNDED.maxother = 200
 
+DIFFERENT = 0.3  # how different, by difflib's ratio, a misspelling and what was meant may be
+FEW = 20  # names that a refusal lists
+
 TYPE_NAMES = {
     float: "a number",
     int: "a whole number",
@@ -56,6 +59,14 @@ class Limit:
         """Raises ConfigError when ``value``, or one of its items, is not within the limit."""
         for item in value if self.each else [value]:
             check(self.holds(item), knob, item, str(self))
+
+
+@dataclass(frozen=True)
+class Only:
+    """Of a section in a job: its knob ``name`` takes less there than it does in others."""
+
+    name: str
+    limit: Limit
 
 
 @dataclass(frozen=True)
@@ -89,10 +100,26 @@ def check(holds: bool, knob: str, value: object, expected: str) -> None:
         raise ConfigError(f"{knob} is {value}, expected {expected}")
 
 
+def nearest(name: str, known: Collection[str]) -> list[str]:
+    """The at most three names that ``name`` may be a misspelling or a part of; its section counts less."""
+    section, _, last = name.rpartition(".")
+    found = []
+    for other in known:
+        its_section, _, its_last = other.rpartition(".")
+        difference = 1 - difflib.SequenceMatcher(None, last, its_last).ratio()
+        if len(last) > 2 and last in its_last:
+            difference = min(difference, 0.1)
+        if difference <= DIFFERENT:
+            found.append((difference, its_section != section, other))
+    found.sort()
+    return [other for difference, _, other in found[:3] if difference < found[0][0] + 0.1]
+
+
 def near(name: str, known: Collection[str]) -> str:
-    """``did you mean ...?`` for a misspelt name, or the names that exist."""
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    return f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(sorted(known))}"
+    """``did you mean ...?`` for a misspelt name, or the names that exist if they are few."""
+    if close := nearest(name, known):
+        return f"did you mean {' or '.join(close)}?"
+    return f"known are {', '.join(sorted(known))}" if len(known) <= FEW else "none is like it; --help lists all"
 
 
 def fields_of(job: type) -> dict[str, tuple[Any, list]]:
@@ -124,6 +151,11 @@ def read(job: type, mapping: Mapping, path: str = ""):
             if isinstance(limit, Limit) and value is not None:
                 limit.check(called, value)
     return job(**values)
+
+
+def only_of(stated: Collection) -> list[Only]:
+    """What narrows a section in a job."""
+    return [entry for entry in stated if isinstance(entry, Only)]
 
 
 def in_a_list(kind, value: object) -> object:
@@ -168,14 +200,15 @@ def type_name(kind) -> str:
     )
 
 
-def described(job: type, path: str = "") -> Iterator[str]:
+def described(job: type, path: str = "", narrowed: Collection[Only] = ()) -> Iterator[str]:
     """A line for every knob of ``job``: its name, its meaning, and what it takes."""
     for name, (kind, stated) in fields_of(job).items():
         if dataclasses.is_dataclass(kind):
-            yield from described(typing.cast(type, kind), f"{path}{name}.")
+            yield from described(typing.cast(type, kind), f"{path}{name}.", only_of(stated))
             continue
         called = next((entry.name for entry in stated if isinstance(entry, Called)), path + name)
         meaning = next(entry for entry in stated if isinstance(entry, str))
-        takes = " and ".join(str(entry) for entry in stated if isinstance(entry, Limit)) or type_name(kind)
+        limits = [each.limit for each in narrowed if each.name == name] or stated
+        takes = " and ".join(str(entry) for entry in limits if isinstance(entry, Limit)) or type_name(kind)
         null = " or null" if types.NoneType in options_of(kind) and not takes.endswith("null") else ""
         yield f"{called}: {meaning} ({takes}{null})"

@@ -68,6 +68,11 @@ def shown(path: Path) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
+def link(path: Path) -> str:
+    """The path as a URL, which terminals open at a click."""
+    return path.absolute().as_uri()
+
+
 def check_shipped() -> None:
     """Raises ResourceError when the package was installed without what belongs to it."""
     if not (CONF / "quantize.yaml").is_file():

@@ -13,6 +13,7 @@ import fcntl
 import glob
 import json
 import logging
+import shlex
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -218,7 +219,7 @@ def opened(directory: Path, plan: dict) -> Iterator[None]:
             there = json.loads((directory / SWEEP).read_text(encoding="utf-8"))
             if there.get("identity") != plan["identity"]:
                 raise ConfigError(
-                    f"{directory} holds another sweep ({' '.join(map(str, there.get('command', [])))}); "
+                    f"{directory} holds another sweep ({shlex.join(map(str, there.get('command', [])))}); "
                     "set another hydra.sweep.dir"
                 )
         write_json(directory / SWEEP, plan)

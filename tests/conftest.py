@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from sd_quant import process
 from sd_quant.calibration.hooks import collect, draw
-from sd_quant.metrics.memory import available_memory_bytes
 from sd_quant.models.sdxl import NemoUnetPart
 from sd_quant.models.sdxl_nemo import unet_config
 from sd_quant.models.unet import layer_roles, shared_inputs
@@ -60,7 +59,7 @@ def lacking(cores: int = 1, memory_gb: float = 0, files: int = 0) -> str | None:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     for needed, found, what in (
         (cores, process.cores(), "cores"),
-        (memory_gb, round(available_memory_bytes() / 1e9, 1), "GB of memory"),
+        (memory_gb, round(process.available_memory_bytes() / 1e9, 1), "GB of memory"),
         (files, math.inf if limit == resource.RLIM_INFINITY else limit, "open files"),
     ):
         if found < needed:

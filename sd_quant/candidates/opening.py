@@ -20,7 +20,7 @@ def reader_of(path: Path) -> Reader:
     found = [reader for reader in READERS.values() if reader.recognizes(path)]
     if not found:
         known = "; ".join(reader.what for reader in READERS.values())
-        raise ConfigError(f"{path} is of no kind that is known here, expected one of: {known}; or a run of quantize.py")
+        raise ConfigError(f"{path} is of no kind that is known here, expected one of: {known}; or a run of quantize")
     if len(found) > 1:
         raise ArtifactError(
             f"{path} can be read in {len(found)} ways ({', '.join(reader.name for reader in found)}), expected one; "

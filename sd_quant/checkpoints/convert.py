@@ -11,7 +11,6 @@ leaves 590 of the UNet's 1680 tensors random.
 
 import argparse
 import os
-import shlex
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -26,6 +25,7 @@ from sd_quant.checkpoints.tensors import Readable, size_of
 from sd_quant.errors import ConfigError, exit_with_its_code
 from sd_quant.files import check_room
 from sd_quant.progress import progress
+from sd_quant.shell import literal, pasted
 
 FILES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".onnx", ".tar", ".gz", ".zip")  # no folder is called that
 
@@ -49,9 +49,11 @@ def open_sdxl(path: Path, model_config: dict | None = None) -> NemoCheckpoint:
     raise ConfigError(f"{path} is of no known kind; give a .nemo archive, a diffusers folder or a .safetensors file")
 
 
-def convert(source: Path, target: Path, model_config: dict | None = None) -> int:
-    """Writes ``target`` and returns how many tensors it holds: exactly those of ``source``, in their dtypes.
+def convert(source: Path, target: Path, model_config: dict | None = None) -> tuple[int, int]:
+    """Writes ``target``: exactly what ``source`` holds, in its dtypes.
 
+    Returns how many tensors that takes there, and how many where the other of the two kinds is written: of OpenCLIP's
+    attentions a folder has query, key and value, and an archive one tensor of all three.
     Raises what ``open_sdxl`` raises, ConfigError when there is something at ``target``, ArtifactError when its
     format cannot hold what ``source`` holds, ResourceError when the disk is or would be full.
     """
@@ -65,14 +67,14 @@ def convert(source: Path, target: Path, model_config: dict | None = None) -> int
     checkpoint = open_sdxl(source, model_config)
     state = checkpoint.state()
     check_target(target, state.values())
+    archived, apart = len(state), sum(map(len, checkpoint.components.values())) + len(checkpoint.unused)
     if target.suffix == ".nemo":
-        count, write = len(state), partial(write_archive, target, checkpoint.model_config, state)
+        count, other, write = archived, apart, partial(write_archive, target, checkpoint.model_config, state)
     else:
-        count = sum(map(len, checkpoint.components.values())) + len(checkpoint.unused)
-        write = partial(write_diffusers, target, checkpoint)
+        count, other, write = apart, archived, partial(write_diffusers, target, checkpoint)
     with progress(count, f"write {target.name}") as advance:
         write(advance=advance)
-    return count
+    return count, other
 
 
 def check_target(target: Path, tensors: Iterable[Readable]) -> None:
@@ -97,10 +99,12 @@ def main() -> None:
     parser.add_argument("--config", type=Path, help="NeMo's model_config.yaml, if SDXL base's does not fit the source")
     given = parser.parse_args()
     model_config = None if given.config is None else read_config(whole_file(given.config))
-    count = convert(given.source, given.target, model_config)
-    family = "sdxl_nemo" if given.target.suffix == ".nemo" else "sdxl"
-    following = f"sd-quant quantize model={family} quant_level=3 {shlex.quote(f'model.path={given.target}')}"
-    print(f"{given.target}: {size_on_disk(given.target) / 1e9:.2f} GB, {count} tensors; next: {following}")
+    count, other = convert(given.source, given.target, model_config)
+    family, kind = ("sdxl_nemo", "a folder") if given.target.suffix == ".nemo" else ("sdxl", "an archive")
+    why = "query, key and value of OpenCLIP are one tensor in an archive"
+    following = pasted("quantize", f"model={family}", "quant_level=3", f"model.path={literal(given.target)}")
+    written = f"{size_on_disk(given.target) / 1e9:.2f} GB, {count} tensors ({kind} has {other}: {why})"
+    print(f"{given.target}: {written}; next: {following}")
 
 
 if __name__ == "__main__":

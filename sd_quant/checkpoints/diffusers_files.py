@@ -9,12 +9,12 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from sd_quant.checkpoints.accepted import INDEX as INDEX  # which is read here
 from sd_quant.checkpoints.archive import Member, open_members, read_text
 from sd_quant.checkpoints.safetensors_file import read_safetensors, without_duplicates
 from sd_quant.checkpoints.tensors import StoredTensor
 from sd_quant.errors import ArtifactError
 
-INDEX = "model_index.json"
 WEIGHTS = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}  # file names by library
 # names in the VAE's attention in older files, as in diffusers' ModelMixin._fix_state_dict_keys_on_load
 OLD_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}

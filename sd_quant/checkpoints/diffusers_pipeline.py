@@ -288,14 +288,8 @@ def open_pipeline(
 
     ``tokens`` is how many a T5 reads, None for the family's own number; ``io`` whose names the denoiser's inputs have.
     Networks that the family can do without are left out if the folder has none, or if ``parts`` are given without them.
-    Raises ConfigError when the folder is no pipeline, or one of another family; ArtifactError when it is damaged or
-    incomplete.
+    Raises ConfigError when the folder is of another family; ArtifactError when it is damaged or incomplete.
     """
-    if not (path / INDEX).is_file():
-        raise ConfigError(
-            f"{path} holds no {INDEX}, so it is no diffusers pipeline; give the folder that save_pretrained wrote or a "
-            "hub's snapshot, downloaded before"
-        )
     family = family_named(name)
     left_out = [] if parts is None else [component for component in family.OPTIONAL if component not in parts]
     index = index_without(read_json(path, INDEX), left_out)

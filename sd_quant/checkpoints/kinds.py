@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from sd_quant.checkpoints.diffusers_files import INDEX
+from sd_quant.checkpoints.accepted import INDEX, check_kind
 from sd_quant.checkpoints.diffusers_pipeline import DiffusersCheckpoint, open_pipeline
 from sd_quant.checkpoints.lora import fused
 from sd_quant.checkpoints.nemo import open_nemo
@@ -59,13 +59,9 @@ def open_checkpoint(
 def _opened(
     path: Path, family: str, io: str | None, tokens: int | None, parts: Sequence[str] | None
 ) -> DiffusersCheckpoint | NemoCheckpoint:
-    if (path / INDEX).is_file() or (path.is_dir() and family != "sdxl"):
+    check_kind(path, family)
+    if (path / INDEX).is_file():
         return open_pipeline(path, family, tokens, io or "diffusers", parts)
-    if family != "sdxl":
-        raise ConfigError(
-            f"{path} is a file, and of {family} a diffusers folder is expected; make one with diffusers' "
-            "from_single_file and save_pretrained"
-        )
     if path.suffix == ".safetensors":
         return open_sgm(path, sdxl_base_config(), io or "nemo")
     return open_nemo(path, io or "nemo")

@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from sd_quant.checkpoints.accepted import INDEX
 from sd_quant.checkpoints.archive import open_members, read_text
 from sd_quant.errors import SdQuantError
 
@@ -16,10 +17,10 @@ def own_parts(path: Path, usual: Sequence[str]) -> list[str]:
 
     What is damaged says nothing, and what a family cannot do without is missed when the checkpoint is opened.
     """
-    if not (path / "model_index.json").is_file():
+    if not (path / INDEX).is_file():
         return list(usual)
     try:
-        index = json.loads(read_text(open_members(path)["model_index.json"]))
+        index = json.loads(read_text(open_members(path)[INDEX]))
         return [part for part in usual if index.get(part) not in (None, [None, None])]
     except (SdQuantError, OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return list(usual)

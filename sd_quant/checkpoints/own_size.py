@@ -10,6 +10,7 @@ from pathlib import Path
 
 import yaml
 
+from sd_quant.checkpoints.accepted import INDEX
 from sd_quant.checkpoints.archive import is_gzipped, open_members, read_text
 from sd_quant.checkpoints.plain_yaml import load_yaml
 from sd_quant.errors import SdQuantError
@@ -25,7 +26,7 @@ def own_size(path: Path) -> tuple[int, int] | None:
     What is damaged says nothing: it is refused when it is opened as a checkpoint.
     """
     try:
-        size = size_in_folder(path) if (path / "model_index.json").is_file() else size_in_nemo(path)
+        size = size_in_folder(path) if (path / INDEX).is_file() else size_in_nemo(path)
     except (SdQuantError, OSError, ValueError, TypeError, KeyError, RecursionError, yaml.YAMLError):
         return None
     return size if size is not None and all(type(side) is int and side in SIDES for side in size) else None

@@ -10,5 +10,6 @@ COMMANDS = {  # each with the module whose ``main`` it is
     "hand_over": ("sd_quant.commands.hand_over", "the result of an earlier run in the formats of other tools"),
     "judge": ("sd_quant.commands.judge", "quantized checkpoints of anybody, judged beside each other"),
     "convert": ("sd_quant.checkpoints.convert", "SDXL between NeMo's archive, a diffusers folder and a single file"),
+    "doctor": ("sd_quant.commands.doctor", "what is installed, what works here: text to paste into an issue"),
     "report": ("sd_quant.report.__main__", "the report of a run or a sweep, made again from its records"),
 }

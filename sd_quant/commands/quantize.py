@@ -7,11 +7,11 @@ import hydra
 from omegaconf import DictConfig
 
 from sd_quant.cli import importing, job_of, output_directory, recording_failure, run
-from sd_quant.config import QuantizeJob
+from sd_quant.config import QuantizeJob, check_heeded
 from sd_quant.errors import ConfigError, SdQuantError
 from sd_quant.places import CONF
 from sd_quant.stages.closing import DONE_BEFORE, closing_words, in_sweep
-from sd_quant.stages.job_folder import done_before
+from sd_quant.stages.job_folder import check_no_other_run, done_before
 from sd_quant.stages.trace_ahead import tracer_for
 
 LOG = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ def task(config: DictConfig) -> float | None:
     if job.judge.candidates and not in_sweep(directory):
         raise ConfigError(
             "candidates are judged beside the recipes of a sweep, and this is a single run; add -m, or give its folder "
-            "to judge.py as one of the candidates"
+            "to judge as one of the candidates"
         )
     if (record := done_before(job, directory)) is not None:  # found without importing what would do it
         LOG.info(DONE_BEFORE)
@@ -52,7 +52,13 @@ def compare_together(directory: Path) -> None:
         raise untimed
 
 
-def check_before(job: QuantizeJob) -> None:
+def check_before(job: QuantizeJob, directory: Path, given: list[str]) -> None:
+    """Raises ConfigError for a knob that changes nothing, and for a folder with another finished run."""
+    check_heeded(job, given)
+    check_no_other_run(job, directory)
+
+
+def check_candidates_before(job: QuantizeJob) -> None:
     """Raises SdQuantError for a candidate that cannot be read, before hours of other work."""
     if job.judge.candidates:
         with importing():
@@ -62,4 +68,4 @@ def check_before(job: QuantizeJob) -> None:
 
 
 def main() -> None:
-    run(task, QuantizeJob, "quantize", after_sweep=compare_together, before_sweep=check_before)
+    run(task, QuantizeJob, "quantize", compare_together, check_candidates_before, check_before)

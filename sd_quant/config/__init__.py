@@ -9,8 +9,8 @@ named ``check_...``, and by ``check_files`` of a job what can be said of files w
 from sd_quant.config.comparison import CacheFolder, Judge, Metrics, Timing, Verdict
 from sd_quant.config.earlier_runs import BEFORE, artifact, completed, is_run, recipe_of_run, run_job, run_model
 from sd_quant.config.images import Infer
-from sd_quant.config.jobs import PART_NAMES, RUN, ExportJob, HandOverJob, InferJob, JudgeJob, part_paths
-from sd_quant.config.main_job import QuantizeJob, RecipeJob, check_consumers, check_targets, deciding
+from sd_quant.config.jobs import JOBS, PART_NAMES, RUN, ExportJob, HandOverJob, InferJob, JudgeJob, part_paths
+from sd_quant.config.main_job import QuantizeJob, RecipeJob, check_consumers, check_heeded, check_targets, deciding
 from sd_quant.config.model import Model, lora_of
 from sd_quant.config.plans import ExportShape, Trt, plan_library, targets_for
 from sd_quant.config.recipe import Quantize, check_enabled
@@ -24,6 +24,7 @@ __all__ = [
     "HandOverJob",
     "Infer",
     "InferJob",
+    "JOBS",
     "Judge",
     "JudgeJob",
     "Metrics",
@@ -40,6 +41,7 @@ __all__ = [
     "artifact",
     "check_consumers",
     "check_enabled",
+    "check_heeded",
     "check_targets",
     "check_writable",
     "completed",

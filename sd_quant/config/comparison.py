@@ -53,13 +53,13 @@ class Judge:
     """How quantized checkpoints of anybody are judged, see ``sd_quant.candidates``."""
 
     candidates: Annotated[
-        list[str], Called("candidates"), "quantized checkpoints of anybody, or runs of quantize.py: files and folders"
+        list[str], Called("candidates"), "quantized checkpoints of anybody, or runs of quantize: files and folders"
     ]
     layers: Annotated[
         int, at_least(0), "of each, how many layers with the largest errors are put into the network alone"
     ]
     runtimes: Annotated[bool, "whether a candidate's own library, where it is installed, makes images and is timed"]
-    trust_runs: Annotated[bool, "whether the ONNX file of a run of quantize.py is executed too, as one's own may be"]
+    trust_runs: Annotated[bool, "whether the ONNX file of a run of quantize is executed too, as one's own may be"]
     confidence: Annotated[float, CONFIDENCE, "with which candidates are told apart, all of them together"]
 
     def named(self) -> dict[str, Path]:

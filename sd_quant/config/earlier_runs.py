@@ -33,7 +33,7 @@ DESCRIBE = ("model", "quantize", "infer")  # the sections of a stranger's config
 def completed(knobs: dict) -> dict:
     """The knobs of a run's ``config.yaml``, with those that its version did not have."""
     sections = {section: before | knobs.get(section, {}) for section, before in BEFORE.items()}
-    return {"compiled_baseline": False} | knobs | sections
+    return {"compiled_baseline": False, "overwrite": False} | knobs | sections
 
 
 def is_run(path: Path) -> bool:
@@ -67,7 +67,7 @@ def knobs_of(run: str) -> dict:
     folder = input_path(run)
     for name in FILES:
         if not (folder / name).is_file():
-            raise ConfigError(f"run is {run}, which has no {name}, expected the folder of a finished quantize.py")
+            raise ConfigError(f"run is {run}, which has no {name}, expected the folder of a finished run of quantize")
     try:
         knobs = load_yaml(read_regular(folder / "config.yaml", MAX_TEXT))
         if not isinstance(knobs, dict) or INTERPOLATION in str(knobs):

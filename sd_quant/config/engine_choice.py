@@ -25,17 +25,23 @@ def engine_for(trt: Trt, formats: Mapping[str, Collection[str]]) -> tuple[str, s
     if trt.library == "none":
         return WITHOUT_A_GPU, "no plans are built"
     library, used = plan_library(trt), set().union(*formats.values())
-    ahead_of_time = RUNTIMES[library].ahead_of_time
-    targets = targets_for(trt, used) if ahead_of_time else []
-    able = [target for target in RTX_TARGETS if target != NO_FP32] if ahead_of_time else [found]
-    if find_spec(RUNTIMES[library].package) is None:
-        return WITHOUT_A_GPU, f"the package {RUNTIMES[library].package} is not installed, which runs plans"
-    if found not in (targets or able) or compute_capability(found) < min_compute_capability(used):
-        built_for = f"for {' and '.join(targets)}" if targets else f"in {' and '.join(sorted(used))}"
-        return WITHOUT_A_GPU, f"the GPU is {found}, which runs no plan of {library} {built_for}"
+    targets = targets_for(trt, used) if RUNTIMES[library].ahead_of_time else []
+    if (reason := no_plan_runs(library, found, used, targets)) is not None:
+        return WITHOUT_A_GPU, reason
     if (reason := why_not(library, formats)) and not why_not(WITHOUT_A_GPU, formats):
         return WITHOUT_A_GPU, reason
     return library, f"the GPU is {found}, which runs the plans that are built"
+
+
+def no_plan_runs(library: str, found: str, used: Collection[str], targets: Collection[str] = ()) -> str | None:
+    """Why the GPU ``found`` runs no plan of the library in the formats ``used``, or None; ``targets``: built for."""
+    able = [target for target in RTX_TARGETS if target != NO_FP32] if RUNTIMES[library].ahead_of_time else [found]
+    if find_spec(RUNTIMES[library].package) is None:
+        return f"the package {RUNTIMES[library].package} is not installed, which runs plans"
+    if found not in (targets or able) or compute_capability(found) < min_compute_capability(used):
+        built_for = f" for {' and '.join(targets)}" if targets else f" in {' and '.join(sorted(used))}" if used else ""
+        return f"the GPU is {found}, which runs no plan of {library}{built_for}"
+    return None
 
 
 def engine_of(plans: Mapping[str, Path], others: Mapping[str, Path]) -> tuple[str, str]:

@@ -9,10 +9,10 @@ from typing import Annotated
 from sd_quant.calibration.prompts import read_prompts
 from sd_quant.config.model import check_source, check_source_files
 from sd_quant.config.sections import SEED, SIDE, SIZE, SOME
-from sd_quant.engines import RUNTIMES
+from sd_quant.engines import RUNTIMES, Runtime
 from sd_quant.errors import ConfigError
 from sd_quant.inference.image_files import image_files
-from sd_quant.knobs import Limit, at_least, check, one_of
+from sd_quant.knobs import Limit, Only, at_least, check, one_of
 from sd_quant.places import existing, input_path, looked_in
 
 AUTO = "auto"
@@ -125,7 +125,8 @@ class Infer:
 
     def distinct_prompts(self) -> list[str]:
         prompts = read_prompts(prompt_file(self.prompts)) if isinstance(self.prompts, str) else self.prompts
-        check(bool(prompts), "infer.prompts", "empty", "at least one prompt")
+        expected = "at least one prompt; give some, as in 'infer.prompts=[a red bicycle,a blue door]'"
+        check(bool(prompts), "infer.prompts", "an empty list", expected)
         return prompts
 
     def negative_prompts(self, samples: int = 1) -> list[str] | None:
@@ -146,6 +147,11 @@ class Infer:
         elif negative is not None:
             expected = "the text itself or a list of texts: only infer.prompts is read from a file"
             check(not negative.endswith((".txt", ".tsv")), "infer.negative_prompt", negative, expected)
+
+
+def engines(able: Callable[[Runtime], bool]) -> Only:
+    """The section takes those engines alone whose runtimes are ``able``, and auto."""
+    return Only("engine", one_of(lambda: [AUTO, *(name for name, runtime in RUNTIMES.items() if able(runtime))]))
 
 
 def prompt_file(path: str) -> Path:

@@ -7,15 +7,15 @@ from typing import Annotated
 from sd_quant.config.comparison import CacheFolder, Judge, Timing
 from sd_quant.config.earlier_runs import artifact, is_run, recipe_of_run, run_model
 from sd_quant.config.engine_choice import engine_of
-from sd_quant.config.images import AUTO, Infer
-from sd_quant.config.main_job import check_consumers, check_targets
+from sd_quant.config.images import AUTO, Infer, engines
+from sd_quant.config.main_job import QuantizeJob, check_consumers, check_targets
 from sd_quant.config.model import Model, parts_of
 from sd_quant.config.plans import ExportShape, Trt, check_batch, check_plan_size
 from sd_quant.config.sections import check_writable
 from sd_quant.engines import PLAN_BUILDERS, RUNTIMES, check_installed
 from sd_quant.errors import ConfigError
 from sd_quant.hand_over import TARGETS
-from sd_quant.knobs import Limit, check, one_of
+from sd_quant.knobs import Limit, Only, check, one_of
 from sd_quant.places import existing, input_path, output_path
 
 PART_NAMES = ("unet_xl", "vae", "clip1", "clip2")  # of files that no run tells of
@@ -62,11 +62,11 @@ class InferJob:
     ]
     files: FILES
     model: Model
-    infer: Infer
+    infer: Annotated[Infer, engines(lambda runtime: runtime.unquantized)]
 
     def __post_init__(self):
         fits = self.infer.engine == AUTO or RUNTIMES[self.infer.engine].unquantized
-        expected = "another, because this one computes what quantize.py derives and reads no file"
+        expected = "another, because this one computes what quantize derives and reads no file"
         check(fits, "infer.engine", self.infer.engine, expected)
         self.model.encoder |= self.infer.image is not None
 
@@ -88,7 +88,7 @@ class JudgeJob:
     """What ``judge`` does."""
 
     model: Model
-    infer: Infer
+    infer: Annotated[Infer, Only("engine", one_of(["torch"]))]
     judge: Judge
     timing: Timing
     cache: CacheFolder
@@ -162,7 +162,7 @@ def unquantized_parts(job: ExportJob | InferJob) -> set[str]:
     if not isinstance(job, InferJob) or job.variant == "quantized":
         return set()
     folder = input_path(job.run or "") / "full_precision" / "onnx"
-    expected = "quantized, because run= names no folder with full_precision/onnx, as one of quantize.py has"
+    expected = "quantized, because run= names no folder with full_precision/onnx, as one of quantize has"
     check(job.run is not None and folder.is_dir(), "variant", job.variant, expected)
     return {path.name for path in folder.iterdir()}
 
@@ -191,3 +191,8 @@ def given_as(part: str) -> str:
 def check_out_path(path: str | None) -> None:
     if path is not None:
         check_writable(output_path(path), "infer.out_path")
+
+
+JOBS: dict[str, type] = {  # what each command that Hydra configures does
+    "quantize": QuantizeJob, "export_trt": ExportJob, "infer": InferJob, "hand_over": HandOverJob, "judge": JudgeJob,
+}  # fmt: skip

@@ -1,5 +1,6 @@
 """The job of ``quantize.py``, and what its sections have to do with one another."""
 
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -11,7 +12,7 @@ from packaging.requirements import Requirement
 from sd_quant.calibration.prompts import draw_prompts, is_table, read_prompts
 from sd_quant.config.comparison import CacheFolder, Judge, Metrics, Timing, Verdict
 from sd_quant.config.engine_choice import engine_for
-from sd_quant.config.images import Infer
+from sd_quant.config.images import Infer, engines
 from sd_quant.config.model import Model
 from sd_quant.config.plans import NO_FP32, Trt, check_batch, check_plan_size, targets_for
 from sd_quant.config.recipe import Quantize, check_recipe
@@ -21,12 +22,12 @@ from sd_quant.hand_over import TARGETS, UNETS
 from sd_quant.knobs import check, one_of
 from sd_quant.places import existing, input_path
 from sd_quant.quantization.formats import FORMATS
-from sd_quant.quantization.recipe import formats_used
+from sd_quant.quantization.recipe import Enable, formats_used, unheeded_knobs
 from sd_quant.trackers import TRACKERS
 
 # sections that change no file that a job makes
 DECIDE_NOTHING = (("infer", "chosen_because"), ("trt", "timing_cache"))  # knobs of other sections that change none
-SHOWN_ALONE = ("cache", "judge", "published", "timing", "trackers", "verdict")
+SHOWN_ALONE = ("cache", "judge", "overwrite", "published", "timing", "trackers", "verdict")
 
 
 @dataclass(slots=True)
@@ -60,18 +61,22 @@ class RecipeJob:
 
 @dataclass(slots=True)
 class QuantizeJob(RecipeJob):
+    infer: Annotated[Infer, engines(lambda runtime: runtime.quantized)]
     trt: Trt
     judge: Judge
     timing: Timing
     verdict: Verdict
     metrics: Metrics
     trackers: Annotated[list[str], one_of(TRACKERS, each=True), "who is told of a finished run, beside its own record"]
+    overwrite: Annotated[bool, "whether another finished run in `hydra.run.dir` is removed; else its folder is refused"]
     published: Annotated[str | None, "file of published latencies, shown beside a sweep's"]
     compiled_baseline: Annotated[
         bool, "whether the unquantized denoiser by torch after torch.compile is timed in the engines' rounds too"
     ]
     hand_over: Annotated[
-        list[str], one_of(TARGETS, each=True), "tools in whose own formats the result is written too, see hand_over.py"
+        list[str],
+        one_of(TARGETS, each=True),
+        "tools in whose own formats the result is written too, as hand_over does",
     ]
 
     def __post_init__(self):
@@ -87,7 +92,7 @@ class QuantizeJob(RecipeJob):
         targets_for(self.trt, set().union(*self.formats().values()))
         expected = (
             "newer ones, because TensorRT for RTX multiplies no fp32 matrices on SM75, and every decoder of images has "
-            "some; build plans of the other parts with export_trt.py"
+            "some; build plans of the other parts with export_trt"
         )
         check(NO_FP32 not in (self.trt.targets or ()), "trt.targets", self.trt.targets, expected)
         check_engine(self.infer.engine, self.quantize, self.trt)
@@ -119,6 +124,24 @@ class QuantizeJob(RecipeJob):
         check_consumers(self.hand_over)
 
 
+def check_heeded(job: QuantizeJob, given: Iterable[str]) -> None:
+    """Raises ConfigError when a knob that was ``given``, by its name on the command line, changes nothing.
+
+    In a sweep they may vary: jobs that are equal then are done once.
+    """
+    linear = {f"{prefix}{name}" for name in unheeded_knobs(job.quantize) for prefix in ("", "quantize.")}
+    for name in given:
+        if name in linear:
+            because = f"quant_level={job.quantize.quant_level:g} quantizes no linear, which alone it is for"
+        elif name.startswith("trt.") and job.trt.library == "none":
+            because = "export_trt=none builds no plan"
+        elif name.startswith("judge.") and not job.judge.candidates:
+            because = "there are no candidates"
+        else:
+            continue
+        raise ConfigError(f"{name} was given and changes nothing, because {because}; leave it out")
+
+
 def deciding(job: Any) -> dict[str, Any]:
     """The knobs that decide what a job makes, but for where it keeps it and how it is shown."""
     knobs = {name: value for name, value in asdict(job).items() if name not in SHOWN_ALONE}
@@ -133,13 +156,8 @@ def check_engine(engine: str, quantize: Quantize, trt: Trt) -> None:
     expected = "an engine for the quantized model, such as infer=openvino, because torch is every job's baseline"
     check(runtime.quantized, "infer.engine", engine, expected)
     if runtime.file is None:
-        pairs = (quantize.enable.conv, quantize.enable.linear)
-        fits = all(
-            pair.activation is None or FORMATS[pair.weight].torch_compute_capability and pair.activation == pair.weight
-            for pair in pairs
-        )
         expected = f"another, such as infer=openvino, because torch itself multiplies no {quantize.format}"
-        check(fits, "infer.engine", engine, expected)
+        check(torch_multiplies(quantize.enable), "infer.engine", engine, expected)
         expected = (
             f"null, because infer.engine={engine} multiplies codes with codes, and a budget leaves inputs in fp16"
         )
@@ -149,6 +167,15 @@ def check_engine(engine: str, quantize: Quantize, trt: Trt) -> None:
     if runtime.file == "plan":
         expected = f"auto or {engine}, because infer.engine={engine} runs the plans that it builds"
         check(trt.library in ("auto", engine), "trt.library", trt.library, expected)
+
+
+def torch_multiplies(enable: Enable) -> bool:
+    """Whether torch itself multiplies the codes of all inputs that are quantized."""
+    return all(
+        pair.activation is None
+        or (FORMATS[pair.weight].torch_compute_capability is not None and pair.activation == pair.weight)
+        for pair in (enable.conv, enable.linear)
+    )
 
 
 def check_targets(knob: str, targets: list[str], job: RecipeJob) -> None:

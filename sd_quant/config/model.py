@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from sd_quant.checkpoints.accepted import check_kind
 from sd_quant.checkpoints.archive import is_gzipped, open_members
 from sd_quant.config.sections import SIDE, SIZE, SOME
 from sd_quant.inference.image_files import image_files, mask_files
@@ -80,7 +81,7 @@ class Model:
 
     def check_files(self) -> None:
         """Raises SdQuantError unless the checkpoint and the LoRAs are there, and its archive whole."""
-        check_checkpoint(self.path)
+        check_checkpoint(self.path, self.family)
         for path, _ in map(lora_of, self.loras):
             existing("model.loras", path, "the path of a .safetensors file, or file:strength")
         check_source_files("model.calibration_", self.calibration_image, self.calibration_mask)
@@ -116,10 +117,14 @@ def check_source_files(knobs: str, image: str | None, mask: str | None) -> None:
             mask_files(f"{knobs}mask", input_path(mask), images)
 
 
-def check_checkpoint(path: str) -> None:
-    """Raises SdQuantError unless the checkpoint is there and its archive whole; the job checks weights and gzip."""
+def check_checkpoint(path: str, family: str) -> None:
+    """Raises SdQuantError unless the checkpoint is there, of a kind that the family takes, and its archive whole.
+
+    The job checks weights and gzip.
+    """
     expected = "the path of an existing file or folder: nothing is fetched from a hub, so download a model first"
     checkpoint = existing("model.path", path, expected)
+    check_kind(checkpoint, family)
     if checkpoint.suffix != ".safetensors" and not is_gzipped(checkpoint):
         open_members(checkpoint)
 

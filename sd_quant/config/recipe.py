@@ -21,6 +21,7 @@ def presets() -> dict[str, Path]:
     return {path.stem: path for groups in GROUPS for path in sorted((groups / "quantize").glob("*.yaml"))}
 
 
+MOST_LAYERS = 1000  # that may be quantized: SDXL's denoiser has the most of all families, 760
 BY_FAMILY = Limit(
     lambda patterns: patterns.keys() <= FAMILIES.keys(),
     lambda: f"patterns by the name of a family: {', '.join(sorted(FAMILIES))}",
@@ -51,8 +52,8 @@ class Quantize(Recipe):
         int | float,
         Called("keep"),
         Limit(
-            lambda keep: keep >= 0 if isinstance(keep, int) else 0 <= keep < 1,
-            "a number of layers or a fraction below 1: keeping all would quantize nothing",
+            lambda keep: 0 <= keep < (MOST_LAYERS if isinstance(keep, int) else 1),
+            f"a number of layers below {MOST_LAYERS} or a fraction below 1: keeping all would quantize nothing",
         ),
         "the most sensitive layers, which stay in fp16",
     ]

@@ -114,14 +114,18 @@ def why_not(name: str, used: Mapping[str, Collection[str]]) -> str | None:
     return next((reason for reason in reasons if reason), None)
 
 
+def not_installed(name: str) -> str | None:
+    """That the package of the runtime ``name`` is missing, and what installs it; None where it is there."""
+    runtime = RUNTIMES[name]
+    if find_spec(runtime.package) is not None:
+        return None
+    return f"the package {runtime.package} is not installed; pip install 'sd-quant[{runtime.extra}]'"
+
+
 def check_installed(name: str) -> None:
     """Raises ResourceError when the package of the runtime ``name`` is missing."""
-    runtime = RUNTIMES[name]
-    if find_spec(runtime.package) is None:
-        raise ResourceError(
-            f"the package {runtime.package} is not installed, which this job needs; "
-            f"pip install 'sd-quant[{runtime.extra}]', or choose another infer= or export_trt="
-        )
+    if missing := not_installed(name):
+        raise ResourceError(f"{missing}, or choose another infer= or export_trt=")
 
 
 def load_engine(name: str, path: Path, **options: object) -> Engine:

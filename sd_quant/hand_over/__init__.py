@@ -28,7 +28,9 @@ class Target:
     consumer: str  # what opens the result
     tried: tuple[str, ...]  # the packages with which a test opened it
     formats: Mapping[str, str]  # of weights, each with how its inputs are computed
-    loading: str  # the consumer's code that opens the result, with {folder}, and {absent} for what it is to do without
+    # the consumer's code that opens the result, with {folder}, and {absent} for what it is to do without; or what a
+    # person does, step by step
+    loading: str | tuple[str, ...]
     broken: Mapping[str, str] = field(default_factory=dict)  # versions of packages that cannot open it, and what fails
     convolutions: frozenset[str] = frozenset()  # formats that hold them; they may have four axes then
     multiplied: frozenset[str] = frozenset()  # formats whose inputs may be multiplied by a pre_quant_scale
@@ -76,7 +78,7 @@ TARGETS: dict[str, Target] = {
         Target(
             "comfyui", "ComfyUI", ("comfy-kitchen==0.2.40",),  # whose kernels and layouts ComfyUI calls
             {"fp8": STATIC, "int8": PER_ROW, "nvfp4": AS_ASSIGNED},
-            "# copy {folder}/sdxl.safetensors to ComfyUI/models/checkpoints and open it with Load Checkpoint",
+            ("Copy `sdxl.safetensors` to `ComfyUI/models/checkpoints`.", "Open it with the node Load Checkpoint."),
             multiplied=frozenset({"nvfp4"}), rotated=frozenset({"int8"}), per_channel={"fp8": False},
             in_fp32=frozenset({"nvfp4"}),
             excluded={"nvfp4": ("attn2.to_k", "attn2.to_v")},  # ComfyUI reads the model's kind off their shape
@@ -108,7 +110,7 @@ TARGETS: dict[str, Target] = {
         Target(
             "gguf", "ComfyUI-GGUF", ("gguf==0.19.0",),  # whose reader and dequantizers it calls
             {"int8": FP16, "int4": FP16},
-            "# copy {folder}/unet_xl.gguf to ComfyUI/models/unet and open it with Unet Loader (GGUF)",
+            ("Copy `unet_xl.gguf` to `ComfyUI/models/unet`.", "Open it with the node Unet Loader (GGUF)."),
             block=32, families=SDXL, others=None, package="gguf",
         ),
         exported(

@@ -1,10 +1,11 @@
 """The README of a result: what it is, what it lost, how far it is from full precision, and how to open it."""
 
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
 from sd_quant.hand_over import AS_ASSIGNED, Target
-from sd_quant.metrics.intervals import mean_interval
+from sd_quant.metrics import SCORES
 
 
 def model_card(figures: Mapping[str, Any], target: Target) -> str:
@@ -16,9 +17,6 @@ def model_card(figures: Mapping[str, Any], target: Target) -> str:
     )
     lost = [f"- {count} in high precision: {reason}" for reason, count in figures["lost"].items()]
     lost += [f"- {what}" for what in figures["left_out"]]
-    absent = "".join(f", {name}=None" for name in figures["absent"])
-    code = target.loading.format(folder=figures["folder"].rpartition("/")[2], absent=absent)
-    packages = [] if code.startswith("#") else [f"# pip install {' '.join(target.tried)}"]
     return "\n".join([
         f"# {figures['part']} for {target.consumer}",
         "",
@@ -33,10 +31,7 @@ def model_card(figures: Mapping[str, Any], target: Target) -> str:
         "",
         "## How to open it",
         "",
-        "```python",
-        *packages,
-        code,
-        "```",
+        *opening(figures, target),
         "",
         f"Tried with {', '.join(target.tried)}.",
         "",
@@ -50,7 +45,7 @@ def model_card(figures: Mapping[str, Any], target: Target) -> str:
         "",
         "## How it was made",
         "",
-        f"    {figures['command']}",
+        *(f"    {line}" for line in figures["command"].splitlines()),
         "",
         ", ".join(f"{name} {version}" for name, version in figures["versions"].items() if version),
         "",
@@ -61,14 +56,22 @@ def model_card(figures: Mapping[str, Any], target: Target) -> str:
     ])  # fmt: skip
 
 
+def opening(figures: Mapping[str, Any], target: Target) -> list[str]:
+    """The steps by which a person opens it, or the consumer's code that does."""
+    if not isinstance(target.loading, str):
+        return [f"{number}. {step}" for number, step in enumerate(target.loading, 1)]
+    absent = "".join(f", {name}=None" for name in figures["absent"])
+    code = target.loading.format(folder=figures["folder"].rpartition("/")[2], absent=absent)
+    return [f"    {shlex.join(['pip', 'install', *target.tried])}", "", "```python", code, "```"]
+
+
 def fidelity_lines(fidelity: Mapping | None) -> list[str]:
     """A table of the scores' means over images with their intervals."""
     if fidelity is None:
-        return ["No images were made of it (`images=false`)."]
+        return ["No images were made of it."]
     lines = ["| score | mean of the images | 95 % interval |", "|---|---|---|"]
     for key, entry in fidelity.items():
-        values = [value for value in entry["values"] if value is not None]
-        if values:
-            interval = mean_interval(values)
-            lines.append(f"| {key} | {interval.value:.4g} | {interval.low:.4g} to {interval.high:.4g} |")
-    return [*lines, "", "These are images of what the consumer computes of this file, simulated, not those of the run."]
+        if interval := SCORES[key].mean(entry["values"]):
+            ends = f"{interval.low:.4g} to {interval.high:.4g}" if interval.known else "unknown, of one image"
+            lines.append(f"| {key} | {interval.value:.4g} | {ends} |")
+    return [*lines, "", "These are images of what the consumer computes of this file, simulated in torch."]

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sd_quant.engines import Runtime
-from sd_quant.metrics.memory import available_cuda_memory_bytes, available_memory_bytes
+from sd_quant.metrics.memory import available_cuda_memory_bytes
 from sd_quant.models import VAE_ENCODER
+from sd_quant.process import available_memory_bytes
 
 LOG = logging.getLogger(__name__)
 PROCESS = 1.0e9  # the process with its libraries; on a GPU, the contexts of CUDA and of its libraries

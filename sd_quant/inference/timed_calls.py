@@ -10,6 +10,7 @@ machine changes little; the road not taken is to compare whole images alone, of 
 few are made of both variants in turn all the same, and the record says whether they agree.
 """
 
+import functools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ import torch
 from sd_quant.engines.base import Engine, cast_inputs
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.pipeline import Pipeline, Sampling
-from sd_quant.metrics.latency import clock_of, wall_clock
+from sd_quant.metrics.latency import Clock, Rounds, Stopping, clock_of, measure_together, wall_clock
 from sd_quant.models.checkpoint import Checkpoint, samples_per_image
 from sd_quant.models.parts import Contract, axes
 
@@ -65,13 +66,14 @@ class ImageTimes:
 
     totals: list[float]  # milliseconds
     rest: float  # what an image takes beside its calls of the denoiser, as a share of what those take
+    rounds: Rounds | None = None  # None where nothing was made: see ``image_of_parts``
 
 
 class Stopwatch:
-    """``engine``, whose calls are timed."""
+    """``engine``, whose calls are timed, and what else an image takes."""
 
     def __init__(self, engine: Engine):
-        self.engine, self.milliseconds = engine, 0.0
+        self.engine, self.milliseconds, self.rests = engine, 0.0, list[float]()
         self.name, self.inputs, self.device = engine.name, engine.inputs, engine.device
 
     def __call__(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -86,30 +88,39 @@ class Stopwatch:
         self.engine.close()
 
 
+def clock_with(watch: Stopwatch) -> Clock:
+    """The wall clock of a call that makes images with the engine of ``watch``, which notes what else they take."""
+
+    @functools.wraps(wall_clock)
+    def timed(call: Callable[[], object]) -> float:
+        watch.milliseconds = 0.0
+        total = wall_clock(call)
+        watch.rests.append(max(0.0, total - watch.milliseconds) / watch.milliseconds)
+        return total
+
+    return timed
+
+
 def image_times(
     checkpoint: Checkpoint,
     variants: Mapping[str, Mapping[str, Engine]],
     prompts: Sequence[str],
     sampling: Sampling,
-    repeats: int,
+    stopping: Stopping,
 ) -> dict[str, ImageTimes]:
-    """Time ``repeats`` batches of images of each variant, which take turns, after WARMUP_IMAGES that do not count."""
+    """Time batches of images of each variant, in rounds as calls are, after WARMUP_IMAGES that do not count."""
     denoiser = checkpoint.family.DENOISER
     watches = {name: Stopwatch(engines[denoiser]) for name, engines in variants.items()}
     calls = {
         name: image_call(pipeline_of(checkpoint, {**engines, denoiser: watches[name]}), prompts, sampling)
         for name, engines in variants.items()
     }
-    totals = {name: list[float]() for name in variants}
-    rests = {name: list[float]() for name in variants}
-    for repeat in range(WARMUP_IMAGES + repeats):
-        for name in sorted(calls, reverse=bool(repeat % 2)):
-            watches[name].milliseconds = 0.0
-            total, denoising = wall_clock(calls[name]), watches[name].milliseconds
-            if repeat >= WARMUP_IMAGES:
-                totals[name].append(total)
-                rests[name].append(max(0.0, total - denoising) / denoising)
-    return {name: ImageTimes(totals[name], statistics.median(rests[name])) for name in variants}
+    clocks = {name: clock_with(watch) for name, watch in watches.items()}
+    rounds = measure_together(calls, WARMUP_IMAGES, stopping, clocks)
+    return {
+        name: ImageTimes(samples, statistics.median(watches[name].rests), rounds)
+        for name, samples in rounds.samples.items()
+    }
 
 
 def image_of_parts(medians: Mapping[str, float], steps: int, denoiser: str) -> ImageTimes:

@@ -6,10 +6,13 @@ prints, the summaries of a sweep and the page take it from there. Nothing is imp
 table is read without torch.
 """
 
+import math
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+
+from sd_quant.metrics.intervals import Interval, mean_interval
 
 
 class Against(Enum):
@@ -40,6 +43,8 @@ class Score:
     format: str = "{:.4f}"  # of its numbers
     unit: str = ""
     more_is_better: bool = True
+    least: float = -math.inf  # that it can be
+    most: float = math.inf
     columns: tuple[str, ...] = ()  # of summary.csv: for the mean or the last step, then for the worst image
     shown: bool = True  # in the tables for people too
     undefined: str = "not a finite number"  # why it is None for an image or a step
@@ -59,6 +64,19 @@ class Score:
         """``value`` with its unit."""
         return f"{self.format.format(value)} {self.unit}".rstrip()
 
+    def mean(self, values: Sequence[float | None]) -> Interval | None:
+        """The mean of the values that are not None and its 95 % interval, which ends where the score does.
+
+        None where no value is left; of one value alone the ends are infinite.
+        """
+        known = [value for value in values if value is not None]
+        if not known:
+            return None
+        found = mean_interval(known)
+        # a sum of float32 may be beyond a bound by its last digit, and a mean lies in its interval
+        ends = max(found.low, min(self.least, found.value)), min(found.high, max(self.most, found.value))
+        return Interval(found.value, *ends) if found.known else found
+
     def compute(self, *arguments):
         function: Callable = pkgutil.resolve_name(self.function)
         return function(*arguments)
@@ -69,18 +87,18 @@ SCORES = {
     score.key: score
     for score in (
         Score("psnr", "PSNR", Against.IMAGES, "sd_quant.metrics.fidelity:psnr", "{:.2f}", "dB",
-              columns=("psnr_db", "psnr_worst_db"), undefined=IDENTICAL),
-        Score("ssim", "SSIM", Against.IMAGES, "sd_quant.metrics.fidelity:ssim", columns=("ssim",)),
-        Score("lpips", "LPIPS", Against.IMAGES, "sd_quant.metrics.lpips:lpips", more_is_better=False,
+              least=0, columns=("psnr_db", "psnr_worst_db"), undefined=IDENTICAL),
+        Score("ssim", "SSIM", Against.IMAGES, "sd_quant.metrics.fidelity:ssim", least=-1, most=1, columns=("ssim",)),
+        Score("lpips", "LPIPS", Against.IMAGES, "sd_quant.metrics.lpips:lpips", more_is_better=False, least=0,
               columns=("lpips",)),
         Score("latent_sqnr_db", "latent SQNR", Against.LATENTS, "sd_quant.metrics.fidelity:latent_sqnr", "{:.1f}", "dB",
               columns=("latent_sqnr_db",), undefined=IDENTICAL),
         Score("frechet_efficientnet", "Fréchet distance", Against.SET, "sd_quant.metrics.frechet:frechet_efficientnet",
-              "{:.2f}", more_is_better=False, columns=("frechet_efficientnet",), shown=False),
+              "{:.2f}", more_is_better=False, least=0, columns=("frechet_efficientnet",), shown=False),
         Score("clip_score", "CLIP score", Against.PROMPTS, "sd_quant.metrics.text_image:clip_score", "{:.2f}",
-              shown=False, files=("clip_weights",)),
+              least=0, most=100, shown=False, files=("clip_weights",)),
         Score("fid", "FID", Against.PHOTOGRAPHS, "sd_quant.metrics.text_image:fid", "{:.2f}", more_is_better=False,
-              shown=False, files=("fid_references",), optional_files=("fid_weights",)),
+              least=0, shown=False, files=("fid_references",), optional_files=("fid_weights",)),
     )
 }  # fmt: skip
 

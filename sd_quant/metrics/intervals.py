@@ -37,6 +37,10 @@ class Interval(NamedTuple):
     low: float
     high: float
 
+    @property
+    def known(self) -> bool:
+        return math.isfinite(self.low) and math.isfinite(self.high)
+
     def holds(self, value: float) -> bool:
         return self.low <= value <= self.high
 

@@ -43,6 +43,7 @@ LONGEST_ROW = 500  # milliseconds; what longer calls find in the caches is littl
 FEWEST_OPENINGS = 8  # before their intervals are looked at
 LOOKED_AT = 0.995  # the confidence of intervals that have to be narrow, against those that are so by luck
 ROUNDS_OF_AN_OPENING = 3  # at least, and for as long as it took
+MOST_SPREAD = 1.0  # of rounds, above which their median says nothing, see ``spread``
 NARROW, BUDGET, CEILING = "narrow", "budget", "rounds"  # why rounds ended: the intervals, the time, or there are enough
 
 
@@ -122,6 +123,20 @@ def statistics_of(samples: list[float], warmup: int, clock: str) -> dict[str, An
         "clock": clock,
         "samples_ms": samples,
     }
+
+
+def judged(timing: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+    """``timing``, whose median is null with a ``reason`` where there is one, or where its rounds support none."""
+    reason = reason or too_far_apart(timing["samples_ms"])
+    return timing if reason is None else timing | {"p50_ms": None, "reason": reason}
+
+
+def too_far_apart(samples: Sequence[float]) -> str | None:
+    """Why the median of these milliseconds says nothing, or None."""
+    if spread(samples) <= MOST_SPREAD:
+        return None
+    low, high = np.percentile(samples, [10, 90]).tolist()
+    return f"its rounds took {low:.3g} to {high:.3g} ms, which is no figure; time again when the machine is quiet"
 
 
 def measure(call: Call, warmup: int, repeats: int, clock: Clock = wall_clock) -> dict[str, Any]:

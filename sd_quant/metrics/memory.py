@@ -11,7 +11,6 @@ have had together at one look. Pages that they share, such as the libraries, cou
 
 import logging
 import os
-import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +19,8 @@ from time import perf_counter
 
 import torch
 
-from sd_quant.process import address_space_bytes, peak_memory_bytes, reset_peak
+from sd_quant.process import peak_memory_bytes, reset_peak
+from sd_quant.progress import working
 
 LOG = logging.getLogger("sd_quant")
 SECONDS_BETWEEN_LOOKS = 0.1
@@ -72,25 +72,6 @@ class FamilyPeak:
     def __exit__(self, *_: object) -> None:
         self.stopped.set()
         self.thread.join()
-
-
-def available_memory_bytes() -> int:
-    """Memory that can be had without swapping: what the kernel says, within the limits of container and process."""
-    return int(min(_free_memory_bytes(), address_space_bytes()))
-
-
-def _free_memory_bytes() -> int:
-    try:
-        match = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE)
-        available = int(match[1]) * 1024
-    except (OSError, TypeError):  # not Linux
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    cgroup = Path("/sys/fs/cgroup")
-    try:
-        limit, used = ((cgroup / name).read_text(encoding="ascii").strip() for name in ("memory.max", "memory.current"))
-        return available if limit == "max" else min(available, int(limit) - int(used))
-    except (OSError, ValueError):
-        return available
 
 
 def peak_cuda_memory_bytes() -> int | None:
@@ -149,7 +130,7 @@ class StageTimer:
             reset_peak()
         family = FamilyPeak()
         try:
-            with family:
+            with family, working(name):
                 yield
         except Exception as error:
             error.add_note(f"the stage {name}, with up to {used()}")

@@ -38,12 +38,27 @@ class LayerStatistics:
     rows: Sample  # up to ``ROWS``, fp16: [rows, in_features] of a linear, [rows, in_channels * kh * kw] of a conv
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Statistics:
     """The inputs of all layers and of the whole network."""
 
     layers: dict[str, LayerStatistics]  # by the layer's name
     calls: dict[str, Sample]  # by the input's name: up to ``CALLS`` values, of the same calls for every input
+
+    @property
+    def steps(self) -> int | None:
+        """Denoising steps of an image; None where no layer was reached."""
+        return next((layer.amax.shape[-1 if layer.kind == "conv" else 0] for layer in self.layers.values()), None)
+
+    @property
+    def prompts(self) -> int | None:
+        """How many prompts they are of; None without a convolution, because nothing else tells."""
+        return next((len(layer.amax) for layer in self.layers.values() if layer.kind == "conv"), None)
+
+    def __repr__(self) -> str:
+        calls = max((len(sample.priority) for sample in self.calls.values()), default=0)
+        counts = {"layers": len(self.layers), "prompts": self.prompts, "steps": self.steps, "calls": calls}
+        return f"Statistics({', '.join(f'{count} {name}' for name, count in counts.items() if count is not None)})"
 
 
 def kind_of(module: nn.Module) -> str:

@@ -23,6 +23,7 @@ from PIL import Image
 
 from sd_quant.files import read_regular, write_text
 from sd_quant.metrics import SCORES, Against, Score, fidelity_scores
+from sd_quant.places import shown
 from sd_quant.report.candidates import judgement
 from sd_quant.report.candidates import rule as rule_of_candidates
 from sd_quant.report.plots import SIZE, TIME, figures, fitted, knob_value, svg
@@ -272,8 +273,9 @@ def busy_while_timing(sweep: Sweep, names: Mapping[str, str]) -> list[str]:
         conditions = at(job.record, "latency", engine, part, str(samples), "rounds")
         if job.name not in timed and (reason := busy_because(conditions)):
             found[reason] = f"while {names[job.name]} was timed"
-    how = ": python -m sd_quant.stages.time_sweep <folder>" if timed else ""
-    return [f"{when}, {reason}; time again when the machine is quiet{how}." for reason, when in found.items()]
+    again = shlex.join(["python", "-m", "sd_quant.stages.time_sweep", shown(sweep.directory)])
+    how = f": {again}" if timed else "."  # no full stop behind a command
+    return [f"{when}, {reason}; time again when the machine is quiet{how}" for reason, when in found.items()]
 
 
 def results(table: Sequence[Row], sweep: Sweep, advice: Recommendation) -> str:

@@ -55,7 +55,7 @@ def machine() -> dict:
 
     from sd_quant.devices import threads
 
-    processor = _processor()
+    processor = processor_facts()
     flags = set((processor.get("flags") or processor.get("Features") or "").split())
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
@@ -132,7 +132,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _processor() -> dict[str, str]:
+def processor_facts() -> dict[str, str]:
     """The first processor of /proc/cpuinfo, empty where there is none."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")

@@ -7,7 +7,6 @@ names the jobs, and in each job's folder its record, why it failed, or neither. 
 import csv
 import io
 import json
-import math
 import re
 import statistics
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ from sd_quant.cache import try_lock
 from sd_quant.errors import ArtifactError
 from sd_quant.files import atomic_path, open_regular, read_regular, write_text
 from sd_quant.metrics import SCORES, fidelity_scores
-from sd_quant.metrics.intervals import Interval, mean_interval
+from sd_quant.metrics.intervals import Interval
 from sd_quant.report.csv_files import cell
 from sd_quant.report.record import (
     CANDIDATE,
@@ -116,10 +115,12 @@ def read_sweep(directory: Path) -> Sweep:
                 f"{directory} holds neither {SWEEP} nor {RECORD}; give the folder of a sweep or of a run"
             )
         job = read_job(directory.absolute().name, directory, {})
-        overrides = (job.record or {}).get("overrides") or []
+        record = job.record or {}
+        ours = "overrides" in record and not record.get("judged")
+        command = ["sd-quant", "quantize", *map(str, record["overrides"] or [])] if ours else []
         job = replace(job, timed=timed_alone(job.name, job.record))
         verdict = at(job.record, "knobs", "verdict")
-        return Sweep(directory, [str(override) for override in overrides], [], [job], None, verdict, names=(job.name,))
+        return Sweep(directory, command, [], [job], None, verdict, names=(job.name,))
     try:
         timing = read_timing(directory)
         together = timed_together(timing)
@@ -291,12 +292,12 @@ def compiled_columns(timed: Timed | None, image_ms: float | None) -> dict[str, f
 def psnr_interval(record: Any) -> Interval | None:
     """How far the mean PSNR would move with other prompts; None where there are too few, or some are infinite."""
     values = score_of(record, SCORES["psnr"]).values
-    return mean_interval(values) if len(values) > 1 and None not in values else None
+    return None if None in values else SCORES["psnr"].mean(values)
 
 
 def interval_columns(column: str, interval: Interval | None) -> dict[str, float | None]:
     """The ends of an interval at 95 %, None where there is no finite one."""
-    known = interval is not None and math.isfinite(interval.low) and math.isfinite(interval.high)
+    known = interval is not None and interval.known
     return {f"{column}_low": interval.low if known else None, f"{column}_high": interval.high if known else None}
 
 
@@ -408,7 +409,7 @@ def markdown(table: list[Row], varied: list[str]) -> str:
         lines.append([name, row["status"], *(column.text_in(row, each) for each, column in columns.items())])
     reasons = [markdown_text(f"{row['job']}: {row['status']}, {row['reason']}") for row in table if row["reason"]]
     reasons += [
-        markdown_text(f"{row['job']}: the same assignment as {row['same_as']}, done once")
+        markdown_text(f"{row['same_as']}: the same assignment as {row['job']}, not done again")
         for row in table
         if row["same_as"]
     ]

@@ -62,7 +62,9 @@ def sweep_table(sweep: Sweep) -> str:
         for row in table
     ]
     reasons = [f"{row['job']}: {row['reason']}" for row in table if row["reason"]]
-    reasons += [f"{row['job']}: the same assignment as {row['same_as']}, done once" for row in table if row["same_as"]]
+    reasons += [
+        f"{row['same_as']}: the same assignment as {row['job']}, not done again" for row in table if row["same_as"]
+    ]
     made = _align(["recipe", *(columns[name].title for name in shown)], lines)
     return "\n".join(printable(line) for line in [*made, *([""] if reasons else []), *reasons]) + "\n"
 
@@ -185,15 +187,16 @@ def _warnings(record: Mapping[str, Any], engine: str) -> list[str]:
     if fell_back := at(record, "executed", "fell_back"):
         of = at(record, "executed", "of")
         sentences.append(f"FLOAT: {engine} computes {len(fell_back)} of {of} quantized layers in floating point.")
-    for part in names(record, "latency", engine):
-        for batch in names(record, "latency", engine, part):
-            speedup = latency_of(record, engine, part, batch).speedup.value
-            if speedup is not None and round(speedup, 2) < 1:
-                what = f"{'prompt to image' if part == IMAGE else part} at batch {batch}"
-                times = f"{1 / speedup:.2f} times as long quantized as unquantized"
-                sentences.append(f"SLOWER: on {engine}, {what} takes {times}.")
-            if reason := busy_because(at(record, "latency", engine, part, batch, "rounds")):
-                sentences.append(f"BUSY: while {part} was timed on {engine}, {reason}; time again when it is quiet.")
+    for name in dict.fromkeys([engine, *baselines_of(record)]):
+        for part in names(record, "latency", name):
+            what = "prompt to image" if part == IMAGE else part
+            for batch in names(record, "latency", name, part):
+                speedup = latency_of(record, name, part, batch).speedup.value
+                if speedup is not None and round(speedup, 2) < 1 and name == engine:
+                    times = f"{1 / speedup:.2f} times as long quantized as unquantized"
+                    sentences.append(f"SLOWER: on {engine}, {what} at batch {batch} takes {times}.")
+                if reason := busy_because(at(record, "latency", name, part, batch, "rounds")):
+                    sentences.append(f"BUSY: while {what} was timed on {name}, {reason}; time again when it is quiet.")
     return sentences
 
 

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from sd_quant.metrics import SCORES
-from sd_quant.places import shown
+from sd_quant.places import link, shown
+from sd_quant.process import seconds_since_start
+from sd_quant.progress import working
 from sd_quant.report.record import score_of
 from sd_quant.report.summary import SWEEP
 from sd_quant.report.table import run_table
@@ -27,8 +29,10 @@ def closing_words(record: Mapping[str, Any], directory: Path) -> float | None:
     from sd_quant.report.rebuild import rebuild  # which draws
 
     print(run_table(record))
-    print(f"run directory: {shown(directory)}")
-    print(f"report: {shown(rebuild(directory))}")
+    with working("report"):
+        page = rebuild(directory)
+    print(f"run directory: {shown(directory)} (the command took {seconds_since_start():.1f} s)")
+    print(f"report: {link(page)}")
     return psnr
 
 

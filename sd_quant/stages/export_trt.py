@@ -36,9 +36,10 @@ from sd_quant.engines.tensorrt.profile import profile_of
 from sd_quant.errors import ResourceError
 from sd_quant.files import sha256, write_text
 from sd_quant.inference.memory import memory_of_plan
-from sd_quant.metrics.memory import StageTimer, available_memory_bytes
+from sd_quant.metrics.memory import StageTimer
 from sd_quant.models.checkpoint import part_parameters
 from sd_quant.places import output_path
+from sd_quant.process import available_memory_bytes
 from sd_quant.progress import progress
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.stages.export_onnx import delivered_files, export_parts

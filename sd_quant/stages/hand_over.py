@@ -6,6 +6,7 @@ folder: with chosen codes it is as large as the exported file.
 """
 
 import csv
+import shlex
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from sd_quant.cache import locked
 from sd_quant.checkpoints.diffusers_pipeline import with_tokenizers
 from sd_quant.checkpoints.licence import licence_of
 from sd_quant.checkpoints.pipeline_folder import write_pipeline_without
-from sd_quant.config import HandOverJob, QuantizeJob, RecipeJob, recipe_of_run
+from sd_quant.config import HandOverJob, Infer, QuantizeJob, RecipeJob, recipe_of_run
 from sd_quant.devices import best_device, threads
 from sd_quant.engines.pool import Pool, Variant
 from sd_quant.engines.torch import TorchEngine, placed
@@ -52,6 +53,7 @@ from sd_quant.report.provenance import versions
 from sd_quant.report.record import HandedOver, read_record, weights_sha256, why
 from sd_quant.report.summary import LOCK
 from sd_quant.report.table import handed_over
+from sd_quant.shell import literal
 from sd_quant.stages.calibrate import statistics_of
 from sd_quant.stages.choose import choose
 from sd_quant.stages.generate import generate, image_names
@@ -86,12 +88,16 @@ def hand_over(job: HandOverJob, directory: Path) -> None:
         loaded, assignment = assignment_of(knobs, run, step, open_model(knobs.model), directory)
         rows = rows_of(job.targets(), assignment)
         check_room(directory, len(rows) * sum(stored_bytes(loaded.parts, loaded.parameters).values()))
-        written = {}
+        reference, written = None, {}
+        if job.images:
+            reference = images_of_run(run, image_names(knobs.infer.prompt_list()))
         for name, held in rows.items():
-            command = f"python hand_over.py run={shown(run)} to={name}"
+            unseen = [] if job.images else ["images=false"]
+            command = shlex.join(["sd-quant", "hand_over", f"run={literal(shown(run))}", f"to={name}", *unseen])
             with step(name):
+                fidelity = fidelity_of(loaded, held, TARGETS[name], knobs.infer, reference)
                 written[name] = write_target(
-                    TARGETS[name], loaded, assignment, held, knobs, run, directory, command, job.images
+                    TARGETS[name], loaded, assignment, held, knobs, directory / name, command, fidelity, run
                 )
     print("\n".join([*handed_over(written), "", f"folders, each with a README.md: {shown(directory)}"]))
 
@@ -100,13 +106,13 @@ def hand_over_run(
     loaded: Loaded, assignment: Rows, rows: Mapping[str, Rows], job: QuantizeJob, directory: Path, overrides: list[str]
 ) -> dict[str, HandedOver]:
     """What ``quantize.py`` hands over to each target of ``rows``, into ``hand_over`` in its own ``directory``."""
-    command = " ".join(["python quantize.py", *overrides])
-    return {
-        name: write_target(
-            TARGETS[name], loaded, assignment, held, job, directory, directory / "hand_over", command, True
-        )
-        for name, held in rows.items()
-    }
+    command = shlex.join(["sd-quant", "quantize", *overrides])
+    reference, written = images_of_run(directory, image_names(job.infer.prompt_list())), {}
+    for name, held in rows.items():
+        fidelity = fidelity_of(loaded, held, TARGETS[name], job.infer, reference)
+        folder = directory / "hand_over" / name
+        written[name] = write_target(TARGETS[name], loaded, assignment, held, job, folder, command, fidelity, directory)
+    return written
 
 
 def rows_of(targets: Collection[str], assignment: Rows) -> dict[str, Rows]:
@@ -162,23 +168,23 @@ def write_target(
     assignment: Rows,
     rows: Rows,
     job: RecipeJob,
-    run: Path,
-    directory: Path,
+    folder: Path,
     command: str,
-    images: bool,
+    fidelity: dict | None,
+    run: Path | None = None,
 ) -> HandedOver:
-    """Write a target's folder into ``directory``, whole or not at all, and say what it holds.
+    """Write a target's ``folder``, whole or not at all, with its card, and say what it holds.
 
-    ``rows`` are the target's of the run's ``assignment``. Fidelity is to the full-precision images of ``run``.
+    ``rows`` are the target's of the ``assignment`` that the ``job`` has given, in a ``run`` or from Python by the lines
+    ``command``. ``fidelity`` is what ``fidelity_of`` says of them.
     """
-    folder = directory / target.name
     written: HandedOver = {
         "folder": shown(folder),
         "quantized": sum(layer.format is not None for layer in rows.values()),
         "of": sum(layer.format is not None for layer in assignment.values()),
         "inputs": computed_inputs(rows, target),
         "lost": lost(assignment, rows),
-        "fidelity": fidelity_of(loaded, rows, target, job, run) if images else None,
+        "fidelity": fidelity,
         "bytes": {},
     }
     with atomic_path(folder) as place:
@@ -189,7 +195,7 @@ def write_target(
         described: dict[str, Any] = {
             "target": target.name,
             "part": loaded.denoiser,
-            "run": shown(run),
+            "run": run and shown(run),
             "command": command,
             "left_out": left_out(target, loaded.checkpoint),
             "absent": absent(loaded.checkpoint),
@@ -249,9 +255,14 @@ def write_folder(folder: Path, target: Target, checkpoint: Checkpoint, rows: Row
     writer(target)(checkpoint, rows, folder)
 
 
-def fidelity_of(loaded: Loaded, rows: Rows, target: Target, job: RecipeJob, run: Path) -> dict:
-    """PSNR, SSIM and LPIPS of the images of what the consumer computes, against the run's full-precision images."""
-    checkpoint, infer = loaded.checkpoint, job.infer
+def fidelity_of(loaded: Loaded, rows: Rows, target: Target, infer: Infer, reference: Images | None) -> dict | None:
+    """PSNR, SSIM and LPIPS of the images of what the consumer computes.
+
+    They are against the ``reference``, the full-precision model's images of the same ``infer``; None without these.
+    """
+    if reference is None:
+        return None
+    checkpoint = loaded.checkpoint
     keys = {part: part for part in checkpoint.parts()} | {loaded.denoiser: SIMULATED}
     together = fits(memory_of_variant(loaded.parameters, workload_of(infer)), "all parts of the model")
     pool = Pool(
@@ -265,7 +276,6 @@ def fidelity_of(loaded: Loaded, rows: Rows, target: Target, job: RecipeJob, run:
         images = generate(pipeline, infer.prompt_list(), infer, target.name).images
     finally:
         pool.close()
-    reference = images_of_run(run, image_names(infer.prompt_list()))
     return {
         score.key: summary(score_pairs(score.compute, reference, images), score.undefined, not score.more_is_better)
         for score in fidelity_scores() if score.against is Against.IMAGES

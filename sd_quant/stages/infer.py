@@ -1,6 +1,7 @@
 """Images and latency from the engines of an earlier run, or from torch."""
 
 from pathlib import Path
+from statistics import median
 from typing import cast
 
 import torch
@@ -13,9 +14,8 @@ from sd_quant.engines.onnx_input import onnx_files
 from sd_quant.engines.pool import Pool, Variant
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.memory import fits, gpu_memory_of_variant, memory_of_part, memory_of_variant
-from sd_quant.inference.pipeline import Pipeline
-from sd_quant.inference.timed_calls import image_call, image_of_parts, part_call, samples_per_call
-from sd_quant.metrics.latency import clock_of, measure
+from sd_quant.inference.timed_calls import image_of_parts, image_times, part_call, samples_per_call
+from sd_quant.metrics.latency import Stopping, clock_of, judged, measure
 from sd_quant.metrics.memory import peak_cuda_memory_bytes, peak_memory_bytes, used
 from sd_quant.models.checkpoint import Checkpoint, contracts_of, part_parameters
 from sd_quant.models.parts import Contract
@@ -61,10 +61,9 @@ def infer(job: InferJob, directory: Path) -> None:
     engines = Variant(pool, {part: part for part in checkpoint.parts()})
     if together:  # opens all of them, so that a broken file is refused before the others have worked
         list(engines.values())
-    pipeline = pipeline_of(checkpoint, engines)
-    generated = generate(pipeline, prompts, job.infer, job.infer.engine)
+    generated = generate(pipeline_of(checkpoint, engines), prompts, job.infer, job.infer.engine)
     save_images(generated.images, out / "images", image_names(prompts))
-    latency = time_engine(checkpoint, engines, pipeline, prompts, job.infer, together)
+    latency = time_engine(checkpoint, engines, prompts, job.infer, together)
     record = InferRecord(
         schema_version=SCHEMA_VERSION,
         status=DONE,
@@ -79,7 +78,8 @@ def infer(job: InferJob, directory: Path) -> None:
     write_record(record, out)
     for part, by_batch in latency.items():
         for batch, times in by_batch.items():
-            print(f"{part:14} batch {batch}: {times['p50_ms']:9.2f} ms")
+            shown = times.get("reason") if times["p50_ms"] is None else f"{times['p50_ms']:9.2f} ms"
+            print(f"{part:14} batch {batch}: {shown}")
     print(f"peak: {used()}")
     print(f"images: {out / 'images'}")
 
@@ -106,7 +106,7 @@ def open_part(checkpoint: Checkpoint, infer: Infer, files: dict[str, Path], part
 
 
 def time_engine(
-    checkpoint: Checkpoint, engines: Variant, pipeline: Pipeline, prompts: list[str], infer: Infer, together: bool
+    checkpoint: Checkpoint, engines: Variant, prompts: list[str], infer: Infer, together: bool
 ) -> dict[str, dict[str, Timing]]:
     """The latency of every part and of an image, each by its batch; ``together``: all parts are open at once."""
     sampling, contracts = sampling_of(infer), contracts_of(checkpoint)
@@ -115,16 +115,15 @@ def time_engine(
     for part, contract in contracts.items():
         samples = samples_per_call(checkpoint, part, sampling)
         times = part_latency(engines[part], contract, samples, infer)
-        latency[part], medians[part] = {str(samples): times}, times["p50_ms"]
+        latency[part], medians[part] = {str(samples): times}, median(times["samples_ms"])
+    image = added_up = image_of_parts(medians, sampling.steps_taken, checkpoint.family.DENOISER)
     if together:
-        image = cast(Timing, measure(image_call(pipeline, prompts, sampling), 1, min(3, infer.num_timed_runs)))
-    else:
-        added_up = image_of_parts(medians, sampling.steps_taken, checkpoint.family.DENOISER)
-        image = cast(Timing, image_entry(added_up, measured=False))
-    return latency | {IMAGE: {str(infer.batch_size): image}}
+        stopping = Stopping(min(3, infer.num_timed_runs), 1, 0)
+        image = image_times(checkpoint, {"": engines}, prompts, sampling, stopping)[""]
+    return latency | {IMAGE: {str(infer.batch_size): cast(Timing, image_entry(image, added_up))}}
 
 
 def part_latency(engine: Engine, contract: Contract, samples: int, infer: Infer) -> Timing:
     """The latency of one call of a part with a batch of ``samples``, by the clock of the engine's own device."""
     call = part_call(engine, contract, samples, sampling_of(infer))
-    return cast(Timing, measure(call, infer.num_warmup_runs, infer.num_timed_runs, clock_of(engine.device)))
+    return cast(Timing, judged(measure(call, infer.num_warmup_runs, infer.num_timed_runs, clock_of(engine.device))))

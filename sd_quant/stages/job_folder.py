@@ -19,11 +19,13 @@ from sd_quant.errors import ConfigError, SdQuantError
 from sd_quant.files import UNFINISHED, digest, remove
 from sd_quant.hand_over import TARGETS
 from sd_quant.hand_over.result_folder import remove_result
-from sd_quant.places import input_path, lasting
+from sd_quant.places import CONF, GROUPS, input_path, lasting, shown
 from sd_quant.report.provenance import made_of, provenance
 from sd_quant.report.record import RECORD, at, read_record
 from sd_quant.report.summary import FAILURE, LOCK, LOG, PROVENANCE
+from sd_quant.shell import literal
 from sd_quant.source import source_digest
+from sd_quant.text import one_line
 
 # What a job writes. Nothing else is ever removed, because the folder may be any that the user has named.
 HAND_OVER = "hand_over"
@@ -51,11 +53,14 @@ def inputs_of(job: QuantizeJob) -> dict[str, Path]:
 
 
 def facts_of(job: QuantizeJob, directory: Path) -> dict:
-    """The versions, the machine and the hashes of the inputs that the job starts from, as ``provenance`` has them."""
-    overrides = directory / ".hydra" / "overrides.yaml"
-    return provenance(
-        inputs_of(job), yaml.safe_load(overrides.read_text(encoding="utf-8")) if overrides.exists() else []
-    )
+    """The versions, the machine and the hashes of the inputs that the job starts from, as ``provenance`` has them.
+
+    Where presets of the user's own may be among the overrides, so is the folder in which Hydra finds them.
+    """
+    file = directory / ".hydra" / "overrides.yaml"
+    overrides = yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else []
+    own = ",".join(literal(f"file://{folder}") for folder in GROUPS if folder != CONF)
+    return provenance(inputs_of(job), [*overrides, *([f"hydra.searchpath=[{own}]"] if own else [])])
 
 
 def kept_knobs(job: QuantizeJob) -> dict:
@@ -92,6 +97,25 @@ def done_before(job: QuantizeJob, directory: Path) -> Mapping[str, Any] | None:
     if not (directory / RECORD).is_file():
         return None
     return finished(directory, fingerprint(job, made_of(inputs_of(job))))
+
+
+def check_no_other_run(job: QuantizeJob, directory: Path, wanted: str | None = None) -> None:
+    """Raises ConfigError where the folder holds a finished run of another fingerprint that is not to be overwritten.
+
+    ``wanted`` is the job's own fingerprint, if it is known. Imports nothing heavy.
+    """
+    record = None
+    with suppress(OSError, ValueError):  # a damaged one, as an interrupted attempt leaves it
+        record = read_record(directory)
+    if record is None or job.overwrite:
+        return
+    if at(record, "fingerprint") == (wanted or fingerprint(job, made_of(inputs_of(job)))):
+        return
+    made_by = " ".join(map(str, at(record, "overrides") or ())) or "no arguments"
+    raise ConfigError(
+        f"{shown(directory)} holds a finished run, of {one_line(made_by, 300)}, whose knobs, inputs or versions are "
+        "not this one's, expected a new folder; choose another hydra.run.dir, or add overwrite=true, which removes it"
+    )
 
 
 def check_own(directory: Path, marks: Sequence[str] = A_JOBS) -> None:

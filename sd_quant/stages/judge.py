@@ -45,7 +45,7 @@ from sd_quant.metrics.intervals import ratio_interval
 from sd_quant.metrics.memory import StageTimer, peak_cuda_memory_bytes
 from sd_quant.models.checkpoint import Checkpoint, denoiser_of, part_parameters, samples_per_image
 from sd_quant.numbers import relative_error
-from sd_quant.places import output_path, shown
+from sd_quant.places import link, output_path, shown
 from sd_quant.progress import progress
 from sd_quant.report.candidates import HIGH_PRECISION
 from sd_quant.report.csv_files import write_csv
@@ -121,7 +121,7 @@ def judge(job: JudgeJob, directory: Path) -> None:
     check_own(directory, marks=(SWEEP,))
     with locked(directory / LOCK, f"waiting for another process, which works in {directory}"):
         if at(read_object(directory / SWEEP), "jobs"):
-            raise ConfigError(f"{directory} holds a sweep of quantize.py; set hydra.run.dir to another folder")
+            raise ConfigError(f"{directory} holds a sweep of quantize; set hydra.run.dir to another folder")
         remove_unfinished(directory)
         court = court_of(job, directory)
         subjects = opened(job.judge, court, directory)
@@ -131,14 +131,14 @@ def judge(job: JudgeJob, directory: Path) -> None:
         finally:  # those that are judged are shown, whatever became of the others
             page = rebuild(directory)
             print(sweep_table(read_sweep(directory)))
-            print(f"report: {shown(page)}", flush=True)
+            print(f"report: {link(page)}", flush=True)
 
 
 def plan_of(job: JudgeJob) -> dict:
     """``sweep.json`` of a folder with candidates alone."""
     return {
         "schema_version": 1,
-        "command": ["python", "judge.py", *sys.argv[1:]] if sys.argv[0].endswith(".py") else sys.argv,
+        "command": ["sd-quant", "judge", *sys.argv[1:]],
         "varied": [],
         "jobs": [],
         "candidates": job.judge.planned(),

@@ -11,6 +11,7 @@ faster as the rounds say, the record says that.
 
 import logging
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from functools import cache
 
@@ -32,13 +33,14 @@ from sd_quant.metrics.latency import (
     Stopping,
     clock_of,
     in_a_row,
+    judged,
     measure_together,
     spread,
     statistics_of,
     wall_clock,
 )
-from sd_quant.metrics.memory import available_memory_bytes
 from sd_quant.models.checkpoint import Checkpoint, contracts_of, part_parameters
+from sd_quant.process import available_memory_bytes
 from sd_quant.progress import progress
 from sd_quant.report.record import FRAMEWORK as TORCH
 from sd_quant.report.record import IMAGE, Conditions
@@ -54,6 +56,7 @@ COMPOSED_COMPILED = "the unquantized engine's image with the compiled denoiser's
 FROM_PARTS = "from single calls, as memory does not hold everything at once"
 USED = ("others", "steal")  # who used the processors beside this process
 BYTES_OPENED = 4  # at most, of a parameter, that opening an engine again takes beside the engine
+IMPLAUSIBLE = 4  # times as long in an image as in rounds, or as short: one of the two was disturbed
 TOO_FEW = "too few rounds for an interval; raise infer.num_timed_runs or timing.budget_s"
 
 
@@ -88,7 +91,7 @@ def compare_latency(
                 part_rounds(checkpoint, {name: engines[name][part] for name in turn}, part, infer, stopping)
                 for turn in turns
             ]
-            times = {name: each.statistics(name) for each in rounds for name in each.samples}
+            times = {name: judged(each.statistics(name)) for each in rounds for name in each.samples}
             openings = rounds[0].openings if part == denoiser else openings
             samples = str(samples_per_call(checkpoint, part, sampling))
             framework[part] = {samples: {FULL_PRECISION: times[FRAMEWORK]}}
@@ -104,42 +107,53 @@ def compare_latency(
             if COMPILED_FRAMEWORK in times:
                 compiled[part] = {samples: {FULL_PRECISION: times[COMPILED_FRAMEWORK]}}
             for name, each in medians.items():
-                each[part] = times[name]["p50_ms"]
+                each[part] = statistics.median(times[name]["samples_ms"])
             advance()
+        added_up = {name: image_of_parts(each, sampling.steps_taken, denoiser) for name, each in medians.items()}
         if together:
             of_engines = [FULL_PRECISION, *([QUANTIZED] if simulated is None else [])]
             images = {
                 name: times
                 for turn in (of_engines, [FRAMEWORK])
                 for name, times in image_times(
-                    checkpoint, {name: engines[name] for name in turn}, prompts, sampling, whole_images(infer)
+                    checkpoint, {name: engines[name] for name in turn}, prompts, sampling, of_images(infer, timing)
                 ).items()
             }
         else:
-            steps = sampling.steps_taken
-            images = {name: image_of_parts(each, steps, denoiser) for name, each in medians.items()}
+            images = added_up
         advance()
     batch, (call,) = str(infer.batch_size), runtime[denoiser].values()
-    framework[IMAGE] = {batch: {FULL_PRECISION: image_entry(images[FRAMEWORK], together)}}
-    full, quantized = image_entry(images[FULL_PRECISION], together), untimed
+    framework[IMAGE] = {batch: {FULL_PRECISION: image_entry(images[FRAMEWORK], added_up[FRAMEWORK])}}
+    if (made := images[FRAMEWORK].rounds) is not None:
+        framework[IMAGE][batch]["rounds"] = conditions([made], FRAMEWORK)
+    full, quantized = image_entry(images[FULL_PRECISION], added_up[FULL_PRECISION]), untimed
     runtime[IMAGE] = {batch: {FULL_PRECISION: full, QUANTIZED: quantized}}
+    if (made := images[FULL_PRECISION].rounds) is not None:
+        runtime[IMAGE][batch]["rounds"] = conditions([made], FULL_PRECISION)
     rest, reference = images[FULL_PRECISION].rest, call[FULL_PRECISION]["samples_ms"]
 
     def over_full_precision(samples: Sequence[float]) -> dict:
         return compared(in_image(reference, reference, rest), in_image(reference, samples, rest), openings)
 
+    def composed(speedup: float, how: str) -> dict:
+        """The image of another denoiser; there is none where the unquantized image has no figure."""
+        if full["p50_ms"] is None:
+            return {"p50_ms": None, "reason": full["reason"]}
+        return {"p50_ms": full["p50_ms"] / speedup, "composed": how if together else FROM_PARTS}
+
     if simulated is None:
         found = over_full_precision(call[QUANTIZED]["samples_ms"])
-        quantized = {"p50_ms": full["p50_ms"] / found["speedup"], "composed": COMPOSED if together else FROM_PARTS}
-        if together:
+        quantized = composed(found["speedup"], COMPOSED)
+        if full["p50_ms"] is None:  # then what an image takes beside its calls is not known either
+            found = {"speedup": {"value": None, "reason": full["reason"]}}
+        elif together:
             found["whole_images"] = of_whole_images(found, images[FULL_PRECISION].totals, images[QUANTIZED].totals)
         runtime[IMAGE][batch] |= {QUANTIZED: quantized, **found}
     if not compiled:
         return {TORCH: framework, infer.engine: runtime}
     (found,) = compiled[denoiser].values()
     speedup = over_full_precision(found[FULL_PRECISION]["samples_ms"])["speedup"]
-    entry = {"p50_ms": full["p50_ms"] / speedup, "composed": COMPOSED_COMPILED if together else FROM_PARTS}
-    compiled[IMAGE] = {batch: {FULL_PRECISION: entry}}
+    compiled[IMAGE] = {batch: {FULL_PRECISION: composed(speedup, COMPOSED_COMPILED)}}
     return {TORCH: framework, COMPILED: compiled, infer.engine: runtime}
 
 
@@ -195,9 +209,9 @@ def conditions(rounds: Sequence[Rounds], reference: str) -> Conditions:
     )
 
 
-def whole_images(infer: Infer) -> int:
-    """How many batches of images are timed."""
-    return max(3, infer.num_timed_runs // 2)
+def of_images(infer: Infer, timing: Timing) -> Stopping:
+    """When enough batches of images are timed: by the rule for calls, with half as many and half the time."""
+    return Stopping(max(3, infer.num_timed_runs // 2), timing.half_width, timing.budget_s / 2)
 
 
 def of_whole_images(found: Mapping, full: Sequence[float], quantized: Sequence[float]) -> dict:
@@ -223,8 +237,18 @@ def compared(full: Sequence[float], quantized: Sequence[float], openings: Sequen
     return {"speedup": found.value, "speedup_interval": ends}
 
 
-def image_entry(image: ImageTimes, measured: bool) -> dict:
-    """The record's latency of an image; ``measured`` says whether whole images were."""
-    if not measured:
+def image_entry(image: ImageTimes, added_up: ImageTimes) -> dict:
+    """The record's latency of an image; without a figure where its denoiser took far longer or shorter than in rounds.
+
+    ``image`` is ``added_up`` where no whole images were made.
+    """
+    if image.rounds is None:
         return {"p50_ms": image.totals[0], "rest": image.rest, "composed": FROM_PARTS}
-    return statistics_of(image.totals, WARMUP_IMAGES, wall_clock.__name__) | {"rest": image.rest}
+    found = statistics_of(image.totals, WARMUP_IMAGES, wall_clock.__name__) | {"rest": image.rest}
+    in_images, in_rounds = (statistics.median(each.totals) / (1 + each.rest) for each in (image, added_up))
+    plausible = 1 / IMPLAUSIBLE <= in_images / in_rounds <= IMPLAUSIBLE
+    reason = (
+        f"the denoiser took {in_images:.3g} ms in it, and {in_rounds:.3g} ms by calls of its own; time again when the "
+        "machine is quiet"
+    )
+    return judged(found, None if plausible else reason)

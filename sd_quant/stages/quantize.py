@@ -34,6 +34,7 @@ from sd_quant.stages.generate import check_images
 from sd_quant.stages.hand_over import hand_over_run, rows_of
 from sd_quant.stages.job_folder import (
     HAND_OVER,
+    check_no_other_run,
     check_own,
     check_still_there,
     facts_of,
@@ -66,8 +67,11 @@ def quantize(job: QuantizeJob, directory: Path, tracer: Tracer) -> float | None:
     attempted = (directory / LOCK).exists()
     with locked(directory / LOCK, f"waiting for another process, which works in {directory}"):
         facts = facts_of(job, directory)
-        record = finished(directory, fingerprint(job, facts))
+        wanted = fingerprint(job, facts)
+        record = finished(directory, wanted)
         if record is None:
+            if not in_sweep(directory):  # a sweep's folder holds its own jobs alone
+                check_no_other_run(job, directory, wanted)
             if attempted:
                 remove_leftovers(directory)
             try:

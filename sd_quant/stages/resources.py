@@ -17,8 +17,9 @@ from sd_quant.inference.memory import (
     memory_of_plan,
     memory_of_simulation,
 )
-from sd_quant.metrics.memory import available_cuda_memory_bytes, available_memory_bytes
+from sd_quant.metrics.memory import available_cuda_memory_bytes
 from sd_quant.models.parts import Part
+from sd_quant.process import available_memory_bytes
 
 
 def workload_of(infer: Infer) -> Workload:

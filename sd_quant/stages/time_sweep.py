@@ -32,9 +32,11 @@ from sd_quant.errors import ArtifactError, SdQuantError, exit_with_its_code
 from sd_quant.files import digest, read_regular, sha256, write_json
 from sd_quant.inference.memory import QUANTIZED, TORCH, gpu_memory_of_variant, memory_of_variant
 from sd_quant.knobs import read
-from sd_quant.metrics.memory import available_cuda_memory_bytes, available_memory_bytes
+from sd_quant.metrics.memory import available_cuda_memory_bytes
 from sd_quant.models.checkpoint import Checkpoint, part_parameters
 from sd_quant.places import CONF
+from sd_quant.process import available_memory_bytes
+from sd_quant.progress import working
 from sd_quant.report.provenance import machine
 from sd_quant.report.rebuild import rebuild
 from sd_quant.report.record import DONE, IMAGE, SCHEMA_VERSION, VARIANTS, at, read_object, weights_sha256
@@ -86,7 +88,8 @@ def time_sweep(directory: Path, again: bool = False) -> None:
                 continue
             stored: Any = load_yaml(read_regular(job.directory / "config.yaml", MAX_TEXT))
             knobs = read(QuantizeJob, completed(stored))
-            add(workloads, knobs, job)
+            if reason := add(workloads, knobs, job):
+                left_out.append({"job": job.name, "reason": reason})
         except (SdQuantError, OSError, ValueError, TypeError, KeyError, RecursionError, yaml.YAMLError) as error:
             left_out.append({"job": job.name, "reason": f"its files cannot be read: {error}"})
     at_once = {key: most_at_once(open_model(work.job.model), work.job) for key, work in workloads.items()}
@@ -115,8 +118,8 @@ def why_left_out(job: Job, here: dict) -> str | None:
     return None
 
 
-def add(workloads: dict[str, Workload], knobs: QuantizeJob, job: Job) -> None:
-    """Put a job's engine among those that it can be compared with."""
+def add(workloads: dict[str, Workload], knobs: QuantizeJob, job: Job) -> str | None:
+    """Put a job's engine among those that it can be compared with; why it cannot be, or None."""
     infer, kind = knobs.infer, str(RUNTIMES[knobs.infer.engine].file)
     denoiser = str(at(job.record, "denoiser", "part"))
     engine, reference = artifact(job.directory, kind, denoiser), artifact(full_precision(job), kind, denoiser)
@@ -127,10 +130,13 @@ def add(workloads: dict[str, Workload], knobs: QuantizeJob, job: Job) -> None:
     )  # fmt: skip
     key = digest(infer.engine, str(same), str(weights_sha256(job.record)), hash_of(reference))
     image = at(job.record, "latency", infer.engine, IMAGE, str(infer.batch_size), VARIANTS[0])
+    if image["p50_ms"] is None:
+        return f"what an image takes beside its denoiser is not known: {image['reason']}"
     work = workloads.setdefault(key, Workload(knobs, reference, image["rest"], image["p50_ms"]))
     this = hash_of(engine)
     work.engines.setdefault(this, engine)
     work.jobs.setdefault(this, []).append(job.name)
+    return None
 
 
 def full_precision(job: Job) -> Path:
@@ -155,7 +161,8 @@ def blocks_of(work: Workload, size: int, timing: Timing) -> Iterator[Block]:
         LOG.info("timing %d engines beside the unquantized one, for about %g s", len(block), budget_s)
         began = perf_counter()
         engines = baselines | {each: open_file(work.engines[each], infer) for each in block}
-        rounds = denoiser_rounds(checkpoint, engines, infer, replace(timing, budget_s=budget_s))
+        with working(f"timing {len(block)} engines"):
+            rounds = denoiser_rounds(checkpoint, engines, infer, replace(timing, budget_s=budget_s))
         for each in block:
             engines[each].close()
         yield Block(

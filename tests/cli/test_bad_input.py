@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -14,6 +13,8 @@ import pytest
 from hydra import compose
 
 from sd_quant.cli import composing
+
+from ..pasting import words_of
 
 REPOSITORY = Path(__file__).parents[2]
 tensorrt_missing = pytest.mark.skipif(importlib.util.find_spec("tensorrt") is not None, reason="tensorrt is installed")
@@ -46,6 +47,7 @@ CHECKPOINT_GIVEN = "model.path={files}/empty.nemo"
         ("quantize.py", ["+quantize.alhpa=0.5"], 2, "there is no knob quantize.alhpa; did you mean alpha?"),
         ("quantize.py", ["quantize=int9"], 2, "there is no preset quantize=int9; did you mean int8"),
         ("quantize.py", ["alpha=["], 2, "the argument alpha=[ cannot be read"),
+        ("quantize.py", ["quant_level=1", "alpha=0.5"], 2, "alpha was given and changes nothing, because"),
         ("quantize.py", ["quant_level"], 2, "the argument quant_level has no value, expected quant_level=<value>"),
         ("quantize.py", ["-quant_level=3"], 2, "is no option; a knob is given without dashes: quant_level=3"),
         ("quantize.py", ["hydra.searchpath=[file://{files}/groups]", "quantize=broken"], 2, "of presets is no YAML"),
@@ -121,6 +123,7 @@ def test_an_archive_without_a_checkpoint_fails_with_one_sentence_and_leaves_only
     assert result.returncode == 3
     refusals = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert result.stderr.splitlines()[-1:] == refusals
+    assert "empty.nemo holds" not in result.stdout  # once
     assert "empty.nemo holds no model_config.yaml but nothing" in refusals[0]
     assert "Traceback" not in result.stderr + result.stdout and "Error executing job" not in result.stderr
     left = {path.name for path in (files / "run").iterdir()}
@@ -200,20 +203,26 @@ def test_ctrl_c_and_a_schedulers_word_end_the_job_soon_and_without_a_record(star
         ("quantize.py", "Quantize a diffusion checkpoint", "model quantize export_trt infer exclude experiment"),
         ("infer.py", "Make images with the engines of an earlier run", "model infer"),
         ("export_trt.py", "Build TensorRT plans from the ONNX files", "model export_trt"),
+        ("hand_over.py", "Hand a quantized model over", "none"),
+        ("judge.py", "Judge anybody's quantization of a model", "model"),
     ],
 )
-def test_help_says_what_a_command_does_with_its_own_groups_and_examples_that_work(process, script, says, groups):
+def test_help_says_what_a_command_does_with_its_own_groups_and_examples_that_paste(
+    process, script, says, groups, tmp_path
+):
     result = process(script, "--help")
     assert result.returncode == 0 and result.stdout.startswith(says)
     head, presets, knobs = re.split(r"\n== .* ==\n", result.stdout)
     assert [line.partition(":")[0] for line in presets.split("\n") if line] == groups.split()
-    assert "(at least 1)" in knobs
-    examples = [re.split(r" {3,}", line.strip())[0] for line in head.splitlines() if line.startswith("  ")]
-    assert len(examples) == (4 if script == "export_trt.py" else 3)
-    with composing(script.removesuffix(".py")):
-        for example in examples:
-            words = shlex.split(re.sub(r"<[^<>]*>", "some", example))
-            compose(script.removesuffix(".py"), [word for word in words if word != "-m" and "," not in word])
+    assert "(at least " in knobs
+    examples = [line for line in head.splitlines() if line.startswith("  ")]
+    assert len(examples) == {"export_trt.py": 5, "hand_over.py": 2, "judge.py": 2}.get(script, 3)
+    for example in examples:
+        program, called, *words = words_of(re.sub(r"<[^<>]*>", "some", example), tmp_path)
+        assert (program, called) == ("python", "infer.py" if "its folder" in example else script)
+        with composing(called.removesuffix(".py")):
+            varied = "-m" in words  # which several jobs are
+            compose(called.removesuffix(".py"), [word for word in words if not varied or not re.search("-m|,", word)])
 
 
 @pytest.mark.parametrize("script", ["quantize.py", "export_trt.py", "infer.py"])

@@ -43,7 +43,7 @@ def test_the_record_and_the_card_say_what_it_is(run):
     assert {"unet/modelopt_state.pth", "unet/diffusion_pytorch_model.safetensors"} <= entry["bytes"].keys()
     card = (folder / "README.md").read_text()
     assert f"| psnr | {entry['fidelity']['psnr']['mean']:.4g} |" in card and "95 % interval" in card
-    assert "zeros behind a text's 77 tokens" in card and "which names none" in card and "python quantize.py" in card
+    assert "zeros behind a text's 77 tokens" in card and "which names none" in card and "    sd-quant quantize " in card
 
 
 def test_a_run_that_is_done_is_handed_over_the_same(run, command, main_job, tmp_path):

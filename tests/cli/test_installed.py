@@ -1,6 +1,8 @@
 """A wheel in an environment of its own, used from a folder far from the checkout."""
 
+import html
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -11,7 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from sd_quant.cli import LAUNCHERS
 from sd_quant.places import HOME
+from sd_quant.shell import literal
+
+from ..pasting import AWKWARD
 
 pytestmark = [pytest.mark.soak, pytest.mark.needs(memory_gb=3)]
 
@@ -60,17 +66,22 @@ def environment(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def user(environment, tmp_path_factory, with_graphs) -> Run:
-    """``user(*command)`` in the folder ``user.folder``, which has a cache with the checkpoint's graphs."""
+    """``user(*command)`` in the folder ``user.folder``, which has a cache with the checkpoint's graphs.
+
+    ``user.paste(command)`` gives it to a shell there.
+    """
     folder = tmp_path_factory.mktemp("user")
     with_graphs(folder / "outputs/cache")
 
+    path = {"PATH": f"{environment}/bin:{os.environ['PATH']}"}
+    options = {"cwd": folder, "env": clean() | path, "capture_output": True, "text": True}
+
     def run(*command: str | Path) -> subprocess.CompletedProcess:
         program, *arguments = map(str, command)
-        return subprocess.run(
-            [str(environment / "bin" / program), *arguments], cwd=folder, env=clean(), capture_output=True, text=True
-        )
+        return subprocess.run([str(environment / "bin" / program), *arguments], **options)
 
     run.folder = folder  # type: ignore[attr-defined]
+    run.paste = lambda command: subprocess.run(["sh", "-c", command], **options)  # type: ignore[attr-defined]
     return run
 
 
@@ -80,10 +91,13 @@ def test_it_is_the_wheel_and_has_all_that_it_needs(user, environment):
     assert found == "True" and all(path.startswith(str(environment)) for path in paths)
 
 
-def test_a_command_that_there_is_not_is_refused(user):
+def test_a_command_that_there_is_not_is_refused_and_doctor_is_there(user, environment):
     assert "quantize" in user("sd-quant").stdout
     refused = user("sd-quant", "quantise")
     assert (refused.returncode, refused.stderr) == (2, "error: there is no command quantise; did you mean quantize?\n")
+    doctor = user("sd-quant", "doctor")
+    assert (doctor.returncode, doctor.stderr) == (0, "") and "  int8_weight_only" in doctor.stdout
+    assert "cannot be told" not in doctor.stdout and str(environment.parent) not in doctor.stdout
     same = user("python", "-m", "sd_quant", "quantise")
     assert (same.returncode, same.stderr) == (refused.returncode, refused.stderr)
 
@@ -92,29 +106,48 @@ def test_the_main_job_a_sweep_images_and_the_report(user):
     done = user("sd-quant", "quantize", "quant_level=3", "alpha=0.8", *SMALL)
     assert done.returncode == 0, done.stderr[-2000:]
     (run,) = (user.folder / "outputs/quantize").iterdir()
-    assert done.stdout.splitlines()[-1] == f"report: outputs/quantize/{run.name}/report.html"
+    assert done.stdout.splitlines()[-1] == f"report: {(run / 'report.html').as_uri()}"
     sweep = user("python", "-m", "sd_quant", "quantize", "-m", "quant_level=1,3", *SMALL)
     assert sweep.returncode == 0, sweep.stderr[-2000:]
     (folder,) = (user.folder / "outputs/sweeps").iterdir()
     assert (folder / "summary.csv").read_text().count("\n") == 3
-    assert "sd-quant quantize -m quant_level=1,3" in (folder / "report.html").read_text()
+    again = user.paste(command_of(folder))
+    assert again.returncode == 0 and "these jobs were begun before" in again.stdout, again.stderr[-2000:]
     images = user("sd-quant", "infer", f"run=outputs/quantize/{run.name}", "prompts=[a key]", "steps=2")
     assert images.returncode == 0, images.stderr[-2000:]
     again = user("sd-quant", "report", str(run))
     assert (again.returncode, again.stdout.strip()) == (0, f"{run}/report.html")
 
 
-def test_the_next_step_that_convert_prints_runs_as_printed(user, environment):
+def command_of(folder: Path) -> str:
+    """The command that the report of a run or a sweep shows."""
+    return html.unescape(re.search("<dt>command</dt><dd>(.*?)</dd>", (folder / "report.html").read_text())[1])
+
+
+def test_what_is_printed_and_written_runs_as_it_is_pasted(user, environment):
+    """For folders with names that shells and Hydra would take apart."""
     checkpoint = next((environment / "lib").glob("*/site-packages/sd_quant/shipped/checkpoints/sdxl_mini.nemo"))
-    for target in ("a folder", "back.nemo"):
-        source = checkpoint if target == "a folder" else "a folder"
+    model = AWKWARD.replace("${x}", "model")  # with which neither Hydra can write a run's folder, nor we read one
+    run = user.folder / f"{model} run"
+    commands = []
+    for source, target in ((checkpoint, model), (model, "back.nemo")):
         converted = user("sd-quant", "convert", source, target)
         assert converted.returncode == 0, converted.stderr
-        command = shlex.split(converted.stdout.strip().partition("; next: ")[2])
-        shown = user(*command, "--cfg", "job", "--resolve", "--package", "infer")
+        commands.append(converted.stdout.strip().partition("; next: ")[2])
+        shown = user.paste(f"{commands[-1]} --cfg job --resolve --package infer")
         assert "width: 64" in shown.stdout, shown.stderr
-        done = user(*command, *SMALL, f"hydra.run.dir={target} run")
-        assert done.returncode == 0, done.stderr[-2000:]
+    done = user.paste(f"{commands[0]} {shlex.join([*SMALL, f'hydra.run.dir={literal(run.name)}'])}")
+    assert done.returncode == 0, done.stderr[-2000:]
+    shown = user.paste(f"{command_of(run)} --cfg job --package model.path")
+    assert shown.stdout.strip() == model, shown.stderr
+    done = user("sd-quant", "hand_over", f"run={literal(run.name)}", "to=[diffusers_modelopt]", "images=false")
+    assert done.returncode == 0, done.stderr[-2000:]
+    cards = list((user.folder / "outputs/hand_over").glob("*/diffusers_modelopt/README.md"))
+    done = user.paste(re.search("^    (sd-quant .*)$", cards[0].read_text(), re.MULTILINE)[1])
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(list((user.folder / "outputs/hand_over").glob("*/diffusers_modelopt/README.md"))) == len(cards) + 1
+    done = user.paste(f"python -m {LAUNCHERS['joblib']} --dry-run --no-index")  # it is installed
+    assert done.returncode == 0, done.stderr
 
 
 def test_groups_of_ones_own(user):

@@ -1,6 +1,7 @@
 """What Python computes is what the command has left: the same layers, the same files, the same images."""
 
 import csv
+import json
 import re
 
 import numpy as np
@@ -49,9 +50,18 @@ def test_files_are_those_of_the_command(quantized, main_job, tmp_path):
 
 
 def test_it_is_handed_over_to_other_tools(quantized, main_job, tmp_path):
-    folder = quantized.hand_over("diffusers_modelopt", tmp_path / "handed_over")
+    """With the command's card, but for how it was made and the last digits of what images say."""
+    folder = quantized.hand_over("diffusers_modelopt", tmp_path / "diffusers_modelopt", main_job.prompts, steps=5)
     assert (folder / "unet/modelopt_state.pth").is_file() and (folder / "vae/config.json").is_file()
-    with pytest.raises(ConfigError, match="folder is .*handed_over, expected a new one, or an empty one"):
+    theirs = main_job.directory / "hand_over/diffusers_modelopt"
+    ours, expected = (json.loads((each / "hand_over.json").read_text()) for each in (folder, theirs))
+    assert ours["fidelity"]["psnr"]["mean"] == pytest.approx(expected["fidelity"]["psnr"]["mean"], abs=0.5)
+    differ = {name for name in ours if ours[name] != expected[name]}
+    assert differ <= {"folder", "run", "command", "fidelity"} and "model.quantize(" in ours["command"]
+    cards = [(each / "README.md").read_text().split("\n## ") for each in (folder, theirs)]
+    headings = [[section.partition("\n")[0] for section in card] for card in cards]
+    assert headings[0] == headings[1] and cards[0][:2] == cards[1][:2]
+    with pytest.raises(ConfigError, match="folder is .*modelopt, expected a new one, or an empty one"):
         quantized.hand_over("diffusers_modelopt", folder)
     with pytest.raises(ConfigError, match="target is nobody, expected one of comfyui, "):
         quantized.hand_over("nobody", tmp_path / "other")

@@ -4,7 +4,6 @@ import csv
 import hashlib
 import json
 import math
-import shlex
 import shutil
 import tempfile
 from collections import Counter
@@ -25,6 +24,8 @@ from sd_quant.engines.gpu import current_gpu
 from sd_quant.engines.tensorrt.plan import describe_plan, rebuild
 from sd_quant.models.sdxl_nemo import build_modules
 from sd_quant.report.schema import record_schema
+
+from ..pasting import AWKWARD, words_of
 
 # Layers of the mini checkpoint's UNet by role, counted by hand from its config: 26 convolutions in ResBlocks and
 # samplers, 11 transformer blocks with 2 feed-forward layers, 6 query/key/value and 2 output projections, and 7
@@ -314,12 +315,13 @@ def test_images_of_the_run_come_out_the_same(command, run, main_job, checkpoint,
 
 
 def test_a_refused_plan_is_rebuilt_by_the_command_that_the_refusal_prints(run, command, tmp_path):
-    copy = tmp_path / "quant_level=3"
+    copy = tmp_path / AWKWARD
     shutil.copytree(run / "onnx/clip1", copy / "onnx/clip1")
     (copy / "plan").mkdir()
     (copy / "plan/clip1.plan").write_bytes(b"damaged")
-    said = rebuild(copy / "plan/clip1.plan")
-    words = shlex.split(said.partition("sd-quant ")[2].partition(" and the width")[0])
+    *_, said = rebuild(copy / "plan/clip1.plan").partition(": ")
+    program, *words = words_of(said, tmp_path / "bin")
     result = command("-m", "sd_quant", *words)
+    assert program == "sd-quant"
     assert result.returncode == 0, result.stderr[-2000:]
     assert describe_plan(copy / "plan/clip1.plan")["complete"]

@@ -67,7 +67,7 @@ def test_another_recipe_takes_its_statistics_from_the_cache_and_keeps_what_is_mo
 
 def test_a_budget_gives_bits_to_the_layers_that_need_them(command, job, tiny, tmp_path):
     """In 4 or 8 bits or left in fp16; the file takes what was computed, and its graph."""
-    knobs = ("quantize=svdquant_w4a16", "quantize.rank=4", "quant_level=1")
+    knobs = ("quantize=svdquant_w4a16", "quant_level=1")
     refused = command(
         "quantize.py", *tiny.knobs, f"cache.dir={tiny.cache}", *knobs, "quantize.budget=0.01",
         f"hydra.run.dir={tmp_path}/refused",
@@ -151,7 +151,10 @@ def test_what_is_done_is_not_done_again_and_what_changed_is(command, tiny, tmp_p
     assert again.returncode == 0 and "done before: nothing that this job depends on has changed" in again.stdout
     assert (run / "metrics.json").read_bytes() == before
     (run / "images/full_precision/0007.png").write_bytes(b"of an attempt that was interrupted")
-    other = command(*given, "infer.prompts=[a key]")
+    refused = command(*given, "infer.prompts=[a key]")
+    assert refused.returncode == 2 and "whose knobs, inputs or versions are not this one's" in refused.stderr
+    assert (run / "metrics.json").read_bytes() == before
+    other = command(*given, "infer.prompts=[a key]", "overwrite=true")
     assert other.returncode == 0 and "done before" not in other.stdout, other.stderr[-3000:]
     assert record_of(run)["prompts"] == ["a key"]
     assert [path.name for path in (run / "images/full_precision").iterdir()] == ["0000.png"]

@@ -13,7 +13,7 @@ from hydra.types import RunMode
 from omegaconf.errors import OmegaConfBaseException
 
 from sd_quant import cli
-from sd_quant.cli import job_of, recording_failure, refusal
+from sd_quant.cli import composing, job_of, recording_failure, refusal
 from sd_quant.config import QuantizeJob
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError, SdQuantError
 from sd_quant.files import write_json
@@ -33,6 +33,9 @@ def composed(*overrides: str):
         ("quant_levle=3", "there is no knob quant_levle; did you mean quant_level"),
         ("quantize.n_step=3", "there is no knob quantize.n_step; did you mean quantize.n_steps"),
         ("+quantize.alhpa=0.5", "there is no knob quantize.alhpa; did you mean alpha?"),
+        ("steps=3", "there is no knob steps; did you mean infer.steps?"),
+        ("to=comfyui", "there is no knob to in quantize; it is a knob of hand_over"),
+        ("xyzabc=3", "there is no knob xyzabc; none is like it; --help lists all"),
         ("infer=openvin", "there is no preset infer=openvin; did you mean openvino?"),
         ("model=xyzzy", "there is no preset model=xyzzy; known are flux, flux_schnell, pixart, sd15, sd21, sd3, "
          "sd3_mini, sd3_no_t5, sdxl, sdxl_mini, sdxl_nemo"),
@@ -48,6 +51,20 @@ def test_a_complaint_becomes_one_sentence_with_the_nearest_name(override, senten
         refused = refusal(refused, "quantize")
     assert isinstance(refused, ConfigError)
     assert str(refused).startswith(sentence) and str(refused).isprintable() and str(refused)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "given", "sentence"),
+    [
+        ("infer", "quant_level=3", "there is no knob quant_level in infer; it is a knob of quantize"),
+        ("judge", "infer=torch", "infer is a group of knobs in judge, expected infer.<knob>=<value>"),
+    ],
+)
+def test_what_another_command_takes_is_said_to_be_its_own(command, given, sentence):
+    with pytest.raises(ConfigError) as refused, composing(command):
+        compose(command, [given])
+    assert str(refused.value) == sentence
 
 
 def test_a_complaint_without_a_pattern_keeps_its_words():
@@ -181,7 +198,7 @@ def test_engines_that_cannot_be_timed_together_take_no_report_with_them(tmp_path
     monkeypatch.chdir(tmp_path)
 
     def jobs() -> None:
-        folder = Path(sys.argv[-1].removeprefix("hydra.sweep.dir=").strip("'"))
+        folder = Path(sys.argv[-1].removeprefix("hydra.sweep.dir="))
         folder.joinpath("report.html").unlink(missing_ok=True)
         for alpha in ("0.5", "0.8"):
             (folder / f"alpha={alpha}").mkdir(exist_ok=True)
@@ -192,10 +209,10 @@ def test_engines_that_cannot_be_timed_together_take_no_report_with_them(tmp_path
         raise ArtifactError("no engine")
 
     for again in (False, True):
-        monkeypatch.setattr(sys, "argv", ["quantize.py", "-m"])
+        monkeypatch.setattr(sys, "argv", ["quantize.py", "-m", "prompts=[a b]"])
         assert cli.run_sweep(jobs, QuantizeJob, "quantize", ["quant_level=3", "alpha=0.5,0.8"], time_together) == code
         (folder,) = (tmp_path / "outputs/sweeps").iterdir()
-        assert (folder / "report.html").exists()
+        assert "<dd>sd-quant quantize -m &#x27;prompts=[a b]&#x27;</dd>" in (folder / "report.html").read_text()
         out, error = capsys.readouterr()
         assert ("could not be compared together: no engine" in error) == (status == "done")
         assert ("the disk is full" in error) == (status == "failed")
@@ -216,7 +233,7 @@ def test_a_preset_in_two_folders_is_refused(tmp_path, monkeypatch):
 
 def test_groups_of_ones_own_are_named_once(tmp_path):
     given = lambda folder, *overrides: cli.search_path(SimpleNamespace(config_dir=folder, overrides=overrides))  # noqa: E731
-    assert given(None) == [] and given(str(tmp_path)) == [f"hydra.searchpath=['file://{tmp_path}']"]
+    assert given(None) == [] and given(str(tmp_path)) == [f'hydra.searchpath=["file://{tmp_path}"]']
     with pytest.raises(ConfigError, match="^--config-dir is nowhere, which is no folder"):
         given("nowhere")
     with pytest.raises(ConfigError, match="^--config-dir and hydra.searchpath are both given"):

@@ -6,6 +6,7 @@ Not taken: a checker of prose. What it would find, a reader finds better.
 import re
 import runpy
 import shlex
+import subprocess
 from functools import cache
 from pathlib import Path
 
@@ -16,11 +17,13 @@ from sd_quant.cli import composing
 from sd_quant.commands import COMMANDS
 from sd_quant.errors import ResourceError
 from sd_quant.knobs import read
-from sd_quant.places import HOME
+from sd_quant.places import CONF, HOME
 
 from .config.composition import JOBS, composed
 
 PAGES = [HOME / name for name in ("README.md", "SECURITY.md")] + sorted((HOME / "docs").glob("*.md"))
+CARDS = [*HOME.glob("examples/*/README.md"), *CONF.rglob("*.yaml")]
+COMMAND = re.compile(r"(?:\w+=\S+ )*(python|make|sd-quant|pip) ")
 FOLDERS = "benchmarks|checkpoints|conf|docs|examples|sd_quant|tests"
 # groups whose names are parts, knobs or families
 EXPLAINED_AS_ONE = {"files", "model.recommended", *(f"quantize.{x}" for x in ("exclude", "include", "weights_alone"))}
@@ -54,16 +57,19 @@ def as_scripts(words: list[str]) -> list[str]:
     return ["python", *([f"{words[1]}.py"] if words[1] in JOBS else ["-m", COMMANDS[words[1]][0]]), *words[2:]]
 
 
-def commands() -> list[list[str]]:
-    """Every command of a page, in its code blocks or in backticks, as words; placeholders have a value."""
+def lines() -> list[str]:
+    """Every command of a page or a head of a configuration, in blocks or in backticks; placeholders have a value."""
     found = []
-    for page in PAGES:
+    for page in (*PAGES, *CARDS):
         text = text_of(page).replace("\\\n", " ")
-        for line in re.findall(r"^ {4,}(\S.*)$", text, re.MULTILINE) + re.findall(r"`([^`\n]+)`", text):
-            if line.startswith(("python ", "make ", "sd-quant ")):
-                words = as_scripts(shlex.split(re.sub(r"<[^<>]*>", "some", line), comments=True))
-                found += [words] if words not in found else []
-    return found
+        given = re.findall(r"^(?: {4}|# {3}) *(\S.*)$", text, re.MULTILINE) + re.findall(r"`([^`\n]+)`", text)
+        found += [re.sub(r"<[^<>]*>", "some", line) for line in given if COMMAND.match(line)]
+    return list(dict.fromkeys(found))
+
+
+def commands() -> list[list[str]]:
+    """Each of ``lines`` as words, without the variables that are set before it."""
+    return [as_scripts(shlex.split(COMMAND.sub(r"\1 ", line))) for line in lines()]
 
 
 PYTHON = [words[1:] for words in commands() if words[0] == "python" and len(words) > 1]
@@ -86,6 +92,17 @@ def test_every_link_has_its_target_and_every_path_is_there(page):
         assert not anchor or anchor in anchors_of(file), target
     paths = re.findall(rf"(?<![\w/.])(?:{FOLDERS})/[\w./-]*[\w/]", text_of(page))
     assert not [path for path in paths if not (HOME / path).exists()]
+
+
+def test_every_command_pastes():
+    """In ``sh``, and in zsh as it is installed: there a word with a bracket needs quotes, and # begins no comment."""
+    script = "\n".join(lines())
+    parsed = subprocess.run(["sh", "-n"], input=script, capture_output=True, text=True)
+    assert (parsed.returncode, parsed.stderr) == (0, "") and script.count("\n") > 100
+    bare = {line: re.sub(r"'[^']*'|\"[^\"]*\"", "", line) for line in lines()}
+    assert not [line for line, words in bare.items() if re.search(r"[][(){}*?~#;&|<>!`]|\s=", words)]
+    sources = {path: text_of(path) for path in (HOME / "sd_quant").rglob("*.py")}  # whose messages say what to install
+    assert not [path for path, text in sources.items() if re.search(r"install [^'\"]*sd-quant\[", text)]
 
 
 @pytest.mark.soak

@@ -103,7 +103,7 @@ def test_a_launcher_that_is_not_installed_is_told_with_what_installs_it(plugin):
     complaint = f"In 'hydra/launcher/ours': Could not load 'hydra/launcher/{plugin}'.\n\nConfig search path:\n\tmore"
     refused = refusal(MissingConfigException(complaint), "quantize")
     assert isinstance(refused, ResourceError)
-    assert str(refused) == f"the launcher {plugin} is not installed; {LAUNCHERS[plugin]}"
+    assert str(refused) == f"the launcher {plugin} is not installed; install it with: {LAUNCHERS[plugin]}"
 
 
 def test_a_launcher_that_nobody_knows_is_told_with_ours():

@@ -33,6 +33,19 @@ def test_cores_are_those_of_the_process_within_the_containers_share(monkeypatch,
     assert process.cores() == expected
 
 
+@pytest.mark.parametrize("limit, expected", [("max", 8 * 2**20), ("6000000", 2_000_000), ("90000000", 8 * 2**20)])
+def test_the_memory_that_is_available_is_bounded_by_a_containers_limit(monkeypatch, tmp_path, limit, expected):
+    """In a container the kernel counts the memory of the whole machine."""
+    files = {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable:    8192 kB\n", "sys/fs/cgroup/memory.max": limit}
+    for name, text in (files | {"sys/fs/cgroup/memory.current": "4000000"}).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    monkeypatch.setattr(process, "Path", lambda path: Path(f"{tmp_path}{path}"))
+    assert process.available_memory_bytes() == expected
+    monkeypatch.setattr(process, "address_space_bytes", lambda: 1e6)
+    assert process.available_memory_bytes() == 1_000_000
+
+
 def test_not_even_compiled_code_writes_to_standard_output(capfd):
     libc = ctypes.CDLL(None)
     libc.printf(b"before\n")

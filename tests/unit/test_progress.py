@@ -10,31 +10,50 @@ from sd_quant import progress as module
 from sd_quant.progress import ConsoleFormatter, progress
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """Seconds that pass when the test says so."""
+def test_a_line_says_how_far_work_is_and_how_much_is_left_by_what_it_took_so_far(monkeypatch):
     now = [1000.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    return now
+    work = module.Work("calibrate", 10)
+    now[0] += 36
+    assert work.line() == "calibrate: 0 of 10, 36 s so far"
+    work.done = 3
+    assert work.line() == "calibrate: 3 of 10, about 84 s to go"
+    now[0] += 200
+    assert work.line() == "calibrate: 3 of 10, about 9 min to go"
+    assert module.Work("export", started=now[0] - 40).line() == "export: 40 s so far"
 
 
-def test_a_log_hears_every_half_minute_how_long_it_takes(monkeypatch, caplog, clock):
+@pytest.fixture
+def hasty(monkeypatch):
+    monkeypatch.setattr(module, "QUIET", 0.02)
+    monkeypatch.setattr(module, "A_LOOK", 0.005)
+
+
+def heard(caplog, line: str) -> bool:
+    """Whether a line is printed within half a minute."""
+    for _ in range(3000):
+        if line in caplog.text:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_nothing_is_silent_for_long(monkeypatch, caplog, hasty):
+    """Neither one unit of work that takes long, nor what has no units; the innermost is named, in whatever thread."""
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    with caplog.at_level(logging.INFO, "sd_quant.progress"), progress(10, "calibrate") as advance:
-        for _ in range(10):
-            clock[0] += 12
+    with caplog.at_level(logging.INFO, "sd_quant.progress"), module.working("latency"):
+        assert heard(caplog, "latency: 0 s so far")
+        with progress(5, "rounds") as advance:
             advance()
-    assert caplog.messages == [
-        "calibrate: 3 of 10, about 84 s to go",
-        "calibrate: 6 of 10, about 48 s to go",
-        "calibrate: 9 of 10, about 12 s to go",
-    ]
-    with caplog.at_level(logging.INFO, "sd_quant.progress"), progress(2, "export") as advance:
-        advance()
-        clock[0] += 100
-        advance()
-    assert len(caplog.messages) == 3  # nothing of short work, and of the last unit
-    assert sys.stderr.getvalue() == ""
+            assert heard(caplog, "rounds: 1 of 5, about 0 s to go")
+    assert sys.stderr.getvalue() == "" and module.GOING_ON == []
+
+
+def test_who_prints_lines_is_not_interrupted(monkeypatch, caplog, hasty):
+    monkeypatch.setattr(ConsoleFormatter, "last_line", time.monotonic() + 60)
+    with caplog.at_level(logging.INFO, "sd_quant.progress"), module.working("latency"):
+        time.sleep(0.1)
+    assert caplog.messages == []
 
 
 class Terminal(io.StringIO):
@@ -51,6 +70,11 @@ def test_a_terminal_gets_a_bar(monkeypatch, caplog):
         advance()
     assert "calibrate: 100%" in sys.stderr.getvalue() and "2/2" in sys.stderr.getvalue()
     assert caplog.messages == []
+
+
+def test_what_a_command_ends_with_is_kept_from_the_console():
+    refused, other = (logging.makeLogRecord({"msg": "no", "said_at_the_end": said}) for said in (True, False))
+    assert not module.NotSaidAtTheEnd().filter(refused) and module.NotSaidAtTheEnd().filter(other)
 
 
 def test_a_console_line_has_no_logger_and_a_warnings_level():

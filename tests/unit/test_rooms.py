@@ -45,6 +45,7 @@ ROOMS = (
     "source",
     "files",
     "numbers",
+    "shell",  # commands as they are pasted
     "places",  # where relative paths lead
     "errors",
     "text",

@@ -91,13 +91,13 @@ def test_the_jobs_are_those_of_hydras_sweeper_in_its_order(arguments):
 
 
 def test_a_folder_has_one_sweep(tmp_path):
-    one, two = plan("quant_level=1,2")[0], plan("quant_level=1,3")[0]
+    one, two = plan("quant_level=1,2", "trackers=[]")[0], plan("quant_level=1,3")[0]
     with sweep.opened(tmp_path / "sweep", one):
         with pytest.raises(ConfigError, match="another process is running a sweep in"):
             sweep.opened(tmp_path / "sweep", one).__enter__()
     with sweep.opened(tmp_path / "sweep", one):  # again
         pass
-    with pytest.raises(ConfigError, match=r"holds another sweep \(quant_level=1,2\); set another hydra.sweep.dir"):
+    with pytest.raises(ConfigError, match=r"holds another sweep \(quant_level=1,2 'trackers=\[\]'\); set another"):
         sweep.opened(tmp_path / "sweep", two).__enter__()
     assert json.loads((tmp_path / "sweep" / SWEEP).read_text())["jobs"] == one["jobs"]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from sd_quant.checkpoints.schema import check_schema
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files import open_regular, read_regular
+from sd_quant.shell import literal, pasted
 from sd_quant.text import one_line
 
 # The first 64 bytes of a TensorRT for RTX 1.7 plan: magic, size of the whole file, library version, magic again, and a
@@ -27,9 +28,9 @@ def rebuild(path: Path) -> str:
     run, part = path.absolute().parent.parent, path.stem
     onnx = run / "onnx" / part / f"{part}.onnx"
     if not onnx.is_file():
-        return "rebuild it from its ONNX file with: sd-quant export_trt"
-    knobs = (f"++files.{part}='{onnx}'", f"infer.out_path='{run}'")  # in quotes of Hydra's, as a job's name has a =
-    return f"rebuild it with: sd-quant export_trt {shlex.join(knobs)} and the width, height and batches that it is for"
+        return f"rebuild it from its ONNX file; the knobs are listed by: {pasted('export_trt', '--help')}"
+    command = pasted("export_trt", f"++files.{part}={literal(onnx)}", f"infer.out_path={literal(run)}")
+    return f"rebuild it, with the width, height and batches that it is for added to: {command}"
 
 
 def describe_plan(path: Path) -> dict:
@@ -122,6 +123,6 @@ def read_record(plan_path: Path) -> PlanReport:
         return PlanReport(**content)
     except (OSError, TypeError, ValueError, RecursionError, ConfigError) as error:
         raise ArtifactError(
-            f"{plan_path} has no readable record {path.name} of its build ({one_line(error)}); {rebuild(plan_path)}, "
-            "or load it with allow_untrusted_plan=true if you trust who made it"
+            f"{plan_path} has no readable record {path.name} of its build ({one_line(error)}); load it with "
+            f"allow_untrusted_plan=true if you trust who made it, or {rebuild(plan_path)}"
         ) from error

@@ -76,7 +76,7 @@ OTHER_QUANTIZERS = {  # rows of peers, and the package that they take
     "quark": ["quark_w8a8"],
 }
 FAMILIES = ["sd15", "pixart", "sd3", "flux"]  # of results.md
-IN_PROCESSES = {"candidates", "families", "full_size", "peers", "quickstart", "sweep", "verdict"}
+IN_PROCESSES = {"candidates", "families", "full_size", "peers", "quickstart", "silence", "sweep", "verdict"}
 ELSEWHERE = {  # whose tests are there
     "against_diffusers": "tests/cli/test_against_diffusers.py",
     "processors": "tests/unit/benchmarks/test_processors.py",
@@ -188,6 +188,13 @@ def test_quickstarts_three_jobs_are_timed(script):
 def test_a_killed_sweep_ends_with_the_same_table(script, tmp_path):
     knobs = ["quant_level=1,3", "alpha=0.8", *SMALL, "export_trt=none"]
     assert "the same table" in ended(script("sweep", "--work", tmp_path, "--knobs", *knobs))
+
+
+@pytest.mark.soak
+def test_silences_are_timed(script):
+    """Nothing is asserted of how long they are: the machine may be busy."""
+    printed = ended(script("silence", "--neighbours", 0, "--only", "convert"), 0, 1)
+    assert "\n| convert | 0 | " in printed and len(printed.splitlines()) == 3
 
 
 @pytest.mark.soak

@@ -27,6 +27,9 @@ from sd_quant.files import sha256
 from sd_quant.models.clip_tokenizer import clip_tokenizer
 from sd_quant.models.sdxl_nemo import embedder, scheduler, unet_config, vae_config
 from tests.networks import assert_same
+from tests.pasting import AWKWARD, words_of
+
+from ..config.composition import composed
 
 pytestmark = pytest.mark.slow
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -127,14 +130,20 @@ def run(monkeypatch, capsys):
     return run
 
 
-def test_nemo_to_folder_to_nemo(tmp_path, mixed, run):
-    folder, back = tmp_path / "folder", tmp_path / "back.nemo"
+def test_nemo_to_folder_to_nemo(tmp_path, mixed, run, tmp_path_factory):
+    folder, back = tmp_path / AWKWARD, tmp_path / "back.nemo"
     code, said, _ = run(mixed, folder)
     assert code == 0 and said.startswith(f"{folder}: 0.0") and said.count("\n") == 1
-    assert "; next: sd-quant quantize model=sdxl " in said
+    program, command, *knobs = words_of(said.partition("; next: ")[2], tmp_path_factory.mktemp("bin"))
+    assert (program, command, composed(command, *knobs)["model"]["path"]) == ("sd-quant", "quantize", str(folder))
+    first = said
     code, said, _ = run(folder, back)
     before, after = open_nemo(mixed), open_nemo(back)
-    assert code == 0 and f"GB, {len(before.state())} tensors; next: sd-quant quantize model=sdxl_nemo" in said
+    assert code == 0 and "; next: sd-quant quantize model=sdxl_nemo" in said
+    in_one = len(before.state())
+    apart = in_one + 2 * 2 * 2  # two layers of OpenCLIP, whose weights and biases of three are one
+    assert f"GB, {in_one} tensors (a folder has {apart}: query, key and value of OpenCLIP are one" in said
+    assert f"GB, {apart} tensors (an archive has {in_one}: query, key and value" in first
     assert said.endswith(f"model.path={back}\n")
     assert after.model_config == before.model_config
     assert_same(read(after), read(before))

@@ -41,8 +41,8 @@ def test_what_is_no_checkpoint_of_the_family_is_refused(tiny_nemo, folder, tmp_p
     for path, family, options, sentence in (
         (folder, "flux", {}, "is a StableDiffusionXLPipeline and model.family is flux"),
         (folder, "flux", {}, "use model=sdxl"),
-        (tiny_nemo, "sd15", {}, "is a file, and of sd15 a diffusers folder is expected; make one with"),
-        (tmp_path, "pixart", {}, "holds no model_index.json, so it is no diffusers pipeline; give the folder"),
+        (tiny_nemo, "sd15", {}, "a file, expected for sd15 the folder of a diffusers pipeline"),
+        (tmp_path, "pixart", {}, "a folder without model_index.json, expected for pixart the folder of a diffusers"),
         (folder, "sdxl", {"max_sequence_length": 64}, "is 64, expected null, because sdxl has no T5"),
         (folder, "sdxl", {"parts": ["unet_xl", "vae"]}, f"model.parts is [unet_xl,vae], {expected} {folder} has"),
         (folder, "sdxl", {"parts": ["unet_xl", "vae", "clip1", "clip2", "t5"]}, expected),

@@ -5,13 +5,10 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from sd_quant.cli import SHORTHANDS
-from sd_quant.config import ExportJob, HandOverJob, InferJob, JudgeJob, QuantizeJob
+from sd_quant.config import JOBS
 from sd_quant.places import HOME
 
 CONF = HOME / "conf"
-JOBS = {
-    "quantize": QuantizeJob, "export_trt": ExportJob, "infer": InferJob, "hand_over": HandOverJob, "judge": JudgeJob,
-}  # fmt: skip
 NEEDED = {  # mandatory values of a primary or an option
     "hand_over": ["run=some_run", "to=comfyui"],
     "judge": ["candidates=[some.gguf]"],

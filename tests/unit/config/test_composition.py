@@ -7,13 +7,14 @@ from itertools import cycle
 import pytest
 from hydra import compose
 
-from sd_quant.cli import SHORTHANDS, composing
+from sd_quant.cli import SHORTHANDS, composing, presets_of
 from sd_quant.config import InferJob, QuantizeJob
+from sd_quant.engines import RUNTIMES
 from sd_quant.errors import ConfigError, ResourceError
 from sd_quant.knobs import described, read
 from sd_quant.places import input_path
 
-from .composition import CONF, JOBS, NEEDED, composed, defaults_of, options
+from .composition import CONF, JOBS, NEEDED, composed, defaults_of, groups_of, options
 
 
 def test_every_file_under_conf_is_composed_by_the_test_below():
@@ -44,7 +45,7 @@ def pairs() -> list[tuple[str, str]]:
 
 REFUSED = {
     ("quantize", "infer=torch"): "an engine for the quantized model",  # it is the baseline of every job
-    ("infer", "infer=torch_native"): "another, because this one computes what quantize.py derives",
+    ("infer", "infer=torch_native"): "another, because this one computes what quantize derives",
 }
 
 
@@ -54,7 +55,11 @@ def test_every_option_of_every_primary_is_a_job(primary, option):
     if group == "hydra/launcher":
         skip_without_its_package(primary, option)
     mapping = composed(primary, *([option, *NEEDED.get(option, [])] if option else []))
-    if refusal := REFUSED.get((primary, option)):
+    refusal = REFUSED.get((primary, option))
+    if group in groups_of(primary):
+        [listed] = [line for line in presets_of(primary) if line.startswith(f"{group}: ")]
+        assert (choice in re.split(", |: ", listed)) == (refusal is None)
+    if refusal is not None:
         with pytest.raises(ConfigError, match=f"^infer.engine is {choice}, expected {refusal}"):
             read(JOBS[primary], mapping)
         return
@@ -112,6 +117,16 @@ def test_help_says_of_every_knob_what_it_means_and_takes(primary, mappings):
     told = {line.partition(":")[0].rpartition(".")[2] for line in lines}
     assert {knob.rpartition(".")[2] for knob in knobs} - {"enable"} <= told and lines
     assert all(re.fullmatch(r"[a-z_.0-9]+: [^$]+ \(.+\)", line) for line in lines)
+
+
+def test_help_says_of_engines_those_that_the_command_takes():
+    taken = {}
+    for primary in ("quantize", "infer", "judge"):
+        [line] = [line for line in described(JOBS[primary]) if line.startswith("infer.engine: ")]
+        taken[primary] = {*line.rpartition("(one of ")[2].removesuffix(")").split(", ")}
+    engines = {"auto", *RUNTIMES}
+    assert [*presets_of("hand_over")] == ["none"]
+    assert taken == {"quantize": engines - {"torch"}, "infer": engines - {"torch_native"}, "judge": {"torch"}}
 
 
 def test_a_folder_has_images_of_its_own_size(tmp_path):

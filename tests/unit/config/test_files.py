@@ -36,6 +36,7 @@ def test_without_files_an_export_is_of_the_checkpoint(job, refused, run, archive
     assert export.unquantized()
     export.check_files()
     refused("export_trt", {"model.path": "missing.nemo"}, "^model.path names missing.nemo, which does not exist")
+    refused("export_trt", {"model.path": archive, "model.family": "sd15"}, "^model.path is .*, a file, expected for")
     job("export_trt", {"trt.library": "none"})  # its ONNX files alone
     refused(
         "export_trt", {"trt.library": "none", "run": run}, "^trt.library is none, expected a library that builds plans"
@@ -102,7 +103,7 @@ def test_prompts_come_from_a_list_or_a_file(job, refused, archive, tmp_path):
     assert listed.infer.prompt_list() == ["a", "a", "b", "b"]
     (tmp_path / "prompts.txt").write_text("c\nd\n")
     assert job("quantize", {"infer.prompts": tmp_path / "prompts.txt"}).infer.prompt_list() == ["c", "d"]
-    empty = r"^infer\.prompts is empty, expected at least one prompt$"
+    empty = r"^infer\.prompts is an empty list, expected at least one prompt; give some, as in 'infer.prompts=\["
     refused("quantize", {"infer.prompts": [], "model.path": archive}, empty)
 
 

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from sd_quant.config import QuantizeJob, check_enabled, targets_for
+from sd_quant.config import QuantizeJob, check_enabled, check_heeded, targets_for
 from sd_quant.errors import ConfigError
 from sd_quant.knobs import read
 from sd_quant.quantization.recipe import Pair
@@ -103,3 +103,19 @@ def test_by_default_plans_are_for_the_usual_targets_that_have_the_format(preset,
 @pytest.mark.parametrize("preset", ["mxfp4_weight_only", "int8_weight_only"])
 def test_torch_computes_weights_alone_in_every_format(preset):
     assert job(preset, {"infer.engine": "torch_native"}).infer.engine == "torch_native"
+
+
+@pytest.mark.parametrize(
+    ("given", "knobs", "because"),
+    [
+        ("alpha", {"quant_level": 1.0}, "quant_level=1 quantizes no linear"),
+        ("quantize.rank", {"quant_level": 1.0}, "quant_level=1 quantizes no linear"),
+        ("trt.max_batch_size", {"trt.library": "none"}, "export_trt=none builds no plan"),
+        ("judge.layers", {}, "there are no candidates"),
+    ],
+)
+def test_a_knob_that_changes_nothing_is_refused_where_it_is_given(given, knobs, because):
+    check_heeded(job("int8", knobs), ["quant_level", "calib_size"])
+    with pytest.raises(ConfigError, match=f"{given} was given and changes nothing, because {because}"):
+        check_heeded(job("int8", knobs), ["quant_level", given])
+    check_heeded(job("int8", {"judge.candidates": ["a.gguf"], "trt.library": "tensorrt_rtx"}), [given])

@@ -52,7 +52,9 @@ REFUSED = {  # how begins what was expected, of which knob, instead of which val
     "numbers of prompts": {"quantize.snapshots": [[0, 8]]},
     "0, a number of singular directions, or a fraction below 1 of": {"quantize.rank": [-1, 1.5]},
     "bytes, or a share below 1 of what the denoiser's weights take in fp32": {"quantize.budget": [0, 1.5]},
-    "a number of layers or a fraction below 1: keeping all would quantize nothing": {"quantize.keep": [1.0, -1]},
+    "a number of layers below 1000 or a fraction below 1: keeping all would quantize nothing": {
+        "quantize.keep": [1.0, -1, 1000],
+    },
     "patterns by the name of a family: flux, pixart, sd15, sd21, sd3, sdxl": {"quantize.exclude": [{"sdx": ["*"]}]},
     "nearest, because int8 has 8 bits for a weight": {"quantize.rounding": ["gptq"]},
     "false, because int8 has 8 bits for a weight": {"quantize.scale_search": [True]},

@@ -2,7 +2,6 @@
 
 import ctypes
 import json
-import shlex
 import shutil
 import signal
 import time
@@ -24,6 +23,9 @@ from sd_quant.engines.tensorrt.run import TensorRtEngine
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError, SdQuantError
 from sd_quant.files import sha256
 from tests.graphs import tiny_in
+from tests.pasting import AWKWARD, words_of
+
+from ..config.composition import composed
 
 trt = pytest.importorskip("tensorrt_rtx", reason="TensorRT for RTX is not installed")
 
@@ -73,11 +75,25 @@ def test_the_record_beside_the_plan_is_the_report(built):
     assert steps and all(0 < done <= total for _, done, total in steps)
 
 
-def test_nvidias_own_tool_is_told_the_shapes_and_the_targets(built):
+def test_a_plan_is_rebuilt_by_a_command_that_pastes(tmp_path):
+    run = tmp_path / AWKWARD
+    (run / "onnx/clip1").mkdir(parents=True)
+    (run / "onnx/clip1/clip1.onnx").touch()
+    told, _, command = planning.rebuild(run / "plan/clip1.plan").partition(": ")
+    assert told == "rebuild it, with the width, height and batches that it is for added to"
+    program, name, *knobs = words_of(command, tmp_path / "bin")
+    job = composed("export_trt", *knobs)
+    assert (program, name, job["files"]["clip1"]) == ("sd-quant", "export_trt", str(run / "onnx/clip1/clip1.onnx"))
+    assert job["infer"]["out_path"] == str(run)
+    *_, command = planning.rebuild(tmp_path / "clip1.plan").partition(": ")  # of no run
+    assert words_of(command, tmp_path / "bin") == ["sd-quant", "export_trt", "--help"]
+
+
+def test_nvidias_own_tool_is_told_the_shapes_and_the_targets(built, tmp_path):
     """The flags of its documentation; TensorRT 10 is also told that the precision is the graph's."""
     plan, report, _ = built
-    assert shlex.split(planning.own_command(report, Path("a b.onnx"), plan)) == [
-        "tensorrt_rtx", "--onnx=a b.onnx", f"--saveEngine={plan}", "--minShapes=x:1x64", "--optShapes=x:2x64",
+    assert words_of(planning.own_command(report, Path(AWKWARD), plan), tmp_path) == [
+        "tensorrt_rtx", f"--onnx={AWKWARD}", f"--saveEngine={plan}", "--minShapes=x:1x64", "--optShapes=x:2x64",
         "--maxShapes=x:8x64", "--computeCapabilities=89", "--memPoolSize=workspace:1024",
         "--builderOptimizationLevel=0", "--profilingVerbosity=detailed", "--skipInference",
     ]  # fmt: skip

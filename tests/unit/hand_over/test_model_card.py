@@ -23,7 +23,7 @@ def test_a_card_says_everything():
         "Licence: openrail++.",
         "The LoRA style.safetensors:0.8 is fused into the weights; its licence: mit.",
         "The LoRA plain.safetensors:1 is fused into the weights; its licence: it names none.",
-        "# pip install diffusers==0.42.1 accelerate==1.15.0 torchao==0.18.0",
+        "\n    pip install diffusers==0.42.1 accelerate==1.15.0 torchao==0.18.0",
         "from_pretrained('diffusers_torchao', torch_dtype=torch.bfloat16)",
         f"| psnr | 33 | {interval.low:.4g} to {interval.high:.4g} |",
         "- 55 in high precision: it holds no convolutions",
@@ -35,7 +35,21 @@ def test_a_card_says_everything():
         assert words in card, words
 
 
-@pytest.mark.parametrize("name", TARGETS)
+def test_ends_of_an_interval_are_those_of_the_score_or_unknown():
+    scores = {"lpips": {"values": [0.001, 0.09]}, "ssim": {"values": [0.8, 0.99]}, "psnr": {"values": [30.0, None]}}
+    card = model_card(FIGURES | {"fidelity": scores}, TARGETS["comfyui"])
+    assert "| lpips | 0.0455 | 0 to 0.6" in card and " to 1 |\n" in card
+    assert "| psnr | 30 | unknown, of one image |" in card and "inf" not in card
+
+
+def test_what_a_person_does_is_a_list_and_no_code():
+    for name, first in (("comfyui", "1. Copy `sdxl.safetensors` to "), ("gguf", "1. Copy `unet_xl.gguf` to ")):
+        card = model_card(FIGURES, TARGETS[name])
+        assert f"## How to open it\n\n{first}" in card and "\n2. Open it with the node " in card
+        assert "```" not in card
+
+
+@pytest.mark.parametrize("name", [name for name, target in TARGETS.items() if isinstance(target.loading, str)])
 def test_the_code_of_a_card_is_python_and_says_what_a_pipeline_does_without(name):
     card = model_card(FIGURES | {"folder": f"x/{name}", "absent": ["text_encoder_3", "tokenizer_3"]}, TARGETS[name])
     code = card.split("```")[1].removeprefix("python\n")

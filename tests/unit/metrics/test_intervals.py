@@ -7,6 +7,7 @@ import pytest
 from scipy import stats
 
 from benchmarks import coverage
+from sd_quant.metrics import SCORES
 from sd_quant.metrics.intervals import OPENING, Interval, mean_interval, ratio_interval, sum_of
 from sd_quant.metrics.latency import Stopping, enough
 
@@ -25,6 +26,24 @@ def test_of_few_rounds_a_figure_is_known_and_its_interval_is_not():
         reach = math.exp(1.96 * math.sqrt(2 / openings) * OPENING)
         found = ratio_interval([4.0] * 6, [2.0] * 6, [6 // openings] * openings)
         assert found == pytest.approx((2.0, 2.0 / reach, 2.0 * reach), rel=1e-4)
+
+
+def test_an_interval_of_a_score_ends_where_the_score_does():
+    for name, values, ends in (
+        ("lpips", [0.001, 0.09], (0, 0.611)),
+        ("ssim", [0.8, 0.99], (-0.312, 1)),
+        ("ssim", [-0.99, 0.99], (-1, 1)),
+        ("psnr", [30.0, 40.0], (0, 98.5)),
+        ("psnr", [30.0, None, 32.0], (18.3, 43.7)),
+    ):
+        found = SCORES[name].mean(values)
+        assert found.value == np.mean([value for value in values if value is not None])
+        assert (found.low, found.high) == pytest.approx(ends, abs=0.05) and found.known, name
+    beyond = 1 + 1e-7  # by a sum in float32
+    assert SCORES["ssim"].mean([beyond, beyond]) == (beyond,) * 3
+    alone = SCORES["lpips"].mean([0.01, None])
+    assert alone == (0.01, -math.inf, math.inf) and not alone.known
+    assert SCORES["psnr"].mean([None]) is None
 
 
 def drawn(engines: int, openings: int, rounds: int = 3) -> np.ndarray:

@@ -178,6 +178,15 @@ def test_spread_is_that_of_the_middle_four_fifths():
     assert latency.spread([10.0] * 99 + [1000.0]) == 0
 
 
+def test_rounds_that_are_too_far_apart_have_no_median():
+    steady, shaken = (latency.statistics_of(samples, 0, "wall_clock") for samples in ([10.0] * 5, [10.0, 50.0] * 5))
+    assert latency.judged(steady) == steady
+    found = latency.judged(shaken)
+    assert found["p50_ms"] is None and found["reason"].startswith("its rounds took 10 to 50 ms, which is no figure")
+    assert found["samples_ms"] == shaken["samples_ms"]
+    assert latency.judged(steady, "it snowed") == steady | {"p50_ms": None, "reason": "it snowed"}
+
+
 @pytest.mark.parametrize(("warmup", "repeats"), [(-1, 3), (0, 0)])
 def test_nothing_to_measure_is_refused(warmup, repeats):
     with pytest.raises(ConfigError, match=f"warmup={warmup} and repeats={repeats}"):

@@ -131,16 +131,3 @@ def test_a_gpu_has_a_peak_for_each_job_and_what_torch_keeps_is_there_for_the_nex
     assert memory.available_cuda_memory_bytes() == 21
     StageTimer()
     assert told == ["reset"]
-
-
-@pytest.mark.parametrize("limit, expected", [("max", 8 * 2**20), ("6000000", 2_000_000), ("90000000", 8 * 2**20)])
-def test_what_is_available_is_bounded_by_a_containers_limit(monkeypatch, tmp_path, limit, expected):
-    """In a container the kernel counts the memory of the whole machine."""
-    files = {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable:    8192 kB\n", "sys/fs/cgroup/memory.max": limit}
-    for name, text in (files | {"sys/fs/cgroup/memory.current": "4000000"}).items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(f"{text}\n")
-    monkeypatch.setattr(memory, "Path", lambda path: Path(f"{tmp_path}{path}"))
-    assert memory.available_memory_bytes() == expected
-    monkeypatch.setattr(memory, "address_space_bytes", lambda: 1e6)
-    assert memory.available_memory_bytes() == 1_000_000

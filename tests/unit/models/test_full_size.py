@@ -19,6 +19,7 @@ import torch
 import yaml
 from torch import nn
 
+from sd_quant.config.recipe import MOST_LAYERS
 from sd_quant.metrics.flops import operations
 from sd_quant.models import FAMILIES, family_named
 from sd_quant.models.parts import axes
@@ -134,6 +135,7 @@ BY_ARCHITECTURE = {
 
 def test_golden_counts(full):
     assert Counter(full.roles.values()) == BY_ARCHITECTURE[full.name]
+    assert len(full.quantized(LEVELS[-1])) < MOST_LAYERS
     convolutions = {name for name, layer in full.layers.items() if isinstance(layer, nn.Conv2d)} - full.excluded
     assert convolutions == {name for name, role in full.roles.items() if role == "conv"}
     for number, level in enumerate(LEVELS, start=1):

@@ -1,5 +1,6 @@
 import base64
 import hashlib
+import html
 import io
 import json
 import re
@@ -16,6 +17,7 @@ from sd_quant.report import page, plots
 from sd_quant.report.__main__ import main
 from sd_quant.report.summary import read_sweep
 from sd_quant.text import printable
+from tests.pasting import words_of
 
 from .sweeps import change_record, write_job, write_plan
 
@@ -194,6 +196,17 @@ def test_the_page_of_one_run_has_no_warnings_and_reduced_images_where_they_are_l
     assert image(data, 0).size == (page.LONGEST_EDGE, page.LONGEST_EDGE) and image(data, 0).format == "WEBP"
     assert data["images"][0]["width"] == page.LONGEST_EDGE
     assert "at most 768 pixels" in text
+
+
+@pytest.mark.parametrize("given", [["prompts=[it's a rocket, a key]", 'model.path="<b> ${x}"'], []])
+def test_the_command_of_a_page_pastes(tmp_path, without_plots, given):
+    run = change_record(write_job(tmp_path / "run"), {"overrides": given})
+    write_job(tmp_path / "level=1")
+    write_plan(tmp_path, {"level=1": {"quant_level": 1.0}}, command=["sd-quant", "quantize", "-m", *given])
+    for folder, expected in ((run, given), (tmp_path, ["-m", *given])):
+        command = re.search("<dt>command</dt><dd>(.*?)</dd>", written(read_sweep(folder))[0])[1]
+        assert words_of(html.unescape(command), tmp_path / "bin") == ["sd-quant", "quantize", *expected]
+    assert read_sweep(change_record(run, {"judged": {"name": "a.gguf"}})).command == []  # which no command of ours made
 
 
 def test_of_many_prompts_the_worst_are_embedded(tmp_path, without_plots, monkeypatch):

@@ -12,7 +12,7 @@ from sd_quant.files import write_json
 from sd_quant.report.record import RECORD
 from sd_quant.report.summary import FAILURE, LOCK, LOG, SWEEP, read_sweep, rows, write_summary
 
-from .sweeps import write_job, write_plan
+from .sweeps import change_record, write_job, write_plan
 
 
 @pytest.fixture
@@ -35,6 +35,15 @@ def test_a_row_has_what_its_record_says(folder):
         "denoiser_onnx_bytes": 10.2e6, "denoiser_plan_bytes": 3e7, "quantized_layers": 5, "seconds": 12.5,
     }  # fmt: skip
     assert {name: first[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    "values, ends", [([30.0, 40.0], [0, 98.53]), ([30.0], [None] * 2), ([30.0, None], [None] * 2), ([], [None] * 2)]
+)
+def test_ends_of_psnr_are_possible_or_unknown(folder, values, ends):
+    change_record(folder / "alpha=0.5", {"fidelity.psnr.values": values})
+    first = rows(read_sweep(folder))[0]
+    assert [first["psnr_db_low"], first["psnr_db_high"]] == [each and pytest.approx(each, abs=0.01) for each in ends]
 
 
 def test_a_job_that_left_nothing_is_running_or_was_killed(folder):

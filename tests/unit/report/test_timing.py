@@ -1,6 +1,8 @@
 """Rounds of engines that were timed together, as a sweep's folder holds them."""
 
+import html
 import json
+import re
 
 import pytest
 
@@ -8,6 +10,7 @@ from sd_quant.errors import ArtifactError
 from sd_quant.report import page
 from sd_quant.report.summary import read_sweep, rows, write_summary
 from sd_quant.report.timing import TIMING
+from tests.pasting import words_of
 
 QUIET = {"together": True, "stopped": "narrow", "others": 0.0, "steal": 0.0, "reference_spread": 0.05}
 
@@ -81,12 +84,15 @@ def test_the_compiled_framework_has_columns_where_it_was_timed(timed):
         timed({"level=1": 2.0}, compiled_ms=[25.0])
 
 
-def test_the_page_says_that_the_machine_was_busy_and_who_was_left_out(timed, without_plots):
+def test_the_page_says_that_the_machine_was_busy_and_who_was_left_out(timed, without_plots, tmp_path):
     left_out = [{"job": "level=3", "reason": "it ran on another machine <b>"}]
     sweep = timed({"level=1": 2.0, "level=2": 1.25}, rounds=QUIET | {"others": 0.48}, left_out=left_out)
     text = page.write_report(sweep).read_text()
     told = "BUSY: while the engines were timed together, other processes took 48% of the processors&#x27; time"
     assert text.count(told) == 1
+    (again,) = re.findall("time again when the machine is quiet: (.*?)</li>", text)
+    words = ["python", "-m", "sd_quant.stages.time_sweep", str(sweep.directory)]
+    assert words_of(html.unescape(again), tmp_path / "bin") == words
     assert "TIMED ALONE: quant_level=3: it ran on another machine &lt;b&gt;." in text
     assert "BUSY" not in page.write_report(timed({"level=1": 2.0})).read_text()
 
@@ -99,7 +105,7 @@ def test_a_job_that_is_another_has_no_row_and_is_named(small_sweep):
     assert [row["job"] for row in rows(sweep)] == [f"level={level}" for level in "12345"]
     assert {row["job"]: row["same_as"] for row in rows(sweep) if row["same_as"]} == {"level=2": "level=6"}
     write_summary(sweep)
-    assert "the same assignment as level=6, done once" in (sweep.directory / "summary.md").read_text()
+    assert "level=6: the same assignment as level=2, not done again" in (sweep.directory / "summary.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -54,8 +54,9 @@ def test_calibration_has_the_negative_prompts_of_the_images(monkeypatch):
     assert taken[0].negative_prompts == ["rain", "nude"]
 
 
-def test_a_family_without_an_unconditional_half_takes_no_negative_prompt():
-    flux = ["model=flux", "model.path=checkpoints/sdxl_mini.nemo"]
+def test_a_family_without_an_unconditional_half_takes_no_negative_prompt(tmp_path):
+    (tmp_path / "model_index.json").touch()
+    flux = ["model=flux", f"model.path={tmp_path}"]
     refused = job(*flux, "infer.negative_prompt=rain")
     sentence = (
         "^infer.negative_prompt is rain, expected null, because the guidance of flux is an input of its network, which "

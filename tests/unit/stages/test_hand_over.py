@@ -14,6 +14,9 @@ from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.report.csv_files import write_csv
 from sd_quant.stages import hand_over
+from tests.pasting import AWKWARD, words_of
+
+from ..config.composition import composed
 
 
 def row(name: str, *shape: int, **options) -> LayerAssignment:
@@ -84,7 +87,7 @@ def test_an_earlier_result_stays_until_the_next_is_whole(tmp_path, monkeypatch, 
     job = SimpleNamespace(quantize=SimpleNamespace(**dict.fromkeys(hand_over.KNOBS)), model=model)
     rows = {"a": row("a", 32, 32)}
     make = lambda: hand_over.write_target(  # noqa: E731
-        TARGETS["gguf"], loaded, rows, rows, job, tmp_path, tmp_path, "python hand_over.py", False
+        TARGETS["gguf"], loaded, rows, rows, job, folder, "sd-quant hand_over", None, tmp_path
     )
     if when == "write":
         with pytest.raises(KeyboardInterrupt):
@@ -103,6 +106,31 @@ def test_an_earlier_result_stays_until_the_next_is_whole(tmp_path, monkeypatch, 
         assert names == {"weights", "README.md", hand_over.FIGURES}
         assert names == set(json.loads((folder / hand_over.FIGURES).read_text())["files"])
     assert (tmp_path / "canary").exists()
+
+
+def test_a_card_has_the_command_that_made_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["quantize.py"])  # of a checkout, which the reader of a card may not have
+    said, run = [], tmp_path / AWKWARD
+    monkeypatch.setattr(hand_over, "write_target", lambda *given: said.append(given[6]))
+    monkeypatch.setattr(hand_over, "fidelity_of", lambda *_: None)
+    monkeypatch.setattr(hand_over, "images_of_run", lambda *_: None)
+    knobs = SimpleNamespace(model=None, infer=SimpleNamespace(prompt_list=list))
+    given = ["prompts=[it's a rocket, a key]", "hand_over=[gguf]", "model.path='${x}'"]
+    hand_over.hand_over_run(None, {}, {"gguf": {}}, knobs, run, given)
+    assert words_of(said.pop(), tmp_path / "bin") == ["sd-quant", "quantize", *given]
+    loaded = SimpleNamespace(parts={}, parameters={})
+    monkeypatch.setattr(hand_over, "assignment_of", lambda *_: (loaded, {"a": row("a", 32, 32)}))
+    monkeypatch.setattr(hand_over, "recipe_of_run", lambda run, cache: knobs)
+    monkeypatch.setattr(hand_over, "open_model", lambda model: None)
+    monkeypatch.setattr(hand_over, "handed_over", lambda written: [])
+    for images in (True, False):
+        job = SimpleNamespace(run=AWKWARD, cache=None, targets=lambda: ["gguf"], images=images)
+        hand_over.hand_over(job, tmp_path / "out")
+        program, command, *words = words_of(said.pop(), tmp_path / "bin")
+        made = composed(command, *words)
+        assert (program, command, made["run"]) == ("sd-quant", "hand_over", AWKWARD)
+        assert (made["to"], made["images"]) == ("gguf", images)
 
 
 def test_a_disk_that_is_too_small_is_found_out_before_anything_is_written(tmp_path, monkeypatch):

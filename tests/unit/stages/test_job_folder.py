@@ -64,6 +64,24 @@ def test_only_the_record_of_this_job_is_taken(tmp_path, text, found):
     assert job_folder.finished(tmp_path, "this") == found
 
 
+@pytest.mark.parametrize("record", [None, "", '{"fingerprint": "this", "fidelity": {}}'])
+def test_a_folder_without_another_finished_run_is_free(job, tmp_path, record):
+    if record is not None:
+        (tmp_path / "metrics.json").write_text(record)
+    job_folder.check_no_other_run(job, tmp_path, "this")
+
+
+def test_another_finished_run_is_overwritten_only_on_request(job, tmp_path):
+    record = {"fingerprint": "that", "fidelity": {}, "overrides": ["quant_level=3"]}
+    (tmp_path / "metrics.json").write_text(json.dumps(record))
+    with pytest.raises(ConfigError, match="holds a finished run, of quant_level=3, whose .* add overwrite=true"):
+        job_folder.check_no_other_run(job, tmp_path, "this")
+    fingerprint = job_folder.fingerprint(job, FACTS)
+    job.overwrite = True
+    job_folder.check_no_other_run(job, tmp_path, "this")
+    assert job_folder.fingerprint(job, FACTS) == fingerprint
+
+
 def test_the_config_that_is_kept_leads_to_the_same_files_from_elsewhere(job, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     job.model.prompts = "prompts.txt"

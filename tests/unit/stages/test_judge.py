@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from sd_quant.config import Judge
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.inference.pipeline import Generated
 from sd_quant.metrics.latency import Rounds
@@ -122,13 +123,20 @@ def test_a_candidate_is_never_where_its_results_are(given, tmp_path, monkeypatch
 @pytest.mark.parametrize(("there", "said"), [
     ("thesis.txt", "which holds thesis.txt that no job has written"),
     ("metrics.json", "which holds metrics.json that no job has written"),
-    ("sweep.json", "holds a sweep of quantize.py; set hydra.run.dir to another folder"),
+    ("sweep.json", "holds a sweep of quantize; set hydra.run.dir to another folder"),
 ])  # fmt: skip
 def test_a_folder_of_others_is_refused_before_anything_is_written(there, said, tmp_path):
     (tmp_path / there).write_text('{"jobs": [{"name": "quant_level=3"}]}')
     with pytest.raises(ConfigError, match=said):
         judge.judge(None, tmp_path)
     assert (tmp_path / there).read_text() == '{"jobs": [{"name": "quant_level=3"}]}'
+
+
+def test_the_command_of_a_folder_is_what_was_given(monkeypatch):
+    rules = Judge(["a b.gguf"], 20, True, False, 0.95)
+    monkeypatch.setattr("sys.argv", ["judge.py", "candidates=[a b.gguf]"])
+    plan = judge.plan_of(SimpleNamespace(judge=rules))
+    assert plan["command"] == ["sd-quant", "judge", "candidates=[a b.gguf]"]
 
 
 def test_results_are_not_written_into_a_folder_of_somebody(tmp_path, monkeypatch):

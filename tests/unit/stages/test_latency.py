@@ -133,6 +133,28 @@ def test_whole_images_are_made_in_turn_and_the_record_says_whether_they_agree(ch
     assert "whole images are 1.00x as fast, by the calls of the denoiser they should be 1.43x" in caplog.text
 
 
+def test_an_image_whose_denoiser_was_disturbed_has_no_figure_and_no_ratio(checkpoint, clock):
+    """Each call of the unquantized denoiser takes five times as long in an image as in rounds; torch is quiet."""
+    contracts = contracts_of(checkpoint)
+    variants = variants_taking(0.08, 0.04, 0.01, clock, contracts)
+    quiet = variants["full_precision"]["unet_xl"]
+
+    def disturbed(**inputs):
+        clock.seconds += 0.16 if inputs["timesteps"].max() > 1 else 0.0  # timed calls are given ones
+        return quiet(**inputs)
+
+    vars(disturbed).update(vars(quiet))
+    variants["full_precision"] |= {"unet_xl": disturbed}
+    found = compare_latency(checkpoint, variants, ["a rocket"], INFER, TIMING, True)
+    image = found["openvino"]["image"]["1"]
+    for variant in ("full_precision", "quantized"):
+        assert image[variant]["p50_ms"] is None
+        assert image[variant]["reason"].startswith("the denoiser took 400 ms in it, and 80 ms by calls of its own")
+    assert image["speedup"]["value"] is None and "whole_images" not in image
+    assert found["torch"]["image"]["1"]["full_precision"]["p50_ms"] == pytest.approx(5 * 80)
+    assert found["openvino"]["unet_xl"]["2"]["speedup"] == pytest.approx(4)
+
+
 def test_what_is_compared_is_called_as_often_in_a_row_as_an_image_calls_it(checkpoint, clock):
     """Behind another engine's call each takes 10 ms more: half of that in the mean of a row of two steps."""
     variants, last = variants_taking(0.08, 0.04, 0.01, clock, contracts_of(checkpoint)), [None]

@@ -1,0 +1,47 @@
+"""What a family's checkpoint may be: kinds of files and folders, told apart without loading one (no torch here)."""
+
+import tarfile
+from pathlib import Path
+
+from sd_quant.checkpoints.archive import BLOCK, is_gzipped
+from sd_quant.errors import ConfigError
+from sd_quant.files import open_regular
+
+INDEX = "model_index.json"  # of a diffusers pipeline
+CONFIG = "model_config.yaml"  # of an archive of NeMo
+ALSO_FILES = "sdxl"  # the family that is read from files too, NeMo's and Stability AI's
+
+
+def check_kind(path: Path, family: str) -> None:
+    """Raises ConfigError when ``path``, which exists, is nothing that ``family`` is read from."""
+    if path.is_dir():
+        inside = (INDEX, CONFIG) if family == ALSO_FILES else (INDEX,)
+        if any((path / name).is_file() for name in inside):
+            return
+        found = f"a folder without {' and '.join(inside)}"
+    elif not path.is_file():
+        found = "a device or a pipe"
+    elif family == ALSO_FILES and (path.suffix in (".nemo", ".safetensors") or is_gzipped(path) or is_tar(path)):
+        return
+    else:
+        found = "a file" if family != ALSO_FILES else "a file of another kind"
+    takes = f"the folder of a diffusers pipeline, which has {INDEX}"
+    if family == ALSO_FILES:
+        takes += ", a .nemo archive or its folder, or one .safetensors file in Stability AI's layout"
+    advice = "check the path"
+    if (path.parent / INDEX).is_file():
+        advice = f"give the folder around it, {path.parent}"
+    elif path.is_file():
+        advice = "make one with diffusers' from_single_file and save_pretrained"
+    raise ConfigError(f"model.path is {path}, {found}, expected for {family} {takes}; {advice}")
+
+
+def is_tar(path: Path) -> bool:
+    """Whether the file begins as a tar does, of whatever its members are."""
+    with open_regular(path) as file:
+        block = file.read(BLOCK)
+    try:
+        tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+    except tarfile.HeaderError:
+        return False
+    return True

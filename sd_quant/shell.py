@@ -1,0 +1,37 @@
+"""Commands as they paste into a shell: the program that this user has, and values that reach it as they are.
+
+A command that is printed for now names what the user has called. One that is kept, in a card or a report, names
+``sd-quant``: whoever reads it may have no checkout. The road not taken is the path of this Python, which is right on
+one machine alone.
+"""
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+from sd_quant.places import HOME
+
+PLAIN = re.compile(r"(?!(?:null|true|false|inf|nan)\Z)(?:[a-z_/]|\.+/)[\w/.+-]*\Z", re.ASCII | re.IGNORECASE)
+
+
+def program(command: str) -> list[str]:
+    """The words that start ``command``: a script of the checkout for who has started one, else ``sd-quant``."""
+    called = Path(sys.argv[0])
+    script = called.parent / f"{command}.py"
+    if called.suffix == ".py" and script.resolve().parent == HOME and script.is_file():
+        return ["python", str(script)]
+    return ["sd-quant", command]
+
+
+def pasted(command: str, *arguments: str) -> str:
+    """``command`` with its arguments, as a line for the shell."""
+    return shlex.join([*program(command), *arguments])
+
+
+def literal(text: object) -> str:
+    """``str(text)`` as the value of a knob, in quotes where Hydra or OmegaConf would read anything else in it."""
+    if PLAIN.match(value := str(text)):
+        return value
+    value = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # no interpolation
+    return '"' + re.sub(r'(\\*)("|\Z)', lambda found: 2 * found[1] + found[2].replace('"', r"\""), value) + '"'
