@@ -66,6 +66,17 @@ def variants_taking(framework: float, full_precision: float, quantized: float, c
     }
 
 
+def slower_in_images(engine, seconds: float, clock):
+    """The engine, of which each call but a timed one takes longer: these are given timesteps of one."""
+
+    def call(**inputs):
+        clock.seconds += seconds if inputs["timesteps"].max() > 1 else 0.0
+        return engine(**inputs)
+
+    vars(call).update(vars(engine))
+    return call
+
+
 @pytest.mark.parametrize("together", [True, False])
 def test_each_number_is_of_its_own_variant(checkpoint, clock, together):
     variants = variants_taking(8.0, 4.0, 1.0, clock, contracts_of(checkpoint))
@@ -120,14 +131,7 @@ def test_whole_images_are_made_in_turn_and_the_record_says_whether_they_agree(ch
 
     found = whole_images()
     assert found["agree"] and not caplog.messages and found["speedup"] == pytest.approx(20 / 14)
-    quantized = variants["quantized"]["unet_xl"]
-
-    def slower_in_images(**inputs):
-        clock.seconds += 3.0 if inputs["timesteps"].max() > 1 else 0.0  # timed calls are given ones
-        return quantized(**inputs)
-
-    vars(slower_in_images).update(vars(quantized))
-    variants["quantized"] |= {"unet_xl": slower_in_images}
+    variants["quantized"] |= {"unet_xl": slower_in_images(variants["quantized"]["unet_xl"], 3.0, clock)}
     found = whole_images()
     assert not found["agree"] and found["speedup"] == pytest.approx(1)
     assert "whole images are 1.00x as fast, by the calls of the denoiser they should be 1.43x" in caplog.text
@@ -137,14 +141,7 @@ def test_an_image_whose_denoiser_was_disturbed_has_no_figure_and_no_ratio(checkp
     """Each call of the unquantized denoiser takes five times as long in an image as in rounds; torch is quiet."""
     contracts = contracts_of(checkpoint)
     variants = variants_taking(0.08, 0.04, 0.01, clock, contracts)
-    quiet = variants["full_precision"]["unet_xl"]
-
-    def disturbed(**inputs):
-        clock.seconds += 0.16 if inputs["timesteps"].max() > 1 else 0.0  # timed calls are given ones
-        return quiet(**inputs)
-
-    vars(disturbed).update(vars(quiet))
-    variants["full_precision"] |= {"unet_xl": disturbed}
+    variants["full_precision"] |= {"unet_xl": slower_in_images(variants["full_precision"]["unet_xl"], 0.16, clock)}
     found = compare_latency(checkpoint, variants, ["a rocket"], INFER, TIMING, True)
     image = found["openvino"]["image"]["1"]
     for variant in ("full_precision", "quantized"):
