@@ -210,8 +210,8 @@ def conditions(rounds: Sequence[Rounds], reference: str) -> Conditions:
 
 
 def of_images(infer: Infer, timing: Timing) -> Stopping:
-    """When enough batches of images are timed: by the rule for calls, with half as many and half the time."""
-    return Stopping(max(3, infer.num_timed_runs // 2), timing.half_width, timing.budget_s / 2)
+    """When enough batches of images are timed: by the rule for calls, with half as many and a quarter of the time."""
+    return Stopping(max(3, infer.num_timed_runs // 2), timing.half_width, timing.budget_s / 4)
 
 
 def of_whole_images(found: Mapping, full: Sequence[float], quantized: Sequence[float]) -> dict:
