@@ -33,7 +33,7 @@ import numpy as np
 import torch
 
 from sd_quant.errors import ConfigError
-from sd_quant.metrics.intervals import Interval, ratio_interval
+from sd_quant.metrics.intervals import FEWEST_ROUNDS, Interval, ratio_interval
 from sd_quant.metrics.neighbours import processor_times, used_by_others
 
 Call = Callable[[], object]
@@ -132,8 +132,8 @@ def judged(timing: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
 
 
 def too_far_apart(samples: Sequence[float]) -> str | None:
-    """Why the median of these milliseconds says nothing, or None."""
-    if spread(samples) <= MOST_SPREAD:
+    """Why the median of these milliseconds says nothing, or None; of too few rounds to tell it is None."""
+    if len(samples) < FEWEST_ROUNDS or spread(samples) <= MOST_SPREAD:
         return None
     low, high = np.percentile(samples, [10, 90]).tolist()
     return f"its rounds took {low:.3g} to {high:.3g} ms, which is no figure; time again when the machine is quiet"

@@ -57,6 +57,7 @@ FROM_PARTS = "from single calls, as memory does not hold everything at once"
 USED = ("others", "steal")  # who used the processors beside this process
 BYTES_OPENED = 4  # at most, of a parameter, that opening an engine again takes beside the engine
 IMPLAUSIBLE = 4  # times as long in an image as in rounds, or as short: one of the two was disturbed
+SHORT = 1000  # milliseconds, which a few disturbed calls may take
 TOO_FEW = "too few rounds for an interval; raise infer.num_timed_runs or timing.budget_s"
 
 
@@ -246,9 +247,9 @@ def image_entry(image: ImageTimes, added_up: ImageTimes) -> dict:
         return {"p50_ms": image.totals[0], "rest": image.rest, "composed": FROM_PARTS}
     found = statistics_of(image.totals, WARMUP_IMAGES, wall_clock.__name__) | {"rest": image.rest}
     in_images, in_rounds = (statistics.median(each.totals) / (1 + each.rest) for each in (image, added_up))
-    plausible = 1 / IMPLAUSIBLE <= in_images / in_rounds <= IMPLAUSIBLE
+    plausible = abs(in_images - in_rounds) < SHORT or 1 / IMPLAUSIBLE <= in_images / in_rounds <= IMPLAUSIBLE
     reason = (
-        f"the denoiser took {in_images:.3g} ms in it, and {in_rounds:.3g} ms by calls of its own; time again when the "
+        f"the denoiser took {in_images:,.0f} ms in it, and {in_rounds:,.0f} ms by calls of its own; time again when the "
         "machine is quiet"
     )
     return judged(found, None if plausible else reason)
