@@ -249,7 +249,7 @@ def image_entry(image: ImageTimes, added_up: ImageTimes) -> dict:
     in_images, in_rounds = (statistics.median(each.totals) / (1 + each.rest) for each in (image, added_up))
     plausible = abs(in_images - in_rounds) < SHORT or 1 / IMPLAUSIBLE <= in_images / in_rounds <= IMPLAUSIBLE
     reason = (
-        f"the denoiser took {in_images:,.0f} ms in it, and {in_rounds:,.0f} ms by calls of its own; time again when the "
-        "machine is quiet"
+        f"the denoiser took {in_images:,.0f} ms in it, and {in_rounds:,.0f} ms by calls of its own; time again when "
+        "the machine is quiet"
     )
     return judged(found, None if plausible else reason)
