@@ -18,7 +18,7 @@ pytestmark = pytest.mark.soak
 ROOT = Path(__file__).parents[3]
 pytest.importorskip("triton")
 
-SIDES = ["fp8 level 4", "fp8 level 3, scales per row", "int8 level 3, all of these"]
+SIDES = ["fp8 level 4", "fp8 level 3, scales per row", "int8 level 3, both of these"]
 
 
 def test_every_tensor_of_a_network_is_where_it_is_computed():
