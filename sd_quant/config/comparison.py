@@ -50,7 +50,7 @@ class Verdict:
 
 @dataclass(slots=True)
 class Judge:
-    """How quantized checkpoints of anybody are judged, see ``sd_quant.candidates``."""
+    """How quantized checkpoints of anybody are judged, see ``sd_quant.interchange``."""
 
     candidates: Annotated[
         list[str], Called("candidates"), "quantized checkpoints of anybody, or runs of quantize: files and folders"

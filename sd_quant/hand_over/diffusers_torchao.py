@@ -17,8 +17,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from sd_quant.candidates.candidate import Inputs
-from sd_quant.candidates.inputs import Affine
 from sd_quant.checkpoints.safetensors_file import FORMAT, write_safetensors
 from sd_quant.checkpoints.tensors import LazyTensor, lazy
 from sd_quant.export.tracing import example_shapes, fake_module
@@ -30,6 +28,8 @@ from sd_quant.hand_over.weights import (
     high_precision,
     quantized,
 )
+from sd_quant.interchange.candidate import Inputs
+from sd_quant.interchange.inputs import Affine
 from sd_quant.models.checkpoint import Checkpoint, denoiser_of, denoiser_part
 from sd_quant.quantization.assignment import LayerAssignment
 

@@ -26,8 +26,6 @@ import torch
 from torch import Tensor
 
 from sd_quant.cache import Cache, locked
-from sd_quant.candidates.errors import LayerErrors, alone, layer_errors
-from sd_quant.candidates.opening import open_candidate
 from sd_quant.config import CacheFolder, Infer, Judge, JudgeJob, Model, QuantizeJob, Timing, is_run, run_job
 from sd_quant.devices import threads
 from sd_quant.engines.base import Engine
@@ -38,6 +36,8 @@ from sd_quant.files import digest, write_json
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.memory import fits, memory_of_part, memory_of_variant
 from sd_quant.inference.pipeline import Generated
+from sd_quant.interchange.errors import LayerErrors, alone, layer_errors
+from sd_quant.interchange.opening import open_candidate
 from sd_quant.knobs import read
 from sd_quant.metrics.fidelity import fidelity, psnr, summary
 from sd_quant.metrics.images import score_pairs

@@ -15,10 +15,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from sd_quant.candidates.candidate import Candidate, StoredLayer
-from sd_quant.candidates.folding import unfolded
-from sd_quant.candidates.network import with_candidate
-from sd_quant.candidates.opening import open_candidate
 from sd_quant.config import CacheFolder, Infer, Model, artifact, is_run, recipe_of_run
 from sd_quant.devices import CPU, best_device
 from sd_quant.engines import RUNTIMES
@@ -27,6 +23,10 @@ from sd_quant.engines.onnx_input import onnx_files
 from sd_quant.engines.torch import TorchEngine, placed
 from sd_quant.errors import ConfigError
 from sd_quant.inference.loading import load_part
+from sd_quant.interchange.candidate import Candidate, StoredLayer
+from sd_quant.interchange.folding import unfolded
+from sd_quant.interchange.network import with_candidate
+from sd_quant.interchange.opening import open_candidate
 from sd_quant.metrics.memory import StageTimer
 from sd_quant.models.checkpoint import Checkpoint, contracts_of, denoiser_part, empty_denoiser
 from sd_quant.quantization.assignment import WITHOUT_WEIGHTS

@@ -1,7 +1,7 @@
 """Folders of denoisers that SDNQ, torchao, bitsandbytes, quanto and ModelOpt quantized, of four layers.
 
 They are made here by hand, because a run without those libraries is to fuzz their readers too; what the libraries write
-themselves is read in ``tests/unit/candidates``.
+themselves is read in ``tests/unit/interchange``.
 """
 
 import io
@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save as save_safetensors
 from torch import Tensor, nn
 
-from sd_quant.candidates import READERS
-from sd_quant.candidates.diffusers_bitsandbytes import TABLES
+from sd_quant.interchange import READERS
+from sd_quant.interchange.diffusers_bitsandbytes import TABLES
 
 from .harness import Reader
 from .mutations import LARGE, byte_edits, changed, document_edits, edited, pickle_edits, repickled, to_json, with_pickle

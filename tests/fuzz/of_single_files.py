@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
-from sd_quant.candidates import comfyui, gguf
-from sd_quant.candidates.candidate import Candidate, needed
-from sd_quant.candidates.other_names import authors_places
 from sd_quant.checkpoints.diffusers_pipeline import open_pipeline
+from sd_quant.interchange import comfyui, gguf
+from sd_quant.interchange.candidate import Candidate, needed
+from sd_quant.interchange.other_names import authors_places
 from sd_quant.models.checkpoint import empty_denoiser
 
 from ..pipelines import TINY

@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from sd_quant.calibration.hooks import collect, draw
-from sd_quant.candidates import READERS
-from sd_quant.candidates.candidate import Candidate
-from sd_quant.candidates.network import with_candidate
 from sd_quant.checkpoints.diffusers_pipeline import DiffusersCheckpoint, open_pipeline
 from sd_quant.hand_over import TARGETS, writer
 from sd_quant.hand_over.adapt import adapted, simulate_target
 from sd_quant.inference.loading import load_part
+from sd_quant.interchange import READERS
+from sd_quant.interchange.candidate import Candidate
+from sd_quant.interchange.network import with_candidate
 from sd_quant.models import family_named
 from sd_quant.models.checkpoint import denoiser_of, denoiser_part
 from sd_quant.models.parts import axes

@@ -1,6 +1,6 @@
 """What is handed over, read back as a candidate without the consumers' packages, computes what the simulation does.
 
-``tests/unit/candidates`` holds the readers against those packages, bit for bit; ``test_consumers`` has them load some.
+``tests/unit/interchange`` holds the readers against those packages, bit for bit; ``test_consumers`` has them load some.
 """
 
 import pytest

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from sd_quant.candidates.diffusers_sdnq import OTHER_NAMES, at_least_as_wide, hadamard, matches, read, small_floats
 from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.interchange.diffusers_sdnq import OTHER_NAMES, at_least_as_wide, hadamard, matches, read, small_floats
 
 consumer = pytest.mark.consumer
 READER = "diffusers_sdnq"

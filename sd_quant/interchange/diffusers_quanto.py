@@ -22,9 +22,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from sd_quant.candidates.candidate import Candidate, StoredLayer, size_in_file
-from sd_quant.candidates.folders import denoiser_folder, holds, quantization_config, quantized_by, stored_tensors
-from sd_quant.candidates.layer_tensors import (
+from sd_quant.checkpoints.checks import listing
+from sd_quant.checkpoints.diffusers_files import read_json
+from sd_quant.checkpoints.tensors import LazyTensor
+from sd_quant.errors import ArtifactError
+from sd_quant.interchange.candidate import Candidate, StoredLayer, size_in_file
+from sd_quant.interchange.folders import denoiser_folder, holds, quantization_config, quantized_by, stored_tensors
+from sd_quant.interchange.layer_tensors import (
     FLOAT_SCALES,
     Fields,
     Shape,
@@ -37,10 +41,6 @@ from sd_quant.candidates.layer_tensors import (
     weight_shapes,
     whole,
 )
-from sd_quant.checkpoints.checks import listing
-from sd_quant.checkpoints.diffusers_files import read_json
-from sd_quant.checkpoints.tensors import LazyTensor
-from sd_quant.errors import ArtifactError
 from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
 
 NAME, MAKER = "diffusers_quanto", "quanto"

@@ -4,8 +4,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.hooks import RemovableHandle
 
-from sd_quant.candidates.candidate import Candidate, Inputs, needed
 from sd_quant.checkpoints.tensors import Readable
+from sd_quant.interchange.candidate import Candidate, Inputs, needed
 from sd_quant.models.checkpoint import Checkpoint, denoiser_of
 
 

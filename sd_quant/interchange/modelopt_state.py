@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sd_quant.candidates.layer_tensors import told
 from sd_quant.checkpoints.archive import Member
 from sd_quant.checkpoints.checks import listing
 from sd_quant.errors import ArtifactError
+from sd_quant.interchange.layer_tensors import told
 
 MOST_BYTES = 256 * 2**20  # of the file, which holds ranges too
 MOST_PICKLE, MOST_ENTRIES = 4 * 2**20, 100_000  # SDXL's pickle has about 2 MB

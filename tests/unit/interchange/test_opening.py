@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from sd_quant import candidates
-from sd_quant.candidates import READERS, Reader
-from sd_quant.candidates.opening import reader_of
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError
+from sd_quant.interchange import READERS, Reader
+from sd_quant.interchange.opening import reader_of
 
 
 @pytest.fixture

@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from sd_quant.candidates import READERS
-from sd_quant.candidates.candidate import needed
-from sd_quant.candidates.comfyui import METHODS, Codes, check_codes, read, recognizes
-from sd_quant.candidates.comfyui_inputs import Float8, Mxfp8, Nvfp4, Rotated
-from sd_quant.candidates.other_names import PREFIX, Rows, authors_places
 from sd_quant.checkpoints.archive import whole_file
 from sd_quant.checkpoints.safetensors_file import read_safetensors
 from sd_quant.errors import ArtifactError
+from sd_quant.interchange import READERS
+from sd_quant.interchange.candidate import needed
+from sd_quant.interchange.comfyui import METHODS, Codes, check_codes, read, recognizes
+from sd_quant.interchange.comfyui_inputs import Float8, Mxfp8, Nvfp4, Rotated
+from sd_quant.interchange.other_names import PREFIX, Rows, authors_places
 from sd_quant.models.checkpoint import empty_denoiser
 from sd_quant.numbers import relative_error
 

@@ -19,10 +19,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sd_quant.candidates.candidate import Candidate, Inputs, StoredLayer, size_in_file
-from sd_quant.candidates.folders import denoiser_folder, holds, quantized_by, stored_tensors
-from sd_quant.candidates.inputs import BlocksNvfp4, Multiplied, StaticFloat8
-from sd_quant.candidates.layer_tensors import (
+from sd_quant.checkpoints.archive import whole_file
+from sd_quant.checkpoints.checks import listing
+from sd_quant.checkpoints.tensors import LazyTensor, StoredTensor
+from sd_quant.errors import ArtifactError
+from sd_quant.interchange.candidate import Candidate, Inputs, StoredLayer, size_in_file
+from sd_quant.interchange.folders import denoiser_folder, holds, quantized_by, stored_tensors
+from sd_quant.interchange.inputs import BlocksNvfp4, Multiplied, StaticFloat8
+from sd_quant.interchange.layer_tensors import (
     FLOAT_SCALES,
     Fields,
     Shape,
@@ -34,12 +38,8 @@ from sd_quant.candidates.layer_tensors import (
     weight_shapes,
     whole,
 )
-from sd_quant.candidates.modelopt_quantizers import FP8, NVFP4, Quantizer, Ranged, quantizer_of
-from sd_quant.candidates.modelopt_state import Name, State, read_state
-from sd_quant.checkpoints.archive import whole_file
-from sd_quant.checkpoints.checks import listing
-from sd_quant.checkpoints.tensors import LazyTensor, StoredTensor
-from sd_quant.errors import ArtifactError
+from sd_quant.interchange.modelopt_quantizers import FP8, NVFP4, Quantizer, Ranged, quantizer_of
+from sd_quant.interchange.modelopt_state import Name, State, read_state
 from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
 from sd_quant.quantization.formats import e2m1
 from sd_quant.quantization.formats.blocks import spread

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sd_quant.candidates.inputs import LARGEST_FP8, RowInteger
+from sd_quant.interchange.inputs import LARGEST_FP8, RowInteger
 from sd_quant.quantization.formats import e2m1
 from sd_quant.quantization.rotation import rotated
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sd_quant.candidates.gguf import QUANTIZED, Blocks, stored_layer
+from sd_quant.interchange.gguf import QUANTIZED, Blocks, stored_layer
 
 GGML = {  # how many numbers share a scale, and bits of a number with its scales, by ggml's own descriptions
     "Q4_0": (32, 4.5), "Q4_1": (32, 5), "Q5_0": (32, 5.5), "Q5_1": (32, 6), "Q8_0": (32, 8.5), "Q2_K": (16, 2.625),

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from sd_quant.candidates.diffusers_torchao import read
 from sd_quant.errors import ArtifactError
+from sd_quant.interchange.diffusers_torchao import read
 
 pytestmark = pytest.mark.consumer
 ao = pytest.importorskip("torchao.quantization")

@@ -3,9 +3,9 @@
 from importlib.util import find_spec
 from pathlib import Path
 
-from sd_quant.candidates import READERS, Reader
-from sd_quant.candidates.candidate import Candidate
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError
+from sd_quant.interchange import READERS, Reader
+from sd_quant.interchange.candidate import Candidate
 from sd_quant.models.checkpoint import Checkpoint
 
 

@@ -4,7 +4,7 @@ This is ``hand_over`` in the other direction. A reader is a row of facts here an
 ``recognizes(path)`` says by a glance whether a file or folder is of its kind, and ``read(path, checkpoint)`` returns a
 ``Candidate``. Readers treat what they read as hostile: no code of a file is executed, sizes are checked before anything
 is allocated, and a file that is only partly understood is refused by names. A row imports nothing, so what a reader
-knows can be said without it. To add one, write ``sd_quant/candidates/<name>.py`` and one row in ``READERS``.
+knows can be said without it. To add one, write ``sd_quant/interchange/<name>.py`` and one row in ``READERS``.
 
 The road not taken is to open each file with its own library: that executes what the file names, needs six libraries at
 once, and says nothing of what stands in the file. Where the library is installed it is asked besides, see ``runtime``.

@@ -6,8 +6,8 @@ import pytest
 import torch
 from diffusers import BitsAndBytesConfig
 
-from sd_quant.candidates.diffusers_bitsandbytes import OutlierColumns, checked_state, read, threshold
 from sd_quant.errors import ArtifactError
+from sd_quant.interchange.diffusers_bitsandbytes import OutlierColumns, checked_state, read, threshold
 
 from ..tiny import changed
 

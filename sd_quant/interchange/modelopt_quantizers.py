@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sd_quant.candidates.inputs import LARGEST_FP8
-from sd_quant.candidates.layer_tensors import told
 from sd_quant.checkpoints.checks import listing
 from sd_quant.errors import ArtifactError
+from sd_quant.interchange.inputs import LARGEST_FP8
+from sd_quant.interchange.layer_tensors import told
 from sd_quant.quantization.formats import e2m1, nvfp4
 from sd_quant.quantization.formats.blocks import spread
 

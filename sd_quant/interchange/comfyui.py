@@ -32,8 +32,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sd_quant.candidates.candidate import Candidate, Inputs, StoredLayer, check_whole, needed, size_in_file
-from sd_quant.candidates.comfyui_inputs import (
+from sd_quant.checkpoints.archive import whole_file
+from sd_quant.checkpoints.checks import listing
+from sd_quant.checkpoints.safetensors_file import read_header, without_duplicates
+from sd_quant.checkpoints.tensors import LazyTensor, Readable, StoredTensor
+from sd_quant.errors import ArtifactError, SdQuantError
+from sd_quant.interchange.candidate import Candidate, Inputs, StoredLayer, check_whole, needed, size_in_file
+from sd_quant.interchange.comfyui_inputs import (
     INT8,
     MXFP8_BLOCK,
     NVFP4_BLOCK,
@@ -43,8 +48,8 @@ from sd_quant.candidates.comfyui_inputs import (
     Rotated,
     powers_of_two,
 )
-from sd_quant.candidates.inputs import Multiplied
-from sd_quant.candidates.other_names import (
+from sd_quant.interchange.inputs import Multiplied
+from sd_quant.interchange.other_names import (
     OTHER_NETWORKS,
     PREFIX,
     Rows,
@@ -54,11 +59,6 @@ from sd_quant.candidates.other_names import (
     rows_of,
     told_family,
 )
-from sd_quant.checkpoints.archive import whole_file
-from sd_quant.checkpoints.checks import listing
-from sd_quant.checkpoints.safetensors_file import read_header, without_duplicates
-from sd_quant.checkpoints.tensors import LazyTensor, Readable, StoredTensor
-from sd_quant.errors import ArtifactError, SdQuantError
 from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
 from sd_quant.numbers import up_to
 from sd_quant.quantization.formats import e2m1

@@ -26,12 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sd_quant.candidates.candidate import FLOATS, Candidate, Inputs, StoredLayer, check_whole, size_in_file
-from sd_quant.candidates.folders import by_diffusers, decoded, denoiser_folder, quantized_by, stored_tensors
-from sd_quant.candidates.inputs import Affine, Multiplied, NvidiaBlocks, RowFloat8
 from sd_quant.checkpoints.safetensors_file import read_header, without_duplicates
 from sd_quant.checkpoints.tensors import Readable, StoredTensor
 from sd_quant.errors import ArtifactError
+from sd_quant.interchange.candidate import FLOATS, Candidate, Inputs, StoredLayer, check_whole, size_in_file
+from sd_quant.interchange.folders import by_diffusers, decoded, denoiser_folder, quantized_by, stored_tensors
+from sd_quant.interchange.inputs import Affine, Multiplied, NvidiaBlocks, RowFloat8
 from sd_quant.knobs import BOUNDED
 from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
 from sd_quant.numbers import up_to

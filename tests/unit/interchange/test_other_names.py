@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sd_quant.candidates.other_names import PREFIX, authors_places, denoiser_tensors, places_in, told_family
 from sd_quant.errors import ArtifactError
+from sd_quant.interchange.other_names import PREFIX, authors_places, denoiser_tensors, places_in, told_family
 
 from .single_files import in_diffusers
 

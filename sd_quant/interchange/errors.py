@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sd_quant.candidates.candidate import StoredLayer
-from sd_quant.candidates.folding import plain_weight
-from sd_quant.candidates.network import quantize_inputs
+from sd_quant.interchange.candidate import StoredLayer
+from sd_quant.interchange.folding import plain_weight
+from sd_quant.interchange.network import quantize_inputs
 from sd_quant.numbers import finite, relative_error
 
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from sd_quant.candidates.candidate import Candidate, StoredLayer
-from sd_quant.candidates.errors import layer_errors
-from sd_quant.candidates.folding import unfolded
-from sd_quant.candidates.inputs import Multiplied, RowInteger
 from sd_quant.checkpoints.tensors import lazy
+from sd_quant.interchange.candidate import Candidate, StoredLayer
+from sd_quant.interchange.errors import layer_errors
+from sd_quant.interchange.folding import unfolded
+from sd_quant.interchange.inputs import Multiplied, RowInteger
 from sd_quant.models.checkpoint import denoiser_weights, empty_denoiser
 from sd_quant.models.parts import SharedInput
 

@@ -7,9 +7,9 @@ import torch
 from diffusers.loaders import single_file_utils
 from torch import Tensor, nn
 
-from sd_quant.candidates.candidate import Candidate, needed
-from sd_quant.candidates.other_names import PREFIX, authors_places
 from sd_quant.checkpoints.diffusers_pipeline import DiffusersCheckpoint
+from sd_quant.interchange.candidate import Candidate, needed
+from sd_quant.interchange.other_names import PREFIX, authors_places
 from sd_quant.models.checkpoint import denoiser_part, denoiser_weights, empty_denoiser
 
 

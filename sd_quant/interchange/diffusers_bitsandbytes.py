@@ -25,9 +25,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sd_quant.candidates.candidate import Candidate, StoredLayer, size_in_file
-from sd_quant.candidates.folders import quantization_config, quantized_by, stored_tensors
-from sd_quant.candidates.layer_tensors import (
+from sd_quant.checkpoints.checks import listing
+from sd_quant.checkpoints.safetensors_file import without_duplicates
+from sd_quant.checkpoints.tensors import LazyTensor
+from sd_quant.errors import ArtifactError
+from sd_quant.interchange.candidate import Candidate, StoredLayer, size_in_file
+from sd_quant.interchange.folders import quantization_config, quantized_by, stored_tensors
+from sd_quant.interchange.layer_tensors import (
     Fields,
     Shape,
     by_layer,
@@ -39,10 +43,6 @@ from sd_quant.candidates.layer_tensors import (
     weight_shapes,
     whole,
 )
-from sd_quant.checkpoints.checks import listing
-from sd_quant.checkpoints.safetensors_file import without_duplicates
-from sd_quant.checkpoints.tensors import LazyTensor
-from sd_quant.errors import ArtifactError
 from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
 
 NAME, MAKER = "diffusers_bitsandbytes", "bitsandbytes"
