@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from sd_quant.calibration.prompts import read_prompts
 from sd_quant.checkpoints.convert import convert
-from sd_quant.checkpoints.sgm import sgm_names
+from sd_quant.names.sgm import sgm_names
 from sd_quant.places import input_path
 
 SHIPPED = "checkpoints/sdxl_mini.nemo"

@@ -24,10 +24,10 @@ import torch
 from torch import nn
 
 from sd_quant.calibration.store import VERSION, content_digest, unpack
-from sd_quant.checkpoints.archive import whole_file
-from sd_quant.checkpoints.safetensors_file import read_header
-from sd_quant.checkpoints.tensors import StoredTensor
 from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.files.archive import whole_file
+from sd_quant.files.safetensors import read_header
+from sd_quant.files.tensors import StoredTensor
 from sd_quant.models.parts import Contract, axes
 from sd_quant.quantization.statistics import CALLS, ROWS, Statistics, kind_of, merge, width_of
 

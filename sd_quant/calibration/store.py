@@ -16,11 +16,11 @@ from pathlib import Path
 
 import torch
 
-from sd_quant.checkpoints.archive import whole_file
-from sd_quant.checkpoints.safetensors_file import read_header, write_safetensors
-from sd_quant.checkpoints.tensors import bytes_of, lazy
 from sd_quant.errors import SdQuantError
 from sd_quant.files import digest
+from sd_quant.files.archive import whole_file
+from sd_quant.files.safetensors import read_header, write_safetensors
+from sd_quant.files.tensors import bytes_of, lazy
 from sd_quant.quantization.statistics import LayerStatistics, Sample, Statistics
 
 LOG = logging.getLogger(__name__)

@@ -3,9 +3,9 @@
 import tarfile
 from pathlib import Path
 
-from sd_quant.checkpoints.archive import BLOCK, is_gzipped
 from sd_quant.errors import ConfigError
 from sd_quant.files import open_regular
+from sd_quant.files.archive import BLOCK, is_gzipped
 
 INDEX = "model_index.json"  # of a diffusers pipeline
 CONFIG = "model_config.yaml"  # of an archive of NeMo

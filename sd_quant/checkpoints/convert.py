@@ -15,15 +15,14 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
-from sd_quant.checkpoints.archive import whole_file
-from sd_quant.checkpoints.diffusers_files import INDEX
-from sd_quant.checkpoints.nemo import open_nemo, write_archive
+from sd_quant.checkpoints.accepted import INDEX
+from sd_quant.checkpoints.nemo import open_nemo, open_sgm, write_archive
 from sd_quant.checkpoints.nemo_and_diffusers import open_diffusers, write_diffusers
 from sd_quant.checkpoints.nemo_networks import NemoCheckpoint, read_config, sdxl_base_config
-from sd_quant.checkpoints.sgm import open_sgm
-from sd_quant.checkpoints.tensors import Readable, size_of
 from sd_quant.errors import ConfigError, exit_with_its_code
 from sd_quant.files import check_room
+from sd_quant.files.archive import whole_file
+from sd_quant.files.tensors import Readable, size_of
 from sd_quant.progress import progress
 from sd_quant.shell import literal, pasted
 

@@ -17,15 +17,17 @@ from typing import Annotated, Any
 import torch
 from torch import nn
 
-from sd_quant.checkpoints.checks import MAX_DEPTH, bounded_modules, check_tensors, reason_of, renamed
-from sd_quant.checkpoints.diffusers_files import INDEX, WEIGHTS, files_in, plain_name, read_json, stored_weights
-from sd_quant.checkpoints.schema import check_like, check_schema
-from sd_quant.checkpoints.tensors import Weights
+from sd_quant.checkpoints.accepted import INDEX
 from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.files.checks import MAX_DEPTH, bounded_modules, check_tensors, reason_of, renamed
+from sd_quant.files.folders import WEIGHTS, files_in, read_json, stored_weights
+from sd_quant.files.schema import check_like, check_schema
+from sd_quant.files.tensors import Weights
 from sd_quant.knobs import between, one_of
 from sd_quant.models import FAMILIES, Family, family_named
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.models.parts import Part, PipelineAdapter, pipelines_from_images, with_encoder
+from sd_quant.names.diffusers import plain_name
 from sd_quant.text import one_line
 
 TOKENIZER = "tokenizer_config.json"

@@ -8,9 +8,8 @@ from pathlib import Path
 from sd_quant.checkpoints.accepted import INDEX, check_kind
 from sd_quant.checkpoints.diffusers_pipeline import DiffusersCheckpoint, open_pipeline
 from sd_quant.checkpoints.lora import fused
-from sd_quant.checkpoints.nemo import open_nemo
+from sd_quant.checkpoints.nemo import open_nemo, open_sgm
 from sd_quant.checkpoints.nemo_networks import NemoCheckpoint, sdxl_base_config
-from sd_quant.checkpoints.sgm import open_sgm
 from sd_quant.errors import ConfigError
 from sd_quant.models import family_named
 from sd_quant.models.checkpoint import Checkpoint

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import yaml
 
-from sd_quant.checkpoints.archive import whole_file
-from sd_quant.checkpoints.plain_yaml import load_yaml
-from sd_quant.checkpoints.safetensors_file import read_header
 from sd_quant.files import open_regular
+from sd_quant.files.archive import whole_file
+from sd_quant.files.plain_yaml import load_yaml
+from sd_quant.files.safetensors import read_header
 from sd_quant.text import one_line
 
 CARD = "README.md"

@@ -19,16 +19,16 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from sd_quant.checkpoints.archive import open_members, whole_file
-from sd_quant.checkpoints.checks import WEIGHT_DTYPES, listing
-from sd_quant.checkpoints.diffusers_files import read_json
 from sd_quant.checkpoints.diffusers_pipeline import DiffusersCheckpoint
-from sd_quant.checkpoints.lora_names import WEIGHT, Place, places_by_name
 from sd_quant.checkpoints.nemo_networks import NemoCheckpoint
-from sd_quant.checkpoints.safetensors_file import read_header, without_duplicates
-from sd_quant.checkpoints.schema import check_schema
-from sd_quant.checkpoints.tensors import LazyTensor, Readable, Weights
 from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.files.archive import open_members, whole_file
+from sd_quant.files.checks import WEIGHT_DTYPES, listing
+from sd_quant.files.folders import read_json
+from sd_quant.files.safetensors import read_header, without_duplicates
+from sd_quant.files.schema import check_schema
+from sd_quant.files.tensors import LazyTensor, Readable, Weights
+from sd_quant.names.lora import WEIGHT, Place, places_by_name
 from sd_quant.text import one_line
 
 Opened = DiffusersCheckpoint | NemoCheckpoint

@@ -2,7 +2,7 @@
 
 An archive is a tar of two files, ``model_config.yaml`` and ``model_weights.ckpt``, which torch.save wrote. Opening
 reads the config and the directory of the weights, and compares every key and shape with the networks that the config
-describes (``nemo_networks``, by the keys of ``nemo_keys``); it reads no weights.
+describes (``nemo_networks``, by the keys of ``names.nemo``); it reads no weights.
 The road not taken is NeMo's SaveRestoreConnector: it extracts the archive, unpickles and instantiates ``target``.
 """
 
@@ -17,14 +17,18 @@ from typing import BinaryIO
 import torch
 import yaml
 
-from sd_quant.checkpoints.archive import open_members
-from sd_quant.checkpoints.checks import listing, renamed
-from sd_quant.checkpoints.nemo_keys import PREFIX, state_of
 from sd_quant.checkpoints.nemo_networks import CONFIG, NemoCheckpoint, checkpoint_of, read_config
-from sd_quant.checkpoints.tensors import Readable, lazy
-from sd_quant.checkpoints.torch_weights import stored_tensors, write_tensors
+from sd_quant.checkpoints.nemo_state import state_of, unused_state
 from sd_quant.errors import ArtifactError
 from sd_quant.files import atomic_path
+from sd_quant.files.archive import open_members, whole_file
+from sd_quant.files.checks import listing, renamed
+from sd_quant.files.safetensors import read_safetensors
+from sd_quant.files.tensors import Readable, lazy
+from sd_quant.files.torch_weights import stored_tensors, write_tensors
+from sd_quant.models.sdxl_nemo import scheduler
+from sd_quant.names.nemo import PREFIX
+from sd_quant.names.sgm import nemo_key
 
 WEIGHTS = "model_weights.ckpt"
 
@@ -45,6 +49,19 @@ def open_nemo(path: Path, io: str = "nemo") -> NemoCheckpoint:
     state = renamed(path, stored_tensors(members[WEIGHTS]), _plain_key)
     checkpoint = checkpoint_of(path, read_config(members[CONFIG]), state)
     return replace(checkpoint, io=io, reopen=partial(open_nemo, path, io))
+
+
+def open_sgm(path: Path, model_config: dict, io: str = "nemo") -> NemoCheckpoint:
+    """Opens such a file; no weight is read. It says nothing of its architecture, so ``model_config``, NeMo's, does.
+
+    ``io`` says whose names the UNet's inputs have, "nemo" or "diffusers".
+    Raises ConfigError when ``path`` does not exist, ArtifactError when it is damaged or holds more or less than an SDXL
+    of that architecture.
+    """
+    tensors = renamed(path, read_safetensors(whole_file(path)), nemo_key)
+    unused = unused_state(torch.float32, scheduler().config.num_train_timesteps)  # the noise levels are not in the file
+    reopen = partial(open_sgm, path, model_config, io)
+    return replace(checkpoint_of(path, model_config, unused | tensors), io=io, reopen=reopen)
 
 
 def write_nemo(path: Path, model_config: dict, modules: Mapping[str, torch.nn.Module], dtype: torch.dtype) -> None:

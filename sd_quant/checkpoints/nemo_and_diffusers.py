@@ -15,9 +15,7 @@ from typing import Any
 
 import yaml
 
-from sd_quant.checkpoints.checks import MAX_DEPTH, check_tensors, reason_of, renamed
-from sd_quant.checkpoints.diffusers_files import INDEX, WEIGHTS, files_in, plain_name, read_json, stored_weights
-from sd_quant.checkpoints.nemo_keys import UNUSED, network_state, unused_state
+from sd_quant.checkpoints.accepted import INDEX
 from sd_quant.checkpoints.nemo_networks import (
     CONFIG,
     NemoCheckpoint,
@@ -27,12 +25,17 @@ from sd_quant.checkpoints.nemo_networks import (
     read_config,
     sdxl_base_config,
 )
-from sd_quant.checkpoints.safetensors_file import read_safetensors, write_safetensors
-from sd_quant.checkpoints.tensors import Readable
+from sd_quant.checkpoints.nemo_state import network_state, unused_state
 from sd_quant.errors import ArtifactError
 from sd_quant.files import atomic_path, write_json, write_text
+from sd_quant.files.checks import MAX_DEPTH, check_tensors, reason_of, renamed
+from sd_quant.files.folders import WEIGHTS, files_in, read_json, stored_weights
+from sd_quant.files.safetensors import read_safetensors, write_safetensors
+from sd_quant.files.tensors import Readable
 from sd_quant.models.clip_tokenizer import clip_tokenizer
 from sd_quant.models.sdxl_nemo import TextShape, scheduler
+from sd_quant.names.diffusers import plain_name
+from sd_quant.names.nemo import UNUSED
 
 NETWORKS = {
     "unet": ["diffusers", "UNet2DConditionModel"],

@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 import yaml
 
-from sd_quant.checkpoints import nemo_keys
-from sd_quant.checkpoints.archive import Member, read_text
-from sd_quant.checkpoints.checks import MAX_DEPTH, bounded_modules, check_tensors, reason_of
-from sd_quant.checkpoints.plain_yaml import load_yaml
-from sd_quant.checkpoints.schema import check_schema
-from sd_quant.checkpoints.tensors import Readable, Weights
+from sd_quant.checkpoints.nemo_state import from_nemo, text_shapes
 from sd_quant.errors import ArtifactError
+from sd_quant.files.archive import Member, read_text
+from sd_quant.files.checks import MAX_DEPTH, bounded_modules, check_tensors, reason_of
+from sd_quant.files.plain_yaml import load_yaml
+from sd_quant.files.schema import check_schema
+from sd_quant.files.tensors import Readable, Weights
 from sd_quant.models import Family, family_named
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.models.parts import Part, PipelineAdapter, with_encoder
@@ -33,6 +33,7 @@ from sd_quant.models.sdxl_nemo import (
     unet_config,
     vae_config,
 )
+from sd_quant.names.nemo import PREFIX, UNUSED, locations
 from sd_quant.text import one_line
 
 CONFIG = "model_config.yaml"
@@ -48,7 +49,7 @@ class NemoCheckpoint:
     components: dict[str, Weights]  # of "unet", "vae", "text_encoder" and "text_encoder_2"
     clip1: TextShape
     clip2: TextShape
-    unused: dict[str, Readable]  # the tensors of ``nemo_keys.UNUSED`` that the file holds
+    unused: dict[str, Readable]  # the tensors of ``names.nemo.UNUSED`` that the file holds
     io: str = "nemo"  # whose names the UNet's inputs have
     reopen: Callable[[], Checkpoint] | None = None  # opens the same file; None for what is only converted
     encodes: bool = False  # whether the autoencoder's encoder is a part
@@ -84,28 +85,28 @@ def checkpoint_of(path: Path, model_config: dict, state: Mapping[str, Readable])
     """
     stored_shapes = {key: tensor.shape for key, tensor in state.items()}
     try:
-        clip1, clip2 = nemo_keys.text_shapes(stored_shapes)
+        clip1, clip2 = text_shapes(stored_shapes)
     except (KeyError, IndexError, ValueError) as error:
         raise ArtifactError(
             f"{path} lacks the weights that tell the sizes of its text encoders, or they have another rank ({error}); "
-            f"expected SDXL's two, under {nemo_keys.PREFIX['text_encoder']} and {nemo_keys.PREFIX['text_encoder_2']}"
+            f"expected SDXL's two, under {PREFIX['text_encoder']} and {PREFIX['text_encoder_2']}"
         ) from error
     shapes = parameter_shapes(described_networks(path, model_config, clip1, clip2))
-    places = {component: nemo_keys.locations(component, shapes[component]) for component in shapes}
+    places = {component: locations(component, shapes[component]) for component in shapes}
     expected = {
         place.key: place.stored_shape(shapes[component][name])
         for component in shapes
         for name, place in places[component].items()
     }
-    check_tensors(path, state, expected, nemo_keys.UNUSED)
+    check_tensors(path, state, expected, UNUSED)
     components = {
         component: Weights(
-            path, component, nemo_keys.from_nemo(places[component], shapes[component], state),
+            path, component, from_nemo(places[component], shapes[component], state),
             {place.key: state[place.key] for place in places[component].values()},
         )
         for component in shapes
     }  # fmt: skip
-    unused = {key: tensor for key, tensor in state.items() if key in nemo_keys.UNUSED}
+    unused = {key: tensor for key, tensor in state.items() if key in UNUSED}
     return NemoCheckpoint(path, model_config, components, clip1, clip2, unused)
 
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sd_quant.checkpoints.accepted import INDEX
-from sd_quant.checkpoints.archive import open_members, read_text
 from sd_quant.errors import SdQuantError
+from sd_quant.files.archive import open_members, read_text
 
 
 def own_parts(path: Path, usual: Sequence[str]) -> list[str]:

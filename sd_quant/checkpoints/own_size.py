@@ -11,9 +11,9 @@ from pathlib import Path
 import yaml
 
 from sd_quant.checkpoints.accepted import INDEX
-from sd_quant.checkpoints.archive import is_gzipped, open_members, read_text
-from sd_quant.checkpoints.plain_yaml import load_yaml
 from sd_quant.errors import SdQuantError
+from sd_quant.files.archive import is_gzipped, open_members, read_text
+from sd_quant.files.plain_yaml import load_yaml
 from sd_quant.models import LATENT_FACTOR
 
 DENOISERS = ("unet", "transformer")

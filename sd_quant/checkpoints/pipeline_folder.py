@@ -9,12 +9,13 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import cast
 
-from sd_quant.checkpoints.diffusers_files import INDEX, WEIGHTS
+from sd_quant.checkpoints.accepted import INDEX
 from sd_quant.checkpoints.diffusers_pipeline import ABSENT, DiffusersCheckpoint
 from sd_quant.checkpoints.nemo_and_diffusers import write_pipeline
 from sd_quant.checkpoints.nemo_networks import NemoCheckpoint
-from sd_quant.checkpoints.safetensors_file import write_safetensors
 from sd_quant.files import write_json
+from sd_quant.files.folders import WEIGHTS
+from sd_quant.files.safetensors import write_safetensors
 from sd_quant.models.checkpoint import Checkpoint
 
 COPIED = (".json", ".txt", ".model", ".safetensors")  # no code, and nothing that would have to be unpickled

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from sd_quant.checkpoints.nemo import write_archive
-from sd_quant.checkpoints.nemo_keys import state_of
 from sd_quant.checkpoints.nemo_networks import sdxl_base_config
-from sd_quant.checkpoints.tensors import LazyTensor, size_of
+from sd_quant.checkpoints.nemo_state import state_of
 from sd_quant.errors import exit_with_its_code
 from sd_quant.files import check_room
+from sd_quant.files.tensors import LazyTensor, size_of
 from sd_quant.models.sdxl_nemo import TextShape, build_modules
 from sd_quant.progress import progress
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import yaml
 
-from sd_quant.checkpoints.archive import MAX_TEXT
-from sd_quant.checkpoints.plain_yaml import load_yaml
 from sd_quant.config.comparison import CacheFolder
 from sd_quant.config.main_job import QuantizeJob, RecipeJob
 from sd_quant.config.model import Model
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files import read_regular
+from sd_quant.files.archive import MAX_TEXT
+from sd_quant.files.plain_yaml import load_yaml
 from sd_quant.knobs import read
 from sd_quant.places import input_path
 from sd_quant.text import one_line

@@ -11,7 +11,7 @@ from sd_quant.config.model import check_source, check_source_files
 from sd_quant.config.sections import SEED, SIDE, SIZE, SOME
 from sd_quant.engines import RUNTIMES, Runtime
 from sd_quant.errors import ConfigError
-from sd_quant.inference.image_files import image_files
+from sd_quant.files.image_files import image_files
 from sd_quant.knobs import Limit, Only, at_least, check, one_of
 from sd_quant.places import existing, input_path, looked_in
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Annotated
 
 from sd_quant.checkpoints.accepted import check_kind
-from sd_quant.checkpoints.archive import is_gzipped, open_members
 from sd_quant.config.sections import SIDE, SIZE, SOME
-from sd_quant.inference.image_files import image_files, mask_files
+from sd_quant.files.archive import is_gzipped, open_members
+from sd_quant.files.image_files import image_files, mask_files
 from sd_quant.knobs import Called, Limit, at_least, check, one_of
 from sd_quant.models import FAMILIES, VAE_ENCODER
 from sd_quant.places import existing, input_path

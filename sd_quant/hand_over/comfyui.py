@@ -22,14 +22,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sd_quant.checkpoints.nemo_keys import locations, network_state
-from sd_quant.checkpoints.safetensors_file import write_safetensors
-from sd_quant.checkpoints.sgm import sgm_key
-from sd_quant.checkpoints.tensors import LazyTensor, Readable, lazy
+from sd_quant.checkpoints.nemo_state import network_state
+from sd_quant.files.safetensors import write_safetensors
+from sd_quant.files.tensors import LazyTensor, Readable, lazy
 from sd_quant.hand_over.weights import Assignment, high_precision, quantized
 from sd_quant.interchange.candidate import Inputs
 from sd_quant.interchange.comfyui_inputs import INT8, Rotated
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part
+from sd_quant.names.nemo import locations
+from sd_quant.names.sgm import sgm_key
 from sd_quant.numbers import up_to
 from sd_quant.progress import progress
 from sd_quant.quantization.assignment import LayerAssignment, rewritten

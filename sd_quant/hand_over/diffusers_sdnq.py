@@ -23,9 +23,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from sd_quant.checkpoints.safetensors_file import write_safetensors
-from sd_quant.checkpoints.tensors import LazyTensor, lazy
 from sd_quant.files import write_json
+from sd_quant.files.safetensors import write_safetensors
+from sd_quant.files.tensors import LazyTensor, lazy
 from sd_quant.hand_over.weights import (
     Assignment,
     codes_and_scales,

@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from sd_quant.checkpoints.safetensors_file import FORMAT, write_safetensors
-from sd_quant.checkpoints.tensors import LazyTensor, lazy
 from sd_quant.export.tracing import example_shapes, fake_module
 from sd_quant.files import write_json
+from sd_quant.files.safetensors import FORMAT, write_safetensors
+from sd_quant.files.tensors import LazyTensor, lazy
 from sd_quant.hand_over.weights import (
     Assignment,
     codes_and_scales,

@@ -32,10 +32,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sd_quant.checkpoints.diffusers_files import INDEX, read_json
+from sd_quant.checkpoints.accepted import INDEX
 from sd_quant.export.qdq import write_onnx
 from sd_quant.export.tracing import trace
 from sd_quant.files import temporary_folder, write_json
+from sd_quant.files.folders import read_json
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_modules
 from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
 from sd_quant.models.parts import Contract, Part, VaePart

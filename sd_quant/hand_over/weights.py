@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sd_quant.checkpoints.tensors import LazyTensor
+from sd_quant.files.tensors import LazyTensor
 from sd_quant.models.checkpoint import Checkpoint, denoiser_weights, empty_denoiser
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from sd_quant.quantization.formats import FORMATS

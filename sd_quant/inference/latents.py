@@ -15,9 +15,9 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from sd_quant.checkpoints.torch_weights import check_pickle
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files import open_regular
+from sd_quant.files.torch_weights import check_pickle
 
 
 def from_numpy(path: Path) -> Tensor:

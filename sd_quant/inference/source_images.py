@@ -7,22 +7,15 @@ The road not taken is to leave the resizing to diffusers, which stretches some i
 """
 
 import hashlib
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image
 
-from sd_quant.errors import ArtifactError, ConfigError
-from sd_quant.files import open_regular
-from sd_quant.inference.image_files import FORMATS
-from sd_quant.text import one_line
-
-# Of an image before it is resized: 5792 x 5792, of a JPEG, which is decoded smaller where that suffices, 8192 x 8192.
-MOST_PIXELS = {"PNG": 2**25, "WEBP": 2**25, "JPEG": 2**26}
-ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)  # the tag of EXIF, and where it says that width and height change places
+from sd_quant.errors import ConfigError
+from sd_quant.files.images import read_fitted
 
 
 @dataclass(frozen=True)
@@ -74,52 +67,3 @@ def read_source(
                 )
             fit_masks.append(mask)
     return SourceImages(np.stack(fit), np.stack(fit_masks) if fit_masks else None, strength)
-
-
-def read_fitted(path: Path, width: int, height: int, mode: str) -> tuple[np.ndarray, tuple[int, int]]:
-    """An image in ``mode``, RGB or L, cropped about its middle and resized, and its own width and height.
-
-    The array is uint8 [height, width] and its channels. The image is turned upright; what is transparent becomes white.
-    A JPEG is decoded at a size that suffices, and everything else resized first, so that its pixels are in memory once.
-    Raises as ``read_source`` does.
-    """
-    try:
-        with open_regular(path) as file, warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # which begins at more than we take
-            fmt = FORMATS[path.suffix.lower()]
-            image = Image.open(file, formats=[fmt])
-            own, most = image.size, MOST_PIXELS[fmt]
-            if own[0] * own[1] > most:
-                raise ConfigError(
-                    f"{path} has {own[0]} x {own[1]} pixels, expected at most {most // 10**6} million in a {fmt}; make "
-                    "it smaller, as it is resized anyway"
-                )
-            turned = image.getexif().get(ORIENTATION) in TURNED
-            image.draft(None, (2 * max(width, height),) * 2)
-            ImageOps.exif_transpose(image, in_place=True)
-            small = ImageOps.fit(in_8_bits(image), (width, height), Image.Resampling.LANCZOS)
-    except ConfigError:
-        raise
-    except Image.DecompressionBombError as error:  # Pillow's own limit, which is higher
-        raise ConfigError(f"{path} is too large to be read ({one_line(error, 100)}); make it smaller") from None
-    except Exception as error:  # whatever the bytes lead the decoders to
-        raise ArtifactError(
-            f"{path} cannot be read as an image ({one_line(error, 100)}); save it again as a PNG"
-        ) from None
-    if small.mode == "RGBA":
-        small = Image.alpha_composite(Image.new("RGBA", small.size, "white"), small)
-    return np.asarray(small.convert("RGB").convert(mode)), (own[1], own[0]) if turned else own
-
-
-def in_8_bits(image: Image.Image) -> Image.Image:
-    """The image in L, RGB or RGBA. Raises ValueError for numbers that are neither 8 nor 16 bits.
-
-    Of 16 bits the upper 8 are taken: Pillow's own conversion makes everything beyond 255 white.
-    """
-    if image.mode.startswith("I;16"):
-        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    if image.mode in ("I", "F"):
-        raise ValueError(f"its numbers are of Pillow's mode {image.mode}")
-    transparent = image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info
-    wanted = "RGBA" if transparent else "L" if image.mode == "L" else "RGB"
-    return image if image.mode == wanted else image.convert(wanted)

@@ -13,9 +13,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from sd_quant.checkpoints.checks import problems_in
-from sd_quant.checkpoints.tensors import Readable
 from sd_quant.errors import ArtifactError
+from sd_quant.files.checks import problems_in
+from sd_quant.files.tensors import Readable
 from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # of what is not quantized

@@ -32,11 +32,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sd_quant.checkpoints.archive import whole_file
-from sd_quant.checkpoints.checks import listing
-from sd_quant.checkpoints.safetensors_file import read_header, without_duplicates
-from sd_quant.checkpoints.tensors import LazyTensor, Readable, StoredTensor
 from sd_quant.errors import ArtifactError, SdQuantError
+from sd_quant.files.archive import whole_file
+from sd_quant.files.checks import listing
+from sd_quant.files.safetensors import read_header, without_duplicates
+from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor
 from sd_quant.interchange.candidate import Candidate, Inputs, StoredLayer, check_whole, needed, size_in_file
 from sd_quant.interchange.comfyui_inputs import (
     INT8,

@@ -25,10 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sd_quant.checkpoints.checks import listing
-from sd_quant.checkpoints.safetensors_file import without_duplicates
-from sd_quant.checkpoints.tensors import LazyTensor
 from sd_quant.errors import ArtifactError
+from sd_quant.files.checks import listing
+from sd_quant.files.safetensors import without_duplicates
+from sd_quant.files.tensors import LazyTensor
 from sd_quant.interchange.candidate import Candidate, StoredLayer, size_in_file
 from sd_quant.interchange.folders import quantization_config, quantized_by, stored_tensors
 from sd_quant.interchange.layer_tensors import (

@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sd_quant.checkpoints.archive import whole_file
-from sd_quant.checkpoints.checks import listing
-from sd_quant.checkpoints.tensors import LazyTensor, StoredTensor
 from sd_quant.errors import ArtifactError
+from sd_quant.files.archive import whole_file
+from sd_quant.files.checks import listing
+from sd_quant.files.tensors import LazyTensor, StoredTensor
 from sd_quant.interchange.candidate import Candidate, Inputs, StoredLayer, size_in_file
 from sd_quant.interchange.folders import denoiser_folder, holds, quantized_by, stored_tensors
 from sd_quant.interchange.inputs import BlocksNvfp4, Multiplied, StaticFloat8

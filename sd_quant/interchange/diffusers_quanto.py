@@ -22,10 +22,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from sd_quant.checkpoints.checks import listing
-from sd_quant.checkpoints.diffusers_files import read_json
-from sd_quant.checkpoints.tensors import LazyTensor
 from sd_quant.errors import ArtifactError
+from sd_quant.files.checks import listing
+from sd_quant.files.folders import read_json
+from sd_quant.files.tensors import LazyTensor
 from sd_quant.interchange.candidate import Candidate, StoredLayer, size_in_file
 from sd_quant.interchange.folders import denoiser_folder, holds, quantization_config, quantized_by, stored_tensors
 from sd_quant.interchange.layer_tensors import (

@@ -33,10 +33,10 @@ from typing import Annotated
 import torch
 from torch import Tensor, nn
 
-from sd_quant.checkpoints.schema import check_schema
-from sd_quant.checkpoints.tensors import LazyTensor, Readable
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.export.tracing import example_shapes, fake_module
+from sd_quant.files.schema import check_schema
+from sd_quant.files.tensors import LazyTensor, Readable
 from sd_quant.interchange.candidate import FLOATS, Candidate, Inputs, StoredLayer, check_whole, size_in_file
 from sd_quant.interchange.folders import by_diffusers, decoded, quantization_config, quantized_by, stored_tensors
 from sd_quant.interchange.inputs import LARGEST_FP8, ManyRows, RowFloat8, RowInteger, RowUnsigned

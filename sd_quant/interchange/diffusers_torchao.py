@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sd_quant.checkpoints.safetensors_file import read_header, without_duplicates
-from sd_quant.checkpoints.tensors import Readable, StoredTensor
 from sd_quant.errors import ArtifactError
+from sd_quant.files.safetensors import read_header, without_duplicates
+from sd_quant.files.tensors import Readable, StoredTensor
 from sd_quant.interchange.candidate import FLOATS, Candidate, Inputs, StoredLayer, check_whole, size_in_file
 from sd_quant.interchange.folders import by_diffusers, decoded, denoiser_folder, quantized_by, stored_tensors
 from sd_quant.interchange.inputs import Affine, Multiplied, NvidiaBlocks, RowFloat8

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from sd_quant.checkpoints.diffusers_files import WEIGHTS, read_json, stored_weights
-from sd_quant.checkpoints.tensors import LazyTensor, StoredTensor
 from sd_quant.errors import ArtifactError, SdQuantError
+from sd_quant.files.folders import WEIGHTS, read_json, stored_weights
+from sd_quant.files.tensors import LazyTensor, StoredTensor
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part
 
 DENOISERS = ("unet", "transformer")

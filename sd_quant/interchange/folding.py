@@ -15,7 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from sd_quant.checkpoints.tensors import LazyTensor
+from sd_quant.files.tensors import LazyTensor
 from sd_quant.interchange.candidate import Candidate, StoredLayer
 from sd_quant.interchange.inputs import Multiplied
 from sd_quant.models.checkpoint import Checkpoint, denoiser_weights, empty_denoiser

@@ -24,12 +24,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sd_quant.checkpoints.archive import Member, whole_file
-from sd_quant.checkpoints.checks import listing
-from sd_quant.checkpoints.safetensors_file import MAX_DIMENSIONS, MAX_HEADER, MAX_SIDE
-from sd_quant.checkpoints.tensors import Readable, StoredTensor, strides
 from sd_quant.errors import ArtifactError
 from sd_quant.files import open_regular
+from sd_quant.files.archive import Member, whole_file
+from sd_quant.files.checks import listing
+from sd_quant.files.safetensors import MAX_DIMENSIONS, MAX_HEADER, MAX_SIDE
+from sd_quant.files.tensors import Readable, StoredTensor, strides
 from sd_quant.interchange.candidate import Candidate, StoredLayer, check_whole, needed
 from sd_quant.interchange.other_names import Rows, denoiser_tensors, joined, places_in, rows_of
 from sd_quant.models.checkpoint import Checkpoint, empty_denoiser

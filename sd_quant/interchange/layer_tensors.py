@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from sd_quant.checkpoints.checks import listing
-from sd_quant.checkpoints.tensors import Readable, StoredTensor
 from sd_quant.errors import ArtifactError
+from sd_quant.files.checks import listing
+from sd_quant.files.tensors import Readable, StoredTensor
 from sd_quant.interchange.candidate import Candidate, StoredLayer, check_whole, needed, size_in_file
 from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
 

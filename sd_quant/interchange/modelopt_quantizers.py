@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sd_quant.checkpoints.checks import listing
 from sd_quant.errors import ArtifactError
+from sd_quant.files.checks import listing
 from sd_quant.interchange.inputs import LARGEST_FP8
 from sd_quant.interchange.layer_tensors import told
 from sd_quant.quantization.formats import e2m1, nvfp4

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sd_quant.checkpoints.archive import Member
-from sd_quant.checkpoints.checks import listing
 from sd_quant.errors import ArtifactError
+from sd_quant.files.archive import Member
+from sd_quant.files.checks import listing
 from sd_quant.interchange.layer_tensors import told
 
 MOST_BYTES = 256 * 2**20  # of the file, which holds ranges too

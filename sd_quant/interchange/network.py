@@ -4,7 +4,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.hooks import RemovableHandle
 
-from sd_quant.checkpoints.tensors import Readable
+from sd_quant.files.tensors import Readable
 from sd_quant.interchange.candidate import Candidate, Inputs, needed
 from sd_quant.models.checkpoint import Checkpoint, denoiser_of
 

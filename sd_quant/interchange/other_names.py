@@ -20,11 +20,11 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from sd_quant.checkpoints import flux_names
-from sd_quant.checkpoints.checks import listing
-from sd_quant.checkpoints.sgm import sgm_names
-from sd_quant.checkpoints.tensors import LazyTensor, Readable, StoredTensor
 from sd_quant.errors import ArtifactError
+from sd_quant.files.checks import listing
+from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor
+from sd_quant.names import flux
+from sd_quant.names.sgm import sgm_names
 from sd_quant.numbers import up_to
 
 PREFIX = "model.diffusion_model."  # of the denoiser, in a file of the whole model
@@ -50,9 +50,9 @@ class Rows:
 
 Places = Mapping[str, tuple[Rows, ...]]  # by diffusers' name; what stands there one behind the other
 
-# A stored module of Stable Diffusion 3 with what lies in it one behind the other; Flux's are ``flux_names``.
+# A stored module of Stable Diffusion 3 with what lies in it one behind the other; Flux's are ``flux``.
 SD3_JOINT = {
-    "x_block.attn.qkv": flux_names.QKV, "context_block.attn.qkv": flux_names.ADDED_QKV,
+    "x_block.attn.qkv": flux.QKV, "context_block.attn.qkv": flux.ADDED_QKV,
     "x_block.attn2.qkv": ("attn2.to_q", "attn2.to_k", "attn2.to_v"),
     "x_block.attn.ln_q": ("attn.norm_q",), "x_block.attn.ln_k": ("attn.norm_k",),
     "context_block.attn.ln_q": ("attn.norm_added_q",), "context_block.attn.ln_k": ("attn.norm_added_k",),
@@ -73,7 +73,7 @@ SD3_OUTER = {
 }  # fmt: skip
 # by the class of the network: of each of diffusers' blocks, "" for what is in none, the stored block and its joins
 JOINS: Mapping[str, Mapping[str, tuple[str, Mapping[str, tuple[str, ...]]]]] = {
-    "FluxTransformer2DModel": {**flux_names.BLOCKS, "": ("", flux_names.OUTER)},
+    "FluxTransformer2DModel": {**flux.BLOCKS, "": ("", flux.OUTER)},
     "SD3Transformer2DModel": {"transformer_blocks": ("joint_blocks", SD3_JOINT), "": ("", SD3_OUTER)},
 }
 SCALED = ("query_norm", "key_norm")  # whose weight Flux's authors call scale

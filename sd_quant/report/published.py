@@ -16,10 +16,10 @@ from typing import Any
 
 import yaml
 
-from sd_quant.checkpoints.archive import MAX_TEXT
-from sd_quant.checkpoints.plain_yaml import load_yaml
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files import read_regular
+from sd_quant.files.archive import MAX_TEXT
+from sd_quant.files.plain_yaml import load_yaml
 from sd_quant.report.record import at, why
 from sd_quant.report.summary import SWEEP, Row, Sweep, markdown_text, rows
 

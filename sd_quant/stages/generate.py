@@ -7,7 +7,7 @@ from torch import Tensor
 from sd_quant.config import Infer, Model, sizes_of
 from sd_quant.config.sections import Sized
 from sd_quant.errors import ConfigError
-from sd_quant.inference.image_files import image_files, mask_files
+from sd_quant.files.image_files import image_files, mask_files
 from sd_quant.inference.latents import read_latents
 from sd_quant.inference.loading import most_steps
 from sd_quant.inference.pipeline import Generated, Pipeline, Sampling

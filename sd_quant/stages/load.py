@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from sd_quant.checkpoints.checks import check_finite
 from sd_quant.checkpoints.kinds import open_checkpoint
 from sd_quant.checkpoints.own_size import own_size
-from sd_quant.checkpoints.tensors import Weights
 from sd_quant.config import Model, Quantize, QuantizeJob, RecipeJob, sizes_of
 from sd_quant.errors import ConfigError
+from sd_quant.files.checks import check_finite
+from sd_quant.files.tensors import Weights
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser, part_parameters
 from sd_quant.models.parts import Part, SharedInput, text_readers
 from sd_quant.places import input_path

@@ -23,13 +23,13 @@ from typing import Any
 
 import yaml
 
-from sd_quant.checkpoints.archive import MAX_TEXT
-from sd_quant.checkpoints.plain_yaml import load_yaml
 from sd_quant.config import QuantizeJob, Timing, artifact, completed
 from sd_quant.engines import RUNTIMES
 from sd_quant.engines.onnx_input import onnx_files
 from sd_quant.errors import ArtifactError, SdQuantError, exit_with_its_code
 from sd_quant.files import digest, read_regular, sha256, write_json
+from sd_quant.files.archive import MAX_TEXT
+from sd_quant.files.plain_yaml import load_yaml
 from sd_quant.inference.memory import QUANTIZED, TORCH, gpu_memory_of_variant, memory_of_variant
 from sd_quant.knobs import read
 from sd_quant.metrics.memory import available_cuda_memory_bytes

@@ -20,11 +20,11 @@ import onnx
 import pytest
 import torch
 
-from sd_quant.checkpoints import nemo_keys
-from sd_quant.checkpoints.archive import open_members
 from sd_quant.checkpoints.nemo import open_nemo, write_archive
 from sd_quant.checkpoints.nemo_networks import NemoCheckpoint
-from sd_quant.checkpoints.tensors import lazy
+from sd_quant.files.archive import open_members
+from sd_quant.files.tensors import lazy
+from sd_quant.names import nemo as nemo_keys
 
 FIRST = nemo_keys.PREFIX["unet"] + "input_blocks.0.0.weight"
 LEFT = {".hydra", ".lock", "quantize.log", "export_trt.log", "config.yaml", "failure.json"}  # by a job that began

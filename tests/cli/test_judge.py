@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from sd_quant.checkpoints.nemo import open_nemo
-from sd_quant.checkpoints.sgm import sgm_names
+from sd_quant.names.sgm import sgm_names
 
 from .conftest import PROMPTS
 

@@ -16,13 +16,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 
-from sd_quant.checkpoints.archive import open_members, whole_file
-from sd_quant.checkpoints.checks import check_finite
 from sd_quant.checkpoints.diffusers_pipeline import open_pipeline
 from sd_quant.checkpoints.nemo import open_nemo, write_nemo
-from sd_quant.checkpoints.safetensors_file import read_safetensors
-from sd_quant.checkpoints.tensors import size_of
-from sd_quant.checkpoints.torch_weights import stored_tensors
+from sd_quant.files.archive import open_members, whole_file
+from sd_quant.files.checks import check_finite
+from sd_quant.files.safetensors import read_safetensors
+from sd_quant.files.tensors import size_of
+from sd_quant.files.torch_weights import stored_tensors
 from sd_quant.models.checkpoint import denoiser_part
 from sd_quant.models.sdxl_nemo import TextShape, build_modules
 

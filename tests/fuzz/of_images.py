@@ -11,11 +11,11 @@ from PIL import Image
 from safetensors.torch import save as save_safetensors
 
 from sd_quant.checkpoints.lora import read_lora
-from sd_quant.checkpoints.lora_names import places_by_name
-from sd_quant.checkpoints.tensors import LazyTensor
-from sd_quant.inference.image_files import FORMATS
+from sd_quant.files.image_files import FORMATS
+from sd_quant.files.tensors import LazyTensor
 from sd_quant.inference.latents import read_latents
 from sd_quant.inference.source_images import read_source
+from sd_quant.names.lora import places_by_name
 
 from .harness import Reader
 from .mutations import byte_edits, document_edits, edited

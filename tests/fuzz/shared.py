@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from sd_quant.checkpoints.tensors import Readable
+from sd_quant.files.tensors import Readable
 
 from .mutations import byte_edits, changed, document_edits, edited, pickle_edits, repickled, to_json, with_pickle
 

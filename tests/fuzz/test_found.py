@@ -6,12 +6,12 @@ from copy import deepcopy
 
 import pytest
 
-from sd_quant.checkpoints.archive import whole_file
-from sd_quant.checkpoints.safetensors_file import read_safetensors
-from sd_quant.checkpoints.torch_weights import stored_tensors
 from sd_quant.config import run_model
 from sd_quant.engines.onnx_input import onnx_files
 from sd_quant.errors import LONGEST, ArtifactError, SdQuantError
+from sd_quant.files.archive import whole_file
+from sd_quant.files.safetensors import read_safetensors
+from sd_quant.files.torch_weights import stored_tensors
 from sd_quant.report.rebuild import rebuild
 from sd_quant.report.summary import UNFINISHED, read_sweep
 from sd_quant.report.table import run_table

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from sd_quant.checkpoints.archive import whole_file
 from sd_quant.engines.onnx_input import onnx_files
 from sd_quant.errors import SdQuantError
+from sd_quant.files.archive import whole_file
 from sd_quant.inference.latents import read_latents
 from sd_quant.interchange import gguf
 from sd_quant.report.published import read_published

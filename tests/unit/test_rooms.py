@@ -33,17 +33,18 @@ ROOMS = (
     "engines",
     "export",  # assignment to ONNX
     "simulation",  # assignment to torch
-    "checkpoints",  # bytes to named weights
+    "checkpoints",  # files to named weights
     "quantization",  # statistics and recipe to assignment
     "models",  # families
-    "knobs",  # and the ground, which imports nothing above
+    "names",  # of tensors, in each author's layout
     "progress",
     "background",  # work in a thread
     "devices",
     "process",
     "cache",
     "source",
-    "files",
+    "files",  # readers of hostile bytes; and the ground, which imports nothing above
+    "knobs",
     "numbers",
     "shell",  # commands as they are pasted
     "places",  # where relative paths lead

@@ -35,7 +35,7 @@ def test_an_edit_counts_where_the_file_is_imported_and_nowhere_else(package):
 @pytest.mark.parametrize(
     "modules, counts, does_not",
     [
-        (STATISTICS, ["models/sd3.py", "calibration/hooks.py", "checkpoints/sgm.py", "files.py"], ["report/page.py"]),
+        (STATISTICS, ["models/sd3.py", "calibration/hooks.py", "names/sgm.py", "files/archive.py"], ["report/page.py"]),
         (
             ("export.parts",),
             ["quantization/formats/nvfp4.py", "export/block_scales.py"],

@@ -6,9 +6,9 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from sd_quant.checkpoints.schema import check_schema
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files import open_regular, read_regular
+from sd_quant.files.schema import check_schema
 from sd_quant.shell import literal, pasted
 from sd_quant.text import one_line
 

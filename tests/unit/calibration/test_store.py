@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from sd_quant.calibration.store import Entries, content_digest
-from sd_quant.checkpoints.tensors import bytes_of
 from sd_quant.files import digest
+from sd_quant.files.tensors import bytes_of
 from sd_quant.quantization.statistics import LayerStatistics, Statistics
 
 from .some_statistics import assert_same, sample

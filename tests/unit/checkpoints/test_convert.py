@@ -15,17 +15,17 @@ import yaml
 from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline
 
 from sd_quant.checkpoints import convert as command
-from sd_quant.checkpoints import nemo_keys
 from sd_quant.checkpoints.convert import convert, open_sdxl
 from sd_quant.checkpoints.nemo import open_nemo, write_archive
 from sd_quant.checkpoints.nemo_and_diffusers import NETWORKS, nemo_config, write_diffusers
 from sd_quant.checkpoints.nemo_networks import checkpoint_of, sdxl_base_config
 from sd_quant.checkpoints.synthetic import CLIP_L, OPEN_CLIP_BIGG
-from sd_quant.checkpoints.tensors import LazyTensor, lazy
 from sd_quant.errors import ArtifactError, ResourceError, exit_with_its_code
 from sd_quant.files import sha256
+from sd_quant.files.tensors import LazyTensor, lazy
 from sd_quant.models.clip_tokenizer import clip_tokenizer
 from sd_quant.models.sdxl_nemo import embedder, scheduler, unet_config, vae_config
+from sd_quant.names import nemo as nemo_keys
 from tests.networks import assert_same
 from tests.pasting import AWKWARD, words_of
 

@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sd_quant.checkpoints import diffusers_pipeline
-from sd_quant.checkpoints.archive import Member
 from sd_quant.checkpoints.diffusers_pipeline import DiffusersCheckpoint, open_pipeline
-from sd_quant.checkpoints.tensors import StoredTensor
 from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.files.archive import Member
+from sd_quant.files.tensors import StoredTensor
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.models.checkpoint import build_module
 

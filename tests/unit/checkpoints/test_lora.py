@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from sd_quant.checkpoints.kinds import open_checkpoint
 from sd_quant.checkpoints.pipeline_folder import write_pipeline_without
-from sd_quant.checkpoints.sgm import sgm_names
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.models.checkpoint import Checkpoint, build_module
+from sd_quant.names.sgm import sgm_names
 
 from ...pipelines import TINY
 
@@ -302,7 +302,7 @@ def test_a_pipelines_folder_gets_the_changed_weights_and_copies_of_the_others(fo
 
 
 def test_no_weight_is_read_when_it_is_opened(sd15, style, monkeypatch):
-    monkeypatch.setattr("sd_quant.checkpoints.tensors.StoredTensor.read", lambda self: pytest.fail("a tensor was read"))
+    monkeypatch.setattr("sd_quant.files.tensors.StoredTensor.read", lambda self: pytest.fail("a tensor was read"))
     sd15((style, 0.5))
 
 

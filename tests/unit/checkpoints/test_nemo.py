@@ -8,15 +8,15 @@ import pytest
 import torch
 import yaml
 
-from sd_quant.checkpoints import nemo_keys
-from sd_quant.checkpoints.archive import whole_file
-from sd_quant.checkpoints.checks import check_finite
 from sd_quant.checkpoints.nemo import open_nemo, write_nemo
-from sd_quant.checkpoints.nemo_keys import denoiser_sigmas
 from sd_quant.checkpoints.nemo_networks import described_networks, read_config
+from sd_quant.checkpoints.nemo_state import denoiser_sigmas
 from sd_quant.errors import ArtifactError
 from sd_quant.files import sha256
+from sd_quant.files.archive import whole_file
+from sd_quant.files.checks import check_finite
 from sd_quant.models.sdxl_nemo import scheduler
+from sd_quant.names import nemo as nemo_keys
 from tests.networks import assert_same, built_networks
 
 pytestmark = pytest.mark.slow

@@ -3,9 +3,9 @@ import math
 import pytest
 import torch
 
-from sd_quant.checkpoints.checks import check_finite
 from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.checkpoints.synthetic import write_synthetic
+from sd_quant.files.checks import check_finite
 
 pytestmark = pytest.mark.slow
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 from diffusers.loaders import single_file_utils
 
-from sd_quant.checkpoints.sgm import sgm_names
 from sd_quant.hand_over.weights import codes_and_scales
+from sd_quant.names.sgm import sgm_names
 from sd_quant.quantization.formats import FORMATS
 
 from .conftest import layer_errors, recipe_of

@@ -8,8 +8,9 @@ import pytest
 from PIL import Image, ImageOps
 
 from sd_quant.errors import ArtifactError, ConfigError
-from sd_quant.inference.image_files import image_files, mask_files
-from sd_quant.inference.source_images import MOST_PIXELS, read_source
+from sd_quant.files.image_files import image_files, mask_files
+from sd_quant.files.images import MOST_PIXELS
+from sd_quant.inference.source_images import read_source
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from sd_quant.checkpoints.archive import whole_file
-from sd_quant.checkpoints.safetensors_file import read_safetensors
 from sd_quant.errors import ArtifactError
+from sd_quant.files.archive import whole_file
+from sd_quant.files.safetensors import read_safetensors
 from sd_quant.interchange import READERS
 from sd_quant.interchange.candidate import needed
 from sd_quant.interchange.comfyui import METHODS, Codes, check_codes, read, recognizes

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sd_quant.checkpoints.archive import whole_file
 from sd_quant.errors import ArtifactError
+from sd_quant.files.archive import whole_file
 from sd_quant.interchange.diffusers_modelopt import read
 from sd_quant.interchange.modelopt_quantizers import Quantizer, quantizer_of
 from sd_quant.interchange.modelopt_state import plain_content, read_state

@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sd_quant.checkpoints.archive import whole_file
-from sd_quant.checkpoints.safetensors_file import read_safetensors
 from sd_quant.errors import ArtifactError
+from sd_quant.files.archive import whole_file
+from sd_quant.files.safetensors import read_safetensors
 from sd_quant.interchange.diffusers_quanto import KINDS, read, stored_layer
 
 from ..tiny import changed

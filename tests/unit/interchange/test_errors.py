@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from sd_quant.checkpoints.tensors import lazy
+from sd_quant.files.tensors import lazy
 from sd_quant.interchange.candidate import StoredLayer
 from sd_quant.interchange.errors import alone, layer_errors, put_in
 from sd_quant.interchange.inputs import Affine, RowInteger

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sd_quant.checkpoints.tensors import lazy
+from sd_quant.files.tensors import lazy
 from sd_quant.interchange.candidate import Candidate, StoredLayer
 from sd_quant.interchange.errors import layer_errors
 from sd_quant.interchange.folding import unfolded

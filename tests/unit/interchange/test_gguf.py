@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from sd_quant.checkpoints.archive import whole_file
 from sd_quant.errors import ArtifactError
+from sd_quant.files.archive import whole_file
 from sd_quant.interchange.gguf import QUANTIZED, read, read_header
 from sd_quant.interchange.other_names import PREFIX, Rows
 from sd_quant.models.checkpoint import empty_denoiser

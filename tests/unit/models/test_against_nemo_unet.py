@@ -17,8 +17,8 @@ import torch
 import yaml
 from torch import Tensor
 
-from sd_quant.checkpoints import nemo_keys
 from sd_quant.checkpoints.nemo import open_nemo
+from sd_quant.checkpoints.nemo_state import to_nemo
 from sd_quant.inference.loading import LoadedModel, load_model, pipeline_of
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.models.sdxl import vector_condition
@@ -67,7 +67,7 @@ def random_state(config: dict) -> dict[str, Tensor]:
     random = torch.Generator().manual_seed(0)
     state = {"model.denoiser.sigmas": ddpm_sigmas()}
     for component, module in modules.items():
-        written = nemo_keys.to_nemo(component, dict(module.named_parameters()))
+        written = to_nemo(component, dict(module.named_parameters()))
         state |= {key: draw(key, tuple(tensor.shape), random) for key, tensor in written.items()}
     return state
 

@@ -8,10 +8,10 @@ import yaml
 from diffusers import UNet2DConditionModel
 from torch.nn import Conv2d
 
-from sd_quant.checkpoints.nemo_keys import PREFIX, locations
 from sd_quant.models.sdxl import NemoUnetPart
 from sd_quant.models.sdxl_nemo import unet_config
 from sd_quant.models.unet import layer_roles, shared_inputs
+from sd_quant.names.nemo import PREFIX, locations
 from sd_quant.numbers import relative_error
 from sd_quant.quantization.recipe import reason_kept
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from sd_quant.checkpoints.plain_yaml import MAX_NODES, load_yaml
+from sd_quant.files.plain_yaml import MAX_NODES, load_yaml
 
 
 @pytest.mark.parametrize(

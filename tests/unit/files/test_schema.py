@@ -6,11 +6,11 @@ import math
 import pytest
 import torch
 
-from sd_quant.checkpoints import checks
-from sd_quant.checkpoints.checks import bounded_modules
 from sd_quant.checkpoints.nemo_networks import sdxl_base_config
-from sd_quant.checkpoints.schema import check_like, check_schema
 from sd_quant.errors import ConfigError
+from sd_quant.files import checks
+from sd_quant.files.checks import bounded_modules
+from sd_quant.files.schema import check_like, check_schema
 from sd_quant.knobs import fields_of
 from sd_quant.models.sdxl_nemo import NemoConfig, NemoUnet, NemoVae, unet_config, vae_config
 

@@ -1,4 +1,4 @@
-"""NeMo's state dict of SDXL: under which key, and how, each weight of diffusers lies there, and what else it holds.
+"""NeMo's key for each parameter of SDXL, and how the parameter is stored under it.
 
 ``locations`` maps the parameter names of a component to keys. The names alone decide: they tell how many ResBlocks a
 level has, and which levels attend. NeMo's UNet keys are neither SGM's nor diffusers': its GroupNorm fuses the SiLU, so
@@ -7,17 +7,12 @@ The road not taken is NeMo's own converter: it walks a fixed list that renames w
 transformer only, and so leaves 590 of 1680 UNet tensors random.
 """
 
-import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import reduce
 from typing import Literal
 
 import torch
-
-from sd_quant.checkpoints.tensors import LazyTensor, Readable, lazy
-from sd_quant.models.sdxl_nemo import TextShape
 
 PREFIX = {
     "unet": "model.model.diffusion_model.",
@@ -78,100 +73,13 @@ class Location:
                 return torch.cat(parameters)
 
 
-def from_nemo(
-    places: Mapping[str, Location], shapes: Mapping[str, tuple[int, ...]], state: Mapping[str, Readable]
-) -> dict[str, LazyTensor]:
-    """Returns the parameters of a component by diffusers' names; ``shapes`` are theirs, ``state`` is NeMo's."""
-    return {
-        name: LazyTensor(
-            shapes[name], state[place.key].dtype, lambda place=place: place.parameter(state[place.key].read())
-        )
-        for name, place in places.items()
-    }
-
-
-def to_nemo(component: str, parameters: Mapping[str, Readable]) -> dict[str, LazyTensor]:
-    """Returns the part of a NeMo state dict that holds ``component``, from its parameters by diffusers' names."""
-    held: dict[str, list[tuple[str, Location]]] = {}
-    for name, place in locations(component, parameters).items():
-        held.setdefault(place.key, []).append((name, place))
-    state = {}
-    for key, places in held.items():
-        places.sort(key=lambda item: item[1].layout)  # the thirds of a tensor in their order
-        sources = [parameters[name] for name, _ in places]
-        place = places[0][1]
-        state[key] = LazyTensor(
-            place.stored_shape(tuple(sources[0].shape)),
-            reduce(torch.promote_types, (source.dtype for source in sources)),
-            lambda place=place, sources=sources: place.tensor([source.read() for source in sources]),
-        )
-    return state
-
-
-def state_of(components: Mapping[str, Mapping[str, Readable]], model_config: dict) -> dict[str, Readable]:
-    """Returns NeMo's whole state dict for the parameters of the four networks by diffusers' names."""
-    dtype = components["text_encoder_2"]["text_projection.weight"].dtype
-    return network_state(components) | unused_state(dtype, model_config["denoiser_config"]["num_idx"])
-
-
-def network_state(components: Mapping[str, Mapping[str, Readable]]) -> dict[str, Readable]:
-    """Returns the part of NeMo's state dict that belongs to the four networks."""
-    state: dict[str, Readable] = {}
-    for component in PREFIX:
-        state |= to_nemo(component, components[component])
-    return state
-
-
-def unused_state(dtype: torch.dtype, steps: int) -> dict[str, Readable]:
-    """Returns what NeMo stores beside the networks, for weights that come from elsewhere.
-
-    CLIP's temperature, a scalar of ``dtype``, has the value that training starts with: only training uses it. The noise
-    levels are fp32 [steps].
-    """
-    logit_scale = torch.tensor(math.log(1 / 0.07))
-    return {LOGIT_SCALE: lazy(logit_scale, dtype), SIGMAS: lazy(denoiser_sigmas(steps))}
-
-
-def denoiser_sigmas(count: int) -> torch.Tensor:
-    """Returns the noise levels of SGM's DiscreteDenoiser on LegacyDDPMDiscretization: fp32 [count], ascending."""
-    betas = torch.linspace(0.00085**0.5, 0.012**0.5, count, dtype=torch.float64) ** 2
-    alphas = torch.cumprod(1 - betas, dim=0)
-    return ((1 - alphas) / alphas).sqrt().float()
-
-
 def locations(component: str, names: Iterable[str]) -> dict[str, Location]:
     """Returns the location of each parameter of a component, one of ``PREFIX``, by diffusers' name."""
     within = {"unet": _unet, "vae": _vae, "text_encoder": _clip, "text_encoder_2": _open_clip}[component](list(names))
     return {name: Location(PREFIX[component] + place.key, place.layout) for name, place in within.items()}
 
 
-def text_shapes(shapes: Mapping[str, tuple[int, ...]]) -> tuple[TextShape, TextShape]:
-    """Returns the sizes of both text encoders, read from the shapes of their weights by NeMo's keys.
-
-    Raises KeyError, IndexError or ValueError when a weight that tells a size is missing or has another rank.
-    """
-    clip, open_clip = PREFIX["text_encoder"], PREFIX["text_encoder_2"]
-    vocab_size, width = shapes[clip + "embeddings.token_embedding.weight"]
-    clip1 = TextShape(
-        vocab_size=vocab_size,
-        width=width,
-        layers=_count_indices(shapes, clip + "encoder.layers."),
-        context=shapes[clip + "embeddings.position_embedding.weight"][0],
-        mlp_width=shapes[clip + "encoder.layers.0.mlp.fc1.weight"][0],
-    )
-    vocab_size, width = shapes[open_clip + "token_embedding.weight"]
-    clip2 = TextShape(
-        vocab_size=vocab_size,
-        width=width,
-        layers=_count_indices(shapes, open_clip + "transformer.resblocks."),
-        context=shapes[open_clip + "positional_embedding"][0],
-        mlp_width=shapes[open_clip + "transformer.resblocks.0.mlp.c_fc.weight"][0],
-        projection=shapes[open_clip + "text_projection"][1],
-    )
-    return clip1, clip2
-
-
-def _count_indices(names: Iterable[str], prefix: str) -> int:
+def count_indices(names: Iterable[str], prefix: str) -> int:
     return len({name.removeprefix(prefix).split(".")[0] for name in names if name.startswith(prefix)})
 
 
@@ -214,7 +122,7 @@ UNET_TRANSFORMER_BLOCK = {
 
 
 def _unet(names: list[str]) -> dict[str, Location]:
-    resnets_down = _count_indices(names, "down_blocks.0.resnets.")
+    resnets_down = count_indices(names, "down_blocks.0.resnets.")
     blocks_per_level = resnets_down + 1  # down: the ResBlocks and a downsampler; up: one ResBlock more
     attending_up = {name.split(".")[1] for name in names if re.match(r"up_blocks\.\d+\.attentions\.", name)}
 
@@ -244,7 +152,7 @@ def _unet(names: list[str]) -> dict[str, Location]:
 
 
 def _vae(names: list[str]) -> dict[str, Location]:
-    last_level = _count_indices(names, "decoder.up_blocks.") - 1
+    last_level = count_indices(names, "decoder.up_blocks.") - 1
     attention = {"group_norm": "norm", "to_q": "q", "to_k": "k", "to_v": "v", r"to_out\.0": "proj_out"}
 
     def place(name: str) -> Location:

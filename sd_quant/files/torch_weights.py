@@ -22,9 +22,9 @@ from typing import BinaryIO
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sd_quant.checkpoints.archive import Member, OpenFile
-from sd_quant.checkpoints.tensors import Readable, StoredTensor, read_bytes, size_of, span_of
 from sd_quant.errors import ArtifactError
+from sd_quant.files.archive import Member, OpenFile
+from sd_quant.files.tensors import Readable, StoredTensor, read_bytes, size_of, span_of
 
 MAX_PICKLE = 8 * 2**20  # SDXL's has about 0.4 MB: names and shapes, no numbers
 MAX_RECORDS = 100_000

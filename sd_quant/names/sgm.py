@@ -7,18 +7,8 @@ is the way through diffusers, which splits tensors that NeMo's keys would join a
 
 import re
 from collections.abc import Iterable
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
 
-import torch
-
-from sd_quant.checkpoints.archive import whole_file
-from sd_quant.checkpoints.checks import renamed
-from sd_quant.checkpoints.nemo_keys import PREFIX, SIGMAS, locations, unused_state
-from sd_quant.checkpoints.nemo_networks import NemoCheckpoint, checkpoint_of
-from sd_quant.checkpoints.safetensors_file import read_safetensors
-from sd_quant.models.sdxl_nemo import scheduler
+from sd_quant.names.nemo import PREFIX, SIGMAS, locations
 
 PREFIXES = tuple(key.removeprefix("model.") for key in (*PREFIX.values(), SIGMAS))
 UNET_RENAMES = {  # from SGM to NeMo; no result is the pattern of another
@@ -73,16 +63,3 @@ def _from_nemo(key: str) -> str:
         if count:
             return key
     return key
-
-
-def open_sgm(path: Path, model_config: dict, io: str = "nemo") -> NemoCheckpoint:
-    """Opens such a file; no weight is read. It says nothing of its architecture, so ``model_config``, NeMo's, does.
-
-    ``io`` says whose names the UNet's inputs have, "nemo" or "diffusers".
-    Raises ConfigError when ``path`` does not exist, ArtifactError when it is damaged or holds more or less than an SDXL
-    of that architecture.
-    """
-    tensors = renamed(path, read_safetensors(whole_file(path)), nemo_key)
-    unused = unused_state(torch.float32, scheduler().config.num_train_timesteps)  # the noise levels are not in the file
-    reopen = partial(open_sgm, path, model_config, io)
-    return replace(checkpoint_of(path, model_config, unused | tensors), io=io, reopen=reopen)

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from sd_quant.checkpoints import torch_weights
-from sd_quant.checkpoints.archive import open_members
-from sd_quant.checkpoints.tensors import LazyTensor, lazy
-from sd_quant.checkpoints.torch_weights import MAX_PICKLE, stored_tensors, write_tensors
 from sd_quant.errors import ArtifactError
+from sd_quant.files import torch_weights
+from sd_quant.files.archive import open_members
+from sd_quant.files.tensors import LazyTensor, lazy
+from sd_quant.files.torch_weights import MAX_PICKLE, stored_tensors, write_tensors
 from tests.networks import assert_same
 
 

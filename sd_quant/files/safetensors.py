@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from sd_quant.checkpoints.archive import Member
-from sd_quant.checkpoints.tensors import Readable, StoredTensor, read_bytes, strides
 from sd_quant.errors import ArtifactError
 from sd_quant.files import atomic_path
+from sd_quant.files.archive import Member
+from sd_quant.files.tensors import Readable, StoredTensor, read_bytes, strides
 
 MAX_HEADER = 16 * 2**20  # the single file of SDXL has about 0.3 MB
 MAX_DIMENSIONS = 8

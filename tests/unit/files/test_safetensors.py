@@ -6,11 +6,11 @@ import pytest
 import safetensors.torch
 import torch
 
-from sd_quant.checkpoints import safetensors_file
-from sd_quant.checkpoints.archive import whole_file
-from sd_quant.checkpoints.safetensors_file import read_safetensors, write_safetensors
-from sd_quant.checkpoints.tensors import lazy
 from sd_quant.errors import ArtifactError
+from sd_quant.files import safetensors as safetensors_file
+from sd_quant.files.archive import whole_file
+from sd_quant.files.safetensors import read_safetensors, write_safetensors
+from sd_quant.files.tensors import lazy
 from tests.networks import assert_same
 
 TENSORS = {

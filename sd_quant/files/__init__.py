@@ -1,8 +1,18 @@
-"""Writing so that a name never points at half a file, and reading what may be no file at all.
+"""Writing so that a name never points at half a file, and reading bytes of strangers.
 
 What is written has a temporary name in the same folder, and is flushed and renamed. The name says which process writes:
 what one that is dead has left goes when the same is written again. A file of somebody else is opened here, where a pipe
-or a device is refused instead of waited for.
+or a device is refused instead of waited for. The modules of this folder read such files; none executes or extracts
+anything, and each imports only those below it.
+
+    images, image_files    images, decoded by Pillow within bounds, and which files of a folder are images
+    folders                JSON, and weights in one file or in shards, in a folder of diffusers
+    checks, schema         names, shapes and values of tensors; entries of a configuration
+    torch_weights,
+    safetensors            the two formats of weights, located and read without a library of theirs
+    tensors                a tensor that stays in its file, and the weights of a network
+    plain_yaml             YAML without what takes hours
+    archive                a file of a tar, or one that stands alone, as a range of bytes
 """
 
 import errno

@@ -8,12 +8,13 @@ import safetensors.torch
 import torch
 from diffusers.loaders import single_file_utils
 
-from sd_quant.checkpoints import kinds, nemo_keys
+from sd_quant.checkpoints import kinds
 from sd_quant.checkpoints.convert import convert
-from sd_quant.checkpoints.nemo import open_nemo
+from sd_quant.checkpoints.nemo import open_nemo, open_sgm
 from sd_quant.checkpoints.nemo_networks import sdxl_base_config
-from sd_quant.checkpoints.sgm import nemo_key, open_sgm
 from sd_quant.errors import ArtifactError
+from sd_quant.names import nemo as nemo_keys
+from sd_quant.names.sgm import nemo_key
 from tests.networks import assert_same
 
 POSITION_IDS = "conditioner.embedders.0.transformer.text_model.embeddings.position_ids"

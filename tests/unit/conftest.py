@@ -11,7 +11,7 @@ from sd_quant.checkpoints.nemo_networks import parameter_shapes, sdxl_base_confi
 from sd_quant.checkpoints.synthetic import CLIP_L, OPEN_CLIP_BIGG
 from sd_quant.models.sdxl_nemo import TextShape, build_modules
 
-MINI_CONFIG = Path(__file__).parents[3] / "examples/sdxl_mini/model_config.yaml"
+MINI_CONFIG = Path(__file__).parents[2] / "examples/sdxl_mini/model_config.yaml"
 
 
 @pytest.fixture(scope="session")

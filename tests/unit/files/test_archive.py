@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from sd_quant.checkpoints import archive
-from sd_quant.checkpoints.archive import open_members
 from sd_quant.errors import ArtifactError
+from sd_quant.files import archive
+from sd_quant.files.archive import open_members
 
 
 def tar_bytes(*members: tuple[tarfile.TarInfo, bytes], tar_format: int = tarfile.PAX_FORMAT) -> bytes:

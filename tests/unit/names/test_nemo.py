@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 from diffusers.loaders import single_file_utils
 
-from sd_quant.checkpoints import nemo_keys
-from sd_quant.checkpoints.tensors import lazy
+from sd_quant.checkpoints.nemo_state import to_nemo
+from sd_quant.files.tensors import lazy
+from sd_quant.names import nemo as nemo_keys
 from tests.networks import assert_same
 
 GOLDEN = Path(__file__).with_name("nemo_sdxl_unet_keys.txt.gz")  # "key shape" lines of NeMo's full-size UNet
@@ -33,7 +34,7 @@ def test_full_size_unet_has_the_keys_and_shapes_seen_in_nemo(full_size_shapes):
 
 
 def nemo_tensors(component: str, parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    state = nemo_keys.to_nemo(component, {name: lazy(tensor) for name, tensor in parameters.items()})
+    state = to_nemo(component, {name: lazy(tensor) for name, tensor in parameters.items()})
     tensors = {key: tensor.read() for key, tensor in state.items()}
     assert all((tuple(tensors[key].shape), tensors[key].dtype) == (state[key].shape, state[key].dtype) for key in state)
     return tensors

@@ -12,9 +12,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from sd_quant.checkpoints import flux_names
-from sd_quant.checkpoints.sgm import sgm_names
-from sd_quant.checkpoints.tensors import Readable
+from sd_quant.files.tensors import Readable
+from sd_quant.names import flux
+from sd_quant.names.sgm import sgm_names
 
 WEIGHT = ".weight"
 DENOISERS = ("unet", "transformer")
@@ -89,8 +89,8 @@ def _names_elsewhere(layers: Mapping[str, Place]) -> Iterator[tuple[str, list[Pl
         for name, key in sgm_names([layer + WEIGHT for layer in layers]).items():
             yield key.removesuffix(WEIGHT), [layers[name.removesuffix(WEIGHT)]]
     if "single_transformer_blocks.0.proj_mlp" in layers:
-        named = [(theirs, parts) for theirs, parts in flux_names.OUTER.items() if theirs != flux_names.EXCHANGED]
-        for blocks, (their_blocks, table) in flux_names.BLOCKS.items():
+        named = [(theirs, parts) for theirs, parts in flux.OUTER.items() if theirs != flux.EXCHANGED]
+        for blocks, (their_blocks, table) in flux.BLOCKS.items():
             for index in range(len({layer.split(".")[1] for layer in layers if layer.startswith(f"{blocks}.")})):
                 named += [
                     (f"{their_blocks}.{index}.{theirs}", tuple(f"{blocks}.{index}.{part}" for part in parts))

@@ -14,8 +14,8 @@ from typing import Protocol
 
 import torch
 
-from sd_quant.checkpoints.archive import Member
 from sd_quant.errors import ArtifactError
+from sd_quant.files.archive import Member
 
 
 class Readable(Protocol):

@@ -5,19 +5,15 @@ of their folder.
 """
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from sd_quant.checkpoints.accepted import INDEX as INDEX  # which is read here
-from sd_quant.checkpoints.archive import Member, open_members, read_text
-from sd_quant.checkpoints.safetensors_file import read_safetensors, without_duplicates
-from sd_quant.checkpoints.tensors import StoredTensor
 from sd_quant.errors import ArtifactError
+from sd_quant.files.archive import Member, open_members, read_text
+from sd_quant.files.safetensors import read_safetensors, without_duplicates
+from sd_quant.files.tensors import StoredTensor
 
 WEIGHTS = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}  # file names by library
-# names in the VAE's attention in older files, as in diffusers' ModelMixin._fix_state_dict_keys_on_load
-OLD_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 
 
 def files_in(folder: Path) -> dict[str, Member]:
@@ -74,9 +70,3 @@ def _shards(folder: Path, index: str, files: Mapping[str, Member]) -> dict[str, 
             raise ArtifactError(f"{folder} holds {min(double)[:200]!r} in two shards; expected it once, fetch it again")
         tensors |= shard
     return tensors
-
-
-def plain_name(name: str) -> str:
-    """Returns a parameter's name without what only some versions of the libraries have: old names, ``text_model.``."""
-    old = rf"(mid_block\.attentions\.0\.)({'|'.join(OLD_NAMES)})(?=\.)"
-    return re.sub(old, lambda match: match[1] + OLD_NAMES[match[2]], name).removeprefix("text_model.")

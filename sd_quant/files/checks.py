@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from sd_quant.checkpoints.tensors import Readable, Weights
 from sd_quant.errors import ArtifactError
+from sd_quant.files.tensors import Readable, Weights
 from sd_quant.text import one_line
 
 MAX_DEPTH = 100  # of any list or count of blocks: SDXL's largest is 32
