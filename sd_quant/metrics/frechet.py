@@ -43,17 +43,17 @@ DAMAGED = "EfficientNet-Lite0 gave NaN or infinity; its weights are damaged, ins
 
 
 def frechet_efficientnet(reference: Images, images: Images) -> dict:
-    """The distance of two sets as ``{value, reason, pictures, features}``.
+    """The distance of two sets as ``{value, reason, images, features}``.
 
     Both uint8 [N, H, W, 3]; neither N nor the size need be equal.
     ``value`` is 0 or more, without a unit, or None with the ``reason``: EfficientNet-Lite0 is not installed, or the
-    smaller set, which ``pictures`` counts, has fewer than FEWEST. Raises ArtifactError for another shape or type.
+    smaller set, which ``images`` counts, has fewer than FEWEST. Raises ArtifactError for another shape or type.
     """
     sets = (reference, images)
     for each in sets:
         check_images(each)
     number = min(len(reference), len(images))
-    entry = {"value": None, "reason": None, "pictures": number, "features": FEATURES}
+    entry = {"value": None, "reason": None, "images": number, "features": FEATURES}
     if number < FEWEST:
         return entry | {"reason": f"{number} images are too few for a Fréchet distance, which takes {FEWEST} or more"}
     try:

@@ -67,7 +67,7 @@ MLPERF_FILES = {  # what is told by a digest, as people know it; all in text_to_
 
 
 def clip_score(images: np.ndarray, prompts: Sequence[str], weights: Path) -> dict:
-    """CLIP score of uint8 [N, H, W, 3] and N prompts as ``{value, reason, pictures, network}``; the mean, 0 to 100.
+    """CLIP score of uint8 [N, H, W, 3] and N prompts as ``{value, reason, images, network}``; the mean, 0 to 100.
 
     ``weights``: a folder of transformers' CLIPModel with its tokenizer and image processor. Where it cannot be used,
     or there are no images, ``value`` is None and ``reason`` says why. Prompts are cut to what the network reads, as
@@ -76,7 +76,7 @@ def clip_score(images: np.ndarray, prompts: Sequence[str], weights: Path) -> dic
     check_images(images)
     if len(images) != len(prompts):
         raise ArtifactError(f"{len(images)} images came with {len(prompts)} prompts, expected a prompt for each")
-    entry = {"value": None, "reason": None, "pictures": len(images), "network": None}
+    entry = {"value": None, "reason": None, "images": len(images), "network": None}
     if not len(images):
         return entry | {"reason": "there are no images"}
     try:
@@ -111,7 +111,7 @@ def check_clip_weights(weights: Path) -> None:
 
 
 def fid(images: np.ndarray, references: Path, weights: Path | None = None) -> dict:
-    """FID of uint8 [N, H, W, 3], N at least 2049, as ``{value, reason, pictures, references, network}``.
+    """FID of uint8 [N, H, W, 3], N at least 2049, as ``{value, reason, images, references, network}``.
 
     ``references``: a folder of at least as many images, or an .npz with Inception's ``mu`` [2048] and ``sigma``
     [2048, 2048] over them, as pytorch-fid writes and MLPerf ships it. ``weights`` as ``inception`` takes them. Where
@@ -119,7 +119,7 @@ def fid(images: np.ndarray, references: Path, weights: Path | None = None) -> di
     images.
     """
     check_images(images)
-    entry = {"value": None, "reason": None, "pictures": len(images), "references": references.name, "network": None}
+    entry = {"value": None, "reason": None, "images": len(images), "references": references.name, "network": None}
     try:
         _check_number(len(images), "were made")
         check_references(references)

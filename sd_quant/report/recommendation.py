@@ -52,7 +52,7 @@ def rule_of(knobs: Any) -> Rule:
 
 
 @dataclass(frozen=True, eq=False)
-class Candidate:
+class Option:
     """A recipe that was measured, or the unquantized engine, which has neither row nor rounds."""
 
     row: Row | None
@@ -74,13 +74,13 @@ class Recommendation:
     tied: tuple[str, ...] = ()  # jobs that cannot be told apart from the recommended one
 
 
-def candidates(sweep: Sweep, table: Sequence[Row], rule: Rule) -> list[Candidate]:
+def candidates(sweep: Sweep, table: Sequence[Row], rule: Rule) -> list[Option]:
     """The recipes of a sweep that have both images and a latency."""
     found = []
     for job, row in zip(sweep.jobs, table, strict=True):
         images = capped(job.record, rule.enough_db)
         if row["status"] == DONE and images and row["image_speedup"]:
-            found.append(Candidate(row, images, job.timed, row["image_speedup"]))
+            found.append(Option(row, images, job.timed, row["image_speedup"]))
     return found
 
 
@@ -97,7 +97,7 @@ def capped(record: Any, enough: float) -> tuple[float, ...]:
     return () if None in values else tuple(min(value, enough) for value in values)
 
 
-def difference(a: Candidate, b: Candidate, rule: Rule, confidence: float) -> Interval:
+def difference(a: Option, b: Option, rule: Rule, confidence: float) -> Interval:
     """How much more ``a`` is worth than ``b``, in dB."""
     if not b.row:
         fidelity = mean_interval([value - rule.enough_db for value in a.images], confidence)
@@ -113,15 +113,15 @@ def difference(a: Candidate, b: Candidate, rule: Rule, confidence: float) -> Int
     return sum_of(fidelity, Interval(*(end / math.log1p(rule.time_of_a_db) for end in time)))
 
 
-def tied_with_the_best(measured: Sequence[Candidate], rule: Rule) -> tuple[Candidate, list[Candidate]]:
+def tied_with_the_best(measured: Sequence[Option], rule: Rule) -> tuple[Option, list[Option]]:
     """The candidate of most worth, and all that cannot be told apart from it, itself among them."""
-    unquantized = Candidate(None, (rule.enough_db,), None, 1.0)
+    unquantized = Option(None, (rule.enough_db,), None, 1.0)
     worth = {candidate: difference(candidate, unquantized, rule, rule.confidence).value for candidate in measured}
     everyone = [unquantized, *measured]
     best = max(everyone, key=lambda candidate: worth.get(candidate, 0.0))
     confidence = 1 - (1 - rule.confidence) / len(measured)
 
-    def cannot_be_told(candidate: Candidate) -> bool:
+    def cannot_be_told(candidate: Option) -> bool:
         if candidate is best:
             return True
         a, b = (candidate, best) if candidate.row else (best, candidate)
@@ -150,7 +150,7 @@ def recommend(sweep: Sweep, table: Sequence[Row], describe: Callable[[Row], str]
     return verdict(measured, rule, describe)
 
 
-def verdict(measured: Sequence[Candidate], rule: Rule, describe: Callable[[Row], str]) -> Recommendation:
+def verdict(measured: Sequence[Option], rule: Rule, describe: Callable[[Row], str]) -> Recommendation:
     """The recommendation among recipes of one checkpoint that were timed on one machine."""
     best, tied = tied_with_the_best(measured, rule)
     chosen = max(tied, key=lambda candidate: (candidate.fidelity, candidate.speedup))

@@ -30,9 +30,9 @@ from sd_quant.metrics import Against, Score, fidelity_scores
 from sd_quant.text import one_line
 
 RECORD = "metrics.json"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 DONE = "done"
-FRAMEWORK = "torch"  # the engine that every other is compared with
+TORCH = "torch"  # the engine that every other is compared with
 CANDIDATE = "candidate"  # the column of a candidate's name, in place of the knobs in which a sweep's jobs differ
 LORA = "lora "  # begins the names of inputs that are one
 IMAGE = "image"  # beside the parts in ``latency``: from prompt to image
@@ -58,7 +58,7 @@ class Explained(TypedDict):
     reason: str | None  # why there is none
 
 
-class Timing(TypedDict, total=False):
+class Latency(TypedDict, total=False):
     """Milliseconds of one engine; see ``sd_quant.metrics.latency``. Only ``p50_ms`` where it is put together."""
 
     p50_ms: Positive | None  # the median, which tables show
@@ -95,11 +95,11 @@ class WholeImages(TypedDict, total=False):
     agree: bool  # whether the interval meets that of the speed-up by the denoiser's calls
 
 
-class Timings(TypedDict, total=False):
+class Latencies(TypedDict, total=False):
     """One part at one batch size, unquantized and quantized, timed in the same rounds."""
 
-    full_precision: Timing  # the unquantized part
-    quantized: Timing  # the same part quantized; absent for parts that are not
+    full_precision: Latency  # the unquantized part
+    quantized: Latency  # the same part quantized; absent for parts that are not
     speedup: Positive | Explained  # full precision by quantized over the rounds: above 1 is faster
     speedup_interval: list[float] | Explained  # its ends at 95 %, see ``sd_quant.metrics.intervals``
     rounds: Conditions  # under which conditions
@@ -128,7 +128,7 @@ class Sizes(TypedDict):
 
 class Denoiser(TypedDict):
     part: str  # its name among the parts
-    samples_a_picture: float  # in one call: 2 where guidance computes with and without the prompt
+    samples_per_image: float  # in one call: 2 where guidance computes with and without the prompt
 
 
 class ModelKnobs(TypedDict, total=False):
@@ -147,7 +147,7 @@ class Knobs(TypedDict, total=False):
     infer: InferKnobs  # the section `infer`
 
 
-class Plan(TypedDict, total=False):
+class EnginePlan(TypedDict, total=False):
     targets: list[str]  # compute capabilities that the plan was built for, such as SM89
     attention: str | None  # why its attention is in high precision though the ONNX file's is quantized
 
@@ -243,7 +243,7 @@ class Environment(TypedDict):
 
 
 class Record(TypedDict):
-    """What ``quantize.py`` leaves of a finished job. ``pictures`` in its keys is an older word for images."""
+    """What ``quantize.py`` leaves of a finished job."""
 
     schema_version: int  # which description this record follows
     status: str  # "done"
@@ -255,8 +255,8 @@ class Record(TypedDict):
     simulated: bool  # whether torch made the images, because the engine cannot execute the recipe
     simulated_because: str | None  # why it cannot
     sizes_bytes: dict[str, Sizes]  # by part
-    plans: dict[str, Plan]  # by part
-    latency: dict[str, dict[str, dict[str, Timings]]]  # by engine, part or `image`, and batch size
+    plans: dict[str, EnginePlan]  # by part
+    latency: dict[str, dict[str, dict[str, Latencies]]]  # by engine, part or `image`, and batch size
     fidelity: dict[str, Any]  # to full precision, by score
     fidelity_unquantized_engine: dict[str, Any]  # the same of the unquantized engine, without scores of sets
     text_scores: dict[str, Any]  # by variant and the keys of SCORES, and MLPerf's verdict on them
@@ -280,7 +280,7 @@ class InferRecord(TypedDict):
 
     schema_version: int
     status: str
-    latency: dict[str, dict[str, dict[str, Timing]]]  # by engine, part or IMAGE, and batch size
+    latency: dict[str, dict[str, dict[str, Latency]]]  # by engine, part or IMAGE, and batch size
     chosen_because: str | None  # why infer=auto chose the engine; null: it was named
     peak_memory_bytes: float
     peak_cuda_memory_bytes: float | Explained
@@ -323,6 +323,8 @@ def read_record(directory: Path) -> dict[str, Any] | None:
         check_shape(record, Record, RECORD)
         for section in ("fidelity", "fidelity_unquantized_engine"):
             check_shape(record.get(section), fidelity_shape(), f"{RECORD}.{section}")
+        if at(record, "denoiser", "samples_a_picture"):  # its name in version 1
+            record["denoiser"]["samples_per_image"] = record["denoiser"].pop("samples_a_picture")
     return record
 
 
@@ -421,7 +423,7 @@ def quotient(a: Number, b: Number) -> Number:
     return Number(a.value / b.value)
 
 
-class Comparison(NamedTuple):
+class LatencyPair(NamedTuple):
     """One part, or an image, at one batch size: medians in milliseconds, and how much faster quantized is."""
 
     full_precision: Number
@@ -430,7 +432,7 @@ class Comparison(NamedTuple):
     reach: float | None  # of the recorded speed-up: how far its interval goes, to the side where it goes further
 
 
-def latency_of(record: Any, engine: str, part: str, batch: str | int) -> Comparison:
+def latency_of(record: Any, engine: str, part: str, batch: str | int) -> LatencyPair:
     """What ``engine`` took for a call of ``part``, or for an IMAGE, with ``batch`` samples in it."""
     place = ("latency", engine, part, str(batch))
     full_precision, quantized = (number_at(record, *place, variant, "p50_ms") for variant in VARIANTS)
@@ -438,7 +440,7 @@ def latency_of(record: Any, engine: str, part: str, batch: str | int) -> Compari
     speedup = quotient(full_precision, quantized) if recorded.value is None else recorded
     ends = at(record, *place, "speedup_interval")
     known = isinstance(ends, list) and len(ends) == 2 and recorded.value is not None
-    return Comparison(
+    return LatencyPair(
         full_precision, quantized, speedup, max(abs(end - recorded.value) for end in ends) if known else None
     )
 

@@ -23,9 +23,9 @@ from sd_quant.report.csv_files import cell
 from sd_quant.report.record import (
     CANDIDATE,
     DONE,
-    FRAMEWORK,
     IMAGE,
     RECORD,
+    TORCH,
     Number,
     at,
     check_shape,
@@ -56,7 +56,7 @@ class PlannedJob(TypedDict):
     same_as: str  # the job before it that gives the same assignment and is done in its place
 
 
-class Plan(TypedDict):
+class SweepPlan(TypedDict):
     """``sweep.json``, as far as it is read."""
 
     command: list[Any]
@@ -130,7 +130,7 @@ def read_sweep(directory: Path) -> Sweep:
         ) from error
     try:
         content = json.loads(read_regular(plan))
-        check_shape(content, Plan, "it")
+        check_shape(content, SweepPlan, "it")
         planned, candidates = content["jobs"], content.get("candidates") or []
         names = tuple(job["name"] for job in planned)
         twins = {name: tuple(job["name"] for job in planned if job.get("same_as") == name) for name in names}
@@ -155,7 +155,7 @@ def read_sweep(directory: Path) -> Sweep:
 def workload(record: Any) -> tuple[str, str, int, int]:
     """The engine and the denoiser of a job, the samples in one of its calls and the images of a batch."""
     batch = at(record, "knobs", "infer", "batch_size") or 0
-    samples = batch * (at(record, "denoiser", "samples_a_picture") or 2)
+    samples = batch * (at(record, "denoiser", "samples_per_image") or 2)
     return at(record, "knobs", "infer", "engine"), at(record, "denoiser", "part") or "unet_xl", samples, batch
 
 
@@ -272,7 +272,7 @@ def latencies_of(job: Job, measured_together: bool) -> dict[str, float | None]:
         "image_ms": milliseconds[2],
         "image_full_precision_ms": milliseconds[3],
         **compiled_columns(job.timed, milliseconds[2]),
-        "image_torch_ms": latency_of(job.record, FRAMEWORK, IMAGE, batch).full_precision.value,
+        "image_torch_ms": latency_of(job.record, TORCH, IMAGE, batch).full_precision.value,
         "image_speedup": speedups[1],
         **interval_columns("image_speedup", intervals[1]),
         "image_relative_time": quotient(Number(1), Number(speedups[1])).value,

@@ -14,8 +14,8 @@ from sd_quant.metrics import Against, fidelity_scores
 from sd_quant.metrics.intervals import mean_interval
 from sd_quant.report.record import (
     DONE,
-    FRAMEWORK,
     IMAGE,
+    TORCH,
     Number,
     at,
     latency_of,
@@ -43,7 +43,7 @@ def run_table(record: Mapping[str, Any]) -> str:
         [sentence for engine in engines for sentence in _warnings(record, engine)],
         _sizes(record, reasons),
         *(_parts(record, engine, reasons) for engine in engines),
-        *(_image(record, engine, reasons) for engine in engines or [FRAMEWORK]),
+        *(_image(record, engine, reasons) for engine in engines or [TORCH]),
         _fidelity(record, reasons),
         handed_over(record.get("hand_over")),
         _costs(record),
@@ -119,7 +119,7 @@ def _image(record: Mapping[str, Any], engine: str, reasons: list[str]) -> list[s
         for name, milliseconds in zip(baselines, known, strict=True):
             cell = _cell(milliseconds, _milliseconds, reasons)
             rows.append([f"{name}, full precision", batch, cell, *[""] * len(baselines), ""])
-        if engine == FRAMEWORK:
+        if engine == TORCH:
             continue
         full, quantized, speedup, reach = latency_of(record, engine, IMAGE, batch)
         for variant, milliseconds in (("full precision", full), ("quantized", quantized)):
@@ -134,7 +134,7 @@ def _image(record: Mapping[str, Any], engine: str, reasons: list[str]) -> list[s
 def baselines_of(record: Mapping[str, Any]) -> list[str]:
     """What the engines of a record are compared with: the framework and, where both were timed, the compiled one."""
     compiled = COMPILED in names(record, "latency") and at(record, "knobs", "infer", "engine") != COMPILED
-    return [FRAMEWORK, *([COMPILED] if compiled else [])]
+    return [TORCH, *([COMPILED] if compiled else [])]
 
 
 def _fidelity(record: Mapping[str, Any], reasons: list[str]) -> list[str]:

@@ -19,7 +19,7 @@ from sd_quant.report.record import IMAGE, LARGEST, VARIANTS, Conditions, at, che
 TIMING = "timing.json"
 
 
-class Subject(TypedDict):
+class TimedEngine(TypedDict):
     """One engine. Jobs whose files are the same share it."""
 
     sha256: str
@@ -35,7 +35,7 @@ class Block(TypedDict):
     image_ms: float  # of the unquantized engine, median
     reference_ms: list[float]  # one call of the unquantized denoiser in each round
     compiled_ms: list[float] | None  # the same by the compiled framework, where a job asks for that baseline
-    subjects: list[Subject]
+    subjects: list[TimedEngine]
     rounds: Conditions
     seconds: float
 

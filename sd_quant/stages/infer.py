@@ -22,7 +22,7 @@ from sd_quant.models.parts import Contract
 from sd_quant.places import output_path
 from sd_quant.report.images import save_images
 from sd_quant.report.provenance import provenance
-from sd_quant.report.record import DONE, IMAGE, SCHEMA_VERSION, InferRecord, Timing, explained, write_record
+from sd_quant.report.record import DONE, IMAGE, SCHEMA_VERSION, InferRecord, Latency, explained, write_record
 from sd_quant.stages.generate import (
     check_channels,
     check_guidance,
@@ -107,10 +107,10 @@ def open_part(checkpoint: Checkpoint, infer: Infer, files: dict[str, Path], part
 
 def time_engine(
     checkpoint: Checkpoint, engines: Variant, prompts: list[str], infer: Infer, together: bool
-) -> dict[str, dict[str, Timing]]:
+) -> dict[str, dict[str, Latency]]:
     """The latency of every part and of an image, each by its batch; ``together``: all parts are open at once."""
     sampling, contracts = sampling_of(infer), contracts_of(checkpoint)
-    latency: dict[str, dict[str, Timing]] = {}
+    latency: dict[str, dict[str, Latency]] = {}
     medians: dict[str, float] = {}
     for part, contract in contracts.items():
         samples = samples_per_call(checkpoint, part, sampling)
@@ -120,10 +120,10 @@ def time_engine(
     if together:
         stopping = Stopping(min(3, infer.num_timed_runs), 1, 0)
         image = image_times(checkpoint, {"": engines}, prompts, sampling, stopping)[""]
-    return latency | {IMAGE: {str(infer.batch_size): cast(Timing, image_entry(image, added_up))}}
+    return latency | {IMAGE: {str(infer.batch_size): cast(Latency, image_entry(image, added_up))}}
 
 
-def part_latency(engine: Engine, contract: Contract, samples: int, infer: Infer) -> Timing:
+def part_latency(engine: Engine, contract: Contract, samples: int, infer: Infer) -> Latency:
     """The latency of one call of a part with a batch of ``samples``, by the clock of the engine's own device."""
     call = part_call(engine, contract, samples, sampling_of(infer))
-    return cast(Timing, judged(measure(call, infer.num_warmup_runs, infer.num_timed_runs, clock_of(engine.device))))
+    return cast(Latency, judged(measure(call, infer.num_warmup_runs, infer.num_timed_runs, clock_of(engine.device))))

@@ -279,7 +279,7 @@ def judge_one(subject: Subject, court: Court, reference: Comparison, mark: str, 
         others[LIBRARY] = subject.runtime.open
     pool = engines_of(court, others)
     try:
-        with step("pictures"):
+        with step("images"):
             theirs = pipeline_of(court.checkpoint, variant_of(court, pool, THEIRS))
             generated = generate(theirs, court.prompts, court.infer, subject.name)
             comparison = Comparison(reference.images | {QUANTIZED: generated}, {}, {}, {})
@@ -397,7 +397,7 @@ def record_of(court: Court, comparison: Comparison, judged: Judged, facts: dict,
         overrides=[],
         knobs=cast(Knobs, {group: dataclasses.asdict(getattr(court, group)) for group in groups}),
         denoiser={
-            "part": court.denoiser, "samples_a_picture": samples_per_image(court.checkpoint, court.infer.scale)
+            "part": court.denoiser, "samples_per_image": samples_per_image(court.checkpoint, court.infer.scale)
         },
         prompts=court.prompts,
         simulated=False,

@@ -42,8 +42,7 @@ from sd_quant.metrics.latency import (
 from sd_quant.models.checkpoint import Checkpoint, contracts_of, part_parameters
 from sd_quant.process import available_memory_bytes
 from sd_quant.progress import progress
-from sd_quant.report.record import FRAMEWORK as TORCH
-from sd_quant.report.record import IMAGE, Conditions
+from sd_quant.report.record import IMAGE, TORCH, Conditions
 from sd_quant.report.timing import in_image
 from sd_quant.stages.compare import Engines
 from sd_quant.stages.generate import sampling_of

@@ -124,7 +124,7 @@ def run(job: QuantizeJob, directory: Path, facts: dict, tracer: Tracer) -> Recor
         for name in rows:
             check_free(directory / HAND_OVER / name)
         variants = variants_of(loaded, job.infer, assignment, directory, simulated, job.compiled_baseline)
-        with step("pictures"):
+        with step("images"):
             share()
             framework = framework_images(
                 loaded.checkpoint, variants.engines[FRAMEWORK], prompts, job.infer, facts, directory, cache
@@ -134,7 +134,7 @@ def run(job: QuantizeJob, directory: Path, facts: dict, tracer: Tracer) -> Recor
         export_parts(loaded.checkpoint, sha256, files_of_a_run(loaded.checkpoint, assignment, directory), cache)
     tracer.end()
     with plans_beside(loaded, directory, job, cache, step, variants.memory_bytes) as plans:
-        with step("pictures"), sharing(lambda: not plans.done()):
+        with step("images"), sharing(lambda: not plans.done()):
             comparison = compare_images(
                 loaded.checkpoint, framework, variants.engines, prompts, job.infer, facts, directory, cache
             )

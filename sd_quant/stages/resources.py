@@ -30,7 +30,7 @@ def workload_of(infer: Infer) -> Workload:
 
 def memory_needed(parameters: Parameters, job: QuantizeJob) -> dict[str, float]:
     """The most bytes that each stage takes, with one part open at a time where that is possible."""
-    needed = {"pictures": memory_of_part(parameters, workload_of(job.infer))}
+    needed = {"images": memory_of_part(parameters, workload_of(job.infer))}
     if job.quantize.calibration is None:
         needed["calibrate"] = memory_of_calibration(parameters, calibration_pixels(job))
     if job.trt.library != "none":
@@ -41,7 +41,7 @@ def memory_needed(parameters: Parameters, job: QuantizeJob) -> dict[str, float]:
 def gpu_memory_needed(parameters: Parameters, job: QuantizeJob) -> dict[str, float]:
     """The most bytes of a GPU that each stage takes, with one part open at a time where that is possible."""
     work = workload_of(job.infer)
-    needed = {"pictures": gpu_memory_of_part(parameters, work), "parity": memory_of_simulation(parameters, work)}
+    needed = {"images": gpu_memory_of_part(parameters, work), "parity": memory_of_simulation(parameters, work)}
     if job.quantize.calibration is None and job.quantize.accelerator != "cpu":
         needed["calibrate"] = memory_of_calibration(parameters, calibration_pixels(job))
     return needed

@@ -39,9 +39,9 @@ from sd_quant.process import available_memory_bytes
 from sd_quant.progress import working
 from sd_quant.report.provenance import machine
 from sd_quant.report.rebuild import rebuild
-from sd_quant.report.record import DONE, IMAGE, SCHEMA_VERSION, VARIANTS, at, read_object, weights_sha256
+from sd_quant.report.record import DONE, IMAGE, VARIANTS, at, read_object, weights_sha256
 from sd_quant.report.summary import SWEEP, Job, machine_of, read_sweep
-from sd_quant.report.timing import TIMING, Block, LeftOut, Subject, TimingRecord, read_timing
+from sd_quant.report.timing import TIMING, Block, LeftOut, TimedEngine, TimingRecord, read_timing
 from sd_quant.stages.latency import conditions, denoiser_rounds
 from sd_quant.stages.load import open_model
 from sd_quant.stages.open_parts import open_compiled, open_file
@@ -101,9 +101,7 @@ def time_sweep(directory: Path, again: bool = False) -> None:
     if not (workloads or left_out) or (not again and at(read_timing(directory), "origin") == origin):
         return
     blocks = [block for key, work in workloads.items() for block in blocks_of(work, at_once[key], timing)]
-    record = TimingRecord(
-        schema_version=SCHEMA_VERSION, origin=origin, machine=machine_of(here), blocks=blocks, left_out=left_out
-    )
+    record = TimingRecord(schema_version=1, origin=origin, machine=machine_of(here), blocks=blocks, left_out=left_out)
     write_json(directory / TIMING, record)
 
 
@@ -171,7 +169,9 @@ def blocks_of(work: Workload, size: int, timing: Timing) -> Iterator[Block]:
             image_ms=work.image_ms,
             reference_ms=rounds.samples[REFERENCE],
             compiled_ms=rounds.samples.get(COMPILED),
-            subjects=[Subject(sha256=each, jobs=work.jobs[each], samples_ms=rounds.samples[each]) for each in block],
+            subjects=[
+                TimedEngine(sha256=each, jobs=work.jobs[each], samples_ms=rounds.samples[each]) for each in block
+            ],
             rounds=conditions([rounds], REFERENCE),
             seconds=perf_counter() - began,
         )

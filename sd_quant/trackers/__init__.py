@@ -28,7 +28,7 @@ TRACKERS = {
     "tensorboard": "sd_quant.trackers.tensorboard:log",
 }
 RESULTS = ("fidelity", "latency", "sizes_bytes", "peak_memory_bytes", "stages")  # of the record
-NO_RESULTS = {"n", "warmup", "worst_index", "pictures", "features"}  # numbers that say how others were found
+NO_RESULTS = {"n", "warmup", "worst_index", "images", "features"}  # numbers that say how others were found
 IMAGE = Path("images/grid.png")
 LONGEST_TEXT = 250  # letters: prompts and paths may be anybody's
 

@@ -102,7 +102,7 @@ def test_the_plans_and_images_are_there(runs):
 def test_plans_are_built_while_images_are_made_and_before_them_with_one_thread(runs):
     for threads, run in runs.items():
         log = (run / "quantize.log").read_text()
-        assert (log.rindex("pictures ...") < log.index("plans: ")) == (threads == 2)
+        assert (log.rindex("images ...") < log.index("plans: ")) == (threads == 2)
         assert log.index("plans: ") < log.index("latency ...") and log.index("parity: ") < log.index("latency ...")
     stages = record(runs[2])["stages"]
     assert record(runs[2])["seconds"] > max(stage["seconds"] for stage in stages.values())

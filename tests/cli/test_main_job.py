@@ -104,7 +104,7 @@ def test_the_closing_table_is_printed_and_the_log_has_every_stage(run, main_job,
     for words in ("unet_xl", "speed-up", "PSNR", "peak memory", f"run directory: {run}"):
         assert words in main_job.stdout
     log = (run / "quantize.log").read_text()
-    stages = ("load", "calibrate", "assign", "pictures", "export", "plans", "hand_over", "parity", "latency")
+    stages = ("load", "calibrate", "assign", "images", "export", "plans", "hand_over", "parity", "latency")
     assert set(record["stages"]) == set(stages)
     assert all(f"{stage} ..." in log for stage in stages)
 
@@ -214,7 +214,7 @@ def test_the_pictures_are_twins_that_differ(run, main_job, record):
 
 
 def test_the_record_is_complete(record, main_job):
-    assert (record["schema_version"], record["status"]) == (1, "done")
+    assert (record["schema_version"], record["status"]) == (2, "done")
     assert record["prompts"] == main_job.prompts
     assert (record["knobs"]["quant_level"], record["knobs"]["alpha"], record["knobs"]["seed"]) == (3.0, 0.8, 42)
     assert record["layers"] == {"quantized": sum(ROLES.values()), "high_precision": EXCLUDED}

@@ -21,7 +21,7 @@ from threading import Timer
 from sd_quant.files import TEMPORARY
 
 REPOSITORY = Path(__file__).parents[2]
-STAGES = ("load", "calibrate", "assign", "pictures", "export", "plans", "parity", "latency")
+STAGES = ("load", "calibrate", "assign", "images", "export", "plans", "parity", "latency")
 FAST = (
     "quant_level=3", "alpha=0.8", "calib_size=2", "quantize.n_steps=2", "quantize.snapshots=[1]", "infer.steps=2",
     "infer.prompts=[a rocket]", "infer.num_timed_runs=1", "infer.num_warmup_runs=0", "timing.budget_s=0",

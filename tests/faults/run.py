@@ -245,7 +245,7 @@ def main(arguments: Sequence[str] | None = None, model_arguments: Sequence[str] 
     parser = argparse.ArgumentParser(prog="python -m tests.faults.run", description=__doc__)
     parser.add_argument("--kills", type=int, default=50, help="runs that end by SIGKILL")
     parser.add_argument("--cancels", type=int, default=8, help="runs that end by SIGINT and SIGTERM")
-    parser.add_argument("--disk", nargs="*", default=["calibrate", "export", "plans", "pictures", "parity"],
+    parser.add_argument("--disk", nargs="*", default=["calibrate", "export", "plans", "images", "parity"],
                         help="stages in which the disk is full; the others write next to nothing")  # fmt: skip
     parser.add_argument("--races", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--tiny", action="store_true", help="a pipeline that a test makes, in place of what ships")

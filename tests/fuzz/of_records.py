@@ -44,7 +44,7 @@ def a_record(decibels: float, speedup: float) -> dict:
     record["stages"] = {"calibrate": {"seconds": 1.5, "peak_memory_bytes": 5}, "export": {"seconds": 2.0}}
     return record | {
         "schema_version": 1, "overrides": ["alpha=0.5", "quant_level=3"],
-        "denoiser": {"part": "unet_xl", "samples_a_picture": 2}, "simulated": False, "simulated_because": None,
+        "denoiser": {"part": "unet_xl", "samples_per_image": 2}, "simulated": False, "simulated_because": None,
         "plans": {"unet_xl": {"targets": ["SM89", "SM120"]}}, "layers": {"quantized": 7, "high_precision": 2},
         "parity": {"unet_xl": {"relative_error": 0.0, "tolerance": 0.01}},
     }  # fmt: skip

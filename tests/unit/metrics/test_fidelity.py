@@ -104,7 +104,7 @@ def test_images_of_several_sizes_are_scored_one_by_one():
         assert found[score]["values"] == pytest.approx([each[score]["values"][0] for each in alone])
     steps = np.mean([each["latent_sqnr_db"] for each in alone], axis=0)
     assert found["latent_sqnr_db"] == pytest.approx(steps.tolist())
-    assert found["frechet_efficientnet"]["pictures"] == 3
+    assert found["frechet_efficientnet"]["images"] == 3
     with pytest.raises(ArtifactError, match="expected the same uint8"):
         fidelity.fidelity(reference, images[::-1][1:] + images[:1], latents, noisy)
     with pytest.raises(ArtifactError, match="run both with the same prompts"):

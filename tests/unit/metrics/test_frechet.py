@@ -63,7 +63,7 @@ def test_images_of_any_size_are_compared_and_noise_is_seen(few_are_enough):
     reference, noise = random_images(5), np.random.default_rng(1).normal(0, 1, (5, 32, 32, 3))
     little, much = (frechet_efficientnet(reference, (reference + size * noise).astype(np.uint8)) for size in (4, 30))
     assert 0 < little["value"] < much["value"]
-    assert frechet_efficientnet(reference, reference[:4].repeat(2, axis=1))["pictures"] == 4
+    assert frechet_efficientnet(reference, reference[:4].repeat(2, axis=1))["images"] == 4
     json.dumps([little, much], allow_nan=False)
 
 
@@ -75,7 +75,7 @@ def test_a_feature_does_not_depend_on_the_other_images():
 
 def test_too_few_images_give_a_reason_instead_of_a_number():
     found = frechet_efficientnet(random_images(63), random_images(64))
-    assert (found["value"], found["pictures"]) == (None, 63) and "63 images are too few" in found["reason"]
+    assert (found["value"], found["images"]) == (None, 63) and "63 images are too few" in found["reason"]
 
 
 def test_without_the_network_the_reason_says_what_to_install(few_are_enough, monkeypatch):

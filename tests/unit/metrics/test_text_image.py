@@ -55,7 +55,7 @@ def test_clip_score_is_the_mean_cosine_but_not_below_zero(clip_folder, tmp_path,
     assert expected.mean() * sign > 1  # else the test would not tell the two apart
     found = clip_score(images, PROMPTS, tmp_path)
     assert found["value"] == pytest.approx(max(0.0, expected.mean().item()), abs=1e-4)
-    assert (found["reason"], found["pictures"]) == (None, 3)
+    assert (found["reason"], found["images"]) == (None, 3)
     assert found["network"] == {"layers": 1, "width": 16, "patch": 16}
 
 
@@ -107,7 +107,7 @@ def test_fid_is_that_of_torchmetrics_from_a_folder_and_from_its_statistics(small
     expected = theirs.compute().item()
     found = fid(random_images(24), folder, tmp_path / "weights.pth")
     assert found["value"] == pytest.approx(expected, rel=1e-4)
-    assert (found["reason"], found["pictures"], found["network"]) == (None, 24, "means")
+    assert (found["reason"], found["images"], found["network"]) == (None, 24, "means")
 
     features = Means()(torch.tensor(random_images(30, seed=1)).permute(0, 3, 1, 2)).double().numpy()
     np.savez(tmp_path / "val.npz", mu=features.mean(0), sigma=np.cov(features, rowvar=False))

@@ -114,7 +114,7 @@ def test_the_compiled_framework_is_a_second_baseline_in_the_rounds_of_the_engine
     assert found["torch_compiled"]["image"]["1"]["full_precision"]["p50_ms"] == pytest.approx(3 * 4000 + 2 * 2000)
     assert found["openvino"]["unet_xl"]["2"]["speedup"] == pytest.approx(4)
     timed = timed_alone("a", {
-        "latency": found, "denoiser": {"part": "unet_xl", "samples_a_picture": 2},
+        "latency": found, "denoiser": {"part": "unet_xl", "samples_per_image": 2},
         "knobs": {"infer": {"engine": "openvino", "batch_size": 1}},
     })  # fmt: skip
     assert timed.image_over_compiled().value == pytest.approx((3 * 4 + 2 * 2) / (3 * 4 + 2 * 1))

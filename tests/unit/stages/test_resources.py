@@ -48,7 +48,7 @@ def test_a_machine_that_is_too_small_is_told_what_would_help(tmp_path, memory):
     ):
         resources.check_machine(resources.memory_needed(SDXL, job()), {}, tmp_path)
     given = resources.memory_needed(SDXL, job(calibration="given", library="none"))
-    assert set(given) == {"pictures"}
+    assert set(given) == {"images"}
     large, small = (resources.memory_needed(SDXL, job(size)) for size in (1024, 512))
     assert all(small[stage] <= large[stage] for stage in large) and small["calibrate"] < large["calibrate"]
 

@@ -40,7 +40,7 @@ def record() -> dict:
             "psnr": {"mean": 35.0, "min": 32.4, "worst_index": 3, "values": [35.0, 32.4], "reason": None},
             "latent_sqnr_db": [40.0, None, 25.1],
             "latent_sqnr_reason": "identical",
-            "frechet_efficientnet": {"value": 3.2, "reason": None, "pictures": 64, "features": 1280},
+            "frechet_efficientnet": {"value": 3.2, "reason": None, "images": 64, "features": 1280},
         },
         "peak_memory_bytes": 1_460_000_000,
         "stages": {"load": {"seconds": 0.4, "peak_memory_bytes": 5_000_000}},
