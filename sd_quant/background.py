@@ -1,6 +1,6 @@
-"""Work that goes on beside other work, in a thread: compiled code that lets Python's other threads run.
+"""Run work in a thread beside other work; it should spend its time in compiled code that releases the GIL.
 
-The road not taken is a process: its imports and what it is given take longer than the work of a small model.
+The road not taken is a process: its imports and the transfer of its input take longer than the work of a small model.
 """
 
 import threading
@@ -13,15 +13,14 @@ Result = TypeVar("Result")
 
 
 class NoLongerWanted(Exception):
-    """Raised in the work by the function that it is given, when what went on beside it has failed."""
+    """Raised in the work when the block beside it has failed."""
 
 
 @contextmanager
 def beside(work: Callable[[Callable[[], None]], Result]) -> Iterator[Future[Result]]:
-    """``work`` goes on while the block runs, which gets its future.
+    """Run ``work`` while the block runs, and yield its future; the block ends when both have.
 
-    ``work`` is given a function to call now and then, which raises NoLongerWanted when the block has failed. The block
-    ends when the work has.
+    ``work`` gets a function to call now and then, which raises NoLongerWanted when the block has failed.
     """
     failed = threading.Event()
 
@@ -39,7 +38,7 @@ def beside(work: Callable[[Callable[[], None]], Result]) -> Iterator[Future[Resu
 
 
 def done(result: Result) -> Future[Result]:
-    """The future of work that is done."""
+    """Return the future of work that is finished."""
     future: Future[Result] = Future()
     future.set_result(result)
     return future

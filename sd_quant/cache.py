@@ -1,9 +1,9 @@
-"""Work that runs share, done once: folders of files under a hash of everything that they depend on.
+"""Keep results that runs share, as folders of files under a hash of everything that the files depend on.
 
-A run gets links to an entry's files, so it stays whole when the entry goes, and costs no disk while it is there. An
-entry is made in a temporary folder and renamed, under a lock that ends with its process; it is checked against its
-hashes whenever it is used, and made again when it is damaged. When the cache outgrows its limit, what was used longest
-ago goes first. The road not taken is joblib.Memory, which pickles results and hashes arguments, not files.
+A run gets hard links to an entry's files: it stays whole when the entry is removed, and needs no disk of its own until
+then. An entry is made in a temporary folder and renamed, under a lock that ends with its process. Its hashes are
+checked whenever it is used, and a damaged entry is made again. Above its limit the cache removes the least recently
+used entries. The road not taken is joblib.Memory, which pickles results and hashes arguments, not files.
 """
 
 import fcntl
@@ -23,14 +23,14 @@ from sd_quant.errors import ConfigError
 from sd_quant.files import digest, sha256, write_json
 
 LOG = logging.getLogger(__name__)
-MOST_MANIFEST = 2**20  # bytes; one has about a thousand
+MOST_MANIFEST = 2**20  # bytes; a usual one has about a thousand
 MANIFEST = "manifest.json"
-READ_ONLY = 0o444  # an entry's files are also those of the runs that use it
+READ_ONLY = 0o444  # runs link to the same files
 
 
 @contextmanager
 def locked(path: Path, waiting: str = "") -> Iterator[None]:
-    """Alone with ``path`` among all processes, which wait for each other; ``waiting`` is logged by one that has to."""
+    """Hold the lock file ``path`` in the block; ``waiting`` is logged where another process holds it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open_lock(path) as file:
         if not try_lock(file):
@@ -40,10 +40,9 @@ def locked(path: Path, waiting: str = "") -> Iterator[None]:
 
 
 def open_lock(path: Path) -> IO[str]:
-    """The file at ``path``, made if it is not there.
+    """Open the lock file at ``path``, or create it.
 
-    Raises ConfigError when a link, a pipe or a folder stands there: a cache may be open to others, and who opens a pipe
-    waits for ever.
+    Raises ConfigError for a link, a pipe or a folder: others may write into a cache, and opening a pipe never ends.
     """
     with suppress(IsADirectoryError):
         if not path.is_symlink():
@@ -64,24 +63,24 @@ def try_lock(file) -> bool:
 
 @dataclass(frozen=True)
 class Cache:
-    """``directory`` None keeps nothing. ``limit_bytes`` is for all entries together."""
+    """A cache in ``directory``, or none with None; ``limit_bytes`` bounds all entries together."""
 
     directory: Path | None
     limit_bytes: float = 0
 
     def entry(self, kind: str, origin: Mapping[str, object]) -> Path:
-        """The folder of what is made for this ``origin``; there may be none yet."""
+        """Return the folder of the entry for this ``origin``, which may not exist yet."""
         assert self.directory is not None
         return self.directory / kind / digest(json.dumps(origin, sort_keys=True))[:32]
 
     def holds(self, kind: str, origin: Mapping[str, object]) -> bool:
-        """Whether ``provide`` would find this in the cache, unless it is damaged."""
+        """Whether the cache has an entry for this ``origin``, which may be damaged."""
         return self.directory is not None and (self.entry(kind, origin) / MANIFEST).exists()
 
     def provide(self, kind: str, origin: Mapping[str, object], target: Path, make: Callable[[Path], object]) -> None:
-        """``target`` holds the files that ``make(folder)`` writes for this ``origin``, from the cache if it has them.
+        """Put the files that ``make(folder)`` writes for ``origin`` into ``target``, from the cache if it has them.
 
-        ``origin`` is JSON and names everything that the files depend on. What else ``target`` holds stays there.
+        ``origin`` is JSON and names everything that the files depend on. Other files in ``target`` stay.
         """
         target.mkdir(parents=True, exist_ok=True)
         if self.directory is None:
@@ -99,9 +98,9 @@ class Cache:
         self.trim(spared=entry)
 
     def trim(self, spared: Path) -> None:
-        """Remove what was used longest ago, as far as the limit asks for it, but not ``spared`` or what is in use.
+        """Remove the least recently used entries above the limit, but not ``spared`` or any in use.
 
-        What a killed process was making goes too.
+        Unfinished entries of killed processes are removed too.
         """
         for abandoned in self.directory.glob("*/.*.part"):
             with open_lock(abandoned.with_suffix(".lock")) as lock:
@@ -141,7 +140,7 @@ def size_of(entry: Path) -> int:
 
 
 def fill(entry: Path, origin: object, make: Callable[[Path], object]) -> list[str]:
-    """The folder appears whole or not at all; the names of its files."""
+    """Make an entry, which appears whole or not at all, and return the names of its files."""
     temporary = entry.with_name(f".{entry.name}.part")
     for leftover in (temporary, entry):
         if leftover.is_dir() and not leftover.is_symlink():
@@ -162,10 +161,10 @@ def fill(entry: Path, origin: object, make: Callable[[Path], object]) -> list[st
 
 
 def sound(entry: Path, origin: object) -> list[str]:
-    """The names of an entry's files if it was made from this ``origin`` and each is there with its hash, else none.
+    """Return the names of an entry's files if it is for this ``origin`` and each has its hash, else none.
 
-    One line is logged when an entry is damaged. Other users of the machine may write in the cache, so no link in an
-    entry is followed, and nothing but a regular file is opened.
+    A damaged entry is logged. Other users of the machine may write into the cache, so no link in an entry is followed,
+    and nothing but a regular file is opened.
     """
     if not os.path.lexists(entry):
         return []
@@ -185,14 +184,14 @@ def sound(entry: Path, origin: object) -> list[str]:
 
 
 def regular(path: Path, most: float = float("inf")) -> Path:
-    """``path``. Raises ValueError unless it is a regular file of at most ``most`` bytes, no link and not in one."""
+    """Return ``path``. Raises ValueError unless it is a regular file of at most ``most`` bytes, no link and in none."""
     if path.parent.is_symlink() or not stat.S_ISREG((found := path.lstat()).st_mode) or found.st_size > most:
         raise ValueError(f"{path} is no regular file of at most {most} bytes")
     return path
 
 
 def link(source: Path, target: Path) -> None:
-    """The same file under another name, or a copy where the disk is another one."""
+    """Make ``target`` a hard link to the file, or a copy on another disk."""
     target.unlink(missing_ok=True)
     try:
         os.link(source, target)

@@ -1,10 +1,10 @@
-"""What the three entrypoints share: the way of a command, refusals of one sentence, and exit codes.
+"""The common part of the commands that Hydra configures: composing, checking, refusing and ending.
 
-    run -> check_command, or run_sweep for several jobs -> Hydra -> main -> job_of -> a stage
+    Command() -> check_command, or run_sweep for several jobs -> Hydra -> job_of -> task
 
-``run`` composes and checks a single run, and every job of a sweep, before Hydra makes a folder, so that a refused
-command leaves nothing behind. Nothing heavy is imported before that. Then Hydra composes the same configuration again
-and calls the entrypoint's ``main``, which reads it with ``job_of`` and calls one of ``sd_quant.stages``.
+A single run, and every job of a sweep, is composed and checked before Hydra makes a folder and before anything heavy is
+imported, so a refused command leaves nothing behind. Then Hydra composes the same configuration again and calls the
+command's task.
 """
 
 import atexit
@@ -19,10 +19,13 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import hydra
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser  # hydra.main reads the command line with it; there is no public one
@@ -39,7 +42,7 @@ from sd_quant.config import JOBS, check_writable, is_run, run_model
 from sd_quant.errors import CANCELLED, ConfigError, ResourceError, SdQuantError, fail, of_the_machine
 from sd_quant.files import write_json
 from sd_quant.knobs import described, fields_of, near, nearest, only_of, read
-from sd_quant.places import CONF, GROUPS, check_shipped, input_path, link, output_path, shown
+from sd_quant.places import CONF, GROUPS, check_shipped, input_path, output_path, shown, url
 from sd_quant.process import address_space_bytes, end_at_once
 from sd_quant.progress import working
 from sd_quant.report.summary import FAILURE, read_sweep
@@ -49,14 +52,14 @@ from sd_quant.text import one_line
 LOG = logging.getLogger(__name__)
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it misses torchvision in every run, which nothing needs
 SWEEPS = "outputs/sweeps"
-LIBRARIES = 1.3e9  # bytes of address space that a job's imports map
-LAUNCHERS = {  # what the files in conf/hydra/launcher build on, and what installs it
+LIBRARIES = 1.3e9  # bytes of address space that the imports of a job take
+LAUNCHERS = {  # the plugins that conf/hydra/launcher builds on, and how each is installed
     "joblib": "pip install 'sd-quant[joblib]'",
     "submitit_local": "pip install 'sd-quant[submitit]'",
     "submitit_slurm": "pip install 'sd-quant[submitit]'",
     "ray": "pip install 'sd-quant[ray]' && pip install --no-deps hydra-ray-launcher==1.2.2",
 }
-SHORTHANDS = {  # names at the top of a configuration, from which its sections take their values
+SHORTHANDS = {  # top-level knobs whose values the sections of a configuration take
     *("quant_level", "alpha", "smoothing", "keep", "percentile", "collect_method", "calib_size", "calibration"),
     *("export", "unet_xl", "vae", "clip1", "clip2", "candidates"),
     *("out_path", "prompts", "num_samples", "steps", "scale", "seed", "num_warmup_runs"),
@@ -64,17 +67,17 @@ SHORTHANDS = {  # names at the top of a configuration, from which its sections t
 
 
 def given(value: object, preset: object) -> object:
-    """What the user gives, else what the preset recommends."""
+    """The user's value, or the preset's where the user gives none."""
     return preset if value is None else value
 
 
 def alpha_of(value: object, smoothing: str, preset: object) -> object:
-    """The same for alpha, which a preset recommends only where something is smoothed."""
+    """Likewise for alpha, which has a preset only where layers are smoothed."""
     return given(value, None if smoothing == "none" else preset)
 
 
 def case(value: str, choices: Mapping[str, object]) -> object:
-    """The one of ``choices`` that is named ``value``, else ``else``: what differs between presets that are varied."""
+    """The entry of ``choices`` for ``value``, or its entry ``else``: a value that depends on the preset."""
     return choices.get(value, choices["else"])
 
 
@@ -92,12 +95,14 @@ OmegaConf.register_new_resolver("own_width", partial(own_side, 1), replace=True)
 OmegaConf.register_new_resolver("given", given, replace=True)  # ${given:...} in conf
 OmegaConf.register_new_resolver("alpha_of", alpha_of, replace=True)
 OmegaConf.register_new_resolver("case", case, replace=True)
-OmegaConf.register_new_resolver("job_name", sweep.name_of_job, replace=True)
+OmegaConf.register_new_resolver(
+    "job_name", lambda directory, number: sweep.entry(Path(directory), int(number))["name"], replace=True
+)
 OmegaConf.register_new_resolver("places", placement.places, replace=True)
 
 
 def check_no_run(job: object, directory: Path, given: list[str]) -> None:
-    """Raises ConfigError when a command that is not ``quantize`` would write into the folder of a finished run."""
+    """Raises ConfigError when a command other than ``quantize`` would write into the folder of a finished run."""
     if is_run(directory):
         raise ConfigError(
             f"hydra.run.dir is {shown(directory)}, which holds a finished run of quantize, expected another folder; "
@@ -105,62 +110,86 @@ def check_no_run(job: object, directory: Path, given: list[str]) -> None:
         )
 
 
-def run(
-    main: Callable[[], object],
-    job: type,
-    config_name: str,
-    after_sweep: Callable[[Path], object] = lambda folder: None,
-    before_sweep: Callable[[Any], object] = lambda job: None,
-    before_run: Callable[[Any, Path, list[str]], object] = check_no_run,
-) -> None:
-    """Run a Hydra entrypoint and exit with the code of its outcome.
+def stage(name: str) -> Callable[[Any, Path], None]:
+    """A task that calls the function ``name`` of the module ``sd_quant.stages.<name>``, which it imports then."""
 
-    ``job`` is the dataclass that describes what ``main`` does, ``config_name`` its file in ``conf``. ``before_sweep``
-    is called with the first job of a sweep before any begins, ``after_sweep`` with the sweep's folder when they have
-    ended, before the report is made. ``before_run`` is called with a single job, the folder that it will work in and
-    the names of the knobs that were given, before anything is written.
-    """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what a scheduler sends ends a job as Ctrl-C does
-    logging.raiseExceptions = False  # else every line of the log says that a disk is full
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise errors to here instead of printing a traceback
-    OmegaConf.register_new_resolver("knobs", lambda: "\n".join(described(job)), replace=True)  # for --help
-    OmegaConf.register_new_resolver("presets", lambda: "\n".join(presets_of(config_name)), replace=True)
-    OmegaConf.register_new_resolver("program", lambda name=config_name: shlex.join(program(name)), replace=True)
-    arguments, unknown = get_args_parser().parse_known_args()
-    shows = arguments.help or arguments.hydra_help or arguments.cfg or arguments.info or arguments.shell_completion
-    try:
-        check_shipped()
-        if unknown:
-            raise ConfigError(f"{unknown[0]} is no option; a knob is given without dashes: {unknown[0].lstrip('-')}")
-        if shows:
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as in --help | head
+    def task(job: Any, directory: Path) -> None:
+        with importing():
+            module = import_module(f"sd_quant.stages.{name}")
+        getattr(module, name)(job, directory)
+
+    return task
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command that Hydra configures. Calling it runs it on the arguments of this process."""
+
+    name: str  # of conf/<name>.yaml
+    job: type  # the dataclass that its configuration is read as
+    task: Callable[[Any, Path], object]  # does a job in a folder; a sweeper of Hydra's gets what it returns
+    # Called with a single job, its folder and the names of the knobs that were given, before anything is written.
+    before_run: Callable[[Any, Path, list[str]], object] = check_no_run
+    before_sweep: Callable[[Any], object] = lambda job: None  # called with the first job of a sweep, before any begins
+    after_sweep: Callable[[Path], object] = lambda folder: None  # called with the folder of a sweep, before its report
+
+    def __call__(self) -> None:
+        """Run the command and exit with the code of its outcome."""
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's SIGTERM ends a job as Ctrl-C does
+        logging.raiseExceptions = False  # on a full disk, each line of the log would print a traceback
+        os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra raises its errors instead of printing them
+        OmegaConf.register_new_resolver("knobs", lambda: "\n".join(described(self.job)), replace=True)  # for --help
+        OmegaConf.register_new_resolver("presets", lambda: "\n".join(presets_of(self.name)), replace=True)
+        OmegaConf.register_new_resolver("program", lambda name=self.name: shlex.join(program(name)), replace=True)
+        arguments, unknown = get_args_parser().parse_known_args()
+        shows = arguments.help or arguments.hydra_help or arguments.cfg or arguments.info or arguments.shell_completion
+        main = hydra_main(self)
+        try:
+            check_shipped()
+            if unknown:
+                raise ConfigError(
+                    f"{unknown[0]} is no option; a knob is given without dashes: {unknown[0].lstrip('-')}"
+                )
+            if shows:
+                signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as in --help | head
+                main()
+                return
+            overrides = [*arguments.overrides, *search_path(arguments)]
+            check_address_space()
+            with composing(self.name):
+                sweeps = sweep.is_sweep(self.name, overrides, arguments.multirun)
+                if not sweeps:
+                    check_command(self, overrides)
+            if sweeps:
+                end_at_once(run_sweep(self, main, overrides))
             main()
-            return
-        overrides = [*arguments.overrides, *search_path(arguments)]
-        check_address_space()
-        with composing(config_name):
-            sweeps = sweep.is_sweep(config_name, overrides, arguments.multirun)
-            if not sweeps:
-                check_command(job, config_name, overrides, before_run)
-        if sweeps:
-            end_at_once(run_sweep(main, job, config_name, overrides, after_sweep, before_sweep))
-        main()
-        end_at_once(0)
-    except SdQuantError as error:
-        sys.exit(fail(str(error), error.exit_code))
-    except (HydraException, OmegaConfBaseException) as error:
-        refused = refusal(error, config_name)
-        sys.exit(fail(str(refused), refused.exit_code))
-    except (OSError, MemoryError) as error:  # from Hydra's own files, or a sweep's
-        if (fault := of_the_machine(error)) is None:
-            raise
-        sys.exit(fail(str(fault), fault.exit_code))
-    except KeyboardInterrupt:
-        sys.exit(fail("cancelled; what was finished is kept, and the same command starts again", CANCELLED))
+            end_at_once(0)
+        except SdQuantError as error:
+            sys.exit(fail(str(error), error.exit_code))
+        except (HydraException, OmegaConfBaseException) as error:
+            refused = refusal(error, self.name)
+            sys.exit(fail(str(refused), refused.exit_code))
+        except (OSError, MemoryError) as error:  # from Hydra's own files, or a sweep's
+            if (fault := of_the_machine(error)) is None:
+                raise
+            sys.exit(fail(str(fault), fault.exit_code))
+        except KeyboardInterrupt:
+            sys.exit(fail("cancelled; what was finished is kept, and the same command starts again", CANCELLED))
+
+
+def hydra_main(command: Command) -> Callable[[], object]:
+    """The function by which Hydra composes each job of a command, and does it here or through a launcher."""
+    job, do = command.job, command.task
+
+    def task(config: DictConfig) -> object:
+        return do(job_of(job, config), output_directory())
+
+    task.__module__ = f"sd_quant.commands.{command.name}"  # its last part is Hydra's name of a job and of the log file
+    return hydra.main(version_base="1.3", config_path=str(CONF), config_name=command.name)(recording_failure(task))
 
 
 def presets_of(config_name: str) -> Iterator[str]:
-    """A line for each group of the command's own configuration, with the names that it takes."""
+    """A line for each group of a command's configuration: the group, and the presets that the command accepts."""
     plain = lambda path: yaml.safe_load(path.read_text(encoding="utf-8"))  # noqa: E731
     defaults, sections = plain(CONF / f"{config_name}.yaml")["defaults"], fields_of(JOBS[config_name])
     groups = [group.removeprefix("optional ") for entry in defaults if isinstance(entry, dict) for group in entry]
@@ -194,40 +223,29 @@ def check_address_space() -> None:
         )
 
 
-def check_command(
-    job: type, config_name: str, overrides: list[str], before_run: Callable[[Any, Path, list[str]], object]
-) -> None:
-    """Compose and check what a single run would do. Raises SdQuantError, makes nothing."""
-    config = compose(config_name, overrides, return_hydra_config=True)
+def check_command(command: Command, overrides: list[str]) -> None:
+    """Compose and check a single run. Raises SdQuantError, makes nothing."""
+    config = compose(command.name, overrides, return_hydra_config=True)
     directory = output_path(str(config.hydra.run.dir))
-    before_run(job_of(job, config), directory, [override.get_key_element() for override in sweep.parse(overrides)])
+    given = [override.get_key_element() for override in sweep.parse(overrides)]
+    command.before_run(job_of(command.job, config), directory, given)
     check_writable(directory)
 
 
-def run_sweep(
-    main: Callable[[], object],
-    job: type,
-    config_name: str,
-    overrides: list[str],
-    after_sweep: Callable[[Path], object] = lambda folder: None,
-    before_sweep: Callable[[Any], object] = lambda job: None,
-) -> int:
-    """Check all jobs, let Hydra run them, and make the report, whatever became of them. Returns the exit code."""
-    jobs: list[Any] = []
+def run_sweep(command: Command, main: Callable[[], object], overrides: list[str]) -> int:
+    """Check all jobs, let Hydra run them with ``main``, and make the report of however many are done.
 
-    def checked(config: DictConfig) -> Any:
-        jobs.append(job_of(job, config))
-        return jobs[-1]
-
-    with composing(config_name):
-        plan, name = sweep.plan_of(config_name, overrides, checked)
+    Returns the exit code.
+    """
+    with composing(command.name):
+        plan, name, jobs = sweep.plan_of(command.name, overrides, partial(job_of, command.job))
         chosen = any(override.startswith("hydra.sweep.dir=") for override in overrides)
-        given = sweep.plain_config(config_name, overrides).hydra.sweep.dir if chosen else None
+        given = sweep.plain_config(command.name, overrides).hydra.sweep.dir if chosen else None
     begun = sweep.begun(output_path(SWEEPS), name) if given is None else None
     directory = begun or output_path(given or f"{SWEEPS}/{sweep.dated(name)}")
-    plan["command"] = ["sd-quant", config_name, *sys.argv[1:]]
+    plan["command"] = ["sd-quant", command.name, *sys.argv[1:]]
     check_writable(directory, "hydra.sweep.dir")
-    before_sweep(jobs[0])
+    command.before_sweep(jobs[0])
     with sweep.opened(directory, plan):
         if begun is not None:
             print(f"these jobs were begun before, in {shown(begun)}, and go on; hydra.sweep.dir=<folder> begins anew")
@@ -237,12 +255,14 @@ def run_sweep(
         try:
             try:
                 main()
-            except Exception as error:  # the first failed job's, as every job has left its own; or the launcher's
+            except (
+                Exception
+            ) as error:  # of the first job that failed, each of which has recorded its own; or a launcher's
                 LOG.debug("the sweep ended early", exc_info=error)
                 ended_with = error
             try:
-                after_sweep(directory)
-            except SdQuantError as error:  # the jobs are done all the same, and the report shows them
+                command.after_sweep(directory)
+            except SdQuantError as error:  # the jobs are done, and the report shows them
                 uncompared = error
         except KeyboardInterrupt:
             cancelled = True
@@ -252,7 +272,7 @@ def run_sweep(
         with working("report"):
             page, finished = rebuild(directory), read_sweep(directory)
         print(sweep_table(finished))
-        print(f"report: {link(page)}", flush=True)
+        print(f"report: {url(page)}", flush=True)
     if cancelled:
         return fail("cancelled; what was finished is kept, and the same command goes on", CANCELLED)
     code, sentence = sweep.outcome(finished, ended_with)
@@ -262,9 +282,9 @@ def run_sweep(
 
 
 def job_of(job: type, config: DictConfig):
-    """The composed configuration as the dataclass ``job``, every knob and every file that it names checked.
+    """Read a composed configuration as the dataclass ``job``, and check every knob and every file that it names.
 
-    Raises SdQuantError with one sentence.
+    Raises SdQuantError.
     """
     hydra = config.get("hydra") or (HydraConfig.get() if HydraConfig.initialized() else None)
     if hydra is not None:
@@ -282,11 +302,11 @@ def job_of(job: type, config: DictConfig):
 
 
 def use_groups(sources: Iterable) -> None:
-    """Presets are looked for where Hydra looks. Raises ConfigError when a file stands in two of these folders."""
+    """Look for presets where Hydra does. Raises ConfigError for a preset that is in two of its folders."""
     GROUPS[:] = [Path(source.path) for source in sources if source.schema == "file"]
+    ours = [folder.name for folder in CONF.iterdir() if folder.is_dir()]
     first: dict[Path, Path] = {}
     for groups in GROUPS:
-        ours = [folder.name for folder in CONF.iterdir() if folder.is_dir()]
         for path in (path for name in ours for path in (groups / name).rglob("*.yaml")):
             name = path.relative_to(groups)
             if (other := first.setdefault(name, groups)) is not groups:
@@ -297,10 +317,10 @@ def use_groups(sources: Iterable) -> None:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """A stage is imported in the block, and garbage is not looked for among its millions of objects, then or later.
+    """Keep the garbage collector away from the millions of objects that the imports in the block make.
 
-    Once in a process: what a later job of a sweep finds is imported already, and the garbage of the job before it must
-    not be kept.
+    Only the first block in a process does so: to a later job of a sweep everything is imported, and freezing again
+    would keep the garbage of the job before it.
     """
     if gc.get_freeze_count():
         yield
@@ -309,7 +329,7 @@ def importing() -> Iterator[None]:
     try:
         yield
         gc.freeze()
-        atexit.register(gc.unfreeze)  # else extensions complain at the end of what nobody collected
+        atexit.register(gc.unfreeze)  # else compiled extensions report leaks when the process ends
     finally:
         gc.enable()
 
@@ -319,10 +339,10 @@ def output_directory() -> Path:
 
 
 def recording_failure(task: Callable[[DictConfig], object]) -> Callable[[DictConfig], object]:
-    """``task``, around which the folder is told: a sweep's job is announced, and why a job failed is written there.
+    """Wrap ``task``: announce a job of a sweep, and write the reason of a failure into the job's folder.
 
-    Refusals of a single run end the process here, because Hydra would print a line of its own; in a sweep Hydra has to
-    see them, to go on with the next job.
+    A refusal of a single run ends the process here, because Hydra would print a line of its own. In a sweep Hydra has
+    to see it, to go on with the next job.
     """
 
     @functools.wraps(task)
@@ -332,7 +352,7 @@ def recording_failure(task: Callable[[DictConfig], object]) -> Callable[[DictCon
         multirun = hydra.mode == RunMode.MULTIRUN
         if multirun:
             LOG.info("%s", sweep.job_line(read_sweep(directory.parent), hydra.job.num))
-            if sweep.twin_of(directory.parent, hydra.job.num) is not None:
+            if "same_as" in sweep.entry(directory.parent, hydra.job.num):
                 return None
         if (directory / FAILURE).is_file():
             (directory / FAILURE).unlink()
@@ -349,7 +369,7 @@ def recording_failure(task: Callable[[DictConfig], object]) -> Callable[[DictCon
             said = {"said_at_the_end": known and not multirun}
             LOG.error("%s", reason, exc_info=error if crashed_in_sweep else None, extra=said)
             if crashed_in_sweep:
-                raise SdQuantError(reason) from error  # not every exception survives the way from another process
+                raise SdQuantError(reason) from error  # not every exception can be pickled by a launcher
             if multirun and refused is not error:
                 raise refused from error
             if multirun or not known:
@@ -361,7 +381,7 @@ def recording_failure(task: Callable[[DictConfig], object]) -> Callable[[DictCon
 
 @contextmanager
 def composing(config_name: str) -> Iterator[None]:
-    """Hydra composes in the block; its complaints are raised as SdQuantError."""
+    """Let Hydra compose in the block; its errors are raised as SdQuantError."""
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             yield
@@ -370,16 +390,15 @@ def composing(config_name: str) -> Iterator[None]:
 
 
 def refusal(error: Exception, config_name: str) -> SdQuantError:
-    """Hydra's or OmegaConf's complaint in one sentence."""
+    """Translate an error of Hydra's or OmegaConf's into one sentence."""
     text = " ".join(str(error).split())
     if isinstance(error, yaml.YAMLError):  # a user's preset, mostly
         return ConfigError(f"a file of presets is no YAML: {one_line(text, 300)}; mend it")
     if isinstance(error, OverrideParseException):
-        hint = ""
         if "=" not in error.override:
             return ConfigError(f"the argument {error.override} has no value, expected {error.override}=<value>")
-        if str(error.override).count("=") > 1:  # as in the folder of a sweep's job
-            hint = "; put a value with = in it in quotes of its own, as in \"run='...'\""
+        several = str(error.override).count("=") > 1  # as in the folder of a sweep's job
+        hint = "; put a value with = in it in quotes of its own, as in \"run='...'\"" if several else ""
         return ConfigError(f"the argument {error.override} cannot be read: {text}{hint}")
     unknown = re.search(r"Could not override '([^']+)'", text)
     if unknown:
@@ -402,7 +421,7 @@ def refusal(error: Exception, config_name: str) -> SdQuantError:
 
 
 def knobs_of(node: DictConfig, prefix: str = "") -> list[str]:
-    """Full names of all knobs of a composed configuration."""
+    """The full names of all knobs and groups of a composed configuration."""
     names = []
     for name in map(str, node):
         names.append(f"{prefix}{name}")

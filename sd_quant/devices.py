@@ -1,7 +1,6 @@
-"""Where torch computes, the current GPU or the processor where there is none, and with how many threads.
+"""Choose torch's device, the current GPU or else the processor, and the number of threads.
 
-The road not taken is a knob for it: whoever wants the processor on a machine with a GPU hides the GPU, with
-CUDA_VISIBLE_DEVICES, from all that a job starts.
+The road not taken is a knob: CUDA_VISIBLE_DEVICES hides a GPU from everything that a job starts.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,7 +11,7 @@ import torch
 from sd_quant.process import cores
 
 CPU = torch.device("cpu")
-_lent = 0  # how many of torch's threads stand still for others
+_lent = 0  # threads that torch has given up for concurrent work
 
 
 def best_device() -> torch.device:
@@ -20,20 +19,19 @@ def best_device() -> torch.device:
 
 
 def threads() -> int:
-    """With how many threads torch and every other runtime compute on the processor, so that all have the same.
+    """Return the number of threads of torch and of every other runtime on the processor.
 
-    As many as torch takes, with those that it shares. It heeds OMP_NUM_THREADS and takes no two for a core, within what
-    a container has. Left to themselves, OpenVINO and ONNX Runtime heed neither, and were compared with torch on fewer
-    cores than they had.
+    It is torch's own, which follows OMP_NUM_THREADS and takes one thread per core, within the container's limit. By
+    default OpenVINO and ONNX Runtime follow neither, so torch would be compared on fewer cores than they have.
     """
     return max(1, min(torch.get_num_threads() + _lent, cores()))
 
 
 @contextmanager
 def sharing(others: Callable[[], int]) -> Iterator[Callable[[], None]]:
-    """In the block torch leaves a core to each of so many others that compute; what the block gets asks how many again.
+    """Reserve one core per concurrent worker in the block; yields a function that asks for their number again.
 
-    Its threads wait for each other without sleeping, so with one thread too many all of them lose their time.
+    Torch's threads wait for each other without sleeping, so one thread too many slows all of them down.
     """
     global _lent
     before, lent = torch.get_num_threads(), _lent
@@ -53,9 +51,9 @@ def sharing(others: Callable[[], int]) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def full_precision() -> Iterator[torch.device]:
-    """``best_device()``, computing fp32 in fp32: left to itself, a GPU convolves in TF32, with ten bits of mantissa.
+    """Yield ``best_device()`` with TF32 off: by default a GPU convolves fp32 with ten bits of mantissa.
 
-    SSIM subtracts squares that are nearly equal, so it would be a number of the machine and not of the pictures.
+    SSIM subtracts nearly equal squares, so in TF32 it would depend on the machine.
     """
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         yield best_device()

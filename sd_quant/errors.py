@@ -1,4 +1,4 @@
-"""Every refusal of the project. The message is one sentence: what, found, expected, what to do.
+"""Errors with a message of one sentence: the thing, what was found, what was expected, what to do.
 
 The class decides the exit code of the command.
 """
@@ -13,7 +13,7 @@ from sd_quant.text import escaped, one_line
 CANCELLED = 130
 FULL = (errno.ENOSPC, errno.EDQUOT)
 FULL_WORDS = re.compile(r"no space left|os error 28\b|disk quota exceeded", re.IGNORECASE)
-MEMORY_WORDS = re.compile(  # the last four are said of threads, graphs and libraries
+MEMORY_WORDS = re.compile(  # the last four are about threads, graphs and libraries
     r"out of memory|bad_alloc|(can't|cannot|could not|failed to) alloc|resource temporarily unavailable"
     r"|failed to serialize proto|arena alloc failed|failed to map segment",
     re.IGNORECASE,
@@ -22,7 +22,7 @@ LONGEST = 1400  # characters of a sentence
 
 
 class SdQuantError(Exception):
-    """The job failed. Its sentence may quote what a stranger wrote: it stays one line, and its end is the advice."""
+    """A job failed. A sentence that quotes foreign text stays one line, and keeps its end, which says what to do."""
 
     exit_code = 1
 
@@ -50,9 +50,9 @@ class ResourceError(SdQuantError):
 
 
 def of_the_machine(error: BaseException) -> ResourceError | None:
-    """A full disk or too little memory, whichever library complains of it; None for every other error.
+    """Translate an error that says, in any library's words, that disk or memory is full; None for every other error.
 
-    The notes of the error say where it happened; ``sd_quant.metrics.memory.StageTimer`` writes them.
+    The error's notes say where it happened; ``sd_quant.metrics.memory.StageTimer`` writes them.
     """
     if isinstance(error, ResourceError):
         return error
@@ -62,7 +62,7 @@ def of_the_machine(error: BaseException) -> ResourceError | None:
         error = error.__cause__ or error.__context__  # type: ignore[assignment]
     where = "".join(f" in {note}" for found in chain for note in getattr(found, "__notes__", ()))
     for found in chain:
-        if isinstance(found, SdQuantError):  # it may quote a file; what is under it does not
+        if isinstance(found, SdQuantError):  # it may quote a file; its cause does not
             continue
         if isinstance(found, OSError) and found.errno in FULL or FULL_WORDS.search(str(found)):
             name = getattr(found, "filename", None)
@@ -77,12 +77,13 @@ def of_the_machine(error: BaseException) -> ResourceError | None:
 
 
 def fail(sentence: str, code: int) -> int:
+    """Print the sentence and return the exit code."""
     print(f"error: {sentence}", file=sys.stderr)
     return code
 
 
 def exit_with_its_code(main: Callable[[], object]) -> None:
-    """Run a command; a refusal is one sentence and its exit code."""
+    """Run a command that Hydra does not configure; an error is printed as its sentence and sets the exit code."""
     try:
         main()
     except SdQuantError as error:

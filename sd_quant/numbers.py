@@ -1,4 +1,4 @@
-"""Numbers as a record holds them: finite, or None. Whoever measures uses it, without the packages of the metrics."""
+"""Arithmetic that several rooms share, without the packages of the metrics."""
 
 import math
 
@@ -8,19 +8,19 @@ from sd_quant.errors import ArtifactError
 
 
 def finite(value: float) -> float | None:
-    """``value``, or None for NaN and infinity, which JSON does not have."""
+    """Return ``value``, or None for NaN and infinity, which JSON does not have."""
     return value if math.isfinite(value) else None
 
 
 def up_to(number: int, multiple: int) -> int:
-    """The smallest multiple that is not smaller than ``number``."""
+    """Round ``number`` up to a multiple."""
     return -(-number // multiple) * multiple
 
 
 def relative_error(reference: torch.Tensor, output: torch.Tensor) -> float | None:
-    """||output - reference|| / ||reference||, computed in float64 for two tensors of one shape and any float type.
+    """Return ||output - reference|| / ||reference||, computed in float64, of two tensors of any float type.
 
-    None when it is not finite, as where the reference is all zero. Raises ArtifactError when the shapes differ.
+    None where it is not finite, as for a reference of zeros. Raises ArtifactError when the shapes differ.
     """
     if reference.shape != output.shape:
         raise ArtifactError(

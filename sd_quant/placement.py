@@ -1,9 +1,9 @@
-"""Placement of a sweep's jobs side by side on one machine: each process that runs them has a GPU and cores to itself.
+"""Place a sweep's parallel jobs on one machine: each process gets a GPU and cores of its own.
 
-``conf/hydra/launcher/one_host.yaml`` asks for it. A place is a locked file, and a lock ends with its process however
-that ends; while the jobs of another sweep have all places, new ones wait. A process keeps its place to its end, because
-CUDA and OpenMP settle only once. The road not taken is the worker's number: joblib replaces workers as it goes and
-counts on, so two of them would get the same GPU.
+``conf/hydra/launcher/one_host.yaml`` asks for it. A place is a locked file; a lock ends with its process, however that
+ends, and jobs wait while others hold all places. A process keeps its place to its end, because CUDA and OpenMP choose
+their devices and threads once. The road not taken is the number of joblib's worker: joblib replaces workers and counts
+on, so two of them would get the same GPU.
 """
 
 import logging
@@ -14,28 +14,28 @@ import time
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import TextIO
+from typing import IO
 
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from sd_quant.cache import try_lock
+from sd_quant.cache import open_lock, try_lock
 
 LOG = logging.getLogger(__name__)
 CORES_OF_A_JOB = 4  # where there is no GPU
-LOCKS = Path(tempfile.gettempdir()) / f"sd-quant-{os.getuid()}"  # of this machine, as its GPUs are
-SECONDS_BETWEEN_LOOKS = 0.5
+LOCKS = Path(tempfile.gettempdir()) / f"sd-quant-{os.getuid()}"  # a folder of this machine, not of a shared disk
+POLLED_EVERY = 0.5  # seconds between two looks for a free place, and at the parent process
 
 
 class Placement(Callback):
-    """Hydra makes it in the process that was started, and calls it in the one that runs a job."""
+    """Hydra's callback, made in the process of the command and called in the process of each job."""
 
     def __init__(self, jobs: int):
         from joblib import effective_n_jobs
 
         self.process, self.jobs = os.getpid(), effective_n_jobs(jobs)  # -1 means all cores
-        self.gpus, self.cores = tuple(gpus()), tuple(cores())
+        self.gpus, self.cores = tuple(visible_gpus()), tuple(own_cores())
 
     def on_job_start(self, config: DictConfig, **_) -> None:
         if config.hydra.mode == RunMode.MULTIRUN:
@@ -43,12 +43,12 @@ class Placement(Callback):
 
 
 def places() -> int:
-    """How many jobs a machine takes at a time, unless ``hydra.launcher.n_jobs`` is given."""
-    return len(gpus()) or max(1, len(cores()) // CORES_OF_A_JOB)
+    """Return the number of parallel jobs, which is the default of ``hydra.launcher.n_jobs``."""
+    return len(visible_gpus()) or max(1, len(own_cores()) // CORES_OF_A_JOB)
 
 
-def gpus() -> list[str]:
-    """The names of this process's GPUs, as CUDA_VISIBLE_DEVICES has them."""
+def visible_gpus() -> list[str]:
+    """Return the GPUs of this process by their names in CUDA_VISIBLE_DEVICES."""
     import torch
 
     count = torch.cuda.device_count()
@@ -56,14 +56,14 @@ def gpus() -> list[str]:
     return chosen.split(",")[:count] if chosen else [str(index) for index in range(count)]
 
 
-def cores() -> list[int]:
-    """The cores that this process may run on; none where the operating system binds no process to cores."""
+def own_cores() -> list[int]:
+    """Return the numbers of the cores of this process; empty where the system binds no process to cores."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
 @cache  # once in a process, and the file stays open as long as it lives
-def settle(parent: int, jobs: int, gpus: Sequence[str], cores: Sequence[int]) -> TextIO:
-    """Wait for a free place and take it: torch, the engines and their threads see nothing else from now on."""
+def settle(parent: int, jobs: int, gpus: Sequence[str], cores: Sequence[int]) -> IO[str]:
+    """Wait for a free place and take it; torch and the engines see its GPU and cores alone from then on."""
     if os.getpid() != parent:  # a single job at a time runs in the process that was started
         threading.Thread(target=end_with, args=[parent], daemon=True).start()
     place, lock = claim([place_name(place, gpus) for place in range(jobs)])
@@ -74,37 +74,37 @@ def settle(parent: int, jobs: int, gpus: Sequence[str], cores: Sequence[int]) ->
     return lock
 
 
-def claim(names: Sequence[str]) -> tuple[int, TextIO]:
-    """The number of the first free place, and its lock. Waits while there is none."""
+def claim(names: Sequence[str]) -> tuple[int, IO[str]]:
+    """Return the number of the first free place and its lock. Waits while there is none."""
     LOCKS.mkdir(mode=0o700, exist_ok=True)
     told = False
     while True:
         for place, name in enumerate(names):
-            file = (LOCKS / f"{name}.lock").open("a")
+            file = open_lock(LOCKS / f"{name}.lock")
             if try_lock(file):
                 return place, file
             file.close()
         if not told:
             LOG.info("waiting for a free place: other jobs on this machine have all %d", len(names))
             told = True
-        time.sleep(SECONDS_BETWEEN_LOOKS)
+        time.sleep(POLLED_EVERY)
 
 
 def place_name(place: int, gpus: Sequence[str]) -> str:
-    """The name of a place's lock; where there are more jobs than GPUs, several places are on one."""
+    """Return the name of a place's lock; with more jobs than GPUs, several places share one."""
     if not gpus:
         return f"cores-{place}"
     return f"gpu-{gpus[place % len(gpus)]}-{place // len(gpus)}".replace("/", "-")
 
 
 def cores_of(place: int, jobs: int, cores: Sequence[int]) -> Sequence[int]:
-    """The cores of a place when ``jobs`` places divide ``cores`` evenly; at least one."""
+    """Return the cores of a place when ``jobs`` places divide them evenly; at least one."""
     first, last = (len(cores) * number // jobs for number in (place, place + 1))
     return cores[first : max(last, first + 1)]
 
 
 def end_with(parent: int) -> None:
-    """End this process when ``parent`` has: joblib's would outlive a killed one, and keep its GPUs' memory."""
+    """End this process when ``parent`` ends: joblib's workers would outlive it and keep their GPUs' memory."""
     while os.getppid() == parent:
-        time.sleep(SECONDS_BETWEEN_LOOKS)
+        time.sleep(POLLED_EVERY)
     os._exit(1)

@@ -1,9 +1,9 @@
-"""Where relative paths lead, and where what ships with the project lies.
+"""Resolve paths: of files that a user names, of files that ship with the project, of files to write.
 
-What a user names is looked for from the current folder, then in ``HOME``: the repository, or in an installed package
-``shipped``, which holds copies of the repository's ``conf`` and ``checkpoints``. What is written goes below the current
-folder. The road not taken is to work in the repository wherever the command was given: an installed package has none,
-and a path that the shell has completed would not be found.
+A relative path is resolved against the current folder, then against ``HOME``: the repository, or in an installed
+package ``shipped``, a copy of the repository's ``conf`` and ``checkpoints``. Output goes below the current folder. The
+road not taken is to work in the repository wherever the command is given: an installed package has none, and a path
+that the shell has completed would not be found.
 """
 
 import hashlib
@@ -16,64 +16,72 @@ PACKAGE = Path(__file__).resolve().parent
 SHIPPED = PACKAGE / "shipped"  # links in the repository, files in a wheel
 HOME = PACKAGE.parent if (PACKAGE.parent / "pyproject.toml").is_file() else SHIPPED
 CONF = HOME / "conf"
-UNSAFE = re.compile(r"[^A-Za-z0-9._=,+-]+")  # in the name of a folder
+UNSAFE = re.compile(r"[^A-Za-z0-9._=,+-]+")  # characters that are replaced in the name of a folder
 LONGEST_NAME = 120
-FILES = re.compile(r"\.(json|html|csv|md|parquet|png|yaml|log|part|lock)$", re.IGNORECASE)  # beside folders of jobs
-GROUPS = [CONF]  # folders of Hydra's groups: ours, and those that the user adds to the search path
+FILE_ENDING = re.compile(r"\.(json|html|csv|md|parquet|png|yaml|log|part|lock)$", re.IGNORECASE)  # of a sweep's files
+GROUPS = [CONF]  # folders with groups of presets: ours, and those that the user adds to Hydra's search path
 
 
 def input_path(path: str | Path) -> Path:
-    """Absolute: where it exists from the current folder, else in ``HOME``; from the current folder if in neither."""
+    """Return the absolute path, from ``HOME`` if it exists there and not from the current folder."""
     path = Path(path).expanduser()
     here, shipped = Path.cwd() / path, HOME / path
     return shipped if shipped.exists() and not here.exists() else here
 
 
 def folder_name(text: str) -> str:
-    """``text`` as the name of one folder: it leads nowhere else, is not hidden, and no file beside it is called so."""
-    name = FILES.sub(r"-\1", UNSAFE.sub("-", text).lstrip(".")) or "unnamed"
+    """Return ``text`` as the name of one folder: not a path, not hidden, and not the name of a file beside it."""
+    name = FILE_ENDING.sub(r"-\1", UNSAFE.sub("-", text).lstrip(".")) or "unnamed"
     if len(name) <= LONGEST_NAME:
         return name
     return f"{name[:LONGEST_NAME]}-{hashlib.sha256(text.encode(errors='surrogateescape')).hexdigest()[:8]}"
 
 
 def output_path(path: str | Path) -> Path:
-    """Absolute, from the current folder."""
+    """Return the absolute path, from the current folder."""
     return Path.cwd() / Path(path).expanduser()
 
 
 def existing(knob: str, path: str, expected: str) -> Path:
-    """``input_path``. Raises ConfigError, which says where was looked, when nothing is there."""
+    """Return ``input_path(path)``. Raises ConfigError, with the folders that were searched, when it is missing."""
     found = input_path(path)
     if not found.exists():
         raise ConfigError(f"{knob} names {path}, which does not exist{looked_in(path)}; give {expected}")
     return found
 
 
+def existing_file(knob: str, path: str) -> Path:
+    """Return ``input_path(path)``. Raises ConfigError when it is missing or no regular file."""
+    found = existing(knob, path, "an existing file, or null")
+    if not found.is_file():
+        raise ConfigError(f"{knob} is {path}, expected a file, and no folder, pipe or device")
+    return found
+
+
 def looked_in(path: str | Path) -> str:
-    """`` (looked in A and B)`` for a relative path, for an absolute one nothing."""
+    """Name the folders in which a relative path was looked for, as `` (looked in A and B)``."""
     if Path(path).expanduser().is_absolute():
         return ""
     return f" (looked in {' and '.join(dict.fromkeys(map(str, (Path.cwd(), HOME))))})"
 
 
 def lasting(path: str) -> str:
-    """The path as a record keeps it for commands that are given elsewhere: absolute, unless it leads into ``HOME``."""
+    """Return the path for a record, which is read from other folders: absolute, unless it leads into ``HOME``."""
     found = input_path(path)
     return path if Path(path).is_absolute() or found == HOME / path else str(found)
 
 
 def shown(path: Path) -> str:
-    """A path as a person reads it: relative to the current folder where it lies in it."""
+    """Return the path for people: relative where it lies in the current folder."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def link(path: Path) -> str:
-    """The path as a URL, which terminals open at a click."""
+def url(path: Path) -> str:
+    """Return the path as a URL, which terminals open at a click."""
     return path.absolute().as_uri()
 
 
 def check_shipped() -> None:
-    """Raises ResourceError when the package was installed without what belongs to it."""
+    """Raises ResourceError when the package was installed without its configuration."""
     if not (CONF / "quantize.yaml").is_file():
         raise ResourceError(f"{CONF} is missing: sd-quant was installed without its configuration; install it again")

@@ -1,4 +1,4 @@
-"""What this process has of the machine: memory at its peak, cores, and standard output."""
+"""Measure and limit this process: its memory, cores, age and standard output."""
 
 import atexit
 import ctypes
@@ -17,7 +17,7 @@ IMPORTED = time.monotonic()
 
 
 def reset_peak() -> bool:
-    """Let this process's peak begin anew at what it has now. False where the operating system does not do that."""
+    """Set the peak of this process's memory back to its present size. False where the system cannot."""
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:
@@ -26,7 +26,7 @@ def reset_peak() -> bool:
 
 
 def peak_memory_bytes() -> int:
-    """Peak of this process's resident memory since it began, or since ``reset_peak``."""
+    """Return the peak of this process's resident memory since its start, or since ``reset_peak``."""
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
     except OSError:
@@ -39,7 +39,7 @@ def peak_memory_bytes() -> int:
 
 
 def seconds_since_start() -> float:
-    """How long this process runs, its imports among it; where the system is not Linux, since this module's import."""
+    """Return the age of this process; where the system is not Linux, the time since this module was imported."""
     try:
         started = int(Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()[19])
         up = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
@@ -50,7 +50,7 @@ def seconds_since_start() -> float:
 
 def end_at_once(code: int) -> NoReturn:
     """End the process with this exit code, without freeing its memory object by object, which takes seconds."""
-    with suppress(OSError):  # nobody reads any more
+    with suppress(OSError):  # the reader of a pipe is gone
         sys.stdout.flush()
         sys.stderr.flush()
     atexit._run_exitfuncs()
@@ -58,7 +58,7 @@ def end_at_once(code: int) -> NoReturn:
 
 
 def address_space_bytes() -> float:
-    """How many bytes of memory this process may still reserve; infinity where ``ulimit -v`` sets no limit."""
+    """Return the bytes that this process may still map; infinity where ``ulimit -v`` sets no limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return math.inf
@@ -70,27 +70,27 @@ def address_space_bytes() -> float:
 
 
 def available_memory_bytes() -> int:
-    """Memory that can be had without swapping: what the kernel says, within the limits of container and process."""
+    """Return the memory that is free without swapping, within the limits of the container and the process."""
     bounds = [address_space_bytes(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     with suppress(OSError):  # not Linux
         told = Path("/proc/meminfo").read_text(encoding="ascii")
         bounds += [1024 * int(kibibytes) for kibibytes in re.findall(r"^MemAvailable:\s+(\d+) kB", told, re.MULTILINE)]
     group = Path("/sys/fs/cgroup")
-    with suppress(OSError, ValueError):  # no limit, which is the word max, among others
+    with suppress(OSError, ValueError):  # no such group, or no limit, which is the word max
         limit, used = (int((group / name).read_text(encoding="ascii")) for name in ("memory.max", "memory.current"))
         bounds.append(limit - used)
     return int(min(bounds))
 
 
 def cores() -> int:
-    """The number of cores that this process may run on, within the processor time that its container has."""
+    """Return the number of cores that this process may use, within the processor time of its container."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = quota_of_cgroup()
     return usable if quota is None else max(1, min(usable, int(quota)))
 
 
 def quota_of_cgroup() -> float | None:
-    """How many cores' time the container has, by cgroup 2 or 1; None without a limit."""
+    """Return the container's processor time in cores, by cgroup 2 or 1; None without a limit."""
     group = Path("/sys/fs/cgroup")
     try:
         limit, period = (group / "cpu.max").read_text(encoding="ascii").split()
@@ -105,7 +105,7 @@ def quota_of_cgroup() -> float | None:
 
 @contextmanager
 def without_output() -> Iterator[None]:
-    """In the block nothing is written to standard output, not even by a library's compiled code."""
+    """Discard what is written to standard output in the block, by a library's compiled code too."""
     sys.stdout.flush()
     kept = os.dup(1)
     with Path(os.devnull).open("wb") as nowhere:
@@ -113,6 +113,6 @@ def without_output() -> Iterator[None]:
     try:
         yield
     finally:
-        ctypes.CDLL(None).fflush(None)  # what C holds back for a pipe
+        ctypes.CDLL(None).fflush(None)  # what C buffers for a pipe
         os.dup2(kept, 1)
         os.close(kept)

@@ -1,8 +1,8 @@
-"""Progress of long work: a bar with an ETA on a terminal, plain lines in a log, and never silence.
+"""Report the progress of long work: a bar on a terminal, lines in a log, and no long silence.
 
-Whoever does something that may take long says so with ``working`` or ``progress``. While anything is done and no line
-has been printed for QUIET seconds, a thread prints one: what is being done, how far it is, and how much is left by what
-it has taken so far. The road not taken is a line for each finished unit: one unit may take minutes.
+Code that may take long wraps itself in ``working`` or ``progress``. While it runs and no line has been printed for
+QUIET seconds, a thread prints one: the work, how far it is, and an estimate of the time that is left. The road not
+taken is a line for each finished unit: one unit may take minutes.
 """
 
 import logging
@@ -16,11 +16,11 @@ from typing import Any
 
 LOG = logging.getLogger(__name__)
 QUIET = 15.0  # seconds without a line, after which one is printed
-A_LOOK = 1.0  # seconds between two looks at the clock
+POLLED_EVERY = 1.0  # seconds between two looks of the thread at the clock
 
 
 class ConsoleFormatter(logging.Formatter):
-    """``14:03:59 export: 33.9 s``; of anything above INFO the level too, and no logger's name."""
+    """Format as ``14:03:59 export: 33.9 s``, with the level above INFO, without the logger's name."""
 
     last_line = 0.0  # on the clock of time.monotonic
 
@@ -34,14 +34,14 @@ class ConsoleFormatter(logging.Formatter):
 
 
 class NotSaidAtTheEnd(logging.Filter):
-    """Keeps from the console what a command ends with; the log file has it."""
+    """Keep an error off the console that the command prints as its last line; the log file gets it."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not getattr(record, "said_at_the_end", False)
 
 
 def duration(seconds: float) -> str:
-    """In the unit that a person would use."""
+    """Format seconds in the unit that a person would use."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.1f} h"
@@ -49,7 +49,7 @@ def duration(seconds: float) -> str:
 
 @dataclass(eq=False)
 class Work:
-    """Something that is being done, of ``total`` units where these are known."""
+    """Work that goes on, of ``total`` units if these are known."""
 
     description: str
     total: int | None = None
@@ -58,7 +58,7 @@ class Work:
     started: float = field(default_factory=lambda: time.monotonic())
 
     def line(self) -> str:
-        """``calibrate: 3 of 10, about 84 s to go``."""
+        """Describe the state, as ``calibrate: 3 of 10, about 84 s to go``."""
         taken = time.monotonic() - self.started
         if not self.total:
             return f"{self.description}: {duration(taken)} so far"
@@ -66,14 +66,14 @@ class Work:
         return f"{self.description}: {self.done} of {self.total}, {left or f'{duration(taken)} so far'}"
 
 
-GOING_ON: list[Work] = []  # in all threads; the innermost is the last
-CHANGES = threading.Lock()  # of GOING_ON and of the thread that watches it
+GOING_ON: list[Work] = []  # of all threads, the innermost last
+CHANGES = threading.Lock()  # guards GOING_ON and ``watching``
 watching: threading.Thread | None = None
 
 
 @contextmanager
 def working(description: str, total: int | None = None) -> Iterator[Work]:
-    """In the block no ``QUIET`` seconds pass without a line."""
+    """Report the block as work that goes on."""
     global watching
     work = Work(description, total)
     with CHANGES:
@@ -89,18 +89,18 @@ def working(description: str, total: int | None = None) -> Iterator[Work]:
 
 
 def watch() -> None:
-    """Say what goes on, until nothing does."""
+    """Print a line after each silence of QUIET seconds, until no work goes on."""
     global watching
     said = time.monotonic()
     while True:
-        time.sleep(A_LOOK)
+        time.sleep(POLLED_EVERY)
         with CHANGES:
             if not GOING_ON:
                 watching = None
                 return
             work = GOING_ON[-1]
         if (bar := work.bar) is not None:
-            bar.refresh()  # its clock goes on
+            bar.refresh()  # to move its clock
         elif time.monotonic() - max(said, ConsoleFormatter.last_line) >= QUIET:
             said = time.monotonic()
             LOG.info("%s", work.line())
@@ -108,7 +108,7 @@ def watch() -> None:
 
 @contextmanager
 def progress(total: int, description: str) -> Iterator[Callable[[], object]]:
-    """Yields a function to call once per finished unit."""
+    """Report the block as work of ``total`` units; yields a function to call once per finished unit."""
     with working(description, total) as work:
 
         def advance() -> None:
@@ -130,7 +130,7 @@ def progress(total: int, description: str) -> Iterator[Callable[[], object]]:
 
 
 def each(items: Sequence, description: str) -> Iterator:
-    """The ``items``, one of which is finished when the next is asked for."""
+    """Yield the ``items`` and report them as work; one is finished when the next is asked for."""
     with progress(len(items), description) as advance:
         for item in items:
             yield item

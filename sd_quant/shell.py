@@ -1,8 +1,8 @@
-"""Commands as they paste into a shell: the program that this user has, and values that reach it as they are.
+"""Write commands that can be pasted into a shell.
 
-A command that is printed for now names what the user has called. One that is kept, in a card or a report, names
-``sd-quant``: whoever reads it may have no checkout. The road not taken is the path of this Python, which is right on
-one machine alone.
+A command that is printed names the program that the user has called. One that is kept, in a card or a report, names
+``sd-quant``, because its reader may have no checkout. The road not taken is the path of this Python, which is right on
+one machine only.
 """
 
 import re
@@ -16,7 +16,7 @@ PLAIN = re.compile(r"(?!(?:null|true|false|inf|nan)\Z)(?:[a-z_/]|\.+/)[\w/.+-]*\
 
 
 def program(command: str) -> list[str]:
-    """The words that start ``command``: a script of the checkout for who has started one, else ``sd-quant``."""
+    """Return the words that start ``command``: the checkout's script if the user has started one, else ``sd-quant``."""
     called = Path(sys.argv[0])
     script = called.parent / f"{command}.py"
     if called.suffix == ".py" and script.resolve().parent == HOME and script.is_file():
@@ -25,12 +25,12 @@ def program(command: str) -> list[str]:
 
 
 def pasted(command: str, *arguments: str) -> str:
-    """``command`` with its arguments, as a line for the shell."""
+    """Return ``command`` with its arguments as a line for the shell."""
     return shlex.join([*program(command), *arguments])
 
 
 def literal(text: object) -> str:
-    """``str(text)`` as the value of a knob, in quotes where Hydra or OmegaConf would read anything else in it."""
+    """Return ``str(text)`` as the value of a knob, quoted where Hydra or OmegaConf would read it as anything else."""
     if PLAIN.match(value := str(text)):
         return value
     value = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # no interpolation

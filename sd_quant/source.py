@@ -1,9 +1,9 @@
-"""Fingerprints of this package's own code, so that results of other code are made again.
+"""Hash this package's own code, so that results of other code are computed again.
 
-A result depends on the files that its code imports, and on nothing else of the package: an edit of the report does not
-cost a calibration. What a file imports is read from its text. A package whose ``__init__`` holds code names modules of
-its folder in tables and imports them later, so all of its folder counts. The road not taken is ``sys.modules``, which
-depends on what else the process has done.
+A result depends on the files that its code imports and on no others: an edit of the report does not cost a calibration.
+Imports are read from the text of a file. A package whose ``__init__`` holds code lists modules of its folder in tables
+and imports them later, so its whole folder counts. The road not taken is ``sys.modules``, which depends on what else
+the process has done.
 """
 
 import ast
@@ -12,12 +12,11 @@ from functools import cache
 from pathlib import Path
 
 from sd_quant.files import digest, sha256
-
-PACKAGE = Path(__file__).resolve().parent
+from sd_quant.places import PACKAGE
 
 
 def source_digest(*modules: str, package: Path = PACKAGE) -> str:
-    """SHA-256 of every file that these modules of the package import, directly or not; of all files without any."""
+    """Hash the files that these modules import, directly or not, with SHA-256; without modules, all of the package."""
     files = imported(modules, package) if modules else everything(package)
     return digest(*(f"{path.relative_to(package).as_posix()} {sha256(path)}" for path in sorted(files)))
 
@@ -27,7 +26,7 @@ def everything(folder: Path) -> Iterator[Path]:
 
 
 def imported(modules: tuple[str, ...], package: Path) -> set[Path]:
-    """The files of these modules (``calibration.collection``) and of what they import."""
+    """Return the files of modules such as ``calibration.collection`` and, recursively, of their imports."""
     files: set[Path] = set()
     waiting = [path for module in modules for path in files_of(module, package)]
     while waiting:
@@ -40,7 +39,7 @@ def imported(modules: tuple[str, ...], package: Path) -> set[Path]:
 
 @cache
 def files_of(module: str, package: Path) -> list[Path]:
-    """The module's file, and the folders of the packages around it whose ``__init__`` holds code."""
+    """Return the module's file, and the folders of the packages around it whose ``__init__`` holds code."""
     files: list[Path] = []
     place = package
     for name in module.split("."):
@@ -53,7 +52,7 @@ def files_of(module: str, package: Path) -> list[Path]:
 
 @cache
 def imports_of(path: Path, package: str) -> list[str]:
-    """Modules of the package that a file imports, without the package's name, wherever in it the import stands."""
+    """Return the modules of the package that a file imports anywhere, without the package's name."""
     if path.suffix != ".py":
         return []
     nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))

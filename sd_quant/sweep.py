@@ -1,15 +1,13 @@
-"""A sweep: which jobs a command means, what they are called, where they go, and what is left to do.
+"""A sweep: which jobs a command means, their names and folders, and which of them are still to be done.
 
-Hydra starts the jobs, here or through a launcher. Around that stands one file, ``sweep.json``, written before the first
-job: the jobs in Hydra's order, each named by the knobs that vary, in a folder whose name is its time, and what depends
-on nothing but the command and the configuration. So the same command finds the newest that it has begun, and every job
-knows its folder by its number. The
-roads not taken: ``override_dirname``, for which 0.8 and 0.80 are two values, and a list of jobs in memory, which dies
-with its process.
+Hydra starts the jobs, here or through a launcher. Before the first, ``sweep.json`` is written into the sweep's folder.
+It lists the jobs in Hydra's order, each named by the knobs that vary, so a job finds its own folder by its number. The
+folder's name is the time and a hash of the jobs, so the same command finds the newest sweep that it has begun, and goes
+on there. Roads not taken: Hydra's ``override_dirname``, which takes 0.8 and 0.80 for two values, and a list of jobs in
+memory, which ends with its process.
 """
 
 import dataclasses
-import fcntl
 import glob
 import json
 import logging
@@ -29,6 +27,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from sd_quant.cache import open_lock, try_lock
 from sd_quant.config import deciding
 from sd_quant.errors import ConfigError
 from sd_quant.files import digest, write_json
@@ -41,18 +40,17 @@ from sd_quant.report.summary import FAILED, SWEEP, UNFINISHED, Sweep
 from sd_quant.text import one_line
 
 LOG = logging.getLogger(__name__)
-STATED = ("judge", "timing", "verdict")  # sections that are for a sweep as a whole
-TIME = "%Y-%m-%d_%H-%M-%S"
+STATED = ("judge", "timing", "verdict")  # sections that apply to a sweep as a whole
 MOST_JOBS = 1000  # each is composed and checked before the first starts, and stands in the report
 
 
 def is_sweep(config_name: str, arguments: Sequence[str], multirun: bool) -> bool:
-    """Whether ``-m``, or an experiment's ``hydra.mode``, makes several jobs of the command."""
+    """Whether ``-m``, or the ``hydra.mode`` of an experiment, makes the command a sweep."""
     return multirun or plain_config(config_name, arguments).hydra.mode == RunMode.MULTIRUN
 
 
 def plain_config(config_name: str, arguments: Sequence[str]) -> DictConfig:
-    """The configuration of the command without what varies."""
+    """Compose the command without the knobs that vary."""
     plain = [override.input_line for override in parse(arguments) if not override.is_sweep_override()]
     return compose(config_name, plain, return_hydra_config=True)
 
@@ -62,7 +60,7 @@ def parse(arguments: Sequence[str]) -> list:
 
 
 def expand(config_name: str, arguments: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """The knobs that vary, and the overrides of every job, as Hydra's basic sweeper orders and numbers them.
+    """Return the knobs that vary, and each job's overrides in the order of Hydra's basic sweeper.
 
     Raises ConfigError for another sweeper, a range that cannot be counted, and more than ``MOST_JOBS`` jobs.
     """
@@ -88,77 +86,76 @@ def expand(config_name: str, arguments: Sequence[str]) -> tuple[list[str], list[
     return [name for name, chosen in values.items() if len(set(chosen)) > 1], jobs
 
 
-def plan_of(config_name: str, arguments: Sequence[str], job_of: Callable[[DictConfig], Any]) -> tuple[dict, str]:
-    """What ``sweep.json`` holds, and a name for the folder, behind its time; ``job_of`` checks and returns a job.
+def plan_of(
+    config_name: str, arguments: Sequence[str], job_of: Callable[[DictConfig], Any]
+) -> tuple[dict, str, list[Any]]:
+    """Return the content of ``sweep.json``, the folder's name but for the time, and the jobs, which ``job_of`` checks.
 
-    Jobs that are sure to give the same assignment are done once: all but the first name it as ``same_as``.
-    Raises ConfigError, naming the job, when one of them is impossible: nothing has started then.
+    Of jobs that are sure to give the same assignment only the first is done: the others name it as ``same_as``.
+    Raises ConfigError, naming the job, when one of them is impossible.
     """
-    varied, jobs = expand(config_name, arguments)
+    varied, overridden = expand(config_name, arguments)
+    varied = [name.lstrip("+") for name in varied]
     elsewhere = [argument for argument in arguments if argument.startswith("hydra.searchpath=")]  # the user's groups
-    entries, everything, published, stated = [], [], None, dict[str, dict]()
-    judging: list[Any] = []
-    by_result: dict[str, str] = {}  # the name of the first job that gives it
-    for overrides in each(jobs, "jobs checked"):
+    entries, jobs, published = [], list[Any](), None
+    first_of: dict[str, str] = {}  # the name of the first job by its result
+    by_name: dict[str, str] = {}  # the overrides of a job by its name
+    for overrides in each(overridden, "jobs checked"):
         config = compose(config_name, [*overrides, *elsewhere], return_hydra_config=True)
-        values = {name.lstrip("+"): value_of(config, name.lstrip("+")) for name in varied}
+        values = {name: value_of(config, name) for name in varied}
+        name, this = job_name(values), " ".join(overrides)
         try:
             job = job_of(config)
         except ConfigError as error:
-            raise ConfigError(f"job {job_name(values)}: {error}") from error
-        if name := getattr(job, "published", None):
-            published = read_published(input_path(name), name)
-        stated = {name: dataclasses.asdict(getattr(job, name)) for name in STATED if hasattr(job, name)}
-        everything.append(json.dumps(deciding(job), sort_keys=True))
-        judging.append(job)
-        entry: dict[str, Any] = {"name": job_name(values), "varied": values, "overrides": overrides}
-        if (done := by_result.setdefault(result_of(job), entry["name"])) != entry["name"]:
-            entry["same_as"] = done
-        entries.append(entry)
-    first: dict[str, str] = {}
-    for entry in entries:
-        this = " ".join(entry["overrides"])
-        if (same := first.setdefault(str(entry["name"]), this)) is not this:
+            raise ConfigError(f"job {name}: {error}") from error
+        if (same := by_name.setdefault(name, this)) is not this:
             raise ConfigError(f"two jobs of the sweep are one: {same} and {this}; leave one of the values out")
-    identity, candidates = digest(*everything), candidates_of(judging)
-    if taken := {each["name"] for each in candidates} & {entry["name"] for entry in entries}:
+        if file := getattr(job, "published", None):
+            published = read_published(input_path(file), file)
+        jobs.append(job)
+        entries.append({"name": name, "varied": values, "overrides": overrides})
+        if (done := first_of.setdefault(result_of(job), name)) != name:
+            entries[-1]["same_as"] = done
+    identity, candidates = digest(*(json.dumps(deciding(job), sort_keys=True) for job in jobs)), candidates_of(jobs)
+    if taken := {each["name"] for each in candidates} & by_name.keys():
         raise ConfigError(
             f"the candidate {min(taken)} would have the folder of the job of that name; give it by another name, "
             "such as that of a link to it"
         )
-    label = experiment_of(arguments) or "-".join(name.lstrip("+").rpartition(".")[2] for name in varied) or "one"
+    label = experiment_of(arguments) or "-".join(name.rpartition(".")[2] for name in varied) or "one"
     plan = {
         "schema_version": 1,
         "command": list(arguments),
-        "varied": [name.lstrip("+") for name in varied],
+        "varied": varied,
         "jobs": entries,
         "identity": identity,
         "published": published,
         "candidates": candidates,
-        **stated,
+        **{name: dataclasses.asdict(getattr(jobs[-1], name)) for name in STATED if hasattr(jobs[-1], name)},
     }
-    return plan, f"{folder_name(label)[:60]}_{identity[:8]}"
+    return plan, f"{folder_name(label)[:60]}_{identity[:8]}", jobs
 
 
 def dated(name: str) -> str:
-    """A folder's name that begins with the time, as a run's."""
-    return f"{datetime.now():{TIME}}_{name}"
+    """Put the time in front of a folder's name."""
+    return f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{name}"
 
 
 def begun(folder: Path, name: str) -> Path | None:
-    """The newest folder of a sweep of this name below ``folder``, if there is one."""
+    """Return the newest folder below ``folder`` of a sweep of this name, if there is one."""
     return max((path.parent for path in folder.glob(f"*_{glob.escape(name)}/{SWEEP}")), default=None)
 
 
 def candidates_of(jobs: Sequence[Any]) -> list[dict]:
-    """What is judged beside the jobs. Raises ConfigError when they have not one model and make not the same images."""
+    """Return the third-party checkpoints that are judged beside the jobs.
+
+    Raises ConfigError unless all jobs name the same ones, and share the model and the settings of the images.
+    """
     if not hasattr(jobs[0], "judge"):
         return []
     planned = [job.judge.planned() for job in jobs]
-    by_what = [
-        json.dumps([dataclasses.asdict(each) for each in (job.model, job.infer)], sort_keys=True) for job in jobs
-    ]
-    if any(planned) and len(set(map(json.dumps, planned)) | set(by_what)) > 2:
+    made = [json.dumps([dataclasses.asdict(part) for part in (job.model, job.infer)], sort_keys=True) for job in jobs]
+    if any(planned) and len({*map(json.dumps, planned)} | {*made}) > 2:
         raise ConfigError(
             "candidates are judged beside recipes for one model and the same images, and the jobs of this sweep differ "
             "in model, infer or candidates; vary the recipe alone"
@@ -167,7 +164,7 @@ def candidates_of(jobs: Sequence[Any]) -> list[dict]:
 
 
 def result_of(job: Any) -> str:
-    """The same text for jobs that are sure to give the same assignment, whatever it is called."""
+    """Return a text that is the same for jobs that are sure to give the same assignment, whatever they are called."""
     knobs = deciding(job)
     if "quantize" in knobs:
         knobs["quantize"] |= unheeded_knobs(job.quantize) | dict.fromkeys(("format", "exp_name"))
@@ -175,14 +172,12 @@ def result_of(job: Any) -> str:
 
 
 def experiment_of(arguments: Sequence[str]) -> str | None:
-    names = [
-        argument.partition("=")[2] for argument in arguments if argument.startswith(("experiment=", "+experiment="))
-    ]
-    return names[-1] if names else None
+    given = [text.partition("=")[2] for text in arguments if text.startswith(("experiment=", "+experiment="))]
+    return given[-1] if given else None
 
 
 def value_of(config: DictConfig, name: str):
-    """The value of a knob, or of a choice such as ``quantize``, as JSON has it."""
+    """Return the value of a knob, or the preset of a group such as ``quantize``, as JSON has it."""
     choices = config.hydra.runtime.choices
     if name in choices:
         return choices[name]
@@ -191,7 +186,7 @@ def value_of(config: DictConfig, name: str):
 
 
 def job_name(values: dict) -> str:
-    """``quant_level=2.5,alpha=auto``: deterministic, a folder's name, and another one for every other job."""
+    """Name a job by its values, such as ``quant_level=2.5,alpha=auto``; the name is that of its folder too."""
     texts = [f"{name.rpartition('.')[2]}={written(value)}" for name, value in values.items()]
     name = ",".join(texts) or "job"
     safe = folder_name(name)
@@ -206,15 +201,13 @@ def written(value: object) -> str:
 
 @contextmanager
 def opened(directory: Path, plan: dict) -> Iterator[None]:
-    """The folder is this sweep's alone while the block runs. Raises ConfigError when it is another's."""
+    """Hold the sweep's folder in the block. Raises ConfigError when it holds another, or another process runs it."""
     directory.mkdir(parents=True, exist_ok=True)
-    with (directory / ".sweep.lock").open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+    with open_lock(directory / ".sweep.lock") as lock:
+        if not try_lock(lock):
             raise ConfigError(
                 f"another process is running a sweep in {directory}; wait for it, or set another hydra.sweep.dir"
-            ) from error
+            )
         if (directory / SWEEP).exists():
             there = json.loads((directory / SWEEP).read_text(encoding="utf-8"))
             if there.get("identity") != plan["identity"]:
@@ -226,14 +219,9 @@ def opened(directory: Path, plan: dict) -> Iterator[None]:
         yield
 
 
-def twin_of(directory: Path, number: int) -> str | None:
-    """The job that is done in place of Hydra's n-th, because it gives the same assignment; None for all others."""
-    return json.loads((directory / SWEEP).read_text(encoding="utf-8"))["jobs"][number].get("same_as")
-
-
-def name_of_job(directory: str, number: int) -> str:
-    """The folder of Hydra's n-th job; ``conf/_command.yaml`` asks for it."""
-    return json.loads((Path(directory) / SWEEP).read_text(encoding="utf-8"))["jobs"][int(number)]["name"]
+def entry(directory: Path, number: int) -> dict:
+    """Return Hydra's n-th job from the plan of a sweep: its ``name``, and ``same_as`` for the job of its result."""
+    return json.loads((directory / SWEEP).read_text(encoding="utf-8"))["jobs"][number]
 
 
 def start_line(sweep: Sweep) -> str:
@@ -256,17 +244,17 @@ def job_line(sweep: Sweep, number: int) -> str:
 
 
 def left(sweep: Sweep) -> str:
-    """How long the other jobs will take, from the median of those that are done; nothing before there are any."""
+    """Estimate the time of the remaining jobs by the median of those that are done; empty before the first."""
     seconds = [sum(seconds_of_stages(job.record).values()) for job in sweep.own if job.record is not None]
     waiting = len(sweep.own) - len(seconds)
     return f"; about {duration(waiting * statistics.median(seconds))} of work to go" if seconds and waiting else ""
 
 
 def outcome(sweep: Sweep, ended_with: Exception | None = None) -> tuple[int, str]:
-    """The exit code and what to say: a sweep is as good as its worst job.
+    """Return the exit code of a sweep and the sentence about its jobs that are not done.
 
-    ``ended_with`` is the error that reached the process which started the jobs: a job's own, unless some have not even
-    failed. Then it is the launcher's.
+    ``ended_with`` is the error that reached the process which started the jobs. It is the launcher's if there are jobs
+    that have neither succeeded nor failed, else a job's own.
     """
     bad = [job for job in sweep.jobs if job.status != DONE]
     if not bad:

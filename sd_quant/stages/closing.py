@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sd_quant.metrics import SCORES
-from sd_quant.places import link, shown
+from sd_quant.places import shown, url
 from sd_quant.process import seconds_since_start
 from sd_quant.progress import working
 from sd_quant.report.record import score_of
@@ -32,7 +32,7 @@ def closing_words(record: Mapping[str, Any], directory: Path) -> float | None:
     with working("report"):
         page = rebuild(directory)
     print(f"run directory: {shown(directory)} (the command took {seconds_since_start():.1f} s)")
-    print(f"report: {link(page)}")
+    print(f"report: {url(page)}")
     return psnr
 
 

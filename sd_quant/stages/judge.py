@@ -45,7 +45,7 @@ from sd_quant.metrics.intervals import ratio_interval
 from sd_quant.metrics.memory import StageTimer, peak_cuda_memory_bytes
 from sd_quant.models.checkpoint import Checkpoint, denoiser_of, part_parameters, samples_per_image
 from sd_quant.numbers import relative_error
-from sd_quant.places import link, output_path, shown
+from sd_quant.places import output_path, shown, url
 from sd_quant.progress import progress
 from sd_quant.report.candidates import HIGH_PRECISION
 from sd_quant.report.csv_files import write_csv
@@ -131,7 +131,7 @@ def judge(job: JudgeJob, directory: Path) -> None:
         finally:  # those that are judged are shown, whatever became of the others
             page = rebuild(directory)
             print(sweep_table(read_sweep(directory)))
-            print(f"report: {link(page)}", flush=True)
+            print(f"report: {url(page)}", flush=True)
 
 
 def plan_of(job: JudgeJob) -> dict:

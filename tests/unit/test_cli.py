@@ -135,13 +135,14 @@ def test_a_disk_that_is_full_before_the_job_begins_is_told_in_one_sentence(monke
     def main():
         raise OSError(28, "No space left on device", "/run/.hydra/config.yaml")
 
+    monkeypatch.setattr(cli, "hydra_main", lambda _: main)
     monkeypatch.setattr(cli, "check_command", lambda *_: None)
     monkeypatch.setattr(cli.signal, "signal", lambda *_: None)
     monkeypatch.setattr(logging, "raiseExceptions", True)
     monkeypatch.chdir(Path.cwd())  # the command changes it
     monkeypatch.setattr("sys.argv", ["quantize.py"])
     with pytest.raises(SystemExit) as left:
-        cli.run(main, QuantizeJob, "quantize")
+        cli.Command("quantize", QuantizeJob, cli.stage("quantize"))()
     assert left.value.code == 4 and not logging.raiseExceptions
     assert capsys.readouterr().err.startswith("error: the disk is full: /run/.hydra/config.yaml could not be written")
 
@@ -210,7 +211,8 @@ def test_engines_that_cannot_be_timed_together_take_no_report_with_them(tmp_path
 
     for again in (False, True):
         monkeypatch.setattr(sys, "argv", ["quantize.py", "-m", "prompts=[a b]"])
-        assert cli.run_sweep(jobs, QuantizeJob, "quantize", ["quant_level=3", "alpha=0.5,0.8"], time_together) == code
+        command = cli.Command("quantize", QuantizeJob, cli.stage("quantize"), after_sweep=time_together)
+        assert cli.run_sweep(command, jobs, ["quant_level=3", "alpha=0.5,0.8"]) == code
         (folder,) = (tmp_path / "outputs/sweeps").iterdir()
         assert "<dd>sd-quant quantize -m &#x27;prompts=[a b]&#x27;</dd>" in (folder / "report.html").read_text()
         out, error = capsys.readouterr()

@@ -21,7 +21,7 @@ from sd_quant.report.summary import FAILED, UNFINISHED, Job, Sweep
 def machine(monkeypatch, tmp_path):
     """Pretends to have so many GPUs and cores; places are claimed below ``tmp_path``."""
     monkeypatch.setattr(placement, "LOCKS", tmp_path / "locks")
-    monkeypatch.setattr(placement, "SECONDS_BETWEEN_LOOKS", 0.01)
+    monkeypatch.setattr(placement, "POLLED_EVERY", 0.01)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def pretend(gpus: int, cores: int) -> None:
@@ -41,7 +41,7 @@ def test_gpus_keep_the_names_under_which_they_are_visible(machine, monkeypatch):
     machine(2, 8)
     for chosen, names in (("", ["0", "1"]), ("2,5", ["2", "5"]), ("GPU-a,GPU-b", ["GPU-a", "GPU-b"])):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
-        assert placement.gpus() == names
+        assert placement.visible_gpus() == names
 
 
 @pytest.mark.parametrize("jobs", [1, 2, 3, 8])

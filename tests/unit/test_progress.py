@@ -26,7 +26,7 @@ def test_a_line_says_how_far_work_is_and_how_much_is_left_by_what_it_took_so_far
 @pytest.fixture
 def hasty(monkeypatch):
     monkeypatch.setattr(module, "QUIET", 0.02)
-    monkeypatch.setattr(module, "A_LOOK", 0.005)
+    monkeypatch.setattr(module, "POLLED_EVERY", 0.005)
 
 
 def heard(caplog, line: str) -> bool:

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow  # each composes jobs, a fifth of a second each
 @cache
 def plan(*arguments: str) -> tuple[dict, str]:
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        return sweep.plan_of("quantize", arguments, lambda config: job_of(QuantizeJob, config))
+        return sweep.plan_of("quantize", arguments, lambda config: job_of(QuantizeJob, config))[:2]
 
 
 def names(*arguments: str) -> list[str]:
@@ -122,14 +122,8 @@ def test_what_is_said_follows_from_the_folder(tmp_path):
 
 @pytest.mark.parametrize("experiment", [path.stem for path in (CONF / "experiment").glob("*.yaml")])
 def test_every_job_of_a_shipped_experiment_has_its_prompts(experiment):
-    jobs = []
-
-    def read_job(config: object) -> QuantizeJob:
-        jobs.append(job_of(QuantizeJob, config))
-        return jobs[-1]
-
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        sweep.plan_of("quantize", [f"experiment={experiment}"], read_job)
+        *_, jobs = sweep.plan_of("quantize", [f"experiment={experiment}"], lambda config: job_of(QuantizeJob, config))
     assert jobs and [len(job.calibration_prompts()) for job in jobs] == [job.quantize.calib_size for job in jobs]
     formats = {"nemo", "fp8"} if experiment == "nvidia_article" else {"nemo"}
     assert {job.quantize.format for job in jobs} == formats
