@@ -260,7 +260,7 @@ def preset(options: argparse.Namespace, name: str) -> dict:
 
 def handed_over(options: argparse.Namespace, target: str) -> dict:
     """All that a target's consumer opens, at level 3."""
-    from sd_quant.hand_over import TARGETS
+    from sd_quant.interchange import TARGETS
     from sd_quant.stages.hand_over import rows_of, write_folder
 
     checkpoint, folder = open_nemo(options.checkpoint), emptied(options.work / "hand_over")

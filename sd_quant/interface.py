@@ -33,10 +33,10 @@ from sd_quant.cli import composing, job_of, knobs_of
 from sd_quant.config import Infer, Quantize, QuantizeJob, artifact, check_consumers, check_targets
 from sd_quant.engines.pool import Pool, Variant
 from sd_quant.errors import ConfigError
-from sd_quant.hand_over import TARGETS
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.memory import fits, memory_of_variant
 from sd_quant.inference.pipeline import Generated
+from sd_quant.interchange import TARGETS
 from sd_quant.knobs import check, fields_of, near, one_of
 from sd_quant.metrics import SCORES
 from sd_quant.metrics.fidelity import fidelity

@@ -14,7 +14,7 @@ from sd_quant.config.plans import ExportShape, Trt, check_batch, check_plan_size
 from sd_quant.config.sections import check_writable
 from sd_quant.engines import PLAN_BUILDERS, RUNTIMES, check_installed
 from sd_quant.errors import ConfigError
-from sd_quant.hand_over import TARGETS
+from sd_quant.interchange import TARGETS
 from sd_quant.knobs import Limit, Only, check, one_of
 from sd_quant.places import existing, input_path, output_path
 

@@ -18,7 +18,7 @@ from sd_quant.config.plans import NO_FP32, Trt, check_batch, check_plan_size, ta
 from sd_quant.config.recipe import Quantize, check_recipe
 from sd_quant.engines import COMPILED, PLAN_BUILDERS, RUNTIMES, check_installed
 from sd_quant.errors import ConfigError, ResourceError
-from sd_quant.hand_over import TARGETS, UNETS
+from sd_quant.interchange import TARGETS, UNETS
 from sd_quant.knobs import check, one_of
 from sd_quant.places import existing, input_path
 from sd_quant.quantization.formats import FORMATS

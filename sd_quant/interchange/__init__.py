@@ -1,46 +1,145 @@
-"""Other people's quantized denoisers, read back: what each layer is stored as, and what its weight and input become.
+"""Foreign formats: the files of other tools, of which each has a module here that reads them, writes them or both.
 
-This is ``hand_over`` in the other direction. A reader is a row of facts here and one file beside it with two functions:
-``recognizes(path)`` says by a glance whether a file or folder is of its kind, and ``read(path, checkpoint)`` returns a
-``Candidate``. Readers treat what they read as hostile: no code of a file is executed, sizes are checked before anything
-is allocated, and a file that is only partly understood is refused by names. A row imports nothing, so what a reader
-knows can be said without it. To add one, write ``sd_quant/interchange/<name>.py`` and one row in ``READERS``.
+A module has the format's facts, ``FACTS``, and as many of three functions as make sense: ``recognizes(path)`` says by a
+glance whether a file or folder is of the format; ``read(path, checkpoint)`` returns a ``QuantizedDenoiser``; and
+``write(checkpoint, assignment, folder)`` writes what an assignment makes into a folder and returns what ``read`` would
+open. To add a format, write ``sd_quant/interchange/<name>.py`` and add its name to ``NAMES``.
 
-The road not taken is to open each file with its own library: that executes what the file names, needs six libraries at
-once, and says nothing of what stands in the file. Where the library is installed it is asked besides, see ``runtime``.
+Readers treat what they read as hostile: nothing in a file is executed, sizes are checked before anything is allocated,
+and a file that is only partly understood is refused with the names that are not. The facts of a format say which layers
+of an assignment it can hold and how the tool that opens it computes their inputs; ``holding`` adapts an assignment to
+them. Configuration needs the facts before torch is imported, so they are read from a module's source, as Ansible reads
+the documentation of its modules.
+
+Two roads were not taken. Opening each file with its tool's own library executes what the file names, needs six
+libraries at once, and says nothing of what is stored; where the library is installed it is asked besides, see
+``QuantizedDenoiser.runtime``. Converting exported files would take codes apart again that the assignment has whole.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import ast
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
+from sd_quant.engines import RUNTIMES
+from sd_quant.errors import ArtifactError, ConfigError, ResourceError
+from sd_quant.quantization import formats
+
+NAMES = (
+    "comfyui", "diffusers_modelopt", "diffusers_torchao", "diffusers_sdnq", "gguf", "openvino", "onnx",
+    "diffusers_bitsandbytes", "diffusers_quanto",
+)  # fmt: skip
+AS_ASSIGNED, STATIC, PER_ROW, FP16 = "as the recipe says", "static", "per row", "fp16"  # how inputs are computed
+OWN_INPUTS = (PER_ROW, FP16)  # in the consumer's own way, whatever the recipe says
+SDXL = frozenset({"sdxl"})
+UNETS = SDXL | {"sd15", "sd21"}
+DIFFUSERS = ("diffusers==0.42.1", "accelerate==1.15.0")  # without accelerate it loads nothing quantized
+
 
 @dataclass(frozen=True)
-class Reader:
-    """One kind of file or folder."""
+class ForeignFormat:
+    """The facts of a format: what is read of it, what it can hold of an assignment, and the tool that opens it."""
 
-    name: str  # of the module
-    what: str  # for people
-    package: str | None = None  # without which nothing can be decoded; an extra's name too
+    name: str  # of its module
+    reads: str | None = None  # the files or folders that are read, for people; None: none is
+    package: str | None = None  # which reads and writes the files, unless it is always there; an extra's name too
+    consumer: str = ""  # the tool that opens what is written
+    tried: tuple[str, ...] = ()  # the packages with which a test opened it
+    formats: Mapping[str, str] = field(default_factory=dict)  # of weights, each with its way of inputs
+    # the consumer's code that opens the result, with {folder}, and {absent} for the components that are missing; or the
+    # steps that a person takes
+    loading: str | tuple[str, ...] = ()
+    broken: Mapping[str, str] = field(default_factory=dict)  # versions of packages that cannot open it, and what fails
+    convolutions: frozenset[str] = frozenset()  # formats that hold them; they may have four axes then
+    multiplied: frozenset[str] = frozenset()  # formats whose inputs may be multiplied by a pre_quant_scale
+    low_rank: bool = False  # whether a branch beside the weight is held
+    zero_point: bool = False  # whether inputs may be shifted
+    per_token: frozenset[str] = frozenset()  # formats whose inputs may be scaled per token; "static" is "per row" then
+    rotated: frozenset[str] = frozenset()  # formats whose weights may be those of rotated inputs, which it rotates
+    per_channel: Mapping[str, bool] = field(default_factory=dict)  # formats that want one range, or one per channel
+    attention: bool = False  # whether attention's products are held
+    half: bool = False  # whether ranges are kept in fp16
+    in_fp32: frozenset[str] = frozenset()  # formats in blocks whose two scales are multiplied in fp32
+    block: int = 1  # a weight's inputs are a multiple of it
+    excluded: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # ends of names that a format cannot hold
+    runtime: str | None = None  # of ``RUNTIMES``, which executes exported graphs; None: the format has no graphs
+    families: frozenset[str] | None = None  # None: all
+    others: bool | None = True  # a pipeline's folder, with the other networks' weights or without; None: no folder
+    pads: bool = False  # whether a text is padded as the checkpoint was trained; False: it has CLIP's 77 tokens
+    left_out: tuple[str, ...] = ()  # what else of the pipeline is not there
 
     @property
     def module(self) -> ModuleType:
         return import_module(f"{__name__}.{self.name}")
 
+    def write(self, *arguments: object) -> None:
+        import_module(f"{__name__}.{self.name if self.runtime else 'write_' + self.name}").write(*arguments)
+
     @property
     def recognizes(self) -> Callable[[Path], bool]:
         return self.module.recognizes
 
+    def takes_per_token(self, name: str) -> bool:
+        """Whether a layer in the format ``name`` may have inputs that a recipe scales per token."""
+        return name in self.per_token or self.formats.get(name) in OWN_INPUTS
 
-ROWS: tuple[Reader, ...] = (
-    Reader("gguf", "a GGUF file, as ComfyUI-GGUF and stable-diffusion.cpp write it", package="gguf"),
-    Reader("comfyui", "a safetensors file for ComfyUI, with its marks or merely cast"),
-    Reader("diffusers_sdnq", "a diffusers folder quantized with SDNQ"),
-    Reader("diffusers_torchao", "a diffusers folder quantized with torchao"),
-    Reader("diffusers_bitsandbytes", "a folder of diffusers in bitsandbytes' NF4, FP4 or LLM.int8"),
-    Reader("diffusers_quanto", "a folder of diffusers or of quanto in quanto's int8, float8, int4 or int2"),
-    Reader("diffusers_modelopt", "a folder of diffusers with NVIDIA ModelOpt's quantizers, compressed or exported"),
-)
-READERS = {row.name: row for row in ROWS}
+    def refuses(self, where: str, name: str) -> str | None:
+        """Why the runtime of the graphs cannot execute the format ``name`` in ``where``; None where it can."""
+        return RUNTIMES[self.runtime].refuses(where, formats.FORMATS[name]) if self.runtime else None
+
+
+def facts_of(name: str) -> ForeignFormat:
+    """The ``FACTS`` in the source of a format's module, which is not executed."""
+    source = (Path(__file__).parent / f"{name}.py").read_text(encoding="utf-8")
+    (facts,) = (
+        statement.value
+        for statement in ast.parse(source).body
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "FACTS"
+    )
+    found: ForeignFormat = eval(compile(ast.Expression(facts), f"{name}.py", "eval"), globals())
+    return found if found.runtime is None else with_graphs(found)
+
+
+def with_graphs(facts: ForeignFormat) -> ForeignFormat:
+    """Those of a pipeline of exported graphs, which hold whatever the runtime executes."""
+    every = frozenset(formats.FORMATS)
+    return replace(
+        facts, formats=dict.fromkeys(formats.FORMATS, AS_ASSIGNED), convolutions=every, multiplied=every,
+        low_rank=True, zero_point=True, per_token=every, rotated=every, attention=True,
+        families=UNETS, others=False, pads=True,
+        left_out=("the autoencoder's encoder, for images to begin with", "prompts of more than 77 tokens"),
+    )  # fmt: skip
+
+
+FORMATS: Mapping[str, ForeignFormat] = {name: facts_of(name) for name in NAMES}
+READERS = {name: facts for name, facts in FORMATS.items() if facts.reads is not None}
+TARGETS = {name: facts for name, facts in FORMATS.items() if facts.formats}
+
+
+def format_of(path: Path) -> ForeignFormat:
+    """The one format of a third-party checkpoint.
+
+    Raises ConfigError for a missing path or an unknown format, ArtifactError for a file with two meanings, and
+    ResourceError where the package is missing that decodes it.
+    """
+    if not path.exists():
+        raise ConfigError(f"the candidate {path} does not exist; give a file or a folder")
+    found = [each for each in READERS.values() if each.recognizes(path)]
+    if not found:
+        known = "; ".join(str(each.reads) for each in READERS.values())
+        raise ConfigError(f"{path} is of no kind that is known here, expected one of: {known}; or a run of quantize")
+    if len(found) > 1:
+        raise ArtifactError(
+            f"{path} can be read in {len(found)} ways ({', '.join(each.name for each in found)}), expected one; "
+            "give the file that is meant, or a folder with nothing else in it"
+        )
+    (only,) = found
+    if only.package is not None and find_spec(only.package) is None:
+        raise ResourceError(
+            f"{path} is decoded by the package {only.package}, which is not installed; "
+            f"pip install 'sd-quant[{only.package}]'"
+        )
+    return only

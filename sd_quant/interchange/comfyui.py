@@ -37,6 +37,7 @@ from sd_quant.files.archive import whole_file
 from sd_quant.files.checks import listing
 from sd_quant.files.safetensors import read_header, without_duplicates
 from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor
+from sd_quant.interchange import AS_ASSIGNED, PER_ROW, SDXL, STATIC, ForeignFormat
 from sd_quant.interchange.candidate import Candidate, Inputs, StoredLayer, check_whole, needed, size_in_file
 from sd_quant.interchange.comfyui_inputs import (
     INT8,
@@ -65,6 +66,24 @@ from sd_quant.quantization.formats import e2m1
 from sd_quant.quantization.formats.blocks import TILE_COLUMNS, TILE_ROWS, from_tiles
 from sd_quant.quantization.rotation import rotated
 
+FACTS = ForeignFormat(
+    "comfyui",
+    reads="a safetensors file for ComfyUI, with its marks or merely cast",
+    consumer="ComfyUI",
+    tried=("comfy-kitchen==0.2.40",),  # whose kernels and layouts ComfyUI calls
+    formats={"fp8": STATIC, "int8": PER_ROW, "nvfp4": AS_ASSIGNED},
+    loading=(
+        "Copy `sdxl.safetensors` to `ComfyUI/models/checkpoints`.",
+        "Open it with the node Load Checkpoint.",
+    ),
+    multiplied=frozenset({"nvfp4"}),
+    rotated=frozenset({"int8"}),
+    per_channel={"fp8": False},
+    in_fp32=frozenset({"nvfp4"}),
+    excluded={"nvfp4": ("attn2.to_k", "attn2.to_v")},  # ComfyUI reads the model's kind off their shape
+    families=SDXL,
+    others=None,
+)
 MARK, METADATA, OLD_MARK = "comfy_quant", "_quantization_metadata", "scaled_fp8"
 OLD_NAMES = {"scale_weight": "weight_scale", "scale_input": "input_scale"}
 MAX_MARK = 4096  # bytes

@@ -29,6 +29,7 @@ from sd_quant.errors import ArtifactError
 from sd_quant.files.checks import listing
 from sd_quant.files.safetensors import without_duplicates
 from sd_quant.files.tensors import LazyTensor
+from sd_quant.interchange import ForeignFormat
 from sd_quant.interchange.candidate import Candidate, StoredLayer, size_in_file
 from sd_quant.interchange.folders import quantization_config, quantized_by, stored_tensors
 from sd_quant.interchange.layer_tensors import (
@@ -45,6 +46,7 @@ from sd_quant.interchange.layer_tensors import (
 )
 from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
 
+FACTS = ForeignFormat("diffusers_bitsandbytes", reads="a folder of diffusers in bitsandbytes' NF4, FP4 or LLM.int8")
 NAME, MAKER = "diffusers_bitsandbytes", "bitsandbytes"
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,

@@ -23,6 +23,7 @@ from sd_quant.errors import ArtifactError
 from sd_quant.files.archive import whole_file
 from sd_quant.files.checks import listing
 from sd_quant.files.tensors import LazyTensor, StoredTensor
+from sd_quant.interchange import AS_ASSIGNED, DIFFUSERS, ForeignFormat
 from sd_quant.interchange.candidate import Candidate, Inputs, StoredLayer, size_in_file
 from sd_quant.interchange.folders import denoiser_folder, holds, quantized_by, stored_tensors
 from sd_quant.interchange.inputs import BlocksNvfp4, Multiplied, StaticFloat8
@@ -44,6 +45,20 @@ from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
 from sd_quant.quantization.formats import e2m1
 from sd_quant.quantization.formats.blocks import spread
 
+FACTS = ForeignFormat(
+    "diffusers_modelopt",
+    reads="a folder of diffusers with NVIDIA ModelOpt's quantizers, compressed or exported",
+    consumer="diffusers with ModelOpt",
+    tried=(*DIFFUSERS, "nvidia-modelopt==0.47.0"),
+    formats={"int8": AS_ASSIGNED, "fp8": AS_ASSIGNED},
+    loading="import modelopt.torch.opt as mto\nimport torch\nfrom diffusers import DiffusionPipeline\n\n"
+    "mto.enable_huggingface_checkpointing()\n"
+    "pipeline = DiffusionPipeline.from_pretrained({folder!r}{absent}, torch_dtype=torch.float16)",
+    convolutions=frozenset({"int8", "fp8"}),
+    multiplied=frozenset({"int8", "fp8"}),
+    zero_point=True,
+    half=True,
+)
 NAME, MAKER = "diffusers_modelopt", "ModelOpt"
 STATE = "modelopt_state.pth"
 WEIGHT, INPUT = "weight_quantizer", "input_quantizer"

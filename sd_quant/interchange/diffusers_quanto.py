@@ -26,6 +26,7 @@ from sd_quant.errors import ArtifactError
 from sd_quant.files.checks import listing
 from sd_quant.files.folders import read_json
 from sd_quant.files.tensors import LazyTensor
+from sd_quant.interchange import ForeignFormat
 from sd_quant.interchange.candidate import Candidate, StoredLayer, size_in_file
 from sd_quant.interchange.folders import denoiser_folder, holds, quantization_config, quantized_by, stored_tensors
 from sd_quant.interchange.layer_tensors import (
@@ -43,6 +44,9 @@ from sd_quant.interchange.layer_tensors import (
 )
 from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
 
+FACTS = ForeignFormat(
+    "diffusers_quanto", reads="a folder of diffusers or of quanto in quanto's int8, float8, int4 or int2"
+)
 NAME, MAKER = "diffusers_quanto", "quanto"
 MAP = "quanto_qmap.json"
 DATA, PACKED, SCALE, SHIFT = "weight._data", "weight._data._data", "weight._scale", "weight._shift"

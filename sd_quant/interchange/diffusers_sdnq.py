@@ -37,12 +37,25 @@ from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.export.tracing import example_shapes, fake_module
 from sd_quant.files.schema import check_schema
 from sd_quant.files.tensors import LazyTensor, Readable
+from sd_quant.interchange import DIFFUSERS, FP16, ForeignFormat
 from sd_quant.interchange.candidate import FLOATS, Candidate, Inputs, StoredLayer, check_whole, size_in_file
 from sd_quant.interchange.folders import by_diffusers, decoded, quantization_config, quantized_by, stored_tensors
 from sd_quant.interchange.inputs import LARGEST_FP8, ManyRows, RowFloat8, RowInteger, RowUnsigned
 from sd_quant.knobs import BOUNDED, between
 from sd_quant.models.checkpoint import Checkpoint, denoiser_of, denoiser_part, empty_denoiser
 
+FACTS = ForeignFormat(
+    "diffusers_sdnq",
+    reads="a diffusers folder quantized with SDNQ",
+    consumer="diffusers with SDNQ",
+    tried=(*DIFFUSERS, "sdnq==0.2.8"),
+    formats={"int8": FP16, "fp8": FP16, "int4": FP16},
+    loading="import torch\nfrom diffusers import DiffusionPipeline\n\n"
+    "pipeline = DiffusionPipeline.from_pretrained({folder!r}{absent}, torch_dtype=torch.float16)",
+    convolutions=frozenset({"int8", "fp8"}),
+    low_rank=True,
+    broken={"sdnq<0.2.2": "diffusers refuses older ones"},
+)
 METHOD = "sdnq"
 FP8 = "float8_e4m3fn"
 PIECES = ("weight", "scale", "zero_point", "svd_up", "svd_down")

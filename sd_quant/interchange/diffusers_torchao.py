@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from sd_quant.errors import ArtifactError
 from sd_quant.files.safetensors import read_header, without_duplicates
 from sd_quant.files.tensors import Readable, StoredTensor
+from sd_quant.interchange import DIFFUSERS, STATIC, ForeignFormat
 from sd_quant.interchange.candidate import FLOATS, Candidate, Inputs, StoredLayer, check_whole, size_in_file
 from sd_quant.interchange.folders import by_diffusers, decoded, denoiser_folder, quantized_by, stored_tensors
 from sd_quant.interchange.inputs import Affine, Multiplied, NvidiaBlocks, RowFloat8
@@ -38,6 +39,18 @@ from sd_quant.numbers import up_to
 from sd_quant.quantization.formats import e2m1
 from sd_quant.quantization.formats.blocks import TILE_COLUMNS, TILE_ROWS, from_tiles
 
+FACTS = ForeignFormat(
+    "diffusers_torchao",
+    reads="a diffusers folder quantized with torchao",
+    consumer="diffusers with torchao",
+    tried=(*DIFFUSERS, "torchao==0.18.0"),
+    formats={"int8": STATIC},
+    loading="import torch\nfrom diffusers import DiffusionPipeline\n\n"
+    "pipeline = DiffusionPipeline.from_pretrained({folder!r}{absent}, torch_dtype=torch.bfloat16)",
+    multiplied=frozenset({"int8"}),
+    per_token=frozenset({"int8"}),
+    broken={"torchao<0.18": "its tensors take no description of static inputs"},
+)
 METHOD = "torchao"
 NAMES = "tensor_names"  # of the metadata
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

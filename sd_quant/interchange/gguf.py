@@ -30,10 +30,26 @@ from sd_quant.files.archive import Member, whole_file
 from sd_quant.files.checks import listing
 from sd_quant.files.safetensors import MAX_DIMENSIONS, MAX_HEADER, MAX_SIDE
 from sd_quant.files.tensors import Readable, StoredTensor, strides
+from sd_quant.interchange import FP16, SDXL, ForeignFormat
 from sd_quant.interchange.candidate import Candidate, StoredLayer, check_whole, needed
 from sd_quant.interchange.other_names import Rows, denoiser_tensors, joined, places_in, rows_of
 from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
 
+FACTS = ForeignFormat(
+    "gguf",
+    reads="a GGUF file, as ComfyUI-GGUF and stable-diffusion.cpp write it",
+    package="gguf",
+    consumer="ComfyUI-GGUF",
+    tried=("gguf==0.19.0",),  # whose reader and dequantizers it calls
+    formats={"int8": FP16, "int4": FP16},
+    loading=(
+        "Copy `unet_xl.gguf` to `ComfyUI/models/unet`.",
+        "Open it with the node Unet Loader (GGUF).",
+    ),
+    block=32,
+    families=SDXL,
+    others=None,
+)
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_TENSORS = 50_000  # Flux has 780, a whole SDXL 2,500

@@ -36,12 +36,12 @@ from sd_quant.files import (
     write_json,
     write_text,
 )
-from sd_quant.hand_over import TARGETS, Target, writer
-from sd_quant.hand_over.adapt import adapted, inputs_of, simulate_target
-from sd_quant.hand_over.model_card import model_card
-from sd_quant.hand_over.result_folder import FIGURES, check_free, remove_result
 from sd_quant.inference.loading import load_part, pipeline_of
 from sd_quant.inference.memory import fits, memory_of_variant
+from sd_quant.interchange import TARGETS, ForeignFormat
+from sd_quant.interchange.holding import adapted, inputs_of, simulate_target
+from sd_quant.interchange.model_card import model_card
+from sd_quant.interchange.result_folder import FIGURES, check_free, remove_result
 from sd_quant.metrics.fidelity import Against, fidelity_scores, summary
 from sd_quant.metrics.images import Images, joined, score_pairs
 from sd_quant.metrics.memory import StageTimer
@@ -163,7 +163,7 @@ def decided(table: Path) -> list[dict[str, str]]:
 
 
 def write_target(
-    target: Target,
+    target: ForeignFormat,
     loaded: Loaded,
     assignment: Rows,
     rows: Rows,
@@ -213,7 +213,7 @@ def write_target(
     return written
 
 
-def computed_inputs(rows: Rows, target: Target) -> dict[str, str]:
+def computed_inputs(rows: Rows, target: ForeignFormat) -> dict[str, str]:
     """How the target's consumer computes inputs, by the format of the weight, of those that a layer has."""
     ways: dict[str, set[str]] = {}
     for row in rows.values():
@@ -232,7 +232,7 @@ def lost(assignment: Rows, rows: Rows) -> dict[str, int]:
     return dict(Counter(rows[name].reason for name in names))
 
 
-def left_out(target: Target, checkpoint: Checkpoint) -> list[str]:
+def left_out(target: ForeignFormat, checkpoint: Checkpoint) -> list[str]:
     """What of the pipeline the target's result does without."""
     tokens = [shape[1] for name, shape in denoiser_part(checkpoint).contract.inputs.items() if name in TEXT]
     cut = not target.pads and checkpoint.family.TOKENS is None and tokens[0] > CONTEXT_LENGTH
@@ -245,17 +245,19 @@ def absent(checkpoint: Checkpoint) -> list[str]:
     return with_tokenizers([name for name in checkpoint.family.OPTIONAL if name not in checkpoint.components])
 
 
-def write_folder(folder: Path, target: Target, checkpoint: Checkpoint, rows: Rows) -> None:
+def write_folder(folder: Path, target: ForeignFormat, checkpoint: Checkpoint, rows: Rows) -> None:
     """Write what the target's consumer opens into ``folder``."""
     folder.mkdir(exist_ok=True)
     if target.others is not None:
         denoiser = denoiser_part(checkpoint).component
         without = {denoiser} if target.others else set(checkpoint.components)
         write_pipeline_without(checkpoint, without, folder)
-    writer(target)(checkpoint, rows, folder)
+    target.write(checkpoint, rows, folder)
 
 
-def fidelity_of(loaded: Loaded, rows: Rows, target: Target, infer: Infer, reference: Images | None) -> dict | None:
+def fidelity_of(
+    loaded: Loaded, rows: Rows, target: ForeignFormat, infer: Infer, reference: Images | None
+) -> dict | None:
     """PSNR, SSIM and LPIPS of the images of what the consumer computes.
 
     They are against the ``reference``, the full-precision model's images of the same ``infer``; None without these.
@@ -296,7 +298,7 @@ def images_of_run(run: Path, names: Sequence[str]) -> Images:
     return joined(images)
 
 
-def open_consumed(checkpoint: Checkpoint, rows: Rows, target: Target) -> TorchEngine:
+def open_consumed(checkpoint: Checkpoint, rows: Rows, target: ForeignFormat) -> TorchEngine:
     """The denoiser as the target's consumer computes it, in fp32, so that all of its error comes from the result."""
     part = checkpoint.family.DENOISER
     module = load_part(checkpoint, part).module

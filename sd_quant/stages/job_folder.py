@@ -17,8 +17,8 @@ import yaml
 from sd_quant.config import Model, QuantizeJob, deciding, lora_of
 from sd_quant.errors import ConfigError, SdQuantError
 from sd_quant.files import UNFINISHED, digest, remove
-from sd_quant.hand_over import TARGETS
-from sd_quant.hand_over.result_folder import remove_result
+from sd_quant.interchange import TARGETS
+from sd_quant.interchange.result_folder import remove_result
 from sd_quant.places import CONF, GROUPS, input_path, lasting, shown
 from sd_quant.report.provenance import made_of, provenance
 from sd_quant.report.record import RECORD, at, read_record

@@ -36,8 +36,8 @@ from sd_quant.files import digest, write_json
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.memory import fits, memory_of_part, memory_of_variant
 from sd_quant.inference.pipeline import Generated
+from sd_quant.interchange import format_of
 from sd_quant.interchange.errors import LayerErrors, alone, layer_errors
-from sd_quant.interchange.opening import open_candidate
 from sd_quant.knobs import read
 from sd_quant.metrics.fidelity import fidelity, psnr, summary
 from sd_quant.metrics.images import score_pairs
@@ -151,7 +151,7 @@ def check_candidates(job: QuantizeJob) -> None:
     checkpoint = open_model(job.model)
     for path in job.judge.named().values():
         if not is_run(path):
-            open_candidate(path, checkpoint)
+            format_of(path).module.read(path, checkpoint)
 
 
 def judge_sweep(directory: Path) -> None:

@@ -17,7 +17,7 @@ from sd_quant.devices import sharing, threads
 from sd_quant.engines import RUNTIMES, check_installed, why_not
 from sd_quant.errors import ResourceError
 from sd_quant.files import write_json, write_text
-from sd_quant.hand_over.result_folder import check_free
+from sd_quant.interchange.result_folder import check_free
 from sd_quant.metrics.memory import StageTimer
 from sd_quant.places import output_path
 from sd_quant.report.record import Record, weights_sha256, write_record

@@ -23,10 +23,10 @@ from sd_quant.engines.onnx_input import onnx_files
 from sd_quant.engines.torch import TorchEngine, placed
 from sd_quant.errors import ConfigError
 from sd_quant.inference.loading import load_part
+from sd_quant.interchange import format_of
 from sd_quant.interchange.candidate import Candidate, StoredLayer
 from sd_quant.interchange.folding import unfolded
 from sd_quant.interchange.network import with_candidate
-from sd_quant.interchange.opening import open_candidate
 from sd_quant.metrics.memory import StageTimer
 from sd_quant.models.checkpoint import Checkpoint, contracts_of, denoiser_part, empty_denoiser
 from sd_quant.quantization.assignment import WITHOUT_WEIGHTS
@@ -89,7 +89,7 @@ def subject_of(name: str, path: Path, checkpoint: Checkpoint, sha256: str | None
     """
     if is_run(path):
         return run_subject(name, path, checkpoint, sha256, runs)
-    candidate = open_candidate(path, checkpoint)
+    candidate = format_of(path).module.read(path, checkpoint)
     return Subject(
         name, path, fingerprint(path), candidate.reader, candidate.maker, candidate.stored_bytes,
         rows_of(candidate, checkpoint), partial(open_computed, checkpoint, candidate), unfolded(candidate, checkpoint),

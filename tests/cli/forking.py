@@ -30,7 +30,6 @@ LATE = (  # what the project imports when it is needed
 STARTING_THREADS = {
     "sd_quant.engines.onnxruntime",
     "sd_quant.engines.openvino",
-    "sd_quant.hand_over.openvino",
 }  # as they are imported
 
 

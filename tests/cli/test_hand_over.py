@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sd_quant.config import run_job
-from sd_quant.hand_over import TARGETS
+from sd_quant.interchange import TARGETS
 from sd_quant.metrics.memory import StageTimer
 from sd_quant.stages.hand_over import assignment_of, rows_of
 from sd_quant.stages.load import open_model

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from diffusers import StableDiffusionXLPipeline
 
-from sd_quant.hand_over import TARGETS
-from sd_quant.hand_over.adapt import simulate_target
+from sd_quant.interchange import TARGETS
+from sd_quant.interchange.holding import simulate_target
 from sd_quant.metrics.fidelity import psnr
 from sd_quant.models.checkpoint import Checkpoint, build_module, denoiser_part
 from sd_quant.models.sdxl import padded

@@ -13,7 +13,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 import sd_quant
 from sd_quant.errors import ConfigError
-from sd_quant.hand_over import TARGETS
+from sd_quant.interchange import TARGETS
 from sd_quant.interface import Comparison, Quantized, Result, job_with, texts_of
 from sd_quant.places import CONF, shown
 from sd_quant.quantization.assignment import LayerAssignment

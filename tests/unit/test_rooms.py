@@ -27,8 +27,7 @@ ROOMS = (
     "report",  # the record and everything that shows it
     "calibration",  # runs the pipeline, so it stands above it
     "inference",  # the pipeline with engines
-    "hand_over",  # assignment to other tools' files
-    "interchange",  # other tools' files to weights and inputs
+    "interchange",  # files of other tools: to weights and inputs, and from an assignment
     "metrics",
     "engines",
     "export",  # assignment to ONNX
@@ -123,7 +122,7 @@ def test_hydra_and_config_stay_at_the_edge():
 NAMED_AT_HOME = {"engines": set(RUNTIMES) - {"torch"}, "quantization": set(FORMATS)}
 # whose versions a run records; and other tools' files, which are called after tools and say which formats these have
 LISTS_OF_PACKAGES = {
-    "report.provenance", *(name for name in modules() if room_of(name) in ("hand_over", "interchange")),
+    "report.provenance", *(name for name in modules() if room_of(name) == "interchange"),
 }  # fmt: skip
 
 

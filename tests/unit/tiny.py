@@ -14,11 +14,10 @@ from torch import Tensor, nn
 
 from sd_quant.calibration.hooks import collect, draw
 from sd_quant.checkpoints.diffusers_pipeline import DiffusersCheckpoint, open_pipeline
-from sd_quant.hand_over import TARGETS, writer
-from sd_quant.hand_over.adapt import adapted, simulate_target
 from sd_quant.inference.loading import load_part
-from sd_quant.interchange import READERS
+from sd_quant.interchange import READERS, TARGETS
 from sd_quant.interchange.candidate import Candidate
+from sd_quant.interchange.holding import adapted, simulate_target
 from sd_quant.interchange.network import with_candidate
 from sd_quant.models import family_named
 from sd_quant.models.checkpoint import denoiser_of, denoiser_part
@@ -153,7 +152,7 @@ class Tiny:
         (folder / self.component).mkdir(parents=True)
         config = (self.folder / "config.json").read_text()
         (folder / self.component / "config.json").write_text(config)
-        writer(TARGETS[target])(self.checkpoint, assignment, folder)
+        TARGETS[target].write(self.checkpoint, assignment, folder)
         return folder
 
     def loaded(self, folder: Path, dtype: torch.dtype = torch.float32) -> nn.Module:

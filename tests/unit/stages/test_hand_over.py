@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from sd_quant.errors import ConfigError, ResourceError
-from sd_quant.hand_over import TARGETS
-from sd_quant.hand_over.adapt import adapted
+from sd_quant.interchange import TARGETS
+from sd_quant.interchange.holding import adapted
 from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.report.csv_files import write_csv

@@ -1,16 +1,23 @@
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
 
 from sd_quant.errors import ConfigError
-from sd_quant.hand_over import AS_ASSIGNED, FP16, PER_ROW, STATIC, TARGETS, rounding_of_rows
-from sd_quant.hand_over.adapt import adapted, held, inputs_of, simulate_target
+from sd_quant.interchange import AS_ASSIGNED, FP16, PER_ROW, STATIC, TARGETS
+from sd_quant.interchange.holding import adapted, held, inputs_of, simulate_target
 from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from sd_quant.quantization.rotation import rotated
 
 COMFYUI, MODELOPT = TARGETS["comfyui"], TARGETS["diffusers_modelopt"]
+
+
+def rounding_of_rows(target, rotation):
+    return import_module(f"sd_quant.interchange.write_{target.name}").per_row(rotation)
+
+
 ROW = LayerAssignment(
     "down.attn1.to_q", "qkv", (64, 64), "int8", "int8", weight_axis=0, weight_amax=torch.ones(64), activation_amax=1.0
 )

@@ -1,19 +1,21 @@
-"""What the command takes, as it is composed, and what it refuses before anything is loaded."""
+"""The facts of formats, what the commands refuse by them before anything is loaded, and which reader opens a path."""
 
 import tomllib
 from importlib.metadata import version
+from types import SimpleNamespace
 
 import pytest
 from hydra import compose
 from omegaconf import OmegaConf
 
 import sd_quant.config.main_job as config_module
+from sd_quant import interchange
 from sd_quant.cli import SHORTHANDS, composing, job_of
 from sd_quant.config import HandOverJob, QuantizeJob, check_consumers
-from sd_quant.errors import ConfigError, ResourceError
-from sd_quant.hand_over import TARGETS
+from sd_quant.errors import ArtifactError, ConfigError, ResourceError
+from sd_quant.interchange import FORMATS, NAMES, READERS, TARGETS, ForeignFormat, format_of, with_graphs
 from sd_quant.knobs import read
-from sd_quant.places import HOME, PACKAGE
+from sd_quant.places import HOME
 
 
 @pytest.mark.parametrize(
@@ -30,8 +32,7 @@ def test_another_folder_and_another_target_are_refused(tmp_path, targets, words)
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_every_target_has_a_writer(name):
-    source = (PACKAGE / f"hand_over/{name}.py").read_text(encoding="utf-8")  # its packages may not be installed
-    assert "def write(checkpoint: Checkpoint, assignment: " in source
+    assert name in NAMES
     assert not isinstance(TARGETS[name].loading, str) or "{folder" in TARGETS[name].loading
 
 
@@ -92,3 +93,63 @@ def test_what_was_tried_is_what_the_tests_install():
     lists = [path.read_text() for path in (HOME / "tests/hand_over").glob("requirements-*.txt")]
     pinned = "\n".join([*lists, (HOME / "constraints.txt").read_text()]).splitlines()
     assert {package for row in TARGETS.values() for package in row.tried} <= set(pinned)
+
+
+@pytest.fixture
+def readers(monkeypatch):
+    """``readers(name=whether it recognizes everything)``: in place of the usual ones."""
+
+    def use(package=None, **recognizing):
+        for name in list(READERS):
+            monkeypatch.delitem(READERS, name)
+        modules = {}
+        for name, known in recognizing.items():
+            monkeypatch.setitem(READERS, name, ForeignFormat(name, f"files of {name}", package))
+            modules[f"{interchange.__name__}.{name}"] = SimpleNamespace(recognizes=lambda path, known=known: known)
+        monkeypatch.setattr(interchange, "import_module", modules.__getitem__)
+
+    return use
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_facts_are_those_of_the_module_and_it_has_the_functions(name):
+    """They are read from its source, because configuration does without torch."""
+    facts, module = FORMATS[name], FORMATS[name].module
+    assert facts == (with_graphs(module.FACTS) if module.FACTS.runtime else module.FACTS) and facts.name == name
+    assert (name in READERS) == (hasattr(module, "read") and hasattr(module, "recognizes"))
+
+
+@pytest.mark.parametrize(
+    "known, name, error, words",
+    [
+        ({"gguf": False, "sdnq": False}, "a.bin", ConfigError,
+         "a.bin is of no kind .* files of gguf; files of sdnq; or a run of quantize"),
+        ({"gguf": False}, "b.bin", ConfigError, "the candidate .*b.bin does not exist"),
+        ({"gguf": True, "package": "no_such_package"}, "a.bin", ResourceError,
+         "no_such_package, which is not installed"),
+    ],
+    ids=["unknown", "absent", "package"],
+)  # fmt: skip
+def test_what_cannot_be_opened_is_refused(readers, tmp_path, known, name, error, words):
+    readers(**known)
+    (tmp_path / "a.bin").write_bytes(b"?")
+    with pytest.raises(error, match=words):
+        format_of(tmp_path / name)
+
+
+def test_a_file_with_two_meanings_is_refused(readers, tmp_path):
+    readers(gguf=True, sdnq=True)
+    with pytest.raises(ArtifactError, match=r"can be read in 2 ways \(gguf, sdnq\), expected one"):
+        format_of(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"GGUF", b"\x00" * 64, "é".encode() * 9], ids=len)
+def test_no_reader_takes_what_is_none_of_theirs(tmp_path, content):
+    """A glance never raises, and a folder's config may be anything."""
+    for suffix in (".gguf", ".safetensors", ".bin"):
+        (tmp_path / f"a{suffix}").write_bytes(content)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/config.json").write_bytes(content)
+    for path in (*tmp_path.iterdir(), tmp_path / "folder/config.json"):
+        known = {name for name, reader in READERS.items() if reader.recognizes(path)}
+        assert known <= {"gguf", "comfyui"}, path

@@ -9,14 +9,22 @@ The road not taken is optimum-intel's own export, whose quantizer would choose i
 from collections.abc import Mapping
 from pathlib import Path
 
-import openvino
-
 from sd_quant.errors import ArtifactError
-from sd_quant.hand_over.exported_parts import write_folder
+from sd_quant.interchange import ForeignFormat
+from sd_quant.interchange.exported_parts import write_folder
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.text import one_line
 
+FACTS = ForeignFormat(
+    "openvino",
+    consumer="optimum-intel",
+    tried=("optimum-intel==2.2.0", "openvino==2026.4.1"),
+    loading="from optimum.intel import OVDiffusionPipeline\n\n"
+    'settings = {{"INFERENCE_PRECISION_HINT": "f32"}}\n'
+    "pipeline = OVDiffusionPipeline.from_pretrained({folder!r}, ov_config=settings)",
+    runtime="openvino",
+)
 MODEL = "openvino_model.xml"  # beside its .bin
 
 
@@ -32,6 +40,8 @@ def write(checkpoint: Checkpoint, assignment: Mapping[str, LayerAssignment], fol
 
 def convert(onnx: Path, place: Path) -> None:
     """Write the network of the file ``onnx`` in OpenVINO's format into the folder ``place``."""
+    import openvino
+
     try:
         model = openvino.Core().read_model(onnx)
     except RuntimeError as error:

@@ -4,7 +4,7 @@ import modelopt.torch.opt as mto
 import pytest
 import torch
 
-from sd_quant.hand_over.weights import codes_and_scales
+from sd_quant.interchange.weights import codes_and_scales
 from sd_quant.quantization.formats import FORMATS
 
 from .conftest import layer_errors, recipe_of

@@ -7,12 +7,13 @@ lose their branch, the recipe is refused: another fits, and the sentence names i
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib import import_module
 
 import torch
 from torch import Tensor, nn
 
 from sd_quant.errors import ConfigError
-from sd_quant.hand_over import OWN_INPUTS, PER_ROW, STATIC, Target, refused, rounding_of_rows
+from sd_quant.interchange import OWN_INPUTS, PER_ROW, STATIC, ForeignFormat
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import FORMATS, e2m1, nvfp4
 from sd_quant.quantization.formats.blocks import spread
@@ -21,7 +22,7 @@ from sd_quant.simulation.modelopt import simulate
 REASONS = 2  # that a refusal gives, the commonest
 
 
-def adapted(assignment: Mapping[str, LayerAssignment], target: Target) -> dict[str, LayerAssignment]:
+def adapted(assignment: Mapping[str, LayerAssignment], target: ForeignFormat) -> dict[str, LayerAssignment]:
     """The rows of ``assignment`` as ``target`` holds them.
 
     Raises ConfigError when it holds none of the quantized layers, or they have a branch that it cannot hold.
@@ -46,7 +47,7 @@ def adapted(assignment: Mapping[str, LayerAssignment], target: Target) -> dict[s
     return rows
 
 
-def held(layer: LayerAssignment, target: Target) -> LayerAssignment:
+def held(layer: LayerAssignment, target: ForeignFormat) -> LayerAssignment:
     """One row: as it is, with other inputs, or in high precision with the reason."""
     if layer.role == "attention":
         reason = why_no_attention(layer, target)
@@ -71,28 +72,28 @@ def without_inputs(layer: LayerAssignment) -> LayerAssignment:
     )
 
 
-def inputs_of(layer: LayerAssignment, target: Target) -> str:
-    """How the target's consumer computes the inputs of a quantized layer, in the words of ``Target.formats``."""
+def inputs_of(layer: LayerAssignment, target: ForeignFormat) -> str:
+    """How the target's consumer computes the inputs of a quantized layer, in the words of ``ForeignFormat.formats``."""
     how = target.formats[layer.format]
     return PER_ROW if layer.per_token and how == STATIC else how
 
 
-def why_no_attention(layer: LayerAssignment, target: Target) -> str | None:
+def why_no_attention(layer: LayerAssignment, target: ForeignFormat) -> str | None:
     """Why an attention's products stay in high precision, or None where they are held, or are not quantized."""
     if layer.attention_amax is None:
         return None
     if not target.attention:
         return f"{target.name} holds no products of attention"
-    return refused(target, "attention", layer.activation_format)
+    return target.refuses("attention", layer.activation_format)
 
 
-def why_not_held(layer: LayerAssignment, target: Target) -> str | None:
+def why_not_held(layer: LayerAssignment, target: ForeignFormat) -> str | None:
     """Why a quantized layer stays in high precision, or None."""
     fmt = layer.format
     if fmt not in target.formats:
         return f"{target.name} holds no weights in {fmt}"
     for where, name in {"weights": fmt, "inputs": layer.activation_format}.items():
-        if name is not None and (reason := refused(target, where, name)):
+        if name is not None and (reason := target.refuses(where, name)):
             return reason
     if len(layer.weight_shape) > 2 and fmt not in target.convolutions:
         return f"{target.name} holds no convolutions in {fmt}"
@@ -121,7 +122,7 @@ def fake_quantize_per_row(x: Tensor, quantizer) -> Tensor:
     return quantizer.backend_extra_args["rounded"](x)
 
 
-def quantize_per_row(layer: nn.Module, row: LayerAssignment, target: Target) -> None:
+def quantize_per_row(layer: nn.Module, row: LayerAssignment, target: ForeignFormat) -> None:
     """Have a simulated linear quantize its input, behind a ``pre_quant_scale``, as the target's consumer does."""
     from modelopt.torch.quantization.nn import is_registered_quant_backend, register_quant_backend
 
@@ -129,7 +130,9 @@ def quantize_per_row(layer: nn.Module, row: LayerAssignment, target: Target) -> 
         register_quant_backend(fake_quantize_per_row.__name__, fake_quantize_per_row)
     quantizer = layer.input_quantizer
     quantizer.backend = fake_quantize_per_row.__name__
-    quantizer.backend_extra_args = {"rounded": rounding_of_rows(target, row.rotation)}
+    quantizer.backend_extra_args = {
+        "rounded": import_module(f"sd_quant.interchange.write_{target.name}").per_row(row.rotation)
+    }
     quantizer.enable()
 
 
@@ -157,7 +160,7 @@ def fake_quantize_in_fp32(x: Tensor, quantizer) -> Tensor:
 
 
 @torch.no_grad()
-def simulate_target(module: nn.Module, rows: Mapping[str, LayerAssignment], target: Target) -> nn.Module:
+def simulate_target(module: nn.Module, rows: Mapping[str, LayerAssignment], target: ForeignFormat) -> nn.Module:
     """Make of ``module``, in place, what the consumer computes of the ``rows`` that ``adapted`` has made.
 
     Weights that are not quantized are fp16's numbers, as in every target's file, and static codes are the file's: a

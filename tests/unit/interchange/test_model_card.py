@@ -1,7 +1,7 @@
 import pytest
 
-from sd_quant.hand_over import TARGETS
-from sd_quant.hand_over.model_card import model_card
+from sd_quant.interchange import TARGETS
+from sd_quant.interchange.model_card import model_card
 from sd_quant.metrics.intervals import mean_interval
 
 VALUES = [30.0, 32.0, 37.0]

@@ -15,10 +15,10 @@ from sd_quant.engines.onnxruntime import load
 from sd_quant.engines.openvino import DEQUANTIZED, FP32, saturates
 from sd_quant.errors import ArtifactError
 from sd_quant.export import onnx_file
-from sd_quant.hand_over import exported_parts
-from sd_quant.hand_over import onnx as onnx_target
-from sd_quant.hand_over import openvino as openvino_target
 from sd_quant.inference.parity import PART_TOLERANCE
+from sd_quant.interchange import exported_parts
+from sd_quant.interchange import onnx as onnx_target
+from sd_quant.interchange import openvino as openvino_target
 from sd_quant.models.checkpoint import build_module
 from sd_quant.models.sdxl import UnetPart, padded
 from sd_quant.places import HOME

@@ -5,7 +5,7 @@ import pytest
 import torch
 from diffusers.loaders import single_file_utils
 
-from sd_quant.hand_over.weights import codes_and_scales
+from sd_quant.interchange.weights import codes_and_scales
 from sd_quant.names.sgm import sgm_names
 from sd_quant.quantization.formats import FORMATS
 
@@ -13,7 +13,7 @@ from .conftest import layer_errors, recipe_of
 
 pytestmark = pytest.mark.consumer
 gguf = pytest.importorskip("gguf")
-from sd_quant.hand_over import gguf as writer  # noqa: E402
+from sd_quant.interchange import write_gguf as writer  # noqa: E402
 
 UNET = "model.diffusion_model."
 

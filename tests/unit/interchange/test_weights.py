@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from sd_quant.hand_over.weights import high_precision
+from sd_quant.interchange.weights import high_precision
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
 
 NAME = "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"

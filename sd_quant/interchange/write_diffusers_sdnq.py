@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from sd_quant.files import write_json
 from sd_quant.files.safetensors import write_safetensors
 from sd_quant.files.tensors import LazyTensor, lazy
-from sd_quant.hand_over.weights import (
+from sd_quant.interchange.weights import (
     Assignment,
     codes_and_scales,
     high_precision,

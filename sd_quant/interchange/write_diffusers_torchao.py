@@ -21,15 +21,15 @@ from sd_quant.export.tracing import example_shapes, fake_module
 from sd_quant.files import write_json
 from sd_quant.files.safetensors import FORMAT, write_safetensors
 from sd_quant.files.tensors import LazyTensor, lazy
-from sd_quant.hand_over.weights import (
+from sd_quant.interchange.candidate import Inputs
+from sd_quant.interchange.inputs import Affine
+from sd_quant.interchange.weights import (
     Assignment,
     codes_and_scales,
     flat_shape,
     high_precision,
     quantized,
 )
-from sd_quant.interchange.candidate import Inputs
-from sd_quant.interchange.inputs import Affine
 from sd_quant.models.checkpoint import Checkpoint, denoiser_of, denoiser_part
 from sd_quant.quantization.assignment import LayerAssignment
 

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from sd_quant.errors import ConfigError
-from sd_quant.hand_over.result_folder import FIGURES, check_free, own_files, remove_result
+from sd_quant.interchange.result_folder import FIGURES, check_free, own_files, remove_result
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, GGUFWriter, LlamaFile
 from torch import Tensor
 
 from sd_quant.files import atomic_path
-from sd_quant.hand_over.weights import Assignment, codes_and_scales, flat_shape, high_precision, quantized
+from sd_quant.interchange.weights import Assignment, codes_and_scales, flat_shape, high_precision, quantized
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.names.sgm import sgm_names
 from sd_quant.quantization.assignment import LayerAssignment

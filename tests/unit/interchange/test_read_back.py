@@ -8,7 +8,7 @@ import torch
 
 from sd_quant.checkpoints.nemo_networks import parameter_shapes, sdxl_base_config
 from sd_quant.checkpoints.synthetic import CLIP_L, OPEN_CLIP_BIGG
-from sd_quant.hand_over import comfyui
+from sd_quant.interchange import write_comfyui as comfyui
 from sd_quant.models.sdxl_nemo import build_modules
 from sd_quant.names.nemo import PREFIX, locations
 from sd_quant.names.sgm import nemo_key, sgm_names

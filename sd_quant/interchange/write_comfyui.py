@@ -25,9 +25,9 @@ from torch import Tensor
 from sd_quant.checkpoints.nemo_state import network_state
 from sd_quant.files.safetensors import write_safetensors
 from sd_quant.files.tensors import LazyTensor, Readable, lazy
-from sd_quant.hand_over.weights import Assignment, high_precision, quantized
 from sd_quant.interchange.candidate import Inputs
 from sd_quant.interchange.comfyui_inputs import INT8, Rotated
+from sd_quant.interchange.weights import Assignment, high_precision, quantized
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part
 from sd_quant.names.nemo import locations
 from sd_quant.names.sgm import sgm_key

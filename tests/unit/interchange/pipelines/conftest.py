@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sd_quant.checkpoints.kinds import open_checkpoint
 from sd_quant.export.tracing import copy_of, trace
-from sd_quant.hand_over import exported_parts
+from sd_quant.interchange import exported_parts
 from sd_quant.models.checkpoint import Checkpoint, build_module
 from sd_quant.models.parts import Part, axes
 from sd_quant.numbers import relative_error

@@ -14,7 +14,7 @@ from torch import Tensor
 from sd_quant.files import atomic_path
 from sd_quant.files.safetensors import write_safetensors
 from sd_quant.files.tensors import LazyTensor, Readable, lazy
-from sd_quant.hand_over.weights import Assignment, high_precision, quantized
+from sd_quant.interchange.weights import Assignment, high_precision, quantized
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
 from sd_quant.progress import progress
 from sd_quant.quantization.assignment import LayerAssignment, rewritten

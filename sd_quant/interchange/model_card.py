@@ -4,11 +4,11 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from sd_quant.hand_over import AS_ASSIGNED, Target
+from sd_quant.interchange import AS_ASSIGNED, ForeignFormat
 from sd_quant.metrics import SCORES
 
 
-def model_card(figures: Mapping[str, Any], target: Target) -> str:
+def model_card(figures: Mapping[str, Any], target: ForeignFormat) -> str:
     """Markdown of the ``figures``, the content of hand_over.json."""
     knobs = ", ".join(f"{name} {value}" for name, value in figures["knobs"].items() if value is not None)
     inputs = "; ".join(
@@ -56,7 +56,7 @@ def model_card(figures: Mapping[str, Any], target: Target) -> str:
     ])  # fmt: skip
 
 
-def opening(figures: Mapping[str, Any], target: Target) -> list[str]:
+def opening(figures: Mapping[str, Any], target: ForeignFormat) -> list[str]:
     """The steps by which a person opens it, or the consumer's code that does."""
     if not isinstance(target.loading, str):
         return [f"{number}. {step}" for number, step in enumerate(target.loading, 1)]

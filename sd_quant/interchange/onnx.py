@@ -9,9 +9,19 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sd_quant.engines.onnx_input import onnx_files
-from sd_quant.hand_over.exported_parts import write_folder
+from sd_quant.interchange import ForeignFormat
+from sd_quant.interchange.exported_parts import write_folder
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.quantization.assignment import LayerAssignment
+
+FACTS = ForeignFormat(
+    "onnx",
+    consumer="optimum-onnx",
+    tried=("optimum-onnx==0.1.0", "onnxruntime==1.31.1"),
+    loading="from optimum.onnxruntime import ORTDiffusionPipeline\n\n"
+    "pipeline = ORTDiffusionPipeline.from_pretrained({folder!r})",
+    runtime="onnxruntime",
+)
 
 
 def write(checkpoint: Checkpoint, assignment: Mapping[str, LayerAssignment], folder: Path) -> None:
