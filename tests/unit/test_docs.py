@@ -22,8 +22,10 @@ from sd_quant.places import CONF, HOME
 from .config.composition import JOBS, composed
 
 PAGES = [HOME / name for name in ("README.md", "SECURITY.md")] + sorted((HOME / "docs").glob("*.md"))
+RESULTS = [page for page in PAGES if page.name.startswith("results_") or page.name == "lab_notebook.md"]
 CARDS = [*HOME.glob("examples/*/README.md"), *CONF.rglob("*.yaml")]
 COMMAND = re.compile(r"(?:\w+=\S+ )*(python|make|sd-quant|pip) ")
+GENERATED, LONGEST_PAGE = {"python.md", "metrics.md"}, 400
 FOLDERS = "benchmarks|checkpoints|conf|docs|examples|sd_quant|tests"
 # groups whose names are parts, knobs or families
 EXPLAINED_AS_ONE = {"files", "model.recommended", *(f"quantize.{x}" for x in ("exclude", "include", "weights_alone"))}
@@ -78,9 +80,27 @@ OTHER_COMMANDS = [words for words in PYTHON if words not in JOB_COMMANDS]
 
 
 def test_the_readme_is_short_and_leads_to_every_page():
-    assert len(text_of(HOME / "README.md").splitlines()) <= 200
+    assert len(text_of(HOME / "README.md").splitlines()) <= 160
     linked = {HOME / target.partition("#")[0] for target in links_of(HOME / "README.md")}
     assert set(PAGES) - {HOME / "README.md"} <= linked
+
+
+def test_no_page_is_too_long_to_be_read():
+    lengths = {page.name: len(text_of(page).splitlines()) for page in PAGES if page.name not in GENERATED}
+    assert not {name: length for name, length in lengths.items() if length > LONGEST_PAGE}
+
+
+@pytest.mark.parametrize("page", RESULTS, ids=name_of)
+def test_every_table_of_results_has_its_date_and_its_command(page):
+    """The paragraph in front of a table says when it was measured, and its section with which command."""
+    for section in re.split(r"^## ", text_of(page), flags=re.MULTILINE)[1:]:
+        blocks = re.split(r"\n\s*\n", section)
+        for number, block in enumerate(blocks):
+            if block.lstrip().startswith("|"):
+                above = "\n\n".join(blocks[:number])
+                given = re.findall(r"^ {4} *(\S.*)$", above, re.MULTILINE) + re.findall(r"`([^`\n]+)`", above)
+                assert re.search(r"\b(Measured|Counted|Tested)\s2026-\d\d-\d\d", blocks[number - 1]), block[:200]
+                assert any(COMMAND.match(line) for line in given), block[:200]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -75,7 +75,7 @@ OTHER_QUANTIZERS = {  # rows of peers, and the package that they take
     "nncf": ["nncf_default", "nncf_without_smoothquant", "nncf_symmetric"],
     "quark": ["quark_w8a8"],
 }
-FAMILIES = ["sd15", "pixart", "sd3", "flux"]  # of results.md
+FAMILIES = ["sd15", "pixart", "sd3", "flux"]  # of docs/results_full_size.md
 IN_PROCESSES = {"candidates", "families", "full_size", "peers", "quickstart", "silence", "sweep", "verdict"}
 ELSEWHERE = {  # whose tests are there
     "against_diffusers": "tests/cli/test_against_diffusers.py",
