@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -53,6 +54,8 @@ def end_at_once(code: int) -> NoReturn:
     with suppress(OSError):  # the reader of a pipe is gone
         sys.stdout.flush()
         sys.stderr.flush()
+    # The interpreter's own two steps. joblib's worker processes end with the first; left alone they wait for 300 s.
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     os._exit(code)
 

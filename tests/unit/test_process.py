@@ -1,6 +1,8 @@
 import ctypes
 import math
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,3 +67,22 @@ def test_the_address_space_that_is_left(monkeypatch):
     assert process.address_space_bytes() == pytest.approx(1e9, abs=1e8)
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (1, 1))
     assert process.address_space_bytes() == 0
+
+
+LEAVES_A_WORKER = """
+import os
+from joblib import Parallel, delayed
+from sd_quant.process import end_at_once
+print(*Parallel(n_jobs=2)(delayed(os.getpid)() for _ in range(4)), flush=True)
+end_at_once(3)
+"""
+
+
+def test_a_process_that_ends_at_once_leaves_no_worker_of_joblib(tmp_path):
+    """They would keep their memory and the terminal for five minutes more."""
+    pytest.importorskip("joblib")
+    with (tmp_path / "printed").open("w") as file:  # a pipe would be waited for
+        code = subprocess.run([sys.executable, "-c", LEAVES_A_WORKER], stdout=file, timeout=200).returncode
+    workers = (tmp_path / "printed").read_text().split()
+    assert code == 3 and len(workers) == 4
+    assert not [pid for pid in workers if Path("/proc", pid).exists()]
