@@ -130,12 +130,11 @@ def plan(given: dict[str, Any], path: Path) -> dict[str, float]:
 
     from sd_quant.cache import Cache
     from sd_quant.config import ExportShape
-    from sd_quant.inference.memory import memory_of_plan
     from sd_quant.stages.export_trt import build_plans, numbers_in
-    from sd_quant.stages.resources import check_machine
+    from sd_quant.stages.resources import check_machine, plans_need
 
     name = path.stem
-    check_machine({"plans": memory_of_plan({name: numbers_in(path)})}, {}, path.parent)
+    check_machine(plans_need({name: numbers_in(path)}, 0))
     trt = job_with("int8", *PLAN).trt
     start = time.perf_counter()
     build_plans({name: path}, path.parents[2], trt, ExportShape(None, given["width"], given["height"], 1), Cache(None))

@@ -33,8 +33,9 @@ from sd_quant.places import CONF, HOME
 from sd_quant.progress import progress
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.stages.assign import assign
-from sd_quant.stages.load import layers_of
+from sd_quant.stages.load import with_recipe
 from sd_quant.stages.open_parts import open_simulated
+from sd_quant.stages.session import Session
 
 LEVEL = "quant_level=3"
 AS_BEFORE = ["quantize.branch_rounds=0", "quantize.rounding=nearest", "quantize.scale_search=false"]
@@ -68,7 +69,8 @@ def measure(subject: Subject, jobs: dict[str, QuantizeJob], options: argparse.Na
         for name, job in jobs.items():
             kept = options.out / f"{label(name)}.json"
             if not kept.exists() or json.loads(kept.read_text(encoding="utf-8"))["prompts"] != prompts:
-                assignment = assign(layers_of(checkpoint, job), statistics)
+                loaded = with_recipe(Session(checkpoint), job.model.family, job.quantize, job.infer.scale)
+                assignment = assign(loaded, statistics)
                 quantized = engines | {subject.denoiser: open_simulated(checkpoint, assignment)}
                 images = pipeline_of(checkpoint, quantized)(prompts, sampling)
                 closeness = fidelity(reference.images, images.images, reference.latents, images.latents)

@@ -47,7 +47,7 @@ from sd_quant.places import HOME, input_path
 from sd_quant.report.csv_files import write_csv
 from sd_quant.report.provenance import machine, versions
 from sd_quant.stages.generate import sampling_of
-from sd_quant.stages.load import open_model
+from sd_quant.stages.session import open_unchecked
 
 VARIABLES = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
 CLASSES = {  # oneDNN's name of the class, what torch and MKL call it
@@ -108,7 +108,7 @@ def environment(name: str) -> dict[str, str]:
 
 def images(job: QuantizeJob, engines: Mapping[str, Engine], seed: int) -> np.ndarray:
     sampling = replace(sampling_of(job.infer), seed=seed)
-    return pipeline_of(open_model(job.model), engines)(job.infer.prompt_list(), sampling).images
+    return pipeline_of(open_unchecked(job.model).checkpoint, engines)(job.infer.prompt_list(), sampling).images
 
 
 def measured(first: Path, own: Path, seeds: int, repeats: int) -> Record:
@@ -118,7 +118,7 @@ def measured(first: Path, own: Path, seeds: int, repeats: int) -> Record:
     """
     job, references = job_of_run(first), first.parent / "references.npz"
     files = {part: artifact(first, "onnx", part) for part in job.model.parts}
-    checkpoint = open_model(job.model)
+    checkpoint = open_unchecked(job.model).checkpoint
     inputs = drawn_inputs(contracts_of(checkpoint)[DENOISER], BATCH, LATENT)
     chosen = [job.infer.seed + 1000 * number for number in range(seeds + 1)]
     if not references.exists():

@@ -39,7 +39,7 @@ from sd_quant.report.summary import Sweep, read_sweep, rows
 from sd_quant.report.timing import busy_because
 from sd_quant.stages.generate import sampling_of
 from sd_quant.stages.latency import denoiser_rounds
-from sd_quant.stages.load import open_model
+from sd_quant.stages.session import open_unchecked
 
 COMMAND, KNOBS = ("quantize.py", "-m", "export_trt=none"), ("quant_level=3", "alpha=0.45,0.5,0.55,0.6")
 BESIDE = (False, True, False, True, False)  # whether a busy process runs beside the sweep
@@ -92,7 +92,7 @@ def opened(folder: Path) -> tuple[QuantizeJob, dict]:
 def one_file_often(folder: Path, times: int) -> list[Interval]:
     """The ratios of one file to itself, opened this often and timed in the same rounds."""
     job, _ = opened(folder)
-    checkpoint, path = open_model(job.model), artifact(folder, "onnx", job.model.parts[0])
+    checkpoint, path = open_unchecked(job.model).checkpoint, artifact(folder, "onnx", job.model.parts[0])
     engines = {str(number): load_engine(job.infer.engine, path) for number in range(times)}
     rounds = denoiser_rounds(checkpoint, engines, job.infer, replace(job.timing, budget_s=3 * job.timing.budget_s))
     samples = rounds.samples
@@ -104,7 +104,7 @@ def one_file_often(folder: Path, times: int) -> list[Interval]:
 def without_others(folders: Sequence[Path]) -> list[Interval]:
     """The speed-ups of the denoisers of two jobs, without the others beside them."""
     job, _ = opened(folders[0])
-    checkpoint, part, runtime = open_model(job.model), job.model.parts[0], job.infer.engine
+    checkpoint, part, runtime = open_unchecked(job.model).checkpoint, job.model.parts[0], job.infer.engine
     engines = {"full": load_engine(runtime, artifact(folders[0] / "full_precision", "onnx", part))}
     engines |= {str(folder): load_engine(runtime, artifact(folder, "onnx", part)) for folder in folders}
     rounds = denoiser_rounds(checkpoint, engines, job.infer, job.timing)
@@ -122,7 +122,7 @@ def alone(folder: Path, processes: int, seconds: float) -> list[float]:
 def looped(folder: str, seconds: float) -> float:
     """The median milliseconds of a call; ``folder`` is a job's, or its full_precision."""
     job = job_of_run(Path(folder.removesuffix("/full_precision")))
-    checkpoint, part, sampling = open_model(job.model), job.model.parts[0], sampling_of(job.infer)
+    checkpoint, part, sampling = open_unchecked(job.model).checkpoint, job.model.parts[0], sampling_of(job.infer)
     engine = load_engine(job.infer.engine, artifact(Path(folder), "onnx", part))
     call = part_call(engine, contracts_of(checkpoint)[part], samples_per_call(checkpoint, part, sampling), sampling)
     wall_clock(call)
@@ -135,7 +135,11 @@ def looped(folder: str, seconds: float) -> float:
 def whole_images(folder: Path, repeats: int) -> Interval:
     """The speed-up of whole images, unquantized and quantized in turn."""
     job, engines = opened(folder)
-    checkpoint, prompts, sampling = open_model(job.model), job.infer.prompt_list(), sampling_of(job.infer)
+    checkpoint, prompts, sampling = (
+        open_unchecked(job.model).checkpoint,
+        job.infer.prompt_list(),
+        sampling_of(job.infer),
+    )
     denoiser = checkpoint.family.DENOISER
     full = load_engine(job.infer.engine, artifact(folder / "full_precision", "onnx", denoiser))
     variants = {"full": engines | {denoiser: full}, "quantized": engines}

@@ -31,10 +31,9 @@ from omegaconf.errors import OmegaConfBaseException
 from sd_quant.cache import Cache
 from sd_quant.cli import composing, job_of, knobs_of
 from sd_quant.config import Infer, Quantize, QuantizeJob, artifact, check_consumers, check_targets
-from sd_quant.engines.pool import Pool, Variant
+from sd_quant.engines.pool import Variant
 from sd_quant.errors import ConfigError
 from sd_quant.inference.loading import pipeline_of
-from sd_quant.inference.memory import fits, memory_of_variant
 from sd_quant.inference.pipeline import Generated
 from sd_quant.interchange import TARGETS
 from sd_quant.knobs import check, fields_of, near, one_of
@@ -42,7 +41,7 @@ from sd_quant.metrics import SCORES
 from sd_quant.metrics.fidelity import fidelity
 from sd_quant.metrics.images import Images
 from sd_quant.metrics.intervals import Interval, exactly
-from sd_quant.models.checkpoint import Checkpoint, denoiser_of, part_parameters
+from sd_quant.models.checkpoint import denoiser_of
 from sd_quant.places import input_path, output_path, shown
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.budget import HALF, assigned_bytes
@@ -55,12 +54,13 @@ from sd_quant.simulation.modelopt import restorable, save_quantized
 from sd_quant.stages.calibrate import statistics_of
 from sd_quant.stages.choose import choose
 from sd_quant.stages.export_onnx import delivered_files, export_parts
-from sd_quant.stages.generate import check_channels, check_guidance, check_images, check_steps, generate
+from sd_quant.stages.generate import generate
 from sd_quant.stages.hand_over import fidelity_of, rows_of, write_target
-from sd_quant.stages.load import Loaded, check_weights, layers_of, open_model
+from sd_quant.stages.load import Loaded, with_recipe
 from sd_quant.stages.open_parts import open_simulated
-from sd_quant.stages.resources import workload_of
+from sd_quant.stages.resources import by_torch, calibration_needs, simulation_needs, workload_of
 from sd_quant.stages.results import count_layers
+from sd_quant.stages.session import Session, check_request, open_session
 from sd_quant.stages.variants import SIMULATED, open_engine
 
 __all__ = ["Comparison", "Model", "Quantized", "Result", "Statistics", "compare", "open"]
@@ -91,10 +91,8 @@ def open(
     if path is not None:
         given["model.path"] = str(path)
     job = job_with({"model": model}, given)
-    checkpoint = open_model(job.model)
-    check_weights(checkpoint)
     kept = Cache(output_path(cache) if cache else None, job.cache.limit_gb * 1e9)
-    return Model(model, given, input_path(job.model.path), checkpoint, kept)
+    return Model(model, given, input_path(job.model.path), open_session(job.model), kept)
 
 
 @dataclass(frozen=True, repr=False)
@@ -104,7 +102,7 @@ class Model:
     preset: str
     knobs: Mapping[str, object]  # of the sections ``model`` and ``cache``, by their full names
     path: Path
-    checkpoint: Checkpoint
+    session: Session
     cache: Cache
 
     def __repr__(self) -> str:
@@ -116,10 +114,10 @@ class Model:
         """Of the checkpoint's file, or of its folder's files; with LoRAs a digest of all files and strengths."""
         return str(weights_sha256(made_of(self.job(None, {}).model.inputs())))
 
-    @cached_property
+    @property
     def parameters(self) -> dict[str, int]:
         """The number of parameters by part, the denoiser first."""
-        return part_parameters(self.checkpoint)
+        return self.session.parameters
 
     def calibrate(self, prompts: str | Sequence[str] | None = None, **knobs: object) -> Statistics:
         """Collect what every recipe is derived from: ranges and samples of the inputs of all layers.
@@ -142,8 +140,10 @@ class Model:
         if prompts is not None:
             check_used(knobs, ("calib_size", "calibration"), "calibrate", "leave one of them out", " beside prompts")
         job, texts = self.job(None, knobs), None if prompts is None else texts_of(prompts)
-        loaded = layers_of(self.checkpoint, job)
-        return statistics_of(self.checkpoint, loaded.roles, job, self.sha256, texts)
+        self.session.check(job.model, job.infer, job.quantize)
+        self.session.check_machine(calibration_needs(self.session.parameters, job.model, job.quantize))
+        loaded = with_recipe(self.session, job.model.family, job.quantize, job.infer.scale)
+        return statistics_of(self.session.checkpoint, loaded.roles, job, self.sha256, texts)
 
     def quantize(self, statistics: Statistics, preset: str | None = None, **knobs: object) -> "Quantized":
         """Derive how each layer is quantized. Takes seconds, but for ``keep`` and ``budget``, which try every layer.
@@ -166,7 +166,8 @@ class Model:
         job = self.job(preset, {**knobs, **told})
         seen: dict[str, Any] = {"calib_size": statistics.prompts}  # None where they do not say
         job.quantize = replace(job.quantize, **seen)
-        loaded = layers_of(self.checkpoint, job)
+        self.session.check(job.model, job.infer, job.quantize)
+        loaded = with_recipe(self.session, job.model.family, job.quantize, job.infer.scale)
         with TemporaryDirectory() as folder:
             chosen = choose(loaded, statistics, Path(folder), nullcontext)
         label = ", ".join([job.quantize.format, *(f"{name}={value}" for name, value in knobs.items())])
@@ -186,12 +187,12 @@ class Model:
         assignment: dict[str, LayerAssignment] | None = None,
     ) -> Generated:
         """Images and latents by torch, with the denoiser quantized by an ``assignment`` where one is given."""
-        checkpoint, infer = to_generate(self, prompts, knobs)
-        keys = {part: part for part in checkpoint.parts()}
+        session, infer = to_generate(self, prompts, knobs)
+        checkpoint, keys = session.checkpoint, {part: part for part in session.parts}
         if assignment is not None:
-            keys[checkpoint.family.DENOISER] = SIMULATED
-        together = fits(memory_of_variant(self.parameters, workload_of(infer)), "all parts of the model")
-        pool = Pool(partial(open_engine, checkpoint, infer, assignment or {}), most=None if together else 1)
+            keys[session.denoiser] = SIMULATED
+        together = session.together(by_torch(workload_of(infer)))
+        pool = session.engines(partial(open_engine, checkpoint, infer, assignment or {}), together)
         try:
             texts = infer.prompt_list()
             what = "full precision" if assignment is None else "quantized"
@@ -255,7 +256,7 @@ class Quantized:
         Raises:
             ResourceError: the disk is full.
         """
-        directory, checkpoint = output_path(folder), self.model.checkpoint
+        directory, checkpoint = output_path(folder), self.loaded.checkpoint
         directory.mkdir(parents=True, exist_ok=True)
         export_parts(
             checkpoint, self.model.sha256, delivered_files(checkpoint, self.assignment, directory), self.model.cache
@@ -294,8 +295,8 @@ class Quantized:
         if prompts is None:
             check_used(knobs, knobs, "hand_over", "give prompts", " without prompts")
         else:
-            checkpoint, infer = to_generate(self.model, prompts, knobs)
-            loaded = replace(self.loaded, checkpoint=checkpoint)
+            session, infer = to_generate(self.model, prompts, knobs)
+            loaded = replace(self.loaded, checkpoint=session.checkpoint)
             reference = self.model.generate(prompts, knobs).images
             fidelity = fidelity_of(loaded, rows, TARGETS[target], infer, reference)
         opened = {name.partition(".")[2]: value for name, value in self.model.knobs.items() if name != "cache.dir"}
@@ -329,8 +330,8 @@ class Quantized:
         """
         if not restorable(self.assignment):
             raise ConfigError(f"ModelOpt cannot hold {self.label}, expected INT8 or FP8 up to level 3")
-        file, engine = output_path(path), open_simulated(self.model.checkpoint, self.assignment)
-        save_quantized(denoiser_of(self.model.checkpoint, engine.module).cpu(), file)
+        file, engine = output_path(path), open_simulated(self.loaded.checkpoint, self.assignment)
+        save_quantized(denoiser_of(self.loaded.checkpoint, engine.module).cpu(), file)
         return file
 
 
@@ -433,16 +434,17 @@ def compare(quantized: Sequence[Quantized], prompts: str | Sequence[str], **knob
     return Comparison(texts, full.images, results)
 
 
-def to_generate(model: Model, prompts: str | Sequence[str], knobs: Mapping[str, object]) -> tuple[Checkpoint, Infer]:
-    """The model's checkpoint and how images are made of it by these knobs of ``infer``, checked. Raises ConfigError."""
+def to_generate(model: Model, prompts: str | Sequence[str], knobs: Mapping[str, object]) -> tuple[Session, Infer]:
+    """The model's session and how images are made of it by these knobs of ``infer``, checked. Raises SdQuantError."""
     job = model.job(None, {}, {"prompts": texts_of(prompts), **knobs})
-    # images from images take one part more, and to open a checkpoint reads no weight
-    checkpoint, infer = open_model(job.model) if job.model.encoder else model.checkpoint, job.infer
-    check_images(job.model, infer)
-    check_channels(checkpoint, infer)
-    check_guidance(checkpoint, infer)
-    check_steps(checkpoint, {"infer.steps": infer.steps})
-    return checkpoint, infer
+    if job.model.encoder:  # images from images take one part more
+        session = open_session(job.model, job.infer, finite=False)
+    else:
+        session = model.session
+        check_request(job.model, job.infer)
+        session.check(job.model, job.infer)
+    session.check_machine(simulation_needs(session.parameters, job.infer))
+    return session, job.infer
 
 
 def texts_of(prompts: str | Sequence[str]) -> list[str]:

@@ -37,15 +37,15 @@ from sd_quant.errors import ResourceError
 from sd_quant.files import sha256, write_text
 from sd_quant.inference.memory import memory_of_plan
 from sd_quant.metrics.memory import StageTimer
-from sd_quant.models.checkpoint import part_parameters
 from sd_quant.places import output_path
 from sd_quant.process import available_memory_bytes
 from sd_quant.progress import progress
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.stages.export_onnx import delivered_files, export_parts
 from sd_quant.stages.job_folder import kept_model
-from sd_quant.stages.load import Loaded, check_weights, open_model
-from sd_quant.stages.resources import check_machine, stored_bytes
+from sd_quant.stages.load import Loaded
+from sd_quant.stages.resources import Needs, check_machine, plans_need
+from sd_quant.stages.session import Session, open_session
 
 LOG = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def export_trt(job: ExportJob, directory: Path) -> None:
     else:
         paths = part_paths(job, "onnx")
         parameters = {part: numbers_in(path) for part, path in paths.items()}
-        check_machine({"plans": memory_of_plan(parameters)}, {"plans": 2 * sum(parameters.values())}, out)
+        check_machine(plans_need(parameters, 2 * sum(parameters.values())), out)
     reports = build_plans(paths, out, job.trt, job.infer, Cache(None))
     for part, report in reports.items():
         print(f"{part:14} {report.bytes / 1e6:8.1f} MB  {report.seconds:6.1f} s  {' '.join(report.targets)}")
@@ -76,14 +76,13 @@ def export_unquantized(job: ExportJob, out: Path) -> dict[str, Path]:
     The folder also gets the model's knobs, so that ``infer.py run=`` takes it for a run's. One weight is in memory at a
     time. Raises what opening the checkpoint raises, and ResourceError when memory or disk are too small.
     """
-    checkpoint = open_model(job.model)
-    parameters = part_parameters(checkpoint)
-    stored = sum(stored_bytes(checkpoint.parts(), parameters).values())
-    plans = job.trt.library != "none"
-    check_machine(
-        {"plans": memory_of_plan(parameters)} if plans else {}, {"onnx": stored, "plans": stored if plans else 0}, out
-    )
-    check_weights(checkpoint)
+
+    def needs(session: Session) -> Needs:
+        stored = sum(session.stored_bytes.values())
+        plans = plans_need(session.parameters, stored) if job.trt.library != "none" else Needs()
+        return plans | Needs(disk={"onnx": stored})
+
+    checkpoint = open_session(job.model, needs=needs, directory=out).checkpoint
     export_parts(checkpoint, "", delivered_files(checkpoint, {}, out), Cache(None))  # without a cache no key of one
     write_text(out / "config.yaml", yaml.safe_dump({"model": kept_model(job.model)}, sort_keys=False))
     print(f"onnx: {out / 'onnx'}")

@@ -23,13 +23,12 @@ from sd_quant.checkpoints.licence import licence_of
 from sd_quant.checkpoints.pipeline_folder import write_pipeline_without
 from sd_quant.config import HandOverJob, Infer, QuantizeJob, RecipeJob, recipe_of_run
 from sd_quant.devices import best_device, threads
-from sd_quant.engines.pool import Pool, Variant
+from sd_quant.engines.pool import Variant
 from sd_quant.engines.torch import TorchEngine, placed
 from sd_quant.errors import ArtifactError
 from sd_quant.files import (
     MOST_TEXT,
     atomic_path,
-    check_room,
     open_regular,
     read_regular,
     temporary_folder,
@@ -37,7 +36,6 @@ from sd_quant.files import (
     write_text,
 )
 from sd_quant.inference.loading import load_part, pipeline_of
-from sd_quant.inference.memory import fits, memory_of_variant
 from sd_quant.interchange import TARGETS, ForeignFormat
 from sd_quant.interchange.holding import adapted, inputs_of, simulate_target
 from sd_quant.interchange.model_card import model_card
@@ -58,9 +56,10 @@ from sd_quant.stages.calibrate import statistics_of
 from sd_quant.stages.choose import choose
 from sd_quant.stages.generate import generate, image_names
 from sd_quant.stages.job_folder import remove_unfinished
-from sd_quant.stages.load import Loaded, check_weights, layers_of, open_model
+from sd_quant.stages.load import Loaded, with_recipe
 from sd_quant.stages.open_parts import open_torch
-from sd_quant.stages.resources import stored_bytes, workload_of
+from sd_quant.stages.resources import Needs, by_torch, simulation_needs, workload_of
+from sd_quant.stages.session import Session, open_session
 from sd_quant.stages.variants import FULL_PRECISION, SIMULATED
 from sd_quant.text import one_line
 
@@ -85,9 +84,14 @@ def hand_over(job: HandOverJob, directory: Path) -> None:
         remove_unfinished(directory)
         for name in job.targets():
             check_free(directory / name)
-        loaded, assignment = assignment_of(knobs, run, step, open_model(knobs.model), directory)
+
+        def needs(session: Session) -> Needs:
+            images = simulation_needs(session.parameters, knobs.infer) if job.images else Needs()
+            return images | Needs(disk={"hand_over": len(job.targets()) * sum(session.stored_bytes.values())})
+
+        session = open_session(knobs.model, knobs.infer if job.images else None, needs, directory)
+        loaded, assignment = assignment_of(knobs, run, step, session, directory)
         rows = rows_of(job.targets(), assignment)
-        check_room(directory, len(rows) * sum(stored_bytes(loaded.parts, loaded.parameters).values()))
         reference, written = None, {}
         if job.images:
             reference = images_of_run(run, image_names(knobs.infer.prompt_list()))
@@ -121,17 +125,17 @@ def rows_of(targets: Collection[str], assignment: Rows) -> dict[str, Rows]:
 
 
 def assignment_of(
-    job: RecipeJob, run: Path, step: StageTimer, checkpoint: Checkpoint, directory: Path
+    job: RecipeJob, run: Path, step: StageTimer, session: Session, directory: Path
 ) -> tuple[Loaded, dict[str, LayerAssignment]]:
-    """The assignment that a run's knobs give of its ``checkpoint``, which is the one that it has written down.
+    """The assignment that a run's knobs give of its checkpoint, which is the one that it has written down.
 
     Files in progress are in ``directory``. Raises ArtifactError for a run whose files are damaged, or say otherwise.
     """
     with step("load"):
-        loaded = layers_of(checkpoint, job)
-        check_weights(checkpoint)
+        session.check(job.model, job.infer, job.quantize)
+        loaded = with_recipe(session, job.model.family, job.quantize, job.infer.scale)
     with step("calibrate"):
-        statistics = statistics_of(checkpoint, loaded.roles, job, weights_sha256(record_of_run(run)))
+        statistics = statistics_of(session.checkpoint, loaded.roles, job, weights_sha256(record_of_run(run)))
     with temporary_folder(directory) as folder:
         assignment = choose(loaded, statistics, Path(folder), step).assignment
         if decided(Path(folder) / "layers.csv") != decided(run / "layers.csv"):
@@ -266,12 +270,11 @@ def fidelity_of(
         return None
     checkpoint = loaded.checkpoint
     keys = {part: part for part in checkpoint.parts()} | {loaded.denoiser: SIMULATED}
-    together = fits(memory_of_variant(loaded.parameters, workload_of(infer)), "all parts of the model")
-    pool = Pool(
+    pool = loaded.engines(
         lambda part: (
             open_consumed(checkpoint, rows, target) if part == SIMULATED else open_torch(checkpoint, infer, part)
         ),
-        most=None if together else 1,
+        loaded.together(by_torch(workload_of(infer))),
     )
     try:
         pipeline = pipeline_of(checkpoint, Variant(pool, keys))

@@ -11,54 +11,36 @@ from sd_quant.devices import threads
 from sd_quant.engines import RUNTIMES
 from sd_quant.engines.base import Engine
 from sd_quant.engines.onnx_input import onnx_files
-from sd_quant.engines.pool import Pool, Variant
+from sd_quant.engines.pool import Variant
 from sd_quant.inference.loading import pipeline_of
-from sd_quant.inference.memory import fits, gpu_memory_of_variant, memory_of_part, memory_of_variant
 from sd_quant.inference.timed_calls import image_of_parts, image_times, part_call, samples_per_call
 from sd_quant.metrics.latency import Stopping, clock_of, judged, measure
 from sd_quant.metrics.memory import peak_cuda_memory_bytes, peak_memory_bytes, used
-from sd_quant.models.checkpoint import Checkpoint, contracts_of, part_parameters
+from sd_quant.models.checkpoint import Checkpoint, contracts_of
 from sd_quant.models.parts import Contract
 from sd_quant.places import output_path
 from sd_quant.report.images import save_images
 from sd_quant.report.provenance import provenance
 from sd_quant.report.record import DONE, IMAGE, SCHEMA_VERSION, InferRecord, Latency, explained, write_record
-from sd_quant.stages.generate import (
-    check_channels,
-    check_guidance,
-    check_images,
-    check_sizes,
-    check_steps,
-    generate,
-    image_names,
-    sampling_of,
-)
+from sd_quant.stages.generate import generate, image_names, sampling_of
 from sd_quant.stages.latency import image_entry
-from sd_quant.stages.load import open_model
 from sd_quant.stages.open_parts import check_cuda_graph, open_file, open_torch_engine, say_choice
-from sd_quant.stages.resources import check_machine, workload_of
+from sd_quant.stages.resources import workload_of
+from sd_quant.stages.session import open_session
 
 
 def infer(job: InferJob, directory: Path) -> None:
     """Make the job's images and time its engine; images and record go to ``infer.out_path`` or to ``directory``."""
     out = output_path(job.infer.out_path) if job.infer.out_path else directory
     say_choice(job.infer)
-    check_images(job.model, job.infer)
-    torch.set_num_threads(threads())
-    checkpoint, prompts = open_model(job.model), job.infer.prompt_list()
-    check_channels(checkpoint, job.infer)
-    check_guidance(checkpoint, job.infer)
-    check_steps(checkpoint, {"infer.steps": job.infer.steps})
-    check_sizes(checkpoint, {"infer": job.infer})
     check_cuda_graph(job.infer)
-    files = engine_files(job)
-    parameters, work = part_parameters(checkpoint), workload_of(job.infer)
-    check_machine({"the largest part": memory_of_part(parameters, work)}, {}, out)
+    torch.set_num_threads(threads())
+    prompts, files = job.infer.prompt_list(), engine_files(job)
+    session = open_session(job.model, job.infer, directory=out, finite=not files)
+    checkpoint, together = session.checkpoint, session.together(workload_of(job.infer))
     facts = provenance(job.model.inputs() | job.infer.inputs() | files, [])
-    memory, gpu = memory_of_variant(parameters, work), gpu_memory_of_variant(parameters, work)
-    together = fits(memory, "all parts of the model", gpu)
-    pool = Pool(lambda part: open_part(checkpoint, job.infer, files, part), most=None if together else 1)
-    engines = Variant(pool, {part: part for part in checkpoint.parts()})
+    pool = session.engines(lambda part: open_part(checkpoint, job.infer, files, part), together)
+    engines = Variant(pool, {part: part for part in session.parts})
     if together:  # opens all of them, so that a broken file is refused before the others have worked
         list(engines.values())
     generated = generate(pipeline_of(checkpoint, engines), prompts, job.infer, job.infer.engine)

@@ -34,7 +34,6 @@ from sd_quant.engines.torch import TorchEngine
 from sd_quant.errors import ConfigError, SdQuantError, of_the_machine
 from sd_quant.files import digest, write_json
 from sd_quant.inference.loading import pipeline_of
-from sd_quant.inference.memory import fits, memory_of_part, memory_of_variant
 from sd_quant.inference.pipeline import Generated
 from sd_quant.interchange import format_of
 from sd_quant.interchange.errors import LayerErrors, alone, layer_errors
@@ -73,12 +72,12 @@ from sd_quant.report.table import sweep_table
 from sd_quant.simulation.sensitivity import guided
 from sd_quant.source import source_digest
 from sd_quant.stages.compare import Comparison, framework_images, save_pairs
-from sd_quant.stages.generate import check_channels, check_guidance, check_images, check_sizes, check_steps, generate
+from sd_quant.stages.generate import generate
 from sd_quant.stages.job_folder import check_own, finished, remove_leftovers, remove_unfinished
 from sd_quant.stages.latency import denoiser_rounds
-from sd_quant.stages.load import check_weights, open_model
 from sd_quant.stages.open_parts import open_torch
-from sd_quant.stages.resources import check_machine, workload_of
+from sd_quant.stages.resources import Needs, by_torch, part_needs, workload_of
+from sd_quant.stages.session import Session, open_session, open_unchecked
 from sd_quant.stages.subjects import JudgedWith, Subject, subject_of
 from sd_quant.stages.variants import FRAMEWORK, QUANTIZED
 from sd_quant.text import one_line
@@ -92,7 +91,7 @@ THEIRS, LIBRARY = "theirs", "library"  # keys of a candidate's denoiser: as its 
 class Court:
     """What every candidate is judged by."""
 
-    checkpoint: Checkpoint
+    session: Session
     model: Model
     infer: Infer
     judge: Judge
@@ -103,12 +102,16 @@ class Court:
     together: bool  # whether memory holds two denoisers
 
     @property
+    def checkpoint(self) -> Checkpoint:
+        return self.session.checkpoint
+
+    @property
     def prompts(self) -> list[str]:
         return self.infer.prompt_list()
 
     @property
     def denoiser(self) -> str:
-        return self.checkpoint.family.DENOISER
+        return self.session.denoiser
 
 
 def judge(job: JudgeJob, directory: Path) -> None:
@@ -124,7 +127,7 @@ def judge(job: JudgeJob, directory: Path) -> None:
             raise ConfigError(f"{directory} holds a sweep of quantize; set hydra.run.dir to another folder")
         remove_unfinished(directory)
         court = court_of(job, directory)
-        subjects = opened(job.judge, court, directory)
+        subjects = subjects_of(job.judge, court, directory)
         write_json(directory / SWEEP, plan_of(job))
         try:
             judge_all(subjects, court, directory)
@@ -148,7 +151,7 @@ def plan_of(job: JudgeJob) -> dict:
 
 def check_candidates(job: QuantizeJob) -> None:
     """Raises what a reader raises for the first candidate that it cannot open; runs are not looked at."""
-    checkpoint = open_model(job.model)
+    checkpoint = open_unchecked(job.model).checkpoint
     for path in job.judge.named().values():
         if not is_run(path):
             format_of(path).module.read(path, checkpoint)
@@ -165,29 +168,23 @@ def judge_sweep(directory: Path) -> None:
         return
     judge = read(Judge, stated, "judge.")  # the sweep's own, because jobs that were done before know of no later ones
     court = replace(court_of(run_job(str(done[0].directory)), directory), judge=judge)
-    judge_all(opened(judge, court, directory), court, directory)
+    judge_all(subjects_of(judge, court, directory), court, directory)
 
 
 def court_of(job: JudgeJob | QuantizeJob, directory: Path) -> Court:
     """The full-precision model, checked, and all that candidates are compared by."""
-    check_images(job.model, job.infer)
-    checkpoint = open_model(job.model)
-    check_channels(checkpoint, job.infer)
-    check_guidance(checkpoint, job.infer)
-    check_steps(checkpoint, {"infer.steps": job.infer.steps})
-    check_sizes(checkpoint, {"infer": job.infer})
-    parameters, work = part_parameters(checkpoint), workload_of(job.infer)
-    check_machine({"the largest part": memory_of_part(parameters, work)}, {}, directory)
-    check_weights(checkpoint)
-    cache = Cache(output_path(job.cache.dir) if job.cache.dir else None, job.cache.limit_gb * 1e9)
-    memory = memory_of_variant(parameters, work) | {"the candidate": 4.0 * parameters[checkpoint.family.DENOISER]}
+    work = by_torch(workload_of(job.infer))
+    session = open_session(job.model, job.infer, lambda session: part_needs(session.parameters, work), directory)
+    weights = {"the candidate": 4.0 * session.parameters[session.denoiser]}
     return Court(
-        checkpoint, job.model, job.infer, job.judge, job.timing, cache, job.cache,
-        provenance(job.model.inputs() | job.infer.inputs(), []), fits(memory, "the model and a candidate"),
+        session, job.model, job.infer, job.judge, job.timing,
+        Cache(output_path(job.cache.dir) if job.cache.dir else None, job.cache.limit_gb * 1e9), job.cache,
+        provenance(job.model.inputs() | job.infer.inputs(), []),
+        session.together(work, Needs(weights, weights), "the model and a candidate"),
     )  # fmt: skip
 
 
-def opened(judge: Judge, court: Court, directory: Path) -> list[Subject]:
+def subjects_of(judge: Judge, court: Court, directory: Path) -> list[Subject]:
     """Every candidate, opened. Raises what the first that cannot be opened raises.
 
     Raises ConfigError for one that lies in its own folder of results, or that around this.
@@ -201,7 +198,7 @@ def opened(judge: Judge, court: Court, directory: Path) -> list[Subject]:
                 f"the candidate {path} and the folder of its results, {folder}, lie in each other; set hydra.run.dir "
                 "to another folder"
             )
-    return [subject_of(name, path, court.checkpoint, sha256, runs) for name, path in judge.named().items()]
+    return [subject_of(name, path, court.session, sha256, runs) for name, path in judge.named().items()]
 
 
 def judge_all(subjects: Sequence[Subject], court: Court, directory: Path) -> None:
@@ -253,7 +250,7 @@ def engines_of(court: Court, others: Mapping[str, Callable[[], Engine]] = Mappin
     def open_engine(key: str) -> Engine:
         return others[key]() if key in others else open_torch(court.checkpoint, court.infer, key)
 
-    return Pool(open_engine, most=None if court.together else 1)
+    return court.session.engines(open_engine, court.together)
 
 
 def variant_of(court: Court, pool: Pool, denoiser: str) -> Variant:

@@ -24,13 +24,13 @@ from sd_quant.report.record import Record, weights_sha256, write_record
 from sd_quant.report.summary import LOCK, PROVENANCE
 from sd_quant.simulation.native import check_device
 from sd_quant.stages.calibrate import statistics_of
+from sd_quant.stages.checks import check_request
 from sd_quant.stages.choose import choose
 from sd_quant.stages.closing import DONE_BEFORE, closing_words, in_sweep
 from sd_quant.stages.compare import compare_images, framework_images, save_pairs
 from sd_quant.stages.export_onnx import export_parts, files_of_a_run, trace_meanwhile
 from sd_quant.stages.export_trt import check_gpu, plans_beside
 from sd_quant.stages.fit_budget import bytes_to_share
-from sd_quant.stages.generate import check_images
 from sd_quant.stages.hand_over import hand_over_run, rows_of
 from sd_quant.stages.job_folder import (
     HAND_OVER,
@@ -46,7 +46,9 @@ from sd_quant.stages.job_folder import (
 from sd_quant.stages.latency import compare_latency
 from sd_quant.stages.load import load
 from sd_quant.stages.open_parts import check_cuda_graph, say_choice
+from sd_quant.stages.resources import Needs, run_needs
 from sd_quant.stages.results import Results, record_of
+from sd_quant.stages.session import Session
 from sd_quant.stages.trace_ahead import Tracer
 from sd_quant.stages.variants import FRAMEWORK, variants_of
 from sd_quant.stages.verify import executed_layers, verify
@@ -98,7 +100,7 @@ def check_runtimes(job: QuantizeJob) -> None:
     if runtime.file is None:
         check_device(job.formats()["inputs"])
     check_cuda_graph(job.infer)
-    check_images(job.model, job.infer)
+    check_request(job.model, job.infer)
 
 
 def run(job: QuantizeJob, directory: Path, facts: dict, tracer: Tracer) -> Record:
@@ -111,8 +113,15 @@ def run(job: QuantizeJob, directory: Path, facts: dict, tracer: Tracer) -> Recor
     if simulated:
         LOG.info("%s: images come from the simulation in torch, and nothing is timed", simulated)
     write_text(directory / "config.yaml", yaml.safe_dump(kept_knobs(job), sort_keys=False))
+
+    def needs(session: Session) -> Needs:
+        plans = job.trt.library != "none"
+        return run_needs(
+            session.parameters, session.stored_bytes, job.model, job.infer, job.quantize, plans, len(job.hand_over)
+        )
+
     with step("load"):
-        loaded = load(job, directory)
+        loaded = load(job.model, job.infer, job.quantize, needs, directory)
         bytes_to_share(loaded)  # refuses a budget before calibration
     trace_meanwhile(tracer, job, loaded.checkpoint, sha256, cache)
     with sharing(tracer.busy) as share:

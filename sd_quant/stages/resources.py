@@ -1,9 +1,10 @@
 """The memory and disk that a job takes, compared with the machine before anything is started."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from sd_quant.config import Infer, QuantizeJob, sizes_of
+from sd_quant.config import Infer, Model, Quantize, sizes_of
 from sd_quant.engines import RUNTIMES
 from sd_quant.errors import ResourceError
 from sd_quant.files import check_room
@@ -18,8 +19,24 @@ from sd_quant.inference.memory import (
     memory_of_simulation,
 )
 from sd_quant.metrics.memory import available_cuda_memory_bytes
-from sd_quant.models.parts import Part
 from sd_quant.process import available_memory_bytes
+
+Bytes = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The most bytes that a job takes: of memory and of a GPU by stage, of the disk by kind of file."""
+
+    memory: Bytes = field(default_factory=dict)
+    gpu: Bytes = field(default_factory=dict)
+    disk: Bytes = field(default_factory=dict)
+
+    def __or__(self, other: "Needs") -> "Needs":
+        return Needs({**self.memory, **other.memory}, {**self.gpu, **other.gpu}, {**self.disk, **other.disk})
+
+
+NOTHING = Needs()
 
 
 def workload_of(infer: Infer) -> Workload:
@@ -28,78 +45,92 @@ def workload_of(infer: Infer) -> Workload:
     return Workload(RUNTIMES[infer.engine], pixels, fp32=infer.precision == "fp32")
 
 
-def memory_needed(parameters: Parameters, job: QuantizeJob) -> dict[str, float]:
-    """The most bytes that each stage takes, with one part open at a time where that is possible."""
-    needed = {"images": memory_of_part(parameters, workload_of(job.infer))}
-    if job.quantize.calibration is None:
-        needed["calibrate"] = memory_of_calibration(parameters, calibration_pixels(job))
-    if job.trt.library != "none":
-        needed["plans"] = memory_of_plan(parameters)
-    return needed
+def images_need(parameters: Parameters, infer: Infer) -> Needs:
+    """The engine's images, with one part open at a time."""
+    return part_needs(parameters, workload_of(infer))
 
 
-def gpu_memory_needed(parameters: Parameters, job: QuantizeJob) -> dict[str, float]:
-    """The most bytes of a GPU that each stage takes, with one part open at a time where that is possible."""
-    work = workload_of(job.infer)
-    needed = {"images": gpu_memory_of_part(parameters, work), "parity": memory_of_simulation(parameters, work)}
-    if job.quantize.calibration is None and job.quantize.accelerator != "cpu":
-        needed["calibrate"] = memory_of_calibration(parameters, calibration_pixels(job))
-    return needed
+def part_needs(parameters: Parameters, work: Workload) -> Needs:
+    gpu = {} if work.runtime.device == "cpu" else {"images": gpu_memory_of_part(parameters, work)}
+    return Needs({"images": memory_of_part(parameters, work)}, gpu)
 
 
-def calibration_pixels(job: QuantizeJob) -> int:
-    """The most pixels of all images in one call of calibration."""
-    return job.quantize.batch_size * max(width * height for width, height in sizes_of(job.model))
+def by_torch(work: Workload) -> Workload:
+    """The same call by torch, whichever engine is named."""
+    return replace(work, runtime=RUNTIMES["torch"])
 
 
-def stored_bytes(parts: Mapping[str, Part], parameters: Parameters) -> dict[str, int]:
-    """Bytes of each part's unquantized weights, as they are exported."""
-    return {part: parts[part].contract.weights.itemsize * count for part, count in parameters.items()}
+def simulation_needs(parameters: Parameters, infer: Infer) -> Needs:
+    """Images by torch, with one part open at a time and the denoiser simulated in fp32."""
+    work = by_torch(workload_of(infer))
+    return part_needs(parameters, work) | Needs(gpu={"the simulation": memory_of_simulation(parameters, work)})
 
 
-def disk_needed(stored: Mapping[str, int], job: QuantizeJob) -> dict[str, float]:
-    """The most bytes that a run writes, by kind of file; ``stored`` has the bytes of each part's unquantized weights.
+def calibration_needs(parameters: Parameters, model: Model, quantize: Quantize) -> Needs:
+    """Calibration with all parts but the VAE open, or nothing where statistics are given."""
+    if quantize.calibration is not None:
+        return NOTHING
+    pixels = quantize.batch_size * max(width * height for width, height in sizes_of(model))
+    needed = {"calibrate": memory_of_calibration(parameters, pixels)}
+    return Needs(needed, {} if quantize.accelerator == "cpu" else needed)
 
-    The denoiser, which is the first part, is counted as if nothing were quantized.
+
+def plans_need(parameters: Parameters, stored: float) -> Needs:
+    """One plan is built at a time, each as large as the ``stored`` bytes of its ONNX file."""
+    return Needs({"plans": memory_of_plan(parameters)}, disk={"plan": stored})
+
+
+def run_needs(
+    parameters: Parameters,
+    stored: Mapping[str, int],
+    model: Model,
+    infer: Infer,
+    quantize: Quantize,
+    plans: bool,
+    targets: int,
+) -> Needs:
+    """All steps of ``quantize.py``; ``stored`` has the bytes of each part's unquantized weights.
+
+    On the disk the denoiser, which is the first part, is counted as if nothing were quantized.
     """
-    denoiser = next(iter(stored.values()))
-    return {
-        "onnx": sum(stored.values()),
-        "the cache": sum(stored.values()),
+    denoiser, every = next(iter(stored.values())), sum(stored.values())
+    files = {
+        "onnx": every,
+        "the cache": every,
         "full_precision": denoiser,
-        "plan": sum(stored.values()) if job.trt.library != "none" else 0,
-        "hand_over": len(job.hand_over) * sum(stored.values()),
+        "hand_over": targets * every,
         "ModelOpt's checkpoint": 2 * denoiser,
         "temporary files": denoiser,
     }
+    images = simulation_needs(parameters, infer) | images_need(parameters, infer)  # whichever engine makes them
+    steps = calibration_needs(parameters, model, quantize) | (plans_need(parameters, every) if plans else NOTHING)
+    return images | steps | Needs(disk=files)
 
 
-def check_machine(
-    memory: Mapping[str, float], disk: Mapping[str, float], directory: Path, gpu: Mapping[str, float] | None = None
-) -> None:
+def check_machine(needs: Needs, directory: Path | None = None) -> None:
     """Raises ResourceError, with the figures, unless memory, GPU and disk of this machine are large enough.
 
-    ``memory`` and ``gpu`` have bytes by stage, ``disk`` by kind of file; a machine without a GPU lacks none.
+    A machine without a GPU lacks none. ``directory`` lies on the disk; None where nothing is written.
     """
-    available = available_memory_bytes()
-    too_large = {stage: needed for stage, needed in memory.items() if needed > available}
+    available, free = available_memory_bytes(), available_cuda_memory_bytes()
+    too_large = {stage: needed for stage, needed in needs.memory.items() if needed > available}
     if too_large:
         raise ResourceError(
             f"this job needs more memory than the {available / GB:.1f} GB that are free here ({figures(too_large)}); "
             "reuse statistics with calibration=<path>, leave plans out with export_trt=none, lower infer.batch_size, "
             "quantize.batch_size or infer.width and infer.height, or take a larger machine"
         )
-    free = available_cuda_memory_bytes()
-    too_large = {stage: needed for stage, needed in (gpu or {}).items() if free is not None and needed > free}
-    if too_large:
+    too_large = {stage: needed for stage, needed in needs.gpu.items() if free is not None and needed > free}
+    if free is not None and too_large:
         raise ResourceError(
             f"this job needs more than the {free / GB:.1f} GB that are free on the GPU ({figures(too_large)}); "
             "calibrate with quantize.accelerator=cpu or calibration=<path>, lower infer.batch_size, "
             "quantize.batch_size or infer.width and infer.height, or hide the GPU with CUDA_VISIBLE_DEVICES="
         )
-    check_room(directory, sum(disk.values()), f" ({figures(disk)})")
+    if directory is not None:
+        check_room(directory, sum(needs.disk.values()), f" ({figures(needs.disk)})")
 
 
-def figures(sizes: Mapping[str, float]) -> str:
+def figures(sizes: Bytes) -> str:
     """The sizes as a message shows them."""
     return ", ".join(f"{name} {size / GB:.1f} GB" for name, size in sizes.items())

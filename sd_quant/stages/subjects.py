@@ -35,6 +35,7 @@ from sd_quant.report.provenance import fingerprint
 from sd_quant.report.record import weights_sha256
 from sd_quant.stages.hand_over import assignment_of, record_of_run
 from sd_quant.stages.open_parts import open_file, open_simulated
+from sd_quant.stages.session import Session
 
 RUN = "sd_quant run"  # what stands for a reader's name
 UNTRUSTED = "judge.trust_runs is false, and a run's file is executed only where it is true"
@@ -82,13 +83,14 @@ class JudgedWith:
     trusted: bool  # whether their ONNX files are executed
 
 
-def subject_of(name: str, path: Path, checkpoint: Checkpoint, sha256: str | None, runs: JudgedWith) -> Subject:
+def subject_of(name: str, path: Path, session: Session, sha256: str | None, runs: JudgedWith) -> Subject:
     """What lies at ``path``, opened; ``sha256`` is that of the full-precision weights.
 
     Raises ConfigError for a run of other weights, and what the readers raise.
     """
     if is_run(path):
-        return run_subject(name, path, checkpoint, sha256, runs)
+        return run_subject(name, path, session, sha256, runs)
+    checkpoint = session.checkpoint
     candidate = format_of(path).module.read(path, checkpoint)
     return Subject(
         name, path, fingerprint(path), candidate.reader, candidate.maker, candidate.stored_bytes,
@@ -156,7 +158,7 @@ def runtime_of(candidate: Candidate, checkpoint: Checkpoint) -> Runtime | None:
     return Runtime(candidate.maker, open_library)
 
 
-def run_subject(name: str, run: Path, checkpoint: Checkpoint, sha256: str | None, runs: JudgedWith) -> Subject:
+def run_subject(name: str, run: Path, session: Session, sha256: str | None, runs: JudgedWith) -> Subject:
     """A run of anybody: a recipe for the judge's own model, which is derived again."""
     job, record = recipe_of_run(str(run), runs.cache), record_of_run(run)
     if weights_sha256(record) != sha256:
@@ -175,7 +177,7 @@ def run_subject(name: str, run: Path, checkpoint: Checkpoint, sha256: str | None
     job.infer = copy.copy(runs.infer)
     for knob, value in guided.items():
         setattr(job.infer, knob, value)
-    _, assignment = assignment_of(job, run, StageTimer(), checkpoint, runs.directory)
+    _, assignment = assignment_of(job, run, StageTimer(), session, runs.directory)
     rows = [
         {
             "name": layer.name,
@@ -190,11 +192,11 @@ def run_subject(name: str, run: Path, checkpoint: Checkpoint, sha256: str | None
         for layer in assignment.values()
         if layer.role not in WITHOUT_WEIGHTS
     ]
-    path = artifact(run, "onnx", checkpoint.family.DENOISER)
+    path = artifact(run, "onnx", session.denoiser)
     stored = sum(file.stat().st_size for file in onnx_files(path))
     return Subject(
         name, run, fingerprint(run), RUN, f"sd-quant {job.quantize.format}", stored, rows,
-        partial(open_simulated, checkpoint, assignment), runtime=run_runtime(path, engine, record, runs),
+        partial(open_simulated, session.checkpoint, assignment), runtime=run_runtime(path, engine, record, runs),
         no_runtime=Subject.no_runtime if runs.trusted else UNTRUSTED,
     )  # fmt: skip
 

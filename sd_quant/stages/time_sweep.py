@@ -33,7 +33,6 @@ from sd_quant.files.plain_yaml import load_yaml
 from sd_quant.inference.memory import QUANTIZED, TORCH, gpu_memory_of_variant, memory_of_variant
 from sd_quant.knobs import read
 from sd_quant.metrics.memory import available_cuda_memory_bytes
-from sd_quant.models.checkpoint import Checkpoint, part_parameters
 from sd_quant.places import CONF
 from sd_quant.process import available_memory_bytes
 from sd_quant.progress import working
@@ -43,9 +42,9 @@ from sd_quant.report.record import DONE, IMAGE, VARIANTS, at, read_object, weigh
 from sd_quant.report.summary import SWEEP, Job, machine_of, read_sweep
 from sd_quant.report.timing import TIMING, Block, LeftOut, TimedEngine, TimingRecord, read_timing
 from sd_quant.stages.latency import conditions, denoiser_rounds
-from sd_quant.stages.load import open_model
 from sd_quant.stages.open_parts import open_compiled, open_file
 from sd_quant.stages.resources import workload_of
+from sd_quant.stages.session import Session, open_unchecked
 
 LOG = logging.getLogger(__name__)
 REFERENCE, COMPILED = "unquantized", "compiled"
@@ -92,7 +91,7 @@ def time_sweep(directory: Path, again: bool = False) -> None:
                 left_out.append({"job": job.name, "reason": reason})
         except (SdQuantError, OSError, ValueError, TypeError, KeyError, RecursionError, yaml.YAMLError) as error:
             left_out.append({"job": job.name, "reason": f"its files cannot be read: {error}"})
-    at_once = {key: most_at_once(open_model(work.job.model), work.job) for key, work in workloads.items()}
+    at_once = {key: most_at_once(open_unchecked(work.job.model), work.job) for key, work in workloads.items()}
     for key in [key for key, count in at_once.items() if count == 0]:
         names = [name for names in workloads.pop(key).jobs.values() for name in names]
         left_out += [LeftOut(job=name, reason=NO_ROOM) for name in names]
@@ -148,7 +147,7 @@ def hash_of(path: Path) -> str:
 
 def blocks_of(work: Workload, size: int, timing: Timing) -> Iterator[Block]:
     """Time all engines of a workload, ``size`` of them at once beside the unquantized one."""
-    infer, checkpoint = work.job.infer, open_model(work.job.model)
+    infer, checkpoint = work.job.infer, open_unchecked(work.job.model).checkpoint
     reference, hashes = open_file(work.reference, infer), list(work.engines)
     baselines = {REFERENCE: reference}
     if work.job.compiled_baseline:
@@ -179,10 +178,10 @@ def blocks_of(work: Workload, size: int, timing: Timing) -> Iterator[Block]:
         engine.close()
 
 
-def most_at_once(checkpoint: Checkpoint, job: QuantizeJob) -> int:
+def most_at_once(session: Session, job: QuantizeJob) -> int:
     """How many quantized denoisers memory holds beside one whole unquantized variant; it may be none."""
-    parameters, work = part_parameters(checkpoint), workload_of(job.infer)
-    weights = parameters[checkpoint.family.DENOISER]
+    parameters, work = session.parameters, workload_of(job.infer)
+    weights = parameters[session.denoiser]
     each, compiled = QUANTIZED * weights, TORCH * weights if job.compiled_baseline else 0
     rooms = [available_memory_bytes() - sum(memory_of_variant(parameters, work).values()) - compiled]
     if (gpu := available_cuda_memory_bytes()) is not None and (taken := gpu_memory_of_variant(parameters, work)):

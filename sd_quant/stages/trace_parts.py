@@ -12,7 +12,7 @@ import transformers.models.clip.modeling_clip  # noqa: F401
 from sd_quant.cache import Cache
 from sd_quant.config import Model
 from sd_quant.stages.export_onnx import provide_graph
-from sd_quant.stages.load import open_model
+from sd_quant.stages.session import open_unchecked
 
 
 def main() -> None:
@@ -21,7 +21,7 @@ def main() -> None:
         return
     request = json.loads(text)
     directory, limit_bytes = request["cache"]
-    checkpoint, cache = open_model(Model(**request["model"])), Cache(Path(directory), limit_bytes)
+    checkpoint, cache = open_unchecked(Model(**request["model"])).checkpoint, Cache(Path(directory), limit_bytes)
     for part in request["parts"]:
         with tempfile.TemporaryDirectory() as folder:
             provide_graph(checkpoint, request["sha256"], part, Path(folder), cache)

@@ -20,7 +20,6 @@ from sd_quant.engines.torch import TorchEngine
 from sd_quant.inference.memory import (
     TORCH,
     bytes_on_gpu,
-    fits,
     gpu_memory_of_variants,
     memory_of_part,
     memory_of_variants,
@@ -29,7 +28,7 @@ from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.stages.load import Loaded
 from sd_quant.stages.open_parts import open_compiled, open_file, open_simulated, open_torch, open_torch_engine
-from sd_quant.stages.resources import workload_of
+from sd_quant.stages.resources import Needs, workload_of
 
 FRAMEWORK, FULL_PRECISION, QUANTIZED = "framework", "full_precision", "quantized"
 SIMULATED = "simulated"  # the key of the denoiser that torch computes as if it were quantized
@@ -85,14 +84,14 @@ def variants_of(
 
     Where memory does not hold all of them, one part is open at a time.
     """
-    work = workload_of(infer)
-    memory, gpu = memory_of_variants(loaded.parameters, work), gpu_memory_of_variants(loaded.parameters, work)
+    work, parameters = workload_of(infer), loaded.parameters
+    all_of_them = Needs(memory_of_variants(parameters, work), gpu_memory_of_variants(parameters, work))
     if compiled_baseline:
-        memory |= {"compiled": TORCH * loaded.parameters[loaded.denoiser]}
-        gpu |= {"compiled": bytes_on_gpu(work) * loaded.parameters[loaded.denoiser]}
-    together = fits(memory, "all variants of the model", gpu)
-    most = sum(memory.values()) if together else memory_of_part(loaded.parameters, work)
-    pool = Pool(partial(open_engine, loaded.checkpoint, infer, assignment), most=None if together else 1)
+        weights = parameters[loaded.denoiser]
+        all_of_them |= Needs({"compiled": TORCH * weights}, {"compiled": bytes_on_gpu(work) * weights})
+    together = loaded.together(work, all_of_them, "all variants of the model")
+    most = sum(all_of_them.memory.values()) if together else memory_of_part(parameters, work)
+    pool = loaded.engines(partial(open_engine, loaded.checkpoint, infer, assignment), together)
     keys = keys_of(loaded, infer.engine, directory, simulated is not None)
     if compiled_baseline:
         keys[COMPILED_FRAMEWORK] = {loaded.denoiser: Compiled(loaded.denoiser)}

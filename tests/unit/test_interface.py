@@ -20,6 +20,7 @@ from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.statistics import LayerStatistics, Sample, Statistics
 from sd_quant.report.csv_files import write_csv
 from sd_quant.stages import hand_over
+from sd_quant.stages.load import Loaded, with_recipe
 
 NOTHING = Statistics({}, {})
 
@@ -27,6 +28,11 @@ NOTHING = Statistics({}, {})
 @pytest.fixture(scope="module")
 def model() -> sd_quant.Model:
     return sd_quant.open()
+
+
+def loaded_of(model: sd_quant.Model) -> Loaded:
+    job = model.job(None, {})
+    return with_recipe(model.session, job.model.family, job.quantize, job.infer.scale)
 
 
 def test_to_import_it_or_to_choose_a_tracker_imports_nothing_heavy():
@@ -114,7 +120,7 @@ def test_what_is_handed_over_has_the_card_of_the_command(model, tmp_path, monkey
     known = {"weight_axis": 0, "weight_amax": torch.ones(32), "activation_amax": 1.0}
     rows = {"a": LayerAssignment("a", "qkv", (32, 32), "int8", "int8", **known)}
     knobs = {"quant_level": 3, "observer": "mse"}
-    loaded = sd_quant.interface.layers_of(model.checkpoint, model.job(None, {}))
+    loaded = loaded_of(model)
     made = Quantized(model, "int8", model.job(None, knobs), loaded, rows, knobs)
     with pytest.raises(ConfigError, match="^hand_over does not use steps without prompts; give prompts$"):
         made.hand_over("comfyui", tmp_path / "out", steps=3)
@@ -154,7 +160,7 @@ def test_a_hydra_application_around_it_goes_on_as_before():
 
 @pytest.mark.slow
 def test_bytes_of_weights_are_those_of_their_formats(model):
-    loaded = sd_quant.interface.layers_of(model.checkpoint, model.job(None, {}))
+    loaded = loaded_of(model)
     rows = [
         LayerAssignment("a", "ffn", (10, 64), format="int8", weight_axis=0),
         LayerAssignment("b", "ffn", (10, 64), format=None, reason="kept"),
@@ -188,7 +194,7 @@ def test_each_thing_is_shown_in_a_line(model):
 
 @pytest.mark.slow
 def test_a_comparison_is_a_table_with_intervals(model, tmp_path):
-    loaded = sd_quant.interface.layers_of(model.checkpoint, model.job(None, {}))
+    loaded = loaded_of(model)
     images = np.zeros((3, 64, 64, 3), np.uint8)
     scores = {"psnr": {"values": [30.0, 32.0, None]}, "ssim": {"mean": 0.9}, "lpips": {"mean": 0.01}}
     same = {"psnr": {"values": [None] * 3}, "ssim": {"mean": 1.0}, "lpips": {"mean": 0.0}}

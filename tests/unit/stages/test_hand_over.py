@@ -13,7 +13,7 @@ from sd_quant.interchange.holding import adapted
 from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.report.csv_files import write_csv
-from sd_quant.stages import hand_over
+from sd_quant.stages import hand_over, session
 from tests.pasting import AWKWARD, words_of
 
 from ..config.composition import composed
@@ -122,7 +122,7 @@ def test_a_card_has_the_command_that_made_it(tmp_path, monkeypatch):
     loaded = SimpleNamespace(parts={}, parameters={})
     monkeypatch.setattr(hand_over, "assignment_of", lambda *_: (loaded, {"a": row("a", 32, 32)}))
     monkeypatch.setattr(hand_over, "recipe_of_run", lambda run, cache: knobs)
-    monkeypatch.setattr(hand_over, "open_model", lambda model: None)
+    monkeypatch.setattr(hand_over, "open_session", lambda *_: None)
     monkeypatch.setattr(hand_over, "handed_over", lambda written: [])
     for images in (True, False):
         job = SimpleNamespace(run=AWKWARD, cache=None, targets=lambda: ["gguf"], images=images)
@@ -134,13 +134,14 @@ def test_a_card_has_the_command_that_made_it(tmp_path, monkeypatch):
 
 
 def test_a_disk_that_is_too_small_is_found_out_before_anything_is_written(tmp_path, monkeypatch):
+    class Opened(session.Session):
+        parts = {"unet_xl": SimpleNamespace(contract=SimpleNamespace(weights=torch.float16))}
+        parameters = {"unet_xl": 10**9}
+
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
-    parts = {"unet_xl": SimpleNamespace(contract=SimpleNamespace(weights=torch.float16))}
-    loaded = SimpleNamespace(parts=parts, parameters={"unet_xl": 10**9})
-    monkeypatch.setattr(hand_over, "assignment_of", lambda *_: (loaded, {"a": row("a", 32, 32)}))
+    monkeypatch.setattr(session, "open_unchecked", lambda model: Opened(None))
     monkeypatch.setattr(hand_over, "recipe_of_run", lambda run, cache: SimpleNamespace(model=None))
-    monkeypatch.setattr(hand_over, "open_model", lambda model: None)
-    job = SimpleNamespace(run=str(tmp_path), cache=None, targets=lambda: ["onnx"])
-    with pytest.raises(ResourceError, match=r"needs up to 2.00 GB and the disk has 0.00 GB free"):
+    job = SimpleNamespace(run=str(tmp_path), cache=None, images=False, targets=lambda: ["onnx", "gguf"])
+    with pytest.raises(ResourceError, match=r"needs up to 4.00 GB .*hand_over 4.0 GB.* and the disk has 0.00 GB free"):
         hand_over.hand_over(job, tmp_path / "out")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {".lock"}

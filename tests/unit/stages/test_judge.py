@@ -117,7 +117,7 @@ def test_a_candidate_is_never_where_its_results_are(given, tmp_path, monkeypatch
     rules = SimpleNamespace(named=lambda: {"a.gguf": path}, trust_runs=False)
     here = court(facts={}, model=None, cache_folder=None)
     with pytest.raises(ConfigError, match="and the folder of its results, .*, lie in each other; set hydra.run.dir"):
-        judge.opened(rules, here, tmp_path)
+        judge.subjects_of(rules, here, tmp_path)
 
 
 @pytest.mark.parametrize(("there", "said"), [

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from sd_quant.errors import ConfigError
-from sd_quant.places import HOME
-from sd_quant.stages.load import Loaded, layers_of, open_model, read_the_text, warn_of_size
+from sd_quant.stages.load import Loaded, read_the_text, with_recipe
+from sd_quant.stages.session import Session, open_unchecked
 from tests.presets import job
 
 pytestmark = pytest.mark.slow
@@ -16,19 +16,19 @@ pytestmark = pytest.mark.slow
 def test_exclude_text_leaves_out_key_and_value_of_cross_attention():
     roles = loaded().roles
     expected = {name for name in roles if name.endswith(("attn2.to_k", "attn2.to_v"))}
-    assert set(read_the_text(opened(), roles)) == expected and len(expected) == 22
+    assert set(read_the_text(opened().checkpoint, roles)) == expected and len(expected) == 22
 
 
 @cache
 def loaded(*overrides: str, preset: str = "svdquant_w4a4") -> Loaded:
     made = job(f"quantize={preset}", "quant_level=3", *overrides)
-    return layers_of(opened(), made)
+    return with_recipe(opened(), "sdxl", made.quantize, made.infer.scale)
 
 
 @cache
-def opened():
+def opened() -> Session:
     """The shipped SDXL, whose parameters and layers are counted once."""
-    return open_model(job().model)
+    return open_unchecked(job().model)
 
 
 def test_layers_that_the_family_excludes_are_linears_when_they_are_included():
@@ -56,15 +56,6 @@ def test_a_scale_for_a_whole_weight_stays_one_where_the_weight_alone_is_quantize
     assert not alone.recipe.per_channel and not alone.own(name, alone.recipe).per_channel
 
 
-@pytest.mark.parametrize("stated", ["model.width=128", "infer.sizes=[64x64,64x128]"])
-def test_images_beyond_the_places_that_a_checkpoint_knows_are_refused(stated):
-    made, section = job("model=sd3_mini", stated), stated.partition(".")[0]
-    with pytest.raises(
-        ConfigError, match=rf"^{section}\.\S.* expected at most 64 pixels a side, because this checkpoint"
-    ):
-        layers_of(open_model(made.model), made)
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -77,21 +68,6 @@ def test_images_beyond_the_places_that_a_checkpoint_knows_are_refused(stated):
 def test_patterns_that_cannot_be_meant_are_refused(override, message):
     with pytest.raises(ConfigError, match=f"^{message}"):
         loaded(f"quantize.{override}")
-
-
-@pytest.mark.parametrize(
-    ("sides", "warned"),
-    [
-        ({}, []),
-        ({"width": 128, "height": 128}, ["model.width and model.height ask for 128 x 128"]),
-        ({"sizes": ["64x128", "128x192", "192x64"]}, ["model.sizes ask for 128 x 192", "model.sizes ask for 192 x 64"]),
-    ],
-)
-def test_images_far_from_the_checkpoints_own_size_are_warned_of(caplog, sides, warned):
-    usual = {"width": 64, "height": 64, "sizes": None, "path": str(HOME / "checkpoints/sdxl_mini.nemo")}
-    warn_of_size(SimpleNamespace(model=SimpleNamespace(**usual | sides), infer=SimpleNamespace(**usual)))
-    assert [message.partition(", and")[0] for message in caplog.messages] == warned
-    assert all("and this checkpoint was made for 64 x 64" in message for message in caplog.messages)
 
 
 def test_a_model_without_such_layers_refuses_it():

@@ -12,16 +12,22 @@ from sd_quant.inference.memory import (
     memory_of_variants,
 )
 from sd_quant.stages import resources
-from sd_quant.stages.resources import workload_of
+from sd_quant.stages.resources import Needs, check_machine, run_needs, workload_of
 
 SDXL = {"unet_xl": 2_567_463_684, "vae": 49_490_199, "clip1": 123_060_480, "clip2": 694_659_840}
 
 
-def job(size: int = 1024, calibration: str | None = None, library: str = "tensorrt_rtx", engine: str = "openvino"):
-    picture = SimpleNamespace(width=size, height=size, sizes=None, batch_size=1, engine=engine, precision="auto")
+STORED = {part: (4 if part == "vae" else 2) * count for part, count in SDXL.items()}
+
+
+def images(size: int = 1024, engine: str = "openvino") -> SimpleNamespace:
+    return SimpleNamespace(width=size, height=size, sizes=None, batch_size=1, engine=engine, precision="auto")
+
+
+def run(size: int = 1024, calibration: str | None = None, plans: bool = True, engine: str = "openvino") -> Needs:
     quantize = SimpleNamespace(batch_size=1, calibration=calibration, accelerator="auto")
-    trt = SimpleNamespace(library=library)
-    return SimpleNamespace(model=picture, infer=picture, quantize=quantize, trt=trt, hand_over=["comfyui", "gguf"])
+    made = images(size, engine)
+    return run_needs(SDXL, STORED, made, made, quantize, plans, targets=2)
 
 
 @pytest.fixture
@@ -35,10 +41,10 @@ def memory(monkeypatch):
 
 def test_the_full_model_works_on_24_gb_one_part_at_a_time(tmp_path, memory):
     memory(24)
-    resources.check_machine(resources.memory_needed(SDXL, job()), {}, tmp_path)
-    assert not fits(memory_of_variants(SDXL, workload_of(job().infer)), "all")
+    check_machine(run(), tmp_path)
+    assert not fits(memory_of_variants(SDXL, workload_of(images())), "all")
     memory(80)
-    assert fits(memory_of_variants(SDXL, workload_of(job().infer)), "all")
+    assert fits(memory_of_variants(SDXL, workload_of(images())), "all")
 
 
 def test_a_machine_that_is_too_small_is_told_what_would_help(tmp_path, memory):
@@ -46,33 +52,33 @@ def test_a_machine_that_is_too_small_is_told_what_would_help(tmp_path, memory):
     with pytest.raises(
         ResourceError, match=r"the 8.0 GB that are free here .*calibrate 1\d.\d GB, plans 1\d.\d GB.* infer.batch_size"
     ):
-        resources.check_machine(resources.memory_needed(SDXL, job()), {}, tmp_path)
-    given = resources.memory_needed(SDXL, job(calibration="given", library="none"))
+        check_machine(run(), tmp_path)
+    given = run(calibration="given", plans=False).memory
     assert set(given) == {"images"}
-    large, small = (resources.memory_needed(SDXL, job(size)) for size in (1024, 512))
+    large, small = (run(size).memory for size in (1024, 512))
     assert all(small[stage] <= large[stage] for stage in large) and small["calibrate"] < large["calibrate"]
 
 
 def test_a_gpu_of_24_gb_is_enough_one_part_at_a_time(tmp_path, memory, monkeypatch):
     """Calibration takes most, 4 bytes of each of 3.39 B weights and the activations of guidance's two samples."""
     memory(100)
-    needed = resources.gpu_memory_needed(SDXL, job(engine="torch_native"))
+    needed = run(engine="torch_native").gpu
     assert max(needed, key=needed.get) == "calibrate" and 16e9 < needed["calibrate"] < 18e9
     free = SimpleNamespace(bytes=int(22.5e9))  # of a card of 24 GB with a screen
     for module in (memory_model, resources):
         monkeypatch.setattr(module, "available_cuda_memory_bytes", lambda: free.bytes)
-    resources.check_machine({}, {}, tmp_path, needed)
-    infer = job(engine="torch_native").infer
+    check_machine(Needs(gpu=needed))
+    infer = images(engine="torch_native")
     assert not fits({}, "all", gpu_memory_of_variants(SDXL, workload_of(infer)))
     free.bytes = int(1e9)
-    assert fits({}, "a side", gpu_memory_of_variant(SDXL, workload_of(job().infer)))  # an engine for the processor
-    assert not fits({}, "a side", gpu_memory_of_variant(SDXL, workload_of(job(engine="tensorrt").infer)))
+    assert fits({}, "a side", gpu_memory_of_variant(SDXL, workload_of(images())))  # an engine for the processor
+    assert not fits({}, "a side", gpu_memory_of_variant(SDXL, workload_of(images(engine="tensorrt"))))
     free.bytes = int(11.5e9)
     with pytest.raises(
         ResourceError, match=r"the 11.5 GB that are free on the GPU \(.*calibrate 16.6 GB\).* infer.batch_size"
     ):
-        resources.check_machine({}, {}, tmp_path, needed)
-    given = resources.gpu_memory_needed(SDXL, job(calibration="given", engine="torch_native"))
+        check_machine(Needs(gpu=needed))
+    given = run(calibration="given", engine="torch_native").gpu
     assert "calibrate" not in given
     free.bytes = int(75e9)
     assert fits({}, "all", gpu_memory_of_variants(SDXL, workload_of(infer)))
@@ -80,15 +86,13 @@ def test_a_gpu_of_24_gb_is_enough_one_part_at_a_time(tmp_path, memory, monkeypat
 
 def test_a_disk_that_is_too_small(tmp_path, memory):
     memory(24)
-    stored = {part: (4 if part == "vae" else 2) * count for part, count in SDXL.items()}
-    files = resources.disk_needed(stored, job())
+    files = run().disk
     assert 25e9 < sum(files.values()) - files["hand_over"] < 48e9 and files["plan"] > 0
-    assert files["hand_over"] == 2 * files["onnx"]
-    assert resources.disk_needed(stored, job(library="none"))["plan"] == 0
+    assert files["hand_over"] == 2 * files["onnx"] and "plan" not in run(plans=False).disk
     with pytest.raises(ResourceError, match=r"needs up to .*ModelOpt's checkpoint 10.3 GB"):
-        resources.check_machine({}, files | {"onnx": 1e18}, tmp_path)
+        check_machine(Needs(disk=files | {"onnx": 1e18}), tmp_path)
 
 
 def test_of_a_small_model_the_decoders_activations_take_most():
-    small = memory_of_part({"unet_xl": 1000, "vae": 1000}, workload_of(job(1024).infer))
+    small = memory_of_part({"unet_xl": 1000, "vae": 1000}, workload_of(images()))
     assert 9e9 < small - memory_model.PROCESS < 10e9

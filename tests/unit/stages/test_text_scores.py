@@ -13,7 +13,7 @@ from sd_quant.inference.loading import load_model, pipeline_of
 from sd_quant.metrics import text_image
 from sd_quant.metrics.text_image import MLPERF_PROTOCOL, captions_sha256, clip_score, fid, git_blob
 from sd_quant.stages.generate import generate, sampling_of
-from sd_quant.stages.load import open_model
+from sd_quant.stages.session import open_unchecked
 from sd_quant.stages.text_scores import text_scores
 from tests.presets import infer_job
 
@@ -41,7 +41,7 @@ def run(tmp_path_factory):
         f"infer.prompts={folder / 'captions_source.tsv'}", f"infer.latents={folder / 'latents.pt'}", "infer.scale=8.0",
         f'infer.negative_prompt="{MLPERF_PROTOCOL["negative_prompt"]}"', "infer.steps=2",
     )  # fmt: skip
-    checkpoint, prompts = open_model(job.model), job.infer.prompt_list()
+    checkpoint, prompts = open_unchecked(job.model).checkpoint, job.infer.prompt_list()
     pipeline = pipeline_of(checkpoint, load_model(checkpoint).torch_engines())
     images = generate(pipeline, prompts, job.infer, "test").images
     features = np.random.default_rng(0).normal(size=(50, 12))
@@ -90,7 +90,9 @@ def other_sampler(run):
     path = run.folder / "sdxl/scheduler/scheduler_config.json"
     kept = path.read_text()
     path.write_text(json.dumps(json.loads(kept) | {"timestep_spacing": "trailing"}))
-    found = verdict(run, checkpoint=open_model(infer_job("model=sdxl", f"model.path={run.folder / 'sdxl'}").model))
+    found = verdict(
+        run, checkpoint=open_unchecked(infer_job("model=sdxl", f"model.path={run.folder / 'sdxl'}").model).checkpoint
+    )
     path.write_text(kept)
     return found
 

@@ -20,6 +20,7 @@ from tests.presets import job
 IMAGE = {"full_precision": {"p50_ms": 50.0, "rest": 0.5}}
 composed = cache(job)
 CHECKPOINT = SimpleNamespace(family=SimpleNamespace(DENOISER="unet_xl"))
+SESSION = SimpleNamespace(checkpoint=CHECKPOINT, denoiser="unet_xl", parameters={"unet_xl": 10**6})
 
 
 def graph(path, weights: str):
@@ -70,8 +71,7 @@ def opened(monkeypatch):
     def rounds(checkpoint, engines, infer, timing):
         return Rounds(dict.fromkeys(engines, [1.0] * 5), {}, 0, "narrow", {"others": 0.0, "steal": 0.0})
 
-    monkeypatch.setattr(time_sweep, "open_model", lambda model: CHECKPOINT)
-    monkeypatch.setattr(time_sweep, "part_parameters", lambda checkpoint: {"unet_xl": 10**6})
+    monkeypatch.setattr(time_sweep, "open_unchecked", lambda model: SESSION)
     monkeypatch.setattr(time_sweep, "open_file", open_file)
     monkeypatch.setattr(time_sweep, "denoiser_rounds", rounds)
     return files

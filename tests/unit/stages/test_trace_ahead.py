@@ -7,7 +7,7 @@ import pytest
 from sd_quant.cache import Cache
 from sd_quant.stages import export_onnx, trace_ahead
 from sd_quant.stages.export_onnx import graph_origin, trace_meanwhile
-from sd_quant.stages.load import open_model
+from sd_quant.stages.session import open_unchecked
 from sd_quant.stages.trace_ahead import Tracer, tracer_for
 from tests.presets import job
 
@@ -89,8 +89,8 @@ def test_a_process_leaves_the_graphs_of_its_parts_in_the_cache_and_ends(tmp_path
         tracer.trace(request(model, cache))
         assert tracer.busy()
         assert tracer.process.wait(timeout=300) == 0 and not tracer.busy()
-    assert cache.holds("graph", graph_origin(open_model(model), "0" * 64, "clip1"))
-    assert not cache.holds("graph", graph_origin(open_model(model), "1" * 64, "clip1"))
+    assert cache.holds("graph", graph_origin(open_unchecked(model).checkpoint, "0" * 64, "clip1"))
+    assert not cache.holds("graph", graph_origin(open_unchecked(model).checkpoint, "1" * 64, "clip1"))
 
 
 def request(model, cache: Cache) -> dict:

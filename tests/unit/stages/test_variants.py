@@ -3,7 +3,8 @@
 from pathlib import Path
 from types import SimpleNamespace
 
-from sd_quant.stages import variants
+from sd_quant.stages import session, variants
+from sd_quant.stages.session import Session
 from sd_quant.stages.variants import SIMULATED, Native, keys_of
 from tests.presets import job
 
@@ -42,14 +43,15 @@ def test_torch_multiplies_codes_in_the_quantized_denoiser_alone():
 
 
 def test_the_compiled_framework_is_opened_where_it_is_asked_for_and_counts_for_memory(monkeypatch):
-    asked, infer = [], job().infer
-    monkeypatch.setattr(variants, "fits", lambda memory, what, gpu: asked.append((memory, gpu)) or True)
+    class Opened(Session):
+        parts, parameters, denoiser = dict.fromkeys(PARTS), {"unet": 10**9, "vae": 10**8}, "unet"
+
+    asked = []
+    monkeypatch.setattr(session, "fits", lambda memory, what, gpu: asked.append((memory, gpu)) or True)
     monkeypatch.setattr(variants, "open_torch_engine", lambda checkpoint, infer, part, assignment: ("as it is", part))
     monkeypatch.setattr(variants, "open_compiled", lambda checkpoint, infer, part: ("compiled", part))
-    loaded = SimpleNamespace(
-        parts=dict.fromkeys(PARTS), denoiser="unet", checkpoint=None, parameters={"unet": 10**9, "vae": 10**8}
-    )
-    with_it, without = (variants.variants_of(loaded, infer, {}, RUN, None, baseline) for baseline in (True, False))
+    opened, infer = Opened(None), job().infer
+    with_it, without = (variants.variants_of(opened, infer, {}, RUN, None, baseline) for baseline in (True, False))
     assert "compiled_framework" not in without.engines and with_it.engines["compiled_framework"].keys() == {"unet"}
     assert with_it.engines["compiled_framework"]["unet"] == ("compiled", "unet")
     (memory, gpu), (memory_without, gpu_without) = asked

@@ -1,0 +1,89 @@
+"""What is refused of a request for images: before a checkpoint is opened, and by the structure of the one that is open.
+
+``session`` calls these, and no other stage does.
+"""
+
+from sd_quant.config import Infer, Model, sizes_of
+from sd_quant.config.sections import Sized
+from sd_quant.errors import ConfigError
+from sd_quant.inference.loading import most_steps
+from sd_quant.knobs import check
+from sd_quant.models import FAMILIES, LATENT_FACTOR, family_named
+from sd_quant.models.checkpoint import Checkpoint, contracts_of, denoiser_part, reads_guidance
+from sd_quant.stages.generate import calibration_source_of, latents_of, source_of
+
+
+def check_request(model: Model, infer: Infer) -> None:
+    """Raises SdQuantError, before a checkpoint is opened, for images that its family or this machine cannot make.
+
+    That is a negative prompt for a family that computes nothing without the prompt, images to start from for one whose
+    pipeline has none, and noise or images that cannot be read.
+    """
+    if family_named(model.family).FROM_IMAGES is None:
+        able = ", ".join(name for name in FAMILIES if family_named(name).FROM_IMAGES)
+        knobs = {"infer.image": infer.image, "model.calibration_image": model.calibration_image}
+        for knob, value in knobs.items():
+            check(value is None, knob, value, f"null, because only {able} begin with images here")
+        check(not model.encoder, "model.encoder", True, f"false, because only {able} begin with images here")
+    guides = family_named(model.family).GUIDES
+    expected = f"null, because the guidance of {model.family} is an input of its network, which reads no second text"
+    check(guides or infer.negative_prompt is None, "infer.negative_prompt", infer.negative_prompt, expected)
+    latents_of(infer)
+    source_of(infer)
+    calibration_source_of(model, infer)
+
+
+def check_latents(checkpoint: Checkpoint, infer: Infer) -> None:
+    """Raises ConfigError for noise with another number of channels than the checkpoint's autoencoder has."""
+    latents, channels = latents_of(infer), contracts_of(checkpoint)["vae"].inputs["z"][1]
+    if latents is not None and latents.shape[1] != channels:
+        raise ConfigError(
+            f"infer.latents: {infer.latents} holds {latents.shape[1]} channels, and the latents of this checkpoint "
+            f"have {channels}; make them for it"
+        )
+
+
+def check_mask(checkpoint: Checkpoint, knobs: str, mask: str | None) -> None:
+    """Raises ConfigError where the denoiser reads an image and a mask beside the latents, and the mask is null.
+
+    ``knobs`` begins the names of the knobs for both.
+    """
+    contracts = contracts_of(checkpoint)
+    channels, read = contracts["vae"].inputs["z"][1], next(iter(contracts[checkpoint.family.DENOISER].inputs.values()))
+    if read[1] == 2 * channels + 1 and mask is None:
+        raise ConfigError(
+            f"{knobs}image and {knobs}mask are not given, expected both, because this checkpoint's denoiser is one for "
+            f"inpainting: it reads {read[1]} channels, {channels} of latents, {channels} of a masked image and its mask"
+        )
+
+
+def check_guidance(checkpoint: Checkpoint, scale: float) -> None:
+    """Raises ConfigError for a guidance scale above 1 where no input of the checkpoint's networks depends on it."""
+    expected = (
+        "at most 1, because this checkpoint was distilled to do without guidance and takes no scale; for Flux schnell "
+        "model=flux_schnell has the knobs"
+    )
+    check(scale <= 1 or reads_guidance(checkpoint), "infer.scale", scale, expected)
+
+
+def check_steps(checkpoint: Checkpoint, knob: str, steps: int) -> None:
+    """Raises ConfigError for more denoising steps than the checkpoint's sampler can make."""
+    most = most_steps(checkpoint)
+    check(steps <= most, knob, steps, f"at most {most}, for which this checkpoint's sampler has noise levels")
+
+
+def check_sizes(checkpoint: Checkpoint, section: str, knobs: Sized) -> None:
+    """Raises ConfigError when a section asks for images with more latents along a side than the denoiser takes."""
+    latents = denoiser_part(checkpoint).contract.latents
+    if latents is None:
+        return
+    most = latents * LATENT_FACTOR
+    expected = f"at most {most} pixels a side, because this checkpoint knows the places of no more"
+    for width, height in sizes_of(knobs):
+        stated, found = sides_of(section, knobs), f"{width} x {height}"
+        check(max(width, height) <= most, stated, found, expected)
+
+
+def sides_of(section: str, knobs: Sized) -> str:
+    """The names of the knobs that say how large a section's images are."""
+    return f"{section}.sizes" if knobs.sizes else f"{section}.width and {section}.height"

@@ -1,0 +1,157 @@
+"""The one way to open a model: every command and the Python interface begin here.
+
+A session is a checkpoint that has passed all checks, of the knobs against its structure, of its weights, and of the
+memory and disk that the job takes on this machine. It also makes the pool that opens the model's engines.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, cast
+
+from sd_quant.checkpoints.kinds import open_checkpoint
+from sd_quant.checkpoints.own_size import own_size
+from sd_quant.config import Infer, Model, Quantize, sizes_of
+from sd_quant.config.sections import Sized
+from sd_quant.engines.base import Engine
+from sd_quant.engines.pool import Pool
+from sd_quant.files.checks import check_finite
+from sd_quant.files.tensors import Weights
+from sd_quant.inference.memory import Workload, fits, gpu_memory_of_variant, memory_of_variant
+from sd_quant.models.checkpoint import Checkpoint, denoiser_part, part_parameters
+from sd_quant.models.parts import Part
+from sd_quant.places import input_path
+from sd_quant.stages.checks import (
+    check_guidance,
+    check_latents,
+    check_mask,
+    check_request,
+    check_sizes,
+    check_steps,
+    sides_of,
+)
+from sd_quant.stages.resources import NOTHING, Needs, check_machine, images_need
+
+LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Session:
+    """A checkpoint that is open. No weight is in memory."""
+
+    checkpoint: Checkpoint
+
+    @cached_property
+    def parts(self) -> dict[str, Part]:
+        """The exported parts by name, the denoiser first."""
+        return self.checkpoint.parts()
+
+    @cached_property
+    def parameters(self) -> dict[str, int]:
+        """The number of weights by part."""
+        return part_parameters(self.checkpoint)
+
+    @property
+    def denoiser(self) -> str:
+        """The name of the part that is quantized."""
+        return self.checkpoint.family.DENOISER
+
+    @property
+    def component(self) -> str:
+        """diffusers' name of the same network."""
+        return denoiser_part(self.checkpoint).component
+
+    @property
+    def stored_bytes(self) -> dict[str, int]:
+        """Bytes of each part's unquantized weights, as they are exported."""
+        return {part: self.parts[part].contract.weights.itemsize * count for part, count in self.parameters.items()}
+
+    def check(self, model: Model, infer: Infer, quantize: Quantize | None = None) -> None:
+        """Check the knobs of images, and of calibration, against the checkpoint's structure. Raises ConfigError."""
+        check_mask(self.checkpoint, "infer.", infer.mask)
+        check_latents(self.checkpoint, infer)
+        check_guidance(self.checkpoint, infer.scale)
+        check_steps(self.checkpoint, "infer.steps", infer.steps)
+        check_sizes(self.checkpoint, "infer", infer)
+        if quantize is not None:
+            if quantize.calibration is None:
+                check_mask(self.checkpoint, "model.calibration_", model.calibration_mask)
+            check_steps(self.checkpoint, "quantize.n_steps", quantize.n_steps)
+            check_sizes(self.checkpoint, "model", model)
+
+    def check_machine(self, needs: Needs, directory: Path | None = None) -> None:
+        """Raises ResourceError unless memory, GPU and the disk on which ``directory`` lies are large enough."""
+        check_machine(needs, directory)
+
+    def together(self, work: Workload, beside: Needs = NOTHING, what: str = "all parts of the model") -> bool:
+        """Whether memory and GPU hold all parts at once, with what is open ``beside`` them; else a log says why not."""
+        memory, gpu = memory_of_variant(self.parameters, work), gpu_memory_of_variant(self.parameters, work)
+        return fits({**memory, **beside.memory}, what, {**gpu, **beside.gpu})
+
+    def engines(self, open_engine: Callable[[Any], Engine], together: bool) -> Pool:
+        """Engines by key, opened by ``open_engine`` when they are asked for; one at a time if not ``together``."""
+        return Pool(open_engine, most=None if together else 1)
+
+
+def open_session(
+    model: Model,
+    infer: Infer | None = None,
+    needs: Callable[[Session], Needs] | None = None,
+    directory: Path | None = None,
+    finite: bool = True,
+) -> Session:
+    """Open the model's checkpoint and make all checks. ``load`` is the same for a job that has a recipe.
+
+    ``needs`` says what the job takes of this machine; None: what images take, where ``infer`` says how they are made.
+    ``directory`` is where the job writes. ``finite=False`` leaves out reading every weight, for engines that have
+    weights of their own. Raises what the checkpoint's reader raises, ConfigError for knobs that do not fit the
+    checkpoint, ArtifactError for weights that are not finite, ResourceError when memory, GPU or disk are too small.
+    """
+    session = begin(model, infer)
+    if needs is None and infer is not None:
+        needs = partial(images_need, infer=infer)
+    finish(session, needs, directory, finite)
+    return session
+
+
+def begin(model: Model, infer: Infer | None, quantize: Quantize | None = None) -> Session:
+    """Open the checkpoint and check the knobs of images, and of calibration, by its structure."""
+    if infer is None:
+        return open_unchecked(model)
+    check_request(model, infer)
+    session = open_unchecked(model)
+    warn_of_size(model, {"infer": infer} | ({"model": model} if quantize else {}))
+    session.check(model, infer, quantize)
+    return session
+
+
+def finish(session: Session, needs: Callable[[Session], Needs] | None, directory: Path | None, finite: bool) -> None:
+    """Check the machine, and last, because that reads all of them, the weights."""
+    if needs is not None:
+        session.check_machine(needs(session), directory)
+    if finite:
+        for weights in session.checkpoint.components.values():
+            check_finite(cast(Weights, weights))
+
+
+def open_unchecked(model: Model) -> Session:
+    """The checkpoint unchecked, for what reads its structure alone or goes on with a job that was checked."""
+    return Session(open_checkpoint(
+        input_path(model.path), model.family, io=model.io, max_sequence_length=model.max_sequence_length,
+        parts=model.parts, loras=model.adapters(), encodes=model.encoder,
+    ))  # fmt: skip
+
+
+def warn_of_size(model: Model, sections: Mapping[str, Sized]) -> None:
+    """Log when images have less than half or more than twice the pixels of those that the checkpoint was made for."""
+    size = own_size(input_path(model.path))
+    for section, knobs in sections.items():
+        for width, height in sizes_of(knobs) if size is not None else ():
+            if not 0.5 <= height * width / (size[0] * size[1]) <= 2:
+                LOG.warning(
+                    "%s ask for %d x %d, and this checkpoint was made for %d x %d: images of another size are often "
+                    "broken, and so is what is calibrated on them",
+                    sides_of(section, knobs), width, height, size[1], size[0],
+                )  # fmt: skip

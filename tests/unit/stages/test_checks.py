@@ -1,0 +1,122 @@
+"""What is refused of images before a checkpoint is opened, and by the structure of the one that is open."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from sd_quant.checkpoints.diffusers_pipeline import open_pipeline
+from sd_quant.errors import ConfigError
+from sd_quant.stages.checks import check_guidance, check_latents, check_request, check_sizes, check_steps
+from sd_quant.stages.generate import sampling_of
+from sd_quant.stages.session import open_unchecked
+from tests import presets
+from tests.presets import infer_job
+
+from ...pipelines import TINY, VARIANTS
+
+pytestmark = pytest.mark.slow
+
+PROMPTS = "infer.prompts=[a cat, a dog]"
+
+
+@cache
+def job(*overrides: str):
+    """Nobody changes it."""
+    return infer_job(PROMPTS, *overrides)
+
+
+@pytest.fixture(scope="module")
+def checkpoint():
+    return open_unchecked(job().model).checkpoint
+
+
+def test_a_family_without_an_unconditional_half_takes_no_negative_prompt(tmp_path):
+    (tmp_path / "model_index.json").touch()
+    flux = ["model=flux", f"model.path={tmp_path}"]
+    refused = job(*flux, "infer.negative_prompt=rain")
+    sentence = (
+        "^infer.negative_prompt is rain, expected null, because the guidance of flux is an input of its network, which "
+        "reads no second text$"
+    )
+    with pytest.raises(ConfigError, match=sentence):
+        check_request(refused.model, refused.infer)
+    for taken in (job(*flux), job("infer.negative_prompt=rain")):
+        check_request(taken.model, taken.infer)
+
+
+@pytest.fixture
+def noise(tmp_path):
+    """Writes noise of a shape and returns the knob that names it."""
+
+    def written(*shape: int) -> str:
+        torch.save(torch.zeros(shape), tmp_path / "noise.pt")
+        return f"infer.latents={tmp_path / 'noise.pt'}"
+
+    return written
+
+
+@pytest.mark.parametrize(
+    ("number", "samples", "taken"), [(1, 1, True), (2, 1, True), (3, 1, False), (4, 2, True), (1, 2, False)]
+)
+def test_there_is_one_noise_for_each_image_or_one_for_all(noise, number, samples, taken):
+    """With one for all, the samples of a prompt would be one image. It has the size of the images."""
+    asked = job(noise(number, 4, 8, 8), f"infer.num_samples={samples}")
+    if taken:
+        check_request(asked.model, asked.infer)
+        assert sampling_of(asked.infer).latents.shape == (number, 4, 8, 8)
+        wide = replace(asked.infer, width=128)
+        with pytest.raises(ConfigError, match=r"channels, 8, 16\]"):
+            check_request(asked.model, wide)
+        return
+    expected = "4" if samples == 2 else "1 or 2"
+    with pytest.raises(ConfigError, match=rf"holds a tensor \[{number}, 4, 8, 8\], expected \[{expected}, channels"):
+        check_request(asked.model, asked.infer)
+
+
+def test_noise_of_another_autoencoder_is_refused_when_the_checkpoint_is_opened(noise, checkpoint):
+    asked = job(noise(1, 16, 8, 8))
+    check_request(asked.model, asked.infer)  # which does not know the checkpoint
+    with pytest.raises(
+        ConfigError, match="noise.pt holds 16 channels, and the latents of this checkpoint have 4; make"
+    ):
+        check_latents(checkpoint, asked.infer)
+    check_latents(checkpoint, job(noise(1, 4, 8, 8)).infer)
+    check_latents(checkpoint, job().infer)
+
+
+def test_more_steps_than_the_sampler_has_noise_levels_are_refused(checkpoint):
+    """Its tables end there: what diffusers says is an IndexError, after minutes of work."""
+    check_steps(checkpoint, "quantize.n_steps", 1000)
+    with pytest.raises(ConfigError, match=r"^quantize.n_steps is 1001, expected at most 1000, for which this check"):
+        check_steps(checkpoint, "quantize.n_steps", 1001)
+
+
+def test_guidance_that_nothing_reads_is_refused(tmp_path):
+    asked = [job(f"infer.scale={scale}") for scale in (3.5, 1.0, 0.0)]
+    for name in ("flux", "flux_schnell"):
+        (TINY | VARIANTS)[name](tmp_path / name)
+    dev, schnell = (open_pipeline(tmp_path / name, "flux", 32) for name in ("flux", "flux_schnell"))
+    for each in asked:
+        check_guidance(dev, each.infer.scale)
+    for each in asked[1:]:
+        check_guidance(schnell, each.infer.scale)
+    with pytest.raises(
+        ConfigError, match=r"^infer.scale is 3.5, expected at most 1, because .* model=flux_schnell has"
+    ):
+        check_guidance(schnell, asked[0].infer.scale)
+
+
+def test_noise_that_is_not_there_is_refused_with_the_knobs():
+    with pytest.raises(ConfigError, match="^infer.latents names nowhere.pt, which does not exist .*; give an existing"):
+        job("infer.latents=nowhere.pt")
+
+
+@pytest.mark.parametrize("stated", ["model.width=128", "infer.sizes=[64x64,64x128]"])
+def test_images_beyond_the_places_that_a_checkpoint_knows_are_refused(stated):
+    made, section = presets.job("model=sd3_mini", stated), stated.partition(".")[0]
+    with pytest.raises(
+        ConfigError, match=rf"^{section}\.\S.* expected at most 64 pixels a side, because this checkpoint"
+    ):
+        check_sizes(open_unchecked(made.model).checkpoint, section, getattr(made, section))

@@ -1,0 +1,24 @@
+"""Every check is made when a session is opened, in an order in which what takes long comes last."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from sd_quant.places import HOME
+from sd_quant.stages.session import warn_of_size
+
+
+@pytest.mark.parametrize(
+    ("sides", "warned"),
+    [
+        ({}, []),
+        ({"width": 128, "height": 128}, ["model.width and model.height ask for 128 x 128"]),
+        ({"sizes": ["64x128", "128x192", "192x64"]}, ["model.sizes ask for 128 x 192", "model.sizes ask for 192 x 64"]),
+    ],
+)
+def test_images_far_from_the_checkpoints_own_size_are_warned_of(caplog, sides, warned):
+    usual = {"width": 64, "height": 64, "sizes": None, "path": str(HOME / "checkpoints/sdxl_mini.nemo")}
+    sections = {"model": SimpleNamespace(**usual | sides), "infer": SimpleNamespace(**usual)}
+    warn_of_size(sections["model"], sections)
+    assert [message.partition(", and")[0] for message in caplog.messages] == warned
+    assert all("and this checkpoint was made for 64 x 64" in message for message in caplog.messages)
