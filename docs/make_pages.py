@@ -1,10 +1,12 @@
-"""``python docs/make_pages.py``: docs/python.md from the docstrings of ``sd_quant.interface``, and docs/metrics.md.
+"""``python docs/make_pages.py`` writes what is made from the code, as it is held by tests/unit/test_docs.py.
 
-The latter follows from the record's schema. The road not taken is a generator of documentation: it wants a theme and a
-server for two pages that GitHub shows.
+docs/python.md comes from the docstrings of ``sd_quant.interface``; docs/metrics.md and the package's JSON schema come
+from the model of the record. The road not taken is a generator of documentation: it wants a theme and a server for two
+pages that GitHub shows.
 """
 
 import inspect
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,17 +14,23 @@ from textwrap import dedent
 
 import sd_quant
 from sd_quant import interface
-from sd_quant.report.schema import record_schema
+from sd_quant.report.record import record_schema
 
 FOLDER = Path(__file__).parent
 MADE = "<!-- python docs/make_pages.py writes this page -->\n"
 ORDER = ("open", "Model", "Quantized", "compare", "Comparison", "Result", "Statistics")  # as one meets them
 ONE_LINE = 100  # characters of a signature
+EXPLAINED = "Explained"  # the shape of a number with its reason
 
 
 def pages() -> dict[str, str]:
-    """The text of each page by its name."""
-    return {"python.md": python_page(), "metrics.md": metrics_page()}
+    """The text of each file by its path from this folder."""
+    schema = record_schema()
+    return {
+        "python.md": python_page(),
+        "metrics.md": metrics_page(schema),
+        "../sd_quant/report/metrics.schema.json": json.dumps(schema, indent=2) + "\n",
+    }
 
 
 def python_page() -> str:
@@ -30,7 +38,7 @@ def python_page() -> str:
     return "\n".join([head, text_of(interface), *(section(name, getattr(sd_quant, name)) for name in ORDER)])
 
 
-def metrics_page() -> str:
+def metrics_page(schema: dict) -> str:
     """A line for each name that a record can have, in the record's order."""
     head = f"""# The record of a run
 
@@ -43,37 +51,35 @@ it, or `{{"value": null, "reason": "..."}}`. `<...>` stands for any name.
 | name | type | meaning |
 |---|---|---|
 """
-    lines = entries(record_schema(), {})
+    lines = entries(schema, schema["$defs"], {})
     return head + "".join(f"| `{name}` | {kind} | {meaning} |\n" for name, kind, meaning in lines)
 
 
-def entries(schema: dict, seen: dict[str, str], path: str = "") -> Iterator[tuple[str, str, str]]:
-    """Name, type and meaning of everything in a schema; what has been ``seen`` is named and not told again."""
-    inside = [(f"{path}.{name}".lstrip("."), each) for name, each in schema.get("properties", {}).items()]
-    if schema.get("additionalProperties") and "properties" not in schema:
-        inside.append((f"{path}.<...>", schema["additionalProperties"]))
-    for name, each in inside:
-        options = each.get("anyOf", [each])
-        said = each.get("description") or next(
-            (option["description"] for option in options if "description" in option), ""
-        )
-        content = next((option for option in options if option.get("properties") and not is_explained(option)), None)
-        first = seen.setdefault(str(content["properties"]), name) if content else name
+def entries(schema: dict, shapes: dict, told: dict[str, str], path: str = "") -> Iterator[tuple[str, str, str]]:
+    """Name, type and meaning of everything in a schema; one of ``shapes`` is described where it is ``told`` first."""
+    inside = schema.get("properties") or {"<...>": schema.get("additionalProperties")}
+    for key, each in inside.items():
+        if not isinstance(each, dict):  # any name may hold anything
+            continue
+        name, options = f"{path}.{key}".lstrip("."), each.get("anyOf", [each])
+        named = [shape_of(option) for option in options if shape_of(option) not in (None, EXPLAINED)]
+        first = told.setdefault(named[0], name) if named else name
+        meaning = each.get("description") or "".join(shapes[shape].get("description", "") for shape in named)
         kind = " or ".join(map(kind_of, options)) + (f" as `{first}`" if first != name else "")
-        if each != {} or not name.endswith("<...>"):
-            yield name, kind, said.replace("``", "`").replace("|", r"\|")
-        for option in options if first == name else ():
-            if not is_explained(option):
-                yield from entries(option, seen, name)
+        yield name, kind, meaning.replace("``", "`").replace("|", r"\|")
+        if first == name:
+            for content in [*(shapes[shape] for shape in named), *(each for each in options if "type" in each)]:
+                yield from entries(content, shapes, told, name)
 
 
-def is_explained(schema: dict) -> bool:
-    return set(schema.get("properties", ())) == {"value", "reason"}
+def shape_of(schema: dict) -> str | None:
+    """The name of the shape that a schema refers to."""
+    return schema.get("$ref", "").rpartition("/")[2] or None
 
 
 def kind_of(schema: dict) -> str:
-    if is_explained(schema):
-        return "value and reason"
+    if shape_of(schema):
+        return "value and reason" if shape_of(schema) == EXPLAINED else "object"
     if schema.get("type") == "array":
         return f"list of {kind_of(schema['items'])}"
     if "anyOf" in schema:

@@ -1,30 +1,26 @@
-"""The record of a run, ``metrics.json``: its shape, what writes it, what reads it.
+"""The record of a run, ``metrics.json``: its model, what writes it, what reads it.
 
-``Record`` is the one description. Who assembles a record fills it in, checked by mypy; what is read from disk is
-checked against the same annotations, because records come from strangers too; and everything that shows a run reads it
-through the functions below. The road not taken is a check at every place that reads a number: one that is none would be
-found by the last of them, half way through a page.
+``Record`` is the one description. mypy checks the stages that fill it in, pydantic checks each record when it is
+written and when it is read, because records come from strangers too, and the JSON schema follows from it. Everything
+that shows a run reads it through the functions below. The model is made of typed dictionaries: a record stays the
+dictionary that JSON has, and pydantic is imported only when one is checked, which costs a tenth of a second. The road
+not taken is ``BaseModel``: what later versions add and earlier ones lack would have to be carried by each class.
 
 A number that does not exist is null with a ``reason`` beside it, or ``{"value": null, "reason": "..."}``, or absent.
-Records of other versions lack names or have others: what is missing is no error, and what is unknown may be anything.
+Records of other versions lack names or have others: a missing name is no error, and an unknown one may hold anything.
 """
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import (
-    Annotated,
-    Any,
-    NamedTuple,
-    TypedDict,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-    is_typeddict,
-)
+from typing import Annotated, Any, NamedTuple
 
+from annotated_types import Gt, Lt
+from typing_extensions import TypedDict
+
+from sd_quant.errors import SdQuantError
 from sd_quant.files import digest, read_regular, write_json
 from sd_quant.metrics import Against, Score, fidelity_scores
 from sd_quant.text import one_line
@@ -37,264 +33,283 @@ CANDIDATE = "candidate"  # the column of a candidate's name, in place of the kno
 LORA = "lora "  # begins the names of inputs that are one
 IMAGE = "image"  # beside the parts in ``latency``: from prompt to image
 VARIANTS = ("full_precision", "quantized")
-LARGEST = 1e18  # of a record's numbers, in any unit: a table has no place for more
+LARGEST = 10**18  # of a record's numbers, in any unit: a table has no place for more
 ABSENT = "not in the record"
 
 
 # The shape
 
 
-class AboveZero:
-    """Marks a number by which something is divided."""
+@dataclass(frozen=True)
+class Doc:
+    """The description of a name, as the JSON schema and docs/metrics.md have it."""
+
+    text: str
+
+    def __get_pydantic_json_schema__(self, core_schema: Any, handler: Any) -> dict[str, Any]:
+        return handler(core_schema) | {"description": self.text}
 
 
-Positive = Annotated[float, AboveZero]
+class ByScore:
+    """Stands for the scores against full precision, whose names and types follow from the table of scores."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        types = {Against.IMAGES: ImageScores, Against.LATENTS: list[Finite | None], Against.SET: Explained}
+        names: dict[str, Any] = {}
+        for score in fidelity_scores():
+            names[score.key] = Annotated[types[score.against], Doc(score.title)]
+            if score.against is Against.LATENTS:
+                names[score.reason_key] = Annotated[str | None, Doc("why some steps have none")]
+        return handler.generate_schema(TypedDict("Fidelity", names, total=False))  # type: ignore[operator]
 
 
-class Explained(TypedDict):
+Finite = Annotated[float, Gt(-LARGEST), Lt(LARGEST)]
+Positive = Annotated[float, Gt(1 / LARGEST), Lt(LARGEST)]  # something is divided by it
+Count = Annotated[int, Gt(-LARGEST), Lt(LARGEST)]
+Fidelity = Annotated[dict[str, Any], ByScore()]
+
+
+class Explained(TypedDict, total=False):
     """Stands for a number, mostly for one that does not exist."""
 
-    value: float | None
-    reason: str | None  # why there is none
+    value: Finite | None
+    reason: Annotated[str | None, Doc("why there is none")]
 
 
 class Latency(TypedDict, total=False):
     """Milliseconds of one engine; see ``sd_quant.metrics.latency``. Only ``p50_ms`` where it is put together."""
 
-    p50_ms: Positive | None  # the median, which tables show
-    mean_ms: float  # their mean
-    p90_ms: float  # nine in ten calls took at most this
-    p99_ms: float  # 99 in 100 calls took at most this
-    min_ms: float  # the shortest
-    std_ms: float  # standard deviation
-    n: int  # rounds that were timed, after ``warmup`` others
-    warmup: int  # calls after each opening, before the timed ones
-    clock: str  # what measured: the processor's clock, or events of a GPU
-    samples_ms: list[float]  # of each round, in order: a call, or the mean of as many as an image makes
-    composed: str  # from what the latency is put together, where it is not that of whole calls
-    rest: float  # of an image: what it takes beside its calls of the denoiser, as a share of what those take
-    reason: str  # why there is no latency
+    p50_ms: Annotated[Positive | None, Doc("the median, which tables show")]
+    mean_ms: Annotated[Finite, Doc("their mean")]
+    p90_ms: Annotated[Finite, Doc("nine in ten calls took at most this")]
+    p99_ms: Annotated[Finite, Doc("99 in 100 calls took at most this")]
+    min_ms: Annotated[Finite, Doc("the shortest")]
+    std_ms: Annotated[Finite, Doc("standard deviation")]
+    n: Annotated[Count, Doc("rounds that were timed, after warmup others")]
+    warmup: Annotated[Count, Doc("calls after each opening, before the timed ones")]
+    clock: Annotated[str, Doc("what measured: the processor's clock, or events of a GPU")]
+    samples_ms: Annotated[list[Finite], Doc("each round's call, or the mean of as many as an image makes, in order")]
+    composed: Annotated[str, Doc("from what the latency is put together, where it is not that of whole calls")]
+    rest: Annotated[Finite, Doc("of an image: time beside its calls of the denoiser, as a share of theirs")]
+    reason: Annotated[str, Doc("why there is no latency")]
 
 
 class Conditions(TypedDict, total=False):
     """How rounds were made: see ``sd_quant.metrics.latency`` and ``sd_quant.metrics.neighbours``."""
 
-    together: bool  # whether all engines were in the same rounds
-    stopped: str  # narrow, budget or rounds
-    others: float | None  # share of the processors' time that other processes took
-    steal: float | None  # the same of a hypervisor
-    reference_spread: float | None  # of the unquantized engine's latency over the rounds
-    openings: list[int]  # rounds of each time that the engines were opened; empty where they were opened once
+    together: Annotated[bool, Doc("whether all engines were in the same rounds")]
+    stopped: Annotated[str, Doc("narrow, budget or rounds")]
+    others: Annotated[Finite | None, Doc("share of the processors' time that other processes took")]
+    steal: Annotated[Finite | None, Doc("the same of a hypervisor")]
+    reference_spread: Annotated[Finite | None, Doc("of the unquantized engine's latency over the rounds")]
+    openings: Annotated[list[Count], Doc("rounds of each opening of the engines; empty if they were opened once")]
 
 
 class WholeImages(TypedDict, total=False):
     """Images that were made by both engines in turn, from prompt to pixels."""
 
-    speedup: Positive  # as of rounds
-    speedup_interval: list[float] | Explained  # its ends at 95 %
-    agree: bool  # whether the interval meets that of the speed-up by the denoiser's calls
+    speedup: Annotated[Positive, Doc("as of rounds")]
+    speedup_interval: Annotated[list[Finite] | Explained, Doc("its ends at 95 %")]
+    agree: Annotated[bool, Doc("whether the interval meets that of the speed-up by the denoiser's calls")]
 
 
 class Latencies(TypedDict, total=False):
     """One part at one batch size, unquantized and quantized, timed in the same rounds."""
 
-    full_precision: Latency  # the unquantized part
-    quantized: Latency  # the same part quantized; absent for parts that are not
-    speedup: Positive | Explained  # full precision by quantized over the rounds: above 1 is faster
-    speedup_interval: list[float] | Explained  # its ends at 95 %, see ``sd_quant.metrics.intervals``
-    rounds: Conditions  # under which conditions
-    whole_images: WholeImages  # of an image: the same, not from calls of the denoiser but from images
+    full_precision: Annotated[Latency, Doc("the unquantized part")]
+    quantized: Annotated[Latency, Doc("the same part quantized; absent for parts that are not")]
+    speedup: Annotated[Positive | Explained, Doc("full precision by quantized over the rounds: above 1 is faster")]
+    speedup_interval: Annotated[list[Finite] | Explained, Doc("its ends at 95 %, see sd_quant.metrics.intervals")]
+    rounds: Annotated[Conditions, Doc("under which conditions")]
+    whole_images: Annotated[WholeImages, Doc("of an image: the same, not from calls of the denoiser but from images")]
 
 
 class ImageScores(TypedDict, total=False):
     """A score of single images: ``sd_quant.metrics.fidelity.summary``."""
 
-    mean: float | None  # over the images that have one
-    min: float | None  # the worst image's, where more is better
-    max: float | None  # the worst image's, where less is better
-    worst_index: int | None  # which image that is, from 0
-    values: list[float | None]  # one for each prompt
-    reason: str | None  # why some images have none
+    mean: Annotated[Finite | None, Doc("over the images that have one")]
+    min: Annotated[Finite | None, Doc("the worst image's, where more is better")]
+    max: Annotated[Finite | None, Doc("the worst image's, where less is better")]
+    worst_index: Annotated[Count | None, Doc("which image that is, from 0")]
+    values: Annotated[list[Finite | None], Doc("one for each prompt")]
+    reason: Annotated[str | None, Doc("why some images have none")]
 
 
 class Sizes(TypedDict):
     """Bytes of a part's files."""
 
-    onnx_full_precision: float | Explained  # the unquantized part, with its weights
-    onnx_quantized: float | Explained  # the quantized part
-    plan: float | Explained  # the TensorRT plan of what is delivered
-    weights_fp32: float  # what the same weights take in fp32, for comparison
+    onnx_full_precision: Annotated[Finite | Explained, Doc("the unquantized part, with its weights")]
+    onnx_quantized: Annotated[Finite | Explained, Doc("the quantized part")]
+    plan: Annotated[Finite | Explained, Doc("the TensorRT plan of what is delivered")]
+    weights_fp32: Annotated[Finite, Doc("what the same weights take in fp32, for comparison")]
 
 
 class Denoiser(TypedDict):
-    part: str  # its name among the parts
-    samples_per_image: float  # in one call: 2 where guidance computes with and without the prompt
+    part: Annotated[str, Doc("its name among the parts")]
+    samples_per_image: Annotated[Finite, Doc("in one call: 2 where guidance computes with and without the prompt")]
 
 
 class ModelKnobs(TypedDict, total=False):
-    path: Any  # as it was given
+    path: Annotated[Any, Doc("as it was given")]
 
 
 class InferKnobs(TypedDict, total=False):
-    engine: str  # what ran the quantized model
-    batch_size: float  # images at a time
+    engine: Annotated[str, Doc("what ran the quantized model")]
+    batch_size: Annotated[Finite, Doc("images at a time")]
 
 
 class Knobs(TypedDict, total=False):
     """Those of ``quantize`` by name, the other groups' by group; only what is read is named here."""
 
-    model: ModelKnobs  # the section `model`
-    infer: InferKnobs  # the section `infer`
+    model: Annotated[ModelKnobs, Doc("the section `model`")]
+    infer: Annotated[InferKnobs, Doc("the section `infer`")]
 
 
 class EnginePlan(TypedDict, total=False):
-    targets: list[str]  # compute capabilities that the plan was built for, such as SM89
-    attention: str | None  # why its attention is in high precision though the ONNX file's is quantized
+    targets: Annotated[list[str], Doc("compute capabilities that the plan was built for, such as SM89")]
+    attention: Annotated[str | None, Doc("why its attention is in high precision though the ONNX file's is quantized")]
 
 
 class Layers(TypedDict):
-    quantized: float  # layers whose weight is quantized
-    high_precision: float  # those that are not
+    quantized: Annotated[Finite, Doc("layers whose weight is quantized")]
+    high_precision: Annotated[Finite, Doc("those that are not")]
 
 
 class Executed(TypedDict):
     """In which numbers the engine multiplies the layers whose weights and inputs the recipe quantizes."""
 
-    count: float | None  # of them, that it multiplies as codes of their format
-    of: float | None  # how many such layers there are
-    weights_only: float | None  # quantized layers besides, whose inputs are in high precision, as are their products
-    fell_back: list[str]  # those that it computes in floating point, by name
-    unknown: list[str]  # those of which it does not say
-    reason: str | None  # why nothing is known
+    count: Annotated[Finite | None, Doc("of them, that it multiplies as codes of their format")]
+    of: Annotated[Finite | None, Doc("how many such layers there are")]
+    weights_only: Annotated[Finite | None, Doc("further layers, of which the weight alone is quantized")]
+    fell_back: Annotated[list[str], Doc("those that it computes in floating point, by name")]
+    unknown: Annotated[list[str], Doc("those of which it does not say")]
+    reason: Annotated[str | None, Doc("why nothing is known")]
 
 
 class HandedOver(TypedDict):
     """What a target of ``hand_over`` holds: see ``docs/hand_over.md``."""
 
-    folder: str  # where it lies
-    quantized: float  # layers that are quantized in it
-    of: float  # those that the recipe quantizes
-    inputs: dict[str, str]  # by the format of weights, how the target's consumer computes inputs
-    lost: dict[str, int]  # how many layers and attentions stay in high precision there, by the reason
-    fidelity: dict[str, ImageScores] | None  # of what the consumer computes, by score; null where no images were made
-    bytes: dict[str, int]  # of its larger files
+    folder: Annotated[str, Doc("where it lies")]
+    quantized: Annotated[Finite, Doc("layers that are quantized in it")]
+    of: Annotated[Finite, Doc("those that the recipe quantizes")]
+    inputs: Annotated[dict[str, str], Doc("by the format of weights, how the target's consumer computes inputs")]
+    lost: Annotated[dict[str, Count], Doc("how many layers and attentions stay in high precision there, by the reason")]
+    fidelity: Annotated[dict[str, ImageScores] | None, Doc("of the tool's images, by score; null where none were made")]
+    bytes: Annotated[dict[str, Count], Doc("of its larger files")]
 
 
 class Hurting(TypedDict):
     """One of the layers of a candidate that cost most."""
 
-    name: str  # diffusers'
-    role: str  # its role in the network
-    format: str  # of its weight
-    output_error: float | None  # of its output on real inputs, relative to the norm of the full-precision one
-    network_error: float | None  # of the network's output with this layer alone; null where it was not put in
+    name: Annotated[str, Doc("diffusers'")]
+    role: Annotated[str, Doc("its role in the network")]
+    format: Annotated[str, Doc("of its weight")]
+    output_error: Annotated[Finite | None, Doc("of its output on real inputs, relative to full precision's norm")]
+    network_error: Annotated[Finite | None, Doc("of the network's output with this layer alone; null if not measured")]
 
 
 class JudgedRuntime(TypedDict, total=False):
     """What the library that a candidate is made for computes of it on this machine."""
 
-    name: str | None  # what it is
-    agreement: ImageScores  # PSNR of its images to those of our reading of the candidate, in dB
-    ms: Positive  # one call of the denoiser, median
-    torch_ms: Positive  # the same of torch in full precision, in the same rounds
-    speedup: Positive  # of the library over torch: above 1 is faster
-    speedup_interval: list[float] | None  # its ends at 95 %
-    reason: str | None  # why nothing is known
+    name: Annotated[str | None, Doc("what it is")]
+    agreement: Annotated[ImageScores, Doc("PSNR of its images to those of our reading of the candidate, in dB")]
+    ms: Annotated[Positive, Doc("one call of the denoiser, median")]
+    torch_ms: Annotated[Positive, Doc("the same of torch in full precision, in the same rounds")]
+    speedup: Annotated[Positive, Doc("of the library over torch: above 1 is faster")]
+    speedup_interval: Annotated[list[Finite] | None, Doc("its ends at 95 %")]
+    reason: Annotated[str | None, Doc("why nothing is known")]
 
 
 class Judged(TypedDict):
     """A quantized checkpoint of anybody: see ``docs/judge.md``."""
 
-    name: str  # in tables
-    path: str  # where it lies
-    reader: str  # what has read it
-    maker: str  # who made it, as far as the file says
-    bits: float  # stored bits of the denoiser by the number of its weights
-    stored_bytes: float  # of the denoiser
-    formats: dict[str, int]  # how many layers have their weights in which format
-    inputs: dict[str, int]  # how many layers have their inputs computed in which way
-    network_error: float | None  # of the denoiser's output on sampled calls, relative to the norm of the full one
-    hurting: list[Hurting]  # the layers that cost most, worst first
-    runtime: JudgedRuntime  # the candidate's own library
+    name: Annotated[str, Doc("in tables")]
+    path: Annotated[str, Doc("where it lies")]
+    reader: Annotated[str, Doc("what has read it")]
+    maker: Annotated[str, Doc("who made it, as far as the file says")]
+    bits: Annotated[Finite, Doc("stored bits of the denoiser by the number of its weights")]
+    stored_bytes: Annotated[Finite, Doc("of the denoiser")]
+    formats: Annotated[dict[str, Count], Doc("how many layers have their weights in which format")]
+    inputs: Annotated[dict[str, Count], Doc("how many layers have their inputs computed in which way")]
+    network_error: Annotated[Finite | None, Doc("of the denoiser's output, relative to full precision's norm")]
+    hurting: Annotated[list[Hurting], Doc("the layers that cost most, worst first")]
+    runtime: Annotated[JudgedRuntime, Doc("the candidate's own library")]
 
 
 class Stage(TypedDict):
-    seconds: float  # wall time
-    peak_memory_bytes: float  # of the stage and those that it overlaps, with the processes that they started
+    seconds: Annotated[Finite, Doc("wall time")]
+    peak_memory_bytes: Annotated[Finite, Doc("of the stage, of those that it overlaps and of their processes")]
 
 
 class Machine(TypedDict, total=False):
     """See ``sd_quant.report.provenance.machine``."""
 
-    cpu: str | None  # the processor's name
-    cpu_int8: list[str]  # its instructions for products of INT8
-    usable_cores: float  # that the process may run on
-    affinity: list[float] | None  # the numbers of these cores
-    threads: float  # with how many of them torch and every runtime compute
-    cpu_mhz: list[float]  # the frequency of each core as the job started
-    cpu_governor: str | None  # what decides the frequency
-    memory_bytes: float  # of the machine
-    gpus: list[str]  # the names of its GPUs
+    cpu: Annotated[str | None, Doc("the processor's name")]
+    cpu_int8: Annotated[list[str], Doc("its instructions for products of INT8")]
+    usable_cores: Annotated[Finite, Doc("that the process may run on")]
+    affinity: Annotated[list[Finite] | None, Doc("the numbers of these cores")]
+    threads: Annotated[Finite, Doc("with how many of them torch and every runtime compute")]
+    cpu_mhz: Annotated[list[Finite], Doc("the frequency of each core as the job started")]
+    cpu_governor: Annotated[str | None, Doc("what decides the frequency")]
+    memory_bytes: Annotated[Finite, Doc("of the machine")]
+    gpus: Annotated[list[str], Doc("the names of its GPUs")]
 
 
 class Environment(TypedDict):
-    versions: dict[str, str | None]  # of the packages that decide results, by name; null for one that is not installed
-    machine: Machine  # what the job ran on
+    versions: Annotated[dict[str, str | None], Doc("of packages that decide results; null: not installed")]
+    machine: Annotated[Machine, Doc("what the job ran on")]
 
 
-class Record(TypedDict):
-    """What ``quantize.py`` leaves of a finished job."""
+class AnyRecord(TypedDict):
+    """What a run and a judged checkpoint have in common."""
 
-    schema_version: int  # which description this record follows
-    status: str  # "done"
-    fingerprint: str  # digest of everything that decides the record but the machine
-    overrides: list[str]  # the knobs as given on the command line
-    knobs: Knobs  # every knob of the job
-    denoiser: Denoiser  # the part that is quantized
-    prompts: list[str]  # one for each image
-    simulated: bool  # whether torch made the images, because the engine cannot execute the recipe
-    simulated_because: str | None  # why it cannot
-    sizes_bytes: dict[str, Sizes]  # by part
-    plans: dict[str, EnginePlan]  # by part
-    latency: dict[str, dict[str, dict[str, Latencies]]]  # by engine, part or `image`, and batch size
-    fidelity: dict[str, Any]  # to full precision, by score
-    fidelity_unquantized_engine: dict[str, Any]  # the same of the unquantized engine, without scores of sets
-    text_scores: dict[str, Any]  # by variant and the keys of SCORES, and MLPerf's verdict on them
-    parity: dict[str, Any]  # by what was compared, its relative error and the tolerance that it is within
-    executed: Executed  # in which numbers the engine multiplies
-    layers: Layers  # how many are quantized
-    smoothing: dict[str, int]  # how many layers are smoothed and folded, and the graph's multiplications for it
-    sensitivity: dict[str, Any]  # what the choice of layers went by, with `keep` or `quantize.budget`
-    hand_over: dict[str, HandedOver]  # by target, what was written in other tools' formats
-    judged: Judged | None  # of a candidate of judge.py, of which much else is absent; null for a run
-    peak_memory_bytes: float | Explained  # the most memory of the job
-    peak_cuda_memory_bytes: float | Explained  # the most memory of a GPU
-    seconds: float  # wall time of the job from its first stage on
-    stages: dict[str, Stage]  # by name, in the order in which they ended; some overlap
-    environment: Environment  # what the figures belong to
-    inputs: dict[str, Any]  # name to path, hash and bytes: ``sd_quant.report.provenance.fingerprint``
+    schema_version: Annotated[Count, Doc("which description this record follows")]
+    status: Annotated[str, Doc('"done"')]
+    fingerprint: Annotated[str, Doc("digest of everything that decides the record but the machine")]
+    overrides: Annotated[list[str], Doc("the knobs as given on the command line")]
+    knobs: Annotated[Knobs, Doc("every knob of the job")]
+    denoiser: Annotated[Denoiser, Doc("the part that is quantized")]
+    prompts: Annotated[list[str], Doc("one for each image")]
+    simulated: Annotated[bool, Doc("whether torch made the images, because the engine cannot execute the recipe")]
+    simulated_because: Annotated[str | None, Doc("why it cannot")]
+    sizes_bytes: Annotated[dict[str, Sizes], Doc("by part")]
+    plans: Annotated[dict[str, EnginePlan], Doc("by part")]
+    latency: Annotated[dict[str, dict[str, dict[str, Latencies]]], Doc("by engine, part or `image`, and batch size")]
+    fidelity: Annotated[Fidelity, Doc("to full precision, by score")]
+    layers: Annotated[Layers, Doc("how many are quantized")]
+    judged: Annotated[Judged | None, Doc("of a candidate of judge.py, of which much else is absent; null for a run")]
+    peak_memory_bytes: Annotated[Finite | Explained, Doc("the most memory of the job")]
+    peak_cuda_memory_bytes: Annotated[Finite | Explained, Doc("the most memory of a GPU")]
+    seconds: Annotated[Finite, Doc("wall time of the job from its first stage on")]
+    stages: Annotated[dict[str, Stage], Doc("by name, in the order in which they ended; some overlap")]
+    environment: Annotated[Environment, Doc("what the figures belong to")]
+    inputs: Annotated[dict[str, Any], Doc("name to path, hash and bytes: sd_quant.report.provenance.fingerprint")]
+
+
+class Record(AnyRecord, total=False):
+    """The record of a run, or of a checkpoint that ``judge.py`` has judged, which lacks what only a run has."""
+
+    fidelity_unquantized_engine: Annotated[Fidelity, Doc("the same of the unquantized engine, without scores of sets")]
+    text_scores: Annotated[dict[str, Any], Doc("by variant and the keys of SCORES, and MLPerf's verdict on them")]
+    parity: Annotated[dict[str, Any], Doc("relative error and tolerance, by what was compared")]
+    executed: Annotated[Executed, Doc("in which numbers the engine multiplies")]
+    smoothing: Annotated[dict[str, Count], Doc("smoothed layers, folded layers and the graph's multiplications")]
+    sensitivity: Annotated[dict[str, Any], Doc("what the choice of layers went by, with `keep` or `quantize.budget`")]
+    hand_over: Annotated[dict[str, HandedOver], Doc("by target, what was written in other tools' formats")]
 
 
 class InferRecord(TypedDict):
     """What ``infer.py`` leaves."""
 
-    schema_version: int
+    schema_version: Count
     status: str
-    latency: dict[str, dict[str, dict[str, Latency]]]  # by engine, part or IMAGE, and batch size
-    chosen_because: str | None  # why infer=auto chose the engine; null: it was named
-    peak_memory_bytes: float
-    peak_cuda_memory_bytes: float | Explained
+    latency: Annotated[dict[str, dict[str, dict[str, Latency]]], Doc("by engine, part or IMAGE, and batch size")]
+    chosen_because: Annotated[str | None, Doc("why infer=auto chose the engine; null: it was named")]
+    peak_memory_bytes: Finite
+    peak_cuda_memory_bytes: Finite | Explained
     prompts: list[str]
-    negative_prompts: list[str] | None  # of the prompts, in turn
+    negative_prompts: Annotated[list[str] | None, Doc("of the prompts, in turn")]
     provenance: dict[str, Any]
-
-
-def fidelity_shape() -> Any:
-    """The annotations of ``fidelity``, which follow from the table of scores."""
-    shapes = {Against.IMAGES: ImageScores, Against.LATENTS: list[float | None], Against.SET: Explained}
-    entries = {score.key: shapes[score.against] for score in fidelity_scores()}
-    reasons = {score.reason_key: str | None for score in fidelity_scores() if score.against is Against.LATENTS}
-    return TypedDict("Fidelity", {**entries, **reasons})  # type: ignore[operator]
 
 
 # Writing
@@ -305,11 +320,15 @@ def explained(value: float | None, reason: str) -> float | Explained:
     return {"value": None, "reason": reason} if value is None else value
 
 
-def write_record(record: Record | InferRecord, directory: Path) -> None:
+def write_record(record: Record | InferRecord, directory: Path, shape: Any = Record) -> None:
     """Write ``metrics.json``, atomically. Whoever finds one takes the run for finished, so it is written last.
 
-    Raises SdQuantError for NaN and infinity, ResourceError when the disk is full.
+    Raises SdQuantError for a record that could not be read again, ResourceError when the disk is full.
     """
+    try:
+        check_shape(json.loads(json.dumps(record)), shape, RECORD)
+    except ValueError as error:
+        raise SdQuantError(f"{RECORD} cannot be written, because {error}; report this run") from error
     write_json(directory / RECORD, record)
 
 
@@ -321,8 +340,6 @@ def read_record(directory: Path) -> dict[str, Any] | None:
     record = read_object(directory / RECORD)
     if record is not None:
         check_shape(record, Record, RECORD)
-        for section in ("fidelity", "fidelity_unquantized_engine"):
-            check_shape(record.get(section), fidelity_shape(), f"{RECORD}.{section}")
         if at(record, "denoiser", "samples_a_picture"):  # its name in version 1
             record["denoiser"]["samples_per_image"] = record["denoiser"].pop("samples_a_picture")
     return record
@@ -345,34 +362,86 @@ def check_shape(value: Any, shape: Any, where: str) -> None:
     """Raises ValueError unless ``value``, as JSON has it, is what the annotation ``shape`` says.
 
     Null passes for everything but an entry of a list, a missing name passes, and so does one that ``shape`` does not
-    have. ``reason`` is a text in every dictionary. Finite numbers up to LARGEST are numbers, true and false are not.
+    have. ``reason`` is a text in every dictionary. true and false are no numbers.
     """
-    if value is None or shape is Any:
-        return
-    if get_origin(shape) in (Union, UnionType):
-        options = [option for option in get_args(shape) if option is not NoneType]
-        shape = next((option for option in options if is_typeddict(option) == isinstance(value, dict)), options[0])
-    kind, arguments = get_origin(shape), get_args(shape)
-    if is_typeddict(shape) or kind is dict:
-        fits = isinstance(value, dict)
-    elif kind is list:
-        takes_null = arguments[0] is Any or NoneType in get_args(arguments[0])
-        fits = isinstance(value, list) and (takes_null or None not in value)
-    elif shape in (str, bool):
-        fits = isinstance(value, shape)
-    else:
-        least = 1 / LARGEST if AboveZero in arguments else -LARGEST
-        fits = type(value) in (int, float) and least < value < LARGEST
-    if not fits:
-        raise ValueError(f"{where[-200:]} is {one_line(value, 100)}")
+    from pydantic import ValidationError
+
+    try:
+        validator(shape).validate_python(without_nulls(value, where), strict=True)
+    except RecursionError as error:
+        raise ValueError(f"{where} is nested too deeply") from error
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_context=False)[0]
+        raise ValueError(f"{place_of(found['loc'], value, where)} is {one_line(found['input'], 100)}") from None
+
+
+@cache
+def validator(shape: Any) -> Any:
+    """pydantic's validator of a shape of which every name may be missing.
+
+    Lists and dictionaries end at their first error, because a stranger's may have millions.
+    """
+    from pydantic import TypeAdapter
+    from pydantic_core import SchemaValidator
+
+    def loosen(node: Any) -> None:
+        if isinstance(node, dict):
+            if node.get("type") == "typed-dict-field":
+                node["required"] = False
+            elif node.get("type") in ("dict", "list"):
+                node["fail_fast"] = True
+        for inner in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+            loosen(inner)
+
+    schema = TypeAdapter(shape).core_schema
+    loosen(schema)
+    return SchemaValidator(schema)
+
+
+def without_nulls(value: Any, where: str) -> Any:
+    """A copy without the names that are null and the texts that say why. Raises ValueError for another ``reason``."""
     if isinstance(value, list):
-        for each in value:
-            check_shape(each, arguments[0], f"{where}[]")
-    elif isinstance(value, dict):
-        hints = get_type_hints(shape, include_extras=True) if is_typeddict(shape) else {}
-        others = arguments[1] if kind is dict else Any
-        for name, each in value.items():
-            check_shape(each, hints.get(name, str if name == "reason" else others), f"{where}.{name}")
+        return [without_nulls(each, where) if isinstance(each, dict | list) else each for each in value]
+    if not isinstance(value, dict):
+        return value
+    if not isinstance(value.get("reason"), str | None):
+        raise ValueError(f"{where}.reason is {one_line(value['reason'], 100)}")
+    return {
+        name: without_nulls(each, f"{where}.{name}")
+        for name, each in value.items()
+        if each is not None and name != "reason"
+    }
+
+
+def place_of(location: tuple[str | int, ...], value: Any, where: str) -> str:
+    """``metrics.json.prompts[]``: a location of pydantic's, which also names the alternatives that it has tried."""
+    for step in location:
+        if isinstance(value, dict) and step in value:
+            value, where = value[step], f"{where}.{step}"
+        elif isinstance(value, list) and isinstance(step, int):
+            value, where = value[step], f"{where}[]"
+    return one_line(where)[-200:]
+
+
+def record_schema() -> dict[str, Any]:
+    """The JSON schema of a record, draft 2020-12. What a record lacks of it or has beyond it is allowed."""
+    from pydantic import TypeAdapter
+    from pydantic.json_schema import GenerateJsonSchema
+
+    class Published(GenerateJsonSchema):
+        def field_title_should_be_set(self, schema: Any) -> bool:
+            return False
+
+        def typed_dict_schema(self, schema: Any) -> dict[str, Any]:
+            made = super().typed_dict_schema(schema)
+            return {name: each for name, each in made.items() if name not in ("required", "title")}
+
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "metrics.json of sd-quant",
+        "version": SCHEMA_VERSION,
+        **TypeAdapter(Record).json_schema(schema_generator=Published),
+    }
 
 
 def why(error: Exception) -> str:

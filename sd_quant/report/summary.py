@@ -12,7 +12,9 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
+
+from typing_extensions import TypedDict
 
 from sd_quant.cache import try_lock
 from sd_quant.errors import ArtifactError

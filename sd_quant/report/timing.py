@@ -9,12 +9,23 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
+
+from typing_extensions import TypedDict
 
 from sd_quant.engines import COMPILED
 from sd_quant.metrics.intervals import Interval, ratio_interval, sum_of
 from sd_quant.metrics.neighbours import busy
-from sd_quant.report.record import IMAGE, LARGEST, VARIANTS, Conditions, at, check_shape, read_object
+from sd_quant.report.record import (
+    IMAGE,
+    LARGEST,
+    VARIANTS,
+    Conditions,
+    Finite,
+    at,
+    check_shape,
+    read_object,
+)
 
 TIMING = "timing.json"
 
@@ -24,20 +35,20 @@ class TimedEngine(TypedDict):
 
     sha256: str
     jobs: list[str]
-    samples_ms: list[float]  # one call of the denoiser in each round
+    samples_ms: list[Finite]  # one call of the denoiser in each round
 
 
 class Block(TypedDict):
     """Engines that were timed in the same rounds."""
 
     engine: str  # the runtime
-    rest: float  # what an image takes beside its calls of the denoiser, as a share of what those take
-    image_ms: float  # of the unquantized engine, median
-    reference_ms: list[float]  # one call of the unquantized denoiser in each round
-    compiled_ms: list[float] | None  # the same by the compiled framework, where a job asks for that baseline
+    rest: Finite  # what an image takes beside its calls of the denoiser, as a share of what those take
+    image_ms: Finite  # of the unquantized engine, median
+    reference_ms: list[Finite]  # one call of the unquantized denoiser in each round
+    compiled_ms: list[Finite] | None  # the same by the compiled framework, where a job asks for that baseline
     subjects: list[TimedEngine]
     rounds: Conditions
-    seconds: float
+    seconds: Finite
 
 
 class LeftOut(TypedDict):
@@ -118,7 +129,8 @@ def logarithm(ratio: Interval) -> Interval:
 def read_timing(directory: Path) -> Mapping[str, Any] | None:
     """``timing.json`` of a sweep's folder, None where there is none. Raises ValueError when it is damaged, OSError."""
     timing = read_object(directory / TIMING)
-    check_shape(timing, TimingRecord, TIMING)
+    if timing is not None:
+        check_shape(timing, TimingRecord, TIMING)
     return timing
 
 

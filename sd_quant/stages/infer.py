@@ -57,7 +57,7 @@ def infer(job: InferJob, directory: Path) -> None:
         negative_prompts=job.infer.negative_prompts(job.infer.num_samples),
         provenance=facts,
     )
-    write_record(record, out)
+    write_record(record, out, InferRecord)
     for part, by_batch in latency.items():
         for batch, times in by_batch.items():
             shown = times.get("reason") if times["p50_ms"] is None else f"{times['p50_ms']:9.2f} ms"

@@ -387,7 +387,7 @@ def record_of(court: Court, comparison: Comparison, judged: Judged, facts: dict,
     framework, quantized = (comparison.images[variant] for variant in (FRAMEWORK, QUANTIZED))
     groups = ("model", "infer", "judge", "timing")
     high = judged["formats"].get(HIGH_PRECISION, 0)
-    return Record(  # type: ignore[typeddict-item]
+    return Record(
         schema_version=SCHEMA_VERSION,
         status=DONE,
         fingerprint=mark,

@@ -23,7 +23,7 @@ from sd_quant.engines import openvino
 from sd_quant.engines.gpu import current_gpu
 from sd_quant.engines.tensorrt.plan import describe_plan, rebuild
 from sd_quant.models.sdxl_nemo import build_modules
-from sd_quant.report.schema import record_schema
+from sd_quant.report.record import record_schema
 
 from ..pasting import AWKWARD, words_of
 
