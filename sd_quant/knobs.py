@@ -1,35 +1,33 @@
-"""Knobs: each is stated once, at its field, and a plain mapping of them is read and checked by that statement.
+"""Read and check knobs by the annotations of the dataclasses that hold them.
 
-A field's annotation holds the type, what limits the value, and the meaning, which ``--help`` prints:
+An annotation states the type, the limits of the value, and the meaning, which ``--help`` prints:
 
     n_steps: Annotated[int, at_least(1), "denoising steps of a calibration image"]
 
-A value that does not fit is refused in one sentence that begins with the knob's full name.
-
-Roads not taken: pydantic, whose errors a table as long as ``read_value`` would have to translate into these sentences
-(strict types, unions and unknown names each have their own), and which takes longer to import than everything that
-``--help`` needs; OmegaConf's structured configs, which report a wrong knob in several lines and a type of their own.
+An error is one sentence that begins with the knob's full name. Roads not taken: pydantic, which adds half to the time
+that importing the configuration takes and whose error types (strict types, unions, unknown names) would need a table as
+long as ``read_value`` to become such sentences; OmegaConf's structured configs, whose errors take several lines.
 """
 
 import dataclasses
 import difflib
+import json
 import reprlib
 import sys
 import types
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 from sd_quant.errors import ConfigError
 
-# A few lines of YAML that name each other describe a list of a billion entries.
-BOUNDED = reprlib.Repr()
+BOUNDED = reprlib.Repr()  # because a few lines of YAML that name each other describe a list of a billion entries
 BOUNDED.maxlevel, BOUNDED.maxlist, BOUNDED.maxdict = 3, 20, 10
 BOUNDED.maxstring = BOUNDED.maxlong = BOUNDED.maxother = 200
 
-DIFFERENT = 0.3  # how different, by difflib's ratio, a misspelling and what was meant may be
-FEW = 20  # names that a refusal lists
+DIFFERENT = 0.3  # the largest difference, as 1 - difflib's ratio, between a misspelling and the name that was meant
+FEW = 20  # the most names that an error lists
 
 TYPE_NAMES = {
     float: "a number",
@@ -46,24 +44,24 @@ TYPE_NAMES = {
 
 @dataclass(frozen=True)
 class Limit:
-    """What a value has to be beyond its type. Null, where the type allows it, is never limited."""
+    """A condition on a value beyond its type. Null, where the type allows it, always passes."""
 
     holds: Callable[[Any], bool]
-    expected: str | Callable[[], str]  # how a refusal puts it
-    each: bool = False  # of the items of a list, one by one
+    expected: str | Callable[[], str]  # the words of an error
+    each: bool = False  # whether it applies to each item of a list
 
     def __str__(self) -> str:
         return self.expected if isinstance(self.expected, str) else self.expected()
 
     def check(self, knob: str, value: object) -> None:
-        """Raises ConfigError when ``value``, or one of its items, is not within the limit."""
+        """Raises ConfigError when ``value``, or one of its items, breaks the limit."""
         for item in value if self.each else [value]:
             check(self.holds(item), knob, item, str(self))
 
 
 @dataclass(frozen=True)
 class Only:
-    """Of a section in a job: its knob ``name`` takes less there than it does in others."""
+    """Narrows the knob ``name`` of a section in one job."""
 
     name: str
     limit: Limit
@@ -71,7 +69,7 @@ class Only:
 
 @dataclass(frozen=True)
 class Called:
-    """The name of a knob on the command line where it is not its field's: a shorthand such as ``alpha``."""
+    """The name of a knob on the command line where it differs from the field's: a shorthand such as ``alpha``."""
 
     name: str
 
@@ -85,7 +83,7 @@ def between(least: float, most: float, each: bool = False) -> Limit:
 
 
 def one_of(choices: Collection | Callable[[], Collection], each: bool = False) -> Limit:
-    """``choices`` are looked at when a value is checked, because a table may have got another row by then."""
+    """Limit a value to ``choices``, as they are when it is checked: a table may get rows after the import."""
     known = choices if callable(choices) else lambda: choices
 
     def expected() -> str:
@@ -95,13 +93,26 @@ def one_of(choices: Collection | Callable[[], Collection], each: bool = False) -
 
 
 def check(holds: bool, knob: str, value: object, expected: str) -> None:
-    """Raises ConfigError with what ``knob`` is and what was expected, unless ``holds``."""
+    """Raises ConfigError, with the value of ``knob`` and what was expected, unless ``holds``."""
     if not holds:
         raise ConfigError(f"{knob} is {value}, expected {expected}")
 
 
+def check_unused(section: object, path: str, rules: Iterable[tuple[str, object, str]]) -> None:
+    """Raises ConfigError when a knob of ``section`` is used that has no effect, or cannot work, beside the others.
+
+    ``rules`` yields such knobs, each with the value at which it does nothing and the reason. ``path`` precedes their
+    names.
+    """
+    for name, idle, because in rules:
+        if (value := getattr(section, name)) != idle:
+            knob = called(fields_of(type(section))[name][1], path + name)
+            expected = idle if isinstance(idle, str) else json.dumps(idle)
+            check(False, knob, value, f"{expected}, because {because}")
+
+
 def nearest(name: str, known: Collection[str]) -> list[str]:
-    """The at most three names that ``name`` may be a misspelling or a part of; its section counts less."""
+    """Return up to three names that ``name`` may be a misspelling or a part of; the section matters less."""
     section, _, last = name.rpartition(".")
     found = []
     for other in known:
@@ -116,23 +127,21 @@ def nearest(name: str, known: Collection[str]) -> list[str]:
 
 
 def near(name: str, known: Collection[str]) -> str:
-    """``did you mean ...?`` for a misspelt name, or the names that exist if they are few."""
+    """Suggest the names that may be meant, or list the ``known`` ones if they are few."""
     if close := nearest(name, known):
         return f"did you mean {' or '.join(close)}?"
     return f"known are {', '.join(sorted(known))}" if len(known) <= FEW else "none is like it; --help lists all"
 
 
 def fields_of(job: type) -> dict[str, tuple[Any, list]]:
-    """Name to type and to what else the annotation states, of every field of a dataclass."""
-    hints = typing.get_type_hints(job, include_extras=True)
-    split = {
-        name: typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,) for name, hint in hints.items()
-    }
-    return {field.name: (split[field.name][0], list(split[field.name][1:])) for field in dataclasses.fields(job)}
+    """Return the type of every field of a dataclass, and whatever else its annotation states."""
+    kinds, hints = typing.get_type_hints(job), typing.get_type_hints(job, include_extras=True)
+    names = [field.name for field in dataclasses.fields(job)]
+    return {name: (kinds[name], list(getattr(hints[name], "__metadata__", ()))) for name in names}
 
 
 def read(job: type, mapping: Mapping, path: str = ""):
-    """``mapping`` as the dataclass ``job``, every type and limit checked; ``path`` goes before the knobs' names.
+    """Read ``mapping`` as the dataclass ``job``, and check every type and limit; ``path`` precedes the knobs' names.
 
     Raises ConfigError for a wrong value, an unknown name and a missing one.
     """
@@ -146,26 +155,30 @@ def read(job: type, mapping: Mapping, path: str = ""):
     values = {}
     for name, (kind, stated) in fields.items():
         values[name] = value = read_value(kind, in_a_list(kind, mapping[name]), path + name)
-        called = next((entry.name for entry in stated if isinstance(entry, Called)), path + name)
         for limit in stated:
             if isinstance(limit, Limit) and value is not None:
-                limit.check(called, value)
+                limit.check(called(stated, path + name), value)
     return job(**values)
 
 
+def called(stated: Collection, usual: str) -> str:
+    """Return the name of a knob on the command line."""
+    return next((entry.name for entry in stated if isinstance(entry, Called)), usual)
+
+
 def only_of(stated: Collection) -> list[Only]:
-    """What narrows a section in a job."""
+    """Return the knobs of a section that a job narrows."""
     return [entry for entry in stated if isinstance(entry, Only)]
 
 
 def in_a_list(kind, value: object) -> object:
-    """``value`` as a list of one, where ``kind`` takes a list of such values and not one alone; else as it is."""
+    """Wrap ``value`` into a list where ``kind`` accepts a list of such values but not a single one."""
     options = options_of(kind)
     return [value] if type(value) not in options and any(option == list[type(value)] for option in options) else value
 
 
 def read_value(kind, value: object, knob: str):
-    """``value`` as ``kind``: a whole number becomes a float where one is expected, nothing else is converted."""
+    """Return ``value`` as ``kind``: a whole number becomes a float where one is expected, nothing else is converted."""
     if dataclasses.is_dataclass(kind):
         if not isinstance(value, Mapping):
             raise ConfigError(f"{knob} is {BOUNDED.repr(value)}, expected a group of knobs")
@@ -201,14 +214,13 @@ def type_name(kind) -> str:
 
 
 def described(job: type, path: str = "", narrowed: Collection[Only] = ()) -> Iterator[str]:
-    """A line for every knob of ``job``: its name, its meaning, and what it takes."""
+    """Yield a line for every knob of ``job``: its name, its meaning, and the values that it accepts."""
     for name, (kind, stated) in fields_of(job).items():
         if dataclasses.is_dataclass(kind):
             yield from described(typing.cast(type, kind), f"{path}{name}.", only_of(stated))
             continue
-        called = next((entry.name for entry in stated if isinstance(entry, Called)), path + name)
         meaning = next(entry for entry in stated if isinstance(entry, str))
         limits = [each.limit for each in narrowed if each.name == name] or stated
         takes = " and ".join(str(entry) for entry in limits if isinstance(entry, Limit)) or type_name(kind)
         null = " or null" if types.NoneType in options_of(kind) and not takes.endswith("null") else ""
-        yield f"{called}: {meaning} ({takes}{null})"
+        yield f"{called(stated, path + name)}: {meaning} ({takes}{null})"

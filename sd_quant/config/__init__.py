@@ -1,9 +1,10 @@
-"""Every knob, typed and checked before anything heavy is imported (no torch here).
+# ruff: noqa: F401
+"""All knobs, as dataclasses that are checked before anything heavy is imported (no torch here).
 
-Hydra composes YAML into a plain mapping; ``sd_quant.knobs.read`` turns that into the jobs below, each a dataclass of
-sections. Every knob is stated once, at its field; what knobs have to do with one another is checked by the functions
-named ``check_...``, and by ``check_files`` of a job what can be said of files without loading them. Sections stand in
-``model``, ``recipe``, ``images``, ``plans`` and ``comparison``, jobs in ``main_job`` and ``jobs``.
+Hydra composes YAML into a plain mapping, and ``sd_quant.knobs.read`` turns it into a job, a dataclass of sections. A
+knob is declared once, at its field. The ``check_...`` functions check knobs against each other, and the method
+``check_files`` of a job checks files without loading them. Sections are declared in ``model``, ``recipe``, ``images``,
+``plans`` and ``comparison``, jobs in ``main_job`` and ``jobs``.
 """
 
 from sd_quant.config.comparison import CacheFolder, Judge, Metrics, Timing, Verdict
@@ -15,45 +16,3 @@ from sd_quant.config.model import Model, lora_of
 from sd_quant.config.plans import ExportShape, Trt, plan_library, targets_for
 from sd_quant.config.recipe import Quantize, check_enabled
 from sd_quant.config.sections import SEED, check_writable, size_of, sizes_of
-
-__all__ = [
-    "BEFORE",
-    "CacheFolder",
-    "ExportJob",
-    "ExportShape",
-    "HandOverJob",
-    "Infer",
-    "InferJob",
-    "JOBS",
-    "Judge",
-    "JudgeJob",
-    "Metrics",
-    "Model",
-    "PART_NAMES",
-    "Quantize",
-    "QuantizeJob",
-    "RecipeJob",
-    "RUN",
-    "SEED",
-    "Timing",
-    "Trt",
-    "Verdict",
-    "artifact",
-    "check_consumers",
-    "check_enabled",
-    "check_heeded",
-    "check_targets",
-    "check_writable",
-    "completed",
-    "deciding",
-    "is_run",
-    "lora_of",
-    "part_paths",
-    "plan_library",
-    "recipe_of_run",
-    "run_job",
-    "run_model",
-    "size_of",
-    "sizes_of",
-    "targets_for",
-]

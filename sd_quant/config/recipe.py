@@ -1,6 +1,7 @@
-"""The section ``quantize``: NeMo's knobs, and what they have to do with one another."""
+"""The section ``quantize``: NeMo's knobs and ours, and which of them go together."""
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -8,20 +9,21 @@ from typing import Annotated
 import yaml
 
 from sd_quant.config.sections import SEED
-from sd_quant.knobs import Called, Limit, at_least, check, one_of
+from sd_quant.knobs import Called, Limit, at_least, check, check_unused, one_of
 from sd_quant.models import FAMILIES
 from sd_quant.places import GROUPS
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.observers import OBSERVERS
-from sd_quant.quantization.recipe import ALPHA, BY_ROLE, Enable, Recipe
+from sd_quant.quantization.recipe import ALPHA, BY_ROLE, Recipe
 
 
 def presets() -> dict[str, Path]:
-    """The files of ``quantize=`` by their names; the user's own stand beside ours."""
+    """Return the files of ``quantize=`` by their names, the user's own among them."""
     return {path.stem: path for groups in GROUPS for path in sorted((groups / "quantize").glob("*.yaml"))}
 
 
-MOST_LAYERS = 1000  # that may be quantized: SDXL's denoiser has the most of all families, 760
+MOST_LAYERS = 1000  # above the most that a family's denoiser has, SDXL's 760
+STATIC = one_of(lambda: [name for name, fmt in FORMATS.items() if fmt.static_scale])
 BY_FAMILY = Limit(
     lambda patterns: patterns.keys() <= FAMILIES.keys(),
     lambda: f"patterns by the name of a family: {', '.join(sorted(FAMILIES))}",
@@ -30,7 +32,7 @@ BY_FAMILY = Limit(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantize(Recipe):
-    """NeMo's ``quantize`` section, with its names and defaults: the recipe, and what it is derived from."""
+    """The recipe, and the calibration that it is derived from; knobs that NeMo has keep its names and defaults."""
 
     exp_name: Annotated[str, "a label, which stands in the record"]
     format: Annotated[str, one_of(presets), "what tables call the recipe: the name of its preset"]
@@ -87,113 +89,73 @@ class Quantize(Recipe):
 
 
 def check_recipe(quantize: Quantize) -> None:
-    """Raises ConfigError when the knobs of a recipe do not fit together, or one is given that it ignores."""
-    steps, share = quantize.n_steps, quantize.percentile
-    check_format(quantize.format, quantize.enable)
-    check_enabled(quantize)
-    check_shift(quantize)
-    check_rounding(quantize)
-    check_inputs_as_they_come(quantize)
-    check_weight_observer(quantize)
-    expected = f"0, because quantize.budget={quantize.budget} chooses what stays in fp16"
-    check(quantize.budget is None or quantize.keep == 0, "keep", quantize.keep, expected)
+    """Raises ConfigError when the knobs of a recipe do not go together, or one of them has no effect."""
+    enable, label, steps = quantize.enable, quantize.format, quantize.n_steps
+    if enable.conv.activation is not None:  # blocks lie along a linear's input
+        STATIC.check("quantize.enable.conv.activation", enable.conv.activation)
+    preset = yaml.safe_load(presets()[label].read_text(encoding="utf-8"))
+    expected = "the name of the preset that enables what is enabled; choose it with quantize=<preset>, or write one"
+    check(dataclasses.asdict(enable) == preset["enable"], "quantize.format", label, expected)
+    able = " and ".join(f"quantize={name}" for name, fmt in sorted(FORMATS.items()) if fmt.attention)  # their presets
+    expected = f"at most 3, because {label} has no format for attention's matrix products; {able} have"
+    check(quantize.quant_level < 4 or enable.attention is not None, "quant_level", quantize.quant_level, expected)
+    check_unused(quantize, "quantize.", unused_knobs(quantize))
     expected = f"at least {1 / steps:g}, one of the {steps} steps, because it selects no step"
-    check(int(steps * share) > 0, "percentile", share, expected)
+    check(int(steps * quantize.percentile) > 0, "percentile", quantize.percentile, expected)
+    check(quantize.alpha is not None or quantize.smoothing == "none", "alpha", None, str(ALPHA))
+    check_observers(quantize)
+
+
+def unused_knobs(quantize: Quantize) -> Iterator[tuple[str, object, str]]:
+    """Yield the knobs without effect beside the others, each with the value at which it is not used and the reason."""
+    conv, linear, label = quantize.enable.conv, quantize.enable.linear, quantize.format
+    if quantize.budget is not None:
+        yield "keep", 0, f"quantize.budget={quantize.budget} chooses what stays in fp16"
     if quantize.smoothing == "none":
-        check(quantize.alpha is None, "alpha", quantize.alpha, f"null, because {quantize.format} smooths nothing")
-    else:
-        check(quantize.alpha is not None, "alpha", None, str(ALPHA))
-    expected = "99.99, because only quantize.observer=percentile heeds it"
-    heeded = "percentile" in (quantize.observer, quantize.weight_observer) or quantize.observer_percentile == 99.99
-    check(heeded, "quantize.observer_percentile", quantize.observer_percentile, expected)
+        yield "alpha", None, f"{label} smooths nothing"
+    if "percentile" not in (quantize.observer, quantize.weight_observer):
+        yield "observer_percentile", 99.99, "only quantize.observer=percentile reads it"
+    if not (FORMATS[conv.weight].static_scale or FORMATS[linear.weight].static_scale):
+        yield "per_channel", False, f"{label} has scales per block"
+    if conv.activation is None:
+        for name, value in (("percentile", 1), ("collect_method", "mean-max"), ("shift", False)):
+            yield name, value, f"{label} leaves the inputs of convolutions alone"
+    elif not FORMATS[conv.activation].equal_levels:
+        yield "shift", False, f"{conv.activation} is more precise near zero than far from it, so a shift gains nothing"
+    elif not quantize.per_channel:
+        yield "shift", False, "without quantize.per_channel fp16 would round away a part of the bias that it needs"
+    if linear.activation is None:
+        for name, value in (("per_token", False), ("rotation", 0)):
+            yield name, value, f"{label} leaves the inputs of linears alone"
+    elif not FORMATS[linear.activation].static_scale:
+        yield "per_token", False, f"{label} has scales per block"
+    elif not quantize.per_token:
+        yield "rotation", 0, "the ranges of rotated inputs were not calibrated; quantize.per_token=true needs none"
+    if quantize.rank == 0:
+        yield "branch_rounds", 0, "with quantize.rank=0 there is no low-rank branch to fit"
+    if all(FORMATS[pair.weight].block is None for pair in (conv, linear)):
+        for name, value in (("rounding", "nearest"), ("scale_search", False), ("branch_rounds", 0)):
+            yield name, value, f"{label} has 8 bits for a weight, where choosing them gains nothing"
 
 
-def check_weight_observer(quantize: Quantize) -> None:
-    """Raises ConfigError when an observer is to choose ranges of weights that have another kind of them."""
-    observer, weights = quantize.weight_observer, [quantize.enable.conv.weight, quantize.enable.linear.weight]
-    if observer == "min_max":
+def check_observers(quantize: Quantize) -> None:
+    """Raises ConfigError for an observer without a range to choose, or whose rule does not suit the formats."""
+    enable, label = quantize.enable, quantize.format
+    linear = None if quantize.per_token else enable.linear.activation  # an input scaled per token has a range of 1
+    activations = [FORMATS[name] for name in (enable.conv.activation, linear) if name is not None]
+    inputs = [fmt for fmt in activations if fmt.needs_amax]
+    expected = f"min_max, because no input that {label} quantizes has a range"
+    check(bool(inputs) or quantize.observer == "min_max", "quantize.observer", quantize.observer, expected)
+    judging = [name for name, row in OBSERVERS.items() if all(map(row.judges, inputs))]
+    expected = f"{' or '.join(judging)}, because {label} has no equal levels for it to judge by"
+    check(quantize.observer in (*judging, BY_ROLE), "quantize.observer", quantize.observer, expected)
+    if (observer := quantize.weight_observer) == "min_max":
         return
-    judging = [name for name, row in OBSERVERS.items() if all(row.judges(FORMATS[fmt]) for fmt in weights)]
-    fits = observer in judging and not (quantize.per_channel or quantize.budget) and quantize.smoothing == "none"
-    fits &= all(FORMATS[fmt].static_scale for fmt in weights)
+    weights = [FORMATS[pair.weight] for pair in (enable.conv, enable.linear)]
+    fits = all(fmt.static_scale and OBSERVERS[observer].judges(fmt) for fmt in weights)
+    fits &= not (quantize.per_channel or quantize.budget) and quantize.smoothing == "none"
     expected = (
         "min_max, because the others choose the one range of a weight that is not smoothed, as of "
         "quantize=int8_weight_only quantize.per_channel=false, and without a budget"
     )
     check(fits, "quantize.weight_observer", observer, expected)
-
-
-def check_format(name: str, enable: Enable) -> None:
-    """Raises ConfigError unless ``name``, which tables call the recipe by, is the preset that enables this."""
-    preset = yaml.safe_load(presets()[name].read_text(encoding="utf-8"))
-    expected = "the name of the preset that enables what is enabled; choose it with quantize=<preset>, or write one"
-    check(dataclasses.asdict(enable) == preset["enable"], "quantize.format", name, expected)
-
-
-def check_enabled(quantize: Quantize) -> None:
-    """Raises ConfigError when formats are enabled that do not go together, or with knobs that they ignore."""
-    enable, label, observer = quantize.enable, quantize.format, quantize.observer
-    static = [name for name, fmt in FORMATS.items() if fmt.static_scale]
-    if enable.conv.activation is not None:  # blocks lie along a linear's input
-        one_of(static).check("quantize.enable.conv.activation", enable.conv.activation)
-    able = " and ".join(f"quantize={name}" for name, fmt in sorted(FORMATS.items()) if fmt.attention)  # their presets
-    expected = f"at most 3, because {label} has no format for attention's matrix products; {able} have"
-    check(quantize.quant_level < 4 or enable.attention is not None, "quant_level", quantize.quant_level, expected)
-    expected = f"false, because {label} has scales per block"
-    fits = not quantize.per_channel or enable.conv.weight in static or enable.linear.weight in static
-    check(fits, "quantize.per_channel", quantize.per_channel, expected)
-    if enable.conv.activation is None:
-        because = f"because {label} leaves the inputs of convolutions alone"
-        check(quantize.percentile == 1, "percentile", quantize.percentile, f"1, {because}")
-        check(quantize.collect_method == "mean-max", "collect_method", quantize.collect_method, f"mean-max, {because}")
-    linear = None if quantize.per_token else enable.linear.activation  # which has a range of 1 then
-    formats = [FORMATS[name] for name in (enable.conv.activation, linear) if name is not None]
-    inputs = [fmt for fmt in formats if fmt.needs_amax]
-    expected = f"min_max, because no input that {label} quantizes has a range"
-    check(bool(inputs) or observer == "min_max", "quantize.observer", observer, expected)
-    judging = [name for name, row in OBSERVERS.items() if all(map(row.judges, inputs))]
-    expected = f"{' or '.join(judging)}, because {label} has no equal levels for it to judge by"
-    check(observer in (*judging, BY_ROLE), "quantize.observer", observer, expected)
-
-
-def check_shift(quantize: Quantize) -> None:
-    """Raises ConfigError when inputs of convolutions are to be shifted and that gains nothing."""
-    activation = quantize.enable.conv.activation
-    if activation is None:
-        expected = f"false, because {quantize.format} leaves the inputs of convolutions alone"
-    elif not FORMATS[activation].equal_levels:
-        expected = f"false, because {activation} is more precise near zero than far from it, so a shift gains nothing"
-    elif not quantize.per_channel:
-        expected = "false without quantize.per_channel, because fp16 would round away a part of the bias that it needs"
-    else:
-        return
-    check(not quantize.shift, "quantize.shift", quantize.shift, expected)
-
-
-def check_inputs_as_they_come(quantize: Quantize) -> None:
-    """Raises ConfigError when inputs of linears are to be scaled per token or rotated that cannot, or gain nothing."""
-    name, label = quantize.enable.linear.activation, quantize.format
-    static = name is not None and FORMATS[name].static_scale
-    because = "has scales per block" if name is not None else "leaves the inputs of linears alone"
-    check(
-        static or not quantize.per_token, "quantize.per_token", quantize.per_token, f"false, because {label} {because}"
-    )
-    if name is None:
-        expected = f"0, because {label} leaves the inputs of linears alone"
-    else:
-        expected = "0 without quantize.per_token, because how large a rotated input gets was not calibrated"
-    fits = name is not None and (not static or quantize.per_token)
-    check(fits or quantize.rotation == 0, "quantize.rotation", quantize.rotation, expected)
-
-
-def check_rounding(quantize: Quantize) -> None:
-    """Raises ConfigError when codes are to be chosen that have no blocks, or a branch fitted that is not there."""
-    enable, rounds = quantize.enable, quantize.branch_rounds
-    expected = "0 with quantize.rank=0, because there is no low-rank branch to fit"
-    check(quantize.rank != 0 or rounds == 0, "quantize.branch_rounds", rounds, expected)
-    if any(FORMATS[pair.weight].block is not None for pair in (enable.conv, enable.linear)):
-        return
-    because = f"because {quantize.format} has 8 bits for a weight, where choosing them gains nothing"
-    check(quantize.rounding == "nearest", "quantize.rounding", quantize.rounding, f"nearest, {because}")
-    check(not quantize.scale_search, "quantize.scale_search", quantize.scale_search, f"false, {because}")
-    check(rounds == 0, "quantize.branch_rounds", rounds, f"0, {because}")
