@@ -14,5 +14,5 @@ from sd_quant.config.jobs import JOBS, PART_NAMES, RUN, ExportJob, HandOverJob, 
 from sd_quant.config.main_job import QuantizeJob, RecipeJob, check_consumers, check_heeded, check_targets, deciding
 from sd_quant.config.model import Model, lora_of
 from sd_quant.config.plans import ExportShape, Trt, plan_library, targets_for
-from sd_quant.config.recipe import Quantize, check_enabled
+from sd_quant.config.recipe import Quantize
 from sd_quant.config.sections import SEED, check_writable, size_of, sizes_of

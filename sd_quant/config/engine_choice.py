@@ -1,14 +1,14 @@
-"""Which engine ``infer=auto`` is: the runtime of the plans where they run on this machine's GPU, elsewhere OpenVINO.
+"""Choose the engine for ``infer=auto``: the runtime of the plans if they run on this machine's GPU, else OpenVINO.
 
-It is chosen where the job runs, from what is known before anything is built. The road not taken is to build plans and
-to see whether they load, which takes minutes until it says no.
+The choice is made on the machine of the job, from facts that are known before anything is built. The road not taken is
+to build plans and see whether they load, which takes minutes.
 """
 
 from collections.abc import Collection, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-from sd_quant.config.plans import NO_FP32, RTX_TARGETS, Trt, plan_library, targets_for
+from sd_quant.config.plans import NO_FP32, RTX_TARGETS, Trt, compute_capability, plan_library, targets_for
 from sd_quant.engines import PLAN_BUILDERS, RUNTIMES, WITHOUT_A_GPU, gpu, why_not
 from sd_quant.engines.tensorrt.plan import describe_plan, read_record
 from sd_quant.errors import ArtifactError
@@ -18,7 +18,7 @@ NO_GPU = "there is no NVIDIA GPU that torch can use"
 
 
 def engine_for(trt: Trt, formats: Mapping[str, Collection[str]]) -> tuple[str, str]:
-    """The engine for what a job builds, and why; ``formats`` are those that its recipe uses, by where."""
+    """Return the engine for the plans that a job builds, and the reason; ``formats`` are those of ``formats_used``."""
     found = gpu.current_gpu()
     if found is None:
         return WITHOUT_A_GPU, NO_GPU
@@ -34,7 +34,7 @@ def engine_for(trt: Trt, formats: Mapping[str, Collection[str]]) -> tuple[str, s
 
 
 def no_plan_runs(library: str, found: str, used: Collection[str], targets: Collection[str] = ()) -> str | None:
-    """Why the GPU ``found`` runs no plan of the library in the formats ``used``, or None; ``targets``: built for."""
+    """Return why the GPU ``found`` runs no plan of ``library`` for ``targets`` in the formats ``used``, or None."""
     able = [target for target in RTX_TARGETS if target != NO_FP32] if RUNTIMES[library].ahead_of_time else [found]
     if find_spec(RUNTIMES[library].package) is None:
         return f"the package {RUNTIMES[library].package} is not installed, which runs plans"
@@ -45,9 +45,9 @@ def no_plan_runs(library: str, found: str, used: Collection[str], targets: Colle
 
 
 def engine_of(plans: Mapping[str, Path], others: Mapping[str, Path]) -> tuple[str, str]:
-    """The engine for files that are there, and why: plans, or the ``others``, by part.
+    """Return the engine for existing files by part, ``plans`` or the ``others``, and the reason.
 
-    Raises ArtifactError for a plan that cannot be read, has no record of its build, or is of no library that is known.
+    Raises ArtifactError for a plan that cannot be read, has no record of its build, or is of an unknown library.
     """
     missing = [part for part, path in plans.items() if path.suffix != ".plan" or not path.is_file()]
     if missing or not plans:
@@ -63,13 +63,6 @@ def engine_of(plans: Mapping[str, Path], others: Mapping[str, Path]) -> tuple[st
     if found is None:
         return WITHOUT_A_GPU, NO_GPU
     targets = described["targets"] or read_record(path).targets
-    if find_spec(RUNTIMES[library].package) is None:
-        return WITHOUT_A_GPU, f"the package {RUNTIMES[library].package} is not installed, which runs the plans"
-    if found not in targets:
-        return WITHOUT_A_GPU, f"the GPU is {found}, and the plans are for {' and '.join(targets)}"
+    if (reason := no_plan_runs(library, found, (), targets)) is not None:
+        return WITHOUT_A_GPU, reason
     return library, f"the GPU is {found}, which the plans are for"
-
-
-def compute_capability(target: str) -> int:
-    """89 of SM89."""
-    return int(target.removeprefix("SM"))

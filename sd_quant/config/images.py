@@ -1,19 +1,19 @@
 """The section ``infer``: how images are made and timed."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 from sd_quant.calibration.prompts import read_prompts
-from sd_quant.config.model import check_source, check_source_files
+from sd_quant.config.model import check_source_files
 from sd_quant.config.sections import SEED, SIDE, SIZE, SOME
 from sd_quant.engines import RUNTIMES, Runtime
 from sd_quant.errors import ConfigError
 from sd_quant.files.image_files import image_files
-from sd_quant.knobs import Limit, Only, at_least, check, one_of
-from sd_quant.places import existing, input_path, looked_in
+from sd_quant.knobs import Limit, Only, at_least, check, check_unused, one_of
+from sd_quant.places import existing_file, input_path, looked_in
 
 AUTO = "auto"
 
@@ -76,48 +76,50 @@ class Infer:
     allow_untrusted_plan: Annotated[bool, "load a plan that has no record of its build"]
 
     def __post_init__(self):
-        expected = f"false, because infer.engine={self.engine} runs on the processor"
-        fits = not self.cuda_graph or self.engine == AUTO or RUNTIMES[self.engine].device != "cpu"
-        check(fits, "infer.cuda_graph", self.cuda_graph, expected)
-        expected = "null with infer.sizes, because noise is of one size"
-        check(self.sizes is None or self.latents is None, "infer.latents", self.latents, expected)
-        expected = f"null, because at infer.scale={self.scale:g} nothing is guided and no negative prompt is read"
-        check(self.negative_prompt is None or self.scale > 1, "infer.negative_prompt", self.negative_prompt, expected)
-        check_source("infer.image", self.image, "infer.mask", self.mask)
-        expected = "null with infer.sizes, because images to begin with are read at one size"
-        check(self.sizes is None or self.image is None, "infer.image", self.image, expected)
-        expected = "null without infer.image, because it is how much of one is changed"
-        check(self.strength is None or self.image is not None, "infer.strength", self.strength, expected)
+        check_unused(self, "infer.", self.unused_knobs())
         if self.image is not None:
             self.check_strength(self.mask, self.steps, "infer.steps")
-        expected = "null with infer.image, whose noise is drawn from the seeds"
-        check(self.latents is None or self.image is None, "infer.latents", self.latents, expected)
+
+    def unused_knobs(self) -> Iterator[tuple[str, object, str]]:
+        if self.engine != AUTO and RUNTIMES[self.engine].device == "cpu":
+            yield "cuda_graph", False, f"infer.engine={self.engine} runs on the processor"
+        if self.scale <= 1:
+            because = f"at infer.scale={self.scale:g} nothing is guided, so no negative prompt is read"
+            yield "negative_prompt", None, because
+        if self.sizes is not None:
+            yield "latents", None, "noise has one size, and infer.sizes is given"
+            yield "image", None, "source images are read at one size, and infer.sizes is given"
+        if self.image is None:
+            yield "mask", None, "there is no infer.image"
+            yield "strength", None, "there is no infer.image"
+        else:
+            yield "latents", None, "the noise that is added to infer.image is drawn from the seeds"
 
     def with_engine(self, choose: Callable[[], tuple[str, str]]) -> "Infer":
-        """These knobs with the engine that ``choose`` returns, and why, if the engine is auto; else as they are."""
+        """Replace the engine auto by the one that ``choose`` returns, with the reason."""
         if self.engine != AUTO:
             return self
         engine, because = choose()
         return replace(self, engine=engine, chosen_because=because)
 
     def strength_with(self, mask: str | None) -> float:
-        """The share of the steps by which an image is changed; by default all of them where there is a ``mask``."""
+        """Return the share of the steps by which an image is changed; by default all of them with a ``mask``."""
         return self.strength or (0.6 if mask is None else 1.0)
 
     def check_strength(self, mask: str | None, steps: int, knob: str) -> None:
-        """Raises ConfigError when that share of the ``steps``, which ``knob`` says, is none."""
+        """Raises ConfigError when that share of the ``steps``, the value of ``knob``, is less than one step."""
         strength = self.strength_with(mask)
         expected = f"at least {math.ceil(1 / strength)}, because infer.strength={strength:g} is the share that is taken"
         check(int(steps * strength) > 0, knob, steps, expected)
 
     def inputs(self) -> dict[str, Path]:
-        """The files and folders that images start from, by the names that they have in a record."""
+        """Return the files and folders that images start from, by their names in a record."""
         return {name: input_path(path) for name in ("latents", "image", "mask") if (path := getattr(self, name))}
 
     def prompt_list(self) -> list[str]:
-        """Every prompt, repeated ``num_samples`` times. Raises ConfigError when there is none.
+        """Return every prompt, repeated ``num_samples`` times. Raises ConfigError when there is none.
 
-        With more images to start from than prompts, prompts are taken in turn until each image is.
+        With more source images than prompts, prompts are taken in turn until each image has one.
         """
         prompts = self.distinct_prompts()
         count = max(len(prompts), len(image_files("infer.image", input_path(self.image))) if self.image else 0)
@@ -130,15 +132,14 @@ class Infer:
         return prompts
 
     def negative_prompts(self, samples: int = 1) -> list[str] | None:
-        """The negative prompts, which prompts take in turn, each repeated ``samples`` times; None without any."""
+        """Return the negative prompts that prompts take in turn, each ``samples`` times; None without any."""
         texts = [self.negative_prompt] if isinstance(self.negative_prompt, str) else self.negative_prompt
         return None if texts is None else [text for text in texts for _ in range(samples)]
 
     def check_files(self) -> None:
-        """Raises ConfigError for prompts that cannot be read, negative prompts for others, absent latents, images."""
+        """Raises ConfigError for missing or unreadable files, and for negative prompts unlike the prompts in number."""
         if self.latents is not None:
-            found = existing("infer.latents", self.latents, "an existing file, or null")
-            check(found.is_file(), "infer.latents", self.latents, "a file, and no folder, pipe or device")
+            existing_file("infer.latents", self.latents)
         check_source_files("infer.", self.image, self.mask)
         prompts, negative = self.distinct_prompts(), self.negative_prompt
         if isinstance(negative, list):
@@ -150,12 +151,12 @@ class Infer:
 
 
 def engines(able: Callable[[Runtime], bool]) -> Only:
-    """The section takes those engines alone whose runtimes are ``able``, and auto."""
+    """Narrow the section to auto and the engines whose runtimes are ``able``."""
     return Only("engine", one_of(lambda: [AUTO, *(name for name, runtime in RUNTIMES.items() if able(runtime))]))
 
 
 def prompt_file(path: str) -> Path:
-    """The file of prompts that ``path`` names. Raises ConfigError for what looks like a prompt itself."""
+    """Return the file of prompts that ``path`` names. Raises ConfigError for what looks like a prompt itself."""
     file = input_path(path)
     if not file.exists() and not file.suffix:
         raise ConfigError(

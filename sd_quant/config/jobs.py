@@ -1,4 +1,4 @@
-"""The jobs of the other commands, which start from an earlier run, from files or from a checkpoint."""
+"""The jobs of the other commands, which start from an earlier run, files or a checkpoint."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from sd_quant.interchange import TARGETS
 from sd_quant.knobs import Limit, Only, check, one_of
 from sd_quant.places import existing, input_path, output_path
 
-PART_NAMES = ("unet_xl", "vae", "clip1", "clip2")  # of files that no run tells of
+PART_NAMES = ("unet_xl", "vae", "clip1", "clip2")  # of files that are given without a run
 RUN = Annotated[str | None, "folder of an earlier run, whose files are taken"]
 VARIANTS = ("quantized", "full_precision")
 FILES = Annotated[dict[str, str | None], "the file of a part, instead of the run's"]
@@ -39,7 +39,7 @@ class ExportJob:
         check(self.trt.library != "none" or self.unquantized(), "trt.library", self.trt.library, expected)
 
     def unquantized(self) -> bool:
-        """Whether the model's checkpoint is exported, because neither a run nor files are given."""
+        """Whether the checkpoint itself is exported, because neither a run nor files are given."""
         return self.run is None and not any(self.files.values())
 
     def check_files(self) -> None:
@@ -55,11 +55,7 @@ class ExportJob:
 @dataclass(slots=True)
 class InferJob:
     run: RUN
-    variant: Annotated[
-        str,
-        one_of(VARIANTS),
-        "which of a run's denoisers: quantized, or full_precision as NeMo's script",
-    ]
+    variant: Annotated[str, one_of(VARIANTS), "a run's denoiser: quantized, or full_precision as in NeMo's script"]
     files: FILES
     model: Model
     infer: Annotated[Infer, engines(lambda runtime: runtime.unquantized)]
@@ -71,13 +67,14 @@ class InferJob:
         self.model.encoder |= self.infer.image is not None
 
     def check_files(self) -> None:
-        """The same, and ``infer=auto`` is settled, by the files."""
+        """Choose the engine for ``infer=auto`` by the files, then raise SdQuantError for what is missing or damaged."""
         self.infer = self.infer.with_engine(lambda: engine_of(part_paths(self, "plan"), part_paths(self, "onnx")))
         self.infer.check_files()
         self.model.check_files()
         check_out_path(self.infer.out_path)
         own = self.infer.out_path is None or not is_run(output_path(self.infer.out_path))
-        check(own, "infer.out_path", self.infer.out_path, "another folder than a finished run's, whose record would go")
+        expected = "another folder than a finished run's, whose record would be replaced"
+        check(own, "infer.out_path", self.infer.out_path, expected)
         check_installed(self.infer.engine)
         if kind := RUNTIMES[self.infer.engine].file:
             check_parts(self, kind)
@@ -85,8 +82,6 @@ class InferJob:
 
 @dataclass(slots=True)
 class JudgeJob:
-    """What ``judge`` does."""
-
     model: Model
     infer: Annotated[Infer, Only("engine", one_of(["torch"]))]
     judge: Judge
@@ -95,7 +90,9 @@ class JudgeJob:
 
     def __post_init__(self):
         check(bool(self.judge.candidates), "candidates", "empty", "at least one file or folder")
-        expected = "torch, which computes what every candidate's consumer computes; judge.runtimes is for these"
+        expected = (
+            "torch, which computes what each checkpoint's own library does; judge.runtimes=true runs that library too"
+        )
         check(self.infer.engine == "torch", "infer.engine", self.infer.engine, expected)
         self.model.encoder |= self.infer.image is not None
 
@@ -108,8 +105,6 @@ class JudgeJob:
 
 @dataclass(slots=True)
 class HandOverJob:
-    """What ``hand_over`` does."""
-
     run: Annotated[str, "folder of a finished run"]
     to: Annotated[
         list[str] | str,
@@ -117,9 +112,9 @@ class HandOverJob:
             lambda to: bool(to) and set([to] if isinstance(to, str) else to) <= TARGETS.keys(),
             lambda: f"one of {', '.join(TARGETS)}, or a list of them",
         ),
-        f"whose formats the result is written in: {', '.join(TARGETS)}",
+        f"tools that the result is exported to: {', '.join(TARGETS)}",
     ]
-    images: Annotated[bool, "whether images are made of what each target computes, for figures of its own"]
+    images: Annotated[bool, "whether images are made as each tool computes them, to measure its own fidelity"]
     cache: CacheFolder
 
     def targets(self) -> list[str]:
@@ -132,7 +127,7 @@ class HandOverJob:
 
 
 def part_names(job: ExportJob | InferJob) -> list[str]:
-    """The parts of the model, of the run's model, or else those that files are given for."""
+    """Return the parts of the model, of the run's model, or else those that files are given for."""
     if isinstance(job, InferJob):
         return parts_of(job.model.parts, job.model.encoder)
     model = run_model(job.run) if job.run else None
@@ -140,7 +135,7 @@ def part_names(job: ExportJob | InferJob) -> list[str]:
 
 
 def part_paths(job: ExportJob | InferJob, kind: str) -> dict[str, Path]:
-    """The file of each part that the job names, in the model's order. Raises ConfigError for files of other parts."""
+    """Return the file of each part, in the model's order. Raises ConfigError for the file of an unknown part."""
     run = existing("run", job.run, "the folder of an earlier run") if job.run else None
     names = part_names(job)
     paths = {}
@@ -155,9 +150,9 @@ def part_paths(job: ExportJob | InferJob, kind: str) -> dict[str, Path]:
 
 
 def unquantized_parts(job: ExportJob | InferJob) -> set[str]:
-    """The parts of which the unquantized file is wanted that the job's run has beside the quantized one.
+    """Return the parts of a run whose unquantized file is wanted; the run has one of its denoiser alone.
 
-    Raises ConfigError when there are none.
+    Raises ConfigError when it has none.
     """
     if not isinstance(job, InferJob) or job.variant == "quantized":
         return set()
@@ -168,7 +163,7 @@ def unquantized_parts(job: ExportJob | InferJob) -> set[str]:
 
 
 def check_parts(job: ExportJob | InferJob, kind: str) -> None:
-    """Raises ConfigError for a part without a file: infer.py needs all of the model's, export_trt.py one at least."""
+    """Raises ConfigError for missing files: infer needs one of each part, export_trt at least one."""
     paths = part_paths(job, kind)
     missing = [part for part in part_names(job) if part not in paths]
     if missing and (isinstance(job, InferJob) or not paths):
@@ -184,7 +179,7 @@ def check_parts(job: ExportJob | InferJob, kind: str) -> None:
 
 
 def given_as(part: str) -> str:
-    """How a part's file is named on the command line."""
+    """Return the knob for the file of a part."""
     return part if part in PART_NAMES else f"+files.{part}"
 
 
@@ -193,6 +188,6 @@ def check_out_path(path: str | None) -> None:
         check_writable(output_path(path), "infer.out_path")
 
 
-JOBS: dict[str, type] = {  # what each command that Hydra configures does
+JOBS: dict[str, type] = {  # by the commands that Hydra configures
     "quantize": QuantizeJob, "export_trt": ExportJob, "infer": InferJob, "hand_over": HandOverJob, "judge": JudgeJob,
 }  # fmt: skip

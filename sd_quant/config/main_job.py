@@ -1,4 +1,4 @@
-"""The job of ``quantize.py``, and what its sections have to do with one another."""
+"""The job of ``quantize``, and the checks of its sections against each other."""
 
 from collections.abc import Iterable
 from contextlib import suppress
@@ -19,20 +19,20 @@ from sd_quant.config.recipe import Quantize, check_recipe
 from sd_quant.engines import COMPILED, PLAN_BUILDERS, RUNTIMES, check_installed
 from sd_quant.errors import ConfigError, ResourceError
 from sd_quant.interchange import TARGETS, UNETS
-from sd_quant.knobs import check, one_of
-from sd_quant.places import existing, input_path
+from sd_quant.knobs import check, check_unused, one_of
+from sd_quant.places import existing, existing_file, input_path
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.recipe import Enable, formats_used, unheeded_knobs
 from sd_quant.trackers import TRACKERS
 
-# sections that change no file that a job makes
-DECIDE_NOTHING = (("infer", "chosen_because"), ("trt", "timing_cache"))  # knobs of other sections that change none
+# Sections, and knobs of others, that change no result of a job.
 SHOWN_ALONE = ("cache", "judge", "overwrite", "published", "timing", "trackers", "verdict")
+DECIDE_NOTHING = (("infer", "chosen_because"), ("trt", "timing_cache"))
 
 
 @dataclass(slots=True)
 class RecipeJob:
-    """What decides an assignment, and where the statistics are kept that it is derived from."""
+    """The sections that decide an assignment, and the cache of the statistics that it is derived from."""
 
     model: Model
     quantize: Quantize
@@ -49,7 +49,7 @@ class RecipeJob:
         return used | {"weights": used["weights"] | set(self.quantize.choices if self.quantize.budget else ())}
 
     def calibration_prompts(self) -> list[str]:
-        """The first ``calib_size`` prompts of a text file, or as many drawn with ``seed`` from a table of captions.
+        """Return the first ``calib_size`` prompts of a text file, or as many drawn with ``seed`` from a table.
 
         Raises ConfigError when the file holds fewer.
         """
@@ -67,16 +67,20 @@ class QuantizeJob(RecipeJob):
     timing: Timing
     verdict: Verdict
     metrics: Metrics
-    trackers: Annotated[list[str], one_of(TRACKERS, each=True), "who is told of a finished run, beside its own record"]
-    overwrite: Annotated[bool, "whether another finished run in `hydra.run.dir` is removed; else its folder is refused"]
-    published: Annotated[str | None, "file of published latencies, shown beside a sweep's"]
+    trackers: Annotated[
+        list[str], one_of(TRACKERS, each=True), "trackers that a finished run is logged to, beside its own record"
+    ]
+    overwrite: Annotated[
+        bool, "whether another finished run in `hydra.run.dir` is removed, instead of refusing the folder"
+    ]
+    published: Annotated[str | None, "file of published latencies to show beside a sweep's"]
     compiled_baseline: Annotated[
-        bool, "whether the unquantized denoiser by torch after torch.compile is timed in the engines' rounds too"
+        bool, "whether the unquantized denoiser after torch.compile is timed in the engines' rounds too"
     ]
     hand_over: Annotated[
         list[str],
         one_of(TARGETS, each=True),
-        "tools in whose own formats the result is written too, as hand_over does",
+        "tools that the result is exported to, as hand_over does",
     ]
 
     def __post_init__(self):
@@ -85,10 +89,10 @@ class QuantizeJob(RecipeJob):
         check_targets("hand_over", self.hand_over, self)
         check_batch(self.trt, self.infer)
         check_plan_size(self.trt, self.infer)
-        for name in ("clip_weights", "fid_references"):
-            expected = "null with infer.sizes, because this score is of images of one size"
-            fits = self.infer.sizes is None or getattr(self.metrics, name) is None
-            check(fits, f"metrics.{name}", getattr(self.metrics, name), expected)
+        if self.infer.sizes is not None:
+            because = "this score needs images of one size, and infer.sizes is given"
+            rules = [(name, None, because) for name in ("clip_weights", "fid_references")]
+            check_unused(self.metrics, "metrics.", rules)
         targets_for(self.trt, set().union(*self.formats().values()))
         expected = (
             "newer ones, because TensorRT for RTX multiplies no fp32 matrices on SM75, and every decoder of images has "
@@ -96,15 +100,14 @@ class QuantizeJob(RecipeJob):
         )
         check(NO_FP32 not in (self.trt.targets or ()), "trt.targets", self.trt.targets, expected)
         check_engine(self.infer.engine, self.quantize, self.trt)
-        expected = f"false, because with infer.engine={COMPILED} the unquantized engine is that baseline"
-        fits = not (self.compiled_baseline and self.infer.engine == COMPILED)
-        check(fits, "compiled_baseline", self.compiled_baseline, expected)
-        expected = "null, because a run keeps everything in hydra.run.dir"
-        check(self.infer.out_path is None, "infer.out_path", self.infer.out_path, expected)
+        if self.infer.engine == COMPILED:
+            because = f"with infer.engine={COMPILED} the unquantized engine is that baseline"
+            check_unused(self, "", [("compiled_baseline", False, because)])
+        check_unused(self.infer, "infer.", [("out_path", None, "a run keeps everything in hydra.run.dir")])
         self.model.encoder |= self.infer.image is not None
 
     def check_files(self) -> None:
-        """Raises SdQuantError for every file and package that can be refused without loading anything."""
+        """Raises SdQuantError for files and packages that are missing or unusable, without loading any."""
         self.model.check_files()
         if self.quantize.calibration is None:
             self.calibration_prompts()
@@ -115,8 +118,7 @@ class QuantizeJob(RecipeJob):
         self.judge.check_files()
         self.metrics.check_files()
         if self.published is not None:
-            found = existing("published", self.published, "an existing file, or null")
-            check(found.is_file(), "published", self.published, "a file, and no folder, pipe or device")
+            existing_file("published", self.published)
         self.cache.check_files()
         check_installed(self.infer.engine)
         if self.trt.library in PLAN_BUILDERS:
@@ -125,9 +127,9 @@ class QuantizeJob(RecipeJob):
 
 
 def check_heeded(job: QuantizeJob, given: Iterable[str]) -> None:
-    """Raises ConfigError when a knob that was ``given``, by its name on the command line, changes nothing.
+    """Raises ConfigError when a knob that was ``given``, by its name on the command line, has no effect.
 
-    In a sweep they may vary: jobs that are equal then are done once.
+    Not for a sweep, whose jobs it may tell apart by name: equal ones are done once.
     """
     linear = {f"{prefix}{name}" for name in unheeded_knobs(job.quantize) for prefix in ("", "quantize.")}
     for name in given:
@@ -143,7 +145,7 @@ def check_heeded(job: QuantizeJob, given: Iterable[str]) -> None:
 
 
 def deciding(job: Any) -> dict[str, Any]:
-    """The knobs that decide what a job makes, but for where it keeps it and how it is shown."""
+    """Return the knobs that decide the results of a job, but not where these are kept or how they are shown."""
     knobs = {name: value for name, value in asdict(job).items() if name not in SHOWN_ALONE}
     for section, name in DECIDE_NOTHING:
         knobs.get(section, {}).pop(name, None)
@@ -151,26 +153,23 @@ def deciding(job: Any) -> dict[str, Any]:
 
 
 def check_engine(engine: str, quantize: Quantize, trt: Trt) -> None:
-    """Raises ConfigError unless ``engine`` can compute what ``quantize`` derives, from what ``trt`` builds."""
+    """Raises ConfigError unless ``engine`` can execute the recipe, and ``trt`` builds the plans that it needs."""
     runtime = RUNTIMES[engine]
     expected = "an engine for the quantized model, such as infer=openvino, because torch is every job's baseline"
     check(runtime.quantized, "infer.engine", engine, expected)
     if runtime.file is None:
         expected = f"another, such as infer=openvino, because torch itself multiplies no {quantize.format}"
         check(torch_multiplies(quantize.enable), "infer.engine", engine, expected)
-        expected = (
-            f"null, because infer.engine={engine} multiplies codes with codes, and a budget leaves inputs in fp16"
-        )
-        check(quantize.budget is None, "quantize.budget", quantize.budget, expected)
-        expected = f"0, because infer.engine={engine} computes no low-rank branch"
-        check(quantize.rank == 0, "quantize.rank", quantize.rank, expected)
+        codes = f"infer.engine={engine} multiplies codes with codes, and a budget leaves inputs in fp16"
+        branch = f"infer.engine={engine} computes no low-rank branch"
+        check_unused(quantize, "quantize.", [("budget", None, codes), ("rank", 0, branch)])
     if runtime.file == "plan":
         expected = f"auto or {engine}, because infer.engine={engine} runs the plans that it builds"
         check(trt.library in ("auto", engine), "trt.library", trt.library, expected)
 
 
 def torch_multiplies(enable: Enable) -> bool:
-    """Whether torch itself multiplies the codes of all inputs that are quantized."""
+    """Whether torch itself can multiply the codes of all quantized inputs."""
     return all(
         pair.activation is None
         or (FORMATS[pair.weight].torch_compute_capability is not None and pair.activation == pair.weight)
@@ -179,7 +178,7 @@ def torch_multiplies(enable: Enable) -> bool:
 
 
 def check_targets(knob: str, targets: list[str], job: RecipeJob) -> None:
-    """Raises ConfigError when one of the ``targets`` can hold nothing of what the ``job`` makes."""
+    """Raises ConfigError for a target that cannot hold the result of the ``job``."""
     family, weights, enable = job.model.family, job.formats()["weights"], job.quantize.enable
     linear, conv = enable.linear.weight, enable.conv.weight if family in UNETS else None  # transformers have linears
     facts = {
@@ -200,7 +199,7 @@ def check_targets(knob: str, targets: list[str], job: RecipeJob) -> None:
 
 
 def check_consumers(targets: list[str]) -> None:
-    """Raises SdQuantError for a package that writes a target and is missing, and one that cannot open the result."""
+    """Raises SdQuantError for a missing package that a target needs, or one that cannot open its result."""
     for target in map(TARGETS.__getitem__, targets):
         if target.package is not None and find_spec(target.package) is None:
             raise ResourceError(

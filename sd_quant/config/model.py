@@ -1,7 +1,8 @@
-"""The section ``model``: the checkpoint, and what belongs to it."""
+"""The section ``model``: the checkpoint, its LoRAs and its calibration inputs."""
 
 import math
 import re
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from sd_quant.checkpoints.accepted import check_kind
 from sd_quant.config.sections import SIDE, SIZE, SOME
 from sd_quant.files.archive import is_gzipped, open_members
 from sd_quant.files.image_files import image_files, mask_files
-from sd_quant.knobs import Called, Limit, at_least, check, one_of
+from sd_quant.knobs import Called, Limit, at_least, check, check_unused, one_of
 from sd_quant.models import FAMILIES, VAE_ENCODER
 from sd_quant.places import existing, input_path
 from sd_quant.report.record import LORA
@@ -19,7 +20,7 @@ from sd_quant.report.record import LORA
 
 @dataclass(slots=True)
 class Model:
-    """The checkpoint and what belongs to it."""
+    """The checkpoint, its LoRAs and its calibration inputs."""
 
     family: Annotated[str, one_of(lambda: sorted(FAMILIES)), "the model's family"]
     path: Annotated[str, "the checkpoint: a file or a folder"]
@@ -62,25 +63,28 @@ class Model:
     recommended: Annotated[dict[str, float | int], "what other knobs are by default"]
 
     def __post_init__(self):
+        check_unused(self, "model.", self.unused_knobs())
         fits = self.io in (None, "diffusers") or self.family == "sdxl"
         check(fits, "export.io", self.io, f"diffusers or null, because NeMo has no names for {self.family}")
-        check_source("model.calibration_image", self.calibration_image, "model.calibration_mask", self.calibration_mask)
-        expected = "null with model.sizes, because images to begin with are read at one size"
-        fits = self.sizes is None or self.calibration_image is None
-        check(fits, "model.calibration_image", self.calibration_image, expected)
         self.encoder |= self.calibration_image is not None
 
+    def unused_knobs(self) -> Iterator[tuple[str, object, str]]:
+        if self.sizes is not None:
+            yield "calibration_image", None, "source images are read at one size, and model.sizes is given"
+        if self.calibration_image is None:
+            yield "calibration_mask", None, "there is no model.calibration_image"
+
     def adapters(self) -> list[tuple[Path, float]]:
-        """The files of ``loras`` and their strengths, 1 where none is stated."""
+        """Return the files of ``loras`` and their strengths, 1 where none is given."""
         return [(input_path(path), strength) for path, strength in map(lora_of, self.loras)]
 
     def inputs(self) -> dict[str, Path]:
-        """The files that the weights come from, by the names that they have in a record."""
+        """Return the files that the weights come from, by their names in a record."""
         loras = {f"{LORA}{index} at {strength!r}": path for index, (path, strength) in enumerate(self.adapters(), 1)}
         return {"checkpoint": input_path(self.path)} | loras
 
     def check_files(self) -> None:
-        """Raises SdQuantError unless the checkpoint and the LoRAs are there, and its archive whole."""
+        """Raises SdQuantError for a missing file, and for a checkpoint of another kind or a broken archive."""
         check_checkpoint(self.path, self.family)
         for path, _ in map(lora_of, self.loras):
             existing("model.loras", path, "the path of a .safetensors file, or file:strength")
@@ -88,26 +92,21 @@ class Model:
 
 
 def lora_of(stated: str) -> tuple[str, float]:
-    """The path and the strength of an entry of ``model.loras``. Raises ValueError for a strength that is no number."""
+    """Split an entry of ``model.loras`` into path and strength. Raises ValueError for a strength that is no number."""
     path, colon, strength = stated.rpartition(":")
     return (path, float(strength)) if colon else (stated, 1.0)
 
 
 def is_lora(stated: str) -> bool:
-    """Whether an entry of ``model.loras`` names a file, and a strength that is finite."""
+    """Whether an entry of ``model.loras`` has a path and a finite strength."""
     with suppress(ValueError):
         path, strength = lora_of(stated)
         return bool(path) and math.isfinite(strength)
     return False
 
 
-def check_source(knob: str, image: str | None, mask_knob: str, mask: str | None) -> None:
-    """Raises ConfigError for a mask without an image."""
-    check(mask is None or image is not None, mask_knob, mask, f"null without {knob}, because it is the mask of one")
-
-
 def check_source_files(knobs: str, image: str | None, mask: str | None) -> None:
-    """Raises ConfigError for absent images, and for images without masks; ``knobs`` begins the names of both."""
+    """Raises ConfigError for missing images, and for images without masks; ``knobs`` begins the names of both."""
     for knob, path in {f"{knobs}image": image, f"{knobs}mask": mask}.items():
         if path is not None:
             existing(knob, path, "an existing image or a folder of images, or null")
@@ -118,9 +117,9 @@ def check_source_files(knobs: str, image: str | None, mask: str | None) -> None:
 
 
 def check_checkpoint(path: str, family: str) -> None:
-    """Raises SdQuantError unless the checkpoint is there, of a kind that the family takes, and its archive whole.
+    """Raises SdQuantError for a missing checkpoint, one of a kind that the family does not take, and a broken archive.
 
-    The job checks weights and gzip.
+    Weights, and a gzipped archive, are checked by the job itself.
     """
     expected = "the path of an existing file or folder: nothing is fetched from a hub, so download a model first"
     checkpoint = existing("model.path", path, expected)
@@ -130,5 +129,5 @@ def check_checkpoint(path: str, family: str) -> None:
 
 
 def parts_of(parts: list[str], encoder: bool) -> list[str]:
-    """The names of the exported parts, the encoder last."""
+    """Return the names of the exported parts, the encoder last."""
     return [*parts, VAE_ENCODER] if encoder else parts

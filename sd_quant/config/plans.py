@@ -1,4 +1,4 @@
-"""The section ``trt``: how plans are built, and for which images."""
+"""The section ``trt``: how plans are built, and for which sizes of images."""
 
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -11,7 +11,7 @@ from sd_quant.knobs import Limit, at_least, check, one_of
 from sd_quant.quantization.formats import min_compute_capability
 
 RTX_TARGETS = ("SM75", "SM80", "SM86", "SM89", "SM120", "SM121")  # of TensorRT for RTX 1.7
-NO_FP32 = "SM75"  # Turing, for which only fp16 and codes are multiplied
+NO_FP32 = "SM75"  # Turing, for which TensorRT for RTX has no fp32 matrix products
 USUAL_TARGETS = ("SM89", "SM120")
 
 
@@ -51,10 +51,7 @@ class Trt:
 
 
 def plan_library(trt: Trt) -> str:
-    """The runtime that builds the plans.
-
-    ``auto`` is TensorRT where it is installed and there is a GPU, and elsewhere TensorRT for RTX, which builds without.
-    """
+    """Return the runtime that builds the plans: for auto TensorRT if it and a GPU are there, else TensorRT for RTX."""
     if trt.library != "auto":
         return trt.library
     ahead_of_time = [name for name in PLAN_BUILDERS if RUNTIMES[name].ahead_of_time]
@@ -63,24 +60,29 @@ def plan_library(trt: Trt) -> str:
 
 
 def targets_for(trt: Trt, formats: set[str]) -> list[str]:
-    """The compute capabilities to build for; by default USUAL_TARGETS and this GPU, if they have these formats.
+    """Return the compute capabilities to build for; by default those of USUAL_TARGETS and this GPU with ``formats``.
 
-    Raises ConfigError when one that was asked for has not.
+    Raises ConfigError for a given target without them.
     """
     least = min_compute_capability(formats)
-    able = [target for target in RTX_TARGETS if int(target.removeprefix("SM")) >= least]
+    able = [target for target in RTX_TARGETS if compute_capability(target) >= least]
     for target in trt.targets or []:
         expected = f"one of {', '.join(able)}, because older ones have no {' or '.join(sorted(formats))}"
         check(target in able, "trt.targets", target, expected)
     if trt.targets is not None:
         return trt.targets
-    here = {gpu.current_gpu()} - {NO_FP32}  # every model has a decoder of images
+    here = {gpu.current_gpu()} - {NO_FP32}  # the image decoder of every model multiplies in fp32
     return [target for target in able if target in here.union(USUAL_TARGETS)]
+
+
+def compute_capability(target: str) -> int:
+    """Return 89 for SM89."""
+    return int(target.removeprefix("SM"))
 
 
 @dataclass(slots=True)
 class ExportShape:
-    """NeMo's ``infer`` section of an export."""
+    """The section ``infer`` of export_trt, as in NeMo."""
 
     out_path: Annotated[str | None, "folder that gets plan/<part>.plan; null: this command's own"]
     width: Annotated[int, SIDE, "pixels across the images that plans are tuned for"]
@@ -89,14 +91,14 @@ class ExportShape:
 
 
 def check_batch(trt: Trt, infer: Infer | ExportShape) -> None:
-    """Raises ConfigError unless the plans that are built take batches of ``infer.batch_size``."""
+    """Raises ConfigError unless the plans accept batches of ``infer.batch_size``."""
     fits = trt.library == "none" or trt.min_batch_size <= infer.batch_size <= trt.max_batch_size
     expected = f"from trt.min_batch_size={trt.min_batch_size} to trt.max_batch_size={trt.max_batch_size}"
     check(fits, "infer.batch_size", infer.batch_size, expected)
 
 
 def check_plan_size(trt: Trt, infer: Infer | ExportShape) -> None:
-    """Raises ConfigError unless plans take the size that they are tuned for, and those of images that they make."""
+    """Raises ConfigError unless plans accept the size that they are tuned for, and those of the images."""
     if trt.library == "none":
         return
     sizes = [(infer.width, infer.height)] if trt.sizes is None else list(map(size_of, trt.sizes))

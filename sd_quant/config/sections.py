@@ -1,4 +1,4 @@
-"""What sections of knobs share: limits of sizes and seeds, and whether a folder can be written."""
+"""Limits that several sections of knobs share, and the check of a folder to write to."""
 
 import os
 from contextlib import suppress
@@ -10,20 +10,19 @@ from sd_quant.files import temporary_folder
 from sd_quant.knobs import Limit
 
 SIDE = Limit(lambda pixels: 64 <= pixels <= 4096 and pixels % 64 == 0, "a multiple of 64 from 64 to 4096")
-# of a list of sizes
 SIZE = Limit(lambda stated: is_size(stated), f"WIDTHxHEIGHT such as 832x1216, each side {SIDE}", each=True)
-SOME = Limit(lambda stated: len(stated) > 0, "at least one")  # of a list
+SOME = Limit(lambda listed: len(listed) > 0, "at least one")
 SEED = Limit(lambda seed: 0 <= seed < 2**32, "a whole number from 0 to 2^32 - 1")
 
 
 def size_of(stated: str) -> tuple[int, int]:
-    """The width and height in a text such as 832x1216. Raises ValueError for any other text."""
+    """Return width and height of a text such as 832x1216. Raises ValueError for any other text."""
     width, height = map(int, stated.split("x"))
     return width, height
 
 
 class Sized(Protocol):
-    """A section that says how large its images are."""
+    """A section with the sizes of images."""
 
     width: int
     height: int
@@ -31,12 +30,12 @@ class Sized(Protocol):
 
 
 def sizes_of(knobs: Sized) -> list[tuple[int, int]]:
-    """Width and height of the images in pixels, which they have in turn."""
+    """Return the widths and heights in pixels that the images take in turn."""
     return [(knobs.width, knobs.height)] if knobs.sizes is None else list(map(size_of, knobs.sizes))
 
 
 def is_size(stated: str) -> bool:
-    """Whether a text is a size whose sides an image may have."""
+    """Whether a text is a size that an image may have."""
     with suppress(ValueError):
         width, height = size_of(stated)
         return stated == f"{width}x{height}" and SIDE.holds(width) and SIDE.holds(height)
@@ -44,10 +43,10 @@ def is_size(stated: str) -> bool:
 
 
 def check_writable(directory: Path, knob: str = "hydra.run.dir", what: str = "the output directory") -> None:
-    """Raises ConfigError unless ``directory``, which ``knob`` names, can be made; leaves nothing.
+    """Raises ConfigError unless ``directory``, which ``knob`` names, can be made; leaves nothing behind.
 
-    A folder is made and removed where the path begins to be missing, because permissions do not tell: those of /proc
-    allow it.
+    A folder is made and removed where the path begins to be missing, because permissions do not tell: /proc denies what
+    its permissions allow.
     """
     parent = directory.absolute()
     while not os.path.lexists(parent):

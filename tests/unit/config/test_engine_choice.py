@@ -90,7 +90,7 @@ def test_the_engine_of_a_run_is_what_runs_the_plans_that_it_has(job, on, run):
         plan.write_bytes(head)
     assert chosen(None) == ("openvino", NO_GPU)
     assert chosen("SM89") == ("tensorrt_rtx", "the GPU is SM89, which the plans are for")
-    assert chosen("SM120") == ("openvino", "the GPU is SM120, and the plans are for SM89")
+    assert chosen("SM120") == ("openvino", "the GPU is SM120, which runs no plan of tensorrt_rtx for SM89")
     given = {f"files.{path.stem}": str(path) for path in sorted((run / "plan").iterdir())}
     assert chosen(None, run=None, **given) == ("tensorrt_rtx", "only plans are given")
     (run / "plan/unet_xl.plan").write_bytes(b"no plan's header")

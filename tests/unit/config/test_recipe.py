@@ -5,7 +5,8 @@ from functools import cache
 
 import pytest
 
-from sd_quant.config import QuantizeJob, check_enabled, check_heeded, targets_for
+from sd_quant.config import QuantizeJob, check_heeded, targets_for
+from sd_quant.config.recipe import check_recipe
 from sd_quant.errors import ConfigError
 from sd_quant.knobs import read
 from sd_quant.quantization.recipe import Pair
@@ -50,16 +51,16 @@ def job(preset: str, knobs: dict[str, object]) -> QuantizeJob:
          "far from it, so a"),
         ("svdquant_w4a4", {"shift": True}, "quantize.shift is True, expected false, because svdquant_w4a4 leaves the "
          "inputs of convolutions alone"),
-        ("int8_per_tensor", {"shift": True}, "quantize.shift is True, expected false without quantize.per_channel, "
-         "because fp16 would round away a"),
+        ("int8_per_tensor", {"shift": True}, "quantize.shift is True, expected false, because without "
+         "quantize.per_channel fp16 would round away a"),
         ("int4_w4a4", {"per_token": True}, "quantize.per_token is True, expected false, because int4_w4a4 has scales "
          "per block"),
         ("int8_weight_only", {"per_token": True}, "quantize.per_token is True, expected false, because "
          "int8_weight_only leaves the inputs of linears alone"),
         ("int8_weight_only", {"rotation": 64}, "quantize.rotation is 64, expected 0, because int8_weight_only leaves "
          "the inputs of linears alone"),
-        ("int8", {"rotation": 16}, "quantize.rotation is 16, expected 0 without quantize.per_token, because how large "
-         "a rotated input gets was not calibrated"),
+        ("int8", {"rotation": 16}, "quantize.rotation is 16, expected 0, because the ranges of rotated inputs were not "
+         "calibrated; quantize.per_token=true needs none"),
         ("fp8", {"trt.targets": ["SM80", "SM89"]}, "trt.targets is SM80, expected one of SM89, SM120, SM121"),
         ("nvfp4", {"trt.targets": ["SM89"]}, "trt.targets is SM89, expected one of SM120, SM121, because"),
         ("int4_w4a4", {"trt.targets": ["SM75"]}, "trt.targets is SM75, expected one of SM80, SM86, SM89"),
@@ -88,7 +89,7 @@ def test_a_conv_takes_no_input_in_blocks():
     quantize = job("int8", {}).quantize
     enable = dataclasses.replace(quantize.enable, conv=Pair("nvfp4", "nvfp4"))
     with pytest.raises(ConfigError, match=r"^quantize\.enable\.conv\.activation is nvfp4, expected one of int8, fp8$"):
-        check_enabled(dataclasses.replace(quantize, enable=enable))
+        check_recipe(dataclasses.replace(quantize, enable=enable))
 
 
 @pytest.mark.parametrize(

