@@ -19,6 +19,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -32,12 +33,11 @@ from hydra._internal.utils import get_args_parser  # hydra.main reads the comman
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from sd_quant import placement, sweep
-from sd_quant.checkpoints.own_parts import own_parts
-from sd_quant.checkpoints.own_size import own_size
+from sd_quant.checkpoints.own_knobs import own_knob
 from sd_quant.config import JOBS, check_writable, is_run, run_model
 from sd_quant.errors import CANCELLED, ConfigError, ResourceError, SdQuantError, fail, of_the_machine
 from sd_quant.files import write_json
@@ -64,6 +64,7 @@ SHORTHANDS = {  # top-level knobs whose values the sections of a configuration t
     *("export", "unet_xl", "vae", "clip1", "clip2", "candidates"),
     *("out_path", "prompts", "num_samples", "steps", "scale", "seed", "num_warmup_runs"),
 }
+STARTING: ContextVar[Path | None] = ContextVar("STARTING", default=None)  # the checkpoint of the job that starts
 
 
 def given(value: object, preset: object) -> object:
@@ -81,17 +82,14 @@ def case(value: str, choices: Mapping[str, object]) -> object:
     return choices.get(value, choices["else"])
 
 
-def own_side(axis: int, path: object, usual: int) -> int:
-    """Pixels of the images that a checkpoint was made for, down or across; ``usual`` if it does not say."""
-    size = own_size(input_path(str(path)))
-    return usual if size is None else size[axis]
+def own(knob: str, usual: object) -> object:
+    """What the checkpoint states itself of a knob of ``model``, when a job starts; ``usual`` while Hydra composes."""
+    path = STARTING.get()
+    usual = list(usual) if isinstance(usual, ListConfig) else usual
+    return usual if path is None else own_knob(path, knob, usual)
 
 
-OmegaConf.register_new_resolver("own_height", partial(own_side, 0), replace=True)
-OmegaConf.register_new_resolver(
-    "own_parts", lambda path, usual: own_parts(input_path(str(path)), list(usual)), replace=True
-)
-OmegaConf.register_new_resolver("own_width", partial(own_side, 1), replace=True)
+OmegaConf.register_new_resolver("own", own, replace=True)
 OmegaConf.register_new_resolver("given", given, replace=True)  # ${given:...} in conf
 OmegaConf.register_new_resolver("alpha_of", alpha_of, replace=True)
 OmegaConf.register_new_resolver("case", case, replace=True)
@@ -289,16 +287,27 @@ def job_of(job: type, config: DictConfig):
     hydra = config.get("hydra") or (HydraConfig.get() if HydraConfig.initialized() else None)
     if hydra is not None:
         use_groups(hydra.runtime.config_sources)
-    knobs = OmegaConf.masked_copy(config, [name for name in config if name != "hydra"])
+    checked = read(job, settled(OmegaConf.masked_copy(config, [name for name in config if name != "hydra"])))
+    checked.check_files()
+    return checked
+
+
+def settled(knobs: DictConfig) -> dict[str, Any]:
+    """The sections of a job that starts, each knob with its value: its own, the run's or what the checkpoint states.
+
+    Raises ConfigError for a knob without a value, ArtifactError for a run whose configuration is damaged.
+    """
     if "model" in knobs and knobs.get("run") and (model := run_model(knobs.run)):
         knobs.model = model  # before the size and the prompts are taken from it
+    path = OmegaConf.select(knobs, "model.path")
+    token = STARTING.set(None if path is None else input_path(str(path)))
     try:
         plain = OmegaConf.to_container(knobs, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
         raise ConfigError(f"the knob {error.full_key} has no value; give it one on the command line") from error
-    checked = read(job, {name: value for name, value in plain.items() if name not in SHORTHANDS})
-    checked.check_files()
-    return checked
+    finally:
+        STARTING.reset(token)
+    return {name: value for name, value in plain.items() if name not in SHORTHANDS}
 
 
 def use_groups(sources: Iterable) -> None:

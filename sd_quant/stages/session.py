@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from sd_quant.checkpoints.kinds import open_checkpoint
-from sd_quant.checkpoints.own_size import own_size
+from sd_quant.checkpoints.own_knobs import own_size
 from sd_quant.config import Infer, Model, Quantize, sizes_of
 from sd_quant.config.sections import Sized
 from sd_quant.engines.base import Engine

@@ -8,8 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from sd_quant.checkpoints.licence import licence_of
-from sd_quant.checkpoints.own_parts import own_parts
-from sd_quant.checkpoints.own_size import own_size
+from sd_quant.checkpoints.own_knobs import own_parts, own_size
 from sd_quant.places import HOME
 
 USUAL = ["transformer", "vae", "text_encoder_3"]

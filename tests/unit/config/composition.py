@@ -2,9 +2,8 @@
 
 import yaml
 from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
-from sd_quant.cli import SHORTHANDS
+from sd_quant.cli import settled
 from sd_quant.config import JOBS
 from sd_quant.places import HOME
 
@@ -20,11 +19,10 @@ NEEDED = {  # mandatory values of a primary or an option
 
 
 def composed(primary: str, *overrides: str) -> dict:
-    """What Hydra makes of a primary, without its own section and the short names of knobs."""
+    """The sections of a job of a primary, when it starts."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = compose(primary, [*NEEDED.get(primary, []), *overrides])
-    plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    return {name: value for name, value in plain.items() if name not in SHORTHANDS}
+    return settled(config)
 
 
 def defaults_of(primary: str) -> list:

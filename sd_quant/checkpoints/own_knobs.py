@@ -1,0 +1,73 @@
+"""Knobs of ``model`` whose values a checkpoint's own files state. No weight is read, nor torch imported.
+
+diffusers writes the side of the denoiser's latents as ``sample_size``, and two nulls for a component that a pipeline
+was saved without, such as Stable Diffusion 3's T5. NeMo's ``image_size`` is wrong in SDXL's own config (64, where 128
+is meant) and nothing reads it there, so it counts only where the autoencoder's ``resolution`` says the same, as in
+archives that were converted from a folder.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sd_quant.checkpoints.accepted import INDEX
+from sd_quant.errors import SdQuantError
+from sd_quant.files.archive import is_gzipped, open_members, read_text
+from sd_quant.files.plain_yaml import load_yaml
+from sd_quant.models import LATENT_FACTOR
+
+DENOISERS = ("unet", "transformer")
+SIDES = range(64, 4097, 64)  # in pixels, that images can have
+# Raised by files that are damaged. They state nothing here, and are refused when they are opened as a checkpoint.
+DAMAGED = (
+    SdQuantError, OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, yaml.YAMLError,
+)  # fmt: skip
+
+
+def own_knob(path: Path, knob: str, usual: Any) -> Any:
+    """The value of a knob, ``width``, ``height`` or ``parts``, by the checkpoint at ``path``; else the ``usual``."""
+    if knob == "parts":
+        return own_parts(path, usual)
+    size = own_size(path)
+    return usual if size is None else size[("height", "width").index(knob)]
+
+
+def own_parts(path: Path, usual: Sequence[str]) -> list[str]:
+    """The ``usual`` parts without those that a folder's index lacks; all of them where there is no index."""
+    if not (path / INDEX).is_file():
+        return list(usual)
+    try:
+        index = json.loads(read_text(open_members(path)[INDEX]))
+        return [part for part in usual if index.get(part) not in (None, [None, None])]
+    except DAMAGED:
+        return list(usual)
+
+
+def own_size(path: Path) -> tuple[int, int] | None:
+    """Height and width in pixels of the images that a checkpoint was made for; None where its files do not say."""
+    try:
+        size = size_in_folder(path) if (path / INDEX).is_file() else size_in_nemo(path)
+    except DAMAGED:
+        return None
+    return size if size is not None and all(type(side) is int and side in SIDES for side in size) else None
+
+
+def size_in_folder(folder: Path) -> tuple[int, int] | None:
+    """The size in the denoiser's configuration of a diffusers pipeline: a number, or height and width."""
+    (denoiser,) = (folder / name for name in DENOISERS if (folder / name).is_dir())
+    size = json.loads(read_text(open_members(denoiser)["config.json"])).get("sample_size")
+    height, width = size if isinstance(size, list) else (size, size)
+    return None if size is None else (LATENT_FACTOR * height, LATENT_FACTOR * width)
+
+
+def size_in_nemo(path: Path) -> tuple[int, int] | None:
+    """The size in a NeMo archive that need not be unpacked, or in a folder of its files."""
+    if path.is_file() and (path.suffix != ".nemo" or is_gzipped(path)):
+        return None
+    config = load_yaml(read_text(open_members(path)["model_config.yaml"]))
+    config = config.get("model", config)  # type: ignore[union-attr]
+    side = LATENT_FACTOR * config["unet_config"]["image_size"]
+    return (side, side) if side == config["first_stage_config"]["ddconfig"]["resolution"] else None
