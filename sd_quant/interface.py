@@ -58,9 +58,9 @@ from sd_quant.stages.generate import generate
 from sd_quant.stages.hand_over import fidelity_of, rows_of, write_target
 from sd_quant.stages.load import Loaded, with_recipe
 from sd_quant.stages.open_parts import open_simulated
-from sd_quant.stages.resources import by_torch, calibration_needs, simulation_needs, workload_of
+from sd_quant.stages.resources import by_torch, calibration_needs, workload_of
 from sd_quant.stages.results import count_layers
-from sd_quant.stages.session import Session, check_request, open_session
+from sd_quant.stages.session import Session, open_session
 from sd_quant.stages.variants import SIMULATED, open_engine
 
 __all__ = ["Comparison", "Model", "Quantized", "Result", "Statistics", "compare", "open"]
@@ -437,13 +437,9 @@ def compare(quantized: Sequence[Quantized], prompts: str | Sequence[str], **knob
 def to_generate(model: Model, prompts: str | Sequence[str], knobs: Mapping[str, object]) -> tuple[Session, Infer]:
     """The model's session and how images are made of it by these knobs of ``infer``, checked. Raises SdQuantError."""
     job = model.job(None, {}, {"prompts": texts_of(prompts), **knobs})
-    if job.model.encoder:  # images from images take one part more
-        session = open_session(job.model, job.infer, finite=False)
-    else:
-        session = model.session
-        check_request(job.model, job.infer)
-        session.check(job.model, job.infer)
-    session.check_machine(simulation_needs(session.parameters, job.infer))
+    # images from images take one part more, and its weights were read with the others
+    session = open_session(job.model, finite=False) if job.model.encoder else model.session
+    session.check_images(job.model, job.infer)
     return session, job.infer
 
 

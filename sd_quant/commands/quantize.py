@@ -42,7 +42,7 @@ def check_before_sweep(job: QuantizeJob) -> None:
         with importing():
             from sd_quant.stages.judge import check_candidates
 
-        check_candidates(job)
+        check_candidates(job.model, job.judge)
 
 
 def compare_together(directory: Path) -> None:

@@ -1,0 +1,10 @@
+"""The steps of the commands, and the one way in which they open a model: ``session``."""
+
+# The files that stages write into the folder of a job, relative to it.
+WRITES = (
+    *(f"{kind}/{name}" for kind in ("onnx", "full_precision/onnx") for name in ("*/*.onnx", "*/*.onnx.data")),
+    *(f"{kind}/{name}" for kind in ("plan", "full_precision/plan") for name in ("*.plan", "*.plan.json")),
+    "images/grid.png", "images/full_precision/[0-9]*.png", "images/quantized/[0-9]*.png",
+    "config.yaml", "layers.csv", "ranges.csv", "budget.csv", "sensitivity.csv", "sensitivity.png",
+    "quantized_*.pt",
+)  # fmt: skip

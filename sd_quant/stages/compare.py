@@ -30,7 +30,7 @@ SAMPLED = 4  # calls of the denoiser that are kept
 
 
 @dataclass(frozen=True)
-class Comparison:
+class VariantOutputs:
     """What the variants have made of the same prompts and seeds."""
 
     images: dict[str, Generated]  # by variant
@@ -41,14 +41,14 @@ class Comparison:
 
 def compare_images(
     checkpoint: Checkpoint,
-    framework: Comparison,
+    framework: VariantOutputs,
     engines: Engines,
     prompts: list[str],
     infer: Infer,
     facts: dict,
     directory: Path,
     cache: Cache,
-) -> Comparison:
+) -> VariantOutputs:
     """Images of all variants, and the outputs of their parts for the same inputs; the ``framework``'s are there.
 
     The unquantized engine's are the same for every recipe, so they come from the cache where it has them. ``facts`` are
@@ -64,7 +64,7 @@ def compare_images(
     outputs = framework.outputs | unquantized.outputs
     images[QUANTIZED] = generate(pipeline_of(checkpoint, variant), prompts, infer, "quantized")
     outputs[QUANTIZED] = {denoiser: variant[denoiser](**framework.inputs[denoiser])}
-    return Comparison(images, framework.inputs, outputs, framework.calls)
+    return VariantOutputs(images, framework.inputs, outputs, framework.calls)
 
 
 def framework_images(
@@ -75,7 +75,7 @@ def framework_images(
     facts: dict,
     directory: Path,
     cache: Cache,
-) -> Comparison:
+) -> VariantOutputs:
     """What the framework makes of the prompts, whatever else is compared with it, from the cache if it has that."""
     origin = framework_origin(checkpoint, prompts, infer, facts)
     return provided(
@@ -94,7 +94,9 @@ def framework_origin(checkpoint: Checkpoint, prompts: list[str], infer: Infer, f
     }
 
 
-def provided(kind: str, origin: dict, directory: Path, cache: Cache, make: Callable[[], Comparison]) -> Comparison:
+def provided(
+    kind: str, origin: dict, directory: Path, cache: Cache, make: Callable[[], VariantOutputs]
+) -> VariantOutputs:
     """What ``make`` returns, from the cache if it has that for this ``origin``."""
     with temporary_folder(directory) as temporary:
         path = Path(temporary) / f"{kind}.safetensors"
@@ -115,7 +117,7 @@ def unquantized_origin(facts: dict) -> dict:
 
 def compare_framework(
     checkpoint: Checkpoint, variant: Mapping[str, Engine], prompts: list[str], infer: Infer
-) -> Comparison:
+) -> VariantOutputs:
     """The framework's images, and what its parts compute on the way."""
     steps, denoiser = sampling_of(infer).steps_taken, checkpoint.family.DENOISER
     calls = sampled_calls(len(sampling_of(infer).batches(range(len(prompts)))), steps)
@@ -125,7 +127,7 @@ def compare_framework(
     outputs = {part: variant[part](**inputs[part]) for part in reversed(checkpoint.parts())}
     seen = watched.seen[denoiser]
     kept = {str(number): copies_of(seen[number]) for number in calls if number in seen}  # one of them may be in inputs
-    return Comparison({FRAMEWORK: images}, inputs, {FRAMEWORK: outputs}, kept)
+    return VariantOutputs({FRAMEWORK: images}, inputs, {FRAMEWORK: outputs}, kept)
 
 
 def copies_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -142,14 +144,14 @@ def sampled_calls(batches: int, steps: int) -> list[int]:
 
 def compare_unquantized(
     checkpoint: Checkpoint, variant: Mapping[str, Engine], inputs: dict[str, dict], prompts: list[str], infer: Infer
-) -> Comparison:
+) -> VariantOutputs:
     """Images of the unquantized engine, and the outputs of its parts for the framework's ``inputs``."""
     images = generate(pipeline_of(checkpoint, variant), prompts, infer, FULL_PRECISION.replace("_", " "))
     outputs = {part: variant[part](**inputs[part]) for part in reversed(checkpoint.parts())}
-    return Comparison({FULL_PRECISION: images}, {}, {FULL_PRECISION: outputs}, {})
+    return VariantOutputs({FULL_PRECISION: images}, {}, {FULL_PRECISION: outputs}, {})
 
 
-def pack(comparison: Comparison) -> dict[str, Tensor]:
+def pack(comparison: VariantOutputs) -> dict[str, Tensor]:
     """The comparison as a flat mapping of tensors, as safetensors stores them; their names are paths."""
     tensors: dict[str, Tensor] = {}
     for variant, generated in comparison.images.items():
@@ -171,7 +173,7 @@ def named(path: str, values: Images | Tensor | list[Tensor]) -> dict[str, Tensor
     return {f"{path}/{number:06}": torch.as_tensor(value) for number, value in enumerate(values)}
 
 
-def unpack(tensors: Mapping[str, Tensor]) -> Comparison:
+def unpack(tensors: Mapping[str, Tensor]) -> VariantOutputs:
     """The comparison that ``pack`` has made flat."""
     tree: dict = {}
     for path, tensor in sorted(tensors.items()):  # by number, where there is one for each image
@@ -184,10 +186,10 @@ def unpack(tensors: Mapping[str, Tensor]) -> Comparison:
             [image.numpy() for image in pixels.values()] if isinstance(pixels, dict) else pixels.numpy(),
             list(each["latents"].values()) if isinstance(each["latents"], dict) else each["latents"],
         )
-    return Comparison(images, tree.get("inputs", {}), tree["outputs"], tree.get("calls", {}))
+    return VariantOutputs(images, tree.get("inputs", {}), tree["outputs"], tree.get("calls", {}))
 
 
-def save_pairs(comparison: Comparison, prompts: list[str], label: str, directory: Path) -> None:
+def save_pairs(comparison: VariantOutputs, prompts: list[str], label: str, directory: Path) -> None:
     """Write full-precision and quantized images, and a grid of all pairs with ``label`` beside the quantized ones."""
     full, quantized = (comparison.images[variant].images for variant in (FRAMEWORK, QUANTIZED))
     for name, images in ((FULL_PRECISION, full), (QUANTIZED, quantized)):

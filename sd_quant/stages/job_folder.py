@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from sd_quant import report, stages
 from sd_quant.config import Model, QuantizeJob, deciding, lora_of
 from sd_quant.errors import ConfigError, SdQuantError
 from sd_quant.files import UNFINISHED, digest, remove
@@ -27,16 +28,10 @@ from sd_quant.shell import literal
 from sd_quant.source import source_digest
 from sd_quant.text import one_line
 
-# What a job writes. Nothing else is ever removed, because the folder may be any that the user has named.
+# What each room writes into a job's folder. Nothing else is ever removed: the user may have named any folder.
 HAND_OVER = "hand_over"
 FOLDERS = ("onnx", "plan", "full_precision", "images", HAND_OVER)
-WRITTEN = (
-    *(f"{kind}/{name}" for kind in ("onnx", "full_precision/onnx") for name in ("*/*.onnx", "*/*.onnx.data")),
-    *(f"{kind}/{name}" for kind in ("plan", "full_precision/plan") for name in ("*.plan", "*.plan.json")),
-    "images/grid.png", "images/full_precision/[0-9]*.png", "images/quantized/[0-9]*.png",
-    RECORD, FAILURE, PROVENANCE, "config.yaml", "layers.csv", "ranges.csv", "budget.csv", "sensitivity.csv",
-    "sensitivity.png", "quantized_*.pt", "report.html", "summary.*", "trajectory.png", "layers.png", "ranges.png",
-)  # fmt: skip
+WRITTEN = (*stages.WRITES, *report.WRITES)
 A_JOBS = (LOCK, RECORD, PROVENANCE)  # a folder with one of these is a job's
 BEFORE_A_JOB = (".hydra", LOG, "judge.log", LOCK, FAILURE)  # what Hydra, and a job that was refused, leave in a folder
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from sd_quant.cache import Cache, locked
+from sd_quant.cache import locked
 from sd_quant.config import QuantizeJob, plan_library
 from sd_quant.devices import sharing, threads
 from sd_quant.engines import RUNTIMES, check_installed, why_not
@@ -48,7 +48,7 @@ from sd_quant.stages.load import load
 from sd_quant.stages.open_parts import check_cuda_graph, say_choice
 from sd_quant.stages.resources import Needs, run_needs
 from sd_quant.stages.results import Results, record_of
-from sd_quant.stages.session import Session
+from sd_quant.stages.session import Session, cache_of
 from sd_quant.stages.trace_ahead import Tracer
 from sd_quant.stages.variants import FRAMEWORK, variants_of
 from sd_quant.stages.verify import executed_layers, verify
@@ -106,7 +106,7 @@ def check_runtimes(job: QuantizeJob) -> None:
 def run(job: QuantizeJob, directory: Path, facts: dict, tracer: Tracer) -> Record:
     """Take all steps in their order, write the record and return it."""
     torch.set_num_threads(threads())
-    step, cache = StageTimer(), Cache(output_path(job.cache.dir) if job.cache.dir else None, job.cache.limit_gb * 1e9)
+    step, cache = StageTimer(), cache_of(job.cache)
     prompts, sha256 = job.infer.prompt_list(), weights_sha256(facts)
     say_choice(job.infer)
     simulated = why_not(job.infer.engine, job.formats())
@@ -161,22 +161,9 @@ def run(job: QuantizeJob, directory: Path, facts: dict, tracer: Tracer) -> Recor
             loaded.checkpoint, variants.engines, prompts, job.infer, timing, variants.together, variants.simulated
         )
     variants.pool.close()
-    results = Results(
-        loaded,
-        chosen,
-        plan_reports,
-        comparison,
-        simulated,
-        latency,
-        parity,
-        executed,
-        handed_over,
-        step.seconds,
-        step.stages,
-        step.peak,
-    )
+    results = Results(loaded, chosen, plan_reports, comparison, simulated, latency, parity, executed, handed_over)
     check_still_there(directory)
-    record = record_of(job, facts, results, directory)
+    record = record_of(job, facts, results, step, directory)
     write_json(directory / PROVENANCE, facts)
     write_record(record, directory)
     track(job.trackers, record, directory, output_path(TRACKED))

@@ -7,30 +7,27 @@ from typing import Any, cast
 
 import onnx
 
-from sd_quant.config import QuantizeJob, artifact
+from sd_quant.config import Infer, QuantizeJob, artifact
 from sd_quant.engines.tensorrt.plan import PlanReport
+from sd_quant.inference.pipeline import Generated
 from sd_quant.metrics.fidelity import fidelity
-from sd_quant.metrics.memory import peak_cuda_memory_bytes
+from sd_quant.metrics.memory import StageTimer, peak_cuda_memory_bytes
 from sd_quant.models.checkpoint import samples_per_image
 from sd_quant.quantization.assignment import WITHOUT_WEIGHTS, LayerAssignment
 from sd_quant.report.record import (
     DONE,
     SCHEMA_VERSION,
-    EnginePlan,
-    Executed,
-    Explained,
     HandedOver,
-    Knobs,
     Layers,
     Record,
     Sizes,
-    Stage,
     explained,
 )
 from sd_quant.stages.choose import Chosen
-from sd_quant.stages.compare import Comparison
+from sd_quant.stages.compare import VariantOutputs
 from sd_quant.stages.job_folder import fingerprint
 from sd_quant.stages.load import Loaded
+from sd_quant.stages.session import Session
 from sd_quant.stages.text_scores import text_scores
 from sd_quant.stages.variants import FRAMEWORK, FULL_PRECISION, QUANTIZED
 
@@ -42,65 +39,67 @@ class Results:
     loaded: Loaded
     chosen: Chosen
     plans: dict[str, PlanReport]  # by part
-    comparison: Comparison
+    comparison: VariantOutputs
     simulated: str | None  # why the quantized variant is the simulation and no engine; None where it is an engine
     latency: dict
     parity: dict
     executed: dict  # in which numbers the quantized layers are multiplied
     handed_over: dict[str, HandedOver]  # by target
-    seconds: float  # of the job
-    stages: dict  # seconds and peak memory by step
-    peak: float | dict  # bytes of memory of the job, with a reason where it may be that of another
 
 
-def record_of(job: QuantizeJob, facts: dict, results: Results, directory: Path) -> Record:
+def shared_entries(
+    session: Session, infer: Infer, facts: dict, step: StageTimer, full: Generated, quantized: Generated
+) -> dict[str, Any]:
+    """The entries that the records of runs and of judged checkpoints have alike.
+
+    ``full`` and ``quantized`` are the images of both, ``facts`` what the job started from, ``step`` its stages.
+    """
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "status": DONE,
+        "denoiser": {
+            "part": session.denoiser,
+            "samples_per_image": samples_per_image(session.checkpoint, infer.scale),
+        },
+        "prompts": infer.prompt_list(),
+        "peak_memory_bytes": step.peak,
+        "peak_cuda_memory_bytes": explained(peak_cuda_memory_bytes(), "no NVIDIA GPU"),
+        "seconds": step.seconds,
+        "stages": step.stages,
+        "environment": {"versions": facts["versions"], "machine": facts["machine"]},
+        "inputs": facts["inputs"],
+        "fidelity": fidelity(full.images, quantized.images, full.latents, quantized.latents, sets=True),
+    }
+
+
+def record_of(job: QuantizeJob, facts: dict, results: Results, step: StageTimer, directory: Path) -> Record:
     """The record of a job whose files are in ``directory``; ``facts`` are those that it started from."""
-    knobs, prompts, loaded = dataclasses.asdict(job), job.infer.prompt_list(), results.loaded
-    groups = ("model", "trt", "infer", "timing", "verdict")
+    knobs, loaded, assignment = dataclasses.asdict(job), results.loaded, results.chosen.assignment
     framework, unquantized, quantized = (
         results.comparison.images[variant] for variant in (FRAMEWORK, FULL_PRECISION, QUANTIZED)
     )
-    return Record(
-        schema_version=SCHEMA_VERSION,
-        status=DONE,
-        fingerprint=fingerprint(job, facts),
-        overrides=facts["overrides"],
-        knobs=cast(Knobs, knobs["quantize"] | {group: knobs[group] for group in groups}),
-        denoiser={
-            "part": loaded.denoiser,
-            "samples_per_image": samples_per_image(loaded.checkpoint, job.infer.scale),
-        },
-        prompts=prompts,
-        simulated=results.simulated is not None,
-        simulated_because=results.simulated,
-        sizes_bytes=sizes(loaded.parameters, directory),
-        plans={part: cast(EnginePlan, dataclasses.asdict(report)) for part, report in results.plans.items()},
-        latency=results.latency,
-        fidelity=fidelity(framework.images, quantized.images, framework.latents, quantized.latents, sets=True),
-        fidelity_unquantized_engine=fidelity(
+    made = {FULL_PRECISION: framework.images, QUANTIZED: quantized.images}
+    return cast(Record, shared_entries(loaded, job.infer, facts, step, framework, quantized) | {
+        "fingerprint": fingerprint(job, facts),
+        "overrides": facts["overrides"],
+        "knobs": knobs["quantize"] | {group: knobs[group] for group in ("model", "trt", "infer", "timing", "verdict")},
+        "simulated": results.simulated is not None,
+        "simulated_because": results.simulated,
+        "sizes_bytes": sizes(loaded.parameters, directory),
+        "plans": {part: dataclasses.asdict(report) for part, report in results.plans.items()},
+        "latency": results.latency,
+        "fidelity_unquantized_engine": fidelity(
             framework.images, unquantized.images, framework.latents, unquantized.latents
         ),
-        text_scores=text_scores(
-            job.metrics,
-            job.infer,
-            loaded.checkpoint,
-            prompts,
-            {FULL_PRECISION: framework.images, QUANTIZED: quantized.images},
-        ),
-        parity=results.parity,
-        executed=cast(Executed, results.executed),
-        layers=count_layers(results.chosen.assignment),
-        smoothing=count_smoothing(results.chosen.assignment, artifact(directory, "onnx", loaded.denoiser)),
-        sensitivity=sensitivity_entry(results.chosen),
-        hand_over=results.handed_over,
-        judged=None,
-        peak_memory_bytes=cast("float | Explained", results.peak),
-        peak_cuda_memory_bytes=explained(peak_cuda_memory_bytes(), "no NVIDIA GPU"),
-        seconds=results.seconds,
-        stages=cast(dict[str, Stage], results.stages),
-        environment={"versions": facts["versions"], "machine": facts["machine"]},
-        inputs=facts["inputs"],
-    )
+        "text_scores": text_scores(job.metrics, job.infer, loaded.checkpoint, job.infer.prompt_list(), made),
+        "parity": results.parity,
+        "executed": results.executed,
+        "layers": count_layers(assignment),
+        "smoothing": count_smoothing(assignment, artifact(directory, "onnx", loaded.denoiser)),
+        "sensitivity": sensitivity_entry(results.chosen),
+        "hand_over": results.handed_over,
+        "judged": None,
+    })  # fmt: skip
 
 
 def sensitivity_entry(chosen: Chosen) -> dict[str, Any]:

@@ -11,9 +11,10 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
+from sd_quant.cache import Cache
 from sd_quant.checkpoints.kinds import open_checkpoint
 from sd_quant.checkpoints.own_knobs import own_size
-from sd_quant.config import Infer, Model, Quantize, sizes_of
+from sd_quant.config import CacheFolder, Infer, Model, Quantize, sizes_of
 from sd_quant.config.sections import Sized
 from sd_quant.engines.base import Engine
 from sd_quant.engines.pool import Pool
@@ -22,7 +23,7 @@ from sd_quant.files.tensors import Weights
 from sd_quant.inference.memory import Workload, fits, gpu_memory_of_variant, memory_of_variant
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, part_parameters
 from sd_quant.models.parts import Part
-from sd_quant.places import input_path
+from sd_quant.places import input_path, output_path
 from sd_quant.stages.checks import (
     check_guidance,
     check_latents,
@@ -32,7 +33,7 @@ from sd_quant.stages.checks import (
     check_steps,
     sides_of,
 )
-from sd_quant.stages.resources import NOTHING, Needs, check_machine, images_need
+from sd_quant.stages.resources import NOTHING, Needs, check_machine, images_need, simulation_needs
 
 LOG = logging.getLogger(__name__)
 
@@ -80,6 +81,12 @@ class Session:
                 check_mask(self.checkpoint, "model.calibration_", model.calibration_mask)
             check_steps(self.checkpoint, "quantize.n_steps", quantize.n_steps)
             check_sizes(self.checkpoint, "model", model)
+
+    def check_images(self, model: Model, infer: Infer) -> None:
+        """Check a request for images by torch of this session. Raises SdQuantError."""
+        check_request(model, infer)
+        self.check(model, infer)
+        self.check_machine(simulation_needs(self.parameters, infer))
 
     def check_machine(self, needs: Needs, directory: Path | None = None) -> None:
         """Raises ResourceError unless memory, GPU and the disk on which ``directory`` lies are large enough."""
@@ -142,6 +149,11 @@ def open_unchecked(model: Model) -> Session:
         input_path(model.path), model.family, io=model.io, max_sequence_length=model.max_sequence_length,
         parts=model.parts, loras=model.adapters(), encodes=model.encoder,
     ))  # fmt: skip
+
+
+def cache_of(folder: CacheFolder) -> Cache:
+    """The cache that the knobs name; one that keeps nothing where they name none."""
+    return Cache(output_path(folder.dir) if folder.dir else None, folder.limit_gb * 1e9)
 
 
 def warn_of_size(model: Model, sections: Mapping[str, Sized]) -> None:

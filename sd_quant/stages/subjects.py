@@ -47,7 +47,7 @@ BITS = {torch.float32: 32.0, torch.float16: 16.0, torch.bfloat16: 16.0, torch.fl
 
 
 @dataclass(frozen=True)
-class Runtime:
+class OwnLibrary:
     """What a candidate is made for, where it computes on this machine."""
 
     name: str
@@ -68,7 +68,7 @@ class Subject:
     open: Callable[[], Engine]  # the denoiser that its consumer computes, in torch and fp32
     # those that are quantized, for inputs of the full-precision network; empty of a run
     layers: Mapping[str, StoredLayer] = field(default_factory=dict)
-    runtime: Runtime | None = None
+    runtime: OwnLibrary | None = None
     no_runtime: str = "no library that opens it computes on this machine"  # why there is none, where there is none
 
 
@@ -145,7 +145,7 @@ class LibraryEngine(TorchEngine):
         return False  # weights of any kind are not to be moved
 
 
-def runtime_of(candidate: Candidate, checkpoint: Checkpoint) -> Runtime | None:
+def runtime_of(candidate: Candidate, checkpoint: Checkpoint) -> OwnLibrary | None:
     if candidate.runtime is None:
         return None
     opened, part = candidate.runtime, denoiser_part(checkpoint)
@@ -155,7 +155,7 @@ def runtime_of(candidate: Candidate, checkpoint: Checkpoint) -> Runtime | None:
         network = network if device == CPU else network.to(device)  # which some libraries refuse, even where it is
         return LibraryEngine(part.wrap(network), cast(torch.dtype, network.dtype), part.contract)
 
-    return Runtime(candidate.maker, open_library)
+    return OwnLibrary(candidate.maker, open_library)
 
 
 def run_subject(name: str, run: Path, session: Session, sha256: str | None, runs: JudgedWith) -> Subject:
@@ -201,11 +201,11 @@ def run_subject(name: str, run: Path, session: Session, sha256: str | None, runs
     )  # fmt: skip
 
 
-def run_runtime(path: Path, engine: str, record: Mapping[str, Any], runs: JudgedWith) -> Runtime | None:
+def run_runtime(path: Path, engine: str, record: Mapping[str, Any], runs: JudgedWith) -> OwnLibrary | None:
     """The run's ``engine`` for its file at ``path``, where it is trusted, installed and computes on a processor."""
     row = RUNTIMES[engine]
     if not runs.trusted or record.get("simulated"):
         return None
     if row.file != "onnx" or row.device != "cpu" or find_spec(row.package) is None:
         return None
-    return Runtime(engine, partial(open_file, path, replace(runs.infer, engine=engine)))
+    return OwnLibrary(engine, partial(open_file, path, replace(runs.infer, engine=engine)))

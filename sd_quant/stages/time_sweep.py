@@ -54,7 +54,7 @@ SAME_MACHINE = ("cpu", "logical_cores", "memory_bytes", "gpus")  # a launcher ma
 
 
 @dataclass(frozen=True)
-class Workload:
+class EngineGroup:
     """Engines that can be compared: of one checkpoint, by one runtime, for one call."""
 
     job: QuantizeJob  # the first of its jobs
@@ -77,7 +77,7 @@ def time_sweep(directory: Path, again: bool = False) -> None:
     here, sweep = machine(), read_sweep(directory)
     usual = yaml.safe_load((CONF / "_judge.yaml").read_text(encoding="utf-8"))["timing"]  # of a plan without it
     timing = read(Timing, at(read_object(directory / SWEEP), "timing") or usual, "timing.")
-    workloads, left_out = dict[str, Workload](), list[LeftOut]()
+    workloads, left_out = dict[str, EngineGroup](), list[LeftOut]()
     for job in sweep.jobs:
         if job.status != DONE or job.judged or at(job.record, "simulated"):
             continue
@@ -115,7 +115,7 @@ def why_left_out(job: Job, here: dict) -> str | None:
     return None
 
 
-def add(workloads: dict[str, Workload], knobs: QuantizeJob, job: Job) -> str | None:
+def add(workloads: dict[str, EngineGroup], knobs: QuantizeJob, job: Job) -> str | None:
     """Put a job's engine among those that it can be compared with; why it cannot be, or None."""
     infer, kind = knobs.infer, str(RUNTIMES[knobs.infer.engine].file)
     denoiser = str(at(job.record, "denoiser", "part"))
@@ -129,7 +129,7 @@ def add(workloads: dict[str, Workload], knobs: QuantizeJob, job: Job) -> str | N
     image = at(job.record, "latency", infer.engine, IMAGE, str(infer.batch_size), VARIANTS[0])
     if image["p50_ms"] is None:
         return f"what an image takes beside its denoiser is not known: {image['reason']}"
-    work = workloads.setdefault(key, Workload(knobs, reference, image["rest"], image["p50_ms"]))
+    work = workloads.setdefault(key, EngineGroup(knobs, reference, image["rest"], image["p50_ms"]))
     this = hash_of(engine)
     work.engines.setdefault(this, engine)
     work.jobs.setdefault(this, []).append(job.name)
@@ -145,7 +145,7 @@ def hash_of(path: Path) -> str:
     return digest(*(sha256(file) for file in (onnx_files(path) if path.suffix == ".onnx" else [path])))
 
 
-def blocks_of(work: Workload, size: int, timing: Timing) -> Iterator[Block]:
+def blocks_of(work: EngineGroup, size: int, timing: Timing) -> Iterator[Block]:
     """Time all engines of a workload, ``size`` of them at once beside the unquantized one."""
     infer, checkpoint = work.job.infer, open_unchecked(work.job.model).checkpoint
     reference, hashes = open_file(work.reference, infer), list(work.engines)

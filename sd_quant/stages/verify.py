@@ -24,7 +24,7 @@ from sd_quant.models.checkpoint import contracts_of, denoiser_of
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.simulation.modelopt import restorable, save_quantized
 from sd_quant.simulation.native import products_of_layers
-from sd_quant.stages.compare import Comparison
+from sd_quant.stages.compare import VariantOutputs
 from sd_quant.stages.load import Loaded
 from sd_quant.stages.open_parts import module_of
 from sd_quant.stages.variants import FRAMEWORK, FULL_PRECISION, QUANTIZED, Variants
@@ -34,7 +34,7 @@ def verify(
     loaded: Loaded,
     assignment: Mapping[str, LayerAssignment],
     variants: Variants,
-    comparison: Comparison,
+    comparison: VariantOutputs,
     engine: str,
     directory: Path,
 ) -> dict:

@@ -1,15 +1,22 @@
 """One way down: every import in ``sd_quant`` points to a room further down the table, and no files form a ring."""
 
 import ast
+import re
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
+from sd_quant import report, stages
 from sd_quant.engines import RUNTIMES
 from sd_quant.quantization.formats import FORMATS
+from sd_quant.report.page import REPORT
+from sd_quant.report.record import RECORD
+from sd_quant.report.summary import FAILURE, PROVENANCE
+from sd_quant.stages.job_folder import WRITTEN
 
 PACKAGE = Path(__file__).resolve().parents[2] / "sd_quant"
 
@@ -133,3 +140,48 @@ def test_runtimes_and_formats_are_named_in_their_own_rooms_alone():
         nodes = ast.walk(tree_of(modules()[name]))
         named = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
         assert not named & foreign, f"{name} names {', '.join(named & foreign)}"
+
+
+CHECKED_BY_THE_SESSION = {
+    "check_request", "check_mask", "check_latents", "check_guidance", "check_steps", "check_sizes", "check_machine",
+    "check_finite", "open_checkpoint", "fits", "Pool",
+}  # fmt: skip
+ALLOWED = {
+    "stages.quantize": {"check_request"},  # before minutes of hashing
+    "stages.export_trt": {"check_machine"},  # of ONNX files, where there is no checkpoint
+}
+
+
+def test_only_the_session_opens_a_model_checks_it_and_makes_its_pool():
+    """A check that every stage has to remember is forgotten by the next."""
+    at_work = [name for name in modules() if room_of(name) in ROOMS[: ROOMS.index("stages") + 1]]
+    for name in set(at_work) - {"stages.session"}:
+        calls = [node.func for node in ast.walk(tree_of(modules()[name])) if isinstance(node, ast.Call)]
+        called = {call.id for call in calls if isinstance(call, ast.Name)}
+        assert called & CHECKED_BY_THE_SESSION <= ALLOWED.get(name, set()), name
+
+
+# Files of Hydra, of the package, of a sweep's folder, and of a folder of hand_over, which has a list of its own.
+ELSEWHERE = {"overrides.yaml", "_judge.yaml", "published.md", "README.md"}
+
+
+def test_each_room_declares_the_files_that_it_writes_into_a_jobs_folder():
+    """So what an interrupted job may have left is known without a list of other rooms' files."""
+    assert {*stages.WRITES, *report.WRITES} == set(WRITTEN)
+    assert {RECORD, FAILURE, PROVENANCE, REPORT} <= set(report.WRITES)
+    declared = {pattern.rpartition("/")[2] for pattern in WRITTEN} | {"[0-9]*.png"} | ELSEWHERE
+    for name in [name for name in modules() if room_of(name) in ("stages", "report")]:
+        behind_slashes = [node.right for node in ast.walk(tree_of(modules()[name])) if is_path(node)]
+        for file in filter(None, map(file_in, behind_slashes)):
+            assert any(fnmatch(file, pattern) for pattern in declared), f"{name} writes {file}"
+
+
+def is_path(node: ast.AST) -> bool:
+    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div)
+
+
+def file_in(node: ast.expr) -> str | None:
+    """The name of a file that stands behind a slash, with 0 for what is known only when it runs."""
+    pieces = node.values if isinstance(node, ast.JoinedStr) else [node]
+    name = "".join(str(getattr(piece, "value", "")) if isinstance(piece, ast.Constant) else "0" for piece in pieces)
+    return name if re.search(r"\w\.[a-z]{2,7}$", name) else None

@@ -78,7 +78,7 @@ def test_images_are_kept_as_they_were(widths):
     inputs = {"vae": {"z": torch.ones(1)}}
     kept = compare.unpack(
         compare.pack(
-            compare.Comparison({"framework": made}, inputs, {"framework": inputs}, {"7": {"z": torch.ones(2)}})
+            compare.VariantOutputs({"framework": made}, inputs, {"framework": inputs}, {"7": {"z": torch.ones(2)}})
         )
     )
     assert kept.calls["7"]["z"].shape == (2,)

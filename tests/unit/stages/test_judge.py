@@ -13,18 +13,21 @@ from sd_quant.config import Judge
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.inference.pipeline import Generated
 from sd_quant.metrics.latency import Rounds
-from sd_quant.stages import judge
-from sd_quant.stages.judge import judge_all, judged_entry, judged_runtime
-from sd_quant.stages.subjects import Runtime, Subject
+from sd_quant.stages import judge, judge_one
+from sd_quant.stages.judge import judge_all
+from sd_quant.stages.judge_one import judged_entry, judged_runtime
+from sd_quant.stages.subjects import OwnLibrary, Subject
 
 
-def subject(name: str = "a.gguf", runtime: Runtime | None = None, **more) -> Subject:
+def subject(name: str = "a.gguf", runtime: OwnLibrary | None = None, **more) -> Subject:
     return Subject(name, Path(name), {}, "gguf", "GGUF 3", 4_000_000, more.pop("rows", []), None, {}, runtime)
 
 
-def court(**more) -> SimpleNamespace:
-    usual = {"judge": SimpleNamespace(runtimes=True, layers=3), "together": True, "checkpoint": None, "prompts": [],
-             "infer": None, "timing": None, "denoiser": "unet"}  # fmt: skip
+def baseline(**more) -> SimpleNamespace:
+    session = SimpleNamespace(checkpoint=None, parameters={"unet": 8_000_000})
+    usual = {"judge": SimpleNamespace(runtimes=True, layers=3), "together": True, "session": session, "prompts": [],
+             "infer": None, "timing": None, "denoiser": "unet", "variant": lambda *_: None,
+             "outputs": lambda directory: None}  # fmt: skip
     return SimpleNamespace(**usual | more)
 
 
@@ -35,13 +38,13 @@ def images(value: int) -> Generated:
 @pytest.mark.parametrize(
     ("runtime", "here", "reason"),
     [
-        (None, court(), "no library that opens it computes on this machine"),
-        ("SDNQ", court(judge=SimpleNamespace(runtimes=False)), "judge.runtimes is false"),
-        ("SDNQ", court(together=False), "memory does not hold it beside the full-precision model"),
+        (None, baseline(), "no library that opens it computes on this machine"),
+        ("SDNQ", baseline(judge=SimpleNamespace(runtimes=False)), "judge.runtimes is false"),
+        ("SDNQ", baseline(together=False), "memory does not hold it beside the full-precision model"),
     ],
 )
 def test_why_nothing_is_known_of_a_library_is_said(runtime, here, reason):
-    found = judged_runtime(subject(runtime=runtime and Runtime(runtime, None)), here, images(7), None)
+    found = judged_runtime(subject(runtime=runtime and OwnLibrary(runtime, None)), here, images(7), None)
     assert found == {"reason": reason}
 
 
@@ -54,30 +57,27 @@ def test_a_library_that_fails_is_a_finding_and_no_end(monkeypatch):
     def fail(*_):
         raise Strange("a kernel\nis missing")
 
-    monkeypatch.setattr(judge, "pipeline_of", fail)
-    monkeypatch.setattr(judge, "variant_of", lambda *_: None)
-    found = judged_runtime(subject(runtime=Runtime("SDNQ", None)), court(), images(7), None)
+    monkeypatch.setattr(judge_one, "pipeline_of", fail)
+    found = judged_runtime(subject(runtime=OwnLibrary("SDNQ", None)), baseline(), images(7), None)
     assert found["name"] == "SDNQ" and found["reason"].startswith("it failed with Strange(") and "ms" not in found
     assert "\n" not in found["reason"]
 
 
 def test_a_library_is_compared_with_our_reading_and_timed_beside_torch(monkeypatch):
-    samples = {judge.FRAMEWORK: [20.0 + index % 3 for index in range(40)], judge.QUANTIZED: [10.0] * 40}
-    monkeypatch.setattr(judge, "pipeline_of", lambda *_: None)
-    monkeypatch.setattr(judge, "variant_of", lambda *_: None)
-    monkeypatch.setattr(judge, "generate", lambda *_: images(8))
-    monkeypatch.setattr(judge, "denoiser_rounds", lambda *_: Rounds(samples, {}, 0, "narrow", {}))
-    pool = dict.fromkeys(("unet", judge.LIBRARY), SimpleNamespace(device=torch.device("cpu")))
-    found = judged_runtime(subject(runtime=Runtime("SDNQ", None)), court(), images(7), pool)
+    samples = {judge_one.FRAMEWORK: [20.0 + index % 3 for index in range(40)], judge_one.QUANTIZED: [10.0] * 40}
+    monkeypatch.setattr(judge_one, "pipeline_of", lambda *_: None)
+    monkeypatch.setattr(judge_one, "generate", lambda *_: images(8))
+    monkeypatch.setattr(judge_one, "denoiser_rounds", lambda *_: Rounds(samples, {}, 0, "narrow", {}))
+    pool = dict.fromkeys(("unet", judge_one.LIBRARY), SimpleNamespace(device=torch.device("cpu")))
+    found = judged_runtime(subject(runtime=OwnLibrary("SDNQ", None)), baseline(), images(7), pool)
     assert found["ms"] == 10 and found["torch_ms"] == 21 and 1.9 < found["speedup_interval"][0] < found["speedup"] < 2.2
     assert found["agreement"]["values"] == pytest.approx([20 * np.log10(255)] * 2, abs=1e-3)  # each pixel is off by 1
     elsewhere = pool | {"unet": SimpleNamespace(device=torch.device("cuda"))}
-    untimed = judged_runtime(subject(runtime=Runtime("SDNQ", None)), court(), images(7), elsewhere)
+    untimed = judged_runtime(subject(runtime=OwnLibrary("SDNQ", None)), baseline(), images(7), elsewhere)
     assert untimed.keys() == {"name", "agreement"}
 
 
-def test_the_layers_that_cost_most_come_first(monkeypatch):
-    monkeypatch.setattr(judge, "part_parameters", lambda checkpoint: {"unet": 8_000_000})
+def test_the_layers_that_cost_most_come_first():
     rows = [
         {"name": name, "role": "conv", "format": fmt, "inputs": "high precision", "output_error": output,
          "network_error": network}
@@ -86,7 +86,7 @@ def test_the_layers_that_cost_most_come_first(monkeypatch):
             ("d", "high precision", None, None),
         ]
     ]  # fmt: skip
-    entry = judged_entry(subject(rows=rows), court(), rows, 0.1, {"reason": "none"})
+    entry = judged_entry(subject(rows=rows), baseline(), rows, 0.1, {"reason": "none"})
     assert [each["name"] for each in entry["hurting"]] == ["c", "b", "a"] and entry["bits"] == 4
     assert entry["formats"] == {"Q4_0": 3, "high precision": 1}
 
@@ -100,10 +100,9 @@ def test_a_candidate_that_fails_leaves_why_and_the_others_go_on(monkeypatch, tmp
         judged.append(each.name)
 
     monkeypatch.setattr(judge, "mark_of", lambda *_: "mark")
-    monkeypatch.setattr(judge, "reference_of", lambda *_: None)
     monkeypatch.setattr(judge, "judge_one", judge_one)
     with pytest.raises(ArtifactError, match="not finite"):
-        judge_all([subject(name) for name in "abc"], court(), tmp_path)
+        judge_all([subject(name) for name in "abc"], baseline(), tmp_path)
     assert judged == ["a", "c"]
     failure = json.loads((tmp_path / "b/failure.json").read_text())
     assert failure == {"status": "failed", "reason": "b has a scale that is not finite", "exit_code": 3}
@@ -115,7 +114,7 @@ def test_a_candidate_is_never_where_its_results_are(given, tmp_path, monkeypatch
     (tmp_path / "a.gguf").mkdir()
     path = tmp_path / given
     rules = SimpleNamespace(named=lambda: {"a.gguf": path}, trust_runs=False)
-    here = court(facts={}, model=None, cache_folder=None)
+    here = baseline(facts={}, model=None, cache=None)
     with pytest.raises(ConfigError, match="and the folder of its results, .*, lie in each other; set hydra.run.dir"):
         judge.subjects_of(rules, here, tmp_path)
 
@@ -135,17 +134,16 @@ def test_a_folder_of_others_is_refused_before_anything_is_written(there, said, t
 def test_the_command_of_a_folder_is_what_was_given(monkeypatch):
     rules = Judge(["a b.gguf"], 20, True, False, 0.95)
     monkeypatch.setattr("sys.argv", ["judge.py", "candidates=[a b.gguf]"])
-    plan = judge.plan_of(SimpleNamespace(judge=rules))
+    plan = judge.plan_of(rules)
     assert plan["command"] == ["sd-quant", "judge", "candidates=[a b.gguf]"]
 
 
 def test_results_are_not_written_into_a_folder_of_somebody(tmp_path, monkeypatch):
     monkeypatch.setattr(judge, "mark_of", lambda *_: "mark")
-    monkeypatch.setattr(judge, "reference_of", lambda *_: None)
     (tmp_path / "a").mkdir()
     (tmp_path / "a/config.yaml").touch()
     with pytest.raises(ConfigError, match="which holds config.yaml that no job has written"):
-        judge_all([subject("a")], court(), tmp_path)
+        judge_all([subject("a")], baseline(), tmp_path)
     assert (tmp_path / "a/config.yaml").exists()
 
 
@@ -158,11 +156,13 @@ class Knobs:
 def test_what_decides_a_verdict_decides_whether_it_is_found_again():
     """Which others stand in the list does not; a library that was installed since does."""
     facts = {"inputs": {"checkpoint": {"sha256": "c"}}, "versions": {"torch": "2"}}
-    here = court(model=Knobs(), infer=Knobs(), judge=Knobs(), facts=facts)
+    here = baseline(model=Knobs(), infer=Knobs(), judge=Knobs(), facts=facts)
 
-    def mark(sha256: str = "f", runtime: Runtime | None = None, **changes) -> str:
-        return judge.mark_of(replace(subject(runtime=runtime), file={"sha256": sha256}), court(**vars(here) | changes))
+    def mark(sha256: str = "f", runtime: OwnLibrary | None = None, **changes) -> str:
+        return judge.mark_of(
+            replace(subject(runtime=runtime), file={"sha256": sha256}), baseline(**vars(here) | changes)
+        )
 
     assert mark() == mark(judge=Knobs(candidates=("a.gguf", "b.gguf")))
-    others = [mark("g"), mark(runtime=Runtime("SDNQ", None)), mark(judge=Knobs(layers=4)), mark(prompts=["a cat"])]
+    others = [mark("g"), mark(runtime=OwnLibrary("SDNQ", None)), mark(judge=Knobs(layers=4)), mark(prompts=["a cat"])]
     assert len({mark(), *others}) == 5
