@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from sd_quant.calibration.collection import calibrate
 from sd_quant.calibration.prompts import read_prompts
 from sd_quant.checkpoints.kinds import open_checkpoint
-from sd_quant.cli import composing, job_of
+from sd_quant.composition import composing, job_of
 from sd_quant.config import Quantize, QuantizeJob
 from sd_quant.files import write_json
 from sd_quant.inference.loading import LoadedModel, load_model

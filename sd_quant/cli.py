@@ -1,4 +1,4 @@
-"""The common part of the commands that Hydra configures: composing, checking, refusing and ending.
+"""Run the commands that Hydra configures: check, start one job or a sweep, record failures, exit.
 
     Command() -> check_command, or run_sweep for several jobs -> Hydra -> job_of -> task
 
@@ -12,14 +12,12 @@ import functools
 import gc
 import logging
 import os
-import re
 import shlex
 import signal
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -27,76 +25,37 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-import yaml
-from hydra import compose, initialize_config_dir
+from hydra import compose
 from hydra._internal.utils import get_args_parser  # hydra.main reads the command line with it; there is no public one
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException, OverrideParseException
+from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from sd_quant import placement, sweep
-from sd_quant.checkpoints.own_knobs import own_knob
-from sd_quant.config import JOBS, check_writable, is_run, run_model
-from sd_quant.errors import CANCELLED, ConfigError, ResourceError, SdQuantError, fail, of_the_machine
+from sd_quant import sweep
+from sd_quant.composition import composing, job_of, presets_of, refusal
+from sd_quant.config import check_writable, is_run
+from sd_quant.errors import (
+    CANCELLED,
+    ConfigError,
+    ResourceError,
+    SdQuantError,
+    exit_with_its_code,
+    fail,
+    of_the_machine,
+)
 from sd_quant.files import write_json
-from sd_quant.knobs import described, fields_of, near, nearest, only_of, read
-from sd_quant.places import CONF, GROUPS, check_shipped, input_path, output_path, shown, url
+from sd_quant.knobs import described
+from sd_quant.places import CONF, check_shipped, output_path, shown, url
 from sd_quant.process import address_space_bytes, end_at_once
 from sd_quant.progress import working
 from sd_quant.report.summary import FAILURE, read_sweep
 from sd_quant.shell import literal, program
-from sd_quant.text import one_line
 
 LOG = logging.getLogger(__name__)
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it misses torchvision in every run, which nothing needs
 SWEEPS = "outputs/sweeps"
 LIBRARIES = 1.3e9  # bytes of address space that the imports of a job take
-LAUNCHERS = {  # the plugins that conf/hydra/launcher builds on, and how each is installed
-    "joblib": "pip install 'sd-quant[joblib]'",
-    "submitit_local": "pip install 'sd-quant[submitit]'",
-    "submitit_slurm": "pip install 'sd-quant[submitit]'",
-    "ray": "pip install 'sd-quant[ray]' && pip install --no-deps hydra-ray-launcher==1.2.2",
-}
-SHORTHANDS = {  # top-level knobs whose values the sections of a configuration take
-    *("quant_level", "alpha", "smoothing", "keep", "percentile", "collect_method", "calib_size", "calibration"),
-    *("export", "unet_xl", "vae", "clip1", "clip2", "candidates"),
-    *("out_path", "prompts", "num_samples", "steps", "scale", "seed", "num_warmup_runs"),
-}
-STARTING: ContextVar[Path | None] = ContextVar("STARTING", default=None)  # the checkpoint of the job that starts
-
-
-def given(value: object, preset: object) -> object:
-    """The user's value, or the preset's where the user gives none."""
-    return preset if value is None else value
-
-
-def alpha_of(value: object, smoothing: str, preset: object) -> object:
-    """Likewise for alpha, which has a preset only where layers are smoothed."""
-    return given(value, None if smoothing == "none" else preset)
-
-
-def case(value: str, choices: Mapping[str, object]) -> object:
-    """The entry of ``choices`` for ``value``, or its entry ``else``: a value that depends on the preset."""
-    return choices.get(value, choices["else"])
-
-
-def own(knob: str, usual: object) -> object:
-    """What the checkpoint states itself of a knob of ``model``, when a job starts; ``usual`` while Hydra composes."""
-    path = STARTING.get()
-    usual = list(usual) if isinstance(usual, ListConfig) else usual
-    return usual if path is None else own_knob(path, knob, usual)
-
-
-OmegaConf.register_new_resolver("own", own, replace=True)
-OmegaConf.register_new_resolver("given", given, replace=True)  # ${given:...} in conf
-OmegaConf.register_new_resolver("alpha_of", alpha_of, replace=True)
-OmegaConf.register_new_resolver("case", case, replace=True)
-OmegaConf.register_new_resolver(
-    "job_name", lambda directory, number: sweep.entry(Path(directory), int(number))["name"], replace=True
-)
-OmegaConf.register_new_resolver("places", placement.places, replace=True)
 
 
 def check_no_run(job: object, directory: Path, given: list[str]) -> None:
@@ -109,7 +68,7 @@ def check_no_run(job: object, directory: Path, given: list[str]) -> None:
 
 
 def stage(name: str) -> Callable[[Any, Path], None]:
-    """A task that calls the function ``name`` of the module ``sd_quant.stages.<name>``, which it imports then."""
+    """Return a task that imports the module ``sd_quant.stages.<name>`` and calls its function of that name."""
 
     def task(job: Any, directory: Path) -> None:
         with importing():
@@ -139,16 +98,17 @@ class Command:
         OmegaConf.register_new_resolver("knobs", lambda: "\n".join(described(self.job)), replace=True)  # for --help
         OmegaConf.register_new_resolver("presets", lambda: "\n".join(presets_of(self.name)), replace=True)
         OmegaConf.register_new_resolver("program", lambda name=self.name: shlex.join(program(name)), replace=True)
+        exit_with_its_code(self.run, "what was finished is kept, and the same command starts again")
+
+    def run(self) -> None:
+        """Check the arguments of this process and let Hydra run what they mean."""
+        check_shipped()
         arguments, unknown = get_args_parser().parse_known_args()
-        shows = arguments.help or arguments.hydra_help or arguments.cfg or arguments.info or arguments.shell_completion
+        if unknown:
+            raise ConfigError(f"{unknown[0]} is no option; a knob is given without dashes: {unknown[0].lstrip('-')}")
         main = hydra_main(self)
         try:
-            check_shipped()
-            if unknown:
-                raise ConfigError(
-                    f"{unknown[0]} is no option; a knob is given without dashes: {unknown[0].lstrip('-')}"
-                )
-            if shows:
+            if arguments.help or arguments.hydra_help or arguments.cfg or arguments.info or arguments.shell_completion:
                 signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as in --help | head
                 main()
                 return
@@ -162,21 +122,12 @@ class Command:
                 end_at_once(run_sweep(self, main, overrides))
             main()
             end_at_once(0)
-        except SdQuantError as error:
-            sys.exit(fail(str(error), error.exit_code))
         except (HydraException, OmegaConfBaseException) as error:
-            refused = refusal(error, self.name)
-            sys.exit(fail(str(refused), refused.exit_code))
-        except (OSError, MemoryError) as error:  # from Hydra's own files, or a sweep's
-            if (fault := of_the_machine(error)) is None:
-                raise
-            sys.exit(fail(str(fault), fault.exit_code))
-        except KeyboardInterrupt:
-            sys.exit(fail("cancelled; what was finished is kept, and the same command starts again", CANCELLED))
+            raise refusal(error, self.name) from error
 
 
 def hydra_main(command: Command) -> Callable[[], object]:
-    """The function by which Hydra composes each job of a command, and does it here or through a launcher."""
+    """Return the function that lets Hydra compose each job of a command and do it, here or through a launcher."""
     job, do = command.job, command.task
 
     def task(config: DictConfig) -> object:
@@ -184,20 +135,6 @@ def hydra_main(command: Command) -> Callable[[], object]:
 
     task.__module__ = f"sd_quant.commands.{command.name}"  # its last part is Hydra's name of a job and of the log file
     return hydra.main(version_base="1.3", config_path=str(CONF), config_name=command.name)(recording_failure(task))
-
-
-def presets_of(config_name: str) -> Iterator[str]:
-    """A line for each group of a command's configuration: the group, and the presets that the command accepts."""
-    plain = lambda path: yaml.safe_load(path.read_text(encoding="utf-8"))  # noqa: E731
-    defaults, sections = plain(CONF / f"{config_name}.yaml")["defaults"], fields_of(JOBS[config_name])
-    groups = [group.removeprefix("optional ") for entry in defaults if isinstance(entry, dict) for group in entry]
-    for group in groups:
-        narrowed = only_of(sections[group][1]) if group in sections else []
-        files = sorted((CONF / group).glob("*.yaml"))
-        taken = [file.stem for file in files if all(each.limit.holds(plain(file)[each.name]) for each in narrowed)]
-        yield f"{group}: {', '.join(taken)}"
-    if not groups:
-        yield "none"
 
 
 def search_path(arguments: Namespace) -> list[str]:
@@ -253,9 +190,7 @@ def run_sweep(command: Command, main: Callable[[], object], overrides: list[str]
         try:
             try:
                 main()
-            except (
-                Exception
-            ) as error:  # of the first job that failed, each of which has recorded its own; or a launcher's
+            except Exception as error:  # of the first job that failed, or of the launcher
                 LOG.debug("the sweep ended early", exc_info=error)
                 ended_with = error
             try:
@@ -277,51 +212,6 @@ def run_sweep(command: Command, main: Callable[[], object], overrides: list[str]
     if uncompared is not None and not code:
         code, sentence = uncompared.exit_code, f"the jobs are done, and could not be compared together: {uncompared}"
     return fail(sentence, code) if code else 0
-
-
-def job_of(job: type, config: DictConfig):
-    """Read a composed configuration as the dataclass ``job``, and check every knob and every file that it names.
-
-    Raises SdQuantError.
-    """
-    hydra = config.get("hydra") or (HydraConfig.get() if HydraConfig.initialized() else None)
-    if hydra is not None:
-        use_groups(hydra.runtime.config_sources)
-    checked = read(job, settled(OmegaConf.masked_copy(config, [name for name in config if name != "hydra"])))
-    checked.check_files()
-    return checked
-
-
-def settled(knobs: DictConfig) -> dict[str, Any]:
-    """The sections of a job that starts, each knob with its value: its own, the run's or what the checkpoint states.
-
-    Raises ConfigError for a knob without a value, ArtifactError for a run whose configuration is damaged.
-    """
-    if "model" in knobs and knobs.get("run") and (model := run_model(knobs.run)):
-        knobs.model = model  # before the size and the prompts are taken from it
-    path = OmegaConf.select(knobs, "model.path")
-    token = STARTING.set(None if path is None else input_path(str(path)))
-    try:
-        plain = OmegaConf.to_container(knobs, resolve=True, throw_on_missing=True)
-    except MissingMandatoryValue as error:
-        raise ConfigError(f"the knob {error.full_key} has no value; give it one on the command line") from error
-    finally:
-        STARTING.reset(token)
-    return {name: value for name, value in plain.items() if name not in SHORTHANDS}
-
-
-def use_groups(sources: Iterable) -> None:
-    """Look for presets where Hydra does. Raises ConfigError for a preset that is in two of its folders."""
-    GROUPS[:] = [Path(source.path) for source in sources if source.schema == "file"]
-    ours = [folder.name for folder in CONF.iterdir() if folder.is_dir()]
-    first: dict[Path, Path] = {}
-    for groups in GROUPS:
-        for path in (path for name in ours for path in (groups / name).rglob("*.yaml")):
-            name = path.relative_to(groups)
-            if (other := first.setdefault(name, groups)) is not groups:
-                raise ConfigError(
-                    f"{name} is in {other} and in {groups}, expected in one of them; give yours another name"
-                )
 
 
 @contextmanager
@@ -386,55 +276,3 @@ def recording_failure(task: Callable[[DictConfig], object]) -> Callable[[DictCon
             sys.exit(fail(reason, code))
 
     return recorded
-
-
-@contextmanager
-def composing(config_name: str) -> Iterator[None]:
-    """Let Hydra compose in the block; its errors are raised as SdQuantError."""
-    try:
-        with initialize_config_dir(str(CONF), version_base="1.3"):
-            yield
-    except (HydraException, OmegaConfBaseException, ValueError, yaml.YAMLError) as error:  # ValueError: infer=3
-        raise refusal(error, config_name) from error
-
-
-def refusal(error: Exception, config_name: str) -> SdQuantError:
-    """Translate an error of Hydra's or OmegaConf's into one sentence."""
-    text = " ".join(str(error).split())
-    if isinstance(error, yaml.YAMLError):  # a user's preset, mostly
-        return ConfigError(f"a file of presets is no YAML: {one_line(text, 300)}; mend it")
-    if isinstance(error, OverrideParseException):
-        if "=" not in error.override:
-            return ConfigError(f"the argument {error.override} has no value, expected {error.override}=<value>")
-        several = str(error.override).count("=") > 1  # as in the folder of a sweep's job
-        hint = "; put a value with = in it in quotes of its own, as in \"run='...'\"" if several else ""
-        return ConfigError(f"the argument {error.override} cannot be read: {text}{hint}")
-    unknown = re.search(r"Could not override '([^']+)'", text)
-    if unknown:
-        name = unknown[1]
-        with initialize_config_dir(str(CONF), version_base="1.3"):
-            known = {command: knobs_of(compose(command)) for command in JOBS}
-        if name in known[config_name]:
-            return ConfigError(f"{name} is a group of knobs in {config_name}, expected {name}.<knob>=<value>")
-        others = " and ".join(command for command in JOBS if name in known[command])
-        if others and not nearest(name, known[config_name]):
-            return ConfigError(f"there is no knob {name} in {config_name}; it is a knob of {others}")
-        return ConfigError(f"there is no knob {name}; {near(name, known[config_name])}")
-    option = re.search(r"Could not (?:find|load) '([^']+)/([^'/]+)'", text)
-    if option and option[1] == "hydra/launcher" and option[2] in LAUNCHERS:
-        return ResourceError(f"the launcher {option[2]} is not installed; install it with: {LAUNCHERS[option[2]]}")
-    if option and (CONF / option[1]).is_dir():
-        presets = [path.stem for groups in GROUPS for path in (groups / option[1]).glob("*.yaml")]
-        return ConfigError(f"there is no preset {option[1]}={option[2]}; {near(option[2], presets)}")
-    return ConfigError(text)
-
-
-def knobs_of(node: DictConfig, prefix: str = "") -> list[str]:
-    """The full names of all knobs and groups of a composed configuration."""
-    names = []
-    for name in map(str, node):
-        names.append(f"{prefix}{name}")
-        child = node._get_node(name)
-        if isinstance(child, DictConfig):
-            names += knobs_of(child, f"{prefix}{name}.")
-    return names

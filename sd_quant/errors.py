@@ -82,11 +82,17 @@ def fail(sentence: str, code: int) -> int:
     return code
 
 
-def exit_with_its_code(main: Callable[[], object]) -> None:
-    """Run a command that Hydra does not configure; an error is printed as its sentence and sets the exit code."""
+def exit_with_its_code(main: Callable[[], object], kept: str = "nothing half written is left") -> None:
+    """Run a command; an error is printed as its sentence and sets the exit code. A defect keeps its traceback.
+
+    ``kept`` says what is left of a cancelled command.
+    """
     try:
         main()
-    except SdQuantError as error:
-        sys.exit(fail(str(error), error.exit_code))
     except KeyboardInterrupt:
-        sys.exit(fail("cancelled; nothing half written is left", CANCELLED))
+        sys.exit(fail(f"cancelled; {kept}", CANCELLED))
+    except Exception as error:
+        refused = error if isinstance(error, SdQuantError) else of_the_machine(error)
+        if refused is None:
+            raise
+        sys.exit(fail(str(refused), refused.exit_code))

@@ -29,7 +29,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from sd_quant.cache import Cache
-from sd_quant.cli import composing, job_of, knobs_of
+from sd_quant.composition import composing, job_of, knobs_of
 from sd_quant.config import Infer, Quantize, QuantizeJob, artifact, check_consumers, check_targets
 from sd_quant.engines.pool import Variant
 from sd_quant.errors import ConfigError

@@ -3,7 +3,7 @@
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from sd_quant.cli import job_of
+from sd_quant.composition import job_of
 from sd_quant.config import InferJob, Quantize, QuantizeJob
 from sd_quant.knobs import read
 from sd_quant.places import CONF

@@ -1,9 +1,9 @@
-"""What is installed, what works here and by what a format is run: text to paste into an issue, in a second.
+"""Print what is installed, what works on this machine and which engine runs which format, to paste into an issue.
 
-Nothing heavy is imported: a package is known by its metadata, a GPU by nvidia-smi. So what is installed and does not
-load is not noticed. What reads YAML or requirements is imported where it is used, because that may be what is missing.
-No path is printed, because paths hold names. The road not taken is to import torch and every runtime, which takes ten
-seconds and ends with the first that is broken.
+It takes a second, because nothing heavy is imported: packages are read from their metadata, GPUs from nvidia-smi. So a
+package that is installed and does not load goes unnoticed. Modules that read YAML or requirements are imported where
+they are used, because they may be what is missing. No path is printed, because paths hold names of people. The road not
+taken is to import torch and every runtime, which takes ten seconds and ends with the first that is broken.
 """
 
 import argparse
@@ -30,14 +30,14 @@ from sd_quant.quantization.recipe import Enable, formats_used
 from sd_quant.report import provenance
 
 FOLDERS = {"results": "outputs", "cache": "outputs/cache"}  # where a run writes by default
-LEVEL = 3.0  # the quant_level that formats are told for: all layers, without attention's products
+LEVEL = 3.0  # the quant_level for which engines are named: all layers, without attention's products
 MISSING = "not installed"
-HEEDED = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")  # variables of the environment
+HEEDED = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")  # environment variables that change what works
 Lines = Iterator[tuple[str, str]]
 
 
 def main() -> None:
-    """Prints every section."""
+    """Print every section."""
     argparse.ArgumentParser("sd-quant doctor", description=__doc__.splitlines()[0]).parse_args()
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as in doctor | head
     for title, section in SECTIONS.items():
@@ -47,15 +47,15 @@ def main() -> None:
 
 
 def told(section: Callable[[], Lines]) -> Lines:
-    """The lines of a section; what cannot be found out is a line too."""
+    """Yield the lines of a section; a section that fails ends with a line that says so."""
     try:
         yield from section()
-    except Exception as error:  # of a package that is broken, mostly; its words may hold a path
+    except Exception as error:  # mostly from a broken package; its message may hold a path
         yield "cannot be told", f"{type(error).__name__} {getattr(error, 'name', None) or ''}".strip()
 
 
 def packages() -> Lines:
-    """Versions of what a record names, and what else is missing or of a version that is not supported."""
+    """Yield the versions that a record holds, and other packages that are missing or of an unsupported version."""
     git = provenance.git_state(HOME)
     changed = " with changes" if git["dirty"] else ""
     yield "sd-quant", __version__ + (f", commit {git['commit'][:10]}{changed}" if git["commit"] else "")
@@ -65,38 +65,36 @@ def packages() -> Lines:
         build = f", built for {torch_build()}" if found and name == "torch" else ""
         yield name, (found or MISSING) + build
     for wanted in requirements():
-        if (words := lacking(wanted)) and (wanted.name not in named or words != MISSING):
-            yield wanted.name, words
+        if (fault := fault_of(wanted)) and (wanted.name not in named or fault != MISSING):
+            yield wanted.name, fault
 
 
 def extras() -> Lines:
-    """Which extras are there, and what the others lack."""
-    there: list[str] = []
+    """Yield the extras that are installed, and the others with what they lack."""
+    complete: list[str] = []
     others: list[str] = []
     for extra in metadata("sd-quant").get_all("Provides-Extra") or []:
-        found = {wanted.name: lacking(wanted) for wanted in requirements(extra)}
-        bad = [name if words == MISSING else f"{name} {words}" for name, words in found.items() if words]
-        (others if bad else there).append(f"{extra} ({', '.join(bad)})" if bad else extra)
-    yield "installed", ", ".join(there) or "none"
+        faults = [(wanted.name, fault) for wanted in requirements(extra) if (fault := fault_of(wanted))]
+        told = ", ".join(name if fault == MISSING else f"{name} {fault}" for name, fault in faults)
+        (others if faults else complete).append(f"{extra} ({told})" if faults else extra)
+    yield "installed", ", ".join(complete) or "none"
     yield "not installed", "; ".join(others) or "none"
 
 
 def requirements(extra: str = "") -> list:
-    """What sd-quant requires, as packaging reads it, or an extra beside that; nothing where it is not installed."""
+    """Return the requirements of sd-quant, or those that an extra adds; none where sd-quant is not installed."""
     from packaging.requirements import Requirement
 
     try:
         found = [Requirement(line) for line in requires("sd-quant") or []]
     except PackageNotFoundError:
         return []
-    always = [wanted for wanted in found if wanted.marker is None or wanted.marker.evaluate({"extra": ""})]
-    if not extra:
-        return always
-    return [wanted for wanted in found if wanted not in always and wanted.marker.evaluate({"extra": extra})]
+    of_this = [wanted for wanted in found if ("extra ==" in str(wanted.marker)) == bool(extra)]
+    return [wanted for wanted in of_this if wanted.marker is None or wanted.marker.evaluate({"extra": extra})]
 
 
-def lacking(wanted) -> str | None:
-    """What is wrong with what is installed for a requirement, or None."""
+def fault_of(wanted) -> str | None:
+    """Return what is wrong with the installed package of a requirement, or None."""
     found = provenance.versions(wanted.name)[wanted.name]
     if found is None:
         return MISSING
@@ -104,7 +102,7 @@ def lacking(wanted) -> str | None:
 
 
 def torch_build() -> str:
-    """What torch was built for, from the file that it reads itself: CUDA and its version, or the processor."""
+    """Return what torch was built for, CUDA and its version or the processor, from torch's own file."""
     try:
         [folder] = find_spec("torch").submodule_search_locations
         text = (Path(folder) / "version.py").read_text(encoding="utf-8")
@@ -115,16 +113,16 @@ def torch_build() -> str:
 
 
 def machine() -> Lines:
+    """Yield the processor, GPUs, limits and disks."""
     processor = provenance.processor_facts()
     flags = {*(processor.get("flags") or processor.get("Features") or "").split()}
     name = processor.get("model name") or platform.processor() or platform.machine()
     yield "processor", f"{name}, {cores()} of {os.cpu_count()} cores"
     products = ", ".join(sorted(flags & provenance.INT8_INSTRUCTIONS))
     yield "INT8 products", products or "none, so integers gain nothing on this processor"
-    for index, gpu in enumerate(gpus()):
-        described = f"{gpu['name']}, compute capability {gpu['compute_cap']}, {gpu['memory.total']}"
-        yield f"GPU {index}", f"{described}, driver {gpu['driver_version']}"
-    if not gpus():
+    for index, (name, capability, driver, memory) in enumerate(listed_gpus()):
+        yield f"GPU {index}", f"{name}, compute capability {capability}, {memory}, driver {driver}"
+    if not listed_gpus():
         yield "GPU", "none that nvidia-smi lists" if shutil.which("nvidia-smi") else "none: there is no nvidia-smi"
     yield "memory", f"{available_memory_bytes() / 2**30:.1f} GiB available"
     files = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -137,27 +135,26 @@ def machine() -> Lines:
 
 
 @cache
-def gpus() -> list[dict[str, str]]:
-    """What nvidia-smi says of each GPU; nothing where it is not there, fails or takes long."""
-    asked = ("name", "compute_cap", "driver_version", "memory.total")
-    command = ["nvidia-smi", f"--query-gpu={','.join(asked)}", "--format=csv,noheader"]
+def listed_gpus() -> list[list[str]]:
+    """Return name, compute capability, driver and memory of each GPU; none where nvidia-smi fails or takes long."""
+    command = ["nvidia-smi", "--query-gpu=name,compute_cap,driver_version,memory.total", "--format=csv,noheader"]
     try:
         told = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return []
-    rows = (line.split(", ") for line in told.splitlines())
-    return [dict(zip(asked, row, strict=True)) for row in rows if len(row) == len(asked)]
+    return [row for line in told.splitlines() if len(row := line.split(", ")) == 4]
 
 
 def usable_gpu() -> str | None:
-    """The compute capability, such as SM89, of the GPU that torch would use; None where it can use none."""
+    """Return the compute capability, such as SM89, of the GPU that torch would use; None where it can use none."""
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
-    index = int(first) if first.isdigit() else 0  # else it is the name of one
-    hidden = first in ("", "-1") or index >= len(gpus()) or not torch_build().startswith("CUDA")
-    return None if hidden else f"SM{gpus()[index]['compute_cap'].replace('.', '')}"
+    index = int(first) if first.isdigit() else 0  # else it is a GPU's identifier
+    hidden = first in ("", "-1") or index >= len(listed_gpus()) or not torch_build().startswith("CUDA")
+    return None if hidden else f"SM{listed_gpus()[index][1].replace('.', '')}"
 
 
 def free_disk(folder: Path) -> str:
+    """Return the free space for a folder that may not exist yet, or why nothing can be written."""
     from sd_quant.config import check_writable
 
     there = next(path for path in (folder, *folder.parents) if path.is_dir())
@@ -169,14 +166,14 @@ def free_disk(folder: Path) -> str:
 
 
 def runtimes() -> Lines:
-    """What ``infer=`` can be here."""
+    """Yield each runtime of ``infer=``, and whether it computes on this machine."""
     for name, runtime in RUNTIMES.items():
-        works = "can compute here" + ("" if runtime.quantized else ", the unquantized model alone")
+        works = "can compute here" if runtime.quantized else "can compute here, the unquantized model alone"
         yield name, why_not_here(name, usable_gpu()) or works
 
 
 def why_not_here(name: str, gpu: str | None, used: Collection[str] = ()) -> str | None:
-    """Why a runtime computes nothing on this machine, or nothing in the formats ``used``; else None."""
+    """Return why a runtime computes nothing on this machine, or nothing in the formats ``used``; else None."""
     from sd_quant.config.engine_choice import NO_GPU, no_plan_runs
 
     if (missing := not_installed(name)) or RUNTIMES[name].device != "cuda":
@@ -186,7 +183,7 @@ def why_not_here(name: str, gpu: str | None, used: Collection[str] = ()) -> str 
 
 
 def formats() -> Lines:
-    """By what each preset is run here."""
+    """Yield each preset, and the engines that execute it here."""
     import yaml
 
     from sd_quant.config.recipe import presets
@@ -196,7 +193,7 @@ def formats() -> Lines:
 
 
 def run_by(preset: Mapping, gpu: str | None) -> str:
-    """What runs the recipe of a preset, first what infer=auto takes; or why a run simulates it."""
+    """Return the engines that execute a preset, first that of infer=auto; or why a run simulates it."""
     from sd_quant.config.main_job import torch_multiplies
 
     enable = read(Enable, preset["enable"], "enable.")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hydra import compose
 
-from sd_quant.cli import composing
+from sd_quant.composition import composing
 
 from ..pasting import words_of
 

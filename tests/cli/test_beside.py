@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from sd_quant.cli import job_of
+from sd_quant.composition import job_of
 from sd_quant.config import QuantizeJob
 from sd_quant.places import CONF, HOME
 from sd_quant.stages import export_onnx

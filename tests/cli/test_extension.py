@@ -15,7 +15,7 @@ import onnx
 import pytest
 from hydra import compose, initialize_config_dir
 
-from sd_quant.cli import job_of
+from sd_quant.composition import job_of
 from sd_quant.config import InferJob, QuantizeJob, recipe
 from sd_quant.engines import RUNTIMES, Runtime
 from sd_quant.metrics import SCORES, Against, Score

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from sd_quant.cli import LAUNCHERS
+from sd_quant.composition import LAUNCHERS
 from sd_quant.places import HOME
 from sd_quant.shell import literal
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from hydra import compose, initialize_config_dir
 
-from sd_quant.cli import job_of
+from sd_quant.composition import job_of
 from sd_quant.config import QuantizeJob
 from sd_quant.knobs import fields_of
 from sd_quant.places import CONF

@@ -20,7 +20,7 @@ from pathlib import Path
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
-from sd_quant.cli import job_of
+from sd_quant.composition import job_of
 from sd_quant.config import QuantizeJob
 from sd_quant.errors import SdQuantError
 from sd_quant.places import CONF

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from sd_quant import sweep
-from sd_quant.cli import composing
 from sd_quant.commands import COMMANDS
+from sd_quant.composition import composing
 from sd_quant.errors import ResourceError
 from sd_quant.knobs import read
 from sd_quant.places import CONF, HOME

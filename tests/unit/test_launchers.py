@@ -11,7 +11,7 @@ from hydra.errors import MissingConfigException
 
 from sd_quant import placement, sweep
 from sd_quant.cache import try_lock
-from sd_quant.cli import LAUNCHERS, refusal
+from sd_quant.composition import LAUNCHERS, refusal
 from sd_quant.errors import ConfigError, ResourceError
 from sd_quant.report.record import DONE
 from sd_quant.report.summary import FAILED, UNFINISHED, Job, Sweep

@@ -25,7 +25,8 @@ ROOMS = (
     "__main__",  # sd-quant
     "commands",  # the three that Hydra configures
     "interface",  # the same steps from Python
-    "cli",  # the entrypoints' common part
+    "cli",  # what the commands share that Hydra configures
+    "composition",  # YAML and overrides to a job
     "sweep",
     "placement",  # which GPU and cores a job of a sweep has to itself
     "stages",  # the steps of the three commands

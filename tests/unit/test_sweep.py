@@ -9,7 +9,7 @@ from hydra import initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
 from sd_quant import sweep
-from sd_quant.cli import job_of
+from sd_quant.composition import job_of
 from sd_quant.config import QuantizeJob
 from sd_quant.errors import ConfigError
 from sd_quant.files import write_json

@@ -106,11 +106,11 @@ def machine(monkeypatch, tmp_path):
         program.chmod(0o755)
         monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
         monkeypatch.setattr(doctor, "torch_build", lambda: build)
-        doctor.gpus.cache_clear()
+        doctor.listed_gpus.cache_clear()
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     yield machine
-    doctor.gpus.cache_clear()
+    doctor.listed_gpus.cache_clear()
 
 
 TWO = "NVIDIA L4, 8.9, 550.54, 23034 MiB\nNVIDIA H100 80GB HBM3, 9.0, 550.54, 81559 MiB\n"

@@ -3,7 +3,7 @@
 import yaml
 from hydra import compose, initialize_config_dir
 
-from sd_quant.cli import settled
+from sd_quant.composition import settled
 from sd_quant.config import JOBS
 from sd_quant.places import HOME
 

@@ -9,8 +9,8 @@ from hydra import compose
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from sd_quant import cli
-from sd_quant.cli import SHORTHANDS, composing, presets_of
+from sd_quant import composition
+from sd_quant.composition import SHORTHANDS, composing, presets_of, settled
 from sd_quant.config import InferJob, QuantizeJob
 from sd_quant.engines import RUNTIMES
 from sd_quant.errors import ConfigError, ResourceError
@@ -57,14 +57,14 @@ def test_composing_opens_no_checkpoint_and_a_job_that_starts_does(primary, monke
     def opened(path, knob, usual):
         raise ResourceError(f"{path} is opened for {knob}")
 
-    monkeypatch.setattr(cli, "own_knob", opened)
+    monkeypatch.setattr(composition, "own_knob", opened)
     for option in sorted({option for name, option in options() if name == primary and option.startswith("model=")}):
         with composing(primary):
             config = compose(primary, [option, "model.path=some_model", *NEEDED.get(primary, [])])
         OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
         if option == "model=sdxl":
             with pytest.raises(OmegaConfBaseException, match="some_model is opened for width"):
-                cli.settled(config)
+                settled(config)
 
 
 @pytest.mark.parametrize(("primary", "option"), pairs())

@@ -1,0 +1,187 @@
+"""Compose a configuration with Hydra and read it as a job; an error of Hydra's becomes one sentence.
+
+Inside ``composing``, Hydra's ``compose`` makes a configuration of YAML and overrides, without opening a checkpoint.
+``job_of`` turns it into a checked job, when the job is about to start.
+"""
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from sd_quant import placement, sweep
+from sd_quant.checkpoints.own_knobs import own_knob
+from sd_quant.config import JOBS, run_model
+from sd_quant.errors import ConfigError, ResourceError, SdQuantError
+from sd_quant.knobs import fields_of, near, nearest, only_of, read
+from sd_quant.places import CONF, GROUPS, input_path
+from sd_quant.text import one_line
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # else each run warns of torchvision, which is not needed
+LAUNCHERS = {  # the plugins that conf/hydra/launcher builds on, and how each is installed
+    "joblib": "pip install 'sd-quant[joblib]'",
+    "submitit_local": "pip install 'sd-quant[submitit]'",
+    "submitit_slurm": "pip install 'sd-quant[submitit]'",
+    "ray": "pip install 'sd-quant[ray]' && pip install --no-deps hydra-ray-launcher==1.2.2",
+}
+SHORTHANDS = {  # top-level knobs whose values the sections of a configuration take
+    *("quant_level", "alpha", "smoothing", "keep", "percentile", "collect_method", "calib_size", "calibration"),
+    *("export", "unet_xl", "vae", "clip1", "clip2", "candidates"),
+    *("out_path", "prompts", "num_samples", "steps", "scale", "seed", "num_warmup_runs"),
+}
+STARTING: ContextVar[Path | None] = ContextVar("STARTING", default=None)  # the checkpoint of the job that starts
+
+
+def given(value: object, preset: object) -> object:
+    """Return the user's value, or the preset's where the user gives none."""
+    return preset if value is None else value
+
+
+def alpha_of(value: object, smoothing: str, preset: object) -> object:
+    """Return the user's alpha, or the preset's where layers are smoothed and the user gives none."""
+    return given(value, None if smoothing == "none" else preset)
+
+
+def case(value: str, choices: Mapping[str, object]) -> object:
+    """Return the entry of ``choices`` for ``value``, or its entry ``else``: for values that depend on a preset."""
+    return choices.get(value, choices["else"])
+
+
+def own(knob: str, usual: object) -> object:
+    """Return the checkpoint's own value of a knob of ``model`` when a job starts; ``usual`` while Hydra composes."""
+    path = STARTING.get()
+    usual = list(usual) if isinstance(usual, ListConfig) else usual
+    return usual if path is None else own_knob(path, knob, usual)
+
+
+RESOLVERS: dict[str, Callable[..., Any]] = {  # the functions that YAML in conf calls, as ${given:...}
+    "given": given,
+    "alpha_of": alpha_of,
+    "case": case,
+    "own": own,
+    "job_name": lambda directory, number: sweep.entry(Path(directory), int(number))["name"],
+    "places": placement.places,
+}
+for resolver, function in RESOLVERS.items():
+    OmegaConf.register_new_resolver(resolver, function, replace=True)
+
+
+def job_of(job: type, config: DictConfig):
+    """Read a composed configuration as the dataclass ``job``, and check every knob and every file that it names.
+
+    Raises SdQuantError.
+    """
+    hydra = config.get("hydra") or (HydraConfig.get() if HydraConfig.initialized() else None)
+    if hydra is not None:
+        use_groups(hydra.runtime.config_sources)
+    checked = read(job, settled(OmegaConf.masked_copy(config, [name for name in config if name != "hydra"])))
+    checked.check_files()
+    return checked
+
+
+def settled(knobs: DictConfig) -> dict[str, Any]:
+    """Resolve the knobs of a job that starts, by the model of its earlier run and by what its checkpoint states.
+
+    Raises ConfigError for a knob without a value, ArtifactError for a run whose configuration is damaged.
+    """
+    if "model" in knobs and knobs.get("run") and (model := run_model(knobs.run)):
+        knobs.model = model  # before the size and the prompts are taken from it
+    path = OmegaConf.select(knobs, "model.path")
+    token = STARTING.set(None if path is None else input_path(str(path)))
+    try:
+        plain = OmegaConf.to_container(knobs, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        raise ConfigError(f"the knob {error.full_key} has no value; give it one on the command line") from error
+    finally:
+        STARTING.reset(token)
+    return {name: value for name, value in plain.items() if name not in SHORTHANDS}
+
+
+def use_groups(sources: Iterable) -> None:
+    """Look for presets where Hydra does. Raises ConfigError for a preset that is in two of its folders."""
+    GROUPS[:] = [Path(source.path) for source in sources if source.schema == "file"]
+    ours = [folder.name for folder in CONF.iterdir() if folder.is_dir()]
+    first: dict[Path, Path] = {}
+    for groups in GROUPS:
+        for path in (path for name in ours for path in (groups / name).rglob("*.yaml")):
+            name = path.relative_to(groups)
+            if (other := first.setdefault(name, groups)) is not groups:
+                raise ConfigError(
+                    f"{name} is in {other} and in {groups}, expected in one of them; give yours another name"
+                )
+
+
+@contextmanager
+def composing(config_name: str) -> Iterator[None]:
+    """Let Hydra compose in the block; its errors are raised as SdQuantError."""
+    try:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            yield
+    except (HydraException, OmegaConfBaseException, ValueError, yaml.YAMLError) as error:  # ValueError: infer=3
+        raise refusal(error, config_name) from error
+
+
+def refusal(error: Exception, config_name: str) -> SdQuantError:
+    """Translate an error of Hydra's or OmegaConf's into one sentence."""
+    text = " ".join(str(error).split())
+    if isinstance(error, yaml.YAMLError):  # a user's preset, mostly
+        return ConfigError(f"a file of presets is no YAML: {one_line(text, 300)}; mend it")
+    if isinstance(error, OverrideParseException):
+        if "=" not in error.override:
+            return ConfigError(f"the argument {error.override} has no value, expected {error.override}=<value>")
+        several = str(error.override).count("=") > 1  # as in the folder of a sweep's job
+        hint = "; put a value with = in it in quotes of its own, as in \"run='...'\"" if several else ""
+        return ConfigError(f"the argument {error.override} cannot be read: {text}{hint}")
+    unknown = re.search(r"Could not override '([^']+)'", text)
+    if unknown:
+        name = unknown[1]
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            known = {command: knobs_of(compose(command)) for command in JOBS}
+        if name in known[config_name]:
+            return ConfigError(f"{name} is a group of knobs in {config_name}, expected {name}.<knob>=<value>")
+        others = " and ".join(command for command in JOBS if name in known[command])
+        if others and not nearest(name, known[config_name]):
+            return ConfigError(f"there is no knob {name} in {config_name}; it is a knob of {others}")
+        return ConfigError(f"there is no knob {name}; {near(name, known[config_name])}")
+    option = re.search(r"Could not (?:find|load) '([^']+)/([^'/]+)'", text)
+    if option and option[1] == "hydra/launcher" and option[2] in LAUNCHERS:
+        return ResourceError(f"the launcher {option[2]} is not installed; install it with: {LAUNCHERS[option[2]]}")
+    if option and (CONF / option[1]).is_dir():
+        presets = [path.stem for groups in GROUPS for path in (groups / option[1]).glob("*.yaml")]
+        return ConfigError(f"there is no preset {option[1]}={option[2]}; {near(option[2], presets)}")
+    return ConfigError(text)
+
+
+def knobs_of(node: DictConfig, prefix: str = "") -> list[str]:
+    """The full names of all knobs and groups of a composed configuration."""
+    names = []
+    for name in map(str, node):
+        names.append(f"{prefix}{name}")
+        child = node._get_node(name)
+        if isinstance(child, DictConfig):
+            names += knobs_of(child, f"{prefix}{name}.")
+    return names
+
+
+def presets_of(config_name: str) -> Iterator[str]:
+    """A line for each group of a command's configuration: the group, and the presets that the command accepts."""
+    plain = lambda path: yaml.safe_load(path.read_text(encoding="utf-8"))  # noqa: E731
+    defaults, sections = plain(CONF / f"{config_name}.yaml")["defaults"], fields_of(JOBS[config_name])
+    groups = [group.removeprefix("optional ") for entry in defaults if isinstance(entry, dict) for group in entry]
+    for group in groups:
+        narrowed = only_of(sections[group][1]) if group in sections else []
+        files = sorted((CONF / group).glob("*.yaml"))
+        taken = [file.stem for file in files if all(each.limit.holds(plain(file)[each.name]) for each in narrowed)]
+        yield f"{group}: {', '.join(taken)}"
+    if not groups:
+        yield "none"
