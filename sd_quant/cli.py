@@ -200,7 +200,7 @@ def run_sweep(command: Command, main: Callable[[], object], overrides: list[str]
         except KeyboardInterrupt:
             cancelled = True
         from sd_quant.report.rebuild import rebuild
-        from sd_quant.report.table import sweep_table
+        from sd_quant.report.summary import sweep_table
 
         with working("report"):
             page, finished = rebuild(directory), read_sweep(directory)

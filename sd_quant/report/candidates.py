@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from sd_quant.metrics.intervals import Interval, mean_interval
-from sd_quant.report.published import Table
 from sd_quant.report.recommendation import capped, joined
 from sd_quant.report.record import CANDIDATE, DONE, at
 from sd_quant.report.summary import Job, Row, Sweep, rows
+from sd_quant.report.table import DASH, Table, between, figure, table_of_texts
 
 USUAL_CONFIDENCE = 0.95
 IDENTICAL_DB = 100.0  # what an identical image counts
@@ -131,22 +131,26 @@ def candidate_tables(sweep: Sweep) -> list[Table]:
     contents = [contents_of(job, entry, said) for job, entry in judged.values()]
     hurting = [line for job, entry in judged.values() for line in hurting_of(job, entry)]
     return [
-        Table(
-            "What is in each candidate",
+        table_of_texts(
             ["candidate", "made by", "verdict", "bits a weight", "MB", "layers quantized", "inputs",
              "error of the network", "its own library", "agrees with our reading", "a call, ms",
              "over torch in full precision"],
             contents,
+            "What is in each candidate",
             " ".join([*verdict, CONTENTS]),
         ),
-        Table(
-            "Which layers hurt",
+        table_of_texts(
             ["candidate", "layer", "role", "format", "error of its output", "error of the network with it alone"],
             hurting,
+            "Which layers hurt",
             f"The {WORST} worst of each candidate, on inputs of the full-precision network. All layers stand in "
             "layers.csv of the candidate's folder.",
         ),
     ]  # fmt: skip
+
+
+def name_of(job: Job) -> str:
+    return str(job.varied.get(CANDIDATE, job.name))
 
 
 def contents_of(job: Job, entry: Mapping[str, Any], verdicts: Mapping[str, str]) -> list[str]:
@@ -155,36 +159,31 @@ def contents_of(job: Job, entry: Mapping[str, Any], verdicts: Mapping[str, str])
     inputs = [f"{count} {name}" for name, count in (at(entry, "inputs") or {}).items() if name != HIGH_PRECISION]
     agreement = [value for value in at(runtime, "agreement", "values") or []]
     known = [value for value in agreement if value is not None]
-    agrees = "–" if not agreement else f"{statistics.fmean(known):.1f} dB" if known else "identical"
-    interval = at(runtime, "speedup_interval")
-    reach = f" ({interval[0]:.2f} to {interval[1]:.2f})" if interval else ""
-    speedup, ms = at(runtime, "speedup"), at(runtime, "ms")
+    agrees = DASH if not agreement else f"{statistics.fmean(known):.1f} dB" if known else "identical"
+    low, high = at(runtime, "speedup_interval") or (None, None)
+    name, reason = at(runtime, "name") or DASH, at(runtime, "reason")
     return [
-        str(job.varied.get(CANDIDATE, job.name)),
+        name_of(job),
         str(at(entry, "maker")),
-        verdicts.get(str(job.varied.get(CANDIDATE, job.name)), "–"),
-        number(at(entry, "bits"), "{:.2f}"),
-        number(at(entry, "stored_bytes"), "{:,.1f}", 1e-6),
+        verdicts.get(name_of(job), DASH),
+        figure(at(entry, "bits"), "{:.2f}"),
+        figure(at(entry, "stored_bytes"), "{:,.1f}", 1e-6),
         f"{', '.join(quantized) or 'none'} of {sum(formats.values())}",
         ", ".join(inputs) or HIGH_PRECISION,
-        number(at(entry, "network_error"), "{:.2g} %", 100),
-        str(at(runtime, "name") or "–") if not at(runtime, "reason") else f"– ({at(runtime, 'reason')})",
+        figure(at(entry, "network_error"), "{:.2g} %", 100),
+        f"{DASH} ({reason})" if reason else name,
         agrees,
-        number(ms, "{:,.1f}"),
-        "–" if speedup is None else f"{speedup:.2f}x{reach}",
+        figure(at(runtime, "ms"), "{:,.1f}"),
+        figure(at(runtime, "speedup"), "{:.2f}x" + between(low, high, "{:.2f}")),
     ]
 
 
 def hurting_of(job: Job, entry: Mapping[str, Any]) -> list[list[str]]:
     return [
         [
-            str(job.varied.get(CANDIDATE, job.name)), str(at(layer, "name")), str(at(layer, "role")),
-            str(at(layer, "format")), number(at(layer, "output_error"), "{:.2g} %", 100),
-            number(at(layer, "network_error"), "{:.2g} %", 100),
+            name_of(job), str(at(layer, "name")), str(at(layer, "role")),
+            str(at(layer, "format")), figure(at(layer, "output_error"), "{:.2g} %", 100),
+            figure(at(layer, "network_error"), "{:.2g} %", 100),
         ]
         for layer in (at(entry, "hurting") or [])[:WORST]
     ]  # fmt: skip
-
-
-def number(value: float | None, form: str, scale: float = 1.0) -> str:
-    return "–" if value is None else form.format(value * scale)

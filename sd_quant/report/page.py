@@ -1,24 +1,24 @@
 """``report.html``: a sweep for a person who has to decide, in one file that loads nothing and opens anywhere.
 
 The recommendation comes first, then what speaks against it, then the table, the plots and the images that it rests
-on. Prompts, names and reasons are other people's text: on the page they are escaped, in the data of its script they
-stay data, and a content security policy allows that one script and no request. The road not taken is a notebook or a
-dashboard: either needs a server or a library where it is opened.
+on. Prompts, names and reasons are other people's text: the template escapes all that is no ``Markup``, the data of the
+script stay data, and a content security policy allows that one script and no request. The road not taken is a notebook
+or a dashboard: either needs a server or a library where it is opened.
 """
 
 import base64
 import hashlib
-import html
 import io
-import json
 import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from string import Template
 from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2.utils import htmlsafe_json_dumps
+from markupsafe import Markup
 from PIL import Image
 
 from sd_quant.files import read_regular, write_text
@@ -31,7 +31,6 @@ from sd_quant.report.recommendation import Recommendation, fidelity_db, front, r
 from sd_quant.report.record import CANDIDATE, DONE, VARIANTS, at, read_object, score_of
 from sd_quant.report.summary import (
     PROVENANCE,
-    Column,
     Job,
     Row,
     Sweep,
@@ -40,20 +39,20 @@ from sd_quant.report.summary import (
     shown_columns,
     workload,
 )
+from sd_quant.report.table import DASH, Column, Table
 from sd_quant.report.timing import blocks_by_job, busy_because
 from sd_quant.text import printable
 
 REPORT = "report.html"
-TEMPLATES = Path(__file__).with_suffix("")
+FOLDER = Path(__file__).with_suffix("")  # the template, its style and its script
 SMALL_EDGE, LONGEST_EDGE = 256, 768  # up to the first pixels are kept as they are, beyond the second they are reduced
 WEBP_QUALITY = 90
 MOST_PROMPTS = 24
 MOST_BYTES = 40e6  # of images; a browser opens a page with more of them slowly
 NOT_AN_IMAGE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)  # what PIL says of a damaged file
-MISSING = "–"
 FRONTS = {
-    TIME: ("◆", "no other recipe is both faster and closer to full precision"),
-    SIZE: ("■", "no other recipe is both smaller and closer to full precision"),
+    TIME: {"sign": "◆", "meaning": "no other recipe is both faster and closer to full precision"},
+    SIZE: {"sign": "■", "meaning": "no other recipe is both smaller and closer to full precision"},
 }
 CAPTIONS = {
     "pareto_latency": "Fidelity and time, with the interval of the time at 95 % over the rounds in which each engine "
@@ -66,46 +65,49 @@ CAPTIONS = {
 }
 
 
-def write_report(sweep: Sweep, extra_sections: Sequence[tuple[str, str]] = ()) -> Path:
-    """Write ``report.html`` into the sweep's folder and return its path.
+def write_report(sweep: Sweep, tables: Sequence[Table] = ()) -> Path:
+    """Write ``report.html`` into the sweep's folder and return its path; ``tables`` stand before the images.
 
-    ``extra_sections`` are headings and their HTML, which has to be safe already; they stand before the images.
     Raises ResourceError when the disk is full.
     """
-    table = rows(sweep)
+    table, columns = rows(sweep), shown_columns()
     names = {row["job"]: described(row, sweep) for row in table}
     advice, rule = recommend(sweep, table, lambda row: names[row["job"]]), str(rule_of(sweep.verdict))
-    if not sweep.own:  # candidates alone, which have no latency in common
+    if not sweep.own:  # candidates alone, which have no latency in common and no plans
         advice, rule = Recommendation(None, judgement(sweep, table)), rule_of_candidates(sweep)
-    plots = figures(sweep)
-    shown_images, notes = gallery(sweep, names, advice.job)
-    sections = [
-        section("warnings", "Warnings", listed(warnings_of(sweep, table, names))),
-        section("results", "Results", results(table, sweep, advice)),
-        section("plots", "Plots", "".join(plot(name, svg(figure, name)) for name, figure in plots.items())),
-        *(section("extra", heading, body) for heading, body in extra_sections),
-    ]
-    style, script = (template(name) for name in ("page.css", "page.js"))
-    page = Template(template("page.html")).substitute(
+        columns = [column for column in columns if any(row[column.key] is not None for row in table)]
+    compares = sum(row["status"] == DONE for row in table) > 1
+    images, notes = gallery(sweep, names, advice.job)
+    style, script = (Markup(source(name)) for name in ("page.css", "page.js"))
+    page = ENVIRONMENT.get_template("page.html").render(
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         style=style,
         script=script,
-        title=safe(model_name(sweep)),
+        title=model_name(sweep),
         kind=kind_of_folder(sweep),
-        facts="".join(
-            f'<div class="{name}"><dt>{name}</dt><dd>{safe(value)}</dd></div>' for name, value in facts(sweep) if value
-        ),
+        facts=facts(sweep),
         question="Which recipe to ship" if sweep.own else "Which candidate is worth its bits",
-        advice=emphasized(advice.sentence, names.get(advice.job, "")),
-        rule=safe(rule[0].upper() + rule[1:]),
-        sections="\n".join(filter(None, sections)),
-        image_notes=listed(notes),
-        viewer_hidden="" if shown_images["prompts"] else "hidden",
-        data=for_script(shown_images),
+        advice=advice,
+        recommended=names.get(advice.job),
+        rule=rule[0].upper() + rule[1:],
+        warnings=warnings_of(sweep, table, names),
+        rows=table,
+        columns=columns,
+        varied=sweep.varied,
+        marks=[mark | {"jobs": jobs_on_front(table, cost)} for cost, mark in FRONTS.items() if compares],
+        plots=[(name, CAPTIONS[name], Markup(svg(figure, name))) for name, figure in figures(sweep).items()],
+        tables=tables,
+        image_notes=notes,
+        images=images,
+        data=htmlsafe_json_dumps(images, allow_nan=False),
     )
     path = sweep.directory / REPORT
-    write_text(path, page + "\n")
+    write_text(path, page.lstrip() + "\n")
     return path
+
+
+def jobs_on_front(table: Sequence[Row], cost: str) -> set[str]:
+    return {row["job"] for row in front(table, cost)}
 
 
 def kind_of_folder(sweep: Sweep) -> str:
@@ -116,42 +118,8 @@ def kind_of_folder(sweep: Sweep) -> str:
     )
 
 
-def template(name: str) -> str:
-    return (TEMPLATES / name).read_text(encoding="utf-8").strip()
-
-
-def safe(text: object) -> str:
-    return html.escape(printable(text))
-
-
-def for_script(content: object) -> str:
-    """JSON that no browser takes for markup."""
-    text = json.dumps(content, allow_nan=False)  # all but ASCII is escaped, so U+2028 too
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-
-
-def emphasized(sentence: str, start: str) -> str:
-    """The sentence with its ``start``, if it starts so, in bold."""
-    rest = sentence.removeprefix(start)
-    return f"<strong>{safe(start)}</strong>{safe(rest)}" if start and rest != sentence else safe(sentence)
-
-
-def section(identity: str, heading: str, body: str) -> str:
-    """``body`` under its heading; nothing at all where there is no ``body``."""
-    return f'<section class="{identity}"><h2>{safe(heading)}</h2>{body}</section>' if body else ""
-
-
-def listed(sentences: Iterable[str]) -> str:
-    items = "".join(f"<li>{safe(sentence)}</li>" for sentence in sentences)
-    return f"<ul>{items}</ul>" if items else ""
-
-
-def plot(name: str, drawing: str) -> str:
-    """A plot with its caption. It may scroll sideways, and what scrolls has to be reached by the keyboard."""
-    return (
-        f'<figure class="plot {name}"><div class="drawing" tabindex="0" role="group" aria-label="{CAPTIONS[name]}">'
-        f"{drawing}</div><figcaption>{CAPTIONS[name]}</figcaption></figure>"
-    )
+def source(name: str) -> str:
+    return (FOLDER / name).read_text(encoding="utf-8").strip()
 
 
 def described(row: Row, sweep: Sweep) -> str:
@@ -278,69 +246,18 @@ def busy_while_timing(sweep: Sweep, names: Mapping[str, str]) -> list[str]:
     return [f"{when}, {reason}; time again when the machine is quiet{how}" for reason, when in found.items()]
 
 
-def results(table: Sequence[Row], sweep: Sweep, advice: Recommendation) -> str:
-    """A row for each job; a click on a header sorts."""
-    leading = ["job", *sweep.varied]
-    fronts = {cost: {row["job"] for row in front(table, cost)} for cost in FRONTS}
-    compares = sum(row["status"] == DONE for row in table) > 1
-    header = [heading(name, "text") for name in leading]
-    columns = shown_columns()
-    if not sweep.own:  # candidates have no latency in common, and no plans
-        columns = {name: each for name, each in columns.items() if any(row.get(name) is not None for row in table)}
-    header += [heading(column.title, kind_of(column), column.more_is_better) for column in columns.values()]
-    body = []
-    for row in table:
-        marks = [
-            f'<span class="mark" title="{meaning}">{mark}</span>'
-            for cost, (mark, meaning) in FRONTS.items()
-            if compares and row["job"] in fronts[cost]
-        ]
-        chosen = row["job"] == advice.job
-        label = "recommended" if chosen else "tied" if row["job"] in advice.tied else ""
-        badge = f'<span class="badge">{label}</span>' if label else ""
-        job = safe(row["job"]).replace(",", ",<wbr>")
-        twins = f'<span class="twins">the same as {safe(row["same_as"])}</span>' if row["same_as"] else ""
-        cells = [f'<th scope="row">{job} {"".join(marks)}{badge}{twins}</th>']
-        cells += [cell("text", row.get(knob), knob_value(row.get(knob))) for knob in sweep.varied]
-        if row["status"] == DONE:
-            cells += [cell(kind_of(column), *value_and_text(row, name, column)) for name, column in columns.items()]
-        else:
-            reason = safe(f"{row['status']}: {row['reason']}")
-            cells.append(f'<td class="reason" colspan="{len(columns)}">{reason}</td>')
-        body.append(f'<tr class="{row["status"]}{" recommended" if chosen else ""}">{"".join(cells)}</tr>')
-    legend = " ".join(f'<span class="mark">{mark}</span> {meaning}.' for mark, meaning in FRONTS.values())
-    return (
-        '<div class="tools"><label>filter <input type="search" id="filter" autocomplete="off"></label>'
-        '<output id="count" for="filter"></output></div>'
-        '<div class="scroll" tabindex="0" role="group" aria-label="results">'
-        f'<table id="results"><thead><tr>{"".join(header)}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
-        + (f'<p class="small">{legend}</p>' if compares else "")
-    )
-
-
-def heading(text: str, kind: str, more_is_better: bool = False) -> str:
-    """A header cell; ``data-first`` is the order in which a reader first wants the column."""
-    first = "descending" if more_is_better else "ascending"
-    return (
-        f'<th scope="col" class="{kind}" aria-sort="none" data-first="{first}">'
-        f'<button type="button">{safe(text)}</button></th>'
-    )
-
-
-def cell(kind: str, value: object, text: str) -> str:
-    """A cell that shows ``text`` and by whose ``value`` the column is sorted, last where it is None."""
-    sorted_by = "" if value is None else f' data-value="{safe(value)}"'
-    return f'<td class="{kind}"{sorted_by}>{safe(text)}</td>'
-
-
-def kind_of(column: Column) -> str:
-    return "text" if column.is_text else "number"
-
-
-def value_and_text(row: Row, name: str, column: Column) -> tuple[object, str]:
-    if name == "psnr_db" and row[name] is None and fidelity_db(row) is not None:
+def value_and_text(row: Row, column: Column) -> tuple[object, str]:
+    """By what a cell is sorted, and what it shows."""
+    if column.key == "psnr_db" and row["psnr_db"] is None and fidelity_db(row) is not None:
         return "Infinity", "identical"
-    return row[name], column.text_in(row, name)
+    return row[column.key], column.text(row)
+
+
+ENVIRONMENT = Environment(
+    loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+    finalize=lambda value: value if isinstance(value, Markup) else printable(value),
+)  # fmt: skip
+ENVIRONMENT.globals |= {"knob_value": knob_value, "value_and_text": value_and_text}
 
 
 def gallery(sweep: Sweep, names: Mapping[str, str], recommended: str | None) -> tuple[dict, list[str]]:
@@ -442,5 +359,5 @@ def scores(job: Job, index: int) -> str:
     values = {each.key: score(job, each, index) for each in of_images}
     if values["psnr"] is None and values["ssim"] is not None and values["ssim"] > 1 - 1e-6:
         return "identical"
-    texts = {each: MISSING if (value := values[each.key]) is None else each.text(value) for each in of_images}
+    texts = {each: DASH if (value := values[each.key]) is None else each.text(value) for each in of_images}
     return " · ".join(f"{each.title} {text}" for each, text in texts.items() if each.shown)

@@ -6,10 +6,8 @@ and with the page's figures beside them, milliseconds or speed-ups alone. Anothe
 makes the milliseconds incomparable, so the caption says what differs; what may be compared is the speed-up.
 """
 
-import html
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,8 @@ from sd_quant.files import read_regular
 from sd_quant.files.archive import MAX_TEXT
 from sd_quant.files.plain_yaml import load_yaml
 from sd_quant.report.record import at, why
-from sd_quant.report.summary import SWEEP, Row, Sweep, markdown_text, rows
+from sd_quant.report.summary import SWEEP, Row, Sweep, rows
+from sd_quant.report.table import Table, figure, table_of_texts
 
 BASELINES = {"framework": "framework", "compiled": "compiled framework", "unquantized": "unquantized engine"}
 RATIOS = {baseline: f"over_{baseline}" for baseline in BASELINES}  # published without milliseconds: over_framework
@@ -36,14 +35,6 @@ OURS = {
     "quantized": "image_ms",
 }
 INTERVALS = {"compiled": "image_over_compiled", "unquantized": "image_speedup"}  # columns of rounds in common
-
-
-@dataclass(frozen=True)
-class Table:
-    heading: str
-    header: list[str]
-    lines: list[list[str]]
-    caption: str
 
 
 def read_published(path: Path, name: str) -> dict:
@@ -108,8 +99,8 @@ def published_tables(sweep: Sweep) -> list[Table]:
         title, caption = BASELINES[baseline], caption_of(theirs, jobs[0][1])
         lines = [line(row, record, baseline, figures_of(theirs, record)) for row, record in jobs]
         heading, columns = f"{title.capitalize()} against {fmt} engine", header(title, fmt, theirs["title"])
-        tables.append(Table(heading, columns[:OWN], [cells[:OWN] for cells in lines], f"{MEDIANS}."))
-        tables.append(Table(f"{heading}, beside {theirs['title']}", columns, lines, caption))
+        tables.append(table_of_texts(columns[:OWN], [cells[:OWN] for cells in lines], heading, f"{MEDIANS}."))
+        tables.append(table_of_texts(columns, lines, f"{heading}, beside {theirs['title']}", caption))
     return tables
 
 
@@ -134,23 +125,19 @@ def figures_of(theirs: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str
 
 
 def line(row: Row, record: Mapping[str, Any], baseline: str, theirs: Mapping[str, float] | None) -> list[str]:
-    ours, batch = (
-        {name: row[OURS[name]] for name in (baseline, "quantized")},
-        at(record, "knobs", "infer", "batch_size"),
-    )
-    figures = [cells(medians, baseline) if medians else ["–"] * 3 for medians in (ours, theirs)]
+    ours = {name: row[OURS[name]] for name in (baseline, "quantized")}
+    figures = [cells(medians or {}, baseline) for medians in (ours, theirs)]
     note = " (slower)" if ours[baseline] and round(ours[baseline] / ours["quantized"], 2) < 1 else ""
     low, high = (row.get(f"{INTERVALS.get(baseline)}_{end}") for end in ("low", "high"))
     half = f" ± {(high - low) / 2:.3f}" if low is not None and high is not None else ""
-    return [str(batch), *figures[0][:2], figures[0][2] + half + note, *figures[1]]
+    batch = str(at(record, "knobs", "infer", "batch_size"))
+    return [batch, *figures[0][:2], figures[0][2] + half + note, *figures[1]]
 
 
 def cells(medians: Mapping[str, Any], baseline: str) -> list[str]:
     base, quantized, ratio = (medians.get(name) for name in (baseline, "quantized", RATIOS[baseline]))
-    shown = [f"{each:,.2f}" if each is not None else "–" for each in (base, quantized)]
-    if base is not None and quantized is not None:
-        return [*shown, f"{base / quantized:.3f}x"]
-    return [*shown, "–" if ratio is None else f"{ratio:g}x"]
+    speedup = figure(ratio, "{:g}x") if None in (base, quantized) else f"{base / quantized:.3f}x"
+    return [figure(base, "{:,.2f}"), figure(quantized, "{:,.2f}"), speedup]
 
 
 def caption_of(theirs: Mapping[str, Any], record: Mapping[str, Any]) -> str:
@@ -168,21 +155,4 @@ def caption_of(theirs: Mapping[str, Any], record: Mapping[str, Any]) -> str:
     return (
         f"{MEDIANS}, at guidance_scale {infer.get('scale')} here; ± is the 95 % interval of a "
         f"speed-up over what was timed in the same rounds. {differing}."
-    )
-
-
-def as_markdown(table: Table) -> str:
-    lines = [table.header, ["---"] * len(table.header), *table.lines]
-    body = "".join(f"| {' | '.join(map(markdown_text, cells))} |\n" for cells in lines)
-    return f"### {markdown_text(table.heading)}\n\n{body}\n{markdown_text(table.caption)}\n"
-
-
-def as_html(table: Table) -> str:
-    def cells(texts: list[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts) + "</tr>"
-
-    body = "".join(cells(texts, "td") for texts in table.lines)
-    return (
-        f'<div class="scroll"><table><thead>{cells(table.header, "th")}</thead><tbody>{body}</tbody></table></div>'
-        f"<p>{html.escape(table.caption)}</p>"
     )

@@ -6,10 +6,11 @@ from sd_quant.files import write_text
 from sd_quant.report.candidates import candidate_tables
 from sd_quant.report.page import write_report
 from sd_quant.report.plots import write_plots
-from sd_quant.report.published import Table, as_html, as_markdown, published_tables
+from sd_quant.report.published import published_tables
 from sd_quant.report.record import at
+from sd_quant.report.run_table import HANDED_OVER, handed_over_table
 from sd_quant.report.summary import Sweep, read_sweep, write_summary
-from sd_quant.report.table import HANDED_OVER, handed_over_rows
+from sd_quant.report.table import Table, as_markdown, table_of_texts
 
 
 def rebuild(directory: Path) -> Path:
@@ -20,18 +21,17 @@ def rebuild(directory: Path) -> Path:
     sweep = read_sweep(directory)
     write_summary(sweep)
     write_plots(sweep)
-    tables = published_tables(sweep)
-    if tables:
-        write_text(directory / "published.md", "\n".join(map(as_markdown, tables)))
-    tables += candidate_tables(sweep) + handed_over_tables(sweep)
-    return write_report(sweep, [(table.heading, as_html(table)) for table in tables])
+    published = published_tables(sweep)
+    if published:
+        write_text(directory / "published.md", "\n".join(map(as_markdown, published)))
+    return write_report(sweep, published + candidate_tables(sweep) + handed_over_tables(sweep))
 
 
 def handed_over_tables(sweep: Sweep) -> list[Table]:
-    """One of what jobs have handed over to other tools, if any has."""
-    lines = [[job.name, *cells] for job in sweep.jobs for cells in handed_over_rows(at(job.record, "hand_over"))]
+    """One of what jobs have exported to other tools, if any has."""
+    lines = [[job.name, *cells] for job in sweep.jobs for cells in handed_over_table(at(job.record, "hand_over")).rows]
     caption = (
         "Images of what each tool computes of its file, simulated, against full precision, with the mean's interval at "
         "95 %. The README beside each result says what is lost and how to open it."
     )
-    return [Table("Handed over to other tools", ["job", *HANDED_OVER], lines, caption)] if lines else []
+    return [table_of_texts(["job", *HANDED_OVER], lines, "Handed over to other tools", caption)] if lines else []

@@ -13,7 +13,7 @@ the Pareto front, which moves when an unrelated job joins the sweep.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from sd_quant.metrics import SCORES
 from sd_quant.metrics.intervals import Interval, mean_interval, sum_of
 from sd_quant.report.record import DONE, score_of
 from sd_quant.report.summary import Row, Sweep
+from sd_quant.report.table import between
 from sd_quant.report.timing import Timed, log_speedup_over
 
 IDENTICAL_SSIM = 1 - 1e-6
@@ -183,14 +184,12 @@ def joined(texts: Sequence[str]) -> str:
 
 
 def figures(row: Row) -> str:
-    faster = f"{speed(row['image_speedup'])}{reach(row, 'image_speedup', '{:.2f}')} as fast as the unquantized engine"
-    return f"{faster} from prompt to image, PSNR {decibels(row)}{reach(row, 'psnr_db', '{:.1f}')}"
-
-
-def reach(row: Mapping[str, Any], column: str, form: str) -> str:
-    """`` (1.21 to 1.26)``: the interval of a column, or nothing where it has none."""
-    low, high = row.get(f"{column}_low"), row.get(f"{column}_high")
-    return "" if low is None or high is None else f" ({form.format(low)} to {form.format(high)})"
+    speedup, psnr = (
+        between(row[f"{column}_low"], row[f"{column}_high"], form)
+        for column, form in (("image_speedup", "{:.2f}"), ("psnr_db", "{:.1f}"))
+    )
+    faster = f"{row['image_speedup']:.2f}x{speedup} as fast as the unquantized engine from prompt to image"
+    return f"{faster}, PSNR {decibels(row)}{psnr}"
 
 
 def fidelity_db(row: Row) -> float | None:
@@ -212,10 +211,6 @@ def changes(row: Row, best: Row) -> str:
 def decibels(row: Row) -> str:
     value = fidelity_db(row)
     return "infinite" if math.isinf(value) else f"{value:.1f} dB"
-
-
-def speed(ratio: float) -> str:
-    return f"{ratio:.2f}x"
 
 
 def share(row: Row) -> str:

@@ -4,12 +4,10 @@ Nothing is kept in memory while a sweep runs: whoever opens the folder, then or 
 names the jobs, and in each job's folder its record, why it failed, or neither. A single run is a sweep of one job.
 """
 
-import csv
-import io
 import json
 import re
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from sd_quant.errors import ArtifactError
 from sd_quant.files import atomic_path, open_regular, read_regular, write_text
 from sd_quant.metrics import SCORES, fidelity_scores
 from sd_quant.metrics.intervals import Interval
-from sd_quant.report.csv_files import cell
+from sd_quant.report.csv_files import write_csv
 from sd_quant.report.record import (
     CANDIDATE,
     DONE,
@@ -41,13 +39,15 @@ from sd_quant.report.record import (
     weights_sha256,
     why,
 )
+from sd_quant.report.table import Column, Table, as_markdown, as_text
 from sd_quant.report.timing import TIMING, Timed, blocks_by_job, read_timing, rounds_of, timed_together
-from sd_quant.text import printable
 
 SWEEP, FAILURE, LOCK, LOG = "sweep.json", "failure.json", ".lock", "quantize.log"
 PROVENANCE = "provenance.json"
 FAILED, UNFINISHED = "failed", "unfinished"  # beside DONE
 STAGE = re.compile(r"- (\w+) \.\.\.$", re.MULTILINE)  # how a stage announces itself in the log
+
+IN_A_TERMINAL = ("psnr_db", "lpips", "denoiser_speedup", "image_ms", "denoiser_bits")  # columns, if there are figures
 
 Row = dict[str, Any]
 
@@ -212,7 +212,9 @@ def last_text(path: Path, most: int = 65536) -> str:
 def rows(sweep: Sweep) -> list[Row]:
     """A row for each job; every row has all columns, None where there is no value."""
     together = blocks_by_job(sweep.timing)
-    return [row_of(job, at(sweep.timing, "machine") if job.name in together else None) for job in sweep.jobs]
+    found = [row_of(job, at(sweep.timing, "machine") if job.name in together else None) for job in sweep.jobs]
+    columns = dict.fromkeys([*(column for row in found for column in row), *sweep.varied])
+    return [columns | row for row in found]
 
 
 def row_of(job: Job, timed_on: str | None = None) -> Row:
@@ -331,23 +333,18 @@ def scores_of(record: Mapping[str, Any]) -> dict[str, float | None]:
 def write_summary(sweep: Sweep) -> None:
     """Write ``summary.csv``, ``summary.parquet`` and ``summary.md`` into the sweep's folder."""
     table = rows(sweep)
-    columns = list(dict.fromkeys(column for row in table for column in row))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns)
-    writer.writeheader()
-    writer.writerows({column: cell(value) for column, value in row.items()} for row in table)
-    write_text(sweep.directory / "summary.csv", text.getvalue())
-    write_text(sweep.directory / "summary.md", markdown(table, sweep.varied))
-    write_parquet(table, columns, sweep.directory / "summary.parquet")
+    write_csv(table, sweep.directory / "summary.csv")
+    write_parquet(table, sweep.directory / "summary.parquet")
+    write_text(sweep.directory / "summary.md", markdown(sweep))
 
 
-def write_parquet(table: list[Row], columns: list[str], path: Path) -> None:
+def write_parquet(table: list[Row], path: Path) -> None:
     """Write the table as Parquet, with knobs of mixed kinds (``alpha`` 0.8 and auto) as text: a column has one type."""
     import pyarrow
     from pyarrow import parquet
 
     def column(name: str) -> list:
-        values = [row.get(name) for row in table]
+        values = [row[name] for row in table]
         kinds = {type(value) for value in values if value is not None}
         if kinds in (set(), {int}, {float}, {bool}, {int, float}):
             return values
@@ -355,70 +352,52 @@ def write_parquet(table: list[Row], columns: list[str], path: Path) -> None:
         return [v if v is None else str(v).encode("utf-8", "backslashreplace").decode() for v in values]
 
     with atomic_path(path) as temporary:
-        parquet.write_table(pyarrow.table({name: column(name) for name in columns}), temporary)
+        parquet.write_table(pyarrow.table({name: column(name) for name in table[0]} if table else {}), temporary)
 
 
-@dataclass(frozen=True)
-class Column:
-    """A column of the tables for people."""
-
-    title: str
-    format: str = "{}"
-    scale: float = 1.0
-    more_is_better: bool = False
-    is_text: bool = False
-
-    def text(self, value: Any) -> str:
-        return "–" if value is None else self.format.format(value if self.is_text else value * self.scale)
-
-    def text_in(self, row: Row, name: str) -> str:
-        """The cell of a row: with the further end of the interval, where the row has one, as ``34.8 ± 1.2``."""
-        value, low, high = (row.get(each) for each in (name, f"{name}_low", f"{name}_high"))
-        if value is None or low is None or high is None:
-            return self.text(value)
-        half = max(high - value, value - low) * self.scale
-        return f"{self.text(value)} ± {self.format.rstrip('x').format(half)}"
-
-
-def shown_columns() -> dict[str, Column]:
-    """What a person wants first, by the columns' names in a row; the CSV has everything."""
-    columns: dict[str, Column] = {}
+def shown_columns() -> list[Column]:
+    """What a person wants first; the CSV has everything."""
+    columns = []
     for score in fidelity_scores():
         if score.shown:
             titles = (score.heading, f"worst {score.heading}")
-            for name, title in zip(score.columns, titles, strict=False):
-                columns[name] = Column(title, score.format, more_is_better=score.more_is_better)
-    return columns | {
-        "denoiser_ms": Column("denoiser, ms", "{:,.1f}"),
-        "denoiser_speedup": Column("denoiser speedup", "{:.2f}x", more_is_better=True),
-        "image_ms": Column("image, ms", "{:,.0f}"),
-        "image_speedup": Column("image speedup", "{:.2f}x", more_is_better=True),
-        "denoiser_bytes": Column("denoiser, MB", "{:,.1f}", scale=1e-6),
-        "denoiser_bits": Column("bits a weight", "{:.2f}"),
-        "denoiser_plan_targets": Column("plan for", is_text=True),
-        "run_by": Column("run by", is_text=True),
-        "seconds": Column("job, s", "{:.1f}"),
-    }
-
-
-def markdown(table: list[Row], varied: list[str]) -> str:
-    """The table for people; below it, why jobs have no figures."""
-    columns = shown_columns()
-    header = [" · ".join(varied) or "job", "status", *(column.title for column in columns.values())]
-    lines = [header, ["---"] * len(header)]
-    for row in table:
-        name = " · ".join(str(row.get(knob)) for knob in varied) or row["job"]
-        lines.append([name, row["status"], *(column.text_in(row, each) for each, column in columns.items())])
-    reasons = [markdown_text(f"{row['job']}: {row['status']}, {row['reason']}") for row in table if row["reason"]]
-    reasons += [
-        markdown_text(f"{row['same_as']}: the same assignment as {row['job']}, not done again")
-        for row in table
-        if row["same_as"]
+            for key, title in zip(score.columns, titles, strict=False):
+                columns.append(Column(title, key, score.format, more_is_better=score.more_is_better, is_text=False))
+    return [
+        *columns,
+        Column("denoiser, ms", "denoiser_ms", "{:,.1f}", is_text=False),
+        Column("denoiser speedup", "denoiser_speedup", "{:.2f}x", more_is_better=True, is_text=False),
+        Column("image, ms", "image_ms", "{:,.0f}", is_text=False),
+        Column("image speedup", "image_speedup", "{:.2f}x", more_is_better=True, is_text=False),
+        Column("denoiser, MB", "denoiser_bytes", "{:,.1f}", scale=1e-6, is_text=False),
+        Column("bits a weight", "denoiser_bits", "{:.2f}", is_text=False),
+        Column("plan for", "denoiser_plan_targets"),
+        Column("run by", "run_by"),
+        Column("job, s", "seconds", "{:.1f}", is_text=False),
     ]
-    body = "".join(f"| {' | '.join(map(markdown_text, cells))} |\n" for cells in lines)
-    return body + ("\n" + "".join(f"- {reason}\n" for reason in reasons) if reasons else "")
 
 
-def markdown_text(text: object) -> str:
-    """``text`` as Markdown shows it as it is, in one line: names and reasons may quote a stranger's file."""
-    return "".join(f"\\{letter}" if letter in "\\|<>[]*`_#!&" else letter for letter in printable(text))
+def sweep_table(sweep: Sweep) -> str:
+    """The closing table of a sweep as plain text: a line for each recipe with what a terminal has room for."""
+    table = rows(sweep)
+    known = [column for column in shown_columns() if any(row[column.key] is not None for row in table)]
+    recipes = [row["job"] if row["status"] == DONE else f"{row['job']} ({row['status']})" for row in table]
+    columns = [Column("recipe", "recipe"), *(column for column in known if column.key in IN_A_TERMINAL)]
+    lines = [row | {"recipe": name} for row, name in zip(table, recipes, strict=True)]
+    return "\n".join([*as_text(Table(columns, lines, notes=notes(table))), ""])
+
+
+def markdown(sweep: Sweep) -> str:
+    """``summary.md``: a line for each recipe, named by its knobs."""
+    table = rows(sweep)
+    recipes = [" · ".join(str(row[knob]) for knob in sweep.varied) or row["job"] for row in table]
+    columns = [Column(" · ".join(sweep.varied) or "job", "recipe"), Column("status", "status"), *shown_columns()]
+    lines = [row | {"recipe": name} for row, name in zip(table, recipes, strict=True)]
+    return as_markdown(Table(columns, lines, notes=notes(table)))
+
+
+def notes(table: Sequence[Row]) -> list[str]:
+    """Sentences on the jobs that have no figures, and on those that another stands for."""
+    reasons = [f"{row['job']}: {row['reason']}" for row in table if row["reason"]]
+    twins = [(row["same_as"], row["job"]) for row in table if row["same_as"]]
+    return reasons + [f"{twin}: the same assignment as {job}, not done again" for twin, job in twins]

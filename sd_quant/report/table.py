@@ -1,238 +1,96 @@
-"""The closing table of a run: its record (``metrics.json``), as text for a terminal.
+"""The one model of a table, and what makes it text for a terminal and Markdown; ``page.html`` has its HTML.
 
-Everything comes from the record, so the table can be printed again later. A number that does not exist is shown as a
-dash, with its reason below the table. The road not taken is ``rich``: colours and boxes do not survive a log file.
+A ``Column`` says how its figures are written, so a figure reads the same in a terminal, in ``summary.md`` and on the
+page. The road not taken is ``rich``: colours and boxes do not survive a log file.
 """
 
-import math
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from sd_quant.engines import COMPILED
-from sd_quant.metrics import Against, fidelity_scores
-from sd_quant.metrics.intervals import mean_interval
-from sd_quant.report.record import (
-    DONE,
-    IMAGE,
-    TORCH,
-    Number,
-    at,
-    latency_of,
-    names,
-    number_at,
-    quotient,
-    score_of,
-    seconds_of_job,
-    seconds_of_stages,
-)
-from sd_quant.report.summary import Sweep, rows, shown_columns
-from sd_quant.report.timing import busy_because
 from sd_quant.text import printable
 
-HANDED_OVER = ["handed over", "layers", "PSNR", "size"]
-SWEPT = ("psnr_db", "lpips", "denoiser_speedup", "image_ms", "denoiser_bits")  # columns, where there are figures
+DASH = "–"  # stands for a figure that does not exist
 
 
-def run_table(record: Mapping[str, Any]) -> str:
-    """The closing table as plain text, lines ending in a newline. Works on any record, a failed run's too."""
-    reasons: list[str] = []
-    engines = [name for name in names(record, "latency") if name not in baselines_of(record)]
-    sections = [
-        _heading(record),
-        [sentence for engine in engines for sentence in _warnings(record, engine)],
-        _sizes(record, reasons),
-        *(_parts(record, engine, reasons) for engine in engines),
-        *(_image(record, engine, reasons) for engine in engines or [TORCH]),
-        _fidelity(record, reasons),
-        handed_over(record.get("hand_over")),
-        _costs(record),
-        [f"[{number}] {reason}" for number, reason in enumerate(reasons, 1)],
-    ]
-    return "\n\n".join("\n".join(printable(line) for line in lines) for lines in sections if lines) + "\n"
+def figure(value: float | None, form: str, scale: float = 1.0) -> str:
+    return DASH if value is None else form.format(value * scale)
 
 
-def sweep_table(sweep: Sweep) -> str:
-    """The closing table of a sweep as plain text: a line for each recipe, and below it why some have no figures."""
-    table, columns = rows(sweep), shown_columns()
-    shown = [name for name in SWEPT if any(row.get(name) is not None for row in table)]
-    lines = [
-        [row["job"] if row["status"] == DONE else f"{row['job']} ({row['status']})"]
-        + [columns[name].text_in(row, name) for name in shown]
-        for row in table
-    ]
-    reasons = [f"{row['job']}: {row['reason']}" for row in table if row["reason"]]
-    reasons += [
-        f"{row['same_as']}: the same assignment as {row['job']}, not done again" for row in table if row["same_as"]
-    ]
-    made = _align(["recipe", *(columns[name].title for name in shown)], lines)
-    return "\n".join(printable(line) for line in [*made, *([""] if reasons else []), *reasons]) + "\n"
+def between(low: float | None, high: float | None, form: str) -> str:
+    """`` (1.21 to 1.26)``, or nothing where there is no interval."""
+    return "" if low is None or high is None else f" ({form.format(low)} to {form.format(high)})"
 
 
-def _heading(record: Mapping[str, Any]) -> list[str]:
-    knobs = record.get("knobs") or {}
-    named = [f"{name}={knobs[name]}" for name in ("format", "quant_level", "alpha", "percentile") if name in knobs]
-    status = record.get("status") or "unfinished"
-    return ["  ".join([status if not record.get("reason") else f"{status}: {record['reason']}", *named])]
+@dataclass(frozen=True)
+class Column:
+    title: str
+    key: Any  # of its cell in a row
+    form: str = "{}"  # of its figures
+    scale: float = 1.0
+    more_is_better: bool = False
+    is_text: bool = True
+
+    def text(self, row: Any) -> str:
+        """The cell of a row; a figure stands with the further end of its interval, where it has one: ``34.8 ± 1.2``."""
+        value = row[self.key]
+        if self.is_text:
+            return DASH if value is None else str(value)
+        low, high = (row.get(f"{self.key}_{end}") for end in ("low", "high"))
+        text = figure(value, self.form, self.scale)
+        if value is None or low is None or high is None:
+            return text
+        return f"{text} ± {figure(max(high - value, value - low), self.form.rstrip('x'), self.scale)}"
 
 
-def _part_names(record: Mapping[str, Any]) -> list[str]:
-    """The parts whose sizes or latencies the record has."""
-    parts = [*(at(record, "sizes_bytes") or {})]
-    for engine in names(record, "latency"):
-        parts += at(record, "latency", engine)
-    return [part for part in dict.fromkeys(parts) if part not in (IMAGE, "reason", "value")]
+@dataclass(frozen=True)
+class Table:
+    """Rows are dictionaries by the columns' keys, or lists of texts."""
+
+    columns: Sequence[Column]
+    rows: Sequence[Any]
+    heading: str = ""
+    caption: str = ""
+    notes: Sequence[str] = ()  # sentences below it
+
+    @property
+    def titles(self) -> list[str]:
+        return [column.title for column in self.columns]
+
+    @property
+    def cells(self) -> list[list[str]]:
+        return [[column.text(row) for column in self.columns] for row in self.rows]
 
 
-def _sizes(record: Mapping[str, Any], reasons: list[str]) -> list[str]:
-    rows, parts = [], _part_names(record)
-    plans = any(number_at(record, "sizes_bytes", part, "plan").value for part in parts)
-    for part in parts:
-        full, quantized, plan = (
-            number_at(record, "sizes_bytes", part, key) for key in ("onnx_full_precision", "onnx_quantized", "plan")
-        )
-        if kept := at(record, "plans", part, "attention"):
-            plan = Number(plan.value, f"attention is in high precision: {kept}")
-        rows.append([
-            part, _cell(full, _bytes, reasons), _cell(quantized, _bytes, reasons),
-            _cell(quotient(full, quantized), _times, reasons), *([_cell(plan, _bytes, reasons)] if plans else []),
-        ])  # fmt: skip
-    return _align(["size", "ONNX full precision", "ONNX quantized", "smaller", *(["plan"] if plans else [])], rows)
+def table_of_texts(titles: Sequence[str], rows: Sequence[Sequence[str]], heading: str = "", caption: str = "") -> Table:
+    return Table([Column(title, place) for place, title in enumerate(titles)], rows, heading, caption)
 
 
-def _parts(record: Mapping[str, Any], engine: str, reasons: list[str]) -> list[str]:
-    rows = []
-    for part in _part_names(record):
-        for batch in names(record, "latency", engine, part) or [""]:
-            full, quantized, speedup, reach = latency_of(record, engine, part, batch)
-            rows.append([
-                part, batch or "–", _cell(full, _milliseconds, reasons), _cell(quantized, _milliseconds, reasons),
-                _cell(speedup, partial(_times, reach=reach), reasons),
-            ])  # fmt: skip
-    return _align([f"one call, {engine}, median", "batch", "full precision", "quantized", "speed-up"], rows)
-
-
-def _image(record: Mapping[str, Any], engine: str, reasons: list[str]) -> list[str]:
-    rows, baselines = [], baselines_of(record)
-    for batch in names(record, "latency", engine, IMAGE) or ["1"]:
-        known = [latency_of(record, name, IMAGE, batch).full_precision for name in baselines]
-        for name, milliseconds in zip(baselines, known, strict=True):
-            cell = _cell(milliseconds, _milliseconds, reasons)
-            rows.append([f"{name}, full precision", batch, cell, *[""] * len(baselines), ""])
-        if engine == TORCH:
-            continue
-        full, quantized, speedup, reach = latency_of(record, engine, IMAGE, batch)
-        for variant, milliseconds in (("full precision", full), ("quantized", quantized)):
-            over = [_cell(quotient(baseline, milliseconds), _times, reasons) for baseline in known]
-            cell = _cell(milliseconds, _milliseconds, reasons)
-            own = _cell(speedup, partial(_times, reach=reach), reasons) if milliseconds is quantized else ""
-            rows.append([f"{engine}, {variant}", batch, cell, *over, own])
-    compared = [f"vs {name}" for name in baselines]
-    return _align(["prompt to image, median", "batch", "latency", *compared, "vs full precision"], rows)
-
-
-def baselines_of(record: Mapping[str, Any]) -> list[str]:
-    """What the engines of a record are compared with: the framework and, where both were timed, the compiled one."""
-    compiled = COMPILED in names(record, "latency") and at(record, "knobs", "infer", "engine") != COMPILED
-    return [TORCH, *([COMPILED] if compiled else [])]
-
-
-def _fidelity(record: Mapping[str, Any], reasons: list[str]) -> list[str]:
-    rows = []
-    for score in fidelity_scores():
-        if score.shown:
-            value, worst, _ = score_of(record, score)
-            title = f"{score.title}, last step" if score.against is Against.LATENTS else score.title
-            of_images = score.against is Against.IMAGES
-            rows.append([
-                title, _cell(value, score.text, reasons), _cell(worst, score.text, reasons) if of_images else "",
-            ])  # fmt: skip
-    return _align(["fidelity to full precision", "mean", "worst"], rows)
-
-
-def handed_over(entries: Mapping[str, Any] | None) -> list[str]:
-    """What other tools were given, by target; no lines where there is nothing."""
-    rows = handed_over_rows(entries)
-    return _align(HANDED_OVER, rows) if rows else []
-
-
-def handed_over_rows(entries: Mapping[str, Any] | None) -> list[list[str]]:
-    """The cells under HANDED_OVER: PSNR with its interval at 95 %, bytes of the larger files."""
-    rows = []
-    for name, entry in (entries or {}).items():
-        values = [value for value in at(entry, "fidelity", "psnr", "values") or [] if value is not None]
-        interval = mean_interval(values) if values else None
-        reach = f" ± {interval.high - interval.value:.1f}" if interval and math.isfinite(interval.high) else ""
-        psnr = f"{interval.value:.1f}{reach} dB" if interval else "–"
-        held = f"{at(entry, 'quantized')} of {at(entry, 'of')}"
-        rows.append([name, held, psnr, _bytes(sum(filter(None, (at(entry, "bytes") or {}).values())))])
-    return rows
-
-
-def _costs(record: Mapping[str, Any]) -> list[str]:
-    peak = number_at(record, "peak_memory_bytes").value
-    whole = seconds_of_job(record)
-    costs = [f"peak memory {_bytes(peak)}"] if peak else []
-    costs += [f"{whole:.1f} s in all"] if whole else []
-    costs += [f"{name} {seconds:.1f} s" for name, seconds in seconds_of_stages(record).items()]
-    return ["; ".join(costs)] if costs else []
-
-
-def _warnings(record: Mapping[str, Any], engine: str) -> list[str]:
-    """A sentence for each part that is slower quantized, to two decimals, and for each that a busy machine timed.
-
-    One more for layers that the engine computes in floating point though their recipe has codes.
-    """
-    sentences = []
-    if fell_back := at(record, "executed", "fell_back"):
-        of = at(record, "executed", "of")
-        sentences.append(f"FLOAT: {engine} computes {len(fell_back)} of {of} quantized layers in floating point.")
-    for name in dict.fromkeys([engine, *baselines_of(record)]):
-        for part in names(record, "latency", name):
-            what = "prompt to image" if part == IMAGE else part
-            for batch in names(record, "latency", name, part):
-                speedup = latency_of(record, name, part, batch).speedup.value
-                if speedup is not None and round(speedup, 2) < 1 and name == engine:
-                    times = f"{1 / speedup:.2f} times as long quantized as unquantized"
-                    sentences.append(f"SLOWER: on {engine}, {what} at batch {batch} takes {times}.")
-                if reason := busy_because(at(record, "latency", name, part, batch, "rounds")):
-                    sentences.append(f"BUSY: while {what} was timed on {name}, {reason}; time again when it is quiet.")
-    return sentences
-
-
-def _cell(number: Number, show: Callable[[float], str], reasons: list[str]) -> str:
-    """The number as ``show`` writes it, or a dash, with a mark for its reason, which joins ``reasons``."""
-    value, reason = number
-    if value is None:
-        reason = reason or "null without a reason"
-    if reason and reason not in reasons:
-        reasons.append(reason)
-    return ("–" if value is None else show(value)) + (f" [{reasons.index(reason) + 1}]" if reason else "")
-
-
-def _align(header: list[str], rows: list[list[str]]) -> list[str]:
-    """The lines of a table whose first column is left-aligned and the others right-aligned; none without rows."""
-    if not rows:
+def as_text(table: Table) -> list[str]:
+    """Lines for a terminal, the first column left-aligned and the others right-aligned; none without rows."""
+    if not table.rows:
         return []
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = [
-        row[0].ljust(widths[0]) + "".join(f"  {cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))
-        for row in (header, *rows)
+    cells = [[printable(cell) for cell in row] for row in (table.titles, *table.cells)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    head, *lines = [
+        first.ljust(widths[0]) + "".join(f"  {cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True))
+        for first, *others in cells
     ]
-    return [lines[0], "-" * len(lines[0]), *(line.rstrip() for line in lines[1:])]
+    notes = [printable(note) for note in table.notes]
+    return [head, "-" * len(head), *(line.rstrip() for line in lines), *([""] if notes else []), *notes]
 
 
-def _bytes(value: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.2f} GiB"
+def as_markdown(table: Table) -> str:
+    """``table`` as Markdown shows it as it is: names and reasons may quote a stranger's file."""
+    lines = [table.titles, ["---"] * len(table.columns), *table.cells]
+    paragraphs = [
+        f"### {markdown_text(table.heading)}\n" if table.heading else "",
+        "".join(f"| {' | '.join(map(markdown_text, cells))} |\n" for cells in lines),
+        f"{markdown_text(table.caption)}\n" if table.caption else "",
+        "".join(f"- {markdown_text(note)}\n" for note in table.notes),
+    ]
+    return "\n".join(filter(None, paragraphs))
 
 
-def _milliseconds(value: float) -> str:
-    return f"{value:.2f} ms" if value < 100 else f"{value:.0f} ms"
-
-
-def _times(value: float, reach: float | None = None) -> str:
-    return f"{value:.2f}x" + ("" if reach is None else f" ± {reach:.2f}")
+def markdown_text(text: str) -> str:
+    return "".join(f"\\{letter}" if letter in "\\|<>[]*`_#!&" else letter for letter in printable(text))

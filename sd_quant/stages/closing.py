@@ -10,8 +10,8 @@ from sd_quant.places import shown, url
 from sd_quant.process import seconds_since_start
 from sd_quant.progress import working
 from sd_quant.report.record import score_of
+from sd_quant.report.run_table import run_table
 from sd_quant.report.summary import SWEEP
-from sd_quant.report.table import run_table
 
 LOG = logging.getLogger(__name__)
 DONE_BEFORE = "done before: nothing that this job depends on has changed since"

@@ -49,8 +49,9 @@ from sd_quant.places import input_path, shown
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.report.provenance import versions
 from sd_quant.report.record import HandedOver, read_record, weights_sha256, why
+from sd_quant.report.run_table import handed_over_table
 from sd_quant.report.summary import LOCK
-from sd_quant.report.table import handed_over
+from sd_quant.report.table import as_text
 from sd_quant.shell import literal
 from sd_quant.stages.calibrate import statistics_of
 from sd_quant.stages.choose import choose
@@ -103,7 +104,7 @@ def hand_over(job: HandOverJob, directory: Path) -> None:
                 written[name] = write_target(
                     TARGETS[name], loaded, assignment, held, knobs, directory / name, command, fidelity, run
                 )
-    print("\n".join([*handed_over(written), "", f"folders, each with a README.md: {shown(directory)}"]))
+    print("\n".join([*as_text(handed_over_table(written)), "", f"folders, each with a README.md: {shown(directory)}"]))
 
 
 def hand_over_run(

@@ -27,8 +27,7 @@ from sd_quant.places import url
 from sd_quant.report.provenance import provenance
 from sd_quant.report.rebuild import rebuild
 from sd_quant.report.record import DONE, at, read_object, weights_sha256
-from sd_quant.report.summary import FAILURE, LOCK, SWEEP, read_sweep
-from sd_quant.report.table import sweep_table
+from sd_quant.report.summary import FAILURE, LOCK, SWEEP, read_sweep, sweep_table
 from sd_quant.source import source_digest
 from sd_quant.stages.job_folder import check_own, finished, remove_leftovers, remove_unfinished
 from sd_quant.stages.judge_one import Baseline, judge_one

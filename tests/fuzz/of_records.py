@@ -15,8 +15,8 @@ from sd_quant.errors import ArtifactError
 from sd_quant.knobs import read
 from sd_quant.report.rebuild import rebuild
 from sd_quant.report.record import DONE
+from sd_quant.report.run_table import run_table
 from sd_quant.report.summary import markdown, read_sweep, rows
-from sd_quant.report.table import run_table
 
 from ..unit.report.sweeps import LAYERS, record_of
 from .harness import Reader
@@ -112,7 +112,7 @@ def records() -> Reader:
         sweep = read_sweep(folder)
         table = rows(sweep)
         texts = [run_table(job.record) for job in sweep.jobs if job.status == DONE]
-        result = repr(table), texts, markdown(table, sweep.varied), sweep.command, repr(sweep.published)
+        result = repr(table), texts, markdown(sweep), sweep.command, repr(sweep.published)
         refuse_unreadable(unreadable(sweep))
         return result
 

@@ -13,8 +13,8 @@ from sd_quant.files.archive import whole_file
 from sd_quant.files.safetensors import read_safetensors
 from sd_quant.files.torch_weights import stored_tensors
 from sd_quant.report.rebuild import rebuild
+from sd_quant.report.run_table import run_table
 from sd_quant.report.summary import UNFINISHED, read_sweep
-from sd_quant.report.table import run_table
 
 from .mutations import constant, to_yaml, with_pickle
 from .of_artifacts import graph_with

@@ -4,8 +4,7 @@ import pytest
 
 from sd_quant.report.candidates import candidate_tables, judgement, rule, standings, verdicts
 from sd_quant.report.rebuild import rebuild
-from sd_quant.report.summary import read_sweep, rows
-from sd_quant.report.table import sweep_table
+from sd_quant.report.summary import read_sweep, rows, sweep_table
 
 from .sweeps import change_record, write_job, write_plan
 
@@ -83,13 +82,13 @@ def test_a_folder_of_candidates_has_no_recipe_to_recommend_and_shows_all_the_res
     table = sweep_table(sweep)
     assert "bits a weight" in table and "4.50" in table
     contents, hurting = candidate_tables(sweep)
-    assert [line[0] for line in contents.lines] == ["a", "b"] and hurting.lines[0][-1] == "10 %"
+    assert [line[0] for line in contents.rows] == ["a", "b"] and hurting.rows[0][-1] == "10 %"
 
 
 def test_beside_recipes_candidates_stand_in_the_same_table_and_change_no_recommendation(folder, without_plots):
     sweep = folder(2, theirs=(45.0, 4.5))
     assert [job.name for job in sweep.own] == ["level=0", "level=1"] and sweep.names == ("level=0", "level=1")
-    assert [row.get("candidate", row.get("level")) for row in rows(sweep)] == [0, 1, "theirs"]
+    assert [row["candidate"] or row["level"] for row in rows(sweep)] == [0, 1, "theirs"]
     page = rebuild(sweep.directory).read_text()
     assert "sweep of 2 jobs and one candidate" in page and "level=1</strong>" in page and "theirs" in page
     assert "Worth its bits: theirs (45.0 dB at 4.50 bits a weight)" in page

@@ -16,6 +16,7 @@ from sd_quant.errors import exit_with_its_code
 from sd_quant.report import page, plots
 from sd_quant.report.__main__ import main
 from sd_quant.report.summary import read_sweep
+from sd_quant.report.table import table_of_texts
 from sd_quant.text import printable
 from tests.pasting import words_of
 
@@ -47,7 +48,7 @@ def written(sweep, **options) -> tuple[str, Parsed, dict]:
 
 
 def row(text: str, job: str) -> str:
-    return next(line for line in re.findall(r"<tr class=.*?</tr>", text) if job in line)
+    return next(line for line in re.findall(r"<tr class=.*?</tr>", text, re.DOTALL) if job in line)
 
 
 def cells(row: str) -> list[str]:
@@ -147,25 +148,18 @@ def test_other_peoples_text_stays_text(tmp_path, without_plots):
         (tmp_path / f"failed {number}").mkdir()
         (tmp_path / f"failed {number}" / "failure.json").write_text(json.dumps({"reason": reason}))
         jobs[f"failed {number}"] = {}
-    text, parsed, data = written(write_plan(tmp_path, jobs), extra_sections=[(HOSTILE[0], "<p>ours</p>")])
+    text, parsed, data = written(write_plan(tmp_path, jobs), tables=[table_of_texts(HOSTILE, [HOSTILE], *HOSTILE[:2])])
 
     assert [tag for tag, _ in parsed.elements if tag in ("script", "i", "img")] == ["img", "img", "script", "script"]
     assert not [name for _, attributes in parsed.elements for name in attributes if name.startswith("on")]
-    assert parsed.scripts[1:] == [page.template("page.js")]
+    assert parsed.scripts[1:] == [page.source("page.js")]
+    assert not {"<", ">", "&"} & set(parsed.scripts[0])  # "</script " would end it, though Python's parser reads on
     assert sorted(prompt["text"] for prompt in data["prompts"]) == sorted(map(printable, HOSTILE))
-    assert 0 < text.find("<p>ours</p>") < text.find("<h2>Images</h2>")
     shown = "".join(parsed.text)
     for number, hostile in enumerate(map(printable, HOSTILE)):
         assert f"failed: {hostile}" in shown  # its reason, in the table
         assert data["recipes"][number]["name"] == f"prompts={hostile} <i>knob=1"
     assert "\u202e" not in text and "\x00" not in text and "\u2028" not in text
-
-
-def test_data_of_a_script_holds_nothing_that_a_browser_takes_for_markup():
-    """``</script`` and a space would end it, though Python's parser reads on."""
-    text = page.for_script(HOSTILE)
-    assert not {"<", ">", "&", "\u2028"} & set(text)
-    assert json.loads(text) == HOSTILE
 
 
 def image(data: dict, index: int) -> Image.Image:
@@ -246,7 +240,7 @@ def test_a_sweep_without_images_says_so(tmp_path):
 
 
 def test_the_style_sheet_has_every_colour_of_the_plots_in_light_and_in_dark():
-    light, dark = page.template("page.css").split("@media (prefers-color-scheme: dark)")
+    light, dark = page.source("page.css").split("@media (prefers-color-scheme: dark)")
     for name in plots.PALETTE.values():
         found = re.search(rf"--plot-{name}: (?:var\(--(\w+)\)|#\w+)", light)
         assert found, name

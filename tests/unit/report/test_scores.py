@@ -14,8 +14,8 @@ from sd_quant.metrics import SCORES, Against, Score
 from sd_quant.metrics.fidelity import fidelity
 from sd_quant.report.page import write_report
 from sd_quant.report.record import read_record
+from sd_quant.report.run_table import run_table
 from sd_quant.report.summary import read_sweep, write_summary
-from sd_quant.report.table import run_table
 
 from .sweeps import change_record, write_job
 

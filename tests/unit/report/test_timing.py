@@ -88,7 +88,7 @@ def test_the_page_says_that_the_machine_was_busy_and_who_was_left_out(timed, wit
     left_out = [{"job": "level=3", "reason": "it ran on another machine <b>"}]
     sweep = timed({"level=1": 2.0, "level=2": 1.25}, rounds=QUIET | {"others": 0.48}, left_out=left_out)
     text = page.write_report(sweep).read_text()
-    told = "BUSY: while the engines were timed together, other processes took 48% of the processors&#x27; time"
+    told = "BUSY: while the engines were timed together, other processes took 48% of the processors&#39; time"
     assert text.count(told) == 1
     (again,) = re.findall("time again when the machine is quiet: (.*?)</li>", text)
     words = ["python", "-m", "sd_quant.stages.time_sweep", str(sweep.directory)]

@@ -1,7 +1,8 @@
 import pytest
 
 from sd_quant.metrics.intervals import mean_interval
-from sd_quant.report.table import handed_over_rows, run_table, sweep_table
+from sd_quant.report.run_table import handed_over_table, run_table
+from sd_quant.report.summary import sweep_table
 from tests.nested import with_values
 
 from .sweeps import latency_of, record_of
@@ -148,9 +149,9 @@ def test_what_was_handed_over_has_an_interval():
     entry = {"quantized": 95, "of": 150, "bytes": {"a": 2**20, "b": None}, "fidelity": images}
     interval = mean_interval([30.0, 32.0, 37.0])
     shown = f"33.0 ± {interval.high - 33:.1f} dB"
-    assert handed_over_rows({"gguf": entry}) == [["gguf", "95 of 150", shown, "1.0 MiB"]]
-    assert handed_over_rows({"gguf": entry | {"fidelity": None}})[0][2] == "–"
-    assert handed_over_rows({"gguf": entry | {"fidelity": {"psnr": {"values": [30.0]}}}})[0][2] == "30.0 dB"
-    assert handed_over_rows(None) == []
+    assert handed_over_table({"gguf": entry}).rows == [["gguf", "95 of 150", shown, "1.0 MiB"]]
+    assert handed_over_table({"gguf": entry | {"fidelity": None}}).rows[0][2] == "–"
+    assert handed_over_table({"gguf": entry | {"fidelity": {"psnr": {"values": [30.0]}}}}).rows[0][2] == "30.0 dB"
+    assert handed_over_table(None).rows == []
     assert "handed over" not in run_table(record())
     assert "gguf         95 of 150" in run_table(record() | {"hand_over": {"gguf": entry}})

@@ -1,0 +1,204 @@
+"""The closing table of a run: its record (``metrics.json``), as text for a terminal.
+
+Everything comes from the record, so the table can be printed again later. A number that does not exist is shown as a
+dash, with its reason below the table.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from sd_quant.engines import COMPILED
+from sd_quant.metrics import SCORES, Against, fidelity_scores
+from sd_quant.report.record import (
+    IMAGE,
+    TORCH,
+    Number,
+    at,
+    latency_of,
+    names,
+    number_at,
+    quotient,
+    score_of,
+    seconds_of_job,
+    seconds_of_stages,
+)
+from sd_quant.report.table import DASH, Table, as_text, table_of_texts
+from sd_quant.report.timing import busy_because
+from sd_quant.text import printable
+
+HANDED_OVER = ["handed over", "layers", "PSNR", "size"]
+
+
+def run_table(record: Mapping[str, Any]) -> str:
+    """The closing table as plain text, lines ending in a newline. Works on any record, a failed run's too."""
+    reasons: list[str] = []
+    engines = [name for name in names(record, "latency") if name not in baselines_of(record)]
+    sections = [
+        _heading(record),
+        [sentence for engine in engines for sentence in _warnings(record, engine)],
+        _sizes(record, reasons),
+        *(_parts(record, engine, reasons) for engine in engines),
+        *(_image(record, engine, reasons) for engine in engines or [TORCH]),
+        _fidelity(record, reasons),
+        as_text(handed_over_table(record.get("hand_over"))),
+        _costs(record),
+        [f"[{number}] {reason}" for number, reason in enumerate(reasons, 1)],
+    ]
+    return "\n\n".join("\n".join(printable(line) for line in lines) for lines in sections if lines) + "\n"
+
+
+def _heading(record: Mapping[str, Any]) -> list[str]:
+    knobs = record.get("knobs") or {}
+    named = [f"{name}={knobs[name]}" for name in ("format", "quant_level", "alpha", "percentile") if name in knobs]
+    status = record.get("status") or "unfinished"
+    return ["  ".join([status if not record.get("reason") else f"{status}: {record['reason']}", *named])]
+
+
+def _part_names(record: Mapping[str, Any]) -> list[str]:
+    """The parts whose sizes or latencies the record has."""
+    parts = [*(at(record, "sizes_bytes") or {})]
+    for engine in names(record, "latency"):
+        parts += at(record, "latency", engine)
+    return [part for part in dict.fromkeys(parts) if part not in (IMAGE, "reason", "value")]
+
+
+def _sizes(record: Mapping[str, Any], reasons: list[str]) -> list[str]:
+    rows, parts = [], _part_names(record)
+    plans = any(number_at(record, "sizes_bytes", part, "plan").value for part in parts)
+    for part in parts:
+        full, quantized, plan = (
+            number_at(record, "sizes_bytes", part, key) for key in ("onnx_full_precision", "onnx_quantized", "plan")
+        )
+        if kept := at(record, "plans", part, "attention"):
+            plan = Number(plan.value, f"attention is in high precision: {kept}")
+        rows.append([
+            part, _cell(full, _bytes, reasons), _cell(quantized, _bytes, reasons),
+            _cell(quotient(full, quantized), _times, reasons), *([_cell(plan, _bytes, reasons)] if plans else []),
+        ])  # fmt: skip
+    titles = ["size", "ONNX full precision", "ONNX quantized", "smaller", *(["plan"] if plans else [])]
+    return as_text(table_of_texts(titles, rows))
+
+
+def _parts(record: Mapping[str, Any], engine: str, reasons: list[str]) -> list[str]:
+    rows = []
+    for part in _part_names(record):
+        for batch in names(record, "latency", engine, part) or [""]:
+            full, quantized, speedup, reach = latency_of(record, engine, part, batch)
+            rows.append([
+                part, batch or DASH, _cell(full, _milliseconds, reasons), _cell(quantized, _milliseconds, reasons),
+                _cell(speedup, partial(_times, reach=reach), reasons),
+            ])  # fmt: skip
+    return as_text(
+        table_of_texts([f"one call, {engine}, median", "batch", "full precision", "quantized", "speed-up"], rows)
+    )
+
+
+def _image(record: Mapping[str, Any], engine: str, reasons: list[str]) -> list[str]:
+    rows, baselines = [], baselines_of(record)
+    for batch in names(record, "latency", engine, IMAGE) or ["1"]:
+        known = [latency_of(record, name, IMAGE, batch).full_precision for name in baselines]
+        for name, milliseconds in zip(baselines, known, strict=True):
+            cell = _cell(milliseconds, _milliseconds, reasons)
+            rows.append([f"{name}, full precision", batch, cell, *[""] * len(baselines), ""])
+        if engine == TORCH:
+            continue
+        full, quantized, speedup, reach = latency_of(record, engine, IMAGE, batch)
+        for variant, milliseconds in (("full precision", full), ("quantized", quantized)):
+            over = [_cell(quotient(baseline, milliseconds), _times, reasons) for baseline in known]
+            cell = _cell(milliseconds, _milliseconds, reasons)
+            own = _cell(speedup, partial(_times, reach=reach), reasons) if milliseconds is quantized else ""
+            rows.append([f"{engine}, {variant}", batch, cell, *over, own])
+    compared = [f"vs {name}" for name in baselines]
+    return as_text(
+        table_of_texts(["prompt to image, median", "batch", "latency", *compared, "vs full precision"], rows)
+    )
+
+
+def baselines_of(record: Mapping[str, Any]) -> list[str]:
+    """What the engines of a record are compared with: the framework and, where both were timed, the compiled one."""
+    compiled = COMPILED in names(record, "latency") and at(record, "knobs", "infer", "engine") != COMPILED
+    return [TORCH, *([COMPILED] if compiled else [])]
+
+
+def _fidelity(record: Mapping[str, Any], reasons: list[str]) -> list[str]:
+    rows = []
+    for score in fidelity_scores():
+        if score.shown:
+            value, worst, _ = score_of(record, score)
+            title = f"{score.title}, last step" if score.against is Against.LATENTS else score.title
+            of_images = score.against is Against.IMAGES
+            rows.append([
+                title, _cell(value, score.text, reasons), _cell(worst, score.text, reasons) if of_images else "",
+            ])  # fmt: skip
+    return as_text(table_of_texts(["fidelity to full precision", "mean", "worst"], rows))
+
+
+def handed_over_table(entries: Mapping[str, Any] | None) -> Table:
+    """The exports to other tools by target: PSNR with its interval at 95 %, bytes of the larger files."""
+    return table_of_texts(HANDED_OVER, [handed_over_cells(*entry) for entry in (entries or {}).items()])
+
+
+def handed_over_cells(target: str, entry: Mapping[str, Any]) -> list[str]:
+    mean = SCORES["psnr"].mean(at(entry, "fidelity", "psnr", "values") or [])
+    reach = f" ± {mean.high - mean.value:.1f}" if mean and mean.known else ""
+    psnr = f"{mean.value:.1f}{reach} dB" if mean else DASH
+    size = sum(filter(None, (at(entry, "bytes") or {}).values()))
+    return [target, f"{at(entry, 'quantized')} of {at(entry, 'of')}", psnr, _bytes(size)]
+
+
+def _costs(record: Mapping[str, Any]) -> list[str]:
+    peak = number_at(record, "peak_memory_bytes").value
+    whole = seconds_of_job(record)
+    costs = [f"peak memory {_bytes(peak)}"] if peak else []
+    costs += [f"{whole:.1f} s in all"] if whole else []
+    costs += [f"{name} {seconds:.1f} s" for name, seconds in seconds_of_stages(record).items()]
+    return ["; ".join(costs)] if costs else []
+
+
+def _warnings(record: Mapping[str, Any], engine: str) -> list[str]:
+    """A sentence for each part that is slower quantized, to two decimals, and for each that a busy machine timed.
+
+    One more for layers that the engine computes in floating point though their recipe has codes.
+    """
+    sentences = []
+    if fell_back := at(record, "executed", "fell_back"):
+        of = at(record, "executed", "of")
+        sentences.append(f"FLOAT: {engine} computes {len(fell_back)} of {of} quantized layers in floating point.")
+    for name in dict.fromkeys([engine, *baselines_of(record)]):
+        for part in names(record, "latency", name):
+            what = "prompt to image" if part == IMAGE else part
+            for batch in names(record, "latency", name, part):
+                speedup = latency_of(record, name, part, batch).speedup.value
+                if speedup is not None and round(speedup, 2) < 1 and name == engine:
+                    times = f"{1 / speedup:.2f} times as long quantized as unquantized"
+                    sentences.append(f"SLOWER: on {engine}, {what} at batch {batch} takes {times}.")
+                if reason := busy_because(at(record, "latency", name, part, batch, "rounds")):
+                    sentences.append(f"BUSY: while {what} was timed on {name}, {reason}; time again when it is quiet.")
+    return sentences
+
+
+def _cell(number: Number, show: Callable[[float], str], reasons: list[str]) -> str:
+    """The number as ``show`` writes it, or a dash, with a mark for its reason, which joins ``reasons``."""
+    value, reason = number
+    if value is None:
+        reason = reason or "null without a reason"
+    if reason and reason not in reasons:
+        reasons.append(reason)
+    return (DASH if value is None else show(value)) + (f" [{reasons.index(reason) + 1}]" if reason else "")
+
+
+def _bytes(value: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.2f} GiB"
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value:.2f} ms" if value < 100 else f"{value:.0f} ms"
+
+
+def _times(value: float, reach: float | None = None) -> str:
+    return f"{value:.2f}x" + ("" if reach is None else f" ± {reach:.2f}")
