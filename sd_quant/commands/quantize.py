@@ -23,7 +23,7 @@ def task(job: QuantizeJob, directory: Path) -> float | None:
     if (record := done_before(job, directory)) is not None:  # before the imports that the work itself needs
         LOG.info(DONE_BEFORE)
         return closing_words(record, directory)
-    with tracer_for(job) as tracer:
+    with tracer_for(job.cache) as tracer:
         with importing():
             from sd_quant.stages.quantize import quantize
 

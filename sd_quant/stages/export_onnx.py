@@ -12,7 +12,7 @@ import onnx_ir as ir
 from torch import Tensor
 
 from sd_quant.cache import Cache
-from sd_quant.config import QuantizeJob, artifact
+from sd_quant.config import Model, artifact
 from sd_quant.engines.onnx_input import onnx_files
 from sd_quant.export.parts import trace_part, write_part
 from sd_quant.files import atomic_path, temporary_folder
@@ -74,9 +74,7 @@ def export_parts(checkpoint: Checkpoint, checkpoint_sha256: str, files: Sequence
             advance()
 
 
-def trace_meanwhile(
-    tracer: Tracer, job: QuantizeJob, checkpoint: Checkpoint, checkpoint_sha256: str, cache: Cache
-) -> None:
+def trace_meanwhile(tracer: Tracer, model: Model, checkpoint: Checkpoint, checkpoint_sha256: str, cache: Cache) -> None:
     """Let the ``tracer`` trace the parts whose graphs the ``cache`` lacks, the denoiser first; end it if it has all."""
     parts = checkpoint.parts() if cache.directory is not None and several_threads() else ()
     missing = [part for part in parts if not cache.holds("graph", graph_origin(checkpoint, checkpoint_sha256, part))]
@@ -84,7 +82,7 @@ def trace_meanwhile(
         tracer.end()
         return
     tracer.trace({
-        "model": dataclasses.asdict(job.model),
+        "model": dataclasses.asdict(model),
         "sha256": checkpoint_sha256,
         "cache": [str(cache.directory), cache.limit_bytes],
         "parts": missing,

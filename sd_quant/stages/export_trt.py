@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +18,6 @@ from sd_quant.config import (
     ExportJob,
     ExportShape,
     Infer,
-    QuantizeJob,
     Trt,
     artifact,
     part_paths,
@@ -125,23 +124,25 @@ def profile(onnx_path: Path, part: str, trt: Trt, infer: Infer | ExportShape) ->
 
 @contextmanager
 def plans_beside(
-    loaded: Loaded, directory: Path, job: QuantizeJob, cache: Cache, step: StageTimer, memory: float
+    loaded: Loaded, directory: Path, trt: Trt, infer: Infer, cache: Cache, step: StageTimer, memory: float
 ) -> Iterator[Future[dict[str, PlanReport]]]:
-    """The run's plans are built while the block runs, where that takes nothing from it, or before.
+    """Build the run's plans while the block runs, where that takes nothing from it, or before it.
 
-    It takes what the block cannot spare where a builder times kernels on the GPU, where the block's engine loads plans,
-    where there is one thread, and where memory holds the build alone; ``memory`` is how many bytes the block takes. The
-    block gets the future of the reports.
+    Before: a builder that times kernels on the GPU, an engine of the block that loads plans, a single thread, or
+    memory that does not hold both; ``memory`` is how many bytes the block takes. The block gets the future of the
+    reports.
     """
 
     def build(check: Callable[[], None] = lambda: None) -> dict[str, PlanReport]:
-        with step("plans") if job.trt.library != "none" else nullcontext():
-            return build_run_plans(loaded, directory, job.trt, job.infer, cache, check)
+        if trt.library == "none":
+            return {}
+        with step("plans"):
+            return build_run_plans(loaded, directory, trt, infer, cache, check)
 
     if (
-        job.trt.library == "none"
-        or not RUNTIMES[plan_library(job.trt)].ahead_of_time
-        or RUNTIMES[job.infer.engine].file == "plan"
+        trt.library == "none"
+        or not RUNTIMES[plan_library(trt)].ahead_of_time
+        or RUNTIMES[infer.engine].file == "plan"
         or threads() == 1
         or memory_of_plan(loaded.parameters) + memory > available_memory_bytes()
     ):
@@ -152,15 +153,13 @@ def plans_beside(
 
 
 def build_run_plans(
-    loaded: Loaded, directory: Path, trt: Trt, infer: Infer, cache: Cache, check: Callable[[], None] = lambda: None
+    loaded: Loaded, directory: Path, trt: Trt, infer: Infer, cache: Cache, check: Callable[[], None]
 ) -> dict[str, PlanReport]:
     """Build the plans of a run's parts, and the unquantized denoiser's if the run's engine loads plans.
 
-    Returns the reports by part, without the unquantized denoiser's; none where ``trt.library`` is none. ``check`` is
-    called all the while; what it raises stops the build.
+    Returns the reports by part, without the unquantized denoiser's. ``check`` is called all the while; what it raises
+    stops the build.
     """
-    if trt.library == "none":
-        return {}
     paths = {part: artifact(directory, "onnx", part) for part in loaded.parts}
     plans = build_plans(paths, directory, trt, infer, cache, check)
     if RUNTIMES[infer.engine].file == "plan":

@@ -123,7 +123,7 @@ def run(job: QuantizeJob, directory: Path, facts: dict, tracer: Tracer) -> Recor
     with step("load"):
         loaded = load(job.model, job.infer, job.quantize, needs, directory)
         bytes_to_share(loaded)  # refuses a budget before calibration
-    trace_meanwhile(tracer, job, loaded.checkpoint, sha256, cache)
+    trace_meanwhile(tracer, job.model, loaded.checkpoint, sha256, cache)
     with sharing(tracer.busy) as share:
         with step("calibrate"):
             statistics = statistics_of(loaded.checkpoint, loaded.roles, job, sha256, between_calls=share)
@@ -142,7 +142,7 @@ def run(job: QuantizeJob, directory: Path, facts: dict, tracer: Tracer) -> Recor
     with step("export"):
         export_parts(loaded.checkpoint, sha256, files_of_a_run(loaded.checkpoint, assignment, directory), cache)
     tracer.end()
-    with plans_beside(loaded, directory, job, cache, step, variants.memory_bytes) as plans:
+    with plans_beside(loaded, directory, job.trt, job.infer, cache, step, variants.memory_bytes) as plans:
         with step("images"), sharing(lambda: not plans.done()):
             comparison = compare_images(
                 loaded.checkpoint, framework, variants.engines, prompts, job.infer, facts, directory, cache

@@ -18,7 +18,7 @@ import sys
 from contextlib import suppress
 from types import TracebackType
 
-from sd_quant.config import QuantizeJob
+from sd_quant.config import CacheFolder
 from sd_quant.places import output_path
 from sd_quant.process import cores
 
@@ -65,10 +65,10 @@ class Tracer:
         self.end()
 
 
-def tracer_for(job: QuantizeJob) -> Tracer:
-    """The job's tracer, started if the job's cache has no graph yet."""
+def tracer_for(cache: CacheFolder) -> Tracer:
+    """A job's tracer, started if the job's cache has no graph yet."""
     tracer = Tracer()
-    if job.cache.dir is not None and several_threads() and not any((output_path(job.cache.dir) / "graph").glob("*")):
+    if cache.dir is not None and several_threads() and not any((output_path(cache.dir) / "graph").glob("*")):
         tracer.start()
     return tracer
 

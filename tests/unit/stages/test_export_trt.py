@@ -111,8 +111,7 @@ class Told:
 LOADED = SimpleNamespace(parameters={"unet_xl": 1000})
 
 
-def run_job(library: str, engine: str = "openvino") -> SimpleNamespace:
-    return SimpleNamespace(trt=trt(library=library), infer=SimpleNamespace(engine=engine))
+INFER = SimpleNamespace(engine="openvino")
 
 
 @pytest.fixture
@@ -131,7 +130,7 @@ def test_plans_are_built_while_the_block_runs(spare, monkeypatch):
 
     monkeypatch.setattr(export_trt, "build_run_plans", build)
     step = Told()
-    with plans_beside(LOADED, None, run_job("tensorrt_rtx"), None, step, 1e9) as plans:
+    with plans_beside(LOADED, None, trt(library="tensorrt_rtx"), INFER, None, step, 1e9) as plans:
         assert not plans.done()
         met.wait()
         assert plans.result() == {"unet_xl": "built"}
@@ -145,16 +144,16 @@ def test_plans_are_built_before_where_the_block_cannot_spare_what_it_takes(spare
     if why == "one thread":
         monkeypatch.setattr(export_trt, "threads", lambda: 1)
     library = "tensorrt" if why == "kernels are timed" else "tensorrt_rtx"
-    asked = run_job(library, "tensorrt_rtx" if why == "the engine loads them" else "openvino")
+    infer = SimpleNamespace(engine="tensorrt_rtx") if why == "the engine loads them" else INFER
     memory = 99.9e9 if why == "little memory" else 1e9
-    with plans_beside(LOADED, None, asked, None, step, memory) as plans:
+    with plans_beside(LOADED, None, trt(library=library), infer, None, step, memory) as plans:
         assert step.said == ["plans begin", "plans end"] and plans.done() and plans.result() == {}
     assert built_in == [threading.main_thread()]
 
 
 def test_without_plans_there_is_no_step_of_them(spare):
     step = Told()
-    with plans_beside(LOADED, None, run_job("none"), None, step, 1e9) as plans:
+    with plans_beside(LOADED, None, trt(library="none"), INFER, None, step, 1e9) as plans:
         assert plans.result() == {} and step.said == []
 
 

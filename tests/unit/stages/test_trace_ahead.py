@@ -41,7 +41,7 @@ def tracer(monkeypatch, two_cores) -> Asked:
 
 
 def test_the_denoiser_is_traced_first(tracer, tmp_path):
-    trace_meanwhile(tracer, job(), CHECKPOINT, "", Cache(tmp_path))
+    trace_meanwhile(tracer, job().model, CHECKPOINT, "", Cache(tmp_path))
     assert [request["parts"] for request in tracer.requests] == [["unet", "vae", "clip"]] and not tracer.ended
 
 
@@ -50,7 +50,7 @@ def test_graphs_that_the_cache_has_are_not_traced_again(tracer, tmp_path):
     for part in ("unet", "vae"):
         made = tmp_path / part
         cache.provide("graph", {"part": part}, made, lambda folder: (folder / "graph.onnx").write_text("x"))
-    trace_meanwhile(tracer, job(), CHECKPOINT, "", cache)
+    trace_meanwhile(tracer, job().model, CHECKPOINT, "", cache)
     assert [request["parts"] for request in tracer.requests] == [["clip"]]
 
 
@@ -62,7 +62,7 @@ def test_nothing_is_traced_where_that_gains_nothing(tracer, tmp_path, monkeypatc
     if without == "threads":
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
     checkpoint = SimpleNamespace(parts=dict) if without == "parts" else CHECKPOINT
-    trace_meanwhile(tracer, job(), checkpoint, "", Cache(None if without == "cache" else tmp_path))
+    trace_meanwhile(tracer, job().model, checkpoint, "", Cache(None if without == "cache" else tmp_path))
     assert tracer.requests == [] and tracer.ended
 
 
@@ -70,11 +70,10 @@ def test_nothing_is_traced_where_that_gains_nothing(tracer, tmp_path, monkeypatc
 def test_a_tracer_starts_before_it_has_work_where_nothing_was_traced_yet_and_ends_with_its_block(
     two_cores, tmp_path, monkeypatch, graphs
 ):
-    quantize_job = job()
-    quantize_job = dataclasses.replace(quantize_job, cache=dataclasses.replace(quantize_job.cache, dir=str(tmp_path)))
+    kept = dataclasses.replace(job().cache, dir=str(tmp_path))
     for number in range(graphs):
         (tmp_path / "graph" / str(number)).mkdir(parents=True)
-    with pytest.raises(RuntimeError), tracer_for(quantize_job) as tracer:
+    with pytest.raises(RuntimeError), tracer_for(kept) as tracer:
         process = tracer.process
         raise RuntimeError
     assert tracer.process is None
