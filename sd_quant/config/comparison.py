@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
-from sd_quant.config.sections import check_writable
+from sd_quant.config.sections import MORE_THAN_0, SHARE, check_writable
 from sd_quant.errors import ResourceError
 from sd_quant.knobs import Called, Limit, at_least, check, check_unused
 from sd_quant.metrics import INCEPTION_PACKAGE
@@ -22,14 +22,12 @@ class Timing:
     """How long latencies are compared: in at least ``infer.num_timed_runs`` rounds, each over all engines."""
 
     half_width: Annotated[
-        float,
-        Limit(lambda share: 0 < share < 1, "a number between 0 and 1"),
-        "how far the interval of a speed-up may reach to each side, as a share of it, before timing ends",
+        float, SHARE, "half the width of a speed-up's interval, as a share of it, at which timing may end"
     ]
     budget_s: Annotated[
         float,
         at_least(0),
-        "seconds for each engine that is compared, after which no round starts; five at most of a sweep's count",
+        "seconds per compared engine after which no round starts; of a sweep for five at most",
     ]
 
 
@@ -37,14 +35,8 @@ class Timing:
 class Verdict:
     """The rule by which a report recommends a recipe."""
 
-    enough_db: Annotated[
-        float, Limit(lambda decibel: decibel > 0, "more than 0"), "PSNR above which nobody sees a difference"
-    ]
-    time_of_a_db: Annotated[
-        float,
-        Limit(lambda share: 0 < share < 1, "a number between 0 and 1"),
-        "share of an image's time that is worth one dB",
-    ]
+    enough_db: Annotated[float, MORE_THAN_0, "PSNR above which nobody sees a difference"]
+    time_of_a_db: Annotated[float, SHARE, "share of an image's time that is worth one dB"]
     confidence: Annotated[float, CONFIDENCE, "at which recipes are told apart, for all of them together"]
 
 
@@ -52,18 +44,10 @@ class Verdict:
 class Judge:
     """How third-party checkpoints are judged, see ``sd_quant.interchange``."""
 
-    candidates: Annotated[
-        list[str], Called("candidates"), "third-party checkpoints, or runs of quantize: files and folders"
-    ]
-    layers: Annotated[
-        int,
-        at_least(0),
-        "how many layers of each, those with the largest errors, are also put into the network one at a time",
-    ]
+    candidates: Annotated[list[str], Called("candidates"), "files and folders of third-party checkpoints, or our runs"]
+    layers: Annotated[int, at_least(0), "layers of each, by their errors, that are put into the network one at a time"]
     runtimes: Annotated[bool, "whether a checkpoint's own library, if it is installed, makes images and is timed"]
-    trust_runs: Annotated[
-        bool, "whether the ONNX file of a run of quantize is executed, which a foreign one should not be"
-    ]
+    trust_runs: Annotated[bool, "whether the ONNX file of a run is executed: only for runs of your own"]
     confidence: Annotated[float, CONFIDENCE, "at which candidates are told apart, for all of them together"]
 
     def named(self) -> dict[str, Path]:
@@ -73,12 +57,10 @@ class Judge:
         """
         paths = [input_path(path) for path in self.candidates]
         plain = [Path(os.path.normpath(path)) for path in paths]
-        short = [folder_name(path.name) for path in plain]
-        longer = [folder_name(f"{path.parent.name}-{path.name}") for path in plain]
-        numbered = [
-            folder_name(f"{number}-{path.parent.name}-{path.name}") for number, path in enumerate(plain, start=1)
-        ]
-        names = next(names for names in (short, longer, numbered) if len(set(names)) == len(names))
+        longer = [f"{path.parent.name}-{path.name}" for path in plain]
+        numbered = [f"{number}-{name}" for number, name in enumerate(longer, start=1)]
+        forms = ([folder_name(name) for name in form] for form in ([path.name for path in plain], longer, numbered))
+        names = next(names for names in forms if len(set(names)) == len(names))
         return dict(zip(names, paths, strict=True))
 
     def planned(self) -> list[dict]:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from sd_quant.calibration.prompts import read_prompts
 from sd_quant.config.model import check_source_files
-from sd_quant.config.sections import SEED, SIDE, SIZE, SOME
+from sd_quant.config.sections import SEED, SIDE, Sizes
 from sd_quant.engines import RUNTIMES, Runtime
 from sd_quant.errors import ConfigError
 from sd_quant.files.image_files import image_files
@@ -25,40 +25,30 @@ class Infer:
     engine: Annotated[
         str,
         one_of(lambda: [AUTO, *RUNTIMES]),
-        "the runtime that executes the exported networks, or torch itself; auto: TensorRT with a GPU that its plans "
-        "run on, else OpenVINO",
+        "the runtime of the exported networks, or torch; auto: TensorRT if its plans run on this GPU, else OpenVINO",
     ]
-    chosen_because: Annotated[str | None, "why infer=auto chose this engine, which it says here"]
-    out_path: Annotated[str | None, "folder that gets the images; null: this command's own"]
+    chosen_because: Annotated[str | None, "why infer=auto chose this engine; it is filled in"]
+    out_path: Annotated[str | None, "folder of the images; null: the command's own folder"]
     width: Annotated[int, SIDE, "pixels across an image"]
     height: Annotated[int, SIDE, "pixels down an image"]
-    sizes: Annotated[
-        list[str] | None,
-        SIZE,
-        SOME,
-        "sizes that the images have instead, in turn; null: all are infer.width x infer.height, as timed calls are",
-    ]
+    sizes: Annotated[Sizes, "sizes that the images take in turn; null: infer.width x infer.height, as timed calls"]
     batch_size: Annotated[int, at_least(1), "images at a time"]
     prompts: Annotated[list[str] | str, "a list, or a text file with a prompt a line"]
     negative_prompt: Annotated[
         list[str] | str | None,
-        "what guidance leads away from, in calibration too: a text, or a list of one for each prompt; "
-        "null: the model's own unconditional embedding",
+        "text to guide away from, in calibration too, or a list of one per prompt; null: the unconditional embedding",
     ]
     num_samples: Annotated[int, at_least(1), "images of a prompt"]
     steps: Annotated[int, at_least(1), "denoising steps"]
     scale: Annotated[float, at_least(0), "guidance scale, of the calibration images too"]
     seed: Annotated[int, SEED, "random seed of the first image; the next has the next"]
     latents: Annotated[
-        str | None, "start noise instead of the seed's: a .pt, .npy or .safetensors of [1 or images, C, H/8, W/8]"
+        str | None, "start noise [1 or images, C, H/8, W/8] in a .pt, .npy or .safetensors; null: the seeds'"
     ]
-    image: Annotated[
-        str | None, "image, or folder of images, that prompts change in turn; null: images begin with noise"
-    ]
+    image: Annotated[str | None, "image or folder of images that prompts change in turn; null: images begin with noise"]
     mask: Annotated[
         str | None,
-        "masks of the images, white where they are made anew: one for all, or a folder with the same names; "
-        "null: the whole image is changed",
+        "mask of all images, or folder of one for each name, white where an image is changed; null: everywhere",
     ]
     strength: Annotated[
         float | None,
@@ -70,9 +60,9 @@ class Infer:
     precision: Annotated[
         str,
         one_of(["auto", "fp32", "fp16", "bf16"]),
-        "what torch computes in, and OpenVINO what is not quantized (fp32, bf16); auto: fp16 on a GPU, fp32 elsewhere",
+        "of torch, and of unquantized layers in OpenVINO (fp32, bf16); auto: fp16 on a GPU, else fp32",
     ]
-    cuda_graph: Annotated[bool, "a GPU replays an engine's calls: one launch instead of thousands"]
+    cuda_graph: Annotated[bool, "replay an engine's calls on a GPU: one launch instead of thousands"]
     allow_untrusted_plan: Annotated[bool, "load a plan that has no record of its build"]
 
     def __post_init__(self):

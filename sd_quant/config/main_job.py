@@ -74,14 +74,8 @@ class QuantizeJob(RecipeJob):
         bool, "whether another finished run in `hydra.run.dir` is removed, instead of refusing the folder"
     ]
     published: Annotated[str | None, "file of published latencies to show beside a sweep's"]
-    compiled_baseline: Annotated[
-        bool, "whether the unquantized denoiser after torch.compile is timed in the engines' rounds too"
-    ]
-    hand_over: Annotated[
-        list[str],
-        one_of(TARGETS, each=True),
-        "tools that the result is exported to, as hand_over does",
-    ]
+    compiled_baseline: Annotated[bool, "whether torch.compile's unquantized denoiser is timed in the engines' rounds"]
+    hand_over: Annotated[list[str], one_of(TARGETS, each=True), "tools that the result is exported to, as by hand_over"]
 
     def __post_init__(self):
         RecipeJob.__post_init__(self)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 from sd_quant.checkpoints.accepted import check_kind
-from sd_quant.config.sections import SIDE, SIZE, SOME
+from sd_quant.config.sections import SIDE, Sizes
 from sd_quant.files.archive import is_gzipped, open_members
 from sd_quant.files.image_files import image_files, mask_files
 from sd_quant.knobs import Called, Limit, at_least, check, check_unused, one_of
@@ -35,9 +35,7 @@ class Model:
         one_of(["nemo", "diffusers"]),
         "whose names the inputs of SDXL's UNet have; null: those of the checkpoint's kind",
     ]
-    max_sequence_length: Annotated[
-        int | None, at_least(1), "tokens of the longest text that a T5 reads; null: the family's own"
-    ]
+    max_sequence_length: Annotated[int | None, at_least(1), "tokens of T5's longest text; null: the family's default"]
     calibration_prompts: Annotated[str, "a text file with a prompt a line, or a table of captions"]
     prompts: Annotated[str, "a text file with the prompts of the images that are compared"]
     loras: Annotated[
@@ -45,22 +43,13 @@ class Model:
         Limit(lambda stated: is_lora(stated), "a file, or file:strength with a number", each=True),
         "LoRA files that are fused into the weights, each with its strength: [style.safetensors:0.8]",
     ]
-    encoder: Annotated[
-        bool, "the autoencoder's encoder is a part too, which images from images begin with; infer.image implies it"
-    ]
-    calibration_image: Annotated[
-        str | None, "image, or folder of images, that calibration begins with in turn; null: with noise"
-    ]
+    encoder: Annotated[bool, "export the autoencoder's encoder too, which image to image needs; infer.image implies it"]
+    calibration_image: Annotated[str | None, "image or folder of images to calibrate on in turn; null: noise"]
     calibration_mask: Annotated[str | None, "their masks, as for infer.mask"]
     width: Annotated[int, SIDE, "pixels across a calibration image, and across the others by default"]
     height: Annotated[int, SIDE, "pixels down the same images"]
-    sizes: Annotated[
-        list[str] | None,
-        SIZE,
-        SOME,
-        "sizes that the calibration images have instead, in turn; null: all are model.width x model.height",
-    ]
-    recommended: Annotated[dict[str, float | int], "what other knobs are by default"]
+    sizes: Annotated[Sizes, "sizes that calibration images take in turn; null: model.width x model.height"]
+    recommended: Annotated[dict[str, float | int], "defaults of other knobs"]
 
     def __post_init__(self):
         check_unused(self, "model.", self.unused_knobs())

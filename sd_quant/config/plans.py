@@ -5,9 +5,9 @@ from importlib.util import find_spec
 from typing import Annotated
 
 from sd_quant.config.images import Infer
-from sd_quant.config.sections import SIDE, SIZE, SOME, size_of
+from sd_quant.config.sections import MORE_THAN_0, SIDE, Sizes, size_of
 from sd_quant.engines import PLAN_BUILDERS, RUNTIMES, gpu
-from sd_quant.knobs import Limit, at_least, check, one_of
+from sd_quant.knobs import at_least, check, one_of
 from sd_quant.quantization.formats import min_compute_capability
 
 RTX_TARGETS = ("SM75", "SM80", "SM86", "SM89", "SM120", "SM121")  # of TensorRT for RTX 1.7
@@ -33,18 +33,9 @@ class Trt:
     min_batch_size: Annotated[int, at_least(1), "images of the smallest batch of a plan"]
     max_batch_size: Annotated[int, at_least(1), "images of the largest batch; guidance doubles it for the denoiser"]
     optimization_level: Annotated[int | None, one_of(range(6)), "TensorRT's own; null: the library's default"]
-    sizes: Annotated[
-        list[str] | None,
-        SIZE,
-        SOME,
-        "sizes of images that a plan takes, and all between; null: infer.width x infer.height alone",
-    ]
-    workspace_gib: Annotated[
-        float | None, Limit(lambda gib: gib > 0, "more than 0"), "memory that the builder may use; null: its default"
-    ]
-    timing_cache: Annotated[
-        str | None, "folder of TensorRT's measurements of this GPU, for the next build; null: measure again"
-    ]
+    sizes: Annotated[Sizes, "image sizes that a plan takes, and all between; null: infer.width x infer.height alone"]
+    workspace_gib: Annotated[float | None, MORE_THAN_0, "memory that the builder may use; null: its default"]
+    timing_cache: Annotated[str | None, "folder that keeps TensorRT's measurements of this GPU; null: measure again"]
 
     def __post_init__(self):
         at_least(self.min_batch_size).check("trt.max_batch_size", self.max_batch_size)

@@ -28,6 +28,7 @@ BY_FAMILY = Limit(
     lambda patterns: patterns.keys() <= FAMILIES.keys(),
     lambda: f"patterns by the name of a family: {', '.join(sorted(FAMILIES))}",
 )
+Patterns = Annotated[dict[str, list[str]], BY_FAMILY]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,20 +37,10 @@ class Quantize(Recipe):
 
     exp_name: Annotated[str, "a label, which stands in the record"]
     format: Annotated[str, one_of(presets), "what tables call the recipe: the name of its preset"]
-    exclude: Annotated[
-        dict[str, list[str]], BY_FAMILY, "patterns of layers that stay in high precision, by model family"
-    ]
-    include: Annotated[
-        dict[str, list[str]],
-        BY_FAMILY,
-        "patterns of linears that are quantized as others are, although the family excludes them, by model family",
-    ]
-    weights_alone: Annotated[
-        dict[str, list[str]],
-        BY_FAMILY,
-        "patterns of linears whose inputs stay in high precision, without a low-rank branch, by model family",
-    ]
-    exclude_text: Annotated[bool, "layers that read the text alone, cross-attention's key and value, stay in fp16"]
+    exclude: Annotated[Patterns, "patterns of layers that stay in high precision, by model family"]
+    include: Annotated[Patterns, "patterns of linears that are quantized although the family excludes them, by family"]
+    weights_alone: Annotated[Patterns, "patterns of linears whose weights alone are quantized, without low-rank branch"]
+    exclude_text: Annotated[bool, "keep layers that read the text alone, cross-attention's key and value, in fp16"]
     keep: Annotated[
         int | float,
         Called("keep"),
@@ -65,24 +56,19 @@ class Quantize(Recipe):
             lambda budget: budget >= 1 if isinstance(budget, int) else 0 < budget < 1,
             "bytes, or a share below 1 of what the denoiser's weights take in fp32",
         ),
-        "what the denoiser's weights may take: which layers get more bits is chosen so that the images change least; "
-        "null: all have the preset's format",
+        "limit of the denoiser's weights; layers get more bits where that changes images most; null: all as the preset",
     ]
     choices: Annotated[
-        list[str],
-        one_of(FORMATS, each=True),
-        "with a budget: formats that weights of a layer may have instead, its inputs in fp16; fp16 is always one",
+        list[str], one_of(FORMATS, each=True), "with a budget: other formats of a layer's weights, beside fp16"
     ]
     n_steps: Annotated[int, at_least(1), "denoising steps of a calibration image"]
     calib_size: Annotated[int, at_least(1), "prompts to calibrate on"]
-    calibration: Annotated[
-        str | None, "a file or folder of statistics that were collected elsewhere; null: they are collected here"
-    ]
+    calibration: Annotated[str | None, "file or folder of statistics from elsewhere; null: they are collected here"]
     seed: Annotated[int, SEED, "random seed of the calibration images, and of the draw from a table of captions"]
     snapshots: Annotated[
         list[int],
         Limit(lambda sizes: all(size > 0 for size in sizes), "numbers of prompts"),
-        "after how many prompts statistics are kept, for other calib_sizes to start from",
+        "numbers of prompts after which statistics are kept, for jobs with other calib_sizes",
     ]
     accelerator: Annotated[str, one_of(["auto", "cpu", "cuda"]), "where calibration runs"]
     devices: Annotated[int, at_least(1), "processes, or GPUs, that share the prompts"]

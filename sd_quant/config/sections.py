@@ -3,7 +3,7 @@
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Annotated, Protocol
 
 from sd_quant.errors import ConfigError, of_the_machine
 from sd_quant.files import temporary_folder
@@ -12,6 +12,9 @@ from sd_quant.knobs import Limit
 SIDE = Limit(lambda pixels: 64 <= pixels <= 4096 and pixels % 64 == 0, "a multiple of 64 from 64 to 4096")
 SIZE = Limit(lambda stated: is_size(stated), f"WIDTHxHEIGHT such as 832x1216, each side {SIDE}", each=True)
 SOME = Limit(lambda listed: len(listed) > 0, "at least one")
+Sizes = Annotated[list[str] | None, SIZE, SOME]
+MORE_THAN_0 = Limit(lambda number: number > 0, "more than 0")
+SHARE = Limit(lambda share: 0 < share < 1, "a number between 0 and 1")
 SEED = Limit(lambda seed: 0 <= seed < 2**32, "a whole number from 0 to 2^32 - 1")
 
 
