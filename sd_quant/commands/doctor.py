@@ -114,11 +114,9 @@ def torch_build() -> str:
 
 def machine() -> Lines:
     """Yield the processor, GPUs, limits and disks."""
-    processor = provenance.processor_facts()
-    flags = {*(processor.get("flags") or processor.get("Features") or "").split()}
-    name = processor.get("model name") or platform.processor() or platform.machine()
-    yield "processor", f"{name}, {cores()} of {os.cpu_count()} cores"
-    products = ", ".join(sorted(flags & provenance.INT8_INSTRUCTIONS))
+    processor = provenance.processor()
+    yield "processor", f"{processor['cpu'] or platform.machine()}, {cores()} of {os.cpu_count()} cores"
+    products = ", ".join(processor["cpu_int8"])
     yield "INT8 products", products or "none, so integers gain nothing on this processor"
     for index, (name, capability, driver, memory) in enumerate(listed_gpus()):
         yield f"GPU {index}", f"{name}, compute capability {capability}, {memory}, driver {driver}"

@@ -27,7 +27,7 @@ from sd_quant.places import shown
 from sd_quant.report.candidates import judgement
 from sd_quant.report.candidates import rule as rule_of_candidates
 from sd_quant.report.plots import SIZE, TIME, figures, fitted, knob_value, svg
-from sd_quant.report.recommendation import Recommendation, fidelity_db, front, recommend, rule_of
+from sd_quant.report.recommendation import Recommendation, are_identical, fidelity_db, front, recommend, rule_of
 from sd_quant.report.record import CANDIDATE, DONE, VARIANTS, at, read_object, score_of
 from sd_quant.report.summary import (
     PROVENANCE,
@@ -357,7 +357,7 @@ def scores(job: Job, index: int) -> str:
     """The scores of one image, as they stand below it."""
     of_images = [each for each in fidelity_scores() if each.against is Against.IMAGES]
     values = {each.key: score(job, each, index) for each in of_images}
-    if values["psnr"] is None and values["ssim"] is not None and values["ssim"] > 1 - 1e-6:
+    if are_identical(values["psnr"], values["ssim"]):
         return "identical"
     texts = {each: DASH if (value := values[each.key]) is None else each.text(value) for each in of_images}
     return " · ".join(f"{each.title} {text}" for each, text in texts.items() if each.shown)

@@ -7,10 +7,9 @@ the latter holds other people's secrets.
 import hashlib
 import os
 import platform
-import re
 import subprocess
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib import metadata
 from pathlib import Path
 
 from sd_quant.files import sha256
@@ -55,18 +54,14 @@ def machine() -> dict:
 
     from sd_quant.devices import threads
 
-    processor = processor_facts()
-    flags = set((processor.get("flags") or processor.get("Features") or "").split())
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "platform": platform.platform(),
-        "cpu": processor.get("model name") or platform.processor() or None,
-        "cpu_int8": sorted(flags & INT8_INSTRUCTIONS),
+        **processor(),
         "logical_cores": os.cpu_count(),
         "usable_cores": usable,
         "affinity": sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
         "threads": threads(),
-        "cpu_mhz": frequencies(),
         "cpu_governor": governor(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "cuda": torch.version.cuda,
@@ -74,13 +69,20 @@ def machine() -> dict:
     }
 
 
-def frequencies() -> list[float]:
-    """The frequency of each core in MHz, as Linux says at the time; empty where it does not."""
+def processor() -> dict:
+    """``{cpu, cpu_int8, cpu_mhz}``: the name, the instructions for products of INT8, and each core's frequency now."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return []
-    return [float(value) for value in re.findall(r"^cpu MHz\s*:\s*([\d.]+)$", text, re.MULTILINE)]
+        text = ""
+    lines = [[part.strip() for part in line.partition(":")] for line in text.splitlines()]
+    first = {key: value for key, _, value in reversed(lines)}
+    flags = set((first.get("flags") or first.get("Features") or "").split())
+    return {
+        "cpu": first.get("model name") or platform.processor() or None,
+        "cpu_int8": sorted(flags & INT8_INSTRUCTIONS),
+        "cpu_mhz": [float(value) for key, _, value in lines if key == "cpu MHz"],
+    }
 
 
 def governor() -> str | None:
@@ -122,24 +124,8 @@ def fingerprint(path: Path) -> dict:
 
 def versions(*packages: str) -> dict[str, str | None]:
     """The versions of installed packages; None for one that is not installed."""
-    return {package: _version(package) for package in packages}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def processor_facts() -> dict[str, str]:
-    """The first processor of /proc/cpuinfo, empty where there is none."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return {}
-    lines = (line.partition(":") for line in text.split("\n\n")[0].splitlines())
-    return {key.strip(): value.strip() for key, _, value in lines}
+    installed = {name: next(metadata.distributions(name=name), None) for name in packages}
+    return {name: None if found is None else found.version for name, found in installed.items()}
 
 
 def _git(repository: Path, *arguments: str) -> str | None:

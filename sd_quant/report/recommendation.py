@@ -1,15 +1,14 @@
 """Which recipe to ship, from a sweep's jobs: one rule, said in the report.
 
-A recipe is worth its fidelity in dB, but in no image more than 40, above which a person does not see the difference
-(the mean error is 2.5 of 255 levels), and one dB for every 2 % of time that it saves. The unquantized engine is a
-candidate: it has 40 dB and saves nothing. So a recipe that is hardly faster and visibly worse is not recommended.
+A recipe is worth its PSNR, up to 40 dB in each image, above which a person does not see the difference (the mean error
+is 2.5 of 255 levels), and one dB for every 2 % of time that it saves. The unquantized engine is an option too: it has
+40 dB and saves nothing. So a recipe that is hardly faster and visibly worse is not recommended.
 
-Images and rounds are samples, so what two recipes are worth differs by a figure with an interval: over the prompts that
-both have drawn, and over the rounds in which both were timed. Those that cannot be told apart from the one of most
-worth are tied, and the most faithful of them is recommended: its images are sure, the others' gain is not. The interval
-of each comparison is wide enough for all of them to hold together (Bonferroni), as a sweep of twelve recipes compares
-eleven times. The roads not taken are the most worth alone, which on the next day is another recipe's, and the knee of
-the Pareto front, which moves when an unrelated job joins the sweep.
+Images and rounds are samples, so a difference in worth has an interval, over the prompts that both recipes have drawn
+and the rounds in which both were timed. Recipes that cannot be told apart from the best are tied, and the most faithful
+of them is recommended: its images are certain, the others' gain is not. All comparisons of a sweep hold together
+(Bonferroni). Roads not taken: the largest worth alone, which is another recipe's the next day, and the knee of the
+Pareto front, which moves when an unrelated job joins the sweep.
 """
 
 import math
@@ -45,7 +44,7 @@ class Rule:
 
 
 def rule_of(knobs: Any) -> Rule:
-    """The rule that the knobs of a sweep state, with the usual constants for what they lack or misstate."""
+    """The rule of a sweep's knobs; the usual constants stand in for missing and for impossible ones."""
     stated = {name: getattr(knobs, "get", lambda _: None)(name) for name in Rule.__dataclass_fields__}
     usable = {name: value for name, value in stated.items() if type(value) in (int, float) and value > 0}
     rule = Rule(**usable)
@@ -54,7 +53,7 @@ def rule_of(knobs: Any) -> Rule:
 
 @dataclass(frozen=True, eq=False)
 class Option:
-    """A recipe that was measured, or the unquantized engine, which has neither row nor rounds."""
+    """A measured recipe, or the unquantized engine, which has neither row nor rounds."""
 
     row: Row | None
     images: tuple[float, ...]  # PSNR of each in dB, no more than is enough
@@ -75,31 +74,32 @@ class Recommendation:
     tied: tuple[str, ...] = ()  # jobs that cannot be told apart from the recommended one
 
 
-def candidates(sweep: Sweep, table: Sequence[Row], rule: Rule) -> list[Option]:
+def options_of(sweep: Sweep, table: Sequence[Row], rule: Rule) -> list[Option]:
     """The recipes of a sweep that have both images and a latency."""
     found = []
     for job, row in zip(sweep.jobs, table, strict=True):
         images = capped(job.record, rule.enough_db)
         if row["status"] == DONE and images and row["image_speedup"]:
-            found.append(Option(row, images, job.timed, row["image_speedup"]))
+            timed = job.timed if job.timed is not None and job.timed.rest is not None else None
+            found.append(Option(row, images, timed, row["image_speedup"]))
     return found
 
 
 def capped(record: Any, enough: float) -> tuple[float, ...]:
     """PSNR of each image in dB, ``enough`` for identical ones; one mean where the record has no more; or none."""
     psnr, ssim = (score_of(record, SCORES[name]) for name in ("psnr", "ssim"))
-    values = [
-        enough if value is None and alike is not None and alike > IDENTICAL_SSIM else value
-        for value, alike in zip(psnr.values, ssim.values or [None] * len(psnr.values), strict=False)
-    ]
-    if not values:
-        alike = ssim.value.value
-        values = [enough if psnr.value.value is None and alike and alike > IDENTICAL_SSIM else psnr.value.value]
+    images = list(zip(psnr.values, ssim.values or [None] * len(psnr.values), strict=False))
+    values = [enough if are_identical(*each) else each[0] for each in images or [(psnr.value.value, ssim.value.value)]]
     return () if None in values else tuple(min(value, enough) for value in values)
 
 
+def are_identical(psnr: float | None, ssim: float | None) -> bool:
+    """Whether images equal full precision's: their PSNR is infinite, which a record has as null."""
+    return psnr is None and ssim is not None and ssim > IDENTICAL_SSIM
+
+
 def difference(a: Option, b: Option, rule: Rule, confidence: float) -> Interval:
-    """How much more ``a`` is worth than ``b``, in dB."""
+    """The worth of ``a`` beyond that of ``b``, in dB."""
     if not b.row:
         fidelity = mean_interval([value - rule.enough_db for value in a.images], confidence)
     elif len(a.images) == len(b.images):
@@ -115,26 +115,24 @@ def difference(a: Option, b: Option, rule: Rule, confidence: float) -> Interval:
 
 
 def tied_with_the_best(measured: Sequence[Option], rule: Rule) -> tuple[Option, list[Option]]:
-    """The candidate of most worth, and all that cannot be told apart from it, itself among them."""
+    """The option of most worth, and all that cannot be told apart from it, itself among them."""
     unquantized = Option(None, (rule.enough_db,), None, 1.0)
-    worth = {candidate: difference(candidate, unquantized, rule, rule.confidence).value for candidate in measured}
+    worth = {option: difference(option, unquantized, rule, rule.confidence).value for option in measured}
     everyone = [unquantized, *measured]
-    best = max(everyone, key=lambda candidate: worth.get(candidate, 0.0))
+    best = max(everyone, key=lambda option: worth.get(option, 0.0))
     confidence = 1 - (1 - rule.confidence) / len(measured)
 
-    def cannot_be_told(candidate: Option) -> bool:
-        if candidate is best:
-            return True
-        a, b = (candidate, best) if candidate.row else (best, candidate)
-        return difference(a, b, rule, confidence).holds(0)
+    def is_tied(option: Option) -> bool:
+        a, b = (option, best) if option.row else (best, option)
+        return option is best or difference(a, b, rule, confidence).holds(0)
 
-    return best, [candidate for candidate in everyone if cannot_be_told(candidate)]
+    return best, [option for option in everyone if is_tied(option)]
 
 
 def recommend(sweep: Sweep, table: Sequence[Row], describe: Callable[[Row], str]) -> Recommendation:
-    """The recipe to ship, its figures, and what the fastest and the most faithful of the others would change."""
+    """The recipe to ship with its figures, and what the fastest and the most faithful other would gain and lose."""
     rule = rule_of(sweep.verdict)
-    measured = candidates(sweep, table, rule)
+    measured = options_of(sweep, table, rule)
     if not measured:
         return Recommendation(None, "No job has both images and a latency, so there is nothing to recommend.")
     if (checkpoints := len({each.row["checkpoint"] for each in measured})) > 1:
@@ -154,7 +152,7 @@ def recommend(sweep: Sweep, table: Sequence[Row], describe: Callable[[Row], str]
 def verdict(measured: Sequence[Option], rule: Rule, describe: Callable[[Row], str]) -> Recommendation:
     """The recommendation among recipes of one checkpoint that were timed on one machine."""
     best, tied = tied_with_the_best(measured, rule)
-    chosen = max(tied, key=lambda candidate: (candidate.fidelity, candidate.speedup))
+    chosen = max(tied, key=lambda option: (option.fidelity, option.speedup))
     rivals = [describe(each.row) for each in tied if each.row and each is not chosen]
     names = tuple(each.row["job"] for each in tied if each.row and each is not chosen)
     if not chosen.row:
@@ -193,10 +191,8 @@ def figures(row: Row) -> str:
 
 
 def fidelity_db(row: Row) -> float | None:
-    """PSNR; images that are all identical to full precision have an infinite one, which a record has as null."""
-    if row["psnr_db"] is None and row["ssim"] is not None and row["ssim"] > IDENTICAL_SSIM:
-        return math.inf
-    return row["psnr_db"]
+    """PSNR, infinite where all images are identical to full precision's."""
+    return math.inf if are_identical(row["psnr_db"], row["ssim"]) else row["psnr_db"]
 
 
 def changes(row: Row, best: Row) -> str:
@@ -221,7 +217,7 @@ def share(row: Row) -> str:
 
 
 def front(rows: Sequence[Row], cost: str) -> list[Row]:
-    """The rows that no other beats in both PSNR and ``cost`` (a column, less is better), from the cheapest on."""
+    """The rows that no other beats in both PSNR and the column ``cost``, of which less is better; cheapest first."""
     usable = [row for row in rows if row["status"] == DONE and row[cost] is not None and fidelity_db(row) is not None]
     chosen: list[Row] = []
     for row in sorted(usable, key=lambda row: (row[cost], -fidelity_db(row))):

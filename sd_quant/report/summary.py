@@ -1,7 +1,7 @@
-"""A sweep's folder, read: its jobs with what they left, and a table with a row for each.
+"""Reads a sweep's folder, and makes the table with a row for each job: ``summary.csv``, ``.parquet`` and ``.md``.
 
-Nothing is kept in memory while a sweep runs: whoever opens the folder, then or years later, finds ``sweep.json``, which
-names the jobs, and in each job's folder its record, why it failed, or neither. A single run is a sweep of one job.
+All that is known of a sweep lies in its folder: ``sweep.json`` names the jobs, and each job's folder holds its record,
+the reason why it failed, or neither. A single run is a sweep of one job.
 """
 
 import json
@@ -83,7 +83,7 @@ class Job:
 
     @property
     def judged(self) -> bool:
-        """Whether it is a candidate of somebody's and no job of ours."""
+        """Whether it is a third-party checkpoint and no job of ours."""
         return CANDIDATE in self.varied
 
 
@@ -110,19 +110,9 @@ def read_sweep(directory: Path) -> Sweep:
 
     Raises ArtifactError when it is neither, or its ``sweep.json`` is damaged.
     """
-    plan, timing, together = directory / SWEEP, None, dict[str, Timed]()
+    plan = directory / SWEEP
     if not plan.exists():
-        if not any((directory / name).exists() for name in (RECORD, FAILURE)):
-            raise ArtifactError(
-                f"{directory} holds neither {SWEEP} nor {RECORD}; give the folder of a sweep or of a run"
-            )
-        job = read_job(directory.absolute().name, directory, {})
-        record = job.record or {}
-        ours = "overrides" in record and not record.get("judged")
-        command = ["sd-quant", "quantize", *map(str, record["overrides"] or [])] if ours else []
-        job = replace(job, timed=timed_alone(job.name, job.record))
-        verdict = at(job.record, "knobs", "verdict")
-        return Sweep(directory, command, [], [job], None, verdict, names=(job.name,))
+        return run_as_sweep(directory)
     try:
         timing = read_timing(directory)
         together = timed_together(timing)
@@ -135,23 +125,31 @@ def read_sweep(directory: Path) -> Sweep:
         check_shape(content, SweepPlan, "it")
         planned, candidates = content["jobs"], content.get("candidates") or []
         names = tuple(job["name"] for job in planned)
-        twins = {name: tuple(job["name"] for job in planned if job.get("same_as") == name) for name in names}
-        jobs = [
-            read_job(job["name"], folder_in(directory, job["name"]), {**job["varied"]})
-            for job in planned
-            if job.get("same_as") not in names
-        ]
-        twins |= dict.fromkeys((each["name"] for each in candidates), ())
-        jobs += [read_job(each["name"], folder_in(directory, each["name"]), {**each["varied"]}) for each in candidates]
-        jobs = [
-            replace(job, twins=twins[job.name], timed=together.get(job.name) or timed_alone(job.name, job.record))
-            for job in jobs
-        ]
+        jobs = []
+        for name, varied in [
+            (each["name"], {**each["varied"]}) for each in [*planned, *candidates] if each.get("same_as") not in names
+        ]:
+            twins = tuple(other["name"] for other in planned if other.get("same_as") == name)
+            job = read_job(name, folder_in(directory, name), varied)
+            timed = together.get(name) or timed_alone(name, job.record)
+            jobs.append(replace(job, twins=twins, timed=timed))
         command, varied = [str(argument) for argument in content["command"]], list(content["varied"])
         published, verdict, judge = (content.get(name) for name in ("published", "verdict", "judge"))
         return Sweep(directory, command, varied, jobs, published, verdict, judge, timing, names)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ArtifactError(f"{plan} is not the plan of a sweep ({why(error)}); start the sweep again") from error
+
+
+def run_as_sweep(directory: Path) -> Sweep:
+    """A run's folder as that of a sweep of one job. Raises ArtifactError where it holds no run."""
+    if not any((directory / name).exists() for name in (RECORD, FAILURE)):
+        raise ArtifactError(f"{directory} holds neither {SWEEP} nor {RECORD}; give the folder of a sweep or of a run")
+    job = read_job(directory.absolute().name, directory, {})
+    record = job.record or {}
+    ours = "overrides" in record and not record.get("judged")
+    command = ["sd-quant", "quantize", *map(str, record["overrides"] or [])] if ours else []
+    job = replace(job, timed=timed_alone(job.name, job.record))
+    return Sweep(directory, command, [], [job], None, at(record, "knobs", "verdict"), names=(job.name,))
 
 
 def workload(record: Any) -> tuple[str, str, int, int]:
@@ -187,7 +185,7 @@ def read_job(name: str, directory: Path, varied: Mapping[str, Any]) -> Job:
 
 
 def what_became_of(directory: Path) -> str:
-    """What can be said of a job that left nothing. A lock ends with its process, so it tells running from dead."""
+    """The state of a job that left nothing. A lock ends with its process, so it tells running from dead."""
     try:
         with open_regular(directory / LOCK) as lock:
             running = not try_lock(lock)
@@ -256,7 +254,7 @@ def bits_of(record: Mapping[str, Any], sizes: Mapping[str, Number]) -> float | N
 
 
 def latencies_of(job: Job, measured_together: bool) -> dict[str, float | None]:
-    """The columns of latencies: of the rounds with other jobs where there are some, else as the record has them."""
+    """The columns of latencies: from the rounds with other jobs where there are some, else from the record."""
     engine, denoiser, samples, batch = workload(job.record)
     call, image = latency_of(job.record, engine, denoiser, samples), latency_of(job.record, engine, IMAGE, batch)
     milliseconds = [each.value for each in (call.quantized, call.full_precision, image.quantized, image.full_precision)]
@@ -284,7 +282,7 @@ def latencies_of(job: Job, measured_together: bool) -> dict[str, float | None]:
 
 
 def compiled_columns(timed: Timed | None, image_ms: float | None) -> dict[str, float | None]:
-    """An image with the calls of the compiled framework, and how much faster the quantized engine's is."""
+    """An image's latency with the calls of the compiled framework, and the quantized engine's speed-up over it."""
     over = None if timed is None else timed.image_over_compiled()
     return {
         "image_compiled_ms": image_ms * over.value if over is not None and image_ms is not None else None,
@@ -294,7 +292,7 @@ def compiled_columns(timed: Timed | None, image_ms: float | None) -> dict[str, f
 
 
 def psnr_interval(record: Any) -> Interval | None:
-    """How far the mean PSNR would move with other prompts; None where there are too few, or some are infinite."""
+    """The mean PSNR with its interval over prompts; None where some are infinite or there is none."""
     values = score_of(record, SCORES["psnr"]).values
     return None if None in values else SCORES["psnr"].mean(values)
 
@@ -306,18 +304,10 @@ def interval_columns(column: str, interval: Interval | None) -> dict[str, float 
 
 
 def machine_of(machine: Any) -> str:
-    memory = machine.get("memory_bytes")
+    cores, memory = machine.get("usable_cores"), machine.get("memory_bytes")
+    named = [*(machine.get("gpus") or []), machine.get("cpu"), f"{cores} cores" if cores else ""]
     return ", ".join(
-        filter(
-            None,
-            [
-                *(machine.get("gpus") or []),
-                machine.get("cpu"),
-                f"{machine['usable_cores']} cores" if machine.get("usable_cores") else "",
-                *(machine.get("cpu_int8") or []),
-                f"{memory / 2**30:.0f} GiB" if memory else "",
-            ],
-        )
+        filter(None, [*named, *(machine.get("cpu_int8") or []), f"{memory / 2**30:.0f} GiB" if memory else ""])
     )
 
 

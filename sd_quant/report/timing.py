@@ -1,8 +1,8 @@
 """Latencies of a sweep that were measured together, and those that each job measured on its own.
 
-``timing.json`` in a sweep's folder holds blocks of rounds: in a block every engine was timed in the same rounds as the
-unquantized one, whatever the machine did. Figures of one block are compared round by round, those of different blocks
-only by what each is to its own reference, and those of different machines not at all.
+``timing.json`` in a sweep's folder holds blocks. In a block every engine was timed in the same rounds as the
+unquantized one. Engines of one block are compared round by round, engines of different blocks by their speed-ups over
+the unquantized one, and engines of different machines not at all.
 """
 
 import math
@@ -31,7 +31,7 @@ TIMING = "timing.json"
 
 
 class TimedEngine(TypedDict):
-    """One engine. Jobs whose files are the same share it."""
+    """One engine; jobs whose files are the same share it."""
 
     sha256: str
     jobs: list[str]
@@ -42,7 +42,7 @@ class Block(TypedDict):
     """Engines that were timed in the same rounds."""
 
     engine: str  # the runtime
-    rest: Finite  # what an image takes beside its calls of the denoiser, as a share of what those take
+    rest: Finite  # an image's time beside its calls of the unquantized denoiser, as a share of theirs
     image_ms: Finite  # of the unquantized engine, median
     reference_ms: list[Finite]  # one call of the unquantized denoiser in each round
     compiled_ms: list[Finite] | None  # the same by the compiled framework, where a job asks for that baseline
@@ -68,51 +68,48 @@ class TimingRecord(TypedDict):
 
 @dataclass(frozen=True)
 class Timed:
-    """A job's rounds."""
+    """A job's rounds, in milliseconds of one call of the denoiser."""
 
-    block: str  # what was timed in the same rounds has the same
-    full_precision: list[float]  # milliseconds of one call of the denoiser
+    block: str  # the same for all engines of the same rounds
+    full_precision: list[float]
     quantized: list[float]
-    rest: float  # what an image takes beside these calls, as a share of what they take unquantized
-    image_ms: float  # of the unquantized engine
+    rest: float | None  # as in ``Block``; None where an image has no latency
+    image_ms: float | None  # of the unquantized engine
     openings: Sequence[int] = ()  # rounds of each opening, see ``ratio_interval``
-    beside: Sequence[Sequence[float]] = ()  # milliseconds of all that was timed in these rounds, if there was more
-    compiled: list[float] | None = None  # milliseconds of the same call by the compiled framework, where it was timed
+    beside: Sequence[Sequence[float]] = ()  # of all engines of these rounds, if there were more
+    compiled: list[float] | None = None  # of the compiled framework, where it was timed
 
     @property
     def images(self) -> tuple[list[float], list[float]]:
-        """What a call and its share of the rest take, unquantized and quantized."""
+        """The time of a call with its share of the rest of an image, unquantized and quantized."""
         full = self.full_precision
         return in_image(full, full, self.rest), in_image(full, self.quantized, self.rest)
 
-    def denoiser_speedup(self, confidence: float = 0.95) -> Interval:
-        return ratio_interval(self.full_precision, self.quantized, self.openings, self.beside, confidence)
+    def denoiser_speedup(self) -> Interval:
+        return ratio_interval(self.full_precision, self.quantized, self.openings, self.beside)
 
-    def image_speedup(self, confidence: float = 0.95) -> Interval:
-        return self.of_images(*self.images, confidence)
+    def image_speedup(self, confidence: float = 0.95) -> Interval | None:
+        return None if self.rest is None else self.of_images(*self.images, confidence)
 
     def of_images(self, a: Sequence[float], b: Sequence[float], confidence: float = 0.95) -> Interval:
-        """``ratio_interval`` of what two engines of these rounds take in an image."""
+        """``ratio_interval`` of the times of two engines of these rounds in an image."""
         beside = [in_image(self.full_precision, each, self.rest) for each in self.beside]
         return ratio_interval(a, b, self.openings, beside, confidence)
 
     def image_over_compiled(self) -> Interval | None:
-        """How much faster an image is than with the calls of the compiled framework; None where it was not timed."""
-        if self.compiled is None:
+        """The speed-up of an image over the calls of the compiled framework; None where one was not timed."""
+        if self.compiled is None or self.rest is None:
             return None
         return self.of_images(in_image(self.full_precision, self.compiled, self.rest), self.images[1])
 
 
 def in_image(reference: Sequence[float], samples: Sequence[float], rest: float) -> list[float]:
-    """Milliseconds of a call of the denoiser with its share of the rest of an image, round by round.
-
-    ``rest`` is a share of the ``reference``, the unquantized denoiser's call in the same round.
-    """
+    """Milliseconds of each call with its ``rest`` of an image, a share of the ``reference`` in the same round."""
     return [rest * unquantized + sample for unquantized, sample in zip(reference, samples, strict=True)]
 
 
 def log_speedup_over(a: Timed, b: Timed | None, confidence: float) -> Interval:
-    """The logarithm of how much faster an image of ``a`` is than one of ``b``, or than the unquantized engine's."""
+    """The logarithm of the speed-up of an image of ``a`` over one of ``b``, or over the unquantized engine's."""
     if b is not None and a.block == b.block:
         return logarithm(a.of_images(b.images[1], a.images[1], confidence))
     own = logarithm(a.image_speedup(confidence))
@@ -137,7 +134,7 @@ def read_timing(directory: Path) -> Mapping[str, Any] | None:
 def timed_together(timing: Mapping[str, Any] | None) -> dict[str, Timed]:
     """The rounds of each job that was timed together with others, by its name.
 
-    Raises ValueError for rounds that are not as many as the reference's, and for latencies that are none.
+    Raises ValueError where numbers of rounds differ and where a latency is missing or not above zero.
     """
     found: dict[str, Timed] = {}
     for number, block in enumerate(at(timing, "blocks") or []):
@@ -150,6 +147,8 @@ def timed_together(timing: Mapping[str, Any] | None) -> dict[str, Timed]:
                 f"block {number}", reference, subject["samples_ms"], block["rest"], block["image_ms"], openings, beside,
                 compiled,
             )  # fmt: skip
+            if known.rest is None or known.image_ms is None:
+                raise ValueError("an image without a latency")
             check_rounds(known)
             found |= dict.fromkeys(subject["jobs"], known)
     return found
@@ -162,12 +161,14 @@ def blocks_by_job(timing: Mapping[str, Any] | None) -> dict[str, Mapping[str, An
 
 
 def rounds_of(block: str, latency: Any, engine: str, part: str, samples: int, batch: int) -> Timed | None:
-    """The rounds in a record's ``latency``; None where it has none, or none that can be compared."""
+    """The rounds in a record's ``latency``; None where there are none that can be compared."""
     call, image = at(latency, engine, part, str(samples)), at(latency, engine, IMAGE, str(batch))
     full, quantized = (at(call, variant, "samples_ms") for variant in VARIANTS)
     rest, image_ms = (at(image, VARIANTS[0], name) for name in ("rest", "p50_ms"))
-    if not full or not quantized or None in (rest, image_ms):
+    if not full or not quantized:
         return None
+    if rest is None or image_ms is None:
+        rest = image_ms = None
     compiled = at(latency, COMPILED, part, str(samples), VARIANTS[0], "samples_ms") if engine != COMPILED else None
     openings = at(call, "rounds", "openings") or ()
     known = Timed(block, full, quantized, rest, image_ms, openings, compiled=compiled)
@@ -181,15 +182,15 @@ def rounds_of(block: str, latency: Any, engine: str, part: str, samples: int, ba
 def check_rounds(timed: Timed) -> None:
     rounds = [timed.full_precision, timed.quantized, *timed.beside]
     rounds += [] if timed.compiled is None else [timed.compiled]
-    numbers = [*(number for each in rounds for number in each), timed.image_ms]
+    numbers = [*(number for each in rounds for number in each), *([] if timed.image_ms is None else [timed.image_ms])]
     if len(set(map(len, rounds))) > 1 or not timed.quantized:
-        raise ValueError("rounds that do not match the reference's")
+        raise ValueError("numbers of rounds that differ")
     if timed.openings and (min(timed.openings) < 1 or sum(timed.openings) != len(timed.quantized)):
-        raise ValueError("openings that do not have these rounds")
-    if not all(1 / LARGEST < number < LARGEST for number in numbers) or timed.rest < 0:
+        raise ValueError("openings with other rounds")
+    if not all(1 / LARGEST < number < LARGEST for number in numbers) or (timed.rest or 0) < 0:
         raise ValueError("a latency that is not above zero")
 
 
 def busy_because(conditions: Any) -> str | None:
-    """How busy the machine was during rounds, as part of a sentence, or None."""
+    """Who else used the machine during rounds, as part of a sentence; None where it was quiet."""
     return busy(*(at(conditions, name) for name in ("others", "steal", "reference_spread")))

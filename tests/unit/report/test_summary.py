@@ -46,6 +46,14 @@ def test_ends_of_psnr_are_possible_or_unknown(folder, values, ends):
     assert [first["psnr_db_low"], first["psnr_db_high"]] == [each and pytest.approx(each, abs=0.01) for each in ends]
 
 
+def test_the_denoiser_keeps_its_interval_where_an_image_has_no_figure(folder):
+    none = {"p50_ms": None, "reason": "a second or more is missing", "rest": None}
+    change_record(folder / "alpha=0.5", {"latency.openvino.image.1": {"full_precision": none, "quantized": none}})
+    first = rows(read_sweep(folder))[0]
+    assert first["denoiser_speedup_low"] < first["denoiser_speedup"] < first["denoiser_speedup_high"]
+    assert first["image_speedup"] is None is first["image_speedup_low"]
+
+
 def test_a_job_that_left_nothing_is_running_or_was_killed(folder):
     """The process that holds its lock may be this one: a lock belongs to the file as it was opened."""
     killed = folder / "alpha=0.1"
