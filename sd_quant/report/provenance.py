@@ -124,8 +124,8 @@ def fingerprint(path: Path) -> dict:
 
 def versions(*packages: str) -> dict[str, str | None]:
     """The versions of installed packages; None for one that is not installed."""
-    installed = {name: next(metadata.distributions(name=name), None) for name in packages}
-    return {name: None if found is None else found.version for name, found in installed.items()}
+    installed = {name: [*metadata.distributions(name=name)] for name in packages}
+    return {name: found[0].version if found else None for name, found in installed.items()}
 
 
 def _git(repository: Path, *arguments: str) -> str | None:

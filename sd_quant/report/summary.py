@@ -126,12 +126,12 @@ def read_sweep(directory: Path) -> Sweep:
         planned, candidates = content["jobs"], content.get("candidates") or []
         names = tuple(job["name"] for job in planned)
         jobs = []
-        for name, varied in [
-            (each["name"], {**each["varied"]}) for each in [*planned, *candidates] if each.get("same_as") not in names
-        ]:
-            twins = tuple(other["name"] for other in planned if other.get("same_as") == name)
-            job = read_job(name, folder_in(directory, name), varied)
-            timed = together.get(name) or timed_alone(name, job.record)
+        for each in [*planned, *candidates]:
+            if each.get("same_as") in names:
+                continue
+            job = read_job(each["name"], folder_in(directory, each["name"]), {**each["varied"]})
+            twins = tuple(other["name"] for other in planned if other.get("same_as") == job.name)
+            timed = together.get(job.name) or timed_alone(job.name, job.record)
             jobs.append(replace(job, twins=twins, timed=timed))
         command, varied = [str(argument) for argument in content["command"]], list(content["varied"])
         published, verdict, judge = (content.get(name) for name in ("published", "verdict", "judge"))
