@@ -68,6 +68,7 @@ FLAGS = {  # of Linux, which a processor of the class has
 COMMAND = ("quantize.py", "quant_level=3", "alpha=0.8", "export_trt=none")
 QUICK = (
     *("calib_size=1", "quantize.n_steps=2", "infer.steps=2", "infer.num_timed_runs=3", "infer.num_warmup_runs=1"),
+    "timing.budget_s=1",
     "infer.prompts=[a glossy icon of a rocket,a glossy icon of a teapot]",
 )
 DENOISER, BATCH, LATENT = "unet_xl", 2, 8  # one image with guidance

@@ -127,7 +127,7 @@ def looped(folder: str, seconds: float) -> float:
     call = part_call(engine, contracts_of(checkpoint)[part], samples_per_call(checkpoint, part, sampling), sampling)
     wall_clock(call)
     times, end = [], time.perf_counter() + seconds
-    while time.perf_counter() < end:
+    while not times or time.perf_counter() < end:
         times.append(wall_clock(call))
     return statistics.median(times)
 
@@ -157,6 +157,8 @@ def main() -> None:
     parser.add_argument("--work", type=input_path, default="outputs/benchmark_verdict", help="(%(default)s)")
     parser.add_argument("--knobs", nargs="+", default=KNOBS, help="of the sweep (%(default)s)")
     parser.add_argument("--times", type=int, default=len(BESIDE), help="how often it is timed (%(default)s)")
+    parser.add_argument("--processes", type=int, default=3, help="that call each engine alone (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=5, help="for which each of them does (%(default)s)")
     parser.add_argument("--images", type=int, default=40, help="whole images of the last table (%(default)s)")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
@@ -190,12 +192,11 @@ def main() -> None:
 
     ratios = one_file_often(done.jobs[-1].directory, 6)
     print(f"\nOne file opened six times, to the first: {', '.join(map(shown, ratios))}", flush=True)
-    print(
-        "\n| recipe | denoiser in the sweep | with one other beside it | alone in three processes |\n|---|---|---|---|"
-    )
-    pair, full = done.jobs[:2], alone(done.jobs[0].directory / "full_precision", 3, 5)
+    print("\n| recipe | denoiser in the sweep | with one other beside it | alone in a process |\n|---|---|---|---|")
+    pair, often = done.jobs[:2], (options.processes, options.seconds)
+    full = alone(done.jobs[0].directory / "full_precision", *often)
     for job, found in zip(pair, without_others([job.directory for job in pair]), strict=True):
-        calls = alone(job.directory, 3, 5)
+        calls = alone(job.directory, *often)
         each = ", ".join(f"{a:.2f} / {b:.2f}" for a, b in zip(full, calls, strict=True))
         ratio_alone = statistics.median(full) / statistics.median(calls)
         print(

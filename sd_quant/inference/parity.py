@@ -1,27 +1,28 @@
-"""Does the engine compute what torch computes? Part by part, and layer by layer for what is quantized.
+"""Compares an engine with torch: every part, and every quantized layer and attention on its own.
 
-Relative to the norm of torch's output,
+An error is relative to the norm of torch's output. It may be
 
-- a part whose weights are stored in fp32 may differ by 1e-3, for another order of summation;
-- an unquantized part in fp16 by 1e-2. The engine's weights are rounded (2^-11 each), and on a GPU its activations too,
-  which accumulates over the depth of the network. Where torch itself computes in bf16, whose numbers lie eight times as
-  far apart, by 8e-2;
-- one quantized layer by the ``layer_tolerance`` of its weight's format.
+- 1e-3 in a part whose weights are stored in fp32, because sums are added up in another order;
+- 1e-2 in an unquantized part in fp16: its weights are rounded (2^-11 each), on a GPU its activations too, and that
+  accumulates over the depth of the network. 8e-2 where torch itself computes in bf16, which rounds eight times as
+  coarsely;
+- the ``layer_tolerance`` of the weight's format in one quantized layer.
 
-That alone is blind: INT8 moves the output of a layer by as little as 0.15 %. So the difference of a layer is also laid
-along what each of these faults would add to its output, and may go half of that way at most:
+The error of a layer does not show whether it was quantized at all: INT8 moves the output of a layer by as little as
+0.15 %. So the difference is also projected on the step by which each of these faults would move the output. The share
+of the step that the difference covers is its *lean*, and it may be 0.5 at most:
 
-- ``input``: the layer's input is not rounded, ``weight``: its weight is not; both where it is not quantized at all;
+- ``input``: the layer's input is not rounded, ``weight``: its weight is not; both show where nothing is quantized;
 - ``scale``: one scale of its weight, of a channel or of a block, is 2 % off.
 
-A fault that would add less than 1e-3 cannot be told from fp16; its layer is counted as hidden. So are scales of blocks
-that make less than a tenth of their output, and scales of outputs that fp16 adds up from its smallest numbers. Honest
-engines stay clear of the limits because they are given inputs that no error of fp16 moves from one code to the next:
-those of a real call, each half-way to what its code stands for.
+A step of less than 1e-3 of the output cannot be told from fp16's rounding, and the layer counts as hidden for that
+fault. Hidden as well are scales of blocks that contribute less than a tenth of their output, and scales of outputs that
+fp16 sums from its smallest numbers. Correct engines stay clear of the limits because the inputs are prepared: those of
+a real call, each moved half-way to the value of its code, so that no error of fp16 changes a code.
 
-Measured on the 150 layers of the shipped checkpoint at level 3, the worst honest layer of OpenVINO, ONNX Runtime and
-torch (a run's ``parity`` has its own), and what each fault gives, made in all layers of the exported file at once, with
-inputs that are not shifted:
+Measured on the 150 layers of the shipped checkpoint at level 3: the worst correct layer of OpenVINO, ONNX Runtime and
+torch (``parity`` in a run's record has its own), and in how many layers each fault is caught when the exported file has
+it in all layers at once. The inputs were not shifted.
 
 | weights, inputs      | error  | tolerance | lean: input | weight | scale | caught: unquantized | input | one scale |
 |----------------------|--------|-----------|-------------|--------|-------|---------------------|-------|-----------|
@@ -32,30 +33,30 @@ inputs that are not shifted:
 | INT4, fp16           | 2.5e-4 | 2e-3      |             | 0.001  | 0.17  | 150                 |       | 142       |
 | INT4, INT4           | 4.6e-4 | 2e-3      | 0.001       | 0.001  | 0.18  | 150                 | 124   | 140       |
 
-On the inputs as they are the worst honest INT8 layer had 3.7e-3, and its tolerance of 1e-2 let 123 of the 150 pass with
-nothing rounded. Errors beyond 5e-4 are weights that lie between two codes, of which ModelOpt takes the other. The scale
-of a block was one at random; hidden are 9 % of them. 26 of the INT4 layers are convolutions, whose inputs are not
-rounded. No runtime here executes FP4; its tolerance is that of FP8.
+On unprepared inputs the worst correct INT8 layer had an error of 3.7e-3, and the tolerance of 1e-2 that this took let
+123 of 150 layers pass with nothing rounded. Errors beyond 5e-4 come from weights half-way between two codes, which
+ModelOpt rounds the other way. The scale of a block was one at random; 9 % of them are hidden. 26 of the INT4 layers are
+convolutions, whose inputs are not rounded. No runtime here executes FP4; its tolerance is that of FP8.
 
-Where inputs of convolutions are shifted, the worst honest layer of two checkpoints has an error of 1.1e-3 and leans of
-0.04, 0.01 and 0.09; faults of such a layer are caught in the tests. The error is what fp16 rounds off its bias. That is
-the same in every row, so no scale's fault, and rows are compared without their mean there.
+Where inputs of convolutions are shifted, the worst correct layer of two checkpoints has an error of 1.1e-3 and leans of
+0.04, 0.01 and 0.09. The error is what fp16 rounds off the bias. It is the same in every row, so such layers are
+compared without the mean of the rows when scales are looked at.
 
-The two products of a quantized attention are compared in the same way, from query, key and value as they are
-multiplied, and the fault is that nothing is rounded. Where logits are large, one code of a score that rounds the other
-way changes a probability by half, so three quarters of what quantization costs are tolerated too. Measured on the
-shipped checkpoint in INT8 and in FP8: 1.6e-3 and 2.5e-2 in OpenVINO, 5.5e-3 in ONNX Runtime (INT8), with leans up to
-0.01, 0.22 and 0.06; a file without the codes leans 1. On a processor with AVX2 alone OpenVINO's FP8 has 4.2e-2 of the
-6.2e-2 that quantization costs, because it rounds twice there and one code in 200 is the next one.
+The two products of a quantized attention are compared likewise, for the query, key and value that are multiplied; the
+fault is that none of them is rounded. Where logits are large, one score that rounds to the next code changes a
+probability by half, so three quarters of the quantization error are tolerated too. Measured on the shipped checkpoint
+in INT8 and FP8: errors of 1.6e-3 and 2.5e-2 in OpenVINO and 5.5e-3 in ONNX Runtime (INT8), leans up to 0.01, 0.22 and
+0.06; a file without codes leans 1. On a processor with AVX2 alone OpenVINO's FP8 has an error of 4.2e-2, where
+quantization costs 6.2e-2: it rounds twice there, which moves one code in 200 to the next.
 
-The quantized network as a whole is not compared with its simulation, because roundings that flip in the first layer
-change everything behind it. Its distance to full precision may be 1.5 times the simulation's plus 2e-2, and is at least
-half of the simulation's: an engine that quantizes nothing is none.
+The quantized network as a whole is not compared with its simulation: one rounding that flips in the first layer changes
+all others. Its distance to full precision has to be between half the simulation's, as an engine that quantizes nothing
+has none, and 1.5 times the simulation's plus 2e-2.
 """
 
 import math
 import statistics
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -80,68 +81,25 @@ from sd_quant.simulation.modelopt import between_roundings, unrounded
 
 PART_TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 8e-2}
 SCALE_FAULT = 0.02  # relative error of a weight's scale
-FAULTS = {  # of a layer or an attention, which would show in its output
+FAULTS = {  # as an error message names them
     "input": "its input were not rounded",
     "weight": "its weight were not rounded",
     "scale": f"a scale of its weight were {SCALE_FAULT:.0%} off",
     "products": "its two products were not of codes",
 }
-ATTENTION_TOLERANCE, SHARE_OF_COST = 1e-2, 0.75  # and how much of what quantization costs it is tolerated besides
-MOST_LEAN = 0.5  # of the way that a fault would take the output
-VISIBLE = 1e-3  # a fault that adds less to an output, relative to its norm, is hidden
+ATTENTION_TOLERANCE, SHARE_OF_COST = 1e-2, 0.75  # the sum of the first and this share of the quantization error
+MOST_LEAN = 0.5
+VISIBLE = 1e-3  # least step of a fault, relative to the norm of the output
 FINEST = 2.0**-24  # the distance of fp16's smallest numbers, half of which an addition may lose
-LEAST_SHARE = 0.1  # of what fp16 rounds in an output, that the numbers of a scale make; one with less is hidden
-COARSER = {torch.bfloat16: 8.0}  # how many times as much as fp16 a dtype rounds, which hides as much more
-TOKENS, PIXELS = 256, 16  # what is compared of a layer's input: tokens of a linear, height and width of a convolution
+LEAST_SHARE = 0.1  # least contribution of a scale to an output, relative to the terms that fp16 rounds in it
+COARSER = {torch.bfloat16: 8.0}  # a dtype's rounding error over fp16's; the two limits above grow by this factor
+TOKENS, PIXELS = 256, 16  # size of the compared crop: tokens of a linear's input, height and width of a convolution's
 
 Outputs = Mapping[str, Mapping[str, Tensor]]  # tensors by part and by the output's name
 
 
-class WatchedEngine:
-    """``engine``, with ``on_call`` called with its inputs before every call."""
-
-    def __init__(self, engine: Engine, on_call: Callable[[Mapping[str, Tensor]], None]):
-        self.engine, self.on_call = engine, on_call
-        self.name, self.inputs, self.device = engine.name, engine.inputs, engine.device
-
-    def __call__(self, **inputs: Tensor) -> dict[str, Tensor]:
-        self.on_call(inputs)
-        return self.engine(**inputs)
-
-    def reopen(self) -> bool:
-        return self.engine.reopen()
-
-    def close(self) -> None:
-        self.engine.close()
-
-
-class WatchedVariant(Mapping[str, Engine]):
-    """The engines of a variant by part, which remember the inputs of some calls of each."""
-
-    def __init__(self, variant: Mapping[str, Engine], calls: Mapping[str, Collection[int]]):
-        """``calls`` gives by part the numbers of the calls that are remembered, of parts that it lacks the first."""
-        self.variant, self.wanted = variant, dict.fromkeys(variant, (0,)) | calls
-        self.count = dict.fromkeys(variant, 0)  # of the calls so far
-        self.seen: dict[str, dict[int, dict[str, Tensor]]] = {}  # a copy of the inputs by part, number and name
-
-    def remember(self, part: str, inputs: Mapping[str, Tensor]) -> None:
-        if self.count[part] in self.wanted[part]:
-            copies = {name: tensor.clone() for name, tensor in inputs.items()}
-            self.seen.setdefault(part, {})[self.count[part]] = copies
-        self.count[part] += 1
-
-    def __getitem__(self, part: str) -> Engine:
-        return WatchedEngine(self.variant[part], partial(self.remember, part))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.variant)
-
-    def __len__(self) -> int:
-        return len(self.variant)
-
-
 def distance(expected: Tensor, actual: Tensor) -> float:
-    """The relative error, infinite where it is undefined: for an output of zeros, or one that is not finite."""
+    """The relative error; infinite where it is undefined, as for an output of zeros or one that is not finite."""
     error = relative_error(expected, actual)
     return math.inf if error is None else error
 
@@ -157,81 +115,67 @@ def checked_entry(what: str, error: float, tolerance: float) -> dict[str, float]
 
 
 def part_parity(expected: Outputs, actual: Outputs, contracts: Mapping[str, Contract]) -> dict:
-    """The record's entry for each unquantized part, of the worst of its outputs.
+    """The record's entry for each unquantized part, that of the part's worst output.
 
-    Raises SdQuantError when one exceeds its tolerance.
+    Raises SdQuantError when an output exceeds its tolerance.
     """
-
-    def entry(part: str, weights: torch.dtype) -> dict:
+    entries = {}
+    for part, contract in contracts.items():
         outputs = expected[part]
         error = max(distance(output.float(), actual[part][name].float()) for name, output in outputs.items())
-        dtypes = {weights, *(output.dtype for output in outputs.values())}
-        return checked_entry(part, error, max(PART_TOLERANCE[dtype] for dtype in dtypes))
-
-    return {part: entry(part, contract.weights) for part, contract in contracts.items()}
+        dtypes = {contract.weights, *(output.dtype for output in outputs.values())}
+        entries[part] = checked_entry(part, error, max(PART_TOLERANCE[dtype] for dtype in dtypes))
+    return entries
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """What ModelOpt's quantizers compute in one call of the network."""
+    """The result of one call of the network with ModelOpt's quantizers."""
 
     network: nn.Module  # with the quantizers
     output: Tensor  # of the whole network
-    inputs: dict[
-        str, Tensor
-    ]  # fp16, by quantized layer: a crop of its input in this call, away from where codes change
-    attention_inputs: dict[str, tuple[Tensor, ...]]  # by quantized attention: crops of query, key and value, fp16
+    inputs: dict[str, Tensor]  # fp16, by quantized layer: a crop of its input, away from where codes change
+    attention_inputs: dict[str, tuple[Tensor, ...]]  # fp16, by quantized attention: crops of query, key and value
 
 
 def run_simulation(
     simulated: Engine, network: nn.Module, inputs: Mapping[str, Tensor], assignment: Mapping[str, LayerAssignment]
 ) -> Simulation:
-    """Call ``simulated``, which computes ``network``, and keep a crop of the input of every quantized layer."""
+    """Call ``simulated``, which computes ``network``, and keep a crop of the input of each layer and attention."""
     crops: dict[str, Tensor] = {}
+    heads_of: dict[str, tuple[Tensor, ...]] = {}
 
-    def capture(name: str, linear: bool):
-        def hook(layer: nn.Module, arguments: tuple) -> None:
-            x = arguments[0]
-            # from the last sample, because the first is unconditional, where cross-attention adds nothing but zeros
-            crop = x.flatten(0, -2)[None, -TOKENS:] if linear else x[-1:, :, :PIXELS, :PIXELS]
-            crops[name] = between_roundings(layer, crop).half().cpu()
+    def keep_crop(row: LayerAssignment, layer: nn.Module, arguments: tuple) -> None:
+        x = arguments[0]
+        # of the last sample: the first is unconditional, where cross-attention adds nothing but zeros
+        crop = x.flatten(0, -2)[None, -TOKENS:] if is_linear(row) else x[-1:, :, :PIXELS, :PIXELS]
+        crops[row.name] = between_roundings(layer, crop).half().cpu()
 
-        return hook
+    def keep_heads(row: LayerAssignment, products: nn.Module, arguments: tuple) -> None:
+        heads_of[row.name] = tuple(some_tokens(heads).half().cpu() for heads in arguments)
 
-    hooks = [
-        network.get_submodule(layer.name).register_forward_pre_hook(capture(layer.name, is_linear(layer)))
-        for layer in assignment.values()
-        if layer.format is not None
-    ]
-    of_attentions: dict[str, tuple[Tensor, ...]] = {}
-
-    def capture_attention(name: str):
-        def hook(products: nn.Module, arguments: tuple) -> None:
-            of_attentions[name] = tuple(some_tokens(heads).half().cpu() for heads in arguments)
-
-        return hook
-
-    hooks += [
-        products_of(network, layer).register_forward_pre_hook(capture_attention(layer.name))
-        for layer in assignment.values()
-        if layer.attention_products
-    ]
+    hooks = []
+    for row in assignment.values():
+        if row.format is not None:
+            hooks.append(network.get_submodule(row.name).register_forward_pre_hook(partial(keep_crop, row)))
+        if row.attention_products:
+            hooks.append(products_of(network, row).register_forward_pre_hook(partial(keep_heads, row)))
     (output,) = simulated(**inputs).values()
     for hook in hooks:
         hook.remove()
-    return Simulation(network, output.cpu(), crops, of_attentions)
+    return Simulation(network, output.cpu(), crops, heads_of)
 
 
 def some_tokens(heads: Tensor) -> Tensor:
     """At most ``TOKENS`` of the last sample's tokens [1, heads, tokens, head_width], evenly spaced.
 
-    The tokens of a joint attention are the image's and behind them the text's, so those of one end are of one kind.
+    In a joint attention the image's tokens come first and the text's last, so a crop of one end would miss a kind.
     """
     return heads[-1:, :, :: -(-heads.shape[2] // TOKENS)]
 
 
 def products_of(network: nn.Module, attention: LayerAssignment) -> nn.Module:
-    """What computes the two products of a simulated attention."""
+    """The module that computes the two products of a simulated attention."""
     return network.get_submodule(f"{attention.name}.processor.products")
 
 
@@ -242,38 +186,38 @@ def is_linear(layer: LayerAssignment) -> bool:
 def layer_outputs(
     simulation: Simulation, assignment: Mapping[str, LayerAssignment], onnx_path: Path, prefix: str, engine: str
 ) -> dict[str, Tensor]:
-    """The output of each quantized layer of the exported network for the simulation's inputs.
-
-    The runtime ``engine`` computes them from a file of its own kind, a plan that is built here if it loads plans.
-    """
+    """The output of each quantized layer of the exported network for the simulation's inputs."""
     with temporary_folder(onnx_path.parents[2]) as folder:
         path = Path(folder) / "layers.onnx"
         names = set(cut_layers(onnx_path, assignment, path, prefix).values())
         inputs = {name: tensor for name, tensor in simulation.inputs.items() if name in names}
-        layers = load_engine(engine, loadable(engine, path, {name: tuple(x.shape) for name, x in inputs.items()}))
-        outputs = {name: output.cpu() for name, output in layers(**inputs).items()}
-        layers.close()
+        outputs = computed_by(engine, path, inputs)
     return {name: outputs[f"{name}.output"] for name in simulation.inputs}
 
 
 def attention_outputs(
     simulation: Simulation, assignment: Mapping[str, LayerAssignment], onnx_path: Path, engine: str
 ) -> dict[str, Tensor]:
-    """What each quantized attention of the exported network makes of the simulation's queries, keys and values."""
+    """The output of each quantized attention of the exported network for the simulation's query, key and value."""
     if not simulation.attention_inputs:
         return {}
+    inputs: dict[str, Tensor] = {}
+    for name, (query, key, value) in simulation.attention_inputs.items():
+        given = {"query": query, "key": key.transpose(2, 3).contiguous(), "value": value}
+        inputs |= {f"{name}.given_{what}": tensor for what, tensor in given.items()}
     with temporary_folder(onnx_path.parents[2]) as folder:
         path = Path(folder) / "attentions.onnx"
         cut_attentions(onnx_path, [assignment[name] for name in simulation.attention_inputs], path)
-        inputs: dict[str, Tensor] = {}
-        for name, (query, key, value) in simulation.attention_inputs.items():
-            given = {"query": query, "key": key.transpose(2, 3).contiguous(), "value": value}
-            inputs |= {f"{name}.given_{what}": tensor for what, tensor in given.items()}
-        shapes = {name: tuple(tensor.shape) for name, tensor in inputs.items()}
-        attentions = load_engine(engine, loadable(engine, path, shapes))
-        outputs = {name: output.cpu() for name, output in attentions(**inputs).items()}
-        attentions.close()
+        outputs = computed_by(engine, path, inputs)
     return {name: outputs[f"{name}.given_output"] for name in simulation.attention_inputs}
+
+
+def computed_by(engine: str, onnx_path: Path, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The outputs of an ONNX file on the CPU. A runtime ``engine`` that loads plans gets one, built beside the file."""
+    opened = load_engine(engine, loadable(engine, onnx_path, {name: tuple(x.shape) for name, x in inputs.items()}))
+    outputs = {name: output.cpu() for name, output in opened(**inputs).items()}
+    opened.close()
+    return outputs
 
 
 def rounded_inputs(simulation: Simulation, dtype: torch.dtype) -> Simulation:
@@ -282,15 +226,16 @@ def rounded_inputs(simulation: Simulation, dtype: torch.dtype) -> Simulation:
 
 
 @torch.no_grad()
-def native_outputs(unet: nn.Module, simulation: Simulation) -> dict[str, Tensor]:
-    """The output of each of ``unet``'s layers of codes for the simulation's inputs, without a linear's bias."""
+def native_outputs(network: nn.Module, simulation: Simulation) -> dict[str, Tensor]:
+    """The output of each layer of ``network`` that multiplies codes, for the simulation's inputs; a linear's without
+    its bias."""
     outputs = {}
     for name, crop in simulation.inputs.items():
-        layer = unet.get_submodule(name)
+        layer = network.get_submodule(name)
         bias = layer.bias.clone() if crop.ndim == 3 and layer.bias is not None else None
         if bias is not None:  # zero, not subtracted from the output, which would have been rounded with it
             layer.bias.zero_()
-        outputs[name] = layer(crop.to(next(unet.parameters()))).cpu()
+        outputs[name] = layer(crop.to(next(network.parameters()))).cpu()
         if bias is not None:
             layer.bias.copy_(bias)
     return outputs
@@ -298,12 +243,12 @@ def native_outputs(unet: nn.Module, simulation: Simulation) -> dict[str, Tensor]
 
 @dataclass(frozen=True)
 class LayerDifference:
-    """How an engine's output of one layer differs from the simulation's."""
+    """The difference of an engine's output of one layer, or attention, from the simulation's."""
 
     relative_error: float
-    leans: dict[str, float | None]  # by fault: how much of its way the difference goes; None: it could not show
-    hidden_scales: float = 0.0  # share of the weight's scales that make too little of the output to show
-    cost: float = 0.0  # of an attention: how far the simulation is from what is not quantized
+    leans: dict[str, float | None]  # by fault; None where it is hidden
+    hidden_scales: float = 0.0  # share of the weight's scales that contribute too little to the output to be judged
+    cost: float = 0.0  # of an attention: the relative error of the unquantized one against the simulation
 
 
 @full_precision()
@@ -311,7 +256,7 @@ class LayerDifference:
 def layer_difference(module: nn.Module, layer: LayerAssignment, x: Tensor, actual: Tensor) -> LayerDifference:
     """``actual`` against what the simulation's ``module`` computes of ``x``.
 
-    A linear's output is without its bias, which is added behind the MatMul; a convolution's has it.
+    ``actual`` lacks a linear's bias, which is added behind the MatMul, and has a convolution's.
     """
     x = x.to(module.get_parameter("weight"))
     forward = lambda: module.forward(x)  # noqa: E731  # without the hook that adds a low-rank branch
@@ -347,7 +292,7 @@ def rows(output: Tensor, layer: LayerAssignment) -> Tensor:
 
 
 def lean(difference: Tensor, step: Tensor, output: Tensor) -> float | None:
-    """How much of the way of ``step``, which a fault would add to ``output``, the ``difference`` goes; None: hidden."""
+    """The projection of ``difference`` on a fault's ``step``, as a share of it; None where the step is hidden."""
     if not step.norm() >= VISIBLE * output.norm():
         return None
     return ((difference * step).sum() / step.square().sum()).item()
@@ -356,12 +301,11 @@ def lean(difference: Tensor, step: Tensor, output: Tensor) -> float | None:
 def scale_lean(
     module: nn.Module, layer: LayerAssignment, x: Tensor, output: Tensor, difference: Tensor, least: float = LEAST_SHARE
 ) -> tuple[float | None, float]:
-    """The largest ``lean``, of either sign, of the weight's scales that show, and the share of those that do not.
+    """The largest absolute ``lean`` of the weight's visible scales (None without one), and the share of hidden scales.
 
-    A scale shows that makes at ``least`` such a share of what is rounded.
-
-    ``output`` and ``difference`` are [rows, N]. Of a scale, the step is SCALE_FAULT of what its numbers add to the
-    output: a whole weight's to all of it, a channel's to a column, a block's to its share of a column.
+    ``output`` and ``difference`` are [rows, N]. The step of a scale is SCALE_FAULT of what its weights contribute: the
+    scale of a whole weight to all of the output, that of a channel to a column, that of a block to its share of a
+    column. A scale is visible where it contributes at ``least`` this share of what is rounded.
     """
     inputs, weight = factors(module, layer, x)
     if layer.bias is not None:  # what fp16 rounds off it is the same for every row, and no scale's fault
@@ -386,10 +330,8 @@ def scale_lean(
 
 
 def factors(module: Any, layer: LayerAssignment, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The quantized inputs [rows, K] and weight [N, K] whose product is the output, without its bias.
-
-    They are rotated where codes are of rotated ones.
-    """
+    """The quantized inputs [rows, K] and weight [N, K], both rotated as the codes are; their product is the output
+    without its bias."""
     inputs = rotated(module.input_quantizer(x), layer.rotation)
     weight = rotated(module.weight_quantizer(module.weight).flatten(1), layer.rotation)
     if not is_linear(layer):
@@ -407,12 +349,11 @@ def layer_parity(
     attentions: Mapping[str, Tensor],
     denoiser: str,
 ) -> dict:
-    """The record's entries for the quantized layers, each compared with the simulation, and for the whole network.
+    """The record's entries for the quantized layers and attentions and for the whole network.
 
-    ``outputs`` and ``attentions`` are those of the engine's layers and of its attentions for the simulation's inputs;
-    ``full_output`` and ``quantized_output`` those of the network, computed by torch and by the quantized engine for the
-    same inputs.
-    Raises SdQuantError when a layer or the network exceeds its tolerance.
+    ``outputs`` and ``attentions`` are those of the engine for the simulation's inputs; ``full_output`` and
+    ``quantized_output`` are the network's, from torch and from the quantized engine.
+    Raises SdQuantError when a layer, an attention or the network exceeds its tolerance.
     """
     differences = {
         name: layer_difference(simulation.network.get_submodule(name), assignment[name], x, outputs[name])
@@ -433,34 +374,35 @@ def layer_parity(
 
 
 def layers_entry(differences: Mapping[str, LayerDifference], assignment: Mapping[str, LayerAssignment]) -> dict:
-    """The record's entry for the quantized layers. Raises SdQuantError for one that is computed otherwise."""
-    errors = {name: difference.relative_error for name, difference in differences.items()}
-    tolerances = {name: FORMATS[assignment[name].format].layer_tolerance for name in errors}
-    worst = nearest_to_tolerance(errors, tolerances)
-    entry = checked_entry(f"layer {worst}", errors[worst], tolerances[worst])  # so all numbers that follow are finite
-    faults = {fault: fault_entry(fault, differences) for fault in ("input", "weight", "scale")}
-    faults["scale"]["hidden_scales"] = statistics.fmean(each.hidden_scales for each in differences.values())
-    return {"count": len(errors), "worst": worst, **entry, "faults": faults}
+    """The record's entry for the quantized layers. Raises SdQuantError for a layer that is computed otherwise."""
+    tolerances = {name: FORMATS[assignment[name].format].layer_tolerance for name in differences}
+    entry = differences_entry("layer", differences, tolerances, ("input", "weight", "scale"))
+    hidden_scales = statistics.fmean(each.hidden_scales for each in differences.values())
+    entry["faults"]["scale"]["hidden_scales"] = hidden_scales
+    return entry
 
 
 def attentions_entry(differences: Mapping[str, LayerDifference]) -> dict:
     """The record's entry for the quantized attentions. Raises SdQuantError for one that is computed otherwise."""
-    errors = {name: difference.relative_error for name, difference in differences.items()}
     tolerances = {
         name: ATTENTION_TOLERANCE + SHARE_OF_COST * difference.cost for name, difference in differences.items()
     }
-    worst = nearest_to_tolerance(errors, tolerances)
-    entry = checked_entry(f"attention {worst}", errors[worst], tolerances[worst])
-    return {"count": len(errors), "worst": worst, **entry, "faults": {"products": fault_entry("products", differences)}}
+    return differences_entry("attention", differences, tolerances, ("products",))
 
 
-def nearest_to_tolerance(errors: Mapping[str, float], tolerances: Mapping[str, float]) -> str:
-    """The name of the error that is the largest share of what is tolerated."""
-    return max(errors, key=lambda name: errors[name] / tolerances[name])
+def differences_entry(
+    kind: str, differences: Mapping[str, LayerDifference], tolerances: Mapping[str, float], faults: Sequence[str]
+) -> dict[str, Any]:
+    """Their number, the error that is the largest share of its tolerance, and an entry for each fault."""
+    errors = {name: difference.relative_error for name, difference in differences.items()}
+    worst = max(errors, key=lambda name: errors[name] / tolerances[name])
+    entry = checked_entry(f"{kind} {worst}", errors[worst], tolerances[worst])  # so all numbers that follow are finite
+    found = {fault: fault_entry(fault, differences) for fault in faults}
+    return {"count": len(errors), "worst": worst, **entry, "faults": found}
 
 
 def fault_entry(fault: str, differences: Mapping[str, LayerDifference]) -> dict:
-    """The layer that leans most towards a fault, and how many layers that could have it could not show it.
+    """The layer with the largest lean to a fault, how many layers can have the fault, and in how many it is hidden.
 
     Raises SdQuantError for one that leans too far.
     """
@@ -477,7 +419,7 @@ def fault_entry(fault: str, differences: Mapping[str, LayerDifference]) -> dict:
 
 
 def network_entry(denoiser: str, engine_error: float, simulation_error: float) -> dict:
-    """The record's entry for the quantized network, by its distance to full precision and its simulation's.
+    """The record's entry for the quantized network, from its distance to full precision and its simulation's.
 
     Raises SdQuantError for an engine that is too far, or so near that it cannot be quantized.
     """

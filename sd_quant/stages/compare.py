@@ -15,8 +15,9 @@ from sd_quant.engines import RUNTIMES
 from sd_quant.engines.base import Engine
 from sd_quant.files import temporary_folder
 from sd_quant.inference.loading import pipeline_of
-from sd_quant.inference.parity import Outputs, WatchedVariant
+from sd_quant.inference.parity import Outputs
 from sd_quant.inference.pipeline import Generated
+from sd_quant.inference.watched import WatchedVariant
 from sd_quant.metrics.images import Images
 from sd_quant.models.checkpoint import Checkpoint, contracts_of
 from sd_quant.report.images import comparison_grid, save_images

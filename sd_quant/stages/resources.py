@@ -11,7 +11,7 @@ from sd_quant.files import check_room
 from sd_quant.inference.memory import (
     GB,
     Parameters,
-    Workload,
+    PipelineCall,
     gpu_memory_of_part,
     memory_of_calibration,
     memory_of_part,
@@ -39,10 +39,10 @@ class Needs:
 NOTHING = Needs()
 
 
-def workload_of(infer: Infer) -> Workload:
+def workload_of(infer: Infer) -> PipelineCall:
     """What one call of the pipeline computes, by the knobs."""
     pixels = infer.batch_size * max(width * height for width, height in [(infer.width, infer.height), *sizes_of(infer)])
-    return Workload(RUNTIMES[infer.engine], pixels, fp32=infer.precision == "fp32")
+    return PipelineCall(RUNTIMES[infer.engine], pixels, fp32=infer.precision == "fp32")
 
 
 def images_need(parameters: Parameters, infer: Infer) -> Needs:

@@ -18,8 +18,7 @@ from sd_quant.engines.base import Engine
 from sd_quant.engines.pool import Pool, Variant
 from sd_quant.engines.torch import TorchEngine
 from sd_quant.inference.memory import (
-    TORCH,
-    bytes_on_gpu,
+    TORCH_BYTES,
     gpu_memory_of_variants,
     memory_of_part,
     memory_of_variants,
@@ -88,7 +87,7 @@ def variants_of(
     all_of_them = Needs(memory_of_variants(parameters, work), gpu_memory_of_variants(parameters, work))
     if compiled_baseline:
         weights = parameters[loaded.denoiser]
-        all_of_them |= Needs({"compiled": TORCH * weights}, {"compiled": bytes_on_gpu(work) * weights})
+        all_of_them |= Needs({"compiled": TORCH_BYTES * weights}, {"compiled": work.bytes_on_gpu * weights})
     together = loaded.together(work, all_of_them, "all variants of the model")
     most = sum(all_of_them.memory.values()) if together else memory_of_part(parameters, work)
     pool = loaded.engines(partial(open_engine, loaded.checkpoint, infer, assignment), together)

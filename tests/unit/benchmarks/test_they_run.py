@@ -1,7 +1,9 @@
-"""Every row of every benchmark, at a size of seconds, so that the tables can be made again at any time.
+"""Runs every benchmark at a size of seconds, so that its tables can be made again at any time.
 
-Those of the shipped checkpoint run in this process and share one trace of its UNet. Those that start commands, or take
-packages of other projects, have a process of their own. ``make test`` runs what takes seconds, ``make soak`` all.
+Where the rows of a benchmark differ in a knob alone, some of them run, which set every knob between them.
+The benchmarks of the shipped checkpoint run in this process and share one trace of its UNet. Those that start commands,
+or need packages of other projects, run in a process of their own. ``make test`` runs what takes seconds, ``make soak``
+all of them.
 """
 
 import json
@@ -20,9 +22,11 @@ from ...pipelines import TINY
 from .conftest import NAMES
 
 ONE_STEP = ["--prompts", "1", "--steps", "1"]
+UNLIKE_PRESET = "nothing excluded, branch_rounds=0 rounding=nearest scale_search=false"
 TWO_IMAGES = ["--images", "2", "--calib-size", "3", "--steps", "1"]
 PEERS = ["--calibration-prompts", "1", "--prompts", "2", "--steps", "1", "--peers"]
-SMALL = ["calib_size=1", "quantize.n_steps=1", "infer.steps=1", "infer.prompts=[a rocket]", "infer.num_timed_runs=2"]
+SMALL = ["calib_size=1", "quantize.n_steps=1", "infer.steps=1", "infer.prompts=[a rocket]", "infer.num_timed_runs=5",
+         "timing.budget_s=1"]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -44,9 +48,12 @@ IN_THIS_PROCESS = [
     Case("coverage", ["--draws", "2"], quick=True, files=False),
     Case("convolutions", ["--repeats", "1", "--sizes", "1"], files=False),
     Case("convolutions", ["--repeats", "1", "--sizes", "1", "--compile"], "compiled", files=False),
-    Case("quality", ["--images", "2", "--calib-size", "1", "--steps", "3"]),  # a percentile of 0.4 takes three
-    Case("four_bits", [*TWO_IMAGES, "--variants", "as it is"], "presets"),
-    Case("four_bits", [*TWO_IMAGES, "--presets", "svdquant_nvfp4"], "variants"),
+    Case("quality", ["--images", "2", "--calib-size", "1", "--steps", "3",  # a percentile of 0.4 needs three
+                     "--recipes", "the default", "quantize=nemo", "plain with alpha=auto observer=mse",
+                     "smoothing=none", "percentile=0.4", "quant_level=4", "exclude=text", "fp8 collect_method=mean-max",
+                     "int8_per_tensor collect_method=default"]),
+    Case("four_bits", [*TWO_IMAGES, "--presets", "mxfp4", "svdquant_nvfp4", "--variants", "as it is", UNLIKE_PRESET],
+         "presets and variants"),
     Case(
         "four_bits", [*TWO_IMAGES, "--model", "sd3_mini", "--recipes", "int8", "mxfp4 quantize.rotation=64"], "recipes"
     ),
@@ -105,10 +112,9 @@ def traced():
 @pytest.mark.soak
 def test_all_rows_of_full_size_run_on_the_shipped_checkpoint(script, tmp_path):
     """First, as it takes longer than any other."""
-    checkpoint = ["--checkpoint", "checkpoints/sdxl_mini.nemo", "--size", "64", "--repeats", "1", "--steps", "1"]
-    printed = ended(
-        script("full_size", *checkpoint, "--twice", "--bf16", "--work", tmp_path, "--out", tmp_path / "table.md")
-    )
+    small = ["--checkpoint", "checkpoints/sdxl_mini.nemo", "--size", "64", "--repeats", "1", "--steps", "1"]
+    sides = ["--levels", "4", "--twice", "--bf16"]
+    printed = ended(script("full_size", *small, *sides, "--work", tmp_path, "--out", tmp_path / "table.md"))
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert not {name: row["failed"] for name, row in rows.items() if "failed" in row}
     assert {"export:3", "reference", "parts", "plan", "operations", "picture"} <= rows.keys()
@@ -201,5 +207,6 @@ def test_silences_are_timed(script):
 def test_a_verdict_is_asked_for_twice(script, tmp_path):
     """Whether it holds is the machine's: this one is busy with tests."""
     knobs = ["quant_level=1,3", "alpha=0.8", *SMALL]
-    printed = ended(script("verdict", "--work", tmp_path, "--times", 2, "--images", 2, "--knobs", *knobs), 0, 1)
+    small = ["--times", 2, "--images", 2, "--processes", 1, "--seconds", 0]
+    printed = ended(script("verdict", "--work", tmp_path, *small, "--knobs", *knobs), 0, 1)
     assert "\nthe verdict " in printed and "recipes of one graph are" in printed and printed.count("\n| ") >= 6

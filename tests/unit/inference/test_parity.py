@@ -11,7 +11,6 @@ from sd_quant.inference import parity
 from sd_quant.inference.parity import (
     SCALE_FAULT,
     LayerDifference,
-    WatchedVariant,
     attention_difference,
     attentions_entry,
     checked_entry,
@@ -47,23 +46,6 @@ def test_an_engine_may_differ_from_torch_in_bf16_by_what_bf16_rounds():
     for dtype, off in ((torch.float16, 0.02), (torch.bfloat16, 0.1)):
         with pytest.raises(SdQuantError, match="differs from torch in unet"):
             parity_of(dtype, off)
-
-
-class Doubling:
-    name, inputs, device = "doubling", {"x": torch.float32}, torch.device("cpu")
-
-    def __call__(self, **inputs):
-        return {"out": 2 * inputs["x"]}
-
-
-def test_the_watched_unet_keeps_the_inputs_of_the_calls_that_are_named():
-    variant = WatchedVariant({"unet_xl": Doubling(), "vae": Doubling()}, {"unet_xl": {0, 2}})
-    for value in range(4):
-        x = torch.full((1,), float(value))
-        assert variant["unet_xl"](x=x)["out"] == 2 * value
-        variant["vae"](x=x + 7)
-        x += 100  # what was seen is a copy
-    assert variant.seen == {"unet_xl": {0: {"x": 0}, 2: {"x": 2}}, "vae": {0: {"x": 7}}}
 
 
 def test_an_output_of_zeros_or_none_at_all_is_no_agreement():
