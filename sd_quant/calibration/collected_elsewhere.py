@@ -1,14 +1,14 @@
-"""Statistics that were collected elsewhere: ``calibration=<entry or folder>`` in place of a calibration pass.
+"""Reads calibration statistics that were collected elsewhere (``calibration=<entry or folder>``).
 
-Without a GPU one can use entries from the cache of somebody who has one (``store``). An entry describes itself, so
-nothing else has to be sent along.
+Without a GPU one can use entries from the cache of somebody who has one (``store``); an entry describes itself, so its
+file is all that has to be sent.
 
-Entries come from a stranger. The shapes in the header are compared with those of this checkpoint's denoiser before any
-tensor is read, so no file can make us allocate more than the statistics of this denoiser take. The digest finds damage,
-and descriptions that were altered. It is no signature: whoever computes it anew can claim any ranges, which spoils the
+Entries are not trusted. The shapes in the header are compared with those of this checkpoint's denoiser before any
+tensor is read, so no file can make us allocate more than the statistics of this denoiser take. The digest detects
+damage and altered descriptions. It is not a signature: whoever recomputes it can claim any ranges, which spoils the
 images and nothing else.
 
-The road not taken is to demand the origin that a pass would have here, as the cache does. The same weights in another
+The road not taken is to require the origin that a pass would have here, as the cache does: the same weights in another
 file have another hash, and another device is the reason to use such entries. The layers have to fit; all other
 differences are logged.
 """
@@ -32,14 +32,14 @@ from sd_quant.models.parts import Contract, axes
 from sd_quant.quantization.statistics import CALLS, ROWS, Statistics, kind_of, merge, width_of
 
 LOG = logging.getLogger(__name__)
-SIZES = range(64, 4097, 64)  # heights and widths of an image that are plausible, in pixels
+PLAUSIBLE_SIZES = range(64, 4097, 64)  # heights and widths of an image, in pixels
 
-Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # name of a tensor -> its dtype and shape
+DtypesAndShapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # by the tensor's name
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An entry as its header describes it: well-formed, and not yet compared with anything."""
+    """An entry with a well-formed header, which nothing has been compared with yet."""
 
     path: Path
     segment: range  # numbers of its prompts
@@ -56,12 +56,12 @@ def read_statistics(
     guides: bool = True,
     optional: Mapping[str, nn.Module] = {},
 ) -> Statistics:
-    """The statistics of the first ``calib_size`` prompts, from an entry or a folder of entries.
+    """Read the statistics of the first ``calib_size`` prompts from an entry or a folder of entries.
 
-    ``layers`` are the denoiser's layers to calibrate, by name; their weights may be on the meta device. ``contract`` is
-    the denoiser's, and ``guides`` says whether guidance doubles its batch. ``here`` is the ``origin`` that a pass on
-    this machine would have. Statistics may have the layers ``optional`` besides.
-    Raises ConfigError when there is no entry, or none for so many prompts or so many steps; ArtifactError when an entry
+    ``layers`` are the denoiser's layers to calibrate, by name, and ``optional`` those that entries may have besides;
+    their weights may be on the meta device. ``contract`` is the denoiser's, and ``guides`` says whether guidance
+    doubles its batch. ``here`` is the ``origin`` that a pass on this machine would have.
+    Raises ConfigError when there is no entry, or none for this number of prompts or steps; ArtifactError when an entry
     is damaged, holds no statistics, or those of another version or another denoiser.
     """
     opened = [open_entry(file) for file in entries_at(path)]
@@ -102,7 +102,7 @@ def read_statistics(
 
 
 def entries_at(path: Path) -> list[Path]:
-    """The files of the entries: ``path`` itself, or those in the folder. Raises ConfigError when there is none."""
+    """The files of entries: ``path`` itself or those in the folder. Raises ConfigError when there are none."""
     files = [file for file in (sorted(path.glob("*.safetensors")) if path.is_dir() else [path]) if file.is_file()]
     if not files:
         raise ConfigError(f"calibration names {path}, where no statistics are; give an entry of a cache or its folder")
@@ -110,7 +110,7 @@ def entries_at(path: Path) -> list[Path]:
 
 
 def open_entry(path: Path) -> Entry:
-    """The entry in a file; only the header is read.
+    """Open an entry, of which only the header is read.
 
     Raises ArtifactError when the header is damaged or describes no statistics, ConfigError when the file is unreadable.
     """
@@ -125,8 +125,8 @@ def open_entry(path: Path) -> Entry:
             type(metadata["digest"]) is type(origin["checkpoint"]) is str
             and type(sampling["steps"]) is int
             and sampling["guidance_scale"] >= 0
-            and sampling["height"] in SIZES
-            and sampling["width"] in SIZES
+            and sampling["height"] in PLAUSIBLE_SIZES
+            and sampling["width"] in PLAUSIBLE_SIZES
             and len(prompts["texts"]) == len(segment) > 0
         )
         if not sound:
@@ -140,7 +140,7 @@ def open_entry(path: Path) -> Entry:
 
 
 def chains(segments: Iterable[range]) -> dict[int, list[range]]:
-    """The chains of segments from prompt 0 on without gaps, by the number of their prompts; the shortest for each."""
+    """The chains of segments from prompt 0 on without gaps, by their number of prompts; of several the shortest."""
     by_size: dict[int, list[range]] = {0: []}
     for segment in sorted(segments, key=lambda segment: segment.start):
         if segment.start in by_size:
@@ -157,16 +157,16 @@ def read_entry(
     steps: int,
     optional: Mapping[str, nn.Module] = {},
 ) -> Statistics:
-    """The statistics of an entry. ``calls`` are the shapes of the inputs of one call.
+    """Read the statistics of an entry. ``calls`` are the shapes of the inputs of one call.
 
-    An entry without the first prompt may hold no calls, as where all of its prompts are of another size than that one.
+    An entry without the first prompt may hold no calls, as when all its images are of another size than the first one.
     Raises ArtifactError when the tensors are not those of these layers and calls, or are damaged.
     """
     stored = {name: (tensor.dtype, tensor.shape) for name, tensor in entry.tensors.items()}
     if entry.segment.start > 0 and not any(name.startswith("call|") for name in stored):
         calls = {}
-    besides = {name: layer for name, layer in optional.items() if f"{kind_of(layer)}|{name}|amax" in stored}
-    expected = expected_layout({**layers, **besides}, calls, entry.segment.stop, steps, stored)
+    there = {name: layer for name, layer in optional.items() if f"{kind_of(layer)}|{name}|amax" in stored}
+    expected = expected_tensors({**layers, **there}, calls, entry.segment.stop, steps, stored)
     if wrong := [name for name in expected | stored if stored.get(name) != expected.get(name)]:
         count, first = len({name.rpartition("|")[0] for name in wrong}), wrong[0]
         raise ArtifactError(
@@ -183,16 +183,21 @@ def read_entry(
     return unpack(tensors)
 
 
-def expected_layout(
-    layers: Mapping[str, nn.Module], calls: Mapping[str, tuple[int, ...]], prompts: int, steps: int, stored: Layout
-) -> Layout:
-    """The layout of statistics of these layers and calls; each sample has its rows in ``stored``, up to the limit."""
+def expected_tensors(
+    layers: Mapping[str, nn.Module],
+    calls: Mapping[str, tuple[int, ...]],
+    prompts: int,
+    steps: int,
+    stored: DtypesAndShapes,
+) -> DtypesAndShapes:
+    """The tensors of statistics of these layers and calls; a sample may have as many rows as ``stored``, up to its
+    limit."""
 
     def rows(sample: str, most: int) -> int:
         _, shape = stored.get(f"{sample}|priority", (None, ()))
         return min(max(sum(shape[:1]), 1), most)
 
-    expected: Layout = {}
+    expected: DtypesAndShapes = {}
     for name, layer in layers.items():
         kind, width = kind_of(layer), width_of(layer)
         sample = f"{kind}|{name}"
@@ -213,7 +218,7 @@ def shown(tensor: tuple[torch.dtype, tuple[int, ...]] | None) -> str:
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """The differences between two origins for a message, such as ``sampling.seed 7 (here 42)``; not the checkpoint."""
+    """The differences of two origins but the checkpoint's, for a message: ``sampling.seed 7 (here 42)``."""
     first, second = flattened(there), {"sampling.sizes": None} | flattened(here)  # absent where there is one size
     return [
         f"{name} {first.get(name)!r:.24} (here {value!r:.24})"
@@ -223,7 +228,7 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
 
 
 def flattened(origin: Mapping[str, Any]) -> dict[str, str | float | None]:
-    """The texts, numbers and nulls of an origin, those in a group as ``group.name``; a list of texts as one."""
+    """The texts, numbers and nulls of an origin, those of a group as ``group.name``; lists of texts are joined."""
     flat: dict[str, Any] = {}
     for name, value in origin.items():
         flat |= {f"{name}.{inner}": each for inner, each in value.items()} if isinstance(value, dict) else {name: value}

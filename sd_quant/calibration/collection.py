@@ -1,12 +1,11 @@
-"""The calibration pass: the real pipeline runs on the calibration prompts, without decoding an image.
+"""Runs the calibration pass: the pipeline on the calibration prompts, without decoding images.
 
-Prompts are calibrated in segments that end at the snapshots. A segment is cached as soon as it is done, so a pass that
-was cancelled continues at the last snapshot, and a larger calib_size costs only the prompts that it adds. When several
-processes want the same statistics, one calibrates and the others wait.
+Prompts are calibrated in segments that end at the snapshots, and each segment is cached when it is done. So a cancelled
+pass continues at the last snapshot, and a larger calib_size costs only the prompts that it adds. When several processes
+need the same statistics, one calibrates and the others wait.
 
-Lightning Fabric chooses the device. On one device the pass runs in this process. On several, Fabric starts a process
-for each, every process calibrates some of the segment's prompts and writes its statistics to a file, and these are
-merged, which is exact.
+Lightning Fabric chooses the device. On one device the pass runs in this process. For several, Fabric starts a process
+each, which calibrates some of the segment's prompts and writes its statistics to a file; merging the files is exact.
 """
 
 import logging
@@ -38,11 +37,11 @@ from sd_quant.quantization.statistics import CALLS, ROWS, Statistics, kind_of, m
 from sd_quant.source import source_digest
 
 LOG = logging.getLogger(__name__)
-TRIES, ENOUGH = 5, 1.0  # calls, and seconds of them, from which the time of a call is taken
+TRIES, ENOUGH = 5, 1.0  # calls that are timed, and seconds after which no further one is
 
 
 def origin(checkpoint_sha256: str, names: Iterable[str], sampling: Sampling, device: str) -> dict:
-    """Everything that the statistics of the layers ``names`` depend on but the prompts, as JSON has it."""
+    """Everything but the prompts that the statistics of the layers ``names`` depend on, for JSON."""
     return {
         "checkpoint": checkpoint_sha256,
         "layers": digest(*names),
@@ -55,7 +54,7 @@ def origin(checkpoint_sha256: str, names: Iterable[str], sampling: Sampling, dev
 
 
 def segments(start: int, stop: int, snapshots: Iterable[int]) -> list[range]:
-    """The prompts ``start`` to ``stop`` - 1, cut into segments at the snapshots."""
+    """The range of prompts from ``start`` to ``stop``, cut at the snapshots."""
     ends = sorted({size for size in snapshots if start < size < stop} | {stop})
     return [range(first, last) for first, last in zip([start, *ends], ends, strict=False)]
 
@@ -74,25 +73,23 @@ def calibrate(
     announce: Callable[[str, int, float | None], object] | None = None,
     between_calls: Callable[[], object] = lambda: None,
 ) -> Statistics:
-    """The statistics of the denoiser's layers ``names`` over all ``prompts``, from the cache as far as it has them.
+    """The statistics of the denoiser's layers ``names`` over all ``prompts``, from the cache where it has them.
 
-    ``announce`` is called with the type of the device, the number of prompts to calibrate and the seconds that a call
-    of the denoiser takes (None for several processes) before the first prompt, and not at all when the cache has all.
-    ``between_calls`` is called before each call of the denoiser, where one process makes them.
+    ``announce`` is called before the first prompt, unless the cache has all, with the type of the device, the number of
+    prompts to calibrate and the seconds that a call of the denoiser takes (None for several processes).
+    ``between_calls`` is called before each call of the denoiser, if the calls are made in this process.
     Raises SdQuantError naming layer, prompt and step when an input of a layer is not finite, ResourceError when there
-    are fewer GPUs than asked for.
+    are fewer GPUs than ``devices``.
     """
     fabric = fabric_for(accelerator, devices)
-    # a checkpoint can be opened with other names, and with fewer text encoders
+    # contracts: a checkpoint can be opened with other names of inputs, and with fewer text encoders
     inputs = digest(repr(model.contracts))
     made_from = origin(checkpoint_sha256, names, sampling, fabric.device.type) | {"inputs": inputs}
     entries = Entries(cache, made_from, prompts) if cache else None
     parts: list[Statistics] = []
     done = 0
-    lock = (
-        locked(entries.folder / ".lock", "waiting for another process, which calibrates the same") if entries else None
-    )
-    with lock or nullcontext():
+    waiting = "waiting for another process, which calibrates the same"
+    with locked(entries.folder / ".lock", waiting) if entries else nullcontext():
         while done < len(prompts):
             if entries and (entry := entries.longest(done, len(prompts))):
                 segment, statistics = entry
@@ -124,9 +121,9 @@ def calibrate(
 
 
 def seconds_of_a_call(fabric, model: LoadedModel, names: Sequence[str], sampling: Sampling) -> float:
-    """How long the denoiser takes for a batch while its layers are watched: the shortest of some calls.
+    """The seconds that the denoiser takes for a batch while statistics are collected, the least of some calls.
 
-    The road not taken is to count operations: how fast a processor does those of a small network is not known.
+    The road not taken is to count operations, from which the time of a small network cannot be predicted.
     """
     checkpoint, name = model.checkpoint, model.checkpoint.family.DENOISER
     contract, samples = model.contracts[name], samples_per_image(checkpoint, sampling.guidance_scale)
@@ -147,8 +144,8 @@ def seconds_of_a_call(fabric, model: LoadedModel, names: Sequence[str], sampling
 def fabric_for(accelerator: str, devices: int):
     """Lightning's Fabric for ``devices`` processes; ``accelerator`` "auto" takes GPUs where there are any.
 
-    Its advice is kept from users: to start with srun, where only sweeps go to Slurm, and to multiply in TF32.
-    Raises ResourceError when there are fewer GPUs than asked for.
+    Lightning's advice to start with srun, although only sweeps use Slurm, and to multiply in TF32 is not shown.
+    Raises ResourceError when there are fewer GPUs than ``devices``.
     """
     from lightning.fabric import Fabric
 
@@ -178,7 +175,7 @@ def collect_segment(
     subset: slice = slice(None),
     between_calls: Callable[[], object] = lambda: None,
 ) -> Statistics:
-    """The statistics of the prompts ``segment[subset]``, collected in this process. The model ends on the CPU again."""
+    """The statistics of the prompts ``segment[subset]``, collected in this process. The model ends on the CPU."""
     mine = segment[subset]
     if not mine:  # more processes than prompts
         return Statistics({}, {})
@@ -231,12 +228,12 @@ def collect_segment(
 
 
 def collect_in_processes(fabric, checkpoint: Checkpoint, *arguments) -> Statistics:
-    """The statistics of a segment, collected by several processes, which each load the model.
+    """The statistics of a segment, collected by several processes, each of which loads the model.
 
     ``arguments`` are those of ``collect_segment`` after the model.
     """
     with tempfile.TemporaryDirectory() as folder:
-        # inside a partial, because Fabric rebuilds the collections among launch's arguments and cannot rebuild a range
+        # a partial, because Fabric rebuilds the collections among launch's arguments and cannot rebuild a range
         fabric.launch(partial(collect_in_one_process, checkpoint, Path(folder), arguments))
         if failures := sorted(Path(folder).glob("*.error")):
             raise SdQuantError(failures[0].read_text(encoding="utf-8"))
@@ -244,10 +241,7 @@ def collect_in_processes(fabric, checkpoint: Checkpoint, *arguments) -> Statisti
 
 
 def collect_in_one_process(checkpoint: Checkpoint, folder: Path, arguments: tuple, fabric) -> None:
-    """Runs in each process: collects the statistics of its prompts and writes them, or an SdQuantError, to a file.
-
-    Only the parent process reads these files.
-    """
+    """Run by each process: write the statistics of its prompts, or an SdQuantError, to a file for the parent."""
     rank, processes = fabric.global_rank, fabric.world_size
     if fabric.device.type == "cpu":
         torch.set_num_threads(max(1, torch.get_num_threads() // processes))

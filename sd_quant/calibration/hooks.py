@@ -1,16 +1,16 @@
-"""Hooks that collect statistics of the layers' inputs while the real pipeline runs.
+"""Hooks that collect statistics of the layers' inputs while the pipeline runs (see ``quantization.statistics``).
 
-``quantization.statistics`` says what is kept. Which rows of an input are kept is drawn before the pass: each position
-has a random priority that depends on the seed, the layer and the prompt alone, and the lowest priorities win. It
-therefore does not matter where and in which order prompts run. The road not taken is reservoir sampling (Vitter's
-algorithm R), which depends on that order and draws a random number for every row.
+The rows that a sample keeps are drawn before the pass. Each position has a random priority, which depends on the seed,
+the layer and the prompt alone, and the lowest priorities are kept. So results do not depend on where and in which order
+prompts run. The road not taken is reservoir sampling (Vitter's algorithm R), which depends on the order and draws a
+random number for every row.
 
-The first token of a text is unlike all others: in SDXL it is 80 times as large (MixDQ, Zhao et al. 2024). Few of a
-sample's rows could hold it, as half of a text's tokens are padding, and a range without it clips it in every image. So
-a layer that reads the text has the first prompt's first token in its sample, whatever else is drawn.
+The first token of a text is unlike all others: in SDXL it is 80 times as large (MixDQ, Zhao et al. 2024). A random
+sample may miss it, and a range without it clips it in every image. So a layer that reads the text always has the first
+prompt's first token in its sample.
 
-``bytes_bound`` bounds the size of the statistics. A prompt adds 4 bytes to it for each step and convolution. While they
-are collected, a process needs about twice as much.
+``bytes_bound`` bounds the size of the statistics; each prompt adds 4 bytes per step and convolution. Collecting them
+takes about twice as much memory.
 """
 
 import math
@@ -28,9 +28,9 @@ from sd_quant.errors import SdQuantError
 from sd_quant.quantization.statistics import CALLS, ROWS, LayerStatistics, Sample, Statistics, kind_of, lowest, width_of
 
 FIRST_OF_ALL = -1.0  # a priority below all that are drawn
-ROWS_PER_CALL = 8  # candidates for each prompt and step, so that a few prompts fill the sample
+ROWS_PER_CALL = 8  # candidates drawn for each prompt and step, so that a few prompts fill the sample
 
-# (prompt, step) -> layer -> rows to keep, each as (priority, position in 0..1 among all rows of the prompt)
+# By (prompt, step) and layer: rows to keep, each as (priority, position in 0..1 among all rows of the prompt)
 Wanted = Mapping[tuple[int, int], Mapping[str, Sequence[tuple[float, float]]]]
 
 
@@ -42,10 +42,10 @@ def draw(
     text: Collection[str] = (),
     whole: Sequence[int] | None = None,
 ) -> Wanted:
-    """The rows to keep of each layer, and under the name "" the calls to keep of the whole network.
+    """Draw the rows to keep of each layer, and under the name "" the calls to keep of the whole network.
 
-    The layers in ``text`` read the text. Calls are kept of the prompts in ``whole``, by default of all: they are of one
-    shape.
+    The layers in ``text`` read the text. Calls, which must be of one shape, are kept of the prompts in ``whole``, by
+    default of all.
     """
     wanted: dict[tuple[int, int], dict[str, list[tuple[float, float]]]] = {}
     calls = ("", CALLS, 1, prompts if whole is None else whole)
@@ -64,10 +64,10 @@ def draw(
 
 
 def take_row(layer: nn.Module, x: Tensor, place: float, index: int = 0, batch: int = 1) -> Tensor:
-    """A row [width]: what one output element of ``layer`` multiplies, with the zeros around a patch. May be a view.
+    """One row [width] of the matrix that ``layer`` multiplies: a token, or a padded patch of a convolution's input.
 
     ``x`` [samples * batch, ...] is the layer's input. ``place`` in 0..1 is the row's position among all rows of the
-    prompt that is the ``index``-th of the ``batch``.
+    prompt that is the ``index``-th of the ``batch``. The row may be a view.
     """
     if not isinstance(layer, nn.Conv2d):
         tokens = math.prod(x.shape[1:-1])
@@ -94,17 +94,17 @@ def collect(
     wanted: Wanted,
     batched: Collection[str] | None = None,
 ) -> Iterator[Statistics]:
-    """Collects the statistics of ``layers`` while the ``with`` block runs ``module`` on ``prompts``.
+    """Collect the statistics of ``layers`` while the ``with`` block runs ``module`` on ``prompts``.
 
-    The yielded statistics are empty until the block has ended. ``position()`` returns the denoising step that the
-    pipeline is at, and the prompts in its batch. With guidance the batch holds the unconditional half first, then the
-    conditional one; both count for their prompt. When a sampler calls ``module`` several times in a step, all calls
-    widen the ranges and rows are taken from the first. The inputs that ``module`` gets by name are sampled too;
-    ``batched`` names those with a batch axis, by default all.
+    The yielded statistics are empty until the block ends. ``position()`` returns the current denoising step and the
+    prompts in the batch. With guidance the batch is the unconditional half followed by the conditional one, and both
+    count for their prompt. Where a sampler calls ``module`` several times in a step, all calls widen the ranges, and
+    rows are taken from the first. The inputs that ``module`` gets by name are sampled too; ``batched`` names those with
+    a batch axis, by default all.
     Raises SdQuantError naming layer, prompt and step when an input is not finite.
     """
     kinds = {name: kind_of(layer) for name, layer in layers.items()}
-    rows = {}  # as many are filled as there are priorities; on the layer's device, so that nothing waits for a copy
+    rows = {}  # filled as far as there are priorities; on the layer's device, so that nothing waits for a copy
     for name, layer in layers.items():
         device = layer.get_parameter("weight").device
         rows[name] = torch.empty(ROWS, width_of(layer), dtype=torch.float16, device=device)
@@ -146,7 +146,7 @@ def collect(
                     priorities[name].append(priority)
 
     def settle(*_: object) -> None:
-        """Checks and adds up all that this call has seen. Doing it per layer would cost more than the ranges do."""
+        """Check and merge the ranges of this call at once; per layer, this would take longer than the ranges do."""
         step, batch = position()
         for kind in ("linear", "conv"):
             names = tuple(name for name in seen if kinds[name] == kind)
@@ -190,10 +190,7 @@ def collect(
 
 
 def not_finite(seen: Mapping[str, Tensor], step: int, batch: Sequence[int]) -> SdQuantError:
-    """The error that names the first layer whose ranges are not finite.
-
-    ``seen`` holds the ranges [samples, width] of each layer, in the order of the network.
-    """
+    """The error for the first layer, in the order of ``seen``, whose ranges [samples, width] are not finite."""
     broken = {name: ~torch.isfinite(by_sample).all(dim=1) for name, by_sample in seen.items()}
     name = next(name for name, samples in broken.items() if samples.any())
     prompt = batch[int(broken[name].nonzero()[0]) % len(batch)]

@@ -1,4 +1,4 @@
-"""Prompts from a file. They are hostile text: UTF-8, bounded in length and size, and never part of a file's name."""
+"""Reads and draws prompts. Their text is hostile: it must be UTF-8 and is bounded; it never becomes part of a path."""
 
 import hashlib
 from collections.abc import Iterator
@@ -7,17 +7,16 @@ from pathlib import Path
 from sd_quant.errors import ArtifactError, ConfigError
 
 MOST_BYTES = 16 * 2**20
-LONGEST = 2000  # characters; CLIP reads 77 tokens
-COLUMN = "caption"  # in the tables of COCO's captions that MLPerf publishes: captions.tsv, captions_source.tsv
+LONGEST_PROMPT = 2000  # characters; CLIP reads 77 tokens
+COLUMN = "caption"  # in MLPerf's tables of COCO's captions: captions.tsv, captions_source.tsv
 
 
 def read_prompts(path: Path) -> list[str]:
     """The non-empty lines of a text file, or the captions of a table. A byte order mark is accepted.
 
-    Raises ConfigError when there is no such file or no prompt in it, when a prompt is too long, when a line is not
-    UTF-8 (named by line and byte), when a table has no captions, or when a row has more or fewer columns than the
-    header.
-    Raises ArtifactError when the file is too large to read.
+    Raises ConfigError when there is no such file or no prompt in it, when a prompt is too long, a line is not UTF-8
+    (line and byte are named), a table has no captions, or a row has more or fewer columns than the header;
+    ArtifactError when the file is too large.
     """
     if not path.is_file():
         raise ConfigError(f"there is no prompt file {path}; name a text file with one prompt a line")
@@ -26,9 +25,9 @@ def read_prompts(path: Path) -> list[str]:
     prompts = []
     for number, text in captions(path) if is_table(path) else lines(path):
         prompt = text.strip()
-        if len(prompt) > LONGEST:
+        if len(prompt) > LONGEST_PROMPT:
             raise ConfigError(
-                f"prompt file {path} has {len(prompt)} characters in line {number}, at most {LONGEST} work"
+                f"prompt file {path} has {len(prompt)} characters in line {number}, at most {LONGEST_PROMPT} work"
             )
         if prompt:
             prompts.append(prompt)
@@ -38,17 +37,16 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def is_table(path: Path) -> bool:
-    """Whether the file is a table of captions. These are in the order of a data set and are to be drawn from at random;
-    a text file is in the order that somebody chose."""
+    """Whether the file is a table of captions, in a data set's order, to be drawn from at random; the order of a text
+    file is kept."""
     return path.suffix.lower() == ".tsv"
 
 
 def draw_prompts(prompts: list[str], count: int, seed: int) -> list[str]:
     """``count`` prompts drawn at random without replacement; a smaller draw is the beginning of a larger one.
 
-    The order is that of the SHA-256 of seed and position, not of a library's generator, so it is the same everywhere
-    and will stay so.
-    Raises ValueError when there are not so many prompts.
+    They are ordered by the SHA-256 of seed and position: unlike a library's generator, that is the same everywhere and
+    in every version. Raises ValueError when there are fewer prompts.
     """
     if not 0 <= count <= len(prompts):
         raise ValueError(f"{count} prompts cannot be drawn from {len(prompts)}")
@@ -57,9 +55,9 @@ def draw_prompts(prompts: list[str], count: int, seed: int) -> list[str]:
 
 
 def captions(path: Path) -> Iterator[tuple[int, str]]:
-    """The captions of a table, each with the number of its line and without surrounding quotation marks.
+    """The captions of a table with the numbers of their lines, without surrounding quotation marks.
 
-    Nothing else of CSV is parsed, so a quotation mark that is never closed cannot swallow the lines after it.
+    Nothing else of CSV is parsed, so an unclosed quotation mark cannot swallow the lines after it.
     """
     rows = ((number, line.rstrip("\r")) for number, line in lines(path))
     _, header = next(rows)
@@ -85,7 +83,7 @@ def captions(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines of a file with their numbers from 1 on. Raises ConfigError naming line and byte that are not UTF-8."""
+    """The lines of a file, numbered from 1. Raises ConfigError naming the line and byte that are not UTF-8."""
     for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         try:
             yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")

@@ -1,11 +1,11 @@
-"""Statistics on disk, in a folder whose name is a hash of everything that they depend on.
+"""Caches statistics on disk, in a folder named by a hash of everything but the prompts that they depend on.
 
 An entry is a file with the statistics of consecutive prompts. A larger calib_size continues where a smaller one ended,
 and a smaller one uses the entries that a larger one left at its snapshots.
 
-Entries are safetensors files, which execute nothing when read. Their header says from what and on which prompts they
-were collected, with a digest of that and of the tensors. An entry that is damaged or of another origin is never used;
-its prompts are calibrated again. ``collected_elsewhere`` reads entries where there is no origin to compare with.
+Entries are safetensors files, which execute nothing when read. Their header has the origin, the prompts, and a digest
+of both and of the tensors. An entry that is damaged or of another origin is not used; its prompts are calibrated again.
+``collected_elsewhere`` reads entries without an origin to compare with.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ VERSION = 2  # of an entry's layout, in the header as "form"; entries of another
 
 
 class Entries:
-    """The entries of one origin, which is everything that statistics depend on but the prompts."""
+    """The entries of one origin: everything but the prompts that statistics depend on."""
 
     def __init__(self, directory: Path, origin: Mapping[str, object], prompts: Sequence[str]):
         self.origin = json.dumps({"form": VERSION, **origin}, sort_keys=True)
@@ -45,7 +45,7 @@ class Entries:
         return {"digest": content_digest(self.origin, prompts, tensors), "origin": self.origin, "prompts": prompts}
 
     def longest(self, start: int, stop: int) -> tuple[range, Statistics] | None:
-        """The longest sound entry from prompt ``start`` on that ends at ``stop`` or before; None when there is none."""
+        """The longest undamaged entry from prompt ``start`` on that ends at ``stop`` or before, or None."""
         names = [path.stem.partition("-")[2] for path in self.folder.glob(f"{start:05}-*.safetensors")]
         ends = [int(name) for name in names if name.isdecimal()]
         for end in sorted((end for end in ends if start < end <= stop), reverse=True):
@@ -68,8 +68,7 @@ class Entries:
         return unpack(tensors)
 
     def write(self, segment: range, statistics: Statistics) -> None:
-        """Writes an entry. The caller holds the folder's lock."""
-        # whatever is half written was left by a process that was killed
+        """Write an entry. The caller holds the folder's lock, so partial files are those of killed processes."""
         for abandoned in self.folder.glob(".*.part"):
             abandoned.unlink()
         # ordered as the safetensors library does, so that equal statistics are equal bytes
@@ -103,7 +102,7 @@ def pack(statistics: Statistics) -> dict[str, torch.Tensor]:
 
 
 def unpack(tensors: Mapping[str, torch.Tensor]) -> Statistics:
-    """The statistics that ``pack`` made these tensors of. The order of the layers is not kept."""
+    """The statistics in the tensors of ``pack``. The order of layers is not kept."""
     statistics = Statistics({}, {})
     for key in tensors:
         kind, name, what = key.split("|")

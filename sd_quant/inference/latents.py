@@ -1,7 +1,7 @@
-"""Start noise from a file, in place of what is drawn from seeds.
+"""Reads start noise from a file, in place of noise drawn from seeds.
 
-The numbers are what diffusers' pipelines call ``latents``: drawn from a normal distribution of deviation 1. A pipeline
-multiplies them by its sampler's first noise level. Nothing in a file is executed when it is read.
+The numbers are the ``latents`` of diffusers' pipelines: normally distributed with standard deviation 1, which a
+pipeline multiplies by its sampler's first noise level. Reading a file executes nothing in it.
 """
 
 import hashlib
@@ -21,20 +21,21 @@ from sd_quant.files.torch_weights import check_pickle
 
 
 def from_numpy(path: Path) -> Tensor:
-    array = np.load(path, mmap_mode="r", allow_pickle=False)  # mapped, as else what the header claims is allocated
+    array = np.load(path, mmap_mode="r", allow_pickle=False)  # mapped: else numpy allocates the size the header claims
     return torch.from_numpy(array.astype(array.dtype.newbyteorder("=")))
 
 
 def from_safetensors(path: Path) -> Tensor:
-    """Raises ValueError unless there is one tensor, whatever its name."""
+    """The only tensor of the file. Raises ValueError when there are none or several."""
     [tensor] = safetensors.torch.load(path.read_bytes()).values()
     return tensor
 
 
 def from_torch(path: Path) -> Any:
-    """Raises ValueError where records are compressed or overlap, or the pickle is one that keeps torch busy.
+    """The object that torch saved.
 
-    Of a small file the first makes gigabytes.
+    Raises ValueError where records are compressed or overlap, by which a small file becomes gigabytes, and where the
+    pickle would keep torch busy.
     """
     with ZipFile(path) as archive:
         if sum(record.file_size for record in archive.infolist()) > path.stat().st_size:
@@ -55,15 +56,15 @@ READERS: dict[str, Callable[[Path], Any]] = {
 def read_latents(path: Path, numbers: set[int], rows: int, columns: int) -> Tensor:
     """The tensor in a file, fp32 [N, C, rows, columns] with N one of the ``numbers``.
 
-    Raises ConfigError for a file of another kind or a tensor of another shape; ArtifactError when the file is damaged,
-    holds anything but one tensor of floating-point numbers, or a number that is NaN or infinite.
+    Raises ConfigError for another kind of file or another shape; ArtifactError when the file is damaged, holds
+    anything but one tensor of floating-point numbers, or holds NaN or infinity.
     """
     if path.suffix not in READERS:
         raise ConfigError(f"infer.latents is {path}, expected a name that ends with {', '.join(READERS)}")
     try:
-        open_regular(path).close()  # the readers take names, and would wait for a pipe
+        open_regular(path).close()  # refuses a pipe, for which the readers, which take names, would wait
         latents = READERS[path.suffix](path)
-    except Exception as error:  # whatever the bytes lead the readers to; torch's text advises to be unsafe
+    except Exception as error:  # the bytes decide which; torch's text, which advises to be unsafe, is hidden
         raise ArtifactError(
             f"infer.latents: {path} cannot be read as one tensor ({type(error).__name__}); save it again, without "
             "anything else in the file"
@@ -85,5 +86,5 @@ def read_latents(path: Path, numbers: set[int], rows: int, columns: int) -> Tens
 
 
 def digest_of(latents: Tensor) -> str:
-    """SHA-256 of the numbers in fp32: the same for every kind of file."""
+    """SHA-256 of the numbers in fp32, the same for every kind of file."""
     return hashlib.sha256(latents.numpy().astype("<f4").tobytes()).hexdigest()

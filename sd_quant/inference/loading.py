@@ -1,7 +1,6 @@
-"""From an opened checkpoint, of any kind and family, to modules, engines and a pipeline that makes images.
+"""Builds the modules, the torch engines and the pipeline of an opened checkpoint of any kind and family.
 
-A checkpoint describes its family, its parts, how its networks are built and how its pipeline calls them; here those
-descriptions become objects that compute.
+The checkpoint describes its parts, how its networks are built, and how its pipeline calls them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,7 +17,7 @@ from sd_quant.models.parts import Contract
 
 
 class Networks(Mapping[str, nn.Module]):
-    """Networks by name, each made by ``make(name)`` when it is first asked for, and kept."""
+    """Networks by name. ``make(name)`` makes each when it is first asked for."""
 
     def __init__(self, names: Iterable[str], make: Callable[[str], nn.Module]):
         self.names, self.make, self.made = list(names), make, dict[str, nn.Module]()
@@ -61,7 +60,7 @@ class LoadedModel:
 
 
 def load_model(checkpoint: Checkpoint) -> LoadedModel:
-    """The model in fp32 on the CPU; a network is read from the checkpoint when it is first asked for."""
+    """The model in fp32 on the CPU. Each network is read from the checkpoint when it is first used."""
     parts = checkpoint.parts()
     modules = Networks(checkpoint.components, lambda component: build_module(checkpoint, component))
     wrapped = Networks(parts, lambda part: parts[part].wrap(modules[parts[part].component]).eval())
@@ -74,25 +73,23 @@ def load_part(checkpoint: Checkpoint, part: str) -> TorchEngine:
 
 
 def sampler_of(checkpoint: Checkpoint) -> dict[str, object]:
-    """The class of the checkpoint's sampler, and what decides its timesteps."""
+    """The class of the checkpoint's sampler and the settings that decide its timesteps."""
     sampler = pipeline_of(checkpoint, {}).adapter.pipe.scheduler
     config = {name: sampler.config.get(name) for name in ("timestep_spacing", "steps_offset")}
     return {"class": type(sampler).__name__, **config}
 
 
 def most_steps(checkpoint: Checkpoint) -> int:
-    """The most denoising steps that the checkpoint's sampler can make: it has no noise levels for more."""
+    """The largest number of denoising steps for which the checkpoint's sampler has noise levels."""
     config = pipeline_of(checkpoint, {}).adapter.pipe.scheduler.config
     return config.num_train_timesteps - (config.get("steps_offset") or 0)
 
 
 def pipeline_of(checkpoint: Checkpoint, engines: Mapping[str, Engine]) -> Pipeline:
-    """The checkpoint's pipeline, whose networks are ``engines`` by part."""
-    modules = empty_modules(checkpoint)
-    networks = {
-        part.component: (EncodingNetwork if name == VAE_ENCODER else EngineNetwork)(
-            engines, name, part, modules[part.component]
-        )
-        for name, part in checkpoint.parts().items()  # the encoder behind the decoder, which no pipeline calls
-    }
+    """The checkpoint's pipeline with ``engines``, by part, in place of its networks."""
+    modules, networks = empty_modules(checkpoint), dict[str, nn.Module]()
+    for name, part in checkpoint.parts().items():
+        kind = EncodingNetwork if name == VAE_ENCODER else EngineNetwork
+        # the encoder comes last and replaces the decoder of the same component, which no pipeline calls
+        networks[part.component] = kind(engines, name, part, modules[part.component])
     return Pipeline(engines, checkpoint.adapter(networks))

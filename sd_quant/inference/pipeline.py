@@ -1,9 +1,9 @@
-"""Images from engines: the ordinary diffusers pipeline with engines in place of its networks.
+"""Makes images with engines: a diffusers pipeline whose networks are replaced by engines.
 
-Scheduler, guidance, text encoding and image processing stay diffusers' own. There are three phases, so that engines can
-be opened one at a time: all prompts are encoded, then all images are denoised, then all are decoded. What is special
-about a family comes as a ``PipelineAdapter``. Images from images are made by diffusers' pipelines for these with the
-same networks, and what they ask of the autoencoder's encoder is calculated before they run, in a phase of its own.
+Scheduler, guidance, text encoding and image processing stay diffusers' own, and a ``PipelineAdapter`` supplies what is
+special about a family. All prompts are encoded first, then all images are denoised, then all are decoded, so that
+engines can be opened one at a time. Images from images are made by diffusers' own pipelines for them, with the same
+networks; the autoencoder's encoder computes their inputs beforehand, in a phase of its own.
 The road not taken is a pipeline of our own, which would have to agree with diffusers for every family and scheduler.
 """
 
@@ -29,7 +29,7 @@ LOG = logging.getLogger(__name__)
 
 
 class EngineNetwork(nn.Module):
-    """A network of a pipeline that an engine computes; all other attributes are those of the ``network`` it replaces.
+    """A network of a pipeline, computed by an engine. Other attributes are those of the ``network`` that it replaces.
 
     ``network`` may be on the meta device: only its configuration and the signature of its ``forward`` are used.
     ``on_call`` is called before each call of the engine.
@@ -40,7 +40,7 @@ class EngineNetwork(nn.Module):
     def __init__(self, engines: Mapping[str, Engine], name: str, part: Part, network: nn.Module):
         super().__init__()
         self.engines, self.name, self.part = engines, name, part
-        self.network = [network]  # in a list, so that it is no submodule, because it has no memory
+        self.network = [network]  # in a list, so that it does not become a submodule: it may be on the meta device
         self.signature = inspect.signature(network.forward)
         self.on_call: Callable[[], object] = lambda: None
 
@@ -62,9 +62,9 @@ class EngineNetwork(nn.Module):
 
 
 class EncodingNetwork(EngineNetwork):
-    """A pipeline's autoencoder, whose encoder an engine computes, once for each image.
+    """A pipeline's autoencoder, whose encoder an engine computes and which keeps what it computed for each image.
 
-    So ``encode_images`` can calculate them all while that engine is open, and the pipeline finds them when it denoises.
+    ``encode_images`` encodes all images while that engine is open; the pipeline takes them from here as it denoises.
     """
 
     def __init__(self, *arguments: Any):
@@ -82,9 +82,9 @@ class EncodingNetwork(EngineNetwork):
 
 
 def encode_images(pipe: Any, source: SourceImages, numbers: Sequence[int]) -> None:
-    """Let the autoencoder of ``pipe`` calculate what it will be asked for: images, and what masks leave of them.
+    """Let the autoencoder of ``pipe`` encode the source images of these prompts, and the unmasked rest of them.
 
-    ``numbers`` are those of the prompts. Of an earlier call nothing is left, so that each takes its own time.
+    It forgets the images of an earlier call, so that every call takes the same time.
     """
     pipe.vae.moments.clear()
     for number in {number % len(source.images) for number in numbers}:
@@ -96,7 +96,7 @@ def encode_images(pipe: Any, source: SourceImages, numbers: Sequence[int]) -> No
 
 @dataclass(slots=True)
 class Sampling:
-    """How images are made."""
+    """The settings by which images are made."""
 
     steps: int  # of denoising
     guidance_scale: float  # no guidance at 1 and below
@@ -104,20 +104,21 @@ class Sampling:
     width: int  # in pixels
     batch_size: int  # images that are made at a time
     seed: int  # of the first image; the next image has the next seed, whatever the batch size
-    negative_prompts: list[str] | None = None  # of the images, in turn; None: the model's own unconditional embedding
-    latents: Tensor | None = None  # noise to start from, fp32 [N, C, h, w], taken in turn; None: drawn from the seeds
+    # Of the following lists the images take one entry each, again from the first where the list is shorter.
+    negative_prompts: list[str] | None = None  # None: the model's own unconditional embedding
+    latents: Tensor | None = None  # start noise, fp32 [N, C, h, w]; None: drawn from the seeds
     source: SourceImages | None = None  # images to start from, with noise that is drawn from the seeds
-    sizes: list[tuple[int, int]] | None = None  # (width, height) of the images, in turn; None: those above
+    sizes: list[tuple[int, int]] | None = None  # (width, height); None: those above
 
     @property
     def steps_taken(self) -> int:
-        """The steps of denoising that an image takes: some are left out where it begins with an image."""
+        """The denoising steps that an image takes: with a source image, the last of ``steps``."""
         return self.steps if self.source is None else int(self.steps * self.source.strength)
 
     def described(self) -> dict[str, Any]:
-        """What decides the images, as JSON has it; of the latents and of the images to start from their digests.
+        """All settings that decide the images, for JSON; latents and source images by their digests.
 
-        What is not given is left out, so that what was made before it could be is found again.
+        Newer settings are absent where they are not used, so that cached results of earlier versions are found.
         """
         latents = None if self.latents is None else digest_of(self.latents)
         described = asdict(replace(self, latents=None, source=None)) | {"latents": latents}
@@ -134,12 +135,12 @@ class Sampling:
         return self.sizes[number % len(self.sizes)] if self.sizes else (self.width, self.height)
 
     def of_image(self, number: int) -> "Sampling":
-        """How the image with this ``number`` is made: the same, with its size alone."""
+        """The settings of the image with this ``number``: the same, with its own size."""
         width, height = self.size_of(number)
         return replace(self, width=width, height=height, sizes=None)
 
     def batches(self, numbers: Sequence[int]) -> list[list[int]]:
-        """The images with these ``numbers`` in batches, each of images of one size."""
+        """The images with these ``numbers`` in batches; all images of a batch have one size."""
         by_size: dict[tuple[int, int], list[int]] = {}
         for number in numbers:
             by_size.setdefault(self.size_of(number), []).append(number)
@@ -154,23 +155,23 @@ class Sampling:
 
 @dataclass(slots=True)
 class Generated:
-    """N images, and their latents on the way."""
+    """N images, and their latents after every step."""
 
     images: Images | None  # None when only latents were asked for
-    latents: Tensor | list[Tensor]  # fp32 [N, steps, ...], or N of [steps, ...]: after every step, as the pipeline's
+    latents: Tensor | list[Tensor]  # fp32 [N, steps, ...], or N of [steps, ...], in the pipeline's own layout
 
 
 class Pipeline:
-    """Engines joined to a text-to-image pipeline.
+    """A text-to-image pipeline of ``engines`` by part.
 
-    ``engines`` may be a mapping that opens one engine when it is asked for and closes the one before.
+    The mapping may open an engine when it is asked for and close the one before.
     """
 
     def __init__(self, engines: Mapping[str, Engine], adapter: PipelineAdapter):
         self.engines, self.adapter = engines, adapter
 
     def pipe_for(self, sampling: Sampling) -> Any:
-        """diffusers' pipeline that makes images from noise, or from images, or in their masks."""
+        """diffusers' pipeline for images from noise, from images, or inside of masks, as ``sampling`` asks for."""
         source, pipe = sampling.source, self.adapter.pipe
         if source is not None:
             pipe = self.adapter.from_images[source.masks is not None](pipe)
@@ -181,15 +182,14 @@ class Pipeline:
         """Log how many prompts are longer than the text encoders read."""
         tokenizer = self.adapter.tokenizer
         lengths = [len(ids) for ids in tokenizer(list(prompts), truncation=False, verbose=False)["input_ids"]]
-        longer = sum(length > tokenizer.model_max_length for length in lengths)
-        if longer:
+        if longer := sum(length > tokenizer.model_max_length for length in lengths):
             LOG.warning(
                 "%d of %d prompts are longer than the %d tokens that are read (the longest has %d); their rest is left "
                 "out", longer, len(prompts), tokenizer.model_max_length, max(lengths),
             )  # fmt: skip
 
     def decode(self, numbers: Sequence[int], latents: Tensor, sampling: Sampling) -> np.ndarray:
-        """The images of ``latents`` as the pipeline has them, uint8 [B, H, W, 3], for the prompts of these ``numbers``.
+        """The images, uint8 [B, H, W, 3], of ``latents`` in the pipeline's layout, made for these ``numbers``.
 
         Raises SdQuantError when an image has a pixel that is NaN or infinite, naming the prompt.
         """
@@ -207,7 +207,7 @@ class Pipeline:
         return (images * 255).round().astype(np.uint8)
 
     def noise(self, numbers: Sequence[int], sampling: Sampling) -> Tensor:
-        """The noise that the prompts of these ``numbers`` start from, fp32 and packed, the same on every device."""
+        """The start noise of the prompts of these ``numbers``, fp32 and packed, the same on every device."""
         if sampling.latents is not None:
             return self.adapter.pack(sampling.latents[[number % len(sampling.latents) for number in numbers]])
         factor, channels = self.adapter.pipe.vae_scale_factor, self.adapter.pipe.vae.config.latent_channels
@@ -225,7 +225,7 @@ class Pipeline:
         on_batch: Callable[[Sequence[int]], object] = lambda numbers: None,
         on_step: Callable[[int], object] = lambda step: None,
     ) -> Generated:
-        """One image for each of the ``prompts``, or for those whose ``numbers`` are given, from its number's own noise.
+        """An image for each of the ``prompts``, or for those whose ``numbers`` are given; the number decides its noise.
 
         ``decode=False`` returns latents alone. ``on_batch`` is called with the numbers of the prompts that are denoised
         next, ``on_step`` with the step.
@@ -260,7 +260,7 @@ class Pipeline:
         )
 
     def start(self, numbers: Sequence[int], sampling: Sampling) -> dict[str, Any]:
-        """What the prompts of these ``numbers`` start from, as the pipeline of ``pipe_for`` takes it."""
+        """The arguments of the pipeline that give the noise, or the images, that these prompts start from."""
         size, source = {"height": sampling.height, "width": sampling.width}, sampling.source
         if source is None:
             return {"latents": self.noise(numbers, sampling), **size}
@@ -276,11 +276,11 @@ class Pipeline:
         sampling: Sampling,
         on_step: Callable[[int], object],
     ) -> tuple[list[Tensor], Tensor]:
-        """The latents of a batch after every step in fp32 on the CPU, and the last as the ``pipe`` leaves them."""
+        """The latents of a batch after every step, fp32 on the CPU, and the final latents as ``pipe`` returns them."""
         calls, steps = 0, list[Tensor]()
 
         def count() -> None:
-            """Report the step. Second-order samplers call the network 2n - 1 times for n steps, some others n + 1."""
+            """Report the step: second-order samplers call the network 2n - 1 times for n steps, some others n + 1."""
             nonlocal calls
             on_step(min(calls * sampling.steps // len(pipe.scheduler.timesteps), sampling.steps_taken - 1))
             calls += 1
@@ -300,11 +300,9 @@ class Pipeline:
             remember(step, values["latents"])
             return values
 
-        hook = (
-            {"callback_on_step_end": on_step_end}
-            if "callback_on_step_end" in inspect.signature(type(pipe).__call__).parameters
-            else {"callback": lambda step, timestep, values: remember(step, values)}
-        )
+        hook: dict[str, Any] = {"callback_on_step_end": on_step_end}
+        if "callback_on_step_end" not in inspect.signature(type(pipe).__call__).parameters:
+            hook = {"callback": lambda step, timestep, values: remember(step, values)}
         self.adapter.denoiser.on_call = count
         final = pipe(
             **text,

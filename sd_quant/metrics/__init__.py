@@ -1,9 +1,8 @@
-"""What is measured of a run: how close its images stay to full precision's, how long it takes, what memory it needs.
+"""Measures of a run: the fidelity of its images to full precision, latency and memory.
 
-``SCORES`` is the one list of what is said about images. To add a score, write ``sd_quant/metrics/<name>.py`` with a
-function that takes and returns what ``Against`` says, and add one line to ``SCORES``. The record, the table that a run
-prints, the summaries of a sweep and the page take it from there. Nothing is imported until a score is computed, so the
-table is read without torch.
+``SCORES`` lists all scores of images; record, closing table, summary of a sweep and report take them from there. To add
+one, write ``sd_quant/metrics/<name>.py`` with a function that takes and returns what ``Against`` says, and add one line
+to ``SCORES``. The function is imported when it is first called, so the list is read without torch.
 """
 
 import math
@@ -16,11 +15,11 @@ from sd_quant.metrics.intervals import Interval, mean_interval
 
 
 class Against(Enum):
-    """What a score compares a variant's images with, and so what its function takes and returns.
+    """The input that a score compares images with, which decides the arguments and the result of its function.
 
-    Images are uint8 [N, H, W, 3], latents [N, steps, ...]. Where sizes differ LATENTS and SET get lists of what each
-    image has, IMAGES is called for one image at a time, and the others are refused. ``value`` of a dictionary is None
-    where ``reason`` says why.
+    Images are uint8 [N, H, W, 3], latents [N, steps, ...]. Where images differ in size, LATENTS and SET are given lists
+    with an entry for each image, IMAGES is called for one image at a time, and the others are refused. ``value`` of a
+    dictionary is None where there is a ``reason``.
     """
 
     IMAGES = auto()  # (full precision's images, images) -> a number or None for each of N images
@@ -36,20 +35,20 @@ FIDELITY = (Against.IMAGES, Against.LATENTS, Against.SET)  # against full precis
 
 @dataclass(frozen=True)
 class Score:
-    key: str  # of its entry in the record: in ``fidelity``, or for each variant in ``text_scores``
-    title: str  # what a person calls it
+    key: str  # its entry in the record, in ``fidelity`` or for each variant in ``text_scores``
+    title: str
     against: Against
-    function: str  # where it is, as "module:function"; imported when it is first computed
-    format: str = "{:.4f}"  # of its numbers
+    function: str  # "module:function"
+    format: str = "{:.4f}"
     unit: str = ""
     more_is_better: bool = True
-    least: float = -math.inf  # that it can be
+    least: float = -math.inf  # its range
     most: float = math.inf
-    columns: tuple[str, ...] = ()  # of summary.csv: for the mean or the last step, then for the worst image
+    columns: tuple[str, ...] = ()  # in summary.csv: of the mean or the last step, then of the worst image
     shown: bool = True  # in the tables for people too
     undefined: str = "not a finite number"  # why it is None for an image or a step
-    files: tuple[str, ...] = ()  # knobs of ``metrics`` whose files its function takes; without them it is not computed
-    optional_files: tuple[str, ...] = ()  # the same, behind the others, None where they are not named
+    files: tuple[str, ...] = ()  # knobs of ``metrics`` that name its function's files; without them it is not computed
+    optional_files: tuple[str, ...] = ()  # arguments behind these files, None where the knob is
 
     @property
     def heading(self) -> str:
@@ -57,7 +56,7 @@ class Score:
 
     @property
     def reason_key(self) -> str:
-        """Where ``fidelity`` says why a step has no number; a list has no place for it."""
+        """The entry of ``fidelity`` that says why steps have no number."""
         return f"{self.key.removesuffix('_db')}_reason"
 
     def text(self, value: float) -> str:
@@ -65,15 +64,15 @@ class Score:
         return f"{self.format.format(value)} {self.unit}".rstrip()
 
     def mean(self, values: Sequence[float | None]) -> Interval | None:
-        """The mean of the values that are not None and its 95 % interval, which ends where the score does.
+        """The mean of the values that are not None, and its 95 % interval inside of the score's range.
 
-        None where no value is left; of one value alone the ends are infinite.
+        None without a value; the ends are infinite for a single one.
         """
         known = [value for value in values if value is not None]
         if not known:
             return None
         found = mean_interval(known)
-        # a sum of float32 may be beyond a bound by its last digit, and a mean lies in its interval
+        # rounding may put a mean of float32 outside of the range by its last digit; it stays inside its interval
         ends = max(found.low, min(self.least, found.value)), min(found.high, max(self.most, found.value))
         return Interval(found.value, *ends) if found.known else found
 

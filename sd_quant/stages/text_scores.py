@@ -8,7 +8,7 @@ from sd_quant.config import Infer, Metrics
 from sd_quant.inference.loading import sampler_of
 from sd_quant.metrics import SCORES, Against
 from sd_quant.metrics.images import Images
-from sd_quant.metrics.text_image import captions_sha256, git_blob, mlperf_window
+from sd_quant.metrics.mlperf import captions_sha256, git_blob, mlperf_window
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.places import input_path
 from sd_quant.stages.generate import sampling_of
@@ -30,7 +30,7 @@ def text_scores(
 
 
 def how_made(infer: Infer, checkpoint: Checkpoint, prompts: list[str]) -> dict:
-    """How the images were made, by the names of MLPERF_PROTOCOL."""
+    """How the images were made, by the names of ``mlperf.PROTOCOL``."""
     return {
         "prompts": captions_sha256(prompts), "scheduler": sampler_of(checkpoint), "steps": infer.steps,
         "guidance_scale": infer.scale, "height": infer.height, "width": infer.width,

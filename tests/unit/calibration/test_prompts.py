@@ -2,14 +2,14 @@ from pathlib import Path
 
 import pytest
 
-from sd_quant.calibration.prompts import LONGEST, MOST_BYTES, draw_prompts, is_table, read_prompts
+from sd_quant.calibration.prompts import LONGEST_PROMPT, MOST_BYTES, draw_prompts, is_table, read_prompts
 from sd_quant.errors import ArtifactError, ConfigError
 
 HEADER = b"id\timage_id\tcaption\theight\twidth\tfile_name\tcoco_url\n"  # of MLPerf's captions.tsv
 HOME = Path(__file__).parents[3]
 CONF = HOME / "conf"
 TEXT, TABLE = "prompts.txt", "captions.tsv"
-LONG = "é" * LONGEST
+LONG = "é" * LONGEST_PROMPT
 UNCHANGED = ["ein Kätzchen, „süß“", "猫の写真 🐈", "../../etc/passwd; rm -rf $HOME", "${oc.env:HOME}", "a\u2028b"]
 
 
@@ -44,7 +44,7 @@ def test_prompts_are_the_lines_of_a_text_and_the_captions_of_a_table(tmp_path, n
     assert is_table(path) == (name != TEXT) and read_prompts(path) == prompts
 
 
-TOO_LONG = f"{LONGEST + 1} characters in line 2, at most {LONGEST}"
+TOO_LONG = f"{LONGEST_PROMPT + 1} characters in line 2, at most {LONGEST_PROMPT}"
 COLUMNS = "has {} columns in line 4, expected 7 as in its header; put one tab"
 
 

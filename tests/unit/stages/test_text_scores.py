@@ -10,8 +10,9 @@ from sd_quant.config import Metrics
 from sd_quant.errors import ConfigError, ResourceError
 from sd_quant.inference.latents import digest_of
 from sd_quant.inference.loading import load_model, pipeline_of
-from sd_quant.metrics import text_image
-from sd_quant.metrics.text_image import MLPERF_PROTOCOL, captions_sha256, clip_score, fid, git_blob
+from sd_quant.metrics import mlperf, text_image
+from sd_quant.metrics.mlperf import PROTOCOL, captions_sha256, git_blob
+from sd_quant.metrics.text_image import clip_score, fid
 from sd_quant.stages.generate import generate, sampling_of
 from sd_quant.stages.session import open_unchecked
 from sd_quant.stages.text_scores import text_scores
@@ -39,7 +40,7 @@ def run(tmp_path_factory):
     job = infer_job(
         "model=sdxl", f"model.path={folder / 'sdxl'}", "infer.width=64", "infer.height=64", "infer.batch_size=8",
         f"infer.prompts={folder / 'captions_source.tsv'}", f"infer.latents={folder / 'latents.pt'}", "infer.scale=8.0",
-        f'infer.negative_prompt="{MLPERF_PROTOCOL["negative_prompt"]}"', "infer.steps=2",
+        f'infer.negative_prompt="{PROTOCOL["negative_prompt"]}"', "infer.steps=2",
     )  # fmt: skip
     checkpoint, prompts = open_unchecked(job.model).checkpoint, job.infer.prompt_list()
     pipeline = pipeline_of(checkpoint, load_model(checkpoint).torch_engines())
@@ -56,17 +57,17 @@ def run(tmp_path_factory):
 def small_protocol(run, monkeypatch):
     """MLPerf's protocol with this run's size, number and stand-ins, and a window around what they score."""
     monkeypatch.setattr(text_image, "FEWEST_FOR_FID", 20)
-    monkeypatch.setattr(text_image, "inception", lambda weights: (Means(), MLPERF_PROTOCOL["fid_network"]))
+    monkeypatch.setattr(text_image, "inception", lambda weights: (Means(), PROTOCOL["fid_network"]))
     for name, value in {
         "prompts": captions_sha256(run.prompts), "steps": 2, "height": 64, "width": 64,
         "latents": digest_of(sampling_of(run.infer).latents), "clip_network": {"layers": 1, "width": 16, "patch": 16},
         "fid_references": git_blob(run.folder / "val2014.npz"),
     }.items():  # fmt: skip
-        monkeypatch.setitem(MLPERF_PROTOCOL, name, value)
+        monkeypatch.setitem(PROTOCOL, name, value)
     score = clip_score(run.images, run.prompts, run.folder / "clip")["value"]
     distance = fid(run.images, run.folder / "val2014.npz")["value"]
-    monkeypatch.setattr(text_image, "MLPERF_CLIP", (score - 0.1, score + 0.1))
-    monkeypatch.setattr(text_image, "MLPERF_FID", (distance * 0.98, distance * 1.02))
+    monkeypatch.setattr(mlperf, "CLIP", (score - 0.1, score + 0.1))
+    monkeypatch.setattr(mlperf, "FID", (distance * 0.98, distance * 1.02))
 
 
 def verdict(run, **changed) -> dict:
