@@ -50,12 +50,12 @@ def images_need(parameters: Parameters, infer: Infer) -> Needs:
     return part_needs(parameters, workload_of(infer))
 
 
-def part_needs(parameters: Parameters, work: Workload) -> Needs:
+def part_needs(parameters: Parameters, work: PipelineCall) -> Needs:
     gpu = {} if work.runtime.device == "cpu" else {"images": gpu_memory_of_part(parameters, work)}
     return Needs({"images": memory_of_part(parameters, work)}, gpu)
 
 
-def by_torch(work: Workload) -> Workload:
+def by_torch(work: PipelineCall) -> PipelineCall:
     """The same call by torch, whichever engine is named."""
     return replace(work, runtime=RUNTIMES["torch"])
 

@@ -20,7 +20,7 @@ from sd_quant.engines.base import Engine
 from sd_quant.engines.pool import Pool
 from sd_quant.files.checks import check_finite
 from sd_quant.files.tensors import Weights
-from sd_quant.inference.memory import Workload, fits, gpu_memory_of_variant, memory_of_variant
+from sd_quant.inference.memory import PipelineCall, fits, gpu_memory_of_variant, memory_of_variant
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, part_parameters
 from sd_quant.models.parts import Part
 from sd_quant.places import input_path, output_path
@@ -92,7 +92,7 @@ class Session:
         """Raises ResourceError unless memory, GPU and the disk on which ``directory`` lies are large enough."""
         check_machine(needs, directory)
 
-    def together(self, work: Workload, beside: Needs = NOTHING, what: str = "all parts of the model") -> bool:
+    def together(self, work: PipelineCall, beside: Needs = NOTHING, what: str = "all parts of the model") -> bool:
         """Whether memory and GPU hold all parts at once, with what is open ``beside`` them; else a log says why not."""
         memory, gpu = memory_of_variant(self.parameters, work), gpu_memory_of_variant(self.parameters, work)
         return fits({**memory, **beside.memory}, what, {**gpu, **beside.gpu})
