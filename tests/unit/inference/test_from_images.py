@@ -18,7 +18,7 @@ from sd_quant.inference.pipeline import Generated, Sampling
 from sd_quant.inference.source_images import SourceImages
 from sd_quant.models import VAE_ENCODER
 from sd_quant.models.checkpoint import Checkpoint
-from sd_quant.stages.generate import check_mask
+from sd_quant.stages.checks import check_mask
 
 from ...pipelines import TINY, redraw
 
