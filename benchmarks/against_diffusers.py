@@ -23,8 +23,8 @@ from sd_quant.engines.pool import Pool, Variant
 from sd_quant.inference.loading import load_part, pipeline_of
 from sd_quant.inference.pipeline import Generated, Sampling
 from sd_quant.metrics.memory import peak_memory_bytes
-from sd_quant.models.sdxl import padded
 from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS, scheduler
+from sd_quant.models.text_encoders import padded
 from sd_quant.numbers import relative_error
 from sd_quant.places import input_path
 

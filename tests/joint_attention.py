@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from sd_quant.models.parts import Contract, axes
-from sd_quant.models.sd3 import TransformerPart, attentions, layer_roles, parts, shared_inputs
+from sd_quant.models.sd3 import FAMILY
+from sd_quant.models.transformer import TransformerPart
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
@@ -52,11 +53,11 @@ class Joint:
         return inputs_of(self.contract, seed)
 
     def rows(self, fmt: str, level: float = 4.0) -> dict[str, LayerAssignment]:
-        roles, parameters, pair = layer_roles(self.network), self.network.state_dict(), Pair(fmt, fmt)
+        roles, parameters, pair = FAMILY.layer_roles(self.network), self.network.state_dict(), Pair(fmt, fmt)
         recipe = Recipe(level, 0.8, enable=Enable(pair, pair, fmt), per_channel=fmt == "int8")
         return derive(
-            roles, lambda name: parameters[f"{name}.weight"], self.statistics, recipe, shared_inputs(roles),
-            attentions=attentions(self.network), bias_of=lambda name: parameters.get(f"{name}.bias"),
+            roles, lambda name: parameters[f"{name}.weight"], self.statistics, recipe, FAMILY.shared_inputs(roles),
+            attentions=FAMILY.attentions(self.network), bias_of=lambda name: parameters.get(f"{name}.bias"),
             gain_of=lambda name: parameters.get(f"{name}.weight"),
         )  # fmt: skip
 
@@ -72,10 +73,10 @@ def inputs_of(contract: Contract, seed: int) -> dict[str, Tensor]:
 def calibrated(normed: bool) -> Joint:
     network = transformer(normed)
     configs = {"transformer": network.config, "vae": {"latent_channels": CHANNELS}}
-    contract = parts(configs, None, "diffusers")["transformer"].contract
+    contract = FAMILY.parts(configs, None, "diffusers")["transformer"].contract
     fewer = dict(contract.inputs) | {"encoder_hidden_states": ("batch", TEXT_TOKENS, WIDTH)}
     contract = replace(contract, inputs=fewer)
     part = TransformerPart(network)
-    names = [name for name, role in layer_roles(network).items() if role != "excluded"]
+    names = [name for name, role in FAMILY.layer_roles(network).items() if role != "excluded"]
     calls = (inputs_of(contract, seed) for seed in range(CALLS))
     return Joint(network, contract, linear_statistics(network, names, lambda: [part(**inputs) for inputs in calls]))

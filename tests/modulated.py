@@ -41,9 +41,9 @@ def flux_network() -> diffusers.FluxTransformer2DModel:
 
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], Any]] = {  # and their families
-    "sd3": (sd3_network, sd3),
-    "sd35": (sd35_network, sd3),
-    "flux": (flux_network, flux),
+    "sd3": (sd3_network, sd3.FAMILY),
+    "sd35": (sd35_network, sd3.FAMILY),
+    "flux": (flux_network, flux.FAMILY),
 }
 
 

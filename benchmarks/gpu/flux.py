@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sd_quant.models import flux as family
+from sd_quant.models.flux import FAMILY as family
 from sd_quant.models.roles import MODULATIONS
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.recipe import Recipe, reason_kept

@@ -30,7 +30,7 @@ class Network:
 
     module: nn.Module  # that is called, as ``part`` wraps it
     part: Part
-    family: Any  # the module of sd_quant.models that knows the roles of its layers
+    family: Any  # of sd_quant.models: knows the roles of its layers
     samples: int  # of a call for one picture
     known: Callable[[int], Inputs]  # inputs of such a call that are no noise, for pictures of so many pixels a side
     assign: Callable[["Network", Statistics, Recipe], Assignment]  # where the weights are

@@ -24,9 +24,10 @@ from sd_quant.files.folders import WEIGHTS, files_in, read_json, stored_weights
 from sd_quant.files.schema import check_like, check_schema
 from sd_quant.files.tensors import Weights
 from sd_quant.knobs import between, one_of
-from sd_quant.models import FAMILIES, Family, family_named
+from sd_quant.models import FAMILIES, family_named
 from sd_quant.models.checkpoint import Checkpoint
-from sd_quant.models.parts import Part, PipelineAdapter, pipelines_from_images, with_encoder
+from sd_quant.models.family import Family, PipelineAdapter
+from sd_quant.models.parts import Part, with_encoder
 from sd_quant.names.diffusers import plain_name
 from sd_quant.text import one_line
 
@@ -127,15 +128,7 @@ class DiffusersCheckpoint:
 
         denoiser = networks[self.parts()[family.DENOISER].component]
         shortest = min(self.tokenizers().values(), key=lambda tokenizer: tokenizer.model_max_length)
-        return PipelineAdapter(
-            pipe,
-            denoiser,
-            encode,
-            partial(family.pack, pipe),
-            partial(family.unpack, pipe),
-            shortest,
-            pipelines_from_images(family.FROM_IMAGES),
-        )
+        return PipelineAdapter(family, pipe, denoiser, shortest, encode)
 
     def scheduler(self):
         """Returns the scheduler that the folder describes. Raises ArtifactError when it is none of diffusers'."""

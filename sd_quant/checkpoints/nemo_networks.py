@@ -17,9 +17,10 @@ from sd_quant.files.checks import MAX_DEPTH, bounded_modules, check_tensors, rea
 from sd_quant.files.plain_yaml import load_yaml
 from sd_quant.files.schema import check_schema
 from sd_quant.files.tensors import Readable, Weights
-from sd_quant.models import Family, family_named
+from sd_quant.models import family_named
 from sd_quant.models.checkpoint import Checkpoint
-from sd_quant.models.parts import Part, PipelineAdapter, with_encoder
+from sd_quant.models.family import Family, PipelineAdapter
+from sd_quant.models.parts import Part, with_encoder
 from sd_quant.models.sdxl_nemo import (
     CONTEXT_TOKENS,
     NemoConfig,

@@ -23,7 +23,8 @@ from sd_quant.errors import SdQuantError
 from sd_quant.inference.latents import digest_of
 from sd_quant.inference.source_images import SourceImages
 from sd_quant.metrics.images import Images, joined
-from sd_quant.models.parts import Part, PipelineAdapter
+from sd_quant.models.family import PipelineAdapter, remade
+from sd_quant.models.parts import Part
 
 LOG = logging.getLogger(__name__)
 
@@ -174,7 +175,7 @@ class Pipeline:
         """diffusers' pipeline for images from noise, from images, or inside of masks, as ``sampling`` asks for."""
         source, pipe = sampling.source, self.adapter.pipe
         if source is not None:
-            pipe = self.adapter.from_images[source.masks is not None](pipe)
+            pipe = remade(self.adapter.family.FROM_IMAGES[source.masks is not None], pipe)
         pipe.set_progress_bar_config(disable=True)
         return pipe
 

@@ -40,8 +40,8 @@ from sd_quant.files.folders import read_json
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_modules
 from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
 from sd_quant.models.parts import Contract, Part, VaePart
-from sd_quant.models.sdxl import padded, unet_part
-from sd_quant.models.text_encoders import positions
+from sd_quant.models.sdxl import unet_part
+from sd_quant.models.text_encoders import padded, positions
 from sd_quant.quantization.assignment import LayerAssignment
 
 CONFIG = "config.json"

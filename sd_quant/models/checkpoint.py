@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from sd_quant.models import Family
-from sd_quant.models.parts import Contract, Part, PipelineAdapter, wrapped
+from sd_quant.models.family import Family, PipelineAdapter
+from sd_quant.models.parts import Contract, Part, wrapped
 
 
 class Checkpoint(Protocol):

@@ -18,28 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sd_quant.models.parts import Contract, Part, vae_part
-from sd_quant.models.roles import inputs_of_transformer as shared_inputs
-from sd_quant.models.roles import roles_of
+from sd_quant.models.family import Family
+from sd_quant.models.parts import Part, half_contract, vae_part
 from sd_quant.models.text_encoders import clip_part, t5_part
+from sd_quant.models.transformer import TransformerPart
 
-__all__ = ["shared_inputs"]
-
-PIPELINES = ("FluxPipeline",)
-FROM_IMAGES = None
-NETWORKS = {
-    "transformer": "FluxTransformer2DModel",
-    "vae": "AutoencoderKL",
-    "text_encoder": "CLIPTextModel",
-    "text_encoder_2": "T5EncoderModel",
-}
-OPTIONAL = ()
-DENOISER = "transformer"
-GUIDES = False
-TOKENS = 512
-# What ModelOpt's filter for Flux excludes (its proj_out is LAST), and the modulations that Quark excludes.
-EXCLUDED = ("time_text_embed", "context_embedder", "x_embedder", "norm_out", "norm1.linear", "norm1_context.linear",
-            "norm.linear")  # fmt: skip
 LAST = "proj_out"  # the whole name: the single blocks have layers that end in it
 
 
@@ -59,76 +42,57 @@ class Rotary(nn.Module):
         return angles.cos(), angles.sin()
 
 
-class TransformerPart(nn.Module):
-    def __init__(self, transformer: Any):
-        super().__init__()
-        self.transformer = transformer
-        transformer.pos_embed = Rotary(transformer.pos_embed.theta, transformer.pos_embed.axes_dim)
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor,
-        pooled_projections: Tensor,
-        timestep: Tensor,
-        img_ids: Tensor,
-        txt_ids: Tensor,
-        guidance: Tensor | None = None,
-    ) -> Tensor:
-        return self.transformer(
-            hidden_states=hidden_states,
-            encoder_hidden_states=encoder_hidden_states,
-            pooled_projections=pooled_projections,
-            timestep=timestep,
-            img_ids=img_ids,
-            txt_ids=txt_ids,
-            guidance=guidance,
-            return_dict=False,
-        )[0]
+def with_rotary(transformer: Any) -> TransformerPart:
+    """Returns the transformer as a part, with its own positions replaced."""
+    transformer.pos_embed = Rotary(transformer.pos_embed.theta, transformer.pos_embed.axes_dim)
+    return TransformerPart(transformer)
 
 
-def parts(configs: Mapping[str, Mapping], tokens: int | None, io: str) -> dict[str, Part]:
-    transformer, half, single, tokens = configs["transformer"], torch.float16, torch.float32, tokens or TOKENS
-    shapes: dict[str, tuple] = {
-        "hidden_states": ("batch", "image_tokens", transformer["in_channels"]),
-        "encoder_hidden_states": ("batch", tokens, transformer["joint_attention_dim"]),
-        "pooled_projections": ("batch", transformer["pooled_projection_dim"]),
-        "timestep": ("batch",),
-        "img_ids": ("image_tokens", 3),
-        "txt_ids": (tokens, 3),
+class Flux(Family):
+    PIPELINES = ("FluxPipeline",)
+    NETWORKS = {
+        "transformer": "FluxTransformer2DModel",
+        "vae": "AutoencoderKL",
+        "text_encoder": "CLIPTextModel",
+        "text_encoder_2": "T5EncoderModel",
     }
-    if transformer["guidance_embeds"]:
-        shapes["guidance"] = ("batch",)
-    dtypes = {name: half if name in ("hidden_states", "encoder_hidden_states", "pooled_projections") else single
-              for name in shapes}  # fmt: skip
-    contract = Contract(shapes, ("out_sample",), dtypes, half)
-    return {
-        "transformer": Part("transformer", "transformer.", contract, TransformerPart),
-        "vae": vae_part(configs["vae"]["latent_channels"]),
-        "text_encoder": clip_part("text_encoder", "pooler_output"),
-        "text_encoder_2": t5_part("text_encoder_2", tokens),
-    }
+    GUIDES = False
+    TOKENS = 512
+    # What ModelOpt's filter for Flux excludes (its proj_out is LAST), and the modulations that Quark excludes.
+    EXCLUDED = ("time_text_embed", "context_embedder", "x_embedder", "norm_out", "norm1.linear", "norm1_context.linear",
+                "norm.linear")  # fmt: skip
+    EMBEDDINGS = ("prompt_embeds", "pooled_prompt_embeds")
+
+    def parts(self, configs: Mapping[str, Mapping], tokens: int | None, io: str) -> dict[str, Part]:
+        transformer, tokens = configs["transformer"], tokens or self.TOKENS
+        shapes: dict[str, tuple] = {
+            "hidden_states": ("batch", "image_tokens", transformer["in_channels"]),
+            "encoder_hidden_states": ("batch", tokens, transformer["joint_attention_dim"]),
+            "pooled_projections": ("batch", transformer["pooled_projection_dim"]),
+            "timestep": ("batch",),
+            "img_ids": ("image_tokens", 3),
+            "txt_ids": (tokens, 3),
+        }
+        if transformer["guidance_embeds"]:
+            shapes["guidance"] = ("batch",)
+        contract = half_contract(shapes, "out_sample", single=("timestep", "img_ids", "txt_ids", "guidance"))
+        return {
+            "transformer": Part("transformer", "transformer.", contract, with_rotary),
+            "vae": vae_part(configs["vae"]["latent_channels"]),
+            "text_encoder": clip_part("text_encoder", "pooler_output"),
+            "text_encoder_2": t5_part("text_encoder_2", tokens),
+        }
+
+    def layer_roles(self, denoiser: nn.Module) -> dict[str, str]:
+        roles = super().layer_roles(denoiser)
+        return roles | {name: "excluded" for name in roles if name == LAST}
+
+    def pack(self, pipe, latents: Tensor) -> Tensor:
+        """[B, 16, h, w] -> [B, h/2 * w/2, 64]: a token is two by two latents."""
+        return pipe._pack_latents(latents, *latents.shape)
+
+    def unpack(self, pipe, latents: Tensor, height: int, width: int) -> Tensor:
+        return pipe._unpack_latents(latents, height, width, pipe.vae_scale_factor)
 
 
-def layer_roles(transformer: nn.Module) -> dict[str, str]:
-    roles = roles_of(transformer, EXCLUDED)
-    return roles | {name: "excluded" for name in roles if name == LAST}
-
-
-def attentions(transformer: nn.Module) -> dict[str, int]:
-    return {}
-
-
-def encode(pipe, prompts: list[str], negative: list[str] | None, guided: bool, tokens: int | None) -> dict[str, Tensor]:
-    context, pooled, _ = pipe.encode_prompt(prompts, None, device="cpu", max_sequence_length=tokens or TOKENS)
-    return {"prompt_embeds": context, "pooled_prompt_embeds": pooled}
-
-
-def pack(pipe, latents: Tensor) -> Tensor:
-    """[B, 16, h, w] -> [B, h/2 * w/2, 64]: a token is two by two latents."""
-    return pipe._pack_latents(latents, *latents.shape)
-
-
-def unpack(pipe, latents: Tensor, height: int, width: int) -> Tensor:
-    """[B, h/2 * w/2, 64] -> [B, 16, h, w] for an image of ``height`` by ``width`` pixels."""
-    return pipe._unpack_latents(latents, height, width, pipe.vae_scale_factor)
+FAMILY = Flux()

@@ -4,10 +4,8 @@ The same wrapped module is the framework baseline, the source of the exported gr
 check, so the three cannot drift apart. Each family's own file says which parts it has and how they are called.
 """
 
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +27,14 @@ class Contract:
     def shapes(self, **axes: int) -> dict[str, tuple[int, ...]]:
         """The shapes of the inputs with these sizes for the dynamic axes."""
         return {name: tuple(axes.get(axis, axis) for axis in shape) for name, shape in self.inputs.items()}
+
+
+def half_contract(
+    inputs: dict[str, tuple], output: str, single: Collection[str] = (), latents: int | None = None
+) -> Contract:
+    """Returns the contract of a denoiser in fp16, of whose inputs those in ``single`` are fp32."""
+    dtypes = {name: torch.float32 if name in single else torch.float16 for name in inputs}
+    return Contract(inputs, (output,), dtypes, torch.float16, latents)
 
 
 def axes(batch: int, width: int, height: int) -> dict[str, int]:
@@ -142,42 +148,3 @@ class SharedInput:
 def text_readers(inputs: Iterable[SharedInput]) -> set[str]:
     """The linears that read what is made of the prompt alone."""
     return {name for shared in inputs if shared.text for name in shared.readers}
-
-
-@dataclass(frozen=True)
-class PipelineAdapter:
-    """A family's diffusers pipeline, with engines for networks, and how to call it."""
-
-    pipe: Any
-    denoiser: Any  # the pipeline's network that is quantized
-    # (batches of prompts, their negative prompts or None for the model's own unconditional embedding, whether guidance
-    # needs negative embeddings) -> for each batch what ``pipe`` takes instead
-    encode: Callable[[Sequence[list[str]], Sequence[list[str] | None], bool], list[dict[str, Any]]]
-    pack: Callable[[Tensor], Tensor]  # latents [B, C, h, w] -> what ``pipe`` calls latents
-    unpack: Callable[[Tensor, int, int], Tensor]  # the inverse, for an image's height and width in pixels
-    tokenizer: Any  # of the text encoder that reads the shortest prompts
-    # the pipelines that change an image, and a part of one, each made of ``pipe``; None for a family without
-    from_images: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None
-
-
-def pipelines_from_images(names: tuple[str, str] | None):
-    """What makes diffusers' pipelines of these class names of another one, with its networks; see PipelineAdapter."""
-    return None if names is None else tuple(partial(remade, name) for name in names)
-
-
-def remade(name: str, pipe: Any) -> Any:
-    """A pipeline of diffusers' class ``name`` with the networks and the configuration of ``pipe``."""
-    import diffusers
-
-    kind, known = getattr(diffusers, name), {**pipe.config, **pipe.components}
-    return kind(**{each: known[each] for each in inspect.signature(kind).parameters if each in known})
-
-
-def pack(pipe, latents: Tensor) -> Tensor:
-    """``latents`` as they are: the ``pack`` of a family whose pipeline works on [B, C, h, w]."""
-    return latents
-
-
-def unpack(pipe, latents: Tensor, height: int, width: int) -> Tensor:
-    """``latents`` as they are, see ``pack``."""
-    return latents

@@ -12,29 +12,15 @@ T is the longest text that T5 reads. Level 4 does not quantize the cross-attenti
 """
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sd_quant.models.parts import Contract, Part, pack, unpack, vae_part
-from sd_quant.models.roles import inputs_of_transformer as shared_inputs
-from sd_quant.models.roles import roles_of
+from sd_quant.models.family import Family
+from sd_quant.models.parts import Part, half_contract, vae_part
 from sd_quant.models.text_encoders import t5_part
 
-__all__ = ["pack", "shared_inputs", "unpack"]
-
-PIPELINES = ("PixArtSigmaPipeline", "PixArtAlphaPipeline")
-FROM_IMAGES = None
-NETWORKS = {"transformer": "PixArtTransformer2DModel", "vae": "AutoencoderKL", "text_encoder": "T5EncoderModel"}
-OPTIONAL = ()
-DENOISER = "transformer"
-GUIDES = True
-TOKENS = 300
-# Neither ModelOpt nor Quark has a list for PixArt. These are the layers that both exclude in other transformers: the
-# embeddings of patches, time and text, and the last projection.
-EXCLUDED = ("pos_embed", "adaln_single", "caption_projection", "proj_out")
 ADDED = {"resolution": 2, "aspect_ratio": 1}  # inputs of alpha at 1024, and how many numbers each has
 
 
@@ -67,10 +53,10 @@ class Positions(nn.Module):
         return (patches.flatten(2).transpose(1, 2) + places).to(patches.dtype)
 
 
-class TransformerPart(nn.Module):
-    def __init__(self, transformer: Any, sized: bool):
+class PixArtPart(nn.Module):
+    def __init__(self, transformer: Any):
         super().__init__()
-        self.transformer, self.sized = transformer, sized
+        self.transformer = transformer
         transformer.pos_embed = Positions(transformer.pos_embed)
 
     def forward(
@@ -92,41 +78,42 @@ class TransformerPart(nn.Module):
         )[0]
 
 
-def parts(configs: Mapping[str, Mapping], tokens: int | None, io: str) -> dict[str, Part]:
-    transformer, half, single, tokens = configs["transformer"], torch.float16, torch.float32, tokens or TOKENS
-    shapes: dict[str, tuple] = {
-        "hidden_states": ("batch", transformer["in_channels"], "height", "width"),
-        "encoder_hidden_states": ("batch", tokens, transformer["caption_channels"]),
-        "encoder_attention_mask": ("batch", tokens),
-        "timestep": ("batch",),
-    }
-    sized = transformer["use_additional_conditions"]
-    if sized is None:  # diffusers' own default
-        sized = transformer["sample_size"] == 128
-    if sized:
-        shapes |= {name: ("batch", width) for name, width in ADDED.items()}
-    dtypes = {name: half if name.endswith("hidden_states") else single for name in shapes}
-    dtypes["encoder_attention_mask"] = half
-    contract = Contract(shapes, ("out_sample",), dtypes, half)
-    return {
-        "transformer": Part("transformer", "transformer.", contract, partial(TransformerPart, sized=sized)),
-        "vae": vae_part(configs["vae"]["latent_channels"]),
-        "text_encoder": t5_part("text_encoder", tokens, masked=True),
-    }
-
-
-def layer_roles(transformer: nn.Module) -> dict[str, str]:
-    return roles_of(transformer, EXCLUDED)
-
-
-def attentions(transformer: nn.Module) -> dict[str, int]:
-    return {}
-
-
-def encode(pipe, prompts: list[str], negative: list[str] | None, guided: bool, tokens: int | None) -> dict[str, object]:
-    names = ("prompt_embeds", "prompt_attention_mask", "negative_prompt_embeds", "negative_prompt_attention_mask")
-    embeddings = pipe.encode_prompt(
-        prompts, do_classifier_free_guidance=guided, negative_prompt=negative or "", device="cpu",
-        max_sequence_length=tokens or TOKENS,
+class PixArt(Family):
+    PIPELINES = ("PixArtSigmaPipeline", "PixArtAlphaPipeline")
+    NETWORKS = {"transformer": "PixArtTransformer2DModel", "vae": "AutoencoderKL", "text_encoder": "T5EncoderModel"}
+    TOKENS = 300
+    # Neither ModelOpt nor Quark has a list for PixArt. These are the layers that both exclude in other transformers:
+    # the embeddings of patches, time and text, and the last projection.
+    EXCLUDED = ("pos_embed", "adaln_single", "caption_projection", "proj_out")
+    EMBEDDINGS = (
+        "prompt_embeds", "prompt_attention_mask", "negative_prompt_embeds", "negative_prompt_attention_mask"
     )  # fmt: skip
-    return dict(zip(names, embeddings, strict=True)) | {"negative_prompt": None, "use_resolution_binning": False}
+
+    def parts(self, configs: Mapping[str, Mapping], tokens: int | None, io: str) -> dict[str, Part]:
+        transformer, tokens = configs["transformer"], tokens or self.TOKENS
+        shapes: dict[str, tuple] = {
+            "hidden_states": ("batch", transformer["in_channels"], "height", "width"),
+            "encoder_hidden_states": ("batch", tokens, transformer["caption_channels"]),
+            "encoder_attention_mask": ("batch", tokens),
+            "timestep": ("batch",),
+        }
+        sized = transformer["use_additional_conditions"]
+        if sized is None:  # diffusers' own default
+            sized = transformer["sample_size"] == 128
+        if sized:
+            shapes |= {name: ("batch", width) for name, width in ADDED.items()}
+        contract = half_contract(shapes, "out_sample", single=("timestep", *ADDED))
+        return {
+            "transformer": Part("transformer", "transformer.", contract, PixArtPart),
+            "vae": vae_part(configs["vae"]["latent_channels"]),
+            "text_encoder": t5_part("text_encoder", tokens, masked=True),
+        }
+
+    def encode(
+        self, pipe, prompts: list[str], negative: list[str] | None, guided: bool, tokens: int | None
+    ) -> dict[str, object]:
+        embeddings = super().encode(pipe, prompts, negative, guided, tokens)
+        return embeddings | {"negative_prompt": None, "use_resolution_binning": False}
+
+
+FAMILY = PixArt()

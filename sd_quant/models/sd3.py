@@ -16,89 +16,52 @@ self-attention of the image beside it that some blocks of 3.5 have.
 
 from collections.abc import Mapping
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
-from sd_quant.models.parts import Contract, Part, pack, unpack, vae_part
-from sd_quant.models.roles import attention_widths, roles_of
-from sd_quant.models.roles import inputs_of_transformer as shared_inputs
+from sd_quant.models.family import Family
+from sd_quant.models.parts import Part, half_contract, vae_part
+from sd_quant.models.roles import attention_widths
 from sd_quant.models.text_encoders import clip_part, t5_part
-
-__all__ = ["pack", "shared_inputs", "unpack"]
-
-PIPELINES = ("StableDiffusion3Pipeline",)
-FROM_IMAGES = None
-NETWORKS = {
-    "transformer": "SD3Transformer2DModel",
-    "vae": "AutoencoderKL",
-    "text_encoder": "CLIPTextModelWithProjection",
-    "text_encoder_2": "CLIPTextModelWithProjection",
-    "text_encoder_3": "T5EncoderModel",
-}
-OPTIONAL = ("text_encoder_3",)
-DENOISER = "transformer"
-GUIDES = True
-TOKENS = 256  # the pipeline's default
-# What ModelOpt's default filter for diffusion models excludes, and proj_out, which Quark excludes.
-EXCLUDED = ("time_text_embed", "context_embedder", "pos_embed", "norm_out", "proj_out")
+from sd_quant.models.transformer import TransformerPart
 
 
-class TransformerPart(nn.Module):
-    def __init__(self, transformer: nn.Module):
-        super().__init__()
-        self.transformer = transformer
+class StableDiffusion3(Family):
+    PIPELINES = ("StableDiffusion3Pipeline",)
+    NETWORKS = {
+        "transformer": "SD3Transformer2DModel",
+        "vae": "AutoencoderKL",
+        "text_encoder": "CLIPTextModelWithProjection",
+        "text_encoder_2": "CLIPTextModelWithProjection",
+        "text_encoder_3": "T5EncoderModel",
+    }
+    OPTIONAL = ("text_encoder_3",)
+    TOKENS = 256  # the pipeline's default
+    # What ModelOpt's default filter for diffusion models excludes, and proj_out, which Quark excludes.
+    EXCLUDED = ("time_text_embed", "context_embedder", "pos_embed", "norm_out", "proj_out")
 
-    def forward(
-        self, hidden_states: Tensor, encoder_hidden_states: Tensor, pooled_projections: Tensor, timestep: Tensor
-    ) -> Tensor:
-        return self.transformer(hidden_states, encoder_hidden_states, pooled_projections, timestep, return_dict=False)[
-            0
-        ]
-
-
-def parts(configs: Mapping[str, Mapping], tokens: int | None, io: str) -> dict[str, Part]:
-    transformer, half, tokens = configs["transformer"], torch.float16, tokens or TOKENS
-    contract = Contract(
-        {
+    def parts(self, configs: Mapping[str, Mapping], tokens: int | None, io: str) -> dict[str, Part]:
+        transformer, tokens = configs["transformer"], tokens or self.TOKENS
+        shapes = {
             "hidden_states": ("batch", transformer["in_channels"], "height", "width"),
             "encoder_hidden_states": ("batch", CONTEXT_LENGTH + tokens, transformer["joint_attention_dim"]),
             "pooled_projections": ("batch", transformer["pooled_projection_dim"]),
             "timestep": ("batch",),
-        },
-        ("out_sample",),
-        {
-            "hidden_states": half,
-            "encoder_hidden_states": half,
-            "pooled_projections": half,
-            "timestep": torch.float32,
-        },
-        half,
-        (transformer["pos_embed_max_size"] or 0) * transformer["patch_size"] or None,
-    )
-    t5 = {"text_encoder_3": t5_part("text_encoder_3", tokens)} if "text_encoder_3" in configs else {}
-    return {
-        "transformer": Part("transformer", "transformer.", contract, TransformerPart),
-        "vae": vae_part(configs["vae"]["latent_channels"]),
-        "text_encoder": clip_part("text_encoder", "hidden_states", "text_embeds"),
-        "text_encoder_2": clip_part("text_encoder_2", "hidden_states", "text_embeds"),
-        **t5,
-    }
+        }
+        most_latents = (transformer["pos_embed_max_size"] or 0) * transformer["patch_size"] or None
+        contract = half_contract(shapes, "out_sample", single=("timestep",), latents=most_latents)
+        t5 = {"text_encoder_3": t5_part("text_encoder_3", tokens)} if "text_encoder_3" in configs else {}
+        return {
+            "transformer": Part("transformer", "transformer.", contract, TransformerPart),
+            "vae": vae_part(configs["vae"]["latent_channels"]),
+            "text_encoder": clip_part("text_encoder", "hidden_states", "text_embeds"),
+            "text_encoder_2": clip_part("text_encoder_2", "hidden_states", "text_embeds"),
+            **t5,
+        }
+
+    def attentions(self, denoiser: nn.Module) -> dict[str, int]:
+        """All, if queries and keys have no norms or those of 3.5, which the ranges of attentions know."""
+        return attention_widths(denoiser) if denoiser.config.qk_norm in (None, "rms_norm") else {}
 
 
-def layer_roles(transformer: nn.Module) -> dict[str, str]:
-    return roles_of(transformer, EXCLUDED)
-
-
-def attentions(transformer: nn.Module) -> dict[str, int]:
-    """All, if queries and keys have no norms or those of 3.5, which the ranges of attentions know."""
-    return attention_widths(transformer) if transformer.config.qk_norm in (None, "rms_norm") else {}
-
-
-def encode(pipe, prompts: list[str], negative: list[str] | None, guided: bool, tokens: int | None) -> dict[str, Tensor]:
-    names = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
-    embeddings = pipe.encode_prompt(
-        prompts, None, None, device="cpu", do_classifier_free_guidance=guided, negative_prompt=negative,
-        max_sequence_length=tokens or TOKENS,
-    )  # fmt: skip
-    return dict(zip(names, embeddings, strict=True))
+FAMILY = StableDiffusion3()

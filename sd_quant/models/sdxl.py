@@ -18,28 +18,13 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
-from sd_quant.models.parts import Contract, Part, pack, unpack, vae_part
-from sd_quant.models.text_encoders import positions, text_answer
-from sd_quant.models.unet import attentions, layer_roles, shared_inputs
+from sd_quant.models.parts import Contract, Part, half_contract, vae_part
+from sd_quant.models.text_encoders import clip_part
+from sd_quant.models.unet import UnetFamily, UnetPart
 
-__all__ = ["attentions", "layer_roles", "pack", "shared_inputs", "unpack"]
-
-PIPELINES = ("StableDiffusionXLPipeline", "StableDiffusionXLInpaintPipeline")
-FROM_IMAGES = ("StableDiffusionXLImg2ImgPipeline", "StableDiffusionXLInpaintPipeline")
-NETWORKS = {
-    "unet": "UNet2DConditionModel",
-    "vae": "AutoencoderKL",
-    "text_encoder": "CLIPTextModel",
-    "text_encoder_2": "CLIPTextModelWithProjection",
-}
-OPTIONAL = ()
-DENOISER = "unet_xl"
-GUIDES = True
-TOKENS = None
 SIZES = 6  # of time_ids: original height and width, top and left of the crop, target height and width
 
 
@@ -58,37 +43,6 @@ class NemoUnetPart(nn.Module):
     def forward(self, x: Tensor, timesteps: Tensor, context: Tensor, y: Tensor) -> Tensor:
         added = {"text_embeds": y[:, : self.pooled_width], "time_ids": y[:, self.pooled_width :]}
         return self.unet(x, timesteps, context, added_cond_kwargs=added, return_dict=False)[0]
-
-
-class UnetPart(nn.Module):
-    def __init__(self, unet: nn.Module):
-        super().__init__()
-        self.unet = unet
-
-    def forward(
-        self, sample: Tensor, timestep: Tensor, encoder_hidden_states: Tensor, text_embeds: Tensor, time_ids: Tensor
-    ) -> Tensor:
-        # diffusers concatenates the two, so they need one dtype
-        added = {"text_embeds": text_embeds.to(time_ids.dtype), "time_ids": time_ids}
-        return self.unet(sample, timestep, encoder_hidden_states, added_cond_kwargs=added, return_dict=False)[0]
-
-
-def padded(hidden: Tensor, tokens: int) -> Tensor:
-    """``hidden`` [B, 77, C] padded with zeros to [B, tokens, C] (NeMo, encoders/modules.py)."""
-    return F.pad(hidden, (0, 0, 0, tokens - hidden.shape[1])) if tokens > hidden.shape[1] else hidden
-
-
-class ClipPart(nn.Module):
-    """A text encoder with NeMo's outputs: the hidden states before the last layer, padded, and the pooled vector."""
-
-    def __init__(self, text_encoder: nn.Module, tokens: int, pooled: bool):
-        super().__init__()
-        self.text_encoder, self.tokens, self.pooled = text_encoder, tokens, pooled
-
-    def forward(self, input_ids: Tensor) -> tuple[Tensor, ...]:
-        output = self.text_encoder(input_ids, position_ids=positions(input_ids), output_hidden_states=True)
-        hidden = padded(output.hidden_states[-2], self.tokens)
-        return (hidden, output.text_embeds) if self.pooled else (hidden,)
 
 
 def vector_condition(text_embeds: Tensor, time_ids: Tensor, width: int) -> Tensor:
@@ -111,17 +65,15 @@ def nemo_arguments(width: int, contract: Contract, given: Mapping[str, Any]) -> 
 
 def unet_part(unet: Mapping, tokens: int, io: str) -> Part:
     """The UNet as a part. ``unet`` is its config, ``tokens`` is S, and ``io`` says whose names the inputs have."""
-    half, single = torch.float16, torch.float32
     latent = ("batch", unet["in_channels"], "height", "width")
     context, added = ("batch", tokens, unet["cross_attention_dim"]), unet["projection_class_embeddings_input_dim"]
     pooled = added - SIZES * unet["addition_time_embed_dim"]
     if io == "nemo":
         shapes = {"x": latent, "timesteps": ("batch",), "context": context, "y": ("batch", added)}
-        dtypes = {"x": half, "timesteps": single, "context": half, "y": half}
         return Part(
             "unet",
             "unet.",
-            Contract(shapes, ("out",), dtypes, half),
+            half_contract(shapes, "out", single=("timesteps",)),
             partial(NemoUnetPart, pooled_width=pooled),
             arguments=partial(nemo_arguments, unet["addition_time_embed_dim"]),
         )
@@ -132,33 +84,30 @@ def unet_part(unet: Mapping, tokens: int, io: str) -> Part:
         "text_embeds": ("batch", pooled),
         "time_ids": ("batch", SIZES),
     }
-    dtypes = {name: single if name in ("timestep", "time_ids") else half for name in shapes}
-    return Part("unet", "unet.", Contract(shapes, ("out_sample",), dtypes, half), UnetPart)
+    return Part("unet", "unet.", half_contract(shapes, "out_sample", single=("timestep", "time_ids")), UnetPart)
 
 
-def text_part(component: str, tokens: int, pooled: bool) -> Part:
-    """A text encoder as a part with NeMo's outputs; ``pooled`` adds the pooled vector."""
-    names = ("z", "z_pooled") if pooled else ("z",)
-    contract = Contract({"input_ids": ("batch", CONTEXT_LENGTH)}, names, {"input_ids": torch.int32}, torch.float16)
-
-    def answer(outputs: Mapping[str, Tensor]):
-        return text_answer({**outputs, "hidden_states": outputs["z"]}, names[-1:])
-
-    return Part(component, "text_encoder.", contract, partial(ClipPart, tokens=tokens, pooled=pooled), answer)
-
-
-def parts(configs: Mapping[str, Mapping], tokens: int | None, io: str) -> dict[str, Part]:
-    """As in ``Family``; ``tokens`` is S, CLIP's own 77 by default."""
-    tokens = tokens or CONTEXT_LENGTH
-    return {
-        "unet_xl": unet_part(configs["unet"], tokens, io),
-        "vae": vae_part(configs["vae"]["latent_channels"]),
-        "clip1": text_part("text_encoder", tokens, pooled=False),
-        "clip2": text_part("text_encoder_2", tokens, pooled=True),
+class StableDiffusionXL(UnetFamily):
+    PIPELINES = ("StableDiffusionXLPipeline", "StableDiffusionXLInpaintPipeline")
+    FROM_IMAGES = ("StableDiffusionXLImg2ImgPipeline", "StableDiffusionXLInpaintPipeline")
+    NETWORKS = {
+        "unet": "UNet2DConditionModel",
+        "vae": "AutoencoderKL",
+        "text_encoder": "CLIPTextModel",
+        "text_encoder_2": "CLIPTextModelWithProjection",
     }
+    DENOISER = "unet_xl"
+
+    def parts(self, configs: Mapping[str, Mapping], tokens: int | None, io: str) -> dict[str, Part]:
+        """As in ``Family``; ``tokens`` is S, CLIP's own 77 by default."""
+        tokens = tokens or CONTEXT_LENGTH
+        both = ("hidden_states", "text_embeds")
+        return {
+            "unet_xl": unet_part(configs["unet"], tokens, io),
+            "vae": vae_part(configs["vae"]["latent_channels"]),
+            "clip1": clip_part("text_encoder", "hidden_states", names=("z",), tokens=tokens),
+            "clip2": clip_part("text_encoder_2", *both, names=("z", "z_pooled"), tokens=tokens),
+        }
 
 
-def encode(pipe, prompts: list[str], negative: list[str] | None, guided: bool, tokens: int | None) -> dict[str, Tensor]:
-    names = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
-    embeddings = pipe.encode_prompt(prompts, device="cpu", do_classifier_free_guidance=guided, negative_prompt=negative)
-    return dict(zip(names, embeddings, strict=True))
+FAMILY = StableDiffusionXL()

@@ -7,13 +7,12 @@ because NeMo's config only names these encoders. Nothing in the config is import
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated
 
 from sd_quant.knobs import between
 from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH, clip_tokenizer
-from sd_quant.models.parts import PipelineAdapter, pack, pipelines_from_images, unpack
-from sd_quant.models.sdxl import FROM_IMAGES
+from sd_quant.models.family import PipelineAdapter
+from sd_quant.models.sdxl import FAMILY
 
 CONTEXT_TOKENS = 80  # CLIP's 77 and three of zeros, in training and inference alike
 CLIP_HEAD_WIDTH = 64  # in CLIP-L (768/12), OpenCLIP bigG (1280/20) and every other CLIP text model
@@ -235,7 +234,4 @@ def pipeline_adapter(networks: Mapping, tokenizers: Sequence, sampler) -> Pipeli
             for (context, pooled), (no_context, no_pooled) in zip(positive, unconditional, strict=True)
         ]
 
-    return PipelineAdapter(
-        pipe, networks["unet"], encode, partial(pack, pipe), partial(unpack, pipe), tokenizers[0],
-        pipelines_from_images(FROM_IMAGES),
-    )  # fmt: skip
+    return PipelineAdapter(FAMILY, pipe, networks["unet"], tokenizers[0], encode)

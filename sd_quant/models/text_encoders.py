@@ -9,10 +9,12 @@
 """
 
 from collections.abc import Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
@@ -24,17 +26,27 @@ def positions(input_ids: Tensor) -> Tensor:
     return torch.arange(input_ids.shape[1], device=input_ids.device)[None]
 
 
-class ClipPart(nn.Module):
-    """A CLIP text encoder with outputs named as in transformers; hidden_states are those before the last layer."""
+def padded(hidden: Tensor, tokens: int) -> Tensor:
+    """``hidden`` [B, 77, C] padded with zeros to [B, tokens, C] (NeMo, encoders/modules.py)."""
+    return F.pad(hidden, (0, 0, 0, tokens - hidden.shape[1])) if tokens > hidden.shape[1] else hidden
 
-    def __init__(self, text_encoder: nn.Module, outputs: tuple[str, ...]):
+
+class ClipPart(nn.Module):
+    """A CLIP text encoder with outputs named as in transformers; hidden_states are those before the last layer.
+
+    They are padded to ``tokens`` with zeros.
+    """
+
+    def __init__(self, text_encoder: nn.Module, outputs: tuple[str, ...], tokens: int = 0):
         super().__init__()
-        self.text_encoder, self.outputs = text_encoder, outputs
+        self.text_encoder, self.outputs, self.tokens = text_encoder, outputs, tokens
 
     def forward(self, input_ids: Tensor) -> tuple[Tensor, ...]:
         output = self.text_encoder(input_ids, position_ids=positions(input_ids), output_hidden_states=True)
         values = {name: getattr(output, name, None) for name in self.outputs}
-        return tuple(value[-2] if name == "hidden_states" else value for name, value in values.items())
+        return tuple(
+            padded(value[-2], self.tokens) if name == "hidden_states" else value for name, value in values.items()
+        )
 
 
 class TextOutput(SimpleNamespace):
@@ -52,16 +64,19 @@ def text_answer(outputs: Mapping[str, Tensor], first: tuple[str, ...]) -> TextOu
     return TextOutput(first=[outputs[name] for name in first], **attributes)
 
 
-def clip_part(component: str, *outputs: str) -> Part:
-    """A CLIP text encoder as a part. ``outputs`` have transformers' names; pipelines read the last of them by index."""
-    contract = Contract({"input_ids": ("batch", CONTEXT_LENGTH)}, outputs, {"input_ids": torch.int32}, torch.float16)
-    return Part(
-        component,
-        "text_encoder.",
-        contract,
-        lambda text_encoder: ClipPart(text_encoder, outputs),
-        lambda values: text_answer(values, outputs[-1:]),
-    )
+def clip_part(component: str, *outputs: str, names: tuple[str, ...] = (), tokens: int = 0) -> Part:
+    """A CLIP text encoder as a part. ``outputs`` have transformers' names; pipelines read the last of them by index.
+
+    The graph calls them by ``names``, if these are given, and pads hidden states to ``tokens``.
+    """
+    names, ids = names or outputs, "input_ids"
+    contract = Contract({ids: ("batch", CONTEXT_LENGTH)}, names, {ids: torch.int32}, torch.float16)
+
+    def answer(values: Mapping[str, Tensor]) -> TextOutput:
+        named = {output: values[name] for output, name in zip(outputs, names, strict=True)}
+        return text_answer({**values, **named}, outputs[-1:])
+
+    return Part(component, "text_encoder.", contract, partial(ClipPart, outputs=outputs, tokens=tokens), answer)
 
 
 class T5Part(nn.Module):

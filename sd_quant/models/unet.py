@@ -1,11 +1,15 @@
-"""The layers of diffusers' UNet2DConditionModel (Stable Diffusion 1, 2 and XL): their roles and their inputs."""
+"""diffusers' UNet2DConditionModel (Stable Diffusion 1, 2 and XL): a part, and what its layers are and read."""
 
 from collections.abc import Iterable
 
-from torch import nn
+from torch import Tensor, nn
 
+from sd_quant.models.family import Family
 from sd_quant.models.parts import SharedInput
-from sd_quant.models.roles import attention_widths, roles_of
+from sd_quant.models.roles import attention_widths as attentions
+from sd_quant.models.roles import roles_of
+
+__all__ = ["attentions"]
 
 # What the diffusion recipes of ModelOpt and Quark exclude: the embeddings of time and size, the first and the last
 # convolution, and the skip convolutions. NeMo calls these emb_layers.1, time_embed, label_emb, input_blocks.0.0, out.1
@@ -16,9 +20,6 @@ EXCLUDED = ("time_emb_proj", "time_embedding", "add_embedding", "conv_in", "conv
 def layer_roles(unet: nn.Module) -> dict[str, str]:
     """The role of every Linear and Conv2d of the UNet by name, in the order of the network."""
     return roles_of(unet, EXCLUDED)
-
-
-attentions = attention_widths
 
 
 def shared_inputs(linears: Iterable[str]) -> list[SharedInput]:
@@ -56,3 +57,36 @@ def shared_inputs(linears: Iterable[str]) -> list[SharedInput]:
                 SharedInput((f"{block}.ff.net.2",), f"{block}.ff.net.0.proj"),
             ]
     return inputs
+
+
+class UnetFamily(Family):
+    """A family whose denoiser is such a UNet."""
+
+    EXCLUDED = EXCLUDED
+
+    def shared_inputs(self, linears: Iterable[str]) -> list[SharedInput]:
+        return shared_inputs(linears)
+
+    def attentions(self, denoiser: nn.Module) -> dict[str, int]:
+        return attentions(denoiser)
+
+
+class UnetPart(nn.Module):
+    """The UNet with diffusers' inputs. SDXL's also reads the pooled text and six sizes."""
+
+    def __init__(self, unet: nn.Module):
+        super().__init__()
+        self.unet = unet
+
+    def forward(
+        self,
+        sample: Tensor,
+        timestep: Tensor,
+        encoder_hidden_states: Tensor,
+        text_embeds: Tensor | None = None,
+        time_ids: Tensor | None = None,
+    ) -> Tensor:
+        added = None
+        if text_embeds is not None and time_ids is not None:  # diffusers concatenates the two, so they need one dtype
+            added = {"text_embeds": text_embeds.to(time_ids.dtype), "time_ids": time_ids}
+        return self.unet(sample, timestep, encoder_hidden_states, added_cond_kwargs=added, return_dict=False)[0]

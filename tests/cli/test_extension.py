@@ -41,18 +41,21 @@ import numpy as np
 import torch
 
 from sd_quant.engines import onnxruntime
-from sd_quant.models import sd
-from sd_quant.models.sd import NETWORKS, PIPELINES, attentions, encode, layer_roles, pack, shared_inputs, unpack
+from sd_quant.models.sd import StableDiffusion
 
-OPTIONAL = ()
-FROM_IMAGES = None
-DENOISER, GUIDES, TOKENS = "my_unet", True, None
 QMAX = 127.0
 
 
-def parts(configs, tokens, io):
-    described = sd.parts(configs, tokens, io)
-    return {DENOISER: described.pop("unet")} | described
+class Own(StableDiffusion):
+    FROM_IMAGES = None
+    DENOISER = "my_unet"
+
+    def parts(self, configs, tokens, io):
+        described = super().parts(configs, tokens, io)
+        return {self.DENOISER: described.pop("unet")} | described
+
+
+FAMILY = Own()
 
 
 def scales(x, amax):

@@ -18,7 +18,7 @@ from sd_quant.interchange import TARGETS
 from sd_quant.interchange.holding import simulate_target
 from sd_quant.metrics.fidelity import psnr
 from sd_quant.models.checkpoint import Checkpoint, build_module, denoiser_part
-from sd_quant.models.sdxl import padded
+from sd_quant.models.text_encoders import padded
 from sd_quant.quantization.assignment import LayerAssignment
 
 HERE = Path(__file__).resolve().parent

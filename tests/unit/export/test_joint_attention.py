@@ -14,7 +14,7 @@ from sd_quant.export.layer_cut import names_of_products
 from sd_quant.export.qdq import write_onnx
 from sd_quant.export.tracing import copy_of, trace
 from sd_quant.inference.parity import attention_outputs, layer_outputs, layer_parity, run_simulation
-from sd_quant.models.sd3 import TransformerPart
+from sd_quant.models.transformer import TransformerPart
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.simulation.modelopt import simulate
 from tests.graphs import run

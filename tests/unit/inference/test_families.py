@@ -203,23 +203,20 @@ FILE = '''
 
 from dataclasses import replace
 
-from sd_quant.models import sd, unet
-from sd_quant.models.roles import roles_of
-from sd_quant.models.sd import FROM_IMAGES, NETWORKS, OPTIONAL, PIPELINES
-from sd_quant.models.sd import attentions, encode, pack, shared_inputs, unpack
-
-DENOISER, GUIDES, TOKENS = "my_unet", True, None
-EXCLUDED = (*unet.EXCLUDED, "attn2")
+from sd_quant.models.sd import StableDiffusion
 
 
-def parts(configs, tokens, io):
-    described = sd.parts(configs, tokens, io)
-    denoiser = described.pop("unet")
-    return {"my_unet": replace(denoiser, contract=replace(denoiser.contract, outputs=("my_noise",)))} | described
+class Own(StableDiffusion):
+    DENOISER = "my_unet"
+    EXCLUDED = (*StableDiffusion.EXCLUDED, "attn2")
+
+    def parts(self, configs, tokens, io):
+        described = super().parts(configs, tokens, io)
+        denoiser = described.pop("unet")
+        return {"my_unet": replace(denoiser, contract=replace(denoiser.contract, outputs=("my_noise",)))} | described
 
 
-def layer_roles(network):
-    return roles_of(network, EXCLUDED)
+FAMILY = Own()
 '''
 
 

@@ -78,7 +78,7 @@ def modules(small_config):
 @pytest.fixture
 def build(engines, modules):
     """A pipeline with a given scheduler."""
-    parts = sdxl.parts({name: modules[name].config for name in ("unet", "vae")}, CONTEXT_TOKENS, "nemo")
+    parts = sdxl.FAMILY.parts({name: modules[name].config for name in ("unet", "vae")}, CONTEXT_TOKENS, "nemo")
 
     def built(scheduler):
         networks = {

@@ -3,10 +3,10 @@ import torch
 from diffusers import StableDiffusionXLPipeline
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
-from sd_quant.models import sdxl
 from sd_quant.models.parts import Contract, as_inputs, axes, wrapped
-from sd_quant.models.sdxl import ClipPart
+from sd_quant.models.sdxl import FAMILY as sdxl
 from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS, TextShape, build_modules, text_config
+from sd_quant.models.text_encoders import ClipPart
 
 POOLED = 32
 SHAPE = TextShape(vocab_size=600, width=64, layers=3, context=77, mlp_width=96, projection=POOLED)
@@ -19,7 +19,8 @@ def test_the_text_parts_are_diffusers_encoders_padded_to_80_tokens():
     second = CLIPTextModelWithProjection(CLIPTextConfig(**text_config(SHAPE, "gelu"))).eval()
     first_output, second_output = (encoder(TOKENS, output_hidden_states=True) for encoder in (first, second))
     pooled = second_output[0]
-    (z1,), (z2, z_pooled) = ClipPart(first, 80, pooled=False)(TOKENS), ClipPart(second, 80, pooled=True)(TOKENS)
+    (z1,) = ClipPart(first, ("hidden_states",), 80)(TOKENS)
+    z2, z_pooled = ClipPart(second, ("hidden_states", "text_embeds"), 80)(TOKENS)
     assert torch.equal(z_pooled, pooled) and pooled.shape == (2, POOLED)
     for z, output in ((z1, first_output), (z2, second_output)):
         context = output.hidden_states[-2]  # as ``encode_prompt`` takes it

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sd_quant.models.sd3 import attentions
+from sd_quant.models.sd3 import FAMILY
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.attention import FLOAT_HEADROOM, INTEGER_HEADROOM
 
@@ -31,7 +31,7 @@ def multiplied(joint: Joint, rows: dict[str, LayerAssignment], monkeypatch) -> d
     part = joint.part()
     for seed in range(CALLS):
         part(**joint.inputs(seed))
-    names = list(attentions(joint.network))
+    names = list(FAMILY.attentions(joint.network))
     found = {
         name: [torch.cat(calls, 1) for calls in zip(*seen[index :: len(names)], strict=True)]
         for index, name in enumerate(names)
@@ -65,6 +65,6 @@ def test_ranges_are_of_both_streams_as_they_are_multiplied(fmt, normed, monkeypa
 
 def test_other_norms_than_those_of_the_published_models_are_left_alone():
     network = transformer(True)
-    assert len(attentions(network)) == 3
+    assert len(FAMILY.attentions(network)) == 3
     network.register_to_config(qk_norm="layer_norm")
-    assert attentions(network) == {}
+    assert FAMILY.attentions(network) == {}

@@ -20,7 +20,8 @@ from sd_quant.interchange import exported_parts
 from sd_quant.interchange import onnx as onnx_target
 from sd_quant.interchange import openvino as openvino_target
 from sd_quant.models.checkpoint import build_module
-from sd_quant.models.sdxl import UnetPart, padded
+from sd_quant.models.text_encoders import padded
+from sd_quant.models.unet import UnetPart
 from sd_quant.places import HOME
 
 from ....pipelines import sd15

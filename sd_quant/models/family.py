@@ -1,0 +1,106 @@
+"""What a family of diffusion models states: facts, and functions where the usual ones do not fit."""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from sd_quant.models.parts import Part, SharedInput
+from sd_quant.models.roles import inputs_of_transformer, roles_of
+
+
+class Family:
+    """Facts and functions of one family. The defaults are those of a transformer that is called on plain latents."""
+
+    PIPELINES: tuple[str, ...]  # diffusers' pipeline classes that are of this family
+    FROM_IMAGES: tuple[str, str] | None = None  # the classes that change an image, and a part of one; None: no such
+    NETWORKS: Mapping[str, str]  # the pipeline's components that are networks, and their classes
+    OPTIONAL: tuple[str, ...] = ()  # networks that a pipeline may lack, each a part of the same name
+    DENOISER: str = "transformer"  # name of the part that is quantized
+    EXCLUDED: tuple[str, ...]  # its layers that no level quantizes, as in ``roles.layer_role``
+    GUIDES: bool = True  # whether classifier-free guidance doubles the denoiser's batch
+    TOKENS: int | None = None  # longest text that its T5 reads by default, in tokens; None without a T5
+    # keyword arguments of the pipeline's call, in the order in which its ``encode_prompt`` returns them
+    EMBEDDINGS: tuple[str, ...] = (
+        "prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds"
+    )  # fmt: skip
+
+    def parts(self, configs: Mapping[str, Mapping], tokens: int | None, io: str) -> dict[str, Part]:
+        """Returns the exported parts by name, the denoiser first.
+
+        ``configs`` are the configurations of the networks, by component; of the optional ones only if they are used.
+        ``tokens`` is the longest text that a T5 reads, None for the default. ``io``, "nemo" or "diffusers", says whose
+        names the denoiser's inputs get, where a family has both.
+        """
+        raise NotImplementedError
+
+    def layer_roles(self, denoiser: nn.Module) -> dict[str, str]:
+        """Returns the role of every Linear and Conv2d by name, see ``roles.roles_of``."""
+        return roles_of(denoiser, self.EXCLUDED)
+
+    def shared_inputs(self, linears: Iterable[str]) -> list[SharedInput]:
+        """Returns the inputs of the linears. Every linear that may be quantized reads one of them."""
+        return inputs_of_transformer(linears)
+
+    def attentions(self, denoiser: nn.Module) -> dict[str, int]:
+        """Returns the head width of each attention whose matrix products can be quantized, by the attention's name."""
+        return {}
+
+    def encode(
+        self, pipe, prompts: list[str], negative: list[str] | None, guided: bool, tokens: int | None
+    ) -> dict[str, Any]:
+        """Returns keyword arguments for a call of ``pipe`` that replace the prompts: their embeddings.
+
+        ``guided`` asks for the negative embeddings too: those of the ``negative`` prompts, one for each of the prompts,
+        or with None those of the model's own unconditional half. ``tokens`` as in ``parts``.
+        """
+        known = inspect.signature(pipe.encode_prompt).parameters
+        given = {
+            "prompt": prompts, "device": "cpu", "num_images_per_prompt": 1, "do_classifier_free_guidance": guided,
+            "negative_prompt": negative, "max_sequence_length": tokens or self.TOKENS,
+        }  # fmt: skip
+        arguments = {
+            name: given.get(name)
+            for name, parameter in known.items()
+            if given.get(name) is not None or parameter.default is parameter.empty
+        }
+        return dict(zip(self.EMBEDDINGS, pipe.encode_prompt(**arguments), strict=False))
+
+    def pack(self, pipe, latents: Tensor) -> Tensor:
+        """Returns latents [B, C, h, w] in the layout that the pipeline's call takes."""
+        return latents
+
+    def unpack(self, pipe, latents: Tensor, height: int, width: int) -> Tensor:
+        """The inverse of ``pack``: latents [B, C, h, w] of an image of ``height`` by ``width`` pixels."""
+        return latents
+
+
+@dataclass(frozen=True)
+class PipelineAdapter:
+    """A family's diffusers pipeline, with engines for networks, and how to call it."""
+
+    family: Family
+    pipe: Any
+    denoiser: Any  # the pipeline's network that is quantized
+    tokenizer: Any  # of the text encoder that reads the shortest prompts
+    # (batches of prompts, their negative prompts or None for the model's own unconditional embedding, whether guidance
+    # needs negative embeddings) -> for each batch what ``pipe`` takes instead
+    encode: Callable[[Sequence[list[str]], Sequence[list[str] | None], bool], list[dict[str, Any]]]
+
+    def pack(self, latents: Tensor) -> Tensor:
+        """Returns latents [B, C, h, w] as ``pipe`` takes them."""
+        return self.family.pack(self.pipe, latents)
+
+    def unpack(self, latents: Tensor, height: int, width: int) -> Tensor:
+        """The inverse of ``pack``, for an image's height and width in pixels."""
+        return self.family.unpack(self.pipe, latents, height, width)
+
+
+def remade(name: str, pipe: Any) -> Any:
+    """Returns a pipeline of diffusers' class ``name`` with the networks and the configuration of ``pipe``."""
+    import diffusers
+
+    kind, known = getattr(diffusers, name), {**pipe.config, **pipe.components}
+    return kind(**{each: known[each] for each in inspect.signature(kind).parameters if each in known})

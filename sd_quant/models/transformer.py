@@ -1,0 +1,30 @@
+"""The transformers with joint attention of text and image (Stable Diffusion 3 and Flux) as a part."""
+
+from torch import Tensor, nn
+
+
+class TransformerPart(nn.Module):
+    """The transformer with diffusers' inputs. Flux's also reads where its tokens stand, and guidance if it has that."""
+
+    def __init__(self, transformer: nn.Module):
+        super().__init__()
+        self.transformer = transformer
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        pooled_projections: Tensor,
+        timestep: Tensor,
+        img_ids: Tensor | None = None,
+        txt_ids: Tensor | None = None,
+        guidance: Tensor | None = None,
+    ) -> Tensor:
+        return self.transformer(
+            hidden_states=hidden_states,
+            encoder_hidden_states=encoder_hidden_states,
+            pooled_projections=pooled_projections,
+            timestep=timestep,
+            **({} if img_ids is None else {"img_ids": img_ids, "txt_ids": txt_ids, "guidance": guidance}),
+            return_dict=False,
+        )[0]
