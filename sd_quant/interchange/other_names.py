@@ -10,7 +10,6 @@ count blocks by the file's names, end in a KeyError where one is missing, and kn
 that way.
 """
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -23,11 +22,11 @@ from torch import nn
 from sd_quant.errors import ArtifactError
 from sd_quant.files.checks import listing
 from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor
-from sd_quant.names import flux
+from sd_quant.names.sgm import UNET as PREFIX
 from sd_quant.names.sgm import sgm_names
+from sd_quant.names.transformers import LAYOUTS, stored_names
 from sd_quant.numbers import up_to
 
-PREFIX = "model.diffusion_model."  # of the denoiser, in a file of the whole model
 # what else is in such a file: the other networks, averages of the weights, and what training keeps
 OTHER_NETWORKS = (
     "first_stage_model.", "vae.", "cond_stage_model.", "conditioner.", "text_encoders.", "text_encoder.", "model_ema.",
@@ -49,34 +48,6 @@ class Rows:
 
 
 Places = Mapping[str, tuple[Rows, ...]]  # by diffusers' name; what stands there one behind the other
-
-# A stored module of Stable Diffusion 3 with what lies in it one behind the other; Flux's are ``flux``.
-SD3_JOINT = {
-    "x_block.attn.qkv": flux.QKV, "context_block.attn.qkv": flux.ADDED_QKV,
-    "x_block.attn2.qkv": ("attn2.to_q", "attn2.to_k", "attn2.to_v"),
-    "x_block.attn.ln_q": ("attn.norm_q",), "x_block.attn.ln_k": ("attn.norm_k",),
-    "context_block.attn.ln_q": ("attn.norm_added_q",), "context_block.attn.ln_k": ("attn.norm_added_k",),
-    "x_block.attn2.ln_q": ("attn2.norm_q",), "x_block.attn2.ln_k": ("attn2.norm_k",),
-    "x_block.attn.proj": ("attn.to_out.0",), "context_block.attn.proj": ("attn.to_add_out",),
-    "x_block.attn2.proj": ("attn2.to_out.0",),
-    "x_block.adaLN_modulation.1": ("norm1.linear",), "context_block.adaLN_modulation.1": ("norm1_context.linear",),
-    "x_block.mlp.fc1": ("ff.net.0.proj",), "x_block.mlp.fc2": ("ff.net.2",),
-    "context_block.mlp.fc1": ("ff_context.net.0.proj",), "context_block.mlp.fc2": ("ff_context.net.2",),
-}  # fmt: skip
-SD3_OUTER = {
-    "pos_embed": ("pos_embed.pos_embed",), "x_embedder.proj": ("pos_embed.proj",),
-    "t_embedder.mlp.0": ("time_text_embed.timestep_embedder.linear_1",),
-    "t_embedder.mlp.2": ("time_text_embed.timestep_embedder.linear_2",),
-    "y_embedder.mlp.0": ("time_text_embed.text_embedder.linear_1",),
-    "y_embedder.mlp.2": ("time_text_embed.text_embedder.linear_2",),
-    "final_layer.linear": ("proj_out",), "final_layer.adaLN_modulation.1": ("norm_out.linear",),
-}  # fmt: skip
-# by the class of the network: of each of diffusers' blocks, "" for what is in none, the stored block and its joins
-JOINS: Mapping[str, Mapping[str, tuple[str, Mapping[str, tuple[str, ...]]]]] = {
-    "FluxTransformer2DModel": {**flux.BLOCKS, "": ("", flux.OUTER)},
-    "SD3Transformer2DModel": {"transformer_blocks": ("joint_blocks", SD3_JOINT), "": ("", SD3_OUTER)},
-}
-SCALED = ("query_norm", "key_norm")  # whose weight Flux's authors call scale
 
 # what names tell of a network, for people; the first whose every mark begins a name
 KINDS: Sequence[tuple[str, tuple[str, ...]]] = (
@@ -166,15 +137,10 @@ def authors_places(network: nn.Module, needed: Mapping[str, Shape]) -> Places:
     if type(network).__name__ == "UNet2DConditionModel":
         keys = sgm_names(needed)
         return {name: (Rows(keys[name], 0, _rows(shape), _rows(shape)),) for name, shape in needed.items()}
-    inside: dict[str, dict[int, str]] = {}  # what lies in a stored tensor, by its turn
-    for name in needed:
-        stored, turn = _stored_name(name, JOINS.get(type(network).__name__, {}))
-        inside.setdefault(stored, {})[turn] = name
     places: dict[str, tuple[Rows, ...]] = {}
-    for stored, by_turn in inside.items():
-        total = sum(_rows(needed[name]) for name in by_turn.values())
-        start = 0
-        for _, name in sorted(by_turn.items()):
+    for stored, inside in stored_names(needed, LAYOUTS.get(type(network).__name__, {})).items():
+        total, start = sum(_rows(needed[name]) for name in inside), 0
+        for name in inside:
             stop = start + _rows(needed[name])
             places[name] = (Rows(stored, start, stop, total),)
             if _ends_in_shift_and_scale(network, name):
@@ -186,20 +152,6 @@ def authors_places(network: nn.Module, needed: Mapping[str, Shape]) -> Places:
 
 def _rows(shape: Shape) -> int:
     return shape[0] if shape else 1
-
-
-def _stored_name(name: str, joins: Mapping[str, tuple[str, Mapping[str, tuple[str, ...]]]]) -> tuple[str, int]:
-    """The name of the tensor that holds diffusers' ``name``, and which of those in it that is."""
-    block = re.match(r"(\w+)\.(\d+)\.", name)
-    ours = block[1] if block and block[1] in joins else ""
-    theirs, table = joins.get(ours, ("", {}))
-    inner = name[block.end() :] if ours else name
-    for stored, parts in table.items():
-        for turn, part in enumerate(parts):
-            if inner == part or inner.startswith(f"{part}."):
-                head = f"{theirs}.{block[2]}.{stored}" if ours else stored
-                return head + (".scale" if stored.endswith(SCALED) else inner.removeprefix(part)), turn
-    return name, 0
 
 
 def _ends_in_shift_and_scale(network: nn.Module, name: str) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from sd_quant.files.tensors import Readable
-from sd_quant.names import flux
+from sd_quant.names import transformers
 from sd_quant.names.sgm import sgm_names
 
 WEIGHT = ".weight"
@@ -89,16 +89,9 @@ def _names_elsewhere(layers: Mapping[str, Place]) -> Iterator[tuple[str, list[Pl
         for name, key in sgm_names([layer + WEIGHT for layer in layers]).items():
             yield key.removesuffix(WEIGHT), [layers[name.removesuffix(WEIGHT)]]
     if "single_transformer_blocks.0.proj_mlp" in layers:
-        named = [(theirs, parts) for theirs, parts in flux.OUTER.items() if theirs != flux.EXCHANGED]
-        for blocks, (their_blocks, table) in flux.BLOCKS.items():
-            for index in range(len({layer.split(".")[1] for layer in layers if layer.startswith(f"{blocks}.")})):
-                named += [
-                    (f"{their_blocks}.{index}.{theirs}", tuple(f"{blocks}.{index}.{part}" for part in parts))
-                    for theirs, parts in table.items()
-                ]
-        for theirs, parts in named:
-            if all(part in layers for part in parts):  # norms are no layers, and not each has a guidance_embedder
-                yield theirs, stacked([layers[part] for part in parts])
+        for name, parts in transformers.stored_names(layers, transformers.FLUX).items():
+            if name != transformers.EXCHANGED:
+                yield name, stacked([layers[part] for part in parts])
 
 
 def stacked(places: list[Place]) -> list[Place]:

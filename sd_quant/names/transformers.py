@@ -1,0 +1,92 @@
+"""The authors' names of transformers' layers: Black Forest Labs' of Flux, Stability AI's of Stable Diffusion 3.
+
+One of their tensors may hold the rows of several of diffusers': each name of theirs stands with the names of diffusers
+whose rows it holds, in that order. The road not taken is diffusers' converters: they work on whole checkpoints of one
+width, and LoRAs and slices of files need names alone.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+
+QKV = ("attn.to_q", "attn.to_k", "attn.to_v")
+ADDED_QKV = ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj")
+FLUX_DOUBLE = {
+    "img_mod.lin": ("norm1.linear",), "txt_mod.lin": ("norm1_context.linear",),
+    "img_attn.qkv": QKV, "txt_attn.qkv": ADDED_QKV,
+    "img_attn.norm.query_norm": ("attn.norm_q",), "img_attn.norm.key_norm": ("attn.norm_k",),
+    "txt_attn.norm.query_norm": ("attn.norm_added_q",), "txt_attn.norm.key_norm": ("attn.norm_added_k",),
+    "img_attn.proj": ("attn.to_out.0",), "txt_attn.proj": ("attn.to_add_out",),
+    "img_mlp.0": ("ff.net.0.proj",), "img_mlp.2": ("ff.net.2",),
+    "txt_mlp.0": ("ff_context.net.0.proj",), "txt_mlp.2": ("ff_context.net.2",),
+}  # fmt: skip
+FLUX_SINGLE = {
+    "modulation.lin": ("norm.linear",), "linear1": (*QKV, "proj_mlp"), "linear2": ("proj_out",),
+    "norm.query_norm": ("attn.norm_q",), "norm.key_norm": ("attn.norm_k",),
+}  # fmt: skip
+FLUX_OUTER = {  # in no block
+    "img_in": ("x_embedder",), "txt_in": ("context_embedder",),
+    "time_in.in_layer": ("time_text_embed.timestep_embedder.linear_1",),
+    "time_in.out_layer": ("time_text_embed.timestep_embedder.linear_2",),
+    "vector_in.in_layer": ("time_text_embed.text_embedder.linear_1",),
+    "vector_in.out_layer": ("time_text_embed.text_embedder.linear_2",),
+    "guidance_in.in_layer": ("time_text_embed.guidance_embedder.linear_1",),
+    "guidance_in.out_layer": ("time_text_embed.guidance_embedder.linear_2",),
+    "final_layer.linear": ("proj_out",), "final_layer.adaLN_modulation.1": ("norm_out.linear",),
+}  # fmt: skip
+EXCHANGED = "final_layer.adaLN_modulation.1"  # whose halves, a shift and a scale, are in the other order in diffusers
+SD3_JOINT = {
+    "x_block.attn.qkv": QKV, "context_block.attn.qkv": ADDED_QKV,
+    "x_block.attn2.qkv": ("attn2.to_q", "attn2.to_k", "attn2.to_v"),
+    "x_block.attn.ln_q": ("attn.norm_q",), "x_block.attn.ln_k": ("attn.norm_k",),
+    "context_block.attn.ln_q": ("attn.norm_added_q",), "context_block.attn.ln_k": ("attn.norm_added_k",),
+    "x_block.attn2.ln_q": ("attn2.norm_q",), "x_block.attn2.ln_k": ("attn2.norm_k",),
+    "x_block.attn.proj": ("attn.to_out.0",), "context_block.attn.proj": ("attn.to_add_out",),
+    "x_block.attn2.proj": ("attn2.to_out.0",),
+    "x_block.adaLN_modulation.1": ("norm1.linear",), "context_block.adaLN_modulation.1": ("norm1_context.linear",),
+    "x_block.mlp.fc1": ("ff.net.0.proj",), "x_block.mlp.fc2": ("ff.net.2",),
+    "context_block.mlp.fc1": ("ff_context.net.0.proj",), "context_block.mlp.fc2": ("ff_context.net.2",),
+}  # fmt: skip
+SD3_OUTER = {
+    "pos_embed": ("pos_embed.pos_embed",), "x_embedder.proj": ("pos_embed.proj",),
+    "t_embedder.mlp.0": ("time_text_embed.timestep_embedder.linear_1",),
+    "t_embedder.mlp.2": ("time_text_embed.timestep_embedder.linear_2",),
+    "y_embedder.mlp.0": ("time_text_embed.text_embedder.linear_1",),
+    "y_embedder.mlp.2": ("time_text_embed.text_embedder.linear_2",),
+    "final_layer.linear": ("proj_out",), "final_layer.adaLN_modulation.1": ("norm_out.linear",),
+}  # fmt: skip
+# by diffusers' name of a kind of block, "" for what is in none: the authors' name of it, and what stands in it
+Layout = Mapping[str, tuple[str, Mapping[str, tuple[str, ...]]]]
+FLUX: Layout = {
+    "transformer_blocks": ("double_blocks", FLUX_DOUBLE),
+    "single_transformer_blocks": ("single_blocks", FLUX_SINGLE),
+    "": ("", FLUX_OUTER),
+}
+SD3: Layout = {"transformer_blocks": ("joint_blocks", SD3_JOINT), "": ("", SD3_OUTER)}
+LAYOUTS = {"FluxTransformer2DModel": FLUX, "SD3Transformer2DModel": SD3}  # by the class of the network
+SCALED = ("query_norm", "key_norm")  # whose weight Flux's authors call scale
+
+
+def stored_names(names: Iterable[str], layout: Layout) -> dict[str, list[str]]:
+    """Returns diffusers' ``names`` by the authors' tensor that holds them, in the order of its rows.
+
+    A name that the layout does not have is the same in both.
+    """
+    inside: dict[str, dict[int, str]] = {}
+    for name in names:
+        stored, turn = _stored_name(name, layout)
+        inside.setdefault(stored, {})[turn] = name
+    return {stored: [by_turn[turn] for turn in sorted(by_turn)] for stored, by_turn in inside.items()}
+
+
+def _stored_name(name: str, layout: Layout) -> tuple[str, int]:
+    """Returns the name of the tensor that holds diffusers' ``name``, and which of those in it that is."""
+    block = re.match(r"(\w+)\.(\d+)\.", name)
+    ours = block[1] if block and block[1] in layout else ""
+    theirs, table = layout.get(ours, ("", {}))
+    inner = name[block.end() :] if block and ours else name
+    for stored, parts in table.items():
+        for turn, part in enumerate(parts):
+            if inner == part or inner.startswith(f"{part}."):
+                head = f"{theirs}.{block[2]}.{stored}" if block and ours else stored
+                return head + (".scale" if stored.endswith(SCALED) else inner.removeprefix(part)), turn
+    return name, 0
