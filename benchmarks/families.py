@@ -45,7 +45,7 @@ def checkpoint_of(family: str, given: dict[str, Any]):
     import torch
     from torch import Tensor
 
-    from sd_quant.models import family_named
+    from sd_quant.models.family import family_named
 
     kind = family_named(family)
     (component,) = (name for name, network in kind.NETWORKS.items() if network == given["class"])
@@ -143,7 +143,7 @@ def plan(given: dict[str, Any], path: Path) -> dict[str, float]:
 
 
 def child(family: str, stage: str, work: Path, denoisers: Path) -> None:
-    from sd_quant.models import family_named
+    from sd_quant.models.family import family_named
 
     denoiser = family_named(family).DENOISER
     path = work / family / "onnx" / denoiser / f"{denoiser}.onnx"

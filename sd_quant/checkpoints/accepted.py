@@ -1,4 +1,4 @@
-"""What a family's checkpoint may be: kinds of files and folders, told apart without loading one (no torch here)."""
+"""Whether a path is a checkpoint of a family: kinds of files and folders, told apart without torch."""
 
 import tarfile
 from pathlib import Path
@@ -9,11 +9,11 @@ from sd_quant.files.archive import BLOCK, is_gzipped
 
 INDEX = "model_index.json"  # of a diffusers pipeline
 CONFIG = "model_config.yaml"  # of an archive of NeMo
-ALSO_FILES = "sdxl"  # the family that is read from files too, NeMo's and Stability AI's
+ALSO_FILES = "sdxl"  # the family that is also read from single files, NeMo's and Stability AI's
 
 
 def check_kind(path: Path, family: str) -> None:
-    """Raises ConfigError when ``path``, which exists, is nothing that ``family`` is read from."""
+    """Raises ConfigError when ``path``, which exists, is no kind of file or folder that ``family`` is read from."""
     if path.is_dir():
         inside = (INDEX, CONFIG) if family == ALSO_FILES else (INDEX,)
         if any((path / name).is_file() for name in inside):
@@ -37,7 +37,7 @@ def check_kind(path: Path, family: str) -> None:
 
 
 def is_tar(path: Path) -> bool:
-    """Whether the file begins as a tar does, of whatever its members are."""
+    """Returns whether the file begins with the header of a tar."""
     with open_regular(path) as file:
         block = file.read(BLOCK)
     try:

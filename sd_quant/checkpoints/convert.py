@@ -3,10 +3,10 @@
     sd-quant convert SOURCE TARGET [--config model_config.yaml]
 
 SOURCE is a ``.nemo`` archive, a folder of diffusers' StableDiffusionXLPipeline, or a ``.safetensors`` file in SGM's
-layout. A TARGET that ends with ``.nemo`` becomes an archive, any other a folder of diffusers. Every kind is opened as
-the same checkpoint, whose keys and shapes are all known before a byte is written, and both kinds that are written take
-it one tensor at a time. The road not taken is a converter per direction, each with its own table of names: NeMo's own
-leaves 590 of the UNet's 1680 tensors random.
+layout. A TARGET that ends with ``.nemo`` becomes an archive, any other a folder of diffusers. Every source is opened as
+the same checkpoint, whose keys and shapes are known before a byte is written, and is written one tensor at a time.
+The road not taken is a converter per direction, each with its own table of names: NeMo's own leaves 590 of the UNet's
+1680 tensors random.
 """
 
 import argparse
@@ -30,9 +30,9 @@ FILES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".onnx", ".tar", ".gz",
 
 
 def open_sdxl(path: Path, model_config: dict | None = None) -> NemoCheckpoint:
-    """Opens SDXL of any of the three kinds as NeMo has it; ``model_config``, NeMo's, is for those that hold none.
+    """Opens SDXL of any of the three kinds. NeMo's ``model_config`` is for kinds that hold none.
 
-    Raises ConfigError when ``path`` does not exist or is of no such kind, ArtifactError when it is damaged, incomplete
+    Raises ConfigError when ``path`` does not exist or is of another kind, ArtifactError when it is damaged, incomplete
     or not SDXL.
     """
     if not path.exists():
@@ -49,12 +49,12 @@ def open_sdxl(path: Path, model_config: dict | None = None) -> NemoCheckpoint:
 
 
 def convert(source: Path, target: Path, model_config: dict | None = None) -> tuple[int, int]:
-    """Writes ``target``: exactly what ``source`` holds, in its dtypes.
+    """Writes exactly what ``source`` holds, in its dtypes, to ``target``.
 
-    Returns how many tensors that takes there, and how many where the other of the two kinds is written: of OpenCLIP's
-    attentions a folder has query, key and value, and an archive one tensor of all three.
-    Raises what ``open_sdxl`` raises, ConfigError when there is something at ``target``, ArtifactError when its
-    format cannot hold what ``source`` holds, ResourceError when the disk is or would be full.
+    Returns the number of tensors written, and the number that the other kind of target has: of OpenCLIP's attentions a
+    folder has query, key and value, an archive one tensor of all three.
+    Raises as ``open_sdxl`` does, ConfigError when ``target`` exists, ArtifactError when its format cannot hold the
+    tensors, ResourceError when the disk is or would be full.
     """
     if target.suffix in FILES:
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""A folder of any family's diffusers pipeline, in ``save_pretrained``'s layout, as an opened checkpoint.
+"""The folder of a diffusers pipeline of any family, opened as a checkpoint.
 
-Configs and the headers of the weight files are read, and the names and shapes of the tensors compared with those of the
-networks; no weight is read. Class names in the folder are data: they have to be those that the family lists.
+Opening reads the configs and the headers of the weight files, and compares names and shapes of the tensors with those
+of the networks. It reads no weight. Class names in the folder are data: only those that the family lists are accepted.
 The road not taken is ``DiffusionPipeline.from_pretrained``: it takes as much memory as all weights, imports what the
 folder names, unpickles where there is no safetensors file, and warns where it should refuse.
 """
@@ -24,29 +24,27 @@ from sd_quant.files.folders import WEIGHTS, files_in, read_json, stored_weights
 from sd_quant.files.schema import check_like, check_schema
 from sd_quant.files.tensors import Weights
 from sd_quant.knobs import between, one_of
-from sd_quant.models import FAMILIES, family_named
+from sd_quant.models import FAMILIES
 from sd_quant.models.checkpoint import Checkpoint
-from sd_quant.models.family import Family, PipelineAdapter
+from sd_quant.models.family import Family, PipelineAdapter, family_named
 from sd_quant.models.parts import Part, with_encoder
 from sd_quant.names.diffusers import plain_name
 from sd_quant.text import one_line
 
 TOKENIZER = "tokenizer_config.json"
-DEPTHS = ("layer", "depth", "blocks")  # in the names of keys that say how often something is built
+DEPTHS = ("layer", "depth", "blocks")  # parts of the names of entries that count what is built
 TIED = {"encoder.embed_tokens.weight": "shared.weight"}  # T5's embedding is stored under one of two names, or both
 UNUSED = {"embeddings.position_ids", "logit_scale"}
 NOT_WANTED = {"requires_safety_checker": False, "add_watermarker": False}
-ABSENT = [None, None]  # what stands in an index for a component that the pipeline was saved without
+ABSENT = [None, None]  # the entry of model_index.json for a component that the pipeline was saved without
 FORMER_NAMES = {"Transformer2DModel": "PixArtTransformer2DModel"}  # of classes, in published folders
-
-
-UNSTATED = int(1e30)  # transformers' number where a tokenizer says none
-MOST_TOKENS = 4096  # that a text encoder reads: a longer context is padded, and all of it is in memory
+UNSTATED = int(1e30)  # transformers' number where a tokenizer's config has none
+MOST_TOKENS = 4096  # of a text encoder: all of a padded context is in memory
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerEntries:
-    """Entries of a scheduler's config that, if they are there and wrong, would end in an exception, or in NaN."""
+    """Optional entries of a scheduler's config that cause an exception or NaN where they are wrong."""
 
     num_train_timesteps: Annotated[int, between(1, 100_000)]
     beta_start: Annotated[float | None, between(0, 1)]
@@ -60,7 +58,7 @@ class SchedulerEntries:
 
 @dataclass(frozen=True, slots=True)
 class NetworkEntries:
-    """The same of the networks' configs."""
+    """Such entries of the networks' configs."""
 
     scaling_factor: Annotated[float, between(1e-6, 1e6)]
     shift_factor: Annotated[float | None, between(-1e6, 1e6)]
@@ -70,7 +68,7 @@ class NetworkEntries:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerEntries:
-    """The same of a tokenizer's config."""
+    """Such entries of a tokenizer's config."""
 
     extra_ids: Annotated[int, between(0, 1000)]
 
@@ -81,10 +79,10 @@ class DiffusersCheckpoint:
 
     path: Path
     name: str  # of the family
-    index: dict[str, Any]  # the content of model_index.json, as if it were saved without what is left out
-    configs: dict[str, dict]  # of the networks that are used, complete, by component
+    index: dict[str, Any]  # the content of model_index.json, as if saved without the networks that are left out
+    configs: dict[str, dict]  # complete configs of the networks that are used, by component
     components: dict[str, Weights]
-    tokens: int | None  # that a T5 reads at most, None for the family's own number
+    tokens: int | None  # the longest text of a T5, None for the family's default
     io: str  # whose names the denoiser's inputs have
     reopen: Callable[[], Checkpoint]  # opens the same folder
     encodes: bool = False  # whether the autoencoder's encoder is a part
@@ -102,7 +100,7 @@ class DiffusersCheckpoint:
         }
 
     def __reduce__(self):
-        """Pickles how it was opened: another process opens the folder again."""
+        """Pickles how the folder was opened; another process opens it again."""
         return self.reopen, ()
 
     def adapter(self, networks: Mapping[str, nn.Module]) -> PipelineAdapter:
@@ -164,16 +162,16 @@ class DiffusersCheckpoint:
             if name.startswith("tokenizer") and (described := class_in(self.index, name)) is not None:
                 kind = transformers.CLIPTokenizer if "CLIP" in str(described) else transformers.T5TokenizerFast
                 tokenizers[name] = read_tokenizer(self.path / name, kind)
-        for name in map(tokenizer_of, filter(reads_text, self.configs)):
-            if name not in tokenizers:
+        for name in with_tokenizers(self.configs):
+            if name.startswith("tokenizer") and name not in tokenizers:
                 raise ArtifactError(f"{self.path / INDEX} names no {name}, expected one; fetch the folder again")
         return tokenizers
 
 
 def read_tokenizer(folder: Path, kind: type) -> Any:
-    """Returns the tokenizer of this class of transformers. Raises ArtifactError when the folder does not hold it whole.
+    """Returns the tokenizer of this class of transformers. Raises ArtifactError when a file of it is missing or wrong.
 
-    The class itself makes do without its vocabulary, and then knows two words.
+    Without its vocabulary the class itself would raise nothing, and know two words.
     """
     files, names = files_in(folder), dict(kind.vocab_files_names)
     single = names.pop("tokenizer_file")
@@ -231,7 +229,7 @@ def network(name: str, config: Mapping) -> nn.Module:
 
 
 def usual_entries(name: str) -> Mapping[str, Any]:
-    """Returns what a network's class takes for entries that its config does not hold."""
+    """Returns the default entries of a config of this class of networks."""
     import diffusers
     import transformers
 
@@ -241,8 +239,9 @@ def usual_entries(name: str) -> Mapping[str, Any]:
 
 
 def defaults_of(kind: type) -> dict[str, Any]:
-    """Returns the defaults of what a class of diffusers is built with."""
-    return {name: parameter.default for name, parameter in inspect.signature(kind).parameters.items()}
+    """Returns the default entries of a config of this class of diffusers."""
+    parameters = inspect.signature(kind).parameters.values()
+    return {each.name: each.default for each in parameters if each.default is not each.empty}
 
 
 def library_of(name: str) -> str:
@@ -252,24 +251,10 @@ def library_of(name: str) -> str:
     return "diffusers" if hasattr(diffusers, name) else "transformers"
 
 
-def reads_text(component: str) -> bool:
-    """Returns whether a network is a text encoder, by its name in the pipeline."""
-    return component.startswith("text_encoder")
-
-
-def tokenizer_of(text_encoder: str) -> str:
-    """Returns what a pipeline calls the tokenizer of a text encoder."""
-    return text_encoder.replace("text_encoder", "tokenizer")
-
-
 def with_tokenizers(components: Collection[str]) -> list[str]:
-    """Returns these networks, and behind them the tokenizers of those that read text."""
-    return [*components, *map(tokenizer_of, filter(reads_text, components))]
-
-
-def index_without(index: Mapping[str, Any], components: Collection[str]) -> dict[str, Any]:
-    """Returns what model_index.json would hold, had the pipeline been saved without these networks."""
-    return {**index, **{name: ABSENT for name in with_tokenizers(components) if name in index}}
+    """Returns the names of these networks, followed by those of the text encoders' tokenizers."""
+    encoders = [component for component in components if component.startswith("text_encoder")]
+    return [*components, *(encoder.replace("text_encoder", "tokenizer") for encoder in encoders)]
 
 
 def open_pipeline(
@@ -279,15 +264,16 @@ def open_pipeline(
     io: str = "diffusers",
     parts: Collection[str] | None = None,
 ) -> DiffusersCheckpoint:
-    """Opens the folder of a pipeline of the family ``name``; no weight is read.
+    """Opens the folder of a pipeline of the family ``name``; reads no weight.
 
-    ``tokens`` is how many a T5 reads, None for the family's own number; ``io`` whose names the denoiser's inputs have.
-    Networks that the family can do without are left out if the folder has none, or if ``parts`` are given without them.
+    ``tokens`` is the longest text of a T5, None for the family's default; ``io`` says whose names the denoiser's inputs
+    have. Optional networks are left out if the folder lacks them, or if ``parts`` are given without them.
     Raises ConfigError when the folder is of another family; ArtifactError when it is damaged or incomplete.
     """
     family = family_named(name)
     left_out = [] if parts is None else [component for component in family.OPTIONAL if component not in parts]
-    index = index_without(read_json(path, INDEX), left_out)
+    index = read_json(path, INDEX)
+    index |= {component: ABSENT for component in with_tokenizers(left_out) if component in index}
     check_pipeline(path, name, family, index)
     used = [component for component in family.NETWORKS if class_in(index, component) is not None]
     configs = {component: read_json(path / component, "config.json") for component in used}
@@ -314,9 +300,9 @@ def open_pipeline(
 
 
 def check_pipeline(path: Path, name: str, family: Family, index: Mapping) -> None:
-    """Raises ConfigError for a pipeline of another family, ArtifactError for a network of another class, or for none.
+    """Raises ConfigError for a pipeline of another family, ArtifactError for a network of another class, or none.
 
-    One that the family can do without may be absent.
+    Optional networks may be absent.
     """
     pipeline = index.get("_class_name")
     if pipeline not in family.PIPELINES:
@@ -343,7 +329,7 @@ def check_pipeline(path: Path, name: str, family: Family, index: Mapping) -> Non
 
 
 def check_depths(folder: Path, config: Mapping) -> None:
-    """Raises ArtifactError for a list, or a number of layers, that would take for ever to build."""
+    """Raises ArtifactError for a list, or a number of layers, that takes hours to build."""
     for key, value in config.items():
         counts = value if isinstance(value, list) else [value]
         deepest = [count for entry in counts for count in (entry if isinstance(entry, list) else [entry])]
@@ -358,13 +344,18 @@ def check_depths(folder: Path, config: Mapping) -> None:
 
 
 def full_config(built: nn.Module) -> dict:
-    """Returns a network's config with what its class takes for keys that the file does not hold."""
+    """Returns a network's config with the defaults of its class for entries that the file lacks."""
     config = built.config
     return dict(config) if isinstance(config, Mapping) else config.to_dict()
 
 
-def weights_of(folder: Path, component: str, library: str, built: nn.Module) -> Weights:
-    """Returns a network's weights in the folder. Raises ArtifactError when one is missing, unknown or misshapen."""
+def weights_of(
+    folder: Path, component: str, library: str, built: nn.Module, unused: Collection[str] = UNUSED
+) -> Weights:
+    """Returns a network's weights in the folder. Raises ArtifactError when one is missing, unknown or misshapen.
+
+    Tensors with a name in ``unused`` are ignored.
+    """
     state = built.state_dict(keep_vars=True)
     expected = {TIED.get(name, name): tuple(tensor.shape) for name, tensor in state.items()}
     stored = renamed(folder, stored_weights(folder, WEIGHTS[library]), plain_name)
@@ -372,6 +363,6 @@ def weights_of(folder: Path, component: str, library: str, built: nn.Module) -> 
         if name in stored:
             copy = stored.pop(name)
             stored.setdefault(tied, copy)
-    check_tensors(folder, stored, {plain_name(name): shape for name, shape in expected.items()}, UNUSED)
+    check_tensors(folder, stored, {plain_name(name): shape for name, shape in expected.items()}, unused)
     tensors = {name: stored[plain_name(name)] for name in expected}
     return Weights(folder, component, {name: tensors[TIED.get(name, name)] for name in state}, tensors)

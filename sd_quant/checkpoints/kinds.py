@@ -1,4 +1,4 @@
-"""Which reader opens a checkpoint: kinds of files told apart by their path and the family."""
+"""Opens a checkpoint with the reader of its kind, which its path and the family tell."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,8 +11,8 @@ from sd_quant.checkpoints.lora import fused
 from sd_quant.checkpoints.nemo import open_nemo, open_sgm
 from sd_quant.checkpoints.nemo_networks import NemoCheckpoint, sdxl_base_config
 from sd_quant.errors import ConfigError
-from sd_quant.models import family_named
 from sd_quant.models.checkpoint import Checkpoint
+from sd_quant.models.family import family_named
 
 
 def open_checkpoint(
@@ -25,15 +25,15 @@ def open_checkpoint(
     loras: Sequence[tuple[Path, float]] = (),
     encodes: bool = False,
 ) -> Checkpoint:
-    """Opens a checkpoint of ``family``; no weight is read.
+    """Opens a checkpoint of ``family``; reads no weight.
 
     ``path`` is the folder of a diffusers pipeline; of SDXL also a ``.nemo``, the folder that one was extracted to, or a
-    single file in Stability AI's layout, which is taken for SDXL base and sampled as NeMo samples.
-    ``io`` says whose names the denoiser's inputs have, "nemo" or "diffusers", None for those of the kind of file;
-    ``max_sequence_length`` how many tokens a T5 reads, None for the family's own number. ``parts`` are the names of the
-    parts that are used, None for all: a network that the family can do without is left out unless it is among them.
-    ``loras`` are files of adapters that are fused into the weights, and their strengths; ``encodes`` makes the
-    autoencoder's encoder a part.
+    single file in Stability AI's layout, which is read as SDXL base and sampled with NeMo's sampler.
+    ``io``: whose names the denoiser's inputs have, "nemo" or "diffusers"; None for those of the kind of file.
+    ``max_sequence_length``: the longest text of a T5 in tokens; None for the family's default.
+    ``parts``: names of the parts that are used; None for all. An optional network is left out unless it is among them.
+    ``loras``: files of adapters to fuse into the weights, with their strengths.
+    ``encodes``: whether the autoencoder's encoder is a part.
     Raises ConfigError for another kind of file or other ``parts`` than it has, and what the readers raise.
     """
     if max_sequence_length is not None and family_named(family).TOKENS is None:

@@ -1,7 +1,7 @@
-"""The licence that a checkpoint names: in a folder's model card, or in the metadata of a single file.
+"""The licence that a checkpoint names, in a folder's model card or in the metadata of a single file.
 
-A card is a README.md that begins with YAML between lines of dashes, as Hugging Face reads it; a file's metadata follow
-ModelSpec (``modelspec.license``). An archive of NeMo's has no place for one.
+A card is a README.md that begins with YAML between lines of dashes, as Hugging Face reads it. Metadata follow ModelSpec
+(``modelspec.license``). NeMo's archives name none.
 """
 
 import re
@@ -16,12 +16,12 @@ from sd_quant.files.safetensors import read_header
 from sd_quant.text import one_line
 
 CARD = "README.md"
-LARGEST_CARD = 100_000  # bytes that are looked at
+LARGEST_CARD = 100_000  # bytes that are read
 LONGEST = 100  # characters that are shown
 
 
 def licence_of(path: Path) -> str | None:
-    """What the checkpoint at ``path`` says of its licence, or None where it says nothing that can be read."""
+    """Returns the licence that the checkpoint at ``path`` names, or None where it names none that can be read."""
     if (path / CARD).is_file():
         with open_regular(path / CARD) as file:
             head = re.match(rb"---\r?\n(.*?)\r?\n---", file.read(LARGEST_CARD), re.DOTALL)

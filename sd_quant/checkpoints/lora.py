@@ -1,12 +1,11 @@
-"""Low-rank adapters (LoRA) fused into a checkpoint's weights, each as it is read.
+"""Low-rank adapters (LoRA), fused into a checkpoint's weights when a weight is read.
 
     W' = W + strength * (alpha / rank) * up @ down
 
-(Hu et al. 2021, arXiv:2106.09685, section 4.1), in fp32 and in the order in which the files are given, so that the
-result is bit for bit that of diffusers' ``fuse_lora`` on fp32 weights. What follows, calibration, export and the tools
-that a result is handed over to, reads the fused weights and knows of no adapter.
-The road not taken is ``load_lora_weights`` and ``fuse_lora`` themselves: they take all weights in memory, need PEFT,
-and leave out keys that they do not know with a warning.
+(Hu et al. 2021, arXiv:2106.09685, section 4.1), in fp32 and in the order of the files, so that the result equals
+diffusers' ``fuse_lora`` on fp32 weights bit for bit. Calibration and every export read the fused weights.
+The road not taken is ``load_lora_weights`` and ``fuse_lora`` themselves: they need all weights in memory and PEFT, and
+drop unknown keys with a warning.
 """
 
 import json
@@ -34,7 +33,7 @@ from sd_quant.text import one_line
 Opened = DiffusersCheckpoint | NemoCheckpoint
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 DIFFUSERS_WEIGHTS, DIFFUSERS_METADATA = "pytorch_lora_weights.safetensors", "lora_adapter_metadata"
-ROLES = {  # what the ends of keys say that a tensor is
+ROLES = {  # role of a tensor by the end of its key
     ".lora_A.weight": "down", ".lora_B.weight": "up", ".lora_A.default.weight": "down", ".lora_B.default.weight": "up",
     ".lora_down.weight": "down", ".lora_up.weight": "up", ".lora.down.weight": "down", ".lora.up.weight": "up",
     ".lora_linear_layer.down.weight": "down", ".lora_linear_layer.up.weight": "up",
@@ -44,7 +43,7 @@ ROLES = {  # what the ends of keys say that a tensor is
 
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
-    """What is read of PEFT's ``LoraConfig``. The rank is told by the tensors."""
+    """The entries of PEFT's ``LoraConfig`` that matter here. The rank follows from the tensors."""
 
     lora_alpha: float | int
     alpha_pattern: dict[str, float | int]
@@ -54,20 +53,23 @@ class PeftConfig:
 
 @dataclass(frozen=True)
 class Update:
-    """What one file adds to the weight of one layer."""
+    """The update of one layer's weight from one file."""
 
     path: Path  # of the file, for messages
     place: Place
     down: Readable  # [rank, in] or [rank, in, kh, kw]
-    up: Readable  # [rows, rank] or [rows, rank, 1, 1]; those of ``place`` begin at its first
+    up: Readable  # [rows, rank] or [rows, rank, 1, 1]; the layer's rows begin at ``place.first``
     factor: float  # strength * alpha / rank
 
     def delta(self) -> torch.Tensor:
-        """fp32, of the weight's shape, as PEFT's ``get_delta_weight`` computes it. Raises ArtifactError for NaN."""
+        """Returns the addend, fp32, of the weight's shape, like PEFT's ``get_delta_weight``.
+
+        Raises ArtifactError for values that are not finite.
+        """
         shape, first = self.place.shape, self.place.first
         down, up = self.down.read().float(), self.up.read().float()[first : first + shape[0]]
         if len(shape) == 4 and shape[2:] != (1, 1):
-            up = up.flatten(1)[:, :, None, None]  # however many ones the file has
+            up = up.flatten(1)[:, :, None, None]  # the file has it with or without the ones
             delta = F.conv2d(down.permute(1, 0, 2, 3), up).permute(1, 0, 2, 3) * self.factor
         else:
             delta = (up.flatten(1) @ down.flatten(1)).reshape(shape) * self.factor
@@ -80,11 +82,11 @@ class Update:
 
 
 def fused(checkpoint: Opened, loras: Sequence[tuple[Path, float]]) -> Opened:
-    """The checkpoint with the adapters in its weights, which are fp32 where one changes them; no weight is read.
+    """Returns the checkpoint with the adapters in its weights; a changed weight is fp32. Reads no weight.
 
-    ``loras`` are files, or folders of PEFT or diffusers, and strengths.
-    Raises ConfigError for a file of another kind and one that does not fit the networks, or fits them partly, and
-    ArtifactError for a damaged one.
+    ``loras`` are files, or folders of PEFT or diffusers, with strengths.
+    Raises ConfigError for a file of another kind and one of which any layer does not fit the networks, ArtifactError
+    for a damaged one.
     """
     names = places_by_name({name: weights.parameters for name, weights in checkpoint.components.items()})
     updates: dict[tuple[str, str], list[Update]] = {}
@@ -96,7 +98,7 @@ def fused(checkpoint: Opened, loras: Sequence[tuple[Path, float]]) -> Opened:
 
 
 def changed(weights: Weights, updates: Mapping[tuple[str, str], list[Update]]) -> Weights:
-    """The weights of a network with what the updates add to it, or the same if there is nothing."""
+    """Returns the weights of a network with the updates, or the same object if there are none for it."""
     here = {name: added for (component, name), added in updates.items() if component == weights.component}
     if not here:
         return weights
@@ -111,7 +113,7 @@ def changed(weights: Weights, updates: Mapping[tuple[str, str], list[Update]]) -
 
 
 def sum_of(source: Readable, updates: Sequence[Update]) -> torch.Tensor:
-    """The weight in fp32 with all that is added to it, in the order of the files."""
+    """Returns the weight in fp32 plus all updates, in the order of the files."""
     weight = source.read().float().clone()
     for update in updates:
         weight += update.delta()
@@ -119,7 +121,7 @@ def sum_of(source: Readable, updates: Sequence[Update]) -> torch.Tensor:
 
 
 def read_lora(path: Path, strength: float, names: Mapping[str, list[list[Place]]], model: str) -> list[Update]:
-    """The updates of a file, whose tensors are not read but for those that hold one number.
+    """Returns the updates of a file, of whose tensors only the alphas are read.
 
     ``names`` are those of ``places_by_name``, ``model`` is for messages. Raises as ``fused`` does.
     """
@@ -159,20 +161,16 @@ def read_lora(path: Path, strength: float, names: Mapping[str, list[list[Place]]
             f"model.loras names {path}, which does not fit this {model} ({found or 'it holds no update'}{about}); "
             "expected a LoRA that was trained for it, every layer of which fits"
         )
-    twice = [
-        name
-        for name, count in Counter((each.place.component, each.place.layer) for each in updates).items()
-        if count > 1
-    ]
-    if twice:
-        raise ArtifactError(f"{path} holds two updates of {twice[0][1]!r}, under two names; expected one")
+    [((_, layer), count)] = Counter((each.place.component, each.place.layer) for each in updates).most_common(1)
+    if count > 1:
+        raise ArtifactError(f"{path} holds two updates of {layer!r}, under two names; expected one")
     return updates
 
 
 def open_lora(path: Path) -> tuple[Mapping[str, Readable], dict[str, PeftConfig], str]:
-    """The tensors of a file or folder, PEFT's configs of components where it has some, and what it says it is for.
+    """Returns the tensors of a file or folder, PEFT's configs by component, and a clause on the model it names.
 
-    The key of a config is a component's name, or empty for all. Raises ConfigError for a file of another kind,
+    The key of a config is empty where it holds for all components. Raises ConfigError for a file of another kind,
     ArtifactError for a damaged one.
     """
     if path.is_dir():
@@ -209,7 +207,7 @@ def open_lora(path: Path) -> tuple[Mapping[str, Readable], dict[str, PeftConfig]
 
 
 def stored_configs(path: Path, text: object) -> dict[str, PeftConfig]:
-    """The configs that diffusers keeps in a file's metadata, as JSON with keys such as ``unet.lora_alpha``."""
+    """Returns the configs in a file's metadata, which diffusers writes as JSON with keys like ``unet.lora_alpha``."""
     try:
         stored = json.loads(str(text), object_pairs_hook=without_duplicates)
         grouped: dict[str, dict] = {}
@@ -222,7 +220,7 @@ def stored_configs(path: Path, text: object) -> dict[str, PeftConfig]:
 
 
 def peft_config(path: Path, entries: Mapping) -> PeftConfig:
-    """Raises ArtifactError for entries of a wrong type, ConfigError for what is more than a LoRA."""
+    """Returns the checked config. Raises ArtifactError for entries of a wrong type, ConfigError for more than a LoRA."""
     given = {"alpha_pattern": {}, "use_rslora": False, "use_dora": False} | {
         name: value for name, value in entries.items() if value is not None
     }
@@ -237,7 +235,7 @@ def peft_config(path: Path, entries: Mapping) -> PeftConfig:
 
 
 def scale(path: Path, entry: Mapping[str, Readable], place: Place, configs: Mapping[str, PeftConfig]) -> float:
-    """``alpha / rank`` as the file has it, and 1 where it says none, as diffusers and kohya take it."""
+    """Returns ``alpha / rank`` of the file, or 1 where it states no alpha, as diffusers and kohya do."""
     rank = entry["down"].shape[0]
     if "alpha" in entry:
         alpha = float(entry["alpha"].read().float())
@@ -253,7 +251,7 @@ def scale(path: Path, entry: Mapping[str, Readable], place: Place, configs: Mapp
 
 
 def fits(entry: Mapping[str, Readable], places: Sequence[Place]) -> bool:
-    """Whether the product of the two factors has the shape of the layers' weights, one below the other."""
+    """Returns whether the product of the two factors has the shape of the layers' weights, stacked by rows."""
     down, up, shape = tuple(entry["down"].shape), tuple(entry["up"].shape), places[0].shape
     if min(len(down), len(up)) < 2 or any(place.shape[1:] != shape[1:] for place in places) or 0 in down:
         return False
@@ -267,7 +265,7 @@ def fits(entry: Mapping[str, Readable], places: Sequence[Place]) -> bool:
 
 
 def without_ones(kernel: tuple[int, ...]) -> tuple[int, ...]:
-    """A kernel of one pixel is none: trainers write the factors of linears and of such convolutions in either way."""
+    """Returns () for a kernel of one pixel: trainers store linears and 1x1 convolutions with and without it."""
     return () if set(kernel) <= {1} else kernel
 
 

@@ -1,8 +1,8 @@
-"""NeMo's SDXL archives: open one safely, write one.
+"""SDXL in NeMo's archive and in Stability AI's single file: opens both, writes the archive.
 
 An archive is a tar of two files, ``model_config.yaml`` and ``model_weights.ckpt``, which torch.save wrote. Opening
 reads the config and the directory of the weights, and compares every key and shape with the networks that the config
-describes (``nemo_networks``, by the keys of ``names.nemo``); it reads no weights.
+describes. It reads no weight.
 The road not taken is NeMo's SaveRestoreConnector: it extracts the archive, unpickles and instantiates ``target``.
 """
 
@@ -34,7 +34,7 @@ WEIGHTS = "model_weights.ckpt"
 
 
 def open_nemo(path: Path, io: str = "nemo") -> NemoCheckpoint:
-    """Opens an SDXL archive of NeMo, plain or gzipped, or the directory it was extracted to; no weight is read.
+    """Opens an SDXL archive of NeMo, plain or gzipped, or the directory it was extracted to.
 
     ``io`` says whose names the UNet's inputs have, "nemo" or "diffusers".
     Raises ConfigError when ``path`` does not exist, ArtifactError when it is not a whole and harmless SDXL checkpoint.
@@ -52,14 +52,14 @@ def open_nemo(path: Path, io: str = "nemo") -> NemoCheckpoint:
 
 
 def open_sgm(path: Path, model_config: dict, io: str = "nemo") -> NemoCheckpoint:
-    """Opens such a file; no weight is read. It says nothing of its architecture, so ``model_config``, NeMo's, does.
+    """Opens a safetensors file in Stability AI's layout, such as ``sd_xl_base_1.0.safetensors``.
 
-    ``io`` says whose names the UNet's inputs have, "nemo" or "diffusers".
-    Raises ConfigError when ``path`` does not exist, ArtifactError when it is damaged or holds more or less than an SDXL
-    of that architecture.
+    The file does not describe its architecture, so NeMo's ``model_config`` does; ``io`` as in ``open_nemo``.
+    Raises ConfigError when ``path`` does not exist, ArtifactError when it is damaged or its tensors are not exactly
+    those of that architecture.
     """
     tensors = renamed(path, read_safetensors(whole_file(path)), nemo_key)
-    unused = unused_state(torch.float32, scheduler().config.num_train_timesteps)  # the noise levels are not in the file
+    unused = unused_state(torch.float32, scheduler().config.num_train_timesteps)  # the file lacks the noise levels
     reopen = partial(open_sgm, path, model_config, io)
     return replace(checkpoint_of(path, model_config, unused | tensors), io=io, reopen=reopen)
 
@@ -90,12 +90,12 @@ def write_archive(
 
 
 def _plain_key(key: str) -> str:
-    """Returns ``key`` without the marks that torch.compile and NeMo's O2 mixed precision leave in it."""
+    """Returns ``key`` without the marks of torch.compile and of NeMo's O2 mixed precision."""
     return re.sub(r"^model\.module\.", "model.", key.replace("._orig_mod", ""))
 
 
 def _write_member(file: BinaryIO, name: str, write: Callable[[BinaryIO], object]) -> None:
-    """Writes a file of the tar. Its size stands before its content and is known afterwards: the header comes last."""
+    """Writes a file of the tar; its header, which holds the size, is written last."""
     header_at = file.tell()
     file.write(bytes(BLOCKSIZE))
     write(file)

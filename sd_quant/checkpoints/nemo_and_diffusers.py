@@ -1,14 +1,10 @@
-"""A folder of diffusers' StableDiffusionXLPipeline read as SDXL in NeMo, and SDXL in NeMo written as such a folder.
+"""SDXL between a folder of diffusers' StableDiffusionXLPipeline and NeMo's checkpoint, for ``convert``.
 
-``convert`` needs both; a run opens such a folder, of any family, with ``diffusers_pipeline``. NeMo's config is made
-from the folder's configs, the inverse of ``sd_quant.models.sdxl_nemo``, and the networks that it describes are then
-compared with those configs, key by key. So a UNet of another kind, such as the refiner's or one for inpainting, is
-refused for the key that differs, and no list of kinds is needed.
-The road not taken is ``StableDiffusionXLPipeline.from_pretrained``: it takes as much memory as the weights, and warns
-where it should refuse.
+NeMo's config is made from the folder's configs, the inverse of ``sd_quant.models.sdxl_nemo``. The networks that it
+describes are then compared with those configs, entry by entry. So another kind of UNet, such as the refiner's or one
+for inpainting, is refused for the entry that differs, and no list of kinds is needed.
 """
 
-import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,46 +12,44 @@ from typing import Any
 import yaml
 
 from sd_quant.checkpoints.accepted import INDEX
+from sd_quant.checkpoints.diffusers_pipeline import ABSENT, defaults_of, full_config, usual_entries, weights_of
 from sd_quant.checkpoints.nemo_networks import (
     CONFIG,
     NemoCheckpoint,
     checkpoint_of,
     described_networks,
-    parameter_shapes,
     read_config,
     sdxl_base_config,
 )
 from sd_quant.checkpoints.nemo_state import network_state, unused_state
 from sd_quant.errors import ArtifactError
 from sd_quant.files import atomic_path, write_json, write_text
-from sd_quant.files.checks import MAX_DEPTH, check_tensors, reason_of, renamed
-from sd_quant.files.folders import WEIGHTS, files_in, read_json, stored_weights
+from sd_quant.files.checks import MAX_DEPTH, check_tensors, reason_of
+from sd_quant.files.folders import WEIGHTS, files_in, read_json
 from sd_quant.files.safetensors import read_safetensors, write_safetensors
 from sd_quant.files.tensors import Readable
 from sd_quant.models.clip_tokenizer import clip_tokenizer
+from sd_quant.models.sdxl import FAMILY
 from sd_quant.models.sdxl_nemo import TextShape, scheduler
-from sd_quant.names.diffusers import plain_name
 from sd_quant.names.nemo import UNUSED
 
-NETWORKS = {
-    "unet": ["diffusers", "UNet2DConditionModel"],
-    "vae": ["diffusers", "AutoencoderKL"],
-    "text_encoder": ["transformers", "CLIPTextModel"],
-    "text_encoder_2": ["transformers", "CLIPTextModelWithProjection"],
+NETWORKS = {  # library and class
+    name: ["transformers" if name.startswith("text_encoder") else "diffusers", kind]
+    for name, kind in FAMILY.NETWORKS.items()
 }
 PIPELINE = {"_class_name": "StableDiffusionXLPipeline"} | NETWORKS
 REST_OF_PIPELINE = {
     "scheduler": ["diffusers", "EulerDiscreteScheduler"],
     "tokenizer": ["transformers", "CLIPTokenizer"],
     "tokenizer_2": ["transformers", "CLIPTokenizer"],
-    "image_encoder": [None, None],
-    "feature_extractor": [None, None],
+    "image_encoder": ABSENT,
+    "feature_extractor": ABSENT,
     "force_zeros_for_empty_prompt": True,  # as NeMo does
 }
-NEMO, UNUSED_FILE = "nemo", "unused.safetensors"  # a subfolder for what diffusers has no place for
+NEMO, UNUSED_FILE = "nemo", "unused.safetensors"  # a subfolder for NeMo's config and tensors that diffusers ignores
 
-# Keys of configs that are compared. Of the UNet and the VAE all but COMPUTING, which say how diffusers computes; of a
-# text encoder TEXT alone, because its sizes are taken from its config and its ids follow from the vocabulary.
+# Entries of configs that are compared: of the UNet and the VAE all but COMPUTING, which say how diffusers computes; of
+# a text encoder TEXT alone, because its sizes are taken from its config and its ids follow from the vocabulary.
 COMPUTING = {"force_upcast", "upcast_attention"}
 TEXT = {"num_attention_heads", "hidden_act", "layer_norm_eps"}
 NOISE = {"num_train_timesteps", "beta_start", "beta_end", "beta_schedule", "trained_betas", "rescale_betas_zero_snr"}
@@ -84,13 +78,10 @@ def open_diffusers(path: Path, model_config: dict | None = None) -> NemoCheckpoi
     modules = described_networks(path, model_config, clip1, clip2)
     _check_architecture(path, configs, modules)
 
-    components = {}
-    for name, shapes in parameter_shapes(modules).items():
-        folder = path / name
-        tensors = renamed(folder, stored_weights(folder, WEIGHTS[NETWORKS[name][0]]), plain_name)
-        expected = {plain_name(parameter): shape for parameter, shape in shapes.items()}
-        check_tensors(folder, tensors, expected, {"embeddings.position_ids"})
-        components[name] = {parameter: tensors[plain_name(parameter)] for parameter in shapes}
+    components = {
+        name: weights_of(path / name, name, NETWORKS[name][0], module, unused={"embeddings.position_ids"}).parameters
+        for name, module in modules.items()
+    }
     if UNUSED_FILE in kept:
         unused: Mapping[str, Readable] = read_safetensors(kept[UNUSED_FILE])
         check_tensors(path / NEMO, unused, {}, UNUSED)
@@ -101,7 +92,7 @@ def open_diffusers(path: Path, model_config: dict | None = None) -> NemoCheckpoi
 
 
 def nemo_config(unet: Mapping, vae: Mapping, clip1: TextShape, clip2: TextShape) -> dict:
-    """Returns NeMo's ``model_config.yaml`` of SDXL base with the sizes in diffusers' configs; nothing else is taken.
+    """Returns NeMo's ``model_config.yaml`` of SDXL base with the sizes, and nothing else, from diffusers' configs.
 
     Raises KeyError, TypeError and the like for configs of another kind.
     """
@@ -147,7 +138,7 @@ def text_shape(config: Mapping, projects: bool = False) -> TextShape:
 
 
 def write_diffusers(path: Path, checkpoint: NemoCheckpoint, advance: Callable[[], object] = lambda: None) -> None:
-    """Writes what ``StableDiffusionXLPipeline.from_pretrained`` loads, and in ``nemo/`` what it has no place for.
+    """Writes the folder of a StableDiffusionXLPipeline, and in its subfolder ``nemo`` the rest of NeMo's checkpoint.
 
     One tensor is in memory at a time; ``advance`` is called after each. Raises ArtifactError for a vocabulary that is
     not CLIP's and ResourceError when the disk is full.
@@ -164,9 +155,9 @@ def write_pipeline(
     without: Collection[str] = (),
     advance: Callable[[], object] = lambda: None,
 ) -> None:
-    """Writes what diffusers loads into a folder, ``without`` the weights of these components.
+    """Writes the files that diffusers loads, except weights of the components in ``without``.
 
-    Raises what ``write_diffusers`` raises.
+    Raises as ``write_diffusers`` does.
     """
     from diffusers import EulerDiscreteScheduler
 
@@ -179,7 +170,7 @@ def write_pipeline(
         raise ArtifactError(f"{checkpoint.path} needs a tokenizer that is not CLIP's: {error}") from error
     modules = described_networks(checkpoint.path, checkpoint.model_config, checkpoint.clip1, checkpoint.clip2)
     write_json(folder / INDEX, PIPELINE | REST_OF_PIPELINE)
-    # diffusers' own class: the folder is for those who do not have ours
+    # diffusers' own class, because readers of the folder do not have ours
     EulerDiscreteScheduler.from_config(scheduler().config).save_pretrained(folder / "scheduler")
     for name, tokenizer in tokenizers.items():
         tokenizer.save_pretrained(folder / name)
@@ -201,21 +192,13 @@ def write_pipeline(
 def _check_architecture(path: Path, configs: Mapping[str, dict], modules: Mapping[str, Any]) -> None:
     """Raises ArtifactError unless the networks that NeMo builds, and its noise schedule, are those of the folder."""
     for name, module in modules.items():
-        if NETWORKS[name][0] == "diffusers":
-            config, expected = _defaults(type(module)) | configs[name], dict(module.config)
-            keys = {key for key in config if not key.startswith("_")} - COMPUTING
-        else:
-            config, expected, keys = type(module.config)().to_dict() | configs[name], module.config.to_dict(), TEXT
-        check_config(path / name / "config.json", config, expected, keys)
+        library, kind = NETWORKS[name]
+        config = {**usual_entries(kind), **configs[name]}
+        keys = {key for key in config if not key.startswith("_")} - COMPUTING if library == "diffusers" else TEXT
+        check_config(path / name / "config.json", config, full_config(module), keys)
     folder, expected = path / "scheduler", scheduler()
-    config = _defaults(type(expected)) | read_json(folder, "scheduler_config.json")
+    config = defaults_of(type(expected)) | read_json(folder, "scheduler_config.json")
     check_config(folder / "scheduler_config.json", config, dict(expected.config), SCHEDULER)
-
-
-def _defaults(kind: type) -> dict:
-    """Returns what a class of diffusers takes for the keys that a config does not hold."""
-    parameters = inspect.signature(kind).parameters.values()
-    return {each.name: each.default for each in parameters if each.default is not each.empty}
 
 
 def check_config(path: Path, config: Mapping, expected: Mapping, keys: Iterable[str]) -> None:

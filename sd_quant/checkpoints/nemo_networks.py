@@ -1,6 +1,6 @@
-"""SDXL as NeMo has it, whatever kind of file it comes from: the config, the networks it describes, their weights.
+"""SDXL under NeMo's config, from whatever kind of file: the networks that the config describes, and their weights.
 
-What the entries of a config mean stands in ``sd_quant.models.sdxl_nemo``; here they come from a file, and are checked.
+``sd_quant.models.sdxl_nemo`` says what the entries of a config mean. Here they come from a file, and are checked.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,9 +17,8 @@ from sd_quant.files.checks import MAX_DEPTH, bounded_modules, check_tensors, rea
 from sd_quant.files.plain_yaml import load_yaml
 from sd_quant.files.schema import check_schema
 from sd_quant.files.tensors import Readable, Weights
-from sd_quant.models import family_named
 from sd_quant.models.checkpoint import Checkpoint
-from sd_quant.models.family import Family, PipelineAdapter
+from sd_quant.models.family import Family, PipelineAdapter, family_named
 from sd_quant.models.parts import Part, with_encoder
 from sd_quant.models.sdxl_nemo import (
     CONTEXT_TOKENS,
@@ -43,7 +42,7 @@ SDXL_BASE = Path(__file__).with_name("sdxl_base.yaml")
 
 @dataclass(frozen=True)
 class NemoCheckpoint:
-    """An opened SDXL, whose weights are complete and of the right shapes."""
+    """An opened SDXL, whose weights are complete and of the right shapes. A single file or a folder becomes one too."""
 
     path: Path
     model_config: dict
@@ -70,19 +69,19 @@ class NemoCheckpoint:
         return pipeline_adapter(networks, tokenizers(self.clip1, self.clip2), scheduler())
 
     def __reduce__(self):
-        """Pickles how it was opened: another process opens the file again."""
+        """Pickles how the file was opened; another process opens it again."""
         return self.reopen, ()
 
     def state(self) -> dict[str, Readable]:
-        """Returns every tensor by NeMo's key, as ``write_archive`` takes them."""
+        """Returns every tensor by NeMo's key, for ``write_archive``."""
         networks = {key: each for weights in self.components.values() for key, each in weights.tensors.items()}
         return networks | self.unused
 
 
 def checkpoint_of(path: Path, model_config: dict, state: Mapping[str, Readable]) -> NemoCheckpoint:
-    """Returns the checkpoint of a state dict under NeMo's keys; ``path`` is for messages. No weight is read.
+    """Returns the checkpoint of a state dict under NeMo's keys; reads no weight. ``path`` is for messages.
 
-    Raises ArtifactError unless it holds every weight that the config describes, in its shape, and nothing else.
+    Raises ArtifactError unless the state holds every weight that the config describes, in its shape, and nothing else.
     """
     stored_shapes = {key: tensor.shape for key, tensor in state.items()}
     try:
@@ -112,9 +111,9 @@ def checkpoint_of(path: Path, model_config: dict, state: Mapping[str, Readable])
 
 
 def described_networks(path: Path, config: dict, clip1: TextShape, clip2: TextShape) -> dict[str, torch.nn.Module]:
-    """Builds the four networks that a ``model_config.yaml`` describes on the meta device: shapes without memory.
+    """Builds the four networks of a ``model_config.yaml`` on the meta device: shapes without memory.
 
-    Raises ArtifactError, which names ``path``, when it describes none that can be built.
+    Raises ArtifactError, which names ``path``, when the networks cannot be built.
     """
     try:
         check_schema(NemoConfig, config)

@@ -24,7 +24,7 @@ def from_nemo(
 
 
 def to_nemo(component: str, parameters: Mapping[str, Readable]) -> dict[str, LazyTensor]:
-    """Returns the part of a NeMo state dict that holds ``component``, from its parameters by diffusers' names."""
+    """Returns the tensors of ``component`` under NeMo's keys, from its parameters by diffusers' names."""
     held: dict[str, list[tuple[str, Location]]] = {}
     for name, place in locations(component, parameters).items():
         held.setdefault(place.key, []).append((name, place))
@@ -48,7 +48,7 @@ def state_of(components: Mapping[str, Mapping[str, Readable]], model_config: dic
 
 
 def network_state(components: Mapping[str, Mapping[str, Readable]]) -> dict[str, Readable]:
-    """Returns the part of NeMo's state dict that belongs to the four networks."""
+    """Returns the tensors of the four networks under NeMo's keys."""
     state: dict[str, Readable] = {}
     for component in PREFIX:
         state |= to_nemo(component, components[component])
@@ -56,10 +56,10 @@ def network_state(components: Mapping[str, Mapping[str, Readable]]) -> dict[str,
 
 
 def unused_state(dtype: torch.dtype, steps: int) -> dict[str, Readable]:
-    """Returns what NeMo stores beside the networks, for weights that come from elsewhere.
+    """Returns the tensors that NeMo stores beside the networks, for weights from another kind of file.
 
-    CLIP's temperature, a scalar of ``dtype``, has the value that training starts with: only training uses it. The noise
-    levels are fp32 [steps].
+    CLIP's temperature, a scalar of ``dtype``, has its initial value, because only training uses it. The noise levels
+    are fp32 [steps].
     """
     logit_scale = torch.tensor(math.log(1 / 0.07))
     return {LOGIT_SCALE: lazy(logit_scale, dtype), SIGMAS: lazy(denoiser_sigmas(steps))}
@@ -73,9 +73,9 @@ def denoiser_sigmas(count: int) -> torch.Tensor:
 
 
 def text_shapes(shapes: Mapping[str, tuple[int, ...]]) -> tuple[TextShape, TextShape]:
-    """Returns the sizes of both text encoders, read from the shapes of their weights by NeMo's keys.
+    """Returns the sizes of both text encoders from the shapes of their weights by NeMo's keys.
 
-    Raises KeyError, IndexError or ValueError when a weight that tells a size is missing or has another rank.
+    Raises KeyError, IndexError or ValueError when such a weight is missing or has another rank.
     """
     clip, open_clip = PREFIX["text_encoder"], PREFIX["text_encoder_2"]
     vocab_size, width = shapes[clip + "embeddings.token_embedding.weight"]

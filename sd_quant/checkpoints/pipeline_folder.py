@@ -1,7 +1,7 @@
-"""The folder of a pipeline, as diffusers and its relatives load it, without the weights of some networks.
+"""Writes the folder of a diffusers pipeline without the weights of some networks.
 
-What a checkpoint in diffusers' layout has is copied, but for weights that a LoRA changes, which are written, and
-networks that it was opened without; an archive or a single file becomes such a folder.
+Of a checkpoint in diffusers' layout the files are copied, except weights that a LoRA changes, which are written anew,
+and networks that the checkpoint was opened without. An archive or a single file is converted.
 """
 
 import shutil
@@ -22,9 +22,9 @@ COPIED = (".json", ".txt", ".model", ".safetensors")  # no code, and nothing tha
 
 
 def copy_files(source: Path, target: Path, without: str | None = None) -> None:
-    """Copy the regular files of one folder that a pipeline reads, but for names with the text ``without`` in them.
+    """Copies the regular files of one folder that a pipeline reads, except names that contain ``without``.
 
-    A link to a file is followed, as a hub's snapshots need; no folder below is entered, wherever a link leads.
+    Follows links to files, which a hub's snapshots consist of. Enters no folder below, whether linked or not.
     """
     target.mkdir(parents=True, exist_ok=True)
     for file in sorted(source.iterdir()):
@@ -33,7 +33,7 @@ def copy_files(source: Path, target: Path, without: str | None = None) -> None:
 
 
 def write_pipeline_without(checkpoint: Checkpoint, components: Collection[str], folder: Path) -> None:
-    """Write model_index.json, scheduler, tokenizers, configs and all weights but those of ``components``.
+    """Writes model_index.json, scheduler, tokenizers, configs and all weights except those of ``components``.
 
     Raises ArtifactError for a vocabulary that is not CLIP's and ResourceError when the disk is full.
     """

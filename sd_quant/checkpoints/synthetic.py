@@ -2,12 +2,11 @@
 
     python -m sd_quant.checkpoints.synthetic full.nemo --dtype float16
 
-Sizes, speed and memory are those of the real model; its images are noise. Weights are drawn so that quantizing them
-is about as hard as quantizing trained ones: a normal distribution times a log-normal factor per row and per column,
-which gives channels of very different ranges, and layers that end a residual branch are smaller, so that activations
-stay where fp16 can hold them. Each tensor has its own seed, made from the checkpoint's seed and its key, and is drawn
-when it is written: memory holds one of them. The road not taken is building the networks and saving their fresh
-weights, whose channels all look alike, and which needs 14 GB.
+Sizes, speed and memory are those of the real model; its images are noise. Weights are about as hard to quantize as
+trained ones: a normal distribution times a log-normal factor per row and per column, so that channels have very
+different ranges. Layers that end a residual branch are smaller, so that activations stay within fp16. Each tensor is
+drawn when it is written, from its own seed, made from the checkpoint's seed and its key; one is in memory at a time.
+The road not taken is saving the networks' fresh weights, whose channels all look alike, and which needs 14 GB.
 """
 
 import argparse
@@ -38,7 +37,7 @@ BRANCH_GAIN = 0.3  # of a layer that ends a residual branch
 
 
 def random_parameter(name: str, shape: tuple[int, ...], kind: str, seed: int) -> Tensor:
-    """Returns an fp32 tensor as the module docstring says; ``kind`` is the class of the module that owns it."""
+    """Returns an fp32 tensor drawn as the module docstring says. ``kind`` is the class of the module that owns it."""
     generator = torch.Generator().manual_seed(seed ^ zlib.crc32(name.encode()))
     drawn = torch.randn(shape, generator=generator)
     if "Norm" in kind:
@@ -54,7 +53,7 @@ def random_parameter(name: str, shape: tuple[int, ...], kind: str, seed: int) ->
 
 
 def random_component(component: str, module: nn.Module, dtype: torch.dtype, seed: int) -> dict[str, LazyTensor]:
-    """Returns the parameters of a module on the meta device by name, each drawn when it is read."""
+    """Returns the parameters of a module by name, each drawn when it is read."""
     tensors = {}
     for name, parameter in module.named_parameters():
         kind = type(module.get_submodule(name.rpartition(".")[0])).__name__

@@ -5,12 +5,6 @@ one line of ``FAMILIES``, and ``conf/model/<name>.yaml``. A module is imported w
 opened, and not before.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from sd_quant.models.family import Family
-
 VAE_ENCODER = "vae_encoder"  # the part that images from images begin with
 LATENT_FACTOR = 8  # pixels per latent along each axis, in the autoencoders of all families
 FAMILIES = {
@@ -21,8 +15,3 @@ FAMILIES = {
     "flux": "sd_quant.models.flux",
     "pixart": "sd_quant.models.pixart",
 }
-
-
-def family_named(name: str) -> "Family":
-    """Returns the family. Raises KeyError for a name that is not in ``FAMILIES``."""
-    return import_module(FAMILIES[name]).FAMILY

@@ -3,10 +3,12 @@
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from torch import Tensor, nn
 
+from sd_quant.models import FAMILIES
 from sd_quant.models.parts import Part, SharedInput
 from sd_quant.models.roles import inputs_of_transformer, roles_of
 
@@ -75,6 +77,11 @@ class Family:
     def unpack(self, pipe, latents: Tensor, height: int, width: int) -> Tensor:
         """The inverse of ``pack``: latents [B, C, h, w] of an image of ``height`` by ``width`` pixels."""
         return latents
+
+
+def family_named(name: str) -> Family:
+    """Returns the family. Raises KeyError for a name that is not in ``FAMILIES``."""
+    return import_module(FAMILIES[name]).FAMILY
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Names of a network's tensors: literal maps between each author's layout and diffusers' names, used everywhere else.
 
-    nemo          NeMo's SDXL
-    sgm           Stability AI's single file of SDXL
-    transformers  Black Forest Labs' Flux and Stability AI's Stable Diffusion 3
-    lora          names that trainers give to the low-rank updates of a layer
-    diffusers     names that only some versions of diffusers and transformers use
+nemo          NeMo's SDXL
+sgm           Stability AI's single file of SDXL
+transformers  Black Forest Labs' Flux and Stability AI's Stable Diffusion 3
+lora          names that trainers give to the low-rank updates of a layer
+diffusers     names that only some versions of diffusers and transformers use
 """

@@ -1,10 +1,10 @@
-"""Under which names trainers store the low-rank updates of a layer.
+"""Names under which trainers store the low-rank updates of a layer.
 
-diffusers and PEFT write the layer's own name behind the component's, kohya's scripts write it with underscores for
-dots, and some train the networks as their authors name them. So every name of every layer is made here and looked up,
-and no key of a file is taken apart.
+diffusers and PEFT write the component's name and the layer's own, kohya's scripts write underscores for dots, and some
+trainers use the authors' names. So every possible name of every layer is made here and looked up; no key of a file is
+taken apart.
 The road not taken is diffusers' converters (loaders/lora_conversion_utils.py), which rewrite keys with some forty
-replacements in turn: a key of another network comes out as some name, and is found not to fit later, or never.
+replacements in turn: a key of another network becomes some name, and is found not to fit later, or never.
 """
 
 import re
@@ -18,26 +18,26 @@ from sd_quant.names.sgm import sgm_names
 
 WEIGHT = ".weight"
 DENOISERS = ("unet", "transformer")
-OF_DENOISER = ("", "base_model.model.", "diffusion_model.", "model.diffusion_model.")  # before a denoiser's name
-FLAT_OF_DENOISER = ("lora_unet_", "lora_transformer_")  # the same of kohya's
-ATTENTION = re.compile(r"(.*\.attn\d?)\.((?:add_|to_)\w+)(?:\.0)?")  # diffusers once kept updates in its processors
+OF_DENOISER = ("", "base_model.model.", "diffusion_model.", "model.diffusion_model.")  # prefixes of its layers
+FLAT_OF_DENOISER = ("lora_unet_", "lora_transformer_")  # kohya's prefixes
+ATTENTION = re.compile(r"(.*\.attn\d?)\.((?:add_|to_)\w+)(?:\.0)?")  # old diffusers kept updates in its processors
 
 
 @dataclass(frozen=True)
 class Place:
-    """A layer that an update is of."""
+    """A layer that an update belongs to."""
 
     component: str
     layer: str  # diffusers' name
     shape: tuple[int, ...]  # of its weight
-    first: int = 0  # row of the update at which this layer's begin: another network may have several layers in one
+    first: int = 0  # first row of the layer in the update, which may hold several layers
 
 
 def places_by_name(components: Mapping[str, Mapping[str, Readable]]) -> dict[str, list[list[Place]]]:
-    """Every name that updates of the linears and convolutions have somewhere.
+    """Returns the meanings of every name that an update of a linear or convolution can have.
 
-    ``components`` are parameters by diffusers' names. A name has several meanings where it does not tell in which of
-    two text encoders the layer is; each meaning is the layers whose rows lie in one update.
+    ``components`` are parameters by diffusers' names. A name has several meanings where it does not say which of two
+    text encoders the layer belongs to. A meaning is a list of layers whose rows one update holds.
     """
     found: dict[str, list[list[Place]]] = defaultdict(list)
     encoders = 0
@@ -84,7 +84,7 @@ def _encoder_names(component: str, number: int, layers: Mapping[str, Place]) -> 
 
 
 def _names_elsewhere(layers: Mapping[str, Place]) -> Iterator[tuple[str, list[Place]]]:
-    """The names that the authors of SDXL and of Flux have for the layers. The names of the layers tell which it is."""
+    """Yields the authors' names of SDXL's and Flux's layers. The names of the layers tell which network it is."""
     if "add_embedding.linear_1" in layers:
         for name, key in sgm_names([layer + WEIGHT for layer in layers]).items():
             yield key.removesuffix(WEIGHT), [layers[name.removesuffix(WEIGHT)]]
@@ -95,7 +95,7 @@ def _names_elsewhere(layers: Mapping[str, Place]) -> Iterator[tuple[str, list[Pl
 
 
 def stacked(places: list[Place]) -> list[Place]:
-    """The layers whose rows lie one after the other in one update."""
+    """Returns the layers with their first rows in an update that holds all of them, one below the other."""
     first, result = 0, []
     for place in places:
         result.append(Place(place.component, place.layer, place.shape, first))
@@ -104,5 +104,5 @@ def stacked(places: list[Place]) -> list[Place]:
 
 
 def flat(name: str) -> str:
-    """kohya's form of a name."""
+    """Returns kohya's form of a name."""
     return name.replace(".", "_")

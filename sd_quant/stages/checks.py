@@ -8,8 +8,9 @@ from sd_quant.config.sections import Sized
 from sd_quant.errors import ConfigError
 from sd_quant.inference.loading import most_steps
 from sd_quant.knobs import check
-from sd_quant.models import FAMILIES, LATENT_FACTOR, family_named
+from sd_quant.models import FAMILIES, LATENT_FACTOR
 from sd_quant.models.checkpoint import Checkpoint, contracts_of, denoiser_part, reads_guidance
+from sd_quant.models.family import family_named
 from sd_quant.stages.generate import calibration_source_of, latents_of, source_of
 
 

@@ -16,8 +16,8 @@ import pytest
 
 from sd_quant.checkpoints.diffusers_pipeline import open_pipeline
 from sd_quant.engines import why_not
-from sd_quant.models import family_named
 from sd_quant.models.checkpoint import empty_denoiser
+from sd_quant.models.family import family_named
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.recipe import formats_used
 from tests.presets import model_of, recipe_of

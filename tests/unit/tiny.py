@@ -19,8 +19,8 @@ from sd_quant.interchange import READERS, TARGETS
 from sd_quant.interchange.candidate import Candidate
 from sd_quant.interchange.holding import adapted, simulate_target
 from sd_quant.interchange.network import with_candidate
-from sd_quant.models import family_named
 from sd_quant.models.checkpoint import denoiser_of, denoiser_part
+from sd_quant.models.family import family_named
 from sd_quant.models.parts import axes
 from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment

@@ -20,8 +20,9 @@ from sd_quant.checkpoints.kinds import open_checkpoint
 from sd_quant.errors import ConfigError
 from sd_quant.inference.loading import load_model, pipeline_of
 from sd_quant.inference.pipeline import Pipeline, Sampling
-from sd_quant.models import FAMILIES, family_named
+from sd_quant.models import FAMILIES
 from sd_quant.models.checkpoint import denoiser_part, empty_denoiser, samples_per_image
+from sd_quant.models.family import family_named
 from sd_quant.models.parts import Part
 from sd_quant.quantization.statistics import Statistics
 

@@ -21,7 +21,8 @@ from torch import nn
 
 from sd_quant.config.recipe import MOST_LAYERS
 from sd_quant.metrics.flops import operations
-from sd_quant.models import FAMILIES, family_named
+from sd_quant.models import FAMILIES
+from sd_quant.models.family import family_named
 from sd_quant.models.parts import axes
 from sd_quant.quantization.recipe import ROLES, reason_kept
 
