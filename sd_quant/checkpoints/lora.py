@@ -220,7 +220,7 @@ def stored_configs(path: Path, text: object) -> dict[str, PeftConfig]:
 
 
 def peft_config(path: Path, entries: Mapping) -> PeftConfig:
-    """Returns the checked config. Raises ArtifactError for an entry of a wrong type, ConfigError for more than a LoRA."""
+    """Returns the config. Raises ArtifactError for an entry of a wrong type, ConfigError for more than a LoRA."""
     given = {"alpha_pattern": {}, "use_rslora": False, "use_dora": False} | {
         name: value for name, value in entries.items() if value is not None
     }
