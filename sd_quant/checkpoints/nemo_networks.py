@@ -94,7 +94,7 @@ def checkpoint_of(path: Path, model_config: dict, state: Mapping[str, Readable])
     shapes = parameter_shapes(described_networks(path, model_config, clip1, clip2))
     places = {component: locations(component, shapes[component]) for component in shapes}
     expected = {
-        place.key: place.stored_shape(shapes[component][name])
+        place.key: place.layout.shape(shapes[component][name])
         for component in shapes
         for name, place in places[component].items()
     }

@@ -17,7 +17,7 @@ def from_nemo(
     """Returns the parameters of a component by diffusers' names; ``shapes`` are theirs, ``state`` is NeMo's."""
     return {
         name: LazyTensor(
-            shapes[name], state[place.key].dtype, lambda place=place: place.parameter(state[place.key].read())
+            shapes[name], state[place.key].dtype, lambda place=place: place.layout.parameter(state[place.key].read())
         )
         for name, place in places.items()
     }
@@ -25,18 +25,17 @@ def from_nemo(
 
 def to_nemo(component: str, parameters: Mapping[str, Readable]) -> dict[str, LazyTensor]:
     """Returns the tensors of ``component`` under NeMo's keys, from its parameters by diffusers' names."""
-    held: dict[str, list[tuple[str, Location]]] = {}
-    for name, place in locations(component, parameters).items():
-        held.setdefault(place.key, []).append((name, place))
+    places = locations(component, parameters)
+    held: dict[str, list[str]] = {}
+    for name in sorted(places, key=lambda name: places[name].layout.turn):  # stable, so the thirds alone move
+        held.setdefault(places[name].key, []).append(name)
     state = {}
-    for key, places in held.items():
-        places.sort(key=lambda item: item[1].layout)  # the thirds of a tensor in their order
-        sources = [parameters[name] for name, _ in places]
-        place = places[0][1]
+    for key in dict.fromkeys(place.key for place in places.values()):
+        layout, sources = places[held[key][0]].layout, [parameters[name] for name in held[key]]
         state[key] = LazyTensor(
-            place.stored_shape(tuple(sources[0].shape)),
+            layout.shape(tuple(sources[0].shape)),
             reduce(torch.promote_types, (source.dtype for source in sources)),
-            lambda place=place, sources=sources: place.tensor([source.read() for source in sources]),
+            lambda layout=layout, sources=sources: layout.tensor([source.read() for source in sources]),
         )
     return state
 

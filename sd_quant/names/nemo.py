@@ -1,16 +1,15 @@
 """NeMo's key for each parameter of SDXL, and how the parameter is stored under it.
 
-``locations`` maps the parameter names of a component to keys. The names alone decide: they tell how many ResBlocks a
-level has, and which levels attend. NeMo's UNet keys are neither SGM's nor diffusers': its GroupNorm fuses the SiLU, so
-indices in a ResBlock shift by one.
+The names of a component's parameters alone decide: they tell how many ResBlocks a level has, and which levels attend.
+NeMo's UNet keys are neither SGM's nor diffusers': its GroupNorm fuses the SiLU, so indices in a ResBlock shift by one.
 The road not taken is NeMo's own converter: it walks a fixed list that renames within the first block of each
 transformer only, and so leaves 590 of 1680 UNet tensors random.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
 
 import torch
 
@@ -25,8 +24,32 @@ LOGIT_SCALE = PREFIX["text_encoder_2"] + "logit_scale"
 POSITION_IDS = PREFIX["text_encoder"] + "embeddings.position_ids"
 UNUSED = {SIGMAS, LOGIT_SCALE, POSITION_IDS}  # part of the file, not of the four networks
 
-Layout = Literal["same", "conv1x1", "transposed", "third 0", "third 1", "third 2"]
-THIRDS: dict[str, Layout] = {"q": "third 0", "k": "third 1", "v": "third 2"}
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """How a tensor of the state dict holds a parameter, or several parameters below each other."""
+
+    shape: Callable[[tuple[int, ...]], tuple[int, ...]]  # shape of the parameter -> shape of the tensor
+    parameter: Callable[[torch.Tensor], torch.Tensor]  # the tensor -> the parameter
+    tensor: Callable[[list[torch.Tensor]], torch.Tensor]  # all parameters in it -> the tensor
+    turn: int = 0  # place of the parameter among those in the tensor
+
+
+def _third(turn: int, stored: torch.Tensor) -> torch.Tensor:
+    return stored.chunk(3)[turn].clone()
+
+
+SAME = Layout(tuple, lambda stored: stored, lambda parameters: parameters[0])
+CONV1X1 = Layout(
+    lambda shape: (*shape, 1, 1), lambda stored: stored[:, :, 0, 0], lambda parameters: parameters[0][:, :, None, None]
+)
+TRANSPOSED = Layout(
+    lambda shape: tuple(reversed(shape)), lambda stored: stored.t().contiguous(), lambda parameters: parameters[0].t()
+)
+THIRDS = {  # OpenCLIP keeps query, key and value in one tensor
+    letter: Layout(lambda shape: (3 * shape[0], *shape[1:]), partial(_third, turn), torch.cat, turn)
+    for turn, letter in enumerate("qkv")
+}
 
 
 @dataclass(frozen=True)
@@ -34,43 +57,7 @@ class Location:
     """The tensor of a NeMo state dict that holds a parameter of diffusers."""
 
     key: str
-    layout: Layout = "same"  # a 1x1 convolution, transposed, or a third of the rows: OpenCLIP keeps q, k and v in one
-
-    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of the tensor that holds a parameter of ``shape``."""
-        match self.layout:
-            case "same":
-                return tuple(shape)
-            case "conv1x1":
-                return (*shape, 1, 1)
-            case "transposed":
-                return tuple(reversed(shape))
-            case _:
-                return (3 * shape[0], *shape[1:])
-
-    def parameter(self, stored: torch.Tensor) -> torch.Tensor:
-        """Returns the parameter that lies in the tensor ``stored``."""
-        match self.layout:
-            case "same":
-                return stored
-            case "conv1x1":
-                return stored[:, :, 0, 0]
-            case "transposed":
-                return stored.t().contiguous()
-            case _:
-                return stored.chunk(3)[int(self.layout[-1])].clone()
-
-    def tensor(self, parameters: list[torch.Tensor]) -> torch.Tensor:
-        """Returns the tensor that holds the one parameter, or the three that are its thirds."""
-        match self.layout:
-            case "same":
-                return parameters[0]
-            case "conv1x1":
-                return parameters[0][:, :, None, None]
-            case "transposed":
-                return parameters[0].t()
-            case _:
-                return torch.cat(parameters)
+    layout: Layout = SAME
 
 
 def locations(component: str, names: Iterable[str]) -> dict[str, Location]:
@@ -83,26 +70,23 @@ def count_indices(names: Iterable[str], prefix: str) -> int:
     return len({name.removeprefix(prefix).split(".")[0] for name in names if name.startswith(prefix)})
 
 
-def _replace(name: str, rules: Mapping[str, str]) -> str:
-    """Returns ``name`` with the first pattern of ``rules`` that starts it, up to a whole word, replaced."""
-    for pattern, replacement in rules.items():
-        renamed, count = re.subn(rf"^{pattern}(?=\.|$)", replacement, name)
-        if count:
-            return renamed
-    return name
+def _replaced(name: str, beginnings: Mapping[str, str]) -> str:
+    """Returns ``name`` with the first of ``beginnings`` that it begins with, up to a whole word, replaced."""
+    found = next((old for old in beginnings if f"{name}.".startswith(f"{old}.")), None)
+    return name if found is None else beginnings[found] + name.removeprefix(found)
 
 
 UNET_OUTER = {
-    r"time_embedding\.linear_1": "time_embed.0",
-    r"time_embedding\.linear_2": "time_embed.2",
-    r"add_embedding\.linear_1": "label_emb.0.0",
-    r"add_embedding\.linear_2": "label_emb.0.2",
-    r"conv_in": "input_blocks.0.0",
-    r"conv_norm_out": "out.0",
-    r"conv_out": "out.1",
-    r"mid_block\.resnets\.0": "middle_block.0",
-    r"mid_block\.attentions\.0": "middle_block.1",
-    r"mid_block\.resnets\.1": "middle_block.2",
+    "time_embedding.linear_1": "time_embed.0",
+    "time_embedding.linear_2": "time_embed.2",
+    "add_embedding.linear_1": "label_emb.0.0",
+    "add_embedding.linear_2": "label_emb.0.2",
+    "conv_in": "input_blocks.0.0",
+    "conv_norm_out": "out.0",
+    "conv_out": "out.1",
+    "mid_block.resnets.0": "middle_block.0",
+    "mid_block.attentions.0": "middle_block.1",
+    "mid_block.resnets.1": "middle_block.2",
 }
 UNET_RESNET = {
     "norm1": "in_layers.0",
@@ -116,8 +100,8 @@ UNET_TRANSFORMER_BLOCK = {
     "norm1": "attn1.norm",
     "norm2": "attn2.norm",
     "norm3": "ff.net.0",
-    r"ff\.net\.0\.proj": "ff.net.1.proj",
-    r"ff\.net\.2": "ff.net.3",
+    "ff.net.0.proj": "ff.net.1.proj",
+    "ff.net.2": "ff.net.3",
 }
 
 
@@ -139,13 +123,13 @@ def _unet(names: list[str]) -> dict[str, Location]:
         return f"output_blocks.{first + int(index)}.{position}.{inner}"
 
     def key(name: str) -> str:
-        outer = block(name) if name.startswith(("down_blocks.", "up_blocks.")) else _replace(name, UNET_OUTER)
+        outer = block(name) if name.startswith(("down_blocks.", "up_blocks.")) else _replaced(name, UNET_OUTER)
         if ".resnets." in name:
             head, inner = re.fullmatch(r"((?:\w+put_blocks\.\d+|middle_block)\.\d+)\.(.*)", outer).groups()
-            return f"{head}.{_replace(inner, UNET_RESNET)}"
+            return f"{head}.{_replaced(inner, UNET_RESNET)}"
         if ".transformer_blocks." in name:
             head, inner = re.fullmatch(r"(.*\.transformer_blocks\.\d+)\.(.*)", outer).groups()
-            return f"{head}.{_replace(inner, UNET_TRANSFORMER_BLOCK)}"
+            return f"{head}.{_replaced(inner, UNET_TRANSFORMER_BLOCK)}"
         return outer
 
     return {name: Location(key(name)) for name in names}
@@ -153,7 +137,7 @@ def _unet(names: list[str]) -> dict[str, Location]:
 
 def _vae(names: list[str]) -> dict[str, Location]:
     last_level = count_indices(names, "decoder.up_blocks.") - 1
-    attention = {"group_norm": "norm", "to_q": "q", "to_k": "k", "to_v": "v", r"to_out\.0": "proj_out"}
+    attention = {"group_norm": "norm", "to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "proj_out"}
 
     def place(name: str) -> Location:
         half, _, rest = name.partition(".")
@@ -165,9 +149,9 @@ def _vae(names: list[str]) -> dict[str, Location]:
         rest = re.sub(r"^((?:down|up)\.\d+)\.(down|up)samplers\.0\.", r"\1.\2sample.", rest)
         rest = re.sub(r"^mid_block\.resnets\.(\d)", lambda match: f"mid.block_{int(match[1]) + 1}", rest)
         if rest.startswith("mid_block.attentions.0."):
-            inner = _replace(rest.removeprefix("mid_block.attentions.0."), attention)
+            inner = _replaced(rest.removeprefix("mid_block.attentions.0."), attention)
             linear = inner.endswith(".weight") and not inner.startswith("norm")
-            return Location(f"{half}.mid.attn_1.{inner}", "conv1x1" if linear else "same")
+            return Location(f"{half}.mid.attn_1.{inner}", CONV1X1 if linear else SAME)
         return Location(f"{half}.{rest}")
 
     return {name: place(name) for name in names}
@@ -179,31 +163,31 @@ def _clip(names: list[str]) -> dict[str, Location]:
 
 def _open_clip(names: list[str]) -> dict[str, Location]:
     whole = {
-        "text_projection.weight": Location("text_projection", "transposed"),
+        "text_projection.weight": Location("text_projection", TRANSPOSED),
         "text_model.embeddings.position_embedding.weight": Location("positional_embedding"),
     }
     outer = {
-        r"text_model\.embeddings\.token_embedding": "token_embedding",
-        r"text_model\.final_layer_norm": "ln_final",
-        r"text_model\.encoder\.layers": "transformer.resblocks",
+        "text_model.embeddings.token_embedding": "token_embedding",
+        "text_model.final_layer_norm": "ln_final",
+        "text_model.encoder.layers": "transformer.resblocks",
     }
     inner = {
         "layer_norm1": "ln_1",
         "layer_norm2": "ln_2",
-        r"mlp\.fc1": "mlp.c_fc",
-        r"mlp\.fc2": "mlp.c_proj",
-        r"self_attn\.out_proj": "attn.out_proj",
+        "mlp.fc1": "mlp.c_fc",
+        "mlp.fc2": "mlp.c_proj",
+        "self_attn.out_proj": "attn.out_proj",
     }
 
     def place(name: str) -> Location:
         if name in whole:
             return whole[name]
-        key = _replace(name, outer)
+        key = _replaced(name, outer)
         if not key.startswith("transformer.resblocks."):
             return Location(key)
         head, rest = re.fullmatch(r"(transformer\.resblocks\.\d+)\.(.*)", key).groups()
         if joined := re.fullmatch(r"self_attn\.([qkv])_proj\.(weight|bias)", rest):
             return Location(f"{head}.attn.in_proj_{joined[2]}", THIRDS[joined[1]])
-        return Location(f"{head}.{_replace(rest, inner)}")
+        return Location(f"{head}.{_replaced(rest, inner)}")
 
     return {name: place(name) for name in names}

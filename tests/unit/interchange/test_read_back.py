@@ -10,7 +10,7 @@ from sd_quant.checkpoints.nemo_networks import parameter_shapes, sdxl_base_confi
 from sd_quant.checkpoints.synthetic import CLIP_L, OPEN_CLIP_BIGG
 from sd_quant.interchange import write_comfyui as comfyui
 from sd_quant.models.sdxl_nemo import build_modules
-from sd_quant.names.nemo import PREFIX, locations
+from sd_quant.names.nemo import PREFIX, SAME, locations
 from sd_quant.names.sgm import nemo_key, sgm_names
 
 from .conftest import layer_errors, recipe_of
@@ -62,7 +62,7 @@ def test_full_size_keys_are_those_that_sgm_is_read_by():
     places = locations("unet", names)
     assert len(set(found.values())) == len(names) == 1680
     assert all(nemo_key(SGM + key) == places[name].key for name, key in found.items())
-    assert {place.layout for place in places.values()} == {"same"} and PREFIX["unet"] == f"model.{SGM}"
+    assert {place.layout for place in places.values()} == {SAME} and PREFIX["unet"] == f"model.{SGM}"
     assert found["up_blocks.0.upsamplers.0.conv.weight"] == "output_blocks.2.2.conv.weight"
     assert found["add_embedding.linear_1.weight"] == "label_emb.0.0.weight"  # both tell ComfyUI-GGUF that this is SDXL
     norm = "mid_block.attentions.0.transformer_blocks.9.norm3.bias"

@@ -19,7 +19,7 @@ GOLDEN = Path(__file__).with_name("nemo_sdxl_unet_keys.txt.gz")  # "key shape" l
 
 def stored_shapes(component: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     places = nemo_keys.locations(component, shapes)
-    return {place.key: place.stored_shape(shapes[name]) for name, place in places.items()}
+    return {place.key: place.layout.shape(shapes[name]) for name, place in places.items()}
 
 
 def without_prefix(component: str, state: dict) -> dict:
