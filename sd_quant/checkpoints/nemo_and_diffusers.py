@@ -28,9 +28,8 @@ from sd_quant.files.checks import MAX_DEPTH, check_tensors, reason_of
 from sd_quant.files.folders import WEIGHTS, files_in, read_json
 from sd_quant.files.safetensors import read_safetensors, write_safetensors
 from sd_quant.files.tensors import Readable
-from sd_quant.models.clip_tokenizer import clip_tokenizer
 from sd_quant.models.sdxl import FAMILY
-from sd_quant.models.sdxl_nemo import TextShape, scheduler
+from sd_quant.models.sdxl_nemo import TextShape, scheduler, tokenizers
 from sd_quant.names.nemo import UNUSED
 
 NETWORKS = {  # library and class
@@ -162,17 +161,14 @@ def write_pipeline(
     from diffusers import EulerDiscreteScheduler
 
     try:
-        tokenizers = {
-            "tokenizer": clip_tokenizer(checkpoint.clip1.vocab_size),
-            "tokenizer_2": clip_tokenizer(checkpoint.clip2.vocab_size, "!"),
-        }
+        both = tokenizers(checkpoint.clip1, checkpoint.clip2)
     except ValueError as error:
         raise ArtifactError(f"{checkpoint.path} needs a tokenizer that is not CLIP's: {error}") from error
     modules = described_networks(checkpoint.path, checkpoint.model_config, checkpoint.clip1, checkpoint.clip2)
     write_json(folder / INDEX, PIPELINE | REST_OF_PIPELINE)
     # diffusers' own class, because readers of the folder do not have ours
     EulerDiscreteScheduler.from_config(scheduler().config).save_pretrained(folder / "scheduler")
-    for name, tokenizer in tokenizers.items():
+    for name, tokenizer in zip(("tokenizer", "tokenizer_2"), both, strict=True):
         tokenizer.save_pretrained(folder / name)
         tokenizer.backend_tokenizer.model.save(str(folder / name))  # vocab.json, merges.txt: for transformers 4
     for name, module in modules.items():

@@ -1,9 +1,10 @@
-"""Writing so that a name never points at half a file, and reading bytes of strangers.
+"""Atomic writing, and reading of untrusted files.
 
-What is written has a temporary name in the same folder, and is flushed and renamed. The name says which process writes:
-what one that is dead has left goes when the same is written again. A file of somebody else is opened here, where a pipe
-or a device is refused instead of waited for. The modules of this folder read such files; none executes or extracts
-anything, and each imports only those below it.
+A file is written under a temporary name in its folder, flushed, and renamed, so that its name never points at half a
+file. The temporary name holds the process, so that leftovers of a dead process are removed at the next attempt.
+An untrusted file is opened by ``open_regular``, which refuses a pipe or a device instead of waiting for it. The modules
+of this folder parse such files within bounds of time and memory. None executes or extracts anything, and each imports
+only those below it.
 
     images, image_files    images, decoded by Pillow within bounds, and which files of a folder are images
     folders                JSON, and weights in one file or in shards, in a folder of diffusers
@@ -35,16 +36,16 @@ from sd_quant.errors import FULL, ResourceError, SdQuantError
 
 TEMPORARY = ".unfinished-"
 HOST = re.sub(r"\W+", "_", socket.gethostname())[:30]
-UNFINISHED = re.compile(r"\.unfinished-.*|\..+\.(\w+-)?\d+\.part")  # the names of what is being written, of any process
-ABANDONED = re.compile(rf"\..+[.-]{HOST}-(\d+)(?:\.part|-\w+)")  # the same of this host, with the process
-MOST_TEXT = 2**26  # bytes of a table or a record that another run has left
+UNFINISHED = re.compile(r"\.unfinished-.*|\..+\.(\w+-)?\d+\.part")  # temporary names of any process
+ABANDONED = re.compile(rf"\..+[.-]{HOST}-(\d+)(?:\.part|-\w+)")  # temporary names of this host, with the process
+MOST_TEXT = 2**26  # bytes of a table or a record of another run
 
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yields a temporary path beside ``path``, renamed to it when the block ends well and removed when it does not.
+    """Yields a temporary path beside ``path`` for a file or folder, renamed at the end, or removed after an exception.
 
-    The block writes a file there, or a folder. Raises ResourceError when the disk is full.
+    Raises ResourceError when the disk is full.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_abandoned(path.parent)
@@ -65,15 +66,15 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 def temporary_folder(directory: Path) -> TemporaryDirectory:
-    """In ``directory``, under a name by which the next attempt knows what a killed one has left, and removes it."""
+    """Returns a temporary folder in ``directory``; a later process removes what a killed one has left."""
     remove_abandoned(directory)
     return TemporaryDirectory(dir=directory, prefix=f"{TEMPORARY}{HOST}-{os.getpid()}-")
 
 
 @cache
 def remove_abandoned(directory: Path) -> None:
-    """Remove what dead processes of this host were writing in ``directory``; once, as a folder may be large."""
-    with suppress(PermissionError):  # of a folder that may be written and not listed
+    """Removes what dead processes of this host were writing in ``directory``; once, as a folder may be large."""
+    with suppress(PermissionError):  # a folder may be writable and not readable
         for path in list(directory.iterdir()):
             match = ABANDONED.fullmatch(path.name)
             if match and not is_alive(int(match[1])):
@@ -81,7 +82,7 @@ def remove_abandoned(directory: Path) -> None:
 
 
 def is_alive(process: int) -> bool:
-    """Whether a process of this host is; one of another user is too."""
+    """Returns whether a process of this host is running, under any user."""
     try:
         os.kill(process, 0)
     except (ProcessLookupError, OverflowError):
@@ -92,7 +93,7 @@ def is_alive(process: int) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link or one of our own temporary folders."""
+    """Removes a file, a link or one of our own temporary folders."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -100,9 +101,9 @@ def remove(path: Path) -> None:
 
 
 def open_regular(path: Path, most: float = math.inf) -> BinaryIO:
-    """A regular file, opened for reading. Raises OSError for anything else, and for more than ``most`` bytes.
+    """Opens a regular file for reading. Raises OSError for anything else, and for more than ``most`` bytes.
 
-    A pipe is not waited for: who opens one without O_NONBLOCK does so until somebody writes.
+    Without O_NONBLOCK opening a pipe would wait for somebody to write.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     found = os.fstat(descriptor)
@@ -114,7 +115,7 @@ def open_regular(path: Path, most: float = math.inf) -> BinaryIO:
 
 
 def read_regular(path: Path, most: float = MOST_TEXT) -> bytes:
-    """All bytes of a regular file. Raises OSError as ``open_regular`` does."""
+    """Returns all bytes of a regular file. Raises OSError as ``open_regular`` does."""
     with open_regular(path, most) as file:
         return file.read()
 
@@ -132,18 +133,18 @@ def check_room(path: Path, needed: float, what: str = "") -> None:
 
 def write_text(path: Path, text: str) -> None:
     with atomic_path(path) as temporary:
-        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")  # a lone surrogate of a stranger's
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")  # untrusted names hold lone surrogates
 
 
 def write_json(path: Path, content: object) -> None:
-    """Raises SdQuantError for NaN and infinity, naming the entry: a record holds null and a reason instead."""
+    """Writes JSON. Raises SdQuantError for NaN and infinity, naming the entry: a record holds null and a reason."""
     if found := next(not_finite(content), None):
         raise SdQuantError(f"{path.name} cannot be written, because {found} in it is no finite number; report this run")
     write_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
 def not_finite(content: object, name: str = "") -> Iterator[str]:
-    """``fidelity.psnr.values.0`` for every NaN and infinity in what is to be JSON."""
+    """Yields the path, such as ``fidelity.psnr.values.0``, and value of every NaN and infinity in ``content``."""
     if isinstance(content, float) and not math.isfinite(content):
         yield f"{name.lstrip('.') or 'all'} ({content})"
     elif isinstance(content, Mapping | list | tuple):
@@ -157,5 +158,5 @@ def sha256(path: Path) -> str:
 
 
 def digest(*texts: str) -> str:
-    """SHA-256 of texts, told apart."""
+    """Returns the SHA-256 of the sequence of texts; ("ab",) and ("a", "b") differ."""
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()

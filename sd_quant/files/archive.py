@@ -1,7 +1,7 @@
-"""Named files inside a ``.nemo`` archive, read in place.
+"""Files inside a ``.nemo`` archive, read in place.
 
-A ``.nemo`` is untrusted input, so its tar headers are read one by one, and anything but regular files and directories
-with plain names refuses the whole archive. Nothing is extracted: a member is a range of the archive's own bytes.
+The tar headers are read one by one. An archive with anything but regular files and directories with plain names is
+refused. Nothing is extracted: a member is a range of the archive's own bytes.
 The road not taken is ``tarfile.open``: it skips damage at the end, lets the last of two equal names win, reads extended
 headers of any declared size into memory, and its extraction filters have been bypassed more than once.
 """
@@ -26,14 +26,14 @@ from sd_quant.files import check_room, open_regular
 BLOCK = tarfile.BLOCKSIZE
 MAX_MEMBERS = 64
 MAX_TEXT = 2**20  # bytes of a configuration
-MAX_EXTENDED_HEADER = 64 * 1024  # holds a long name, a float mtime and a size over 8 GiB; needs a few hundred bytes
+MAX_EXTENDED_HEADER = 64 * 1024  # a long name, a float mtime and a size over 8 GiB need a few hundred bytes
 LARGE_READ = 2**20
 GZIP_SLACK = 64 * 2**20
 GZIP_RATIO = 16  # float weights shrink by a few per cent, a gzip bomb by a factor of about 1000
 
 
 class OpenFile:
-    """A file that stays open as long as anything refers to it, whatever became of its name."""
+    """A descriptor of a file that is closed when nothing refers to it any more."""
 
     def __init__(self, file: BinaryIO):
         self.descriptor = os.dup(file.fileno())
@@ -42,7 +42,7 @@ class OpenFile:
 
 @dataclass(frozen=True)
 class Member:
-    """A range of bytes of an open file: one file of an archive, or a file that stands alone."""
+    """A range of bytes of an open file: one file of an archive, or a whole file."""
 
     name: str  # for messages
     file: OpenFile
@@ -50,7 +50,7 @@ class Member:
     size: int  # in bytes
 
     def read(self, start: int, length: int) -> bytearray | mmap.mmap:
-        """Returns ``length`` bytes from byte ``start`` of the member on.
+        """Returns ``length`` bytes of the member from byte ``start``.
 
         Raises ArtifactError when the range leaves the member or the file has been cut since it was opened.
         """
@@ -59,7 +59,7 @@ class Member:
                 f"{self.name} has {self.size} bytes but refers to bytes {start} to {start + length}; "
                 "it is damaged, so fetch it again"
             )
-        # a large block of its own goes back to the system when it is freed, where the heap would keep most of it
+        # freed, a mapped block goes back to the system, while the heap would keep most of it
         data = mmap.mmap(-1, length) if length > LARGE_READ else bytearray(length)
         view, position = memoryview(data), self.offset + start
         while view:
@@ -70,7 +70,7 @@ class Member:
         return data
 
     def open(self) -> BinaryIO:
-        """Returns the member as a seekable file that cannot see the bytes around it."""
+        """Returns the member as a seekable file."""
         return io.BufferedReader(_MemberStream(self))
 
 
@@ -99,7 +99,7 @@ class _MemberStream(io.RawIOBase):
 
 
 def open_members(path: Path) -> dict[str, Member]:
-    """Returns the files of a ``.nemo`` archive, or of any directory, by name without the leading ``./``.
+    """Returns the files of a ``.nemo`` archive, or of a directory, by name without the leading ``./``.
 
     Raises ConfigError when ``path`` does not exist, ArtifactError when the archive is damaged or holds anything but
     regular files and directories below ``./``, ResourceError when there is no room to unpack a gzipped one.
@@ -129,7 +129,7 @@ def open_members(path: Path) -> dict[str, Member]:
 
 
 def whole_file(path: Path) -> Member:
-    """Returns a file that stands alone as a member. Raises ConfigError when it does not exist."""
+    """Returns a whole file as a member. Raises ConfigError when it does not exist."""
     if not path.is_file():
         raise ConfigError(f"{path} is not a file; check the path")
     with open_regular(path) as file:
@@ -137,7 +137,7 @@ def whole_file(path: Path) -> Member:
 
 
 def read_text(member: Member) -> bytes:
-    """Returns all bytes of a configuration. Raises ArtifactError, before reading, for more than ``MAX_TEXT``."""
+    """Returns all bytes of a configuration. Raises ArtifactError for more than ``MAX_TEXT``, before reading."""
     if member.size > MAX_TEXT:
         raise ArtifactError(f"{member.name} has {member.size} bytes; expected at most {MAX_TEXT}, so check the path")
     return bytes(member.read(0, member.size))
@@ -152,7 +152,7 @@ def is_gzipped(path: Path) -> bool:
 
 
 def _gunzipped(path: Path, compressed: BinaryIO) -> OpenFile:
-    """Unpacks into an unnamed temporary file in $TMPDIR: tensors are read in any order, which gzip does not allow."""
+    """Unpacks into an unnamed temporary file in $TMPDIR, because tensors are read in any order."""
     check_room(Path(tempfile.gettempdir()), path.stat().st_size, " to unpack a gzipped archive")
     limit = GZIP_SLACK + GZIP_RATIO * path.stat().st_size
     size = 0
@@ -180,7 +180,7 @@ def _gunzipped(path: Path, compressed: BinaryIO) -> OpenFile:
 
 
 def _tar_members(path: Path, file: OpenFile) -> Iterator[tuple[str, Member]]:
-    """Yields name and member of each regular file of a tar. Raises ArtifactError for damage and for any other entry."""
+    """Yields name and member of each regular file of a tar. Raises ArtifactError for damage and any other entry."""
     file_size = os.fstat(file.descriptor).st_size
     whole = Member(str(path), file, 0, file_size)
     extended: dict[str, str] | None = None  # of the next member

@@ -1,7 +1,4 @@
-"""What every checkpoint is checked for: how large its networks are, names and shapes of its tensors, their values.
-
-A configuration that somebody else wrote could ask for a billion layers, which would build for ever.
-"""
+"""Checks of every checkpoint: the size of its networks, names, shapes, dtypes and values of its tensors."""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -15,17 +12,17 @@ from sd_quant.errors import ArtifactError
 from sd_quant.files.tensors import Readable, Weights
 from sd_quant.text import one_line
 
-MAX_DEPTH = 100  # of any list or count of blocks: SDXL's largest is 32
+MAX_DEPTH = 100  # of any list or count of blocks; SDXL's largest is 32
 MAX_MODULES = 50_000  # Flux has 2,200
-MAX_PROBLEMS = 1100  # characters of a sentence that list names
+MAX_PROBLEMS = 1100  # characters of a message that list names
 WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @contextmanager
 def bounded_modules() -> Iterator[None]:
-    """Counts the modules that are built in this context. Raises ValueError for more than ``MAX_MODULES``.
+    """Raises ValueError when more than ``MAX_MODULES`` modules are built in this context.
 
-    A bound of each number in a configuration is not enough, because the numbers multiply.
+    A bound on each number of a configuration is not enough, because the numbers multiply.
     """
     count = 0
 
@@ -43,7 +40,7 @@ def bounded_modules() -> Iterator[None]:
 
 
 def reason_of(error: BaseException) -> str:
-    """Returns class and text of a library's error on one line, short enough to be part of a sentence."""
+    """Returns class and text of a library's error on one short line."""
     return one_line(f"{type(error).__name__}: {error}", 300)
 
 
@@ -64,10 +61,9 @@ def renamed(path: Path, tensors: Mapping[str, Readable], rename: Callable[[str],
 def check_tensors(
     path: Path, tensors: Mapping[str, Readable], expected: Mapping[str, tuple[int, ...]], unused: Collection[str]
 ) -> None:
-    """Compares names, shapes and dtypes of a file's tensors with those of a network, and reads none.
+    """Raises ArtifactError when weights are missing, unknown, misshapen or of another dtype; reads none.
 
-    ``expected`` is name to shape; names in ``unused`` may be there too, in any shape and dtype.
-    Raises ArtifactError when weights are missing, unknown, misshapen or of another dtype than a network's.
+    ``expected`` is name to shape; names in ``unused`` are allowed too, in any shape and dtype.
     """
     missing = [key for key in expected if key not in tensors]
     unknown = [key for key in tensors if key not in expected and key not in unused]
@@ -90,10 +86,7 @@ def check_tensors(
 
 
 def problems_in(kinds: Mapping[str, Sequence[str]]) -> str:
-    """Returns how many names of each kind there are, and the first of them; nothing where there are none.
-
-    There are ten of each kind, or three where that would be too long.
-    """
+    """Returns the number and the first names of each kind that has any: ten of each, or three if that is too long."""
     for most in (10, 3):
         problems = [f"{len(names)} {what}: {listing(names, most)}" for what, names in kinds.items() if names]
         if sum(map(len, problems)) < MAX_PROBLEMS:
@@ -102,7 +95,7 @@ def problems_in(kinds: Mapping[str, Sequence[str]]) -> str:
 
 
 def check_finite(weights: Weights) -> None:
-    """Reads every tensor once. Raises ArtifactError, naming the first tensor that holds a NaN or an infinity."""
+    """Raises ArtifactError for the first tensor that holds a NaN or an infinity. Reads every tensor once."""
     for key, stored in weights.tensors.items():
         tensor = stored.read()
         if tensor.numel() and not all(map(math.isfinite, (bound.item() for bound in torch.aminmax(tensor)))):

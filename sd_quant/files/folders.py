@@ -1,7 +1,6 @@
-"""The files of a folder that diffusers' ``save_pretrained`` wrote: JSON, and weights in one file or in shards.
+"""Folders in the layout of diffusers' ``save_pretrained``: JSON, and weights in one file or in shards.
 
-Nothing is executed: weights are read from safetensors files only, and names in an index are looked up among the files
-of their folder.
+Weights are read from safetensors files only, and a name in an index is looked up among the files of its folder.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The files of images to start from, and of their masks, told by their names alone: nothing is opened here."""
+"""Files of source images and masks, chosen by name. Opens nothing, and imports no decoder."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}  # P
 
 
 def image_files(knob: str, path: Path) -> list[Path]:
-    """The file itself, or the images of a folder by name. Raises ConfigError when there is none; ``knob`` names it."""
+    """Returns the file, or the images of a folder by name. Raises ConfigError, naming ``knob``, when there is none."""
     if not path.is_dir():
         files = [path]
     else:
@@ -22,7 +22,7 @@ def image_files(knob: str, path: Path) -> list[Path]:
 
 
 def mask_files(knob: str, path: Path, images: Sequence[Path]) -> list[Path]:
-    """The mask of each image: one file for all, or of a folder those with the images' names, whatever they end with.
+    """Returns the mask of each image: one file for all, or the file of a folder with the image's name and any suffix.
 
     Raises ConfigError for an image without one.
     """

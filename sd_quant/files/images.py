@@ -1,4 +1,4 @@
-"""Images of strangers, decoded by Pillow within bounds: regular files of three formats, up to a number of pixels."""
+"""Untrusted images, decoded by Pillow within bounds: regular files of three formats, up to a number of pixels."""
 
 import warnings
 from pathlib import Path
@@ -11,21 +11,21 @@ from sd_quant.files import open_regular
 from sd_quant.files.image_files import FORMATS
 from sd_quant.text import one_line
 
-# Of an image before it is resized: 5792 x 5792, of a JPEG, which is decoded smaller where that suffices, 8192 x 8192.
+# Pixels before resizing: 5792 x 5792, or 8192 x 8192 of a JPEG, which can be decoded at a smaller size.
 MOST_PIXELS = {"PNG": 2**25, "WEBP": 2**25, "JPEG": 2**26}
-ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)  # the tag of EXIF, and where it says that width and height change places
+ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)  # the tag of EXIF, and its values that exchange width and height
 
 
 def read_fitted(path: Path, width: int, height: int, mode: str) -> tuple[np.ndarray, tuple[int, int]]:
-    """An image in ``mode``, RGB or L, cropped about its middle and resized, and its own width and height.
+    """Returns an image, cropped about its middle and resized, and its original width and height.
 
-    The array is uint8 [height, width] and its channels. The image is turned upright; what is transparent becomes white.
-    A JPEG is decoded at a size that suffices, and everything else resized first, so that its pixels are in memory once.
-    Raises as ``read_source`` does.
+    ``mode`` is RGB or L. The array is uint8 [height, width, 3] or [height, width]. The image is turned upright by its
+    EXIF; transparent pixels become white. A JPEG is decoded at the smallest size that suffices.
+    Raises ArtifactError for a file that is no image, or a damaged one, ConfigError for one that is too large.
     """
     try:
         with open_regular(path) as file, warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # which begins at more than we take
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # its limit is above MOST_PIXELS
             fmt = FORMATS[path.suffix.lower()]
             image = Image.open(file, formats=[fmt])
             own, most = image.size, MOST_PIXELS[fmt]
@@ -42,7 +42,7 @@ def read_fitted(path: Path, width: int, height: int, mode: str) -> tuple[np.ndar
         raise
     except Image.DecompressionBombError as error:  # Pillow's own limit, which is higher
         raise ConfigError(f"{path} is too large to be read ({one_line(error, 100)}); make it smaller") from None
-    except Exception as error:  # whatever the bytes lead the decoders to
+    except Exception as error:  # untrusted bytes can make the decoders raise anything
         raise ArtifactError(
             f"{path} cannot be read as an image ({one_line(error, 100)}); save it again as a PNG"
         ) from None
@@ -52,9 +52,9 @@ def read_fitted(path: Path, width: int, height: int, mode: str) -> tuple[np.ndar
 
 
 def in_8_bits(image: Image.Image) -> Image.Image:
-    """The image in L, RGB or RGBA. Raises ValueError for numbers that are neither 8 nor 16 bits.
+    """Returns the image in L, RGB or RGBA. Raises ValueError for numbers that have neither 8 nor 16 bits.
 
-    Of 16 bits the upper 8 are taken: Pillow's own conversion makes everything beyond 255 white.
+    Of 16 bits the upper 8 are kept, because Pillow's own conversion makes everything above 255 white.
     """
     if image.mode.startswith("I;16"):
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))

@@ -1,9 +1,9 @@
-"""YAML from strangers: plain mappings, lists, texts and numbers, read in time and memory that the file's size bounds.
+"""Untrusted YAML: mappings, lists, texts and numbers, read in time and memory bounded by the file's size.
 
-PyYAML's safe loader runs nothing, and yet a few lines take it hours: numbers of base sixty (``1:1:1...``), whose digits
-it multiplies out, merge keys (``<<``) and aliases, which repeat what they name. Here a number is what YAML 1.2 calls
-one, there are no merge keys, what aliases stand for is counted before anything is built, and a key stands once in a
-mapping. The road not taken is a loader of YAML 1.2: NeMo writes its files with PyYAML, which takes ``yes`` for true.
+PyYAML's safe loader executes nothing, but a few lines can take it hours: numbers of base sixty (``1:1:1...``), whose
+digits it multiplies out, merge keys (``<<``) and aliases, which repeat what they name. Here numbers are those of
+YAML 1.2, merge keys are refused, aliases are counted with their content before anything is built, and a duplicate key
+is refused. The road not taken is a loader of YAML 1.2: NeMo writes its files with PyYAML, which reads ``yes`` as true.
 """
 
 import re
@@ -11,7 +11,7 @@ from collections import Counter
 
 import yaml
 
-MAX_NODES = 20_000  # mappings, lists, texts and numbers, with what aliases stand for; SDXL's config has 200
+MAX_NODES = 20_000  # mappings, lists, texts and numbers, with aliases expanded; SDXL's config has 200
 TAG = "tag:yaml.org,2002:"
 NUMBERS = {
     f"{TAG}int": re.compile(r"[-+]?[0-9]{1,30}"),
@@ -23,7 +23,7 @@ KINDS = {f"{TAG}{name}" for name in ("bool", "null", "str", "seq", "map")} | NUM
 
 
 class Loader(yaml.SafeLoader):
-    """PyYAML's, with the numbers of YAML 1.2, without merge keys and dates. Its parser in C crashes on deep files."""
+    """PyYAML's own loader with YAML 1.2's numbers, without merge keys and dates; its C parser crashes on deep files."""
 
     yaml_implicit_resolvers: dict = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag in KINDS - NUMBERS.keys()]
@@ -43,7 +43,7 @@ for _tag, _pattern in NUMBERS.items():
 
 
 def load_yaml(text: bytes) -> object:
-    """The content of a YAML file. Raises yaml.YAMLError, ValueError or RecursionError for what is not plain."""
+    """Returns the content of a YAML file. Raises yaml.YAMLError, ValueError or RecursionError for what is refused."""
     loader = Loader(text)
     try:
         node = loader.get_single_node()
@@ -56,9 +56,10 @@ def load_yaml(text: bytes) -> object:
 
 
 def count(node: yaml.Node, known: dict[int, int]) -> int:
-    """How many nodes this one stands for, itself included; ``known`` has those that were counted, 0 while they are.
+    """Returns the number of nodes in this one, itself included and aliases expanded.
 
-    Raises ValueError for more than ``MAX_NODES``, a node in itself, a tag, a key that is no text or stands twice.
+    ``known`` holds the counts of nodes by id, 0 while a node is being counted.
+    Raises ValueError for more than ``MAX_NODES``, a node in itself, a tag, a key that is no text or a duplicate.
     """
     if id(node) in known:
         if not known[id(node)]:

@@ -1,8 +1,8 @@
 """Safetensors files, read and written one tensor at a time.
 
-A file begins with the length of its header in eight bytes, little endian; the header is JSON, with each tensor's dtype,
-shape and range of bytes; the bytes follow (https://huggingface.co/docs/safetensors). The road not taken is the library
-of that name: its ``save_file`` wants every tensor in memory, and its ``safe_open`` maps the file, so that the process
+A file begins with the length of its header, eight bytes, little endian. The header is JSON with dtype, shape and range
+of bytes of each tensor; the bytes follow (https://huggingface.co/docs/safetensors). The road not taken is the library
+of that name: its ``save_file`` needs every tensor in memory, and its ``safe_open`` maps the file, so that the process
 is killed when the file is cut later.
 """
 
@@ -21,7 +21,7 @@ from sd_quant.files.tensors import Readable, StoredTensor, read_bytes, strides
 
 MAX_HEADER = 16 * 2**20  # the single file of SDXL has about 0.3 MB
 MAX_DIMENSIONS = 8
-MAX_SIDE = 2**48  # of a tensor or a file, also where another side is 0 and no number is stored
+MAX_SIDE = 2**48  # of a shape or an offset; also bounds shapes whose product is 0
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -42,15 +42,15 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def read_safetensors(member: Member) -> dict[str, StoredTensor]:
-    """Returns every tensor by name, in the header's order; no values are read.
+    """Returns every tensor by name, in the header's order; reads no values.
 
-    Raises ArtifactError when the header is damaged, or describes anything but the bytes behind it without a gap.
+    Raises ArtifactError when the header is damaged, or its ranges do not cover the bytes behind it exactly.
     """
     return read_header(member)[0]
 
 
 def read_header(member: Member) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Returns what ``read_safetensors`` returns, and the file's metadata."""
+    """Returns the tensors as ``read_safetensors`` does, and the file's metadata."""
     length = int.from_bytes(member.read(0, 8), "little")
     if length > MAX_HEADER:
         raise ArtifactError(
@@ -61,7 +61,7 @@ def read_header(member: Member) -> tuple[dict[str, StoredTensor], dict[str, str]
     try:
         header = json.loads(bytes(text), object_pairs_hook=without_duplicates)
         metadata = dict(header.pop("__metadata__", None) or {})
-        tensors = {name: _located(member, 8 + length, entry) for name, entry in header.items()}
+        tensors = {name: _described(member, 8 + length, entry) for name, entry in header.items()}
         end = 8 + length
         for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start, prod(tensor.shape))):
             if tensor.start != end:
@@ -83,11 +83,10 @@ def write_safetensors(
 ) -> None:
     """Writes a file with one tensor in memory at a time; the same tensors give the same bytes.
 
-    ``advance`` is called after each tensor. Raises ArtifactError for a dtype that the format has no name for and
-    ResourceError when the disk is full.
+    ``advance`` is called after each tensor. Raises ArtifactError for a dtype that the format lacks and ResourceError
+    when the disk is full.
     """
-    # Wide numbers first, as the library does: where a file is mapped, numbers then lie at multiples of their width.
-    # The header keeps the caller's order.
+    # Wide numbers first, like the library: in a mapped file every number is then aligned. The header keeps the order.
     names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
     ends = list(accumulate(prod(tensors[name].shape) * tensors[name].dtype.itemsize for name in names))
     ranges = dict(zip(names, zip([0, *ends], ends, strict=False), strict=True))
@@ -109,15 +108,15 @@ def write_safetensors(
 
 
 def without_duplicates(pairs: list[tuple[str, object]]) -> dict:
-    """The object of JSON with these entries. Raises ValueError for a name that stands twice."""
+    """Returns the object of JSON with these entries. Raises ValueError for a duplicate name."""
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError("a name stands twice in an object")
     return found
 
 
-def _located(member: Member, data: int, entry: Mapping) -> StoredTensor:
-    """Returns the tensor of a header's entry; ``data`` is the byte behind the header.
+def _described(member: Member, data: int, entry: Mapping) -> StoredTensor:
+    """Returns the tensor of a header's entry; ``data`` is the first byte behind the header.
 
     Raises AttributeError, KeyError, TypeError or ValueError for a malformed entry.
     """

@@ -1,7 +1,7 @@
-"""What a stranger's configuration has to hold: a dataclass states type and limits of every entry that is read.
+"""Checks of untrusted configurations: a dataclass states type and limits of every entry that is read.
 
-They are stated as a knob's are (``sd_quant.knobs``), before anything is computed with them: a text or a billion where a
-number of channels belongs is refused by name. Entries that nothing reads are left alone, whatever they are.
+Limits are stated like those of a knob (``sd_quant.knobs``). So a text or a billion in place of a number of channels is
+refused by name before anything is computed. Entries that nothing reads may be anything.
 """
 
 import dataclasses
@@ -16,9 +16,9 @@ MOST = 10**9  # of a number in a config: no network is as wide, and no sampler h
 
 
 def check_schema(schema: type, config: object, path: str = "", whole: bool = True) -> None:
-    """Raises ConfigError unless ``config`` has every field of the dataclass ``schema``; ``path`` is for messages.
+    """Raises ConfigError for an entry that does not fit its field of the dataclass ``schema``.
 
-    Where it need not be ``whole``, entries may be missing.
+    A missing entry is refused if the config has to be ``whole``. ``path`` is for messages.
     """
     if not isinstance(config, Mapping):
         raise ConfigError(f"{path.rstrip('.') or 'it'} is {BOUNDED.repr(config)}, expected a mapping")
@@ -37,10 +37,10 @@ def check_schema(schema: type, config: object, path: str = "", whole: bool = Tru
 
 
 def check_like(usual: Mapping[str, object], config: Mapping) -> None:
-    """Raises ConfigError for an entry of another kind than in ``usual``, or with a number that is none or beyond MOST.
+    """Raises ConfigError for an entry of another kind than in ``usual``, or with NaN or a number beyond MOST.
 
-    ``usual`` holds what a class takes for entries that are not given, so it states the kind of each without a list of
-    ours. A kind is true or false, a number or text; null says none, and a list may stand for one value.
+    ``usual`` are the defaults of the class that reads the config, which state the kind of each entry: true or false, a
+    number or text. Null and lists have no kind.
     """
     for name, default in usual.items():
         value = config.get(name)
@@ -61,7 +61,7 @@ def kind_of(value: object) -> str | None:
 
 
 def numbers_in(value: object) -> Iterator[float]:
-    """The numbers of an entry, in lists too."""
+    """Yields the numbers of an entry, in lists too."""
     if isinstance(value, list | tuple):
         for item in value:
             yield from numbers_in(item)

@@ -1,6 +1,6 @@
 """Tensors that stay in their file until they are read, and the weights of a network as a mapping of them.
 
-The road not taken is a state dict: it would hold 14 GB of SDXL in memory at once.
+The road not taken is a state dict, which holds all 14 GB of SDXL in memory.
 """
 
 import math
@@ -19,7 +19,7 @@ from sd_quant.files.archive import Member
 
 
 class Readable(Protocol):
-    """A tensor of known shape and dtype, whose values are not in memory until ``read`` returns them."""
+    """A tensor of known shape and dtype whose values ``read`` fetches or computes."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -32,7 +32,7 @@ class Readable(Protocol):
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A ``Readable`` whose values a function makes."""
+    """A ``Readable`` whose values a function returns."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -40,13 +40,13 @@ class LazyTensor:
 
 
 def lazy(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> LazyTensor:
-    """Returns a ``Readable`` of a tensor in memory: read, it is detached, on the CPU and of ``dtype``."""
+    """Returns a ``Readable`` of a tensor in memory, which ``read`` detaches and moves to the CPU and ``dtype``."""
     dtype = dtype or tensor.dtype
     return LazyTensor(tuple(tensor.shape), dtype, lambda: tensor.detach().to("cpu", dtype))
 
 
 def size_of(tensors: Iterable[Readable]) -> int:
-    """Returns how many bytes the tensors take together."""
+    """Returns the bytes of all tensors."""
     return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)
 
 
@@ -60,23 +60,23 @@ def read_bytes(name: str, source: Readable) -> memoryview:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Returns the bytes of a tensor of any dtype, row after row."""
-    flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))  # a single number keeps whatever stride it had
+    flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))  # a single number can have any stride
     return flat.view(torch.uint8).numpy().data  # numpy has no bfloat16
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A ``Readable`` whose values lie in a file."""
+    """A ``Readable`` whose values are in a file."""
 
     member: Member
-    start: int  # byte of ``member`` at which the first element lies
+    start: int  # byte of ``member`` where the first element begins
     shape: tuple[int, ...]
     stride: tuple[int, ...]  # in elements, as in torch
     dtype: torch.dtype
-    crc32: int | None = None  # of its bytes, where the file says it
+    crc32: int | None = None  # of its bytes, where the file states it
 
     def read(self) -> torch.Tensor:
-        """Returns a contiguous copy on the CPU. Raises ArtifactError when the bytes are not those that were written."""
+        """Returns a contiguous copy on the CPU. Raises ArtifactError for bytes with another checksum."""
         span = span_of(self.shape, self.stride)
         if span == 0:
             return torch.empty(self.shape, dtype=self.dtype)
@@ -91,12 +91,12 @@ class StoredTensor:
 
 
 def strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns those of a tensor whose numbers lie row after row, in elements."""
+    """Returns the strides of a contiguous tensor, in elements."""
     return tuple(accumulate(reversed(shape), mul, initial=1))[-2::-1]
 
 
 def span_of(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    """Returns the number of elements from the first to the last of a strided tensor, both counted."""
+    """Returns the number of elements from the first to the last of a strided tensor, inclusive."""
     if 0 in shape:
         return 0
     return 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
@@ -109,8 +109,8 @@ class Weights(Mapping[str, torch.Tensor]):
     path: Path  # of the checkpoint, for messages
     component: str  # diffusers' name of the network
     parameters: Mapping[str, Readable] = field(repr=False)  # by diffusers' names
-    tensors: Mapping[str, Readable] = field(repr=False)  # the same as the file holds them, by its own keys
-    adapted: bool = False  # by LoRAs: then both are what the network computes with, by diffusers' names
+    tensors: Mapping[str, Readable] = field(repr=False)  # the same tensors as the file stores them, by its own keys
+    adapted: bool = False  # whether LoRAs changed the weights; then ``tensors`` equals ``parameters``
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.parameters[name].read()

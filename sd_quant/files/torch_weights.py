@@ -1,11 +1,11 @@
-"""The tensors of a ``torch.save`` file, located without executing its pickle, read and written one at a time.
+"""Files of ``torch.save``, read and written one tensor at a time, without executing their pickle.
 
-``torch.load(weights_only=True)`` under ``FakeTensorMode`` yields each tensor's dtype, shape, strides and the offset of
-its bytes, but no bytes. The offsets come from data that the file's author controls, so each is compared with the zip
-directory before anything is read. Writing goes the same way: ``torch.save`` of fake tensors under ``skip_data`` leaves
-room for the bytes, and they are written where the reader locates them.
-The road not taken is ``torch.load(mmap=True)``: it wants a file of its own, which would mean extracting 14 GB, and the
-process is killed when the mapped file is cut later.
+``torch.load(weights_only=True)`` under ``FakeTensorMode`` yields dtype, shape, strides and offset of each tensor, but
+no bytes. The offsets are untrusted, so each is compared with the zip directory before anything is read. To write,
+``torch.save`` of fake tensors under ``skip_data`` leaves room for the bytes, which are then written where the reader
+locates them.
+The road not taken is ``torch.load(mmap=True)``: it needs a file of its own, so 14 GB would have to be extracted, and
+the process is killed when the mapped file is cut later.
 """
 
 import logging
@@ -26,17 +26,17 @@ from sd_quant.errors import ArtifactError
 from sd_quant.files.archive import Member, OpenFile
 from sd_quant.files.tensors import Readable, StoredTensor, read_bytes, size_of, span_of
 
-MAX_PICKLE = 8 * 2**20  # SDXL's has about 0.4 MB: names and shapes, no numbers
+MAX_PICKLE = 8 * 2**20  # bytes; SDXL's, names and shapes alone, has about 0.4 MB
 MAX_RECORDS = 100_000
-MAX_TEXT = 4096  # characters of a key, or of anything else that a pickle names
+MAX_NAME = 4096  # characters of a key, or of any other text in a pickle
 PUTS, GETS = ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"), ("GET", "BINGET", "LONG_BINGET")
 CONTAINERS = ("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "LIST", "EMPTY_LIST", "DICT", "EMPTY_DICT")
 
 
 def stored_tensors(member: Member) -> dict[str, StoredTensor]:
-    """Returns every tensor of a flat state dict by name; no values are read.
+    """Returns every tensor of a flat state dict by name; reads no values.
 
-    Raises ArtifactError when the file is anything else or asks to run code.
+    Raises ArtifactError when the file holds anything else or asks to run code.
     """
     records = _zip_records(member)
     try:
@@ -44,7 +44,7 @@ def stored_tensors(member: Member) -> dict[str, StoredTensor]:
             state = torch.load(file, weights_only=True)
     except ArtifactError:
         raise
-    except Exception as error:  # the unpickler and the zip reader raise whatever the bytes lead them to
+    except Exception as error:  # untrusted bytes can make the unpickler and the zip reader raise anything
         wanted = re.search(r"GLOBAL (\S+)", str(error))
         why = f"its pickle asks for {wanted[1][:200]!r}, which was not run" if wanted else "its pickle cannot be read"
         # without torch's own text, which advises to switch the protection off
@@ -65,9 +65,9 @@ def stored_tensors(member: Member) -> dict[str, StoredTensor]:
 def write_tensors(
     file: BinaryIO, tensors: Mapping[str, Readable], advance: Callable[[], object] = lambda: None
 ) -> None:
-    """Writes what ``torch.save(tensors, file)`` would, with one tensor in memory at a time.
+    """Writes like ``torch.save(tensors, file)``, with one tensor in memory at a time.
 
-    ``file`` is open for reading and writing, and written to from its position on. ``advance`` is called after each
+    ``file`` is open for reading and writing, and is written from its position on. ``advance`` is called after each
     tensor. The same tensors give the same bytes.
     """
     start = file.tell()
@@ -92,9 +92,9 @@ def write_tensors(
 
 
 def _write_checksums(file: BinaryIO, member: Member, checksums: Mapping[int, int]) -> None:
-    """Writes the CRC-32 of zip entries, given by the offset of their data: torch ignores them, other readers do not.
+    """Writes the CRC-32 of zip entries, by the offset of their data, for readers other than torch.
 
-    A checksum stands in the entry's descriptor, behind the data, and in the directory (APPNOTE.TXT 4.3.9 and 4.3.12).
+    A checksum is in the entry's descriptor, behind the data, and in the directory (APPNOTE.TXT 4.3.9 and 4.3.12).
     """
     with member.open() as stream, zipfile.ZipFile(stream) as directory:
         entries, position = directory.infolist(), directory.start_dir
@@ -109,7 +109,7 @@ def _write_checksums(file: BinaryIO, member: Member, checksums: Mapping[int, int
 
 @contextmanager
 def _torch_safe_globals_only() -> Iterator[None]:
-    """Takes from the unpickler, in this context, whatever else libraries have allowed it to call beside torch's own."""
+    """Removes from the unpickler, in this context, the globals that other libraries have added to torch's own."""
     added = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
     try:
@@ -120,7 +120,7 @@ def _torch_safe_globals_only() -> Iterator[None]:
 
 @contextmanager
 def _without_torch_log() -> Iterator[None]:
-    """Silences torch, which writes a page to the terminal about a shape that no memory holds."""
+    """Silences torch, which logs a page about a shape that no memory holds."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:
@@ -132,7 +132,7 @@ def _without_torch_log() -> Iterator[None]:
 def _zip_records(member: Member) -> dict[int, zipfile.ZipInfo]:
     """Returns each entry of the zip by the offset of its data.
 
-    Raises ArtifactError when the file is no zip that torch.save wrote, or its pickle is not one to be unpickled.
+    Raises ArtifactError when the file is no zip of torch.save, or its pickle fails ``check_pickle``.
     """
     if member.size < 4 or member.read(0, 4) != b"PK\x03\x04":
         raise ArtifactError(
@@ -165,7 +165,7 @@ def _zip_records(member: Member) -> dict[int, zipfile.ZipInfo]:
 
 
 def _content(member: Member, start: int, entry: zipfile.ZipInfo) -> bytes:
-    """Returns the bytes of an entry that is not compressed. Raises ValueError when they have another checksum."""
+    """Returns the bytes of an entry that is not compressed. Raises ValueError for another checksum."""
     content = bytes(member.read(start, entry.file_size))
     if entry.CRC and zlib.crc32(content) != entry.CRC:  # torch can be told to compute none, which leaves 0
         raise ValueError(f"entry {entry.filename!r} has another checksum than it says")
@@ -173,8 +173,7 @@ def _content(member: Member, start: int, entry: zipfile.ZipInfo) -> bytes:
 
 
 def _start(member: Member, entry: zipfile.ZipInfo) -> int:
-    """Returns the offset of an entry's data. Name and extra field are as long as the local header says, not the
-    directory."""
+    """Returns the offset of an entry's data, behind the local header, whose lengths the directory need not repeat."""
     name_length, extra_length = struct.unpack("<HH", member.read(entry.header_offset + 26, 4))
     return entry.header_offset + 30 + name_length + extra_length
 
@@ -182,15 +181,15 @@ def _start(member: Member, entry: zipfile.ZipInfo) -> int:
 def check_pickle(data: bytes) -> None:
     """Raises ValueError for a small pickle that would keep torch busy for hours.
 
-    torch puts what it refuses into a message and searches that in quadratic time, so long texts are refused. It hashes
-    keys and prints functions with all that they contain, and a few tuples that contain each other twice stand for a
-    billion; so containers that are referred to again are refused, which torch.save never writes.
+    torch puts refused texts into a message and searches it in quadratic time, so long texts are refused. It hashes keys
+    and prints functions with all that they contain, and a few tuples that contain each other twice expand to a billion,
+    so containers that are referred to again are refused. torch.save writes neither.
     """
     containers: set[int] = set()
     last, stored = "", 0
     for opcode, argument, _ in pickletools.genops(data):
-        if isinstance(argument, str | bytes) and len(argument) > MAX_TEXT:
-            raise ValueError(f"a text of {len(argument)} characters in its pickle, at most {MAX_TEXT} expected")
+        if isinstance(argument, str | bytes) and len(argument) > MAX_NAME:
+            raise ValueError(f"a text of {len(argument)} characters in its pickle, at most {MAX_NAME} expected")
         if opcode.name in PUTS:
             if last in CONTAINERS:
                 containers.add(stored if argument is None else argument)
@@ -201,7 +200,7 @@ def check_pickle(data: bytes) -> None:
 
 
 def _located(member: Member, records: Mapping[int, zipfile.ZipInfo], name: object, value: object) -> StoredTensor:
-    """Returns where the bytes of a fake tensor lie. Raises ArtifactError when the file does not hold them."""
+    """Returns the stored tensor for a fake one. Raises ArtifactError when its bytes are not in the file."""
     if not isinstance(name, str):
         raise ArtifactError(
             f"{member.name} has a key of type {type(name).__name__}; expected a flat dict of tensors by name"

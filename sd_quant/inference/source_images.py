@@ -1,9 +1,8 @@
-"""Images that a pipeline changes, in place of the noise that it begins with.
+"""Source images: images that a pipeline starts from in place of noise.
 
-An image is turned as its camera says, cropped to the shape of the images that are made, about its middle, and resized
-to them; so is its mask. From there on diffusers' own pipelines do what they do with a PIL image: a mask is white where
-the image is made anew.
-The road not taken is to leave the resizing to diffusers, which stretches some images and refuses others.
+A source image and its mask are turned upright, cropped about the middle to the shape of the generated images, and
+resized. diffusers' own pipelines then use them as PIL images; a mask is white where the image is generated anew.
+The road not taken is diffusers' own resizing, which stretches some images and refuses others.
 """
 
 import hashlib
@@ -20,28 +19,28 @@ from sd_quant.files.images import read_fitted
 
 @dataclass(frozen=True)
 class SourceImages:
-    """Images for the prompts, in turn."""
+    """Source images, used for the prompts in turn."""
 
     images: np.ndarray  # uint8 [N, H, W, 3]
-    masks: np.ndarray | None  # uint8 [N, H, W], of the images in their order; None: the whole of an image may change
-    strength: float  # the share of the denoising steps that is taken, from a noise of that level over the image
+    masks: np.ndarray | None  # uint8 [N, H, W], one for each image; None: all of an image may change
+    strength: float  # share of the denoising steps that is taken, starting from the image with noise of that level
 
     def described(self) -> dict[str, object]:
-        """What decides the images that are made, as JSON has it."""
+        """Returns digests and strength, as JSON."""
         masks = None if self.masks is None else hashlib.sha256(self.masks.tobytes()).hexdigest()
         return {"images": hashlib.sha256(self.images.tobytes()).hexdigest(), "masks": masks, "strength": self.strength}
 
     def repeated(self, times: int) -> "SourceImages":
-        """Each image so many times, for the samples of its prompt."""
+        """Returns each image ``times`` times, for the samples of its prompt."""
         masks = None if self.masks is None else self.masks.repeat(times, axis=0)
         return replace(self, images=self.images.repeat(times, axis=0), masks=masks)
 
     def images_of(self, numbers: Sequence[int]) -> list[Image.Image]:
-        """The images for the prompts with these ``numbers``."""
+        """Returns the images for the prompts with these ``numbers``."""
         return [Image.fromarray(self.images[number % len(self.images)]) for number in numbers]
 
     def masks_of(self, numbers: Sequence[int]) -> list[Image.Image]:
-        """The masks of the same. Raises TypeError where there are none."""
+        """Returns the masks of the same images."""
         assert self.masks is not None
         return [Image.fromarray(self.masks[number % len(self.masks)]) for number in numbers]
 
@@ -49,10 +48,9 @@ class SourceImages:
 def read_source(
     images: Sequence[Path], masks: Sequence[Path] | None, width: int, height: int, strength: float
 ) -> SourceImages:
-    """The images, and their masks, for images of ``width`` by ``height`` pixels.
+    """Returns the images and masks, fitted to ``width`` by ``height`` pixels.
 
-    Raises ArtifactError for a file that is no image, or a damaged one; ConfigError for one that is too large, and for a
-    mask of another size than its image.
+    Raises as ``read_fitted`` does, and ConfigError for a mask of another size than its image.
     """
     fit, fit_masks = list[np.ndarray](), list[np.ndarray]()
     for path, of_mask in zip(images, masks or [None] * len(images), strict=True):

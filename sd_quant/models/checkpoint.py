@@ -1,7 +1,4 @@
-"""An opened checkpoint, whatever its kind of file and its family, and what can be said of it without a runtime.
-
-The readers in ``sd_quant.checkpoints`` return one. It knows its family, its parts and how its networks are built.
-"""
+"""An opened checkpoint of any kind of file and any family, and facts about it that need no runtime."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -14,74 +11,74 @@ from sd_quant.models.parts import Contract, Part, wrapped
 
 
 class Checkpoint(Protocol):
-    """What the readers in ``sd_quant.checkpoints`` return.
+    """The interface of what the readers in ``sd_quant.checkpoints`` return.
 
-    A weight is read from the file each time it is looked up, and not before. A checkpoint can be pickled: the other
-    process opens the file again.
+    A weight is read from the file each time it is looked up. A checkpoint can be pickled: the other process opens the
+    file again.
     """
 
     @property
     def components(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """The weights of each network, both by diffusers' names."""
+        """The weights of each network; networks and weights have diffusers' names."""
         ...
 
     @property
     def family(self) -> Family: ...
 
     def parts(self) -> dict[str, Part]:
-        """The exported parts by name, the denoiser first."""
+        """Returns the exported parts by name, the denoiser first."""
         ...
 
     def build(self) -> dict[str, nn.Module]:
-        """The networks by component, with fresh weights; inside ``torch.device("meta")`` their structure alone."""
+        """Builds the networks by component, with fresh weights, or on the meta device with none."""
         ...
 
     def adapter(self, networks: Mapping[str, nn.Module]) -> PipelineAdapter:
-        """The family's pipeline with these networks in it, by component."""
+        """Returns the family's pipeline with these networks, by component."""
         ...
 
 
 def contracts_of(checkpoint: Checkpoint) -> dict[str, Contract]:
-    """The contract of every part by name."""
+    """Returns the contract of every part by name."""
     return {name: part.contract for name, part in checkpoint.parts().items()}
 
 
 def denoiser_part(checkpoint: Checkpoint) -> Part:
-    """The part that is quantized."""
+    """Returns the part that is quantized."""
     return checkpoint.parts()[checkpoint.family.DENOISER]
 
 
 def denoiser_of(checkpoint: Checkpoint, part: nn.Module) -> nn.Module:
-    """The network inside ``part``, the wrapped denoiser. The names of layers in an assignment are relative to it."""
+    """Returns the network inside the wrapped denoiser ``part``, to which names of layers in an assignment refer."""
     return part.get_submodule(denoiser_part(checkpoint).prefix.removesuffix("."))
 
 
 def denoiser_weights(checkpoint: Checkpoint) -> Mapping[str, Tensor]:
-    """The denoiser's weights by diffusers' names, each read when it is looked up."""
+    """Returns the denoiser's weights by diffusers' names, each read when it is looked up."""
     return checkpoint.components[denoiser_part(checkpoint).component]
 
 
 def empty_modules(checkpoint: Checkpoint) -> dict[str, nn.Module]:
-    """The networks by component on the meta device: structure and configuration without weights."""
+    """Returns the networks by component on the meta device: structure and configuration without weights."""
     with torch.device("meta"):
         return checkpoint.build()
 
 
 def empty_denoiser(checkpoint: Checkpoint) -> nn.Module:
-    """The denoiser's network on the meta device."""
+    """Returns the denoiser's network on the meta device."""
     return empty_modules(checkpoint)[denoiser_part(checkpoint).component]
 
 
 def part_parameters(checkpoint: Checkpoint) -> dict[str, int]:
-    """The number of parameters of each part. Only the decoder of the VAE counts."""
+    """Returns the number of parameters of each part; of the VAE only the decoder's."""
     parts = wrapped(checkpoint.parts(), empty_modules(checkpoint))
     return {part: sum(parameter.numel() for parameter in module.parameters()) for part, module in parts.items()}
 
 
 def build_module(checkpoint: Checkpoint, component: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A network with its weights in ``dtype``, on the CPU, in eval mode and without gradients.
+    """Returns a network with its weights in ``dtype``, on the CPU, in eval mode and without gradients.
 
-    It is built on the meta device and then filled, so memory peaks at one copy of the weights and one tensor more.
+    It is built on the meta device and then filled, so memory peaks at one copy of the weights plus one tensor.
     """
     source, module = checkpoint.components[component], empty_modules(checkpoint)[component]
     state = {name: source[name].to(dtype) for name in module.state_dict() if name in source}
@@ -95,10 +92,10 @@ def build_module(checkpoint: Checkpoint, component: str, dtype: torch.dtype = to
 
 
 def reads_guidance(checkpoint: Checkpoint) -> bool:
-    """Whether the guidance scale changes anything: the weight of a second pass, or an input of the denoiser."""
+    """Returns whether the guidance scale has an effect: as weight of a second pass, or as input of the denoiser."""
     return checkpoint.family.GUIDES or "guidance" in denoiser_part(checkpoint).contract.inputs
 
 
 def samples_per_image(checkpoint: Checkpoint, guidance_scale: float) -> int:
-    """Samples in the denoiser's batch for each image: 2 with classifier-free guidance, with and without the prompt."""
+    """Returns the samples in the denoiser's batch for each image: 2 with classifier-free guidance, else 1."""
     return 2 if checkpoint.family.GUIDES and guidance_scale > 1 else 1

@@ -1,9 +1,9 @@
 """CLIP's byte-pair tokenizer, built from its list of merges without a model hub.
 
-A NeMo archive holds no tokenizer: NeMo fetches it by name when it starts. The merges that CLIP was trained with are
-shipped here instead (``clip_bpe_merges.txt.gz``, from OpenAI's CLIP, MIT licence). The vocabulary follows from its size
-alone: 256 byte symbols, the same 256 at the end of a word, one symbol for each merge in order, and the two markers.
-With 49408 entries it is CLIP's own; a smaller checkpoint knows fewer merges.
+A NeMo archive holds no tokenizer, because NeMo fetches it by name. CLIP's merges are shipped here instead
+(``clip_bpe_merges.txt.gz``, from OpenAI's CLIP, MIT licence). The vocabulary follows from its size: 256 byte symbols,
+the same 256 at the end of a word, one symbol for each merge in order, and the two markers. With 49408 entries it is
+CLIP's own; a smaller checkpoint has fewer merges.
 """
 
 import gzip
@@ -15,7 +15,7 @@ CONTEXT_LENGTH = 77
 
 
 def byte_symbols() -> list[str]:
-    """The 256 printable characters that stand for bytes, in the order of CLIP's vocabulary.
+    """Returns the 256 printable characters that represent bytes, in the order of CLIP's vocabulary.
 
     From OpenAI's CLIP, simple_tokenizer.py.
     """
@@ -25,7 +25,7 @@ def byte_symbols() -> list[str]:
 
 
 def clip_tokenizer(vocab_size: int = CLIP_VOCAB_SIZE, pad_token: str = "<|endoftext|>"):
-    """A ``transformers.CLIPTokenizer`` with ``vocab_size`` entries.
+    """Returns a ``transformers.CLIPTokenizer`` with ``vocab_size`` entries.
 
     CLIP-L pads with the end marker, OpenCLIP with ``"!"``, which has id 0.
     Raises ValueError when ``vocab_size`` is outside 514..49408.

@@ -1,7 +1,7 @@
-"""A part: one network of a pipeline in the shape in which it is exported, named tensors in and named tensors out.
+"""Parts: the networks of a pipeline as they are exported, each with named input and output tensors.
 
-The same wrapped module is the framework baseline, the source of the exported graph and the reference of every parity
-check, so the three cannot drift apart. Each family's own file says which parts it has and how they are called.
+The same wrapped module is the baseline, the source of the exported graph and the reference of every parity check, so
+that the three cannot drift apart. Each family's module says which parts it has and how they are called.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -18,14 +18,14 @@ from sd_quant.models import LATENT_FACTOR, VAE_ENCODER
 class Contract:
     """The tensors that one part takes and returns."""
 
-    inputs: dict[str, tuple]  # shape of each input; a string is a dynamic axis, one of those that ``axes`` sizes
+    inputs: dict[str, tuple]  # shape of each input; a string is a dynamic axis, named as in ``axes``
     outputs: tuple[str, ...]
     dtypes: dict[str, torch.dtype]  # of the inputs
     weights: torch.dtype
-    latents: int | None = None  # rows and columns of latents that the network takes at most; None: any number
+    latents: int | None = None  # most rows and columns of latents; None: any number
 
     def shapes(self, **axes: int) -> dict[str, tuple[int, ...]]:
-        """The shapes of the inputs with these sizes for the dynamic axes."""
+        """Returns the shapes of the inputs with these sizes for the dynamic axes."""
         return {name: tuple(axes.get(axis, axis) for axis in shape) for name, shape in self.inputs.items()}
 
 
@@ -38,10 +38,10 @@ def half_contract(
 
 
 def axes(batch: int, width: int, height: int) -> dict[str, int]:
-    """Sizes of all dynamic axes for images of ``width`` by ``height`` pixels.
+    """Returns the sizes of all dynamic axes for images of ``width`` by ``height`` pixels.
 
-    ``height`` and ``width`` of the result count latents, ``image_height`` and ``image_width`` pixels; one of the
-    ``image_tokens`` is two latents wide and high.
+    The axes ``height`` and ``width`` count latents, ``image_height`` and ``image_width`` pixels; an image token is two
+    by two latents.
     """
     rows, columns = height // LATENT_FACTOR, width // LATENT_FACTOR
     latents = {"batch": batch, "height": rows, "width": columns, "image_tokens": (rows // 2) * (columns // 2)}
@@ -49,7 +49,7 @@ def axes(batch: int, width: int, height: int) -> dict[str, int]:
 
 
 def as_inputs(contract: Contract, given: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The contract's inputs, picked from the arguments that a pipeline calls its network with.
+    """Returns the contract's inputs from the arguments of a pipeline's call of its network.
 
     A scalar is repeated for every sample where the input has a batch axis, and becomes [1] where it has none.
     """
@@ -62,7 +62,7 @@ def as_inputs(contract: Contract, given: Mapping[str, Any]) -> dict[str, Tensor]
 
 
 def first_output(outputs: Mapping[str, Tensor]) -> tuple[Tensor]:
-    """What pipelines expect of a network called with ``return_dict=False``."""
+    """Returns the first output as a tuple, which pipelines expect of a call with ``return_dict=False``."""
     return (next(iter(outputs.values())),)
 
 
@@ -80,12 +80,12 @@ class Part:
 
 
 def wrapped(parts: Mapping[str, Part], networks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """The module of every part, by the part's name. ``networks`` are the pipeline's by component."""
+    """Returns the module of every part by its name. ``networks`` are the pipeline's by component."""
     return {name: part.wrap(networks[part.component]) for name, part in parts.items()}
 
 
 class VaePart(nn.Module):
-    """The autoencoder's decoder. Its latents are already divided by the scaling factor."""
+    """The autoencoder's decoder, whose latents are already divided by the scaling factor."""
 
     def __init__(self, vae: nn.Module):
         super().__init__()
@@ -96,7 +96,7 @@ class VaePart(nn.Module):
 
 
 def vae_part(channels: int) -> Part:
-    """The decoder as a part, z [B, channels, H/8, W/8] -> dec [B, 3, H, W], in fp32 because SDXL's overflows in fp16.
+    """Returns the decoder as a part, z [B, channels, H/8, W/8] -> dec [B, 3, H, W]. SDXL's overflows in fp16, so fp32.
 
     ``inference.pipeline`` calls it; diffusers' pipelines stop before decoding.
     """
@@ -106,7 +106,7 @@ def vae_part(channels: int) -> Part:
 
 
 class VaeEncoderPart(nn.Module):
-    """The autoencoder's encoder. Its output holds mean and logarithm of the variance of each latent, unscaled."""
+    """The autoencoder's encoder, which returns mean and logarithm of the variance of each latent, unscaled."""
 
     def __init__(self, vae: nn.Module):
         super().__init__()
@@ -118,9 +118,9 @@ class VaeEncoderPart(nn.Module):
 
 
 def with_encoder(parts: dict[str, Part], wanted: bool) -> dict[str, Part]:
-    """The parts, and behind them the autoencoder's encoder if it is wanted.
+    """Returns the parts, and the autoencoder's encoder as the last one if it is wanted.
 
-    x [B, 3, H, W] from -1 to 1 -> moments [B, 2 C, H/8, W/8], in fp32 as the decoder is.
+    x [B, 3, H, W] from -1 to 1 -> moments [B, 2 C, H/8, W/8], in fp32 like the decoder.
     """
     single = torch.float32
     contract = Contract({"x": ("batch", 3, "image_height", "image_width")}, ("moments",), {"x": single}, single)
@@ -132,19 +132,19 @@ class SharedInput:
     """A tensor that one or more linears read."""
 
     readers: tuple[str, ...]
-    # The module whose first outputs are the tensor's channels, or that modulates it, so that it can absorb a factor for
-    # each. None when there is no such module: the tensor is a residual stream or an input of the network.
+    # The module whose first outputs are the tensor's channels, or that modulates it, and so can absorb a factor for
+    # each channel. None without such a module: the tensor is a residual stream or an input of the network.
     producer: str | None = None
-    text: bool = False  # whether it is made of the prompt alone: its first token is unlike all others
-    # Where the tensor is ``norm * (1 + scale) + shift``, and the producer a linear that makes both: which chunks of its
-    # outputs, each as wide as the tensor, are (the shift, the scale). None: its first outputs are the tensor's.
+    text: bool = False  # whether it is computed from the prompt alone; its first token is then unlike all others
+    # If the tensor is ``norm * (1 + scale) + shift`` and the producer a linear that computes both: the chunks of its
+    # outputs, each as wide as the tensor, that are (the shift, the scale). None: its first outputs are the tensor's.
     modulation: tuple[int, int] | None = None
 
     def rows(self, width: int) -> tuple[slice, ...]:
-        """The producer's outputs that a factor of the tensor, ``width`` channels, multiplies."""
+        """Returns the producer's outputs that a factor of the tensor, ``width`` channels, multiplies."""
         return tuple(slice(chunk * width, (chunk + 1) * width) for chunk in self.modulation or (0,))
 
 
 def text_readers(inputs: Iterable[SharedInput]) -> set[str]:
-    """The linears that read what is made of the prompt alone."""
+    """Returns the linears whose input is computed from the prompt alone."""
     return {name for shared in inputs if shared.text for name in shared.readers}

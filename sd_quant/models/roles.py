@@ -1,7 +1,7 @@
-"""The role of every layer of a denoiser, and the linears that read one tensor, both told from the names in diffusers.
+"""Roles of a denoiser's layers, and which linears read the same tensor, both derived from names in diffusers.
 
-quant_level selects layers by role, see ``sd_quant.quantization.recipe``. The rules are the same for all families; a
-family only adds the names that it excludes.
+quant_level selects layers by role, see ``sd_quant.quantization.recipe``. The rules are the same for all families,
+except for the names that a family excludes.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -12,14 +12,14 @@ from sd_quant.models.parts import SharedInput
 
 QKV = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
 FEED_FORWARD = ("ff", "ff_context")
-MODULATIONS = ("norm1.linear", "norm1_context.linear", "norm.linear")  # of a block's own, by the ends of their names
-# The chunks (shift, scale) of what diffusers' modulations make: AdaLayerNormZero, AdaLayerNormZeroSingle and
-# SD35AdaLayerNormZeroX begin with those of the attention, AdaLayerNormContinuous is a scale, then a shift.
+MODULATIONS = ("norm1.linear", "norm1_context.linear", "norm.linear")  # ends of the names of a block's own
+# Chunks (shift, scale) in the outputs of diffusers' modulations: AdaLayerNormZero, AdaLayerNormZeroSingle and
+# SD35AdaLayerNormZeroX begin with the attention's, AdaLayerNormContinuous is a scale, then a shift.
 OF_ATTENTION, OF_FEED_FORWARD, OF_SECOND_ATTENTION, CONTINUOUS = (0, 1), (3, 4), (6, 7), (1, 0)
 
 
 def layer_role(name: str, is_conv: bool, excluded: Iterable[str]) -> str:
-    """The role of a layer: excluded, conv, ffn, qkv or linear.
+    """Returns the role of a layer: excluded, conv, ffn, qkv or linear.
 
     ``excluded`` are words between the dots of a name, or several words with their dots: ``conv_in``, ``norm1.linear``.
     """
@@ -34,13 +34,13 @@ def layer_role(name: str, is_conv: bool, excluded: Iterable[str]) -> str:
 
 
 def roles_of(network: nn.Module, excluded: Sequence[str]) -> dict[str, str]:
-    """The role of every Linear and Conv2d by name, in the order of the network. ``excluded`` as in ``layer_role``."""
+    """Returns the role of every Linear and Conv2d by name, in network order; ``excluded`` as in ``layer_role``."""
     layers = {name: module for name, module in network.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)}
     return {name: layer_role(name, isinstance(module, nn.Conv2d), excluded) for name, module in layers.items()}
 
 
 def attention_widths(network: nn.Module) -> dict[str, int]:
-    """The head width of every ``diffusers.models.attention_processor.Attention``, by name."""
+    """Returns the head width of every ``diffusers.models.attention_processor.Attention`` by name."""
     from diffusers.models.attention_processor import Attention
 
     attentions = {name: module for name, module in network.named_modules() if isinstance(module, Attention)}
@@ -48,20 +48,19 @@ def attention_widths(network: nn.Module) -> dict[str, int]:
 
 
 def inputs_of_transformer(linears: Iterable[str]) -> list[SharedInput]:
-    """The inputs of a transformer's linears (Flux, SD3, PixArt).
+    """Returns the inputs of a transformer's linears (Flux, SD3, PixArt).
 
     Query, key and value of a self-attention read one tensor. So do query, key and value of the text in a joint
     attention, and key and value of a cross-attention. Every other linear has an input of its own.
 
-    In front of attention and feed-forward stands a norm without weights. Its output is multiplied by 1 + scale, and a
-    shift is added. In SD3 and Flux a linear of the block, its modulation, makes both, and absorbs a factor. PixArt has
-    one modulation for all blocks, to which each adds a table of its own: what it absorbed would change every block.
+    A norm without weights precedes attention and feed-forward; its output is multiplied by 1 + scale, and a shift is
+    added. In SD3 and Flux a linear of the block, its modulation, computes both and can absorb a factor. PixArt has one
+    modulation for all blocks, to which each adds a table of its own, so a factor would change every block.
 
-    An attention's output is a weighted mean of its values, so ``to_v`` absorbs a factor of the output projection. Not
-    in a joint attention, where ``add_v_proj`` would have to absorb the same one.
+    An attention's output is a weighted mean of its values, so ``to_v`` can absorb a factor of the output projection;
+    not in a joint attention, where ``add_v_proj`` would have to absorb the same factor.
 
-    A modulation's own input comes before those that it makes, as in the network: its row is then derived from its
-    weight as the checkpoint has it.
+    A modulation's own input precedes those that it modulates, so that its row is derived from its original weight.
     """
     names = list(dict.fromkeys(linears))
     known, inputs, seen = set(names), [], set[str]()
@@ -83,7 +82,7 @@ def inputs_of_transformer(linears: Iterable[str]) -> list[SharedInput]:
         block, _, layer = name.rpartition(".")
         parent = block.rpartition(".")[0]
         second = block.endswith("attn2")
-        cross = second and f"{parent}.attn.to_q" not in known  # SD3.5's second attention reads the picture again
+        cross = second and f"{parent}.attn.to_q" not in known  # SD3.5's second attention reads the image again
         if name.endswith(MODULATIONS):
             add([name])
         elif layer == "to_q" and cross:

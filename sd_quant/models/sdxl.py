@@ -46,7 +46,7 @@ class NemoUnetPart(nn.Module):
 
 
 def vector_condition(text_embeds: Tensor, time_ids: Tensor, width: int) -> Tensor:
-    """NeMo's ``y`` [B, P + 6 * width]: the pooled text, then ``width`` sinusoids of each size id, cosines first."""
+    """Returns NeMo's ``y`` [B, P + 6 * width]: the pooled text, then ``width`` sinusoids per size, cosines first."""
     from diffusers.models.embeddings import get_timestep_embedding
 
     sizes = get_timestep_embedding(time_ids.flatten(), width, flip_sin_to_cos=True, downscale_freq_shift=0)
@@ -54,7 +54,7 @@ def vector_condition(text_embeds: Tensor, time_ids: Tensor, width: int) -> Tenso
 
 
 def nemo_arguments(width: int, contract: Contract, given: Mapping[str, Any]) -> dict[str, Tensor]:
-    """NeMo's inputs from the arguments that diffusers' pipeline calls its UNet with; ``width`` as above."""
+    """Returns NeMo's inputs from the arguments of a pipeline's call; ``width`` as in ``vector_condition``."""
     return {
         "x": given["sample"],
         "timesteps": torch.as_tensor(given["timestep"], dtype=torch.float32).expand(len(given["sample"])),
@@ -64,7 +64,7 @@ def nemo_arguments(width: int, contract: Contract, given: Mapping[str, Any]) -> 
 
 
 def unet_part(unet: Mapping, tokens: int, io: str) -> Part:
-    """The UNet as a part. ``unet`` is its config, ``tokens`` is S, and ``io`` says whose names the inputs have."""
+    """Returns the UNet as a part. ``unet`` is its config, ``tokens`` is S, ``io`` whose names the inputs have."""
     latent = ("batch", unet["in_channels"], "height", "width")
     context, added = ("batch", tokens, unet["cross_attention_dim"]), unet["projection_class_embeddings_input_dim"]
     pooled = added - SIZES * unet["addition_time_embed_dim"]

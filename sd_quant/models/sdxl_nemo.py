@@ -1,8 +1,7 @@
-"""SDXL as NeMo has it, in diffusers' terms: the networks of a ``model_config.yaml``, NeMo's sampler and its pipeline.
+"""NeMo's SDXL in terms of diffusers: the networks of a ``model_config.yaml``, NeMo's sampler and its pipeline.
 
 The sizes of the UNet and the VAE come from the config, those of the text encoders from the shapes of their weights,
-because NeMo's config only names these encoders. Nothing in the config is imported or instantiated: ``_target_`` and
-``target`` are strings.
+because NeMo's config only names these encoders. No class that the config names is imported.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +35,7 @@ SIZES, EACH_BLOCKS = between(1, 2**12, each=True), between(0, 100, each=True)
 
 @dataclass(frozen=True, slots=True)
 class NemoUnet:
-    """What is read of ``unet_config``."""
+    """The entries of ``unet_config`` that are read."""
 
     image_size: Annotated[int, SIZE]
     in_channels: Annotated[int, SIZE]
@@ -54,7 +53,7 @@ class NemoUnet:
 
 @dataclass(frozen=True, slots=True)
 class NemoVae:
-    """What is read of ``first_stage_config.ddconfig``."""
+    """The entries of ``first_stage_config.ddconfig`` that are read."""
 
     in_channels: Annotated[int, SIZE]
     out_ch: Annotated[int, SIZE]
@@ -77,7 +76,7 @@ class NemoEmbedder:
 
 @dataclass(frozen=True, slots=True)
 class NemoConfig:
-    """What is read of a ``model_config.yaml``, but for the embedder of sizes."""
+    """The entries of a ``model_config.yaml`` that are read, except the embedder of sizes."""
 
     unet_config: NemoUnet
     first_stage_config: NemoFirstStage
@@ -85,12 +84,12 @@ class NemoConfig:
 
 
 def embedder(model_config: Mapping, index: int) -> Mapping:
-    """The config of NeMo's ``index``-th embedder: 0 and 1 are the text encoders, 2 embeds sizes."""
+    """Returns the config of NeMo's ``index``-th embedder: 0 and 1 are the text encoders, 2 embeds sizes."""
     return model_config["conditioner_config"]["emb_models"][index]["emb_model"]
 
 
 def unet_config(model_config: Mapping) -> dict:
-    """Keyword arguments of ``diffusers.UNet2DConditionModel`` for NeMo's ``unet_config`` (openaimodel.UNetModel)."""
+    """Returns the arguments of ``UNet2DConditionModel`` for NeMo's ``unet_config`` (openaimodel.UNetModel)."""
     unet = model_config["unet_config"]
     channels = [unet["model_channels"] * factor for factor in unet["channel_mult"]]
     attends = [2**level in unet["attention_resolutions"] for level in range(len(channels))]
@@ -113,7 +112,7 @@ def unet_config(model_config: Mapping) -> dict:
 
 
 def vae_config(model_config: Mapping) -> dict:
-    """Keyword arguments of ``diffusers.AutoencoderKL`` for NeMo's ``first_stage_config``."""
+    """Returns the arguments of ``AutoencoderKL`` for NeMo's ``first_stage_config``."""
     vae = model_config["first_stage_config"]["ddconfig"]
     levels = len(vae["ch_mult"])
     return {
@@ -130,7 +129,7 @@ def vae_config(model_config: Mapping) -> dict:
 
 
 def text_config(shape: TextShape, activation: str) -> dict:
-    """Keyword arguments of ``transformers.CLIPTextConfig``. The markers are the last two ids of the vocabulary."""
+    """Returns the arguments of ``CLIPTextConfig``. The markers are the last two ids of the vocabulary."""
     return {
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.width,
@@ -147,10 +146,7 @@ def text_config(shape: TextShape, activation: str) -> dict:
 
 
 def build_modules(model_config: Mapping, clip1: TextShape, clip2: TextShape) -> dict:
-    """The four networks with fresh weights, by their names in ``StableDiffusionXLPipeline``.
-
-    Inside ``torch.device("meta")`` they have their structure alone.
-    """
+    """Builds the four networks with fresh weights, by their names in ``StableDiffusionXLPipeline``."""
     from diffusers import AutoencoderKL, UNet2DConditionModel
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
@@ -163,10 +159,10 @@ def build_modules(model_config: Mapping, clip1: TextShape, clip2: TextShape) -> 
 
 
 def scheduler():
-    """diffusers' Euler sampler, changed to compute what NeMo's EulerEDMSampler does on LegacyDDPMDiscretization.
+    """Returns diffusers' Euler sampler, changed to compute like NeMo's EulerEDMSampler on LegacyDDPMDiscretization.
 
-    NeMo truncates timesteps where diffusers' trailing spacing rounds them; for most numbers of steps some then differ
-    by one. The first noise has standard deviation sqrt(1 + sigma^2) instead of sigma, 0.23 % more.
+    NeMo truncates timesteps where diffusers' trailing spacing rounds them, so for most numbers of steps some differ by
+    one. The first noise has standard deviation sqrt(1 + sigma^2) instead of sigma, 0.23 % more.
     """
     import numpy as np
     from diffusers import EulerDiscreteScheduler
@@ -186,16 +182,15 @@ def scheduler():
 
 
 def tokenizers(clip1: TextShape, clip2: TextShape) -> tuple:
-    """The tokenizers of both encoders. CLIP-L pads with its end marker, OpenCLIP with "!", which has id 0."""
+    """Returns the tokenizers of both encoders. CLIP-L pads with its end marker, OpenCLIP with "!", which has id 0."""
     return clip_tokenizer(clip1.vocab_size), clip_tokenizer(clip2.vocab_size, "!")
 
 
 def pipeline_adapter(networks: Mapping, tokenizers: Sequence, sampler) -> PipelineAdapter:
-    """``StableDiffusionXLPipeline`` with ``networks`` (by component), conditioned as NeMo does it.
+    """Returns ``StableDiffusionXLPipeline`` with ``networks`` (by component) and NeMo's conditioning.
 
-    NeMo's unconditional embedding is all zeros, unless there are negative prompts; its context is padded to 80 tokens,
-    inside the text engines. Each text engine encodes all texts before the next one is called, because opening an engine
-    may close the last.
+    Without negative prompts NeMo's unconditional embedding is all zeros. Its context is padded to 80 tokens inside the
+    text engines. Each text engine encodes all texts before the next is called, because opening one may close the last.
     """
     import torch
     from diffusers import StableDiffusionXLPipeline
@@ -208,7 +203,7 @@ def pipeline_adapter(networks: Mapping, tokenizers: Sequence, sampler) -> Pipeli
     )  # fmt: skip
 
     def embedded(batches: Sequence[list[str]]) -> list[tuple]:
-        """Context [B, S, C] and pooled vector [B, P] of each batch of texts."""
+        """Returns context [B, S, C] and pooled vector [B, P] of each batch of texts."""
         encoded = []
         for tokenizer, name in zip(tokenizers, names, strict=True):
             options = {"padding": "max_length", "truncation": True, "max_length": CONTEXT_LENGTH}

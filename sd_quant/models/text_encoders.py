@@ -22,12 +22,12 @@ from sd_quant.models.parts import Contract, Part
 
 
 def positions(input_ids: Tensor) -> Tensor:
-    """Position ids [1, 77]. CLIP would take them from a buffer, which the graph would then have to hold."""
+    """Returns position ids [1, 77]. CLIP's own buffer would be a constant in the graph."""
     return torch.arange(input_ids.shape[1], device=input_ids.device)[None]
 
 
 def padded(hidden: Tensor, tokens: int) -> Tensor:
-    """``hidden`` [B, 77, C] padded with zeros to [B, tokens, C] (NeMo, encoders/modules.py)."""
+    """Returns ``hidden`` [B, 77, C], padded with zeros to [B, tokens, C] (NeMo, encoders/modules.py)."""
     return F.pad(hidden, (0, 0, 0, tokens - hidden.shape[1])) if tokens > hidden.shape[1] else hidden
 
 
@@ -50,14 +50,14 @@ class ClipPart(nn.Module):
 
 
 class TextOutput(SimpleNamespace):
-    """A text encoder's answer as diffusers' pipelines read it: outputs as attributes, ``first`` by index too."""
+    """A text encoder's outputs for diffusers' pipelines: as attributes, and those in ``first`` by index too."""
 
     def __getitem__(self, index: int) -> Tensor:
         return self.first[index]
 
 
 def text_answer(outputs: Mapping[str, Tensor], first: tuple[str, ...]) -> TextOutput:
-    """``outputs`` as diffusers' pipelines read them; ``first`` names those that they read by index."""
+    """Returns ``outputs`` for diffusers' pipelines, which read those named in ``first`` by index."""
     attributes: dict[str, Any] = dict(outputs)
     if "hidden_states" in attributes:  # pipelines take the last but one of all layers' states
         attributes["hidden_states"] = (attributes["hidden_states"], None)
@@ -65,9 +65,9 @@ def text_answer(outputs: Mapping[str, Tensor], first: tuple[str, ...]) -> TextOu
 
 
 def clip_part(component: str, *outputs: str, names: tuple[str, ...] = (), tokens: int = 0) -> Part:
-    """A CLIP text encoder as a part. ``outputs`` have transformers' names; pipelines read the last of them by index.
+    """Returns a CLIP text encoder as a part. ``outputs`` are transformers' names; pipelines read the last by index.
 
-    The graph calls them by ``names``, if these are given, and pads hidden states to ``tokens``.
+    ``names``, if given, are the graph's names of them. Hidden states are padded to ``tokens``.
     """
     names, ids = names or outputs, "input_ids"
     contract = Contract({ids: ("batch", CONTEXT_LENGTH)}, names, {ids: torch.int32}, torch.float16)
@@ -89,7 +89,7 @@ class T5Part(nn.Module):
 
 
 def t5_part(component: str, tokens: int, masked: bool = False) -> Part:
-    """T5's encoder as a part that reads ``tokens`` tokens; ``masked`` adds the attention mask to its inputs.
+    """Returns T5's encoder as a part that reads ``tokens`` tokens; ``masked`` adds the attention mask to its inputs.
 
     In fp32, because T5's feed-forward overflows in fp16 (transformers keeps ``wo`` in fp32 for that reason).
     """

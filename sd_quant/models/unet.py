@@ -18,12 +18,12 @@ EXCLUDED = ("time_emb_proj", "time_embedding", "add_embedding", "conv_in", "conv
 
 
 def layer_roles(unet: nn.Module) -> dict[str, str]:
-    """The role of every Linear and Conv2d of the UNet by name, in the order of the network."""
+    """Returns the role of every Linear and Conv2d of the UNet by name, in the network's order."""
     return roles_of(unet, EXCLUDED)
 
 
 def shared_inputs(linears: Iterable[str]) -> list[SharedInput]:
-    """The inputs of the UNet's linears, and the module that can absorb a factor of each, by diffusers' names.
+    """Returns the inputs of the UNet's linears, with the module that can absorb a factor of each, by diffusers' names.
 
     | readers                                      | input                   | absorbed by                             |
     |----------------------------------------------|-------------------------|-----------------------------------------|
