@@ -1,11 +1,9 @@
 """Whether a path is a checkpoint of a family: kinds of files and folders, told apart without torch."""
 
-import tarfile
 from pathlib import Path
 
 from sd_quant.errors import ConfigError
-from sd_quant.files import open_regular
-from sd_quant.files.archive import BLOCK, is_gzipped
+from sd_quant.files.archive import is_gzipped, is_tar
 
 INDEX = "model_index.json"  # of a diffusers pipeline
 CONFIG = "model_config.yaml"  # of an archive of NeMo
@@ -34,14 +32,3 @@ def check_kind(path: Path, family: str) -> None:
     elif path.is_file():
         advice = "make one with diffusers' from_single_file and save_pretrained"
     raise ConfigError(f"model.path is {path}, {found}, expected for {family} {takes}; {advice}")
-
-
-def is_tar(path: Path) -> bool:
-    """Returns whether the file begins with the header of a tar."""
-    with open_regular(path) as file:
-        block = file.read(BLOCK)
-    try:
-        tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
-    except tarfile.HeaderError:
-        return False
-    return True

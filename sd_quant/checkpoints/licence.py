@@ -9,7 +9,6 @@ from pathlib import Path
 
 import yaml
 
-from sd_quant.files import open_regular
 from sd_quant.files.archive import whole_file
 from sd_quant.files.plain_yaml import load_yaml
 from sd_quant.files.safetensors import read_header
@@ -23,8 +22,9 @@ LONGEST = 100  # characters that are shown
 def licence_of(path: Path) -> str | None:
     """Returns the licence that the checkpoint at ``path`` names, or None where it names none that can be read."""
     if (path / CARD).is_file():
-        with open_regular(path / CARD) as file:
-            head = re.match(rb"---\r?\n(.*?)\r?\n---", file.read(LARGEST_CARD), re.DOTALL)
+        card_file = whole_file(path / CARD)
+        start = bytes(card_file.read(0, min(card_file.size, LARGEST_CARD)))
+        head = re.match(rb"---\r?\n(.*?)\r?\n---", start, re.DOTALL)
         try:
             card = load_yaml(head[1]) if head else None
         except (yaml.YAMLError, ValueError, RecursionError):

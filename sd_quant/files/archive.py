@@ -151,6 +151,17 @@ def is_gzipped(path: Path) -> bool:
         return file.read(2) == b"\x1f\x8b"
 
 
+def is_tar(path: Path) -> bool:
+    """Returns whether the file begins with the header of a tar."""
+    with open_regular(path) as file:
+        block = file.read(BLOCK)
+    try:
+        tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+    except tarfile.HeaderError:
+        return False
+    return True
+
+
 def _gunzipped(path: Path, compressed: BinaryIO) -> OpenFile:
     """Unpacks into an unnamed temporary file in $TMPDIR, because tensors are read in any order."""
     check_room(Path(tempfile.gettempdir()), path.stat().st_size, " to unpack a gzipped archive")

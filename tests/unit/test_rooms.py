@@ -186,3 +186,19 @@ def file_in(node: ast.expr) -> str | None:
     pieces = node.values if isinstance(node, ast.JoinedStr) else [node]
     name = "".join(str(getattr(piece, "value", "")) if isinstance(piece, ast.Constant) else "0" for piece in pieces)
     return name if re.search(r"\w\.[a-z]{2,7}$", name) else None
+
+
+OPENERS = {"open", "open_regular", "read_regular"}
+METHODS = {"read_bytes", "read_text", "ZipFile", "Unpickler", "frombuf", "safe_open"}
+OWN_FILES = {"checkpoints.nemo_networks", "models.clip_tokenizer"}  # which read files of the package
+UNPICKLING = {"pickle", "dill", "cloudpickle", "shelve", "marshal"}
+
+
+def test_untrusted_files_are_opened_by_their_readers_alone():
+    """A checkpoint's bytes come from ``files``, which refuses pipes and bounds sizes. Nothing unpickles."""
+    for name in modules():
+        assert not {full.partition(".")[0] for full in imports_of(modules()[name])} & UNPICKLING, name
+        if room_of(name) in ("checkpoints", "models", "names") and name not in OWN_FILES:
+            calls = [node.func for node in ast.walk(tree_of(modules()[name])) if isinstance(node, ast.Call)]
+            assert not {getattr(call, "id", None) for call in calls} & OPENERS, name
+            assert not {getattr(call, "attr", None) for call in calls} & METHODS, name
