@@ -19,7 +19,8 @@ from torch import nn
 
 from sd_quant.checkpoints.accepted import INDEX
 from sd_quant.errors import ArtifactError, ConfigError
-from sd_quant.files.checks import MAX_DEPTH, bounded_modules, check_tensors, reason_of, renamed
+from sd_quant.files import refusing
+from sd_quant.files.checks import MAX_DEPTH, bounded_modules, check_tensors, renamed
 from sd_quant.files.folders import WEIGHTS, files_in, read_json, stored_weights
 from sd_quant.files.schema import check_like, check_schema
 from sd_quant.files.tensors import Weights
@@ -29,9 +30,9 @@ from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.models.family import Family, PipelineAdapter, family_named
 from sd_quant.models.parts import Part, with_encoder
 from sd_quant.names.diffusers import plain_name
-from sd_quant.text import one_line
 
 TOKENIZER = "tokenizer_config.json"
+AGAIN = "fetch the folder again"
 DEPTHS = ("layer", "depth", "blocks")  # parts of the names of entries that count what is built
 TIED = {"encoder.embed_tokens.weight": "shared.weight"}  # T5's embedding is stored under one of two names, or both
 UNUSED = {"embeddings.position_ids", "logit_scale"}
@@ -142,13 +143,8 @@ class DiffusersCheckpoint:
                 "fetch the folder again"
             )
         check_entries(self.path / "scheduler", SchedulerEntries, config, defaults_of(kind))
-        try:
+        with refusing(f"{self.path / 'scheduler'}: its config describes no {name} that can be built", advice=AGAIN):
             return kind.from_config(config)
-        except Exception as error:  # as with the networks' configs
-            raise ArtifactError(
-                f"{self.path / 'scheduler'}: its config describes no {name} that can be built ({reason_of(error)}); "
-                "fetch the folder again"
-            ) from error
 
     def tokenizers(self) -> dict[str, Any]:
         """Returns the tokenizers by the pipeline's names, read from the folder, never from a hub.
@@ -182,13 +178,8 @@ def read_tokenizer(folder: Path, kind: type) -> Any:
         )
     if TOKENIZER in files:
         check_entries(folder, TokenizerEntries, read_json(folder, TOKENIZER))
-    try:
+    with refusing(f"{folder} holds no tokenizer that can be read", advice=AGAIN):
         tokenizer = kind.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # the library tokenizers raises nothing more special
-        reason = one_line(error, 200)
-        raise ArtifactError(
-            f"{folder} holds no tokenizer that can be read ({reason}); fetch the folder again"
-        ) from error
     longest = tokenizer.model_max_length
     unstated = longest == UNSTATED and "merges_file" not in names  # a T5 is told how many; CLIP pads to this number
     if not unstated and (type(longest) is not int or not 1 <= longest <= MOST_TOKENS):
@@ -201,11 +192,9 @@ def read_tokenizer(folder: Path, kind: type) -> Any:
 
 def check_entries(folder: Path, schema: type, config: Mapping, usual: Mapping = MappingProxyType({})) -> None:
     """Raises ArtifactError when an entry of ``schema`` or of the ``usual`` is of another type or out of range."""
-    try:
+    with refusing(f"{folder} has a wrong config", ConfigError, advice=AGAIN):
         check_schema(schema, config, whole=False)
         check_like(usual, config)
-    except ConfigError as error:
-        raise ArtifactError(f"{folder}: {error}; fetch the folder again") from error
 
 
 def class_in(index: Mapping, name: str) -> Any:
@@ -280,15 +269,11 @@ def open_pipeline(
     for component, config in configs.items():
         check_depths(path / component, config)
         check_entries(path / component, NetworkEntries, config, usual_entries(family.NETWORKS[component]))
-    try:
+    with refusing(f"{path}: its configs describe no {name} that can be built", advice=AGAIN):
         with torch.device("meta"), bounded_modules():
             networks = {component: network(family.NETWORKS[component], config) for component, config in configs.items()}
         configs = {component: full_config(built) for component, built in networks.items()}
         family.parts(configs, tokens, io)
-    except Exception as error:  # the configs are the folder's own: any value, of any type, may be wrong in them
-        raise ArtifactError(
-            f"{path}: its configs describe no {name} that can be built ({reason_of(error)}); fetch the folder again"
-        ) from error
     components = {
         component: weights_of(path / component, component, library_of(family.NETWORKS[component]), built)
         for component, built in networks.items()

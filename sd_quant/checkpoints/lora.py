@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from sd_quant.checkpoints.diffusers_pipeline import DiffusersCheckpoint
 from sd_quant.checkpoints.nemo_networks import NemoCheckpoint
 from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.files import refusing
 from sd_quant.files.archive import open_members, whole_file
 from sd_quant.files.checks import WEIGHT_DTYPES, listing
 from sd_quant.files.folders import read_json
@@ -208,14 +209,13 @@ def open_lora(path: Path) -> tuple[Mapping[str, Readable], dict[str, PeftConfig]
 
 def stored_configs(path: Path, text: object) -> dict[str, PeftConfig]:
     """Returns the configs in a file's metadata, which diffusers writes as JSON with keys like ``unet.lora_alpha``."""
-    try:
+    grouped: dict[str, dict] = {}
+    what = f"{path}: its {DIFFUSERS_METADATA} is no object of JSON"
+    with refusing(what, ValueError, AttributeError, RecursionError):
         stored = json.loads(str(text), object_pairs_hook=without_duplicates)
-        grouped: dict[str, dict] = {}
         for key, value in stored.items():
             component, _, entry = key.rpartition(".")
             grouped.setdefault(component, {})[entry] = value
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise ArtifactError(f"{path}: its {DIFFUSERS_METADATA} is no object of JSON; fetch it again") from error
     return {component: peft_config(path, entries) for component, entries in grouped.items()}
 
 
@@ -224,10 +224,8 @@ def peft_config(path: Path, entries: Mapping) -> PeftConfig:
     given = {"alpha_pattern": {}, "use_rslora": False, "use_dora": False} | {
         name: value for name, value in entries.items() if value is not None
     }
-    try:
+    with refusing(f"{path} holds no config of a LoRA", ConfigError):
         check_schema(PeftConfig, given)
-    except ConfigError as error:
-        raise ArtifactError(f"{path} holds no config of a LoRA ({error}); fetch it again") from error
     config = PeftConfig(*(given[name] for name in PeftConfig.__slots__))
     if config.use_dora or entries.get("peft_type", "LORA") != "LORA":
         raise ConfigError(f"model.loras names {path}, which is more than a LoRA (DoRA, say), expected a plain one")

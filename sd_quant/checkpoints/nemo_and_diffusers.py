@@ -23,8 +23,8 @@ from sd_quant.checkpoints.nemo_networks import (
 )
 from sd_quant.checkpoints.nemo_state import network_state, unused_state
 from sd_quant.errors import ArtifactError
-from sd_quant.files import atomic_path, write_json, write_text
-from sd_quant.files.checks import MAX_DEPTH, check_tensors, reason_of
+from sd_quant.files import atomic_path, refusing, write_json, write_text
+from sd_quant.files.checks import MAX_DEPTH, check_tensors
 from sd_quant.files.folders import WEIGHTS, files_in, read_json
 from sd_quant.files.safetensors import read_safetensors, write_safetensors
 from sd_quant.files.tensors import Readable
@@ -66,14 +66,11 @@ def open_diffusers(path: Path, model_config: dict | None = None) -> NemoCheckpoi
     kept = files_in(path / NEMO) if (path / NEMO).is_dir() else {}
     if model_config is None and CONFIG in kept:
         model_config = read_config(kept[CONFIG])
-    try:
+    errors = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)  # any value may be wrong
+    with refusing(f"{path}: its configs do not describe an SDXL base of any size", *errors):
         clip1, clip2 = text_shape(configs["text_encoder"]), text_shape(configs["text_encoder_2"], projects=True)
         if model_config is None:
             model_config = nemo_config(configs["unet"], configs["vae"], clip1, clip2)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # any value may be wrong
-        raise ArtifactError(
-            f"{path}: its configs do not describe an SDXL base of any size ({reason_of(error)})"
-        ) from error
     modules = described_networks(path, model_config, clip1, clip2)
     _check_architecture(path, configs, modules)
 
@@ -160,10 +157,8 @@ def write_pipeline(
     """
     from diffusers import EulerDiscreteScheduler
 
-    try:
+    with refusing(f"{checkpoint.path} needs a tokenizer that is not CLIP's", ValueError, advice="keep it as it is"):
         both = tokenizers(checkpoint.clip1, checkpoint.clip2)
-    except ValueError as error:
-        raise ArtifactError(f"{checkpoint.path} needs a tokenizer that is not CLIP's: {error}") from error
     modules = described_networks(checkpoint.path, checkpoint.model_config, checkpoint.clip1, checkpoint.clip2)
     write_json(folder / INDEX, PIPELINE | REST_OF_PIPELINE)
     # diffusers' own class, because readers of the folder do not have ours

@@ -12,8 +12,9 @@ import yaml
 
 from sd_quant.checkpoints.nemo_state import from_nemo, text_shapes
 from sd_quant.errors import ArtifactError
+from sd_quant.files import refusing
 from sd_quant.files.archive import Member, read_text
-from sd_quant.files.checks import MAX_DEPTH, bounded_modules, check_tensors, reason_of
+from sd_quant.files.checks import MAX_DEPTH, bounded_modules, check_tensors
 from sd_quant.files.plain_yaml import load_yaml
 from sd_quant.files.schema import check_schema
 from sd_quant.files.tensors import Readable, Weights
@@ -34,7 +35,6 @@ from sd_quant.models.sdxl_nemo import (
     vae_config,
 )
 from sd_quant.names.nemo import PREFIX, UNUSED, locations
-from sd_quant.text import one_line
 
 CONFIG = "model_config.yaml"
 SDXL_BASE = Path(__file__).with_name("sdxl_base.yaml")
@@ -84,13 +84,10 @@ def checkpoint_of(path: Path, model_config: dict, state: Mapping[str, Readable])
     Raises ArtifactError unless the state holds every weight that the config describes, in its shape, and nothing else.
     """
     stored_shapes = {key: tensor.shape for key, tensor in state.items()}
-    try:
+    what = f"{path} lacks the weights that tell the sizes of its text encoders, or they have another rank"
+    advice = f"expected SDXL's two, under {PREFIX['text_encoder']} and {PREFIX['text_encoder_2']}"
+    with refusing(what, KeyError, IndexError, ValueError, advice=advice):
         clip1, clip2 = text_shapes(stored_shapes)
-    except (KeyError, IndexError, ValueError) as error:
-        raise ArtifactError(
-            f"{path} lacks the weights that tell the sizes of its text encoders, or they have another rank ({error}); "
-            f"expected SDXL's two, under {PREFIX['text_encoder']} and {PREFIX['text_encoder_2']}"
-        ) from error
     shapes = parameter_shapes(described_networks(path, model_config, clip1, clip2))
     places = {component: locations(component, shapes[component]) for component in shapes}
     expected = {
@@ -115,7 +112,7 @@ def described_networks(path: Path, config: dict, clip1: TextShape, clip2: TextSh
 
     Raises ArtifactError, which names ``path``, when the networks cannot be built.
     """
-    try:
+    with refusing(f"{path}: {CONFIG} does not describe an SDXL that can be built"):
         check_schema(NemoConfig, config)
         check_schema(NemoEmbedder, embedder(config, 2), "conditioner_config.emb_models[2].emb_model.")
         unet, vae = config["unet_config"], config["first_stage_config"]["ddconfig"]
@@ -124,10 +121,6 @@ def described_networks(path: Path, config: dict, clip1: TextShape, clip2: TextSh
             raise ValueError(f"more than {MAX_DEPTH} blocks")
         with torch.device("meta"), bounded_modules():
             return build_modules(config, clip1, clip2)
-    except Exception as error:  # the config is the file's own: any value, of any type, may be wrong in it
-        raise ArtifactError(
-            f"{path}: {CONFIG} does not describe an SDXL that can be built ({reason_of(error)})"
-        ) from error
 
 
 def parameter_shapes(modules: Mapping[str, torch.nn.Module]) -> dict[str, dict[str, tuple[int, ...]]]:
@@ -143,10 +136,8 @@ def read_config(member: Member) -> dict:
 
     Raises ArtifactError when the file holds anything else.
     """
-    try:
+    with refusing(f"{member.name} is not plain YAML", yaml.YAMLError, ValueError, RecursionError):
         config = load_yaml(read_text(member))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ArtifactError(f"{member.name} is not plain YAML ({one_line(error, 300)}); fetch it again") from error
     if isinstance(config, dict) and isinstance(config.get("model"), dict):  # the wrapper that NeMo's loader accepts too
         config = config["model"]
     if not isinstance(config, dict):

@@ -32,7 +32,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import BinaryIO
 
-from sd_quant.errors import FULL, ResourceError, SdQuantError
+from sd_quant.errors import FULL, ArtifactError, ResourceError, SdQuantError
+from sd_quant.text import one_line
 
 TEMPORARY = ".unfinished-"
 HOST = re.sub(r"\W+", "_", socket.gethostname())[:30]
@@ -118,6 +119,23 @@ def read_regular(path: Path, most: float = MOST_TEXT) -> bytes:
     """Returns all bytes of a regular file. Raises OSError as ``open_regular`` does."""
     with open_regular(path, most) as file:
         return file.read()
+
+
+@contextmanager
+def refusing(what: str, *kinds: type[Exception], advice: str = "fetch it again") -> Iterator[None]:
+    """Raises ArtifactError, which says ``what`` is wrong, in place of exceptions of these kinds, by default of any.
+
+    Parsers and libraries raise whatever untrusted bytes lead them to.
+    """
+    try:
+        yield
+    except (ArtifactError, ResourceError):
+        raise
+    except kinds or Exception as error:
+        kind = (
+            "" if isinstance(error, ValueError | SdQuantError) else f"{type(error).__name__}: "
+        )  # these have sentences
+        raise ArtifactError(f"{what} ({one_line(f'{kind}{error}', 300)}); {advice}") from error
 
 
 def check_room(path: Path, needed: float, what: str = "") -> None:

@@ -21,7 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError
-from sd_quant.files import check_room, open_regular
+from sd_quant.files import check_room, open_regular, refusing
 
 BLOCK = tarfile.BLOCKSIZE
 MAX_MEMBERS = 64
@@ -168,8 +168,9 @@ def _gunzipped(path: Path, compressed: BinaryIO) -> OpenFile:
     limit = GZIP_SLACK + GZIP_RATIO * path.stat().st_size
     size = 0
     compressed.seek(0)
+    damaged = refusing(f"{path} is a damaged or cut gzip file", EOFError, gzip.BadGzipFile, zlib.error)
     try:
-        with tempfile.TemporaryFile() as temporary, gzip.open(compressed) as stream:
+        with damaged, tempfile.TemporaryFile() as temporary, gzip.open(compressed) as stream:
             while chunk := stream.read(2**20):
                 size += len(chunk)
                 if size > limit:
@@ -180,8 +181,6 @@ def _gunzipped(path: Path, compressed: BinaryIO) -> OpenFile:
                 temporary.write(chunk)
             temporary.flush()
             return OpenFile(temporary)
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ArtifactError(f"{path} is a damaged or cut gzip file ({error}); fetch it again") from error
     except OSError as error:
         free = shutil.disk_usage(tempfile.gettempdir()).free
         raise ResourceError(
@@ -211,14 +210,11 @@ def _tar_members(path: Path, file: OpenFile) -> Iterator[tuple[str, Member]]:
             if extended is not None:
                 raise ArtifactError(f"{path} ends behind an extended tar header that is for no member; fetch it again")
             return
-        try:
+        advice = "expected a plain or gzipped .nemo archive, so check the path or fetch it again"
+        what = f"{path} has no valid tar header at byte {position}"
+        with refusing(what, tarfile.HeaderError, ValueError, advice=advice):
             header = tarfile.TarInfo.frombuf(bytes(block), "utf-8", "surrogateescape")
             size = int((extended or {}).get("size", header.size))
-        except (tarfile.HeaderError, ValueError) as error:
-            raise ArtifactError(
-                f"{path} has no valid tar header at byte {position} ({error}); expected a plain or gzipped .nemo "
-                "archive, so check the path or fetch it again"
-            ) from error
         name = (extended or {}).get("path", header.name)
         start = position + BLOCK
         if size < 0 or start + size > file_size:
@@ -255,17 +251,13 @@ def _extended_header(path: Path, whole: Member, start: int, size: int) -> dict[s
             "this file"
         )
     data, records = bytes(whole.read(start, size)), {}
-    try:
+    with refusing(f"{path} has a malformed extended tar header at byte {start}", ValueError):
         while data:
             length = int(data[: data.index(b" ")])
             key, value = data[data.index(b" ") + 1 : length - 1].decode("utf-8").split("=", 1)
             if length < 5 or data[length - 1 : length] != b"\n":
                 raise ValueError("a record does not end where it says")
             records[key], data = value, data[length:]
-    except ValueError as error:
-        raise ArtifactError(
-            f"{path} has a malformed extended tar header at byte {start} ({error}); fetch it again"
-        ) from error
     if any(key.startswith("GNU.sparse") for key in records):
         raise ArtifactError(f"{path} holds a sparse member; expected plain files, so pack it without --sparse")
     return records

@@ -10,7 +10,6 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from sd_quant.errors import ArtifactError
 from sd_quant.files.tensors import Readable, Weights
-from sd_quant.text import one_line
 
 MAX_DEPTH = 100  # of any list or count of blocks; SDXL's largest is 32
 MAX_MODULES = 50_000  # Flux has 2,200
@@ -37,11 +36,6 @@ def bounded_modules() -> Iterator[None]:
         yield
     finally:
         hook.remove()
-
-
-def reason_of(error: BaseException) -> str:
-    """Returns class and text of a library's error on one short line."""
-    return one_line(f"{type(error).__name__}: {error}", 300)
 
 
 def renamed(path: Path, tensors: Mapping[str, Readable], rename: Callable[[str], str]) -> dict[str, Readable]:

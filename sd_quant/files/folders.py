@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sd_quant.errors import ArtifactError
+from sd_quant.files import refusing
 from sd_quant.files.archive import Member, open_members, read_text
 from sd_quant.files.safetensors import read_safetensors, without_duplicates
 from sd_quant.files.tensors import StoredTensor
@@ -28,10 +29,8 @@ def read_json(folder: Path, name: str) -> dict:
     if name not in files:
         raise ArtifactError(f"{folder} holds no {name}; expected the whole folder of a pipeline, so fetch it again")
     member = files[name]
-    try:
+    with refusing(f"{member.name} is not JSON", ValueError, RecursionError):
         content = json.loads(read_text(member), object_pairs_hook=without_duplicates)
-    except (ValueError, RecursionError) as error:
-        raise ArtifactError(f"{member.name} is not JSON ({str(error)[:200]}); fetch it again") from error
     if not isinstance(content, dict):
         raise ArtifactError(f"{member.name} holds a {type(content).__name__}; expected an object, so fetch it again")
     return content

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from sd_quant.errors import ArtifactError
-from sd_quant.files import atomic_path
+from sd_quant.files import atomic_path, refusing
 from sd_quant.files.archive import Member
 from sd_quant.files.tensors import Readable, StoredTensor, read_bytes, strides
 
@@ -58,7 +58,8 @@ def read_header(member: Member) -> tuple[dict[str, StoredTensor], dict[str, str]
             "safetensors file, so check the path or fetch it again"
         )
     text = member.read(8, length)
-    try:
+    errors = (AttributeError, KeyError, TypeError, ValueError, RecursionError)
+    with refusing(f"{member.name} is not a whole safetensors file", *errors):
         header = json.loads(bytes(text), object_pairs_hook=without_duplicates)
         metadata = dict(header.pop("__metadata__", None) or {})
         tensors = {name: _described(member, 8 + length, entry) for name, entry in header.items()}
@@ -69,9 +70,6 @@ def read_header(member: Member) -> tuple[dict[str, StoredTensor], dict[str, str]
             end += prod(tensor.shape) * tensor.dtype.itemsize
         if end != member.size:
             raise ValueError(f"{end} bytes described, {member.size} present")
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        reason = f"{type(error).__name__}: {error}"[:200]
-        raise ArtifactError(f"{member.name} is not a whole safetensors file ({reason}); fetch it again") from error
     return tensors, metadata
 
 

@@ -23,6 +23,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sd_quant.errors import ArtifactError
+from sd_quant.files import refusing
 from sd_quant.files.archive import Member, OpenFile
 from sd_quant.files.tensors import Readable, StoredTensor, read_bytes, size_of, span_of
 
@@ -139,28 +140,25 @@ def _zip_records(member: Member) -> dict[int, zipfile.ZipInfo]:
             f"{member.name} is empty, damaged or of a torch version before 1.6; expected the zip format of torch.save"
         )
     records = {}
-    try:
-        with member.open() as file, zipfile.ZipFile(file) as directory:
-            entries = directory.infolist()
-            if len(entries) > MAX_RECORDS:
-                raise ValueError(f"{len(entries)} entries, at most {MAX_RECORDS} expected")
-            for entry in entries:
-                if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
-                    raise ValueError(f"entry {entry.filename!r} is compressed or encrypted")
-                start = _start(member, entry)
-                if start + entry.file_size > member.size:
-                    raise ValueError(f"entry {entry.filename!r} reaches beyond the end")
-                if entry.filename.lower().endswith("/data.pkl"):  # torch looks for names in either case
-                    if entry.file_size > MAX_PICKLE:
-                        raise ValueError(f"a pickle of {entry.file_size} bytes, at most {MAX_PICKLE} expected")
-                    check_pickle(_content(member, start, entry))
-                if entry.filename.endswith("/byteorder") and _content(member, start, entry) != b"little":
-                    raise ValueError("big-endian numbers")
-                records[start] = entry
-    except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError, OSError, struct.error) as error:
-        raise ArtifactError(
-            f"{member.name} is not a file of torch.save, or is damaged ({error}); fetch it again"
-        ) from error
+    errors = (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError, OSError, struct.error)
+    damaged = refusing(f"{member.name} is not a file of torch.save, or is damaged", *errors)
+    with damaged, member.open() as file, zipfile.ZipFile(file) as directory:
+        entries = directory.infolist()
+        if len(entries) > MAX_RECORDS:
+            raise ValueError(f"{len(entries)} entries, at most {MAX_RECORDS} expected")
+        for entry in entries:
+            if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
+                raise ValueError(f"entry {entry.filename!r} is compressed or encrypted")
+            start = _start(member, entry)
+            if start + entry.file_size > member.size:
+                raise ValueError(f"entry {entry.filename!r} reaches beyond the end")
+            if entry.filename.lower().endswith("/data.pkl"):  # torch looks for names in either case
+                if entry.file_size > MAX_PICKLE:
+                    raise ValueError(f"a pickle of {entry.file_size} bytes, at most {MAX_PICKLE} expected")
+                check_pickle(_content(member, start, entry))
+            if entry.filename.endswith("/byteorder") and _content(member, start, entry) != b"little":
+                raise ValueError("big-endian numbers")
+            records[start] = entry
     return records
 
 
