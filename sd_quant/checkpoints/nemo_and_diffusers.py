@@ -157,7 +157,7 @@ def write_pipeline(
     """
     from diffusers import EulerDiscreteScheduler
 
-    with refusing(f"{checkpoint.path} needs a tokenizer that is not CLIP's", ValueError, advice="keep it as it is"):
+    with refusing(f"{checkpoint.path} needs a tokenizer that is not CLIP's", ValueError, advice="leave it an archive"):
         both = tokenizers(checkpoint.clip1, checkpoint.clip2)
     modules = described_networks(checkpoint.path, checkpoint.model_config, checkpoint.clip1, checkpoint.clip2)
     write_json(folder / INDEX, PIPELINE | REST_OF_PIPELINE)
