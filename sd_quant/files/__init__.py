@@ -132,7 +132,7 @@ def refusing(what: str, *kinds: type[Exception], advice: str = "fetch it again")
     except (ArtifactError, ResourceError):
         raise
     except kinds or Exception as error:
-        kind = "" if isinstance(error, ValueError | SdQuantError) else f"{type(error).__name__}: "
+        kind = "" if type(error) is ValueError or isinstance(error, SdQuantError) else f"{type(error).__name__}: "
         raise ArtifactError(f"{what} ({one_line(f'{kind}{error}', 300)}); {advice}") from error
 
 
