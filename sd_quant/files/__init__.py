@@ -127,11 +127,12 @@ def refusing(what: str, *kinds: type[Exception], advice: str = "fetch it again")
 
     Parsers and libraries raise whatever untrusted bytes lead them to.
     """
+    caught = kinds or (Exception,)
     try:
         yield
     except (ArtifactError, ResourceError):
         raise
-    except kinds or Exception as error:
+    except caught as error:
         kind = "" if type(error) is ValueError or isinstance(error, SdQuantError) else f"{type(error).__name__}: "
         raise ArtifactError(f"{what} ({one_line(f'{kind}{error}', 300)}); {advice}") from error
 
