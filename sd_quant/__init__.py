@@ -1,6 +1,6 @@
 """Post-training quantization of diffusion models, from a checkpoint to engines, with honest numbers.
 
-``sd_quant.open`` is where Python begins; see ``sd_quant.interface``. Nothing heavy is imported before it is used.
+Begin with ``sd_quant.open``; see ``sd_quant.interface``. Nothing heavy is imported before it is used.
 """
 
 import sys
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sd_quant.interface import Comparison, Model, Quantized, Result, Statistics, compare, open
 
-sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]  # OpenVINO asks nobody before it tells
+sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]  # OpenVINO sends usage data without asking
 __version__ = "0.1.0"
 __all__ = ["Comparison", "Model", "Quantized", "Result", "Statistics", "__version__", "compare", "open"]
 

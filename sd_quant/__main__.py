@@ -1,4 +1,4 @@
-"""``sd-quant quantize quant_level=3``, which is ``python -m sd_quant quantize quant_level=3``."""
+"""The program ``sd-quant``, which is also ``python -m sd_quant``: call the command that its first argument names."""
 
 import os
 import sys
@@ -20,10 +20,11 @@ sd-quant COMMAND --help says what a command takes; sd-quant --version prints {ve
 
 
 def main() -> None:
-    """Calls the command that the first argument names, with the rest. Exits with 2 for one that there is not."""
+    """Call the command with the other arguments. Exits with 2 for an unknown one."""
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in ("--help", "-h", "help"):
-        print(USAGE.format(commands=listed(), version=__version__))
+        commands = "\n".join(f"  {name:12} {meaning}" for name, (_, meaning) in COMMANDS.items())
+        print(USAGE.format(commands=commands, version=__version__))
     elif name == "--version":
         print(__version__)
     elif name == "-sc" and "COMP_LINE" in os.environ:
@@ -36,9 +37,9 @@ def main() -> None:
 
 
 def complete(line: str) -> None:
-    """Prints what may come next in a line, as the shell asks that has the completion of ``quantize -sc install=bash``.
+    """Print the words that may follow ``line``, for a shell with the completion of ``quantize -sc install=bash``.
 
-    Hydra knows programs of one word, so it is told of the line without the first.
+    Hydra expects programs of one word, so it gets the line without the first.
     """
     _, *words = line.split(" ", 2)
     if len(words) < 2:
@@ -47,10 +48,6 @@ def complete(line: str) -> None:
         os.environ["COMP_LINE"] = " ".join(words)
         sys.argv = [name, *sys.argv[1:]]
         import_module(COMMANDS[name][0]).main()
-
-
-def listed() -> str:
-    return "\n".join(f"  {name:12} {meaning}" for name, (_, meaning) in COMMANDS.items())
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO
 
 from sd_quant.errors import ConfigError
-from sd_quant.files import digest, sha256, write_json
+from sd_quant.files import digest, remove, sha256, write_json
 
 LOG = logging.getLogger(__name__)
 MOST_MANIFEST = 2**20  # bytes; a usual one has about a thousand
@@ -106,8 +106,8 @@ class Cache:
             with open_lock(abandoned.with_suffix(".lock")) as lock:
                 if try_lock(lock):
                     shutil.rmtree(abandoned, ignore_errors=True)
-        manifests = sorted(self.directory.glob(f"*/*/{MANIFEST}"), key=used)
-        sizes = {manifest.parent: size_of(manifest.parent) for manifest in manifests}
+        manifests = sorted(self.directory.glob(f"*/*/{MANIFEST}"), key=last_use)
+        sizes = {manifest.parent: folder_bytes(manifest.parent) for manifest in manifests}
         excess = sum(sizes.values()) - self.limit_bytes
         for entry, size in sizes.items():
             if excess <= 0:
@@ -125,13 +125,13 @@ def lock_of(entry: Path) -> Path:
     return entry.with_name(f".{entry.name}.lock")
 
 
-def used(manifest: Path) -> float:
+def last_use(manifest: Path) -> float:
     with suppress(OSError):  # another process has just removed it
         return manifest.stat().st_mtime
     return time.time()
 
 
-def size_of(entry: Path) -> int:
+def folder_bytes(entry: Path) -> int:
     total = 0
     for path in entry.iterdir() if entry.is_dir() else ():
         with suppress(OSError):
@@ -143,10 +143,7 @@ def fill(entry: Path, origin: object, make: Callable[[Path], object]) -> list[st
     """Make an entry, which appears whole or not at all, and return the names of its files."""
     temporary = entry.with_name(f".{entry.name}.part")
     for leftover in (temporary, entry):
-        if leftover.is_dir() and not leftover.is_symlink():
-            shutil.rmtree(leftover, ignore_errors=True)
-        else:
-            leftover.unlink(missing_ok=True)
+        remove(leftover)
     temporary.mkdir(parents=True)
     try:
         make(temporary)

@@ -17,10 +17,10 @@ from sd_quant.errors import ConfigError
 from sd_quant.interchange import TARGETS
 from sd_quant.knobs import Limit, Only, check, one_of
 from sd_quant.places import existing, input_path, output_path
+from sd_quant.report.record import VARIANTS
 
 PART_NAMES = ("unet_xl", "vae", "clip1", "clip2")  # of files that are given without a run
 RUN = Annotated[str | None, "folder of an earlier run, whose files are taken"]
-VARIANTS = ("quantized", "full_precision")
 FILES = Annotated[dict[str, str | None], "the file of a part, instead of the run's"]
 
 

@@ -30,7 +30,6 @@ def files(tmp_path) -> Path:
     (tmp_path / "empty.nemo").write_bytes(bytes(1024))
     (tmp_path / "garbage.nemo").write_bytes(b"this is not a tar archive " * 100)
     (tmp_path / "latin1.txt").write_bytes("ein rotes Häuschen\n".encode("latin-1"))
-    (tmp_path / "three.txt").write_text("one\ntwo\nthree\n")
     (tmp_path / "empty_run").mkdir()
     (tmp_path / "groups/quantize").mkdir(parents=True)
     (tmp_path / "groups/quantize/broken.yaml").write_text("alpha: ${a: 1}")
@@ -44,39 +43,24 @@ CHECKPOINT_GIVEN = "model.path={files}/empty.nemo"
     ("script", "arguments", "code", "words"),
     [
         ("quantize.py", ["quant_levle=3"], 2, "there is no knob quant_levle; did you mean quant_level"),
-        ("quantize.py", ["+quantize.alhpa=0.5"], 2, "there is no knob quantize.alhpa; did you mean alpha?"),
         ("quantize.py", ["quantize=int9"], 2, "there is no preset quantize=int9; did you mean int8"),
         ("quantize.py", ["alpha=["], 2, "the argument alpha=[ cannot be read"),
         ("quantize.py", ["quant_level=1", "alpha=0.5"], 2, "alpha was given and changes nothing, because"),
         ("quantize.py", ["quant_level"], 2, "the argument quant_level has no value, expected quant_level=<value>"),
         ("quantize.py", ["-quant_level=3"], 2, "is no option; a knob is given without dashes: quant_level=3"),
         ("quantize.py", ["hydra.searchpath=[file://{files}/groups]", "quantize=broken"], 2, "of presets is no YAML"),
-        ("quantize.py", ["hand_over=comfi"], 2, "hand_over is comfi, expected one of"),
         ("quantize.py", ["alpha=0.5,0.8"], 2, "--multirun"),
-        ("quantize.py", ["quant_level=5"], 2, "quant_level is 5.0, expected one of 1, 2, 2.5, 3"),
-        ("quantize.py", ["keep=1.0"], 2, "keeping all would quantize nothing"),
         ("quantize.py", [CHECKPOINT_GIVEN, "cache.dir={files}/empty.nemo/cache"], 2, "empty.nemo; set cache.dir"),
         ("quantize.py", [CHECKPOINT_GIVEN, "hydra.run.dir=/proc/xyz"], 2, "because of /proc; set hydra.run.dir"),
-        ("quantize.py", ["-m", "infer.seed=range(0,10000)"], 2, "the command means more than 1000 jobs"),
-        ("quantize.py", [CHECKPOINT_GIVEN, "calibration=no/such"], 2, "calibration names no/such, which does not"),
-        ("quantize.py", ["infer=torch"], 2, "infer.engine is torch, expected an engine for the quantized model"),
-        ("quantize.py", ["model=sdxl_nemo"], 2, "the knob model.path has no value; give it one on the command line"),
         ("quantize.py", ["model.path=no/such.nemo"], 2, "model.path names no/such.nemo, which does not exist"),
         ("quantize.py", ["model.path={files}/garbage.nemo"], 3, "garbage.nemo has no valid tar header at byte 0"),
-        ("quantize.py", [CHECKPOINT_GIVEN, "model.calibration_prompts={files}/three.txt"], 2,
-         "calib_size is 32, expected at most the 3 prompts of the prompt file"),
         ("quantize.py", [CHECKPOINT_GIVEN, "infer.prompts={files}/latin1.txt"], 2, "is not UTF-8 at line 1, byte 12"),
         ("quantize.py", [CHECKPOINT_GIVEN, "infer.prompts={files}/none.txt"], 2, "there is no prompt file"),
         pytest.param("quantize.py", [CHECKPOINT_GIVEN, "export_trt=tensorrt"], 4,
                      "the package tensorrt is not installed", marks=tensorrt_missing),
         ("quantize.py", [CHECKPOINT_GIVEN, "hydra.run.dir={files}/empty.nemo/run"], 2, "empty.nemo; set hydra.run.dir"),
-        ("export_trt.py", ["run={files}/empty_run", "export_trt=none"], 2, "a library that builds plans, because"),
-        ("export_trt.py", ["model.path=missing.nemo"], 2, "model.path names missing.nemo, which does not exist"),
         ("export_trt.py", ["run={files}/empty_run"], 2, "unet_xl should be at"),
         ("infer.py", [CHECKPOINT_GIVEN, "run={files}/empty_run"], 2, "unet_xl should be at"),
-        ("infer.py", ["infer.engine=tvm"], 2, "infer.engine is tvm, expected one of auto, openvino, onnxruntime"),
-        pytest.param("infer.py", [CHECKPOINT_GIVEN, "run={files}/empty_run", "infer=tensorrt"], 4,
-                     "the package tensorrt is not installed", marks=tensorrt_missing),
     ],
 )  # fmt: skip
 def test_a_refused_command_says_one_sentence_and_leaves_nothing(
@@ -103,15 +87,8 @@ def test_an_interpreter_of_its_own_says_the_same_and_no_more(command, process, f
 
 def test_without_addresses_for_the_libraries_a_job_is_refused_before_they_are_loaded(files):
     """Else some of them abort the process."""
-    limited = [
-        "sh",
-        "-c",
-        'ulimit -v 600000; exec "$@"',
-        "sh",
-        sys.executable,
-        "quantize.py",
-        f"hydra.run.dir={files}/run",
-    ]
+    shell = ["sh", "-c", 'ulimit -v 600000; exec "$@"', "sh"]
+    limited = [*shell, sys.executable, "quantize.py", f"hydra.run.dir={files}/run"]
     result = subprocess.run(limited, cwd=REPOSITORY, capture_output=True, text=True)
     assert result.returncode == 4 and result.stderr.count("\n") == 1
     assert "and the libraries alone take about 1.3 GB; raise the limit (ulimit -v unlimited)" in result.stderr

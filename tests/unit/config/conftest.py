@@ -59,8 +59,8 @@ def run(tmp_path) -> Path:
 
 
 @pytest.fixture
-def picture(tmp_path) -> Path:
-    (tmp_path / "pictures").mkdir()
+def images(tmp_path) -> Path:
+    (tmp_path / "images").mkdir()
     for name in "ab":
-        (tmp_path / f"pictures/{name}.png").touch()
-    return tmp_path / "pictures"
+        (tmp_path / f"images/{name}.png").touch()
+    return tmp_path / "images"

@@ -22,7 +22,7 @@ def test_parts_come_from_the_run_and_single_paths_go_before(job, run, tmp_path):
     assert artifact(run, "plan", "unet_xl") == run / "plan/unet_xl.plan"
 
 
-def test_an_export_takes_some_parts_and_pictures_need_all(job, refused, run, archive):
+def test_an_export_takes_some_parts_and_images_need_all(job, refused, run, archive):
     unet, missing = artifact(run, "onnx", "unet_xl"), artifact(run, "onnx", "clip1")
     job("export_trt", {"files.unet_xl": unet}).check_files()
     needed = r"^no file is given for vae, clip1, clip2; set run=.* or vae=<path of its"
@@ -89,13 +89,13 @@ def test_a_lora_has_a_strength(job, refused):
         refused("infer", {"model.loras": [stated]}, r"^model.loras .* a file, or file:strength with a number")
 
 
-def test_absent_images_and_masks_are_refused(refused, picture):
+def test_absent_images_and_masks_are_refused(refused, images):
     refused("quantize", {"infer.image": "missing.png"}, "^infer.image names missing.png, which does not exist")
-    masks = picture.parent / "masks"
+    masks = images.parent / "masks"
     masks.mkdir()
     (masks / "a.png").touch()
     told = r"^infer.mask is .* holds no mask for 1 of 2 images, such as b.png"
-    refused("quantize", {"infer.image": picture, "infer.mask": masks}, told)
+    refused("quantize", {"infer.image": images, "infer.mask": masks}, told)
 
 
 def test_prompts_come_from_a_list_or_a_file(job, refused, archive, tmp_path):
