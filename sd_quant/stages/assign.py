@@ -1,4 +1,4 @@
-"""The assignment of the denoiser's layers, from statistics and recipe, and the layers that are kept out of it."""
+"""The assignment of the denoiser's layers, and the most sensitive layers, which stay in high precision."""
 
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -23,7 +23,7 @@ from sd_quant.stages.open_parts import open_simulated
 def assign(
     loaded: Loaded, statistics: Statistics, kept: Collection[str] = (), recipes: Mapping[str, Recipe] = {}
 ) -> dict[str, LayerAssignment]:
-    """How each layer is quantized by the recipe, or by its own of ``recipes``; those ``kept`` stay in fp16."""
+    """Derive how each layer is quantized, by the recipe or its own of ``recipes``; those ``kept`` stay in fp16."""
     weights, recipe = denoiser_weights(loaded.checkpoint), loaded.recipe
     recipes = {name: loaded.own(name, recipes.get(name, recipe)) for name in (*recipes, *loaded.weights_alone)}
     rounds = 2 if recipe.chooses_codes(recipe.enable.linear.weight) else 1
@@ -51,7 +51,7 @@ def assign(
 def most_sensitive(
     loaded: Loaded, statistics: Statistics, assignment: dict[str, LayerAssignment], directory: Path
 ) -> tuple[Sensitivity, list[str]]:
-    """The sensitivity of all layers, and the names of the ``loaded.kept`` most sensitive ones.
+    """Measure the sensitivity of all layers; returns it and the names of the ``loaded.kept`` most sensitive ones.
 
     Writes ``sensitivity.csv`` and its plot to ``directory``.
     """
@@ -69,7 +69,7 @@ def measure_sensitivity(
     kept: int,
     guidance_scale: float,
 ) -> Sensitivity:
-    """The sensitivity of each quantized layer on the inputs of the denoiser that calibration has sampled."""
+    """Measure the sensitivity of each quantized layer, on inputs of the denoiser from the calibration statistics."""
     part = open_simulated(checkpoint, assignment)
     simulated, (output,) = denoiser_of(checkpoint, part.module), part.outputs
     inputs = {name: sample.values for name, sample in statistics.calls.items()}

@@ -1,4 +1,4 @@
-"""Statistics of the denoiser's layers: from the cache, from a calibration here, or from a file made elsewhere."""
+"""Calibration statistics of the denoiser's layers: from the cache, a calibration here, or a file made elsewhere."""
 
 import logging
 from collections.abc import Callable
@@ -30,10 +30,11 @@ def statistics_of(
     prompts: list[str] | None = None,
     between_calls: Callable[[], object] = lambda: None,
 ) -> Statistics:
-    """Statistics of every layer that some recipe may quantize; ``roles`` are those of all the denoiser's layers.
+    """Collect or read the statistics of every layer that some recipe may quantize.
 
-    Excluded linears are among them, because a recipe may include them: one calibration serves all recipes. They are of
-    ``prompts``, or of those that the job names. ``between_calls`` is called before each of the denoiser's.
+    One calibration serves all recipes, so linears that the family excludes are among them: a recipe may include them.
+    ``roles`` are those of all the denoiser's layers. ``prompts`` stand in for those that the job names.
+    ``between_calls`` is called before each call of the denoiser.
     """
     knobs = job.quantize
     names = [name for name, role in roles.items() if role != "excluded"]
@@ -68,7 +69,7 @@ def statistics_of(
 
 
 def announce_calibration(knobs: Quantize, steps: int, device: str, prompts: int, seconds: float | None) -> None:
-    """Log how much there is to compute and how long it will take, and the ways out where that is long."""
+    """Log how many calls calibration takes and how long; where that is long, also how to shorten it."""
     calls = -(-prompts // knobs.batch_size) * steps
     about = (seconds or 0) * calls
     what = f"calibrating on {prompts} prompts: {calls} calls of the denoiser on {device}"

@@ -1,6 +1,6 @@
-"""What is refused of a request for images: before a checkpoint is opened, and by the structure of the one that is open.
+"""Checks of a request for images: before a checkpoint is opened, and against the structure of the open one.
 
-``session`` calls these, and no other stage does.
+Only ``session`` calls them.
 """
 
 from sd_quant.config import Infer, Model, sizes_of

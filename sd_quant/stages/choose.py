@@ -1,4 +1,4 @@
-"""How each layer is quantized: by the recipe, by a budget, or by the recipe with the most sensitive layers kept."""
+"""The choice of the assignment: by the recipe, by a budget, or by the recipe with the most sensitive layers kept."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -17,7 +17,7 @@ from sd_quant.stages.load import Loaded
 
 @dataclass(frozen=True)
 class Chosen:
-    """The assignment, and what it was chosen by."""
+    """The assignment, and the measurements that it was chosen by."""
 
     assignment: dict[str, LayerAssignment]
     sensitivity: Sensitivity | None  # with quantize.keep
@@ -27,7 +27,7 @@ class Chosen:
 def choose(
     loaded: Loaded, statistics: Statistics, directory: Path, step: Callable[[str], AbstractContextManager]
 ) -> Chosen:
-    """Each ``step`` is entered by its name. Writes ``layers.csv``, ``ranges.csv`` and what the choice went by.
+    """Choose the assignment, in stages that ``step`` times. Writes ``layers.csv``, ``ranges.csv`` and the measurements.
 
     Raises ConfigError for a budget that cannot be met.
     """

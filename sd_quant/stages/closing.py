@@ -1,4 +1,4 @@
-"""What is said of a finished job."""
+"""The closing words of a finished job."""
 
 import logging
 from collections.abc import Mapping

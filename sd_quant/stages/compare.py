@@ -1,4 +1,4 @@
-"""Images of the three variants of the model from the same seeds, and what their parts compute from the same inputs."""
+"""Images of the three variants of the model from the same seeds, and outputs of their parts for the same inputs."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -32,12 +32,50 @@ SAMPLED = 4  # calls of the denoiser that are kept
 
 @dataclass(frozen=True)
 class VariantOutputs:
-    """What the variants have made of the same prompts and seeds."""
+    """Images and outputs that variants of the model have made of the same prompts and seeds."""
 
     images: dict[str, Generated]  # by variant
-    inputs: dict[str, dict]  # by part: the inputs of one call in the framework's pipeline, the denoiser's from half way
+    inputs: dict[str, dict]  # by part: the inputs of one call in torch's pipeline, the denoiser's from half way
     outputs: dict[str, Outputs]  # by variant: what the parts computed from these inputs
     calls: dict[str, dict]  # inputs of further calls of the denoiser in that pipeline, spread over images and steps
+
+
+@dataclass(frozen=True)
+class KeptOutputs:
+    """Outputs of unquantized variants, which no recipe changes, in the cache."""
+
+    facts: dict  # of the job, which the key is made of
+    directory: Path  # for temporary files
+    cache: Cache
+
+    def provide(
+        self,
+        checkpoint: Checkpoint,
+        prompts: list[str],
+        infer: Infer,
+        make: Callable[[], VariantOutputs],
+        engine: Mapping[str, str] = {},
+    ) -> VariantOutputs:
+        """Return what ``make`` returns, or what the cache has for the same model, machine, images and ``engine``."""
+        packages = dict.fromkeys(("torch", "diffusers", "transformers", *(row.package for row in RUNTIMES.values())))
+        origin = {
+            "checkpoint": weights_sha256(self.facts),
+            "source": source_digest("checkpoints.kinds", "export.parts", "inference.parity", "inference.loading"),
+            "versions": {name: self.facts["versions"].get(name) for name in packages},
+            # processors round differently
+            "machine": [self.facts["machine"][name] for name in ("cpu", "usable_cores", "gpus")],
+            "contracts": repr(contracts_of(checkpoint)),  # knobs may give a checkpoint's parts other shapes
+            "prompts": prompts,
+            "sampling": sampling_of(infer).described(),
+            "precision": infer.precision,
+            **engine,
+        }
+        with temporary_folder(self.directory) as temporary:
+            path = Path(temporary) / "images.safetensors"
+            self.cache.provide(
+                "images", origin, path.parent, lambda folder: save_file(pack(make()), folder / path.name)
+            )
+            return unpack(load_file(path))
 
 
 def compare_images(
@@ -46,19 +84,13 @@ def compare_images(
     engines: Engines,
     prompts: list[str],
     infer: Infer,
-    facts: dict,
-    directory: Path,
-    cache: Cache,
+    kept: KeptOutputs,
 ) -> VariantOutputs:
-    """Images of all variants, and the outputs of their parts for the same inputs; the ``framework``'s are there.
-
-    The unquantized engine's are the same for every recipe, so they come from the cache where it has them. ``facts`` are
-    the job's, which the cache key is made of; ``directory`` holds temporary files.
-    """
-    origin = framework_origin(checkpoint, prompts, infer, facts) | {"engine": infer.engine}
-    unquantized = provided(
-        "pictures", origin, directory, cache,
+    """Make the images of both engines, and the outputs of their parts for torch's inputs; ``framework`` are torch's."""
+    unquantized = kept.provide(
+        checkpoint, prompts, infer,
         lambda: compare_unquantized(checkpoint, engines[FULL_PRECISION], framework.inputs, prompts, infer),
+        {"engine": infer.engine},
     )  # fmt: skip
     variant, denoiser = engines[QUANTIZED], checkpoint.family.DENOISER  # its other parts are the unquantized ones
     images = framework.images | unquantized.images
@@ -69,57 +101,16 @@ def compare_images(
 
 
 def framework_images(
-    checkpoint: Checkpoint,
-    variant: Mapping[str, Engine],
-    prompts: list[str],
-    infer: Infer,
-    facts: dict,
-    directory: Path,
-    cache: Cache,
+    checkpoint: Checkpoint, variant: Mapping[str, Engine], prompts: list[str], infer: Infer, kept: KeptOutputs
 ) -> VariantOutputs:
-    """What the framework makes of the prompts, whatever else is compared with it, from the cache if it has that."""
-    origin = framework_origin(checkpoint, prompts, infer, facts)
-    return provided(
-        "pictures", origin, directory, cache, lambda: compare_framework(checkpoint, variant, prompts, infer)
-    )
-
-
-def framework_origin(checkpoint: Checkpoint, prompts: list[str], infer: Infer, facts: dict) -> dict:
-    """All that the framework's images depend on."""
-    return {
-        **unquantized_origin(facts),
-        "contracts": repr(contracts_of(checkpoint)),  # knobs may give a checkpoint's parts other shapes
-        "prompts": prompts,
-        "sampling": sampling_of(infer).described(),
-        "precision": infer.precision,
-    }
-
-
-def provided(
-    kind: str, origin: dict, directory: Path, cache: Cache, make: Callable[[], VariantOutputs]
-) -> VariantOutputs:
-    """What ``make`` returns, from the cache if it has that for this ``origin``."""
-    with temporary_folder(directory) as temporary:
-        path = Path(temporary) / f"{kind}.safetensors"
-        cache.provide(kind, origin, path.parent, lambda folder: save_file(pack(make()), folder / path.name))
-        return unpack(load_file(path))
-
-
-def unquantized_origin(facts: dict) -> dict:
-    """What unquantized images depend on besides the knobs; the machine counts, because processors round differently."""
-    packages = dict.fromkeys(("torch", "diffusers", "transformers", *(row.package for row in RUNTIMES.values())))
-    return {
-        "checkpoint": weights_sha256(facts),
-        "source": source_digest("checkpoints.kinds", "export.parts", "inference.parity", "inference.loading"),
-        "versions": {name: facts["versions"].get(name) for name in packages},
-        "machine": [facts["machine"][name] for name in ("cpu", "usable_cores", "gpus")],
-    }
+    """Make torch's images in full precision, with which everything is compared."""
+    return kept.provide(checkpoint, prompts, infer, lambda: compare_framework(checkpoint, variant, prompts, infer))
 
 
 def compare_framework(
     checkpoint: Checkpoint, variant: Mapping[str, Engine], prompts: list[str], infer: Infer
 ) -> VariantOutputs:
-    """The framework's images, and what its parts compute on the way."""
+    """Make torch's images, and keep the inputs and outputs of some calls of its parts on the way."""
     steps, denoiser = sampling_of(infer).steps_taken, checkpoint.family.DENOISER
     calls = sampled_calls(len(sampling_of(infer).batches(range(len(prompts)))), steps)
     watched = WatchedVariant(variant, {denoiser: {steps // 2, *calls}})
@@ -132,12 +123,12 @@ def compare_framework(
 
 
 def copies_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A file of safetensors holds none twice."""
+    """Copies, because a file of safetensors holds no tensor twice."""
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def sampled_calls(batches: int, steps: int) -> list[int]:
-    """The numbers of up to SAMPLED calls of the denoiser: each of another batch, if there are as many, and step."""
+    """Numbers of up to SAMPLED calls of the denoiser, of different steps and, where there are several, batches."""
     return sorted({
         number * batches // SAMPLED * steps + (2 * number + 1) * steps // (2 * SAMPLED) for number in range(SAMPLED)
     })  # fmt: skip
@@ -146,14 +137,14 @@ def sampled_calls(batches: int, steps: int) -> list[int]:
 def compare_unquantized(
     checkpoint: Checkpoint, variant: Mapping[str, Engine], inputs: dict[str, dict], prompts: list[str], infer: Infer
 ) -> VariantOutputs:
-    """Images of the unquantized engine, and the outputs of its parts for the framework's ``inputs``."""
+    """Make the images of the unquantized engine, and the outputs of its parts for torch's ``inputs``."""
     images = generate(pipeline_of(checkpoint, variant), prompts, infer, FULL_PRECISION.replace("_", " "))
     outputs = {part: variant[part](**inputs[part]) for part in reversed(checkpoint.parts())}
     return VariantOutputs({FULL_PRECISION: images}, {}, {FULL_PRECISION: outputs}, {})
 
 
 def pack(comparison: VariantOutputs) -> dict[str, Tensor]:
-    """The comparison as a flat mapping of tensors, as safetensors stores them; their names are paths."""
+    """A flat mapping of tensors, as safetensors stores them; their names are paths."""
     tensors: dict[str, Tensor] = {}
     for variant, generated in comparison.images.items():
         tensors |= named(f"images/{variant}/images", generated.images)
@@ -168,14 +159,14 @@ def pack(comparison: VariantOutputs) -> dict[str, Tensor]:
 
 
 def named(path: str, values: Images | Tensor | list[Tensor]) -> dict[str, Tensor]:
-    """The values of all images as one tensor of this name, or one for each image where their sizes differ."""
+    """All images as one tensor of this name, or as one tensor each where their sizes differ."""
     if not isinstance(values, list):
         return {path: torch.as_tensor(values)}
     return {f"{path}/{number:06}": torch.as_tensor(value) for number, value in enumerate(values)}
 
 
 def unpack(tensors: Mapping[str, Tensor]) -> VariantOutputs:
-    """The comparison that ``pack`` has made flat."""
+    """Reverse ``pack``."""
     tree: dict = {}
     for path, tensor in sorted(tensors.items()):  # by number, where there is one for each image
         *folders, name = path.split("/")

@@ -37,19 +37,19 @@ class File:
     part: str
     directory: Path  # that gets onnx/<part>/<part>.onnx
     assignment: Assignment
-    delivered: bool = True  # and not only for this run to compare with
+    delivered: bool = True  # False: only this run compares with it
 
 
 def delivered_files(checkpoint: Checkpoint, assignment: Assignment, directory: Path) -> list[File]:
-    """Every part, the denoiser quantized."""
+    """A file for every part, the denoiser quantized."""
     denoiser = checkpoint.family.DENOISER
     return [File(part, directory, assignment if part == denoiser else {}) for part in checkpoint.parts()]
 
 
 def files_of_a_run(checkpoint: Checkpoint, assignment: Assignment, directory: Path) -> list[File]:
-    """The same, and the unquantized denoiser, both of which have one graph.
+    """``delivered_files`` and the unquantized denoiser, which has the graph of the quantized one.
 
-    The last part comes first, because a process that traces meanwhile begins with the denoiser.
+    The denoiser comes last, because the process that traces ahead begins with it.
     """
     unquantized = File(checkpoint.family.DENOISER, directory / "full_precision", {}, delivered=False)
     denoiser, *others = delivered_files(checkpoint, assignment, directory)
@@ -59,9 +59,9 @@ def files_of_a_run(checkpoint: Checkpoint, assignment: Assignment, directory: Pa
 def export_parts(checkpoint: Checkpoint, checkpoint_sha256: str, files: Sequence[File], cache: Cache) -> None:
     """Write ``files``, or take them from the cache where an earlier run has made the same.
 
-    What is delivered has no second name in the cache where weights lie beside the graph: onnx refuses to read weights
-    from a file with several. The unquantized denoiser is many GB in each job of a sweep, which runtimes alone read, so
-    it stays a link. Raises ResourceError when the disk is full.
+    Weights beside a delivered graph are copied from the cache, because onnx refuses to read weights from a file with
+    several hard links. The unquantized denoiser stays a link: only runtimes read it, and it would take many GB in each
+    job of a sweep. Raises ResourceError when the disk is full.
     """
     with progress(len(files), "export") as advance:
         for file in files:
@@ -75,7 +75,7 @@ def export_parts(checkpoint: Checkpoint, checkpoint_sha256: str, files: Sequence
 
 
 def trace_meanwhile(tracer: Tracer, model: Model, checkpoint: Checkpoint, checkpoint_sha256: str, cache: Cache) -> None:
-    """Let the ``tracer`` trace the parts whose graphs the ``cache`` lacks, the denoiser first; end it if it has all."""
+    """Let the ``tracer`` trace the parts whose graphs the ``cache`` lacks, the denoiser first, or end it."""
     parts = checkpoint.parts() if cache.directory is not None and several_threads() else ()
     missing = [part for part in parts if not cache.holds("graph", graph_origin(checkpoint, checkpoint_sha256, part))]
     if not missing:
@@ -90,7 +90,7 @@ def trace_meanwhile(tracer: Tracer, model: Model, checkpoint: Checkpoint, checkp
 
 
 def graph_origin(checkpoint: Checkpoint, checkpoint_sha256: str, part: str) -> dict:
-    """All that the graph of a part depends on."""
+    """Everything that the graph of a part depends on, as the key of the cache."""
     return {
         "checkpoint": checkpoint_sha256,
         "source": source_digest("checkpoints.kinds", "export.parts"),
@@ -101,7 +101,7 @@ def graph_origin(checkpoint: Checkpoint, checkpoint_sha256: str, part: str) -> d
 
 
 def provide_graph(checkpoint: Checkpoint, checkpoint_sha256: str, part: str, folder: Path, cache: Cache) -> None:
-    """``graph.onnx`` of a part without weights, for all assignments, in ``folder``; traced unless the cache has it."""
+    """Put ``graph.onnx``, a part without weights for all assignments, into ``folder``, from the cache or traced."""
     origin = graph_origin(checkpoint, checkpoint_sha256, part)
     cache.provide("graph", origin, folder, lambda made: ir.save(trace_part(checkpoint, part), made / GRAPH))
 
@@ -121,14 +121,14 @@ def export(
 
 
 def make_sole(path: Path) -> None:
-    """``path`` becomes a file that has no other name. Raises ResourceError when the disk is full."""
+    """Copy ``path`` over itself if it has other hard links. Raises ResourceError when the disk is full."""
     if path.stat().st_nlink > 1:
         with atomic_path(path) as copy:
             shutil.copyfile(path, copy)
 
 
 def assignment_digest(assignment: Assignment) -> str:
-    """SHA-256 of all that an exported file depends on: every field of the assignment except those in ``REPORTED``."""
+    """SHA-256 of every field of the assignment that an exported file depends on, which are all but ``REPORTED``."""
     content = hashlib.sha256()
     for layer in assignment.values():
         for field in dataclasses.fields(layer):

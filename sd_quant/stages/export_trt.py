@@ -115,7 +115,7 @@ def check_gpu(formats: set[str]) -> None:
 
 
 def profile(onnx_path: Path, part: str, trt: Trt, infer: Infer | ExportShape) -> Profile:
-    """The shapes that the part's plan takes, by the knobs, whose batch sizes count images."""
+    """The shapes that the part's plan accepts, by the knobs, whose batch sizes count images."""
     limits = None if trt.static_batch else (trt.min_batch_size, trt.max_batch_size)
     guided = not isinstance(infer, Infer) or infer.scale > 1
     size, sizes = (infer.width, infer.height), list(map(size_of, trt.sizes or ()))

@@ -1,4 +1,4 @@
-"""Which format each layer gets, so that the denoiser's weights take no more bytes than ``quantize.budget``."""
+"""A format for each layer, so that the denoiser's weights take no more bytes than ``quantize.budget``."""
 
 import logging
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ FP32, KEPT = 4, "fp16"  # bytes of a number, and what a layer that is not quanti
 
 @dataclass(frozen=True)
 class Fitted:
-    """What was chosen, and what it was expected to take and cost."""
+    """The chosen assignment, with its expected bytes and error."""
 
     assignment: dict[str, LayerAssignment]
     limit_bytes: int  # of all weights of the denoiser
@@ -35,14 +35,14 @@ class Fitted:
 
 
 def recipes_of(loaded: Loaded) -> dict[str, Recipe | None]:
-    """What a layer may be quantized by, under the format's name; None: it stays in fp16."""
+    """The recipes that a layer may have, by the format's name; None: it stays in fp16."""
     recipe = loaded.recipe
     others = {fmt: with_weights(recipe, fmt) for fmt in recipe.choices if fmt != recipe.format}
     return {recipe.format: recipe, **others, KEPT: None}
 
 
 def units_of(loaded: Loaded) -> list[tuple[str, ...]]:
-    """The layers that are quantized, by those that take one format together: alone, or with those smoothed alike."""
+    """The quantized layers in groups that share a format: those that are smoothed together, each other one alone."""
     quantized = {
         name
         for name, role in loaded.roles.items()
@@ -55,16 +55,16 @@ def units_of(loaded: Loaded) -> list[tuple[str, ...]]:
 
 
 def bytes_of(loaded: Loaded, names: tuple[str, ...], recipe: Recipe | None) -> int:
-    """Bytes of these layers."""
+    """Bytes of these layers by a recipe."""
     own = {name: recipe and loaded.own(name, recipe) for name in names}
     return sum(stored_bytes(loaded.shapes[name], loaded.roles[name], own[name]) for name in names)
 
 
 def bytes_to_share(loaded: Loaded) -> int | None:
-    """How many bytes of the budget are left for the layers that are quantized; None without a budget.
+    """Bytes of the budget for the layers that are quantized; None without a budget.
 
-    Norms, embeddings and what is never quantized stay in fp16. Raises ConfigError when the budget is too small, or so
-    large that nothing needs to be quantized.
+    The others, norms and embeddings among them, take theirs in fp16. Raises ConfigError when the budget is too small,
+    or so large that nothing needs to be quantized.
     """
     budget, parameters = loaded.recipe.budget, loaded.parameters[loaded.denoiser]
     if budget is None:

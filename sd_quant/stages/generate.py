@@ -13,7 +13,7 @@ from sd_quant.progress import progress
 
 
 def sampling_of(infer: Infer) -> Sampling:
-    """How the knobs say that images are made. Raises what ``latents_of`` and ``source_of`` raise."""
+    """The settings of sampling by the knobs. Raises what ``latents_of`` and ``source_of`` raise."""
     return Sampling(
         infer.steps, infer.scale, infer.height, infer.width, infer.batch_size, infer.seed,
         infer.negative_prompts(infer.num_samples), latents_of(infer), source_of(infer),
@@ -22,10 +22,7 @@ def sampling_of(infer: Infer) -> Sampling:
 
 
 def source_of(infer: Infer) -> SourceImages | None:
-    """The images to start from that the knobs name, each repeated for every sample of its prompt.
-
-    Raises what ``read_source`` raises.
-    """
+    """The images to start from, each repeated for every sample of its prompt. Raises what ``read_source`` raises."""
     source = images_of("infer.", infer.image, infer.mask, infer.width, infer.height, infer.strength_with(infer.mask))
     return None if source is None else source.repeated(infer.num_samples)
 
@@ -41,7 +38,7 @@ def calibration_source_of(model: Model, infer: Infer) -> SourceImages | None:
 def images_of(
     knobs: str, image: str | None, mask: str | None, width: int, height: int, strength: float
 ) -> SourceImages | None:
-    """The images and masks of two knobs, whose names ``knobs`` begins; None for null."""
+    """The images and masks that two knobs name, or None; ``knobs`` is the prefix of both names."""
     if image is None:
         return None
     images = image_files(f"{knobs}image", input_path(image))
@@ -50,9 +47,9 @@ def images_of(
 
 
 def latents_of(infer: Infer) -> Tensor | None:
-    """The noise that the knobs name, fp32 [N, C, h, w]: one for each image, or without samples one for all.
+    """The noise that the knobs name, fp32 [N, C, h, w]; N is the number of images, or 1 with one sample a prompt.
 
-    Raises ConfigError when it is of other images, ArtifactError when the file cannot be used.
+    Raises ConfigError for noise of another shape, ArtifactError when the file cannot be used.
     """
     if infer.latents is None:
         return None

@@ -67,7 +67,7 @@ def infer(job: InferJob, directory: Path) -> None:
 
 
 def engine_files(job: InferJob) -> dict[str, Path]:
-    """The file of each part that the job's engine loads; none where torch computes the checkpoint itself.
+    """The file of each part that the job's engine loads; none for torch, which computes the checkpoint itself.
 
     Raises ArtifactError for an ONNX file that is broken or lacks its weights.
     """

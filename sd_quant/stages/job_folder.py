@@ -1,7 +1,7 @@
-"""The folder of a job: whether the job is done, and what an interrupted attempt has left.
+"""The folder of a job: whether the job is done, and which files an interrupted attempt has left.
 
 A job is done when its record is there with the fingerprint of everything that decides it. A process holds the folder's
-lock until it ends, in whatever way, so a lock file without a record is what an interrupted attempt leaves.
+lock until it ends, in whatever way, so a lock file without a record is left by an interrupted attempt.
 """
 
 import dataclasses
@@ -32,8 +32,8 @@ from sd_quant.text import one_line
 HAND_OVER = "hand_over"
 FOLDERS = ("onnx", "plan", "full_precision", "images", HAND_OVER)
 WRITTEN = (*stages.WRITES, *report.WRITES)
-A_JOBS = (LOCK, RECORD, PROVENANCE)  # a folder with one of these is a job's
-BEFORE_A_JOB = (".hydra", LOG, "judge.log", LOCK, FAILURE)  # what Hydra, and a job that was refused, leave in a folder
+A_JOBS = (LOCK, RECORD, PROVENANCE)  # marks of a job's folder
+BEFORE_A_JOB = (".hydra", LOG, "judge.log", LOCK, FAILURE)  # left by Hydra, and by a job that was refused
 
 
 def inputs_of(job: QuantizeJob) -> dict[str, Path]:
@@ -59,7 +59,7 @@ def facts_of(job: QuantizeJob, directory: Path) -> dict:
 
 
 def kept_knobs(job: QuantizeJob) -> dict:
-    """The knobs for commands that are given later and elsewhere: the model's files are still found there."""
+    """The knobs for commands that run later and in another folder: paths of the model's files are made absolute."""
     return dataclasses.asdict(job) | {"model": kept_model(job.model)}
 
 
@@ -72,7 +72,7 @@ def kept_model(model: Model) -> dict:
 
 
 def fingerprint(job: QuantizeJob, facts: dict) -> str:
-    """A digest of everything that decides the record, except the machine: a sweep's jobs may run on several."""
+    """A digest of everything that decides the record but the machine: the jobs of a sweep may run on several."""
     inputs = {name: file["sha256"] for name, file in facts["inputs"].items()}
     decided_by = [deciding(job), job.infer.prompt_list(), inputs, facts["versions"], source_digest()]
     return digest(json.dumps(decided_by, sort_keys=True))
@@ -114,7 +114,7 @@ def check_no_other_run(job: QuantizeJob, directory: Path, wanted: str | None = N
 
 
 def check_own(directory: Path, marks: Sequence[str] = A_JOBS) -> None:
-    """Raises ConfigError when something is in the folder and none of the ``marks``, by which it is a job's."""
+    """Raises ConfigError for a folder that holds something, but none of the ``marks`` of a job's folder."""
     others = sorted(path.name for path in directory.iterdir() if path.name not in BEFORE_A_JOB)
     if others and not any((directory / name).exists() for name in marks):
         named = " and ".join(others[:2]) + (" and more" if len(others) > 2 else "")
@@ -125,7 +125,7 @@ def check_own(directory: Path, marks: Sequence[str] = A_JOBS) -> None:
 
 
 def check_still_there(directory: Path) -> None:
-    """Raises SdQuantError when somebody has removed the folder while its job ran; another may stand in its place."""
+    """Raises SdQuantError when the folder was removed while its job ran, even if another stands in its place."""
     if not (directory / LOCK).exists():
         raise SdQuantError(
             f"{directory} was removed while its job was running, so files of it are missing; start the job again"
@@ -133,7 +133,7 @@ def check_still_there(directory: Path) -> None:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove what an earlier attempt has written, and folders that are empty then; nothing behind a link is touched."""
+    """Remove the files of an earlier attempt, and folders that are then empty; nothing behind a link is touched."""
     for name in WRITTEN:
         for path in directory.glob(name):
             if (path.is_symlink() or path.is_file()) and not behind_a_link(path, directory):
@@ -151,12 +151,12 @@ def remove_leftovers(directory: Path) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what was being written in ``folder``, by whichever process: the caller holds the lock of all of them."""
+    """Remove unfinished files in ``folder``, of whichever process: the caller holds the lock of all of them."""
     for path in list(folder.iterdir()):
         if UNFINISHED.fullmatch(path.name):
             remove(path)
 
 
 def behind_a_link(path: Path, directory: Path) -> bool:
-    """Whether a folder between ``directory`` and ``path`` is a link, which may lead anywhere."""
+    """Whether a folder between ``directory`` and ``path`` is a link, which may lead out of it."""
     return any(folder.is_symlink() for folder in path.parents if folder != directory and directory in folder.parents)

@@ -62,7 +62,7 @@ def judge(job: JudgeJob, directory: Path) -> None:
 
 
 def plan_of(judge: Judge) -> dict:
-    """``sweep.json`` of a folder with candidates alone."""
+    """``sweep.json`` of a folder that holds candidates only."""
     return {
         "schema_version": 1,
         "command": ["sd-quant", "judge", *sys.argv[1:]],
@@ -108,9 +108,9 @@ def baseline_of(job: JudgeJob | QuantizeJob, directory: Path) -> Baseline:
 
 
 def subjects_of(judge: Judge, baseline: Baseline, directory: Path) -> list[Subject]:
-    """Every candidate, opened. Raises what the first that cannot be opened raises.
+    """Open every candidate. Raises what the first that cannot be opened raises.
 
-    Raises ConfigError for one that lies in its own folder of results, or that around this.
+    Raises ConfigError for a candidate that lies in the folder of its results, or contains it.
     """
     sha256 = weights_sha256(baseline.facts)
     runs = JudgedWith(baseline.model, baseline.infer, baseline.cache, directory, judge.trust_runs)
@@ -125,7 +125,7 @@ def subjects_of(judge: Judge, baseline: Baseline, directory: Path) -> list[Subje
 
 
 def judge_all(subjects: Sequence[Subject], baseline: Baseline, directory: Path) -> None:
-    """Judge each in its own folder. One that fails leaves why, and the others go on; raises what the first raised."""
+    """Judge each candidate in its own folder. One that fails leaves the reason; the first failure is raised last."""
     marks = {each.name: mark_of(each, baseline) for each in subjects}
     left = [each for each in subjects if finished(directory / each.name, marks[each.name]) is None]
     if done := len(subjects) - len(left):
@@ -156,7 +156,7 @@ def judge_all(subjects: Sequence[Subject], baseline: Baseline, directory: Path) 
 
 
 def mark_of(subject: Subject, baseline: Baseline) -> str:
-    """A digest of all that decides a candidate's record but the machine."""
+    """A digest of everything that decides a candidate's record but the machine."""
     judge = dataclasses.asdict(baseline.judge) | {"candidates": [str(subject.path)]}
     knobs = {"model": dataclasses.asdict(baseline.model), "infer": dataclasses.asdict(baseline.infer), "judge": judge}
     inputs = {name: each["sha256"] for name, each in baseline.facts["inputs"].items()}

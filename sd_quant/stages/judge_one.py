@@ -1,4 +1,4 @@
-"""What is found out about one third-party checkpoint, or run, beside the model in full precision.
+"""One third-party checkpoint, or run, measured beside the model in full precision.
 
 Where the library that the checkpoint is made for computes here, it makes the images again, which says whether our
 reading of the file is right, and it is timed in the same rounds as torch in full precision.
@@ -39,7 +39,7 @@ from sd_quant.report.csv_files import write_csv
 from sd_quant.report.record import Hurting, ImageScores, Judged, JudgedRuntime, Record, write_record
 from sd_quant.report.summary import PROVENANCE
 from sd_quant.simulation.sensitivity import guided
-from sd_quant.stages.compare import VariantOutputs, framework_images, save_pairs
+from sd_quant.stages.compare import KeptOutputs, VariantOutputs, framework_images, save_pairs
 from sd_quant.stages.generate import generate
 from sd_quant.stages.latency import denoiser_rounds
 from sd_quant.stages.open_parts import open_torch
@@ -88,19 +88,18 @@ class Baseline:
         return Variant(pool, {part: part for part in self.session.parts} | {self.denoiser: denoiser})
 
     def outputs(self, directory: Path) -> VariantOutputs:
-        """What the model in full precision makes of the prompts."""
+        """Make the images of the model in full precision."""
         pool = self.engines()
         try:
-            return framework_images(
-                self.session.checkpoint, self.variant(pool, self.denoiser), self.prompts, self.infer, self.facts,
-                directory, cache_of(self.cache),
-            )  # fmt: skip
+            kept = KeptOutputs(self.facts, directory, cache_of(self.cache))
+            variant = self.variant(pool, self.denoiser)
+            return framework_images(self.session.checkpoint, variant, self.prompts, self.infer, kept)
         finally:
             pool.close()
 
 
 def judge_one(subject: Subject, baseline: Baseline, reference: VariantOutputs, mark: str, folder: Path) -> None:
-    """Everything that is found out about one candidate, into its ``folder``; the record, with its ``mark``, last."""
+    """Measure one candidate and write images, layers and, last, the record with its ``mark`` into its ``folder``."""
     step, others = StageTimer(), {THEIRS: subject.open}
     if subject.runtime is not None:
         others[LIBRARY] = subject.runtime.open
@@ -126,7 +125,7 @@ def judge_one(subject: Subject, baseline: Baseline, reference: VariantOutputs, m
 
 
 def network_outputs(engine: Engine, reference: VariantOutputs, baseline: Baseline) -> Tensor:
-    """What guidance makes of the denoiser's outputs for the calls that the framework's pipeline has made."""
+    """The denoiser's outputs, flat and with guidance applied, for the calls that were kept of torch's pipeline."""
     outputs = []
     for inputs in reference.calls.values():
         (output, *_) = engine(**inputs).values()
@@ -159,7 +158,7 @@ def layer_rows(
 
 
 def judged_runtime(subject: Subject, baseline: Baseline, simulated: Generated, pool: Pool) -> JudgedRuntime:
-    """What the library that the candidate is made for computes here, beside our reading of it, and how fast."""
+    """Compare the images of the candidate's own library with those of our reading, and time it beside torch."""
     if subject.runtime is None:
         return JudgedRuntime(reason=subject.no_runtime)
     if not baseline.judge.runtimes:

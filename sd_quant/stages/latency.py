@@ -1,12 +1,11 @@
-"""How long the three variants of the model take, part by part and from prompt to image.
+"""Latency of the three variants of the model, of each part and from prompt to image.
 
-Where memory holds both engines they are timed in the same rounds and openings, and torch in rounds of its own: its
-threads go on spinning for a while behind each call, and the engine that comes next has fewer processors, which makes
-the ratio of the engines two to three times as noisy. The compiled framework, a baseline for those who ask for it, is
-timed in the rounds of the engines all the same: it is there to be compared with them, and on a GPU nothing spins. Where
-memory does not hold them, all are timed one after the other, and the time of an image is added up from those of its
-parts; the record says so. Where it does, images are made of both engines in turn, and where these are not as much
-faster as the rounds say, the record says that.
+Where memory holds both engines, they are timed in the same rounds and openings. Torch has rounds of its own: its
+threads spin for a while after each call and take processors from the next engine, which makes the ratio of the engines
+two to three times as noisy. The compiled baseline is timed in the rounds of the engines all the same, because it is
+compared with them, and on a GPU nothing spins. Images are made by both engines in turn, and the record says where their
+speed-up contradicts that of the rounds. Where memory does not hold both engines, they are timed one after the other and
+the time of an image is the sum of its parts' times; the record says so.
 """
 
 import logging
@@ -53,10 +52,10 @@ NOT_QUANTIZED = {"p50_ms": None, "reason": "not quantized"}
 COMPOSED = "the unquantized engine's image with the quantized denoiser's calls in it"
 COMPOSED_COMPILED = "the unquantized engine's image with the compiled denoiser's calls in it"
 FROM_PARTS = "from single calls, as memory does not hold everything at once"
-USED = ("others", "steal")  # who used the processors beside this process
+USED = ("others", "steal")  # shares of the processors that other processes and other virtual machines used
 BYTES_OPENED = 4  # at most, of a parameter, that opening an engine again takes beside the engine
-IMPLAUSIBLE = 4  # times as long in an image as in rounds, or as short: one of the two was disturbed
-SHORT = 1000  # milliseconds, which a few disturbed calls may take
+IMPLAUSIBLE = 4  # a ratio of times in an image and in rounds, either way, at which one of the two was disturbed
+SHORT = 1000  # milliseconds by which a few disturbed calls may differ
 TOO_FEW = "too few rounds for an interval; raise infer.num_timed_runs or timing.budget_s"
 
 
@@ -69,10 +68,10 @@ def compare_latency(
     together: bool,
     simulated: str | None = None,
 ) -> dict:
-    """The record's ``latency``; the compiled framework's denoiser is timed where ``engines`` have one.
+    """The record's ``latency``, with the compiled baseline's denoiser where ``engines`` have one.
 
-    ``together`` says whether all variants may be open at once, ``simulated`` why the quantized variant is no engine and
-    so is not timed; None where it is one.
+    ``together`` says whether all variants may be open at once. ``simulated`` is the reason why the quantized variant is
+    simulated and not timed, or None.
     """
     untimed = NOT_QUANTIZED if simulated is None else {"p50_ms": None, "reason": f"simulated: {simulated}"}
     contracts, sampling, denoiser = contracts_of(checkpoint), sampling_of(infer), checkpoint.family.DENOISER
@@ -160,7 +159,7 @@ def compare_latency(
 def part_rounds(
     checkpoint: Checkpoint, engines: Mapping[str, Engine], part: str, infer: Infer, stopping: Stopping
 ) -> Rounds:
-    """Rounds of one part's call by what is compared, the reference first."""
+    """Time rounds of one part's call by each engine, the reference first."""
     sampling, contract = sampling_of(infer), contracts_of(checkpoint)[part]
     samples = samples_per_call(checkpoint, part, sampling)
     # what is timed alone is called again and again anyway
@@ -175,7 +174,7 @@ def part_rounds(
 
 
 def reopener(checkpoint: Checkpoint, part: str, engines: Mapping[str, Engine]) -> Reopen:
-    """Opens the ``engines`` of a part again, in a given order, while memory has room for what that takes."""
+    """A function that opens the ``engines`` of a part again, in a given order, while memory has room for that."""
 
     @cache
     def room() -> int:
@@ -191,13 +190,13 @@ def reopener(checkpoint: Checkpoint, part: str, engines: Mapping[str, Engine]) -
 
 
 def denoiser_rounds(checkpoint: Checkpoint, engines: Mapping[str, Engine], infer: Infer, timing: Timing) -> Rounds:
-    """Rounds of the denoiser's call until the ratios to the first of the ``engines`` are known well enough."""
+    """Time rounds of the denoiser's call until the ratios to the first of the ``engines`` are known well enough."""
     stopping = Stopping(infer.num_timed_runs, timing.half_width, timing.budget_s)
     return part_rounds(checkpoint, engines, checkpoint.family.DENOISER, infer, stopping)
 
 
 def conditions(rounds: Sequence[Rounds], reference: str) -> Conditions:
-    """What the record says of how the denoiser was timed: whether in the same rounds, until when, beside whom."""
+    """The record's conditions of timing: whether in the same rounds, until when, and who else used the processors."""
     shares = {name: [each.machine[name] for each in rounds if each.machine[name] is not None] for name in USED}
     return Conditions(
         together=len(rounds[0].samples) > 1,
@@ -210,14 +209,14 @@ def conditions(rounds: Sequence[Rounds], reference: str) -> Conditions:
 
 
 def of_images(infer: Infer, timing: Timing) -> Stopping:
-    """When enough batches of images are timed: by the rule for calls, with half as many and a quarter of the time."""
+    """The rule that ends the timing of images: that for calls, with half the number and a quarter of the time."""
     return Stopping(max(3, infer.num_timed_runs // 2), timing.half_width, timing.budget_s / 4)
 
 
 def of_whole_images(found: Mapping, full: Sequence[float], quantized: Sequence[float]) -> dict:
-    """The speed-up of whole images, of milliseconds, and whether it may be that which was ``found`` by rounds.
+    """The speed-up of whole images, from milliseconds, and whether it agrees with the one that rounds ``found``.
 
-    It may where the intervals have a point in common.
+    They agree where their intervals overlap.
     """
     whole = compared(full, quantized)
     ends = [each["speedup_interval"] for each in (found, whole)]
@@ -238,7 +237,7 @@ def compared(full: Sequence[float], quantized: Sequence[float], openings: Sequen
 
 
 def image_entry(image: ImageTimes, added_up: ImageTimes) -> dict:
-    """The record's latency of an image; without a figure where its denoiser took far longer or shorter than in rounds.
+    """The record's latency of an image, without a figure where its denoiser's time contradicts that of the rounds.
 
     ``image`` is ``added_up`` where no whole images were made.
     """

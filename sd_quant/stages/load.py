@@ -31,7 +31,7 @@ class Loaded(Session):
 
     @property
     def shared_inputs(self) -> list[SharedInput]:
-        """The tensors that its linears read. One that the family excludes and the recipe includes has its own."""
+        """The inputs that linears share. A linear that only the recipe includes has one of its own."""
         linears = [name for name, role in self.roles.items() if role != "conv"]
         inputs = self.checkpoint.family.shared_inputs(linears)
         known = {name for shared in inputs for name in shared.readers}
@@ -39,12 +39,12 @@ class Loaded(Session):
         return [*inputs, *(SharedInput((name,)) for name in others)]
 
     def own(self, name: str, recipe: Recipe) -> Recipe:
-        """What ``recipe`` becomes for the layer of this name."""
+        """The ``recipe`` of the layer of this name: without its inputs where the weight alone is quantized."""
         return inputs_left_alone(recipe) if name in self.weights_alone else recipe
 
 
 def read_the_text(checkpoint: Checkpoint, roles: Mapping[str, str]) -> list[str]:
-    """The linears that read the text and nothing else. Raises ConfigError when there are none."""
+    """The linears whose only input is the text. Raises ConfigError when there are none."""
     linears = [name for name, role in roles.items() if role != "conv"]
     names = sorted(text_readers(checkpoint.family.shared_inputs(linears)))
     if not names:
@@ -87,7 +87,7 @@ def with_recipe(session: Session, family: str, recipe: Quantize, guidance_scale:
 
 
 def matched(knob: str, patterns: Collection[str], names: Collection[str]) -> list[str]:
-    """Those of ``names`` that match a pattern. Raises ConfigError when a pattern matches none."""
+    """The ``names`` that match a pattern. Raises ConfigError for a pattern that matches none."""
     for pattern in patterns:
         if not any(is_excluded(name, [pattern]) for name in names):
             raise ConfigError(
@@ -98,7 +98,7 @@ def matched(knob: str, patterns: Collection[str], names: Collection[str]) -> lis
 
 
 def check_readers(loaded: Loaded) -> None:
-    """Raises ConfigError when some readers of one input have it in high precision and others have not."""
+    """Raises ConfigError when linears that share an input disagree on whether it is quantized."""
     for shared in loaded.shared_inputs:
         alone = [name for name in shared.readers if name in loaded.weights_alone]
         if alone and len(alone) < len(shared.readers):

@@ -1,4 +1,4 @@
-"""The ways to open a part: from its file by a runtime, or from the checkpoint by torch, as it is or quantized.
+"""Ways to open a part: from its file by a runtime, or from the checkpoint by torch, quantized or not.
 
 Torch computes on the GPU where there is one.
 """
@@ -39,14 +39,14 @@ def say_choice(infer: Infer) -> None:
 
 
 def open_file(path: Path, infer: Infer, **options: object) -> Engine:
-    """The part in the file at ``path``, loaded by ``infer.engine``; ``options`` are those of its ``load``."""
+    """Load the part in the file at ``path`` by ``infer.engine``; ``options`` are those of its ``load``."""
     if infer.precision in RUNTIMES[infer.engine].precisions:
         options["precision"] = infer.precision
     return replayed(load_engine(infer.engine, path, **options), infer)
 
 
 def open_torch(checkpoint: Checkpoint, infer: Infer, part: str, assignment: Assignment | None = None) -> TorchEngine:
-    """A part computed by torch without compilation; with an ``assignment``, its layers multiply codes."""
+    """Open a part by torch without compilation; with an ``assignment``, its layers multiply codes."""
     contract, device = contracts_of(checkpoint)[part], best_device()
     module = load_part(checkpoint, part).module
     if assignment is not None:
@@ -63,12 +63,12 @@ def open_torch_engine(checkpoint: Checkpoint, infer: Infer, part: str, assignmen
 
 
 def open_compiled(checkpoint: Checkpoint, infer: Infer, part: str) -> Engine:
-    """A part computed by torch after compilation, whatever ``infer.engine`` is."""
+    """Open a part by torch after compilation, whatever ``infer.engine`` is."""
     return open_torch_engine(checkpoint, replace(infer, engine=COMPILED), part)
 
 
 def open_simulated(checkpoint: Checkpoint, assignment: Assignment) -> TorchEngine:
-    """The denoiser with ModelOpt's quantizers, in fp32, so that all of its error comes from quantization."""
+    """Open the denoiser with ModelOpt's quantizers, in fp32, so that all of its error comes from quantization."""
     part = checkpoint.family.DENOISER
     module = load_part(checkpoint, part).module
     simulate(denoiser_of(checkpoint, module), assignment)

@@ -1,6 +1,6 @@
-"""The main job: from a checkpoint to the quantized model's files, its images, and a record of what it gains and costs.
+"""The main job: from a checkpoint to the quantized model's files, its images, and a record of its figures.
 
-``run`` is the way of the data: each step is a line, and a function in a file of its own with typed input and output.
+``run`` takes the steps in their order: each is a function in a file of its own with typed input and output.
 """
 
 import logging
@@ -27,7 +27,7 @@ from sd_quant.stages.calibrate import statistics_of
 from sd_quant.stages.checks import check_request
 from sd_quant.stages.choose import choose
 from sd_quant.stages.closing import DONE_BEFORE, closing_words, in_sweep
-from sd_quant.stages.compare import compare_images, framework_images, save_pairs
+from sd_quant.stages.compare import KeptOutputs, compare_images, framework_images, save_pairs
 from sd_quant.stages.export_onnx import export_parts, files_of_a_run, trace_meanwhile
 from sd_quant.stages.export_trt import check_gpu, plans_beside
 from sd_quant.stages.fit_budget import bytes_to_share
@@ -61,8 +61,8 @@ TRACKED = "outputs/trackers"
 def quantize(job: QuantizeJob, directory: Path, tracer: Tracer) -> float | None:
     """Run the job in ``directory`` and return the mean PSNR in dB; the record is written last.
 
-    ``tracer`` traces graphs meanwhile. Where this very job is done already, the directory stays as it is. What an
-    interrupted attempt has left is removed. Of two processes with one directory the second waits for the first.
+    ``tracer`` traces graphs meanwhile. If this very job is done already, the directory stays as it is. Files of an
+    interrupted attempt are removed. Of two processes with one directory the second waits for the first.
     """
     check_runtimes(job)
     check_own(directory)
@@ -135,18 +135,15 @@ def run(job: QuantizeJob, directory: Path, facts: dict, tracer: Tracer) -> Recor
         variants = variants_of(loaded, job.infer, assignment, directory, simulated, job.compiled_baseline)
         with step("images"):
             share()
-            framework = framework_images(
-                loaded.checkpoint, variants.engines[FRAMEWORK], prompts, job.infer, facts, directory, cache
-            )
+            kept = KeptOutputs(facts, directory, cache)
+            framework = framework_images(loaded.checkpoint, variants.engines[FRAMEWORK], prompts, job.infer, kept)
             variants.make_room()
     with step("export"):
         export_parts(loaded.checkpoint, sha256, files_of_a_run(loaded.checkpoint, assignment, directory), cache)
     tracer.end()
     with plans_beside(loaded, directory, job.trt, job.infer, cache, step, variants.memory_bytes) as plans:
         with step("images"), sharing(lambda: not plans.done()):
-            comparison = compare_images(
-                loaded.checkpoint, framework, variants.engines, prompts, job.infer, facts, directory, cache
-            )
+            comparison = compare_images(loaded.checkpoint, framework, variants.engines, prompts, job.infer, kept)
             save_pairs(comparison, prompts, f"{job.quantize.format} level {job.quantize.quant_level:g}", directory)
         with step("hand_over") if rows else nullcontext():
             handed_over = hand_over_run(loaded, assignment, rows, job, directory, facts["overrides"])

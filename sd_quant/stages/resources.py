@@ -40,7 +40,7 @@ NOTHING = Needs()
 
 
 def workload_of(infer: Infer) -> PipelineCall:
-    """What one call of the pipeline computes, by the knobs."""
+    """The work of one call of the pipeline, by the knobs."""
     pixels = infer.batch_size * max(width * height for width, height in [(infer.width, infer.height), *sizes_of(infer)])
     return PipelineCall(RUNTIMES[infer.engine], pixels, fp32=infer.precision == "fp32")
 
@@ -56,7 +56,7 @@ def part_needs(parameters: Parameters, work: PipelineCall) -> Needs:
 
 
 def by_torch(work: PipelineCall) -> PipelineCall:
-    """The same call by torch, whichever engine is named."""
+    """The same work done by torch, whichever engine is named."""
     return replace(work, runtime=RUNTIMES["torch"])
 
 
@@ -132,5 +132,5 @@ def check_machine(needs: Needs, directory: Path | None = None) -> None:
 
 
 def figures(sizes: Bytes) -> str:
-    """The sizes as a message shows them."""
+    """The sizes, for a message."""
     return ", ".join(f"{name} {size / GB:.1f} GB" for name, size in sizes.items())

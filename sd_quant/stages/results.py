@@ -34,7 +34,7 @@ from sd_quant.stages.variants import FRAMEWORK, FULL_PRECISION, QUANTIZED
 
 @dataclass(frozen=True)
 class Results:
-    """What the steps of a run have returned."""
+    """The results of the steps of a run."""
 
     loaded: Loaded
     chosen: Chosen
@@ -50,7 +50,7 @@ class Results:
 def shared_entries(
     session: Session, infer: Infer, facts: dict, step: StageTimer, full: Generated, quantized: Generated
 ) -> dict[str, Any]:
-    """The entries that the records of runs and of judged checkpoints have alike.
+    """The entries that the record of a run and that of a judged checkpoint share.
 
     ``full`` and ``quantized`` are the images of both, ``facts`` what the job started from, ``step`` its stages.
     """
@@ -103,7 +103,7 @@ def record_of(job: QuantizeJob, facts: dict, results: Results, step: StageTimer,
 
 
 def sensitivity_entry(chosen: Chosen) -> dict[str, Any]:
-    """What the choice of layers went by."""
+    """The record's ``sensitivity``: the measurements by which layers were chosen."""
     if chosen.sensitivity:
         return {"curve": chosen.sensitivity.curve}
     if chosen.fitted:

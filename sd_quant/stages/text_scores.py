@@ -30,7 +30,7 @@ def text_scores(
 
 
 def how_made(infer: Infer, checkpoint: Checkpoint, prompts: list[str]) -> dict:
-    """How the images were made, by the names of ``mlperf.PROTOCOL``."""
+    """The conditions under which the images were made, by the names of ``mlperf.PROTOCOL``."""
     return {
         "prompts": captions_sha256(prompts), "scheduler": sampler_of(checkpoint), "steps": infer.steps,
         "guidance_scale": infer.scale, "height": infer.height, "width": infer.width,

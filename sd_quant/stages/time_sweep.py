@@ -1,16 +1,16 @@
-"""The engines of a sweep, timed together: in one process, in the same rounds as the unquantized one.
+"""The engines of a sweep, timed together: in one process, in the same rounds as the unquantized engine.
 
-Each job has compared its engine with the unquantized one, minutes apart from the other jobs, and a machine changes in
-minutes by more than recipes differ. So when the jobs have ended, all engines of one workload are opened beside each
-other and timed in random interleaved rounds. Files that are the same are timed once. Where memory does not hold all,
-blocks of them are timed, each beside the unquantized engine.
+Each job has timed its engine beside the unquantized one, minutes apart from the other jobs, and within minutes a
+machine changes by more than recipes differ. So after the jobs, all engines that can be compared are opened together and
+timed in random interleaved rounds. Equal files are timed once. Where memory does not hold all engines, they are timed
+in blocks, each beside the unquantized engine.
 
     python -m sd_quant.stages.time_sweep <folder of a sweep>
 
-does it again, or on the machine on which the jobs ran: what ran elsewhere is not timed here. What an image takes beside
-its calls of the denoiser is taken from the first job, because it is a share of what those take; images would be minutes
-each of a large model. The road not taken is to time while the jobs run: another job may be running beside them, and the
-first could not be compared with the last.
+does it again, or does it on the machine on which the jobs ran: jobs of another machine are not timed here. No images
+are made, because those of a large model take minutes: the time of an image beside its calls of the denoiser is the
+first job's, as a share of those calls. The road not taken is to time while the jobs run: another job may run beside
+them, and the first could not be compared with the last.
 """
 
 import argparse
@@ -68,9 +68,10 @@ class EngineGroup:
 def time_sweep(directory: Path, again: bool = False) -> None:
     """Time the engines of all finished jobs in a sweep's folder together and write ``timing.json``.
 
-    What was timed here before for as long is not timed ``again`` unless that is asked for. A job that cannot be timed
-    here is left out and keeps its own figures. Raises ArtifactError where there is no sweep, SdQuantError when an
-    engine cannot be opened, ResourceError when the disk is full; an older ``timing.json`` then stays.
+    Engines that were timed here before under the same rule are not timed ``again`` unless that is asked for. A job that
+    cannot be timed here is left out and keeps its own figures. Raises ArtifactError where there is no sweep,
+    SdQuantError when an engine cannot be opened, ResourceError when the disk is full; an older ``timing.json`` then
+    stays.
     """
     if not (directory / SWEEP).exists():
         raise ArtifactError(f"{directory} holds no {SWEEP}; give the folder of a sweep")
@@ -105,7 +106,7 @@ def time_sweep(directory: Path, again: bool = False) -> None:
 
 
 def why_left_out(job: Job, here: dict) -> str | None:
-    """Why the job's engine cannot be timed in this process, or None."""
+    """The reason why the job's engine cannot be timed in this process, or None."""
     there = at(job.record, "environment", "machine") or {}
     if any(there.get(fact) != here[fact] for fact in SAME_MACHINE):
         return f"it ran on another machine ({machine_of(there)}), and latencies are compared within one"
@@ -116,7 +117,7 @@ def why_left_out(job: Job, here: dict) -> str | None:
 
 
 def add(workloads: dict[str, EngineGroup], knobs: QuantizeJob, job: Job) -> str | None:
-    """Put a job's engine among those that it can be compared with; why it cannot be, or None."""
+    """Add a job's engine to those that it can be compared with; returns the reason why it cannot be, or None."""
     infer, kind = knobs.infer, str(RUNTIMES[knobs.infer.engine].file)
     denoiser = str(at(job.record, "denoiser", "part"))
     engine, reference = artifact(job.directory, kind, denoiser), artifact(full_precision(job), kind, denoiser)
@@ -179,7 +180,7 @@ def blocks_of(work: EngineGroup, size: int, timing: Timing) -> Iterator[Block]:
 
 
 def most_at_once(session: Session, job: QuantizeJob) -> int:
-    """How many quantized denoisers memory holds beside one whole unquantized variant; it may be none."""
+    """The number of quantized denoisers that memory holds beside one whole unquantized variant; 0 if none fits."""
     parameters, work = session.parameters, workload_of(job.infer)
     weights = parameters[session.denoiser]
     each, compiled = QUANTIZED_BYTES * weights, TORCH_BYTES * weights if job.compiled_baseline else 0

@@ -1,14 +1,13 @@
 """A process that traces graphs while the job imports its libraries, opens the model and calibrates.
 
-A trace takes the network's structure alone and one core for a quarter of a minute, of Python that no thread can run
-beside. The process leaves graphs in the cache, where the export finds them, or waits for them at the cache's lock. If
-it fails it leaves nothing, and the export traces and says what is wrong. Where nothing has been traced yet it begins
-before the job knows what is to be traced, because its imports are a third of its work.
+A trace needs only the structure of the network and takes one core for a quarter of a minute, in Python, which holds the
+interpreter's lock. The process leaves graphs in the cache, where the export finds them or waits for them at the cache's
+lock. If it fails it leaves nothing, and the export traces and says what is wrong. If the cache has no graph yet, the
+process starts before the job knows what to trace, because its imports are a third of its work.
 
-While it works torch computes with a thread less: its threads wait for each other without sleeping, so that one of them
-that has to share a core costs all the others its time. The roads not taken: the lowest priority, with which it was only
-done with its imports when the export began, which traced everything once more; and a fork of the job, whose libraries
-have threads of their own by then.
+Meanwhile torch computes with one thread less: its threads wait for each other without sleeping, so a thread that shares
+its core delays all others. The roads not taken: the lowest priority, at which the process had only finished its imports
+when the export began; and a fork of the job, whose libraries have threads of their own by then.
 """
 
 import json
@@ -42,7 +41,7 @@ class Tracer:
         )
 
     def trace(self, request: dict) -> None:
-        """Let it do what ``trace_parts`` reads. It does one request."""
+        """Send the one request that ``trace_parts`` reads."""
         if self.process is None:
             self.start()
         assert self.process is not None and self.process.stdin is not None
@@ -74,6 +73,6 @@ def tracer_for(cache: CacheFolder) -> Tracer:
 
 
 def several_threads() -> bool:
-    """Whether this process has more than one thread, of which another may take one."""
+    """Whether this process may use several threads, so that it can spare one."""
     asked = os.environ.get("OMP_NUM_THREADS", "")
     return min(cores(), int(asked) if asked.isdecimal() else cores()) > 1

@@ -1,4 +1,4 @@
-"""What the process of ``trace_ahead`` does: parts traced into the cache. The request comes on standard input."""
+"""The process of ``trace_ahead``: traces parts into the cache. The request comes on standard input."""
 
 import json
 import sys

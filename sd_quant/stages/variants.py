@@ -1,10 +1,10 @@
-"""The variants of the model that are compared: framework, unquantized engine, quantized engine.
+"""The variants of the model that are compared: torch (the framework), unquantized engine, quantized engine.
 
-The compiled framework is a fourth, where it is asked for: a second baseline, of which the denoiser alone is timed.
+With ``compiled_baseline`` there is a fourth, torch after torch.compile, of which only the denoiser is timed.
 
-All of them share one pool of engines. The key of an engine says how its part is opened: the name of a part by the
-framework, a path by the runtime that loads the file, ``Native`` by torch as an engine of its own, and ``SIMULATED`` by
-torch with ModelOpt's quantizers.
+All share one pool of engines. An engine's key says how its part is opened: the name of a part by torch, a path by the
+runtime that loads the file, ``Native`` by torch as an engine of its own, and ``SIMULATED`` by torch with ModelOpt's
+quantizers.
 """
 
 from collections.abc import Mapping
@@ -79,7 +79,7 @@ def variants_of(
     simulated: str | None,
     compiled_baseline: bool = False,
 ) -> Variants:
-    """The variants of a run whose files are in ``directory``, none of them open; the fourth with a compiled baseline.
+    """The variants of a run whose files are in ``directory``. None is open yet.
 
     Where memory does not hold all of them, one part is open at a time.
     """

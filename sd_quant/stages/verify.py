@@ -1,4 +1,4 @@
-"""The engines compared with torch: every unquantized part, every quantized layer, and the quantized network."""
+"""Parity of the engines with torch: of every unquantized part, every quantized layer, and the quantized network."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,9 +38,9 @@ def verify(
     engine: str,
     directory: Path,
 ) -> dict:
-    """The record's ``parity``. Closes all engines where memory does not hold them together.
+    """The record's ``parity``. Writes ModelOpt's checkpoint of the simulation, if that can hold the recipe.
 
-    Also writes ModelOpt's checkpoint of the simulation, if that can hold the recipe.
+    Closes all engines where memory does not hold them together.
     Raises SdQuantError when an engine differs from torch by more than is tolerated.
     """
     outputs, denoiser = comparison.outputs, loaded.denoiser
