@@ -35,7 +35,8 @@ from sd_quant.places import LONGEST_NAME, folder_name, input_path
 from sd_quant.progress import duration, each
 from sd_quant.quantization.recipe import unheeded_knobs
 from sd_quant.report.published import read_published
-from sd_quant.report.record import DONE, seconds_of_stages
+from sd_quant.report.readings import seconds_of_stages
+from sd_quant.report.record import DONE
 from sd_quant.report.summary import FAILED, SWEEP, UNFINISHED, Sweep
 from sd_quant.text import one_line
 

@@ -27,8 +27,9 @@ from sd_quant.places import shown
 from sd_quant.report.candidates import judgement
 from sd_quant.report.candidates import rule as rule_of_candidates
 from sd_quant.report.plots import SIZE, TIME, figures, fitted, knob_value, svg
+from sd_quant.report.readings import score_of, slower
 from sd_quant.report.recommendation import Recommendation, are_identical, fidelity_db, front, recommend, rule_of
-from sd_quant.report.record import CANDIDATE, DONE, VARIANTS, at, read_object, score_of
+from sd_quant.report.record import CANDIDATE, DONE, VARIANTS, at, read_object
 from sd_quant.report.summary import (
     PROVENANCE,
     Job,
@@ -215,10 +216,8 @@ def warnings_of(sweep: Sweep, table: Sequence[Row], names: Mapping[str, str]) ->
     ]
     for row in table:
         for column, what in (("image_speedup", "from prompt to image"), ("denoiser_speedup", "in the denoiser")):
-            ratio = row[column]
-            if ratio and round(ratio, 2) < 1:  # the third decimal is noise
-                times = f"{1 / ratio:.2f} times as long quantized as unquantized"
-                sentences.append(f"SLOWER: {names[row['job']]} takes {times} {what}.")
+            if takes := slower(row[column]):
+                sentences.append(f"SLOWER: {names[row['job']]} {takes} {what}.")
         if row["run_by"] == "simulation":
             sentences.append(f"SIMULATED: no engine here executes {names[row['job']]}; torch made its images.")
         if row["float_layers"]:

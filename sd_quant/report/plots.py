@@ -27,8 +27,9 @@ from matplotlib.ticker import MaxNLocator
 from sd_quant.files import atomic_path, read_regular
 from sd_quant.metrics import SCORES
 from sd_quant.quantization.ranges_by_step import QUARTILES
+from sd_quant.report.readings import score_of
 from sd_quant.report.recommendation import fidelity_db, front, recommend
-from sd_quant.report.record import CANDIDATE, DONE, score_of
+from sd_quant.report.record import CANDIDATE, DONE
 from sd_quant.report.sensitivity_plot import COLOURS
 from sd_quant.report.summary import Job, Row, Sweep, rows
 from sd_quant.text import printable

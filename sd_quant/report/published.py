@@ -18,6 +18,7 @@ from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files import read_regular
 from sd_quant.files.archive import MAX_TEXT
 from sd_quant.files.plain_yaml import load_yaml
+from sd_quant.report.readings import slower
 from sd_quant.report.record import at, why
 from sd_quant.report.summary import SWEEP, Row, Sweep, rows
 from sd_quant.report.table import Table, figure, table_of_texts
@@ -127,7 +128,7 @@ def figures_of(theirs: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str
 def line(row: Row, record: Mapping[str, Any], baseline: str, theirs: Mapping[str, float] | None) -> list[str]:
     ours = {name: row[OURS[name]] for name in (baseline, "quantized")}
     figures = [cells(medians or {}, baseline) for medians in (ours, theirs)]
-    note = " (slower)" if ours[baseline] and round(ours[baseline] / ours["quantized"], 2) < 1 else ""
+    note = " (slower)" if ours[baseline] and slower(ours[baseline] / ours["quantized"]) else ""
     low, high = (row.get(f"{INTERVALS.get(baseline)}_{end}") for end in ("low", "high"))
     half = f" ± {(high - low) / 2:.3f}" if low is not None and high is not None else ""
     batch = str(at(record, "knobs", "infer", "batch_size"))

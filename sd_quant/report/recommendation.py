@@ -18,7 +18,8 @@ from typing import Any
 
 from sd_quant.metrics import SCORES
 from sd_quant.metrics.intervals import Interval, mean_interval, sum_of
-from sd_quant.report.record import DONE, score_of
+from sd_quant.report.readings import score_of
+from sd_quant.report.record import DONE
 from sd_quant.report.summary import Row, Sweep
 from sd_quant.report.table import between
 from sd_quant.report.timing import Timed, log_speedup_over

@@ -1,10 +1,10 @@
 """The record of a run, ``metrics.json``: its model, what writes it, what reads it.
 
 ``Record`` is the one description. mypy checks the stages that fill it in, pydantic checks each record when it is
-written and when it is read, because records come from strangers too, and the JSON schema follows from it. Everything
-that shows a run reads it through the functions below. The model is made of typed dictionaries: a record stays the
-dictionary that JSON has, and pydantic is imported only when one is checked, which costs a tenth of a second. The road
-not taken is ``BaseModel``: what later versions add and earlier ones lack would have to be carried by each class.
+written and when it is read, because records come from strangers too, and the JSON schema follows from it. The model is
+made of typed dictionaries: a record stays the dictionary that JSON has, and pydantic is imported only when one is
+checked, which costs a tenth of a second. The road not taken is ``BaseModel``: what later versions add and earlier ones
+lack would have to be carried by each class.
 
 A number that does not exist is null with a ``reason`` beside it, or ``{"value": null, "reason": "..."}``, or absent.
 Records of other versions lack names or have others: a missing name is no error, and an unknown one may hold anything.
@@ -15,14 +15,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from annotated_types import Gt, Lt
 from typing_extensions import TypedDict
 
 from sd_quant.errors import SdQuantError
 from sd_quant.files import digest, read_regular, write_json
-from sd_quant.metrics import Against, Score, fidelity_scores
+from sd_quant.metrics import Against, fidelity_scores
 from sd_quant.text import one_line
 
 RECORD = "metrics.json"
@@ -77,39 +77,39 @@ class Explained(TypedDict, total=False):
 
 
 class Latency(TypedDict, total=False):
-    """Milliseconds of one engine; see ``sd_quant.metrics.latency``. Only ``p50_ms`` where it is put together."""
+    """Milliseconds of one engine; see ``sd_quant.metrics.latency``. Only ``p50_ms`` where they are added up."""
 
     p50_ms: Annotated[Positive | None, Doc("the median, which tables show")]
-    mean_ms: Annotated[Finite, Doc("their mean")]
-    p90_ms: Annotated[Finite, Doc("nine in ten calls took at most this")]
-    p99_ms: Annotated[Finite, Doc("99 in 100 calls took at most this")]
-    min_ms: Annotated[Finite, Doc("the shortest")]
+    mean_ms: Annotated[Finite, Doc("the mean")]
+    p90_ms: Annotated[Finite, Doc("90th percentile")]
+    p99_ms: Annotated[Finite, Doc("99th percentile")]
+    min_ms: Annotated[Finite, Doc("the smallest")]
     std_ms: Annotated[Finite, Doc("standard deviation")]
-    n: Annotated[Count, Doc("rounds that were timed, after warmup others")]
+    n: Annotated[Count, Doc("timed rounds")]
     warmup: Annotated[Count, Doc("calls after each opening, before the timed ones")]
-    clock: Annotated[str, Doc("what measured: the processor's clock, or events of a GPU")]
+    clock: Annotated[str, Doc("the processor's clock, or events of a GPU")]
     samples_ms: Annotated[list[Finite], Doc("each round's call, or the mean of as many as an image makes, in order")]
-    composed: Annotated[str, Doc("from what the latency is put together, where it is not that of whole calls")]
+    composed: Annotated[str, Doc("how the latency was added up, where it was not measured as a whole")]
     rest: Annotated[Finite, Doc("of an image: time beside its calls of the denoiser, as a share of theirs")]
     reason: Annotated[str, Doc("why there is no latency")]
 
 
 class Conditions(TypedDict, total=False):
-    """How rounds were made: see ``sd_quant.metrics.latency`` and ``sd_quant.metrics.neighbours``."""
+    """The conditions of rounds: see ``sd_quant.metrics.latency`` and ``sd_quant.metrics.neighbours``."""
 
     together: Annotated[bool, Doc("whether all engines were in the same rounds")]
-    stopped: Annotated[str, Doc("narrow, budget or rounds")]
+    stopped: Annotated[str, Doc("why the rounds ended: a narrow interval, the time budget or the number of rounds")]
     others: Annotated[Finite | None, Doc("share of the processors' time that other processes took")]
-    steal: Annotated[Finite | None, Doc("the same of a hypervisor")]
-    reference_spread: Annotated[Finite | None, Doc("of the unquantized engine's latency over the rounds")]
+    steal: Annotated[Finite | None, Doc("share of that time that a hypervisor gave to other machines")]
+    reference_spread: Annotated[Finite | None, Doc("spread of the unquantized engine's latency over the rounds")]
     openings: Annotated[list[Count], Doc("rounds of each opening of the engines; empty if they were opened once")]
 
 
 class WholeImages(TypedDict, total=False):
     """Images that were made by both engines in turn, from prompt to pixels."""
 
-    speedup: Annotated[Positive, Doc("as of rounds")]
-    speedup_interval: Annotated[list[Finite] | Explained, Doc("its ends at 95 %")]
+    speedup: Annotated[Positive, Doc("full precision by quantized: above 1 is faster")]
+    speedup_interval: Annotated[list[Finite] | Explained, Doc("ends of its 95 % interval")]
     agree: Annotated[bool, Doc("whether the interval meets that of the speed-up by the denoiser's calls")]
 
 
@@ -119,18 +119,18 @@ class Latencies(TypedDict, total=False):
     full_precision: Annotated[Latency, Doc("the unquantized part")]
     quantized: Annotated[Latency, Doc("the same part quantized; absent for parts that are not")]
     speedup: Annotated[Positive | Explained, Doc("full precision by quantized over the rounds: above 1 is faster")]
-    speedup_interval: Annotated[list[Finite] | Explained, Doc("its ends at 95 %, see sd_quant.metrics.intervals")]
-    rounds: Annotated[Conditions, Doc("under which conditions")]
-    whole_images: Annotated[WholeImages, Doc("of an image: the same, not from calls of the denoiser but from images")]
+    speedup_interval: Annotated[list[Finite] | Explained, Doc("ends of its 95 % interval")]
+    rounds: Annotated[Conditions, Doc("conditions of the rounds")]
+    whole_images: Annotated[WholeImages, Doc("of an image: the speed-up, measured on whole images")]
 
 
 class ImageScores(TypedDict, total=False):
     """A score of single images: ``sd_quant.metrics.fidelity.summary``."""
 
-    mean: Annotated[Finite | None, Doc("over the images that have one")]
+    mean: Annotated[Finite | None, Doc("over the images that have a score")]
     min: Annotated[Finite | None, Doc("the worst image's, where more is better")]
     max: Annotated[Finite | None, Doc("the worst image's, where less is better")]
-    worst_index: Annotated[Count | None, Doc("which image that is, from 0")]
+    worst_index: Annotated[Count | None, Doc("index of the worst image, from 0")]
     values: Annotated[list[Finite | None], Doc("one for each prompt")]
     reason: Annotated[str | None, Doc("why some images have none")]
 
@@ -146,7 +146,7 @@ class Sizes(TypedDict):
 
 class Denoiser(TypedDict):
     part: Annotated[str, Doc("its name among the parts")]
-    samples_per_image: Annotated[Finite, Doc("in one call: 2 where guidance computes with and without the prompt")]
+    samples_per_image: Annotated[Finite, Doc("samples in one call for each image: 2 with guidance")]
 
 
 class ModelKnobs(TypedDict, total=False):
@@ -159,7 +159,7 @@ class InferKnobs(TypedDict, total=False):
 
 
 class Knobs(TypedDict, total=False):
-    """Those of ``quantize`` by name, the other groups' by group; only what is read is named here."""
+    """Knobs of ``quantize`` by name and those of other groups by group; only knobs that are read are named here."""
 
     model: Annotated[ModelKnobs, Doc("the section `model`")]
     infer: Annotated[InferKnobs, Doc("the section `infer`")]
@@ -172,68 +172,68 @@ class EnginePlan(TypedDict, total=False):
 
 class Layers(TypedDict):
     quantized: Annotated[Finite, Doc("layers whose weight is quantized")]
-    high_precision: Annotated[Finite, Doc("those that are not")]
+    high_precision: Annotated[Finite, Doc("layers that stay in high precision")]
 
 
 class Executed(TypedDict):
-    """In which numbers the engine multiplies the layers whose weights and inputs the recipe quantizes."""
+    """How the engine multiplies the layers whose weights and inputs are quantized."""
 
-    count: Annotated[Finite | None, Doc("of them, that it multiplies as codes of their format")]
-    of: Annotated[Finite | None, Doc("how many such layers there are")]
+    count: Annotated[Finite | None, Doc("layers that are multiplied in codes of their format")]
+    of: Annotated[Finite | None, Doc("all such layers")]
     weights_only: Annotated[Finite | None, Doc("further layers, of which the weight alone is quantized")]
-    fell_back: Annotated[list[str], Doc("those that it computes in floating point, by name")]
-    unknown: Annotated[list[str], Doc("those of which it does not say")]
+    fell_back: Annotated[list[str], Doc("names of layers that it computes in floating point")]
+    unknown: Annotated[list[str], Doc("names of layers of which the engine does not tell")]
     reason: Annotated[str | None, Doc("why nothing is known")]
 
 
 class HandedOver(TypedDict):
-    """What a target of ``hand_over`` holds: see ``docs/hand_over.md``."""
+    """An export to another tool: see ``docs/hand_over.md``."""
 
     folder: Annotated[str, Doc("where it lies")]
-    quantized: Annotated[Finite, Doc("layers that are quantized in it")]
-    of: Annotated[Finite, Doc("those that the recipe quantizes")]
-    inputs: Annotated[dict[str, str], Doc("by the format of weights, how the target's consumer computes inputs")]
-    lost: Annotated[dict[str, Count], Doc("how many layers and attentions stay in high precision there, by the reason")]
+    quantized: Annotated[Finite, Doc("layers that are quantized in the folder")]
+    of: Annotated[Finite, Doc("layers that the recipe quantizes")]
+    inputs: Annotated[dict[str, str], Doc("how the tool computes inputs, by the format of weights")]
+    lost: Annotated[dict[str, Count], Doc("layers and attentions that stay in high precision, by reason")]
     fidelity: Annotated[dict[str, ImageScores] | None, Doc("of the tool's images, by score; null where none were made")]
-    bytes: Annotated[dict[str, Count], Doc("of its larger files")]
+    bytes: Annotated[dict[str, Count], Doc("bytes of the larger files, by name")]
 
 
 class Hurting(TypedDict):
-    """One of the layers of a candidate that cost most."""
+    """One of the layers of a third-party checkpoint with the largest errors."""
 
-    name: Annotated[str, Doc("diffusers'")]
+    name: Annotated[str, Doc("its name in diffusers")]
     role: Annotated[str, Doc("its role in the network")]
-    format: Annotated[str, Doc("of its weight")]
+    format: Annotated[str, Doc("format of its weight")]
     output_error: Annotated[Finite | None, Doc("of its output on real inputs, relative to full precision's norm")]
     network_error: Annotated[Finite | None, Doc("of the network's output with this layer alone; null if not measured")]
 
 
 class JudgedRuntime(TypedDict, total=False):
-    """What the library that a candidate is made for computes of it on this machine."""
+    """Results of the library that a third-party checkpoint is made for, on this machine."""
 
-    name: Annotated[str | None, Doc("what it is")]
-    agreement: Annotated[ImageScores, Doc("PSNR of its images to those of our reading of the candidate, in dB")]
+    name: Annotated[str | None, Doc("its name")]
+    agreement: Annotated[ImageScores, Doc("PSNR of its images against our reading of the file, dB")]
     ms: Annotated[Positive, Doc("one call of the denoiser, median")]
-    torch_ms: Annotated[Positive, Doc("the same of torch in full precision, in the same rounds")]
+    torch_ms: Annotated[Positive, Doc("one call of torch in full precision, in the same rounds")]
     speedup: Annotated[Positive, Doc("of the library over torch: above 1 is faster")]
-    speedup_interval: Annotated[list[Finite] | None, Doc("its ends at 95 %")]
+    speedup_interval: Annotated[list[Finite] | None, Doc("ends of its 95 % interval")]
     reason: Annotated[str | None, Doc("why nothing is known")]
 
 
 class Judged(TypedDict):
-    """A quantized checkpoint of anybody: see ``docs/judge.md``."""
+    """A third-party quantized checkpoint: see ``docs/judge.md``."""
 
     name: Annotated[str, Doc("in tables")]
     path: Annotated[str, Doc("where it lies")]
-    reader: Annotated[str, Doc("what has read it")]
-    maker: Annotated[str, Doc("who made it, as far as the file says")]
-    bits: Annotated[Finite, Doc("stored bits of the denoiser by the number of its weights")]
+    reader: Annotated[str, Doc("the reader that opened it")]
+    maker: Annotated[str, Doc("the tool that made it, as far as the file says")]
+    bits: Annotated[Finite, Doc("stored bits per weight of the denoiser")]
     stored_bytes: Annotated[Finite, Doc("of the denoiser")]
-    formats: Annotated[dict[str, Count], Doc("how many layers have their weights in which format")]
-    inputs: Annotated[dict[str, Count], Doc("how many layers have their inputs computed in which way")]
+    formats: Annotated[dict[str, Count], Doc("numbers of layers, by the format of their weights")]
+    inputs: Annotated[dict[str, Count], Doc("numbers of layers, by how their inputs are computed")]
     network_error: Annotated[Finite | None, Doc("of the denoiser's output, relative to full precision's norm")]
-    hurting: Annotated[list[Hurting], Doc("the layers that cost most, worst first")]
-    runtime: Annotated[JudgedRuntime, Doc("the candidate's own library")]
+    hurting: Annotated[list[Hurting], Doc("the layers with the largest errors, worst first")]
+    runtime: Annotated[JudgedRuntime, Doc("the library that it is made for")]
 
 
 class Stage(TypedDict):
@@ -248,9 +248,9 @@ class Machine(TypedDict, total=False):
     cpu_int8: Annotated[list[str], Doc("its instructions for products of INT8")]
     usable_cores: Annotated[Finite, Doc("that the process may run on")]
     affinity: Annotated[list[Finite] | None, Doc("the numbers of these cores")]
-    threads: Annotated[Finite, Doc("with how many of them torch and every runtime compute")]
+    threads: Annotated[Finite, Doc("threads of torch and of every runtime")]
     cpu_mhz: Annotated[list[Finite], Doc("the frequency of each core as the job started")]
-    cpu_governor: Annotated[str | None, Doc("what decides the frequency")]
+    cpu_governor: Annotated[str | None, Doc("the policy for the frequency, such as performance")]
     memory_bytes: Annotated[Finite, Doc("of the machine")]
     gpus: Annotated[list[str], Doc("the names of its GPUs")]
 
@@ -261,13 +261,13 @@ class Environment(TypedDict):
 
 
 class AnyRecord(TypedDict):
-    """What a run and a judged checkpoint have in common."""
+    """The names that the records of runs and of judged checkpoints share."""
 
-    schema_version: Annotated[Count, Doc("which description this record follows")]
+    schema_version: Annotated[Count, Doc("version of this description")]
     status: Annotated[str, Doc('"done"')]
-    fingerprint: Annotated[str, Doc("digest of everything that decides the record but the machine")]
+    fingerprint: Annotated[str, Doc("digest of all inputs of the record except the machine")]
     overrides: Annotated[list[str], Doc("the knobs as given on the command line")]
-    knobs: Annotated[Knobs, Doc("every knob of the job")]
+    knobs: Annotated[Knobs, Doc("all knobs of the job")]
     denoiser: Annotated[Denoiser, Doc("the part that is quantized")]
     prompts: Annotated[list[str], Doc("one for each image")]
     simulated: Annotated[bool, Doc("whether torch made the images, because the engine cannot execute the recipe")]
@@ -277,13 +277,13 @@ class AnyRecord(TypedDict):
     latency: Annotated[dict[str, dict[str, dict[str, Latencies]]], Doc("by engine, part or `image`, and batch size")]
     fidelity: Annotated[Fidelity, Doc("to full precision, by score")]
     layers: Annotated[Layers, Doc("how many are quantized")]
-    judged: Annotated[Judged | None, Doc("of a candidate of judge.py, of which much else is absent; null for a run")]
+    judged: Annotated[Judged | None, Doc("the third-party checkpoint that was judged; null for a run")]
     peak_memory_bytes: Annotated[Finite | Explained, Doc("the most memory of the job")]
     peak_cuda_memory_bytes: Annotated[Finite | Explained, Doc("the most memory of a GPU")]
     seconds: Annotated[Finite, Doc("wall time of the job from its first stage on")]
     stages: Annotated[dict[str, Stage], Doc("by name, in the order in which they ended; some overlap")]
-    environment: Annotated[Environment, Doc("what the figures belong to")]
-    inputs: Annotated[dict[str, Any], Doc("name to path, hash and bytes: sd_quant.report.provenance.fingerprint")]
+    environment: Annotated[Environment, Doc("versions and machine of the figures")]
+    inputs: Annotated[dict[str, Any], Doc("path, hash and bytes by name: sd_quant.report.provenance.fingerprint")]
 
 
 class Record(AnyRecord, total=False):
@@ -292,23 +292,23 @@ class Record(AnyRecord, total=False):
     fidelity_unquantized_engine: Annotated[Fidelity, Doc("the same of the unquantized engine, without scores of sets")]
     text_scores: Annotated[dict[str, Any], Doc("by variant and the keys of SCORES, and MLPerf's verdict on them")]
     parity: Annotated[dict[str, Any], Doc("relative error and tolerance, by what was compared")]
-    executed: Annotated[Executed, Doc("in which numbers the engine multiplies")]
+    executed: Annotated[Executed, Doc("how the engine multiplies")]
     smoothing: Annotated[dict[str, Count], Doc("smoothed layers, folded layers and the graph's multiplications")]
-    sensitivity: Annotated[dict[str, Any], Doc("what the choice of layers went by, with `keep` or `quantize.budget`")]
-    hand_over: Annotated[dict[str, HandedOver], Doc("by target, what was written in other tools' formats")]
+    sensitivity: Annotated[dict[str, Any], Doc("basis for the choice of layers, with `keep` or `quantize.budget`")]
+    hand_over: Annotated[dict[str, HandedOver], Doc("exports to other tools, by target")]
 
 
 class InferRecord(TypedDict):
-    """What ``infer.py`` leaves."""
+    """The record of ``infer.py``."""
 
     schema_version: Count
     status: str
     latency: Annotated[dict[str, dict[str, dict[str, Latency]]], Doc("by engine, part or IMAGE, and batch size")]
-    chosen_because: Annotated[str | None, Doc("why infer=auto chose the engine; null: it was named")]
+    chosen_because: Annotated[str | None, Doc("why infer=auto chose the engine; null where it was named")]
     peak_memory_bytes: Finite
     peak_cuda_memory_bytes: Finite | Explained
     prompts: list[str]
-    negative_prompts: Annotated[list[str] | None, Doc("of the prompts, in turn")]
+    negative_prompts: Annotated[list[str] | None, Doc("one for each prompt")]
     provenance: dict[str, Any]
 
 
@@ -464,97 +464,3 @@ def weights_sha256(made: Mapping[str, Any]) -> str | None:
     own, inputs = at(made, "inputs", "checkpoint", "sha256"), at(made, "inputs")
     loras = [[name, at(inputs, name, "sha256")] for name in inputs or () if name.startswith(LORA)]
     return digest(json.dumps([own, *loras])) if own and loras else own
-
-
-class Number(NamedTuple):
-    """A number of a record: where ``value`` is None, ``reason`` says why, else what the number leaves out."""
-
-    value: float | None
-    reason: str | None = None
-
-
-def number_at(record: Any, *keys: str) -> Number:
-    """The number at ``keys``; where there is none, with the reason that stands beside where the way ends."""
-    node = record
-    for depth, key in enumerate(keys):
-        inner = at(node, key)
-        if inner is None:
-            reason = at(node, "reason") if depth else None  # the run's own reason is not a number's
-            return Number(None, reason or ABSENT)
-        node = inner
-    return Number(node.get("value"), node.get("reason")) if isinstance(node, Mapping) else Number(node)
-
-
-def quotient(a: Number, b: Number) -> Number:
-    """``a`` by ``b``, or the one that there is not."""
-    if a.value is None or not b.value:
-        return a if a.value is None else Number(None, b.reason)
-    return Number(a.value / b.value)
-
-
-class LatencyPair(NamedTuple):
-    """One part, or an image, at one batch size: medians in milliseconds, and how much faster quantized is."""
-
-    full_precision: Number
-    quantized: Number
-    speedup: Number  # the recorded one, or else the ratio of the medians
-    reach: float | None  # of the recorded speed-up: how far its interval goes, to the side where it goes further
-
-
-def latency_of(record: Any, engine: str, part: str, batch: str | int) -> LatencyPair:
-    """What ``engine`` took for a call of ``part``, or for an IMAGE, with ``batch`` samples in it."""
-    place = ("latency", engine, part, str(batch))
-    full_precision, quantized = (number_at(record, *place, variant, "p50_ms") for variant in VARIANTS)
-    recorded = number_at(record, *place, "speedup")
-    speedup = quotient(full_precision, quantized) if recorded.value is None else recorded
-    ends = at(record, *place, "speedup_interval")
-    known = isinstance(ends, list) and len(ends) == 2 and recorded.value is not None
-    return LatencyPair(
-        full_precision, quantized, speedup, max(abs(end - recorded.value) for end in ends) if known else None
-    )
-
-
-class Scored(NamedTuple):
-    """A score: its value, which is the mean over the images or that of the last step, the worst image's, and each."""
-
-    value: Number
-    worst: Number
-    values: list[float | None]
-
-
-def score_of(record: Any, score: Score) -> Scored:
-    """How close the quantized variant is to full precision by ``score``."""
-    fidelity = at(record, "fidelity")
-    if score.against is Against.IMAGES:
-        mean = number_at(record, "fidelity", score.key, "mean")
-        worst = number_at(record, "fidelity", score.key, "min" if score.more_is_better else "max")
-        left_out = at(fidelity, score.key, "reason")
-        values = at(fidelity, score.key, "values") or []
-        return Scored(mean if mean.value is None else Number(mean.value, left_out), worst, values)
-    entry = at(fidelity, score.key)
-    if isinstance(entry, list):
-        last, reason = entry[-1] if entry else None, at(fidelity, score.reason_key)
-        return Scored(Number(last, reason if last is None else None), Number(None), entry)
-    return Scored(number_at(record, "fidelity", score.key), Number(None), [])
-
-
-def seconds_of_job(record: Any) -> float | None:
-    """The seconds of a job; where its record has none, no stages of it overlapped."""
-    stages = seconds_of_stages(record)
-    return number_at(record, "seconds").value or (sum(stages.values()) if stages else None)
-
-
-def seconds_of_stages(record: Any) -> dict[str, float]:
-    """The seconds of each stage, in the order in which they ended."""
-    seconds = {name: at(record, "stages", name, "seconds") for name in names(record, "stages")}
-    return {name: value for name, value in seconds.items() if value is not None}
-
-
-def keys_of_steps() -> list[str]:
-    """The keys of ``fidelity`` under which there is a value for each denoising step."""
-    return [score.key for score in fidelity_scores() if score.against is Against.LATENTS]
-
-
-def names(record: Any, *keys: str) -> list[str]:
-    """The names of the dictionaries inside the one at ``keys``: engines, parts, batch sizes."""
-    return [name for name, inner in (at(record, *keys) or {}).items() if isinstance(inner, Mapping)]

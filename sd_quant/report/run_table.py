@@ -10,11 +10,8 @@ from typing import Any
 
 from sd_quant.engines import COMPILED
 from sd_quant.metrics import SCORES, Against, fidelity_scores
-from sd_quant.report.record import (
-    IMAGE,
-    TORCH,
+from sd_quant.report.readings import (
     Number,
-    at,
     latency_of,
     names,
     number_at,
@@ -22,7 +19,9 @@ from sd_quant.report.record import (
     score_of,
     seconds_of_job,
     seconds_of_stages,
+    slower,
 )
+from sd_quant.report.record import IMAGE, TORCH, at
 from sd_quant.report.table import DASH, Table, as_text, table_of_texts
 from sd_quant.report.timing import busy_because
 from sd_quant.text import printable
@@ -169,10 +168,9 @@ def _warnings(record: Mapping[str, Any], engine: str) -> list[str]:
         for part in names(record, "latency", name):
             what = "prompt to image" if part == IMAGE else part
             for batch in names(record, "latency", name, part):
-                speedup = latency_of(record, name, part, batch).speedup.value
-                if speedup is not None and round(speedup, 2) < 1 and name == engine:
-                    times = f"{1 / speedup:.2f} times as long quantized as unquantized"
-                    sentences.append(f"SLOWER: on {engine}, {what} at batch {batch} takes {times}.")
+                takes = slower(latency_of(record, name, part, batch).speedup.value)
+                if takes and name == engine:
+                    sentences.append(f"SLOWER: on {engine}, {what} at batch {batch} {takes}.")
                 if reason := busy_because(at(record, "latency", name, part, batch, "rounds")):
                     sentences.append(f"BUSY: while {what} was timed on {name}, {reason}; time again when it is quiet.")
     return sentences

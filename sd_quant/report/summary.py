@@ -20,22 +20,17 @@ from sd_quant.files import atomic_path, open_regular, read_regular, write_text
 from sd_quant.metrics import SCORES, fidelity_scores
 from sd_quant.metrics.intervals import Interval
 from sd_quant.report.csv_files import write_csv
+from sd_quant.report.readings import Number, latency_of, number_at, quotient, score_of, seconds_of_job
 from sd_quant.report.record import (
     CANDIDATE,
     DONE,
     IMAGE,
     RECORD,
     TORCH,
-    Number,
     at,
     check_shape,
-    latency_of,
-    number_at,
-    quotient,
     read_object,
     read_record,
-    score_of,
-    seconds_of_job,
     weights_sha256,
     why,
 )

@@ -9,7 +9,7 @@ from sd_quant.metrics import SCORES
 from sd_quant.places import shown, url
 from sd_quant.process import seconds_since_start
 from sd_quant.progress import working
-from sd_quant.report.record import score_of
+from sd_quant.report.readings import score_of
 from sd_quant.report.run_table import run_table
 from sd_quant.report.summary import SWEEP
 

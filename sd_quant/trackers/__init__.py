@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sd_quant.report.record import keys_of_steps
+from sd_quant.report.readings import keys_of_steps
 from sd_quant.text import one_line
 
 LOG = logging.getLogger(__name__)

@@ -10,8 +10,10 @@ import pytest
 from sd_quant.errors import SdQuantError
 from sd_quant.files import write_json
 from sd_quant.places import HOME
+from sd_quant.report import readings
 from sd_quant.report import record as records
-from sd_quant.report.record import ABSENT, RECORD, Number, read_record, record_schema
+from sd_quant.report.readings import Number
+from sd_quant.report.record import ABSENT, RECORD, read_record, record_schema
 
 from .sweeps import latency_of
 
@@ -101,17 +103,17 @@ def test_what_is_quoted_is_one_short_line():
 def test_a_number_comes_with_the_reason_beside_where_its_way_ends():
     none = {"value": None, "reason": "no plan"}
     record = {"reason": "the run's own", "sizes_bytes": {"unet_xl": {"plan": none, "onnx_quantized": 3}, "vae": none}}
-    assert records.number_at(record, "sizes_bytes", "unet_xl", "onnx_quantized") == (3, None)
-    assert records.number_at(record, "sizes_bytes", "unet_xl", "plan") == (None, "no plan")
-    assert records.number_at(record, "sizes_bytes", "vae", "plan") == (None, "no plan")
-    assert records.number_at(record, "peak_memory_bytes") == records.number_at({}, "a", "b", "c") == (None, ABSENT)
+    assert readings.number_at(record, "sizes_bytes", "unet_xl", "onnx_quantized") == (3, None)
+    assert readings.number_at(record, "sizes_bytes", "unet_xl", "plan") == (None, "no plan")
+    assert readings.number_at(record, "sizes_bytes", "vae", "plan") == (None, "no plan")
+    assert readings.number_at(record, "peak_memory_bytes") == readings.number_at({}, "a", "b", "c") == (None, ABSENT)
 
 
 def test_a_quotient_and_what_is_recorded_have_the_reason_of_what_is_missing():
-    assert records.quotient(Number(3.0), Number(2.0)) == (1.5, None)
-    assert records.quotient(Number(None, "a"), Number(None, "b")) == (None, "a")
-    assert records.quotient(Number(3.0), Number(None, "b")) == (None, "b")
-    assert records.quotient(Number(3.0), Number(0)).value is None
+    assert readings.quotient(Number(3.0), Number(2.0)) == (1.5, None)
+    assert readings.quotient(Number(None, "a"), Number(None, "b")) == (None, "a")
+    assert readings.quotient(Number(3.0), Number(None, "b")) == (None, "b")
+    assert readings.quotient(Number(3.0), Number(0)).value is None
     assert records.explained(None, "a") == {"value": None, "reason": "a"} and records.explained(0, "a") == 0
 
 

@@ -1,0 +1,108 @@
+"""Figures of a record, each with the reason where there is none, for whatever shows them."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from sd_quant.metrics import Against, Score, fidelity_scores
+from sd_quant.report.record import ABSENT, VARIANTS, at
+
+
+class Number(NamedTuple):
+    """A number of a record. ``reason`` says why ``value`` is None, or which images a mean leaves out."""
+
+    value: float | None
+    reason: str | None = None
+
+
+def number_at(record: Any, *keys: str) -> Number:
+    """The number at ``keys``, or the reason that stands beside the first key that is missing."""
+    node = record
+    for depth, key in enumerate(keys):
+        inner = at(node, key)
+        if inner is None:
+            reason = at(node, "reason") if depth else None  # the run's own reason is not a number's
+            return Number(None, reason or ABSENT)
+        node = inner
+    return Number(node.get("value"), node.get("reason")) if isinstance(node, Mapping) else Number(node)
+
+
+def quotient(a: Number, b: Number) -> Number:
+    """``a`` divided by ``b``, with the reason of the one that is missing."""
+    if a.value is None or not b.value:
+        return a if a.value is None else Number(None, b.reason)
+    return Number(a.value / b.value)
+
+
+class LatencyPair(NamedTuple):
+    """Medians of one part, or of an image, at one batch size, in milliseconds, with the speed-up."""
+
+    full_precision: Number
+    quantized: Number
+    speedup: Number  # the recorded one, or else the ratio of the medians
+    reach: float | None  # the larger distance from the recorded speed-up to an end of its interval
+
+
+def latency_of(record: Any, engine: str, part: str, batch: str | int) -> LatencyPair:
+    """The latency of ``engine`` for a call of ``part``, or for an IMAGE, with ``batch`` samples in it."""
+    place = ("latency", engine, part, str(batch))
+    full_precision, quantized = (number_at(record, *place, variant, "p50_ms") for variant in VARIANTS)
+    recorded = number_at(record, *place, "speedup")
+    speedup = quotient(full_precision, quantized) if recorded.value is None else recorded
+    ends = at(record, *place, "speedup_interval")
+    known = isinstance(ends, list) and len(ends) == 2 and recorded.value is not None
+    return LatencyPair(
+        full_precision, quantized, speedup, max(abs(end - recorded.value) for end in ends) if known else None
+    )
+
+
+def slower(speedup: float | None) -> str | None:
+    """``takes 1.25 times as long quantized as unquantized``, or None; the third decimal of a speed-up is noise."""
+    if speedup is None or round(speedup, 2) >= 1:
+        return None
+    return f"takes {1 / speedup:.2f} times as long quantized as unquantized"
+
+
+class Scored(NamedTuple):
+    """A score: the mean over the images or the value of the last step, the worst image's value, and all values."""
+
+    value: Number
+    worst: Number
+    values: list[float | None]
+
+
+def score_of(record: Any, score: Score) -> Scored:
+    """The fidelity of the quantized variant by ``score``."""
+    fidelity = at(record, "fidelity")
+    if score.against is Against.IMAGES:
+        mean = number_at(record, "fidelity", score.key, "mean")
+        worst = number_at(record, "fidelity", score.key, "min" if score.more_is_better else "max")
+        left_out = at(fidelity, score.key, "reason")
+        values = at(fidelity, score.key, "values") or []
+        return Scored(mean if mean.value is None else Number(mean.value, left_out), worst, values)
+    entry = at(fidelity, score.key)
+    if isinstance(entry, list):
+        last, reason = entry[-1] if entry else None, at(fidelity, score.reason_key)
+        return Scored(Number(last, reason if last is None else None), Number(None), entry)
+    return Scored(number_at(record, "fidelity", score.key), Number(None), [])
+
+
+def seconds_of_job(record: Any) -> float | None:
+    """The seconds of a job; where its record has none, its stages did not overlap and add up to it."""
+    stages = seconds_of_stages(record)
+    return number_at(record, "seconds").value or (sum(stages.values()) if stages else None)
+
+
+def seconds_of_stages(record: Any) -> dict[str, float]:
+    """The seconds of each stage, in the order in which they ended."""
+    seconds = {name: at(record, "stages", name, "seconds") for name in names(record, "stages")}
+    return {name: value for name, value in seconds.items() if value is not None}
+
+
+def keys_of_steps() -> list[str]:
+    """The keys of ``fidelity`` under which there is a value for each denoising step."""
+    return [score.key for score in fidelity_scores() if score.against is Against.LATENTS]
+
+
+def names(record: Any, *keys: str) -> list[str]:
+    """The names of the dictionaries inside the one at ``keys``: engines, parts, batch sizes."""
+    return [name for name, inner in (at(record, *keys) or {}).items() if isinstance(inner, Mapping)]
