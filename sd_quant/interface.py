@@ -55,7 +55,7 @@ from sd_quant.stages.calibrate import statistics_of
 from sd_quant.stages.choose import choose
 from sd_quant.stages.export_onnx import delivered_files, export_parts
 from sd_quant.stages.generate import generate
-from sd_quant.stages.hand_over import fidelity_of, rows_of, write_target
+from sd_quant.stages.hand_over import measured_by, rows_of, write_target
 from sd_quant.stages.load import Loaded, with_recipe
 from sd_quant.stages.open_parts import open_simulated
 from sd_quant.stages.resources import by_torch, calibration_needs, workload_of
@@ -291,14 +291,14 @@ class Quantized:
         check_consumers([target])
         rows, directory = rows_of([target], self.assignment)[target], output_path(folder)
         check(not directory.exists() or not any(directory.iterdir()), "folder", folder, "a new one, or an empty one")
-        fidelity = None
+        measure = None
         if prompts is None:
             check_used(knobs, knobs, "hand_over", "give prompts", " without prompts")
         else:
             session, infer = to_generate(self.model, prompts, knobs)
             loaded = replace(self.loaded, checkpoint=session.checkpoint)
             reference = self.model.generate(prompts, knobs).images
-            fidelity = fidelity_of(loaded, rows, TARGETS[target], infer, reference)
+            measure = measured_by(loaded, rows, TARGETS[target], infer, reference)
         opened = {name.partition(".")[2]: value for name, value in self.model.knobs.items() if name != "cache.dir"}
         code = [
             f"model = sd_quant.open({called(self.model.preset, **opened)})",
@@ -306,9 +306,7 @@ class Quantized:
             "  # statistics: of model.calibrate",
             f"quantized.hand_over({called(target, str(folder))})",
         ]
-        write_target(
-            TARGETS[target], self.loaded, self.assignment, rows, self.job, directory, "\n".join(code), fidelity
-        )
+        write_target(TARGETS[target], self.loaded, self.assignment, rows, self.job, directory, "\n".join(code), measure)
         return directory
 
     def save_modelopt(self, path: str | Path) -> Path:

@@ -61,8 +61,6 @@ class ForeignFormat:
     rotated: frozenset[str] = frozenset()  # formats whose weights may be those of rotated inputs, which it rotates
     per_channel: Mapping[str, bool] = field(default_factory=dict)  # formats that want one range, or one per channel
     attention: bool = False  # whether attention's products are held
-    half: bool = False  # whether ranges are kept in fp16
-    in_fp32: frozenset[str] = frozenset()  # formats in blocks whose two scales are multiplied in fp32
     block: int = 1  # a weight's inputs are a multiple of it
     excluded: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # ends of names that a format cannot hold
     runtime: str | None = None  # of ``RUNTIMES``, which executes exported graphs; None: the format has no graphs
@@ -74,9 +72,6 @@ class ForeignFormat:
     @property
     def module(self) -> ModuleType:
         return import_module(f"{__name__}.{self.name}")
-
-    def write(self, *arguments: object) -> None:
-        import_module(f"{__name__}.{self.name if self.runtime else 'write_' + self.name}").write(*arguments)
 
     @property
     def recognizes(self) -> Callable[[Path], bool]:

@@ -1,55 +1,52 @@
 """Single safetensors files for ComfyUI: the denoiser or the whole model, with scales or merely cast to eight bits.
 
-What quantizes a linear X says a mark: the tensor ``X.comfy_quant``, which is JSON in bytes, or an entry of the header's
-``_quantization_metadata``. An older file has one tensor ``scaled_fp8`` and names its scales otherwise. As ComfyUI's
-``ops.py``, ``quant_ops.py`` and ``utils.py`` read them:
+A linear's quantization is described by the tensor ``X.comfy_quant``, which is JSON in bytes, or by an entry of the
+header's ``_quantization_metadata``. An older file has one tensor ``scaled_fp8`` and other names for its scales. As
+ComfyUI's ``ops.py``, ``quant_ops.py`` and ``utils.py`` read them:
 
 | format          | X.weight         | scales                                                   | inputs           |
 |-----------------|------------------|----------------------------------------------------------|------------------|
-| float8_e4m3fn   | E4M3 [N, K]      | weight_scale and, if at all, input_scale: one number     | cast, or scaled  |
+| float8_e4m3fn   | E4M3 [N, K]      | weight_scale, and input_scale or none: one number        | cast, or scaled  |
 | float8_e5m2     | E5M2 [N, K]      | the same                                                 | the same         |
 | int8_tensorwise | INT8 [N, K]      | weight_scale: one number or [N, 1]                       | INT8, by row     |
 | nvfp4           | uint8 [N, K / 2] | weight_scale E4M3 in tiles, weight_scale_2; input_scale  | NVFP4            |
 | mxfp8           | E4M3 [N, K]      | weight_scale E8M0 in tiles, as uint8                     | MXFP8            |
 | scaled_fp8      | E4M3 [N, K]      | scale_weight, scale_input: one number                    | as float8_e4m3fn |
 
-A byte of NVFP4 has its first number in the high half, and its sides are padded to multiples of 16, MXFP8's to 32. With
-``full_precision_matrix_mult``, of the older files a ``scaled_fp8`` of two numbers, inputs stay as they are. A weight in
-eight bits without a mark is multiplied as it is stored.
+A byte of NVFP4 has its first number in the high half, where ONNX and ModelOpt have it in the low one, and its sides are
+padded to multiples of 16, MXFP8's to 32. With ``full_precision_matrix_mult``, in the older files with a ``scaled_fp8``
+of two numbers, inputs stay as they are. With ``convrot`` groups of inputs are rotated by the matrix of
+``quantization.rotation``, and the codes are of the rotated weight. A weight in eight bits without a mark is multiplied
+as it is stored. Formulas of inputs are those of ``comfy_kitchen/backends/eager/quantization.py``, in fp32.
 
-The road not taken is to guess formats from names of scales: two tools give one name to different things, and ComfyUI
-itself reads marks alone.
+SDXL is written with Stability's keys and marks in tensors: ``fp8`` as float8_e4m3fn with static inputs, ``int8`` with a
+scale for each row, and ``nvfp4``. Convolutions are fp16, because ComfyUI has no quantized ones.
+
+The roads not taken: guessing formats from names of scales, because two tools give one name to different things, and
+ComfyUI itself reads marks alone; and calling comfy-kitchen, which picks a kernel by the machine.
 """
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sd_quant.checkpoints.nemo_state import network_state
 from sd_quant.errors import ArtifactError, SdQuantError
 from sd_quant.files.archive import whole_file
 from sd_quant.files.checks import listing
-from sd_quant.files.safetensors import read_header, without_duplicates
-from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor
+from sd_quant.files.safetensors import read_header, without_duplicates, write_safetensors
+from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, lazy, size_of
 from sd_quant.interchange import AS_ASSIGNED, PER_ROW, SDXL, STATIC, ForeignFormat
-from sd_quant.interchange.candidate import Candidate, Inputs, StoredLayer, check_whole, needed, size_in_file
-from sd_quant.interchange.comfyui_inputs import (
-    INT8,
-    MXFP8_BLOCK,
-    NVFP4_BLOCK,
-    Float8,
-    Mxfp8,
-    Nvfp4,
-    Rotated,
-    powers_of_two,
-)
-from sd_quant.interchange.inputs import Multiplied
+from sd_quant.interchange.denoiser import Inputs, QuantizedDenoiser, QuantizedLayer, check_whole, needed
+from sd_quant.interchange.inputs import LARGEST_FP8, Multiplied, Nvfp4, Rotated, RowInteger, StaticFloat8, in_blocks
 from sd_quant.interchange.other_names import (
     OTHER_NETWORKS,
     PREFIX,
@@ -60,10 +57,16 @@ from sd_quant.interchange.other_names import (
     rows_of,
     told_family,
 )
-from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
+from sd_quant.interchange.stored import FLOAT_SCALES, FP8, LayerTensors, Shape
+from sd_quant.interchange.weights import Assignment, high_precision, lazy_piece, quantized
+from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
+from sd_quant.names.nemo import locations
+from sd_quant.names.sgm import sgm_key
 from sd_quant.numbers import up_to
-from sd_quant.quantization.formats import e2m1
-from sd_quant.quantization.formats.blocks import TILE_COLUMNS, TILE_ROWS, from_tiles
+from sd_quant.progress import progress
+from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.formats import FORMATS, e2m1, nvfp4
+from sd_quant.quantization.formats.blocks import TILE_COLUMNS, TILE_ROWS, from_tiles, in_tiles
 from sd_quant.quantization.rotation import rotated
 
 FACTS = ForeignFormat(
@@ -79,8 +82,7 @@ FACTS = ForeignFormat(
     multiplied=frozenset({"nvfp4"}),
     rotated=frozenset({"int8"}),
     per_channel={"fp8": False},
-    in_fp32=frozenset({"nvfp4"}),
-    excluded={"nvfp4": ("attn2.to_k", "attn2.to_v")},  # ComfyUI reads the model's kind off their shape
+    excluded={"nvfp4": ("attn2.to_k", "attn2.to_v")},  # ComfyUI tells models apart by their shape
     families=SDXL,
     others=None,
 )
@@ -88,21 +90,29 @@ MARK, METADATA, OLD_MARK = "comfy_quant", "_quantization_metadata", "scaled_fp8"
 OLD_NAMES = {"scale_weight": "weight_scale", "scale_input": "input_scale"}
 MAX_MARK = 4096  # bytes
 HARMLESS = {"format", "full_precision_matrix_mult", "orig_dtype", "orig_shape"}  # entries of a mark
-FLOAT8 = {torch.float8_e4m3fn: "float8_e4m3fn", torch.float8_e5m2: "float8_e5m2"}
+FLOAT8 = {torch.float8_e4m3fn: FP8, torch.float8_e5m2: "float8_e5m2"}
 LARGEST_GROUP = 1024  # that is rotated; ComfyUI's is 256
 FOREIGN = ".qweight"  # the end of a name that others give to codes in their own order
+INT8 = RowInteger(smallest=1e-30)  # quantize_int8_rowwise
+NVFP4_BLOCK, MXFP8_BLOCK = nvfp4.BLOCK, 32
+NVFP4_MULTIPLE = 16  # of a packed weight's sides
+E8M0_BIAS, LARGEST_E8M0 = 127, 254
+MANTISSA = 23  # bits of fp32's
+WRITTEN = "sdxl.safetensors"
+NAMES = {"fp8": FP8, "int8": "int8_tensorwise", "nvfp4": "nvfp4"}  # in ComfyUI's QUANT_ALGOS
 
 Marks = Mapping[str, Mapping[str, Any]]  # by layer, in the file's names without the prefix
 
 
+# Formats
+
+
 @dataclass(frozen=True)
 class Codes:
-    """A ``Readable`` of rows of a weight [N, K] that a mark says is quantized."""
+    """A ``Readable`` of rows of a weight [N, K] that a mark says is quantized; fp32."""
 
-    path: Path
-    layer: str
+    stored: LayerTensors
     mark: Mapping[str, Any]
-    tensors: Mapping[str, StoredTensor]  # by the ends of their names
     shape: tuple[int, ...]
     rows: Rows
     dtype: torch.dtype = field(default=torch.float32, init=False)
@@ -112,30 +122,37 @@ class Codes:
         return METHODS[self.mark["format"]]
 
     def read(self) -> Tensor:
-        """fp32. Raises ArtifactError when a number is NaN or infinite."""
-        return finite(self.method.decode(self), self.path, self.layer)
+        """Raises ArtifactError when a number is NaN or infinite."""
+        return finite(self.method.decode(self), self.stored.path, self.stored.layer)
 
     def codes(self) -> Tensor:
         """These rows as they are stored."""
-        return rows_of(self.tensors["weight"], replace(self.rows, of=self.tensors["weight"].shape[0])).read()
+        weight = self.stored.tensors["weight"]
+        return rows_of(weight, replace(self.rows, of=weight.shape[0])).read()
+
+    def scale(self, name: str = "weight_scale") -> Tensor:
+        """The scale of these rows, fp32: [] or [rows, 1]."""
+        scale = self.stored.tensors[name].read().float().flatten()
+        return scale.reshape(()) if len(scale) == 1 else scale[self.rows.start : self.rows.stop, None]
 
     def number(self, name: str) -> float | None:
         """The one number of a tensor; None where there is no such tensor. Raises ArtifactError if it is no scale."""
-        if name not in self.tensors:
+        if name not in self.stored:
             return None
-        number = self.tensors[name].read().float().item()
+        number = self.stored.tensors[name].read().float().item()
         if not (number > 0 and math.isfinite(number) and 1 / number < torch.finfo(torch.float32).max):
             raise ArtifactError(
-                f"{self.path}: {name} of {self.layer[:200]!r} is {number:g}; expected a finite number above 0, so "
-                "fetch the file again"
+                f"{self.stored.path}: {name} of {self.stored.layer[:200]!r} is {number:g}; expected a finite number "
+                "above 0, so fetch the file again"
             )
         return number
 
-    def tiled(self, block: int) -> Tensor:
-        """The codes of the scales of these rows, uint8 [rows, blocks], from their tiles."""
-        stored = self.tensors["weight_scale"].read().view(torch.uint8)
-        plain = from_tiles(stored, self.rows.of, up_to(self.shape[1], block) // block)
-        return plain[self.rows.start : self.rows.stop]
+    def scaled(self, numbers: Tensor, block: int, values: Callable[[Tensor], Tensor]) -> Tensor:
+        """``numbers`` [rows, padded K] times the scales of their blocks, the ``values`` of the codes in tiles."""
+        stored = self.stored.tensors["weight_scale"].read().view(torch.uint8)
+        scales = from_tiles(stored, self.rows.of, up_to(self.shape[1], block) // block)
+        scales = values(scales[self.rows.start : self.rows.stop])
+        return (numbers.unflatten(1, (-1, block)) * scales[..., None]).flatten(1)[:, : self.shape[1]]
 
 
 @dataclass(frozen=True)
@@ -143,75 +160,94 @@ class Method:
     """A format of ComfyUI's: its tensors, and what they stand for."""
 
     dtype: torch.dtype  # of the weight as it is stored
-    scales: str  # see ``StoredLayer``
+    scales: str  # see ``QuantizedLayer``
     decode: Callable[[Codes], Tensor]
     inputs: Callable[[Codes], Inputs]
-    # shapes that its tensors may have, and dtypes, by the ends of their names, for a weight [N, K]
-    shapes: Callable[[int, int], Mapping[str, tuple[tuple[int, ...], ...]]]
+    # of its tensors by the ends of their names: shapes for a weight [N, K], and dtypes that are not floating point
+    shapes: Callable[[int, int], Mapping[str, tuple[Shape, ...]]]
     needs: tuple[str, ...] = ("weight_scale",)
-    dtypes: Mapping[str, tuple[torch.dtype, ...]] = field(default_factory=dict)  # others are floating point
+    dtypes: Mapping[str, tuple[torch.dtype, ...]] = field(default_factory=dict)
     multiple: int = 1  # of which the sides of a stored weight are
     entries: frozenset[str] = frozenset()  # of a mark
 
 
 NUMBER = ((), (1,), (1, 1))
-SCALES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def decode_float8(stored: Codes) -> Tensor:
-    return stored.codes().float() * stored.tensors["weight_scale"].read().float().reshape(())
-
-
-def decode_int8(stored: Codes) -> Tensor:
-    scale = stored.tensors["weight_scale"].read().float().reshape(-1, 1)
-    numbers = stored.codes().float() * (scale if len(scale) == 1 else scale[stored.rows.start : stored.rows.stop])
-    group = rotation(stored)
-    return numbers if group is None else rotated(numbers, group)
+def decode_scaled(stored: Codes) -> Tensor:
+    numbers = stored.codes().float() * stored.scale()
+    return rotated(numbers, rotation(stored))
 
 
 def decode_nvfp4(stored: Codes) -> Tensor:
     packed = stored.codes()
     numbers = e2m1.decode(torch.stack([packed >> 4, packed & 15], dim=-1)).flatten(1)
-    scales = stored.tiled(NVFP4_BLOCK).view(torch.float8_e4m3fn).float()
-    scales = stored.tensors["weight_scale_2"].read().float().reshape(()) * scales
-    return (numbers.unflatten(1, (-1, NVFP4_BLOCK)) * scales[..., None]).flatten(1)[:, : stored.shape[1]]
+    common = stored.scale("weight_scale_2")
+    return stored.scaled(numbers, NVFP4_BLOCK, lambda codes: common * codes.view(torch.float8_e4m3fn).float())
 
 
 def decode_mxfp8(stored: Codes) -> Tensor:
-    scales = powers_of_two(stored.tiled(MXFP8_BLOCK))
-    numbers = stored.codes().float().unflatten(1, (-1, MXFP8_BLOCK)) * scales[..., None]
-    return numbers.flatten(1)[:, : stored.shape[1]]
+    return stored.scaled(stored.codes().float(), MXFP8_BLOCK, powers_of_two)
 
 
-def rotation(stored: Codes) -> int | None:
-    """How many inputs are rotated together, None for none. Raises ArtifactError for a number that cannot be."""
+def powers_of_two(exponents: Tensor) -> Tensor:
+    """The numbers of E8M0's codes, fp32; 0 for code 0, as comfy-kitchen has it."""
+    return (exponents.to(torch.int32) << MANTISSA).view(torch.float32)
+
+
+def rotation(stored: Codes) -> int:
+    """How many inputs are rotated together, 0 for none. Raises ArtifactError for a number that cannot be."""
     inner = stored.mark.get("params", {})
     mark = {**(inner if isinstance(inner, Mapping) else {}), **stored.mark}
     if not mark.get("convrot", False):
-        return None
+        return 0
     group = mark.get("convrot_groupsize", 256)
     powers = [4**power for power in range(1, LARGEST_GROUP.bit_length() // 2 + 1)]
     if type(group) is not int or group not in powers or stored.shape[1] % group:
         raise ArtifactError(
-            f"{stored.path}: {stored.layer[:200]!r} has convrot_groupsize {ascii(group)[:100]}; expected a power of 4 "
-            f"up to {LARGEST_GROUP} that divides its {stored.shape[1]} inputs, so quantize it again"
+            f"{stored.stored.path}: {stored.stored.layer[:200]!r} has convrot_groupsize {ascii(group)[:100]}; expected "
+            f"a power of 4 up to {LARGEST_GROUP} that divides its {stored.shape[1]} inputs, so quantize it again"
         )
     return group
 
 
 def int8_inputs(stored: Codes) -> Inputs:
     group = rotation(stored)
-    return INT8 if group is None else Rotated(group)
+    return Rotated(INT8, group) if group else INT8
+
+
+def nvfp4_inputs(stored: Codes) -> Inputs:
+    static = stored.number("input_scale")
+    return Nvfp4(static, smallest=0.0, also=" and one each time" if static is None else "")
+
+
+@dataclass(frozen=True)
+class Mxfp8:
+    """Inputs in E4M3, in blocks of 32 with scales that are powers of two: ``quantize_mxfp8``."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        blocks = in_blocks(x, MXFP8_BLOCK)
+        largest = blocks.abs().amax(-1, keepdim=True)
+        wanted = (largest / LARGEST_FP8).clamp(min=2.0**-E8M0_BIAS)
+        exponents = (wanted.log2().ceil().to(torch.int32) + E8M0_BIAS).clamp(0, LARGEST_E8M0)
+        scales = powers_of_two(exponents)
+        codes = torch.where(scales > 0, blocks / scales, 0.0).clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn)
+        return (codes.float() * scales).flatten(-2)[..., : x.shape[-1]].to(x)
+
+    def __str__(self) -> str:
+        return "mxfp8, a scale for 32 numbers"
 
 
 def float8(dtype: torch.dtype) -> Method:
     return Method(
-        dtype, "1 for all", decode_float8, lambda stored: Float8(dtype, stored.number("input_scale") or 1.0),
+        dtype, "1 for all", decode_scaled,
+        lambda stored: StaticFloat8(stored.number("input_scale") or 1.0, dtype, reciprocal=True),
         lambda rows, columns: {"weight_scale": NUMBER, "input_scale": NUMBER},
     )  # fmt: skip
 
 
-def tiles(rows: int, columns: int, multiple: int, block: int) -> tuple[tuple[int, ...], ...]:
+def tiles(rows: int, columns: int, multiple: int, block: int) -> tuple[Shape]:
+    """The shape of the scales of a weight [rows, columns] whose sides are padded to a ``multiple``."""
     blocks = up_to(columns, multiple) // block
     return ((up_to(up_to(rows, multiple), TILE_ROWS), up_to(blocks, TILE_COLUMNS)),)
 
@@ -219,25 +255,28 @@ def tiles(rows: int, columns: int, multiple: int, block: int) -> tuple[tuple[int
 METHODS = {
     **{name: float8(dtype) for dtype, name in FLOAT8.items()},
     "int8_tensorwise": Method(
-        torch.int8, "1 for a row", decode_int8, int8_inputs,
+        torch.int8, "1 for a row", decode_scaled, int8_inputs,
         lambda rows, columns: {"weight_scale": (*NUMBER, (rows, 1), (rows,))},
         entries=frozenset({"convrot", "convrot_groupsize", "params"}),
     ),
     "nvfp4": Method(
-        torch.uint8, "1 for 16 numbers", decode_nvfp4, lambda stored: Nvfp4(stored.number("input_scale")),
+        torch.uint8, "1 for 16 numbers", decode_nvfp4, nvfp4_inputs,
         lambda rows, columns: {
-            "weight_scale": tiles(rows, columns, NVFP4_BLOCK, NVFP4_BLOCK), "weight_scale_2": NUMBER,
+            "weight_scale": tiles(rows, columns, NVFP4_MULTIPLE, NVFP4_BLOCK), "weight_scale_2": NUMBER,
             "input_scale": NUMBER, "pre_quant_scale": ((columns,),),
         },
         needs=("weight_scale", "weight_scale_2"), dtypes={"weight_scale": (torch.float8_e4m3fn, torch.uint8)},
-        multiple=16,
+        multiple=NVFP4_MULTIPLE,
     ),
     "mxfp8": Method(
         torch.float8_e4m3fn, "1 for 32 numbers", decode_mxfp8, lambda stored: Mxfp8(),
         lambda rows, columns: {"weight_scale": tiles(rows, columns, MXFP8_BLOCK, MXFP8_BLOCK), "input_scale": NUMBER},
-        dtypes={"weight_scale": (torch.uint8, torch.float8_e8m0fnu)}, multiple=32,
+        dtypes={"weight_scale": (torch.uint8, torch.float8_e8m0fnu)}, multiple=MXFP8_BLOCK,
     ),
 }  # fmt: skip
+
+
+# Reading
 
 
 def recognizes(path: Path) -> bool:
@@ -252,7 +291,7 @@ def recognizes(path: Path) -> bool:
     return marked or told_family(denoiser_tensors(tensors)[0]) is not None
 
 
-def read(path: Path, checkpoint: Checkpoint) -> Candidate:
+def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     """Locates the denoiser of ``checkpoint`` in a safetensors file for ComfyUI; no weight is read.
 
     Raises ConfigError when ``path`` does not exist, ArtifactError when it is damaged, marks a layer in two ways or in
@@ -262,7 +301,7 @@ def read(path: Path, checkpoint: Checkpoint) -> Candidate:
     names, unknown = denoiser_tensors(tensors)
     found = {name: tensors[full] for name, full in names.items()}
     marks, old = marks_in(path, found, metadata, whole=any(full != name for name, full in names.items()))
-    weights, used = marked_tensors(found, marks, old)
+    weights, used = marked_tensors(path, found, marks, old)
     rest = {name: each for name, each in found.items() if name not in used}
     network = empty_denoiser(checkpoint)
     modules = dict(network.named_modules())
@@ -272,7 +311,7 @@ def read(path: Path, checkpoint: Checkpoint) -> Candidate:
         {name: unpacked(rest[name], marks.get(name.removesuffix(".weight"))) for name in rest},
         {f"{layer}.weight": METHODS[mark["format"]].multiple for layer, mark in marks.items()},
     )  # fmt: skip
-    layers: dict[str, StoredLayer] = {}
+    layers: dict[str, QuantizedLayer] = {}
     parameters: dict[str, Readable] = {}
     for name, parts in places.items():
         first = parts[0]
@@ -283,45 +322,43 @@ def read(path: Path, checkpoint: Checkpoint) -> Candidate:
                     f"{path} marks {layer[:200]!r} as quantized, which is no linear; ComfyUI quantizes linears only, "
                     "so give a file that it opens"
                 )
-            whole = Codes(path, layer, marks[layer], weights[layer], (first.of, *shapes[name][1:]), first)
-            check_codes(whole)
-            layers[name.removesuffix(".weight")] = quantized_layer(whole, parts)
+            codes = Codes(weights[layer], marks[layer], (first.of, *shapes[name][1:]), first)
+            check_codes(codes)
+            layers[name.removesuffix(".weight")] = quantized_layer(codes, parts)
             continue
         stored = joined([rows_of(rest[rows.name], rows) for rows in parts])
         if stored.dtype not in FLOAT8:
             parameters[name] = stored
         elif isinstance(linear, nn.Linear | nn.Conv2d):
-            size, weight = size_in_file([stored]), cast(stored, path, first.name)
-            layers[name.removesuffix(".weight")] = StoredLayer(FLOAT8[stored.dtype], "none", size, weight)
+            weight = cast(stored, path, first.name)
+            layers[name.removesuffix(".weight")] = QuantizedLayer(
+                FLOAT8[stored.dtype], "none", size_of([stored]), weight
+            )
         else:
             parameters[name] = cast(stored, path, first.name)
     unplaced = [f"{layer}.weight, marked" for layer in marks if f"{layer}.weight" not in rest]
-    candidate = Candidate(path, "comfyui", "ComfyUI", layers, parameters, size_in_file(found.values()))
-    return check_whole(candidate, checkpoint, [*unknown, *unplaced, *others])
+    denoiser = QuantizedDenoiser(path, FACTS.name, "ComfyUI", layers, parameters, size_of(found.values()))
+    check_whole(denoiser, checkpoint, [*unknown, *unplaced, *others])
+    return denoiser
 
 
-def quantized_layer(stored: Codes, parts: "tuple[Rows, ...]") -> StoredLayer:
-    """Of the rows ``parts`` of a marked weight; scales that all rows share count for each by its rows."""
+def quantized_layer(codes: Codes, parts: tuple[Rows, ...]) -> QuantizedLayer:
+    """Of the rows ``parts`` of a marked weight; bytes of shared scales are prorated by rows."""
     count = sum(rows.stop - rows.start for rows in parts)
-    of_weight = [stored.tensors[name] for name in ("weight", *stored.method.needs)]
-    high = stored.mark.get("full_precision_matrix_mult", False)
-    inputs = None if high else stored.method.inputs(stored)
-    if "pre_quant_scale" in stored.tensors:
-        factor = finite(
-            stored.tensors["pre_quant_scale"].read().float(), stored.path, f"{stored.layer}.pre_quant_scale"
-        )
-        inputs = Multiplied(factor, False, inputs)
-    scales = stored.method.scales
-    if stored.mark["format"] == "int8_tensorwise" and prod(stored.tensors["weight_scale"].shape) == 1:
+    of_weight = [codes.stored.tensors[name] for name in ("weight", *codes.method.needs)]
+    inputs = None if codes.mark.get("full_precision_matrix_mult", False) else codes.method.inputs(codes)
+    if "pre_quant_scale" in codes.stored:
+        inputs = Multiplied(codes.stored.finite("pre_quant_scale").float(), False, inputs)
+    scales = codes.method.scales
+    if scales == "1 for a row" and prod(codes.stored.tensors["weight_scale"].shape) == 1:
         scales = "1 for all"
-    rows = [replace(stored, shape=(each.stop - each.start, *stored.shape[1:]), rows=each) for each in parts]
-    return StoredLayer(
-        stored.mark["format"], scales, size_in_file(of_weight) * count // stored.rows.of, joined(rows), inputs
-    )
+    rows = [replace(codes, shape=(each.stop - each.start, *codes.shape[1:]), rows=each) for each in parts]
+    size = size_of(of_weight) * count // codes.rows.of
+    return QuantizedLayer(codes.mark["format"], scales, size, joined(rows), inputs)
 
 
-def unpacked(tensor: StoredTensor, mark: Mapping[str, Any] | None) -> tuple[int, ...]:
-    """The shape of a tensor, of one with two numbers in a byte that of the numbers."""
+def unpacked(tensor: StoredTensor, mark: Mapping[str, Any] | None) -> Shape:
+    """The shape of a tensor; where two numbers share a byte, that of the numbers."""
     if mark is not None and METHODS[mark["format"]].dtype == torch.uint8 and tensor.shape:
         return (*tensor.shape[:-1], 2 * tensor.shape[-1])
     return tensor.shape
@@ -343,7 +380,7 @@ def finite(tensor: Tensor, path: Path, name: str) -> Tensor:
 def marks_in(
     path: Path, tensors: Mapping[str, StoredTensor], metadata: Mapping[str, Any], whole: bool
 ) -> tuple[Marks, bool]:
-    """What each quantized layer of the denoiser is marked as, and whether in the older way.
+    """The mark of each quantized layer of the denoiser, and whether it is marked in the older way.
 
     ``tensors`` have names without the prefix; ``whole`` says that names in the metadata have it. Raises ArtifactError
     for marks of two kinds that do not say the same, and for a format that is not known here.
@@ -367,7 +404,7 @@ def marks_in(
         high = prod(tensors[OLD_MARK].shape) == 2
         ends = ".scale_weight"
         marks = {
-            name.removesuffix(ends): {"format": "float8_e4m3fn", "full_precision_matrix_mult": high}
+            name.removesuffix(ends): {"format": FP8, "full_precision_matrix_mult": high}
             for name in tensors
             if name.endswith(ends)
         }
@@ -425,47 +462,100 @@ def as_object(path: Path, name: str, text: Any) -> Mapping[str, Any]:
 
 
 def marked_tensors(
-    tensors: Mapping[str, StoredTensor], marks: Marks, old: bool
-) -> tuple[dict[str, dict[str, StoredTensor]], set[str]]:
+    path: Path, tensors: Mapping[str, StoredTensor], marks: Marks, old: bool
+) -> tuple[dict[str, LayerTensors], set[str]]:
     """The tensors of each marked layer's weight by the ends of their names, and the names of those and of marks."""
-    new_names = {f".{end}": new for end, new in OLD_NAMES.items()} if old else {}
+    new_names = OLD_NAMES if old else {}
     found: dict[str, dict[str, StoredTensor]] = {layer: {} for layer in marks}
     used = {OLD_MARK} if old else set()
     for name, tensor in tensors.items():
         layer, _, end = name.rpartition(".")
         if layer not in marks:
             continue
-        end = new_names.get(f".{end}", end)
         known = METHODS[marks[layer]["format"]].shapes(0, 0)
         if end == MARK:
             used.add(name)
         elif end == "weight":
             found[layer][end] = tensor
-        elif end in known and (not old or name.endswith(tuple(new_names))):
-            found[layer][end] = tensor
+        elif (new := new_names.get(end, end)) in known and (not old or end in new_names):
+            found[layer][new] = tensor
             used.add(name)
-    return found, used
+    return {layer: LayerTensors(path, layer, own) for layer, own in found.items()}, used
 
 
-def check_codes(stored: Codes) -> None:
+def check_codes(codes: Codes) -> None:
     """Raises ArtifactError when a tensor of a marked weight is missing, or of a shape or dtype that does not fit."""
-    method, what = stored.method, f"{stored.path}: {stored.layer[:200]!r}, marked {stored.mark['format']},"
-    shapes = method.shapes(*stored.shape)
-    if missing := [name for name in method.needs if name not in stored.tensors]:
-        raise ArtifactError(f"{what} has no {' and no '.join(missing)}; fetch the file again")
-    if stored.tensors["weight"].dtype != method.dtype:
-        raise ArtifactError(
-            f"{what} is stored as {stored.tensors['weight'].dtype}; expected {method.dtype}, so quantize it again"
-        )
-    for name, tensor in stored.tensors.items():
-        dtypes = method.dtypes.get(name, SCALES)
-        if name != "weight" and (tensor.shape not in shapes[name] or tensor.dtype not in dtypes):
-            expected = " or ".join(str(list(shape)) for shape in shapes[name])
-            raise ArtifactError(
-                f"{what} has {name} {tensor.dtype} {list(tensor.shape)}; expected {expected} in "
-                f"{' or '.join(str(dtype) for dtype in dtypes)}, so quantize it again"
-            )
-    high = stored.mark.get("full_precision_matrix_mult", False)
+    stored, method = codes.stored, codes.method
+    shapes = {"weight": [tuple(stored.tensors["weight"].shape)], **method.shapes(*codes.shape)}
+    dtypes = {"weight": (method.dtype,), **method.dtypes}
+    for end in dict.fromkeys((*method.needs, *stored.tensors)):
+        stored.checked(end, shapes[end], dtypes.get(end, FLOAT_SCALES))
+    high = codes.mark.get("full_precision_matrix_mult", False)
     if type(high) is not bool:
-        raise ArtifactError(f"{what} has full_precision_matrix_mult {ascii(high)[:100]}; expected true or false")
-    rotation(stored)
+        raise ArtifactError(
+            f"{stored.path}: {stored.layer[:200]!r} has full_precision_matrix_mult {ascii(high)[:100]}; expected true "
+            "or false"
+        )
+    rotation(codes)
+
+
+# Writing
+
+
+def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
+    """Writes all four networks into ``folder``/sdxl.safetensors; one tensor is in memory at a time.
+
+    Raises ResourceError when the disk is full.
+    """
+    denoiser = denoiser_part(checkpoint).component
+    components: dict[str, Mapping[str, Readable]] = {
+        name: weights.parameters for name, weights in checkpoint.components.items()
+    }
+    places = locations(denoiser, components[denoiser])
+    components[denoiser] = high_precision(checkpoint, assignment)
+    state: dict[str, Readable] = {sgm_key(key): in_fp16(each) for key, each in network_state(components).items()}
+    for layer in quantized(assignment).values():
+        key = sgm_key(places[f"{layer.name}.weight"].key)
+        del state[key]
+        state |= {f"{key.removesuffix('weight')}{name}": each for name, each in tensors_of(checkpoint, layer)}
+    with progress(len(state), f"write {WRITTEN}") as advance:
+        write_safetensors(folder / WRITTEN, state, advance)
+    return folder / WRITTEN
+
+
+def in_fp16(parameter: Readable) -> LazyTensor:
+    return LazyTensor(tuple(parameter.shape), torch.float16, lambda: parameter.read().half())
+
+
+def tensors_of(checkpoint: Checkpoint, layer: LayerAssignment) -> Iterator[tuple[str, Readable]]:
+    """The tensors of a quantized linear in place of its weight, by the ends of their names."""
+    method, block = METHODS[NAMES[layer.format]], FORMATS[layer.format].block
+    turned = {"convrot": True, "convrot_groupsize": layer.rotation} if layer.rotation else {}
+    mark = json.dumps({"format": NAMES[layer.format]} | turned).encode()
+    yield MARK, lazy(torch.frombuffer(bytearray(mark), dtype=torch.uint8))
+    if block is None:
+        yield "weight", lazy_piece(checkpoint, layer, 0, layer.weight_shape, method.dtype)
+        scale = layer.weight_scale.float()
+        per_output = scale.expand(layer.weight_shape[0])[:, None].contiguous()
+        yield "weight_scale", lazy(scale[0] if layer.activation_format else per_output)
+    else:
+        rows, columns = (up_to(side, NVFP4_MULTIPLE) for side in layer.weight_shape)
+        (tiled,) = tiles(rows, columns, NVFP4_MULTIPLE, block)
+        yield "weight", lazy_piece(checkpoint, layer, 0, (rows, columns // 2), torch.uint8, packed)
+        yield "weight_scale", lazy_piece(checkpoint, layer, 1, tiled, torch.float8_e4m3fn, in_tiles_of_e4m3)
+        yield "weight_scale_2", lazy_piece(checkpoint, layer, 2, (), torch.float32)
+    if layer.activation_format is not None:  # one static scale, or the common one of its blocks
+        yield "input_scale", lazy(layer.activation_scales(torch.zeros(1, block or 1))[-1].reshape(()).float())
+    if layer.multiplies:
+        yield "pre_quant_scale", lazy(layer.pre_quant_scale.half())
+
+
+def in_tiles_of_e4m3(scales: Tensor) -> Tensor:
+    return in_tiles(scales.to(torch.float8_e4m3fn))
+
+
+def packed(codes: Tensor) -> Tensor:
+    """Codes of four bits, the first in the high half of a byte, padded to multiples of 16."""
+    rows, columns = codes.shape
+    padded = F.pad(codes, (0, -columns % NVFP4_MULTIPLE, 0, -rows % NVFP4_MULTIPLE))
+    return padded[:, ::2] << 4 | padded[:, 1::2]

@@ -2,18 +2,19 @@
 
 Four bits (Dettmers et al. 2023, arXiv:2305.14314): of two codes in a byte the first is the high half. A code is a place
 in a table of 16 numbers, which is multiplied by the block's largest magnitude, ``absmax``. "Double" quantization has
-those in eight bits, in blocks of 256 and by a table that the file holds, with one offset for all. What is no tensor
-stands in ``quant_state.bitsandbytes__nf4`` as JSON in bytes. bitsandbytes' ``dequantize_4bit`` multiplies in fp32 and
-rounds to the dtype that the weight had, which the JSON names; its layers from 0.50 on round to the input's dtype.
+those in eight bits, in blocks of 256 and by a table that the file holds, with one offset for all. Everything else is
+JSON in bytes, ``quant_state.bitsandbytes__nf4``. bitsandbytes' ``dequantize_4bit`` multiplies in fp32 and rounds to the
+dtype that the weight had, which the JSON names; its layers from 0.50 on round to the input's dtype.
 
 Eight bits (Dettmers et al. 2022, arXiv:2208.07339): codes in int8 with ``SCB``, the largest magnitude of each row. A
 layer quantizes its inputs too, see ``OutlierColumns``.
 
 The road not taken is the table that a four-bit file holds: bitsandbytes' kernels have their own, and read no other. So
-one that differs is refused, because nobody computes with it.
+a file with another table is refused, because nobody computes with it.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,16 +31,15 @@ from sd_quant.files.checks import listing
 from sd_quant.files.safetensors import without_duplicates
 from sd_quant.files.tensors import LazyTensor
 from sd_quant.interchange import ForeignFormat
-from sd_quant.interchange.candidate import Candidate, StoredLayer, size_in_file
-from sd_quant.interchange.folders import quantization_config, quantized_by, stored_tensors
-from sd_quant.interchange.layer_tensors import (
-    Fields,
+from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer
+from sd_quant.interchange.stored import (
+    DTYPES,
+    LayerTensors,
     Shape,
     by_layer,
-    check,
-    field,
-    finite,
-    shown,
+    quantization_config,
+    quantized_by,
+    stored_tensors,
     told,
     weight_shapes,
     whole,
@@ -47,7 +47,7 @@ from sd_quant.interchange.layer_tensors import (
 from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
 
 FACTS = ForeignFormat("diffusers_bitsandbytes", reads="a folder of diffusers in bitsandbytes' NF4, FP4 or LLM.int8")
-NAME, MAKER = "diffusers_bitsandbytes", "bitsandbytes"
+MAKER = "bitsandbytes"
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -67,14 +67,13 @@ EIGHT_BITS = (STATISTICS, LAYOUT)
 MOST_JSON = 4096  # bytes; about 200 are written
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # in which bitsandbytes dequantizes
 NESTED_BLOCK, NESTED_NUMBERS = 256, 256
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 STORAGE = (torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 OF_127 = 7.874015718698502e-3  # 1 / 127 as bitsandbytes writes it
 
 
 @dataclass(frozen=True)
 class State:
-    """What ``quant_state`` says of a weight in four bits."""
+    """The ``quant_state`` of a weight in four bits."""
 
     kind: str  # of TABLES
     block: int  # numbers that share an ``absmax``
@@ -86,8 +85,8 @@ class State:
 class OutlierColumns:
     """LLM.int8's inputs [..., in]: columns with a magnitude from ``threshold`` on stay, the rest is int8 by row.
 
-    In fp16, as bitsandbytes casts them. A row's scale is that of its numbers below the threshold, also of those in
-    columns that stay. A threshold of 0 lets nothing stay.
+    In fp16, as bitsandbytes casts them. A row's scale is that of all its numbers below the threshold, those in columns
+    that stay included. A threshold of 0 lets no column stay.
     """
 
     threshold: float
@@ -109,29 +108,29 @@ class OutlierColumns:
 
 def recognizes(path: Path) -> bool:
     """Whether a denoiser's config in the folder says that bitsandbytes quantized it."""
-    return quantized_by(path, "bitsandbytes")
+    return quantized_by(path, MAKER)
 
 
-def read(path: Path, checkpoint: Checkpoint) -> Candidate:
+def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     """The denoiser in a folder, a pipeline's or its own. The JSON in the file is read, no weight.
 
     Raises ArtifactError for anything that is not the whole denoiser as bitsandbytes stores it.
     """
     inputs = OutlierColumns(threshold(path))
     tensors, shapes = stored_tensors(path), weight_shapes(checkpoint)
-    found, others = by_layer(tensors, shapes, (*FOUR_BITS, *EIGHT_BITS))
+    found, others = by_layer(path, tensors, shapes, (*FOUR_BITS, *EIGHT_BITS))
     if convolutions := [layer for layer in found if len(shapes[layer]) != 2]:
         raise ArtifactError(f"{path}: {listing(convolutions)} are convolutions, expected linears alone; fetch it again")
-    layers = {}
-    for layer, fields in found.items():
-        stored = eight_bits if fields.keys() & set(EIGHT_BITS) else four_bits
-        layers[layer] = stored(path, layer, fields, shapes[layer])
-        if stored is eight_bits:
-            layers[layer] = replace(layers[layer], inputs=inputs)
-    candidate = whole(path, NAME, MAKER, checkpoint, layers, tensors, others)
-    if find_spec("bitsandbytes") is None:
-        return candidate
-    return replace(candidate, runtime=partial(with_their_layers, candidate, checkpoint, found, inputs.threshold))
+    layers = {
+        name: eight_bits(stored, shapes[name], inputs)
+        if any(end in stored for end in EIGHT_BITS)
+        else four_bits(stored, shapes[name])
+        for name, stored in found.items()
+    }
+    denoiser = whole(path, FACTS.name, MAKER, checkpoint, layers, tensors, others)
+    if find_spec(MAKER) is None:
+        return denoiser
+    return replace(denoiser, runtime=partial(with_their_layers, denoiser, checkpoint, found, inputs.threshold))
 
 
 def threshold(path: Path) -> float:
@@ -153,49 +152,43 @@ def threshold(path: Path) -> float:
     return float(given)
 
 
-def four_bits(path: Path, layer: str, fields: Fields, shape: Shape) -> StoredLayer:
+def four_bits(stored: LayerTensors, shape: Shape) -> QuantizedLayer:
     """A layer in NF4 or FP4. Raises ArtifactError for tensors that do not fit its ``shape`` or each other."""
-    state = state_of(path, layer, fields, shape)
-    codes, absmax, table = (field(path, layer, fields, end) for end in ("weight", ABSMAX, TABLE))
-    numbers = prod(shape)
+    state = state_of(stored, shape)
+    numbers, nested = prod(shape), state.offset is not None
     blocks = -(-numbers // state.block)
-    stored = -(-numbers // 2)
-    check(path, f"{layer}.weight", codes, packed_shapes(stored, codes.dtype.itemsize), STORAGE)
-    check(path, f"{layer}.{TABLE}", table, [(16,)], [torch.float32])
-    nested = state.offset is not None
-    check(path, f"{layer}.{ABSMAX}", absmax, [(blocks,)], [torch.uint8] if nested else [torch.float32])
+    width = stored.checked("weight", None, STORAGE).dtype.itemsize  # bytes of an element, whatever its dtype
+    count = math.ceil(numbers / 2 / width)
+    stored.checked("weight", [(count, 1), (1, count)], STORAGE)
+    stored.checked(TABLE, [(16,)], [torch.float32])
+    stored.checked(ABSMAX, [(blocks,)], [torch.uint8 if nested else torch.float32])
     if nested:
-        outer = (-(-blocks // NESTED_BLOCK),)
-        for end, size in ((NESTED_ABSMAX, outer), (NESTED_TABLE, (NESTED_NUMBERS,))):
-            check(path, f"{layer}.{end}", field(path, layer, fields, end), [size], [torch.float32])
-    if unused := [f"{layer}.{end}" for end in fields if end in (NESTED_ABSMAX, NESTED_TABLE) and not nested]:
-        raise ArtifactError(f"{path} holds {listing(unused)}, of which the quant_state says nothing; fetch it again")
+        stored.checked(NESTED_ABSMAX, [(-(-blocks // NESTED_BLOCK),)], [torch.float32])
+        stored.checked(NESTED_TABLE, [(NESTED_NUMBERS,)], [torch.float32])
+    else:
+        stored.refuse((NESTED_ABSMAX, NESTED_TABLE), "which the quant_state does not mention")
     scales = f"1 for {state.block} numbers{', in int8' if nested else ''}"
-    weight = LazyTensor(shape, state.dtype, partial(from_four_bits, path, layer, fields, shape, state))
-    return StoredLayer(state.kind, scales, size_in_file(fields.values()), weight)
+    weight = LazyTensor(shape, state.dtype, partial(from_four_bits, stored, shape, state))
+    return QuantizedLayer(state.kind, scales, stored.size(), weight)
 
 
-def packed_shapes(stored: int, width: int) -> list[Shape]:
-    """The shapes in which bitsandbytes keeps ``stored`` bytes in a dtype of ``width``."""
-    count = -(-stored // width)
-    return [(count, 1), (1, count)]
-
-
-def state_of(path: Path, layer: str, fields: Fields, shape: Shape) -> State:
+def state_of(stored: LayerTensors, shape: Shape) -> State:
     """The layer's ``quant_state``, read and checked. Raises ArtifactError."""
-    kinds = [kind for kind, end in PACKED.items() if end in fields]
+    kinds = [kind for kind, end in PACKED.items() if end in stored]
     if len(kinds) != 1:
-        raise ArtifactError(f"{path}: layer {shown(layer)} has {len(kinds)} quant_states, expected one; fetch it again")
-    name, packed = f"{layer}.{PACKED[kinds[0]]}", fields[PACKED[kinds[0]]]
-    size = packed.shape[0] if len(packed.shape) == 1 else 0
-    check(path, name, packed, [(min(size, MOST_JSON),)], [torch.uint8])
+        raise ArtifactError(
+            f"{stored.path}: layer {stored.layer[:200]!r} has {len(kinds)} quant_states, expected one; fetch it again"
+        )
+    end = PACKED[kinds[0]]
+    size = max(stored.tensors[end].shape, default=0)
+    packed = stored.checked(end, [(min(size, MOST_JSON),)], [torch.uint8])
     try:
         content = json.loads(bytes(packed.read().tolist()), object_pairs_hook=without_duplicates)
         return checked_state(content, kinds[0], shape)
     except (ValueError, RecursionError) as error:  # of JSON too, and of its letters
         raise ArtifactError(
-            f"{path}: {shown(name)} is no quant_state of a weight {list(shape)} ({listing([str(error)])}); fetch the "
-            "file again"
+            f"{stored.path}: {stored.name(end)} is no quant_state of a weight {list(shape)} ({listing([str(error)])}); "
+            "fetch the file again"
         ) from None
 
 
@@ -222,24 +215,23 @@ def checked_state(content: object, kind: str, shape: Shape) -> State:
     return State(kind, content["blocksize"], DTYPES[content["dtype"]], offset)
 
 
-def from_four_bits(path: Path, layer: str, fields: Fields, shape: Shape, state: State) -> Tensor:
+def from_four_bits(stored: LayerTensors, shape: Shape, state: State) -> Tensor:
     """The weight in the dtype that ``state`` names, as ``dequantize_4bit`` computes it.
 
     Raises ArtifactError for scales that are not finite, and another table.
     """
     table = TABLES[state.kind]
-    if not torch.allclose(fields[TABLE].read(), table, rtol=0, atol=SAME_TABLE):
+    if not torch.allclose(stored.tensors[TABLE].read(), table, rtol=0, atol=SAME_TABLE):
         raise ArtifactError(
-            f"{path}: {shown(f'{layer}.{TABLE}')} is not the table of {state.kind}, and bitsandbytes computes with no "
+            f"{stored.path}: {stored.name(TABLE)} is not the table of {state.kind}, and bitsandbytes computes with no "
             "other; fetch the file again"
         )
-    absmax = finite(path, f"{layer}.{ABSMAX}", fields[ABSMAX])
+    absmax = stored.finite(ABSMAX)
     if state.offset is not None:
-        outer = finite(path, f"{layer}.{NESTED_ABSMAX}", fields[NESTED_ABSMAX])
-        numbers = finite(path, f"{layer}.{NESTED_TABLE}", fields[NESTED_TABLE])
-        absmax = in_blocks(numbers[absmax.int()], outer, NESTED_BLOCK) + state.offset
+        numbers = stored.finite(NESTED_TABLE)[absmax.int()]
+        absmax = in_blocks(numbers, stored.finite(NESTED_ABSMAX), NESTED_BLOCK) + state.offset
     pairs = torch.stack([table.repeat_interleave(16), table.repeat(16)], dim=1)  # of each byte, the high half first
-    codes = fields["weight"].read().flatten().view(torch.uint8)
+    codes = stored.tensors["weight"].read().flatten().view(torch.uint8)
     return in_blocks(pairs[codes.int()].flatten()[: prod(shape)], absmax, state.block).view(shape).to(state.dtype)
 
 
@@ -249,30 +241,26 @@ def in_blocks(numbers: Tensor, scales: Tensor, size: int) -> Tensor:
     return (padded * scales[:, None]).flatten()[: len(numbers)]
 
 
-def eight_bits(path: Path, layer: str, fields: Fields, shape: Shape) -> StoredLayer:
-    """A layer of LLM.int8, but for its inputs. Raises ArtifactError for tensors that do not fit its ``shape``."""
-    codes, statistics = (field(path, layer, fields, end) for end in ("weight", STATISTICS))
-    check(path, f"{layer}.weight", codes, [shape], [torch.int8])
-    check(path, f"{layer}.{STATISTICS}", statistics, [(shape[0],)], [torch.float32])
-    if LAYOUT in fields:
-        check(path, f"{layer}.{LAYOUT}", fields[LAYOUT], [()], [torch.uint8])
-        if int(fields[LAYOUT].read()) != 0:
-            raise ArtifactError(
-                f"{path}: {shown(f'{layer}.{LAYOUT}')} says that the weight is in an order for one GPU, expected rows "
-                "(0); save it again with bitsandbytes 0.45 or later"
-            )
-    if extra := [f"{layer}.{end}" for end in fields if end in FOUR_BITS]:
-        raise ArtifactError(f"{path} holds {listing(extra)} beside a weight in eight bits; fetch it again")
+def eight_bits(stored: LayerTensors, shape: Shape, inputs: OutlierColumns) -> QuantizedLayer:
+    """A layer of LLM.int8. Raises ArtifactError for tensors that do not fit its ``shape``."""
+    codes = stored.checked("weight", [shape], [torch.int8])
+    stored.checked(STATISTICS, [(shape[0],)], [torch.float32])
+    if LAYOUT in stored and int(stored.checked(LAYOUT, [()], [torch.uint8]).read()) != 0:
+        raise ArtifactError(
+            f"{stored.path}: {stored.name(LAYOUT)} says that the weight is in an order for one GPU, expected rows (0); "
+            "save it again with bitsandbytes 0.45 or later"
+        )
+    stored.refuse(FOUR_BITS, "beside a weight in eight bits")
 
     def from_eight_bits() -> Tensor:
-        return codes.read() * finite(path, f"{layer}.{STATISTICS}", statistics).view(-1, 1) * OF_127
+        return codes.read() * stored.finite(STATISTICS).view(-1, 1) * OF_127
 
     weight = LazyTensor(shape, torch.float32, from_eight_bits)
-    return StoredLayer("int8", "1 for a row", size_in_file(fields.values()), weight)
+    return QuantizedLayer("int8", "1 for a row", stored.size(), weight, inputs)
 
 
 def with_their_layers(
-    candidate: Candidate, checkpoint: Checkpoint, found: Mapping[str, Fields], threshold: float
+    denoiser: QuantizedDenoiser, checkpoint: Checkpoint, found: Mapping[str, LayerTensors], threshold: float
 ) -> nn.Module:
     """diffusers' network in fp32 with bitsandbytes' own layers, on the CPU.
 
@@ -281,14 +269,14 @@ def with_their_layers(
     from bitsandbytes.nn import Int8Params, Linear4bit, Linear8bitLt, Params4bit
 
     network = empty_denoiser(checkpoint)
-    for layer, fields in found.items():
+    for layer, stored in found.items():
         owner, _, name = layer.rpartition(".")
         plain = network.get_submodule(layer)
         assert isinstance(plain, nn.Linear)
         inputs, outputs, bias = plain.in_features, plain.out_features, plain.bias is not None
-        tensors = {end: tensor.read() for end, tensor in fields.items()}
+        tensors = {end: tensor.read() for end, tensor in stored.tensors.items()}
         codes = tensors.pop("weight")
-        if STATISTICS in fields:
+        if STATISTICS in stored:
             eight = Linear8bitLt(inputs, outputs, bias, has_fp16_weights=False, threshold=threshold, device="meta")
             eight.weight = Int8Params(codes, requires_grad=False, CB=codes, SCB=tensors[STATISTICS])
             setattr(network.get_submodule(owner), name, eight)
@@ -297,6 +285,6 @@ def with_their_layers(
             four.weight = Params4bit.from_prequantized(codes, tensors, device="cpu", module=four)
             four.support_avx512bf16_for_cpu = False  # it rounds inputs to bf16, which no GPU does
             setattr(network.get_submodule(owner), name, four)
-    others = {name: tensor.read().float() for name, tensor in candidate.parameters.items()}
+    others = {name: tensor.read().float() for name, tensor in denoiser.parameters.items()}
     network.load_state_dict(others, assign=True, strict=False)
     return network.eval().requires_grad_(False)

@@ -27,17 +27,19 @@ from sd_quant.files.checks import listing
 from sd_quant.files.folders import read_json
 from sd_quant.files.tensors import LazyTensor
 from sd_quant.interchange import ForeignFormat
-from sd_quant.interchange.candidate import Candidate, StoredLayer, size_in_file
-from sd_quant.interchange.folders import denoiser_folder, holds, quantization_config, quantized_by, stored_tensors
-from sd_quant.interchange.layer_tensors import (
+from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer
+from sd_quant.interchange.stored import (
     FLOAT_SCALES,
-    Fields,
+    FP8,
+    LayerTensors,
     Shape,
     by_layer,
-    check,
-    field,
-    finite,
+    denoiser_folder,
+    holds,
+    quantization_config,
+    quantized_by,
     shown,
+    stored_tensors,
     told,
     weight_shapes,
     whole,
@@ -47,7 +49,7 @@ from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
 FACTS = ForeignFormat(
     "diffusers_quanto", reads="a folder of diffusers or of quanto in quanto's int8, float8, int4 or int2"
 )
-NAME, MAKER = "diffusers_quanto", "quanto"
+MAKER = "quanto"
 MAP = "quanto_qmap.json"
 DATA, PACKED, SCALE, SHIFT = "weight._data", "weight._data._data", "weight._scale", "weight._shift"
 UNUSED = ("input_scale", "output_scale")  # of a layer whose inputs stay
@@ -67,7 +69,7 @@ KINDS = {
     "qint8": Kind("int8", torch.int8),
     "qint4": Kind("int4", torch.uint8, 4),
     "qint2": Kind("int2", torch.uint8, 2),
-    "qfloat8_e4m3fn": Kind("float8_e4m3fn", torch.float8_e4m3fn),
+    "qfloat8_e4m3fn": Kind(FP8, torch.float8_e4m3fn),
     "qfloat8_e5m2": Kind("float8_e5m2", torch.float8_e5m2),
 }
 DIFFUSERS = {"int8": "qint8", "int4": "qint4", "int2": "qint2", "float8": "qfloat8_e4m3fn"}  # its ``weights_dtype``
@@ -75,30 +77,28 @@ DIFFUSERS = {"int8": "qint8", "int4": "qint4", "int2": "qint2", "float8": "qfloa
 
 def recognizes(path: Path) -> bool:
     """Whether a denoiser's config in the folder says that quanto quantized it, or quanto's map lies beside it."""
-    return quantized_by(path, "quanto") or holds(path, MAP)
+    return quantized_by(path, MAKER) or holds(path, MAP)
 
 
-def read(path: Path, checkpoint: Checkpoint) -> Candidate:
+def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     """The denoiser in a folder, a pipeline's or its own. No weight is read.
 
     Raises ArtifactError for anything that is not the whole denoiser as quanto stores it with inputs as they are.
     """
     tensors, shapes = stored_tensors(path), weight_shapes(checkpoint)
-    found, others = by_layer(tensors, shapes, (DATA, PACKED, SCALE, SHIFT))
+    found, others = by_layer(path, tensors, shapes, (DATA, PACKED, SCALE, SHIFT))
     kinds = kinds_of(path, found)
-    layers = {
-        name: stored_layer(path, name, fields, shapes[name], KINDS[kinds[name]]) for name, fields in found.items()
-    }
+    layers = {name: stored_layer(stored, shapes[name], KINDS[kinds[name]]) for name, stored in found.items()}
     ignored = {f"{name}.{end}" for name in layers for end in UNUSED}
-    candidate = whole(path, NAME, MAKER, checkpoint, layers, tensors, others, ignored)
+    denoiser = whole(path, FACTS.name, MAKER, checkpoint, layers, tensors, others, ignored)
     if find_spec("optimum") is None or find_spec("optimum.quanto") is None:
-        return candidate
-    return replace(candidate, runtime=partial(with_their_layers, candidate, checkpoint, found, kinds))
+        return denoiser
+    return replace(denoiser, runtime=partial(with_their_layers, denoiser, checkpoint, found, kinds))
 
 
-def kinds_of(path: Path, layers: Mapping[str, Fields]) -> dict[str, str]:
+def kinds_of(path: Path, layers: Mapping[str, LayerTensors]) -> dict[str, str]:
     """The name in KINDS of each layer. Raises ArtifactError where it is not said, or inputs are quantized too."""
-    config = quantization_config(path) if quantized_by(path, "quanto") else None
+    config = quantization_config(path) if quantized_by(path, MAKER) else None
     if config is None:
         said = from_map(path)
         differ = [*(name for name in layers if name not in said), *(name for name in said if name not in layers)]
@@ -141,25 +141,20 @@ def from_map(path: Path) -> dict[str, str]:
     return {name: kind for name, kind in weights.items() if kind != "none"}
 
 
-def stored_layer(path: Path, name: str, fields: Fields, shape: Shape, kind: Kind) -> StoredLayer:
+def stored_layer(stored: LayerTensors, shape: Shape, kind: Kind) -> QuantizedLayer:
     """A layer of ``kind``. Raises ArtifactError for tensors that do not fit its ``shape``."""
     size = group_size(shape) if kind.bits < 8 else None
-    rows = (shape[0], *shape[1:]) if size is None else (prod(shape) // size, size)
-    expected = {
-        PACKED if kind.bits < 8 else DATA: ((-(-rows[0] * kind.bits // 8), *rows[1:]), [kind.dtype]),
-        SCALE: ((rows[0], *(1 for _ in rows[1:])), FLOAT_SCALES),
-    }
+    rows = shape if size is None else (prod(shape) // size, size)
+    per_row = (rows[0], *(1 for _ in rows[1:]))
+    codes = (-(-rows[0] * kind.bits // 8), *rows[1:])
+    expected = {PACKED if kind.bits < 8 else DATA: (codes, [kind.dtype]), SCALE: (per_row, FLOAT_SCALES)}
     if kind.bits < 8:
-        expected[SHIFT] = (expected[SCALE][0], [*FLOAT_SCALES, torch.int8, torch.uint8])
+        expected[SHIFT] = (per_row, [*FLOAT_SCALES, torch.int8, torch.uint8])
     for end, (fitting, dtypes) in expected.items():
-        check(path, f"{name}.{end}", field(path, name, fields, end), [fitting], dtypes)
-    if extra := [f"{name}.{end}" for end in fields if end not in expected]:
-        raise ArtifactError(f"{path} holds {listing(extra)}, which {kind.format} does not have; fetch it again")
-    scales = f"1 for {size} numbers" if size else "1 for a row"
-    read_weight = partial(dequantized, path, name, fields, shape, kind, rows)
-    return StoredLayer(
-        kind.format, scales, size_in_file(fields.values()), LazyTensor(shape, fields[SCALE].dtype, read_weight)
-    )
+        stored.checked(end, [fitting], dtypes)
+    stored.refuse(stored.tensors.keys() - expected.keys(), f"which {kind.format} does not have")
+    weight = LazyTensor(shape, stored.tensors[SCALE].dtype, partial(dequantized, stored, shape, kind, rows))
+    return QuantizedLayer(kind.format, f"1 for {size} numbers" if size else "1 for a row", stored.size(), weight)
 
 
 def group_size(shape: Shape) -> int | None:
@@ -172,22 +167,22 @@ def group_size(shape: Shape) -> int | None:
     return None if row % size else size
 
 
-def dequantized(path: Path, name: str, fields: Fields, shape: Shape, kind: Kind, rows: Shape) -> Tensor:
+def dequantized(stored: LayerTensors, shape: Shape, kind: Kind, rows: Shape) -> Tensor:
     """The weight in its scales' dtype, as quanto's ``dequantize`` computes it. Raises ArtifactError for NaN."""
-    scale = finite(path, f"{name}.{SCALE}", fields[SCALE])
+    scale = stored.finite(SCALE)
     if kind.bits == 8:
-        codes = fields[DATA].read()
+        codes = stored.tensors[DATA].read()
         return scale * (codes.to(scale.dtype) if kind.dtype.is_floating_point else codes)
-    packed = fields[PACKED].read()
+    packed = stored.tensors[PACKED].read()
     codes = torch.cat([packed >> first & 2**kind.bits - 1 for first in range(0, 8, kind.bits)])[: rows[0]]
-    shift = finite(path, f"{name}.{SHIFT}", fields[SHIFT])
+    shift = stored.finite(SHIFT)
     if shift.dtype.is_floating_point:
         return (scale * codes).sub_(shift).view(shape)
     return (scale * (codes.to(torch.int8) - shift.to(torch.int8))).view(shape)
 
 
 def with_their_layers(
-    candidate: Candidate, checkpoint: Checkpoint, found: Mapping[str, Fields], kinds: Mapping[str, str]
+    denoiser: QuantizedDenoiser, checkpoint: Checkpoint, found: Mapping[str, LayerTensors], kinds: Mapping[str, str]
 ) -> nn.Module:
     """diffusers' network with quanto's own layers, by quanto's ``requantize``, on the CPU.
 
@@ -195,12 +190,12 @@ def with_their_layers(
     """
     from optimum.quanto import requantize
 
-    state = {name: tensor.read() for name, tensor in candidate.parameters.items()}
-    for layer, fields in found.items():
-        state |= {f"{layer}.{end}": tensor.read() for end, tensor in fields.items()}
+    state = {name: tensor.read() for name, tensor in denoiser.parameters.items()}
+    for layer, stored in found.items():
+        state |= {f"{layer}.{end}": tensor.read() for end, tensor in stored.tensors.items()}
     network = empty_denoiser(checkpoint)
     requantize(network, state, {layer: {"weights": kind, "activations": "none"} for layer, kind in kinds.items()})
-    dtype = next(fields[SCALE].dtype for fields in found.values())
+    dtype = next(stored.tensors[SCALE].dtype for stored in found.values())
     for parameter in network.parameters():
         if type(parameter.data) is Tensor:
             parameter.data = parameter.data.to(dtype)

@@ -4,7 +4,7 @@
 
 A weight ``X.weight`` [out, in, ...] has a scale ``X.scale`` for each row, block or tensor; unsigned numbers have a
 ``X.zero_point`` of the same shape besides, and a branch is ``X.svd_up`` [out, rank] and ``X.svd_down`` [rank, in]. All
-is computed in fp32, as SDNQ does by default. What numbers the codes are stands in the config alone, layer by layer.
+is computed in fp32, as SDNQ does by default. The config alone says which numbers the codes are, layer by layer.
 
 | numbers              | stored                                                                                   |
 |----------------------|------------------------------------------------------------------------------------------|
@@ -15,14 +15,21 @@ is computed in fp32, as SDNQ does by default. What numbers the codes are stands 
 
 With ``use_quantized_matmul`` SDNQ quantizes inputs too, a scale for each row, if there are 32 rows or more. Weights of
 8 bits and branches are stored turned then, [in, out]; a weight in blocks, or of other numbers than its inputs, is
-quantized again, a scale for a row, before it is multiplied; and a branch multiplies the inputs as they came.
+quantized again, a scale for a row, before it is multiplied; and a branch multiplies inputs that are not rounded.
+
+INT8 and FP8 are written with a scale for a row or all of it, [out, 1, ...] or [1, 1, ...], and INT4 in blocks, [out,
+blocks, 1], with a branch. The config has the commonest way once, others by the layer's exact name, and the layers that
+are not quantized. Left to itself, SDNQ would skip layers by patterns and sizes of its own.
 
 The facts are those of SDNQ 0.2.8, and tests compare with its files and its layers' outputs. It is under the GPL, so
 nothing of it is imported or copied here.
-The road not taken is to let shapes tell how a layer is stored: int4, uint4 and a float of four bits look the same.
+The roads not taken: shapes do not tell how a layer is stored, because int4, uint4 and a float of four bits look the
+same; and SDNQ's own quantizer chooses other scales.
 """
 
+import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
@@ -34,15 +41,38 @@ import torch
 from torch import Tensor, nn
 
 from sd_quant.errors import ArtifactError, ConfigError
-from sd_quant.export.tracing import example_shapes, fake_module
+from sd_quant.files import write_json
+from sd_quant.files.safetensors import write_safetensors
 from sd_quant.files.schema import check_schema
-from sd_quant.files.tensors import LazyTensor, Readable
+from sd_quant.files.tensors import LazyTensor, Readable, lazy, size_of
 from sd_quant.interchange import DIFFUSERS, FP16, ForeignFormat
-from sd_quant.interchange.candidate import FLOATS, Candidate, Inputs, StoredLayer, check_whole, size_in_file
-from sd_quant.interchange.folders import by_diffusers, decoded, quantization_config, quantized_by, stored_tensors
-from sd_quant.interchange.inputs import LARGEST_FP8, ManyRows, RowFloat8, RowInteger, RowUnsigned
+from sd_quant.interchange.denoiser import (
+    FLOATS,
+    Inputs,
+    QuantizedDenoiser,
+    QuantizedLayer,
+    check_whole,
+    input_ranks,
+)
+from sd_quant.interchange.inputs import LARGEST_FP8, ManyRows, Rotated, RowFloat8, RowInteger, RowUnsigned, in_groups
+from sd_quant.interchange.stored import (
+    CONFIG,
+    FILE,
+    FP8,
+    LayerTensors,
+    by_diffusers,
+    quantization_config,
+    quantized_by,
+    stored_tensors,
+    weight_shapes,
+)
+from sd_quant.interchange.weights import Assignment, high_precision, lazy_piece, quantized, scales_shape
 from sd_quant.knobs import BOUNDED, between
-from sd_quant.models.checkpoint import Checkpoint, denoiser_of, denoiser_part, empty_denoiser
+from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
+from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.formats import FORMATS
+from sd_quant.quantization.formats.blocks import pack_nibbles
+from sd_quant.quantization.rotation import rotation_matrix
 
 FACTS = ForeignFormat(
     "diffusers_sdnq",
@@ -57,7 +87,6 @@ FACTS = ForeignFormat(
     broken={"sdnq<0.2.2": "diffusers refuses older ones"},
 )
 METHOD = "sdnq"
-FP8 = "float8_e4m3fn"
 PIECES = ("weight", "scale", "zero_point", "svd_up", "svd_down")
 INPUTS: dict[str, Inputs] = {"int8": RowInteger(), "uint8": RowUnsigned(), FP8: RowFloat8()}
 # It would compile for each shape of an input, and with OpenVINO multiply FP8 as 256 numbers at even distances.
@@ -70,7 +99,7 @@ OTHER_NAMES = {  # that a config may use
     "ufp8": "float8_e4m4fnu", "ufp7": "float7_e3m4fnu", "ufp6": "float6_e3m3fnu", "ufp5": "float5_e2m3fnu",
     "ufp4": "float4_e2m2fnu", "ufp3": "float3_e1m2fnu", "ufp2": "float2_e1m1fnu",
 }  # fmt: skip
-UNPACKED = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
+UNPACKED = {"int8": torch.int8, FP8: torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
 # Where the bits of numbers lie that share bytes: the numbers in order, each by (byte, first bit, how many bits), the
 # lowest bits first. Four or two bits are simply in a row.
 PLACES = {
@@ -87,7 +116,7 @@ PLACES = {
 
 @dataclass(frozen=True)
 class Config:
-    """What is read of ``quantization_config``; defaults are SDNQ's."""
+    """The part of ``quantization_config`` that is read; defaults are SDNQ's."""
 
     weights_dtype: str = "int8"
     quantized_matmul_dtype: str | None = None
@@ -105,7 +134,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Numbers:
-    """The numbers of a weight: how they are stored, and what codes stand for."""
+    """A kind of numbers of a weight: how its codes are stored, and what they stand for."""
 
     name: str
     bits: int
@@ -123,33 +152,29 @@ def recognizes(path: Path) -> bool:
     return quantized_by(path, METHOD)
 
 
-def read(path: Path, checkpoint: Checkpoint) -> Candidate:
+def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     """The denoiser in ``path`` as SDNQ dequantizes it, fp32.
 
     Raises ArtifactError or ConfigError for a damaged folder, a config that is none, an option that cannot be decoded
-    here, and for whatever is not the denoiser of ``checkpoint``.
+    here, and for any other denoiser than that of ``checkpoint``.
     """
     given = quantization_config(path) or {}
     config, exceptions = read_config(path, given), exceptions_of(path, given)
     stored = stored_tensors(path)
-    layers: dict[str, StoredLayer] = {}
+    total = size_of(stored.values())
+    layers: dict[str, QuantizedLayer] = {}
     ranks = cache(partial(input_ranks, checkpoint))
-    for name, module in empty_denoiser(checkpoint).named_modules():
-        if isinstance(module, nn.Linear | nn.Conv2d) and f"{name}.scale" in stored and f"{name}.weight" in stored:
+    for name, shape in weight_shapes(checkpoint).items():
+        if f"{name}.scale" in stored and f"{name}.weight" in stored:
             pieces = {piece: stored.pop(key) for piece in PIECES if (key := f"{name}.{piece}") in stored}
             own = of_layer(path, config, exceptions, name)
-            layers[name] = stored_layer(path, name, tuple(module.weight.shape), pieces, own, ranks)
-    total = size_in_file(stored.values()) + sum(layer.stored_bytes for layer in layers.values())
-    candidate = Candidate(
-        path=path,
-        reader="diffusers_sdnq",
-        maker=maker(given),
-        layers=layers,
-        parameters=stored,
-        stored_bytes=total,
-        runtime=by_diffusers(path, checkpoint, "sdnq", **ENVIRONMENT),
-    )
-    return check_whole(candidate, checkpoint)
+            layers[name] = quantized_layer(LayerTensors(path, name, pieces), shape, own, ranks)
+    denoiser = QuantizedDenoiser(
+        path, FACTS.name, maker(given), layers, stored, total,
+        runtime=by_diffusers(path, checkpoint, METHOD, **ENVIRONMENT),
+    )  # fmt: skip
+    check_whole(denoiser, checkpoint)
+    return denoiser
 
 
 def maker(given: Mapping[str, object]) -> str:
@@ -302,18 +327,14 @@ def unpack(stored: Tensor, bits: int) -> Tensor:
 # A layer
 
 
-def stored_layer(
-    path: Path,
-    name: str,
-    shape: tuple[int, ...],
-    pieces: Mapping[str, Readable],
-    config: Config,
-    ranks: Callable[[], Mapping[str, int]],
-) -> StoredLayer:
-    """A quantized layer with a weight of ``shape``; ``ranks`` says how many axes the input of each linear has.
+def quantized_layer(
+    tensors: LayerTensors, shape: tuple[int, ...], config: Config, ranks: Callable[[], Mapping[str, int]]
+) -> QuantizedLayer:
+    """A layer with a weight of ``shape``; ``ranks`` says how many axes the input of each linear has.
 
-    Raises ArtifactError or ConfigError unless its ``pieces`` fit.
+    Raises ArtifactError or ConfigError for ``tensors`` that do not fit.
     """
+    path, name, pieces = tensors.path, tensors.layer, tensors.tensors
     kind, scale = numbers(path, config.weights_dtype), tuple(pieces["scale"].shape)
     product = product_of(kind, config) if multiplies_codes(shape, config) else None
     if options := not_decoded(shape, kind, config, product):
@@ -331,12 +352,13 @@ def stored_layer(
     inputs = INPUTS[product] if product is not None and many else None
     count = prod(scale)
     per_row = count == shape[0] and len(shape) == 2
-    return StoredLayer(
+    used = Rotated(inputs, group, hadamard) if inputs is not None and group > 1 else inputs
+    return QuantizedLayer(
         format=kind.name,
         scales="1 for all" if count == 1 else "1 for a row" if per_row else f"1 for {prod(shape) // count} numbers",
-        stored_bytes=size_in_file(pieces.values()),
-        weight=decoded(path, name, shape, partial(stored.weight, inputs if again else None)),
-        inputs=None if inputs is None else ManyRows(Rotated(inputs, group) if group > 1 else inputs, MANY),
+        stored_bytes=tensors.size(),
+        weight=tensors.decoded(shape, partial(stored.weight, inputs if again else None)),
+        inputs=None if used is None else ManyRows(used, MANY),
         branch=stored.branch if inputs is not None and "svd_up" in pieces else None,
     )
 
@@ -379,24 +401,6 @@ def quantized_again(kind: Numbers, product: str, blocks: bool) -> bool:
     integer = product != FP8
     beyond = not kind.turns and not kind.integer and (kind.bits == 8 or kind.largest > LARGEST_FP8)
     return blocks or kind.integer != integer or not integer and (kind.unsigned or beyond)
-
-
-def input_ranks(checkpoint: Checkpoint) -> dict[str, int]:
-    """How many axes the input of each linear of the denoiser has; no weight is read."""
-    part = denoiser_part(checkpoint)
-    mode, module = fake_module(lambda: part.wrap(checkpoint.build()[part.component]), part.contract.weights)
-    ranks: dict[str, int] = {}
-
-    def remember(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        return lambda layer, inputs: ranks.update({name: inputs[0].ndim})
-
-    for name, layer in denoiser_of(checkpoint, module).named_modules():
-        if isinstance(layer, nn.Linear):
-            layer.register_forward_pre_hook(remember(name))
-    with mode, torch.no_grad():
-        shapes = example_shapes(part.contract)
-        module(**{name: torch.zeros(shape, dtype=part.contract.dtypes[name]) for name, shape in shapes.items()})
-    return ranks
 
 
 def shape_of_codes(shape: tuple[int, ...], scale: tuple[int, ...], turned: bool) -> tuple[int, ...] | None:
@@ -460,7 +464,7 @@ class Stored:
 
 
 def problems(stored: Stored) -> Iterator[str]:
-    """What of a layer's tensors makes no such weight, in words."""
+    """The reasons, in words, why a layer's tensors make no such weight."""
     pieces, kind = stored.pieces, stored.kind
     codes, scale = (tuple(pieces[piece].shape) for piece in ("weight", "scale"))
     if pieces["weight"].dtype != kind.stored:
@@ -498,35 +502,104 @@ def rotated_together(columns: int, most: int) -> int:
     return group if group >= 4 else 1
 
 
-@dataclass(frozen=True)
-class Rotated:
-    """What ``then`` does to an input [..., in] that is rotated as weights are, turned back."""
-
-    then: Inputs
-    group: int
-
-    def __call__(self, x: Tensor) -> Tensor:
-        matrix = hadamard(self.group).to(x)
-        y = self.then((x.unflatten(-1, (-1, self.group)) @ matrix).flatten(-2))
-        return (y.unflatten(-1, (-1, self.group)) @ matrix).flatten(-2)
-
-    def __str__(self) -> str:
-        return f"rotated, {self.then}"
-
-
 def rotated(weight: Tensor, group: int) -> Tensor:
     """A weight [out, in, ...] times a symmetric Hadamard matrix, ``group`` numbers of a row at a time; 1 for none."""
-    if group == 1:
-        return weight
-    return (weight.flatten(1).unflatten(1, (-1, group)) @ hadamard(group)).view(weight.shape)
+    return weight if group == 1 else in_groups(weight.flatten(1), hadamard(group)).view(weight.shape)
 
 
 @cache
 def hadamard(size: int) -> Tensor:
-    """Sylvester's matrix, or for powers of four the one with as many minus signs in each row, over sqrt(size)."""
-    four = size.bit_length() % 2 == 1
-    smallest = torch.ones(4, 4) - 2 * torch.eye(4).flip(1) if four else torch.tensor([[1.0, 1.0], [1.0, -1.0]])
-    matrix = smallest
+    """Sylvester's matrix over sqrt(size); for powers of four the regular one, of ``quantization.rotation``."""
+    if size.bit_length() % 2 == 1:
+        return rotation_matrix(size)
+    pair = matrix = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
     while len(matrix) < size:
-        matrix = torch.kron(matrix, smallest)
+        matrix = torch.kron(matrix, pair)
     return matrix / size**0.5
+
+
+# Writing
+
+WRITTEN = {"int8": "int8", "fp8": FP8, "int4": "int4"}  # SDNQ's numbers by our formats
+PER_ROW, PER_TENSOR = -1, -2  # of a config's group_size
+OFFSET = 8  # of the unsigned number that holds a code of four bits
+WRITTEN_CONFIG = {
+    "quant_method": METHOD,
+    "quant_conv": True,
+    "use_quantized_matmul": False,
+    "dequantize_fp32": True,
+    "add_skip_keys": False,
+    "minimum_allowed_numel": 0,
+    "minimum_allowed_channel_size": 0,
+}
+
+
+def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
+    """Writes the denoiser into the pipeline ``folder``: its weights, and ``quantization_config`` in its config.
+
+    What is not quantized is fp16, a branch ``svd_up`` [out, rank] and ``svd_down`` [rank, in] too. Raises ResourceError
+    when the disk is full.
+    """
+    layers = quantized(assignment)
+    tensors: dict[str, LazyTensor] = {}
+    for name, tensor in high_precision(checkpoint, assignment).items():
+        layer = layers.get(name.removesuffix(".weight"))
+        tensors |= {name: tensor} if layer is None else tensors_of(checkpoint, layer)
+    target = folder / denoiser_part(checkpoint).component
+    write_safetensors(target / FILE, tensors)
+    config = json.loads((target / CONFIG).read_text())
+    write_json(target / CONFIG, config | {"quantization_config": config_of(layers, empty_denoiser(checkpoint))})
+    return folder
+
+
+def tensors_of(checkpoint: Checkpoint, layer: LayerAssignment) -> dict[str, LazyTensor]:
+    """The tensors of a quantized layer by the names that they have in the file."""
+    shape, (rows, columns) = layer.weight_shape, scales_shape(layer)
+    kind = numbers_named(WRITTEN[layer.format])
+    if FORMATS[layer.format].block is None:
+        scale_shape: tuple[int, ...] = (rows, columns, *(1 for _ in shape[2:]))
+        codes = lazy_piece(checkpoint, layer, 0, shape, kind.stored)
+    else:
+        scale_shape = (rows, columns, 1) if columns > 1 else (rows, 1)
+        codes = lazy_piece(checkpoint, layer, 0, (prod(shape) // 2,), kind.stored, nibbles)
+    tensors = {
+        f"{layer.name}.weight": codes,
+        f"{layer.name}.scale": lazy_piece(checkpoint, layer, 1, scale_shape, torch.float32),
+    }
+    if layer.low_rank is not None:
+        up, down = layer.low_rank
+        tensors |= {f"{layer.name}.svd_up": lazy(up), f"{layer.name}.svd_down": lazy(down)}
+    return tensors
+
+
+def nibbles(codes: Tensor) -> Tensor:
+    return pack_nibbles(codes + OFFSET)
+
+
+def config_of(layers: Assignment, denoiser: nn.Module) -> dict:
+    """The ``quantization_config`` of a ``denoiser`` with these quantized layers."""
+    kinds = {name: kind_of(layer) for name, layer in layers.items()}
+    common = Counter(tuple(kind.items()) for kind in kinds.values()).most_common(1)
+    default = dict(common[0][0]) if common else {}
+    others = [
+        name
+        for name, module in denoiser.named_modules()
+        if isinstance(module, nn.Linear | nn.Conv2d) and name not in layers
+    ]
+    return {
+        **WRITTEN_CONFIG,
+        **default,
+        "modules_to_not_convert": [f"{name}.weight" for name in others],
+        "modules_quant_config": {f"{name}.weight": kind for name, kind in kinds.items() if kind != default},
+    }
+
+
+def kind_of(layer: LayerAssignment) -> dict[str, str | int | bool]:
+    """How a layer is stored, in the words of SDNQ's config."""
+    static = PER_ROW if layer.weight_axis == 0 else PER_TENSOR
+    return {
+        "weights_dtype": WRITTEN[layer.format],
+        "group_size": FORMATS[layer.format].block or static,
+        "use_svd": layer.low_rank is not None,
+        "svd_rank": layer.rank or 1,  # which SDNQ wants to be positive
+    }

@@ -1,8 +1,9 @@
 """diffusers with torchao: linears whose weights are tensors of torchao's own classes.
 
 A safetensors file holds such a tensor in pieces, ``X._weight_qdata`` and others, and its header's metadata says which
-class they make up and with what other fields, as JSON (torchao's ``prototype.safetensors``, 0.16 and newer). The config
-says with which options the tensors were made; they decide, so it is not read.
+class they make up and with what other fields, as JSON (torchao's ``prototype.safetensors``, 0.16 and newer, read by
+diffusers' ``TorchAoHfQuantizer``). The config says with which options the tensors were made; it is not read, because
+the tensors decide.
 
 | class                    | codes                                      | scales                                      |
 |--------------------------|--------------------------------------------|---------------------------------------------|
@@ -13,13 +14,18 @@ says with which options the tensors were made; they decide, so it is not read.
 
 Where codes are multiplied, a weight is given in fp32; where torchao dequantizes a weight first, in the dtype to which
 it does. Formulas are those of torchao 0.18 (BSD licence).
-The road not taken is to let torchao make the tensors: it imports for seconds, and looks names of a file up in torch.
+
+Written are Int8Tensors, which hold all that SmoothQuant needs: inputs with a static scale or one a row, and factors in
+front. A static scale has as many axes as the input, else torchao asserts. No convolution can be held, and no other
+format of ours: torchao's FP8 tensor has no static scale for inputs.
+
+The roads not taken: torchao makes no tensors here, because it imports for seconds, looks names of a file up in torch,
+and would hold the whole network; and its ``quantize_`` chooses other codes.
 """
 
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from math import isfinite, prod
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +33,36 @@ import torch
 from torch import Tensor, nn
 
 from sd_quant.errors import ArtifactError
-from sd_quant.files.safetensors import read_header, without_duplicates
-from sd_quant.files.tensors import Readable, StoredTensor
+from sd_quant.files import write_json
+from sd_quant.files.safetensors import FORMAT, read_header, without_duplicates, write_safetensors
+from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, lazy, size_of
 from sd_quant.interchange import DIFFUSERS, STATIC, ForeignFormat
-from sd_quant.interchange.candidate import FLOATS, Candidate, Inputs, StoredLayer, check_whole, size_in_file
-from sd_quant.interchange.folders import by_diffusers, decoded, denoiser_folder, quantized_by, stored_tensors
-from sd_quant.interchange.inputs import Affine, Multiplied, NvidiaBlocks, RowFloat8
+from sd_quant.interchange.denoiser import (
+    FLOATS,
+    Inputs,
+    QuantizedDenoiser,
+    QuantizedLayer,
+    check_whole,
+    input_ranks,
+)
+from sd_quant.interchange.inputs import Affine, Multiplied, Nvfp4, RowFloat8
+from sd_quant.interchange.stored import (
+    CONFIG,
+    DTYPES,
+    FILE,
+    FP8,
+    LayerTensors,
+    by_diffusers,
+    denoiser_folder,
+    plain,
+    quantized_by,
+    stored_tensors,
+)
+from sd_quant.interchange.weights import Assignment, flat_shape, high_precision, lazy_piece, quantized
 from sd_quant.knobs import BOUNDED
-from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
+from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
 from sd_quant.numbers import up_to
+from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import e2m1
 from sd_quant.quantization.formats.blocks import TILE_COLUMNS, TILE_ROWS, from_tiles
 
@@ -53,9 +80,9 @@ FACTS = ForeignFormat(
 )
 METHOD = "torchao"
 NAMES = "tensor_names"  # of the metadata
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-FLOATS8 = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
+FLOATS8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 BLOCK = 16  # numbers of NVFP4 to a scale
+SMALLEST_NVFP4 = 2.0**-6  # of a block's scale for inputs: E4M3's smallest normal number
 PER_ROW = {"_type": "PerRow", "_data": {"dim": -1}}
 PER_TENSOR = {"_type": "PerTensor", "_data": {}}
 OTHERS = {
@@ -68,7 +95,7 @@ OTHERS = {
 
 @dataclass(frozen=True)
 class Described:
-    """What a file's metadata says of a tensor."""
+    """A tensor as the metadata of a file describes it."""
 
     kind: str  # torchao's class
     fields: Mapping[str, Any]
@@ -91,17 +118,17 @@ def recognizes(path: Path) -> bool:
     return quantized_by(path, METHOD)
 
 
-def read(path: Path, checkpoint: Checkpoint) -> Candidate:
+def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     """The denoiser in ``path`` as torchao computes it.
 
     Raises ArtifactError for a damaged folder, one of pickles, a class or a field that cannot be decoded here, and for
-    whatever is not the denoiser of ``checkpoint``.
+    any other denoiser than that of ``checkpoint``.
     """
     refuse_pickles(path)
     stored = stored_tensors(path)
     descriptions = descriptions_of(path, stored.values())
     modules = dict(empty_denoiser(checkpoint).named_modules())
-    layers: dict[str, StoredLayer] = {}
+    layers: dict[str, QuantizedLayer] = {}
     computes = True
     parameters: dict[str, Readable] = {}
     for name, description in descriptions.items():
@@ -113,27 +140,22 @@ def read(path: Path, checkpoint: Checkpoint) -> Candidate:
         keys = {piece: f"{layer}._{ending}_{piece}" for piece in description.pieces}
         if missing := [key for key in keys.values() if key not in stored]:
             raise ArtifactError(f"{path} holds no {missing[0][:200]!r}, a piece of {name[:200]!r}; fetch it again")
-        pieces = {piece: stored.pop(key) for piece, key in keys.items()}
+        pieces = LayerTensors(path, layer, {piece: stored.pop(key) for piece, key in keys.items()})
         module = modules.get(layer)
         if not isinstance(module, nn.Linear) or ending != "weight":
             raise ArtifactError(
                 f"{path} has {name[:200]!r} as a {description.kind[:100]}, expected none but weights of the model's "
                 "linears; give a quantization of that very model"
             )
-        shape = tuple(module.weight.shape)
-        weight = decoded_weight(path, layer, shape, description, pieces)
-        layers[layer] = stored_layer(path, layer, shape, weight, pieces)
-        computes = computes and weight.computes
-    candidate = Candidate(
-        path=path,
-        reader="diffusers_torchao",
-        maker="torchao",
-        layers=layers,
-        parameters=parameters,
-        stored_bytes=size_in_file(parameters.values()) + sum(layer.stored_bytes for layer in layers.values()),
-        runtime=by_diffusers(path, checkpoint, "torchao") if computes else None,
-    )
-    return check_whole(candidate, checkpoint, unknown=list(stored))
+        layers[layer], computed = quantized_layer(description, pieces, tuple(module.weight.shape))
+        computes = computes and computed
+    denoiser = QuantizedDenoiser(
+        path, FACTS.name, METHOD, layers, parameters,
+        size_of(parameters.values()) + sum(layer.stored_bytes for layer in layers.values()),
+        runtime=by_diffusers(path, checkpoint, METHOD) if computes else None,
+    )  # fmt: skip
+    check_whole(denoiser, checkpoint, unknown=list(stored))
+    return denoiser
 
 
 def refuse_pickles(path: Path) -> None:
@@ -224,71 +246,38 @@ def block_of(value: Any, shape: tuple[int, int]) -> tuple[int, int]:
 # Layers
 
 
-def decoded_weight(
-    path: Path, name: str, shape: tuple[int, ...], description: Described, pieces: Mapping[str, Readable]
-) -> Decoded:
-    """Raises ArtifactError unless ``pieces`` are the weight of a linear as the ``description`` has it."""
-    kind = description.kind
+def quantized_layer(
+    description: Described, pieces: LayerTensors, shape: tuple[int, ...]
+) -> tuple[QuantizedLayer, bool]:
+    """A linear, and whether torchao computes it, in fp32 on a processor.
+
+    Raises ArtifactError unless ``pieces`` are its weight as the ``description`` has it.
+    """
+    kind, told = description.kind, f"{pieces.path}: {pieces.layer}"
     if kind not in DECODERS:
         raise ArtifactError(
-            f"{path}: {name} is a {kind[:100]}, {OTHERS.get(kind, 'which torchao 0.18 cannot save')}, and is not "
-            f"decoded here; expected {', '.join(DECODERS)}"
+            f"{told} is a {kind[:100]}, {OTHERS.get(kind, 'which torchao 0.18 cannot save')}, and is not decoded here; "
+            f"expected {', '.join(DECODERS)}"
         )
     try:
-        return DECODERS[kind](description.fields, pieces, (shape[0], shape[1]))
+        weight = DECODERS[kind](description.fields, pieces, (shape[0], shape[1]))
     except (KeyError, ValueError, OverflowError) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else error
         raise ArtifactError(
-            f"{path}: {name}, a {kind} for a weight {list(shape)}, has {str(reason)[:300]}; fetch it again, or save it "
-            "with torchao 0.18"
+            f"{told}, a {kind} for a weight {list(shape)}, has {str(reason)[:300]}; fetch it again, or save it with "
+            "torchao 0.18"
         ) from error
-
-
-def stored_layer(
-    path: Path, name: str, shape: tuple[int, ...], weight: Decoded, pieces: Mapping[str, Readable]
-) -> StoredLayer:
     rows, columns = weight.block
-    told = f"{columns} numbers" if rows == 1 else f"{rows} x {columns} numbers"
-    told = "all" if weight.block == shape else "a row" if weight.block == (1, shape[1]) else told
-    return StoredLayer(
-        format=weight.format,
-        scales=f"1 for {told}",
-        stored_bytes=size_in_file(pieces.values()),
-        weight=decoded(path, name, shape, weight.read, weight.dtype),
-        inputs=weight.inputs,
-    )
-
-
-def expect(
-    pieces: Mapping[str, Readable], name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
-) -> Readable:
-    """The piece of that name. Raises KeyError where there is none, ValueError for another shape or dtype."""
-    piece = pieces[name]
-    if tuple(piece.shape) != shape or piece.dtype not in dtypes:
-        raise ValueError(f"a {name} {list(piece.shape)} {piece.dtype} where {list(shape)} {dtypes[0]} belongs")
-    return piece
+    share = f"{columns} numbers" if rows == 1 else f"{rows} x {columns} numbers"
+    share = "all" if weight.block == shape else "a row" if weight.block == (1, shape[1]) else share
+    read = pieces.decoded(shape, weight.read, weight.dtype)
+    return QuantizedLayer(weight.format, f"1 for {share}", pieces.size(), read, weight.inputs), weight.computes
 
 
 def only(found: Iterable[str], known: Iterable[str]) -> None:
     """Raises ValueError for a piece or field that nothing here reads."""
     if unknown := sorted(set(found) - set(known)):
         raise ValueError(f"{', '.join(unknown)[:200]}, not known here")
-
-
-def one_number(piece: Readable, name: str) -> float:
-    """Read now. Raises ValueError unless it is one finite number."""
-    if prod(piece.shape) != 1:
-        raise ValueError(f"a {name} {list(piece.shape)} where one number belongs")
-    value = float(piece.read().float())
-    if not isfinite(value):
-        raise ValueError(f"a {name} of {value}")
-    return value
-
-
-def positive(value: float, name: str) -> float:
-    if value <= 0:
-        raise ValueError(f"a {name} of {value:g}")
-    return value
 
 
 def affine(
@@ -301,15 +290,15 @@ def affine(
     return (blocks * scale[:, None, :, None]).to(dtype).view(codes.shape)
 
 
-def int8(fields: Mapping[str, Any], pieces: Mapping[str, Readable], shape: tuple[int, int]) -> Decoded:
+def int8(fields: Mapping[str, Any], pieces: LayerTensors, shape: tuple[int, int]) -> Decoded:
     """Rows are multiplied as codes, whether inputs are quantized or not; weights in blocks are dequantized first."""
     only(fields, ("act_quant_kwargs", "reduce_range", "block_size", "dtype"))
-    only(pieces, ("qdata", "scale", "zero_point", "act_quant_scale", "act_quant_zero_point", "act_pre_scale"))
+    only(pieces.tensors, ("qdata", "scale", "zero_point", "act_quant_scale", "act_quant_zero_point", "act_pre_scale"))
     block = block_of(fields["block_size"], shape)
     inputs: Inputs | None = int8_inputs(fields.get("act_quant_kwargs"), pieces)
     blocks = (shape[0] // block[0], shape[1] // block[1])
-    codes, scale = expect(pieces, "qdata", shape, (torch.int8,)), expect(pieces, "scale", blocks, FLOATS)
-    zero_point = expect(pieces, "zero_point", blocks, (torch.int8,)) if "zero_point" in pieces else None
+    codes, scale = pieces.checked("qdata", [shape], [torch.int8]), pieces.checked("scale", [blocks], FLOATS)
+    zero_point = pieces.checked("zero_point", [blocks], [torch.int8]) if "zero_point" in pieces else None
     in_blocks = block[1] < shape[1]
     if in_blocks and fields.get("act_quant_kwargs") is not None or not in_blocks and block[0] not in (1, shape[0]):
         raise ValueError(f"block_size {list(block)}, with which torchao multiplies no codes")
@@ -324,15 +313,13 @@ def int8(fields: Mapping[str, Any], pieces: Mapping[str, Readable], shape: tuple
         return affine(codes.read(), None, scale.read().float(), block, torch.float32)
 
     if "act_pre_scale" in pieces:
-        factor = expect(pieces, "act_pre_scale", (shape[1],), FLOATS).read()
-        if not torch.isfinite(factor).all():
-            raise ValueError("an act_pre_scale with NaN or infinite numbers")
-        inputs = Multiplied(factor.float(), False, inputs)
+        pieces.checked("act_pre_scale", [(shape[1],)], FLOATS)
+        inputs = Multiplied(pieces.finite("act_pre_scale").float(), False, inputs)
     return Decoded("int8", block, dtype if in_blocks else torch.float32, weight, inputs)
 
 
-def int8_inputs(value: Any, pieces: Mapping[str, Readable]) -> Affine | None:
-    """What ``act_quant_kwargs`` says, with a static scale where there is one."""
+def int8_inputs(value: Any, pieces: LayerTensors) -> Affine | None:
+    """The rounding that ``act_quant_kwargs`` describes, with a static scale where there is one."""
     if value is None:
         return None
     options = options_of(value, "QuantizeTensorToInt8Kwargs", ("granularity", "mapping_type", "reduce_range"))
@@ -343,8 +330,8 @@ def int8_inputs(value: Any, pieces: Mapping[str, Readable]) -> Affine | None:
     if not isinstance(half, bool):
         raise ValueError(f"reduce_range {BOUNDED.repr(half)}")
     if "act_quant_scale" in pieces:
-        static = positive(one_number(pieces["act_quant_scale"], "act_quant_scale"), "act_quant_scale")
-    zero = pieces.get("act_quant_zero_point")
+        static = pieces.number("act_quant_scale", positive=True)
+    zero = "act_quant_zero_point"
     return Affine(
         low=-64 if half else -128,
         high=63 if half else 127,
@@ -352,19 +339,19 @@ def int8_inputs(value: Any, pieces: Mapping[str, Readable]) -> Affine | None:
         symmetric=mapping == "SYMMETRIC",
         smallest=torch.finfo(torch.float32).eps,
         scale=static,
-        zero_point=0.0 if zero is None or static is None else one_number(zero, "act_quant_zero_point"),
+        zero_point=0.0 if zero not in pieces or static is None else pieces.number(zero),
     )
 
 
-def intx(fields: Mapping[str, Any], pieces: Mapping[str, Readable], shape: tuple[int, int]) -> Decoded:
+def intx(fields: Mapping[str, Any], pieces: LayerTensors, shape: tuple[int, int]) -> Decoded:
     only(fields, ("target_dtype", "block_size", "dtype", "activation_quantization"))
-    only(pieces, ("qdata", "scale", "zero_point"))
+    only(pieces.tensors, ("qdata", "scale", "zero_point"))
     widths = {f"int{bits}": torch.int8 for bits in range(1, 9)}
     dtype_of(fields["target_dtype"], widths)
     block, dtype = block_of(fields["block_size"], shape), dtype_of(fields["dtype"])
     blocks = (shape[0] // block[0], shape[1] // block[1])
-    codes, scale = expect(pieces, "qdata", shape, (torch.int8,)), expect(pieces, "scale", blocks, FLOATS)
-    zero_point = expect(pieces, "zero_point", blocks, (torch.int8, *FLOATS))
+    codes, scale = pieces.checked("qdata", [shape], [torch.int8]), pieces.checked("scale", [blocks], FLOATS)
+    zero_point = pieces.checked("zero_point", [blocks], [torch.int8, *FLOATS])
     inputs = fields["activation_quantization"]
     if inputs not in (None, "int8_asym_per_token"):
         raise ValueError(f"inputs with {BOUNDED.repr(inputs)}")
@@ -377,16 +364,16 @@ def intx(fields: Mapping[str, Any], pieces: Mapping[str, Readable], shape: tuple
     )
 
 
-def float8(fields: Mapping[str, Any], pieces: Mapping[str, Readable], shape: tuple[int, int]) -> Decoded:
+def float8(fields: Mapping[str, Any], pieces: LayerTensors, shape: tuple[int, int]) -> Decoded:
     only(fields, ("block_size", "mm_config", "act_quant_kwargs", "kernel_preference", "dtype"))
-    only(pieces, ("qdata", "scale"))
+    only(pieces.tensors, ("qdata", "scale"))
     block = block_of(fields["block_size"], shape)
-    codes = expect(pieces, "qdata", shape, tuple(FLOATS8.values()))
-    scale = expect(pieces, "scale", (shape[0] // block[0], shape[1] // block[1]), FLOATS)
+    codes = pieces.checked("qdata", [shape], FLOATS8)
+    scale = pieces.checked("scale", [(shape[0] // block[0], shape[1] // block[1])], FLOATS)
     inputs = float8_inputs(fields.get("act_quant_kwargs"))
     dtype = torch.float32 if inputs is not None else dtype_of(fields["dtype"])
     return Decoded(
-        format=str(codes.dtype).removeprefix("torch."),
+        format=plain(codes.dtype),
         block=block,
         dtype=dtype,
         read=lambda: affine(codes.read(), None, scale.read().float(), block, torch.float32).to(dtype),
@@ -403,23 +390,23 @@ def float8_inputs(value: Any) -> RowFloat8 | None:
         "QuantizeTensorToFloat8Kwargs",
         ("float8_dtype", "granularity", "mm_config", "hp_value_lb", "hp_value_ub", "kernel_preference"),
     )
-    dtype_of(options["float8_dtype"], {"float8_e4m3fn": torch.float8_e4m3fn})
+    dtype_of(options["float8_dtype"], {FP8: torch.float8_e4m3fn})
     bounds = [options.get(name) for name in ("hp_value_lb", "hp_value_ub")]
     if options["granularity"] not in (PER_ROW, PER_TENSOR) or bounds != [None, None]:
         raise ValueError(f"inputs with {BOUNDED.repr(options['granularity'])}, bounds {BOUNDED.repr(bounds)}")
     return RowFloat8(whole=options["granularity"] == PER_TENSOR)
 
 
-def nvfp4(fields: Mapping[str, Any], pieces: Mapping[str, Readable], shape: tuple[int, int]) -> Decoded:
+def nvfp4(fields: Mapping[str, Any], pieces: LayerTensors, shape: tuple[int, int]) -> Decoded:
     only(fields, ("block_size", "orig_dtype", "is_swizzled_scales", "use_triton_kernel", "act_quant_kwargs"))
-    only(pieces, ("qdata", "scale", "per_tensor_scale", "act_per_tensor_scale"))
+    only(pieces.tensors, ("qdata", "scale", "per_tensor_scale", "act_per_tensor_scale"))
     tiled, rows, columns = fields.get("is_swizzled_scales"), shape[0], shape[1] // BLOCK
     if fields["block_size"] != BLOCK or shape[1] % BLOCK or not isinstance(tiled, bool):
         raise ValueError(f"blocks of {BOUNDED.repr(fields['block_size'])}, in tiles: {BOUNDED.repr(tiled)}")
-    codes = expect(pieces, "qdata", (rows, shape[1] // 2), (torch.uint8,))
+    codes = pieces.checked("qdata", [(rows, shape[1] // 2)], [torch.uint8])
     scale_shape = (up_to(rows, TILE_ROWS) // 4, 4 * up_to(columns, TILE_COLUMNS)) if tiled else (rows, columns)
-    scale = expect(pieces, "scale", scale_shape, (torch.float8_e4m3fn,))
-    common = expect(pieces, "per_tensor_scale", (), (torch.float32,)) if "per_tensor_scale" in pieces else None
+    scale = pieces.checked("scale", [scale_shape], [torch.float8_e4m3fn])
+    common = pieces.checked("per_tensor_scale", [()], [torch.float32]) if "per_tensor_scale" in pieces else None
     inputs = nvfp4_inputs(fields.get("act_quant_kwargs"), pieces)
     dtype = torch.float32 if inputs is not None else dtype_of(fields["orig_dtype"])
 
@@ -433,7 +420,7 @@ def nvfp4(fields: Mapping[str, Any], pieces: Mapping[str, Readable], shape: tupl
     return Decoded("nvfp4", (1, BLOCK), dtype, weight, inputs, computes=inputs is None)
 
 
-def nvfp4_inputs(value: Any, pieces: Mapping[str, Readable]) -> NvidiaBlocks | None:
+def nvfp4_inputs(value: Any, pieces: LayerTensors) -> Nvfp4 | None:
     if value is None:
         return None
     options = options_of(
@@ -444,14 +431,92 @@ def nvfp4_inputs(value: Any, pieces: Mapping[str, Readable]) -> NvidiaBlocks | N
     if options["block_size"] != BLOCK or not isinstance(options["use_dynamic_per_tensor_scale"], bool):
         raise ValueError(f"inputs with {BOUNDED.repr(options)}")
     if options["use_dynamic_per_tensor_scale"]:
-        return NvidiaBlocks("each time")
-    static = pieces.get("act_per_tensor_scale")
-    return NvidiaBlocks(None if static is None else positive(one_number(static, "act_per_tensor_scale"), "scale"))
+        return Nvfp4(None, SMALLEST_NVFP4, reciprocal=True, also=", and one each time")
+    if "act_per_tensor_scale" not in pieces:
+        return Nvfp4(1.0, SMALLEST_NVFP4, reciprocal=True)
+    static = pieces.number("act_per_tensor_scale", positive=True)
+    return Nvfp4(static, SMALLEST_NVFP4, reciprocal=True, also=", and one")
 
 
-DECODERS: Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Readable], tuple[int, int]], Decoded]] = {
+DECODERS: Mapping[str, Callable[[Mapping[str, Any], LayerTensors, tuple[int, int]], Decoded]] = {
     "Int8Tensor": int8,
     "IntxUnpackedToInt8Tensor": intx,
     "Float8Tensor": float8,
     "NVFP4Tensor": nvfp4,
 }
+
+
+# Writing
+
+# diffusers asks for some config; the tensors in the file say everything, so it has no values.
+WRITTEN_CONFIG = {
+    "quant_method": METHOD,
+    "quant_type": {"default": {"_type": "Int8StaticActivationInt8WeightConfig", "_version": 1, "_data": {}}},
+    "modules_to_not_convert": None,
+}
+
+
+def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
+    """Writes the denoiser into the pipeline ``folder``: its weights, and ``quantization_config`` in its config.
+
+    Per quantized layer there are codes int8 [out, in], scales fp32 [out, 1], the input's scale fp32 [1, ...] unless it
+    is scaled per token and, where the layer multiplies, its factors fp32 [in]; all other weights are fp16.
+    Raises ResourceError when the disk is full.
+    """
+    layers = quantized(assignment)
+    ranks = input_ranks(checkpoint) if any(not layer.per_token for layer in layers.values()) else {}
+    tensors: dict[str, LazyTensor] = {}
+    metadata: dict[str, str] = {}
+    for name, tensor in high_precision(checkpoint, assignment).items():
+        layer = layers.get(name.removesuffix(".weight"))
+        if layer is None:
+            tensors[name], metadata[name] = tensor, json.dumps({"_type": "Tensor"})
+            continue
+        pieces = pieces_of(checkpoint, layer, None if layer.per_token else ranks[layer.name])
+        tensors |= {f"{layer.name}._weight_{piece}": each for piece, each in pieces.items()}
+        metadata[name] = json.dumps(description_of(layer, list(pieces)))
+    metadata[NAMES] = json.dumps(list(metadata))
+    target = folder / denoiser_part(checkpoint).component
+    write_safetensors(target / FILE, tensors, metadata=FORMAT | metadata)
+    config = json.loads((target / CONFIG).read_text())
+    write_json(target / CONFIG, config | {"quantization_config": WRITTEN_CONFIG})
+    return folder
+
+
+def pieces_of(checkpoint: Checkpoint, layer: LayerAssignment, rank: int | None) -> dict[str, LazyTensor]:
+    """The tensors that make up a layer's ``Int8Tensor``, by torchao's names.
+
+    ``rank`` is that of the layer's input, None where the input has no static scale.
+    """
+    shape = flat_shape(layer)
+    per_output = (shape[0], 1)
+    pieces = {
+        "qdata": lazy_piece(checkpoint, layer, 0, shape, torch.int8),
+        # one per output, also where the weight has one alone: torchao takes it for either
+        "scale": lazy_piece(checkpoint, layer, 1, per_output, torch.float32, lambda scale: scale.expand(per_output)),
+        "zero_point": lazy(torch.zeros(per_output, dtype=torch.int8)),
+    }
+    if rank is not None:
+        pieces["act_quant_scale"] = lazy(torch.full([1] * rank, layer.activation_scale))
+    if layer.multiplies:
+        pieces["act_pre_scale"] = lazy(layer.pre_quant_scale.half().float())  # as every graph of ours has it
+    return pieces
+
+
+def description_of(layer: LayerAssignment, pieces: list[str]) -> dict:
+    """The metadata of a layer's weight: the class to make of its pieces, and its other fields.
+
+    The dtype is the one that diffusers loads by default and advises for integers.
+    """
+    inputs = {
+        "granularity": PER_ROW if layer.per_token else PER_TENSOR,
+        "mapping_type": {"_type": "MappingType", "_data": "SYMMETRIC"},
+        "reduce_range": False,
+    }
+    fields = {
+        "act_quant_kwargs": {"_type": "QuantizeTensorToInt8Kwargs", "_data": inputs},
+        "reduce_range": False,
+        "block_size": [1, flat_shape(layer)[1]],
+        "dtype": {"_type": "torch.dtype", "_data": "bfloat16"},
+    }
+    return {"_type": "Int8Tensor", "_data": fields, "_tensor_data_names": pieces}

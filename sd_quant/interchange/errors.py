@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sd_quant.interchange.candidate import StoredLayer
+from sd_quant.interchange.denoiser import QuantizedLayer, quantize_inputs
 from sd_quant.interchange.folding import plain_weight
-from sd_quant.interchange.network import quantize_inputs
 from sd_quant.numbers import finite, relative_error
 
 
@@ -34,7 +33,7 @@ def product(module: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight)
 
 
-def theirs(module: nn.Module, layer: StoredLayer, x: Tensor, weight: Tensor) -> Tensor:
+def theirs(module: nn.Module, layer: QuantizedLayer, x: Tensor, weight: Tensor) -> Tensor:
     """The same as the candidate's layer computes it."""
     if layer.inputs is None:
         return product(module, x, weight)
@@ -49,7 +48,7 @@ def theirs(module: nn.Module, layer: StoredLayer, x: Tensor, weight: Tensor) -> 
 @torch.no_grad()
 def layer_errors(
     network: nn.Module,
-    layers: Mapping[str, StoredLayer],
+    layers: Mapping[str, QuantizedLayer],
     run: Callable[[], object],
     advance: Callable[[], object] = lambda: None,
 ) -> dict[str, LayerErrors]:
@@ -90,7 +89,7 @@ def ratio(error: float, reference: float) -> float | None:
 
 
 @contextmanager
-def put_in(network: nn.Module, name: str, layer: StoredLayer) -> Iterator[None]:
+def put_in(network: nn.Module, name: str, layer: QuantizedLayer) -> Iterator[None]:
     """In the block ``network`` has this layer of the candidate, and is otherwise as it was."""
     module = network.get_submodule(name)
     weight = module.get_parameter("weight")
@@ -108,7 +107,7 @@ def put_in(network: nn.Module, name: str, layer: StoredLayer) -> Iterator[None]:
 @torch.no_grad()
 def alone(
     network: nn.Module,
-    layers: Mapping[str, StoredLayer],
+    layers: Mapping[str, QuantizedLayer],
     names: Sequence[str],
     run: Callable[[], Tensor],
     advance: Callable[[], object] = lambda: None,

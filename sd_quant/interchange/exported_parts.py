@@ -43,6 +43,8 @@ from sd_quant.models.parts import Contract, Part, VaePart
 from sd_quant.models.sdxl import unet_part
 from sd_quant.models.text_encoders import padded, positions
 from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.formats import FORMATS
+from sd_quant.simulation.modelopt import simulate
 
 CONFIG = "config.json"
 
@@ -162,7 +164,7 @@ def write_folder(
     *,
     pipelines: str,
     convert: Callable[[Path, Path], None],
-) -> None:
+) -> Path:
     """Add the networks to the pipeline ``folder``, which has everything else, the UNet quantized by ``assignment``.
 
     ``convert`` is called for each with its ONNX file, which it may move or change, and with the folder of the network,
@@ -181,3 +183,25 @@ def write_folder(
             convert(path, place)
     index = read_json(folder, INDEX)
     write_json(folder / INDEX, index | {"_class_name": f"{pipelines}{index['_class_name'].removeprefix(pipelines)}"})
+    return folder
+
+
+@torch.no_grad()
+def simulate_graph(denoiser: nn.Module, assignment: Mapping[str, LayerAssignment]) -> None:
+    """Make ``denoiser``, in place, compute what a runtime computes of its graph: ModelOpt's simulation of all layers.
+
+    Weights that are not quantized are fp16's numbers, as in the file, and static codes are the file's: ModelOpt, which
+    multiplies by 1 / scale, would give a weight half-way between two the other one.
+    The road not taken is to run the file: runtimes saturate sums on some processors, and call the network otherwise.
+    """
+    stored = denoiser.state_dict()
+    for name, buffer in denoiser.named_buffers():
+        if name in stored and buffer.is_floating_point():
+            buffer.copy_(buffer.half())
+    simulate(denoiser, assignment)
+    rounded = {f"{row.name}.weight": row for row in assignment.values() if row.format is not None}
+    for name, parameter in denoiser.named_parameters():
+        if (row := rounded.get(name)) is None:
+            parameter.copy_(parameter.half())
+        elif FORMATS[row.format].static_scale:
+            parameter.copy_(row.rounded_weight(parameter))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sd_quant.files.tensors import LazyTensor
-from sd_quant.interchange.candidate import Candidate, StoredLayer
+from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer
 from sd_quant.interchange.inputs import Multiplied
 from sd_quant.models.checkpoint import Checkpoint, denoiser_weights, empty_denoiser
 from sd_quant.models.parts import SharedInput
@@ -27,7 +27,7 @@ OF_NORM, OF_ROW = 0.15, 0.5
 SLIGHT_OF_NORM, SLIGHT_OF_ROW = 0.01, 0.05
 
 
-def unfolded(candidate: Candidate, checkpoint: Checkpoint) -> Mapping[str, StoredLayer]:
+def unfolded(denoiser: QuantizedDenoiser, checkpoint: Checkpoint) -> Mapping[str, QuantizedLayer]:
     """The candidate's layers as they compute on inputs of the full-precision network: the same where none is folded.
 
     Reads the weights of the norms and linears that may have taken over a smoothing.
@@ -38,7 +38,7 @@ def unfolded(candidate: Candidate, checkpoint: Checkpoint) -> Mapping[str, Store
     ]
     shared = [each for each in checkpoint.family.shared_inputs(linears) if each.producer is not None]
     norms = [each for each in shared if len(full[f"{each.producer}.weight"].shape) == 1]
-    by_norms = {each: quotient(weight_in(candidate, each.producer), full[f"{each.producer}.weight"].float())
+    by_norms = {each: quotient(weight_in(denoiser, each.producer), full[f"{each.producer}.weight"].float())
                 for each in norms}  # fmt: skip
     folds = any(noticed(factor, OF_NORM) for factor in by_norms.values())
     for each, factor in by_norms.items():
@@ -46,12 +46,12 @@ def unfolded(candidate: Candidate, checkpoint: Checkpoint) -> Mapping[str, Store
             factors_in |= dict.fromkeys(each.readers, factor)
     for each in shared:
         if each not in norms:
-            ours, theirs = full[f"{each.producer}.weight"].float(), weight_in(candidate, each.producer)
+            ours, theirs = full[f"{each.producer}.weight"].float(), weight_in(denoiser, each.producer)
             restored = theirs * factors_in.get(each.producer, torch.ones(()))
             inputs = full[f"{each.readers[0]}.weight"].shape[1]
             bias, their_bias = None, None
             if each.modulation is not None and f"{each.producer}.bias" in full:
-                bias, their_bias = full[f"{each.producer}.bias"], candidate.parameters[f"{each.producer}.bias"].read()
+                bias, their_bias = full[f"{each.producer}.bias"], denoiser.parameters[f"{each.producer}.bias"].read()
             factor = row_factors(numbers_of(each, restored, their_bias, inputs), numbers_of(each, ours, bias, inputs))
             if noticed(factor, SLIGHT_OF_ROW if folds else OF_ROW):
                 factors_in |= dict.fromkeys(each.readers, factor)
@@ -59,14 +59,14 @@ def unfolded(candidate: Candidate, checkpoint: Checkpoint) -> Mapping[str, Store
                 for rows in each.rows(inputs):
                     absorbed[rows] *= factor
     return {
-        name: without(layer, factors_in.get(name), factors_out.get(name)) for name, layer in candidate.layers.items()
+        name: without(layer, factors_in.get(name), factors_out.get(name)) for name, layer in denoiser.layers.items()
     }
 
 
-def weight_in(candidate: Candidate, name: str) -> Tensor:
+def weight_in(denoiser: QuantizedDenoiser, name: str) -> Tensor:
     """For inputs that are not multiplied."""
-    layer = candidate.layers.get(name)
-    return candidate.parameters[f"{name}.weight"].read().float() if layer is None else plain_weight(layer)
+    layer = denoiser.layers.get(name)
+    return denoiser.parameters[f"{name}.weight"].read().float() if layer is None else plain_weight(layer)
 
 
 def noticed(factor: Tensor, least: float) -> bool:
@@ -95,7 +95,7 @@ def row_factors(theirs: Tensor, ours: Tensor) -> Tensor:
     return quotient((theirs * ours).sum(1), ours.square().sum(1))
 
 
-def without(layer: StoredLayer, factor_in: Tensor | None, factor_out: Tensor | None) -> StoredLayer:
+def without(layer: QuantizedLayer, factor_in: Tensor | None, factor_out: Tensor | None) -> QuantizedLayer:
     """``layer`` for inputs that are not multiplied by ``factor_in``, with outputs not multiplied by ``factor_out``."""
     if factor_out is not None:
         source, divisor = layer.weight, factor_out[:, None]
@@ -104,7 +104,7 @@ def without(layer: StoredLayer, factor_in: Tensor | None, factor_out: Tensor | N
     return layer if factor_in is None else replace(layer, inputs=Multiplied(factor_in, False, layer.inputs))
 
 
-def plain_weight(layer: StoredLayer) -> Tensor:
+def plain_weight(layer: QuantizedLayer) -> Tensor:
     """What the weight is to inputs that are not multiplied: its columns multiplied by what inputs are."""
     weight, inputs = layer.weight.read().float(), cast(object, layer.inputs)
     while isinstance(inputs, Multiplied):

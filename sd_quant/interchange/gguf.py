@@ -8,7 +8,15 @@ ComfyUI-GGUF's converter stores what no block divides as rows of 256 and says it
 
 The header is read here, byte by byte, because it is a stranger's; blocks are decoded by ggml's own package ``gguf``, in
 fp32 as ggml does. ComfyUI-GGUF and diffusers multiply scale and code in fp16, which rounds each number of a weight once
-more. The road not taken is the package's ``GGUFReader``: it maps the file and believes its counts.
+more.
+
+SDXL's UNet is written with linears in INT8 as Q8_0 and INT4 as Q4_0, which have a scale in fp16 for every 32 numbers: a
+scale per row or per 64 numbers is repeated, so that our codes and scales are held exactly. Keys are Stability AI's,
+without the prefix that ComfyUI-GGUF's converter strips too. Vectors are F32, as there. Convolutions are F16 and keep
+their shape: the converter reshapes them for the blocks of 256 of other formats, which nothing here has.
+
+The roads not taken are the package's ``GGUFReader``, which maps the file and believes its counts, and its ``quantize``,
+which chooses other scales.
 """
 
 import struct
@@ -25,15 +33,19 @@ import torch
 from torch import Tensor, nn
 
 from sd_quant.errors import ArtifactError
-from sd_quant.files import open_regular
+from sd_quant.files import atomic_path, open_regular
 from sd_quant.files.archive import Member, whole_file
 from sd_quant.files.checks import listing
 from sd_quant.files.safetensors import MAX_DIMENSIONS, MAX_HEADER, MAX_SIDE
-from sd_quant.files.tensors import Readable, StoredTensor, strides
+from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, strides
+from sd_quant.files.tensors import size_of as bytes_of
 from sd_quant.interchange import FP16, SDXL, ForeignFormat
-from sd_quant.interchange.candidate import Candidate, StoredLayer, check_whole, needed
+from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, check_whole, needed
 from sd_quant.interchange.other_names import Rows, denoiser_tensors, joined, places_in, rows_of
+from sd_quant.interchange.weights import Assignment, codes_and_scales, flat_shape, high_precision, quantized
 from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
+from sd_quant.names.sgm import sgm_names
+from sd_quant.quantization.assignment import LayerAssignment
 
 FACTS = ForeignFormat(
     "gguf",
@@ -143,7 +155,7 @@ def recognizes(path: Path) -> bool:
         return False
 
 
-def read(path: Path, checkpoint: Checkpoint) -> Candidate:
+def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     """Locates the denoiser of ``checkpoint`` in a GGUF file; no weight is read.
 
     Raises ConfigError when ``path`` does not exist, ArtifactError when it is damaged, holds a type that is not known
@@ -171,27 +183,29 @@ def read(path: Path, checkpoint: Checkpoint) -> Candidate:
         for name, of_one in quantized.items()
         if of_one
     }
-    candidate = Candidate(
+    denoiser = QuantizedDenoiser(
         path,
-        "gguf",
+        FACTS.name,
         f"GGUF {version}",
         layers,
         {name: joined(of_one) for name, of_one in parts.items() if name.removesuffix(".weight") not in layers},
         sum(map(size_of, found.values())),
-        runtime=partial(in_diffusers, checkpoint, parts) if runs_in_diffusers() else None,
+        # diffusers asks for ggml's package too
+        runtime=partial(in_diffusers, checkpoint, parts) if find_spec("gguf") is not None else None,
     )
-    return check_whole(candidate, checkpoint, [*unknown, *others])
+    check_whole(denoiser, checkpoint, [*unknown, *others])
+    return denoiser
 
 
-def stored_layer(parts: Sequence[Blocks], weight: Readable) -> StoredLayer:
-    """Of a weight that lies in ``parts``, blocks of one type."""
+def stored_layer(parts: Sequence[Blocks], weight: Readable) -> QuantizedLayer:
+    """A weight that lies in ``parts``, blocks of one type."""
     kind = parts[0].kind
-    return StoredLayer(kind.name, f"1 for {kind.share} numbers", sum(map(size_of, parts)), weight)
+    return QuantizedLayer(kind.name, f"1 for {kind.share} numbers", sum(map(size_of, parts)), weight)
 
 
 def size_of(tensor: StoredTensor | Blocks) -> int:
     """In bytes, as it is stored."""
-    return tensor.size if isinstance(tensor, Blocks) else prod(tensor.shape) * tensor.dtype.itemsize
+    return tensor.size if isinstance(tensor, Blocks) else bytes_of([tensor])
 
 
 def without_kernels(tensors: Tensors, modules: Mapping[str, nn.Module]) -> Tensors:
@@ -299,7 +313,7 @@ class Header:
         return self.taken(*self.numbers("Q")).decode()
 
     def value(self, kind: int) -> Any:
-        """An entry of the metadata; of an array that is no shape nothing but that it is one, None."""
+        """An entry of the metadata; None for an array that is no shape."""
         if kind == STRING:
             return self.text()
         if kind in SCALARS:
@@ -348,14 +362,9 @@ def _reshaped(tensor: StoredTensor | Blocks, shape: tuple[int, ...]) -> StoredTe
     """Raises ValueError for a shape of another number of numbers."""
     if prod(shape) != prod(tensor.shape):
         raise ValueError(f"a tensor of shape {list(tensor.shape)} has the original shape {list(shape)}")
-    return replace(tensor, shape=shape) if isinstance(tensor, Blocks) else replace(
-        tensor, shape=shape, stride=strides(shape)
-    )  # fmt: skip
-
-
-def runs_in_diffusers() -> bool:
-    """Whether diffusers can compute with ggml's blocks: it asks for their package."""
-    return find_spec("gguf") is not None
+    if isinstance(tensor, Blocks):
+        return replace(tensor, shape=shape)
+    return replace(tensor, shape=shape, stride=strides(shape))
 
 
 def in_diffusers(checkpoint: Checkpoint, parts: Mapping[str, Sequence[StoredTensor | Blocks]]) -> nn.Module:
@@ -387,3 +396,87 @@ def in_diffusers(checkpoint: Checkpoint, parts: Mapping[str, Sequence[StoredTens
             plain = isinstance(tensor, nn.Parameter)
             module._parameters[leaf] = tensor if plain else nn.Parameter(tensor, requires_grad=False)
     return network.eval()
+
+
+# Writing
+
+WRITTEN = {"int8": QUANTIZED[8], "int4": QUANTIZED[2]}
+LONGEST_NAME = 127  # of a tensor, in ggml
+
+
+def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
+    """Writes the denoiser to ``<part>.gguf`` in ``folder``, one tensor in memory at a time.
+
+    Raises ResourceError when the disk is full.
+    """
+    from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, GGUFWriter, LlamaFileType
+
+    tensors = tensors_of(checkpoint, assignment)
+    kinds = [kind for kind, _ in tensors.values()]
+    commonest = max(("F16", *(kind.name for kind in WRITTEN.values())), key=kinds.count)
+    path = folder / f"{checkpoint.family.DENOISER}.gguf"
+    with atomic_path(path) as temporary:
+        writer = GGUFWriter(temporary, "sdxl")
+        try:
+            writer.add_quantization_version(GGML_QUANT_VERSION)
+            writer.add_file_type(LlamaFileType[f"MOSTLY_{commonest}"])
+            for name, (kind, tensor) in tensors.items():
+                dtype = np.dtype(str(tensor.dtype).removeprefix("torch."))
+                writer.add_tensor_info(name, tensor.shape, dtype, bytes_of([tensor]), GGMLQuantizationType[kind])
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            for _, tensor in tensors.values():
+                writer.write_tensor_data(tensor.read().numpy())
+        finally:
+            writer.close()
+    return path
+
+
+def tensors_of(checkpoint: Checkpoint, assignment: Assignment) -> dict[str, tuple[str, LazyTensor]]:
+    """The tensors by SGM's keys, each with the name of its type; a quantized one is bytes [out, bytes of a row]."""
+    layers = quantized(assignment)
+    weights = high_precision(checkpoint, assignment)
+    keys = sgm_names(weights)
+    found: dict[str, tuple[str, LazyTensor]] = {}
+    for name, tensor in weights.items():
+        if layer := layers.get(name.removesuffix(".weight")):
+            found[keys[name]] = WRITTEN[layer.format].name, in_blocks(checkpoint, layer)
+        elif len(tensor.shape) > 1:
+            found[keys[name]] = "F16", tensor
+        else:
+            found[keys[name]] = "F32", replace(tensor, dtype=torch.float32, read=partial(in_fp32, tensor))
+    assert max(map(len, found)) <= LONGEST_NAME  # SDXL's have 77 characters at most
+    return found
+
+
+def in_fp32(tensor: LazyTensor) -> Tensor:
+    return tensor.read().float()
+
+
+def in_blocks(checkpoint: Checkpoint, layer: LayerAssignment) -> LazyTensor:
+    """The blocks of a quantized linear as bytes [out, in / 32 * bytes of a block]."""
+    (outputs, inputs), kind = flat_shape(layer), WRITTEN[layer.format]
+    shape = outputs, inputs // kind.block * kind.size
+
+    def read() -> Tensor:
+        codes, scales = codes_and_scales(checkpoint, layer)
+        return blocks_of(codes, scales, kind).view(shape)
+
+    return LazyTensor(shape, torch.uint8, read)
+
+
+def blocks_of(codes: Tensor, scales: Tensor, kind: Kind) -> Tensor:
+    """Codes int8 [out, in] and fp32 scales [out or 1, divisor of in / 32] as bytes [out, in / 32, bytes of a block].
+
+    A block of Q4_0 has code + 8 of its first half in the low halves of the bytes, of its second in the high ones.
+    """
+    blocks = codes.unflatten(1, (-1, kind.block))
+    outputs, count = blocks.shape[:2]
+    each = scales.half().repeat_interleave(count // scales.shape[1], dim=1).expand(outputs, count)
+    if kind.name == "Q8_0":
+        packed = blocks.contiguous().view(torch.uint8)
+    else:
+        low, high = (blocks + 8).to(torch.uint8).chunk(2, dim=-1)
+        packed = low | high << 4
+    return torch.cat([each[..., None].contiguous().view(torch.uint8), packed], dim=-1)

@@ -1,25 +1,18 @@
-"""The assignment that a target holds, of the one that a recipe has made, and what its consumer computes of it.
+"""What a foreign format can hold of an assignment.
 
-A layer that the target cannot hold stays in high precision, with its reason. Where that leaves no layer, or some would
-lose their branch, the recipe is refused: another fits, and the sentence names it.
+A layer that it cannot hold stays in high precision, with the reason. A recipe is refused if that leaves no layer, or if
+some would lose their branch; the message names a recipe that fits.
 """
 
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from importlib import import_module
-
-import torch
-from torch import Tensor, nn
 
 from sd_quant.errors import ConfigError
 from sd_quant.interchange import OWN_INPUTS, PER_ROW, STATIC, ForeignFormat
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.formats import FORMATS, e2m1, nvfp4
-from sd_quant.quantization.formats.blocks import spread
-from sd_quant.simulation.modelopt import simulate
 
-REASONS = 2  # that a refusal gives, the commonest
+REASONS = 2  # the commonest, which a refusal gives
 
 
 def adapted(assignment: Mapping[str, LayerAssignment], target: ForeignFormat) -> dict[str, LayerAssignment]:
@@ -48,7 +41,7 @@ def adapted(assignment: Mapping[str, LayerAssignment], target: ForeignFormat) ->
 
 
 def held(layer: LayerAssignment, target: ForeignFormat) -> LayerAssignment:
-    """One row: as it is, with other inputs, or in high precision with the reason."""
+    """One row: unchanged, with other inputs, or in high precision with the reason."""
     if layer.role == "attention":
         reason = why_no_attention(layer, target)
         if reason is None:
@@ -57,7 +50,9 @@ def held(layer: LayerAssignment, target: ForeignFormat) -> LayerAssignment:
     if layer.format is None:
         return layer
     if (reason := why_not_held(layer, target)) is not None:
-        smoothing = layer.pre_quant_scale if layer.folded_into else None  # what a norm has taken over stays divided
+        smoothing = (
+            layer.pre_quant_scale if layer.folded_into else None
+        )  # the norm multiplies, so the weight is divided
         return replace(
             without_inputs(layer), format=None, reason=reason, weight_amax=None, weight_axis=None, rounded=None,
             low_rank=None, pre_quant_scale=smoothing, rotation=0,
@@ -66,7 +61,7 @@ def held(layer: LayerAssignment, target: ForeignFormat) -> LayerAssignment:
 
 
 def without_inputs(layer: LayerAssignment) -> LayerAssignment:
-    """With inputs in high precision. A weight whose codes are those of the rotated one stays that."""
+    """The row with inputs in high precision. A rotated weight stays rotated."""
     return replace(
         layer, activation_format=None, activation_amax=None, activation_zero_point=0, bias=None, per_token=False
     )
@@ -115,76 +110,3 @@ def why_not_held(layer: LayerAssignment, target: ForeignFormat) -> str | None:
     if fmt in target.per_channel and target.per_channel[fmt] != (layer.weight_axis == 0):
         return f"{target.name} holds {'no' if target.per_channel[fmt] else 'only'} one scale for a weight in {fmt}"
     return None
-
-
-def fake_quantize_per_row(x: Tensor, quantizer) -> Tensor:
-    """ModelOpt's backend for inputs that are quantized row by row as they come."""
-    return quantizer.backend_extra_args["rounded"](x)
-
-
-def quantize_per_row(layer: nn.Module, row: LayerAssignment, target: ForeignFormat) -> None:
-    """Have a simulated linear quantize its input, behind a ``pre_quant_scale``, as the target's consumer does."""
-    from modelopt.torch.quantization.nn import is_registered_quant_backend, register_quant_backend
-
-    if not is_registered_quant_backend(fake_quantize_per_row.__name__):
-        register_quant_backend(fake_quantize_per_row.__name__, fake_quantize_per_row)
-    quantizer = layer.input_quantizer
-    quantizer.backend = fake_quantize_per_row.__name__
-    quantizer.backend_extra_args = {
-        "rounded": import_module(f"sd_quant.interchange.write_{target.name}").per_row(row.rotation)
-    }
-    quantizer.enable()
-
-
-def multiply_scales_in_fp32(layer: nn.Module, row: LayerAssignment) -> None:
-    """Have a simulated linear in NVFP4 multiply a block's scale and the global one in fp32, and not in fp16 as a graph.
-
-    Codes of the weight stay what the file holds; those of inputs follow.
-    """
-    from modelopt.torch.quantization.nn import is_registered_quant_backend, register_quant_backend
-
-    if not is_registered_quant_backend(fake_quantize_in_fp32.__name__):
-        register_quant_backend(fake_quantize_in_fp32.__name__, fake_quantize_in_fp32)
-    weight = layer.get_parameter("weight")
-    codes, (scale, global_scale) = row.codes_and_scales(weight)
-    weight.copy_(e2m1.decode(codes) * spread(scale * global_scale, codes.shape[-1]))
-    layer.weight_quantizer.disable()
-    layer.input_quantizer.backend = fake_quantize_in_fp32.__name__
-
-
-def fake_quantize_in_fp32(x: Tensor, quantizer) -> Tensor:
-    """ModelOpt's backend for it."""
-    scale, global_scale = nvfp4.scales(x, quantizer.amax.float())
-    product = spread(scale * global_scale, x.shape[-1])
-    return (e2m1.decode(e2m1.encode(x.float() / product)) * product).to(x)
-
-
-@torch.no_grad()
-def simulate_target(module: nn.Module, rows: Mapping[str, LayerAssignment], target: ForeignFormat) -> nn.Module:
-    """Make of ``module``, in place, what the consumer computes of the ``rows`` that ``adapted`` has made.
-
-    Weights that are not quantized are fp16's numbers, as in every target's file, and static codes are the file's: a
-    weight in the middle of two would get the other one from ModelOpt, which multiplies by 1 / scale.
-    """
-    stored = module.state_dict()
-    for name, buffer in module.named_buffers():  # such as SD3's positions; quantizers bring their own below
-        if name in stored and buffer.is_floating_point():
-            buffer.copy_(buffer.half())
-    module = simulate(module, rows)
-    quantized = {f"{row.name}.weight": row for row in rows.values() if row.format is not None}
-    for name, parameter in module.named_parameters():
-        if name not in quantized:
-            parameter.copy_(parameter.half())
-    for row in quantized.values():
-        layer = module.get_submodule(row.name)
-        if FORMATS[row.format].static_scale:
-            weight = layer.get_parameter("weight")
-            weight.copy_(row.rounded_weight(weight))
-        if inputs_of(row, target) == PER_ROW:
-            quantize_per_row(layer, row, target)
-        if row.format in target.in_fp32:
-            multiply_scales_in_fp32(layer, row)
-        if target.half:
-            for buffer in (*layer.weight_quantizer.buffers(), *layer.input_quantizer.buffers()):
-                buffer.copy_(buffer.half())
-    return module

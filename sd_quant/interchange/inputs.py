@@ -1,27 +1,29 @@
-"""What other people's layers make of their inputs before they multiply: the codes, as the numbers that they stand for.
+"""Rounding of inputs as other tools' layers do it before they multiply: the numbers that the codes stand for.
 
-Each is the formula of the library that computes so; its file names it. Scales are computed in fp32.
+Each is the formula of the library that computes so, which the format's module names. Scales are computed in fp32.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sd_quant.quantization.formats import e2m1, nvfp4
-from sd_quant.quantization.formats.blocks import spread
+from sd_quant.quantization.rotation import rotation_matrix
 
 LARGEST_FP8 = 448.0  # of E4M3
+Rounding = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Multiplied:
-    """By a ``pre_quant_scale`` [in], and then what ``then`` does, if anything."""
+    """Inputs times a ``pre_quant_scale`` [in], then rounded, if at all."""
 
     factor: Tensor
     convolution: bool
-    then: Callable[[Tensor], Tensor] | None = None
+    then: Rounding | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         factor = self.factor.to(x)
@@ -34,9 +36,9 @@ class Multiplied:
 
 @dataclass(frozen=True)
 class ManyRows:
-    """What ``then`` does, for inputs [..., in] of at least ``least`` rows; fewer stay as they are."""
+    """Rounded where inputs [..., in] have at least ``least`` rows; fewer stay as they are."""
 
-    then: Callable[[Tensor], Tensor]
+    then: Rounding
     least: int
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -44,6 +46,27 @@ class ManyRows:
 
     def __str__(self) -> str:
         return f"{self.then}, of {self.least} or more"
+
+
+@dataclass(frozen=True)
+class Rotated:
+    """Each ``group`` of inputs [..., in] is multiplied by a symmetric orthogonal matrix, rounded, and rotated back."""
+
+    then: Rounding
+    group: int
+    matrix: Callable[[int], Tensor] = rotation_matrix
+
+    def __call__(self, x: Tensor) -> Tensor:
+        matrix = self.matrix(self.group).to(x.device)
+        return in_groups(self.then(in_groups(x.float(), matrix)), matrix).to(x)
+
+    def __str__(self) -> str:
+        return f"{self.then}, rotated by {self.group}"
+
+
+def in_groups(x: Tensor, matrix: Tensor) -> Tensor:
+    """``x`` [..., n] with each group of its last axis multiplied by the square ``matrix``."""
+    return (x.unflatten(-1, (-1, len(matrix))) @ matrix).flatten(-2)
 
 
 @dataclass(frozen=True)
@@ -114,22 +137,21 @@ class Affine:
         return f"int{(self.high - self.low).bit_length()}, {often}{'' if self.symmetric else ' and zero point'}"
 
 
-def to_fp8(x: Tensor, scale: Tensor) -> Tensor:
-    codes = (x.float() / scale).clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn)
-    return (codes.float() * scale).to(x)
-
-
 @dataclass(frozen=True)
 class StaticFloat8:
-    """E4M3 with one scale for every input."""
+    """E4M3, or another ``dtype`` of eight bits, with one scale for every input."""
 
     scale: float
+    dtype: torch.dtype = torch.float8_e4m3fn
+    reciprocal: bool = False  # whether inputs are multiplied by 1 / scale, which rounds otherwise than a division
 
     def __call__(self, x: Tensor) -> Tensor:
-        return to_fp8(x, torch.tensor(self.scale, device=x.device))
+        scale, largest = torch.tensor(self.scale, device=x.device), torch.finfo(self.dtype).max
+        codes = (x.float() * (1.0 / scale) if self.reciprocal else x.float() / scale).clamp(-largest, largest)
+        return (codes.to(self.dtype).float() * scale).to(x)
 
     def __str__(self) -> str:
-        return "float8_e4m3fn, one scale"
+        return f"{str(self.dtype).removeprefix('torch.')}, {'a plain cast' if self.scale == 1 else 'one scale'}"
 
 
 @dataclass(frozen=True)
@@ -140,47 +162,42 @@ class RowFloat8:
 
     def __call__(self, x: Tensor) -> Tensor:
         largest = x.float().abs().amax() if self.whole else x.float().abs().amax(-1, keepdim=True)
-        return to_fp8(x, (largest / LARGEST_FP8).clamp(min=1e-12))
+        scale = (largest / LARGEST_FP8).clamp(min=1e-12)
+        codes = (x.float() / scale).clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn)
+        return (codes.float() * scale).to(x)
 
     def __str__(self) -> str:
         return f"float8_e4m3fn, a scale {'each time' if self.whole else 'a row'}"
 
 
 @dataclass(frozen=True)
-class BlocksNvfp4:
-    """E2M1 in blocks of 16 with scales in E4M3, all multiplied by one static scale, in fp32."""
+class Nvfp4:
+    """E2M1 in blocks of 16 with scales in E4M3, and one scale of all, which the scales are multiplied by in fp32."""
 
-    global_scale: float
-
-    def __call__(self, x: Tensor) -> Tensor:
-        scale = nvfp4.block_scales(x, torch.tensor(self.global_scale, device=x.device), e2m1.LARGEST)
-        product = spread(scale * self.global_scale, x.shape[-1])
-        return (e2m1.decode(e2m1.encode(x.float() / product)) * product).to(x)
-
-    def __str__(self) -> str:
-        return "nvfp4, a scale for 16 numbers"
-
-
-@dataclass(frozen=True)
-class NvidiaBlocks:
-    """torchao's NVFP4: as ``BlocksNvfp4``, but that no block's scale is below E4M3's smallest normal number.
-
-    ``common`` is the one scale for all: a static number, "each time" for that of the input, or None for 1.
-    """
-
-    common: float | str | None
+    common: float | None  # the scale of all; None: from the largest number each time
+    smallest: float = nvfp4.SMALLEST_SCALE  # of a block's scale in E4M3
+    reciprocal: bool = False  # whether inputs are multiplied by (1 / common) / scale, as torchao does
+    also: str = ""  # of the common scale, for people
 
     def __call__(self, x: Tensor) -> Tensor:
-        if isinstance(self.common, str):
-            common = x.float().abs().amax() / (LARGEST_FP8 * e2m1.LARGEST)
-        else:
-            common = x.new_tensor(1.0 if self.common is None else self.common, dtype=torch.float32)
-        blocks = x.float().unflatten(-1, (-1, nvfp4.BLOCK))
-        scale = blocks.abs().amax(-1, keepdim=True) / e2m1.LARGEST / common
-        scale = scale.clamp(2.0**-6, LARGEST_FP8).to(torch.float8_e4m3fn).float()
-        codes = (blocks * ((1 / common) / scale)).clamp(-e2m1.LARGEST, e2m1.LARGEST)
-        return (e2m1.decode(e2m1.encode(codes)) * (common * scale)).flatten(-2).to(x)
+        blocks = in_blocks(x, nvfp4.BLOCK)
+        largest = blocks.abs().amax(-1, keepdim=True)
+        common = (
+            largest.amax() / (LARGEST_FP8 * e2m1.LARGEST)
+            if self.common is None
+            else x.new_tensor(self.common, dtype=torch.float32)
+        )
+        wanted = torch.where(largest > 0, largest / e2m1.LARGEST / common, 0.0)  # of zeros alone, ``common`` is 0 too
+        scale = wanted.clamp(self.smallest, LARGEST_FP8).to(torch.float8_e4m3fn).float()
+        product = scale * common
+        scaled = blocks * ((1 / common) / scale) if self.reciprocal else blocks / product
+        scaled = torch.where(product > 0, scaled, 0.0).clamp(-e2m1.LARGEST, e2m1.LARGEST)
+        return (e2m1.decode(e2m1.encode(scaled)) * product).flatten(-2)[..., : x.shape[-1]].to(x)
 
     def __str__(self) -> str:
-        often = {"each time": ", and one each time", None: ""}.get(self.common, ", and one")  # type: ignore[arg-type]
-        return f"nvfp4, a scale for 16 numbers{often}"
+        return f"nvfp4, a scale for 16 numbers{self.also}"
+
+
+def in_blocks(x: Tensor, block: int) -> Tensor:
+    """``x`` [..., n] in fp32, padded with zeros to whole blocks [..., blocks, block]."""
+    return F.pad(x.float(), (0, -x.shape[-1] % block)).unflatten(-1, (-1, block))

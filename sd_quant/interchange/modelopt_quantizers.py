@@ -1,4 +1,4 @@
-"""What NVIDIA ModelOpt's quantizers make of a weight or an input, by the properties that ``modelopt_state.pth`` has.
+"""NVIDIA ModelOpt's quantizers of weights and inputs, by the properties that ``modelopt_state.pth`` has.
 
 The formulas are those of ``modelopt.torch.quantization.tensor_quant`` (0.47) in fp32: ``_tensor_quant`` for integers,
 ``_fp8_eager`` for E4M3, and ``NVFP4QTensor`` for NVFP4, whose own fake quantization needs a GPU. A range is ``amax``,
@@ -15,18 +15,17 @@ from torch import Tensor
 
 from sd_quant.errors import ArtifactError
 from sd_quant.files.checks import listing
-from sd_quant.interchange.inputs import LARGEST_FP8
-from sd_quant.interchange.layer_tensors import told
-from sd_quant.quantization.formats import e2m1, nvfp4
-from sd_quant.quantization.formats.blocks import spread
+from sd_quant.interchange.inputs import LARGEST_FP8, Nvfp4
+from sd_quant.interchange.stored import FP8, told
+from sd_quant.quantization.formats import e2m1
 
-FP8, NVFP4 = "float8_e4m3fn", "nvfp4"
+NVFP4 = "nvfp4"
 FLOATS = {(4, 3): FP8, (2, 1): NVFP4}
 NVFP4_BLOCKS = {-1: 16, "type": "dynamic", "scale_bits": (4, 3)}
 NVFP4_RANGE = e2m1.LARGEST * LARGEST_FP8  # of all numbers, where its global scale is 1
 SMALLEST = 2.0**-24  # of a range that ModelOpt divides by
 LARGEST_BLOCK = 2**16
-# What changes nothing: how ranges were found, how gradients pass, how ONNX is written, shapes that follow from others
+# Properties without an effect here: how ranges were found, how gradients pass, how ONNX is written, shapes that follow
 WITHOUT_EFFECT = {
     "_dynamic", "_learn_amax", "_trt_high_precision_dtype", "_effective_bits", "_pass_through_bwd", "_if_calib",
     "_input_dtype", "_enable_pre_quant_scale", "_pytorch_state_metadata", "_amax_for_smoothing", "_quant_max_bound",
@@ -90,9 +89,7 @@ def fp8(quantizer: Quantizer, x: Tensor, amax: Tensor) -> Tensor:
 
 def in_nvfp4(quantizer: Quantizer, x: Tensor, amax: Tensor) -> Tensor:
     peak = amax.max()
-    global_scale = torch.where(peak == 0, torch.ones_like(peak), peak / NVFP4_RANGE)
-    product = spread(nvfp4.block_scales(x, global_scale, e2m1.LARGEST) * global_scale, x.shape[-1])
-    return (e2m1.decode(e2m1.encode(x.float() / product)) * product).to(x)
+    return Nvfp4(float(torch.where(peak == 0, torch.ones_like(peak), peak / NVFP4_RANGE)))(x)
 
 
 FORMULAS = {FP8: fp8, NVFP4: in_nvfp4}

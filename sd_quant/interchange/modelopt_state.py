@@ -1,4 +1,4 @@
-"""``modelopt_state.pth``: what NVIDIA ModelOpt says of its quantizers, read without an unpickler.
+"""``modelopt_state.pth``, in which NVIDIA ModelOpt describes its quantizers, read without an unpickler.
 
 The file is a pickle in the zip of ``torch.save``. It needs a few operations that make dicts, lists, tuples and plain
 values, and it names a few things, ``torch.Size`` or a class of stored tensors. Here the operations are carried out one
@@ -17,7 +17,7 @@ from typing import Any
 from sd_quant.errors import ArtifactError
 from sd_quant.files.archive import Member
 from sd_quant.files.checks import listing
-from sd_quant.interchange.layer_tensors import told
+from sd_quant.interchange.stored import told
 
 MOST_BYTES = 256 * 2**20  # of the file, which holds ranges too
 MOST_PICKLE, MOST_ENTRIES = 4 * 2**20, 100_000  # SDXL's pickle has about 2 MB
@@ -30,14 +30,14 @@ BRANCHES = "svdquant_calibrate"  # adds weights
 
 @dataclass(frozen=True)
 class Name:
-    """What a pickle names, such as ``torch.float16``; never looked up."""
+    """A name in a pickle, such as ``torch.float16``; never looked up."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Made:
-    """What a pickle would have made by a call; never called."""
+    """A call in a pickle; never made."""
 
     by: object
     of: object = field(repr=False)
@@ -112,7 +112,7 @@ def pickle_of(member: Member) -> bytes:
 
 
 def plain_content(data: bytes) -> Any:
-    """What a pickle of protocol 2 says, without ever calling anything. Raises an exception of any kind if it cannot."""
+    """The content of a pickle of protocol 2; nothing is ever called. Raises an exception of any kind for another."""
     stack: list[Any] = []
     marks: list[int] = []
     memo: dict[int, Any] = {}
@@ -184,7 +184,7 @@ def plain_content(data: bytes) -> Any:
 
 
 def made(by: object, of: object) -> object:
-    """Of the calls two are plain values: an ordered dict and a shape."""
+    """The value of a call: an ordered dict and a shape are plain values, all others stay calls."""
     if by == Name("collections.OrderedDict") and of == ():
         return {}
     if by == Name("torch.Size") and isinstance(of, tuple) and len(of) == 1:

@@ -24,12 +24,12 @@ FACTS = ForeignFormat(
 )
 
 
-def write(checkpoint: Checkpoint, assignment: Mapping[str, LayerAssignment], folder: Path) -> None:
+def write(checkpoint: Checkpoint, assignment: Mapping[str, LayerAssignment], folder: Path) -> Path:
     """Add ``<network>/model.onnx``, and ``model.onnx.data`` of a large one, to the pipeline ``folder``.
 
     The folder has everything else. Inputs, outputs and their dtypes are those of ``exported_parts``.
     """
-    write_folder(checkpoint, assignment, folder, pipelines="ORT", convert=move)
+    return write_folder(checkpoint, assignment, folder, pipelines="ORT", convert=move)
 
 
 def move(onnx: Path, place: Path) -> None:

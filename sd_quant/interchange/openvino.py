@@ -28,14 +28,14 @@ FACTS = ForeignFormat(
 MODEL = "openvino_model.xml"  # beside its .bin
 
 
-def write(checkpoint: Checkpoint, assignment: Mapping[str, LayerAssignment], folder: Path) -> None:
+def write(checkpoint: Checkpoint, assignment: Mapping[str, LayerAssignment], folder: Path) -> Path:
     """Add ``<network>/openvino_model.xml`` and ``.bin`` to the pipeline ``folder``, which has everything else.
 
     Inputs, outputs and their dtypes are those of ``exported_parts``. Memory does not grow with the weights, but for
     pages of mapped files, which the kernel can drop.
     Raises ArtifactError when OpenVINO cannot read an exported network.
     """
-    write_folder(checkpoint, assignment, folder, pipelines="OV", convert=convert)
+    return write_folder(checkpoint, assignment, folder, pipelines="OV", convert=convert)
 
 
 def convert(onnx: Path, place: Path) -> None:

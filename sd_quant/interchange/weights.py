@@ -7,6 +7,7 @@ not taken is a network with all its weights, from which other tools save: SDXL's
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,8 +17,7 @@ from sd_quant.models.checkpoint import Checkpoint, denoiser_weights, empty_denoi
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from sd_quant.quantization.formats import FORMATS
 
-Assignment = Mapping[str, LayerAssignment]  # as ``adapt.adapted`` makes it for a target
-KEPT_IN = torch.float16  # what stays in high precision
+Assignment = Mapping[str, LayerAssignment]  # as ``holding.adapted`` makes it for a format
 
 
 def quantized(assignment: Assignment) -> dict[str, LayerAssignment]:
@@ -31,23 +31,21 @@ def high_precision(checkpoint: Checkpoint, assignment: Assignment) -> dict[str, 
     Floating-point ones are fp16, smoothed as the row of their module says; others keep their dtype.
     """
     weights = denoiser_weights(checkpoint)
+
+    def read(name: str, layer: LayerAssignment | None, dtype: torch.dtype) -> Tensor:
+        if layer is None or layer.role == "attention":
+            return weights[name].to(dtype)
+        if layer.format is None and layer.multiplies:  # no consumer multiplies for it, so its weight is not divided
+            layer = replace(layer, pre_quant_scale=None)
+        return rewritten(weights[name], layer).to(dtype)
+
     found = {}
     for name, tensor in empty_denoiser(checkpoint).state_dict().items():
         if name in weights:
-            dtype = KEPT_IN if tensor.is_floating_point() else tensor.dtype
-            read = _reader(weights, name, assignment.get(name.rpartition(".")[0]), dtype)
-            found[name] = LazyTensor(tuple(tensor.shape), dtype, read)
+            dtype = torch.float16 if tensor.is_floating_point() else tensor.dtype
+            layer = assignment.get(name.rpartition(".")[0])
+            found[name] = LazyTensor(tuple(tensor.shape), dtype, partial(read, name, layer, dtype))
     return found
-
-
-def _reader(
-    weights: Mapping[str, Tensor], name: str, layer: LayerAssignment | None, dtype: torch.dtype
-) -> Callable[[], Tensor]:
-    if layer is None or layer.role == "attention":
-        return lambda: weights[name].to(dtype)
-    if layer.format is None and layer.multiplies:  # no target multiplies for it, and its weight need not be divided
-        layer = replace(layer, pre_quant_scale=None)
-    return lambda: rewritten(weights[name], layer).to(dtype)
 
 
 def codes_and_scales(checkpoint: Checkpoint, layer: LayerAssignment) -> tuple[Tensor, ...]:
@@ -58,6 +56,18 @@ def codes_and_scales(checkpoint: Checkpoint, layer: LayerAssignment) -> tuple[Te
     weight = denoiser_weights(checkpoint)[f"{layer.name}.weight"]
     codes, scales = layer.codes_and_scales(rewritten(weight, layer).flatten(1))
     return codes, *(each.float() for each in scales)
+
+
+def lazy_piece(
+    checkpoint: Checkpoint,
+    layer: LayerAssignment,
+    index: int,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    stored: Callable[[Tensor], Tensor] = lambda codes: codes,
+) -> LazyTensor:
+    """The codes, or from ``index`` 1 on the scales, of a layer's weight as a file stores them."""
+    return LazyTensor(shape, dtype, lambda: stored(codes_and_scales(checkpoint, layer)[index]).to(dtype).reshape(shape))
 
 
 def flat_shape(layer: LayerAssignment) -> tuple[int, int]:

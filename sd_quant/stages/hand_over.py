@@ -1,14 +1,16 @@
-"""A quantized denoiser handed over to other tools: their files, and the figures of what they compute of them.
+"""A quantized denoiser exported to other tools: their files, and how far their images are from full precision.
 
-``quantize.py`` hands over the assignment that it has. For a run that is done it is derived again from the run's knobs
-and its statistics, which the cache has, and has to be the run's own. The road not taken is to keep it in the run's
-folder: with chosen codes it is as large as the exported file.
+``quantize.py`` exports the assignment that it has. For a run that is done, the assignment is derived again from the
+run's knobs and its statistics, which the cache has; it has to be the run's own. What is written is read back by the
+format's own reader, and images are made with what it has read. The road not taken is to keep the assignment in the
+run's folder: with chosen codes it is as large as the exported file.
 """
 
 import csv
 import shlex
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,8 @@ from sd_quant.files import (
 )
 from sd_quant.inference.loading import load_part, pipeline_of
 from sd_quant.interchange import TARGETS, ForeignFormat
-from sd_quant.interchange.holding import adapted, inputs_of, simulate_target
+from sd_quant.interchange.denoiser import with_denoiser
+from sd_quant.interchange.holding import adapted, inputs_of
 from sd_quant.interchange.model_card import model_card
 from sd_quant.interchange.result_folder import FIGURES, check_free, remove_result
 from sd_quant.metrics.fidelity import Against, fidelity_scores, summary
@@ -100,9 +103,9 @@ def hand_over(job: HandOverJob, directory: Path) -> None:
             unseen = [] if job.images else ["images=false"]
             command = shlex.join(["sd-quant", "hand_over", f"run={literal(shown(run))}", f"to={name}", *unseen])
             with step(name):
-                fidelity = fidelity_of(loaded, held, TARGETS[name], knobs.infer, reference)
+                measure = measured_by(loaded, held, TARGETS[name], knobs.infer, reference)
                 written[name] = write_target(
-                    TARGETS[name], loaded, assignment, held, knobs, directory / name, command, fidelity, run
+                    TARGETS[name], loaded, assignment, held, knobs, directory / name, command, measure, run
                 )
     print("\n".join([*as_text(handed_over_table(written)), "", f"folders, each with a README.md: {shown(directory)}"]))
 
@@ -110,25 +113,25 @@ def hand_over(job: HandOverJob, directory: Path) -> None:
 def hand_over_run(
     loaded: Loaded, assignment: Rows, rows: Mapping[str, Rows], job: QuantizeJob, directory: Path, overrides: list[str]
 ) -> dict[str, HandedOver]:
-    """What ``quantize.py`` hands over to each target of ``rows``, into ``hand_over`` in its own ``directory``."""
+    """Write a folder for each target of ``rows`` into ``hand_over`` in the ``directory`` of a run."""
     command = shlex.join(["sd-quant", "quantize", *overrides])
     reference, written = images_of_run(directory, image_names(job.infer.prompt_list())), {}
     for name, held in rows.items():
-        fidelity = fidelity_of(loaded, held, TARGETS[name], job.infer, reference)
+        measure = measured_by(loaded, held, TARGETS[name], job.infer, reference)
         folder = directory / "hand_over" / name
-        written[name] = write_target(TARGETS[name], loaded, assignment, held, job, folder, command, fidelity, directory)
+        written[name] = write_target(TARGETS[name], loaded, assignment, held, job, folder, command, measure, directory)
     return written
 
 
 def rows_of(targets: Collection[str], assignment: Rows) -> dict[str, Rows]:
-    """What each target holds of an assignment. Raises ConfigError, before anything is written, for one of nothing."""
+    """The rows of an assignment as each target holds them. Raises ConfigError if a target holds none."""
     return {name: adapted(assignment, TARGETS[name]) for name in targets}
 
 
 def assignment_of(
     job: RecipeJob, run: Path, step: StageTimer, session: Session, directory: Path
 ) -> tuple[Loaded, dict[str, LayerAssignment]]:
-    """The assignment that a run's knobs give of its checkpoint, which is the one that it has written down.
+    """The assignment that a run's knobs give of its checkpoint, if it is the one that the run has written down.
 
     Files in progress are in ``directory``. Raises ArtifactError for a run whose files are damaged, or say otherwise.
     """
@@ -175,13 +178,13 @@ def write_target(
     job: RecipeJob,
     folder: Path,
     command: str,
-    fidelity: dict | None,
+    measure: Callable[[Path], dict] | None,
     run: Path | None = None,
 ) -> HandedOver:
-    """Write a target's ``folder``, whole or not at all, with its card, and say what it holds.
+    """Write a target's ``folder``, whole or not at all, with its card, and return the facts of it.
 
     ``rows`` are the target's of the ``assignment`` that the ``job`` has given, in a ``run`` or from Python by the lines
-    ``command``. ``fidelity`` is what ``fidelity_of`` says of them.
+    ``command``. ``measure`` is that of ``measured_by``.
     """
     written: HandedOver = {
         "folder": shown(folder),
@@ -189,11 +192,12 @@ def write_target(
         "of": sum(layer.format is not None for layer in assignment.values()),
         "inputs": computed_inputs(rows, target),
         "lost": lost(assignment, rows),
-        "fidelity": fidelity,
+        "fidelity": None,
         "bytes": {},
     }
     with atomic_path(folder) as place:
-        write_folder(place, target, loaded.checkpoint, rows)
+        result = write_folder(place, target, loaded.checkpoint, rows)
+        written["fidelity"] = measure(result) if measure is not None else None
         files = sorted(file for file in place.rglob("*") if file.is_file())
         sizes = {str(file.relative_to(place)): file.stat().st_size for file in files}
         written["bytes"] = {name: size for name, size in sizes.items() if size > ROUGHLY}
@@ -238,7 +242,7 @@ def lost(assignment: Rows, rows: Rows) -> dict[str, int]:
 
 
 def left_out(target: ForeignFormat, checkpoint: Checkpoint) -> list[str]:
-    """What of the pipeline the target's result does without."""
+    """The parts of the pipeline that the target's result lacks, in words."""
     tokens = [shape[1] for name, shape in denoiser_part(checkpoint).contract.inputs.items() if name in TEXT]
     cut = not target.pads and checkpoint.family.TOKENS is None and tokens[0] > CONTEXT_LENGTH
     text = f"the zeros behind a text's {CONTEXT_LENGTH} tokens, with which the checkpoint was trained"
@@ -246,34 +250,41 @@ def left_out(target: ForeignFormat, checkpoint: Checkpoint) -> list[str]:
 
 
 def absent(checkpoint: Checkpoint) -> list[str]:
-    """The components that the pipeline does without, which diffusers asks to be told of when it opens a folder."""
+    """The components that the pipeline lacks, which diffusers has to be told when it opens a folder."""
     return with_tokenizers([name for name in checkpoint.family.OPTIONAL if name not in checkpoint.components])
 
 
-def write_folder(folder: Path, target: ForeignFormat, checkpoint: Checkpoint, rows: Rows) -> None:
-    """Write what the target's consumer opens into ``folder``."""
+def write_folder(folder: Path, target: ForeignFormat, checkpoint: Checkpoint, rows: Rows) -> Path:
+    """Write what the target's consumer opens into ``folder``, and return the path that the format's reader opens."""
     folder.mkdir(exist_ok=True)
     if target.others is not None:
         denoiser = denoiser_part(checkpoint).component
         without = {denoiser} if target.others else set(checkpoint.components)
         write_pipeline_without(checkpoint, without, folder)
-    target.write(checkpoint, rows, folder)
+    return target.module.write(checkpoint, rows, folder)
+
+
+def measured_by(
+    loaded: Loaded, rows: Rows, target: ForeignFormat, infer: Infer, reference: Images | None
+) -> Callable[[Path], dict] | None:
+    """Says of a written result how far its images are from the ``reference``; None where there is no reference.
+
+    The reference is the full-precision model's images of the same ``infer``.
+    """
+    return None if reference is None else partial(fidelity_of, loaded, rows, target, infer, reference)
 
 
 def fidelity_of(
-    loaded: Loaded, rows: Rows, target: ForeignFormat, infer: Infer, reference: Images | None
-) -> dict | None:
-    """PSNR, SSIM and LPIPS of the images of what the consumer computes.
-
-    They are against the ``reference``, the full-precision model's images of the same ``infer``; None without these.
-    """
-    if reference is None:
-        return None
+    loaded: Loaded, rows: Rows, target: ForeignFormat, infer: Infer, reference: Images, result: Path
+) -> dict:
+    """PSNR, SSIM and LPIPS of the images that the consumer of a ``result`` makes, against the ``reference``."""
     checkpoint = loaded.checkpoint
     keys = {part: part for part in checkpoint.parts()} | {loaded.denoiser: SIMULATED}
     pool = loaded.engines(
         lambda part: (
-            open_consumed(checkpoint, rows, target) if part == SIMULATED else open_torch(checkpoint, infer, part)
+            open_consumed(checkpoint, rows, target, result)
+            if part == SIMULATED
+            else open_torch(checkpoint, infer, part)
         ),
         loaded.together(by_torch(workload_of(infer))),
     )
@@ -302,16 +313,24 @@ def images_of_run(run: Path, names: Sequence[str]) -> Images:
     return joined(images)
 
 
-def open_consumed(checkpoint: Checkpoint, rows: Rows, target: ForeignFormat) -> TorchEngine:
-    """The denoiser as the target's consumer computes it, in fp32, so that all of its error comes from the result."""
+def open_consumed(checkpoint: Checkpoint, rows: Rows, target: ForeignFormat, result: Path) -> TorchEngine:
+    """The denoiser as the target's consumer computes it, in fp32, so that all of its error comes from the result.
+
+    It is read back from the ``result``, or, of a graph, simulated: see ``exported_parts.simulate_graph``.
+    """
     part = checkpoint.family.DENOISER
     module = load_part(checkpoint, part).module
-    simulate_target(denoiser_of(checkpoint, module), rows, target)
+    if target.runtime is None:
+        with_denoiser(module, checkpoint, target.module.read(result, checkpoint))
+    else:
+        from sd_quant.interchange.exported_parts import simulate_graph
+
+        simulate_graph(denoiser_of(checkpoint, module), rows)
     if not target.pads and checkpoint.family.TOKENS is None:
         module.register_forward_pre_hook(without_padding, with_kwargs=True)
     return TorchEngine(placed(module, best_device(), torch.float32), contracts_of(checkpoint)[part])
 
 
 def without_padding(module: nn.Module, arguments: tuple, inputs: Mapping[str, Tensor]) -> tuple:
-    """A pre-hook: the text among the inputs ends behind CLIP's tokens; zeros behind it are NeMo's, not a consumer's."""
+    """A pre-hook: cuts the text among the inputs behind CLIP's tokens, because only NeMo pads it with zeros."""
     return arguments, {name: x[:, :CONTEXT_LENGTH] if name in TEXT else x for name, x in inputs.items()}

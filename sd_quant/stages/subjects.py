@@ -24,9 +24,8 @@ from sd_quant.engines.torch import TorchEngine, placed
 from sd_quant.errors import ConfigError
 from sd_quant.inference.loading import load_part
 from sd_quant.interchange import format_of
-from sd_quant.interchange.candidate import Candidate, StoredLayer
+from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, with_denoiser
 from sd_quant.interchange.folding import unfolded
-from sd_quant.interchange.network import with_candidate
 from sd_quant.metrics.memory import StageTimer
 from sd_quant.models.checkpoint import Checkpoint, contracts_of, denoiser_part, empty_denoiser
 from sd_quant.quantization.assignment import WITHOUT_WEIGHTS
@@ -67,7 +66,7 @@ class Subject:
     rows: list[dict[str, Any]]  # of ``layers.csv``: every layer, quantized or not
     open: Callable[[], Engine]  # the denoiser that its consumer computes, in torch and fp32
     # those that are quantized, for inputs of the full-precision network; empty of a run
-    layers: Mapping[str, StoredLayer] = field(default_factory=dict)
+    layers: Mapping[str, QuantizedLayer] = field(default_factory=dict)
     runtime: OwnLibrary | None = None
     no_runtime: str = "no library that opens it computes on this machine"  # why there is none, where there is none
 
@@ -91,21 +90,21 @@ def subject_of(name: str, path: Path, session: Session, sha256: str | None, runs
     if is_run(path):
         return run_subject(name, path, session, sha256, runs)
     checkpoint = session.checkpoint
-    candidate = format_of(path).module.read(path, checkpoint)
+    denoiser = format_of(path).module.read(path, checkpoint)
     return Subject(
-        name, path, fingerprint(path), candidate.reader, candidate.maker, candidate.stored_bytes,
-        rows_of(candidate, checkpoint), partial(open_computed, checkpoint, candidate), unfolded(candidate, checkpoint),
-        runtime_of(candidate, checkpoint),
+        name, path, fingerprint(path), denoiser.format, denoiser.maker, denoiser.stored_bytes,
+        rows_of(denoiser, checkpoint), partial(open_computed, checkpoint, denoiser), unfolded(denoiser, checkpoint),
+        runtime_of(denoiser, checkpoint),
     )  # fmt: skip
 
 
-def rows_of(candidate: Candidate, checkpoint: Checkpoint) -> list[dict[str, Any]]:
+def rows_of(denoiser: QuantizedDenoiser, checkpoint: Checkpoint) -> list[dict[str, Any]]:
     """What is known of every layer before anything is computed."""
     rows = []
     for name, role in checkpoint.family.layer_roles(empty_denoiser(checkpoint)).items():
-        layer = candidate.layers.get(name)
-        stored = layer.weight if layer is not None else candidate.parameters[f"{name}.weight"]
-        inputs = candidate.rounded.get(name) if layer is None else layer.inputs
+        layer = denoiser.layers.get(name)
+        stored = layer.weight if layer is not None else denoiser.parameters[f"{name}.weight"]
+        inputs = denoiser.rounded.get(name) if layer is None else layer.inputs
         rows.append({
             "name": name,
             "role": role,
@@ -118,10 +117,10 @@ def rows_of(candidate: Candidate, checkpoint: Checkpoint) -> list[dict[str, Any]
     return rows
 
 
-def open_computed(checkpoint: Checkpoint, candidate: Candidate) -> TorchEngine:
+def open_computed(checkpoint: Checkpoint, denoiser: QuantizedDenoiser) -> TorchEngine:
     """The denoiser as the candidate's consumer computes it, in fp32, so that all of its error comes from the file."""
     part = checkpoint.family.DENOISER
-    module = with_candidate(load_part(checkpoint, part).module, checkpoint, candidate)
+    module = with_denoiser(load_part(checkpoint, part).module, checkpoint, denoiser)
     return TorchEngine(placed(module, best_device(), torch.float32), contracts_of(checkpoint)[part])
 
 
@@ -145,17 +144,17 @@ class LibraryEngine(TorchEngine):
         return False  # weights of any kind are not to be moved
 
 
-def runtime_of(candidate: Candidate, checkpoint: Checkpoint) -> OwnLibrary | None:
-    if candidate.runtime is None:
+def runtime_of(denoiser: QuantizedDenoiser, checkpoint: Checkpoint) -> OwnLibrary | None:
+    if denoiser.runtime is None:
         return None
-    opened, part = candidate.runtime, denoiser_part(checkpoint)
+    opened, part = denoiser.runtime, denoiser_part(checkpoint)
 
     def open_library() -> Engine:
         network, device = opened().eval().requires_grad_(False), best_device()
         network = network if device == CPU else network.to(device)  # which some libraries refuse, even where it is
         return LibraryEngine(part.wrap(network), cast(torch.dtype, network.dtype), part.contract)
 
-    return OwnLibrary(candidate.maker, open_library)
+    return OwnLibrary(denoiser.maker, open_library)
 
 
 def run_subject(name: str, run: Path, session: Session, sha256: str | None, runs: JudgedWith) -> Subject:

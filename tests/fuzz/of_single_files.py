@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sd_quant.checkpoints.diffusers_pipeline import open_pipeline
 from sd_quant.interchange import comfyui, gguf
-from sd_quant.interchange.candidate import Candidate, needed
+from sd_quant.interchange.denoiser import QuantizedDenoiser, needed
 from sd_quant.interchange.other_names import authors_places
 from sd_quant.models.checkpoint import empty_denoiser
 
@@ -41,7 +41,7 @@ def shapes_in_file(checkpoint: Any) -> dict[str, tuple[int, ...]]:
     return {parts[0].name: shapes[name] for name, parts in authors_places(network, shapes).items()}
 
 
-def summary(candidate: Candidate, decodes: bool = True) -> tuple:
+def summary(candidate: QuantizedDenoiser, decodes: bool = True) -> tuple:
     """What was found, with the numbers of a few tensors of every kind where the package that decodes them is there."""
     layers = {
         name: (each.format, each.scales, each.stored_bytes, str(each.inputs)) for name, each in candidate.layers.items()

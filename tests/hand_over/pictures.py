@@ -1,7 +1,7 @@
-"""The same pictures by a consumer, from the code that its card prints, and by the simulation of it in torch.
+"""The same images by a consumer, from the code that its card prints, and by torch.
 
-Prompts, noise, sampler and pipeline are the same: diffusers', whose networks are on one side the consumer's and on the
-other ours with the target's simulation.
+Prompts, noise, sampler and pipeline are the same: diffusers'. Its networks are the consumer's on one side. On the other
+they are ours, of what our reader reads in the consumer's files or, of a graph, the simulation of it.
 """
 
 import json
@@ -15,7 +15,8 @@ import torch
 from diffusers import StableDiffusionXLPipeline
 
 from sd_quant.interchange import TARGETS
-from sd_quant.interchange.holding import simulate_target
+from sd_quant.interchange.denoiser import with_denoiser
+from sd_quant.interchange.exported_parts import simulate_graph
 from sd_quant.metrics.fidelity import psnr
 from sd_quant.models.checkpoint import Checkpoint, build_module, denoiser_part
 from sd_quant.models.text_encoders import padded
@@ -52,15 +53,17 @@ def by_consumer(python: Path | str, code: str, folder: Path, work: Path) -> tupl
 def in_torch(
     checkpoint: Checkpoint, folder: Path, pads: bool, rows: Mapping[str, LayerAssignment] = {}, target: str = ""
 ) -> np.ndarray:
-    """The same pictures by torch in diffusers' pipeline of the ``folder``, whose UNet has the ``rows`` of a target.
+    """The same images by torch in diffusers' pipeline of the ``folder``, whose UNet is a target's, with its ``rows``.
 
     ``pads`` says whether the text is padded as the checkpoint was trained.
     """
     networks = {component: build_module(checkpoint, component) for component in checkpoint.components}
     part = denoiser_part(checkpoint)
     tokens = part.contract.inputs["context"][1]
-    if target:
-        simulate_target(networks[part.component], rows, TARGETS[target])
+    if target and TARGETS[target].runtime:
+        simulate_graph(networks[part.component], rows)
+    elif target:
+        with_denoiser(part.wrap(networks[part.component]), checkpoint, TARGETS[target].module.read(folder, checkpoint))
 
     def pad(unet, arguments, named):
         return arguments, named | {"encoder_hidden_states": padded(named["encoder_hidden_states"], tokens)}

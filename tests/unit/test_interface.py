@@ -127,11 +127,11 @@ def test_what_is_handed_over_has_the_card_of_the_command(model, tmp_path, monkey
     monkeypatch.setattr(sd_quant.interface.Model, "generate", lambda *given: SimpleNamespace(images=given[1:]))
     scores = {"lpips": {"values": [0.001, 0.09]}}
 
-    def fidelity_of(loaded, rows, target, infer, reference):
+    def fidelity_of(loaded, rows, target, infer, reference, result):
         assert (reference, infer.steps, target) == (("a rocket", {"steps": 3}), 3, TARGETS["comfyui"])
         return scores
 
-    monkeypatch.setattr(sd_quant.interface, "fidelity_of", fidelity_of)
+    monkeypatch.setattr(hand_over, "fidelity_of", fidelity_of)
     for folder, prompts, figures in (("a", {}, None), ("b", {"prompts": "a rocket", "steps": 3}, scores)):
         (tmp_path / folder).mkdir()  # an empty one is filled
         assert made.hand_over("comfyui", tmp_path / folder, **prompts) == tmp_path / folder

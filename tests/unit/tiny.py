@@ -16,9 +16,8 @@ from sd_quant.calibration.hooks import collect, draw
 from sd_quant.checkpoints.diffusers_pipeline import DiffusersCheckpoint, open_pipeline
 from sd_quant.inference.loading import load_part
 from sd_quant.interchange import READERS, TARGETS
-from sd_quant.interchange.candidate import Candidate
-from sd_quant.interchange.holding import adapted, simulate_target
-from sd_quant.interchange.network import with_candidate
+from sd_quant.interchange.denoiser import QuantizedDenoiser, with_denoiser
+from sd_quant.interchange.holding import adapted
 from sd_quant.models.checkpoint import denoiser_of, denoiser_part
 from sd_quant.models.family import family_named
 from sd_quant.models.parts import axes
@@ -79,17 +78,17 @@ class Tiny:
 
     # Candidates
 
-    def read(self, path: Path, reader: str) -> Candidate:
+    def read(self, path: Path, reader: str) -> QuantizedDenoiser:
         assert [name for name, row in READERS.items() if row.recognizes(path)] == [reader]
         return READERS[reader].module.read(path, self.checkpoint)
 
     @torch.no_grad()
-    def network(self, candidate: Candidate) -> nn.Module:
+    def network(self, candidate: QuantizedDenoiser) -> nn.Module:
         """The denoiser with the candidate in it."""
-        return denoiser_of(self.checkpoint, with_candidate(self.part(), self.checkpoint, candidate))
+        return denoiser_of(self.checkpoint, with_denoiser(self.part(), self.checkpoint, candidate))
 
     @torch.no_grad()
-    def error_of_layers(self, ours: nn.Module, theirs: nn.Module, candidate: Candidate) -> dict[str, float]:
+    def error_of_layers(self, ours: nn.Module, theirs: nn.Module, candidate: QuantizedDenoiser) -> dict[str, float]:
         """The relative error of the output of whatever is quantized, of the input that it gets in ``ours``."""
         errors: dict[str, float] = {}
 
@@ -141,19 +140,12 @@ class Tiny:
         )  # fmt: skip
         return adapted(derived, TARGETS[target])
 
-    def simulated(self, assignment: Assignment, target: str) -> nn.Module:
-        """The denoiser as the ``target``'s consumer computes it."""
-        denoiser = self.denoiser()
-        simulate_target(denoiser, assignment, TARGETS[target])
-        return denoiser
-
     def written(self, assignment: Assignment, target: str, folder: Path) -> Path:
-        """``folder``, a pipeline's, with the denoiser that the ``target`` writes and nothing else that is needed."""
+        """What the ``target`` writes into ``folder``, a pipeline's with nothing else that is needed."""
         (folder / self.component).mkdir(parents=True)
         config = (self.folder / "config.json").read_text()
         (folder / self.component / "config.json").write_text(config)
-        TARGETS[target].write(self.checkpoint, assignment, folder)
-        return folder
+        return TARGETS[target].module.write(self.checkpoint, assignment, folder)
 
     def loaded(self, folder: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
         """The denoiser as diffusers loads the pipeline's."""

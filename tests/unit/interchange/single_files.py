@@ -8,7 +8,7 @@ from diffusers.loaders import single_file_utils
 from torch import Tensor, nn
 
 from sd_quant.checkpoints.diffusers_pipeline import DiffusersCheckpoint
-from sd_quant.interchange.candidate import Candidate, needed
+from sd_quant.interchange.denoiser import QuantizedDenoiser, needed
 from sd_quant.interchange.other_names import PREFIX, authors_places
 from sd_quant.models.checkpoint import denoiser_part, denoiser_weights, empty_denoiser
 
@@ -50,7 +50,7 @@ def loaded(checkpoint: DiffusersCheckpoint, state: Mapping[str, Tensor]) -> nn.M
     return network.eval()
 
 
-def read_all(candidate: Candidate) -> dict[str, Tensor]:
+def read_all(candidate: QuantizedDenoiser) -> dict[str, Tensor]:
     """Every tensor of the denoiser."""
     layers = {f"{name}.weight": layer.weight for name, layer in candidate.layers.items()}
     return {name: each.read() for name, each in {**layers, **candidate.parameters}.items()}

@@ -11,6 +11,7 @@ from sd_quant.errors import ArtifactError
 from sd_quant.files.archive import whole_file
 from sd_quant.files.safetensors import read_safetensors
 from sd_quant.interchange.diffusers_quanto import KINDS, read, stored_layer
+from sd_quant.interchange.stored import LayerTensors
 
 from ..tiny import changed
 
@@ -104,7 +105,7 @@ def test_every_size_of_group(tmp_path, kind):
         save_file(tensors, tmp_path / "a.safetensors")
         located = read_safetensors(whole_file(tmp_path / "a.safetensors"))
         fields = {name.removeprefix("0."): each for name, each in located.items() if "weight." in name}
-        layer = stored_layer(tmp_path, "0", fields, shape, KINDS[kind])
+        layer = stored_layer(LayerTensors(tmp_path, "0", fields), shape, KINDS[kind])
         assert torch.equal(layer.weight.read(), module[0].weight.dequantize()), shape
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from sd_quant.files.tensors import lazy
-from sd_quant.interchange.candidate import StoredLayer
+from sd_quant.interchange.denoiser import QuantizedLayer
 from sd_quant.interchange.errors import alone, layer_errors, put_in
 from sd_quant.interchange.inputs import Affine, RowInteger
 from sd_quant.numbers import relative_error
@@ -22,9 +22,9 @@ def x() -> torch.Tensor:
     return torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
 
-def rounded(network: nn.Module, name: str, inputs=None) -> StoredLayer:
+def rounded(network: nn.Module, name: str, inputs=None) -> QuantizedLayer:
     weight = network.get_submodule(name).weight.detach()
-    return StoredLayer("int4", "1 for all", weight.numel() // 2, lazy((weight * 8).round() / 8), inputs)
+    return QuantizedLayer("int4", "1 for all", weight.numel() // 2, lazy((weight * 8).round() / 8), inputs)
 
 
 @torch.no_grad()
@@ -48,7 +48,7 @@ def test_a_branch_is_multiplied_with_inputs_as_they_come(network, x):
     """And what is left of the weight with their codes."""
     inputs, residual = RowInteger(-8, 7), rounded(network, "3").weight.read()
     up, down = (torch.randn(shape, generator=torch.Generator().manual_seed(2)) for shape in ((5, 2), (2, 12)))
-    layer = StoredLayer("int4", "1 for all", 30, lazy(residual + up @ down), inputs, (lazy(up), lazy(down)))
+    layer = QuantizedLayer("int4", "1 for all", 30, lazy(residual + up @ down), inputs, (lazy(up), lazy(down)))
     read = network[:3](x)
     expected = inputs(read) @ residual.T + read @ (up @ down).T
     error = relative_error(read @ network[3].weight.T, expected)

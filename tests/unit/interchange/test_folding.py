@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sd_quant.files.tensors import lazy
-from sd_quant.interchange.candidate import Candidate, StoredLayer
+from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer
 from sd_quant.interchange.errors import layer_errors
 from sd_quant.interchange.folding import unfolded
 from sd_quant.interchange.inputs import Multiplied, RowInteger
@@ -32,21 +32,21 @@ def with_first_rows(weight: Tensor, factor: Tensor) -> Tensor:
     return weight * rows.view(-1, *(1,) * (weight.ndim - 1))
 
 
-def candidate_of(checkpoint, weights: Mapping[str, Tensor], quantized: Collection[str]) -> Candidate:
+def candidate_of(checkpoint, weights: Mapping[str, Tensor], quantized: Collection[str]) -> QuantizedDenoiser:
     layers = {
-        name: StoredLayer("int4", "1 for all", weights[f"{name}.weight"].numel() // 2, lazy(weights[f"{name}.weight"]),
-                          RowInteger())
+        name: QuantizedLayer("int4", "1 for all", weight.numel() // 2, lazy(weight), RowInteger())
         for name in quantized
-    }  # fmt: skip
+        for weight in [weights[f"{name}.weight"]]
+    }
     others = {name: lazy(each) for name, each in weights.items() if name.removesuffix(".weight") not in layers}
-    return Candidate(checkpoint.path, "gguf", "a test", layers, others)
+    return QuantizedDenoiser(checkpoint.path, "gguf", "a test", layers, others)
 
 
-def multiplied(layers: Mapping[str, StoredLayer]) -> set[str]:
+def multiplied(layers: Mapping[str, QuantizedLayer]) -> set[str]:
     return {name for name, layer in layers.items() if isinstance(layer.inputs, Multiplied)}
 
 
-def block_candidate(checkpoint, folded: Mapping[str, tuple[str, ...]]) -> Candidate:
+def block_candidate(checkpoint, folded: Mapping[str, tuple[str, ...]]) -> QuantizedDenoiser:
     """Weights in steps of 1/64, of a block some of whose layers have given a smoothing to others in front."""
     weights, random = weights_of(checkpoint), torch.Generator().manual_seed(0)
     chosen = [name for name in weights if name.startswith(BLOCK) and weights[name].ndim == 2]

@@ -1,21 +1,14 @@
 from dataclasses import replace
-from importlib import import_module
 
 import pytest
 import torch
 
 from sd_quant.errors import ConfigError
 from sd_quant.interchange import AS_ASSIGNED, FP16, PER_ROW, STATIC, TARGETS
-from sd_quant.interchange.holding import adapted, held, inputs_of, simulate_target
-from sd_quant.numbers import relative_error
-from sd_quant.quantization.assignment import LayerAssignment, rewritten
-from sd_quant.quantization.rotation import rotated
+from sd_quant.interchange.holding import adapted, held, inputs_of
+from sd_quant.quantization.assignment import LayerAssignment
 
 COMFYUI, MODELOPT = TARGETS["comfyui"], TARGETS["diffusers_modelopt"]
-
-
-def rounding_of_rows(target, rotation):
-    return import_module(f"sd_quant.interchange.write_{target.name}").per_row(rotation)
 
 
 ROW = LayerAssignment(
@@ -95,27 +88,6 @@ def test_attention_is_held_by_graphs_alone(target, kept):
 
 
 @pytest.mark.parametrize(
-    "target, rows, expected",
-    [
-        ("comfyui", [[127.0, 3.4, -1.0], [0.127, 0.0014, 0.0], [0.0, 0.0, 0.0]],
-         [[127.0, 3.0, -1.0], [0.127, 0.001, 0.0], [0.0, 0.0, 0.0]]),
-        # half of the 255 steps between torchao's 256 codes, so that the largest is cut off where it is positive
-        ("diffusers_torchao", [[127.5, 3.4], [-255.0, 3.4]], [[127.0, 3.0], [-256.0, 4.0]]),
-    ],
-)  # fmt: skip
-def test_each_row_has_its_own_scale(target, rows, expected):
-    found = rounding_of_rows(TARGETS[target], 0)(torch.tensor(rows))
-    torch.testing.assert_close(found, torch.tensor(expected))
-
-
-def test_rows_of_rotated_inputs_are_rotated_back():
-    x = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
-    found, plain = rounding_of_rows(COMFYUI, 16)(x), rounding_of_rows(COMFYUI, 0)
-    torch.testing.assert_close(rotated(found, 16), plain(rotated(x, 16)))
-    assert relative_error(x, found) < 0.02 and not torch.equal(found, plain(x))
-
-
-@pytest.mark.parametrize(
     "target, per_token, how",
     [
         ("diffusers_torchao", True, PER_ROW),
@@ -132,30 +104,3 @@ def test_inputs_that_are_scaled_per_token_are_computed_in_the_consumers_way(targ
     found = held(replace(ROW, per_token=per_token), TARGETS[target])
     assert found.format == "int8" and inputs_of(found, TARGETS[target]) == how
     assert found.per_token == (per_token and how != FP16 and target != "comfyui")
-
-
-def test_what_a_file_has_beside_weights_is_fp16s_numbers_too(tiny):
-    """SD3's table of positions, which no layer quantizes."""
-    case = tiny("sd3")
-    denoisers = case.denoiser(), case.simulated({}, "diffusers_sdnq")
-    exact, found = (each.get_buffer("pos_embed.pos_embed") for each in denoisers)
-    assert torch.equal(found, exact.half().float()) and not torch.equal(found, exact)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("target, group", [("comfyui", 0), ("comfyui", 16), ("diffusers_torchao", 0)])
-@torch.no_grad()
-def test_a_simulated_linear_rounds_its_input_as_the_consumer_does(assign, calibrated, target, group):
-    """Its weight is what the codes stand for, rotated back."""
-    target = TARGETS[target]
-    rows = adapted(assign("int8", "int8", per_token=True, rotation=group, smoothing="none", alpha=None), target)
-    row = next(row for row in rows.values() if row.format == "int8" and row.role != "conv")
-    unet, simulated = calibrated.part().unet, calibrated.part().unet
-    simulate_target(simulated, rows, target)
-    linear, original = simulated.get_submodule(row.name), unet.get_submodule(row.name)
-    x = torch.randn(2, 5, row.weight_shape[1], generator=torch.Generator().manual_seed(0))
-    weight = row.rounded_weight(rewritten(original.weight, row))
-    bias = None if original.bias is None else original.bias.half().float()
-    expected = torch.nn.functional.linear(rounding_of_rows(target, group)(x), weight, bias)
-    assert row.rotation == group
-    assert relative_error(expected, linear(x)) < 1e-5

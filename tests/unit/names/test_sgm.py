@@ -11,10 +11,13 @@ from diffusers.loaders import single_file_utils
 from sd_quant.checkpoints import kinds
 from sd_quant.checkpoints.convert import convert
 from sd_quant.checkpoints.nemo import open_nemo, open_sgm
-from sd_quant.checkpoints.nemo_networks import sdxl_base_config
+from sd_quant.checkpoints.nemo_networks import parameter_shapes, sdxl_base_config
+from sd_quant.checkpoints.synthetic import CLIP_L, OPEN_CLIP_BIGG
 from sd_quant.errors import ArtifactError
+from sd_quant.models.sdxl_nemo import build_modules
 from sd_quant.names import nemo as nemo_keys
-from sd_quant.names.sgm import nemo_key
+from sd_quant.names.nemo import PREFIX, SAME, locations
+from sd_quant.names.sgm import nemo_key, sgm_names
 from tests.networks import assert_same
 
 POSITION_IDS = "conditioner.embedders.0.transformer.text_model.embeddings.position_ids"
@@ -128,3 +131,22 @@ def test_it_is_opened_without_being_converted(written, tiny_config, tiny_modules
         assert "sample" in checkpoint.parts()["unet_xl"].contract.inputs
         for name, tensor in tiny_modules["unet"].state_dict().items():
             assert torch.equal(checkpoint.components["unet"][name], tensor)
+
+
+SGM = "model.diffusion_model."
+
+
+def test_full_size_keys_are_those_that_sgm_is_read_by():
+    with torch.device("meta"):
+        modules = build_modules(sdxl_base_config(), CLIP_L, OPEN_CLIP_BIGG)
+    names = list(parameter_shapes(modules)["unet"])
+    found = sgm_names(names)
+    places = locations("unet", names)
+    assert len(set(found.values())) == len(names) == 1680
+    assert all(nemo_key(SGM + key) == places[name].key for name, key in found.items())
+    assert {place.layout for place in places.values()} == {SAME} and PREFIX["unet"] == f"model.{SGM}"
+    assert found["up_blocks.0.upsamplers.0.conv.weight"] == "output_blocks.2.2.conv.weight"
+    assert found["add_embedding.linear_1.weight"] == "label_emb.0.0.weight"  # both tell ComfyUI-GGUF that this is SDXL
+    norm = "mid_block.attentions.0.transformer_blocks.9.norm3.bias"
+    assert found[norm] == "middle_block.1.transformer_blocks.9.norm3.bias"
+    assert max(map(len, found.values())) <= 127  # ggml's longest name of a tensor

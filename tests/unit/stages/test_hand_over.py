@@ -113,7 +113,7 @@ def test_a_card_has_the_command_that_made_it(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["quantize.py"])  # of a checkout, which the reader of a card may not have
     said, run = [], tmp_path / AWKWARD
     monkeypatch.setattr(hand_over, "write_target", lambda *given: said.append(given[6]))
-    monkeypatch.setattr(hand_over, "fidelity_of", lambda *_: None)
+    monkeypatch.setattr(hand_over, "measured_by", lambda *_: None)
     monkeypatch.setattr(hand_over, "images_of_run", lambda *_: None)
     knobs = SimpleNamespace(model=None, infer=SimpleNamespace(prompt_list=list))
     given = ["prompts=[it's a rocket, a key]", "hand_over=[gguf]", "model.path='${x}'"]

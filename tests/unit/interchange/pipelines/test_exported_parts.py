@@ -168,3 +168,11 @@ def test_what_openvino_cannot_read_is_refused(tmp_path):
     (tmp_path / "model.onnx").write_bytes(b"hello")
     with pytest.raises(ArtifactError, match="OpenVINO cannot read the exported unet: "):
         openvino_target.convert(tmp_path / "model.onnx", tmp_path / "unet")
+
+
+def test_what_a_file_has_beside_weights_is_fp16s_numbers_too(tiny):
+    """SD3's table of positions, which no layer quantizes."""
+    exact, found = tiny("sd3").denoiser(), tiny("sd3").denoiser()
+    exported_parts.simulate_graph(found, {})
+    exact, found = (each.get_buffer("pos_embed.pos_embed") for each in (exact, found))
+    assert torch.equal(found, exact.half().float()) and not torch.equal(found, exact)

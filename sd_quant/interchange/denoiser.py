@@ -1,0 +1,168 @@
+"""A quantized denoiser, read from a file of another tool or held from an assignment, and the network it makes.
+
+All names are diffusers'. An assignment says how codes are made; this says what the codes stand for.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from torch.utils.hooks import RemovableHandle
+
+from sd_quant.errors import ArtifactError
+from sd_quant.files.checks import problems_in
+from sd_quant.files.tensors import Readable
+from sd_quant.models.checkpoint import Checkpoint, denoiser_of, denoiser_part, empty_denoiser
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # dtypes of what is not quantized
+
+
+class Inputs(Protocol):
+    """Rounds a layer's input [..., in] or [N, in, H, W] as its consumer does; see ``inputs``."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    def __str__(self) -> str:
+        """For a table: ``int8, one scale``."""
+        ...
+
+
+@dataclass(frozen=True)
+class QuantizedLayer:
+    """One layer whose weight is quantized."""
+
+    format: str  # of its weight, in the words of the tool: Q4_K, float8_e4m3fn, nf4
+    scales: str  # how many numbers share one: "1 for 32 numbers", "1 for a row", "1 for all"
+    stored_bytes: int  # of all that is stored for the weight: codes, scales, a low-rank branch
+    weight: Readable  # the floating-point weight that is multiplied, in diffusers' shape, with the branch added
+    inputs: Inputs | None = None  # None: inputs stay as they are
+    # up [out, rank] and down [rank, in]; part of ``weight``, but multiplied with inputs that are not rounded
+    branch: tuple[Readable, Readable] | None = None
+
+    @property
+    def bits(self) -> float:
+        """Effective bits of a weight."""
+        return 8 * self.stored_bytes / prod(self.weight.shape)
+
+
+@dataclass(frozen=True)
+class QuantizedDenoiser:
+    """A denoiser with quantized layers. No weight is in memory."""
+
+    path: Path  # of the file or folder, or of the checkpoint whose assignment is held
+    format: str  # a name of ``interchange.FORMATS``
+    maker: str  # the tool with its version, as far as the file says, for people: "GGUF 3", "SDNQ 0.2.8"
+    layers: Mapping[str, QuantizedLayer]
+    parameters: Mapping[str, Readable] = field(repr=False)  # all others
+    stored_bytes: int = 0  # of all parameters
+    # how inputs are rounded of modules that are no quantized layers, such as norms
+    rounded: Mapping[str, Inputs] = field(default_factory=dict, repr=False)
+    # Opens the network with the tool's own library; None where that is not installed or cannot compute on a processor.
+    # May raise anything.
+    runtime: Callable[[], nn.Module] | None = field(default=None, repr=False)
+
+    @property
+    def bits(self) -> float:
+        """Effective bits of a weight, averaged over all parameters."""
+        count = sum(prod(layer.weight.shape) for layer in self.layers.values())
+        count += sum(prod(each.shape) for each in self.parameters.values())
+        return 8 * self.stored_bytes / count
+
+
+def check_whole(denoiser: QuantizedDenoiser, checkpoint: Checkpoint, unknown: Collection[str] = ()) -> None:
+    """Raises ArtifactError unless ``denoiser`` is the whole denoiser of ``checkpoint`` and nothing else.
+
+    ``unknown`` are names in the file that its reader does not understand. The message has ten names of what is missing,
+    unknown or of another shape or dtype.
+    """
+    expected = {name: tuple(each.shape) for name, each in needed(empty_denoiser(checkpoint)).items()}
+    found: dict[str, Readable] = {f"{name}.weight": layer.weight for name, layer in denoiser.layers.items()}
+    found |= denoiser.parameters
+    problems = {
+        "missing": [name for name in expected if name not in found],
+        "unknown": [*unknown, *(name for name in found if name not in expected)],
+        "of another shape": [
+            f"{name} {list(found[name].shape)} instead of {list(shape)}"
+            for name, shape in expected.items()
+            if name in found and tuple(found[name].shape) != shape
+        ],
+        "in no floating point": [
+            f"{name} {each.dtype}" for name, each in found.items() if name in expected and each.dtype not in FLOATS
+        ],
+    }
+    if told := problems_in(problems):
+        raise ArtifactError(
+            f"{denoiser.path} ({denoiser.maker}) does not hold the denoiser of the full-precision model, "
+            f"{len(expected)} tensors ({told}); give a quantization of that very model"
+        )
+
+
+def needed(network: nn.Module) -> dict[str, Tensor]:
+    """The tensors without which a network cannot compute."""
+    return dict(network.state_dict())
+
+
+def with_denoiser(part: nn.Module, checkpoint: Checkpoint, denoiser: QuantizedDenoiser) -> nn.Module:
+    """``part``, the wrapped denoiser of ``checkpoint`` with weights, computes in fp32 what the consumer does.
+
+    It is changed in place; one quantized weight is read at a time.
+    """
+    network = denoiser_of(checkpoint, part)
+    for name, tensor in needed(network).items():
+        layer = denoiser.layers.get(name.removesuffix(".weight"))
+        source = denoiser.parameters[name] if layer is None else layer.weight
+        tensor.copy_(source.read())
+    for name, layer in denoiser.layers.items():
+        if layer.inputs is not None:
+            quantize_inputs(network.get_submodule(name), layer.inputs, layer.branch)
+    for name, inputs in denoiser.rounded.items():
+        quantize_inputs(network.get_submodule(name), inputs, None)
+    return part
+
+
+def quantize_inputs(
+    layer: nn.Module, inputs: Inputs, branch: tuple[Readable, Readable] | None
+) -> list[RemovableHandle]:
+    """Makes ``layer`` round its inputs; what rounding takes from them is multiplied with the ``branch`` and added back.
+
+    Returns the handles that undo it.
+    """
+    up, down = (None, None) if branch is None else (each.read().float() for each in branch)
+    taken: list[Tensor] = []
+
+    def before(module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        x = inputs(arguments[0])
+        if branch is not None:
+            taken.append(arguments[0] - x)
+        return (x, *arguments[1:])
+
+    def after(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return output + linear(linear(taken.pop(), down.to(output)), up.to(output))
+
+    handles = [layer.register_forward_pre_hook(before)]
+    return handles if branch is None else [*handles, layer.register_forward_hook(after)]
+
+
+def input_ranks(checkpoint: Checkpoint) -> dict[str, int]:
+    """The number of axes that the input of each linear of the denoiser has; no weight is read."""
+    from sd_quant.export.tracing import example_shapes, fake_module
+
+    part = denoiser_part(checkpoint)
+    mode, module = fake_module(lambda: part.wrap(checkpoint.build()[part.component]), part.contract.weights)
+    ranks: dict[str, int] = {}
+
+    def remember(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        return lambda layer, inputs: ranks.update({name: inputs[0].ndim})
+
+    for name, layer in denoiser_of(checkpoint, module).named_modules():
+        if isinstance(layer, nn.Linear):
+            layer.register_forward_pre_hook(remember(name))
+    with mode, torch.no_grad():
+        shapes = example_shapes(part.contract)
+        module(**{name: torch.zeros(shape, dtype=part.contract.dtypes[name]) for name, shape in shapes.items()})
+    return ranks

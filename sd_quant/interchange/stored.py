@@ -1,0 +1,242 @@
+"""The tensors of a denoiser's file by layer, the checks that every reader makes of them, and diffusers' folders.
+
+A quantizer stores a layer under its weight's name and some beside it, such as ``X.weight`` and ``X.weight.absmax``. A
+reader says which ends of names it knows; a tensor with another end is a parameter like any other, or unknown.
+The road not taken is a class for each kind of stored weight: they share names, shapes and finite numbers only.
+"""
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sd_quant.errors import ArtifactError, SdQuantError
+from sd_quant.files.checks import listing
+from sd_quant.files.folders import WEIGHTS, read_json, stored_weights
+from sd_quant.files.tensors import LazyTensor, StoredTensor, size_of
+from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, check_whole, needed
+from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
+
+FLOAT_SCALES = (torch.float32, torch.float16, torch.bfloat16)
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}  # of weights, by their names
+FP8 = "float8_e4m3fn"
+COMPONENTS = ("unet", "transformer")  # a pipeline's folder of its denoiser
+CONFIG, FILE = "config.json", f"{WEIGHTS['diffusers']}.safetensors"
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LayerTensors:
+    """The tensors of one layer by the ends of their names. Its methods raise ArtifactError for what does not fit."""
+
+    path: Path
+    layer: str
+    tensors: Mapping[str, StoredTensor]
+
+    def __contains__(self, end: str) -> bool:
+        return end in self.tensors
+
+    def checked(self, end: str, shapes: Collection[Shape] | None, dtypes: Collection[torch.dtype]) -> StoredTensor:
+        """The tensor, which has one of the ``shapes``, None for any, and one of the ``dtypes``."""
+        if (tensor := self.tensors.get(end)) is None:
+            raise ArtifactError(
+                f"{self.path}: layer {shown(self.layer)} has no {end!r} beside its others; fetch the file again"
+            )
+        if (shapes is not None and tuple(tensor.shape) not in shapes) or tensor.dtype not in dtypes:
+            wanted = [tensor.shape] if shapes is None else shapes
+            raise ArtifactError(
+                f"{self.path}: {self.name(end)} is {list(tensor.shape)} in {plain(tensor.dtype)}, expected "
+                f"{' or '.join(str(list(shape)) for shape in dict.fromkeys(wanted))} in "
+                f"{' or '.join(map(plain, dtypes))}; give a quantization of the very model that it is compared with"
+            )
+        return tensor
+
+    def finite(self, end: str) -> Tensor:
+        """The values in their own dtype: no NaN and no infinity."""
+        values = self.tensors[end].read()
+        if not bool(torch.isfinite(values.float()).all()):
+            raise ArtifactError(f"{self.path}: {self.name(end)} holds NaN or infinite numbers; fetch the file again")
+        return values
+
+    def number(self, end: str, positive: bool = False) -> float:
+        """The single number in a tensor of any shape."""
+        if prod(self.tensors[end].shape) != 1 or self.tensors[end].dtype not in FLOAT_SCALES:
+            self.checked(end, [()], FLOAT_SCALES)
+        number = float(self.finite(end).float())
+        if positive and number <= 0:
+            raise ArtifactError(f"{self.path}: {self.name(end)} is {number:g}, expected a number above 0")
+        return number
+
+    def size(self, begins: str = "") -> int:
+        """Bytes of the tensors whose ends begin so."""
+        return size_of(tensor for end, tensor in self.tensors.items() if end.startswith(begins))
+
+    def refuse(self, ends: Collection[str], reason: str) -> None:
+        """Raises ArtifactError if the layer has any tensor with one of these ends."""
+        if found := [f"{self.layer}.{end}" for end in self.tensors if end in ends]:
+            raise ArtifactError(f"{self.path} holds {listing(found)}, {reason}; fetch it again")
+
+    def name(self, end: str) -> str:
+        return shown(f"{self.layer}.{end}")
+
+    def decoded(self, shape: Shape, decode: Callable[[], Tensor], dtype: torch.dtype = torch.float32) -> LazyTensor:
+        """The weight that ``decode`` makes, each time that it is read: then all its numbers have to be finite."""
+
+        def read() -> Tensor:
+            weight = decode()
+            if not bool(torch.isfinite(weight).all()):
+                raise ArtifactError(
+                    f"{self.path}: the weight of {self.layer} has NaN or infinite numbers, expected finite ones; fetch "
+                    "it again"
+                )
+            return weight
+
+        return LazyTensor(shape, dtype, read)
+
+
+def weight_shapes(checkpoint: Checkpoint) -> dict[str, Shape]:
+    """The shape of the weight of every linear and two-dimensional convolution by the layer's name."""
+    return {
+        name: tuple(module.weight.shape)
+        for name, module in empty_denoiser(checkpoint).named_modules()
+        if isinstance(module, nn.Linear | nn.Conv2d)
+    }
+
+
+def by_layer(
+    path: Path, tensors: Mapping[str, StoredTensor], layers: Collection[str], marks: Collection[str]
+) -> tuple[dict[str, LayerTensors], dict[str, StoredTensor]]:
+    """The tensors of each of ``layers`` that has one whose name ends in one of ``marks``, and all other tensors.
+
+    ``marks`` are the ends, behind the layer's name and a dot, that only a quantized layer has. Its ``weight`` is among
+    its tensors if there is one of that name; its bias is not.
+    """
+    found: dict[str, dict[str, StoredTensor]] = {}
+    for mark in marks:
+        for name, tensor in tensors.items():
+            layer = name.removesuffix(f".{mark}")
+            if layer != name and layer in layers:
+                found.setdefault(layer, {})[mark] = tensor
+    for layer, own in found.items():
+        if (weight := tensors.get(f"{layer}.weight")) is not None:
+            own["weight"] = weight
+    used = {f"{layer}.{end}" for layer, own in found.items() for end in own}
+    return (
+        {layer: LayerTensors(path, layer, own) for layer, own in found.items()},
+        {name: tensor for name, tensor in tensors.items() if name not in used},
+    )
+
+
+def whole(
+    path: Path,
+    name: str,
+    maker: str,
+    checkpoint: Checkpoint,
+    layers: Mapping[str, QuantizedLayer],
+    tensors: Mapping[str, StoredTensor],
+    others: Mapping[str, StoredTensor],
+    ignored: Collection[str] = (),
+    **more: Any,
+) -> QuantizedDenoiser:
+    """The denoiser of these layers, checked to be whole, with ``more`` of its fields.
+
+    ``tensors`` are all of the file, ``others`` those that are in no layer, ``ignored`` names among these that carry
+    nothing. Raises ArtifactError when no layer is quantized, and what ``check_whole`` raises.
+    """
+    if not layers:
+        raise ArtifactError(
+            f"{path} holds no layer that {maker} has quantized; expected a quantized denoiser, so check the path"
+        )
+    expected = needed(empty_denoiser(checkpoint))
+    parameters = {name: tensor for name, tensor in others.items() if name in expected}
+    unknown = [name for name in others if name not in expected and name not in ignored]
+    denoiser = QuantizedDenoiser(path, name, maker, layers, parameters, size_of(tensors.values()), **more)
+    check_whole(denoiser, checkpoint, unknown)
+    return denoiser
+
+
+def shown(name: str) -> str:
+    """A name from a file, in quotes, printable and cut."""
+    return repr(listing([name]))
+
+
+def plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def told(value: object) -> str:
+    """A value from a file for a message: plain ones cut, of others their kind, because they may be deep."""
+    return str(value)[:80] if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
+
+
+# diffusers' folders
+
+
+def denoiser_folder(path: Path) -> Path | None:
+    """The folder of the denoiser in ``path``, or ``path`` itself; None where there is none."""
+    folders = [path / name for name in COMPONENTS if (path / name / CONFIG).is_file()]
+    return folders[0] if folders else path if (path / CONFIG).is_file() else None
+
+
+def holds(path: Path, name: str) -> bool:
+    """Whether a file of this name lies beside a denoiser's weights."""
+    try:
+        folder = denoiser_folder(path) if path.is_dir() else None
+        return folder is not None and (folder / name).is_file()
+    except OSError:
+        return False
+
+
+def quantization_config(path: Path) -> Mapping[str, object] | None:
+    """``quantization_config`` of the denoiser's config; None where there is no such object, or no config at all."""
+    try:
+        folder = denoiser_folder(path) if path.is_dir() else None
+        found = read_json(folder, CONFIG).get("quantization_config") if folder is not None else None
+    except (SdQuantError, OSError):
+        return None
+    return found if isinstance(found, Mapping) else None
+
+
+def quantized_by(path: Path, method: str) -> bool:
+    """Whether ``path`` is a folder whose config says that ``method`` has quantized it."""
+    return (quantization_config(path) or {}).get("quant_method") == method
+
+
+def stored_tensors(path: Path) -> dict[str, StoredTensor]:
+    """The denoiser's tensors by the names in its files. Raises what ``stored_weights`` raises."""
+    return stored_weights(denoiser_folder(path), WEIGHTS["diffusers"])
+
+
+def by_diffusers(
+    path: Path, checkpoint: Checkpoint, package: str, **environment: str
+) -> Callable[[], nn.Module] | None:
+    """Opens the denoiser as diffusers and ``package`` do, in fp32; None where that is not installed.
+
+    The class is the one that the pipeline's family has, whatever the config names. ``environment`` is what ``package``
+    reads when it is imported; what is set already stays.
+    """
+    if find_spec(package) is None:
+        return None
+
+    def load() -> nn.Module:
+        import diffusers
+
+        for name, value in environment.items():
+            os.environ.setdefault(name, value)
+        folder = denoiser_folder(path)
+        kind = checkpoint.family.NETWORKS[denoiser_part(checkpoint).component]
+        found = read_json(folder, CONFIG).get("_class_name")
+        if found != kind:
+            raise ArtifactError(f"{folder / CONFIG} is of a {str(found)[:100]!r}, expected {kind}; give that one's")
+        network = getattr(diffusers, kind).from_pretrained(
+            folder, torch_dtype=torch.float32, use_safetensors=True, local_files_only=True
+        )
+        return network.eval()
+
+    return load

@@ -1,0 +1,95 @@
+"""What is written of an assignment is what is read: the same codes, the same scales, inputs rounded the same.
+
+It needs no consumer's package but gguf. ``test_<format>`` holds the readers against those packages, bit for bit;
+``test_consumers`` has some of them load what is written.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from sd_quant.interchange import FORMATS, PER_ROW, READERS, TARGETS
+from sd_quant.interchange.holding import inputs_of
+from sd_quant.models.checkpoint import denoiser_weights
+from sd_quant.numbers import relative_error
+from sd_quant.quantization import formats
+from sd_quant.quantization.assignment import LayerAssignment, rewritten
+from sd_quant.quantization.rotation import rotated
+
+from .conftest import recipe_of
+
+PLAIN = {"smoothing": "none", "alpha": None}
+ROTATED = PLAIN | {"per_token": True}
+CASES = [
+    ("comfyui", "sdxl", "fp8", {"per_channel": False}),
+    ("comfyui", "sdxl", "int8", {"per_token": True}),
+    ("comfyui", "sdxl", "int8", {**ROTATED, "rotation": 16}),
+    ("comfyui", "sdxl", "int8", {**ROTATED, "rotation": 4, "per_channel": False}),
+    ("comfyui", "sdxl", "nvfp4", PLAIN),
+    ("diffusers_modelopt", "sd21", "int8", {"shift": True, "smoothing": "modelopt"}),
+    ("diffusers_modelopt", "sd21", "fp8", {"per_channel": False}),
+    ("diffusers_modelopt", "sd21", "int8", {"per_token": True}),
+    ("diffusers_sdnq", "sd21", "int8", {"activation": None}),
+    ("diffusers_sdnq", "sd21", "fp8", {"activation": None, "alpha": None, "per_channel": False}),
+    ("diffusers_sdnq", "flux", "fp8", {"activation": None, "alpha": None, "per_channel": True}),
+    ("diffusers_sdnq", "sd21", "int4", {"activation": None, "alpha": None, "rank": 0.1}),  # with convolutions in int8
+    ("diffusers_sdnq", "sd3", "int8", {"alpha": None, "per_token": True}),  # whose inputs are fp16 here
+    ("diffusers_torchao", "sd21", "int8", {}),
+    ("diffusers_torchao", "flux", "int8", {"per_channel": False, "smoothing": "modelopt"}),
+    ("diffusers_torchao", "sd3", "int8", {"per_token": True}),
+    ("gguf", "sdxl", "int8", {"activation": None, "per_channel": False}),
+    ("gguf", "sdxl", "int4", {"activation": None, "alpha": None}),
+]
+
+
+def test_every_format_that_is_read_and_written_is_a_case():
+    assert {name for name, *_ in CASES} == READERS.keys() & TARGETS.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, family, fmt, options",
+    [pytest.param(*case, marks=pytest.mark.consumer) if FORMATS[case[0]].package else case for case in CASES],
+)
+@torch.no_grad()
+def test_what_is_read_is_what_was_written(tiny, tmp_path, name, family, fmt, options):
+    if FORMATS[name].package is not None:
+        pytest.importorskip(FORMATS[name].package)
+    case = tiny(family)
+    assignment = case.assignment(recipe_of(fmt, **options), name)
+    read = case.read(case.written(assignment, name, tmp_path), name)
+    held = [row for row in assignment.values() if row.format]
+    assert read.layers.keys() == {row.name for row in held} and held
+    weights = denoiser_weights(case.checkpoint)
+    for row in held:
+        weight = rewritten(weights[f"{row.name}.weight"], row)
+        codes, scales = row.codes_and_scales(weight)
+        branch = 0 if row.low_rank is None else row.low_rank[0].float() @ row.low_rank[1].float()
+        found = rotated(read.layers[row.name].weight.read().float() - branch, row.rotation)
+        stored = formats.FORMATS[row.format].quantize(found, *scales)
+        assert torch.equal(stored.float(), codes.float()), row.name
+        # in fp16 in ModelOpt's files, and NVFP4's two scales are multiplied in fp16 in our graphs alone
+        tolerance = 1e-3 if name == "diffusers_modelopt" or row.format == "nvfp4" else 1e-6
+        expected = formats.FORMATS[row.format].dequantize(codes, *scales)
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * expected.abs().max().item())
+        assert_inputs(read.layers[row.name].inputs, row, name)
+
+
+def assert_inputs(inputs, row: LayerAssignment, name: str) -> None:
+    """An input is moved half-way to what its codes stand for: it has the same, and 1 / scale may be rounded."""
+    if row.activation_format is None or inputs_of(row, TARGETS[name]) == PER_ROW:
+        told = f"int8, a scale a row{f', rotated by {row.rotation}' if row.rotation else ''}"
+        assert inputs is None or str(inputs).removeprefix("smoothed, ") == told
+        return
+    factor = row.pre_quant_scale.half().float() if row.multiplies else torch.ones(row.weight_shape[1])
+    x = torch.randn(7, row.weight_shape[1], generator=torch.Generator().manual_seed(0)) * row.activation_amax / 2
+    rounded = row.rounded_input(x)
+    x = x if row.activation_format == "nvfp4" else (x + rounded) / 2
+    found = in_rows(inputs, x / factor, len(row.weight_shape))
+    tolerance = 0.02 if row.activation_format == "nvfp4" else 3e-3 if name == "diffusers_modelopt" else 1e-5
+    assert relative_error(rounded, found) < tolerance, row.name
+
+
+def in_rows(inputs, x: Tensor, axes: int) -> Tensor:
+    """``inputs`` of rows [n, in], for a convolution as pixels."""
+    return inputs(x) if axes == 2 else inputs(x.T[None, :, :, None])[0, :, :, 0].T
