@@ -69,7 +69,7 @@ def measure(subject: Subject, jobs: dict[str, QuantizeJob], options: argparse.Na
         for name, job in jobs.items():
             kept = options.out / f"{label(name)}.json"
             if not kept.exists() or json.loads(kept.read_text(encoding="utf-8"))["prompts"] != prompts:
-                loaded = with_recipe(Session(checkpoint), job.model.family, job.quantize, job.infer.scale)
+                loaded = with_recipe(Session(checkpoint), job.model, job.infer, job.quantize)
                 assignment = assign(loaded, statistics)
                 quantized = engines | {subject.denoiser: open_simulated(checkpoint, assignment)}
                 images = pipeline_of(checkpoint, quantized)(prompts, sampling)

@@ -140,9 +140,8 @@ class Model:
         if prompts is not None:
             check_used(knobs, ("calib_size", "calibration"), "calibrate", "leave one of them out", " beside prompts")
         job, texts = self.job(None, knobs), None if prompts is None else texts_of(prompts)
-        self.session.check(job.model, job.infer, job.quantize)
-        self.session.check_machine(calibration_needs(self.session.parameters, job.model, job.quantize))
-        loaded = with_recipe(self.session, job.model.family, job.quantize, job.infer.scale)
+        loaded = with_recipe(self.session, job.model, job.infer, job.quantize)
+        loaded.check_machine(calibration_needs(loaded.parameters, job.model, job.quantize))
         return statistics_of(self.session.checkpoint, loaded.roles, job, self.sha256, texts)
 
     def quantize(self, statistics: Statistics, preset: str | None = None, **knobs: object) -> "Quantized":
@@ -166,8 +165,7 @@ class Model:
         job = self.job(preset, {**knobs, **told})
         seen: dict[str, Any] = {"calib_size": statistics.prompts}  # None where they do not say
         job.quantize = replace(job.quantize, **seen)
-        self.session.check(job.model, job.infer, job.quantize)
-        loaded = with_recipe(self.session, job.model.family, job.quantize, job.infer.scale)
+        loaded = with_recipe(self.session, job.model, job.infer, job.quantize)
         with TemporaryDirectory() as folder:
             chosen = choose(loaded, statistics, Path(folder), nullcontext)
         label = ", ".join([job.quantize.format, *(f"{name}={value}" for name, value in knobs.items())])

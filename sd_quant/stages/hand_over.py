@@ -136,8 +136,7 @@ def assignment_of(
     Files in progress are in ``directory``. Raises ArtifactError for a run whose files are damaged, or say otherwise.
     """
     with step("load"):
-        session.check(job.model, job.infer, job.quantize)
-        loaded = with_recipe(session, job.model.family, job.quantize, job.infer.scale)
+        loaded = with_recipe(session, job.model, job.infer, job.quantize)
     with step("calibrate"):
         statistics = statistics_of(session.checkpoint, loaded.roles, job, weights_sha256(record_of_run(run)))
     with temporary_folder(directory) as folder:

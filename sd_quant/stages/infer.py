@@ -17,7 +17,6 @@ from sd_quant.inference.timed_calls import image_of_parts, image_times, part_cal
 from sd_quant.metrics.latency import Stopping, clock_of, judged, measure
 from sd_quant.metrics.memory import peak_cuda_memory_bytes, peak_memory_bytes, used
 from sd_quant.models.checkpoint import Checkpoint, contracts_of
-from sd_quant.models.parts import Contract
 from sd_quant.places import output_path
 from sd_quant.report.images import save_images
 from sd_quant.report.provenance import provenance
@@ -95,17 +94,12 @@ def time_engine(
     latency: dict[str, dict[str, Latency]] = {}
     medians: dict[str, float] = {}
     for part, contract in contracts.items():
-        samples = samples_per_call(checkpoint, part, sampling)
-        times = part_latency(engines[part], contract, samples, infer)
+        samples, clock = samples_per_call(checkpoint, part, sampling), clock_of(engines[part].device)
+        call = part_call(engines[part], contract, samples, sampling)
+        times = cast(Latency, judged(measure(call, infer.num_warmup_runs, infer.num_timed_runs, clock)))
         latency[part], medians[part] = {str(samples): times}, median(times["samples_ms"])
     image = added_up = image_of_parts(medians, sampling.steps_taken, checkpoint.family.DENOISER)
     if together:
         stopping = Stopping(min(3, infer.num_timed_runs), 1, 0)
         image = image_times(checkpoint, {"": engines}, prompts, sampling, stopping)[""]
     return latency | {IMAGE: {str(infer.batch_size): cast(Latency, image_entry(image, added_up))}}
-
-
-def part_latency(engine: Engine, contract: Contract, samples: int, infer: Infer) -> Latency:
-    """The latency of one call of a part with a batch of ``samples``, by the clock of the engine's own device."""
-    call = part_call(engine, contract, samples, sampling_of(infer))
-    return cast(Latency, judged(measure(call, infer.num_warmup_runs, infer.num_timed_runs, clock_of(engine.device))))

@@ -56,17 +56,18 @@ def read_the_text(checkpoint: Checkpoint, roles: Mapping[str, str]) -> list[str]
 
 def load(model: Model, infer: Infer, quantize: Quantize, needs: Callable[[Session], Needs], directory: Path) -> Loaded:
     """Open the checkpoint and make all checks, as ``open_session``, those of the recipe before weights are read."""
-    loaded = with_recipe(begin(model, infer, quantize), model.family, quantize, infer.scale)
+    loaded = with_recipe(begin(model, infer, {"model": model, "infer": infer}), model, infer, quantize)
     finish(loaded, needs, directory, finite=True)
     return loaded
 
 
-def with_recipe(session: Session, family: str, recipe: Quantize, guidance_scale: float) -> Loaded:
-    """The session with a recipe, whose patterns of layers stand under the ``family``.
+def with_recipe(session: Session, model: Model, infer: Infer, recipe: Quantize) -> Loaded:
+    """Check the knobs against the checkpoint's structure and find the layers that the recipe quantizes.
 
-    Raises ConfigError for a recipe that does not fit the layers.
+    Raises ConfigError for knobs or a recipe that do not fit.
     """
-    checkpoint, network = session.checkpoint, empty_denoiser(session.checkpoint)
+    session.check(model, infer, recipe)
+    checkpoint, network, family = session.checkpoint, empty_denoiser(session.checkpoint), model.family
     roles, head_widths = checkpoint.family.layer_roles(network), checkpoint.family.attentions(network)
     shapes = {name: tuple(network.get_parameter(f"{name}.weight").shape) for name in roles}
     linears = [name for name, shape in shapes.items() if len(shape) == 2]
@@ -81,7 +82,7 @@ def with_recipe(session: Session, family: str, recipe: Quantize, guidance_scale:
         check_layers(roles, shapes, each, head_widths, exclude, dict.fromkeys(alone, inputs_left_alone(each)))
     selected = sum(reason_kept(role, recipe.quant_level) is None for role in roles.values())
     kept = budget(recipe.keep, selected)
-    loaded = Loaded(checkpoint, roles, shapes, head_widths, recipe, exclude, alone, kept, guidance_scale)
+    loaded = Loaded(checkpoint, roles, shapes, head_widths, recipe, exclude, alone, kept, infer.scale)
     check_readers(loaded)
     return loaded
 

@@ -148,8 +148,8 @@ def run(job: QuantizeJob, directory: Path, facts: dict, tracer: Tracer) -> Recor
         with step("hand_over") if rows else nullcontext():
             handed_over = hand_over_run(loaded, assignment, rows, job, directory, facts["overrides"])
         with step("parity"), sharing(lambda: not plans.done()):
-            executed = executed_layers(loaded, assignment, variants, job.infer.engine, directory)
-            parity = verify(loaded, assignment, variants, comparison, job.infer.engine, directory)
+            executed = executed_layers(variants)
+            parity = verify(variants, comparison)
         plan_reports = plans.result()
     timed_later = in_sweep(directory) and RUNTIMES[job.infer.engine].file is not None  # together with other jobs'
     timing = replace(job.timing, budget_s=0) if timed_later else job.timing

@@ -7,7 +7,7 @@ memory and disk that the job takes on this machine. It also makes the pool that 
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -116,22 +116,21 @@ def open_session(
     weights of their own. Raises what the checkpoint's reader raises, ConfigError for knobs that do not fit the
     checkpoint, ArtifactError for weights that are not finite, ResourceError when memory, GPU or disk are too small.
     """
-    session = begin(model, infer)
-    if needs is None and infer is not None:
-        needs = partial(images_need, infer=infer)
+    if infer is None:
+        session = open_unchecked(model)
+    else:
+        session = begin(model, infer, {"infer": infer})
+        session.check(model, infer)
+        needs = needs or (lambda session: images_need(session.parameters, infer))
     finish(session, needs, directory, finite)
     return session
 
 
-def begin(model: Model, infer: Infer | None, quantize: Quantize | None = None) -> Session:
-    """Open the checkpoint and check the knobs of images, and of calibration, by its structure."""
-    if infer is None:
-        return open_unchecked(model)
+def begin(model: Model, infer: Infer, sized: Mapping[str, Sized]) -> Session:
+    """Check the request for images and open the checkpoint; ``sized`` are the sections that state sizes of images."""
     check_request(model, infer)
-    session = open_unchecked(model)
-    warn_of_size(model, {"infer": infer} | ({"model": model} if quantize else {}))
-    session.check(model, infer, quantize)
-    return session
+    warn_of_size(model, sized)
+    return open_unchecked(model)
 
 
 def finish(session: Session, needs: Callable[[Session], Needs] | None, directory: Path | None, finite: bool) -> None:

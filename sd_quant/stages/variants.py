@@ -51,14 +51,18 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Variants:
-    """The engines of all variants, opened when they are asked for."""
+    """The engines of all variants of a run, opened when they are asked for."""
 
+    loaded: Loaded
+    assignment: Mapping[str, LayerAssignment]
+    engine: str  # of the unquantized and the quantized variant
+    directory: Path  # of the run's files
     # by variant, which is FRAMEWORK, FULL_PRECISION, QUANTIZED or COMPILED_FRAMEWORK, and part
     engines: Mapping[str, Mapping[str, Engine]]
     pool: Pool  # opens and closes them
     together: bool  # whether memory holds all of them at once
     memory_bytes: float  # the most that they take, all at once or with one part open at a time
-    simulated: str | None  # why the quantized variant is the simulation and no engine; None where it is an engine
+    simulated: str | None  # the reason why the quantized variant is simulated; None where the engine computes it
 
     @property
     def simulation(self) -> TorchEngine:
@@ -94,7 +98,8 @@ def variants_of(
     keys = keys_of(loaded, infer.engine, directory, simulated is not None)
     if compiled_baseline:
         keys[COMPILED_FRAMEWORK] = {loaded.denoiser: Compiled(loaded.denoiser)}
-    return Variants({name: Variant(pool, parts) for name, parts in keys.items()}, pool, together, most, simulated)
+    engines = {name: Variant(pool, parts) for name, parts in keys.items()}
+    return Variants(loaded, assignment, infer.engine, directory, engines, pool, together, most, simulated)
 
 
 def keys_of(loaded: Loaded, engine: str, directory: Path, simulated: bool) -> dict[str, dict[str, object]]:

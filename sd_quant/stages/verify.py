@@ -1,8 +1,5 @@
 """Parity of the engines with torch: of every unquantized part, every quantized layer, and the quantized network."""
 
-from collections.abc import Mapping
-from pathlib import Path
-
 from torch import Tensor
 
 from sd_quant.config import artifact
@@ -21,29 +18,21 @@ from sd_quant.inference.parity import (
     run_simulation,
 )
 from sd_quant.models.checkpoint import contracts_of, denoiser_of
-from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.simulation.modelopt import restorable, save_quantized
 from sd_quant.simulation.native import products_of_layers
 from sd_quant.stages.compare import VariantOutputs
-from sd_quant.stages.load import Loaded
 from sd_quant.stages.open_parts import module_of
 from sd_quant.stages.variants import FRAMEWORK, FULL_PRECISION, QUANTIZED, Variants
 
 
-def verify(
-    loaded: Loaded,
-    assignment: Mapping[str, LayerAssignment],
-    variants: Variants,
-    comparison: VariantOutputs,
-    engine: str,
-    directory: Path,
-) -> dict:
+def verify(variants: Variants, comparison: VariantOutputs) -> dict:
     """The record's ``parity``. Writes ModelOpt's checkpoint of the simulation, if that can hold the recipe.
 
-    Closes all engines where memory does not hold them together.
-    Raises SdQuantError when an engine differs from torch by more than is tolerated.
+    Closes all engines where memory does not hold them together. Raises SdQuantError when an engine differs from torch
+    by more than is tolerated.
     """
-    outputs, denoiser = comparison.outputs, loaded.denoiser
+    loaded, assignment, directory = variants.loaded, variants.assignment, variants.directory
+    outputs, denoiser, computes_file = comparison.outputs, loaded.denoiser, RUNTIMES[variants.engine].file is not None
     parity = part_parity(outputs[FRAMEWORK], outputs[FULL_PRECISION], contracts_of(loaded.checkpoint))
     simulated_part = variants.simulation
     network = denoiser_of(loaded.checkpoint, simulated_part.module)
@@ -53,50 +42,42 @@ def verify(
     if restorable(assignment):  # from the CPU, so that it can be restored where there is no GPU
         save_quantized(network.cpu(), directory / f"quantized_{loaded.component}.pt")
     if simulation is not None:
-        if RUNTIMES[engine].file is None:
+        if not computes_file:
             weight = next(module_of(variants.engines[QUANTIZED][denoiser]).parameters())
             simulation = rounded_inputs(simulation, weight.dtype)
-        layers = outputs_of_layers(loaded, assignment, variants, simulation, engine, directory)
+        layers = outputs_of_layers(variants, simulation)
         attentions = {}  # torch's own layers have the simulation's
-        if RUNTIMES[engine].file is not None:
+        if computes_file:
             path = artifact(directory, "onnx", denoiser)
-            attentions = attention_outputs(simulation, assignment, path, engine)
+            attentions = attention_outputs(simulation, assignment, path, variants.engine)
         (expected,), (output,) = (outputs[variant][denoiser].values() for variant in (FRAMEWORK, QUANTIZED))
         parity |= layer_parity(simulation, expected, output.cpu(), assignment, layers, attentions, denoiser)
     variants.make_room()
     return parity
 
 
-def executed_layers(
-    loaded: Loaded, assignment: Mapping[str, LayerAssignment], variants: Variants, engine: str, directory: Path
-) -> dict:
-    """The record's ``executed``: in which numbers the quantized engine multiplies. Closes no engine."""
+def executed_layers(variants: Variants) -> dict:
+    """The record's ``executed``: the types in which the quantized engine multiplies. Closes no engine."""
+    loaded, assignment = variants.loaded, variants.assignment
     if variants.simulated is not None:
         return not_executed(f"simulated: {variants.simulated}")
-    quantized = variants.engines[QUANTIZED][loaded.denoiser]
-    if RUNTIMES[engine].file is None:
+    quantized, kind = variants.engines[QUANTIZED][loaded.denoiser], RUNTIMES[variants.engine].file
+    if kind is None:
         types = products_of_layers(denoiser_of(loaded.checkpoint, module_of(quantized)), assignment)
     else:
         opened = quantized.engine if isinstance(quantized, Replayed) else quantized
-        products = products_of(opened, artifact(directory, RUNTIMES[engine].file, loaded.denoiser))
-        onnx_path, prefix = artifact(directory, "onnx", loaded.denoiser), loaded.parts[loaded.denoiser].prefix
-        types = types_of_layers(products, names_of_products(onnx_path, assignment, prefix))
-    return executed_entry(engine, types, assignment)
+        products = products_of(opened, artifact(variants.directory, kind, loaded.denoiser))
+        path, prefix = artifact(variants.directory, "onnx", loaded.denoiser), loaded.parts[loaded.denoiser].prefix
+        types = types_of_layers(products, names_of_products(path, assignment, prefix))
+    return executed_entry(variants.engine, types, assignment)
 
 
-def outputs_of_layers(
-    loaded: Loaded,
-    assignment: Mapping[str, LayerAssignment],
-    variants: Variants,
-    simulation: Simulation,
-    engine: str,
-    directory: Path,
-) -> dict[str, Tensor]:
+def outputs_of_layers(variants: Variants, simulation: Simulation) -> dict[str, Tensor]:
     """The output of each of the quantized engine's layers for the simulation's inputs."""
-    denoiser = loaded.denoiser
-    if RUNTIMES[engine].file is None:
+    loaded, denoiser = variants.loaded, variants.loaded.denoiser
+    if RUNTIMES[variants.engine].file is None:
         module = module_of(variants.engines[QUANTIZED][denoiser])
         return native_outputs(denoiser_of(loaded.checkpoint, module), simulation)
     variants.make_room()  # for the layers
-    path = artifact(directory, "onnx", denoiser)
-    return layer_outputs(simulation, assignment, path, loaded.parts[denoiser].prefix, engine)
+    path, prefix = artifact(variants.directory, "onnx", denoiser), loaded.parts[denoiser].prefix
+    return layer_outputs(simulation, variants.assignment, path, prefix, variants.engine)

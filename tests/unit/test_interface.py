@@ -32,7 +32,7 @@ def model() -> sd_quant.Model:
 
 def loaded_of(model: sd_quant.Model) -> Loaded:
     job = model.job(None, {})
-    return with_recipe(model.session, job.model.family, job.quantize, job.infer.scale)
+    return with_recipe(model.session, job.model, job.infer, job.quantize)
 
 
 def test_to_import_it_or_to_choose_a_tracker_imports_nothing_heavy():

@@ -205,5 +205,5 @@ def test_a_part_is_timed_by_the_clock_of_its_engines_device(checkpoint, clock, m
     part = found["openvino"]["unet_xl"]["2"]["quantized"]
     assert (part["clock"], part["p50_ms"]) == ("of_the_device", 5.0)
     assert found["openvino"]["image"]["1"]["full_precision"]["rest"] > 0  # an image ends on the processor
-    alone = infer.part_latency(variants["quantized"]["unet_xl"], contracts["unet_xl"], 2, INFER)
+    alone = infer.time_engine(checkpoint, variants["quantized"], ["a rocket"], INFER, False)["unet_xl"]["2"]
     assert (alone["clock"], alone["p50_ms"]) == ("of_the_device", 5.0)

@@ -22,7 +22,7 @@ def test_exclude_text_leaves_out_key_and_value_of_cross_attention():
 @cache
 def loaded(*overrides: str, preset: str = "svdquant_w4a4") -> Loaded:
     made = job(f"quantize={preset}", "quant_level=3", *overrides)
-    return with_recipe(opened(), "sdxl", made.quantize, made.infer.scale)
+    return with_recipe(opened(), made.model, made.infer, made.quantize)
 
 
 @cache
