@@ -138,7 +138,7 @@ def hydra_main(command: Command) -> Callable[[], object]:
 
 
 def search_path(arguments: Namespace) -> list[str]:
-    """``--config-dir`` as the override that says the same. Raises ConfigError for both, or for what is no folder."""
+    """Translate ``--config-dir`` into an override. Raises ConfigError if both are given, and for a missing folder."""
     if arguments.config_dir is None:
         return []
     folder = Path(arguments.config_dir).absolute()
@@ -150,7 +150,7 @@ def search_path(arguments: Namespace) -> list[str]:
 
 
 def check_address_space() -> None:
-    """Raises ResourceError where the libraries alone would not fit: some end the process without telling Python."""
+    """Raises ResourceError where the address space is too small for the libraries: some would abort the process."""
     if (left := address_space_bytes()) < LIBRARIES:
         raise ResourceError(
             f"this process may map {left / 1e9:.2f} GB more of its address space, and the libraries alone take about "
@@ -159,7 +159,7 @@ def check_address_space() -> None:
 
 
 def check_command(command: Command, overrides: list[str]) -> None:
-    """Compose and check a single run. Raises SdQuantError, makes nothing."""
+    """Compose and check a single run, without writing anything. Raises SdQuantError."""
     config = compose(command.name, overrides, return_hydra_config=True)
     directory = output_path(str(config.hydra.run.dir))
     given = [override.get_key_element() for override in sweep.parse(overrides)]

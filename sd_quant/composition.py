@@ -163,7 +163,7 @@ def refusal(error: Exception, config_name: str) -> SdQuantError:
 
 
 def knobs_of(node: DictConfig, prefix: str = "") -> list[str]:
-    """The full names of all knobs and groups of a composed configuration."""
+    """Return the full names of all knobs and groups of a composed configuration."""
     names = []
     for name in map(str, node):
         names.append(f"{prefix}{name}")
@@ -174,7 +174,7 @@ def knobs_of(node: DictConfig, prefix: str = "") -> list[str]:
 
 
 def presets_of(config_name: str) -> Iterator[str]:
-    """A line for each group of a command's configuration: the group, and the presets that the command accepts."""
+    """Yield a line for each group of a command's configuration, with the presets that the command accepts."""
     plain = lambda path: yaml.safe_load(path.read_text(encoding="utf-8"))  # noqa: E731
     defaults, sections = plain(CONF / f"{config_name}.yaml")["defaults"], fields_of(JOBS[config_name])
     groups = [group.removeprefix("optional ") for entry in defaults if isinstance(entry, dict) for group in entry]

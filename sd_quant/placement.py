@@ -21,6 +21,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from sd_quant.cache import open_lock, try_lock
+from sd_quant.process import affinity
 
 LOG = logging.getLogger(__name__)
 CORES_OF_A_JOB = 4  # where there is no GPU
@@ -35,7 +36,7 @@ class Placement(Callback):
         from joblib import effective_n_jobs
 
         self.process, self.jobs = os.getpid(), effective_n_jobs(jobs)  # -1 means all cores
-        self.gpus, self.cores = tuple(visible_gpus()), tuple(own_cores())
+        self.gpus, self.cores = tuple(visible_gpus()), tuple(affinity())
 
     def on_job_start(self, config: DictConfig, **_) -> None:
         if config.hydra.mode == RunMode.MULTIRUN:
@@ -44,7 +45,7 @@ class Placement(Callback):
 
 def places() -> int:
     """Return the number of parallel jobs, which is the default of ``hydra.launcher.n_jobs``."""
-    return len(visible_gpus()) or max(1, len(own_cores()) // CORES_OF_A_JOB)
+    return len(visible_gpus()) or max(1, len(affinity()) // CORES_OF_A_JOB)
 
 
 def visible_gpus() -> list[str]:
@@ -54,11 +55,6 @@ def visible_gpus() -> list[str]:
     count = torch.cuda.device_count()
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     return chosen.split(",")[:count] if chosen else [str(index) for index in range(count)]
-
-
-def own_cores() -> list[int]:
-    """Return the numbers of the cores of this process; empty where the system binds no process to cores."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
 @cache  # once in a process, and the file stays open as long as it lives

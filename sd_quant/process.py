@@ -85,9 +85,14 @@ def available_memory_bytes() -> int:
     return int(min(bounds))
 
 
+def affinity() -> list[int]:
+    """Return the numbers of the cores that this process may run on; empty where the system cannot bind processes."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
 def cores() -> int:
     """Return the number of cores that this process may use, within the processor time of its container."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    usable = len(affinity()) or os.cpu_count() or 1
     quota = quota_of_cgroup()
     return usable if quota is None else max(1, min(usable, int(quota)))
 

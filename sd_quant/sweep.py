@@ -235,7 +235,7 @@ def start_line(sweep: Sweep) -> str:
 
 
 def job_line(sweep: Sweep, number: int) -> str:
-    """``job 3 of 12: alpha=0.5; about 4 min of work to go``."""
+    """Announce a job, as ``job 3 of 12: alpha=0.5; about 4 min of work to go``."""
     name, total = sweep.names[number], len(sweep.names)
     job = next(job for job in sweep.jobs if name in (job.name, *job.twins))
     if name != job.name:

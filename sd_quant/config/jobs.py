@@ -150,7 +150,7 @@ def part_paths(job: ExportJob | InferJob, kind: str) -> dict[str, Path]:
 
 
 def unquantized_parts(job: ExportJob | InferJob) -> set[str]:
-    """Return the parts of a run whose unquantized file is wanted; the run has one of its denoiser alone.
+    """Return the parts whose unquantized file is taken: with variant=full_precision, those that the run has one of.
 
     Raises ConfigError when it has none.
     """

@@ -123,7 +123,7 @@ class QuantizeJob(RecipeJob):
 def check_heeded(job: QuantizeJob, given: Iterable[str]) -> None:
     """Raises ConfigError when a knob that was ``given``, by its name on the command line, has no effect.
 
-    Not for a sweep, whose jobs it may tell apart by name: equal ones are done once.
+    A sweep may vary such a knob: jobs with equal results are done once.
     """
     linear = {f"{prefix}{name}" for name in unheeded_knobs(job.quantize) for prefix in ("", "quantize.")}
     for name in given:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from sd_quant.files import sha256
 from sd_quant.places import HOME
+from sd_quant.process import affinity
 
 PACKAGES = (
     "sd-quant", "torch", "diffusers", "transformers", "nvidia-modelopt", "onnx", "onnxruntime", "openvino", "tensorrt",
@@ -54,13 +55,12 @@ def machine() -> dict:
 
     from sd_quant.devices import threads
 
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "platform": platform.platform(),
         **processor(),
         "logical_cores": os.cpu_count(),
-        "usable_cores": usable,
-        "affinity": sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
+        "usable_cores": len(affinity()) or os.cpu_count(),
+        "affinity": affinity() or None,
         "threads": threads(),
         "cpu_governor": governor(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),

@@ -161,7 +161,7 @@ def test_engines_that_cannot_be_timed_together_take_no_report_with_them(tmp_path
         command = cli.Command("quantize", QuantizeJob, cli.stage("quantize"), after_sweep=time_together)
         assert cli.run_sweep(command, jobs, ["quant_level=3", "alpha=0.5,0.8"]) == code
         (folder,) = (tmp_path / "outputs/sweeps").iterdir()
-        assert "<dd>sd-quant quantize -m &#x27;prompts=[a b]&#x27;</dd>" in (folder / "report.html").read_text()
+        assert "<dd>sd-quant quantize -m &#39;prompts=[a b]&#39;</dd>" in (folder / "report.html").read_text()
         out, error = capsys.readouterr()
         assert ("could not be compared together: no engine" in error) == (status == "done")
         assert ("the disk is full" in error) == (status == "failed")
