@@ -1,4 +1,4 @@
-"""What is shown of a run: images, the closing table, the layers, and where it all came from."""
+"""The record of a run and everything that shows it: tables, plots, the page and image files."""
 
 # The files that reports write into the folder of a job or a sweep.
 WRITES = (

@@ -1,9 +1,9 @@
-"""Candidates of ``judge.py`` in a report: which of them is worth its bits, what is in each, and which layers hurt.
+"""The third-party checkpoints of ``judge.py`` in a report: which is worth its bits, its contents, its worst layers.
 
-Candidates come from other tools and run on other machines, so what they have in common is images and size. One is
-worth its bits if no other is both smaller and closer to full precision. Two are compared on the prompts that both have
-drawn, image by image, because prompts differ by more than candidates do. The road not taken is a single score of both:
-nobody can say what a bit is worth to somebody else's memory.
+They come from other tools and run on other machines, so they can be compared by images and size alone. One is worth its
+bits if no other is both smaller and closer to full precision. Two are compared on the prompts that both have drawn,
+image by image, because prompts differ by more than checkpoints do. The road not taken is a single score: nobody can say
+what a bit is worth to somebody else's memory.
 """
 
 import math
@@ -24,17 +24,16 @@ HIGH_PRECISION = "high precision"
 MOST_NAMES = 6  # in a sentence
 WORST = 5  # layers of each candidate
 CONTENTS = (
-    "Bits are those that are stored for the denoiser, scales and what is not quantized included, by the number "
-    "of its weights. Images come from our reading of each file, in torch and fp32; where the library that the "
-    "file is made for computes here, it has made them again, and their PSNR to ours says whether the file was "
-    "understood. Speed is of this machine's processor alone. The error of the network is that of one call's "
-    "output, relative to its norm."
+    "Bits are all stored bits of the denoiser, scales and layers in high precision included, per weight. Images come "
+    "from our reading of each file, in torch and fp32. Where the library that the file is made for computes here, it "
+    "has made them again, and their PSNR against ours says whether the file was understood. Speed is of this machine's "
+    "processor alone. The error of the network is that of one call's output, relative to its norm."
 )
 
 
 @dataclass(frozen=True, eq=False)
 class Standing:
-    """A candidate among the others."""
+    """A job or a third-party checkpoint among those that are compared."""
 
     name: str
     bits: float
@@ -49,7 +48,7 @@ class Standing:
 
 
 def confidence_of(sweep: Sweep) -> float:
-    """That of the knob ``judge.confidence``, with the usual one where a plan lacks or misstates it."""
+    """The knob ``judge.confidence``, or the usual confidence where a plan has none or an impossible one."""
     stated = at(sweep.judge, "confidence")
     return stated if type(stated) is float and 0.5 <= stated < 1 else USUAL_CONFIDENCE
 
@@ -62,7 +61,7 @@ def rule(sweep: Sweep) -> str:
 
 
 def standings(sweep: Sweep, table: Sequence[Row]) -> list[Standing]:
-    """Everything in the folder that has both images and a size, the smallest first."""
+    """All jobs and checkpoints that have both images and a size, the smallest first."""
     found = []
     for job, row in zip(sweep.jobs, table, strict=True):
         images = capped(job.record, IDENTICAL_DB)
@@ -72,7 +71,7 @@ def standings(sweep: Sweep, table: Sequence[Row]) -> list[Standing]:
 
 
 def closer(a: Standing, b: Standing, confidence: float) -> Interval:
-    """By how many dB ``a`` is closer to full precision than ``b``."""
+    """The mean PSNR of ``a`` beyond that of ``b``, in dB."""
     if len(a.images) != len(b.images):
         return Interval(a.fidelity - b.fidelity, -math.inf, math.inf)
     return mean_interval([x - y for x, y in zip(a.images, b.images, strict=True)], confidence)
@@ -82,7 +81,7 @@ WORTH, BEATEN, TIED = "worth its bits", "beaten", "not to be told apart"
 
 
 def verdicts(everyone: Sequence[Standing], together: float) -> dict[str, tuple[str, str]]:
-    """Of each, by name, which of WORTH, BEATEN and TIED it is, and the same in words; the smallest stands first.
+    """WORTH, BEATEN or TIED for each name, with a sentence; ``everyone`` is sorted by size.
 
     All comparisons hold ``together`` with this confidence.
     """
@@ -102,7 +101,7 @@ def verdicts(everyone: Sequence[Standing], together: float) -> dict[str, tuple[s
 
 
 def judgement(sweep: Sweep, table: Sequence[Row]) -> str:
-    """The sentence on which candidates are worth their bits, and how many are not."""
+    """Sentences that name the checkpoints that are worth their bits, beaten or tied."""
     everyone = standings(sweep, table)
     if not everyone:
         return "No candidate has both images and a size, so there is nothing to say."
@@ -121,7 +120,7 @@ def judgement(sweep: Sweep, table: Sequence[Row]) -> str:
 
 
 def candidate_tables(sweep: Sweep) -> list[Table]:
-    """What is in each candidate, how its own library does, and which layers hurt; no tables without candidates."""
+    """Tables of each checkpoint's contents and of its worst layers; none where nothing was judged."""
     judged = {job.name: (job, at(job.record, "judged")) for job in sweep.jobs if at(job.record, "judged")}
     if not judged:
         return []
@@ -157,7 +156,7 @@ def contents_of(job: Job, entry: Mapping[str, Any], verdicts: Mapping[str, str])
     formats, runtime = at(entry, "formats") or {}, at(entry, "runtime") or {}
     quantized = [f"{count} {name}" for name, count in formats.items() if name != HIGH_PRECISION]
     inputs = [f"{count} {name}" for name, count in (at(entry, "inputs") or {}).items() if name != HIGH_PRECISION]
-    agreement = [value for value in at(runtime, "agreement", "values") or []]
+    agreement = at(runtime, "agreement", "values") or []
     known = [value for value in agreement if value is not None]
     agrees = DASH if not agreement else f"{statistics.fmean(known):.1f} dB" if known else "identical"
     low, high = at(runtime, "speedup_interval") or (None, None)

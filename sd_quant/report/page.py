@@ -46,11 +46,11 @@ from sd_quant.text import printable
 
 REPORT = "report.html"
 FOLDER = Path(__file__).with_suffix("")  # the template, its style and its script
-SMALL_EDGE, LONGEST_EDGE = 256, 768  # up to the first pixels are kept as they are, beyond the second they are reduced
+SMALL_EDGE, LONGEST_EDGE = 256, 768  # images up to the first are kept, larger ones are reduced to the second
 WEBP_QUALITY = 90
 MOST_PROMPTS = 24
 MOST_BYTES = 40e6  # of images; a browser opens a page with more of them slowly
-NOT_AN_IMAGE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)  # what PIL says of a damaged file
+NOT_AN_IMAGE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)  # that PIL raises for a damaged file
 FRONTS = {
     TIME: {"sign": "◆", "meaning": "no other recipe is both faster and closer to full precision"},
     SIZE: {"sign": "■", "meaning": "no other recipe is both smaller and closer to full precision"},
@@ -124,7 +124,7 @@ def source(name: str) -> str:
 
 
 def described(row: Row, sweep: Sweep) -> str:
-    """A recipe as it is given on the command line; of a single run all that was given, or else its folder's name."""
+    """A recipe as on the command line; a single run by all its overrides, or else by the name of its folder."""
     if row.get(CANDIDATE):
         return row[CANDIDATE]
     given = " ".join(at(sweep.jobs[0].record, "overrides") or []) if len(sweep.jobs) == 1 else ""
@@ -136,7 +136,7 @@ def records(sweep: Sweep) -> list[Any]:
 
 
 def distinct(values: Iterable[Any]) -> str:
-    """Each different value once, in one text; absent ones are left out."""
+    """All different values in one text, without absent ones."""
     return ", ".join(dict.fromkeys(str(value) for value in values if value not in (None, "")))
 
 
@@ -147,7 +147,7 @@ def model_name(sweep: Sweep) -> str:
 
 
 def facts(sweep: Sweep) -> list[tuple[str, str]]:
-    """What all jobs have in common, or each of the different values."""
+    """Facts of the jobs by name; where jobs differ, all values."""
     done = records(sweep)
     calibration = (
         f"{at(record, 'knobs', 'calib_size')} prompts, {at(record, 'knobs', 'n_steps')} steps"
@@ -166,15 +166,15 @@ def facts(sweep: Sweep) -> list[tuple[str, str]]:
 
 
 def images_of(record: Any) -> str | None:
-    """How many images of a job there are, of which size, in how many steps, and what they begin with if not noise."""
+    """Number, size and steps of a job's images, and the files that they start from if not from noise."""
     infer = at(record, "knobs", "infer")
     if not infer or not {"width", "height", "steps"} <= set(infer):
         return None
     sizes = infer.get("sizes") or [f"{infer['width']}x{infer['height']}"]
     size = ", ".join(str(each).replace("x", " × ") for each in sizes)
-    begins = [f"{what} {Path(str(infer[what])).name}" for what in ("image", "mask") if infer.get(what)]
-    source = f", from {' and '.join(begins)}" if begins else ""
-    return f"{len(record.get('prompts') or [])}, {size}, {infer['steps']} steps{source}"
+    files = [f"{kind} {Path(str(infer[kind])).name}" for kind in ("image", "mask") if infer.get(kind)]
+    start = f", from {' and '.join(files)}" if files else ""
+    return f"{len(record.get('prompts') or [])}, {size}, {infer['steps']} steps{start}"
 
 
 def weights_of(record: Any) -> str:
@@ -193,7 +193,7 @@ def engine_of(record: Any) -> str:
 
 
 def started(sweep: Sweep) -> str:
-    """The day and time at which the first job began, as its record of where it came from says."""
+    """The day and time at which the first job started, by the jobs' provenance."""
     times = []
     for job in sweep.jobs:
         try:
@@ -208,7 +208,7 @@ def started(sweep: Sweep) -> str:
 
 
 def warnings_of(sweep: Sweep, table: Sequence[Row], names: Mapping[str, str]) -> list[str]:
-    """A sentence for each recipe that is slower than what it replaces, each job without figures, each busy machine."""
+    """A sentence for each recipe that is slower quantized, each job without figures and each busy machine."""
     sentences = [f"BUSY: {sentence}" for sentence in busy_while_timing(sweep, names)]
     sentences += [
         f"TIMED ALONE: {names.get(each['job'], each['job'])}: {each['reason']}."
@@ -231,7 +231,7 @@ def warnings_of(sweep: Sweep, table: Sequence[Row], names: Mapping[str, str]) ->
 
 
 def busy_while_timing(sweep: Sweep, names: Mapping[str, str]) -> list[str]:
-    """Who else used the machine while engines were timed together, or while a job timed its own."""
+    """Sentences on other processes that used the machine while engines were timed."""
     timed = blocks_by_job(sweep.timing)
     reasons = (busy_because(block["rounds"]) for block in timed.values())
     found = {reason: "while the engines were timed together" for reason in reasons if reason}
@@ -246,7 +246,7 @@ def busy_while_timing(sweep: Sweep, names: Mapping[str, str]) -> list[str]:
 
 
 def value_and_text(row: Row, column: Column) -> tuple[object, str]:
-    """By what a cell is sorted, and what it shows."""
+    """The value by which a cell is sorted, and its text."""
     if column.key == "psnr_db" and row["psnr_db"] is None and fidelity_db(row) is not None:
         return "Infinity", "identical"
     return row[column.key], column.text(row)
@@ -260,10 +260,10 @@ ENVIRONMENT.globals |= {"knob_value": knob_value, "value_and_text": value_and_te
 
 
 def gallery(sweep: Sweep, names: Mapping[str, str], recommended: str | None) -> tuple[dict, list[str]]:
-    """What the page's script shows of the images, and sentences on what it does not.
+    """The images as data of the page's script, and sentences on images that are left out.
 
-    A prompt has a pair for each recipe; its images are indices into ``images``, as full precision is the same for
-    all recipes and embedded once. Of many prompts those are taken whose worst pair is worst.
+    A prompt has a pair of indices into ``images`` for each recipe: full precision's image, the same for all recipes, is
+    embedded once. Of many prompts, those with the worst pairs are taken.
     """
     done = [job for job in sweep.jobs if job.status == DONE]
     jobs_of: dict[tuple[int, str], list[tuple[int, Job]]] = {}  # a prompt's place and text -> recipes that drew it
@@ -326,8 +326,10 @@ def gallery(sweep: Sweep, names: Mapping[str, str], recommended: str | None) -> 
 
 
 def for_page(content: bytes) -> dict:
-    """An image as the page embeds it, encoded anew, so that nothing but pixels is taken from a file; small ones without
-    loss. Raises one of ``NOT_AN_IMAGE``."""
+    """An image as the page embeds it: decoded and encoded again, so that nothing but pixels comes from a file.
+
+    Small images stay as they are, large ones are reduced. Raises one of ``NOT_AN_IMAGE``.
+    """
     with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
         pixels = image.convert("RGB")
     encoded = io.BytesIO()
@@ -347,13 +349,13 @@ def for_page(content: bytes) -> dict:
 
 
 def score(job: Job, measure: Score, index: int) -> float | None:
-    """``measure`` of one image; None also where a ratio is infinite, because the images are identical."""
+    """``measure`` of one image; None where there is none, and where identical images have an infinite ratio."""
     values = score_of(job.record, measure).values
     return values[index] if index < len(values) else None
 
 
 def scores(job: Job, index: int) -> str:
-    """The scores of one image, as they stand below it."""
+    """The scores of one image, as the text below it."""
     of_images = [each for each in fidelity_scores() if each.against is Against.IMAGES]
     values = {each.key: score(job, each, index) for each in of_images}
     if are_identical(values["psnr"], values["ssim"]):

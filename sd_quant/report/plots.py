@@ -1,8 +1,8 @@
-"""The plots of a sweep: what a recipe costs and saves, where in the denoising images part, which layers are to blame.
+"""The plots of a sweep: fidelity against time and size, the latents by step, the layers' errors and their ranges.
 
-Each is drawn once, in the colours of ``PALETTE``. A PNG keeps them; in the SVG of a page they become variables of its
-style sheet, so a plot is dark where the page is. The road not taken is a plotting library in the browser: a report has
-to open from a mail, years later, and load nothing.
+Each is drawn once, in the colours of ``PALETTE``. A PNG keeps these colours; in the SVG of a page they become variables
+of its style sheet, so a plot is dark where the page is dark. The road not taken is a plotting library in the browser: a
+report has to open from a mail, years later, and load nothing.
 """
 
 import csv
@@ -142,7 +142,7 @@ def colour_on_page(colour: str) -> str:
 
 
 def short_name(row: Mapping, varied: Sequence[str]) -> str:
-    """What a row is called in a plot: the values of the varied knobs, or the job's name."""
+    """A row's name in a plot: the values of the varied knobs, or the job's name."""
     values = " · ".join(knob_value(row.get(knob)) for knob in varied)
     return fitted(row.get(CANDIDATE) or values or row["job"])
 
@@ -152,7 +152,7 @@ def knob_value(value: object) -> str:
 
 
 def fitted(text: str, longest: int = LONGEST_NAME) -> str:
-    """``text`` in one line, without its middle where it is too long."""
+    """``text`` in one line, shortened in its middle where it is too long."""
     line = printable(text)
     half = longest // 2
     return line if len(line) <= longest else f"{line[: half - 1]}…{line[-half:]}"
@@ -228,9 +228,9 @@ def name_points(
     marks: Sequence[tuple[float, float]],
     line: Sequence[tuple[float, float]],
 ) -> None:
-    """Write each name beside its point where it covers least of the other names, ``marks`` and ``line``.
+    """Write each name beside its point, where it covers least of the other names, ``marks`` and ``line``.
 
-    Where it covers less further off, it stands there, with a thread to its point.
+    A name that covers less further away stands there, with a thread to its point.
     """
     axes.figure.draw_without_rendering()  # only then is it known where a point lies
     on_screen, pixel = axes.transData.transform, axes.figure.dpi / 72
@@ -418,7 +418,7 @@ def ranges(job: Job) -> Figure | None:
 
 
 def change(steps: Sequence[Mapping[str, float]]) -> float:
-    """How many times the largest magnitude of one step is that of another."""
+    """The ratio of the largest to the smallest of the steps' largest magnitudes."""
     largest = [box["largest"] for box in steps]
     return max(largest) / max(min(largest), 1e-6)
 
@@ -471,7 +471,7 @@ def network_order(name: str) -> tuple[int, int, int, int]:
 
 
 def part_of(name: str) -> str:
-    """Where in the network a layer is, in a word or two; nothing of those few in front of and behind its blocks."""
+    """The stage and block of a layer; an empty text for layers before the first and after the last block."""
     match = PLACE.match(name)
     first = name.partition(".")[0]
     if match is None:

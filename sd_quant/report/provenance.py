@@ -1,7 +1,7 @@
-"""Where a run came from: versions, machine, commit, input hashes. Enough to repeat it or to see why it differs.
+"""The provenance of a run: versions, machine, commit and hashes of inputs, enough to repeat it or to explain it.
 
-What cannot be found out is null, never a failure. The road not taken is ``pip freeze`` and ``os.environ``: long, and
-the latter holds other people's secrets.
+A fact that cannot be found out is null, never a failure. The road not taken is ``pip freeze`` and ``os.environ``: both
+are long, and the latter holds secrets.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ def provenance(inputs: dict[str, Path], overrides: list[str]) -> dict:
 
 
 def made_of(inputs: dict[str, Path]) -> dict:
-    """``{versions, inputs}`` of these: what decides a result, wherever it is made. Imports nothing heavy."""
+    """``{versions, inputs}``: the facts that decide a result on any machine. Imports nothing heavy."""
     return {
         "versions": {"python": platform.python_version(), **versions(*PACKAGES)},
         "inputs": {name: fingerprint(path) for name, path in inputs.items()},
@@ -46,10 +46,10 @@ def made_of(inputs: dict[str, Path]) -> dict:
 
 
 def machine() -> dict:
-    """Platform, processor, memory and GPUs. ``usable_cores`` are those that this process may run on.
+    """Platform, processor, memory and GPUs.
 
-    ``affinity`` names them, ``threads`` is with how many of them torch and every runtime compute, ``cpu_mhz`` the
-    frequency of each as this is called. A virtual machine is told a constant, and no governor.
+    ``usable_cores`` counts the cores that this process may run on, ``affinity`` names them, and ``threads`` counts the
+    threads of torch and of every runtime. A virtual machine sees a constant frequency and no governor.
     """
     import torch  # here, because what a job was made of is asked without its machine
 
@@ -86,7 +86,7 @@ def processor() -> dict:
 
 
 def governor() -> str | None:
-    """What decides the first core's frequency, such as performance or powersave."""
+    """The policy for the first core's frequency, such as performance or powersave."""
     try:
         path = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
         return path.read_text(encoding="ascii").strip()
@@ -129,7 +129,7 @@ def versions(*packages: str) -> dict[str, str | None]:
 
 
 def _git(repository: Path, *arguments: str) -> str | None:
-    """What git prints, or None when it fails or is not installed."""
+    """The output of git, or None when it fails or is not installed."""
     command = ["git", "-C", str(repository), *arguments]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)

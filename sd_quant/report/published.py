@@ -1,9 +1,9 @@
-"""A sweep's latencies by batch size in the shape of somebody's published tables, with their figures beside ours.
+"""A sweep's latencies by batch size in the layout of published tables, with the published figures beside ours.
 
-A table for each format that ran and each baseline that the page has, from prompt to image. NeMo's documentation has two
-baselines, the framework and the unquantized engine. Each table stands in the page's own layout, of our figures alone,
-and with the page's figures beside them, milliseconds or speed-ups alone. Another machine, engine or number of steps
-makes the milliseconds incomparable, so the caption says what differs; what may be compared is the speed-up.
+There is a table for each format and each published baseline, of an image from prompt to pixels. NeMo's documentation
+has two baselines, the framework and the unquantized engine. Each table is shown twice: in the published layout with our
+figures alone, and with the published milliseconds or speed-ups beside them. Milliseconds of another machine, engine or
+number of steps are not comparable, so the caption lists the differences; speed-ups are.
 """
 
 import math
@@ -24,7 +24,7 @@ from sd_quant.report.summary import SWEEP, Row, Sweep, rows
 from sd_quant.report.table import Table, figure, table_of_texts
 
 BASELINES = {"framework": "framework", "compiled": "compiled framework", "unquantized": "unquantized engine"}
-RATIOS = {baseline: f"over_{baseline}" for baseline in BASELINES}  # published without milliseconds: over_framework
+RATIOS = {baseline: f"over_{baseline}" for baseline in BASELINES}  # speed-ups that are published without milliseconds
 FIGURES = (*BASELINES, "quantized", *RATIOS.values())  # that a batch may have
 CONDITIONS = ("machine", "engine", "precision", "steps", "resolution")
 MEDIANS = "From prompt to image, medians"
@@ -99,7 +99,8 @@ def published_tables(sweep: Sweep) -> list[Table]:
     for (fmt, jobs), baseline in product(by_format.items(), shown):
         title, caption = BASELINES[baseline], caption_of(theirs, jobs[0][1])
         lines = [line(row, record, baseline, figures_of(theirs, record)) for row, record in jobs]
-        heading, columns = f"{title.capitalize()} against {fmt} engine", header(title, fmt, theirs["title"])
+        heading, own = f"{title.capitalize()} against {fmt} engine", [f"{title}, ms", f"{fmt} engine, ms", "speed-up"]
+        columns = ["batch", *own, *(f"{theirs['title']}: {column}" for column in own)]
         tables.append(table_of_texts(columns[:OWN], [cells[:OWN] for cells in lines], heading, f"{MEDIANS}."))
         tables.append(table_of_texts(columns, lines, f"{heading}, beside {theirs['title']}", caption))
     return tables
@@ -111,13 +112,8 @@ def formats_of(record: Mapping[str, Any]) -> str:
     return " and ".join(sorted(name.upper() for name in names)) or "quantized"
 
 
-def header(title: str, fmt: str, source: str) -> list[str]:
-    columns = [f"{title}, ms", f"{fmt} engine, ms", "speed-up"]
-    return ["batch", *columns, *(f"{source}: {column}" for column in columns)]
-
-
 def figures_of(theirs: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, float] | None:
-    """What was published for a job's batch, and for its format where figures are by format."""
+    """The published figures for a job's batch and format; None where there are none."""
     figures, fmt = at(theirs, "batches", str(at(record, "knobs", "infer", "batch_size"))), formats_of(record)
     if figures is None:
         return None
@@ -142,7 +138,7 @@ def cells(medians: Mapping[str, Any], baseline: str) -> list[str]:
 
 
 def caption_of(theirs: Mapping[str, Any], record: Mapping[str, Any]) -> str:
-    """A sentence on what differs between ours and theirs."""
+    """Sentences on what differs between our conditions and the published ones."""
     infer, machine = at(record, "knobs", "infer") or {}, at(record, "environment", "machine") or {}
     engine, baseline = infer.get("engine"), "fp16" if machine.get("gpus") else "fp32"
     ours = {

@@ -29,7 +29,7 @@ IDENTICAL_SSIM = 1 - 1e-6
 
 @dataclass(frozen=True)
 class Rule:
-    """What a recipe is worth; the knobs ``verdict`` of ``quantize.py``."""
+    """The worth of a recipe in dB; the knobs ``verdict`` of ``quantize.py``."""
 
     enough_db: float = 40.0
     time_of_a_db: float = 0.02
@@ -95,7 +95,7 @@ def capped(record: Any, enough: float) -> tuple[float, ...]:
 
 
 def are_identical(psnr: float | None, ssim: float | None) -> bool:
-    """Whether images equal full precision's: their PSNR is infinite, which a record has as null."""
+    """True for images that equal full precision's: their PSNR is infinite, which a record has as null."""
     return psnr is None and ssim is not None and ssim > IDENTICAL_SSIM
 
 

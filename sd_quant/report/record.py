@@ -445,19 +445,19 @@ def record_schema() -> dict[str, Any]:
 
 
 def why(error: Exception) -> str:
-    """What is wrong with a file, in one line whatever the file holds."""
+    """The error in one line, whatever the file that it quotes holds."""
     return one_line(f"{type(error).__name__}: {error}", 300)
 
 
 def at(record: Any, *keys: Any) -> Any:
-    """What lies at ``keys``, or None."""
+    """The value at ``keys``, or None."""
     for key in keys:
         record = record.get(key) if isinstance(record, Mapping) else None
     return record
 
 
 def weights_sha256(made: Mapping[str, Any]) -> str | None:
-    """Of the weights that a model computes with: the checkpoint's own, with LoRAs a digest of all files and strengths.
+    """The hash of a model's weights: the checkpoint's, or with LoRAs a digest of all files and strengths.
 
     ``made`` is a record, or what ``provenance.made_of`` returns; None where it has no hash of a checkpoint.
     """

@@ -115,7 +115,7 @@ def _image(record: Mapping[str, Any], engine: str, reasons: list[str]) -> list[s
 
 
 def baselines_of(record: Mapping[str, Any]) -> list[str]:
-    """What the engines of a record are compared with: the framework and, where both were timed, the compiled one."""
+    """The baselines of a record: torch and, where it was timed, compiled torch."""
     compiled = COMPILED in names(record, "latency") and at(record, "knobs", "infer", "engine") != COMPILED
     return [TORCH, *([COMPILED] if compiled else [])]
 
@@ -156,10 +156,7 @@ def _costs(record: Mapping[str, Any]) -> list[str]:
 
 
 def _warnings(record: Mapping[str, Any], engine: str) -> list[str]:
-    """A sentence for each part that is slower quantized, to two decimals, and for each that a busy machine timed.
-
-    One more for layers that the engine computes in floating point though their recipe has codes.
-    """
+    """Sentences on parts that are slower quantized, busy machines and quantized layers in floating point."""
     sentences = []
     if fell_back := at(record, "executed", "fell_back"):
         of = at(record, "executed", "of")
@@ -177,7 +174,7 @@ def _warnings(record: Mapping[str, Any], engine: str) -> list[str]:
 
 
 def _cell(number: Number, show: Callable[[float], str], reasons: list[str]) -> str:
-    """The number as ``show`` writes it, or a dash, with a mark for its reason, which joins ``reasons``."""
+    """The number in the form of ``show``, or a dash, with the mark of its reason, which is added to ``reasons``."""
     value, reason = number
     if value is None:
         reason = reason or "null without a reason"

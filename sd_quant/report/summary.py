@@ -78,7 +78,7 @@ class Job:
 
     @property
     def judged(self) -> bool:
-        """Whether it is a third-party checkpoint and no job of ours."""
+        """True for a third-party checkpoint, false for a job of ours."""
         return CANDIDATE in self.varied
 
 
@@ -341,7 +341,7 @@ def write_parquet(table: list[Row], path: Path) -> None:
 
 
 def shown_columns() -> list[Column]:
-    """What a person wants first; the CSV has everything."""
+    """The columns for people; the CSV file has all."""
     columns = []
     for score in fidelity_scores():
         if score.shown:

@@ -192,5 +192,5 @@ def check_rounds(timed: Timed) -> None:
 
 
 def busy_because(conditions: Any) -> str | None:
-    """Who else used the machine during rounds, as part of a sentence; None where it was quiet."""
+    """The use of the machine by others during rounds, as part of a sentence; None where it was quiet."""
     return busy(*(at(conditions, name) for name in ("others", "steal", "reference_spread")))

@@ -1,12 +1,12 @@
-"""Trackers: a finished run is also told to what people compare runs in, beside the record in its own folder.
+"""Trackers: a finished run is also logged to the tools in which people compare runs, such as MLflow.
 
 To add one, write ``sd_quant/trackers/<name>.py`` with a function ``log(run: Run, store: Path) -> None`` and add one
-line to ``TRACKERS``: its name and where that function is, as ``module:function``. Nothing is imported until a run is to
-be told, so a package that is not installed is missed only by who asks for it.
+line to ``TRACKERS``: its name and the function as ``module:function``. A tracker is imported when a run is logged, so
+its package is needed only by those who choose it.
 
-A tracker is told once, from the record, when everything is done, and cannot fail the run: whatever goes wrong becomes
-one warning. The road not taken is to log while the run goes on, as Lightning's loggers do: a database that is locked
-would then stop hours of work, and the record has it all in the end.
+A tracker is called once, with the finished record, and cannot fail the run: its errors become one warning. The road not
+taken is to log while the run goes on, as Lightning's loggers do: a locked database would then stop hours of work, and
+the record has everything in the end.
 """
 
 import json
@@ -28,14 +28,14 @@ TRACKERS = {
     "tensorboard": "sd_quant.trackers.tensorboard:log",
 }
 RESULTS = ("fidelity", "latency", "sizes_bytes", "peak_memory_bytes", "stages")  # of the record
-NO_RESULTS = {"n", "warmup", "worst_index", "images", "features"}  # numbers that say how others were found
+NO_RESULTS = {"n", "warmup", "worst_index", "images", "features"}  # numbers on how others were measured
 IMAGE = Path("images/grid.png")
 LONGEST_TEXT = 250  # letters: prompts and paths may be anybody's
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a tracker is told."""
+    """A finished run, as trackers log it."""
 
     name: str
     knobs: dict[str, bool | int | float | str]  # by dotted name, as on the command line
@@ -45,10 +45,9 @@ class Run:
 
 
 def track(names: Sequence[str], record: Mapping, directory: Path, store: Path) -> None:
-    """Tell each tracker of ``names`` about the run in ``directory``; what they keep lies in the folder ``store``.
+    """Log the run in ``directory`` with each tracker of ``names``, into the folder ``store``.
 
-    ``record`` is the run's ``metrics.json``, see ``sd_quant.report.record``. Raises nothing: a tracker that cannot be
-    told is a warning with its name and the reason.
+    ``record`` is the run's ``metrics.json``. Raises nothing: a tracker that fails becomes a warning.
     """
     for name in names:
         try:
@@ -83,7 +82,7 @@ def _knobs(knobs: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, bo
 
 
 def _numbers(node: Any, name: str) -> Iterator[tuple[str, float]]:
-    """Every finite number below ``node``, by its path; a list is no number, and neither is a null with its reason."""
+    """All finite numbers below ``node`` by their paths, without lists and without nulls that have a reason."""
     if isinstance(node, Mapping):
         inner = {name: node["value"]} if "value" in node else {f"{name}/{key}": value for key, value in node.items()}
         for path, value in inner.items():
