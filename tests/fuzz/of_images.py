@@ -83,7 +83,7 @@ def lora() -> Reader:
     return Reader("lora", {"a.safetensors": sound}, read=read_all, check=check, weight=20, **damages)
 
 
-def pictures() -> Reader:
+def images() -> Reader:
     image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (24, 32, 3), np.uint8))
     files = {}
     for name in ("a.png", "a.jpg", "a.webp", "mask.png"):
@@ -100,4 +100,4 @@ def pictures() -> Reader:
         assert [shape for _, shape, _ in found] == [(3, 128, 64, 3), (3, 128, 64)]
 
     damages = [(byte_edits, lambda edits, name=name: {name: edited(files[name], edits, [(0, 64)])}) for name in files]
-    return Reader("pictures", files, read=loaded, check=check, weight=20, **ways(*damages))
+    return Reader("images", files, read=loaded, check=check, weight=20, **ways(*damages))

@@ -6,7 +6,7 @@ from .harness import Reader
 from .of_artifacts import cache_entry, onnx_graph, plan_record
 from .of_checkpoints import archives, nemo, pipeline, safetensors, weights
 from .of_folders import folders
-from .of_images import lora, noise, pictures
+from .of_images import images, lora, noise
 from .of_prompts_and_statistics import prompts, statistics
 from .of_records import configuration, records, report
 from .of_single_files import single_files
@@ -17,6 +17,6 @@ def make_readers(scratch: Path) -> list[Reader]:
     scratch.mkdir(parents=True, exist_ok=True)
     return [
         archives(), weights(), nemo(scratch), safetensors(), pipeline(scratch), prompts(), statistics(scratch),
-        records(), report(), configuration(), onnx_graph(), noise(), lora(), pictures(), plan_record(), cache_entry(),
+        records(), report(), configuration(), onnx_graph(), noise(), lora(), images(), plan_record(), cache_entry(),
         *single_files(scratch), *folders(),
     ]  # fmt: skip

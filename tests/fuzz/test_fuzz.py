@@ -15,7 +15,7 @@ from .run import EVERY_INPUT, main, table
 
 NAMES = (
     "archive", "weights", "nemo", "safetensors", "pipeline", "prompts", "statistics", "records", "report", "config",
-    "onnx", "noise", "lora", "pictures", "plan", "cache", "gguf", "comfyui", "diffusers_sdnq", "diffusers_torchao",
+    "onnx", "noise", "lora", "images", "plan", "cache", "gguf", "comfyui", "diffusers_sdnq", "diffusers_torchao",
     "bnb_nf4", "bnb_int8", "quanto", "modelopt", "modelopt_hf",
 )  # fmt: skip
 LEARNT = read_corpus(CORPUS)
