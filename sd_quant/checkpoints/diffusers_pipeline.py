@@ -29,16 +29,14 @@ from sd_quant.models import FAMILIES
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.models.family import Family, PipelineAdapter, family_named
 from sd_quant.models.parts import Part, with_encoder
-from sd_quant.names.diffusers import plain_name
+from sd_quant.names.diffusers import FORMER_CLASSES, TIED, plain_name
 
 TOKENIZER = "tokenizer_config.json"
 AGAIN = "fetch the folder again"
 DEPTHS = ("layer", "depth", "blocks")  # parts of the names of entries that count what is built
-TIED = {"encoder.embed_tokens.weight": "shared.weight"}  # T5's embedding is stored under one of two names, or both
-UNUSED = {"embeddings.position_ids", "logit_scale"}
+UNUSED_TENSORS = {"embeddings.position_ids", "logit_scale"}
 NOT_WANTED = {"requires_safety_checker": False, "add_watermarker": False}
 ABSENT = [None, None]  # the entry of model_index.json for a component that the pipeline was saved without
-FORMER_NAMES = {"Transformer2DModel": "PixArtTransformer2DModel"}  # of classes, in published folders
 UNSTATED = int(1e30)  # transformers' number where a tokenizer's config has none
 MOST_TOKENS = 4096  # of a text encoder: all of a padded context is in memory
 
@@ -301,7 +299,7 @@ def check_pipeline(path: Path, name: str, family: Family, index: Mapping) -> Non
         kind = class_in(index, component)
         if kind is None and component in family.OPTIONAL:
             continue
-        if FORMER_NAMES.get(str(kind), kind) != expected:
+        if FORMER_CLASSES.get(str(kind), kind) != expected:
             raise ArtifactError(
                 f"{path / INDEX}: its {component} is {str(kind)[:100]!r}, expected {expected}; save the pipeline again "
                 "with all its networks"
@@ -335,7 +333,7 @@ def full_config(built: nn.Module) -> dict:
 
 
 def weights_of(
-    folder: Path, component: str, library: str, built: nn.Module, unused: Collection[str] = UNUSED
+    folder: Path, component: str, library: str, built: nn.Module, unused: Collection[str] = UNUSED_TENSORS
 ) -> Weights:
     """Returns a network's weights in the folder. Raises ArtifactError when one is missing, unknown or misshapen.
 

@@ -23,7 +23,7 @@ from sd_quant.checkpoints.nemo_networks import NemoCheckpoint
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files import refusing
 from sd_quant.files.archive import open_members, whole_file
-from sd_quant.files.checks import WEIGHT_DTYPES, listing
+from sd_quant.files.checks import WEIGHT_DTYPES, problems_in
 from sd_quant.files.folders import read_json
 from sd_quant.files.safetensors import read_header, without_duplicates
 from sd_quant.files.schema import check_schema
@@ -34,7 +34,7 @@ from sd_quant.text import one_line
 Opened = DiffusersCheckpoint | NemoCheckpoint
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 DIFFUSERS_WEIGHTS, DIFFUSERS_METADATA = "pytorch_lora_weights.safetensors", "lora_adapter_metadata"
-ROLES = {  # role of a tensor by the end of its key
+FACTORS = {  # role of a tensor by the end of its key
     ".lora_A.weight": "down", ".lora_B.weight": "up", ".lora_A.default.weight": "down", ".lora_B.default.weight": "up",
     ".lora_down.weight": "down", ".lora_up.weight": "up", ".lora.down.weight": "down", ".lora.up.weight": "up",
     ".lora_linear_layer.down.weight": "down", ".lora_linear_layer.up.weight": "up",
@@ -130,20 +130,20 @@ def read_lora(path: Path, strength: float, names: Mapping[str, list[list[Place]]
     roles: dict[str, dict[str, Readable]] = {}
     unknown: list[str] = []
     for key, tensor in tensors.items():
-        end = next((end for end in sorted(ROLES, key=len, reverse=True) if key.endswith(end)), None)
+        end = next((end for end in sorted(FACTORS, key=len, reverse=True) if key.endswith(end)), None)
         if end is None:
             unknown.append(key)
             continue
         entry = roles.setdefault(key.removesuffix(end), {})
-        if ROLES[end] in entry:
+        if FACTORS[end] in entry:
             raise ArtifactError(f"{path} holds {key[:200]!r} twice, under two endings; expected it once")
-        entry[ROLES[end]] = tensor
+        entry[FACTORS[end]] = tensor
     incomplete = [name for name, entry in roles.items() if not {"down", "up"} <= entry.keys()]
     strangers = [name for name in roles if name not in names and name not in incomplete]
     updates, misshapen = [], []
     for name, entry in roles.items():
         if name in names and name not in incomplete:
-            meaning = next((places for places in names[name] if fits(entry, places)), None)
+            meaning = next((places for places in names[name] if has_shape_of(entry, places)), None)
             if meaning is None:
                 misshapen.append(f"{name} {sizes(entry)} for a weight of {list(names[name][0][0].shape)}")
                 continue
@@ -157,9 +157,9 @@ def read_lora(path: Path, strength: float, names: Mapping[str, list[list[Place]]
         "tensors are no part of a LoRA (of a DoRA, LoHa or LoKr, say)": unknown,
     }
     if any(problems.values()) or not updates:
-        found = "; ".join(f"{len(keys)} {what}: {listing(keys, 3)}" for what, keys in problems.items() if keys)
+        found = problems_in(problems) or "it holds no update"
         raise ConfigError(
-            f"model.loras names {path}, which does not fit this {model} ({found or 'it holds no update'}{about}); "
+            f"model.loras names {path}, which does not fit this {model} ({found}{about}); "
             "expected a LoRA that was trained for it, every layer of which fits"
         )
     [((_, layer), count)] = Counter((each.place.component, each.place.layer) for each in updates).most_common(1)
@@ -248,7 +248,7 @@ def scale(path: Path, entry: Mapping[str, Readable], place: Place, configs: Mapp
     return alpha / (math.sqrt(rank) if config.use_rslora else rank)
 
 
-def fits(entry: Mapping[str, Readable], places: Sequence[Place]) -> bool:
+def has_shape_of(entry: Mapping[str, Readable], places: Sequence[Place]) -> bool:
     """Returns whether the product of the two factors has the shape of the layers' weights, stacked by rows."""
     down, up, shape = tuple(entry["down"].shape), tuple(entry["up"].shape), places[0].shape
     if min(len(down), len(up)) < 2 or any(place.shape[1:] != shape[1:] for place in places) or 0 in down:

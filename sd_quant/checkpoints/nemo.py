@@ -17,7 +17,8 @@ from typing import BinaryIO
 import torch
 import yaml
 
-from sd_quant.checkpoints.nemo_networks import CONFIG, NemoCheckpoint, checkpoint_of, read_config
+from sd_quant.checkpoints.accepted import CONFIG
+from sd_quant.checkpoints.nemo_networks import NemoCheckpoint, checkpoint_of, read_config
 from sd_quant.checkpoints.nemo_state import state_of, unused_state
 from sd_quant.errors import ArtifactError
 from sd_quant.files import atomic_path
@@ -30,7 +31,7 @@ from sd_quant.models.sdxl_nemo import scheduler
 from sd_quant.names.nemo import PREFIX
 from sd_quant.names.sgm import nemo_key
 
-WEIGHTS = "model_weights.ckpt"
+ARCHIVED_WEIGHTS = "model_weights.ckpt"
 
 
 def open_nemo(path: Path, io: str = "nemo") -> NemoCheckpoint:
@@ -40,13 +41,13 @@ def open_nemo(path: Path, io: str = "nemo") -> NemoCheckpoint:
     Raises ConfigError when ``path`` does not exist, ArtifactError when it is not a whole and harmless SDXL checkpoint.
     """
     members = open_members(path)
-    for name in (CONFIG, WEIGHTS):
+    for name in (CONFIG, ARCHIVED_WEIGHTS):
         if name not in members:
             raise ArtifactError(
                 f"{path} holds no {name} but {listing(sorted(members)) or 'nothing'}; expected a whole single-GPU "
                 "checkpoint, so fetch it again or merge its model-parallel parts"
             )
-    state = renamed(path, stored_tensors(members[WEIGHTS]), _plain_key)
+    state = renamed(path, stored_tensors(members[ARCHIVED_WEIGHTS]), _plain_key)
     checkpoint = checkpoint_of(path, read_config(members[CONFIG]), state)
     return replace(checkpoint, io=io, reopen=partial(open_nemo, path, io))
 
@@ -85,7 +86,7 @@ def write_archive(
     config = yaml.safe_dump(model_config, sort_keys=False).encode()
     with atomic_path(path) as temporary, temporary.open("w+b") as file:
         _write_member(file, CONFIG, lambda target: target.write(config))
-        _write_member(file, WEIGHTS, lambda target: write_tensors(target, state, advance))
+        _write_member(file, ARCHIVED_WEIGHTS, lambda target: write_tensors(target, state, advance))
         file.write(bytes(2 * BLOCKSIZE))  # the end-of-archive mark
 
 

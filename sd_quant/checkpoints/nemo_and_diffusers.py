@@ -11,10 +11,9 @@ from typing import Any
 
 import yaml
 
-from sd_quant.checkpoints.accepted import INDEX
+from sd_quant.checkpoints.accepted import CONFIG, INDEX
 from sd_quant.checkpoints.diffusers_pipeline import ABSENT, defaults_of, full_config, usual_entries, weights_of
 from sd_quant.checkpoints.nemo_networks import (
-    CONFIG,
     NemoCheckpoint,
     checkpoint_of,
     described_networks,
@@ -47,10 +46,10 @@ REST_OF_PIPELINE = {
 }
 NEMO, UNUSED_FILE = "nemo", "unused.safetensors"  # a subfolder for NeMo's config and tensors that diffusers ignores
 
-# Entries of configs that are compared: of the UNet and the VAE all but COMPUTING, which say how diffusers computes; of
-# a text encoder TEXT alone, because its sizes are taken from its config and its ids follow from the vocabulary.
+# Entries of configs that are compared: of the UNet and the VAE all but COMPUTING, which say how diffusers computes. A
+# text encoder's sizes are taken from its config and its ids follow from the vocabulary, so the others suffice.
 COMPUTING = {"force_upcast", "upcast_attention"}
-TEXT = {"num_attention_heads", "hidden_act", "layer_norm_eps"}
+COMPARED_OF_TEXT = {"num_attention_heads", "hidden_act", "layer_norm_eps"}
 NOISE = {"num_train_timesteps", "beta_start", "beta_end", "beta_schedule", "trained_betas", "rescale_betas_zero_snr"}
 SCHEDULER = NOISE | {"prediction_type"}
 
@@ -185,7 +184,11 @@ def _check_architecture(path: Path, configs: Mapping[str, dict], modules: Mappin
     for name, module in modules.items():
         library, kind = NETWORKS[name]
         config = {**usual_entries(kind), **configs[name]}
-        keys = {key for key in config if not key.startswith("_")} - COMPUTING if library == "diffusers" else TEXT
+        keys = (
+            {key for key in config if not key.startswith("_")} - COMPUTING
+            if library == "diffusers"
+            else COMPARED_OF_TEXT
+        )
         check_config(path / name / "config.json", config, full_config(module), keys)
     folder, expected = path / "scheduler", scheduler()
     config = defaults_of(type(expected)) | read_json(folder, "scheduler_config.json")

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import yaml
 
+from sd_quant.checkpoints.accepted import CONFIG
 from sd_quant.checkpoints.nemo_state import from_nemo, text_shapes
 from sd_quant.errors import ArtifactError
 from sd_quant.files import refusing
@@ -36,7 +37,6 @@ from sd_quant.models.sdxl_nemo import (
 )
 from sd_quant.names.nemo import PREFIX, UNUSED, locations
 
-CONFIG = "model_config.yaml"
 SDXL_BASE = Path(__file__).with_name("sdxl_base.yaml")
 
 

@@ -18,8 +18,8 @@ from sd_quant.errors import SdQuantError
 from sd_quant.files.archive import is_gzipped, open_members, read_text
 from sd_quant.files.plain_yaml import load_yaml
 from sd_quant.models import LATENT_FACTOR
+from sd_quant.names.diffusers import DENOISERS
 
-DENOISERS = ("unet", "transformer")
 SIDES = range(64, 4097, 64)  # in pixels, that images can have
 # Raised by files that are damaged. They state nothing here, and are refused when they are opened as a checkpoint.
 DAMAGED = (

@@ -23,7 +23,7 @@ from typing import BinaryIO
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError
 from sd_quant.files import check_room, open_regular, refusing
 
-BLOCK = tarfile.BLOCKSIZE
+TAR_BLOCK = tarfile.BLOCKSIZE
 MAX_MEMBERS = 64
 MAX_TEXT = 2**20  # bytes of a configuration
 MAX_EXTENDED_HEADER = 64 * 1024  # a long name, a float mtime and a size over 8 GiB need a few hundred bytes
@@ -154,7 +154,7 @@ def is_gzipped(path: Path) -> bool:
 def is_tar(path: Path) -> bool:
     """Returns whether the file begins with the header of a tar."""
     with open_regular(path) as file:
-        block = file.read(BLOCK)
+        block = file.read(TAR_BLOCK)
     try:
         tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
     except tarfile.HeaderError:
@@ -196,14 +196,14 @@ def _tar_members(path: Path, file: OpenFile) -> Iterator[tuple[str, Member]]:
     extended: dict[str, str] | None = None  # of the next member
     position, count = 0, 0
     while True:
-        if position + BLOCK > file_size:
+        if position + TAR_BLOCK > file_size:
             raise ArtifactError(
                 f"{path} ends after {file_size} bytes without the end-of-archive mark of a tar; it is cut off, so "
                 "fetch it again"
             )
-        block = whole.read(position, BLOCK)
+        block = whole.read(position, TAR_BLOCK)
         if not any(block):
-            if position + 2 * BLOCK > file_size or any(whole.read(position + BLOCK, BLOCK)):
+            if position + 2 * TAR_BLOCK > file_size or any(whole.read(position + TAR_BLOCK, TAR_BLOCK)):
                 raise ArtifactError(
                     f"{path} has half an end-of-archive mark at byte {position}; it is cut off, so fetch it again"
                 )
@@ -216,7 +216,7 @@ def _tar_members(path: Path, file: OpenFile) -> Iterator[tuple[str, Member]]:
             header = tarfile.TarInfo.frombuf(bytes(block), "utf-8", "surrogateescape")
             size = int((extended or {}).get("size", header.size))
         name = (extended or {}).get("path", header.name)
-        start = position + BLOCK
+        start = position + TAR_BLOCK
         if size < 0 or start + size > file_size:
             raise ArtifactError(
                 f"{path} is cut inside {name!r}: {size} bytes declared, {file_size - start} present; fetch it again"
@@ -224,7 +224,7 @@ def _tar_members(path: Path, file: OpenFile) -> Iterator[tuple[str, Member]]:
         count += 1
         if count > 2 * MAX_MEMBERS:  # an extended header counts too
             raise ArtifactError(f"{path} holds more than {MAX_MEMBERS} members; NeMo writes two, so check the path")
-        position = start + -(-size // BLOCK) * BLOCK
+        position = start + -(-size // TAR_BLOCK) * TAR_BLOCK
         if header.type == tarfile.XHDTYPE:
             extended = _extended_header(path, whole, start, size)
             continue

@@ -5,7 +5,12 @@ from pathlib import Path
 
 from sd_quant.errors import ConfigError
 
-FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}  # Pillow's readers, none of which runs code
+IMAGE_FORMATS = {
+    ".png": "PNG",
+    ".jpg": "JPEG",
+    ".jpeg": "JPEG",
+    ".webp": "WEBP",
+}  # Pillow's readers, none of which runs code
 
 
 def image_files(knob: str, path: Path) -> list[Path]:
@@ -13,10 +18,11 @@ def image_files(knob: str, path: Path) -> list[Path]:
     if not path.is_dir():
         files = [path]
     else:
-        files = sorted(file for file in path.iterdir() if file.suffix.lower() in FORMATS and file.is_file())
-    if not files or files[0].suffix.lower() not in FORMATS or not files[0].is_file():
+        files = sorted(file for file in path.iterdir() if file.suffix.lower() in IMAGE_FORMATS and file.is_file())
+    if not files or files[0].suffix.lower() not in IMAGE_FORMATS or not files[0].is_file():
         raise ConfigError(
-            f"{knob} is {path}, expected an image or a folder with images, whose names end with {', '.join(FORMATS)}"
+            f"{knob} is {path}, expected an image or a folder of images, with names that end with "
+            f"{', '.join(IMAGE_FORMATS)}"
         )
     return files
 

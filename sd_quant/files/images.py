@@ -8,7 +8,7 @@ from PIL import Image, ImageOps
 
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files import open_regular
-from sd_quant.files.image_files import FORMATS
+from sd_quant.files.image_files import IMAGE_FORMATS
 from sd_quant.text import one_line
 
 # Pixels before resizing: 5792 x 5792, or 8192 x 8192 of a JPEG, which can be decoded at a smaller size.
@@ -26,7 +26,7 @@ def read_fitted(path: Path, width: int, height: int, mode: str) -> tuple[np.ndar
     try:
         with open_regular(path) as file, warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # its limit is above MOST_PIXELS
-            fmt = FORMATS[path.suffix.lower()]
+            fmt = IMAGE_FORMATS[path.suffix.lower()]
             image = Image.open(file, formats=[fmt])
             own, most = image.size, MOST_PIXELS[fmt]
             if own[0] * own[1] > most:

@@ -13,20 +13,20 @@ import yaml
 
 MAX_NODES = 20_000  # mappings, lists, texts and numbers, with aliases expanded; SDXL's config has 200
 TAG = "tag:yaml.org,2002:"
-NUMBERS = {
+NUMBER_TAGS = {
     f"{TAG}int": re.compile(r"[-+]?[0-9]{1,30}"),
     f"{TAG}float": re.compile(
         r"[-+]?(?:\.(?:inf|Inf|INF)|(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?)|\.(?:nan|NaN|NAN)"
     ),
 }
-KINDS = {f"{TAG}{name}" for name in ("bool", "null", "str", "seq", "map")} | NUMBERS.keys()
+TAGS = {f"{TAG}{name}" for name in ("bool", "null", "str", "seq", "map")} | NUMBER_TAGS.keys()
 
 
 class Loader(yaml.SafeLoader):
     """PyYAML's own loader with YAML 1.2's numbers, without merge keys and dates; its C parser crashes on deep files."""
 
     yaml_implicit_resolvers: dict = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag in KINDS - NUMBERS.keys()]
+        first: [(tag, pattern) for tag, pattern in resolvers if tag in TAGS - NUMBER_TAGS.keys()]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
     composed = 0
@@ -38,7 +38,7 @@ class Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
-for _tag, _pattern in NUMBERS.items():
+for _tag, _pattern in NUMBER_TAGS.items():
     Loader.add_implicit_resolver(_tag, re.compile(f"(?:{_pattern.pattern})$"), list("-+.0123456789"))
 
 
@@ -66,7 +66,7 @@ def count(node: yaml.Node, known: dict[int, int]) -> int:
             raise ValueError("a part of it contains itself")
         return known[id(node)]
     known[id(node)], total = 0, 1
-    if node.tag not in KINDS:
+    if node.tag not in TAGS:
         raise ValueError(f"it holds {node.tag[:80]!r}, expected mappings, lists, texts and numbers")
     if isinstance(node, yaml.MappingNode):
         keys = [key.value if isinstance(key, yaml.ScalarNode) else None for key, _ in node.value]
@@ -78,7 +78,7 @@ def count(node: yaml.Node, known: dict[int, int]) -> int:
         children = [part for pair in node.value for part in pair]
     else:
         children = node.value if isinstance(node, yaml.SequenceNode) else []
-    if node.tag in NUMBERS and not NUMBERS[node.tag].fullmatch(node.value):
+    if node.tag in NUMBER_TAGS and not NUMBER_TAGS[node.tag].fullmatch(node.value):
         raise ValueError(f"{node.value[:80]!r} is no number")
     for child in children:
         total += count(child, known)

@@ -25,7 +25,7 @@ from sd_quant.models.parts import Contract, Part, half_contract, vae_part
 from sd_quant.models.text_encoders import clip_part
 from sd_quant.models.unet import UnetFamily, UnetPart
 
-SIZES = 6  # of time_ids: original height and width, top and left of the crop, target height and width
+TIME_IDS = 6  # of time_ids: original height and width, top and left of the crop, target height and width
 
 
 class NemoUnetPart(nn.Module):
@@ -67,7 +67,7 @@ def unet_part(unet: Mapping, tokens: int, io: str) -> Part:
     """Returns the UNet as a part. ``unet`` is its config, ``tokens`` is S, ``io`` whose names the inputs have."""
     latent = ("batch", unet["in_channels"], "height", "width")
     context, added = ("batch", tokens, unet["cross_attention_dim"]), unet["projection_class_embeddings_input_dim"]
-    pooled = added - SIZES * unet["addition_time_embed_dim"]
+    pooled = added - TIME_IDS * unet["addition_time_embed_dim"]
     if io == "nemo":
         shapes = {"x": latent, "timesteps": ("batch",), "context": context, "y": ("batch", added)}
         return Part(
@@ -82,7 +82,7 @@ def unet_part(unet: Mapping, tokens: int, io: str) -> Part:
         "timestep": (1,),
         "encoder_hidden_states": context,
         "text_embeds": ("batch", pooled),
-        "time_ids": ("batch", SIZES),
+        "time_ids": ("batch", TIME_IDS),
     }
     return Part("unet", "unet.", half_contract(shapes, "out_sample", single=("timestep", "time_ids")), UnetPart)
 

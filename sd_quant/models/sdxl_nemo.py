@@ -29,8 +29,8 @@ class TextShape:
     projection: int = 0  # width of the pooled output; 0 when there is none
 
 
-SIZE, BLOCKS = between(1, 2**16), between(0, 100)
-SIZES, EACH_BLOCKS = between(1, 2**12, each=True), between(0, 100, each=True)
+SIZE, BLOCK_COUNT = between(1, 2**16), between(0, 100)
+EACH_SIZE, EACH_BLOCK_COUNT = between(1, 2**12, each=True), between(0, 100, each=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +41,10 @@ class NemoUnet:
     in_channels: Annotated[int, SIZE]
     out_channels: Annotated[int, SIZE]
     model_channels: Annotated[int, SIZE]
-    channel_mult: Annotated[list[int], SIZES]
-    attention_resolutions: Annotated[list[int], SIZES]
-    num_res_blocks: Annotated[int, BLOCKS]
-    transformer_depth: Annotated[list[int], EACH_BLOCKS]
+    channel_mult: Annotated[list[int], EACH_SIZE]
+    attention_resolutions: Annotated[list[int], EACH_SIZE]
+    num_res_blocks: Annotated[int, BLOCK_COUNT]
+    transformer_depth: Annotated[list[int], EACH_BLOCK_COUNT]
     num_head_channels: Annotated[int, SIZE]
     context_dim: Annotated[int, SIZE]
     use_linear_in_transformer: bool
@@ -59,8 +59,8 @@ class NemoVae:
     out_ch: Annotated[int, SIZE]
     z_channels: Annotated[int, SIZE]
     ch: Annotated[int, SIZE]
-    ch_mult: Annotated[list[int], SIZES]
-    num_res_blocks: Annotated[int, BLOCKS]
+    ch_mult: Annotated[list[int], EACH_SIZE]
+    num_res_blocks: Annotated[int, BLOCK_COUNT]
     resolution: Annotated[int, SIZE]
 
 
@@ -220,12 +220,7 @@ def pipeline_adapter(networks: Mapping, tokenizers: Sequence, sampler) -> Pipeli
         positive = both[: len(batches)]
         unconditional = both[len(batches) :] or [tuple(map(torch.zeros_like, each)) for each in positive]
         return [
-            {
-                "prompt_embeds": context,
-                "negative_prompt_embeds": no_context,
-                "pooled_prompt_embeds": pooled,
-                "negative_pooled_prompt_embeds": no_pooled,
-            }
+            dict(zip(FAMILY.EMBEDDINGS, (context, no_context, pooled, no_pooled), strict=True))
             for (context, pooled), (no_context, no_pooled) in zip(positive, unconditional, strict=True)
         ]
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from sd_quant.files.tensors import Readable
 from sd_quant.names import transformers
+from sd_quant.names.diffusers import DENOISERS
 from sd_quant.names.sgm import sgm_names
 
 WEIGHT = ".weight"
-DENOISERS = ("unet", "transformer")
 OF_DENOISER = ("", "base_model.model.", "diffusion_model.", "model.diffusion_model.")  # prefixes of its layers
 FLAT_OF_DENOISER = ("lora_unet_", "lora_transformer_")  # kohya's prefixes
 ATTENTION = re.compile(r"(.*\.attn\d?)\.((?:add_|to_)\w+)(?:\.0)?")  # old diffusers kept updates in its processors

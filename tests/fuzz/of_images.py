@@ -11,7 +11,7 @@ from PIL import Image
 from safetensors.torch import save as save_safetensors
 
 from sd_quant.checkpoints.lora import read_lora
-from sd_quant.files.image_files import FORMATS
+from sd_quant.files.image_files import IMAGE_FORMATS
 from sd_quant.files.tensors import LazyTensor
 from sd_quant.inference.latents import read_latents
 from sd_quant.inference.source_images import read_source
@@ -88,7 +88,7 @@ def images() -> Reader:
     files = {}
     for name in ("a.png", "a.jpg", "a.webp", "mask.png"):
         stored = io.BytesIO()
-        (image.convert("L") if name == "mask.png" else image).save(stored, FORMATS[Path(name).suffix])
+        (image.convert("L") if name == "mask.png" else image).save(stored, IMAGE_FORMATS[Path(name).suffix])
         files[name] = stored.getvalue()
     names = [name for name in files if name != "mask.png"]
 
