@@ -21,7 +21,7 @@ def image_files(knob: str, path: Path) -> list[Path]:
         files = sorted(file for file in path.iterdir() if file.suffix.lower() in IMAGE_FORMATS and file.is_file())
     if not files or files[0].suffix.lower() not in IMAGE_FORMATS or not files[0].is_file():
         raise ConfigError(
-            f"{knob} is {path}, expected an image or a folder of images, with names that end with "
+            f"{knob} is {path}, expected an image or a folder with images, whose names end with "
             f"{', '.join(IMAGE_FORMATS)}"
         )
     return files
