@@ -111,7 +111,7 @@ class Model:
 
     @cached_property
     def sha256(self) -> str:
-        """Of the checkpoint's file, or of its folder's files; with LoRAs a digest of all files and strengths."""
+        """SHA-256 of the checkpoint's file or folder; with LoRAs, of all files and strengths."""
         return str(weights_sha256(made_of(self.job(None, {}).model.inputs())))
 
     @property
@@ -210,7 +210,7 @@ class Model:
 
 @dataclass(frozen=True, repr=False)
 class Quantized:
-    """A model with an assignment: how each of its denoiser's layers is quantized. ``Model.quantize`` makes it."""
+    """A model with an assignment: the quantization of each layer of its denoiser. ``Model.quantize`` makes it."""
 
     model: Model
     label: str  # the preset and the knobs that were given
@@ -230,12 +230,12 @@ class Quantized:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the denoiser's weights with their scales; what is not quantized counts in fp16."""
+        """Bytes of the denoiser's weights with their scales, where weights that are not quantized count in fp16."""
         return assigned_bytes(self.loaded.parameters[self.loaded.denoiser], self.assignment)
 
     @property
     def share(self) -> float:
-        """The same as a share of what all of them take in fp16."""
+        """``weight_bytes`` as a share of the bytes of all weights in fp16."""
         return self.weight_bytes / (HALF * self.loaded.parameters[self.loaded.denoiser])
 
     def images(self, prompts: str | Sequence[str], **knobs: object) -> Images:
@@ -308,7 +308,7 @@ class Quantized:
         return directory
 
     def save_modelopt(self, path: str | Path) -> Path:
-        """Write what ModelOpt makes the quantized denoiser of, in a diffusers pipeline of fp32 or fp16.
+        """Write a file from which ModelOpt restores the quantized denoiser in a diffusers pipeline of fp32 or fp16.
 
             import modelopt.torch.opt as mto
             import torch
@@ -318,8 +318,8 @@ class Quantized:
             mto.restore(pipeline.unet, "quantized_unet.pt")  # which holds fp32
             pipeline.unet.to(torch.float16)
 
-        ``quantized_unet.pt`` of a run is the same file. ``pipeline`` is what the checkpoint was; ``sd-quant convert``
-        makes a folder of a ``.nemo``.
+        A run leaves the same file as ``quantized_unet.pt``. ``pipeline`` is that of the checkpoint; ``sd-quant
+        convert`` makes a folder of a ``.nemo``.
 
         Raises:
             ConfigError: ModelOpt cannot hold the recipe; it holds INT8 and FP8 up to level 3.
@@ -333,7 +333,7 @@ class Quantized:
 
 @dataclass(frozen=True, repr=False)
 class Result:
-    """What one recipe costs and saves."""
+    """The images of one recipe and their scores against full precision."""
 
     quantized: Quantized
     images: Images  # uint8 [N, H, W, 3], or a list where their sizes differ
@@ -346,7 +346,7 @@ class Result:
     def psnr(self) -> Interval:
         """Mean over the images in dB with its 95 % interval, Student's t over prompts; identical images are left out.
 
-        Infinite when all images are identical. Of one image nothing but its value is known: the ends are infinite.
+        It is infinite when all images are identical, and its ends are infinite when there is a single image.
         """
         return SCORES["psnr"].mean(self.scores["psnr"]["values"]) or exactly(float("inf"))
 
@@ -383,7 +383,7 @@ class Comparison:
         return [result.row() for result in self.results]
 
     def grid(self, path: str | Path, number: int = -1) -> Path:
-        """Draw the images of the ``number``-th recipe below full precision's, as ``images/grid.png`` of a run."""
+        """Draw the images of the ``number``-th recipe below those in full precision, as a run's ``images/grid.png``."""
         result = self.results[number]
         labels = ("full precision", result.quantized.label)
         return comparison_grid(
@@ -396,7 +396,7 @@ class Comparison:
 
 
 def line(result: Result) -> str:
-    """The result in a table as people read it."""
+    """The result as a line of the printed table."""
     row, (value, _, high) = result.row(), result.psnr
     interval = f"{value:.2f} ± {high - value:.2f}" if result.psnr.known else f"{value:.2f}"
     return (
@@ -431,7 +431,7 @@ def compare(quantized: Sequence[Quantized], prompts: str | Sequence[str], **knob
 
 
 def to_generate(model: Model, prompts: str | Sequence[str], knobs: Mapping[str, object]) -> tuple[Session, Infer]:
-    """The model's session and how images are made of it by these knobs of ``infer``, checked. Raises SdQuantError."""
+    """The session and the section ``infer`` by which images are made, checked. Raises SdQuantError."""
     job = model.job(None, {}, {"prompts": texts_of(prompts), **knobs})
     # images from images take one part more, and its weights were read with the others
     session = open_session(job.model, finite=False) if job.model.encoder else model.session
@@ -461,7 +461,7 @@ def called(*positional: object, **named: object) -> str:
 
 
 def literally(value: object) -> object:
-    """``value`` so that OmegaConf finds no interpolation in its texts."""
+    """Escape interpolations of OmegaConf in the texts of ``value``."""
     if isinstance(value, list | tuple):
         return [literally(item) for item in value]
     return value.replace("${", r"\${") if isinstance(value, str) else value

@@ -71,7 +71,7 @@ def kept_model(model: Model) -> dict:
     return knobs
 
 
-def fingerprint(job: QuantizeJob, facts: dict) -> str:
+def fingerprint_of(job: QuantizeJob, facts: dict) -> str:
     """A digest of everything that decides the record but the machine: the jobs of a sweep may run on several."""
     inputs = {name: file["sha256"] for name, file in facts["inputs"].items()}
     decided_by = [deciding(job), job.infer.prompt_list(), inputs, facts["versions"], source_digest()]
@@ -91,7 +91,7 @@ def done_before(job: QuantizeJob, directory: Path) -> Mapping[str, Any] | None:
     """The record if this very job is done in ``directory``, else None. Imports nothing heavy."""
     if not (directory / RECORD).is_file():
         return None
-    return finished(directory, fingerprint(job, made_of(inputs_of(job))))
+    return finished(directory, fingerprint_of(job, made_of(inputs_of(job))))
 
 
 def check_no_other_run(job: QuantizeJob, directory: Path, wanted: str | None = None) -> None:
@@ -104,7 +104,7 @@ def check_no_other_run(job: QuantizeJob, directory: Path, wanted: str | None = N
         record = read_record(directory)
     if record is None or job.overwrite:
         return
-    if at(record, "fingerprint") == (wanted or fingerprint(job, made_of(inputs_of(job)))):
+    if at(record, "fingerprint") == (wanted or fingerprint_of(job, made_of(inputs_of(job)))):
         return
     made_by = " ".join(map(str, at(record, "overrides") or ())) or "no arguments"
     raise ConfigError(

@@ -38,7 +38,7 @@ from sd_quant.stages.job_folder import (
     check_own,
     check_still_there,
     facts_of,
-    fingerprint,
+    fingerprint_of,
     finished,
     kept_knobs,
     remove_leftovers,
@@ -69,7 +69,7 @@ def quantize(job: QuantizeJob, directory: Path, tracer: Tracer) -> float | None:
     attempted = (directory / LOCK).exists()
     with locked(directory / LOCK, f"waiting for another process, which works in {directory}"):
         facts = facts_of(job, directory)
-        wanted = fingerprint(job, facts)
+        wanted = fingerprint_of(job, facts)
         record = finished(directory, wanted)
         if record is None:
             if not in_sweep(directory):  # a sweep's folder holds its own jobs alone
@@ -77,7 +77,7 @@ def quantize(job: QuantizeJob, directory: Path, tracer: Tracer) -> float | None:
             if attempted:
                 remove_leftovers(directory)
             try:
-                record = run(job, directory, facts, tracer)
+                record = run(job, directory, facts, wanted, tracer)
             except Exception:
                 check_still_there(directory)  # else that is why
                 raise
@@ -103,7 +103,7 @@ def check_runtimes(job: QuantizeJob) -> None:
     check_request(job.model, job.infer)
 
 
-def run(job: QuantizeJob, directory: Path, facts: dict, tracer: Tracer) -> Record:
+def run(job: QuantizeJob, directory: Path, facts: dict, fingerprint: str, tracer: Tracer) -> Record:
     """Take all steps in their order, write the record and return it."""
     torch.set_num_threads(threads())
     step, cache = StageTimer(), cache_of(job.cache)
@@ -160,7 +160,7 @@ def run(job: QuantizeJob, directory: Path, facts: dict, tracer: Tracer) -> Recor
     variants.pool.close()
     results = Results(loaded, chosen, plan_reports, comparison, simulated, latency, parity, executed, handed_over)
     check_still_there(directory)
-    record = record_of(job, facts, results, step, directory)
+    record = record_of(job, fingerprint, facts, results, step, directory)
     write_json(directory / PROVENANCE, facts)
     write_record(record, directory)
     track(job.trackers, record, directory, output_path(TRACKED))

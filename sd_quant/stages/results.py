@@ -25,7 +25,6 @@ from sd_quant.report.record import (
 )
 from sd_quant.stages.choose import Chosen
 from sd_quant.stages.compare import VariantOutputs
-from sd_quant.stages.job_folder import fingerprint
 from sd_quant.stages.load import Loaded
 from sd_quant.stages.session import Session
 from sd_quant.stages.text_scores import text_scores
@@ -72,7 +71,9 @@ def shared_entries(
     }
 
 
-def record_of(job: QuantizeJob, facts: dict, results: Results, step: StageTimer, directory: Path) -> Record:
+def record_of(
+    job: QuantizeJob, fingerprint: str, facts: dict, results: Results, step: StageTimer, directory: Path
+) -> Record:
     """The record of a job whose files are in ``directory``; ``facts`` are those that it started from."""
     knobs, loaded, assignment = dataclasses.asdict(job), results.loaded, results.chosen.assignment
     framework, unquantized, quantized = (
@@ -80,7 +81,7 @@ def record_of(job: QuantizeJob, facts: dict, results: Results, step: StageTimer,
     )
     made = {FULL_PRECISION: framework.images, QUANTIZED: quantized.images}
     return cast(Record, shared_entries(loaded, job.infer, facts, step, framework, quantized) | {
-        "fingerprint": fingerprint(job, facts),
+        "fingerprint": fingerprint,
         "overrides": facts["overrides"],
         "knobs": knobs["quantize"] | {group: knobs[group] for group in ("model", "trt", "infer", "timing", "verdict")},
         "simulated": results.simulated is not None,

@@ -72,7 +72,7 @@ def test_a_choice_is_the_job_that_names_its_engine(job, on):
     jobs = [job("quantize", {"infer.engine": engine}) for engine in ("auto", "openvino", "onnxruntime")]
     assert deciding(jobs[0]) == deciding(jobs[1]) != deciding(jobs[2])
     facts = {"inputs": {}, "versions": {}}
-    assert len({job_folder.fingerprint(each, facts) for each in jobs}) == 2
+    assert len({job_folder.fingerprint_of(each, facts) for each in jobs}) == 2
 
 
 def test_the_engine_of_a_run_is_what_runs_the_plans_that_it_has(job, on, run):

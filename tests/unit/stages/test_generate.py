@@ -7,7 +7,7 @@ import torch
 
 from sd_quant.stages import calibrate
 from sd_quant.stages.generate import sampling_of
-from sd_quant.stages.job_folder import facts_of, fingerprint
+from sd_quant.stages.job_folder import facts_of, fingerprint_of
 from tests import presets
 from tests.presets import infer_job
 
@@ -45,4 +45,4 @@ def test_the_hash_of_the_noise_is_one_of_the_inputs(tmp_path):
     torch.save(torch.ones(1, 4, 8, 8), tmp_path / "noise.pt")
     after = facts_of(asked, tmp_path)
     assert before["inputs"]["latents"]["sha256"] != after["inputs"]["latents"]["sha256"]
-    assert fingerprint(asked, before) != fingerprint(asked, after)
+    assert fingerprint_of(asked, before) != fingerprint_of(asked, after)

@@ -30,21 +30,21 @@ def job(tmp_path) -> QuantizeJob:
 
 
 def test_only_knobs_prompts_files_and_versions_make_another_job(job, tmp_path):
-    before = job_folder.fingerprint(job, FACTS)
+    before = job_folder.fingerprint_of(job, FACTS)
     job.cache.dir, job.trackers, job.trt.timing_cache = None, ["mlflow"], "elsewhere"
     facts = deepcopy(FACTS) | {"machine": {"cpu": "another"}, "started": "tomorrow"}
     facts["inputs"]["checkpoint"]["path"] = "there.nemo"
-    assert job_folder.fingerprint(job, facts) == before
+    assert job_folder.fingerprint_of(job, facts) == before
 
     known = {before}
     (tmp_path / "prompts.txt").write_text("a cat\na bird\n")  # under the same name
-    known.add(job_folder.fingerprint(job, facts))
+    known.add(job_folder.fingerprint_of(job, facts))
     job.quantize = replace(job.quantize, alpha=0.3)
-    known.add(job_folder.fingerprint(job, facts))
+    known.add(job_folder.fingerprint_of(job, facts))
     facts["inputs"]["checkpoint"]["sha256"] = "cd"
-    known.add(job_folder.fingerprint(job, facts))
+    known.add(job_folder.fingerprint_of(job, facts))
     facts["versions"]["torch"] = "2.11"
-    known.add(job_folder.fingerprint(job, facts))
+    known.add(job_folder.fingerprint_of(job, facts))
     assert len(known) == 5
 
 
@@ -76,10 +76,10 @@ def test_another_finished_run_is_overwritten_only_on_request(job, tmp_path):
     (tmp_path / "metrics.json").write_text(json.dumps(record))
     with pytest.raises(ConfigError, match="holds a finished run, of quant_level=3, whose .* add overwrite=true"):
         job_folder.check_no_other_run(job, tmp_path, "this")
-    fingerprint = job_folder.fingerprint(job, FACTS)
+    fingerprint = job_folder.fingerprint_of(job, FACTS)
     job.overwrite = True
     job_folder.check_no_other_run(job, tmp_path, "this")
-    assert job_folder.fingerprint(job, FACTS) == fingerprint
+    assert job_folder.fingerprint_of(job, FACTS) == fingerprint
 
 
 def test_the_config_that_is_kept_leads_to_the_same_files_from_elsewhere(job, tmp_path, monkeypatch):
@@ -93,7 +93,7 @@ def test_the_config_that_is_kept_leads_to_the_same_files_from_elsewhere(job, tmp
 @pytest.mark.slow
 def test_a_job_is_known_to_be_done_without_what_would_do_it(job, tmp_path):
     assert job_folder.done_before(job, tmp_path) is None
-    record = {"fingerprint": job_folder.fingerprint(job, job_folder.facts_of(job, tmp_path)), "fidelity": {}}
+    record = {"fingerprint": job_folder.fingerprint_of(job, job_folder.facts_of(job, tmp_path)), "fidelity": {}}
     (tmp_path / "metrics.json").write_text(json.dumps(record))
     assert job_folder.done_before(job, tmp_path) == record
     job.infer.seed += 1
