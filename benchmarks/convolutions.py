@@ -44,7 +44,7 @@ def main() -> None:
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     sides = {"int8 rounded": ("int8", None), "fp8 rounded": ("fp8", None), "int8 unfolded": ("int8", unfolded_int_mm)}
     if device.type == "cuda":
-        import sd_quant.simulation.product_kernel  # noqa: F401  # registers its operator
+        import sd_quant.simulation.kernels  # noqa: F401  # registers its operator
 
         sides |= {"int8 kernel": ("int8", kernel_convolution), "fp8 kernel": ("fp8", kernel_convolution)}
     for inputs, outputs, size in SIZES[: chosen.sizes]:

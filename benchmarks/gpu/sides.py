@@ -23,7 +23,6 @@ from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
 from sd_quant.quantization.statistics import Statistics
-from sd_quant.simulation.joined import join_projections
 from sd_quant.simulation.native import (
     PRODUCTS,
     Products,
@@ -36,6 +35,7 @@ from sd_quant.simulation.native import (
 )
 
 from . import flux
+from .joined import join_projections
 from .network import Inputs, Network, empty, fill, inputs_of, statistics_of, with_weights
 from .scales import Assignment, load
 

@@ -63,7 +63,7 @@ def product(fmt: str, module: Callable[[], nn.Linear | nn.Conv2d], shape: tuple[
             products: Products | None = None) -> Result:  # fmt: skip
     """A layer of codes against its simulation."""
     if device.type == "cuda":
-        import sd_quant.simulation.product_kernel  # noqa: F401
+        import sd_quant.simulation.kernels  # noqa: F401
 
         if torch.cuda.get_device_capability() < FORMATS[fmt].torch_compute_capability:
             return {"left out": f"this GPU multiplies no {fmt}"}
@@ -102,7 +102,7 @@ def small(fmt: str, device: torch.device) -> tuple[nn.Module, Tensor]:
 @torch.no_grad()
 def compiles(device: torch.device) -> Result:
     if device.type == "cuda":
-        import sd_quant.simulation.product_kernel  # noqa: F401
+        import sd_quant.simulation.kernels  # noqa: F401
     module, x = small("int8", device)
     expected = module(x)
     return compared(compiled(module)(x), expected)

@@ -1,10 +1,8 @@
 """Engines: one interface over the runtimes that compute the exported parts.
 
-A runtime is one row of facts here and, where it loads files, one module beside it. The rows import neither torch nor a
-runtime, so configuration and memory model read them at no cost. To add a runtime, write
-``sd_quant/engines/<name>.py`` with a function ``load(path, **options) -> Engine`` (``base`` says what an engine is),
-one row in ``RUNTIMES`` and ``conf/infer/<name>.yaml``. A runtime that is not installed is missed only by jobs that
-name it.
+A runtime is one row of ``RUNTIMES`` and, if it loads files, one module beside this one. The rows import neither torch
+nor a runtime, so configuration and memory model read them at no cost. A runtime that is not installed affects only jobs
+that name it. docs/extending.md says how to add one.
 """
 
 from __future__ import annotations
@@ -24,20 +22,17 @@ if TYPE_CHECKING:
     from sd_quant.engines.base import Engine
 
 
-def executes_all(where: str, fmt: Format) -> str | None:
-    """None: the runtime executes every format wherever it is used."""
-    return None
+# Why a runtime cannot execute a format in ``where`` (weights, inputs or attention); None: it can.
+Refuses = Callable[[str, Format], str | None]
 
 
 def refused_by_openvino(where: str, fmt: Format) -> str | None:
-    """Why OpenVINO cannot execute a format, or None."""
     if where == "inputs" and not fmt.static_scale:
         return "OpenVINO takes no QuantizeLinear whose scales are computed in blocks"
     return None
 
 
 def refused_by_onnxruntime(where: str, fmt: Format) -> str | None:
-    """Why ONNX Runtime cannot execute a format, or None."""
     return f"ONNX Runtime has no kernel for {fmt.name}'s FP4 numbers" if fmt.onnx_type == "FLOAT4E2M1" else None
 
 
@@ -45,29 +40,27 @@ NO_INTEGER_ATTENTION = "TensorRT takes no unsigned codes, and has a kernel for a
 
 
 def refused_by_tensorrt(where: str, fmt: Format) -> str | None:
-    """Why TensorRT cannot execute a format, or None."""
     return NO_INTEGER_ATTENTION if where == "attention" and fmt.equal_levels else None
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """What the other rooms need to know of a runtime."""
+    """Facts of a runtime. Functions are ``module:function``, imported when they are called."""
 
     name: str
     file: str | None  # the kind of file that it loads, onnx or plan; None: it computes the checkpoint's own modules
     device: str  # where it computes: cpu, cuda, or best, which is the GPU where there is one
-    package: str  # the Python package that it takes
+    package: str  # the Python package that it requires
     extra: str  # the extra in pyproject.toml that installs the package
-    load: str | None = None  # ``module:function`` that opens a file
-    products: str | None = None  # ``module:function`` that says what an opened file multiplies, see ``products_of``
+    load: str | None = None  # opens a file
+    products: str | None = None  # the types that an opened file multiplies, see ``products_of``
     quantized: bool = True  # whether it can compute the quantized model; False: a baseline only
     unquantized: bool = True  # whether it can compute without an assignment, as infer.py does
-    compiled: bool = False  # whether its modules go through torch.compile
-    precisions: tuple[str, ...] = ()  # other than fp32 that ``load`` takes, for what is not quantized
+    compiled: bool = False  # whether torch compiles its modules
+    precisions: tuple[str, ...] = ()  # of layers that are not quantized, other than fp32, that ``load`` supports
     ahead_of_time: bool = False  # whether it builds plans for named GPUs on a machine without one
-    build: str | None = None  # ``module:function`` that makes what it loads of an ONNX file; None: it loads that
-    # (where, fmt) -> why it cannot execute the format in ``where``, which is weights, inputs or attention, or None
-    refuses: Callable[[str, Format], str | None] = executes_all
+    build: str | None = None  # builds the file that it loads from an ONNX file; None: it loads ONNX
+    refuses: Refuses = lambda where, fmt: None
     bytes_per_parameter: float = 4.0  # memory at its peak, measured by benchmarks/full_size.py and rounded up
 
 
@@ -88,13 +81,13 @@ RUNTIMES: dict[str, Runtime] = {
         ),
         Runtime(
             "tensorrt", "plan", "cuda", package="tensorrt", extra="tensorrt",
-            load="sd_quant.engines.tensorrt.run:load", products="sd_quant.engines.tensorrt.inspect:products",
+            load="sd_quant.engines.tensorrt.run:load", products="sd_quant.engines.tensorrt.run:products",
             build="sd_quant.engines.tensorrt.build:build_for", refuses=refused_by_tensorrt,
             bytes_per_parameter=OPENVINO_BYTES,
         ),
         Runtime(
             "tensorrt_rtx", "plan", "cuda", package="tensorrt_rtx", extra="rtx",
-            load="sd_quant.engines.tensorrt.run:load_rtx", products="sd_quant.engines.tensorrt.inspect:products",
+            load="sd_quant.engines.tensorrt.run:load_rtx", products="sd_quant.engines.tensorrt.run:products",
             build="sd_quant.engines.tensorrt.build:build_for", ahead_of_time=True, refuses=refused_by_tensorrt,
             bytes_per_parameter=OPENVINO_BYTES,
         ),
@@ -103,19 +96,19 @@ RUNTIMES: dict[str, Runtime] = {
         Runtime("torch_compiled", None, "best", package="torch", extra="torch", compiled=True),
     )
 }  # fmt: skip
-WITHOUT_A_GPU = "openvino"  # what computes where no plan runs
-COMPILED = "torch_compiled"  # the framework's own way to be fast
+WITHOUT_A_GPU = "openvino"  # the default where no plan runs
+COMPILED = "torch_compiled"  # the framework's own fastest runtime
 PLAN_BUILDERS = [name for name, runtime in RUNTIMES.items() if runtime.file == "plan"]
 
 
 def why_not(name: str, used: Mapping[str, Collection[str]]) -> str | None:
-    """The first reason why the runtime cannot execute the formats ``used``, as ``recipe.formats_used`` has them."""
+    """The first reason why the runtime cannot execute ``used``, the result of ``recipe.formats_used``; or None."""
     reasons = (RUNTIMES[name].refuses(where, FORMATS[fmt]) for where in used for fmt in used[where])
     return next((reason for reason in reasons if reason), None)
 
 
 def not_installed(name: str) -> str | None:
-    """That the package of the runtime ``name`` is missing, and what installs it; None where it is there."""
+    """The message that the package of the runtime ``name`` is missing, or None."""
     runtime = RUNTIMES[name]
     if find_spec(runtime.package) is not None:
         return None
@@ -131,8 +124,8 @@ def check_installed(name: str) -> None:
 def load_engine(name: str, path: Path, **options: object) -> Engine:
     """The engine of the file at ``path``, .onnx or, for TensorRT, .plan; ``options`` are those of its ``load``.
 
-    Raises ConfigError for an unknown name, ResourceError for a runtime or device that is missing here, ArtifactError
-    for a broken file.
+    Raises ConfigError for an unknown name, ResourceError for a missing runtime or device, ArtifactError for a broken
+    file.
     """
     loaders = {name: runtime.load for name, runtime in RUNTIMES.items() if runtime.load}
     if name not in loaders:
@@ -149,20 +142,19 @@ def load_engine(name: str, path: Path, **options: object) -> Engine:
 
 
 def loadable(name: str, onnx_path: Path, shapes: Mapping[str, Sequence[int]]) -> Path:
-    """What the runtime ``name`` loads of an ONNX file: the file, or one that is built beside it for these shapes.
+    """The file that the runtime ``name`` loads: the ONNX file, or one built beside it for these shapes of its inputs.
 
-    ``shapes`` are those of the inputs. Raises what the runtime's builder raises.
+    Raises what the runtime's builder raises.
     """
     build = RUNTIMES[name].build
     return onnx_path if build is None else pkgutil.resolve_name(build)(onnx_path, name, shapes)
 
 
 def products_of(engine: Engine, path: Path) -> dict[str, str]:
-    """What an engine that was opened from ``path`` multiplies: by the node's name in the ONNX file, a name of
-    onnx.TensorProto, such as INT8 where codes are multiplied and FLOAT where they are dequantized first.
+    """The type that each node of an engine, opened from the ONNX file ``path``, multiplies, by the node's name.
 
-    Read from the graph that runs, after fusion, not from the file. Nodes that the runtime does not name are absent, all
-    of them where it has no ``products``.
+    It is a name of onnx.TensorProto, such as INT8 for codes, or FLOAT where codes are dequantized first. It is read
+    from the graph that runs, after fusion. Nodes that the runtime does not name are absent.
     """
     products = RUNTIMES[engine.name].products
     return {} if products is None else pkgutil.resolve_name(products)(engine, path)

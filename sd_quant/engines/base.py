@@ -1,7 +1,7 @@
-"""What every engine is: a callable from named tensors to named tensors.
+"""The interface of every engine: a callable from named tensors to named tensors.
 
-The road not taken is a base class with buffers to allocate, bind and copy, as NeMo's and demoDiffusion's engines have:
-their outputs lie in the engine's memory, where a second call overwrites them. Here outputs own their memory.
+The road not taken is a base class with buffers to allocate, bind and copy, as in NeMo and demoDiffusion: there a second
+call overwrites the outputs of the first. Here outputs own their memory.
 """
 
 from typing import Protocol
@@ -19,17 +19,17 @@ class Engine(Protocol):
     device: torch.device  # where it computes and leaves its outputs; inputs that are there already are not copied
 
     def __call__(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The outputs for ``inputs`` from any device and of any dtype; the outputs are on the engine's own device.
+        """The outputs, on the engine's device, for ``inputs`` from any device and of any dtype.
 
-        Raises ValueError for missing or unknown names and for shapes that the graph does not take, ConfigError for
+        Raises ValueError for missing or unknown names and for shapes that the graph does not support, ConfigError for
         shapes outside the profile of a plan, because knobs chose both.
         """
         ...
 
     def reopen(self) -> bool:
-        """Move what the engine keeps in memory to other places, as opening it once more does; whether it did.
+        """Move the engine's memory to other addresses, as opening it again does. Returns whether it did.
 
-        How fast an engine is depends on these places by chance (``sd_quant.metrics.latency``).
+        The speed of an engine depends on these addresses by chance (``sd_quant.metrics.latency``).
         """
         ...
 

@@ -1,4 +1,4 @@
-"""The GPU of this machine, asked for without importing torch where there is none."""
+"""The GPU of this machine, without importing torch where there is none."""
 
 import ctypes
 
@@ -6,7 +6,7 @@ DRIVER = "libcuda.so.1"  # NVIDIA's, which every machine with a usable GPU has
 
 
 def current_gpu() -> str | None:
-    """The compute capability of the GPU that torch uses, such as SM89; None where it can use none."""
+    """The compute capability of the GPU that torch uses, such as SM89, or None."""
     try:
         ctypes.CDLL(DRIVER)
     except OSError:

@@ -1,4 +1,4 @@
-"""What an ONNX file has to be before a runtime reads it: whole, and with all of its files in its own folder.
+"""Checks of an ONNX file before a runtime reads it: it is whole, with all of its files in its own folder.
 
 The road not taken is ``onnx.checker``, which reads no file of weights and takes seconds for a large graph.
 """
@@ -20,9 +20,8 @@ from sd_quant.text import one_line
 def onnx_files(path: Path) -> list[Path]:
     """The ONNX file and the files that hold its weights.
 
-    Raises ArtifactError unless ``path`` is a graph whose files are all present and inside its folder. Runtimes are
-    lenient, so this is called before any of them reads the file: TensorRT's parser takes the text "hello" for a network
-    with no layers.
+    Raises ArtifactError unless ``path`` is a graph whose files are all present and inside its folder. Runtimes check
+    less: TensorRT's parser takes the text "hello" for a network without layers.
     """
     try:
         model = onnx.load_model_from_string(read_regular(path, math.inf))
@@ -36,7 +35,7 @@ def onnx_files(path: Path) -> list[Path]:
     tensors = list(_tensors(model.graph))
     locations = {_location(tensor) for tensor in tensors if uses_external_data(tensor)}
     for location in sorted(locations):
-        shown = f"{ascii(location):.200}"  # it comes from the file
+        shown = f"{ascii(location):.200}"  # untrusted text
         try:
             target = (folder / location).resolve()
             inside, there = target.is_relative_to(folder), target.is_file()
@@ -55,11 +54,11 @@ def onnx_files(path: Path) -> list[Path]:
 
 
 def _is_whole(tensor: onnx.TensorProto, folder: Path) -> bool:
-    """Whether as many bytes are stored as its dimensions claim, which a runtime may allocate before it looks."""
+    """Whether as many bytes are stored as the dimensions claim, which a runtime may allocate without looking."""
     numbers = math.prod(tensor.dims)
     if any(side < 0 for side in tensor.dims):
         return False
-    if not uses_external_data(tensor):  # in fields of small numbers, four bits may be all of one
+    if not uses_external_data(tensor):  # a number may take as little as four bits
         return numbers <= 2 * tensor.ByteSize()
     entries = {entry.key: entry.value for entry in tensor.external_data}
     try:
@@ -71,13 +70,13 @@ def _is_whole(tensor: onnx.TensorProto, folder: Path) -> bool:
 
 
 def _bits(data_type: int) -> int:
-    """Of one number as it is stored. Raises KeyError for a type that onnx does not know."""
+    """The bits of one stored number. Raises KeyError for a type that onnx does not know."""
     halves: tuple[int, ...] = (onnx.TensorProto.INT4, onnx.TensorProto.UINT4, onnx.TensorProto.FLOAT4E2M1)
     return 4 if data_type in halves else 8 * onnx.helper.tensor_dtype_to_np_dtype(data_type).itemsize
 
 
 def _location(tensor: onnx.TensorProto) -> str:
-    """The file that holds the tensor's data, the last where several are given, as onnx reads it.
+    """The file that holds the tensor's data, the last of several, as in onnx.
 
     onnx's own ExternalDataInfo warns and raises for damaged entries.
     """

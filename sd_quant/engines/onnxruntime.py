@@ -1,7 +1,7 @@
 """ONNX Runtime on the CPU: the reference, which executes ONNX as it is written.
 
-It is here to check the exported graph, not for speed: its CPU provider runs most Q/DQ pairs of this export unfused, in
-floating point.
+It checks the exported graph and is not meant for speed: its CPU provider runs most Q/DQ pairs of this export unfused,
+in floating point.
 """
 
 import re
@@ -22,19 +22,7 @@ from sd_quant.text import one_line
 
 PROVIDER = "CPUExecutionProvider"
 ERRORS_ONLY = 3  # ONNX Runtime's log severity
-DTYPES = {
-    "tensor(float16)": torch.float16,
-    "tensor(float)": torch.float32,
-    "tensor(double)": torch.float64,
-    "tensor(int8)": torch.int8,
-    "tensor(uint8)": torch.uint8,
-    "tensor(int32)": torch.int32,
-    "tensor(int64)": torch.int64,
-    "tensor(bool)": torch.bool,
-}
-
-
-# operators of its own and of ONNX that multiply codes; what it does not fuse multiplies dequantized numbers
+# operators of its own and of ONNX that multiply codes; others multiply dequantized numbers
 MULTIPLY_CODES = {"ConvInteger", "MatMulInteger", "MatMulIntegerToFloat", "QGemm", "QLinearConv", "QLinearMatMul"}
 MULTIPLY_FLOATS = {"Conv", "FusedConv", "FusedMatMul", "Gemm", "MatMul", "MatMulNBits", "NhwcFusedConv"}
 
@@ -46,7 +34,8 @@ class OnnxRuntimeEngine:
 
     def __init__(self, create: Callable[[], onnxruntime.InferenceSession]):
         self.create, self.session = create, (session := create())
-        self.inputs = {port.name: DTYPES[port.type] for port in session.get_inputs()}
+        # its names of types are torch's: tensor(float16), tensor(float), tensor(int64)
+        self.inputs = {port.name: getattr(torch, port.type[len("tensor(") : -1]) for port in session.get_inputs()}
         self.outputs = [port.name for port in session.get_outputs()]
         self.threads = session.get_session_options().intra_op_num_threads
 
@@ -71,8 +60,8 @@ class OnnxRuntimeEngine:
 def load(path: Path, *, threads: int | None = None) -> OnnxRuntimeEngine:
     """Load an ONNX file onto the CPU provider and no other. ``threads`` is by default torch's.
 
-    Raises ArtifactError when the file is broken and ResourceError when another provider would run it. ONNX Runtime
-    would only warn and fall back, and latencies would be those of another device.
+    Raises ArtifactError when the file is broken and ResourceError when another provider would run it, where ONNX
+    Runtime itself would only warn.
     """
     onnx_files(path)
     if PROVIDER not in onnxruntime.get_available_providers():
@@ -88,21 +77,21 @@ def load(path: Path, *, threads: int | None = None) -> OnnxRuntimeEngine:
 
 
 def session_options(path: Path, threads: int | None = None) -> onnxruntime.SessionOptions:
-    """How the file at ``path`` is optimized and run."""
+    """The options with which the file at ``path`` is optimized and run."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = ERRORS_ONLY
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")  # fp32; else inputs become INT8
     options.add_session_config_entry("session.x64quantprecision", "1")  # else sums saturate on processors without VNNI
     graph = onnx.load(path, load_external_data=False).graph
     if any(tensor.data_type == onnx.TensorProto.FLOAT8E4M3FN for tensor in graph.initializer):
-        # its optimizers move quantizers in front of transposes, which it cannot do in FP8
+        # its optimizers move quantizers in front of transposes, which it does not support in FP8
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.intra_op_num_threads = threads or default_threads()
     return options
 
 
 def products(engine: OnnxRuntimeEngine, path: Path) -> dict[str, str]:
-    """See ``sd_quant.engines.products_of``. The file is optimized once more, into a temporary one beside it."""
+    """See ``sd_quant.engines.products_of``. The file is optimized again, into a temporary file beside it."""
     with temporary_folder(path.parent) as folder:
         options, optimized = session_options(path), Path(folder) / "optimized.onnx"
         options.optimized_model_filepath = str(optimized)

@@ -1,6 +1,6 @@
-"""Engines that are opened when they are asked for; where memory is short, one is closed before the next is opened.
+"""Engines that are opened on first use; where memory is short, one is closed before the next is opened.
 
-The full-size model in three variants, framework, unquantized and quantized engine, takes 45 GB at once, and its largest
+The full-size model in three variants (framework, unquantized and quantized engine) takes 45 GB at once, its largest
 part 15 GB. The road not taken is a process per engine: variants share the parts that are not quantized.
 """
 
@@ -11,7 +11,7 @@ from sd_quant.engines.base import Engine
 
 
 class Pool:
-    """Engines by key, each opened by ``open_engine(key)`` when it is first asked for."""
+    """Engines by key, each opened by ``open_engine(key)`` on first use."""
 
     def __init__(self, open_engine: Callable[[Any], Engine], most: int | None = None):
         """At most ``most`` engines are open at a time; None means no limit."""
@@ -25,7 +25,7 @@ class Pool:
         return self.engines[key]
 
     def close(self) -> None:
-        """Close all engines; those that are asked for afterwards are opened again."""
+        """Close all engines; they are opened again on their next use."""
         while self.engines:
             self.engines.popitem()[1].close()
 

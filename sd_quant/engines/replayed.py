@@ -1,10 +1,9 @@
 """An engine on a GPU whose calls are recorded as a CUDA graph and replayed: no Python and no launch between kernels.
 
-A network of some thousand small kernels waits for the CPU to launch them; a graph is launched as a whole. A graph holds
-for one set of shapes, so a call with other shapes records a new one. It reads and writes memory of its own, so inputs
-are copied in and outputs copied out, which costs little beside a network. The roads not taken are the CUDA graphs of
-TensorRT for RTX and of torch.compile, each for one runtime alone, and a graph for every shape, because each keeps its
-memory.
+A network of some thousand small kernels waits for the CPU to launch them; a graph is launched as a whole. A graph is
+valid for one set of shapes, so a call with other shapes records a new one. It has its own memory, so inputs and outputs
+are copied, which costs little. The roads not taken are the CUDA graphs of TensorRT for RTX and of torch.compile, each
+for one runtime only, and a graph for every shape, because each keeps its memory.
 """
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from sd_quant.engines.base import Engine, cast_inputs
 
-WARMUP = 3  # calls before the recording, in which compilers compile and libraries choose kernels and reserve memory
+WARMUP = 3  # calls before the recording, for compilers, and for libraries that choose kernels and reserve memory
 
 
 class Replayed:
@@ -24,7 +23,8 @@ class Replayed:
 
     def __call__(self, **inputs: Tensor) -> dict[str, Tensor]:
         given = cast_inputs(self.inputs, inputs, self.device)
-        if self.recorded is None or shapes_of(given) != shapes_of(self.recorded[1]):
+        shapes = {name: tensor.shape for name, tensor in given.items()}
+        if self.recorded is None or shapes != {name: tensor.shape for name, tensor in self.recorded[1].items()}:
             self.recorded = None  # frees the old graph's memory before the new one takes some
             self.recorded = record(self.engine, given)
         graph, static, outputs = self.recorded
@@ -34,17 +34,12 @@ class Replayed:
         return {name: tensor.clone() for name, tensor in outputs.items()}
 
     def reopen(self) -> bool:
-        return False  # a recorded graph reads and writes where it was recorded
+        return False  # a graph keeps its addresses
 
     def close(self) -> None:
         torch.cuda.synchronize(self.device)
         self.recorded = None
         self.engine.close()
-
-
-def shapes_of(tensors: dict[str, Tensor]) -> dict[str, torch.Size]:
-    """The shapes of named tensors."""
-    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
 def record(engine: Engine, given: dict[str, Tensor]) -> tuple:

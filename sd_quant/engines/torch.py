@@ -9,9 +9,9 @@ from sd_quant.models.parts import Contract
 from sd_quant.simulation.native import NativeLayer, RoundedConv
 
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-BLOCKS = ("ResnetBlock2D", "Downsample2D", "Upsample2D")  # compiled one by one, like those that a network itself names
-# Of one block's code, for as many shapes, networks and precisions as a process computes in. torch's own limits are 8
-# and 256, after which it silently stays eager.
+COMPILED_BLOCKS = ("ResnetBlock2D", "Downsample2D", "Upsample2D")  # in addition to those that a network names
+# Of one block's code, for all shapes, networks and precisions of a process. Beyond torch's limits, 8 and 256, it
+# silently stays eager.
 MAX_COMPILATIONS = 10_000
 
 
@@ -46,8 +46,8 @@ class TorchEngine:
 def dtype_on(device: torch.device, precision: str, contract: Contract) -> torch.dtype:
     """The dtype that a part computes in, by ``infer.precision``.
 
-    ``auto`` is that of the exported graph on a GPU, usually fp16, and fp32 on a CPU. A part that is exported in fp32,
-    because fp16 overflows in it (the VAE), always computes in fp32.
+    ``auto`` is the exported graph's on a GPU, usually fp16, and fp32 on a CPU. A part that is exported in fp32, because
+    it overflows in fp16 (the VAE), always computes in fp32.
     """
     if contract.weights == torch.float32 or (precision == "auto" and device.type == "cpu"):
         return torch.float32
@@ -57,16 +57,14 @@ def dtype_on(device: torch.device, precision: str, contract: Contract) -> torch.
 def compiled(module: nn.Module, mode: str | None = None) -> nn.Module:
     """Let torch compile ``module`` block by block, in place; as a whole where it has no known blocks.
 
-    ``mode`` is torch.compile's own: ``max-autotune-no-cudagraphs`` tries kernels of Triton and CUTLASS beside cuBLAS's.
-
-    Blocks are compiled at their first call with each shape. Blocks of one kind and shape share the compiled code, while
-    a whole network takes minutes. Layers of codes outside of blocks are compiled one by one, so that each quantizes its
-    input in one kernel.
+    ``mode`` is torch.compile's: ``max-autotune-no-cudagraphs`` tries kernels of Triton and CUTLASS beside cuBLAS's.
+    Blocks of one kind and shape share the code compiled at the first call; a whole network takes minutes. Layers of
+    codes outside of blocks are compiled one by one, so that each quantizes its input in one kernel.
     """
     for limit in ("recompile_limit", "accumulated_recompile_limit"):
         setattr(torch._dynamo.config, limit, max(getattr(torch._dynamo.config, limit), MAX_COMPILATIONS))
     repeated = (getattr(child, "_repeated_blocks", None) or () for child in module.modules())  # as diffusers names them
-    names = {*BLOCKS, *(name for block_names in repeated for name in block_names)}
+    names = {*COMPILED_BLOCKS, *(name for block_names in repeated for name in block_names)}
     blocks = [child for child in module.modules() if type(child).__name__ in names]
     inside = {child for block in blocks for child in block.modules()}
     outside = (child for child in module.modules() if child not in inside)
@@ -79,7 +77,7 @@ def compiled(module: nn.Module, mode: str | None = None) -> nn.Module:
 def placed(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """Move ``module`` to ``device``, in place, and its parameters to ``dtype``; buffers (codes, scales) keep theirs.
 
-    On a GPU its memory format is channels last, which convolutions there are fastest with.
+    On a GPU its memory format is channels last, the fastest for convolutions.
     """
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)

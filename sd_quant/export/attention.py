@@ -1,14 +1,15 @@
-"""The two matrix products of an attention put between QuantizeLinear and DequantizeLinear, and taken out again.
+"""The two matrix products of an attention with quantized inputs in an ONNX graph, and the way back for TensorRT.
 
-In a floating-point format their inputs get pairs and the Softmax stays. In integers, see ``quantization.attention``:
+In a floating-point format their inputs get QuantizeLinear and DequantizeLinear, and the Softmax stays. In integers (see
+``quantization.attention``):
 
     query ─ Mul ──────────────── Q ─ DQ ┐
     key ─ Sub(key_mean) ─ Mul ── Q ─ DQ ┴ MatMul ─ Q ─ DQ ┬──────────── Sub ─ Mul ─ Exp ─ Q ─ DQ ┬─ MatMul ─ Div ─ Mul
                                                           └ ReduceMax ──┘                        └─ ReduceSum ─┘
 
-with the value, scaled and quantized, in the second MatMul. OpenVINO runs both products in INT8 and all else between
-them in one kernel. TensorRT has no use for it: it takes no unsigned codes and has one kernel for attention as it was
-traced, so ``with_softmax`` brings that back for plans.
+The second MatMul also reads the value, scaled and quantized. OpenVINO runs both products in INT8 and everything between
+them in one kernel. TensorRT supports no unsigned codes and has one kernel for the attention as it was traced, so
+``with_softmax`` restores that for plans.
 """
 
 from collections.abc import Sequence
@@ -22,21 +23,21 @@ from torch import Tensor
 
 from sd_quant.cache import link
 from sd_quant.errors import ArtifactError
-from sd_quant.export.nodes import constant, initializer, insert, static_copy
+from sd_quant.export.nodes import constant, initializer, insert, only_reader, read_instead, static_copy
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.attention import head_factors
 from sd_quant.quantization.formats import FORMATS
 
-ROW_SUM = ".attention_row_sum"  # ends the name of a node that only attention in integers has
-# What may stand between a product of attention and its reader. A joint attention takes the image's tokens apart.
+ROW_SUM = ".attention_row_sum"  # suffix of a node's name that only attention in integers has
+# Possible nodes between a product of attention and its reader. A joint attention slices out the image's tokens.
 MOVES = ("Reshape", "Transpose", "Cast", "Slice")
 
 
 def quantize_attention(graph: ir.Graph, weight: ir.Value, layer: LayerAssignment) -> None:
     """Quantize both matrix products of an attention, whose output projection multiplies with ``weight``."""
-    (node,) = [usage.node for usage in weight.uses()]
+    node = only_reader(weight)
     if node.op_type == "Transpose":
-        (node,) = [usage.node for usage in node.outputs[0].uses()]
+        node = only_reader(node.outputs[0])
     mixed = nearest_producer(node.inputs[0], "MatMul")
     softmax = nearest_producer(mixed.inputs[0], "Softmax")
     scores = nearest_producer(softmax.inputs[0], "MatMul")
@@ -53,7 +54,7 @@ def quantize_attention(graph: ir.Graph, weight: ir.Value, layer: LayerAssignment
 def quantize_by_rows(
     graph: ir.Graph, scores: ir.Node, softmax: ir.Node, mixed: ir.Node, layer: LayerAssignment
 ) -> None:
-    """Compute the products ``scores`` and ``mixed`` of integers, and with them what ``softmax`` did."""
+    """Compute the products ``scores`` and ``mixed`` in integers, and replace ``softmax`` accordingly."""
     found, fmt = head_factors(layer), FORMATS[layer.activation_format]
 
     def head_constant(what: str, numbers: Tensor) -> ir.Value:
@@ -85,21 +86,21 @@ def quantize_by_rows(
     exponentials = insert(graph, softmax, "DequantizeLinear", [exponentials, *unsigned], f"{name}_dequantized")
     mixed.replace_input_with(0, exponentials)
     mixed.replace_input_with(1, pair(mixed, times(mixed, value, "value", found.value), "value", found.unit_scale))
-    readers = [(usage.node, usage.idx) for usage in mixed.outputs[0].uses()]
-    behind = readers[0][0]
-    row_sum = insert(graph, behind, "ReduceSum", [exponentials, axis], f"{layer.name}{ROW_SUM}", keepdims=1)
-    output = insert(graph, behind, "Div", [mixed.outputs[0], row_sum], f"{layer.name}.mean_of_values")
-    output = times(behind, output, "output", found.output)
-    for reader, index in readers:
-        reader.replace_input_with(index, output)
+
+    def weighted_mean(before: ir.Node, product: ir.Value) -> ir.Value:
+        row_sum = insert(graph, before, "ReduceSum", [exponentials, axis], f"{layer.name}{ROW_SUM}", keepdims=1)
+        output = insert(graph, before, "Div", [product, row_sum], f"{layer.name}.mean_of_values")
+        return times(before, output, "output", found.output)
+
+    read_instead(mixed.outputs[0], weighted_mean)
     graph.remove(softmax, safe=True)
 
 
 def with_softmax(onnx_path: Path, weights: Sequence[Path], folder: Path) -> Path:
-    """The same network without integers in its attention: a file in ``folder``, which is empty and stays as long.
+    """The network with attention as it was traced: a file in ``folder``, which is empty and must outlive its use.
 
-    ``weights`` are the files of the graph's weights, which are linked, not copied. A graph without such an attention is
-    returned as it is.
+    ``weights`` are the files of the graph's weights, which are linked, not copied. Without attention in integers,
+    ``onnx_path`` itself.
     """
     model = ir.load(onnx_path)
     sums = [node for node in model.graph if (node.name or "").endswith(ROW_SUM)]
@@ -125,10 +126,7 @@ def with_softmax(onnx_path: Path, weights: Sequence[Path], folder: Path) -> Path
 
 
 def nearest_producer(value: ir.Value, op_type: str) -> ir.Node:
-    """The nearest node of this type that ``value`` comes from, through nodes that only move, take or cast numbers.
-
-    Raises ArtifactError when there is none.
-    """
+    """The nearest node of this type in front of ``value``, through ``MOVES``. Raises ArtifactError if there is none."""
     node = value.producer()
     while node is not None and node.op_type != op_type:
         node = node.inputs[0].producer() if node.op_type in MOVES else None

@@ -1,8 +1,8 @@
-"""The quantized layers of an exported graph cut out of it, to compare each with torch on the same input.
+"""Cut the quantized layers out of an exported graph, to compare each with torch on the same input.
 
 The error of a whole quantized network says little about its export: one input that rounds the other way in the first
-layer changes everything behind it. So one flat graph is written in which every quantized layer has an input and an
-output of its own.
+layer changes everything behind it. So one flat graph is written in which every quantized layer has its own input and
+output.
 """
 
 import re
@@ -13,18 +13,19 @@ import onnx
 import onnx_ir as ir
 
 from sd_quant.export.attention import ROW_SUM
+from sd_quant.export.nodes import only_reader
 from sd_quant.export.onnx_file import save
 from sd_quant.quantization.assignment import LayerAssignment
 
-OF_INPUT = re.compile(r"\.input[._]")  # in the names of the nodes that quantize a layer's input, see ``qdq``
+OF_INPUT = re.compile(r"\.input[._]")  # in the names of nodes that quantize a layer's input, see ``qdq``
 
 
 def cut_layers(onnx_path: Path, assignment: Mapping[str, LayerAssignment], path: Path, prefix: str) -> dict[str, str]:
-    """Write the graph of the quantized layers to ``path`` and return, by layer, the name of the input that it reads.
+    """Write the graph of the quantized layers to ``path`` and return the name of each layer's input.
 
     A layer's output ``<layer>.output`` is that of its Conv (bias included) or of its MatMul (bias excluded). Layers
-    that share a quantized input share it here too, under the name of one of them. ``prefix`` stands before the
-    assignment's names in the graph.
+    that share a quantized input share it here too, under the name of one of them. ``prefix`` precedes the assignment's
+    names in the graph.
     """
     model = ir.load(onnx_path)
     producers = {node.outputs[0].name: node for node in model.graph}
@@ -35,7 +36,7 @@ def cut_layers(onnx_path: Path, assignment: Mapping[str, LayerAssignment], path:
             continue
         name = f"{prefix}{layer.name}.weight"
         weight = producers.get(f"{name}.shaped") or producers[f"{name}.dequantized"]
-        (last,) = [usage.node for usage in weight.outputs[0].uses()]
+        last = only_reader(weight.outputs[0])
         readers = [(last, 0)] if layer.activation_format is None else readers_of_input(last)
         if layer.multiplies:
             reader, index = readers[0]
@@ -51,8 +52,7 @@ def cut_layers(onnx_path: Path, assignment: Mapping[str, LayerAssignment], path:
         reads[layer.name] = inputs[first].name
         output = last.outputs[0]
         if layer.per_token:
-            (usage,) = output.uses()
-            output = usage.node.outputs[0]
+            output = only_reader(output).outputs[0]
         output.name, output.type = f"{layer.name}.output", ir.TensorType(ir.DataType.FLOAT16)
         output.shape = ir.Shape([None] * len(shape))
         outputs.append(output)
@@ -64,9 +64,9 @@ def cut_layers(onnx_path: Path, assignment: Mapping[str, LayerAssignment], path:
 
 
 def readers_of_input(product: ir.Node) -> list[tuple[ir.Node, int]]:
-    """What reads the input that a product reads the codes of: each node that quantizes it and the input's index there.
+    """The nodes that read a product's input before quantization, each with the index of that input.
 
-    What stands between the two is named after one of the layers that read it, see ``OF_INPUT``.
+    Nodes between them and the product are recognized by their names, see ``OF_INPUT``.
     """
     nodes, readers = [product.inputs[0].producer()], []
     for node in nodes:
@@ -82,8 +82,8 @@ def readers_of_input(product: ir.Node) -> list[tuple[ir.Node, int]]:
 def cut_attentions(onnx_path: Path, attentions: Iterable[LayerAssignment], path: Path) -> None:
     """Write the graph of the products of ``attentions`` to ``path``.
 
-    Each has the inputs ``<attention>.given_query``, ``.given_key`` and ``.given_value``, as they are multiplied before
-    anything is quantized, keys transposed: [B, heads, head_width, tokens]. Its output is ``<attention>.given_output``.
+    Each has the inputs ``<attention>.given_query``, ``.given_key`` and ``.given_value`` before quantization, keys
+    transposed: [B, heads, head_width, tokens]. Its output is ``<attention>.given_output``.
     """
     model = ir.load(onnx_path)
     made = {node.outputs[0].name: node for node in model.graph}
@@ -95,7 +95,7 @@ def cut_attentions(onnx_path: Path, attentions: Iterable[LayerAssignment], path:
 
     for layer in attentions:
         quantizers = [made[f"{layer.name}.{what}_quantized"] for what in ("query", "key", "value")]
-        firsts, last = quantizers, nearest_reader(made[f"{layer.name}.value_dequantized"])
+        firsts, last = quantizers, only_reader(made[f"{layer.name}.value_dequantized"].outputs[0])
         if f"{layer.name}{ROW_SUM}" in made:
             firsts = [made[f"{layer.name}.{what}"] for what in ("query", "key_minus_mean", "value")]
             last = made[f"{layer.name}.output"]
@@ -108,18 +108,12 @@ def cut_attentions(onnx_path: Path, attentions: Iterable[LayerAssignment], path:
     save(model, path)
 
 
-def nearest_reader(node: ir.Node) -> ir.Node:
-    """The one node that reads the output of ``node``."""
-    (usage,) = node.outputs[0].uses()
-    return usage.node
-
-
 def names_of_products(onnx_path: Path, assignment: Mapping[str, LayerAssignment], prefix: str) -> dict[str, list[str]]:
-    """By quantized layer, the names under which a runtime may know the product with its weight.
+    """The names that a runtime may have for the product of each quantized layer.
 
-    They are those of the node, of the addition of the bias, which runtimes fuse with it, of the multiplication between
-    them where inputs are scaled per token, and of their outputs. The two products of a quantized attention stand under
-    its ``attention_products``.
+    They are those of the product's node, of the addition of the bias, which runtimes fuse with it, of the
+    multiplication between them where inputs are scaled per token, and of their outputs. The two products of a quantized
+    attention have the names ``attention_products``.
     """
     nodes = onnx.load(onnx_path, load_external_data=False).graph.node
     readers = {value: node for node in nodes for value in node.input}

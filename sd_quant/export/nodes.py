@@ -1,4 +1,15 @@
-"""What is put into a traced graph: nodes, constants, and initializers that are read when the file is written."""
+"""Edit a traced graph: insert nodes, constants and initializers, and quantize values.
+
+Initializers are read when the file is written. A value is quantized with a static scale, or in blocks with scales that
+the graph computes with ONNX's standard operations:
+
+    x ─┬─ Reshape ─ Abs ─ ReduceMax ─ scale of the format ─┬───────────┐
+       └──────────────────────────────────── QuantizeLinear(block) ─ DequantizeLinear(block) ─ y
+
+The range of a block is computed in fp32, and the scale is rounded once, to the format's own type, as in ``formats``.
+The road not taken is TensorRT's ``TRT_FP4DynamicQuantize``, for one of the formats: no other runtime has it, so nothing
+could check it, and TensorRT builds plans from these operations as well.
+"""
 
 from collections.abc import Callable
 
@@ -7,7 +18,8 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from sd_quant.quantization.formats import Format
+from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.formats import FORMATS, Format
 
 
 def initializer(
@@ -41,22 +53,69 @@ def constant(graph: ir.Graph, name: str, array: np.ndarray | np.generic) -> ir.V
 
 
 def insert(graph: ir.Graph, before: ir.Node, op_type: str, inputs: list[ir.Value], name: str, **attributes) -> ir.Value:
-    """Insert a node in front of ``before`` and return its one output, which has the node's ``name``."""
+    """Insert a node in front of ``before`` and return its only output, which has the node's ``name``."""
     node = ir.node(op_type, inputs, attributes=attributes, name=name)
     node.outputs[0].name = name
     graph.insert_before(before, node)
     return node.outputs[0]
 
 
+def only_reader(value: ir.Value) -> ir.Node:
+    """The only node that reads ``value``."""
+    (usage,) = value.uses()
+    return usage.node
+
+
+def read_instead(value: ir.Value, made: Callable[[ir.Node, ir.Value], ir.Value]) -> None:
+    """Let all readers of ``value`` read the result of ``made`` instead, inserted in front of the first reader."""
+    readers = [(usage.node, usage.idx) for usage in value.uses()]
+    replacement = made(readers[0][0], value)
+    for reader, index in readers:
+        reader.replace_input_with(index, replacement)
+
+
 def static_copy(graph: ir.Graph, node: ir.Node, value: ir.Value, name: str, fmt: Format, scale: float) -> ir.Value:
-    """``value`` quantized and dequantized with a scale that is known before the network runs."""
+    """``value`` quantized and dequantized with a static scale."""
     scales = static_scales(graph, name, fmt, scale)
     value = insert(graph, node, "QuantizeLinear", [value, *scales], f"{name}_quantized")
     return insert(graph, node, "DequantizeLinear", [value, *scales], f"{name}_dequantized")
 
 
 def static_scales(graph: ir.Graph, name: str, fmt: Format, scale: float) -> tuple[ir.Value, ir.Value]:
-    """The scale of an input and its zero point, which is zero, as QuantizeLinear and DequantizeLinear read them."""
+    """The scale of an input and its zero point, 0, for QuantizeLinear and DequantizeLinear."""
     dtype = ir.DataType[fmt.onnx_type]
     scales = constant(graph, f"{name}_scale", np.array(scale, np.float16))
     return scales, initializer(graph, f"{name}_zero_point", dtype, (), lambda: torch.zeros((), dtype=torch.int8))
+
+
+def dynamic_copy(
+    graph: ir.Graph, before: ir.Node, value: ir.Value, name: str, layer: LayerAssignment, rows: bool = False
+) -> ir.Value:
+    """``value``, an input of ``layer``, quantized and dequantized in blocks of its last axis.
+
+    Its shape is [batch, tokens, in]; with ``rows``, any that ends in the layer's inputs.
+    """
+    fmt, inputs_of_layer, inserted = FORMATS[layer.activation_format], layer.weight_shape[1], 0
+    global_scale = layer.activation_scales(torch.zeros(fmt.block))[-1].max().item()  # formats without one ignore it
+
+    def apply(op_type: str, *inputs: ir.Value | float, **attributes) -> ir.Value:
+        nonlocal inserted
+        inserted += 1
+        values = [
+            value if isinstance(value, ir.Value) else constant(graph, f"{name}.{inserted}.{index}", np.float32(value))
+            for index, value in enumerate(inputs)
+        ]
+        types = {key: ir.DataType[value] if isinstance(value, str) else value for key, value in attributes.items()}
+        return insert(graph, before, op_type, values, f"{name}.{op_type}.{inserted}", **types)
+
+    inner = [inputs_of_layer // fmt.block, fmt.block]
+    blocks = constant(graph, f"{name}.blocks", np.array(inner if rows else [0, 0, *inner], np.int64))
+    if rows:
+        leading = insert(graph, before, "Shape", [value], f"{name}.leading", start=0, end=-1)
+        blocks = insert(graph, before, "Concat", [leading, blocks], f"{name}.shape", axis=0)
+    last = constant(graph, f"{name}.last", np.array([-1], np.int64))
+    amax = apply("ReduceMax", apply("Abs", apply("Reshape", value, blocks)), last, keepdims=0)
+    scale = fmt.onnx_scale(apply, apply("Cast", amax, to="FLOAT"), global_scale)
+    blocked = {"axis": -1, "block_size": fmt.block}
+    codes = apply("QuantizeLinear", value, scale, output_dtype=fmt.onnx_type, **blocked)
+    return insert(graph, before, "DequantizeLinear", [codes, scale], f"{name}_dequantized", **blocked)

@@ -1,4 +1,4 @@
-"""A graph written to its file, with its weights in that file or in one beside it."""
+"""Write a graph to its file, with its weights in that file or in one beside it."""
 
 from pathlib import Path
 
@@ -6,12 +6,11 @@ import onnx_ir as ir
 
 from sd_quant.files import atomic_path, temporary_folder
 
-# A single file is put together in memory, several times over; beyond this the weights go to a file beside the graph.
-LARGEST_SINGLE_FILE = 2**28
+LARGEST_SINGLE_FILE = 2**28  # bytes of weights; a single file is assembled in memory, in several copies
 
 
 def save(model: ir.Model, path: Path) -> None:
-    """Write ``model`` to ``path``, with large weights in ``<path>.data``. The graph's file is there only when both are.
+    """Write ``model`` to ``path``, with large weights in ``<path>.data``. The graph appears last.
 
     Both are written in a temporary folder under their own names, because a graph holds the name of its data file.
     Raises what reading a weight raises.
@@ -23,13 +22,11 @@ def save(model: ir.Model, path: Path) -> None:
         try:
             ir.save(model, staged / path.name, external_data=data.name if external else None)
         except ir.serde.SerdeError as error:
-            raise root_cause(error) from error
+            cause: BaseException = error
+            while cause.__cause__ is not None:  # the serializer wraps what reading a weight raises
+                cause = cause.__cause__
+            raise cause from error
         if external:
             with atomic_path(data) as weights:
                 (staged / data.name).replace(weights)
         (staged / path.name).replace(graph)
-
-
-def root_cause(error: BaseException) -> BaseException:
-    """What went wrong while a weight was read; the serializer wraps it in errors of its own."""
-    return error if error.__cause__ is None else root_cause(error.__cause__)

@@ -1,4 +1,4 @@
-"""A part of a checkpoint exported in two steps: its graph, which every recipe shares, and then its weights."""
+"""Export a part of a checkpoint in two steps: its graph, which every recipe shares, then its weights."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +24,7 @@ def write_part(
 ) -> None:
     """Write the ``graph`` of ``trace_part`` with the checkpoint's weights, one of them in memory at a time.
 
-    The denoiser's are quantized by the ``assignment``. The graph is used up.
+    The denoiser's weights are quantized by the ``assignment``. Changes ``graph``.
     """
     description = checkpoint.parts()[part]
     weights, prefix = checkpoint.components[description.component], description.prefix

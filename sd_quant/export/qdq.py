@@ -1,32 +1,31 @@
-"""An assignment put into a traced graph: QuantizeLinear and DequantizeLinear around each layer that it quantizes.
+"""Put an assignment into a traced graph: QuantizeLinear and DequantizeLinear around each layer that it quantizes.
 
     x ─ Mul(pre_quant_scale) ─┬─ QuantizeLinear ─ DequantizeLinear ─┐
                               │      codes ─ DequantizeLinear(scale) ┴─ Conv | MatMul | Gemm ─ (Add) ─ y
                               └─ MatMul(down) ─ MatMul(up) ───────────────────────────────────────┘
 
-Inputs may be rotated in groups in front of QuantizeLinear, as the weight's codes are (``quantization.rotation``): a
-Reshape, a MatMul with the matrix, and a Reshape. Inputs that are scaled per token are divided by each token's largest
-number, so that one static scale serves them all and every runtime has integer kernels for the product, which is
-multiplied by that number again. QuantizeLinear with a scale for each token would do without the division, but OpenVINO
-takes no scales that the graph computes.
+Rotated inputs (``quantization.rotation``) pass a Reshape, a MatMul with the matrix and a Reshape before QuantizeLinear.
+Inputs that are scaled per token are divided by each token's largest magnitude, so that one static scale serves them all
+and every runtime has integer kernels for the product, which is then multiplied by that magnitude. QuantizeLinear with a
+scale per token would avoid the division, but OpenVINO supports no scales that the graph computes.
 
     x ─┬─────────────── Div ─ QuantizeLinear ─ DequantizeLinear ─ MatMul ─ Mul ─ (Add) ─ y
        └ Abs ─ ReduceMax ┴─────────────────────────────────────────────────┘
 
-The input of a convolution may be shifted, so that it uses all codes (``quantization.shift``). It is then padded behind
-QuantizeLinear, with the code of zero, and what the convolution makes of the shift is the same everywhere: a bias.
+The input of a convolution may be shifted (``quantization.convolutions``). It is then padded after QuantizeLinear, with
+the code of zero, so that the response to the shift is the same everywhere: a bias.
 
     x ─ Sub(shift) ─ QuantizeLinear ─ Pad ─ DequantizeLinear ─ Conv without padding, with another bias
 
-Of the standard operations that give this, these cost least (benchmarks/shift.py): a zero point in QuantizeLinear costs
-OpenVINO nothing too, but TensorRT refuses it; a Pad in front of it is one of fp16; an Add of a map behind the
-convolution depends on the image's size, or takes a convolution of its own.
+Other standard operations for this cost more (benchmarks/shift.py): a zero point in QuantizeLinear is free in OpenVINO,
+but TensorRT does not support it; a Pad before QuantizeLinear is one of fp16; adding a map after the convolution depends
+on the image's size, or needs another convolution.
 
-A layer is the node that multiplies with the layer's weight, so nothing is decided here. The road not taken is to trace
-a network with quantizers in it: every recipe would cost a trace of its own.
+A layer is the node that multiplies with its weight, so nothing is decided here. The road not taken is to trace a
+network with quantizers in it, which would need a trace for every recipe.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -34,16 +33,23 @@ import onnx_ir as ir
 
 from sd_quant.errors import ArtifactError
 from sd_quant.export.attention import quantize_attention
-from sd_quant.export.block_scales import dynamic_copy
-from sd_quant.export.nodes import constant, insert, static_copy, static_scales
+from sd_quant.export.nodes import (
+    constant,
+    dynamic_copy,
+    insert,
+    only_reader,
+    read_instead,
+    static_copy,
+    static_scales,
+)
 from sd_quant.export.onnx_file import save
 from sd_quant.export.tracing import OPSET, raise_opset
-from sd_quant.export.weights import ReadWeight, blocked_weight, high_precision_weight, static_weight
+from sd_quant.export.weights import ReadWeight, high_precision_weight, quantized_weight
 from sd_quant.quantization.assignment import SMALLEST_TOKEN, LayerAssignment
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.rotation import rotation_matrix
 
-SharedValues = dict[tuple, ir.Value]  # smoothed and quantized inputs that several layers read, made once
+SharedValues = dict[tuple, ir.Value]  # smoothed and quantized inputs that several layers read
 
 
 def write_onnx(
@@ -55,9 +61,9 @@ def write_onnx(
     read: ReadWeight,
     assignment: Mapping[str, LayerAssignment],
 ) -> None:
-    """Give the traced ``model`` its weights, quantized by the ``assignment``, and write it. The model is used up.
+    """Give the traced ``model`` its weights, quantized by the ``assignment``, and write it. Changes ``model``.
 
-    The first ``inputs`` of the graph's inputs are the contract's, the others are weights. ``prefix`` stands before the
+    The first ``inputs`` of the graph's inputs are the contract's, the others are weights. ``prefix`` precedes the
     assignment's layer names in the names of the weights; ``read`` returns a weight by its name in the graph.
     Raises ArtifactError when the assignment names a layer that the graph does not have.
     """
@@ -95,14 +101,14 @@ def quantize_layer(
     graph: ir.Graph, weight: ir.Value, layer: LayerAssignment, read: ReadWeight, shared: SharedValues
 ) -> None:
     """Quantize weight and input of the one node that multiplies with ``weight``, a graph input."""
-    (node,) = [usage.node for usage in weight.uses()]
+    node = only_reader(weight)
     rows = node.op_type == "Gemm"
     if rows:
         node = split_gemm(graph, node)
     transposed = node.op_type == "Transpose"
     if transposed:
         transpose = node
-        (node,) = [usage.node for usage in transpose.outputs[0].uses()]
+        node = only_reader(transpose.outputs[0])
     x = smoothed_input(graph, node, layer, shared)
     if layer.low_rank is not None:  # first, so that a product that is scaled per token is scaled before the sum
         add_low_rank(graph, node, x, layer)
@@ -113,8 +119,7 @@ def quantize_layer(
         if layer.per_token:
             rotated = scaled_per_token(graph, node, rotated, layer, shared)
         node.replace_input_with(0, quantized_input(graph, node, rotated, layer, shared, rows))
-    dequantized_weight = static_weight if FORMATS[layer.format].block is None else blocked_weight
-    node.replace_input_with(1, dequantized_weight(graph, node, weight.name, layer, read, transposed))
+    node.replace_input_with(1, quantized_weight(graph, node, weight.name, layer, read, transposed))
     if transposed:
         graph.remove(transpose, safe=True)
 
@@ -122,7 +127,7 @@ def quantize_layer(
 def split_gemm(graph: ir.Graph, gemm: ir.Node) -> ir.Node:
     """Replace a Gemm, a linear of two-dimensional inputs, by the Transpose, MatMul and Add of other linears.
 
-    Returns the Transpose, which its weight goes through.
+    Returns the Transpose of its weight.
     """
     x, weight, *bias = gemm.inputs
     transposed = insert(graph, gemm, "Transpose", [weight], f"{weight.name}.transposed", perm=[1, 0])
@@ -135,7 +140,7 @@ def split_gemm(graph: ir.Graph, gemm: ir.Node) -> ir.Node:
 
 
 def smoothed_input(graph: ir.Graph, node: ir.Node, layer: LayerAssignment, shared: SharedValues) -> ir.Value:
-    """The layer's input times its ``pre_quant_scale``; the input itself where that is folded into a layer before."""
+    """The layer's input times its ``pre_quant_scale``, unless that is folded into an earlier layer."""
     value = node.inputs[0]
     if not layer.multiplies:
         return value
@@ -149,9 +154,9 @@ def smoothed_input(graph: ir.Graph, node: ir.Node, layer: LayerAssignment, share
 def rotated_input(
     graph: ir.Graph, node: ir.Node, value: ir.Value, layer: LayerAssignment, shared: SharedValues
 ) -> ir.Value:
-    """``value`` with its groups of channels rotated; ``value`` itself where the layer rotates none.
+    """``value`` [..., in] with its groups of channels rotated, if the layer rotates them.
 
-    The shape of ``value`` is [..., in], and is computed in the graph: a text has other axes than an image.
+    Its shape is computed in the graph, because text and image have different axes.
     """
     if not layer.rotation:
         return value
@@ -162,7 +167,7 @@ def rotated_input(
         leading = insert(graph, node, "Shape", [value], f"{name}_leading", start=0, end=-1)
         groups = constant(graph, f"{name}_groups", np.array([layer.weight_shape[1] // group, group], np.int64))
         grouped = insert(graph, node, "Concat", [leading, groups], f"{name}_grouped_shape", axis=0)
-        if ("rotation", group) not in shared:  # one for all layers, because it is as large as a small layer's codes
+        if ("rotation", group) not in shared:  # one for all layers: it is as large as a small layer's codes
             matrix = rotation_matrix(group).half().numpy()
             shared["rotation", group] = constant(graph, f"rotation_of_{group}", matrix)
         grouped = insert(graph, node, "Reshape", [value, grouped], f"{name}_grouped")
@@ -174,7 +179,7 @@ def rotated_input(
 def scaled_per_token(
     graph: ir.Graph, node: ir.Node, value: ir.Value, layer: LayerAssignment, shared: SharedValues
 ) -> ir.Value:
-    """``value`` over the largest number of each token; all readers of ``node``'s output read it times that number."""
+    """``value`` divided by each token's largest magnitude. Multiplies the output of ``node`` by that magnitude."""
     key, name = (value, "largest"), f"{layer.name}.input"
     if key not in shared:
         last = constant(graph, f"{name}_last", np.array([-1], np.int64))
@@ -186,26 +191,15 @@ def scaled_per_token(
     over = (value, "over its largest")
     if over not in shared:
         shared[over] = insert(graph, node, "Div", [value, largest], f"{name}_over_largest")
-    read_instead(
-        graph,
-        node.outputs[0],
-        lambda before, y: insert(graph, before, "Mul", [y, largest], f"{layer.name}.times_largest"),
-    )
+    name = f"{layer.name}.times_largest"
+    read_instead(node.outputs[0], lambda before, y: insert(graph, before, "Mul", [y, largest], name))
     return shared[over]
-
-
-def read_instead(graph: ir.Graph, y: ir.Value, made: Callable[[ir.Node, ir.Value], ir.Value]) -> None:
-    """Let all readers of ``y`` read what ``made`` inserts in front of the first of them instead."""
-    readers = [(usage.node, usage.idx) for usage in y.uses()]
-    value = made(readers[0][0], y)
-    for reader, index in readers:
-        reader.replace_input_with(index, value)
 
 
 def quantized_input(
     graph: ir.Graph, node: ir.Node, value: ir.Value, layer: LayerAssignment, shared: SharedValues, rows: bool
 ) -> ir.Value:
-    """The quantized and dequantized copy of ``value``; layers that read it with the same scales share one copy."""
+    """``value`` quantized and dequantized; layers that read it with the same scales share the result."""
     if layer.activation_format is None:
         return value
     static = layer.activation_scale
@@ -220,9 +214,9 @@ def quantized_input(
 
 
 def quantize_shifted(graph: ir.Graph, conv: ir.Node, x: ir.Value, layer: LayerAssignment) -> None:
-    """Give ``conv`` its input ``x`` minus the shift, quantized and padded, and the bias that goes with that.
+    """Let ``conv`` read ``x`` minus the shift, quantized and padded, with the corresponding bias.
 
-    TensorRT takes no constant of the codes' type for Pad, so the code of zero is computed in the graph.
+    TensorRT supports no constant of the codes' type for Pad, so the code of zero is computed in the graph.
     """
     name, fmt = f"{layer.name}.input", FORMATS[layer.activation_format]
     scales = static_scales(graph, name, fmt, layer.activation_scale)
@@ -242,7 +236,7 @@ def quantize_shifted(graph: ir.Graph, conv: ir.Node, x: ir.Value, layer: LayerAs
 
 
 def add_low_rank(graph: ir.Graph, node: ir.Node, x: ir.Value, layer: LayerAssignment) -> None:
-    """Let all readers of ``y``, the output of ``node``, read ``y + (x @ down^T) @ up^T`` instead."""
+    """Replace the output ``y`` of ``node`` by ``y + (x @ down^T) @ up^T``."""
     up, down = (
         constant(graph, f"{layer.name}.{name}", factor.T.half().contiguous().numpy())
         for name, factor in zip(("up", "down"), layer.low_rank, strict=True)
@@ -253,4 +247,4 @@ def add_low_rank(graph: ir.Graph, node: ir.Node, x: ir.Value, layer: LayerAssign
         value = insert(graph, before, "MatMul", [value, up], f"{layer.name}.low_rank_up")
         return insert(graph, before, "Add", [y, value], f"{layer.name}.with_low_rank")
 
-    read_instead(graph, node.outputs[0], with_low_rank)
+    read_instead(node.outputs[0], with_low_rank)

@@ -1,9 +1,8 @@
-"""The graph of a part without its weights: traced once with fake tensors and cleaned, with the weights as named inputs.
+"""Trace the graph of a part without its weights, with fake tensors, and clean it. Weights become named inputs.
 
-Tracing needs shapes only, so a UNet of 2.57 B parameters costs no memory, and the graph depends on the architecture
-alone: every recipe shares it. Leaving the weights out also keeps constant folding cheap, which would read them all.
-The road not taken is ModelOpt's own export of a quantized model, which holds every weight in fp32 and writes INT8
-weights as floats with a QuantizeLinear behind them.
+Tracing needs only shapes, so a UNet of 2.57 B parameters takes no memory, and the graph depends on the architecture
+alone: every recipe shares it. Without weights constant folding is cheap, too. The road not taken is ModelOpt's own
+export of a quantized model, which holds every weight in fp32 and writes INT8 weights as floats with a QuantizeLinear.
 """
 
 import logging
@@ -23,29 +22,28 @@ from sd_quant.export.nodes import insert
 from sd_quant.models import LATENT_FACTOR
 from sd_quant.models.parts import Contract, axes
 
-# Operations to which opsets 21, 22 and 23 only add types. What others of these opsets mean may have changed.
+# Operations to which opsets 21, 22 and 23 only add types; others may have changed in these opsets.
 ONLY_MORE_TYPES = {
     *("Cast", "Conv", "Cos", "InstanceNormalization", "Reshape", "Shape", "Sin", "Squeeze", "Transpose", "Unsqueeze"),
 }
 OPSET = 20  # the first with fp16 scales, group normalisation and GELU, and below the opset that fuses attention
-FIRST, LAST = -(2**63), 2**63 - 1  # how torch's exporter writes the open ends of a Slice
-PROMOTION = "insert_type_promotion_nodes"  # what torch's exporter calls it
+FIRST, LAST = -(2**63), 2**63 - 1  # the open ends of a Slice in the output of torch's exporter
 NOISY_LOGGERS = ("torch.onnx", "onnx_ir", "onnxscript")  # they log every node that they touch
-# All different, so that none is taken for another, and large enough not to be 1 where a network has halved them thrice.
+# All different, so that none is taken for another, and large enough to stay above 1 after three halvings.
 EXAMPLE = {"batch": 2, "width": 256, "height": 128}
 
 
 def example_shapes(contract: Contract) -> dict[str, tuple[int, ...]]:
     """The shapes of inputs to trace a part with.
 
-    They stay below the most latents that the network takes: torch would take that number for a constant.
+    They stay below the network's limit for latents, because torch would take a size of that number for a constant.
     """
     smaller = 1 if contract.latents is None else 1 + EXAMPLE["width"] // LATENT_FACTOR // contract.latents
     return contract.shapes(**axes(EXAMPLE["batch"], EXAMPLE["width"] // smaller, EXAMPLE["height"] // smaller))
 
 
 def fake_module(build: Callable[[], nn.Module], dtype: torch.dtype):
-    """The fake tensor mode, and in it the module that ``build`` returns, with shapes and no storage."""
+    """The fake tensor mode, and the module of ``build`` in it, with shapes and no storage."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode, previous = FakeTensorMode(), torch.get_default_dtype()
@@ -88,10 +86,10 @@ def trace(build: Callable[[], nn.Module], contract: Contract) -> ir.Model:
 def converted(
     module: nn.Module, example: dict[str, Tensor], dynamic: dict[str, dict], outputs: Sequence[str]
 ) -> ir.Model:
-    """The module in ONNX as torch converts it, with its operations as the network calls them where that can be written.
+    """The module in ONNX, with its operations as the network calls them if all of them have translations.
 
-    Else they are decomposed first, which traces the network twice more, with symbols for its sizes: so it has to be
-    where one changes its input.
+    Otherwise operations are decomposed first, which traces the network twice more, with symbols for its sizes. This is
+    always so for a network that changes its input.
     """
     from sd_quant.export.translations import TRANSLATIONS
 
@@ -114,11 +112,11 @@ def converted(
     promoting = without_type_promotion() if dtypes_agree(program) else nullcontext()
     with suppress(torch.onnx.errors.OnnxExporterError), promoting:
         return in_onnx(program)
-    return in_onnx(exported())  # an operation can be written in its parts alone; anew, as the attempt has left marks
+    return in_onnx(exported())  # traced again, because the attempt has changed the program
 
 
 def dtypes_agree(program: torch.export.ExportedProgram) -> bool:
-    """Whether each call reads floating-point tensors of one dtype alone: then nothing is promoted to another one."""
+    """Whether each call reads floating-point tensors of one dtype only, so that nothing needs type promotion."""
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
     values = [[operand.meta.get("val") for operand in call.all_input_nodes] for call in calls]
     dtypes = [{value.dtype for value in each if isinstance(value, Tensor)} for each in values]
@@ -126,22 +124,22 @@ def dtypes_agree(program: torch.export.ExportedProgram) -> bool:
 
 
 def without_type_promotion() -> AbstractContextManager:
-    """In the block torch's exporter does not look for operands to promote, for which it computes all shapes anew.
+    """A context in which torch's exporter skips type promotion, for which it computes all shapes anew.
 
-    That is a quarter of a trace, and no option leaves it out. Where torch has another name for it, it is done.
+    That is a quarter of a trace, and no option disables it. Does nothing where torch has another name for it.
     """
     try:
         from torch.onnx._internal.exporter import _fx_passes
     except ImportError:
         return nullcontext()
-    known = hasattr(_fx_passes, PROMOTION)
-    return mock.patch.object(_fx_passes, PROMOTION, lambda module: None) if known else nullcontext()
+    name = "insert_type_promotion_nodes"
+    return mock.patch.object(_fx_passes, name, lambda module: None) if hasattr(_fx_passes, name) else nullcontext()
 
 
 def drop_squeezes(model: ir.Model) -> None:
     """Remove every Squeeze of an axis longer than 1, which torch ignores and ONNX forbids; TensorRT reports it.
 
-    A dynamic axis is longer than 1 too, because torch.export would have made another graph for 1.
+    A dynamic axis counts as longer than 1, because torch.export specializes a graph for 1.
     """
     for node in list(model.graph):
         if node.op_type == "Squeeze" and node.inputs[0].shape is not None:
@@ -152,10 +150,10 @@ def drop_squeezes(model: ir.Model) -> None:
 
 
 def transpose_keys(model: ir.Model) -> None:
-    """Replace Reshape, Transpose and Reshape by the Transpose of the last two of four axes that they are.
+    """Replace Reshape, Transpose and Reshape by the equivalent Transpose of the last two of four axes.
 
-    So torch writes attention's keys, with each shape computed in several nodes. ``fold`` joins it with the Transpose of
-    heads and tokens that stands in front.
+    torch exports attention's keys this way, with each shape computed in several nodes. ``fold`` joins the Transpose
+    with the one of heads and tokens in front of it.
     """
     for node in list(model.graph):
         if node.op_type != "Transpose" or node.attributes["perm"].as_ints() != (0, 2, 1):
@@ -171,7 +169,7 @@ def transpose_keys(model: ir.Model) -> None:
 
 
 def sizes_of(reshape: ir.Node, value: ir.Value) -> list[tuple[int, int] | None]:
-    """Between which axes of ``value`` each size that a Reshape puts together was sliced out; None: another size."""
+    """The slice (first, last axis) of the shape of ``value`` for each size of a Reshape; None for any other size."""
     concat = reshape.inputs[1].producer()
     sizes: list[tuple[int, int] | None] = []
     for size in concat.inputs if concat is not None and concat.op_type == "Concat" else ():
@@ -184,11 +182,11 @@ def sizes_of(reshape: ir.Node, value: ir.Value) -> list[tuple[int, int] | None]:
 
 
 def fold(model: ir.Model) -> None:
-    """Fold constants and simplify the graph, like onnxscript's optimizer but without 40 rules that never apply here.
+    """Fold constants and simplify the graph, like onnxscript's optimizer without 40 rules that never apply here.
 
-    One of those looks for Slices that make up a Split, and takes 94 of the optimizer's 111 s on the full-size UNet,
-    where there are none. The resulting graph is the same (tested). Engines need this: TensorRT parses neither CastLike
-    nor the sequences that the halves of a gated feed-forward are traced as.
+    One of those, which looks for Slices that make up a Split, takes 94 of the optimizer's 111 s on the full-size UNet.
+    The resulting graph is the same (tested). Engines require this: TensorRT parses neither CastLike nor the sequences
+    in the trace of a gated feed-forward.
     """
     from onnxscript import optimizer
     from onnxscript.rewriter import RewritePass
@@ -224,38 +222,35 @@ def fold(model: ir.Model) -> None:
     passes.NameFixPass()(model)
 
 
-def defined_in(op_type: str, opset: int) -> int:
-    """The opset that defined an operation as it is in ``opset``."""
-    return onnx.defs.get_schema(op_type, opset, "").since_version
-
-
 def raise_opset(model: ir.Model, opset: int) -> None:
     """Declare ``opset``, up to 23, for the types that it adds to those of ``OPSET``.
 
-    The nodes stay as they are, because each operation is defined alike in both opsets, or with more types. The road not
+    The nodes stay the same, because each operation is defined alike in both opsets, or with more types. The road not
     taken is onnxscript's version converter, which would conclude the same node by node.
-    Raises ArtifactError for a graph with an operation that is not known to mean the same.
+    Raises ArtifactError for a graph with an operation that may have another definition.
     """
-    if opset > OPSET:
-        changed = {
-            kind
-            for kind in {node.op_type for node in model.graph}
-            if defined_in(kind, OPSET) != defined_in(kind, opset)
-        }
-        if unknown := sorted(changed - ONLY_MORE_TYPES):
-            raise ArtifactError(f"the graph has {unknown[0]}, which may mean something else in opset {opset}")
-        model.opset_imports[""], model.ir_version = opset, max(model.ir_version, 10 if opset < 23 else 11)
-        for node in model.graph:
-            node.version = None
+    if opset <= OPSET:
+        return
+
+    def defined_in(kind: str, version: int) -> int:
+        return onnx.defs.get_schema(kind, version, "").since_version
+
+    kinds = {node.op_type for node in model.graph}
+    changed = {kind for kind in kinds if defined_in(kind, OPSET) != defined_in(kind, opset)}
+    if unknown := sorted(changed - ONLY_MORE_TYPES):
+        raise ArtifactError(f"the graph has {unknown[0]}, which may mean something else in opset {opset}")
+    model.opset_imports[""], model.ir_version = opset, max(model.ir_version, 10 if opset < 23 else 11)
+    for node in model.graph:
+        node.version = None
 
 
 def copy_of(model: ir.Model) -> ir.Model:
-    """A copy of a traced graph, to be given weights; cheap, because it has none yet."""
+    """A copy of a traced graph, which has no weights yet."""
     return ir.from_proto(ir.to_proto(model))
 
 
 def name_axes(model: ir.Model, contract: Contract) -> None:
-    """Give the inputs' axes the contract's names instead of the tracer's. Of an output, only the batch has a name."""
+    """Give the inputs' axes the contract's names instead of the tracer's. Only the batch axis of an output is named."""
     for value in model.graph.inputs:
         if value.name in contract.inputs:
             value.shape = ir.Shape(contract.inputs[value.name])
@@ -265,7 +260,7 @@ def name_axes(model: ir.Model, contract: Contract) -> None:
 
 
 def strip(model: ir.Model) -> None:
-    """Remove stack traces and intermediate shapes, which no engine reads and which are most of a small file."""
+    """Remove stack traces and intermediate shapes, which no engine reads and which dominate a small file."""
     model.metadata_props.clear()
     model.graph.metadata_props.clear()
     boundary = {*model.graph.inputs, *model.graph.outputs}

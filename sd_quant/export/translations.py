@@ -1,8 +1,8 @@
-"""Operations of torch as a network calls them, in ONNX, where torch's exporter knows only what they decompose into.
+"""Translations of torch operations to ONNX for which torch's exporter would decompose the network.
 
-Decomposing traces the whole network a second and a third time and is half of what a trace costs; with these few no
-family's denoiser needs it. What a translation cannot write it refuses by NotImplementedError, and the network is
-decomposed. The road not taken is to decompose always.
+Decomposing traces the whole network a second and a third time, half of the time of a trace; with these few translations
+no family's denoiser needs it. A translation raises NotImplementedError for arguments that it does not support, and the
+network is decomposed. The road not taken is to decompose always.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ op: Any = onnxscript.opset20  # its annotations want constants of a tensor's own
 
 
 def to(x, *args, dtype: int | None = None, **_):
-    """``x.to``: of its arguments only the dtype means anything to a graph, and comes as ONNX's number of it."""
+    """``x.to``: only the dtype, given as ONNX's number, has a meaning in a graph."""
     numbers = [argument for argument in (*args, dtype) if isinstance(argument, int) and not isinstance(argument, bool)]
     return op.Cast(x, to=numbers[0]) if numbers else op.Identity(x)
 
@@ -33,24 +33,21 @@ def clip(x, min: float | None = None, max: float | None = None):
 
 
 def flatten(x, start_dim: int = 0, end_dim: int = -1):
-    """The last axes as one, without the sizes of ``x``, which torch's own translation reads while the network runs."""
+    """The last axes as one, without reading the sizes of ``x`` at run time, as torch's own translation does."""
     if end_dim % len(x.shape) != len(x.shape) - 1:
         raise NotImplementedError("axes are flattened that are not the last")
     return op.Reshape(x, op.Constant(value_ints=[0] * (start_dim % len(x.shape)) + [-1]))
 
 
 def unflatten(x, dim: int, sizes: Sequence[int]):
-    """The last axis as several, in the same way."""
+    """The last axis as several, likewise."""
     if dim % len(x.shape) != len(x.shape) - 1 or not all(isinstance(size, int) for size in sizes):
         raise NotImplementedError("an axis is unflattened that is not the last, or into sizes that are not known")
     return op.Reshape(x, op.Constant(value_ints=[0] * (len(x.shape) - 1) + list(sizes)))
 
 
 def rms_norm(x, normalized_shape: Sequence[int], weight=None, eps: float | None = None):
-    """``x`` over the root of its mean square, in fp32 as torch computes it, times the weight.
-
-    Without ``eps`` torch takes the smallest step of the dtype that it computes in.
-    """
+    """``x`` over the root of its mean square, in fp32 as in torch, times the weight. ``eps`` defaults to fp32's."""
     number = torch.finfo(torch.float32).eps if eps is None else eps
     axes = op.Constant(value_ints=list(range(-len(normalized_shape), 0)))
     wide = op.Cast(x, to=1)

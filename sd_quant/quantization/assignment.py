@@ -1,6 +1,6 @@
-"""The assignment: one row per layer, which says how the layer is quantized or why it is not.
+"""The assignment: one row per layer, which states how the layer is quantized or why it is not.
 
-``derivation`` makes it. The torch simulation, the ONNX export and ``layers.csv`` read it and decide nothing themselves.
+``derivation`` makes it. The torch simulation, the ONNX export and ``layers.csv`` read it and decide nothing.
 """
 
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from sd_quant.quantization.formats import FORMATS, fake_quantize
 from sd_quant.quantization.formats.int8 import per_channel
 from sd_quant.quantization.rotation import rotated
 
-WITHOUT_WEIGHTS = ("norm", "attention")  # roles of rows that are no layer which is quantized
-SMALLEST_TOKEN = 2.0**-14  # a token whose numbers are all smaller counts as if one were this large, fp16's least normal
+WITHOUT_WEIGHTS = ("norm", "attention")  # roles of rows without a quantized weight
+SMALLEST_TOKEN = 2.0**-14  # lower limit of a token's largest magnitude: fp16's smallest normal number
 FIXED_ALPHA = 0.8  # what NeMo and ModelOpt recommend for SDXL; alpha=auto is compared with it
 
 
@@ -22,7 +22,7 @@ class LayerAssignment:
     """How one layer is computed.
 
     Where the recipe has a format for attention, each attention has a row too, of role ``attention`` and without a
-    weight. A norm has a row only when it absorbs the smoothing of a linear.
+    weight. A norm has a row only if it absorbs the smoothing of a linear.
     """
 
     name: str
@@ -32,20 +32,20 @@ class LayerAssignment:
     activation_format: str | None = None  # of the input; None: high precision
     reason: str | None = None  # why the layer stays in high precision
     weight_axis: int | None = None  # 0: the weight has one range per output channel; None: one range
-    # Ranges after smoothing. A format with blocks has a range in every block, and uses these for a global scale only.
+    # Ranges after smoothing. A format with blocks measures ranges itself, and needs these for a global scale only.
     weight_amax: Tensor | None = None  # fp32, [out_channels] with weight_axis 0, else [1]
     activation_amax: float | None = None
-    per_token: bool = False  # codes are those of each token over its largest number, and ``activation_amax`` is 1
-    rotation: int = 0  # how many inputs are rotated together before they get codes, and the weight's with them
-    activation_zero_point: int = 0  # the code of an input of zero, see ``shift``
-    bias: Tensor | None = None  # fp32 [out_channels] of a shifted convolution: its own and its answer to the shift
+    per_token: bool = False  # each token is divided by its largest magnitude first, and ``activation_amax`` is 1
+    rotation: int = 0  # channels of input and weight that are rotated together before quantization, see ``rotation``
+    activation_zero_point: int = 0  # the code of an input of zero, see ``convolutions``
+    bias: Tensor | None = None  # fp32 [out_channels] of a shifted convolution: its own plus its response to the shift
     pre_quant_scale: Tensor | None = None  # fp32 [in_features]; divides the weight and multiplies the input
     folded_into: str | None = None  # the module that multiplies the input by pre_quant_scale; None: the graph does
     output_scale: Tensor | None = None  # fp32 [out_channels], absorbed smoothing: multiplies this weight and bias
-    output_shift: Tensor | None = None  # fp32 [out_channels], absorbed by a modulation: then added to this bias
+    output_shift: Tensor | None = None  # fp32 [out_channels], absorbed by a modulation: added to this bias afterwards
     rounded: tuple[Tensor, ...] | None = None  # the weight's codes [out, in] and scales, if chosen, see ``rounding``
     low_rank: tuple[Tensor, Tensor] | None = None  # fp16 up [out, rank] and down [rank, in], see ``low_rank``
-    # Ranges of query, key and value as they are multiplied, fp32 [1]; of integers [heads], and of the scores too.
+    # Ranges of query, key and value as they are multiplied, fp32 [1]; in integers also of the scores, each [heads].
     attention_amax: tuple[Tensor, ...] | None = None
     key_mean: Tensor | None = None  # fp32 [heads, head_width], subtracted from the keys of an attention in integers
     alpha: float | None = None
@@ -56,8 +56,7 @@ class LayerAssignment:
     def weight_scales(self, weight: Tensor) -> tuple[Tensor, ...]:
         """The scales of a rewritten and rotated weight [out, in...] as the format stores them.
 
-        They are [out, 1...], [1, 1...] or one per block. A block lies along the inputs of one output; the inputs of a
-        convolution are in the order of its weight.
+        They are [out, 1...], [1, 1...] or one per block of consecutive inputs of one output.
         """
         return FORMATS[self.format].scales(weight, per_channel(self.weight_amax, weight))
 
@@ -70,12 +69,12 @@ class LayerAssignment:
         return FORMATS[self.format].quantize(weight, *scales), scales
 
     def rounded_weight(self, weight: Tensor) -> Tensor:
-        """What the codes of a rewritten weight [out, in...] stand for, fp32 in its shape, rotated back."""
+        """A rewritten weight [out, in...] quantized, dequantized and rotated back, fp32."""
         codes, scales = self.codes_and_scales(weight)
         return rotated(FORMATS[self.format].dequantize(codes, *scales), self.rotation)
 
     def rounded_input(self, x: Tensor) -> Tensor:
-        """What the codes of a smoothed input [..., in] stand for, fp32, rotated back."""
+        """A smoothed input [..., in] quantized, dequantized and rotated back, fp32."""
         amax = torch.tensor(self.activation_amax, device=x.device)
         return rounded_by(self.activation_format, x, amax, self.per_token, self.rotation, self.shift)
 
@@ -97,21 +96,20 @@ class LayerAssignment:
 
     @property
     def shift(self) -> float:
-        """What is subtracted from the input before it is quantized, and belongs to what its codes stand for.
+        """The constant that is subtracted from the input before quantization; 0 where its codes are symmetric.
 
-        It is a multiple of the scale, so that zero, which pads a convolution's input, is one of the codes. 0 where the
-        codes of the input are symmetric.
+        It is a multiple of the scale, so that zero, which pads a convolution's input, has a code of its own.
         """
         return -self.activation_zero_point * self.activation_scale if self.activation_zero_point else 0.0
 
     @property
     def rank(self) -> int:
-        """Of the low-rank branch; 0 without one."""
+        """The rank of the low-rank branch; 0 without one."""
         return 0 if self.low_rank is None else len(self.low_rank[1])
 
     @property
     def attention_products(self) -> tuple[str, ...]:
-        """The names of the two products of a quantized attention; none of anything else."""
+        """The names of a quantized attention's two products; empty for other rows."""
         return (f"{self.name}.scores", f"{self.name}.values") if self.attention_amax is not None else ()
 
     @property
@@ -121,7 +119,7 @@ class LayerAssignment:
 
     @property
     def smoothing(self) -> str:
-        """Where the input is multiplied by ``pre_quant_scale``, in words for ``layers.csv``."""
+        """Where the input is multiplied by ``pre_quant_scale``, in the words of ``layers.csv``."""
         if self.pre_quant_scale is None:
             return ""
         return f"folded into {self.folded_into}" if self.folded_into else "multiplication"
@@ -154,7 +152,7 @@ class LayerAssignment:
 
 
 def rounded_by(fmt: str, x: Tensor, amax: Tensor, per_token: bool, rotation: int, shift: float = 0.0) -> Tensor:
-    """What the codes of ``x`` [..., in] in the format ``fmt`` stand for, fp32; the others as in ``LayerAssignment``."""
+    """``x`` [..., in] quantized to ``fmt``, dequantized and rotated back, fp32. Arguments as in ``LayerAssignment``."""
     x = rotated(x.float(), rotation)
     largest = token_amax(x) if per_token else 1.0
     return rotated(largest * (fake_quantize(FORMATS[fmt], x / largest - shift, amax) + shift), rotation)
@@ -166,7 +164,7 @@ def token_amax(x: Tensor) -> Tensor:
 
 
 def rewritten(parameter: Tensor, layer: LayerAssignment) -> Tensor:
-    """The weight [out, ...] or bias [out] that is rounded, in fp32: smoothed, and without the low-rank branch."""
+    """The weight [out, ...] or bias [out] as it is quantized, fp32: smoothed, and without the low-rank branch."""
     parameter = parameter.float()
     if layer.pre_quant_scale is not None and parameter.ndim > 1:
         parameter = parameter / layer.pre_quant_scale

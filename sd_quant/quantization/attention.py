@@ -1,24 +1,25 @@
-"""The rows of attentions, whose two matrix products quant_level 4 quantizes: query by key, and softmax by value.
+"""Rows of attentions, whose two matrix products quant_level 4 quantizes: query by key, and softmax by value.
 
-A floating-point format (FP8) quantizes query, key, value and the softmax, each with one scale. Integers cannot: of 4096
-equal probabilities none is a code of a scale that holds a probability of 1. So where the format has equal levels
+A floating-point format (FP8) quantizes query, key, value and softmax, each with one scale. Integers cannot represent a
+softmax: with a scale that holds a probability of 1, all of 4096 equal probabilities round to zero. So for formats with
+equal levels:
 
-- the largest score of a row is subtracted first. exp(score - largest) has 1 in every row, whatever the row looks like.
-  It gets unsigned codes, and what they add up to divides the second product (SageAttention, Zhang et al. 2024);
-- the scores get codes too: a runtime that writes them down in fp32 spends more time on that than on the product;
-- the mean of the keys is subtracted, which no softmax sees, because it is much of their range (SageAttention again);
-- every head has ranges of its own. They are multiplications in front of the codes, which runtimes join with what
-  stands there, because OpenVINO's integer products take no scale for each head;
-- a cross-attention stays in high precision: the first token of a text is up to 80 times as large as the others, which
+- The largest score of a row is subtracted first, so that exp(score - largest) reaches 1 in every row. It gets unsigned
+  codes, whose sum divides the second product (SageAttention, Zhang et al. 2024).
+- The scores are quantized too: a runtime that writes them in fp32 spends more time on that than on the product.
+- The mean of the keys, a large part of their range, is subtracted. It cancels in the softmax (SageAttention again).
+- Every head has its own ranges. They are multiplications in front of the quantizers, which runtimes fuse with the
+  neighbouring ones, because OpenVINO's integer products support no scale per head.
+- A cross-attention stays in high precision: the first token of a text is up to 80 times as large as the others, which
   would be left with few codes, and its products are small.
 
-A joint attention (Stable Diffusion 3) has tokens of image and text, each ``Stream`` with linears and norms of its own,
-and multiplies both at once, so ranges are of both. It is quantized in integers too: in each of its blocks a LayerNorm
-stands in front of the text's linears, behind which the first token is as large as the others. The samples of both
-streams are of one size, so the mean of the keys lies half-way between their means, and neither has most of the range.
+A joint attention (Stable Diffusion 3) multiplies tokens of image and text at once. Each ``Stream`` has its own linears
+and norms; ranges are taken over both. It is quantized in integers too, because a LayerNorm in front of the text's
+linears makes the first token as large as the others. Both streams have equally many samples, so the mean of the keys
+lies half-way between their means, and neither takes most of the range.
 
-Measured on two checkpoints with 16 images each: as close to full precision as level 3, within 0.4 dB, for headrooms
-from 1 to 2 and with one scale or one for each head. The latter is for networks whose heads differ more.
+Measured on two checkpoints with 16 images each: within 0.4 dB of level 3, for headrooms from 1 to 2, and with one scale
+or one per head. Scales per head are meant for networks whose heads differ more.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,16 +35,16 @@ from sd_quant.quantization.recipe import Recipe, reason_kept
 from sd_quant.quantization.statistics import LayerStatistics
 
 HEAD_WIDTH_MULTIPLE = 16  # only heads that are a multiple of this wide are quantized, as in ModelOpt
-FLOAT_HEADROOM = 2.0  # a range that is twice too large costs the smallest of 15 binades and nothing else
-INTEGER_HEADROOM = 1.25  # and here a third of a bit; the sample lacks the largest values
-EXPONENTIAL_LEVELS = 255  # codes of exp(score - largest score), of which 0 is the smallest
-SMALLEST_RANGE = 1e-3  # of a head, so that no factor of fp16 overflows
-NORM_EPSILON = 1e-6  # of the norms of query and key, as diffusers' JointTransformerBlock states it
+FLOAT_HEADROOM = 2.0  # the sample lacks the largest values; twice the range costs the smallest of 15 binades only
+INTEGER_HEADROOM = 1.25  # costs a third of a bit
+EXPONENTIAL_LEVELS = 255  # the largest code of exp(score - largest score)
+SMALLEST_RANGE = 1e-3  # of a head, so that no factor overflows in fp16
+NORM_EPSILON = 1e-6  # of the norms of query and key, as in diffusers' JointTransformerBlock
 
 
 @dataclass(frozen=True)
 class Stream:
-    """The tokens of one kind that an attention reads: its layers for them, by their names in diffusers."""
+    """An attention's layers for tokens of one kind, by their names in diffusers."""
 
     query: str
     key: str
@@ -52,8 +53,8 @@ class Stream:
     key_norm: str
 
 
-IMAGE = Stream("to_q", "to_k", "to_v", "norm_q", "norm_k")  # a cross-attention makes keys and values of text with it
-TEXT = Stream("add_q_proj", "add_k_proj", "add_v_proj", "norm_added_q", "norm_added_k")  # in a joint attention alone
+IMAGE = Stream("to_q", "to_k", "to_v", "norm_q", "norm_k")  # of a cross-attention, to_k and to_v read the text
+TEXT = Stream("add_q_proj", "add_k_proj", "add_v_proj", "norm_added_q", "norm_added_k")  # of a joint attention only
 
 
 def assign_attention(
@@ -69,7 +70,8 @@ def assign_attention(
 ) -> LayerAssignment:
     """The row of the attention ``name``. ``assignment`` holds the rows of its linears.
 
-    ``cross``: key and value are the text's alone. The readers are those of ``derivation.derive``.
+    ``cross``: key and value come from the text alone. ``weight_of``, ``bias_of`` and ``gain_of`` as in
+    ``derivation.derive``.
     """
     row = LayerAssignment(name, "attention", (head_width,), reason=reason_kept("attention", recipe.quant_level))
     fmt = recipe.enable.attention
@@ -107,10 +109,10 @@ def samples(
     bias_of: Callable[[str], Tensor | None],
     gain_of: Callable[[str], Tensor | None],
 ) -> list[Tensor]:
-    """Query, key and value [heads, rows, head_width] as they are multiplied, of the sampled inputs of their linears.
+    """Query, key and value [heads, rows, head_width] as they are multiplied, for the sampled inputs of their linears.
 
     Query and key are each divided by the fourth root of the head's width, as in torch's scaled_dot_product_attention.
-    With ``shared_rows`` the three linears read one tensor, and the rows of all their samples count for each.
+    ``shared_rows``: the three linears read one tensor, so each is evaluated on the samples of all three.
     """
     layers = [assignment[f"{name}.{linear}"] for linear in (stream.query, stream.key, stream.value)]
     gains = (gain_of(f"{name}.{stream.query_norm}"), gain_of(f"{name}.{stream.key_norm}"), None)
@@ -133,9 +135,9 @@ def samples(
 
 @dataclass(frozen=True)
 class HeadFactors:
-    """What an attention in integers multiplies each head by, fp32 [heads, 1, 1] and exact in fp16, and its scales.
+    """Factors of the heads of an attention in integers, fp32 [heads, 1, 1] and exact in fp16, and its scales.
 
-    Codes of a query are those of ``query_factor * query``, whose range is 1; so are scores' and values'.
+    ``query * factor`` has the range 1 and is quantized with ``unit_scale``; so are scores and values.
     """
 
     query: Tensor
@@ -149,7 +151,7 @@ class HeadFactors:
 
 
 def head_factors(layer: LayerAssignment) -> HeadFactors:
-    """The factors and scales of a row in integers, which simulation and export share."""
+    """The factors and scales of a row in integers, for simulation and export."""
     query, key, value, scores = (amax.clamp(min=SMALLEST_RANGE) for amax in layer.attention_amax)
     exact = lambda factor: factor.half().float().view(-1, 1, 1)  # noqa: E731
     query_factor = exact(1 / query)

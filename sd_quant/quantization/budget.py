@@ -1,10 +1,10 @@
-"""Bits under a budget: which layers get more of them, so that the network errs least within so many bytes.
+"""Bits under a budget: the formats of layers with which the network errs least within a given number of bytes.
 
-Squared errors of the network's output, each with one layer quantized, are assumed to add up, as in
-``simulation.sensitivity``; then the choice is a knapsack in which every layer takes one of several formats (the
-multiple-choice knapsack problem; Kellerer et al. 2004, chapter 11). A few hundred layers with a few formats each are
-solved exactly by HiGHS, in well under a second. The road not taken is a relaxation by a price per byte, which is nearly
-as good, and leaves up to a layer's bytes unused.
+The squared errors of the network's output, each measured with one layer quantized, are assumed to add up, as in
+``simulation.sensitivity``. Then the choice is a knapsack in which every layer takes one of several formats (the
+multiple-choice knapsack problem; Kellerer et al. 2004, chapter 11). HiGHS solves it exactly for a few hundred layers in
+well under a second. The road not taken is a price per byte (Lagrangian relaxation), which is nearly as good and leaves
+up to a layer's bytes unused.
 
 Linears that read one tensor are smoothed together, so they take one format together.
 """
@@ -20,12 +20,11 @@ from sd_quant.quantization.low_rank import rank_of
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
 
 HALF = 2  # bytes of a number in fp16
-SCALE_BYTES = {"FLOAT": 4, "FLOAT16": 2, "FLOAT8E4M3FN": 1}
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a unit of layers takes and costs with one of the formats that it may have."""
+    """Size and error of a unit of layers in one of its candidate formats."""
 
     bytes: int
     squared_error: float  # of the network's output, relative to its norm
@@ -39,12 +38,12 @@ def with_weights(recipe: Recipe, fmt: str) -> Recipe:
 
 
 def inputs_left_alone(recipe: Recipe) -> Recipe:
-    """``recipe`` with its weights of linears and inputs in high precision, without a low-rank branch."""
+    """``recipe`` with the weights of its linears only: inputs in high precision, no low-rank branch."""
     return replace(with_weights(recipe, recipe.enable.linear.weight), per_channel=recipe.per_channel)
 
 
 def stored_bytes(shape: Sequence[int], role: str, recipe: Recipe | None) -> int:
-    """Bytes of a layer's weight [out, in...], its scales and its low-rank branch; None: in fp16."""
+    """Bytes of a layer's weight [out, in...], its scales and its low-rank branch; without a recipe, in fp16."""
     if recipe is None:
         return HALF * prod(shape)
     rank = 0 if role == "conv" else rank_of(recipe.rank, tuple(shape))
@@ -56,25 +55,25 @@ def weight_bytes(shape: Sequence[int], name: str, per_channel: bool, rank: int) 
     fmt, numbers, outputs = FORMATS[name], prod(shape), shape[0]
     scales = numbers // fmt.block if fmt.block is not None else outputs if per_channel else 1
     branch = HALF * rank * (outputs + numbers // outputs)
-    global_scale = sum(SCALE_BYTES[kind] for kind in fmt.onnx_scale_types[1:])
-    return -(-numbers * fmt.bits // 8) + scales * SCALE_BYTES[fmt.onnx_scale_types[0]] + global_scale + branch
+    scale_dtype, *global_dtypes = fmt.scale_dtypes
+    global_scale = sum(dtype.itemsize for dtype in global_dtypes)
+    return -(-numbers * fmt.bits // 8) + scales * scale_dtype.itemsize + global_scale + branch
 
 
 def assigned_bytes(parameters: int, assignment: Mapping[str, LayerAssignment]) -> int:
-    """Bytes of a network of so many ``parameters``: layers as they are assigned, everything else in fp16."""
-    layers = [layer for layer in assignment.values() if layer.format is not None]
-    saved = sum(HALF * prod(layer.weight_shape) for layer in layers)
-    return (
-        HALF * parameters
-        - saved
-        + sum(weight_bytes(layer.weight_shape, layer.format, layer.weight_axis == 0, layer.rank) for layer in layers)
+    """Bytes of a network with this number of ``parameters``: layers as assigned, everything else in fp16."""
+    return HALF * parameters + sum(
+        weight_bytes(layer.weight_shape, layer.format, layer.weight_axis == 0, layer.rank)
+        - HALF * prod(layer.weight_shape)
+        for layer in assignment.values()
+        if layer.format is not None
     )
 
 
 def choose(units: Sequence[Mapping[str, Choice]], limit: int) -> list[str]:
-    """For every unit one of its choices, by name, with the least sum of squared errors within ``limit`` bytes.
+    """The name of each unit's choice, with the least sum of squared errors within ``limit`` bytes.
 
-    The smallest choices of all have to fit.
+    The smallest choices have to fit.
     """
     import numpy as np
     from scipy.optimize import Bounds, LinearConstraint, milp

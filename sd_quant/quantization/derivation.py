@@ -37,13 +37,13 @@ def derive(
 ) -> dict[str, LayerAssignment]:
     """The assignment of every layer in ``roles`` (role by name).
 
-    ``weight_of`` reads the weight of a layer by name, ``bias_of`` the bias of a layer, None where it has none, and
-    ``gain_of`` the weight of a norm of an attention's queries or keys, None where there is no such norm; the weights
-    of one shared input are in memory at a time. ``inputs`` are the family's shared inputs of linears, ``attentions``
-    the head widths of its attentions by name. The layers ``kept`` and those that match a pattern of ``exclude`` stay in
-    high precision at every level. ``recipes`` has the layers with another recipe than the others; all readers of a
-    shared input have the same. ``advance`` is called once for every layer, and again when its codes have been chosen.
-    Raises SdQuantError when calibration never reached a layer that is to be quantized or saw only zeros there,
+    ``weight_of`` reads a layer's weight by its name, ``bias_of`` its bias (None: it has none), ``gain_of`` the weight
+    of the norm of an attention's queries or keys (None: there is no such norm); the weights of one shared input are in
+    memory at a time. ``inputs`` are the family's shared inputs of linears, ``attentions`` the head widths of its
+    attentions by name. The layers ``kept`` and those that match a pattern of ``exclude`` stay in high precision.
+    ``recipes`` overrides the recipe of some layers, alike for all readers of a shared input. ``advance`` is called once
+    for every layer, and again when its codes have been chosen.
+    Raises SdQuantError for a layer to be quantized that calibration never reached or where it saw only zeros,
     ConfigError when no layer is left to quantize.
     """
     assignment, readers = {}, {name for shared in inputs for name in shared.readers}
@@ -81,9 +81,9 @@ def derive(
             advance()
     if recipe.enable.attention is not None:
         text = text_readers(inputs)
-        for name, head_width in attentions.items():
+        for name, width in attentions.items():
             cross = f"{name}.to_k" in text
             assignment[name] = assign_attention(
-                name, head_width, assignment, weight_of, statistics, recipe, cross, bias_of, gain_of
+                name, width, assignment, weight_of, statistics, recipe, cross, bias_of, gain_of
             )
     return assignment

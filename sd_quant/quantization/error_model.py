@@ -1,15 +1,15 @@
-"""How much a layer's output changes when the layer is quantized, in one denoising step and over all of them.
+"""The error of a layer's output when the layer is quantized, in one denoising step and over all of them.
 
-An input is rounded differently in every step, so errors that come from it add up like noise. A weight is rounded once:
-its error is the same in every step and adds up in full. The error of the sum of all steps' outputs, relative to
-sqrt(steps) times the norm of one output, is therefore
+An input is rounded differently in every step, so its errors add up like noise. A weight is rounded once: its error is
+the same in every step and adds up in full. The error of the sum of all steps' outputs, relative to sqrt(steps) times
+the norm of one output, is therefore
 
     sqrt(|error from the input|^2 + steps * |error from the weight|^2) / |output|
 
-The road not taken is the error of a single output. Measured on images of two checkpoints, the alpha that makes it
-smallest moves too much of the input's outliers into the weights. That holds even for the text's key and value, whose
-input is the same in every step, so that all of their error adds up in full: counted that way, alpha=auto lost 0.2 and
-0.5 dB. An error of the weight is the same for all tokens too, not only in all steps.
+The road not taken is the error of a single output: the alpha that minimizes it moves too much of the input's outliers
+into the weights (measured on images of two checkpoints). This holds even for the text's key and value, whose input is
+the same in every step: with its error counted in full, alpha=auto lost 0.2 and 0.5 dB. The reason is that an error of
+the weight is the same not only in all steps but also for all tokens.
 """
 
 import math
@@ -24,7 +24,7 @@ from sd_quant.quantization.statistics import LayerStatistics
 
 
 def with_output_errors(layer: LayerAssignment, weight: Tensor, statistics: LayerStatistics) -> LayerAssignment:
-    """``layer`` with its errors on the sampled inputs: of a convolution of one output, of a linear of all steps too."""
+    """``layer`` with its errors on the sampled inputs: of one output, and for a linear also over all steps."""
     conv = statistics.kind == "conv"
     steps = 1 if conv else len(statistics.amax)
     output_error, accumulated_error = output_errors(layer, weight, statistics.rows.values, steps)
@@ -34,7 +34,7 @@ def with_output_errors(layer: LayerAssignment, weight: Tensor, statistics: Layer
 def output_errors(
     layer: LayerAssignment, weight: Tensor, sample: Tensor, steps: int
 ) -> tuple[float | None, float | None]:
-    """The error of one output, |quantized output - output| / |output|, and the one accumulated over ``steps``.
+    """The error of one output, |quantized output - output| / |output|, and the error accumulated over ``steps``.
 
     ``weight`` [out, in...] is the checkpoint's. ``sample`` [n, in] are inputs, or flattened patches for a convolution.
     Both errors are None when the sample is empty or the output all zero.

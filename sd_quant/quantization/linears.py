@@ -1,7 +1,7 @@
-"""The rows of linears that read one tensor, and of the module in front of them that absorbs their smoothing.
+"""The rows of linears that read one tensor, and of the module that produces it and absorbs their smoothing.
 
-All readers of a tensor are smoothed with one vector, so that the module that makes the tensor can absorb it. Its alpha
-is given by the recipe, or is the one of ``ALPHAS`` with which the readers' accumulated errors are smallest.
+All readers of a tensor share one smoothing vector, so that the tensor's producer can absorb it. Its alpha is given by
+the recipe, or searched among ``ALPHAS`` for the smallest accumulated errors of the readers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,10 +20,10 @@ from sd_quant.quantization.row_chunks import fits_half, input_amax
 from sd_quant.quantization.smoothing import pre_quant_scale, range_keeping_scale
 from sd_quant.quantization.statistics import LayerStatistics
 
-ALPHAS = tuple(index / 10 for index in range(11))  # what alpha=auto tries
-SEARCHED_OUTPUTS, SEARCHED_ROWS = 256, 64  # outputs and sampled inputs of a layer that the search looks at
+ALPHAS = tuple(index / 10 for index in range(11))  # tried by alpha=auto
+SEARCHED_OUTPUTS, SEARCHED_ROWS = 256, 64  # outputs and sampled inputs of a layer that the search evaluates
 
-Vector = Callable[[Tensor, Tensor, float], Tensor]  # what smooths an input, see ``smoothing.pre_quant_scale``
+Vector = Callable[[Tensor, Tensor, float], Tensor]  # ``smoothing.pre_quant_scale`` or ``range_keeping_scale``
 
 
 def assign_linears(
@@ -34,7 +34,7 @@ def assign_linears(
     statistics: Mapping[str, LayerStatistics],
     recipe: Recipe,
 ) -> dict[str, LayerAssignment]:
-    """The rows that change: those of the quantized readers, and with folding those of all readers and the producer.
+    """The rows that change: those of the quantized readers; with folding, of all readers and of the producer.
 
     ``assignment`` holds the rows so far, with a ``reason`` where a reader stays in high precision.
     """
@@ -74,11 +74,11 @@ def assign_readers(
     recipe: Recipe,
     max_outputs: int | None = None,
 ) -> list[LayerAssignment]:
-    """The readers with one smoothing vector; those that stay in high precision get the vector alone.
+    """The readers with one smoothing vector; readers in high precision get only the vector.
 
     ``weight_amax`` fp32 [in_features] is the range of each column over the weights of the quantized readers.
-    ``max_outputs`` cuts every layer down to that many outputs, evenly spaced, and the rank of its low-rank branch in
-    proportion. With the whole rank the search moved too much into the weights, which cost w4a4 0.7 dB on the shipped
+    ``max_outputs`` reduces every layer to that many outputs, evenly spaced, and the rank of its low-rank branch in
+    proportion. With the whole rank the search moved too much into the weights: w4a4 lost 0.7 dB on the shipped
     checkpoint.
     """
     channel_amax, sample = statistics.amax.amax(dim=0), statistics.rows.values
@@ -110,9 +110,9 @@ def search_alpha(
 ) -> float:
     """The alpha of ``ALPHAS`` with the smallest sum of the readers' squared accumulated errors.
 
-    The search looks at ``SEARCHED_OUTPUTS`` outputs of each reader, evenly spaced, on the first ``SEARCHED_ROWS``
-    sampled inputs, and clips nothing. Whole layers, or an observer for each alpha, would cost more than everything else
-    in a recipe. Each alpha gets a low-rank branch of its own, for these outputs.
+    Each alpha is evaluated on ``SEARCHED_OUTPUTS`` outputs of each reader, evenly spaced, and the first
+    ``SEARCHED_ROWS`` sampled inputs, with its own low-rank branch and without clipping. Whole layers, or an observer
+    for each alpha, would cost more than everything else in a recipe.
     """
     rows = replace(statistics.rows, values=statistics.rows.values[:SEARCHED_ROWS])
     statistics, recipe = replace(statistics, rows=rows), replace(recipe, observer="min_max")
@@ -121,7 +121,7 @@ def search_alpha(
         tried = assign_readers(layers, weights, weight_amax, statistics, vector, alpha, recipe, SEARCHED_OUTPUTS)
         return sum((layer.accumulated_error or 0) ** 2 for layer in tried)
 
-    # without a sample every alpha costs nothing, and FIXED_ALPHA is taken
+    # without a sample the cost is always 0, and FIXED_ALPHA is taken
     return min(ALPHAS, key=lambda alpha: (cost(alpha), abs(alpha - FIXED_ALPHA)))
 
 
@@ -132,10 +132,10 @@ def absorb_scale(
     bias_of: Callable[[str], Tensor | None],
     scale: Tensor,
 ) -> LayerAssignment | None:
-    """The producer's row with ``scale`` absorbed by the outputs that make the tensor, beside what it absorbed before.
+    """The producer's row, whose outputs that make the tensor absorb ``scale`` in addition to earlier factors.
 
-    ``producer`` is its row so far, None for a norm. The result is None when a modulation has no bias that could change,
-    and when fp16 cannot hold the rewritten weight, or that bias.
+    ``producer`` is its row so far, None for a norm. Returns None for a modulation without a bias, and when fp16 cannot
+    hold the rewritten weight or bias.
     """
     weight = weight_of(shared.producer)
     parameters = [weight]

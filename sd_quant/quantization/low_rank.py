@@ -4,34 +4,34 @@ Li et al. 2024, "SVDQuant":
 
     W = up @ down + residual        y = Q(x) Q(residual)^T + (x down^T) up^T
 
-Smoothing has moved the outliers of the input into a few directions of the weight. These go into the branch, and the
-residual has small, even numbers. ``x`` is the smoothed input, which the branch and the quantized product both read.
+Smoothing has moved the outliers of the input ``x`` into a few directions of the weight. The branch takes these, and the
+residual has small, even numbers. Branch and quantized product both read the smoothed input.
 
-A branch can be fitted again, to what rounding the residual has left. What counts then is the error of outputs, not of
-the weight: E X^T, for an error E and inputs X, is as large as E L with L L^T = X^T X. So the branch is that of E L,
-times the inverse of L (Zhang et al. 2024, "LQER", whose L is diagonal).
+A branch can be refitted to the error E that rounding the residual has left. The error of the output, E X^T for inputs
+X, has the norm of E L with L L^T = X^T X. So the branch is that of E L, times the inverse of L (Zhang et al. 2024,
+"LQER", whose L is diagonal).
 
 The singular vectors come from torch's randomized method (Halko et al. 2009). On a 10240x1280 weight at rank 32 it takes
-a hundredth of the time of a whole decomposition, and with four power iterations its residual is within 1 % of the
+a hundredth of the time of a full decomposition, and with four power iterations its residual is within 1 % of the
 smallest possible (tested).
 """
 
 import torch
 from torch import Tensor
 
-OVERSAMPLED = 8  # directions that are computed beyond the rank
+OVERSAMPLED = 8  # directions computed beyond the rank
 
 
 def rank_of(rank: int | float, shape: tuple[int, ...]) -> int:
-    """The rank for a weight of this shape: an int as it is, a float as that fraction of the weight's shorter side."""
+    """The rank for a weight of this shape; a float is a fraction of the weight's shorter side."""
     return rank if isinstance(rank, int) else max(1, round(rank * min(shape))) if rank else 0
 
 
 def low_rank(weight: Tensor, rank: int, factor: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The branch of a weight [out, in]: ``up`` [out, rank] and ``down`` [rank, in], both fp16.
 
-    Each takes the square root of the singular values, which keeps both in fp16's range. It is nearest to the weight, or
-    with ``factor``, a lower triangular L [in, in], to the product with it.
+    The product is nearest to the weight; with ``factor``, a lower triangular L [in, in], its product with L is nearest
+    to that of the weight. Each takes the square root of the singular values, so that fp16 holds both.
     """
     weight = weight.float() if factor is None else weight.float() @ factor
     with torch.random.fork_rng(devices=[]):

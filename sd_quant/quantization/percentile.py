@@ -1,20 +1,20 @@
 """One activation range from many UNet calls: the percentile calibrator of NVIDIA ModelOpt's diffusion example.
 
 Calibration gives a range for every prompt and denoising step. The calibrator reduces them over the prompts of a step,
-and then over the first ``int(n_steps * percentile)`` steps, which are the noisiest, by the two reductions that
-``COLLECT_METHODS`` names.
+and then over the first ``int(n_steps * percentile)`` steps, the noisiest, with the two reductions of
+``COLLECT_METHODS``.
 
-``corrected`` computes exactly that. ``modelopt`` computes what ``PercentileCalibrator`` in NVIDIA/Model-Optimizer's
-``examples/diffusers/quantization/calib/plugin_calib.py`` (0.23 to 0.47) does, so that old results can be reproduced. It
-differs where the original is defective:
+``corrected`` computes exactly that. ``modelopt`` reproduces ``PercentileCalibrator`` of NVIDIA/Model-Optimizer's
+``examples/diffusers/quantization/calib/plugin_calib.py`` (0.23 to 0.47) for comparison with old results, including two
+of its defects:
 
-- The original reduces over UNet calls, not over prompts, so min and mean depend on the batch size and on which prompts
-  share a call.
+- It reduces over UNet calls, not over prompts, so min and mean depend on the batch size and on which prompts share a
+  call.
 - Its ``min-mean`` divides the sum over calls by n_steps: 32 calls on 20 steps give 1.6 times the mean.
 
 NeMo 2.0 to 2.4 has no collect_method and computes what ``modelopt`` does for ``min-mean``. Two more defects are not
-imitated: of samplers with two calls per step, the original counts calls for the wrong steps; and it sums in the dtype
-of the activations, which overflows in fp16.
+reproduced: for samplers with two calls per step, the original counts calls for the wrong steps; and it sums in the
+dtype of the activations, which overflows in fp16.
 
 ``default`` is ModelOpt's name for the plain maximum. ModelOpt's command line then uses another calibrator, so
 ``modelopt`` looks at all steps, whatever the percentile.
@@ -38,7 +38,7 @@ COLLECT_METHODS = {  # torch's reductions over the prompts of a step, and over t
 
 
 def first_steps(amax: Tensor, percentile: float) -> Tensor:
-    """The columns of ``amax`` [prompts, steps] that count. Raises ValueError for none, or more than there are."""
+    """The selected columns of ``amax`` [prompts, steps]. Raises ValueError unless 1 to all of them are selected."""
     n_steps = amax.shape[1]
     selected = int(n_steps * percentile)
     if not 1 <= selected <= n_steps:
@@ -52,9 +52,8 @@ def first_steps(amax: Tensor, percentile: float) -> Tensor:
 def corrected_amax(amax: Tensor, percentile: float, collect_method: str, batch_size: int) -> float:
     """The range to quantize with, reduced over the prompts and then over the steps.
 
-    ``amax``: fp32 [prompts, steps], steps in the order of denoising. ``batch_size`` is ignored: every prompt has ranges
-    of its own, however calibration was batched.
-    Raises ValueError when ``percentile`` selects no step.
+    ``amax``: fp32 [prompts, steps], steps in the order of denoising. ``batch_size`` is ignored: ranges are per prompt,
+    however calibration was batched. Raises ValueError when ``percentile`` selects no step.
     """
     over_prompts, over_steps = COLLECT_METHODS[collect_method]
     per_step = getattr(first_steps(amax, percentile), over_prompts)(dim=0)
@@ -64,8 +63,8 @@ def corrected_amax(amax: Tensor, percentile: float, collect_method: str, batch_s
 def modelopt_amax(amax: Tensor, percentile: float, collect_method: str, batch_size: int) -> float:
     """The range that ModelOpt's example computes with a sampler that calls the UNet once per step.
 
-    ``amax``: fp32 [prompts, steps], as for ``corrected_amax``. Every ``batch_size`` (at least 1) consecutive prompts
-    were one call at each step; the last call may have had fewer. The range of a call is the largest of its prompts.
+    ``amax`` as for ``corrected_amax``. Every ``batch_size`` (at least 1) consecutive prompts were one call at each
+    step; the last call may have had fewer. The range of a call is the largest of its prompts.
     Raises ValueError when ``percentile`` selects no step, where the original fails with a RuntimeError.
     """
     import torch

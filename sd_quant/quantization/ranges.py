@@ -1,4 +1,4 @@
-"""The ranges that a layer is quantized with: of its weight from the weight, of its input from calibration."""
+"""The ranges that a layer is quantized with: the weight's from the weight, the input's from calibration."""
 
 import math
 from dataclasses import dataclass, replace
@@ -14,13 +14,13 @@ from sd_quant.quantization.recipe import Recipe
 from sd_quant.quantization.rotation import rotated
 from sd_quant.quantization.row_chunks import layer_of_rows, output_amax, row_chunks
 
-MOST_NUMBERS = 2**20  # of a weight that an observer looks at, evenly apart
-ROTATED_HEADROOM = 2.0  # only formats whose scale of all numbers is a floating-point one heed such a range
+MOST_NUMBERS = 2**20  # of a weight that an observer gets, evenly spaced
+ROTATED_HEADROOM = 2.0  # only a global scale in floating point, for which headroom costs little, uses this range
 
 
 @dataclass(frozen=True, slots=True)
 class InputRange:
-    """What an input is quantized with. ``amax`` is the largest magnitude of the input minus the shift."""
+    """The range of an input. ``amax`` is the largest magnitude of the input minus the shift."""
 
     amax: float
     zero_point: int = 0
@@ -29,10 +29,10 @@ class InputRange:
 def observed_range(values: Tensor, amax: float, role: str, recipe: Recipe, **options) -> float:
     """The range that the recipe's observer chooses for the input of a layer of this role.
 
-    ``values`` are a sample of the input, ``amax`` is its largest magnitude in the whole calibration. That is also the
-    result when inputs of this role stay in high precision. Of tokens over their largest numbers the range is 1. How
-    large rotated inputs get is known of the sample alone, so they have headroom; without a sample it is the
-    most that they can be. ``options`` are further ones of the observer.
+    ``values`` are a sample of the input, ``amax`` is its largest magnitude in the whole calibration, and the result
+    when inputs of this role stay in high precision. Inputs scaled per token have the range 1. Rotated inputs are known
+    from the sample alone, so their range has headroom; without a sample it is the theoretical maximum. ``options`` are
+    passed to the observer.
     """
     name = recipe.formats_of(role).activation
     if name is None:
@@ -47,13 +47,13 @@ def observed_range(values: Tensor, amax: float, role: str, recipe: Recipe, **opt
 
 
 def with_weight_range(layer: LayerAssignment, weight: Tensor) -> LayerAssignment:
-    """``layer`` with the range of its rewritten weight, which clips nothing. ``weight`` is the checkpoint's."""
+    """``layer`` with the full range of its rewritten weight. ``weight`` is the checkpoint's."""
     amax = output_amax(weight, layer)
     return replace(layer, weight_amax=amax if layer.weight_axis == 0 else amax.amax(0, keepdim=True))
 
 
 def with_observed_weight_range(layer: LayerAssignment, weight: Tensor, recipe: Recipe) -> LayerAssignment:
-    """``layer``, whose weight has one range, with the one that the recipe's ``weight_observer`` chooses."""
+    """``layer``, whose weight has one range, with the range that the recipe's ``weight_observer`` chooses."""
     numbers = rotated(rewritten(weight.flatten(1), layer), layer.rotation).flatten()
     sample = numbers[:: -(-len(numbers) // MOST_NUMBERS)]
     amax = OBSERVERS[recipe.weight_observer](
@@ -63,7 +63,7 @@ def with_observed_weight_range(layer: LayerAssignment, weight: Tensor, recipe: R
 
 
 def with_ranges(layer: LayerAssignment, weight: Tensor, chosen: InputRange, recipe: Recipe) -> LayerAssignment:
-    """``layer`` with the recipe's formats for its role, the range of its weight, and its input's, ``chosen``.
+    """``layer`` with the recipe's formats for its role, the range of its weight, and ``chosen`` for its input.
 
     Raises SdQuantError when the input's range is zero, or when a scale cannot be stored.
     """

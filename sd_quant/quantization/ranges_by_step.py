@@ -1,8 +1,8 @@
-"""How large the inputs of a layer are at each denoising step, and how much of that a recipe's range keeps.
+"""Magnitudes of a layer's inputs at each denoising step, and how much of them a recipe's range keeps.
 
-A range is one number for all steps, and inputs at one step may be several times those at another. Percentile
-quantization (NVIDIA's article on diffusion models), which takes the first steps alone, rests on that. The road not
-taken is to keep every range of the statistics in a run's folder, as they are in the cache already.
+A range is one number for all steps, but inputs at one step may be several times those at another. Percentile
+quantization (NVIDIA's article on diffusion models), which considers only the first steps, relies on that. The road not
+taken is to copy every range of the statistics into a run's folder: they are in the cache already.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # plots read the table of this file, and need no torch
+if TYPE_CHECKING:  # plots read QUARTILES without torch
     from sd_quant.quantization.assignment import LayerAssignment
     from sd_quant.quantization.statistics import LayerStatistics
 
@@ -22,9 +22,9 @@ def ranges_by_step(
 ) -> list[dict[str, object]]:
     """A row for each denoising step of each layer whose input is quantized: quartiles of the magnitudes seen.
 
-    They are those of a linear's channels, the largest of all prompts, and those of a convolution's prompts. ``kept`` is
-    the largest magnitude that has a code of its own; None where the input is smoothed, rotated or scaled as the network
-    runs, so that the code of a number says nothing about its size here.
+    Quartiles are over a linear's channels, each the largest of all prompts, or over a convolution's prompts. ``kept``
+    is the largest magnitude that is not clipped; None where the input is smoothed, rotated or scaled while the network
+    runs, so that ranges of codes and magnitudes are not comparable.
     """
     rows: list[dict[str, object]] = []
     for name, layer in assignment.items():

@@ -2,9 +2,9 @@
 
 No torch is imported here, because the command line checks a recipe before anything heavy is loaded.
 
-``quant_level`` selects layers by role, as the diffusion recipes of ModelOpt and NeMo do. Each level adds to the one
+``quant_level`` selects layers by role, as in the diffusion recipes of ModelOpt and NeMo. Each level adds to the one
 before: 1 convolutions; 2 feed-forward; 2.5 query, key and value; 3 every other linear; 4 the two matrix products of
-attention, which are no layers. A layer that the family excludes has the role ``excluded``, which is in no level.
+attention. A layer that the family excludes has the role ``excluded``, which is in no level.
 """
 
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ RANK = Limit(
     "0, a number of singular directions, or a fraction below 1 of a layer's shorter side",
 )
 ROUNDINGS = ("nearest", "gptq")
-ROTATIONS = (0, 4, 16, 64, 256)  # regular Hadamard matrices are products of that of 4
+ROTATIONS = (0, 4, 16, 64, 256)  # sizes of regular Hadamard matrices: powers of 4
 BY_ROLE = "by_role"  # the observer that suits a layer's role
 FOR_ATTENTION = one_of(lambda: [name for name, fmt in FORMATS.items() if fmt.attention])
 
@@ -57,7 +57,7 @@ class Enable:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The choices of a user. Their ranges are checked where a configuration is read, not here."""
+    """The choices of a user. They are checked where a configuration is read, not here."""
 
     quant_level: Annotated[
         float,
@@ -144,17 +144,16 @@ class Recipe:
     scale_search: Annotated[bool, "scales of weights in blocks are the best of several"] = False
 
     def chooses_codes(self, fmt: str) -> bool:
-        """Whether weights of this format get other codes than the nearest of the largest number's scale."""
-        return FORMATS[fmt].block is not None and bool(
-            self.rounding != "nearest" or self.scale_search or self.branch_rounds
-        )
+        """Whether codes and scales of weights in this format are searched, see ``rounding``."""
+        searched = self.rounding != "nearest" or self.scale_search or self.branch_rounds > 0
+        return FORMATS[fmt].block is not None and searched
 
     def scaled_per_token(self, role: str) -> bool:
         """Whether inputs of layers of this role are scaled token by token."""
         return self.per_token and role != "conv" and self.enable.linear.activation is not None
 
     def rotation_of(self, role: str) -> int:
-        """How many inputs of layers of this role are rotated together; 0 where they stay as they are."""
+        """The number of inputs that are rotated together in layers of this role; 0: none are."""
         return self.rotation if role != "conv" and self.enable.linear.activation is not None else 0
 
     def formats_of(self, role: str) -> Pair:
@@ -169,7 +168,7 @@ class Recipe:
 
 
 def formats_used(enable: Enable, quant_level: float) -> dict[str, set[str]]:
-    """The formats that this level uses, for ``weights``, for ``inputs`` and for ``attention``."""
+    """The formats that this level uses for ``weights``, ``inputs`` and ``attention``."""
     pairs = [enable.conv, enable.linear] if quant_level > 1 else [enable.conv]
     return {
         "weights": {pair.weight for pair in pairs},
@@ -188,12 +187,10 @@ def reason_kept(role: str, quant_level: float) -> str | None:
 
 
 def unheeded_knobs(recipe: Recipe) -> dict[str, None]:
-    """The knobs of a recipe that none of its layers heeds, as null: recipes that are equal then assign the same.
+    """The knobs that have no effect on this recipe, as null, so that equal assignments have equal recipes.
 
-    Smoothing, the low-rank branch, scales per token and rotation are for linears, of which level 1 has none.
+    Smoothing, the low-rank branch, scales per token and rotation apply to linears, which level 1 does not quantize.
     """
-    return (
-        dict.fromkeys(("alpha", "smoothing", "rank", "branch_rounds", "per_token", "rotation"))
-        if QUANT_LEVELS[recipe.quant_level] == ("conv",)
-        else {}
-    )
+    if QUANT_LEVELS[recipe.quant_level] != ("conv",):
+        return {}
+    return dict.fromkeys(("alpha", "smoothing", "rank", "branch_rounds", "per_token", "rotation"))

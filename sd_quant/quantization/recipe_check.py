@@ -1,4 +1,4 @@
-"""Whether a recipe fits a model's layers. It is checked on their names and shapes, before anything is calibrated."""
+"""A check that a recipe fits a model's layers, by their names and shapes, before anything is calibrated."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -20,9 +20,8 @@ def check_layers(
 ) -> None:
     """Raises ConfigError when the recipe does not fit the layers that it quantizes.
 
-    ``roles`` has the role of every layer, ``shapes`` the shape of its weight, both by name. ``attentions`` names the
-    attentions that can be quantized. Layers whose names match a pattern of ``exclude`` are not quantized, those in
-    ``recipes`` by another recipe.
+    ``roles`` has the role of every layer, ``shapes`` the shape of its weight, both by name. ``attentions`` are the
+    names of attentions that can be quantized. ``exclude`` and ``recipes`` as in ``derivation.derive``.
     """
     level = recipe.quant_level
     selected = [name for name, role in roles.items() if reason_kept(role, level) is None]
@@ -63,5 +62,5 @@ def check_layers(
 
 
 def is_excluded(name: str, exclude: Collection[str]) -> bool:
-    """Whether a layer's name matches one of the patterns, which are those of ``fnmatch``."""
+    """Whether a layer's name matches one of the ``fnmatch`` patterns."""
     return any(fnmatchcase(name, pattern) for pattern in exclude)

@@ -1,17 +1,16 @@
-"""Rotated inputs: an outlier in one channel becomes a little more in all channels of its group.
+"""Rotation spreads an outlier of one channel over all channels of its group.
 
-    y = x W^T = (x H) (W H)^T        with H orthogonal, and what is rounded is x H and W H
+    y = x W^T = (x H) (W H)^T        with H orthogonal; x H and W H are quantized
 
-A scale that a block of numbers shares is as large as its largest number, so in four bits one outlier leaves its
-neighbours few codes. QuaRot (Ashkboos et al. 2024) rotates with Hadamard matrices, whose numbers are all 1 or -1 over a
-root. ConvRot (Huang et al. 2025) rotates groups of channels with regular ones, whose rows have the same sum: the first
-row of Sylvester's is all 1, and where the channels have a mean, as behind an activation function, it becomes an outlier
-itself. Groups make the product small beside that of the layer, and fit all widths that networks have.
+The scale of a block is set by its largest number, so in four bits one outlier leaves its neighbours few codes. QuaRot
+(Ashkboos et al. 2024) rotates with Hadamard matrices. ConvRot (Huang et al. 2025) rotates groups of channels with
+regular Hadamard matrices, whose rows have equal sums: the first row of Sylvester's is all 1, so the mean of the
+channels, which is not zero behind an activation function, would become an outlier itself. Groups keep the additional
+product small and fit the widths of all networks.
 
-H is symmetric, so rotating twice gives ``x`` again, and its numbers are powers of two: fp16 holds them exactly. Not
-taken: absorbing a rotation into the layer in front. Where a norm stands its factors differ per channel; an attention's
-values could take that of the output projection, one of four in a block. And random signs, with which results would
-depend on a seed.
+H is symmetric, so rotating twice restores ``x``, and its entries are powers of two, exact in fp16. Not taken: absorbing
+a rotation into the layer in front, because a norm's factors differ per channel, and of a block's four linears only the
+attention's value could absorb that of the output projection; and random signs, which make results depend on a seed.
 """
 
 import math
@@ -30,9 +29,9 @@ def rotation_matrix(group: int) -> Tensor:
 
 
 def rotated(x: Tensor, group: int) -> Tensor:
-    """``x`` [..., n] with each ``group`` of its last axis rotated, in its dtype; ``x`` itself where ``group`` is 0.
+    """``x`` [..., n] with each ``group`` of its last axis rotated, in its dtype; unchanged where ``group`` is 0.
 
-    ``group`` is a power of 4 that divides n. Rotated twice it is ``x`` again.
+    ``group`` is a power of 4 that divides n.
     """
     if not group:
         return x

@@ -1,8 +1,7 @@
-"""A weight worked on a few rows at a time.
+"""Weights processed in chunks of rows.
 
-Whatever is done to a weight whose range is known is done to each of its rows alone, and a chunk of rows stays in the
-processor's cache. On the full-size UNet this is three times as fast as working on whole weights, in a third of the
-memory.
+With known ranges, every row of a weight is processed independently, and a chunk of rows stays in the processor's cache.
+On the full-size UNet this is three times as fast as processing whole weights, in a third of the memory.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,19 +14,16 @@ from torch import Tensor
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from sd_quant.quantization.rotation import rotated
 
-CHUNK = 2**18  # numbers of a weight that are worked on at a time
+CHUNK = 2**18  # numbers of a weight
 
 
 def rows_per_chunk(weight: Tensor) -> int:
-    """How many rows of ``weight`` [out, ...] have about ``CHUNK`` numbers; at least one."""
+    """The number of rows of ``weight`` [out, ...] that have about ``CHUNK`` numbers; at least one."""
     return max(1, CHUNK // weight[0].numel())
 
 
 def row_chunks(weight: Tensor, layer: LayerAssignment) -> Iterator[tuple[Tensor, LayerAssignment]]:
-    """Chunks of some rows each, with the layer as it is for these rows.
-
-    A weight [out, in...] gives chunks [rows, in], a norm's [out] gives [rows].
-    """
+    """Chunks [rows, in] of a weight [out, in...], or [rows] of a norm's [out], each with the layer of these rows."""
     rows = rows_per_chunk(weight)
     for start in range(0, len(weight), rows):
         chunk = weight[start : start + rows]
@@ -35,7 +31,7 @@ def row_chunks(weight: Tensor, layer: LayerAssignment) -> Iterator[tuple[Tensor,
 
 
 def layer_of_rows(layer: LayerAssignment, rows: slice) -> LayerAssignment:
-    """``layer`` as if it had these outputs alone."""
+    """``layer`` reduced to these outputs."""
     per_row = layer.weight_axis == 0 and layer.weight_amax is not None
     return replace(
         layer,
@@ -55,7 +51,7 @@ def output_amax(weight: Tensor, layer: LayerAssignment) -> Tensor:
 
 
 def input_amax(weights: Sequence[Tensor]) -> Tensor:
-    """The range of each column over all of ``weights``, which are the checkpoint's, fp32 [in]."""
+    """The range of each column over all ``weights`` of the checkpoint, fp32 [in]."""
     columns = (chunk.float().abs().amax(dim=0) for weight in weights for chunk in weight.split(rows_per_chunk(weight)))
     return reduce(torch.maximum, columns)
 

@@ -2,16 +2,16 @@
 
     s = a^alpha / w^(1 - alpha)      x / s  and  W * s  give the same product
 
-Here ``a`` is the largest magnitude of each input channel, ``w`` that of each column of the weight. As in ModelOpt, what
-is computed and stored is ``pre_quant_scale = 1 / s``, which multiplies the input. It is clamped as in ModelOpt's
-``model_calib.smoothquant``. A channel that is never active gets 1; ModelOpt's mask usually misses such a channel and
-leaves it at the clamp.
+Here ``a`` is the largest magnitude of each input channel, ``w`` that of each column of the weight. As in ModelOpt,
+``pre_quant_scale = 1 / s`` is computed and stored, which multiplies the input, and clamped as in its
+``model_calib.smoothquant``. A channel that is never active gets 1; ModelOpt's mask usually misses such a channel, which
+keeps the clamp's limit.
 
-Multiplying the input costs nothing when the module that makes the input absorbs the factors: a norm in its gain and
+The multiplication costs nothing when the module that produces the input absorbs the factors: a norm in its gain and
 bias, a linear in the rows of its weight. Where the input is ``norm * (1 + scale) + shift``, the linear that makes scale
 and shift absorbs them: with p for ``pre_quant_scale``, scale' = p * scale + (p - 1) and shift' = p * shift give p times
 the input. All linears that read the input then share one vector, and ``w`` is taken over all their weights. ModelOpt
-multiplies before every layer instead, each with a vector of its own. ``SMOOTHINGS`` has both.
+multiplies before every layer instead, each with its own vector. ``SMOOTHINGS`` has both.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # the table below is read before torch is loaded
 
     from sd_quant.models.parts import SharedInput
 
-SMALLEST, LARGEST = 1e-4, 1e4
+SMALLEST_FACTOR, LARGEST_FACTOR = 1e-4, 1e4
 DEAD_CHANNEL = 2.0**-31  # a channel with no larger magnitude is never active
 
 
@@ -36,34 +36,34 @@ def pre_quant_scale(activation_amax: Tensor, weight_amax: Tensor, alpha: float) 
     """
     scale = weight_amax.pow(1 - alpha) / activation_amax.pow(alpha)
     dead = (activation_amax <= DEAD_CHANNEL) | (weight_amax <= DEAD_CHANNEL)
-    return scale.clamp(SMALLEST, LARGEST).masked_fill(dead, 1.0)
+    return scale.clamp(SMALLEST_FACTOR, LARGEST_FACTOR).masked_fill(dead, 1.0)
 
 
 def range_keeping_scale(activation_amax: Tensor, weight_amax: Tensor, alpha: float) -> Tensor:
-    """The multiple of ``pre_quant_scale`` with which the smoothed input is as large as the input.
+    """The multiple of ``pre_quant_scale`` that leaves the largest magnitude of the input unchanged.
 
-    For a modulation, in whose bias p - 1 stands in fp16 (p as above): what is lost there, up to 2^-12, would be much of
-    a small p. So the largest channels get a p of about 1, and for all others that loss is far below a step of eight
-    bits. A common factor changes codes, of inputs and of weights, by how fp16 rounds their scales alone.
+    For a modulation, whose bias stores p - 1 in fp16 (p as above): the rounding error, up to 2^-12, would be large
+    relative to a small p. With this multiple the largest channels have a p of about 1, and for all others the error is
+    far below a step of eight bits. A common factor changes codes only through the rounding of scales to fp16.
     """
     scale = pre_quant_scale(activation_amax, weight_amax, alpha)
     largest, smoothed = activation_amax.max(), (activation_amax * scale).max()
-    return (scale * largest / smoothed).clamp(SMALLEST, LARGEST) if smoothed > 0 else scale
+    return (scale * largest / smoothed).clamp(SMALLEST_FACTOR, LARGEST_FACTOR) if smoothed > 0 else scale
 
 
 def folded(inputs: Sequence[SharedInput]) -> list[SharedInput]:
-    """The inputs as they are: one vector each, which the module that makes the input absorbs."""
+    """The inputs unchanged: one vector each, which the module that produces the input absorbs."""
     return list(inputs)
 
 
-def by_layer(inputs: Sequence[SharedInput]) -> list[SharedInput]:
-    """An input of its own for every layer, which no module absorbs: a vector and a multiplication per layer."""
+def per_layer(inputs: Sequence[SharedInput]) -> list[SharedInput]:
+    """A separate input for every layer, without a producer: a vector and a multiplication per layer."""
     alone = [replace(shared, producer=None, modulation=None) for shared in inputs]
     return [replace(shared, readers=(reader,)) for shared in alone for reader in shared.readers]
 
 
 SMOOTHINGS: dict[str, Callable[[Sequence[SharedInput]], list[SharedInput]]] = {
     "folded": folded,
-    "modelopt": by_layer,
-    "none": by_layer,  # goes with alpha=null, which gives no vector
+    "modelopt": per_layer,
+    "none": per_layer,  # for alpha=null, which gives no vector
 }

@@ -1,12 +1,12 @@
-"""What calibration keeps of every layer's inputs. An assignment is derived from it and from the weights.
+"""Calibration statistics of every layer's inputs. An assignment is derived from them and from the weights.
 
-Statistics know no recipe. They hold ranges for each denoising step, per channel for a linear and per prompt for a
-convolution, which is enough for every quant_level, alpha, percentile and collect_method. They also hold a small sample
-of real inputs to measure errors on. A row of the sample is what one output element multiplies: a token for a linear, a
+Statistics do not depend on a recipe. They hold ranges for each denoising step, per channel for a linear and per prompt
+for a convolution, which suffices for every quant_level, alpha, percentile and collect_method, and a small sample of
+real inputs to measure errors on. A row of the sample is what one output element multiplies: a token for a linear, a
 padded patch for a convolution.
 
-Every row has a random priority, and those of lowest priority are kept. Statistics of different prompts therefore merge
-exactly, by a maximum and by keeping the lowest priorities, wherever and in whatever order they were collected.
+Every row has a random priority, and those of lowest priority are kept. Statistics of disjoint prompts therefore merge
+exactly, wherever and in whatever order they were collected.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 ROWS = 128  # rows kept of a layer's input
-CALLS = 8  # calls of the whole network of which the inputs are kept
+CALLS = 8  # calls of the whole network whose inputs are kept
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class Statistics:
 
     @property
     def prompts(self) -> int | None:
-        """How many prompts they are of; None without a convolution, because nothing else tells."""
+        """The number of prompts; None without a convolution, because only convolutions have ranges per prompt."""
         return next((len(layer.amax) for layer in self.layers.values() if layer.kind == "conv"), None)
 
     def __repr__(self) -> str:
@@ -62,12 +62,12 @@ class Statistics:
 
 
 def kind_of(module: nn.Module) -> str:
-    """What ``LayerStatistics`` calls a layer: "conv" or "linear"."""
+    """The ``kind`` of a layer in ``LayerStatistics``: "conv" or "linear"."""
     return "conv" if isinstance(module, nn.Conv2d) else "linear"
 
 
 def width_of(layer: nn.Module) -> int:
-    """How many numbers one output element multiplies: in_features, or in_channels * kh * kw."""
+    """The number of inputs of one output element: in_features, or in_channels * kh * kw."""
     return layer.get_parameter("weight")[0].numel()
 
 
@@ -79,7 +79,7 @@ def lowest(samples: Sequence[Sample], limit: int) -> Sample:
 
 
 def merge(statistics: Sequence[Statistics]) -> Statistics:
-    """The statistics of all prompts from those of disjoint sets of prompts, in any order; exact."""
+    """The statistics of all prompts from those of disjoint sets of prompts."""
     names = dict.fromkeys(name for part in statistics for name in part.layers)
     layers = {}
     for name in names:

@@ -1,9 +1,8 @@
-"""The assignment simulated in torch: NVIDIA ModelOpt's quantizers with our scales, so that nothing is calibrated again.
+"""The assignment simulated in torch by NVIDIA ModelOpt's quantizers with our scales, without a calibration.
 
-ModelOpt itself computes INT8 and FP8. Its four-bit formats need CUDA, so its quantizers call ours as a backend instead.
-ModelOpt calls a shift a quantizer's bias. A low-rank branch is a forward hook that adds its product, and quantized
-attention is an attention processor. Where neither is needed the result is an ordinary ModelOpt model, which
-``mto.save`` writes and ``mto.restore`` reads.
+ModelOpt computes INT8 and FP8. Its four-bit formats require CUDA, so its quantizers call our arithmetic as a backend. A
+shift is what ModelOpt calls a quantizer's bias. A low-rank branch is a forward hook, quantized attention an attention
+processor. Without these two the result is an ordinary ModelOpt model for ``mto.save`` and ``mto.restore``.
 """
 
 import contextlib
@@ -25,12 +24,12 @@ from sd_quant.quantization.rotation import rotated
 from sd_quant.simulation.rewrite import rewrite
 
 BACKEND = "sd_quant"
-ROUNDED = "rounded_"  # begins the names of buffers with a weight's codes and scales, if they are chosen beforehand
+ROUNDED = "rounded_"  # prefix of the buffers with a weight's codes and scales, if they have been chosen
 
 
 @dataclass(frozen=True, slots=True)
-class Quantizer:
-    """What a quantizer of a layer does besides smoothing."""
+class LayerQuantizer:
+    """The work of one quantizer of a layer besides smoothing."""
 
     format: str
     rotation: int = 0
@@ -38,48 +37,45 @@ class Quantizer:
 
     @property
     def modelopts(self) -> bool:
-        """Whether ModelOpt's own quantizers compute it."""
+        """Whether ModelOpt computes it, not our backend."""
         return FORMATS[self.format].modelopt_num_bits is not None and not self.rotation and not self.per_token
 
     def config(self, axis: int | None) -> dict:
-        """ModelOpt's configuration of it, with one range or one along ``axis``."""
+        """ModelOpt's configuration, with one range, or one for each index of ``axis``."""
         if self.modelopts:
             return {"num_bits": FORMATS[self.format].modelopt_num_bits, "axis": axis}
         return {"num_bits": 8, "axis": axis, "backend": BACKEND, "backend_extra_args": asdict(self)}
 
     def amax(self, amax, scale):
-        """The amax with which ModelOpt's own quantizer has our ``scale``; our backend takes ``amax`` as it is."""
+        """The amax with which ModelOpt's quantizer uses our ``scale``; our backend takes ``amax`` itself."""
         return scale * FORMATS[self.format].largest_code if self.modelopts else amax
 
 
-def quantizers(layer: LayerAssignment) -> dict[str, Quantizer]:
-    """The quantizers of a layer by the names of its attributes that hold them."""
+def quantizers(layer: LayerAssignment) -> dict[str, LayerQuantizer]:
+    """The quantizers of a layer by the names of their attributes in ModelOpt's modules."""
     made = {}
     if layer.format is not None:
-        made["weight_quantizer"] = Quantizer(layer.format, layer.rotation)
+        made["weight_quantizer"] = LayerQuantizer(layer.format, layer.rotation)
     if layer.activation_format is not None and layer.role != "attention":
-        made["input_quantizer"] = Quantizer(layer.activation_format, layer.rotation, layer.per_token)
+        made["input_quantizer"] = LayerQuantizer(layer.activation_format, layer.rotation, layer.per_token)
     return made
 
 
 def modelopt_config(assignment: Mapping[str, LayerAssignment]) -> dict:
-    """ModelOpt's configuration: deny all, then enable each assigned layer by its exact name.
-
-    It names no calibration algorithm, because the scales are known.
-    """
+    """ModelOpt's configuration: deny all, then enable each assigned layer by its exact name; no calibration."""
     rules: list[dict] = [{"quantizer_name": "*", "enable": False}]
     for layer in assignment.values():
         for name, quantizer in quantizers(layer).items():
             cfg = quantizer.config(layer.weight_axis if name == "weight_quantizer" else None)
             if layer.activation_zero_point and name == "input_quantizer":
-                cfg["bias"] = {0: None, "type": "static"}  # its value is set below, so the axis means nothing
+                cfg["bias"] = {0: None, "type": "static"}  # its value is set below; the axis is not used
             rules.append({"quantizer_name": f"{layer.name}.{name}", "cfg": cfg})
     return {"quant_cfg": rules, "algorithm": None}
 
 
 def fake_quantize_by_backend(x: Tensor, quantizer) -> Tensor:
-    """ModelOpt's backend: ``x`` fake-quantized along its last axis, a convolution's weight along [C, KH, KW]."""
-    how = Quantizer(**quantizer.backend_extra_args)
+    """``x`` fake-quantized along its last axis, a convolution's weight along [C, KH, KW]: the backend for ModelOpt."""
+    how = LayerQuantizer(**quantizer.backend_extra_args)
     rounded = [buffer for name, buffer in quantizer.named_buffers(recurse=False) if name.startswith(ROUNDED)]
     if rounded:
         return rotated(FORMATS[how.format].dequantize(*rounded), how.rotation).view(x.shape).to(x)
@@ -88,7 +84,7 @@ def fake_quantize_by_backend(x: Tensor, quantizer) -> Tensor:
 
 
 def low_rank_hook(up: Tensor, down: Tensor) -> Callable[[nn.Module, tuple, Tensor], Tensor]:
-    """A forward hook that adds ``(x @ down^T) @ up^T`` to a linear's output, of ``x`` as it is after smoothing."""
+    """A forward hook that adds ``(x @ down^T) @ up^T`` to a linear's output, for the smoothed input ``x``."""
 
     def hook(layer: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
         x = inputs[0]
@@ -103,7 +99,7 @@ def low_rank_hook(up: Tensor, down: Tensor) -> Callable[[nn.Module, tuple, Tenso
 def simulate(module: nn.Module, assignment: Mapping[str, LayerAssignment]) -> nn.Module:
     """Insert ModelOpt's quantizers into ``module``, in place, and return it.
 
-    Its weights are smoothed; the quantizers round them in every call. On the meta device only quantizers get values.
+    Its weights are smoothed; the quantizers round them in every call. On the meta device only quantizers have values.
     """
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):  # it prints how many it inserted
         warnings.filterwarnings("ignore", "transformers .* is not tested")
@@ -113,7 +109,7 @@ def simulate(module: nn.Module, assignment: Mapping[str, LayerAssignment]) -> nn
 
         if not is_registered_quant_backend(BACKEND):
             register_quant_backend(BACKEND, fake_quantize_by_backend)
-        # On a GPU ModelOpt would compile kernels for minutes. Without them it computes there in torch, as on a CPU.
+        # On a GPU ModelOpt would compile kernels for minutes. Without them it computes in torch, as on a CPU.
         get_cuda_ext.extension = get_cuda_ext_fp8.extension = None
         module = mtq.quantize(module, modelopt_config(assignment))
     rewrite(module, assignment)
@@ -122,7 +118,7 @@ def simulate(module: nn.Module, assignment: Mapping[str, LayerAssignment]) -> nn
         weight = target.get_parameter("weight")
         if layer.multiplies:
             target.input_quantizer._enable_pre_quant_scale = True
-            target.input_quantizer.pre_quant_scale = beside(layer.pre_quant_scale.half(), weight)  # as in the graph
+            target.input_quantizer.pre_quant_scale = like(layer.pre_quant_scale.half(), weight)  # as in the graph
         if layer.low_rank is not None:
             target.register_forward_hook(low_rank_hook(*layer.low_rank))
         if layer.format is not None:
@@ -131,23 +127,23 @@ def simulate(module: nn.Module, assignment: Mapping[str, LayerAssignment]) -> nn
                 for index, part in enumerate(layer.rounded):
                     target.weight_quantizer.register_buffer(f"{ROUNDED}{index}", part)
             amax = per_channel(amax, weight) if layer.weight_axis == 0 else amax[0]
-            target.weight_quantizer.amax = beside(amax, weight)
+            target.weight_quantizer.amax = like(amax, weight)
         if layer.activation_format is not None:
             amax = made["input_quantizer"].amax(layer.activation_amax, layer.activation_scale)
-            target.input_quantizer.amax = beside(torch.tensor(amax), weight)
+            target.input_quantizer.amax = like(torch.tensor(amax), weight)
             if layer.activation_zero_point:
-                target.input_quantizer.bias_value = beside(torch.tensor(layer.shift), weight)
+                target.input_quantizer.bias_value = like(torch.tensor(layer.shift), weight)
     return module
 
 
-def beside(number: Tensor, weight: Tensor) -> Tensor:
-    """``number`` in the dtype of ``weight`` and on its device, if that holds values."""
+def like(number: Tensor, weight: Tensor) -> Tensor:
+    """``number`` in the dtype of ``weight`` and on its device, unless that is the meta device."""
     return number.to(weight.dtype) if weight.is_meta else number.to(weight)
 
 
 @contextmanager
 def unrounded(quantizer) -> Iterator[None]:
-    """In the block the ``quantizer`` smooths, if it does, and rounds nothing."""
+    """A context in which ``quantizer`` smooths but does not round."""
     enabled = quantizer.is_enabled
     quantizer.disable()
     try:
@@ -158,9 +154,9 @@ def unrounded(quantizer) -> Iterator[None]:
 
 
 def between_roundings(layer: nn.Module, x: Tensor) -> Tensor:
-    """``x``, an input of a simulated layer, with each number moved half-way to the one that its code stands for.
+    """``x``, an input of a simulated layer, with each number moved half-way to its dequantized value.
 
-    It has the same codes, and no rounding error of fp16 changes one.
+    Its codes stay the same, and a rounding error in fp16 changes none.
     """
     quantizer = layer.input_quantizer
     if not quantizer.is_enabled:
@@ -173,7 +169,7 @@ def between_roundings(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def restorable(assignment: Mapping[str, LayerAssignment]) -> bool:
-    """Whether ModelOpt's checkpoint can hold the assignment: it would lose our hooks, processors and formats."""
+    """Whether ModelOpt's checkpoint can store the assignment; it cannot store our hooks, processors and backend."""
     return all(
         all(quantizer.modelopts for quantizer in quantizers(layer).values())
         and layer.low_rank is None

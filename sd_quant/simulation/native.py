@@ -1,11 +1,10 @@
-"""Quantized layers that torch itself computes from codes, without an exported file.
+"""Quantized layers that torch computes from codes, without an exported file.
 
-They show what a format costs and gains with torch alone, and what ``torch.compile`` makes of it. A layer holds codes
-and scales, and a function that multiplies codes: torch's own (``torch._int_mm``, ``torch._scaled_mm``) or, on a GPU,
-where torch has none or leaves int32 sums behind, ours (``product_kernel``). ``PRODUCTS`` has one row for each device
-and format. A convolution is a matrix product of unfolded codes; where that is slower than convolving dequantized
-numbers in the model's own precision, the layer does the latter and gains nothing. The road not taken is torchao, whose
-quantizers choose scales of their own.
+They show what a format costs and gains with torch alone, and with ``torch.compile``. A layer holds codes, scales and a
+function that multiplies codes: torch's own (``torch._int_mm``, ``torch._scaled_mm``) or a Triton kernel (``kernels``)
+on a GPU, where torch has no such product or leaves int32 sums. ``PRODUCTS`` lists them by device and format. A
+convolution is a matrix product of unfolded codes, or, where that is slower, a convolution of dequantized numbers in the
+model's own precision, which gains nothing. The road not taken is torchao, whose quantizers choose their own scales.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -24,21 +23,25 @@ from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.rotation import rotation_matrix
 from sd_quant.simulation.rewrite import rewrite
 
-SCALE_TYPES = {"FLOAT16": torch.float16, "FLOAT8E4M3FN": torch.float8_e4m3fn, "FLOAT": torch.float32}
-MIN_ROWS = 17  # that CUDA's INT8 product takes
-ALIGNMENT = 16  # CUDA's FP8 product takes sizes that are multiples of it
+INT8_MIN_ROWS = 17  # of CUDA's INT8 product
+FP8_ALIGNMENT = 16  # CUDA's FP8 product requires sizes that are multiples of it
+
+
+def own_factors(layer: LayerAssignment, weight: Tensor) -> Tensor | None:
+    """``pre_quant_scale`` in fp16, as in the graph, if the layer itself multiplies its input."""
+    return layer.pre_quant_scale.half().to(weight) if layer.multiplies else None
 
 
 class NativeLayer(nn.Module):
-    """The codes of a weight, its scales, and the ``product`` that multiplies them with codes of the input."""
+    """Codes and scales of a weight, and the ``product`` that multiplies the codes with those of the input."""
 
     codes: Tensor  # [N, K]; K of a convolution runs over height, width and channels
     weight_scale: Tensor  # fp32, [N] or [1]
     max_weight_scale: Tensor  # fp32, a scalar
     input_scale: Tensor  # fp32, a scalar
     scale: Tensor  # fp32 [N], of a product of two codes
-    pre_quant_scale: Tensor | None  # [C] by which the input is multiplied, if nothing in front of the layer does it
-    matrix: Tensor | None  # fp32, which rotates groups of a linear's inputs, if they are rotated
+    pre_quant_scale: Tensor | None  # [C], see ``own_factors``
+    matrix: Tensor | None  # fp32, rotates groups of a linear's inputs
 
     def __init__(self, weight: Tensor, bias, layer: LayerAssignment, product: "Product"):
         """``weight`` fp32 [N, C, ...] is smoothed and not yet rounded."""
@@ -46,19 +49,18 @@ class NativeLayer(nn.Module):
         codes, (weight_scale,) = layer.codes_and_scales(weight)
         self.format, self.bias, self.product = layer.format, bias, product
         self.shift = layer.shift  # a float, so that no call waits for a GPU
-        self.saturates = saturates()  # a constant to torch.compile
+        self.saturates = int_mm_saturates()  # a constant to torch.compile
         self.zero_point = layer.activation_zero_point
         self.register_buffer("codes", codes.movedim(1, -1).flatten(1))
         self.register_buffer("weight_scale", weight_scale.float().flatten())
         self.register_buffer("max_weight_scale", self.weight_scale.max())
         self.register_buffer("input_scale", torch.tensor(layer.activation_scale, device=weight.device))
         self.register_buffer("scale", (self.input_scale * self.weight_scale).expand(len(weight)).contiguous())
-        multiplies = layer.pre_quant_scale.half().to(weight) if layer.multiplies else None
-        self.register_buffer("pre_quant_scale", multiplies)
+        self.register_buffer("pre_quant_scale", own_factors(layer, weight))
         self.register_buffer("matrix", rotation_matrix(layer.rotation).to(weight) if layer.rotation else None)
 
     def smoothed(self, x: Tensor) -> Tensor:
-        """An input [..., C] smoothed and rotated, in fp32: bf16 has too few bits for numbers on their way to codes."""
+        """An input [..., C] smoothed and rotated, in fp32: bf16 has too few bits for numbers to be quantized."""
         smoothed = x if self.pre_quant_scale is None else x.float() * self.pre_quant_scale
         if self.matrix is None:
             return smoothed
@@ -82,7 +84,7 @@ class NativeLinear(NativeLayer):
 
 
 class PerTokenLinear(nn.Module):
-    """A linear of tokens over their largest numbers, which its output is multiplied by before it gets its bias."""
+    """A linear that divides each input token by its largest magnitude, and multiplies the product by that."""
 
     def __init__(self, weight: Tensor, bias, layer: LayerAssignment, product: "Product"):
         super().__init__()
@@ -102,7 +104,7 @@ class NativeConv(NativeLayer):
         super().__init__(weight, conv.bias, layer, product)
         if layer.bias is not None:
             del self.bias
-            self.register_buffer("bias", layer.bias.to(weight))  # in fp32, because it is much larger than the output
+            self.register_buffer("bias", layer.bias.to(weight))  # fp32, because it is much larger than the output
         self.kernel_size, self.stride, self.dilation = conv.kernel_size, conv.stride[0], conv.dilation[0]
         self.padding = int(conv.padding[0])
 
@@ -135,14 +137,14 @@ class RoundedConv(nn.Module):
 
 
 class WeightOnly(nn.Module):
-    """A linear or convolution of high-precision inputs, whose weight is codes in memory: every call dequantizes it.
+    """A linear or convolution of high-precision inputs, whose weight is stored as codes and dequantized in every call.
 
-    A linear may have a ``product`` that does so while it multiplies. Without one codes are unpacked and scaled first,
-    compiled in one kernel, on a GPU by Triton.
+    A linear may have a ``product`` that dequantizes while it multiplies. Without one the codes are unpacked and scaled
+    first, by one kernel if compiled.
     """
 
     codes: Tensor  # one row, 4-bit codes two to a byte
-    pre_quant_scale: Tensor | None  # as of a ``NativeLayer``
+    pre_quant_scale: Tensor | None  # see ``own_factors``
 
     def __init__(
         self,
@@ -153,20 +155,19 @@ class WeightOnly(nn.Module):
     ):
         """``weight`` fp32 [N, C, ...] is smoothed and not yet rounded."""
         super().__init__()
-        rows = weight.flatten(1)
+        rows, fmt = weight.flatten(1), FORMATS[layer.format]
         codes, scales = layer.codes_and_scales(rows)
         self.format, self.bias, self.shape, self.rows = layer.format, module.bias, weight.shape, rows.shape
-        self.register_buffer("codes", FORMATS[layer.format].pack(codes))
-        for scale, kind in zip(scales, FORMATS[layer.format].onnx_scale_types, strict=True):
-            self.register_buffer(f"{kind.lower()}_scale", scale.to(SCALE_TYPES[kind]))  # exactly, as they are stored
-        multiplies = layer.pre_quant_scale.half().to(weight) if layer.multiplies else None
-        self.register_buffer("pre_quant_scale", multiplies)
+        self.register_buffer("codes", fmt.pack(codes))
+        for scale, kind, dtype in zip(scales, fmt.onnx_scale_types, fmt.scale_dtypes, strict=True):
+            self.register_buffer(f"{kind.lower()}_scale", scale.to(dtype))
+        self.register_buffer("pre_quant_scale", own_factors(layer, weight))
         self.geometry, self.product = None, product
         if isinstance(module, nn.Conv2d):
             self.geometry = (module.stride, module.padding, module.dilation, module.groups)
 
     def dequantized(self) -> Tensor:
-        """The numbers of the codes, fp32 in the shape of the weight."""
+        """The weight from its codes, fp32."""
         fmt = FORMATS[self.format]
         scales = (getattr(self, f"{kind.lower()}_scale").float() for kind in fmt.onnx_scale_types)
         codes = fmt.unpack(self.codes.flatten())[: self.rows.numel()]
@@ -182,69 +183,58 @@ class WeightOnly(nn.Module):
         return F.conv2d(smoothed, weight, self.bias, *self.geometry)  # type: ignore[arg-type]
 
 
-# Multiplies codes of an input with a layer's; the result has scales, bias and the dtype of the third argument.
-Product = Callable[[Tensor, Any, torch.dtype], Tensor]
-WeightProduct = Callable[[Tensor, WeightOnly], Tensor]  # an input [M, C] by a layer's weight [N, C], plus bias
+Product = Callable[[Tensor, Any, torch.dtype], Tensor]  # codes of an input, a layer, the dtype of the output
+WeightProduct = Callable[[Tensor, WeightOnly], Tensor]  # an input [M, C] times a layer's weight [N, C], plus bias
 
 
 def int_mm(codes: Tensor, layer: NativeLayer, dtype: torch.dtype) -> Tensor:
-    """The product of INT8 codes by torch: exact sums, in fp64 where int32 saturates; scale and bias in fp32."""
+    """The product of INT8 codes by torch: exact sums, in fp64 where torch's saturate; scale and bias in fp32."""
     if layer.saturates and codes.device.type == "cpu":
         product = (codes.double() @ layer.codes.T.double()).float()
     else:
-        missing = max(0, MIN_ROWS - len(codes))
+        missing = max(0, INT8_MIN_ROWS - len(codes))
         product = torch._int_mm(F.pad(codes, (0, 0, 0, missing)), layer.codes.T)[: len(codes)]
-    return with_bias(product * layer.scale, layer).to(dtype)
+    return add_bias(product * layer.scale, layer).to(dtype)
 
 
 @cache
-def saturates() -> bool:
-    """Whether torch's product of INT8 codes overflows on this processor, which a product of the largest codes shows.
-
-    Without VNNI oneDNN adds two products in 16 bits, and the sum saturates.
-    """
-    largest = torch.full((MIN_ROWS, 64), 127, dtype=torch.int8)
+def int_mm_saturates() -> bool:
+    """Whether torch's INT8 product of the largest codes is wrong: without VNNI, oneDNN adds two products in 16 bits."""
+    largest = torch.full((INT8_MIN_ROWS, 64), 127, dtype=torch.int8)
     return bool((torch._int_mm(largest, largest.T) != 64 * 127**2).any())
 
 
 def scaled_mm(codes: Tensor, layer: NativeLayer, dtype: torch.dtype) -> Tensor:
     """The product of FP8 codes by torch, summed in fp32 or by the GPU's fast accumulation, then rounded to ``dtype``.
 
-    Where the weight has a scale per row, torch multiplies with the largest and the ratios are applied afterwards,
-    because torch takes scales per row on few GPUs and in bfloat16 only.
+    For a weight with a scale per row, torch multiplies with the largest and the ratios are applied afterwards, because
+    torch supports scales per row on few GPUs and in bfloat16 only.
     """
     per_row = layer.weight_scale.numel() > 1
     fused_bias = layer.bias if dtype != torch.float32 and not per_row else None  # CUDA adds none to fp32
-    output = torch._scaled_mm(
-        codes,
-        layer.codes.T,
-        layer.input_scale,
-        layer.max_weight_scale,
-        bias=fused_bias,
-        out_dtype=dtype,
-        use_fast_accum=True,
-    )
+    scales = layer.input_scale, layer.max_weight_scale
+    output = torch._scaled_mm(codes, layer.codes.T, *scales, bias=fused_bias, out_dtype=dtype, use_fast_accum=True)
     if per_row:
         output = output * (layer.weight_scale / layer.max_weight_scale).to(dtype)
-    return output if fused_bias is not None else with_bias(output, layer)
+    return output if fused_bias is not None else add_bias(output, layer)
 
 
 def dequantized_mm(codes: Tensor, layer: NativeLayer, dtype: torch.dtype) -> Tensor:
-    """The product of the numbers that codes stand for, in fp32: what a recipe means, at no gain.
+    """The product of dequantized codes in fp32, at no gain in speed.
 
-    So torch's own FP8 product is computed on a processor, but where it has AMX: there oneDNN's reference takes a
-    thousand times as long.
+    torch's own FP8 product does the same on a processor, except with AMX, where oneDNN's reference takes a thousand
+    times as long.
     """
-    return with_bias((codes.float() @ layer.codes.float().T) * layer.scale, layer).to(dtype)
+    return add_bias((codes.float() @ layer.codes.float().T) * layer.scale, layer).to(dtype)
 
 
-def with_bias(output: Tensor, layer: NativeLayer) -> Tensor:
+def add_bias(output: Tensor, layer: NativeLayer) -> Tensor:
     """``output`` plus the layer's bias, if it has one."""
     return output if layer.bias is None else output + layer.bias
 
 
 def unfolded_int_mm(codes: Tensor, conv: NativeConv, dtype: torch.dtype) -> Tensor:
-    """A convolution of INT8 codes as ``int_mm`` of one row per window, in the order of the weight (KH, KW, C)."""
+    """A convolution of INT8 codes as ``int_mm`` of one row per window, ordered like the weight (KH, KW, C)."""
     windows = F.pad(codes, (0, 0, *4 * [conv.padding]), value=conv.zero_point)
     for axis, size in enumerate(conv.kernel_size, start=1):
         span = conv.dilation * (size - 1) + 1
@@ -254,38 +244,38 @@ def unfolded_int_mm(codes: Tensor, conv: NativeConv, dtype: torch.dtype) -> Tens
 
 
 def kernel_linear(codes: Tensor, layer: NativeLayer, dtype: torch.dtype) -> Tensor:
-    """The product of codes by our kernel, as a convolution of one by one."""
+    """The product of codes by the Triton kernel, as a 1 x 1 convolution."""
     rows, weight = codes[:, None, None], layer.codes[:, None, None]
     return torch.ops.sd_quant.product(rows, weight, layer.scale, layer.bias, 1, 0, 1, 0, dtype)[:, 0, 0]
 
 
 def kernel_convolution(codes: Tensor, conv: NativeConv, dtype: torch.dtype) -> Tensor:
-    """A convolution of codes by our kernel."""
+    """A convolution of codes by the Triton kernel."""
     weight, geometry = conv.codes.unflatten(1, (*conv.kernel_size, -1)), (conv.stride, conv.padding, conv.dilation)
     return torch.ops.sd_quant.product(codes, weight, conv.scale, conv.bias, *geometry, conv.zero_point, dtype)
 
 
 def aligned_scaled_mm(codes: Tensor, layer: NativeLayer, dtype: torch.dtype) -> Tensor:
-    """``scaled_mm`` where CUDA takes the layer's sizes, and our kernel elsewhere."""
-    unaligned = any(size % ALIGNMENT for size in layer.codes.shape)
+    """``scaled_mm`` where CUDA supports the layer's sizes, else the Triton kernel."""
+    unaligned = any(size % FP8_ALIGNMENT for size in layer.codes.shape)
     return kernel_linear(codes, layer, dtype) if unaligned else scaled_mm(codes, layer, dtype)
 
 
 def kernel_weight(x: Tensor, layer: WeightOnly) -> Tensor:
-    """The product of an input with a linear's weight in E2M1 codes by our kernel."""
+    """The product of an input with a linear's weight in E2M1 codes by the Triton kernel."""
     scale = layer.get_buffer("float16_scale")
     return torch.ops.sd_quant.weight_product(x, layer.codes.view(len(scale), -1), scale, layer.bias)
 
 
 @dataclass(frozen=True)
 class Products:
-    """What multiplies the codes of one format on one kind of device."""
+    """The functions that multiply codes of one format on one kind of device."""
 
     linear: Product
     convolution: Product | None  # None: convolutions are ``RoundedConv``
 
 
-# By device and by the ONNX type of the codes. No CPU multiplies FP8.
+# By device and ONNX type of the codes. No CPU multiplies FP8.
 PRODUCTS = {
     "cpu": {"INT8": Products(int_mm, unfolded_int_mm), "FLOAT8E4M3FN": Products(dequantized_mm, None)},
     "cuda": {
@@ -293,7 +283,7 @@ PRODUCTS = {
         "FLOAT8E4M3FN": Products(aligned_scaled_mm, kernel_convolution),
     },
 }
-# By device and by the ONNX types of codes and scales: what multiplies weights whose inputs are in high precision.
+# By device and ONNX types of codes and scales, for weights with inputs in high precision.
 WEIGHT_PRODUCTS: dict[str, dict[tuple[str, ...], WeightProduct]] = {
     "cuda": {("FLOAT4E2M1", "FLOAT16"): kernel_weight},
 }
@@ -305,10 +295,7 @@ def layer_of(
     products: Mapping[str, Products],
     weight_products: Mapping[tuple[str, ...], WeightProduct] | None = None,
 ) -> nn.Module:
-    """The layer of codes that replaces ``module``, whose weight is smoothed and not yet rounded.
-
-    Without ``weight_products`` a weight whose inputs are in high precision is dequantized by every call.
-    """
+    """The layer of codes that replaces ``module``, whose weight is smoothed and not yet rounded."""
     weight, fmt = module.get_parameter("weight").detach().float(), FORMATS[layer.format]
     if layer.activation_format is None:
         multiplies = (weight_products or {}).get((fmt.onnx_type, *fmt.onnx_scale_types))
@@ -331,12 +318,11 @@ def with_native_layers(
 ) -> nn.Module:
     """Smooth ``unet`` and replace its quantized layers by layers of codes, in place, and return it.
 
-    The layers multiply as ``PRODUCTS`` says for ``device``, or with the ``products`` that are given instead. This does
-    not start from what ``simulate`` returns, because ModelOpt's modules, even idle ones, keep a compiler from fusing.
+    ``products`` replaces the ``PRODUCTS`` of ``device``. The result of ``simulate`` does not serve as a start:
+    ModelOpt's modules, even idle ones, keep a compiler from fusing.
     """
     if device.type == "cuda":
-        import sd_quant.simulation.product_kernel  # registers the kernels as operators
-        import sd_quant.simulation.weight_kernel  # noqa: F401
+        import sd_quant.simulation.kernels  # noqa: F401  # registers its operators
     rewrite(unet, assignment)
     for layer in assignment.values():
         if layer.format is None:
@@ -349,27 +335,28 @@ def with_native_layers(
 
 
 def products_of_layers(network: nn.Module, assignment: Mapping[str, LayerAssignment]) -> dict[str, str]:
-    """What each quantized layer of a ``network`` with native layers multiplies, a name of onnx.TensorProto.
+    """The type that each quantized layer of a ``network`` with native layers multiplies, a name of onnx.TensorProto.
 
-    Attention's products are those of the simulation, of dequantized numbers.
+    Attention's products multiply dequantized numbers, as in the simulation.
     """
     dequantized = set()
     if best_device().type == "cpu":
-        dequantized = {"FLOAT8E4M3FN", "INT8"} if saturates() else {"FLOAT8E4M3FN"}
-    attention = {product: "FLOAT" for layer in assignment.values() for product in layer.attention_products}
-    types = {name: FORMATS[layer.format].onnx_type for name, layer in assignment.items() if layer.format is not None}
-    rounded = {name for name in types if isinstance(network.get_submodule(name), RoundedConv | WeightOnly)}
-    return attention | {
-        name: "FLOAT" if name in rounded or kind in dequantized else kind for name, kind in types.items()
-    }
+        dequantized = {"FLOAT8E4M3FN", "INT8"} if int_mm_saturates() else {"FLOAT8E4M3FN"}
+    types = {product: "FLOAT" for layer in assignment.values() for product in layer.attention_products}
+    for name, layer in assignment.items():
+        if layer.format is not None:
+            kind = FORMATS[layer.format].onnx_type
+            rounded = isinstance(network.get_submodule(name), RoundedConv | WeightOnly)
+            types[name] = "FLOAT" if rounded or kind in dequantized else kind
+    return types
 
 
 def check_device(formats: Collection[str]) -> None:
-    """Raises ResourceError where torch cannot multiply codes of these formats on this machine's GPU. A CPU can."""
+    """Raises ResourceError if this machine's GPU does not support torch's products of inputs in these ``formats``."""
     if not formats or not torch.cuda.is_available():
         return
     capability = torch.cuda.get_device_capability()
-    for name in formats:  # of inputs: a weight alone is dequantized
+    for name in formats:
         needed = FORMATS[name].torch_compute_capability
         if capability < needed:
             raise ResourceError(

@@ -1,7 +1,6 @@
 """A network as its assignment rewrites it before weights are rounded: smoothed weights, quantized attention products.
 
-Two things are built on top, both of which round the weights: ModelOpt's quantizers (``modelopt``) and layers that
-multiply codes (``native``).
+Both ``modelopt`` (quantizers) and ``native`` (layers that multiply codes) build on it and round the weights.
 """
 
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ from sd_quant.quantization.formats import FORMATS, Format
 
 @torch.no_grad()
 def rewrite(module: nn.Module, assignment: Mapping[str, LayerAssignment]) -> None:
-    """Smooth weights and norms of ``module`` in place, without rounding them, and quantize its attentions' products."""
+    """Smooth weights and norms of ``module`` in place, without rounding, and quantize its attentions' products."""
     from diffusers.models.attention_processor import JointAttnProcessor2_0
 
     for layer in assignment.values():
@@ -32,7 +31,7 @@ def rewrite(module: nn.Module, assignment: Mapping[str, LayerAssignment]) -> Non
 
 
 class QuantizedAttention(nn.Module):
-    """An attention processor of diffusers whose two matrix products read quantized inputs."""
+    """An attention processor of diffusers with quantized inputs of its two matrix products."""
 
     def __init__(self, layer: LayerAssignment):
         super().__init__()
@@ -46,16 +45,16 @@ class QuantizedAttention(nn.Module):
         return attention.to_out[1](attention.to_out[0](self.mixed(*heads)))
 
     def mixed(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """The means of the values [B, tokens, heads * head_width], of [B, heads, tokens, head_width] each."""
+        """The output [B, tokens, heads * head_width] for inputs [B, heads, tokens, head_width]."""
         root = query.shape[-1] ** -0.25
         return self.products(query * root, key * root, value).transpose(1, 2).flatten(2)
 
 
 class QuantizedJointAttention(QuantizedAttention):
-    """What diffusers' JointAttnProcessor2_0 computes: tokens of image and text attend to each other, the image's first.
+    """The computation of diffusers' JointAttnProcessor2_0: tokens of image, then of text, attend to each other.
 
-    Without text it is a self-attention, whose queries and keys may have norms too. What it returns of the text has no
-    output projection in the last block, which makes nothing of it.
+    Without text it is a self-attention, whose queries and keys may have norms too. The last block does not use the
+    text's output, which has no projection there.
     """
 
     def forward(self, attention, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, **_):
@@ -71,7 +70,7 @@ class QuantizedJointAttention(QuantizedAttention):
 
 
 def heads_of(attention, stream: Stream, tokens: Tensor) -> list[Tensor]:
-    """Query, key and value [B, heads, tokens, head_width] that diffusers' Attention makes of one stream's tokens."""
+    """Query, key and value [B, heads, tokens, head_width] of one stream, from diffusers' Attention."""
     found = []
     for linear, norm in ((stream.query, stream.query_norm), (stream.key, stream.key_norm), (stream.value, None)):
         heads = attention.head_to_batch_dim(getattr(attention, linear)(tokens), out_dim=4)
@@ -81,16 +80,16 @@ def heads_of(attention, stream: Stream, tokens: Tensor) -> list[Tensor]:
 
 
 def fake_quantized(fmt: Format, x: Tensor, number: float) -> Tensor:
-    """``x`` quantized and dequantized with a scale that is a Python float: no call waits for a GPU to read it."""
+    """``x`` quantized and dequantized. The scale is a Python float, so that no call waits for a GPU to read it."""
     scale = torch.full((), number, device=x.device)
     return fmt.dequantize(fmt.quantize(x, scale), scale).to(x)
 
 
 class FloatProducts(nn.Module):
-    """QK^T and softmax times V in a floating-point format, of query, key and value [B, heads, tokens, head_width].
+    """QK^T and softmax times V in a floating-point format, for query, key and value [B, heads, tokens, head_width].
 
-    A softmax lies in 0..1, so its range is 1 without calibration. (ModelOpt gives it the scale 1, which in E4M3 turns
-    what is below 2^-10 into zero: half of everything from about 1000 tokens on.)
+    A softmax lies in 0..1, so its range is 1 without calibration. (ModelOpt gives it the scale 1, which rounds numbers
+    below 2^-10 to zero in E4M3: half of all numbers from about 1000 tokens on.)
     """
 
     def __init__(self, layer: LayerAssignment):
@@ -107,7 +106,7 @@ class FloatProducts(nn.Module):
 
 
 class IntegerProducts(nn.Module):
-    """The same two products of integers, see ``quantization.attention``."""
+    """The same two products in integers, see ``quantization.attention``."""
 
     def __init__(self, layer: LayerAssignment):
         super().__init__()

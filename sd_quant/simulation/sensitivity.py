@@ -1,11 +1,11 @@
-"""Which layers cost most when they are quantized, and which to keep in fp16 for a given budget.
+"""The sensitivity of layers to quantization, and which of them to keep in fp16 under a budget.
 
-A layer's sensitivity is the relative error of the whole network's output when that layer alone is quantized, on network
-inputs sampled during calibration. With guidance it is the error of what guidance makes of the output: an error that
-both halves have in common counts once, one in their difference as often as guidance multiplies it. Squared errors of
-single layers are assumed to add up, which holds while they are small and independent; then the best n layers to keep
-are the n most sensitive. A curve measured with several layers kept at once shows how well that holds. The road not
-taken is an integer program over pairs of layers: it needs the square of this many passes.
+A layer's sensitivity is the relative error of the whole network's output when only that layer is quantized, on network
+inputs sampled during calibration. With guidance it is the error after guidance: an error common to both halves counts
+once, an error in their difference is multiplied by the guidance scale. Squared errors of single layers are assumed to
+add up, which holds while they are small and independent; then the best n layers to keep are the n most sensitive ones.
+A curve measured with several layers kept at once shows how well that holds. The road not taken is an integer program
+over pairs of layers, which requires the square of this many passes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,16 +21,16 @@ from sd_quant.quantization.assignment import LayerAssignment
 
 @dataclass(frozen=True, slots=True)
 class Sensitivity:
-    """What layers cost alone, and what is left of it when the most sensitive of them are kept in high precision."""
+    """The network's error by single layer, and with the most sensitive layers kept in high precision."""
 
     network_error: dict[str, float]  # relative error of the network's output by the one layer quantized, largest first
-    # One entry for each number of layers kept: {"kept", "relative_error", "predicted"}. All other layers are quantized,
-    # and the prediction adds up their squared errors.
+    # For several numbers of kept layers: {"kept", "relative_error", "predicted"}, predicted as the sum of squared
+    # errors of the other layers, which are quantized.
     curve: list[dict[str, float]]
 
 
-def budget(keep: int | float, quantized: int) -> int:
-    """How many of ``quantized`` layers to keep in high precision: ``keep``, or that fraction of them.
+def layers_to_keep(keep: int | float, quantized: int) -> int:
+    """The number of ``quantized`` layers to keep in high precision: ``keep``, or that fraction of them.
 
     Raises ConfigError when none would be left to quantize.
     """
@@ -43,14 +43,14 @@ def budget(keep: int | float, quantized: int) -> int:
     return kept
 
 
-def points(kept: int, quantized: int) -> list[int]:
-    """The numbers of kept layers that the curve has: none, the powers of two, and ``kept``, in order."""
+def curve_points(kept: int, quantized: int) -> list[int]:
+    """The numbers of kept layers in the curve: 0, the powers of two, and ``kept``, in order."""
     powers = [2**power for power in range(quantized.bit_length()) if 2**power < quantized]
     return sorted({0, *powers, kept})
 
 
 def guided(output: Tensor, guidance_scale: float) -> Tensor:
-    """What guidance makes of the output [2, ...] for one prompt, unconditional and conditional; of [1, ...], the same.
+    """The output after guidance, of [2, ...], unconditional and conditional, for one prompt; [1, ...] is unchanged.
 
     It is ``u + guidance_scale * (c - u)`` (Ho and Salimans 2022, with ``guidance_scale`` as diffusers has it).
     """
@@ -61,7 +61,7 @@ def guided(output: Tensor, guidance_scale: float) -> Tensor:
 
 
 @torch.no_grad()
-def measure(
+def sensitivity_of(
     simulated: nn.Module,
     run: Callable[[], Tensor],
     layers: Sequence[str],
@@ -71,14 +71,12 @@ def measure(
     """Sensitivity of ``layers`` of the ModelOpt model ``simulated``; ``kept`` is one point of its curve.
 
     ``run`` returns the output of the network that contains the model, for the sampled inputs. ``advance`` is called
-    after each of the ``1 + len(layers) + len(points(...))`` measurements. The model is left with all layers quantized.
+    after each of the ``1 + len(layers) + len(curve_points(...))`` measurements. Afterwards all layers are quantized.
     """
-
-    modules = {name: simulated.get_submodule(name) for name in layers}
-    quantizers = {
-        name: [quantizer for quantizer in (layer.input_quantizer, layer.weight_quantizer) if quantizer.is_enabled]
-        for name, layer in modules.items()
-    }
+    quantizers = {}
+    for name in layers:
+        layer = simulated.get_submodule(name)
+        quantizers[name] = [each for each in (layer.input_quantizer, layer.weight_quantizer) if each.is_enabled]
 
     def switch(names: Sequence[str], on: bool) -> None:
         for quantizer in (quantizer for name in names for quantizer in quantizers[name]):
@@ -96,7 +94,7 @@ def measure(
     ranked = dict(sorted(errors.items(), key=lambda item: -item[1]))
     order, curve = list(ranked), []
     switch(layers, True)
-    for count in points(kept, len(layers)):
+    for count in curve_points(kept, len(layers)):
         switch(order[:count], False)
         predicted = sum(ranked[name] ** 2 for name in order[count:]) ** 0.5
         curve.append({"kept": count, "relative_error": relative_error(expected, run()), "predicted": predicted})
@@ -105,7 +103,9 @@ def measure(
     return Sensitivity(ranked, curve)
 
 
-def rows(sensitivity: Sensitivity, assignment: Mapping[str, LayerAssignment], kept: int) -> list[dict[str, object]]:
+def sensitivity_rows(
+    sensitivity: Sensitivity, assignment: Mapping[str, LayerAssignment], kept: int
+) -> list[dict[str, object]]:
     """The rows of ``sensitivity.csv``, most sensitive first; ``assignment`` is the one with no layer kept."""
     return [
         {

@@ -14,8 +14,7 @@ from sd_quant.quantization.recipe import Recipe
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.csv_files import write_csv
 from sd_quant.report.sensitivity_plot import plot_sensitivity
-from sd_quant.simulation.sensitivity import Sensitivity, guided, measure, points
-from sd_quant.simulation.sensitivity import rows as sensitivity_rows
+from sd_quant.simulation.sensitivity import Sensitivity, curve_points, guided, sensitivity_of, sensitivity_rows
 from sd_quant.stages.load import Loaded
 from sd_quant.stages.open_parts import open_simulated
 
@@ -75,8 +74,8 @@ def measure_sensitivity(
     inputs = {name: sample.values for name, sample in statistics.calls.items()}
     calls = [dict(zip(inputs, values, strict=True)) for values in zip(*inputs.values(), strict=True)]
     layers = [layer.name for layer in assignment.values() if layer.format]
-    with progress(1 + len(layers) + len(points(kept, len(layers))), "sensitivity") as advance:
-        return measure(
+    with progress(1 + len(layers) + len(curve_points(kept, len(layers))), "sensitivity") as advance:
+        return sensitivity_of(
             simulated,
             lambda: torch.cat([guided(part(**call)[output].cpu(), guidance_scale) for call in calls]),
             layers,

@@ -11,7 +11,7 @@ from sd_quant.models.parts import SharedInput, text_readers
 from sd_quant.quantization.budget import inputs_left_alone, with_weights
 from sd_quant.quantization.recipe import Recipe, reason_kept
 from sd_quant.quantization.recipe_check import check_layers, is_excluded
-from sd_quant.simulation.sensitivity import budget
+from sd_quant.simulation.sensitivity import layers_to_keep
 from sd_quant.stages.resources import Needs
 from sd_quant.stages.session import Session, begin, finish
 
@@ -81,7 +81,7 @@ def with_recipe(session: Session, model: Model, infer: Infer, recipe: Quantize) 
     for each in (recipe, *alternatives):
         check_layers(roles, shapes, each, head_widths, exclude, dict.fromkeys(alone, inputs_left_alone(each)))
     selected = sum(reason_kept(role, recipe.quant_level) is None for role in roles.values())
-    kept = budget(recipe.keep, selected)
+    kept = layers_to_keep(recipe.keep, selected)
     loaded = Loaded(checkpoint, roles, shapes, head_widths, recipe, exclude, alone, kept, infer.scale)
     check_readers(loaded)
     return loaded

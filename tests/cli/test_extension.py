@@ -23,7 +23,7 @@ from sd_quant.models import FAMILIES
 from sd_quant.quantization.formats import FORMATS, Format
 from sd_quant.quantization.observers import OBSERVERS, Observer
 from sd_quant.quantization.percentile import COLLECT_METHODS
-from sd_quant.quantization.smoothing import SMOOTHINGS, by_layer
+from sd_quant.quantization.smoothing import SMOOTHINGS, per_layer
 from sd_quant.report.rebuild import rebuild
 from sd_quant.stages import infer, quantize
 from sd_quant.stages.trace_ahead import Tracer
@@ -69,10 +69,6 @@ def quantize(x, scale):
 
 def dequantize(codes, scale):
     return codes.float() * scale
-
-
-def pack_codes(codes):
-    return codes
 
 
 def load(path, **options):
@@ -121,9 +117,7 @@ SAMPLING = ("infer.steps=2", "infer.num_timed_runs=2", "infer.num_warmup_runs=0"
 def added(tmp_path, monkeypatch) -> Path:
     """The folder of a configuration with the added files, while the tables have the added rows."""
     (tmp_path / "my_module.py").write_text(MODULE)
-    (tmp_path / "my_format.py").write_text(
-        "from my_module import QMAX, dequantize, quantize, scales\npack = lambda c: c\n"
-    )
+    (tmp_path / "my_format.py").write_text("from my_module import QMAX, dequantize, quantize, scales\n")
     monkeypatch.syspath_prepend(tmp_path)
     rows = {
         "my_format": Format(
@@ -134,7 +128,7 @@ def added(tmp_path, monkeypatch) -> Path:
         "my_family": "my_module",
         "my_observer": Observer("my_module:nine_tenths"),
         "my_method": ("mean", "mean"),
-        "my_smoothing": by_layer,
+        "my_smoothing": per_layer,
         "my_score": Score(
             "my_score", "my score", Against.IMAGES, "my_module:level_difference", more_is_better=False,
             columns=("my_score", "my_score_worst"),
@@ -186,7 +180,7 @@ def test_one_of_each_is_one_file_and_one_line(added, pipeline_folder, tmp_path):
     assert len(codes) == record["layers"]["quantized"] and {code.data_type for code in codes} == {onnx.TensorProto.INT8}
     rows = list(csv.DictReader((run / "layers.csv").read_text().splitlines()))
     assert {row["format"] for row in rows} == {"my_format", "high precision"}
-    assert {row["smoothing"] for row in rows} == {"", "multiplication"}  # by_layer folds nothing
+    assert {row["smoothing"] for row in rows} == {"", "multiplication"}  # per_layer folds nothing
     assert record["fidelity"]["my_score"]["mean"] > 0
     assert (tmp_path / "trackers" / "told.txt").read_text().endswith(str(record["fidelity"]["my_score"]["mean"]))
 

@@ -180,7 +180,7 @@ def test_the_quantized_file_is_at_most_three_tenths_of_the_fp32_weights(record, 
 
 def test_every_quantized_layer_executes_with_an_int8_kernel(run, int8_kernels):
     engine = openvino.load(onnx_path(run, "unet_xl"))
-    assert openvino.int8_layers(engine) == sum(ROLES.values()), openvino.layer_precisions(engine)
+    assert openvino.int8_layers(engine) == sum(ROLES.values()), openvino.arithmetic_layers(engine)
 
 
 @pytest.mark.parametrize("part", PART_NAMES)

@@ -18,8 +18,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA
 
 if torch.cuda.is_available():
     pytest.importorskip("triton")
-    from sd_quant.simulation.product_kernel import product_kernel
-    from sd_quant.simulation.weight_kernel import weight_kernel
+    from sd_quant.simulation.kernels import product_kernel, weight_kernel
 
 GPU = torch.device("cuda")
 

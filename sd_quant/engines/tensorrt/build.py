@@ -1,4 +1,4 @@
-"""A plan built from an ONNX file, and the record of the build beside it."""
+"""Build a plan from an ONNX file, and write the record of the build beside it."""
 
 import logging
 import re
@@ -25,7 +25,7 @@ from sd_quant.text import one_line
 
 Shape = Sequence[int]
 Profile = Mapping[str, tuple[Shape, Shape, Shape]]  # input name -> smallest, most likely and largest shape
-Progress = Callable[[str, int, int], object]  # phase, steps done, steps in all
+Progress = Callable[[str, int, int], object]  # phase, steps done, total steps
 
 LOG = logging.getLogger(__name__)
 
@@ -45,12 +45,12 @@ def build_plan(
     """Build ``plan_path`` and its record from an ONNX file, and return the record.
 
     ``compute_capabilities`` names targets, such as ["SM89", "SM120"], to build for ahead of time (tensorrt_rtx only);
-    empty means the GPU of this machine. ``timing_cache`` is a folder that keeps the times of kernels on this GPU, so
-    that the next build need not measure them; TensorRT for RTX measures none. ``progress`` is called in the build's
-    thread; what it raises stops the build, as Ctrl-C does.
+    empty means the GPU of this machine. ``timing_cache`` is a folder for the times of kernels on this GPU, which the
+    next build then need not measure; TensorRT for RTX measures none. ``progress`` is called in the build's thread;
+    an exception in it stops the build, as Ctrl-C does.
 
     Raises ConfigError for an unknown library or target and a profile that does not fit the graph, ArtifactError for a
-    graph that TensorRT does not take, ResourceError for a missing library or GPU and for lack of memory or disk.
+    graph that TensorRT does not support, ResourceError for a missing library or GPU and for lack of memory or disk.
     """
     trt, logger, started = runtime_module(library), library_logger(library), time.perf_counter()
     if optimization_level is not None and optimization_level not in range(6):
@@ -85,11 +85,10 @@ def build_plan(
             config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, int(workspace_gib * 2**30))
         if optimization_level is not None:
             config.builder_optimization_level = optimization_level
-        if hasattr(
-            trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"
-        ):  # else a large plan allocates in a call, which no graph records
+        # else a large plan allocates memory in a call, which a CUDA graph cannot record
+        if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
             config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
-        config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # so that the plan says what became of each layer
+        config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # so that the inspector names ONNX nodes
         config.progress_monitor = monitor = _monitor(trt, progress)
         times = timing_cache / timing_name(library, trt.__version__) if timing_cache and library == "tensorrt" else None
         if times is not None:
@@ -98,9 +97,8 @@ def build_plan(
         serialized = _build(builder, network, config, monitor)
         if serialized is None:
             problems = "; ".join(logger.errors) or "it gave no reason"
-            refusal = (
-                ResourceError if re.search("out ?of ?memory|bad_alloc", problems, re.IGNORECASE) else ArtifactError
-            )
+            no_memory = re.search("out ?of ?memory|bad_alloc", problems, re.IGNORECASE)
+            refusal = ResourceError if no_memory else ArtifactError
             raise refusal(f"{library} {trt.__version__} cannot build {onnx_path} for {', '.join(targets)}: {problems}")
     with atomic_path(plan_path) as temporary:
         with temporary.open("wb") as file:
@@ -134,12 +132,12 @@ def build_for(onnx_path: Path, library: str, shapes: Mapping[str, Shape]) -> Pat
 
 
 def timing_name(library: str, version: str) -> str:
-    """The name of the file with the times of kernels, which hold for one kind of GPU and one version of the library."""
+    """The name of the file with the times of kernels, which are valid for one kind of GPU and one library version."""
     return f"{library}_{version}_{re.sub('[^A-Za-z0-9]+', '-', torch.cuda.get_device_name())}.timing"
 
 
 def read_timing_cache(config, path: Path) -> None:
-    """Give the build the times in ``path``, if it is there; TensorRT refuses those of another GPU, and starts anew."""
+    """Give the build the times in ``path``, if it exists and TensorRT accepts them for this GPU; else none."""
     cache = config.create_timing_cache(path.read_bytes() if path.is_file() else b"")
     if not config.set_timing_cache(cache, ignore_mismatch=False):
         LOG.warning("%s holds times of another GPU or version; they are measured again", path)
@@ -147,17 +145,17 @@ def read_timing_cache(config, path: Path) -> None:
 
 
 def write_timing_cache(config, path: Path) -> None:
-    """Write the times that the build has read or measured to ``path``."""
+    """Write the times that the build has read or measured."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(path) as temporary:
         temporary.write_bytes(bytes(memoryview(config.get_timing_cache().serialize())))
 
 
 def _build(builder, network, config, monitor):
-    """The serialized plan, or None when TensorRT refuses. An exception while this waits stops the build.
+    """The serialized plan, or None when TensorRT fails. An exception while this waits stops the build.
 
-    The build has a thread of its own, because Python raises KeyboardInterrupt in the main thread. If that were inside
-    the builder, the exception would be raised in a callback, and TensorRT would swallow it and build on.
+    The build has its own thread, because Python raises KeyboardInterrupt in the main thread: inside the builder it
+    would be raised in a callback, and TensorRT would ignore it and build on.
     """
     has_gpu = torch.cuda.is_available()
     set_device = partial(torch.cuda.set_device, torch.cuda.current_device()) if has_gpu else None  # is per thread
@@ -196,7 +194,7 @@ def _targets(trt: ModuleType, library: str, names: Sequence[str]) -> list[str]:
 
 
 def _parser_error(error) -> str:
-    """What the parser has against which node, in one line."""
+    """The parser's error and its node, in one line."""
     node, operator = error.node_name() or error.node(), error.node_operator() or "no operator"
     return f"node {node} ({operator}): {one_line(error.desc())}"
 
@@ -204,7 +202,7 @@ def _parser_error(error) -> str:
 def _optimization_profile(builder, network, profile: Profile):
     """``profile`` as an optimization profile of TensorRT.
 
-    Raises ConfigError for one that does not fit the graph; TensorRT itself would give no plan and no reason.
+    Raises ConfigError if it does not fit the graph, where TensorRT would give no plan and no reason.
     """
     inputs = {tensor.name: tuple(tensor.shape) for tensor in map(network.get_input, range(network.num_inputs))}
     if unknown := sorted(profile.keys() - inputs.keys()):
@@ -229,10 +227,10 @@ def _optimization_profile(builder, network, profile: Profile):
 
 
 def _monitor(trt: ModuleType, progress: Progress | None):
-    """A progress monitor of this library, whose base class is known only when the library is imported."""
+    """A progress monitor, defined here because its base class is the library's."""
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[name-defined]  # the base is only known at run time
-        """Reports progress, and stops the build after an exception by returning false from a step, as TensorRT asks."""
+        """Reports progress, and stops the build after an exception by returning false from a step."""
 
         def __init__(self):
             trt.IProgressMonitor.__init__(self)

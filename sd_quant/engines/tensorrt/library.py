@@ -1,4 +1,4 @@
-"""The Python modules ``tensorrt`` and ``tensorrt_rtx``, imported when they are asked for, and one logger for each."""
+"""The Python modules ``tensorrt`` and ``tensorrt_rtx``, imported on first use, and one logger for each."""
 
 import importlib
 import logging
@@ -32,9 +32,9 @@ def runtime_module(library: str) -> ModuleType:
 
 @cache
 def library_logger(library: str):
-    """The one logger of the library, because TensorRT keeps the first that a process gives it and ignores all others.
+    """The logger of the library; TensorRT keeps the first one of a process and ignores all others.
 
-    Its ``errors`` are the last eight, for messages that say why a call failed.
+    Its ``errors`` are the last eight, the reasons why a call failed.
     """
     trt = runtime_module(library)
 
@@ -46,7 +46,7 @@ def library_logger(library: str):
         def log(self, severity, message: str) -> None:
             if severity in (trt.ILogger.ERROR, trt.ILogger.INTERNAL_ERROR):
                 self.errors.append(one_line(message))
-            LOG.debug("%s: %s", library, message)  # its warnings tell of choices that nobody can make here
+            LOG.debug("%s: %s", library, message)  # its warnings are about choices that no knob makes
 
     return Logger()
 

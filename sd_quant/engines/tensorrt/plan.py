@@ -1,4 +1,4 @@
-"""What a plan's header and the record of its build say, without running any of the plan."""
+"""A plan's header and the record of its build, read without running any of the plan."""
 
 import json
 import shlex
@@ -13,7 +13,7 @@ from sd_quant.shell import literal, pasted
 from sd_quant.text import one_line
 
 # The first 64 bytes of a TensorRT for RTX 1.7 plan: magic, size of the whole file, library version, magic again, and a
-# bit for each target. Known from building for every target and comparing the bytes.
+# bit for each target. Found by building for every target and comparing the bytes.
 RTX_HEADER = struct.Struct("<4s12xQ4B4sI28x")
 _RTX_MAGIC = b"vtrt"
 _TARGET_BITS = ("SM75", "SM80", "SM86", "SM89", "SM120", "SM121")
@@ -24,7 +24,7 @@ _MAINLINE_MAGICS = (b"ptrt", b"ftrt")
 
 
 def rebuild(path: Path) -> str:
-    """What to do about the plan at ``path``: the command that builds it again, of a run's plan complete."""
+    """The advice to build the plan at ``path`` again, with the complete command for a plan of a run."""
     run, part = path.absolute().parent.parent, path.stem
     onnx = run / "onnx" / part / f"{part}.onnx"
     if not onnx.is_file():
@@ -34,12 +34,10 @@ def rebuild(path: Path) -> str:
 
 
 def describe_plan(path: Path) -> dict:
-    """What the header of a plan says: {"is_plan", "library", "version", "targets", "complete", "bytes"}.
+    """The facts in the header of a plan: {"is_plan", "library", "version", "targets", "complete", "bytes"}.
 
-    Reads 64 bytes and runs nothing. ``complete`` is whether the file has the length that it was written with. It and
-    ``targets`` are None where the header does not tell, as that of TensorRT's own plans, whose GPU only the record of
-    the build knows. Whether the rest of the file is intact, only its SHA-256 says.
-    Raises ArtifactError when the file cannot be read.
+    Reads 64 bytes and runs nothing. ``complete``: whether the file has its original length. It and ``targets`` are None
+    for TensorRT's own plans, whose header lacks them. Raises ArtifactError when the file cannot be read.
     """
     try:
         with open_regular(path) as file:
@@ -90,11 +88,10 @@ def record_path(plan_path: Path) -> Path:
 
 
 def own_command(report: PlanReport, onnx_path: Path, plan_path: Path) -> str | None:
-    """The command with which NVIDIA's own tool builds this plan: trtexec, or tensorrt_rtx of TensorRT for RTX.
+    """The command of NVIDIA's own tool that builds this plan: trtexec, or tensorrt_rtx of TensorRT for RTX.
 
-    Precision is the graph's, which TensorRT 10 is told by a flag and later ones assume. None for a plan whose attention
-    was changed on its way, as that graph is in no file.
-    Source: NVIDIA's documentation of trtexec and of tensorrt_rtx.
+    None for a plan whose attention was changed, because that graph is in no file. TensorRT 10 requires a flag to take
+    precisions from the graph. Source: NVIDIA's documentation of trtexec and of tensorrt_rtx.
     """
     if report.attention is not None:
         return None

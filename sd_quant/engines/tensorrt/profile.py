@@ -1,4 +1,4 @@
-"""The optimization profile of a part: the shapes that its plan takes, from the names of the axes in its ONNX file."""
+"""The optimization profile of a part: the shapes of its plan, from the names of the axes in its ONNX file."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,11 +22,11 @@ def profile_of(
 ) -> Profile:
     """The smallest, most likely and largest shape of every input.
 
-    Most images are of ``size``, width and height in pixels, others of ``sizes``. A profile has a range for each axis,
-    so it takes every width between the smallest and the largest with every height.
-    ``batch`` is the most likely number of images, ``limits`` are the smallest and the largest; None makes a plan for
-    this batch alone. With guidance a denoiser's batches are doubled, if its graph says that it computes both samples
-    in one call. The smallest stays undoubled, for calls without guidance.
+    ``size``, width and height in pixels, is the most likely one of the images, ``sizes`` are others. A profile has a
+    range for each axis, so it includes every width between the smallest and the largest with every height.
+    ``batch`` is the most likely number of images, ``limits`` are the smallest and the largest; None: this batch only.
+    With guidance a denoiser's batches are doubled, if its graph computes both samples in one call; the smallest stays
+    as it is, for calls without guidance.
     """
     model = onnx.load(onnx_path, load_external_data=False)
     properties = {entry.key: entry.value for entry in model.metadata_props}

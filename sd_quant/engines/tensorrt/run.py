@@ -1,7 +1,9 @@
 """A plan as an engine: checked first, deserialized last, with its activations in torch's memory."""
 
 import hashlib
+import json
 import math
+import re
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -14,17 +16,21 @@ from sd_quant.engines.tensorrt.plan import RTX_HEADER, describe_header, read_rec
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError, SdQuantError
 from sd_quant.files import read_regular
 
+ONNX_LAYER = re.compile(r"\[ONNX Layer: ([^\]]+)\]")
+CODE_TYPES = {"INT8": "INT8", "FP8": "FLOAT8E4M3FN", "INT4": "INT4", "FP4": "FLOAT4E2M1"}  # onnx.TensorProto's names
+CODES = re.compile(rf"\b({'|'.join(CODE_TYPES)})\b", re.IGNORECASE)
+
 
 class TensorRtEngine:
     """A plan on ``device`` as an ``Engine``, run on torch's current stream.
 
-    A call allocates memory for its activations from torch, as much as its shapes need; afterwards torch gives it to the
-    next computation on this stream.
+    Each call allocates the memory for its activations from torch, so engines that run one after the other share it,
+    among themselves and with torch.
     """
 
     def __init__(self, library: str, runtime, engine, device: torch.device):
         trt = runtime_module(library)
-        self.name, self.runtime, self.engine = library, runtime, engine  # the engine needs its runtime to stay alive
+        self.name, self.runtime, self.engine = library, runtime, engine  # the engine requires its runtime
         self.device = device
         self.context = execution_context(trt, engine)
         if self.context is None:
@@ -57,14 +63,14 @@ class TensorRtEngine:
             needed = self.context.update_device_memory_size_for_shapes()
             activations = torch.empty(max(needed, 1), dtype=torch.uint8, device=self.device)
             self.context.set_device_memory(activations.data_ptr(), activations.numel())
-            # On torch's own stream, what made the inputs runs before and what reads the outputs runs after, and torch
-            # reuses the memory of the inputs only when the engine has read it.
+            # torch's own stream runs this after the producers of the inputs, and before the readers of the outputs
+            # and any reuse of the inputs' memory
             if not self.context.execute_async_v3(torch.cuda.current_stream().cuda_stream):
                 raise SdQuantError(f"{self.name} could not run the plan: {'; '.join(library_logger(self.name).errors)}")
             return outputs
 
     def reopen(self) -> bool:
-        return False  # a GPU's pages are large, and the activations are torch's anyway
+        return False  # a GPU's pages are large, and activations are in torch's memory
 
     def close(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -72,10 +78,10 @@ class TensorRtEngine:
 
 
 def execution_context(trt: ModuleType, engine):
-    """The context of a loaded plan, whose activations are not its own; None where there is no memory for it.
+    """The context of a loaded plan, which does not own its activations' memory; None if there is no memory for it.
 
-    TensorRT for RTX compiles kernels for the shapes of a call. It does so in the first call and keeps them; its default
-    is to do so beside the calls, the first of which are then slower, and would be what is timed.
+    TensorRT for RTX compiles kernels for the shapes of a call, by default in the background, so that the first calls
+    are slower and would distort timings. Here it compiles in the first call and keeps the kernels.
     """
     managed = trt.ExecutionContextAllocationStrategy.USER_MANAGED
     strategies = getattr(trt, "DynamicShapesKernelSpecializationStrategy", None)
@@ -89,7 +95,7 @@ def execution_context(trt: ModuleType, engine):
 
 
 def _dtypes(trt: ModuleType) -> dict:
-    """torch's dtype for each of those that this version of TensorRT has."""
+    """torch's dtypes for those of this version of TensorRT."""
     names = {
         "HALF": torch.float16,
         "FLOAT": torch.float32,
@@ -104,17 +110,17 @@ def _dtypes(trt: ModuleType) -> dict:
 
 
 def load(path: Path, *, library: str = "tensorrt", allow_untrusted_plan: bool = False) -> TensorRtEngine:
-    """Load a plan onto the current CUDA device. It is deserialized last, after everything that can be checked:
+    """Load a plan onto the current CUDA device. It is deserialized only after these checks:
 
     1. Its bytes have the SHA-256 in the record of the build; else ArtifactError. ``allow_untrusted_plan`` skips this
        and takes version and targets from the header.
     2. They are a whole plan of this ``library`` in the installed version; else ArtifactError, or ResourceError when the
        library is not installed.
     3. There is a GPU, else ResourceError, and it is one of the plan's targets, else ArtifactError.
-    4. The runtime itself finds the plan valid; else ArtifactError, or ResourceError for driver and memory.
+    4. The runtime finds the plan valid; else ArtifactError, or ResourceError for driver and memory.
     """
     try:
-        plan = read_regular(path, math.inf)  # once: what is checked is what is deserialized
+        plan = read_regular(path, math.inf)  # once, so that the checked bytes are deserialized
     except OSError as error:
         raise ArtifactError(f"{path} cannot be read ({error.strerror}); {rebuild(path)}") from error
     described = describe_header(plan[: RTX_HEADER.size], len(plan))
@@ -157,7 +163,7 @@ load_rtx = partial(load, library="tensorrt_rtx")
 
 
 def _check_validity(trt: ModuleType, runtime, plan: bytes, path: Path) -> None:
-    """Raises what the runtime itself has against the plan's header; TensorRT for RTX checks it, TensorRT does not."""
+    """Raises ArtifactError or ResourceError for a plan that TensorRT for RTX finds invalid; TensorRT checks nothing."""
     if not hasattr(runtime, "get_engine_validity"):
         return
     validity, diagnostics = runtime.get_engine_validity(plan)
@@ -168,3 +174,25 @@ def _check_validity(trt: ModuleType, runtime, plan: bytes, path: Path) -> None:
     refusal = ArtifactError if faults_of_plan else ResourceError
     remedy = rebuild(path) if faults_of_plan else "free GPU memory or update the driver"
     raise refusal(f"{path} is not valid on this machine ({', '.join(reasons) or 'no reason given'}); {remedy}")
+
+
+def products(engine: TensorRtEngine, path: Path) -> dict[str, str]:
+    """See ``sd_quant.engines.products_of``. Plans built without such details name nothing."""
+    layer_format = runtime_module(engine.name).LayerInformationFormat.JSON
+    return products_in(engine.engine.create_engine_inspector().get_engine_information(layer_format))
+
+
+def products_in(information: str) -> dict[str, str]:
+    """``products`` from the inspector's JSON, in which a layer names the nodes of the ONNX file that it was fused from.
+
+    The type is that of the first input, the activations, which is floating point where codes are dequantized first. A
+    plan without details only has names of layers.
+    """
+    types = {}
+    for layer in json.loads(information).get("Layers", []):
+        if not isinstance(layer, dict) or not layer.get("Inputs"):
+            continue
+        codes = CODES.search(str(layer["Inputs"][0].get("Format/Datatype", "")))
+        for name in ONNX_LAYER.findall(layer.get("Metadata", "")):
+            types[name] = CODE_TYPES[codes[1].upper()] if codes else "FLOAT"
+    return types

@@ -1,9 +1,8 @@
 """Number formats: how real numbers are stored in few bits.
 
-A format is one row of facts in this file and one module of pure functions beside it. The facts need no torch, so an
-impossible recipe is refused at once; the arithmetic is imported when it is first used. To add a format, write
-``sd_quant/quantization/formats/<name>.py`` with the functions that ``Format`` calls, and one row in ``FORMATS``.
-Recipe, simulation, export, engines and parity read these facts and name no format.
+A format is one row of ``FORMATS`` and one module of pure functions beside this file. The facts in a row need no torch,
+so an impossible recipe is refused at once; the functions are imported when they are first called. Recipe, simulation,
+export, engines and parity read these facts and name no format. docs/extending.md says how to add one.
 
 | format | codes                 | scales                                              | published in                  |
 |--------|-----------------------|-----------------------------------------------------|-------------------------------|
@@ -13,9 +12,9 @@ Recipe, simulation, export, engines and parity read these facts and name no form
 | mxfp4  | E2M1, two to a byte   | a power of two, one per 32 numbers                  | OCP Microscaling (MX) 1.0     |
 | nvfp4  | E2M1, two to a byte   | E4M3, one per 16 numbers, and one fp32 for them all | TensorRT's documentation      |
 
-A range, or amax, is a largest magnitude. A format without blocks has static scales, computed from ranges that are known
-before the network runs: a weight's from the weight, an activation's from calibration. A format with blocks takes the
-range of every block of numbers along the last axis, for an activation while the network runs.
+A range, or amax, is the largest magnitude of a tensor or of a part of it. A format without blocks has static scales:
+the range of a weight comes from the weight, the range of an activation from calibration. A format with blocks measures
+the range of every block of numbers along the last axis, for an activation while the network runs.
 """
 
 from __future__ import annotations
@@ -27,15 +26,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
 @dataclass(frozen=True)
 class Format:
-    """Facts of a number format, and its arithmetic.
-
-    The methods call the functions of ``module``. They compute in fp32; ``x`` may have any floating-point dtype.
-    """
+    """Facts of a number format, and its arithmetic: fp32, from ``x`` of any floating-point dtype."""
 
     name: str
     bits: int  # of one code, without its scales
@@ -62,13 +59,26 @@ class Format:
 
     @property
     def needs_amax(self) -> bool:
-        """Whether an input has to have a range from calibration: for a static scale, or for a global one."""
+        """Whether an input requires a range from calibration: for a static scale, or for a global one."""
         return self.static_scale or len(self.onnx_scale_types) > 1
+
+    @property
+    def scale_dtypes(self) -> tuple[torch.dtype, ...]:
+        """torch's dtypes for ``onnx_scale_types``."""
+        import torch
+
+        dtypes = {"FLOAT": torch.float32, "FLOAT16": torch.float16, "FLOAT8E4M3FN": torch.float8_e4m3fn}
+        return tuple(dtypes[kind] for kind in self.onnx_scale_types)
 
     @cached_property
     def arithmetic(self) -> Any:
         """The module with the functions."""
         return import_module(self.module or f"{__name__}.{self.name}")
+
+    @property
+    def largest_code(self) -> float:
+        """The code of ``amax``. Only formats with static scales have one."""
+        return self.arithmetic.QMAX
 
     def scales(self, x: Tensor, amax: Tensor) -> tuple[Tensor, ...]:
         """The scales of ``x`` in fp32, exactly representable in ``onnx_scale_types``. ``amax`` broadcasts over ``x``.
@@ -78,7 +88,7 @@ class Format:
         return self.arithmetic.scales(x, amax)
 
     def tried_scales(self, x: Tensor, amax: Tensor) -> tuple[tuple[Tensor, ...], ...]:
-        """Several choices of what ``scales`` returns, itself the first. Formats with blocks have this."""
+        """Candidates for a search, ``scales(x, amax)`` first. Only formats with blocks have them."""
         return self.arithmetic.tried_scales(x, amax)
 
     def quantize(self, x: Tensor, *scales: Tensor) -> Tensor:
@@ -89,26 +99,35 @@ class Format:
         """The numbers that the codes stand for, fp32."""
         return self.arithmetic.dequantize(codes, *scales)
 
-    def pack(self, codes: Tensor) -> Tensor:
-        """The codes as ONNX stores them: 4-bit codes two to a byte, the first in the low half."""
-        return self.arithmetic.pack(codes)
-
-    def unpack(self, packed: Tensor) -> Tensor:
-        """The codes of ``pack``, in one row; of an odd number of 4-bit codes one more."""
-        return self.arithmetic.unpack(packed)
-
     def onnx_scale(self, apply: Callable[..., Any], amax: Any, global_scale: float) -> Any:
-        """The scale of each block, computed in the graph from the ONNX value ``amax``. Formats with blocks have this.
+        """The scale of each block, computed in the graph from the ONNX value ``amax``. Only for formats with blocks.
 
         ``apply(op_type, *inputs, **attributes)`` inserts a node and returns its output. An input may be a number, and
         a type a name of onnx.TensorProto.
         """
         return self.arithmetic.onnx_scale(apply, amax, global_scale)
 
-    @property
-    def largest_code(self) -> float:
-        """The code of ``amax``. Formats with static scales have one."""
-        return self.arithmetic.QMAX
+    def pack(self, codes: Tensor) -> Tensor:
+        """The codes as ONNX stores them: 4-bit codes two to a byte, the first in the low half."""
+        import torch
+
+        from sd_quant.quantization.formats.blocks import pack_nibbles
+
+        if self.bits == 4:
+            return pack_nibbles(codes)
+        return codes.view(torch.uint8) if codes.is_floating_point() else codes
+
+    def unpack(self, packed: Tensor) -> Tensor:
+        """The codes of ``pack`` as one row; with one more at the end if there was an odd number of 4-bit codes."""
+        import torch
+
+        from sd_quant.quantization.formats.blocks import unpack_nibbles
+
+        if self.bits == 8:
+            return packed.view(torch.float8_e4m3fn) if self.onnx_type == "FLOAT8E4M3FN" else packed
+        if self.onnx_type == "INT4":
+            return (unpack_nibbles(packed) ^ 8).to(torch.int8) - 8  # two's complement
+        return unpack_nibbles(packed)
 
 
 FORMATS: dict[str, Format] = {
@@ -133,7 +152,7 @@ FORMATS: dict[str, Format] = {
 
 
 def min_compute_capability(names: Iterable[str]) -> int:
-    """The smallest compute capability of a GPU that has all the formats ``names``; 0 for none."""
+    """The smallest compute capability of a GPU that supports all the formats ``names``; 0 for none."""
     return max((FORMATS[name].min_compute_capability for name in names), default=0)
 
 

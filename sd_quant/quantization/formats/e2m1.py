@@ -1,7 +1,7 @@
 """FP4 E2M1, the numbers of MXFP4 and NVFP4: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives (OCP MX 1.0, 5.3.3).
 
-A code is the bit pattern: a sign bit, two exponent bits, one mantissa bit. Halfway between two numbers the one with the
-even code is taken, as in IEEE 754, and magnitudes beyond 6 become 6.
+A code is the bit pattern: a sign bit, two exponent bits, one mantissa bit. Ties round to the even code, as in IEEE 754,
+and magnitudes beyond 6 become 6.
 """
 
 import torch
@@ -11,8 +11,8 @@ LARGEST = 6.0
 MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 NUMBERS = torch.cat([MAGNITUDES, -MAGNITUDES])
 HALFWAY = (MAGNITUDES[1:] + MAGNITUDES[:-1]) / 2
-# The code of a magnitude is the number of boundaries that it exceeds. Halfway above an odd code belongs to the next
-# code, so this boundary is the next smaller number.
+# The code of a magnitude is the number of boundaries below it. A tie above an odd code belongs to the next code, so its
+# boundary is the next smaller number.
 BOUNDARIES = torch.where(torch.arange(7) % 2 == 0, HALFWAY, HALFWAY.nextafter(torch.tensor(0.0)))
 
 

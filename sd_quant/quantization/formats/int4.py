@@ -4,12 +4,10 @@ This is the group quantization of ModelOpt and deepcompressor. The code -8 never
 TensorRT's INT4 does not have.
 """
 
-import torch
 from torch import Tensor
 
-from sd_quant.quantization.formats import FORMATS
-from sd_quant.quantization.formats.blocks import blocks, pack_nibbles, spread, unpack_nibbles
-from sd_quant.quantization.formats.int8 import SMALLEST_SCALE, scale_of
+from sd_quant.quantization.formats import FORMATS, int8
+from sd_quant.quantization.formats.blocks import blocks, spread
 
 BLOCK = FORMATS["int4"].block
 QMAX = 7.0
@@ -18,30 +16,22 @@ CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # of the largest number of a blo
 
 def scales(x: Tensor, amax: Tensor) -> tuple[Tensor]:
     """The scale of every block, [..., n / 64], exactly representable in fp16; ``amax`` is not used."""
-    return (scale_of(blocks(x, BLOCK).abs().amax(-1), QMAX),)
+    return (int8.scale_of(blocks(x, BLOCK).abs().amax(-1), QMAX),)
 
 
 def tried_scales(x: Tensor, amax: Tensor) -> tuple[tuple[Tensor], ...]:
     largest = blocks(x, BLOCK).abs().amax(-1)
-    return tuple((scale_of(clip * largest, QMAX),) for clip in CLIPS)
+    return tuple((int8.scale_of(clip * largest, QMAX),) for clip in CLIPS)
 
 
 def quantize(x: Tensor, scale: Tensor) -> Tensor:
-    return (x.float() / spread(scale, x.shape[-1])).round().clamp(-QMAX - 1, QMAX).to(torch.int8)
+    return int8.quantize(x, spread(scale, x.shape[-1]), QMAX)
 
 
 def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
-    return codes.float() * spread(scale, codes.shape[-1])
-
-
-def pack(codes: Tensor) -> Tensor:
-    return pack_nibbles(codes)
-
-
-def unpack(packed: Tensor) -> Tensor:
-    return (unpack_nibbles(packed) ^ 8).to(torch.int8) - 8  # of two's complement
+    return int8.dequantize(codes, spread(scale, codes.shape[-1]))
 
 
 def onnx_scale(apply, amax, global_scale: float):
     """``max(amax / 7, SMALLEST_SCALE)`` in fp16."""
-    return apply("Cast", apply("Max", apply("Div", amax, QMAX), SMALLEST_SCALE), to="FLOAT16")
+    return apply("Cast", apply("Max", apply("Div", amax, QMAX), int8.SMALLEST_SCALE), to="FLOAT16")

@@ -1,7 +1,7 @@
 """Symmetric INT8: ``q = clamp(round(x / scale), -128, 127)``, ``scale = amax / 127``, zero point 0.
 
-Scales are rounded to fp16 *before* anything is quantized with them, because the exported graph stores them in fp16. The
-torch simulation, the INT8 weights and the engine then use the same number.
+A scale is rounded to fp16 *before* anything is quantized with it, because the exported graph stores it in fp16. So the
+torch simulation, the INT8 weights and the engine use the same number.
 """
 
 import torch
@@ -23,7 +23,7 @@ def scale_of(amax: Tensor, qmax: float = QMAX) -> Tensor:
 
 
 def scales(x: Tensor, amax: Tensor) -> tuple[Tensor]:
-    """``amax / 127``, exactly representable in fp16; ``x`` is not used."""
+    """``amax / 127``; ``x`` is not used."""
     return (scale_of(amax),)
 
 
@@ -32,17 +32,9 @@ def per_channel(scale: Tensor, weight: Tensor) -> Tensor:
     return scale.view(-1, *[1] * (weight.ndim - 1))
 
 
-def quantize(x: Tensor, scale: Tensor) -> Tensor:
-    return (x.float() / scale).round().clamp(-QMAX - 1, QMAX).to(torch.int8)
+def quantize(x: Tensor, scale: Tensor, qmax: float = QMAX) -> Tensor:
+    return (x.float() / scale).round().clamp(-qmax - 1, qmax).to(torch.int8)
 
 
 def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
     return codes.float() * scale
-
-
-def pack(codes: Tensor) -> Tensor:
-    return codes
-
-
-def unpack(packed: Tensor) -> Tensor:
-    return packed

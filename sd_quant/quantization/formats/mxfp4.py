@@ -2,12 +2,12 @@
 
     scale = 2^(floor(log2(max |block|)) - 2)        2 is the exponent of E2M1's largest number, 6 = 1.5 * 2^2
 
-This scale is the specification's. It brings the largest magnitude of a block to 4..8, and magnitudes beyond 6 become
-6; a scale that never clips would cost all other numbers a bit. A block of zeros gets the smallest scale.
+This scale is the specification's. It maps a block's largest magnitude to 4..8, and magnitudes beyond 6 become 6. A
+scale that never clips would cost all other numbers of the block a bit. A block of zeros gets the smallest scale.
 
-The specification stores the exponent in one byte, E8M0. ONNX has that type from opset 24 on, and TensorRT does not
-parse it, so the file stores the same powers of two in fp16, which takes one byte more for 32 numbers. Its exponents
-suffice for everything that was an fp16 number before.
+The specification stores the exponent in one byte, E8M0. ONNX has that type only from opset 24 on, and TensorRT does not
+parse it, so the file stores the same powers of two in fp16: one more byte for 32 numbers. The exponents of fp16 suffice
+for every number that was in fp16 before.
 """
 
 import math
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from sd_quant.quantization.formats import FORMATS, e2m1
-from sd_quant.quantization.formats.blocks import blocks, pack_nibbles, spread, unpack_nibbles
+from sd_quant.quantization.formats.blocks import blocks, spread
 
 BLOCK = FORMATS["mxfp4"].block
 SMALLEST_EXPONENT, LARGEST_EXPONENT = -24, 15  # of fp16; E8M0 has -127 and 127
-# More than the logarithm's rounding error, and far less than the logarithms of two neighbouring fp16 numbers differ.
+# More than the logarithm's rounding error, far less than the difference of two neighbouring fp16 numbers' logarithms.
 LOGARITHM_ERROR = 1e-5
 
 
@@ -38,7 +38,7 @@ def scales(x: Tensor, amax: Tensor) -> tuple[Tensor]:
 
 
 def tried_scales(x: Tensor, amax: Tensor) -> tuple[tuple[Tensor], ...]:
-    """The specification's, and twice that, which clips nothing."""
+    """The specification's scale, and twice that, which clips nothing."""
     (scale,) = scales(x, amax)
     return (scale,), ((2 * scale).clamp(max=2.0**LARGEST_EXPONENT),)
 
@@ -49,14 +49,6 @@ def quantize(x: Tensor, scale: Tensor) -> Tensor:
 
 def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
     return e2m1.decode(codes) * spread(scale, codes.shape[-1])
-
-
-def pack(codes: Tensor) -> Tensor:
-    return pack_nibbles(codes)
-
-
-def unpack(packed: Tensor) -> Tensor:
-    return unpack_nibbles(packed)
 
 
 def onnx_scale(apply, amax, global_scale: float):

@@ -3,18 +3,18 @@
     global = amax / (6 * 448)        scale = E4M3(max |block| / 6 / global)        x = E2M1 * scale * global
 
 The block with the tensor's largest magnitude gets the largest scale that E4M3 holds. TensorRT's ``FP4DynamicQuantize``
-and ModelOpt's ``NVFP4QTensor`` compute the same, but for one case: a scale that E4M3 would round to zero becomes E4M3's
-smallest number here, so that a block of zeros is not divided by zero.
+and ModelOpt's ``NVFP4QTensor`` compute the same with one exception: a scale that E4M3 would round to zero becomes
+E4M3's smallest number here, so that a block of zeros is not divided by zero.
 """
 
 import torch
 from torch import Tensor
 
 from sd_quant.quantization.formats import FORMATS, e2m1, fp8
-from sd_quant.quantization.formats.blocks import blocks, pack_nibbles, spread, unpack_nibbles
+from sd_quant.quantization.formats.blocks import blocks, spread
 
 BLOCK = FORMATS["nvfp4"].block
-SMALLEST_SCALE = 2.0**-9  # of E4M3
+SMALLEST_E4M3 = 2.0**-9
 SMALLEST_PRODUCT = 2.0**-24  # of fp16, which holds no smaller positive number
 
 
@@ -31,40 +31,32 @@ def scales(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def block_scales(x: Tensor, global_scale: Tensor, code: float) -> Tensor:
-    """The scale of every block with which its largest number becomes ``code``, as far as E4M3 can say that."""
+    """The E4M3 scale of every block that maps the block's largest number to ``code``."""
     wanted = blocks(x, BLOCK).abs().amax(-1) / code / global_scale
-    return wanted.clamp(SMALLEST_SCALE, fp8.QMAX).to(torch.float8_e4m3fn).float()
+    return wanted.clamp(SMALLEST_E4M3, fp8.QMAX).to(torch.float8_e4m3fn).float()
 
 
 def tried_scales(x: Tensor, amax: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
-    """The largest number of a block becomes 6 or 4, between which there is no other code."""
+    """Scales that map a block's largest number to 6, or to 4, the next smaller code."""
     six, global_scale = scales(x, amax)
     return (six, global_scale), (block_scales(x, global_scale, 4.0), global_scale)
 
 
-def product(scale: Tensor, global_scale: Tensor, numbers: int) -> Tensor:
-    """The two scales of each of the last axis' ``numbers`` multiplied, in fp16 as in the graph."""
+def scale_per_number(scale: Tensor, global_scale: Tensor, numbers: int) -> Tensor:
+    """The product of both scales for each of ``numbers`` along the last axis, rounded to fp16 as in the graph."""
     return spread((scale * global_scale).half().float(), numbers)
 
 
 def quantize(x: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
-    return e2m1.encode(x.float() / product(scale, global_scale, x.shape[-1]).clamp(min=SMALLEST_PRODUCT))
+    return e2m1.encode(x.float() / scale_per_number(scale, global_scale, x.shape[-1]).clamp(min=SMALLEST_PRODUCT))
 
 
 def dequantize(codes: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
-    return e2m1.decode(codes) * product(scale, global_scale, codes.shape[-1])
-
-
-def pack(codes: Tensor) -> Tensor:
-    return pack_nibbles(codes)
-
-
-def unpack(packed: Tensor) -> Tensor:
-    return unpack_nibbles(packed)
+    return e2m1.decode(codes) * scale_per_number(scale, global_scale, codes.shape[-1])
 
 
 def onnx_scale(apply, amax, global_scale: float):
     """``amax / 6`` in E4M3 steps of ``global_scale``, in fp16."""
-    wanted = apply("Max", apply("Div", amax, e2m1.LARGEST), SMALLEST_SCALE * global_scale)
+    wanted = apply("Max", apply("Div", amax, e2m1.LARGEST), SMALLEST_E4M3 * global_scale)
     codes = apply("QuantizeLinear", wanted, global_scale, output_dtype="FLOAT8E4M3FN")
     return apply("DequantizeLinear", codes, global_scale, output_dtype="FLOAT16")

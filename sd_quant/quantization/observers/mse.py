@@ -19,17 +19,33 @@ from torch import Tensor
 from sd_quant.quantization.formats import FORMATS, Format
 from sd_quant.quantization.observers.sample import LEVELS, quantization_errors, within_amax
 
-MOST_VALUES = 2**16  # of a sample that are looked at where there is no closed form
+MOST_VALUES = 2**16  # of a sample, where there is no closed form
 
 # The ranges that are tried, relative to the peak. They are 1 % apart, because the error is flat around the best one,
 # and go down to half a step of the peak's range; a smaller one pays only where that range rounds nearly all to zero.
 RANGES = 0.99 ** np.arange(math.log(2 * LEVELS) / -math.log(0.99))
 
 
+@within_amax
+def mse(magnitudes: Tensor, amax: float, fmt: Format = FORMATS["int8"], levels: int = LEVELS, **_) -> float:
+    """The range with the smallest mean squared error among ``amax`` and ``RANGES``; the widest if several have it.
+
+    Equal levels have the closed form. The steps of a floating-point format repeat with every factor of two, so it is
+    enough to try ranges down to half the peak.
+    """
+    peak = magnitudes.max().item()
+    thresholds = np.concatenate([[amax], peak * RANGES])
+    if fmt.equal_levels:
+        return float(thresholds[squared_errors(magnitudes, thresholds, levels).argmin()])
+    ranges = torch.from_numpy(thresholds[thresholds >= peak / 2] / peak).float()
+    sample = magnitudes[:: -(-len(magnitudes) // MOST_VALUES)] / peak
+    return peak * ranges[quantization_errors(sample, ranges, fmt).argmin()].item()
+
+
 def squared_errors(magnitudes: Tensor, thresholds: np.ndarray, levels: int = LEVELS) -> np.ndarray:
     """The mean squared error, fp64 [m], of ``magnitudes`` (fp32 [n], >= 0) quantized with each of the ranges [m].
 
-    ``levels`` is how many there are above zero, at equal distances.
+    ``levels`` is the number of equal levels above zero.
     """
     ordered = np.sort(magnitudes.numpy())  # torch takes three times as long
     sums = np.concatenate([[0.0], ordered.cumsum(dtype=np.float64)])
@@ -38,19 +54,3 @@ def squared_errors(magnitudes: Tensor, thresholds: np.ndarray, levels: int = LEV
     below = ordered.searchsorted(boundary.astype(np.float32))
     excess = sums[-1] - sums[below] - boundary * (len(ordered) - below)
     return (np.square(ordered, dtype=np.float64).sum() - 2 * step * excess.sum(1)) / len(ordered)
-
-
-@within_amax
-def mse(magnitudes: Tensor, amax: float, fmt: Format = FORMATS["int8"], levels: int = LEVELS, **_) -> float:
-    """The range with the smallest mean squared error among ``amax`` and ``RANGES``; the widest if several have it.
-
-    Equal levels have the closed form. The steps of a floating-point format repeat with every factor of two, so ranges
-    down to half the peak are all there is to try.
-    """
-    thresholds = np.concatenate([[amax], magnitudes.max().item() * RANGES])
-    if fmt.equal_levels:
-        return float(thresholds[squared_errors(magnitudes, thresholds, levels).argmin()])
-    peak = magnitudes.max().item()
-    ranges = torch.from_numpy(thresholds[thresholds >= peak / 2] / peak).float()
-    sample = magnitudes[:: -(-len(magnitudes) // MOST_VALUES)] / peak
-    return peak * ranges[quantization_errors(sample, ranges, fmt).argmin()].item()

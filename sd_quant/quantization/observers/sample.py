@@ -1,4 +1,4 @@
-"""What the observers share: the magnitudes of a sample, their histogram, and the error of quantizing them."""
+"""Common parts of the observers, and ``min_max`` and ``percentile``, which measure no error."""
 
 import functools
 import math
@@ -9,15 +9,14 @@ from torch import Tensor
 
 from sd_quant.quantization.formats import Format, fake_quantize
 
-BINS = 2048
 LEVELS = 127  # of symmetric INT8 above zero
 
 
 def within_amax(observer: Callable[..., float]) -> Callable[..., float]:
-    """Makes of a function of magnitudes (fp32 [n], finite and not all zero) an observer of any values.
+    """Make an observer of any values from a function of magnitudes (fp32 [n], finite and not all zero).
 
-    Its range is never more than ``amax``, and is ``amax`` where the sample is empty, all zero or not finite, or where
-    ``observer`` returns 0.
+    Its range is at most ``amax``. It is ``amax`` where the sample is empty, all zero or not finite, or where the
+    function returns 0.
     """
 
     @functools.wraps(observer)
@@ -31,9 +30,18 @@ def within_amax(observer: Callable[..., float]) -> Callable[..., float]:
     return observe
 
 
-def bin_counts(values: Tensor, amax: float, bins: int = BINS) -> Tensor:
-    """The counts of ``|values|`` in equal bins over 0..``amax`` (> 0), fp32 [bins]; larger values count in the last."""
-    return torch.histc((values.abs().float() / amax).clamp(max=1), bins, min=0, max=1)
+def min_max(values: Tensor, amax: float, **_) -> float:
+    """``amax``, the largest magnitude of the whole calibration."""
+    return amax
+
+
+@within_amax
+def percentile(magnitudes: Tensor, amax: float, percent: float = 99.99, **_) -> float:
+    """The smallest magnitude that ``percent`` % of the sample do not exceed.
+
+    At 99.99 % this is the peak of any sample of less than 10 000 values.
+    """
+    return magnitudes.kthvalue(math.ceil(len(magnitudes) * percent / 100)).values.item()
 
 
 def quantization_errors(
@@ -41,8 +49,8 @@ def quantization_errors(
 ) -> Tensor:
     """The mean squared error, fp64 [m], of ``magnitudes`` [n] quantized with each of the ranges ``thresholds`` [m].
 
-    The magnitudes are relative to their peak, so that every scale is a normal number in fp16. Equal levels are as many
-    as ``levels`` above zero. ``counts`` [n] says how often each magnitude occurs, once by default.
+    Magnitudes are relative to their peak, so that every scale is a normal number in fp16. ``levels`` is the number of
+    equal levels above zero. ``counts`` [n] says how often each magnitude occurs, once by default.
     """
     weights = torch.ones_like(magnitudes) if counts is None else counts
 

@@ -33,7 +33,7 @@ def compute_elsewhere() -> None:
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
     sys.path.insert(0, str(ROOT))
-    import sd_quant.simulation.product_kernel  # noqa: F401
+    import sd_quant.simulation.kernels  # noqa: F401
     from benchmarks.gpu import sides
     from sd_quant.devices import CPU
     from sd_quant.engines.torch import placed

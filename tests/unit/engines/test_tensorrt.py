@@ -17,9 +17,9 @@ import torch
 
 from sd_quant.engines import load_engine
 from sd_quant.engines.tensorrt import build as building
-from sd_quant.engines.tensorrt import inspect, library
+from sd_quant.engines.tensorrt import library
 from sd_quant.engines.tensorrt import plan as planning
-from sd_quant.engines.tensorrt.run import TensorRtEngine
+from sd_quant.engines.tensorrt.run import TensorRtEngine, products_in
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError, SdQuantError
 from sd_quant.files import sha256
 from tests.graphs import tiny_in
@@ -288,10 +288,10 @@ def test_the_inspector_tells_codes_from_what_was_dequantized_first():
                     {"Name": "w", "Format/Datatype": "Row major linear Int8 format"}]},
         {"Name": "constant", "LayerType": "Constant", "Inputs": [], "Metadata": ""},
     ]  # fmt: skip
-    assert inspect.products_in(json.dumps({"Layers": layers, "Bindings": ["x"]})) == {
+    assert products_in(json.dumps({"Layers": layers, "Bindings": ["x"]})) == {
         "node_conv2d_1": "INT8", "node_add": "INT8", "node_linear_1": "FLOAT8E4M3FN", "node_linear_2": "FLOAT",
     }  # fmt: skip
-    assert inspect.products_in(json.dumps({"Layers": ["conv", "fc"]})) == {}  # of a plan without details
+    assert products_in(json.dumps({"Layers": ["conv", "fc"]})) == {}  # of a plan without details
 
 
 # ------------------------------------------------------------------------- how a plan is run, with a stand-in for CUDA

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from sd_quant.engines import load_engine
 from sd_quant.engines.openvino import products
-from sd_quant.export.block_scales import dynamic_copy
 from sd_quant.export.layer_cut import cut_layers, names_of_products
+from sd_quant.export.nodes import dynamic_copy
 from sd_quant.export.tracing import OPSET
 from sd_quant.models.unet import shared_inputs
 from sd_quant.numbers import relative_error

@@ -13,11 +13,11 @@ from sd_quant.engines import load_engine
 from sd_quant.export.qdq import write_onnx
 from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.convolutions import with_shifted_bias
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.formats.int8 import per_channel
 from sd_quant.quantization.ranges import InputRange, with_ranges
 from sd_quant.quantization.recipe import Recipe
-from sd_quant.quantization.shift import with_bias
 from sd_quant.simulation.modelopt import between_roundings, save_quantized, simulate
 from sd_quant.simulation.native import PRODUCTS, NativeConv, layer_of
 
@@ -42,7 +42,7 @@ class Shifted:
         self.bias = torch.randn(OUTPUTS, generator=random).half().float() if case != "without bias" else None
         layer = LayerAssignment("conv", "conv", tuple(self.weight.shape))
         layer = with_ranges(layer, self.weight, InputRange(2.0, -112), Recipe(3.0, None))
-        self.layer = with_bias(layer, self.weight, self.bias)
+        self.layer = with_shifted_bias(layer, self.weight, self.bias)
 
     def graph(self) -> ir.Model:
         half = ir.TensorType(ir.DataType.FLOAT16)

@@ -29,9 +29,9 @@ from sd_quant.inference.executed import types_of_layers
 from sd_quant.inference.parity import layer_difference, layers_entry, native_outputs, rounded_inputs, run_simulation
 from sd_quant.models.parts import Contract
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
+from sd_quant.quantization.convolutions import with_shifted_bias
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.rotation import rotated
-from sd_quant.quantization.shift import with_bias
 from sd_quant.simulation.modelopt import simulate
 from sd_quant.simulation.native import products_of_layers, with_native_layers
 
@@ -144,7 +144,7 @@ def assign(network: Network, inputs: dict[str, Tensor], recipe: str) -> dict[str
         )  # fmt: skip
     if zero_point:
         conv = replace(assignment["conv"], activation_amax=1.9 * amax["conv"], activation_zero_point=zero_point)
-        assignment["conv"] = with_bias(conv, network.conv.weight, network.conv.bias)
+        assignment["conv"] = with_shifted_bias(conv, network.conv.weight, network.conv.bias)
     return assignment
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from sd_quant.quantization.formats import FORMATS, fake_quantize
 from sd_quant.quantization.observers import OBSERVERS
+from sd_quant.quantization.observers.histogram import BINS, bin_counts
 from sd_quant.quantization.observers.mse import squared_errors
-from sd_quant.quantization.observers.sample import BINS, bin_counts
 
 COUNT = 30_011  # no multiple of 10 000: which value then has exactly 99.99 % below it is a matter of rounding
 OF_THE_SAMPLE = [name for name in OBSERVERS if name != "min_max"]
@@ -63,8 +63,8 @@ def deployed_error(values: Tensor, threshold: float) -> float:
 @pytest.mark.parametrize("distribution", ["rectified", "heavy-tailed"])
 def test_entropy_is_that_of_modelopt(distribution, monkeypatch):
     """The same histogram gives the same bin; its edge is an fp32 number there. ModelOpt searches 2048 bins for 5 s."""
-    monkeypatch.setattr("sd_quant.quantization.observers.entropy.BINS", 512)
-    monkeypatch.setattr("sd_quant.quantization.observers.entropy.bin_counts", partial(bin_counts, bins=512))
+    monkeypatch.setattr("sd_quant.quantization.observers.histogram.BINS", 512)
+    monkeypatch.setattr("sd_quant.quantization.observers.histogram.bin_counts", partial(bin_counts, bins=512))
     values = draw(distribution)
     expected = modelopt_amax(values, "entropy", 512)
     assert expected < 0.98 * amax_of(values)  # or anything that returns amax would pass

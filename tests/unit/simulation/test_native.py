@@ -54,7 +54,7 @@ def test_a_linear_multiplies_its_codes_and_answers_in_the_dtype_that_it_is_asked
 
 def test_where_the_product_of_codes_saturates_it_is_not_used(monkeypatch):
     """As on processors without VNNI, where torch gives 8160 for 64 * 127 * 127; compiled without a break, too."""
-    monkeypatch.setattr(native, "saturates", lambda: True)
+    monkeypatch.setattr(native, "int_mm_saturates", lambda: True)
     weight, largest = torch.full((48, 64), 0.5), torch.full((3, 64), 127, dtype=torch.int8)
     layer = NativeLinear(weight, None, static_layer(weight, "int8", True), int_mm)
     monkeypatch.setattr(torch, "_int_mm", lambda x, y: torch.full((len(x), y.shape[1]), 8160))
@@ -63,10 +63,10 @@ def test_where_the_product_of_codes_saturates_it_is_not_used(monkeypatch):
     x = drawn(3, 64)
     torch.testing.assert_close(torch.compile(layer, backend="eager", fullgraph=True)(x), layer(x))
     monkeypatch.undo()
-    native.saturates.cache_clear()
+    native.int_mm_saturates.cache_clear()
     monkeypatch.setattr(torch, "_int_mm", lambda x, y: torch.full((len(x), y.shape[1]), 8160))
-    assert native.saturates()
-    native.saturates.cache_clear()
+    assert native.int_mm_saturates()
+    native.int_mm_saturates.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,14 @@ from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.ranges import InputRange, with_ranges
 from sd_quant.quantization.recipe import Recipe
 from sd_quant.simulation.modelopt import simulate
-from sd_quant.simulation.sensitivity import Sensitivity, budget, guided, measure, points, rows
+from sd_quant.simulation.sensitivity import (
+    Sensitivity,
+    curve_points,
+    guided,
+    layers_to_keep,
+    sensitivity_of,
+    sensitivity_rows,
+)
 from tests.layers import drawn
 
 NAMES = ["0", "2", "4"]
@@ -70,8 +77,8 @@ def error_by_hand(network, by_hand):
 def measured(network, assignment) -> tuple[nn.Module, Sensitivity]:
     """The simulation as it is left, and what was found."""
     simulated, calls = simulate(copy.deepcopy(network), assignment), []
-    found = measure(simulated, lambda: simulated(X), NAMES, 2, lambda: calls.append(None))
-    assert len(calls) == 1 + len(NAMES) + len(points(2, len(NAMES)))  # progress is told of every measurement
+    found = sensitivity_of(simulated, lambda: simulated(X), NAMES, 2, lambda: calls.append(None))
+    assert len(calls) == 1 + len(NAMES) + len(curve_points(2, len(NAMES)))  # progress is told of every measurement
     return simulated, found
 
 
@@ -104,7 +111,7 @@ def test_the_model_is_left_with_every_layer_quantized(measured, by_hand):
 def test_layers_that_are_not_named_stay_as_they_are(network, assignment, by_hand):
     """They are part of what the others are compared with."""
     simulated = simulate(copy.deepcopy(network), assignment)
-    found = measure(simulated, lambda: simulated(X), ["0", "4"], 0)
+    found = sensitivity_of(simulated, lambda: simulated(X), ["0", "4"], 0)
     assert found.network_error.keys() == {"0", "4"}
     expected = relative_error(by_hand(["2"]), by_hand(["2", "4"]))
     assert found.network_error["4"] == pytest.approx(expected, rel=1e-3)
@@ -112,7 +119,7 @@ def test_layers_that_are_not_named_stay_as_they_are(network, assignment, by_hand
 
 def test_rows_are_ranked_and_say_which_layers_are_kept(measured, assignment):
     _, sensitivity = measured
-    table = rows(sensitivity, assignment, kept=2)
+    table = sensitivity_rows(sensitivity, assignment, kept=2)
     for rank, (row, (name, error)) in enumerate(zip(table, sensitivity.network_error.items(), strict=True), 1):
         assert (row["name"], row["network_error"], row["rank"]) == (name, error, rank)
         assert (row["kept"], row["role"]) == (rank <= 2, "ffn")
@@ -123,13 +130,13 @@ def test_rows_are_ranked_and_say_which_layers_are_kept(measured, assignment):
     [(0, 10, 0), (3, 10, 3), (9, 10, 9), (0.0, 10, 0), (0.3, 10, 3), (0.01, 10, 0), (0.24, 50, 12)],
 )
 def test_a_budget_is_a_number_of_layers_or_a_fraction(keep, quantized, kept):
-    assert budget(keep, quantized) == kept
+    assert layers_to_keep(keep, quantized) == kept
 
 
 @pytest.mark.parametrize("keep", [10, 11, 1.0, 0.99])
 def test_a_budget_that_keeps_everything_is_refused(keep):
     with pytest.raises(ConfigError, match=f"keep is {keep}, which keeps all 10 layers .* keep at most 9"):
-        budget(keep, 10)
+        layers_to_keep(keep, 10)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +144,7 @@ def test_a_budget_that_keeps_everything_is_refused(keep):
     [(0, 1, [0]), (0, 2, [0, 1]), (2, 3, [0, 1, 2]), (5, 10, [0, 1, 2, 4, 5, 8]), (7, 16, [0, 1, 2, 4, 7, 8])],
 )
 def test_points_of_the_curve(kept, quantized, expected):
-    assert points(kept, quantized) == expected
+    assert curve_points(kept, quantized) == expected
 
 
 def test_an_error_that_both_halves_have_counts_once():

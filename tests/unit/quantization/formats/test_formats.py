@@ -15,7 +15,6 @@ from onnx.reference import ReferenceEvaluator
 from torch import Tensor
 
 from sd_quant.errors import SdQuantError
-from sd_quant.export.weights import SCALE_DTYPES
 from sd_quant.quantization.formats import FORMATS, Format, fake_quantize
 from sd_quant.quantization.formats.int8 import per_channel
 from tests.layers import drawn
@@ -86,8 +85,8 @@ def dequantizing(fmt: Format, x: Tensor, opset: int) -> onnx.ModelProto:
     """A model of what the format stores, with DequantizeLinear of its types and fp16 for an output."""
     scales = fmt.scales(x, largest(x))
     stored = [("codes", fmt.onnx_type, x.shape, fmt.pack(fmt.quantize(x, *scales)))]
-    for index, (kind, scale) in enumerate(zip(fmt.onnx_scale_types, scales, strict=True)):
-        stored.append((f"scale{index}", kind, scale.shape, scale.to(SCALE_DTYPES[kind])))
+    for index, (kind, dtype, scale) in enumerate(zip(fmt.onnx_scale_types, fmt.scale_dtypes, scales, strict=True)):
+        stored.append((f"scale{index}", kind, scale.shape, scale.to(dtype)))
     nodes, scale = [], "scale0"
     if len(scales) > 1:
         node = helper.make_node("DequantizeLinear", ["scale0", "scale1"], ["scale"], output_dtype=TensorProto.FLOAT16)

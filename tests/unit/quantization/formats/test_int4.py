@@ -6,7 +6,8 @@ import pytest
 import torch
 from onnx import numpy_helper
 
-from sd_quant.quantization.formats.int4 import BLOCK, dequantize, pack, quantize, scales
+from sd_quant.quantization.formats.blocks import pack_nibbles
+from sd_quant.quantization.formats.int4 import BLOCK, dequantize, quantize, scales
 
 
 def test_a_block_worked_by_hand():
@@ -23,4 +24,4 @@ def test_codes_are_packed_as_onnx_packs_them(shape):
     codes = torch.randint(-8, 8, shape, generator=torch.Generator().manual_seed(0), dtype=torch.int8)
     for given in (codes, codes.movedim(0, -1)):
         stored = numpy_helper.from_array(np.ascontiguousarray(given.numpy()).astype(ml_dtypes.int4))
-        assert pack(given).numpy().tobytes() == stored.raw_data
+        assert pack_nibbles(given).numpy().tobytes() == stored.raw_data

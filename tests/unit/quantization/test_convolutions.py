@@ -8,13 +8,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.convolutions import SHIFT_PAYS, assign_convolution
+from sd_quant.quantization.convolutions import (
+    SHIFT_PAYS,
+    assign_convolution,
+    bias_of_shift,
+    shifted_range,
+    with_shifted_bias,
+)
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.formats.int8 import per_channel
 from sd_quant.quantization.observers import OBSERVERS
 from sd_quant.quantization.ranges import InputRange, observed_range, with_ranges
 from sd_quant.quantization.recipe import BY_ROLE, Recipe
-from sd_quant.quantization.shift import bias_of_shift, shifted_range, with_bias
 from sd_quant.quantization.statistics import LayerStatistics
 from tests.layers import drawn, sample_of
 
@@ -77,7 +82,7 @@ def test_a_bias_that_fp16_rounds_by_more_than_the_shift_gains_speaks_against_it(
     """As if all weights of an output had the same sign, and more."""
     assert assigned(SILU).activation_zero_point
     honest = bias_of_shift
-    monkeypatch.setattr("sd_quant.quantization.shift.bias_of_shift", lambda *given: 1000 * honest(*given))
+    monkeypatch.setattr("sd_quant.quantization.convolutions.bias_of_shift", lambda *given: 1000 * honest(*given))
     assert assigned(SILU).activation_zero_point == 0
 
 
@@ -101,7 +106,7 @@ def test_fp16_holds_the_bias_of_a_shifted_input(monkeypatch):
     weight, bias = drawn(256, 64, 3, 3), drawn(256, seed=1)
     layer = LayerAssignment("conv", "conv", tuple(weight.shape))
     plain = with_ranges(layer, weight, InputRange(3.0, -115), Recipe(3.0, None))
-    nudged = with_bias(plain, weight, bias)
+    nudged = with_shifted_bias(plain, weight, bias)
 
     def errors(layer: LayerAssignment) -> Tensor:
         scale = per_channel(layer.weight_scale, weight)

@@ -1,6 +1,7 @@
-"""The GPU's kernel without a GPU: Triton interprets it in numpy, and compiles it for GPUs that are not here.
+"""The GPU's kernels without a GPU: Triton interprets them in numpy, and compiles them for GPUs that are not here.
 
-Triton decides at import whether it interprets, so that runs in a process of its own: this file as a script.
+Triton decides at import whether it interprets, so that runs in a process of its own: this file as a script. It
+interprets no product of bf16, which is compiled alone.
 """
 
 import os
@@ -13,6 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+
+from sd_quant.quantization.assignment import LayerAssignment
 
 pytestmark = pytest.mark.slow
 triton = pytest.importorskip("triton")
@@ -30,13 +34,20 @@ PRODUCT_OF_CODES = {  # the instructions that multiply these
     ("fp8", 89): r"mma\.sync\.aligned\.m16n8k32.*e4m3\.e4m3",
     ("fp8", 90): r"wgmma\.mma_async.*f32\.e4m3\.e4m3",
 }
+WEIGHT_CASES = [  # tokens, inputs, outputs, bias, dtype, relative error: that of fp16's output, and of fp32's sums
+    ((2, 17), 96, 33, True, torch.float16, 2**-11),
+    ((5,), 160, 40, False, torch.float32, 1e-6),
+    ((1, 3, 4), 32, 16, True, torch.float32, 1e-6),
+]
 
 
-def test_it_computes_a_convolution_of_codes():
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    result = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
+@pytest.mark.parametrize("kernel, lines", [("product", 2 * len(CASES)), ("weight_product", len(WEIGHT_CASES))])
+def test_interpreted_it_computes_what_torch_does_in_double_precision(kernel, lines):
+    """The convolution of codes, and the product with dequantized weights."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.getcwd()}
+    result = subprocess.run([sys.executable, __file__, kernel], env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert len(result.stdout.splitlines()) == 2 * len(CASES)
+    assert len(result.stdout.splitlines()) == lines
 
 
 def every_configuration() -> Iterator:
@@ -54,10 +65,10 @@ def test_every_configuration_compiles_for_gpus_to_products_of_codes(
 ):
     """With 16 bytes a copy, and all in registers, but for the tiles that are Hopper's: 128 sums a thread."""
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # 3.9 warns where neither is chosen
-    from sd_quant.simulation.product_kernel import CONFIGS
+    from sd_quant.simulation.kernels import PRODUCT_TILES
 
-    assert len(CONFIGS) == 4
-    config = CONFIGS[config]
+    assert len(PRODUCT_TILES) == 4
+    config = PRODUCT_TILES[config]
     ptx, resources = compiled_for(fmt, capability, config, size, tmp_path / "cubin")
     assert re.search(PRODUCT_OF_CODES[fmt, capability], ptx)
     assert re.search(r"cp\.async\.c[ag]\.shared\.global [^;]*, 0x10", ptx)
@@ -69,12 +80,10 @@ def test_every_configuration_compiles_for_gpus_to_products_of_codes(
 def compiled_for(fmt: str, capability: int, config, size: int, file: Path) -> tuple[str, str]:
     """The PTX, and what the assembler says of registers and memory."""
     import triton.language as tl
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
-    from sd_quant.simulation.product_kernel import product_kernel
+    from sd_quant.simulation.kernels import product_kernel
 
-    function, codes = product_kernel.fn, {"int8": "*i8", "fp8": "*fp8e4nv"}[fmt]
+    codes = {"int8": "*i8", "fp8": "*fp8e4nv"}[fmt]
     whole = fmt == "int8"
     pointers = {"codes": codes, "weight": codes, "scale": "*fp32", "bias": "*fp16", "output": "*fp16"}
     sizes = ("rows", "outputs", "channels", "height", "width", "output_height", "output_width")
@@ -83,27 +92,47 @@ def compiled_for(fmt: str, capability: int, config, size: int, file: Path) -> tu
              "STRIDE": 1, "PADDING": size // 2, "DILATION": 1, "KERNEL_HEIGHT": size, "KERNEL_WIDTH": size,
              "SUM": tl.int32 if whole else tl.float32, "ZERO": 0 if whole else 0.0, "HAS_BIAS": True, "GROUP": 8,
              **config.kwargs}  # fmt: skip
-    place = {name: (function.arg_names.index(name),) for name in function.arg_names}
-    source = ASTSource(
-        fn=function,
-        signature=dict.fromkeys(function.arg_names, "i32") | pointers | dict.fromkeys(fixed, "constexpr"),
-        constexprs={place[name]: value for name, value in fixed.items()},
-        attrs={
-            place[name]: [["tt.divisibility", 16]] for name in (*pointers, *sizes) if name not in ones
-        },  # as Triton sees at run time
-    )
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    made = compiled_kernel(product_kernel.fn, capability, config, pointers, fixed, set(sizes) - ones.keys())
     file.write_bytes(made.asm["cubin"])
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     told = subprocess.run([tool, "-res-usage", file], capture_output=True, text=True, check=True).stdout
     return made.asm["ptx"], told
 
 
-def interpret() -> None:
-    from sd_quant.simulation import product_kernel
+def compiled_kernel(function, capability: int, config, pointers: dict, fixed: dict, sizes: set[str]):
+    """The kernel compiled with its pointers and ``sizes`` divisible by 16, as Triton sees at run time."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
 
-    product_kernel.product_kernel.configs = [product_kernel._config(32, 32, 32, 1, 4)]  # nothing is there to choose by
+    place = {name: (function.arg_names.index(name),) for name in function.arg_names}
+    source = ASTSource(
+        fn=function,
+        signature=dict.fromkeys(function.arg_names, "i32") | pointers | dict.fromkeys(fixed, "constexpr"),
+        constexprs={place[name]: value for name, value in fixed.items()},
+        attrs={place[name]: [["tt.divisibility", 16]] for name in (*pointers, *sizes)},
+    )
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("dtype, product", [("fp16", "f16"), ("bf16", "bf16")])
+def test_it_compiles_for_gpus_to_products_of_the_models_own_precision(capability, dtype, product, monkeypatch):
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # 3.9 warns where neither is chosen
+    from sd_quant.simulation.kernels import WEIGHT_TILES, weight_kernel
+
+    config = WEIGHT_TILES[1]
+    pointers = {"x": f"*{dtype}", "codes": "*u8", "scale": "*fp16", "bias": f"*{dtype}", "output": f"*{dtype}"}
+    fixed = {"BLOCK": 32, "HAS_BIAS": True, **config.kwargs}
+    made = compiled_kernel(weight_kernel.fn, capability, config, pointers, fixed, {"rows", "outputs", "inputs"})
+    ptx = made.asm["ptx"]
+    assert f".{product}.{product}" in ptx and ("wgmma.mma_async" if capability >= 90 else "mma.sync") in ptx
+
+
+def interpret_product() -> None:
+    from sd_quant.simulation import kernels
+
+    kernels.product_kernel.configs = [kernels.tile(32, 32, 32, 1, 4)]  # nothing is there to choose by
     random = torch.Generator().manual_seed(0)
     for fmt, largest in ((torch.int8, 127), (torch.float8_e4m3fn, 448)):
         for batch, height, width, channels, outputs, size, stride, padding, dilation, has_bias, dtype in CASES:
@@ -127,5 +156,33 @@ def interpret() -> None:
             torch.library.opcheck(torch.ops.sd_quant.product, given)
 
 
+def interpret_weight_product() -> None:
+    from sd_quant.simulation import kernels
+    from sd_quant.simulation.native import WEIGHT_PRODUCTS, WeightOnly, layer_of
+
+    kernels.weight_kernel.configs = [kernels.tile(16, 32, 64, 1, 4)]  # nothing is there to choose by
+    random = torch.Generator().manual_seed(0)
+    for tokens, inputs, outputs, has_bias, dtype, most in WEIGHT_CASES:
+        linear = nn.Linear(inputs, outputs, bias=has_bias)
+        # scales from the smallest to some thousand, so that every exponent and subnormal numbers occur
+        weight = torch.randn(outputs, inputs, generator=random) * torch.logspace(-7, 3, outputs)[:, None]
+        linear.weight.data = weight
+        row = LayerAssignment("linear", "ff", tuple(weight.shape), "mxfp4", weight_amax=weight.abs().amax().view(1))
+        made = layer_of(linear, row, {}, WEIGHT_PRODUCTS["cuda"]).to(dtype)
+        assert isinstance(made, WeightOnly) and made.product is not None and made.codes.dtype == torch.uint8
+        x = torch.randn(*tokens, inputs, generator=random).to(dtype)
+        found = made(x)
+        expected = x.double() @ made.dequantized().to(dtype).double().T
+        expected = expected if made.bias is None else expected + made.bias.double()
+        assert found.shape == expected.shape and found.dtype == dtype
+        error = ((found.double() - expected).norm() / expected.norm()).item()
+        assert error < most, (dtype, error)
+        print(dtype, error)
+    scale = made.float16_scale
+    given = x.flatten(0, -2), made.codes.view(len(scale), -1), scale, made.bias
+    torch.library.opcheck(torch.ops.sd_quant.weight_product, given)
+
+
 if __name__ == "__main__":
-    interpret()
+    with torch.no_grad():
+        {"product": interpret_product, "weight_product": interpret_weight_product}[sys.argv[1]]()

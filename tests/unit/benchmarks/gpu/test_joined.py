@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.gpu.joined import alike, join_projections, joined
 from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.simulation.joined import alike, join_projections, joined
 from sd_quant.simulation.modelopt import simulate
 from sd_quant.simulation.native import NativeLinear, PerTokenLinear, with_native_layers
 

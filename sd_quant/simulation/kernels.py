@@ -1,0 +1,219 @@
+"""Matrix products of codes on a GPU, each in one Triton kernel with scales, bias and the cast to the model's dtype.
+
+``product`` multiplies INT8 or FP8 codes. torch's INT8 product leaves int32 sums, four bytes a number to write and to
+read again, and torch has no convolution of codes at all. Here a convolution is an implicit GEMM: the left operand is
+gathered while it is multiplied, so nothing is unfolded in memory. A linear is a 1 x 1 convolution.
+
+``weight_product`` multiplies inputs in high precision with a weight of E2M1 codes, which it dequantizes on the way: it
+reads a quarter of fp16's bytes and writes nothing. The three magnitude bits of E2M1, moved to the lowest exponent bits
+and the highest mantissa bit of fp16, are the same number times 2^-14, so a code costs two shifts and a multiplication
+by its scale. The road not taken is to dequantize the whole weight first, as ``native.WeightOnly`` does elsewhere, and
+to multiply with cuBLAS's tuned product. Many rows of inputs favour that, few favour this kernel; no GPU has measured
+where they meet.
+
+Triton comes with every torch for NVIDIA GPUs; its launcher requires a C compiler and Python's headers, once. The road
+not taken is CUTLASS: better tuned, but it needs a build system. On Hopper, Triton waits for every INT8 product before
+it begins the next (FP8's overlap), so FP8 is the format for these GPUs.
+"""
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+import triton.testing
+from torch import Tensor
+
+TOO_MANY = 2**31  # numbers in a tensor: the kernels count in 32 bits
+E2M1_IN_FP16 = tl.constexpr(2.0**14)
+
+
+def tile(rows: int, outputs: int, inputs: int, stages: int, warps: int) -> triton.Config:
+    """A configuration of a kernel: numbers of rows, outputs and inputs that one program multiplies at a time."""
+    blocks = {"BLOCK_ROWS": rows, "BLOCK_OUTPUTS": outputs, "BLOCK_INPUTS": inputs}
+    return triton.Config(blocks, num_stages=stages, num_warps=warps)
+
+
+PRODUCT_TILES = [tile(128, 256, 64, 4, 8), tile(128, 128, 128, 3, 8), tile(128, 128, 64, 4, 4), tile(64, 128, 64, 4, 4)]
+WEIGHT_TILES = [tile(128, 128, 64, 3, 8), tile(64, 128, 64, 4, 4), tile(16, 128, 128, 4, 4)]
+
+
+def tile_time(call, quantiles):
+    """The time of a configuration as Triton measures it, in a fifth of the time: SDXL has some forty shapes."""
+    return triton.testing.do_bench(call, warmup=5, rep=20, quantiles=quantiles)
+
+
+def grid_of(rows: int, outputs: int) -> Callable[[dict], tuple[int]]:
+    """The number of programs for an output of this size, by a configuration's blocks."""
+    return lambda config: (triton.cdiv(rows, config["BLOCK_ROWS"]) * triton.cdiv(outputs, config["BLOCK_OUTPUTS"]),)
+
+
+def check_size(numbers: int) -> None:
+    """Raises ValueError for a tensor of too many ``numbers``."""
+    if numbers >= TOO_MANY:
+        raise ValueError(f"a layer of {numbers} numbers is too large; use a smaller batch")
+
+
+@triton.autotune(PRODUCT_TILES, key=["rows", "outputs", "channels", "KERNEL_HEIGHT"], do_bench=tile_time)
+@triton.jit(do_not_specialize=["zero_point"])
+def product_kernel(
+    codes, weight, scale, bias, output,
+    rows, outputs, channels, height, width, output_height, output_width, zero_point,
+    STRIDE: tl.constexpr, PADDING: tl.constexpr, DILATION: tl.constexpr,
+    KERNEL_HEIGHT: tl.constexpr, KERNEL_WIDTH: tl.constexpr,
+    SUM: tl.constexpr, ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
+):  # fmt: skip
+    """Compute one tile of ``output`` [rows, outputs], a row for each output pixel.
+
+    Padding has the code ``zero_point``, in FP8 the code of 0. Programs are numbered in groups that read the same
+    columns, so that these stay in the L2 cache.
+    """
+    program, columns = tl.program_id(0), tl.cdiv(outputs, BLOCK_OUTPUTS)
+    group = program // (GROUP * columns)
+    in_group = min(tl.cdiv(rows, BLOCK_ROWS) - group * GROUP, GROUP)
+    row_block = group * GROUP + (program % (GROUP * columns)) % in_group
+    column_block = (program % (GROUP * columns)) // in_group
+
+    row = row_block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    column = column_block * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
+    channel = tl.arange(0, BLOCK_INPUTS)
+    image, pixel = row // (output_height * output_width), row % (output_height * output_width)
+    top = pixel // output_width * STRIDE - PADDING
+    left = pixel % output_width * STRIDE - PADDING
+    first = ((image * height + top) * width + left) * channels  # of the window; outside the image it is masked
+    inputs = KERNEL_HEIGHT * KERNEL_WIDTH * channels
+
+    sums = tl.zeros((BLOCK_ROWS, BLOCK_OUTPUTS), dtype=SUM)
+    blocks = tl.cdiv(channels, BLOCK_INPUTS)
+    outside = zero_point.to(tl.int8) if SUM == tl.int32 else ZERO
+    # one loop over taps and channels, so that it is pipelined
+    for step in range(KERNEL_HEIGHT * KERNEL_WIDTH * blocks):
+        tap = step // blocks
+        down, across = tap // KERNEL_WIDTH * DILATION, tap % KERNEL_WIDTH * DILATION
+        here = step % blocks * BLOCK_INPUTS + channel
+        inside = (top + down >= 0) & (top + down < height) & (left + across >= 0) & (left + across < width)
+        place = first + (down * width + across) * channels
+        a = tl.load(
+            codes + place[:, None] + here[None, :],
+            mask=(inside & (row < rows))[:, None] & (here < channels)[None, :], other=outside,
+        )  # fmt: skip
+        b = tl.load(
+            weight + column[None, :] * inputs + (tap * channels + here)[:, None],
+            mask=(column < outputs)[None, :] & (here < channels)[:, None], other=ZERO,
+        )  # fmt: skip
+        sums = tl.dot(a, b, sums, out_dtype=SUM)
+
+    result = sums.to(tl.float32) * tl.load(scale + column, mask=column < outputs, other=0)[None, :]
+    if HAS_BIAS:
+        result += tl.load(bias + column, mask=column < outputs, other=0).to(tl.float32)[None, :]
+    tl.store(
+        output + row[:, None] * outputs + column[None, :], result.to(output.dtype.element_ty),
+        mask=(row < rows)[:, None] & (column < outputs)[None, :],
+    )  # fmt: skip
+
+
+def output_size(size: int, kernel: int, stride: int, padding: int, dilation: int) -> int:
+    """Height or width of a convolution's output."""
+    return (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+
+
+@torch.library.custom_op("sd_quant::product", mutates_args=())
+def product(
+    codes: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None,
+    stride: int, padding: int, dilation: int, zero_point: int, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """The convolution of ``codes`` [B, H, W, C] with ``weight`` [N, KH, KW, C], in ``dtype`` [B, OH, OW, N].
+
+    Both are int8 with exact sums, or both float8_e4m3fn with fp32 sums. ``scale`` fp32 [N] is the scale of the codes
+    times that of the weight; ``bias`` is [N]. int8 codes are padded with ``zero_point``. Raises ValueError for tensors
+    of 2^31 numbers and more.
+    """
+    batch, height, width, channels = codes.shape
+    outputs, kernel_height, kernel_width, _ = weight.shape
+    shape = (
+        batch,
+        output_size(height, kernel_height, stride, padding, dilation),
+        output_size(width, kernel_width, stride, padding, dilation),
+        outputs,
+    )
+    output = torch.empty(shape, dtype=dtype, device=codes.device)
+    check_size(max(codes.numel(), output.numel()))
+    rows, integer = output.numel() // outputs, codes.dtype == torch.int8
+    with torch.cuda.device_of(codes):
+        product_kernel[grid_of(rows, outputs)](
+            codes.contiguous(), weight.contiguous(), scale, bias, output,
+            rows, outputs, channels, height, width, *shape[1:3], zero_point,
+            STRIDE=stride, PADDING=padding, DILATION=dilation, KERNEL_HEIGHT=kernel_height, KERNEL_WIDTH=kernel_width,
+            SUM=tl.int32 if integer else tl.float32, ZERO=0 if integer else 0.0, HAS_BIAS=bias is not None, GROUP=8,
+        )  # fmt: skip
+    return output
+
+
+@product.register_fake
+def product_shape(codes, weight, scale, bias, stride, padding, dilation, zero_point, dtype):
+    sizes = [output_size(codes.shape[axis], weight.shape[axis], stride, padding, dilation) for axis in (1, 2)]
+    return codes.new_empty((codes.shape[0], *sizes, weight.shape[0]), dtype=dtype)
+
+
+@triton.autotune(WEIGHT_TILES, key=["rows", "outputs", "inputs"], do_bench=tile_time)
+@triton.jit
+def weight_kernel(
+    x, codes, scale, bias, output, rows, outputs, inputs,
+    BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
+):  # fmt: skip
+    """Compute one tile of ``output`` [rows, outputs]. BLOCK_INPUTS is a multiple of BLOCK, which divides ``inputs``."""
+    program, row_blocks = tl.program_id(0), tl.cdiv(rows, BLOCK_ROWS)
+    row = program % row_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    column = program // row_blocks * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
+    sums = tl.zeros((BLOCK_ROWS, BLOCK_OUTPUTS), dtype=tl.float32)
+    for first in range(0, inputs, BLOCK_INPUTS):
+        here = first + tl.arange(0, BLOCK_INPUTS)
+        a = tl.load(
+            x + row[:, None] * inputs + here[None, :], mask=(row < rows)[:, None] & (here < inputs)[None, :], other=0.0
+        )
+        byte = first // 2 + tl.arange(0, BLOCK_INPUTS // 2)
+        pairs = tl.load(
+            codes + column[:, None] * (inputs // 2) + byte[None, :],
+            mask=(column < outputs)[:, None] & (byte < inputs // 2)[None, :], other=0,
+        ).to(tl.uint16)  # fmt: skip
+        nibbles = tl.interleave(pairs & 0xF, pairs >> 4)  # the first code is in the low half of its byte
+        numbers = (((nibbles & 7) << 9) | ((nibbles & 8) << 12)).to(tl.float16, bitcast=True).to(tl.float32)
+        block = first // BLOCK + tl.arange(0, BLOCK_INPUTS // BLOCK)
+        factor = tl.load(
+            scale + column[:, None] * (inputs // BLOCK) + block[None, :],
+            mask=(column < outputs)[:, None] & (block < inputs // BLOCK)[None, :], other=0.0,
+        ).to(tl.float32) * E2M1_IN_FP16  # fmt: skip
+        in_blocks = numbers.reshape(BLOCK_OUTPUTS, BLOCK_INPUTS // BLOCK, BLOCK) * factor[:, :, None]
+        b = in_blocks.reshape(BLOCK_OUTPUTS, BLOCK_INPUTS).to(x.dtype.element_ty)
+        sums = tl.dot(a, tl.trans(b), sums, input_precision="ieee")
+    if HAS_BIAS:
+        sums += tl.load(bias + column, mask=column < outputs, other=0).to(tl.float32)[None, :]
+    tl.store(
+        output + row[:, None] * outputs + column[None, :], sums.to(output.dtype.element_ty),
+        mask=(row < rows)[:, None] & (column < outputs)[None, :],
+    )  # fmt: skip
+
+
+@torch.library.custom_op("sd_quant::weight_product", mutates_args=())
+def weight_product(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """The product of ``x`` [M, K] and the weight of packed E2M1 ``codes``, uint8 [N, K / 2]: [M, N] in x's dtype.
+
+    ``scale`` [N, blocks] has one scale for each of as many equal blocks of a row. Dequantized weights are rounded to
+    x's dtype; sums are fp32. Raises ValueError for tensors of 2^31 numbers and more.
+    """
+    (rows, inputs), (outputs, blocks) = x.shape, scale.shape
+    output = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+    check_size(max(x.numel(), output.numel(), outputs * inputs))
+    with torch.cuda.device_of(x):
+        weight_kernel[grid_of(rows, outputs)](
+            x.contiguous(), codes, scale, bias, output, rows, outputs, inputs,
+            BLOCK=inputs // blocks, HAS_BIAS=bias is not None,
+        )  # fmt: skip
+    return output
+
+
+@weight_product.register_fake
+def weight_product_shape(x, codes, scale, bias):
+    return x.new_empty((x.shape[0], scale.shape[0]))
