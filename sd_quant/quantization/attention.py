@@ -7,19 +7,18 @@ equal levels:
 - The largest score of a row is subtracted first, so that exp(score - largest) reaches 1 in every row. It gets unsigned
   codes, whose sum divides the second product (SageAttention, Zhang et al. 2024).
 - The scores are quantized too: a runtime that writes them in fp32 spends more time on that than on the product.
-- The mean of the keys, a large part of their range, is subtracted. It cancels in the softmax (SageAttention again).
-- Every head has its own ranges. They are multiplications in front of the quantizers, which runtimes fuse with the
-  neighbouring ones, because OpenVINO's integer products support no scale per head.
+- The mean of the keys, a large part of their range, is subtracted. It cancels in the softmax (SageAttention).
+- Every head has its own ranges, as multiplications in front of the quantizers, which runtimes fuse with neighbouring
+  ones: OpenVINO's integer products support no scale per head.
 - A cross-attention stays in high precision: the first token of a text is up to 80 times as large as the others, which
   would be left with few codes, and its products are small.
 
-A joint attention (Stable Diffusion 3) multiplies tokens of image and text at once. Each ``Stream`` has its own linears
-and norms; ranges are taken over both. It is quantized in integers too, because a LayerNorm in front of the text's
-linears makes the first token as large as the others. Both streams have equally many samples, so the mean of the keys
-lies half-way between their means, and neither takes most of the range.
+A joint attention (Stable Diffusion 3) multiplies tokens of image and text at once, with linears and norms for each
+``Stream`` and ranges over both. A LayerNorm in front of the text's linears makes its first token as large as the
+others. Both streams have equally many samples, so the mean of the keys lies half-way between theirs.
 
 Measured on two checkpoints with 16 images each: within 0.4 dB of level 3, for headrooms from 1 to 2, and with one scale
-or one per head. Scales per head are meant for networks whose heads differ more.
+or one per head, which is meant for networks whose heads differ more.
 """
 
 from collections.abc import Callable, Mapping
@@ -82,11 +81,31 @@ def assign_attention(
     integers = FORMATS[fmt].equal_levels
     if integers and cross:
         return replace(row, reason="it reads the text, whose first token is far larger than the others")
-    streams = [stream for stream in (IMAGE, TEXT) if f"{name}.{stream.query}" in assignment]
-    sampled = [
-        samples(name, stream, head_width, assignment, weight_of, statistics, not cross, bias_of, gain_of)
-        for stream in streams
-    ]
+
+    def samples(stream: Stream) -> list[Tensor]:
+        """Query, key and value [heads, rows, head_width] as they are multiplied, for sampled inputs of their linears.
+
+        Query and key are divided by the fourth root of the head's width, as in torch's scaled_dot_product_attention.
+        """
+        layers = [assignment[f"{name}.{linear}"] for linear in (stream.query, stream.key, stream.value)]
+        gains = (gain_of(f"{name}.{stream.query_norm}"), gain_of(f"{name}.{stream.key_norm}"), None)
+        rows = [statistics[layer.name].rows.values.float() for layer in layers]
+        if not cross:  # the three linears read one tensor
+            rows = [torch.cat(rows)] * 3
+        found = []
+        factors = (head_width**-0.25, head_width**-0.25, 1.0)
+        for layer, inputs, gain, factor in zip(layers, rows, gains, factors, strict=True):
+            bias = bias_of(layer.name)
+            output = F.linear(inputs, weight_of(layer.name).float(), None if bias is None else bias.float())
+            if layer.output_scale is not None:
+                output = output * layer.output_scale
+            heads = output.unflatten(1, (-1, head_width))
+            if gain is not None:
+                heads = F.rms_norm(heads, (head_width,), gain.float(), NORM_EPSILON)
+            found.append(heads.transpose(0, 1) * factor)
+        return found
+
+    sampled = [samples(stream) for stream in (IMAGE, TEXT) if f"{name}.{stream.query}" in assignment]
     query, key, value = (torch.cat(heads, dim=1) for heads in zip(*sampled, strict=True))
     if not integers:
         ranges = tuple(FLOAT_HEADROOM * heads.abs().amax().view(1) for heads in (query, key, value))
@@ -96,41 +115,6 @@ def assign_attention(
     scores = query @ key.transpose(1, 2)
     ranges = tuple(INTEGER_HEADROOM * heads.abs().amax((1, 2)) for heads in (query, key, value, scores))
     return replace(row, activation_format=fmt, attention_amax=ranges, key_mean=mean[:, 0].half().float())
-
-
-def samples(
-    name: str,
-    stream: Stream,
-    head_width: int,
-    assignment: Mapping[str, LayerAssignment],
-    weight_of: Callable[[str], Tensor],
-    statistics: Mapping[str, LayerStatistics],
-    shared_rows: bool,
-    bias_of: Callable[[str], Tensor | None],
-    gain_of: Callable[[str], Tensor | None],
-) -> list[Tensor]:
-    """Query, key and value [heads, rows, head_width] as they are multiplied, for the sampled inputs of their linears.
-
-    Query and key are each divided by the fourth root of the head's width, as in torch's scaled_dot_product_attention.
-    ``shared_rows``: the three linears read one tensor, so each is evaluated on the samples of all three.
-    """
-    layers = [assignment[f"{name}.{linear}"] for linear in (stream.query, stream.key, stream.value)]
-    gains = (gain_of(f"{name}.{stream.query_norm}"), gain_of(f"{name}.{stream.key_norm}"), None)
-    rows = [statistics[layer.name].rows.values.float() for layer in layers]
-    if shared_rows:
-        rows = [torch.cat(rows)] * 3
-    found = []
-    factors = (head_width**-0.25, head_width**-0.25, 1.0)
-    for layer, inputs, gain, factor in zip(layers, rows, gains, factors, strict=True):
-        bias = bias_of(layer.name)
-        output = F.linear(inputs, weight_of(layer.name).float(), None if bias is None else bias.float())
-        if layer.output_scale is not None:
-            output = output * layer.output_scale
-        heads = output.unflatten(1, (-1, head_width))
-        if gain is not None:
-            heads = F.rms_norm(heads, (head_width,), gain.float(), NORM_EPSILON)
-        found.append(heads.transpose(0, 1) * factor)
-    return found
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ the recipe, or searched among ``ALPHAS`` for the smallest accumulated errors of 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,8 +22,6 @@ from sd_quant.quantization.statistics import LayerStatistics
 
 ALPHAS = tuple(index / 10 for index in range(11))  # tried by alpha=auto
 SEARCHED_OUTPUTS, SEARCHED_ROWS = 256, 64  # outputs and sampled inputs of a layer that the search evaluates
-
-Vector = Callable[[Tensor, Tensor, float], Tensor]  # ``smoothing.pre_quant_scale`` or ``range_keeping_scale``
 
 
 def assign_linears(
@@ -45,16 +43,16 @@ def assign_linears(
     weights = {layer.name: weight_of(layer.name) for layer in layers}
     weight_amax = input_amax([weights[layer.name] for layer in quantized])
     vector = pre_quant_scale if shared.modulation is None else range_keeping_scale
-    readers = (layers, weights, weight_amax, statistics[quantized[0].name], vector)
+    readers = Readers(layers, weights, weight_amax, statistics[quantized[0].name], vector)
     if recipe.alpha == "auto":
-        assigned = assign_readers(*readers, search_alpha(*readers, recipe), recipe)
-        fixed = assign_readers(*readers, FIXED_ALPHA, recipe)
+        assigned = readers.assigned(readers.best_alpha(recipe), recipe)
+        fixed = readers.assigned(FIXED_ALPHA, recipe)
         assigned = [
             replace(layer, fixed_alpha_error=at_fixed.accumulated_error)
             for layer, at_fixed in zip(assigned, fixed, strict=True)
         ]
     else:
-        assigned = assign_readers(*readers, None if recipe.alpha is None else float(recipe.alpha), recipe)
+        assigned = readers.assigned(None if recipe.alpha is None else float(recipe.alpha), recipe)
     unfolded = {layer.name: layer for layer in assigned if layer.format}
     if shared.producer is None or recipe.alpha is None:
         return unfolded
@@ -64,65 +62,58 @@ def assign_linears(
     return {layer.name: replace(layer, folded_into=shared.producer) for layer in assigned} | {producer.name: producer}
 
 
-def assign_readers(
-    layers: Sequence[LayerAssignment],
-    weights: Mapping[str, Tensor],
-    weight_amax: Tensor,
-    statistics: LayerStatistics,
-    vector: Vector,
-    alpha: float | None,
-    recipe: Recipe,
-    max_outputs: int | None = None,
-) -> list[LayerAssignment]:
-    """The readers with one smoothing vector; readers in high precision get only the vector.
+@dataclass(frozen=True)
+class Readers:
+    """The linears that read one tensor, without their ranges."""
 
-    ``weight_amax`` fp32 [in_features] is the range of each column over the weights of the quantized readers.
-    ``max_outputs`` reduces every layer to that many outputs, evenly spaced, and the rank of its low-rank branch in
-    proportion. With the whole rank the search moved too much into the weights: w4a4 lost 0.7 dB on the shipped
-    checkpoint.
-    """
-    channel_amax, sample = statistics.amax.amax(dim=0), statistics.rows.values
-    scale = None if alpha is None else vector(channel_amax, weight_amax, alpha)
-    smoothed = (sample.float(), channel_amax) if scale is None else (sample.float() * scale, channel_amax * scale)
-    chosen = InputRange(observed_range(smoothed[0], smoothed[1].max().item(), layers[0].role, recipe))
-    assigned = []
-    for layer in layers:
-        weight, layer = weights[layer.name], replace(layer, pre_quant_scale=scale, alpha=alpha)
-        if layer.reason is None:
-            rank, outputs = rank_of(recipe.rank, weight.shape), len(weight)
-            if max_outputs is not None:
-                weight = weight[:: -(-outputs // max_outputs)]
-            if rank:
-                branch = low_rank(rewritten(weight, layer), max(1, round(rank * len(weight) / outputs)))
-                layer = replace(layer, low_rank=branch)
-            layer = with_output_errors(with_ranges(layer, weight, chosen, recipe), weight, statistics)
-        assigned.append(layer)
-    return assigned
+    layers: Sequence[LayerAssignment]
+    weights: Mapping[str, Tensor]  # by layer
+    weight_amax: Tensor  # fp32 [in_features], the range of each column over the weights of the quantized layers
+    statistics: LayerStatistics  # of the tensor
+    vector: Callable[[Tensor, Tensor, float], Tensor]  # ``pre_quant_scale`` or ``range_keeping_scale``
 
+    def assigned(self, alpha: float | None, recipe: Recipe, max_outputs: int | None = None) -> list[LayerAssignment]:
+        """The rows with one smoothing vector; layers in high precision get only the vector.
 
-def search_alpha(
-    layers: Sequence[LayerAssignment],
-    weights: Mapping[str, Tensor],
-    weight_amax: Tensor,
-    statistics: LayerStatistics,
-    vector: Vector,
-    recipe: Recipe,
-) -> float:
-    """The alpha of ``ALPHAS`` with the smallest sum of the readers' squared accumulated errors.
+        ``max_outputs`` reduces every layer to that many outputs, evenly spaced, and the rank of its low-rank branch in
+        proportion. With the whole rank the search moved too much into the weights: w4a4 lost 0.7 dB on the shipped
+        checkpoint.
+        """
+        channel_amax, sample = self.statistics.amax.amax(dim=0), self.statistics.rows.values
+        scale = None if alpha is None else self.vector(channel_amax, self.weight_amax, alpha)
+        smoothed = (sample.float(), channel_amax) if scale is None else (sample.float() * scale, channel_amax * scale)
+        chosen = InputRange(observed_range(smoothed[0], smoothed[1].max().item(), self.layers[0].role, recipe))
+        assigned = []
+        for layer in self.layers:
+            weight, layer = self.weights[layer.name], replace(layer, pre_quant_scale=scale, alpha=alpha)
+            if layer.reason is None:
+                rank, outputs = rank_of(recipe.rank, weight.shape), len(weight)
+                if max_outputs is not None:
+                    weight = weight[:: -(-outputs // max_outputs)]
+                if rank:
+                    branch = low_rank(rewritten(weight, layer), max(1, round(rank * len(weight) / outputs)))
+                    layer = replace(layer, low_rank=branch)
+                layer = with_output_errors(with_ranges(layer, weight, chosen, recipe), weight, self.statistics)
+            assigned.append(layer)
+        return assigned
 
-    Each alpha is evaluated on ``SEARCHED_OUTPUTS`` outputs of each reader, evenly spaced, and the first
-    ``SEARCHED_ROWS`` sampled inputs, with its own low-rank branch and without clipping. Whole layers, or an observer
-    for each alpha, would cost more than everything else in a recipe.
-    """
-    rows = replace(statistics.rows, values=statistics.rows.values[:SEARCHED_ROWS])
-    statistics, recipe = replace(statistics, rows=rows), replace(recipe, observer="min_max")
+    def best_alpha(self, recipe: Recipe) -> float:
+        """The alpha of ``ALPHAS`` with the smallest sum of the layers' squared accumulated errors.
 
-    def cost(alpha: float) -> float:
-        tried = assign_readers(layers, weights, weight_amax, statistics, vector, alpha, recipe, SEARCHED_OUTPUTS)
-        return sum((layer.accumulated_error or 0) ** 2 for layer in tried)
+        Each is evaluated on ``SEARCHED_OUTPUTS`` outputs of each layer, evenly spaced, and the first ``SEARCHED_ROWS``
+        sampled inputs, with its own low-rank branch and without clipping. Whole layers, or an observer for each alpha,
+        would cost more than everything else in a recipe.
+        """
+        rows = replace(self.statistics.rows, values=self.statistics.rows.values[:SEARCHED_ROWS])
+        searched = replace(self, statistics=replace(self.statistics, rows=rows))
+        unclipped = replace(recipe, observer="min_max")
 
-    # without a sample the cost is always 0, and FIXED_ALPHA is taken
-    return min(ALPHAS, key=lambda alpha: (cost(alpha), abs(alpha - FIXED_ALPHA)))
+        def cost(alpha: float) -> float:
+            tried = searched.assigned(alpha, unclipped, SEARCHED_OUTPUTS)
+            return sum((layer.accumulated_error or 0) ** 2 for layer in tried)
+
+        # without a sample the cost is always 0, and FIXED_ALPHA is taken
+        return min(ALPHAS, key=lambda alpha: (cost(alpha), abs(alpha - FIXED_ALPHA)))
 
 
 def absorb_scale(

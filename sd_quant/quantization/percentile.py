@@ -37,8 +37,12 @@ COLLECT_METHODS = {  # torch's reductions over the prompts of a step, and over t
 }
 
 
-def first_steps(amax: Tensor, percentile: float) -> Tensor:
-    """The selected columns of ``amax`` [prompts, steps]. Raises ValueError unless 1 to all of them are selected."""
+def corrected_amax(amax: Tensor, percentile: float, collect_method: str, batch_size: int) -> float:
+    """The range to quantize with, reduced over the prompts and then over the steps.
+
+    ``amax``: fp32 [prompts, steps], steps in the order of denoising. ``batch_size`` is ignored: ranges are per prompt,
+    however calibration was batched. Raises ValueError when ``percentile`` selects no step.
+    """
     n_steps = amax.shape[1]
     selected = int(n_steps * percentile)
     if not 1 <= selected <= n_steps:
@@ -46,17 +50,8 @@ def first_steps(amax: Tensor, percentile: float) -> Tensor:
             f"percentile {percentile} selects {selected} of {n_steps} steps, expected at least one and no more than "
             f"there are; choose a percentile from {1 / n_steps:g} to 1"
         )
-    return amax[:, :selected]
-
-
-def corrected_amax(amax: Tensor, percentile: float, collect_method: str, batch_size: int) -> float:
-    """The range to quantize with, reduced over the prompts and then over the steps.
-
-    ``amax``: fp32 [prompts, steps], steps in the order of denoising. ``batch_size`` is ignored: ranges are per prompt,
-    however calibration was batched. Raises ValueError when ``percentile`` selects no step.
-    """
     over_prompts, over_steps = COLLECT_METHODS[collect_method]
-    per_step = getattr(first_steps(amax, percentile), over_prompts)(dim=0)
+    per_step = getattr(amax[:, :selected], over_prompts)(dim=0)
     return getattr(per_step, over_steps)(dim=0).item()
 
 

@@ -52,16 +52,6 @@ def with_weight_range(layer: LayerAssignment, weight: Tensor) -> LayerAssignment
     return replace(layer, weight_amax=amax if layer.weight_axis == 0 else amax.amax(0, keepdim=True))
 
 
-def with_observed_weight_range(layer: LayerAssignment, weight: Tensor, recipe: Recipe) -> LayerAssignment:
-    """``layer``, whose weight has one range, with the range that the recipe's ``weight_observer`` chooses."""
-    numbers = rotated(rewritten(weight.flatten(1), layer), layer.rotation).flatten()
-    sample = numbers[:: -(-len(numbers) // MOST_NUMBERS)]
-    amax = OBSERVERS[recipe.weight_observer](
-        sample, numbers.abs().max().item(), fmt=FORMATS[layer.format], percent=recipe.observer_percentile
-    )
-    return replace(layer, weight_amax=torch.tensor([amax]))
-
-
 def with_ranges(layer: LayerAssignment, weight: Tensor, chosen: InputRange, recipe: Recipe) -> LayerAssignment:
     """``layer`` with the recipe's formats for its role, the range of its weight, and ``chosen`` for its input.
 
@@ -85,8 +75,12 @@ def with_ranges(layer: LayerAssignment, weight: Tensor, chosen: InputRange, reci
         reason=None,
     )
     layer = with_weight_range(layer, weight)
-    if recipe.weight_observer != "min_max":
-        layer = with_observed_weight_range(layer, weight, recipe)
+    if recipe.weight_observer != "min_max":  # the weight has one range
+        numbers = rotated(rewritten(weight.flatten(1), layer), layer.rotation).flatten()
+        sample, amax = numbers[:: -(-len(numbers) // MOST_NUMBERS)], numbers.abs().max().item()
+        observer = OBSERVERS[recipe.weight_observer]
+        amax = observer(sample, amax, fmt=FORMATS[layer.format], percent=recipe.observer_percentile)
+        layer = replace(layer, weight_amax=torch.tensor([amax]))
     try:
         layer.weight_scale, layer.activation_scale  # noqa: B018
         for chunk, part in row_chunks(weight[:1], layer_of_rows(layer, slice(1))):
