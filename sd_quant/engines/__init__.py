@@ -121,6 +121,14 @@ def check_installed(name: str) -> None:
         raise ResourceError(f"{missing}, or choose another infer= or export_trt=")
 
 
+def not_importable(name: str, error: ImportError) -> ResourceError:
+    """The error that a module of the runtime ``name`` cannot be imported."""
+    extra = RUNTIMES[name].extra
+    return ResourceError(
+        f"the runtime {name} cannot be imported here ({error}); install it with: pip install 'sd-quant[{extra}]'"
+    )
+
+
 def load_engine(name: str, path: Path, **options: object) -> Engine:
     """The engine of the file at ``path``, .onnx or, for TensorRT, .plan; ``options`` are those of its ``load``.
 
@@ -134,10 +142,7 @@ def load_engine(name: str, path: Path, **options: object) -> Engine:
     try:
         load = pkgutil.resolve_name(loaders[name])
     except ImportError as error:
-        extra = RUNTIMES[name].extra
-        raise ResourceError(
-            f"the engine {name} cannot be imported here ({error}); install it with: pip install 'sd-quant[{extra}]'"
-        ) from error
+        raise not_importable(name, error) from error
     return load(path, **options)
 
 

@@ -25,7 +25,7 @@ from sd_quant.cache import link
 from sd_quant.errors import ArtifactError
 from sd_quant.export.nodes import constant, initializer, insert, only_reader, read_instead, static_copy
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.attention import head_factors
+from sd_quant.quantization.attention import float_scales, head_factors
 from sd_quant.quantization.formats import FORMATS
 
 ROW_SUM = ".attention_row_sum"  # suffix of a node's name that only attention in integers has
@@ -45,8 +45,7 @@ def quantize_attention(graph: ir.Graph, weight: ir.Value, layer: LayerAssignment
     if fmt.equal_levels:
         return quantize_by_rows(graph, scores, softmax, mixed, layer)
     products = ((scores, 0, "query"), (scores, 1, "key"), (mixed, 1, "value"), (mixed, 0, "softmax"))
-    for (node, index, what), amax in zip(products, (*layer.attention_amax, torch.ones(1)), strict=True):
-        scale = fmt.scales(torch.empty(0), amax)[0].item()
+    for (node, index, what), scale in zip(products, float_scales(layer), strict=True):
         fake_quantized = static_copy(graph, node, node.inputs[index], f"{layer.name}.{what}", fmt, scale)
         node.replace_input_with(index, fake_quantized)
 

@@ -6,20 +6,18 @@
 
 Rotated inputs (``quantization.rotation``) pass a Reshape, a MatMul with the matrix and a Reshape before QuantizeLinear.
 Inputs that are scaled per token are divided by each token's largest magnitude, so that one static scale serves them all
-and every runtime has integer kernels for the product, which is then multiplied by that magnitude. QuantizeLinear with a
-scale per token would avoid the division, but OpenVINO supports no scales that the graph computes.
+and every runtime has integer kernels for the product. QuantizeLinear with a scale per token would avoid the division,
+but OpenVINO supports no scales that the graph computes.
 
     x ─┬─────────────── Div ─ QuantizeLinear ─ DequantizeLinear ─ MatMul ─ Mul ─ (Add) ─ y
        └ Abs ─ ReduceMax ┴─────────────────────────────────────────────────┘
 
-The input of a convolution may be shifted (``quantization.convolutions``). It is then padded after QuantizeLinear, with
-the code of zero, so that the response to the shift is the same everywhere: a bias.
+The input of a convolution may be shifted (``quantization.convolutions``). It is padded after QuantizeLinear, with the
+code of zero, so that the response to the shift is the same everywhere: a bias. Other standard operations cost more
+(benchmarks/shift.py): a Pad before QuantizeLinear is one of fp16, and adding a map after the convolution depends on the
+image's size; TensorRT does not support a zero point in QuantizeLinear.
 
     x ─ Sub(shift) ─ QuantizeLinear ─ Pad ─ DequantizeLinear ─ Conv without padding, with another bias
-
-Other standard operations for this cost more (benchmarks/shift.py): a zero point in QuantizeLinear is free in OpenVINO,
-but TensorRT does not support it; a Pad before QuantizeLinear is one of fp16; adding a map after the convolution depends
-on the image's size, or needs another convolution.
 
 A layer is the node that multiplies with its weight, so nothing is decided here. The road not taken is to trace a
 network with quantizers in it, which would need a trace for every recipe.

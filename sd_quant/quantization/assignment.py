@@ -54,10 +54,7 @@ class LayerAssignment:
     fixed_alpha_error: float | None = None  # accumulated_error with FIXED_ALPHA, where alpha was searched
 
     def weight_scales(self, weight: Tensor) -> tuple[Tensor, ...]:
-        """The scales of a rewritten and rotated weight [out, in...] as the format stores them.
-
-        They are [out, 1...], [1, 1...] or one per block of consecutive inputs of one output.
-        """
+        """The scales of a rewritten and rotated weight [out, in...]: [out, 1...], [1, 1...] or one per block."""
         return FORMATS[self.format].scales(weight, per_channel(self.weight_amax, weight))
 
     def codes_and_scales(self, weight: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:

@@ -2,20 +2,16 @@
 
 A floating-point format (FP8) quantizes query, key, value and softmax, each with one scale. Integers cannot represent a
 softmax: with a scale that holds a probability of 1, all of 4096 equal probabilities round to zero. So for formats with
-equal levels:
+equal levels (docs/formats.md#attention has the reasons):
 
-- The largest score of a row is subtracted first, so that exp(score - largest) reaches 1 in every row. It gets unsigned
-  codes, whose sum divides the second product (SageAttention, Zhang et al. 2024).
-- The scores are quantized too: a runtime that writes them in fp32 spends more time on that than on the product.
-- The mean of the keys, a large part of their range, is subtracted. It cancels in the softmax (SageAttention).
-- Every head has its own ranges, as multiplications in front of the quantizers, which runtimes fuse with neighbouring
-  ones: OpenVINO's integer products support no scale per head.
-- A cross-attention stays in high precision: the first token of a text is up to 80 times as large as the others, which
-  would be left with few codes, and its products are small.
+- exp(score - largest score of the row) gets unsigned codes, whose sum divides the second product, and the mean of the
+  keys is subtracted, which cancels in the softmax (SageAttention, Zhang et al. 2024);
+- the scores are quantized too, and every head has its own ranges, as multiplications in front of the quantizers;
+- a cross-attention stays in high precision.
 
 A joint attention (Stable Diffusion 3) multiplies tokens of image and text at once, with linears and norms for each
-``Stream`` and ranges over both. A LayerNorm in front of the text's linears makes its first token as large as the
-others. Both streams have equally many samples, so the mean of the keys lies half-way between theirs.
+``Stream`` and ranges over both. Both streams have equally many samples, so the mean of the keys lies half-way between
+theirs.
 
 Measured on two checkpoints with 16 images each: within 0.4 dB of level 3, for headrooms from 1 to 2, and with one scale
 or one per head, which is meant for networks whose heads differ more.
@@ -115,6 +111,16 @@ def assign_attention(
     scores = query @ key.transpose(1, 2)
     ranges = tuple(INTEGER_HEADROOM * heads.abs().amax((1, 2)) for heads in (query, key, value, scores))
     return replace(row, activation_format=fmt, attention_amax=ranges, key_mean=mean[:, 0].half().float())
+
+
+def float_scales(layer: LayerAssignment) -> list[float]:
+    """The scales of query, key, value and softmax of a row in a floating-point format.
+
+    A softmax lies in 0..1, so its range is 1 without calibration. (ModelOpt gives it the scale 1, which rounds numbers
+    below 2^-10 to zero in E4M3: half of all numbers from about 1000 tokens on.)
+    """
+    ranges = (*layer.attention_amax, torch.ones(1))
+    return [FORMATS[layer.activation_format].scales(torch.empty(0), amax)[0].item() for amax in ranges]
 
 
 @dataclass(frozen=True)

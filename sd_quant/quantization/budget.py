@@ -1,10 +1,9 @@
 """Bits under a budget: the formats of layers with which the network errs least within a given number of bytes.
 
 The squared errors of the network's output, each measured with one layer quantized, are assumed to add up, as in
-``simulation.sensitivity``. Then the choice is a knapsack in which every layer takes one of several formats (the
-multiple-choice knapsack problem; Kellerer et al. 2004, chapter 11). HiGHS solves it exactly for a few hundred layers in
-well under a second. The road not taken is a price per byte (Lagrangian relaxation), which is nearly as good and leaves
-up to a layer's bytes unused.
+``simulation.sensitivity``. Then every layer takes one of several formats in a multiple-choice knapsack problem
+(Kellerer et al. 2004, chapter 11), which HiGHS solves exactly for a few hundred layers in well under a second. The road
+not taken is a price per byte (Lagrangian relaxation): nearly as good, but it leaves up to a layer's bytes unused.
 
 Linears that read one tensor are smoothed together, so they take one format together.
 """

@@ -1,10 +1,8 @@
 """The rows of convolutions. They are not smoothed; their inputs are shifted where that improves the output.
 
-Most of these inputs come from SiLU, which is never below -0.28. Symmetric codes give as many levels to negative as to
-positive numbers, so half of them are never used. A shifted input is quantized, with symmetric codes, minus a constant,
-and the convolution's response to that constant is added to its bias. This is asymmetric quantization (Jacob et al.
-2018, equation 1) with the zero point taken out of the arithmetic, so it runs wherever symmetric codes do. The inputs of
-linears are about as large on both sides and gain nothing.
+Most of these inputs come from SiLU, which is never below -0.28, so symmetric codes would leave nearly half unused. A
+shifted input is quantized, with symmetric codes, minus a constant, and the convolution's response to that constant is
+added to its bias: asymmetric quantization (Jacob et al. 2018, equation 1) that runs wherever symmetric codes do.
 """
 
 from dataclasses import replace
@@ -28,11 +26,10 @@ TRIED_SCALES = 8  # of each output channel, neighbours in fp16
 def assign_convolution(
     layer: LayerAssignment, weight: Tensor, bias: Tensor | None, statistics: LayerStatistics, recipe: Recipe
 ) -> LayerAssignment:
-    """The row of a convolution.
+    """The row of a convolution. The observer may choose a smaller range than the percentile calibrator.
 
-    The percentile calibrator determines the range of its input, and the observer may choose a smaller one. The input is
-    shifted if the recipe allows it and the output's error on the sampled inputs falls to ``SHIFT_PAYS`` of the error
-    without the shift; the rounding of the bias to fp16 counts as error.
+    The input is shifted if the recipe allows it and the output's error on the sampled inputs, including the rounding of
+    the bias to fp16, falls to ``SHIFT_PAYS`` of the error without the shift.
     """
     calibrator = PERCENTILE_CALIBRATORS[recipe.percentile_calibrator]
     amax = calibrator(statistics.amax, recipe.percentile, recipe.collect_method, recipe.batch_size)

@@ -1,15 +1,13 @@
 """The error of a layer's output when the layer is quantized, in one denoising step and over all of them.
 
-An input is rounded differently in every step, so its errors add up like noise. A weight is rounded once: its error is
-the same in every step and adds up in full. The error of the sum of all steps' outputs, relative to sqrt(steps) times
-the norm of one output, is therefore
+An input is rounded differently in every step, so its errors add up like noise. A weight is rounded once, so its error
+adds up in full. The error of the sum of all steps' outputs, relative to sqrt(steps) times the norm of one, is therefore
 
     sqrt(|error from the input|^2 + steps * |error from the weight|^2) / |output|
 
-The road not taken is the error of a single output: the alpha that minimizes it moves too much of the input's outliers
-into the weights (measured on images of two checkpoints). This holds even for the text's key and value, whose input is
-the same in every step: with its error counted in full, alpha=auto lost 0.2 and 0.5 dB. The reason is that an error of
-the weight is the same not only in all steps but also for all tokens.
+The road not taken is the error of a single output, whose best alpha moves too much of the input's outliers into the
+weights (measured on images of two checkpoints). This holds even for the text's key and value, whose input is the same
+in every step: with its error counted in full, alpha=auto lost 0.2 and 0.5 dB.
 """
 
 import math

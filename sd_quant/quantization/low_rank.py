@@ -1,6 +1,4 @@
-"""SVDQuant's low-rank branch: a weight's largest singular directions stay in fp16, the rest is quantized.
-
-Li et al. 2024, "SVDQuant":
+"""SVDQuant's low-rank branch (Li et al. 2024): a weight's largest singular directions stay in fp16.
 
     W = up @ down + residual        y = Q(x) Q(residual)^T + (x down^T) up^T
 
@@ -11,9 +9,8 @@ A branch can be refitted to the error E that rounding the residual has left. The
 X, has the norm of E L with L L^T = X^T X. So the branch is that of E L, times the inverse of L (Zhang et al. 2024,
 "LQER", whose L is diagonal).
 
-The singular vectors come from torch's randomized method (Halko et al. 2009). On a 10240x1280 weight at rank 32 it takes
-a hundredth of the time of a full decomposition, and with four power iterations its residual is within 1 % of the
-smallest possible (tested).
+torch's randomized method (Halko et al. 2009) takes a hundredth of the time of a full decomposition for a 10240x1280
+weight at rank 32. With four power iterations its residual is within 1 % of the smallest possible (tested).
 """
 
 import torch

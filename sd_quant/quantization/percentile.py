@@ -1,23 +1,20 @@
 """One activation range from many UNet calls: the percentile calibrator of NVIDIA ModelOpt's diffusion example.
 
-Calibration gives a range for every prompt and denoising step. The calibrator reduces them over the prompts of a step,
+Calibration gives a range for every prompt and denoising step. ``corrected`` reduces them over the prompts of a step,
 and then over the first ``int(n_steps * percentile)`` steps, the noisiest, with the two reductions of
 ``COLLECT_METHODS``.
 
-``corrected`` computes exactly that. ``modelopt`` reproduces ``PercentileCalibrator`` of NVIDIA/Model-Optimizer's
-``examples/diffusers/quantization/calib/plugin_calib.py`` (0.23 to 0.47) for comparison with old results, including two
-of its defects:
+``modelopt`` reproduces ``PercentileCalibrator`` of NVIDIA/Model-Optimizer's
+``examples/diffusers/quantization/calib/plugin_calib.py`` (0.23 to 0.47), including two of its defects:
 
 - It reduces over UNet calls, not over prompts, so min and mean depend on the batch size and on which prompts share a
   call.
 - Its ``min-mean`` divides the sum over calls by n_steps: 32 calls on 20 steps give 1.6 times the mean.
 
 NeMo 2.0 to 2.4 has no collect_method and computes what ``modelopt`` does for ``min-mean``. Two more defects are not
-reproduced: for samplers with two calls per step, the original counts calls for the wrong steps; and it sums in the
-dtype of the activations, which overflows in fp16.
-
-``default`` is ModelOpt's name for the plain maximum. ModelOpt's command line then uses another calibrator, so
-``modelopt`` looks at all steps, whatever the percentile.
+reproduced: the original counts calls for the wrong steps with samplers that call twice per step, and sums in the dtype
+of the activations, which overflows in fp16. With ``default``, the plain maximum, ModelOpt's command line uses another
+calibrator, so ``modelopt`` then looks at all steps.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Magnitudes of a layer's inputs at each denoising step, and how much of them a recipe's range keeps.
 
 A range is one number for all steps, but inputs at one step may be several times those at another. Percentile
-quantization (NVIDIA's article on diffusion models), which considers only the first steps, relies on that. The road not
-taken is to copy every range of the statistics into a run's folder: they are in the cache already.
+quantization (NVIDIA's article on diffusion models), which considers only the first steps, relies on that.
 """
 
 from __future__ import annotations

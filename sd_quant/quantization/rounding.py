@@ -1,19 +1,17 @@
 """The codes and scales of a weight in blocks: a search for the best scales, and GPTQ.
 
 **Scales.** The scale that just holds a block's largest number is best for that number. A smaller one clips it and has
-finer steps for all others; between 3, 4 and 6 NVFP4's steps are so coarse that some blocks err less when their largest
-number becomes 4 (four over six, Cook et al. 2025). Every block takes the candidate of ``tried_scales`` with the
-smallest squared error.
+finer steps for all others; NVFP4's steps between 3, 4 and 6 are so coarse that some blocks err less when their largest
+number becomes 4 (four over six, Cook et al. 2025). Every block takes the best of the format's ``tried_scales``.
 
 **GPTQ** (Frantar et al. 2022) rounds one input after the other and compensates the error of the output in the inputs
 that follow. With the inverse of the Hessian H = X^T X of the layer's inputs, and U its upper Cholesky factor, rounding
 w_j to q_j changes w_k by -(w_j - q_j) U_jk / U_jj for all k > j. Compensation stays within ``COLUMNS`` inputs, which
 bounds time and memory: the Hessian of a whole convolution in SDXL would be 11520 x 11520.
 
-X are the rows that calibration samples, fewer than the inputs, so H has no inverse and is damped: by ``DAMPING`` times
-the mean of its diagonal, far more than the 0.01 that is used with a whole calibration set. The road not taken is to sum
-the Hessian over all rows during calibration: it gained another 0.5 dB at W4A16 on the shipped checkpoint, but takes
-1.2 GB at full size in blocks of 256 inputs.
+X are the sampled rows, fewer than the inputs, so H is damped far more than with a whole calibration set (0.01). The
+road not taken is to sum the Hessian over all rows during calibration: it gained another 0.5 dB at W4A16 on the shipped
+checkpoint, but takes 1.2 GB at full size in blocks of 256 inputs.
 """
 
 from collections.abc import Callable
@@ -32,7 +30,7 @@ from sd_quant.quantization.rotation import rotated
 from sd_quant.quantization.statistics import LayerStatistics
 
 COLUMNS = 2048
-DAMPING = 1.0
+DAMPING = 1.0  # of the Hessian's mean diagonal
 FEWEST_ROWS = 16
 
 ScalesOf = Callable[[Tensor], tuple[Tensor, ...]]  # columns [out, n] -> scales per block, and a global one if any

@@ -3,15 +3,14 @@
     s = a^alpha / w^(1 - alpha)      x / s  and  W * s  give the same product
 
 Here ``a`` is the largest magnitude of each input channel, ``w`` that of each column of the weight. As in ModelOpt,
-``pre_quant_scale = 1 / s`` is computed and stored, which multiplies the input, and clamped as in its
-``model_calib.smoothquant``. A channel that is never active gets 1; ModelOpt's mask usually misses such a channel, which
-keeps the clamp's limit.
+``pre_quant_scale = 1 / s`` is stored, which multiplies the input, and clamped as in ``model_calib.smoothquant``. A
+channel that is never active gets 1, where ModelOpt's mask usually keeps the clamp's limit.
 
 The multiplication costs nothing when the module that produces the input absorbs the factors: a norm in its gain and
 bias, a linear in the rows of its weight. Where the input is ``norm * (1 + scale) + shift``, the linear that makes scale
-and shift absorbs them: with p for ``pre_quant_scale``, scale' = p * scale + (p - 1) and shift' = p * shift give p times
-the input. All linears that read the input then share one vector, and ``w`` is taken over all their weights. ModelOpt
-multiplies before every layer instead, each with its own vector. ``SMOOTHINGS`` has both.
+and shift absorbs them: with p for ``pre_quant_scale``, scale' = p * scale + (p - 1) and shift' = p * shift. All readers
+of the input then share one vector, and ``w`` is taken over all their weights. ModelOpt multiplies before every layer
+instead, each with its own vector. ``SMOOTHINGS`` has both.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Calibration statistics of every layer's inputs. An assignment is derived from them and from the weights.
 
-Statistics do not depend on a recipe. They hold ranges for each denoising step, per channel for a linear and per prompt
-for a convolution, which suffices for every quant_level, alpha, percentile and collect_method, and a small sample of
-real inputs to measure errors on. A row of the sample is what one output element multiplies: a token for a linear, a
-padded patch for a convolution.
-
-Every row has a random priority, and those of lowest priority are kept. Statistics of disjoint prompts therefore merge
-exactly, wherever and in whatever order they were collected.
+They hold ranges for each denoising step, per channel for a linear and per prompt for a convolution, which suffices for
+every recipe, and a small sample of real inputs to measure errors on. A row of the sample is what one output element
+multiplies: a token for a linear, a padded patch for a convolution. Rows have random priorities, and those of lowest
+priority are kept, so statistics of disjoint prompts merge exactly, in any order.
 """
 
 from collections.abc import Mapping, Sequence

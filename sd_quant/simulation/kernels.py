@@ -1,15 +1,14 @@
 """Matrix products of codes on a GPU, each in one Triton kernel with scales, bias and the cast to the model's dtype.
 
-``product`` multiplies INT8 or FP8 codes. torch's INT8 product leaves int32 sums, four bytes a number to write and to
-read again, and torch has no convolution of codes at all. Here a convolution is an implicit GEMM: the left operand is
-gathered while it is multiplied, so nothing is unfolded in memory. A linear is a 1 x 1 convolution.
+``product`` multiplies INT8 or FP8 codes. torch's INT8 product leaves int32 sums to write and read again, and torch has
+no convolution of codes. Here a convolution is an implicit GEMM: the left operand is gathered while it is multiplied, so
+nothing is unfolded in memory. A linear is a 1 x 1 convolution.
 
-``weight_product`` multiplies inputs in high precision with a weight of E2M1 codes, which it dequantizes on the way: it
-reads a quarter of fp16's bytes and writes nothing. The three magnitude bits of E2M1, moved to the lowest exponent bits
-and the highest mantissa bit of fp16, are the same number times 2^-14, so a code costs two shifts and a multiplication
-by its scale. The road not taken is to dequantize the whole weight first, as ``native.WeightOnly`` does elsewhere, and
-to multiply with cuBLAS's tuned product. Many rows of inputs favour that, few favour this kernel; no GPU has measured
-where they meet.
+``weight_product`` multiplies inputs in high precision with a weight of E2M1 codes, which it dequantizes on the way. The
+three magnitude bits of E2M1, moved to the lowest exponent bits and the highest mantissa bit of fp16, are the same
+number times 2^-14, so a code costs two shifts and a multiplication by its scale. The road not taken is to dequantize
+the whole weight first, as ``native.WeightOnly`` does elsewhere: better for many rows of inputs, worse for few; no GPU
+has measured where they meet.
 
 Triton comes with every torch for NVIDIA GPUs; its launcher requires a C compiler and Python's headers, once. The road
 not taken is CUTLASS: better tuned, but it needs a build system. On Hopper, Triton waits for every INT8 product before

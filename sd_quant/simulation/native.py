@@ -32,8 +32,16 @@ def own_factors(layer: LayerAssignment, weight: Tensor) -> Tensor | None:
     return layer.pre_quant_scale.half().to(weight) if layer.multiplies else None
 
 
+def geometry_of(conv: nn.Conv2d) -> tuple[Any, ...]:
+    """The last arguments of ``F.conv2d``."""
+    return conv.stride, conv.padding, conv.dilation, conv.groups
+
+
 class NativeLayer(nn.Module):
-    """Codes and scales of a weight, and the ``product`` that multiplies the codes with those of the input."""
+    """Codes and scales of a weight, and the ``product`` that multiplies the codes with those of the input.
+
+    Here and below, a constructor's ``weight``, fp32 [N, C, ...], is smoothed and not yet rounded.
+    """
 
     codes: Tensor  # [N, K]; K of a convolution runs over height, width and channels
     weight_scale: Tensor  # fp32, [N] or [1]
@@ -44,7 +52,6 @@ class NativeLayer(nn.Module):
     matrix: Tensor | None  # fp32, rotates groups of a linear's inputs
 
     def __init__(self, weight: Tensor, bias, layer: LayerAssignment, product: "Product"):
-        """``weight`` fp32 [N, C, ...] is smoothed and not yet rounded."""
         super().__init__()
         codes, (weight_scale,) = layer.codes_and_scales(weight)
         self.format, self.bias, self.product = layer.format, bias, product
@@ -119,41 +126,31 @@ class RoundedConv(nn.Module):
     input_scale: Tensor  # fp32, a scalar
 
     def __init__(self, conv, weight: Tensor, layer: LayerAssignment):
-        """``weight`` fp32 [N, C, KH, KW] is smoothed and not yet rounded."""
         super().__init__()
-        fmt = FORMATS[layer.format]
-        scales = layer.weight_scales(weight)
+        fmt, scales = FORMATS[layer.format], layer.weight_scales(weight)
         self.format, self.bias, self.shift = layer.activation_format, conv.bias, layer.shift
         rounded = fmt.dequantize(fmt.quantize(weight, *scales), *scales).to(conv.weight)
         self.weight = nn.Parameter(rounded, requires_grad=False)
-        self.stride, self.padding, self.dilation, self.groups = conv.stride, conv.padding, conv.dilation, conv.groups
+        self.geometry = geometry_of(conv)
         self.register_buffer("input_scale", torch.tensor(layer.activation_scale, device=weight.device))
 
     def forward(self, x: Tensor) -> Tensor:
         fmt = FORMATS[self.format]
         codes = fmt.quantize(x.float() - self.shift if self.shift else x, self.input_scale)
         fake_quantized = (fmt.dequantize(codes, self.input_scale) + self.shift).to(x)
-        return F.conv2d(fake_quantized, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+        return F.conv2d(fake_quantized, self.weight, self.bias, *self.geometry)
 
 
 class WeightOnly(nn.Module):
     """A linear or convolution of high-precision inputs, whose weight is stored as codes and dequantized in every call.
 
-    A linear may have a ``product`` that dequantizes while it multiplies. Without one the codes are unpacked and scaled
-    first, by one kernel if compiled.
+    A linear may have a ``product`` that dequantizes while it multiplies.
     """
 
     codes: Tensor  # one row, 4-bit codes two to a byte
     pre_quant_scale: Tensor | None  # see ``own_factors``
 
-    def __init__(
-        self,
-        module: nn.Linear | nn.Conv2d,
-        weight: Tensor,
-        layer: LayerAssignment,
-        product: "WeightProduct | None" = None,
-    ):
-        """``weight`` fp32 [N, C, ...] is smoothed and not yet rounded."""
+    def __init__(self, module, weight: Tensor, layer: LayerAssignment, product: "WeightProduct | None" = None):
         super().__init__()
         rows, fmt = weight.flatten(1), FORMATS[layer.format]
         codes, scales = layer.codes_and_scales(rows)
@@ -162,9 +159,7 @@ class WeightOnly(nn.Module):
         for scale, kind, dtype in zip(scales, fmt.onnx_scale_types, fmt.scale_dtypes, strict=True):
             self.register_buffer(f"{kind.lower()}_scale", scale.to(dtype))
         self.register_buffer("pre_quant_scale", own_factors(layer, weight))
-        self.geometry, self.product = None, product
-        if isinstance(module, nn.Conv2d):
-            self.geometry = (module.stride, module.padding, module.dilation, module.groups)
+        self.geometry, self.product = geometry_of(module) if isinstance(module, nn.Conv2d) else None, product
 
     def dequantized(self) -> Tensor:
         """The weight from its codes, fp32."""
@@ -180,7 +175,7 @@ class WeightOnly(nn.Module):
         weight = self.dequantized().to(x)
         if self.geometry is None:
             return F.linear(smoothed, weight, self.bias)
-        return F.conv2d(smoothed, weight, self.bias, *self.geometry)  # type: ignore[arg-type]
+        return F.conv2d(smoothed, weight, self.bias, *self.geometry)
 
 
 Product = Callable[[Tensor, Any, torch.dtype], Tensor]  # codes of an input, a layer, the dtype of the output
@@ -299,7 +294,7 @@ def layer_of(
     weight, fmt = module.get_parameter("weight").detach().float(), FORMATS[layer.format]
     if layer.activation_format is None:
         multiplies = (weight_products or {}).get((fmt.onnx_type, *fmt.onnx_scale_types))
-        return WeightOnly(module, weight, layer, multiplies)  # type: ignore[arg-type]
+        return WeightOnly(module, weight, layer, multiplies)
     product = products[fmt.onnx_type]
     if isinstance(module, nn.Conv2d):
         square = all(len(set(sizes)) == 1 for sizes in (module.stride, module.dilation, module.padding))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
-from sd_quant.quantization.attention import EXPONENTIAL_LEVELS, IMAGE, TEXT, Stream, head_factors
+from sd_quant.quantization.attention import EXPONENTIAL_LEVELS, IMAGE, TEXT, Stream, float_scales, head_factors
 from sd_quant.quantization.formats import FORMATS, Format
 
 
@@ -38,10 +38,8 @@ class QuantizedAttention(nn.Module):
         kind = IntegerProducts if FORMATS[layer.activation_format].equal_levels else FloatProducts
         self.products = kind(layer)
 
-    def forward(self, attention, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, **_) -> Tensor:
-        text = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-        projections = attention.to_q(hidden_states), attention.to_k(text), attention.to_v(text)
-        heads = (attention.head_to_batch_dim(projection, out_dim=4) for projection in projections)
+    def forward(self, attention, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, **_):
+        heads = heads_of(attention, IMAGE, hidden_states, encoder_hidden_states)
         return attention.to_out[1](attention.to_out[0](self.mixed(*heads)))
 
     def mixed(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -53,27 +51,31 @@ class QuantizedAttention(nn.Module):
 class QuantizedJointAttention(QuantizedAttention):
     """The computation of diffusers' JointAttnProcessor2_0: tokens of image, then of text, attend to each other.
 
-    Without text it is a self-attention, whose queries and keys may have norms too. The last block does not use the
-    text's output, which has no projection there.
+    Without text it is a self-attention. The last block does not use the text's output, which has no projection there.
     """
 
     def forward(self, attention, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, **_):
-        output = lambda image: attention.to_out[1](attention.to_out[0](image))  # noqa: E731
-        image = heads_of(attention, IMAGE, hidden_states)
         if encoder_hidden_states is None:
-            return output(self.mixed(*image))
-        text = heads_of(attention, TEXT, encoder_hidden_states)
-        mixed = self.mixed(*(torch.cat(both, dim=2) for both in zip(image, text, strict=True)))
-        tokens = hidden_states.shape[1]
-        of_text = mixed[:, tokens:]
-        return output(mixed[:, :tokens]), of_text if attention.context_pre_only else attention.to_add_out(of_text)
+            return super().forward(attention, hidden_states)
+        streams = heads_of(attention, IMAGE, hidden_states), heads_of(attention, TEXT, encoder_hidden_states)
+        mixed = self.mixed(*(torch.cat(both, dim=2) for both in zip(*streams, strict=True)))
+        image, text = mixed.tensor_split([hidden_states.shape[1]], dim=1)
+        image = attention.to_out[1](attention.to_out[0](image))
+        return image, text if attention.context_pre_only else attention.to_add_out(text)
 
 
-def heads_of(attention, stream: Stream, tokens: Tensor) -> list[Tensor]:
-    """Query, key and value [B, heads, tokens, head_width] of one stream, from diffusers' Attention."""
-    found = []
-    for linear, norm in ((stream.query, stream.query_norm), (stream.key, stream.key_norm), (stream.value, None)):
-        heads = attention.head_to_batch_dim(getattr(attention, linear)(tokens), out_dim=4)
+def heads_of(attention, stream: Stream, tokens: Tensor, context: Tensor | None = None) -> list[Tensor]:
+    """Query, key and value [B, heads, tokens, head_width] of one stream, from diffusers' Attention.
+
+    Key and value are those of ``context``, by default of ``tokens``.
+    """
+    found, context = [], tokens if context is None else context
+    for linear, norm, read in (
+        (stream.query, stream.query_norm, tokens),
+        (stream.key, stream.key_norm, context),
+        (stream.value, None, context),
+    ):
+        heads = attention.head_to_batch_dim(getattr(attention, linear)(read), out_dim=4)
         normed = None if norm is None else getattr(attention, norm)
         found.append(heads if normed is None else normed(heads))
     return found
@@ -86,17 +88,11 @@ def fake_quantized(fmt: Format, x: Tensor, number: float) -> Tensor:
 
 
 class FloatProducts(nn.Module):
-    """QK^T and softmax times V in a floating-point format, for query, key and value [B, heads, tokens, head_width].
-
-    A softmax lies in 0..1, so its range is 1 without calibration. (ModelOpt gives it the scale 1, which rounds numbers
-    below 2^-10 to zero in E4M3: half of all numbers from about 1000 tokens on.)
-    """
+    """QK^T and softmax times V in a floating-point format, for query, key and value [B, heads, tokens, head_width]."""
 
     def __init__(self, layer: LayerAssignment):
         super().__init__()
-        self.fmt = FORMATS[layer.activation_format]
-        ranges = (*layer.attention_amax, torch.ones(1))
-        self.scales = [self.fmt.scales(torch.empty(0), amax)[0].item() for amax in ranges]
+        self.fmt, self.scales = FORMATS[layer.activation_format], float_scales(layer)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         rounded = partial(fake_quantized, self.fmt)

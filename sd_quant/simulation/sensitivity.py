@@ -1,11 +1,11 @@
 """The sensitivity of layers to quantization, and which of them to keep in fp16 under a budget.
 
 A layer's sensitivity is the relative error of the whole network's output when only that layer is quantized, on network
-inputs sampled during calibration. With guidance it is the error after guidance: an error common to both halves counts
-once, an error in their difference is multiplied by the guidance scale. Squared errors of single layers are assumed to
-add up, which holds while they are small and independent; then the best n layers to keep are the n most sensitive ones.
-A curve measured with several layers kept at once shows how well that holds. The road not taken is an integer program
-over pairs of layers, which requires the square of this many passes.
+inputs sampled during calibration, after guidance: an error common to both halves counts once, an error in their
+difference is multiplied by the guidance scale. Squared errors of single layers are assumed to add up, which holds while
+they are small and independent; then the best n layers to keep are the n most sensitive ones. A curve measured with
+several layers kept at once shows how well that holds. The road not taken is an integer program over pairs of layers,
+which requires the square of this many passes.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -6,7 +6,7 @@ from collections import deque
 from functools import cache
 from types import ModuleType
 
-from sd_quant.engines import PLAN_BUILDERS, RUNTIMES
+from sd_quant.engines import PLAN_BUILDERS, RUNTIMES, not_importable
 from sd_quant.engines.gpu import current_gpu
 from sd_quant.errors import ConfigError, ResourceError
 from sd_quant.text import one_line
@@ -24,10 +24,7 @@ def runtime_module(library: str) -> ModuleType:
     try:
         return importlib.import_module(RUNTIMES[library].package)
     except ImportError as error:
-        extra = RUNTIMES[library].extra
-        raise ResourceError(
-            f"the runtime {library} is not usable here ({error}); install it: pip install 'sd-quant[{extra}]'"
-        ) from error
+        raise not_importable(library, error) from error
 
 
 @cache
