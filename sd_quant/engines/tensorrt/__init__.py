@@ -1,5 +1,5 @@
-"""TensorRT: ``profile`` chooses the shapes of a plan, ``build`` builds it, ``plan`` reads its header and the record of
-its build, ``run`` checks, loads and calls it, and ``library`` imports TensorRT.
+"""TensorRT: ``build`` builds a plan, ``plan`` reads its header and the record of its build, ``run`` checks, loads and
+calls it, and ``library`` imports TensorRT.
 
 One implementation serves two Python modules with the same API: ``tensorrt`` builds on and for the GPU of this machine;
 ``tensorrt_rtx`` (TensorRT for RTX) also builds ahead of time for named targets on a machine without a GPU. Networks are
