@@ -29,7 +29,7 @@ from sd_quant.files.archive import whole_file
 from sd_quant.files.safetensors import read_header
 from sd_quant.files.tensors import StoredTensor
 from sd_quant.models.parts import Contract, axes
-from sd_quant.quantization.statistics import CALLS, ROWS, Statistics, kind_of, merge, width_of
+from sd_quant.quantization.statistics import CALLS, ROWS, Statistics, layer_kind, merge, width_of
 
 LOG = logging.getLogger(__name__)
 PLAUSIBLE_SIZES = range(64, 4097, 64)  # heights and widths of an image, in pixels
@@ -165,7 +165,7 @@ def read_entry(
     stored = {name: (tensor.dtype, tensor.shape) for name, tensor in entry.tensors.items()}
     if entry.segment.start > 0 and not any(name.startswith("call|") for name in stored):
         calls = {}
-    there = {name: layer for name, layer in optional.items() if f"{kind_of(layer)}|{name}|amax" in stored}
+    there = {name: layer for name, layer in optional.items() if f"{layer_kind(layer)}|{name}|amax" in stored}
     expected = expected_tensors({**layers, **there}, calls, entry.segment.stop, steps, stored)
     if wrong := [name for name in expected | stored if stored.get(name) != expected.get(name)]:
         count, first = len({name.rpartition("|")[0] for name in wrong}), wrong[0]
@@ -199,7 +199,7 @@ def expected_tensors(
 
     expected: DtypesAndShapes = {}
     for name, layer in layers.items():
-        kind, width = kind_of(layer), width_of(layer)
+        kind, width = layer_kind(layer), width_of(layer)
         sample = f"{kind}|{name}"
         count = rows(sample, ROWS)
         expected[f"{sample}|amax"] = torch.float32, (prompts, steps) if kind == "conv" else (steps, width)

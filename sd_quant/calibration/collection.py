@@ -33,7 +33,7 @@ from sd_quant.models import VAE_ENCODER
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, samples_per_image
 from sd_quant.models.parts import axes, text_readers
 from sd_quant.progress import progress
-from sd_quant.quantization.statistics import CALLS, ROWS, Statistics, kind_of, merge
+from sd_quant.quantization.statistics import CALLS, ROWS, Statistics, layer_kind, merge
 from sd_quant.source import source_digest
 
 LOG = logging.getLogger(__name__)
@@ -187,7 +187,7 @@ def collect_segment(
     pipeline = pipeline_of(checkpoint, {part: model.torch_engine(part) for part in used})
     layers = {name: model.denoiser.get_submodule(name) for name in names}
     batched = [name for name, shape in denoiser_part(checkpoint).contract.inputs.items() if shape[0] == "batch"]
-    linears = [name for name, layer in layers.items() if kind_of(layer) == "linear"]
+    linears = [name for name, layer in layers.items() if layer_kind(layer) == "linear"]
     text = text_readers(checkpoint.family.shared_inputs(linears))
     whole = [number for number in segment if sampling.size_of(number) == sampling.size_of(0)]
     wanted = draw(names, segment, sampling.steps_taken, sampling.seed, text, whole)

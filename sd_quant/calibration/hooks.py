@@ -25,7 +25,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sd_quant.errors import SdQuantError
-from sd_quant.quantization.statistics import CALLS, ROWS, LayerStatistics, Sample, Statistics, kind_of, lowest, width_of
+from sd_quant.quantization.statistics import (
+    CALLS,
+    ROWS,
+    LayerStatistics,
+    Sample,
+    Statistics,
+    layer_kind,
+    lowest,
+    width_of,
+)
 
 FIRST_OF_ALL = -1.0  # a priority below all that are drawn
 ROWS_PER_CALL = 8  # candidates drawn for each prompt and step, so that a few prompts fill the sample
@@ -103,7 +112,7 @@ def collect(
     a batch axis, by default all.
     Raises SdQuantError naming layer, prompt and step when an input is not finite.
     """
-    kinds = {name: kind_of(layer) for name, layer in layers.items()}
+    kinds = {name: layer_kind(layer) for name, layer in layers.items()}
     rows = {}  # filled as far as there are priorities; on the layer's device, so that nothing waits for a copy
     for name, layer in layers.items():
         device = layer.get_parameter("weight").device

@@ -55,7 +55,7 @@ from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
 from sd_quant.progress import progress
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import FORMATS, e2m1, nvfp4
-from sd_quant.quantization.formats.blocks import spread
+from sd_quant.quantization.formats.blocks import per_number
 from sd_quant.simulation.modelopt import simulate
 
 FACTS = ForeignFormat(
@@ -308,7 +308,7 @@ def nvfp4_weight(stored: LayerTensors, shape: Shape, scale: str, double: str, dt
         packed = codes.read()
         numbers = torch.stack([e2m1.decode(packed & 15), e2m1.decode(packed >> 4)], dim=-1).view(shape)
         factor = stored.finite(scale).float() * stored.finite(double).float().reshape(())
-        return (numbers * spread(factor, shape[-1])).to(dtype)
+        return (numbers * per_number(factor, shape[-1])).to(dtype)
 
     return LazyTensor(shape, dtype, read)
 

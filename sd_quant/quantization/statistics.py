@@ -58,7 +58,7 @@ class Statistics:
         return f"Statistics({', '.join(f'{count} {name}' for name, count in counts.items() if count is not None)})"
 
 
-def kind_of(module: nn.Module) -> str:
+def layer_kind(module: nn.Module) -> str:
     """The ``kind`` of a layer in ``LayerStatistics``: "conv" or "linear"."""
     return "conv" if isinstance(module, nn.Conv2d) else "linear"
 
@@ -95,6 +95,6 @@ def bytes_bound(layers: Mapping[str, nn.Module], prompts: int, steps: int) -> in
     total = 0
     for layer in layers.values():
         width = width_of(layer)
-        amax = prompts * steps if kind_of(layer) == "conv" else steps * width
+        amax = prompts * steps if layer_kind(layer) == "conv" else steps * width
         total += 4 * amax + ROWS * (2 * width + 8)
     return total

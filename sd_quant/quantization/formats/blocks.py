@@ -20,7 +20,7 @@ def blocks(x: Tensor, size: int) -> Tensor:
     return x.float().unflatten(-1, (-1, size))
 
 
-def spread(scale: Tensor, numbers: int) -> Tensor:
+def per_number(scale: Tensor, numbers: int) -> Tensor:
     """The scale of each of ``numbers`` along the last axis, from one per block: [..., blocks] -> [..., numbers]."""
     return scale.repeat_interleave(numbers // scale.shape[-1], dim=-1)
 

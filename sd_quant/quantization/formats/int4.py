@@ -7,7 +7,7 @@ TensorRT's INT4 does not have.
 from torch import Tensor
 
 from sd_quant.quantization.formats import FORMATS, int8
-from sd_quant.quantization.formats.blocks import blocks, spread
+from sd_quant.quantization.formats.blocks import blocks, per_number
 
 BLOCK = FORMATS["int4"].block
 QMAX = 7.0
@@ -25,11 +25,11 @@ def tried_scales(x: Tensor, amax: Tensor) -> tuple[tuple[Tensor], ...]:
 
 
 def quantize(x: Tensor, scale: Tensor) -> Tensor:
-    return int8.quantize(x, spread(scale, x.shape[-1]), QMAX)
+    return int8.quantize(x, per_number(scale, x.shape[-1]), QMAX)
 
 
 def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
-    return int8.dequantize(codes, spread(scale, codes.shape[-1]))
+    return int8.dequantize(codes, per_number(scale, codes.shape[-1]))
 
 
 def onnx_scale(apply, amax, global_scale: float):

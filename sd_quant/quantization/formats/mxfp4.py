@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sd_quant.quantization.formats import FORMATS, e2m1
-from sd_quant.quantization.formats.blocks import blocks, spread
+from sd_quant.quantization.formats.blocks import blocks, per_number
 
 BLOCK = FORMATS["mxfp4"].block
 SMALLEST_EXPONENT, LARGEST_EXPONENT = -24, 15  # of fp16; E8M0 has -127 and 127
@@ -44,11 +44,11 @@ def tried_scales(x: Tensor, amax: Tensor) -> tuple[tuple[Tensor], ...]:
 
 
 def quantize(x: Tensor, scale: Tensor) -> Tensor:
-    return e2m1.encode(x.float() / spread(scale, x.shape[-1]))
+    return e2m1.encode(x.float() / per_number(scale, x.shape[-1]))
 
 
 def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
-    return e2m1.decode(codes) * spread(scale, codes.shape[-1])
+    return e2m1.decode(codes) * per_number(scale, codes.shape[-1])
 
 
 def onnx_scale(apply, amax, global_scale: float):

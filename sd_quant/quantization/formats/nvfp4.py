@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sd_quant.quantization.formats import FORMATS, e2m1, fp8
-from sd_quant.quantization.formats.blocks import blocks, spread
+from sd_quant.quantization.formats.blocks import blocks, per_number
 
 BLOCK = FORMATS["nvfp4"].block
 SMALLEST_E4M3 = 2.0**-9
@@ -44,7 +44,7 @@ def tried_scales(x: Tensor, amax: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
 
 def scale_per_number(scale: Tensor, global_scale: Tensor, numbers: int) -> Tensor:
     """The product of both scales for each of ``numbers`` along the last axis, rounded to fp16 as in the graph."""
-    return spread((scale * global_scale).half().float(), numbers)
+    return per_number((scale * global_scale).half().float(), numbers)
 
 
 def quantize(x: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
