@@ -1,20 +1,17 @@
 """OpenVINO on the CPU: the runtime without a GPU. It runs the same Q/DQ graphs as TensorRT, with int8 kernels.
 
 Layers that are not quantized compute in fp32 (INFERENCE_PRECISION_HINT) unless bf16 is asked for. By default OpenVINO
-would use bf16 or fp16 on processors that have them: the same file would give other images and other speed-ups on the
-next machine, and "full precision" would silently mean bf16.
+would use bf16 or fp16 on processors that have them, and the same file would give other images on the next machine.
 
 A model is compiled for the shapes of each call. Compiled for dynamic shapes, OpenVINO does not fuse element-wise nodes:
 a pass of the shipped checkpoint's UNet takes 1.1 to 1.5 times as long (benchmarks/shapes.py), of the full SDXL's 1.05
-times. Dynamic shapes are used in two cases where fused kernels round differently. With FP8, OpenVINO 2026.4 deviates
-from torch by 0.040 of the UNet's output, with dynamic shapes by 0.012, as ONNX Runtime does. With dequantized codes
-(below), an attention of known shapes rounds in its own kernel, on processors with only AVX2 wrongly, by 0.04 of the
-shipped UNet's output.
+times. Dynamic shapes are used where fused kernels of OpenVINO 2026.4 round differently: with FP8 (0.040 of the UNet's
+output away from torch, with dynamic shapes 0.012, as ONNX Runtime), and with dequantized codes (below), where with AVX2
+alone an attention of known shapes is wrong by 0.04 of the shipped UNet's output.
 
 Without VNNI, int8 kernels add two products of 8-bit codes in 16 bits, and the sum saturates: a layer's output is off by
-up to 0.16 of its norm. Where a test product shows that, codes are dequantized and multiplied in fp32. Images are right,
-nothing is gained in speed, and the record's ``executed`` says so. The road not taken is weights of seven bits (NNCF's
-``overflow_fix``): each processor would need its own file.
+up to 0.16 of its norm. Where a test product shows that, codes are dequantized and multiplied in fp32, at no gain in
+speed. The road not taken is weights of seven bits (NNCF's ``overflow_fix``): each processor would need its own file.
 """
 
 import logging

@@ -152,8 +152,7 @@ def drop_squeezes(model: ir.Model) -> None:
 def transpose_keys(model: ir.Model) -> None:
     """Replace Reshape, Transpose and Reshape by the equivalent Transpose of the last two of four axes.
 
-    torch exports attention's keys this way, with each shape computed in several nodes. ``fold`` joins the Transpose
-    with the one of heads and tokens in front of it.
+    torch exports attention's keys this way. ``fold`` joins the result with the Transpose of heads and tokens before it.
     """
     for node in list(model.graph):
         if node.op_type != "Transpose" or node.attributes["perm"].as_ints() != (0, 2, 1):

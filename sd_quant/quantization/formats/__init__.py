@@ -1,8 +1,8 @@
 """Number formats: how real numbers are stored in few bits.
 
-A format is one row of ``FORMATS`` and one module of pure functions beside this file. The facts in a row need no torch,
-so an impossible recipe is refused at once; the functions are imported when they are first called. Recipe, simulation,
-export, engines and parity read these facts and name no format. docs/extending.md says how to add one.
+A format is one row of ``FORMATS``, which imports no torch, so that an impossible recipe is refused at once, and one
+module of pure functions beside this file. Other rooms read these facts and name no format. docs/extending.md says how
+to add one.
 
 | format | codes                 | scales                                              | published in                  |
 |--------|-----------------------|-----------------------------------------------------|-------------------------------|
@@ -12,9 +12,9 @@ export, engines and parity read these facts and name no format. docs/extending.m
 | mxfp4  | E2M1, two to a byte   | a power of two, one per 32 numbers                  | OCP Microscaling (MX) 1.0     |
 | nvfp4  | E2M1, two to a byte   | E4M3, one per 16 numbers, and one fp32 for them all | TensorRT's documentation      |
 
-A range, or amax, is the largest magnitude of a tensor or of a part of it. A format without blocks has static scales:
-the range of a weight comes from the weight, the range of an activation from calibration. A format with blocks measures
-the range of every block of numbers along the last axis, for an activation while the network runs.
+A range, or amax, is the largest magnitude of a tensor or of a part of it. A format without blocks has static scales,
+from the weight itself or from calibration. A format with blocks measures the range of every block of numbers along the
+last axis, for an activation while the network runs.
 """
 
 from __future__ import annotations
