@@ -23,8 +23,7 @@ class Replayed:
 
     def __call__(self, **inputs: Tensor) -> dict[str, Tensor]:
         given = cast_inputs(self.inputs, inputs, self.device)
-        shapes = {name: tensor.shape for name, tensor in given.items()}
-        if self.recorded is None or shapes != {name: tensor.shape for name, tensor in self.recorded[1].items()}:
+        if self.recorded is None or tensor_shapes(given) != tensor_shapes(self.recorded[1]):
             self.recorded = None  # frees the old graph's memory before the new one takes some
             self.recorded = record(self.engine, given)
         graph, static, outputs = self.recorded
@@ -40,6 +39,10 @@ class Replayed:
         torch.cuda.synchronize(self.device)
         self.recorded = None
         self.engine.close()
+
+
+def tensor_shapes(tensors: dict[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
 def record(engine: Engine, given: dict[str, Tensor]) -> tuple:

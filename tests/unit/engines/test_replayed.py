@@ -36,7 +36,7 @@ def recorded(monkeypatch):
                 for name, tensor in engine(**static).items():
                     outputs[name].copy_(tensor)
 
-        made.append(replayed.shapes_of(static))
+        made.append(replayed.tensor_shapes(static))
         return Graph(), static, outputs
 
     monkeypatch.setattr(replayed, "record", record)
