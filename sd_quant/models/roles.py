@@ -4,6 +4,7 @@ quant_level selects layers by role, see ``sd_quant.quantization.recipe``. The ru
 except for the names that a family excludes.
 """
 
+import re
 from collections.abc import Collection, Iterable, Sequence
 
 from torch import nn
@@ -12,6 +13,7 @@ from sd_quant.models.parts import SharedInput
 
 QKV = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
 FEED_FORWARD = ("ff", "ff_context")
+FIRST_OF_FEED_FORWARD = re.compile(r"(.*)\.ff(_context|)\.net\.0\.proj")
 MODULATIONS = ("norm1.linear", "norm1_context.linear", "norm.linear")  # ends of the names of a block's own
 # Chunks (shift, scale) in the outputs of diffusers' modulations: AdaLayerNormZero, AdaLayerNormZeroSingle and
 # SD35AdaLayerNormZeroX begin with the attention's, AdaLayerNormContinuous is a scale, then a shift.
@@ -83,9 +85,7 @@ def inputs_of_transformer(linears: Iterable[str]) -> list[SharedInput]:
         parent = block.rpartition(".")[0]
         second = block.endswith("attn2")
         cross = second and f"{parent}.attn.to_q" not in known  # SD3.5's second attention reads the image again
-        if name.endswith(MODULATIONS):
-            add([name])
-        elif layer == "to_q" and cross:
+        if name.endswith(MODULATIONS) or (layer == "to_q" and cross):
             add([name])
         elif layer == "to_q":  # in Flux's single blocks the feed-forward reads the same tensor
             readers = [name, f"{block}.to_k", f"{block}.to_v", f"{parent}.proj_mlp"]
@@ -98,12 +98,8 @@ def inputs_of_transformer(linears: Iterable[str]) -> list[SharedInput]:
             readers = [name, f"{block}.add_k_proj", f"{block}.add_v_proj"]
             chunks = OF_ATTENTION if parent in with_text else CONTINUOUS
             add(readers, f"{parent}.norm1_context.linear", modulation=chunks)
-        elif name.endswith(".ff.net.0.proj"):
-            producer = f"{name.removesuffix('.ff.net.0.proj')}.norm1.linear"
-            add([name], producer, modulation=OF_FEED_FORWARD)
-        elif name.endswith(".ff_context.net.0.proj"):
-            producer = f"{name.removesuffix('.ff_context.net.0.proj')}.norm1_context.linear"
-            add([name], producer, modulation=OF_FEED_FORWARD)
+        elif first := FIRST_OF_FEED_FORWARD.fullmatch(name):
+            add([name], f"{first[1]}.norm1{first[2]}.linear", modulation=OF_FEED_FORWARD)
         elif name.endswith(".to_out.0"):
             attention = name.removesuffix(".to_out.0")
             joint = f"{attention}.add_v_proj" in known

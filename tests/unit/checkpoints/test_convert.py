@@ -250,23 +250,6 @@ def test_configs_with_less_in_them(changed, theirs_as_nemo, tmp_path):
     assert "KeyError: 'addition_time_embed_dim'" in refusal(less)
 
 
-@pytest.mark.parametrize(
-    "file, content",
-    [
-        ("model_index.json", b"[" * 100_000),
-        ("unet/config.json", None),
-        ("scheduler/scheduler_config.json", b"\xff"),
-        (UNET, None),
-        ("text_encoder_2/model.safetensors", bytes(100)),
-    ],
-)
-def test_files_that_are_missing_or_garbage(folder, file, content):
-    (folder / file).unlink()
-    if content is not None:
-        (folder / file).write_bytes(content)
-    assert Path(file).name in refusal(folder)
-
-
 def test_an_index_points_to_files_of_its_folder_that_share_no_tensor(folder):
     index = folder / f"{UNET}.index.json"
     (folder / UNET).rename(folder / "vae/stolen.safetensors")

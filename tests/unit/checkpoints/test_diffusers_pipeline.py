@@ -234,7 +234,10 @@ WHOLE_FOLDER = "expected the whole folder of a pipeline"
     [
         *((file, None, f"holds no {Path(file).name}; {WHOLE_FOLDER}") for file in (TRANSFORMER, VAE, TEXT, SCHEDULER)),
         *((name, None, f"/{name} is missing; {WHOLE_FOLDER}") for name in ("transformer", "scheduler", "tokenizer")),
-        *((TRANSFORMER, text, "transformer: config.json ") for text in ("{", "[]", "\x00", '"' + "x" * 2**20)),
+        *(
+            (TRANSFORMER, text, "transformer: config.json ")
+            for text in ("{", "[]", "\x00", "[" * 10**5, '"' + "x" * 2**20)
+        ),
         (VAE, '{"latent_channels": 4, "latent_channels": 4}', "a name stands twice in an object"),
         (WEIGHTS, "\x02" + "\x00" * 7 + "{}and more", "is not a whole safetensors file"),
         (WEIGHTS, Path("/etc/passwd"), "no safetensors file"),

@@ -123,7 +123,7 @@ def test_y_is_nemos(width):
 
 
 @pytest.mark.parametrize("given", [SDXL], indirect=True)
-def test_pictures_are_nemos(given):
+def test_images_are_nemos(given):
     pipeline = pipeline_of(given.model.checkpoint, given.model.torch_engines())
     ours = pipeline(PROMPTS, SAMPLING, decode=False).latents
     noise, size = pipeline.noise(range(len(PROMPTS)), SAMPLING), (SAMPLING.height, SAMPLING.width)

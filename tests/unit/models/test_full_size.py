@@ -124,7 +124,7 @@ BY_ARCHITECTURE = {
     "sd15": of_unet(16, 22 * 2 + 3 + 3 + 16 * 2, 0, (22 + 2) + (1 + 1 + 2 + 12)),  # proj_in, proj_out are convolutions
     "sd21": of_unet(16, 22 * 2 + 3 + 3, 16 * 2, (22 + 2) + (1 + 1 + 2 + 12)),
     "sdxl": of_unet(70, 17 * 2 + 2 + 2, 11 * 2, (17 + 2 + 2) + (1 + 1 + 2 + 9)),
-    # 24 blocks of two streams, picture and text, of which the last has no text behind its attention; the modulations
+    # 24 blocks of two streams, image and text, of which the last has no text behind its attention; the modulations
     # (norm1.linear and norm1_context.linear) are linears as others.
     "sd3": {"ffn": 24 * 2 + 23 * 2, "qkv": 24 * 6, "linear": 24 + 23 + 24 * 2, "excluded": 8},
     # 19 blocks of two streams, and 38 of one, whose feed-forward is proj_mlp and a part of proj_out.
@@ -166,7 +166,7 @@ SHARED = {  # inputs of linears that may be quantized, and of those how many can
     "sd15": (16 * 7, 16 * 6),  # not the text's
     "sd21": (16 * 7 + 16 * 2, 16 * 6 + 16),  # and not those of proj_out
     "sdxl": (70 * 7 + 11 * 2, 70 * 6 + 11),
-    # The picture's and the text's query, key and value, what is behind them, 2 modulations, 2 feed-forwards of 2.
+    # The image's and the text's query, key and value, what is behind them, 2 modulations, 2 feed-forwards of 2.
     # The modulations make what query, key and value read, and the first linear of a feed-forward.
     "sd3": (24 * 7 + 23 * 3, 24 * 3 + 23),
     "flux": (19 * 8 + 38 * 2, 19 * 4 + 38),  # no modulations; proj_mlp reads what query, key and value read

@@ -33,14 +33,14 @@ def test_which_linears_read_one_tensor_and_what_absorbs_a_factor(producers):
     assert found == [SharedInput(readers, producer) for readers, producer in producers.items()]
 
 
-def test_the_second_attention_of_stable_diffusion_35_reads_the_picture_and_has_chunks_of_its_own():
-    picture, text = f"{BLOCK}.norm1.linear", f"{BLOCK}.norm1_context.linear"
+def test_the_second_attention_of_stable_diffusion_35_reads_the_image_and_has_chunks_of_its_own():
+    image, text = f"{BLOCK}.norm1.linear", f"{BLOCK}.norm1_context.linear"
     inputs = {
-        SELF: SharedInput(SELF, picture, modulation=(0, 1)),
+        SELF: SharedInput(SELF, image, modulation=(0, 1)),
         TEXT: SharedInput(TEXT, text, modulation=(0, 1)),
-        (QUERY, KEY, VALUE): SharedInput((QUERY, KEY, VALUE), picture, modulation=(6, 7)),
-        (FF,): SharedInput((FF,), picture, modulation=(3, 4)),
+        (QUERY, KEY, VALUE): SharedInput((QUERY, KEY, VALUE), image, modulation=(6, 7)),
+        (FF,): SharedInput((FF,), image, modulation=(3, 4)),
         (TEXT_FF,): SharedInput((TEXT_FF,), text, modulation=(3, 4)),
     }
-    found = inputs_of_transformer([picture, text, *(name for readers in inputs for name in readers)])
-    assert found == [SharedInput((picture,)), SharedInput((text,)), *inputs.values()]
+    found = inputs_of_transformer([image, text, *(name for readers in inputs for name in readers)])
+    assert found == [SharedInput((image,)), SharedInput((text,)), *inputs.values()]
