@@ -110,17 +110,12 @@ def open_members(path: Path) -> dict[str, Member]:
         files = sorted(entry for entry in path.iterdir() if entry.is_file())
         if len(files) > MAX_MEMBERS:
             raise ArtifactError(f"{path} holds {len(files)} files; expected an extracted .nemo, so check the path")
-        members: dict[str, Member] = {}
-        for file_path in files:
-            with open_regular(file_path) as file:
-                size = os.fstat(file.fileno()).st_size
-                members[file_path.name] = Member(f"{path}: {file_path.name}", OpenFile(file), 0, size)
-        return members
+        return {file.name: _whole(file, f"{path}: {file.name}") for file in files}
     if not path.is_file():
         raise ArtifactError(f"{path} is a device or a pipe; expected a .nemo file or an extracted directory")
     with open_regular(path) as file:
         archive = _gunzipped(path, file) if is_gzipped(path) else OpenFile(file)
-    members = {}
+    members: dict[str, Member] = {}
     for member_name, member in _tar_members(path, archive):
         if member_name in members:
             raise ArtifactError(f"{path} holds {member_name!r} twice; expected each name once, so fetch it again")
@@ -132,8 +127,12 @@ def whole_file(path: Path) -> Member:
     """Returns a whole file as a member. Raises ConfigError when it does not exist."""
     if not path.is_file():
         raise ConfigError(f"{path} is not a file; check the path")
+    return _whole(path, str(path))
+
+
+def _whole(path: Path, name: str) -> Member:
     with open_regular(path) as file:
-        return Member(str(path), OpenFile(file), 0, os.fstat(file.fileno()).st_size)
+        return Member(name, OpenFile(file), 0, os.fstat(file.fileno()).st_size)
 
 
 def read_text(member: Member) -> bytes:

@@ -86,7 +86,7 @@ class TookTooLong(BaseException):
 
 
 class Wrong(AssertionError):
-    """What a reader did that it may not do."""
+    """A forbidden act of a reader."""
 
 
 def outcome(place: Place, limit: float = SECONDS) -> tuple[str, float]:

@@ -1,4 +1,4 @@
-"""What a stranger or a bad disk does to a file that was sound: Hypothesis draws the edits, these functions make them.
+"""Damages to a sound file, as by a stranger or a bad disk: Hypothesis draws the edits, these functions apply them.
 
 An edit is a tuple of its kind and numbers that are taken modulo what is there, so any edit fits any file and a failing
 list of them can be shrunk. The road not taken is a fuzzer that a compiler instruments: most of the readers are Python,

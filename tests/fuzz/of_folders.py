@@ -63,7 +63,7 @@ def folders() -> list[Reader]:
 def folder(
     name: str, reader: str, quantized: Tensors, quantization: dict, metadata: dict | None = None, state: bytes = b""
 ) -> Reader:
-    """Of these tensors and of fp16 for what is not among them."""
+    """A file of these tensors, with fp16 for the others."""
     plain = {f"{layer}.weight": some(*shape).half() for layer, shape in SHAPES.items()}
     plain |= {f"{layer}.bias": some(shape[0]) for layer, shape in SHAPES.items()}
     layers = {each.partition(".")[0] for each in quantized}
@@ -194,7 +194,7 @@ def torchao() -> tuple[Tensors, dict, dict[str, str]]:
     return tensors, {"quant_method": "torchao"}, metadata
 
 
-# What is stored of one weight, fp32 [out, in], by the others
+# Tensors that the other tools store for one weight, fp32 [out, in]
 
 
 def stored_by(store: Callable[[Tensor], Tensors]) -> Tensors:
@@ -223,7 +223,7 @@ def int8(weight: Tensor) -> Tensors:
 
 
 def int4(weight: Tensor) -> Tensors:
-    """Of rows that are too short for groups."""
+    """Tensors of rows that are too short for groups."""
     rows, width = weight.shape
     scales = {end: some(rows, 1) for end in ("weight._scale", "weight._shift")}
     ones = {end: torch.ones(()) for end in ("input_scale", "output_scale")}

@@ -53,7 +53,7 @@ def noise() -> Reader:
 
 
 def lora() -> Reader:
-    """Of a linear, a convolution and a text encoder's linear, with an alpha of its own and a config in the metadata."""
+    """LoRA of a linear, a convolution and a text encoder's linear, with an alpha each and a config in the metadata."""
     shapes = {"unet": {"q": (8, 6), "conv": (8, 6, 3, 3)}, "text_encoder": {"q_proj": (4, 4)}}
     names = places_by_name({
         component: {f"{name}.weight": LazyTensor(shape, torch.float32, torch.empty) for name, shape in layers.items()}

@@ -27,7 +27,7 @@ from .shared import Files, damaged_metadata, damaged_safetensors, header_of, way
 
 
 def single_files(scratch: Path) -> list[Reader]:
-    """Of a tiny SDXL, which stays at its place: a reader looks at the file alone."""
+    """A checkpoint of a tiny SDXL, which is not damaged: a reader reads only the file."""
     TINY["sdxl"](scratch / "single_files")
     opened = open_pipeline(scratch / "single_files", "sdxl")
     build = cache(opened.build)  # once, as it takes longer than reading a file
@@ -42,7 +42,7 @@ def shapes_in_file(checkpoint: Any) -> dict[str, tuple[int, ...]]:
 
 
 def summary(candidate: QuantizedDenoiser, decodes: bool = True) -> tuple:
-    """What was found, with the numbers of a few tensors of every kind where the package that decodes them is there."""
+    """Returns the tensors that were read, with values of a few of every kind if the decoding package is installed."""
     layers = {
         name: (each.format, each.scales, each.stored_bytes, str(each.inputs)) for name, each in candidate.layers.items()
     }

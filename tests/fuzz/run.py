@@ -156,7 +156,7 @@ def in_child(reader: Reader, count: int, seed: int, root: Path, sending: int, wa
 
 
 def tried(place: Place, recipe: object, keep: Path, name: str, limit: float = SECONDS) -> tuple[str, float, int]:
-    """How an input was taken, its seconds, and the bytes that it took. What may not be is kept under the name."""
+    """Returns the outcome of an input, its seconds and its bytes of memory. A failure is kept under the name."""
     place.put(recipe)
     base = forget_peak()
     try:

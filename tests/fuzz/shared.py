@@ -1,4 +1,4 @@
-"""What damages files of weights, what tells tensors apart, and readers whose input is damaged in several ways."""
+"""Damages to files of weights, digests of tensors, and readers whose input is damaged in several ways."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ def ways(*given: tuple[st.SearchStrategy, Callable[[Any], Files]]) -> dict[str, 
 
 
 def digest(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], str]:
-    """What tells two tensors apart, of any dtype, NaN included."""
+    """Returns a digest of a tensor of any dtype, NaN included."""
     content = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
     return str(tensor.dtype), tuple(tensor.shape), hashlib.sha256(content).hexdigest()
 

@@ -1,4 +1,4 @@
-"""What the fuzzing has found, each as the smallest file that shows it."""
+"""Faults that fuzzing has found, each as the smallest file that shows it."""
 
 import json
 import time
