@@ -80,9 +80,8 @@ def test_the_three_files_agree(folder):
     assert r"\<b\>\| broken" in lines[-2] and all(line.count(" | ") == lines[0].count(" | ") for line in lines[:6])
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "\udcff"])
-def test_a_damaged_record_is_an_unfinished_job(folder, text):
-    (folder / "alpha=0.5" / RECORD).write_text(text, errors="surrogateescape")
+def test_a_damaged_record_is_an_unfinished_job(folder):
+    (folder / "alpha=0.5" / RECORD).write_text("\udcff", errors="surrogateescape")
     job = read_sweep(folder).jobs[0]
     assert job.status == "unfinished" and job.reason.startswith("its record cannot be read")
 
